@@ -1,0 +1,152 @@
+"""Frozen dataclasses as pytrees, and the one way to walk them.
+
+optree and torch's own pytree disagree on None (a leaf for torch) and on the order of dicts, so a `struct` is registered
+with both and this project traverses only through this module: None is always an absent field, never a leaf.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, dataclass_transform
+
+import optree
+import torch
+from torch.utils import _pytree as torch_pytree
+
+__all__ = ["Named", "UseAfterDonate", "donate", "leaves", "leaves_with_path", "map", "replace", "static", "struct"]
+
+_NAMESPACE = "rft_fn"
+T = TypeVar("T")
+
+
+class UseAfterDonate(RuntimeError):
+    """A value was read after `donate`: a function has consumed it and may have reused its memory."""
+
+
+def static(**kwargs: Any) -> Any:
+    """A struct field that is part of the structure (a static int, a function), not a leaf."""
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+def _field_names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    children = tuple(f.name for f in fields if not f.metadata.get("static"))
+    return children, tuple(f.name for f in fields if f.metadata.get("static"))
+
+
+def _missing(self: Any, name: str) -> Any:
+    """Python asks here only for attributes that are gone: the fields of a donated struct, or a typo."""
+    if name in type(self).__dataclass_fields__:
+        raise UseAfterDonate(
+            f"{type(self).__name__}.{name}: this {type(self).__name__} was donated (an update consumed it); "
+            "use the value that the update returned"
+        )
+    raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static,))
+def struct(cls: type[T]) -> type[T]:
+    """Class decorator: a frozen, keyword-only dataclass that is a pytree for optree and for torch."""
+    cls = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)  # type: ignore[assignment]
+    cls.__getattr__ = _missing  # type: ignore[attr-defined]
+    children, statics = _field_names(cls)
+
+    def aux(x: Any) -> tuple:
+        return tuple(getattr(x, name) for name in statics)
+
+    def unflatten(values: Any, meta: tuple) -> T:
+        return cls(**dict(zip(children, values)), **dict(zip(statics, meta)))
+
+    def flatten_torch(x: Any) -> tuple[list, tuple]:
+        # torch counts None as a leaf: an absent field becomes part of the structure instead
+        present = tuple(name for name in children if getattr(x, name) is not None)
+        return [getattr(x, name) for name in present], (present, aux(x))
+
+    def unflatten_torch(values: Any, meta: tuple) -> T:
+        absent = dict.fromkeys(children)
+        return cls(**absent | dict(zip(meta[0], values)), **dict(zip(statics, meta[1])))
+
+    optree.register_pytree_node(
+        cls,
+        lambda x: (tuple(getattr(x, name) for name in children), aux(x), children),
+        lambda meta, values: unflatten(values, meta),
+        namespace=_NAMESPACE,
+    )
+    torch_pytree.register_pytree_node(cls, flatten_torch, unflatten_torch, serialized_type_name=f"rft_fn.{cls.__qualname__}")
+    return cls
+
+
+class Named(dict):
+    """Tensors by name (parameters, gradients): a dict that can be donated. Any read after that raises UseAfterDonate."""
+
+
+class _Donated(Named):
+    def _gone(self, *_: Any, **__: Any) -> Any:
+        raise UseAfterDonate("these tensors were donated (an update consumed them); use what the update returned")
+
+    __getitem__ = __iter__ = __len__ = __contains__ = _gone
+    keys = values = items = get = pop = copy = _gone  # type: ignore[assignment]
+
+
+optree.register_pytree_node(
+    Named,
+    lambda x: (tuple(x.values()), tuple(x), tuple(x)),
+    lambda names, values: Named(zip(names, values)),
+    namespace=_NAMESPACE,
+)
+torch_pytree.register_pytree_node(
+    Named,
+    lambda x: (list(x.values()), tuple(x)),
+    lambda values, names: Named(zip(names, values)),
+    serialized_type_name="rft_fn.Named",
+)
+for _register in (optree.register_pytree_node, torch_pytree.register_pytree_node):
+    # without this a walk over donated tensors would find one opaque leaf, and no error
+    _extra = {"namespace": _NAMESPACE} if _register is optree.register_pytree_node else {}
+    _register(_Donated, _Donated._gone, _Donated._gone, **_extra)
+
+
+def replace(x: T, **fields: Any) -> T:
+    """A copy of a struct with some fields changed. TypeError for a field that it does not have."""
+    return dataclasses.replace(x, **fields)  # type: ignore[type-var]
+
+
+def map(f: Callable[..., Any], *trees: Any) -> Any:
+    """`f` over the leaves of trees of one structure. None is structure: it stays None."""
+    return optree.tree_map(f, *trees, namespace=_NAMESPACE)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves, in the order of the fields."""
+    return optree.tree_leaves(tree, namespace=_NAMESPACE)
+
+
+def leaves_with_path(tree: Any) -> Iterator[tuple[str, Any]]:
+    """(path, leaf) with the path as "opt/0/m/model.norm.weight": the names in a checkpoint."""
+    paths, values, _ = optree.tree_flatten_with_path(tree, namespace=_NAMESPACE)
+    for path, leaf in zip(paths, values):
+        yield "/".join(str(part) for part in path), leaf
+
+
+def unflatten_like(like: Any, values: list[Any]) -> Any:
+    """A tree of the structure of `like` with other leaves."""
+    return optree.tree_unflatten(optree.tree_structure(like, namespace=_NAMESPACE), values)
+
+
+def donate(*trees: Any) -> None:
+    """Mark structs and `Named` tensors as consumed, with everything inside: a later read raises UseAfterDonate.
+
+    The tensors themselves live on in whatever the caller built from them; only the way to them through the old value is
+    closed. A donated value costs nothing to read before that, for the check sits where Python looks for missing fields.
+    """
+    for x in trees:
+        if isinstance(x, Named):
+            dict.clear(x)
+            x.__class__ = _Donated
+        elif hasattr(type(x), "__dataclass_fields__"):
+            children, _ = _field_names(type(x))
+            donate(*(x.__dict__[name] for name in children if name in x.__dict__))
+            x.__dict__.clear()
+        elif isinstance(x, (tuple, list)) and not isinstance(x, torch.Size):
+            donate(*x)
+        elif isinstance(x, dict):
+            donate(*x.values())

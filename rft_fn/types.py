@@ -1,0 +1,200 @@
+"""The records that every part of the project speaks in.
+
+Dimensions: N prompts, G samples a prompt, B = N G sequences, S padded length, T tokens of a pack, K sequences of a pack,
+V vocabulary, D width. `mask` is bool and never a weight; `w` is float and never a mask.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rft_fn import check, tree
+
+__all__ = [
+    "Engine", "Experience", "LossFn", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
+    "Transform", "experience",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. One object for the engine and for the trainer, so that log-probs are of the distribution that
+    was sampled from: logits / temperature, then the top_k largest, then the smallest set with mass top_p, renormalised."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps all
+    max_new: int = 256  # tokens
+    stop: tuple[int, ...] = ()  # token ids that end a sequence; the tokenizer's eos is added by the engine
+
+    def __post_init__(self) -> None:
+        for name, ok, want in (
+            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a number >= 0"),
+            ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1"),
+            ("top_k", self.top_k >= 0, "an integer >= 0"),
+            ("max_new", self.max_new >= 1, "an integer >= 1"),
+        ):
+            if not ok:
+                raise ValueError(f"{name}: expected {want}, got {getattr(self, name)}")
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0
+
+
+@tree.struct
+class Media:
+    """Ragged tensors of one modality batch, by the processor's own names, concatenated along dim 0."""
+
+    tensors: dict[str, Tensor]  # e.g. pixel_values [rows, ...], image_grid_thw [images, 3]
+    rows: dict[str, Tensor]  # name -> [B] i64: how many rows of it each sequence owns
+
+    def take(self, index: list[int]) -> "Media":
+        """The media of the sequences `index`, in that order."""
+        out = {}
+        for name, x in self.tensors.items():
+            parts = x.split(self.rows[name].tolist())
+            out[name] = torch.cat([parts[i] for i in index]) if index else x[:0]
+        return Media(tensors=out, rows={name: r[index] for name, r in self.rows.items()})
+
+
+@tree.struct
+class Rollout:
+    """What an engine returns: right-padded and token-aligned (`logp[b, s]` scores `tokens[b, s]`)."""
+
+    tokens: Tensor  # [B, S] i64
+    mask: Tensor  # [B, S] bool, True where the policy sampled
+    logp: Tensor  # [B, S] f32, the sampler's own, 0 outside mask
+    length: Tensor  # [B] i64, tokens of prompt and response
+    truncated: Tensor  # [B] bool, ended by max_new and not by a stop token
+    group: Tensor  # [B] i64, which prompt
+    version: Tensor  # [B] i64, of the weights that sampled
+    media: Media | None = None
+
+
+@tree.struct
+class Experience:
+    """A scored rollout, still token-aligned: what the packer cuts."""
+
+    tokens: Tensor  # [B, S] i64
+    mask: Tensor  # [B, S] bool
+    length: Tensor  # [B] i64
+    old_logp: Tensor  # [B, S], of the policy that the update starts from
+    adv: Tensor  # [B, S]
+    w: Tensor  # [B, S], the weight of each token in the total loss
+    ref_logp: Tensor | None = None  # [B, S], of the KL anchor
+    old_value: Tensor | None = None  # [B, S]
+    ret: Tensor | None = None  # [B, S]
+    media: Media | None = None
+
+
+@tree.struct
+class Packed:
+    """One micro-batch, flat and label-aligned: everything at t is about `target[t]`; 0 outside mask."""
+
+    tokens: Tensor  # [T] i64, the inputs
+    target: Tensor  # [T] i64, the token after each input
+    pos: Tensor  # [T] i64, restarts at 0 in each sequence
+    seq: Tensor  # [T] i64, which sequence of the pack
+    mask: Tensor  # [T] bool, True where target was sampled by the policy
+    old_logp: Tensor  # [T]
+    adv: Tensor  # [T]
+    w: Tensor  # [T]
+    ref_logp: Tensor | None = None  # [T]
+    old_value: Tensor | None = None  # [T]
+    ret: Tensor | None = None  # [T]
+    media: Media | None = None
+    num_seqs: int = tree.static()  # K
+    rows: tuple[int, ...] = tree.static(default=())  # the row of the Experience behind each sequence
+
+
+@tree.struct
+class TokenOut:
+    """What a model says of each target of a pack."""
+
+    logp: Tensor  # [T]
+    entropy: Tensor | None = None  # [T] nats
+    value: Tensor | None = None  # [T]
+    aux: Tensor | None = None  # [] a loss of the model's own, e.g. the balance of experts
+
+
+@tree.struct
+class TrainState:
+    """Everything that an update needs and changes. Donated to `Strategy.update`."""
+
+    params: Any  # tree.Named of tensors
+    opt: Any  # what tx.init made of them
+    step: int  # updates done
+    tx: "Transform" = tree.static()
+
+
+LossFn = Callable[[TokenOut, Packed], Any]  # -> loss [T], or (loss [T], {name: Metric})
+Apply = Callable[[Any, Packed], TokenOut]
+
+
+class Transform(NamedTuple):
+    """A transformation of gradients as a value (optax's idea): a pair of functions and a description of itself."""
+
+    init: Callable[[Any], Any]  # params -> state
+    update: Callable[[Any, Any, Any], tuple[Any, Any]]  # (grads, state, params) -> (updates, state); grads are donated
+    spec: Mapping[str, Any]  # plain data: what a backend with an optimizer of its own lowers
+
+
+class Strategy(NamedTuple):
+    """Where and how a train step runs. The same record for every backend."""
+
+    init: Callable[..., tuple[Apply, TrainState]]  # (module, tx, *, sampling, entropy) -> (apply, state)
+    gather: Callable[[Any], Any]  # tree of this rank -> tree of all ranks, concatenated along dim 0
+    grad: Callable[..., tuple[Any, dict]]  # (state, apply, loss_fn, packs) -> (grads, metrics)
+    update: Callable[..., tuple[TrainState, dict]]  # (state, grads) -> (state, metrics); donates both
+    export: Callable[[TrainState], Iterator[tuple[str, Tensor]]]  # full tensors by the model's own names
+    save: Callable[..., Any]  # (path, state, extra) -> the folder written
+    restore: Callable[..., tuple[TrainState, Any]]  # (path, like) -> (state, extra)
+    offload: Callable[[TrainState], TrainState]  # optimizer state to the host
+    reload: Callable[[TrainState], TrainState]  # and back
+    rank: int
+    world: int
+    device: torch.device
+
+
+class Engine(NamedTuple):
+    """What samples from the policy. `load` gives it weights and a version; it samples with what it was last given."""
+
+    generate: Callable[..., Rollout]  # (prompts, keys, *, n, sampling) -> Rollout
+    score: Callable[..., Tensor]  # (rollout, *, sampling) -> logp [B, S]
+    load: Callable[..., None]  # (weights, *, version)
+    sleep: Callable[[], None]
+    wake: Callable[[], None]
+    status: Callable[[], dict]
+
+
+def experience(
+    rollout: Rollout,
+    *,
+    adv: Tensor,
+    w: Tensor,
+    old_logp: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    old_value: Tensor | None = None,
+    ret: Tensor | None = None,
+) -> Experience:
+    """A rollout with advantages and weights [B, S]. `old_logp` is the sampler's own unless another is given.
+
+    `adv` may be [B, 1] or [B]: it is spread over the mask. ValueError when a shape disagrees, with the field's name.
+    """
+    adv = adv.unsqueeze(-1) if adv.dim() == 1 else adv
+    if adv.dim() == 2 and adv.shape[-1] == 1:
+        adv = adv.expand(-1, rollout.tokens.shape[-1])
+    check.shapes(tokens=(rollout.tokens, "B S"), adv=(adv, "B S"))
+    adv = torch.where(rollout.mask, adv.to(w.dtype), 0)
+    old_logp = rollout.logp if old_logp is None else old_logp
+    fields = {"adv": adv, "w": w, "old_logp": old_logp, "ref_logp": ref_logp, "old_value": old_value, "ret": ret}
+    spec: dict[str, Any] = {"tokens": (rollout.tokens, "B S")} | {k: (v, "B S") for k, v in fields.items()}
+    check.shapes(**spec)
+    return Experience(
+        tokens=rollout.tokens, mask=rollout.mask, length=rollout.length, media=rollout.media, **fields
+    )  # type: ignore[arg-type]
