@@ -1,0 +1,75 @@
+"""From logits, or straight from hidden states, to the log-probs of the targets."""
+
+import torch
+from torch import Tensor
+
+from rft_fn import check
+from rft_fn.types import Sampling, TokenOut
+
+__all__ = ["entropy_from_logits", "linear_logprob", "log_probs_from_logits", "truncate"]
+
+
+def _wide(x: Tensor) -> Tensor:
+    """bf16 and fp16 to float32; float64 stays: a softmax in bf16 is off by up to 0.05 nats."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def log_probs_from_logits(logits: Tensor, target: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
+    """[..., V], [...] -> [...] nats: log softmax(logits / temperature)[target], in float32 at least.
+
+    ValueError when the shapes disagree. A target outside [0, V) is an IndexError of torch's.
+    """
+    check.shapes(target=(target, "..."), logits=(logits[..., 0], "..."))
+    z = _wide(logits) / temperature
+    return z.gather(-1, target.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(z, -1)
+
+
+def entropy_from_logits(logits: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
+    """[..., V] -> [...] nats: the entropy of softmax(logits / temperature), in float32 at least; -inf logits count 0."""
+    logp = (_wide(logits) / temperature).log_softmax(-1)
+    return -(logp.exp() * logp.clamp(min=-1e30)).sum(-1)
+
+
+def truncate(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = None) -> Tensor:
+    """[..., V] -> [..., V]: logits / temperature, -inf outside the top_k largest and the smallest set with mass top_p.
+
+    The one definition of what is sampled from, for the engine and for the trainer. `keep` [...] names a token that stays
+    whatever its rank: the trainer's target, which the policy of the rollout did draw, so that its log-prob stays finite after
+    an update. The cut itself carries no gradient.
+    """
+    z = _wide(logits) / (sampling.temperature or 1.0)
+    if not sampling.truncates:
+        return z
+    ranked, index = z.detach().sort(-1, descending=True)
+    drop = torch.zeros_like(ranked, dtype=torch.bool)
+    if sampling.top_k:
+        drop[..., sampling.top_k :] = True
+    if sampling.top_p < 1:
+        p = ranked.masked_fill(drop, -torch.inf).softmax(-1)
+        drop |= p.cumsum(-1) - p >= sampling.top_p  # the token that crosses top_p is kept
+    drop = torch.zeros_like(drop).scatter(-1, index, drop)
+    if keep is not None:
+        drop = drop.scatter(-1, keep.unsqueeze(-1), False)
+    return z.masked_fill(drop, -torch.inf)
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    entropy: bool = False,
+) -> TokenOut:
+    """[T, D], [V, D], [T] -> TokenOut: log softmax(hidden weight^T / temperature)[target] without ever holding [T, V].
+
+    Targets of -100 give 0 and no gradient. The work is `rft_kernels.linear_logprob`; ValueError when shapes disagree.
+    """
+    from rft_kernels import linear_logprob as fused
+
+    logp, ent, _ = fused(
+        hidden, weight, target, temperature=temperature, bias=bias, softcap=softcap, entropy=entropy
+    )
+    return TokenOut(logp=logp, entropy=ent)

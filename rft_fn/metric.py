@@ -1,0 +1,126 @@
+"""Metrics that know how to merge: over packs, over ranks, in any order, without a mean of means."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rft_fn import check, tree
+from rft_fn.types import Packed, Rollout, TokenOut
+
+__all__ = ["Max", "Mean", "Sum", "max", "mean", "merge", "pass_at_k", "policy", "results", "rollout", "sum"]
+
+
+@tree.struct
+class Mean:
+    total: Tensor  # [] f64
+    count: Tensor  # [] f64
+
+    def merge(self, other: "Mean") -> "Mean":
+        return Mean(total=self.total + other.total, count=self.count + other.count)
+
+    def value(self) -> Tensor:
+        return self.total / self.count.clamp(min=1e-300)
+
+
+@tree.struct
+class Sum:
+    total: Tensor  # [] f64
+
+    def merge(self, other: "Sum") -> "Sum":
+        return Sum(total=self.total + other.total)
+
+    def value(self) -> Tensor:
+        return self.total
+
+
+@tree.struct
+class Max:
+    top: Tensor  # [] f64
+
+    def merge(self, other: "Max") -> "Max":
+        return Max(top=torch.maximum(self.top, other.top))
+
+    def value(self) -> Tensor:
+        return self.top
+
+
+Metric = Mean | Sum | Max
+
+
+def _f64(x: Tensor) -> Tensor:
+    return x.detach().to(torch.float64)
+
+
+def mean(x: Tensor, mask: Tensor) -> Mean:
+    """Mean of x over mask; 0 where no position is in mask."""
+    return Mean(total=_f64(torch.where(mask, x.detach(), 0)).sum(), count=_f64(mask).sum())
+
+
+def sum(x: Tensor, mask: Tensor | None = None) -> Sum:
+    """Sum of x over mask."""
+    return Sum(total=_f64(x if mask is None else torch.where(mask, x.detach(), 0)).sum())
+
+
+def max(x: Tensor, mask: Tensor) -> Max:
+    """Largest x over mask; -inf where no position is in mask."""
+    low = torch.where(mask, _f64(x), -torch.inf)
+    return Max(top=low.amax() if low.numel() else low.new_tensor(-torch.inf))
+
+
+def merge(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Both dicts in one; a name in both is merged by its own rule. ValueError if the rules differ."""
+    out = dict(a)
+    for name, m in b.items():
+        if name in out and type(out[name]) is not type(m):
+            raise ValueError(f"metric {name!r}: expected {type(out[name]).__name__}, got {type(m).__name__}")
+        out[name] = out[name].merge(m) if name in out else m  # type: ignore[arg-type]
+    return out
+
+
+def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The numbers, in one transfer from the device."""
+    if not metrics:
+        return {}
+    values = torch.stack([m.value() for m in metrics.values()]).tolist()
+    return dict(zip(metrics, values))
+
+
+def pass_at_k(correct: Tensor, k: int) -> Tensor:
+    """correct [N, G] bool -> [N]: the chance that one of k samples drawn from the G without return is correct.
+
+    1 - C(G - c, k) / C(G, k), unbiased (arXiv 2107.03374), by a product that cannot overflow. ValueError unless 1 <= k <= G.
+    """
+    sizes = check.shapes(correct=(correct, "N G"))
+    if not 1 <= k <= sizes["G"]:
+        raise ValueError(f"k: expected between 1 and the {sizes['G']} samples of each prompt, got {k}")
+    wrong = (~correct).double().sum(-1, keepdim=True)  # [N, 1]
+    i = torch.arange(k, dtype=torch.float64, device=correct.device)
+    return 1 - ((wrong - i).clamp(min=0) / (sizes["G"] - i)).prod(-1)
+
+
+def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
+    """How far the trainer's log-probs are from `old_logp` [nats a token], and the entropy where the model gives it.
+
+    In the first update on a rollout whose old_logp is the sampler's own, `policy/logp_gap` is the disagreement of trainer and
+    sampler about the same tokens under the same weights: 1e-6 in float32, and a bug when it is not small.
+    """
+    gap = (out.logp.detach() - b.old_logp).abs()
+    found: dict[str, Metric] = {"policy/logp_gap": mean(gap, b.mask), "policy/logp_gap_max": max(gap, b.mask)}
+    return found if out.entropy is None else found | {"policy/entropy": mean(out.entropy, b.mask)}
+
+
+def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:
+    """What one reads of a rollout and its rewards [N, G]: means, lengths, and the counts of what teaches nothing."""
+    size = batch.mask.sum(-1).double()
+    flat = reward.amax(-1) == reward.amin(-1)
+    return {
+        "reward/mean": float(reward.double().mean()),
+        "reward/std": float(reward.double().std(correction=0)),
+        "reward/flat_groups": float(flat.double().mean()),
+        "rollout/length_mean": float(size.mean()),
+        "rollout/length_max": float(size.max()),
+        "rollout/truncated": float(batch.truncated.double().mean()),
+        "rollout/empty": float((size <= 1).double().mean()),
+        "rollout/sampler_logp": float(batch.logp.double().sum() / size.sum().clamp(min=1)),
+    }

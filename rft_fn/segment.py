@@ -1,0 +1,31 @@
+"""Reductions over the sequences of a flat stream: x [T], mask [T], seq [T] -> [K], with K = num_seqs.
+
+Positions outside `mask` do not exist. A sequence without any position in mask gives 0 (and no gradient), never NaN.
+"""
+
+import torch
+from torch import Tensor
+
+from rft_fn import check
+
+__all__ = ["max", "mean", "sum"]
+
+
+def sum(x: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
+    """[K]: sum of x over the positions of each sequence in mask."""
+    check.shapes(x=(x, "T"), mask=(mask, "T"), seq=(seq, "T"))
+    x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x  # a sum of ones in bf16 ends at 256
+    return x.new_zeros(num_seqs).index_add(0, seq, torch.where(mask, x, 0))
+
+
+def mean(x: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
+    """[K]: mean of x over the positions of each sequence in mask."""
+    return sum(x, mask, seq, num_seqs) / sum(mask.to(x.dtype), mask, seq, num_seqs).clamp(min=1)
+
+
+def max(x: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
+    """[K]: largest x over the positions of each sequence in mask."""
+    check.shapes(x=(x, "T"), mask=(mask, "T"), seq=(seq, "T"))
+    low = torch.where(mask, x, -torch.inf)
+    top = x.new_full((num_seqs,), -torch.inf).scatter_reduce(0, seq, low, "amax")
+    return torch.where(top == -torch.inf, 0, top)
