@@ -1,0 +1,281 @@
+"""Built-in tasks: problems that need no network; each row is a pure function of `(seed, index, level)`.
+
+Every task has a generator, a verifier, a difficulty and a known chance score, so that "it learned" is a
+number and not an impression: a policy that learned nothing scores `chance(level)`, one that learned
+everything scores 1.
+
+A row is a dict of strings: `question` for a chat model; `short` for a tiny character-level model, over
+`ALPHABET` alone and ending in "="; `answer`, one correct answer over `ALPHABET`; `level`; and whatever else
+the verifier reads.
+
+Verifiers are strict on content and ignore the whitespace around an answer. They see the answer and the row,
+never the prompt and never a whole response: `rft_fn.reward.task` cuts the answer out first.
+"""
+
+import ast
+import functools
+import operator
+import random
+import re
+import string
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from typing import NamedTuple
+
+from rft_fn import rng
+
+__all__ = ["ALPHABET", "TASKS", "Task", "get_task"]
+
+ALPHABET = string.digits + string.ascii_lowercase + "+-*/()=,:"
+"""Every character of `short` and `answer`, in all tasks: the vocabulary of a character-level model."""
+
+Row = Mapping[str, str]
+
+
+class Task(NamedTuple):
+    """One family of problems, as plain functions."""
+
+    name: str
+    generate: Callable[[int, int, int], dict[str, str]]  # (seed, index, level) -> row; level is 1, 2, 3, ...
+    verify: Callable[[str, Row], float]  # (answer, row) -> score in [0, 1]
+    chance: Callable[[int], float]  # level -> the expected score of `guess`
+    guess: Callable[
+        [random.Random, Row], str
+    ]  # an answer of the right format, drawn without solving the problem
+
+
+def _random(name: str, seed: int, index: int, level: int) -> random.Random:
+    """The private generator of one row. Raises ValueError for a level below 1."""
+    if level < 1:
+        raise ValueError(f"level: expected 1 or more, got {level}")
+    return random.Random(rng.fold_in(seed, name, level, index))
+
+
+def _word(random_: random.Random, symbols: str, length: int) -> str:
+    """`length` symbols, independent and uniform."""
+    return "".join(random_.choice(symbols) for _ in range(length))
+
+
+def _exact(text: str, row: Row) -> float:
+    """1 if the answer is the row's, character by character; else 0."""
+    return float(text.strip() == row["answer"])
+
+
+# --------------------------------------------------------------------------------------------------- addition
+
+
+def _addition(seed: int, index: int, level: int) -> dict[str, str]:
+    """The sum of two numbers, both uniform in [0, 10**level)."""
+    random_ = _random("addition", seed, index, level)
+    a, b = random_.randrange(10**level), random_.randrange(10**level)
+    question, short = f"What is {a} + {b}?", f"{a}+{b}="
+    return {"question": question, "short": short, "answer": str(a + b), "level": str(level)}
+
+
+def _addition_chance(level: int) -> float:
+    """1 / (2 10**level - 1): the guesser is uniform over the sums that are possible at this level.
+
+    The best constant answer, 10**level - 1, scores 10**-level: a curve that stops there ignores the question.
+    """
+    return 1 / (2 * 10**level - 1)
+
+
+def _addition_guess(random_: random.Random, row: Row) -> str:
+    return str(random_.randrange(2 * 10 ** int(row["level"]) - 1))
+
+
+# --------------------------------------------------------------------------------------- reverse, sort_digits
+
+
+def _aligned(text: str, row: Row) -> float:
+    """1 if exact; else half the share of positions that hold the right character, in [0, 0.5].
+
+    The share is of the longer of the two strings, so that neither padding nor truncation pays. Partial credit
+    gives the samples of a group different scores long before one of them is exact, which is what a
+    group-relative advantage needs; the factor of a half keeps a gap above "all but one", so that the last
+    character is worth more than any other.
+    """
+    text, answer = text.strip(), row["answer"]
+    if text == answer:
+        return 1.0
+    return 0.5 * sum(map(operator.eq, text, answer)) / max(len(text), len(answer))
+
+
+def _aligned_chance(symbols: str, level: int) -> float:
+    """E = 0.5 / V + 0.5 V**-n: the guesser draws n = level + 2 symbols, independent and uniform over V."""
+    return 0.5 / len(symbols) + 0.5 * float(len(symbols)) ** -(level + 2)
+
+
+def _aligned_guess(symbols: str, random_: random.Random, row: Row) -> str:
+    return _word(random_, symbols, int(row["level"]) + 2)
+
+
+def _reverse(seed: int, index: int, level: int) -> dict[str, str]:
+    """A string of level + 2 lower-case letters, to be written backwards. Partial credit: see `_aligned`."""
+    word = _word(_random("reverse", seed, index, level), string.ascii_lowercase, level + 2)
+    question = f'Write the string "{word}" backwards, character by character.'
+    return {"question": question, "short": f"reverse:{word}=", "answer": word[::-1], "level": str(level)}
+
+
+def _sort_digits(seed: int, index: int, level: int) -> dict[str, str]:
+    """A string of level + 2 digits, to be sorted in ascending order. Partial credit: see `_aligned`."""
+    digits = _word(_random("sort_digits", seed, index, level), string.digits, level + 2)
+    question = (
+        f"Sort the digits of {digits} in ascending order. Keep repeated digits and write no separators."
+    )
+    return {
+        "question": question,
+        "short": f"sort:{digits}=",
+        "answer": "".join(sorted(digits)),
+        "level": str(level),
+    }
+
+
+# ----------------------------------------------------------------------------------------------- letter_count
+
+
+def _letter_count(seed: int, index: int, level: int) -> dict[str, str]:
+    """How often a letter occurs in a string of 2 level + 4 letters: a number uniform in [0, level + 2].
+
+    The count is drawn first and the string is built around it, so that no constant answer does better than
+    chance.
+    """
+    random_ = _random("letter_count", seed, index, level)
+    letter, count = random_.choice(string.ascii_lowercase), random_.randrange(level + 3)
+    others = string.ascii_lowercase.replace(letter, "")
+    letters = [letter] * count + [random_.choice(others) for _ in range(2 * level + 4 - count)]
+    random_.shuffle(letters)
+    word = "".join(letters)
+    question = f'How many times does the letter "{letter}" occur in "{word}"?'
+    return {
+        "question": question,
+        "short": f"count:{letter},{word}=",
+        "answer": str(count),
+        "level": str(level),
+    }
+
+
+def _letter_count_chance(level: int) -> float:
+    """1 / (level + 3): the guesser is uniform over the possible counts; a constant count scores the same."""
+    return 1 / (level + 3)
+
+
+def _letter_count_guess(random_: random.Random, row: Row) -> str:
+    return str(random_.randrange(int(row["level"]) + 3))
+
+
+# -------------------------------------------------------------------------------------------------- countdown
+
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_MAX_EXPRESSION = (
+    500  # characters; bounds the depth of the parse tree, and with it the recursion of `_evaluate`
+)
+_COUNTDOWN_CREDIT = 0.1
+
+
+def _join(random_: random.Random, numbers: list[int]) -> tuple[str, Fraction] | None:
+    """A random parenthesised expression over all numbers, and its value; None where it divides by zero."""
+    pool = [(str(n), Fraction(n)) for n in numbers]
+    while len(pool) > 1:
+        (a, x), (b, y) = (pool.pop(random_.randrange(len(pool))) for _ in range(2))
+        symbol, apply = random_.choice(tuple(zip("+-*/", _OPERATORS.values(), strict=True)))
+        if symbol == "/" and y == 0:
+            return None
+        pool.append((f"({a}{symbol}{b})", apply(x, y)))
+    return pool[0][0][1:-1], pool[0][1]
+
+
+def _countdown(seed: int, index: int, level: int) -> dict[str, str]:
+    """level + 2 numbers in [1, 25], and a whole target in [1, 100] that + - * / reach from them.
+
+    The target is the value of a random expression, so every problem has a solution; `answer` holds that one.
+    """
+    random_ = _random("countdown", seed, index, level)
+    solution = None
+    while solution is None or solution[1].denominator != 1 or not 1 <= solution[1] <= 100:
+        numbers = [random_.randint(1, 25) for _ in range(level + 2)]
+        solution = _join(random_, numbers)
+    listed, target = ",".join(map(str, numbers)), str(solution[1])
+    question = (
+        f"Use each of the numbers {listed.replace(',', ', ')} exactly once, with +, -, *, / and parentheses, "
+        f"to make {target}. Answer with the expression alone."
+    )
+    columns = {"numbers": listed, "target": target, "level": str(level)}
+    return {"question": question, "short": f"make:{target},{listed}=", "answer": solution[0], **columns}
+
+
+def _evaluate(node: ast.expr) -> tuple[Fraction, list[int]]:
+    """The exact value of an expression and the numbers in it; ValueError for all but + - * / on integers."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value), [node.value]
+    if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
+        raise ValueError(f"expression: {ast.dump(node)[:80]} is not one of the operations + - * /")
+    (x, left), (y, right) = _evaluate(node.left), _evaluate(node.right)
+    return _OPERATORS[type(node.op)](x, y), left + right
+
+
+def _countdown_verify(text: str, row: Row) -> float:
+    """1 if the expression uses each number exactly once and makes the target, 0.1 if it misses it; else 0.
+
+    The credit for a legal expression is what TinyZero (github.com/Jiayi-Pan/TinyZero) gives for the format.
+    The expression is parsed and walked, never evaluated by Python, in exact fractions.
+    """
+    text = text.strip()
+    if len(text) > _MAX_EXPRESSION or not re.fullmatch(r"[0-9+\-*/() ]+", text):
+        return 0.0
+    try:
+        value, used = _evaluate(ast.parse(text, mode="eval").body)
+    except (
+        SyntaxError,
+        ValueError,
+        ZeroDivisionError,
+        RecursionError,
+        MemoryError,
+    ):  # the last two: the parser's own
+        return 0.0
+    if sorted(used) != sorted(map(int, row["numbers"].split(","))):
+        return 0.0
+    return 1.0 if value == int(row["target"]) else _COUNTDOWN_CREDIT
+
+
+@functools.lru_cache
+def _countdown_chance(level: int) -> float:
+    """An estimate, from 4,000 fixed problems (standard error below 0.004): there is no closed form.
+
+    The guesser writes the given numbers in a random order with random operators between them, without
+    parentheses.
+    """
+    rows = [_countdown(0, index, level) for index in range(4000)]
+    random_ = _random("countdown chance", 0, 0, level)
+    return sum(_countdown_verify(_countdown_guess(random_, row), row) for row in rows) / len(rows)
+
+
+def _countdown_guess(random_: random.Random, row: Row) -> str:
+    numbers = row["numbers"].split(",")
+    random_.shuffle(numbers)
+    return numbers[0] + "".join(random_.choice("+-*/") + number for number in numbers[1:])
+
+
+# ------------------------------------------------------------------------------------------------------ table
+
+
+def _aligned_task(name: str, generate: Callable[[int, int, int], dict[str, str]], symbols: str) -> Task:
+    """A task whose answer is `level + 2` of `symbols`, scored position by position."""
+    chance, guess = functools.partial(_aligned_chance, symbols), functools.partial(_aligned_guess, symbols)
+    return Task(name, generate, _aligned, chance, guess)
+
+
+TASKS: dict[str, Task] = {
+    "addition": Task("addition", _addition, _exact, _addition_chance, _addition_guess),
+    "reverse": _aligned_task("reverse", _reverse, string.ascii_lowercase),
+    "sort_digits": _aligned_task("sort_digits", _sort_digits, string.digits),
+    "letter_count": Task("letter_count", _letter_count, _exact, _letter_count_chance, _letter_count_guess),
+    "countdown": Task("countdown", _countdown, _countdown_verify, _countdown_chance, _countdown_guess),
+}
+
+
+def get_task(name: str) -> Task:
+    """The built-in task of that name. Raises ValueError, naming the tasks there are."""
+    if name not in TASKS:
+        raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {name!r}")
+    return TASKS[name]

@@ -1,0 +1,128 @@
+"""A module as `(apply, params)`: the model is a function of its parameters and of a pack."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from rft_fn import check, logprob, tree
+from rft_fn.types import Apply, Packed, Sampling, TokenOut
+
+__all__ = ["Scorer", "bind", "score"]
+
+# config fields by which an architecture changes its logits after the head: these take the path over whole logits
+_LOGIT_FIELDS = {
+    "final_logit_softcapping": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+    "output_multiplier": 1.0,
+    "output_multiplier_scale": 1.0,
+}
+
+
+class Scorer(nn.Module):
+    """A causal language model whose forward takes tokens and targets and gives log-probs, never logits.
+
+    The head runs inside this forward, so that a sharded model has its weight gathered there. Two ways: the fused one never
+    holds [T, V]; the one over whole logits serves top_p / top_k (the distribution that was sampled from is the cut one) and
+    architectures that scale or cap their logits.
+    """
+
+    def __init__(self, lm: nn.Module, sampling: Sampling, *, entropy: bool = False):
+        super().__init__()
+        if not sampling.temperature > 0:
+            raise ValueError(f"temperature: expected > 0 for training log-probs, got {sampling.temperature}")
+        self.lm, self.sampling, self.entropy = lm, sampling, entropy
+        self.fused = not sampling.truncates and plain_head(lm)
+
+    def forward(self, pack: Packed) -> TokenOut:
+        check.shapes(tokens=(pack.tokens, "T"), target=(pack.target, "T"), pos=(pack.pos, "T"))
+        if pack.media is not None:
+            raise ValueError(f"media: expected None, {type(self.lm).__name__} is bound as a text model")
+        inputs = {"input_ids": pack.tokens[None], "position_ids": pack.pos[None], "use_cache": False}
+        out = self._fused(inputs, pack) if self.fused else self._whole(inputs, pack)
+        return tree.replace(out, logp=torch.where(pack.mask, out.logp, 0))
+
+    def _fused(self, inputs: dict, pack: Packed) -> TokenOut:
+        hidden = decoder(self.lm)(**inputs).last_hidden_state[0]
+        head = self.lm.get_output_embeddings()
+        return logprob.linear_logprob(
+            hidden,
+            head.weight,
+            torch.where(pack.mask, pack.target, -100),  # the head does no work for prompts
+            temperature=self.sampling.temperature,
+            bias=head.bias,
+            entropy=self.entropy,
+        )
+
+    def _whole(self, inputs: dict, pack: Packed) -> TokenOut:
+        z = logprob.truncate(self.lm(**inputs).logits[0], self.sampling, keep=pack.target)
+        ent = torch.where(pack.mask, logprob.entropy_from_logits(z), 0) if self.entropy else None
+        return TokenOut(logp=logprob.log_probs_from_logits(z, pack.target), entropy=ent)
+
+
+def _inner(lm: nn.Module) -> nn.Module:
+    return lm.get_base_model() if hasattr(lm, "get_base_model") else lm
+
+
+def decoder(lm: nn.Module) -> nn.Module:
+    """The part of a causal language model that gives hidden states (adapters stay inside it)."""
+    return _inner(lm).base_model
+
+
+def plain_head(lm: nn.Module) -> bool:
+    """Whether logits are exactly head(hidden): a Linear, and nothing in the config that changes them afterwards."""
+    inner = _inner(lm)
+    text = inner.config.get_text_config()
+    changed = [name for name, neutral in _LOGIT_FIELDS.items() if getattr(text, name, neutral) not in (None, neutral)]
+    return type(inner.get_output_embeddings()) is nn.Linear and inner.base_model is not inner and not changed
+
+
+def _silence(module: nn.Module) -> bool:
+    """Dropout off for good: a log-prob is a function of (params, pack). True if layers are checkpointed.
+
+    transformers checkpoints only layers that are in training mode, so exactly those layers stay in it, and their parts not.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    module.eval()
+    layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
+    for layer in layers:
+        layer.training = True
+    return bool(layers)
+
+
+def bind(
+    module: nn.Module, *, sampling: Sampling | None = None, entropy: bool = False
+) -> tuple[Apply, tree.Named]:
+    """(apply, params) of a module: `apply(params, packed) -> TokenOut`, params the trainable ones by the module's own names.
+
+    A causal language model of transformers (with or without peft adapters) is wrapped in a `Scorer`; any other module must
+    itself map a Packed to a TokenOut. `apply` is torch.func.functional_call: it works with any parameters, under
+    torch.func.grad and vmap. With gradient checkpointing it refuses all but the module's own, because the second forward
+    would read those. Log-probs are at `sampling`'s temperature, cut like its top_p / top_k, and 0 outside mask.
+    """
+    is_lm = hasattr(module, "get_output_embeddings")
+    root = Scorer(module, sampling or Sampling(), entropy=entropy) if is_lm else module
+    checkpointed = _silence(module) if is_lm else False
+    prefix = "lm." if is_lm else ""
+    own = tree.Named((name, p) for name, p in module.named_parameters() if p.requires_grad)
+
+    def apply(params: tree.Named, pack: Packed) -> TokenOut:
+        if checkpointed and any(params[name] is not p for name, p in own_parameters):
+            raise ValueError(
+                "params: a module with gradient checkpointing takes only its own parameters; "
+                "load it with gradient_checkpointing=False to call it with others"
+            )
+        return functional_call(root, {prefix + name: p for name, p in params.items()}, (pack,))
+
+    own_parameters = list(own.items())
+    return apply, own
+
+
+@torch.no_grad()
+def score(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Tensor]:
+    """The log-probs [T] of each pack, without gradient: old and reference log-probs. `packing.unpack` makes them [B, S]."""
+    return [apply(params, pack).logp for pack in packs]

@@ -1,0 +1,46 @@
+"""Rewards: functions from the text of a response to a number, in TRL's calling convention.
+
+    def reward(prompts: list[str], completions: list[str], **columns: list) -> list[float]
+
+`completions` are the text of the *response only*. A reward that scores prompt and response together can be
+satisfied by the instructions in the prompt, and is then a constant.
+"""
+
+from rft_fn.reward.combine import Score, Scored, check, load, parse, weighted
+from rft_fn.reward.rollout import Judged, judge, responses
+from rft_fn.reward.verifiable import (
+    RewardFn,
+    boxed_format,
+    exact,
+    extract_boxed,
+    extract_number,
+    extract_tag,
+    math,
+    numeric,
+    pattern_format,
+    tag_format,
+    task,
+)
+
+__all__ = [
+    "Judged",
+    "RewardFn",
+    "Score",
+    "Scored",
+    "boxed_format",
+    "check",
+    "exact",
+    "extract_boxed",
+    "extract_number",
+    "extract_tag",
+    "judge",
+    "load",
+    "math",
+    "numeric",
+    "parse",
+    "pattern_format",
+    "responses",
+    "tag_format",
+    "task",
+    "weighted",
+]

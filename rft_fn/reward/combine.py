@@ -1,0 +1,241 @@
+"""Rewards as one weighted sum whose every value is checked, a preflight for it, rewards by name or file."""
+
+import importlib.util
+import inspect
+import math
+import numbers
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rft_fn import rng
+from rft_fn.reward import verifiable
+from rft_fn.reward.verifiable import RewardFn
+
+__all__ = ["Score", "Scored", "check", "load", "parse", "weighted"]
+
+
+class Scored(NamedTuple):
+    """The rewards of B completions."""
+
+    total: Tensor  # [B] float32: the weighted sum of the parts
+    parts: dict[str, Tensor]  # name -> [B] float32, before its weight
+
+
+Columns = Mapping[str, Sequence[Any]]  # of the dataset: name -> one value a completion
+
+Score = Callable[[Sequence[str], Sequence[str], Columns], Scored]
+"""score(prompts, completions, columns), each with one value a completion -> Scored."""
+
+
+def _number(name: str, index: int, value: object) -> float:
+    """One value of a reward as a float. Raises ValueError for anything but a finite float32."""
+    plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(plain, numbers.Real) and abs(plain) <= torch.finfo(torch.float32).max:  # False for NaN
+        return float(plain)
+    raise ValueError(
+        f"reward {name!r}: value {index} is {value!r:.80}, not a finite number; "
+        "return a float for every completion, 0.0 for one that cannot be scored"
+    )
+
+
+def _values(name: str, result: object, count: int) -> Tensor:
+    """What a reward function returned, as [B] float32. Raises ValueError for a wrong count or a bad value."""
+    try:
+        values = list(result)
+    except TypeError:
+        kind = type(result).__name__
+        raise ValueError(f"reward {name!r}: expected a list of {count} numbers, got {kind}") from None
+    if len(values) != count:
+        raise ValueError(f"reward {name!r}: expected {count} values, got {len(values)}")
+    return torch.tensor([_number(name, i, value) for i, value in enumerate(values)], dtype=torch.float32)
+
+
+def _adapted(name: str, fn: RewardFn) -> RewardFn:
+    """`fn`, given the columns that it asks for: all if it takes **kwargs, else those among its parameters.
+
+    So `def reward(completions, answer)` is a reward function too. Raises ValueError, when called, for a
+    parameter without a default that is no column.
+    """
+    parameters = inspect.signature(fn).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+    def reward(**given: Any) -> object:
+        columns = ", ".join(name for name in given if name not in ("prompts", "completions")) or "none"
+        for p in named:
+            if p.default is p.empty and p.name not in given:
+                missing = f"reward {name!r}: column {p.name!r} is not in the dataset"
+                raise ValueError(f"{missing}; its columns are: {columns}")
+        return fn(**(given if takes_all else {p.name: given[p.name] for p in named if p.name in given}))
+
+    return reward
+
+
+def weighted(**components: tuple[RewardFn, float]) -> Score:
+    """score = sum of weight * component: `weighted(accuracy=(math(), 0.9), format=(boxed_format(), 0.1))`.
+
+    Each component is called with keywords, as TRL does it: `fn(prompts=..., completions=..., **columns)`.
+    Raises ValueError here for no component or a weight that is not finite. `score` raises ValueError that
+    names the component for the wrong number of values, for a value that is not a finite number (nothing is
+    replaced silently: a NaN reward would turn a whole group's advantages into NaN) and for a column that is
+    missing.
+    """
+    _check_components(components)
+    adapted = {name: _adapted(name, fn) for name, (fn, _) in components.items()}
+
+    def score(prompts: Sequence[str], completions: Sequence[str], columns: Columns) -> Scored:
+        _check_batch(prompts, completions, columns)
+        batch = {**columns, "prompts": list(prompts), "completions": list(completions)}
+        count = len(completions)
+        parts = {name: _values(name, _call(name, fn, batch), count) for name, fn in adapted.items()}
+        total = torch.zeros(count)
+        for name, (_, weight) in components.items():
+            total = total + float(weight) * parts[name]
+        return Scored(total, parts)
+
+    return score
+
+
+def _check_components(components: Mapping[str, tuple[RewardFn, float]]) -> None:
+    if not components:
+        raise ValueError("weighted: expected at least one component, as name=(reward function, weight)")
+    for name, component in components.items():
+        if not (isinstance(component, tuple) and len(component) == 2 and callable(component[0])):
+            raise ValueError(f"reward {name!r}: expected (reward function, weight), got {component!r}")
+        if not isinstance(component[1], numbers.Real) or not math.isfinite(component[1]):
+            raise ValueError(f"reward {name!r}: expected a finite weight, got {component[1]!r}")
+
+
+def _check_batch(prompts: Sequence[str], completions: Sequence[str], columns: Columns) -> None:
+    """Raises ValueError for lengths that differ and for columns whose names are taken."""
+    count = len(completions)
+    if len(prompts) != count:
+        raise ValueError(f"prompts: expected {count} values, one a completion, got {len(prompts)}")
+    for name, values in columns.items():
+        if name in ("prompts", "completions"):
+            raise ValueError(f"column {name!r}: the reward's own argument has this name; rename the column")
+        if len(values) != count:
+            raise ValueError(f"column {name!r}: expected {count} values, one a completion, got {len(values)}")
+
+
+def _call(name: str, fn: RewardFn, batch: dict[str, Any]) -> object:
+    """fn(**batch); whatever it raises says which component raised it."""
+    try:
+        return fn(**batch)
+    except Exception as error:
+        error.add_note(f"raised by the reward {name!r}")
+        raise
+
+
+def check(score: Score, rows: Sequence[Mapping[str, Any]], *, answer: str = "answer") -> dict[str, Scored]:
+    r"""Scores made-up completions of a few rows, so that a broken reward fails before a GPU is warm.
+
+    Completions: "empty"; "garbage", letters and punctuation drawn by the index of the row; and, where the
+    rows have the column `answer`, "answer", the reference itself, and "boxed", the reference in \boxed{}.
+    Returns the scores by these names. Raises what `score` raises, and ValueError for no rows. Warns where no
+    reference scores above the garbage (the reward cannot tell right from wrong, or wants a format of its own:
+    look at the returned parts).
+    """
+    if not rows:
+        raise ValueError("rows: expected at least one row of the dataset, got none")
+    names = [name for name in rows[0] if all(name in row for row in rows)]
+    columns = {name: [row[name] for row in rows] for name in names}
+    prompts = [str(row.get("prompt", row.get("question", ""))) for row in rows]
+    tries = {"empty": [""] * len(rows), "garbage": [_garbage(i) for i in range(len(rows))]}
+    if answer in columns:
+        tries["answer"] = [str(value) for value in columns[answer]]
+        tries["boxed"] = [rf"\boxed{{{value}}}" for value in columns[answer]]
+    scored = {name: score(prompts, completions, columns) for name, completions in tries.items()}
+    if answer in columns:
+        _warn_if_blind(scored)
+    return scored
+
+
+def _garbage(index: int) -> str:
+    """Sixty characters that answer nothing: no digits, no braces, no backslash."""
+    key = rng.fold_in(0, "garbage", index)
+    return "".join(chr(ord("a") + rng.fold_in(key, i) % 26) if i % 7 else " ;" for i in range(60))
+
+
+def _warn_if_blind(scored: dict[str, Scored]) -> None:
+    best = torch.maximum(scored["answer"].total, scored["boxed"].total)
+    if not (best > scored["garbage"].total).any():
+        warnings.warn(
+            f"reward: the reference answers score no more than garbage does: {best.tolist()} "
+            f"against {scored['garbage'].total.tolist()}",
+            stacklevel=3,
+        )
+
+
+_NAMED: dict[str, Callable[[], RewardFn]] = {
+    "math": verifiable.math,
+    "numeric": verifiable.numeric,
+    "boxed": partial(verifiable.numeric, boxed=True),
+    "exact": verifiable.exact,
+    "format": verifiable.boxed_format,
+    "tags": verifiable.tag_format,
+}
+
+
+def load(spec: str) -> RewardFn:
+    """The reward function that a command line names.
+
+    "math", "numeric", "exact", "format" (a box) and "tags": that factory with its defaults; "boxed": numeric
+    on what is in the last box. "task:NAME": the
+    built-in task's verifier. "path/file.py:function": a function of your own; the file runs once a call.
+    Raises ValueError that says what is wrong with the spec; what the file itself raises is passed on.
+    """
+    if spec in _NAMED:
+        return _NAMED[spec]()
+    source, colon, attribute = spec.rpartition(":")
+    if source == "task":
+        return verifiable.task(attribute)
+    if not colon or not source.endswith(".py") or not attribute:
+        known = ", ".join(_NAMED)
+        raise ValueError(f"reward {spec!r}: expected one of {known}, task:NAME or path/file.py:function")
+    return _load_file(spec, Path(source), attribute)
+
+
+def _load_file(spec: str, path: Path, attribute: str) -> RewardFn:
+    """The callable `attribute` of a Python file that is not part of a package."""
+    if not path.is_file():
+        raise ValueError(f"reward {spec!r}: no such file: {path.resolve()}")
+    name = f"rft_fn_reward_{path.stem}_{rng.fold_in(0, str(path.resolve()))}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # dataclasses and pickle look the module up while and after it runs
+    try:
+        module_spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    if not hasattr(module, attribute):
+        functions = ", ".join(n for n, value in vars(module).items() if inspect.isfunction(value)) or "none"
+        raise ValueError(f"reward {spec!r}: no {attribute!r} in the file; its functions: {functions}")
+    if not callable(fn := getattr(module, attribute)):
+        raise ValueError(f"reward {spec!r}: {attribute!r} is {type(fn).__name__}, not a function")
+    return fn
+
+
+def parse(specs: Sequence[str]) -> Score:
+    """The weighted sum that a command line names: each spec as in `load`, with =WEIGHT behind it where that is not 1.
+
+    `parse(["boxed", "format=0.1"])`. The parts are called by their specs without the weights.
+    """
+    components: dict[str, tuple[RewardFn, float]] = {}
+    for spec in specs:
+        name, _, weight = spec.partition("=")
+        try:
+            components[name] = (load(name), float(weight or 1))
+        except ValueError as error:
+            if weight and "could not convert" in str(error):
+                raise ValueError(f"reward {spec!r}: expected NAME=WEIGHT with a number, got {weight!r}") from None
+            raise
+    return weighted(**components)

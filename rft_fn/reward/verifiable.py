@@ -1,0 +1,247 @@
+"""Rewards that a program can verify: answers compared with a reference, and the format of the response.
+
+Each factory returns a reward function. `prompts` is accepted and never read: what is scored is the response
+alone. A response that cannot be read scores 0; a dataset that cannot be read (a missing column, an empty
+cell) raises.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from rft_fn.data import tasks
+
+__all__ = [
+    "RewardFn",
+    "boxed_format",
+    "exact",
+    "extract_boxed",
+    "extract_number",
+    "extract_tag",
+    "math",
+    "numeric",
+    "pattern_format",
+    "tag_format",
+    "task",
+]
+
+RewardFn = Callable[..., list[float]]  # (prompts, completions, **columns) -> one number a completion
+
+# ------------------------------------------------------------------------------------------------- extractors
+
+# The middle alternative eats an escaped brace, which is text and does not nest.
+_BRACES = re.compile(r"(\\boxed\s*\{)|\\.|([{}])", re.DOTALL)
+
+
+def extract_boxed(text: str) -> str | None:
+    r"""What is inside the last complete \boxed{...}, braces balanced; None where there is none.
+
+    Of nested boxes the innermost counts. A box that is never closed, as in a truncated response, is no box.
+    One pass: linear in the length of the text, whatever is in it.
+    """
+    opened: list[tuple[int, bool]] = []  # (where the content starts, whether a \boxed opened it)
+    last_start, last = -1, None
+    for match in _BRACES.finditer(text):
+        if match[1] or match[2] == "{":
+            opened.append((match.end(), bool(match[1])))
+        elif match[2] == "}" and opened:
+            start, boxed = opened.pop()
+            if boxed and start > last_start:
+                last_start, last = start, text[start : match.start()]
+    return last
+
+
+def extract_tag(text: str, tag: str) -> str | None:
+    """What is between the last </tag> and the <tag> before it, stripped; None where there is no such pair."""
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
+    return None if start < 0 else text[start + len(tag) + 2 : end].strip()
+
+
+_FRAC = re.compile(r"(?<![0-9])\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+"
+_UNSIGNED = rf"(?:{_DIGITS})(?:[eE][+-]?[0-9]+)?"
+# A minus is a sign only where nothing stands before it that it could be subtracted from: "3-5" ends in 5.
+_NUMBER = re.compile(rf"(?:(?<![\w)\]}}.%])-\\?\$?)?{_UNSIGNED}(?:/{_UNSIGNED})?")
+
+
+def extract_number(text: str) -> str | None:
+    r"""The last number in the text, as "-3.5", "1234", "1/2" or "1e5"; None where there is none.
+
+    Thousands commas, currency signs and a full stop after the number are dropped; "1/2" and "\frac{1}{2}" are
+    one number. It reads plain numbers, not formulas: of "2\sqrt{3}" it returns "3" (use `math` for those).
+    """
+    plain = _FRAC.sub(r"\1/\2", text.replace("\N{MINUS SIGN}", "-").replace("{,}", ","))
+    last = None
+    for last in _NUMBER.finditer(plain):  # noqa: B007  the last match is what is wanted
+        pass
+    return None if last is None else re.sub(r"[,$\\]", "", last[0])
+
+
+def _value(number: str | None) -> Fraction | None:
+    """The exact value of an extracted number; None for no number, for n/0 and for absurdly large ones."""
+    if number is None or len(number) > 200 or re.search(r"[eE][+-]?[0-9]{4}", number):
+        return None  # Fraction("1e999999999") would fill the memory
+    top, _, bottom = number.partition("/")
+    divisor = Fraction(bottom or 1)
+    return Fraction(top) / divisor if divisor else None
+
+
+# ---------------------------------------------------------------------------------------------------- columns
+
+
+def _column(columns: dict[str, Sequence[Any]], name: str, count: int) -> list[str]:
+    """One column as text. Raises ValueError if it is missing, has a hole or is not one value a completion."""
+    if name not in columns:
+        known = ", ".join(columns) or "none"
+        raise ValueError(f"column {name!r}: not in the dataset; its columns are: {known}")
+    values = list(columns[name])
+    if len(values) != count:
+        raise ValueError(f"column {name!r}: expected {count} values, one a completion, got {len(values)}")
+    for index, value in enumerate(values):
+        if value is None:
+            raise ValueError(f"column {name!r}: value {index} is None; drop that row from the dataset")
+    return [str(value) for value in values]
+
+
+def _compare(same: Callable[[str, str], float], column: str) -> RewardFn:
+    """The reward function that scores each completion with `same(completion, reference)`."""
+
+    def reward(prompts: list[str], completions: list[str], **columns: Sequence[Any]) -> list[float]:
+        references = _column(columns, column, len(completions))
+        return [float(same(text, reference)) for text, reference in zip(completions, references, strict=True)]
+
+    return reward
+
+
+def _answer(completion: str) -> str:
+    r"""What a completion gives as its answer: the content of its last \boxed{}, or all of it; stripped."""
+    boxed = extract_boxed(completion)
+    return (completion if boxed is None else boxed).strip()
+
+
+# ---------------------------------------------------------------------------------------------------- answers
+
+
+def numeric(column: str = "answer", *, boxed: bool = False) -> RewardFn:
+    r"""1 if the last number of the completion equals the last one of the reference ("0.50" is "1/2"); else 0.
+
+    So GSM8K's references ("... #### 72") work as they are. With `boxed`, only the number inside the last
+    \boxed{} counts, and a completion without one scores 0. Raises ValueError for a reference without a
+    number.
+    """
+
+    def same(completion: str, reference: str) -> bool:
+        expected = _value(extract_number(reference))
+        if expected is None:
+            raise ValueError(
+                f"column {column!r}: no number in the reference {reference[:80]!r}; use exact() or math()"
+            )
+        text = (extract_boxed(completion) or "") if boxed else completion
+        return _value(extract_number(text)) == expected
+
+    return _compare(same, column)
+
+
+def exact(column: str = "answer", *, boxed: bool = False) -> RewardFn:
+    r"""1 if the completion is the reference, but for the whitespace around it.
+
+    With `boxed`, the content of the last \boxed{} is compared instead, and a completion without one scores 0.
+    """
+
+    def same(completion: str, reference: str) -> bool:
+        text = extract_boxed(completion) if boxed else completion
+        return text is not None and text.strip() == reference.strip()
+
+    return _compare(same, column)
+
+
+def task(name: str) -> RewardFn:
+    r"""The score that a built-in task's verifier gives the answer, in [0, 1].
+
+    The answer is the content of the last \boxed{} where there is one, else the whole completion. Reads the
+    columns that the task's rows have, so the dataset must carry them. Raises ValueError for an unknown task.
+    """
+    chosen = tasks.get_task(name)
+    needed = sorted(chosen.generate(0, 0, 1).keys() - {"question", "short", "level"})
+
+    def reward(prompts: list[str], completions: list[str], **columns: Sequence[Any]) -> list[float]:
+        values = (_column(columns, column, len(completions)) for column in needed)
+        rows = [dict(zip(needed, row, strict=True)) for row in zip(*values, strict=True)]
+        return [chosen.verify(_answer(text), row) for text, row in zip(completions, rows, strict=True)]
+
+    return reward
+
+
+_UNBOXED_TAIL = 1000  # characters: math-verify searches in quadratic time, and an answer stands at the end
+
+
+def math(column: str = "answer", *, timeout: int = 5) -> RewardFn:
+    r"""1 if the answer equals the reference as mathematics ("\frac{1}{2}" is "0.5", "1+x" is "x+1"); else 0.
+
+    The comparison is math-verify's. The answer is the content of the last \boxed{} where there is one, else
+    what math-verify finds in the last 1,000 characters. The reference is LaTeX or plain text, boxed or not;
+    of GSM8K's only what follows "####" counts. Any failure of the comparison scores 0.
+
+    A response such as "10^{10^{10}}" keeps sympy busy for ever, so parsing and comparing get `timeout`
+    seconds each. The limit needs Python's main thread (it is a signal); in any other thread the comparison
+    runs without a limit.
+    """
+    try:
+        import math_verify
+    except ImportError as error:
+        raise ImportError("reward 'math': pip install 'math-verify[antlr4_13_2]'") from error
+
+    def same(completion: str, reference: str) -> bool:
+        limit = timeout if threading.current_thread() is threading.main_thread() else None
+        boxed = extract_boxed(completion)
+        text = completion[-_UNBOXED_TAIL:] if boxed is None else rf"\boxed{{{boxed}}}"
+        gold = _answer(reference.rpartition("####")[2])
+        try:
+            expected = math_verify.parse(rf"\boxed{{{gold}}}", parsing_timeout=limit)
+            given = math_verify.parse(text, parsing_timeout=limit)
+            return math_verify.verify(expected, given, timeout_seconds=limit)
+        except Exception:  # sympy raises anything on strange input, and a strange answer is a wrong answer
+            return False
+
+    return _compare(same, column)
+
+
+# ----------------------------------------------------------------------------------------------------- format
+
+
+def boxed_format() -> RewardFn:
+    r"""1 if the response has a complete, non-empty \boxed{}; else 0."""
+
+    def reward(prompts: list[str], completions: list[str], **columns: Sequence[Any]) -> list[float]:
+        return [float(bool((extract_boxed(text) or "").strip())) for text in completions]
+
+    return reward
+
+
+def pattern_format(pattern: str) -> RewardFn:
+    """1 if the pattern matches the whole stripped response ("." matches a newline too); else 0.
+
+    Where the chat template already opens a tag in the prompt ("<think>"), the response does not, and nor may
+    the pattern.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+
+    def reward(prompts: list[str], completions: list[str], **columns: Sequence[Any]) -> list[float]:
+        return [float(compiled.fullmatch(text.strip()) is not None) for text in completions]
+
+    return reward
+
+
+def tag_format(*tags: str) -> RewardFn:
+    """1 if the response is these tags, in order, each once and not empty, and nothing else; else 0.
+
+    No argument means ("think", "answer"): "<think>...</think> <answer>...</answer>".
+    """
+    # No character of the content may begin one of the tags, so each tag occurs once.
+    names = [re.escape(tag) for tag in tags or ("think", "answer")]
+    content = rf"(?:(?!</?(?:{'|'.join(names)})>).)"
+    elements = [rf"<{name}>(?=\s*(?!</{name}>)\S){content}+</{name}>" for name in names]
+    return pattern_format(r"\s*".join(elements))
