@@ -1,0 +1,108 @@
+"""Pictures of a run: curves as a PNG and in the terminal, and the distribution of lengths."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["curve", "length_histogram", "read_metrics", "terminal_curve"]
+
+_PANELS = (
+    ("reward", ("reward/mean",)),
+    ("evaluation", ("eval/reward",)),
+    ("trainer - sampler log-prob [nats]", ("policy/logp_gap",)),
+    ("entropy [nats]", ("policy/entropy",)),
+    ("response length [tokens]", ("rollout/length_mean", "rollout/length_max")),
+    ("gradient norm", ("grad/norm",)),
+)
+_BLUE, _GREY = "#2a5db0", "#9aa4b2"
+
+
+def read_metrics(path: str | Path) -> list[dict[str, float]]:
+    """The rows of a metrics.jsonl."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def _series(rows: Sequence[Mapping[str, float]], key: str) -> tuple[list[float], list[float]]:
+    pairs = [(r["step"], r[key]) for r in rows if key in r]
+    return [s for s, _ in pairs], [v for _, v in pairs]
+
+
+def _smooth(y: Sequence[float], span: int) -> list[float]:
+    return [sum(y[max(0, i - span + 1) : i + 1]) / (i + 1 - max(0, i - span + 1)) for i in range(len(y))]
+
+
+def _panel(ax: Any, rows: Sequence[Mapping[str, float]], title: str, keys: Sequence[str]) -> None:
+    for color, key in zip((_BLUE, _GREY), keys):
+        x, y = _series(rows, key)
+        if key == "reward/mean" and len(y) > 20:
+            ax.plot(x, y, color=_GREY, lw=0.8, alpha=0.7)
+            y = _smooth(y, max(len(y) // 25, 2))
+        ax.plot(x, y, color=color, lw=1.6, marker="o" if len(x) < 20 else None, ms=3, label=key.split("_")[-1])
+    if len(keys) > 1:
+        ax.legend(frameon=False, fontsize=8)
+    if title in ("reward", "evaluation"):
+        ax.set_ylim(-0.03, max(1.05, ax.get_ylim()[1]))
+    ax.set_title(title, fontsize=10, loc="left")
+    ax.grid(alpha=0.25, lw=0.5)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_xlabel("step", fontsize=8)
+    ax.tick_params(labelsize=8)
+
+
+def curve(metrics: str | Path, out: str | Path, *, title: str = "") -> Path:
+    """Draw the run behind a metrics.jsonl: reward, evaluation, log-prob gap, entropy, lengths, gradient norm."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = read_metrics(metrics)
+    panels = [(t, [k for k in keys if _series(rows, k)[0]]) for t, keys in _PANELS]
+    panels = [(t, keys) for t, keys in panels if keys] or [("loss", ["loss"])]
+    lines = -(-len(panels) // 3)
+    fig, axes = plt.subplots(lines, min(len(panels), 3), figsize=(4 * min(len(panels), 3), 2.7 * lines), squeeze=False)
+    for ax, (name, keys) in zip(axes.flat, panels):
+        _panel(ax, rows, name, keys)
+    for ax in list(axes.flat)[len(panels) :]:
+        ax.set_visible(False)
+    fig.suptitle(title, fontsize=11, x=0.01, ha="left")
+    fig.tight_layout()
+    fig.savefig(out, dpi=130)
+    plt.close(fig)
+    return Path(out)
+
+
+def length_histogram(lengths: Sequence[int], out: str | Path) -> Path:
+    """Histogram of response lengths [tokens], with the median and the 90th percentile marked."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    ranked = sorted(lengths)
+    fig, ax = plt.subplots(figsize=(5, 3))
+    ax.hist(ranked, bins=min(40, max(len(set(ranked)), 1)), color=_BLUE)
+    for share in (0.5, 0.9):
+        at = ranked[min(int(share * len(ranked)), len(ranked) - 1)]
+        ax.axvline(at, color="black", lw=0.8, ls=":")
+        ax.text(at, ax.get_ylim()[1], f" p{share:.0%}"[:-1], fontsize=8, va="top")
+    ax.set_xlabel("response length [tokens]")
+    ax.spines[["top", "right"]].set_visible(False)
+    fig.tight_layout()
+    fig.savefig(out, dpi=130)
+    plt.close(fig)
+    return Path(out)
+
+
+def terminal_curve(y: Sequence[float], *, title: str, width: int = 72, height: int = 12) -> str:
+    """A curve as text, for the end of a run."""
+    import plotext
+
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plot_size(width, height)
+    plotext.plot(list(range(len(y))), list(y), marker="braille")
+    plotext.title(title)
+    plotext.xlabel("step")
+    return plotext.build()
