@@ -1,0 +1,75 @@
+"""Supervised fine-tuning, whole: examples, packs, loss, gradients, update. The warm-up before reinforcement learning.
+
+    python train_scripts/sft.py --model smollm2-135m --data addition:2 \\
+        --template '{question} Put the answer in \\boxed{{}}.' --response '\\boxed{{{answer}}}'
+
+The same command again goes on from the last checkpoint, to the bit.
+"""
+
+from dataclasses import dataclass, field
+
+import rft_fn as rft
+from rft_fn import log, strategy
+from rft_fn.strategy import StrategyConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
+    data: str = "sort_digits:1"  # a built-in task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
+    template: str = "{short}"  # the question, from the columns of a row
+    response: str = "{answer}"  # what the model learns to say, from the columns of a row
+    system: str | None = None  # the system prompt; an empty one leaves out the template's own
+    steps: int = 30  # updates; may be raised when a run is resumed
+    batch: int = 64  # examples a step
+    lr: float = 1e-3  # learning rate
+    warmup: int = 5  # steps of linear warm-up before it
+    max_norm: float = 1.0  # gradients are clipped to this global norm
+    max_prompt: int = 512  # tokens a prompt; longer ones of a file are left out
+    budget: int = 1024  # tokens a pack
+    gradient_checkpointing: bool = False  # trade a second forward for memory
+    save_every: int = 10  # steps between checkpoints
+    keep: int = 1  # newest checkpoints kept
+    seed: int = 0  # of the order of examples
+    out: str = "runs/sft"  # folder of the run; the model goes to its subfolder model
+    trackers: tuple[str, ...] = ()  # tensorboard, wandb, trackio
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+
+
+def main(cfg: Config) -> None:
+    st = strategy.get_strategy(cfg.strategy)
+    run = log.Run(cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=("steps",))
+    tokenizer = rft.model.load_tokenizer(cfg.model)
+    options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
+    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
+    rft.data.fill(cfg.response, dataset.prompt(0).columns, cfg.data)  # a missing column is said now
+
+    module = rft.model.load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
+    schedule = rft.optim.warmup_linear(cfg.lr, cfg.warmup, cfg.warmup, floor=1.0)
+    tx = rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), rft.optim.adamw(schedule))
+    apply, state = st.init(module, tx)
+    if saved := rft.ckpt.latest(run.checkpoints):
+        state, _ = st.restore(saved, state)
+    run.resume(state.step)
+
+    def loss_fn(out, b):
+        return rft.loss.nll(out.logp)
+
+    for step in range(state.step, cfg.steps):
+        prompts, _ = rft.data.draw(dataset, cfg.batch, step, cfg.seed)
+        answers = [rft.data.fill(cfg.response, p.columns, cfg.data) for p in prompts]
+        ids = [tokenizer.encode(a, add_special_tokens=False) + [tokenizer.eos_token_id] for a in answers]
+        exp = rft.packing.supervised([(p.ids, a) for p, a in zip(prompts, ids)])
+        packs = rft.packing.shard(exp, cfg.budget, st.world)[st.rank]
+        grads, metrics = st.grad(state, apply, loss_fn, packs)
+        state, more = st.update(state, grads)
+        run.write(step, rft.metric.results(metrics | more), tokens=int(exp.length.sum()))
+        if state.step % cfg.save_every == 0 or state.step == cfg.steps:
+            st.save(run.checkpoints / f"step_{state.step:08d}", state)
+            rft.ckpt.rotate(run.checkpoints, keep=cfg.keep)
+    rft.model.save(run.folder / "model", module, tokenizer, st.export(state))
+    run.finish()
+
+
+if __name__ == "__main__":
+    log.cli(main, Config)
