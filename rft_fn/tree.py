@@ -99,10 +99,10 @@ torch_pytree.register_pytree_node(
     lambda values, names: Named(zip(names, values)),
     serialized_type_name="rft_fn.Named",
 )
-for _register in (optree.register_pytree_node, torch_pytree.register_pytree_node):
-    # without this a walk over donated tensors would find one opaque leaf, and no error
-    _extra = {"namespace": _NAMESPACE} if _register is optree.register_pytree_node else {}
-    _register(_Donated, _Donated._gone, _Donated._gone, **_extra)
+# without these a walk over donated tensors would find one opaque leaf, and no error
+optree.register_pytree_node(_Donated, _Donated._gone, _Donated._gone, namespace=_NAMESPACE)  # type: ignore[arg-type]
+torch_pytree.register_pytree_node(_Donated, _Donated._gone, _Donated._gone)  # type: ignore[arg-type]
+
 
 
 def replace(x: T, **fields: Any) -> T:

@@ -22,10 +22,11 @@ class Config:
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
     reward: tuple[str, ...] = ("task:sort_digits",)  # math numeric boxed exact format tags task:NAME file.py:f, with =WEIGHT
     algorithm: str = "grpo"  # a row of rft_fn.algorithm.TABLE
-    steps: int = 120  # updates; may be raised when a run is resumed
+    steps: int = 150  # updates
     prompts: int = 32  # prompts a step
     group: int = 16  # responses a prompt
     lr: float = 1e-3  # learning rate
+    lr_end: float = 0.1  # learning rate at the last step, as a share of lr; below 1 the steps are part of the run's identity
     warmup: int = 0  # steps of linear warm-up before it
     max_norm: float = 1.0  # gradients are clipped to this global norm
     kl: float = 0.0  # coefficient of KL(policy, initial model) in the loss
@@ -35,7 +36,7 @@ class Config:
     top_p: float = 1.0  # sample from the smallest set of tokens with this mass, and train on that distribution
     max_new: int = 6  # tokens a response
     max_prompt: int = 512  # tokens a prompt; longer ones of a file are left out
-    budget: int = 1024  # tokens a pack
+    budget: int = 512  # tokens a pack
     gradient_checkpointing: bool = False  # trade a second forward for memory
     max_gap: float = 0.01  # stop when trainer and sampler differ by more than this [nats a token]
     eval_data: str = ""  # data of the evaluation; when empty a task's unseen rows, or a file's own
@@ -52,7 +53,7 @@ class Config:
 
 def main(cfg: Config) -> None:
     st, algo = strategy.get_strategy(cfg.strategy), rft.algorithm.get_algorithm(cfg.algorithm, group=cfg.group)
-    run = log.Run(cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=("steps",))
+    run = log.Run(cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=("steps",) if cfg.lr_end == 1 else ())
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
     tokenizer = rft.model.load_tokenizer(cfg.model)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
@@ -62,7 +63,7 @@ def main(cfg: Config) -> None:
     rft.reward.check(score, [p.columns for p in rft.data.take(dataset, 2, cfg.seed)[0]])
 
     module = rft.model.load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
-    adamw = rft.optim.adamw(rft.optim.warmup_linear(cfg.lr, cfg.warmup, cfg.warmup, floor=1.0))
+    adamw = rft.optim.adamw(rft.optim.warmup_linear(cfg.lr, cfg.warmup, max(cfg.steps, cfg.warmup), floor=cfg.lr_end))
     average = [rft.optim.ema(cfg.ema)] if cfg.ema else []
     tx = rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), adamw, *average)
     apply, state = st.init(module, tx, sampling=sampling, entropy=True)

@@ -20,9 +20,10 @@ class Config:
     template: str = "{short}"  # the question, from the columns of a row
     response: str = "{answer}"  # what the model learns to say, from the columns of a row
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
-    steps: int = 30  # updates; may be raised when a run is resumed
+    steps: int = 30  # updates
     batch: int = 64  # examples a step
     lr: float = 1e-3  # learning rate
+    lr_end: float = 1.0  # learning rate at the last step, as a share of lr; below 1 the steps are part of the run's identity
     warmup: int = 5  # steps of linear warm-up before it
     max_norm: float = 1.0  # gradients are clipped to this global norm
     max_prompt: int = 512  # tokens a prompt; longer ones of a file are left out
@@ -38,14 +39,14 @@ class Config:
 
 def main(cfg: Config) -> None:
     st = strategy.get_strategy(cfg.strategy)
-    run = log.Run(cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=("steps",))
+    run = log.Run(cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=("steps",) if cfg.lr_end == 1 else ())
     tokenizer = rft.model.load_tokenizer(cfg.model)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
     rft.data.fill(cfg.response, dataset.prompt(0).columns, cfg.data)  # a missing column is said now
 
     module = rft.model.load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
-    schedule = rft.optim.warmup_linear(cfg.lr, cfg.warmup, cfg.warmup, floor=1.0)
+    schedule = rft.optim.warmup_linear(cfg.lr, cfg.warmup, max(cfg.steps, cfg.warmup), floor=cfg.lr_end)
     tx = rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), rft.optim.adamw(schedule))
     apply, state = st.init(module, tx)
     if saved := rft.ckpt.latest(run.checkpoints):

@@ -105,7 +105,8 @@ def load(
         dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
         module = _quietly(AutoModelForCausalLM, resolve(str(path_or_module)), dtype=dtype, **kwargs).to(device)
     if gradient_checkpointing:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable = getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)  # its name since 5.23
+        enable({"use_reentrant": False})
     return module
 
 
@@ -144,8 +145,10 @@ def _quietly(factory: Any, name: str, **kwargs: Any) -> Any:
 
 def save(folder: str | Path, module: Any, tokenizer: Any, weights: Iterable[tuple[str, Tensor]] = ()) -> Path:
     """`module`, with `weights` in the places of its parameters, and its tokenizer as a folder that transformers loads."""
-    state_dict = dict(module.state_dict()) | dict(weights)
+    own, new = dict(module.state_dict()), dict(weights)
+    by_memory = {own[name].data_ptr(): x.detach().cpu() for name, x in new.items()}
+    state_dict = {name: by_memory.get(x.data_ptr(), x) for name, x in own.items()}  # tied names follow each other
     with quiet():
-        module.save_pretrained(folder, state_dict={n: x.detach().cpu() for n, x in state_dict.items()})
+        module.save_pretrained(folder, state_dict=state_dict)
         tokenizer.save_pretrained(folder)
     return Path(folder)

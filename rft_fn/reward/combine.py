@@ -188,9 +188,9 @@ def load(spec: str) -> RewardFn:
     """The reward function that a command line names.
 
     "math", "numeric", "exact", "format" (a box) and "tags": that factory with its defaults; "boxed": numeric
-    on what is in the last box. "task:NAME": the
-    built-in task's verifier. "path/file.py:function": a function of your own; the file runs once a call.
-    Raises ValueError that says what is wrong with the spec; what the file itself raises is passed on.
+    on what is in the last box. "task:NAME": the built-in task's verifier. "path/file.py:function": a function
+    of your own; the file runs once a call. Raises ValueError that says what is wrong with the spec; what the
+    file itself raises is passed on.
     """
     if spec in _NAMED:
         return _NAMED[spec]()
@@ -225,7 +225,7 @@ def _load_file(spec: str, path: Path, attribute: str) -> RewardFn:
 
 
 def parse(specs: Sequence[str]) -> Score:
-    """The weighted sum that a command line names: each spec as in `load`, with =WEIGHT behind it where that is not 1.
+    """The weighted sum that a command line names: each spec as in `load`, =WEIGHT behind it if that is not 1.
 
     `parse(["boxed", "format=0.1"])`. The parts are called by their specs without the weights.
     """
@@ -236,6 +236,7 @@ def parse(specs: Sequence[str]) -> Score:
             components[name] = (load(name), float(weight or 1))
         except ValueError as error:
             if weight and "could not convert" in str(error):
-                raise ValueError(f"reward {spec!r}: expected NAME=WEIGHT with a number, got {weight!r}") from None
+                message = f"reward {spec!r}: expected NAME=WEIGHT with a number, got {weight!r}"
+                raise ValueError(message) from None
             raise
     return weighted(**components)

@@ -1,0 +1,64 @@
+# Two commands do everything on a fresh machine:
+#   make train   a virtual environment, the installation, and the main job on the embedded default
+#   make test    the same environment with the test tools, and every test
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+OUT ?= runs
+
+# Without an NVIDIA GPU: torch 2.13.0 exactly, of which registries and disks may hold a CPU build. With one: the newest.
+TORCH ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+SUM = --data addition:2 --template '{question} Put the answer in \boxed{{}}.' --system ''
+
+.PHONY: train test lint smollm2 train-smollm2 bench clean
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) '$(TORCH)'
+	$(PIP) -e . '$(TORCH)'
+	@touch $@
+
+$(VENV)/test-installed: $(VENV)/installed
+	$(PIP) -e '.[test]' '$(TORCH)'
+	@touch $@
+
+$(VENV)/gguf-installed: $(VENV)/installed
+	$(PIP) -e '.[gguf]' '$(TORCH)'
+	@touch $@
+
+train: $(VENV)/installed
+	$(BIN)/python train_scripts/grpo.py --out $(OUT)/grpo
+
+lint: $(VENV)/test-installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# A real language model: a short supervised warm-up on the form of the answer, then GRPO, both on held-out questions.
+smollm2: $(VENV)/gguf-installed
+	$(BIN)/python -c "from rft_fn import model; print(model.resolve('smollm2-135m'))"
+
+train-smollm2: smollm2
+	$(BIN)/python train_scripts/evaluate.py --model smollm2-135m $(SUM) --reward boxed numeric --max-new 10 --count 200 \
+	  --out $(OUT)/smollm2/before.json
+	$(BIN)/python train_scripts/sft.py --model smollm2-135m $(SUM) --response '\boxed{{{answer}}}' \
+	  --steps 12 --batch 16 --lr 2e-5 --warmup 3 --out $(OUT)/smollm2/sft
+	$(BIN)/python train_scripts/evaluate.py --model $(OUT)/smollm2/sft/model $(SUM) --reward boxed numeric --max-new 10 \
+	  --count 200 --out $(OUT)/smollm2/after_sft.json
+	$(BIN)/python train_scripts/grpo.py --model $(OUT)/smollm2/sft/model $(SUM) --reward boxed --steps 30 --prompts 16 \
+	  --group 8 --lr 2e-5 --lr-end 1 --warmup 2 --max-new 10 --budget 1024 --eval-every 15 --eval-prompts 100 \
+	  --save-every 10 --engine.batch 64 --out $(OUT)/smollm2/grpo
+	$(BIN)/python train_scripts/evaluate.py --model $(OUT)/smollm2/grpo/model $(SUM) --reward boxed numeric --max-new 10 \
+	  --count 200 --out $(OUT)/smollm2/after_grpo.json
+
+bench: $(VENV)/installed
+	$(BIN)/python kernels/bench/linear_logprob.py
+
+clean:
+	rm -rf $(VENV) runs dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,181 @@
+"""The sampler: its log-probs are the trainer's, its samples belong to their keys, and bad input is said at once."""
+
+import math
+
+import pytest
+import tiny
+import torch
+
+import rft_fn as rft
+from rft_fn import engine, model, packing, rng, tree, weight
+
+PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16], [17]]
+KEYS = [rng.fold_in(0, i) for i in range(4)]
+
+
+def rollout(sampling, *, n=3, batch=64, prompts=PROMPTS, keys=KEYS, lm=None):
+    return engine.hf(lm or tiny.llama(), tiny.tokenizer(), batch=batch).generate(prompts, keys, n=n, sampling=sampling)
+
+
+def trainer_logp(r, sampling, lm=None):
+    exp = rft.experience(r, adv=torch.zeros(len(r.tokens)), w=weight.token_mean(r.mask))
+    apply, params = model.bind(lm or tiny.llama(), sampling=sampling)
+    packs = packing.shard(exp, 64)[0]
+    return packing.unpack(model.score(apply, params, packs), packs, exp.w)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"temperature": 1.6}, {"top_p": 0.8}, {"top_k": 5, "temperature": 0.9}])
+def test_trainer_and_sampler_agree(options):
+    """Parity: one test against a forgotten shift, temperature, cut, or positions that are not the tokens'."""
+    sampling = rft.Sampling(max_new=9, **options)
+    r = rollout(sampling)
+    assert (trainer_logp(r, sampling) - r.logp).abs().max() < 1e-5
+    assert r.logp[r.mask].min() < -0.05  # there is something to agree about
+    eng = engine.hf(tiny.llama(), tiny.tokenizer())
+    assert ((eng.score(r, sampling=sampling) - r.logp) * r.mask).abs().max() < 1e-5
+
+
+def responses(r, i, n):
+    return [r.tokens[i * n + j][r.mask[i * n + j]].tolist() for j in range(n)]
+
+
+def test_a_sample_does_not_depend_on_its_company():
+    """The same prompt and key: alone, in a batch of any size, with other prompts, and with more samples beside it."""
+    sampling = rft.Sampling(max_new=9)
+    together = rollout(sampling, n=4)
+    for i in range(4):
+        alone = rollout(sampling, n=4, prompts=[PROMPTS[i]], keys=[KEYS[i]], batch=1)
+        fewer = rollout(sampling, n=2, prompts=PROMPTS[::-1], keys=KEYS[::-1], batch=3)
+        assert responses(together, i, 4) == responses(alone, 0, 4)
+        assert responses(together, i, 4)[:2] == responses(fewer, 3 - i, 2)
+
+
+def test_other_keys_draw_other_samples():
+    sampling = rft.Sampling(max_new=9)
+    a, b = rollout(sampling), rollout(sampling, keys=[k + 1 for k in KEYS])
+    assert [responses(a, i, 3) for i in range(4)] != [responses(b, i, 3) for i in range(4)]
+
+
+def test_samples_have_the_models_distribution():
+    """First tokens of 4,000 samples against the model's own probabilities: chi-square within five deviations."""
+    lm, sampling, n = tiny.llama(), rft.Sampling(max_new=1, temperature=0.8), 4000
+    r = rollout(sampling, n=n, prompts=[PROMPTS[0]], keys=[7], lm=lm, batch=n)
+    with torch.no_grad():
+        p = (lm(torch.tensor([PROMPTS[0]])).logits[0, -1] / 0.8).softmax(-1)
+    counts = torch.bincount(r.tokens[:, 5], minlength=len(p)).double()
+    chi2 = ((counts - n * p) ** 2 / (n * p)).sum()
+    assert abs(chi2 - (len(p) - 1)) < 5 * math.sqrt(2 * (len(p) - 1))
+
+
+def test_greedy_is_the_argmax():
+    lm = tiny.llama()
+    r = rollout(rft.Sampling(temperature=0, max_new=4), n=1, prompts=[PROMPTS[2]], keys=[0], lm=lm)
+    ids = list(PROMPTS[2])
+    with torch.no_grad():
+        while len(ids) < 11 and ids[-1] != 1:
+            ids.append(int(lm(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert r.tokens[0, : r.length[0]].tolist() == ids
+
+
+def test_top_k_and_top_p_cut_what_is_sampled():
+    lm = tiny.llama()
+    with torch.no_grad():
+        best = set(lm(torch.tensor([PROMPTS[0]])).logits[0, -1].topk(3).indices.tolist())
+    r = rollout(rft.Sampling(max_new=1, top_k=3, temperature=3.0), n=300, prompts=[PROMPTS[0]], keys=[1], batch=300)
+    assert set(r.tokens[:, 5].tolist()) == best
+    one = rollout(rft.Sampling(max_new=1, top_p=1e-6), n=20, prompts=[PROMPTS[0]], keys=[1])
+    assert len(set(one.tokens[:, 5].tolist())) == 1
+    assert torch.equal(one.logp[one.mask], torch.zeros(20))
+
+
+def test_rows_end_at_stop_tokens_and_at_max_new():
+    sampling = rft.Sampling(max_new=30, stop=tuple(range(20, 40)))
+    r = rollout(sampling, n=8)
+    ends = frozenset(range(20, 40)) | {1}
+    for tokens, mask, cut, length in zip(r.tokens, r.mask, r.truncated, r.length):
+        sampled = tokens[mask].tolist()
+        assert not any(t in ends for t in sampled[:-1])
+        assert (sampled[-1] not in ends) == bool(cut)
+        assert len(sampled) == 30 if cut else len(sampled) <= 30
+        assert mask.nonzero().max() == length - 1  # the last sampled token is kept, and trained on
+    assert not r.truncated.all()
+
+
+def test_load_gives_weights_and_version():
+    other, sampling = tiny.llama(5), rft.Sampling(max_new=5)
+    eng = engine.hf(tiny.llama(), tiny.tokenizer())
+    before = eng.generate(PROMPTS, KEYS, n=2, sampling=sampling)
+    eng.load(other.named_parameters(), version=7)
+    after = eng.generate(PROMPTS, KEYS, n=2, sampling=sampling)
+    assert set(before.version.tolist()) == {0} and set(after.version.tolist()) == {7} and eng.status()["version"] == 7
+    assert torch.equal(after.tokens, rollout(sampling, n=2, lm=other).tokens)
+    assert (trainer_logp(after, sampling) - after.logp).abs().max() > 0.1  # stale weights are seen
+
+
+def test_gather_and_generate_shares_out_prompts():
+    """Each of two ranks samples its half; put together they are what one process samples."""
+    eng, st, sampling = engine.hf(tiny.llama(), tiny.tokenizer()), rft.strategy.get_fake_strategy(), rft.Sampling(max_new=5)
+    whole = engine.gather_and_generate(eng, st, PROMPTS, KEYS, n=2, sampling=sampling)
+    parts = [engine.gather_and_generate(eng, st._replace(rank=r, world=2), PROMPTS, KEYS, n=2, sampling=sampling) for r in (0, 1)]
+    assert torch.cat([p.group for p in parts]).tolist() == whole.group.tolist()
+    sampled = [responses(p, i, 2) for p in parts for i in range(2)]
+    assert sampled == [responses(whole, i, 2) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "word"),
+    [({"temperature": 1.0}, "temperature"), ({"temperature": 0.6}, "top_p")],
+)
+def test_the_gap_is_explained(trainer, word):
+    """A trainer that does not know of the temperature, or of top_p, is told which of the two it is."""
+    sampling = rft.Sampling(max_new=9, temperature=0.6) if word == "temperature" else rft.Sampling(max_new=9, temperature=0.6, top_p=0.7)
+    r = rollout(sampling)
+    eng = engine.hf(tiny.llama(), tiny.tokenizer())
+    scored = trainer_logp(r, rft.Sampling(max_new=9, **trainer))
+    gap = engine.logp_gap(scored, r.logp, r.mask)
+    with pytest.raises(ValueError, match=f"Look at {word}"):
+        engine.check_gap(gap, 0.01, eng, r, sampling, lambda: scored)
+
+
+def test_dropout_positions_and_weights_are_told_apart():
+    sampling = rft.Sampling(max_new=12)
+    r, eng = rollout(sampling), engine.hf(tiny.llama(), tiny.tokenizer())
+    noisy = lambda: r.logp + torch.randn(r.logp.shape)  # noqa: E731
+    with pytest.raises(ValueError, match="Look at dropout"):
+        engine.check_gap(1.0, 0.01, eng, r, sampling, noisy)
+    late = r.logp + r.mask.cumsum(-1) ** 3 / 100.0
+    with pytest.raises(ValueError, match="Look at positions"):
+        engine.check_gap(1.0, 0.01, eng, r, sampling, lambda: late)
+    with pytest.raises(ValueError, match="Look at the weights"):
+        engine.check_gap(1.0, 0.01, eng, r, sampling, lambda: trainer_logp(r, sampling, tiny.llama(9)))
+    engine.check_gap(0.009, 0.01, eng, r, sampling, noisy)  # within the limit nothing is scored and nothing is said
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rollout(rft.Sampling(), prompts=[], keys=[]), "expected one or more, a key for each"),
+        (lambda: rollout(rft.Sampling(), keys=KEYS[:2]), "got 4, 2, 3"),
+        (lambda: rollout(rft.Sampling(), prompts=[[]], keys=[1]), "got none in prompt 0"),
+        (lambda: rollout(rft.Sampling(max_new=125)), "window of 128 tokens, got 5 \\+ 125 in prompt 0; lower max_new"),
+        (lambda: engine.get_engine(engine.EngineConfig(type="x"), "tiny"), "engine type: expected hf, got 'x'"),
+        (lambda: engine.get_engine(engine.EngineConfig(batch=0), "tiny"), "engine batch: expected >= 1"),
+        (lambda: engine.get_engine(None, tiny.llama()), "tokenizer: expected one, got None"),
+        (
+            lambda: engine.hf(tiny.llama(), tiny.tokenizer()).load([("nope", torch.zeros(1))], version=1),
+            "weights: nope: expected a parameter of the model",
+        ),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_ragged_prompts_are_what_the_model_reads():
+    """Left padding with positions: each row's prompt comes back as it went in, whatever its neighbours' lengths."""
+    r = rollout(rft.Sampling(max_new=3), n=2)
+    for row, g in enumerate(r.group.tolist()):
+        assert r.tokens[row, : len(PROMPTS[g])].tolist() == PROMPTS[g]
+        assert not r.mask[row, : len(PROMPTS[g])].any()
+    assert torch.equal(tree.map(lambda x: x, r).logp, r.logp)

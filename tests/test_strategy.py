@@ -1,0 +1,139 @@
+"""The local strategy: real gradients on one process, summed over packs, stepped in place, donated."""
+
+import argparse
+
+import pytest
+import tiny
+import torch
+
+import rft_fn as rft
+from rft_fn import model, optim, packing, strategy, tree, weight
+from rft_fn.strategy import StrategyConfig
+
+
+def experience(seed=0, rows=8):
+    exp, g = tiny.experience(seed, rows), torch.Generator().manual_seed(seed)
+    noise = lambda: torch.randn(exp.mask.shape, generator=g, dtype=torch.float64) * exp.mask  # noqa: E731
+    return tree.replace(exp, old_logp=-3 + noise(), adv=noise(), w=weight.token_mean(exp.mask).double())
+
+
+def loss_fn(out, b):
+    return rft.loss.ppo_clip(out.logp, b.old_logp, b.adv), {"logp": rft.metric.mean(out.logp, b.mask)}
+
+
+def start(tx=None, **options):
+    st = strategy.get_fake_strategy()
+    return st, *st.init(tiny.llama(dtype=torch.float64, **options), tx or optim.adamw(1e-2))
+
+
+def test_the_gradient_is_the_same_for_every_cut():
+    """Micro-batches of one row, packs of any budget, one pack, two ranks: the same sum, and the same metrics."""
+    st, apply, state = start()
+    exp = experience()
+    cuts = [packing.shard(exp, 24)[0], packing.shard(exp, 40)[0], [packing.pack(exp, range(8))]]
+    cuts += [[packing.pack(exp, [i]) for i in range(8)], [p for part in packing.shard(exp, 30, world=2) for p in part]]
+    grads, metrics = zip(*(st.grad(state, apply, loss_fn, packs) for packs in cuts))
+    norm = float(optim.global_norm(grads[0]))
+    assert norm > 1e-3
+    for g, m in zip(grads[1:], metrics[1:]):
+        apart = tree.map(lambda a, b: a - b, g, grads[0])
+        assert float(optim.global_norm(apart)) <= 1e-12 * norm
+        assert rft.metric.results(m) == pytest.approx(rft.metric.results(metrics[0]), rel=1e-12)
+
+
+def test_rows_that_teach_nothing_add_nothing():
+    st, apply, state = start()
+    exp = experience()
+    silent = tree.replace(exp, mask=exp.mask.clone().index_fill_(0, torch.tensor([2]), False))
+    empty, _ = st.grad(state, apply, loss_fn, [packing.pack(silent, [2])])
+    assert float(optim.global_norm(empty)) == 0
+    nothing, metrics = st.grad(state, apply, loss_fn, [packing.pack(exp, [])])
+    assert float(optim.global_norm(nothing)) == 0 and rft.metric.results(metrics)["loss"] == 0
+
+
+def test_update_equals_torch_and_donates():
+    st, apply, state = start(optim.adamw(1e-2, weight_decay=0.1))
+    twin = tiny.llama(dtype=torch.float64)
+    torch_opt = torch.optim.AdamW(
+        [{"params": [p for p in twin.parameters() if p.dim() > 1], "weight_decay": 0.1},
+         {"params": [p for p in twin.parameters() if p.dim() == 1], "weight_decay": 0.0}], lr=1e-2,
+    )  # fmt: skip
+    twin_apply, twin_params = model.bind(twin)
+    pack = packing.pack(experience(), range(8))
+    for _ in range(3):
+        grads, _ = st.grad(state, apply, loss_fn, [pack])
+        old, (state, metrics) = (state, grads), st.update(state, grads)
+        torch_opt.zero_grad()
+        (pack.w * loss_fn(twin_apply(twin_params, pack), pack)[0]).sum().backward()
+        torch_opt.step()
+    assert rft.metric.results(metrics)["grad/norm"] > 0 and state.step == 3
+    for name, p in twin_params.items():
+        torch.testing.assert_close(state.params[name], p, rtol=1e-9, atol=1e-12)
+    for read in (lambda: old[0].params, lambda: old[0].step, lambda: old[1]["model.norm.weight"], lambda: old[1].items()):
+        with pytest.raises(tree.UseAfterDonate):
+            read()
+
+
+def test_the_module_is_the_state():
+    """The step is in place: the module that was given to init has the new weights, and export names them as it does."""
+    st = strategy.get_fake_strategy()
+    lm = tiny.llama()
+    apply, state = st.init(lm, optim.adamw(1e-2))
+    before = lm.model.norm.weight.detach().clone()
+    grads, _ = st.grad(state, apply, lambda out, b: -out.logp, [packing.pack(tiny.experience(), range(6))])
+    state, _ = st.update(state, grads)
+    assert not torch.equal(lm.model.norm.weight, before)
+    exported = dict(st.export(state))
+    assert set(exported) == {n for n, _ in lm.named_parameters()}
+    assert torch.equal(exported["model.norm.weight"], lm.model.norm.weight)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_but_the_step():
+    st, apply, state = start()
+    before = tree.map(torch.clone, state.params)
+    grads = tree.map(lambda p: torch.full_like(p, float("nan")), state.params)
+    state, metrics = st.update(state, grads)
+    assert rft.metric.results(metrics)["grad/skipped"] == 1 and state.step == 1
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(before), tree.leaves(state.params)))
+    assert state.opt.count == 0
+
+
+def test_a_loss_that_reduces_is_refused():
+    st, apply, state = start()
+    with pytest.raises(ValueError, match=r"loss: expected \[T\] = \[\d+\], one number a token, got \[\]; the average is in w"):
+        st.grad(state, apply, lambda out, b: out.logp.mean(), [packing.pack(experience(), [0])])
+
+
+def test_frozen_parameters_stay():
+    st = strategy.get_fake_strategy()
+    lm = tiny.llama()
+    lm.model.embed_tokens.requires_grad_(False)
+    apply, state = st.init(lm, optim.adamw(1e-2))
+    frozen = lm.model.embed_tokens.weight.clone()
+    grads, _ = st.grad(state, apply, lambda out, b: -out.logp, [packing.pack(tiny.experience(), range(6))])
+    assert "model.embed_tokens.weight" not in grads
+    st.update(state, grads)
+    assert torch.equal(lm.model.embed_tokens.weight, frozen)
+    with pytest.raises(ValueError, match="expected trainable parameters, got none"):
+        st.init(lm.requires_grad_(False), optim.adamw(1e-2))
+
+
+def test_offload_and_reload_keep_every_number():
+    st, apply, state = start()
+    grads, _ = st.grad(state, apply, loss_fn, [packing.pack(experience(), range(8))])
+    state, _ = st.update(state, grads)
+    m = tree.map(torch.clone, state.opt.m)
+    old, state = state, st.reload(st.offload(state))
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(m), tree.leaves(state.opt.m)))
+    with pytest.raises(tree.UseAfterDonate):
+        _ = old.opt
+
+
+def test_config():
+    given = argparse.Namespace(backend="local", temperature=0.5)
+    for args in (given, vars(given)):
+        config = StrategyConfig.from_args(args)
+        assert config.backend == "local" and config.get_extra_arg("temperature") == 0.5 and config.get_extra_arg("no", 3) == 3
+    with pytest.raises(ValueError, match="strategy backend: expected local, got 'ddp'"):
+        strategy.get_strategy(StrategyConfig(backend="ddp"))
+    assert strategy.get_strategy().world == 1

@@ -1,0 +1,41 @@
+"""Small real models and data for tests: made on the spot, no network."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from rft_fn.model import tiny
+from rft_fn.packing import supervised
+
+__all__ = ["experience", "llama", "tokenizer"]
+
+
+@cache
+def tokenizer() -> Any:
+    return tiny.new_tokenizer()
+
+
+def llama(seed: int = 0, *, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    """A Llama of two narrow layers with weights large enough for its log-probs to differ."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": len(tokenizer()), "max_position_embeddings": 128}
+    config = LlamaConfig(**sizes | {"tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0} | changes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        lm = LlamaForCausalLM(config)
+        for p in lm.parameters():
+            if p.dim() == 2:
+                p.data.normal_(0, 0.3)
+    return lm.to(dtype)
+
+
+def experience(seed: int = 0, rows: int = 6, longest: int = 12) -> Any:
+    """Random prompts and responses of different lengths."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(3, len(tokenizer()), (n,), generator=g).tolist()  # noqa: E731
+    size = lambda: int(torch.randint(1, longest, (1,), generator=g))  # noqa: E731
+    return supervised([(draw(size()), draw(size())) for _ in range(rows)])
