@@ -1,6 +1,7 @@
 """Advantage estimators: rewards in, advantages out. None of them whitens, clips or looks at a log-prob.
 
-A group whose rewards are all equal has no preference to teach: its advantages are exactly 0, whatever the rounding of a mean.
+A group whose rewards are all equal has no preference to teach: its advantages are exactly 0, whatever the
+rounding of a mean.
 """
 
 import torch
@@ -27,8 +28,8 @@ def _centre(reward: Tensor) -> Tensor:
 def grpo(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
     """[N, G] -> [N, G]: (r - mean) / (std + eps) in each row, std the sample's (G - 1). arXiv 2402.03300.
 
-    `scale=False` leaves the division out: Dr. GRPO (arXiv 2503.20783), without its bias towards easy and hard questions.
-    Raises ValueError for groups of one. Does not whiten over the batch.
+    `scale=False` leaves the division out: Dr. GRPO (arXiv 2503.20783), without its bias towards easy and hard
+    questions. Raises ValueError for groups of one. Does not whiten over the batch.
     """
     centred = _centre(reward)
     return centred / (reward.std(-1, keepdim=True) + eps) if scale else centred
@@ -37,14 +38,16 @@ def grpo(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
 def rloo(reward: Tensor) -> Tensor:
     """[N, G] -> [N, G]: r minus the mean of the *other* G - 1 rewards of its row = (r - mean) G / (G - 1).
 
-    Leave-one-out, so that the baseline of a sample does not depend on it: unbiased. arXiv 2402.14740. ValueError if G = 1.
+    Leave-one-out, so that the baseline of a sample does not depend on it: unbiased. arXiv 2402.14740.
+    ValueError if G = 1.
     """
     group = reward.shape[-1]
     return _centre(reward) * (group / max(group - 1, 1))
 
 
 def discounted_return(reward: Tensor, discount: Tensor) -> Tensor:
-    """[..., S]: R[t] = r[t] + discount[t] R[t+1]. A sequence ends where discount is 0 (REINFORCE's return)."""
+    """[..., S]: R[t] = r[t] + discount[t] R[t+1]. A sequence ends where discount is 0 (REINFORCE's
+    return)."""
     check.shapes(reward=(reward, "... S"), discount=(discount, "... S"))
     return linear_scan(discount, reward)
 
@@ -60,12 +63,14 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """(adv, ret), each [..., S]: generalised advantage estimation, arXiv 1506.02438.
 
-        delta[t] = r[t] + discount[t] V[t'] - V[t],    adv[t] = delta[t] + discount[t] lambda adv[t'],    ret = adv + V
+        delta[t] = r[t] + discount[t] V[t'] - V[t]
+        adv[t] = delta[t] + discount[t] lambda adv[t'],    ret = adv + V
 
-    t' is the next position *in mask*: tokens outside (tool output, padding) are passed over as if they were not there, not read
-    as zeros; adv and ret are 0 on them. A sequence ends where discount is 0, in mask or not, so rows may be padded and a flat
-    stream may hold many sequences. `bootstrap` [...] is the value after the last position (0 without). lambda = 1 is the
-    discounted return minus V, lambda = 0 the one-step error. Does not whiten. Gradients are the caller's to stop.
+    t' is the next position *in mask*: tokens outside (tool output, padding) are passed over as if they were
+    not there, not read as zeros; adv and ret are 0 on them. A sequence ends where discount is 0, in mask or
+    not, so rows may be padded and a flat stream may hold many sequences. `bootstrap` [...] is the value after
+    the last position (0 without). lambda = 1 is the discounted return minus V, lambda = 0 the one-step error.
+    Does not whiten. Gradients are the caller's to stop.
     """
     check.shapes(reward=(reward, "... S"), value=(value, "... S"), discount=(discount, "... S"))
     check.shapes(reward=(reward, "... S"), mask=(mask, "... S"), bootstrap=(bootstrap, "..."))
@@ -86,7 +91,8 @@ def _append(x: Tensor, last: Tensor | float) -> Tensor:
 
 
 def whiten(adv: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """[...]: (adv - mean) / sqrt(var + eps) over mask, var the sample's; 0 outside mask. Called by no other function here."""
+    """[...]: (adv - mean) / sqrt(var + eps) over mask, var the sample's; 0 outside mask. Called by no other
+    function here."""
     check.shapes(adv=(adv, "..."), mask=(mask, "..."))
     count = mask.sum().to(adv.dtype)
     centred = torch.where(mask, adv - torch.where(mask, adv, 0).sum() / count.clamp(min=1), 0)

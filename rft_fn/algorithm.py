@@ -1,4 +1,5 @@
-"""Published algorithms as rows of one table. A row is plain functions: index it, change an entry, or ignore it.
+"""Published algorithms as rows of one table. A row is plain functions: index it, change an entry, or ignore
+it.
 
     algo = algorithm.TABLE["grpo"]
     mine = algo._replace(loss=my_loss)            # a new algorithm is a changed row, not a subclass
@@ -26,8 +27,11 @@ class Algorithm(NamedTuple):
     group: int = 1  # the fewest responses a prompt that the advantage is defined for
 
 
-def ppo_clip(out: TokenOut, b: Packed, *, low: float = 0.2, high: float = 0.2, dual: float | None = None) -> Any:
-    """`loss.ppo_clip` as a LossFn, with the metrics that one reads: the clipped share, KL to the old policy, largest ratio."""
+def ppo_clip(
+    out: TokenOut, b: Packed, *, low: float = 0.2, high: float = 0.2, dual: float | None = None
+) -> Any:
+    """`loss.ppo_clip` as a LossFn, with the metrics that one reads: the clipped share, KL to the old policy,
+    largest ratio."""
     rho = loss.ratio(out.logp.detach(), b.old_logp)
     clipped = ((rho > 1 + high) & (b.adv > 0)) | ((rho < 1 - low) & (b.adv < 0))
     metrics = {
@@ -38,9 +42,9 @@ def ppo_clip(out: TokenOut, b: Packed, *, low: float = 0.2, high: float = 0.2, d
     return loss.ppo_clip(out.logp, b.old_logp, b.adv, low=low, high=high, dual=dual), metrics
 
 
-def reinforce(out: TokenOut, b: Packed) -> Tensor:
-    """`loss.reinforce` as a LossFn."""
-    return loss.reinforce(out.logp, b.adv)
+def reinforce(out: TokenOut, b: Packed) -> Any:
+    """`loss.reinforce` as a LossFn, which has no metrics of its own."""
+    return loss.reinforce(out.logp, b.adv), {}
 
 
 def _per_group(estimator: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Rollout], Tensor]:
@@ -69,12 +73,14 @@ TABLE: dict[str, Algorithm] = {
 
 
 def get_algorithm(name: str, *, group: int | None = None) -> Algorithm:
-    """The row of that name. ValueError that lists the names there are, or says that `group` responses are too few for it."""
+    """The row of that name. ValueError that lists the names there are, or says that `group` responses are too
+    few for it."""
     if name not in TABLE:
         raise ValueError(f"algorithm: expected one of {', '.join(TABLE)}, got {name!r}")
     if group is not None and group < TABLE[name].group:
         raise ValueError(
-            f"group: expected >= {TABLE[name].group} responses a prompt for {name}, whose advantage compares the responses "
-            f"of a group, got {group}; raise it, or take an algorithm without groups (reinforce)"
+            f"group: expected >= {TABLE[name].group} responses a prompt for {name}, whose advantage "
+            f"compares the responses of a group, got {group}; raise it, or take an "
+            "algorithm without groups (reinforce)"
         )
     return TABLE[name]

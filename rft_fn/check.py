@@ -22,8 +22,9 @@ def _bind(name: str, size: tuple[int, ...], dims: list[str], known: dict[str, in
 def shapes(**args: tuple[Any, str]) -> dict[str, int]:
     """Check `name=(tensor, "N G")` from left to right; the sizes of the named dimensions come back.
 
-    A dimension is a name (the same name must have the same size everywhere), a number, or a leading `...`. A tensor that is
-    None is passed over. Raises `ValueError("adv: expected [T] = [7], got [6]")`, with the name of the argument first.
+    A dimension is a name (the same name must have the same size everywhere), a number, or a leading `...`. A
+    tensor that is None is passed over. Raises `ValueError("adv: expected [T] = [7], got [6]")`, with the name
+    of the argument first.
     """
     known: dict[str, int] = {}
     for name, (x, spec) in args.items():

@@ -1,7 +1,7 @@
 """Checkpoints: one folder holds the whole run, appears in one rename, and says what is wrong with it.
 
-    step_00000012/  tensors.safetensors   every tensor of {"state": ..., "extra": ...} by its path in the tree
-                    meta.json             every other leaf, the paths in order, the score, a digest of the tensors
+step_00000012/  tensors.safetensors   every tensor of {"state": ..., "extra": ...} by its path in the tree
+                meta.json             every other leaf, the paths in order, the score, a digest of the tensors
 """
 
 import hashlib
@@ -57,10 +57,10 @@ def _split(x: Any) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
 def save(path: str | Path, state: TrainState, extra: Any = None, *, score: float | None = None) -> Path:
     """Write `state` and `extra` (a tree of tensors, numbers and strings) as the folder `path`, atomically.
 
-    Everything is written into a temporary folder beside it, flushed to the disk, and renamed: whoever is killed at any
-    moment leaves no `path` or a whole one. An existing `path` is moved aside first, and deleted last (`latest` moves it back
-    if a kill came between the two renames).
-    ValueError for a leaf that JSON cannot hold; OSError (a full disk) leaves nothing behind.
+    Everything is written into a temporary folder beside it, flushed to the disk, and renamed: whoever is
+    killed at any moment leaves no `path` or a whole one. An existing `path` is moved aside first, and deleted
+    last (`latest` moves it back if a kill came between the two renames). ValueError for a leaf that JSON
+    cannot hold; OSError (a full disk) leaves nothing behind.
     """
     from safetensors.torch import save_file
 
@@ -110,8 +110,8 @@ def _pick(name: str, like: Any, tensors: dict[str, Tensor], plain: dict[str, Any
     x = tensors[name]
     if x.shape != like.shape or x.dtype != like.dtype:
         raise ValueError(
-            f"checkpoint {path}: {name}: expected {list(like.shape)} {like.dtype}, got {list(x.shape)} {x.dtype}: "
-            "it is of another model or optimizer"
+            f"checkpoint {path}: {name}: expected {list(like.shape)} {like.dtype}, got {list(x.shape)} "
+            f"{x.dtype}: it is of another model or optimizer"
         )
     return x.to(like.device)
 
@@ -119,8 +119,9 @@ def _pick(name: str, like: Any, tensors: dict[str, Tensor], plain: dict[str, Any
 def restore(path: str | Path, like: TrainState, extra: Any = None) -> tuple[TrainState, Any]:
     """(state, extra) of the checkpoint at `path`, in the structure of `like` and of the `extra` given.
 
-    Parameters are copied into those of `like`, so that the module behind `apply` has them; `like` is donated. ValueError
-    that names the folder and the remedy if it is damaged or of another model; then nothing has been changed.
+    Parameters are copied into those of `like`, so that the module behind `apply` has them; `like` is donated.
+    ValueError that names the folder and the remedy if it is damaged or of another model; then nothing has
+    been changed.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -136,7 +137,10 @@ def restore(path: str | Path, like: TrainState, extra: Any = None) -> tuple[Trai
     named = list(tree.leaves_with_path(want))
     if [n for n, _ in named] != meta["names"]:
         odd = sorted(set(meta["names"]) ^ {n for n, _ in named})
-        raise ValueError(f"checkpoint {path}: it is of another model, optimizer or run: {odd[:3]} ({len(odd)} names differ)")
+        raise ValueError(
+            f"checkpoint {path}: it is of another model, optimizer or run: {odd[:3]} "
+            f"({len(odd)} names differ)"
+        )
     values = [_pick(n, v, tensors, meta["plain"], path) for n, v in named]
     found = tree.unflatten_like(want, values)
     with torch.no_grad():
@@ -148,14 +152,16 @@ def restore(path: str | Path, like: TrainState, extra: Any = None) -> tuple[Trai
 
 
 def steps(folder: str | Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first. Half-written ones have other names and are never among them."""
+    """The checkpoints in `folder`, oldest first. Half-written ones have other names and are never among
+    them."""
     folder = Path(folder)
     found = [p for p in folder.iterdir() if re.fullmatch(r"step_\d+", p.name)] if folder.is_dir() else []
     return sorted(found, key=lambda p: int(p.name.split("_")[1]))
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest checkpoint, or None. One that a killed `save` had moved aside, and not replaced yet, is moved back first."""
+    """The newest checkpoint, or None. One that a killed `save` had moved aside, and not replaced yet, is
+    moved back first."""
     for aside in Path(folder).glob(".step_*.old"):
         path = aside.with_name(aside.name.removeprefix(".").removesuffix(".old"))
         if not path.exists():
@@ -171,7 +177,8 @@ def _scores(paths: list[Path]) -> Iterator[tuple[float, Path]]:
 
 
 def rotate(folder: str | Path, *, keep: int, best: int = 0) -> list[Path]:
-    """Delete all but the `keep` newest checkpoints and the `best` ones of the highest score; the deleted come back.
+    """Delete all but the `keep` newest checkpoints and the `best` ones of the highest score; the deleted come
+    back.
 
     Ties go to the later checkpoint. The newest is never deleted. Half-written folders of killed runs go too.
     """

@@ -1,7 +1,8 @@
-"""What a run leaves behind and what one sees of it: files in its folder, a progress bar, trackers when asked for.
+"""What a run leaves behind and what one sees of it: files in its folder, a progress bar, trackers when asked
+for.
 
     runs/NAME/config.json         the arguments
-              metrics.jsonl       a row a step: a function of the config alone, so a resumed run's is equal to the last bit
+              metrics.jsonl       a row a step, a function of the config alone: a resumed run's is equal
               timing.jsonl        seconds and tokens/s, which are not
               trajectories.jsonl  sampled responses with their rewards, to be read
               curve.png  lengths.png  checkpoints/
@@ -30,7 +31,8 @@ def _jsonable(x: Any) -> Any:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Cut a file of rows back to those before `step`, in one rename; a line that a kill cut short goes too."""
+    """Cut a file of rows back to those before `step`, in one rename; a line that a kill cut short goes
+    too."""
     if not path.exists():
         return
     kept = []
@@ -61,17 +63,26 @@ class Run:
     """The folder of a run. On rank 0 it writes; on other ranks it does nothing."""
 
     def __init__(
-        self, folder: str | Path, config: Any, *, total: int, rank: int = 0, trackers: Sequence[str] = (), free: Sequence[str] = ()
+        self,
+        folder: str | Path,
+        config: Any,
+        *,
+        total: int,
+        rank: int = 0,
+        trackers: Sequence[str] = (),
+        free: Sequence[str] = (),
     ):
         """Make the folder, or go on in it if the config is the same but for the fields `free`.
 
-        ValueError, before anything is computed, for a folder that cannot be written or that holds another run.
+        ValueError, before anything is computed, for a folder that cannot be written or that holds another
+        run.
         """
         self.folder, self.total, self.main = Path(folder), total, rank == 0
         self.config, self._free = _jsonable(config), set(free)
         self._trackers: list[Callable[[int, Mapping[str, float]], None]] = []
         self._bar: Any = None
         self._rewards: list[float] = []
+        self._lengths: list[int] = []
         if self.main:
             self._claim()
             self._trackers = [_TRACKERS[_known(name)](self.folder, self.config) for name in trackers]
@@ -92,7 +103,9 @@ class Run:
                 f"run folder {self.folder} cannot be written: {error.strerror}; choose another with --out"
             ) from error
         if path.exists():
-            changed = _differences(_without(json.loads(path.read_text()), self._free), _without(self.config, self._free))
+            changed = _differences(
+                _without(json.loads(path.read_text()), self._free), _without(self.config, self._free)
+            )
             if changed:
                 raise ValueError(
                     f"run folder {self.folder} holds a run with other arguments: {'; '.join(changed[:4])}; "
@@ -108,7 +121,9 @@ class Run:
         for name in ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl"):
             _keep_until(self.folder / name, step)
         path = self.folder / "metrics.jsonl"
-        self._rewards = [r["reward/mean"] for r in plot.read_metrics(path) if "reward/mean" in r] if path.exists() else []
+        self._rewards = (
+            [r["reward/mean"] for r in plot.read_metrics(path) if "reward/mean" in r] if path.exists() else []
+        )
         self._clock = self._began = time.perf_counter()
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
@@ -116,7 +131,8 @@ class Run:
             f.write(json.dumps(row) + "\n")
 
     def write(self, step: int, metrics: Mapping[str, float], *, tokens: int = 0) -> None:
-        """One step's metrics to every place; `tokens` were processed since the last call. Non-finite values become null."""
+        """One step's metrics to every place; `tokens` were processed since the last call. Non-finite values
+        become null."""
         if not self.main:
             return
         now = time.perf_counter()
@@ -131,23 +147,35 @@ class Run:
             self._rewards.append(metrics["reward/mean"])
         self._show(step, metrics, timing)
 
-    def trajectories(self, step: int, prompts: Sequence[Any], judged: Any, *, count: int = 4) -> None:
-        """The first response of the first `count` prompts with its reward, one JSON line each."""
+    def trajectories(
+        self, step: int, prompts: Sequence[Any], rollout: Rollout, judged: Any, *, count: int = 4
+    ) -> None:
+        """The first response of the first `count` prompts with its reward, one JSON line each;
+        and the lengths of all of them, for the picture."""
+        self._lengths = rollout.mask.sum(-1).tolist()
         group = judged.reward.shape[1]
         for i, p in enumerate(prompts[:count] if self.main else ()):
             parts = {name: float(part[i, 0]) for name, part in judged.parts.items()}
-            row = {"prompt": p.text, "response": judged.texts[i * group], "reward": float(judged.reward[i, 0]), **parts}
+            row = {
+                "prompt": p.text,
+                "response": judged.texts[i * group],
+                "reward": float(judged.reward[i, 0]),
+                **parts,
+            }
             self._append("trajectories.jsonl", {"step": step, **row})
 
     def _show(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         name = "reward" if "reward/mean" in metrics else "loss"
         value = metrics.get("reward/mean", metrics.get("loss", math.nan))
         if sys.stderr.isatty():
-            self._progress().update(0, completed=step + 1, note=f"{name} {value:.3f}  {timing['tokens_per_s']:,.0f} tok/s")
+            self._progress().update(
+                0, completed=step + 1, note=f"{name} {value:.3f}  {timing['tokens_per_s']:,.0f} tok/s"
+            )
         elif step + 1 == self.total or (step + 1) % max(self.total // 20, 1) == 0:
             left = (time.perf_counter() - self._began) / (step + 1 - self._start) * (self.total - step - 1)
             print(
-                f"step {step + 1}/{self.total}  {name} {value:.3f}  {timing['tokens_per_s']:,.0f} tok/s  {left:.0f} s left",
+                f"step {step + 1}/{self.total}  {name} {value:.3f}  {timing['tokens_per_s']:,.0f} tok/s  "
+                f"{left:.0f} s left",
                 flush=True,
             )
 
@@ -156,7 +184,12 @@ class Run:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+            columns = (
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=Console(stderr=True))
             self._bar.add_task(self.folder.name, total=self.total, completed=self._start, note="")
             self._bar.start()
@@ -169,16 +202,16 @@ class Run:
         elif self.main:
             print(text, flush=True)
 
-    def finish(self, rollout: Rollout | None = None) -> None:
-        """Draw the pictures (the lengths of the last rollout among them), show the curve, say where everything is."""
+    def finish(self) -> None:
+        """Draw the pictures, show the curve in the terminal, and say where everything is."""
         if not self.main:
             return
         if self._bar is not None:
             self._bar.stop()
         if (self.folder / "metrics.jsonl").exists():
             plot.curve(self.folder / "metrics.jsonl", self.folder / "curve.png", title=self.folder.name)
-        if rollout is not None:
-            plot.length_histogram(rollout.mask.sum(-1).tolist(), self.folder / "lengths.png")
+        if self._lengths:
+            plot.length_histogram(self._lengths, self.folder / "lengths.png")
         if len(self._rewards) > 1:
             print(plot.terminal_curve(self._rewards, title="reward"))
         print(f"run: {self.folder}  (metrics.jsonl, curve.png, trajectories.jsonl)", flush=True)
@@ -204,7 +237,14 @@ def _tensorboard(folder: Path, config: Mapping[str, Any]) -> Callable[[int, Mapp
 def _wandb(folder: Path, config: Mapping[str, Any]) -> Callable[[int, Mapping[str, float]], None]:
     import wandb
 
-    run = wandb.init(project="rft_fn", name=folder.name, dir=str(folder), config=dict(config), id=folder.name, resume="allow")
+    run = wandb.init(
+        project="rft_fn",
+        name=folder.name,
+        dir=str(folder),
+        config=dict(config),
+        id=folder.name,
+        resume="allow",
+    )
     return lambda step, metrics: run.log(dict(metrics), step=step)
 
 
@@ -241,7 +281,9 @@ def table(values: Mapping[str, float], *, title: str, rank: int = 0) -> None:
     width = max(map(len, values))
     print(title)
     for name, value in values.items():
-        print(f"  {name:<{width}}  {value:.4f}" if isinstance(value, float) else f"  {name:<{width}}  {value}")
+        print(
+            f"  {name:<{width}}  {value:.4f}" if isinstance(value, float) else f"  {name:<{width}}  {value}"
+        )
 
 
 def write_results(path: str | Path, result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
@@ -258,10 +300,11 @@ def error_line(error: Exception) -> str:
 
 
 def cli(main: Callable[[Any], None], config: type) -> None:
-    """Run a script: arguments from the dataclass `config` (tyro), errors of the user's as one line and exit code 2.
+    """Run a script: arguments from the dataclass `config` (tyro), errors of the user's as one line and exit
+    code 2.
 
-    A mistake in an argument, a file or a reward is a line; with RFT_FN_TRACEBACK=1 it is a traceback. Everything else is a
-    bug and keeps its traceback.
+    A mistake in an argument, a file or a reward is a line; with RFT_FN_TRACEBACK=1 it is a traceback.
+    Everything else is a bug and keeps its traceback.
     """
     import tyro
 

@@ -1,8 +1,9 @@
 """Losses: one number a token, [*] in and [*] out, no averaging and no mask.
 
-The average is in `w` (`rft_fn.weight`); `packing.pack` sets every field to 0 outside mask and a bound model gives log-prob 0
-there, so nothing here needs a guard. `adv`, `old_logp`, `ref_logp`, `ret` are data: they carry no gradient.
-Log-ratios are bounded to +-20 before exp in policy losses (e^20 = 4.9e8), which no policy that means anything reaches.
+The average is in `w` (`rft_fn.weight`); `packing.pack` sets every field to 0 outside mask and a bound model
+gives log-prob 0 there, so nothing here needs a guard. `adv`, `old_logp`, `ref_logp`, `ret` are data: they
+carry no gradient. Log-ratios are bounded to +-20 before exp in policy losses (e^20 = 4.9e8), which no policy
+that means anything reaches.
 """
 
 import torch
@@ -23,12 +24,18 @@ def ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
 
 
 def ppo_clip(
-    logp: Tensor, old_logp: Tensor, adv: Tensor, *, low: float = 0.2, high: float = 0.2, dual: float | None = None
+    logp: Tensor,
+    old_logp: Tensor,
+    adv: Tensor,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    dual: float | None = None,
 ) -> Tensor:
     """[*]: -min(rho A, clip(rho, 1 - low, 1 + high) A), rho = pi / pi_old. PPO, arXiv 1707.06347.
 
-    low < high is DAPO's clip-higher (arXiv 2503.14476). `dual` > 1 bounds the loss at -dual A where A < 0 (arXiv 1912.09729).
-    At logp == old_logp the gradient is that of -A logp (`reinforce`).
+    low < high is DAPO's clip-higher (arXiv 2503.14476). `dual` > 1 bounds the loss at -dual A where A < 0
+    (arXiv 1912.09729). At logp == old_logp the gradient is that of -A logp (`reinforce`).
     """
     check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."), adv=(adv, "..."))
     rho = ratio(logp, old_logp)
@@ -37,7 +44,8 @@ def ppo_clip(
 
 
 def reinforce(logp: Tensor, adv: Tensor) -> Tensor:
-    """[*]: -A logp: the score function estimator (Williams 1992). Right only for samples of the current policy."""
+    """[*]: -A logp: the score function estimator (Williams 1992). Right only for samples of the current
+    policy."""
     check.shapes(logp=(logp, "..."), adv=(adv, "..."))
     return -adv * logp
 
@@ -60,23 +68,26 @@ def _log_ratio_to_ref(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def kl_k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """[*]: log(pi / ref): unbiased for KL(pi, ref). As a loss its expected gradient is *zero*: for the reward, or to log."""
+    """[*]: log(pi / ref): unbiased for KL(pi, ref). As a loss its expected gradient is *zero*: for the
+    reward, or to log."""
     return _log_ratio_to_ref(logp, ref_logp)
 
 
 def kl_k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """[*]: log(pi / ref)^2 / 2: biased as a value, but on samples of pi its expected gradient is that of KL(pi, ref)."""
+    """[*]: log(pi / ref)^2 / 2: biased as a value, but on samples of pi its expected gradient is that of
+    KL(pi, ref)."""
     return 0.5 * _log_ratio_to_ref(logp, ref_logp).square()
 
 
 def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """[*]: ref / pi - 1 + log(pi / ref) >= 0: unbiased, low variance (Schulman 2020). Its expected gradient is that of the
-    *forward* KL(ref, pi): use `kl` where KL(pi, ref) is wanted."""
+    """[*]: ref / pi - 1 + log(pi / ref) >= 0: unbiased, low variance (Schulman 2020). Its expected gradient
+    is that of the *forward* KL(ref, pi): use `kl` where KL(pi, ref) is wanted."""
     d = _log_ratio_to_ref(logp, ref_logp)
     return torch.expm1(-d) + d
 
 
 def kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """[*]: the value of k3 with the gradient of k2: right value and, on samples of pi, right expected gradient of KL(pi, ref)."""
+    """[*]: the value of k3 with the gradient of k2: right value and, on samples of pi, right expected
+    gradient of KL(pi, ref)."""
     grad = kl_k2(logp, ref_logp)
     return kl_k3(logp, ref_logp).detach() + grad - grad.detach()

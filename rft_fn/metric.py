@@ -13,6 +13,8 @@ __all__ = ["Max", "Mean", "Sum", "max", "mean", "merge", "pass_at_k", "policy", 
 
 @tree.struct
 class Mean:
+    """total / count."""
+
     total: Tensor  # [] f64
     count: Tensor  # [] f64
 
@@ -25,6 +27,8 @@ class Mean:
 
 @tree.struct
 class Sum:
+    """A plain sum."""
+
     total: Tensor  # [] f64
 
     def merge(self, other: "Sum") -> "Sum":
@@ -36,6 +40,8 @@ class Sum:
 
 @tree.struct
 class Max:
+    """The largest value."""
+
     top: Tensor  # [] f64
 
     def merge(self, other: "Max") -> "Max":
@@ -87,9 +93,11 @@ def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def pass_at_k(correct: Tensor, k: int) -> Tensor:
-    """correct [N, G] bool -> [N]: the chance that one of k samples drawn from the G without return is correct.
+    """correct [N, G] bool -> [N]: the chance that one of k samples drawn from the G without return is
+    correct.
 
-    1 - C(G - c, k) / C(G, k), unbiased (arXiv 2107.03374), by a product that cannot overflow. ValueError unless 1 <= k <= G.
+    1 - C(G - c, k) / C(G, k), unbiased (arXiv 2107.03374), by a product that cannot overflow. ValueError
+    unless 1 <= k <= G.
     """
     sizes = check.shapes(correct=(correct, "N G"))
     if not 1 <= k <= sizes["G"]:
@@ -100,10 +108,12 @@ def pass_at_k(correct: Tensor, k: int) -> Tensor:
 
 
 def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
-    """How far the trainer's log-probs are from `old_logp` [nats a token], and the entropy where the model gives it.
+    """How far the trainer's log-probs are from `old_logp` [nats a token], and the entropy where the model
+    gives it.
 
-    In the first update on a rollout whose old_logp is the sampler's own, `policy/logp_gap` is the disagreement of trainer and
-    sampler about the same tokens under the same weights: 1e-6 in float32, and a bug when it is not small.
+    In the first update on a rollout whose old_logp is the sampler's own, `policy/logp_gap` is the
+    disagreement of trainer and sampler about the same tokens under the same weights: 1e-6 in float32, and a
+    bug when it is not small.
     """
     gap = (out.logp.detach() - b.old_logp).abs()
     found: dict[str, Metric] = {"policy/logp_gap": mean(gap, b.mask), "policy/logp_gap_max": max(gap, b.mask)}
@@ -111,11 +121,11 @@ def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
 
 
 def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:
-    """What one reads of a rollout and its rewards [N, G]: means, lengths, and the counts of what teaches nothing."""
+    """What one reads of a rollout and its rewards [N, G]: spread, lengths, and the shares of what teaches
+    nothing."""
     size = batch.mask.sum(-1).double()
     flat = reward.amax(-1) == reward.amin(-1)
     return {
-        "reward/mean": float(reward.double().mean()),
         "reward/std": float(reward.double().std(correction=0)),
         "reward/flat_groups": float(flat.double().mean()),
         "rollout/length_mean": float(size.mean()),

@@ -15,7 +15,9 @@ class ActorModality(enum.Enum):
     OMNI = "omni"
 
 
-_VISION = frozenset({"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"})
+_VISION = frozenset(
+    {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"}
+)
 _AUDIO = frozenset({"input_features", "feature_attention_mask", "audio_values"})
 
 MODALITY_PARAMETERS: dict[ActorModality, frozenset[str]] = {
@@ -27,7 +29,8 @@ MODALITY_PARAMETERS: dict[ActorModality, frozenset[str]] = {
 
 
 def get_supported_parameters(modality: ActorModality | str) -> frozenset[str]:
-    """The names of the tensors that an actor of this modality takes besides tokens. ValueError for an unknown modality."""
+    """The names of the tensors that an actor of this modality takes besides tokens. ValueError for an unknown
+    modality."""
     try:
         return MODALITY_PARAMETERS[ActorModality(modality)]
     except ValueError:
@@ -36,7 +39,8 @@ def get_supported_parameters(modality: ActorModality | str) -> frozenset[str]:
 
 
 def check_parameters(modality: ActorModality | str, names: Iterable[str]) -> None:
-    """ValueError that names every tensor which an actor of this modality would not read: nothing is dropped in silence."""
+    """ValueError that names every tensor which an actor of this modality would not read: nothing is dropped
+    in silence."""
     supported = get_supported_parameters(modality)
     unknown = sorted(set(names) - supported)
     if unknown:

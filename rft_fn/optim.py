@@ -1,8 +1,8 @@
 """Optimizers as values: a Transform is `init`, `update` and `spec`, in optax's manner.
 
-`update(grads, state, params) -> (updates, state)` gives what is to be *added* to the parameters, so transforms compose with
-`chain`; `apply_updates` adds in place. Gradients and states are donated: their memory may be reused. `spec` describes the
-transform as plain data, for a backend whose optimizer is its own.
+`update(grads, state, params) -> (updates, state)` gives what is to be *added* to the parameters, so
+transforms compose with `chain`; `apply_updates` adds in place. Gradients and states are donated: their memory
+may be reused. `spec` describes the transform as plain data, for a backend whose optimizer is its own.
 """
 
 import math
@@ -26,6 +26,8 @@ Schedule = Callable[[int], float]  # updates done -> learning rate
 
 @tree.struct
 class AdamState:
+    """Moments of the gradients."""
+
     count: int  # updates done
     m: Any  # first moment, like params
     v: Any  # second moment, like params
@@ -33,11 +35,15 @@ class AdamState:
 
 @tree.struct
 class EmaState:
+    """An average of the parameters."""
+
     average: Any  # like params
 
 
 @tree.struct
 class MasterState:
+    """Wide copies of narrow parameters, and what the wrapped transform keeps."""
+
     master: Any  # float32 copies of the parameters
     inner: Any  # the state of the wrapped transform
 
@@ -48,12 +54,14 @@ def constant(lr: float) -> Schedule:
 
 
 def warmup_linear(lr: float, warmup: int, total: int, *, floor: float = 0.0) -> Schedule:
-    """From lr / warmup up to lr in `warmup` steps, then on a line to floor * lr at step `total`, and there it stays."""
+    """From lr / warmup up to lr in `warmup` steps, then on a line to floor * lr at step `total`, and there it
+    stays."""
     return _warmup(lr, warmup, total, lambda x: floor + (1 - floor) * (1 - x))
 
 
 def warmup_cosine(lr: float, warmup: int, total: int, *, floor: float = 0.1) -> Schedule:
-    """From lr / warmup up to lr in `warmup` steps, then half a cosine to floor * lr at step `total`, and there it stays."""
+    """From lr / warmup up to lr in `warmup` steps, then half a cosine to floor * lr at step `total`, and
+    there it stays."""
     return _warmup(lr, warmup, total, lambda x: floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * x)))
 
 
@@ -76,7 +84,8 @@ def global_norm(grads: Any) -> Tensor:
 
 
 def clip_by_global_norm(max_norm: float) -> Transform:
-    """Scale all gradients by min(1, max_norm / norm), with the norm over *all* of them. ValueError unless max_norm > 0."""
+    """Scale all gradients by min(1, max_norm / norm), with the norm over *all* of them. ValueError unless
+    max_norm > 0."""
     if not max_norm > 0:
         raise ValueError(f"max_norm: expected > 0, got {max_norm}")
 
@@ -97,10 +106,11 @@ def adamw(
     weight_decay: float = 0.0,
     mask: Callable[[str, Tensor], bool] | None = None,
 ) -> Transform:
-    """AdamW (arXiv 1711.05101): -lr (m_hat / (sqrt(v_hat) + eps) + weight_decay p), by torch's own functional update.
+    """AdamW (arXiv 1711.05101): -lr (m_hat / (sqrt(v_hat) + eps) + weight_decay p), by torch's own functional
+    update.
 
-    `mask(name, parameter)` says which parameters decay (default: matrices and above, so neither norms nor biases). The
-    moments have the parameters' type. Equals torch.optim.AdamW to rounding.
+    `mask(name, parameter)` says which parameters decay (default: matrices and above, so neither norms nor
+    biases). The moments have the parameters' type. Equals torch.optim.AdamW to rounding.
     """
     schedule = lr if callable(lr) else constant(lr)
     decays = mask or (lambda name, p: p.dim() >= 2)
@@ -130,10 +140,20 @@ def adamw(
         )
         if weight_decay:
             pairs = [(d, p) for (name, p), d in zip(_named(params), tree.leaves(delta)) if decays(name, p)]
-            torch._foreach_add_([d for d, _ in pairs], [p.detach() for _, p in pairs], alpha=-rate * weight_decay)
+            torch._foreach_add_(
+                [d for d, _ in pairs], [p.detach() for _, p in pairs], alpha=-rate * weight_decay
+            )
         return delta, tree.replace(state, count=state.count + 1)
 
-    spec = {"name": "adamw", "lr": lr, "b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "mask": mask}
+    spec = {
+        "name": "adamw",
+        "lr": lr,
+        "b1": b1,
+        "b2": b2,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "mask": mask,
+    }
     return Transform(init, torch.no_grad()(update), spec)
 
 
@@ -159,9 +179,11 @@ def chain(*txs: Transform) -> Transform:
 
 
 def ema(decay: float) -> Transform:
-    """Last in a chain: lets the updates through and keeps average = decay average + (1 - decay) (params + updates).
+    """Last in a chain: lets the updates through and keeps average = decay average + (1 - decay) (params +
+    updates).
 
-    The average is a leaf of the optimizer state, so it is saved, sharded and resumed with it; `ema_params` finds it.
+    The average is a leaf of the optimizer state, so it is saved, sharded and resumed with it; `ema_params`
+    finds it.
     """
     if not 0 <= decay < 1:
         raise ValueError(f"decay: expected 0 <= decay < 1, got {decay}")
@@ -175,7 +197,7 @@ def ema(decay: float) -> Transform:
         return updates, state
 
     def init(params: Any) -> EmaState:
-        # float32 at least: in bf16 (1 - decay) of a parameter is below the spacing of numbers, and the average drifts
+        # float32 at least: in bf16 (1 - decay) of a parameter is below the spacing of numbers
         widen = lambda p: p.float() if p.dtype in (torch.bfloat16, torch.float16) else p  # noqa: E731
         return EmaState(average=tree.map(lambda p: widen(p.detach().clone()), params))
 
@@ -197,8 +219,8 @@ def ema_params(opt: Any) -> Any:
 def master_weights(tx: Transform) -> Transform:
     """`tx` on float32 copies of bf16 or fp16 parameters, kept in the optimizer state.
 
-    The updates that come out are the difference between the rounded copy and the parameter, so steps that are too small for
-    bf16 add up in the copy instead of being lost.
+    The updates that come out are the difference between the rounded copy and the parameter, so steps that are
+    too small for bf16 add up in the copy instead of being lost.
     """
 
     def init(params: Any) -> MasterState:

@@ -1,11 +1,13 @@
 """From rows to packs and back: the only place where anything is shifted by one.
 
-`Experience` is [B, S] and token-aligned, `Packed` is flat [T] and label-aligned: row i of length L gives L - 1 inputs
-tokens[:-1] with targets tokens[1:], and every auxiliary field moves with its *target*. Everything here is a pure function
-of the global batch, so every rank computes the same plan and takes its own part of it.
+`Experience` is [B, S] and token-aligned, `Packed` is flat [T] and label-aligned: row i of length L gives L -
+1 inputs tokens[:-1] with targets tokens[1:], and every auxiliary field moves with its *target*. Everything
+here is a pure function of the global batch, so every rank computes the same plan and takes its own part of
+it.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +21,8 @@ _TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
 
 
 def reset_position_ids(seq: Tensor) -> Tensor:
-    """seq [T], sequence numbers in contiguous runs -> [T] i64: positions that restart at 0 with every run. No host sync."""
+    """seq [T], sequence numbers in contiguous runs -> [T] i64: positions that restart at 0 with every run. No
+    host sync."""
     check.shapes(seq=(seq, "T"))
     index = torch.arange(seq.shape[0], device=seq.device)
     starts = torch.ones_like(seq, dtype=torch.bool)
@@ -30,8 +33,9 @@ def reset_position_ids(seq: Tensor) -> Tensor:
 def assign(sizes: Sequence[int], budget: int) -> list[list[int]]:
     """Items of `sizes` [tokens] into packs of at most `budget` tokens: best fit decreasing, ties by index.
 
-    Each pack is a list of indices. ValueError for an item that is larger than the budget. Never needs more than
-    11/9 of the fewest possible packs + 1 (Johnson 1973); on GSM8K's lengths it leaves under 1 % of the tokens empty.
+    Each pack is a list of indices. ValueError for an item that is larger than the budget. Never needs more
+    than 11/9 of the fewest possible packs + 1 (Johnson 1973); on GSM8K's lengths it leaves under 1 % of the
+    tokens empty.
     """
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     packs: list[list[int]] = []
@@ -39,8 +43,8 @@ def assign(sizes: Sequence[int], budget: int) -> list[list[int]]:
     for i in order:
         if sizes[i] > budget:
             raise ValueError(
-                f"budget: expected at least {sizes[i]} tokens, the size of row {i}, got {budget}; raise the budget "
-                "or shorten max_new"
+                f"budget: expected at least {sizes[i]} tokens, the size of row {i}, got {budget}; "
+                "raise the budget or shorten max_new"
             )
         fits = [(room[k] - sizes[i], k) for k in range(len(packs)) if room[k] >= sizes[i]]
         if fits:
@@ -61,8 +65,8 @@ def waste(sizes: Sequence[int], packs: Sequence[Sequence[int]], budget: int) -> 
 def pack(exp: Experience, rows: Sequence[int]) -> Packed:
     """The rows of `exp`, one after the other, as one micro-batch; every auxiliary field is 0 outside mask.
 
-    Without rows it is a pack of one masked token: it runs forward and backward and adds nothing, for a rank that would
-    otherwise have fewer packs than the others.
+    Without rows it is a pack of one masked token: it runs forward and backward and adds nothing, for a rank
+    that would otherwise have fewer packs than the others.
     """
     device, index = exp.tokens.device, torch.tensor(list(rows), dtype=torch.long, device=exp.tokens.device)
     sizes = (exp.length[index] - 1).clamp(min=0)
@@ -92,7 +96,9 @@ def pack(exp: Experience, rows: Sequence[int]) -> Packed:
 
 def _empty(exp: Experience) -> Packed:
     zero = exp.tokens.new_zeros(1)
-    fields = {n: None if getattr(exp, n) is None else getattr(exp, n).new_zeros(1) for n in _TOKEN_FIELDS}
+    fields: dict[str, Any] = {
+        n: None if getattr(exp, n) is None else getattr(exp, n).new_zeros(1) for n in _TOKEN_FIELDS
+    }
     return Packed(
         tokens=exp.tokens[:1, 0].clone() if exp.tokens.numel() else zero,
         target=zero,
@@ -107,8 +113,8 @@ def _empty(exp: Experience) -> Packed:
 
 
 def _spread(sizes: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
-    """Items of `sizes` > 0 over `count` packs of nearly equal size, the largest first, each to the emptiest pack; None
-    if that makes a pack larger than the budget."""
+    """Items of `sizes` > 0 over `count` packs of nearly equal size, the largest first, each to the emptiest
+    pack; None if that makes a pack larger than the budget."""
     packs, load = [[] for _ in range(count)], [0] * count
     for i in sorted((i for i, n in enumerate(sizes) if n), key=lambda i: (-sizes[i], i)):
         k = min(range(count), key=lambda k: (load[k], k))
@@ -118,12 +124,13 @@ def _spread(sizes: Sequence[int], budget: int, count: int) -> list[list[int]] | 
 
 
 def shard(exp: Experience, budget: int, world: int = 1) -> list[list[Packed]]:
-    """The batch as packs of at most `budget` tokens for each of `world` ranks: the same number of packs for every rank.
+    """The batch as packs of at most `budget` tokens for each of `world` ranks: the same number of packs for
+    every rank.
 
-    Rows without a token in mask have nothing to learn from and are left out. There are as few packs as best fit needs,
-    rounded up to a multiple of `world`; rows are spread over them evenly where the budget allows it, and packs are dealt
-    out from the largest to the smallest, each to the rank with the fewest tokens that still takes one.
-    ValueError for a row that is larger than the budget.
+    Rows without a token in mask have nothing to learn from and are left out. There are as few packs as best
+    fit needs, rounded up to a multiple of `world`; rows are spread over them evenly where the budget allows
+    it, and packs are dealt out from the largest to the smallest, each to the rank with the fewest tokens that
+    still takes one. ValueError for a row that is larger than the budget.
     """
     sizes = torch.where(exp.mask[:, 1:].any(-1), exp.length - 1, 0).tolist()
     packs = [p for p in ([i for i in p if sizes[i]] for p in assign(sizes, budget)) if p]
@@ -138,7 +145,8 @@ def shard(exp: Experience, budget: int, world: int = 1) -> list[list[Packed]]:
 
 
 def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor:
-    """Label-aligned values [T] of each pack back to their tokens: [B, S] in the type of x, 0 where no pack has a value."""
+    """Label-aligned values [T] of each pack back to their tokens: [B, S] in the type of x, 0 where no pack
+    has a value."""
     if len(x) != len(packs):
         raise ValueError(f"x: expected {len(packs)} tensors, one for each pack, got {len(x)}")
     out = torch.zeros(like.shape, dtype=x[0].dtype if x else torch.float32, device=like.device)
@@ -158,10 +166,11 @@ def take(exp: Experience, index: Tensor) -> Experience:
 
 
 def minibatches(exp: Experience, n: int, key: int) -> list[Experience]:
-    """The rows of `exp` in an order drawn from `key`, cut into n minibatches of nearly equal size, one update each.
+    """The rows of `exp` in an order drawn from `key`, cut into n minibatches of nearly equal size, one update
+    each.
 
-    `w` is cut with the rest and so sums to 1/n of the batch's: recompute it with `weight.*` on each minibatch where every
-    update should have its own mean. ValueError unless 1 <= n <= B.
+    `w` is cut with the rest and so sums to 1/n of the batch's: recompute it with `weight.*` on each minibatch
+    where every update should have its own mean. ValueError unless 1 <= n <= B.
     """
     rows = exp.tokens.shape[0]
     if not 1 <= n <= rows:
@@ -171,8 +180,8 @@ def minibatches(exp: Experience, n: int, key: int) -> list[Experience]:
 
 
 def supervised(rows: list[tuple[list[int], list[int]]]) -> Experience:
-    """(prompt ids, response ids) of each row as an Experience for supervised fine-tuning: the responses are the mask, w is the
-    mean over their tokens, and what only a policy has (old_logp, adv) is 0."""
+    """(prompt ids, response ids) of each row as an Experience for supervised fine-tuning: the responses are
+    the mask, w is the mean over their tokens, and what only a policy has (old_logp, adv) is 0."""
     length = torch.tensor([len(p) + len(r) for p, r in rows])
     tokens = torch.zeros(len(rows), int(length.max()), dtype=torch.long)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
@@ -180,4 +189,6 @@ def supervised(rows: list[tuple[list[int], list[int]]]) -> Experience:
         tokens[i, : len(p) + len(r)] = torch.tensor([*p, *r])
         mask[i, len(p) : len(p) + len(r)] = True
     zero = torch.zeros(tokens.shape)
-    return Experience(tokens=tokens, mask=mask, length=length, old_logp=zero, adv=zero, w=weight.token_mean(mask))
+    return Experience(
+        tokens=tokens, mask=mask, length=length, old_logp=zero, adv=zero, w=weight.token_mean(mask)
+    )

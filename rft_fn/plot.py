@@ -9,7 +9,7 @@ __all__ = ["curve", "length_histogram", "read_metrics", "terminal_curve"]
 
 _PANELS = (
     ("reward", ("reward/mean",)),
-    ("evaluation", ("eval/reward",)),
+    ("evaluation", ("eval/mean",)),
     ("trainer - sampler log-prob [nats]", ("policy/logp_gap",)),
     ("entropy [nats]", ("policy/entropy",)),
     ("response length [tokens]", ("rollout/length_mean", "rollout/length_max")),
@@ -38,7 +38,9 @@ def _panel(ax: Any, rows: Sequence[Mapping[str, float]], title: str, keys: Seque
         if key == "reward/mean" and len(y) > 20:
             ax.plot(x, y, color=_GREY, lw=0.8, alpha=0.7)
             y = _smooth(y, max(len(y) // 25, 2))
-        ax.plot(x, y, color=color, lw=1.6, marker="o" if len(x) < 20 else None, ms=3, label=key.split("_")[-1])
+        ax.plot(
+            x, y, color=color, lw=1.6, marker="o" if len(x) < 20 else None, ms=3, label=key.split("_")[-1]
+        )
     if len(keys) > 1:
         ax.legend(frameon=False, fontsize=8)
     if title in ("reward", "evaluation"):
@@ -51,7 +53,8 @@ def _panel(ax: Any, rows: Sequence[Mapping[str, float]], title: str, keys: Seque
 
 
 def curve(metrics: str | Path, out: str | Path, *, title: str = "") -> Path:
-    """Draw the run behind a metrics.jsonl: reward, evaluation, log-prob gap, entropy, lengths, gradient norm."""
+    """Draw the run behind a metrics.jsonl: reward, evaluation, log-prob gap, entropy, lengths, gradient
+    norm."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -61,7 +64,9 @@ def curve(metrics: str | Path, out: str | Path, *, title: str = "") -> Path:
     panels = [(t, [k for k in keys if _series(rows, k)[0]]) for t, keys in _PANELS]
     panels = [(t, keys) for t, keys in panels if keys] or [("loss", ["loss"])]
     lines = -(-len(panels) // 3)
-    fig, axes = plt.subplots(lines, min(len(panels), 3), figsize=(4 * min(len(panels), 3), 2.7 * lines), squeeze=False)
+    fig, axes = plt.subplots(
+        lines, min(len(panels), 3), figsize=(4 * min(len(panels), 3), 2.7 * lines), squeeze=False
+    )
     for ax, (name, keys) in zip(axes.flat, panels):
         _panel(ax, rows, name, keys)
     for ax in list(axes.flat)[len(panels) :]:

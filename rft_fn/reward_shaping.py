@@ -28,8 +28,8 @@ def running_norm(
 ) -> tuple[Tensor, Moments]:
     """([...], state): (r - mean) / (std + eps) with the moments of all rewards up to and including these.
 
-    The merge of moments is Chan's, so any cut of the rewards gives the same state. With fewer than two rewards, or when all
-    were equal, the scale is left alone. `centre=False` only divides.
+    The merge of moments is Chan's, so any cut of the rewards gives the same state. With fewer than two
+    rewards, or when all were equal, the scale is left alone. `centre=False` only divides.
     """
     r = reward.detach().to(torch.float64).flatten()
     n, gap = state.count + r.numel(), r.mean() - state.mean
@@ -49,7 +49,8 @@ def clip(reward: Tensor, limit: float) -> Tensor:
 
 
 def overlong_penalty(length: Tensor, *, max_new: int, buffer: int, scale: float = 1.0) -> Tensor:
-    """response length [...] in tokens -> [...] <= 0: 0 up to max_new - buffer, then a line down to -scale at max_new.
+    """response length [...] in tokens -> [...] <= 0: 0 up to max_new - buffer, then a line down to -scale at
+    max_new.
 
     DAPO's soft overlong punishment, arXiv 2503.14476. ValueError unless 0 < buffer <= max_new.
     """
@@ -59,8 +60,8 @@ def overlong_penalty(length: Tensor, *, max_new: int, buffer: int, scale: float 
 
 
 def kl_in_reward(reward: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, *, coef: float) -> Tensor:
-    """reward [B] and log-probs [B, S] -> token rewards [B, S]: -coef log(pi / ref) on each token in mask, plus the reward on
-    the last of them. A row without a token in mask has none to carry its reward."""
+    """reward [B] and log-probs [B, S] -> token rewards [B, S]: -coef log(pi / ref) on each token in mask,
+    plus the reward on the last of them. A row without a token in mask has none to carry its reward."""
     check.shapes(reward=(reward, "B"), logp=(logp, "B S"), ref_logp=(ref_logp, "B S"), mask=(mask, "B S"))
     after = mask.flip(-1).cumsum(-1).flip(-1)  # tokens in mask from here on
     last = mask & (after == 1)

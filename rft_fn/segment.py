@@ -1,6 +1,7 @@
 """Reductions over the sequences of a flat stream: x [T], mask [T], seq [T] -> [K], with K = num_seqs.
 
-Positions outside `mask` do not exist. A sequence without any position in mask gives 0 (and no gradient), never NaN.
+Positions outside `mask` do not exist. A sequence without any position in mask gives 0 (and no gradient),
+never NaN.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """Frozen dataclasses as pytrees, and the one way to walk them.
 
-optree and torch's own pytree disagree on None (a leaf for torch) and on the order of dicts, so a `struct` is registered
-with both and this project traverses only through this module: None is always an absent field, never a leaf.
+optree and torch's own pytree disagree on None (a leaf for torch) and on the order of dicts, so a `struct` is
+registered with both and this project traverses only through this module: None is always an absent field,
+never a leaf.
 """
 
 import dataclasses
@@ -12,9 +13,21 @@ import optree
 import torch
 from torch.utils import _pytree as torch_pytree
 
-__all__ = ["Named", "UseAfterDonate", "donate", "leaves", "leaves_with_path", "map", "replace", "static", "struct"]
+__all__ = [
+    "Named",
+    "UseAfterDonate",
+    "donate",
+    "leaves",
+    "leaves_with_path",
+    "map",
+    "replace",
+    "static",
+    "struct",
+]
 
 _NAMESPACE = "rft_fn"
+_register_optree: Any = optree.register_pytree_node  # its types expect collections; a struct is none
+_register_torch: Any = torch_pytree.register_pytree_node
 T = TypeVar("T")
 
 
@@ -65,44 +78,46 @@ def struct(cls: type[T]) -> type[T]:
         absent = dict.fromkeys(children)
         return cls(**absent | dict(zip(meta[0], values)), **dict(zip(statics, meta[1])))
 
-    optree.register_pytree_node(
+    _register_optree(
         cls,
         lambda x: (tuple(getattr(x, name) for name in children), aux(x), children),
         lambda meta, values: unflatten(values, meta),
         namespace=_NAMESPACE,
     )
-    torch_pytree.register_pytree_node(cls, flatten_torch, unflatten_torch, serialized_type_name=f"rft_fn.{cls.__qualname__}")
+    _register_torch(cls, flatten_torch, unflatten_torch, serialized_type_name=f"rft_fn.{cls.__qualname__}")
     return cls
 
 
 class Named(dict):
-    """Tensors by name (parameters, gradients): a dict that can be donated. Any read after that raises UseAfterDonate."""
+    """Tensors by name (parameters, gradients): a dict that can be donated. Any read after that raises
+    UseAfterDonate."""
 
 
 class _Donated(Named):
     def _gone(self, *_: Any, **__: Any) -> Any:
-        raise UseAfterDonate("these tensors were donated (an update consumed them); use what the update returned")
+        raise UseAfterDonate(
+            "these tensors were donated (an update consumed them); use what the update returned"
+        )
 
     __getitem__ = __iter__ = __len__ = __contains__ = _gone
     keys = values = items = get = pop = copy = _gone  # type: ignore[assignment]
 
 
-optree.register_pytree_node(
+_register_optree(
     Named,
     lambda x: (tuple(x.values()), tuple(x), tuple(x)),
     lambda names, values: Named(zip(names, values)),
     namespace=_NAMESPACE,
 )
-torch_pytree.register_pytree_node(
+_register_torch(
     Named,
     lambda x: (list(x.values()), tuple(x)),
     lambda values, names: Named(zip(names, values)),
     serialized_type_name="rft_fn.Named",
 )
 # without these a walk over donated tensors would find one opaque leaf, and no error
-optree.register_pytree_node(_Donated, _Donated._gone, _Donated._gone, namespace=_NAMESPACE)  # type: ignore[arg-type]
-torch_pytree.register_pytree_node(_Donated, _Donated._gone, _Donated._gone)  # type: ignore[arg-type]
-
+_register_optree(_Donated, _Donated._gone, _Donated._gone, namespace=_NAMESPACE)
+_register_torch(_Donated, _Donated._gone, _Donated._gone)
 
 
 def replace(x: T, **fields: Any) -> T:
@@ -133,10 +148,12 @@ def unflatten_like(like: Any, values: list[Any]) -> Any:
 
 
 def donate(*trees: Any) -> None:
-    """Mark structs and `Named` tensors as consumed, with everything inside: a later read raises UseAfterDonate.
+    """Mark structs and `Named` tensors as consumed, with everything inside: a later read raises
+    UseAfterDonate.
 
-    The tensors themselves live on in whatever the caller built from them; only the way to them through the old value is
-    closed. A donated value costs nothing to read before that, for the check sits where Python looks for missing fields.
+    The tensors themselves live on in whatever the caller built from them; only the way to them through the
+    old value is closed. A donated value costs nothing to read before that, for the check sits where Python
+    looks for missing fields.
     """
     for x in trees:
         if isinstance(x, Named):

@@ -1,7 +1,7 @@
 """The records that every part of the project speaks in.
 
-Dimensions: N prompts, G samples a prompt, B = N G sequences, S padded length, T tokens of a pack, K sequences of a pack,
-V vocabulary, D width. `mask` is bool and never a weight; `w` is float and never a mask.
+Dimensions: N prompts, G samples a prompt, B = N G sequences, S padded length, T tokens of a pack, K sequences
+of a pack, V vocabulary, D width. `mask` is bool and never a weight; `w` is float and never a mask.
 """
 
 import math
@@ -15,15 +15,16 @@ from torch import Tensor
 from rft_fn import check, tree
 
 __all__ = [
-    "Engine", "Experience", "LossFn", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
-    "Transform", "experience",
+    "Engine", "Experience", "LossFn", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut",
+    "TrainState", "Transform", "experience",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. One object for the engine and for the trainer, so that log-probs are of the distribution that
-    was sampled from: logits / temperature, then the top_k largest, then the smallest set with mass top_p, renormalised."""
+    """How tokens are drawn. One object for the engine and for the trainer, so that log-probs are of the
+    distribution that was sampled from: logits / temperature, then the top_k largest, then the smallest set
+    with mass top_p, renormalised."""
 
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0
@@ -137,10 +138,13 @@ Apply = Callable[[Any, Packed], TokenOut]
 
 
 class Transform(NamedTuple):
-    """A transformation of gradients as a value (optax's idea): a pair of functions and a description of itself."""
+    """A transformation of gradients as a value (optax's idea): a pair of functions and a description of
+    itself."""
 
     init: Callable[[Any], Any]  # params -> state
-    update: Callable[[Any, Any, Any], tuple[Any, Any]]  # (grads, state, params) -> (updates, state); grads are donated
+    update: Callable[
+        [Any, Any, Any], tuple[Any, Any]
+    ]  # (grads, state, params) -> (updates, state); grads are donated
     spec: Mapping[str, Any]  # plain data: what a backend with an optimizer of its own lowers
 
 
@@ -162,7 +166,8 @@ class Strategy(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """What samples from the policy. `load` gives it weights and a version; it samples with what it was last given."""
+    """What samples from the policy. `load` gives it weights and a version; it samples with what it was last
+    given."""
 
     generate: Callable[..., Rollout]  # (prompts, keys, *, n, sampling) -> Rollout
     score: Callable[..., Tensor]  # (rollout, *, sampling) -> logp [B, S]
@@ -184,7 +189,8 @@ def experience(
 ) -> Experience:
     """A rollout with advantages and weights [B, S]. `old_logp` is the sampler's own unless another is given.
 
-    `adv` may be [B, 1] or [B]: it is spread over the mask. ValueError when a shape disagrees, with the field's name.
+    `adv` may be [B, 1] or [B]: it is spread over the mask. ValueError when a shape disagrees, with the
+    field's name.
     """
     adv = adv.unsqueeze(-1) if adv.dim() == 1 else adv
     if adv.dim() == 2 and adv.shape[-1] == 1:
@@ -192,7 +198,14 @@ def experience(
     check.shapes(tokens=(rollout.tokens, "B S"), adv=(adv, "B S"))
     adv = torch.where(rollout.mask, adv.to(w.dtype), 0)
     old_logp = rollout.logp if old_logp is None else old_logp
-    fields = {"adv": adv, "w": w, "old_logp": old_logp, "ref_logp": ref_logp, "old_value": old_value, "ret": ret}
+    fields = {
+        "adv": adv,
+        "w": w,
+        "old_logp": old_logp,
+        "ref_logp": ref_logp,
+        "old_value": old_value,
+        "ret": ret,
+    }
     spec: dict[str, Any] = {"tokens": (rollout.tokens, "B S")} | {k: (v, "B S") for k, v in fields.items()}
     check.shapes(**spec)
     return Experience(

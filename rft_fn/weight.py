@@ -1,9 +1,10 @@
 """Normalisation as data: the mask of the whole global batch in, the weight of each token out.
 
-The total loss is `(w * loss).sum()`: the denominator is inside w, so any cut of the batch (micro-batches, packs, ranks) adds
-up to the same gradient. Compute w on the global batch (or on a whole minibatch), before anything is cut. Each function
-gives [B, S] in the default float type and 0 outside mask; a batch without a single token in mask gives zeros. B counts the
-rows that have a token in mask, so an all-masked row changes nothing.
+The total loss is `(w * loss).sum()`: the denominator is inside w, so any cut of the batch (micro-batches,
+packs, ranks) adds up to the same gradient. Compute w on the global batch (or on a whole minibatch), before
+anything is cut. Each function gives [B, S] in the default float type and 0 outside mask; a batch without a
+single token in mask gives zeros. B counts the rows that have a token in mask, so an all-masked row changes
+nothing.
 """
 
 import torch
@@ -41,7 +42,8 @@ def seq_sum(mask: Tensor) -> Tensor:
 
 
 def constant(mask: Tensor, length: int) -> Tensor:
-    """1 / (B length) with a fixed length, e.g. max_new: Dr. GRPO's, without a bias by length (arXiv 2503.20783)."""
+    """1 / (B length) with a fixed length, e.g. max_new: Dr. GRPO's, without a bias by length (arXiv
+    2503.20783)."""
     if length <= 0:
         raise ValueError(f"length: expected > 0 tokens, got {length}")
     m, _, rows = _rows(mask)
@@ -54,11 +56,13 @@ def _log_ratio(w: Tensor, old_logp: Tensor, logp: Tensor) -> Tensor:
 
 
 def truncated_is(w: Tensor, old_logp: Tensor, logp: Tensor, *, cap: float = 2.0) -> Tensor:
-    """w min(pi_old / pi_sampler, cap): the mismatch of trainer (`old_logp`) and engine (`logp`, Rollout's own) as a weight."""
+    """w min(pi_old / pi_sampler, cap): the mismatch of trainer (`old_logp`) and engine (`logp`, Rollout's
+    own) as a weight."""
     return w * _log_ratio(w, old_logp, logp).exp().clamp(max=cap)
 
 
 def masked_is(w: Tensor, old_logp: Tensor, logp: Tensor, *, cap: float = 2.0) -> Tensor:
-    """w pi_old / pi_sampler where that ratio is <= cap, else 0: tokens that the engine got too wrong are left out."""
+    """w pi_old / pi_sampler where that ratio is <= cap, else 0: tokens that the engine got too wrong are left
+    out."""
     ratio = _log_ratio(w, old_logp, logp).exp()
     return torch.where(ratio <= cap, w * ratio, 0)

@@ -56,7 +56,7 @@ def test_restored_weights_are_the_modules(tmp_path):
     st.save(tmp_path / "step_1", state)
     want = {n: p.clone() for n, p in state.params.items()}
     lm = tiny.llama(5)
-    apply, like = st.init(lm, state.tx)
+    _, like = st.init(lm, state.tx)
     st.restore(tmp_path / "step_1", like)
     assert all(torch.equal(p, want[n]) for n, p in lm.named_parameters())
 
@@ -81,7 +81,9 @@ def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path, kind):
     for step in (1, 2):
         st.save(tmp_path / f"step_{step:08d}", state)
     damage(tmp_path / "step_00000002", kind)
-    with pytest.raises(ValueError, match=r"step_00000002 is damaged .* delete it to go on from step_00000001"):
+    with pytest.raises(
+        ValueError, match=r"step_00000002 is damaged .* delete it to go on from step_00000001"
+    ):
         st.restore(ckpt.latest(tmp_path), start(1)[2])
     st.restore(tmp_path / "step_00000001", start(1)[2])
 
@@ -100,7 +102,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(tmp_path):
 
 
 def test_rotation_keeps_the_newest_and_the_best(tmp_path):
-    st, _, state = start()
+    _, _, state = start()
     for step, score in enumerate([0.1, 0.9, 0.3, 0.9, 0.2, 0.4], start=1):
         ckpt.save(tmp_path / f"step_{step:08d}", state, score=score)
         ckpt.rotate(tmp_path, keep=2, best=1)
@@ -155,7 +157,9 @@ WRITER = """
 def test_kill_9_during_writes_loses_nothing_that_was_saved(tmp_path):
     """A process that does nothing but save is killed at three moments; what it leaves is always whole."""
     here = os.path.dirname(__file__)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(here), os.path.join(os.path.dirname(here), "kernels")])}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(here), os.path.join(os.path.dirname(here), "kernels")])
+    }
     for i, wait in enumerate((0.2, 0.53, 0.91)):
         folder = tmp_path / str(i)
         command = [sys.executable, "-c", textwrap.dedent(WRITER), str(folder), here]
@@ -170,4 +174,8 @@ def test_kill_9_during_writes_loses_nothing_that_was_saved(tmp_path):
         for path in saved:
             _, like = st.init(tiny.llama(hidden_size=256, intermediate_size=1024), optim.adamw(1e-2))
             state, _ = st.restore(path, like)
-            assert state.step == int(path.name.split("_")[1]) == json.loads((path / "meta.json").read_text())["step"]
+            assert (
+                state.step
+                == int(path.name.split("_")[1])
+                == json.loads((path / "meta.json").read_text())["step"]
+            )

@@ -14,7 +14,9 @@ def padded_logp(lm, exp, temperature=1.0):
     """The definition: whole padded rows, position ids given, log_softmax in float64, shifted by hand."""
     position = torch.arange(exp.tokens.shape[1]).expand(exp.tokens.shape)
     seen = (position < exp.length.unsqueeze(-1)).long()
-    logits = lm(input_ids=exp.tokens, attention_mask=seen, position_ids=position).logits.double() / temperature
+    logits = (
+        lm(input_ids=exp.tokens, attention_mask=seen, position_ids=position).logits.double() / temperature
+    )
     out = torch.zeros(exp.tokens.shape, dtype=torch.float64)
     out[:, 1:] = logits.log_softmax(-1)[:, :-1].gather(-1, exp.tokens[:, 1:, None])[..., 0]
     return torch.where(exp.mask, out, 0)
@@ -23,7 +25,8 @@ def padded_logp(lm, exp, temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("budget", [30, 64, 1000])
 def test_packed_scores_are_the_padded_models(budget, temperature):
-    """A forgotten shift, positions that do not restart, attention across sequences, or a lost temperature fail here."""
+    """A forgotten shift, positions that do not restart, attention across sequences, or a lost temperature
+    fail here."""
     lm, exp = tiny.llama(dtype=torch.float64), tiny.experience()
     apply, params = model.bind(lm, sampling=rft.Sampling(temperature=temperature))
     packs = packing.shard(exp, budget)[0]
@@ -75,7 +78,12 @@ def test_whole_logits_and_fused_head_agree():
 
 @pytest.mark.parametrize(
     ("changes", "plain"),
-    [({}, True), ({"tie_word_embeddings": False}, True), ({"final_logit_softcapping": 30.0}, False), ({"logit_scale": 0.5}, False)],
+    [
+        ({}, True),
+        ({"tie_word_embeddings": False}, True),
+        ({"final_logit_softcapping": 30.0}, False),
+        ({"logit_scale": 0.5}, False),
+    ],
 )
 def test_architectures_that_change_their_logits_take_the_whole_path(changes, plain):
     assert plain_head(tiny.llama(**changes)) is plain
@@ -86,8 +94,9 @@ def test_gemma_with_capped_logits_scores_as_itself():
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-        vocab_size=60, final_logit_softcapping=2.0, pad_token_id=0, attn_implementation="eager",
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, vocab_size=60, final_logit_softcapping=2.0,
+        pad_token_id=0, attn_implementation="eager",
     )  # fmt: skip
     torch.manual_seed(0)
     lm, exp = Gemma2ForCausalLM(config).double().eval(), tiny.experience()
@@ -112,7 +121,10 @@ def test_dropout_is_off_and_checkpointing_changes_nothing():
 
 
 def test_checkpointing_saves_activations_and_refuses_other_params():
-    lm, pack = model.load(tiny.llama(), gradient_checkpointing=True), packing.pack(tiny.experience(), range(6))
+    lm, pack = (
+        model.load(tiny.llama(), gradient_checkpointing=True),
+        packing.pack(tiny.experience(), range(6)),
+    )
     calls = []
     lm.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
     apply, params = model.bind(lm)
@@ -129,7 +141,9 @@ def test_any_module_of_packs_can_be_bound():
             self.table = nn.Parameter(torch.randn(60, 60))
 
         def forward(self, pack):
-            return rft.TokenOut(logp=self.table[pack.tokens].log_softmax(-1).gather(-1, pack.target[:, None])[:, 0])
+            return rft.TokenOut(
+                logp=self.table[pack.tokens].log_softmax(-1).gather(-1, pack.target[:, None])[:, 0]
+            )
 
     apply, params = model.bind(Bigram())
     pack = packing.pack(tiny.experience(), [0, 1])
@@ -157,7 +171,10 @@ def test_lora_trains_adapters_only_and_starts_as_the_base():
         (lambda: model.bind(tiny.llama(), sampling=rft.Sampling(temperature=0)), "temperature: expected > 0"),
         (lambda: model.apply_lora_configuration(tiny.llama(), 0, 1), "rank: expected >= 1, got 0"),
         (lambda: model.apply_lora_configuration(tiny.llama(), 1, 1, 0.1), "dropout: expected 0, got 0.1"),
-        (lambda: model.apply_lora_configuration(tiny.llama(), 1, 1, target_modules=["nope"]), "got \\['nope'\\]"),
+        (
+            lambda: model.apply_lora_configuration(tiny.llama(), 1, 1, target_modules=["nope"]),
+            "got \\['nope'\\]",
+        ),
         (lambda: rft.Sampling(top_p=0), "top_p: expected 0 < top_p <= 1, got 0"),
         (lambda: rft.Sampling(temperature=-1), "temperature: expected a number >= 0, got -1"),
         (lambda: rft.Sampling(max_new=0), "max_new: expected an integer >= 1, got 0"),
@@ -172,7 +189,9 @@ def test_a_saved_model_is_the_same_model(tmp_path):
     lm, pack = tiny.llama(3), packing.pack(tiny.experience(), range(6))
     apply, params = model.bind(lm)
     changed = {n: p.detach() + 0.01 for n, p in params.items()}
-    model.save(tmp_path / "m", lm, tiny.tokenizer(), changed.items())  # the head is tied: it has to follow the embedding
+    model.save(
+        tmp_path / "m", lm, tiny.tokenizer(), changed.items()
+    )  # the head is tied: it has to follow the embedding
     again = model.bind(model.load(tmp_path / "m"))
     assert torch.equal(again[0](again[1], pack).logp, apply(tree.Named(changed), pack).logp)
     assert model.load_tokenizer(tmp_path / "m").encode("12+3=") == tiny.tokenizer().encode("12+3=")

@@ -27,11 +27,15 @@ def start(tx=None, **options):
 
 
 def test_the_gradient_is_the_same_for_every_cut():
-    """Micro-batches of one row, packs of any budget, one pack, two ranks: the same sum, and the same metrics."""
+    """Micro-batches of one row, packs of any budget, one pack, two ranks: the same sum, and the same
+    metrics."""
     st, apply, state = start()
     exp = experience()
     cuts = [packing.shard(exp, 24)[0], packing.shard(exp, 40)[0], [packing.pack(exp, range(8))]]
-    cuts += [[packing.pack(exp, [i]) for i in range(8)], [p for part in packing.shard(exp, 30, world=2) for p in part]]
+    cuts += [
+        [packing.pack(exp, [i]) for i in range(8)],
+        [p for part in packing.shard(exp, 30, world=2) for p in part],
+    ]
     grads, metrics = zip(*(st.grad(state, apply, loss_fn, packs) for packs in cuts))
     norm = float(optim.global_norm(grads[0]))
     assert norm > 1e-3
@@ -69,13 +73,19 @@ def test_update_equals_torch_and_donates():
     assert rft.metric.results(metrics)["grad/norm"] > 0 and state.step == 3
     for name, p in twin_params.items():
         torch.testing.assert_close(state.params[name], p, rtol=1e-9, atol=1e-12)
-    for read in (lambda: old[0].params, lambda: old[0].step, lambda: old[1]["model.norm.weight"], lambda: old[1].items()):
+    for read in (
+        lambda: old[0].params,
+        lambda: old[0].step,
+        lambda: old[1]["model.norm.weight"],
+        lambda: old[1].items(),
+    ):
         with pytest.raises(tree.UseAfterDonate):
             read()
 
 
 def test_the_module_is_the_state():
-    """The step is in place: the module that was given to init has the new weights, and export names them as it does."""
+    """The step is in place: the module that was given to init has the new weights, and export names them as
+    it does."""
     st = strategy.get_fake_strategy()
     lm = tiny.llama()
     apply, state = st.init(lm, optim.adamw(1e-2))
@@ -89,7 +99,7 @@ def test_the_module_is_the_state():
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_but_the_step():
-    st, apply, state = start()
+    st, _, state = start()
     before = tree.map(torch.clone, state.params)
     grads = tree.map(lambda p: torch.full_like(p, float("nan")), state.params)
     state, metrics = st.update(state, grads)
@@ -100,7 +110,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing_but_the_step():
 
 def test_a_loss_that_reduces_is_refused():
     st, apply, state = start()
-    with pytest.raises(ValueError, match=r"loss: expected \[T\] = \[\d+\], one number a token, got \[\]; the average is in w"):
+    with pytest.raises(
+        ValueError, match=r"loss: expected \[T\] = \[\d+\], one number a token, got \[\]; the average is in w"
+    ):
         st.grad(state, apply, lambda out, b: out.logp.mean(), [packing.pack(experience(), [0])])
 
 
@@ -133,7 +145,11 @@ def test_config():
     given = argparse.Namespace(backend="local", temperature=0.5)
     for args in (given, vars(given)):
         config = StrategyConfig.from_args(args)
-        assert config.backend == "local" and config.get_extra_arg("temperature") == 0.5 and config.get_extra_arg("no", 3) == 3
+        assert (
+            config.backend == "local"
+            and config.get_extra_arg("temperature") == 0.5
+            and config.get_extra_arg("no", 3) == 3
+        )
     with pytest.raises(ValueError, match="strategy backend: expected local, got 'ddp'"):
         strategy.get_strategy(StrategyConfig(backend="ddp"))
     assert strategy.get_strategy().world == 1

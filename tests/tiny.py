@@ -23,7 +23,9 @@ def llama(seed: int = 0, *, dtype: torch.dtype = torch.float32, **changes: Any) 
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "vocab_size": len(tokenizer()), "max_position_embeddings": 128}
-    config = LlamaConfig(**sizes | {"tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0} | changes)
+    config = LlamaConfig(
+        **sizes | {"tie_word_embeddings": True, "eos_token_id": 1, "pad_token_id": 0} | changes
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         lm = LlamaForCausalLM(config)

@@ -1,7 +1,8 @@
-"""Evaluation, whole: pass@k and avg@k of a model on a data set, greedy or sampled. Any world size gives the same number.
+"""Evaluation, whole: pass@k and avg@k of a model on a data set, greedy or sampled, alike at any world size.
 
     python train_scripts/evaluate.py --model runs/grpo/model
-    python train_scripts/evaluate.py --model smollm2-135m --data gsm8k/test.jsonl --template '{question}' --reward numeric --count 200
+    python train_scripts/evaluate.py --model smollm2-135m --data gsm8k/test.jsonl --template '{question}' \\
+        --reward numeric --count 200 --max-new 256
 """
 
 from dataclasses import dataclass, field
@@ -9,15 +10,12 @@ from dataclasses import dataclass, field
 import torch
 
 import rft_fn as rft
-from rft_fn import engine, log, strategy
-from rft_fn.engine import EngineConfig
-from rft_fn.strategy import StrategyConfig
 
 
 @dataclass(frozen=True)
 class Config:
     model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
-    data: str = "sort_digits:1"  # a built-in task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
+    data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
     template: str = "{short}"  # the question, from the columns of a row
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
     reward: tuple[str, ...] = ("task:sort_digits",)  # as in grpo.py; the first one says what is correct
@@ -31,26 +29,30 @@ class Config:
     max_prompt: int = 512  # tokens a prompt; longer ones of a file are left out
     seed: int = 1  # of a task's questions (training uses 0, its evaluation 1) and of sampling
     out: str = ""  # a .json for the numbers and a .jsonl beside it for every response; empty writes neither
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    engine: rft.engine.EngineConfig = field(default_factory=rft.engine.EngineConfig)
+    strategy: rft.strategy.StrategyConfig = field(default_factory=rft.strategy.StrategyConfig)
 
 
 def main(cfg: Config) -> None:
     if max(cfg.k) > cfg.group or cfg.temperature == 0 < cfg.group - 1:
-        raise ValueError(f"k {cfg.k}, group {cfg.group}: expected k <= group, and a temperature above 0 for more than one response")
-    st, score = strategy.get_strategy(cfg.strategy), rft.reward.parse(cfg.reward)
+        raise ValueError(
+            f"k {cfg.k}, group {cfg.group}: expected k <= group, and temperature > 0 for a group above 1"
+        )
+    st, score = rft.strategy.get_strategy(cfg.strategy), rft.reward.parse(cfg.reward)
     tokenizer = rft.model.load_tokenizer(cfg.model)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, split="test", **options)
     prompts, keys = rft.data.take(dataset, cfg.count, cfg.seed)
     rft.reward.check(score, [p.columns for p in prompts[:2]])
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
-    eng = engine.get_engine(cfg.engine, cfg.model, tokenizer)
+    eng = rft.engine.get_engine(cfg.engine, cfg.model, tokenizer)
 
     step, rollouts = max(cfg.engine.batch // cfg.group, 1) * st.world, []
-    for at in log.track(range(0, len(prompts), step), "evaluating", rank=st.rank):
+    for at in rft.log.track(range(0, len(prompts), step), "evaluating", rank=st.rank):
         part = slice(at, at + step)
-        rollout = engine.gather_and_generate(eng, st, prompts[part], keys[part], n=cfg.group, sampling=sampling)
+        rollout = rft.engine.gather_and_generate(
+            eng, st, prompts[part], keys[part], n=cfg.group, sampling=sampling
+        )
         rollouts.append((rollout, rft.reward.judge(score, rollout, prompts[part], tokenizer)))
 
     first = cfg.reward[0].partition("=")[0]
@@ -59,14 +61,17 @@ def main(cfg: Config) -> None:
     result = {f"avg@{cfg.group}": share.mean().item(), "questions": len(prompts)}
     result |= {f"pass@{k}": rft.metric.pass_at_k(correct, k).mean().item() for k in cfg.k}
     result["standard_error"] = (share.std() / len(prompts) ** 0.5).item()
-    result |= {f"reward/{n}": torch.cat([j.parts[n] for _, j in rollouts]).mean().item() for n in rollouts[0][1].parts}
+    result |= {
+        f"reward/{n}": torch.cat([j.parts[n] for _, j in rollouts]).mean().item()
+        for n in rollouts[0][1].parts
+    }
     result["truncated"] = torch.cat([r.truncated for r, _ in rollouts]).double().mean().item()
-    log.table(result, title=f"{cfg.model} on {dataset.name}", rank=st.rank)
+    rft.log.table(result, title=f"{cfg.model} on {dataset.name}", rank=st.rank)
     if cfg.out and st.rank == 0:
         texts = [t for _, judged in rollouts for t in judged.texts]
         rows = [{"prompt": prompts[i // cfg.group].text, "response": t} for i, t in enumerate(texts)]
-        log.write_results(cfg.out, {"config": cfg, "result": result}, rows)
+        rft.log.write_results(cfg.out, {"config": cfg, "result": result}, rows)
 
 
 if __name__ == "__main__":
-    log.cli(main, Config)
+    rft.log.cli(main, Config)

@@ -1,39 +1,34 @@
-"""GRPO and its relatives, whole: prompts, rollout, rewards, advantages, packs, loss, gradients, update, weight sync.
+"""GRPO and its relatives, whole: prompts, rollout, rewards, advantages, packs, loss, update, weight sync.
 
-    python train_scripts/grpo.py                                            # the embedded default, on a laptop
-    python train_scripts/grpo.py --model smollm2-135m --data addition:2 --template '{question} Use \\boxed{{}}.' --reward boxed
-
+`python train_scripts/grpo.py` trains the embedded default on a laptop, `make train-smollm2` a language model.
 The same command again goes on from the last checkpoint, to the bit.
 """
 
 from dataclasses import dataclass, field
 
 import rft_fn as rft
-from rft_fn import engine, log, strategy
-from rft_fn.engine import EngineConfig
-from rft_fn.strategy import StrategyConfig
 
 
 @dataclass(frozen=True)
 class Config:
-    model: str = "tiny"  # tiny (built and warmed up on the spot), tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
-    data: str = "sort_digits:1"  # a built-in task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
+    model: str = "tiny"  # tiny or tiny:TASK:LEVEL (built on the spot), smollm2-135m, a folder, or a hub name
+    data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
     template: str = "{short}"  # the question, from the columns of a row
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
-    reward: tuple[str, ...] = ("task:sort_digits",)  # math numeric boxed exact format tags task:NAME file.py:f, with =WEIGHT
+    reward: tuple[str, ...] = ("task:sort_digits",)  # math numeric boxed exact format file.py:f, =WEIGHT
     algorithm: str = "grpo"  # a row of rft_fn.algorithm.TABLE
     steps: int = 150  # updates
     prompts: int = 32  # prompts a step
     group: int = 16  # responses a prompt
     lr: float = 1e-3  # learning rate
-    lr_end: float = 0.1  # learning rate at the last step, as a share of lr; below 1 the steps are part of the run's identity
+    lr_end: float = 0.1  # its share at the last step; a run can be given more steps only if this is 1
     warmup: int = 0  # steps of linear warm-up before it
     max_norm: float = 1.0  # gradients are clipped to this global norm
     kl: float = 0.0  # coefficient of KL(policy, initial model) in the loss
     ema: float = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
-    normalize_reward: bool = False  # take off the running mean of rewards and divide by their running deviation
+    normalize_reward: bool = False  # take off the running mean of rewards, divide by their running deviation
     temperature: float = 1.0  # of sampling, and of the log-probs
-    top_p: float = 1.0  # sample from the smallest set of tokens with this mass, and train on that distribution
+    top_p: float = 1.0  # sample from the smallest set of tokens with this mass; train on the same
     max_new: int = 6  # tokens a response
     max_prompt: int = 512  # tokens a prompt; longer ones of a file are left out
     budget: int = 512  # tokens a pack
@@ -42,33 +37,35 @@ class Config:
     eval_data: str = ""  # data of the evaluation; when empty a task's unseen rows, or a file's own
     eval_every: int = 30  # steps between evaluations
     eval_prompts: int = 128  # questions of an evaluation, answered greedily
-    save_every: int = 20  # steps between checkpoints
-    keep: int = 2  # newest checkpoints kept, besides the best
+    save_every: int = 25  # steps between checkpoints; the two newest and the best one stay
     seed: int = 0  # of everything
     out: str = "runs/grpo"  # folder of the run
     trackers: tuple[str, ...] = ()  # tensorboard, wandb, trackio
-    engine: EngineConfig = field(default_factory=lambda: EngineConfig(batch=512))
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    engine: rft.engine.EngineConfig = field(default_factory=lambda: rft.engine.EngineConfig(batch=512))
+    strategy: rft.strategy.StrategyConfig = field(default_factory=rft.strategy.StrategyConfig)
 
 
 def main(cfg: Config) -> None:
-    st, algo = strategy.get_strategy(cfg.strategy), rft.algorithm.get_algorithm(cfg.algorithm, group=cfg.group)
-    run = log.Run(cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=("steps",) if cfg.lr_end == 1 else ())
+    st = rft.strategy.get_strategy(cfg.strategy)
+    algo = rft.algorithm.get_algorithm(cfg.algorithm, group=cfg.group)
+    free = ("steps",) if cfg.lr_end == 1 else ()
+    run = rft.log.Run(cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=free)
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
+    greedy = rft.Sampling(temperature=0, max_new=cfg.max_new)
     tokenizer = rft.model.load_tokenizer(cfg.model)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
-    held_out = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **options)
+    unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **options)
     score = rft.reward.parse(cfg.reward)
     rft.reward.check(score, [p.columns for p in rft.data.take(dataset, 2, cfg.seed)[0]])
 
     module = rft.model.load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
-    adamw = rft.optim.adamw(rft.optim.warmup_linear(cfg.lr, cfg.warmup, max(cfg.steps, cfg.warmup), floor=cfg.lr_end))
-    average = [rft.optim.ema(cfg.ema)] if cfg.ema else []
-    tx = rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), adamw, *average)
+    schedule = rft.optim.warmup_linear(cfg.lr, cfg.warmup, max(cfg.steps, cfg.warmup), floor=cfg.lr_end)
+    tx = rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), rft.optim.adamw(schedule))
+    tx = rft.optim.chain(tx, rft.optim.ema(cfg.ema)) if cfg.ema else tx
     apply, state = st.init(module, tx, sampling=sampling, entropy=True)
     ref = rft.model.bind(rft.model.load(cfg.model), sampling=sampling) if cfg.kl else None
-    eng = engine.get_engine(cfg.engine, cfg.model, tokenizer)
+    eng = rft.engine.get_engine(cfg.engine, cfg.model, tokenizer)
     extra = {"moments": rft.reward_shaping.moments()}
     if saved := rft.ckpt.latest(run.checkpoints):
         state, extra = st.restore(saved, state, extra)
@@ -77,52 +74,47 @@ def main(cfg: Config) -> None:
 
     def loss_fn(out, b):
         loss, metrics = algo.loss(out, b)
-        metrics |= rft.metric.policy(out, b)
         if ref:
             kl = rft.loss.kl(out.logp, b.ref_logp)
             loss, metrics["policy/kl_ref"] = loss + cfg.kl * kl, rft.metric.mean(kl, b.mask)
-        return loss, metrics
+        return loss, metrics | rft.metric.policy(out, b)
 
-    def collect(dataset_draw, n, how):
-        prompts, keys = dataset_draw
-        rollout = engine.gather_and_generate(eng, st, prompts, keys, n=n, sampling=how)
-        return prompts, rollout, rft.reward.judge(score, rollout, prompts, tokenizer)
+    def collect(prompts, keys, n, how):
+        rollout = rft.engine.gather_and_generate(eng, st, prompts, keys, n=n, sampling=how)
+        return rollout, rft.reward.judge(score, rollout, prompts, tokenizer)
 
     def evaluate():
-        *_, judged = collect(rft.data.take(held_out, cfg.eval_prompts, cfg.seed), 1, rft.Sampling(temperature=0, max_new=cfg.max_new))
-        return {"eval/reward": judged.reward.mean().item()} | {f"eval/{k}": v.mean().item() for k, v in judged.parts.items()}
+        _, judged = collect(*rft.data.take(unseen, cfg.eval_prompts, cfg.seed), 1, greedy)
+        return rft.reward.means(judged, "eval")
 
-    rollout = None
     for step in range(state.step, cfg.steps):
         values = evaluate() if step == 0 else {}
-        prompts, rollout, judged = collect(rft.data.draw(dataset, cfg.prompts, step, cfg.seed), cfg.group, sampling)
+        prompts, keys = rft.data.draw(dataset, cfg.prompts, step, cfg.seed)
+        rollout, judged = collect(prompts, keys, cfg.group, sampling)
         reward = judged.reward
         if cfg.normalize_reward:
             reward, extra["moments"] = rft.reward_shaping.running_norm(reward, extra["moments"])
-        adv = algo.advantage(reward, rollout)
-        exp = rft.experience(rollout, adv=adv, w=algo.weight(rollout.mask))  # old_logp is the sampler's own
+        exp = rft.experience(rollout, adv=algo.advantage(reward, rollout), w=algo.weight(rollout.mask))
         packs = rft.packing.shard(exp, cfg.budget, st.world)[st.rank]
         if ref:
             packs = [rft.tree.replace(p, ref_logp=x) for p, x in zip(packs, rft.model.score(*ref, packs))]
         grads, metrics = st.grad(state, apply, loss_fn, packs)
-        values |= rft.metric.results(metrics) | rft.metric.rollout(rollout, judged.reward)
-        rescore = lambda: rft.packing.unpack(rft.model.score(apply, state.params, packs), packs, exp.w)  # noqa: E731, B023
-        engine.check_gap(values["policy/logp_gap"], cfg.max_gap, eng, rollout, sampling, rescore)
+        values |= rft.metric.results(metrics) | rft.metric.rollout(rollout, reward)
+        rft.engine.check_gap(values, cfg.max_gap, eng, rollout, sampling, apply, state.params, packs)
         state, metrics = st.update(state, grads)
         eng.load(st.export(state), version=state.step)
-
         done = state.step == cfg.steps
-        values |= rft.metric.results(metrics) | {f"reward/{k}": v.mean().item() for k, v in judged.parts.items()}
+        values |= rft.metric.results(metrics) | rft.reward.means(judged, "reward")
         values |= evaluate() if done or state.step % cfg.eval_every == 0 else {}
         run.write(step, values, tokens=int(rollout.length.sum()))
-        run.trajectories(step, prompts, judged)
+        run.trajectories(step, prompts, rollout, judged)
         if done or state.step % cfg.save_every == 0:
             st.save(run.checkpoints / f"step_{state.step:08d}", state, extra, score=values["reward/mean"])
-            rft.ckpt.rotate(run.checkpoints, keep=cfg.keep, best=1)
+            rft.ckpt.rotate(run.checkpoints, keep=2, best=1)
     weights = rft.optim.ema_params(state.opt).items() if cfg.ema else st.export(state)
     rft.model.save(run.folder / "model", module, tokenizer, weights)
-    run.finish(rollout)
+    run.finish()
 
 
 if __name__ == "__main__":
-    log.cli(main, Config)
+    rft.log.cli(main, Config)

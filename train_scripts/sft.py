@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, whole: examples, packs, loss, gradients, update. The warm-up before reinforcement learning.
+"""Supervised fine-tuning, whole: examples, packs, loss, gradients, update. The warm-up before GRPO.
 
     python train_scripts/sft.py --model smollm2-135m --data addition:2 \\
         --template '{question} Put the answer in \\boxed{{}}.' --response '\\boxed{{{answer}}}'
@@ -9,21 +9,19 @@ The same command again goes on from the last checkpoint, to the bit.
 from dataclasses import dataclass, field
 
 import rft_fn as rft
-from rft_fn import log, strategy
-from rft_fn.strategy import StrategyConfig
 
 
 @dataclass(frozen=True)
 class Config:
     model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
-    data: str = "sort_digits:1"  # a built-in task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
+    data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
     template: str = "{short}"  # the question, from the columns of a row
     response: str = "{answer}"  # what the model learns to say, from the columns of a row
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
     steps: int = 30  # updates
     batch: int = 64  # examples a step
     lr: float = 1e-3  # learning rate
-    lr_end: float = 1.0  # learning rate at the last step, as a share of lr; below 1 the steps are part of the run's identity
+    lr_end: float = 1.0  # its share at the last step; a run can be given more steps only if this is 1
     warmup: int = 5  # steps of linear warm-up before it
     max_norm: float = 1.0  # gradients are clipped to this global norm
     max_prompt: int = 512  # tokens a prompt; longer ones of a file are left out
@@ -34,12 +32,13 @@ class Config:
     seed: int = 0  # of the order of examples
     out: str = "runs/sft"  # folder of the run; the model goes to its subfolder model
     trackers: tuple[str, ...] = ()  # tensorboard, wandb, trackio
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    strategy: rft.strategy.StrategyConfig = field(default_factory=rft.strategy.StrategyConfig)
 
 
 def main(cfg: Config) -> None:
-    st = strategy.get_strategy(cfg.strategy)
-    run = log.Run(cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=("steps",) if cfg.lr_end == 1 else ())
+    st = rft.strategy.get_strategy(cfg.strategy)
+    free = ("steps",) if cfg.lr_end == 1 else ()
+    run = rft.log.Run(cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=free)
     tokenizer = rft.model.load_tokenizer(cfg.model)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
@@ -59,7 +58,7 @@ def main(cfg: Config) -> None:
     for step in range(state.step, cfg.steps):
         prompts, _ = rft.data.draw(dataset, cfg.batch, step, cfg.seed)
         answers = [rft.data.fill(cfg.response, p.columns, cfg.data) for p in prompts]
-        ids = [tokenizer.encode(a, add_special_tokens=False) + [tokenizer.eos_token_id] for a in answers]
+        ids = [[*tokenizer.encode(a, add_special_tokens=False), tokenizer.eos_token_id] for a in answers]
         exp = rft.packing.supervised([(p.ids, a) for p, a in zip(prompts, ids)])
         packs = rft.packing.shard(exp, cfg.budget, st.world)[st.rank]
         grads, metrics = st.grad(state, apply, loss_fn, packs)
@@ -73,4 +72,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    log.cli(main, Config)
+    rft.log.cli(main, Config)

@@ -1,8 +1,20 @@
 """Prompts as a pure function of the step, from files, the hub or the built-in tasks."""
 
-from rft_fn.data.prompts import Dataset, Prompt, draw, fill, from_rows, from_task, load, read_rows, render, take
+from rft_fn.data.prompts import (
+    Dataset,
+    Prompt,
+    draw,
+    fill,
+    from_rows,
+    from_task,
+    load,
+    read_rows,
+    render,
+    take,
+)
 from rft_fn.data.tasks import TASKS, Task, get_task
 
 __all__ = [
-    "TASKS", "Dataset", "Prompt", "Task", "draw", "fill", "from_rows", "from_task", "get_task", "load", "read_rows", "render", "take",
+    "TASKS", "Dataset", "Prompt", "Task", "draw", "fill", "from_rows", "from_task", "get_task", "load",
+    "read_rows", "render", "take",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Prompts as a pure function of the step: no loader, no cursor, no state to lose.
 
-A `Dataset` is rows and a way to make a prompt of one. `draw(dataset, n, step, seed)` is the same on every rank and in every
-resumed run.
+A `Dataset` is rows and a way to make a prompt of one. `draw(dataset, n, step, seed)` is the same on every
+rank and in every resumed run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,18 @@ import torch
 from rft_fn import rng
 from rft_fn.data import tasks
 
-__all__ = ["Dataset", "Prompt", "draw", "fill", "from_rows", "from_task", "load", "read_rows", "render", "take"]
+__all__ = [
+    "Dataset",
+    "Prompt",
+    "draw",
+    "fill",
+    "from_rows",
+    "from_task",
+    "load",
+    "read_rows",
+    "render",
+    "take",
+]
 
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -30,7 +41,8 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prompts by index. `size` None is a generator without end: index i is row i, and nothing is ever drawn twice."""
+    """Prompts by index. `size` None is a generator without end: index i is row i, and nothing is ever drawn
+    twice."""
 
     name: str
     size: int | None
@@ -49,7 +61,8 @@ def _read_file(path: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def read_rows(source: str, *, split: str = "train") -> Sequence[Mapping[str, Any]]:
-    """The rows of a .jsonl, .json, .csv or .parquet file, of a folder that `datasets` saved, or of a hub data set.
+    """The rows of a .jsonl, .json, .csv or .parquet file, of a folder that `datasets` saved, or of a hub data
+    set.
 
     ValueError for a file that is not there, cannot be read or has no rows.
     """
@@ -73,8 +86,9 @@ def read_rows(source: str, *, split: str = "train") -> Sequence[Mapping[str, Any
 
 
 def render(tokenizer: Any, question: str, *, system: str | None = None) -> list[int]:
-    """The ids of a question as a chat's first turn, by the tokenizer's own template, ready for the answer; the bare text
-    where a tokenizer has no template. An empty `system` leaves out a default that the template would put in."""
+    """The ids of a question as a chat's first turn, by the tokenizer's own template, ready for the answer;
+    the bare text where a tokenizer has no template. An empty `system` leaves out a default that the template
+    would put in."""
     if not tokenizer.chat_template:
         return list(tokenizer.encode((system + "\n" if system else "") + question))
     turns = [] if system is None else [{"role": "system", "content": system}]
@@ -83,7 +97,8 @@ def render(tokenizer: Any, question: str, *, system: str | None = None) -> list[
 
 
 def fill(template: str, row: Mapping[str, Any], source: str) -> str:
-    """`template` with the columns of a row in its {places}. ValueError that lists the columns if one is not there."""
+    """`template` with the columns of a row in its {places}. ValueError that lists the columns if one is not
+    there."""
     try:
         return template.format_map(row)
     except (KeyError, IndexError, ValueError) as missing:
@@ -102,7 +117,8 @@ def from_rows(
     max_prompt: int = 512,
     name: str = "rows",
 ) -> Dataset:
-    """A data set of rows; `template` makes the question of a row's columns. Prompts longer than `max_prompt` are left out.
+    """A data set of rows; `template` makes the question of a row's columns. Prompts longer than `max_prompt`
+    are left out.
 
     ValueError for no rows, a column that is not there, or when no prompt fits.
     """
@@ -130,9 +146,11 @@ def from_task(
     system: str | None = None,
     max_prompt: int = 512,
 ) -> Dataset:
-    """A built-in task as an endless data set; `template` as in `from_rows` ("{short}" is the terse form of a question).
+    """A built-in task as an endless data set; `template` as in `from_rows` ("{short}" is the terse form of a
+    question).
 
-    ValueError for a task, a level or a column that does not exist, or a prompt longer than `max_prompt` tokens.
+    ValueError for a task, a level or a column that does not exist, or a prompt longer than `max_prompt`
+    tokens.
     """
     generate = tasks.get_task(task).generate
 
@@ -141,7 +159,9 @@ def from_task(
         text = fill(template, row, task)
         ids = render(tokenizer, text, system=system)
         if len(ids) > max_prompt:
-            raise ValueError(f"max_prompt: prompt {index} of {task} has {len(ids)} tokens, above {max_prompt}; raise it")
+            raise ValueError(
+                f"max_prompt: prompt {index} of {task} has {len(ids)} tokens, above {max_prompt}; raise it"
+            )
         return Prompt(ids, text, row, index)
 
     prompt(0)  # what is wrong with the arguments is said now
@@ -158,8 +178,8 @@ def load(
     seed: int = 0,
     split: str = "train",
 ) -> Dataset:
-    """The data set that a command line names: "addition" or "addition:2" (a built-in task at a level), a file, a folder, a
-    hub name. ValueError, with the remedy, for anything that cannot be drawn from."""
+    """The data set that a command line names: "addition" or "addition:2" (a built-in task at a level), a
+    file, a folder, a hub name. ValueError, with the remedy, for anything that cannot be drawn from."""
     name, _, level = source.partition(":")
     options: dict[str, Any] = {"template": template, "system": system, "max_prompt": max_prompt}
     if name in tasks.TASKS:
@@ -174,9 +194,11 @@ def _order(size: int, seed: int, epoch: int) -> list[int]:
 
 
 def draw(dataset: Dataset, n: int, step: int, seed: int) -> tuple[list[Prompt], list[int]]:
-    """(n prompts, a key for each) of step `step`: a permutation of the data set for each pass, drawn from (seed, pass).
+    """(n prompts, a key for each) of step `step`: a permutation of the data set for each pass, drawn from
+    (seed, pass).
 
-    The key of a prompt is fold_in(seed, step, index): a prompt that comes again in a later step is sampled anew.
+    The key of a prompt is fold_in(seed, step, index): a prompt that comes again in a later step is sampled
+    anew.
     """
     at = range(step * n, (step + 1) * n)
     if dataset.size is None:

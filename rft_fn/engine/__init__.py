@@ -12,7 +12,16 @@ from rft_fn.engine.gap import check_gap, explain_gap, logp_gap
 from rft_fn.engine.hf import hf
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
-__all__ = ["Engine", "EngineConfig", "check_gap", "explain_gap", "gather_and_generate", "get_engine", "hf", "logp_gap"]
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "check_gap",
+    "explain_gap",
+    "gather_and_generate",
+    "get_engine",
+    "hf",
+    "logp_gap",
+]
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,8 @@ class EngineConfig:
 
 
 def get_engine(config: EngineConfig | None, model: str | nn.Module, tokenizer: Any = None) -> Engine:
-    """The engine of `config` with weights of `model`, a name as `model.load` takes or a module it may own and overwrite."""
+    """The engine of `config` with weights of `model`, a name as `model.load` takes or a module it may own and
+    overwrite."""
     config = config or EngineConfig()
     if config.type != "hf":
         raise ValueError(f"engine type: expected hf, got {config.type!r}")
@@ -38,9 +48,16 @@ def get_engine(config: EngineConfig | None, model: str | nn.Module, tokenizer: A
 
 
 def gather_and_generate(
-    engine: Engine, strategy: Strategy, prompts: Sequence[Any], keys: Sequence[int], *, n: int, sampling: Sampling
+    engine: Engine,
+    strategy: Strategy,
+    prompts: Sequence[Any],
+    keys: Sequence[int],
+    *,
+    n: int,
+    sampling: Sampling,
 ) -> Rollout:
-    """The rollout of the global batch, the same on every rank: each rank samples its share of the prompts, in order.
+    """The rollout of the global batch, the same on every rank: each rank samples its share of the prompts, in
+    order.
 
     Keys belong to prompts, so the samples do not depend on how the prompts were shared out.
     """

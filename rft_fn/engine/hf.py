@@ -1,8 +1,8 @@
 """The engine that needs nothing but transformers: batched sampling with a KV cache, on a model of its own.
 
-Every sample draws from its own key, one uniform number a token by inverse CDF, so the same prompt and key give the same
-response in any company, order and batch size (up to the rounding of a matrix product, which a uniform number meets about
-once in a million tokens).
+Every sample draws from its own key, one uniform number a token by inverse CDF, so the same prompt and key
+give the same response in any company, order and batch size (up to the rounding of a matrix product, which a
+uniform number meets about once in a million tokens).
 """
 
 from collections.abc import Iterable, Sequence
@@ -66,7 +66,8 @@ def _prefill(lm: nn.Module, prompts: Sequence[Sequence[int]], n: int, pad: int) 
 
 
 def _draw(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """(token [B], logp [B]) of softmax(truncated logits) at the uniform numbers u [B]; greedy at temperature 0."""
+    """(token [B], logp [B]) of softmax(truncated logits) at the uniform numbers u [B]; greedy at temperature
+    0."""
     z = logprob.truncate(logits, sampling)
     logp = z.log_softmax(-1)
     if sampling.temperature == 0:
@@ -106,7 +107,11 @@ def _step(lm: nn.Module, rows: _Rows, u: Tensor, sampling: Sampling, stops: froz
 
 
 def _assemble(
-    prompts: Sequence[Sequence[int]], n: int, done: dict[int, tuple[list[int], list[float], bool]], pad: int, version: int
+    prompts: Sequence[Sequence[int]],
+    n: int,
+    done: dict[int, tuple[list[int], list[float], bool]],
+    pad: int,
+    version: int,
 ) -> Rollout:
     rows = [(prompts[i // n], *done[i]) for i in range(len(prompts) * n)]
     length = torch.tensor([len(p) + len(t) for p, t, _, _ in rows])
@@ -127,23 +132,30 @@ def _assemble(
     )
 
 
-def _check(prompts: Sequence[Sequence[int]], keys: Sequence[int], n: int, sampling: Sampling, window: int | None) -> None:
+def _check(
+    prompts: Sequence[Sequence[int]], keys: Sequence[int], n: int, sampling: Sampling, window: int | None
+) -> None:
     if not prompts or len(prompts) != len(keys) or n < 1:
-        raise ValueError(f"prompts: expected one or more, a key for each, n >= 1; got {len(prompts)}, {len(keys)}, {n}")
+        raise ValueError(
+            f"prompts: expected one or more, a key for each, n >= 1; got {len(prompts)}, {len(keys)}, {n}"
+        )
     for i, p in enumerate(prompts):
         if not len(p):
             raise ValueError(f"prompts: expected at least one token, got none in prompt {i}")
         if window and len(p) + sampling.max_new > window:
             raise ValueError(
-                f"prompts: expected prompt + max_new <= the model's window of {window} tokens, got {len(p)} + "
-                f"{sampling.max_new} in prompt {i}; lower max_new or drop long prompts (max_prompt)"
+                f"prompts: expected prompt + max_new <= the model's window of {window} tokens, got "
+                f"{len(p)} + {sampling.max_new} in prompt {i}; lower max_new, or "
+                "drop long prompts (max_prompt)"
             )
 
 
 def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64) -> Engine:
-    """An Engine over a transformers model that it owns: `load` copies weights into it. `batch` is rows at a time.
+    """An Engine over a transformers model that it owns: `load` copies weights into it. `batch` is rows at a
+    time.
 
-    Prompts are sorted by length, so that a batch holds little padding; rows that ended leave the batch at once.
+    Prompts are sorted by length, so that a batch holds little padding; rows that ended leave the batch at
+    once.
     """
     lm.eval()
     state = {"version": 0, "asleep": False}
@@ -152,7 +164,8 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64) -> Engine:
 
     @torch.no_grad()
     def generate(prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling) -> Rollout:
-        """B = len(prompts) n rows, the n samples of a prompt side by side. Sample j draws from fold_in(key, j)."""
+        """B = len(prompts) n rows, the n samples of a prompt side by side. Sample j draws from fold_in(key,
+        j)."""
         ids = [list(getattr(p, "ids", p)) for p in prompts]
         _check(ids, keys, n, sampling, window)
         done: dict[int, tuple[list[int], list[float], bool]] = {}
@@ -163,7 +176,9 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64) -> Engine:
                 wanted = range(at, min(at + batch, n))
                 rows = _prefill(lm, [ids[i] for i in part], len(wanted), pad)
                 draws = [rng.generator(rng.fold_in(keys[i], j)) for i in part for j in wanted]
-                u = torch.stack([torch.rand(sampling.max_new, generator=g, dtype=torch.float64) for g in draws])
+                u = torch.stack(
+                    [torch.rand(sampling.max_new, generator=g, dtype=torch.float64) for g in draws]
+                )
                 for t in range(sampling.max_new):
                     if rows.live.numel():
                         _step(lm, rows, u[:, t].to(lm.device), sampling, ends | set(sampling.stop))
@@ -173,18 +188,22 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64) -> Engine:
 
     @torch.no_grad()
     def score(rollout: Rollout, *, sampling: Sampling) -> Tensor:
-        """[B, S]: the log-probs of given tokens under the engine's weights, by one padded forward; 0 outside mask."""
+        """[B, S]: the log-probs of given tokens under the engine's weights, by one padded forward; 0 outside
+        mask."""
         position = torch.arange(rollout.tokens.shape[1], device=lm.device).expand(rollout.tokens.shape)
         seen = position < rollout.length.to(lm.device).unsqueeze(-1)
         tokens = rollout.tokens.to(lm.device)
-        logits = lm(input_ids=tokens, attention_mask=seen.long(), position_ids=position, use_cache=False).logits
+        logits = lm(
+            input_ids=tokens, attention_mask=seen.long(), position_ids=position, use_cache=False
+        ).logits
         z = logprob.truncate(logits[:, :-1], sampling, keep=tokens[:, 1:])
         logp = torch.nn.functional.pad(logprob.log_probs_from_logits(z, tokens[:, 1:]), (1, 0))
         return torch.where(rollout.mask, logp.cpu(), 0)
 
     @torch.no_grad()
     def load(weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Copy full tensors by name into the model. ValueError for a name or a shape that the model does not have."""
+        """Copy full tensors by name into the model. ValueError for a name or a shape that the model does not
+        have."""
         own = dict(lm.named_parameters())
         for name, x in weights:
             if name not in own or own[name].shape != x.shape:

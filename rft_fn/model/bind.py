@@ -11,7 +11,7 @@ from rft_fn.types import Apply, Packed, Sampling, TokenOut
 
 __all__ = ["Scorer", "bind", "score"]
 
-# config fields by which an architecture changes its logits after the head: these take the path over whole logits
+# config fields by which an architecture changes its logits after the head: these take the whole path
 _LOGIT_FIELDS = {
     "final_logit_softcapping": None,
     "logit_scale": 1.0,
@@ -25,9 +25,9 @@ _LOGIT_FIELDS = {
 class Scorer(nn.Module):
     """A causal language model whose forward takes tokens and targets and gives log-probs, never logits.
 
-    The head runs inside this forward, so that a sharded model has its weight gathered there. Two ways: the fused one never
-    holds [T, V]; the one over whole logits serves top_p / top_k (the distribution that was sampled from is the cut one) and
-    architectures that scale or cap their logits.
+    The head runs inside this forward, so that a sharded model has its weight gathered there. Two ways: the
+    fused one never holds [T, V]; the one over whole logits serves top_p / top_k (the distribution that was
+    sampled from is the cut one) and architectures that scale or cap their logits.
     """
 
     def __init__(self, lm: nn.Module, sampling: Sampling, *, entropy: bool = False):
@@ -73,22 +73,28 @@ def decoder(lm: nn.Module) -> nn.Module:
 
 
 def plain_head(lm: nn.Module) -> bool:
-    """Whether logits are exactly head(hidden): a Linear, and nothing in the config that changes them afterwards."""
+    """Whether logits are exactly head(hidden): a Linear, and nothing in the config that changes them
+    afterwards."""
     inner = _inner(lm)
     text = inner.config.get_text_config()
-    changed = [name for name, neutral in _LOGIT_FIELDS.items() if getattr(text, name, neutral) not in (None, neutral)]
+    changed = [
+        name for name, neutral in _LOGIT_FIELDS.items() if getattr(text, name, neutral) not in (None, neutral)
+    ]
     return type(inner.get_output_embeddings()) is nn.Linear and inner.base_model is not inner and not changed
 
 
 def _silence(module: nn.Module) -> bool:
     """Dropout off for good: a log-prob is a function of (params, pack). True if layers are checkpointed.
 
-    transformers checkpoints only layers that are in training mode, so exactly those layers stay in it, and their parts not.
+    transformers checkpoints only layers that are in training mode, so exactly those layers stay in it, and
+    their parts not.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     module.eval()
-    layers = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
+    layers = [
+        m for m in module.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing
+    ]
     for layer in layers:
         layer.training = True
     return bool(layers)
@@ -97,12 +103,14 @@ def _silence(module: nn.Module) -> bool:
 def bind(
     module: nn.Module, *, sampling: Sampling | None = None, entropy: bool = False
 ) -> tuple[Apply, tree.Named]:
-    """(apply, params) of a module: `apply(params, packed) -> TokenOut`, params the trainable ones by the module's own names.
+    """(apply, params) of a module: `apply(params, packed) -> TokenOut`, params the trainable ones by the
+    module's own names.
 
-    A causal language model of transformers (with or without peft adapters) is wrapped in a `Scorer`; any other module must
-    itself map a Packed to a TokenOut. `apply` is torch.func.functional_call: it works with any parameters, under
-    torch.func.grad and vmap. With gradient checkpointing it refuses all but the module's own, because the second forward
-    would read those. Log-probs are at `sampling`'s temperature, cut like its top_p / top_k, and 0 outside mask.
+    A causal language model of transformers (with or without peft adapters) is wrapped in a `Scorer`; any
+    other module must itself map a Packed to a TokenOut. `apply` is torch.func.functional_call: it works with
+    any parameters, under torch.func.grad and vmap. With gradient checkpointing it refuses all but the
+    module's own, because the second forward would read those. Log-probs are at `sampling`'s temperature, cut
+    like its top_p / top_k, and 0 outside mask.
     """
     is_lm = hasattr(module, "get_output_embeddings")
     root = Scorer(module, sampling or Sampling(), entropy=entropy) if is_lm else module
@@ -124,5 +132,6 @@ def bind(
 
 @torch.no_grad()
 def score(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Tensor]:
-    """The log-probs [T] of each pack, without gradient: old and reference log-probs. `packing.unpack` makes them [B, S]."""
+    """The log-probs [T] of each pack, without gradient: old and reference log-probs. `packing.unpack` makes
+    them [B, S]."""
     return [apply(params, pack).logp for pack in packs]

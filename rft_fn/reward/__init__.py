@@ -7,7 +7,7 @@ satisfied by the instructions in the prompt, and is then a constant.
 """
 
 from rft_fn.reward.combine import Score, Scored, check, load, parse, weighted
-from rft_fn.reward.rollout import Judged, judge, responses
+from rft_fn.reward.rollout import Judged, judge, means, responses
 from rft_fn.reward.verifiable import (
     RewardFn,
     boxed_format,
@@ -36,6 +36,7 @@ __all__ = [
     "judge",
     "load",
     "math",
+    "means",
     "numeric",
     "parse",
     "pattern_format",

@@ -8,7 +8,7 @@ from torch import Tensor
 from rft_fn.reward.combine import Score
 from rft_fn.types import Rollout
 
-__all__ = ["Judged", "judge", "responses"]
+__all__ = ["Judged", "judge", "means", "responses"]
 
 
 class Judged(NamedTuple):
@@ -26,10 +26,18 @@ def responses(rollout: Rollout, tokenizer: Any) -> list[str]:
 
 
 def judge(score: Score, rollout: Rollout, prompts: Sequence[Any], tokenizer: Any) -> Judged:
-    """Score every response of a rollout. `prompts` are the N `data.Prompt`s behind it, in the order of `rollout.group`."""
+    """Score every response of a rollout. `prompts` are the N `data.Prompt`s behind it, in the order of
+    `rollout.group`."""
     rows = [prompts[g] for g in rollout.group.tolist()]
     columns: Mapping[str, list] = {name: [p.columns.get(name) for p in rows] for name in prompts[0].columns}
     texts = responses(rollout, tokenizer)
     scored = score([p.text for p in rows], texts, columns)
     shape = (len(prompts), -1)
     return Judged(scored.total.view(shape), {k: v.view(shape) for k, v in scored.parts.items()}, texts)
+
+
+def means(judged: Judged, prefix: str) -> dict[str, float]:
+    """{prefix/mean: ..., prefix/PART: ...}: the mean reward, and that of every component before its
+    weight."""
+    parts = {f"{prefix}/{name}": part.double().mean().item() for name, part in judged.parts.items()}
+    return {f"{prefix}/mean": judged.reward.double().mean().item()} | parts

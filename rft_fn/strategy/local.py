@@ -1,7 +1,6 @@
 """One process, one plain module: the reference for every other backend."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,8 @@ def init(
 def grad(
     state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]
 ) -> tuple[tree.Named, dict[str, metric.Metric]]:
-    """(gradients by name of the sum over packs of (w loss).sum(), merged metrics). The only place that calls backward."""
+    """(gradients by name of the sum over packs of (w loss).sum(), merged metrics). The only place that calls
+    backward."""
     metrics: dict[str, metric.Metric] = {}
     device = next(iter(state.params.values())).device
     for p in state.params.values():
@@ -50,7 +50,9 @@ def grad(
         if total.requires_grad:
             total.backward()
         metrics = metric.merge(metrics, more)
-    grads = tree.Named((n, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in state.params.items())
+    grads = tree.Named(
+        (n, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in state.params.items()
+    )
     for p in state.params.values():
         p.grad = None
     return grads, metrics
@@ -58,7 +60,8 @@ def grad(
 
 @torch.no_grad()
 def update(state: TrainState, grads: tree.Named) -> tuple[TrainState, dict[str, metric.Metric]]:
-    """(the state one step on, metrics). Donates both arguments: the step is in place, reading them again raises.
+    """(the state one step on, metrics). Donates both arguments: the step is in place, reading them again
+    raises.
 
     Gradients with a NaN or an inf change nothing but the step, and count as `grad/skipped`.
     """
@@ -82,7 +85,12 @@ def export(state: TrainState) -> Iterator[tuple[str, Tensor]]:
 
 def _move_opt(state: TrainState, device: str | torch.device) -> TrainState:
     move = lambda x: x.to(device) if isinstance(x, Tensor) else x  # noqa: E731
-    new = TrainState(params=tree.map(lambda x: x, state.params), opt=tree.map(move, state.opt), step=state.step, tx=state.tx)
+    new = TrainState(
+        params=tree.map(lambda x: x, state.params),
+        opt=tree.map(move, state.opt),
+        step=state.step,
+        tx=state.tx,
+    )
     tree.donate(state)
     return new
 

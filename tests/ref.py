@@ -1,0 +1,285 @@
+"""Definitions in float64 numpy, as the papers write them: loops and double sums, no recursions and no tricks.
+
+The tests hold the library against these. The library never imports this file, nor this file the library.
+"""
+
+import math
+
+import numpy as np
+
+# ---------- segments and scans
+
+
+def segments(x, mask, seq, num_seqs):
+    """The values in mask of each sequence, as a list of arrays."""
+    return [np.asarray(x, np.float64)[(np.asarray(seq) == k) & np.asarray(mask)] for k in range(num_seqs)]
+
+
+def segment_sum(x, mask, seq, num_seqs):
+    return np.array([part.sum() for part in segments(x, mask, seq, num_seqs)])
+
+
+def segment_mean(x, mask, seq, num_seqs):
+    return np.array([part.mean() if part.size else 0.0 for part in segments(x, mask, seq, num_seqs)])
+
+
+def segment_max(x, mask, seq, num_seqs):
+    return np.array([part.max() if part.size else 0.0 for part in segments(x, mask, seq, num_seqs)])
+
+
+def linear_scan(a, b):
+    """[S]: y[t] = sum over u >= t of (a[t] a[t+1] ... a[u-1]) b[u]."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    size = len(b)
+    return np.array([sum(np.prod(a[t:u]) * b[u] for u in range(t, size)) for t in range(size)])
+
+
+# ---------- advantages
+
+
+def grpo(reward, scale=True, eps=1e-6):
+    out = np.zeros_like(reward, dtype=np.float64)
+    for n, row in enumerate(np.asarray(reward, np.float64)):
+        if (row == row[0]).all():
+            continue
+        out[n] = row - row.mean()
+        if scale:
+            out[n] /= row.std(ddof=1) + eps
+    return out
+
+
+def rloo(reward):
+    out = np.zeros_like(reward, dtype=np.float64)
+    for n, row in enumerate(np.asarray(reward, np.float64)):
+        for g in range(len(row)):
+            out[n, g] = row[g] - np.delete(row, g).mean()
+    return out
+
+
+def discounted_return(reward, discount):
+    """[S]: R[t] = sum over u >= t of discount[t] ... discount[u-1] r[u]."""
+    return linear_scan(discount, reward)
+
+
+def gae(reward, value, discount, lambda_, bootstrap=0.0):
+    """One row [S] without a mask: adv[t] = sum over k of (product of the discounts from t) lambda^k
+    delta[t+k]."""
+    reward, value, discount = (np.asarray(x, np.float64) for x in (reward, value, discount))
+    after = np.append(value[1:], bootstrap)
+    delta = reward + discount * after - value
+    size = len(reward)
+    adv = np.array(
+        [
+            sum(np.prod(discount[t:u]) * lambda_ ** (u - t) * delta[u] for u in range(t, size))
+            for t in range(size)
+        ]
+    )
+    return adv, adv + value
+
+
+def gae_masked(reward, value, discount, lambda_, mask, bootstrap=0.0):
+    """One row [S]: delete what is not in mask, compute, put it back; 0 outside mask. A deleted end of a
+    sequence
+    (discount 0) moves to the last kept position before it."""
+    mask, discount = np.asarray(mask, bool), np.asarray(discount, np.float64).copy()
+    kept = np.flatnonzero(mask)
+    for i, t in enumerate(kept):
+        upto = kept[i + 1] if i + 1 < len(kept) else len(mask)
+        if (discount[t:upto] == 0).any():
+            discount[t] = 0
+    adv, ret = np.zeros(len(mask)), np.zeros(len(mask))
+    row = (np.asarray(x, np.float64)[mask] for x in (reward, value, discount))
+    adv[mask], ret[mask] = gae(*row, lambda_, bootstrap)
+    return adv, ret
+
+
+def whiten(adv, mask, eps=1e-8):
+    adv, mask = np.asarray(adv, np.float64), np.asarray(mask, bool)
+    out, x = np.zeros_like(adv), adv[mask]
+    if x.size:
+        out[mask] = (x - x.mean()) / math.sqrt((x.var(ddof=1) if x.size > 1 else 0.0) + eps)
+    return out
+
+
+# ---------- weights
+
+
+def _rows(mask):
+    mask = np.asarray(mask, bool)
+    return mask, [m.sum() for m in mask], sum(m.any() for m in mask)
+
+
+def token_mean(mask):
+    mask, tokens, _ = _rows(mask)
+    return np.where(mask, 1 / max(sum(tokens), 1), 0.0)
+
+
+def seq_mean(mask):
+    mask, tokens, rows = _rows(mask)
+    return np.array([[1 / (rows * tokens[b]) if x else 0.0 for x in m] for b, m in enumerate(mask)])
+
+
+def seq_sum(mask):
+    mask, _, rows = _rows(mask)
+    return np.where(mask, 1 / max(rows, 1), 0.0)
+
+
+def constant(mask, length):
+    mask, _, rows = _rows(mask)
+    return np.where(mask, 1 / (max(rows, 1) * length), 0.0)
+
+
+def truncated_is(w, old_logp, logp, cap=2.0):
+    return np.array([x * min(math.exp(o - q), cap) for x, o, q in zip(w, old_logp, logp)])
+
+
+def masked_is(w, old_logp, logp, cap=2.0):
+    ratios = [math.exp(o - q) for o, q in zip(old_logp, logp)]
+    return np.array([x * r if r <= cap else 0.0 for x, r in zip(w, ratios)])
+
+
+# ---------- losses
+
+
+def ppo_clip(logp, old_logp, adv, low=0.2, high=0.2, dual=None):
+    out = []
+    for p, o, a in zip(logp, old_logp, adv):
+        rho = math.exp(p - o)
+        objective = min(rho * a, min(max(rho, 1 - low), 1 + high) * a)
+        if dual is not None and a < 0:
+            objective = max(objective, dual * a)
+        out.append(-objective)
+    return np.array(out)
+
+
+def reinforce(logp, adv):
+    return np.array([-a * p for p, a in zip(logp, adv)])
+
+
+def nll(logp):
+    return -np.asarray(logp, np.float64)
+
+
+def value_clip(value, old_value, ret, clip=0.2):
+    out = []
+    for v, o, r in zip(value, old_value, ret):
+        near = min(max(v, o - clip), o + clip)
+        out.append(max((v - r) ** 2, (near - r) ** 2) / 2)
+    return np.array(out)
+
+
+def kl_k1(logp, ref_logp):
+    return np.array([math.log(math.exp(p) / math.exp(r)) for p, r in zip(logp, ref_logp)])
+
+
+def kl_k2(logp, ref_logp):
+    return np.array([(p - r) ** 2 / 2 for p, r in zip(logp, ref_logp)])
+
+
+def kl_k3(logp, ref_logp):
+    return np.array([math.exp(r) / math.exp(p) - 1 - (r - p) for p, r in zip(logp, ref_logp)])
+
+
+# ---------- distributions
+
+
+def softmax(logits, temperature=1.0):
+    z = np.asarray(logits, np.float64) / temperature
+    p = np.exp(z - z.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True)
+
+
+def log_softmax(logits, temperature=1.0):
+    return np.log(softmax(logits, temperature))
+
+
+def entropy(logits, temperature=1.0):
+    p = softmax(logits, temperature)
+    return -sum(x * math.log(x) for x in p if x > 0)
+
+
+def truncated(logits, temperature=1.0, top_k=0, top_p=1.0):
+    """[V] -> [V]: what a sampler draws from: the top_k likeliest, of those the fewest with mass >= top_p,
+    renormalised."""
+    p = softmax(logits, temperature)
+    ranked = sorted(range(len(p)), key=lambda i: -p[i])[: top_k or len(p)]
+    total, mass, kept = sum(p[i] for i in ranked), 0.0, []
+    for i in ranked:
+        if mass >= top_p * total and top_p < 1:
+            break
+        kept.append(i)
+        mass += p[i]
+    out = np.zeros(len(p))
+    out[kept] = p[kept] / mass
+    return out
+
+
+# ---------- rewards
+
+
+def moments(reward):
+    """(count, mean, sum of squared deviations) of every reward."""
+    x = np.asarray(reward, np.float64).ravel()
+    return x.size, x.mean(), ((x - x.mean()) ** 2).sum()
+
+
+def overlong_penalty(length, max_new, buffer, scale=1.0):
+    """DAPO's equation 13, case by case."""
+    expected = max_new - buffer
+    if length <= expected:
+        return 0.0
+    return scale * (expected - length) / buffer if length <= max_new else -scale
+
+
+def kl_in_reward(reward, logp, ref_logp, mask, coef):
+    out = np.zeros(np.shape(mask))
+    for b, m in enumerate(np.asarray(mask, bool)):
+        kept = np.flatnonzero(m)
+        for t in kept:
+            out[b, t] = -coef * (logp[b][t] - ref_logp[b][t])
+        if len(kept):
+            out[b, kept[-1]] += reward[b]
+    return out
+
+
+# ---------- optimizers
+
+
+def adamw(
+    params, grads, lr, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, decays=lambda name, p: p.ndim >= 2
+):
+    """{name: array} after len(grads) steps of AdamW from `params`; lr is a function of the updates done.
+
+    The moments are their sums: m[t] = (1 - b1) sum over s of b1^(t-s) g[s].
+    """
+    params = {name: np.asarray(p, np.float64).copy() for name, p in params.items()}
+    for t in range(1, len(grads) + 1):
+        for name, p in params.items():
+            g = [np.asarray(step[name], np.float64) for step in grads[:t]]
+            m = (1 - b1) * sum(b1 ** (t - s) * g[s - 1] for s in range(1, t + 1)) / (1 - b1**t)
+            v = (1 - b2) * sum(b2 ** (t - s) * g[s - 1] ** 2 for s in range(1, t + 1)) / (1 - b2**t)
+            decay = weight_decay * p if decays(name, p) else 0.0
+            params[name] = p - lr(t - 1) * (m / (np.sqrt(v) + eps) + decay)
+    return params
+
+
+def clip_by_global_norm(grads, max_norm):
+    norm = math.sqrt(sum((np.asarray(g, np.float64) ** 2).sum() for g in grads.values()))
+    return {name: np.asarray(g, np.float64) * min(1.0, max_norm / norm) for name, g in grads.items()}
+
+
+def ema(values, decay):
+    """The average after values[1:], from values[0]: decay^n v[0] + (1 - decay) sum over s of decay^(n-s)
+    v[s]."""
+    n = len(values) - 1
+    tail = sum((decay ** (n - s) * np.asarray(values[s], np.float64) for s in range(1, n + 1)), 0.0)
+    return decay**n * np.asarray(values[0], np.float64) + (1 - decay) * tail
+
+
+def warmup(step, lr, warmup, total, floor, shape):
+    """Learning rate after `step` updates; shape is "linear" or "cosine"."""
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / (total - warmup))
+    left = 1 - done if shape == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return lr * (floor + (1 - floor) * left)

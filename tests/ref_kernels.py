@@ -1,0 +1,35 @@
+"""What the kernels compute, in float64 numpy: values and gradients by definition. Not for the library."""
+
+import numpy as np
+
+
+def _logits(h, w, temperature, bias, softcap):
+    """z [T, V] and dz/d(h wᵀ) [T, V]."""
+    temperature = np.broadcast_to(np.asarray(temperature, np.float64), h.shape[:1])[:, None]
+    x = h @ w.T + (0 if bias is None else bias)
+    if softcap is None:
+        return x / temperature, np.ones_like(x) / temperature
+    return softcap * np.tanh(x / softcap) / temperature, (1 - np.tanh(x / softcap) ** 2) / temperature
+
+
+def linear_logprob(h, w, y, *, temperature=1.0, bias=None, softcap=None):
+    """h [T, D], w [V, D], y [T] -> logp, entropy, lse, each [T]."""
+    z, _ = _logits(h, w, temperature, bias, softcap)
+    top = z.max(1, keepdims=True)
+    lse = np.log(np.exp(z - top).sum(1)) + top[:, 0]
+    log_p = z - lse[:, None]
+    return log_p[np.arange(len(y)), y], -(np.exp(log_p) * log_p).sum(1), lse
+
+
+def gradients(h, w, y, g, g_entropy, g_lse, *, temperature=1.0, bias=None, softcap=None):
+    """Gradients of sum(g logp + g_entropy entropy + g_lse lse): dh [T, D], dw [V, D], dbias [V]."""
+    options = {"temperature": temperature, "bias": bias, "softcap": softcap}
+    z, slope = _logits(h, w, **options)
+    _, entropy, lse = linear_logprob(h, w, y, **options)
+    log_p = z - lse[:, None]
+    p = np.exp(log_p)
+    dz = (g_lse - g)[:, None] * p
+    dz[np.arange(len(y)), y] += g
+    dz -= g_entropy[:, None] * p * (log_p + entropy[:, None])
+    dx = dz * slope
+    return dx @ w, dx.T @ h, dx.sum(0)

@@ -1,0 +1,116 @@
+"""Prompts as a function of the step; files and templates; clear lines for what is wrong with them."""
+
+import json
+
+import pytest
+import tiny
+
+from rft_fn import data, model, rng
+
+ROWS = [{"question": f"{i}+{i}=", "answer": str(2 * i)} for i in range(10)]
+
+
+def rows_set(**options):
+    return data.from_rows(ROWS, tiny.tokenizer(), **options)
+
+
+def test_every_pass_is_a_permutation_and_a_function_of_the_seed():
+    ds = rows_set()
+    drawn = [p.index for step in range(5) for p in data.draw(ds, 4, step, seed=3)[0]]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+    assert drawn[:10] != drawn[10:]  # each pass has an order of its own
+    assert drawn == [p.index for step in range(5) for p in data.draw(ds, 4, step, seed=3)[0]]
+    assert drawn != [p.index for step in range(5) for p in data.draw(ds, 4, step, seed=4)[0]]
+
+
+def test_a_step_needs_no_history():
+    """Any step can be drawn alone: there is no cursor that a resumed run could lose."""
+    ds = rows_set()
+    all_steps = [data.draw(ds, 3, step, seed=0) for step in range(7)]
+    assert data.draw(ds, 3, 6, seed=0) == all_steps[6]
+
+
+def test_keys_name_step_and_row():
+    prompts, keys = data.draw(rows_set(), 4, 2, seed=5)
+    assert keys == [rng.fold_in(5, 2, p.index) for p in prompts]
+    _, later = data.draw(rows_set(), 4, 2 + 5, seed=5)
+    assert not set(keys) & set(later)
+
+
+def test_a_task_is_endless_and_never_repeats():
+    ds = data.from_task("addition", tiny.tokenizer(), level=3, template="{short}")
+    index = [p.index for step in range(4) for p in data.draw(ds, 5, step, 0)[0]]
+    assert index == list(range(20))
+    other = data.from_task("addition", tiny.tokenizer(), level=3, template="{short}", seed=1)
+    assert [p.text for p in data.take(ds, 20, 0)[0]] != [p.text for p in data.take(other, 20, 0)[0]]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
+def test_files(tmp_path, suffix):
+    import datasets
+
+    path = str(tmp_path / f"rows.{suffix}")
+    ds = datasets.Dataset.from_list(ROWS)
+    if suffix in ("jsonl", "json"):
+        ds.to_json(path)
+    else:
+        getattr(ds, f"to_{suffix}")(path)
+    found = data.load(path, tiny.tokenizer())
+    assert [found.prompt(i).text for i in range(found.size)] == [r["question"] for r in ROWS]
+    assert str(found.prompt(3).columns["answer"]) == "6"
+
+
+def test_a_saved_data_set(tmp_path):
+    import datasets
+
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
+    assert len(data.read_rows(str(tmp_path / "saved"), split="test")) == 10
+
+
+def test_templates_and_chat():
+    tok = tiny.tokenizer()
+    assert data.from_rows(ROWS, tok, template="({question}){answer}").prompt(2).text == "(2+2=)4"
+    chat = model.load_tokenizer("tiny")
+    turns = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }},{% endfor %}"
+    chat.chat_template = turns + "{% if add_generation_prompt %}a:{% endif %}"
+    assert chat.decode(data.render(chat, "1+1=")) == "u:1+1=,a:"
+    assert chat.decode(data.render(chat, "1+1=", system="x")) == "s:x,u:1+1=,a:"
+    assert chat.decode(data.render(chat, "1+1=", system="")) == "s:,u:1+1=,a:"
+    chat.chat_template = None
+    assert chat.decode(data.render(chat, "1+1=")) == "1+1="
+
+
+def test_long_prompts_of_a_file_are_left_out():
+    rows = [*ROWS, {"question": "1" * 50, "answer": "1"}]
+    assert data.from_rows(rows, tiny.tokenizer(), max_prompt=10).size == 10
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: data.load("no.jsonl", tiny.tokenizer()), "could not read 'no.jsonl': no such file"),
+        (lambda: data.from_rows([], tiny.tokenizer()), "expected at least one row, got none"),
+        (lambda: rows_set(template="{nope}"), "has no column 'nope' .* it has 'question', 'answer'"),
+        (lambda: rows_set(template="{question} \\boxed{}"), "write {{ and }} for braces"),
+        (lambda: rows_set(max_prompt=1), "every prompt of 'rows' is longer than 1 tokens"),
+        (lambda: data.from_task("nope", tiny.tokenizer()), "addition, reverse"),
+        (lambda: data.load("addition:x", tiny.tokenizer()), "expected addition:LEVEL with a number"),
+        (lambda: data.from_task("addition", tiny.tokenizer(), level=0), "level"),
+        (lambda: data.from_task("addition", tiny.tokenizer(), template="{q}"), "has no column 'q'"),
+        (lambda: data.from_task("addition", tiny.tokenizer(), max_prompt=2), "max_prompt: prompt 0"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "broken.jsonl").write_text("{not json")
+    with pytest.raises(ValueError, match=r"expected at least one row, got none in .*empty.jsonl"):
+        data.load(str(tmp_path / "empty.jsonl"), tiny.tokenizer())
+    with pytest.raises(ValueError, match=r"could not read .*broken.jsonl"):
+        data.load(str(tmp_path / "broken.jsonl"), tiny.tokenizer())
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    assert data.load(str(tmp_path / "rows.jsonl"), tiny.tokenizer()).size == 10

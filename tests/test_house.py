@@ -1,0 +1,206 @@
+"""The rules of the house: layers, lightness, the wheel, sizes, names, and options that are read."""
+
+import ast
+import dataclasses
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYERS = {
+    0: "tree rng check types",
+    1: "segment scan advantage weight loss reward_shaping logprob metric packing optim algorithm testing",
+    2: "model modality reward data",
+    3: "strategy engine ckpt log plot",
+}
+LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}
+FILES = sorted(p for p in (ROOT / "rft_fn").rglob("*.py") if p != ROOT / "rft_fn" / "__init__.py")
+
+
+def module_of(path):
+    return path.relative_to(ROOT / "rft_fn").with_suffix("").parts[0]
+
+
+def imports(path):
+    """(module of this project, line) for every import in a file, also those inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{a.name}" for a in node.names]
+        for name in names:
+            if name.startswith("rft_fn."):
+                yield name.split(".")[1], node.lineno
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT / "rft_fn")))
+def test_no_arrow_points_up(path):
+    here = LAYER[module_of(path)]
+    for name, line in imports(path):
+        assert name in LAYER, (
+            f"{path.name}:{line} imports {name} from the package root: import it from its module"
+        )
+        assert LAYER[name] <= here, f"{path.name}:{line} (L{here}) imports {name} (L{LAYER[name]})"
+
+
+def test_no_import_cycle():
+    arrows = {}
+    for path in FILES:
+        arrows.setdefault(module_of(path), set()).update(n for n, _ in imports(path) if n != module_of(path))
+    done = set()
+
+    def visit(name, trail):
+        assert name not in trail, f"cycle: {' -> '.join([*trail, name])}"
+        if name not in done:
+            for other in arrows.get(name, ()):
+                visit(other, [*trail, name])
+            done.add(name)
+
+    for name in arrows:
+        visit(name, [])
+
+
+def test_l0_and_l1_are_torch_and_optree_only():
+    allowed = {"torch", "optree", "einops", "rft_fn", "rft_kernels"} | set(sys.stdlib_module_names)
+    for path in (p for p in FILES if LAYER[module_of(p)] <= 1):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                roots = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
+                assert {r.split(".")[0] for r in roots} <= allowed, f"{path.name}:{node.lineno}"
+                assert not any("torch.distributed" in r for r in roots)
+
+
+def run(code, **env):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    env = os.environ | {"PYTHONPATH": path} | env
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_import_is_light():
+    """`import rft_fn` loads neither transformers nor an engine, and makes no directory."""
+    heavy = [
+        "transformers",
+        "vllm",
+        "deepspeed",
+        "triton",
+        "peft",
+        "datasets",
+        "matplotlib",
+        "tokenizers",
+        "rich",
+        "tyro",
+    ]
+    code = "import torch, sys; old = set(sys.modules); import rft_fn; "
+    code += f"print(sorted(set({heavy}) & (set(sys.modules) - old)))"
+    assert run(code).strip() == "[]"
+
+
+def test_import_takes_under_a_second_beyond_torch():
+    code = (
+        "import torch, optree, time; t = time.perf_counter(); import rft_fn; print(time.perf_counter() - t)"
+    )
+    assert min(float(run(code)) for _ in range(3)) < 1.0
+
+
+def test_the_wheel_holds_everything(tmp_path):
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
+    want = {str(p.relative_to(ROOT)) for p in (ROOT / "rft_fn").rglob("*.py")}
+    want |= {str(p.relative_to(ROOT / "kernels")) for p in (ROOT / "kernels" / "rft_kernels").rglob("*.py")}
+    assert want <= names
+    assert not any(n.startswith(("kernels/", "tests/", "train_scripts/")) for n in names)
+
+
+def test_kernels_is_never_importable_as_a_package():
+    """A root package `kernels` would shadow the library of that name which transformers imports."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert 'name = "rft-fn"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_scripts_are_not_named_like_libraries():
+    for path in (ROOT / "train_scripts").glob("*.py"):
+        found = importlib.util.find_spec(path.stem)
+        assert found is None or str(ROOT) in str(found.origin), f"{path.name} hides {found.origin}"
+
+
+def functions(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            doc = len((ast.get_docstring(node) or "").splitlines())
+            yield node, node.end_lineno - node.lineno + 1 - doc
+
+
+def test_sizes():
+    """No function over 60 lines (a record's constructor 80), no file over 400, half the functions within
+    10."""
+    sources = [*FILES, *(ROOT / "kernels" / "rft_kernels").glob("*.py")]
+    sizes = []
+    for path in sources:
+        assert path.read_text().count("\n") <= 400, path.name
+        for node, size in functions(path):
+            sizes.append(size)
+            returns = ast.unparse(node.returns) if node.returns else ""
+            assert size <= (80 if returns in ("Engine", "Strategy") else 60), (
+                f"{path.name}:{node.lineno} {node.name}: {size}"
+            )
+    sizes.sort()
+    assert sizes[len(sizes) // 2] <= 10 and sizes[int(0.9 * len(sizes))] <= 35, (
+        sizes[len(sizes) // 2],
+        sizes[int(0.9 * len(sizes))],
+    )
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "train_scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo", "evaluate"])
+def test_every_option_has_a_reader_and_a_line_of_help(name):
+    source = (ROOT / "train_scripts" / f"{name}.py").read_text()
+    for field in dataclasses.fields(load_script(name).Config):
+        assert re.search(rf"cfg\.{field.name}\b", source), f"{name}.py: nobody reads {field.name}"
+        assert re.search(rf"^    {field.name}: .*(  # \w|default_factory)", source, re.M), (
+            f"{name}.py: {field.name} has no help"
+        )
+
+
+@pytest.mark.parametrize("record", ["EngineConfig", "StrategyConfig"])
+def test_every_field_of_a_config_has_a_reader(record):
+    import rft_fn
+
+    sources = "".join(p.read_text() for p in FILES)
+    config = getattr(rft_fn.engine if record == "EngineConfig" else rft_fn.strategy, record)
+    for field in dataclasses.fields(config):
+        assert re.search(rf"(config|self)\.{field.name}\b", sources), f"nobody reads {record}.{field.name}"
+
+
+def test_grpo_fits_on_a_page():
+    assert (ROOT / "train_scripts" / "grpo.py").read_text().count("\n") <= 120
+
+
+def test_public_functions_say_what_they_are():
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        assert ast.get_docstring(tree), f"{path.name} has no docstring"
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{path.name}:{node.lineno} {node.name} has no docstring"
+
+
+def test_nothing_is_left_for_later():
+    for path in [*FILES, *(ROOT / "train_scripts").glob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
+        assert not re.search(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", path.read_text()), path

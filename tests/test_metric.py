@@ -1,0 +1,86 @@
+"""Metrics merge over packs and ranks in any order: no mean of means."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rft_fn import metric, packing, testing, tree
+from rft_fn.algorithm import ppo_clip
+
+values = st.lists(st.tuples(st.floats(-1e3, 1e3), st.booleans()), min_size=0, max_size=12)
+
+
+def both(part):
+    x = torch.tensor([v for v, _ in part], dtype=torch.float64)
+    return x, torch.tensor([m for _, m in part], dtype=torch.bool)
+
+
+@given(data=values, cuts=st.lists(st.integers(0, 12), max_size=4))
+def test_any_cut_and_any_order_gives_the_same_numbers(data, cuts):
+    edges = [0, *sorted(min(c, len(data)) for c in cuts), len(data)]
+    parts = [both(data[a:b]) for a, b in itertools.pairwise(edges)]
+    found = {}
+    for x, m in reversed(parts):
+        found = metric.merge(
+            found, {"mean": metric.mean(x, m), "sum": metric.sum(x, m), "max": metric.max(x, m)}
+        )
+    kept = np.array([v for v, m in data if m])
+    want = {"mean": kept.mean() if kept.size else 0.0, "sum": kept.sum(), "max": kept.max(initial=-np.inf)}
+    assert metric.results(found) == pytest.approx(want, rel=1e-10, abs=1e-10)
+
+
+def test_a_mean_over_packs_is_not_the_mean_of_their_means():
+    a = metric.mean(torch.tensor([1.0]), torch.tensor([True]))
+    b = metric.mean(torch.tensor([4.0, 4.0, 4.0, 9.0]), torch.tensor([True, True, True, False]))
+    assert a.merge(b).value() == 13 / 4
+
+
+def test_names_of_one_side_survive_and_nothing_gives_nothing():
+    merged = metric.merge({"a": metric.sum(torch.ones(2))}, {"b": metric.sum(torch.ones(3))})
+    assert metric.results(merged) == {"a": 2.0, "b": 3.0}
+    assert metric.results({}) == {}
+
+
+def test_values_outside_the_mask_are_never_read():
+    x, m = torch.tensor([1.0, torch.nan, torch.inf]), torch.tensor([True, False, False])
+    found = {"mean": metric.mean(x, m), "sum": metric.sum(x, m), "max": metric.max(x, m)}
+    assert metric.results(found) == {"mean": 1.0, "sum": 1.0, "max": 1.0}
+
+
+def test_metrics_carry_no_gradient_and_sum_in_float64():
+    x = torch.full((3,), 0.1, requires_grad=True)
+    for m in (metric.mean(x, x > 0), metric.sum(x), metric.max(x, x > 0)):
+        assert all(not leaf.requires_grad and leaf.dtype == torch.float64 for leaf in tree.leaves(m))
+    ones = torch.ones(300, dtype=torch.bfloat16)
+    assert metric.sum(ones).value() == 300  # bf16 stops at 256
+
+
+def test_the_clipped_share_counts_what_is_clipped():
+    """What goes wrong elsewhere: computed after clamping, the share of clipped tokens is always 0."""
+    c = testing.case(0)
+    b = packing.pack(c.exp, range(8))
+    out = c.apply(c.params, b)
+    _, wide = ppo_clip(out, b, low=10.0, high=1e6)
+    _, tight = ppo_clip(out, b, low=1e-9, high=1e-9)
+    rho = (out.logp - b.old_logp).exp()
+    worse = ((rho > 1) == (b.adv > 0))[b.mask].double().mean()
+    assert metric.results(wide)["policy/clip_frac"] == 0
+    assert metric.results(tight)["policy/clip_frac"] == pytest.approx(float(worse)) and 0 < worse < 1
+
+
+@pytest.mark.parametrize(("correct", "k"), [(0, 1), (1, 1), (3, 2), (5, 3), (8, 4), (2, 8)])
+def test_pass_at_k_against_enumeration(correct, k):
+    samples = [i < correct for i in range(8)]
+    draws = list(itertools.combinations(samples, k))
+    want = sum(any(d) for d in draws) / len(draws)
+    assert float(metric.pass_at_k(torch.tensor([samples]), k)) == pytest.approx(want, abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [0, 9])
+def test_pass_at_k_needs_k_samples(k):
+    with pytest.raises(ValueError, match=f"k: expected between 1 and the 8 samples of each prompt, got {k}"):
+        metric.pass_at_k(torch.zeros(2, 8, dtype=torch.bool), k)

@@ -1,0 +1,274 @@
+"""From rows to packs and back: the one shift, the plan, and what a pack must never mix."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rft_fn import packing, testing, tree
+from rft_fn.types import Experience, Media
+
+FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
+seeds = st.integers(0, 2**32)
+
+
+def small():
+    """Two rows: prompt [5, 6], response [7, 8]; prompt [9], response [10], tool [11], response [12]."""
+    tokens = torch.tensor([[5, 6, 7, 8, 0, 0], [9, 10, 11, 12, 0, 0]])
+    mask = torch.tensor([[0, 0, 1, 1, 0, 0], [0, 1, 0, 1, 0, 0]]).bool()
+    x = torch.arange(12.0).view(2, 6)  # not 0 outside mask: the packer has to see to that
+    return Experience(
+        tokens=tokens, mask=mask, length=torch.tensor([4, 4]), old_logp=x, adv=10 * x, w=100 * x
+    )
+
+
+def lengths_only(lengths):
+    """An experience in which all but the first token of each row are sampled."""
+    length = torch.as_tensor(lengths)
+    mask = torch.arange(int(length.max()))[None] < length[:, None]
+    mask[:, 0] = False
+    zero = torch.zeros(mask.shape)
+    return Experience(tokens=mask.long(), mask=mask, length=length, old_logp=zero, adv=zero, w=zero)
+
+
+# ---------- the shift
+
+
+def test_alignment_by_hand():
+    """Everything at t is about target[t]. What goes wrong elsewhere: labels or masks that are shifted once
+    too often."""
+    b = packing.pack(small(), [1, 0])
+    assert b.tokens.tolist() == [9, 10, 11, 5, 6, 7]
+    assert b.target.tolist() == [10, 11, 12, 6, 7, 8]
+    assert b.pos.tolist() == [0, 1, 2, 0, 1, 2] and b.seq.tolist() == [0, 0, 0, 1, 1, 1]
+    assert b.mask.tolist() == [True, False, True, False, True, True]
+    assert b.old_logp.tolist() == [
+        7,
+        0,
+        9,
+        0,
+        2,
+        3,
+    ]  # of the target, and 0 on the tool's token and on the prompt
+    assert b.adv.tolist() == [70, 0, 90, 0, 20, 30] and b.w.tolist() == [700, 0, 900, 0, 200, 300]
+    assert b.ref_logp is None and b.num_seqs == 2 and b.rows == (1, 0)
+
+
+@given(seed=seeds, budget=st.integers(12, 60), world=st.integers(1, 4))
+def test_unpack_inverts_pack(seed, budget, world):
+    exp = testing.case(seed).exp
+    packs = [b for rank in packing.shard(exp, budget, world) for b in rank]
+    for name in FIELDS:
+        back = packing.unpack([getattr(b, name) for b in packs], packs, exp.tokens)
+        assert torch.equal(back, torch.where(exp.mask, getattr(exp, name), 0))
+    kept = exp.mask.any(-1, keepdim=True) & (torch.arange(exp.tokens.shape[1]) < exp.length[:, None])
+    kept[:, 0] = False
+    back = packing.unpack([b.target for b in packs], packs, exp.tokens)
+    assert torch.equal(back, torch.where(kept, exp.tokens, 0))
+
+
+def test_no_token_is_changed_on_the_way():
+    """What goes wrong elsewhere: the last token of a truncated response is overwritten by EOS."""
+    exp = small()
+    b = packing.pack(exp, [0])
+    assert torch.cat([b.tokens[:1], b.target]).tolist() == exp.tokens[0, :4].tolist()
+
+
+def test_garbage_outside_the_mask_is_zero_in_the_pack():
+    """A `where` on the loss alone would hide a NaN in the value and keep it in the gradient: the producer
+    removes it."""
+    exp = small()
+    bad = tree.replace(
+        exp, adv=torch.where(exp.mask, exp.adv, torch.nan), ref_logp=torch.full((2, 6), torch.inf)
+    )
+    b = packing.pack(bad, [0, 1])
+    assert (
+        b.adv.isfinite().all()
+        and (b.ref_logp[~b.mask] == 0).all()
+        and (b.ref_logp[b.mask] == torch.inf).all()
+    )
+
+
+# ---------- sequences do not see each other
+
+
+@given(seed=seeds, order=st.permutations(range(8)))
+def test_packed_log_probs_are_those_of_each_row_alone(seed, order):
+    c = testing.case(seed)
+    together, alone = [packing.pack(c.exp, order)], [packing.pack(c.exp, [i]) for i in range(8)]
+    got, want = (
+        packing.unpack([c.apply(c.params, b).logp for b in packs], packs, c.exp.tokens)
+        for packs in (together, alone)
+    )
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert want.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("row", [3, 4, 7])
+def test_changing_one_row_leaves_the_others_alone(row):
+    c = testing.case(1)
+    tokens = c.exp.tokens.clone()
+    tokens[row] = (tokens[row] + 1) % testing.VOCAB
+    score = lambda exp: testing._score(c.apply, c.params, exp)  # noqa: E731
+    changed = (score(c.exp) != score(tree.replace(c.exp, tokens=tokens))).any(-1)
+    assert changed.nonzero().flatten().tolist() == [row]
+
+
+@given(sizes=st.lists(st.integers(1, 5), max_size=6))
+def test_positions_restart_with_every_sequence(sizes):
+    seq = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes, dtype=torch.long))
+    assert packing.reset_position_ids(seq).tolist() == [i for n in sizes for i in range(n)]
+
+
+def test_positions_of_a_pack_are_those_of_its_sequences():
+    b = packing.pack(testing.case(0).exp, [5, 3, 2])
+    assert torch.equal(b.pos, packing.reset_position_ids(b.seq))
+
+
+# ---------- the plan
+
+
+@given(sizes=st.lists(st.integers(1, 20), max_size=30), budget=st.integers(20, 50))
+def test_assign_holds_every_item_once_within_the_budget(sizes, budget):
+    packs = packing.assign(sizes, budget)
+    assert sorted(i for p in packs for i in p) == list(range(len(sizes)))
+    assert all(0 < sum(sizes[i] for i in p) <= budget for p in packs)
+    loads = sorted(sum(sizes[i] for i in p) for p in packs)
+    assert len(loads) < 2 or loads[0] + loads[1] > budget  # no two packs would fit into one
+
+
+def test_best_fit_decreasing_by_hand():
+    """The largest first, each into the fullest pack that still holds it; ties by index."""
+    assert packing.assign([3, 5, 7], 10) == [[2, 0], [1]]
+    assert packing.assign([4, 4, 6, 6], 10) == [[2, 0], [3, 1]]
+    assert packing.assign([], 10) == []
+
+
+def gsm8k_like(seed, n=1024):
+    rng = np.random.default_rng(seed)
+    return np.clip(rng.lognormal(np.log(200), 0.4, n), 40, 1000).astype(int).tolist()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_waste_is_small_on_lengths_like_those_of_gsm8k(seed):
+    sizes = gsm8k_like(seed)
+    assert 0 <= packing.waste(sizes, packing.assign(sizes, 4096), 4096) < 0.05
+    packs = packing.shard(lengths_only(sizes), 4096, 1)[0]
+    assert 1 - sum(b.tokens.numel() for b in packs) / (4096 * len(packs)) < 0.05
+    in_order = [[i] for i in range(len(sizes))]
+    assert packing.waste(sizes, in_order, 4096) > 0.9  # what one row a pack would waste
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_shard_gives_every_rank_as_many_packs_and_about_as_many_tokens(world):
+    """Ranks with fewer packs would hang the others; ranks with more tokens would keep them waiting."""
+    sizes = gsm8k_like(world)
+    shards = packing.shard(lengths_only(sizes), 4096, world)
+    loads = [sum(b.tokens.numel() for b in rank) for rank in shards]
+    assert len({len(rank) for rank in shards}) == 1
+    assert max(loads) <= 1.02 * min(loads)
+    assert all(b.tokens.numel() <= 4096 for rank in shards for b in rank)
+    assert sorted(i for rank in shards for b in rank for i in b.rows) == list(range(len(sizes)))
+
+
+def test_a_batch_that_fits_one_pack_is_still_shared_by_all_ranks():
+    """What goes wrong elsewhere: few short rows end in one pack, and all ranks but one compute on padding."""
+    shards = packing.shard(lengths_only([11] * 8), 4096, 4)
+    assert [[b.tokens.numel() for b in rank] for rank in shards] == [[20]] * 4
+
+
+@given(seed=seeds, world=st.integers(1, 6))
+def test_the_plan_is_a_function_of_the_batch(seed, world):
+    exp = testing.case(seed).exp
+    a, b = packing.shard(exp, 24, world), packing.shard(exp, 24, world)
+    assert [[p.rows for p in rank] for rank in a] == [[p.rows for p in rank] for rank in b]
+    learns = exp.mask[:, 1:].any(-1).nonzero().flatten().tolist()
+    assert sorted(i for rank in a for p in rank for i in p.rows) == learns  # masked rows cost nothing
+    assert len({len(rank) for rank in a}) == 1
+
+
+def test_a_row_beyond_the_budget_is_named():
+    """The row of the batch, not its number among those that are left when masked rows have been dropped."""
+    exp = lengths_only([5, 5, 40, 5])
+    exp.mask[0] = False
+    with pytest.raises(
+        ValueError, match="budget: expected at least 39 tokens, the size of row 2, got 16; raise"
+    ):
+        packing.shard(exp, 16, 2)
+
+
+# ---------- empty packs
+
+
+def test_an_empty_pack_runs_and_adds_nothing():
+    """Every rank runs as many packs as the others: what it has none for is a pack of one masked token."""
+    c = testing.case(0)
+    b = packing.pack(c.exp, [])
+    total, grads = testing.total_and_grad(lambda o, b: -b.adv * o.logp + o.value, c.apply, c.params, [b])
+    assert total == 0 and all((g == 0).all() for g in tree.leaves(grads))
+    assert not b.mask.any() and b.w.tolist() == [0.0] and b.rows == () and b.num_seqs == 1
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_rows_without_a_target_make_an_empty_pack_that_unpacks_to_nothing(length):
+    exp = tree.replace(small(), length=torch.full((2,), length), mask=torch.zeros(2, 6, dtype=torch.bool))
+    b = packing.pack(exp, [0, 1])
+    assert (packing.unpack([torch.ones(b.target.shape)], [b], exp.tokens) == 0).all()
+    narrow = lengths_only([1, 1])
+    b = packing.pack(narrow, [1])
+    assert packing.unpack([torch.ones(1)], [b], narrow.tokens).tolist() == [[0.0], [0.0]]
+
+
+def test_a_batch_without_a_token_gives_every_rank_one_empty_pack():
+    exp = tree.replace(small(), mask=torch.zeros(2, 6, dtype=torch.bool))
+    assert [[(p.rows, p.w.tolist()) for p in rank] for rank in packing.shard(exp, 9, 3)] == [
+        [((), [0.0])]
+    ] * 3
+
+
+# ---------- minibatches and media
+
+
+@given(seed=seeds, n=st.integers(1, 8), key=st.integers(0, 2**40))
+def test_minibatches_hold_every_row_once_and_keep_the_sum_of_w(seed, n, key):
+    exp = tree.replace(testing.case(seed).exp, length=torch.arange(8))
+    parts = packing.minibatches(exp, n, key)
+    assert sorted(i for p in parts for i in p.length.tolist()) == list(range(8))
+    assert {p.tokens.shape[0] for p in parts} <= {8 // n, -(-8 // n)}
+    for p in parts:
+        for name in ("tokens", "mask", *FIELDS):
+            assert torch.equal(getattr(p, name), getattr(exp, name)[p.length])
+    torch.testing.assert_close(sum(p.w.sum() for p in parts), exp.w.sum())
+
+
+def test_minibatches_follow_their_key():
+    """What goes wrong elsewhere: the same order of data in every epoch."""
+    exp = lengths_only(list(range(2, 34)))
+    order = lambda key: [i for p in packing.minibatches(exp, 2, key) for i in p.length.tolist()]  # noqa: E731
+    assert order(1) == order(1) and len({tuple(order(key)) for key in range(6)}) == 6
+
+
+@pytest.mark.parametrize("n", [0, 3])
+def test_minibatches_need_a_row_each(n):
+    with pytest.raises(ValueError, match=f"n: expected between 1 and the number of rows 2, got {n}"):
+        packing.minibatches(small(), n, 0)
+
+
+def test_media_go_with_their_rows():
+    """What goes wrong elsewhere: a packed row loses its images, or takes those of its neighbour."""
+    media = Media(tensors={"pixels": torch.arange(6.0)[:, None]}, rows={"pixels": torch.tensor([4, 2])})
+    exp = tree.replace(small(), media=media)
+    pixels = lambda m: m.tensors["pixels"].flatten().tolist()  # noqa: E731
+    assert pixels(packing.pack(exp, [1, 0]).media) == [4, 5, 0, 1, 2, 3]
+    assert pixels(packing.pack(exp, [1]).media) == [4, 5]
+    assert pixels(packing.pack(exp, []).media) == []
+    for p in packing.minibatches(exp, 2, 0):
+        assert pixels(p.media) == ([0, 1, 2, 3] if p.tokens[0, 0] == 5 else [4, 5])
+
+
+def test_supervised_rows_are_masked_on_their_responses():
+    exp = packing.supervised([([1, 2], [3, 4, 5]), ([6], [7])])
+    b = packing.pack(exp, [0, 1])
+    assert b.target[b.mask].tolist() == [3, 4, 5, 7] and b.w[b.mask].tolist() == [0.25] * 4
+    assert b.tokens.tolist() == [1, 2, 3, 4, 6] and b.w.sum() == 1

@@ -1,0 +1,49 @@
+"""The linear recurrence against its double sum."""
+
+import numpy as np
+import pytest
+import ref
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rft_fn.scan import linear_scan
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+@given(seed=st.integers(0, 2**32), size=st.integers(0, 40))
+def test_against_the_double_sum(seed, size):
+    rng = np.random.default_rng(seed)
+    a, b = rng.uniform(-1, 1, (3, size)) * (rng.random((3, size)) > 0.1), rng.normal(size=(3, size))
+    want = np.array([ref.linear_scan(*row) for row in zip(a, b)]).reshape(3, size)
+    got = linear_scan(torch.from_numpy(a), torch.from_numpy(b))
+    np.testing.assert_allclose(got.numpy(), want, rtol=1e-10, atol=1e-10)
+    back = linear_scan(
+        torch.from_numpy(a[:, ::-1].copy()), torch.from_numpy(b[:, ::-1].copy()), reverse=False
+    )
+    np.testing.assert_allclose(back.numpy()[:, ::-1], want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 9])
+def test_gradient(size):
+    a, b = torch.rand(2, size).requires_grad_(), torch.randn(2, size).requires_grad_()
+    assert torch.autograd.gradcheck(linear_scan, (a, b))
+    assert torch.autograd.gradcheck(lambda a, b: linear_scan(a, b, reverse=False), (a, b))
+
+
+def test_by_hand():
+    a, b = torch.tensor([0.5, 0.5, 0.0, 2.0]), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert linear_scan(a, b).tolist() == [2.75, 3.5, 3.0, 4.0]  # nothing crosses the 0
+    assert linear_scan(a, b, reverse=False).tolist() == [1.0, 2.5, 3.0, 10.0]
+
+
+def test_ones_are_a_cumulative_sum_over_a_long_row():
+    b = torch.randn(2, 5000)
+    want = b.flip(-1).cumsum(-1).flip(-1)
+    torch.testing.assert_close(linear_scan(torch.ones_like(b), b), want, rtol=1e-10, atol=1e-10)
+
+
+def test_vmap_equals_a_loop():
+    a, b = torch.rand(4, 9), torch.randn(4, 9)
+    torch.testing.assert_close(torch.func.vmap(linear_scan)(a, b), linear_scan(a, b), rtol=0, atol=1e-15)

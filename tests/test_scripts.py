@@ -1,0 +1,234 @@
+"""The scripts as a user runs them: they train, resume to the bit after kill -9, say in a line what is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = [
+    "--prompts",
+    "4",
+    "--group",
+    "4",
+    "--steps",
+    "8",
+    "--save-every",
+    "2",
+    "--eval-every",
+    "4",
+    "--eval-prompts",
+    "8",
+]
+
+
+def start(script, *args, **options):
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+    }
+    command = [sys.executable, str(ROOT / "train_scripts" / f"{script}.py"), *map(str, args)]
+    return subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def run(script, *args, code=0):
+    process = start(script, *args)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == code, out + err
+    return out if code == 0 else err
+
+
+def rows(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """One uninterrupted run, with every part that has a state: EMA, KL to the initial model, reward moments."""
+    folder = tmp_path_factory.mktemp("runs") / "straight"
+    run("grpo", *SMALL, "--out", folder, "--ema", "0.9", "--kl", "0.01", "--normalize-reward")
+    return folder
+
+
+def test_a_run_leaves_everything(straight):
+    metrics = rows(straight)
+    assert [r["step"] for r in metrics] == list(range(8))
+    for name in (
+        "reward/mean",
+        "policy/logp_gap",
+        "policy/entropy",
+        "policy/kl_ref",
+        "policy/clip_frac",
+        "grad/norm",
+    ):
+        assert all(name in r for r in metrics), name
+    assert all(r["policy/logp_gap"] < 1e-4 for r in metrics)
+    assert [i for i, r in enumerate(metrics) if "eval/mean" in r] == [0, 3, 7]
+    assert {"curve.png", "lengths.png", "timing.jsonl", "config.json", "model", "checkpoints"} <= set(
+        os.listdir(straight)
+    )
+    assert rows(straight, "trajectories.jsonl")[0]["prompt"].startswith("sort:")
+    assert len(os.listdir(straight / "checkpoints")) in (
+        2,
+        3,
+    )  # the two newest, and the best where it is neither
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_kill_9_and_the_same_command_again(straight, tmp_path, after):
+    """Killed once `after` steps are written, at whatever it is doing then; the metrics end up equal to the last bit."""
+    args = [*SMALL, "--out", tmp_path / "straight", "--ema", "0.9", "--kl", "0.01", "--normalize-reward"]
+    process, path = start("grpo", *args), tmp_path / "straight" / "metrics.jsonl"
+    while not (path.exists() and len(path.read_text().splitlines()) > after):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert len(path.read_text().splitlines()) < 8
+    run("grpo", *args)
+    assert path.read_bytes() == (straight / "metrics.jsonl").read_bytes()
+    assert (tmp_path / "straight/trajectories.jsonl").read_bytes() == (
+        straight / "trajectories.jsonl"
+    ).read_bytes()
+    weights = [p / "model" / "model.safetensors" for p in (straight, tmp_path / "straight")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.mark.parametrize("algorithm", ["dr_grpo", "dapo", "rloo", "reinforce"])
+def test_every_algorithm_runs(algorithm, tmp_path):
+    run(
+        "grpo",
+        *SMALL[:4],
+        "--steps",
+        "2",
+        "--eval-prompts",
+        "8",
+        "--algorithm",
+        algorithm,
+        "--out",
+        tmp_path / "r",
+    )
+    assert len(rows(tmp_path / "r")) == 2
+
+
+def test_grpo_learns(tmp_path):
+    """A third of the default run: the reward on unseen questions more than triples."""
+    run("grpo", "--steps", "50", "--eval-every", "50", "--out", tmp_path / "r")
+    metrics = rows(tmp_path / "r")
+    assert metrics[-1]["eval/mean"] > 3 * metrics[0]["eval/mean"]
+
+
+def test_sft_then_evaluate(tmp_path):
+    run("sft", "--steps", "60", "--out", tmp_path / "sft", "--lr", "3e-3")
+    losses = [r["loss"] for r in rows(tmp_path / "sft")]
+    assert losses[-1] < losses[0] / 2
+    out = tmp_path / "eval.json"
+    text = run("evaluate", "--model", tmp_path / "sft/model", "--count", "64", "--out", out)
+    result = json.loads(out.read_text())["result"]
+    assert "pass@1" in text and 0.1 < result["pass@1"] == result["avg@1"] <= 1
+    sampled = ["--temperature", "1", "--group", "4", "--k", "1", "2", "4", "--count", "32"]
+    run("evaluate", "--model", tmp_path / "sft/model", *sampled, "--out", out)
+    result = json.loads(out.read_text())["result"]
+    assert (
+        result["avg@4"] == pytest.approx(result["pass@1"])
+        and result["pass@1"] <= result["pass@2"] <= result["pass@4"]
+    )
+    assert len(rows(tmp_path, "eval.jsonl")) == 128
+    run("evaluate", "--model", tmp_path / "sft/model", *sampled, "--engine.batch", "7", "--out", out)
+    assert json.loads(out.read_text())["result"] == result  # the number does not depend on the batches
+
+
+def bad_reward(folder, body):
+    path = folder / "mine.py"
+    path.write_text(f"def score(prompts, completions, **columns):\n    return {body}\n")
+    return ["--reward", f"{path}:score"]
+
+
+BAD = {
+    "an unknown flag": (lambda t: ["--learning-rate", "1"], "learning-rate"),
+    "a missing column": (lambda t: ["--template", "{query}"], "has no column 'query'"),
+    "a prompt longer than the window": (lambda t: ["--max-new", "200"], "window of 128 tokens"),
+    "a group of one": (lambda t: ["--group", "1"], "group: expected >= 2 responses a prompt for grpo"),
+    "too few rewards": (lambda t: bad_reward(t, "[0.0]"), "expected 2 values, got 1"),
+    "a reward that is NaN": (
+        lambda t: bad_reward(t, "[float('nan')] * len(completions)"),
+        "not a finite number",
+    ),
+    "an unknown algorithm": (lambda t: ["--algorithm", "ppo2"], "algorithm: expected one of grpo"),
+    "no such data": (lambda t: ["--data", "nowhere.jsonl"], "could not read 'nowhere.jsonl': no such file"),
+    "no such model": (lambda t: ["--model", "./nowhere"], "expected a folder, a hub name"),
+    "no such reward": (lambda t: ["--reward", "best"], "reward 'best': expected one of math"),
+    "greedy sampling": (lambda t: ["--temperature", "0"], "temperature: expected > 0"),
+    "a budget too small": (lambda t: ["--budget", "5"], "budget: expected at least"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line(case, tmp_path):
+    args, message = BAD[case]
+    err = run("grpo", *args(tmp_path), "--out", tmp_path / "r", code=2)
+    assert message in " ".join(err.replace("│", " ").split())
+    assert not (tmp_path / "r" / "metrics.jsonl").exists()  # no step was spent on it
+    if case != "an unknown flag":
+        assert err.strip().splitlines()[-1].startswith("error: ") and "Traceback" not in err
+
+
+def test_an_empty_data_set_and_an_unwritable_folder(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    assert "expected at least one row" in run(
+        "grpo", "--data", tmp_path / "empty.jsonl", "--out", tmp_path / "r", code=2
+    )
+    assert "cannot be written" in run("grpo", "--out", tmp_path / "empty.jsonl" / "r", code=2)
+
+
+def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(straight, tmp_path):
+    import shutil
+
+    folder = tmp_path / "straight"
+    shutil.copytree(straight, folder)
+    newest = folder / "checkpoints" / "step_00000008" / "tensors.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    args = [*SMALL, "--out", folder, "--ema", "0.9", "--kl", "0.01", "--normalize-reward"]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"out": str(folder)}))
+    before = (folder / "metrics.jsonl").read_bytes()
+    err = run("grpo", *args, code=2)
+    assert "step_00000008 is damaged" in err and "delete it to go on from step_00000006" in err
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    shutil.rmtree(newest.parent)
+    run("grpo", *args)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_reward_errors_in_the_middle_lose_nothing(tmp_path):
+    """A reward that breaks after some steps stops the run; with it mended, the same command goes on."""
+    body = "[float(len(c)) for c in completions] if not __import__('os').path.exists({!r}) else [None] * len(completions)"
+    flag = tmp_path / "break"
+    args = [*SMALL, "--out", tmp_path / "r", *bad_reward(tmp_path, body.format(str(flag)))]
+    process, path = start("grpo", *args), tmp_path / "r" / "metrics.jsonl"
+    while not (path.exists() and len(path.read_text().splitlines()) > 3):
+        time.sleep(0.01)
+    flag.write_text("")
+    _, err = process.communicate()
+    assert process.returncode == 2 and "value 0 is None, not a finite number" in err
+    flag.unlink()
+    run("grpo", *args)
+    assert [r["step"] for r in rows(tmp_path / "r")] == list(range(8))
+
+
+def test_help_is_the_docs_of_the_fields():
+    text = " ".join(run("grpo", "--help").replace("│", " ").split())
+    for line in (
+        "prompts a step",
+        "a row of rft_fn.algorithm.TABLE",
+        "trade a second forward for memory",
+        "--engine.batch",
+    ):
+        assert line in text

@@ -1,0 +1,58 @@
+"""Reductions over the sequences of a flat stream."""
+
+import numpy as np
+import pytest
+import ref
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rft_fn import segment
+
+FUNCTIONS = {"sum": ref.segment_sum, "mean": ref.segment_mean, "max": ref.segment_max}
+
+
+@st.composite
+def streams(draw):
+    """(x, mask, seq, num_seqs): contiguous sequences, some of them empty or without a token in mask."""
+    sizes = draw(st.lists(st.integers(0, 6), min_size=1, max_size=5))
+    total = sum(sizes)
+    x = draw(st.lists(st.floats(-1e3, 1e3), min_size=total, max_size=total))
+    mask = draw(st.lists(st.booleans(), min_size=total, max_size=total))
+    seq = np.repeat(np.arange(len(sizes)), sizes)
+    return np.array(x, np.float64), np.array(mask, bool), seq, len(sizes)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@given(stream=streams())
+def test_against_the_definition(name, stream):
+    x, mask, seq, k = stream
+    got = getattr(segment, name)(*(torch.from_numpy(v) for v in (x, mask, seq)), k)
+    np.testing.assert_allclose(got.numpy(), FUNCTIONS[name](x, mask, seq, k), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_sequence_without_a_token_in_mask_gives_zero_and_no_gradient(name):
+    """What goes wrong elsewhere: 0 / 0 for a row that was masked, and a NaN that a later `where` hides but
+    the gradient keeps."""
+    x = torch.tensor([1.0, torch.nan, torch.inf, -3.0], requires_grad=True)
+    mask, seq = torch.tensor([True, False, False, True]), torch.tensor([0, 1, 1, 3])
+    out = getattr(segment, name)(x, mask, seq, 4)
+    out.sum().backward()
+    assert out.tolist() == [1.0, 0.0, 0.0, -3.0]
+    assert x.grad.tolist() == [1.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_counts_beyond_what_half_precision_can_count(dtype):
+    """bf16 cannot add 1 to 256: a count or a sum held in it stops there."""
+    x, mask, seq = torch.ones(5000, dtype=dtype), torch.ones(5000, dtype=torch.bool), torch.zeros(5000).long()
+    assert segment.sum(x, mask, seq, 1).item() == 5000
+    assert segment.mean(x, mask, seq, 1).item() == 1
+
+
+def test_gradient_of_the_mean_is_one_over_the_tokens_in_mask():
+    x = torch.arange(5.0, requires_grad=True)
+    mask, seq = torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 1, 0])
+    segment.mean(x, mask, seq, 2).sum().backward()
+    torch.testing.assert_close(x.grad, torch.tensor([1 / 3, 1 / 3, 0, 1, 1 / 3]))
