@@ -10,8 +10,9 @@ import ref_kernels as ref
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rft_kernels import check_labels, linear_logprob
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from rft_kernels import check_labels, linear_logprob
 
 TINY = 0.002  # MB of workspace: tiles of 64 columns even for the smallest problem
 

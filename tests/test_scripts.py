@@ -1,4 +1,4 @@
-"""The scripts as a user runs them: they train, resume to the bit after kill -9, say in a line what is wrong."""
+"""The scripts as a user runs them: they train, resume to the bit, and say in one line what is wrong."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def rows(folder, name="metrics.jsonl"):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """One uninterrupted run, with every part that has a state: EMA, KL to the initial model, reward moments."""
+    """One uninterrupted run with all that has a state: EMA, KL to the initial model, reward moments."""
     folder = tmp_path_factory.mktemp("runs") / "straight"
     run("grpo", *SMALL, "--out", folder, "--ema", "0.9", "--kl", "0.01", "--normalize-reward")
     return folder
@@ -83,7 +83,7 @@ def test_a_run_leaves_everything(straight):
 
 @pytest.mark.parametrize("after", [1, 4])
 def test_kill_9_and_the_same_command_again(straight, tmp_path, after):
-    """Killed once `after` steps are written, at whatever it is doing then; the metrics end up equal to the last bit."""
+    """Killed once `after` steps are written, at whatever it is doing then: equal files in the end."""
     args = [*SMALL, "--out", tmp_path / "straight", "--ema", "0.9", "--kl", "0.01", "--normalize-reward"]
     process, path = start("grpo", *args), tmp_path / "straight" / "metrics.jsonl"
     while not (path.exists() and len(path.read_text().splitlines()) > after):
@@ -209,7 +209,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(straight, tmp_path):
 
 def test_reward_errors_in_the_middle_lose_nothing(tmp_path):
     """A reward that breaks after some steps stops the run; with it mended, the same command goes on."""
-    body = "[float(len(c)) for c in completions] if not __import__('os').path.exists({!r}) else [None] * len(completions)"
+    body = "[None if __import__('os').path.exists({!r}) else float(len(c)) for c in completions]"
     flag = tmp_path / "break"
     args = [*SMALL, "--out", tmp_path / "r", *bad_reward(tmp_path, body.format(str(flag)))]
     process, path = start("grpo", *args), tmp_path / "r" / "metrics.jsonl"

@@ -1,0 +1,139 @@
+"""The public function: contracts are checked here, then one of the engines does the work.
+
+Shapes: T tokens, D width of the hidden states, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rft_kernels import reference, streamed
+
+_ENGINES = ("auto", "streamed", "reference")
+# 16 MB keeps a tile of logits in the last-level cache of a CPU; a GPU wants large matrix products instead.
+_WORKSPACE_MB = {"cpu": 16.0}
+_WORKSPACE_MB_ELSEWHERE = 256.0
+
+
+class LogProb(NamedTuple):
+    """What `linear_logprob` returns, in float32 (float64 if h or w is). Rows whose label is ignored are 0."""
+
+    logp: Tensor  # [T] nats
+    entropy: Tensor | None  # [T] nats, of the whole distribution
+    lse: Tensor | None  # [T] logsumexp of the row of logits
+
+
+def linear_logprob(
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    entropy: bool = False,
+    lse: bool = False,
+    workspace_mb: float | None = None,
+    engine: str = "auto",
+) -> LogProb:
+    """h [T, D], w [V, D], y [T] -> log softmax(z)[t, y[t]] as [T], where z = cap(h wᵀ + bias) / temperature.
+
+    cap(x) is `softcap` tanh(x / softcap), or x without a softcap. Differentiable once, in h, w and bias,
+    through each of the three outputs; `temperature` (a number, [] or [T]) is data. The logits [T, V] never
+    exist: they are made tile by tile in about `workspace_mb` MB (default 16 on a CPU, 256 elsewhere; at least
+    64 columns at a time), and made again in the backward.
+
+    Arithmetic is float32 whatever the inputs are (float64 as soon as h or w is), also under autocast;
+    gradients have the types of their inputs. A row whose label is `ignore_index` yields 0 and no gradient
+    even if its h is NaN; a row whose upstream gradients are all 0 costs nothing in the backward. Any other
+    label outside [0, V) makes its row NaN; see `check_labels`. The number of live rows is read on the host,
+    once in each pass.
+
+    engine: "streamed", or "reference": plain operations on whole logits, for torch.func transforms of any
+    order and for gradients of the temperature. "auto" is "streamed".
+
+    If neither w nor bias needs a gradient, dlogp/dh is accumulated in the forward and the backward only
+    scales it: two matrix products instead of three. `lse=True` or a softcap turns that off; a gradient that
+    arrives through the entropy pays for the recomputation.
+
+    Raises ValueError for shapes, types and options that do not fit. It does not average, mask or shift.
+    """
+    _check(h, w, y, bias, softcap, workspace_mb, engine)
+    scale = 1 / _temperature(temperature, h, w)
+    if engine == "reference":
+        out = reference.log_prob(h, w, y, scale, bias=bias, softcap=softcap, ignore_index=ignore_index)
+    else:
+        if scale.requires_grad:
+            raise ValueError(
+                "temperature: expected no gradient (engine='reference' has one), got requires_grad=True"
+            )
+        mb = workspace_mb or _WORKSPACE_MB.get(h.device.type, _WORKSPACE_MB_ELSEWHERE)
+        out = streamed.log_prob(
+            h,
+            w,
+            y,
+            scale,
+            bias=bias,
+            softcap=softcap,
+            ignore_index=ignore_index,
+            entropy=entropy,
+            save_unit=not lse,
+            workspace=int(mb * 2**20),
+        )
+    return LogProb(out[0], out[1] if entropy else None, out[2] if lse else None)
+
+
+def check_labels(y: Tensor, vocabulary: int, *, ignore_index: int = -100) -> None:
+    """Raises ValueError for the first label of y [T] that is neither in [0, vocabulary) nor `ignore_index`.
+
+    Reads y on the host, which is why `linear_logprob` does not do it: there such a row is NaN.
+    """
+    wrong = ((y < 0) | (y >= vocabulary)) & (y != ignore_index)
+    for t in wrong.nonzero()[:1].flatten().tolist():
+        expected = f"labels in [0, {vocabulary}) or ignore_index = {ignore_index}"
+        raise ValueError(f"y: expected {expected}, got {int(y[t])} at row {t}")
+
+
+def _temperature(temperature: float | Tensor, h: Tensor, w: Tensor) -> Tensor:
+    """The temperature of each row: [T], in the type that is computed in."""
+    dtype, rows = streamed.accumulate_dtype(h, w), h.shape[0]
+    if isinstance(temperature, Tensor):
+        if temperature.shape not in ((), (rows,)):
+            raise ValueError(
+                f"temperature: expected a number, [] or [T] = [{rows}], got {list(temperature.shape)}"
+            )
+        return temperature.to(h.device, dtype).expand(rows)
+    if not temperature > 0:
+        raise ValueError(f"temperature: expected a number > 0, got {temperature}")
+    return torch.full((rows,), float(temperature), dtype=dtype, device=h.device)
+
+
+def _check(
+    h: Tensor, w: Tensor, y: Tensor, bias: Tensor | None, softcap: float | None, mb: float | None, engine: str
+) -> None:
+    _expect(h.dim() == 2, "h", "[T, D]", list(h.shape))
+    rows, width = h.shape
+    _expect(w.dim() == 2 and w.shape[1] == width, "w", f"[V, D] with D = {width}", list(w.shape))
+    _expect(w.shape[0] > 0, "w", "[V, D] with V > 0", list(w.shape))
+    _expect(y.shape == (rows,), "y", f"[T] = [{rows}]", list(y.shape))
+    for name, x in (("h", h), ("w", w), ("bias", bias)):
+        if x is not None:
+            _expect(x.is_floating_point(), name, "a floating-point tensor", x.dtype)
+            _expect(x.device == h.device, name, f"a tensor on {h.device}", x.device)
+    integer = not (y.is_floating_point() or y.is_complex() or y.dtype == torch.bool)
+    _expect(integer, "y", "an integer tensor", y.dtype)
+    _expect(y.device == h.device, "y", f"a tensor on {h.device}", y.device)
+    if bias is not None:
+        _expect(bias.shape == (w.shape[0],), "bias", f"[V] = [{w.shape[0]}]", list(bias.shape))
+    _expect(softcap is None or softcap > 0, "softcap", "None or a number > 0", softcap)
+    _expect(mb is None or mb > 0, "workspace_mb", "None or a number > 0", mb)
+    _expect(engine in _ENGINES, "engine", " or ".join(map(repr, _ENGINES)), repr(engine))
+
+
+def _expect(ok: bool, name: str, expected: str, got: object) -> None:
+    if not ok:
+        raise ValueError(f"{name}: expected {expected}, got {got}")

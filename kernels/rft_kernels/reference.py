@@ -1,0 +1,44 @@
+"""The definition, in plain differentiable operations on whole logits: short, slow, and T V numbers large."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rft_kernels.streamed import accumulate_dtype, exact_matmul
+
+
+def log_prob(
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    *,
+    bias: Tensor | None,
+    softcap: float | None,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h [T, D], w [V, D], y [T], scale [T] = 1 / temperature -> logp, entropy, lse, each [T].
+
+    Composes with every torch.func transform, and can be differentiated any number of times.
+    """
+    live, inside = y != ignore_index, (y >= 0) & (y < w.shape[0])
+    # A where on the outputs alone would let a NaN of an ignored row through to the gradient of w.
+    h = torch.where(live[:, None], h, 0)
+    z = logits(h, w, bias, softcap) * scale[:, None]
+    log_p = z.log_softmax(1)
+    p = log_p.exp()
+    entropy = -(p * log_p.masked_fill(p == 0, 0)).sum(1)  # p log p is 0 where p is 0, also if log p is -inf
+    logp = log_p.gather(1, y.long().clamp(0, w.shape[0] - 1)[:, None])[:, 0]
+    outputs = (logp, entropy, z.logsumexp(1))
+    return tuple(torch.where(live, torch.where(inside, x, torch.nan), 0) for x in outputs)
+
+
+def logits(h: Tensor, w: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+    """cap(h wᵀ + bias) as [T, V], in float32 or float64."""
+    dtype = accumulate_dtype(h, w)
+    with exact_matmul(h.device.type):
+        z = h.to(dtype) @ w.to(dtype).T
+    if bias is not None:
+        z = z + bias.to(dtype)
+    return z if softcap is None else softcap * torch.tanh(z / softcap)

@@ -1,0 +1,238 @@
+"""Arithmetic on tiles of logits: an online softmax forward, recomputation backward. No autograd here.
+
+The vocabulary is the outer loop and the tokens are the inner one. So a slice of w is upcast once; a slice of
+dw is one matrix product and needs no accumulator of size V D; only dh, of size T D, is added up over the
+slices.
+
+The target is left out of the running sums and put back at the end. Then 1 - p and log p keep their relative
+accuracy when the policy is nearly certain (p > 0.999), where 1 - p formed from a rounded p has none left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_CPU_ROWS = 4096  # of a matrix product: more would make the slices of w thin within the same workspace
+_GPU_ROWS = 32768
+_COLUMNS = 64  # slices of the vocabulary are multiples of this
+_NEVER = -1e4  # exp(_NEVER) is 0 in every type, and 0 * _NEVER is 0 where 0 * -inf would be NaN
+
+
+class Head(NamedTuple):
+    """x = h wᵀ + inner bias are scaled logits; z = x, or outer tanh(x) under a softcap."""
+
+    h: Tensor  # [R, D] hidden states times inner, in the type of the computation
+    w: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    inner: Tensor  # [R] 1 / temperature, or 1 / softcap
+    outer: Tensor | None  # [R] softcap / temperature
+    workspace: int  # bytes
+
+
+class Running(NamedTuple):
+    """The online softmax of each row over the columns seen so far, its target left out."""
+
+    top: Tensor  # [R] largest logit
+    total: Tensor  # [R] sum of exp(z - top)
+    weighted: Tensor  # [R] sum of (z - top) exp(z - top)
+    hit: Tensor  # [R] the target's logit, NaN until it is met
+    shrink: Tensor  # [R] what the last tile multiplied earlier sums by
+
+
+class Cotangent(NamedTuple):
+    """dz = p (level - g_entropy log p) for every column but the target's, which is peak; all [R]."""
+
+    lse: Tensor
+    level: Tensor
+    g_entropy: Tensor | None
+    peak: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        logp: Tensor,
+        entropy: Tensor | None,
+        lse: Tensor,
+        g: Tensor | None,
+        g_entropy: Tensor | None,
+        g_lse: Tensor | None,
+    ) -> Cotangent:
+        """d logp/dz = 1[y] - p, d entropy/dz = -p (log p + entropy), d lse/dz = p."""
+        zero = torch.zeros_like(lse)
+        g = zero if g is None else g
+        level = -g if g_lse is None else g_lse - g
+        others = level + g
+        if g_entropy is not None:
+            level = level - g_entropy * entropy
+            others = level + g - g_entropy * logp.clamp(min=_NEVER)
+        return cls(lse, level, g_entropy, logp.exp() * others - g * torch.expm1(logp))
+
+
+class Tile(NamedTuple):
+    """Scaled logits of a block of B tokens over a slice of C columns."""
+
+    cols: slice  # of the vocabulary
+    rows: slice  # of the tokens
+    w: Tensor  # [C, D] in the type of the computation
+    x: Tensor  # [B, C] the consumer may write into it
+    outer: Tensor | None  # [B] of Head
+    total: Tensor | None  # [C, D] room for a gradient of w, if w is of a narrower type
+
+
+def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor | None, ...]:
+    """y [R] -> logp, entropy or None, lse, each [R], and dlogp/dh [R, D] or None. NaN for a bad label."""
+    run = _start(head.h)
+    # The sum of exp(z - top) w over all columns but the target's, kept up to date like run.total.
+    pull = torch.zeros_like(head.h) if unit else None
+    for tile in _tiles(head, copies=1 + entropy):
+        state = Running(*(r[tile.rows] for r in run))
+        _absorb(state, tile.x, y[tile.rows] - tile.cols.start, tile.outer, entropy=entropy)
+        if pull is not None:
+            pull[tile.rows].mul_(state.shrink[:, None]).addmm_(tile.x, tile.w)
+    logp, lse = _log_prob(run)
+    if pull is not None:
+        target = head.w[y.clamp(0, head.w.shape[0] - 1)].to(pull.dtype)
+        pull.mul_(-torch.exp(run.top - lse)[:, None]).addcmul_(target, -torch.expm1(logp)[:, None])
+        pull.mul_(head.inner[:, None])
+    return logp, _entropy(run, logp, lse) if entropy else None, lse, pull
+
+
+def backward(
+    head: Head, y: Tensor, cot: Cotangent, need: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of h [R, D], bias [V] (in the type of the computation) and w [V, D] (its own), as needed."""
+    dh = torch.zeros_like(head.h) if need[0] else None
+    dw = head.w.new_empty(head.w.shape) if need[1] else None
+    db = head.h.new_zeros(head.w.shape[0]) if need[2] else None
+    for tile in _tiles(head, copies=1 + (cot.g_entropy is not None) + (head.outer is not None)):
+        piece = Cotangent(*(None if c is None else c[tile.rows] for c in cot))
+        _differentiate(tile.x, y[tile.rows] - tile.cols.start, piece, tile.outer)
+        if dh is not None:
+            dh[tile.rows].addmm_(tile.x, tile.w)
+        if dw is not None:
+            _weight_grad(dw[tile.cols], tile, head.h[tile.rows])
+        if db is not None:
+            db[tile.cols].addmv_(tile.x.T, head.inner[tile.rows])
+    return None if dh is None else dh.mul_(head.inner[:, None]), dw, db
+
+
+def _start(h: Tensor) -> Running:
+    # A finite floor instead of -inf: a tile that is -inf throughout then needs no guard against -inf - -inf.
+    zero = h.new_zeros(h.shape[0])
+    top, hit = torch.full_like(zero, torch.finfo(h.dtype).min / 2), torch.full_like(zero, torch.nan)
+    return Running(top, zero, zero.clone(), hit, zero.clone())
+
+
+def _absorb(run: Running, z: Tensor, column: Tensor, outer: Tensor | None, *, entropy: bool) -> None:
+    """Adds the tile z [R, C] to run in place, and leaves exp(z - top) in z.
+
+    column [R]: the target's in this tile, or a number outside [0, C) when it is in another one.
+    """
+    if outer is not None:
+        z.tanh_().mul_(outer[:, None])
+    at, inside = _locate(z, column)
+    seen = z.gather(1, at)
+    run.hit.copy_(torch.where(inside, seen, run.hit[:, None])[:, 0])
+    z.scatter_(1, at, seen.masked_fill(inside, -torch.inf))
+    top = torch.maximum(run.top, z.amax(1))
+    drop = run.top - top
+    torch.exp(drop, out=run.shrink)
+    z.sub_(top[:, None])
+    if entropy:
+        below = z.clamp(min=_NEVER)
+        moments = below.mul_(z.exp_()).sum(1)
+        run.weighted.addcmul_(drop, run.total).mul_(run.shrink).add_(moments)
+    else:
+        z.exp_()
+    run.total.mul_(run.shrink).add_(z.sum(1))
+    run.top.copy_(top)
+
+
+def _log_prob(run: Running) -> tuple[Tensor, Tensor]:
+    """logp [R] = -log(1 + sum of the others / the target), and lse [R]."""
+    others = run.top + run.total.log()
+    lse = torch.logaddexp(others, run.hit)
+    logp = -torch.logaddexp(torch.zeros_like(lse), others - run.hit)
+    return logp + (lse - lse), lse  # an infinite logit has no log-probability: NaN, not 0
+
+
+def _entropy(run: Running, logp: Tensor, lse: Tensor) -> Tensor:
+    """-sum p log p [R], over the target and over the others, for whom log p = (z - top) + (top - lse)."""
+    offset = run.top - lse
+    target = logp.exp() * logp.clamp(min=_NEVER)
+    return -target - offset.exp() * torch.addcmul(run.weighted, offset, run.total)
+
+
+def _differentiate(z: Tensor, column: Tensor, cot: Cotangent, outer: Tensor | None) -> None:
+    """Replaces the scaled logits z [R, C] by the gradient of the outputs in them."""
+    slope = None
+    if outer is not None:
+        slope = (1 - z.tanh_().square()).mul_(outer[:, None])
+        z.mul_(outer[:, None])
+    z.sub_(cot.lse[:, None])
+    if cot.g_entropy is None:
+        z.exp_().mul_(cot.level[:, None])
+    else:
+        factor = z.clamp(min=_NEVER).mul_(-cot.g_entropy[:, None]).add_(cot.level[:, None])
+        z.exp_().mul_(factor)
+    at, inside = _locate(z, column)
+    z.scatter_(1, at, torch.where(inside, cot.peak[:, None], z.gather(1, at)))
+    if slope is not None:
+        z.mul_(slope)
+
+
+def _weight_grad(dw: Tensor, tile: Tile, h: Tensor) -> None:
+    """dw [C, D] (+)= dxᵀ h, over the blocks of tokens; in tile.total first if dw is of a narrower type."""
+    total = dw if tile.total is None else tile.total
+    if tile.rows.start == 0:
+        torch.mm(tile.x.T, h, out=total)
+    else:
+        total.addmm_(tile.x.T, h)
+    if total is not dw:
+        dw.copy_(total)
+
+
+def _locate(z: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each row's target is in z [R, C], clamped into it, and whether it was inside; both [R, 1]."""
+    last = z.shape[1] - 1
+    return column.clamp(0, last)[:, None], ((column >= 0) & (column <= last))[:, None]
+
+
+def _tiles(head: Head, *, copies: int) -> Iterator[Tile]:
+    """Scaled logits, tile by tile, all in one buffer. The consumer may hold copies - 1 more of its size."""
+    (tokens, width), vocabulary = head.h.shape, head.w.shape[0]
+    height, breadth = _tile_shape(head, copies)
+    buffer = head.h.new_empty(height * breadth)
+    narrow = head.w.dtype != head.h.dtype
+    upcast, total = head.h.new_empty(2, breadth, width) if narrow else (None, None)
+    for cols in _cut(vocabulary, breadth):
+        size = cols.stop - cols.start
+        w = upcast[:size].copy_(head.w[cols]) if narrow else head.w[cols]
+        bias = None if head.bias is None else head.bias[cols].to(w.dtype)
+        for rows in _cut(tokens, height):
+            x = buffer[: (rows.stop - rows.start) * size].view(-1, size)
+            torch.mm(head.h[rows], w.T, out=x)
+            if bias is not None:
+                x.addr_(head.inner[rows], bias)
+            outer = None if head.outer is None else head.outer[rows]
+            yield Tile(cols, rows, w, x, outer, total[:size] if narrow else None)
+
+
+def _tile_shape(head: Head, copies: int) -> tuple[int, int]:
+    """Rows and columns of a tile, such that its copies and converted slices of w fit into the workspace."""
+    (tokens, width), vocabulary = head.h.shape, head.w.shape[0]
+    height = max(1, min(tokens, _CPU_ROWS if head.h.device.type == "cpu" else _GPU_ROWS))
+    converted = 0 if head.w.dtype == head.h.dtype else 2 * width
+    fit = head.workspace // (head.h.element_size() * (copies * height + converted))
+    slices = -(-vocabulary // max(fit, _COLUMNS))  # of one size, rather than a thin one at the end
+    breadth = -(-vocabulary // slices)
+    return height, min(vocabulary, -(-breadth // _COLUMNS) * _COLUMNS)
+
+
+def _cut(size: int, step: int) -> list[slice]:
+    """[0, size) in slices of at most step; one empty slice if size is 0: products over it are zeros."""
+    return [slice(a, min(a + step, size)) for a in range(0, max(size, 1), step)]
