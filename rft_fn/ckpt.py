@@ -116,8 +116,21 @@ def _pick(name: str, like: Any, tensors: dict[str, Tensor], plain: dict[str, Any
     return x.to(like.device)
 
 
+def _nested(named: dict[str, Any]) -> dict[str, Any]:
+    """{"a/b": 1} -> {"a": {"b": 1}}"""
+    out: dict[str, Any] = {}
+    for name, value in named.items():
+        *trail, last = name.split("/")
+        inner = out
+        for part in trail:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return out
+
+
 def restore(path: str | Path, like: TrainState, extra: Any = None) -> tuple[TrainState, Any]:
-    """(state, extra) of the checkpoint at `path`, in the structure of `like` and of the `extra` given.
+    """(state, extra) of the checkpoint at `path`: state in the structure of `like`, extra in that of the
+    `extra` given, or without one as nested dicts of what was saved (None if nothing was).
 
     Parameters are copied into those of `like`, so that the module behind `apply` has them; `like` is donated.
     ValueError that names the folder and the remedy if it is damaged or of another model; then nothing has
@@ -126,7 +139,7 @@ def restore(path: str | Path, like: TrainState, extra: Any = None) -> tuple[Trai
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    path, want = Path(path), {"state": like, "extra": extra}
+    path = Path(path)
     meta, file = _meta(path), path / "tensors.safetensors"
     try:
         if _digest(file) != meta["digest"]:
@@ -134,6 +147,10 @@ def restore(path: str | Path, like: TrainState, extra: Any = None) -> tuple[Trai
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise ValueError(_damaged(path, f"tensors.safetensors: {error}")) from error
+    if extra is None:
+        leaves = {n: tensors[n] if n in tensors else meta["plain"][n] for n in meta["names"]}
+        extra = _nested({n: x for n, x in leaves.items() if n.startswith("extra/")}).get("extra")
+    want = {"state": like, "extra": extra}
     named = list(tree.leaves_with_path(want))
     if [n for n, _ in named] != meta["names"]:
         odd = sorted(set(meta["names"]) ^ {n for n, _ in named})

@@ -78,7 +78,7 @@ class Run:
         run.
         """
         self.folder, self.total, self.main = Path(folder), total, rank == 0
-        self.config, self._free = _jsonable(config), set(free)
+        self.config, self._free = _jsonable(config), {"out", *free}  # a folder may be moved
         self._trackers: list[Callable[[int, Mapping[str, float]], None]] = []
         self._bar: Any = None
         self._rewards: list[float] = []

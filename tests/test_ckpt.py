@@ -51,6 +51,15 @@ def test_resume_is_exact(tmp_path):
         _ = like.params
 
 
+def test_extra_comes_back_without_a_template(tmp_path):
+    st, _, state = start()
+    st.save(tmp_path / "a", state, {"seen": {"count": torch.tensor(3)}, "note": "x"})
+    st.save(tmp_path / "b", start()[2])
+    _, extra = st.restore(tmp_path / "a", start(1)[2])
+    assert extra == {"seen": {"count": torch.tensor(3)}, "note": "x"}
+    assert st.restore(tmp_path / "b", start(1)[2])[1] is None
+
+
 def test_restored_weights_are_the_modules(tmp_path):
     st, _, state = start(seed=4)
     st.save(tmp_path / "step_1", state)

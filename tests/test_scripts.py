@@ -119,10 +119,11 @@ def test_every_algorithm_runs(algorithm, tmp_path):
 
 
 def test_grpo_learns(tmp_path):
-    """A third of the default run: the reward on unseen questions more than triples."""
+    """A third of the default run: sampled reward from 0.1, and greedy answers to unseen questions from a third."""
     run("grpo", "--steps", "50", "--eval-every", "50", "--out", tmp_path / "r")
     metrics = rows(tmp_path / "r")
-    assert metrics[-1]["eval/mean"] > 3 * metrics[0]["eval/mean"]
+    assert metrics[0]["reward/mean"] < 0.2 and metrics[0]["eval/mean"] < 0.4
+    assert metrics[-1]["reward/mean"] > 0.4 and metrics[-1]["eval/mean"] > 0.6
 
 
 def test_sft_then_evaluate(tmp_path):
@@ -196,8 +197,6 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(straight, tmp_path):
     newest = folder / "checkpoints" / "step_00000008" / "tensors.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
     args = [*SMALL, "--out", folder, "--ema", "0.9", "--kl", "0.01", "--normalize-reward"]
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"out": str(folder)}))
     before = (folder / "metrics.jsonl").read_bytes()
     err = run("grpo", *args, code=2)
     assert "step_00000008 is damaged" in err and "delete it to go on from step_00000006" in err
