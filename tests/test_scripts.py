@@ -119,7 +119,7 @@ def test_every_algorithm_runs(algorithm, tmp_path):
 
 
 def test_grpo_learns(tmp_path):
-    """A third of the default run: sampled reward from 0.1, and greedy answers to unseen questions from a third."""
+    """A third of the default run: the sampled reward from 0.1, greedy answers to new questions from 0.3."""
     run("grpo", "--steps", "50", "--eval-every", "50", "--out", tmp_path / "r")
     metrics = rows(tmp_path / "r")
     assert metrics[0]["reward/mean"] < 0.2 and metrics[0]["eval/mean"] < 0.4
