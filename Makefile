@@ -45,17 +45,22 @@ smollm2: $(VENV)/gguf-installed
 	$(BIN)/python -c "from rft_fn import model; print(model.resolve('smollm2-135m'))"
 
 train-smollm2: smollm2
-	$(BIN)/python train_scripts/evaluate.py --model smollm2-135m $(SUM) --reward boxed numeric --max-new 10 --count 200 \
-	  --out $(OUT)/smollm2/before.json
+	$(call evaluate,smollm2-135m,before)
 	$(BIN)/python train_scripts/sft.py --model smollm2-135m $(SUM) --response '\boxed{{{answer}}}' \
-	  --steps 12 --batch 16 --lr 2e-5 --warmup 3 --out $(OUT)/smollm2/sft
-	$(BIN)/python train_scripts/evaluate.py --model $(OUT)/smollm2/sft/model $(SUM) --reward boxed numeric --max-new 10 \
-	  --count 200 --out $(OUT)/smollm2/after_sft.json
+	  --steps 12 --batch 16 --lr 2e-5 --warmup 3 --save-every 100 --out $(OUT)/smollm2/sft
+	$(call evaluate,$(OUT)/smollm2/sft/model,after_sft)
 	$(BIN)/python train_scripts/grpo.py --model $(OUT)/smollm2/sft/model $(SUM) --reward boxed --steps 30 --prompts 16 \
 	  --group 8 --lr 2e-5 --lr-end 1 --warmup 2 --max-new 10 --budget 1024 --eval-every 15 --eval-prompts 100 \
 	  --save-every 10 --engine.batch 64 --out $(OUT)/smollm2/grpo
-	$(BIN)/python train_scripts/evaluate.py --model $(OUT)/smollm2/grpo/model $(SUM) --reward boxed numeric --max-new 10 \
-	  --count 200 --out $(OUT)/smollm2/after_grpo.json
+	$(call evaluate,$(OUT)/smollm2/grpo/model,after_grpo)
+
+# greedy and sampled, on 200 questions that no training saw
+define evaluate
+	$(BIN)/python train_scripts/evaluate.py --model $(1) $(SUM) --reward boxed numeric --max-new 10 --count 200 \
+	  --out $(OUT)/smollm2/$(2).json
+	$(BIN)/python train_scripts/evaluate.py --model $(1) $(SUM) --reward boxed numeric --max-new 10 --count 200 \
+	  --temperature 1 --out $(OUT)/smollm2/$(2)_sampled.json
+endef
 
 bench: $(VENV)/installed
 	$(BIN)/python kernels/bench/linear_logprob.py

@@ -120,6 +120,8 @@ class Run:
             return
         for name in ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl"):
             _keep_until(self.folder / name, step)
+        if step:
+            print(f"{self.folder}: going on after step {step}", flush=True)
         path = self.folder / "metrics.jsonl"
         self._rewards = (
             [r["reward/mean"] for r in plot.read_metrics(path) if "reward/mean" in r] if path.exists() else []
@@ -195,13 +197,6 @@ class Run:
             self._bar.start()
         return self._bar
 
-    def say(self, text: str) -> None:
-        """A line for the person at the terminal, above the progress bar."""
-        if self.main and self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False)
-        elif self.main:
-            print(text, flush=True)
-
     def finish(self) -> None:
         """Draw the pictures, show the curve in the terminal, and say where everything is."""
         if not self.main:
@@ -213,7 +208,9 @@ class Run:
         if self._lengths:
             plot.length_histogram(self._lengths, self.folder / "lengths.png")
         if len(self._rewards) > 1:
+            last = self._rewards[-10:]
             print(plot.terminal_curve(self._rewards, title="reward"))
+            print(f"reward: {sum(last) / len(last):.3f}, the mean of the last {len(last)} steps")
         print(f"run: {self.folder}  (metrics.jsonl, curve.png, trajectories.jsonl)", flush=True)
 
 

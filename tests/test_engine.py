@@ -111,6 +111,15 @@ def test_rows_end_at_stop_tokens_and_at_max_new():
     assert not r.truncated.all()
 
 
+def test_every_end_token_of_the_model_ends_a_response():
+    """Chat models name several in their generation config: one that is not known runs into the next turn."""
+    lm = tiny.llama()
+    lm.generation_config.eos_token_id = [1, *range(20, 40)]
+    r = rollout(rft.Sampling(max_new=30), n=8, lm=lm)
+    ends = set(r.tokens[torch.arange(len(r.tokens)), r.length - 1][~r.truncated].tolist())
+    assert ends & set(range(20, 40)) and all(t in {1, *range(20, 40)} for t in ends)
+
+
 def test_load_gives_weights_and_version():
     other, sampling = tiny.llama(5), rft.Sampling(max_new=5)
     eng = engine.hf(tiny.llama(), tiny.tokenizer())

@@ -24,7 +24,7 @@ def write(run, steps):
         run.write(step, {"reward/mean": step / 10, "loss": 1.0, "policy/entropy": float("nan")}, tokens=100)
 
 
-def test_rows_and_their_cut(tmp_path):
+def test_rows_and_their_cut(tmp_path, capsys):
     run = log.Run(tmp_path / "r", Config(), total=4)
     run.resume(0)
     write(run, range(4))
@@ -40,6 +40,7 @@ def test_rows_and_their_cut(tmp_path):
         f.write('{"step": 4, "rew')  # a kill in the middle of a line
     again = log.Run(tmp_path / "r", Config(), total=4)
     again.resume(2)
+    assert "going on after step 2" in capsys.readouterr().out
     write(again, [2])
     assert [r["step"] for r in plot.read_metrics(run.folder / "metrics.jsonl")] == [0, 1, 2]
 

@@ -132,6 +132,14 @@ def _assemble(
     )
 
 
+def _ends(lm: nn.Module, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end a response: the tokenizer's, and those of the model's generation config (chat
+    models name several)."""
+    named = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
+    more = named if isinstance(named, (list, tuple)) else [named]
+    return frozenset(t for t in (tokenizer.eos_token_id, *more) if t is not None)
+
+
 def _check(
     prompts: Sequence[Sequence[int]], keys: Sequence[int], n: int, sampling: Sampling, window: int | None
 ) -> None:
@@ -159,7 +167,7 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64) -> Engine:
     """
     lm.eval()
     state = {"version": 0, "asleep": False}
-    pad, ends = tokenizer.pad_token_id, frozenset([tokenizer.eos_token_id])
+    pad, ends = tokenizer.pad_token_id, _ends(lm, tokenizer)
     window = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
 
     @torch.no_grad()
