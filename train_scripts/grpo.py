@@ -17,7 +17,7 @@ class Config:
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
     reward: tuple[str, ...] = ("task:sort_digits",)  # math numeric boxed exact format file.py:f, =WEIGHT
     algorithm: str = "grpo"  # a row of rft_fn.algorithm.TABLE
-    steps: int = 150  # updates
+    steps: int = 130  # updates
     prompts: int = 32  # prompts a step
     group: int = 16  # responses a prompt
     lr: float = 1e-3  # learning rate
@@ -31,7 +31,7 @@ class Config:
     top_p: float = 1.0  # sample from the smallest set of tokens with this mass; train on the same
     max_new: int = 6  # tokens a response
     max_prompt: int = 512  # tokens a prompt; longer ones of a file are left out
-    budget: int = 512  # tokens a pack
+    budget: int = 1024  # tokens a pack
     gradient_checkpointing: bool = False  # trade a second forward for memory
     max_gap: float = 0.01  # stop when trainer and sampler differ by more than this [nats a token]
     eval_data: str = ""  # data of the evaluation; when empty a task's unseen rows, or a file's own
