@@ -1,4 +1,4 @@
-"""The embedded default: a character-level decoder of 0.34 M parameters, built and warmed up on the spot.
+"""The embedded default: a character-level decoder of 0.33 M parameters, built and warmed up on the spot.
 
 The warm-up is a few steps of supervised fine-tuning on generated examples: enough for the form of an answer,
 while the content is right little more often than by chance. The rest is reinforcement learning's.
