@@ -46,8 +46,8 @@ def rloo(reward: Tensor) -> Tensor:
 
 
 def discounted_return(reward: Tensor, discount: Tensor) -> Tensor:
-    """[..., S]: R[t] = r[t] + discount[t] R[t+1]. A sequence ends where discount is 0 (REINFORCE's
-    return)."""
+    """[..., S]: R[t] = r[t] + discount[t] R[t+1]. A sequence ends
+    where discount is 0 (REINFORCE's return)."""
     check.shapes(reward=(reward, "... S"), discount=(discount, "... S"))
     return linear_scan(discount, reward)
 
@@ -91,8 +91,8 @@ def _append(x: Tensor, last: Tensor | float) -> Tensor:
 
 
 def whiten(adv: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """[...]: (adv - mean) / sqrt(var + eps) over mask, var the sample's; 0 outside mask. Called by no other
-    function here."""
+    """[...]: (adv - mean) / sqrt(var + eps) over mask, var the sample's; 0 outside mask.
+    Called by no other function here."""
     check.shapes(adv=(adv, "..."), mask=(mask, "..."))
     count = mask.sum().to(adv.dtype)
     centred = torch.where(mask, adv - torch.where(mask, adv, 0).sum() / count.clamp(min=1), 0)

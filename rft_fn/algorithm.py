@@ -1,5 +1,5 @@
-"""Published algorithms as rows of one table. A row is plain functions: index it, change an entry, or ignore
-it.
+"""Published algorithms as rows of one table. A row is plain functions: index it,
+change an entry, or ignore it.
 
     algo = algorithm.TABLE["grpo"]
     mine = algo._replace(loss=my_loss)            # a new algorithm is a changed row, not a subclass
@@ -30,8 +30,8 @@ class Algorithm(NamedTuple):
 def ppo_clip(
     out: TokenOut, b: Packed, *, low: float = 0.2, high: float = 0.2, dual: float | None = None
 ) -> Any:
-    """`loss.ppo_clip` as a LossFn, with the metrics that one reads: the clipped share, KL to the old policy,
-    largest ratio."""
+    """`loss.ppo_clip` as a LossFn, with the metrics that one reads: the clipped share, KL
+    to the old policy, largest ratio."""
     rho = loss.ratio(out.logp.detach(), b.old_logp)
     clipped = ((rho > 1 + high) & (b.adv > 0)) | ((rho < 1 - low) & (b.adv < 0))
     metrics = {
@@ -73,8 +73,8 @@ TABLE: dict[str, Algorithm] = {
 
 
 def get_algorithm(name: str, *, group: int | None = None) -> Algorithm:
-    """The row of that name. ValueError that lists the names there are, or says that `group` responses are too
-    few for it."""
+    """The row of that name. ValueError that lists the names there are, or says that `group`
+    responses are too few for it."""
     if name not in TABLE:
         raise ValueError(f"algorithm: expected one of {', '.join(TABLE)}, got {name!r}")
     if group is not None and group < TABLE[name].group:

@@ -169,16 +169,16 @@ def restore(path: str | Path, like: TrainState, extra: Any = None) -> tuple[Trai
 
 
 def steps(folder: str | Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first. Half-written ones have other names and are never among
-    them."""
+    """The checkpoints in `folder`, oldest first. Half-written ones have other
+    names and are never among them."""
     folder = Path(folder)
     found = [p for p in folder.iterdir() if re.fullmatch(r"step_\d+", p.name)] if folder.is_dir() else []
     return sorted(found, key=lambda p: int(p.name.split("_")[1]))
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest checkpoint, or None. One that a killed `save` had moved aside, and not replaced yet, is
-    moved back first."""
+    """The newest checkpoint, or None. One that a killed `save` had moved aside, and not
+    replaced yet, is moved back first."""
     for aside in Path(folder).glob(".step_*.old"):
         path = aside.with_name(aside.name.removeprefix(".").removesuffix(".old"))
         if not path.exists():
@@ -194,8 +194,8 @@ def _scores(paths: list[Path]) -> Iterator[tuple[float, Path]]:
 
 
 def rotate(folder: str | Path, *, keep: int, best: int = 0) -> list[Path]:
-    """Delete all but the `keep` newest checkpoints and the `best` ones of the highest score; the deleted come
-    back.
+    """Delete all but the `keep` newest checkpoints and the `best` ones of the
+    highest score; the deleted come back.
 
     Ties go to the later checkpoint. The newest is never deleted. Half-written folders of killed runs go too.
     """

@@ -1,5 +1,5 @@
-"""What a run leaves behind and what one sees of it: files in its folder, a progress bar, trackers when asked
-for.
+"""What a run leaves behind and what one sees of it: files in its folder, a
+progress bar, trackers when asked for.
 
     runs/NAME/config.json         the arguments
               metrics.jsonl       a row a step, a function of the config alone: a resumed run's is equal
@@ -31,8 +31,8 @@ def _jsonable(x: Any) -> Any:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Cut a file of rows back to those before `step`, in one rename; a line that a kill cut short goes
-    too."""
+    """Cut a file of rows back to those before `step`, in one rename; a line that
+    a kill cut short goes too."""
     if not path.exists():
         return
     kept = []
@@ -133,8 +133,8 @@ class Run:
             f.write(json.dumps(row) + "\n")
 
     def write(self, step: int, metrics: Mapping[str, float], *, tokens: int = 0) -> None:
-        """One step's metrics to every place; `tokens` were processed since the last call. Non-finite values
-        become null."""
+        """One step's metrics to every place; `tokens` were processed since the
+        last call. Non-finite values become null."""
         if not self.main:
             return
         now = time.perf_counter()
@@ -297,8 +297,8 @@ def error_line(error: Exception) -> str:
 
 
 def cli(main: Callable[[Any], None], config: type) -> None:
-    """Run a script: arguments from the dataclass `config` (tyro), errors of the user's as one line and exit
-    code 2.
+    """Run a script: arguments from the dataclass `config` (tyro), errors of the user's as
+    one line and exit code 2.
 
     A mistake in an argument, a file or a reward is a line; with RFT_FN_TRACEBACK=1 it is a traceback.
     Everything else is a bug and keeps its traceback.

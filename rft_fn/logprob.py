@@ -25,15 +25,15 @@ def log_probs_from_logits(logits: Tensor, target: Tensor, *, temperature: float 
 
 
 def entropy_from_logits(logits: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
-    """[..., V] -> [...] nats: the entropy of softmax(logits / temperature), in float32 at least; -inf logits
-    count 0."""
+    """[..., V] -> [...] nats: the entropy of softmax(logits / temperature), in float32
+    at least; -inf logits count 0."""
     logp = (_wide(logits) / temperature).log_softmax(-1)
     return -(logp.exp() * logp.clamp(min=-1e30)).sum(-1)
 
 
 def truncate(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = None) -> Tensor:
-    """[..., V] -> [..., V]: logits / temperature, -inf outside the top_k largest and the smallest set with
-    mass top_p.
+    """[..., V] -> [..., V]: logits / temperature, -inf outside the top_k largest and
+    the smallest set with mass top_p.
 
     The one definition of what is sampled from, for the engine and for the trainer. `keep` [...] names a token
     that stays whatever its rank: the trainer's target, which the policy of the rollout did draw, so that its
@@ -65,8 +65,8 @@ def linear_logprob(
     softcap: float | None = None,
     entropy: bool = False,
 ) -> TokenOut:
-    """[T, D], [V, D], [T] -> TokenOut: log softmax(hidden weight^T / temperature)[target] without ever
-    holding [T, V].
+    """[T, D], [V, D], [T] -> TokenOut: log softmax(hidden weight^T /
+    temperature)[target] without ever holding [T, V].
 
     Targets of -100 give 0 and no gradient. The work is `rft_kernels.linear_logprob`; ValueError when shapes
     disagree.

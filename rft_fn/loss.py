@@ -44,8 +44,8 @@ def ppo_clip(
 
 
 def reinforce(logp: Tensor, adv: Tensor) -> Tensor:
-    """[*]: -A logp: the score function estimator (Williams 1992). Right only for samples of the current
-    policy."""
+    """[*]: -A logp: the score function estimator (Williams 1992). Right only
+    for samples of the current policy."""
     check.shapes(logp=(logp, "..."), adv=(adv, "..."))
     return -adv * logp
 
@@ -74,8 +74,8 @@ def kl_k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def kl_k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """[*]: log(pi / ref)^2 / 2: biased as a value, but on samples of pi its expected gradient is that of
-    KL(pi, ref)."""
+    """[*]: log(pi / ref)^2 / 2: biased as a value, but on samples of pi its expected
+    gradient is that of KL(pi, ref)."""
     return 0.5 * _log_ratio_to_ref(logp, ref_logp).square()
 
 

@@ -93,8 +93,8 @@ def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def pass_at_k(correct: Tensor, k: int) -> Tensor:
-    """correct [N, G] bool -> [N]: the chance that one of k samples drawn from the G without return is
-    correct.
+    """correct [N, G] bool -> [N]: the chance that one of k samples drawn from
+    the G without return is correct.
 
     1 - C(G - c, k) / C(G, k), unbiased (arXiv 2107.03374), by a product that cannot overflow. ValueError
     unless 1 <= k <= G.
@@ -108,8 +108,8 @@ def pass_at_k(correct: Tensor, k: int) -> Tensor:
 
 
 def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
-    """How far the trainer's log-probs are from `old_logp` [nats a token], and the entropy where the model
-    gives it.
+    """How far the trainer's log-probs are from `old_logp` [nats a token], and the
+    entropy where the model gives it.
 
     In the first update on a rollout whose old_logp is the sampler's own, `policy/logp_gap` is the
     disagreement of trainer and sampler about the same tokens under the same weights: 1e-6 in float32, and a
@@ -121,8 +121,8 @@ def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
 
 
 def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:
-    """What one reads of a rollout and its rewards [N, G]: spread, lengths, and the shares of what teaches
-    nothing."""
+    """What one reads of a rollout and its rewards [N, G]: spread, lengths, and
+    the shares of what teaches nothing."""
     size = batch.mask.sum(-1).double()
     flat = reward.amax(-1) == reward.amin(-1)
     return {

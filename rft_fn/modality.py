@@ -29,8 +29,8 @@ MODALITY_PARAMETERS: dict[ActorModality, frozenset[str]] = {
 
 
 def get_supported_parameters(modality: ActorModality | str) -> frozenset[str]:
-    """The names of the tensors that an actor of this modality takes besides tokens. ValueError for an unknown
-    modality."""
+    """The names of the tensors that an actor of this modality takes besides
+    tokens. ValueError for an unknown modality."""
     try:
         return MODALITY_PARAMETERS[ActorModality(modality)]
     except ValueError:
@@ -39,8 +39,8 @@ def get_supported_parameters(modality: ActorModality | str) -> frozenset[str]:
 
 
 def check_parameters(modality: ActorModality | str, names: Iterable[str]) -> None:
-    """ValueError that names every tensor which an actor of this modality would not read: nothing is dropped
-    in silence."""
+    """ValueError that names every tensor which an actor of this modality would not
+    read: nothing is dropped in silence."""
     supported = get_supported_parameters(modality)
     unknown = sorted(set(names) - supported)
     if unknown:

@@ -54,14 +54,14 @@ def constant(lr: float) -> Schedule:
 
 
 def warmup_linear(lr: float, warmup: int, total: int, *, floor: float = 0.0) -> Schedule:
-    """From lr / warmup up to lr in `warmup` steps, then on a line to floor * lr at step `total`, and there it
-    stays."""
+    """From lr / warmup up to lr in `warmup` steps, then on a line to floor * lr at
+    step `total`, and there it stays."""
     return _warmup(lr, warmup, total, lambda x: floor + (1 - floor) * (1 - x))
 
 
 def warmup_cosine(lr: float, warmup: int, total: int, *, floor: float = 0.1) -> Schedule:
-    """From lr / warmup up to lr in `warmup` steps, then half a cosine to floor * lr at step `total`, and
-    there it stays."""
+    """From lr / warmup up to lr in `warmup` steps, then half a cosine to floor * lr at
+    step `total`, and there it stays."""
     return _warmup(lr, warmup, total, lambda x: floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * x)))
 
 
@@ -84,8 +84,8 @@ def global_norm(grads: Any) -> Tensor:
 
 
 def clip_by_global_norm(max_norm: float) -> Transform:
-    """Scale all gradients by min(1, max_norm / norm), with the norm over *all* of them. ValueError unless
-    max_norm > 0."""
+    """Scale all gradients by min(1, max_norm / norm), with the norm over *all* of
+    them. ValueError unless max_norm > 0."""
     if not max_norm > 0:
         raise ValueError(f"max_norm: expected > 0, got {max_norm}")
 
@@ -106,8 +106,8 @@ def adamw(
     weight_decay: float = 0.0,
     mask: Callable[[str, Tensor], bool] | None = None,
 ) -> Transform:
-    """AdamW (arXiv 1711.05101): -lr (m_hat / (sqrt(v_hat) + eps) + weight_decay p), by torch's own functional
-    update.
+    """AdamW (arXiv 1711.05101): -lr (m_hat / (sqrt(v_hat) + eps) + weight_decay
+    p), by torch's own functional update.
 
     `mask(name, parameter)` says which parameters decay (default: matrices and above, so neither norms nor
     biases). The moments have the parameters' type. Equals torch.optim.AdamW to rounding.
@@ -179,8 +179,8 @@ def chain(*txs: Transform) -> Transform:
 
 
 def ema(decay: float) -> Transform:
-    """Last in a chain: lets the updates through and keeps average = decay average + (1 - decay) (params +
-    updates).
+    """Last in a chain: lets the updates through and keeps average = decay average +
+    (1 - decay) (params + updates).
 
     The average is a leaf of the optimizer state, so it is saved, sharded and resumed with it; `ema_params`
     finds it.

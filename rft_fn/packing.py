@@ -21,8 +21,8 @@ _TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
 
 
 def reset_position_ids(seq: Tensor) -> Tensor:
-    """seq [T], sequence numbers in contiguous runs -> [T] i64: positions that restart at 0 with every run. No
-    host sync."""
+    """seq [T], sequence numbers in contiguous runs -> [T] i64: positions that restart at 0
+    with every run. No host sync."""
     check.shapes(seq=(seq, "T"))
     index = torch.arange(seq.shape[0], device=seq.device)
     starts = torch.ones_like(seq, dtype=torch.bool)
@@ -124,8 +124,8 @@ def _spread(sizes: Sequence[int], budget: int, count: int) -> list[list[int]] | 
 
 
 def shard(exp: Experience, budget: int, world: int = 1) -> list[list[Packed]]:
-    """The batch as packs of at most `budget` tokens for each of `world` ranks: the same number of packs for
-    every rank.
+    """The batch as packs of at most `budget` tokens for each of `world` ranks: the same
+    number of packs for every rank.
 
     Rows without a token in mask have nothing to learn from and are left out. There are as few packs as best
     fit needs, rounded up to a multiple of `world`; rows are spread over them evenly where the budget allows
@@ -145,8 +145,8 @@ def shard(exp: Experience, budget: int, world: int = 1) -> list[list[Packed]]:
 
 
 def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor:
-    """Label-aligned values [T] of each pack back to their tokens: [B, S] in the type of x, 0 where no pack
-    has a value."""
+    """Label-aligned values [T] of each pack back to their tokens: [B, S] in the type of x, 0
+    where no pack has a value."""
     if len(x) != len(packs):
         raise ValueError(f"x: expected {len(packs)} tensors, one for each pack, got {len(x)}")
     out = torch.zeros(like.shape, dtype=x[0].dtype if x else torch.float32, device=like.device)
@@ -166,8 +166,8 @@ def take(exp: Experience, index: Tensor) -> Experience:
 
 
 def minibatches(exp: Experience, n: int, key: int) -> list[Experience]:
-    """The rows of `exp` in an order drawn from `key`, cut into n minibatches of nearly equal size, one update
-    each.
+    """The rows of `exp` in an order drawn from `key`, cut into n minibatches of
+    nearly equal size, one update each.
 
     `w` is cut with the rest and so sums to 1/n of the batch's: recompute it with `weight.*` on each minibatch
     where every update should have its own mean. ValueError unless 1 <= n <= B.

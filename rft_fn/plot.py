@@ -53,8 +53,8 @@ def _panel(ax: Any, rows: Sequence[Mapping[str, float]], title: str, keys: Seque
 
 
 def curve(metrics: str | Path, out: str | Path, *, title: str = "") -> Path:
-    """Draw the run behind a metrics.jsonl: reward, evaluation, log-prob gap, entropy, lengths, gradient
-    norm."""
+    """Draw the run behind a metrics.jsonl: reward, evaluation,
+    log-prob gap, entropy, lengths, gradient norm."""
     import matplotlib
 
     matplotlib.use("Agg")

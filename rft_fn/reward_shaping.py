@@ -49,8 +49,8 @@ def clip(reward: Tensor, limit: float) -> Tensor:
 
 
 def overlong_penalty(length: Tensor, *, max_new: int, buffer: int, scale: float = 1.0) -> Tensor:
-    """response length [...] in tokens -> [...] <= 0: 0 up to max_new - buffer, then a line down to -scale at
-    max_new.
+    """response length [...] in tokens -> [...] <= 0: 0 up to max_new - buffer, then a
+    line down to -scale at max_new.
 
     DAPO's soft overlong punishment, arXiv 2503.14476. ValueError unless 0 < buffer <= max_new.
     """

@@ -28,6 +28,6 @@ def fold_in(key: int, *data: int | str) -> int:
 
 
 def generator(key: int, device: str | torch.device = "cpu") -> torch.Generator:
-    """A fresh generator for one draw. The draw depends on the key and on the kind of device (CPU and CUDA
-    differ)."""
+    """A fresh generator for one draw. The draw depends on the key and on the kind
+    of device (CPU and CUDA differ)."""
     return torch.Generator(device=device).manual_seed(key)

@@ -9,8 +9,8 @@ __all__ = ["linear_scan"]
 
 
 def linear_scan(a: Tensor, b: Tensor, *, reverse: bool = True) -> Tensor:
-    """y [..., S] with y[t] = b[t] + a[t] y[t+1] and y[S] = 0; `reverse=False`: y[t] = b[t] + a[t] y[t-1],
-    y[-1] = 0.
+    """y [..., S] with y[t] = b[t] + a[t] y[t+1] and y[S] = 0; `reverse=False`: y[t] = b[t]
+    + a[t] y[t-1], y[-1] = 0.
 
     Doubling (Hillis and Steele 1986): after k steps each position holds the recurrence over 2^k positions, so
     log2(S) vector operations give all of them. Costs O(S log S) multiplications; differentiable in a and b;

@@ -89,8 +89,8 @@ def struct(cls: type[T]) -> type[T]:
 
 
 class Named(dict):
-    """Tensors by name (parameters, gradients): a dict that can be donated. Any read after that raises
-    UseAfterDonate."""
+    """Tensors by name (parameters, gradients): a dict that can be donated.
+    Any read after that raises UseAfterDonate."""
 
 
 class _Donated(Named):
@@ -148,8 +148,8 @@ def unflatten_like(like: Any, values: list[Any]) -> Any:
 
 
 def donate(*trees: Any) -> None:
-    """Mark structs and `Named` tensors as consumed, with everything inside: a later read raises
-    UseAfterDonate.
+    """Mark structs and `Named` tensors as consumed, with everything
+    inside: a later read raises UseAfterDonate.
 
     The tensors themselves live on in whatever the caller built from them; only the way to them through the
     old value is closed. A donated value costs nothing to read before that, for the check sits where Python

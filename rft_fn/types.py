@@ -138,8 +138,8 @@ Apply = Callable[[Any, Packed], TokenOut]
 
 
 class Transform(NamedTuple):
-    """A transformation of gradients as a value (optax's idea): a pair of functions and a description of
-    itself."""
+    """A transformation of gradients as a value (optax's idea): a pair of
+    functions and a description of itself."""
 
     init: Callable[[Any], Any]  # params -> state
     update: Callable[
@@ -166,8 +166,8 @@ class Strategy(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """What samples from the policy. `load` gives it weights and a version; it samples with what it was last
-    given."""
+    """What samples from the policy. `load` gives it weights and a version; it samples
+    with what it was last given."""
 
     generate: Callable[..., Rollout]  # (prompts, keys, *, n, sampling) -> Rollout
     score: Callable[..., Tensor]  # (rollout, *, sampling) -> logp [B, S]

@@ -42,8 +42,8 @@ def seq_sum(mask: Tensor) -> Tensor:
 
 
 def constant(mask: Tensor, length: int) -> Tensor:
-    """1 / (B length) with a fixed length, e.g. max_new: Dr. GRPO's, without a bias by length (arXiv
-    2503.20783)."""
+    """1 / (B length) with a fixed length, e.g. max_new: Dr. GRPO's, without
+    a bias by length (arXiv 2503.20783)."""
     if length <= 0:
         raise ValueError(f"length: expected > 0 tokens, got {length}")
     m, _, rows = _rows(mask)
@@ -62,7 +62,7 @@ def truncated_is(w: Tensor, old_logp: Tensor, logp: Tensor, *, cap: float = 2.0)
 
 
 def masked_is(w: Tensor, old_logp: Tensor, logp: Tensor, *, cap: float = 2.0) -> Tensor:
-    """w pi_old / pi_sampler where that ratio is <= cap, else 0: tokens that the engine got too wrong are left
-    out."""
+    """w pi_old / pi_sampler where that ratio is <= cap, else 0: tokens that the engine
+    got too wrong are left out."""
     ratio = _log_ratio(w, old_logp, logp).exp()
     return torch.where(ratio <= cap, w * ratio, 0)

@@ -1,5 +1,5 @@
-"""What every test stands on: hypothesis without deadlines, the same examples in every CI run, one thread a
-worker."""
+"""What every test stands on: hypothesis without deadlines, the same examples in every
+CI run, one thread a worker."""
 
 import os
 

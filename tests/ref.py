@@ -62,8 +62,8 @@ def discounted_return(reward, discount):
 
 
 def gae(reward, value, discount, lambda_, bootstrap=0.0):
-    """One row [S] without a mask: adv[t] = sum over k of (product of the discounts from t) lambda^k
-    delta[t+k]."""
+    """One row [S] without a mask: adv[t] = sum over k of (product of
+    the discounts from t) lambda^k delta[t+k]."""
     reward, value, discount = (np.asarray(x, np.float64) for x in (reward, value, discount))
     after = np.append(value[1:], bootstrap)
     delta = reward + discount * after - value
@@ -199,8 +199,8 @@ def entropy(logits, temperature=1.0):
 
 
 def truncated(logits, temperature=1.0, top_k=0, top_p=1.0):
-    """[V] -> [V]: what a sampler draws from: the top_k likeliest, of those the fewest with mass >= top_p,
-    renormalised."""
+    """[V] -> [V]: what a sampler draws from: the top_k likeliest, of those the
+    fewest with mass >= top_p, renormalised."""
     p = softmax(logits, temperature)
     ranked = sorted(range(len(p)), key=lambda i: -p[i])[: top_k or len(p)]
     total, mass, kept = sum(p[i] for i in ranked), 0.0, []
@@ -269,8 +269,8 @@ def clip_by_global_norm(grads, max_norm):
 
 
 def ema(values, decay):
-    """The average after values[1:], from values[0]: decay^n v[0] + (1 - decay) sum over s of decay^(n-s)
-    v[s]."""
+    """The average after values[1:], from values[0]: decay^n v[0] + (1 - decay)
+    sum over s of decay^(n-s) v[s]."""
     n = len(values) - 1
     tail = sum((decay ** (n - s) * np.asarray(values[s], np.float64) for s in range(1, n + 1)), 0.0)
     return decay**n * np.asarray(values[0], np.float64) + (1 - decay) * tail

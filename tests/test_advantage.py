@@ -64,8 +64,8 @@ def test_groups_do_not_see_each_other(name, reward, seed):
 
 @each_group
 def test_alternating_rewards_teach_something(name):
-    """What goes wrong elsewhere: an estimator that normalises over single values, and is zero for rewards 1,
-    0, 1, 0."""
+    """What goes wrong elsewhere: an estimator that normalises over single values, and is zero
+    for rewards 1, 0, 1, 0."""
     adv = GROUP[name][0](torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]))
     assert (adv[0, [0, 2]] > 0.4).all() and (adv[0, [1, 3]] < -0.4).all()
     assert adv[1, 3] > adv[0, 0] > 0  # the rarer success weighs more: groups have baselines of their own
@@ -75,8 +75,8 @@ def test_alternating_rewards_teach_something(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3, -0.7, 1e6 + 0.1, 1e-30])
 def test_a_group_without_variance_gives_exactly_zero(name, value, dtype):
-    """Constants like 0.1 have a mean that rounds: (r - mean) / (std + 1e-6) is then not 0 but noise over
-    noise."""
+    """Constants like 0.1 have a mean that rounds: (r - mean) / (std + 1e-6) is then
+    not 0 but noise over noise."""
     for size in (2, 3, 5, 7, 64):
         reward = torch.full((2, size), value, dtype=dtype)
         assert (GROUP[name][0](reward) == 0).all()
@@ -112,8 +112,8 @@ def test_rloo_baseline_is_independent_of_its_own_sample():
 
 @st.composite
 def rows(draw, masked=True):
-    """(reward, value, discount, mask, lambda, bootstrap) of one row, with ends of sequences (discount 0)
-    inside it."""
+    """(reward, value, discount, mask, lambda, bootstrap) of one row, with ends
+    of sequences (discount 0) inside it."""
     size = draw(st.integers(1, 12))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     discount = draw(st.sampled_from([0.9, 1.0])) * (rng.random(size) > 0.15)
@@ -147,8 +147,8 @@ def test_gae_against_the_double_sum_after_deletion(row):
 
 @given(parts=st.lists(rows(), min_size=1, max_size=4))
 def test_gae_of_a_flat_stream_is_that_of_its_sequences(parts):
-    """What goes wrong elsewhere: in a packed row returns run on across the sequences, and only the first is
-    rewarded."""
+    """What goes wrong elsewhere: in a packed row returns run on across the sequences,
+    and only the first is rewarded."""
     alone, stream = [], []
     for reward, value, discount, mask, _, _ in parts:
         discount = np.append(discount[:-1], 0.0)
@@ -162,8 +162,8 @@ def test_gae_of_a_flat_stream_is_that_of_its_sequences(parts):
 
 @pytest.mark.parametrize("lambda_", [0.0, 0.95, 1.0])
 def test_deleting_tool_tokens_never_changes_gae(lambda_):
-    """What goes wrong elsewhere: tokens of a tool are read as value 0 and reward 0, which costs 31 % of the
-    first advantage."""
+    """What goes wrong elsewhere: tokens of a tool are read as value 0 and reward 0, which costs
+    31 % of the first advantage."""
     for seed in range(5):
         gae = lambda *a, mask: advantage.gae(*a, lambda_, mask=mask)  # noqa: E731
         testing.check_deletion_invariance(gae, seed=seed)
@@ -182,8 +182,8 @@ def test_gae_limits():
 
 
 def test_every_row_has_the_users_discount_however_the_batch_is_cut():
-    """What goes wrong elsewhere: gamma is popped from the options by the first micro-batch, and the rest run
-    with 1."""
+    """What goes wrong elsewhere: gamma is popped from the options by the first micro-batch,
+    and the rest run with 1."""
     g = torch.Generator().manual_seed(0)
     reward, value, discount = (
         torch.randn(6, 5, generator=g),
@@ -236,8 +236,8 @@ def test_whiten_against_the_definition(seed, offset):
 
 
 def test_whiten_ignores_and_zeroes_what_is_outside_the_mask():
-    """What goes wrong elsewhere: padding is normalised with the rest and holds 4e4; or a NaN in it spoils the
-    mean."""
+    """What goes wrong elsewhere: padding is normalised with the rest and holds 4e4; or a
+    NaN in it spoils the mean."""
     mask = torch.tensor([True, True, True, False, False])
     out = advantage.whiten(torch.tensor([1.0, 2.0, 3.0, torch.nan, torch.inf]), mask, eps=0.0)
     assert out.tolist() == [-1.0, 0.0, 1.0, 0.0, 0.0]

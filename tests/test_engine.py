@@ -1,5 +1,5 @@
-"""The sampler: its log-probs are the trainer's, its samples belong to their keys, and bad input is said at
-once."""
+"""The sampler: its log-probs are the trainer's, its samples belong to their keys, and
+bad input is said at once."""
 
 import math
 
@@ -46,8 +46,8 @@ def responses(r, i, n):
 
 
 def test_a_sample_does_not_depend_on_its_company():
-    """The same prompt and key: alone, in a batch of any size, with other prompts, and with more samples
-    beside it."""
+    """The same prompt and key: alone, in a batch of any size, with other prompts,
+    and with more samples beside it."""
     sampling = rft.Sampling(max_new=9)
     together = rollout(sampling, n=4)
     for i in range(4):
@@ -64,8 +64,8 @@ def test_other_keys_draw_other_samples():
 
 
 def test_samples_have_the_models_distribution():
-    """First tokens of 4,000 samples against the model's own probabilities: chi-square within five
-    deviations."""
+    """First tokens of 4,000 samples against the model's own
+    probabilities: chi-square within five deviations."""
     lm, sampling, n = tiny.llama(), rft.Sampling(max_new=1, temperature=0.8), 4000
     r = rollout(sampling, n=n, prompts=[PROMPTS[0]], keys=[7], lm=lm, batch=n)
     with torch.no_grad():
@@ -225,8 +225,8 @@ def test_bad_input(call, message):
 
 
 def test_ragged_prompts_are_what_the_model_reads():
-    """Left padding with positions: each row's prompt comes back as it went in, whatever its neighbours'
-    lengths."""
+    """Left padding with positions: each row's prompt comes back as it
+    went in, whatever its neighbours' lengths."""
     r = rollout(rft.Sampling(max_new=3), n=2)
     for row, g in enumerate(r.group.tolist()):
         assert r.tokens[row, : len(PROMPTS[g])].tolist() == PROMPTS[g]

@@ -141,8 +141,8 @@ def functions(path):
 
 
 def test_sizes():
-    """No function over 60 lines (a record's constructor 80), no file over 400, half the functions within
-    10."""
+    """No function over 60 lines (a record's constructor 80), no file over
+    400, half the functions within 10."""
     sources = [*FILES, *(ROOT / "kernels" / "rft_kernels").glob("*.py")]
     sizes = []
     for path in sources:

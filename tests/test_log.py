@@ -1,5 +1,5 @@
-"""What a run leaves behind: rows that can be cut back, refusals before anything is computed, pictures that
-show the data."""
+"""What a run leaves behind: rows that can be cut back, refusals before anything is
+computed, pictures that show the data."""
 
 import json
 from dataclasses import dataclass
@@ -129,8 +129,8 @@ def test_tensorboard_gets_every_step(tmp_path):
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_other_trackers_are_called_as_they_expect(tmp_path, monkeypatch, name):
-    """The client libraries need an account or a server: a recorder stands in their place and sees init and
-    log."""
+    """The client libraries need an account or a server: a recorder stands in their
+    place and sees init and log."""
     import sys
     import types
 

@@ -43,8 +43,8 @@ seeds = st.integers(0, 2**32)
 @settings(max_examples=4)
 @given(seed=seeds)
 def test_no_cut_of_the_batch_changes_the_gradient(name, w, seed):
-    """What goes wrong elsewhere: means of means. The loss then depends on micro-batches, accumulation, ranks
-    and packs."""
+    """What goes wrong elsewhere: means of means. The loss then depends
+    on micro-batches, accumulation, ranks and packs."""
     testing.check_partition_invariance(LOSSES[name], weight=WEIGHTS[w], seed=seed, rtol=1e-12)
 
 
@@ -52,8 +52,8 @@ def test_no_cut_of_the_batch_changes_the_gradient(name, w, seed):
 @settings(max_examples=3)
 @given(seed=seeds, w=st.sampled_from(sorted(WEIGHTS)))
 def test_padding_packing_and_order_change_nothing_and_extremes_are_finite(name, seed, w):
-    """What goes wrong elsewhere: padding that is averaged in, sequences that see each other, e^50 in the
-    gradient."""
+    """What goes wrong elsewhere: padding that is averaged in, sequences that see
+    each other, e^50 in the gradient."""
     testing.check_all(LOSSES[name], weight=WEIGHTS[w], seed=seed)
 
 
@@ -177,8 +177,8 @@ def test_k1_and_k3_do_not(f, words):
 
 
 def test_a_kl_loss_in_a_pack_has_a_gradient():
-    """What goes wrong elsewhere: the KL of a pack is rebuilt from numbers, is right as a value, and teaches
-    nothing."""
+    """What goes wrong elsewhere: the KL of a pack is rebuilt from numbers, is right
+    as a value, and teaches nothing."""
     c = testing.case(0)
     packs = [packing.pack(c.exp, range(8))]
     for f in (loss.kl, loss.kl_k2):

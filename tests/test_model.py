@@ -25,8 +25,8 @@ def padded_logp(lm, exp, temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("budget", [30, 64, 1000])
 def test_packed_scores_are_the_padded_models(budget, temperature):
-    """A forgotten shift, positions that do not restart, attention across sequences, or a lost temperature
-    fail here."""
+    """A forgotten shift, positions that do not restart, attention across sequences,
+    or a lost temperature fail here."""
     lm, exp = tiny.llama(dtype=torch.float64), tiny.experience()
     apply, params = model.bind(lm, sampling=rft.Sampling(temperature=temperature))
     packs = packing.shard(exp, budget)[0]

@@ -36,8 +36,8 @@ def lengths_only(lengths):
 
 
 def test_alignment_by_hand():
-    """Everything at t is about target[t]. What goes wrong elsewhere: labels or masks that are shifted once
-    too often."""
+    """Everything at t is about target[t]. What goes wrong elsewhere: labels or masks
+    that are shifted once too often."""
     b = packing.pack(small(), [1, 0])
     assert b.tokens.tolist() == [9, 10, 11, 5, 6, 7]
     assert b.target.tolist() == [10, 11, 12, 6, 7, 8]
@@ -76,8 +76,8 @@ def test_no_token_is_changed_on_the_way():
 
 
 def test_garbage_outside_the_mask_is_zero_in_the_pack():
-    """A `where` on the loss alone would hide a NaN in the value and keep it in the gradient: the producer
-    removes it."""
+    """A `where` on the loss alone would hide a NaN in the value and keep it in
+    the gradient: the producer removes it."""
     exp = small()
     bad = tree.replace(
         exp, adv=torch.where(exp.mask, exp.adv, torch.nan), ref_logp=torch.full((2, 6), torch.inf)

@@ -18,8 +18,8 @@ rewards = st.lists(st.floats(-100, 100), min_size=1, max_size=20)
 
 @given(reward=rewards, cuts=st.lists(st.integers(1, 19), max_size=5), offset=st.sampled_from([0.0, 1e6]))
 def test_moments_against_the_definition_for_every_cut(reward, cuts, offset):
-    """What goes wrong elsewhere: moments per micro-batch and per rank, so that the scale depends on the
-    machine."""
+    """What goes wrong elsewhere: moments per micro-batch and per rank, so that
+    the scale depends on the machine."""
     x = torch.tensor(reward) + offset
     edges = [0, *sorted({min(c, len(x)) for c in cuts} | {len(x)})]
     state = rs.moments()
@@ -50,8 +50,8 @@ def test_the_state_is_an_argument_and_not_changed():
 @pytest.mark.parametrize("values", [[0.1] * 7, [1 / 3] * 3, [-2.7e5] * 11, [5.0]])
 @pytest.mark.parametrize("centre", [True, False])
 def test_equal_rewards_are_not_blown_up(values, centre):
-    """What goes wrong elsewhere: division by the std of constants: inf after one reward, rounding noise over
-    1e-8 after many."""
+    """What goes wrong elsewhere: division by the std of constants: inf after one reward,
+    rounding noise over 1e-8 after many."""
     x, state = torch.tensor(values), rs.moments()
     for _ in range(3):
         out, state = rs.running_norm(x, state, centre=centre)
@@ -91,8 +91,8 @@ def test_kl_in_reward_against_the_definition(seed):
 
 
 def test_every_row_gets_its_own_reward_on_its_last_token():
-    """What goes wrong elsewhere: only the first row of a pack is rewarded, or the reward lands on a padding
-    column."""
+    """What goes wrong elsewhere: only the first row of a pack is rewarded, or the
+    reward lands on a padding column."""
     mask = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0]]).bool()
     reward, garbage = (
         torch.tensor([1.0, 2.0, torch.inf]),

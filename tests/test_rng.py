@@ -42,8 +42,8 @@ def test_different_data_different_keys(a, b):
 
 
 def test_boundaries_between_items_count():
-    """(1, 23) and (12, 3) and ("1", 23) and ("123",) are four things; joining the digits would make them
-    one."""
+    """(1, 23) and (12, 3) and ("1", 23) and ("123",) are four things; joining
+    the digits would make them one."""
     keys = [rng.fold_in(5, *d) for d in [(1, 23), (12, 3), ("1", 23), (1, "23"), ("123",), (123,), (1, 2, 3)]]
     assert len(set(keys)) == len(keys)
 

@@ -27,8 +27,8 @@ def start(tx=None, **options):
 
 
 def test_the_gradient_is_the_same_for_every_cut():
-    """Micro-batches of one row, packs of any budget, one pack, two ranks: the same sum, and the same
-    metrics."""
+    """Micro-batches of one row, packs of any budget, one pack, two ranks: the
+    same sum, and the same metrics."""
     st, apply, state = start()
     exp = experience()
     cuts = [packing.shard(exp, 24)[0], packing.shard(exp, 40)[0], [packing.pack(exp, range(8))]]
@@ -84,8 +84,8 @@ def test_update_equals_torch_and_donates():
 
 
 def test_the_module_is_the_state():
-    """The step is in place: the module that was given to init has the new weights, and export names them as
-    it does."""
+    """The step is in place: the module that was given to init has the new weights, and
+    export names them as it does."""
     st = strategy.get_fake_strategy()
     lm = tiny.llama()
     apply, state = st.init(lm, optim.adamw(1e-2))

@@ -165,8 +165,8 @@ def test_the_checks_fail_for_planted_bugs(check, bug, message):
 
 
 def test_masked_rows_that_weigh_something_are_found(monkeypatch):
-    """`pack` gives masked tokens the weight 0; here it is made to forget that, and the loss is not 0
-    there."""
+    """`pack` gives masked tokens the weight 0; here it is made to forget that, and
+    the loss is not 0 there."""
     pack = packing.pack
 
     def leaky(exp, rows):
@@ -283,8 +283,8 @@ def test_deletion_invariance_fails_and_says_where(f, message):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_case_holds_what_breaks_losses(seed):
-    """A check is as good as its data: holes, masked rows, empty responses, every field set, and all of it
-    float64."""
+    """A check is as good as its data: holes, masked rows, empty responses, every field
+    set, and all of it float64."""
     c = testing.case(seed)
     exp, tokens = c.exp, c.exp.mask.sum(-1)
     assert tokens[0] == 0 and exp.length[0] > 2  # a masked row

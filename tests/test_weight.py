@@ -33,8 +33,8 @@ def test_against_the_definition(name, mask):
 
 @given(mask=masks)
 def test_what_each_sums_to(mask):
-    """token_mean and seq_mean are means: they sum to 1, and a row gets its share. An empty batch sums to
-    0."""
+    """token_mean and seq_mean are means: they sum to 1, and a row gets its share.
+    An empty batch sums to 0."""
     m = torch.from_numpy(mask)
     some, rows = m.any(), m.any(-1).sum().clamp(min=1)
     torch.testing.assert_close(weight.token_mean(m).sum(), some.double())
@@ -46,8 +46,8 @@ def test_what_each_sums_to(mask):
 @each
 @given(mask=masks)
 def test_masked_rows_and_padding_change_nothing(name, mask):
-    """B counts the rows that have a token in mask: what a filter has masked away does not dilute the
-    others."""
+    """B counts the rows that have a token in mask: what a filter has masked
+    away does not dilute the others."""
     m = torch.from_numpy(mask)
     wide = torch.zeros(8, 9, dtype=torch.bool)
     wide[1:6, :6] = m
@@ -59,8 +59,8 @@ def test_masked_rows_and_padding_change_nothing(name, mask):
 
 @each
 def test_a_batch_without_a_token_gives_zeros_and_not_nan(name):
-    """What goes wrong elsewhere: a masked mean of nothing is 0 / 0, and one such row makes the whole step
-    NaN."""
+    """What goes wrong elsewhere: a masked mean of nothing is 0 / 0, and one such
+    row makes the whole step NaN."""
     out = WEIGHTS[name][0](torch.zeros(3, 4, dtype=torch.bool))
     assert (out == 0).all()
 
@@ -75,8 +75,8 @@ def test_the_four_differ_on_ragged_rows():
 
 
 def test_the_batch_is_divided_by_also_with_a_fixed_length():
-    """What goes wrong elsewhere: sum / length without the number of rows, so that the gradient grows with the
-    micro-batch."""
+    """What goes wrong elsewhere: sum / length without the number of rows, so that
+    the gradient grows with the micro-batch."""
     one, four = torch.ones(1, 3, dtype=torch.bool), torch.ones(4, 3, dtype=torch.bool)
     assert weight.constant(four, 5).sum() == weight.constant(one, 5).sum()
 
@@ -106,8 +106,8 @@ def test_importance_weights_at_extremes_and_outside_the_mask(correct):
 
 
 def test_without_a_cap_the_correction_is_unbiased_and_with_one_it_is_not():
-    """By enumeration: E under the sampler of ratio f is E under the policy of f; the cap takes from where the
-    ratio is large."""
+    """By enumeration: E under the sampler of ratio f is E under the policy of f; the cap takes
+    from where the ratio is large."""
     old, sampler = torch.tensor([0.7, 0.2, 0.1]).log(), torch.tensor([0.2, 0.3, 0.5]).log()
     f, p = torch.tensor([1.0, 2.0, 3.0]), sampler.exp()
     want = (old.exp() * f).sum()

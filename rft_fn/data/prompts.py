@@ -41,8 +41,8 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prompts by index. `size` None is a generator without end: index i is row i, and nothing is ever drawn
-    twice."""
+    """Prompts by index. `size` None is a generator without end: index i is row i,
+    and nothing is ever drawn twice."""
 
     name: str
     size: int | None
@@ -61,8 +61,8 @@ def _read_file(path: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def read_rows(source: str, *, split: str = "train") -> Sequence[Mapping[str, Any]]:
-    """The rows of a .jsonl, .json, .csv or .parquet file, of a folder that `datasets` saved, or of a hub data
-    set.
+    """The rows of a .jsonl, .json, .csv or .parquet file, of a folder that `datasets` saved,
+    or of a hub data set.
 
     ValueError for a file that is not there, cannot be read or has no rows.
     """
@@ -86,9 +86,9 @@ def read_rows(source: str, *, split: str = "train") -> Sequence[Mapping[str, Any
 
 
 def render(tokenizer: Any, question: str, *, system: str | None = None) -> list[int]:
-    """The ids of a question as a chat's first turn, by the tokenizer's own template, ready for the answer;
-    the bare text where a tokenizer has no template. An empty `system` leaves out a default that the template
-    would put in."""
+    """The ids of a question as a chat's first turn, by the tokenizer's own template, ready for the
+    answer; the bare text where a tokenizer has no template. An empty `system` leaves out a default
+    that the template would put in."""
     if not tokenizer.chat_template:
         return list(tokenizer.encode((system + "\n" if system else "") + question))
     turns = [] if system is None else [{"role": "system", "content": system}]
@@ -97,8 +97,8 @@ def render(tokenizer: Any, question: str, *, system: str | None = None) -> list[
 
 
 def fill(template: str, row: Mapping[str, Any], source: str) -> str:
-    """`template` with the columns of a row in its {places}. ValueError that lists the columns if one is not
-    there."""
+    """`template` with the columns of a row in its {places}. ValueError that lists the
+    columns if one is not there."""
     try:
         return template.format_map(row)
     except (KeyError, IndexError, ValueError) as missing:
@@ -117,8 +117,8 @@ def from_rows(
     max_prompt: int = 512,
     name: str = "rows",
 ) -> Dataset:
-    """A data set of rows; `template` makes the question of a row's columns. Prompts longer than `max_prompt`
-    are left out.
+    """A data set of rows; `template` makes the question of a row's columns. Prompts
+    longer than `max_prompt` are left out.
 
     ValueError for no rows, a column that is not there, or when no prompt fits.
     """
@@ -146,8 +146,8 @@ def from_task(
     system: str | None = None,
     max_prompt: int = 512,
 ) -> Dataset:
-    """A built-in task as an endless data set; `template` as in `from_rows` ("{short}" is the terse form of a
-    question).
+    """A built-in task as an endless data set; `template` as in `from_rows` ("{short}" is
+    the terse form of a question).
 
     ValueError for a task, a level or a column that does not exist, or a prompt longer than `max_prompt`
     tokens.
@@ -194,8 +194,8 @@ def _order(size: int, seed: int, epoch: int) -> list[int]:
 
 
 def draw(dataset: Dataset, n: int, step: int, seed: int) -> tuple[list[Prompt], list[int]]:
-    """(n prompts, a key for each) of step `step`: a permutation of the data set for each pass, drawn from
-    (seed, pass).
+    """(n prompts, a key for each) of step `step`: a permutation of the data set for
+    each pass, drawn from (seed, pass).
 
     The key of a prompt is fold_in(seed, step, index): a prompt that comes again in a later step is sampled
     anew.

@@ -35,8 +35,8 @@ class EngineConfig:
 
 
 def get_engine(config: EngineConfig | None, model: str | nn.Module, tokenizer: Any = None) -> Engine:
-    """The engine of `config` with weights of `model`, a name as `model.load` takes or a module it may own and
-    overwrite."""
+    """The engine of `config` with weights of `model`, a name as `model.load` takes or a
+    module it may own and overwrite."""
     config = config or EngineConfig()
     if config.type != "hf":
         raise ValueError(f"engine type: expected hf, got {config.type!r}")
@@ -56,8 +56,8 @@ def gather_and_generate(
     n: int,
     sampling: Sampling,
 ) -> Rollout:
-    """The rollout of the global batch, the same on every rank: each rank samples its share of the prompts, in
-    order.
+    """The rollout of the global batch, the same on every rank: each rank samples its
+    share of the prompts, in order.
 
     Keys belong to prompts, so the samples do not depend on how the prompts were shared out.
     """

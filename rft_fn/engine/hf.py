@@ -66,8 +66,8 @@ def _prefill(lm: nn.Module, prompts: Sequence[Sequence[int]], n: int, pad: int) 
 
 
 def _draw(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """(token [B], logp [B]) of softmax(truncated logits) at the uniform numbers u [B]; greedy at temperature
-    0."""
+    """(token [B], logp [B]) of softmax(truncated logits) at the uniform numbers
+    u [B]; greedy at temperature 0."""
     z = logprob.truncate(logits, sampling)
     logp = z.log_softmax(-1)
     if sampling.temperature == 0:
@@ -133,8 +133,8 @@ def _assemble(
 
 
 def _ends(lm: nn.Module, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end a response: the tokenizer's, and those of the model's generation config (chat
-    models name several)."""
+    """The tokens that end a response: the tokenizer's, and those of the model's
+    generation config (chat models name several)."""
     named = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
     more = named if isinstance(named, (list, tuple)) else [named]
     return frozenset(t for t in (tokenizer.eos_token_id, *more) if t is not None)
@@ -159,8 +159,8 @@ def _check(
 
 
 def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64) -> Engine:
-    """An Engine over a transformers model that it owns: `load` copies weights into it. `batch` is rows at a
-    time.
+    """An Engine over a transformers model that it owns: `load` copies weights into it.
+    `batch` is rows at a time.
 
     Prompts are sorted by length, so that a batch holds little padding; rows that ended leave the batch at
     once.
@@ -172,8 +172,8 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64) -> Engine:
 
     @torch.no_grad()
     def generate(prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling) -> Rollout:
-        """B = len(prompts) n rows, the n samples of a prompt side by side. Sample j draws from fold_in(key,
-        j)."""
+        """B = len(prompts) n rows, the n samples of a prompt side by side.
+        Sample j draws from fold_in(key, j)."""
         ids = [list(getattr(p, "ids", p)) for p in prompts]
         _check(ids, keys, n, sampling, window)
         done: dict[int, tuple[list[int], list[float], bool]] = {}
@@ -196,8 +196,8 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64) -> Engine:
 
     @torch.no_grad()
     def score(rollout: Rollout, *, sampling: Sampling) -> Tensor:
-        """[B, S]: the log-probs of given tokens under the engine's weights, by one padded forward; 0 outside
-        mask."""
+        """[B, S]: the log-probs of given tokens under the engine's weights, by
+        one padded forward; 0 outside mask."""
         position = torch.arange(rollout.tokens.shape[1], device=lm.device).expand(rollout.tokens.shape)
         seen = position < rollout.length.to(lm.device).unsqueeze(-1)
         tokens = rollout.tokens.to(lm.device)
@@ -210,8 +210,8 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64) -> Engine:
 
     @torch.no_grad()
     def load(weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Copy full tensors by name into the model. ValueError for a name or a shape that the model does not
-        have."""
+        """Copy full tensors by name into the model. ValueError for a name or a shape
+        that the model does not have."""
         own = dict(lm.named_parameters())
         for name, x in weights:
             if name not in own or own[name].shape != x.shape:

@@ -73,8 +73,8 @@ def decoder(lm: nn.Module) -> nn.Module:
 
 
 def plain_head(lm: nn.Module) -> bool:
-    """Whether logits are exactly head(hidden): a Linear, and nothing in the config that changes them
-    afterwards."""
+    """Whether logits are exactly head(hidden): a Linear, and nothing in
+    the config that changes them afterwards."""
     inner = _inner(lm)
     text = inner.config.get_text_config()
     changed = [
@@ -103,8 +103,8 @@ def _silence(module: nn.Module) -> bool:
 def bind(
     module: nn.Module, *, sampling: Sampling | None = None, entropy: bool = False
 ) -> tuple[Apply, tree.Named]:
-    """(apply, params) of a module: `apply(params, packed) -> TokenOut`, params the trainable ones by the
-    module's own names.
+    """(apply, params) of a module: `apply(params, packed) -> TokenOut`, params the trainable
+    ones by the module's own names.
 
     A causal language model of transformers (with or without peft adapters) is wrapped in a `Scorer`; any
     other module must itself map a Packed to a TokenOut. `apply` is torch.func.functional_call: it works with
@@ -132,6 +132,6 @@ def bind(
 
 @torch.no_grad()
 def score(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Tensor]:
-    """The log-probs [T] of each pack, without gradient: old and reference log-probs. `packing.unpack` makes
-    them [B, S]."""
+    """The log-probs [T] of each pack, without gradient: old and reference
+    log-probs. `packing.unpack` makes them [B, S]."""
     return [apply(params, pack).logp for pack in packs]

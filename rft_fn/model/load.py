@@ -52,8 +52,8 @@ def _built(name: str, build: Callable[[Path], None]) -> Path:
 
 
 def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct (Apache-2.0) as safetensors with its tokenizer, fetched and
-    converted once."""
+    """The folder of SmolLM2-135M-Instruct (Apache-2.0) as safetensors with
+    its tokenizer, fetched and converted once."""
 
     def build(out: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -71,8 +71,8 @@ def smollm2() -> Path:
 
 
 def resolve(name: str) -> str:
-    """The path or hub name that transformers loads: "tiny" and "smollm2-135m" are made or fetched on the
-    spot."""
+    """The path or hub name that transformers loads: "tiny" and "smollm2-135m" are
+    made or fetched on the spot."""
     if name == "smollm2-135m":
         return str(smollm2())
     if name.split(":")[0] == "tiny":
@@ -94,8 +94,8 @@ def load(
     gradient_checkpointing: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
-    """A causal language model: from a folder, a hub name, "tiny", "smollm2-135m", or a module that exists
-    already.
+    """A causal language model: from a folder, a hub name, "tiny", "smollm2-135m",
+    or a module that exists already.
 
     dtype defaults to float32 on the CPU (where bf16 is unusably slow) and to bf16 on a GPU; a module keeps
     its own. Further keywords go to transformers' `from_pretrained`. ValueError for a name that is none of
@@ -153,8 +153,8 @@ def _quietly(factory: Any, name: str, **kwargs: Any) -> Any:
 
 
 def save(folder: str | Path, module: Any, tokenizer: Any, weights: Iterable[tuple[str, Tensor]] = ()) -> Path:
-    """`module`, with `weights` in the places of its parameters, and its tokenizer as a folder that
-    transformers loads."""
+    """`module`, with `weights` in the places of its parameters, and its tokenizer
+    as a folder that transformers loads."""
     own, new = dict(module.state_dict()), dict(weights)
     by_memory = {own[name].data_ptr(): x.detach().cpu() for name, x in new.items()}
     state_dict = {

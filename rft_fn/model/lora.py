@@ -22,8 +22,8 @@ def apply_lora_configuration(
     dropout: float = 0.0,
     target_modules: str | Sequence[str] = "auto",
 ) -> nn.Module:
-    """`module` with LoRA adapters (arXiv 2106.09685) of rank `rank`, scaled by alpha / rank; only they are
-    trainable.
+    """`module` with LoRA adapters (arXiv 2106.09685) of rank `rank`, scaled by alpha
+    / rank; only they are trainable.
 
     `target_modules="auto"` takes every Linear of the language model, never the head. ValueError for a rank
     below 1, for a name that the module does not have, and for dropout, which would make log-probs random.

@@ -37,8 +37,8 @@ def cache_name(name: str) -> str:
 
 
 def new_tokenizer() -> Any:
-    """One token a character of the tasks' alphabet, with pad, end and unknown; the template is the bare
-    question."""
+    """One token a character of the tasks' alphabet, with pad, end and unknown;
+    the template is the bare question."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -81,8 +81,8 @@ def _batch(task: Any, level: int, tokenizer: Any, seed: int, step: int) -> Exper
 
 
 def build(out: Path, name: str, *, seed: int = 0) -> None:
-    """Build, warm up and save model and tokenizer for the task in `name`. A pure loop: torch.func.grad over
-    the bound model."""
+    """Build, warm up and save model and tokenizer for the task in `name`. A pure
+    loop: torch.func.grad over the bound model."""
     from rft_fn.data.tasks import get_task
 
     (task, level), tokenizer = parse(name), new_tokenizer()

@@ -26,8 +26,8 @@ def responses(rollout: Rollout, tokenizer: Any) -> list[str]:
 
 
 def judge(score: Score, rollout: Rollout, prompts: Sequence[Any], tokenizer: Any) -> Judged:
-    """Score every response of a rollout. `prompts` are the N `data.Prompt`s behind it, in the order of
-    `rollout.group`."""
+    """Score every response of a rollout. `prompts` are the N `data.Prompt`s behind
+    it, in the order of `rollout.group`."""
     rows = [prompts[g] for g in rollout.group.tolist()]
     columns: Mapping[str, list] = {name: [p.columns.get(name) for p in rows] for name in prompts[0].columns}
     texts = responses(rollout, tokenizer)
@@ -37,7 +37,7 @@ def judge(score: Score, rollout: Rollout, prompts: Sequence[Any], tokenizer: Any
 
 
 def means(judged: Judged, prefix: str) -> dict[str, float]:
-    """{prefix/mean: ..., prefix/PART: ...}: the mean reward, and that of every component before its
-    weight."""
+    """{prefix/mean: ..., prefix/PART: ...}: the mean reward, and that
+    of every component before its weight."""
     parts = {f"{prefix}/{name}": part.double().mean().item() for name, part in judged.parts.items()}
     return {f"{prefix}/mean": judged.reward.double().mean().item()} | parts

@@ -38,8 +38,8 @@ def init(
 def grad(
     state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]
 ) -> tuple[tree.Named, dict[str, metric.Metric]]:
-    """(gradients by name of the sum over packs of (w loss).sum(), merged metrics). The only place that calls
-    backward."""
+    """(gradients by name of the sum over packs of (w loss).sum(), merged metrics).
+    The only place that calls backward."""
     metrics: dict[str, metric.Metric] = {}
     device = next(iter(state.params.values())).device
     for p in state.params.values():
@@ -60,8 +60,8 @@ def grad(
 
 @torch.no_grad()
 def update(state: TrainState, grads: tree.Named) -> tuple[TrainState, dict[str, metric.Metric]]:
-    """(the state one step on, metrics). Donates both arguments: the step is in place, reading them again
-    raises.
+    """(the state one step on, metrics). Donates both arguments: the step is
+    in place, reading them again raises.
 
     Gradients with a NaN or an inf change nothing but the step, and count as `grad/skipped`.
     """
