@@ -205,6 +205,9 @@ def rotate(folder: str | Path, *, keep: int, best: int = 0) -> list[Path]:
     ranked = sorted(_scores(paths), key=lambda sp: (sp[0], int(sp[1].name.split("_")[1])), reverse=True)
     stay = {*paths[-keep:], *(p for _, p in ranked[:best])}
     gone = [p for p in paths if p not in stay]
-    for p in [*gone, *folder.glob(".step_*.*")]:
-        shutil.rmtree(p, ignore_errors=True)
+    for p in gone:
+        os.rename(p, p.with_name(f".{p.name}.gone"))  # a kill while files go must not leave half a checkpoint
+    for p in folder.glob(".step_*.*"):
+        if p.suffix != ".old":  # `latest` and `save` see to those
+            shutil.rmtree(p, ignore_errors=True)
     return gone
