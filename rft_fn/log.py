@@ -72,7 +72,7 @@ class Run:
         trackers: Sequence[str] = (),
         free: Sequence[str] = (),
     ):
-        """Make the folder, or go on in it if the config is the same but for the fields `free`.
+        """Make the folder, or go on in it if its steps had the same config but for the fields `free`.
 
         ValueError, before anything is computed, for a folder that cannot be written or that holds another
         run.
@@ -83,6 +83,8 @@ class Run:
         self._bar: Any = None
         self._rewards: list[float] = []
         self._lengths: list[int] = []
+        self._start = 0
+        self._clock = self._began = time.perf_counter()
         if self.main:
             self._claim()
             self._trackers = [_TRACKERS[_known(name)](self.folder, self.config) for name in trackers]
@@ -102,7 +104,8 @@ class Run:
             raise ValueError(
                 f"run folder {self.folder} cannot be written: {error.strerror}; choose another with --out"
             ) from error
-        if path.exists():
+        # a command that stopped at its preflight has claimed nothing: the mended one may be another
+        if path.exists() and (self.folder / "metrics.jsonl").exists():
             changed = _differences(
                 _without(json.loads(path.read_text()), self._free), _without(self.config, self._free)
             )

@@ -46,7 +46,8 @@ def test_rows_and_their_cut(tmp_path, capsys):
 
 
 def test_another_configuration_is_refused(tmp_path):
-    log.Run(tmp_path / "r", Config(), total=4)
+    run = log.Run(tmp_path / "r", Config(), total=4)
+    write(run, [0])
     with pytest.raises(
         ValueError, match=r"holds a run with other arguments: lr was 0.1 and is 0.2; give --out another"
     ):
@@ -54,6 +55,14 @@ def test_another_configuration_is_refused(tmp_path):
     with pytest.raises(ValueError, match="steps was 4 and is 9"):
         log.Run(tmp_path / "r", Config(steps=9), total=9)
     log.Run(tmp_path / "r", Config(steps=9), total=9, free=("steps",))
+
+
+def test_a_run_without_a_step_has_claimed_nothing(tmp_path):
+    """A mistake in an argument is found after the folder is made; the mended command goes to the same one."""
+    log.Run(tmp_path / "r", Config(lr=-1), total=4)
+    run = log.Run(tmp_path / "r", Config(), total=4)
+    write(run, [0])
+    assert json.loads((run.folder / "config.json").read_text())["lr"] == 0.1
 
 
 def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path):

@@ -187,6 +187,9 @@ def test_an_empty_data_set_and_an_unwritable_folder(tmp_path):
         "grpo", "--data", tmp_path / "empty.jsonl", "--out", tmp_path / "r", code=2
     )
     assert "cannot be written" in run("grpo", "--out", tmp_path / "empty.jsonl" / "r", code=2)
+    run(
+        "grpo", *SMALL[:4], "--steps", "1", "--eval-prompts", "4", "--out", tmp_path / "r"
+    )  # the mended command
 
 
 def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(straight, tmp_path):
