@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["shapes"]
+__all__ = ["given", "shapes"]
 
 
 def _bind(name: str, size: tuple[int, ...], dims: list[str], known: dict[str, int]) -> bool:
@@ -36,3 +36,13 @@ def shapes(**args: tuple[Any, str]) -> dict[str, int]:
             want = ", ".join(str(n) for s in sizes for n in (s if isinstance(s, tuple) else (s,)))
             raise ValueError(f"{name}: expected [{', '.join(dims)}] = [{want}], got {list(x.shape)}")
     return known
+
+
+def given(**args: Any) -> None:
+    """Raise `ValueError("old_value: expected a tensor, got None; ...")` for the first argument that is
+    None."""
+    for name, x in args.items():
+        if x is None:
+            raise ValueError(
+                f"{name}: expected a tensor, got None; give it to rft_fn.experience, or ask the model for it"
+            )

@@ -78,8 +78,11 @@ def pack(exp: Experience, rows: Sequence[int]) -> Packed:
     row = index[seq]
     mask = exp.mask[row, pos + 1]
 
-    def labels(x: Tensor | None) -> Tensor | None:
-        return None if x is None else torch.where(mask, x[row, pos + 1], 0)
+    def labels(x: Tensor) -> Tensor:
+        moved = x[row, pos + 1]
+        return torch.where(mask.view(-1, *[1] * (moved.dim() - 1)), moved, 0)
+
+    fields = {name: getattr(exp, name) for name in _TOKEN_FIELDS}
 
     return Packed(
         tokens=exp.tokens[row, pos],
@@ -87,10 +90,11 @@ def pack(exp: Experience, rows: Sequence[int]) -> Packed:
         pos=pos,
         seq=seq,
         mask=mask,
+        extra=None if exp.extra is None else {name: labels(x) for name, x in exp.extra.items()},
         media=None if exp.media is None else exp.media.take(list(rows)),
         num_seqs=len(rows),
         rows=tuple(rows),
-        **{name: labels(getattr(exp, name)) for name in _TOKEN_FIELDS},  # type: ignore[arg-type]
+        **{name: None if x is None else labels(x) for name, x in fields.items()},  # type: ignore[arg-type]
     )
 
 
@@ -105,6 +109,7 @@ def _empty(exp: Experience) -> Packed:
         pos=zero,
         seq=zero,
         mask=torch.zeros_like(zero, dtype=torch.bool),
+        extra=None if exp.extra is None else {k: x.new_zeros(1, *x.shape[2:]) for k, x in exp.extra.items()},
         media=None if exp.media is None else exp.media.take([]),
         num_seqs=1,
         rows=(),  # no row stands behind the one token, so `unpack` puts it nowhere
@@ -123,16 +128,26 @@ def _spread(sizes: Sequence[int], budget: int, count: int) -> list[list[int]] | 
     return packs if max(load) <= budget else None
 
 
-def shard(exp: Experience, budget: int, world: int = 1) -> list[list[Packed]]:
+def _sizes(exp: Experience, unit: int) -> list[int]:
+    """Inputs of each unit of rows; 0 where none of its tokens is in mask."""
+    rows = exp.tokens.shape[0]
+    if unit < 1 or rows % unit:
+        raise ValueError(f"unit: expected a divisor of the {rows} rows, got {unit}")
+    learns = exp.mask[:, 1:].any(-1).view(-1, unit).any(-1)
+    return torch.where(learns, (exp.length - 1).clamp(min=0).view(-1, unit).sum(-1), 0).tolist()
+
+
+def shard(exp: Experience, budget: int, world: int = 1, *, unit: int = 1) -> list[list[Packed]]:
     """The batch as packs of at most `budget` tokens for each of `world` ranks: the same
     number of packs for every rank.
 
-    Rows without a token in mask have nothing to learn from and are left out. There are as few packs as best
-    fit needs, rounded up to a multiple of `world`; rows are spread over them evenly where the budget allows
-    it, and packs are dealt out from the largest to the smallest, each to the rank with the fewest tokens that
-    still takes one. ValueError for a row that is larger than the budget.
+    Rows without a token in mask have nothing to learn from and are left out. `unit` consecutive rows stay
+    together in one pack, in order: 2 for losses of pairs. There are as few packs as best fit needs, rounded
+    up to a multiple of `world`; rows are spread over them evenly where the budget allows it, and packs are
+    dealt out from the largest to the smallest, each to the rank with the fewest tokens that still takes one.
+    ValueError for a row (a unit) that is larger than the budget, or a unit that does not divide the rows.
     """
-    sizes = torch.where(exp.mask[:, 1:].any(-1), exp.length - 1, 0).tolist()
+    sizes = _sizes(exp, unit)
     packs = [p for p in ([i for i in p if sizes[i]] for p in assign(sizes, budget)) if p]
     each = max(-(-len(packs) // world), 1)
     packs = _spread(sizes, budget, each * world) or packs + [[] for _ in range(each * world - len(packs))]
@@ -141,7 +156,8 @@ def shard(exp: Experience, budget: int, world: int = 1) -> list[list[Packed]]:
         rank = min((r for r in range(world) if len(share[r]) < each), key=lambda r: (load[r], r))
         share[rank].append(p)
         load[rank] += sum(sizes[i] for i in p)
-    return [[pack(exp, sorted(p)) for p in part] for part in share]
+    members = lambda p: [i * unit + j for i in sorted(p) for j in range(unit)]  # noqa: E731
+    return [[pack(exp, members(p)) for p in part] for part in share]
 
 
 def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor:
@@ -162,7 +178,9 @@ def take(exp: Experience, index: Tensor) -> Experience:
     """The rows `index` [n] of an experience."""
     fields = {n: getattr(exp, n) for n in ("tokens", "mask", "length", *_TOKEN_FIELDS)}
     media = None if exp.media is None else exp.media.take(index.tolist())
-    return tree.replace(exp, media=media, **{n: None if x is None else x[index] for n, x in fields.items()})
+    extra = None if exp.extra is None else {name: x[index] for name, x in exp.extra.items()}
+    fields = {n: None if x is None else x[index] for n, x in fields.items()}
+    return tree.replace(exp, media=media, extra=extra, **fields)
 
 
 def minibatches(exp: Experience, n: int, key: int) -> list[Experience]:

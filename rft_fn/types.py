@@ -90,6 +90,7 @@ class Experience:
     ref_logp: Tensor | None = None  # [B, S], of the KL anchor
     old_value: Tensor | None = None  # [B, S]
     ret: Tensor | None = None  # [B, S]
+    extra: dict[str, Tensor] | None = None  # name -> [B, S, ...], what a loss of your own needs of each token
     media: Media | None = None
 
 
@@ -108,6 +109,7 @@ class Packed:
     ref_logp: Tensor | None = None  # [T]
     old_value: Tensor | None = None  # [T]
     ret: Tensor | None = None  # [T]
+    extra: dict[str, Tensor] | None = None  # name -> [T, ...]
     media: Media | None = None
     num_seqs: int = tree.static()  # K
     rows: tuple[int, ...] = tree.static(default=())  # the row of the Experience behind each sequence
@@ -186,11 +188,13 @@ def experience(
     ref_logp: Tensor | None = None,
     old_value: Tensor | None = None,
     ret: Tensor | None = None,
+    extra: dict[str, Tensor] | None = None,
 ) -> Experience:
     """A rollout with advantages and weights [B, S]. `old_logp` is the sampler's own unless another is given.
 
-    `adv` may be [B, 1] or [B]: it is spread over the mask. ValueError when a shape disagrees, with the
-    field's name.
+    `adv` may be [B, 1] or [B]: it is spread over the mask. `extra` holds data [B, S, ...] of your own: it
+    moves with its tokens and comes to the loss as `b.extra[name]` [T, ...]. ValueError when a shape
+    disagrees, with the field's name.
     """
     adv = adv.unsqueeze(-1) if adv.dim() == 1 else adv
     if adv.dim() == 2 and adv.shape[-1] == 1:
@@ -207,7 +211,13 @@ def experience(
         "ret": ret,
     }
     spec: dict[str, Any] = {"tokens": (rollout.tokens, "B S")} | {k: (v, "B S") for k, v in fields.items()}
+    spec |= {f"extra[{k!r}]": (v[(...,) + (0,) * (v.dim() - 2)], "B S") for k, v in (extra or {}).items()}
     check.shapes(**spec)
     return Experience(
-        tokens=rollout.tokens, mask=rollout.mask, length=rollout.length, media=rollout.media, **fields
-    )  # type: ignore[arg-type]
+        tokens=rollout.tokens,
+        mask=rollout.mask,
+        length=rollout.length,
+        media=rollout.media,
+        extra=extra,
+        **fields,  # type: ignore[arg-type]
+    )

@@ -105,3 +105,9 @@ def test_public_functions_name_the_field_what_they_expected_and_what_they_got(ca
     with pytest.raises(ValueError) as error:
         call()
     assert str(error.value).startswith(message)
+
+
+def test_what_is_missing_is_named():
+    check.given(adv=1, w=0.0)
+    with pytest.raises(ValueError, match=r"^ret: expected a tensor, got None; give it to rft_fn.experience"):
+        check.given(adv=1, ret=None, value=None)

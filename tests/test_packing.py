@@ -272,3 +272,63 @@ def test_supervised_rows_are_masked_on_their_responses():
     b = packing.pack(exp, [0, 1])
     assert b.target[b.mask].tolist() == [3, 4, 5, 7] and b.w[b.mask].tolist() == [0.25] * 4
     assert b.tokens.tolist() == [1, 2, 3, 4, 6] and b.w.sum() == 1
+
+
+# ---------- data of one's own, and rows that belong together
+
+
+def test_extra_moves_with_its_tokens_whatever_its_width():
+    """Per-token data for a loss of your own: shifted with the target, 0 outside mask, taken by row."""
+    x = torch.arange(12.0).view(2, 6) + 1
+    exp = tree.replace(small(), extra={"teacher": x, "top": torch.stack([x, -x], -1)})
+    b = packing.pack(exp, [1, 0])
+    assert b.extra["teacher"].tolist() == [8, 0, 10, 0, 3, 4]
+    assert b.extra["top"].tolist() == [[8, -8], [0, 0], [10, -10], [0, 0], [3, -3], [4, -4]]
+    part = packing.pack(packing.take(exp, torch.tensor([1])), [0])
+    assert torch.equal(part.extra["top"], b.extra["top"][:3])
+    assert {k: tuple(v.shape) for k, v in packing.pack(exp, []).extra.items()} == {
+        "teacher": (1,),
+        "top": (1, 2),
+    }
+    for mini in packing.minibatches(exp, 2, 0):
+        row = int(mini.tokens[0, 0] == 9)
+        assert torch.equal(mini.extra["teacher"][0], x[row])
+
+
+def test_extra_of_a_rollout_is_checked_by_name():
+    from rft_fn.types import Rollout, experience
+
+    exp = small()
+    zero, false = torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.bool)
+    rollout = Rollout(
+        tokens=exp.tokens,
+        mask=exp.mask,
+        logp=exp.w,
+        length=exp.length,
+        truncated=false,
+        group=zero,
+        version=zero,
+    )
+    kept = experience(rollout, adv=exp.adv, w=exp.w, extra={"top": torch.zeros(2, 6, 3)})
+    assert kept.extra["top"].shape == (2, 6, 3)
+    for bad in (torch.zeros(2, 5), torch.zeros(2)):
+        with pytest.raises(ValueError, match=r"extra\['top'\]: expected \[B, S\] = \[2, 6\]"):
+            experience(rollout, adv=exp.adv, w=exp.w, extra={"top": bad})
+
+
+@given(seed=seeds, world=st.integers(1, 3), budget=st.integers(24, 50))
+def test_units_stay_together_and_in_order(seed, world, budget):
+    exp = testing.case(seed).exp
+    packs = [p for rank in packing.shard(exp, budget, world, unit=2) for p in rank]
+    rows = [r for p in packs for r in p.rows]
+    for p in packs:
+        assert all(b == a + 1 and a % 2 == 0 for a, b in zip(p.rows[::2], p.rows[1::2]))
+        assert int(p.tokens.numel()) <= budget
+    assert len(set(rows)) == len(rows)
+    used = {i // 2 for i in range(8) if exp.mask[i, 1:].any()}
+    assert {r // 2 for r in rows} == used
+
+
+def test_a_unit_that_does_not_divide_the_rows_is_named():
+    with pytest.raises(ValueError, match="unit: expected a divisor of the 8 rows, got 3"):
+        packing.shard(testing.case(0).exp, 100, unit=3)
