@@ -138,6 +138,49 @@ def masked_is(w, old_logp, logp, cap=2.0):
     return np.array([x * r if r <= cap else 0.0 for x, r in zip(w, ratios)])
 
 
+def icepop(w, old_logp, logp, low=0.5, high=5.0):
+    ratios = [math.exp(o - q) for o, q in zip(old_logp, logp)]
+    return np.array([x * r if low <= r <= high else 0.0 for x, r in zip(w, ratios)])
+
+
+def importance(w, old_logp, logp):
+    return np.array([x * math.exp(o) / math.exp(q) for x, o, q in zip(w, old_logp, logp)])
+
+
+def seq_importance(old_logp, logp, mask):
+    """[B]: the product over the tokens of a response of pi_old / pi_sampler."""
+    rows = zip(old_logp, logp, np.asarray(mask, bool))
+    return np.array([np.prod([math.exp(o) / math.exp(q) for o, q, m in zip(*row) if m]) for row in rows])
+
+
+def off_policy_mask(w, old_logp, logp, adv, mask, limit):
+    w = np.array(w, np.float64)
+    for b, m in enumerate(np.asarray(mask, bool)):
+        gone = np.mean([logp[b][t] - old_logp[b][t] for t in np.flatnonzero(m)]) if m.any() else 0.0
+        for t in np.flatnonzero(m):
+            w[b, t] *= not (gone > limit and adv[b][t] < 0)
+    return w
+
+
+def top_share(x, mask, share):
+    """[B, S] bool: sort the tokens in mask, take share of them, rounded up, the first of equals first."""
+    where = [tuple(i) for i in np.argwhere(mask)]
+    count = math.ceil(round(share * len(where), 9))
+    out = np.zeros(np.shape(mask), bool)
+    for i in sorted(where, key=lambda i: (-x[i], i))[:count]:
+        out[i] = True
+    return out
+
+
+def covariance(logp, adv, mask):
+    where = [tuple(i) for i in np.argwhere(mask)]
+    out = np.zeros(np.shape(mask))
+    for i in where:
+        p, a = (np.mean([x[j] for j in where]) for x in (logp, adv))
+        out[i] = (logp[i] - p) * (adv[i] - a)
+    return out
+
+
 # ---------- losses
 
 
@@ -154,6 +197,107 @@ def ppo_clip(logp, old_logp, adv, low=0.2, high=0.2, dual=None):
 
 def reinforce(logp, adv):
     return np.array([-a * p for p, a in zip(logp, adv)])
+
+
+def per_sequence(fn, logp, old_logp, adv, mask, seq, num_seqs):
+    """[T]: fn(logp, old_logp, adv) of each sequence's tokens in mask, put back; 0 elsewhere."""
+    out = np.zeros(len(logp))
+    for k in range(num_seqs):
+        own = [t for t in range(len(logp)) if seq[t] == k and mask[t]]
+        for t, x in zip(own, fn(*([x[t] for t in own] for x in (logp, old_logp, adv)))):
+            out[t] = x
+    return out
+
+
+def gspo(logp, old_logp, adv, low=3e-4, high=4e-4):
+    """One sequence: equations 5 and 7 of the paper, s the |y|-th root of the ratio of whole responses."""
+    if not len(logp):
+        return []
+    s = math.exp(sum(p - o for p, o in zip(logp, old_logp))) ** (1 / len(logp))
+    return [-min(s * a, min(max(s, 1 - low), 1 + high) * a) for a in adv]
+
+
+def gmpo(logp, old_logp, adv, low=0.4, high=0.4):
+    """One sequence with one advantage: the paper's equation, with the sign of A in the exponents."""
+    if not len(logp):
+        return []
+    product, sign = 1.0, 1 if adv[0] > 0 else -1
+    for p, o in zip(logp, old_logp):
+        inside = min(max(math.exp(p - o), math.exp(-low)), math.exp(high))
+        product *= min(math.exp(p - o) ** sign, inside**sign) ** sign
+    return [-a * product ** (1 / len(logp)) for a in adv]
+
+
+def cispo(logp, old_logp, adv, low=1.0, high=4.0):
+    rho = [math.exp(p - o) for p, o in zip(logp, old_logp)]
+    return np.array([-min(max(r, 1 - low), 1 + high) * a * p for r, a, p in zip(rho, adv, logp)])
+
+
+def sapo(logp, old_logp, adv, tau_pos=1.0, tau_neg=1.05):
+    out = []
+    for p, o, a in zip(logp, old_logp, adv):
+        tau = tau_pos if a > 0 else tau_neg
+        out.append(-4 / tau / (1 + math.exp(-tau * (math.exp(p - o) - 1))) * a)
+    return np.array(out)
+
+
+def cpgd(logp, old_logp, adv, low=0.2, high=0.2, drift=0.1):
+    out = []
+    for p, o, a in zip(logp, old_logp, adv):
+        d = p - o
+        gain = min(d * a, min(max(d, math.log(1 - low)), math.log(1 + high)) * a)
+        out.append(-gain + drift * (math.exp(d) - 1 - d))
+    return np.array(out)
+
+
+def _dppo(divergence, logp, old_logp, adv, limit, cap=20.0):
+    out = []
+    for p, o, a in zip(logp, old_logp, adv):
+        rho = math.exp(p - o)
+        leaves = (rho > 1 and a > 0) or (rho < 1 and a < 0)
+        blocked = leaves and divergence(math.exp(p), math.exp(o)) > limit
+        out.append(0.0 if blocked else -min(rho, cap) * a * p)
+    return np.array(out)
+
+
+def dppo_tv(logp, old_logp, adv, limit=0.2):
+    """Half the sum of |difference| over "this token" and "another"."""
+    return _dppo(lambda p, o: (abs(p - o) + abs((1 - p) - (1 - o))) / 2, logp, old_logp, adv, limit)
+
+
+def dppo_kl(logp, old_logp, adv, limit=0.05):
+    kl = lambda p, o: o * math.log(o / p) + (1 - o) * math.log((1 - o) / (1 - p))  # noqa: E731
+    return _dppo(kl, logp, old_logp, adv, limit)
+
+
+def kl_cov(logp, old_logp, adv, chosen, coef=1.0):
+    out = []
+    for p, o, a, c in zip(logp, old_logp, adv, chosen):
+        out.append(-math.exp(p - o) * a + coef * c * (math.exp(p - o) - 1 - (p - o)))
+    return np.array(out)
+
+
+def bradley_terry(chosen, rejected, margin=0.0):
+    return np.array([-math.log(1 / (1 + math.exp(-(c - r - margin)))) for c, r in zip(chosen, rejected)])
+
+
+def dpo(chosen, rejected, ref_chosen, ref_rejected, beta=0.1, label_smoothing=0.0):
+    out = []
+    for c, r, rc, rr in zip(chosen, rejected, ref_chosen, ref_rejected):
+        h = math.log(math.exp(c) / math.exp(rc)) - math.log(math.exp(r) / math.exp(rr))
+        right, wrong = 1 / (1 + math.exp(-beta * h)), 1 / (1 + math.exp(beta * h))
+        out.append(-(1 - label_smoothing) * math.log(right) - label_smoothing * math.log(wrong))
+    return np.array(out)
+
+
+def ipo(chosen, rejected, ref_chosen, ref_rejected, beta=0.1):
+    rows = zip(chosen, rejected, ref_chosen, ref_rejected)
+    return np.array([((c - rc) - (r - rr) - 1 / (2 * beta)) ** 2 for c, r, rc, rr in rows])
+
+
+def divergence(p, q):
+    """KL(p, q) of two distributions [V]; a word of probability 0 under p counts 0."""
+    return sum(x * math.log(x / y) for x, y in zip(p, q) if x > 0)
 
 
 def nll(logp):

@@ -1,5 +1,6 @@
 """The normaliser as data: each w against its definition, and what a cut of the batch does to it (nothing)."""
 
+import math
 from functools import partial
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rft_fn import weight
+from rft_fn import loss, weight
 
 pytestmark = pytest.mark.usefixtures("float64")
 WEIGHTS = {
@@ -114,3 +115,179 @@ def test_without_a_cap_the_correction_is_unbiased_and_with_one_it_is_not():
     torch.testing.assert_close((weight.truncated_is(p, old, sampler, cap=1e9) * f).sum(), want)
     torch.testing.assert_close((weight.truncated_is(p, old, sampler, cap=2.0) * f).sum(), want - 0.2 * 1.5)
     torch.testing.assert_close((weight.masked_is(p, old, sampler, cap=2.0) * f).sum(), want - 0.7)
+
+
+# ---------- corrections: from weights to weights
+
+
+def rows(seed, b=5, s=6):
+    """(w, old_logp, logp, adv, mask), numpy [b, s]: ragged, one row empty; 0 outside mask."""
+    g = np.random.default_rng(seed)
+    mask = g.random((b, s)) < 0.7
+    mask[0] = False
+    w, adv = g.random((b, s)) * mask, g.normal(size=(b, 1)) * mask
+    old = -3 * g.random((b, s)) * mask
+    return w, old, (old + 0.8 * g.normal(size=(b, s))) * mask, adv, mask
+
+
+seeds = st.integers(0, 2**32)
+caps = st.floats(0.1, 4)
+
+
+def tensors(*arrays):
+    return [torch.from_numpy(np.ascontiguousarray(a)) for a in arrays]
+
+
+@given(seed=seeds, low=st.floats(0.1, 1), cap=caps)
+def test_token_corrections_against_the_definition(seed, low, cap):
+    w, old, logp, _, _ = rows(seed)
+    for name, options in (
+        ("importance", {}),
+        ("truncated_is", {"cap": cap}),
+        ("masked_is", {"cap": cap}),
+        ("icepop", {"low": low, "high": low + cap}),
+    ):
+        got = getattr(weight, name)(*tensors(w, old, logp), **options)
+        want = [getattr(ref, name)(*row, **options) for row in zip(w, old, logp)]
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+@given(seed=seeds, cap=caps)
+def test_sequence_corrections_against_the_definition(seed, cap):
+    w, old, logp, _, mask = rows(seed)
+    rho = ref.seq_importance(old, logp, mask)[:, None]
+    args = tensors(w, old, logp, mask)
+    for got, factor in (
+        (weight.importance_seq(*args), rho),
+        (weight.truncated_is_seq(*args, cap=cap), np.minimum(rho, cap)),
+        (weight.masked_is_seq(*args, cap=cap), np.where(rho <= cap, rho, 0)),
+    ):
+        np.testing.assert_allclose(got, w * factor, rtol=1e-10, atol=1e-12)
+
+
+@given(seed=seeds, limit=st.floats(-0.5, 0.5))
+def test_off_policy_mask_against_the_definition(seed, limit):
+    w, old, logp, adv, mask = rows(seed)
+    got = weight.off_policy_mask(*tensors(w, old, logp, adv, mask), limit=limit)
+    np.testing.assert_allclose(got, ref.off_policy_mask(w, old, logp, adv, mask, limit), rtol=1e-12)
+
+
+@given(seed=seeds, share=st.floats(0.01, 1))
+def test_the_top_share_is_of_the_batch_and_not_of_each_row(seed, share):
+    w, entropy, _, _, mask = rows(seed)
+    entropy = np.round(-entropy, 1)  # with ties
+    kept = ref.top_share(entropy, mask, share)
+    assert kept.sum() == math.ceil(round(share * mask.sum(), 9))
+    got = weight.high_entropy(*tensors(w, entropy, mask), share=share)
+    np.testing.assert_array_equal(got, np.where(kept, w, 0))
+
+
+def test_the_share_is_rounded_up_once():
+    """0.2 * 15 is 3.0000000000000004: three tokens, not four."""
+    x, mask = torch.arange(15.0).view(3, 5), torch.ones(3, 5, dtype=torch.bool)
+    assert weight.top_share(x, mask, share=0.2).nonzero().tolist() == [[2, 2], [2, 3], [2, 4]]
+    assert weight.top_share(x, mask & False, share=0.2).sum() == 0
+
+
+@given(seed=seeds)
+def test_covariance_against_the_definition_and_its_mean_is_the_covariance(seed):
+    _, old, _, adv, mask = rows(seed)
+    got = weight.covariance(*tensors(old, adv, mask)).numpy()
+    np.testing.assert_allclose(got, ref.covariance(old, adv, mask), rtol=1e-10, atol=1e-12)
+    if mask.sum() > 1:
+        assert got.sum() / mask.sum() == pytest.approx(np.cov(old[mask], adv[mask], ddof=0)[0, 1], abs=1e-12)
+
+
+@given(seed=seeds, share=st.floats(0.05, 0.5))
+def test_clip_cov_drops_that_many_of_the_tokens_in_its_band(seed, share):
+    w, _, _, _, mask = rows(seed)
+    w = np.where(mask, w + 0.1, 0)
+    cov = np.random.default_rng(seed).normal(size=mask.shape) * 3
+    args = tensors(w, cov, mask)
+    got = weight.clip_cov(*args, seed, share=share, low=1.0, high=5.0).numpy()
+    dropped, inside = (got == 0) & mask, mask & (cov >= 1) & (cov <= 5)
+    assert dropped.sum() == min(math.ceil(round(share * mask.sum(), 9)), inside.sum())
+    assert (inside | ~dropped).all()
+    np.testing.assert_array_equal(got[~dropped], w[~dropped])
+    wide = [torch.cat([x, torch.zeros(5, 3, dtype=x.dtype)], -1) for x in args]
+    padded = weight.clip_cov(*wide, seed, share=share, low=1.0, high=5.0).numpy()
+    np.testing.assert_array_equal(padded[:, :6], got)  # the draw does not see padding
+
+
+def test_clip_cov_draws_by_its_key():
+    mask = torch.ones(8, 20, dtype=torch.bool)
+    w, cov = mask.double(), torch.full((8, 20), 2.0)
+    draws = [weight.clip_cov(w, cov, mask, key, share=0.1) for key in (1, 1, 2)]
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+
+
+@given(seed=seeds)
+def test_corrections_compose_in_any_order_where_each_looks_at_its_own(seed):
+    w, old, logp, adv, mask = tensors(*rows(seed))
+    steps = [
+        lambda x: weight.truncated_is(x, old, logp, cap=1.5),
+        lambda x: weight.masked_is_seq(x, old, logp, mask, cap=2.0),
+        lambda x: weight.off_policy_mask(x, old, logp, adv, mask, limit=0.1),
+        lambda x: weight.high_entropy(x, -old, mask, share=0.5),
+    ]
+    there, back = w, w
+    for f in steps:
+        there = f(there)
+    for f in steps[::-1]:
+        back = f(back)
+    torch.testing.assert_close(there, back, rtol=1e-12, atol=0)
+    assert (there <= w * 3).all() and (there >= 0).all()
+
+
+@given(seed=seeds)
+def test_decoupled_ppo_is_importance_times_the_clip_about_the_proximal_policy(seed):
+    """AReaL's objective: (prox / behaviour) min(u A, clip(u) A), u = pi / prox."""
+    w, prox, behaviour, adv, mask = rows(seed)
+    logp = (prox + 0.3 * np.random.default_rng(seed).normal(size=mask.shape)) * mask
+    t = dict(zip(("w", "prox", "behaviour", "adv", "logp"), tensors(w, prox, behaviour, adv, logp)))
+    ours = weight.importance(t["w"], t["prox"], t["behaviour"]) * loss.ppo_clip(
+        t["logp"], t["prox"], t["adv"]
+    )
+    want = 0.0
+    for i in np.argwhere(mask):
+        i = tuple(i)
+        u = math.exp(logp[i] - prox[i])
+        gain = min(u * adv[i], min(max(u, 0.8), 1.2) * adv[i])
+        want -= w[i] * math.exp(prox[i] - behaviour[i]) * gain
+    assert ours.sum().item() == pytest.approx(want, rel=1e-10, abs=1e-12)
+
+
+def test_extreme_mismatch_and_garbage_outside_the_mask_stay_finite():
+    """The sampler's log-prob of a token that it could not have drawn, and NaN where nothing was sampled."""
+    w, mask = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[True, True, False]])
+    old, logp = torch.tensor([[-1.0, -2.0, torch.nan]]), torch.tensor([[-1e4, -2.0, torch.nan]])
+    for f in (weight.importance, weight.truncated_is, weight.masked_is, weight.icepop):
+        x = f(w, old, logp)
+        assert x.isfinite().all() and x[0, 2] == 0
+    for f in (weight.importance_seq, weight.truncated_is_seq, weight.masked_is_seq):
+        x = f(w, old, logp, mask)
+        assert x.isfinite().all() and x[0, 2] == 0
+
+
+W, MASK = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+BAD = [
+    (lambda: weight.truncated_is(W, W[:1], W), "old_logp: expected [...] = [2, 3], got [1, 3]"),
+    (lambda: weight.icepop(W, W, W[:, :2]), "logp: expected [...] = [2, 3], got [2, 2]"),
+    (lambda: weight.masked_is_seq(W, W, W, MASK[:1]), "mask: expected [B, S] = [2, 3], got [1, 3]"),
+    (
+        lambda: weight.off_policy_mask(W, W, W, W[:1], MASK, limit=0.1),
+        "adv: expected [B, 1] = [2, 1], got [1, 1]",
+    ),
+    (lambda: weight.high_entropy(W, W[:1], MASK), "entropy: expected [B, S] = [2, 3], got [1, 3]"),
+    (lambda: weight.high_entropy(W, W, MASK, share=0.0), "share: expected 0 < share <= 1, got 0.0"),
+    (lambda: weight.covariance(W, W[:1], MASK), "adv: expected [B, S] = [2, 3], got [1, 3]"),
+    (lambda: weight.clip_cov(W, W[:1], MASK, 0), "cov: expected [B, S] = [2, 3], got [1, 3]"),
+    (lambda: weight.token_mean(MASK[0]), "mask: expected [B, S] = [B, S], got [3]"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value) == message

@@ -1,0 +1,32 @@
+"""Losses: one number a token, [*] in and [*] out, no averaging and no mask.
+
+The average is in `w` (`rft_fn.weight`); `packing.pack` sets every field to 0 outside mask and a bound model
+gives log-prob 0 there, so nothing here needs a guard. `adv`, `old_logp`, `ref_logp`, `ret` are data: they
+carry no gradient. A loss with one ratio a sequence still gives one number a token, the sequence's own: under
+`weight.seq_mean` they add up to the mean over sequences. Limits and coefficients may be tensors [], so that
+`torch.func.vmap` sweeps them.
+"""
+
+from rft_fn.loss.kl import entropy_bonus, kl, kl_k1, kl_k2, kl_k3, reverse_kl, reverse_kl_top_k
+from rft_fn.loss.policy import (
+    cispo,
+    cpgd,
+    dppo_kl,
+    dppo_tv,
+    gmpo,
+    gspo,
+    gspo_token,
+    kl_cov,
+    ppo_clip,
+    ratio,
+    reinforce,
+    sapo,
+    seq_ratio,
+)
+from rft_fn.loss.supervised import bradley_terry, dpo, ipo, nll, value_clip
+
+__all__ = [
+    "bradley_terry", "cispo", "cpgd", "dpo", "dppo_kl", "dppo_tv", "entropy_bonus", "gmpo", "gspo",
+    "gspo_token", "ipo", "kl", "kl_cov", "kl_k1", "kl_k2", "kl_k3", "nll", "ppo_clip", "ratio", "reinforce",
+    "reverse_kl", "reverse_kl_top_k", "sapo", "seq_ratio", "value_clip",
+]  # fmt: skip

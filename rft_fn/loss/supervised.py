@@ -1,0 +1,76 @@
+"""Losses against something known: a text, a return, a preference."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rft_fn import check
+
+__all__ = ["bradley_terry", "dpo", "ipo", "nll", "value_clip"]
+
+Scalar = float | Tensor
+
+
+def nll(logp: Tensor) -> Tensor:
+    """[*]: -logp, nats: supervised fine-tuning, and the PTX term."""
+    return -logp
+
+
+def value_clip(value: Tensor, old_value: Tensor, ret: Tensor, *, clip: Scalar = 0.2) -> Tensor:
+    """[*]: max((V - R)^2, (V_c - R)^2) / 2 with V_c = V_old + clip(V - V_old, +-clip): PPO's critic.
+
+    clip = inf is the plain squared error. ValueError that names the field if one is missing.
+    """
+    check.given(value=value, old_value=old_value, ret=ret)
+    check.shapes(value=(value, "..."), old_value=(old_value, "..."), ret=(ret, "..."))
+    near = old_value + (value - old_value).clamp(min=-clip).clamp(max=clip)
+    return 0.5 * torch.maximum((value - ret).square(), (near - ret).square())
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Scalar = 0.0) -> Tensor:
+    """[N]: -log sigmoid(chosen - rejected - margin): the reward model's loss for a pair.
+
+    `margin` is a number or [N]. Never overflows: at a difference of -1000 it is 1000.
+    """
+    check.shapes(chosen=(chosen, "N"), rejected=(rejected, "N"))
+    return F.softplus(margin + rejected - chosen)
+
+
+def _preference(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:
+    check.given(ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+    check.shapes(chosen=(chosen, "N"), rejected=(rejected, "N"))
+    check.shapes(chosen=(chosen, "N"), ref_chosen=(ref_chosen, "N"), ref_rejected=(ref_rejected, "N"))
+    return (chosen - ref_chosen) - (rejected - ref_rejected)
+
+
+def dpo(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: Scalar = 0.1,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """[N]: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), h = log(pi/ref)(chosen) -
+    log(pi/ref)(rejected). arXiv 2305.18290.
+
+    The four are log-probs of whole responses, [N] sums over tokens (`segment.sum`). e = `label_smoothing` > 0
+    is cDPO, for labels of which a share e is wrong. A pair must share a pack: `packing.shard(..., unit=2)`.
+    ValueError unless 0 <= e < 0.5.
+    """
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing: expected 0 <= label_smoothing < 0.5, got {label_smoothing}")
+    h = beta * _preference(chosen, rejected, ref_chosen, ref_rejected)
+    return (1 - label_smoothing) * F.softplus(-h) + label_smoothing * F.softplus(h)
+
+
+def ipo(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: Scalar = 0.1
+) -> Tensor:
+    """[N]: (h - 1 / (2 beta))^2, h as in `dpo`: a margin to reach, not one to stretch. arXiv 2310.12036.
+
+    The paper's h is of sums over tokens; TRL takes means over tokens (`segment.mean`).
+    """
+    h = _preference(chosen, rejected, ref_chosen, ref_rejected)
+    return (h - 1 / (2 * beta)).square()

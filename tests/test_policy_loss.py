@@ -1,0 +1,303 @@
+"""The policy losses beside PPO's: their papers' formulas, and the limits where one becomes another."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import ref
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rft_fn import loss, packing, testing, tree, weight
+
+pytestmark = pytest.mark.usefixtures("float64")
+seeds = st.integers(0, 2**32)
+
+
+def of_sequence(fn, **options):
+    return lambda o, b: fn(o.logp, b.old_logp, b.adv, b.mask, b.seq, b.num_seqs, **options)
+
+
+def of_token(fn, **options):
+    return lambda o, b: fn(o.logp, b.old_logp, b.adv, **options)
+
+
+SEQUENCE = {name: getattr(loss, name) for name in ("gspo", "gspo_token", "gmpo")}
+TOKEN = {name: getattr(loss, name) for name in ("cispo", "sapo", "cpgd", "dppo_tv", "dppo_kl")}
+LOSSES = {name: of_sequence(f) for name, f in SEQUENCE.items()} | {n: of_token(f) for n, f in TOKEN.items()}
+LOSSES["wide_gspo"] = of_sequence(loss.gspo, low=0.2, high=0.3)
+LOSSES["kl_cov"] = lambda o, b: loss.kl_cov(o.logp, b.old_logp, b.adv, (b.ret > 0).double())
+WEIGHTS = {"token_mean": weight.token_mean, "seq_mean": weight.seq_mean, "seq_sum": weight.seq_sum}
+each = pytest.mark.parametrize("name", LOSSES)
+
+
+@each
+@settings(max_examples=6)
+@given(seed=seeds, w=st.sampled_from(sorted(WEIGHTS)))
+def test_no_cut_padding_order_or_extreme_breaks_it(name, seed, w):
+    testing.check_all(LOSSES[name], weight=WEIGHTS[w], seed=seed)
+
+
+@each
+@settings(max_examples=5)
+@given(seed=seeds, w=st.sampled_from(sorted(WEIGHTS)))
+def test_on_policy_the_gradient_is_that_of_reinforce(name, seed, w):
+    testing.check_on_policy_identity(LOSSES[name], weight=WEIGHTS[w], seed=seed, per_sequence=True)
+
+
+@pytest.mark.parametrize("name", [n for n in LOSSES if n not in ("gspo", "gspo_token", "wide_gspo", "gmpo")])
+def test_token_losses_keep_the_identity_with_an_advantage_for_each_token(name):
+    testing.check_on_policy_identity(LOSSES[name])
+
+
+def test_gspo_token_keeps_it_too_and_gspo_spreads_advantages_over_the_sequence():
+    """The reason for the token form: with advantages by token, one ratio for the sequence mixes them."""
+    testing.check_on_policy_identity(LOSSES["gspo_token"])
+    with pytest.raises(AssertionError, match="not that of -adv"):
+        testing.check_on_policy_identity(LOSSES["gspo"])
+
+
+# ---------- definitions
+
+logps = st.floats(-8, -0.01)
+numbers = st.floats(-5, 5)
+lows, highs = st.floats(0.01, 0.9), st.floats(0.01, 2)
+
+
+def table(*columns):
+    return st.lists(st.tuples(*columns), min_size=1, max_size=6).map(lambda rows: np.array(rows).T)
+
+
+def agree(ours, definition, data, **options):
+    got = ours(*torch.from_numpy(data), **options).numpy()
+    np.testing.assert_allclose(got, definition(*data, **options), rtol=1e-10, atol=1e-10)
+
+
+@given(data=table(logps, logps, numbers), low=lows, high=highs)
+def test_cispo_against_the_definition(data, low, high):
+    agree(loss.cispo, ref.cispo, data, low=low, high=high)
+
+
+@given(data=table(logps, logps, numbers), tau_pos=st.floats(0.1, 5), tau_neg=st.floats(0.1, 5))
+def test_sapo_against_the_definition(data, tau_pos, tau_neg):
+    agree(loss.sapo, ref.sapo, data, tau_pos=tau_pos, tau_neg=tau_neg)
+
+
+@given(data=table(logps, logps, numbers), low=lows, high=highs, drift=st.floats(0, 1))
+def test_cpgd_against_the_definition(data, low, high, drift):
+    agree(loss.cpgd, ref.cpgd, data, low=low, high=high, drift=drift)
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+@given(data=table(st.floats(-4, -0.01), st.floats(-4, -0.01), numbers), limit=st.floats(0.013, 0.5))
+def test_dppo_against_the_definition(name, data, limit):
+    agree(getattr(loss, name), getattr(ref, name), data, limit=limit)
+
+
+@given(data=table(logps, logps, numbers, st.sampled_from([0.0, 1.0])), coef=st.floats(0, 2))
+def test_kl_cov_against_the_definition(data, coef):
+    agree(loss.kl_cov, ref.kl_cov, data, coef=coef)
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "gmpo"])
+@given(seed=seeds, low=lows, high=highs)
+def test_sequence_losses_against_the_definition(name, seed, low, high):
+    c = testing.case(seed)
+    adv = torch.randn(8, 1, generator=torch.Generator().manual_seed(seed)) * c.exp.mask
+    b = packing.pack(tree.replace(c.exp, adv=adv), range(8))
+    logp = c.apply(c.params, b).logp
+    got = SEQUENCE[name](logp, b.old_logp, b.adv, b.mask, b.seq, b.num_seqs, low=low, high=high)
+    definition = partial(getattr(ref, name.removesuffix("_token")), low=low, high=high)
+    args = (x.numpy() for x in (logp, b.old_logp, b.adv, b.mask, b.seq))
+    want = ref.per_sequence(definition, *args, b.num_seqs)
+    np.testing.assert_allclose(got * b.mask, want, rtol=1e-10, atol=1e-10)
+
+
+# ---------- limits in which one becomes another
+
+
+def batch(seed, spread=0.3):
+    g = torch.Generator().manual_seed(seed)
+    seq = torch.arange(4).repeat_interleave(torch.randint(1, 7, (4,), generator=g))
+    mask = torch.rand(seq.shape, generator=g) < 0.8
+    logp = -3 * torch.rand(seq.shape, generator=g) * mask
+    old = (logp + spread * torch.randn(seq.shape, generator=g)) * mask
+    adv = torch.randn(4, generator=g)[seq] * mask
+    return logp, old, adv, mask, seq, 4
+
+
+def total_and_grad(f, logp, *args, w):
+    logp = logp.clone().requires_grad_()
+    total = (w * f(logp, *args)).sum()
+    return total.detach(), torch.autograd.grad(total, logp)[0]
+
+
+def seq_mean(mask, seq, num_seqs):
+    count = torch.zeros(num_seqs).index_add(0, seq, mask.double())
+    return mask / count.clamp(min=1)[seq]
+
+
+@given(seed=seeds, low=lows, high=highs)
+def test_gspo_token_is_gspo_with_one_advantage_a_sequence(seed, low, high):
+    logp, old, adv, mask, seq, n = batch(seed)
+    w = seq_mean(mask, seq, n)
+    a = total_and_grad(partial(loss.gspo, low=low, high=high), logp, old, adv, mask, seq, n, w=w)
+    b = total_and_grad(partial(loss.gspo_token, low=low, high=high), logp, old, adv, mask, seq, n, w=w)
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@given(seed=seeds)
+def test_gmpo_without_bounds_is_gspo_without_bounds(seed):
+    data = batch(seed)
+    a = loss.gmpo(*data, low=100.0, high=100.0)
+    torch.testing.assert_close(a, loss.gspo(*data, low=1.0, high=1e9), rtol=1e-12, atol=1e-13)
+
+
+@given(seed=seeds, low=lows, high=highs)
+def test_with_sequences_of_one_token_gspo_is_ppo(seed, low, high):
+    logp, old, adv, mask, _, _ = batch(seed)
+    n = len(logp)
+    got = loss.gspo(logp, old, adv, mask, torch.arange(n), n, low=low, high=high)
+    torch.testing.assert_close(got * mask, loss.ppo_clip(logp, old, adv, low=low, high=high) * mask)
+
+
+@given(seed=seeds)
+def test_without_limits_the_gradients_are_those_of_importance_sampling(seed):
+    """cispo, dppo and kl_cov without their limits, and ppo_clip without its own: -rho A grad logp."""
+    logp, old, adv, *_ = batch(seed)
+    ones = torch.ones_like(logp)
+    want = -(logp - old).exp() * adv
+    for f in (
+        partial(loss.ppo_clip, low=1e9, high=1e9),
+        partial(loss.cispo, low=1e9, high=1e9),
+        partial(loss.dppo_tv, limit=2.0),
+        partial(loss.dppo_kl, limit=1e9),
+        lambda p, o, a: loss.kl_cov(p, o, a, torch.zeros_like(p)),
+    ):
+        torch.testing.assert_close(total_and_grad(f, logp, old, adv, w=ones)[1], want)
+
+
+@given(seed=seeds)
+def test_cpgd_without_drift_inside_the_clip_is_reinforce(seed):
+    logp, old, adv, *_ = batch(seed, spread=0.01)
+    _, g = total_and_grad(partial(loss.cpgd, drift=0.0), logp, old, adv, w=torch.ones_like(logp))
+    torch.testing.assert_close(g, -adv)
+
+
+def test_the_drift_has_the_value_and_gradient_of_the_kl_from_the_old_policy():
+    """By enumeration over a small vocabulary, on samples of the old policy."""
+    g = torch.Generator().manual_seed(0)
+    z = torch.randn(5, generator=g).requires_grad_()
+    logp, old = z.log_softmax(-1), torch.randn(5, generator=g).log_softmax(-1)
+    want = (old.exp() * (old - logp)).sum()
+    drift = loss.cpgd(logp, old, torch.zeros(5), drift=1.0, cap=math.inf)
+    got = (old.exp() * drift).sum()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, z, retain_graph=True)[0], torch.autograd.grad(want, z)[0]
+    )
+    held = loss.kl_cov(logp, old, torch.zeros(5), torch.ones(5))
+    torch.testing.assert_close((old.exp() * held).sum(), want)
+
+
+# ---------- where the gradient stops
+
+
+def slope(f, rho, adv, old=0.5):
+    logp = torch.tensor([math.log(old * rho)]).requires_grad_()
+    out = f(logp, torch.tensor([old]).log(), torch.tensor([adv]))
+    return torch.autograd.grad(out.sum(), logp)[0].item()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "rho", "adv", "want"),
+    [
+        ("cispo", {"high": 0.5}, 1.9, 1.0, -1.5),  # the weight is cut, the token still learns
+        ("cispo", {"low": 0.2}, 0.5, 1.0, -0.8),
+        ("cispo", {}, 0.1, 1.0, -0.1),  # no lower limit by default
+        ("sapo", {"tau_pos": 1.0}, 1.0, 1.0, -1.0),
+        ("cpgd", {"drift": 0.0}, 1.3, 1.0, 0.0),  # clipped: beyond log 1.2
+        ("cpgd", {"drift": 0.0}, 1.3, -1.0, 1.0),  # the way back is open, and no ratio multiplies it
+        ("cpgd", {"drift": 0.1}, 1.3, 1.0, 0.03),  # what is left is the drift: 0.1 (rho - 1)
+        ("cpgd", {"drift": 0.1, "cap": 0.2}, 1.3, 1.0, 0.02),
+        ("dppo_tv", {"limit": 0.2}, 1.3, 1.0, -1.3),  # 0.65 - 0.5 is within
+        ("dppo_tv", {"limit": 0.1}, 1.3, 1.0, 0.0),
+        ("dppo_tv", {"limit": 0.1}, 1.3, -1.0, 1.3),  # back towards the old policy
+        ("dppo_tv", {"limit": 0.1}, 0.7, -1.0, 0.0),
+        ("dppo_kl", {"limit": 0.05}, 1.3, 1.0, -1.3),  # KL 0.0475
+        ("dppo_kl", {"limit": 0.04}, 1.3, 1.0, 0.0),
+    ],
+)
+def test_the_gradient_by_hand(name, options, rho, adv, want):
+    assert slope(partial(getattr(loss, name), **options), rho, adv) == pytest.approx(want, abs=1e-12)
+
+
+def test_a_rare_token_may_change_by_a_large_ratio_under_dppo_and_not_under_ppo():
+    f = partial(loss.dppo_tv, limit=0.2)
+    assert (
+        slope(f, 5.0, 1.0, old=1e-3) == pytest.approx(-5.0) and slope(loss.ppo_clip, 5.0, 1.0, old=1e-3) == 0
+    )
+    assert slope(f, 1.19, 1.0, old=0.8) == pytest.approx(-1.19)  # 0.152 of probability
+    assert (
+        slope(f, 1.24, 1.0, old=0.8) == pytest.approx(-1.24) and slope(loss.ppo_clip, 1.24, 1.0, old=0.8) == 0
+    )
+
+
+def test_gmpo_clips_the_token_and_gspo_the_sequence():
+    """One token out of three has gone far: GSPO stops the whole sequence, GMPO that token."""
+    old, logp = torch.zeros(3), torch.tensor([0.9, 0.0, 0.0])
+    args = (torch.ones(3), torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long), 1)
+    w = torch.full((3,), 1 / 3)
+    _, whole = total_and_grad(partial(loss.gspo, low=0.2, high=0.2), logp, old, *args, w=w)
+    _, token = total_and_grad(loss.gmpo, logp, old, *args, w=w)
+    assert (whole == 0).all()
+    assert token[0] == 0 and (token[1:] < 0).all()
+
+
+def test_sapo_is_softer_on_both_sides_and_harder_on_negative_advantages():
+    steps = [slope(loss.sapo, r, 1.0) / -r for r in (0.5, 1.0, 2.0)]
+    assert steps[1] == pytest.approx(1.0) and steps[0] < 1 and steps[2] < 1
+    assert abs(slope(loss.sapo, 2.0, -1.0)) < abs(slope(loss.sapo, 2.0, 1.0))
+
+
+@pytest.mark.parametrize("name", [*TOKEN, "kl_cov"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gap", [50.0, -50.0, 1e4, -1e4])
+def test_extreme_log_ratios_are_finite_in_value_and_gradient(name, gap, dtype):
+    logp = torch.full((2,), min(gap, 0.0), dtype=dtype).requires_grad_()
+    old, adv = torch.full((2,), -max(gap, 0.0), dtype=dtype), torch.tensor([1.0, -1.0], dtype=dtype)
+    more = (torch.ones(2, dtype=dtype),) if name == "kl_cov" else ()
+    value = getattr(loss, name)(logp, old, adv, *more)
+    (g,) = torch.autograd.grad(value.sum(), logp)
+    assert value.isfinite().all() and g.isfinite().all()
+
+
+def test_certain_tokens_are_finite_under_dppo():
+    """A log-prob of exactly 0: the other tokens together have probability 0."""
+    logp = torch.zeros(2).requires_grad_()
+    for old in (torch.zeros(2), torch.full((2,), -1e-9), torch.full((2,), -30.0)):
+        for f in (loss.dppo_kl, loss.dppo_tv):
+            x = f(logp, old, torch.tensor([1.0, -1.0]))
+            assert x.isfinite().all() and torch.autograd.grad(x.sum(), logp)[0].isfinite().all()
+
+
+T = torch.zeros(3)
+M, Q = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long)
+BAD = [
+    (lambda: loss.cispo(T, T[:2], T), "old_logp: expected [...] = [3], got [2]"),
+    (lambda: loss.sapo(T, T, T[:1]), "adv: expected [...] = [3], got [1]"),
+    (lambda: loss.gspo(T, T, T, M[:2], Q, 1), "mask: expected [T] = [3], got [2]"),
+    (lambda: loss.gspo(T, T, T[:2], M, Q, 1), "adv: expected [T] = [3], got [2]"),
+    (lambda: loss.gmpo(T, T, T, M, Q[:1], 1), "seq: expected [T] = [3], got [1]"),
+    (lambda: loss.kl_cov(T, T, T, T[:2]), "chosen: expected [...] = [3], got [2]"),
+    (lambda: loss.ppo_clip(T, T, T, dual=1.0), "dual: expected > 1, got 1.0"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value) == message

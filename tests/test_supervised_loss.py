@@ -1,0 +1,216 @@
+"""Preferences, distillation and the entropy bonus: definitions, gradients, pairs in packs."""
+
+import itertools
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import ref
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rft_fn import loss, packing, segment, testing, tree
+
+pytestmark = pytest.mark.usefixtures("float64")
+seeds = st.integers(0, 2**32)
+sums = st.floats(-30, 0)
+
+
+def table(*columns):
+    return st.lists(st.tuples(*columns), min_size=1, max_size=6).map(lambda rows: np.array(rows).T)
+
+
+def agree(ours, definition, data, **options):
+    got = ours(*torch.from_numpy(data), **options).numpy()
+    np.testing.assert_allclose(got, definition(*data, **options), rtol=1e-10, atol=1e-10)
+
+
+# ---------- preferences
+
+
+@given(data=table(sums, sums), margin=st.floats(-2, 2))
+def test_bradley_terry_against_the_definition(data, margin):
+    agree(loss.bradley_terry, ref.bradley_terry, data, margin=margin)
+
+
+@given(data=table(sums, sums, sums, sums), beta=st.floats(0.01, 1), e=st.floats(0, 0.49))
+def test_dpo_and_cdpo_against_the_definition(data, beta, e):
+    agree(loss.dpo, ref.dpo, data, beta=beta, label_smoothing=e)
+
+
+@given(data=table(sums, sums, sums, sums), beta=st.floats(0.01, 1))
+def test_ipo_against_the_definition(data, beta):
+    agree(loss.ipo, ref.ipo, data, beta=beta)
+
+
+def test_a_margin_may_differ_from_pair_to_pair():
+    chosen, rejected, margin = torch.tensor([[1.0, 2.0], [0.0, 3.0], [0.5, -0.5]])
+    got = loss.bradley_terry(chosen, rejected, margin=margin)
+    want = [math.log1p(math.exp(-(1 - 0.5))), math.log1p(math.exp(-(-1 + 0.5)))]
+    torch.testing.assert_close(got, torch.tensor(want))
+
+
+@pytest.mark.parametrize("gap", [1e3, -1e3, 1e6])
+def test_preferences_do_not_overflow(gap):
+    """What goes wrong elsewhere: log(1 + exp(x)) is inf at a difference of 100 (float32)."""
+    chosen = torch.tensor([gap], dtype=torch.float32).requires_grad_()
+    zero = torch.zeros(1, dtype=torch.float32)
+    values = [loss.bradley_terry(chosen, zero), loss.dpo(chosen, zero, zero, zero, label_smoothing=0.1)]
+    for x in (*values, loss.ipo(chosen, zero, zero, zero)):
+        (g,) = torch.autograd.grad(x.sum(), chosen)
+        assert x.isfinite().all() and g.isfinite().all()
+    torch.testing.assert_close(values[0].detach(), torch.tensor([max(-gap, 0.0)], dtype=torch.float32))
+
+
+def test_dpo_of_the_reference_itself_is_log_two_and_pulls_the_pair_apart():
+    c, r = (torch.tensor([x]).requires_grad_() for x in (-3.0, -4.0))
+    x = loss.dpo(c, r, c.detach(), r.detach(), beta=0.3)
+    torch.testing.assert_close(x, torch.tensor([math.log(2)]))
+    a, b = torch.autograd.grad(x.sum(), (c, r))
+    assert a.item() == pytest.approx(-0.15) and b.item() == pytest.approx(0.15)
+
+
+def test_ipo_stops_at_its_margin_where_dpo_goes_on():
+    h = torch.tensor([5.0]).requires_grad_()  # 1 / (2 beta) at beta = 0.1
+    zero = torch.zeros(1)
+    assert torch.autograd.grad(loss.ipo(h, zero, zero, zero).sum(), h)[0] == 0
+    assert torch.autograd.grad(loss.dpo(h, zero, zero, zero).sum(), h)[0] < -0.03
+
+
+def test_cdpo_has_its_least_loss_at_the_odds_of_right_labels():
+    h = torch.tensor([math.log(0.8 / 0.2)]).requires_grad_()
+    zero = torch.zeros(1)
+    x = loss.dpo(h, zero, zero, zero, beta=1.0, label_smoothing=0.2)
+    assert torch.autograd.grad(x.sum(), h)[0].abs() < 1e-12
+
+
+def dpo_of_pairs(out, b):
+    """DPO as a LossFn: rows 2i and 2i + 1 are chosen and rejected, the pair's loss stands on each of its
+    tokens, and w (seq_mean over pairs) makes the mean."""
+    total = partial(segment.sum, mask=b.mask, seq=b.seq, num_seqs=b.num_seqs)
+    logp, ref_logp = (total(x).unflatten(0, (-1, 2)) for x in (out.logp, b.ref_logp))
+    x = loss.dpo(logp[:, 0], logp[:, 1], ref_logp[:, 0], ref_logp[:, 1], beta=0.5)
+    return x[b.seq // 2]
+
+
+def pair_mean(mask):
+    """[B, S]: 1 / (pairs, tokens of the pair)."""
+    tokens = mask.view(-1, 2, mask.shape[-1]).sum((1, 2)).clamp(min=1)
+    return mask / (tokens.repeat_interleave(2)[:, None] * (mask.shape[0] / 2))
+
+
+@pytest.mark.parametrize("budget", [24, 60])
+def test_pairs_train_through_packs_and_any_number_of_ranks(budget):
+    """`shard(unit=2)` keeps pairs together; total and gradient are those of the mean over pairs."""
+    c = testing.case(3)
+    keep = torch.tensor([2, 3, 4, 5, 6, 7])
+    exp = packing.take(c.exp, keep)
+    exp = tree.replace(exp, w=pair_mean(exp.mask))
+    whole = packing.pack(exp, range(6))
+    want = testing.total_and_grad(dpo_of_pairs, c.apply, c.params, [whole])
+    out = c.apply(c.params, whole)
+    logp, ref_logp = (segment.sum(x, whole.mask, whole.seq, 6).view(3, 2) for x in (out.logp, whole.ref_logp))
+    mean = ref.dpo(*(x.numpy() for x in (*logp.T, *ref_logp.T)), beta=0.5).mean()
+    assert want[0].item() == pytest.approx(mean, rel=1e-12)
+    for world in (1, 2, 3):
+        packs = [p for rank in packing.shard(exp, budget, world, unit=2) for p in rank]
+        assert all(p.rows[::2] == tuple(r - 1 for r in p.rows[1::2]) for p in packs)
+        got = testing.total_and_grad(dpo_of_pairs, c.apply, c.params, packs)
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+# ---------- distillation
+
+
+def two(seed, vocab=6, rows=3):
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, vocab, generator=g).log_softmax(-1) for _ in range(2))
+
+
+@given(seed=seeds)
+def test_reverse_kl_against_the_definition(seed):
+    p, q = two(seed)
+    want = [ref.divergence(a, b) for a, b in zip(p.exp().numpy(), q.exp().numpy())]
+    np.testing.assert_allclose(loss.reverse_kl(p, q), want, rtol=1e-10, atol=1e-12)
+
+
+@given(seed=seeds)
+def test_top_k_is_a_bound_that_grows_to_the_whole(seed):
+    p, q = two(seed)
+    order = p.argsort(-1, descending=True)
+    p, q = p.gather(-1, order), q.gather(-1, order)
+    bounds = [loss.reverse_kl_top_k(p[:, :k], q[:, :k]) for k in range(1, 7)]
+    for less, more in itertools.pairwise(bounds):
+        assert (less <= more + 1e-12).all()
+    for exact in bounds[4:]:  # one word left, or none
+        torch.testing.assert_close(exact, loss.reverse_kl(p, q), rtol=1e-7, atol=1e-8)
+    lumped = [torch.cat([x[:2], 1 - x[:2].sum(0, keepdim=True)]) for x in (p[0].exp(), q[0].exp())]
+    assert bounds[1][0].item() == pytest.approx(ref.divergence(*(x.numpy() for x in lumped)), abs=1e-10)
+
+
+def test_the_sampled_form_has_the_full_forms_gradient_in_expectation():
+    """On-policy distillation from samples is `kl` with the teacher's log-probs: by enumeration."""
+    z = torch.randn(5, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    teacher = torch.randn(5, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
+    logp = z.log_softmax(-1)
+    (want,) = torch.autograd.grad(loss.reverse_kl(logp, teacher), z, retain_graph=True)
+    (got,) = torch.autograd.grad((logp.exp().detach() * loss.kl(logp, teacher)).sum(), z)
+    torch.testing.assert_close(got, want)
+
+
+def test_words_that_were_cut_count_nothing_and_a_word_the_teacher_excludes_is_finite():
+    z = torch.tensor([[0.3, -torch.inf, 0.5]], dtype=torch.float64).requires_grad_()
+    teacher = torch.tensor([[0.2, 0.5, 0.3]]).log()
+    x = loss.reverse_kl(z.log_softmax(-1), teacher)
+    p = z.detach().softmax(-1)[0, [0, 2]]
+    want = (p * (p.log() - teacher[0, [0, 2]])).sum()
+    torch.testing.assert_close(x.detach(), want[None])
+    assert torch.autograd.grad(x.sum(), z)[0][0, [0, 2]].isfinite().all()
+    z = torch.zeros(1, 2).requires_grad_()
+    x = loss.reverse_kl(z.log_softmax(-1), torch.tensor([[0.0, -torch.inf]]))
+    assert x.item() == pytest.approx(0.5 * (math.log(0.5) + 60))
+    assert torch.autograd.grad(x.sum(), z)[0][0, 1] > 10  # away from what the teacher never says
+
+
+# ---------- entropy, and data that is missing
+
+
+def test_the_entropy_bonus_raises_the_entropy():
+    c = testing.case(0)
+    f = lambda o, b: loss.entropy_bonus(o.entropy)  # noqa: E731
+    testing.check_all(f)
+    packs = [packing.pack(c.exp, range(8))]
+    total, g = testing.total_and_grad(f, c.apply, c.params, packs)
+    params = tree.map(lambda p, d: p - 0.1 * d, c.params, g)
+    assert testing.total_and_grad(f, c.apply, params, packs)[0] < total < 0
+
+
+X = torch.zeros(3)
+BAD = [
+    (lambda: loss.value_clip(X, None, X), "old_value: expected a tensor, got None"),
+    (lambda: loss.value_clip(X, X, None), "ret: expected a tensor, got None"),
+    (lambda: loss.value_clip(None, X, X), "value: expected a tensor, got None"),
+    (lambda: loss.value_clip(X, X[:2], X), "old_value: expected [...] = [3], got [2]"),
+    (lambda: loss.kl(X, None), "ref_logp: expected a tensor, got None"),
+    (lambda: loss.kl_k3(X, X[:2]), "ref_logp: expected [...] = [3], got [2]"),
+    (lambda: loss.entropy_bonus(None), "entropy: expected a tensor, got None"),
+    (lambda: loss.dpo(X, X, None, X), "ref_chosen: expected a tensor, got None"),
+    (lambda: loss.dpo(X, X[:2], X, X), "rejected: expected [N] = [3], got [2]"),
+    (lambda: loss.dpo(X, X, X, X[:1]), "ref_rejected: expected [N] = [3], got [1]"),
+    (
+        lambda: loss.dpo(X, X, X, X, label_smoothing=0.5),
+        "label_smoothing: expected 0 <= label_smoothing < 0.5",
+    ),
+    (lambda: loss.bradley_terry(X, X[:2]), "rejected: expected [N] = [3], got [2]"),
+    (lambda: loss.reverse_kl(X, X[:2]), "teacher_logp: expected [... V] = [... 3]"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(message.split(" [... V]")[0])
