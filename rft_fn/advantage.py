@@ -10,7 +10,10 @@ from torch import Tensor
 from rft_fn import check
 from rft_fn.scan import linear_scan
 
-__all__ = ["discounted_return", "gae", "grpo", "rloo", "whiten"]
+__all__ = [
+    "cpgd", "decoupled_gae", "discounted_return", "gae", "gdpo", "grpo", "length_adaptive_lambda", "opo",
+    "pass_at_k", "reinforce_pp", "reinforce_pp_baseline", "remax", "rloo", "whiten",
+]  # fmt: skip
 
 
 def _centre(reward: Tensor) -> Tensor:
@@ -45,6 +48,95 @@ def rloo(reward: Tensor) -> Tensor:
     return _centre(reward) * (group / max(group - 1, 1))
 
 
+def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
+    """[N, G], [N] -> [N, G]: r minus the reward of the prompt's greedy answer. ReMax, arXiv 2310.10505.
+
+    The baseline does not depend on the sample, so it is unbiased, and works for G = 1. Not centred.
+    """
+    check.shapes(reward=(reward, "N G"), greedy_reward=(greedy_reward, "N"))
+    return reward - greedy_reward.unsqueeze(-1)
+
+
+def opo(reward: Tensor, length: Tensor) -> Tensor:
+    """[N, G], [N, G] -> [N, G]: r - sum(l r) / sum(l) in each row, l the tokens of a response. OPO, arXiv
+    2505.23585.
+
+    The baseline of least variance when a response's squared score grows with its length. With equal lengths
+    it is `grpo(scale=False)`. Not divided by a deviation.
+    """
+    check.shapes(reward=(reward, "N G"), length=(length, "N G"))
+    share = length.to(reward.dtype) / length.sum(-1, keepdim=True).clamp(min=1)
+    equal = reward.amax(-1, keepdim=True) == reward.amin(-1, keepdim=True)
+    return torch.where(equal, 0, reward - (share * reward).sum(-1, keepdim=True))
+
+
+def cpgd(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
+    """[N, G] -> [N, G]: the group-centred reward of CPGD (arXiv 2505.12504), divided by the group's deviation
+    with `scale`, as `grpo` is; what differs is CPGD's loss."""
+    return grpo(reward, scale=scale, eps=eps)
+
+
+def reinforce_pp(token_reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """[B, S] -> [B, S]: sum over the later tokens in mask of gamma^k r, 0 outside mask. REINFORCE++, arXiv
+    2501.03262.
+
+    Tokens outside mask (tool output) are passed over, as if they were not there. Does not whiten: the
+    algorithm whitens this over the whole batch, `whiten(reinforce_pp(...), mask)`.
+    """
+    check.shapes(token_reward=(token_reward, "B S"), mask=(mask, "B S"))
+    through = torch.where(mask, gamma, 1.0).to(token_reward.dtype)
+    total = linear_scan(through, torch.where(mask, token_reward, 0))
+    return torch.where(mask, total, 0)
+
+
+def reinforce_pp_baseline(reward: Tensor) -> Tensor:
+    """[N, G] -> [N, G]: r minus its group's mean, for whitening over the whole batch afterwards (arXiv
+    2501.03262). Alone it is `grpo(scale=False)`. ValueError for groups of one."""
+    return _centre(reward)
+
+
+def gdpo(parts: Tensor, weights: Tensor) -> Tensor:
+    """[K, N, G], [K] -> [N, G]: the weighted sum of K rewards, each first normalised in its group by `grpo`.
+
+    Rewards of different spread then count as their weights say (GDPO, arXiv 2601.05242). The paper whitens
+    the sum over the batch; `whiten` does, this does not.
+    """
+    sizes = check.shapes(parts=(parts, "K N G"), weights=(weights, "K"))
+    flat = grpo(parts.reshape(-1, sizes["G"])).view_as(parts)
+    return (weights.view(-1, 1, 1) * flat).sum(0)
+
+
+def _log_choose(n: Tensor, k: Tensor | float) -> Tensor:
+    return torch.lgamma(n + 1) - torch.lgamma(torch.as_tensor(k) + 1.0) - torch.lgamma(n - k + 1)
+
+
+def _share_without(wrong: Tensor, size: int, k: int) -> Tensor:
+    """C(wrong, k) / C(size, k), 0 where wrong < k: the chance that k of `size` responses are all wrong."""
+    ratio = (_log_choose(wrong.clamp(min=k), k) - _log_choose(torch.tensor(float(size)).to(wrong), k)).exp()
+    return torch.where(wrong >= k, ratio, 0)
+
+
+def pass_at_k(correct: Tensor, *, k: int) -> Tensor:
+    """correct [N, G] bool -> [N, G]: (mean over the k-subsets with this response of their best - mean over
+    all) / deviation over all. Pass@k training, arXiv 2508.10751.
+
+        p = 1 - C(m, k) / C(G, k),    m wrong ones;    sigma = sqrt(p (1 - p))
+        right: (1 - p) / sigma,    wrong: (1 - p - C(m - 1, k - 1) / C(G - 1, k - 1)) / sigma
+
+    0 where no subset differs from another. k = 1 is `grpo` with the population's deviation. ValueError unless
+    1 <= k <= G.
+    """
+    size = check.shapes(correct=(correct, "N G"))["G"]
+    if not 1 <= k <= size:
+        raise ValueError(f"k: expected between 1 and the {size} responses of each prompt, got {k}")
+    wrong = (~correct).to(torch.get_default_dtype()).sum(-1, keepdim=True)
+    none = _share_without(wrong, size, k)
+    with_wrong = _share_without(wrong - 1, size - 1, k - 1)
+    sigma = (none * (1 - none)).sqrt()
+    adv = torch.where(correct, none, none - with_wrong) / torch.where(sigma > 0, sigma, 1)
+    return torch.where((wrong >= k) & (wrong < size), adv, 0)
+
+
 def discounted_return(reward: Tensor, discount: Tensor) -> Tensor:
     """[..., S]: R[t] = r[t] + discount[t] R[t+1]. A sequence ends
     where discount is 0 (REINFORCE's return)."""
@@ -56,7 +148,7 @@ def gae(
     reward: Tensor,
     value: Tensor,
     discount: Tensor,
-    lambda_: float = 0.95,
+    lambda_: float | Tensor = 0.95,
     *,
     mask: Tensor | None = None,
     bootstrap: Tensor | None = None,
@@ -69,7 +161,8 @@ def gae(
     t' is the next position *in mask*: tokens outside (tool output, padding) are passed over as if they were
     not there, not read as zeros; adv and ret are 0 on them. A sequence ends where discount is 0, in mask or
     not, so rows may be padded and a flat stream may hold many sequences. `bootstrap` [...] is the value after
-    the last position (0 without). lambda = 1 is the discounted return minus V, lambda = 0 the one-step error.
+    the last position (0 without). lambda = 1 is the discounted return minus V, lambda = 0 the one-step error;
+    it may be a tensor that broadcasts against [..., S], e.g. [B, 1].
     Does not whiten. Gradients are the caller's to stop.
     """
     check.shapes(reward=(reward, "... S"), value=(value, "... S"), discount=(discount, "... S"))
@@ -83,6 +176,35 @@ def gae(
     adv = linear_scan(torch.where(mask, discount * lambda_, through), delta)
     adv = torch.where(mask, adv, zero)
     return adv, torch.where(mask, adv + value, zero)
+
+
+def decoupled_gae(
+    reward: Tensor,
+    value: Tensor,
+    discount: Tensor,
+    *,
+    policy_lambda: float | Tensor,
+    value_lambda: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(adv, ret), each [..., S]: `gae` with one lambda for advantages, another for the critic's target.
+
+    value_lambda = 1 gives the critic returns without bootstrapping, so no bias grows with the length. VC-PPO,
+    arXiv 2503.01491; VAPO, arXiv 2504.05118. Equal lambdas are `gae`.
+    """
+    rest = {"mask": mask, "bootstrap": bootstrap}
+    adv, _ = gae(reward, value, discount, policy_lambda, **rest)
+    _, ret = gae(reward, value, discount, value_lambda, **rest)
+    return adv, ret
+
+
+def length_adaptive_lambda(length: Tensor, *, alpha: float = 0.05) -> Tensor:
+    """[...] tokens -> [...]: 1 - 1 / (alpha length), at least 0: the longer a response, the further back its
+    reward reaches. VAPO, arXiv 2504.05118. ValueError unless alpha > 0."""
+    if not alpha > 0:
+        raise ValueError(f"alpha: expected > 0, got {alpha}")
+    return 1 - (1 / (alpha * length.clamp(min=1))).clamp(max=1)
 
 
 def _append(x: Tensor, last: Tensor | float) -> Tensor:

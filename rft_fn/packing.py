@@ -15,7 +15,10 @@ from torch import Tensor
 from rft_fn import check, rng, tree, weight
 from rft_fn.types import Experience, Packed
 
-__all__ = ["assign", "minibatches", "pack", "reset_position_ids", "shard", "supervised", "unpack", "waste"]
+__all__ = [
+    "assign", "minibatches", "pack", "pad", "reset_position_ids", "shard", "stack", "supervised", "take",
+    "unpack", "waste",
+]  # fmt: skip
 
 _TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
 
@@ -115,6 +118,27 @@ def _empty(exp: Experience) -> Packed:
         rows=(),  # no row stands behind the one token, so `unpack` puts it nowhere
         **fields,
     )
+
+
+def pad(b: Packed, size: int) -> Packed:
+    """`b` with masked tokens after its last sequence, up to `size` tokens: in a causal model nothing before
+    them changes. ValueError if `b` is larger."""
+    more = size - b.tokens.shape[0]
+    if more < 0:
+        raise ValueError(f"size: expected >= {b.tokens.shape[0]}, the tokens of the pack, got {size}")
+    longer = tree.map(lambda x: torch.cat([x, x.new_zeros(more, *x.shape[1:])]), tree.replace(b, media=None))
+    seq = torch.cat([b.seq, b.seq[-1:].expand(more)])
+    return tree.replace(longer, seq=seq, pos=reset_position_ids(seq), media=b.media)
+
+
+def stack(exp: Experience) -> Packed:
+    """Each row as a pack of its own, padded to one size and stacked: every field [B, T], for
+    `torch.func.vmap` over samples. ValueError with media, whose rows have no common size."""
+    if exp.media is not None:
+        raise ValueError("media: expected None, got some: rows of media cannot be stacked")
+    packs = [tree.replace(pack(exp, [i]), rows=()) for i in range(exp.tokens.shape[0])]
+    size = max(b.tokens.shape[0] for b in packs)
+    return tree.map(lambda *x: torch.stack(x), *(pad(b, size) for b in packs))
 
 
 def _spread(sizes: Sequence[int], budget: int, count: int) -> list[list[int]] | None:

@@ -1,11 +1,17 @@
-"""Rewards in, rewards out: pure functions, with their state as an argument and a result."""
+"""Rewards in, rewards out: pure functions, with their state as an argument and a result.
+
+Mixtures of rewards are `rft_fn.reward.weighted` (a sum) and `gated` (one counts only where another holds).
+"""
 
 import torch
 from torch import Tensor
 
 from rft_fn import check, tree
 
-__all__ = ["Moments", "clip", "kl_in_reward", "moments", "overlong_penalty", "running_norm"]
+__all__ = [
+    "Moments", "adaptive_kl", "clip", "gated", "kl_in_reward", "length_penalty", "moments",
+    "overlong_penalty", "running_norm", "varied",
+]  # fmt: skip
 
 
 @tree.struct
@@ -57,6 +63,47 @@ def overlong_penalty(length: Tensor, *, max_new: int, buffer: int, scale: float 
     if not 0 < buffer <= max_new:
         raise ValueError(f"buffer: expected 0 < buffer <= max_new = {max_new} tokens, got {buffer}")
     return -scale * ((length - (max_new - buffer)) / buffer).clamp(0, 1)
+
+
+def length_penalty(length: Tensor, correct: Tensor) -> Tensor:
+    """response length [N, G], correct [N, G] bool -> [N, G]: x = 0.5 - (l - shortest) / (longest - shortest)
+    of the group for right answers, min(0, x) for wrong ones.
+
+    To be added to the reward: of two right answers the shorter is better, and no wrong one gains by being
+    short. Kimi k1.5, arXiv 2501.12599. 0 in a group of equal lengths.
+    """
+    check.shapes(length=(length, "N G"), correct=(correct, "N G"))
+    size = length.to(torch.get_default_dtype())
+    low, high = size.amin(-1, keepdim=True), size.amax(-1, keepdim=True)
+    x = torch.where(high > low, 0.5 - (size - low) / (high - low).clamp(min=1), 0)
+    return torch.where(correct, x, x.clamp(max=0))
+
+
+def gated(reward: Tensor, gate: Tensor) -> Tensor:
+    """[...], [...] bool -> [...]: the reward where the gate holds, else 0: accuracy that counts only in the
+    right format."""
+    check.shapes(reward=(reward, "..."), gate=(gate, "..."))
+    return torch.where(gate, reward, 0)
+
+
+def varied(reward: Tensor) -> Tensor:
+    """[N, G] -> [N] bool: groups whose rewards are not all equal, the only ones that teach anything."""
+    check.shapes(reward=(reward, "N G"))
+    return reward.amax(-1) > reward.amin(-1)
+
+
+def adaptive_kl(coef: float, kl: float, *, target: float, horizon: float, count: float) -> float:
+    """The KL coefficient after `count` samples whose mean KL was `kl` [nats]:
+    coef (1 + clip(kl / target - 1, +-0.2) count / horizon).
+
+    A proportional controller that steers the KL to `target`; arXiv 1909.08593. The state is the coefficient
+    itself; a fixed one is a number that is left alone. ValueError unless target and horizon are > 0.
+    """
+    for name, x in (("target", target), ("horizon", horizon)):
+        if not x > 0:
+            raise ValueError(f"{name}: expected > 0, got {x}")
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * count / horizon)
 
 
 def kl_in_reward(reward: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, *, coef: float) -> Tensor:

@@ -145,7 +145,7 @@ def top_share(x: Tensor, mask: Tensor, *, share: float) -> Tensor:
     if not 0 < share <= 1:
         raise ValueError(f"share: expected 0 < share <= 1, got {share}")
     ranked = torch.where(mask, x, -torch.inf).flatten().sort(descending=True, stable=True).indices
-    rank = torch.empty_like(ranked).scatter_(0, ranked, torch.arange(ranked.numel(), device=x.device))
+    rank = ranked.argsort()  # the inverse of a permutation
     count = (mask.sum().double() * share - 1e-9).ceil()  # 0.2 * 15 is 3.0000000000000004
     return mask & (rank.view_as(mask) < count)
 

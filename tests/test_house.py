@@ -189,7 +189,8 @@ def test_every_field_of_a_config_has_a_reader(record):
 
 
 def test_grpo_fits_on_a_page():
-    assert (ROOT / "train_scripts" / "grpo.py").read_text().count("\n") <= 120
+    """Options, helpers, loop: every published algorithm without a critic, read from top to bottom."""
+    assert (ROOT / "train_scripts" / "grpo.py").read_text().count("\n") <= 145
 
 
 def test_public_functions_say_what_they_are():

@@ -5,6 +5,7 @@ The same command again goes on from the last checkpoint, to the bit.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import rft_fn as rft
 
@@ -26,6 +27,8 @@ class Config:
     max_norm: float = 1.0  # gradients are clipped to this global norm
     kl: float = 0.0  # coefficient of KL(policy, initial model) in the loss
     ema: float = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
+    rounds: int = 1  # sample again, at most so often in all, for groups whose rewards differ (DAPO)
+    overlong: int = 0  # the last so many tokens before max_new cost up to 1 of the reward (DAPO); 0 is off
     normalize_reward: bool = False  # take off the running mean of rewards, divide by their running deviation
     temperature: float = 1.0  # of sampling, and of the log-probs
     top_p: float = 1.0  # sample from the smallest set of tokens with this mass; train on the same
@@ -48,6 +51,11 @@ class Config:
 def main(cfg: Config) -> None:
     st = rft.strategy.get_strategy(cfg.strategy)
     algo = rft.algorithm.get_algorithm(cfg.algorithm, group=cfg.group)
+    if algo.greedy and cfg.normalize_reward:
+        raise ValueError(
+            f"normalize_reward: expected off with {cfg.algorithm}, whose baseline is a raw reward"
+        )
+    penalty = partial(rft.reward_shaping.overlong_penalty, max_new=cfg.max_new, buffer=cfg.overlong)
     free = ("steps",) if cfg.lr_end == 1 else ()
     run = rft.log.Run(cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=free)
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
@@ -83,23 +91,36 @@ def main(cfg: Config) -> None:
         rollout = rft.engine.gather_and_generate(eng, st, prompts, keys, n=n, sampling=how)
         return rollout, rft.reward.judge(score, rollout, prompts, tokenizer)
 
+    def sample(step):
+        draw = partial(rft.data.draw, dataset, cfg.prompts, step, cfg.seed)
+        groups = partial(collect, n=cfg.group, how=sampling)
+        return rft.engine.fill_groups(groups, lambda i: draw(round=i), cfg.prompts, rounds=cfg.rounds)
+
+    def shape(judged, rollout):
+        return judged.reward + (penalty(rollout.mask.sum(-1)).view_as(judged.reward) if cfg.overlong else 0)
+
+    def baseline(prompts):  # ReMax's: the reward of the greedy answer, for which keys do not matter
+        rollout, judged = collect(prompts, range(len(prompts)), 1, greedy)
+        return {"greedy_reward": shape(judged, rollout)[:, 0]}
+
     def evaluate():
         _, judged = collect(*rft.data.take(unseen, cfg.eval_prompts, cfg.seed), 1, greedy)
         return rft.reward.means(judged, "eval")
 
     for step in range(state.step, cfg.steps):
         values = evaluate() if step == 0 else {}
-        prompts, keys = rft.data.draw(dataset, cfg.prompts, step, cfg.seed)
-        rollout, judged = collect(prompts, keys, cfg.group, sampling)
-        reward = judged.reward
+        filled = sample(step)
+        prompts, rollout, judged = filled[:3]
+        reward = shape(judged, rollout)
         if cfg.normalize_reward:
             reward, extra["moments"] = rft.reward_shaping.running_norm(reward, extra["moments"])
-        exp = rft.experience(rollout, adv=algo.advantage(reward, rollout), w=algo.weight(rollout.mask))
+        adv = algo.advantage(reward, rollout, **(baseline(prompts) if algo.greedy else {}))
+        exp = rft.experience(rollout, adv=adv, w=algo.weight(rollout.mask))
         packs = rft.packing.shard(exp, cfg.budget, st.world)[st.rank]
         if ref:
             packs = [rft.tree.replace(p, ref_logp=x) for p, x in zip(packs, rft.model.score(*ref, packs))]
         grads, metrics = st.grad(state, apply, loss_fn, packs)
-        values |= rft.metric.results(metrics) | rft.metric.rollout(rollout, reward)
+        values |= rft.metric.results(metrics) | rft.metric.rollout(rollout, reward) | filled.metrics()
         rft.engine.check_gap(values, cfg.max_gap, eng, rollout, sampling, apply, state.params, packs)
         state, metrics = st.update(state, grads)
         eng.load(st.export(state), version=state.step)

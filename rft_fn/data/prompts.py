@@ -27,6 +27,7 @@ __all__ = [
     "take",
 ]
 
+_ROUND = 1 << 40  # rows of a generator between one round of a step and the next: none is drawn twice
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -193,16 +194,18 @@ def _order(size: int, seed: int, epoch: int) -> list[int]:
     return torch.randperm(size, generator=rng.generator(rng.fold_in(seed, "order", epoch))).tolist()
 
 
-def draw(dataset: Dataset, n: int, step: int, seed: int) -> tuple[list[Prompt], list[int]]:
+def draw(dataset: Dataset, n: int, step: int, seed: int, *, round: int = 0) -> tuple[list[Prompt], list[int]]:
     """(n prompts, a key for each) of step `step`: a permutation of the data set for
     each pass, drawn from (seed, pass).
 
     The key of a prompt is fold_in(seed, step, index): a prompt that comes again in a later step is sampled
-    anew.
+    anew. `round` > 0 gives more prompts for the same step, by a permutation (of a generator: rows) and keys
+    of its own, for dynamic sampling.
     """
+    seed = rng.fold_in(seed, "round", round) if round else seed
     at = range(step * n, (step + 1) * n)
     if dataset.size is None:
-        index = list(at)
+        index = [i + round * _ROUND for i in at]
     else:
         orders = {epoch: _order(dataset.size, seed, epoch) for epoch in {i // dataset.size for i in at}}
         index = [orders[i // dataset.size][i % dataset.size] for i in at]

@@ -9,14 +9,17 @@ from torch import nn
 from rft_fn import model as model_lib
 from rft_fn import tree
 from rft_fn.engine.gap import check_gap, explain_gap, logp_gap
+from rft_fn.engine.groups import Filled, fill_groups
 from rft_fn.engine.hf import hf
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
 __all__ = [
     "Engine",
     "EngineConfig",
+    "Filled",
     "check_gap",
     "explain_gap",
+    "fill_groups",
     "gather_and_generate",
     "get_engine",
     "hf",

@@ -42,6 +42,10 @@ class Scorer(nn.Module):
         if pack.media is not None:
             raise ValueError(f"media: expected None, {type(self.lm).__name__} is bound as a text model")
         inputs = {"input_ids": pack.tokens[None], "position_ids": pack.pos[None], "use_cache": False}
+        if (
+            pack.num_seqs == 1
+        ):  # said, so that transformers does not look for more by the values: vmap has none
+            inputs["attention_mask"] = torch.ones(1, pack.tokens.shape[0], device=pack.tokens.device)
         out = self._fused(inputs, pack) if self.fused else self._whole(inputs, pack)
         return tree.replace(out, logp=torch.where(pack.mask, out.logp, 0))
 

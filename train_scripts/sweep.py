@@ -1,0 +1,137 @@
+"""What a clip does, before a run is spent on it: one frozen buffer, and losses swept over their limits.
+
+    python train_scripts/sweep.py --out docs/sweep
+
+Samples are drawn once and the policy takes a few steps away from them, as in the later epochs of PPO. Then
+`torch.func.vmap` evaluates each loss at every limit: the gradient to the log-probs by vmap over the loss,
+from there to the parameters by vmap over one vjp, without another forward. Writes sweep.png and sweep.json.
+"""
+
+import json
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.func import grad, vjp, vmap
+
+import rft_fn as rft
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str = "tiny"  # tiny or tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
+    data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
+    template: str = "{short}"  # the question, from the columns of a row
+    reward: tuple[str, ...] = ("task:sort_digits",)  # as in grpo.py
+    prompts: int = 16  # prompts of the buffer
+    group: int = 8  # responses a prompt
+    away: int = 4  # updates between the samples and the policy that the sweep looks at
+    lr: float = 2e-4  # their learning rate
+    budget: int = 512  # tokens a pack
+    low: float = 1e-4  # smallest limit of the sweep
+    high: float = 1.0  # largest limit
+    points: int = 21  # limits, evenly spaced in logarithm; as many coefficients of the KL term
+    at_once: int = 21  # points whose gradients are held at a time; lower it for a large model
+    max_new: int = 6  # tokens a response
+    seed: int = 0  # of samples and prompts
+    out: str = "runs/sweep"  # folder of the picture and the numbers
+
+
+def at(name: str, logp: Tensor, b: rft.Packed, x: Tensor) -> Tensor:
+    """The loss `name` with its limit at x: [T]."""
+    if name == "gspo":
+        return rft.loss.gspo(logp, b.old_logp, b.adv, b.mask, b.seq, b.num_seqs, low=x, high=x)
+    if name == "dppo_tv":
+        return rft.loss.dppo_tv(logp, b.old_logp, b.adv, limit=x)
+    if name == "kl":
+        return rft.loss.ppo_clip(logp, b.old_logp, b.adv) + x * rft.loss.kl(logp, b.ref_logp)
+    return rft.loss.ppo_clip(logp, b.old_logp, b.adv, low=x, high=x)
+
+
+def buffer(cfg: Config) -> tuple:
+    """(apply, params, packs): the policy after `away` steps, and samples from before them."""
+    tokenizer = rft.model.load_tokenizer(cfg.model)
+    sampling = rft.Sampling(max_new=cfg.max_new)
+    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, template=cfg.template)
+    prompts, keys = rft.data.draw(dataset, cfg.prompts, 0, cfg.seed)
+    eng = rft.engine.get_engine(rft.engine.EngineConfig(batch=512), cfg.model, tokenizer)
+    rollout = eng.generate(prompts, keys, n=cfg.group, sampling=sampling)
+    reward = rft.reward.judge(rft.reward.parse(cfg.reward), rollout, prompts, tokenizer).reward
+    adv, w = rft.advantage.grpo(reward).view(-1, 1), rft.weight.seq_mean(rollout.mask)
+    exp = rft.experience(rollout, adv=adv, w=w, ref_logp=rollout.logp)
+    st = rft.strategy.get_strategy()
+    apply, state = st.init(rft.model.load(cfg.model), rft.optim.adamw(cfg.lr), sampling=sampling)
+    packs = rft.packing.shard(exp, cfg.budget)[0]
+    for _ in range(cfg.away):
+        grads, _ = st.grad(state, apply, lambda out, b: rft.loss.cispo(out.logp, b.old_logp, b.adv), packs)
+        state, _ = st.update(state, grads)
+    return apply, rft.tree.map(lambda p: p.detach(), state.params), packs
+
+
+def sweep(name: str, x: Tensor, stages: list) -> tuple[Tensor, Tensor]:
+    """(gradient norm, share of tokens with an advantage whose gradient is stopped), each like x [C].
+
+    A stage is (pack, its log-probs, their vjp to the parameters).
+    """
+    total, moving, tokens = None, 0, 0
+    for b, logp, back in stages:
+        slope = grad(lambda z, c: (b.w * at(name, z, b, c)).sum())  # noqa: B023
+        to_logp = vmap(slope, (None, 0))(logp, x)  # [C, T]
+        (grads,) = vmap(back)(to_logp)
+        total = grads if total is None else rft.tree.map(torch.add, total, grads)
+        has = b.mask & (b.adv != 0)
+        moving, tokens = moving + ((to_logp != 0) & has).sum(-1), tokens + has.sum()
+    squares = [g.flatten(1).square().sum(1) for g in rft.tree.leaves(total)]
+    return torch.stack(squares).sum(0).sqrt(), 1 - moving / tokens
+
+
+def main(cfg: Config) -> None:
+    warnings.filterwarnings("ignore", "There is a performance drop")  # attention has no batching rule: a loop
+    apply, params, packs = buffer(cfg)
+    stages = [(b, *vjp(lambda p: apply(p, b).logp, params)) for b in packs]  # noqa: B023
+    x = torch.logspace(*torch.tensor([cfg.low, cfg.high]).log10().tolist(), cfg.points)
+    found: dict = {"x": x.tolist(), "config": asdict(cfg)}
+    for name in ("ppo_clip", "gspo", "dppo_tv", "kl"):
+        parts = [sweep(name, part, stages) for part in x.split(cfg.at_once)]
+        norm, stopped = (torch.cat(p).tolist() for p in zip(*parts))
+        found[name] = {"grad_norm": norm, "stopped": stopped}
+    gap = torch.cat([(logp - b.old_logp)[b.mask] for b, logp, _ in stages])
+    found["log_ratio_std"] = gap.std().item()
+    folder = Path(cfg.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sweep.json").write_text(json.dumps(found, indent=1) + "\n")
+    draw(found, folder / "sweep.png")
+    show = lambda n, i: f"{found[n]['grad_norm'][i]:8.4f} ({found[n]['stopped'][i]:5.1%})"  # noqa: E731
+    rows = {f"{c:.1e}": "   ".join(show(n, i) for n in LABELS) for i, c in enumerate(found["x"])}
+    rft.log.table(rows, title=f"limit: gradient norm (share of tokens stopped) of {', '.join(LABELS)}")
+    print(f"{len(gap)} tokens, log-ratios of std {gap.std():.3f}; {folder / 'sweep.png'}")
+
+
+LABELS = {"ppo_clip": "ppo_clip(low=high=x)", "gspo": "gspo(low=high=x)", "dppo_tv": "dppo_tv(limit=x)"}
+
+
+def draw(found: dict, path: Path) -> None:
+    """Gradient norm and clipped share against the limit, and the norm against the KL coefficient."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    for name, label in LABELS.items():
+        axes[0].plot(found["x"], found[name]["grad_norm"], label=label)
+        axes[1].plot(found["x"], found[name]["stopped"], label=label)
+    axes[2].plot(found["x"], found["kl"]["grad_norm"], color="C3", label="ppo_clip + x kl(logp, ref_logp)")
+    titles = ("gradient norm", "share of tokens whose gradient is stopped", "gradient norm")
+    for ax, title in zip(axes, titles):
+        ax.set(xscale="log", title=title, xlabel="limit x" if ax is not axes[2] else "coefficient x")
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+        ax.set_ylim(bottom=0)
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    rft.log.cli(main, Config)
