@@ -3,6 +3,7 @@
 The tests hold the library against these. The library never imports this file, nor this file the library.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -56,6 +57,64 @@ def rloo(reward):
     return out
 
 
+def remax(reward, greedy_reward):
+    return np.array([[r - b for r in row] for row, b in zip(reward, greedy_reward)])
+
+
+def opo(reward, length):
+    """The baseline: sum of l r over sum of l, in each group."""
+    out = np.zeros_like(reward, dtype=np.float64)
+    for n, (row, size) in enumerate(zip(reward, length)):
+        baseline = sum(x * r for x, r in zip(size, row)) / sum(size)
+        out[n] = [r - baseline for r in row]
+    return out
+
+
+def cpgd_advantage(reward, scale=True, eps=1e-6):
+    out = np.zeros_like(reward, dtype=np.float64)
+    for n, row in enumerate(np.asarray(reward, np.float64)):
+        mean = sum(row) / len(row)
+        std = math.sqrt(sum((r - mean) ** 2 for r in row) / (len(row) - 1))
+        if max(row) > min(row):
+            out[n] = [(r - mean) / ((std + eps) if scale else 1) for r in row]
+    return out
+
+
+def reinforce_pp(token_reward, mask, gamma=1.0):
+    """[B, S]: sum over the tokens in mask from t on of gamma^(tokens in mask between) r."""
+    out = np.zeros(np.shape(mask))
+    for b, m in enumerate(np.asarray(mask, bool)):
+        kept = np.flatnonzero(m)
+        for i, t in enumerate(kept):
+            out[b, t] = sum(gamma**j * token_reward[b][u] for j, u in enumerate(kept[i:]))
+    return out
+
+
+def reinforce_pp_baseline(reward):
+    return np.array([[r - sum(row) / len(row) for r in row] for row in reward])
+
+
+def gdpo(parts, weights):
+    return sum(w * grpo(part) for part, w in zip(parts, weights))
+
+
+def pass_at_k(correct, k):
+    """Every k-subset of the responses scores its best: the mean score of the subsets with a response, less
+    the mean of all, over the deviation of all."""
+    out = np.zeros(np.shape(correct))
+    for n, row in enumerate(np.asarray(correct, np.float64)):
+        subsets = list(itertools.combinations(range(len(row)), k))
+        best = np.array([max(row[i] for i in subset) for subset in subsets])
+        for g in range(len(row)) if best.max() > best.min() else ():
+            own = [x for subset, x in zip(subsets, best) if g in subset]
+            out[n, g] = (sum(own) / len(own) - best.mean()) / best.std()
+    return out
+
+
+def length_adaptive_lambda(length, alpha=0.05):
+    return np.array([max(0.0, 1 - 1 / (alpha * n)) for n in length])
+
+
 def discounted_return(reward, discount):
     """[S]: R[t] = sum over u >= t of discount[t] ... discount[u-1] r[u]."""
     return linear_scan(discount, reward)
@@ -91,6 +150,14 @@ def gae_masked(reward, value, discount, lambda_, mask, bootstrap=0.0):
     row = (np.asarray(x, np.float64)[mask] for x in (reward, value, discount))
     adv[mask], ret[mask] = gae(*row, lambda_, bootstrap)
     return adv, ret
+
+
+def decoupled_gae(reward, value, discount, policy_lambda, value_lambda, mask, bootstrap):
+    """Rows [B, S], with a lambda of its own for each: adv by the one, ret by the other."""
+    rows = list(zip(reward, value, discount, policy_lambda, value_lambda, mask, bootstrap))
+    adv = [gae_masked(r, v, d, p, m, end)[0] for r, v, d, p, _, m, end in rows]
+    ret = [gae_masked(r, v, d, q, m, end)[1] for r, v, d, _, q, m, end in rows]
+    return np.array(adv), np.array(ret)
 
 
 def whiten(adv, mask, eps=1e-8):
@@ -260,7 +327,7 @@ def _dppo(divergence, logp, old_logp, adv, limit, cap=20.0):
     return np.array(out)
 
 
-def dppo_tv(logp, old_logp, adv, limit=0.2):
+def dppo_tv(logp, old_logp, adv, limit=0.15):
     """Half the sum of |difference| over "this token" and "another"."""
     return _dppo(lambda p, o: (abs(p - o) + abs((1 - p) - (1 - o))) / 2, logp, old_logp, adv, limit)
 
@@ -324,6 +391,49 @@ def kl_k3(logp, ref_logp):
     return np.array([math.exp(r) / math.exp(p) - 1 - (r - p) for p, r in zip(logp, ref_logp)])
 
 
+# ---------- expectations by enumeration
+
+
+def sequences(vocab, length):
+    """All of them, as tuples."""
+    return [(*x, a) for x in sequences(vocab, length - 1) for a in range(vocab)] if length else [()]
+
+
+def likelihood(policy, x):
+    """policy: prefix -> probabilities of the next token."""
+    return math.prod(float(policy[x[:t]][x[t]]) for t in range(len(x)))
+
+
+def reward_gradient(policy, reward):
+    """prefix -> gradient of E[R] in its logits: p(prefix) p(a) (Q(a) - V), the policy gradient theorem."""
+    out = {}
+    for prefix, p in policy.items():
+        value = np.zeros(len(p))  # p(prefix, a) Q(prefix, a)
+        for x, r in reward.items():
+            if x[: len(prefix)] == prefix:
+                value[x[len(prefix)]] += likelihood(policy, x) * r
+        out[prefix] = value - p * value.sum()
+    return out
+
+
+def score_estimate(policy, x, r, w):
+    """prefix -> sum_t w_t r grad log p(x_t | x_<t), the estimate from one sequence."""
+    out = {prefix: np.zeros(len(p)) for prefix, p in policy.items()}
+    for t, a in enumerate(x):
+        out[x[:t]] += w[t] * r * (np.eye(len(policy[x[:t]]))[a] - policy[x[:t]])
+    return out
+
+
+def group_gradient(p, reward, estimator, group):
+    """E over all groups of one-token responses of mean_g A_g grad log p(a_g), in the logits."""
+    out = np.zeros(len(p))
+    for actions in sequences(len(p), group):
+        adv = estimator(np.array([[reward[a] for a in actions]]))[0]
+        for a, value in zip(actions, adv):
+            out += math.prod(p[b] for b in actions) * value / group * (np.eye(len(p))[a] - p)
+    return out
+
+
 # ---------- distributions
 
 
@@ -373,6 +483,30 @@ def overlong_penalty(length, max_new, buffer, scale=1.0):
     if length <= expected:
         return 0.0
     return scale * (expected - length) / buffer if length <= max_new else -scale
+
+
+def length_penalty(length, correct):
+    out = np.zeros(np.shape(length))
+    for n, (row, right) in enumerate(zip(length, correct)):
+        low, high = min(row), max(row)
+        for g in range(len(row)) if high > low else ():
+            x = 0.5 - (row[g] - low) / (high - low)
+            out[n, g] = x if right[g] else min(0.0, x)
+    return out
+
+
+def adaptive_kl(coef, kl, target, horizon, count):
+    error = kl / target - 1
+    error = 0.2 if error > 0.2 else -0.2 if error < -0.2 else error
+    return coef * (1 + error * count / horizon)
+
+
+def gated(reward, gate):
+    return np.array([r if g else 0.0 for r, g in zip(reward, gate)])
+
+
+def varied(reward):
+    return np.array([any(r != row[0] for r in row) for row in reward])
 
 
 def kl_in_reward(reward, logp, ref_logp, mask, coef):

@@ -110,7 +110,7 @@ def test_changing_one_row_leaves_the_others_alone(row):
     c = testing.case(1)
     tokens = c.exp.tokens.clone()
     tokens[row] = (tokens[row] + 1) % testing.VOCAB
-    score = lambda exp: testing._score(c.apply, c.params, exp)  # noqa: E731
+    score = lambda exp: testing.log_probs(c.apply, c.params, exp)  # noqa: E731
     changed = (score(c.exp) != score(tree.replace(c.exp, tokens=tokens))).any(-1)
     assert changed.nonzero().flatten().tolist() == [row]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rft_fn import advantage, loss, metric, packing, testing, tree, weight
+from rft_fn import advantage, loss, metric, packing, segment, testing, tree, weight
 from rft_fn.loss import ppo_clip
 
 PARTITION, PADDING = testing.check_partition_invariance, testing.check_padding_invariance
@@ -73,6 +73,45 @@ def nan_in_the_gradient_only(out, b):
 
 def unbounded_ratio(out, b):
     return ((out.logp - b.ref_logp).exp() - 1).square()
+
+
+def focused(out, b, sign=1):
+    """A softmax over the tokens of a sequence, of what each is off by, without taking the largest out."""
+    d = out.logp - b.old_logp
+    x = (sign * 3 * (d - segment.mean(d, b.mask, b.seq, b.num_seqs)[b.seq]) * b.mask).exp()
+    return -b.adv * x / segment.sum(x, b.mask, b.seq, b.num_seqs).clamp(min=1e-6)[b.seq]
+
+
+def focused_on_what_was_lost(out, b):
+    return focused(out, b, sign=-1)
+
+
+def per_row(out, b):
+    """Divided by the rows of the pack: 0 / 0 in a pack without any."""
+    return -b.adv * out.logp / torch.tensor(len(b.rows))
+
+
+def focused_without_mask(out, b):
+    """The same, with 50 nats off on tokens that are outside the mask: inf times an advantage of 0."""
+    d = out.logp - b.old_logp
+    return -b.adv * (4 * (d - segment.mean(d, b.mask, b.seq, b.num_seqs)[b.seq])).exp()
+
+
+def suffix_ratio(out, b):
+    """The importance ratio of what comes after each token, over the end of its sequence and on."""
+    d = out.logp - b.old_logp
+    return -b.adv * d.flip(0).cumsum(0).flip(0).clamp(-5, 5).exp()
+
+
+def mask_forgotten_in_a_mean(out, b):
+    """A sequence's ratio as the mean over all its tokens, those of tools and prompts included."""
+    count = segment.sum(torch.ones_like(out.logp), torch.ones_like(b.mask), b.seq, b.num_seqs)
+    d = segment.sum(out.logp - b.old_logp, b.mask, b.seq, b.num_seqs) / count.clamp(min=1)
+    return -b.adv * d[b.seq].exp()
+
+
+def entropy_bonus_inside(out, b):
+    return -b.adv * out.logp - 0.01 * out.entropy
 
 
 def no_gradient(out, b):
@@ -153,6 +192,22 @@ BUGS = [
     ),
     (FINITE, unbounded_ratio, r"log-ratio \+50 in torch.float32: the total is inf"),
     (FINITE, no_gradient, r"loss: it has no gradient; is it detached"),
+    (PACKING, suffix_ratio, r"the loss of row \d, token \d+ changed by [\d.]+ from .*; a neighbour leaks in"),
+    (PARTITION, suffix_ratio, r"one row a micro-batch instead of one pack: .*gradient of bigram by"),
+    (
+        FINITE,
+        focused,
+        r"^log-ratio \+50 of one token a row in torch.float32: the total is nan; 49 of 49 entries",
+    ),
+    (ON_POLICY, mask_forgotten_in_a_mean, r"not that of -adv \* logp: off by at most [\d.]+ \(cosine"),
+    (ON_POLICY, entropy_bonus_inside, r"not that of -adv \* logp: off by at most 0\.000\d+ \(cosine"),
+    (
+        FINITE,
+        focused_on_what_was_lost,
+        r"^log-ratio -50 of one token a row in torch.float32: the total is nan",
+    ),
+    (FINITE, per_row, r"^an empty pack: the total is nan"),
+    (FINITE, focused_without_mask, r"^log-ratio -50 in torch.float32: the total is nan"),
 ]
 
 
@@ -176,6 +231,15 @@ def test_masked_rows_that_weigh_something_are_found(monkeypatch):
     monkeypatch.setattr(packing, "pack", leaky)
     with pytest.raises(AssertionError, match=r"masked rows: expected loss and gradient 0, got .* and "):
         FINITE(lambda out, b: 1 - out.value)
+
+
+def test_a_loss_by_sequence_is_reinforce_where_the_advantage_is_the_sequences():
+    def by_sequence(out, b):
+        return loss.gspo(out.logp, b.old_logp, b.adv, b.mask, b.seq, b.num_seqs)
+
+    ON_POLICY(by_sequence, weight=weight.seq_mean, per_sequence=True)
+    with pytest.raises(AssertionError, match=r"not that of -adv \* logp: off by"):
+        ON_POLICY(by_sequence, weight=weight.seq_mean)
 
 
 def by_padded_size(mask):
@@ -214,68 +278,96 @@ def test_the_checks_fail_for_wrong_weights(check, w, message):
         check(good, weight=w)
 
 
-# ---------- KL gradients
+def test_a_tolerance_is_a_tolerance():
+    """An entropy bonus of 0.01 bends the gradient by less than 1 %, and by more than rounding."""
+    ON_POLICY(entropy_bonus_inside, rtol=0.01)
+    with pytest.raises(AssertionError, match="not that of -adv"):
+        ON_POLICY(entropy_bonus_inside, rtol=1e-5)
+    for check in (PARTITION, PERMUTATION):
+        check(first_row_counts_double, rtol=10.0)
+        with pytest.raises(AssertionError, match=r"\(allowed 0.001\)"):
+            check(first_row_counts_double, rtol=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("f", [loss.kl_k2, loss.kl])
-def test_kl_gradient_passes(f, seed):
-    testing.check_kl_gradient(f, seed=seed)
+# ---------- data of a loss's own
+
+
+def largest(x, mask):
+    """A tenth of the tokens: those with the largest x."""
+    return {"chosen": weight.top_share(x, mask, share=0.1)}
+
+
+def held_back(out, b):
+    return loss.kl_cov(out.logp, b.old_logp, b.adv, b.extra["chosen"])
+
+
+def held_back_in_the_pack(out, b):
+    """The largest of the micro-batch, not of the batch."""
+    chosen = weight.top_share(b.adv[None], b.mask[None], share=0.1)[0]
+    return loss.kl_cov(out.logp, b.old_logp, b.adv, chosen)
+
+
+def test_a_loss_with_data_of_its_own_passes():
+    extra = lambda exp: largest(exp.adv, exp.mask)  # noqa: E731
+    testing.check_all(held_back, extra=extra, on_policy=True)
+    b = packing.pack(testing.case(0, extra=extra).exp, range(8))
+    assert 0 < b.extra["chosen"].sum() < b.mask.sum()
+    testing.check_all(lambda o, b: b.extra["noise"].sum(-1) * o.logp)
+
+
+@pytest.mark.parametrize("check", [PARTITION, PACKING])
+def test_what_should_be_data_of_the_batch_and_is_of_the_pack_is_found(check):
+    with pytest.raises(AssertionError, match="instead of"):
+        check(held_back_in_the_pack)
+
+
+def noisy(out, b):
+    return (b.extra["noise"].sum(-1) - b.adv) * out.logp
+
+
+def counted(out, b):
+    return out.logp / (1 + b.extra["chosen"].sum())
 
 
 @pytest.mark.parametrize(
     ("f", "message"),
     [
-        (
-            loss.kl_k1,
-            r"not that of KL\(pi, ref\): off by at most 0\.\d+ \(cosine -?0\.0000, norm ratio 0\.0000\)",
-        ),
-        (loss.kl_k3, r"off by at most [\d.]+ \(cosine 0\.\d+, norm ratio"),
-        (lambda logp, ref_logp: loss.kl_k2(logp, ref_logp) / 2, r"cosine 1\.0000, norm ratio 0\.5000"),
-        (lambda logp, ref_logp: -loss.kl_k2(logp, ref_logp), r"cosine -1\.0000"),
+        (noisy, r"1 more columns of padding: .* became nan"),
+        (counted, r"1 more columns of padding: the total loss .* became -?\d"),
+        (no_old_policy, r"1 more columns of padding: .* became nan"),
     ],
 )
-def test_kl_gradient_fails_and_says_how(f, message):
+def test_data_that_is_not_0_outside_the_mask_is_found(f, message, monkeypatch):
+    """A `pack` that shifts and forgets the mask: in the data of a loss, true or false or a number, and in
+    the fields that all have."""
+    pack = packing.pack
+
+    def leaky(exp, rows):
+        b = pack(exp, rows)
+        at = torch.tensor(list(rows))[b.seq], b.pos + 1
+        extra = {name: x[at] for name, x in (exp.extra or {}).items()}
+        return tree.replace(b, adv=exp.adv[at], extra=extra)
+
+    monkeypatch.setattr(packing, "pack", leaky)
+    extra = lambda exp: largest(exp.adv, exp.mask) | {"noise": exp.adv[..., None]}  # noqa: E731
     with pytest.raises(AssertionError, match=message):
-        testing.check_kl_gradient(f)
+        PADDING(f, extra=extra)
 
 
-# ---------- deletion
+def test_data_that_does_not_move_with_its_rows_is_found(monkeypatch):
+    take = packing.take
+    monkeypatch.setattr(packing, "take", lambda exp, index: tree.replace(take(exp, index), extra=exp.extra))
+    with pytest.raises(AssertionError, match=r"rows in the order \[[\d, ]+\]: the total loss .* became"):
+        PERMUTATION(noisy)
+    with pytest.raises(AssertionError, match=r"2 minibatches that keep their w instead of one pack"):
+        PARTITION(noisy)
 
 
-def zeroed(reward, value, discount, *, mask):
-    """Tool tokens read as value 0 and reward 0, and the recursion runs over them."""
-    adv, ret = advantage.gae(reward * mask, value * mask, discount, 0.95)
-    return adv * mask, ret * mask
-
-
-def not_cleared(reward, value, discount, *, mask):
-    adv, ret = advantage.gae(reward, value, discount, 0.95, mask=mask)
-    return adv + ~mask, ret
-
-
-def no_bootstrap_over_the_hole(reward, value, discount, *, mask):
-    """The sequence ends at every tool call."""
-    after = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], -1)
-    return advantage.gae(reward, value, discount * after, 0.95, mask=mask)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_deletion_invariance_passes(seed):
-    testing.check_deletion_invariance(advantage.gae, seed=seed)
-
-
-@pytest.mark.parametrize(
-    ("f", "message"),
-    [
-        (zeroed, r"adv of row \d changed by [\d.]+ when its \d+ masked tokens were deleted: \["),
-        (not_cleared, r"adv of row 0: expected 0 outside mask, got \[1\.0"),
-        (no_bootstrap_over_the_hole, r"adv of row \d changed by"),
-    ],
-)
-def test_deletion_invariance_fails_and_says_where(f, message):
-    with pytest.raises(AssertionError, match=message):
-        testing.check_deletion_invariance(f)
+@pytest.mark.parametrize("check", [PARTITION, PADDING, PACKING, PERMUTATION, ON_POLICY, FINITE])
+def test_data_of_another_shape_is_refused(check):
+    message = r"extra\['row'\]: expected \[B, S, ...\] = \[8, 12, ...\], got \[8\]"
+    with pytest.raises(ValueError, match=message):
+        check(good, extra=lambda exp: {"row": exp.length})
 
 
 # ---------- the case itself
@@ -295,8 +387,9 @@ def test_the_case_holds_what_breaks_losses(seed):
     assert len(set(exp.length.tolist())) > 3
     for x in tree.leaves(exp) + tree.leaves(c.params):
         assert x.dtype in (torch.float64, torch.int64, torch.bool)
-    for name in ("old_logp", "ref_logp", "adv", "old_value", "ret", "w"):
-        x = getattr(exp, name)
+    for x in [getattr(exp, n) for n in ("old_logp", "ref_logp", "adv", "old_value", "ret", "w")] + [
+        exp.extra["noise"]
+    ]:
         assert (x[~exp.mask] == 0).all() and (x[exp.mask] != 0).all()
     again = testing.case(seed)
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(c.exp), tree.leaves(again.exp)))

@@ -1,0 +1,63 @@
+"""Property checks of losses, weights and estimators, for ours and for yours: one call each.
+
+    testing.check_all(my_loss)                   # my_loss(out: TokenOut, b: Packed) -> [T], or ([T], metrics)
+    testing.check_on_policy_identity(my_loss)    # a policy loss is REINFORCE at logp == old_logp
+    testing.check_kl_gradient(my_kl)             # my_kl(logp [*], ref_logp [*]) -> [*]
+    testing.check_group_estimator(my_adv)        # my_adv(reward [N, G]) -> [N, G]
+    testing.check_estimator_gradient(my_adv)     # the same: is its expected gradient that of E[R]?
+    testing.check_deletion_invariance(my_gae)    # my_gae(reward, value, discount, mask=mask) -> (adv, ret)
+    testing.check_importance_bias(my_weight)     # my_weight(w, old_logp, logp, mask) -> w, all [B, S]
+
+Each raises AssertionError that says what was varied and by how much the result moved. Losses run on `case`, a
+tabular model and a small ragged batch in float64; what is an expectation is computed by enumeration. What a
+right function leaves is rounding, and nothing else.
+"""
+
+from collections.abc import Callable
+
+from rft_fn.testing.cases import LENGTH, ROWS, VOCAB, Case, Extra, Weight, case, log_probs, tabular
+from rft_fn.testing.estimator import (
+    check_deletion_invariance,
+    check_estimator_gradient,
+    check_group_estimator,
+    check_kl_gradient,
+)
+from rft_fn.testing.importance import ImportanceBias, check_importance_bias, importance_bias
+from rft_fn.testing.invariance import (
+    check_packing_invariance,
+    check_padding_invariance,
+    check_partition_invariance,
+    check_permutation_invariance,
+)
+from rft_fn.testing.policy import check_finite, check_on_policy_identity
+from rft_fn.testing.run import total_and_grad
+from rft_fn.types import LossFn
+from rft_fn.weight import token_mean
+
+__all__ = [
+    "LENGTH", "ROWS", "VOCAB", "Case", "ImportanceBias", "case", "check_all",
+    "check_deletion_invariance", "check_estimator_gradient", "check_finite", "check_group_estimator",
+    "check_importance_bias", "check_kl_gradient", "check_on_policy_identity", "check_packing_invariance",
+    "check_padding_invariance", "check_partition_invariance", "check_permutation_invariance",
+    "importance_bias", "log_probs", "tabular", "total_and_grad",
+]  # fmt: skip
+
+
+def check_all(
+    loss_fn: LossFn,
+    *,
+    weight: Weight = token_mean,
+    extra: Extra | None = None,
+    seed: int = 0,
+    on_policy: bool = False,
+) -> None:
+    """All that a loss has to pass: partition, padding, packing, permutation, finite; `on_policy` adds the
+    identity of policy losses.
+
+    `weight(mask [B, S]) -> w [B, S]` is the normaliser it is used with. `extra(exp) -> {name: [B, S, ...]}`
+    makes the data of its own that it reads from `b.extra` (see `case`).
+    """
+    checks: list[Callable[..., None]] = [check_partition_invariance, check_padding_invariance]
+    checks += [check_packing_invariance, check_permutation_invariance, check_finite]
+    for check in checks + [check_on_policy_identity] * on_policy:
+        check(loss_fn, weight=weight, extra=extra, seed=seed)

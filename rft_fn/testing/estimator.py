@@ -1,0 +1,194 @@
+"""Estimators against what they estimate: by enumeration of a tiny vocabulary, or by a change that must not
+matter."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rft_fn.testing.cases import LENGTH, ROWS, normal, ragged, uniform
+from rft_fn.testing.run import gap
+
+__all__ = [
+    "check_deletion_invariance", "check_estimator_gradient", "check_group_estimator", "check_kl_gradient",
+]  # fmt: skip
+
+Estimator = Callable[[Tensor], Tensor]  # reward [N, G] -> adv [N, G]
+
+
+def check_kl_gradient(
+    kl_fn: Callable[[Tensor, Tensor], Tensor], *, vocab: int = 5, seed: int = 0, atol: float = 1e-12
+) -> None:
+    """E_pi[grad kl_fn(logp, ref_logp)], by enumeration of a small vocabulary, is the gradient of KL(pi, ref).
+
+    That is what `kl_fn` does as a loss term on samples of the policy. k1 gives 0, k3 that of KL(ref, pi).
+    """
+    z = normal(seed, "policy", vocab).requires_grad_()
+    logp, ref = z.log_softmax(-1), normal(seed, "reference", vocab).log_softmax(-1)
+    p = logp.exp()
+    (want,) = torch.autograd.grad((p * (logp - ref)).sum(), z, retain_graph=True)
+    (got,) = torch.autograd.grad((p.detach() * kl_fn(logp, ref)).sum(), z, materialize_grads=True)
+    if not (got - want).abs().max() <= atol:
+        raise AssertionError(f"the expected gradient is not that of KL(pi, ref): {gap(got, want)}")
+
+
+# ---------- estimators over time
+
+
+def _assert_deleted(name: str, row: int, whole: Tensor, m: Tensor, short: Tensor, atol: float) -> None:
+    if not (whole[~m] == 0).all():
+        raise AssertionError(f"{name} of row {row}: expected 0 outside mask, got {whole[~m].tolist()}")
+    error = (whole[m] - short).abs()
+    if not (error <= atol).all():
+        raise AssertionError(
+            f"{name} of row {row} changed by {error.max():.2g} when its {int((~m).sum())} masked tokens were "
+            f"deleted: {whole[m].tolist()} with them, {short.tolist()} without"
+        )
+
+
+def check_deletion_invariance(
+    gae_fn: Callable[..., Tensor | tuple[Tensor, Tensor]], *, seed: int = 0, atol: float = 1e-12
+) -> None:
+    """`gae_fn(reward, value, discount, mask=mask) -> (adv, ret)`, all [B, S]: masked tokens (tool output,
+    padding) are passed over: deleting them first gives the same numbers on the others, and they get 0.
+
+    An estimator that takes or gives less fits in by a lambda, e.g. `lambda reward, value, discount, *, mask:
+    reinforce_pp(reward, mask)`: one tensor [B, S] is read as adv. `discount` is 0 on the last token in mask
+    of each row and 0.9 elsewhere; rewards stand also where mask is False.
+    """
+    mask, _ = ragged(seed)
+    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+    data = [normal(seed, name, ROWS, LENGTH) for name in ("reward", "state value")]
+    data.append(torch.where(last, 0.0, 0.9).double())
+
+    def estimate(args: list[Tensor], m: Tensor) -> tuple[Tensor, ...]:
+        found = gae_fn(*args, mask=m)
+        return (found,) if isinstance(found, Tensor) else found
+
+    results = estimate(data, mask)
+    for row, m in enumerate(mask):
+        short = estimate([x[row, m][None] for x in data], m[m][None])
+        for name, whole, part in zip(("adv", "ret"), results, short):
+            _assert_deleted(name, row, whole[row], m, part[0], atol)
+
+
+# ---------- estimators over a group
+
+
+def _advantages(estimator: Estimator, reward: Tensor) -> Tensor:
+    adv = estimator(reward)
+    if adv.shape != reward.shape:
+        want, got = list(reward.shape), list(adv.shape)
+        raise AssertionError(f"estimator: expected one advantage a reward, [N, G] = {want}, got {got}")
+    return adv
+
+
+def _rewards(seed: int, group: int) -> Tensor:
+    """[6, G]: three groups of normal numbers, three of 0 and 1 with both in each."""
+    binary = uniform(seed, f"binary rewards {group}", 0, 2, 3, group).double()
+    binary[:, 0], binary[:, -1] = 1, 0
+    return torch.cat([normal(seed, f"rewards {group}", 3, group), binary])
+
+
+def _orders(group: int) -> list[Tensor]:
+    """The first two exchanged, and all moved on by one: every other permutation is a product of these."""
+    order = torch.arange(group)
+    return [torch.cat([order[:2].flip(0), order[2:]]), order.roll(1)]
+
+
+def _short(x: Tensor) -> str:
+    return "[" + ", ".join(f"{value:.4g}" for value in x.tolist()) + "]"
+
+
+def _assert_rows(varied: Sequence[str], reward: Tensor, want: Tensor, got: Tensor, rtol: float) -> None:
+    for name, r, x, y in zip(varied, reward, want, got):
+        error = (x - y).abs().max()
+        if not error <= rtol * max(1.0, float(x.abs().max())):
+            raise AssertionError(
+                f"{name}: with rewards {_short(r)} the advantages changed by {error:.2g}, from {_short(x)} "
+                f"to {_short(y)}"
+            )
+
+
+def _assert_flat(estimator: Estimator, group: int) -> None:
+    """0.1 is here because the mean of three of it is not 0.1."""
+    for dtype in (torch.float64, torch.float32):
+        for value in (0.0, 1.0, 0.1, 1 / 3, -2.3):
+            adv = _advantages(estimator, torch.full((2, group), value, dtype=dtype))
+            if not (adv == 0).all():
+                raise AssertionError(
+                    f"{group} equal rewards of {value:.4g} in {dtype}: expected advantages of exactly 0, "
+                    f"got {_short(adv[0])}"
+                )
+
+
+def check_group_estimator(
+    estimator: Estimator,
+    *,
+    groups: Sequence[int] = (2, 3, 8),
+    shift: bool = True,
+    flat: bool = True,
+    seed: int = 0,
+    rtol: float = 1e-9,
+) -> None:
+    """`estimator(reward [N, G]) -> [N, G]`: groups do not see each other, permuting the responses of a group
+    permutes its advantages, a constant added to all its rewards changes nothing, and equal rewards give
+    exactly 0.
+
+    For groups of each size in `groups`. `shift=False` leaves out the constant (for estimators of passed and
+    failed, or without a baseline), `flat=False` the equal rewards. Says nothing of bias: that is
+    `check_estimator_gradient`. Data of a response other than its reward (a length) is not permuted with it.
+    """
+    for group in groups:
+        reward = _rewards(seed, group)
+        want, rows = _advantages(estimator, reward), range(len(reward))
+        alone = torch.cat([_advantages(estimator, r[None]) for r in reward])
+        names = [f"group {i} alone instead of among {len(reward)} groups" for i in rows]
+        _assert_rows(names, reward, want, alone, rtol)
+        for order in _orders(group):
+            moved = torch.empty_like(want)
+            moved[:, order] = _advantages(estimator, reward[:, order])
+            names = [f"responses of group {i} in the order {order.tolist()}" for i in rows]
+            _assert_rows(names, reward, want, moved, rtol)
+        for constant in (10.0, -3.0) if shift else ():
+            names = [f"{constant:+g} on all rewards of group {i}" for i in rows]
+            _assert_rows(names, reward, want, _advantages(estimator, reward + constant), rtol)
+        if flat:
+            _assert_flat(estimator, group)
+
+
+def check_estimator_gradient(
+    estimator: Estimator,
+    *,
+    group: int = 3,
+    vocab: int = 3,
+    prompts: int = 2,
+    factor: float = 1.0,
+    seed: int = 0,
+    atol: float = 1e-12,
+) -> None:
+    """E[mean over a group of A grad log pi] is `factor` times the gradient of E[R], the policy gradient.
+
+    `estimator(reward [1, G]) -> A [1, G]`. By enumeration of the vocab^G groups of one-token responses to
+    each of `prompts` prompts, with a policy and rewards of their own. A baseline that a sample's own reward
+    is part of shrinks the gradient: the mean of the group (Dr. GRPO) by the factor (G - 1) / G, and a
+    division by the group's deviation bends it. The message has the cosine, and the norm over that of the
+    gradient times `factor`.
+    """
+    place = vocab ** torch.arange(group)
+    action = torch.arange(vocab**group)[:, None] // place % vocab  # [vocab^G, G]
+    got, want = [], []
+    for i in range(prompts):
+        z = normal(seed, f"policy of prompt {i}", vocab).requires_grad_()
+        reward, logp = normal(seed, f"reward of prompt {i}", vocab), z.log_softmax(-1)
+        adv = torch.cat([_advantages(estimator, r[None]) for r in reward[action]])
+        chance = logp[action].sum(-1, keepdim=True).exp()
+        surrogate = (chance * adv).detach() * logp[action] / group
+        want += torch.autograd.grad((logp.exp() * reward).sum() * factor, z, retain_graph=True)
+        got += torch.autograd.grad(surrogate.sum(), z)
+    found, right = torch.cat(got), torch.cat(want)
+    if not (found - right).abs().max() <= atol:
+        raise AssertionError(
+            f"the expected gradient over all {vocab**group} groups of {group} is not {factor:g} times that "
+            f"of E[R]: {gap(found, right)}"
+        )

@@ -1,0 +1,131 @@
+"""The bias of an importance correction, exactly: all sequences of a tiny vocabulary are the batch."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rft_fn.testing.cases import normal
+
+__all__ = ["ImportanceBias", "check_importance_bias", "importance_bias"]
+
+Correction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (w, old_logp, logp, mask) -> w, all [B, S]
+
+
+class ImportanceBias(NamedTuple):
+    """What a correction makes of the policy gradient."""
+
+    bias: float  # |E[estimate] - gradient| / |gradient|
+    cosine: float  # between E[estimate] and the gradient
+    norm_ratio: float  # |E[estimate]| / |gradient|
+    variance: float  # trace of the covariance of one sample's estimate, over that of an on-policy sample
+
+
+class _World(NamedTuple):
+    """All sequences x [B, S] of a vocabulary, two policies over them, a reward for each."""
+
+    theta: Tensor  # [prefixes, V] the trainer's logits after each prefix
+    old_logp: Tensor  # [B, S] log p(x_t | x_<t), differentiable in theta
+    logp: Tensor  # [B, S] log q(x_t | x_<t)
+    reward: Tensor  # [B]
+    size: Tensor  # [B, S] |grad log p(x_t | x_<t)|^2
+
+
+def _world(length: int, vocab: int, seed: int, gap: float) -> _World:
+    if length < 1 or vocab < 2:
+        raise ValueError(f"length, vocab: expected >= 1 and >= 2, got {length} and {vocab}")
+    number, place = torch.arange(vocab**length)[:, None], vocab ** torch.arange(length).flip(0)
+    tokens = number // place % vocab
+    shorter = (vocab ** torch.arange(length) - 1) // (vocab - 1)  # how many prefixes are shorter than t
+    prefix = shorter + number // (place * vocab)
+    table = (int(prefix.max()) + 1, vocab)
+    theta = normal(seed, "trainer", *table).requires_grad_()
+    sampler = (theta.detach() + gap * normal(seed, "sampler", *table)).log_softmax(-1)
+    trainer = theta.log_softmax(-1)
+    p = trainer.detach().exp()
+    size = 1 - 2 * p + p.square().sum(-1, keepdim=True)  # |onehot(a) - p|^2 for each a
+    reward = normal(seed, "reward of the sequence", vocab**length)
+    return _World(theta, trainer[prefix, tokens], sampler[prefix, tokens], reward, size[prefix, tokens])
+
+
+def _corrected(correct: Correction, world: _World) -> Tensor:
+    """[B, S]: what `correct` makes of w = 1. It must not depend on which other rows share the batch: this
+    batch is an enumeration, and no sample of q."""
+    old_logp, mask = world.old_logp.detach(), torch.ones_like(world.logp, dtype=torch.bool)
+    ask = lambda rows: correct(torch.ones_like(rows[0]), *rows)  # noqa: E731
+    w = ask([old_logp, world.logp, mask])
+    if w.shape != mask.shape:
+        raise AssertionError(f"correct: expected w [B, S] = {list(mask.shape)}, got {list(w.shape)}")
+    half = ask([x[::2] for x in (old_logp, world.logp, mask)])
+    if not torch.allclose(half, w[::2], rtol=1e-9, atol=1e-12, equal_nan=True):
+        change = (half - w[::2]).abs().max()
+        raise AssertionError(
+            f"correct: with every other sequence left out the weights of the others changed by {change:.2g}; "
+            "an enumeration has the bias only of what looks at one row at a time"
+        )
+    return w.detach()
+
+
+def _estimate(world: _World, chance: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """(mean [P], trace of the covariance []) of sum_t w_t R grad log p(x_t | x_<t) for x drawn by `chance`
+    [B]."""
+    term = w * world.reward[:, None]
+    total = (chance[:, None] * term * world.old_logp).sum()
+    (mean,) = torch.autograd.grad(total, world.theta, retain_graph=True)
+    # each t has parameters of its own, so squares add up
+    square = (chance * (term.square() * world.size).sum(-1)).sum()
+    return mean.flatten(), square - mean.square().sum()
+
+
+def importance_bias(
+    correct: Correction, *, length: int = 3, vocab: int = 3, seed: int = 0, gap: float = 1.0
+) -> ImportanceBias:
+    """The bias and variance of a correction for samples of another policy, by enumeration and so exact.
+
+    A sampler q and a trainer p, tabular and autoregressive, over all vocab^length sequences, with a random
+    reward R for each. The gradient is that of E_p[R] in the logits of p; the estimate of one x ~ q is
+
+        sum_t w_t R(x) grad log p(x_t | x_<t),    w = correct(w=1, old_logp=log p, logp=log q, mask)
+
+    all [B, S] with mask True. `gap` [nats] is the deviation of the sampler's logits from the trainer's; at 0
+    every correction is unbiased. A function of other arguments fits in by a lambda: `lambda w, old_logp,
+    logp, mask: weight.truncated_is(w, old_logp, logp)`. ValueError for length < 1 or vocab < 2,
+    AssertionError for weights of another shape, or that depend on the other rows (normalised over the batch).
+    """
+    world = _world(length, vocab, seed, gap)
+    p, q = world.old_logp.sum(-1).exp(), world.logp.sum(-1).exp()
+    (want,) = torch.autograd.grad((p * world.reward).sum(), world.theta, retain_graph=True)
+    want, w = want.flatten(), _corrected(correct, world)
+    mean, variance = _estimate(world, q, w)
+    _, on_policy = _estimate(world, p.detach(), torch.ones_like(w))
+    cosine = torch.nn.functional.cosine_similarity(mean, want, dim=0)
+    ratios = (mean - want).norm() / want.norm(), cosine, mean.norm() / want.norm(), variance / on_policy
+    return ImportanceBias(*(float(x) for x in ratios))
+
+
+def check_importance_bias(
+    correct: Correction,
+    *,
+    length: int = 3,
+    vocab: int = 3,
+    seed: int = 0,
+    gap: float = 1.0,
+    atol: float = 1e-12,
+) -> None:
+    """`correct(w, old_logp, logp, mask) -> w` leaves the expected policy gradient as it is: `importance_bias`
+    is at most `atol`.
+
+    The ratio of the whole sequence passes. The ratio of each token alone does not (it leaves out the prefix
+    that q chose and the rest that the reward is for) unless length = 1; truncating or masking a ratio does
+    not, where a ratio goes beyond the limit: with `gap` = 1 those of sequences of 3 span about 0.1 to 40. A
+    larger `atol` is a bound on the bias that one accepts.
+    """
+    b = importance_bias(correct, length=length, vocab=vocab, seed=seed, gap=gap)
+    if not b.bias <= atol:
+        raise AssertionError(
+            f"samples of a policy with other logits (by {gap:g}): over all {vocab**length} sequences of "
+            f"{length} the expected gradient has a bias of {b.bias:.2g} of its norm (cosine {b.cosine:.4f}, "
+            f"norm ratio {b.norm_ratio:.4f}; allowed {atol:g}); its variance is {b.variance:.2g} times that "
+            "of on-policy samples"
+        )
