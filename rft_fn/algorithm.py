@@ -129,7 +129,7 @@ def _trust_region(fn: Callable[..., Tensor], out: TokenOut, b: Packed, limit: fl
     return x, _metrics(out, b, rho, (x.detach() == 0) & (b.adv != 0) & (out.logp.detach() != 0))
 
 
-def dppo_tv(out: TokenOut, b: Packed, *, limit: float = 0.2) -> Any:
+def dppo_tv(out: TokenOut, b: Packed, *, limit: float = 0.15) -> Any:
     """`loss.dppo_tv` as a LossFn."""
     return _trust_region(loss.dppo_tv, out, b, limit)
 

@@ -197,7 +197,9 @@ def _trusted(logp: Tensor, old_logp: Tensor, adv: Tensor, outside: Tensor, cap: 
     return -torch.where(away & outside, 0, rho) * adv * logp
 
 
-def dppo_tv(logp: Tensor, old_logp: Tensor, adv: Tensor, *, limit: Scalar = 0.2, cap: float = 20.0) -> Tensor:
+def dppo_tv(
+    logp: Tensor, old_logp: Tensor, adv: Tensor, *, limit: Scalar = 0.15, cap: float = 20.0
+) -> Tensor:
     """[*]: -sg(min(rho, cap)) A logp while |pi - pi_old| <= limit or the step leads back, else 0.
 
     The trust region is a bound on the total variation of "this token or another", so rare tokens may change

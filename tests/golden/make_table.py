@@ -1,0 +1,121 @@
+"""The section "Equivalence" of docs/algorithms.md, from trl.json, field.json and the rows of equivalence.py.
+
+cd tests && python -m golden.make_table
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from golden.compare import FOLDER, GOLDEN, Relation, against
+from golden.equivalence import SECTIONS, Row, Terms
+
+PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+BEGIN, END = "<!-- equivalence:begin -->", "<!-- equivalence:end -->"
+FIELD = json.loads((FOLDER / "field.json").read_text())
+
+INTRO = """\
+Whose settings equal which call of ours. "Our call" gives the same loss and the same gradient with respect to
+the log-probs (of advantages: the same values), to 1e-10 in float64; a test checks every row. The three
+numbers are of TRL's gradient a to the gradient b of what the last column names, or else of our call:
+|a - b| / |b|, cosine, |a| / |b|. The batch is 16 responses of 2 to 12 tokens with log-ratios of scale 0.3;
+how large a difference is depends on it, that there is one does not.
+
+A weight sees [B, S], a loss the flat stream of tokens, the total is the sum of their product; `...` stands
+for the tensors that the function takes. Sequence-level rows have epsilon=0.1, epsilon_high=0.12 where they
+name none. DAPO's formula, read to the letter, divides by the tokens of one question's responses; TRL and
+`weight.token_mean` divide by those of the batch.
+"""
+
+RECORDED = """\
+### Other systems, recorded
+
+{note}
+
+| system | setting | our call | compared with | rel. error | cosine | norm | evidence | where it differs |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+TENSORS = [
+    "logp, old_logp, adv, mask, seq, num_seqs",
+    "logp, near_logp, adv, mask, seq, num_seqs",
+    "logp, old_logp, adv",
+    "chosen, rejected, ref_chosen, ref_rejected",
+]
+
+
+def code(source: str) -> str:
+    for names in TENSORS:
+        source = source.replace(f"({names}", "(...")
+    return f"`{source}`"
+
+
+def call(terms: Terms) -> str:
+    if isinstance(terms, str):
+        return code(terms)
+    whole = [t for t in terms if "part ==" not in t[0]]
+    pieces = [t for t in terms if "part == 0" in t[0]]  # one of the micro-batches, which are alike
+    out = [f"{code(w)} · {code(each)}" for w, each in whole]
+    one = lambda w: code(w.replace("(part == 0)", "part"))  # noqa: E731
+    return " + ".join(out + [f"the sum over micro-batches of {one(w)} · {code(each)}" for w, each in pieces])
+
+
+def compared(row: Row) -> str:
+    """What the numbers are against, without what it has in common with our call."""
+    if isinstance(row.paper, str) or len(row.paper) > 1 or isinstance(row.ours, str) or len(row.ours) > 1:
+        return call(row.paper)
+    (w, each), (our_w, our_each) = row.paper[0], row.ours[0]
+    return code(w) if each == our_each else code(each) if w == our_w else call(row.paper)
+
+
+def numbers(relation: Relation) -> str:
+    if relation.error < 1e-9:
+        return "0 | 1 | 1"
+    return f"{relation.error:.3g} | {relation.cosine:.3f} | {relation.norm:.3f}"
+
+
+def line(row: Row) -> str:
+    ours = call(row.ours)
+    let = "; ".join(f"`{name} = {source}`" for name, source in row.let if name != "part")
+    if let:
+        ours += f" with {let}" if len(row.let) < 3 else " (names: tests/golden/equivalence.py)"
+    rest = f"; against {compared(row)}" if row.paper is not None and len(row.let) < 3 else ""
+    relation = against(row, row.ours if row.paper is None else row.paper)
+    return f"| {row.setting} | {ours} | {numbers(relation)} | {row.differs}{rest} |"
+
+
+def table(title: str, rows: list[Row]) -> str:
+    head = "| TRL | our call | rel. error | cosine | norm | where it differs from the paper |"
+    return "\n".join([f"### {title}\n", head, "|---|---|---|---|---|---|", *map(line, rows), ""])
+
+
+def field_line(row: dict) -> str:
+    number = lambda x: "" if x is None else f"{x:.4g}"  # noqa: E731
+    cells = [f"{row['system']} ({row['commit']}, {row['date']})", row["setting"]]
+    cells += [f"`{row['ours']}`", row["against"]]
+    cells += [number(row[k]) for k in ("error", "cosine", "norm")] + [row["evidence"], row["differs"]]
+    return f"| {' | '.join(cells)} |"
+
+
+def section() -> str:
+    made = GOLDEN["made"]
+    runs = " and ".join(f"trl {m['trl']} ({m['date']}, torch {m['torch']})" for m in made.values())
+    source = f"TRL: {GOLDEN['source']}, {GOLDEN['licence']}, run by `tests/golden/trl_losses.py`: {runs}.\n"
+    tables = [table(title, rows) for title, rows in SECTIONS.items()]
+    others = RECORDED.format(note=FIELD["note"]) + "\n".join(map(field_line, FIELD["rows"])) + "\n"
+    return "\n".join([INTRO, source, *tables, others])
+
+
+def page(text: str) -> str:
+    """The page with the section between its markers."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{section()}\n{END}{rest.split(END)[1]}"
+
+
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.float64)
+    if not PAGE.exists():
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(f"# Algorithms\n\n## Equivalence\n\n{BEGIN}\n{END}\n")
+    PAGE.write_text(page(PAGE.read_text()))
