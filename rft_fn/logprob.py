@@ -1,5 +1,7 @@
 """From logits, or straight from hidden states, to the log-probs of the targets."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,16 +66,27 @@ def linear_logprob(
     bias: Tensor | None = None,
     softcap: float | None = None,
     entropy: bool = False,
+    words: Tensor | None = None,
 ) -> TokenOut:
     """[T, D], [V, D], [T] -> TokenOut: log softmax(hidden weight^T /
     temperature)[target] without ever holding [T, V].
 
-    Targets of -100 give 0 and no gradient. The work is `rft_kernels.linear_logprob`; ValueError when shapes
-    disagree.
+    Targets of -100 give 0 and no gradient. `words` [T, K] asks for the log-probs of K more words of each
+    token, as `words_logp` [T, K] (0 with target -100): K dot products each, the normaliser is there already.
+    The work is `rft_kernels.linear_logprob`; ValueError when shapes disagree.
     """
     from rft_kernels import linear_logprob as fused
 
-    logp, ent, _ = fused(
-        hidden, weight, target, temperature=temperature, bias=bias, softcap=softcap, entropy=entropy
+    options: dict[str, Any] = {"temperature": temperature, "bias": bias, "softcap": softcap}
+    logp, ent, lse = fused(hidden, weight, target, entropy=entropy, lse=words is not None, **options)
+    if words is None or lse is None:
+        return TokenOut(logp=logp, entropy=ent)
+    check.shapes(target=(target, "T"), words=(words, "T K"))
+    z = torch.einsum("td,tkd->tk", hidden.to(logp.dtype), weight[words].to(logp.dtype))
+    z = z if bias is None else z + bias[words]
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    scale = (
+        temperature.unsqueeze(-1) if isinstance(temperature, Tensor) and temperature.dim() else temperature
     )
-    return TokenOut(logp=logp, entropy=ent)
+    live = (target != -100).unsqueeze(-1)
+    return TokenOut(logp=logp, entropy=ent, words_logp=torch.where(live, z / scale - lse.unsqueeze(-1), 0))

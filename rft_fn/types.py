@@ -123,6 +123,9 @@ class TokenOut:
     entropy: Tensor | None = None  # [T] nats
     value: Tensor | None = None  # [T]
     aux: Tensor | None = None  # [] a loss of the model's own, e.g. the balance of experts
+    words_logp: Tensor | None = (
+        None  # [T, K] of the words `extra["words"]` [T, K], where a pack asks for some
+    )
 
 
 @tree.struct

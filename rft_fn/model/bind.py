@@ -23,7 +23,8 @@ _LOGIT_FIELDS = {
 
 
 class Scorer(nn.Module):
-    """A causal language model whose forward takes tokens and targets and gives log-probs, never logits.
+    """A causal language model whose forward takes tokens and targets and gives log-probs, never logits; of K
+    more words of each token too, where the pack names them (`extra["words"]` [T, K]).
 
     The head runs inside this forward, so that a sharded model has its weight gathered there. Two ways: the
     fused one never holds [T, V]; the one over whole logits serves top_p / top_k (the distribution that was
@@ -59,12 +60,16 @@ class Scorer(nn.Module):
             temperature=self.sampling.temperature,
             bias=head.bias,
             entropy=self.entropy,
+            words=(pack.extra or {}).get("words"),
         )
 
     def _whole(self, inputs: dict, pack: Packed) -> TokenOut:
         z = logprob.truncate(self.lm(**inputs).logits[0], self.sampling, keep=pack.target)
         ent = torch.where(pack.mask, logprob.entropy_from_logits(z), 0) if self.entropy else None
-        return TokenOut(logp=logprob.log_probs_from_logits(z, pack.target), entropy=ent)
+        words = (pack.extra or {}).get("words")
+        if words is not None:
+            words = torch.where(pack.mask[:, None], z.log_softmax(-1).gather(-1, words), 0)
+        return TokenOut(logp=logprob.log_probs_from_logits(z, pack.target), entropy=ent, words_logp=words)
 
 
 def _inner(lm: nn.Module) -> nn.Module:
