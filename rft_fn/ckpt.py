@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ from rft_fn.types import TrainState
 __all__ = ["latest", "restore", "rotate", "save", "steps"]
 
 _FORMAT = 1
+States = TrainState | Mapping[str, TrainState]  # several that are trained together, by name
+
+
+def _each(state: States) -> list[TrainState]:
+    return [state] if isinstance(state, TrainState) else list(state.values())
 
 
 def _digest(path: Path) -> str:
@@ -54,9 +59,10 @@ def _split(x: Any) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
     return tensors, {n: v for n, v in named if not isinstance(v, Tensor)}, [n for n, _ in named]
 
 
-def save(path: str | Path, state: TrainState, extra: Any = None, *, score: float | None = None) -> Path:
+def save(path: str | Path, state: States, extra: Any = None, *, score: float | None = None) -> Path:
     """Write `state` and `extra` (a tree of tensors, numbers and strings) as the folder `path`, atomically.
 
+    Several states that are trained together (an actor and its critic) are one dict of them, by name.
     Everything is written into a temporary folder beside it, flushed to the disk, and renamed: whoever is
     killed at any moment leaves no `path` or a whole one. An existing `path` is moved aside first, and deleted
     last (`latest` moves it back if a kill came between the two renames). ValueError for a leaf that JSON
@@ -70,7 +76,8 @@ def save(path: str | Path, state: TrainState, extra: Any = None, *, score: float
     tmp = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         save_file(tensors, tmp / "tensors.safetensors")
-        meta = {"format": _FORMAT, "step": state.step, "score": score, "names": names, "plain": plain}
+        meta = {"format": _FORMAT, "score": score, "names": names, "plain": plain}
+        meta["step"] = max(x.step for x in _each(state))
         meta["digest"] = _digest(tmp / "tensors.safetensors")
         (tmp / "meta.json").write_text(json.dumps(meta))
         for file in (tmp / "tensors.safetensors", tmp / "meta.json", tmp):
@@ -128,9 +135,9 @@ def _nested(named: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def restore(path: str | Path, like: TrainState, extra: Any = None) -> tuple[TrainState, Any]:
-    """(state, extra) of the checkpoint at `path`: state in the structure of `like`, extra in that of the
-    `extra` given, or without one as nested dicts of what was saved (None if nothing was).
+def restore(path: str | Path, like: States, extra: Any = None) -> tuple[Any, Any]:
+    """(state, extra) of the checkpoint at `path`: state in the structure of `like` (one, or a dict of them),
+    extra in that of the `extra` given, or without one as nested dicts of what was saved (None if nothing).
 
     Parameters are copied into those of `like`, so that the module behind `apply` has them; `like` is donated.
     ValueError that names the folder and the remedy if it is damaged or of another model; then nothing has
@@ -160,12 +167,19 @@ def restore(path: str | Path, like: TrainState, extra: Any = None) -> tuple[Trai
         )
     values = [_pick(n, v, tensors, meta["plain"], path) for n, v in named]
     found = tree.unflatten_like(want, values)
-    with torch.no_grad():
-        for own, x in zip(like.params.values(), found["state"].params.values()):
-            own.copy_(x)
-    state = tree.replace(found["state"], params=tree.map(lambda x: x, like.params))
+    if isinstance(like, TrainState):
+        return _adopt(like, found["state"]), found["extra"]
+    return {name: _adopt(x, found["state"][name]) for name, x in like.items()}, found["extra"]
+
+
+@torch.no_grad()
+def _adopt(like: TrainState, found: TrainState) -> TrainState:
+    """`found` in the memory of the parameters of `like`, which is donated."""
+    for own, x in zip(like.params.values(), found.params.values()):
+        own.copy_(x)
+    state = tree.replace(found, params=tree.map(lambda x: x, like.params))
     tree.donate(like)
-    return state, found["extra"]
+    return state
 
 
 def steps(folder: str | Path) -> list[Path]:

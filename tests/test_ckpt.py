@@ -174,6 +174,8 @@ def test_kill_9_during_writes_loses_nothing_that_was_saved(tmp_path):
         command = [sys.executable, "-c", textwrap.dedent(WRITER), str(folder), here]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
         assert process.stdout.readline() == b"ready\n"
+        while not ckpt.steps(folder):  # on a busy machine one takes longer than the first wait
+            time.sleep(0.01)
         time.sleep(wait)
         process.send_signal(signal.SIGKILL)
         process.wait()

@@ -168,7 +168,7 @@ def load_script(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo", "evaluate"])
+@pytest.mark.parametrize("name", ["sft", "grpo", "ppo", "evaluate", "sweep"])
 def test_every_option_has_a_reader_and_a_line_of_help(name):
     source = (ROOT / "train_scripts" / f"{name}.py").read_text()
     for field in dataclasses.fields(load_script(name).Config):
@@ -205,3 +205,16 @@ def test_public_functions_say_what_they_are():
 def test_nothing_is_left_for_later():
     for path in [*FILES, *(ROOT / "train_scripts").glob("*.py"), *(ROOT / "kernels").rglob("*.py")]:
         assert not re.search(r"\b(TODO|FIXME|XXX|NotImplementedError)\b", path.read_text()), path
+
+
+def test_every_row_and_every_piece_is_in_the_docs():
+    """docs/algorithms.md has a row for each algorithm, with its paper, and names every loss and weight."""
+    import rft_fn
+
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    for name, row in rft_fn.algorithm.TABLE.items():
+        line = next((x for x in text.splitlines() if x.startswith(f"| `{name}` |")), None)
+        assert line and row.paper in line, f"{name}: no row with {row.paper}"
+    pieces = [f"weight.{n}" for n in rft_fn.weight.__all__] + [f"loss.{n}" for n in rft_fn.loss.__all__]
+    missing = [p for p in pieces if p not in text and f"`{p.split('.')[1]}`" not in text]
+    assert not missing, missing

@@ -1,5 +1,6 @@
 """The scripts as a user runs them: they train, resume to the bit, and say in one line what is wrong."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -9,6 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+
+from rft_fn import algorithm
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = [
@@ -101,21 +105,69 @@ def test_kill_9_and_the_same_command_again(straight, tmp_path, after):
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-@pytest.mark.parametrize("algorithm", ["dr_grpo", "dapo", "rloo", "reinforce"])
-def test_every_algorithm_runs(algorithm, tmp_path):
-    run(
-        "grpo",
-        *SMALL[:4],
-        "--steps",
-        "2",
-        "--eval-prompts",
-        "8",
-        "--algorithm",
-        algorithm,
-        "--out",
-        tmp_path / "r",
+def script(name):
+    """The module of a script, to call its main in this process: no imports to pay for a second time."""
+    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "train_scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+FREE = [name for name, row in algorithm.TABLE.items() if isinstance(row, algorithm.Algorithm)]
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_every_row_without_a_critic_runs_and_moves_the_model(name, tmp_path):
+    grpo = script("grpo")
+    options = {"prompts": 4, "group": 4, "steps": 2, "eval_prompts": 4, "algorithm": name}
+    grpo.main(grpo.Config(**options, out=str(tmp_path / "r")))
+    found = rows(tmp_path / "r")
+    assert len(found) == 2 and all(r["grad/norm"] > 0 and r["policy/logp_gap"] < 1e-4 for r in found)
+    assert found[0]["loss"] != found[1]["loss"]
+
+
+def test_a_row_with_a_critic_is_sent_to_its_script(tmp_path):
+    assert "has a critic: see train_scripts/ppo.py" in run(
+        "grpo", "--algorithm", "ppo", "--out", tmp_path / "r", code=2
     )
-    assert len(rows(tmp_path / "r")) == 2
+
+
+def test_dynamic_sampling_and_the_overlong_penalty_do_something(tmp_path):
+    grpo = script("grpo")
+    options = {"prompts": 4, "group": 2, "steps": 2, "eval_prompts": 4, "seed": 3}
+    changes = {"plain": {}, "rounds": {"rounds": 6}, "again": {"rounds": 6}, "overlong": {"overlong": 6}}
+    for name, change in changes.items():
+        grpo.main(grpo.Config(**options, **change, out=str(tmp_path / name)))
+    found = {name: rows(tmp_path / name) for name in changes}
+    assert found["plain"][0]["reward/flat_groups"] > 0 and found["plain"][0]["sampling/rounds"] == 1
+    assert found["rounds"][0]["reward/flat_groups"] == 0 and found["rounds"][0]["sampling/rounds"] > 1
+    assert found["rounds"] == found["again"]  # what is drawn again is a function of the step too
+    assert (
+        found["overlong"][0]["reward/mean"] == found["plain"][0]["reward/mean"]
+    )  # the reward that is reported
+    assert found["overlong"][0]["loss"] != found["plain"][0]["loss"]
+
+
+def test_a_sweep_is_what_single_runs_of_the_loss_give(tmp_path):
+    sweep = script("sweep")
+    cfg = sweep.Config(prompts=4, group=4, away=2, points=5, at_once=2, budget=64, out=str(tmp_path))
+    sweep.main(cfg)
+    found = json.loads((tmp_path / "sweep.json").read_text())
+    assert (tmp_path / "sweep.png").stat().st_size > 10_000
+    apply, params, packs = sweep.buffer(cfg)
+    for name in ("ppo_clip", "gspo", "dppo_tv", "kl"):
+        for i in (0, 3):
+            x = torch.tensor(found["x"][i])
+
+            def total(p):
+                return sum((b.w * sweep.at(name, apply(p, b).logp, b, x)).sum() for b in packs)  # noqa: B023
+
+            grads = torch.func.grad(total)(params)
+            norm = torch.stack([g.norm() for g in grads.values()]).norm()
+            assert found[name]["grad_norm"][i] == pytest.approx(norm.item(), rel=1e-4)
+    stopped = found["ppo_clip"]["stopped"]
+    assert stopped == sorted(stopped, reverse=True) and stopped[0] > stopped[-1]
 
 
 def test_grpo_learns(tmp_path):
@@ -161,6 +213,18 @@ BAD = {
     "a reward that is NaN": (
         lambda t: bad_reward(t, "[float('nan')] * len(completions)"),
         "not a finite number",
+    ),
+    "a bound of no rounds": (
+        lambda t: ["--rounds", "0"],
+        "rounds, overlong: expected >= 1, 0 to max_new, got 0, 0",
+    ),
+    "an overlong buffer beyond max_new": (
+        lambda t: ["--overlong", "9"],
+        "rounds, overlong: expected >= 1, 0 to max_new, got 1, 9",
+    ),
+    "remax on normalised rewards": (
+        lambda t: ["--algorithm", "remax", "--normalize-reward"],
+        "normalize_reward: expected off with remax",
     ),
     "an unknown algorithm": (lambda t: ["--algorithm", "ppo2"], "algorithm: expected one of grpo"),
     "no such data": (lambda t: ["--data", "nowhere.jsonl"], "could not read 'nowhere.jsonl': no such file"),

@@ -18,12 +18,12 @@ class Config:
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
     reward: tuple[str, ...] = ("task:sort_digits",)  # math numeric boxed exact format file.py:f, =WEIGHT
     algorithm: str = "grpo"  # a row of rft_fn.algorithm.TABLE
-    steps: int = 130  # updates
+    steps: int = 140  # updates
     prompts: int = 32  # prompts a step
     group: int = 16  # responses a prompt
     lr: float = 1e-3  # learning rate
     lr_end: float = 0.1  # its share at the last step; a run can be given more steps only if this is 1
-    warmup: int = 0  # steps of linear warm-up before it
+    warmup: int = 15  # steps of linear warm-up before it
     max_norm: float = 1.0  # gradients are clipped to this global norm
     kl: float = 0.0  # coefficient of KL(policy, initial model) in the loss
     ema: float = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
@@ -51,6 +51,8 @@ class Config:
 def main(cfg: Config) -> None:
     st = rft.strategy.get_strategy(cfg.strategy)
     algo = rft.algorithm.get_algorithm(cfg.algorithm, group=cfg.group)
+    if cfg.rounds < 1 or not 0 <= cfg.overlong <= cfg.max_new:
+        raise ValueError(f"rounds, overlong: expected >= 1, 0 to max_new, got {cfg.rounds}, {cfg.overlong}")
     if algo.greedy and cfg.normalize_reward:
         raise ValueError(
             f"normalize_reward: expected off with {cfg.algorithm}, whose baseline is a raw reward"

@@ -1,17 +1,23 @@
-"""The model as a function: `bind` a module, `score` packs with it, `load` one from anywhere."""
+"""The model as a function: `bind` a module, `score` packs with it, `load` one from anywhere; and a critic."""
 
 from rft_fn.model.bind import Scorer, bind, score
+from rft_fn.model.critic import Critic, explained_variance, load_critic, save_critic, values
 from rft_fn.model.load import cache_dir, load, load_tokenizer, resolve, save
 from rft_fn.model.lora import apply_lora_configuration
 
 __all__ = [
+    "Critic",
     "Scorer",
     "apply_lora_configuration",
     "bind",
     "cache_dir",
+    "explained_variance",
     "load",
+    "load_critic",
     "load_tokenizer",
     "resolve",
     "save",
+    "save_critic",
     "score",
+    "values",
 ]

@@ -1,6 +1,7 @@
 """A module as `(apply, params)`: the model is a function of its parameters and of a pack."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,19 @@ _LOGIT_FIELDS = {
 }
 
 
+def text_inputs(lm: nn.Module, pack: Packed) -> dict[str, Any]:
+    """What a text model of transformers is called with for a pack. ValueError for media, which it cannot
+    see, or for shapes that disagree."""
+    check.shapes(tokens=(pack.tokens, "T"), target=(pack.target, "T"), pos=(pack.pos, "T"))
+    if pack.media is not None:
+        raise ValueError(f"media: expected None, {type(lm).__name__} is bound as a text model")
+    inputs = {"input_ids": pack.tokens[None], "position_ids": pack.pos[None], "use_cache": False}
+    if pack.num_seqs == 1:
+        # said, so that transformers does not look for more by the values of pos, which vmap does not have
+        inputs["attention_mask"] = torch.ones(1, pack.tokens.shape[0], device=pack.tokens.device)
+    return inputs
+
+
 class Scorer(nn.Module):
     """A causal language model whose forward takes tokens and targets and gives log-probs, never logits; of K
     more words of each token too, where the pack names them (`extra["words"]` [T, K]).
@@ -39,14 +53,7 @@ class Scorer(nn.Module):
         self.fused = not sampling.truncates and plain_head(lm)
 
     def forward(self, pack: Packed) -> TokenOut:
-        check.shapes(tokens=(pack.tokens, "T"), target=(pack.target, "T"), pos=(pack.pos, "T"))
-        if pack.media is not None:
-            raise ValueError(f"media: expected None, {type(self.lm).__name__} is bound as a text model")
-        inputs = {"input_ids": pack.tokens[None], "position_ids": pack.pos[None], "use_cache": False}
-        if (
-            pack.num_seqs == 1
-        ):  # said, so that transformers does not look for more by the values: vmap has none
-            inputs["attention_mask"] = torch.ones(1, pack.tokens.shape[0], device=pack.tokens.device)
+        inputs = text_inputs(self.lm, pack)
         out = self._fused(inputs, pack) if self.fused else self._whole(inputs, pack)
         return tree.replace(out, logp=torch.where(pack.mask, out.logp, 0))
 
@@ -143,4 +150,6 @@ def bind(
 def score(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Tensor]:
     """The log-probs [T] of each pack, without gradient: old and reference
     log-probs. `packing.unpack` makes them [B, S]."""
-    return [apply(params, pack).logp for pack in packs]
+    device = next(iter(params.values())).device
+    there = [tree.map(lambda x: x.to(device), pack) for pack in packs]
+    return [apply(params, x).logp.to(pack.tokens.device) for x, pack in zip(there, packs)]

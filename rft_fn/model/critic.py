@@ -1,0 +1,137 @@
+"""The critic: the decoder of a causal language model with one number a token on top of it.
+
+critic = model.load_critic("tiny")
+value_apply, critic_state = strategy.init(critic, tx)      # bind takes it as it is
+values = model.values(value_apply, critic_state.params, packs)
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rft_fn import check, tree
+from rft_fn.model.bind import _inner, _silence, decoder, text_inputs
+from rft_fn.model.load import _quietly, load, quiet
+from rft_fn.types import Apply, Packed, TokenOut
+
+__all__ = ["Critic", "explained_variance", "load_critic", "save_critic", "values"]
+
+_HEAD = "value_head.safetensors"  # the file that makes a model folder a critic's
+
+
+class Critic(nn.Module):
+    """V(state before `target[t]`) = head(hidden[t]) [T], from the hidden state of input t: label-aligned
+    like log-probs, 0 outside mask.
+
+    The head is linear, in float32 at least, and starts at 0, so V = 0 before the first update whatever the
+    rewards' scale. Of `lm` only the decoder stays (with its adapters, if it has some): the head over the
+    vocabulary is neither kept nor trained. Dropout is off for good. ValueError for a module whose decoder
+    cannot be told from its head.
+    """
+
+    def __init__(self, lm: nn.Module):
+        super().__init__()
+        if not hasattr(_inner(lm), "base_model"):
+            raise ValueError(f"lm: expected a causal language model of transformers, got {type(lm).__name__}")
+        self.decoder = decoder(lm)
+        if getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None:
+            raise ValueError(f"lm: expected a model with a decoder of its own, got {type(lm).__name__}")
+        like = next(self.decoder.parameters())
+        wide = torch.promote_types(like.dtype, torch.float32)
+        self.head = nn.utils.skip_init(
+            nn.Linear, self.decoder.config.get_text_config().hidden_size, 1, device=like.device, dtype=wide
+        )
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        _silence(self.decoder)
+
+    def train(self, mode: bool = True) -> "Critic":
+        """Nothing: a value is a function of (params, pack), so dropout stays off."""
+        return self
+
+    def forward(self, pack: Packed) -> TokenOut:
+        hidden = self.decoder(**text_inputs(self.decoder, pack)).last_hidden_state[0]
+        value = self.head(hidden.to(self.head.weight.dtype))[:, 0]
+        return TokenOut(logp=torch.zeros_like(value), value=torch.where(pack.mask, value, 0))
+
+
+def load_critic(
+    path_or_module: str | Path | nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    gradient_checkpointing: bool = False,
+    **kwargs: Any,
+) -> Critic:
+    """A `Critic` of whatever `model.load` takes, with a head of zeros, or of a folder
+    that `save_critic` wrote.
+
+    A module is taken over, not copied: an actor's own would be trained by both. The other arguments are those
+    of `model.load`. ValueError for a name or a module that is no language model.
+    """
+    folder, trained = path_or_module, None
+    if not isinstance(folder, nn.Module) and (Path(folder) / _HEAD).is_file():
+        from safetensors.torch import load_file
+        from transformers import AutoModel
+
+        trained = load_file(Path(folder) / _HEAD)
+        path_or_module = _quietly(AutoModel, str(folder), dtype=dtype or "auto", **kwargs)
+        cpu = not torch.cuda.is_available() if device is None else torch.device(device).type == "cpu"
+        dtype, kwargs = dtype or (torch.float32 if cpu else torch.bfloat16), {}
+    options = {"dtype": dtype, "device": device, "gradient_checkpointing": gradient_checkpointing}
+    critic = Critic(load(path_or_module, **options, **kwargs))
+    if trained is not None:
+        critic.head.load_state_dict(trained)
+    return critic
+
+
+def _without_adapters(critic: Critic, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`weights` of a critic with LoRA layers as those of the plain one: each base weight plus scale B A."""
+    out = dict(weights)
+    for name, layer in critic.named_modules():
+        for adapter in getattr(layer, "lora_A", ()):
+            a, b = (out.pop(f"{name}.lora_{x}.{adapter}.weight") for x in "AB")
+            base = out[f"{name}.base_layer.weight"]
+            out[f"{name}.base_layer.weight"] = base + layer.scaling[adapter] * (b @ a).to(base.dtype)
+    return {name.replace(".base_layer.", "."): x for name, x in out.items()}
+
+
+@torch.no_grad()
+def save_critic(folder: str | Path, critic: Critic, weights: Iterable[tuple[str, Tensor]] = ()) -> Path:
+    """`critic`, with `weights` (as `Strategy.export` gives them) in the places
+    of its parameters, as a folder for `load_critic`.
+
+    The decoder is saved as transformers does it (its AutoModel reads it), adapters multiplied into the
+    weights that they adapt, and the head beside it. ValueError for a weight that the critic does not have.
+    """
+    from safetensors.torch import save_file
+
+    new, own = dict(weights), critic.state_dict()
+    if unknown := sorted(set(new) - set(own)):
+        raise ValueError(f"weights: expected names of the critic's parameters, got {unknown[:3]}")
+    whole = _without_adapters(critic, {name: x.detach().cpu() for name, x in (own | new).items()})
+    part = lambda prefix: {n.removeprefix(prefix): x for n, x in whole.items() if n.startswith(prefix)}  # noqa: E731
+    with quiet():
+        critic.decoder.save_pretrained(folder, state_dict=part("decoder."))
+    save_file({n: x.contiguous() for n, x in part("head.").items()}, Path(folder) / _HEAD)
+    return Path(folder)
+
+
+@torch.no_grad()
+def values(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Tensor]:
+    """The values [T] of each pack, without gradient: the baseline of an advantage.
+    `packing.unpack` makes them [B, S]."""
+    device = next(iter(params.values())).device
+    there = [tree.map(lambda x: x.to(device), pack) for pack in packs]
+    return [apply(params, x).value.to(pack.tokens.device) for x, pack in zip(there, packs)]
+
+
+def explained_variance(value: Tensor, ret: Tensor, mask: Tensor) -> float:
+    """1 - Var(ret - value) / Var(ret) over mask: 1 is a perfect critic, 0 one that knows only the mean (or a
+    return that does not vary), below 0 one that is worse than that."""
+    check.shapes(value=(value, "..."), ret=(ret, "..."), mask=(mask, "..."))
+    rest, whole = (x[mask].double().var(correction=0) for x in (ret - value, ret))
+    return float(torch.where(whole > 0, 1 - rest / whole, 0))
