@@ -16,16 +16,18 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _centre(reward: Tensor) -> Tensor:
-    """[N, G]: reward minus its group's mean, exactly 0 in a group without variance."""
+def _centre(reward: Tensor, share: Tensor | None = None) -> Tensor:
+    """[N, G]: reward minus its group's mean, weighted by `share` [N, G] if given; exactly 0 in a group
+    without variance."""
     sizes = check.shapes(reward=(reward, "N G"))
     if sizes["G"] < 2:
         raise ValueError(
             f"reward: expected [N, G] with G >= 2, got {list(reward.shape)}: a group of one has no baseline; "
             "sample more per prompt (group >= 2) or use an advantage that is not normalised by group"
         )
+    mean = reward.mean(-1, keepdim=True) if share is None else (share * reward).sum(-1, keepdim=True)
     equal = reward.amax(-1, keepdim=True) == reward.amin(-1, keepdim=True)
-    return torch.where(equal, 0, reward - reward.mean(-1, keepdim=True))
+    return torch.where(equal, 0, reward - mean)
 
 
 def grpo(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
@@ -62,12 +64,10 @@ def opo(reward: Tensor, length: Tensor) -> Tensor:
     2505.23585.
 
     The baseline of least variance when a response's squared score grows with its length. With equal lengths
-    it is `grpo(scale=False)`. Not divided by a deviation.
+    it is `grpo(scale=False)`. Not divided by a deviation. ValueError for groups of one.
     """
     check.shapes(reward=(reward, "N G"), length=(length, "N G"))
-    share = length.to(reward.dtype) / length.sum(-1, keepdim=True).clamp(min=1)
-    equal = reward.amax(-1, keepdim=True) == reward.amin(-1, keepdim=True)
-    return torch.where(equal, 0, reward - (share * reward).sum(-1, keepdim=True))
+    return _centre(reward, length.to(reward.dtype) / length.sum(-1, keepdim=True).clamp(min=1))
 
 
 def cpgd(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
@@ -106,16 +106,6 @@ def gdpo(parts: Tensor, weights: Tensor) -> Tensor:
     return (weights.view(-1, 1, 1) * flat).sum(0)
 
 
-def _log_choose(n: Tensor, k: Tensor | float) -> Tensor:
-    return torch.lgamma(n + 1) - torch.lgamma(torch.as_tensor(k) + 1.0) - torch.lgamma(n - k + 1)
-
-
-def _share_without(wrong: Tensor, size: int, k: int) -> Tensor:
-    """C(wrong, k) / C(size, k), 0 where wrong < k: the chance that k of `size` responses are all wrong."""
-    ratio = (_log_choose(wrong.clamp(min=k), k) - _log_choose(torch.tensor(float(size)).to(wrong), k)).exp()
-    return torch.where(wrong >= k, ratio, 0)
-
-
 def pass_at_k(correct: Tensor, *, k: int) -> Tensor:
     """correct [N, G] bool -> [N, G]: (mean over the k-subsets with this response of their best - mean over
     all) / deviation over all. Pass@k training, arXiv 2508.10751.
@@ -123,18 +113,19 @@ def pass_at_k(correct: Tensor, *, k: int) -> Tensor:
         p = 1 - C(m, k) / C(G, k),    m wrong ones;    sigma = sqrt(p (1 - p))
         right: (1 - p) / sigma,    wrong: (1 - p - C(m - 1, k - 1) / C(G - 1, k - 1)) / sigma
 
-    0 where no subset differs from another. k = 1 is `grpo` with the population's deviation. ValueError unless
-    1 <= k <= G.
+    0 where no subset differs from another. k = 1 is `grpo` with the population's deviation. Computed in
+    float64 from ratios, so large groups lose nothing. ValueError unless 1 <= k <= G.
     """
     size = check.shapes(correct=(correct, "N G"))["G"]
     if not 1 <= k <= size:
         raise ValueError(f"k: expected between 1 and the {size} responses of each prompt, got {k}")
-    wrong = (~correct).to(torch.get_default_dtype()).sum(-1, keepdim=True)
-    none = _share_without(wrong, size, k)
-    with_wrong = _share_without(wrong - 1, size - 1, k - 1)
+    wrong = (~correct).double().sum(-1, keepdim=True)
+    i = torch.arange(1, k, device=correct.device)
+    with_wrong = ((wrong - i).clamp(min=0) / (size - i)).prod(-1, keepdim=True)  # C(m-1, k-1) / C(G-1, k-1)
+    none = with_wrong * wrong / size  # 1 - p
     sigma = (none * (1 - none)).sqrt()
-    adv = torch.where(correct, none, none - with_wrong) / torch.where(sigma > 0, sigma, 1)
-    return torch.where((wrong >= k) & (wrong < size), adv, 0)
+    adv = torch.where(correct, none, -with_wrong * (1 - wrong / size)) / torch.where(sigma > 0, sigma, 1)
+    return adv.to(torch.get_default_dtype())
 
 
 def discounted_return(reward: Tensor, discount: Tensor) -> Tensor:
@@ -142,6 +133,37 @@ def discounted_return(reward: Tensor, discount: Tensor) -> Tensor:
     where discount is 0 (REINFORCE's return)."""
     check.shapes(reward=(reward, "... S"), discount=(discount, "... S"))
     return linear_scan(discount, reward)
+
+
+def _shift(x: Tensor, last: Tensor) -> Tensor:
+    return torch.cat([x[..., 1:], last.to(x.dtype)], -1)
+
+
+def _through(discount: Tensor, mask: Tensor) -> Tensor:
+    """1 on tokens outside mask, which hand on what comes after them, unless a sequence ends there."""
+    return (~mask & (discount != 0)).to(discount.dtype)
+
+
+def _errors(
+    reward: Tensor, value: Tensor, discount: Tensor, mask: Tensor | None, bootstrap: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(delta, value), 0 outside mask: the one-step errors r + discount V' - V of GAE."""
+    check.shapes(reward=(reward, "... S"), value=(value, "... S"), discount=(discount, "... S"))
+    check.shapes(reward=(reward, "... S"), mask=(mask, "... S"), bootstrap=(bootstrap, "..."))
+    end = torch.zeros_like(reward[..., :1]) if bootstrap is None else bootstrap.unsqueeze(-1)
+    if mask is None:
+        return reward + discount * _shift(value, end) - value, value
+    value, through = torch.where(mask, value, 0), _through(discount, mask)
+    after = linear_scan(_shift(through, torch.zeros_like(end)), _shift(value, end))
+    return torch.where(mask, reward + discount * after - value, 0), value
+
+
+def _traced(delta: Tensor, discount: Tensor, lambda_: float | Tensor, mask: Tensor | None) -> Tensor:
+    """adv[t] = delta[t] + discount[t] lambda adv[t'], 0 outside mask."""
+    if mask is None:
+        return linear_scan(discount * lambda_, delta)
+    carry = torch.where(mask, discount * lambda_, _through(discount, mask))
+    return torch.where(mask, linear_scan(carry, delta), 0)
 
 
 def gae(
@@ -165,17 +187,9 @@ def gae(
     it may be a tensor that broadcasts against [..., S], e.g. [B, 1].
     Does not whiten. Gradients are the caller's to stop.
     """
-    check.shapes(reward=(reward, "... S"), value=(value, "... S"), discount=(discount, "... S"))
-    check.shapes(reward=(reward, "... S"), mask=(mask, "... S"), bootstrap=(bootstrap, "..."))
-    mask = torch.ones_like(reward, dtype=torch.bool) if mask is None else mask
-    end = torch.zeros_like(reward[..., :1]) if bootstrap is None else bootstrap.unsqueeze(-1)
-    through = (~mask & (discount != 0)).to(reward.dtype)  # a token outside mask hands on what comes after it
-    after = linear_scan(_append(through, 0), _append(torch.where(mask, value, 0), end))[..., 1:]
-    zero = torch.zeros_like(reward)
-    delta = torch.where(mask, reward + discount * after - value, zero)
-    adv = linear_scan(torch.where(mask, discount * lambda_, through), delta)
-    adv = torch.where(mask, adv, zero)
-    return adv, torch.where(mask, adv + value, zero)
+    delta, value = _errors(reward, value, discount, mask, bootstrap)
+    adv = _traced(delta, discount, lambda_, mask)
+    return adv, adv + value
 
 
 def decoupled_gae(
@@ -193,10 +207,9 @@ def decoupled_gae(
     value_lambda = 1 gives the critic returns without bootstrapping, so no bias grows with the length. VC-PPO,
     arXiv 2503.01491; VAPO, arXiv 2504.05118. Equal lambdas are `gae`.
     """
-    rest = {"mask": mask, "bootstrap": bootstrap}
-    adv, _ = gae(reward, value, discount, policy_lambda, **rest)
-    _, ret = gae(reward, value, discount, value_lambda, **rest)
-    return adv, ret
+    delta, value = _errors(reward, value, discount, mask, bootstrap)
+    adv = _traced(delta, discount, policy_lambda, mask)
+    return adv, _traced(delta, discount, value_lambda, mask) + value
 
 
 def length_adaptive_lambda(length: Tensor, *, alpha: float = 0.05) -> Tensor:
@@ -204,12 +217,7 @@ def length_adaptive_lambda(length: Tensor, *, alpha: float = 0.05) -> Tensor:
     reward reaches. VAPO, arXiv 2504.05118. ValueError unless alpha > 0."""
     if not alpha > 0:
         raise ValueError(f"alpha: expected > 0, got {alpha}")
-    return 1 - (1 / (alpha * length.clamp(min=1))).clamp(max=1)
-
-
-def _append(x: Tensor, last: Tensor | float) -> Tensor:
-    tail = last if isinstance(last, Tensor) else torch.full_like(x[..., :1], last)
-    return torch.cat([x, tail.to(x.dtype)], -1)
+    return 1 - (1 / (alpha * length)).clamp(max=1)
 
 
 def whiten(adv: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:

@@ -1,6 +1,8 @@
 """Advantage estimators against their definitions, and what each of them promises."""
 
 import math
+from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +18,10 @@ GROUP = {
     "grpo": (advantage.grpo, ref.grpo),
     "dr_grpo": (lambda r: advantage.grpo(r, scale=False), lambda r: ref.grpo(r, scale=False)),
     "rloo": (advantage.rloo, ref.rloo),
+    "cpgd": (advantage.cpgd, ref.cpgd_advantage),
+    "cpgd_unscaled": (partial(advantage.cpgd, scale=False), partial(ref.cpgd_advantage, scale=False)),
+    "reinforce_pp_baseline": (advantage.reinforce_pp_baseline, ref.reinforce_pp_baseline),
+    "opo": (lambda r: advantage.opo(r, torch.ones_like(r)), lambda r: ref.opo(r, np.ones_like(r))),
 }
 each_group = pytest.mark.parametrize("name", GROUP)
 
@@ -107,144 +113,254 @@ def test_rloo_baseline_is_independent_of_its_own_sample():
     assert baseline[0, 0] != other[0, 0]
 
 
-# ---------- returns and GAE
-
-
-@st.composite
-def rows(draw, masked=True):
-    """(reward, value, discount, mask, lambda, bootstrap) of one row, with ends
-    of sequences (discount 0) inside it."""
-    size = draw(st.integers(1, 12))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    discount = draw(st.sampled_from([0.9, 1.0])) * (rng.random(size) > 0.15)
-    mask = rng.random(size) > draw(st.sampled_from([0.0, 0.4, 0.9])) if masked else np.ones(size, bool)
-    reward, value = rng.normal(size=size), rng.normal(size=size)
-    return reward, value, discount, mask, draw(st.sampled_from([0.0, 0.5, 0.95, 1.0])), rng.normal()
-
-
 def tensors(*arrays):
     return [torch.from_numpy(np.asarray(a)) for a in arrays]
 
 
-@given(row=rows(masked=False))
-def test_discounted_return_against_the_double_sum(row):
-    reward, _, discount, *_ = row
-    got = advantage.discounted_return(*tensors(reward, discount))
-    np.testing.assert_allclose(got, ref.discounted_return(reward, discount), rtol=1e-10, atol=1e-10)
+# ---------- a baseline of its own: greedy answers, lengths
 
 
-@given(row=rows())
-def test_gae_against_the_double_sum_after_deletion(row):
-    reward, value, discount, mask, lambda_, end = row
-    for bootstrap in (None, torch.tensor(end)):
-        adv, ret = advantage.gae(
-            *tensors(reward, value, discount), lambda_, mask=torch.from_numpy(mask), bootstrap=bootstrap
-        )
-        want = ref.gae_masked(reward, value, discount, lambda_, mask, 0.0 if bootstrap is None else end)
-        np.testing.assert_allclose(adv, want[0], rtol=1e-10, atol=1e-10)
-        np.testing.assert_allclose(ret, want[1], rtol=1e-10, atol=1e-10)
-
-
-@given(parts=st.lists(rows(), min_size=1, max_size=4))
-def test_gae_of_a_flat_stream_is_that_of_its_sequences(parts):
-    """What goes wrong elsewhere: in a packed row returns run on across the sequences,
-    and only the first is rewarded."""
-    alone, stream = [], []
-    for reward, value, discount, mask, _, _ in parts:
-        discount = np.append(discount[:-1], 0.0)
-        stream.append((reward, value, discount, mask))
-        alone.append(advantage.gae(*tensors(reward, value, discount), 0.9, mask=torch.from_numpy(mask)))
-    reward, value, discount, mask = tensors(*(np.concatenate(x) for x in zip(*stream)))
-    adv, ret = advantage.gae(reward, value, discount, 0.9, mask=mask)
-    torch.testing.assert_close(adv, torch.cat([a for a, _ in alone]), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(ret, torch.cat([r for _, r in alone]), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("lambda_", [0.0, 0.95, 1.0])
-def test_deleting_tool_tokens_never_changes_gae(lambda_):
-    """What goes wrong elsewhere: tokens of a tool are read as value 0 and reward 0, which costs
-    31 % of the first advantage."""
-    for seed in range(5):
-        gae = lambda *a, mask: advantage.gae(*a, lambda_, mask=mask)  # noqa: E731
-        testing.check_deletion_invariance(gae, seed=seed)
-
-
-def test_gae_limits():
-    g = torch.Generator().manual_seed(0)
-    reward, value = torch.randn(3, 8, generator=g), torch.randn(3, 8, generator=g)
-    discount = torch.full((3, 8), 0.9)
-    discount[:, -1] = 0
-    adv, ret = advantage.gae(reward, value, discount, 1.0)
-    torch.testing.assert_close(ret, advantage.discounted_return(reward, discount))
-    adv, _ = advantage.gae(reward, value, discount, 0.0)
-    after = torch.cat([value[:, 1:], torch.zeros(3, 1)], -1)
-    torch.testing.assert_close(adv, reward + discount * after - value)
-
-
-def test_every_row_has_the_users_discount_however_the_batch_is_cut():
-    """What goes wrong elsewhere: gamma is popped from the options by the first micro-batch,
-    and the rest run with 1."""
-    g = torch.Generator().manual_seed(0)
-    reward, value, discount = (
-        torch.randn(6, 5, generator=g),
-        torch.randn(6, 5, generator=g),
-        torch.full((6, 5), 0.7),
-    )
-    whole = advantage.gae(reward, value, discount)
-    for size in (1, 2, 4):
-        cut = [advantage.gae(*x) for x in zip(*(v.split(size) for v in (reward, value, discount)))]
-        assert torch.equal(whole[0], torch.cat([a for a, _ in cut]))
-    assert not torch.allclose(whole[0], advantage.gae(reward, value, torch.ones(6, 5))[0])
-
-
-def test_what_lies_outside_the_mask_is_never_read():
-    mask = torch.tensor([[True, False, True, False]])
-    reward, value = (
-        torch.tensor([[1.0, torch.nan, 2.0, torch.inf]]),
-        torch.tensor([[0.5, torch.nan, 0.25, -torch.inf]]),
-    )
-    adv, ret = advantage.gae(reward, value, torch.tensor([[1.0, 1.0, 0.0, 1.0]]), 1.0, mask=mask)
-    assert adv.tolist() == [[2.5, 0, 1.75, 0]] and ret.tolist() == [[3.0, 0, 2.0, 0]]
-
-
-def test_gae_is_vectorised_over_long_rows():
-    """No Python loop over time: 256 rows of 4,096 tokens in the time of a few dozen vector operations."""
-    calls = []
-
-    class Count(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            calls.append(func)
-            return func(*args, **(kwargs or {}))
-
-    x = torch.rand(2, 4096)
-    with Count():
-        advantage.gae(x, x, torch.full_like(x, 0.99), mask=x > 0.1)
-    assert len(calls) < 40 * math.log2(4096)
-
-
-# ---------- whitening
-
-
-@given(seed=st.integers(0, 2**32), offset=st.sampled_from([0.0, 1e6, -1e6]))
-def test_whiten_against_the_definition(seed, offset):
+@given(reward=groups(), seed=st.integers(0, 2**32))
+def test_remax_and_opo_against_their_definitions(reward, seed):
     rng = np.random.default_rng(seed)
-    adv, mask = rng.normal(size=(3, 6)) + offset, rng.random((3, 6)) > rng.random()
-    got = advantage.whiten(*tensors(adv, mask))
-    np.testing.assert_allclose(
-        got, ref.whiten(adv, mask), rtol=1e-7 if offset else 1e-10, atol=1e-7 if offset else 1e-10
+    greedy, length = rng.normal(size=len(reward)), rng.integers(1, 500, size=reward.shape)
+    got = advantage.remax(*tensors(reward, greedy))
+    np.testing.assert_allclose(got, ref.remax(reward, greedy), rtol=1e-10, atol=1e-10)
+    for size in (length, length.astype(np.float64)):  # tokens are counted in integers, and a mean is not one
+        got = advantage.opo(*tensors(reward, size))
+        np.testing.assert_allclose(got, ref.opo(reward, length), rtol=1e-10, atol=1e-10)
+        assert np.abs((got.numpy() * length).sum(-1)).max() <= 1e-8 * length.sum()  # what its baseline is for
+
+
+@given(reward=groups(), offset=st.sampled_from([-1e6, -3.0, 0.5, 1e6]), seed=st.integers(0, 2**32))
+def test_an_offset_of_rewards_and_baseline_changes_nothing(reward, offset, seed):
+    rng = np.random.default_rng(seed)
+    r, greedy, length = tensors(reward, rng.normal(size=len(reward)), rng.integers(1, 500, size=reward.shape))
+    far = advantage.remax(r + offset, greedy + offset), advantage.opo(r + offset, length)
+    for got, want in zip(far, (advantage.remax(r, greedy), advantage.opo(r, length))):
+        assert (got - want).abs().max() <= abs(offset) * 1e-14 + 1e-10
+
+
+@given(reward=groups(), tokens=st.integers(1, 1000))
+def test_opo_of_equal_lengths_is_dr_grpo(reward, tokens):
+    r = torch.from_numpy(reward)
+    got = advantage.opo(r, torch.full(r.shape, tokens))
+    torch.testing.assert_close(got, advantage.grpo(r, scale=False), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6 + 0.1])
+def test_opo_of_a_group_without_variance_is_exactly_zero(value, dtype):
+    for size in (2, 3, 7, 64):
+        reward = torch.full((2, size), value, dtype=dtype)
+        assert (advantage.opo(reward, torch.arange(1, size + 1).expand(2, -1)) == 0).all()
+
+
+def test_opo_of_responses_without_tokens_is_not_nan():
+    """Nothing to weight by: the baseline is 0, and there is no token that would learn from it."""
+    adv = advantage.opo(
+        torch.tensor([[1.0, 0.0], [0.5, 0.5], [1.0, 0.0]]), torch.tensor([[0, 0], [0, 0], [1, 3]])
     )
+    assert adv.tolist() == [[1.0, 0.0], [0.0, 0.0], [0.75, -0.25]]
 
 
-def test_whiten_ignores_and_zeroes_what_is_outside_the_mask():
-    """What goes wrong elsewhere: padding is normalised with the rest and holds 4e4; or a
-    NaN in it spoils the mean."""
-    mask = torch.tensor([True, True, True, False, False])
-    out = advantage.whiten(torch.tensor([1.0, 2.0, 3.0, torch.nan, torch.inf]), mask, eps=0.0)
-    assert out.tolist() == [-1.0, 0.0, 1.0, 0.0, 0.0]
+def test_remax_of_single_samples_and_of_a_tie():
+    r = torch.tensor([[1.0], [0.0], [0.3]])
+    assert advantage.remax(r, torch.tensor([0.0, 1.0, 0.3])).tolist() == [[1.0], [-1.0], [0.0]]
 
 
-@pytest.mark.parametrize("values", [[0.1] * 7, [1e6] * 3, [5.0], []])
-def test_whiten_of_constants_and_of_nothing_is_about_zero(values):
-    x = torch.tensor(values)
-    out = advantage.whiten(x, torch.ones_like(x, dtype=torch.bool))
-    assert out.isfinite().all() and (out.abs() < 1e-6).all()
+def test_the_advantages_of_cpgd_are_not_all_zero():
+    """What goes wrong elsewhere: the baseline of a reward is that reward, and a run learns nothing."""
+    for scale in (True, False):
+        adv = advantage.cpgd(torch.tensor([[1.0, 0.0, 0.0, 0.5], [0.2, 0.2, 0.2, 0.2]]), scale=scale)
+        assert (adv[0].abs() > 0.1).all() and adv[0, 0] > 0 > adv[0, 1] and (adv[1] == 0).all()
+
+
+# ---------- several rewards
+
+
+@given(parts=st.integers(1, 4), seed=st.integers(0, 2**32))
+def test_gdpo_against_the_definition(parts, seed):
+    rng = np.random.default_rng(seed)
+    scale = 10.0 ** rng.integers(-3, 4, size=(parts, 1, 1))
+    reward, weights = rng.integers(0, 3, size=(parts, 3, 4)) * scale, rng.normal(size=parts)
+    got = advantage.gdpo(*tensors(reward, weights))
+    np.testing.assert_allclose(got, ref.gdpo(reward, weights), rtol=1e-10, atol=1e-10)
+
+
+@given(reward=groups(), weight=st.floats(-3, 3))
+def test_gdpo_of_one_reward_is_grpo(reward, weight):
+    r = torch.from_numpy(reward)
+    got = advantage.gdpo(r[None], torch.tensor([weight]))
+    torch.testing.assert_close(got, weight * advantage.grpo(r), rtol=1e-12, atol=1e-12)
+
+
+def test_gdpo_hears_the_small_reward_beside_the_large_one():
+    """Why it is there: in the sum of both, what differs by 0.01 is lost beside what differs by 100."""
+    parts = torch.tensor([[[100.0, 0.0, 100.0, 0.0]], [[0.01, 0.01, 0.0, 0.0]]])
+    adv = advantage.gdpo(parts, torch.ones(2))[0]
+    assert adv[0] > adv[1] + 1 and adv[1] == pytest.approx(adv[2].item(), abs=1e-3)
+    flat = advantage.gdpo(torch.stack([parts[0], torch.full((1, 4), 0.1)]), torch.ones(2))
+    torch.testing.assert_close(flat, advantage.grpo(parts[0]))  # a part without variance says nothing
+
+
+# ---------- pass@k
+
+
+@given(row=st.lists(st.booleans(), min_size=1, max_size=8), k=st.integers(1, 8))
+def test_pass_at_k_against_all_subsets(row, k):
+    k, correct = min(k, len(row)), np.array([row, row[::-1]])
+    got = advantage.pass_at_k(torch.from_numpy(correct), k=k)
+    np.testing.assert_allclose(got, ref.pass_at_k(correct, k), rtol=1e-10, atol=1e-10)
+
+
+def exact_pass_at_k(size, right, k):
+    """(advantage of a right one, of a wrong one), in fractions up to the root."""
+    wrong, choose = size - right, math.comb
+    none = Fraction(choose(wrong, k), choose(size, k))
+    without = Fraction(choose(wrong - 1, k - 1), choose(size - 1, k - 1)) if wrong else none
+    return [math.copysign(1, x) * math.sqrt(x * x / (none - none**2)) for x in (none, none - without)]
+
+
+@pytest.mark.parametrize("right", [1, 2, 511, 1000, 1016])
+@pytest.mark.parametrize("k", [1, 2, 8])
+def test_pass_at_k_of_large_groups_is_that_of_fractions(k, right):
+    correct = torch.arange(1024).expand(2, -1) < right
+    want = torch.tensor(exact_pass_at_k(1024, right, k))
+    adv = advantage.pass_at_k(correct, k=k)
+    torch.testing.assert_close(adv[0, [0, -1]], want, rtol=1e-10, atol=1e-12)
+    assert (adv[:, :right] == adv[0, 0]).all() and (adv[:, right:] == adv[0, -1]).all()
+
+
+@pytest.mark.parametrize("k", [1, 2, 512, 1023, 1024])
+def test_pass_at_k_of_large_groups_is_finite_for_every_count(k):
+    right = torch.arange(1025).unsqueeze(-1)
+    adv = advantage.pass_at_k(torch.arange(1024) < right, k=k)
+    assert adv.isfinite().all()
+    assert adv.sum(-1).abs().max() < 1e-8  # centred: every response is in as many subsets as another
+    assert (adv[(right[:, 0] == 0) | (1024 - right[:, 0] < k)] == 0).all()  # all subsets pass, or none does
+    if 1 < k < 1024:
+        assert (adv[1, 0] > 0) and (adv[1, 1:] < 0).all()
+
+
+@given(row=st.lists(st.booleans(), min_size=2, max_size=16))
+def test_pass_at_1_is_grpo_with_the_deviation_of_the_population(row):
+    correct = torch.tensor([row])
+    reward = correct.double()
+    population = torch.where(reward.std(-1, keepdim=True) > 0, reward.std(-1, correction=0, keepdim=True), 1)
+    want = advantage.grpo(reward, scale=False) / population
+    torch.testing.assert_close(advantage.pass_at_k(correct, k=1), want, rtol=1e-12, atol=1e-12)
+
+
+def test_pass_at_k_rewards_the_rare_success_more_as_k_grows():
+    """One right of eight is pushed up; of four right ones, a right one hardly, as most pairs pass already."""
+    few, many = torch.arange(8) < 1, torch.arange(8) < 4
+    gain = [advantage.pass_at_k(torch.stack([few, many]), k=k)[:, 0].tolist() for k in (1, 4)]
+    assert gain[0][0] > gain[0][1] == pytest.approx(1.0)
+    assert gain[1][0] == pytest.approx(1.0) and gain[1][1] < 0.2
+
+
+@pytest.mark.parametrize("right", [1, 511, 1020])
+def test_pass_at_k_in_float32_is_exact_to_float32(right):
+    """Differences of log-gammas near 6,000 would keep three digits of it."""
+    torch.set_default_dtype(torch.float32)
+    try:
+        adv = advantage.pass_at_k(torch.arange(1024)[None] < right, k=4)[0, [0, -1]]
+    finally:
+        torch.set_default_dtype(torch.float64)
+    assert adv.dtype == torch.float32
+    torch.testing.assert_close(adv.double(), torch.tensor(exact_pass_at_k(1024, right, 4)), rtol=1e-6, atol=0)
+
+
+# ---------- properties of all of them
+
+
+def by_length(reward):
+    """OPO with lengths 1, 2, 3, ...: data of a response that does not move with it."""
+    return advantage.opo(reward, torch.arange(1, reward.shape[1] + 1).expand_as(reward))
+
+
+def equal_length(reward):
+    return advantage.opo(reward, torch.full(reward.shape, 7))
+
+
+def passed(reward, k=2):
+    return advantage.pass_at_k(reward > 0, k=k)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_group_estimators_keep_to_their_groups(seed):
+    for f in (advantage.grpo, advantage.rloo, advantage.cpgd, advantage.reinforce_pp_baseline, equal_length):
+        testing.check_group_estimator(f, seed=seed)
+    testing.check_group_estimator(passed, shift=False, seed=seed)
+    with pytest.raises(AssertionError, match="responses of group"):
+        testing.check_group_estimator(by_length, seed=seed)
+
+
+@pytest.mark.parametrize("group", [2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_expected_gradients_by_enumeration(group, seed):
+    """Unbiased where the baseline does not depend on the sample; (G - 1) / G where its own reward is in it;
+    and bent, not only scaled, where a deviation divides."""
+    check = partial(testing.check_estimator_gradient, group=group, seed=seed)
+    check(advantage.rloo)
+    check(lambda r: advantage.remax(r, torch.tensor([0.7])))
+    for f in (partial(advantage.grpo, scale=False), advantage.reinforce_pp_baseline, equal_length):
+        check(f, factor=(group - 1) / group)
+    for f in (advantage.grpo, advantage.cpgd):
+        with pytest.raises(AssertionError, match=r"cosine 0\.9"):
+            check(f)
+
+
+def test_opo_keeps_the_factor_whatever_the_lengths():
+    """A response with the share s of its group's tokens has s of its own reward in its baseline, and the mean
+    of 1 - s over a group is (G - 1) / G."""
+    testing.check_estimator_gradient(by_length, factor=2 / 3)
+
+
+# ---------- bad input
+
+R, FLAT, ROW = torch.zeros(2, 4), torch.zeros(2), torch.zeros(2, 5)
+MASK = torch.ones(2, 5, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: advantage.grpo(FLAT), r"^reward: expected \[N, G\]"),
+        (lambda: advantage.remax(FLAT, FLAT), r"^reward: expected \[N, G\] .*got \[2\]"),
+        (lambda: advantage.remax(R, torch.zeros(3)), r"^greedy_reward: expected \[N\] = \[2\], got \[3\]"),
+        (
+            lambda: advantage.remax(R, torch.zeros(2, 1)),
+            r"^greedy_reward: expected \[N\] = \[2\], got \[2, 1\]",
+        ),
+        (lambda: advantage.opo(R, torch.ones(2, 3)), r"^length: expected \[N, G\] = \[2, 4\], got \[2, 3\]"),
+        (lambda: advantage.opo(R, torch.ones(8)), r"^length: expected \[N, G\] = \[2, 4\], got \[8\]"),
+        (lambda: advantage.opo(R[:, :1], R[:, :1]), r"^reward: .* G >= 2, got \[2, 1\]: a group of one"),
+        (
+            lambda: advantage.reinforce_pp(ROW, MASK[:, :4]),
+            r"^mask: expected \[B, S\] = \[2, 5\], got \[2, 4\]",
+        ),
+        (lambda: advantage.reinforce_pp(FLAT, MASK), r"^token_reward: expected \[B, S\]"),
+        (lambda: advantage.gdpo(R, FLAT), r"^parts: expected \[K, N, G\] .*got \[2, 4\]"),
+        (lambda: advantage.gdpo(R[None], FLAT), r"^weights: expected \[K\] = \[1\], got \[2\]"),
+        (lambda: advantage.gdpo(R[None, :, :1], FLAT[:1]), r"^reward: .*: a group of one has no baseline"),
+        (lambda: advantage.pass_at_k(R > 0, k=0), r"^k: expected between 1 and the 4 responses .*got 0"),
+        (lambda: advantage.pass_at_k(R > 0, k=5), r"^k: expected between 1 and the 4 responses .*got 5"),
+        (lambda: advantage.pass_at_k(FLAT > 0, k=1), r"^correct: expected \[N, G\]"),
+        (lambda: advantage.length_adaptive_lambda(FLAT, alpha=0.0), r"^alpha: expected > 0, got 0.0"),
+        (lambda: advantage.length_adaptive_lambda(FLAT, alpha=math.nan), r"^alpha: expected > 0, got nan"),
+        (lambda: advantage.gae(ROW, ROW[:1], ROW), r"^value: expected \[..., S\] = \[2, 5\], got \[1, 5\]"),
+        (
+            lambda: advantage.decoupled_gae(ROW, ROW, ROW, policy_lambda=1.0, mask=MASK[:, 1:]),
+            r"^mask: expected \[..., S\] = \[2, 5\], got \[2, 4\]",
+        ),
+        (
+            lambda: advantage.decoupled_gae(ROW, ROW, ROW, policy_lambda=1.0, bootstrap=torch.zeros(3)),
+            r"^bootstrap: expected \[...\] = \[2\], got \[3\]",
+        ),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -44,6 +44,15 @@ def test_ones_are_a_cumulative_sum_over_a_long_row():
     torch.testing.assert_close(linear_scan(torch.ones_like(b), b), want, rtol=1e-10, atol=1e-10)
 
 
+@given(seed=st.integers(0, 2**32), size=st.integers(1, 70), more=st.integers(1, 70))
+def test_padding_changes_no_bit(seed, size, more):
+    """A row is the same in a batch of any width, so that a resumed or differently cut run is."""
+    g = torch.Generator().manual_seed(seed)
+    a, b = torch.rand(2, size, generator=g), torch.randn(2, size, generator=g)
+    wide = (torch.nn.functional.pad(x, (0, more)) for x in (a, b))
+    assert torch.equal(linear_scan(*wide)[:, :size], linear_scan(a, b))
+
+
 def test_vmap_equals_a_loop():
     a, b = torch.rand(4, 9), torch.randn(4, 9)
     torch.testing.assert_close(torch.func.vmap(linear_scan)(a, b), linear_scan(a, b), rtol=0, atol=1e-15)
