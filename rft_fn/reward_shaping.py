@@ -75,7 +75,7 @@ def length_penalty(length: Tensor, correct: Tensor) -> Tensor:
     check.shapes(length=(length, "N G"), correct=(correct, "N G"))
     size = length.to(torch.get_default_dtype())
     low, high = size.amin(-1, keepdim=True), size.amax(-1, keepdim=True)
-    x = torch.where(high > low, 0.5 - (size - low) / (high - low).clamp(min=1), 0)
+    x = torch.where(high > low, 0.5 - (size - low) / torch.where(high > low, high - low, 1), 0)
     return torch.where(correct, x, x.clamp(max=0))
 
 

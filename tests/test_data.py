@@ -4,6 +4,7 @@ import json
 
 import pytest
 import tiny
+import torch
 
 from rft_fn import data, model, rng
 
@@ -43,6 +44,56 @@ def test_a_task_is_endless_and_never_repeats():
     assert index == list(range(20))
     other = data.from_task("addition", tiny.tokenizer(), level=3, template="{short}", seed=1)
     assert [p.text for p in data.take(ds, 20, 0)[0]] != [p.text for p in data.take(other, 20, 0)[0]]
+
+
+def task_set():
+    return data.from_task("addition", tiny.tokenizer(), level=3, template="{short}")
+
+
+@pytest.mark.parametrize("make", [rows_set, task_set])
+def test_round_0_is_what_a_step_draws(make):
+    """As it was before there were rounds: prompts and keys by their definition."""
+    ds = make()
+    for step in range(6):
+        at = range(5 * step, 5 * step + 5)
+        prompts, keys = data.draw(ds, 5, step, seed=3)
+        assert (prompts, keys) == data.draw(ds, 5, step, seed=3, round=0)
+        assert keys == [rng.fold_in(3, step, p.index) for p in prompts]
+        if ds.size is None:
+            assert [p.index for p in prompts] == list(at)
+            continue
+        order = {n: torch.randperm(10, generator=rng.generator(rng.fold_in(3, "order", n))) for n in range(3)}
+        assert [p.index for p in prompts] == [int(order[i // 10][i % 10]) for i in at]
+
+
+@pytest.mark.parametrize("make", [rows_set, task_set])
+def test_rounds_give_other_prompts_and_other_keys(make):
+    ds, seen = make(), set()
+    drawn = [[data.draw(ds, 5, step, 3, round=r) for r in range(4)] for step in range(5)]
+    keys = [k for step in drawn for _, keys in step for k in keys]
+    assert len(set(keys)) == len(keys) == 100  # also where a prompt comes again
+    for step in drawn:
+        seen |= {tuple(p.index for p in prompts) for prompts, _ in step}
+    assert len(seen) == 20
+    assert drawn[2][3] == data.draw(ds, 5, 2, 3, round=3)  # without history
+
+
+def test_every_round_passes_over_the_rows_of_a_file():
+    """One round of all steps is a permutation for each pass, as round 0 is, and of another order."""
+    ds = rows_set()
+    orders = []
+    for r in range(3):
+        drawn = [p.index for step in range(5) for p in data.draw(ds, 4, step, 3, round=r)[0]]
+        assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+        orders.append(drawn[:10])
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+def test_a_task_never_draws_a_row_twice_in_any_round():
+    ds = task_set()
+    drawn = [p.index for step in range(50) for r in range(4) for p in data.draw(ds, 5, step, 0, round=r)[0]]
+    assert len(set(drawn)) == len(drawn) == 50 * 4 * 5
+    assert len({ds.prompt(i).text for i in drawn}) > 900  # and rows far out are other rows
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
@@ -114,3 +165,13 @@ def test_files_that_cannot_be_read(tmp_path):
         data.load(str(tmp_path / "broken.jsonl"), tiny.tokenizer())
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     assert data.load(str(tmp_path / "rows.jsonl"), tiny.tokenizer()).size == 10
+
+
+def test_a_prompt_that_comes_twice_in_a_step_is_sampled_anew():
+    """A step that is larger than the data set: every key is another one, and the first ones are as always."""
+    dataset = data.from_rows([{"question": str(i)} for i in range(3)], tiny.tokenizer(), name="three")
+    prompts, keys = data.draw(dataset, 8, 2, 5)
+    assert len({p.index for p in prompts}) == 3 and len(set(keys)) == 8
+    for i, (p, key) in enumerate(zip(prompts, keys)):
+        if p.index not in [q.index for q in prompts[:i]]:
+            assert key == rng.fold_in(5, 2, p.index)

@@ -1,6 +1,7 @@
 """Rewards in, rewards out; the state of the running moments does not depend on how the rewards were cut."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rft_fn import advantage, tree
 from rft_fn import reward_shaping as rs
-from rft_fn import tree
 
 pytestmark = pytest.mark.usefixtures("float64")
 rewards = st.lists(st.floats(-100, 100), min_size=1, max_size=20)
@@ -104,3 +105,159 @@ def test_every_row_gets_its_own_reward_on_its_last_token():
 
 def test_clip():
     assert rs.clip(torch.tensor([-3.0, 0.5, 3.0]), 1.0).tolist() == [-1.0, 0.5, 1.0]
+
+
+# ---------- lengths and gates
+
+
+@st.composite
+def lengths(draw):
+    """(length, correct), [N, G]."""
+    n, g = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    high = draw(st.sampled_from([2, 4, 5000]))
+    return rng.integers(1, high, size=(n, g)), rng.random((n, g)) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+
+
+@given(case=lengths())
+def test_length_penalty_against_the_definition(case):
+    got = rs.length_penalty(*(torch.from_numpy(x) for x in case))
+    np.testing.assert_allclose(got, ref.length_penalty(*case), rtol=1e-10, atol=1e-10)
+
+
+@given(case=lengths(), scale=st.sampled_from([0.01, 1 / 3, 7.0]))
+def test_length_penalty_does_not_know_the_unit_of_length(case, scale):
+    """Tokens, or a share of the limit: the range of the group is what counts."""
+    length, correct = (torch.from_numpy(x) for x in case)
+    want, got = rs.length_penalty(length, correct), rs.length_penalty(length * scale, correct)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+@given(case=lengths())
+def test_the_shorter_right_answer_is_better_and_no_wrong_one_gains(case):
+    length, correct = (torch.from_numpy(x) for x in case)
+    got = rs.length_penalty(length, correct)
+    assert got.abs().max() <= 0.5 and (got[~correct] <= 0).all()
+    for row, size, right in zip(got, length, correct):
+        by_size = row[right][size[right].argsort()]
+        assert (by_size.diff() <= 0).all()
+        if size.min() == size.max():
+            assert (row == 0).all()
+
+
+def test_length_penalty_by_hand():
+    length = torch.tensor([[10, 20, 30, 10], [5, 5, 5, 5]])
+    correct = torch.tensor([[True, True, True, False], [True, False, True, False]])
+    assert rs.length_penalty(length, correct).tolist() == [[0.5, 0.0, -0.5, 0.0], [0.0] * 4]
+
+
+@given(rows=st.lists(st.tuples(st.floats(-5, 5), st.booleans()), min_size=1, max_size=9))
+def test_gated_against_the_definition(rows):
+    reward, gate = (np.array(x) for x in zip(*rows))
+    got = rs.gated(torch.from_numpy(reward), torch.from_numpy(gate))
+    np.testing.assert_array_equal(got, ref.gated(reward, gate))
+
+
+def test_a_closed_gate_shuts_out_what_is_not_a_number():
+    """What goes wrong elsewhere: reward times gate, where a reward of NaN is one with the gate closed too."""
+    got = rs.gated(torch.tensor([[torch.nan, 1.0], [torch.inf, 2.0]]), torch.tensor([[False, True]] * 2))
+    assert got.tolist() == [[0.0, 1.0], [0.0, 2.0]]
+
+
+@given(reward=st.lists(st.lists(st.sampled_from([0.0, 0.1, 1.0]), min_size=3, max_size=3), max_size=6))
+def test_varied_against_the_definition(reward):
+    got = rs.varied(torch.tensor(reward).view(-1, 3))
+    assert got.tolist() == ref.varied(reward).tolist()
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6 + 0.1])
+def test_varied_is_where_advantages_are_not_zero(value):
+    """The same question as `advantage.grpo` asks, so that no group is kept which then teaches nothing."""
+    reward = torch.full((3, 7), value)
+    reward[1, 3] += 0.5
+    assert rs.varied(reward).tolist() == [False, True, False]
+    assert (advantage.grpo(reward) != 0).any(-1).tolist() == [False, True, False]
+
+
+# ---------- the KL controller
+
+
+@given(
+    coef=st.floats(1e-4, 10), kl=st.floats(-0.1, 1), target=st.floats(1e-3, 1), horizon=st.floats(1, 1e5),
+    count=st.floats(0, 1e4),
+)  # fmt: skip
+def test_adaptive_kl_against_the_definition(coef, kl, target, horizon, count):
+    got = rs.adaptive_kl(coef, kl, target=target, horizon=horizon, count=count)
+    assert got == pytest.approx(ref.adaptive_kl(coef, kl, target, horizon, count), rel=1e-10)
+
+
+def steer(response, *, coef, steps=400, count=256.0, horizon=10_000.0, target=0.06):
+    """The coefficients of a run whose mean KL is `response(coef)`."""
+    found = [coef]
+    for _ in range(steps):
+        kl = response(found[-1])
+        found.append(rs.adaptive_kl(found[-1], kl, target=target, horizon=horizon, count=count))
+    return found
+
+
+@pytest.mark.parametrize("start", [0.002, 0.1, 3.0])
+@pytest.mark.parametrize(
+    "response",
+    [lambda c: 0.012 / c, lambda c: 0.3 / (1 + 20 * c), lambda c: 0.02 + 0.4 * math.exp(-10 * c)],
+    ids=["inverse", "saturating", "floor"],
+)
+def test_the_controller_steers_to_the_target(response, start):
+    """The stronger the penalty the smaller the KL: from ten times too much and too little, it gets there."""
+    found = steer(response, coef=start, steps=3000)
+    assert abs(response(start) / 0.06 - 1) > 0.3
+    assert response(found[-1]) == pytest.approx(0.06, rel=1e-2)
+    errors = [abs(math.log(response(c) / 0.06)) for c in found]
+    assert all(later <= before + 1e-12 for before, later in itertools.pairwise(errors))  # no overshooting
+
+
+def test_the_controller_is_slow_and_bounded():
+    """A step is at most 20 % of count / horizon, so one wild estimate moves little."""
+    wild = [
+        rs.adaptive_kl(0.1, kl, target=0.06, horizon=1000, count=100) for kl in (1e9, math.inf, 0.0, -5.0)
+    ]
+    assert wild == pytest.approx([0.102, 0.102, 0.098, 0.098])
+
+
+def test_a_fixed_coefficient_stays():
+    """At the target, and where nothing was counted, to the bit."""
+    assert set(steer(lambda c: 0.06, coef=0.123)) == {0.123}
+    assert set(steer(lambda c: 9.0, coef=0.123, count=0.0)) == {0.123}
+
+
+R = torch.zeros(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rs.clip(R, 0.0), "^limit: expected > 0, got 0.0"),
+        (
+            lambda: rs.overlong_penalty(R, max_new=10, buffer=0),
+            "^buffer: expected 0 < buffer <= max_new = 10",
+        ),
+        (lambda: rs.overlong_penalty(R, max_new=10, buffer=11), "^buffer: .* tokens, got 11"),
+        (lambda: rs.length_penalty(R[0], R[0] > 0), r"^length: expected \[N, G\] .*got \[4\]"),
+        (lambda: rs.length_penalty(R, R[:, 1:] > 0), r"^correct: expected \[N, G\] = \[2, 4\], got \[2, 3\]"),
+        (lambda: rs.gated(R, R[:1] > 0), r"^gate: expected \[...\] = \[2, 4\], got \[1, 4\]"),
+        (lambda: rs.varied(R.flatten()), r"^reward: expected \[N, G\] .*got \[8\]"),
+        (lambda: rs.adaptive_kl(1.0, 0.1, target=0.0, horizon=1, count=1), "^target: expected > 0, got 0.0"),
+        (
+            lambda: rs.adaptive_kl(1.0, 0.1, target=math.nan, horizon=1, count=1),
+            "^target: expected > 0, got nan",
+        ),
+        (lambda: rs.adaptive_kl(1.0, 0.1, target=1, horizon=-2, count=1), "^horizon: expected > 0, got -2"),
+        (lambda: rs.kl_in_reward(R, R, R, R > 0, coef=0.1), r"^reward: expected \[B\]"),
+        (
+            lambda: rs.kl_in_reward(R[:, 0], R, R, R[:, 1:] > 0, coef=0.1),
+            r"^mask: expected \[B, S\] = \[2, 4\]",
+        ),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

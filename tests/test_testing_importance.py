@@ -1,6 +1,7 @@
 """The bias of importance corrections, by enumeration: against loops, and for each correction there is."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -198,3 +199,26 @@ def test_what_has_no_bias_to_speak_of_is_refused(f, message):
 def test_sizes_that_make_no_sense_are_refused(size, message):
     with pytest.raises(ValueError, match=message):
         testing.importance_bias(nothing, **size)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "none",
+        "importance",
+        "truncated_is",
+        "masked_is",
+        "icepop",
+        "importance_seq",
+        "truncated_is_seq",
+        "masked_is_seq",
+    ],
+)
+def test_the_table_of_the_docs_is_current(name):
+    """docs/algorithms.md: | `name` | bias | cosine | norm | variance |, to two decimals."""
+    fn = getattr(weight, name, None)
+    take = 4 if name.endswith("_seq") else 3
+    found = testing.importance_bias((lambda *args: fn(*args[:take])) if fn else lambda w, *rest: w)
+    text = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    row = f"| `{name}` | " + " | ".join(f"{x:.2f}" for x in found) + " |"
+    assert row in text, row

@@ -4,6 +4,7 @@ A `Dataset` is rows and a way to make a prompt of one. `draw(dataset, n, step, s
 rank and in every resumed run.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,9 +199,9 @@ def draw(dataset: Dataset, n: int, step: int, seed: int, *, round: int = 0) -> t
     """(n prompts, a key for each) of step `step`: a permutation of the data set for
     each pass, drawn from (seed, pass).
 
-    The key of a prompt is fold_in(seed, step, index): a prompt that comes again in a later step is sampled
-    anew. `round` > 0 gives more prompts for the same step, by a permutation (of a generator: rows) and keys
-    of its own, for dynamic sampling.
+    The key of a prompt is fold_in(seed, step, index): a prompt that comes again is sampled anew, in a later
+    step or, where a pass ends within one, in the same. `round` > 0 gives more prompts for the same step, by a
+    permutation (of a generator: rows) and keys of its own, for dynamic sampling.
     """
     seed = rng.fold_in(seed, "round", round) if round else seed
     at = range(step * n, (step + 1) * n)
@@ -210,7 +211,12 @@ def draw(dataset: Dataset, n: int, step: int, seed: int, *, round: int = 0) -> t
         orders = {epoch: _order(dataset.size, seed, epoch) for epoch in {i // dataset.size for i in at}}
         index = [orders[i // dataset.size][i % dataset.size] for i in at]
     prompts = [dataset.prompt(i) for i in index]
-    return prompts, [rng.fold_in(seed, step, p.index) for p in prompts]
+    keys, times = [], Counter()
+    for i, p in zip(index, prompts):
+        key = rng.fold_in(seed, step, p.index)
+        keys.append(rng.fold_in(key, "again", times[i]) if times[i] else key)
+        times[i] += 1
+    return prompts, keys
 
 
 def take(dataset: Dataset, n: int, seed: int) -> tuple[list[Prompt], list[int]]:

@@ -42,25 +42,22 @@ def _wide(x: Tensor, size: int) -> Tensor:
     return F.pad(x, (0, size - x.shape[1])) if x.dim() == 2 else x
 
 
-def _media(parts: Sequence[Media | None]) -> Media | None:
-    some = [m for m in parts if m is not None]
-    if not some:
-        return None
-    join = lambda field, name: torch.cat([getattr(m, field)[name] for m in some])  # noqa: E731
-    names = list(some[0].tensors)
-    return Media(tensors={n: join("tensors", n) for n in names}, rows={n: join("rows", n) for n in names})
+def _media(rollouts: Sequence[Rollout]) -> Media | None:
+    """The media of all rollouts; a rollout without one kind of it has no rows of that kind."""
+    have = [(len(r.tokens), r.media or Media(tensors={}, rows={})) for r in rollouts]
+    names = dict.fromkeys(name for _, m in have for name in m.tensors)
+    none = lambda count: torch.zeros(count, dtype=torch.long)  # noqa: E731
+    tensors = {k: torch.cat([m.tensors[k] for _, m in have if k in m.tensors]) for k in names}
+    rows = {k: torch.cat([m.rows.get(k, none(count)) for count, m in have]) for k in names}
+    return Media(tensors=tensors, rows=rows) if names else None
 
 
 def _concat(parts: Sequence[_Batch]) -> _Batch:
-    """The groups of all parts in order, padded to the longest and numbered through."""
+    """The groups of all parts in order, padded to the longest; `_select` numbers them."""
     size = max(p.rollout.tokens.shape[1] for p in parts)
     plain = [tree.map(lambda x: _wide(x, size), tree.replace(p.rollout, media=None)) for p in parts]
-    offset = 0
-    for i, p in enumerate(parts):
-        plain[i] = tree.replace(plain[i], group=plain[i].group + offset)
-        offset += len(p.prompts)
     rollout = tree.map(lambda *x: torch.cat(x), *plain)
-    rollout = tree.replace(rollout, media=_media([p.rollout.media for p in parts]))
+    rollout = tree.replace(rollout, media=_media([p.rollout for p in parts]))
     names = parts[0].judged.parts
     judged = Judged(
         reward=torch.cat([p.judged.reward for p in parts]),
@@ -93,11 +90,13 @@ def fill_groups(collect: Collect, draw: Draw, n: int, *, rounds: int = 1) -> Fil
     groups in order. The first n groups with variance are taken in the order in which they were drawn; if the
     bound is reached before there are n, the first of the others fill the batch (their advantages are 0, so
     only the shapes need them). DAPO's dynamic sampling, arXiv 2503.14476. `rounds` = 1 takes what comes. A
-    function of its draws alone, so a resumed run does the same. ValueError unless rounds >= 1.
+    function of its draws alone, so a resumed run does the same. ValueError unless rounds >= 1, and for draws
+    of fewer than n prompts in all.
     """
     if rounds < 1:
         raise ValueError(f"rounds: expected >= 1, got {rounds}")
-    parts, varied = [], 0
+    parts: list[_Batch] = []
+    varied = 0
     for i in range(rounds):
         prompts, keys = draw(i)
         parts.append(_Batch(list(prompts), *collect(prompts, keys)))
@@ -105,6 +104,8 @@ def fill_groups(collect: Collect, draw: Draw, n: int, *, rounds: int = 1) -> Fil
         if varied >= n:
             break
     drawn = sum(len(p.prompts) for p in parts)
+    if drawn < n:
+        raise ValueError(f"draw: expected {n} prompts or more in {rounds} rounds, got {drawn}")
     if len(parts) == 1 and drawn == n:
         return Filled(*parts[0], 1, drawn, varied)
     batch = _concat(parts)

@@ -150,6 +150,10 @@ def bind(
 def score(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Tensor]:
     """The log-probs [T] of each pack, without gradient: old and reference
     log-probs. `packing.unpack` makes them [B, S]."""
-    device = next(iter(params.values())).device
-    there = [tree.map(lambda x: x.to(device), pack) for pack in packs]
-    return [apply(params, x).logp.to(pack.tokens.device) for x, pack in zip(there, packs)]
+    return [apply(params, x).logp.to(b.tokens.device) for x, b in zip(beside(params, packs), packs)]
+
+
+def beside(params: tree.Named, packs: Sequence[Packed]) -> list[Packed]:
+    """The packs on the device of the parameters."""
+    device = next((p.device for p in params.values()), None)
+    return [tree.map(lambda x: x.to(device) if device else x, b) for b in packs]

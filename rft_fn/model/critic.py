@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import check, tree
-from rft_fn.model.bind import _inner, _silence, decoder, text_inputs
+from rft_fn.model.bind import _inner, _silence, beside, decoder, text_inputs
 from rft_fn.model.load import _quietly, load, quiet
 from rft_fn.types import Apply, Packed, TokenOut
 
@@ -124,9 +124,7 @@ def save_critic(folder: str | Path, critic: Critic, weights: Iterable[tuple[str,
 def values(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Tensor]:
     """The values [T] of each pack, without gradient: the baseline of an advantage.
     `packing.unpack` makes them [B, S]."""
-    device = next(iter(params.values())).device
-    there = [tree.map(lambda x: x.to(device), pack) for pack in packs]
-    return [apply(params, x).value.to(pack.tokens.device) for x, pack in zip(there, packs)]
+    return [apply(params, x).value.to(b.tokens.device) for x, b in zip(beside(params, packs), packs)]
 
 
 def explained_variance(value: Tensor, ret: Tensor, mask: Tensor) -> float:
