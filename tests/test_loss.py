@@ -3,12 +3,12 @@
 import math
 from functools import partial
 
-import numpy as np
 import pytest
 import ref
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import agree, table
 from torch.func import grad, vmap
 
 from rft_fn import loss, packing, testing, weight
@@ -68,15 +68,6 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name, seed, w):
 
 logps = st.floats(-8, 0)
 numbers = st.floats(-5, 5)
-
-
-def table(*columns):
-    return st.lists(st.tuples(*columns), min_size=1, max_size=6).map(lambda rows: np.array(rows).T)
-
-
-def agree(ours, definition, data, **options):
-    got = ours(*torch.from_numpy(data), **options).numpy()
-    np.testing.assert_allclose(got, definition(*data, **options), rtol=1e-10, atol=1e-10)
 
 
 @given(

@@ -9,6 +9,7 @@ import ref
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import agree, table
 
 from rft_fn import loss, packing, testing, tree, weight
 
@@ -64,15 +65,6 @@ def test_gspo_token_keeps_it_too_and_gspo_spreads_advantages_over_the_sequence()
 logps = st.floats(-8, -0.01)
 numbers = st.floats(-5, 5)
 lows, highs = st.floats(0.01, 0.9), st.floats(0.01, 2)
-
-
-def table(*columns):
-    return st.lists(st.tuples(*columns), min_size=1, max_size=6).map(lambda rows: np.array(rows).T)
-
-
-def agree(ours, definition, data, **options):
-    got = ours(*torch.from_numpy(data), **options).numpy()
-    np.testing.assert_allclose(got, definition(*data, **options), rtol=1e-10, atol=1e-10)
 
 
 @given(data=table(logps, logps, numbers), low=lows, high=highs)

@@ -1,6 +1,5 @@
 """The scripts as a user runs them: they train, resume to the bit, and say in one line what is wrong."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_house import load_script as script
 
 from rft_fn import algorithm
 
@@ -103,15 +103,6 @@ def test_kill_9_and_the_same_command_again(straight, tmp_path, after):
     ).read_bytes()
     weights = [p / "model" / "model.safetensors" for p in (straight, tmp_path / "straight")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-def script(name):
-    """The module of a script, to call its main in this process: no imports to pay for a second time."""
-    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "train_scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 FREE = [name for name, row in algorithm.TABLE.items() if isinstance(row, algorithm.Algorithm)]

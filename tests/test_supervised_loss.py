@@ -10,21 +10,13 @@ import ref
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import agree, table
 
 from rft_fn import loss, packing, segment, testing, tree
 
 pytestmark = pytest.mark.usefixtures("float64")
 seeds = st.integers(0, 2**32)
 sums = st.floats(-30, 0)
-
-
-def table(*columns):
-    return st.lists(st.tuples(*columns), min_size=1, max_size=6).map(lambda rows: np.array(rows).T)
-
-
-def agree(ours, definition, data, **options):
-    got = ours(*torch.from_numpy(data), **options).numpy()
-    np.testing.assert_allclose(got, definition(*data, **options), rtol=1e-10, atol=1e-10)
 
 
 # ---------- preferences
