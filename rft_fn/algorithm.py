@@ -149,30 +149,43 @@ def value_clip(out: TokenOut, b: Packed, *, clip: float = 0.2) -> Any:
 # ---------- advantages as a row has them
 
 
+def _by_row(adv: Tensor, rollout: Rollout) -> Tensor:
+    """[N, G] -> [B, 1]. ValueError unless N G is the number of rows."""
+    if adv.numel() != len(rollout.mask):
+        rows = len(rollout.mask)
+        raise ValueError(
+            f"reward: expected [N, G] with N G = {rows} rows of the rollout, got {list(adv.shape)}"
+        )
+    return adv.reshape(-1, 1)
+
+
 def _per_group(estimator: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Rollout], Tensor]:
-    return lambda reward, rollout: estimator(reward).reshape(-1, 1)
+    return lambda reward, rollout: _by_row(estimator(reward), rollout)
 
 
 def _raw(reward: Tensor, rollout: Rollout) -> Tensor:
-    return reward.reshape(-1, 1).clone()
+    return _by_row(reward, rollout).clone()
 
 
 def _remax(reward: Tensor, rollout: Rollout, *, greedy_reward: Tensor) -> Tensor:
-    return advantage.remax(reward, greedy_reward).reshape(-1, 1)
+    return _by_row(advantage.remax(reward, greedy_reward), rollout)
 
 
 def _opo(reward: Tensor, rollout: Rollout) -> Tensor:
+    _by_row(reward, rollout)
     return advantage.opo(reward, rollout.mask.sum(-1).view_as(reward).to(reward.dtype)).reshape(-1, 1)
 
 
 def _reinforce_pp(reward: Tensor, rollout: Rollout, *, gamma: float = 1.0) -> Tensor:
     """The reward on the last token; its return on every token, whitened over the batch."""
-    token_reward = kl_in_reward(reward.flatten(), rollout.logp, rollout.logp, rollout.mask, coef=0.0)
+    token_reward = kl_in_reward(
+        _by_row(reward, rollout)[:, 0], rollout.logp, rollout.logp, rollout.mask, coef=0.0
+    )
     return advantage.whiten(advantage.reinforce_pp(token_reward, rollout.mask, gamma=gamma), rollout.mask)
 
 
 def _reinforce_pp_baseline(reward: Tensor, rollout: Rollout) -> Tensor:
-    adv = advantage.reinforce_pp_baseline(reward).reshape(-1, 1) * rollout.mask
+    adv = _by_row(advantage.reinforce_pp_baseline(reward), rollout) * rollout.mask
     return advantage.whiten(adv, rollout.mask)
 
 

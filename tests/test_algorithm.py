@@ -221,3 +221,20 @@ def test_metrics_of_the_clipped_loss_by_hand():
     for name, value in want.items():
         torch.testing.assert_close(found[name].value(), value)
     assert 0 < clipped.double().mean() < 1
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, row in algorithm.TABLE.items() if isinstance(row, algorithm.Algorithm)]
+)
+def test_a_group_size_that_does_not_divide_the_rows_is_named(name):
+    c, row = testing.case(0), algorithm.TABLE[name]
+    zero = torch.zeros(8, dtype=torch.long)
+    rollout = Rollout(
+        tokens=c.exp.tokens, mask=c.exp.mask, logp=c.exp.old_logp, length=c.exp.length,
+        truncated=zero.bool(), group=zero, version=zero,
+    )  # fmt: skip
+    more = {"greedy_reward": torch.zeros(2)} if row.greedy else {}
+    message = "reward: expected [N, G] with N G = 8 rows of the rollout, got [2, 3]"
+    with pytest.raises(ValueError) as error:
+        row.advantage(torch.rand(2, 3), rollout, **more)
+    assert str(error.value) == message

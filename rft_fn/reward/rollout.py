@@ -27,7 +27,11 @@ def responses(rollout: Rollout, tokenizer: Any) -> list[str]:
 
 def judge(score: Score, rollout: Rollout, prompts: Sequence[Any], tokenizer: Any) -> Judged:
     """Score every response of a rollout. `prompts` are the N `data.Prompt`s behind
-    it, in the order of `rollout.group`."""
+    it, in the order of `rollout.group`. ValueError unless every prompt has as many responses."""
+    if len(rollout.tokens) % len(prompts):
+        raise ValueError(
+            f"rollout: expected a multiple of the {len(prompts)} prompts, got {len(rollout.tokens)} rows"
+        )
     rows = [prompts[g] for g in rollout.group.tolist()]
     columns: Mapping[str, list] = {name: [p.columns.get(name) for p in rows] for name in prompts[0].columns}
     texts = responses(rollout, tokenizer)
