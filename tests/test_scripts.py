@@ -236,6 +236,22 @@ def test_bad_input_is_one_line(case, tmp_path):
         assert err.strip().splitlines()[-1].startswith("error: ") and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"points": 1}, "points: expected >= 2, got 1"),
+        ({"group": 1}, "group: expected >= 2, got 1"),
+        ({"low": 0.0}, "low, high: expected 0 < low < high, got 0.0 and 1.0"),
+        ({"low": 2.0}, "low, high: expected 0 < low < high, got 2.0 and 1.0"),
+    ],
+)
+def test_a_sweep_of_nothing_is_named(change, message, tmp_path):
+    sweep = script("sweep")
+    with pytest.raises(ValueError) as error:
+        sweep.main(sweep.Config(**change, out=str(tmp_path)))
+    assert str(error.value) == message and not list(tmp_path.iterdir())
+
+
 def test_an_empty_data_set_and_an_unwritable_folder(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     assert "expected at least one row" in run(

@@ -39,6 +39,15 @@ class Config:
     out: str = "runs/sweep"  # folder of the picture and the numbers
 
 
+def check(cfg: Config) -> None:
+    """ValueError for numbers that make no sweep."""
+    if not 0 < cfg.low < cfg.high:
+        raise ValueError(f"low, high: expected 0 < low < high, got {cfg.low} and {cfg.high}")
+    for name, least in (("points", 2), ("at_once", 1), ("prompts", 1), ("group", 2), ("away", 0)):
+        if getattr(cfg, name) < least:
+            raise ValueError(f"{name}: expected >= {least}, got {getattr(cfg, name)}")
+
+
 def at(name: str, logp: Tensor, b: rft.Packed, x: Tensor) -> Tensor:
     """The loss `name` with its limit at x: [T]."""
     if name == "gspo":
@@ -88,6 +97,7 @@ def sweep(name: str, x: Tensor, stages: list) -> tuple[Tensor, Tensor]:
 
 
 def main(cfg: Config) -> None:
+    check(cfg)
     warnings.filterwarnings("ignore", "There is a performance drop")  # attention has no batching rule: a loop
     apply, params, packs = buffer(cfg)
     stages = [(b, *vjp(lambda p: apply(p, b).logp, params)) for b in packs]  # noqa: B023
