@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rft_fn import check, logprob, tree
+from rft_fn.model import attention
 from rft_fn.types import Apply, Packed, Sampling, TokenOut
 
 __all__ = ["Scorer", "bind", "score"]
@@ -24,16 +25,31 @@ _LOGIT_FIELDS = {
 
 
 def text_inputs(lm: nn.Module, pack: Packed) -> dict[str, Any]:
-    """What a text model of transformers is called with for a pack. ValueError for media, which it cannot
-    see, or for shapes that disagree."""
+    """What a text model of transformers is called with for a pack, the boundaries of its sequences among it
+    where `attention.turn_on` took effect. ValueError for media, which it cannot see, or for shapes that
+    disagree."""
     check.shapes(tokens=(pack.tokens, "T"), target=(pack.target, "T"), pos=(pack.pos, "T"))
     if pack.media is not None:
         raise ValueError(f"media: expected None, {type(lm).__name__} is bound as a text model")
     inputs = {"input_ids": pack.tokens[None], "position_ids": pack.pos[None], "use_cache": False}
-    if pack.num_seqs == 1:
+    packs = attention.packs_of(lm, pack)
+    if packs is not None:
+        inputs["rft_packs"] = packs
+    if pack.num_seqs == 1 or packs is not None:
         # said, so that transformers does not look for more by the values of pos, which vmap does not have
         inputs["attention_mask"] = torch.ones(1, pack.tokens.shape[0], device=pack.tokens.device)
     return inputs
+
+
+def run(module: nn.Module, pack: Packed) -> Any:
+    """The output of a text model of transformers, or of the decoder of one, for a pack: each sequence as if
+    it were alone. A model that loses the boundaries on the way is run again with a mask."""
+    inputs = text_inputs(module, pack)
+    out, packs = module(**inputs), inputs.get("rft_packs")
+    if packs is None or attention.complete(module, packs):
+        return out
+    attention.turn_off(module, "not all of its layers got the boundaries")
+    return module(**text_inputs(module, pack))
 
 
 class Scorer(nn.Module):
@@ -51,14 +67,14 @@ class Scorer(nn.Module):
             raise ValueError(f"temperature: expected > 0 for training log-probs, got {sampling.temperature}")
         self.lm, self.sampling, self.entropy = lm, sampling, entropy
         self.fused = not sampling.truncates and plain_head(lm)
+        attention.turn_on(lm)
 
     def forward(self, pack: Packed) -> TokenOut:
-        inputs = text_inputs(self.lm, pack)
-        out = self._fused(inputs, pack) if self.fused else self._whole(inputs, pack)
+        out = self._fused(pack) if self.fused else self._whole(pack)
         return tree.replace(out, logp=torch.where(pack.mask, out.logp, 0))
 
-    def _fused(self, inputs: dict, pack: Packed) -> TokenOut:
-        hidden = decoder(self.lm)(**inputs).last_hidden_state[0]
+    def _fused(self, pack: Packed) -> TokenOut:
+        hidden = run(decoder(self.lm), pack).last_hidden_state[0]
         head = self.lm.get_output_embeddings()
         return logprob.linear_logprob(
             hidden,
@@ -70,8 +86,8 @@ class Scorer(nn.Module):
             words=(pack.extra or {}).get("words"),
         )
 
-    def _whole(self, inputs: dict, pack: Packed) -> TokenOut:
-        z = logprob.truncate(self.lm(**inputs).logits[0], self.sampling, keep=pack.target)
+    def _whole(self, pack: Packed) -> TokenOut:
+        z = logprob.truncate(run(self.lm, pack).logits[0], self.sampling, keep=pack.target)
         ent = torch.where(pack.mask, logprob.entropy_from_logits(z), 0) if self.entropy else None
         words = (pack.extra or {}).get("words")
         if words is not None:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import check, tree
-from rft_fn.model.bind import _inner, _silence, beside, decoder, text_inputs
+from rft_fn.model import attention
+from rft_fn.model.bind import _inner, _silence, beside, decoder, run
 from rft_fn.model.load import _quietly, load, quiet
 from rft_fn.types import Apply, Packed, TokenOut
 
@@ -47,13 +48,14 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         _silence(self.decoder)
+        attention.turn_on(self.decoder)
 
     def train(self, mode: bool = True) -> "Critic":
         """Nothing: a value is a function of (params, pack), so dropout stays off."""
         return self
 
     def forward(self, pack: Packed) -> TokenOut:
-        hidden = self.decoder(**text_inputs(self.decoder, pack)).last_hidden_state[0]
+        hidden = run(self.decoder, pack).last_hidden_state[0]
         value = self.head(hidden.to(self.head.weight.dtype))[:, 0]
         return TokenOut(logp=torch.zeros_like(value), value=torch.where(pack.mask, value, 0))
 
