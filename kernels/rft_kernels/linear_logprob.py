@@ -10,9 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rft_kernels import reference, streamed
+from rft_kernels import engines, reference, streamed
 
-_ENGINES = ("auto", "streamed", "reference")
 # 16 MB keeps a tile of logits in the last-level cache of a CPU; a GPU wants large matrix products instead.
 _WORKSPACE_MB = {"cpu": 16.0}
 _WORKSPACE_MB_ELSEWHERE = 256.0
@@ -53,8 +52,10 @@ def linear_logprob(
     label outside [0, V) makes its row NaN; see `check_labels`. The number of live rows is read on the host,
     once in each pass.
 
-    engine: "streamed", or "reference": plain operations on whole logits, for torch.func transforms of any
-    order and for gradients of the temperature. "auto" is "streamed".
+    engine: "streamed": torch operations, anywhere. "gemm": matrix products in slices and Triton row kernels,
+    on CUDA. "triton": the same with a forward that is one Triton kernel. "reference": plain operations on
+    whole logits, for torch.func transforms of any order and for gradients of the temperature. "auto": on CUDA
+    what auto.json says for the device and D, if triton is there and nothing is float64; else "streamed".
 
     If neither w nor bias needs a gradient, dlogp/dh is accumulated in the forward and the backward only
     scales it: two matrix products instead of three. `lse=True` or a softcap turns that off; a gradient that
@@ -63,7 +64,7 @@ def linear_logprob(
     Raises ValueError for shapes, types and options that do not fit. It does not average, mask or shift.
     """
     _check(h, w, y, bias, softcap, workspace_mb, engine)
-    scale = 1 / _temperature(temperature, h, w)
+    scale = 1 / streamed.temperatures(temperature, h, w)
     if engine == "reference":
         out = reference.log_prob(h, w, y, scale, bias=bias, softcap=softcap, ignore_index=ignore_index)
     else:
@@ -83,6 +84,7 @@ def linear_logprob(
             entropy=entropy,
             save_unit=not lse,
             workspace=int(mb * 2**20),
+            engine=engines.pick(engine, h, w),
         )
     return LogProb(out[0], out[1] if entropy else None, out[2] if lse else None)
 
@@ -96,20 +98,6 @@ def check_labels(y: Tensor, vocabulary: int, *, ignore_index: int = -100) -> Non
     for t in wrong.nonzero()[:1].flatten().tolist():
         expected = f"labels in [0, {vocabulary}) or ignore_index = {ignore_index}"
         raise ValueError(f"y: expected {expected}, got {int(y[t])} at row {t}")
-
-
-def _temperature(temperature: float | Tensor, h: Tensor, w: Tensor) -> Tensor:
-    """The temperature of each row: [T], in the type that is computed in."""
-    dtype, rows = streamed.accumulate_dtype(h, w), h.shape[0]
-    if isinstance(temperature, Tensor):
-        if temperature.shape not in ((), (rows,)):
-            raise ValueError(
-                f"temperature: expected a number, [] or [T] = [{rows}], got {list(temperature.shape)}"
-            )
-        return temperature.to(h.device, dtype).expand(rows)
-    if not temperature > 0:
-        raise ValueError(f"temperature: expected a number > 0, got {temperature}")
-    return torch.full((rows,), float(temperature), dtype=dtype, device=h.device)
 
 
 def _check(
@@ -131,7 +119,7 @@ def _check(
         _expect(bias.shape == (w.shape[0],), "bias", f"[V] = [{w.shape[0]}]", list(bias.shape))
     _expect(softcap is None or softcap > 0, "softcap", "None or a number > 0", softcap)
     _expect(mb is None or mb > 0, "workspace_mb", "None or a number > 0", mb)
-    _expect(engine in _ENGINES, "engine", " or ".join(map(repr, _ENGINES)), repr(engine))
+    engines.check(engine, h, also=("reference",))
 
 
 def _expect(ok: bool, name: str, expected: str, got: object) -> None:

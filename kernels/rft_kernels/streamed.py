@@ -1,4 +1,4 @@
-"""The streamed engine as one differentiable operation: rows are selected here, `tiles` does the arithmetic.
+"""Every engine as one differentiable operation: rows are selected here, the engine does the arithmetic.
 
 Two `autograd.Function`s, because torch.func runs the backward of the first one under the transforms that
 surround it: the backward therefore has to be an operation with a vmap rule of its own.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rft_kernels import tiles
+from rft_kernels import engines, tiles
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Options:
     entropy: bool  # compute the entropy
     unit: bool  # compute dlogp/dh in the forward
     workspace: int  # bytes
+    engine: str  # of `engines.load`
 
 
 def log_prob(
@@ -39,6 +40,7 @@ def log_prob(
     entropy: bool,
     save_unit: bool,
     workspace: int,
+    engine: str = "streamed",
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """h [T, D], w [V, D], y [T], scale [T] = 1 / temperature -> logp, entropy or None, lse, each [T].
 
@@ -46,13 +48,27 @@ def log_prob(
     """
     frozen = not (w.requires_grad or (bias is not None and bias.requires_grad))
     unit = save_unit and frozen and softcap is None and h.requires_grad and torch.is_grad_enabled()
-    options = Options(softcap, ignore_index, entropy, unit, workspace)
+    options = Options(softcap, ignore_index, entropy, unit, workspace, engine)
     return _LogProb.apply(h, w, bias, y.long(), scale, options)[:3]
 
 
 def accumulate_dtype(h: Tensor, w: Tensor) -> torch.dtype:
     """The type that everything is computed and returned in."""
     return torch.float64 if torch.float64 in (h.dtype, w.dtype) else torch.float32
+
+
+def temperatures(temperature: float | Tensor, h: Tensor, w: Tensor) -> Tensor:
+    """The temperature of each row: [T], in the type that is computed in."""
+    dtype, rows = accumulate_dtype(h, w), h.shape[0]
+    if isinstance(temperature, Tensor):
+        if temperature.shape not in ((), (rows,)):
+            raise ValueError(
+                f"temperature: expected a number, [] or [T] = [{rows}], got {list(temperature.shape)}"
+            )
+        return temperature.to(h.device, dtype).expand(rows)
+    if not temperature > 0:
+        raise ValueError(f"temperature: expected a number > 0, got {temperature}")
+    return torch.full((rows,), float(temperature), dtype=dtype, device=h.device)
 
 
 def exact_matmul(device_type: str) -> AbstractContextManager:
@@ -68,9 +84,9 @@ class _LogProb(torch.autograd.Function):
     @staticmethod
     def forward(h, w, bias, y, scale, options):
         rows = _live_rows(y != options.ignore_index)
-        head = _head(_take(h, rows), w, bias, _take(scale, rows), options)
         with exact_matmul(h.device.type):
-            out = tiles.forward(head, _take(y, rows), entropy=options.entropy, unit=options.unit)
+            engine, head = _head(_take(h, rows), w, bias, _take(scale, rows), options)
+            out = engine.forward(head, _take(y, rows), entropy=options.entropy, unit=options.unit)
         return tuple(_spread(x, rows, h.shape[0]) for x in out)
 
     @staticmethod
@@ -105,10 +121,10 @@ class _LogProbBackward(torch.autograd.Function):
         if not upstream:
             return dh, None, None
         rows = _live_rows(live & (torch.stack(upstream) != 0).any(0))
-        head = _head(_take(h, rows), w, bias, _take(scale, rows), options)
         cotangent = tiles.Cotangent.of(*(_take(x, rows) for x in (logp, entropy, lse, g, g_entropy, g_lse)))
         with exact_matmul(h.device.type):
-            more, dw, db = tiles.backward(head, _take(y, rows), cotangent, need)
+            engine, head = _head(_take(h, rows), w, bias, _take(scale, rows), options)
+            more, dw, db = engine.backward(head, _take(y, rows), cotangent, need)
         if more is not None:
             more = _spread(more.to(h.dtype), rows, h.shape[0])
         return more if dh is None else dh + more, dw, None if db is None else db.to(bias.dtype)
@@ -128,11 +144,10 @@ class _LogProbBackward(torch.autograd.Function):
         return _loop(_LogProbBackward.apply, info.batch_size, in_dims, args)
 
 
-def _head(h: Tensor, w: Tensor, bias: Tensor | None, scale: Tensor, options: Options) -> tiles.Head:
-    """The temperature (or the softcap) goes into h: T D numbers are scaled instead of T V."""
-    inner = scale if options.softcap is None else torch.full_like(scale, 1 / options.softcap)
-    outer = None if options.softcap is None else scale * options.softcap
-    return tiles.Head(h.to(scale.dtype) * inner[:, None], w, bias, inner, outer, options.workspace)
+def _head(h: Tensor, w: Tensor, bias: Tensor | None, scale: Tensor, options: Options) -> tuple:
+    """The engine, and its view of the problem."""
+    engine = engines.load(options.engine)
+    return engine, engine.head(h, w, bias, scale, softcap=options.softcap, workspace=options.workspace)
 
 
 def _live_rows(mask: Tensor) -> Tensor | None:

@@ -83,22 +83,29 @@ class Tile(NamedTuple):
     total: Tensor | None  # [C, D] room for a gradient of w, if w is of a narrower type
 
 
+def head(
+    h: Tensor, w: Tensor, bias: Tensor | None, scale: Tensor, *, softcap: float | None, workspace: int
+) -> Head:
+    """The temperature (or the softcap) goes into h: T D numbers are scaled instead of T V."""
+    inner = scale if softcap is None else torch.full_like(scale, 1 / softcap)
+    outer = None if softcap is None else scale * softcap
+    return Head(h.to(scale.dtype) * inner[:, None], w, bias, inner, outer, workspace)
+
+
 def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor | None, ...]:
     """y [R] -> logp, entropy or None, lse, each [R], and dlogp/dh [R, D] or None. NaN for a bad label."""
-    run = _start(head.h)
+    run = start(head.h)
     # The sum of exp(z - top) w over all columns but the target's, kept up to date like run.total.
     pull = torch.zeros_like(head.h) if unit else None
     for tile in _tiles(head, copies=1 + entropy):
         state = Running(*(r[tile.rows] for r in run))
-        _absorb(state, tile.x, y[tile.rows] - tile.cols.start, tile.outer, entropy=entropy)
+        absorb(state, tile.x, y[tile.rows] - tile.cols.start, tile.outer, entropy=entropy)
         if pull is not None:
             pull[tile.rows].mul_(state.shrink[:, None]).addmm_(tile.x, tile.w)
-    logp, lse = _log_prob(run)
+    logp, lse = log_prob(run)
     if pull is not None:
-        target = head.w[y.clamp(0, head.w.shape[0] - 1)].to(pull.dtype)
-        pull.mul_(-torch.exp(run.top - lse)[:, None]).addcmul_(target, -torch.expm1(logp)[:, None])
-        pull.mul_(head.inner[:, None])
-    return logp, _entropy(run, logp, lse) if entropy else None, lse, pull
+        pull = unit_gradient(pull, head.w, y, run.top, logp, lse).mul_(head.inner[:, None])
+    return logp, entropy_of(run, logp, lse) if entropy else None, lse, pull
 
 
 def backward(
@@ -110,7 +117,7 @@ def backward(
     db = head.h.new_zeros(head.w.shape[0]) if need[2] else None
     for tile in _tiles(head, copies=1 + (cot.g_entropy is not None) + (head.outer is not None)):
         piece = Cotangent(*(None if c is None else c[tile.rows] for c in cot))
-        _differentiate(tile.x, y[tile.rows] - tile.cols.start, piece, tile.outer)
+        differentiate(tile.x, y[tile.rows] - tile.cols.start, piece, tile.outer)
         if dh is not None:
             dh[tile.rows].addmm_(tile.x, tile.w)
         if dw is not None:
@@ -120,14 +127,15 @@ def backward(
     return None if dh is None else dh.mul_(head.inner[:, None]), dw, db
 
 
-def _start(h: Tensor) -> Running:
+def start(h: Tensor) -> Running:
+    """The state before the first column, for R rows of the type of h [R, ...]."""
     # A finite floor instead of -inf: a tile that is -inf throughout then needs no guard against -inf - -inf.
     zero = h.new_zeros(h.shape[0])
     top, hit = torch.full_like(zero, torch.finfo(h.dtype).min / 2), torch.full_like(zero, torch.nan)
     return Running(top, zero, zero.clone(), hit, zero.clone())
 
 
-def _absorb(run: Running, z: Tensor, column: Tensor, outer: Tensor | None, *, entropy: bool) -> None:
+def absorb(run: Running, z: Tensor, column: Tensor, outer: Tensor | None, *, entropy: bool) -> None:
     """Adds the tile z [R, C] to run in place, and leaves exp(z - top) in z.
 
     column [R]: the target's in this tile, or a number outside [0, C) when it is in another one.
@@ -152,7 +160,13 @@ def _absorb(run: Running, z: Tensor, column: Tensor, outer: Tensor | None, *, en
     run.top.copy_(top)
 
 
-def _log_prob(run: Running) -> tuple[Tensor, Tensor]:
+def unit_gradient(pull: Tensor, w: Tensor, y: Tensor, top: Tensor, logp: Tensor, lse: Tensor) -> Tensor:
+    """d logp / d(h wᵀ) w [R, D], in place of pull: the sum of exp(z - top) w without the target."""
+    target = w[y.clamp(0, w.shape[0] - 1)].to(pull.dtype)
+    return pull.mul_(-torch.exp(top - lse)[:, None]).addcmul_(target, -torch.expm1(logp)[:, None])
+
+
+def log_prob(run: Running) -> tuple[Tensor, Tensor]:
     """logp [R] = -log(1 + sum of the others / the target), and lse [R]."""
     others = run.top + run.total.log()
     lse = torch.logaddexp(others, run.hit)
@@ -160,14 +174,14 @@ def _log_prob(run: Running) -> tuple[Tensor, Tensor]:
     return logp + (lse - lse), lse  # an infinite logit has no log-probability: NaN, not 0
 
 
-def _entropy(run: Running, logp: Tensor, lse: Tensor) -> Tensor:
+def entropy_of(run: Running, logp: Tensor, lse: Tensor) -> Tensor:
     """-sum p log p [R], over the target and over the others, for whom log p = (z - top) + (top - lse)."""
     offset = run.top - lse
     target = logp.exp() * logp.clamp(min=_NEVER)
     return -target - offset.exp() * torch.addcmul(run.weighted, offset, run.total)
 
 
-def _differentiate(z: Tensor, column: Tensor, cot: Cotangent, outer: Tensor | None) -> None:
+def differentiate(z: Tensor, column: Tensor, cot: Cotangent, outer: Tensor | None) -> None:
     """Replaces the scaled logits z [R, C] by the gradient of the outputs in them."""
     slope = None
     if outer is not None:
@@ -209,11 +223,11 @@ def _tiles(head: Head, *, copies: int) -> Iterator[Tile]:
     buffer = head.h.new_empty(height * breadth)
     narrow = head.w.dtype != head.h.dtype
     upcast, total = head.h.new_empty(2, breadth, width) if narrow else (None, None)
-    for cols in _cut(vocabulary, breadth):
+    for cols in cut(vocabulary, breadth):
         size = cols.stop - cols.start
         w = upcast[:size].copy_(head.w[cols]) if narrow else head.w[cols]
         bias = None if head.bias is None else head.bias[cols].to(w.dtype)
-        for rows in _cut(tokens, height):
+        for rows in cut(tokens, height):
             x = buffer[: (rows.stop - rows.start) * size].view(-1, size)
             torch.mm(head.h[rows], w.T, out=x)
             if bias is not None:
@@ -233,6 +247,6 @@ def _tile_shape(head: Head, copies: int) -> tuple[int, int]:
     return height, min(vocabulary, -(-breadth // _COLUMNS) * _COLUMNS)
 
 
-def _cut(size: int, step: int) -> list[slice]:
+def cut(size: int, step: int) -> list[slice]:
     """[0, size) in slices of at most step; one empty slice if size is 0: products over it are zeros."""
     return [slice(a, min(a + step, size)) for a in range(0, max(size, 1), step)]

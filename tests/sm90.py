@@ -1,0 +1,96 @@
+"""Compiles every kernel configuration that the engines can launch for sm_90, without a device; prints JSON.
+
+Runs in a process of its own (tests/test_sm90.py): triton decides once whether kernels are interpreted. A line
+of the result is {"kernel", "options", "registers", "stack", "shared"}; what is spilled lies on the stack.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from rft_kernels import persistent, rows
+
+TARGET = GPUTarget("cuda", 90, 32)
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+POINTERS = {
+    "absorb_kernel": "x:x bias:b inner:f outer:f y:l top:f total:f weighted:f hit:f shrink:f kept:b",
+    "differentiate_kernel": "x:x bias:b inner:f outer:f y:l lse:f level:f g_entropy:f peak:f unit:f dx:b",
+    "rescale_kernel": "x:f factor:f",
+    "forward_kernel": "h:b w:b bias:b inner:f outer:f y:l top:f total:f weighted:f hit:f",
+}
+ABSENT = {"BIAS": "bias", "SOFTCAP": "outer", "ENTROPY": "g_entropy", "KEEP": "kept", "UNIT": "unit"}
+
+
+def compiled(kernel, types, constants, **options):
+    """The kernel with pointers of the given types and 16-byte alignment, as on a GPU for a real problem."""
+    names = [p.name for p in kernel.params]
+    pointers = dict(item.split(":") for item in POINTERS[kernel.__name__].split())
+    absent = {v for k, v in ABSENT.items() if constants.get(k) is False and v in pointers}
+    constants = constants | dict.fromkeys(absent)
+    signature = {n: "*" + types[pointers[n]] if n in pointers else "i32" for n in names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if (n in pointers or "stride" in n or n == "width") and n not in constants
+    }
+    index = {(names.index(n),): v for n, v in constants.items()}
+    source = ASTSource(kernel, signature, index, aligned)
+    return triton.compile(source, target=TARGET, options=options)
+
+
+def resources(binary):
+    """Registers of a thread, bytes of its stack (where spills go), bytes of shared memory of a program."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        command = [CUOBJDUMP, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    count = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+    stack = count["STACK"] + count["LOCAL"]
+    return {"registers": count["REG"], "stack": stack, "shared": binary.metadata.shared}
+
+
+def configurations():
+    """(kernel, types of its pointers, compile-time arguments, options)."""
+    on, base = (False, True), {"x": "fp32", "f": "fp32", "l": "i64", "b": "bf16"}
+    # Slices of logits from a matrix product; then given logits, whose only option is the entropy.
+    linear = [(base | {"b": b}, flags) for b in ("bf16", "fp32") for flags in product(on, repeat=4)]
+    given = [(base | {"x": t, "b": t}, (False, False, e, False)) for t in ("bf16", "fp16") for e in on]
+    for types, (bias, softcap, entropy, more) in linear + given:
+        flags = {"BIAS": bias, "SOFTCAP": softcap, "ENTROPY": entropy}
+        for block, warps in rows.ABSORB.items():
+            if not (softcap and more):  # a softcap has no unit gradient
+                constants = flags | {"KEEP": more, "BLOCK": block}
+                yield rows.absorb_kernel, types, constants, {"num_warps": warps}
+        for block, warps in rows.DIFFERENTIATE.items():
+            constants = flags | {"UNIT": more, "BLOCK": block}
+            yield rows.differentiate_kernel, types, constants, {"num_warps": warps}
+    for block, warps in rows.RESCALE.items():
+        yield rows.rescale_kernel, base, {"BLOCK": block}, {"num_warps": warps}
+    config = persistent.CONFIG
+    for narrow, bias, softcap, entropy, width in product(
+        ("bf16", "fp16"), (None, 1), (None, 1), on, (4096, 90)
+    ):
+        constants = persistent.constants(config, width, bias=bias, softcap=softcap, entropy=entropy)
+        yield persistent.forward_kernel, base | {"b": narrow}, constants, {"num_warps": config.warps}
+
+
+def main():
+    for kernel, types, constants, options in configurations():
+        if sys.argv[1:] and kernel.__name__ not in sys.argv[1:]:
+            continue
+        said = {"kernel": kernel.__name__, "options": f"{types['b']} {constants}"}
+        print(json.dumps(said | resources(compiled(kernel, types, constants, **options))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

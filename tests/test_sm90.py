@@ -1,0 +1,33 @@
+"""Every kernel that `engine="auto"` can launch compiles for sm_90, without a device, and without spilling."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+REGISTERS = {"absorb_kernel": 64, "differentiate_kernel": 64, "rescale_kernel": 40, "forward_kernel": 240}
+STACK = {"3.6": 8}  # bytes, by version of triton: one number of two variants, at 32 registers
+SHARED = 227 * 1024  # of a program on sm_90
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton has no builds for this system")
+def test_registers_spills_and_shared_memory(tmp_path):
+    path = os.pathsep.join([str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_INTERPRET": "0",
+    }
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/sm90.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {x["kernel"] for x in seen} == set(REGISTERS)
+    stack = STACK.get(version("triton")[:3], 0)
+    for x in seen:
+        assert x["stack"] <= stack and x["registers"] <= REGISTERS[x["kernel"]] and x["shared"] <= SHARED, x
