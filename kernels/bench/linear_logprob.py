@@ -1,4 +1,4 @@
-"""Time and memory of linear_logprob on a CPU, beside the naive way and torch's own.
+"""Time and memory of linear_logprob on a CPU, beside the naive way, torch's own and what others.py finds.
 
     PYTHONPATH=kernels python kernels/bench/linear_logprob.py --json kernels/bench/results/cpu.json
 
@@ -7,7 +7,8 @@ which share of the processors other programs had; samples above --quiet are left
 remain, and the worst share that was left in is reported.
 
 The GEMM limit is the time of the matrix products alone, into buffers that exist, in the same rounds; a
-variant is held against the products that it performs itself (recomputation counts as work). Peak is the
+variant of ours is held against the products that it performs itself (recomputation counts as work), every
+other one against those of the naive way. Peak is the
 growth of VmHWM over the inputs, returned gradients included, in a process of its own.
 """
 
@@ -26,13 +27,15 @@ from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
+import others
 import torch
-import torch.nn.functional as F
+from others import naive
 from torch import Tensor
 
 from rft_kernels import linear_logprob
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # h [T, D], w [V, D], y [T], the upstream gradient [T]
+# h [T, D], w [V, D], y [T], the upstream gradient [T], and w in bfloat16
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Case(NamedTuple):
@@ -42,17 +45,9 @@ class Case(NamedTuple):
     products: tuple[str, ...]  # the matrix products that it performs
 
 
-def naive(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    return (h @ w.T).log_softmax(1).gather(1, y[:, None])[:, 0]
-
-
 def naive_entropy(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     log_p = (h @ w.T).log_softmax(1)
     return log_p.gather(1, y[:, None])[:, 0], torch.special.entr(log_p.exp()).sum(1)
-
-
-def library(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    return -F.linear_cross_entropy(h, w, y, reduction="none")
 
 
 def ours(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
@@ -77,7 +72,13 @@ def backward(f: Callable, *, frozen: bool = False) -> Callable[[Inputs], object]
     return call
 
 
-def cases() -> list[Case]:
+def narrow(call: Callable[[Inputs], object]) -> Callable[[Inputs], object]:
+    """The same with a head in bfloat16."""
+    return lambda x: call((x[0], x[4], *x[2:]))
+
+
+def cases(only: list[str] | None = None) -> list[Case]:
+    """Every operation by every variant, or by those in `only`."""
     three = ("logits", "dh", "dw")
     out = [
         Case("forward", "naive", forward(naive), ("logits",)),
@@ -89,12 +90,19 @@ def cases() -> list[Case]:
         Case("frozen head, f+b", "naive", backward(naive, frozen=True), ("logits", "dh")),
         Case("frozen head, f+b", "ours", backward(ours, frozen=True), ("logits", "dh")),
     ]
-    if hasattr(F, "linear_cross_entropy"):
+    for operation, call, products in (
+        ("forward", forward(ours), ("logits",)),
+        ("forward+backward", backward(ours), ("logits", *three)),
+        ("frozen head, f+b", backward(ours, frozen=True), ("logits", "dh")),
+    ):
+        out.append(Case(operation, "ours16", narrow(call), products))
+    for name, f in others.variants().items():
         out += [
-            Case("forward", "torch", forward(library), ("logits",)),
-            Case("forward+backward", "torch", backward(library), three),
-            Case("frozen head, f+b", "torch", backward(library, frozen=True), ("logits", "dh")),
+            Case("forward", name, forward(f), ("logits",)),
+            Case("forward+backward", name, backward(f), three),
+            Case("frozen head, f+b", name, backward(f, frozen=True), ("logits", "dh")),
         ]
+    out = [c for c in out if only is None or c.variant in only]
     return sorted(out, key=lambda c: (c.operation, c.variant))
 
 
@@ -103,7 +111,8 @@ def make_inputs(args: argparse.Namespace) -> Inputs:
     make = torch.Generator().manual_seed(0)
     h = torch.randn(args.T, args.D, generator=make)
     w = torch.randn(args.V, args.D, generator=make) / args.D**0.5
-    return h, w, torch.randint(args.V, (args.T,), generator=make), torch.randn(args.T, generator=make)
+    y, g = torch.randint(args.V, (args.T,), generator=make), torch.randn(args.T, generator=make)
+    return h, w, y, g, w.bfloat16()
 
 
 def matrix_products(x: Inputs, columns: int) -> dict[str, Callable[[], None]]:
@@ -151,7 +160,7 @@ def measure_times(args: argparse.Namespace) -> tuple[dict[str, Sample], list[Sam
     """Of each matrix product, and of each case."""
     x = make_inputs(args)
     products = matrix_products(x, args.columns)
-    calls = [*products.values(), *(lambda c=c: c.call(x) for c in cases())]
+    calls = [*products.values(), *(lambda c=c: c.call(x) for c in cases(args.only))]
     for call in calls:
         call()  # loads libraries, fills caches
     rounds = [[sample(call) for call in calls] for _ in range(args.rounds)]
@@ -169,7 +178,7 @@ def high_water() -> float:
 
 def print_peak(args: argparse.Namespace) -> None:
     """In a process of its own: case number `args.peak` once, after a small call that loads the libraries."""
-    case = cases()[args.peak]
+    case = cases(args.only)[args.peak]
     small = argparse.Namespace(T=8, D=args.D, V=256)
     case.call(make_inputs(small))
     x = make_inputs(args)
@@ -194,7 +203,7 @@ def hardware() -> str:
 
 def results(args: argparse.Namespace) -> dict:
     limits, times = measure_times(args)
-    pairs = list(zip(cases(), times, strict=True))
+    pairs = list(zip(cases(args.only), times, strict=True))
     base = {c.operation: t.seconds for c, t in pairs if c.variant == "naive"}
     rows = [
         {
@@ -238,6 +247,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quiet", type=float, default=0.1, help="share of other programs in a good sample")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--columns", type=int, default=2048, help="slice of the vocabulary in the GEMM limit")
+    parser.add_argument("--only", nargs="+", help="variants to measure; all that there are without it")
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()

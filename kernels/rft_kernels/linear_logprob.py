@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rft_kernels import engines, reference, streamed
+from rft_kernels import engines, parallel, reference, streamed
 
 # 16 MB keeps a tile of logits in the last-level cache of a CPU; a GPU wants large matrix products instead.
 _WORKSPACE_MB = {"cpu": 16.0}
@@ -61,9 +61,14 @@ def linear_logprob(
     scales it: two matrix products instead of three. `lse=True` or a softcap turns that off; a gradient that
     arrives through the entropy pays for the recomputation.
 
+    The head may be sharded over its vocabulary: w (and bias) a DTensor with Shard(0) on one mesh axis, h and
+    y whole and the same on every rank. Then [T] numbers are reduced in the forward and dh in the backward,
+    by the streamed engine.
+
     Raises ValueError for shapes, types and options that do not fit. It does not average, mask or shift.
     """
-    _check(h, w, y, bias, softcap, workspace_mb, engine)
+    w, bias, shard = parallel.split(w, bias)
+    _check(h, w, y, bias, softcap, workspace_mb, engine, shard)
     scale = 1 / streamed.temperatures(temperature, h, w)
     if engine == "reference":
         out = reference.log_prob(h, w, y, scale, bias=bias, softcap=softcap, ignore_index=ignore_index)
@@ -84,7 +89,8 @@ def linear_logprob(
             entropy=entropy,
             save_unit=not lse,
             workspace=int(mb * 2**20),
-            engine=engines.pick(engine, h, w),
+            engine="streamed" if shard else engines.pick(engine, h, w),
+            shard=shard,
         )
     return LogProb(out[0], out[1] if entropy else None, out[2] if lse else None)
 
@@ -101,12 +107,19 @@ def check_labels(y: Tensor, vocabulary: int, *, ignore_index: int = -100) -> Non
 
 
 def _check(
-    h: Tensor, w: Tensor, y: Tensor, bias: Tensor | None, softcap: float | None, mb: float | None, engine: str
+    h: Tensor,
+    w: Tensor,
+    y: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    mb: float | None,
+    engine: str,
+    shard: parallel.Shard | None,
 ) -> None:
     _expect(h.dim() == 2, "h", "[T, D]", list(h.shape))
     rows, width = h.shape
     _expect(w.dim() == 2 and w.shape[1] == width, "w", f"[V, D] with D = {width}", list(w.shape))
-    _expect(w.shape[0] > 0, "w", "[V, D] with V > 0", list(w.shape))
+    _expect(w.shape[0] > 0 or shard is not None, "w", "[V, D] with V > 0", list(w.shape))
     _expect(y.shape == (rows,), "y", f"[T] = [{rows}]", list(y.shape))
     for name, x in (("h", h), ("w", w), ("bias", bias)):
         if x is not None:
@@ -120,6 +133,8 @@ def _check(
     _expect(softcap is None or softcap > 0, "softcap", "None or a number > 0", softcap)
     _expect(mb is None or mb > 0, "workspace_mb", "None or a number > 0", mb)
     engines.check(engine, h, also=("reference",))
+    fits = shard is None or engine in ("auto", "streamed")
+    _expect(fits, "engine", "'auto' or 'streamed' for a head that is sharded over ranks", repr(engine))
 
 
 def _expect(ok: bool, name: str, expected: str, got: object) -> None:

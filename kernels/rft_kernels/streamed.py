@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rft_kernels import engines, tiles
+from rft_kernels.parallel import Shard
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Options:
     unit: bool  # compute dlogp/dh in the forward
     workspace: int  # bytes
     engine: str  # of `engines.load`
+    shard: Shard | None = None  # of a vocabulary that is spread over ranks
 
 
 def log_prob(
@@ -41,6 +43,7 @@ def log_prob(
     save_unit: bool,
     workspace: int,
     engine: str = "streamed",
+    shard: Shard | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """h [T, D], w [V, D], y [T], scale [T] = 1 / temperature -> logp, entropy or None, lse, each [T].
 
@@ -48,7 +51,7 @@ def log_prob(
     """
     frozen = not (w.requires_grad or (bias is not None and bias.requires_grad))
     unit = save_unit and frozen and softcap is None and h.requires_grad and torch.is_grad_enabled()
-    options = Options(softcap, ignore_index, entropy, unit, workspace, engine)
+    options = Options(softcap, ignore_index, entropy, unit, workspace, engine, shard)
     return _LogProb.apply(h, w, bias, y.long(), scale, options)[:3]
 
 
@@ -147,7 +150,8 @@ class _LogProbBackward(torch.autograd.Function):
 def _head(h: Tensor, w: Tensor, bias: Tensor | None, scale: Tensor, options: Options) -> tuple:
     """The engine, and its view of the problem."""
     engine = engines.load(options.engine)
-    return engine, engine.head(h, w, bias, scale, softcap=options.softcap, workspace=options.workspace)
+    head = engine.head(h, w, bias, scale, softcap=options.softcap, workspace=options.workspace)
+    return engine, head if options.shard is None else head._replace(shard=options.shard)
 
 
 def _live_rows(mask: Tensor) -> Tensor | None:

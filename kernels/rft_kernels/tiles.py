@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rft_kernels.parallel import Shard
+
 _CPU_ROWS = 4096  # of a matrix product: more would make the slices of w thin within the same workspace
 _GPU_ROWS = 32768
 _COLUMNS = 64  # slices of the vocabulary are multiples of this
@@ -31,6 +33,7 @@ class Head(NamedTuple):
     inner: Tensor  # [R] 1 / temperature, or 1 / softcap
     outer: Tensor | None  # [R] softcap / temperature
     workspace: int  # bytes
+    shard: Shard | None = None  # of a vocabulary that is spread over ranks: w is its local rows
 
 
 class Running(NamedTuple):
@@ -94,7 +97,7 @@ def head(
 
 def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor | None, ...]:
     """y [R] -> logp, entropy or None, lse, each [R], and dlogp/dh [R, D] or None. NaN for a bad label."""
-    run = start(head.h)
+    run, y = start(head.h), y if head.shard is None else head.shard.local(y)
     # The sum of exp(z - top) w over all columns but the target's, kept up to date like run.total.
     pull = torch.zeros_like(head.h) if unit else None
     for tile in _tiles(head, copies=1 + entropy):
@@ -102,9 +105,13 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
         absorb(state, tile.x, y[tile.rows] - tile.cols.start, tile.outer, entropy=entropy)
         if pull is not None:
             pull[tile.rows].mul_(state.shrink[:, None]).addmm_(tile.x, tile.w)
+    top = run.top
+    if head.shard is not None:
+        run = merge(run, y, head.shard)
     logp, lse = log_prob(run)
     if pull is not None:
-        pull = unit_gradient(pull, head.w, y, run.top, logp, lse).mul_(head.inner[:, None])
+        pull = unit_gradient(pull, head.w, y, top, logp, lse).mul_(head.inner[:, None])
+        pull = pull if head.shard is None else head.shard.sum(pull)
     return logp, entropy_of(run, logp, lse) if entropy else None, lse, pull
 
 
@@ -112,6 +119,7 @@ def backward(
     head: Head, y: Tensor, cot: Cotangent, need: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of h [R, D], bias [V] (in the type of the computation) and w [V, D] (its own), as needed."""
+    y = y if head.shard is None else head.shard.local(y)
     dh = torch.zeros_like(head.h) if need[0] else None
     dw = head.w.new_empty(head.w.shape) if need[1] else None
     db = head.h.new_zeros(head.w.shape[0]) if need[2] else None
@@ -124,7 +132,10 @@ def backward(
             _weight_grad(dw[tile.cols], tile, head.h[tile.rows])
         if db is not None:
             db[tile.cols].addmv_(tile.x.T, head.inner[tile.rows])
-    return None if dh is None else dh.mul_(head.inner[:, None]), dw, db
+    if dh is not None:
+        dh.mul_(head.inner[:, None])
+        dh = dh if head.shard is None else head.shard.sum(dh)
+    return dh, dw, db
 
 
 def start(h: Tensor) -> Running:
@@ -160,10 +171,27 @@ def absorb(run: Running, z: Tensor, column: Tensor, outer: Tensor | None, *, ent
     run.top.copy_(top)
 
 
+def merge(run: Running, y: Tensor, shard: Shard) -> Running:
+    """The same over the whole vocabulary, from each shard's: two reductions of [R] numbers."""
+    top = shard.max(run.top.clone())
+    drop = run.top - top
+    scale = torch.exp(drop)
+    hit = torch.where(y == -1, 0, run.hit)  # that of another shard; a label of none stays NaN
+    sums = torch.stack([run.total * scale, torch.addcmul(run.weighted, drop, run.total) * scale, hit])
+    total, weighted, hit = shard.sum(sums)
+    return Running(top, total, weighted, hit, run.shrink)
+
+
 def unit_gradient(pull: Tensor, w: Tensor, y: Tensor, top: Tensor, logp: Tensor, lse: Tensor) -> Tensor:
-    """d logp / d(h wᵀ) w [R, D], in place of pull: the sum of exp(z - top) w without the target."""
-    target = w[y.clamp(0, w.shape[0] - 1)].to(pull.dtype)
-    return pull.mul_(-torch.exp(top - lse)[:, None]).addcmul_(target, -torch.expm1(logp)[:, None])
+    """d logp / d(h wᵀ) w [R, D], in place of pull: the sum of exp(z - top) w without the target.
+
+    Targets that are no row of w (they are another shard's) add nothing.
+    """
+    pull.mul_(-torch.exp(top - lse)[:, None])
+    if not w.shape[0]:
+        return pull
+    here = torch.where((y < 0) | (y >= w.shape[0]), 0, -torch.expm1(logp))
+    return pull.addcmul_(w[y.clamp(0, w.shape[0] - 1)].to(pull.dtype), here[:, None])
 
 
 def log_prob(run: Running) -> tuple[Tensor, Tensor]:
@@ -219,6 +247,8 @@ def _locate(z: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
 def _tiles(head: Head, *, copies: int) -> Iterator[Tile]:
     """Scaled logits, tile by tile, all in one buffer. The consumer may hold copies - 1 more of its size."""
     (tokens, width), vocabulary = head.h.shape, head.w.shape[0]
+    if not vocabulary:
+        return  # a rank that has no row of the head
     height, breadth = _tile_shape(head, copies)
     buffer = head.h.new_empty(height * breadth)
     narrow = head.w.dtype != head.h.dtype

@@ -1,0 +1,109 @@
+"""A head whose vocabulary is sharded over ranks gives what the whole head gives: gloo, 2 and 4 processes."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from rft_kernels import linear_logprob
+
+CASES = {
+    "plain": {},
+    "entropy and lse": {"entropy": True, "lse": True},
+    "bias": {"bias": True, "entropy": True},
+    "temperature by token": {"temperature": True, "entropy": True},
+    "softcap": {"softcap": 3.0, "entropy": True, "bias": True},
+    "frozen head": {"frozen": True},
+    "small workspace": {"workspace_mb": 0.001, "entropy": True},
+    "float32": {"dtype": torch.float32, "entropy": True},
+    "bfloat16 head": {"dtype": torch.float32, "narrow": True},
+    "fewer words than ranks": {"vocab": 3, "entropy": True},
+    "words that two do not divide": {"vocab": 37, "entropy": True, "bias": True},
+    "extreme logits": {"spread": 300.0, "entropy": True},
+}
+
+
+def inputs(vocab=33, dtype=torch.float64, narrow=False, spread=1.0, **options):
+    g = torch.Generator().manual_seed(vocab)
+    normal = lambda *s: torch.randn(s, generator=g, dtype=torch.float64)  # noqa: E731
+    h, w = spread * normal(9, 5), normal(vocab, 5)
+    y = torch.randint(0, vocab, (9,), generator=g)
+    y[2], y[5], y[6] = -100, 0, vocab - 1
+    bias, temperature = normal(vocab) if options.pop("bias", False) else None, 1.0
+    if options.pop("temperature", False):
+        temperature = torch.rand(9, generator=g, dtype=torch.float64) + 0.5
+    w = w.to(torch.bfloat16) if narrow else w.to(dtype)
+    return (h.to(dtype), w, y, None if bias is None else bias.to(dtype), temperature), options
+
+
+def outputs(h, w, y, bias, temperature, frozen=False, **options):
+    """(outputs, gradients) with a random upstream gradient for each output; DTensors as whole tensors."""
+    leaves = [h] if frozen else [x for x in (h, w, bias) if x is not None]
+    for x in leaves:
+        x.requires_grad_()
+    out = [x for x in linear_logprob(h, w, y, temperature=temperature, bias=bias, **options) if x is not None]
+    g = torch.Generator().manual_seed(1)
+    total = sum((torch.randn(9, generator=g).to(x.dtype) * x).sum() for x in out)
+    grads = torch.autograd.grad(total, leaves)
+    return [x.detach() for x in out], [x.full_tensor() if isinstance(x, DTensor) else x for x in grads]
+
+
+def check(name, mesh):
+    options = dict(CASES[name])
+    frozen = options.pop("frozen", False)
+    args, options = inputs(**options)
+    want = outputs(*(x.clone() if isinstance(x, torch.Tensor) else x for x in args), frozen=frozen, **options)
+    h, w, y, bias, temperature = args
+    shard = lambda x: None if x is None else distribute_tensor(x, mesh, [Shard(0)])  # noqa: E731
+    got = outputs(h, shard(w), y, shard(bias), temperature, frozen=frozen, **options)
+    tol = 1e-12 if h.dtype == torch.float64 else 1e-5
+    tol = 8e-3 if w.dtype == torch.bfloat16 else tol  # one rounding of dw
+    torch.testing.assert_close(got, want, rtol=tol, atol=tol)
+
+
+def bad(mesh):
+    """What cannot be is said by every rank, in one line."""
+    (h, w, y, _, _), _ = inputs()
+    found = []
+    whole = distribute_tensor(w, mesh, [Replicate()])
+    columns = distribute_tensor(w, mesh, [Shard(1)])
+    rows = distribute_tensor(w, mesh, [Shard(0)])
+    for weight, options in (
+        (whole, {}),
+        (columns, {}),
+        (rows, {"engine": "reference"}),
+        (rows, {"bias": torch.zeros(33)}),
+    ):
+        try:
+            linear_logprob(h, weight, y, **options)
+        except ValueError as error:
+            found.append(str(error).split(":")[0])
+    assert found == ["w", "w", "engine", "bias"], found
+    wrong = y.clone()
+    wrong[0] = 33  # a word of no shard: NaN, on every rank
+    assert linear_logprob(h, rows, wrong).logp.isnan().tolist() == [True] + [False] * 8
+
+
+def work(rank, world, folder):
+    os.environ |= {"OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    for name in CASES:
+        try:
+            check(name, mesh)
+        except Exception as error:
+            raise AssertionError(f"{name}, rank {rank} of {world}: {error}") from error
+    bad(mesh)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_sharded_head_is_the_whole_head(world, tmp_path):
+    mp.start_processes(work, (world, str(tmp_path)), nprocs=world, start_method="spawn")
