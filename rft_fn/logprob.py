@@ -8,7 +8,13 @@ from torch import Tensor
 from rft_fn import check
 from rft_fn.types import Sampling, TokenOut
 
-__all__ = ["entropy_from_logits", "linear_logprob", "log_probs_from_logits", "truncate"]
+__all__ = [
+    "entropy_from_logits",
+    "linear_logprob",
+    "log_probs_and_entropy",
+    "log_probs_from_logits",
+    "truncate",
+]
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -19,18 +25,40 @@ def _wide(x: Tensor) -> Tensor:
 def log_probs_from_logits(logits: Tensor, target: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
     """[..., V], [...] -> [...] nats: log softmax(logits / temperature)[target], in float32 at least.
 
-    ValueError when the shapes disagree. A target outside [0, V) is an IndexError of torch's.
+    One pass over the logits, of which no copy is made nor kept; the gradient is one more. A tensor as
+    temperature is anything that `logits / temperature` takes. ValueError when the shapes disagree. A target
+    outside [0, V) is a RuntimeError of torch's on a CPU, and an assertion on a GPU.
     """
-    check.shapes(target=(target, "..."), logits=(logits[..., 0], "..."))
-    z = _wide(logits) / temperature
-    return z.gather(-1, target.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(z, -1)
+    return _from_logits(logits, target, temperature, entropy=False)[0]
 
 
 def entropy_from_logits(logits: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
     """[..., V] -> [...] nats: the entropy of softmax(logits / temperature), in float32
     at least; -inf logits count 0."""
-    logp = (_wide(logits) / temperature).log_softmax(-1)
-    return -(logp.exp() * logp.clamp(min=-1e30)).sum(-1)
+    target = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
+    return _from_logits(logits, target, temperature, entropy=True)[1]
+
+
+def log_probs_and_entropy(
+    logits: Tensor, target: Tensor, *, temperature: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor]:
+    """[..., V], [...] -> [...] and [...] nats: the two functions above in one pass over the logits."""
+    return _from_logits(logits, target, temperature, entropy=True)
+
+
+def _from_logits(
+    logits: Tensor, target: Tensor, temperature: float | Tensor, *, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    """One fused pass over the rows -> logp, and the entropy (logp again where it was not asked for)."""
+    from rft_kernels import logits_logprob
+
+    check.shapes(target=(target, "..."), logits=(logits[..., 0], "..."))
+    if isinstance(temperature, Tensor):  # whatever it broadcasts against, and whoever differentiates it
+        logits, temperature = _wide(logits) / temperature, 1.0
+    logits.detach().gather(-1, target.unsqueeze(-1))  # raises for a target outside [0, V): else it were NaN
+    rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    logp, ent = logits_logprob(rows, labels, temperature=temperature, ignore_index=-1, entropy=entropy)
+    return logp.view(target.shape), (logp if ent is None else ent).view(target.shape)
 
 
 def truncate(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = None) -> Tensor:
@@ -67,17 +95,20 @@ def linear_logprob(
     softcap: float | None = None,
     entropy: bool = False,
     words: Tensor | None = None,
+    workspace_mb: float | None = None,
 ) -> TokenOut:
     """[T, D], [V, D], [T] -> TokenOut: log softmax(hidden weight^T /
     temperature)[target] without ever holding [T, V].
 
     Targets of -100 give 0 and no gradient. `words` [T, K] asks for the log-probs of K more words of each
     token, as `words_logp` [T, K] (0 with target -100): K dot products each, the normaliser is there already.
+    `workspace_mb` bounds the logits that exist at a time (None: what suits the device).
     The work is `rft_kernels.linear_logprob`; ValueError when shapes disagree.
     """
     from rft_kernels import linear_logprob as fused
 
     options: dict[str, Any] = {"temperature": temperature, "bias": bias, "softcap": softcap}
+    options["workspace_mb"] = workspace_mb
     logp, ent, lse = fused(hidden, weight, target, entropy=entropy, lse=words is not None, **options)
     if words is None or lse is None:
         return TokenOut(logp=logp, entropy=ent)

@@ -6,8 +6,15 @@ import ref
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rft_fn.logprob import entropy_from_logits, linear_logprob, log_probs_from_logits, truncate
+from rft_fn.logprob import (
+    entropy_from_logits,
+    linear_logprob,
+    log_probs_and_entropy,
+    log_probs_from_logits,
+    truncate,
+)
 from rft_fn.types import Sampling
 
 seeds = st.integers(0, 2**32)
@@ -60,6 +67,112 @@ def test_log_probs_survive_large_and_impossible_logits():
     entropy = entropy_from_logits(z)
     (g,) = torch.autograd.grad(logp.sum() + entropy.sum(), z)
     assert entropy.tolist() == pytest.approx([0.0, np.log(2)], abs=1e-6) and g.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [-100, -1, 5])
+def test_a_target_that_is_no_token_is_refused_by_torch(bad):
+    with pytest.raises(RuntimeError, match=f"index {bad} is out of bounds"):
+        log_probs_from_logits(torch.zeros(2, 3, 5), torch.tensor([[0, 1, 2], [4, bad, 0]]))
+
+
+# ---------- one pass over given logits, differentiated like plain operations
+
+
+def plain(z, y, temperature=1.0):
+    logp = (z / temperature).log_softmax(-1)
+    return logp.gather(-1, y.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
+
+
+def drawn(*shape):
+    g = torch.Generator().manual_seed(0)
+    return 2 * torch.randn(*shape, generator=g, dtype=torch.float64), torch.randint(
+        shape[-1], shape[:-1], generator=g
+    )
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (0, 7), (2, 0, 7), (1, 1)])
+def test_leading_dimensions_and_both_at_once(shape):
+    z, y = drawn(*shape)
+    z.requires_grad_()
+    got, want = log_probs_and_entropy(z, y, temperature=0.7), plain(z, y, 0.7)
+    assert got[0].shape == got[1].shape == y.shape
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    alone = log_probs_from_logits(z, y, temperature=0.7), entropy_from_logits(z, temperature=0.7)
+    torch.testing.assert_close(alone, got, rtol=1e-12, atol=1e-12)
+    pair = [torch.autograd.grad((x[0] * 3 - x[1].square()).sum(), z)[0] for x in (got, want)]
+    torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
+
+
+def test_sliced_and_transposed_logits():
+    z, y = drawn(2, 6, 7)
+    for view, at in ((z[:, :-1], y[:, 1:]), (z.transpose(0, 1), y.T), (z[..., ::2], y % 4)):
+        torch.testing.assert_close(log_probs_and_entropy(view, at), plain(view, at), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 1), (2, 1, 1), (2, 3, 7)])
+def test_a_temperature_is_whatever_divides_the_logits_and_may_be_learned(shape):
+    z, y = drawn(2, 3, 7)
+    t = torch.linspace(0.5, 2, max(1, int(np.prod(shape)))).double().reshape(shape).requires_grad_()
+    pair = [
+        torch.autograd.grad(sum(x.square().sum() for x in f(z, y, temperature=t)), t)[0]
+        for f in (log_probs_and_entropy, plain)
+    ]
+    torch.testing.assert_close(*pair, rtol=1e-11, atol=1e-11)
+
+
+TRANSFORMS = {
+    "grad": torch.func.grad,
+    "vmap": lambda f: torch.vmap(f),
+    "vmap of grad": lambda f: torch.vmap(torch.func.grad(f)),
+    "vmap over another axis": lambda f: lambda z: torch.vmap(torch.func.grad(f), in_dims=2)(z.movedim(0, 2)),
+    "jacrev": torch.func.jacrev,
+    "two differentiations": lambda f: torch.func.jacrev(torch.func.jacrev(f)),
+    "three": lambda f: torch.func.grad(
+        lambda z: torch.func.grad(lambda z: torch.func.grad(f)(z).pow(3).sum())(z).sin().sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_torch_func(transform):
+    z, y = drawn(3, 4, 7)
+
+    def loss(f):
+        def call(z):
+            logp, entropy = f(z, y[0].expand(z.shape[:-1]))
+            return (logp.exp() * entropy.square()).sum()
+
+        return call
+
+    got, want = (transform(loss(f))(z) for f in (log_probs_and_entropy, plain))
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of a tensor that an operation made; a view of the logits is none."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known, self.bytes = known.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() != self.known:
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_logits_are_never_copied_and_the_gradient_is_the_only_thing_of_their_size(dtype):
+    z = torch.randn(600, 4096, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    y = torch.arange(600)
+    with Largest(z) as seen:
+        out = log_probs_and_entropy(z, y)
+    assert seen.bytes <= 4 << 20
+    with Largest(z) as seen:
+        (dz,) = torch.autograd.grad(out[0].sum() + out[1].sum(), z)
+    assert seen.bytes == z.nbytes > 4 << 20 and dz.dtype == dtype
 
 
 # ---------- what is sampled from

@@ -125,9 +125,8 @@ def test_bad_logits(args, options, message):
 def test_torch_checks_the_gradient_of_given_logits():
     z = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     y = torch.tensor([0, 6, 3, -100])
-    assert torch.autograd.gradcheck(
-        lambda z: tuple(logits_logprob(z, y, temperature=0.7, entropy=True)), (z,)
-    )
+    f = lambda z: tuple(logits_logprob(z, y, temperature=0.7, entropy=True))  # noqa: E731
+    assert torch.autograd.gradcheck(f, (z,)) and torch.autograd.gradgradcheck(f, (z,))
 
 
 def test_logits_that_were_overwritten_cannot_be_differentiated_again():
@@ -136,3 +135,14 @@ def test_logits_that_were_overwritten_cannot_be_differentiated_again():
     out.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
+
+
+def test_a_gradient_in_place_of_the_logits_cannot_be_differentiated():
+    z = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    kept = z * 1
+    logp = logits_logprob(kept, torch.tensor([0, 6, 3, -100]), inplace_backward=True).logp.square().sum()
+    (dz,) = torch.autograd.grad(logp, kept, create_graph=True)
+    with pytest.raises(
+        RuntimeError, match="expected one differentiation with inplace_backward=True, got two"
+    ):
+        dz.sum().backward()

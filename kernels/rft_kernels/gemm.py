@@ -70,7 +70,7 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
     logp, lse = tiles.log_prob(run)
     if pull is not None:
         pull = tiles.unit_gradient(pull, head.w, y, run.top, logp, lse).mul_(head.inner[:, None])
-    return logp, tiles.entropy_of(run, logp, lse) if entropy else None, lse, pull
+    return logp, tiles.entropy_of(run, logp) if entropy else None, lse, pull
 
 
 def backward(

@@ -146,7 +146,7 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
         return gemm.forward(head, y, entropy=entropy, unit=unit)
     run = _merge(_partial(head, y.contiguous(), entropy=entropy), entropy=entropy)
     logp, lse = tiles.log_prob(run)
-    return logp, tiles.entropy_of(run, logp, lse) if entropy else None, lse, None
+    return logp, tiles.entropy_of(run, logp) if entropy else None, lse, None
 
 
 def _fits(head: Head) -> bool:

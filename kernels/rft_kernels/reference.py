@@ -22,16 +22,20 @@ def log_prob(
 
     Composes with every torch.func transform, and can be differentiated any number of times.
     """
-    live, inside = y != ignore_index, (y >= 0) & (y < w.shape[0])
     # A where on the outputs alone would let a NaN of an ignored row through to the gradient of w.
-    h = torch.where(live[:, None], h, 0)
-    z = logits(h, w, bias, softcap) * scale[:, None]
+    h = torch.where((y != ignore_index)[:, None], h, 0)
+    return outputs(logits(h, w, bias, softcap) * scale[:, None], y, ignore_index)
+
+
+def outputs(z: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits z [T, V], y [T] -> logp, entropy, lse, each [T]."""
+    live, inside = y != ignore_index, (y >= 0) & (y < z.shape[1])
     log_p = z.log_softmax(1)
     p = log_p.exp()
     entropy = -(p * log_p.masked_fill(p == 0, 0)).sum(1)  # p log p is 0 where p is 0, also if log p is -inf
-    logp = log_p.gather(1, y.long().clamp(0, w.shape[0] - 1)[:, None])[:, 0]
-    outputs = (logp, entropy, z.logsumexp(1))
-    return tuple(torch.where(live, torch.where(inside, x, torch.nan), 0) for x in outputs)
+    logp = log_p.gather(1, y.long().clamp(0, z.shape[1] - 1)[:, None])[:, 0]
+    out = (logp, entropy, z.logsumexp(1))
+    return tuple(torch.where(live, torch.where(inside, x, torch.nan), 0) for x in out)
 
 
 def logits(h: Tensor, w: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:

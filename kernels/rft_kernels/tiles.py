@@ -112,7 +112,7 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
     if pull is not None:
         pull = unit_gradient(pull, head.w, y, top, logp, lse).mul_(head.inner[:, None])
         pull = pull if head.shard is None else head.shard.sum(pull)
-    return logp, entropy_of(run, logp, lse) if entropy else None, lse, pull
+    return logp, entropy_of(run, logp) if entropy else None, lse, pull
 
 
 def backward(
@@ -196,15 +196,15 @@ def unit_gradient(pull: Tensor, w: Tensor, y: Tensor, top: Tensor, logp: Tensor,
 
 def log_prob(run: Running) -> tuple[Tensor, Tensor]:
     """logp [R] = -log(1 + sum of the others / the target), and lse [R]."""
-    others = run.top + run.total.log()
-    lse = torch.logaddexp(others, run.hit)
-    logp = -torch.logaddexp(torch.zeros_like(lse), others - run.hit)
+    lse = torch.logaddexp(run.top + run.total.log(), run.hit)
+    # Differences of logits first: what all logits have in common must not round them.
+    logp = -torch.logaddexp(torch.zeros_like(lse), run.total.log() - (run.hit - run.top))
     return logp + (lse - lse), lse  # an infinite logit has no log-probability: NaN, not 0
 
 
-def entropy_of(run: Running, logp: Tensor, lse: Tensor) -> Tensor:
+def entropy_of(run: Running, logp: Tensor) -> Tensor:
     """-sum p log p [R], over the target and over the others, for whom log p = (z - top) + (top - lse)."""
-    offset = run.top - lse
+    offset = -torch.logaddexp(run.total.log(), run.hit - run.top)
     target = logp.exp() * logp.clamp(min=_NEVER)
     return -target - offset.exp() * torch.addcmul(run.weighted, offset, run.total)
 
