@@ -11,6 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,8 @@ def latest(folder: str | Path) -> Path | None:
     for aside in Path(folder).glob(".step_*.old"):
         path = aside.with_name(aside.name.removeprefix(".").removesuffix(".old"))
         if not path.exists():
-            os.rename(aside, path)
+            with suppress(FileNotFoundError):  # another rank was faster
+                os.rename(aside, path)
     return steps(folder)[-1] if steps(folder) else None
 
 

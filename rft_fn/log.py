@@ -71,13 +71,19 @@ class Run:
         rank: int = 0,
         trackers: Sequence[str] = (),
         free: Sequence[str] = (),
+        log_dir: str | Path = "",
+        plot_every: int = 0,
     ):
         """Make the folder, or go on in it if its steps had the same config but for the fields `free`.
+
+        Pictures and tensorboard files go to `log_dir`, or to the folder; a histogram of response lengths
+        every `plot_every` steps (0: only at the end).
 
         ValueError, before anything is computed, for a folder that cannot be written or that holds another
         run.
         """
         self.folder, self.total, self.main = Path(folder), total, rank == 0
+        self.pictures, self._plot_every = Path(log_dir or folder), plot_every
         self.config, self._free = _jsonable(config), {"out", *free}  # a folder may be moved
         self._trackers: list[Callable[[int, Mapping[str, float]], None]] = []
         self._bar: Any = None
@@ -87,7 +93,8 @@ class Run:
         self._clock = self._began = time.perf_counter()
         if self.main:
             self._claim()
-            self._trackers = [_TRACKERS[_known(name)](self.folder, self.config) for name in trackers]
+            self.pictures.mkdir(parents=True, exist_ok=True)
+            self._trackers = [_TRACKERS[_known(name)](self.pictures, self.config) for name in trackers]
 
     @property
     def checkpoints(self) -> Path:
@@ -158,6 +165,8 @@ class Run:
         """The first response of the first `count` prompts with its reward, one JSON line each;
         and the lengths of all of them, for the picture."""
         self._lengths = rollout.mask.sum(-1).tolist()
+        if self.main and self._plot_every and (step + 1) % self._plot_every == 0:
+            plot.length_histogram(self._lengths, self.pictures / f"lengths_{step + 1:08d}.png")
         group = judged.reward.shape[1]
         for i, p in enumerate(prompts[:count] if self.main else ()):
             parts = {name: float(part[i, 0]) for name, part in judged.parts.items()}
@@ -207,14 +216,17 @@ class Run:
         if self._bar is not None:
             self._bar.stop()
         if (self.folder / "metrics.jsonl").exists():
-            plot.curve(self.folder / "metrics.jsonl", self.folder / "curve.png", title=self.folder.name)
+            plot.curve(self.folder / "metrics.jsonl", self.pictures / "curve.png", title=self.folder.name)
         if self._lengths:
-            plot.length_histogram(self._lengths, self.folder / "lengths.png")
+            plot.length_histogram(self._lengths, self.pictures / "lengths.png")
         if len(self._rewards) > 1:
             last = self._rewards[-10:]
             print(plot.terminal_curve(self._rewards, title="reward"))
             print(f"reward: {sum(last) / len(last):.3f}, the mean of the last {len(last)} steps")
-        print(f"run: {self.folder}  (metrics.jsonl, curve.png, trajectories.jsonl)", flush=True)
+        print(
+            f"run: {self.folder}  (metrics.jsonl, trajectories.jsonl)  {self.pictures / 'curve.png'}",
+            flush=True,
+        )
 
 
 def _without(config: Mapping[str, Any], free: set[str]) -> dict[str, Any]:

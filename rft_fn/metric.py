@@ -1,6 +1,7 @@
 """Metrics that know how to merge: over packs, over ranks, in any order, without a mean of means."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -8,7 +9,20 @@ from torch import Tensor
 from rft_fn import check, tree
 from rft_fn.types import Packed, Rollout, TokenOut
 
-__all__ = ["Max", "Mean", "Sum", "max", "mean", "merge", "pass_at_k", "policy", "results", "rollout", "sum"]
+__all__ = [
+    "Max",
+    "Mean",
+    "Sum",
+    "average",
+    "max",
+    "mean",
+    "merge",
+    "pass_at_k",
+    "policy",
+    "results",
+    "rollout",
+    "sum",
+]
 
 
 @tree.struct
@@ -82,6 +96,12 @@ def merge(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]
             raise ValueError(f"metric {name!r}: expected {type(out[name]).__name__}, got {type(m).__name__}")
         out[name] = out[name].merge(m) if name in out else m  # type: ignore[arg-type]
     return out
+
+
+def average(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each name over the rows that have it: of the updates of one rollout."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: fmean(row[name] for row in rows if name in row) for name in names}
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -78,9 +78,10 @@ def _warmup(lr: float, warmup: int, total: int, decay: Callable[[float], float])
 
 
 def global_norm(grads: Any) -> Tensor:
-    """[] the 2-norm of all gradients together. 0 without any."""
+    """[] the 2-norm of all gradients together, a plain tensor also of sharded ones. 0 without any."""
     norms = torch._foreach_norm([g for g in tree.leaves(grads)]) if tree.leaves(grads) else [torch.zeros(())]
-    return torch.linalg.vector_norm(torch.stack(list(norms)))
+    norm = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded gradients: over all ranks
 
 
 def clip_by_global_norm(max_norm: float) -> Transform:
@@ -91,7 +92,9 @@ def clip_by_global_norm(max_norm: float) -> Transform:
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         scale = (max_norm / global_norm(grads).clamp(min=1e-30)).clamp(max=1.0)
-        torch._foreach_mul_(tree.leaves(grads), scale)
+        leaves = tree.leaves(grads)
+        sharded = any(hasattr(g, "full_tensor") for g in leaves)  # these mix with no plain tensor
+        torch._foreach_mul_(leaves, float(scale) if sharded else scale)
         return grads, state
 
     return Transform(lambda params: (), update, {"name": "clip_by_global_norm", "max_norm": max_norm})

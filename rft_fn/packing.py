@@ -33,14 +33,15 @@ def reset_position_ids(seq: Tensor) -> Tensor:
     return index - torch.where(starts, index, 0).cummax(0).values if seq.numel() else index
 
 
-def assign(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Items of `sizes` [tokens] into packs of at most `budget` tokens: best fit decreasing, ties by index.
+def assign(sizes: Sequence[int], budget: int, *, most: int = 0) -> list[list[int]]:
+    """Items of `sizes` [tokens] into packs of at most `budget` tokens (and `most` items, if not 0): best fit
+    decreasing, ties by index.
 
-    Each pack is a list of indices. ValueError for an item that is larger than the budget. Never needs more
-    than 11/9 of the fewest possible packs + 1 (Johnson 1973); on GSM8K's lengths it leaves under 1 % of the
-    tokens empty.
+    Each pack is a list of indices; items of size 0 are in none. ValueError for an item that is larger than
+    the budget. Never needs more than 11/9 of the fewest possible packs + 1 (Johnson 1973); on GSM8K's lengths
+    it leaves under 1 % of the tokens empty.
     """
-    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+    order = sorted((i for i, n in enumerate(sizes) if n), key=lambda i: (-sizes[i], i))
     packs: list[list[int]] = []
     room: list[int] = []
     for i in order:
@@ -49,7 +50,8 @@ def assign(sizes: Sequence[int], budget: int) -> list[list[int]]:
                 f"budget: expected at least {sizes[i]} tokens, the size of row {i}, got {budget}; "
                 "raise the budget or shorten max_new"
             )
-        fits = [(room[k] - sizes[i], k) for k in range(len(packs)) if room[k] >= sizes[i]]
+        free = [k for k in range(len(packs)) if not most or len(packs[k]) < most]
+        fits = [(room[k] - sizes[i], k) for k in free if room[k] >= sizes[i]]
         if fits:
             _, k = min(fits)
             packs[k].append(i)
@@ -141,12 +143,12 @@ def stack(exp: Experience) -> Packed:
     return tree.map(lambda *x: torch.stack(x), *(pad(b, size) for b in packs))
 
 
-def _spread(sizes: Sequence[int], budget: int, count: int) -> list[list[int]] | None:
+def _spread(sizes: Sequence[int], budget: int, count: int, most: int) -> list[list[int]] | None:
     """Items of `sizes` > 0 over `count` packs of nearly equal size, the largest first, each to the emptiest
-    pack; None if that makes a pack larger than the budget."""
+    pack that has fewer than `most` (if not 0); None if that makes a pack larger than the budget."""
     packs, load = [[] for _ in range(count)], [0] * count
     for i in sorted((i for i, n in enumerate(sizes) if n), key=lambda i: (-sizes[i], i)):
-        k = min(range(count), key=lambda k: (load[k], k))
+        k = min((k for k in range(count) if not most or len(packs[k]) < most), key=lambda k: (load[k], k))
         packs[k].append(i)
         load[k] += sizes[i]
     return packs if max(load) <= budget else None
@@ -161,20 +163,27 @@ def _sizes(exp: Experience, unit: int) -> list[int]:
     return torch.where(learns, (exp.length - 1).clamp(min=0).view(-1, unit).sum(-1), 0).tolist()
 
 
-def shard(exp: Experience, budget: int, world: int = 1, *, unit: int = 1) -> list[list[Packed]]:
-    """The batch as packs of at most `budget` tokens for each of `world` ranks: the same
+def shard(
+    exp: Experience, budget: int, world: int = 1, *, unit: int = 1, most: int = 0
+) -> list[list[Packed]]:
+    """The batch as packs of at most `budget` tokens (0: of any size) for each of `world` ranks: the same
     number of packs for every rank.
 
     Rows without a token in mask have nothing to learn from and are left out. `unit` consecutive rows stay
-    together in one pack, in order: 2 for losses of pairs. There are as few packs as best fit needs, rounded
-    up to a multiple of `world`; rows are spread over them evenly where the budget allows it, and packs are
-    dealt out from the largest to the smallest, each to the rank with the fewest tokens that still takes one.
-    ValueError for a row (a unit) that is larger than the budget, or a unit that does not divide the rows.
+    together in one pack, in order: 2 for losses of pairs. `most` bounds the rows of a pack, if not 0. There
+    are as few packs as best fit needs, rounded up to a multiple of `world`; rows are spread over them evenly
+    where the budget allows it, and packs are dealt out from the largest to the smallest, each to the rank
+    with the fewest tokens that still takes one. ValueError for a row (a unit) that is larger than the budget,
+    a unit that does not divide the rows, or a `most` below it.
     """
-    sizes = _sizes(exp, unit)
-    packs = [p for p in ([i for i in p if sizes[i]] for p in assign(sizes, budget)) if p]
+    if most and most < unit:
+        raise ValueError(f"most: expected >= unit = {unit} rows a pack, got {most}")
+    sizes, most = _sizes(exp, unit), most // unit
+    budget = budget or sum(sizes)
+    packs = assign(sizes, budget, most=most)
     each = max(-(-len(packs) // world), 1)
-    packs = _spread(sizes, budget, each * world) or packs + [[] for _ in range(each * world - len(packs))]
+    packs = _spread(sizes, budget, each * world, most) or packs
+    packs = packs + [[] for _ in range(each * world - len(packs))]
     load, share = [0] * world, [[] for _ in range(world)]
     for p in sorted(packs, key=lambda p: -sum(sizes[i] for i in p)):
         rank = min((r for r in range(world) if len(share[r]) < each), key=lambda r: (load[r], r))
@@ -212,11 +221,13 @@ def minibatches(exp: Experience, n: int, key: int) -> list[Experience]:
     nearly equal size, one update each.
 
     `w` is cut with the rest and so sums to 1/n of the batch's: recompute it with `weight.*` on each minibatch
-    where every update should have its own mean. ValueError unless 1 <= n <= B.
+    where every update should have its own mean. One minibatch is `exp` itself. ValueError unless 1 <= n <= B.
     """
     rows = exp.tokens.shape[0]
     if not 1 <= n <= rows:
         raise ValueError(f"n: expected between 1 and the number of rows {rows}, got {n}")
+    if n == 1:
+        return [exp]
     order = torch.randperm(rows, generator=rng.generator(key)).to(exp.tokens.device)
     return [take(exp, part) for part in order.tensor_split(n)]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from rft_fn import check, tree
 
 __all__ = [
-    "Engine", "Experience", "LossFn", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut",
-    "TrainState", "Transform", "experience",
+    "Engine", "EngineConfig", "Experience", "LossFn", "Media", "Packed", "Rollout", "Sampling", "Strategy",
+    "TokenOut", "TrainState", "Transform", "experience",
 ]  # fmt: skip
 
 
@@ -45,6 +45,26 @@ class Sampling:
     @property
     def truncates(self) -> bool:
         return self.top_p < 1 or self.top_k > 0
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The engine that samples. ValueError for values out of range."""
+
+    type: str = "hf"
+    """hf: transformers in this process"""
+    batch: int = 64
+    """sequences sampled at a time"""
+    tp_size: int = 1
+    """processes that share one engine"""
+    mem_util: float = 0.0
+    """share of the device's memory that the engine may take; 0 is as much as it needs"""
+    sleep: bool = True
+    """the engine leaves the device while the trainer works"""
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise ValueError(f"engine batch: expected >= 1 sequences, got {self.batch}")
 
 
 @tree.struct
@@ -135,6 +155,7 @@ class TrainState:
     params: Any  # tree.Named of tensors
     opt: Any  # what tx.init made of them
     step: int  # updates done
+    skipped: int = 0  # updates in a row, up to now, whose gradients were not finite
     tx: "Transform" = tree.static()
 
 
@@ -154,20 +175,30 @@ class Transform(NamedTuple):
 
 
 class Strategy(NamedTuple):
-    """Where and how a train step runs. The same record for every backend."""
+    """Where and how a train step runs. The same record for every backend; every function is called by all
+    ranks alike, in the same order."""
 
-    init: Callable[..., tuple[Apply, TrainState]]  # (module, tx, *, sampling, entropy) -> (apply, state)
+    init: Callable[..., tuple[Apply, TrainState]]  # (module, tx, *, sampling, entropy, shard_size)
+    bind: Callable[
+        ..., tuple[Apply, Any]
+    ]  # (module, *, sampling, entropy, shard_size): a model that only scores
+    shard: Callable[..., list[Packed]]  # (exp, budget, *, unit) -> this rank's packs
     gather: Callable[[Any], Any]  # tree of this rank -> tree of all ranks, concatenated along dim 0
+    all_reduce: Callable[..., Any]  # (tree, op="mean") -> tree, the same on every rank
     grad: Callable[..., tuple[Any, dict]]  # (state, apply, loss_fn, packs) -> (grads, metrics)
     update: Callable[..., tuple[TrainState, dict]]  # (state, grads) -> (state, metrics); donates both
     export: Callable[[TrainState], Iterator[tuple[str, Tensor]]]  # full tensors by the model's own names
-    save: Callable[..., Any]  # (path, state, extra) -> the folder written
-    restore: Callable[..., tuple[TrainState, Any]]  # (path, like) -> (state, extra)
+    save_pretrained: Callable[..., Any]  # (folder, module, tokenizer, weights) -> a folder for transformers
+    save: Callable[..., Any]  # (path, state, extra, *, score) -> the folder written
+    restore: Callable[..., tuple[Any, Any]]  # (path, like, extra) -> (state, extra)
     offload: Callable[[TrainState], TrainState]  # optimizer state to the host
     reload: Callable[[TrainState], TrainState]  # and back
+    print: Callable[..., None]  # on rank 0
+    report_memory: Callable[..., dict]  # (prefix) -> bytes by name, and a line on rank 0
     rank: int
     world: int
     device: torch.device
+    config: Any  # the StrategyConfig
 
 
 class Engine(NamedTuple):

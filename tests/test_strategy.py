@@ -1,6 +1,7 @@
 """The local strategy: real gradients on one process, summed over packs, stepped in place, donated."""
 
 import argparse
+import re
 
 import pytest
 import tiny
@@ -142,14 +143,57 @@ def test_offload_and_reload_keep_every_number():
 
 
 def test_config():
-    given = argparse.Namespace(backend="local", temperature=0.5)
+    given = argparse.Namespace(sp_size=2, temperature=0.5)
     for args in (given, vars(given)):
         config = StrategyConfig.from_args(args)
-        assert (
-            config.backend == "local"
-            and config.get_extra_arg("temperature") == 0.5
-            and config.get_extra_arg("no", 3) == 3
-        )
-    with pytest.raises(ValueError, match="strategy backend: expected local, got 'ddp'"):
-        strategy.get_strategy(StrategyConfig(backend="ddp"))
+        assert config.sp_size == 2 and config.backend == "local"
+        assert config.get_extra_arg("temperature") == 0.5 and config.get_extra_arg("no", 3) == 3
     assert strategy.get_strategy().world == 1
+
+
+# what the usage guide of the system that this project replaces tells people to type
+HIGH_THROUGHPUT = """--zero_stage 2 --engine_tp_size 4 --engine_mem_util 0.9 --enable_engine_sleep
+    --micro_train_batch_size 1 --train_batch_size 128"""
+MEMORY_EFFICIENT = """--fsdp --fsdp_cpu_offload --use_mp_opt --engine_tp_size 2 --engine_mem_util 0.85
+    --enable_engine_sleep --micro_train_batch_size 1 --train_batch_size 64"""
+VISION_LANGUAGE = """--fsdp --engine_tp_size 4 --mixed_mm_data --packing_samples --enable_engine_sleep
+    --plot_every 20"""
+
+
+@pytest.mark.parametrize(
+    "line, backend, values",
+    [
+        (HIGH_THROUGHPUT, "deepspeed", {"zero_stage": 2, "engine_tp_size": 4, "train_batch_size": 128}),
+        (MEMORY_EFFICIENT, "fsdp2", {"fsdp_cpu_offload": True, "use_mp_opt": True, "engine_mem_util": 0.85}),
+        (VISION_LANGUAGE, "fsdp2", {"mixed_mm_data": True, "packing_samples": True, "plot_every": 20}),
+        ("", "local", {}),
+        ("--disable_engine_sleep --no-packing_samples", "local", {"enable_engine_sleep": False}),
+    ],
+)
+def test_command_lines_parse_as_they_stand(line, backend, values):
+    args = strategy.add_arguments(argparse.ArgumentParser()).parse_args(line.split())
+    config = StrategyConfig.from_args(args)
+    assert config.backend == backend and not config.extra
+    assert all(getattr(config, name) == value for name, value in values.items())
+    defaults = strategy.add_arguments(argparse.ArgumentParser()).parse_args([])
+    assert StrategyConfig.from_args(defaults) == StrategyConfig()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"zero_stage": 4}, "zero_stage: expected 0, 1, 2 or 3, got 4"),
+        ({"sp_size": 0}, "sp_size: expected >= 1, got 0"),
+        ({"max_norm": -1.0}, "max_norm: expected >= 0, got -1.0"),
+        ({"engine_mem_util": 1.5}, "engine_mem_util: expected a share between 0 and 1, got 1.5"),
+        ({"fsdp": True, "zero_stage": 2}, "fsdp, zero_stage: expected one of them"),
+        ({"bf16": True, "use_mp_opt": True}, "bf16, use_mp_opt: expected one of them"),
+        ({"sp_size": 2}, "sp_size: expected 1 on one process, got 2"),
+        ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload: expected False on one process, got True"),
+        ({"shard_size": 2}, "shard_size: expected 0 on one process, got 2"),
+        ({"mixed_mm_data": True}, "mixed_mm_data: expected False on one process, got True"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        strategy.get_strategy(StrategyConfig(**options))

@@ -29,7 +29,6 @@ class Config:
     max_prompt: int = 512  # tokens a prompt; longer ones of a file are left out
     seed: int = 1  # of a task's questions (training uses 0, its evaluation 1) and of sampling
     out: str = ""  # a .json for the numbers and a .jsonl beside it for every response; empty writes neither
-    engine: rft.engine.EngineConfig = field(default_factory=rft.engine.EngineConfig)
     strategy: rft.strategy.StrategyConfig = field(default_factory=rft.strategy.StrategyConfig)
 
 
@@ -45,9 +44,9 @@ def main(cfg: Config) -> None:
     prompts, keys = rft.data.take(dataset, cfg.count, cfg.seed)
     rft.reward.check(score, [p.columns for p in prompts[:2]])
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
-    eng = rft.engine.get_engine(cfg.engine, cfg.model, tokenizer)
+    eng = rft.engine.get_engine(cfg.strategy.engine, cfg.model, tokenizer)
 
-    step, rollouts = max(cfg.engine.batch // cfg.group, 1) * st.world, []
+    step, rollouts = max(cfg.strategy.engine_batch // cfg.group, 1) * st.world, []
     for at in rft.log.track(range(0, len(prompts), step), "evaluating", rank=st.rank):
         part = slice(at, at + step)
         rollout = rft.engine.gather_and_generate(

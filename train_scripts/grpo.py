@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import rft_fn as rft
+from rft_fn.strategy import StrategyConfig
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,7 @@ class Config:
     seed: int = 0  # of everything
     out: str = "runs/grpo"  # folder of the run
     trackers: tuple[str, ...] = ()  # tensorboard, wandb, trackio
-    engine: rft.engine.EngineConfig = field(default_factory=lambda: rft.engine.EngineConfig(batch=512))
-    strategy: rft.strategy.StrategyConfig = field(default_factory=rft.strategy.StrategyConfig)
+    strategy: rft.strategy.StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
 
 
 def main(cfg: Config) -> None:
@@ -59,7 +59,9 @@ def main(cfg: Config) -> None:
         )
     penalty = partial(rft.reward_shaping.overlong_penalty, max_new=cfg.max_new, buffer=cfg.overlong)
     free = ("steps",) if cfg.lr_end == 1 else ()
-    run = rft.log.Run(cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=free)
+    run = rft.log.Run(
+        cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=free, **st.config.pictures()
+    )
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
     greedy = rft.Sampling(temperature=0, max_new=cfg.max_new)
     tokenizer = rft.model.load_tokenizer(cfg.model)
@@ -69,18 +71,21 @@ def main(cfg: Config) -> None:
     score = rft.reward.parse(cfg.reward)
     rft.reward.check(score, [p.columns for p in rft.data.take(dataset, 2, cfg.seed)[0]])
 
-    module = rft.model.load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
-    schedule = rft.optim.warmup_linear(cfg.lr, cfg.warmup, max(cfg.steps, cfg.warmup), floor=cfg.lr_end)
+    load = partial(rft.model.load, meta=st.world > 1)
+    module = load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
+    updates = cfg.strategy.updates(cfg.prompts * cfg.group)
+    total = max(cfg.steps, cfg.warmup) * updates
+    schedule = rft.optim.warmup_linear(cfg.lr, cfg.warmup * updates, total, floor=cfg.lr_end)
     tx = rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), rft.optim.adamw(schedule))
     tx = rft.optim.chain(tx, rft.optim.ema(cfg.ema)) if cfg.ema else tx
     apply, state = st.init(module, tx, sampling=sampling, entropy=True)
-    ref = rft.model.bind(rft.model.load(cfg.model), sampling=sampling) if cfg.kl else None
-    eng = rft.engine.get_engine(cfg.engine, cfg.model, tokenizer)
-    extra = {"moments": rft.reward_shaping.moments()}
+    ref = st.bind(load(cfg.model), sampling=sampling) if cfg.kl else None
+    eng = rft.engine.get_engine(cfg.strategy.engine, cfg.model, tokenizer)
+    extra = {"step": 0, "moments": rft.reward_shaping.moments()}
     if saved := rft.ckpt.latest(run.checkpoints):
         state, extra = st.restore(saved, state, extra)
-    eng.load(st.export(state), version=state.step)
-    run.resume(state.step)
+    eng.load(st.export(state), version=extra["step"])
+    run.resume(extra["step"])
 
     def loss_fn(out, b):
         loss, metrics = algo.loss(out, b)
@@ -109,7 +114,7 @@ def main(cfg: Config) -> None:
         _, judged = collect(*rft.data.take(unseen, cfg.eval_prompts, cfg.seed), 1, greedy)
         return rft.reward.means(judged, "eval")
 
-    for step in range(state.step, cfg.steps):
+    for step in range(extra["step"], cfg.steps):
         values = evaluate() if step == 0 else {}
         filled = sample(step)
         prompts, rollout, judged = filled[:3]
@@ -118,24 +123,30 @@ def main(cfg: Config) -> None:
             reward, extra["moments"] = rft.reward_shaping.running_norm(reward, extra["moments"])
         adv = algo.advantage(reward, rollout, **(baseline(prompts) if algo.greedy else {}))
         exp = rft.experience(rollout, adv=adv, w=algo.weight(rollout.mask))
-        packs = rft.packing.shard(exp, cfg.budget, st.world)[st.rank]
-        if ref:
-            packs = [rft.tree.replace(p, ref_logp=x) for p, x in zip(packs, rft.model.score(*ref, packs))]
-        grads, metrics = st.grad(state, apply, loss_fn, packs)
-        values |= rft.metric.results(metrics) | rft.metric.rollout(rollout, reward) | filled.metrics()
-        rft.engine.check_gap(values, cfg.max_gap, eng, rollout, sampling, apply, state.params, packs)
-        state, metrics = st.update(state, grads)
-        eng.load(st.export(state), version=state.step)
-        done = state.step == cfg.steps
-        values |= rft.metric.results(metrics) | rft.reward.means(judged, "reward")
-        values |= evaluate() if done or state.step % cfg.eval_every == 0 else {}
+        parts, logs = rft.packing.minibatches(exp, updates, rft.rng.fold_in(cfg.seed, "updates", step)), []
+        for part in parts:
+            packs = st.shard(rft.tree.replace(part, w=algo.weight(part.mask)), cfg.budget)
+            if ref:
+                logp = rft.model.score(*ref, packs)
+                packs = [rft.tree.replace(p, ref_logp=x) for p, x in zip(packs, logp)]
+            grads, metrics = st.grad(state, apply, loss_fn, packs)
+            logs.append(rft.metric.results(metrics))
+            if len(logs) == 1:  # before the first update trainer and sampler have the same weights
+                rft.engine.check_gap(logs[0], cfg.max_gap, eng, rollout, sampling, apply, state.params, packs)
+            state, metrics = st.update(state, grads)
+            logs[-1] |= rft.metric.results(metrics)
+        extra["step"], done = step + 1, step + 1 == cfg.steps
+        eng.load(st.export(state), version=extra["step"])
+        values |= rft.metric.average(logs) | rft.metric.rollout(rollout, reward) | filled.metrics()
+        values |= rft.reward.means(judged, "reward")
+        values |= evaluate() if done or extra["step"] % cfg.eval_every == 0 else {}
         run.write(step, values, tokens=int(rollout.length.sum()))
         run.trajectories(step, prompts, rollout, judged)
-        if done or state.step % cfg.save_every == 0:
-            st.save(run.checkpoints / f"step_{state.step:08d}", state, extra, score=values["reward/mean"])
+        if done or extra["step"] % cfg.save_every == 0:
+            st.save(run.checkpoints / f"step_{step + 1:08d}", state, extra, score=values["reward/mean"])
             rft.ckpt.rotate(run.checkpoints, keep=2, best=1)
     weights = rft.optim.ema_params(state.opt).items() if cfg.ema else st.export(state)
-    rft.model.save(run.folder / "model", module, tokenizer, weights)
+    st.save_pretrained(run.folder / "model", module, tokenizer, weights)
     run.finish()
 
 

@@ -7,11 +7,11 @@ its own optimizer. The same command again goes on from the last checkpoint, to t
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from statistics import fmean
 
 import torch
 
 import rft_fn as rft
+from rft_fn.strategy import StrategyConfig
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Config:
     prompts: int = 512  # prompts a step
     group: int = 1  # responses a prompt; a critic needs no group
     epochs: int = 1  # passes over a rollout
-    minibatches: int = 4  # updates a pass
+    minibatches: int = 4  # updates a pass, unless strategy.train_batch_size says how large they are
     lr: float = 1e-3  # learning rate of the actor
     critic_lr: float = 1e-3  # learning rate of the critic
     lr_end: float = 0.1  # their share at the last step; a run can be given more steps only if this is 1
@@ -70,8 +70,7 @@ class Config:
     seed: int = 0  # of everything
     out: str = "runs/ppo"  # folder of the run
     trackers: tuple[str, ...] = ()  # tensorboard, wandb, trackio
-    engine: rft.engine.EngineConfig = field(default_factory=lambda: rft.engine.EngineConfig(batch=512))
-    strategy: rft.strategy.StrategyConfig = field(default_factory=rft.strategy.StrategyConfig)
+    strategy: rft.strategy.StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
 
 
 def check(cfg: Config) -> None:
@@ -96,9 +95,15 @@ def given(function, **options):
     return partial(function, **{name: x for name, x in options.items() if x is not None})
 
 
+def parts(cfg):
+    """Minibatches of a rollout: by the strategy's train_batch_size, where it has one."""
+    rows = cfg.prompts * cfg.group
+    return cfg.strategy.updates(rows) if cfg.strategy.train_batch_size else cfg.minibatches
+
+
 def optimizer(cfg, lr, steps, *more):
     """Clipping and AdamW over the updates of `steps` steps."""
-    total = max(steps * cfg.epochs * cfg.minibatches, cfg.warmup)
+    total = max(steps * cfg.epochs * parts(cfg), cfg.warmup)
     adamw = rft.optim.adamw(rft.optim.warmup_linear(lr, cfg.warmup, total, floor=cfg.lr_end))
     return rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), adamw, *more)
 
@@ -107,7 +112,7 @@ def minibatches(cfg, row, exp, step):
     """A step's minibatches with a w of their own; w positive adds up to the coefficient of `positive_nll`."""
     for epoch in range(cfg.epochs):
         key = rft.rng.fold_in(cfg.seed, "minibatch", step, epoch)
-        for part in rft.packing.minibatches(exp, cfg.minibatches, key):
+        for part in rft.packing.minibatches(exp, parts(cfg), key):
             w, good = row.weight(part.mask), part.extra["positive"]
             share = torch.where(w > 0, cfg.positive_nll * good / (w * good.sum().clamp(min=1)), 0)
             yield rft.tree.replace(part, w=w, extra={"positive": share})
@@ -131,7 +136,9 @@ def main(cfg: Config) -> None:
         value_loss=given(row.value_loss, clip=cfg.value_clip),
     )
     free = ("steps",) if cfg.lr_end == 1 else ()
-    run = rft.log.Run(cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=free)
+    run = rft.log.Run(
+        cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=free, **st.config.pictures()
+    )
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
     tokenizer = rft.model.load_tokenizer(cfg.model)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
@@ -143,14 +150,15 @@ def main(cfg: Config) -> None:
     score = rft.reward.parse(cfg.reward)
     rft.reward.check(score, [p.columns for p in rft.data.take(dataset, 2, cfg.seed)[0]])
 
-    module = rft.model.load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
+    load = partial(rft.model.load, meta=st.world > 1)
+    module = load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
     valuer = rft.model.load_critic(cfg.critic or cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
     ema = [rft.optim.ema(cfg.ema)] if cfg.ema else []
     tx = optimizer(cfg, cfg.lr, max(cfg.steps - cfg.freeze_actor_steps, 0), *ema)
     apply, actor = st.init(module, tx, sampling=sampling, entropy=True)
     value_of, critic = st.init(valuer, optimizer(cfg, cfg.critic_lr, cfg.steps))
-    ref = rft.model.bind(rft.model.load(cfg.model), sampling=sampling) if cfg.kl else None
-    eng = rft.engine.get_engine(cfg.engine, cfg.model, tokenizer)
+    ref = st.bind(load(cfg.model), sampling=sampling) if cfg.kl else None
+    eng = rft.engine.get_engine(cfg.strategy.engine, cfg.model, tokenizer)
     shaping = rft.reward_shaping
     extra = {"step": 0, "kl": cfg.kl, "moments": shaping.moments()}
     if saved := rft.ckpt.latest(run.checkpoints):
@@ -176,7 +184,7 @@ def main(cfg: Config) -> None:
         _, judged = collect(*rft.data.take(unseen, cfg.eval_prompts, cfg.seed), 1, greedy)
         return rft.reward.means(judged, "eval")
 
-    shard = lambda exp: rft.packing.shard(exp, cfg.budget, st.world)[st.rank]  # noqa: E731
+    shard = partial(st.shard, budget=cfg.budget)
     for step in range(extra["step"], cfg.steps):
         values = evaluate() if step == 0 else {}
         prompts, keys = rft.data.draw(dataset, cfg.prompts, step, cfg.seed)
@@ -209,7 +217,7 @@ def main(cfg: Config) -> None:
             del metrics["loss"]  # the same as value/loss
             updates.append(rft.metric.results(metrics | {f"value/{name}": x for name, x in more.items()}))
             if learns or i == 0:  # a frozen actor is still compared with its sampler
-                number = step * cfg.epochs * cfg.minibatches + i
+                number = step * cfg.epochs * parts(cfg) + i
                 mine += shard(supervised(cfg, examples, tokenizer, number)) if examples else []
                 grads, metrics = st.grad(actor, apply, loss_fn, mine)
                 updates[i] |= rft.metric.results(metrics)
@@ -222,7 +230,7 @@ def main(cfg: Config) -> None:
         eng.load(st.export(actor), version=step + 1)
 
         extra["step"], done = step + 1, step + 1 == cfg.steps
-        values |= {name: fmean(u[name] for u in updates if name in u) for name in updates[0]} | start
+        values |= rft.metric.average(updates) | start
         values |= {"value/explained_variance": rft.model.explained_variance(value, ret, mask)}
         values |= {"kl/coef": coef, "kl/ref": kl} | rft.metric.rollout(rollout, reward)
         values |= rft.reward.means(judged, "reward")
@@ -234,7 +242,7 @@ def main(cfg: Config) -> None:
             st.save(path, states, extra, score=values["reward/mean"])
             rft.ckpt.rotate(run.checkpoints, keep=2, best=1)
     weights = rft.optim.ema_params(actor.opt).items() if cfg.ema else st.export(actor)
-    rft.model.save(run.folder / "model", module, tokenizer, weights)
+    st.save_pretrained(run.folder / "model", module, tokenizer, weights)
     if cfg.save_critic:
         rft.model.save_critic(run.folder / "critic", valuer, st.export(critic))
     run.finish()

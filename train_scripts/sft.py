@@ -38,13 +38,15 @@ class Config:
 def main(cfg: Config) -> None:
     st = rft.strategy.get_strategy(cfg.strategy)
     free = ("steps",) if cfg.lr_end == 1 else ()
-    run = rft.log.Run(cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=free)
+    run = rft.log.Run(
+        cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=free, **st.config.pictures()
+    )
     tokenizer = rft.model.load_tokenizer(cfg.model)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
     rft.data.fill(cfg.response, dataset.prompt(0).columns, cfg.data)  # a missing column is said now
 
-    module = rft.model.load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
+    module = rft.model.load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing, meta=st.world > 1)
     schedule = rft.optim.warmup_linear(cfg.lr, cfg.warmup, max(cfg.steps, cfg.warmup), floor=cfg.lr_end)
     tx = rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), rft.optim.adamw(schedule))
     apply, state = st.init(module, tx)
@@ -52,22 +54,24 @@ def main(cfg: Config) -> None:
         state, _ = st.restore(saved, state)
     run.resume(state.step)
 
+    batch = cfg.strategy.train_batch_size or cfg.batch
+
     def loss_fn(out, b):
         return rft.loss.nll(out.logp)
 
     for step in range(state.step, cfg.steps):
-        prompts, _ = rft.data.draw(dataset, cfg.batch, step, cfg.seed)
+        prompts, _ = rft.data.draw(dataset, batch, step, cfg.seed)
         answers = [rft.data.fill(cfg.response, p.columns, cfg.data) for p in prompts]
         ids = [[*tokenizer.encode(a, add_special_tokens=False), tokenizer.eos_token_id] for a in answers]
         exp = rft.packing.supervised([(p.ids, a) for p, a in zip(prompts, ids)])
-        packs = rft.packing.shard(exp, cfg.budget, st.world)[st.rank]
+        packs = st.shard(exp, cfg.budget)
         grads, metrics = st.grad(state, apply, loss_fn, packs)
         state, more = st.update(state, grads)
         run.write(step, rft.metric.results(metrics | more), tokens=int(exp.length.sum()))
         if state.step % cfg.save_every == 0 or state.step == cfg.steps:
             st.save(run.checkpoints / f"step_{state.step:08d}", state)
             rft.ckpt.rotate(run.checkpoints, keep=cfg.keep)
-    rft.model.save(run.folder / "model", module, tokenizer, st.export(state))
+    st.save_pretrained(run.folder / "model", module, tokenizer, st.export(state))
     run.finish()
 
 

@@ -158,15 +158,16 @@ def _check(
             )
 
 
-def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64) -> Engine:
+def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True) -> Engine:
     """An Engine over a transformers model that it owns: `load` copies weights into it.
-    `batch` is rows at a time.
+    `batch` is rows at a time. Asleep its weights are in host memory; with `sleep` False it never is.
 
     Prompts are sorted by length, so that a batch holds little padding; rows that ended leave the batch at
     once.
     """
     lm.eval()
     state = {"version": 0, "asleep": False}
+    home = lm.device
     pad, ends = tokenizer.pad_token_id, _ends(lm, tokenizer)
     window = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
 
@@ -174,6 +175,7 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64) -> Engine:
     def generate(prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling) -> Rollout:
         """B = len(prompts) n rows, the n samples of a prompt side by side.
         Sample j draws from fold_in(key, j)."""
+        wake()
         ids = [list(getattr(p, "ids", p)) for p in prompts]
         _check(ids, keys, n, sampling, window)
         done: dict[int, tuple[list[int], list[float], bool]] = {}
@@ -198,6 +200,7 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64) -> Engine:
     def score(rollout: Rollout, *, sampling: Sampling) -> Tensor:
         """[B, S]: the log-probs of given tokens under the engine's weights, by
         one padded forward; 0 outside mask."""
+        wake()
         position = torch.arange(rollout.tokens.shape[1], device=lm.device).expand(rollout.tokens.shape)
         seen = position < rollout.length.to(lm.device).unsqueeze(-1)
         tokens = rollout.tokens.to(lm.device)
@@ -220,7 +223,17 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64) -> Engine:
             own[name].copy_(x)
         state["version"] = version
 
+    def rest() -> None:
+        if sleep and not state["asleep"]:
+            lm.to("cpu")
+            state["asleep"] = True
+
+    def wake() -> None:
+        if state["asleep"]:
+            lm.to(home)
+            state["asleep"] = False
+
     def status() -> dict:
         return {"engine": "hf", **state}
 
-    return Engine(generate, score, load, lambda: None, lambda: None, status)
+    return Engine(generate, score, load, rest, wake, status)

@@ -1,9 +1,10 @@
 """The model as a function: `bind` a module, `score` packs with it, `load` one from anywhere; and a critic."""
 
-from rft_fn.model.bind import Scorer, bind, score
+from rft_fn.model.bind import Scorer, bind, rooted, score, split_over, text_model
 from rft_fn.model.critic import Critic, explained_variance, load_critic, save_critic, values
 from rft_fn.model.load import cache_dir, load, load_tokenizer, resolve, save
 from rft_fn.model.lora import apply_lora_configuration
+from rft_fn.model.materialize import materialize
 
 __all__ = [
     "Critic",
@@ -15,9 +16,13 @@ __all__ = [
     "load",
     "load_critic",
     "load_tokenizer",
+    "materialize",
     "resolve",
+    "rooted",
     "save",
     "save_critic",
     "score",
+    "split_over",
+    "text_model",
     "values",
 ]

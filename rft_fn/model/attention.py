@@ -28,11 +28,12 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 class Packs:
     """Where the sequences of a pack lie: sizes in tokens, in order, on the device of the pack.
 
-    `calls` counts the attention layers that got it, so that a model that drops it is found out.
+    `calls` counts the attention layers that got it, so that a model that drops it is found out. `sequence` is
+    the axis over which the tokens are split (its heads and tokens exchange them), if they are.
     """
 
-    def __init__(self, sizes: Sequence[int], device: torch.device | str = "cpu"):
-        self.sizes = list(sizes)
+    def __init__(self, sizes: Sequence[int], device: torch.device | str = "cpu", *, sequence: Any = None):
+        self.sizes, self.sequence = list(sizes), sequence
         self.longest, self.calls, self.device = max(self.sizes), 0, device
         self._made: dict[str, Tensor] = {}
         self._cut: tuple[Tensor | None, bool, Tensor] | None = None
@@ -248,12 +249,17 @@ def attention(
     packs.calls += 1
     options.setdefault("dropout", 0.0)
     why = _unfit(module, query, key, attention_mask, options)
+    if why and packs.sequence:
+        raise ValueError(f"sp_size: expected 1 for {type(module).__name__}: it asks for {why}")
     if why:
         _say(f"attention: packs take a [T, T] mask in {type(module).__name__}: it asks for {why}")
         mask = packs.cut(attention_mask, causal=_causal(module, options))
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return packed(q, k, v, packs, scale=options.get("scaling"))[None], None
+    if packs.sequence is None:
+        return packed(q, k, v, packs, scale=options.get("scaling"))[None], None
+    out = packed(*packs.sequence.heads(q, k, v), packs, scale=options.get("scaling"))
+    return packs.sequence.tokens(out)[None], None
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, packs: Packs, *, scale: float | None = None) -> Tensor:

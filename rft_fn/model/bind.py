@@ -9,9 +9,10 @@ from torch.func import functional_call
 
 from rft_fn import check, logprob, tree
 from rft_fn.model import attention
+from rft_fn.model.materialize import materialize
 from rft_fn.types import Apply, Packed, Sampling, TokenOut
 
-__all__ = ["Scorer", "bind", "score"]
+__all__ = ["Scorer", "bind", "rooted", "score", "split_over", "text_model"]
 
 # config fields by which an architecture changes its logits after the head: these take the whole path
 _LOGIT_FIELDS = {
@@ -24,15 +25,15 @@ _LOGIT_FIELDS = {
 }
 
 
-def text_inputs(lm: nn.Module, pack: Packed) -> dict[str, Any]:
-    """What a text model of transformers is called with for a pack, the boundaries of its sequences among it
-    where `attention.turn_on` took effect. ValueError for media, which it cannot see, or for shapes that
-    disagree."""
+def text_inputs(lm: nn.Module, pack: Packed, packs: attention.Packs | None = None) -> dict[str, Any]:
+    """What a text model of transformers is called with for a pack, the boundaries of its sequences (`packs`,
+    or its own) among it where `attention.turn_on` took effect. ValueError for media, which it cannot see, or
+    for shapes that disagree."""
     check.shapes(tokens=(pack.tokens, "T"), target=(pack.target, "T"), pos=(pack.pos, "T"))
     if pack.media is not None:
         raise ValueError(f"media: expected None, {type(lm).__name__} is bound as a text model")
     inputs = {"input_ids": pack.tokens[None], "position_ids": pack.pos[None], "use_cache": False}
-    packs = attention.packs_of(lm, pack)
+    packs = packs or attention.packs_of(lm, pack)
     if packs is not None:
         inputs["rft_packs"] = packs
     if pack.num_seqs == 1 or packs is not None:
@@ -41,13 +42,19 @@ def text_inputs(lm: nn.Module, pack: Packed) -> dict[str, Any]:
     return inputs
 
 
-def run(module: nn.Module, pack: Packed) -> Any:
+def run(module: nn.Module, pack: Packed, packs: attention.Packs | None = None) -> Any:
     """The output of a text model of transformers, or of the decoder of one, for a pack: each sequence as if
-    it were alone. A model that loses the boundaries on the way is run again with a mask."""
-    inputs = text_inputs(module, pack)
-    out, packs = module(**inputs), inputs.get("rft_packs")
-    if packs is None or attention.complete(module, packs):
+    it were alone. A model that loses the boundaries on the way is run again with a mask.
+
+    `packs` are the boundaries of a pack of which `pack` is this process's part (sequence parallelism);
+    ValueError for a model that loses these.
+    """
+    inputs = text_inputs(module, pack, packs)
+    out, given = module(**inputs), inputs.get("rft_packs")
+    if given is None or attention.complete(module, given):
         return out
+    if packs is not None:
+        raise ValueError(f"sp_size: expected 1 for {type(module).__name__}, {attention.unfit_model(module)}")
     attention.turn_off(module, "not all of its layers got the boundaries")
     return module(**text_inputs(module, pack))
 
@@ -61,20 +68,32 @@ class Scorer(nn.Module):
     sampled from is the cut one) and architectures that scale or cap their logits.
     """
 
-    def __init__(self, lm: nn.Module, sampling: Sampling, *, entropy: bool = False):
+    sequence: Any = None  # the axis over which the tokens of a pack are split, if they are
+
+    def __init__(
+        self,
+        lm: nn.Module,
+        sampling: Sampling,
+        *,
+        entropy: bool = False,
+        fused: bool = True,
+        chunk_size: int = 0,
+    ):
         super().__init__()
         if not sampling.temperature > 0:
             raise ValueError(f"temperature: expected > 0 for training log-probs, got {sampling.temperature}")
-        self.lm, self.sampling, self.entropy = lm, sampling, entropy
-        self.fused = not sampling.truncates and plain_head(lm)
+        self.lm, self.sampling, self.entropy, self.chunk_size = lm, sampling, entropy, chunk_size
+        self.fused = fused and not sampling.truncates and plain_head(lm)
         attention.turn_on(lm)
 
     def forward(self, pack: Packed) -> TokenOut:
-        out = self._fused(pack) if self.fused else self._whole(pack)
-        return tree.replace(out, logp=torch.where(pack.mask, out.logp, 0))
+        part, packs = self.sequence.split(pack) if self.sequence else (pack, None)
+        out = self._fused(part, packs) if self.fused else self._whole(part, packs)
+        out = tree.replace(out, logp=torch.where(part.mask, out.logp, 0))
+        return self.sequence.join(out, pack.tokens.shape[0]) if self.sequence else out
 
-    def _fused(self, pack: Packed) -> TokenOut:
-        hidden = run(decoder(self.lm), pack).last_hidden_state[0]
+    def _fused(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
+        hidden = run(decoder(self.lm), pack, packs).last_hidden_state[0]
         head = self.lm.get_output_embeddings()
         return logprob.linear_logprob(
             hidden,
@@ -84,10 +103,11 @@ class Scorer(nn.Module):
             bias=head.bias,
             entropy=self.entropy,
             words=(pack.extra or {}).get("words"),
+            workspace_mb=max(len(hidden), 1) * self.chunk_size * 4 / 2**20 if self.chunk_size else None,
         )
 
-    def _whole(self, pack: Packed) -> TokenOut:
-        z = logprob.truncate(run(self.lm, pack).logits[0], self.sampling, keep=pack.target)
+    def _whole(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
+        z = logprob.truncate(run(self.lm, pack, packs).logits[0], self.sampling, keep=pack.target)
         ent = torch.where(pack.mask, logprob.entropy_from_logits(z), 0) if self.entropy else None
         words = (pack.extra or {}).get("words")
         if words is not None:
@@ -115,25 +135,67 @@ def plain_head(lm: nn.Module) -> bool:
     return type(inner.get_output_embeddings()) is nn.Linear and inner.base_model is not inner and not changed
 
 
-def _silence(module: nn.Module) -> bool:
-    """Dropout off for good: a log-prob is a function of (params, pack). True if layers are checkpointed.
+def _checkpointed(module: nn.Module) -> list[nn.Module]:
+    """The layers of transformers that are checkpointed."""
+    return [
+        m
+        for m in module.modules()
+        if getattr(m, "gradient_checkpointing", False) and hasattr(m, "_gradient_checkpointing_func")
+    ]
+
+
+def _silence(module: nn.Module) -> None:
+    """Dropout off for good: a log-prob is a function of (params, pack).
 
     transformers checkpoints only layers that are in training mode, so exactly those layers stay in it, and
     their parts not.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     module.eval()
-    layers = [
-        m for m in module.modules() if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing
-    ]
-    for layer in layers:
+    for layer in _checkpointed(module):
         layer.training = True
-    return bool(layers)
+
+
+def rooted(
+    module: nn.Module,
+    *,
+    sampling: Sampling | None = None,
+    entropy: bool = False,
+    fused: bool = True,
+    chunk_size: int = 0,
+) -> nn.Module:
+    """The module whose forward maps a Packed to a TokenOut: a causal language model of transformers (with or
+    without peft adapters) inside a `Scorer`, any other module itself. Dropout of a language model is off."""
+    if not hasattr(module, "get_output_embeddings"):
+        return module
+    _silence(module)
+    return Scorer(module, sampling or Sampling(), entropy=entropy, fused=fused, chunk_size=chunk_size)
+
+
+def split_over(root: nn.Module, sequence: Any) -> None:
+    """Have a `Scorer` or `Critic` share the tokens of each pack over a sequence axis. ValueError for a module
+    that cannot, because it is one's own or because its attention knows no boundaries."""
+    lm = getattr(root, "lm", None) or getattr(root, "decoder", None)
+    why = attention.unfit_model(lm) if hasattr(type(root), "sequence") else "it is a module of one's own"
+    if why:
+        raise ValueError(f"sp_size: expected 1 for {type(lm or root).__name__}: {why}")
+    root.sequence = sequence
+
+
+def text_model(root: nn.Module) -> nn.Module:
+    """The part of a bound module that reads text: of a model with a vision or audio part, its language
+    model."""
+    lm = getattr(root, "lm", None) or getattr(root, "decoder", root)
+    found = [m for name, m in lm.named_modules() if name.split(".")[-1] in ("language_model", "text_model")]
+    return found[0] if found else root
 
 
 def bind(
-    module: nn.Module, *, sampling: Sampling | None = None, entropy: bool = False
+    module: nn.Module,
+    *,
+    sampling: Sampling | None = None,
+    entropy: bool = False,
+    fused: bool = True,
+    chunk_size: int = 0,
 ) -> tuple[Apply, tree.Named]:
     """(apply, params) of a module: `apply(params, packed) -> TokenOut`, params the trainable
     ones by the module's own names.
@@ -142,12 +204,12 @@ def bind(
     other module must itself map a Packed to a TokenOut. `apply` is torch.func.functional_call: it works with
     any parameters, under torch.func.grad and vmap. With gradient checkpointing it refuses all but the
     module's own, because the second forward would read those. Log-probs are at `sampling`'s temperature, cut
-    like its top_p / top_k, and 0 outside mask.
+    like its top_p / top_k, and 0 outside mask. `fused` without logits [T, V], `chunk_size` columns of the
+    vocabulary at a time (0: what suits the device).
     """
-    is_lm = hasattr(module, "get_output_embeddings")
-    root = Scorer(module, sampling or Sampling(), entropy=entropy) if is_lm else module
-    checkpointed = _silence(module) if is_lm else False
-    prefix = "lm." if is_lm else ""
+    root = rooted(materialize(module), sampling=sampling, entropy=entropy, fused=fused, chunk_size=chunk_size)
+    checkpointed = _checkpointed(module)
+    prefix = "" if root is module else "lm."
     own = tree.Named((name, p) for name, p in module.named_parameters() if p.requires_grad)
 
     def apply(params: tree.Named, pack: Packed) -> TokenOut:

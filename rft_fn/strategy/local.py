@@ -1,80 +1,57 @@
 """One process, one plain module: the reference for every other backend."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rft_fn import ckpt, metric, optim, tree
+from rft_fn import ckpt, dist, tree
 from rft_fn import model as model_lib
-from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
+from rft_fn.strategy import memory, step
+from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.plan import shard
+from rft_fn.types import Apply, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
 __all__ = ["local"]
 
 
-def loss_and_metrics(loss_fn: LossFn, out: TokenOut, pack: Packed) -> tuple[Tensor, dict]:
-    """(the pack's part of the total loss [], metrics). ValueError unless the loss is one number a token."""
-    result = loss_fn(out, pack)
-    per_token, metrics = result if isinstance(result, tuple) else (result, {})
-    if per_token.shape != pack.w.shape:
-        raise ValueError(
-            f"loss: expected [T] = {list(pack.w.shape)}, one number a token, got {list(per_token.shape)}; "
-            "the average is in w, so a loss must not reduce"
-        )
-    total = (pack.w * per_token).sum()
-    return total, {"loss": metric.sum(total.detach()), **metrics}
+def bind(
+    config: StrategyConfig,
+    module: nn.Module,
+    *,
+    sampling: Sampling | None = None,
+    entropy: bool = False,
+    shard_size: int | None = None,
+) -> tuple[Apply, tree.Named]:
+    """(apply, params) of a module. With bf16 the parameters are cast on their way into the forward."""
+    if shard_size not in (None, 0, 1):
+        raise ValueError(f"shard_size: expected 1 on one process, got {shard_size}")
+    options = {"fused": config.fused_linear_logprob, "chunk_size": config.chunk_size}
+    apply, params = model_lib.bind(step.cast(module, config), sampling=sampling, entropy=entropy, **options)
+    if not config.bf16:
+        return apply, params
+
+    def narrow(params: tree.Named, pack: Packed) -> TokenOut:
+        return apply(tree.map(lambda p: p.bfloat16(), params), pack)
+
+    for p in module.parameters():
+        p.data = p.data if p.requires_grad else p.data.bfloat16()
+    return narrow, params
 
 
 def init(
-    module: nn.Module, tx: Transform, *, sampling: Sampling | None = None, entropy: bool = False
+    config: StrategyConfig,
+    module: nn.Module,
+    tx: Transform,
+    *,
+    sampling: Sampling | None = None,
+    entropy: bool = False,
+    shard_size: int | None = None,
 ) -> tuple[Apply, TrainState]:
     """(apply, state) of a module that is trained with `tx`."""
-    apply, params = model_lib.bind(module, sampling=sampling, entropy=entropy)
-    if not params:
-        raise ValueError("module: expected trainable parameters, got none with requires_grad")
-    return apply, TrainState(params=params, opt=tx.init(params), step=0, tx=tx)
-
-
-def grad(
-    state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]
-) -> tuple[tree.Named, dict[str, metric.Metric]]:
-    """(gradients by name of the sum over packs of (w loss).sum(), merged metrics).
-    The only place that calls backward."""
-    metrics: dict[str, metric.Metric] = {}
-    device = next(iter(state.params.values())).device
-    for p in state.params.values():
-        p.grad = None
-    for pack in packs:
-        pack = tree.map(lambda x: x.to(device), pack)
-        total, more = loss_and_metrics(loss_fn, apply(state.params, pack), pack)
-        if total.requires_grad:
-            total.backward()
-        metrics = metric.merge(metrics, more)
-    grads = tree.Named(
-        (n, torch.zeros_like(p) if p.grad is None else p.grad) for n, p in state.params.items()
-    )
-    for p in state.params.values():
-        p.grad = None
-    return grads, metrics
-
-
-@torch.no_grad()
-def update(state: TrainState, grads: tree.Named) -> tuple[TrainState, dict[str, metric.Metric]]:
-    """(the state one step on, metrics). Donates both arguments: the step is
-    in place, reading them again raises.
-
-    Gradients with a NaN or an inf change nothing but the step, and count as `grad/skipped`.
-    """
-    norm = optim.global_norm(grads)
-    finite = bool(torch.isfinite(norm))
-    opt = state.opt
-    if finite:
-        updates, opt = state.tx.update(grads, state.opt, state.params)
-        optim.apply_updates(state.params, updates)
-    new = TrainState(params=state.params, opt=opt, step=state.step + 1, tx=state.tx)
-    new = tree.map(lambda x: x, new)  # fresh containers: the old ones are closed now
-    tree.donate(state, grads)
-    return new, {"grad/norm": metric.sum(norm), "grad/skipped": metric.sum(torch.tensor(float(not finite)))}
+    apply, params = bind(config, module, sampling=sampling, entropy=entropy, shard_size=shard_size)
+    return apply, step.start(params, tx, config)
 
 
 def export(state: TrainState) -> Iterator[tuple[str, Tensor]]:
@@ -83,32 +60,36 @@ def export(state: TrainState) -> Iterator[tuple[str, Tensor]]:
         yield name, p.detach()
 
 
-def _move_opt(state: TrainState, device: str | torch.device) -> TrainState:
-    move = lambda x: x.to(device) if isinstance(x, Tensor) else x  # noqa: E731
-    new = TrainState(
-        params=tree.map(lambda x: x, state.params),
-        opt=tree.map(move, state.opt),
-        step=state.step,
-        tx=state.tx,
-    )
-    tree.donate(state)
-    return new
-
-
-def local(device: torch.device | None = None) -> Strategy:
+def local(config: StrategyConfig | None = None) -> Strategy:
     """The Strategy of one process: real code on one device and no mocks."""
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = config or StrategyConfig()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return Strategy(
-        init=init,
+        init=lambda module, tx, **options: init(config, module, tx, **options),
+        bind=lambda module, **options: bind(config, module, **options),
+        shard=lambda exp, budget, **options: shard(config, exp, budget, **options)[0],
         gather=lambda x: x,
-        grad=grad,
-        update=update,
+        all_reduce=dist.all_reduce,
+        grad=step.grad,
+        update=lambda state, grads: step.update(
+            state, grads, max_skips=config.max_skips, host=config.adam_offload
+        ),
         export=export,
+        save_pretrained=model_lib.save,
         save=ckpt.save,
         restore=ckpt.restore,
-        offload=lambda state: _move_opt(state, "cpu"),
-        reload=lambda state: _move_opt(state, device),
+        offload=lambda state: step.move_opt(state, "cpu"),
+        reload=lambda state: step.move_opt(state, device),
+        print=print,
+        report_memory=memory.report,
         rank=0,
         world=1,
         device=device,
+        config=config,
     )
+
+
+def unsupported(config: StrategyConfig) -> list[str]:
+    """The options that one process cannot honour."""
+    wants: dict[str, Any] = {"sp_size": 1, "shard_size": 0, "fsdp_cpu_offload": False, "mixed_mm_data": False}
+    return [name for name, neutral in wants.items() if getattr(config, name) != neutral]

@@ -1,0 +1,177 @@
+"""Processes that work together: their group, trees that travel between them, and the phase they are in.
+
+Everything here works on one process too, where it does nothing. Host data (rollouts, metrics, plans) travels
+over gloo also where gradients travel over NCCL.
+"""
+
+import atexit
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from rft_fn import tree
+
+__all__ = [
+    "all_reduce",
+    "barrier",
+    "begin",
+    "differences",
+    "gather",
+    "is_main",
+    "phase",
+    "rank",
+    "share",
+    "world",
+]
+
+_state: dict[str, Any] = {"phase": "start"}
+
+
+def begin(timeout: float) -> None:
+    """Join the processes that torchrun started (or make a group of one), unless that is done already.
+
+    timeout [s] bounds every wait for another process. The group is taken down at exit.
+    """
+    if torch_dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
+    if "RANK" not in os.environ:
+        options |= {"store": torch_dist.HashStore(), "rank": 0, "world_size": 1}
+    torch_dist.init_process_group(backend, **options)
+    atexit.register(_end)
+
+
+def _end() -> None:
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+
+
+def started() -> int:
+    """Processes that torchrun started for this run, or that have a group already; 1 without either."""
+    return world() if torch_dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """The number of this process among all of them."""
+    return torch_dist.get_rank() if torch_dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def world() -> int:
+    """How many processes work together."""
+    return torch_dist.get_world_size() if torch_dist.is_initialized() else 1
+
+
+def linux() -> bool:
+    """Whether /proc is there to be read."""
+    return os.path.exists("/proc/self/statm")
+
+
+def is_main() -> bool:
+    """Whether this process is the one that writes files and prints."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait for all processes."""
+    if world() > 1:
+        share(None)
+
+
+def share(x: Any, group: Any = None) -> list[Any]:
+    """The x of every process, in their order: any object that pickles, small ones."""
+    if world() == 1:
+        return [x]
+    out: list[Any] = [None] * torch_dist.get_world_size(group)
+    torch_dist.all_gather_object(out, x, group=group)
+    return out
+
+
+def gather(x: Any) -> Any:
+    """A tree of each process -> the tree of all of them: leaves concatenated along dim 0 in the order of the
+    ranks, numbers and [] as [world]. The input is left alone.
+
+    Further dims may differ between processes: shorter ones are padded with 0 at the end, so rows [b, s] of
+    each become [B, S]. The structure must be the same everywhere; dicts of tensors may differ in their names
+    (media that only some processes have).
+    """
+    leaves = {name: torch.as_tensor(v) for name, v in tree.leaves_with_path(x)}
+    if world() == 1:
+        return tree.unflatten_like(x, [v if v.dim() else v[None] for v in leaves.values()])
+    plans = share({name: (tuple(v.shape) or (1,), v.dtype) for name, v in leaves.items()})
+    names = dict.fromkeys(name for plan in plans for name in plan)
+    if list(names) != list(leaves):
+        raise ValueError(
+            f"gather: expected the same tree on every rank, rank {rank()} lacks some of {list(names)}"
+        )
+    return tree.unflatten_like(x, [_gather_leaf(v, [plan[n] for plan in plans]) for n, v in leaves.items()])
+
+
+def _gather_leaf(x: Tensor, plan: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Tensor:
+    shapes = [shape for shape, _ in plan]
+    size = [max(s[i] for s in shapes) for i in range(len(shapes[0]))]
+    bits = torch.uint8 if x.dtype == torch.bool else x.dtype
+    mine = torch.zeros(size, dtype=bits)
+    mine[tuple(slice(n) for n in (x.shape or (1,)))] = x.detach().cpu().to(bits)
+    parts = [torch.empty_like(mine) for _ in plan]
+    torch_dist.all_gather(parts, mine)
+    return torch.cat([p[: s[0]] for p, s in zip(parts, shapes)]).to(device=x.device, dtype=x.dtype)
+
+
+_OPS = {
+    "sum": lambda x: x.sum(0),
+    "mean": lambda x: x.mean(0, dtype=x.dtype if x.is_floating_point() else torch.float64),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+}
+
+
+def all_reduce(x: Any, op: str = "mean") -> Any:
+    """A tree of each process -> the same tree everywhere, each leaf the "mean", "sum", "max" or "min" over
+    the processes; numbers come back as numbers. Added in the order of the ranks, so every rank has the same
+    bits. The input is left alone. ValueError for another op."""
+    if op not in _OPS:
+        raise ValueError(f"op: expected {', '.join(_OPS)}, got {op!r}")
+
+    def reduce(v: Any) -> Any:
+        out = _OPS[op](gather({"x": torch.as_tensor(v)[None]})["x"])
+        return out if isinstance(v, Tensor) else out.item()
+
+    return tree.map(reduce, x)
+
+
+def differences(named: dict[str, str]) -> list[str]:
+    """What differs between processes, as lines "name: rank 0 has a, rank 1 has b". Values are compared by
+    hash and shown by their first 200 characters."""
+    digest = {k: hashlib.blake2b(v.encode(), digest_size=16).hexdigest() for k, v in named.items()}
+    everyone = share(digest)
+    odd = [k for k in dict.fromkeys(k for d in everyone for k in d) if len({d.get(k) for d in everyone}) > 1]
+    shown = share({k: named.get(k, "nothing")[:200] for k in odd})
+    lines = []
+    for k in odd:
+        other = next(i for i, d in enumerate(everyone) if d.get(k) != everyone[0].get(k))
+        lines.append(f"{k}: rank 0 has {shown[0][k]}, rank {other} has {shown[other][k]}")
+    return lines
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """What this process does meanwhile is `name`: for the line that says where it lost the others. The name
+    stays when an error leaves the block."""
+    before, _state["phase"] = _state["phase"], name
+    yield
+    _state["phase"] = before
+
+
+def current_phase() -> str:
+    """The innermost phase of this process, or the one in which an error occurred."""
+    return _state["phase"]

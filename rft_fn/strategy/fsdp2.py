@@ -1,0 +1,221 @@
+"""FSDP2: parameters, gradients and optimizer as DTensors over a mesh (replicate, shard, sequence).
+
+What differs from one process is the placement of tensors alone: gradients and updates are `step`'s, the same
+functions on the same names. Gradients are summed over ranks, never averaged: the average is in `w`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rft_fn import ckpt, dist, metric, tree
+from rft_fn import model as model_lib
+from rft_fn.strategy import memory, step
+from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.plan import shard
+from rft_fn.strategy.sequence import Sequence as SequenceAxis
+from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
+
+__all__ = ["blocks", "fsdp2", "meshes"]
+
+
+def meshes(config: StrategyConfig, shard_size: int = 0) -> tuple[DeviceMesh, SequenceAxis | None]:
+    """(the mesh of a model's parameters (replicate, shard), the sequence axis or None without one).
+
+    The processes are a mesh (replicate, shard, sequence) with the sequence axis innermost; parameters are
+    sharded over shard and sequence together. ValueError for sizes that do not divide the world.
+    """
+    world, sp, device = dist.world(), config.sp_size, "cuda" if torch.cuda.is_available() else "cpu"
+    if world % sp:
+        raise ValueError(f"sp_size: expected a divisor of the {world} processes, got {sp}")
+    size = shard_size or config.shard_size or world
+    if world % size or size % sp:
+        raise ValueError(
+            f"shard_size: expected a divisor of the {world} processes and a multiple of sp_size {sp}, "
+            f"got {size}"
+        )
+    sequence = None
+    if sp > 1:
+        whole = init_device_mesh(
+            device, (world // size, size // sp, sp), mesh_dim_names=("replicate", "shard", "sequence")
+        )
+        sequence = SequenceAxis(whole["sequence"])
+    names = ("replicate", "shard")
+    if size == world:
+        return init_device_mesh(device, (world,), mesh_dim_names=names[1:]), sequence
+    return init_device_mesh(device, (world // size, size), mesh_dim_names=names), sequence
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a module, found from itself: the children of every outermost list of two or more
+    modules of one class that hold parameters."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        parts = list(child) if isinstance(child, nn.ModuleList) else []
+        heavy = [part for part in parts if any(True for _ in part.parameters())]
+        if len(heavy) > 1 and len({type(part) for part in heavy}) == 1:
+            found += heavy
+        else:
+            found += blocks(child)
+    return found
+
+
+def _odd(module: nn.Module) -> list[nn.Module]:
+    """Parts whose parameters are of another type than most of the module's: FSDP2 moves one type at a
+    time."""
+    count: dict[torch.dtype, int] = {}
+    for p in module.parameters():
+        count[p.dtype] = count.get(p.dtype, 0) + p.numel()
+    main = max(count, key=lambda d: count[d])
+    return [m for m in module.modules() if any(p.dtype != main for p in m.parameters(recurse=False))]
+
+
+def shard_module(root: nn.Module, mesh: DeviceMesh, config: StrategyConfig) -> nn.Module:
+    """`root` with its parameters as DTensors over `mesh`, in place: one group a block, one for the rest."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    bf16 = {"param_dtype": torch.bfloat16} if config.bf16 else {}
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=_reduce(root), **bf16),
+    }
+    if config.fsdp_cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    text = model_lib.text_model(root) if config.mixed_mm_data else root
+    for part in [*blocks(text), *_odd(root)]:
+        if not isinstance(part, FSDPModule):
+            fully_shard(part, **options)
+    fully_shard(root, **options)
+    for part in root.modules():
+        if isinstance(part, FSDPModule):  # the sum over ranks, by an operation that every backend has
+            part.set_force_sum_reduction_for_comms(True)
+            part.set_gradient_divide_factor(1.0)
+    return root
+
+
+def _reduce(root: nn.Module) -> torch.dtype:
+    return torch.float64 if any(p.dtype == torch.float64 for p in root.parameters()) else torch.float32
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The apply of a sharded module: it takes no parameters but the module's own, for torch.func does not see
+    through FSDP2. Called from outside of `grad`, each process scores a pack of its own."""
+
+    root: nn.Module
+    own: tree.Named
+    sequence: SequenceAxis | None
+
+    def together(self, params: tree.Named, pack: Packed) -> TokenOut:
+        """A pack that is the same on every process of the sequence axis."""
+        if any(params[name] is not p for name, p in self.own.items()):
+            raise ValueError(
+                "params: a sharded module takes only its own parameters; "
+                "use the local strategy for torch.func"
+            )
+        out = self.root(pack)
+        if not torch.is_grad_enabled():
+            self.root.reshard()  # only a backward does it else, and the next forward would have old weights
+        return out
+
+    def __call__(self, params: tree.Named, pack: Packed) -> TokenOut:
+        if self.sequence is None:
+            return self.together(params, pack)
+        device, out = pack.tokens.device, []
+        for b in self.sequence.exchange([pack]):
+            out.append(self.together(params, tree.map(lambda x: x.to(device), b)))
+        return out[self.sequence.rank]
+
+
+def bind(
+    config: StrategyConfig,
+    module: nn.Module,
+    *,
+    sampling: Sampling | None = None,
+    entropy: bool = False,
+    shard_size: int | None = None,
+) -> tuple[Sharded, tree.Named]:
+    """(apply, params) of a module, which is sharded in place."""
+    mesh, sequence = meshes(config, shard_size or 0)
+    options = {"fused": config.fused_linear_logprob, "chunk_size": config.chunk_size}
+    root = model_lib.rooted(step.cast(module, config), sampling=sampling, entropy=entropy, **options)
+    if sequence is not None:
+        model_lib.split_over(root, sequence)
+    shard_module(root, mesh, config)
+    model_lib.materialize(module)
+    own = tree.Named((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    return Sharded(root, own, sequence), tree.map(lambda p: p, own)
+
+
+def init(
+    config: StrategyConfig, module: nn.Module, tx: Transform, **options: Any
+) -> tuple[Apply, TrainState]:
+    """(apply, state) of a module that is trained with `tx`."""
+    apply, params = bind(config, module, **options)
+    return apply, step.start(params, tx, config)
+
+
+def grad(
+    state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]
+) -> tuple[tree.Named, dict[str, metric.Metric]]:
+    """`step.grad` over the packs of all ranks: summed gradients, sharded; merged metrics, the same
+    everywhere."""
+    sequence = apply.sequence
+    packs = packs if sequence is None else sequence.exchange(packs)
+    grads, mine = step.grad(state, apply.together, loss_fn, packs)
+    with dist.phase("metrics"):
+        parts = dist.share(
+            tree.map(lambda x: x.cpu(), mine) if sequence is None or sequence.rank == 0 else {}
+        )
+    metrics: dict[str, metric.Metric] = {}
+    for part in parts:
+        metrics = metric.merge(metrics, part)
+    return grads, metrics
+
+
+@torch.no_grad()
+def export(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors by the model's own names, one at a time, on every rank: all of them have to iterate."""
+    for name, p in state.params.items():
+        yield name, p.detach().full_tensor()
+
+
+def fsdp2(config: StrategyConfig) -> Strategy:
+    """The Strategy of FSDP2 over the processes that torchrun started, with sequence parallelism where
+    asked."""
+    dist.begin(config.timeout)
+    meshes(config)  # sizes that do not fit are said now
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+    update = partial(step.update, max_skips=config.max_skips, host=config.adam_offload)
+    return Strategy(
+        init=partial(init, config),
+        bind=partial(bind, config),
+        shard=lambda exp, budget, **options: shard(config, exp, budget, world=dist.world(), **options)[
+            dist.rank()
+        ],
+        gather=dist.gather,
+        all_reduce=dist.all_reduce,
+        grad=grad,
+        update=update,
+        export=export,
+        save_pretrained=partial(model_lib.save, write=dist.is_main()),
+        save=ckpt.save,
+        restore=ckpt.restore,
+        offload=lambda state: step.move_opt(state, "cpu"),
+        reload=lambda state: step.move_opt(state, device),
+        print=print if dist.is_main() else lambda *_, **__: None,
+        report_memory=memory.report,
+        rank=dist.rank(),
+        world=dist.world(),
+        device=device,
+        config=config,
+    )

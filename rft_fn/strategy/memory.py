@@ -1,0 +1,29 @@
+"""What a process holds in memory."""
+
+import torch
+
+from rft_fn import dist
+
+__all__ = ["report"]
+
+
+def report(prefix: str = "") -> dict[str, int]:
+    """{"allocated", "peak", "reserved"} of the GPU, or {"resident", "peak"} of the process without one
+    [bytes], this rank's; and one line with the largest over the ranks on rank 0."""
+    if torch.cuda.is_available():
+        found = {
+            "allocated": torch.cuda.memory_allocated(),
+            "peak": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+        }
+    else:
+        import resource
+
+        pages = int(open("/proc/self/statm").read().split()[1]) if dist.linux() else 0  # noqa: SIM115
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        found = {"resident": pages * resource.getpagesize(), "peak": peak}
+    most = dist.all_reduce(found, "max")
+    if dist.is_main():
+        text = ", ".join(f"{name} {n / 2**30:.2f} GiB" for name, n in most.items())
+        print(f"{prefix + ': ' if prefix else ''}{text}", flush=True)
+    return found

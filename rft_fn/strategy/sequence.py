@@ -1,0 +1,75 @@
+"""Sequence parallelism: the processes of one group share the tokens of a pack.
+
+Each holds T / k tokens of everything but attention, which exchanges: heads instead of tokens on the way in,
+tokens instead of heads on the way out (Ulysses, arXiv 2309.14509). Log-probs come back whole.
+"""
+
+from collections.abc import Sequence as Seq
+from math import gcd
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from rft_fn import dist, packing, tree
+from rft_fn.model import attention
+from rft_fn.types import Packed, TokenOut
+
+__all__ = ["Sequence"]
+
+
+class Sequence:
+    """The sequence axis [k] of a mesh, and what a model does with it."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh, self.size, self.rank = mesh, mesh.size(), mesh.get_local_rank()
+
+    def split(self, pack: Packed) -> tuple[Packed, attention.Packs]:
+        """(this process's tokens [T / k] of the pack, the boundaries of all [T]). T is padded to a multiple
+        of k by masked tokens. ValueError with media, whose rows are not tokens."""
+        if pack.media is not None:
+            raise ValueError(
+                "sp_size: expected 1 for packs with media, whose rows cannot be split with tokens"
+            )
+        whole = packing.pad(pack, -(-pack.tokens.shape[0] // self.size) * self.size)
+        sizes = torch.unique_consecutive(whole.seq, return_counts=True)[1].tolist()
+        part = tree.map(lambda x: x.chunk(self.size)[self.rank], whole)
+        return part, attention.Packs(sizes, pack.seq.device, sequence=self)
+
+    def join(self, out: TokenOut, size: int) -> TokenOut:
+        """Values [T / k] of each process -> [size] of all. The gradient of the whole is the same on every
+        process, so each takes its part of it."""
+
+        def whole(x: Tensor) -> Tensor:
+            spread = DTensor.from_local(x, self.mesh, [Shard(0)], run_check=False)
+            return spread.full_tensor(grad_placements=[Replicate()])[:size]
+
+        return tree.map(whole, out)
+
+    def heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T / k, H, D], k and v [T / k, H', D] -> all T tokens of this process's share of the heads. Heads
+        of k and v are repeated where there are fewer than processes. ValueError for a H that k does not
+        divide."""
+        if q.shape[1] % self.size:
+            raise ValueError(
+                f"sp_size: expected a divisor of the {q.shape[1]} attention heads, got {self.size}"
+            )
+        repeat = self.size // gcd(k.shape[1], self.size)
+        k, v = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (k, v))
+        q, k, v = (self._exchange(x, 0, 1) for x in (q, k, v))
+        return q, k, v
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """All tokens of some heads [T, H / k, D] -> all heads of some tokens [T / k, H, D]."""
+        return self._exchange(x, 1, 0)
+
+    def _exchange(self, x: Tensor, now: int, then: int) -> Tensor:
+        spread = DTensor.from_local(x.contiguous(), self.mesh, [Shard(now)], run_check=False)
+        return spread.redistribute(placements=[Shard(then)]).to_local()
+
+    def exchange(self, packs: Seq[Packed]) -> list[Packed]:
+        """The packs of all processes of the group, which work on each of them together."""
+        host = [tree.map(lambda x: x.cpu(), b) for b in packs]
+        everyone = dist.share(host, self.mesh.get_group())
+        return [b for row in zip(*everyone) for b in row]

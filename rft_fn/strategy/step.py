@@ -1,0 +1,123 @@
+"""Gradients and updates, the same on every backend whose parameters are tensors (plain ones or DTensors)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rft_fn import dist, metric, optim, tree
+from rft_fn.types import Apply, LossFn, Packed, TokenOut, TrainState, Transform
+
+__all__ = ["grad", "loss_and_metrics", "move_opt", "optimizer", "update"]
+
+
+def loss_and_metrics(loss_fn: LossFn, out: TokenOut, pack: Packed) -> tuple[Tensor, dict]:
+    """(the pack's part of the total loss [], metrics). ValueError unless the loss is one number a token."""
+    result = loss_fn(out, pack)
+    per_token, metrics = result if isinstance(result, tuple) else (result, {})
+    if per_token.shape != pack.w.shape:
+        raise ValueError(
+            f"loss: expected [T] = {list(pack.w.shape)}, one number a token, got {list(per_token.shape)}; "
+            "the average is in w, so a loss must not reduce"
+        )
+    total = (pack.w * per_token).sum()
+    return total, {"loss": metric.sum(total.detach()), **metrics}
+
+
+def optimizer(tx: Transform, config: Any) -> Transform:
+    """`tx` with what the config asks for around it: clipping before it, float32 master weights under it."""
+    tx = optim.chain(optim.clip_by_global_norm(config.max_norm), tx) if config.max_norm else tx
+    return optim.master_weights(tx) if config.use_mp_opt else tx
+
+
+def cast(module: nn.Module, config: Any) -> nn.Module:
+    """The module in the type that its parameters are kept in: bfloat16 with use_mp_opt, float32 with bf16,
+    else as it is."""
+    if config.use_mp_opt:
+        return module.to(torch.bfloat16)
+    return module.float() if config.bf16 else module
+
+
+def start(params: Any, tx: Transform, config: Any) -> TrainState:
+    """The state of parameters before the first update. ValueError without any."""
+    if not params:
+        raise ValueError("module: expected trainable parameters, got none with requires_grad")
+    tx = optimizer(tx, config)
+    state = TrainState(params=params, opt=tx.init(params), step=0, tx=tx)
+    return move_opt(state, "cpu") if config.adam_offload else state
+
+
+def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """Sums of 16-bit gradients are kept in float32: in bfloat16 they stop growing after 256 terms."""
+    if part is None:
+        return total
+    if part.dtype in (torch.bfloat16, torch.float16):
+        part = part.float()
+    return part if total is None else total.add_(part)
+
+
+def grad(
+    state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]
+) -> tuple[tree.Named, dict[str, metric.Metric]]:
+    """(gradients by name of the sum over packs of (w loss).sum(), merged metrics). The only place that calls
+    backward."""
+    metrics: dict[str, metric.Metric] = {}
+    device = next(iter(state.params.values())).device
+    sums: dict[str, Tensor | None] = dict.fromkeys(state.params)
+    for p in state.params.values():
+        p.grad = None
+    for pack in packs:
+        pack = tree.map(lambda x: x.to(device), pack)
+        with dist.phase("forward"):
+            total, more = loss_and_metrics(loss_fn, apply(state.params, pack), pack)
+        with dist.phase("backward"):
+            if total.requires_grad:
+                total.backward()
+        metrics = metric.merge(metrics, more)
+        for name, p in state.params.items():
+            sums[name], p.grad = _add(sums[name], p.grad), None
+    zeros = lambda p: torch.zeros_like(p, dtype=_wide(p.dtype))  # noqa: E731
+    grads = tree.Named((n, zeros(p) if sums[n] is None else sums[n]) for n, p in state.params.items())
+    return tree.map(lambda g: g.detach(), grads), metrics
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+@torch.no_grad()
+def update(
+    state: TrainState, grads: tree.Named, *, max_skips: int = 8, host: bool = False
+) -> tuple[TrainState, dict[str, metric.Metric]]:
+    """(the state one step on, metrics). Donates both arguments: the step is in place, reading them again
+    raises.
+
+    Gradients with a NaN or an inf change nothing but the counts, and are `grad/skipped`; after `max_skips` of
+    them in a row FloatingPointError. With `host` the optimizer state is in host memory and steps there.
+    """
+    norm = optim.global_norm(grads)
+    finite, opt = bool(torch.isfinite(norm)), state.opt
+    if not finite and state.skipped + 1 >= max_skips:
+        raise FloatingPointError(
+            f"gradients: expected finite ones, got a norm of {float(norm)} in {state.skipped + 1} updates "
+            f"in a row (step {state.step + 1})"
+        )
+    if finite:
+        to_host = lambda x: x.to("cpu") if host else x  # noqa: E731
+        grads_, params_ = tree.map(to_host, grads), tree.map(to_host, state.params)
+        updates, opt = state.tx.update(grads_, state.opt, params_)
+        optim.apply_updates(state.params, tree.map(lambda u, p: u.to(p.device), updates, state.params))
+    skipped = 0 if finite else state.skipped + 1
+    new = TrainState(params=state.params, opt=opt, step=state.step + 1, skipped=skipped, tx=state.tx)
+    new = tree.map(lambda x: x, new)  # fresh containers: the old ones are closed now
+    tree.donate(state, grads)
+    return new, {"grad/norm": metric.sum(norm), "grad/skipped": metric.sum(torch.tensor(float(not finite)))}
+
+
+def move_opt(state: TrainState, device: str | torch.device) -> TrainState:
+    """The state with its optimizer's tensors on a device. Donates `state`."""
+    move = lambda x: x.to(device) if isinstance(x, Tensor) else x  # noqa: E731
+    new = tree.map(lambda x: x, tree.replace(state, opt=tree.map(move, state.opt)))
+    tree.donate(state)
+    return new
