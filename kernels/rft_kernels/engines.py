@@ -34,7 +34,7 @@ def pick(name: str, h: Tensor, w: Tensor) -> str:
         return name
     works = find_spec("triton") is not None and torch.float64 not in (h.dtype, w.dtype)
     if name == "auto":
-        return _automatic(h) if works and h.is_cuda else "streamed"
+        return automatic(h.device.index, h.shape[1]) if works and h.is_cuda else "streamed"
     if find_spec("triton") is None:
         raise ValueError(f"engine: expected 'auto' or 'streamed' without triton installed, got {name!r}")
     if not (h.is_cuda or _interpreted(h)):
@@ -45,9 +45,11 @@ def pick(name: str, h: Tensor, w: Tensor) -> str:
     return name
 
 
-def _automatic(h: Tensor) -> str:
-    major, minor = torch.cuda.get_device_capability(h.device)
-    return choose(table(), f"sm_{major}{minor}", h.shape[1])
+@torch.compiler.assume_constant_result  # it reads a file, which torch.compile cannot trace
+def automatic(device: int | None, width: int) -> str:
+    """What auto.json says for a CUDA device and a width."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return choose(table(), f"sm_{major}{minor}", width)
 
 
 def choose(rules: dict[str, list], device: str, width: int) -> str:

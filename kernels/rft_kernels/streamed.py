@@ -52,6 +52,10 @@ def log_prob(
     frozen = not (w.requires_grad or (bias is not None and bias.requires_grad))
     unit = save_unit and frozen and softcap is None and h.requires_grad and torch.is_grad_enabled()
     options = Options(softcap, ignore_index, entropy, unit, workspace, engine, shard)
+    if torch.compiler.is_compiling() and shard is None:
+        from rft_kernels import compiled
+
+        return compiled.log_prob(h, w, y.long(), scale, bias, options)
     return _LogProb.apply(h, w, bias, y.long(), scale, options)[:3]
 
 
@@ -81,16 +85,42 @@ def exact_matmul(device_type: str) -> AbstractContextManager:
     return nullcontext()
 
 
-class _LogProb(torch.autograd.Function):
-    """(h, w, bias, y, scale, options) -> (logp, entropy?, lse, dlogp/dh?), where ? is None if not wanted."""
+def compute(
+    h: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, scale: Tensor, options: Options
+) -> tuple[Tensor | None, ...]:
+    """-> logp, entropy or None, lse, each [T], and dlogp/dh [T, D] or None."""
+    rows = _live_rows(y != options.ignore_index)
+    with exact_matmul(h.device.type):
+        engine, head = _head(_take(h, rows), w, bias, _take(scale, rows), options)
+        out = engine.forward(head, _take(y, rows), entropy=options.entropy, unit=options.unit)
+    return tuple(_spread(x, rows, h.shape[0]) for x in out)
 
-    @staticmethod
-    def forward(h, w, bias, y, scale, options):
-        rows = _live_rows(y != options.ignore_index)
-        with exact_matmul(h.device.type):
-            engine, head = _head(_take(h, rows), w, bias, _take(scale, rows), options)
-            out = engine.forward(head, _take(y, rows), entropy=options.entropy, unit=options.unit)
-        return tuple(_spread(x, rows, h.shape[0]) for x in out)
+
+def gradients(
+    h, w, bias, y, scale, logp, entropy, lse, unit, g, g_entropy, g_lse, options: Options, need: tuple
+) -> tuple[Tensor | None, ...]:
+    """Inputs and outputs of `compute`, gradients of its outputs -> gradients of h, w and bias, or None."""
+    dh, live = None, y != options.ignore_index
+    if unit is not None and g is not None:
+        # A where, not a product: what is NaN in a row without an upstream gradient has to end there.
+        dh, g = torch.where((live & (g != 0))[:, None], unit * g[:, None], 0).to(h.dtype), None
+    upstream = [x for x in (g, g_entropy, g_lse) if x is not None]
+    if not upstream:
+        return dh, None, None
+    rows = _live_rows(live & (torch.stack(upstream) != 0).any(0))
+    cotangent = tiles.Cotangent.of(*(_take(x, rows) for x in (logp, entropy, lse, g, g_entropy, g_lse)))
+    with exact_matmul(h.device.type):
+        engine, head = _head(_take(h, rows), w, bias, _take(scale, rows), options)
+        more, dw, db = engine.backward(head, _take(y, rows), cotangent, need)
+    if more is not None:
+        more = _spread(more.to(h.dtype), rows, h.shape[0])
+    return more if dh is None else dh + more, dw, None if db is None else db.to(bias.dtype)
+
+
+class _LogProb(torch.autograd.Function):
+    """`compute`, differentiable."""
+
+    forward = staticmethod(compute)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -112,25 +142,9 @@ class _LogProb(torch.autograd.Function):
 
 
 class _LogProbBackward(torch.autograd.Function):
-    """Inputs and outputs of `_LogProb`, gradients of its outputs -> gradients of h, w and bias, or None."""
+    """`gradients`, which cannot be differentiated."""
 
-    @staticmethod
-    def forward(h, w, bias, y, scale, logp, entropy, lse, unit, g, g_entropy, g_lse, options, need):
-        dh, live = None, y != options.ignore_index
-        if unit is not None and g is not None:
-            # A where, not a product: what is NaN in a row without an upstream gradient has to end there.
-            dh, g = torch.where((live & (g != 0))[:, None], unit * g[:, None], 0).to(h.dtype), None
-        upstream = [x for x in (g, g_entropy, g_lse) if x is not None]
-        if not upstream:
-            return dh, None, None
-        rows = _live_rows(live & (torch.stack(upstream) != 0).any(0))
-        cotangent = tiles.Cotangent.of(*(_take(x, rows) for x in (logp, entropy, lse, g, g_entropy, g_lse)))
-        with exact_matmul(h.device.type):
-            engine, head = _head(_take(h, rows), w, bias, _take(scale, rows), options)
-            more, dw, db = engine.backward(head, _take(y, rows), cotangent, need)
-        if more is not None:
-            more = _spread(more.to(h.dtype), rows, h.shape[0])
-        return more if dh is None else dh + more, dw, None if db is None else db.to(bias.dtype)
+    forward = staticmethod(gradients)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
