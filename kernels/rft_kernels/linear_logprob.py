@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rft_kernels import engines, parallel, reference, streamed
 
-# 16 MB keeps a tile of logits in the last-level cache of a CPU; a GPU wants large matrix products instead.
-_WORKSPACE_MB = {"cpu": 16.0}
+# 12 MB keeps a tile of logits in the last-level cache of a CPU; a GPU wants large matrix products instead.
+_WORKSPACE_MB = {"cpu": 12.0}
 _WORKSPACE_MB_ELSEWHERE = 256.0
 
 
@@ -43,7 +43,7 @@ def linear_logprob(
 
     cap(x) is `softcap` tanh(x / softcap), or x without a softcap. Differentiable once, in h, w and bias,
     through each of the three outputs; `temperature` (a number, [] or [T]) is data. The logits [T, V] never
-    exist: they are made tile by tile in about `workspace_mb` MB (default 16 on a CPU, 256 elsewhere; at least
+    exist: they are made tile by tile in about `workspace_mb` MB (default 12 on a CPU, 256 elsewhere; at least
     64 columns at a time), and made again in the backward.
 
     Arithmetic is float32 whatever the inputs are (float64 as soon as h or w is), also under autocast;
