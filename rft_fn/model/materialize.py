@@ -51,12 +51,25 @@ def materialize(module: nn.Module) -> nn.Module:
         return module
     part = source[1]
     files, device = part.__dict__.pop("rft_weights")
-    part.to_empty(device=device)
+    _allocate(part, device)
     _fill(part, files)
     for p in part.parameters():
         p._is_hf_initialized = True  # type: ignore[attr-defined]
     part.initialize_weights()  # type: ignore[operator]  # what no file holds: buffers, of rotary embeddings
     return module
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    """Memory for what is on the meta device; parameters that were one before are one after."""
+    ties: dict[int, list[tuple[nn.Module, str]]] = {}
+    for m in module.modules():
+        for name, p in m._parameters.items():
+            if p is not None:
+                ties.setdefault(id(p), []).append((m, name))
+    module._apply(lambda x: torch.empty_like(x, device=device) if x.is_meta else x)
+    for first, *others in ties.values():
+        for m, name in others:
+            m._parameters[name] = first[0]._parameters[first[1]]
 
 
 def _fill(module: nn.Module, files: list[Path]) -> None:

@@ -1,0 +1,318 @@
+"""What every backend has to do alike: each case trains or scores a small model and returns what came out.
+
+`on_ranks` runs all cases of several backends in one group of processes; `local` gives what one process does.
+A case gets (config, dtype) and returns {name: tensor or number}, the same on every rank.
+"""
+
+import dataclasses
+import hashlib
+import io
+import tempfile
+import traceback
+
+import tiny
+import torch
+from torch import nn
+
+import rft_fn as rft
+from rft_fn import metric, model, optim, packing, tree
+from rft_fn.strategy import StrategyConfig, get_strategy
+
+BACKENDS = {  # name -> (processes, options, float type)
+    "fsdp2 x2": (2, {}, torch.float64),
+    "fsdp2 sp x2": (2, {"sp_size": 2}, torch.float64),
+    "hsdp x2": (2, {"shard_size": 1}, torch.float64),
+    "fsdp2 x4": (4, {}, torch.float64),
+    "fsdp2 sp2 x4": (4, {"sp_size": 2}, torch.float64),
+    "fsdp2 sp4 x4": (4, {"sp_size": 4}, torch.float64),
+    "hsdp x4": (4, {"shard_size": 2}, torch.float64),
+    "hsdp sp2 x4": (4, {"shard_size": 2, "sp_size": 2}, torch.float64),
+}
+
+
+def experience(step, rows=8, dtype=torch.float64):
+    """Samples with advantages of groups of four, from a policy that is a little off."""
+    exp, g = tiny.experience(step, rows), torch.Generator().manual_seed(100 + step)
+    noise = lambda: torch.randn(exp.mask.shape, generator=g, dtype=torch.float64).to(dtype) * exp.mask  # noqa: E731
+    reward = torch.rand(rows // 4, 4, generator=g, dtype=torch.float64).to(dtype)
+    adv = rft.advantage.grpo(reward).view(-1, 1) * exp.mask
+    w = rft.weight.token_mean(exp.mask).to(dtype)
+    return tree.replace(exp, old_logp=-3 + 0.3 * noise(), adv=adv, w=w, ret=noise(), old_value=noise())
+
+
+def loss_fn(out, b):
+    return rft.loss.ppo_clip(out.logp, b.old_logp, b.adv), {"logp": metric.mean(out.logp, b.mask)}
+
+
+def adamw(max_norm=0.5):
+    schedule = optim.warmup_linear(1e-2, 2, 5)
+    return optim.chain(optim.clip_by_global_norm(max_norm), optim.adamw(schedule, weight_decay=0.1))
+
+
+def train(st, lm, steps=3, *, tx=None, budgets=(40,), loss=loss_fn, dtype, experiences=experience, **options):
+    """Weights by name and the metrics of each step."""
+    apply, state = st.init(lm, tx or adamw(), **options)
+    out = {}
+    for i in range(steps):
+        packs = st.shard(experiences(i, dtype=dtype), budgets[i % len(budgets)])
+        grads, metrics = st.grad(state, apply, loss, packs)
+        state, more = st.update(state, grads)
+        out |= {f"{i} {name}": x for name, x in metric.results(metrics | more).items()}
+    return {n: x.clone() for n, x in st.export(state)} | out, state, apply
+
+
+def grpo(st, dtype):
+    """Clip active, tied embeddings, weight decay, a schedule."""
+    return train(st, tiny.llama(dtype=dtype), dtype=dtype)[0]
+
+
+def untied(st, dtype):
+    """A head of its own, one key-value head for all queries."""
+    lm = tiny.llama(1, dtype=dtype, tie_word_embeddings=False, num_key_value_heads=1)
+    return train(st, lm, dtype=dtype, entropy=True)[0]
+
+
+def budgets(st, dtype):
+    """Packs of other sizes at every step; a pack a sequence; the strategy's own cut."""
+    return train(st, tiny.llama(dtype=dtype), budgets=(24, 200, 33), dtype=dtype)[0]
+
+
+def checkpointing(st, dtype):
+    """Layers that are computed again in the backward."""
+    lm = tiny.llama(dtype=dtype)
+    lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return train(st, lm, dtype=dtype)[0]
+
+
+def whole_logits(st, dtype):
+    """The way over [T, V], with top_k in the distribution."""
+    return train(st, tiny.llama(dtype=dtype), sampling=rft.Sampling(temperature=0.8, top_k=9), dtype=dtype)[0]
+
+
+def lora(st, dtype):
+    """Adapters on a frozen model."""
+    torch.manual_seed(3)
+    lm = model.apply_lora_configuration(tiny.llama(dtype=dtype), rank=2, alpha=4)
+    for name, p in lm.named_parameters():
+        if "lora_B" in name:
+            p.data.copy_(torch.linspace(-0.2, 0.2, p.numel(), dtype=dtype).view_as(p))
+    return train(st, lm.to(dtype), dtype=dtype)[0]
+
+
+def ppo(st, dtype):
+    """An actor and a critic, each with its optimizer: values are scored, two minibatches a rollout."""
+    actor_of, actor = st.init(tiny.llama(dtype=dtype), adamw(), entropy=True)
+    value_of, critic = st.init(model.Critic(tiny.llama(5, dtype=dtype)), adamw(1.0))
+    out = {}
+    for i in range(2):
+        exp = experience(i, dtype=dtype)
+        packs = st.shard(exp, 40)
+        rows = lambda x: st.gather(packing.unpack(x, packs, exp.adv)[None]).sum(0)  # noqa: B023, E731
+        value, logp = (
+            rows(model.values(value_of, critic.params, packs)),
+            rows(model.score(actor_of, actor.params, packs)),
+        )
+        out |= {f"{i} value": value, f"{i} logp": logp}
+        adv = rft.advantage.whiten(exp.adv + 0.1 * value, exp.mask)
+        exp = tree.replace(exp, old_logp=logp, old_value=value, adv=adv)
+        for part in packing.minibatches(exp, 2, key=i):
+            part = tree.replace(part, w=rft.weight.token_mean(part.mask).to(dtype))
+            mine = st.shard(part, 40)
+            grads, metrics = st.grad(critic, value_of, rft.algorithm.get_actor_critic("ppo").value_loss, mine)
+            critic, more = st.update(critic, grads)
+            grads, also = st.grad(actor, actor_of, loss_fn, mine)
+            actor, last = st.update(actor, grads)
+            out |= {f"{i} {n}": x for n, x in metric.results(metrics | more).items()}
+            out |= {f"{i} actor {n}": x for n, x in metric.results(also | last).items()}
+    out |= {f"critic {n}": x.clone() for n, x in st.export(critic)}
+    return out | {n: x.clone() for n, x in st.export(actor)}
+
+
+def reference(st, dtype):
+    """A KL term to a frozen model, which is scored before each step."""
+    ref, params = st.bind(tiny.llama(9, dtype=dtype))
+    apply, state = st.init(tiny.llama(dtype=dtype), adamw())
+    with_kl = lambda out, b: loss_fn(out, b)[0] + 0.1 * rft.loss.kl(out.logp, b.ref_logp)  # noqa: E731
+    for i in range(2):
+        packs = st.shard(experience(i, dtype=dtype), 40)
+        packs = [tree.replace(p, ref_logp=x) for p, x in zip(packs, model.score(ref, params, packs))]
+        state, _ = st.update(state, st.grad(state, apply, with_kl, packs)[0])
+    return {n: x.clone() for n, x in st.export(state)}
+
+
+def average(st, dtype):
+    """An average of the weights in the optimizer's state, and the optimizer in host memory and back."""
+    tx = optim.chain(adamw(), optim.ema(0.9))
+    _, state, _ = train(st, tiny.llama(dtype=dtype), tx=tx, dtype=dtype)
+    state = st.reload(st.offload(state))
+    ema = tree.replace(state, params=optim.ema_params(state.opt))
+    return {n: x.clone() for n, x in st.export(ema)}
+
+
+def skipped(st, dtype):
+    """A NaN in one row of the second batch: no rank updates, all count, and the third step goes on."""
+
+    def spoilt(i, dtype):
+        exp = experience(i, dtype=dtype)
+        if i == 1:
+            exp.adv[3] = exp.adv[3] * torch.nan
+        return exp
+
+    out, state, _ = train(st, tiny.llama(dtype=dtype), experiences=spoilt, dtype=dtype)
+    assert out["1 grad/skipped"] == 1 and state.step == 3 and state.skipped == 0
+    return {n: x for n, x in out.items() if not n.startswith("1 ")}
+
+
+class Table(nn.Module):
+    """A model of one's own: log-probs of a table by the token before."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        v = len(tiny.tokenizer())
+        start = torch.randn(v, v, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+        self.logits = nn.Parameter(start.to(dtype))
+
+    def forward(self, pack):
+        logp = self.logits[pack.tokens].log_softmax(-1)
+        return rft.TokenOut(logp=logp.gather(-1, pack.target[:, None])[:, 0] * pack.mask)
+
+
+def own(st, dtype):
+    """A module that is no language model; it cannot share the tokens of a pack, and says so."""
+    if st.config.sp_size > 1:
+        try:
+            st.init(Table(dtype), adamw())
+        except ValueError as error:
+            assert "sp_size: expected 1 for Table" in str(error)
+            st = get_strategy(StrategyConfig(fsdp=True))
+    return train(st, Table(dtype), dtype=dtype)[0]
+
+
+def files(st, dtype):
+    """The folder that transformers loads gives the trained model's log-probs."""
+    from transformers import AutoModelForCausalLM
+
+    lm = tiny.llama(dtype=dtype)
+    _, state, apply = train(st, lm, dtype=dtype)
+    folder = shared_folder(st)
+    st.save_pretrained(folder, lm, tiny.tokenizer(), st.export(state))
+    rft.dist.barrier()
+    packs = st.shard(experience(0, dtype=dtype), 40)
+    mine = model.score(apply, state.params, packs)
+    theirs = model.score(*model.bind(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)), packs)
+    assert all(
+        torch.allclose(a, b, atol=1e-12 if dtype == torch.float64 else 1e-5) for a, b in zip(mine, theirs)
+    )
+    return {n: x.clone() for n, x in st.export(state)}
+
+
+def options(st, dtype):
+    """Clipping, cuts, columns and the optimizer's place by the config instead of by the script."""
+    more = {"max_norm": 0.3, "adam_offload": True, "micro_train_batch_size": 3, "chunk_size": 5}
+    more |= {"packing_samples": False, "fsdp_cpu_offload": st.config.backend == "fsdp2"}
+    st = get_strategy(dataclasses.replace(st.config, **more))
+    assert all(b.num_seqs <= 3 for b in st.shard(experience(0), 1))
+    return train(st, tiny.llama(dtype=dtype), tx=optim.adamw(1e-2), dtype=dtype)[0]
+
+
+def narrow(st, dtype):
+    """bfloat16 with float32 parameters, and bfloat16 parameters with float32 masters: near float32, and the
+    masters keep steps that bfloat16 cannot."""
+    first = experience(0, dtype=torch.float32)
+    exact = {}
+    for name, more in (("float32", {}), ("bf16", {"bf16": True}), ("use_mp_opt", {"use_mp_opt": True})):
+        one = get_strategy(dataclasses.replace(st.config, **more))
+        apply, state = one.init(tiny.llama(dtype=torch.float32), optim.adamw(1e-5))
+        assert {p.dtype for p in state.params.values()} == {
+            torch.bfloat16 if name == "use_mp_opt" else torch.float32
+        }
+        before = {n: x.float().clone() for n, x in one.export(state)}
+        grads, _ = one.grad(state, apply, loss_fn, one.shard(first, 40))
+        assert {g.dtype for g in grads.values()} == {torch.float32}
+        norm, whole = (
+            float(optim.global_norm(grads)),
+            {n: g for n, g in one.export(tree.replace(state, params=grads))},
+        )
+        exact = exact or whole
+        apart = sum(float((whole[n] - exact[n]).square().sum()) for n in whole) ** 0.5 / norm
+        assert apart == 0 if name == "float32" else 0 < apart < 0.05, (name, apart)
+        state, _ = one.update(state, grads)
+        kept = tree.replace(state, params=state.opt.master) if name == "use_mp_opt" else state
+        moved = max(float((x.float() - before[n]).abs().max()) for n, x in one.export(kept))
+        assert 0 < moved < 1e-2, (name, moved)
+    return {}
+
+
+def unfilled(st, dtype):
+    """A model that is loaded without memory reads its own shards from the folder."""
+    folder = shared_folder(st)
+    if rft.dist.is_main():
+        tiny.llama(2, dtype=dtype).save_pretrained(folder, max_shard_size="20KB")
+    rft.dist.barrier()
+    lm = model.load(folder, meta=True, dtype=dtype)
+    assert all(p.is_meta for p in lm.parameters())
+    return train(st, lm, dtype=dtype)[0]
+
+
+def shared_folder(st):
+    box = [tempfile.mkdtemp()]
+    if st.world > 1:
+        torch.distributed.broadcast_object_list(box)
+    return box[0]
+
+
+def trees(st, dtype):
+    """gather and all_reduce of trees, ragged ones too; what went in stays as it is."""
+    mine = torch.arange(6.0, dtype=dtype).view(2, 3)[:, : 2 + (st.rank == st.world - 1)] + 10 * st.rank
+    x = {"rows": mine, "n": st.rank}
+    kept = mine.clone()
+    all_ = st.gather({"rows": mine, "flag": torch.tensor([st.rank == 0])})
+    assert (
+        torch.equal(mine, kept) and all_["rows"].shape == (2 * st.world, 3) and int(all_["flag"].sum()) == 1
+    )
+    for r in range(st.world):
+        assert float(all_["rows"][2 * r, 0]) == 10 * r
+    total, most = st.all_reduce({"n": st.rank, "x": mine[0, :2]}, "sum"), st.all_reduce(st.rank, "max")
+    assert total["n"] == st.world * (st.world - 1) // 2 and most == st.world - 1 and x["n"] == st.rank
+    assert st.all_reduce(st.rank) == (st.world - 1) / 2 and torch.equal(mine, kept)
+    return {}
+
+
+CASES = {
+    f.__name__: f
+    for f in (
+        grpo, untied, budgets, checkpointing, whole_logits, lora, ppo, reference, average, skipped, own, files,
+        options, narrow, unfilled, trees,
+    )
+}  # fmt: skip
+
+
+def digest(out):
+    buffer = io.BytesIO()
+    torch.save({k: v for k, v in sorted(out.items())}, buffer)
+    return hashlib.blake2b(buffer.getvalue()).hexdigest()
+
+
+def attempt(case, options, dtype):
+    try:
+        return CASES[case](get_strategy(StrategyConfig(**options)), dtype)
+    except Exception:
+        return {"error": traceback.format_exc()}
+
+
+def local(case, dtype):
+    return attempt(case, {}, dtype)
+
+
+def on_ranks(rank, names, cases):
+    """{(backend, case): results} of every backend in `names`; ranks that disagree are an error."""
+    out = {}
+    for name in names:
+        _, options, dtype = BACKENDS[name]
+        for case in cases:
+            found = attempt(case, options, dtype)
+            same = rft.dist.share(digest(found))
+            if len(set(same)) > 1 and "error" not in found:
+                found = {"error": f"ranks disagree: {same}"}
+            out[name, case] = found if rank == 0 or "error" in found else {}
+    return out
