@@ -82,8 +82,11 @@ def test_the_table_of_auto():
     with pytest.raises(ValueError, match=r"auto.json: expected a last rule without a limit for sm_90"):
         engines.choose({"sm_90": [[64, "gemm"]], "default": []}, "sm_90", 65)
     file = json.loads(Path(engines.__file__).with_name("auto.json").read_text())["engine"]
-    for rules in file.values():
+    assert {device: entry["rules"] for device, entry in file.items()} == engines.table()
+    for entry in file.values():
+        rules = entry["rules"]
         assert rules[-1][0] is None and {name for _, name in rules} <= {"gemm", "triton", "streamed"}
+        assert entry["source"]
 
 
 BAD = [

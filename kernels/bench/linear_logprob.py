@@ -1,6 +1,8 @@
-"""Time and memory of linear_logprob on a CPU, beside the naive way, torch's own and what others.py finds.
+"""Time and memory of linear_logprob beside the naive way, torch's own and what others.py finds.
 
     PYTHONPATH=kernels python kernels/bench/linear_logprob.py --json kernels/bench/results/cpu.json
+
+Where there is a CUDA device the same command measures that instead (gpu.py), unless --cpu is given.
 
 Times are medians over interleaved rounds, so that a busy machine slows every variant alike. Each sample knows
 which share of the processors other programs had; samples above --quiet are left out wherever three others
@@ -8,8 +10,8 @@ remain, and the worst share that was left in is reported.
 
 The GEMM limit is the time of the matrix products alone, into buffers that exist, in the same rounds; a
 variant of ours is held against the products that it performs itself (recomputation counts as work), every
-other one against those of the naive way. Peak is the
-growth of VmHWM over the inputs, returned gradients included, in a process of its own.
+other one against those of the naive way. Peak is the growth of VmHWM over the inputs, returned gradients
+included, in a process of its own.
 """
 
 from __future__ import annotations
@@ -27,108 +29,17 @@ from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-import others
+import gpu
 import torch
-from others import naive
-from torch import Tensor
-
-from rft_kernels import linear_logprob
-
-# h [T, D], w [V, D], y [T], the upstream gradient [T], and w in bfloat16
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+from cases import Case, Inputs, cases, make_inputs, matrix_products, table
 
 
-class Case(NamedTuple):
-    operation: str
-    variant: str
-    call: Callable[[Inputs], object]
-    products: tuple[str, ...]  # the matrix products that it performs
+def cpu_cases(only: list[str] | None) -> list[Case]:
+    return cases({"ours": "auto"}, mixed=True, only=only)
 
 
-def naive_entropy(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    log_p = (h @ w.T).log_softmax(1)
-    return log_p.gather(1, y[:, None])[:, 0], torch.special.entr(log_p.exp()).sum(1)
-
-
-def ours(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    return linear_logprob(h, w, y).logp
-
-
-def ours_entropy(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-    return linear_logprob(h, w, y, entropy=True)[:2]
-
-
-def forward(f: Callable) -> Callable[[Inputs], object]:
-    return torch.no_grad()(lambda x: f(*x[:3]))
-
-
-def backward(f: Callable, *, frozen: bool = False) -> Callable[[Inputs], object]:
-    """Forward and backward; the gradients of h and, unless frozen, of w are returned."""
-
-    def call(x: Inputs) -> object:
-        leaves = [x[0].detach().requires_grad_(), x[1].detach().requires_grad_(not frozen)]
-        return torch.autograd.grad(f(*leaves, x[2]), leaves[: 1 if frozen else 2], x[3])
-
-    return call
-
-
-def narrow(call: Callable[[Inputs], object]) -> Callable[[Inputs], object]:
-    """The same with a head in bfloat16."""
-    return lambda x: call((x[0], x[4], *x[2:]))
-
-
-def cases(only: list[str] | None = None) -> list[Case]:
-    """Every operation by every variant, or by those in `only`."""
-    three = ("logits", "dh", "dw")
-    out = [
-        Case("forward", "naive", forward(naive), ("logits",)),
-        Case("forward", "ours", forward(ours), ("logits",)),
-        Case("forward+backward", "naive", backward(naive), three),
-        Case("forward+backward", "ours", backward(ours), ("logits", *three)),
-        Case("forward, entropy", "naive", forward(naive_entropy), ("logits",)),
-        Case("forward, entropy", "ours", forward(ours_entropy), ("logits",)),
-        Case("frozen head, f+b", "naive", backward(naive, frozen=True), ("logits", "dh")),
-        Case("frozen head, f+b", "ours", backward(ours, frozen=True), ("logits", "dh")),
-    ]
-    for operation, call, products in (
-        ("forward", forward(ours), ("logits",)),
-        ("forward+backward", backward(ours), ("logits", *three)),
-        ("frozen head, f+b", backward(ours, frozen=True), ("logits", "dh")),
-    ):
-        out.append(Case(operation, "ours16", narrow(call), products))
-    for name, f in others.variants().items():
-        out += [
-            Case("forward", name, forward(f), ("logits",)),
-            Case("forward+backward", name, backward(f), three),
-            Case("frozen head, f+b", name, backward(f, frozen=True), ("logits", "dh")),
-        ]
-    out = [c for c in out if only is None or c.variant in only]
-    return sorted(out, key=lambda c: (c.operation, c.variant))
-
-
-def make_inputs(args: argparse.Namespace) -> Inputs:
-    """Logits of unit variance or so; seeded, so that every process has the same."""
-    make = torch.Generator().manual_seed(0)
-    h = torch.randn(args.T, args.D, generator=make)
-    w = torch.randn(args.V, args.D, generator=make) / args.D**0.5
-    y, g = torch.randint(args.V, (args.T,), generator=make), torch.randn(args.T, generator=make)
-    return h, w, y, g, w.bfloat16()
-
-
-def matrix_products(x: Inputs, columns: int) -> dict[str, Callable[[], None]]:
-    """The three products by slices of the vocabulary: whole ones would measure page faults of [T, V]."""
-    h, w = x[:2]
-    tile, dh, dw = h.new_ones(h.shape[0], columns), torch.zeros_like(h), torch.empty_like(w)
-    cuts = [slice(a, min(a + columns, len(w))) for a in range(0, len(w), columns)]
-
-    def run(product: Callable[[slice, Tensor], object]) -> Callable[[], None]:
-        return lambda: [product(c, tile[:, : c.stop - c.start]) for c in cuts] and None
-
-    return {
-        "logits": run(lambda c, z: torch.mm(h, w[c].T, out=z)),
-        "dh": run(lambda c, z: dh.addmm_(z, w[c])),
-        "dw": run(lambda c, z: torch.mm(z.T, h, out=dw[c])),
-    }
+def cpu_inputs(args: argparse.Namespace) -> Inputs:
+    return make_inputs(args.T, args.D, args.V, dtype=torch.float32, device="cpu")
 
 
 class Sample(NamedTuple):
@@ -158,9 +69,9 @@ def typical(samples: list[Sample], quiet: float) -> Sample:
 
 def measure_times(args: argparse.Namespace) -> tuple[dict[str, Sample], list[Sample]]:
     """Of each matrix product, and of each case."""
-    x = make_inputs(args)
+    x = cpu_inputs(args)
     products = matrix_products(x, args.columns)
-    calls = [*products.values(), *(lambda c=c: c.call(x) for c in cases(args.only))]
+    calls = [*products.values(), *(lambda c=c: c.call(x) for c in cpu_cases(args.only))]
     for call in calls:
         call()  # loads libraries, fills caches
     rounds = [[sample(call) for call in calls] for _ in range(args.rounds)]
@@ -178,10 +89,9 @@ def high_water() -> float:
 
 def print_peak(args: argparse.Namespace) -> None:
     """In a process of its own: case number `args.peak` once, after a small call that loads the libraries."""
-    case = cases(args.only)[args.peak]
-    small = argparse.Namespace(T=8, D=args.D, V=256)
-    case.call(make_inputs(small))
-    x = make_inputs(args)
+    case = cpu_cases(args.only)[args.peak]
+    case.call(cpu_inputs(argparse.Namespace(T=8, D=args.D, V=256)))
+    x = cpu_inputs(args)
     Path("/proc/self/clear_refs").write_text("5")  # the mark now starts from what is resident
     before = high_water()
     kept = case.call(x)
@@ -203,7 +113,7 @@ def hardware() -> str:
 
 def results(args: argparse.Namespace) -> dict:
     limits, times = measure_times(args)
-    pairs = list(zip(cases(args.only), times, strict=True))
+    pairs = list(zip(cpu_cases(args.only), times, strict=True))
     base = {c.operation: t.seconds for c, t in pairs if c.variant == "naive"}
     rows = [
         {
@@ -228,21 +138,14 @@ def results(args: argparse.Namespace) -> dict:
     }
 
 
-def table(rows: list[dict]) -> str:
-    lines = [f"{'operation':18}{'variant':9}{'seconds':>9}{'/ naive':>9}{'of GEMM':>9}{'peak MB':>9}"]
-    for r in rows:
-        numbers = f"{r['seconds']:9.3f}{r['over_naive']:9.2f}{r['of_gemm_limit']:9.2f}{r['peak_mb']:9.0f}"
-        lines.append(f"{r['operation']:18}{r['variant']:9}{numbers}")
-    return "\n".join(lines)
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("-T", type=int, default=2048, help="tokens")
+    parser.add_argument("-T", type=int, default=2048, help="tokens; a GPU has the sizes of gpu.py")
     parser.add_argument("-D", type=int, default=576, help="width of the hidden states")
     parser.add_argument("-V", type=int, default=49152, help="vocabulary")
+    parser.add_argument("--cpu", action="store_true", help="measure the CPU although there is a GPU")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds, after one that warms up")
     parser.add_argument("--quiet", type=float, default=0.1, help="share of other programs in a good sample")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -255,6 +158,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
+    if torch.cuda.is_available() and not args.cpu:
+        return gpu.main(args)
     torch.set_num_threads(args.threads)
     if args.peak is not None:
         return print_peak(args)

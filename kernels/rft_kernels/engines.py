@@ -63,7 +63,8 @@ def choose(rules: dict[str, list], device: str, width: int) -> str:
 @cache
 def table() -> dict[str, list]:
     """auto.json: device -> [[largest D or null, engine], ...]."""
-    return json.loads(Path(__file__).with_name("auto.json").read_text())["engine"]
+    content = json.loads(Path(__file__).with_name("auto.json").read_text())["engine"]
+    return {device: entry["rules"] for device, entry in content.items()}
 
 
 def _interpreted(h: Tensor) -> bool:

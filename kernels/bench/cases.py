@@ -1,0 +1,124 @@
+"""What is measured: operations on the same inputs, by the naive way, by ours and by what others.py finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import others
+import torch
+from others import naive
+from torch import Tensor
+
+from rft_kernels import linear_logprob
+
+# h [T, D], w [V, D], y [T], the upstream gradient [T], and w in bfloat16
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+class Case(NamedTuple):
+    operation: str
+    variant: str
+    call: Callable[[Inputs], object]
+    products: tuple[str, ...]  # the matrix products that it performs
+
+
+def naive_entropy(h: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    log_p = (h @ w.T).log_softmax(1)
+    return log_p.gather(1, y[:, None])[:, 0], torch.special.entr(log_p.exp()).sum(1)
+
+
+def ours(h: Tensor, w: Tensor, y: Tensor, *, engine: str) -> Tensor:
+    return linear_logprob(h, w, y, engine=engine).logp
+
+
+def ours_entropy(h: Tensor, w: Tensor, y: Tensor, *, engine: str) -> tuple[Tensor, ...]:
+    return linear_logprob(h, w, y, entropy=True, engine=engine)[:2]
+
+
+def forward(f: Callable) -> Callable[[Inputs], object]:
+    return torch.no_grad()(lambda x: f(*x[:3]))
+
+
+def backward(f: Callable, *, frozen: bool = False) -> Callable[[Inputs], object]:
+    """Forward and backward; the gradients of h and, unless frozen, of w are returned."""
+
+    def call(x: Inputs) -> object:
+        leaves = [x[0].detach().requires_grad_(), x[1].detach().requires_grad_(not frozen)]
+        out = f(*leaves, x[2])
+        return torch.autograd.grad(out, leaves[: 1 if frozen else 2], x[3].to(out.dtype))
+
+    return call
+
+
+def narrow(call: Callable[[Inputs], object]) -> Callable[[Inputs], object]:
+    """The same with a head in bfloat16."""
+    return lambda x: call((x[0], x[4], *x[2:]))
+
+
+def three(
+    variant: str, f: Callable, wrap: Callable = lambda call: call, *, recomputes: bool = False
+) -> list[Case]:
+    """Forward, forward and backward, and that with a frozen head."""
+    all_three = ("logits", "dh", "dw")
+    trained = ("logits", *all_three) if recomputes else all_three
+    return [
+        Case("forward", variant, wrap(forward(f)), ("logits",)),
+        Case("forward+backward", variant, wrap(backward(f)), trained),
+        Case("frozen head, f+b", variant, wrap(backward(f, frozen=True)), ("logits", "dh")),
+    ]
+
+
+def cases(engines: dict[str, str], *, mixed: bool, only: list[str] | None = None) -> list[Case]:
+    """Every operation by every variant, or by those in `only`.
+
+    engines: the name in the table -> the engine of ours. mixed: also ours with a head in bfloat16.
+    """
+    entropy = [("naive", naive_entropy)]
+    entropy += [(name, partial(ours_entropy, engine=engine)) for name, engine in engines.items()]
+    out = [Case("forward, entropy", name, forward(f), ("logits",)) for name, f in entropy]
+    out += three("naive", naive)
+    for name, engine in engines.items():
+        out += three(name, partial(ours, engine=engine), recomputes=True)
+    if mixed:
+        out += three("ours16", partial(ours, engine="auto"), narrow, recomputes=True)
+    for name, f in others.variants().items():
+        out += three(name, f)
+    out = [c for c in out if only is None or c.variant in only]
+    return sorted(out, key=lambda c: (c.operation, c.variant))
+
+
+def make_inputs(T: int, D: int, V: int, *, dtype: torch.dtype, device: str) -> Inputs:
+    """Logits of unit variance or so; seeded, so that every process has the same."""
+    make = torch.Generator(device).manual_seed(0)
+    h = torch.randn(T, D, generator=make, device=device).to(dtype)
+    w = (torch.randn(V, D, generator=make, device=device) / D**0.5).to(dtype)
+    y = torch.randint(V, (T,), generator=make, device=device)
+    return h, w, y, torch.randn(T, generator=make, device=device), w.bfloat16()
+
+
+def matrix_products(x: Inputs, columns: int) -> dict[str, Callable[[], None]]:
+    """The three products by slices of the vocabulary: whole ones would measure page faults of [T, V]."""
+    h, w = x[:2]
+    tile, dh, dw = h.new_ones(h.shape[0], columns), torch.zeros_like(h), torch.empty_like(w)
+    cuts = [slice(a, min(a + columns, len(w))) for a in range(0, len(w), columns)]
+
+    def run(product: Callable[[slice, Tensor], object]) -> Callable[[], None]:
+        return lambda: [product(c, tile[:, : c.stop - c.start]) for c in cuts] and None
+
+    return {
+        "logits": run(lambda c, z: torch.mm(h, w[c].T, out=z)),
+        "dh": run(lambda c, z: dh.addmm_(z, w[c])),
+        "dw": run(lambda c, z: torch.mm(z.T, h, out=dw[c])),
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """Rows of a result, as text; '-' for what did not fit into memory."""
+    keys = {"seconds": 4, "over_naive": 2, "of_gemm_limit": 2, "peak_mb": 0}
+    lines = [f"{'operation':18}{'variant':10}{'seconds':>9}{'/ naive':>9}{'of GEMM':>9}{'peak MB':>9}"]
+    for r in rows:
+        numbers = ["-" if r[k] is None else f"{r[k]:.{digits}f}" for k, digits in keys.items()]
+        lines.append(f"{r['operation']:18}{r['variant']:10}" + "".join(f"{x:>9}" for x in numbers))
+    return "\n".join(lines)
