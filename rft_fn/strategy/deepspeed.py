@@ -1,0 +1,330 @@
+"""DeepSpeed ZeRO 1, 2 and 3: the same record, with gradients and the optimizer inside of DeepSpeed's engine.
+
+`Strategy.grad` returns gradients that cannot be looked at, for the engine holds them, and `Strategy.update`
+is the engine's step: the weights are those of one process to rounding. Checkpoints are of whole tensors by
+name, so they resume under every strategy.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rft_fn import ckpt, dist, metric, optim, tree
+from rft_fn import model as model_lib
+from rft_fn.strategy import memory, step, zero
+from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.plan import shard
+from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
+
+__all__ = ["deepspeed"]
+
+
+@dataclass(frozen=True)
+class Owned:
+    """The apply of a module whose weights DeepSpeed lays out: it takes no parameters but the module's own."""
+
+    run: Callable[[Packed], dict[str, Tensor]]
+    own: tree.Named
+    engine: zero.Engine | None = None  # of a model that is trained
+
+    def __call__(self, params: tree.Named, pack: Packed) -> TokenOut:
+        if any(params[name] is not p for name, p in self.own.items()):
+            raise ValueError(
+                "params: a module under ZeRO takes only its own parameters; "
+                "use the local strategy for torch.func"
+            )
+        return TokenOut(**self.run(pack))
+
+
+@tree.struct
+class ZeroState:
+    """The optimizer state of a model whose moments the engine holds."""
+
+    count: int  # steps done
+    engine: zero.Engine = tree.static()
+
+
+@tree.struct
+class ZeroGrads:
+    """Gradients that the engine holds."""
+
+    turn: int  # the engine has only those of its last
+    engine: zero.Engine = tree.static()
+
+
+def _one_size(shard_size: int | None) -> None:
+    if shard_size not in (None, 0, dist.world()):
+        raise ValueError(
+            f"shard_size: expected all {dist.world()} processes with zero_stage, got {shard_size}"
+        )
+
+
+def bind(
+    config: StrategyConfig,
+    module: nn.Module,
+    *,
+    sampling: Sampling | None = None,
+    entropy: bool = False,
+    shard_size: int | None = None,
+) -> tuple[Apply, tree.Named]:
+    """(apply, params) of a module that only scores. Stage 3 shards its parameters; 1 and 2 have nothing to
+    shard."""
+    _one_size(shard_size)
+    root = zero.rooted(config, module, sampling, entropy)
+    run: Any = root
+    if config.zero_stage == 3:
+        run = zero.library().initialize(
+            model=root, config=zero.options(config, root), dist_init_required=False
+        )[0]
+        zero.gather_head(root, module)
+    elif config.bf16:
+        for p in module.parameters():
+            p.data = p.data.bfloat16()
+    own = tree.Named((n, p) for n, p in module.named_parameters() if p.requires_grad)
+    return Owned(run, own), tree.map(lambda p: p, own)
+
+
+def init(
+    config: StrategyConfig,
+    module: nn.Module,
+    tx: Transform,
+    *,
+    sampling: Sampling | None = None,
+    entropy: bool = False,
+    shard_size: int | None = None,
+) -> tuple[Apply, TrainState]:
+    """(apply, state) of a module that is trained with `tx`. ValueError for a `tx` that DeepSpeed's optimizer
+    cannot be."""
+    _one_size(shard_size)
+    engine = zero.Engine(config, module, zero.rooted(config, module, sampling, entropy), tx)
+    apply = Owned(engine.engine, engine.own, engine)
+    return apply, _state(engine, ZeroState(count=0, engine=engine), 0, 0)
+
+
+def _state(engine: zero.Engine, opt: ZeroState, done: int, skipped: int) -> TrainState:
+    params = tree.map(lambda p: p, engine.own)
+    return TrainState(params=params, opt=opt, step=done, skipped=skipped, tx=engine.tx)
+
+
+def grad(
+    state: TrainState, apply: Owned, loss_fn: LossFn, packs: Sequence[Packed]
+) -> tuple[ZeroGrads, dict[str, metric.Metric]]:
+    """(the sum over the packs of all ranks of the gradients of (w loss).sum(), which stays in the engine;
+    merged metrics, the same everywhere). Every rank brings the same number of packs, one at least."""
+    engine = state.opt.engine
+    if apply.engine is not engine:
+        raise ValueError("apply: expected the one that init gave with this state, got another")
+    if not packs:
+        raise ValueError("packs: expected one or more, got none")
+    device = next(iter(state.params.values())).device
+    engine.forget()
+    mine: dict[str, metric.Metric] = {}
+    for i, pack in enumerate(packs):
+        pack = tree.map(lambda x: x.to(device), pack)
+        with dist.phase("forward"):
+            out = apply(state.params, pack)
+            total, more = step.loss_and_metrics(loss_fn, out, pack)
+        with dist.phase("backward"):
+            if not total.requires_grad:  # the engine wants a backward from every pack
+                total = total + sum(0 * x.sum() for x in tree.leaves(out) if x.requires_grad)
+            engine.backward(total, last=i == len(packs) - 1)
+        mine = metric.merge(mine, more)
+    with dist.phase("metrics"):
+        parts = dist.share(tree.map(lambda x: x.cpu(), mine))
+    metrics: dict[str, metric.Metric] = {}
+    for part in parts:
+        metrics = metric.merge(metrics, part)
+    return ZeroGrads(turn=engine.turn, engine=engine), metrics
+
+
+def update(
+    config: StrategyConfig, state: TrainState, grads: ZeroGrads
+) -> tuple[TrainState, dict[str, metric.Metric]]:
+    """(the state one step on, metrics). Donates both arguments: the step is in place, reading them again
+    raises.
+
+    Gradients with a NaN or an inf change nothing but the counts, and are `grad/skipped`; after
+    config.max_skips of them in a row FloatingPointError. ValueError for gradients that are not of the last
+    `grad` of this model.
+    """
+    engine = state.opt.engine
+    if grads.engine is not engine or grads.turn != engine.turn:
+        raise ValueError("grads: expected those of the last grad of this model: an engine holds no others")
+    with dist.phase("update"):
+        norm = engine.step(state.opt.count)
+    finite = norm < float("inf")
+    skipped = 0 if finite else state.skipped + 1
+    if skipped >= config.max_skips:
+        raise FloatingPointError(
+            f"gradients: expected finite ones, got NaN or inf in {skipped} updates in a row "
+            f"(step {state.step + 1})"
+        )
+    engine.turn += 1  # the gradients are used up
+    opt = ZeroState(count=state.opt.count + finite, engine=engine)
+    new = _state(engine, opt, state.step + 1, skipped)
+    tree.donate(state, grads)
+    numbers = {"grad/norm": norm, "grad/skipped": float(not finite)}
+    return new, {name: metric.sum(torch.tensor(x)) for name, x in numbers.items()}
+
+
+@torch.no_grad()
+def export(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors by the model's own names, one at a time, on every rank: all of them have to iterate."""
+    engine = state.opt.engine
+    for name, p in state.params.items():
+        x = engine.full(p)
+        yield name, x.to(torch.bfloat16) if engine.config.use_mp_opt else x
+
+
+def save_pretrained(folder: str | Path, module: Any, tokenizer: Any, weights: Any = ()) -> Path:
+    """`module`, with `weights` in the places of its parameters, and its tokenizer as a folder that
+    transformers loads: put together by all ranks, written by the first."""
+    keep = (lambda x: x.detach().cpu()) if dist.is_main() else (lambda x: None)
+    full = {name: keep(x) for name, x in weights}
+    for name, p in module.named_parameters():
+        if name not in full:  # frozen ones, which stage 3 shards too
+            full[name] = keep(zero.gathered(p))
+    if dist.is_main():
+        model_lib.save(folder, module, tokenizer, full.items())
+    dist.barrier()
+    return Path(folder)
+
+
+def _spread(x: Tensor) -> Tensor:
+    """A whole tensor on the host, of which this rank keeps its share of the rows."""
+    x = x.detach().cpu()
+    if dist.world() == 1:
+        return x
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.world(),))
+    part = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
+    own = part.to_local().clone()  # a view would keep all of x
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
+
+
+def _opt(spec: Mapping[str, Any], adam: optim.AdamState, master: tree.Named) -> Any:
+    """The optimizer state that the transform of `spec` would have, so that others can go on with it."""
+    if spec["name"] == "chain":
+        return tuple(_opt(inner, adam, master) for inner in spec["txs"])
+    if spec["name"] == "master_weights":
+        return optim.MasterState(master=master, inner=_opt(spec["tx"], adam, master))
+    return adam if spec["name"] == "adamw" else ()
+
+
+def _found(opt: Any, kind: type) -> Any:
+    """The state of that kind in an optimizer state, or None."""
+    inner = opt if isinstance(opt, tuple) else (opt.inner,) if isinstance(opt, optim.MasterState) else ()
+    return opt if isinstance(opt, kind) else next((x for o in inner if (x := _found(o, kind))), None)
+
+
+@torch.no_grad()
+def _tensors(state: TrainState, *, values: bool) -> TrainState:
+    """The state as one of tensors, each rank with its rows of them: of what they are now, or only of their
+    shapes."""
+    engine, narrow = state.opt.engine, state.opt.engine.config.use_mp_opt
+    engine.begin_moments()
+
+    def every(get: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> tree.Named:
+        shape = lambda p: getattr(p, "ds_shape", p.shape)  # noqa: E731
+        whole = lambda p: get(p) if values else torch.empty(shape(p))  # noqa: E731
+        return tree.Named((n, _spread(whole(p).to(dtype))) for n, p in state.params.items())
+
+    moments = {name: every(partial(engine.moment, name=name)) for name in zero.MOMENTS}
+    adam = optim.AdamState(count=state.opt.count, **moments)
+    master = every(engine.full) if narrow else tree.Named()
+    params = every(engine.full, torch.bfloat16 if narrow else torch.float32)
+    opt = _opt(state.tx.spec, adam, master)
+    return TrainState(params=params, opt=opt, step=state.step, skipped=state.skipped, tx=state.tx)
+
+
+def _each(state: ckpt.States, f: Callable[..., Any], *more: Any) -> Any:
+    """`f` of a state, or of each of several by name."""
+    if isinstance(state, TrainState):
+        return f(state, *more)
+    return {name: f(x, *(m[name] for m in more)) for name, x in state.items()}
+
+
+def save(path: str | Path, state: ckpt.States, extra: Any = None, *, score: float | None = None) -> Path:
+    """`ckpt.save` of the weights and moments that the engine holds, by all ranks: a folder with which every
+    strategy goes on."""
+    return ckpt.save(path, _each(state, partial(_tensors, values=True)), extra, score=score)
+
+
+@torch.no_grad()
+def _adopt(like: TrainState, found: TrainState) -> TrainState:
+    """`found` in the engine of `like`, which is donated."""
+    whole = lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x  # noqa: E731
+    engine, adam = like.opt.engine, _found(found.opt, optim.AdamState)
+    master = _found(found.opt, optim.MasterState)
+    weights = master.master if master else found.params
+    for name, p in engine.own.items():
+        moments = {m: whole(getattr(adam, m)[name]) for m in zero.MOMENTS}
+        engine.assign(p, whole(weights[name]), moments)
+    engine.set_count(adam.count)
+    engine.turn += 1
+    tree.donate(like)
+    return _state(engine, ZeroState(count=adam.count, engine=engine), found.step, found.skipped)
+
+
+def restore(path: str | Path, like: ckpt.States, extra: Any = None) -> tuple[Any, Any]:
+    """`ckpt.restore` into the engine of `like` (one state, or a dict of them), which is donated. Nothing has
+    been changed if it raises."""
+    found, extra = ckpt.restore(path, _each(like, partial(_tensors, values=False)), extra)
+    return _each(like, _adopt, found), extra
+
+
+def _moved(state: TrainState, move: Callable[[zero.Engine], None]) -> TrainState:
+    engine, opt = state.opt.engine, tree.replace(state.opt)
+    move(engine)
+    new = _state(engine, opt, state.step, state.skipped)
+    tree.donate(state)
+    return new
+
+
+def unsupported(config: StrategyConfig) -> list[str]:
+    """The options that DeepSpeed does not honour."""
+    wants: dict[str, Any] = {"sp_size": 1, "shard_size": 0, "fsdp_cpu_offload": False, "mixed_mm_data": False}
+    return [name for name, neutral in wants.items() if getattr(config, name) != neutral]
+
+
+def deepspeed(config: StrategyConfig) -> Strategy:
+    """The Strategy of DeepSpeed ZeRO over the processes that torchrun started, or over one. ValueError for an
+    option that it cannot honour."""
+    for name in unsupported(config):
+        raise ValueError(
+            f"{name}: expected {getattr(StrategyConfig(), name)} with zero_stage, got "
+            f"{getattr(config, name)}; FSDP2 has it"
+        )
+    dist.begin(config.timeout)
+    zero.library()
+    cuda = torch.cuda.is_available()
+    return Strategy(
+        init=partial(init, config),
+        bind=partial(bind, config),
+        shard=lambda exp, budget, **options: shard(config, exp, budget, world=dist.world(), **options)[
+            dist.rank()
+        ],
+        gather=dist.gather,
+        all_reduce=dist.all_reduce,
+        grad=grad,
+        update=partial(update, config),
+        export=export,
+        save_pretrained=save_pretrained,
+        save=save,
+        restore=restore,
+        offload=lambda state: _moved(state, zero.Engine.offload),
+        reload=lambda state: _moved(state, zero.Engine.reload),
+        print=print if dist.is_main() else lambda *_, **__: None,
+        report_memory=memory.report,
+        rank=dist.rank(),
+        world=dist.world(),
+        device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+        config=config,
+    )
