@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -71,7 +72,7 @@ def test_restored_weights_are_the_modules(tmp_path):
 
 
 def damage(path, kind):
-    file = path / "tensors.safetensors"
+    file = path / "rank_00000.safetensors"
     if kind == "flipped bit":
         data = bytearray(file.read_bytes())
         data[-5] ^= 1
@@ -82,9 +83,18 @@ def damage(path, kind):
         file.unlink()
     elif kind == "bad json":
         (path / "meta.json").write_text("{")
+    elif kind == "another number":
+        text = (path / "meta.json").read_text()
+        (path / "meta.json").write_text(text.replace('"state/step": 0', '"state/step": 1'))
+        assert text != (path / "meta.json").read_text()
+    elif kind == "another format":
+        (path / "meta.json").write_text('{"format": 1}')
 
 
-@pytest.mark.parametrize("kind", ["flipped bit", "cut short", "no tensors", "bad json"])
+DAMAGES = ["flipped bit", "cut short", "no tensors", "bad json", "another number", "another format"]
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path, kind):
     st, _, state = start()
     for step in (1, 2):
@@ -127,17 +137,110 @@ def test_extra_that_cannot_be_kept_is_refused_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("at", ["write_shard", "flush"])
+def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch, at):
     st, _, state = start()
     st.save(tmp_path / "step_1", state)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(ckpt, "_sync", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(ckpt.shards, at, full)
+    with pytest.raises(OSError, match=r"No space left on device: checkpoint .*step_2 was not saved") as error:
         st.save(tmp_path / "step_2", state)
+    assert error.value.errno == 28
     assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
+
+
+def slowly(monkeypatch):
+    """Files are written only when the event that comes back is set."""
+    write, go = ckpt.shards.write_shard, threading.Event()
+    monkeypatch.setattr(ckpt.shards, "write_shard", lambda *args: (go.wait(30), write(*args))[1])
+    return go
+
+
+def test_the_training_goes_on_while_files_are_written(tmp_path, monkeypatch):
+    """What is saved is the state at the call; nothing of it is seen before it is whole."""
+    st, apply, state = start()
+    st.save(tmp_path / "step_00000001", state)
+    want = tree.map(torch.clone, state.params)
+    go = slowly(monkeypatch)
+    st.save(tmp_path / "step_00000002", state, wait=False)
+    state, _ = advance(st, apply, state, 2)
+    assert ckpt.rotate(tmp_path, keep=1) == []
+    assert [p.name for p in ckpt.steps(tmp_path)] == ["step_00000001"]  # the only whole one
+    go.set()
+    ckpt.finish()
+    assert [p.name for p in ckpt.steps(tmp_path)] == ["step_00000002"]  # rotated when that was whole
+    found, _ = st.restore(tmp_path / "step_00000002", start(1)[2])
+    assert all(torch.equal(a, b) for a, b in zip(want.values(), found.params.values()))
+    name = next(iter(want))
+    assert not torch.equal(state.params[name], found.params[name])
+
+
+def test_a_write_that_fails_later_is_raised_by_the_next_call(tmp_path, monkeypatch):
+    st, _, state = start()
+    monkeypatch.setattr(ckpt.shards, "write_shard", full)
+    st.save(tmp_path / "step_1", state, wait=False)
+    with pytest.raises(OSError, match="step_1 was not saved"):
+        st.save(tmp_path / "step_2", state, wait=False)
+    ckpt.finish()  # said once
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_exit_waits_for_the_write(tmp_path):
+    code = """
+    import sys, time, torch
+    from rft_fn import ckpt
+    write = ckpt.shards.write_shard
+    def slow(*args):
+        time.sleep(0.5)
+        if sys.argv[2] == "full":
+            raise OSError(28, "No space left on device")
+        return write(*args)
+    ckpt.shards.write_shard = slow
+    ckpt.write(sys.argv[1] + "/step_1", {"x": torch.arange(4)}, wait=False)
+    """
+    for kind, names in {"whole": ["step_1"], "full": []}.items():
+        command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / kind), kind]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert [p.name for p in (tmp_path / kind).iterdir()] == names
+        assert ("step_1 was not saved: No space left on device" in done.stderr) == (kind == "full")
+
+
+def test_plain_dicts_of_every_type(tmp_path):
+    """The writer without any TrainState; the files are safetensors that the library itself reads."""
+    from safetensors.torch import load_file
+
+    types = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+    named = {str(t): torch.arange(5).to(t) for t in types}
+    named |= {"bool": torch.tensor([[True, False]]), "none": torch.zeros(0, 3), "scalar": torch.tensor(2.5)}
+    named |= {"strided": torch.arange(6.0).view(2, 3).t(), "count": 3, "note": "x", "nan": float("inf")}
+    ckpt.write(tmp_path / "a", named, score=torch.tensor(0.5))
+    found = ckpt.read(tmp_path / "a", named)
+    assert list(found) == list(named) and (found["count"], found["note"]) == (3, "x")
+    stored = load_file(tmp_path / "a" / "rank_00000.safetensors")
+    for name, x in named.items():
+        if isinstance(x, torch.Tensor):
+            assert torch.equal(found[name], x) and found[name].dtype == x.dtype
+            assert not x.numel() or torch.equal(stored[name], x)
+    with pytest.raises(ValueError, match=r"complex: expected one of float64, .* got torch.complex64"):
+        ckpt.write(tmp_path / "b", {"complex": torch.zeros(1, dtype=torch.complex64)})
+
+
+def test_rotation_by_size(tmp_path):
+    """The newest stays whatever its size, then the best, then the next newest ones while they fit."""
+    for step, score in enumerate([0.9, 0.1, 0.3, 0.2], start=1):
+        ckpt.write(tmp_path / f"step_{step:08d}", {"x": torch.zeros(100_000)}, step=step, score=score)
+    left = lambda: [int(p.name[-2:]) for p in ckpt.steps(tmp_path)]  # noqa: E731
+    assert ckpt.rotate(tmp_path, keep=9, best=1, max_bytes=1_700_000) == [] and left() == [1, 2, 3, 4]
+    ckpt.rotate(tmp_path, keep=9, best=1, max_bytes=1_300_000)
+    assert left() == [1, 3, 4]
+    ckpt.rotate(tmp_path, keep=9, best=1, max_bytes=900_000)
+    assert left() == [1, 4]
+    ckpt.rotate(tmp_path, keep=9, best=1, max_bytes=1)
+    assert left() == [4]
 
 
 def test_a_save_cut_between_its_two_renames_is_healed(tmp_path):
@@ -146,6 +249,11 @@ def test_a_save_cut_between_its_two_renames_is_healed(tmp_path):
     os.rename(tmp_path / "step_00000001", tmp_path / ".step_00000001.old")
     assert ckpt.latest(tmp_path).name == "step_00000001"
     assert ckpt.latest(tmp_path / "nothing") is None
+
+
+def environment():
+    root = os.path.dirname(os.path.dirname(__file__))
+    return os.environ | {"PYTHONPATH": os.pathsep.join([root, os.path.join(root, "kernels")])}
 
 
 WRITER = """
@@ -158,17 +266,14 @@ WRITER = """
     print("ready", flush=True)
     for step in range(1, 10_000):
         state = tree.replace(state, step=step)
-        st.save(f"{sys.argv[1]}/step_{step:08d}", state)
+        st.save(f"{sys.argv[1]}/step_{step:08d}", state, wait=step % 2 == 0)
         ckpt.rotate(sys.argv[1], keep=2)
 """
 
 
 def test_kill_9_during_writes_loses_nothing_that_was_saved(tmp_path):
     """A process that does nothing but save is killed at three moments; what it leaves is always whole."""
-    here = os.path.dirname(__file__)
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([os.path.dirname(here), os.path.join(os.path.dirname(here), "kernels")])
-    }
+    here, env = os.path.dirname(__file__), environment()
     for i, wait in enumerate((0.2, 0.53, 0.91)):
         folder = tmp_path / str(i)
         command = [sys.executable, "-c", textwrap.dedent(WRITER), str(folder), here]

@@ -268,7 +268,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(straight, tmp_path):
 
     folder = tmp_path / "straight"
     shutil.copytree(straight, folder)
-    newest = folder / "checkpoints" / "step_00000008" / "tensors.safetensors"
+    newest = folder / "checkpoints" / "step_00000008" / "rank_00000.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
     args = [*SMALL, "--out", folder, "--ema", "0.9", "--kl", "0.01", "--normalize-reward"]
     before = (folder / "metrics.jsonl").read_bytes()

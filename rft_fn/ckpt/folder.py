@@ -1,0 +1,118 @@
+"""The folder of a run's checkpoints: which there are, what is wrong with one, which of them stay."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rft_fn import dist
+
+__all__ = ["FORMAT", "damaged", "delete", "latest", "number", "read_meta", "steps", "sum_of"]
+
+FORMAT = 2
+
+
+def sum_of(meta: dict[str, Any]) -> str:
+    """The digest of all fields of a meta.json but "digest"."""
+    text = json.dumps({k: v for k, v in meta.items() if k != "digest"})
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The meta.json of a checkpoint. ValueError, with the remedy, where it is not as it was written."""
+    try:
+        meta = json.loads((path / "meta.json").read_text())
+        if meta["format"] != FORMAT:
+            raise ValueError(f"format {meta['format']}, expected {FORMAT}")
+        if meta["digest"] != sum_of(meta):
+            raise ValueError("its digest does not match")
+        return meta
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(damaged(path, f"meta.json: {error}")) from error
+
+
+def damaged(path: Path, why: str) -> str:
+    """The line that says what is wrong with a checkpoint and what to do."""
+    others = [s for s in steps(path.parent) if s != path]
+    remedy = f"delete it to go on from {others[-1].name}" if others else "delete it to start again"
+    return f"checkpoint {path} is damaged ({why}); {remedy}"
+
+
+def number() -> int:
+    """Of this process among those that work together: 0 also where there is no group of them."""
+    return dist.rank() if dist.world() > 1 else 0
+
+
+def steps(folder: str | Path) -> list[Path]:
+    """The checkpoints in `folder`, oldest first. Half-written ones have other
+    names and are never among them."""
+    folder = Path(folder)
+    found = [p for p in folder.iterdir() if re.fullmatch(r"step_\d+", p.name)] if folder.is_dir() else []
+    return sorted(found, key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.split("_")[1])
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The newest checkpoint, or None: what rank 0 sees, on every rank. All ranks call it.
+
+    One that a killed `save` had moved aside, and not replaced yet, is moved back first. A write that is still
+    under way is not seen.
+    """
+    found = _newest(Path(folder)) if number() == 0 else None
+    return dist.share(found)[0]
+
+
+def _newest(folder: Path) -> Path | None:
+    for aside in folder.glob(".step_*.old"):
+        path = aside.with_name(aside.name.removeprefix(".").removesuffix(".old"))
+        if not path.exists():
+            with suppress(FileNotFoundError):  # another process, without a group yet, was faster
+                os.rename(aside, path)
+    return steps(folder)[-1] if steps(folder) else None
+
+
+def _scores(paths: list[Path]) -> Iterator[tuple[float, Path]]:
+    for p in paths:
+        score = read_meta(p)["score"]
+        if score is not None:
+            yield score, p
+
+
+def _size(path: Path) -> int:
+    return sum(f.stat().st_size for f in path.iterdir())
+
+
+def _kept(paths: list[Path], keep: int, best: int, max_bytes: int | None) -> set[Path]:
+    """The newest, then the best, then the next newest ones: as many of these as fit."""
+    scored = _scores(paths) if best else []
+    ranked = [p for _, p in sorted(scored, key=lambda sp: (sp[0], _number(sp[1])), reverse=True)]
+    wanted = list(dict.fromkeys([*paths[-1:], *ranked[:best], *reversed(paths[-keep:])]))
+    if max_bytes is None:
+        return set(wanted)
+    stay, total = set(wanted[:1]), 0
+    for p in wanted:
+        total += _size(p)
+        if total <= max_bytes:
+            stay.add(p)
+    return stay
+
+
+def delete(folder: Path, *, keep: int, best: int, max_bytes: int | None) -> list[Path]:
+    """What `rotate` does, on this process. Temporary folders of killed runs go too: nobody may be writing."""
+    paths = steps(folder)
+    stay = _kept(paths, keep, best, max_bytes)
+    gone = [p for p in paths if p not in stay]
+    for p in gone:
+        os.rename(p, p.with_name(f".{p.name}.gone"))  # a kill while files go must not leave half a checkpoint
+    for p in folder.glob(".step_*.*"):
+        if p.suffix != ".old":  # `latest` and `save` see to those that were moved aside
+            shutil.rmtree(p, ignore_errors=True)
+    return gone

@@ -1,0 +1,182 @@
+"""One checkpoint on its way to the disk: each rank's thread writes its file, rank 0's makes them a folder.
+
+The threads talk through files alone (a mark beside each part that is whole, with its digest), never through
+the process group, on which the training goes on meanwhile. So all ranks must see one file system.
+"""
+
+import atexit
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rft_fn import dist
+from rft_fn.ckpt import folder as folder_lib
+from rft_fn.ckpt import layout, shards
+
+__all__ = ["Writing", "agree", "begin", "finish", "pending"]
+
+_EXIT = 30.0  # s that a process which exits waits for the parts of others
+
+
+class Writing(threading.Thread):
+    """The write of `path` by way of the folder `tmp`: this rank's `tensors`, and on rank 0 `meta`."""
+
+    def __init__(self, path: Path, tmp: Path, tensors: Mapping[str, Tensor], meta: dict[str, Any]):
+        super().__init__(name=f"write {path.name}", daemon=True)
+        self.path, self.tmp, self.tensors, self.meta = path, tmp, tensors, meta
+        self.rank, self.world = folder_lib.number(), dist.world()
+        self.error: Exception | None = None
+        self.written = threading.Event()  # this rank's part is on the disk, or cannot be
+        self.stop = threading.Event()  # no other rank's part will come
+        self._then: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def run(self) -> None:
+        """In the thread: never raises, `error` says what went wrong."""
+        try:
+            self._write()
+            self.written.set()
+            if self.rank == 0 and self._complete():
+                self._commit()
+                self._close()
+        except Exception as error:
+            self.error = error
+        self.written.set()
+        self.tensors = {}
+
+    def _write(self) -> None:
+        name = layout.file_name(self.rank)
+        digest = shards.write_shard(self.tmp / name, self.tensors)
+        mark = self.tmp / f"{name}.part"
+        mark.write_text(digest)
+        os.rename(mark, self._mark(self.rank))
+
+    def _mark(self, rank: int) -> Path:
+        return self.tmp / f"{layout.file_name(rank)}.done"
+
+    def _complete(self) -> bool:
+        """Wait for the marks of all ranks; False when told that they will not come."""
+        missing = list(range(self.world))
+        while missing := [r for r in missing if not self._mark(r).exists()]:
+            if self.stop.wait(0.02):
+                return all(self._mark(r).exists() for r in missing)
+        return True
+
+    def _commit(self) -> None:
+        meta, files = dict(self.meta), {}
+        for r in range(self.world):
+            files[layout.file_name(r)] = self._mark(r).read_text()
+            self._mark(r).unlink()
+        meta["files"] = files
+        meta["digest"] = folder_lib.sum_of(meta)
+        file = self.tmp / "meta.json"
+        file.write_text(json.dumps(meta))
+        shards.flush(file)
+        shards.flush(self.tmp)
+        aside = self.path.with_name(f".{self.path.name}.old")
+        if self.path.exists():
+            os.rename(self.path, aside)
+        os.rename(self.tmp, self.path)
+        shards.flush(self.path.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for f in self._then:
+                f()
+
+    def then(self, f: Callable[[], object]) -> None:
+        """Call `f` once the checkpoint is whole, here or in the thread; its error is the write's."""
+        with self._lock:
+            if not self._closed:
+                self._then.append(f)
+                return
+        try:
+            f()
+        except Exception as error:
+            self.error = self.error or error
+
+    def failure(self) -> tuple[int, str] | None:
+        """(errno or 0, what went wrong) on this rank, or None."""
+        return _failure(self.error)
+
+
+_state: dict[str, Writing | None] = {"pending": None}
+
+
+def pending() -> Writing | None:
+    """The write that nobody has waited for yet: the same answer on every rank."""
+    return _state["pending"]
+
+
+def _failure(error: Exception | None) -> tuple[int, str] | None:
+    if error is None:
+        return None
+    if isinstance(error, OSError):
+        return error.errno or 5, error.strerror or str(error)
+    return 0, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
+def agree(error: Exception | None, what: str = "") -> None:
+    """Raise on every rank if there is an error on any: of the first such rank, an OSError of its kind or
+    else a ValueError, with `what` before it. All ranks call it."""
+    for rank, failure in enumerate(dist.share(_failure(error))):
+        if failure is not None:
+            number, text = failure
+            where = f" (rank {rank} of {dist.world()})" if dist.world() > 1 else ""
+            raise (OSError(number, f"{text}{where}{what}") if number else ValueError(f"{text}{where}{what}"))
+
+
+def begin(path: Path, tmp: Path, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
+    """Start to write; `finish` says how it went. Once a process, its exit waits for what is under way."""
+    if "registered" not in _state:
+        _state["registered"] = None
+        atexit.register(_at_exit)
+    write = _state["pending"] = Writing(path, tmp, tensors, meta)
+    write.start()
+
+
+def finish() -> None:
+    """Wait until the checkpoint that is being written, if one is, is whole. All ranks call it.
+
+    OSError (a full disk) or ValueError on every rank if it failed on any: then nothing is left of it, and the
+    checkpoints before it are as they were.
+    """
+    write, _state["pending"] = _state["pending"], None
+    if write is None:
+        return
+    what = f": checkpoint {write.path} was not saved, those before it are whole"
+    try:
+        write.written.wait()
+        agree(write.error, what)
+        write.join()
+        agree(write.error, what)
+    except (OSError, ValueError):
+        write.stop.set()
+        write.join()
+        shutil.rmtree(write.tmp, ignore_errors=True)
+        raise
+
+
+def _at_exit() -> None:
+    """Without the other ranks, which may be anywhere by now."""
+    write, _state["pending"] = _state["pending"], None
+    if write is None:
+        return
+    write.written.wait()
+    write.join(_EXIT)
+    write.stop.set()
+    write.join()
+    if write.error is not None or (write.rank == 0 and write.tmp.exists()):
+        why = write.failure() or (0, "not all ranks wrote their part")
+        print(f"error: checkpoint {write.path} was not saved: {why[1]}", file=sys.stderr)
+        shutil.rmtree(write.tmp, ignore_errors=True)
