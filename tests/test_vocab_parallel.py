@@ -1,6 +1,9 @@
-"""A head whose vocabulary is sharded over ranks gives what the whole head gives: gloo, 2 and 4 processes."""
+"""A head whose vocabulary is sharded over ranks gives what the whole head gives: gloo, 2 and 4 processes.
 
-import os
+The kernels of the GPU engines run in triton's interpreter here.
+"""
+
+import sys
 
 import pytest
 import torch
@@ -52,14 +55,14 @@ def outputs(h, w, y, bias, temperature, frozen=False, **options):
     return [x.detach() for x in out], [x.full_tensor() if isinstance(x, DTensor) else x for x in grads]
 
 
-def check(name, mesh):
+def check(name, mesh, engine):
     options = dict(CASES[name])
     frozen = options.pop("frozen", False)
     args, options = inputs(**options)
     want = outputs(*(x.clone() if isinstance(x, torch.Tensor) else x for x in args), frozen=frozen, **options)
     h, w, y, bias, temperature = args
     shard = lambda x: None if x is None else distribute_tensor(x, mesh, [Shard(0)])  # noqa: E731
-    got = outputs(h, shard(w), y, shard(bias), temperature, frozen=frozen, **options)
+    got = outputs(h, shard(w), y, shard(bias), temperature, frozen=frozen, engine=engine, **options)
     tol = 1e-12 if h.dtype == torch.float64 else 1e-5
     tol = 8e-3 if w.dtype == torch.bfloat16 else tol  # one rounding of dw
     torch.testing.assert_close(got, want, rtol=tol, atol=tol)
@@ -88,22 +91,34 @@ def bad(mesh):
     assert linear_logprob(h, rows, wrong).logp.isnan().tolist() == [True] + [False] * 8
 
 
-def work(rank, world, folder):
-    os.environ |= {"OMP_NUM_THREADS": "1"}
+def work(rank, world, folder, engine):
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     for name in CASES:
         try:
-            check(name, mesh)
+            check(name, mesh, engine)
         except Exception as error:
-            raise AssertionError(f"{name}, rank {rank} of {world}: {error}") from error
+            raise AssertionError(f"{name}, {engine}, rank {rank} of {world}: {error}") from error
     bad(mesh)
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_sharded_head_is_the_whole_head(world, tmp_path):
-    mp.start_processes(work, (world, str(tmp_path)), nprocs=world, start_method="spawn")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="triton has no builds for this system")
+
+
+@pytest.mark.parametrize(
+    ("world", "engine"),
+    [
+        (2, "streamed"),
+        (4, "streamed"),
+        pytest.param(2, "gemm", marks=linux),
+        pytest.param(4, "triton", marks=linux),
+    ],
+)
+def test_a_sharded_head_is_the_whole_head(world, engine, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # here: a process decides it while it imports
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    mp.start_processes(work, (world, str(tmp_path), engine), nprocs=world, start_method="spawn")

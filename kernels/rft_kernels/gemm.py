@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rft_kernels import rows as kernels
 from rft_kernels import tiles
+from rft_kernels.parallel import Shard
 
 _ROWS = 32768  # of a matrix product
 _COLUMNS = 1024  # slices of the vocabulary are multiples of this where they are larger
@@ -31,6 +32,7 @@ class Head(NamedTuple):
     inner: Tensor  # [R] 1 / temperature, or 1 / softcap; its type is that of the results
     outer: Tensor | None  # [R] softcap / temperature
     workspace: int  # bytes
+    shard: Shard | None = None  # of a vocabulary that is spread over ranks: w is its local rows
 
 
 class Tile(NamedTuple):
@@ -56,7 +58,7 @@ def head(
 
 def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor | None, ...]:
     """y [R] -> logp, entropy or None, lse, each [R], and dlogp/dh [R, D] or None. NaN for a bad label."""
-    y, run = y.contiguous(), tiles.start(head.inner)
+    y, run = local_labels(head, y), tiles.start(head.inner)
     # The sum of exp(z - top) w over all columns but the target's, kept up to date like run.total.
     pull = head.inner.new_zeros(head.h.shape) if unit else None
     for tile in _tiles(head, narrow=unit):
@@ -67,9 +69,13 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
         if pull is not None:
             kernels.rescale(pull[tile.rows], state.shrink)
             product(tile.narrow, tile.w, out=pull[tile.rows], add=True)
+    top = run.top
+    if head.shard is not None:
+        run = tiles.merge(run, y, head.shard)
     logp, lse = tiles.log_prob(run)
     if pull is not None:
-        pull = tiles.unit_gradient(pull, head.w, y, run.top, logp, lse).mul_(head.inner[:, None])
+        pull = tiles.unit_gradient(pull, head.w, y, top, logp, lse).mul_(head.inner[:, None])
+        pull = pull if head.shard is None else head.shard.sum(pull)
     return logp, tiles.entropy_of(run, logp) if entropy else None, lse, pull
 
 
@@ -77,7 +83,7 @@ def backward(
     head: Head, y: Tensor, cot: tiles.Cotangent, need: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of h [R, D], bias [V] (in the type of the results) and w [V, D] (its own), as needed."""
-    y = y.contiguous()
+    y = local_labels(head, y)
     cot = tiles.Cotangent(*(None if c is None else c.contiguous() for c in cot))
     unit = _row_unit(head, cot) if head.h.dtype == torch.float16 else None
     dh = head.inner.new_zeros(head.h.shape) if need[0] else None
@@ -95,7 +101,16 @@ def backward(
             _weight_grad(dw[tile.cols], tile, h, common)
         if db is not None:
             _bias_grad(db[tile.cols], tile, share, common)
-    return dh if dh is None or unit is None else dh.mul_(unit[:, None]), dw, db
+    if dh is not None and unit is not None:
+        dh.mul_(unit[:, None])
+    if dh is not None and head.shard is not None:
+        dh = head.shard.sum(dh)
+    return dh, dw, db
+
+
+def local_labels(head: Head, y: Tensor) -> Tensor:
+    """Labels y [R] as rows of head.w."""
+    return (y if head.shard is None else head.shard.local(y)).contiguous()
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
@@ -163,6 +178,8 @@ def _bias_grad(db: Tensor, tile: Tile, share: Tensor, common: Tensor | None) -> 
 def _tiles(head: Head, *, narrow: bool) -> Iterator[Tile]:
     """Slices of the logits, one after another in one buffer; narrow: with room for a rounded copy."""
     (tokens, width), vocabulary = head.h.shape, head.w.shape[0]
+    if not vocabulary:
+        return  # a rank that has no row of the head
     wide, thin = head.inner.dtype, head.h.dtype
     height, breadth = max(1, min(tokens, _ROWS)), _breadth(head, narrow)
     buffer = torch.empty(height * breadth, dtype=wide, device=head.h.device)

@@ -62,8 +62,7 @@ def linear_logprob(
     arrives through the entropy pays for the recomputation.
 
     The head may be sharded over its vocabulary: w (and bias) a DTensor with Shard(0) on one mesh axis, h and
-    y whole and the same on every rank. Then [T] numbers are reduced in the forward and dh in the backward,
-    by the streamed engine.
+    y whole and the same on every rank. Then [T] numbers are reduced in the forward and dh in the backward.
 
     Raises ValueError for shapes, types and options that do not fit. It does not average, mask or shift.
     """
@@ -89,7 +88,7 @@ def linear_logprob(
             entropy=entropy,
             save_unit=not lse,
             workspace=int(mb * 2**20),
-            engine="streamed" if shard else engines.pick(engine, h, w),
+            engine=engines.pick(engine, h, w),
             shard=shard,
         )
     return LogProb(out[0], out[1] if entropy else None, out[2] if lse else None)
@@ -133,8 +132,8 @@ def _check(
     _expect(softcap is None or softcap > 0, "softcap", "None or a number > 0", softcap)
     _expect(mb is None or mb > 0, "workspace_mb", "None or a number > 0", mb)
     engines.check(engine, h, also=("reference",))
-    fits = shard is None or engine in ("auto", "streamed")
-    _expect(fits, "engine", "'auto' or 'streamed' for a head that is sharded over ranks", repr(engine))
+    fits = shard is None or engine != "reference"
+    _expect(fits, "engine", "another one for a head that is sharded over ranks", repr(engine))
 
 
 def _expect(ok: bool, name: str, expected: str, got: object) -> None:

@@ -144,7 +144,10 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
     """y [R] -> logp, entropy or None, lse, each [R], and dlogp/dh [R, D] or None. NaN for a bad label."""
     if unit or head.h.shape[0] == 0 or not _fits(head):
         return gemm.forward(head, y, entropy=entropy, unit=unit)
-    run = _merge(_partial(head, y.contiguous(), entropy=entropy), entropy=entropy)
+    y = gemm.local_labels(head, y)
+    run = _merge(_partial(head, y, entropy=entropy), entropy=entropy)
+    if head.shard is not None:
+        run = tiles.merge(run, y, head.shard)
     logp, lse = tiles.log_prob(run)
     return logp, tiles.entropy_of(run, logp) if entropy else None, lse, None
 
