@@ -1,8 +1,9 @@
 """Reinforcement fine-tuning as pure functions over explicit state. `import rft_fn as rft`."""
 
 from rft_fn import (  # isort: skip
-    advantage, algorithm, check, ckpt, data, engine, log, logprob, loss, metric, modality, model, optim,
-    packing, plot, reward, reward_shaping, rng, scan, segment, strategy, testing, tree, types, weight,
+    advantage, algorithm, check, ckpt, data, dist, engine, faults, log, logprob, loss, metric, modality,
+    model, optim, packing, plot, reward, reward_shaping, rng, scan, segment, strategy, testing, tree, types,
+    weight,
 )  # fmt: skip
 from rft_fn.types import (  # isort: skip
     Engine, Experience, Media, Packed, Rollout, Sampling, Strategy, TokenOut, TrainState, Transform,
@@ -12,7 +13,7 @@ from rft_fn.types import (  # isort: skip
 __version__ = "0.1.0"
 __all__ = [
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
-    "Transform", "advantage", "algorithm", "check", "ckpt", "data", "engine", "experience", "log", "logprob",
-    "loss", "metric", "modality", "model", "optim", "packing", "plot", "reward", "reward_shaping", "rng",
-    "scan", "segment", "strategy", "testing", "tree", "types", "weight",
+    "Transform", "advantage", "algorithm", "check", "ckpt", "data", "dist", "engine", "experience", "faults",
+    "log", "logprob", "loss", "metric", "modality", "model", "optim", "packing", "plot", "reward",
+    "reward_shaping", "rng", "scan", "segment", "strategy", "testing", "tree", "types", "weight",
 ]  # fmt: skip

@@ -14,11 +14,12 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rft_fn import plot
+from rft_fn import dist, faults, plot
 from rft_fn.types import Rollout
 
 __all__ = ["Run", "cli", "error_line", "table", "track", "write_results"]
@@ -84,6 +85,7 @@ class Run:
         """
         self.folder, self.total, self.main = Path(folder), total, rank == 0
         self.pictures, self._plot_every = Path(log_dir or folder), plot_every
+        faults.keep(self.folder)
         self.config, self._free = _jsonable(config), {"out", *free}  # a folder may be moved
         self._trackers: list[Callable[[int, Mapping[str, float]], None]] = []
         self._bar: Any = None
@@ -91,6 +93,8 @@ class Run:
         self._lengths: list[int] = []
         self._start = 0
         self._clock = self._began = time.perf_counter()
+        if lines := dist.differences({"config": json.dumps(self.config, default=str)}):
+            raise ValueError(f"ranks: expected the same config on all: {lines[0]}")
         if self.main:
             self._claim()
             self.pictures.mkdir(parents=True, exist_ok=True)
@@ -320,11 +324,33 @@ def cli(main: Callable[[Any], None], config: type) -> None:
     """
     import tyro
 
-    parsed = tyro.cli(config)
+    guard(main, tyro.cli(config))
+
+
+def guard(main: Callable[[Any], None], config: Any) -> None:
+    """main(config), with errors as `cli` shows them."""
     try:
-        main(parsed)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+        main(config)
+    except (ValueError, OSError, ModuleNotFoundError, FloatingPointError) as error:
         if os.environ.get("RFT_FN_TRACEBACK"):
             raise
-        print(f"error: {error_line(error)}", file=sys.stderr)
-        sys.exit(2)
+        fail(error)
+    except RuntimeError as error:
+        if not faults.is_lost(error):
+            raise
+        if os.environ.get("RFT_FN_TRACEBACK"):
+            traceback.print_exc()
+        faults.leave(faults.blame())
+
+
+def fail(error: Exception) -> None:
+    """One line, and exit code 2. Ranks other than 0 wait before they speak: where all have the same to say,
+    rank 0 has said it, and torchrun has stopped them, by then."""
+    rank = dist.rank()
+    if rank:
+        time.sleep(3)
+    print(f"error{f' on rank {rank}' if rank else ''}: {error_line(error)}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    if dist.world() > 1:
+        os._exit(2)  # tidying up would wait for the others
+    sys.exit(2)

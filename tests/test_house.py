@@ -18,7 +18,7 @@ LAYERS = {
     0: "tree rng check types",
     1: "segment scan advantage weight loss reward_shaping logprob metric packing optim algorithm testing",
     2: "model modality reward data",
-    3: "dist strategy engine ckpt log plot",
+    3: "dist faults strategy engine ckpt log plot",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}
 FILES = sorted(p for p in (ROOT / "rft_fn").rglob("*.py") if p != ROOT / "rft_fn" / "__init__.py")
@@ -169,7 +169,7 @@ def load_script(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo", "ppo", "evaluate", "sweep"])
+@pytest.mark.parametrize("name", ["sft", "grpo", "ppo", "evaluate", "sweep", "replay"])
 def test_every_option_has_a_reader_and_a_line_of_help(name):
     source = (ROOT / "train_scripts" / f"{name}.py").read_text()
     for field in dataclasses.fields(load_script(name).Config):

@@ -1,8 +1,14 @@
 """Where a train step runs: a `Strategy` record for each backend, chosen by a config."""
 
+import sys
+from pathlib import Path
+
+from rft_fn import dist
 from rft_fn.strategy.config import StrategyConfig, add_arguments
 from rft_fn.strategy.local import local, unsupported
 from rft_fn.types import Strategy
+
+_ROOT = Path(__file__).resolve().parent.parent
 
 __all__ = ["Strategy", "StrategyConfig", "add_arguments", "get_fake_strategy", "get_strategy"]
 
@@ -25,10 +31,34 @@ def get_strategy(config: StrategyConfig | None = None) -> Strategy:
     if config.backend == "deepspeed":
         from rft_fn.strategy.deepspeed import deepspeed
 
-        return deepspeed(config)
+        return _agreed(deepspeed(config))
     from rft_fn.strategy.fsdp2 import fsdp2
 
-    return fsdp2(config)
+    return _agreed(fsdp2(config))
+
+
+def _agreed(strategy: Strategy) -> Strategy:
+    """The strategy, once all ranks have said that they run the same code with the same options."""
+    import torch
+    import transformers
+
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    code = {str(p.relative_to(_ROOT)): p.read_text() for p in sorted(_ROOT.rglob("*.py"))}
+    lines = dist.differences(
+        {
+            "strategy": repr(strategy.config),
+            "command": " ".join(sys.argv),
+            "script": Path(script).read_text() if script else "",
+            "versions": f"python {sys.version.split()[0]}, torch {torch.__version__}, transformers "
+            f"{transformers.__version__}",
+            **{f"rft_fn/{name}": text for name, text in code.items()},
+        }
+    )
+    if lines:
+        raise ValueError(
+            f"ranks: expected the same options and code on all, got {len(lines)} differences: {lines[0]}"
+        )
+    return strategy
 
 
 def get_fake_strategy() -> Strategy:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rft_fn import ckpt, dist, metric, tree
+from rft_fn import ckpt, dist, faults, metric, tree
 from rft_fn import model as model_lib
 from rft_fn.strategy import memory, step
 from rft_fn.strategy.config import StrategyConfig
@@ -168,7 +168,7 @@ def grad(
     sequence = apply.sequence
     packs = packs if sequence is None else sequence.exchange(packs)
     grads, mine = step.grad(state, apply.together, loss_fn, packs)
-    with dist.phase("metrics"):
+    with dist.phase(f"metrics of step {state.step + 1}"):
         parts = dist.share(
             tree.map(lambda x: x.cpu(), mine) if sequence is None or sequence.rank == 0 else {}
         )
@@ -189,6 +189,7 @@ def fsdp2(config: StrategyConfig) -> Strategy:
     """The Strategy of FSDP2 over the processes that torchrun started, with sequence parallelism where
     asked."""
     dist.begin(config.timeout)
+    faults.watch(config.timeout)
     meshes(config)  # sizes that do not fit are said now
     device = (
         torch.device("cuda", torch.cuda.current_device())
@@ -196,6 +197,7 @@ def fsdp2(config: StrategyConfig) -> Strategy:
         else torch.device("cpu")
     )
     update = partial(step.update, max_skips=config.max_skips, host=config.adam_offload)
+    guarded_grad, guarded_update = step.guarded(grad, update, export)
     return Strategy(
         init=partial(init, config),
         bind=partial(bind, config),
@@ -204,8 +206,8 @@ def fsdp2(config: StrategyConfig) -> Strategy:
         ],
         gather=dist.gather,
         all_reduce=dist.all_reduce,
-        grad=grad,
-        update=update,
+        grad=guarded_grad,
+        update=guarded_update,
         export=export,
         save_pretrained=partial(model_lib.save, write=dist.is_main()),
         save=ckpt.save,

@@ -1,6 +1,7 @@
 """One process, one plain module: the reference for every other backend."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,16 +65,16 @@ def local(config: StrategyConfig | None = None) -> Strategy:
     """The Strategy of one process: real code on one device and no mocks."""
     config = config or StrategyConfig()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    update = partial(step.update, max_skips=config.max_skips, host=config.adam_offload)
+    grad, update = step.guarded(step.grad, update, export)
     return Strategy(
         init=lambda module, tx, **options: init(config, module, tx, **options),
         bind=lambda module, **options: bind(config, module, **options),
         shard=lambda exp, budget, **options: shard(config, exp, budget, **options)[0],
         gather=lambda x: x,
         all_reduce=dist.all_reduce,
-        grad=step.grad,
-        update=lambda state, grads: step.update(
-            state, grads, max_skips=config.max_skips, host=config.adam_offload
-        ),
+        grad=grad,
+        update=update,
         export=export,
         save_pretrained=model_lib.save,
         save=ckpt.save,

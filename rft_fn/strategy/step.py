@@ -1,15 +1,15 @@
 """Gradients and updates, the same on every backend whose parameters are tensors (plain ones or DTensors)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rft_fn import dist, metric, optim, tree
+from rft_fn import dist, faults, metric, optim, tree
 from rft_fn.types import Apply, LossFn, Packed, TokenOut, TrainState, Transform
 
-__all__ = ["grad", "loss_and_metrics", "move_opt", "optimizer", "update"]
+__all__ = ["grad", "guarded", "loss_and_metrics", "move_opt", "optimizer", "update"]
 
 
 def loss_and_metrics(loss_fn: LossFn, out: TokenOut, pack: Packed) -> tuple[Tensor, dict]:
@@ -69,9 +69,9 @@ def grad(
         p.grad = None
     for pack in packs:
         pack = tree.map(lambda x: x.to(device), pack)
-        with dist.phase("forward"):
+        with dist.phase(f"forward of step {state.step + 1}"):
             total, more = loss_and_metrics(loss_fn, apply(state.params, pack), pack)
-        with dist.phase("backward"):
+        with dist.phase(f"backward of step {state.step + 1}"):
             if total.requires_grad:
                 total.backward()
         metrics = metric.merge(metrics, more)
@@ -94,12 +94,13 @@ def update(
     raises.
 
     Gradients with a NaN or an inf change nothing but the counts, and are `grad/skipped`; after `max_skips` of
-    them in a row FloatingPointError. With `host` the optimizer state is in host memory and steps there.
+    them in a row faults.NonFinite. With `host` the optimizer state is in host memory and steps there.
     """
-    norm = optim.global_norm(grads)
+    with dist.phase(f"update of step {state.step + 1}"):
+        norm = optim.global_norm(grads)
     finite, opt = bool(torch.isfinite(norm)), state.opt
     if not finite and state.skipped + 1 >= max_skips:
-        raise FloatingPointError(
+        raise faults.NonFinite(
             f"gradients: expected finite ones, got a norm of {float(norm)} in {state.skipped + 1} updates "
             f"in a row (step {state.step + 1})"
         )
@@ -113,6 +114,42 @@ def update(
     new = tree.map(lambda x: x, new)  # fresh containers: the old ones are closed now
     tree.donate(state, grads)
     return new, {"grad/norm": metric.sum(norm), "grad/skipped": metric.sum(torch.tensor(float(not finite)))}
+
+
+Grad = Callable[..., tuple[Any, dict]]
+
+
+def guarded(grad: Grad, update: Callable, export: Callable) -> tuple[Grad, Callable]:
+    """`grad` and `update`, such that an update that raises faults.NonFinite leaves the sequence at fault and
+    the weights in a folder that the error names."""
+    last: dict[int, tuple] = {}  # by model: what its gradients were made of
+
+    def name(state: TrainState) -> int:
+        return id(next(iter(state.params.values())))
+
+    def remembered(state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]) -> Any:
+        last[name(state)] = (apply, loss_fn, packs)
+        return grad(state, apply, loss_fn, packs)
+
+    def safe(state: TrainState, grads: Any) -> Any:
+        try:
+            return update(state, grads)
+        except faults.NonFinite as error:
+            if name(state) not in last:
+                raise
+            apply, loss_fn, packs = last[name(state)]
+            norm = lambda some: optim.global_norm(grad(state, apply, loss_fn, some)[0])  # noqa: E731
+            offender = faults.first_offender(lambda some: not bool(torch.isfinite(norm(some))), packs)
+            weights = {n: x.detach().cpu().clone() for n, x in export(state)}
+            folder = faults.write(state, offender, weights)
+            what = (
+                "no sequence alone has such a gradient, the weights are"
+                if offender is None
+                else ("the first sequence with such a gradient is")
+            )
+            raise faults.NonFinite(f"{error}; {what} in {folder}: look at it with replay.py") from None
+
+    return remembered, safe
 
 
 def move_opt(state: TrainState, device: str | torch.device) -> TrainState:

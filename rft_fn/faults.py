@@ -1,0 +1,209 @@
+"""When something breaks: which process is gone and what it did last, and which sequence is not finite."""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from rft_fn import dist, tree
+from rft_fn.types import Packed, TrainState
+
+__all__ = ["NonFinite", "blame", "first_offender", "is_lost", "keep", "load", "watch"]
+
+LOST = 3  # exit code of a process that lost others
+_SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "broken pipe", "socket", "tcpstore")
+_watch: dict[str, Any] = {"beats": None, "folder": Path(".")}
+
+
+class NonFinite(FloatingPointError):
+    """Gradients were not finite in too many updates in a row."""
+
+
+class Beats:
+    """Each process writes what it does into the store of the group once a second, and reads the others'.
+
+    It has a client of its own, for a thread of its own: the main thread may be waiting in the other one.
+    """
+
+    def __init__(self, timeout: float):
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        wait = timedelta(seconds=min(timeout, 30))
+        self.store = torch_dist.TCPStore(address, port, is_master=False, timeout=wait)
+        self.key = f"rft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        self.timeout, self.count = timeout, 0
+        self.heard = {r: (time.monotonic(), "start", "") for r in range(dist.world()) if r != dist.rank()}
+
+    def beat(self) -> None:
+        """Write this process's own, read all others'."""
+        self.count += 1
+        self.store.set(f"{self.key}/{dist.rank()}", f"{self.count} {dist.current_phase()}")
+        for r, (_, phase, last) in list(self.heard.items()):
+            key = f"{self.key}/{r}"
+            now = self.store.get(key).decode() if self.store.check([key]) else last
+            if now != last:
+                phase = now.partition(" ")[2]
+                self.heard[r] = (time.monotonic(), phase, now)
+
+    def silent(self, seconds: float) -> list[tuple[int, float, str]]:
+        """(rank, seconds, its last phase) of the processes not heard of for so long."""
+        now = time.monotonic()
+        return [(r, now - t, phase) for r, (t, phase, _) in self.heard.items() if now - t > seconds]
+
+    def run(self) -> None:
+        while True:
+            try:
+                self.beat()
+            except RuntimeError:  # the store went with the process that held it: the main thread will notice
+                return
+            if self.silent(self.timeout):
+                leave(blame(0))
+            time.sleep(min(1.0, self.timeout / 5))
+
+
+def watch(timeout: float) -> None:
+    """Begin to listen to the other processes; one that is silent for `timeout` [s] ends this one, with a line
+    that names it. Nothing for a single process, or where no store can be reached."""
+    if dist.world() == 1 or _watch["beats"] is not None or "MASTER_PORT" not in os.environ:
+        return
+    try:
+        _watch["beats"] = Beats(timeout)
+    except (RuntimeError, ValueError):
+        return
+    threading.Thread(target=_watch["beats"].run, daemon=True, name="rft_fn beats").start()
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says that other processes are gone."""
+    text = str(error).lower()
+    return dist.world() > 1 and isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS)
+
+
+def blame(patience: float = 4.0) -> str:
+    """One line: who is gone, what it did last, and what this process did. Waits `patience` [s] first, in
+    which whoever is alive is heard."""
+    here = f"rank {dist.rank()} was in {dist.current_phase()}"
+    remedy = "the same command goes on from the last checkpoint (torchrun --max-restarts does so by itself)"
+    time.sleep(patience)
+    beats = _watch["beats"]
+    gone = beats.silent(min(max(patience - 1, 0.5), beats.timeout)) if beats else []
+    if not gone:
+        return f"lost other processes; {here}; {remedy}"
+    who = ", ".join(f"rank {r} (last in {phase}, {age:.0f} s ago)" for r, age, phase in gone)
+    return f"lost {who}; {here}; {remedy}"
+
+
+def leave(line: str) -> None:
+    """Print the line and end this process at once: tidying up would wait for the others."""
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(LOST)
+
+
+def _singles(packs: Sequence[Packed]) -> list[Packed]:
+    """Each sequence as a pack of its own."""
+    out = []
+    for b in packs:
+        for k in range(b.num_seqs):
+            mine = b.seq == k
+            part = tree.map(lambda x: x[mine], tree.replace(b, media=None))  # noqa: B023
+            rows, media = b.rows[k : k + 1], None if b.media is None else b.media.take([k])
+            out.append(tree.replace(part, seq=torch.zeros_like(part.seq), num_seqs=1, rows=rows, media=media))
+    return out
+
+
+def _silent_pack(b: Packed) -> Packed:
+    """A pack that adds nothing: its first token, masked, with finite data."""
+    part = tree.map(lambda x: torch.zeros_like(x[:1]), tree.replace(b, media=None))
+    media = None if b.media is None else b.media.take([])
+    return tree.replace(part, tokens=b.tokens[:1], num_seqs=1, rows=(), media=media)
+
+
+def _smallest(count: int, bad: Callable[[int], bool]) -> int | None:
+    """The smallest n <= count with bad(n), if bad stays so once it is; None if bad(count) is not."""
+    if not bad(count):
+        return None
+    low, high = 0, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if bad(middle) else (middle, high)
+    return high
+
+
+def first_offender(
+    probe: Callable[[Sequence[Packed]], bool], packs: Sequence[Packed]
+) -> tuple[int, Packed] | None:
+    """(rank, pack of one sequence): the first sequence whose gradient is not finite, in the order of ranks,
+    packs and sequences; None if none is alone. Called by all ranks alike; the result is the same on each.
+
+    `probe(packs)` says on every rank whether the summed gradient of these packs of all ranks is not finite.
+    By bisection: a NaN in a sum stays.
+    """
+    found: tuple[int, Packed] | None = None
+    parts: list[Packed] = list(packs)
+    for cut in (lambda x: list(x), _singles):
+        parts = cut(parts)
+        counts = dist.share(len(parts))
+        starts = [sum(counts[:r]) for r in range(len(counts))]
+        start, most = starts[dist.rank()], max(counts)
+
+        def bad(n: int) -> bool:
+            mine = [b if start + i < n else _silent_pack(b) for i, b in enumerate(parts)]  # noqa: B023
+            return probe(mine + [_silent_pack(packs[0])] * (most - len(mine)))  # noqa: B023
+
+        n = _smallest(sum(counts), bad)
+        if n is None:
+            return None
+        owner = max(r for r, s in enumerate(starts) if s < n)
+        one = [parts[n - 1 - start]] if owner == dist.rank() else []
+        found = (owner, dist.share(tree.map(lambda x: x.cpu(), one))[owner][0])
+        parts = one
+    return found
+
+
+def keep(folder: str | Path) -> None:
+    """Where the files of a fault go: the folder of the run."""
+    _watch["folder"] = Path(folder)
+
+
+def write(state: TrainState, offender: tuple[int, Packed] | None, weights: dict[str, Tensor]) -> Path:
+    """fault_STEP/: the offending sequence, the weights that it met, and what is known, for `load`."""
+    from safetensors.torch import save_file
+
+    folder = _watch["folder"] / f"fault_{state.step + 1:08d}"
+    if not dist.is_main():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    about: dict[str, Any] = {"step": state.step + 1, "rank": None, "row": None}
+    if offender is not None:
+        rank, pack = offender
+        about |= {"rank": rank, "row": pack.rows[0] if pack.rows else None, "num_seqs": pack.num_seqs}
+        named = {n: x.contiguous() for n, x in tree.leaves_with_path(tree.replace(pack, media=None))}
+        save_file(named, folder / "sequence.safetensors")
+    save_file({n: x.contiguous() for n, x in weights.items()}, folder / "weights.safetensors")
+    (folder / "fault.json").write_text(json.dumps(about) + "\n")
+    return folder
+
+
+def load(folder: str | Path) -> tuple[Packed, dict[str, Tensor], dict[str, Any]]:
+    """(the sequence as a pack, the weights by name, what is known) of a folder that a fault left. ValueError
+    for a folder without a sequence."""
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    if not (folder / "sequence.safetensors").is_file():
+        raise ValueError(f"fault: expected a folder fault_STEP with sequence.safetensors, got {folder}")
+    flat, extra = load_file(folder / "sequence.safetensors"), {}
+    for name in [n for n in flat if n.startswith("extra/")]:
+        extra[name.removeprefix("extra/")] = flat.pop(name)
+    about = json.loads((folder / "fault.json").read_text())
+    pack = Packed(**flat, extra=extra or None, num_seqs=1, rows=())
+    return pack, load_file(folder / "weights.safetensors"), about

@@ -1,0 +1,172 @@
+"""Faults: a process that is killed or stopped, ranks that disagree, gradients that are not finite."""
+
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import conformance
+import pytest
+import ranks
+import tiny
+import torch
+
+import rft_fn as rft
+from rft_fn import faults, packing, tree
+from rft_fn.strategy import StrategyConfig, get_strategy
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def forever(rank, folder, timeout):
+    """Steps without end, with a mark after each."""
+
+    def main(config):
+        st = get_strategy(config)
+        apply, state = st.init(tiny.llama(), conformance.adamw())
+        while True:
+            packs = st.shard(conformance.experience(state.step, dtype=torch.float32), 40)
+            grads, _ = st.grad(state, apply, conformance.loss_fn, packs)
+            state, _ = st.update(state, grads)
+            Path(folder, f"mark{rank}").write_text(str(state.step))
+
+    rft.log.guard(main, StrategyConfig(timeout=timeout))
+
+
+@pytest.mark.parametrize("how, timeout", [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 5.0)])
+def test_a_lost_process_is_named_and_nobody_hangs(tmp_path, how, timeout):
+    world = 3 if how == signal.SIGKILL else 2
+    processes = ranks.start(world, "test_faults:forever", str(tmp_path), timeout, folder=tmp_path)
+    try:
+        end = time.monotonic() + 120
+        while not all((tmp_path / f"mark{r}").exists() for r in range(world)):
+            assert time.monotonic() < end, (tmp_path / "log0").read_text()
+            time.sleep(0.1)
+        time.sleep(2)  # the watch has heard of everyone
+        processes[1].send_signal(how)
+        began = time.monotonic()
+        codes = [processes[r].wait(timeout=40) for r in range(world) if r != 1]
+        assert time.monotonic() - began < 30
+    finally:
+        for p in processes:
+            p.kill()
+    assert codes == [faults.LOST] * (world - 1)
+    for r in (r for r in range(world) if r != 1):
+        line = (tmp_path / f"log{r}").read_text().strip().splitlines()[-1]
+        want = r"error: lost rank 1 \(last in \w+ of step \d+, \d+ s ago\); "
+        want += rf"rank {r} was in .*; the same command"
+        assert re.match(want, line), line
+
+
+def disagree(rank, what):
+    if what == "options":
+        return message(lambda: get_strategy(StrategyConfig(max_skips=5 + rank)))
+    if what == "command":
+        kept, sys.argv = sys.argv, ["train.py", f"--lr={rank}"]
+        found = message(lambda: get_strategy(StrategyConfig()))
+        sys.argv = kept
+        return found
+    get_strategy(StrategyConfig())
+    return message(lambda: rft.log.Run("unused", {"lr": rank}, total=1, rank=rank))
+
+
+def message(f):
+    try:
+        f()
+    except ValueError as error:
+        return str(error)
+
+
+def disagreements(rank):
+    return [disagree(rank, what) for what in ("options", "command", "config")]
+
+
+def test_ranks_that_disagree_are_refused():
+    for options, command, config in ranks.run(2, "test_faults:disagreements"):
+        assert "strategy: rank 0 has StrategyConfig" in options and "rank 1 has" in options
+        assert command.endswith(
+            "1 differences: command: rank 0 has train.py --lr=0, rank 1 has train.py --lr=1"
+        )
+        assert 'config: rank 0 has {"lr": 0}, rank 1 has {"lr": 1}' in config
+    assert not Path("unused").exists()
+
+
+def spoilt(step, row):
+    exp = conformance.experience(step, dtype=torch.float32)
+    exp.adv[row] = exp.adv[row] * (torch.nan if step >= 2 else 1)
+    return exp
+
+
+def not_finite(rank, folder, world_options):
+    """Three updates without finite gradients in a row; the message, the step and the weights at the end."""
+    st = get_strategy(StrategyConfig(max_skips=3, **world_options))
+    faults.keep(folder)
+    apply, state = st.init(tiny.llama(), conformance.adamw())
+    weights = None
+    for i in range(9):
+        packs = st.shard(spoilt(i, row=5), 40)
+        grads, _ = st.grad(state, apply, conformance.loss_fn, packs)
+        if i == 2:
+            weights = {n: x.clone() for n, x in st.export(state)}
+        try:
+            state, metrics = st.update(state, grads)
+        except faults.NonFinite as error:
+            return str(error), i, weights
+        assert float(metrics["grad/skipped"].value()) == (i >= 2)
+
+
+@pytest.mark.parametrize("world, options", [(1, {}), (2, {}), (2, {"sp_size": 2})])
+def test_the_first_offending_sequence_is_kept(tmp_path, world, options):
+    run = (
+        (lambda *a: [not_finite(0, *a)])
+        if world == 1
+        else (lambda *a: ranks.run(2, "test_faults:not_finite", *a))
+    )
+    results = run(str(tmp_path), options)
+    for text, step, _ in results:
+        assert step == 4 and "nan in 3 updates in a row (step 5); the first sequence" in text
+    weights = results[0][2]
+    pack, kept, about = faults.load(tmp_path / "fault_00000005")
+    assert about["step"] == 5 and about["row"] == 5
+    want = packing.pack(spoilt(4, 5), [5])
+    assert torch.equal(pack.tokens, want.tokens) and torch.equal(pack.target, want.target)
+    assert torch.equal(pack.adv, want.adv) or bool(pack.adv.isnan().any())
+    assert kept.keys() == weights.keys() and all(torch.equal(kept[n], weights[n]) for n in kept)
+
+
+def test_the_smallest_prefix():
+    for count in (1, 2, 7, 64):
+        for at in range(1, count + 1):
+            assert faults._smallest(count, lambda n: n >= at) == at  # noqa: B023
+        assert faults._smallest(count, lambda n: False) is None
+
+
+def test_a_pack_splits_into_its_sequences():
+    exp = conformance.experience(0)
+    for one, row in zip(faults._singles([packing.pack(exp, [2, 4]), packing.pack(exp, [1])]), (2, 4, 1)):
+        want = packing.pack(exp, [row])
+        assert one.rows == (row,) and one.num_seqs == 1
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(one), tree.leaves(want)))
+
+
+def test_replay_shows_what_is_not_finite(tmp_path, capsys):
+    from test_house import load_script
+
+    tiny.llama().save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    not_finite(0, str(tmp_path), {})
+    replay = load_script("replay")
+    fault = str(tmp_path / "fault_00000005")
+    replay.main(replay.Config(fault=fault, model=str(tmp_path / "model")))
+    out = capsys.readouterr().out
+    assert "step 5, rank 0, row 5:" in out and "weights: all finite" in out
+    assert "gradients: not finite in" in out and "<- not finite" in out
+    with pytest.raises(ValueError, match=r"model: expected one, there is no .*config.json that names it"):
+        replay.main(replay.Config(fault=fault))
+    with pytest.raises(ValueError, match=r"expected weights of .*, got .*is it a critic's"):
+        replay.main(replay.Config(fault=fault, model="tiny", critic=True))
+    with pytest.raises(
+        ValueError, match=r"fault: expected a folder fault_STEP with sequence.safetensors, got"
+    ):
+        replay.main(replay.Config(fault=str(tmp_path), model="tiny"))
