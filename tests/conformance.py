@@ -129,8 +129,9 @@ def ppo(st, dtype):
 
 
 def reference(st, dtype):
-    """A KL term to a frozen model, which is scored before each step."""
-    ref, params = st.bind(tiny.llama(9, dtype=dtype))
+    """A KL term to a frozen model, sharded over fewer processes than the policy, which is scored before each
+    step."""
+    ref, params = st.bind(tiny.llama(9, dtype=dtype), shard_size=st.config.sp_size)
     apply, state = st.init(tiny.llama(dtype=dtype), adamw())
     with_kl = lambda out, b: loss_fn(out, b)[0] + 0.1 * rft.loss.kl(out.logp, b.ref_logp)  # noqa: E731
     for i in range(2):
@@ -281,8 +282,8 @@ def trees(st, dtype):
 CASES = {
     f.__name__: f
     for f in (
-        grpo, untied, budgets, checkpointing, whole_logits, lora, ppo, reference, average, skipped, own, files,
-        options, narrow, unfilled, trees,
+        grpo, untied, budgets, checkpointing, whole_logits, lora, ppo, reference, average, skipped, own,
+        files, options, narrow, unfilled, trees,
     )
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ functions on the same names. Gradients are summed over ranks, never averaged: th
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -39,16 +39,21 @@ def meshes(config: StrategyConfig, shard_size: int = 0) -> tuple[DeviceMesh, Seq
             f"shard_size: expected a divisor of the {world} processes and a multiple of sp_size {sp}, "
             f"got {size}"
         )
+    return _meshes(device, world // size, size // sp, sp)
+
+
+@cache
+def _meshes(device: str, replicate: int, shard: int, sp: int) -> tuple[DeviceMesh, SequenceAxis | None]:
+    """Made once, for each mesh has process groups of its own."""
     sequence = None
     if sp > 1:
-        whole = init_device_mesh(
-            device, (world // size, size // sp, sp), mesh_dim_names=("replicate", "shard", "sequence")
+        names = ("replicate", "shard", "sequence")
+        sequence = SequenceAxis(
+            init_device_mesh(device, (replicate, shard, sp), mesh_dim_names=names)["sequence"]
         )
-        sequence = SequenceAxis(whole["sequence"])
-    names = ("replicate", "shard")
-    if size == world:
-        return init_device_mesh(device, (world,), mesh_dim_names=names[1:]), sequence
-    return init_device_mesh(device, (world // size, size), mesh_dim_names=names), sequence
+    if replicate == 1:
+        return init_device_mesh(device, (shard * sp,), mesh_dim_names=("shard",)), sequence
+    return init_device_mesh(device, (replicate, shard * sp), mesh_dim_names=("replicate", "shard")), sequence
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
