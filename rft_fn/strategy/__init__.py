@@ -5,12 +5,22 @@ from pathlib import Path
 
 from rft_fn import dist
 from rft_fn.strategy.config import StrategyConfig, add_arguments
+from rft_fn.strategy.forecast import Estimate, estimate, preflight
 from rft_fn.strategy.local import local, unsupported
 from rft_fn.types import Strategy
 
 _ROOT = Path(__file__).resolve().parent.parent
 
-__all__ = ["Strategy", "StrategyConfig", "add_arguments", "get_fake_strategy", "get_strategy"]
+__all__ = [
+    "Estimate",
+    "Strategy",
+    "StrategyConfig",
+    "add_arguments",
+    "estimate",
+    "get_fake_strategy",
+    "get_strategy",
+    "preflight",
+]
 
 
 def get_strategy(config: StrategyConfig | None = None) -> Strategy:
