@@ -71,6 +71,7 @@ SHAPES = [
     (6, 90, 1000),
     (6, 16, 1100),
     (3, 4, 32001),
+    (2, 3, 151936),
     (0, 8, 40),
     (1, 8, 40),
     (127, 8, 130),
@@ -121,13 +122,33 @@ def test_float32_tolerance(seed, sharpness, scale):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_types_are_only_rounded_at_the_ends(dtype):
-    h, w, y, g = problem(65, 90, 700, dtype=dtype, sharpness=3)
+@pytest.mark.parametrize("sharpness", [0.5, 4.0, 30.0])
+def test_narrow_types_are_only_rounded_at_the_ends(dtype, sharpness):
+    """At every sharpness, up to p > 0.999; no row's gradient is much worse than the norm of all."""
+    h, w, y, g = problem(65, 90, 700, dtype=dtype, sharpness=sharpness)
+    y = (h.double() @ w.double().T).argmax(1) if sharpness > 3 else y
     got, want = run(h, w, y, g, workspace_mb=TINY), definition(h, w, y, g)
+    assert (np.exp(want[0]).max() > 0.999) == (sharpness == 30)
     assert [x.dtype for x in got] == [torch.float32] * 3 + [dtype] * 2
     assert_close(got[:3], want[:3], 1e-4)
     for x, r in zip(got[3:], want[3:], strict=True):
         assert np.linalg.norm(x.double().numpy() - r) <= 4e-3 * np.linalg.norm(r)
+    rows = np.linalg.norm(got[3].double().numpy() - want[3], axis=1)
+    assert (rows <= 1e-2 * np.linalg.norm(want[3], axis=1)).all()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_nearly_certain_policy_in_bfloat16(frozen):
+    """With 1 - p formed from a rounded p, the gradient of such a row has no correct digit."""
+    h, w, _, g = problem(65, 90, 700, dtype=torch.bfloat16, sharpness=30)
+    y, zero = (h.double() @ w.double().T).argmax(1), torch.zeros(65).double()
+    want = definition(h, w, y, [g[0], zero, zero])
+    logp, dh = gradient_of_logp(h, w, y, g[0], frozen=frozen, workspace_mb=TINY)
+    certain = np.exp(want[0]) > 0.999
+    assert certain.sum() > 5
+    np.testing.assert_allclose(logp, want[0], atol=1e-4)
+    error = np.linalg.norm(dh.double().numpy() - want[3], axis=1)
+    assert (error <= 1e-2 * np.linalg.norm(want[3], axis=1))[certain].all()
 
 
 def test_mixed_types_and_label_types():
@@ -308,14 +329,20 @@ def test_reruns_are_equal_to_the_bit_and_slices_do_not_matter(options):
             torch.testing.assert_close(x, r, rtol=2e-6, atol=2e-6 * max(1, r.abs().max().item()))
 
 
+def misaligned(x):
+    """The same numbers, from one element after an aligned address on."""
+    return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+
+
 def test_non_contiguous_and_sliced_inputs():
     h, w, y, g = problem(12, 8, 150)
     want = run(h, w, y, g, workspace_mb=TINY)
     wide = torch.stack([h, h * 0], 2).flatten(1)[:, ::2]
     parent = torch.cat([w, w], 1)[:, 8:]
     labels = torch.stack([y, y], 1)[:, 1]
-    for views in ((h.T.contiguous().T, w.T.contiguous().T, y), (wide, parent, labels)):
-        assert not views[0].is_contiguous() and not views[1].is_contiguous()
+    strided = [(h.T.contiguous().T, w.T.contiguous().T, y), (wide, parent, labels)]
+    assert not any(x.is_contiguous() for views in strided for x in views[:2])
+    for views in (*strided, [misaligned(x) for x in (h, w, y)]):
         leaves = [x.detach().requires_grad_() for x in views[:2]]
         out = linear_logprob(*leaves, views[2], entropy=True, lse=True, workspace_mb=TINY)
         grads = torch.autograd.grad([x.double() for x in out], leaves, g)

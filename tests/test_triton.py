@@ -132,6 +132,36 @@ def test_torch_checks_the_gradient_of_given_logits():
     assert torch.autograd.gradcheck(f, (z,)) and torch.autograd.gradgradcheck(f, (z,))
 
 
+def test_given_logits_on_the_meta_device_have_shapes():
+    z = torch.empty(5, 70, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    out = logits_logprob(z, torch.empty(5, dtype=torch.long, device="meta"), entropy=True)
+    (out.logp + out.entropy).sum().backward()
+    assert [x.shape for x in out] == [(5,)] * 2 and (z.grad.shape, z.grad.dtype) == (z.shape, z.dtype)
+
+
+def test_given_logits_save_nothing_that_nobody_needs():
+    sizes, z, y = [], torch.randn(5, 70, requires_grad=True), torch.arange(5)
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x)
+    with keep, torch.no_grad():
+        logits_logprob(z, y, entropy=True)
+    with keep:
+        logits_logprob(z.detach(), y, entropy=True)
+    assert sizes == []
+    with keep:
+        logits_logprob(z, y, entropy=True)
+    assert sorted(sizes) == [5, 5, 5, 5, 5, z.numel()]
+
+
+def test_autocast_changes_nothing_on_given_logits():
+    z, y = torch.randn(5, 70, generator=torch.Generator().manual_seed(0)).requires_grad_(), torch.arange(5)
+    found = []
+    for on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            out = logits_logprob(z, y, entropy=True)
+            found.append([*out, *torch.autograd.grad(out.logp.sum() + out.entropy.sum(), z)])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_logits_that_were_overwritten_cannot_be_differentiated_again():
     z = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
     out = logits_logprob(z * 1, torch.tensor([0, 6, 3, -100]), inplace_backward=True).logp.sum()
