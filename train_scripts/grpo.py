@@ -78,6 +78,7 @@ def main(cfg: Config) -> None:
     schedule = rft.optim.warmup_linear(cfg.lr, cfg.warmup * updates, total, floor=cfg.lr_end)
     tx = rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), rft.optim.adamw(schedule))
     tx = rft.optim.chain(tx, rft.optim.ema(cfg.ema)) if cfg.ema else tx
+    st.print(rft.strategy.preflight(st, (module, tx), *[(module, None)] * bool(cfg.kl), budget=cfg.budget))
     apply, state = st.init(module, tx, sampling=sampling, entropy=True)
     ref = st.bind(load(cfg.model), sampling=sampling) if cfg.kl else None
     eng = rft.engine.get_engine(cfg.strategy.engine, cfg.model, tokenizer)

@@ -155,6 +155,12 @@ def main(cfg: Config) -> None:
     valuer = rft.model.load_critic(cfg.critic or cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
     ema = [rft.optim.ema(cfg.ema)] if cfg.ema else []
     tx = optimizer(cfg, cfg.lr, max(cfg.steps - cfg.freeze_actor_steps, 0), *ema)
+    models = (
+        (module, tx),
+        (valuer, optimizer(cfg, cfg.critic_lr, cfg.steps)),
+        *[(module, None)] * bool(cfg.kl),
+    )
+    st.print(rft.strategy.preflight(st, *models, budget=cfg.budget, length=cfg.max_prompt + cfg.max_new))
     apply, actor = st.init(module, tx, sampling=sampling, entropy=True)
     value_of, critic = st.init(valuer, optimizer(cfg, cfg.critic_lr, cfg.steps))
     ref = st.bind(load(cfg.model), sampling=sampling) if cfg.kl else None

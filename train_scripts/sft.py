@@ -49,6 +49,7 @@ def main(cfg: Config) -> None:
     module = rft.model.load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing, meta=st.world > 1)
     schedule = rft.optim.warmup_linear(cfg.lr, cfg.warmup, max(cfg.steps, cfg.warmup), floor=cfg.lr_end)
     tx = rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), rft.optim.adamw(schedule))
+    st.print(rft.strategy.preflight(st, (module, tx), budget=cfg.budget, engine=False))
     apply, state = st.init(module, tx)
     if saved := rft.ckpt.latest(run.checkpoints):
         state, _ = st.restore(saved, state)

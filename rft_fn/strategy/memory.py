@@ -21,7 +21,8 @@ def report(prefix: str = "") -> dict[str, int]:
 
         pages = int(open("/proc/self/statm").read().split()[1]) if dist.linux() else 0  # noqa: SIM115
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        found = {"resident": pages * resource.getpagesize(), "peak": peak}
+        resident = pages * resource.getpagesize()
+        found = {"resident": resident, "peak": max(peak, resident)}  # the kernel counts its peak in batches
     most = dist.all_reduce(found, "max")
     if dist.is_main():
         text = ", ".join(f"{name} {n / 2**30:.2f} GiB" for name, n in most.items())
