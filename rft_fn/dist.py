@@ -7,6 +7,8 @@ over gloo also where gradients travel over NCCL.
 import atexit
 import hashlib
 import os
+import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,7 +33,7 @@ __all__ = [
     "world",
 ]
 
-_state: dict[str, Any] = {"phase": "start"}
+_state: dict[str, Any] = {"phase": "start", "session": ""}
 
 
 def begin(timeout: float) -> None:
@@ -44,11 +46,51 @@ def begin(timeout: float) -> None:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
+    wait, mine, size = timedelta(seconds=timeout), rank(), started()
     if "RANK" not in os.environ:
-        options |= {"store": torch_dist.HashStore(), "rank": 0, "world_size": 1}
-    torch_dist.init_process_group(backend, **options)
+        store: Any = torch_dist.HashStore()
+    else:
+        # one of torchrun's agents holds the store, unless nobody has set up one: then rank 0 does
+        master = mine == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = client(timeout, is_master=master, world_size=size)
+        _state["session"] = _session(store, mine, size, timeout)
+        store = torch_dist.PrefixStore(_state["session"], store)
+    torch_dist.init_process_group(backend, store=store, rank=mine, world_size=size, timeout=wait)
     atexit.register(_end)
+
+
+def client(timeout: float, **options: Any) -> Any:
+    """A connection to the store of the group, at MASTER_ADDR and MASTER_PORT."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    options = {"is_master": False, "timeout": timedelta(seconds=timeout)} | options
+    return torch_dist.TCPStore(address, port, **options)
+
+
+def _session(store: Any, mine: int, size: int, timeout: float) -> str:
+    """A name that all processes of this start share, and no earlier start had: a restarted group that read
+    the addresses which the killed one left in the store would connect to nobody.
+
+    Each process says a number of its own; rank 0 names the session by all numbers that it sees, until
+    everybody has answered to that name.
+    """
+    end, nonce = time.monotonic() + timeout, uuid.uuid4().hex
+    store.set(f"rft/hello/{mine}", nonce)
+    read = lambda key: store.get(key).decode() if store.check([key]) else ""  # noqa: E731
+    while time.monotonic() < end:
+        if mine == 0:
+            said = [read(f"rft/hello/{r}") for r in range(size)]
+            name = hashlib.blake2b(" ".join(said).encode(), digest_size=8).hexdigest()
+            store.set("rft/session", " ".join([name, *said]))
+        name, *said = read("rft/session").split(" ")
+        if nonce in said:
+            store.set(f"rft/answer/{mine}", name)
+            if all(read(f"rft/answer/{r}") == name for r in range(size)):
+                return f"rft/{name}"
+        time.sleep(0.05)
+    gone = [r for r in range(size) if not store.check([f"rft/hello/{r}"])]
+    raise ValueError(
+        f"ranks: expected {size} to answer within {timeout:g} s, got no answer from {gone or 'some'}"
+    )
 
 
 def _end() -> None:
@@ -170,6 +212,11 @@ def phase(name: str) -> Iterator[None]:
     before, _state["phase"] = _state["phase"], name
     yield
     _state["phase"] = before
+
+
+def session() -> str:
+    """The prefix of this start's keys in the store, "" without one."""
+    return _state["session"]
 
 
 def current_phase() -> str:

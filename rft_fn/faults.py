@@ -6,12 +6,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor
 
 from rft_fn import dist, tree
@@ -35,10 +33,7 @@ class Beats:
     """
 
     def __init__(self, timeout: float):
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        wait = timedelta(seconds=min(timeout, 30))
-        self.store = torch_dist.TCPStore(address, port, is_master=False, timeout=wait)
-        self.key = f"rft/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        self.store, self.key = dist.client(min(timeout, 30)), f"{dist.session()}/beats"
         self.timeout, self.count = timeout, 0
         self.heard = {r: (time.monotonic(), "start", "") for r in range(dist.world()) if r != dist.rank()}
 
@@ -72,7 +67,7 @@ class Beats:
 def watch(timeout: float) -> None:
     """Begin to listen to the other processes; one that is silent for `timeout` [s] ends this one, with a line
     that names it. Nothing for a single process, or where no store can be reached."""
-    if dist.world() == 1 or _watch["beats"] is not None or "MASTER_PORT" not in os.environ:
+    if dist.world() == 1 or _watch["beats"] is not None or not dist.session():
         return
     try:
         _watch["beats"] = Beats(timeout)

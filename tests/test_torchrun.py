@@ -1,0 +1,122 @@
+"""The scripts under torchrun: the same run on two processes as on one, and one that outlives a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["--prompts", "8", "--group", "4", "--eval-every", "100", "--eval-prompts", "8"]
+
+
+def environment(tmp_path):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    more = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | more
+
+
+def command(world, *args, restarts=0):
+    script = [str(ROOT / "train_scripts" / "grpo.py"), *SMALL, *map(str, args)]
+    if world == 1:
+        return [sys.executable, *script]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+    return [*torchrun, "--max-restarts", str(restarts), "--master-port", str(free_port()), *script]
+
+
+def run(world, tmp_path, *args, **options):
+    done = subprocess.run(
+        command(world, *args, **options),
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    run(1, folder, "--steps", 10, "--out", folder)
+    return rows(folder)
+
+
+@pytest.mark.parametrize("options", [[], ["--strategy.sp-size", "2"]], ids=["fsdp2", "sp"])
+def test_two_processes_log_what_one_logs(tmp_path, alone, options):
+    """The same samples at every step: rewards are equal, and the rest to rounding."""
+    run(2, tmp_path, "--steps", 10, "--out", tmp_path / "run", *options)
+    both = rows(tmp_path / "run")
+    assert [r["reward/mean"] for r in both] == [r["reward/mean"] for r in alone] and len(both) == 10
+    assert [r["eval/mean"] for r in both if "eval/mean" in r] == [
+        r["eval/mean"] for r in alone if "eval/mean" in r
+    ]
+    for a, b in zip(both, alone):
+        assert a.keys() == b.keys()
+        assert a["grad/norm"] == pytest.approx(b["grad/norm"], rel=1e-4)
+
+
+def workers(process):
+    """The processes that torchrun started, by rank."""
+    found = {}
+    for pid in subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
+    ).stdout.split():
+        env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        names = dict(e.split(b"=", 1) for e in env if b"=" in e)
+        if b"RANK" in names:
+            found[int(names[b"RANK"])] = int(pid)
+    return found
+
+
+def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path):
+    """Rank 1 is killed in the middle; the restarted run ends with the metrics and weights of a whole one."""
+    args = ("--steps", 14, "--save-every", 3)
+    run(2, tmp_path, *args, "--out", tmp_path / "whole")
+    process = subprocess.Popen(
+        command(2, *args, "--out", tmp_path / "run", restarts=1),
+        env=environment(tmp_path),
+        stdout=(tmp_path / "log").open("w"),
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        end = time.monotonic() + 200
+        while not (tmp_path / "run/metrics.jsonl").exists() or len(rows(tmp_path / "run")) < 5:
+            assert time.monotonic() < end and process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        os.kill(workers(process)[1], signal.SIGKILL)
+        assert process.wait(timeout=200) == 0, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+    text = (tmp_path / "log").read_text()
+    assert "going on after step" in text
+    assert (tmp_path / "run/metrics.jsonl").read_text() == (tmp_path / "whole/metrics.jsonl").read_text()
+    a, b = weights(tmp_path / "run"), weights(tmp_path / "whole")
+    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_mistake_is_one_line_from_rank_0(tmp_path):
+    options = ["--out", tmp_path / "run", "--strategy.sp-size", 3]
+    done = subprocess.run(
+        command(2, *options), env=environment(tmp_path), capture_output=True, text=True, timeout=200
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert done.returncode != 0 and lines == ["error: sp_size: expected a divisor of the 2 processes, got 3"]
+    assert not (tmp_path / "run").exists()
