@@ -1,5 +1,8 @@
 """Compiles every kernel configuration that the engines can launch for sm_90, without a device; prints JSON.
 
+Kernels over logits twice: for addresses and strides that are multiples of 16, and for those that are not (an
+odd vocabulary), whose loads are narrower. The persistent kernel only gets the former, see `persistent._fits`.
+
 Runs in a process of its own (tests/test_sm90.py): triton decides once whether kernels are interpreted. A line
 of the result is {"kernel", "options", "registers", "stack", "shared"}; what is spilled lies on the stack.
 """
@@ -29,21 +32,21 @@ POINTERS = {
 ABSENT = {"BIAS": "bias", "SOFTCAP": "outer", "ENTROPY": "g_entropy", "KEEP": "kept", "UNIT": "unit"}
 
 
-def compiled(kernel, types, constants, **options):
-    """The kernel with pointers of the given types and 16-byte alignment, as on a GPU for a real problem."""
+def compiled(kernel, types, constants, *, aligned, **options):
+    """The kernel with pointers of the given types, to addresses and with strides that are aligned or not."""
     names = [p.name for p in kernel.params]
     pointers = dict(item.split(":") for item in POINTERS[kernel.__name__].split())
     absent = {v for k, v in ABSENT.items() if constants.get(k) is False and v in pointers}
     constants = constants | dict.fromkeys(absent)
     signature = {n: "*" + types[pointers[n]] if n in pointers else "i32" for n in names}
     signature |= dict.fromkeys(constants, "constexpr")
-    aligned = {
+    known = {
         (i,): [["tt.divisibility", 16]]
         for i, n in enumerate(names)
-        if (n in pointers or "stride" in n or n == "width") and n not in constants
+        if aligned and (n in pointers or "stride" in n or n == "width") and n not in constants
     }
     index = {(names.index(n),): v for n, v in constants.items()}
-    source = ASTSource(kernel, signature, index, aligned)
+    source = ASTSource(kernel, signature, index, known)
     return triton.compile(source, target=TARGET, options=options)
 
 
@@ -78,7 +81,7 @@ def configurations():
         yield rows.rescale_kernel, base, {"BLOCK": block}, {"num_warps": warps}
     config = persistent.CONFIG
     for narrow, bias, softcap, entropy, width in product(
-        ("bf16", "fp16"), (None, 1), (None, 1), on, (4096, 90)
+        ("bf16", "fp16"), (None, 1), (None, 1), on, (4096, 80)
     ):
         constants = persistent.constants(config, width, bias=bias, softcap=softcap, entropy=entropy)
         yield persistent.forward_kernel, base | {"b": narrow}, constants, {"num_warps": config.warps}
@@ -88,8 +91,10 @@ def main():
     for kernel, types, constants, options in configurations():
         if sys.argv[1:] and kernel.__name__ not in sys.argv[1:]:
             continue
-        said = {"kernel": kernel.__name__, "options": f"{types['b']} {constants}"}
-        print(json.dumps(said | resources(compiled(kernel, types, constants, **options))), flush=True)
+        for aligned in (True,) if kernel is persistent.forward_kernel else (True, False):
+            said = {"kernel": kernel.__name__, "options": f"{types['b']} {constants}", "aligned": aligned}
+            binary = compiled(kernel, types, constants, aligned=aligned, **options)
+            print(json.dumps(said | resources(binary)), flush=True)
 
 
 if __name__ == "__main__":

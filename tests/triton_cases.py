@@ -367,7 +367,24 @@ def test_rows_beyond_two_to_the_31():
 
 def test_the_persistent_kernel_is_used_where_it_fits(monkeypatch):
     """Otherwise every test of engine="triton" would be one of "gemm"."""
-    h, w, y, _ = problem(4, 8, 60, dtype=torch.float32 if DEVICE == "cpu" else torch.bfloat16)
+    h, w, y, _ = problem(4, 16, 60, dtype=torch.float32 if DEVICE == "cpu" else torch.bfloat16)
     monkeypatch.setattr(gemm, "forward", None)
     assert call(h, w, y, engine="triton").logp.isfinite().all()
     assert persistent.backward is gemm.backward
+
+
+def test_the_persistent_kernel_is_not_given_what_it_would_read_element_by_element(monkeypatch):
+    monkeypatch.setattr(persistent, "INTERPRETED", False)
+    monkeypatch.setattr(gemm, "_product_type", lambda h, w, scale: h.dtype)
+
+    def fits(h, w):
+        one = torch.ones(len(h))
+        return persistent._fits(persistent.head(h, w, None, one, softcap=None, workspace=1))
+
+    h, w, _, _ = problem(4, 64, 60, dtype=torch.bfloat16)
+    assert fits(h, w) and fits(h[:, :48], w[:, 16:])
+    assert not fits(h.float(), w.float())
+    assert not fits(h, misaligned(w)) and not fits(misaligned(h), w)
+    assert (
+        not fits(h[:, :63], w[:, 1:]) and not fits(h[:, :40], w[:, :40]) and not fits(h, w.T.contiguous().T)
+    )

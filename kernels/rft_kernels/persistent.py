@@ -153,8 +153,18 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
 
 
 def _fits(head: Head) -> bool:
-    """Without 16-bit tensor cores the matrix product belongs to cuBLAS."""
-    return head.h.dtype == head.w.dtype and (INTERPRETED or head.h.element_size() == 2)
+    """Without 16-bit tensor cores, or with rows that are not aligned, the product belongs to cuBLAS."""
+    if head.h.dtype != head.w.dtype:
+        return False
+    return INTERPRETED or (head.h.element_size() == 2 and _aligned(head.h) and _aligned(head.w))
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether triton knows of x [R, D] that its rows start at multiples of 16 bytes: its unit is 16 elements.
+
+    Otherwise loads are of one element, cannot be asynchronous, and fill the registers: 150 bytes are spilled.
+    """
+    return x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and x.stride(1) == 1 and x.shape[1] % 16 == 0
 
 
 def _partial(head: Head, y: Tensor, *, entropy: bool) -> tiles.Running:
