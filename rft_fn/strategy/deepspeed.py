@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rft_fn import ckpt, dist, metric, optim, tree
+from rft_fn import ckpt, dist, faults, metric, optim, tree
 from rft_fn import model as model_lib
 from rft_fn.strategy import memory, step, zero
 from rft_fn.strategy.config import StrategyConfig
@@ -57,11 +57,15 @@ class ZeroGrads:
     engine: zero.Engine = tree.static()
 
 
-def _one_size(shard_size: int | None) -> None:
-    if shard_size not in (None, 0, dist.world()):
+def _size(shard_size: int | None, *sizes: int) -> int:
+    """How many processes a model's parameters are sharded over: all, unless it is told."""
+    size = shard_size or dist.world()
+    if size not in (dist.world(), *sizes):
         raise ValueError(
-            f"shard_size: expected all {dist.world()} processes with zero_stage, got {shard_size}"
+            f"shard_size: expected {' or '.join(map(str, (*sizes, dist.world())))} with zero_stage, "
+            f"got {shard_size}; FSDP2 has the others"
         )
+    return size
 
 
 def bind(
@@ -72,16 +76,16 @@ def bind(
     entropy: bool = False,
     shard_size: int | None = None,
 ) -> tuple[Apply, tree.Named]:
-    """(apply, params) of a module that only scores. Stage 3 shards its parameters; 1 and 2 have nothing to
-    shard."""
-    _one_size(shard_size)
+    """(apply, params) of a module that only scores. Stage 3 shards its parameters, unless shard_size is 1: 1
+    and 2 have nothing to shard."""
+    size = _size(shard_size, 1)
     root = zero.rooted(config, module, sampling, entropy)
     run: Any = root
-    if config.zero_stage == 3:
+    if config.zero_stage == 3 and size == dist.world():
         run = zero.library().initialize(
             model=root, config=zero.options(config, root), dist_init_required=False
         )[0]
-        zero.gather_head(root, module)
+        zero.register(root, module)
     elif config.bf16:
         for p in module.parameters():
             p.data = p.data.bfloat16()
@@ -100,14 +104,17 @@ def init(
 ) -> tuple[Apply, TrainState]:
     """(apply, state) of a module that is trained with `tx`. ValueError for a `tx` that DeepSpeed's optimizer
     cannot be."""
-    _one_size(shard_size)
+    _size(shard_size)
     engine = zero.Engine(config, module, zero.rooted(config, module, sampling, entropy), tx)
     apply = Owned(engine.engine, engine.own, engine)
-    return apply, _state(engine, ZeroState(count=0, engine=engine), 0, 0)
+    return apply, _state(engine, count=0, done=0, skipped=0)
 
 
-def _state(engine: zero.Engine, opt: ZeroState, done: int, skipped: int) -> TrainState:
+def _state(engine: zero.Engine, *, count: int, done: int, skipped: int) -> TrainState:
     params = tree.map(lambda p: p, engine.own)
+    opt: tuple = (ZeroState(count=count, engine=engine),)
+    if engine.lowered.decay is not None:
+        opt += (optim.EmaState(average=engine.average()),)
     return TrainState(params=params, opt=opt, step=done, skipped=skipped, tx=engine.tx)
 
 
@@ -116,7 +123,7 @@ def grad(
 ) -> tuple[ZeroGrads, dict[str, metric.Metric]]:
     """(the sum over the packs of all ranks of the gradients of (w loss).sum(), which stays in the engine;
     merged metrics, the same everywhere). Every rank brings the same number of packs, one at least."""
-    engine = state.opt.engine
+    engine = state.opt[0].engine
     if apply.engine is not engine:
         raise ValueError("apply: expected the one that init gave with this state, got another")
     if not packs:
@@ -126,15 +133,15 @@ def grad(
     mine: dict[str, metric.Metric] = {}
     for i, pack in enumerate(packs):
         pack = tree.map(lambda x: x.to(device), pack)
-        with dist.phase("forward"):
+        with dist.phase(f"forward of step {state.step + 1}"):
             out = apply(state.params, pack)
             total, more = step.loss_and_metrics(loss_fn, out, pack)
-        with dist.phase("backward"):
+        with dist.phase(f"backward of step {state.step + 1}"):
             if not total.requires_grad:  # the engine wants a backward from every pack
                 total = total + sum(0 * x.sum() for x in tree.leaves(out) if x.requires_grad)
             engine.backward(total, last=i == len(packs) - 1)
         mine = metric.merge(mine, more)
-    with dist.phase("metrics"):
+    with dist.phase(f"metrics of step {state.step + 1}"):
         parts = dist.share(tree.map(lambda x: x.cpu(), mine))
     metrics: dict[str, metric.Metric] = {}
     for part in parts:
@@ -149,24 +156,23 @@ def update(
     raises.
 
     Gradients with a NaN or an inf change nothing but the counts, and are `grad/skipped`; after
-    config.max_skips of them in a row FloatingPointError. ValueError for gradients that are not of the last
+    config.max_skips of them in a row faults.NonFinite. ValueError for gradients that are not of the last
     `grad` of this model.
     """
-    engine = state.opt.engine
+    engine = state.opt[0].engine
     if grads.engine is not engine or grads.turn != engine.turn:
         raise ValueError("grads: expected those of the last grad of this model: an engine holds no others")
-    with dist.phase("update"):
-        norm = engine.step(state.opt.count)
+    with dist.phase(f"update of step {state.step + 1}"):
+        norm = engine.step(state.opt[0].count)
     finite = norm < float("inf")
     skipped = 0 if finite else state.skipped + 1
     if skipped >= config.max_skips:
-        raise FloatingPointError(
+        raise faults.NonFinite(
             f"gradients: expected finite ones, got NaN or inf in {skipped} updates in a row "
             f"(step {state.step + 1})"
         )
     engine.turn += 1  # the gradients are used up
-    opt = ZeroState(count=state.opt.count + finite, engine=engine)
-    new = _state(engine, opt, state.step + 1, skipped)
+    new = _state(engine, count=state.opt[0].count + finite, done=state.step + 1, skipped=skipped)
     tree.donate(state, grads)
     numbers = {"grad/norm": norm, "grad/skipped": float(not finite)}
     return new, {name: metric.sum(torch.tensor(x)) for name, x in numbers.items()}
@@ -175,7 +181,7 @@ def update(
 @torch.no_grad()
 def export(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Full tensors by the model's own names, one at a time, on every rank: all of them have to iterate."""
-    engine = state.opt.engine
+    engine = state.opt[0].engine
     for name, p in state.params.items():
         x = engine.full(p)
         yield name, x.to(torch.bfloat16) if engine.config.use_mp_opt else x
@@ -209,13 +215,16 @@ def _spread(x: Tensor) -> Tensor:
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
 
 
-def _opt(spec: Mapping[str, Any], adam: optim.AdamState, master: tree.Named) -> Any:
+def _opt(spec: Mapping[str, Any], count: int, held: Mapping[str, tree.Named]) -> Any:
     """The optimizer state that the transform of `spec` would have, so that others can go on with it."""
-    if spec["name"] == "chain":
-        return tuple(_opt(inner, adam, master) for inner in spec["txs"])
-    if spec["name"] == "master_weights":
-        return optim.MasterState(master=master, inner=_opt(spec["tx"], adam, master))
-    return adam if spec["name"] == "adamw" else ()
+    name = spec["name"]
+    if name == "chain":
+        return tuple(_opt(inner, count, held) for inner in spec["txs"])
+    if name == "master_weights":
+        return optim.MasterState(master=held["master"], inner=_opt(spec["tx"], count, held))
+    if name == "ema":
+        return optim.EmaState(average=held["average"])
+    return optim.AdamState(count=count, m=held["m"], v=held["v"]) if name == "adamw" else ()
 
 
 def _found(opt: Any, kind: type) -> Any:
@@ -228,19 +237,18 @@ def _found(opt: Any, kind: type) -> Any:
 def _tensors(state: TrainState, *, values: bool) -> TrainState:
     """The state as one of tensors, each rank with its rows of them: of what they are now, or only of their
     shapes."""
-    engine, narrow = state.opt.engine, state.opt.engine.config.use_mp_opt
-    engine.begin_moments()
+    engine, narrow = state.opt[0].engine, state.opt[0].engine.config.use_mp_opt
 
     def every(get: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> tree.Named:
         shape = lambda p: getattr(p, "ds_shape", p.shape)  # noqa: E731
         whole = lambda p: get(p) if values else torch.empty(shape(p))  # noqa: E731
         return tree.Named((n, _spread(whole(p).to(dtype))) for n, p in state.params.items())
 
-    moments = {name: every(partial(engine.moment, name=name)) for name in zero.MOMENTS}
-    adam = optim.AdamState(count=state.opt.count, **moments)
-    master = every(engine.full) if narrow else tree.Named()
+    held = {name: every(partial(engine.moment, name=name)) for name in engine.moments}
+    if narrow:
+        held["master"] = every(engine.full)
     params = every(engine.full, torch.bfloat16 if narrow else torch.float32)
-    opt = _opt(state.tx.spec, adam, master)
+    opt = _opt(state.tx.spec, state.opt[0].count, held)
     return TrainState(params=params, opt=opt, step=state.step, skipped=state.skipped, tx=state.tx)
 
 
@@ -251,26 +259,33 @@ def _each(state: ckpt.States, f: Callable[..., Any], *more: Any) -> Any:
     return {name: f(x, *(m[name] for m in more)) for name, x in state.items()}
 
 
-def save(path: str | Path, state: ckpt.States, extra: Any = None, *, score: float | None = None) -> Path:
+def save(
+    path: str | Path,
+    state: ckpt.States,
+    extra: Any = None,
+    *,
+    score: float | None = None,
+    wait: bool = True,
+) -> Path:
     """`ckpt.save` of the weights and moments that the engine holds, by all ranks: a folder with which every
     strategy goes on."""
-    return ckpt.save(path, _each(state, partial(_tensors, values=True)), extra, score=score)
+    return ckpt.save(path, _each(state, partial(_tensors, values=True)), extra, score=score, wait=wait)
 
 
 @torch.no_grad()
 def _adopt(like: TrainState, found: TrainState) -> TrainState:
     """`found` in the engine of `like`, which is donated."""
     whole = lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x  # noqa: E731
-    engine, adam = like.opt.engine, _found(found.opt, optim.AdamState)
-    master = _found(found.opt, optim.MasterState)
+    engine, adam = like.opt[0].engine, _found(found.opt, optim.AdamState)
+    master, ema = (_found(found.opt, kind) for kind in (optim.MasterState, optim.EmaState))
+    held = {"m": adam.m, "v": adam.v} | ({"average": ema.average} if ema else {})
     weights = master.master if master else found.params
     for name, p in engine.own.items():
-        moments = {m: whole(getattr(adam, m)[name]) for m in zero.MOMENTS}
-        engine.assign(p, whole(weights[name]), moments)
+        engine.assign(p, whole(weights[name]), {kind: whole(x[name]) for kind, x in held.items()})
     engine.set_count(adam.count)
-    engine.turn += 1
+    engine.turn += 1  # gradients that were there are of other weights
     tree.donate(like)
-    return _state(engine, ZeroState(count=adam.count, engine=engine), found.step, found.skipped)
+    return _state(engine, count=adam.count, done=found.step, skipped=found.skipped)
 
 
 def restore(path: str | Path, like: ckpt.States, extra: Any = None) -> tuple[Any, Any]:
@@ -280,10 +295,11 @@ def restore(path: str | Path, like: ckpt.States, extra: Any = None) -> tuple[Any
     return _each(like, _adopt, found), extra
 
 
-def _moved(state: TrainState, move: Callable[[zero.Engine], None]) -> TrainState:
-    engine, opt = state.opt.engine, tree.replace(state.opt)
-    move(engine)
-    new = _state(engine, opt, state.step, state.skipped)
+def _moved(state: TrainState, *, host: bool) -> TrainState:
+    """The state with its moments on the host, or back. Donates `state`."""
+    held = state.opt[0]
+    held.engine.place(host=host)
+    new = _state(held.engine, count=held.count, done=state.step, skipped=state.skipped)
     tree.donate(state)
     return new
 
@@ -302,9 +318,11 @@ def deepspeed(config: StrategyConfig) -> Strategy:
             f"{name}: expected {getattr(StrategyConfig(), name)} with zero_stage, got "
             f"{getattr(config, name)}; FSDP2 has it"
         )
-    dist.begin(config.timeout)
     zero.library()
+    dist.begin(config.timeout)
+    faults.watch(config.timeout)
     cuda = torch.cuda.is_available()
+    guarded = step.guarded(grad, partial(update, config), export, lambda grads: grads.engine.finite())
     return Strategy(
         init=partial(init, config),
         bind=partial(bind, config),
@@ -313,14 +331,14 @@ def deepspeed(config: StrategyConfig) -> Strategy:
         ],
         gather=dist.gather,
         all_reduce=dist.all_reduce,
-        grad=grad,
-        update=partial(update, config),
+        grad=guarded[0],
+        update=guarded[1],
         export=export,
         save_pretrained=save_pretrained,
         save=save,
         restore=restore,
-        offload=lambda state: _moved(state, zero.Engine.offload),
-        reload=lambda state: _moved(state, zero.Engine.reload),
+        offload=partial(_moved, host=True),
+        reload=partial(_moved, host=False),
         print=print if dist.is_main() else lambda *_, **__: None,
         report_memory=memory.report,
         rank=dist.rank(),

@@ -119,9 +119,15 @@ def update(
 Grad = Callable[..., tuple[Any, dict]]
 
 
-def guarded(grad: Grad, update: Callable, export: Callable) -> tuple[Grad, Callable]:
+def _finite(grads: Any) -> bool:
+    return bool(torch.isfinite(optim.global_norm(grads)))
+
+
+def guarded(
+    grad: Grad, update: Callable, export: Callable, finite: Callable[[Any], bool] = _finite
+) -> tuple[Grad, Callable]:
     """`grad` and `update`, such that an update that raises faults.NonFinite leaves the sequence at fault and
-    the weights in a folder that the error names."""
+    the weights in a folder that the error names. `finite` says of gradients whether all of them are."""
     last: dict[int, tuple] = {}  # by model: what its gradients were made of
 
     def name(state: TrainState) -> int:
@@ -138,8 +144,8 @@ def guarded(grad: Grad, update: Callable, export: Callable) -> tuple[Grad, Calla
             if name(state) not in last:
                 raise
             apply, loss_fn, packs = last[name(state)]
-            norm = lambda some: optim.global_norm(grad(state, apply, loss_fn, some)[0])  # noqa: E731
-            offender = faults.first_offender(lambda some: not bool(torch.isfinite(norm(some))), packs)
+            probe = lambda some: not finite(grad(state, apply, loss_fn, some)[0])  # noqa: E731
+            offender = faults.first_offender(probe, packs)
             weights = {n: x.detach().cpu().clone() for n, x in export(state)}
             folder = faults.write(state, offender, weights)
             what = (

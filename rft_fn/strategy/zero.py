@@ -19,9 +19,9 @@ from rft_fn.strategy import step
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Packed, Sampling, Transform
 
-__all__ = ["Engine", "Lowered", "library", "lower", "options", "rooted"]
+__all__ = ["Average", "Engine", "Lowered", "library", "lower", "options", "rooted"]
 
-MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}  # ours -> those of torch.optim.AdamW
+MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq", "average": "average"}  # ours -> those of the optimizer below
 
 
 def library() -> Any:
@@ -36,6 +36,8 @@ def library() -> Any:
             f"zero_stage: expected deepspeed, got {error}; pip install rft-fn[deepspeed]"
         ) from error
     logger.setLevel(logging.ERROR)
+    # sums over shared memory, which it would compile here and now; gloo needs no compiler
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
@@ -45,6 +47,7 @@ class Lowered(NamedTuple):
     clip: float  # gradient_clipping, 0 is off
     schedule: Callable[[int], float]  # updates done -> learning rate
     adamw: Mapping[str, Any]  # the spec of optim.adamw
+    decay: float | None  # of optim.ema
 
 
 def _parts(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -57,20 +60,22 @@ def _parts(spec: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def lower(spec: Mapping[str, Any]) -> Lowered:
     """The spec of a transform -> what DeepSpeed's step does of it: clip_by_global_norm any number of times
-    (the smallest counts), then one adamw. ValueError that names a transform that is neither, or where it does
-    not belong."""
+    (the smallest counts), one adamw, and an ema after it. ValueError that names a transform that is none of
+    these, or where it does not belong."""
     parts = list(_parts(spec))
+    decay = parts.pop()["decay"] if parts and parts[-1]["name"] == "ema" else None
     for i, part in enumerate(parts):
         last = i == len(parts) - 1
         if part["name"] != ("adamw" if last else "clip_by_global_norm"):
-            place = "last" if last else f"in place {i + 1} of {len(parts)}"
             raise ValueError(
-                f"tx: expected clip_by_global_norm and adamw after it with zero_stage, got {part['name']} "
-                f"{place}; FSDP2 takes any transform"
+                "tx: expected clip_by_global_norm, one adamw and ema in this order with zero_stage, got "
+                f"{part['name']} {'last' if last else f'in place {i + 1}'}; FSDP2 takes any transform"
             )
+    if not parts:
+        raise ValueError("tx: expected an adamw with zero_stage, got none")
     lr = parts[-1]["lr"]
     schedule = lr if callable(lr) else optim.constant(lr)
-    return Lowered(min((p["max_norm"] for p in parts[:-1]), default=0.0), schedule, parts[-1])
+    return Lowered(min((p["max_norm"] for p in parts[:-1]), default=0.0), schedule, parts[-1], decay)
 
 
 def options(config: StrategyConfig, root: nn.Module, clip: float = 0.0) -> dict[str, Any]:
@@ -121,13 +126,42 @@ def rooted(
     return _Root(model_lib.rooted(module, sampling=sampling, entropy=entropy, **how))
 
 
-def gather_head(root: nn.Module, module: nn.Module) -> None:
-    """Have stage 3 gather the weights of a fused head for the root's forward and backward: a Scorer reads
-    them without calling the head."""
-    if not getattr(root.inner, "fused", False):
-        return
-    for p in module.get_output_embeddings().parameters():  # type: ignore[operator]
+def register(root: nn.Module, module: nn.Module) -> None:
+    """Have stage 3 gather, for the whole of the root's forward and backward, weights that are read outside of
+    their own module's: a Scorer's fused head, and those of a module of one's own."""
+    outside = list(root.inner.parameters(recurse=False))
+    if getattr(root.inner, "fused", False):
+        outside += module.get_output_embeddings().parameters()  # type: ignore[operator]
+    for p in outside:
         library().zero.register_external_parameter(root, p)
+
+
+class _AdamW(torch.optim.AdamW):
+    """AdamW that keeps an average of the weights beside the moments, if `decay` is a number."""
+
+    decay: float | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups if self.decay is not None else ():
+            for p in group["params"]:
+                self.state[p]["average"].mul_(self.decay).add_(p, alpha=1 - self.decay)
+
+
+class Average(tree.Named):
+    """The average of each parameter by name, put together when it is read: every rank has to read."""
+
+    engine: "Engine"
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.engine.moment(super().__getitem__(name), "average")
+
+    def items(self) -> Any:
+        return ((name, self[name]) for name in self)
+
+    def values(self) -> Any:
+        return (self[name] for name in self)
 
 
 class Engine:
@@ -141,6 +175,7 @@ class Engine:
         self.tx = step.optimizer(tx, config)
         clip = optim.clip_by_global_norm(config.max_norm) if config.max_norm else optim.chain()
         self.lowered = lower(optim.chain(clip, tx).spec)  # DeepSpeed has the master weights of use_mp_opt
+        self.moments = [n for n in MOMENTS if n != "average" or self.lowered.decay is not None]
         self.engine = library().initialize(
             model=root,
             optimizer=self._adamw(),
@@ -148,8 +183,9 @@ class Engine:
             dist_init_required=False,
         )[0]
         self.zero = self.engine.optimizer
+        self._begin_moments()
         if self.stage == 3:
-            gather_head(root, module)
+            register(root, module)
 
     def _adamw(self) -> torch.optim.Optimizer:
         spec = self.lowered.adamw
@@ -158,7 +194,9 @@ class Engine:
         for name, p in self.own.items():
             groups[bool(spec["weight_decay"]) and decays(name, p)].append(p)
         both = [{"params": ps, "weight_decay": spec["weight_decay"] * on} for on, ps in groups.items() if ps]
-        return torch.optim.AdamW(both, lr=0.0, betas=(spec["b1"], spec["b2"]), eps=spec["eps"])
+        adamw = _AdamW(both, lr=0.0, betas=(spec["b1"], spec["b2"]), eps=spec["eps"])
+        adamw.decay = self.lowered.decay
+        return adamw
 
     def forget(self) -> None:
         """Drop gradients that no step has used."""
@@ -174,6 +212,18 @@ class Engine:
             self.zero.micro_step_id = -1
             for held in (self.zero.averaged_gradients, self.zero.all_grad_tensors):
                 held.update(dict.fromkeys(held))
+
+    def finite(self) -> bool:
+        """Whether no gradient of the last backward has a NaN or an inf, on any rank."""
+        if hasattr(self.zero, "clear_hp_grads"):
+            held = self.zero.fp32_groups_gradients_flat
+        elif self.stage == 3:
+            held = [self.zero.grad_partitions_flat_buffer]
+        elif self.config.adam_offload:
+            held = [flat.grad for flat in self._flat()]
+        else:
+            held = [x for group in self.zero.averaged_gradients.values() for x in group]
+        return all(dist.share(all(bool(torch.isfinite(x).all()) for x in held)))
 
     def backward(self, total: Tensor, *, last: bool) -> None:
         """Add the gradient of `total` [] to the sum over packs and ranks; the step comes after the last."""
@@ -194,15 +244,38 @@ class Engine:
         found = [getattr(self.zero, n) for n in names if hasattr(self.zero, n)]
         return found[0] if found else self.zero.fp32_groups_flat_partition
 
-    def begin_moments(self) -> None:
-        """Moments of 0, which torch makes in the first step only."""
+    def _begin_moments(self) -> None:
+        """Moments of 0, which torch makes in the first step only, and the average."""
         state = self.engine.basic_optimizer.state
         for flat in self._flat():
-            if not state[flat]:
-                state[flat] |= {name: torch.zeros_like(flat) for name in MOMENTS.values()}
-                state[flat]["step"] = torch.tensor(0.0)
+            start = {
+                "m": torch.zeros_like(flat),
+                "v": torch.zeros_like(flat),
+                "average": flat.detach().clone(),
+            }
+            state[flat] |= {MOMENTS[name]: start[name] for name in self.moments}
+            state[flat]["step"] = torch.tensor(0.0)
+        self._link()
+
+    def _link(self) -> None:
+        """Have stages 1 and 2 know which piece of the moments is of which parameter."""
         if self.stage < 3:
+            self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
+
+    def place(self, *, host: bool) -> None:
+        """Move the moments to the host, or beside the float32 weights. DeepSpeed's own offload_states is for
+        its own Adam at stage 3, and forgets these links at 1 and 2."""
+        for flat in self._flat():
+            held = self.engine.basic_optimizer.state[flat]
+            held |= {MOMENTS[n]: held[MOMENTS[n]].to("cpu" if host else flat.device) for n in self.moments}
+        self._link()
+
+    def average(self) -> Average:
+        """The average that optim.ema asks for."""
+        out = Average(self.own)
+        out.engine = self
+        return out
 
     def full(self, p: Tensor) -> Tensor:
         """A parameter whole, in float32 where the engine steps in it: every rank has to ask."""
@@ -213,7 +286,7 @@ class Engine:
         return gathered(p)
 
     def moment(self, p: Tensor, name: str) -> Tensor:
-        """A moment ("m" or "v") of a parameter, whole, in float32: every rank has to ask."""
+        """A moment ("m", "v" or "average") of a parameter, whole, in float32: every rank has to ask."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         return safe_get_full_optimizer_state(p, MOMENTS[name])
@@ -246,18 +319,6 @@ class Engine:
         """The steps that the moments are of."""
         for flat in self._flat():
             self.engine.basic_optimizer.state[flat]["step"].fill_(count)
-
-    def offload(self) -> None:
-        """Moments and float32 weights to the host."""
-        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
-
-        self.engine.offload_states(
-            include=[Kind.optim_states, Kind.hp_params], pin_memory=torch.cuda.is_available()
-        )
-
-    def reload(self) -> None:
-        """And back."""
-        self.engine.reload_states()
 
 
 def gathered(p: Tensor) -> Tensor:
