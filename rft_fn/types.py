@@ -189,7 +189,7 @@ class Strategy(NamedTuple):
     update: Callable[..., tuple[TrainState, dict]]  # (state, grads) -> (state, metrics); donates both
     export: Callable[[TrainState], Iterator[tuple[str, Tensor]]]  # full tensors by the model's own names
     save_pretrained: Callable[..., Any]  # (folder, module, tokenizer, weights) -> a folder for transformers
-    save: Callable[..., Any]  # (path, state, extra, *, score) -> the folder written
+    save: Callable[..., Any]  # (path, state, extra, *, score, wait) -> the folder
     restore: Callable[..., tuple[Any, Any]]  # (path, like, extra) -> (state, extra)
     offload: Callable[[TrainState], TrainState]  # optimizer state to the host
     reload: Callable[[TrainState], TrainState]  # and back

@@ -1,10 +1,6 @@
 """Checkpoints of several processes: any number of them goes on from what any other number saved."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -264,40 +260,3 @@ def test_kill_9_during_the_write_of_two(tmp_path):
     newest = ckpt.latest(folder)
     ckpt.rotate(folder, keep=1)
     assert list(folder.iterdir()) == [newest]
-
-
-def grpo(folder):
-    """train_scripts/grpo.py on two processes, as torchrun starts it."""
-    root = Path(__file__).resolve().parent.parent
-    command = [sys.executable, str(root / "train_scripts" / "grpo.py"), "--out", str(folder), "--steps", "5"]
-    command += ["--prompts", "4", "--group", "4", "--eval-prompts", "8", "--save-every", "1", "--ema", "0.9"]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(root), f"{root}/kernels"])}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port()), "WORLD_SIZE": "2"}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    one = lambda rank: subprocess.Popen(command, env=env | {"RANK": rank, "LOCAL_RANK": rank}, **options)  # noqa: E731
-    return [one("0"), one("1")]
-
-
-def ended(processes):
-    out = [p.communicate(timeout=300)[0] for p in processes]
-    assert not any(p.returncode for p in processes), "".join(out)
-    return out[0]
-
-
-def test_a_killed_run_of_two_goes_on_to_the_bit(tmp_path):
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    first, processes = grpo(straight), grpo(killed)
-    rows = lambda: (killed / "metrics.jsonl").read_text().splitlines()  # noqa: E731
-    while not ((killed / "metrics.jsonl").exists() and len(rows()) > 2):
-        assert all(p.poll() is None for p in processes), ended(processes)
-        time.sleep(0.01)
-    for p in processes:
-        p.kill()
-        p.communicate()
-    ended(first)
-    assert len(rows()) < 5
-    assert "going on after step" in ended(grpo(killed))
-    assert (killed / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()
-    assert [json.loads(line)["step"] for line in rows()] == list(range(5))
-    weights = [f / "model" / "model.safetensors" for f in (straight, killed)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()

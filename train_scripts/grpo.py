@@ -54,9 +54,7 @@ def main(cfg: Config) -> None:
     if cfg.rounds < 1 or not 0 <= cfg.overlong <= cfg.max_new:
         raise ValueError(f"rounds, overlong: expected >= 1, 0 to max_new, got {cfg.rounds}, {cfg.overlong}")
     if algo.greedy and cfg.normalize_reward:
-        raise ValueError(
-            f"normalize_reward: expected off with {cfg.algorithm}, whose baseline is a raw reward"
-        )
+        raise ValueError(f"normalize_reward: expected off with {cfg.algorithm}: its baseline is a raw reward")
     penalty = partial(rft.reward_shaping.overlong_penalty, max_new=cfg.max_new, buffer=cfg.overlong)
     free = ("steps",) if cfg.lr_end == 1 else ()
     run = rft.log.Run(
@@ -144,7 +142,8 @@ def main(cfg: Config) -> None:
         run.write(step, values, tokens=int(rollout.length.sum()))
         run.trajectories(step, prompts, rollout, judged)
         if done or extra["step"] % cfg.save_every == 0:
-            st.save(run.checkpoints / f"step_{step + 1:08d}", state, extra, score=values["reward/mean"])
+            path = run.checkpoints / f"step_{step + 1:08d}"
+            st.save(path, state, extra, score=values["reward/mean"], wait=done)
             rft.ckpt.rotate(run.checkpoints, keep=2, best=1)
     weights = rft.optim.ema_params(state.opt).items() if cfg.ema else st.export(state)
     st.save_pretrained(run.folder / "model", module, tokenizer, weights)

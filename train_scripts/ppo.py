@@ -245,7 +245,7 @@ def main(cfg: Config) -> None:
         run.trajectories(step, prompts, rollout, judged)
         if done or extra["step"] % cfg.save_every == 0:
             states, path = {"actor": actor, "critic": critic}, run.checkpoints / f"step_{step + 1:08d}"
-            st.save(path, states, extra, score=values["reward/mean"])
+            st.save(path, states, extra, score=values["reward/mean"], wait=done)
             rft.ckpt.rotate(run.checkpoints, keep=2, best=1)
     weights = rft.optim.ema_params(actor.opt).items() if cfg.ema else st.export(actor)
     st.save_pretrained(run.folder / "model", module, tokenizer, weights)

@@ -70,7 +70,7 @@ def main(cfg: Config) -> None:
         state, more = st.update(state, grads)
         run.write(step, rft.metric.results(metrics | more), tokens=int(exp.length.sum()))
         if state.step % cfg.save_every == 0 or state.step == cfg.steps:
-            st.save(run.checkpoints / f"step_{state.step:08d}", state)
+            st.save(run.checkpoints / f"step_{state.step:08d}", state, wait=state.step == cfg.steps)
             rft.ckpt.rotate(run.checkpoints, keep=cfg.keep)
     st.save_pretrained(run.folder / "model", module, tokenizer, st.export(state))
     run.finish()
