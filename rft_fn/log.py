@@ -3,7 +3,7 @@ progress bar, trackers when asked for.
 
     runs/NAME/config.json         the arguments
               metrics.jsonl       a row a step, a function of the config alone: a resumed run's is equal
-              timing.jsonl        seconds and tokens/s, which are not
+              timing.jsonl        seconds, tokens/s and peak memory, which are not
               trajectories.jsonl  sampled responses with their rewards, to be read
               curve.png  lengths.png  checkpoints/
 """
@@ -154,7 +154,7 @@ class Run:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         row = {k: float(v) if math.isfinite(v) else None for k, v in metrics.items()}
-        timing = {"seconds": seconds, "tokens_per_s": tokens / max(seconds, 1e-9)}
+        timing = {"seconds": seconds, "tokens_per_s": tokens / max(seconds, 1e-9), "peak_gib": _peak_gib()}
         self._append("metrics.jsonl", {"step": step, **row})
         self._append("timing.jsonl", {"step": step, **timing})
         for track in self._trackers:
@@ -231,6 +231,17 @@ class Run:
             f"run: {self.folder}  (metrics.jsonl, trajectories.jsonl)  {self.pictures / 'curve.png'}",
             flush=True,
         )
+
+
+def _peak_gib() -> float:
+    """The most memory that this process has had: of its GPU, or without one of the host [GiB]."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20)
 
 
 def _without(config: Mapping[str, Any], free: set[str]) -> dict[str, Any]:

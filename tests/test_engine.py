@@ -212,6 +212,10 @@ def test_dropout_positions_and_weights_are_told_apart():
             "engine type: expected hf, got 'x'",
         ),
         (lambda: engine.get_engine(engine.EngineConfig(batch=0), "tiny"), "engine batch: expected >= 1"),
+        (
+            lambda: engine.get_engine(engine.EngineConfig(tp_size=4, mem_util=0.9), "tiny"),
+            "engine_tp_size, engine_mem_util: expected 1 and 0 for hf.*got 4 and 0.9",
+        ),
         (lambda: engine.get_engine(None, tiny.llama()), "tokenizer: expected one, got None"),
         (
             lambda: engine.hf(tiny.llama(), tiny.tokenizer()).load([("nope", torch.zeros(1))], version=1),
@@ -222,6 +226,20 @@ def test_dropout_positions_and_weights_are_told_apart():
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_the_engine_sleeps_between_rollouts_unless_told_not_to(sleep):
+    """Asleep it takes weights, and sampling wakes it; the samples are the same."""
+    sampling, st = rft.Sampling(max_new=4), rft.strategy.get_fake_strategy()
+    eng = engine.hf(tiny.llama(), tiny.tokenizer(), sleep=sleep)
+    first = engine.gather_and_generate(eng, st, PROMPTS, KEYS, n=2, sampling=sampling)
+    assert eng.status()["asleep"] == sleep
+    eng.load(tiny.llama(1).named_parameters(), version=1)
+    second = engine.gather_and_generate(eng, st, PROMPTS, KEYS, n=2, sampling=sampling, sleep_engine=False)
+    assert not eng.status()["asleep"] and not torch.equal(first.tokens, second.tokens)
+    eng.load(tiny.llama().named_parameters(), version=2)
+    assert torch.equal(eng.generate(PROMPTS, KEYS, n=2, sampling=sampling).tokens, first.tokens)
 
 
 def test_ragged_prompts_are_what_the_model_reads():

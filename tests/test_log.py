@@ -117,6 +117,26 @@ def test_finish_draws_what_was_written(tmp_path, capsys):
     assert left > right  # the rewards went up, and so does the line
 
 
+def test_pictures_go_where_they_are_asked_for(tmp_path):
+    """log_dir moves them, plot_every draws more of them; the files of rows stay in the folder."""
+    many = [[0] * n for n in (1, 2, 5)]
+    mask = torch.nn.utils.rnn.pad_sequence(
+        [torch.ones(len(x), dtype=torch.bool) for x in many], batch_first=True
+    )
+    judged = Judged(torch.zeros(1, 3), {}, ["a", "b", "c"])
+    run = log.Run(tmp_path / "r", Config(), total=6, log_dir=tmp_path / "p", plot_every=3)
+    run.resume(0)
+    write(run, range(6))
+    for step in range(6):
+        run.trajectories(step, [], type("Batch", (), {"mask": mask}), judged)
+    run.finish()
+    names = sorted(p.name for p in (tmp_path / "p").iterdir())
+    assert names == ["curve.png", "lengths.png", "lengths_00000003.png", "lengths_00000006.png"]
+    assert not list((tmp_path / "r").glob("*.png")) and (tmp_path / "r/metrics.jsonl").exists()
+    timing = plot.read_metrics(tmp_path / "r/timing.jsonl")
+    assert all(0.01 < row["peak_gib"] < 1000 for row in timing)
+
+
 def test_lengths(tmp_path):
     path = plot.length_histogram([1, 2, 2, 3, 9], tmp_path / "l.png")
     assert image.imread(path).std() > 0.05

@@ -140,6 +140,17 @@ def test_dynamic_sampling_and_the_overlong_penalty_do_something(tmp_path):
     assert found["overlong"][0]["loss"] != found["plain"][0]["loss"]
 
 
+def test_updates_of_a_rollout_by_train_batch_size(tmp_path):
+    """16 samples in updates of 6: three a rollout, of which only the first is on-policy."""
+    run("grpo", *SMALL, "--steps", 2, "--lr", 0.03, "--strategy.train-batch-size", 6, "--out", tmp_path / "r")
+    meta = json.loads((tmp_path / "r/checkpoints/step_00000002/meta.json").read_text())
+    assert meta["plain"]["state/step"] == 6 and meta["plain"]["extra/step"] == 2
+    run("grpo", *SMALL, "--steps", 2, "--lr", 0.03, "--out", tmp_path / "one")
+    several, one = rows(tmp_path / "r"), rows(tmp_path / "one")
+    assert max(r["policy/clip_frac"] for r in several) > 0 == max(r["policy/clip_frac"] for r in one)
+    assert len(several) == 2 and several[0]["reward/mean"] == one[0]["reward/mean"]
+
+
 def test_a_sweep_is_what_single_runs_of_the_loss_give(tmp_path):
     sweep = script("sweep")
     cfg = sweep.Config(prompts=4, group=4, away=2, points=5, at_once=2, budget=64, out=str(tmp_path))
