@@ -50,7 +50,7 @@ def wait(processes, timeout):
     return [p.wait() for p in processes]
 
 
-def run(world, target, *args, timeout=420, env=None):
+def run(world, target, *args, timeout=800, env=None):
     with tempfile.TemporaryDirectory() as folder:
         codes = wait(start(world, target, *args, folder=folder, env=env), timeout)
         if any(codes):
