@@ -7,6 +7,7 @@ Everything that knows how DeepSpeed lays out weights, moments and gradients is h
 import logging
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ def library() -> Any:
     """The module deepspeed, silent but for errors. ValueError where it is not installed."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at its import
+    if "RANK" not in os.environ:
+        os.environ.setdefault("LOCAL_RANK", "0")  # it insists on one, also without torchrun
     try:
         import deepspeed
         from deepspeed.utils import logger
@@ -36,6 +39,7 @@ def library() -> Any:
             f"zero_stage: expected deepspeed, got {error}; pip install rft-fn[deepspeed]"
         ) from error
     logger.setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # it calls those
     # sums over shared memory, which it would compile here and now; gloo needs no compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
