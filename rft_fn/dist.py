@@ -33,13 +33,14 @@ __all__ = [
     "world",
 ]
 
+_START = 180.0  # seconds that a process is given to start, at least: others import faster
 _state: dict[str, Any] = {"phase": "start", "session": ""}
 
 
 def begin(timeout: float) -> None:
     """Join the processes that torchrun started (or make a group of one), unless that is done already.
 
-    timeout [s] bounds every wait for another process. The group is taken down at exit.
+    timeout [s] bounds every wait for another process, once all have started. The group is taken down at exit.
     """
     if torch_dist.is_initialized():
         return
@@ -52,8 +53,9 @@ def begin(timeout: float) -> None:
     else:
         # one of torchrun's agents holds the store, unless nobody has set up one: then rank 0 does
         master = mine == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = client(timeout, is_master=master, world_size=size)
-        _state["session"] = _session(store, mine, size, timeout)
+        patience = max(timeout, _START)
+        store = client(patience, is_master=master, world_size=size)
+        _state["session"] = _session(store, mine, size, patience)
         store = torch_dist.PrefixStore(_state["session"], store)
     torch_dist.init_process_group(backend, store=store, rank=mine, world_size=size, timeout=wait)
     atexit.register(_end)

@@ -34,7 +34,7 @@ def forever(rank, folder, timeout):
     rft.log.guard(main, StrategyConfig(timeout=timeout))
 
 
-@pytest.mark.parametrize("how, timeout", [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 5.0)])
+@pytest.mark.parametrize("how, timeout", [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 8.0)])
 def test_a_lost_process_is_named_and_nobody_hangs(tmp_path, how, timeout):
     world = 3 if how == signal.SIGKILL else 2
     processes = ranks.start(world, "test_faults:forever", str(tmp_path), timeout, folder=tmp_path)
