@@ -170,7 +170,7 @@ def changed(tmp_path_factory):
     folder, out = tmp_path_factory.mktemp("options"), {}
     for name, options in {"none": {}, "the same again": {}, **OPTIONS}.items():
         small(folder / name, **{"lr": 5e-3, "epochs": 2, "steps": 1, **options})
-        out[name] = load_file(folder / name / "checkpoints" / "step_00000001" / "tensors.safetensors")
+        out[name] = load_file(folder / name / "checkpoints" / "step_00000001" / "rank_00000.safetensors")
         out[name] = {k: x for k, x in out[name].items() if "/params/" in k or "average" in k}
     return out
 
