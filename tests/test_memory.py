@@ -1,7 +1,10 @@
 """The estimate of memory against what the allocator hands out."""
 
 import dataclasses
+import importlib.util
+import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import ranks
@@ -16,6 +19,8 @@ from rft_fn.model import tiny as embedded
 from rft_fn.strategy import StrategyConfig, forecast, get_strategy, memory
 from rft_fn.strategy.forecast import estimate
 from rft_fn.strategy.trace import nbytes
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def allocated(f):
@@ -232,11 +237,17 @@ def test_a_model_that_reads_values_is_said_to_be_unknown():
             self.a = torch.nn.Parameter(torch.ones(3))
 
         def forward(self, pack):
-            return float(self.a.sum())
+            return float(self.a.detach().sum())
 
-    x = estimate(StrategyConfig(), (Reads(), optim.adamw(1e-3)), budget=8, engine=False)
-    assert "Reads" in x.unknown and x.parameters == 12 and x.activations == 0
-    assert "not known" in forecast.table(x, available=1, host=1, remedy="")
+    adamw = optim.adamw(1e-3)
+    reads = adamw._replace(
+        update=lambda grads, opt, params: adamw.update(grads, opt, float(grads["a"].sum()))
+    )
+    x = estimate(StrategyConfig(), (Reads(), reads), budget=8, engine=False)
+    update, work = x.unknown
+    assert update.startswith("update: ") and work.startswith("activations of Reads: ")
+    assert x.parameters == x.gradients == 12 and x.optimizer == 24 and x.activations == x.update == 0
+    assert f"  not known, and not counted: {work}" in forecast.table(x, available=1, host=1, remedy="")
 
 
 BASE = forecast.Estimate(
@@ -318,8 +329,50 @@ def test_report(capsys):
     del block
     after = memory.report()
     assert with_block["resident"] - before["resident"] == pytest.approx(2**28, rel=0.1)
-    assert after["resident"] < with_block["resident"] - 2**27 and after["peak"] > 0.99 * with_block["resident"]
+    assert (
+        after["resident"] < with_block["resident"] - 2**27 and after["peak"] > 0.99 * with_block["resident"]
+    )
     lines = capsys.readouterr().out.splitlines()
     gib = {name: f"{n / 2**30:.2f} GiB" for name, n in with_block.items()}
     assert lines[1] == f"with 256 MiB: resident {gib['resident']}, peak {gib['peak']}"
     assert lines[2].startswith("resident ")
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """tests/bench/memory.py, the data that it made, and the page that it wrote them into."""
+    spec = importlib.util.spec_from_file_location("bench_memory", ROOT / "tests" / "bench" / "memory.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made, json.loads(made.RESULTS.read_text()), made.DOCS.read_text()
+
+
+@pytest.mark.parametrize("name", ["scale", "knobs", "split"])
+def test_the_tables_in_the_docs_are_those_of_the_data(bench, name):
+    made, found, text = bench
+    assert made.section(text, name, made.TABLES[name](found[name])) == text
+
+
+def test_the_data_is_what_the_estimate_says_now(bench):
+    made, found, _ = bench
+    assert set(found["knobs"]) == set(made.KNOBS) and len(found["scale"]) == 3 * len(made.SHAPES)
+    for x, now in (
+        (found["scale"]["0.5B on 64"], made.row("0.5B", 64)),
+        (found["knobs"]["`sp_size 4`"], made.row("7B", 8, sp_size=4)),
+    ):
+        assert x.pop("phase") == now.pop("phase")
+        assert now == pytest.approx(x, rel=0.02)
+
+
+def test_the_measured_activations_fall_with_sequence_parallelism(bench):
+    _, found, _ = bench
+    for sp, x in found["split"].items():
+        assert x["forward"] == pytest.approx(x["estimated"], rel=0.2)
+        assert x["forward"] < 1.2 * found["split"]["1"]["forward"] / int(sp)
+
+
+def test_every_knob_of_memory_is_in_the_docs(bench):
+    _, _, text = bench
+    knobs = "fsdp shard_size sp_size zero_stage fsdp_cpu_offload adam_offload bf16 use_mp_opt chunk_size"
+    for name in (*knobs.split(), "fused_linear_logprob", "packing_samples", "enable_engine_sleep"):
+        assert hasattr(StrategyConfig(), name) and f"`{name}`" in text, name

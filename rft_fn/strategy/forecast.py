@@ -4,10 +4,10 @@ print(strategy.preflight(st, (module, tx), budget=8192))
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Strategy, Transform
 
 __all__ = ["Estimate", "estimate", "preflight"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Estimate:
     engine: int  # its own weights and cache
     host: int  # of host memory, where something was moved there
     awake: bool  # whether the engine's weights are on the device while the trainer works
-    unknown: str = ""  # why activations, head and backward could not be computed
+    unknown: tuple[str, ...] = ()  # what could not be computed, and why: it is not counted
 
     @property
     def training(self) -> int:
@@ -113,7 +115,19 @@ def _cut(config: StrategyConfig, world: int) -> _Cut:
     return _Cut("fsdp2", *[config.shard_size or world] * 3)
 
 
-def _held(config: StrategyConfig, cut: _Cut, module: nn.Module, tx: Transform | None) -> tuple[int, ...]:
+def _try(name: str, f: Callable[[], T], default: T, unknown: list[str]) -> T:
+    """f(), or the default and a line in `unknown`: models and transforms of one's own may read values, which
+    the meta device has not, and an estimate must not stop a run."""
+    try:
+        return f()
+    except Exception as error:
+        unknown.append(f"{name}: {(str(error).splitlines() or [type(error).__name__])[0]}")
+        return default
+
+
+def _held(
+    config: StrategyConfig, cut: _Cut, module: nn.Module, tx: Transform | None, unknown: list[str]
+) -> tuple[int, ...]:
     """(parameters, gradients, optimizer, update) of a model [bytes]."""
     named = dict(module.named_parameters())
     kept = _kept(config)
@@ -126,11 +140,12 @@ def _held(config: StrategyConfig, cut: _Cut, module: nn.Module, tx: Transform | 
     trained = {name: p for name, p in named.items() if p.requires_grad}
     grads, sums = (_empty(trained, n, wide) for n in (cut.gradients, cut.optimizer))
     params = _empty(trained, cut.optimizer, torch.float32 if deepspeed else kept)
-    tx = tx if deepspeed else step.optimizer(tx, config)
-    opt = tx.init(params)
+    full = tx if deepspeed else step.optimizer(tx, config)
+    opt = _try("optimizer", lambda: full.init(params), None, unknown)
     state = trace.nbytes(*(x for x in tree.leaves(opt) if isinstance(x, torch.Tensor)))
     state += trace.nbytes(*params.values()) if deepspeed else 0  # it has a flat copy of its own
-    return parameters, trace.nbytes(*grads.values()), state, trace.update(tx, opt, params, sums)
+    update = _try("update", lambda: trace.update(full, opt, params, sums), 0, unknown)
+    return parameters, trace.nbytes(*grads.values()), state, update
 
 
 def _gathered(config: StrategyConfig, cut: _Cut, module: nn.Module) -> int:
@@ -187,22 +202,19 @@ def estimate(
 
     A pack has `budget` tokens, of which all count as responses; with sp_size each process has its part of
     them. kind: "cuda" or "cpu". `engine`: one samples with a copy of the first model, sequences of up to
-    `length` tokens (0 leaves out its cache). A model that cannot run without values leaves `unknown` set.
+    `length` tokens (0 leaves out its cache). What cannot run without values leaves a line in `unknown`.
     """
     if not models or budget < 1:
         raise ValueError(f"models, budget: expected at least one of each, got {len(models)} and {budget}")
     cut = _cut(config, world)
-    held = [_held(config, cut, module, tx) for module, tx in models]
+    unknown: list[str] = []
+    held = [_held(config, cut, module, tx, unknown) for module, tx in models]
     parameters, gradients, optimizer, update = zip(*held)
-    work, gathered, unknown = trace.Step(0, 0, 0), 0, ""
-    for module, tx in models:
-        if tx is None:
-            continue
-        try:
-            found, more = _work(config, cut, module, budget, kind)
-        except Exception as error:  # a model may read values, which are not there
-            unknown = f"{type(module).__name__}: {(str(error).splitlines() or [type(error).__name__])[0]}"
-            continue
+    work, gathered = trace.Step(0, 0, 0), 0
+    for module in [module for module, tx in models if tx is not None]:
+        none = (trace.Step(0, 0, 0), 0)
+        name = f"activations of {type(module).__name__}"
+        found, more = _try(name, partial(_work, config, cut, module, budget, kind), none, unknown)
         if sum(found) + more > sum(work) + gathered:
             work, gathered = found, more
     size = _engine(config, models[0][0], kind, length) if engine else 0
@@ -216,7 +228,7 @@ def estimate(
         engine=size,
         host=0,
         awake=bool(size) and (kind == "cpu" or not config.enable_engine_sleep),
-        unknown=unknown,
+        unknown=tuple(unknown),
     )
     return out if kind == "cpu" else _moved(config, out)
 
@@ -281,8 +293,7 @@ def table(x: Estimate, *, available: int, host: int, remedy: str) -> str:
         for name, note in rows.items()
         if getattr(x, name)
     ]
-    if x.unknown:
-        lines.append(f"  activations are not known and not counted: {x.unknown}")
+    lines += [f"  not known, and not counted: {line}" for line in x.unknown]
     phase = next(name for name in ("training", "updating", "sampling") if getattr(x, name) == x.total)
     fits = x.total <= available and x.host <= host
     verdict = "fits" if fits else f"does not fit: {remedy}" if x.host <= host else "does not fit the host"
