@@ -162,11 +162,11 @@ def narrow(st):
         (apply_, again), ends = start(one, tx), []
         again, _ = one.restore(f"{folder}/s", again)
         for s, f in ((state, apply), (again, apply_)):
-            for i in range(1, 9):
+            for i in range(1, 3):
                 s, _ = one_step(one, s, f, i)
             ends.append({n: x.clone() for n, x in one.export(s)})
         assert all(torch.equal(ends[0][n], ends[1][n]) for n in before)
-        assert any(not torch.equal(ends[0][n], before[n]) for n in before)  # 9 steps of 1e-5 add up
+        assert any(not torch.equal(ends[0][n], before[n]) for n in before)  # steps of 1e-5 add up
     assert norms[1:] == pytest.approx([norms[0]] * 2, rel=0.05) and norms[1] != norms[0]
     return {}
 
