@@ -28,22 +28,47 @@ def strategy(stage, **options):
 
 
 def linear(max_norm=1e9):
-    """AdamW whose step is the gradient times 0.1, to 1e-5 of it: weights that show what was summed."""
-    return optim.chain(optim.clip_by_global_norm(max_norm), optim.adamw(1e4, b1=0.0, b2=0.0, eps=1e5))
+    """AdamW whose step is 1000 times the gradient, to 1e-6 of it."""
+    return optim.chain(optim.clip_by_global_norm(max_norm), optim.adamw(1e9, b1=0.0, b2=0.0, eps=1e6))
+
+
+def moves(st, lm, *batches):
+    """The gradient that a step takes, seen in the weights; the ones before it are looked at and left."""
+    apply, state = st.init(lm, linear())
+    before = {n: x.clone() for n, x in st.export(state)}
+    for packs in batches:
+        grads, _ = st.grad(state, apply, conformance.loss_fn, packs)
+    state, _ = st.update(state, grads)
+    return {n: (x - before[n]) / 1000 for n, x in st.export(state)}
 
 
 def sums(st):
-    """Weights after one step along the gradient, from packs of several sizes."""
+    """Gradients are sums over packs of several sizes and over ranks, of the last batch alone."""
     out = {}
     for budget in (24, 60, 400):
-        lm = tiny.llama(tie_word_embeddings=budget != 60)
-        apply, state = st.init(lm, linear())
-        for i in range(2):  # the first gradients are left alone: they are no part of the second
-            packs = st.shard(conformance.experience(i, dtype=F32), budget)
-            grads, _ = st.grad(state, apply, conformance.loss_fn, packs)
-        state, _ = st.update(state, grads)
-        out |= {f"{budget} {n}": x.clone() for n, x in st.export(state)}
+        first, second = (st.shard(conformance.experience(i, dtype=F32), budget) for i in range(2))
+        got = moves(st, tiny.llama(tie_word_embeddings=budget != 60), first, second)
+        out |= {f"{budget} {n}": x for n, x in got.items()}
     return out
+
+
+def broken_off(st):
+    """A loss that raises in the second of several packs leaves nothing in the gradients after it."""
+    seen = []
+
+    def fails(out, b):
+        seen.append(b)
+        if len(seen) == 2:
+            raise KeyError("a slip")
+        return conformance.loss_fn(out, b)
+
+    lm, packs = tiny.llama(), st.shard(conformance.experience(0, dtype=F32), 24)
+    apply, state = st.init(lm, linear())
+    before = {n: x.clone() for n, x in st.export(state)}
+    with pytest.raises(KeyError):
+        st.grad(state, apply, fails, packs)
+    state, _ = st.update(state, st.grad(state, apply, conformance.loss_fn, packs)[0])
+    return {n: (x - before[n]) / 1000 for n, x in st.export(state)}
 
 
 class Sometimes(nn.Module):
@@ -62,12 +87,9 @@ class Sometimes(nn.Module):
 
 def unused(st):
     """A parameter without a gradient in the second batch has one of 0, not the first batch's."""
-    apply, state = st.init(Sometimes(), linear())
-    for i in range(2):
-        exp = conformance.experience(i, dtype=F32)
-        exp = tree.replace(exp, extra={"x": exp.adv}) if i else exp
-        state, _ = st.update(state, st.grad(state, apply, conformance.loss_fn, st.shard(exp, 40))[0])
-    return {n: x.clone() for n, x in st.export(state)}
+    first, second = (conformance.experience(i, dtype=F32) for i in range(2))
+    second = tree.replace(second, extra={"x": second.adv})
+    return moves(st, Sometimes(), st.shard(first, 40), st.shard(second, 40))
 
 
 def constant(st):
@@ -246,11 +268,24 @@ def refused(st):
 
 OWN = {
     f.__name__: f
-    for f in (sums, unused, constant, resumed, handed_over, adapters, narrow, placed, broken, refused)
+    for f in (
+        sums,
+        broken_off,
+        unused,
+        constant,
+        resumed,
+        handed_over,
+        adapters,
+        narrow,
+        placed,
+        broken,
+        refused,
+    )
 }
 ONLY_ZERO = {"narrow", "refused"}  # these have nothing to be compared with
 SHARED = [c for c in conformance.CASES if c not in ("narrow", "trees")]  # gradients cannot be looked at
-CUTS = {"sums": 2e-6, "ppo": 2e-4}  # the critic's first gradients are rounding, which Adam makes steps of
+# ppo: the critic's first gradients are rounding, which Adam makes steps of
+CUTS = dict.fromkeys(("sums", "broken_off", "unused"), 2e-6) | {"ppo": 2e-4}
 
 
 def attempt(name, stage):

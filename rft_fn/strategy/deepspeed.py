@@ -7,7 +7,7 @@ name, so they resume under every strategy.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -201,15 +201,21 @@ def save_pretrained(folder: str | Path, module: Any, tokenizer: Any, weights: An
     return Path(folder)
 
 
+@cache
+def _hosts() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (dist.world(),))
+
+
 def _spread(x: Tensor) -> Tensor:
     """A whole tensor on the host, of which this rank keeps its share of the rows."""
     x = x.detach().cpu()
     if dist.world() == 1:
         return x
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (dist.world(),))
+    mesh = _hosts()
     part = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
     own = part.to_local().clone()  # a view would keep all of x
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())

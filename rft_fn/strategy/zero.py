@@ -237,6 +237,9 @@ class Engine:
     def step(self, count: int) -> float:
         """Step with the gradients that are there, after `count` steps; their norm, and nothing has changed
         where this is not finite."""
+        if not self.finite():  # whether DeepSpeed looks itself depends on its version and the stage
+            self.forget()
+            return math.inf
         for group in self.engine.basic_optimizer.param_groups:
             group["lr"] = float(self.lowered.schedule(count))
         self.engine.step()
