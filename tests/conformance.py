@@ -221,7 +221,7 @@ def options(st, dtype):
 
 def narrow(st, dtype):
     """bfloat16 with float32 parameters, and bfloat16 parameters with float32 masters: near float32, and the
-    masters keep steps that bfloat16 cannot. Gradients under ZeRO cannot be looked at: test_deepspeed has it."""
+    masters keep steps that bfloat16 cannot. Gradients under ZeRO cannot be seen: test_deepspeed has it."""
     if st.config.backend == "deepspeed":
         return {}
     first = experience(0, dtype=torch.float32)

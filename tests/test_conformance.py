@@ -43,7 +43,7 @@ def elements(got, want):
 
 
 def together(got, want):
-    """Weights to 1e-5 of their norm, metrics to 1e-4: where a gradient is next to 0, Adam divides its rounding
+    """Weights to 1e-5 of their norm, metrics to 1e-4: where a gradient is next to 0 Adam divides its rounding
     by itself, so single weights may differ by more."""
     weights = [n for n, x in want.items() if x.dim()]
     if weights:

@@ -99,6 +99,7 @@ def test_import_is_light():
         "tokenizers",
         "rich",
         "tyro",
+        "sympy",
     ]
     code = "import torch, sys; old = set(sys.modules); import rft_fn; "
     code += f"print(sorted(set({heavy}) & (set(sys.modules) - old)))"

@@ -25,14 +25,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from rft_fn import dist
 from rft_fn.ckpt import shards
 
-__all__ = ["file_name", "local", "mine", "read"]
+__all__ = ["local", "mine", "read"]
 
 Table = dict[str, dict[str, Any]]  # name -> {"dtype", "shape", "chunks": [[rank, offsets, sizes], ...]}
-
-
-def file_name(rank: int) -> str:
-    """Of what the process `rank` writes."""
-    return f"rank_{rank:05d}.safetensors"
 
 
 def local(x: Tensor) -> Tensor:
@@ -113,7 +108,7 @@ def read(folder: Path, table: Table, like: Mapping[str, Tensor]) -> dict[str, Te
         at = item.storage_index
         by_file.setdefault(where[at.fqn, tuple(at.offset or ())], []).append(item)
     for rank, items in by_file.items():
-        with safe_open(folder / file_name(rank), "pt") as f:
+        with safe_open(folder / shards.file_name(rank), "pt") as f:
             for item in items:
                 part = shards.read_part(f, item.storage_index.fqn, item.storage_offsets, item.lengths)
                 to = out[item.dest_index.fqn]

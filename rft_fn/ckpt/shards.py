@@ -14,13 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["digest", "flush", "read_part", "write_shard"]
+__all__ = ["digest", "file_name", "flush", "read_part", "write_shard"]
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+
+
+def file_name(rank: int) -> str:
+    """Of what the process `rank` writes."""
+    return f"rank_{rank:05d}.safetensors"
 
 
 def flush(path: Path) -> None:

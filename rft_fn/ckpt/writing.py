@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rft_fn import dist
 from rft_fn.ckpt import folder as folder_lib
-from rft_fn.ckpt import layout, shards
+from rft_fn.ckpt import shards
 
 __all__ = ["Writing", "agree", "begin", "finish", "pending"]
 
@@ -53,14 +53,14 @@ class Writing(threading.Thread):
         self.tensors = {}
 
     def _write(self) -> None:
-        name = layout.file_name(self.rank)
+        name = shards.file_name(self.rank)
         digest = shards.write_shard(self.tmp / name, self.tensors)
         mark = self.tmp / f"{name}.part"
         mark.write_text(digest)
         os.rename(mark, self._mark(self.rank))
 
     def _mark(self, rank: int) -> Path:
-        return self.tmp / f"{layout.file_name(rank)}.done"
+        return self.tmp / f"{shards.file_name(rank)}.done"
 
     def _complete(self) -> bool:
         """Wait for the marks of all ranks; False when told that they will not come."""
@@ -73,7 +73,7 @@ class Writing(threading.Thread):
     def _commit(self) -> None:
         meta, files = dict(self.meta), {}
         for r in range(self.world):
-            files[layout.file_name(r)] = self._mark(r).read_text()
+            files[shards.file_name(r)] = self._mark(r).read_text()
             self._mark(r).unlink()
         meta["files"] = files
         meta["digest"] = folder_lib.sum_of(meta)
