@@ -214,7 +214,8 @@ class Engine:
             self.zero.averaged_gradients = {}
         else:
             self.zero.micro_step_id = -1
-            for held in (self.zero.averaged_gradients, self.zero.all_grad_tensors):
+            for name in ("averaged_gradients", "all_grad_tensors"):  # the second since 0.18
+                held = getattr(self.zero, name, {})
                 held.update(dict.fromkeys(held))
 
     def finite(self) -> bool:
@@ -243,7 +244,8 @@ class Engine:
         for group in self.engine.basic_optimizer.param_groups:
             group["lr"] = float(self.lowered.schedule(count))
         self.engine.step()
-        return math.inf if self.zero.overflow else float(self.engine.get_global_grad_norm())
+        over = getattr(self.zero, "overflow", False)  # of the norm, where the gradients are finite
+        return math.inf if over else float(self.engine.get_global_grad_norm())
 
     def _flat(self) -> list[Tensor]:
         """This rank's part of the float32 weights, one tensor a group."""
