@@ -234,7 +234,8 @@ def master_weights(tx: Transform) -> Transform:
     def update(grads: Any, state: MasterState, params: Any) -> tuple[Any, MasterState]:
         wide, inner = tx.update(tree.map(lambda g: g.float(), grads), state.inner, state.master)
         apply_updates(state.master, wide)
-        narrow = tree.map(lambda m, p: m.to(p.dtype).float() - p.float(), state.master, params)
+        # the difference to the narrow parameters, in the memory of the wide updates, which are used up
+        narrow = tree.map(lambda u, m, p: u.copy_(m.to(p.dtype)).sub_(p), wide, state.master, params)
         return narrow, tree.replace(state, inner=inner)
 
     return Transform(init, update, {"name": "master_weights", "tx": tx.spec})

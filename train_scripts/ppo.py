@@ -250,7 +250,7 @@ def main(cfg: Config) -> None:
     weights = rft.optim.ema_params(actor.opt).items() if cfg.ema else st.export(actor)
     st.save_pretrained(run.folder / "model", module, tokenizer, weights)
     if cfg.save_critic:
-        rft.model.save_critic(run.folder / "critic", valuer, st.export(critic))
+        st.save_pretrained(run.folder / "critic", valuer, None, st.export(critic))
     run.finish()
 
 

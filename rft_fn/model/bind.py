@@ -108,11 +108,15 @@ class Scorer(nn.Module):
 
     def _whole(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
         z = logprob.truncate(run(self.lm, pack, packs).logits[0], self.sampling, keep=pack.target)
-        ent = torch.where(pack.mask, logprob.entropy_from_logits(z), 0) if self.entropy else None
+        if self.entropy:
+            logp, ent = logprob.log_probs_and_entropy(z, pack.target)
+            ent = torch.where(pack.mask, ent, 0)
+        else:
+            logp, ent = logprob.log_probs_from_logits(z, pack.target), None
         words = (pack.extra or {}).get("words")
         if words is not None:
             words = torch.where(pack.mask[:, None], z.log_softmax(-1).gather(-1, words), 0)
-        return TokenOut(logp=logprob.log_probs_from_logits(z, pack.target), entropy=ent, words_logp=words)
+        return TokenOut(logp=logp, entropy=ent, words_logp=words)
 
 
 def _inner(lm: nn.Module) -> nn.Module:

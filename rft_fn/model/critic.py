@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rft_fn import check, tree
 from rft_fn.model import attention
 from rft_fn.model.bind import _inner, _silence, beside, decoder, run
-from rft_fn.model.load import _quietly, load, quiet
+from rft_fn.model.load import _quietly, load, save
 from rft_fn.types import Apply, Packed, TokenOut
 
 __all__ = ["Critic", "explained_variance", "load_critic", "save_critic", "values"]
@@ -55,6 +55,16 @@ class Critic(nn.Module):
     def train(self, mode: bool = True) -> "Critic":
         """Nothing: a value is a function of (params, pack), so dropout stays off."""
         return self
+
+    def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
+        """These weights, whole and by their names, as a folder for `load_critic`: the decoder as transformers
+        does it (its AutoModel reads it), adapters multiplied into what they adapt, and the head beside it."""
+        from safetensors.torch import save_file
+
+        whole = _without_adapters(self, state_dict)
+        part = lambda prefix: {n.removeprefix(prefix): x for n, x in whole.items() if n.startswith(prefix)}  # noqa: E731
+        self.decoder.save_pretrained(folder, state_dict=part("decoder."))
+        save_file({n: x.contiguous() for n, x in part("head.").items()}, Path(folder) / _HEAD)
 
     def forward(self, pack: Packed) -> TokenOut:
         part, packs = self.sequence.split(pack) if self.sequence else (pack, None)
@@ -110,20 +120,12 @@ def save_critic(folder: str | Path, critic: Critic, weights: Iterable[tuple[str,
     """`critic`, with `weights` (as `Strategy.export` gives them) in the places
     of its parameters, as a folder for `load_critic`.
 
-    The decoder is saved as transformers does it (its AutoModel reads it), adapters multiplied into the
-    weights that they adapt, and the head beside it. ValueError for a weight that the critic does not have.
+    ValueError for a weight that the critic does not have.
     """
-    from safetensors.torch import save_file
-
-    new, own = dict(weights), critic.state_dict()
-    if unknown := sorted(set(new) - set(own)):
+    new = dict(weights)
+    if unknown := sorted(set(new) - set(critic.state_dict())):
         raise ValueError(f"weights: expected names of the critic's parameters, got {unknown[:3]}")
-    whole = _without_adapters(critic, {name: x.detach().cpu() for name, x in (own | new).items()})
-    part = lambda prefix: {n.removeprefix(prefix): x for n, x in whole.items() if n.startswith(prefix)}  # noqa: E731
-    with quiet():
-        critic.decoder.save_pretrained(folder, state_dict=part("decoder."))
-    save_file({n: x.contiguous() for n, x in part("head.").items()}, Path(folder) / _HEAD)
-    return Path(folder)
+    return save(folder, critic, None, new.items())
 
 
 @torch.no_grad()

@@ -176,8 +176,9 @@ def save(
     *,
     write: bool = True,
 ) -> Path:
-    """`module`, with `weights` in the places of its parameters, and its tokenizer as a folder that
-    transformers loads. A sharded module is put together by all ranks; the one with `write` writes."""
+    """`module`, with `weights` in the places of its parameters, and its tokenizer (or None) as a folder that
+    transformers loads, or `load_critic` where it is a critic. A sharded module is put together by all ranks;
+    the one with `write` writes."""
     new = {name: _whole(x) for name, x in weights}
     ties: dict[int, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
@@ -189,5 +190,6 @@ def save(
     if write:
         with quiet():
             module.save_pretrained(folder, state_dict=full)
-            tokenizer.save_pretrained(folder)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
     return Path(folder)
