@@ -115,11 +115,6 @@ def world() -> int:
     return torch_dist.get_world_size() if torch_dist.is_initialized() else 1
 
 
-def linux() -> bool:
-    """Whether /proc is there to be read."""
-    return os.path.exists("/proc/self/statm")
-
-
 def is_main() -> bool:
     """Whether this process is the one that writes files and prints."""
     return rank() == 0

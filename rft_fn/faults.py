@@ -1,11 +1,13 @@
 """When something breaks: which process is gone and what it did last, and which sequence is not finite."""
 
+import atexit
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,16 @@ class NonFinite(FloatingPointError):
 
 
 class Beats:
-    """Each process writes what it does into the store of the group once a second, and reads the others'.
+    """Each process writes what it does into the store of the group twice a second, and reads the others'.
 
     It has a client of its own, for a thread of its own: the main thread may be waiting in the other one.
     """
 
+    BYE = "its exit"  # the phase of a process that is done: nobody waits for it any more
+
     def __init__(self, timeout: float):
         self.store, self.key = dist.client(min(timeout, 30)), f"{dist.session()}/beats"
-        self.timeout, self.count = timeout, 0
+        self.timeout, self.count, self.over = timeout, 0, threading.Event()
         self.heard = {r: (time.monotonic(), "start", "") for r in range(dist.world()) if r != dist.rank()}
 
     def beat(self) -> None:
@@ -51,7 +55,8 @@ class Beats:
     def silent(self, seconds: float) -> list[tuple[int, float, str]]:
         """(rank, seconds, its last phase) of the processes not heard of for so long."""
         now = time.monotonic()
-        return [(r, now - t, phase) for r, (t, phase, _) in self.heard.items() if now - t > seconds]
+        beats = [(r, now - t, phase) for r, (t, phase, _) in self.heard.items()]
+        return [(r, age, phase) for r, age, phase in beats if age > seconds and phase != self.BYE]
 
     def run(self) -> None:
         while True:
@@ -61,7 +66,22 @@ class Beats:
                 return
             if self.silent(self.timeout):
                 leave(blame(0))
-            time.sleep(min(1.0, self.timeout / 5))
+            if self.over.wait(min(0.5, self.timeout / 5)):
+                return
+
+    def begin(self) -> None:
+        """Listen, until this process ends: its exit waits for the thread, which must not be inside of the
+        store when the interpreter goes away."""
+        thread = threading.Thread(target=self.run, daemon=True, name="rft_fn beats")
+        thread.start()
+
+        def end() -> None:
+            self.over.set()
+            thread.join(5)
+            with suppress(RuntimeError):
+                self.store.set(f"{self.key}/{dist.rank()}", f"{self.count + 1} {self.BYE}")
+
+        atexit.register(end)
 
 
 def watch(timeout: float) -> None:
@@ -73,7 +93,7 @@ def watch(timeout: float) -> None:
         _watch["beats"] = Beats(timeout)
     except (RuntimeError, ValueError):
         return
-    threading.Thread(target=_watch["beats"].run, daemon=True, name="rft_fn beats").start()
+    _watch["beats"].begin()
 
 
 def is_lost(error: BaseException) -> bool:

@@ -5,8 +5,10 @@ Each process imports the named function of a test module and calls it with (rank
 fails takes the others down; its output is in the error.
 """
 
+import contextlib
 import importlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -20,9 +22,13 @@ TESTS = Path(__file__).resolve().parent
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody has, below those that the kernel gives to connections: it stays free until rank 0
+    has imported torch."""
+    while True:
+        port = random.SystemRandom().randrange(16000, 32000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def start(world, target, *args, folder, env=None):

@@ -43,7 +43,7 @@ def test_a_lost_process_is_named_and_nobody_hangs(tmp_path, how, timeout):
         while not all((tmp_path / f"mark{r}").exists() for r in range(world)):
             assert time.monotonic() < end, (tmp_path / "log0").read_text()
             time.sleep(0.1)
-        time.sleep(2)  # the watch has heard of everyone
+        time.sleep(4)  # the watch has heard of everyone
         processes[1].send_signal(how)
         began = time.monotonic()
         codes = [processes[r].wait(timeout=40) for r in range(world) if r != 1]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from rft_fn import ckpt, dist, faults, metric, optim, tree
 from rft_fn import model as model_lib
-from rft_fn.strategy import memory, step, zero
+from rft_fn.strategy import step, zero
+from rft_fn.strategy.common import together
 from rft_fn.strategy.config import StrategyConfig
-from rft_fn.strategy.plan import shard
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
 __all__ = ["deepspeed"]
@@ -327,16 +327,11 @@ def deepspeed(config: StrategyConfig) -> Strategy:
     zero.library()
     dist.begin(config.timeout)
     faults.watch(config.timeout)
-    cuda = torch.cuda.is_available()
+    shared = together(config)
     guarded = step.guarded(grad, partial(update, config), export, lambda grads: grads.engine.finite())
     return Strategy(
         init=partial(init, config),
         bind=partial(bind, config),
-        shard=lambda exp, budget, **options: shard(config, exp, budget, world=dist.world(), **options)[
-            dist.rank()
-        ],
-        gather=dist.gather,
-        all_reduce=dist.all_reduce,
         grad=guarded[0],
         update=guarded[1],
         export=export,
@@ -345,10 +340,5 @@ def deepspeed(config: StrategyConfig) -> Strategy:
         restore=restore,
         offload=partial(_moved, host=True),
         reload=partial(_moved, host=False),
-        print=print if dist.is_main() else lambda *_, **__: None,
-        report_memory=memory.report,
-        rank=dist.rank(),
-        world=dist.world(),
-        device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
-        config=config,
+        **shared,
     )

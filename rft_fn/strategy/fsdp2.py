@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rft_fn import ckpt, dist, faults, metric, tree
 from rft_fn import model as model_lib
-from rft_fn.strategy import memory, step
+from rft_fn.strategy import step
+from rft_fn.strategy.common import together
 from rft_fn.strategy.config import StrategyConfig
-from rft_fn.strategy.plan import shard
 from rft_fn.strategy.sequence import Sequence as SequenceAxis
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
@@ -196,21 +196,12 @@ def fsdp2(config: StrategyConfig) -> Strategy:
     dist.begin(config.timeout)
     faults.watch(config.timeout)
     meshes(config)  # sizes that do not fit are said now
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    shared = together(config)
     update = partial(step.update, max_skips=config.max_skips, host=config.adam_offload)
     guarded_grad, guarded_update = step.guarded(grad, update, export)
     return Strategy(
         init=partial(init, config),
         bind=partial(bind, config),
-        shard=lambda exp, budget, **options: shard(config, exp, budget, world=dist.world(), **options)[
-            dist.rank()
-        ],
-        gather=dist.gather,
-        all_reduce=dist.all_reduce,
         grad=guarded_grad,
         update=guarded_update,
         export=export,
@@ -218,11 +209,6 @@ def fsdp2(config: StrategyConfig) -> Strategy:
         save=ckpt.save,
         restore=ckpt.restore,
         offload=lambda state: step.move_opt(state, "cpu"),
-        reload=lambda state: step.move_opt(state, device),
-        print=print if dist.is_main() else lambda *_, **__: None,
-        report_memory=memory.report,
-        rank=dist.rank(),
-        world=dist.world(),
-        device=device,
-        config=config,
+        reload=lambda state: step.move_opt(state, shared["device"]),
+        **shared,
     )

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from rft_fn import ckpt, dist, tree
 from rft_fn import model as model_lib
 from rft_fn.strategy import memory, step
+from rft_fn.strategy.common import shard
 from rft_fn.strategy.config import StrategyConfig
-from rft_fn.strategy.plan import shard
 from rft_fn.types import Apply, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
 __all__ = ["local"]

@@ -1,5 +1,8 @@
 """What a process holds in memory."""
 
+import sys
+from pathlib import Path
+
 import torch
 
 from rft_fn import dist
@@ -19,8 +22,9 @@ def report(prefix: str = "") -> dict[str, int]:
     else:
         import resource
 
-        pages = int(open("/proc/self/statm").read().split()[1]) if dist.linux() else 0  # noqa: SIM115
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        statm = Path("/proc/self/statm")  # not there off Linux
+        pages = int(statm.read_text().split()[1]) if statm.exists() else 0
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         resident = pages * resource.getpagesize()
         found = {"resident": resident, "peak": max(peak, resident)}  # the kernel counts its peak in batches
     most = dist.all_reduce(found, "max")
