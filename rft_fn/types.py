@@ -188,7 +188,7 @@ class Strategy(NamedTuple):
     grad: Callable[..., tuple[Any, dict]]  # (state, apply, loss_fn, packs) -> (grads, metrics)
     update: Callable[..., tuple[TrainState, dict]]  # (state, grads) -> (state, metrics); donates both
     export: Callable[[TrainState], Iterator[tuple[str, Tensor]]]  # full tensors by the model's own names
-    save_pretrained: Callable[..., Any]  # (folder, module, tokenizer, weights) -> a folder for transformers
+    save_pretrained: Callable[..., Any]  # (folder, module, tokenizer, weights, *, merge) -> a folder
     save: Callable[..., Any]  # (path, state, extra, *, score, wait) -> the folder
     restore: Callable[..., tuple[Any, Any]]  # (path, like, extra) -> (state, extra)
     offload: Callable[[TrainState], TrainState]  # optimizer state to the host

@@ -210,6 +210,32 @@ def files(st, dtype):
     return {n: x.clone() for n, x in st.export(state)}
 
 
+def adapters(st, dtype):
+    """The files of trained adapters, for peft on the base model, and of the model that they are merged into:
+    both have the log-probs of the trained one."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    lm = model.apply_lora_configuration(tiny.llama(dtype=dtype), rank=2, alpha=4)
+    _, state, apply = train(st, lm.to(dtype), dtype=dtype)
+    folder, weights = shared_folder(st), {n: x.clone() for n, x in st.export(state)}
+    st.save_pretrained(f"{folder}/adapters", lm, tiny.tokenizer(), weights.items())
+    st.save_pretrained(f"{folder}/merged", lm, tiny.tokenizer(), weights.items(), merge=True)
+    rft.dist.barrier()
+    packs = st.shard(experience(0, dtype=dtype), 40)
+    mine = model.score(apply, state.params, packs)
+    beside = PeftModel.from_pretrained(
+        tiny.llama(dtype=dtype), f"{folder}/adapters", autocast_adapter_dtype=False
+    )
+    merged = AutoModelForCausalLM.from_pretrained(f"{folder}/merged", dtype=dtype)
+    for lm in (beside, merged):
+        for a, b in zip(mine, model.score(*model.bind(lm.requires_grad_(True)), packs)):
+            assert torch.allclose(a, b, atol=1e-10 if dtype == torch.float64 else 1e-4)
+    assert float((mine[0] - model.score(*model.bind(tiny.llama(dtype=dtype)), packs)[0]).abs().max()) > 1e-3
+    return weights
+
+
 def options(st, dtype):
     """Clipping, cuts, columns and the optimizer's place by the config instead of by the script."""
     more = {"max_norm": 0.3, "adam_offload": True, "micro_train_batch_size": 3, "chunk_size": 5}
@@ -288,7 +314,7 @@ CASES = {
     f.__name__: f
     for f in (
         grpo, untied, budgets, checkpointing, whole_logits, lora, ppo, reference, average, skipped, own,
-        files, options, narrow, unfilled, trees,
+        files, adapters, options, narrow, unfilled, trees,
     )
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from rft_fn import check, tree
 from rft_fn.model import attention
 from rft_fn.model.bind import _inner, _silence, beside, decoder, run
 from rft_fn.model.load import _quietly, load, save
+from rft_fn.model.lora import merged
 from rft_fn.types import Apply, Packed, TokenOut
 
 __all__ = ["Critic", "explained_variance", "load_critic", "save_critic", "values"]
@@ -61,7 +62,7 @@ class Critic(nn.Module):
         does it (its AutoModel reads it), adapters multiplied into what they adapt, and the head beside it."""
         from safetensors.torch import save_file
 
-        whole = _without_adapters(self, state_dict)
+        whole = merged(self, state_dict)
         part = lambda prefix: {n.removeprefix(prefix): x for n, x in whole.items() if n.startswith(prefix)}  # noqa: E731
         self.decoder.save_pretrained(folder, state_dict=part("decoder."))
         save_file({n: x.contiguous() for n, x in part("head.").items()}, Path(folder) / _HEAD)
@@ -102,17 +103,6 @@ def load_critic(
     if trained is not None:
         critic.head.load_state_dict(trained)
     return critic
-
-
-def _without_adapters(critic: Critic, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`weights` of a critic with LoRA layers as those of the plain one: each base weight plus scale B A."""
-    out = dict(weights)
-    for name, layer in critic.named_modules():
-        for adapter in getattr(layer, "lora_A", ()):
-            a, b = (out.pop(f"{name}.lora_{x}.{adapter}.weight") for x in "AB")
-            base = out[f"{name}.base_layer.weight"]
-            out[f"{name}.base_layer.weight"] = base + layer.scaling[adapter] * (b @ a).to(base.dtype)
-    return {name.replace(".base_layer.", "."): x for name, x in out.items()}
 
 
 @torch.no_grad()

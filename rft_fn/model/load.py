@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rft_fn.model.lora import merged
 from rft_fn.model.materialize import empty
 
 __all__ = ["cache_dir", "load", "load_tokenizer", "resolve", "save", "smollm2"]
@@ -174,11 +175,13 @@ def save(
     tokenizer: Any,
     weights: Iterable[tuple[str, Tensor]] = (),
     *,
+    merge: bool = False,
     write: bool = True,
 ) -> Path:
     """`module`, with `weights` in the places of its parameters, and its tokenizer (or None) as a folder that
-    transformers loads, or `load_critic` where it is a critic. A sharded module is put together by all ranks;
-    the one with `write` writes."""
+    transformers loads, or `load_critic` where it is a critic. Of a module with adapters it holds these alone,
+    for peft to put on the base model; with `merge` it is the plain model, adapters multiplied into it. A
+    sharded module is put together by all ranks; the one with `write` writes."""
     new = {name: _whole(x) for name, x in weights}
     ties: dict[int, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
@@ -187,6 +190,8 @@ def save(
         given = next((new[name] for name in names if name in new), None)
         new |= {} if given is None else dict.fromkeys(names, given)
     full = {name: new[name] if name in new else _whole(x) for name, x in module.state_dict().items()}
+    if merge and hasattr(module, "get_base_model"):
+        full, module = merged(module, full), module.get_base_model()
     if write:
         with quiet():
             module.save_pretrained(folder, state_dict=full)

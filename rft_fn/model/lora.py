@@ -1,10 +1,11 @@
 """Low-rank adapters through peft."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-__all__ = ["apply_lora_configuration", "linear_names"]
+__all__ = ["apply_lora_configuration", "linear_names", "merged"]
 
 _FROZEN_PARTS = ("lm_head", "visual", "vision_tower", "audio_tower", "merger", "multi_modal_projector")
 
@@ -45,3 +46,20 @@ def apply_lora_configuration(
         r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, task_type="CAUSAL_LM"
     )
     return get_peft_model(module, config)
+
+
+@torch.no_grad()
+def merged(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The whole weights of a module with LoRA layers, by the names of the plain one: each base weight plus
+    scale B A. Of a module without any they come back as they are."""
+    out = dict(weights)
+    for name, layer in module.named_modules():
+        for adapter in getattr(layer, "lora_A", ()):
+            a, b = (out.pop(f"{name}.lora_{x}.{adapter}.weight") for x in "AB")
+            base = out[f"{name}.base_layer.weight"]
+            step = layer.scaling[adapter] * (b.to(base.device).float() @ a.to(base.device).float())
+            out[f"{name}.base_layer.weight"] = (
+                base.to(torch.promote_types(base.dtype, torch.float32)) + step
+            ).to(base.dtype)
+    root = "base_model.model." if hasattr(module, "get_base_model") else ""
+    return {name.removeprefix(root).replace(".base_layer.", "."): x for name, x in out.items()}

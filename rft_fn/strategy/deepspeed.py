@@ -187,16 +187,17 @@ def export(state: TrainState) -> Iterator[tuple[str, Tensor]]:
         yield name, x.to(torch.bfloat16) if engine.config.use_mp_opt else x
 
 
-def save_pretrained(folder: str | Path, module: Any, tokenizer: Any, weights: Any = ()) -> Path:
-    """`module`, with `weights` in the places of its parameters, and its tokenizer as a folder that
-    transformers loads: put together by all ranks, written by the first."""
+def save_pretrained(
+    folder: str | Path, module: Any, tokenizer: Any, weights: Any = (), *, merge: bool = False
+) -> Path:
+    """`model.save`: put together by all ranks, written by the first."""
     keep = (lambda x: x.detach().cpu()) if dist.is_main() else (lambda x: None)
     full = {name: keep(x) for name, x in weights}
     for name, p in module.named_parameters():
         if name not in full:  # frozen ones, which stage 3 shards too
             full[name] = keep(zero.gathered(p))
     if dist.is_main():
-        model_lib.save(folder, module, tokenizer, full.items())
+        model_lib.save(folder, module, tokenizer, full.items(), merge=merge)
     dist.barrier()
     return Path(folder)
 
