@@ -56,6 +56,7 @@ def draw(found: list[dict], path: Path) -> None:
     for ax, title in zip(axes, ("seconds", "peak memory beyond the inputs, MB")):
         ax.set(xscale="log", yscale="log", xlabel="tokens", title=title)
         ax.set_xticks(tokens, [str(t) for t in tokens], minor=False)
+        ax.set_xticks([], minor=True)
         ax.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=110)
