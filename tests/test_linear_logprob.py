@@ -12,9 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rft_kernels import check_labels, linear_logprob
+from rft_kernels import check_labels, linear_logprob, products
 
 TINY = 0.002  # MB of workspace: tiles of 64 columns even for the smallest problem
+
+
+@pytest.fixture(autouse=True, params=["torch.mm", "oneDNN"])
+def library(request, monkeypatch):
+    """Every test by both libraries that make products of float32 on a CPU, whatever the processor is."""
+    if request.param == "oneDNN" and not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch was built without oneDNN")
+    monkeypatch.setattr(products, "mkl_is_half", lambda: request.param == "oneDNN")
+    monkeypatch.setattr(products, "_LARGE", 1)
 
 
 def problem(T, D, V, *, dtype=torch.float32, seed=0, sharpness=1.0):
@@ -363,7 +372,7 @@ class Recorder(TorchDispatchMode):
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, torch.Tensor):
                 self.largest = max(self.largest, x.untyped_storage().nbytes() // x.element_size())
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+        if func.name().split(".")[0] in ("aten::mm", "aten::addmm_", "mkldnn::_linear_pointwise"):
             self.product_rows.append(min(a.numel() for a in args if isinstance(a, torch.Tensor)))
         return out
 

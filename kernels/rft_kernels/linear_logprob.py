@@ -10,11 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rft_kernels import engines, parallel, reference, streamed
-
-# 12 MB keeps a tile of logits in the last-level cache of a CPU; a GPU wants large matrix products instead.
-_WORKSPACE_MB = {"cpu": 12.0}
-_WORKSPACE_MB_ELSEWHERE = 256.0
+from rft_kernels import engines, parallel, products, reference, streamed
 
 
 class LogProb(NamedTuple):
@@ -43,8 +39,8 @@ def linear_logprob(
 
     cap(x) is `softcap` tanh(x / softcap), or x without a softcap. Differentiable once, in h, w and bias,
     through each of the three outputs; `temperature` (a number, [] or [T]) is data. The logits [T, V] never
-    exist: they are made tile by tile in about `workspace_mb` MB (default 12 on a CPU, 256 elsewhere; at least
-    64 columns at a time), and made again in the backward.
+    exist: they are made tile by tile in about `workspace_mb` MB (default 6 or 12 on a CPU, 256 elsewhere; at
+    least 64 columns at a time), and made again in the backward.
 
     Arithmetic is float32 whatever the inputs are (float64 as soon as h or w is), also under autocast;
     gradients have the types of their inputs. A row whose label is `ignore_index` yields 0 and no gradient
@@ -76,7 +72,7 @@ def linear_logprob(
             raise ValueError(
                 "temperature: expected no gradient (engine='reference' has one), got requires_grad=True"
             )
-        mb = workspace_mb or _WORKSPACE_MB.get(h.device.type, _WORKSPACE_MB_ELSEWHERE)
+        mb = workspace_mb or default_workspace_mb(h.device.type)
         out = streamed.log_prob(
             h,
             w,
@@ -92,6 +88,14 @@ def linear_logprob(
             shard=shard,
         )
     return LogProb(out[0], out[1] if entropy else None, out[2] if lse else None)
+
+
+def default_workspace_mb(device_type: str) -> float:
+    """A tile of logits stays in the last-level cache of a CPU; a GPU wants large matrix products instead."""
+    if device_type != "cpu":
+        return 256.0
+    # oneDNN's tiles are not all in one place: the allocator may hold two or three of them.
+    return 6.0 if products.mkl_is_half() else 12.0
 
 
 def check_labels(y: Tensor, vocabulary: int, *, ignore_index: int = -100) -> None:

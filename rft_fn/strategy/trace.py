@@ -116,10 +116,10 @@ def _rooted(module: nn.Module, *, kind: str, tokens: int, fused: bool, chunk_siz
     from transformers import AttentionInterface
 
     from rft_fn.model import attention
-    from rft_kernels.linear_logprob import _WORKSPACE_MB
+    from rft_kernels.linear_logprob import default_workspace_mb
 
     if kind == "cpu" and not chunk_size:  # what suits the device, which the meta device is not
-        chunk_size = max(int(_WORKSPACE_MB["cpu"] * 2**20 / 4 / tokens), 1)
+        chunk_size = max(int(default_workspace_mb("cpu") * 2**20 / 4 / tokens), 1)
     options: dict[str, Any] = {"fused": fused, "chunk_size": chunk_size, "sampling": Sampling()}
     root = model_lib.rooted(module, entropy=True, **options)
     lm = getattr(root, "lm", None) or getattr(root, "decoder", None)

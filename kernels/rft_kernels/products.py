@@ -1,0 +1,59 @@
+"""Matrix products of float32 on a CPU, by the library that uses the whole width of its vectors.
+
+MKL, which `torch.mm` calls, picks its kernels by the maker of the processor: where that is not Intel, it
+leaves AVX-512 alone and runs at half the rate, or less. oneDNN, the other library inside torch, asks what the
+processor can do; `mkldnn::_linear_pointwise` is the operator through which inductor calls it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_LARGE = 1 << 26  # multiplications; below, oneDNN does not win back the millisecond that a new shape costs
+
+
+def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a [M, K] b [K, N] as [M, N]: in out, or in new memory."""
+    if not (by_onednn(a) and _large(a, b)):
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    product = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
+    return product if out is None else out.copy_(product)
+
+
+def add_mm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total [M, N] + a [M, K] b [K, N], in place of total."""
+    return total.add_(mm(a, b)) if by_onednn(a) and _large(a, b) else total.addmm_(a, b)
+
+
+def by_onednn(a: Tensor) -> bool:
+    """Whether large products of a are oneDNN's, which has memory of its own for each result."""
+    return a.dtype == torch.float32 and a.device.type == "cpu" and mkl_is_half()
+
+
+def _large(a: Tensor, b: Tensor) -> bool:
+    return a.shape[0] * a.shape[1] * b.shape[1] >= _LARGE
+
+
+@torch.compiler.assume_constant_result  # torch.compile cannot ask what it asks
+def mkl_is_half() -> bool:
+    """Whether this processor has AVX-512, which MKL does not use because of who made it."""
+    return _found()
+
+
+@cache
+def _found() -> bool:
+    available = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return available and torch.backends.cpu.get_cpu_capability() == "AVX512" and _maker() == "AuthenticAMD"
+
+
+def _maker() -> str | None:
+    """As the processor names it; None where Linux does not say."""
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        if line.startswith("vendor_id"):
+            return line.split(":")[1].strip()
+    return None

@@ -1,0 +1,96 @@
+"""Matrix products of float32 on a CPU: which library makes them, and that only their speed depends on it."""
+
+import pytest
+import torch
+
+from rft_kernels import products
+
+LAYOUTS = {
+    "plain": lambda m, n: torch.randn(m, n),
+    "transposed": lambda m, n: torch.randn(n, m).T,
+    "sliced": lambda m, n: torch.randn(m + 3, n + 5)[1:-2, 2:-3],
+    "misaligned": lambda m, n: torch.randn(m * n + 1)[1:].view(m, n),
+}
+
+
+@pytest.fixture
+def onednn(monkeypatch):
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch was built without oneDNN")
+    monkeypatch.setattr(products, "mkl_is_half", lambda: True)
+    monkeypatch.setattr(products, "_LARGE", 1)
+
+
+@pytest.mark.parametrize("a_is", LAYOUTS)
+@pytest.mark.parametrize("b_is", LAYOUTS)
+@pytest.mark.parametrize("size", [(7, 5, 3), (1, 90, 17), (130, 65, 1), (64, 576, 96)])
+def test_products_of_onednn_are_those_of_float64(onednn, a_is, b_is, size):
+    torch.manual_seed(0)
+    m, k, n = size
+    a, b, total = LAYOUTS[a_is](m, k), LAYOUTS[b_is](k, n), torch.randn(m, n)
+    want, bound = a.double() @ b.double(), 1e-6 * k
+    torch.testing.assert_close(products.mm(a, b).double(), want, rtol=0, atol=bound)
+    out = torch.full((m, 2 * n), 7.0)
+    assert products.mm(a, b, out[:, :n]).data_ptr() == out.data_ptr()
+    torch.testing.assert_close(out[:, :n].double(), want, rtol=0, atol=bound)
+    assert (out[:, n:] == 7).all()
+    added = total.clone()
+    assert products.add_mm(added, a, b) is added
+    torch.testing.assert_close(added.double(), want + total, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("size", [(0, 5, 3), (4, 0, 3), (4, 5, 0)])
+def test_empty_products(onednn, size):
+    m, k, n = size
+    assert torch.equal(products.mm(torch.ones(m, k), torch.ones(k, n)), torch.zeros(m, n))
+    assert torch.equal(
+        products.add_mm(torch.ones(m, n), torch.ones(m, k), torch.ones(k, n)), torch.ones(m, n)
+    )
+
+
+def test_other_types_and_devices_are_torchs(onednn):
+    assert products.by_onednn(torch.ones(2))
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        assert not products.by_onednn(torch.ones(2, dtype=dtype))
+        assert products.mm(torch.ones(2, 2, dtype=dtype), torch.ones(2, 2, dtype=dtype)).dtype == dtype
+    assert not products.by_onednn(torch.ones(2, device="meta"))
+    assert products.mm(torch.ones(2, 3, device="meta"), torch.ones(3, 4, device="meta")).shape == (2, 4)
+
+
+def test_small_products_are_torchs(onednn, monkeypatch):
+    monkeypatch.setattr(products, "_LARGE", 60)
+    seen = []
+    monkeypatch.setattr(torch, "mm", lambda a, b, mm=torch.mm: seen.append(a.shape) or mm(a, b))
+    products.mm(torch.ones(3, 4), torch.ones(4, 5))
+    assert seen == []
+    products.mm(torch.ones(3, 4), torch.ones(4, 4))
+    assert seen == [(3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("maker", "capability", "mkl", "onednn", "want"),
+    [
+        ("AuthenticAMD", "AVX512", True, True, True),
+        ("GenuineIntel", "AVX512", True, True, False),
+        ("AuthenticAMD", "AVX2", True, True, False),
+        ("AuthenticAMD", "AVX512", False, True, False),
+        ("AuthenticAMD", "AVX512", True, False, False),
+        (None, "AVX512", True, True, False),
+    ],
+)
+def test_when_mkl_leaves_half_of_the_vector_alone(monkeypatch, maker, capability, mkl, onednn, want):
+    monkeypatch.setattr(products, "_maker", lambda: maker)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
+    assert products._found.__wrapped__() is want
+
+
+def test_the_maker_of_the_processor(monkeypatch, tmp_path):
+    info = tmp_path / "cpuinfo"
+    monkeypatch.setattr(products, "Path", lambda _: info)
+    assert products._maker() is None
+    info.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\n")
+    assert products._maker() == "AuthenticAMD"
+    info.write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
+    assert products._maker() is None
