@@ -1,7 +1,7 @@
 """Compiles every kernel configuration that the engines can launch for sm_90, without a device; prints JSON.
 
 Kernels over logits twice: for addresses and strides that are multiples of 16, and for those that are not (an
-odd vocabulary), whose loads are narrower. The persistent kernel only gets the former, see `persistent._fits`.
+odd vocabulary), whose loads are narrower. The kernels of `persistent` only get the former: its `_fits`.
 
 Runs in a process of its own (tests/test_sm90.py): triton decides once whether kernels are interpreted. A line
 of the result is {"kernel", "options", "registers", "stack", "shared"}; what is spilled lies on the stack.
@@ -27,8 +27,10 @@ POINTERS = {
     "absorb_kernel": "x:x bias:b inner:f outer:f y:l top:f total:f weighted:f hit:f shrink:f kept:b",
     "differentiate_kernel": "x:x bias:b inner:f outer:f y:l lse:f level:f g_entropy:f peak:f unit:f dx:b",
     "rescale_kernel": "x:f factor:f",
-    "forward_kernel": "h:b w:b bias:b inner:f outer:f y:l top:f total:f weighted:f hit:f",
+    "forward_kernel": "bias:b inner:f outer:f y:l top:f total:f weighted:f hit:f",
+    "backward_kernel": "bias:b inner:f outer:f y:l lse:f level:f g_entropy:f peak:f unit:f",
 }
+ALIGNED = (persistent.forward_kernel, persistent.backward_kernel)  # `persistent._fits`
 ABSENT = {"BIAS": "bias", "SOFTCAP": "outer", "ENTROPY": "g_entropy", "KEEP": "kept", "UNIT": "unit"}
 
 
@@ -40,6 +42,10 @@ def compiled(kernel, types, constants, *, aligned, **options):
     constants = constants | dict.fromkeys(absent)
     signature = {n: "*" + types[pointers[n]] if n in pointers else "i32" for n in names}
     signature |= dict.fromkeys(constants, "constexpr")
+    if kernel in ALIGNED:  # they have descriptors of blocks
+        m, n, k = (constants[size] for size in ("BM", "BN", "BK"))
+        blocks = {"h": (m, k), "w": (n, k), "dx": (m, n // 4)}
+        signature |= {x: f"tensordesc<{types['b']}{[*blocks[x]]}>" for x in blocks if x in names}
     known = {
         (i,): [["tt.divisibility", 16]]
         for i, n in enumerate(names)
@@ -73,25 +79,28 @@ def configurations():
         for block, warps in rows.ABSORB.items():
             if not (softcap and more):  # a softcap has no unit gradient
                 constants = flags | {"KEEP": more, "BLOCK": block}
-                yield rows.absorb_kernel, types, constants, {"num_warps": warps}
+                options = {"num_warps": warps, "maxnreg": rows.REGISTERS}
+                yield rows.absorb_kernel, types, constants, options
         for block, warps in rows.DIFFERENTIATE.items():
             constants = flags | {"UNIT": more, "BLOCK": block}
             yield rows.differentiate_kernel, types, constants, {"num_warps": warps}
     for block, warps in rows.RESCALE.items():
         yield rows.rescale_kernel, base, {"BLOCK": block}, {"num_warps": warps}
-    config = persistent.CONFIG
-    for narrow, bias, softcap, entropy, width in product(
-        ("bf16", "fp16"), (None, 1), (None, 1), on, (4096, 80)
-    ):
-        constants = persistent.constants(config, width, bias=bias, softcap=softcap, entropy=entropy)
-        yield persistent.forward_kernel, base | {"b": narrow}, constants, {"num_warps": config.warps}
+    for narrow, bias, softcap, entropy in product(("bf16", "fp16"), on, on, on):
+        types, flags = base | {"b": narrow}, {"BIAS": bias, "SOFTCAP": softcap, "ENTROPY": entropy}
+        tile = persistent.forward_config(**flags)
+        constants = flags | persistent.constants(tile) | {"SPLITS": persistent.SPLITS}
+        yield persistent.forward_kernel, types, constants, {"num_warps": tile.warps}
+        tile = persistent.WIDE
+        constants = flags | persistent.constants(tile) | {"UNIT": narrow == "fp16", "GROUP": persistent.GROUP}
+        yield persistent.backward_kernel, types, constants, {"num_warps": tile.warps}
 
 
 def main():
     for kernel, types, constants, options in configurations():
         if sys.argv[1:] and kernel.__name__ not in sys.argv[1:]:
             continue
-        for aligned in (True,) if kernel is persistent.forward_kernel else (True, False):
+        for aligned in (True,) if kernel in ALIGNED else (True, False):
             said = {"kernel": kernel.__name__, "options": f"{types['b']} {constants}", "aligned": aligned}
             binary = compiled(kernel, types, constants, aligned=aligned, **options)
             print(json.dumps(said | resources(binary)), flush=True)

@@ -4,15 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-REGISTERS = {"absorb_kernel": 64, "differentiate_kernel": 64, "rescale_kernel": 40, "forward_kernel": 240}
-# Bytes, by version of triton and alignment: one number of two variants (a softcap without the entropy).
-STACK = {("3.6", True): 8, ("3.9", False): 8}
+REGISTERS = {"absorb_kernel": 64, "differentiate_kernel": 64, "rescale_kernel": 40}
+REGISTERS |= {"forward_kernel": 255, "backward_kernel": 255}  # all that a thread can have
 SHARED = 227 * 1024  # of a program on sm_90
 
 
@@ -31,5 +29,4 @@ def test_registers_spills_and_shared_memory(tmp_path):
     assert {x["kernel"] for x in seen} == set(REGISTERS)
     assert {x["aligned"] for x in seen} == {True, False}
     for x in seen:
-        stack = STACK.get((version("triton")[:3], x["aligned"]), 0)
-        assert x["stack"] <= stack and x["registers"] <= REGISTERS[x["kernel"]] and x["shared"] <= SHARED, x
+        assert x["stack"] == 0 and x["registers"] <= REGISTERS[x["kernel"]] and x["shared"] <= SHARED, x

@@ -7,7 +7,7 @@ the logits is rounded once, to the type of the matrix products, after 1[y] - p w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -44,6 +44,15 @@ class Tile(NamedTuple):
     x: Tensor  # [B, C] in the type of the results
     narrow: Tensor  # [B, C] in the type of the matrix products; x itself if that is the same
     bias: Tensor | None  # [C]
+
+
+class Gradient(NamedTuple):
+    """The gradient in such a block, over the units of its rows if there are any."""
+
+    cols: slice
+    rows: slice
+    w: Tensor  # [C, D]
+    dx: Tensor  # [B, C] in the type of the matrix products
 
 
 def head(
@@ -83,6 +92,13 @@ def backward(
     head: Head, y: Tensor, cot: tiles.Cotangent, need: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of h [R, D], bias [V] (in the type of the results) and w [V, D] (its own), as needed."""
+    return collect(head, y, cot, need, _gradients)
+
+
+def collect(
+    head: Head, y: Tensor, cot: tiles.Cotangent, need: tuple[bool, ...], gradients: Callable
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`backward`, of the `Gradient`s that gradients(head, y, cot, unit) yields, slice by slice."""
     y = local_labels(head, y)
     cot = tiles.Cotangent(*(None if c is None else c.contiguous() for c in cot))
     unit = _row_unit(head, cot) if head.h.dtype == torch.float16 else None
@@ -90,13 +106,9 @@ def backward(
     dw = head.w.new_empty(head.w.shape) if need[1] else None
     db = head.inner.new_zeros(head.w.shape[0]) if need[2] else None
     common, share, h = _common_unit(head, unit)
-    for tile in _tiles(head, narrow=True):
-        piece = tiles.Cotangent(*(None if c is None else c[tile.rows] for c in cot))
-        here = None if unit is None else unit[tile.rows]
-        options = _options(head, tile)
-        kernels.differentiate(tile.x, tile.narrow, y[tile.rows], piece, unit=here, **options)
+    for tile in gradients(head, y, cot, unit):
         if dh is not None:
-            product(tile.narrow, tile.w, out=dh[tile.rows], add=True)
+            product(tile.dx, tile.w, out=dh[tile.rows], add=True)
         if dw is not None:
             _weight_grad(dw[tile.cols], tile, h, common)
         if db is not None:
@@ -121,6 +133,16 @@ def product(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
+def _gradients(head: Head, y: Tensor, cot: tiles.Cotangent, unit: Tensor | None) -> Iterator[Gradient]:
+    """Each slice of the logits again, and turned into its gradient."""
+    for tile in _tiles(head, narrow=True):
+        piece = tiles.Cotangent(*(None if c is None else c[tile.rows] for c in cot))
+        here = None if unit is None else unit[tile.rows]
+        options = _options(head, tile)
+        kernels.differentiate(tile.x, tile.narrow, y[tile.rows], piece, unit=here, **options)
+        yield Gradient(tile.cols, tile.rows, tile.w, tile.narrow)
 
 
 def _product_type(h: Tensor, w: Tensor, scale: Tensor) -> torch.dtype:
@@ -155,23 +177,23 @@ def _common_unit(head: Head, unit: Tensor | None) -> tuple[Tensor | None, Tensor
     return common, share.to(head.h.dtype), (head.h * share[:, None]).to(head.h.dtype)
 
 
-def _weight_grad(dw: Tensor, tile: Tile, h: Tensor, common: Tensor | None) -> None:
+def _weight_grad(dw: Tensor, tile: Gradient, h: Tensor, common: Tensor | None) -> None:
     """dw [C, D] (+)= dxᵀ h: one product into its slice; in float32 first if there are units or blocks."""
     first, last = tile.rows.start == 0, tile.rows.stop == h.shape[0]
     if first and last and common is None and dw.dtype == h.dtype:
-        return product(tile.narrow.T, h, out=dw)
-    total = tile.x.new_empty(dw.shape)
-    product(tile.narrow.T, h[tile.rows], out=total)
+        return product(tile.dx.T, h, out=dw)
+    total = dw.new_empty(dw.shape, dtype=torch.float64 if h.dtype == torch.float64 else torch.float32)
+    product(tile.dx.T, h[tile.rows], out=total)
     if common is not None:
         total.mul_(common)
     dw.copy_(total if first else total.add_(dw))
     return None
 
 
-def _bias_grad(db: Tensor, tile: Tile, share: Tensor, common: Tensor | None) -> None:
+def _bias_grad(db: Tensor, tile: Gradient, share: Tensor, common: Tensor | None) -> None:
     """db [C] += the sum of dx over the rows."""
     total = db.new_empty(1, db.shape[0])
-    product(share[tile.rows][None], tile.narrow, out=total)
+    product(share[tile.rows][None], tile.dx, out=total)
     db.add_(total[0] if common is None else total[0].mul_(common))
 
 

@@ -49,9 +49,10 @@ def linear_logprob(
     once in each pass.
 
     engine: "streamed": torch operations, anywhere. "gemm": matrix products in slices and Triton row kernels,
-    on CUDA. "triton": the same with a forward that is one Triton kernel. "reference": plain operations on
-    whole logits, for torch.func transforms of any order and for gradients of the temperature. "auto": on CUDA
-    what auto.json says for the device and D, if triton is there and nothing is float64; else "streamed".
+    on CUDA. "triton": the logits are made by Triton too, in the kernels that use them. "reference": plain
+    operations on whole logits, for torch.func transforms of any order and for gradients of the temperature.
+    "auto": on CUDA what auto.json says for the device and D, if triton is there and nothing is float64; else
+    "streamed".
 
     If neither w nor bias needs a gradient, dlogp/dh is accumulated in the forward and the backward only
     scales it: two matrix products instead of three. `lse=True` or a softcap turns that off; a gradient that

@@ -1,26 +1,35 @@
-"""The forward as one persistent Triton kernel: no slice of the logits reaches memory.
+"""Triton's own matrix products: what follows a tile of logits happens before it leaves the registers.
 
-A program owns a block of tokens and every S-th slice of the vocabulary, so all programs that run together
-read the same few slices of w and blocks of h, which then stay in the L2 cache. Each leaves one running
-softmax a row; the S of them are merged in a fixed order. The backward, and the unit gradient of a frozen
-head, are those of `gemm`.
+Forward: one persistent kernel, and no slice of the logits reaches memory. A program owns a block of tokens
+and every S-th slice of the vocabulary, so all programs that run together read the same few slices of w and
+blocks of h, which then stay in the L2 cache. Each leaves one running softmax a row; the S of them are merged
+in a fixed order.
+
+Backward: slice by slice of the vocabulary a kernel makes the logits and stores their gradient in 16 bits; the
+two products behind it, and the unit gradient of a frozen head, are those of `gemm`.
+
+Blocks of h, w and the gradient are moved by tensor descriptors: on Hopper the hardware then copies them by
+itself, and no thread holds an address.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rft_kernels import gemm, tiles
-from rft_kernels.gemm import Head, backward, head
+from rft_kernels.gemm import Gradient, Head, head
 from rft_kernels.rows import INTERPRETED, on, tanh
 
 __all__ = ["Head", "backward", "forward", "head"]
 
+GROUP = 16  # blocks of tokens whose tiles run one after another, over all columns: what they read stays in L2
 SPLITS = 8  # of the vocabulary; a constant, so that a row does not depend on how many rows there are
 
 
@@ -34,9 +43,20 @@ class Config(NamedTuple):
     warps: int
 
 
-# For 16-bit inputs. A tile of 128 x 256 reads less, but spills registers if operands are loaded by pointer.
-CONFIG = Config(128, 128, 64, 4, 8)
+# For 16-bit inputs. The wide tile reads less of what is in L2; the forward of a head with a bias or a softcap
+# would spill registers with it.
+WIDE = Config(128, 256, 64, 4, 8)
+NARROW = Config(128, 128, 64, 4, 8)
 SMALL = Config(16, 64, 32, 1, 4)  # of the interpreter, whose tiles cost the same whatever their size
+
+
+@triton.jit
+def _quarters(z):
+    """z [M, N] -> its columns in four pieces of N / 4."""
+    left, right = _halves(z)
+    a, b = _halves(left)
+    c, d = _halves(right)
+    return a, b, c, d
 
 
 @triton.jit
@@ -44,6 +64,25 @@ def _halves(z):
     """z [M, N] -> its first and its last N / 2 columns."""
     half: tl.constexpr = z.shape[1] // 2
     return tl.split(tl.permute(tl.reshape(z, (z.shape[0], 2, half)), (0, 2, 1)))
+
+
+# fmt: off
+@triton.jit
+def _logits(
+    h, w, block, n, width, dtype: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr,
+):
+# fmt: on
+    """Tile (block, n) [BM, BN] of h wᵀ; 0 beyond the last row or column."""
+    z = tl.zeros([BM, BN], dtype)
+    for k in tl.range(0, width, BK, num_stages=STAGES):
+        x = h.load([block * BM, k])
+        v = w.load([n * BN, k])
+        if UPCAST:
+            x = x.to(dtype)
+            v = v.to(dtype)
+        z = tl.dot(x, v.T, z, input_precision="ieee", out_dtype=dtype)
+    return z
 
 
 # fmt: off
@@ -79,17 +118,15 @@ def _absorb(
 # fmt: off
 @triton.jit
 def forward_kernel(
-    h, h_stride, w, w_stride, bias, inner, outer, y, top, total, weighted, hit, tokens, vocabulary,
-    width,
-    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, EVEN: tl.constexpr,
-    UPCAST: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    h, w, bias, inner, outer, y, top, total, weighted, hit, tokens, vocabulary, width,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, UPCAST: tl.constexpr,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr,
 ):
 # fmt: on
     """h [R, D], w [V, D] -> top, total, weighted, hit, each [SPLITS, R]; see `tiles.Running`."""
     split = tl.program_id(0) % SPLITS
     dtype = inner.dtype.element_ty
-    k = tl.arange(0, BK)
     for block in range(tl.program_id(0) // SPLITS, tl.cdiv(tokens, BM), tl.num_programs(0) // SPLITS):
         rows = block * BM + tl.arange(0, BM)
         live = rows < tokens
@@ -103,34 +140,14 @@ def forward_kernel(
         u = tl.zeros([BM], dtype)
         seen = tl.full([BM], float("nan"), dtype)
         for n in range(split, tl.cdiv(vocabulary, BN), SPLITS):
-            # Rows and columns beyond the end repeat the last one; what comes of them is masked or not stored.
-            # The wide part of an address is one number of the program: a matrix of them would fill registers.
-            i = tl.minimum(tl.arange(0, BM), tokens - block * BM - 1)
-            j = tl.minimum(tl.arange(0, BN), vocabulary - n * BN - 1)
-            a = h + tl.cast(block * BM, tl.int64) * h_stride
-            b = w + tl.cast(n * BN, tl.int64) * w_stride
-            at_a = i[:, None] * h_stride + k[None, :]
-            at_b = j[None, :] * w_stride + k[:, None]
-            z = tl.zeros([BM, BN], dtype)
-            for start in tl.range(0, width, BK, num_stages=STAGES):
-                if EVEN:
-                    x = tl.load(a + at_a)
-                    v = tl.load(b + at_b)
-                else:
-                    x = tl.load(a + at_a, mask=(start + k < width)[None, :], other=0.0)
-                    v = tl.load(b + at_b, mask=(start + k < width)[:, None], other=0.0)
-                if UPCAST:
-                    x = x.to(dtype)
-                    v = v.to(dtype)
-                z = tl.dot(x, v, z, input_precision="ieee", out_dtype=dtype)
-                a += BK
-                b += BK
+            z = _logits(h, w, block, n, width, dtype, UPCAST, BM, BN, BK, STAGES)
             state = (high, s, u, seen)
-            left, right = _halves(z)
-            at = n * BN
-            state = _absorb(state, left, at, bias, scale, cap, target, vocabulary, BIAS, SOFTCAP, ENTROPY)
-            at += BN // 2
-            state = _absorb(state, right, at, bias, scale, cap, target, vocabulary, BIAS, SOFTCAP, ENTROPY)
+            pieces = _quarters(z)
+            for i in tl.static_range(4):
+                state = _absorb(
+                    state, pieces[i], n * BN + i * (BN // 4), bias, scale, cap, target, vocabulary,
+                    BIAS, SOFTCAP, ENTROPY,
+                )
             high, s, u, seen = state
         out = split.to(tl.int64) * tokens + rows
         tl.store(top + out, high, mask=live)
@@ -140,9 +157,79 @@ def forward_kernel(
             tl.store(weighted + out, u, mask=live)
 
 
+# fmt: off
+@triton.jit
+def _differentiate(
+    z, first, bias, scale, cap, target, lse, level, slope, peak, unit, columns,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, UNIT: tl.constexpr,
+):
+# fmt: on
+    """The gradient in the columns first, first + 1, ... of some rows, whose products are z."""
+    at = first + tl.arange(0, z.shape[1])
+    if BIAS:
+        z += tl.load(bias + at, mask=at < columns, other=0.0).to(z.dtype)[None, :]
+    z = z * scale[:, None]
+    rate = scale[:, None]
+    if SOFTCAP:
+        z = tanh(z)
+        rate = (1 - z * z) * (cap * scale)[:, None]
+        z = z * cap[:, None]
+    z = z - lse[:, None]
+    factor = level[:, None]
+    if ENTROPY:
+        factor = factor - slope[:, None] * tl.maximum(z, -1e4)
+    dz = tl.where(at[None, :] == target[:, None], peak[:, None], tl.exp(z) * factor) * rate
+    if UNIT:
+        dz = dz / unit[:, None]
+    return dz
+
+
+# fmt: off
+@triton.jit
+def backward_kernel(
+    h, w, bias, inner, outer, y, lse, level, g_entropy, peak, unit, dx, first, tokens, columns, width,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, UNIT: tl.constexpr,
+    UPCAST: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr,
+):
+# fmt: on
+    """h [R, D] and w [C, D], which starts at row `first` of the head -> dx [R, C] over unit [R].
+
+    As `rows.differentiate_kernel`: 1[y] - p is formed before it is rounded.
+    """
+    group = tl.program_id(0) // (GROUP * tl.cdiv(columns, BN))
+    place = tl.program_id(0) % (GROUP * tl.cdiv(columns, BN))
+    height = tl.minimum(GROUP, tl.cdiv(tokens, BM) - group * GROUP)
+    block, n = group * GROUP + place % height, place // height
+    dtype = inner.dtype.element_ty
+    z = _logits(h, w, block, n, width, dtype, UPCAST, BM, BN, BK, STAGES)
+    rows = block * BM + tl.arange(0, BM)
+    live = rows < tokens
+    scale = tl.load(inner + rows, mask=live, other=1.0)
+    bottom = tl.load(lse + rows, mask=live, other=0.0)
+    common = tl.load(level + rows, mask=live, other=0.0)
+    top = tl.load(peak + rows, mask=live, other=0.0)
+    cap, slope, over = scale, scale, scale
+    if SOFTCAP:
+        cap = tl.load(outer + rows, mask=live, other=1.0)
+    if ENTROPY:
+        slope = tl.load(g_entropy + rows, mask=live, other=0.0)
+    if UNIT:
+        over = tl.load(unit + rows, mask=live, other=1.0)
+    target = tl.load(y + rows, mask=live, other=-1) - first
+    pieces = _quarters(z)
+    for i in tl.static_range(4):
+        at = n * BN + i * (BN // 4)
+        dz = _differentiate(
+            pieces[i], at, bias, scale, cap, target, bottom, common, slope, top, over, columns,
+            BIAS, SOFTCAP, ENTROPY, UNIT,
+        )
+        dx.store([block * BM, at], dz.to(dx.dtype))
+
+
 def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor | None, ...]:
     """y [R] -> logp, entropy or None, lse, each [R], and dlogp/dh [R, D] or None. NaN for a bad label."""
-    if unit or head.h.shape[0] == 0 or not _fits(head):
+    if unit or not _fits(head):
         return gemm.forward(head, y, entropy=entropy, unit=unit)
     y = gemm.local_labels(head, y)
     run = _merge(_partial(head, y, entropy=entropy), entropy=entropy)
@@ -152,33 +239,71 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
     return logp, tiles.entropy_of(run, logp) if entropy else None, lse, None
 
 
+def backward(
+    head: Head, y: Tensor, cot: tiles.Cotangent, need: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of h [R, D], bias [V] (in the type of the results) and w [V, D] (its own), as needed."""
+    return gemm.collect(head, y, cot, need, _gradients) if _fits(head) else gemm.backward(head, y, cot, need)
+
+
+def _gradients(
+    head: Head, y: Tensor, cot: tiles.Cotangent, unit: Tensor | None
+) -> Iterator[Gradient]:
+    """The gradient of each slice of the logits; all of them in one buffer, one after another."""
+    (tokens, width), vocabulary = head.h.shape, head.w.shape[0]
+    c = SMALL if INTERPRETED else WIDE
+    fit = head.workspace // (head.h.element_size() * tokens) // c.columns * c.columns
+    breadth = min(max(fit, c.columns), triton.cdiv(vocabulary, c.columns) * c.columns)
+    buffer = head.h.new_empty(tokens, breadth)  # its rows are aligned, whatever the last slice is
+    flags = {"BIAS": head.bias is not None, "SOFTCAP": head.outer is not None, "UNIT": unit is not None}
+    for cols in tiles.cut(vocabulary, breadth):
+        w, dx = head.w[cols], buffer[:, : cols.stop - cols.start]
+        with on(head.h):
+            backward_kernel[(triton.cdiv(tokens, c.tokens) * triton.cdiv(len(w), c.columns),)](
+                TensorDescriptor.from_tensor(head.h, [c.tokens, c.depth]),
+                TensorDescriptor.from_tensor(w, [c.columns, c.depth]),
+                None if head.bias is None else head.bias[cols],
+                head.inner,
+                head.outer,
+                y,
+                *cot,
+                unit,
+                TensorDescriptor.from_tensor(dx, [c.tokens, c.columns // 4]),
+                cols.start,
+                tokens,
+                len(w),
+                width,
+                ENTROPY=cot.g_entropy is not None,
+                GROUP=GROUP,
+                **flags,
+                **constants(c),
+                num_warps=c.warps,
+            )
+        yield Gradient(cols, slice(0, tokens), w, dx)
+
+
 def _fits(head: Head) -> bool:
-    """Without 16-bit tensor cores, or with rows that are not aligned, the product belongs to cuBLAS."""
-    if head.h.dtype != head.w.dtype:
+    """Without 16-bit tensor cores, without a row, and where rows are not aligned, `gemm` does it."""
+    if head.h.dtype != head.w.dtype or not (len(head.h) and len(head.w)):
         return False
-    return INTERPRETED or (head.h.element_size() == 2 and _aligned(head.h) and _aligned(head.w))
+    return (INTERPRETED or head.h.element_size() == 2) and _aligned(head.h) and _aligned(head.w)
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether triton knows of x [R, D] that its rows start at multiples of 16 bytes: its unit is 16 elements.
-
-    Otherwise loads are of one element, cannot be asynchronous, and fill the registers: 150 bytes are spilled.
-    """
-    return x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and x.stride(1) == 1 and x.shape[1] % 16 == 0
+    """Whether the hardware copies blocks of x [R, D] by itself: rows start at multiples of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.stride(1) == 1
 
 
 def _partial(head: Head, y: Tensor, *, entropy: bool) -> tiles.Running:
     """The running softmax of each split of the vocabulary: fields [SPLITS, R]."""
     tokens, width = head.h.shape
-    c = SMALL if INTERPRETED else CONFIG
-    w = head.w if head.w.stride(1) == 1 else head.w.contiguous()
+    flags = {"BIAS": head.bias is not None, "SOFTCAP": head.outer is not None, "ENTROPY": entropy}
+    c = SMALL if INTERPRETED else forward_config(**flags)
     top, total, weighted, hit = head.inner.new_empty(4, SPLITS, tokens)
     with on(head.h):
         forward_kernel[(_programs(head.h, triton.cdiv(tokens, c.tokens)),)](
-            head.h,
-            head.h.stride(0),
-            w,
-            w.stride(0),
+            TensorDescriptor.from_tensor(head.h, [c.tokens, c.depth]),
+            TensorDescriptor.from_tensor(head.w, [c.columns, c.depth]),
             head.bias,
             head.inner,
             head.outer,
@@ -188,28 +313,25 @@ def _partial(head: Head, y: Tensor, *, entropy: bool) -> tiles.Running:
             weighted,
             hit,
             tokens,
-            w.shape[0],
+            len(head.w),
             width,
-            **constants(c, width, bias=head.bias, softcap=head.outer, entropy=entropy),
+            SPLITS=SPLITS,
+            **flags,
+            **constants(c),
             num_warps=c.warps,
         )
     return tiles.Running(top, total, weighted, hit, top)
 
 
-def constants(c: Config, width: int, *, bias: object, softcap: object, entropy: bool) -> dict:
-    """The compile-time arguments of the kernel."""
-    return {
-        "BIAS": bias is not None,
-        "SOFTCAP": softcap is not None,
-        "ENTROPY": entropy,
-        "EVEN": width % c.depth == 0,
-        "UPCAST": INTERPRETED,
-        "SPLITS": SPLITS,
-        "BM": c.tokens,
-        "BN": c.columns,
-        "BK": c.depth,
-        "STAGES": c.stages,
-    }
+def forward_config(*, BIAS: bool, SOFTCAP: bool, ENTROPY: bool) -> Config:
+    """The tile of the forward kernel with these compile-time arguments."""
+    return NARROW if BIAS or SOFTCAP else WIDE
+
+
+def constants(c: Config) -> dict:
+    """The compile-time arguments that both kernels have of a tile."""
+    sizes = {"BM": c.tokens, "BN": c.columns, "BK": c.depth, "STAGES": c.stages}
+    return sizes | {"UPCAST": INTERPRETED}
 
 
 def _programs(h: Tensor, blocks: int) -> int:
