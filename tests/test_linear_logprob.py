@@ -130,6 +130,17 @@ def test_float32_tolerance(seed, sharpness, scale):
     assert_close(run(h, w, y, g, workspace_mb=TINY), definition(h, w, y, g), bound)
 
 
+@pytest.mark.parametrize(("sharpness", "bound"), [(1.0, 2.5e-6), (4.0, 1.2e-5)])
+def test_float32_at_the_width_of_a_model(sharpness, bound):
+    """Sums of 576 products, with the likeliest target at |z| = 5 or 20: oneDNN adds them up one by one."""
+    h, w, y, g = problem(200, 576, 8192, sharpness=sharpness)
+    y[::2] = (h @ w.T).argmax(1)[::2]
+    got, want = run(h, w, y, g), definition(h, w, y, g)
+    assert np.abs(got[0].double().numpy() - want[0]).max() <= bound
+    for x, r in zip(got[3:], want[3:], strict=True):
+        assert np.linalg.norm(x.double().numpy() - r) <= 1e-5 * np.linalg.norm(r)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sharpness", [0.5, 4.0, 30.0])
 def test_narrow_types_are_only_rounded_at_the_ends(dtype, sharpness):

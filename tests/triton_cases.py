@@ -388,3 +388,11 @@ def test_the_kernels_of_triton_are_not_given_what_no_descriptor_can_describe(mon
     assert not fits(h, misaligned(w)) and not fits(misaligned(h), w)
     assert not fits(h[:, :63], w[:, 1:]) and not fits(h[:, :36], w[:, :36])
     assert not fits(h, w.T.contiguous().T)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_every_tile_of_the_gradient_is_made_once_in_whatever_order(group, monkeypatch):
+    """9 blocks of tokens in groups, the last of which is not whole."""
+    monkeypatch.setattr(persistent, "GROUP", group)
+    h, w, y, g = problem(9 * 16 - 3, 16, 150, dtype=torch.float64)
+    assert_close(run(h, w, y, g, engine="triton", workspace_mb=0.2), definition(h, w, y, g), 1e-12)

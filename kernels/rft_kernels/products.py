@@ -18,7 +18,7 @@ _LARGE = 1 << 26  # multiplications; below, oneDNN does not win back the millise
 
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a [M, K] b [K, N] as [M, N]: in out, or in new memory."""
-    if not (by_onednn(a) and _large(a, b)):
+    if not (by_onednn(a) and _suits(a, b)):
         return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
     product = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
     return product if out is None else out.copy_(product)
@@ -26,7 +26,7 @@ def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 def add_mm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """total [M, N] + a [M, K] b [K, N], in place of total."""
-    return total.add_(mm(a, b)) if by_onednn(a) and _large(a, b) else total.addmm_(a, b)
+    return total.add_(mm(a, b)) if by_onednn(a) and _suits(a, b) else total.addmm_(a, b)
 
 
 def by_onednn(a: Tensor) -> bool:
@@ -34,8 +34,10 @@ def by_onednn(a: Tensor) -> bool:
     return a.dtype == torch.float32 and a.device.type == "cpu" and mkl_is_half()
 
 
-def _large(a: Tensor, b: Tensor) -> bool:
-    return a.shape[0] * a.shape[1] * b.shape[1] >= _LARGE
+def _suits(a: Tensor, b: Tensor) -> bool:
+    """Whether it is large, and of matrices without gaps: for others oneDNN has nothing but plain loops."""
+    dense = all(x.is_contiguous() or x.T.is_contiguous() for x in (a, b))
+    return dense and a.shape[0] * a.shape[1] * b.shape[1] >= _LARGE
 
 
 @torch.compiler.assume_constant_result  # torch.compile cannot ask what it asks

@@ -100,7 +100,8 @@ def head(
 
 def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor | None, ...]:
     """y [R] -> logp, entropy or None, lse, each [R], and dlogp/dh [R, D] or None. NaN for a bad label."""
-    run, y = start(head.h), y if head.shard is None else head.shard.local(y)
+    y = y if head.shard is None else head.shard.local(y)
+    run, hit = start(head.h), _targets(head, y)
     # The sum of exp(z - top) w over all columns but the target's, kept up to date like run.total.
     pull = torch.zeros_like(head.h) if unit else None
     for tile in _tiles(head, copies=1 + entropy):
@@ -109,7 +110,7 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
         if pull is not None:
             products.add_mm(pull[tile.rows].mul_(state.shrink[:, None]), tile.x, tile.w)
         del tile  # its memory is that of the next one
-    top = run.top
+    top, run = run.top, run._replace(hit=hit)
     if head.shard is not None:
         run = merge(run, y, head.shard)
     logp, lse = log_prob(run)
@@ -230,6 +231,27 @@ def differentiate(z: Tensor, column: Tensor, cot: Cotangent, outer: Tensor | Non
     z.scatter_(1, at, torch.where(inside, cot.peak[:, None], z.gather(1, at)))
     if slope is not None:
         z.mul_(slope)
+
+
+def _targets(head: Head, y: Tensor) -> Tensor:
+    """The targets' scaled logits [R], NaN for one that is no row of w.
+
+    Not those of the tiles: what a long sum over D loses there is lost in log p, but less of it in a sum over
+    all other columns.
+    """
+    hit = torch.full_like(head.inner, torch.nan)
+    if not len(head.w):
+        return hit  # a rank that has no row of the head
+    inside = (y >= 0) & (y < len(head.w))
+    here = torch.where(inside, y, 0)
+    block = max(1, head.workspace // (2 * head.h.element_size() * max(1, head.h.shape[1])))
+    for rows in cut(len(y), block):
+        hit[rows] = torch.linalg.vecdot(head.h[rows], head.w[here[rows]].to(hit.dtype))
+    if head.bias is not None:
+        hit.addcmul_(head.inner, head.bias[here].to(hit.dtype))
+    if head.outer is not None:
+        hit.tanh_().mul_(head.outer)
+    return hit.masked_fill_(~inside, torch.nan)
 
 
 def _exp_(x: Tensor) -> Tensor:
