@@ -39,7 +39,7 @@ def linear_logprob(
 
     cap(x) is `softcap` tanh(x / softcap), or x without a softcap. Differentiable once, in h, w and bias,
     through each of the three outputs; `temperature` (a number, [] or [T]) is data. The logits [T, V] never
-    exist: they are made tile by tile in about `workspace_mb` MB (default 6 or 12 on a CPU, 256 elsewhere; at
+    exist: they are made tile by tile in about `workspace_mb` MB (default 4 or 12 on a CPU, 256 elsewhere; at
     least 64 columns at a time), and made again in the backward.
 
     Arithmetic is float32 whatever the inputs are (float64 as soon as h or w is), also under autocast;
@@ -96,7 +96,7 @@ def default_workspace_mb(device_type: str) -> float:
     if device_type != "cpu":
         return 256.0
     # oneDNN's tiles are not all in one place: the allocator may hold two or three of them.
-    return 6.0 if products.mkl_is_half() else 12.0
+    return 4.0 if products.mkl_is_half() else 12.0
 
 
 def check_labels(y: Tensor, vocabulary: int, *, ignore_index: int = -100) -> None:
