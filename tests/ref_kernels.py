@@ -9,7 +9,7 @@ def _logits(h, w, temperature, bias, softcap):
     x = h @ w.T + (0 if bias is None else bias)
     if softcap is None:
         return x / temperature, np.ones_like(x) / temperature
-    return softcap * np.tanh(x / softcap) / temperature, (1 - np.tanh(x / softcap) ** 2) / temperature
+    return softcap * np.tanh(x / softcap) / temperature, 1 / np.cosh(x / softcap) ** 2 / temperature
 
 
 def linear_logprob(h, w, y, *, temperature=1.0, bias=None, softcap=None):

@@ -34,6 +34,11 @@ def by_onednn(a: Tensor) -> bool:
     return a.dtype == torch.float32 and a.device.type == "cpu" and mkl_is_half()
 
 
+def sums_are_long(a: Tensor, b: Tensor) -> bool:
+    """Whether a bᵀ, all of it, is large and oneDNN's, which adds up the products of an element one by one."""
+    return by_onednn(a) and a.numel() * b.shape[0] >= _LARGE
+
+
 def _suits(a: Tensor, b: Tensor) -> bool:
     """Whether it is large, and of matrices without gaps: for others oneDNN has nothing but plain loops."""
     dense = all(x.is_contiguous() or x.T.is_contiguous() for x in (a, b))

@@ -101,7 +101,9 @@ def head(
 def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor | None, ...]:
     """y [R] -> logp, entropy or None, lse, each [R], and dlogp/dh [R, D] or None. NaN for a bad label."""
     y = y if head.shard is None else head.shard.local(y)
-    run, hit = start(head.h), _targets(head, y)
+    run, hit = start(head.h), None
+    if products.sums_are_long(head.h, head.w):
+        hit = _targets(head, y)
     # The sum of exp(z - top) w over all columns but the target's, kept up to date like run.total.
     pull = torch.zeros_like(head.h) if unit else None
     for tile in _tiles(head, copies=1 + entropy):
@@ -110,7 +112,7 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
         if pull is not None:
             products.add_mm(pull[tile.rows].mul_(state.shrink[:, None]), tile.x, tile.w)
         del tile  # its memory is that of the next one
-    top, run = run.top, run._replace(hit=hit)
+    top, run = run.top, run if hit is None else run._replace(hit=hit)
     if head.shard is not None:
         run = merge(run, y, head.shard)
     logp, lse = log_prob(run)
@@ -219,8 +221,8 @@ def differentiate(z: Tensor, column: Tensor, cot: Cotangent, outer: Tensor | Non
     """Replaces the scaled logits z [R, C] by the gradient of the outputs in them."""
     slope = None
     if outer is not None:
-        slope = (1 - z.tanh_().square()).mul_(outer[:, None])
-        z.mul_(outer[:, None])
+        slope = z.cosh().reciprocal_().square_().mul_(outer[:, None])  # 1 - tanh² would have no digits left
+        z.tanh_().mul_(outer[:, None])
     z.sub_(cot.lse[:, None])
     if cot.g_entropy is None:
         _exp_(z).mul_(cot.level[:, None])
@@ -239,9 +241,7 @@ def _targets(head: Head, y: Tensor) -> Tensor:
     Not those of the tiles: what a long sum over D loses there is lost in log p, but less of it in a sum over
     all other columns.
     """
-    hit = torch.full_like(head.inner, torch.nan)
-    if not len(head.w):
-        return hit  # a rank that has no row of the head
+    hit = torch.empty_like(head.inner)
     inside = (y >= 0) & (y < len(head.w))
     here = torch.where(inside, y, 0)
     block = max(1, head.workspace // (2 * head.h.element_size() * max(1, head.h.shape[1])))
