@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 REGISTERS = {"absorb_kernel": 64, "differentiate_kernel": 64, "rescale_kernel": 40}
-REGISTERS |= {"forward_kernel": 255, "backward_kernel": 255}  # all that a thread can have
+REGISTERS |= {"forward_kernel": 240, "backward_kernel": 255}
+WIDE = 255  # of a tile of 256 columns, which may have all that there are: what holds it is the stack
 SHARED = 227 * 1024  # of a program on sm_90
 
 
@@ -29,4 +30,5 @@ def test_registers_spills_and_shared_memory(tmp_path):
     assert {x["kernel"] for x in seen} == set(REGISTERS)
     assert {x["aligned"] for x in seen} == {True, False}
     for x in seen:
-        assert x["stack"] == 0 and x["registers"] <= REGISTERS[x["kernel"]] and x["shared"] <= SHARED, x
+        most = WIDE if "'BN': 256" in x["options"] else REGISTERS[x["kernel"]]
+        assert x["stack"] == 0 and x["registers"] <= most and x["shared"] <= SHARED, x

@@ -16,6 +16,7 @@ from torch import Tensor
 from rft_kernels import rows as kernels
 from rft_kernels import tiles
 from rft_kernels.parallel import Shard
+from rft_kernels.streamed import accumulate_dtype
 
 _ROWS = 32768  # of a matrix product
 _COLUMNS = 1024  # slices of the vocabulary are multiples of this where they are larger
@@ -182,7 +183,7 @@ def _weight_grad(dw: Tensor, tile: Gradient, h: Tensor, common: Tensor | None) -
     first, last = tile.rows.start == 0, tile.rows.stop == h.shape[0]
     if first and last and common is None and dw.dtype == h.dtype:
         return product(tile.dx.T, h, out=dw)
-    total = dw.new_empty(dw.shape, dtype=torch.float64 if h.dtype == torch.float64 else torch.float32)
+    total = dw.new_empty(dw.shape, dtype=accumulate_dtype(h, dw))
     product(tile.dx.T, h[tile.rows], out=total)
     if common is not None:
         total.mul_(common)

@@ -101,9 +101,7 @@ def head(
 def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor | None, ...]:
     """y [R] -> logp, entropy or None, lse, each [R], and dlogp/dh [R, D] or None. NaN for a bad label."""
     y = y if head.shard is None else head.shard.local(y)
-    run, hit = start(head.h), None
-    if products.sums_are_long(head.h, head.w):
-        hit = _targets(head, y)
+    run = start(head.h)
     # The sum of exp(z - top) w over all columns but the target's, kept up to date like run.total.
     pull = torch.zeros_like(head.h) if unit else None
     for tile in _tiles(head, copies=1 + entropy):
@@ -112,7 +110,9 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
         if pull is not None:
             products.add_mm(pull[tile.rows].mul_(state.shrink[:, None]), tile.x, tile.w)
         del tile  # its memory is that of the next one
-    top, run = run.top, run if hit is None else run._replace(hit=hit)
+    top = run.top
+    if products.sums_are_long(head.h, head.w):
+        run = run._replace(hit=_targets(head, y))
     if head.shard is not None:
         run = merge(run, y, head.shard)
     logp, lse = log_prob(run)
