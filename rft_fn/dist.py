@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _START = 180.0  # seconds that a process is given to start, at least: others import faster
-_state: dict[str, Any] = {"phase": "start", "session": ""}
+_state: dict[str, Any] = {"phase": "start", "depth": 0, "session": ""}
 
 
 def begin(timeout: float) -> None:
@@ -205,10 +205,14 @@ def differences(named: dict[str, str]) -> list[str]:
 @contextmanager
 def phase(name: str) -> Iterator[None]:
     """What this process does meanwhile is `name`: for the line that says where it lost the others. The name
-    stays when an error leaves the block."""
-    before, _state["phase"] = _state["phase"], name
-    yield
-    _state["phase"] = before
+    stays when an error leaves the block; after the outermost block it is that of the script's own code."""
+    before, outermost = _state["phase"], not _state["depth"]
+    _state.update(phase=name, depth=_state["depth"] + 1)
+    try:
+        yield
+    finally:
+        _state["depth"] -= 1
+    _state["phase"] = f"the script after {name}" if outermost else before
 
 
 def session() -> str:
@@ -217,5 +221,6 @@ def session() -> str:
 
 
 def current_phase() -> str:
-    """The innermost phase of this process, or the one in which an error occurred."""
+    """The innermost phase of this process, the last one before the script's own code, or the one in which an
+    error occurred."""
     return _state["phase"]

@@ -4,6 +4,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import conformance
@@ -13,7 +14,7 @@ import tiny
 import torch
 
 import rft_fn as rft
-from rft_fn import faults, packing, tree
+from rft_fn import dist, faults, packing, tree
 from rft_fn.strategy import StrategyConfig, get_strategy
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,9 +55,27 @@ def test_a_lost_process_is_named_and_nobody_hangs(tmp_path, how, timeout):
     assert codes == [faults.LOST] * (world - 1)
     for r in (r for r in range(world) if r != 1):
         line = (tmp_path / f"log{r}").read_text().strip().splitlines()[-1]
-        want = r"error: lost rank 1 \(last in \w+ of step \d+, \d+ s ago\); "
+        want = r"error: lost rank 1 \(last in (the script after )?\w+ of step \d+, \d+ s ago\); "
         want += rf"rank {r} was in .*; the same command"
         assert re.match(want, line), line
+
+
+def test_the_script_between_two_phases_is_named_by_the_one_before():
+    now = dist.current_phase
+    with dist.phase("generate"):
+        with dist.phase("gather"):
+            assert now() == "gather"
+        assert now() == "generate"
+    assert now() == "the script after generate"
+    with dist.phase("update of step 1"):
+        assert now() == "update of step 1"
+    assert now() == "the script after update of step 1"
+    with suppress(ValueError), dist.phase("checkpoint"):
+        raise ValueError
+    assert now() == "checkpoint"
+    with dist.phase("restore"):
+        pass
+    assert now() == "the script after restore"
 
 
 def disagree(rank, what):
