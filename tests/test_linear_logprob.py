@@ -130,10 +130,11 @@ def test_float32_tolerance(seed, sharpness, scale):
     assert_close(run(h, w, y, g, workspace_mb=TINY), definition(h, w, y, g), bound)
 
 
-@pytest.mark.parametrize(("sharpness", "bound"), [(1.0, 2.5e-6), (4.0, 1.2e-5)])
-def test_float32_at_the_width_of_a_model(sharpness, bound):
+@pytest.mark.parametrize(("sharpness", "bound"), [(1.0, 2.5e-6), (4.0, 1e-5)])
+@pytest.mark.parametrize("seed", range(3))
+def test_float32_at_the_width_of_a_model(seed, sharpness, bound):
     """Sums of 576 products, with the likeliest target at |z| = 5 or 20: oneDNN adds them up one by one."""
-    h, w, y, g = problem(200, 576, 8192, sharpness=sharpness)
+    h, w, y, g = problem(200, 576, 8192, sharpness=sharpness, seed=seed)
     y[::2] = (h @ w.T).argmax(1)[::2]
     got, want = run(h, w, y, g), definition(h, w, y, g)
     assert np.abs(got[0].double().numpy() - want[0]).max() <= bound

@@ -1,9 +1,10 @@
 """Matrix products of float32 on a CPU: which library makes them, and that only their speed depends on it."""
 
 import pytest
+import ref_kernels
 import torch
 
-from rft_kernels import products
+from rft_kernels import linear_logprob, products
 
 LAYOUTS = {
     "plain": lambda m, n: torch.randn(m, n),
@@ -99,3 +100,25 @@ def test_the_maker_of_the_processor(monkeypatch, tmp_path):
     assert products._maker() == "AuthenticAMD"
     info.write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
     assert products._maker() is None
+
+
+@pytest.mark.parametrize("softcap", [None, 100.0])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_the_two_logits_that_count_most_are_vector_products(onednn, monkeypatch, softcap, entropy):
+    """With matrix products that are wrong, log p is wrong by the share of p that only they have seen."""
+    make, wrong = torch.Generator().manual_seed(0), 1e-3
+    h, w = torch.randn(60, 90, generator=make), torch.randn(700, 90, generator=make)
+    y, bias, temperature = torch.arange(60) * 11, torch.linspace(-2, 1, 700), torch.linspace(0.8, 2, 60)
+    y[::3] = (h @ w.T).argmax(1)[::3]
+    product, unit = products.mm, 1 if softcap is None else 0.8 / softcap
+    monkeypatch.setattr(products, "mm", lambda a, b, out=None: product(a, b, out).add_(wrong * unit))
+    given = {"temperature": temperature, "bias": bias, "softcap": softcap}
+    got = linear_logprob(h, w, y, entropy=entropy, workspace_mb=0.002, **given)[0].double()
+    arrays = [x.double().numpy() for x in (h, w, temperature, bias)]
+    z = torch.tensor(ref_kernels._logits(*arrays, softcap)[0])
+    log_p = z.log_softmax(1)
+    others = log_p.exp().scatter(1, y[:, None], 0)
+    unseen = others.sum(1) - others.amax(1)
+    assert unseen.min() < 0.01 and unseen.max() > 0.3
+    error = (got - log_p.gather(1, y[:, None])[:, 0]).abs()
+    assert (error <= wrong * unseen + 1e-5).all(), (error - wrong * unseen).max()

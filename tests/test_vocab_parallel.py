@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from rft_kernels import linear_logprob
+from rft_kernels import linear_logprob, products
 
 CASES = {
     "plain": {},
@@ -23,6 +23,9 @@ CASES = {
     "frozen head": {"frozen": True},
     "small workspace": {"workspace_mb": 0.001, "entropy": True},
     "float32": {"dtype": torch.float32, "entropy": True},
+    "oneDNN": {"dtype": torch.float32, "entropy": True, "softcap": 9.0, "bias": True},
+    "oneDNN, fewer words than ranks": {"dtype": torch.float32, "vocab": 3, "entropy": True},
+    "oneDNN, frozen": {"dtype": torch.float32, "frozen": True},
     "bfloat16 head": {"dtype": torch.float32, "narrow": True},
     "fewer words than ranks": {"vocab": 3, "entropy": True},
     "words that two do not divide": {"vocab": 37, "entropy": True, "bias": True},
@@ -56,6 +59,8 @@ def outputs(h, w, y, bias, temperature, frozen=False, **options):
 
 
 def check(name, mesh, engine):
+    products._LARGE = 1
+    products.mkl_is_half = lambda: name.startswith("oneDNN") and torch.backends.mkldnn.is_available()
     options = dict(CASES[name])
     frozen = options.pop("frozen", False)
     args, options = inputs(**options)

@@ -104,22 +104,28 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
     run = start(head.h)
     # The sum of exp(z - top) w over all columns but the target's, kept up to date like run.total.
     pull = torch.zeros_like(head.h) if unit else None
+    first = torch.full_like(y, -1) if products.sums_are_long(head.h, head.w) else None
     for tile in _tiles(head, copies=1 + entropy):
         state = Running(*(r[tile.rows] for r in run))
         absorb(state, tile.x, y[tile.rows] - tile.cols.start, tile.outer, entropy=entropy)
+        if first is not None:
+            _note(first[tile.rows], tile, state.shrink)
         if pull is not None:
             products.add_mm(pull[tile.rows].mul_(state.shrink[:, None]), tile.x, tile.w)
         del tile  # its memory is that of the next one
     top = run.top
-    if products.sums_are_long(head.h, head.w):
-        run = run._replace(hit=_targets(head, y))
-    if head.shard is not None:
-        run = merge(run, y, head.shard)
-    logp, lse = log_prob(run)
+    run = run if first is None else run._replace(hit=_select(head, y))
+    refined = run if first is None else _refine(run, _select(head, first))
+    pair = Running(*map(torch.stack, zip(run, refined, strict=True)))
+    pair = pair if head.shard is None else merge(pair, y, head.shard)
+    logp, lse = log_prob(pair)
+    entropies = entropy_of(pair, logp) if entropy else (None, None)
+    # lse stays that of the tiles: then p adds up to 1 in the backward, which sees the same tiles.
+    logp, lse = logp[1], lse[0]
     if pull is not None:
         pull = unit_gradient(pull, head.w, y, top, logp, lse).mul_(head.inner[:, None])
         pull = pull if head.shard is None else head.shard.sum(pull)
-    return logp, entropy_of(run, logp) if entropy else None, lse, pull
+    return logp, entropies[1], lse, pull
 
 
 def backward(
@@ -161,10 +167,9 @@ def absorb(run: Running, z: Tensor, column: Tensor, outer: Tensor | None, *, ent
     """
     if outer is not None:
         z.tanh_().mul_(outer[:, None])
-    at, inside = _locate(z, column)
-    seen = z.gather(1, at)
-    run.hit.copy_(torch.where(inside, seen, run.hit[:, None])[:, 0])
-    z.scatter_(1, at, seen.masked_fill(inside, -torch.inf))
+    at = _locate(z, column)
+    run.hit[at[0]] = z[at]
+    z[at] = -torch.inf
     top = torch.maximum(run.top, z.amax(1))
     drop = run.top - top
     torch.exp(drop, out=run.shrink)
@@ -180,7 +185,7 @@ def absorb(run: Running, z: Tensor, column: Tensor, outer: Tensor | None, *, ent
 
 
 def merge(run: Running, y: Tensor, shard: Shard) -> Running:
-    """The same over the whole vocabulary, from each shard's: two reductions of [R] numbers."""
+    """The same over the whole vocabulary, from each shard's: two reductions of [..., R] numbers."""
     top = shard.max(run.top.clone())
     drop = run.top - top
     scale = torch.exp(drop)
@@ -229,29 +234,44 @@ def differentiate(z: Tensor, column: Tensor, cot: Cotangent, outer: Tensor | Non
     else:
         factor = z.clamp(min=_NEVER).mul_(-cot.g_entropy[:, None]).add_(cot.level[:, None])
         _exp_(z).mul_(factor)
-    at, inside = _locate(z, column)
-    z.scatter_(1, at, torch.where(inside, cot.peak[:, None], z.gather(1, at)))
+    at = _locate(z, column)
+    z[at] = cot.peak[at[0]]
     if slope is not None:
         z.mul_(slope)
 
 
-def _targets(head: Head, y: Tensor) -> Tensor:
-    """The targets' scaled logits [R], NaN for one that is no row of w.
+def _note(first: Tensor, tile: Tile, shrink: Tensor) -> None:
+    """first [B] becomes the column of the row's largest logit where that is in this tile, which holds
+    exp(z - top)."""
+    risen = (shrink < 1).nonzero()[:, 0]
+    x = tile.x if len(risen) == len(first) else tile.x.index_select(0, risen)
+    first[risen] = x.argmax(1) + tile.cols.start
 
-    Not those of the tiles: what a long sum over D loses there is lost in log p, but less of it in a sum over
-    all other columns.
+
+def _refine(run: Running, largest: Tensor) -> Running:
+    """run, with its largest logit, which counts most, replaced by largest [R]; NaN leaves it as it is.
+
+    An error of a logit is one of lse times its probability. A long sum over D that is added up one by one
+    has an error that a vector product of its own has not.
     """
-    hit = torch.empty_like(head.inner)
-    inside = (y >= 0) & (y < len(head.w))
-    here = torch.where(inside, y, 0)
+    more = torch.where(largest.isnan(), 0, largest - run.top)
+    total, weighted = run.total + torch.expm1(more), torch.addcmul(run.weighted, more, more.exp())
+    return run._replace(total=total, weighted=weighted)
+
+
+def _select(head: Head, column: Tensor) -> Tensor:
+    """The scaled logits [R] of one column in each row, by vector products; NaN if it is no row of w."""
+    z = torch.empty_like(head.inner)
+    inside = (column >= 0) & (column < len(head.w))
+    here = torch.where(inside, column, 0)
     block = max(1, head.workspace // (2 * head.h.element_size() * max(1, head.h.shape[1])))
-    for rows in cut(len(y), block):
-        hit[rows] = torch.linalg.vecdot(head.h[rows], head.w[here[rows]].to(hit.dtype))
+    for rows in cut(len(z), block):
+        z[rows] = torch.linalg.vecdot(head.h[rows], head.w[here[rows]].to(z.dtype))
     if head.bias is not None:
-        hit.addcmul_(head.inner, head.bias[here].to(hit.dtype))
+        z.addcmul_(head.inner, head.bias[here].to(z.dtype))
     if head.outer is not None:
-        hit.tanh_().mul_(head.outer)
-    return hit.masked_fill_(~inside, torch.nan)
+        z.tanh_().mul_(head.outer)
+    return z.masked_fill_(~inside, torch.nan)
 
 
 def _exp_(x: Tensor) -> Tensor:
@@ -271,9 +291,11 @@ def _weight_grad(dw: Tensor, tile: Tile, h: Tensor) -> None:
 
 
 def _locate(z: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each row's target is in z [R, C], clamped into it, and whether it was inside; both [R, 1]."""
-    last = z.shape[1] - 1
-    return column.clamp(0, last)[:, None], ((column >= 0) & (column <= last))[:, None]
+    """The rows of z [R, C] whose target is in it, and its columns; both [N], and none on the meta device."""
+    if z.is_meta:
+        return column[:0], column[:0]
+    rows = ((column >= 0) & (column < z.shape[1])).nonzero()[:, 0]
+    return rows, column[rows]
 
 
 def _tiles(head: Head, *, copies: int) -> Iterator[Tile]:
