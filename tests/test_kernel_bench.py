@@ -1,7 +1,9 @@
 """The benches that need a GPU, with a clock that is told what to say: what they conclude and write."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -117,3 +119,35 @@ def test_the_rows_of_a_gpu(bench, monkeypatch):
 def test_a_result_is_named_after_its_device(bench):
     assert bench.gpu.file_name("NVIDIA H200") == "nvidia_h200.json"
     assert bench.gpu.file_name("AMD Instinct MI300X (OAM)") == "amd_instinct_mi300x_oam.json"
+
+
+def test_the_table_of_errors_holds_the_bars():
+    """|error| of float32 and bfloat16: log p 1e-5, entropy 2e-4, gradients 1e-5 and 4e-3."""
+    command = [
+        sys.executable,
+        str(BENCH / "errors.py"),
+        "-T",
+        "32",
+        "-D",
+        "64",
+        "-V",
+        "500",
+        "--device",
+        "cpu",
+    ]
+    env = os.environ | {"PYTHONPATH": str(BENCH.parent)}
+    out = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    head, *lines = out.splitlines()
+    assert head.split()[:2] == ["inputs", "std"] and len(lines) in (6, 12)
+    for line in lines:
+        logp, entropy, _, dh, dw = (float(x) for x in line.split()[-5:])
+        assert 0 < logp <= 1e-5 and 0 < entropy <= 2e-4, line
+        assert 0 < max(dh, dw) <= (1e-5 if line.startswith("float32") else 4e-3), line
+
+
+def test_a_variant_that_is_not_there_is_said_before_anything_is_measured():
+    command = [sys.executable, str(BENCH / "linear_logprob.py"), "--cpu", "--only", "ours", "theirs"]
+    env = os.environ | {"PYTHONPATH": str(BENCH.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "--only: expected some of" in done.stderr and done.stderr.rstrip().endswith("got theirs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -72,7 +73,7 @@ def three(
 
 
 def cases(engines: dict[str, str], *, mixed: bool, only: list[str] | None = None) -> list[Case]:
-    """Every operation by every variant, or by those in `only`.
+    """Every operation by every variant, or by those in `only` and by naive, which they are held against.
 
     engines: the name in the table -> the engine of ours. mixed: also ours with a head in bfloat16.
     """
@@ -86,7 +87,10 @@ def cases(engines: dict[str, str], *, mixed: bool, only: list[str] | None = None
         out += three("ours16", partial(ours, engine="auto"), narrow, recomputes=True)
     for name, f in others.variants().items():
         out += three(name, f)
-    out = [c for c in out if only is None or c.variant in only]
+    names = sorted({c.variant for c in out})
+    if unknown := set(only or ()) - set(names):
+        sys.exit(f"error: --only: expected some of {', '.join(names)}, got {', '.join(sorted(unknown))}")
+    out = [c for c in out if only is None or c.variant in (*only, "naive")]
     return sorted(out, key=lambda c: (c.operation, c.variant))
 
 

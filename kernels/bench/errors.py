@@ -1,0 +1,76 @@
+"""Errors of linear_logprob against float64 on the same rounded inputs.
+
+    PYTHONPATH=kernels python kernels/bench/errors.py
+
+The worst over --seeds draws at two standard deviations of the logits; every second label is the most likely
+one; the gradients go through logp and entropy. A CPU has a line for each library that makes its products.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor
+
+from rft_kernels import linear_logprob, products
+
+COLUMNS = ("logp, max", "entropy, max", "lse, max", "dh, relative norm", "dw, relative norm")
+
+
+def problem(args: argparse.Namespace, seed: int, std: float, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """h [T, D] and w [V, D], rounded to dtype, y [T]; the logits have standard deviation std."""
+    make = torch.Generator(args.device).manual_seed(seed)
+    h = torch.randn(args.T, args.D, generator=make, device=args.device).to(dtype)
+    w = (torch.randn(args.V, args.D, generator=make, device=args.device) * std / args.D**0.5).to(dtype)
+    y = torch.randint(args.V, (args.T,), generator=make, device=args.device)
+    y[::2] = (h.float() @ w.float().T).argmax(1)[::2]
+    return h, w, y
+
+
+def outputs(h: Tensor, w: Tensor, y: Tensor, *, engine: str) -> list[Tensor]:
+    """logp, entropy, lse, and the gradients of sum(logp + entropy) in h and w, in float64."""
+    h, w = h.detach().requires_grad_(), w.detach().requires_grad_()
+    logp, entropy, lse = linear_logprob(h, w, y, entropy=True, lse=True, engine=engine)
+    grads = torch.autograd.grad((logp + entropy).sum(), (h, w))
+    return [x.detach().double() for x in (logp, entropy, lse, *grads)]
+
+
+def errors(args: argparse.Namespace, dtype: torch.dtype, std: float) -> list[float]:
+    """The worst of every column, over the draws."""
+    found = []
+    for seed in range(args.seeds):
+        h, w, y = problem(args, seed, std, dtype)
+        want = outputs(h.double(), w.double(), y, engine="reference")
+        off = [a - b for a, b in zip(outputs(h, w, y, engine=args.engine), want, strict=True)]
+        norms = [float(x.norm() / r.norm()) for x, r in zip(off[3:], want[3:], strict=True)]
+        found.append([*(float(x.abs().max()) for x in off[:3]), *norms])
+    return [max(column) for column in zip(*found, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-T", type=int, default=256, help="tokens")
+    parser.add_argument("-D", type=int, default=576, help="width of the hidden states")
+    parser.add_argument("-V", type=int, default=32768, help="vocabulary")
+    parser.add_argument("--std", type=float, nargs="+", default=[1.0, 4.0], help="of the logits")
+    parser.add_argument("--seeds", type=int, default=3, help="draws")
+    parser.add_argument("--engine", default="auto", help="of linear_logprob")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    libraries = {"": products.mkl_is_half()}
+    if args.device == "cpu" and torch.backends.mkldnn.is_available():
+        libraries = {", torch.mm": False, ", oneDNN": True}
+    print(f"{'inputs':<20}{'std':>6}" + "".join(f"{c:>20}" for c in COLUMNS))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for library, by_onednn in libraries.items():
+            products.mkl_is_half = lambda by_onednn=by_onednn: by_onednn
+            for std in args.std:
+                name = str(dtype).removeprefix("torch.") + library
+                print(f"{name:<20}{std:>6g}" + "".join(f"{x:>20.1e}" for x in errors(args, dtype, std)))
+
+
+if __name__ == "__main__":
+    main()
