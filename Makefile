@@ -51,7 +51,7 @@ train-smollm2: smollm2
 	$(call evaluate,$(OUT)/smollm2/sft/model,after_sft)
 	$(BIN)/python train_scripts/grpo.py --model $(OUT)/smollm2/sft/model $(SUM) --reward boxed --steps 30 --prompts 16 \
 	  --group 8 --lr 2e-5 --lr-end 1 --warmup 2 --max-new 10 --budget 1024 --eval-every 15 --eval-prompts 100 \
-	  --save-every 10 --strategy.engine-batch 64 --out $(OUT)/smollm2/grpo
+	  --save-every 10 --engine-batch 64 --out $(OUT)/smollm2/grpo
 	$(call evaluate,$(OUT)/smollm2/grpo/model,after_grpo)
 
 # greedy and sampled, on 200 questions that no training saw

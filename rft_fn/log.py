@@ -12,12 +12,13 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from rft_fn import dist, faults, plot
 from rft_fn.types import Rollout
@@ -328,14 +329,31 @@ def error_line(error: Exception) -> str:
 
 def cli(main: Callable[[Any], None], config: type) -> None:
     """Run a script: arguments from the dataclass `config` (tyro), errors of the user's as
-    one line and exit code 2.
+    one line and exit code 2. An option of a part, as `--strategy.chunk-size`, may be named without the part
+    (`--chunk_size`) where nothing else has the name.
 
     A mistake in an argument, a file or a reward is a line; with RFT_FN_TRACEBACK=1 it is a traceback.
     Everything else is a bug and keeps its traceback.
     """
     import tyro
 
-    guard(main, tyro.cli(config))
+    guard(main, tyro.cli(config, args=_qualify(sys.argv[1:], config)))
+
+
+def _qualify(args: Sequence[str], config: type) -> list[str]:
+    """args, with --NAME as --PART.NAME for an option that only one dataclass within `config` has."""
+    hints = get_type_hints(config)
+    owners = {name: [""] for name in hints}
+    for part, hint in hints.items():
+        for f in dataclasses.fields(hint) if dataclasses.is_dataclass(hint) else ():
+            owners.setdefault(f.name, []).append(f"{part}.")
+
+    def whole(match: re.Match[str]) -> str:
+        no, name = match[1] or "", match[2]
+        found = owners.get(name.replace("-", "_"), [""])
+        return f"--{found[0] if len(found) == 1 else ''}{no}{name}"
+
+    return [re.sub(r"^--(no[-_])?([\w-]+)(?==|$)", whole, arg) for arg in args]
 
 
 def guard(main: Callable[[Any], None], config: Any) -> None:

@@ -2,7 +2,7 @@
 computed, pictures that show the data."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from matplotlib import image
 
 from rft_fn import log, plot
 from rft_fn.reward import Judged
+from rft_fn.strategy import StrategyConfig
 
 
 @dataclass(frozen=True)
@@ -206,3 +207,36 @@ def test_errors_of_the_users_are_one_line(capsys, monkeypatch):
     monkeypatch.setenv("RFT_FN_TRACEBACK", "1")
     with pytest.raises(ValueError):
         log.cli(main, Config)
+
+
+@dataclass
+class Parts:
+    seed: int = 0
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+
+
+@pytest.mark.parametrize(
+    ("args", "want"),
+    [
+        ("--fused_linear_logprob --chunk_size 4096", {"fused_linear_logprob": True, "chunk_size": 4096}),
+        ("--no-fused-linear-logprob --sp-size=2", {"fused_linear_logprob": False, "sp_size": 2}),
+        ("--no_fused_linear_logprob --fsdp", {"fused_linear_logprob": False, "fsdp": True}),
+        ("--strategy.zero-stage 3 --zero_stage 2", {"zero_stage": 2}),
+        ("--seed 5", {"seed": 0}),  # the script's own
+        ("--strategy.seed 5", {"seed": 5}),
+    ],
+)
+def test_options_of_a_part_need_not_name_it(monkeypatch, args, want):
+    monkeypatch.setattr("sys.argv", ["x", *args.split()])
+    seen = []
+    log.cli(seen.append, Parts)
+    (config,) = seen
+    assert config.strategy == StrategyConfig(**want)
+    assert config.seed == (5 if args == "--seed 5" else 0)
+
+
+def test_an_unknown_option_is_said_as_it_was_written(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["x", "--chunk-sizes", "4"])
+    with pytest.raises(SystemExit) as exit_:
+        log.cli(print, Parts)
+    assert exit_.value.code == 2 and "--chunk-sizes" in capsys.readouterr().err
