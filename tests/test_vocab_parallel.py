@@ -3,6 +3,7 @@
 The kernels of the GPU engines run in triton's interpreter here.
 """
 
+import os
 import sys
 
 import pytest
@@ -109,6 +110,8 @@ def work(rank, world, folder, engine):
     bad(mesh)
     dist.barrier()
     dist.destroy_process_group()
+    # Not by way of the interpreter's end: a thread of gloo that still holds a tensor then aborts the process.
+    os._exit(0)
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="triton has no builds for this system")

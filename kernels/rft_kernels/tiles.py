@@ -167,9 +167,10 @@ def absorb(run: Running, z: Tensor, column: Tensor, outer: Tensor | None, *, ent
     """
     if outer is not None:
         z.tanh_().mul_(outer[:, None])
-    at = _locate(z, column)
-    run.hit[at[0]] = z[at]
-    z[at] = -torch.inf
+    at, inside = _locate(z, column)
+    seen = z.gather(1, at)
+    run.hit.copy_(torch.where(inside, seen, run.hit[:, None])[:, 0])
+    z.scatter_(1, at, seen.masked_fill(inside, -torch.inf))
     top = torch.maximum(run.top, z.amax(1))
     drop = run.top - top
     torch.exp(drop, out=run.shrink)
@@ -234,8 +235,8 @@ def differentiate(z: Tensor, column: Tensor, cot: Cotangent, outer: Tensor | Non
     else:
         factor = z.clamp(min=_NEVER).mul_(-cot.g_entropy[:, None]).add_(cot.level[:, None])
         _exp_(z).mul_(factor)
-    at = _locate(z, column)
-    z[at] = cot.peak[at[0]]
+    at, inside = _locate(z, column)
+    z.scatter_(1, at, torch.where(inside, cot.peak[:, None], z.gather(1, at)))
     if slope is not None:
         z.mul_(slope)
 
@@ -291,11 +292,9 @@ def _weight_grad(dw: Tensor, tile: Tile, h: Tensor) -> None:
 
 
 def _locate(z: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of z [R, C] whose target is in it, and its columns; both [N], and none on the meta device."""
-    if z.is_meta:
-        return column[:0], column[:0]
-    rows = ((column >= 0) & (column < z.shape[1])).nonzero()[:, 0]
-    return rows, column[rows]
+    """Where each row's target is in z [R, C], clamped into it, and whether it was inside; both [R, 1]."""
+    last = z.shape[1] - 1
+    return column.clamp(0, last)[:, None], ((column >= 0) & (column <= last))[:, None]
 
 
 def _tiles(head: Head, *, copies: int) -> Iterator[Tile]:
