@@ -151,3 +151,16 @@ def test_a_variant_that_is_not_there_is_said_before_anything_is_measured():
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "--only: expected some of" in done.stderr and done.stderr.rstrip().endswith("got theirs")
+
+
+def test_a_gradient_with_the_head_fused_and_not_has_one_loss():
+    root = BENCH.parent.parent
+    options = ["--rows", "4", "--length", "8", "--budget", "32", "--rounds", "1"]
+    command = [sys.executable, str(root / "tests" / "bench" / "head.py"), *options]
+    env = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{BENCH.parent}"}
+    out = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    rows = [line.split() for line in out.splitlines() if line.startswith(("logits", "fused  "))]
+    assert [row[0] for row in rows] == ["logits", "fused"]
+    for row in rows:
+        assert float(row[2]) > 0 and float(row[3]) == pytest.approx(float(rows[0][3]), abs=1e-6)
+        assert float(row[4]) == pytest.approx(float(rows[0][4]), abs=1e-5)
