@@ -9,6 +9,7 @@ one; the gradients go through logp and entropy. A CPU has a line for each librar
 from __future__ import annotations
 
 import argparse
+import sys
 
 import torch
 from torch import Tensor
@@ -73,4 +74,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"error: {error}")

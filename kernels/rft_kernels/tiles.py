@@ -104,28 +104,27 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
     run = start(head.h)
     # The sum of exp(z - top) w over all columns but the target's, kept up to date like run.total.
     pull = torch.zeros_like(head.h) if unit else None
-    first = torch.full_like(y, -1) if products.sums_are_long(head.h, head.w) else None
+    leader = torch.full_like(y, -1) if products.sums_are_long(head.h, head.w) else None
     for tile in _tiles(head, copies=1 + entropy):
         state = Running(*(r[tile.rows] for r in run))
         absorb(state, tile.x, y[tile.rows] - tile.cols.start, tile.outer, entropy=entropy)
-        if first is not None:
-            _note(first[tile.rows], tile, state.shrink)
+        if leader is not None:
+            _update_leader(leader[tile.rows], tile, state.shrink)
         if pull is not None:
             products.add_mm(pull[tile.rows].mul_(state.shrink[:, None]), tile.x, tile.w)
         del tile  # its memory is that of the next one
     top = run.top
-    run = run if first is None else run._replace(hit=_select(head, y))
-    refined = run if first is None else _refine(run, _select(head, first))
+    run = run if leader is None else run._replace(hit=_select(head, y))
+    refined = run if leader is None else _refine(run, _select(head, leader))
     pair = Running(*map(torch.stack, zip(run, refined, strict=True)))
     pair = pair if head.shard is None else merge(pair, y, head.shard)
-    logp, lse = log_prob(pair)
-    entropies = entropy_of(pair, logp) if entropy else (None, None)
+    logps, lses = log_prob(pair)
     # lse stays that of the tiles: then p adds up to 1 in the backward, which sees the same tiles.
-    logp, lse = logp[1], lse[0]
+    logp, lse = logps[1], lses[0]
     if pull is not None:
         pull = unit_gradient(pull, head.w, y, top, logp, lse).mul_(head.inner[:, None])
         pull = pull if head.shard is None else head.shard.sum(pull)
-    return logp, entropies[1], lse, pull
+    return logp, entropy_of(pair, logps)[1] if entropy else None, lse, pull
 
 
 def backward(
@@ -241,12 +240,11 @@ def differentiate(z: Tensor, column: Tensor, cot: Cotangent, outer: Tensor | Non
         z.mul_(slope)
 
 
-def _note(first: Tensor, tile: Tile, shrink: Tensor) -> None:
-    """first [B] becomes the column of the row's largest logit where that is in this tile, which holds
-    exp(z - top)."""
+def _update_leader(leader: Tensor, tile: Tile, shrink: Tensor) -> None:
+    """leader [B] gets the column of each row whose largest logit is in this tile of exp(z - top)."""
     risen = (shrink < 1).nonzero()[:, 0]
-    x = tile.x if len(risen) == len(first) else tile.x.index_select(0, risen)
-    first[risen] = x.argmax(1) + tile.cols.start
+    x = tile.x if len(risen) == len(leader) else tile.x.index_select(0, risen)
+    leader[risen] = x.argmax(1) + tile.cols.start
 
 
 def _refine(run: Running, largest: Tensor) -> Running:
