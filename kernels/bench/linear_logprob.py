@@ -167,6 +167,7 @@ def main() -> None:
     found = results(args)
     print(f"T={args.T} D={args.D} V={args.V} float32, {args.threads} threads, {found['hardware']}")
     print(f"other programs had up to {found['foreign_share']:.0%} of the processors")
+    print("products alone: " + "; ".join(f"{k} {v:.3f} s" for k, v in found["gemm_seconds"].items()))
     print(table(found["rows"]))
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
