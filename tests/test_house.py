@@ -238,3 +238,17 @@ def test_the_results_of_the_rows_are_those_of_the_data():
         assert x["last"] >= 0.9 and x["gap"] < 1e-5, name
     text = (ROOT / "docs" / "algorithms.md").read_text()
     assert rows.section(text, rows.table(found)) == text
+
+
+def test_the_mutants_still_fit_the_code():
+    """Each one's old text occurs once in its file, and its test exists: `make mutants` can apply them all."""
+    spec = importlib.util.spec_from_file_location("mutants_run", ROOT / "tests" / "mutants" / "run.py")
+    run_module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(run_module)
+    for m in run_module.mutants():
+        assert m.old != m.new and (ROOT / m.file).read_text().count(m.old) == 1, (
+            f"{m.part}: {m.what}: {m.old!r}"
+        )
+        file, _, name = m.test.partition("::")
+        name = re.split(r"[\[:]", name.split("::")[-1])[0]
+        assert f"def {name}(" in (ROOT / file).read_text(), f"{m.part}: {m.what}: no test {m.test}"

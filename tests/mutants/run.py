@@ -1,0 +1,187 @@
+"""Small wrong changes of the library, each with the test that has to fail for it: `make mutants`.
+
+The lists lie beside this file, one for each part of the library. A mutant is (what, file, old, new, test):
+`old` occurs exactly once in `file`, and `test` is a pytest id that passes as the code stands and fails with
+`new` in its place. Every mutant runs in a copy of the repository.
+
+    python tests/mutants/run.py                 all of them
+    python tests/mutants/run.py loss engine     those that mention one of the words anywhere
+    python tests/mutants/run.py --table docs/mutants.md
+"""
+
+import argparse
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+HERE = Path(__file__).resolve().parent
+LIMIT = 600  # s that one test may take
+
+
+class Mutant(NamedTuple):
+    """A wrong change, and the test that sees it."""
+
+    part: str  # name of its list
+    what: str
+    file: str  # relative to the root
+    old: str  # occurs exactly once
+    new: str
+    test: str  # a pytest id
+
+
+class Result(NamedTuple):
+    """How a mutant fared."""
+
+    mutant: Mutant
+    killed: bool
+    seconds: float
+    note: str  # why it does not count, where it does not
+
+
+def mutants() -> list[Mutant]:
+    """All mutants, in the order of the lists' names."""
+    found = []
+    for path in sorted(HERE.glob("*.py")):
+        if path != Path(__file__).resolve():
+            spec = importlib.util.spec_from_file_location(f"mutants_{path.stem}", path)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            found += [Mutant(path.stem, *entry) for entry in module.MUTANTS]
+    return found
+
+
+def wanted(everything: Sequence[Mutant], words: Sequence[str]) -> list[Mutant]:
+    """The mutants that one of the words is about; all without words."""
+    return [m for m in everything if not words or any(w in " ".join(m) for w in words)]
+
+
+def copy_to(folder: Path) -> None:
+    """The files that git knows, with what is not committed yet."""
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout.decode()
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target)
+
+
+def passes(folder: Path, test: str) -> tuple[bool, str]:
+    """(whether the test passes in that copy, the end of its output)."""
+    path = os.pathsep.join([str(folder), str(folder / "kernels")])
+    env = os.environ | {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "CI": "true",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+    try:
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return False, f"longer than {LIMIT} s"
+    if done.returncode not in (0, 1):  # 2 interrupted, 3 internal, 4 usage, 5 no such test
+        raise ValueError(
+            f"{test}: pytest ended with {done.returncode}: {done.stdout[-400:]}{done.stderr[-400:]}"
+        )
+    return done.returncode == 0, done.stdout[-400:]
+
+
+def tried(folder: Path, mutant: Mutant) -> Result:
+    """The mutant in that copy, which is as it was before when this returns."""
+    path = folder / mutant.file
+    source = path.read_text()
+    began = time.perf_counter()
+    count = source.count(mutant.old)
+    if count != 1:
+        return Result(mutant, False, 0.0, f"its old text occurs {count} times in {mutant.file}")
+    path.write_text(source.replace(mutant.old, mutant.new))
+    try:
+        survived, _ = passes(folder, mutant.test)
+        note = "the test passes all the same" if survived else ""
+    except ValueError as error:
+        survived, note = True, str(error)
+    finally:
+        path.write_text(source)
+    return Result(mutant, not survived, time.perf_counter() - began, note)
+
+
+def run(chosen: Sequence[Mutant], jobs: int) -> Iterator[Result]:
+    """Each mutant's result, in order, `jobs` at a time. ValueError for a test that fails without a mutant."""
+    with tempfile.TemporaryDirectory() as tmp:
+        folders = [Path(tmp) / str(i) for i in range(jobs)]
+        for folder in folders:
+            copy_to(folder)
+        tests = sorted({m.test for m in chosen})
+        with ThreadPoolExecutor(jobs) as pool:
+            free = list(folders)
+
+            def with_folder(f, x):
+                folder = free.pop()
+                try:
+                    return f(folder, x)
+                finally:
+                    free.append(folder)
+
+            for test, (ok, text) in zip(tests, pool.map(lambda t: with_folder(passes, t), tests)):
+                if not ok:
+                    raise ValueError(f"{test}: expected to pass without a mutant: {text}")
+            yield from pool.map(lambda m: with_folder(tried, m), chosen)
+
+
+def table(results: Sequence[Result]) -> str:
+    """A page for docs: the mutants by part, each with the test that kills it."""
+    lines = [
+        "# Mutants",
+        "",
+        "Small wrong changes of the library, and the test that fails for each. `make mutants` applies every",
+        "one to a copy of the repository and runs its test. A wrong change that no test sees belongs here,",
+        "with a new test.",
+        "",
+        f"{sum(r.killed for r in results)} of {len(results)} are killed.",
+    ]
+    for part in dict.fromkeys(r.mutant.part for r in results):
+        lines += ["", f"## {part}", "", "| what | where | killed by |", "|---|---|---|"]
+        for r in results:
+            if r.mutant.part == part:
+                name = r.mutant.test.removeprefix("tests/")
+                killed = f"`{name}`" if r.killed else f"**survives**: {r.note}"
+                lines.append(
+                    f"| {r.mutant.what} | `{r.mutant.file}` | {killed.replace('|', chr(92) + '|')} |"
+                )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", help="only mutants that one of these is about")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tests at a time")
+    parser.add_argument("--table", type=Path, help="write the results as a page")
+    args = parser.parse_args()
+    chosen, results = wanted(mutants(), args.words), []
+    for i, result in enumerate(run(chosen, args.jobs)):
+        results.append(result)
+        verdict = "killed" if result.killed else f"SURVIVES: {result.note}"
+        print(f"{i + 1}/{len(chosen)}  {result.mutant.part}: {result.mutant.what}: {verdict}  "
+              f"({result.seconds:.0f} s)", flush=True)  # fmt: skip
+    if args.table:
+        args.table.write_text(table(results))
+    alive = [r for r in results if not r.killed]
+    print(f"{len(results) - len(alive)} killed, {len(alive)} alive")
+    sys.exit(bool(alive))
+
+
+if __name__ == "__main__":
+    main()
