@@ -1,0 +1,360 @@
+"""Each train script against a straight line from the definitions, number by number, with every option on.
+
+What is wired wrongly in a script (a sign, a key, a reference that is the policy, weights that are not made
+anew for a minibatch) shows in some number of some step.
+"""
+
+import copy
+import json
+import math
+from functools import partial
+
+import pytest
+import straight_line as line
+import torch
+from test_house import load_script as script
+
+import rft_fn as rft
+from rft_fn import rng
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """Models in float64, so that two ways to compute a number agree to 1e-9 after ten steps."""
+    monkeypatch.setattr(rft.model, "load", partial(rft.model.load, dtype=torch.float64))
+    monkeypatch.setattr(
+        rft.model, "load_critic", partial(rft.model.load_critic, dtype=torch.float64), raising=True
+    )
+
+
+def logged(folder):
+    return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def same(found, wanted, tolerance=1e-6):
+    """Every number of every step, and no name more or less."""
+    assert len(found) == len(wanted)
+    for step, (row, want) in enumerate(zip(found, wanted)):
+        assert set(row) - {"step"} == set(want), f"step {step}: {sorted(set(row) ^ set(want))}"
+        for name, x in want.items():
+            assert row[name] == pytest.approx(x, rel=tolerance, abs=tolerance), f"step {step}: {name}"
+
+
+def same_weights(folder, want, tolerance=1e-6):
+    saved = rft.model.load(str(folder), dtype=torch.float64)
+    for name, p in saved.named_parameters():
+        torch.testing.assert_close(p.detach(), want[name].to(p.dtype), rtol=tolerance, atol=tolerance)
+
+
+GRPO = {
+    "prompts": 3, "group": 4, "steps": 10, "lr": 3e-3, "lr_end": 0.2, "warmup": 3, "max_norm": 0.7, "kl": 0.3,
+    "ema": 0.8, "rounds": 2, "overlong": 4, "normalize_reward": True, "temperature": 0.9, "top_p": 0.9,
+    "eval_every": 4, "eval_prompts": 3, "budget": 64, "seed": 5,
+}  # fmt: skip
+
+
+def grpo_by_hand(cfg, lm, tokenizer):
+    """What grpo.py logs, and the weights that it saves."""
+    task = line.Task("sort_digits", 1, tokenizer, cfg.template)
+    stop, ref = tokenizer.eos_token_id, line.copy_of(lm)
+    opt = line.AdamW(lm, max_norm=cfg.max_norm, ema=cfg.ema)
+    size, rows_a_step = cfg.strategy.train_batch_size, cfg.prompts * cfg.group
+    updates = -(-rows_a_step // size)
+    moments, log = line.Moments(), []
+    how = {"temperature": cfg.temperature, "top_p": cfg.top_p}
+    for step in range(cfg.steps):
+        values = line.evaluation(lm, task, cfg, stop) if step == 0 else {}
+        groups, sampling = line.filled(lm, task, cfg, step, stop)
+        for row in (r for g in groups for r in g):
+            late = len(row["tokens"]) - (cfg.max_new - cfg.overlong)
+            row["reward"] = row["raw"] - min(max(late / cfg.overlong, 0), 1)
+        flat = moments.normalised([r["reward"] for g in groups for r in g])
+        rewards = [flat[i : i + cfg.group] for i in range(0, len(flat), cfg.group)]
+        for g, rs in zip(groups, rewards):
+            for row, r in zip(g, rs):
+                row["adv"] = (r - line.mean(rs)) / (line.std(rs, 1) + 1e-6) if max(rs) > min(rs) else 0.0
+        rows = [r for g in groups for r in g]
+        key = rng.fold_in(cfg.seed, "updates", step)
+        order = torch.randperm(len(rows), generator=rng.generator(key)).tensor_split(updates)
+        logs = []
+        for part in order:
+            logs.append(grpo_update([rows[i] for i in part], lm, ref, how, cfg, opt, updates, stop))
+        values |= line.averaged(logs) | line.rollout_metrics(groups, rewards) | sampling
+        values |= {"reward/mean": line.mean(r["raw"] for r in rows)}
+        values |= {"reward/task:sort_digits": values["reward/mean"]}
+        if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
+            values |= line.evaluation(lm, task, cfg, stop)
+        log.append(values)
+    return log, opt.average
+
+
+def grpo_update(rows, lm, ref, how, cfg, opt, updates, stop):
+    """One update of the mean over rows of the mean over tokens of clipped loss + kl KL, and its metrics."""
+    total = 0.0
+    lists = {n: [] for n in ("gap", "entropy", "stopped", "kl_old", "kl_ref", "ratio")}
+    learning = [r for r in rows if r["tokens"]]
+    for row in learning:
+        logp, entropy = line.scores(lm, row, **how)
+        with torch.no_grad():
+            ref_logp, _ = line.scores(ref, row, **how)
+        terms = []
+        for t in range(len(row["tokens"])):
+            old = float(row["logp"][t])
+            loss, stopped = line.clipped_loss(logp[t], old, row["adv"], 0.2, 0.2)
+            d = logp[t] - ref_logp[t]
+            k3 = line.kl_estimate(float(logp[t]), float(ref_logp[t]))
+            k2 = d * d / 2
+            kl = k2 - k2.detach() + k3  # the value of k3 with the gradient of k2
+            terms.append(loss + cfg.kl * kl)
+            lists["gap"].append(abs(float(logp[t]) - old))
+            lists["entropy"].append(float(entropy[t]))
+            lists["stopped"].append(float(stopped))
+            lists["kl_old"].append(line.kl_estimate(old, float(logp[t])))
+            lists["kl_ref"].append(k3)
+            lists["ratio"].append(float((logp[t] - old).exp()))
+        total = total + sum(terms) / len(terms) / len(learning)
+    rate = line.linear_rate(
+        cfg.lr, cfg.warmup * updates, max(cfg.steps, cfg.warmup) * updates, cfg.lr_end, opt.count
+    )
+    norm = opt.step(line.gradients(lm, total), rate)
+    return {
+        "loss": float(total),
+        "policy/clip_frac": line.mean(lists["stopped"]),
+        "policy/kl_old": line.mean(lists["kl_old"]),
+        "policy/ratio_max": max(lists["ratio"]),
+        "policy/kl_ref": line.mean(lists["kl_ref"]),
+        "policy/logp_gap": line.mean(lists["gap"]),
+        "policy/logp_gap_max": max(lists["gap"]),
+        "policy/entropy": line.mean(lists["entropy"]),
+        "grad/norm": norm,
+        "grad/skipped": 0.0,
+    }
+
+
+def test_grpo_is_its_definition(wide, tmp_path):
+    grpo = script("grpo")
+    strategy = rft.strategy.StrategyConfig(train_batch_size=5, engine_batch=7)
+    cfg = grpo.Config(**GRPO, strategy=strategy, out=str(tmp_path / "run"))
+    lm, tokenizer = rft.model.load("tiny"), rft.model.load_tokenizer("tiny")
+    wanted, weights = grpo_by_hand(cfg, lm.eval(), tokenizer)
+    grpo.main(cfg)
+    same(logged(tmp_path / "run"), wanted)
+    same_weights(tmp_path / "run" / "model", weights)
+
+
+PPO = {
+    "prompts": 4, "group": 2, "steps": 8, "epochs": 2, "minibatches": 2, "lr": 2e-3, "critic_lr": 4e-3,
+    "lr_end": 0.3, "warmup": 3, "max_norm": 0.8, "freeze_actor_steps": 2, "gamma": 0.9, "clip_low": 0.1,
+    "clip_high": 0.15, "dual": 1.5, "value_clip": 0.4, "entropy": 0.02, "kl": 0.2, "kl_target": 0.3,
+    "kl_horizon": 40.0, "overlong": 4, "normalize_reward": True, "ptx": 0.3, "ptx_data": "sort_digits:1",
+    "ptx_batch": 3, "positive_nll": 0.4, "positive_at": 0.3, "ema": 0.8, "temperature": 0.9, "top_p": 0.9,
+    "budget": 64, "eval_every": 3, "eval_prompts": 3, "seed": 5,
+}  # fmt: skip
+
+
+class Valuer(torch.nn.Module):
+    """One number for each token of a response: a linear head on the decoder's hidden state before it."""
+
+    def __init__(self, lm):
+        super().__init__()
+        self.decoder = copy.deepcopy(lm.model)
+        self.head = torch.nn.Linear(lm.config.hidden_size, 1)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, row):
+        ids = torch.tensor([[*row["ids"], *row["tokens"]]])
+        hidden = self.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+        at = len(row["ids"]) - 1
+        return self.head(hidden[at : at + len(row["tokens"])])[:, 0]
+
+
+def advantages(row, cfg):
+    """The double sum of GAE over the tokens of a response, and the critic's target."""
+    r, v, size = row["token_reward"], row["value"], len(row["tokens"])
+    v = [*v, 0.0]
+    delta = [r[t] + cfg.gamma * v[t + 1] * (t + 1 < size) - v[t] for t in range(size)]
+
+    def traced(lam):
+        return [sum((cfg.gamma * lam) ** (k - t) * delta[k] for k in range(t, size)) for t in range(size)]
+
+    if cfg.algorithm == "ppo":
+        adv = traced(cfg.gae_lambda)
+        return adv, [a + b for a, b in zip(adv, v)]
+    lam = max(0.0, 1 - 1 / (cfg.gae_alpha * size))
+    return traced(lam), [a + b for a, b in zip(traced(1.0), v)]
+
+
+def ppo_rollout(cfg, lm, ref, valuer, task, step, moments, coef, stop):
+    """The rows of a step with everything that the updates read, and the metrics of that."""
+    groups = line.sampled_groups(lm, task, cfg, line.drawn(task, cfg.prompts, step, cfg.seed), stop)
+    rows = [r for g in groups for r in g]
+    how = {"temperature": cfg.temperature, "top_p": cfg.top_p}
+    for row in rows:
+        late = len(row["tokens"]) - (cfg.max_new - cfg.overlong)
+        row["reward"] = row["raw"] - min(max(late / cfg.overlong, 0), 1)
+    flat = moments.normalised([r["reward"] for r in rows])
+    for row, reward in zip(rows, flat):
+        with torch.no_grad():
+            ref_logp = line.scores(ref, row, **how)[0].tolist()
+            row["value"] = valuer(row).tolist()
+        row["gap"] = [a - b for a, b in zip(row["logp"], ref_logp)]
+        row["token_reward"] = [-coef * d for d in row["gap"]]
+        row["token_reward"][-1] += reward
+        row["adv"], row["ret"] = advantages(row, cfg)
+    everything = [a for r in rows for a in r["adv"]]
+    centre = line.mean(everything)
+    spread = math.sqrt(line.std(everything, 1) ** 2 + 1e-8)
+    for row in rows:
+        row["adv"] = [(a - centre) / spread for a in row["adv"]]
+    rewards = [flat[i : i + cfg.group] for i in range(0, len(flat), cfg.group)]
+    ret = [x for r in rows for x in r["ret"]]
+    left = [x - v for r in rows for x, v in zip(r["ret"], r["value"])]
+    values = line.rollout_metrics(groups, rewards)
+    values |= {"value/explained_variance": 1 - line.std(left) ** 2 / line.std(ret) ** 2}
+    values |= {"kl/coef": coef, "kl/ref": line.mean(d for r in rows for d in r["gap"])}
+    values |= dict.fromkeys(("reward/mean", "reward/task:sort_digits"), line.mean(r["raw"] for r in rows))
+    return rows, values
+
+
+def value_update(rows, valuer, cfg, opt, rate):
+    """One update of the mean over tokens of the clipped squared error."""
+    losses, moved = [], []
+    for row in rows:
+        value = valuer(row)
+        for t, v in enumerate(value):
+            old, ret = row["value"][t], row["ret"][t]
+            near = old + (v - old).clamp(-cfg.value_clip, cfg.value_clip)
+            losses.append(0.5 * torch.maximum((v - ret) ** 2, (near - ret) ** 2))
+            moved.append(float(abs(float(v) - old) > cfg.value_clip))
+    total = sum(losses) / len(losses)
+    norm = opt.step(line.gradients(valuer, total), rate)
+    clip_frac = {"value/loss": float(total), "value/clip_frac": line.mean(moved)}
+    return clip_frac | {"value/grad/norm": norm, "value/grad/skipped": 0.0}
+
+
+def examples_nll(cfg, lm, task, tokenizer, update):
+    """The mean negative log-likelihood of the answers of an update's examples."""
+    terms = []
+    for i in range(cfg.ptx_batch):
+        prompt = task.prompt(cfg.seed + 2, update * cfg.ptx_batch + i)
+        answer = [*tokenizer.encode(prompt["row"]["answer"]), tokenizer.eos_token_id]
+        how = {"temperature": cfg.temperature, "top_p": cfg.top_p}
+        terms += list(-line.scores(lm, {"ids": prompt["ids"], "tokens": answer}, **how)[0])
+    return sum(terms) / len(terms)
+
+
+def actor_update(rows, lm, cfg, ptx, opt, rate):
+    """One update of clipped loss, entropy, the likelihood of good responses and that of examples."""
+    lists = {n: [] for n in ("loss", "good", "gap", "entropy", "stopped", "kl_old", "ratio")}
+    low, high = cfg.clip_low, cfg.clip_high
+    for row in rows:
+        logp, entropy = line.scores(lm, row, temperature=cfg.temperature, top_p=cfg.top_p)
+        for t in range(len(row["tokens"])):
+            old = row["logp"][t]
+            loss, stopped = line.clipped_loss(logp[t], old, row["adv"][t], low, high, cfg.dual)
+            lists["loss"].append(loss - cfg.entropy * entropy[t])
+            if row["raw"] >= cfg.positive_at:
+                lists["good"].append(-logp[t])
+            lists["gap"].append(abs(float(logp[t]) - old))
+            lists["entropy"].append(float(entropy[t]))
+            lists["stopped"].append(float(stopped))
+            lists["kl_old"].append(line.kl_estimate(old, float(logp[t])))
+            lists["ratio"].append(float((logp[t] - old).exp()))
+    total = sum(lists["loss"]) / len(lists["loss"]) + cfg.ptx * ptx
+    if lists["good"]:
+        total = total + cfg.positive_nll * sum(lists["good"]) / len(lists["good"])
+    metrics = {
+        "loss": float(total),
+        "policy/clip_frac": line.mean(lists["stopped"]),
+        "policy/kl_old": line.mean(lists["kl_old"]),
+        "policy/ratio_max": max(lists["ratio"]),
+        "policy/logp_gap": line.mean(lists["gap"]),
+        "policy/logp_gap_max": max(lists["gap"]),
+        "policy/entropy": line.mean(lists["entropy"]),
+        "ptx/nll": float(ptx),
+    }
+    if rate is None:  # a frozen actor is only compared with its sampler
+        return metrics
+    return metrics | {"grad/norm": opt.step(line.gradients(lm, total), rate), "grad/skipped": 0.0}
+
+
+def ppo_by_hand(cfg, lm, tokenizer):
+    """What ppo.py logs, and the weights that it saves."""
+    task = line.Task("sort_digits", 1, tokenizer, cfg.template)
+    stop, ref, valuer = tokenizer.eos_token_id, line.copy_of(lm), Valuer(lm)
+    opt = line.AdamW(lm, max_norm=cfg.max_norm, ema=cfg.ema)
+    value_opt = line.AdamW(valuer, max_norm=cfg.max_norm)
+    each, moments, coef, log = cfg.epochs * cfg.minibatches, line.Moments(), cfg.kl, []
+    value_rate = partial(line.linear_rate, cfg.critic_lr, cfg.warmup, cfg.steps * each, cfg.lr_end)
+    rate = partial(
+        line.linear_rate, cfg.lr, cfg.warmup, (cfg.steps - cfg.freeze_actor_steps) * each, cfg.lr_end
+    )
+    for step in range(cfg.steps):
+        values = line.evaluation(lm, task, cfg, stop) if step == 0 else {}
+        rows, found = ppo_rollout(cfg, lm, ref, valuer, task, step, moments, coef, stop)
+        error = min(max(found["kl/ref"] / cfg.kl_target - 1, -0.2), 0.2)
+        coef = coef * (1 + error * len(rows) / cfg.kl_horizon)
+        logs, learns = [], step >= cfg.freeze_actor_steps
+        for epoch in range(cfg.epochs):
+            key = rng.fold_in(cfg.seed, "minibatch", step, epoch)
+            order = torch.randperm(len(rows), generator=rng.generator(key)).tensor_split(cfg.minibatches)
+            for part in order:
+                batch, number = [rows[i] for i in part], step * each + len(logs)
+                metrics = value_update(batch, valuer, cfg, value_opt, value_rate(value_opt.count))
+                if learns or not logs:
+                    ptx = examples_nll(cfg, lm, task, tokenizer, number)
+                    at = rate(opt.count) if learns else None
+                    metrics |= actor_update(batch, lm, cfg, ptx, opt, at)
+                logs.append(metrics)
+        start = {n: x for n, x in logs[0].items() if "logp_gap" in n}
+        values |= line.averaged(logs) | start | found
+        if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
+            values |= line.evaluation(lm, task, cfg, stop)
+        log.append(values)
+    return log, opt.average
+
+
+@pytest.mark.parametrize(
+    "row", [{"algorithm": "ppo", "gae_lambda": 0.8}, {"algorithm": "vapo", "gae_alpha": 0.7}]
+)
+def test_ppo_is_its_definition(wide, tmp_path, row):
+    ppo = script("ppo")
+    cfg = ppo.Config(**PPO, **row, out=str(tmp_path / "run"))
+    lm, tokenizer = rft.model.load("tiny"), rft.model.load_tokenizer("tiny")
+    wanted, weights = ppo_by_hand(cfg, lm.eval(), tokenizer)
+    ppo.main(cfg)
+    same(logged(tmp_path / "run"), wanted)
+    same_weights(tmp_path / "run" / "model", weights)
+
+
+def test_sft_is_its_definition(wide, tmp_path):
+    sft = script("sft")
+    options = {
+        "steps": 10,
+        "batch": 5,
+        "lr": 2e-3,
+        "lr_end": 0.5,
+        "warmup": 4,
+        "max_norm": 0.5,
+        "budget": 40,
+        "seed": 3,
+    }
+    cfg = sft.Config(**options, out=str(tmp_path / "run"))
+    lm, tokenizer = rft.model.load("tiny").eval(), rft.model.load_tokenizer("tiny")
+    task, opt, wanted = line.Task("sort_digits", 1, tokenizer, cfg.template), line.AdamW(lm, max_norm=0.5), []
+    for step in range(cfg.steps):
+        terms = []
+        for prompt, _ in line.drawn(task, cfg.batch, step, cfg.seed):
+            answer = [*tokenizer.encode(prompt["row"]["answer"]), tokenizer.eos_token_id]
+            row = {"ids": prompt["ids"], "tokens": answer}
+            terms += list(-line.scores(lm, row, temperature=1.0, top_p=1.0)[0])
+        total = sum(terms) / len(terms)
+        rate = line.linear_rate(cfg.lr, cfg.warmup, cfg.steps, cfg.lr_end, opt.count)
+        norm = opt.step(line.gradients(lm, total), rate)
+        wanted.append({"loss": float(total), "grad/norm": norm, "grad/skipped": 0.0})
+    sft.main(cfg)
+    same(logged(tmp_path / "run"), wanted)
+    same_weights(tmp_path / "run" / "model", opt.params)
