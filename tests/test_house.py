@@ -107,9 +107,9 @@ def test_import_is_light():
 
 
 def test_import_takes_under_a_second_beyond_torch():
-    code = (
-        "import torch, optree, time; t = time.perf_counter(); import rft_fn; print(time.perf_counter() - t)"
-    )
+    """Of the processor's time: others may be busy beside it."""
+    code = "import torch, optree, time; t = time.process_time(); import rft_fn; "
+    code += "print(time.process_time() - t)"
     assert min(float(run(code)) for _ in range(3)) < 1.0
 
 
