@@ -188,7 +188,7 @@ def gspo_sequence(logp, old, a):
 
 
 def gspo_token_sequence(logp, old, a):
-    """One response: the mean over tokens of the clipped s sg(1 / pi[t]) pi[t], s with its gradient stopped."""
+    """One response: the mean over tokens of the clipped s pi[t] / sg(pi[t]), s with its gradient stopped."""
     s = math.exp((sum(p.item() for p in logp) - sum(old)) / len(logp))
     return sum(clipped(s * p.exp() / p.exp().item(), a, 3e-4, 4e-4) for p in logp) / len(logp)
 

@@ -1,4 +1,4 @@
-"""Every row of the table against its paper, from rewards to the gradient of the logits (tests/ref_rows.py)."""
+"""Every row of the table against its paper (ref_rows.py), from rewards to the gradient of the logits."""
 
 import math
 
@@ -173,7 +173,7 @@ def test_advantages_and_returns_are_the_papers(name):
 
 
 def below(divergence, limit, p, up):
-    """The old probability q on the side from which p went `up`, with divergence(p, q) = limit: by bisection."""
+    """The old probability q, below p where p went `up`, with divergence(p, q) = limit: by bisection."""
     near, far = p, 1e-12 if up else 1 - 1e-12
     for _ in range(200):
         middle = (near + far) / 2

@@ -23,7 +23,7 @@ MUTANTS = [
      "return advantage.reinforce_pp(token_reward, rollout.mask, gamma=gamma)",
      f"{GRADIENT}[0.3-reinforce_pp]"),
     ("CPGD does not pass its drift on", ALGORITHM,
-     "partial(loss.cpgd, low=low, high=high, drift=drift)", "partial(loss.cpgd, low=low, high=high, drift=0.0)",
+     "partial(loss.cpgd, low=low, high=high, drift=drift)", "partial(loss.cpgd, low=low, high=high)",
      f"{GRADIENT}[1.5-cpgd]"),
     ("GSPO's upper limit is its lower one", ALGORITHM,
      "def gspo(out: TokenOut, b: Packed, *, low: float = 3e-4, high: float = 4e-4)",
