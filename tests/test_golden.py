@@ -1,4 +1,4 @@
-"""Golden numbers: losses, gradients and advantages of TRL and verl against our calls, and the table of which
+"""Golden numbers: losses, gradients and advantages of other systems against our calls, and the table of which
 equals which."""
 
 import json
@@ -8,14 +8,15 @@ import pytest
 import torch
 from golden import batch, compare, make_table, scales
 from golden.equivalence import ROWS
-from golden.verl_rows import VERL
+from golden.other_rows import OTHERS, VERL
 
 import rft_fn
 from rft_fn import loss, weight
 
 pytestmark = pytest.mark.usefixtures("float64")
 ENTRIES, SCALED = compare.GOLDEN["entries"], compare.SCALED["entries"]
-AT_SCALES = [row for row in [*ROWS.values(), *VERL] if row.key in SCALED]
+OTHER_ROWS = [row for rows in OTHERS.values() for row in rows]
+AT_SCALES = [row for row in [*ROWS.values(), *OTHER_ROWS] if row.key in SCALED]
 at_each_scale = pytest.mark.parametrize("scale", batch.SCALES)
 
 
@@ -45,8 +46,8 @@ def test_our_call_gives_their_gradient_at_every_scale(row, scale):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=row.tol * theirs.abs().max().item())
 
 
-@pytest.mark.parametrize("row", [r for r in VERL if r.paper], ids=lambda r: r.key)
-def test_where_verl_differs_it_differs(row):
+@pytest.mark.parametrize("row", [r for r in OTHER_ROWS if r.paper], ids=lambda r: r.key)
+def test_where_other_systems_differ_they_differ(row):
     errors = [compare.relation(*compare.at_scale(row, row.paper, scale)).error for scale in batch.SCALES]
     assert max(errors) > 1e-2 and row.differs
 
@@ -87,7 +88,7 @@ def test_scaled_batches_have_holes_an_empty_response_and_ratios_of_their_scale()
 def test_every_entry_has_a_row_and_every_row_an_entry():
     assert {row.key for row in ROWS.values()} == set(ENTRIES)
     of_policies = {k for k, entry in ENTRIES.items() if "logp" in entry.get("grad", {}) and k[:3] != "dpo"}
-    assert {row.key for row in AT_SCALES} == set(SCALED) == of_policies | {row.key for row in VERL}
+    assert {row.key for row in AT_SCALES} == set(SCALED) == of_policies | {row.key for row in OTHER_ROWS}
 
 
 def test_the_batch_is_the_one_that_was_recorded():

@@ -1,5 +1,5 @@
 """The section "Equivalence" of docs/algorithms.md, from trl.json, scales.json, field.json and the rows of
-equivalence.py and verl_rows.py.
+equivalence.py and other_rows.py.
 
 cd tests && python -m golden.make_table
 """
@@ -12,7 +12,7 @@ import torch
 from golden import batch
 from golden.compare import FOLDER, GOLDEN, SCALED, Relation, against, at_scale, relation
 from golden.equivalence import SECTIONS, Row, Terms
-from golden.verl_rows import VERL
+from golden.other_rows import OTHERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- equivalence:begin -->", "<!-- equivalence:end -->"
@@ -38,17 +38,18 @@ name none. DAPO's formula, read to the letter, divides by the tokens of one ques
 `weight.token_mean` divide by those of the batch.
 """
 
-VERL_INTRO = """\
-### verl
+OTHERS_INTRO = """\
+### verl, OpenRLHF, AReaL
 
-verl {new[verl]} ({new[date]}), Apache-2.0, `verl/trainer/ppo/core_algos.py`, run by
-`tests/golden/verl_losses.py`; one row verl {old[verl]}. The relative error is of verl's gradient to that of
-what the last column names, or else of our call, on the batch with tool tokens and an empty response. Our
-call gives verl's gradient at every scale, to 1e-10, or 3e-8 where verl adds 1e-8 to a count of tokens.
-Estimators are compared by the gradient of -A logp.
+From PyPI, all Apache-2.0: verl {verl} (`verl/trainer/ppo/core_algos.py`; one row {old}), OpenRLHF
+{openrlhf} (`openrlhf/models/loss.py`), AReaL {areal} (`areal/utils/functional/functional.py`), run by
+`tests/golden/verl_losses.py` and `other_losses.py` ({date}). The relative error is of their gradient to
+that of what the last column names, or else of our call, on the batch with tool tokens and an empty
+response. Our call gives their gradient at every scale, to 1e-10, or 3e-8 where they add 1e-8 to a count of
+tokens. Estimators are compared by the gradient of -A logp. GSPO has limits 0.1 and 0.12.
 
-| verl | our call | at 0.05, 0.3, 1.5 | where it differs |
-|---|---|---|---|
+| system | setting | our call | at 0.05, 0.3, 1.5 | where it differs |
+|---|---|---|---|---|
 """
 
 RECORDED = """\
@@ -120,12 +121,19 @@ def line(row: Row) -> str:
     return f"| {row.setting} | {ours} | {found} | {scales(row)} | {row.differs}{rest} |"
 
 
-def verl_line(row: Row) -> str:
+def other_line(system: str, row: Row) -> str:
     names = "; ".join(f"`{name} = {source}`" for name, source in row.let)
     ours = call(row.ours) + (f" with {names}" if len(row.let) == 1 else "")
-    ours += " (names: tests/golden/verl_rows.py)" if len(row.let) > 1 else ""
+    ours += " (names: tests/golden/other_rows.py)" if len(row.let) > 1 else ""
     rest = f"; against {compared(row)}" if row.paper is not None and not row.let else ""
-    return f"| {row.setting} | {ours} | {scales(row)} | {row.differs}{rest} |"
+    return f"| {system} | {row.setting} | {ours} | {scales(row)} | {row.differs}{rest} |"
+
+
+def others() -> str:
+    made = SCALED["made"]
+    versions = {k: made[k][k] for k in ("verl", "openrlhf", "areal")} | {"old": made["verl-old"]["verl"]}
+    lines = [other_line(system, row) for system, rows in OTHERS.items() for row in rows]
+    return OTHERS_INTRO.format(**versions, date=made["verl"]["date"]) + "\n".join(lines) + "\n"
 
 
 def table(title: str, rows: list[Row]) -> str:
@@ -150,10 +158,8 @@ def section() -> str:
     runs = " and ".join(f"trl {m['trl']} ({m['date']}, torch {m['torch']})" for m in made.values())
     source = f"TRL: {GOLDEN['source']}, {GOLDEN['licence']}, run by `tests/golden/trl_losses.py`: {runs}.\n"
     tables = [table(title, rows) for title, rows in SECTIONS.items()]
-    newer, older = SCALED["made"]["verl"], SCALED["made"]["verl-old"]
-    verl = VERL_INTRO.format(new=newer, old=older) + "\n".join(map(verl_line, VERL)) + "\n"
-    others = RECORDED.format(note=FIELD["note"]) + "\n".join(map(field_line, FIELD["rows"])) + "\n"
-    return "\n".join([INTRO, source, *tables, verl, others])
+    recorded = RECORDED.format(note=FIELD["note"]) + "\n".join(map(field_line, FIELD["rows"])) + "\n"
+    return "\n".join([INTRO, source, *tables, others(), recorded])
 
 
 def page(text: str) -> str:

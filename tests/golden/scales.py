@@ -5,6 +5,7 @@ response without tokens. Numbers only, 13 digits.
     python -m golden.scales dropped     # trl 1.5.1
     python -m golden.scales verl        # verl 0.9.1
     python -m golden.scales verl-old    # verl 0.7.0
+    python -m golden.scales openrlhf    # and areal
 """
 
 import datetime
@@ -57,6 +58,10 @@ def measured(part: str) -> tuple[dict, dict]:
         from golden import verl_losses as source
 
         versions, calls, use = source.versions(), source.entries(), source.use
+    elif part in ("openrlhf", "areal"):
+        from golden import other_losses as source
+
+        versions, calls, use = source.versions(part), source.entries(part), source.use
     else:
         import trl
         from golden import trl_drive

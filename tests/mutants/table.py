@@ -1,6 +1,6 @@
 """Rows of the table with another mean, limit, coefficient or baseline, each with a test that notices."""
 
-ALGORITHM, ADVANTAGE = "rft_fn/algorithm.py", "rft_fn/advantage.py"
+ALGORITHM, ADVANTAGE, LOSS = "rft_fn/algorithm.py", "rft_fn/advantage.py", "rft_fn/loss/policy.py"
 GRADIENT = "tests/test_rows.py::test_the_gradient_of_the_logits_is_the_papers"
 
 MUTANTS = [
@@ -36,9 +36,9 @@ MUTANTS = [
     ("VAPO's alpha is 0.06", ALGORITHM,
      "gamma: float = 1.0, alpha: float = 0.05", "gamma: float = 1.0, alpha: float = 0.06",
      f"{GRADIENT}[0.3-vapo]"),
-    ("SAPO has one temperature", ALGORITHM,
-     "tau_pos: float = 1.0, tau_neg: float = 1.05", "tau_pos: float = 1.0, tau_neg: float = 1.0",
-     f"{GRADIENT}[0.3-sapo]"),
+    ("the second clip is one at 2", LOSS,
+     "torch.minimum(loss, -dual * adv)", "torch.minimum(loss, -(dual - 1) * adv)",
+     "tests/test_golden.py::test_our_call_gives_their_gradient_at_every_scale[verl/vanilla-1.5]"),
     ("DPPO's limit of total variation is 0.1502", ALGORITHM,
      "limit: float = 0.15)", "limit: float = 0.1502)",
      "tests/test_rows.py::test_trust_regions_end_at_the_papers_limit[dppo_tv-0.15-1.001]"),

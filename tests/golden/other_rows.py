@@ -1,5 +1,5 @@
-"""Which settings of verl equal which call of ours, as `equivalence.py` has it for TRL. Estimators are rows
-about the gradient of -A logp, which holds their numbers."""
+"""Which settings of verl, OpenRLHF and AReaL equal which call of ours, as `equivalence.py` has it for TRL.
+Estimators are rows about the gradient of -A logp, which holds their numbers."""
 
 from golden.equivalence import CLIP, GSPO, SEQ, SUM, TOKEN, Row
 
@@ -124,3 +124,19 @@ VERL = [
         let=(AT_END, ONE, ("ret", "advantage.gae(token_reward, old_value, one, 0.95, mask=mask)[1]")),
     ),
 ]  # fmt: skip
+
+OPENRLHF = [
+    Row("openrlhf/ppo", "`PolicyLoss()`", ((TOKEN, CLIP),), counts=False),
+    Row("openrlhf/ppo seq", "`token_level_loss=False`", ((SEQ, CLIP),), counts=False, tol=EPS),
+    Row("openrlhf/dual", "`dual_clip=3.0` (off by default)", ((TOKEN, DUAL),), counts=False),
+    Row("openrlhf/gspo", '`policy_loss_type="gspo"`', ((SEQ, GSPO),), counts=False, tol=EPS),
+]
+AREAL = [
+    Row("areal/ppo", "`ppo_actor_loss_fn(eps_clip=0.2)`", ((TOKEN, CLIP),), counts=False),
+    Row("areal/dual", "`c_clip=3.0` (off by default)", ((TOKEN, DUAL),), counts=False),
+    Row(
+        "areal/sequence", '`importance_sampling_level="sequence"`', ((TOKEN, GSPO),),
+        "long sequences count more", ((SEQ, GSPO),), counts=False,
+    ),
+]  # fmt: skip
+OTHERS = {"verl": VERL, "OpenRLHF": OPENRLHF, "AReaL": AREAL}
