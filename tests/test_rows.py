@@ -6,7 +6,7 @@ import pytest
 import ref_rows
 import torch
 
-from rft_fn import algorithm, packing, rng
+from rft_fn import algorithm, loss, packing, rng
 from rft_fn.types import Rollout, TokenOut, experience
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -197,10 +197,10 @@ def test_trust_regions_end_at_the_papers_limit(name, limit, share):
         x["old_logp"][b, t] = math.log(q)
     exp = batch_of(name, x)
     b = packing.pack(exp, range(B))
-    loss, _ = algorithm.TABLE[name].loss(table_policy(logits, value)(b), b)
+    each_token, _ = algorithm.TABLE[name].loss(table_policy(logits, value)(b), b)
     p = torch.tensor(p)[x["mask"]]
     possible = (p > limit + 0.01) & (p < 0.99 - limit)  # elsewhere no old probability is that far
-    stopped = packing.unpack([loss.detach()], [b], exp.w)[x["mask"]] == 0
+    stopped = packing.unpack([each_token.detach()], [b], exp.w)[x["mask"]] == 0
     taught = exp.adv[x["mask"]] != 0
     assert (possible & taught).sum() > 30
     assert (stopped[possible & taught] == (share > 1)).all()
@@ -219,6 +219,50 @@ def test_gspo_stops_a_sequence_at_the_papers_limits(name, share):
     got = (b.w * algorithm.TABLE[name].loss(table_policy(logits, value)(b), b)[0]).sum()
     norm = ref_rows.gradient(got, logits).norm()
     assert norm == 0 if share > 1 else norm > 1e-3
+
+
+OPTIONS = {
+    "ppo_clip": {"low": 0.1, "high": 0.3, "dual": 1.5},
+    "gspo": {"low": 0.1, "high": 0.2},
+    "gspo_token": {"low": 0.1, "high": 0.2},
+    "gmpo": {"low": 0.2, "high": 0.3},
+    "cispo": {"low": 0.5, "high": 1.0},
+    "sapo": {"tau_pos": 2.0, "tau_neg": 3.0},
+    "cpgd": {"low": 0.1, "high": 0.3, "drift": 0.5},
+    "dppo_tv": {"limit": 0.02},
+    "dppo_kl": {"limit": 0.005},
+}
+
+
+@pytest.mark.parametrize("name, option", [(name, option) for name in OPTIONS for option in OPTIONS[name]])
+def test_an_option_of_a_row_reaches_its_loss(name, option):
+    """`partial(algorithm.cpgd, drift=0.5)` has that drift, and not the loss's own default."""
+    x, logits, value = data(1.5)
+    b = packing.pack(batch_of("grpo", x), range(B))
+    out, changed = table_policy(logits, value)(b), {option: OPTIONS[name][option]}
+    where = (b.mask, b.seq, b.num_seqs) if name in ("gspo", "gspo_token", "gmpo") else ()
+    want = getattr(loss, name)(out.logp, b.old_logp, b.adv, *where, **changed)
+    got, _ = getattr(algorithm, name)(out, b, **changed)
+    assert torch.equal(got, want)
+    assert not torch.equal(got, getattr(algorithm, name)(out, b)[0])
+
+
+def test_an_option_of_the_critic_and_of_an_advantage_reaches_it():
+    x, logits, value = data(0.3)
+    b = packing.pack(batch_of("ppo", x), range(B))
+    out = table_policy(logits, value)(b)
+    assert torch.equal(
+        algorithm.value_clip(out, b, clip=0.05)[0], loss.value_clip(out.value, b.old_value, b.ret, clip=0.05)
+    )
+    sampled, rows = x["mask"], ref_rows.responses(x, logits, value)
+    pairs = list(zip(rows.token_reward, rows.old_value))
+    given = (x["token_reward"], x["old_value"], sampled)
+    adv, _ = algorithm.TABLE["ppo"].advantage(*given, gamma=0.9, lambda_=0.5)
+    assert_equal(adv[sampled], torch.tensor([a for own in pairs for a in ref_rows.gae(*own, 0.9, 0.5)]))
+    adv, _ = algorithm.TABLE["vapo"].advantage(*given, gamma=0.9, alpha=0.2)
+    lambdas = [max(0.0, 1 - 1 / (0.2 * max(len(r), 1))) for r, _ in pairs]
+    want = [a for own, each in zip(pairs, lambdas) for a in ref_rows.gae(*own, 0.9, each)]
+    assert_equal(adv[sampled], torch.tensor(want))
 
 
 def test_rows_that_compare_responses_ask_for_two():

@@ -24,7 +24,7 @@ MUTANTS = [
      f"{GRADIENT}[0.3-reinforce_pp]"),
     ("CPGD does not pass its drift on", ALGORITHM,
      "partial(loss.cpgd, low=low, high=high, drift=drift)", "partial(loss.cpgd, low=low, high=high)",
-     f"{GRADIENT}[1.5-cpgd]"),
+     "tests/test_rows.py::test_an_option_of_a_row_reaches_its_loss[cpgd-drift]"),
     ("GSPO's upper limit is its lower one", ALGORITHM,
      "def gspo(out: TokenOut, b: Packed, *, low: float = 3e-4, high: float = 4e-4)",
      "def gspo(out: TokenOut, b: Packed, *, low: float = 3e-4, high: float = 3e-4)",
