@@ -1,4 +1,4 @@
-"""Golden numbers: TRL's own losses, gradients and advantages against our calls, and the table that says which
+"""Golden numbers: losses, gradients and advantages of other systems against our calls, and the table of which
 equals which."""
 
 import json
@@ -6,13 +6,19 @@ import re
 
 import pytest
 import torch
-from golden import batch, compare, make_table
+from golden import batch, compare, make_table, scales
 from golden.equivalence import ROWS
+from golden.other_rows import OTHERS, VERL
 
 import rft_fn
+from rft_fn import loss, weight
 
 pytestmark = pytest.mark.usefixtures("float64")
-ENTRIES = compare.GOLDEN["entries"]
+ENTRIES, SCALED = compare.GOLDEN["entries"], compare.SCALED["entries"]
+OTHER_ROWS = [row for rows in OTHERS.values() for row in rows]
+AT_SCALES = [row for row in [*ROWS.values(), *OTHER_ROWS] if row.key in SCALED]
+STOPPED = [0.0, 0.24, 0.44]  # in docs/algorithms.md
+at_each_scale = pytest.mark.parametrize("scale", batch.SCALES)
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
@@ -32,8 +38,58 @@ def test_where_they_differ_they_differ(row):
     assert compare.against(row, row.paper).error > 1e-5 and row.differs
 
 
+@at_each_scale
+@pytest.mark.parametrize("row", AT_SCALES, ids=lambda r: r.key)
+def test_our_call_gives_their_gradient_at_every_scale(row, scale):
+    """With tool tokens in the middle of responses and a response without any token of the policy."""
+    theirs, ours = compare.at_scale(row, row.ours, scale)
+    assert theirs.norm() > 0
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=row.tol * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("row", [r for r in OTHER_ROWS if r.paper], ids=lambda r: r.key)
+def test_where_other_systems_differ_they_differ(row):
+    errors = [compare.relation(*compare.at_scale(row, row.paper, scale)).error for scale in batch.SCALES]
+    assert max(errors) > 1e-2 and row.differs
+
+
+def test_verl_clips_twice_and_small_ratios_do_not_show_it():
+    """The second clip stops ratios above 3 and no others: equality at scale 0.05 tells nothing of it."""
+    rows = [row for row in VERL if row.key.startswith("verl/vanilla")]
+    assert len(rows) == 5 and all("dual=3.0" in row.ours[0][1] for row in rows)
+    for row in rows:
+        small, middle, large = (compare.relation(*compare.at_scale(row, row.paper, s)) for s in batch.SCALES)
+        assert max(small.error, middle.error) <= row.tol and large.error > 0.5
+
+
+@pytest.mark.parametrize("row", AT_SCALES, ids=lambda r: r.key)
+def test_a_response_without_tokens_counts_where_the_table_says_so(row):
+    """A dagger is a factor of 15 / 16; a row without one has none. (Entropy is a mean of tokens.)"""
+    theirs, ours = compare.at_scale(row._replace(counts=False), row.ours, 0.3)
+    found = compare.relation(theirs, ours)
+    assert found.norm == pytest.approx(15 / 16 if "†" in make_table.scales(row) else 1, abs=1e-4)
+    assert found.cosine == pytest.approx(1, abs=1e-6)
+
+
+def test_the_scaled_batches_are_those_that_were_recorded():
+    assert scales.inputs() == compare.SCALED["inputs"]
+
+
+def test_scaled_batches_have_holes_an_empty_response_and_ratios_of_their_scale():
+    for scale in batch.SCALES:
+        x = compare.batch(batch.scaled(scale))
+        mask, later = x["mask"], x["mask"].flip(-1).cumsum(-1).flip(-1) > 0
+        assert (~mask & later).sum() > 20
+        assert [b for b in range(batch.B) if not mask[b].any()] == [batch.SILENT]
+        rho = (x["logp"] - x["old_logp"]).exp()[mask]
+        assert ((rho > 3) & (x["adv"][mask] < 0)).any() == (scale == 1.5)
+        assert (x["logp"][~mask & later] != 0).all()  # a tool's tokens have log-probs too
+
+
 def test_every_entry_has_a_row_and_every_row_an_entry():
     assert {row.key for row in ROWS.values()} == set(ENTRIES)
+    of_policies = {k for k, entry in ENTRIES.items() if "logp" in entry.get("grad", {}) and k[:3] != "dpo"}
+    assert {row.key for row in AT_SCALES} == set(SCALED) == of_policies | {row.key for row in OTHER_ROWS}
 
 
 def test_the_batch_is_the_one_that_was_recorded():
@@ -61,6 +117,10 @@ def test_numbers_only():
         assert all(re.fullmatch(r"trl/[\w/]+\.py: [\w.]+", called) for called in entry["called"])
         numbers = [x for v in (entry.get("value", []), *entry.get("grad", {}).values()) for x in v]
         assert all(isinstance(x, float) for x in numbers) and numbers
+    for entry in SCALED.values():
+        assert set(entry) == {"part", "variant", "grad"} and set(entry["grad"]) == set(map(str, batch.SCALES))
+        leaves = [g for at in entry["grad"].values() for g in at.values()]
+        assert leaves and all(isinstance(x, float) for g in leaves for x in g)
     assert compare.GOLDEN["licence"] == "Apache-2.0" and set(compare.GOLDEN["made"]) == {"current", "dropped"}
 
 
@@ -79,6 +139,21 @@ def test_four_micro_batches_are_one_batch_except_where_the_table_says_so():
     grad = lambda k: torch.cat([torch.tensor(g) for g in ENTRIES[k]["grad"].values()])  # noqa: E731
     differ = {whole for k, whole in cut.items() if compare.relation(grad(k), grad(whole)).error > 1e-12}
     assert differ == {"grpo/bnpo", "grpo/entropy bonus", "grpo/high entropy"}
+
+
+def test_clip_cov_draws_from_stopped_tokens_too():
+    """Which verl leaves out of the draw. Of the tokens in the band 0, 24 and 44 % are stopped already."""
+    generator, shares = torch.Generator().manual_seed(0), []
+    for scale in batch.SCALES:
+        logp = -torch.randn(64, 625, generator=generator).abs() - 0.05
+        old_logp = (logp + scale * torch.randn(64, 625, generator=generator)).clamp(max=-0.01)
+        adv = torch.randn(64, 1, generator=generator).expand(64, 625).contiguous()
+        mask = torch.ones(64, 625, dtype=torch.bool)
+        w = weight.token_mean(mask)
+        band = weight.clip_cov(w, weight.covariance(logp, adv, mask), mask, 1, share=1.0) != w
+        grad = torch.func.grad(lambda x, o=old_logp, a=adv: loss.ppo_clip(x, o, a).sum())(logp)
+        shares.append(((grad == 0) & band).sum() / band.sum())
+    assert [round(x.item(), 2) for x in shares] == STOPPED
 
 
 def test_the_table_of_the_docs_is_current():

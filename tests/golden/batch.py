@@ -1,7 +1,7 @@
 """One small ragged batch, the same on every machine: what every number in trl.json was computed on.
 
 The standard library's generator, so that neither torch's nor numpy's version matters; six decimals, so that
-the file holds exactly what was used. Everything is 0 outside mask.
+the file holds exactly what was used. In `make()` everything is 0 outside mask; `scaled` has tokens there.
 """
 
 import random
@@ -9,6 +9,8 @@ import random
 N, G, S = 4, 4, 12  # prompts, responses a prompt, the longest response
 B = N * G
 V = 7  # words, for the rows about logits
+SCALES = (0.05, 0.3, 1.5)  # of log-ratios
+SILENT = 6  # the response of `scaled` without a token in mask
 
 
 def gauss(rng, scale=1.0):
@@ -41,4 +43,27 @@ def make(seed: int = 20260822) -> dict[str, list]:
     for name in ("logits", "teacher_logits"):
         out[name] = [[gauss(rng) for _ in range(V)] for _ in range(B)]
     out["target"] = [rng.randrange(V) for _ in range(B)]
+    return out
+
+
+def scaled(scale: float, *, holes: bool = True, silent: bool = True) -> dict[str, list]:
+    """`make()` with log-ratios of that scale. With `holes` a tool spoke in a third of each response's places:
+    log-probs are there, but the mask is off. With `silent` one response has no token in mask. Entropies are
+    exact in float32, in which TRL takes its threshold."""
+    out, rng = make(), random.Random(f"{scale} {holes} {silent}")
+    whole, length = out["mask"], out["length"]
+
+    def near(name: str, scale: float) -> list[list[float]]:
+        moved = [[min(round(x + gauss(rng, scale), 6), -0.01) for x in row] for row in out[name]]
+        return [[x if inside else 0.0 for x, inside in zip(*row)] for row in zip(moved, whole)]
+
+    out["old_logp"] = near("logp", scale)
+    out["sampler_logp"] = near("old_logp", 0.8)
+    out["entropy"] = [[round(x * 1024) / 1024 for x in row] for row in out["entropy"]]
+    out["mask"] = [
+        [t < n and (t == n - 1 or not holes or rng.random() > 1 / 3) for t in range(S)] for n in length
+    ]
+    if silent:
+        out["mask"][SILENT] = [False] * S
+        out["truncated"] = [b in (3, 9) if holes else b == SILENT for b in range(B)]
     return out

@@ -3,25 +3,30 @@ relate."""
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from golden import batch as batches
 from golden.equivalence import Row, Terms, vespo
+from golden.scales import VARIANTS
 from torch import Tensor
 
 from rft_fn import advantage, logprob, loss, weight
 
 FOLDER = Path(__file__).parent
 GOLDEN = json.loads((FOLDER / "trl.json").read_text())
+SCALED = json.loads((FOLDER / "scales.json").read_text())
 LIBRARY = {"advantage": advantage, "logprob": logprob, "loss": loss, "weight": weight}
 NAMES = LIBRARY | {"torch": torch, "math": math, "vespo": vespo}
 LEAVES = ("logp", "entropy", "value", "value_after", "score", "logits")
 
 
-def batch() -> dict[str, Tensor]:
-    """The recorded inputs, as the expressions name them: [B, S], rewards [2, N, G], 8 pairs of responses."""
-    x = {k: torch.tensor(v) for k, v in GOLDEN["inputs"].items()}
+def batch(inputs: dict | None = None) -> dict[str, Tensor]:
+    """The inputs (of trl.json, if none are given) by the names in the expressions: [B, S], rewards [2, N, G],
+    8 pairs of responses."""
+    x = {k: torch.tensor(v) for k, v in (inputs or GOLDEN["inputs"]).items()}
     x = {k: v.double() if v.is_floating_point() else v for k, v in x.items()}
     x |= {k: x[k].requires_grad_() for k in LEAVES}
     x["reward"] = x["reward"].view(2, 4, 4)
@@ -31,7 +36,22 @@ def batch() -> dict[str, Tensor]:
     return x
 
 
-def value(terms: Terms, x: dict[str, Tensor]) -> Tensor:
+def named(row: Row, inputs: dict | None = None) -> dict[str, Tensor]:
+    """The batch with the names that the row gives."""
+    x = batch(inputs)
+    for name, source in row.let:
+        x[name] = eval(source, NAMES | x)
+    return x
+
+
+def share(row: Row, w: str, mask: Tensor) -> Tensor | float:
+    """What a mean over responses is multiplied by where one without tokens counts in it."""
+    if row.counts and re.search(r"weight\.(seq_mean|seq_sum|constant)", w):
+        return mask.any(-1).double().mean()
+    return 1.0
+
+
+def value(row: Row, terms: Terms, x: dict[str, Tensor]) -> Tensor:
     """The total of (w * loss).sum() over terms, or the value of the one expression."""
     if isinstance(terms, str):
         return eval(terms, NAMES | x)
@@ -40,22 +60,34 @@ def value(terms: Terms, x: dict[str, Tensor]) -> Tensor:
     flat |= {"seq": torch.arange(rows).repeat_interleave(length), "num_seqs": rows}
     total = torch.zeros(())
     for w, each in terms:
-        total = total + (eval(w, NAMES | x).reshape(-1) * eval(each, NAMES | flat)).sum()
+        weight_of = share(row, w, x["mask"]) * eval(w, NAMES | x)
+        total = total + (weight_of.reshape(-1) * eval(each, NAMES | flat)).sum()
     return total
 
 
+def gradients(out: Tensor, x: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+    """The gradient of each leaf, as the files have it: in mask order."""
+    grads = torch.autograd.grad(out, [x[k] for k in names], allow_unused=True, materialize_grads=True)
+    return {k: g[x["mask"]] if g.shape == x["mask"].shape else g.flatten() for k, g in zip(names, grads)}
+
+
 def evaluate(row: Row, terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
-    """(the value, the gradient of each recorded leaf), both as trl.json has them: in mask order."""
-    x = batch()
-    for name, source in row.let:
-        x[name] = eval(source, NAMES | x)
-    out = value(terms, x)
+    """(the value, the gradient of each recorded leaf) on the batch of trl.json."""
+    x = named(row)
+    out = value(row, terms, x)
     names = list(GOLDEN["entries"][row.key].get("grad", {}))
     if not names:
         return out.detach().flatten(), {}
-    grads = torch.autograd.grad(out, [x[k] for k in names], allow_unused=True, materialize_grads=True)
-    cut = lambda g: g[x["mask"]] if g.shape == x["mask"].shape else g.flatten()  # noqa: E731
-    return out.detach(), {k: cut(g) for k, g in zip(names, grads)}
+    return out.detach(), gradients(out, x, names)
+
+
+def at_scale(row: Row, terms: Terms, scale: float) -> tuple[Tensor, Tensor]:
+    """(their gradient, that of `terms`), all leaves as one vector, on `batch.scaled(scale)`."""
+    entry = SCALED["entries"][row.key]
+    theirs = {k: torch.tensor(v, dtype=torch.float64) for k, v in entry["grad"][str(scale)].items()}
+    x = named(row, batches.scaled(scale, **VARIANTS[entry["variant"]]))
+    ours = gradients(value(row, terms, x), x, list(theirs))
+    return torch.cat(list(theirs.values())), torch.cat([ours[k] for k in theirs])
 
 
 class Relation(NamedTuple):

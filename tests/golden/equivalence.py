@@ -29,6 +29,7 @@ class Row(NamedTuple):
     let: tuple[tuple[str, str], ...] = ()  # names for `ours`, one after the other, of [B, S] tensors
     tol: float = 1e-10  # relative, of value and gradient
     value: bool = True  # False: only the gradients are the same
+    counts: bool = True  # a response without tokens counts in their means over responses
 
 
 TOKEN, SEQ, SUM = "weight.token_mean(mask)", "weight.seq_mean(mask)", "weight.seq_sum(mask)"
@@ -239,9 +240,9 @@ CORRECTIONS = [
     Row("grpo/high entropy", '`loss_type="dapo"`, `top_entropy_quantile=0.2`', ((HIGH, CLIP),)),
     Row(
         "grpo/truncated", '`loss_type="grpo"`, `mask_truncated_completions=True`',
-        (("weight.seq_mean(kept) * 14 / 16", CLIP),),
+        (("weight.seq_mean(kept) * kept.any(-1).sum() / 16", CLIP),),
         "responses that are masked whole still count in the mean over responses (here 2 of 16)",
-        (("weight.seq_mean(kept)", CLIP),), KEPT,
+        (("weight.seq_mean(kept)", CLIP),), KEPT, counts=False,
     ),
     Row(
         "grpo/truncated, dapo", '`loss_type="dapo"`, `mask_truncated_completions=True`',

@@ -1,14 +1,18 @@
-"""The section "Equivalence" of docs/algorithms.md, from trl.json, field.json and the rows of equivalence.py.
+"""The section "Equivalence" of docs/algorithms.md, from trl.json, scales.json, field.json and the rows of
+equivalence.py and other_rows.py.
 
 cd tests && python -m golden.make_table
 """
 
 import json
+import re
 from pathlib import Path
 
 import torch
-from golden.compare import FOLDER, GOLDEN, Relation, against
+from golden import batch
+from golden.compare import FOLDER, GOLDEN, SCALED, Relation, against, at_scale, relation
 from golden.equivalence import SECTIONS, Row, Terms
+from golden.other_rows import OTHERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- equivalence:begin -->", "<!-- equivalence:end -->"
@@ -21,10 +25,31 @@ numbers are of TRL's gradient a to the gradient b of what the last column names,
 |a - b| / |b|, cosine, |a| / |b|. The batch is 16 responses of 2 to 12 tokens with log-ratios of scale 0.3;
 how large a difference is depends on it, that there is one does not.
 
+The column "at 0.05, 0.3, 1.5" has the same relative error with log-ratios of these scales, on a batch in
+which a tool spoke a third of the tokens and one response has no token in mask. There too our call gives the
+same gradient at every scale; a test checks that. †: TRL's mean over responses counts those without a token
+in mask, ours leaves them out, so TRL's gradient is ours times 15 / 16 there, and that factor is taken out
+of the error. RLOOTrainer has no mask of tool tokens: no tool speaks there, and a response is empty because
+it was cut; PPOTrainer knows neither.
+
 A weight sees [B, S], a loss the flat stream of tokens, the total is the sum of their product; `...` stands
 for the tensors that the function takes. Sequence-level rows have epsilon=0.1, epsilon_high=0.12 where they
 name none. DAPO's formula, read to the letter, divides by the tokens of one question's responses; TRL and
 `weight.token_mean` divide by those of the batch.
+"""
+
+OTHERS_INTRO = """\
+### verl, OpenRLHF, AReaL
+
+From PyPI, all Apache-2.0: verl {verl} (`verl/trainer/ppo/core_algos.py`; one row {old}), OpenRLHF
+{openrlhf} (`openrlhf/models/loss.py`), AReaL {areal} (`areal/utils/functional/functional.py`), run by
+`tests/golden/verl_losses.py` and `other_losses.py` ({date}). The relative error is of their gradient to
+that of what the last column names, or else of our call, on the batch with tool tokens and an empty
+response. Our call gives their gradient at every scale, to 1e-10, or 3e-8 where they add 1e-8 to a count of
+tokens. Estimators are compared by the gradient of -A logp. GSPO has limits 0.1 and 0.12.
+
+| system | setting | our call | at 0.05, 0.3, 1.5 | where it differs |
+|---|---|---|---|---|
 """
 
 RECORDED = """\
@@ -75,19 +100,49 @@ def numbers(relation: Relation) -> str:
     return f"{relation.error:.3g} | {relation.cosine:.3f} | {relation.norm:.3f}"
 
 
+def scales(row: Row) -> str:
+    """The relative error at each scale, with a dagger where the empty response counts in a mean of theirs."""
+    if row.key not in SCALED["entries"]:
+        return ""
+    target = row.ours if row.paper is None else row.paper
+    errors = [relation(*at_scale(row, target, scale)).error for scale in batch.SCALES]
+    weights = "" if isinstance(row.ours, str) else " ".join(w for w, _ in row.ours)
+    dagger = " †" if row.counts and re.search(r"seq_mean|seq_sum|constant", weights) else ""
+    return ", ".join("0" if e < max(1e-9, row.tol) else f"{e:.2g}" for e in errors) + dagger
+
+
 def line(row: Row) -> str:
     ours = call(row.ours)
     let = "; ".join(f"`{name} = {source}`" for name, source in row.let if name != "part")
     if let:
         ours += f" with {let}" if len(row.let) < 3 else " (names: tests/golden/equivalence.py)"
     rest = f"; against {compared(row)}" if row.paper is not None and len(row.let) < 3 else ""
-    relation = against(row, row.ours if row.paper is None else row.paper)
-    return f"| {row.setting} | {ours} | {numbers(relation)} | {row.differs}{rest} |"
+    found = numbers(against(row, row.ours if row.paper is None else row.paper))
+    return f"| {row.setting} | {ours} | {found} | {scales(row)} | {row.differs}{rest} |"
+
+
+def other_line(system: str, row: Row) -> str:
+    names = "; ".join(f"`{name} = {source}`" for name, source in row.let)
+    ours = call(row.ours) + (f" with {names}" if len(row.let) == 1 else "")
+    ours += " (names: tests/golden/other_rows.py)" if len(row.let) > 1 else ""
+    rest = f"; against {compared(row)}" if row.paper is not None and not row.let else ""
+    return f"| {system} | {row.setting} | {ours} | {scales(row)} | {row.differs}{rest} |"
+
+
+def others() -> str:
+    made = SCALED["made"]
+    versions = {k: made[k][k] for k in ("verl", "openrlhf", "areal")} | {"old": made["verl-old"]["verl"]}
+    lines = [other_line(system, row) for system, rows in OTHERS.items() for row in rows]
+    return OTHERS_INTRO.format(**versions, date=made["verl"]["date"]) + "\n".join(lines) + "\n"
 
 
 def table(title: str, rows: list[Row]) -> str:
-    head = "| TRL | our call | rel. error | cosine | norm | where it differs from the paper |"
-    return "\n".join([f"### {title}\n", head, "|---|---|---|---|---|---|", *map(line, rows), ""])
+    columns = (
+        "TRL | our call | rel. error | cosine | norm | at 0.05, 0.3, 1.5 | where it differs from the paper"
+    )
+    return "\n".join(
+        [f"### {title}\n", f"| {columns} |", "|---|---|---|---|---|---|---|", *map(line, rows), ""]
+    )
 
 
 def field_line(row: dict) -> str:
@@ -103,8 +158,8 @@ def section() -> str:
     runs = " and ".join(f"trl {m['trl']} ({m['date']}, torch {m['torch']})" for m in made.values())
     source = f"TRL: {GOLDEN['source']}, {GOLDEN['licence']}, run by `tests/golden/trl_losses.py`: {runs}.\n"
     tables = [table(title, rows) for title, rows in SECTIONS.items()]
-    others = RECORDED.format(note=FIELD["note"]) + "\n".join(map(field_line, FIELD["rows"])) + "\n"
-    return "\n".join([INTRO, source, *tables, others])
+    recorded = RECORDED.format(note=FIELD["note"]) + "\n".join(map(field_line, FIELD["rows"])) + "\n"
+    return "\n".join([INTRO, source, *tables, others(), recorded])
 
 
 def page(text: str) -> str:

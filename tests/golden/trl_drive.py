@@ -31,6 +31,13 @@ def tensor(name: str) -> torch.Tensor:
 MASK = tensor("mask")
 
 
+def use(data: dict) -> None:
+    """Drive TRL on another batch from here on."""
+    global DATA, MASK
+    DATA = data
+    MASK = tensor("mask")
+
+
 class Accelerator:
     """One process: every collective hands its tensor back."""
 
@@ -48,7 +55,7 @@ def config(cls, **options):
 def trainer(cls, args, **more):
     """An object of TRL's class without its `__init__`, with the attributes that its methods read."""
     names = {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}
-    model = SimpleNamespace(training=True, is_gradient_checkpointing=False)
+    model = SimpleNamespace(training=True, is_gradient_checkpointing=False, _modules={})
     names |= {"args": args, "model": model, "ref_model": object(), "accelerator": Accelerator()}
     names |= {"_metrics": defaultdict(lambda: defaultdict(list)), "_logs": defaultdict(list)}
     names |= {"_total_train_tokens": 0, "_tp_size": 1, "aux_loss_enabled": False}
@@ -88,7 +95,15 @@ def generate(sampler):
     """What a trainer's `_generate` hands back: ids, text, and with vLLM the sampler's log-probs."""
     ids = [[WORD] * (n - 1) + [WORD if cut else END] for n, cut in zip(DATA["length"], DATA["truncated"])]
     logp = [row[:n] for row, n in zip(DATA["sampler_logp"], DATA["length"])] if sampler else None
-    return [[WORD]] * batch.B, ids, None, ["x"] * batch.B, logp, {}, None, None
+    return [[WORD]] * batch.B, ids, tool_mask(), ["x"] * batch.B, logp, {}, None, None
+
+
+def tool_mask():
+    """What a trainer has beside its mask of completions: None where every token was sampled."""
+    whole = [[t < n for t in range(batch.S)] for n in DATA["length"]]
+    if DATA["mask"] == whole:
+        return None
+    return [[int(own) for own in row[:n]] for row, n in zip(DATA["mask"], DATA["length"])]
 
 
 def scored(cls, config_cls, *, micro=1, old="old_logp", rewards=None, **options):

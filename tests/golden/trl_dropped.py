@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 import trl
 from golden import batch, trl_drive
-from golden.trl_drive import MASK, config, group_trainer, result, tensor, trainer
+from golden.trl_drive import config, group_trainer, result, tensor, trainer
 
 
 def entries() -> dict:
@@ -29,11 +29,18 @@ def entries() -> dict:
 def group(cls, config_cls, **options):
     """A loss of the GRPO family on inputs put together here, which holds for every version."""
     args = config(config_cls, per_device_train_batch_size=batch.B, num_generations=batch.G, **options)
-    logp, ids = tensor("logp").requires_grad_(), torch.full_like(MASK, trl_drive.WORD, dtype=torch.long)
+    logp, ids = (
+        tensor("logp").requires_grad_(),
+        torch.full_like(trl_drive.MASK, trl_drive.WORD, dtype=torch.long),
+    )
     out = group_trainer(cls, args, None, [])
     out._get_per_token_logps_and_entropies = lambda *_, **__: (logp, tensor("entropy"))
-    inputs = {"prompt_ids": ids[:, :1], "prompt_mask": MASK[:, :1].long(), "completion_ids": ids}
-    inputs |= {"completion_mask": MASK.long(), "num_items_in_batch": MASK.sum(), "advantages": tensor("adv")}
+    inputs = {"prompt_ids": ids[:, :1], "prompt_mask": trl_drive.MASK[:, :1].long(), "completion_ids": ids}
+    inputs |= {
+        "completion_mask": trl_drive.MASK.long(),
+        "num_items_in_batch": trl_drive.MASK.sum(),
+        "advantages": tensor("adv"),
+    }
     inputs |= {"old_per_token_logps": tensor("old_logp"), "sampling_per_token_logps": tensor("old_logp")}
     return result(out._compute_loss(None, inputs), {"logp": logp}, [cls._compute_loss])
 
@@ -45,7 +52,7 @@ class Backward(Exception):
 def after_the_last(tokens, after):
     """[B, S]: PPOTrainer reads a value also one position after the last token, where there is one."""
     at = torch.arange(batch.S) == tensor("length").unsqueeze(1)
-    return tokens * MASK + after.unsqueeze(1) * at
+    return tokens * trl_drive.MASK + after.unsqueeze(1) * at
 
 
 def ppo():
@@ -58,7 +65,7 @@ def ppo():
     old_value = after_the_last(tensor("old_value"), tensor("old_value_after"))
     rows = lambda x: torch.cat([x, x[:, -1:]], 1).unsqueeze(-1)  # noqa: E731  [B, prompt + S, 1]
     nothing = torch.zeros(batch.B, batch.S + 1, 1)
-    response = torch.where(MASK, trl_drive.WORD, trl_drive.PAD)
+    response = torch.where(trl_drive.MASK, trl_drive.WORD, trl_drive.PAD)
     answer = torch.cat([torch.full((batch.B, 1), trl_drive.WORD), response], 1)
     model = SimpleNamespace(policy=None, value_model="value", train=lambda: None)
     output = SimpleNamespace(logits=nothing)

@@ -139,6 +139,7 @@ def async_grpo():
     """AsyncGRPOTrainer on one packed row, in float32: its metrics mix the types of a float64 run."""
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
+    MASK = trl_drive.MASK
     tensor = lambda name: trl_drive.tensor(name).float()  # noqa: E731
     logp = tensor("logp").requires_grad_()
     index = torch.arange(MASK.numel()).view_as(MASK).masked_fill(~MASK, -1).view(1, -1)
