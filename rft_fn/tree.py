@@ -40,7 +40,7 @@ def static(**kwargs: Any) -> Any:
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
-def _field_names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def field_names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     return children, tuple(f.name for f in fields if f.metadata.get("static"))
@@ -61,7 +61,7 @@ def struct(cls: type[T]) -> type[T]:
     """Class decorator: a frozen, keyword-only dataclass that is a pytree for optree and for torch."""
     cls = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)  # type: ignore[assignment]
     cls.__getattr__ = _missing  # type: ignore[attr-defined]
-    children, statics = _field_names(cls)
+    children, statics = field_names(cls)
 
     def aux(x: Any) -> tuple:
         return tuple(getattr(x, name) for name in statics)
@@ -160,7 +160,7 @@ def donate(*trees: Any) -> None:
             dict.clear(x)
             x.__class__ = _Donated
         elif hasattr(type(x), "__dataclass_fields__"):
-            children, _ = _field_names(type(x))
+            children, _ = field_names(type(x))
             donate(*(x.__dict__[name] for name in children if name in x.__dict__))
             x.__dict__.clear()
         elif isinstance(x, (tuple, list)) and not isinstance(x, torch.Size):

@@ -260,10 +260,12 @@ def _tensors(state: TrainState, *, values: bool) -> TrainState:
 
 
 def _each(state: ckpt.States, f: Callable[..., Any], *more: Any) -> Any:
-    """`f` of a state, or of each of several by name."""
+    """`f` of a state, or of each of several: by name, or in a list."""
     if isinstance(state, TrainState):
         return f(state, *more)
-    return {name: f(x, *(m[name] for m in more)) for name, x in state.items()}
+    if isinstance(state, Mapping):
+        return {name: f(x, *(m[name] for m in more)) for name, x in state.items()}
+    return [f(*parts) for parts in zip(state, *more)]
 
 
 def save(
