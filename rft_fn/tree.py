@@ -125,14 +125,15 @@ def replace(x: T, **fields: Any) -> T:
     return dataclasses.replace(x, **fields)  # type: ignore[type-var]
 
 
-def map(f: Callable[..., Any], *trees: Any) -> Any:
-    """`f` over the leaves of trees of one structure. None is structure: it stays None."""
-    return optree.tree_map(f, *trees, namespace=_NAMESPACE)
+def map(f: Callable[..., Any], *trees: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """`f` over the leaves of trees of one structure, and over the parts that `is_leaf` holds for. None is
+    structure: it stays None."""
+    return optree.tree_map(f, *trees, is_leaf=is_leaf, namespace=_NAMESPACE)
 
 
-def leaves(tree: Any) -> list[Any]:
-    """The leaves, in the order of the fields."""
-    return optree.tree_leaves(tree, namespace=_NAMESPACE)
+def leaves(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """The leaves, in the order of the fields; the parts that `is_leaf` holds for whole."""
+    return optree.tree_leaves(tree, is_leaf=is_leaf, namespace=_NAMESPACE)
 
 
 def leaves_with_path(tree: Any) -> Iterator[tuple[str, Any]]:
