@@ -153,6 +153,18 @@ def average(st, dtype):
     return {n: x.clone() for n, x in st.export(ema)}
 
 
+def average_scores(st, dtype):
+    """The average scores, in a second model that it was put into: a sharded one takes no other parameters."""
+    tx = optim.chain(adamw(), optim.ema(0.9))
+    _, state, _ = train(st, tiny.llama(dtype=dtype), tx=tx, dtype=dtype)
+    apply, params = st.bind(tiny.llama(1, dtype=dtype))
+    model.assign(params, optim.ema_params(state.opt))
+    exp = experience(5, dtype=dtype)
+    packs = st.shard(exp, 40)
+    rows = packing.unpack(model.score(apply, params, packs), packs, exp.adv)
+    return {"scores": st.gather(rows[None]).sum(0)}
+
+
 def skipped(st, dtype):
     """A NaN in one row of the second batch: no rank updates, all count, and the third step goes on."""
 
@@ -324,7 +336,9 @@ def gathers_media(st):
     found = st.gather({"exp": exp, "none": tree.replace(exp, media=None)})
     assert found["none"].media is None and len(found["exp"].tokens) == 2 * st.world
     got = found["exp"].media
-    assert got.rows["pixels"].tolist() == [1, 2, *[0] * (2 * st.world - 2)] and got.tensors["pixels"].sum() == 6
+    assert (
+        got.rows["pixels"].tolist() == [1, 2, *[0] * (2 * st.world - 2)] and got.tensors["pixels"].sum() == 6
+    )
     if st.world > 2:
         want = [n for r in range(st.world) for n in (0, r if 0 < r < st.world - 1 else 0)]
         assert got.rows["sound"].tolist() == want and len(got.tensors["sound"]) == sum(want)
@@ -335,7 +349,7 @@ CASES = {
     f.__name__: f
     for f in (
         grpo, untied, budgets, checkpointing, whole_logits, lora, ppo, reference, average, skipped, own,
-        files, adapters, options, narrow, unfilled, trees,
+        files, adapters, options, narrow, unfilled, trees, average_scores,
     )
 }  # fmt: skip
 

@@ -173,7 +173,9 @@ def test_what_is_not_finite_is_not_saved(tmp_path, where):
     st, _, state = start()
     name = "model.norm.weight"
     (state.params if where == "params" else optim.ema_params(state.opt))[name].data[3] = float("nan")
-    with pytest.raises(ValueError, match=rf"state/{where}/.*{name}: expected finite numbers, got NaN") as error:
+    with pytest.raises(
+        ValueError, match=rf"state/{where}/.*{name}: expected finite numbers, got NaN"
+    ) as error:
         st.save(tmp_path / "step_1", state)
     assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == []
 

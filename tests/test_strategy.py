@@ -117,7 +117,9 @@ def test_a_copy_that_cannot_learn_is_refused_and_a_fork_learns():
     dead = tree.replace(state, params=tree.map(lambda p: p.detach().clone(), state.params))
     computed = tree.replace(state, params=tree.map(lambda p: p * 1, state.params))
     for copy in (dead, computed):
-        with pytest.raises(ValueError, match=r"params: expected model.embed_tokens.weight to be .*strategy.fork"):
+        with pytest.raises(
+            ValueError, match=r"params: expected model.embed_tokens.weight to be .*strategy.fork"
+        ):
             st.grad(copy, apply, loss_fn, [pack])
     kept = tree.map(torch.clone, state.params)
     fork = strategy.fork(state)
@@ -129,7 +131,9 @@ def test_a_copy_that_cannot_learn_is_refused_and_a_fork_learns():
     assert all(torch.equal(kept[n], p) for n, p in state.params.items())  # it stands where it was
     for _ in range(2):
         state, _ = st.update(state, st.grad(state, apply, loss_fn, [pack])[0])
-    assert all(torch.equal(fork.params[n], p) for n, p in state.params.items())  # and goes where the fork went
+    assert all(
+        torch.equal(fork.params[n], p) for n, p in state.params.items()
+    )  # and goes where the fork went
     assert all(torch.equal(a, b) for a, b in zip(fork.opt[1].v.values(), state.opt[1].v.values()))
 
 
