@@ -35,8 +35,8 @@ class Owned:
     def __call__(self, params: tree.Named, pack: Packed) -> TokenOut:
         if any(params[name] is not p for name, p in self.own.items()):
             raise ValueError(
-                "params: expected this module's own parameters, got others, and a ZeRO module takes no others; "
-                "apply, params = st.bind(another module), then model.assign(params, source) puts them there"
+                "params: expected this module's own, got others: under ZeRO it takes no others; apply, params "
+                "= st.bind(another module), then model.assign(params, source) puts them there"
             )
         return TokenOut(**self.run(pack))
 
@@ -184,7 +184,7 @@ def export(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     engine = state.opt[0].engine
     for name, p in state.params.items():
         x = engine.full(p)
-        yield name, x.to(torch.bfloat16) if engine.masters else x
+        yield name, x.to(torch.bfloat16) if engine.config.use_mp_opt else x
 
 
 def save_pretrained(
@@ -244,7 +244,7 @@ def _found(opt: Any, kind: type) -> Any:
 def _tensors(state: TrainState, *, values: bool) -> TrainState:
     """The state as one of tensors, each rank with its rows of them: of what they are now, or only of their
     shapes."""
-    engine = state.opt[0].engine
+    engine, narrow = state.opt[0].engine, state.opt[0].engine.config.use_mp_opt
 
     def every(get: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> tree.Named:
         shape = lambda p: getattr(p, "ds_shape", p.shape)  # noqa: E731
@@ -252,9 +252,9 @@ def _tensors(state: TrainState, *, values: bool) -> TrainState:
         return tree.Named((n, _spread(whole(p).to(dtype))) for n, p in state.params.items())
 
     held = {name: every(partial(engine.moment, name=name)) for name in engine.moments}
-    if engine.masters:
+    if narrow:
         held["master"] = every(engine.full)
-    params = every(engine.full, torch.bfloat16 if engine.masters else torch.float32)
+    params = every(engine.full, torch.bfloat16 if narrow else torch.float32)
     opt = _opt(state.tx.spec, state.opt[0].count, held)
     return TrainState(params=params, opt=opt, step=state.step, skipped=state.skipped, tx=state.tx)
 

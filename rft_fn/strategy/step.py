@@ -40,9 +40,8 @@ def masters(config: Any, params: Mapping[str, Tensor]) -> bool:
     narrow = [name for name, p in params.items() if p.dtype in NARROW]
     if narrow and config.use_mp_opt is False and not config.bf16:
         raise ValueError(
-            f"use_mp_opt, bf16: expected one of them for {narrow[0]} in "
-            f"{str(params[narrow[0]].dtype).removeprefix('torch.')}, got neither: its updates would be rounded "
-            "away; leave out use_mp_opt for float32 masters, or set bf16 for float32 parameters"
+            f"use_mp_opt, bf16: expected one of them for {narrow[0]} in {params[narrow[0]].dtype}, got "
+            "neither: its updates would be rounded away; leave out use_mp_opt for float32 masters, or set bf16 for float32 parameters"
         )
     return bool(config.use_mp_opt or (narrow and not config.bf16))
 

@@ -9,6 +9,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -174,11 +175,12 @@ class Engine:
     """A DeepSpeed engine of one model that is trained, and the turn of its gradients, which live in it."""
 
     def __init__(self, config: StrategyConfig, module: nn.Module, root: nn.Module, tx: Transform):
-        self.config, self.module, self.stage, self.turn = config, module, config.zero_stage, 0
+        self.module, self.stage, self.turn = module, config.zero_stage, 0
         self.own = tree.Named((n, p) for n, p in module.named_parameters() if p.requires_grad)
         if not self.own:
             raise ValueError("module: expected trainable parameters, got none with requires_grad")
-        self.masters = step.masters(config, self.own)  # DeepSpeed has them, beside the moments
+        # DeepSpeed has the masters, beside the moments
+        self.config = replace(config, use_mp_opt=step.masters(config, self.own))
         self.tx = step.optimizer(tx, config, self.own)
         clip = optim.clip_by_global_norm(config.max_norm) if config.max_norm else optim.chain()
         self.lowered = lower(optim.chain(clip, tx).spec)
