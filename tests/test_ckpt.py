@@ -61,6 +61,15 @@ def test_extra_comes_back_without_a_template(tmp_path):
     assert st.restore(tmp_path / "b", start(1)[2])[1] is None
 
 
+def test_skips_in_a_row_are_counted_on(tmp_path):
+    st, _, state = start()
+    nan = tree.map(lambda p: torch.full_like(p, float("nan")), state.params)
+    state, _ = st.update(state, nan)
+    st.save(tmp_path / "step_1", state)
+    found, _ = st.restore(tmp_path / "step_1", start(1)[2])
+    assert (found.skipped, found.step, found.opt[1].count) == (1, 1, 0)
+
+
 def test_restored_weights_are_the_modules(tmp_path):
     st, _, state = start(seed=4)
     st.save(tmp_path / "step_1", state)

@@ -35,8 +35,8 @@ class Owned:
     def __call__(self, params: tree.Named, pack: Packed) -> TokenOut:
         if any(params[name] is not p for name, p in self.own.items()):
             raise ValueError(
-                "params: expected this module's own, got others: under ZeRO it takes no others; apply, params "
-                "= st.bind(another module), then model.assign(params, source) puts them there"
+                "params: expected this module's own, got others: under ZeRO it takes no others; apply, "
+                "params = st.bind(another module), then model.assign(params, source) puts them there"
             )
         return TokenOut(**self.run(pack))
 

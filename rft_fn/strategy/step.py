@@ -35,13 +35,14 @@ def masters(config: Any, params: Mapping[str, Tensor]) -> bool:
     """Whether the optimizer keeps float32 masters of these parameters, which it trains: where it is told to,
     and unasked where they are in 16 bits.
 
-    ValueError for 16 bits without masters: a learning rate of 1e-6 moves no bfloat16 weight above 1e-4.
+    ValueError for 16 bits without masters: a learning rate of 1e-6 moves no bfloat16 weight above 5e-4.
     """
     narrow = [name for name, p in params.items() if p.dtype in NARROW]
     if narrow and config.use_mp_opt is False and not config.bf16:
         raise ValueError(
             f"use_mp_opt, bf16: expected one of them for {narrow[0]} in {params[narrow[0]].dtype}, got "
-            "neither: its updates would be rounded away; leave out use_mp_opt for float32 masters, or set bf16 for float32 parameters"
+            "neither: its updates would be rounded away; leave out use_mp_opt for float32 masters, or set "
+            "bf16 for float32 parameters"
         )
     return bool(config.use_mp_opt or (narrow and not config.bf16))
 
@@ -175,12 +176,13 @@ def guarded(
         return grad(state, apply, loss_fn, packs)
 
     def safe(state: TrainState, grads: Any) -> Any:
+        model = name(state)
         try:
-            return update(state, grads)
+            out = update(state, grads)
         except faults.NonFinite as error:
-            if name(state) not in last:
+            if model not in last:
                 raise
-            apply, loss_fn, packs = last[name(state)]
+            apply, loss_fn, packs = last[model]
             probe = lambda some: not finite(grad(state, apply, loss_fn, some)[0])  # noqa: E731
             offender = faults.first_offender(probe, packs)
             weights = {n: x.detach().cpu().clone() for n, x in export(state)}
@@ -191,6 +193,8 @@ def guarded(
                 else ("the first sequence with such a gradient is")
             )
             raise faults.NonFinite(f"{error}; {what} in {folder}: look at it with replay.py") from None
+        last.pop(model, None)  # the packs are used up
+        return out
 
     return remembered, safe
 
