@@ -41,6 +41,7 @@ def static(**kwargs: Any) -> Any:
 
 
 def field_names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(the fields of a struct that are its parts, those that are part of its structure)."""
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     return children, tuple(f.name for f in fields if f.metadata.get("static"))

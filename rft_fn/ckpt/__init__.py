@@ -2,7 +2,7 @@
 
 step_00000012/  rank_00000.safetensors ...  what each rank wrote of the tensors of {"state", "extra"}, by
                                             their paths in the tree
-                meta.json                   every other leaf, the paths in order, which file holds which part
+                meta.json                   every other leaf, the shape of extra, which file holds which part
                                             of which tensor, the score, digests of the files and of itself
 
 One format for every backend: what some processes saved, any other number restores, sharded or not. All ranks
@@ -24,7 +24,7 @@ from torch import Tensor
 from rft_fn import dist, tree
 from rft_fn.ckpt import shards, writing
 from rft_fn.ckpt.folder import FORMAT, delete, latest, number, steps, sum_of
-from rft_fn.ckpt.reading import States, each, read, restore, weights
+from rft_fn.ckpt.reading import States, each, planner, read, restore, weights
 from rft_fn.ckpt.skeleton import outline
 from rft_fn.ckpt.writing import agree, finish, poll
 
@@ -68,7 +68,7 @@ def _check_finite(path: str | Path, named: Mapping[str, Any]) -> None:
     for name, x in named.items():
         if not name.startswith("state/") or not isinstance(x, Tensor) or not x.is_floating_point():
             continue
-        if not bool(_layout().local(x).isfinite().all()):
+        if not bool(planner().local(x).isfinite().all()):
             raise ValueError(
                 f"checkpoint {path}: {name}: expected finite numbers, got NaN or inf; it is not saved, go "
                 "on from the last one with a lower learning rate"
@@ -108,7 +108,7 @@ def _write(path: str | Path, named: Mapping[str, Any], about: dict[str, Any], *,
         tmp = _make(path)
         try:
             meta = {"format": FORMAT, "names": list(named), "plain": plain, **about}
-            mine, meta["tensors"] = _layout().mine(tensors, copy=not wait)
+            mine, meta["tensors"] = planner().mine(tensors, copy=not wait)
         except BaseException:
             shutil.rmtree(tmp, ignore_errors=True)
             raise
@@ -116,12 +116,6 @@ def _write(path: str | Path, named: Mapping[str, Any], about: dict[str, Any], *,
         if wait:
             finish()
     return path
-
-
-def _layout() -> Any:
-    from rft_fn.ckpt import layout  # torch.distributed.checkpoint is slow to import
-
-    return layout
 
 
 def _split(named: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -27,7 +27,8 @@ def each(state: States) -> list[TrainState]:
     return list(state.values() if isinstance(state, Mapping) else state)
 
 
-def _layout() -> Any:
+def planner() -> Any:
+    """The module that plans who reads and writes what."""
     from rft_fn.ckpt import layout  # torch.distributed.checkpoint is slow to import
 
     return layout
@@ -85,7 +86,7 @@ def read(path: str | Path, like: Mapping[str, Any]) -> dict[str, Any]:
     assert meta is not None
     try:
         tensors = {n: x for n, x in like.items() if isinstance(x, Tensor)}
-        parts = _layout().read(path, meta["tensors"], tensors)
+        parts = planner().read(path, meta["tensors"], tensors)
     except (OSError, SafetensorError) as found:
         error = ValueError(damaged(path, str(found)))
     agree(error)
@@ -161,7 +162,7 @@ def _filled(name: str, like: Any, found: Any) -> Any:
     if not isinstance(like, Tensor):
         return found
     own = like if name.startswith("state/") else torch.empty_like(like)
-    _layout().local(own).copy_(found)
+    planner().local(own).copy_(found)
     return own if own is like else own.requires_grad_(like.requires_grad)
 
 
@@ -185,7 +186,7 @@ def weights(
     whole = {at: torch.empty(tensors[at]["shape"], dtype=_dtype(tensors[at])) for at in found.values()}
     _check_files(path, list(meta["files"].items()))
     try:
-        parts = _layout().read(path, tensors, whole)
+        parts = planner().read(path, tensors, whole)
     except (OSError, SafetensorError) as error:
         raise ValueError(damaged(path, str(error))) from error
     return {own: parts[at] for own, at in found.items()}
