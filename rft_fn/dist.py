@@ -19,6 +19,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from rft_fn import tree
+from rft_fn.types import Media
 
 __all__ = [
     "all_reduce",
@@ -140,9 +141,43 @@ def gather(x: Any) -> Any:
     ranks, numbers and [] as [world]. The input is left alone.
 
     Further dims may differ between processes: shorter ones are padded with 0 at the end, so rows [b, s] of
-    each become [B, S]. The structure must be the same everywhere; dicts of tensors may differ in their names
-    (media that only some processes have).
+    each become [B, S]. The structure must be the same everywhere, but for the media of a struct: the rows of
+    a process that lacks them, or some of their names, have none of them. ValueError for another structure.
     """
+    if world() == 1:
+        return _gather(x)
+    owners = [s for s in tree.leaves(x, is_leaf=_has_media) if _has_media(s)]
+    media = iter([_gather_media(s) for s in owners])
+    out = _gather(tree.map(lambda s: _with_media(s, None), x, is_leaf=_has_media))
+    return tree.map(lambda s: _with_media(s, next(media)) if _has_media(s) else s, out, is_leaf=_has_media)
+
+
+def _has_media(x: Any) -> bool:
+    return "media" in getattr(type(x), "__dataclass_fields__", {})
+
+
+def _with_media(x: Any, media: Media | None) -> Any:
+    return tree.replace(x, media=media) if _has_media(x) else x
+
+
+def _gather_media(x: Any) -> Media | None:
+    """The media of the structs `x` of all processes; of a kind that this one has none of, no rows."""
+    count, mine = len(tree.leaves(_with_media(x, None))[0]), x.media or Media(tensors={}, rows={})
+    kinds = {name: (tuple(t.shape[1:]), t.dtype) for name, t in mine.tensors.items()}
+    everyone = share(None if x.media is None else kinds)
+    if not any(found is not None for found in everyone):
+        return None
+    every = {name: kind for found in everyone for name, kind in (found or {}).items()}
+    none = torch.zeros(count, dtype=torch.long)
+    whole = Media(
+        tensors={n: mine.tensors.get(n, torch.empty(0, *size, dtype=t)) for n, (size, t) in every.items()},
+        rows={n: mine.rows.get(n, none) for n in every},
+    )
+    return _gather(whole)
+
+
+def _gather(x: Any) -> Any:
+    """`gather` of trees that have one structure."""
     leaves = {name: torch.as_tensor(v) for name, v in tree.leaves_with_path(x)}
     if world() == 1:
         return tree.unflatten_like(x, [v if v.dim() else v[None] for v in leaves.values()])

@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from rft_fn.types import Packed, TrainState
 __all__ = ["NonFinite", "blame", "first_offender", "is_lost", "keep", "load", "watch"]
 
 LOST = 3  # exit code of a process that lost others
-_SIGNS = ("gloo", "nccl", "connection", "timed out", "timeout", "broken pipe", "socket", "tcpstore")
+_GLOO = re.compile(r"\[[^]\s]*gloo/[^]\s]+\.(cc|h):\d+\] ")  # the place in its source, in all that it raises
 _watch: dict[str, Any] = {"beats": None, "folder": Path(".")}
 
 
@@ -57,6 +58,14 @@ class Beats:
         now = time.monotonic()
         beats = [(r, now - t, phase) for r, (t, phase, _) in self.heard.items()]
         return [(r, age, phase) for r, age, phase in beats if age > seconds and phase != self.BYE]
+
+    def phases(self, without: Sequence[int] = ()) -> list[str]:
+        """What the others do, those `without` left out: "rank 1, 2 in forward of step 3" for each phase."""
+        ranks: dict[str, list[str]] = {}
+        for r, (_, phase, _) in self.heard.items():
+            if r not in without:
+                ranks.setdefault(phase, []).append(str(r))
+        return [f"rank {', '.join(who)} in {phase}" for phase, who in ranks.items()]
 
     def run(self) -> None:
         while True:
@@ -97,23 +106,25 @@ def watch(timeout: float) -> None:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an error says that other processes are gone."""
-    text = str(error).lower()
-    return dist.world() > 1 and isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS)
+    """Whether an error is one of torch.distributed's about other processes: by its type, or as gloo words
+    it. A time limit or a connection of anybody else's is none."""
+    if dist.world() == 1 or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, torch.distributed.DistError) or _GLOO.search(str(error)) is not None
 
 
-def blame(patience: float = 4.0) -> str:
-    """One line: who is gone, what it did last, and what this process did. Waits `patience` [s] first, in
-    which whoever is alive is heard."""
+def blame(patience: float = 4.0, error: BaseException | None = None) -> str:
+    """One line: who is gone, what each process did last, and the `error` that this one met. Waits `patience`
+    [s] first, in which whoever is alive is heard."""
     here = f"rank {dist.rank()} was in {dist.current_phase()}"
-    remedy = "the same command goes on from the last checkpoint (torchrun --max-restarts does so by itself)"
     time.sleep(patience)
     beats = _watch["beats"]
     gone = beats.silent(min(max(patience - 1, 0.5), beats.timeout)) if beats else []
-    if not gone:
-        return f"lost other processes; {here}; {remedy}"
     who = ", ".join(f"rank {r} (last in {phase}, {age:.0f} s ago)" for r, age, phase in gone)
-    return f"lost {who}; {here}; {remedy}"
+    others = beats.phases(without=[r for r, _, _ in gone]) if beats else []
+    remedy = "the same command goes on from the last checkpoint (torchrun --max-restarts does so by itself)"
+    said = [" ".join(f"{type(error).__name__}: {error}".split())[:300]] if error else []
+    return "; ".join([f"lost {who or 'other processes'}", here, *others, remedy, *said])
 
 
 def leave(line: str) -> None:

@@ -369,7 +369,7 @@ def guard(main: Callable[[Any], None], config: Any) -> None:
             raise
         if os.environ.get("RFT_FN_TRACEBACK"):
             traceback.print_exc()
-        faults.leave(faults.blame())
+        faults.leave(faults.blame(error=error))
 
 
 def fail(error: Exception) -> None:

@@ -40,7 +40,8 @@ def static(**kwargs: Any) -> Any:
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
-def _field_names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def field_names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(the fields of a struct that are its parts, those that are part of its structure)."""
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     return children, tuple(f.name for f in fields if f.metadata.get("static"))
@@ -61,7 +62,7 @@ def struct(cls: type[T]) -> type[T]:
     """Class decorator: a frozen, keyword-only dataclass that is a pytree for optree and for torch."""
     cls = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)  # type: ignore[assignment]
     cls.__getattr__ = _missing  # type: ignore[attr-defined]
-    children, statics = _field_names(cls)
+    children, statics = field_names(cls)
 
     def aux(x: Any) -> tuple:
         return tuple(getattr(x, name) for name in statics)
@@ -125,14 +126,15 @@ def replace(x: T, **fields: Any) -> T:
     return dataclasses.replace(x, **fields)  # type: ignore[type-var]
 
 
-def map(f: Callable[..., Any], *trees: Any) -> Any:
-    """`f` over the leaves of trees of one structure. None is structure: it stays None."""
-    return optree.tree_map(f, *trees, namespace=_NAMESPACE)
+def map(f: Callable[..., Any], *trees: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """`f` over the leaves of trees of one structure, and over the parts that `is_leaf` holds for. None is
+    structure: it stays None."""
+    return optree.tree_map(f, *trees, is_leaf=is_leaf, namespace=_NAMESPACE)
 
 
-def leaves(tree: Any) -> list[Any]:
-    """The leaves, in the order of the fields."""
-    return optree.tree_leaves(tree, namespace=_NAMESPACE)
+def leaves(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """The leaves, in the order of the fields; the parts that `is_leaf` holds for whole."""
+    return optree.tree_leaves(tree, is_leaf=is_leaf, namespace=_NAMESPACE)
 
 
 def leaves_with_path(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -160,7 +162,7 @@ def donate(*trees: Any) -> None:
             dict.clear(x)
             x.__class__ = _Donated
         elif hasattr(type(x), "__dataclass_fields__"):
-            children, _ = _field_names(type(x))
+            children, _ = field_names(type(x))
             donate(*(x.__dict__[name] for name in children if name in x.__dict__))
             x.__dict__.clear()
         elif isinstance(x, (tuple, list)) and not isinstance(x, torch.Size):

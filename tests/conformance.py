@@ -153,6 +153,18 @@ def average(st, dtype):
     return {n: x.clone() for n, x in st.export(ema)}
 
 
+def average_scores(st, dtype):
+    """The average scores, in a second model that it was put into: a sharded one takes no other parameters."""
+    tx = optim.chain(adamw(), optim.ema(0.9))
+    _, state, _ = train(st, tiny.llama(dtype=dtype), tx=tx, dtype=dtype)
+    apply, params = st.bind(tiny.llama(1, dtype=dtype))
+    model.assign(params, optim.ema_params(state.opt))
+    exp = experience(5, dtype=dtype)
+    packs = st.shard(exp, 40)
+    rows = packing.unpack(model.score(apply, params, packs), packs, exp.adv)
+    return {"scores": st.gather(rows[None]).sum(0)}
+
+
 def skipped(st, dtype):
     """A NaN in one row of the second batch: no rank updates, all count, and the third step goes on."""
 
@@ -304,17 +316,40 @@ def trees(st, dtype):
     )
     for r in range(st.world):
         assert float(all_["rows"][2 * r, 0]) == 10 * r
+    gathers_media(st)
     total, most = st.all_reduce({"n": st.rank, "x": mine[0, :2]}, "sum"), st.all_reduce(st.rank, "max")
     assert total["n"] == st.world * (st.world - 1) // 2 and most == st.world - 1 and x["n"] == st.rank
     assert st.all_reduce(st.rank) == (st.world - 1) / 2 and torch.equal(mine, kept)
     return {}
 
 
+def gathers_media(st):
+    """Of two rows a rank: the first rank has pixels, others have sounds of their own lengths, and the last of
+    several has none at all."""
+    sound = torch.full((st.rank, 2 + st.rank), float(st.rank))
+    mine = {"pixels": (torch.ones(3, 2), [1, 2])} if st.rank == 0 else {"sound": (sound, [0, st.rank])}
+    if st.rank and st.rank == st.world - 1:
+        mine = {}
+    tensors, rows = {k: x for k, (x, _) in mine.items()}, {k: torch.tensor(n) for k, (_, n) in mine.items()}
+    media = rft.types.Media(tensors=tensors, rows=rows) if mine else None
+    exp = tree.replace(tiny.experience(0, rows=2), media=media)
+    found = st.gather({"exp": exp, "none": tree.replace(exp, media=None)})
+    assert found["none"].media is None and len(found["exp"].tokens) == 2 * st.world
+    got = found["exp"].media
+    assert (
+        got.rows["pixels"].tolist() == [1, 2, *[0] * (2 * st.world - 2)] and got.tensors["pixels"].sum() == 6
+    )
+    if st.world > 2:
+        want = [n for r in range(st.world) for n in (0, r if 0 < r < st.world - 1 else 0)]
+        assert got.rows["sound"].tolist() == want and len(got.tensors["sound"]) == sum(want)
+        assert got.take([3]).tensors["sound"].tolist() == [[1.0, 1.0, 1.0, 0.0]]
+
+
 CASES = {
     f.__name__: f
     for f in (
         grpo, untied, budgets, checkpointing, whole_logits, lora, ppo, reference, average, skipped, own,
-        files, adapters, options, narrow, unfilled, trees,
+        files, adapters, options, narrow, unfilled, trees, average_scores,
     )
 }  # fmt: skip
 

@@ -61,6 +61,15 @@ def test_extra_comes_back_without_a_template(tmp_path):
     assert st.restore(tmp_path / "b", start(1)[2])[1] is None
 
 
+def test_skips_in_a_row_are_counted_on(tmp_path):
+    st, _, state = start()
+    nan = tree.map(lambda p: torch.full_like(p, float("nan")), state.params)
+    state, _ = st.update(state, nan)
+    st.save(tmp_path / "step_1", state)
+    found, _ = st.restore(tmp_path / "step_1", start(1)[2])
+    assert (found.skipped, found.step, found.opt[1].count) == (1, 1, 0)
+
+
 def test_restored_weights_are_the_modules(tmp_path):
     st, _, state = start(seed=4)
     st.save(tmp_path / "step_1", state)
@@ -130,6 +139,56 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path):
         ckpt.rotate(tmp_path, keep=0)
 
 
+def test_a_damaged_older_one_stays_and_the_new_one_is_saved(tmp_path, capsys):
+    """It may be the best: nobody knows any more, so nothing of it is lost, and the line is about it."""
+    _, _, state = start()
+    for step, score in enumerate([0.9, 0.1, 0.2], start=1):
+        ckpt.save(tmp_path / f"step_{step:08d}", state, score=score)
+    (tmp_path / "step_00000001" / "meta.json").write_text("{")
+    for wait in (True, False):
+        ckpt.save(tmp_path / "step_00000004", state, score=0.05, wait=wait)
+        ckpt.rotate(tmp_path, keep=1, best=1)
+        ckpt.finish()
+        assert [p.name[-1] for p in ckpt.steps(tmp_path)] == ["1", "3", "4"]
+    line = capsys.readouterr().err
+    assert line.count("step_00000001 is damaged (meta.json") == 1 and "so it stays" in line
+    assert "not saved" not in line
+
+
+def test_a_rotation_that_fails_does_not_deny_the_checkpoint(tmp_path, monkeypatch):
+    _, _, state = start()
+    ckpt.save(tmp_path / "step_00000001", state)
+    go = slowly(monkeypatch)
+    ckpt.save(tmp_path / "step_00000002", state, wait=False)
+    monkeypatch.setattr(ckpt, "delete", full)
+    ckpt.rotate(tmp_path, keep=1)
+    go.set()
+    with pytest.raises(OSError, match="step_00000002 is saved, but older ones could not be deleted"):
+        ckpt.finish()
+    assert [p.name[-1] for p in ckpt.steps(tmp_path)] == ["1", "2"]
+
+
+def test_folders_have_the_rights_that_the_umask_leaves(tmp_path):
+    before = os.umask(0o027)
+    try:
+        ckpt.write(tmp_path / "step_1", {"x": torch.zeros(1)})
+    finally:
+        os.umask(before)
+    assert oct((tmp_path / "step_1").stat().st_mode & 0o777) == "0o750"
+
+
+@pytest.mark.parametrize("where", ["params", "opt"])
+def test_what_is_not_finite_is_not_saved(tmp_path, where):
+    st, _, state = start()
+    name = "model.norm.weight"
+    (state.params if where == "params" else optim.ema_params(state.opt))[name].data[3] = float("nan")
+    with pytest.raises(
+        ValueError, match=rf"state/{where}/.*{name}: expected finite numbers, got NaN"
+    ) as error:
+        st.save(tmp_path / "step_1", state)
+    assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == []
+
+
 def test_extra_that_cannot_be_kept_is_refused_and_leaves_nothing(tmp_path):
     st, _, state = start()
     with pytest.raises(ValueError, match="extra: expected tensors, numbers and strings"):
@@ -186,6 +245,24 @@ def test_a_write_that_fails_later_is_raised_by_the_next_call(tmp_path, monkeypat
         st.save(tmp_path / "step_2", state, wait=False)
     ckpt.finish()  # said once
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_later_is_raised_by_the_next_step(tmp_path, monkeypatch):
+    """Not only when the next checkpoint is due. What has not failed yet does not hold a step up."""
+    st, apply, state = start()
+    go = slowly(monkeypatch)
+    st.save(tmp_path / "step_1", state, wait=False)
+    state, _ = advance(st, apply, state, 1)
+    assert ckpt.writing.pending() is not None
+    go.set()
+    ckpt.finish()
+    monkeypatch.setattr(ckpt.shards, "write_shard", full)
+    st.save(tmp_path / "step_2", state, wait=False)
+    ckpt.writing.pending().written.wait()
+    with pytest.raises(OSError, match="step_2 was not saved"):
+        advance(st, apply, state, 1)
+    advance(st, apply, state, 1)  # said once, and the state is whole
+    assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
 
 
 def test_exit_waits_for_the_write(tmp_path):

@@ -189,9 +189,20 @@ def faults(rank, folder):
         out[f"full {name}"] = message(st.save, folder / "step_00000002", state)
         st.save(folder / "step_00000002", state, wait=False)
         out[f"full {name} later"] = message(ckpt.finish)
+        st.save(folder / "step_00000002", state, wait=False)
+        ckpt.writing.pending().written.wait()
+        while rank == who and ckpt.writing.pending().error is None:
+            time.sleep(0.01)
+        dist.barrier()
+        out[f"full {name} polled"] = message(ckpt.poll)
+        out[f"full {name} once"] = message(ckpt.poll)
         setattr(ckpt.shards, at, kept)
         dist.barrier()
         out[f"full {name} left"] = left()
+    bad = tree.map(lambda p: p.detach().clone(), state.params)
+    if rank == 1:
+        bad["model.norm.weight"].to_local()[-1] = float("nan")
+    out["not finite"] = message(st.save, folder / "step_00000002", tree.replace(state, params=bad))
     out["odd number"] = message(st.save, folder / "step_00000002", state, {"rank": rank})
     out["odd tensor"] = message(st.save, folder / "step_00000002", state, {"seen": torch.tensor(rank)})
     out["odd object"] = message(st.save, folder / "step_00000002", state, {"f": object() if rank else 1})
@@ -224,6 +235,11 @@ def alone(rank, folder):
 
 
 WANT = {
+    "full part polled": r"OSError 28: [Errno 28] No space left on device (rank 1 of 2): checkpoint ",
+    "full part once": "nothing was raised",
+    "full commit polled": r"OSError 28: [Errno 28] No space left on device (rank 0 of 2): checkpoint ",
+    "full commit once": "nothing was raised",
+    "not finite": "ValueError None: checkpoint /",
     "full part": r"OSError 28: [Errno 28] No space left on device (rank 1 of 2): checkpoint ",
     "full part later": r"OSError 28: [Errno 28] No space left on device (rank 1 of 2): checkpoint ",
     "full commit": r"OSError 28: [Errno 28] No space left on device (rank 0 of 2): checkpoint ",
@@ -247,6 +263,7 @@ def test_an_error_on_one_rank_is_raised_on_all(trips, what):
 def test_what_failed_leaves_nothing_and_changes_nothing(trips):
     for found in trips["faults"]:
         assert found["full part left"] == found["full commit left"] == ["step_00000001"]
+        assert "state/params/model.norm.weight: expected finite" in found["not finite"]
         assert "it is of another model, optimizer or run" in found["another model"]
         assert "step_00000002 is damaged (rank_00001.safetensors: its digest" in found["damaged"]
         assert "delete it to go on from step_00000001 (rank 1 of 2)" in found["damaged"]

@@ -218,6 +218,9 @@ def broken(st):
     state, metrics = st.update(state, st.grad(state, apply, conformance.loss_fn, st.shard(exp, 40))[0])
     assert rft.metric.results(metrics)["grad/skipped"] == 1 and state.skipped == 1 and state.step == 1
     assert all(torch.equal(x, before[n]) for n, x in st.export(state))
+    st.save(f"{folder}/step_00000001", state)
+    state, _ = st.restore(f"{folder}/step_00000001", state)
+    assert state.skipped == 1 and state.step == 1  # a run that is taken up again is as patient
     with pytest.raises(rft.faults.NonFinite, match="in 2 updates in a row"):
         st.update(state, st.grad(state, apply, conformance.loss_fn, st.shard(exp, 40))[0])
     rft.dist.barrier()
@@ -239,7 +242,7 @@ def refused(st):
     late = optim.chain(optim.adamw(1e-3), optim.clip_by_global_norm(1.0))
     custom = rft.Transform(lambda p: (), lambda g, s, p: (g, s), {"name": "lion"})
     for call, message in (
-        (lambda: apply(foreign, packs[0]), "params: a module under ZeRO takes only its own"),
+        (lambda: apply(foreign, packs[0]), "params: expected this module's own, got others: under ZeRO"),
         (lambda: st.update(state, mine), "grads: expected those of the last grad"),
         (lambda: st.grad(state, other, conformance.loss_fn, packs), "apply: expected the one that init gave"),
         (lambda: st.grad(state, apply, conformance.loss_fn, []), "packs: expected one or more, got none"),
@@ -251,6 +254,8 @@ def refused(st):
         (lambda: start(st, optim.chain()), "tx: expected an adamw with zero_stage, got none"),
         (lambda: st.init(tiny.llama().requires_grad_(False), optim.adamw(1.0)), "trainable parameters, got"),
         (lambda: st.init(tiny.llama(dtype=torch.float64), optim.adamw(1.0)), "got one in float64"),
+        (lambda: st.init(tiny.llama(dtype=torch.float16), optim.adamw(1.0)), "got one in float16"),
+        (lambda: rft.strategy.fork(state), "state: expected one of the local strategy, got one of a module"),
         (
             lambda: st.init(tiny.llama(), optim.adamw(1.0), shard_size=5),
             "shard_size: expected 2 with zero_stage, got 5",

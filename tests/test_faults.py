@@ -57,7 +57,48 @@ def test_a_lost_process_is_named_and_nobody_hangs(tmp_path, how, timeout):
         line = (tmp_path / f"log{r}").read_text().strip().splitlines()[-1]
         want = r"error: lost rank 1 \(last in (the script after )?\w+ of step \d+, \d+ s ago\); "
         want += rf"rank {r} was in .*; the same command"
+        if how == signal.SIGKILL:
+            want += r".*; \w+: .+"  # what torch said
+            want = want.replace(".*; the same", rf".*; rank {2 - r} in .*; the same")
         assert re.match(want, line), line
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+
+
+@pytest.mark.parametrize(
+    "lost, error",
+    [
+        (True, RuntimeError(f"{GLOO}pair.cc:547] Connection closed by peer [127.0.0.1]:36712")),
+        (True, RuntimeError(f"{GLOO}unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation")),
+        (True, torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0")),
+        (True, torch.distributed.DistNetworkError("failed to recv, got 0 bytes")),
+        (True, torch.distributed.DistStoreError("wait timeout after 300000ms")),
+        (False, RuntimeError("judge server: connection timed out")),
+        (False, RuntimeError("socket: broken pipe of the gloo judge")),
+        (False, TimeoutError("timed out")),
+        (False, ConnectionError("Connection closed by peer")),
+    ],
+)
+def test_a_time_limit_of_the_user_s_is_no_lost_process(monkeypatch, lost, error):
+    monkeypatch.setattr(dist, "world", lambda: 2)
+    assert faults.is_lost(error) == lost
+    monkeypatch.setattr(dist, "world", lambda: 1)
+    assert not faults.is_lost(error)
+
+
+def test_blame_has_every_phase_and_the_error(monkeypatch):
+    """Rank 1 is silent; ranks 2 and 3 wait for rank 4, whose reward hangs: all of them are in the line."""
+    beats, now = object.__new__(faults.Beats), time.monotonic()
+    beats.timeout = 60
+    phases = {1: "update of step 2", 2: "metrics of step 3", 3: "metrics of step 3", 4: "reward 'judge'"}
+    beats.heard = {r: (now - 9 * (r == 1), phase, "") for r, phase in phases.items()}
+    monkeypatch.setitem(faults._watch, "beats", beats)
+    line = faults.blame(0, RuntimeError("[x/gloo/y.cc:1] Connection\nclosed by peer"))
+    assert line.startswith("lost rank 1 (last in update of step 2, 9 s ago); rank 0 was in ")
+    assert "; rank 2, 3 in metrics of step 3; rank 4 in reward 'judge'; the same command" in line
+    assert line.endswith("; RuntimeError: [x/gloo/y.cc:1] Connection closed by peer")
+    assert "RuntimeError" not in faults.blame(0)
 
 
 def test_the_script_between_two_phases_is_named_by_the_one_before():

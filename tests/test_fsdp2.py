@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rft_fn import model, tree
-from rft_fn.strategy import StrategyConfig, fsdp2, get_strategy
+from rft_fn.strategy import StrategyConfig, fork, fsdp2, get_strategy
 
 
 def test_blocks_are_found_from_the_module():
@@ -72,6 +72,8 @@ def refusals(rank):
         said(lambda: apply(copies, b)),
         said(three_heads),
         said(lambda: st.all_reduce(1, "median")),
+        said(lambda: fork(state)),
+        said(lambda: st.grad(tree.replace(state, params=copies), apply, conformance.loss_fn, [b])),
     ]
 
 
@@ -105,9 +107,14 @@ def test_what_does_not_fit_is_refused_on_every_rank(two):
         "sp_size: expected a divisor of the 2 processes, got 3",
         "shard_size: expected a divisor of the 2 processes and a multiple of sp_size 1, got 3",
         "shard_size: expected a divisor of the 2 processes and a multiple of sp_size 2, got 1",
-        "params: a sharded module takes only its own parameters; use the local strategy for torch.func",
+        "params: expected this module's own, got others: sharded, it takes no others; apply, params "
+        "= st.bind(another module), then model.assign(params, source) puts them there",
         "sp_size: expected a divisor of the 3 attention heads, got 2",
         "op: expected sum, mean, max, min, got 'median'",
+        "state: expected one of the local strategy, got one of a module that FSDP2 or ZeRO lays out; st.init "
+        "a second module and give it these weights: model.assign(its.params, st.export(state))",
+        "params: expected model.embed_tokens.weight to be a parameter that requires a gradient, got a copy "
+        "or a frozen one, which never learns; strategy.fork(state) makes a copy that trains",
     ]
     assert [found for found, _ in two] == [want, want]
 

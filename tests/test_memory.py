@@ -44,13 +44,13 @@ def qwen2(**changes):
     return Qwen2ForCausalLM(Qwen2Config(**sizes | {"eos_token_id": 1} | changes))
 
 
-def module(name, *, checkpointing=False):
+def module(name, *, checkpointing=False, dtype=torch.float32):
     made = {
         "default": lambda: embedded.new_model(48, 0),
         "llama": lambda: tiny.llama(vocab_size=2000),
         "qwen2": qwen2,
         "lora": lambda: apply_lora_configuration(qwen2(), 4, 8),
-    }[name]()
+    }[name]().to(dtype)
     if checkpointing:
         made.activation_checkpointing_enable({"use_reentrant": False})
     return made
@@ -127,6 +127,7 @@ def exact(guess, held):
         ({}, {"checkpointing": True}),
         ({"bf16": True}, {}),
         ({"use_mp_opt": True}, {"checkpointing": True}),
+        ({}, {"dtype": torch.bfloat16}),  # masters that nobody asked for
     ],
     ids=lambda x: "-".join(x),
 )

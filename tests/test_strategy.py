@@ -109,6 +109,41 @@ def test_a_gradient_that_is_not_finite_changes_nothing_but_the_step():
     assert state.opt.count == 0
 
 
+def test_a_copy_that_cannot_learn_is_refused_and_a_fork_learns():
+    """Gradients of 0 in silence would be the end of a population; a fork is one more member of it."""
+    st, apply, state = start(optim.chain(optim.clip_by_global_norm(1e9), optim.adamw(1e-2)))
+    pack = packing.pack(experience(), range(8))
+    state, _ = st.update(state, st.grad(state, apply, loss_fn, [pack])[0])
+    dead = tree.replace(state, params=tree.map(lambda p: p.detach().clone(), state.params))
+    computed = tree.replace(state, params=tree.map(lambda p: p * 1, state.params))
+    for copy in (dead, computed):
+        with pytest.raises(
+            ValueError, match=r"params: expected model.embed_tokens.weight to be .*strategy.fork"
+        ):
+            st.grad(copy, apply, loss_fn, [pack])
+    kept = tree.map(torch.clone, state.params)
+    fork = strategy.fork(state)
+    assert fork.step == 1 and fork.opt[1].count == 1 and fork.tx is state.tx
+    for _ in range(2):
+        grads, _ = st.grad(fork, apply, loss_fn, [pack])
+        fork, metrics = st.update(fork, grads)
+        assert rft.metric.results(metrics)["grad/norm"] > 0
+    assert all(torch.equal(kept[n], p) for n, p in state.params.items())  # it stands where it was
+    for _ in range(2):
+        state, _ = st.update(state, st.grad(state, apply, loss_fn, [pack])[0])
+    assert all(
+        torch.equal(fork.params[n], p) for n, p in state.params.items()
+    )  # and goes where the fork went
+    assert all(torch.equal(a, b) for a, b in zip(fork.opt[1].v.values(), state.opt[1].v.values()))
+
+
+def test_a_loss_without_parameters_has_a_gradient_of_zero():
+    st, apply, state = start()
+    for loss in (lambda out, b: out.logp.detach(), lambda out, b: torch.ones_like(out.logp)):
+        grads, _ = st.grad(state, apply, loss, [packing.pack(experience(), range(8))])
+        assert list(grads) == list(state.params) and float(optim.global_norm(grads)) == 0
+
+
 def test_a_loss_that_reduces_is_refused():
     st, apply, state = start()
     with pytest.raises(
@@ -177,6 +212,38 @@ def test_command_lines_parse_as_they_stand(line, backend, values):
     assert all(getattr(config, name) == value for name, value in values.items())
     defaults = strategy.add_arguments(argparse.ArgumentParser()).parse_args([])
     assert StrategyConfig.from_args(defaults) == StrategyConfig()
+
+
+@pytest.mark.parametrize(
+    "name, value, want",
+    [
+        ("bf16", "yes", "True or False"),
+        ("fsdp", "false", "True or False"),
+        ("fsdp", 1, "True or False"),
+        ("zero_stage", "2", "an integer"),
+        ("zero_stage", True, "an integer"),
+        ("sp_size", 2.0, "an integer"),
+        ("max_norm", "1.0", "a number"),
+        ("timeout", True, "a number"),
+        ("engine_type", None, "a text"),
+        ("use_mp_opt", "auto", "True or False, or None"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name, value, want):
+    with pytest.raises(ValueError, match=f"^{name}: expected {want}, got {re.escape(repr(value))}$"):
+        StrategyConfig.from_args({name: value})
+
+
+def test_values_that_fit_are_taken():
+    given = {"bf16": True, "use_mp_opt": None, "max_norm": 1, "timeout": 2.5, "zero_stage": 0}
+    config = StrategyConfig.from_args(given)
+    assert {name: getattr(config, name) for name in given} == given
+    parser = strategy.add_arguments(argparse.ArgumentParser())
+    for line, want in (("", None), ("--use_mp_opt", True), ("--no-use_mp_opt", False)):
+        assert StrategyConfig.from_args(parser.parse_args(line.split())).use_mp_opt is want
+    tyro = pytest.importorskip("tyro")
+    for line, want in (("", None), ("--use-mp-opt True", True), ("--use-mp-opt False", False)):
+        assert tyro.cli(StrategyConfig, args=line.split()).use_mp_opt is want
 
 
 @pytest.mark.parametrize(

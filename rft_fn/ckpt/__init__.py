@@ -2,7 +2,7 @@
 
 step_00000012/  rank_00000.safetensors ...  what each rank wrote of the tensors of {"state", "extra"}, by
                                             their paths in the tree
-                meta.json                   every other leaf, the paths in order, which file holds which part
+                meta.json                   every other leaf, the shape of extra, which file holds which part
                                             of which tensor, the score, digests of the files and of itself
 
 One format for every backend: what some processes saved, any other number restores, sharded or not. All ranks
@@ -12,7 +12,7 @@ call these functions alike and see one file system. The planning is that of torc
 import hashlib
 import json
 import shutil
-import tempfile
+import uuid
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -23,17 +23,15 @@ from torch import Tensor
 
 from rft_fn import dist, tree
 from rft_fn.ckpt import shards, writing
-from rft_fn.ckpt.folder import FORMAT, damaged, delete, latest, number, read_meta, steps, sum_of
-from rft_fn.ckpt.writing import agree, finish
-from rft_fn.types import TrainState
+from rft_fn.ckpt.folder import FORMAT, delete, latest, number, steps, sum_of
+from rft_fn.ckpt.reading import States, each, planner, read, restore, weights
+from rft_fn.ckpt.skeleton import outline
+from rft_fn.ckpt.writing import agree, finish, poll
 
-__all__ = ["finish", "latest", "read", "restore", "rotate", "save", "steps", "write"]
-
-States = TrainState | Mapping[str, TrainState]  # several that are trained together, by name
-
-
-def _each(state: States) -> list[TrainState]:
-    return [state] if isinstance(state, TrainState) else list(state.values())
+__all__ = [
+    "States", "each", "finish", "latest", "poll", "read", "restore", "rotate", "save", "shards", "steps",
+    "weights", "write",
+]  # fmt: skip
 
 
 def save(
@@ -41,10 +39,40 @@ def save(
 ) -> Path:
     """Write `state` and `extra` (a tree of tensors, numbers and strings, the same on every rank) as the
     folder `path`, atomically. Several states that are trained together (an actor and its critic) are one dict
-    of them, by name. The rest is as in `write`."""
-    step = max(x.step for x in _each(state))
-    named = dict(tree.leaves_with_path({"state": state, "extra": extra}))
-    return write(path, named, step=step, score=score, wait=wait)
+    of them, by name, or a list. The rest is as in `write`.
+
+    ValueError for a state that is not finite, which names the tensor.
+    """
+    step = max(x.step for x in each(state))
+    named, error = dict(tree.leaves_with_path({"state": state, "extra": extra})), None
+    about: dict[str, Any] = {"step": step, "score": score}
+    try:
+        about["extra"] = outline(extra)
+        _check_names(extra)
+        _check_finite(path, named)
+    except ValueError as found:
+        error = found
+    agree(error)
+    return _write(path, named, about, wait=wait)
+
+
+def _check_names(extra: Any) -> None:
+    """ValueError for two leaves with one path: "a/b" is a key, or b is a part of a."""
+    paths = [path for path, _ in tree.leaves_with_path({"extra": extra})]
+    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+        raise ValueError(f"extra: expected leaves with different paths, got {twice[0]} twice")
+
+
+def _check_finite(path: str | Path, named: Mapping[str, Any]) -> None:
+    """ValueError for the first tensor of a state that holds a NaN or an inf, on this rank's part of it."""
+    for name, x in named.items():
+        if not name.startswith("state/") or not isinstance(x, Tensor) or not x.is_floating_point():
+            continue
+        if not bool(planner().local(x).isfinite().all()):
+            raise ValueError(
+                f"checkpoint {path}: {name}: expected finite numbers, got NaN or inf; it is not saved, go "
+                "on from the last one with a lower learning rate"
+            )
 
 
 def write(
@@ -67,15 +95,20 @@ def write(
     ValueError for a leaf that JSON cannot hold, or that is not the same on all ranks; OSError (a full disk)
     on every rank. Neither leaves anything behind; with wait=False the error comes from the next call.
     """
-    path = Path(path)
-    score = None if score is None else float(score)
+    return _write(path, named, {"step": step, "score": score}, wait=wait)
+
+
+def _write(path: str | Path, named: Mapping[str, Any], about: dict[str, Any], *, wait: bool) -> Path:
+    """`write`, with `about` in the meta.json beside what it needs to read the files."""
+    path, score = Path(path), about["score"]
+    about["score"] = None if score is None else float(score)
     with dist.phase("checkpoint"):
         finish()
         tensors, plain = _split(named)
         tmp = _make(path)
         try:
-            meta = {"format": FORMAT, "step": step, "score": score, "names": list(named), "plain": plain}
-            mine, meta["tensors"] = _layout().mine(tensors, copy=not wait)
+            meta = {"format": FORMAT, "names": list(named), "plain": plain, **about}
+            mine, meta["tensors"] = planner().mine(tensors, copy=not wait)
         except BaseException:
             shutil.rmtree(tmp, ignore_errors=True)
             raise
@@ -83,12 +116,6 @@ def write(
         if wait:
             finish()
     return path
-
-
-def _layout() -> Any:
-    from rft_fn.ckpt import layout  # torch.distributed.checkpoint is slow to import
-
-    return layout
 
 
 def _split(named: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -123,119 +150,12 @@ def _make(path: Path) -> Path:
     if number() == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            tmp = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+            tmp = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+            tmp.mkdir()  # with the rights that the umask leaves: others of a group read it too
         except OSError as found:
             error = found
     agree(error, f": checkpoint {path} was not saved, those before it are whole")
     return dist.share(tmp)[0]
-
-
-def _checked(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """The meta of a checkpoint, if it is one of `like`, and this rank's share of its files is whole."""
-    meta = read_meta(path)
-    if list(like) != meta["names"]:
-        odd = sorted(set(meta["names"]) ^ set(like)) or ["their order"]
-        raise ValueError(
-            f"checkpoint {path}: it is of another model, optimizer or run: {odd[:3]} "
-            f"({len(odd)} names differ)"
-        )
-    for name, x in like.items():
-        _check(path, name, x, meta)
-    for file, digest in list(meta["files"].items())[number() :: dist.world()]:
-        try:
-            if shards.digest(path / file) != digest:
-                raise ValueError(damaged(path, f"{file}: its digest does not match"))
-        except OSError as error:
-            raise ValueError(damaged(path, f"{file}: {error}")) from error
-    return meta
-
-
-def _check(path: Path, name: str, like: Any, meta: Mapping[str, Any]) -> None:
-    found = meta["tensors"].get(name)
-    got = "no tensor" if found is None else f"{found['shape']} {found['dtype']}"
-    want = "no tensor"
-    if isinstance(like, Tensor):
-        want = f"{list(like.shape)} {str(like.dtype).removeprefix('torch.')}"
-    if got != want:
-        raise ValueError(
-            f"checkpoint {path}: {name}: expected {want}, got {got}: it is of another model or optimizer"
-        )
-
-
-def read(path: str | Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """What `write` wrote, by name: of the tensors the part that `like` holds on this rank, in host memory.
-
-    ValueError on every rank, with the remedy, if the folder is damaged or holds other names, shapes or types.
-    """
-    from safetensors import SafetensorError
-
-    path, meta, parts, error = Path(path), None, {}, None
-    try:
-        meta = _checked(path, like)
-    except ValueError as found:
-        error = found
-    agree(error)
-    assert meta is not None
-    try:
-        tensors = {n: x for n, x in like.items() if isinstance(x, Tensor)}
-        parts = _layout().read(path, meta["tensors"], tensors)
-    except (OSError, SafetensorError) as found:
-        error = ValueError(damaged(path, str(found)))
-    agree(error)
-    return {n: parts[n] if n in parts else meta["plain"][n] for n in like}
-
-
-def _nested(named: dict[str, Any]) -> dict[str, Any]:
-    """{"a/b": 1} -> {"a": {"b": 1}}"""
-    out: dict[str, Any] = {}
-    for name, value in named.items():
-        *trail, last = name.split("/")
-        inner = out
-        for part in trail:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
-    return out
-
-
-def _saved_extra(path: Path) -> Any:
-    """A template of the extra that was saved: nested dicts, tensors without their values."""
-    meta, error = {"names": [], "tensors": {}, "plain": {}}, None
-    try:
-        meta = read_meta(path)
-    except ValueError as found:
-        error = found
-    agree(error)
-    empty = lambda t: torch.empty(t["shape"], dtype=getattr(torch, t["dtype"]))  # noqa: E731
-    leaves = {n: empty(meta["tensors"][n]) if n in meta["tensors"] else 0 for n in meta["names"]}
-    return _nested({n: x for n, x in leaves.items() if n.startswith("extra/")}).get("extra")
-
-
-def restore(path: str | Path, like: States, extra: Any = None) -> tuple[Any, Any]:
-    """(state, extra) of the checkpoint at `path`: state in the structure of `like` (one, or a dict of them),
-    extra in that of the `extra` given, or without one as nested dicts of what was saved (None if nothing).
-
-    Tensors are sharded as those of `like` are, whatever wrote them, and take their memory, so that the module
-    behind `apply` has the parameters; `like` is donated. ValueError on every rank that names the folder and
-    the remedy if it is damaged or of another model; then nothing has been changed.
-    """
-    path = Path(path)
-    with dist.phase("restore"):
-        want = {"state": like, "extra": _saved_extra(path) if extra is None else extra}
-        named = dict(tree.leaves_with_path(want))
-        found = read(path, named)
-        values = [_filled(n, x, found[n]) for n, x in named.items()]
-        out = tree.unflatten_like(want, values)
-        tree.donate(*_each(like))
-    return out["state"], out["extra"]
-
-
-@torch.no_grad()
-def _filled(name: str, like: Any, found: Any) -> Any:
-    if not isinstance(like, Tensor):
-        return found
-    own = like if name.startswith("state/") else torch.empty_like(like)
-    _layout().local(own).copy_(found)
-    return own
 
 
 def rotate(folder: str | Path, *, keep: int, best: int = 0, max_bytes: int | None = None) -> list[Path]:

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rft_fn import dist
 __all__ = ["FORMAT", "damaged", "delete", "latest", "number", "read_meta", "steps", "sum_of"]
 
 FORMAT = 2
+_said: set[Path] = set()  # checkpoints that a line was printed about
 
 
 def sum_of(meta: dict[str, Any]) -> str:
@@ -79,11 +80,25 @@ def _newest(folder: Path) -> Path | None:
     return steps(folder)[-1] if steps(folder) else None
 
 
-def _scores(paths: list[Path]) -> Iterator[tuple[float, Path]]:
+def _scores(paths: list[Path]) -> tuple[list[tuple[float, Path]], set[Path]]:
+    """((score, checkpoint) of those that have one, those whose score cannot be read)."""
+    scored, unknown = [], set()
     for p in paths:
-        score = read_meta(p)["score"]
-        if score is not None:
-            yield score, p
+        try:
+            score = read_meta(p)["score"]
+        except ValueError as error:
+            unknown.add(p)
+            _say(p, f"warning: {error}; it may be the best one, so it stays until then")
+        else:
+            scored += [] if score is None else [(score, p)]
+    return scored, unknown
+
+
+def _say(path: Path, line: str) -> None:
+    """Print a line about a checkpoint, once a process."""
+    if path not in _said:
+        _said.add(path)
+        print(line, file=sys.stderr, flush=True)
 
 
 def _size(path: Path) -> int:
@@ -91,13 +106,14 @@ def _size(path: Path) -> int:
 
 
 def _kept(paths: list[Path], keep: int, best: int, max_bytes: int | None) -> set[Path]:
-    """The newest, then the best, then the next newest ones: as many of these as fit."""
-    scored = _scores(paths) if best else []
+    """The newest, then the best, then the next newest ones: as many of these as fit. With them those that
+    may be the best, for all that one can know."""
+    scored, unknown = _scores(paths) if best else ([], set())
     ranked = [p for _, p in sorted(scored, key=lambda sp: (sp[0], _number(sp[1])), reverse=True)]
     wanted = list(dict.fromkeys([*paths[-1:], *ranked[:best], *reversed(paths[-keep:])]))
     if max_bytes is None:
-        return set(wanted)
-    stay, total = set(wanted[:1]), 0
+        return unknown | set(wanted)
+    stay, total = unknown | set(wanted[:1]), 0
     for p in wanted:
         total += _size(p)
         if total <= max_bytes:

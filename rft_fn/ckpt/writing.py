@@ -20,7 +20,7 @@ from rft_fn import dist
 from rft_fn.ckpt import folder as folder_lib
 from rft_fn.ckpt import shards
 
-__all__ = ["Writing", "agree", "begin", "finish", "pending"]
+__all__ = ["Writing", "agree", "begin", "finish", "pending", "poll"]
 
 _EXIT = 30.0  # s that a process which exits waits for the parts of others
 
@@ -33,6 +33,7 @@ class Writing(threading.Thread):
         self.path, self.tmp, self.tensors, self.meta = path, tmp, tensors, meta
         self.rank, self.world = folder_lib.number(), dist.world()
         self.error: Exception | None = None
+        self.late: Exception | None = None  # of what was to happen when the checkpoint was whole
         self.written = threading.Event()  # this rank's part is on the disk, or cannot be
         self.stop = threading.Event()  # no other rank's part will come
         self._then: list[Callable[[], object]] = []
@@ -92,18 +93,21 @@ class Writing(threading.Thread):
         with self._lock:
             self._closed = True
             for f in self._then:
-                f()
+                self._after(f)
 
     def then(self, f: Callable[[], object]) -> None:
-        """Call `f` once the checkpoint is whole, here or in the thread; its error is the write's."""
+        """Call `f` once the checkpoint is whole, here or in the thread; its error does not undo the write."""
         with self._lock:
             if not self._closed:
                 self._then.append(f)
                 return
+        self._after(f)
+
+    def _after(self, f: Callable[[], object]) -> None:
         try:
             f()
         except Exception as error:
-            self.error = self.error or error
+            self.late = self.late or error
 
     def failure(self) -> tuple[int, str] | None:
         """(errno or 0, what went wrong) on this rank, or None."""
@@ -165,6 +169,16 @@ def finish() -> None:
         write.join()
         shutil.rmtree(write.tmp, ignore_errors=True)
         raise
+    agree(write.late, f": checkpoint {write.path} is saved, but older ones could not be deleted")
+
+
+def poll() -> None:
+    """Raise what `finish` would, now, where the checkpoint that is being written has failed on any rank;
+    else nothing, without a wait. All ranks call it: `Strategy.grad` does, so that no run trains for long
+    behind a checkpoint that does not exist."""
+    write = _state["pending"]
+    if write is not None and any(dist.share(write.error is not None or write.late is not None)):
+        finish()
 
 
 def _at_exit() -> None:
@@ -180,3 +194,5 @@ def _at_exit() -> None:
         why = write.failure() or (0, "not all ranks wrote their part")
         print(f"error: checkpoint {write.path} was not saved: {why[1]}", file=sys.stderr)
         shutil.rmtree(write.tmp, ignore_errors=True)
+    elif write.late is not None:
+        print(f"error: older checkpoints could not be deleted: {write.late}", file=sys.stderr)

@@ -6,7 +6,7 @@ from pathlib import Path
 from rft_fn import dist
 from rft_fn.strategy.config import StrategyConfig, add_arguments
 from rft_fn.strategy.forecast import Estimate, estimate, preflight
-from rft_fn.strategy.local import local, unsupported
+from rft_fn.strategy.local import fork, local, unsupported
 from rft_fn.types import Strategy
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -17,6 +17,7 @@ __all__ = [
     "StrategyConfig",
     "add_arguments",
     "estimate",
+    "fork",
     "get_fake_strategy",
     "get_strategy",
     "preflight",

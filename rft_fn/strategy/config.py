@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 from rft_fn import dist
 from rft_fn.types import EngineConfig
@@ -33,8 +33,9 @@ class StrategyConfig:
     """FSDP2: parameters, gradients and optimizer live in host memory"""
     adam_offload: bool = False
     """the optimizer state lives in host memory, and steps there"""
-    use_mp_opt: bool = False
-    """parameters in bfloat16, their float32 master weights in the optimizer state"""
+    use_mp_opt: bool | None = None
+    """parameters in bfloat16, their float32 master weights in the optimizer state; None: masters, where the
+    trained parameters are in 16 bits and bf16 is off"""
     bf16: bool = False
     """compute in bfloat16; parameters, their sums of gradients and the optimizer stay in float32"""
     max_norm: float = 0.0
@@ -112,9 +113,13 @@ class StrategyConfig:
 
     @staticmethod
     def from_args(args: "argparse.Namespace | Mapping[str, Any]") -> "StrategyConfig":
-        """From a namespace or a mapping; what is not a field goes to `extra`."""
+        """From a namespace or a mapping; what is not a field goes to `extra`. ValueError for a value of
+        another type than its field's: a text is no number and no bool."""
         given = dict(args) if isinstance(args, Mapping) else dict(vars(args))
         known = {f.name for f in fields(StrategyConfig)} - {"extra"}
+        for f in fields(StrategyConfig):
+            if f.name in given and f.name in known:
+                _check_type(f.name, f.type, given[f.name])
         extra = {**given.pop("extra", {}), **{k: v for k, v in given.items() if k not in known}}
         return StrategyConfig(**{k: v for k, v in given.items() if k in known}, extra=extra)
 
@@ -130,6 +135,18 @@ class StrategyConfig:
         """How many updates a rollout of `rows` sequences is, with train_batch_size in each (the last may
         have fewer)."""
         return -(-rows // self.train_batch_size) if self.train_batch_size else 1
+
+
+_TYPES = {bool: "True or False", int: "an integer", float: "a number", str: "a text"}
+
+
+def _check_type(name: str, kind: Any, value: Any) -> None:
+    """ValueError for a value that a field of this type does not take."""
+    kinds = get_args(kind) or (kind,)
+    wide = {float: (int, float)}
+    if not any(isinstance(value, wide.get(k, k)) and (k is bool) == isinstance(value, bool) for k in kinds):
+        want = ", or ".join(_TYPES.get(k, "None") for k in kinds)
+        raise ValueError(f"{name}: expected {want}, got {value!r}")
 
 
 def _docs() -> dict[str, str]:
@@ -153,7 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for f in dataclasses.fields(StrategyConfig):
         if f.name == "extra":
             continue
-        if f.type is bool:
+        if f.type in (bool, bool | None):
             action: Any = argparse.BooleanOptionalAction
             parser.add_argument(f"--{f.name}", action=action, default=f.default, help=docs[f.name])
         else:

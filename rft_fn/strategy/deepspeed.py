@@ -35,8 +35,8 @@ class Owned:
     def __call__(self, params: tree.Named, pack: Packed) -> TokenOut:
         if any(params[name] is not p for name, p in self.own.items()):
             raise ValueError(
-                "params: a module under ZeRO takes only its own parameters; "
-                "use the local strategy for torch.func"
+                "params: expected this module's own, got others: under ZeRO it takes no others; apply, "
+                "params = st.bind(another module), then model.assign(params, source) puts them there"
             )
         return TokenOut(**self.run(pack))
 
@@ -260,10 +260,12 @@ def _tensors(state: TrainState, *, values: bool) -> TrainState:
 
 
 def _each(state: ckpt.States, f: Callable[..., Any], *more: Any) -> Any:
-    """`f` of a state, or of each of several by name."""
+    """`f` of a state, or of each of several: by name, or in a list."""
     if isinstance(state, TrainState):
         return f(state, *more)
-    return {name: f(x, *(m[name] for m in more)) for name, x in state.items()}
+    if isinstance(state, Mapping):
+        return {name: f(x, *(m[name] for m in more)) for name, x in state.items()}
+    return [f(*parts) for parts in zip(state, *more)]
 
 
 def save(

@@ -78,6 +78,11 @@ def _empty(named: dict[str, nn.Parameter], n: int, dtype: torch.dtype | None) ->
     return tree.Named((name, make(_share(p.shape, n), dtype=wide(p))) for name, p in named.items())
 
 
+def _sum(p: torch.Tensor) -> torch.Tensor:
+    """The sum of a parameter's gradients, without memory."""
+    return p.to(step.wide(p.dtype))
+
+
 def _kept(config: StrategyConfig) -> torch.dtype | None:
     """The type that parameters are kept in, None for their own."""
     if config.use_mp_opt or (config.bf16 and config.zero_stage):
@@ -136,11 +141,11 @@ def _held(
         parameters -= sum(2 * p.numel() for p in named.values() if not p.requires_grad)
     if tx is None:
         return parameters, 0, 0, 0
-    deepspeed, wide = cut.backend == "deepspeed", None if kept is None else torch.float32
+    deepspeed = cut.backend == "deepspeed"
     trained = {name: p for name, p in named.items() if p.requires_grad}
-    grads, sums = (_empty(trained, n, wide) for n in (cut.gradients, cut.optimizer))
+    grads, sums = (tree.map(_sum, _empty(trained, n, kept)) for n in (cut.gradients, cut.optimizer))
     params = _empty(trained, cut.optimizer, torch.float32 if deepspeed else kept)
-    full = tx if deepspeed else step.optimizer(tx, config)
+    full = tx if deepspeed else step.optimizer(tx, config, params)
     opt = _try("optimizer", lambda: full.init(params), None, unknown)
     state = trace.nbytes(*(x for x in tree.leaves(opt) if isinstance(x, torch.Tensor)))
     state += trace.nbytes(*params.values()) if deepspeed else 0  # it has a flat copy of its own

@@ -120,8 +120,8 @@ class Sharded:
         """A pack that is the same on every process of the sequence axis."""
         if any(params[name] is not p for name, p in self.own.items()):
             raise ValueError(
-                "params: a sharded module takes only its own parameters; "
-                "use the local strategy for torch.func"
+                "params: expected this module's own, got others: sharded, it takes no others; apply, params "
+                "= st.bind(another module), then model.assign(params, source) puts them there"
             )
         out = self.root(pack)
         if not torch.is_grad_enabled():

@@ -14,7 +14,7 @@ from rft_fn.strategy.common import shard
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Apply, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
-__all__ = ["local"]
+__all__ = ["fork", "local", "unsupported"]
 
 
 def bind(
@@ -59,6 +59,26 @@ def export(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Full tensors by the model's own names."""
     for name, p in state.params.items():
         yield name, p.detach()
+
+
+def fork(state: TrainState) -> TrainState:
+    """A copy of a state that trains beside it with the same `apply`: parameters, optimizer and counts.
+
+    Of the local strategy, where apply is a function of the parameters it is given. ValueError for a state
+    whose apply takes only its own module's, which FSDP2 and ZeRO lay out.
+    """
+    from rft_fn.strategy.deepspeed import ZeroState
+
+    sharded = any(hasattr(p, "device_mesh") for p in state.params.values())
+    if sharded or (isinstance(state.opt, tuple) and any(isinstance(x, ZeroState) for x in state.opt)):
+        raise ValueError(
+            "state: expected one of the local strategy, got one of a module that FSDP2 or ZeRO lays out; "
+            "st.init a second module and give it these weights: model.assign(its.params, st.export(state))"
+        )
+    copy = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, state)
+    for p in copy.params.values():
+        p.requires_grad_()
+    return copy
 
 
 def local(config: StrategyConfig | None = None) -> Strategy:

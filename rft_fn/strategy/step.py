@@ -1,15 +1,21 @@
 """Gradients and updates, the same on every backend whose parameters are tensors (plain ones or DTensors)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rft_fn import dist, faults, metric, optim, tree
+from rft_fn import ckpt, dist, faults, metric, optim, tree
 from rft_fn.types import Apply, LossFn, Packed, TokenOut, TrainState, Transform
 
-__all__ = ["grad", "guarded", "loss_and_metrics", "move_opt", "optimizer", "update"]
+__all__ = [
+    "cast", "grad", "guarded", "loss_and_metrics", "masters", "move_opt", "optimizer", "start", "update",
+    "wide",
+]  # fmt: skip
+
+
+NARROW = (torch.bfloat16, torch.float16)
 
 
 def loss_and_metrics(loss_fn: LossFn, out: TokenOut, pack: Packed) -> tuple[Tensor, dict]:
@@ -25,10 +31,27 @@ def loss_and_metrics(loss_fn: LossFn, out: TokenOut, pack: Packed) -> tuple[Tens
     return total, {"loss": metric.sum(total.detach()), **metrics}
 
 
-def optimizer(tx: Transform, config: Any) -> Transform:
-    """`tx` with what the config asks for around it: clipping before it, float32 master weights under it."""
+def masters(config: Any, params: Mapping[str, Tensor]) -> bool:
+    """Whether the optimizer keeps float32 masters of these parameters, which it trains: where it is told to,
+    and unasked where they are in 16 bits.
+
+    ValueError for 16 bits without masters: a learning rate of 1e-6 moves no bfloat16 weight above 5e-4.
+    """
+    narrow = [name for name, p in params.items() if p.dtype in NARROW]
+    if narrow and config.use_mp_opt is False and not config.bf16:
+        raise ValueError(
+            f"use_mp_opt, bf16: expected one of them for {narrow[0]} in {params[narrow[0]].dtype}, got "
+            "neither: its updates would be rounded away; leave out use_mp_opt for float32 masters, or set "
+            "bf16 for float32 parameters"
+        )
+    return bool(config.use_mp_opt or (narrow and not config.bf16))
+
+
+def optimizer(tx: Transform, config: Any, params: Mapping[str, Tensor]) -> Transform:
+    """`tx` with what the config asks for around it: clipping before it, float32 masters of 16-bit `params`
+    under it."""
     tx = optim.chain(optim.clip_by_global_norm(config.max_norm), tx) if config.max_norm else tx
-    return optim.master_weights(tx) if config.use_mp_opt else tx
+    return optim.master_weights(tx) if masters(config, params) else tx
 
 
 def cast(module: nn.Module, config: Any) -> nn.Module:
@@ -43,7 +66,7 @@ def start(params: Any, tx: Transform, config: Any) -> TrainState:
     """The state of parameters before the first update. ValueError without any."""
     if not params:
         raise ValueError("module: expected trainable parameters, got none with requires_grad")
-    tx = optimizer(tx, config)
+    tx = optimizer(tx, config, params)
     state = TrainState(params=params, opt=tx.init(params), step=0, tx=tx)
     return move_opt(state, "cpu") if config.adam_offload else state
 
@@ -52,8 +75,7 @@ def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     """Sums of 16-bit gradients are kept in float32: in bfloat16 they stop growing after 256 terms."""
     if part is None:
         return total
-    if part.dtype in (torch.bfloat16, torch.float16):
-        part = part.float()
+    part = part.to(wide(part.dtype))
     return part if total is None else total.add_(part)
 
 
@@ -61,7 +83,12 @@ def grad(
     state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]
 ) -> tuple[tree.Named, dict[str, metric.Metric]]:
     """(gradients by name of the sum over packs of (w loss).sum(), merged metrics). The only place that calls
-    backward."""
+    backward.
+
+    A loss that does not depend on a parameter has a gradient of 0. ValueError for a parameter that no
+    backward can reach, a copy of one: its gradient would be 0 whatever the loss.
+    """
+    _check_trains(state.params)
     metrics: dict[str, metric.Metric] = {}
     device = next(iter(state.params.values())).device
     sums: dict[str, Tensor | None] = dict.fromkeys(state.params)
@@ -77,13 +104,23 @@ def grad(
         metrics = metric.merge(metrics, more)
         for name, p in state.params.items():
             sums[name], p.grad = _add(sums[name], p.grad), None
-    zeros = lambda p: torch.zeros_like(p, dtype=_wide(p.dtype))  # noqa: E731
+    zeros = lambda p: torch.zeros_like(p, dtype=wide(p.dtype))  # noqa: E731
     grads = tree.Named((n, zeros(p) if sums[n] is None else sums[n]) for n, p in state.params.items())
     return tree.map(lambda g: g.detach(), grads), metrics
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+def _check_trains(params: Mapping[str, Tensor]) -> None:
+    for name, p in params.items():
+        if not p.requires_grad or not p.is_leaf:
+            raise ValueError(
+                f"params: expected {name} to be a parameter that requires a gradient, got a copy or a frozen "
+                "one, which never learns; strategy.fork(state) makes a copy that trains"
+            )
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums of gradients have for parameters of this one."""
+    return torch.float32 if dtype in NARROW else dtype
 
 
 @torch.no_grad()
@@ -134,16 +171,18 @@ def guarded(
         return id(next(iter(state.params.values())))
 
     def remembered(state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]) -> Any:
+        ckpt.poll()  # a checkpoint that could not be written is news now, not when the next one is due
         last[name(state)] = (apply, loss_fn, packs)
         return grad(state, apply, loss_fn, packs)
 
     def safe(state: TrainState, grads: Any) -> Any:
+        model = name(state)
         try:
-            return update(state, grads)
+            out = update(state, grads)
         except faults.NonFinite as error:
-            if name(state) not in last:
+            if model not in last:
                 raise
-            apply, loss_fn, packs = last[name(state)]
+            apply, loss_fn, packs = last[model]
             probe = lambda some: not finite(grad(state, apply, loss_fn, some)[0])  # noqa: E731
             offender = faults.first_offender(probe, packs)
             weights = {n: x.detach().cpu().clone() for n, x in export(state)}
@@ -154,6 +193,8 @@ def guarded(
                 else ("the first sequence with such a gradient is")
             )
             raise faults.NonFinite(f"{error}; {what} in {folder}: look at it with replay.py") from None
+        last.pop(model, None)  # the packs are used up
+        return out
 
     return remembered, safe
 

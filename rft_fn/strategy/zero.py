@@ -9,6 +9,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ def options(config: StrategyConfig, root: nn.Module, clip: float = 0.0) -> dict[
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    if config.bf16 or config.use_mp_opt:
+    if config.bf16 or any(p.dtype == torch.bfloat16 for p in root.parameters()):
         out["bf16"] = {"enabled": True, "check_grad_overflow": True}
         out["data_types"] = {"grad_accum_dtype": "fp32"}
         out["communication_data_type"] = "fp32"
@@ -121,11 +122,13 @@ class _Root(nn.Module):
 def rooted(
     config: StrategyConfig, module: nn.Module, sampling: Sampling | None = None, entropy: bool = False
 ) -> nn.Module:
-    """The module that a pack goes into: pack -> the fields of a TokenOut. ValueError for float64, which
-    DeepSpeed rounds."""
+    """The module that a pack goes into: pack -> the fields of a TokenOut. ValueError for float64 and float16,
+    which DeepSpeed rounds."""
     module = step.cast(model_lib.materialize(module), config)
-    if any(p.dtype == torch.float64 for p in module.parameters()):
-        raise ValueError("zero_stage: expected a module in float32 or bfloat16, got one in float64")
+    for dtype in (torch.float64, torch.float16):
+        if any(p.dtype == dtype for p in module.parameters()):
+            got = str(dtype).removeprefix("torch.")
+            raise ValueError(f"zero_stage: expected a module in float32 or bfloat16, got one in {got}")
     how = {"fused": config.fused_linear_logprob, "chunk_size": config.chunk_size}
     return _Root(model_lib.rooted(module, sampling=sampling, entropy=entropy, **how))
 
@@ -172,13 +175,15 @@ class Engine:
     """A DeepSpeed engine of one model that is trained, and the turn of its gradients, which live in it."""
 
     def __init__(self, config: StrategyConfig, module: nn.Module, root: nn.Module, tx: Transform):
-        self.config, self.module, self.stage, self.turn = config, module, config.zero_stage, 0
+        self.module, self.stage, self.turn = module, config.zero_stage, 0
         self.own = tree.Named((n, p) for n, p in module.named_parameters() if p.requires_grad)
         if not self.own:
             raise ValueError("module: expected trainable parameters, got none with requires_grad")
-        self.tx = step.optimizer(tx, config)
+        # DeepSpeed has the masters, beside the moments
+        self.config = replace(config, use_mp_opt=step.masters(config, self.own))
+        self.tx = step.optimizer(tx, config, self.own)
         clip = optim.clip_by_global_norm(config.max_norm) if config.max_norm else optim.chain()
-        self.lowered = lower(optim.chain(clip, tx).spec)  # DeepSpeed has the master weights of use_mp_opt
+        self.lowered = lower(optim.chain(clip, tx).spec)
         self.moments = [n for n in MOMENTS if n != "average" or self.lowered.decay is not None]
         self.engine = library().initialize(
             model=root,

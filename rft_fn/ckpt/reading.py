@@ -1,0 +1,215 @@
+"""Checkpoints read: back into a state, as tensors by name, or as the weights of a model."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rft_fn import dist, tree
+from rft_fn.ckpt import shards, skeleton
+from rft_fn.ckpt.folder import damaged, number, read_meta
+from rft_fn.ckpt.writing import agree
+from rft_fn.types import TrainState
+
+__all__ = ["States", "each", "read", "restore", "weights"]
+
+# several that are trained together: by name, or a population
+States = TrainState | Mapping[str, TrainState] | Sequence[TrainState]
+
+
+def each(state: States) -> list[TrainState]:
+    """The states, in their order."""
+    if isinstance(state, TrainState):
+        return [state]
+    return list(state.values() if isinstance(state, Mapping) else state)
+
+
+def planner() -> Any:
+    """The module that plans who reads and writes what."""
+    from rft_fn.ckpt import layout  # torch.distributed.checkpoint is slow to import
+
+    return layout
+
+
+def _checked(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+    """The meta of a checkpoint, if it is one of `like`, and this rank's share of its files is whole."""
+    meta = read_meta(path)
+    if odd := sorted(set(meta["names"]) ^ set(like)):
+        raise ValueError(
+            f"checkpoint {path}: it is of another model, optimizer or run: {odd[:3]} "
+            f"({len(odd)} names differ)"
+        )
+    for name, x in like.items():
+        _check(path, name, x, meta)
+    _check_files(path, list(meta["files"].items())[number() :: dist.world()])
+    return meta
+
+
+def _check_files(path: Path, files: Sequence[tuple[str, str]]) -> None:
+    """ValueError for a file that is not as it was written."""
+    for file, digest in files:
+        try:
+            if shards.digest(path / file) != digest:
+                raise ValueError(damaged(path, f"{file}: its digest does not match"))
+        except OSError as error:
+            raise ValueError(damaged(path, f"{file}: {error}")) from error
+
+
+def _check(path: Path, name: str, like: Any, meta: Mapping[str, Any]) -> None:
+    found = meta["tensors"].get(name)
+    got = "no tensor" if found is None else f"{found['shape']} {found['dtype']}"
+    want = "no tensor"
+    if isinstance(like, Tensor):
+        want = f"{list(like.shape)} {str(like.dtype).removeprefix('torch.')}"
+    if got != want:
+        raise ValueError(
+            f"checkpoint {path}: {name}: expected {want}, got {got}: it is of another model or optimizer"
+        )
+
+
+def read(path: str | Path, like: Mapping[str, Any]) -> dict[str, Any]:
+    """What `write` wrote, by name: of the tensors the part that `like` holds on this rank, in host memory.
+
+    ValueError on every rank, with the remedy, if the folder is damaged or holds other names, shapes or types.
+    """
+    from safetensors import SafetensorError
+
+    path, meta, parts, error = Path(path), None, {}, None
+    try:
+        meta = _checked(path, like)
+    except ValueError as found:
+        error = found
+    agree(error)
+    assert meta is not None
+    try:
+        tensors = {n: x for n, x in like.items() if isinstance(x, Tensor)}
+        parts = planner().read(path, meta["tensors"], tensors)
+    except (OSError, SafetensorError) as found:
+        error = ValueError(damaged(path, str(found)))
+    agree(error)
+    return {n: parts[n] if n in parts else meta["plain"][n] for n in like}
+
+
+def _nested(named: dict[str, Any]) -> dict[str, Any]:
+    """{"a/b": 1} -> {"a": {"b": 1}}"""
+    out: dict[str, Any] = {}
+    for name, value in named.items():
+        *trail, last = name.split("/")
+        inner = out
+        for part in trail:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return out
+
+
+def _extra(path: Path, like: Any) -> Any:
+    """A template of the extra that was saved: as `like`, but with the lengths of what was saved, and all of
+    this without `like`."""
+    meta, error = {"names": [], "tensors": {}, "plain": {}}, None
+    try:
+        meta = read_meta(path)
+    except ValueError as found:
+        error = found
+    agree(error)
+
+    def leaf(name: str, like: Any) -> Any:
+        saved = meta["tensors"].get(name)
+        if saved is None:
+            return 0 if like is None else like
+        dtype, own = _dtype(saved), isinstance(like, Tensor)
+        if like is not None and (not own or like.dtype != dtype or hasattr(like, "device_mesh")):
+            return like
+        device = like.device if own else None
+        return torch.empty(
+            saved["shape"], dtype=dtype, device=device, requires_grad=own and like.requires_grad
+        )
+
+    if "extra" in meta:
+        return skeleton.build(meta["extra"], leaf, like)
+    if like is not None:  # a checkpoint that is older than its outline
+        return like
+    return _nested({n: leaf(n, None) for n in meta["names"] if n.startswith("extra/")}).get("extra")
+
+
+def restore(path: str | Path, like: States, extra: Any = None) -> tuple[Any, Any]:
+    """(state, extra) of the checkpoint at `path`: state in the structure of `like` (one, a dict or a list of
+    them), extra as it was saved (None if nothing).
+
+    With an `extra` given it has the fields and types of that, and the devices of its tensors; only lengths of
+    lists and shapes of tensors are those saved, and what is None or empty in it. Without one a struct comes
+    back as itself where its class is defined by now, else as a dict.
+
+    Tensors are sharded as those of `like` are, whatever wrote them, and take their memory, so that the module
+    behind `apply` has the parameters; `like` is donated. ValueError on every rank that names the folder and
+    the remedy if it is damaged or of another model; then nothing has been changed.
+    """
+    path = Path(path)
+    with dist.phase("restore"):
+        want = {"state": like, "extra": _extra(path, extra)}
+        named = dict(tree.leaves_with_path(want))
+        found = read(path, named)
+        values = [_filled(n, x, found[n]) for n, x in named.items()]
+        out = tree.unflatten_like(want, values)
+        tree.donate(*each(like))
+    return out["state"], out["extra"]
+
+
+@torch.no_grad()
+def _filled(name: str, like: Any, found: Any) -> Any:
+    if not isinstance(like, Tensor):
+        return found
+    own = like if name.startswith("state/") else torch.empty_like(like)
+    planner().local(own).copy_(found)
+    return own if own is like else own.requires_grad_(like.requires_grad)
+
+
+def weights(
+    path: str | Path, *, ema: bool = False, master: bool = False, name: str | None = None
+) -> dict[str, Tensor]:
+    """The weights of a checkpoint by the model's own names, whole, in host memory: no optimizer is needed.
+
+    The parameters; with `ema` the average that optim.ema kept of them, with `master` their float32 masters.
+    `name` is which of several states that were saved together: "actor" or "critic". Only what was trained is
+    there. One process alone may call it. ValueError if the folder is damaged or has not what is asked for.
+    """
+    from safetensors import SafetensorError
+
+    if ema and master:
+        raise ValueError("ema, master: expected one of them, got both")
+    path = Path(path)
+    meta = read_meta(path)
+    tensors = meta["tensors"]
+    found = _weights(path, tensors, "average" * ema or "master" * master or "params", name)
+    whole = {at: torch.empty(tensors[at]["shape"], dtype=_dtype(tensors[at])) for at in found.values()}
+    _check_files(path, list(meta["files"].items()))
+    try:
+        parts = planner().read(path, tensors, whole)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(damaged(path, str(error))) from error
+    return {own: parts[at] for own, at in found.items()}
+
+
+def _dtype(saved: Mapping[str, Any]) -> torch.dtype:
+    return getattr(torch, saved["dtype"])
+
+
+def _weights(path: Path, tensors: Mapping[str, Any], kind: str, name: str | None) -> dict[str, str]:
+    """A model's names -> those in the checkpoint, of the weights that are kept as `kind`."""
+    params = [at for at in tensors if re.match(r"state/([^/]+/)?params/", at)]
+    alone = any(at.startswith("state/params/") for at in params)
+    names = [] if alone else list(dict.fromkeys(at.split("/")[1] for at in params))
+    if not params or (name is not None and name not in names) or (name is None and names):
+        want = f"one of {', '.join(names)}" if names else "None for the only state"
+        raise ValueError(f"name: expected {want} in checkpoint {path}, got {name}")
+    # the paths of the optimizer's state depend on the optimizer; what it keeps has the parameters' names
+    start = "state/" if alone else f"state/{name}/"
+    own = {at.removeprefix(f"{start}params/"): at for at in params if at.startswith(f"{start}params/")}
+    if kind == "params":
+        return own
+    kept = {at.split(f"/{kind}/", 1)[-1]: at for at in tensors if re.match(f"{start}opt/.*{kind}/", at)}
+    if set(kept) != set(own):
+        raise ValueError(f"checkpoint {path}: expected an optimizer with {kind} weights, got none")
+    return kept

@@ -1,0 +1,144 @@
+"""The shape of a tree as JSON: with it a checkpoint's extra comes back as it was, whatever the template."""
+
+import json
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from rft_fn import tree
+
+__all__ = ["build", "outline"]
+
+LEAF = "leaf"
+_LISTS = {"list": list, "tuple": tuple, "deque": deque}
+
+
+class _Node(NamedTuple):
+    """A container: what it is, the keys of its parts as they stand in paths, the parts."""
+
+    kind: str  # list, tuple, deque, dict, named, or the name of a class
+    keys: list[Any]
+    parts: list[Any]
+
+
+def _node(x: Any) -> _Node | None:
+    """A container's node; None for a leaf."""
+    if isinstance(x, tree.Named):
+        return _Node("named", list(x), list(x.values()))
+    if type(x) in (dict, OrderedDict, defaultdict):
+        return _Node("dict", list(x), list(x.values()))
+    if type(x) in _LISTS.values():
+        return _Node(type(x).__name__, list(range(len(x))), list(x))
+    name = f"{type(x).__module__}:{type(x).__qualname__}"
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return _Node(name, list(range(len(x))), list(x))
+    if hasattr(type(x), "__dataclass_fields__"):
+        children, _ = tree.field_names(type(x))
+        return _Node(name, list(children), [getattr(x, key) for key in children])
+    return None
+
+
+def outline(x: Any, path: str = "extra") -> Any:
+    """The containers of `x` with their keys, and a mark for each leaf. ValueError for a key that is neither a
+    string nor a number."""
+    node = None if x is None else _node(x)
+    if node is None:
+        return None if x is None else LEAF
+    for key in node.keys:
+        if not isinstance(key, str | int | float):
+            raise ValueError(f"{path}: expected keys that are strings or numbers, got {key!r}")
+    parts = [outline(part, f"{path}/{key}") for key, part in zip(node.keys, node.parts)]
+    out = {"kind": node.kind, "keys": node.keys, "parts": parts}
+    static = _static(x)
+    return out | ({"static": static} if static else {})
+
+
+def _static(x: Any) -> dict[str, Any]:
+    """What a container is besides its parts, as far as JSON can hold it."""
+    if isinstance(x, deque):
+        return {"maxlen": x.maxlen}
+    if not hasattr(type(x), "__dataclass_fields__"):
+        return {}
+    try:
+        found = {name: getattr(x, name) for name in tree.field_names(type(x))[1]}
+        return json.loads(json.dumps(found))
+    except (TypeError, ValueError):
+        return {}
+
+
+def build(saved: Any, leaf: Callable[[str, Any], Any], like: Any = None, path: str = "extra") -> Any:
+    """The tree that was saved, each leaf as `leaf(path, that of like or None)`.
+
+    Lists, tuples and deques have the saved length. Where `like` has something, a struct or a dict has the
+    fields, the order and the types of `like`; where these are not the saved ones the part comes as it is in
+    `like`. Without `like` a struct is one of its class where that is defined by now, else a dict.
+    """
+    if saved is None:
+        return None
+    if saved == LEAF:
+        return leaf(path, like)
+    own = _node(like)
+    if like is not None and (own is None or (own.parts and _differs(own, saved))):
+        return like
+    parts = _likes(own, saved)
+    made = [build(s, leaf, p, f"{path}/{k}") for s, p, k in zip(saved["parts"], parts, saved["keys"])]
+    return _made(saved, made, like)
+
+
+def _differs(own: _Node, saved: dict[str, Any]) -> bool:
+    if own.kind in _LISTS or saved["kind"] in _LISTS:
+        return own.kind != saved["kind"]
+    if own.kind in ("dict", "named"):
+        return False  # part by part: one that is not in both is named as such
+    return set(own.keys) != set(saved["keys"])
+
+
+def _likes(own: _Node | None, saved: dict[str, Any]) -> list[Any]:
+    """The part of the template for each that was saved: of a longer list, the last one for all that are
+    more."""
+    if own is None or not own.parts:
+        return [None] * len(saved["parts"])
+    found = dict(zip(own.keys, own.parts))
+    rest = own.parts[-1] if own.kind in ("list", "deque") else None
+    return [found.get(key, rest) for key in saved["keys"]]
+
+
+def _made(saved: dict[str, Any], parts: list[Any], like: Any) -> Any:
+    """A container of its parts."""
+    kind, fields = saved["kind"], dict(zip(saved["keys"], parts))
+    if kind == "deque":
+        return deque(parts, **saved["static"])
+    if kind in _LISTS:
+        return _LISTS[kind](parts)
+    if isinstance(like, dict) and like:
+        ordered = {key: fields.get(key, part) for key, part in like.items()}
+        return tree.Named(ordered) if isinstance(like, tree.Named) else ordered
+    if kind in ("dict", "named"):
+        return tree.Named(fields) if kind == "named" else fields
+    if hasattr(type(like), "__dataclass_fields__"):
+        return tree.replace(like, **fields)
+    if hasattr(type(like), "_fields"):
+        return type(like)(*parts)
+    return _instance(saved, parts, fields)
+
+
+def _instance(saved: dict[str, Any], parts: list[Any], fields: dict[Any, Any]) -> Any:
+    """A struct or a named tuple of the class that was saved, where that is defined; else its fields."""
+    module, _, name = saved["kind"].partition(":")
+    cls: Any = sys.modules.get(module)
+    for part in name.split("."):
+        cls = getattr(cls, part, None)
+    if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        return cls(*parts)
+    if not isinstance(cls, type) or not hasattr(cls, "__dataclass_fields__"):
+        return fields
+    children, statics = tree.field_names(cls)
+    static = {k: _frozen(v) for k, v in saved.get("static", {}).items()}
+    whole = set(children) == set(fields) and set(statics) == set(static)
+    return cls(**fields, **static) if whole else fields
+
+
+def _frozen(x: Any) -> Any:
+    """Static fields are hashable: what JSON made a list was a tuple."""
+    return tuple(_frozen(part) for part in x) if isinstance(x, list) else x

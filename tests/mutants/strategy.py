@@ -1,0 +1,141 @@
+"""Mutants of strategies, checkpoints and what surrounds them, each with the test that kills it."""
+
+STEP, READING, WRITING = "rft_fn/strategy/step.py", "rft_fn/ckpt/reading.py", "rft_fn/ckpt/writing.py"
+SAVING, FOLDER, SHAPE = "rft_fn/ckpt/__init__.py", "rft_fn/ckpt/folder.py", "rft_fn/ckpt/skeleton.py"
+CKPT, READ, MASTERS = "tests/test_ckpt.py", "tests/test_ckpt_reading.py", "tests/test_masters.py"
+
+MUTANTS = [
+    (
+        "16-bit weights have no masters unless they are asked for",
+        STEP,
+        "return bool(config.use_mp_opt or (narrow and not config.bf16))",
+        "return bool(config.use_mp_opt)",
+        f"{MASTERS}::test_the_embedded_default_in_bfloat16_trains",
+    ),
+    (
+        "masters beside float32 parameters that are computed with in bfloat16",
+        STEP,
+        "(narrow and not config.bf16)",
+        "narrow or config.bf16",
+        f"{MASTERS}::test_what_is_kept",
+    ),
+    (
+        "16 bits without masters are taken",
+        STEP,
+        "if narrow and config.use_mp_opt is False and not config.bf16:",
+        "if narrow and config.use_mp_opt is None and config.bf16:",
+        f"{MASTERS}::test_16_bits_without_masters_are_refused_in_one_line",
+    ),
+    (
+        "the forecast forgets the masters that nobody asked for",
+        "rft_fn/strategy/forecast.py",
+        "full = tx if deepspeed else step.optimizer(tx, config, params)",
+        "full = tx if deepspeed else step.optimizer(tx, config, {})",
+        "tests/test_memory.py::test_one_process[-dtype-default]",
+    ),
+    (
+        "a copied state has gradients of zero in silence",
+        STEP,
+        "if not p.requires_grad or not p.is_leaf:",
+        "if p.requires_grad and not p.is_leaf:",
+        "tests/test_strategy.py::test_a_copy_that_cannot_learn_is_refused_and_a_fork_learns",
+    ),
+    (
+        "a fork shares the memory of its optimizer's state",
+        "rft_fn/strategy/local.py",
+        "copy = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, state)",
+        "copy = tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, state)",
+        "tests/test_strategy.py::test_a_copy_that_cannot_learn_is_refused_and_a_fork_learns",
+    ),
+    (
+        "a text is a bool",
+        "rft_fn/strategy/config.py",
+        "                _check_type(f.name, f.type, given[f.name])",
+        "                pass",
+        "tests/test_strategy.py::test_a_value_of_another_type_is_refused",
+    ),
+    (
+        "a run that is taken up again starts where the template stands",
+        READING,
+        'return {n: parts[n] if n in parts else meta["plain"][n] for n in like}',
+        "return {n: parts[n] if n in parts else like[n] for n in like}",
+        f"{CKPT}::test_skips_in_a_row_are_counted_on",
+    ),
+    (
+        "an update forgets how many were skipped before it",
+        STEP,
+        "skipped = 0 if finite else state.skipped + 1",
+        "skipped = 0 if finite else 1",
+        "tests/test_faults.py::test_the_first_offending_sequence_is_kept[1-options0]",
+    ),
+    (
+        "a list of the extra has the template's length",
+        READING,
+        'return skeleton.build(meta["extra"], leaf, like)',
+        'return like or skeleton.build(meta["extra"], leaf, like)',
+        f"{READ}::test_the_lengths_are_those_saved_and_the_fields_the_template_s",
+    ),
+    (
+        "a struct of the extra comes back as a dict",
+        SHAPE,
+        "return cls(**fields, **static) if whole else fields",
+        "return fields",
+        f"{READ}::test_an_extra_comes_back_as_it_was",
+    ),
+    (
+        "the average is the parameters",
+        READING,
+        '"average" * ema or "master" * master or "params"',
+        '"master" * master or "params"',
+        f"{READ}::test_the_weights_alone",
+    ),
+    (
+        "weights are read from a file that is damaged",
+        READING,
+        '    _check_files(path, list(meta["files"].items()))',
+        "    _check_files(path, [])",
+        f"{READ}::test_weights_that_are_not_there_are_named",
+    ),
+    (
+        "what is not finite is saved",
+        SAVING,
+        "        _check_finite(path, named)\n",
+        "",
+        f"{CKPT}::test_what_is_not_finite_is_not_saved",
+    ),
+    (
+        "a damaged older checkpoint stops the rotation",
+        FOLDER,
+        "        except ValueError as error:\n            unknown.add(p)",
+        "        except KeyError as error:\n            unknown.add(p)",
+        f"{CKPT}::test_a_damaged_older_one_stays_and_the_new_one_is_saved",
+    ),
+    (
+        "a rotation that fails undoes the checkpoint",
+        WRITING,
+        "self.late = self.late or error",
+        "self.error = self.error or error",
+        f"{CKPT}::test_a_rotation_that_fails_does_not_deny_the_checkpoint",
+    ),
+    (
+        "a write that failed is news at the next checkpoint only",
+        STEP,
+        "        ckpt.poll()",
+        "        pass",
+        f"{CKPT}::test_a_write_that_fails_later_is_raised_by_the_next_step",
+    ),
+    (
+        "whoever speaks of a time limit has lost processes",
+        "rft_fn/faults.py",
+        "or _GLOO.search(str(error)) is not None",
+        'or "timed out" in str(error)',
+        "tests/test_faults.py::test_a_time_limit_of_the_user_s_is_no_lost_process",
+    ),
+    (
+        "the error of a lost process is dropped",
+        "rft_fn/faults.py",
+        "*others, remedy, *said])",
+        "*others, remedy])",
+        "tests/test_faults.py::test_blame_has_every_phase_and_the_error",
+    ),
+]
