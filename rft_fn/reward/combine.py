@@ -6,7 +6,7 @@ import math
 import numbers
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,11 +48,10 @@ def _number(name: str, index: int, value: object) -> float:
 def _values(name: str, result: object, count: int) -> Tensor:
     """What a reward function returned, as [B] float32. Raises ValueError for a wrong count or a bad value."""
     try:
-        values = iter(result)
+        values = list(result)
     except TypeError:
         kind = type(result).__name__
         raise ValueError(f"reward {name!r}: expected a list of {count} numbers, got {kind}") from None
-    values = list(values)  # a generator computes here, and a TypeError of its is no wrong type
     if len(values) != count:
         raise ValueError(f"reward {name!r}: expected {count} values, got {len(values)}")
     return torch.tensor([_number(name, i, value) for i, value in enumerate(values)], dtype=torch.float32)
@@ -102,7 +101,7 @@ class Weighted:
         count, parts = len(completions), {}
         for name, fn in self._adapted.items():
             self.running = name
-            parts[name] = _call(name, fn, batch, count)
+            parts[name] = _values(name, _call(name, fn, batch), count)
         self.running = ""
         total = torch.zeros(count)
         for name, (_, weight) in self.components.items():
@@ -160,15 +159,20 @@ def _check_batch(prompts: Sequence[str], completions: Sequence[str], columns: Co
             raise ValueError(f"column {name!r}: expected {count} values, one a completion, got {len(values)}")
 
 
-def _call(name: str, fn: RewardFn, batch: dict[str, Any], count: int) -> Tensor:
-    """The values [B] of fn(**batch). Whatever it raises has a note that names the component."""
+def _call(name: str, fn: RewardFn, batch: dict[str, Any]) -> object:
+    """fn(**batch). Whatever it raises has a note that names the component; sys.exit becomes ValueError."""
     try:
-        return _values(name, fn(**batch), count)
+        result = fn(**batch)
+        if isinstance(result, Iterator):  # a generator computes when it is read
+            result = list(result)
+        return result
     except SystemExit as error:
-        raise ValueError(
-            f"reward {name!r}: expected {count} numbers, got sys.exit({error.code!r}); "
-            "raise an error to stop the run, return 0.0 for a completion that cannot be scored"
-        ) from error
+        exit_ = ValueError(
+            f"reward {name!r}: expected a list of numbers, got sys.exit({error.code!r}); raise an error to "
+            "stop the run, return 0.0 for a completion that cannot be scored"
+        )
+        exit_.add_note(f"raised by the reward {name!r}")
+        raise exit_ from error
     except KeyboardInterrupt:  # not the reward's doing
         raise
     except BaseException as error:
@@ -270,7 +274,8 @@ def parse(specs: Sequence[str]) -> Weighted:
     """The weighted sum that a command line names: each spec as in `load`, =WEIGHT behind it if that is not 1.
 
     `parse(["boxed", "format=0.1"])`. The parts are called by their specs without the weights. Only a number
-    behind the last "=" is a weight, so a path may hold one. ValueError for a reward that is named twice.
+    behind the last "=" is a weight, so a path or a URL may hold one (one that ends in "=2" needs "=1" behind
+    it). ValueError for a reward that is named twice.
     """
     components: dict[str, tuple[RewardFn, float]] = {}
     for spec in specs:
@@ -292,7 +297,7 @@ def _split_weight(spec: str) -> tuple[str, float]:
         return name, float(weight)
     except ValueError:
         pass
-    # behind the "=" of a path stands the rest of the path, which names a function
-    if ":" in weight or "/" in weight:
+    # an "=" within a path has the rest of the path behind it, and one within a URL a word of the query
+    if ":" in weight or "/" in weight or "://" in spec:
         return spec, 1.0
     raise ValueError(f"reward {spec!r}: expected NAME=WEIGHT with a number, got {weight!r}")
