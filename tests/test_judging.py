@@ -70,15 +70,34 @@ def plain(judged):
     return judged.reward, judged.parts, judged.texts
 
 
+def fill(st, fn):
+    """Three groups whose rewards differ, of up to two rounds of five."""
+
+    def collect(prompts, keys):
+        score = reward.weighted(mine=(fn, 1.0))
+        rollout = rollout_of()
+        return rollout, engine.gather_and_judge(st, score, rollout, prompts, tiny.tokenizer(), timeout=60.0)
+
+    filled = engine.fill_groups(collect, lambda i: (PROMPTS, range(5)), 3, rounds=2)
+    return [p.index for p in filled.prompts], filled.rounds, plain(filled.judged)
+
+
 def every_case(rank):
     """What each rank gets and what it raises."""
     st = get_strategy(StrategyConfig())
     out = {"whole": plain(judged_by(st, digits)), "zero": plain(judged_by(st, zero_on_rank_1))}
     out["few"] = plain(judged_by(st, digits, PROMPTS[:1], TEXTS[:G]))
-    for fn, name in ((fails_on_rank_1, "fails"), (hangs_on_rank_1, "hangs")):
+    out["filled"] = fill(st, zero_on_rank_1)
+    odd = [p._replace(text=p.text + "?" * rank) for p in PROMPTS]
+    cases = {
+        "fails": lambda: judged_by(st, fails_on_rank_1),
+        "hangs": lambda: judged_by(st, hangs_on_rank_1, timeout=1.0),
+        "odd": lambda: judged_by(st, digits, odd),
+    }
+    for name, case in cases.items():
         began = time.monotonic()
         try:
-            judged_by(st, fn, timeout=1.0)
+            case()
         except Exception as error:
             notes = getattr(error, "__notes__", [])
             out[name] = type(error).__name__, str(error), notes, time.monotonic() - began
@@ -125,6 +144,18 @@ def test_a_reward_that_hangs_on_one_rank_ends_on_all(found):
     assert found[1]["hangs"][:2] == ("TimeoutError", line)
     assert found[0]["hangs"][:2] == ("ValueError", f"rank 1: {line}")
     assert all(x["hangs"][3] < 30 for x in found)
+
+
+def test_ranks_fill_a_batch_with_the_same_groups(found):
+    """Rank 1 flattens the last two groups; both ranks leave them out."""
+    assert found[0]["filled"][:2] == found[1]["filled"][:2] == ([0, 1, 2], 1)
+    same(found[0]["filled"][2], found[1]["filled"][2])
+
+
+def test_ranks_with_other_prompts_are_refused(found):
+    line = "prompts: expected the same on every rank, got others on rank 1 than on rank 0; "
+    line += "give all ranks the same data file and options"
+    assert all(x["odd"][:2] == ("ValueError", line) for x in found)
 
 
 def test_one_process_is_reward_judge():

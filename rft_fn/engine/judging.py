@@ -1,12 +1,13 @@
 """Rewards over the ranks of a strategy: each rank scores its share, and all have the same numbers."""
 
+import hashlib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,28 +45,54 @@ def gather_and_judge(
     thread nothing can be interrupted: the line is printed, and the reward is waited for.
 
     What a reward raises on one rank is raised there as it is, and on all others as ValueError with its text,
-    the reward's name and the rank. ValueError for what `reward.judge` refuses, and for a timeout that is not
-    above 0.
+    the reward's name and the rank. ValueError for what `reward.judge` refuses, for ranks whose prompts
+    differ, and for a timeout that is not above 0.
     """
     if not timeout > 0:
         raise ValueError(f"timeout: expected > 0 seconds, got {timeout}")
-    failed: Exception | None = None
-    mine: Judged | None = None
+    mine, failed = None, None
     try:
         mine = _judge_share(strategy, score, rollout, prompts, tokenizer, timeout)
-    except Exception as error:
+    except Exception as error:  # raised below, once the others know
         failed = error
+
     line = _describe(score, failed) if failed else ""
-    with dist.phase("gather of rewards"):
-        everyone = [(mine, line)]
-        if strategy.world > 1:
-            everyone = dist.share((mine, line))
+    everyone = _exchange(strategy, _Share(mine, line, _digest(prompts)))
     if failed is not None:
         raise failed
-    for rank, (_, text) in enumerate(everyone):
-        if text:
-            raise ValueError(f"rank {rank}: {text}")
-    return _concat([judged for judged, _ in everyone if judged is not None])
+    for rank, share in enumerate(everyone):
+        if share.error:
+            raise ValueError(f"rank {rank}: {share.error}")
+        if share.prompts != everyone[0].prompts:
+            raise ValueError(
+                f"prompts: expected the same on every rank, got others on rank {rank} than on rank 0; "
+                "give all ranks the same data file and options"
+            )
+    return _concat([share.judged for share in everyone if share.judged is not None])
+
+
+class _Share(NamedTuple):
+    """What a rank tells the others."""
+
+    judged: Judged | None  # of its share of the groups; None without one
+    error: str  # what went wrong, in a line; "" for nothing
+    prompts: str  # the digest of all prompts, as this rank knows them
+
+
+def _digest(prompts: Sequence[Any]) -> str:
+    """A name of these prompts: the same for the same rows, texts and order."""
+    found = hashlib.blake2b(digest_size=16)
+    for p in prompts:
+        found.update(repr((getattr(p, "index", None), getattr(p, "text", None))).encode())
+    return found.hexdigest()
+
+
+def _exchange(strategy: Strategy, share: _Share) -> list[_Share]:
+    """The shares of all ranks, in their order."""
+    if strategy.world == 1:
+        return [share]
+    with dist.phase("gather of rewards"):
+        return dist.share(share)
 
 
 def _judge_share(
@@ -93,7 +120,9 @@ def _describe(score: Score, error: Exception) -> str:
     if not isinstance(error, (ValueError, TimeoutError)):
         text = f"{type(error).__name__}: {text}"
     head = f"{_name(score)}: "
-    return head + text.removeprefix(head)
+    if head == "reward: " or text.startswith(head):  # no reward of its own failed, or the text names it
+        return text
+    return head + text
 
 
 def _concat(parts: Sequence[Judged]) -> Judged:

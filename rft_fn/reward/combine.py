@@ -123,10 +123,11 @@ def weighted(**components: tuple[RewardFn, float]) -> Weighted:
 
 
 def columns(score: Score) -> tuple[str, ...]:
-    """The columns that a score cannot do without, in order: what every row of the data must have.
+    """The columns that a score cannot do without, in order: for `data.load(..., columns=...)`.
 
     A reward function names them in its attribute `columns`, as those of `verifiable` do; of any other they
-    are its parameters without a default. () for a score that is not made by `weighted` or `parse`.
+    are its parameters without a default, so give one to a parameter whose column may be missing or empty.
+    () for a score that is not made by `weighted` or `parse`.
     """
     names: dict[str, None] = {}
     for fn, _ in getattr(score, "components", {}).values():
