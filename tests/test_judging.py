@@ -1,6 +1,7 @@
 """Rewards over the ranks: shares, one result for all, errors of one rank, and the limit of time."""
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -185,6 +186,12 @@ def hangs_on_a_lock(completions):
     return [0.0 for _ in completions]
 
 
+def hangs_on_a_server(completions):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        return [float(ours.recv(1)) for _ in completions]
+
+
 def hangs_and_catches(completions):
     """As many rewards that ask a server do."""
     out = []
@@ -203,7 +210,9 @@ def hangs_and_catches_all(completions):
         return [0.0 for _ in completions]
 
 
-@pytest.mark.parametrize("fn", [hangs, hangs_on_a_lock, hangs_and_catches, hangs_and_catches_all])
+@pytest.mark.parametrize(
+    "fn", [hangs, hangs_on_a_lock, hangs_on_a_server, hangs_and_catches, hangs_and_catches_all]
+)
 def test_a_reward_that_hangs_is_interrupted_and_named(fn):
     handler, began = signal.getsignal(judging._SIGNAL), time.monotonic()
     message = "^reward 'mine': expected a result within 0.2 s, the limit for a batch, got none"
@@ -251,6 +260,29 @@ def test_a_reward_that_cannot_be_interrupted_ends_the_process_with_a_line():
     assert found.returncode == 2
     line = found.stderr.strip().splitlines()[-1]
     assert line.startswith("error: reward 'mine': expected a result within 0.2 s") and "interrupted" in line
+
+
+GREEDY = """
+import ctypes, test_judging
+from rft_fn.engine import judging
+from rft_fn.strategy import get_fake_strategy
+
+judging._GRACE = 0.3
+
+def greedy(completions):
+    ctypes.PyDLL(None).sleep(60)  # C code that keeps the lock of the interpreter
+
+test_judging.judged_by(get_fake_strategy(), greedy, timeout=0.2)
+"""
+
+
+def test_a_reward_that_lets_no_thread_run_ends_the_process_with_its_stack():
+    began = time.monotonic()
+    found = subprocess.run(
+        [sys.executable, "-c", GREEDY], capture_output=True, text=True, timeout=120, cwd=ROOT / "tests"
+    )
+    assert found.returncode == 1 and time.monotonic() - began < 50
+    assert "Timeout" in found.stderr and " in greedy" in found.stderr
 
 
 def test_outside_of_the_main_thread_the_line_is_a_warning(capsys):

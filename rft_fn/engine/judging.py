@@ -1,5 +1,6 @@
 """Rewards over the ranks of a strategy: each rank scores its share, and all have the same numbers."""
 
+import faulthandler
 import hashlib
 import os
 import signal
@@ -143,12 +144,12 @@ def _time_limit(seconds: float, name: Callable[[], str]) -> Iterator[None]:
     """Interrupts the block after `seconds`; it then raises TimeoutError with name() and the limit.
 
     A thread watches the clock and sends this one a signal, whose handler raises: that ends a sleep, a wait
-    for a lock or a blocked read. A block that goes on for `_GRACE` seconds more ends the process.
+    for a lock or a blocked read. A block that runs for `_GRACE` seconds more ends the process. Where C code
+    keeps the interpreter from running any thread at all, faulthandler's own thread ends the process after
+    another `_GRACE` seconds, with the stack of the reward.
     """
     over = threading.Event()
-    late: list[
-        str
-    ] = []  # the line, once the limit is reached: the score may be at its next reward afterwards
+    late: list[str] = []  # the line, made at the limit: later the score may be at its next reward
     owner = threading.current_thread()
     can_interrupt = _SIGNAL is not None and owner is threading.main_thread()
 
@@ -175,7 +176,10 @@ def _time_limit(seconds: float, name: Callable[[], str]) -> Iterator[None]:
         if not over.is_set():
             raise _Expired
 
-    before = signal.signal(_SIGNAL, interrupt) if can_interrupt else None
+    before = None
+    if can_interrupt:
+        before = signal.signal(_SIGNAL, interrupt)
+        faulthandler.dump_traceback_later(min(seconds, 1e6) + 2 * _GRACE, exit=True, file=2)
     thread = threading.Thread(target=watch, daemon=True, name="rft_fn reward limit")
     thread.start()
     try:
@@ -192,6 +196,8 @@ def _time_limit(seconds: float, name: Callable[[], str]) -> Iterator[None]:
         over.set()
         thread.join()
         if can_interrupt:
+            faulthandler.cancel_dump_traceback_later()
+        if before is not None:  # None: a handler that is not Python's
             signal.signal(_SIGNAL, before)
     if late and can_interrupt:  # the reward has caught even this, and made up a result
         raise TimeoutError(late[0])
