@@ -67,6 +67,10 @@ def judged_by(st, fn, prompts=PROMPTS, texts=TEXTS, timeout=60.0):
     return engine.gather_and_judge(st, score, rollout, prompts, tiny.tokenizer(), timeout=timeout)
 
 
+def length(completions):
+    return [float(len(c)) for c in completions]
+
+
 def plain(judged):
     return judged.reward, judged.parts, judged.texts
 
@@ -89,11 +93,23 @@ def every_case(rank):
     out = {"whole": plain(judged_by(st, digits)), "zero": plain(judged_by(st, zero_on_rank_1))}
     out["few"] = plain(judged_by(st, digits, PROMPTS[:1], TEXTS[:G]))
     out["filled"] = fill(st, zero_on_rank_1)
+    rows, asked = [{"question": "1", "answer": "1"}], []
+
+    def counts(completions):
+        asked.append(rank)
+        return [float(len(c)) for c in completions]
+
+    def fails_on_rank_0(completions):
+        return [{}["key"] for _ in completions] if rank == 0 else [0.0 for _ in completions]
+
+    checked = engine.check_reward(st, reward.weighted(mine=(counts, 1.0)), rows, timeout=60.0)
+    out["checked"] = {name: x.total for name, x in checked.items()}, asked
     odd = [p._replace(text=p.text + "?" * rank) for p in PROMPTS]
     cases = {
         "fails": lambda: judged_by(st, fails_on_rank_1),
         "hangs": lambda: judged_by(st, hangs_on_rank_1, timeout=1.0),
         "odd": lambda: judged_by(st, digits, odd),
+        "check": lambda: engine.check_reward(st, reward.weighted(mine=(fails_on_rank_0, 1.0)), rows),
     }
     for name, case in cases.items():
         began = time.monotonic()
@@ -154,9 +170,23 @@ def test_ranks_fill_a_batch_with_the_same_groups(found):
 
 
 def test_ranks_with_other_prompts_are_refused(found):
-    line = "prompts: expected the same on every rank, got others on rank 1 than on rank 0; "
-    line += "give all ranks the same data file and options"
-    assert all(x["odd"][:2] == ("ValueError", line) for x in found)
+    for rank in range(2):
+        line = (
+            f"prompts: expected the same on every rank, got others on rank {1 - rank} than on rank {rank}; "
+        )
+        line += "give all ranks the same data file and options"
+        assert found[rank]["odd"][:2] == ("ValueError", line)
+
+
+def test_a_reward_is_checked_by_one_rank_for_all(found):
+    rows = [{"question": "1", "answer": "1"}]
+    with pytest.warns(UserWarning, match="no more than garbage"):
+        want = engine.check_reward(get_fake_strategy(), reward.weighted(mine=(length, 1.0)), rows)
+    for rank in range(2):
+        assert found[rank]["checked"][0] == {name: x.total for name, x in want.items()}
+    assert [len(x["checked"][1]) for x in found] == [len(want), 0]
+    assert found[0]["check"][:2] == ("KeyError", "'key'")
+    assert found[1]["check"][:2] == ("ValueError", "rank 0: reward 'mine': KeyError: 'key'")
 
 
 def test_one_process_is_reward_judge():

@@ -6,17 +6,17 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from rft_fn import dist
-from rft_fn.reward import Judged, Score, judge
+from rft_fn.reward import Judged, Score, Scored, check, judge
 from rft_fn.types import Rollout, Strategy
 
-__all__ = ["gather_and_judge"]
+__all__ = ["check_reward", "gather_and_judge"]
 
 _GRACE = 10.0  # seconds that a reward has to give way once it has been interrupted
 _FAILED = 2  # exit code of an error of the user's
@@ -49,35 +49,69 @@ def gather_and_judge(
     the reward's name and the rank. ValueError for what `reward.judge` refuses, for ranks whose prompts
     differ, and for a timeout that is not above 0.
     """
-    if not timeout > 0:
-        raise ValueError(f"timeout: expected > 0 seconds, got {timeout}")
-    mine, failed = None, None
-    try:
-        mine = _judge_share(strategy, score, rollout, prompts, tokenizer, timeout)
-    except Exception as error:  # raised below, once the others know
-        failed = error
 
-    line = _describe(score, failed) if failed else ""
-    everyone = _exchange(strategy, _Share(mine, line, _digest(prompts)))
-    if failed is not None:
-        raise failed
-    for rank, share in enumerate(everyone):
-        if share.error:
-            raise ValueError(f"rank {rank}: {share.error}")
-        if share.prompts != everyone[0].prompts:
-            raise ValueError(
-                f"prompts: expected the same on every rank, got others on rank {rank} than on rank 0; "
-                "give all ranks the same data file and options"
-            )
-    return _concat([share.judged for share in everyone if share.judged is not None])
+    def work() -> Judged | None:
+        size = -(-len(prompts) // strategy.world)
+        mine = slice(strategy.rank * size, (strategy.rank + 1) * size)
+        if prompts and mine.start >= len(prompts):  # more ranks than prompts
+            return None
+        return judge(score, rollout, prompts, tokenizer, part=mine)
+
+    everyone = _together(strategy, score, work, timeout, digest=_digest(prompts))
+    return _concat([judged for judged in everyone if judged is not None])
+
+
+def check_reward(
+    strategy: Strategy, score: Score, rows: Sequence[Mapping[str, Any]], *, timeout: float = 300.0
+) -> dict[str, Scored]:
+    """`reward.check` by rank 0, its result on every rank: a remote judge is asked once.
+
+    The limit and the errors are those of `gather_and_judge`.
+    """
+
+    def work() -> dict[str, Scored] | None:
+        return check(score, rows) if strategy.rank == 0 else None
+
+    return _together(strategy, score, work, timeout)[0]
 
 
 class _Share(NamedTuple):
     """What a rank tells the others."""
 
-    judged: Judged | None  # of its share of the groups; None without one
+    result: Any
     error: str  # what went wrong, in a line; "" for nothing
-    prompts: str  # the digest of all prompts, as this rank knows them
+    digest: str  # of the prompts, as this rank knows them
+
+
+def _together(
+    strategy: Strategy, score: Score, work: Callable[[], Any], timeout: float, *, digest: str = ""
+) -> list[Any]:
+    """What work() gave on each rank, within the limit; an error of one rank is raised on all."""
+    if not timeout > 0:
+        raise ValueError(f"timeout: expected > 0 seconds, got {timeout}")
+    result, failed, line = None, None, ""
+    names = ", ".join(getattr(score, "components", {})) or "score"
+    try:
+        with dist.phase(f"reward {names}"), _time_limit(timeout, lambda: _name(score)):
+            result = work()
+    except Exception as error:  # raised below, once the others know
+        failed, line = error, _describe(score, error)
+
+    everyone = [_Share(result, line, digest)]
+    if strategy.world > 1:
+        with dist.phase("gather of rewards"):
+            everyone = dist.share(everyone[0])
+    if failed is not None:
+        raise failed
+    for rank, share in enumerate(everyone):
+        if share.error:
+            raise ValueError(f"rank {rank}: {share.error}")
+        if share.digest != digest:
+            raise ValueError(
+                f"prompts: expected the same on every rank, got others on rank {rank} than on rank "
+                f"{strategy.rank}; give all ranks the same data file and options"
+            )
+    return [share.result for share in everyone]
 
 
 def _digest(prompts: Sequence[Any]) -> str:
@@ -86,27 +120,6 @@ def _digest(prompts: Sequence[Any]) -> str:
     for p in prompts:
         found.update(repr((getattr(p, "index", None), getattr(p, "text", None))).encode())
     return found.hexdigest()
-
-
-def _exchange(strategy: Strategy, share: _Share) -> list[_Share]:
-    """The shares of all ranks, in their order."""
-    if strategy.world == 1:
-        return [share]
-    with dist.phase("gather of rewards"):
-        return dist.share(share)
-
-
-def _judge_share(
-    strategy: Strategy, score: Score, rollout: Rollout, prompts: Sequence[Any], tokenizer: Any, timeout: float
-) -> Judged | None:
-    """The rewards of this rank's share of the prompts; None for a rank without any."""
-    size = -(-len(prompts) // strategy.world)
-    mine = slice(strategy.rank * size, (strategy.rank + 1) * size)
-    if prompts and mine.start >= len(prompts):
-        return None
-    names = ", ".join(getattr(score, "components", {})) or "score"
-    with dist.phase(f"reward {names}"), _time_limit(timeout, lambda: _name(score)):
-        return judge(score, rollout, prompts, tokenizer, part=mine)
 
 
 def _name(score: Score) -> str:
