@@ -1,4 +1,4 @@
-"""Prompts as a function of the step; files and templates; clear lines for what is wrong with them."""
+"""Prompts as a function of the step; templates; clear lines for what is wrong with them."""
 
 import json
 
@@ -89,6 +89,31 @@ def test_every_round_passes_over_the_rows_of_a_file():
     assert orders[0] != orders[1] != orders[2] != orders[0]
 
 
+@pytest.mark.parametrize("make", [rows_set, task_set])
+def test_a_cursor_draws_each_row_once_whatever_n_is(make):
+    """6, 4, 4, 9, 7 prompts: with the number drawn before, every pass is whole; without, rows come twice."""
+    ds, counts, drawn = make(), [6, 4, 4, 9, 7], []
+    for step, n in enumerate(counts, 4):
+        prompts, keys = data.draw(ds, n, step, 3, start=len(drawn))
+        assert len(prompts) == len(set(keys)) == n and keys[0] == rng.fold_in(3, step, prompts[0].index)
+        drawn += [p.index for p in prompts]
+    if ds.size is None:
+        assert drawn == list(range(30))
+    else:
+        assert all(sorted(drawn[i : i + 10]) == list(range(10)) for i in (0, 10, 20))
+        assert drawn == [p.index for step in range(10) for p in data.draw(ds, 3, step, 3)[0]]
+    plain = [p.index for step, n in enumerate(counts, 4) for p in data.draw(ds, n, step, 3)[0]]
+    assert plain != drawn
+
+
+@pytest.mark.parametrize("round", [0, 2])
+def test_a_cursor_of_the_same_n_is_the_default(round):
+    ds = task_set()
+    for step in range(4):
+        want = data.draw(ds, 5, step, 1, round=round)
+        assert data.draw(ds, 5, step, 1, round=round, start=5 * step) == want
+
+
 def test_a_task_never_draws_a_row_twice_in_any_round():
     ds = task_set()
     drawn = [p.index for step in range(50) for r in range(4) for p in data.draw(ds, 5, step, 0, round=r)[0]]
@@ -133,7 +158,10 @@ def test_templates_and_chat():
 
 def test_long_prompts_of_a_file_are_left_out():
     rows = [*ROWS, {"question": "1" * 50, "answer": "1"}]
-    assert data.from_rows(rows, tiny.tokenizer(), max_prompt=10).size == 10
+    with pytest.warns(
+        UserWarning, match=r"1 of 11 prompts .* max_prompt, 10 tokens.*: rows, row 11 with 50 t"
+    ):
+        assert data.from_rows(rows, tiny.tokenizer(), max_prompt=10).size == 10
 
 
 @pytest.mark.parametrize(
@@ -141,7 +169,7 @@ def test_long_prompts_of_a_file_are_left_out():
     [
         (lambda: data.load("no.jsonl", tiny.tokenizer()), "could not read 'no.jsonl': no such file"),
         (lambda: data.from_rows([], tiny.tokenizer()), "expected at least one row, got none"),
-        (lambda: rows_set(template="{nope}"), "has no column 'nope' .* it has 'question', 'answer'"),
+        (lambda: rows_set(template="{nope}"), "has no column 'nope'; it has 'question', 'answer'"),
         (lambda: rows_set(template="{question} \\boxed{}"), "write {{ and }} for braces"),
         (lambda: rows_set(max_prompt=1), "every prompt of 'rows' is longer than 1 tokens"),
         (lambda: data.from_task("nope", tiny.tokenizer()), "addition, reverse"),
@@ -149,6 +177,13 @@ def test_long_prompts_of_a_file_are_left_out():
         (lambda: data.from_task("addition", tiny.tokenizer(), level=0), "level"),
         (lambda: data.from_task("addition", tiny.tokenizer(), template="{q}"), "has no column 'q'"),
         (lambda: data.from_task("addition", tiny.tokenizer(), max_prompt=2), "max_prompt: prompt 0"),
+        (lambda: data.from_task("addition", tiny.tokenizer(), columns=["tests"]), "has no column 'tests'"),
+        (lambda: data.from_task("addition", tiny.tokenizer(), response="{gold}"), "has no column 'gold'"),
+        (lambda: data.take(rows_set(), 0, 0), r"prompts: expected to take at least 1, got 0"),
+        (lambda: data.take(task_set(), -1, 0), r"prompts: expected to take at least 1, got -1"),
+        (lambda: data.draw(rows_set(), 0, 0, 0), r"prompts: expected to take at least 1, got 0"),
+        (lambda: data.draw(rows_set(), 2, -1, 0), "step: expected >= 0, got -1"),
+        (lambda: data.draw(rows_set(), 2, 0, 0, start=-2), "start: expected >= 0, got -2"),
     ],
 )
 def test_bad_input(call, message):
@@ -156,12 +191,138 @@ def test_bad_input(call, message):
         call()
 
 
+@pytest.mark.parametrize(
+    ("template", "row", "message"),
+    [
+        ("{a}", {"a": None}, "^data: f, line 3: column 'a' is empty$"),
+        ("{a}", {"a": float("nan")}, "^data: f, line 3: column 'a' is empty$"),
+        ("{a[x]}", {"a": {"x": None}}, r"^data: f, line 3: column 'a\[x\]' is empty$"),
+        (
+            "{b}",
+            {"a": 1},
+            r"^data: f, line 3: the row has no column 'b'; it has 'a' \(template '{b}': name col",
+        ),
+        ("{}", {"a": 1}, "has no column '0'"),
+        (
+            "{a",
+            {"a": 1},
+            "the template '{a' cannot be filled: expected '}' before end of string; name columns",
+        ),
+        ("{a} }", {"a": 1}, "cannot be filled: Single '}' encountered in format string; name columns"),
+        ("{a:d}", {"a": "x"}, "cannot be filled: Unknown format code 'd'"),
+        ("{a[x]}", {"a": "y"}, "cannot be filled: string indices must be integers"),
+        ("{a.x}", {"a": "y"}, "cannot be filled: 'str' object has no attribute 'x'"),
+    ],
+)
+def test_a_template_is_filled_or_refused(template, row, message):
+    with pytest.raises(ValueError, match=message):
+        data.fill(template, row, "f, line 3")
+
+
+def test_a_filled_template_is_what_format_makes_of_it():
+    row = {"a": 1.5, "b": {"x": ["y"]}, "c": "", "d": 0}
+    template = "{a:6.2f}|{b[x][0]!r}|{c}|{d}|{{e}}"
+    assert data.fill(template, row, "f") == template.format_map(row) == "  1.50|'y'||0|{e}"
+
+
+def test_a_chat_template_that_fails_is_a_line():
+    chat = model.load_tokenizer("tiny")
+    chat.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(
+        ValueError, match=r"^chat template: .* turn of system and user, got .*: System role not"
+    ):
+        data.render(chat, "1+1=", system="x")
+    chat.chat_template = "{% for m in %}"
+    with pytest.raises(ValueError, match=r"^chat template: .* turn of user, got TemplateSyntaxError"):
+        data.render(chat, "1+1=")
+
+
+GOOD = {"question": "1+1=", "answer": "2", "tests": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"question": None}, {}, "column 'question' is empty"),
+        ({"question": " "}, {}, "the prompt is empty"),
+        ({"answer": None}, {"columns": ["answer"]}, "column 'answer' is empty"),
+        ({"answer": " \n"}, {"columns": ["tests", "answer"]}, "column 'answer' is empty"),
+        ({"tests": float("nan")}, {"columns": ["tests"]}, "column 'tests' is empty"),
+        ({"answer": None}, {"response": "{answer}"}, "column 'answer' is empty"),
+        ({"answer": ""}, {"response": "{answer}"}, "the response is empty"),
+        (
+            {"answer": "2345678"},
+            {"response": "{answer}", "max_tokens": 11},
+            "prompt and response have 12 token",
+        ),
+        ({"question": "1+1+1+1+1+1="}, {"max_tokens": 11}, "the prompt has 12 tokens, above 11"),
+        (
+            {"answer": "2" * 300},
+            {"response": "{answer}", "max_tokens": 11},
+            "the response has 300 characters",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_found_before_training(change, options, message):
+    rows = [GOOD, GOOD, GOOD | change]
+    line = f"^data: rows, row 3: {message}.*. 1 of 3 rows cannot be used: mend or remove them$"
+    with pytest.raises(ValueError, match=line):
+        data.from_rows(rows, tiny.tokenizer(), **options)
+    assert data.from_rows([GOOD], tiny.tokenizer(), **options).prompt(0).ids
+
+
+def test_all_rows_that_cannot_be_used_are_counted_and_the_first_are_named():
+    rows = [GOOD] * 10
+    for i in (2, 4, 5, 9):
+        rows[i] = {"question": "1+1="}
+    rows[4] = GOOD | {"answer": ""}
+    with pytest.raises(ValueError) as error:
+        data.from_rows(rows, tiny.tokenizer(), columns=["answer"], name="f")
+    assert str(error.value) == (
+        "data: f, row 3 and f, row 6: the row has no column 'answer'; it has 'question'; "
+        "f, row 5: column 'answer' is empty .... 4 of 10 rows cannot be used: mend or remove them"
+    )
+
+
+def test_a_response_ends_with_a_token_of_its_own():
+    """Four of the prompt, one of the answer, and the end: six fit into six."""
+    rows = [{"question": "1+1=", "answer": "2"}]
+    assert data.from_rows(rows, tiny.tokenizer(), response="{answer}", max_tokens=6).size == 1
+    with pytest.raises(ValueError, match="prompt and response have 6 tokens, above 5"):
+        data.from_rows(rows, tiny.tokenizer(), response="{answer}", max_tokens=5)
+
+
+def test_an_enormous_row_is_not_tokenised(monkeypatch):
+    """Its characters alone say that it cannot fit."""
+    rows, longest = [*ROWS, {"question": "1" * 100_000, "answer": "1"}], []
+    tokenizer = model.load_tokenizer("tiny")
+    encode = tokenizer.encode
+
+    def spy(text, *args, **options):
+        longest.append(len(text))
+        return encode(text, *args, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", spy)
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.warns(UserWarning, match="rows, row 11 with 100000 characters"):
+        assert data.from_rows(rows, tokenizer).size == 10
+    assert 0 < max(longest) < 100
+
+
+def test_left_out_rows_keep_the_numbers_of_the_others():
+    rows = [{"question": "1" * 50}, *ROWS]
+    with pytest.warns(UserWarning, match="left out"):
+        ds = data.from_rows(rows, tiny.tokenizer(), max_prompt=10)
+    assert [p.index for p in data.take(ds, 20, 0)[0]] == list(range(1, 11))
+    assert data.take(ds, 1, 0)[0][0].text == ROWS[0]["question"]
+
+
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "broken.jsonl").write_text("{not json")
     with pytest.raises(ValueError, match=r"expected at least one row, got none in .*empty.jsonl"):
         data.load(str(tmp_path / "empty.jsonl"), tiny.tokenizer())
-    with pytest.raises(ValueError, match=r"could not read .*broken.jsonl"):
+    with pytest.raises(ValueError, match=r"broken.jsonl, line 1: expected an object in one line, got broken"):
         data.load(str(tmp_path / "broken.jsonl"), tiny.tokenizer())
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     assert data.load(str(tmp_path / "rows.jsonl"), tiny.tokenizer()).size == 10

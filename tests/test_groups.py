@@ -278,14 +278,3 @@ def test_the_trainer_agrees_with_the_sampler_on_selected_rows():
     packs = packing.shard(exp, 64)[0]
     logp = packing.unpack(model.score(apply, params, packs), packs, exp.w)
     assert (logp - r.logp).abs().max() < 1e-5 and r.logp[r.mask].min() < -0.05
-
-
-def test_rows_that_prompts_cannot_share_are_named():
-    """A rollout whose rows are no multiple of its prompts has no [N, G]."""
-    zero = torch.zeros(3, dtype=torch.long)
-    rollout = Rollout(
-        tokens=zero[:, None], mask=zero[:, None].bool(), logp=zero[:, None].float(), length=zero,
-        truncated=zero.bool(), group=zero, version=zero,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="rollout: expected a multiple of the 2 prompts, got 3 rows"):
-        reward.judge(lambda *_: None, rollout, [None, None], tiny.tokenizer())

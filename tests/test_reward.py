@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -364,6 +365,50 @@ def test_what_a_reward_raises_names_the_reward():
     assert error.value.__notes__ == ["raised by the reward 'mine'"]
 
 
+class Quit(BaseException):
+    """No Exception, as asyncio.CancelledError is none."""
+
+
+def raises(error):
+    def fn(completions):
+        raise error
+
+    return fn
+
+
+def raises_late(completions):
+    """A generator: it runs when its values are read."""
+    yield 1.0
+    raise TypeError("unsupported operand")
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind", "message"),
+    [
+        (lambda completions: [int("x")], ValueError, "invalid literal for int() with base 10: 'x'"),
+        (raises(Quit("gone")), Quit, "gone"),
+        (raises(TimeoutError("no answer")), TimeoutError, "no answer"),
+        (raises_late, TypeError, "unsupported operand"),
+        (
+            lambda completions: sys.exit(3),
+            ValueError,
+            "reward 'mine': expected a list of numbers, got sys.exit(3); raise an error to stop the run, "
+            "return 0.0 for a completion that cannot be scored",
+        ),
+    ],
+)
+def test_every_exception_out_of_a_reward_has_the_note(fn, kind, message):
+    with pytest.raises(kind) as error:
+        reward.weighted(mine=(fn, 1.0))(["", ""], ["", ""], {})
+    assert str(error.value) == message and error.value.__notes__ == ["raised by the reward 'mine'"]
+
+
+def test_ctrl_c_in_a_reward_is_not_the_rewards():
+    with pytest.raises(KeyboardInterrupt) as error:
+        reward.weighted(mine=(raises(KeyboardInterrupt()), 1.0))([""], [""], {})
+    assert not hasattr(error.value, "__notes__")
+
+
 @pytest.mark.parametrize(
     ("components", "message"),
     [
@@ -551,3 +596,54 @@ def test_parse_reads_weights_from_the_command_line():
     torch.testing.assert_close(total, torch.tensor([-0.9, 0.1]))
     with pytest.raises(ValueError, match="expected NAME=WEIGHT with a number, got 'lots'"):
         reward.parse(["format=lots"])
+
+
+def test_a_reward_is_named_once_on_the_command_line():
+    with pytest.raises(ValueError, match=r"^reward 'exact': expected it once, got it twice"):
+        reward.parse(["exact=1", "exact=0.5"])
+    with pytest.raises(ValueError, match=r"^reward 'exact': expected it once, got it twice"):
+        reward.parse(["exact", "numeric", "exact"])
+
+
+@pytest.mark.parametrize("weight", ["", "=0.5", "=-1e-1"])
+def test_only_a_number_behind_the_last_equals_sign_is_a_weight(tmp_path, weight):
+    """Folders of a sweep are called lr=0.1."""
+    folder = tmp_path / "lr=0.1"
+    folder.mkdir()
+    (folder / "mine.py").write_text(FILE)
+    name = f"{folder / 'mine.py'}:length"
+    total, parts = reward.parse([name + weight])([""], ["ab"], {})
+    assert list(parts) == [name] and parts[name].tolist() == [6.0]
+    assert total.item() == pytest.approx(6.0 * float(weight[1:] or 1))
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"), [("http://h/s?m=a", "http://h/s?m=a"), ("http://h/s?m=a=2", "http://h/s?m=a")]
+)
+def test_the_query_of_a_url_is_no_weight(monkeypatch, spec, name):
+    monkeypatch.setattr(reward.combine, "load", lambda name: constant(1.0))
+    assert list(reward.parse([spec]).components) == [name]
+
+
+def needs_two(prompts, completions, tests, language, verbose=False, **columns):
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("components", "names"),
+    [
+        ({"a": (reward.exact(), 1.0)}, ("answer",)),
+        ({"a": (reward.numeric("gold"), 1.0), "b": (reward.exact(), 1.0)}, ("gold", "answer")),
+        ({"a": (reward.task("countdown"), 1.0)}, ("answer", "numbers", "target")),
+        ({"a": (reward.boxed_format(), 1.0), "b": (reward.tag_format(), 1.0)}, ()),
+        ({"a": (needs_two, 1.0)}, ("tests", "language")),
+        ({"a": (partial(needs_two, language="C"), 1.0), "b": (reward.exact("tests"), 1.0)}, ("tests",)),
+        ({"a": (constant(1.0), 1.0)}, ()),
+    ],
+)
+def test_the_columns_that_a_score_reads(components, names):
+    assert reward.columns(reward.weighted(**components)) == names
+
+
+def test_a_score_of_ones_own_reads_no_columns():
+    assert reward.columns(lambda prompts, completions, columns: None) == ()

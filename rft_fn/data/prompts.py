@@ -4,32 +4,25 @@ A `Dataset` is rows and a way to make a prompt of one. `draw(dataset, n, step, s
 rank and in every resumed run.
 """
 
+import warnings
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from rft_fn import rng
 from rft_fn.data import tasks
+from rft_fn.data.rows import Unfit, place_of, read_rows
+from rft_fn.data.template import fill, is_empty, render
 
-__all__ = [
-    "Dataset",
-    "Prompt",
-    "draw",
-    "fill",
-    "from_rows",
-    "from_task",
-    "load",
-    "read_rows",
-    "render",
-    "take",
-]
+__all__ = ["Dataset", "Prompt", "draw", "from_rows", "from_task", "load", "take"]
 
 _ROUND = 1 << 40  # rows of a generator between one round of a step and the next: none is drawn twice
-_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_SHOWN = 3  # rows that an error or a warning names
 
 
 class Prompt(NamedTuple):
@@ -43,71 +36,70 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prompts by index. `size` None is a generator without end: index i is row i,
-    and nothing is ever drawn twice."""
+    """Prompts by index. `size` None is a generator without end: index i is row i."""
 
     name: str
     size: int | None
     prompt: Callable[[int], Prompt]
 
 
-def _read_file(path: Path) -> Sequence[Mapping[str, Any]]:
-    import datasets
-
-    if not path.exists():
-        raise FileNotFoundError("no such file")
-    if not path.stat().st_size:
-        return []
-    datasets.disable_progress_bars()
-    return datasets.load_dataset(_READERS[path.suffix], data_files=str(path), split="train")
+class _TooLong(Exception):
+    """A prompt above max_prompt: what it has."""
 
 
-def read_rows(source: str, *, split: str = "train") -> Sequence[Mapping[str, Any]]:
-    """The rows of a .jsonl, .json, .csv or .parquet file, of a folder that `datasets` saved,
-    or of a hub data set.
+class _Recipe(NamedTuple):
+    """How a prompt is made of a row, and what the row must have for it."""
 
-    ValueError for a file that is not there, cannot be read or has no rows.
-    """
-    import datasets
+    tokenizer: Any
+    template: str
+    system: str | None
+    max_prompt: int
+    columns: Sequence[str]
+    response: str | None
+    max_tokens: int | None
 
-    path = Path(source)
-    try:
-        if path.suffix in _READERS:
-            rows = _read_file(path)
-        elif path.is_dir():
-            rows = datasets.load_from_disk(source)
-            rows = rows[split] if isinstance(rows, datasets.DatasetDict) else rows
-        else:
-            rows = datasets.load_dataset(source, split=split)
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"data: could not read {source!r}: {reason}") from error
-    if not len(rows):
-        raise ValueError(f"data: expected at least one row, got none in {source!r}")
-    return rows
+    def make(self, row: Mapping[str, Any], place: str, index: int, widest: int) -> Prompt:
+        """The prompt of a row. Unfit for one that cannot be used, _TooLong for one above max_prompt.
+
+        `widest` is the length of the longest token [characters]: a text that could not fit whatever its
+        tokens are is not tokenised.
+        """
+        for name in self.columns:
+            if name not in row:
+                raise Unfit(place, f"the row has no column {name!r}; it has {', '.join(map(repr, row))}")
+            if is_empty(row[name]):
+                raise Unfit(place, f"column {name!r} is empty")
+        text = fill(self.template, row, place)
+        if is_empty(text):
+            raise Unfit(place, "the prompt is empty")
+        if len(text) > self.max_prompt * widest:
+            raise _TooLong(f"{len(text)} characters")
+        ids = render(self.tokenizer, text, system=self.system)
+        if len(ids) > self.max_prompt:
+            raise _TooLong(f"{len(ids)} tokens")
+        self._check_tokens(row, place, ids, widest)
+        return Prompt(ids, text, row, index)
+
+    def _check_tokens(self, row: Mapping[str, Any], place: str, ids: Sequence[int], widest: int) -> None:
+        """Unfit for an empty response, and for more than max_tokens of prompt, response and its end."""
+        count, what = len(ids), "the prompt has"
+        if self.response is not None:
+            answer = fill(self.response, row, place)
+            if is_empty(answer):
+                raise Unfit(place, "the response is empty")
+            what = "prompt and response have"
+            if self.max_tokens is not None and len(answer) > self.max_tokens * widest:
+                raise Unfit(
+                    place, f"the response has {len(answer)} characters, above {self.max_tokens} tokens"
+                )
+            count += len(self.tokenizer.encode(answer, add_special_tokens=False)) + 1
+        if self.max_tokens is not None and count > self.max_tokens:
+            raise Unfit(place, f"{what} {count} tokens, above {self.max_tokens}")
 
 
-def render(tokenizer: Any, question: str, *, system: str | None = None) -> list[int]:
-    """The ids of a question as a chat's first turn, by the tokenizer's own template, ready for the
-    answer; the bare text where a tokenizer has no template. An empty `system` leaves out a default
-    that the template would put in."""
-    if not tokenizer.chat_template:
-        return list(tokenizer.encode((system + "\n" if system else "") + question))
-    turns = [] if system is None else [{"role": "system", "content": system}]
-    turns.append({"role": "user", "content": question})
-    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
-
-
-def fill(template: str, row: Mapping[str, Any], source: str) -> str:
-    """`template` with the columns of a row in its {places}. ValueError that lists the
-    columns if one is not there."""
-    try:
-        return template.format_map(row)
-    except (KeyError, IndexError, ValueError) as missing:
-        raise ValueError(
-            f"data: {source!r} has no column {missing} for the template {template!r}; it has "
-            f"{', '.join(map(repr, row))}. Name columns as {{question}}, and write {{{{ and }}}} for braces"
-        ) from None
+def _widest(tokenizer: Any) -> int:
+    """The characters of the longest token of a vocabulary."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def from_rows(
@@ -117,25 +109,76 @@ def from_rows(
     template: str = "{question}",
     system: str | None = None,
     max_prompt: int = 512,
+    columns: Sequence[str] = (),
+    response: str | None = None,
+    max_tokens: int | None = None,
     name: str = "rows",
 ) -> Dataset:
-    """A data set of rows; `template` makes the question of a row's columns. Prompts
-    longer than `max_prompt` are left out.
+    """A data set of rows; `template` makes the question of a row's columns.
 
-    ValueError for no rows, a column that is not there, or when no prompt fits.
+    Every row is looked at now, so that none stops a run later: the columns of the template and those of
+    `columns` must be there and hold something (`reward.columns(score)` are those that a reward reads);
+    `response`, a template, must fill in, and prompt, response and its end fit into `max_tokens`. Prompts
+    longer than `max_prompt` tokens are left out, with one warning. Of rows of a file only their places are
+    kept in memory.
+
+    ValueError for no rows, with the count and the places of the first rows that cannot be used, or when no
+    prompt fits.
     """
     if not len(rows):
         raise ValueError(f"data: expected at least one row, got none in {name!r}")
-    prompts = []
+    recipe = _Recipe(tokenizer, template, system, max_prompt, columns, response, max_tokens)
+    widest = _widest(tokenizer)
+
+    def prompt(i: int) -> Prompt:
+        return recipe.make(dict(rows[i]), place_of(rows, i, name), i, widest)
+
+    kept, long, unfit = array("q"), _First(), _First()
     for i in range(len(rows)):
-        row = dict(rows[i])
-        text = fill(template, row, name)
-        ids = render(tokenizer, text, system=system)
-        if len(ids) <= max_prompt:
-            prompts.append(Prompt(ids, text, row, i))
-    if not prompts:
+        try:
+            prompt(i)
+            kept.append(i)
+        except Unfit as error:
+            unfit.add((error.place, error.reason))
+        except _TooLong as error:
+            long.add(f"{place_of(rows, i, name)} with {error}")
+    if unfit.count:
+        raise ValueError(_unfit_line(unfit, len(rows)))
+    if not kept:
         raise ValueError(f"max_prompt: every prompt of {name!r} is longer than {max_prompt} tokens; raise it")
-    return Dataset(name, len(prompts), prompts.__getitem__)
+    if long.count:
+        warnings.warn(
+            f"data: {long.count} of {len(rows)} prompts are longer than max_prompt, {max_prompt} tokens, and "
+            f"are left out: {'; '.join(long.shown)}{long.more()}",
+            stacklevel=2,
+        )
+    return Dataset(name, len(kept), lambda i: prompt(kept[i]))
+
+
+class _First:
+    """The first few of many, and how many there are."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.shown: list[Any] = []
+
+    def add(self, x: Any) -> None:
+        self.count += 1
+        if len(self.shown) < _SHOWN:
+            self.shown.append(x)
+
+    def more(self) -> str:
+        """What stands behind the ones that are shown."""
+        return " ..." if self.count > len(self.shown) else ""
+
+
+def _unfit_line(unfit: _First, total: int) -> str:
+    """The first rows that cannot be used, those with the same reason together, and how many there are."""
+    reasons: dict[str, list[str]] = {}
+    for place, reason in unfit.shown:
+        reasons.setdefault(reason, []).append(place)
+    shown = "; ".join(f"{' and '.join(places)}: {reason}" for reason, places in reasons.items())
+    return f"data: {shown}{unfit.more()}. {unfit.count} of {total} rows cannot be used: mend or remove them"
 
 
 def from_task(
@@ -147,24 +190,27 @@ def from_task(
     template: str = "{question}",
     system: str | None = None,
     max_prompt: int = 512,
+    columns: Sequence[str] = (),
+    response: str | None = None,
+    max_tokens: int | None = None,
 ) -> Dataset:
-    """A built-in task as an endless data set; `template` as in `from_rows` ("{short}" is
-    the terse form of a question).
+    """A built-in task as an endless data set; the options are those of `from_rows`.
 
-    ValueError for a task, a level or a column that does not exist, or a prompt longer than `max_prompt`
+    The template "{short}" is the terse form of a question. ValueError for a task, a level or a column that
+    does not exist, and, when it is drawn, for a row that cannot be used or a prompt longer than `max_prompt`
     tokens.
     """
     generate = tasks.get_task(task).generate
+    recipe = _Recipe(tokenizer, template, system, max_prompt, columns, response, max_tokens)
+    widest = _widest(tokenizer)
 
     def prompt(index: int) -> Prompt:
-        row = generate(seed, index, level)
-        text = fill(template, row, task)
-        ids = render(tokenizer, text, system=system)
-        if len(ids) > max_prompt:
+        try:
+            return recipe.make(generate(seed, index, level), f"{task}, prompt {index}", index, widest)
+        except _TooLong as long:
             raise ValueError(
-                f"max_prompt: prompt {index} of {task} has {len(ids)} tokens, above {max_prompt}; raise it"
-            )
-        return Prompt(ids, text, row, index)
+                f"max_prompt: prompt {index} of {task} has {long}, above {max_prompt} tokens; raise it"
+            ) from None
 
     prompt(0)  # what is wrong with the arguments is said now
     return Dataset(f"{task}:{level}", None, prompt)
@@ -177,13 +223,20 @@ def load(
     template: str = "{question}",
     system: str | None = None,
     max_prompt: int = 512,
+    columns: Sequence[str] = (),
+    response: str | None = None,
+    max_tokens: int | None = None,
     seed: int = 0,
     split: str = "train",
 ) -> Dataset:
-    """The data set that a command line names: "addition" or "addition:2" (a built-in task at a level), a
-    file, a folder, a hub name. ValueError, with the remedy, for anything that cannot be drawn from."""
+    """The data set that a command line names; the options are those of `from_rows`.
+
+    "addition" or "addition:2" (a built-in task at a level), a file, a folder, a hub name. ValueError, with
+    the remedy, for anything that cannot be drawn from.
+    """
     name, _, level = source.partition(":")
     options: dict[str, Any] = {"template": template, "system": system, "max_prompt": max_prompt}
+    options |= {"columns": columns, "response": response, "max_tokens": max_tokens}
     if name in tasks.TASKS:
         if level and not level.isdigit():
             raise ValueError(f"data: expected {name}:LEVEL with a number, got {source!r}")
@@ -191,26 +244,44 @@ def load(
     return from_rows(read_rows(source, split=split), tokenizer, name=source, **options)
 
 
-def _order(size: int, seed: int, epoch: int) -> list[int]:
-    return torch.randperm(size, generator=rng.generator(rng.fold_in(seed, "order", epoch))).tolist()
+def _order(size: int, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(size, generator=rng.generator(rng.fold_in(seed, "order", epoch)))
 
 
-def draw(dataset: Dataset, n: int, step: int, seed: int, *, round: int = 0) -> tuple[list[Prompt], list[int]]:
-    """(n prompts, a key for each) of step `step`: a permutation of the data set for
-    each pass, drawn from (seed, pass).
+def draw(
+    dataset: Dataset, n: int, step: int, seed: int, *, round: int = 0, start: int | None = None
+) -> tuple[list[Prompt], list[int]]:
+    """(n prompts, a key for each) of step `step`, a function of its arguments alone.
+
+    Places `start` to `start + n` in an endless sequence of prompts: the rows of a generator in order, or the
+    data set over and over, each pass in an order drawn from (seed, pass). `start` is step * n unless it is
+    given. So with the same n at every step each pass draws each row once, and a generator none twice. A
+    caller whose n changes from step to step keeps the number of prompts drawn before in its state, and gives
+    that as `start`: otherwise rows repeat, and others are skipped.
 
     The key of a prompt is fold_in(seed, step, index): a prompt that comes again is sampled anew, in a later
-    step or, where a pass ends within one, in the same. `round` > 0 gives more prompts for the same step, by a
-    permutation (of a generator: rows) and keys of its own, for dynamic sampling.
+    step or, where a pass ends within one, in the same. `round` > 0 gives more prompts for the same step, for
+    dynamic sampling: places in a sequence of that round, with another order and other keys, that no row of a
+    generator shares with another round. ValueError unless n >= 1 and step, round, start >= 0.
     """
+    _check_count(n)
+    for name, x in (("step", step), ("round", round), ("start", start or 0)):
+        if x < 0:
+            raise ValueError(f"{name}: expected >= 0, got {x}")
+    if start is None:
+        start = step * n
     seed = rng.fold_in(seed, "round", round) if round else seed
-    at = range(step * n, (step + 1) * n)
+
+    # the rows at these places
+    at = range(start, start + n)
     if dataset.size is None:
         index = [i + round * _ROUND for i in at]
     else:
         orders = {epoch: _order(dataset.size, seed, epoch) for epoch in {i // dataset.size for i in at}}
-        index = [orders[i // dataset.size][i % dataset.size] for i in at]
+        index = [int(orders[i // dataset.size][i % dataset.size]) for i in at]
     prompts = [dataset.prompt(i) for i in index]
+
+    # a row that comes twice in a step has another key the second time
     keys, times = [], Counter()
     for i, p in zip(index, prompts):
         key = rng.fold_in(seed, step, p.index)
@@ -220,6 +291,16 @@ def draw(dataset: Dataset, n: int, step: int, seed: int, *, round: int = 0) -> t
 
 
 def take(dataset: Dataset, n: int, seed: int) -> tuple[list[Prompt], list[int]]:
-    """The first n prompts in order, with keys: for evaluation. All of a finite data set if it has fewer."""
-    n = n if dataset.size is None else min(n, dataset.size)
+    """The first n prompts in order, with keys: for evaluation. All of a finite data set if it has fewer.
+
+    ValueError unless n >= 1.
+    """
+    _check_count(n)
+    if dataset.size is not None:
+        n = min(n, dataset.size)
     return [dataset.prompt(i) for i in range(n)], [rng.fold_in(seed, "take", i) for i in range(n)]
+
+
+def _check_count(n: int) -> None:
+    if n < 1:
+        raise ValueError(f"prompts: expected to take at least 1, got {n}")

@@ -10,6 +10,7 @@ from rft_fn import model as model_lib
 from rft_fn.engine.gap import check_gap, explain_gap, logp_gap
 from rft_fn.engine.groups import Filled, fill_groups
 from rft_fn.engine.hf import hf
+from rft_fn.engine.judging import check_reward, gather_and_judge
 from rft_fn.types import Engine, EngineConfig, Rollout, Sampling, Strategy
 
 __all__ = [
@@ -17,9 +18,11 @@ __all__ = [
     "EngineConfig",
     "Filled",
     "check_gap",
+    "check_reward",
     "explain_gap",
     "fill_groups",
     "gather_and_generate",
+    "gather_and_judge",
     "get_engine",
     "hf",
     "logp_gap",

@@ -6,7 +6,7 @@
 satisfied by the instructions in the prompt, and is then a constant.
 """
 
-from rft_fn.reward.combine import Score, Scored, check, load, parse, weighted
+from rft_fn.reward.combine import Score, Scored, Weighted, check, columns, load, parse, weighted
 from rft_fn.reward.rollout import Judged, judge, means, responses
 from rft_fn.reward.verifiable import (
     RewardFn,
@@ -27,8 +27,10 @@ __all__ = [
     "RewardFn",
     "Score",
     "Scored",
+    "Weighted",
     "boxed_format",
     "check",
+    "columns",
     "exact",
     "extract_boxed",
     "extract_number",

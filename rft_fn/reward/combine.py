@@ -6,7 +6,7 @@ import math
 import numbers
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from rft_fn import rng
 from rft_fn.reward import verifiable
 from rft_fn.reward.verifiable import RewardFn
 
-__all__ = ["Score", "Scored", "check", "load", "parse", "weighted"]
+__all__ = ["Score", "Scored", "Weighted", "check", "columns", "load", "parse", "weighted"]
 
 
 class Scored(NamedTuple):
@@ -57,50 +57,85 @@ def _values(name: str, result: object, count: int) -> Tensor:
     return torch.tensor([_number(name, i, value) for i, value in enumerate(values)], dtype=torch.float32)
 
 
+_GIVEN = ("prompts", "completions")  # what every reward is given; all other names are columns
+
+
+def _named(fn: RewardFn) -> list[inspect.Parameter]:
+    """The parameters of a reward function that have a name to the caller."""
+    parameters = inspect.signature(fn).parameters.values()
+    return [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+
 def _adapted(name: str, fn: RewardFn) -> RewardFn:
     """`fn`, given the columns that it asks for: all if it takes **kwargs, else those among its parameters.
 
     So `def reward(completions, answer)` is a reward function too. Raises ValueError, when called, for a
     parameter without a default that is no column.
     """
-    parameters = inspect.signature(fn).parameters.values()
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(fn).parameters.values())
+    named = _named(fn)
 
     def reward(**given: Any) -> object:
-        columns = ", ".join(name for name in given if name not in ("prompts", "completions")) or "none"
+        known = ", ".join(name for name in given if name not in _GIVEN) or "none"
         for p in named:
             if p.default is p.empty and p.name not in given:
                 missing = f"reward {name!r}: column {p.name!r} is not in the dataset"
-                raise ValueError(f"{missing}; its columns are: {columns}")
+                raise ValueError(f"{missing}; its columns are: {known}")
         return fn(**(given if takes_all else {p.name: given[p.name] for p in named if p.name in given}))
 
     return reward
 
 
-def weighted(**components: tuple[RewardFn, float]) -> Score:
+class Weighted:
+    """A weighted sum of rewards, called as `score(prompts, completions, columns)`; made by `weighted`."""
+
+    def __init__(self, components: Mapping[str, tuple[RewardFn, float]]):
+        _check_components(components)
+        self.components = dict(components)
+        self.running = ""  # the reward that is being computed, or the one that raised
+        self._adapted = {name: _adapted(name, fn) for name, (fn, _) in components.items()}
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], columns: Columns) -> Scored:
+        _check_batch(prompts, completions, columns)
+        batch = {**columns, "prompts": list(prompts), "completions": list(completions)}
+        count, parts = len(completions), {}
+        for name, fn in self._adapted.items():
+            self.running = name
+            parts[name] = _values(name, _call(name, fn, batch), count)
+        self.running = ""
+        total = torch.zeros(count)
+        for name, (_, weight) in self.components.items():
+            total = total + float(weight) * parts[name]
+        return Scored(total, parts)
+
+
+def weighted(**components: tuple[RewardFn, float]) -> Weighted:
     """score = sum of weight * component: `weighted(accuracy=(math(), 0.9), format=(boxed_format(), 0.1))`.
 
     Each component is called with keywords, as TRL does it: `fn(prompts=..., completions=..., **columns)`.
     Raises ValueError here for no component or a weight that is not finite. `score` raises ValueError that
     names the component for the wrong number of values, for a value that is not a finite number (nothing is
-    replaced silently: a NaN reward would turn a whole group's advantages into NaN) and for a column that is
-    missing.
+    replaced silently: a NaN reward would turn a whole group's advantages into NaN), for a column that is
+    missing and for a component that calls `sys.exit`. Whatever else a component raises is passed on with a
+    note that names the component.
     """
-    _check_components(components)
-    adapted = {name: _adapted(name, fn) for name, (fn, _) in components.items()}
+    return Weighted(components)
 
-    def score(prompts: Sequence[str], completions: Sequence[str], columns: Columns) -> Scored:
-        _check_batch(prompts, completions, columns)
-        batch = {**columns, "prompts": list(prompts), "completions": list(completions)}
-        count = len(completions)
-        parts = {name: _values(name, _call(name, fn, batch), count) for name, fn in adapted.items()}
-        total = torch.zeros(count)
-        for name, (_, weight) in components.items():
-            total = total + float(weight) * parts[name]
-        return Scored(total, parts)
 
-    return score
+def columns(score: Score) -> tuple[str, ...]:
+    """The columns that a score cannot do without, in order: for `data.load(..., columns=...)`.
+
+    A reward function names them in its attribute `columns`, as those of `verifiable` do; of any other they
+    are its parameters without a default, so give one to a parameter whose column may be missing or empty.
+    () for a score that is not made by `weighted` or `parse`.
+    """
+    names: dict[str, None] = {}
+    for fn, _ in getattr(score, "components", {}).values():
+        read = getattr(fn, "columns", None)
+        if read is None:
+            read = [p.name for p in _named(fn) if p.default is p.empty]
+        names |= dict.fromkeys(read)
+    return tuple(name for name in names if name not in _GIVEN)
 
 
 def _check_components(components: Mapping[str, tuple[RewardFn, float]]) -> None:
@@ -119,17 +154,29 @@ def _check_batch(prompts: Sequence[str], completions: Sequence[str], columns: Co
     if len(prompts) != count:
         raise ValueError(f"prompts: expected {count} values, one a completion, got {len(prompts)}")
     for name, values in columns.items():
-        if name in ("prompts", "completions"):
+        if name in _GIVEN:
             raise ValueError(f"column {name!r}: the reward's own argument has this name; rename the column")
         if len(values) != count:
             raise ValueError(f"column {name!r}: expected {count} values, one a completion, got {len(values)}")
 
 
 def _call(name: str, fn: RewardFn, batch: dict[str, Any]) -> object:
-    """fn(**batch); whatever it raises says which component raised it."""
+    """fn(**batch). Whatever it raises has a note that names the component; sys.exit becomes ValueError."""
     try:
-        return fn(**batch)
-    except Exception as error:
+        result = fn(**batch)
+        if isinstance(result, Iterator):  # a generator computes when it is read
+            result = list(result)
+        return result
+    except SystemExit as error:
+        exit_ = ValueError(
+            f"reward {name!r}: expected a list of numbers, got sys.exit({error.code!r}); raise an error to "
+            "stop the run, return 0.0 for a completion that cannot be scored"
+        )
+        exit_.add_note(f"raised by the reward {name!r}")
+        raise exit_ from error
+    except KeyboardInterrupt:  # not the reward's doing
+        raise
+    except BaseException as error:
         error.add_note(f"raised by the reward {name!r}")
         raise
 
@@ -224,19 +271,34 @@ def _load_file(spec: str, path: Path, attribute: str) -> RewardFn:
     return fn
 
 
-def parse(specs: Sequence[str]) -> Score:
+def parse(specs: Sequence[str]) -> Weighted:
     """The weighted sum that a command line names: each spec as in `load`, =WEIGHT behind it if that is not 1.
 
-    `parse(["boxed", "format=0.1"])`. The parts are called by their specs without the weights.
+    `parse(["boxed", "format=0.1"])`. The parts are called by their specs without the weights. Only a number
+    behind the last "=" is a weight, so a path or a URL may hold one (one that ends in "=2" needs "=1" behind
+    it). ValueError for a reward that is named twice.
     """
     components: dict[str, tuple[RewardFn, float]] = {}
     for spec in specs:
-        name, _, weight = spec.partition("=")
-        try:
-            components[name] = (load(name), float(weight or 1))
-        except ValueError as error:
-            if weight and "could not convert" in str(error):
-                message = f"reward {spec!r}: expected NAME=WEIGHT with a number, got {weight!r}"
-                raise ValueError(message) from None
-            raise
+        name, weight = _split_weight(spec)
+        if name in components:
+            raise ValueError(
+                f"reward {name!r}: expected it once, got it twice; give it one weight, NAME=WEIGHT"
+            )
+        components[name] = (load(name), weight)
     return weighted(**components)
+
+
+def _split_weight(spec: str) -> tuple[str, float]:
+    """(name, weight) of NAME=WEIGHT; the weight is 1 where there is none."""
+    name, equals, weight = spec.rpartition("=")
+    if not equals:
+        return spec, 1.0
+    try:
+        return name, float(weight)
+    except ValueError:
+        pass
+    # an "=" within a path has the rest of the path behind it, and one within a URL a word of the query
+    if ":" in weight or "/" in weight or "://" in spec:
+        return spec, 1.0
+    raise ValueError(f"reward {spec!r}: expected NAME=WEIGHT with a number, got {weight!r}")

@@ -2,7 +2,7 @@
 
 Each factory returns a reward function. `prompts` is accepted and never read: what is scored is the response
 alone. A response that cannot be read scores 0; a dataset that cannot be read (a missing column, an empty
-cell) raises.
+cell) raises. The attribute `columns` of a reward function names the columns that it reads.
 """
 
 import re
@@ -113,6 +113,7 @@ def _compare(same: Callable[[str, str], float], column: str) -> RewardFn:
         references = _column(columns, column, len(completions))
         return [float(same(text, reference)) for text, reference in zip(completions, references, strict=True)]
 
+    reward.columns = (column,)
     return reward
 
 
@@ -172,6 +173,7 @@ def task(name: str) -> RewardFn:
         rows = [dict(zip(needed, row, strict=True)) for row in zip(*values, strict=True)]
         return [chosen.verify(_answer(text), row) for text, row in zip(completions, rows, strict=True)]
 
+    reward.columns = tuple(needed)
     return reward
 
 

@@ -1,0 +1,168 @@
+"""Rows of files: values as they stand there, places as an editor counts them, and broken files by line."""
+
+import csv
+import json
+
+import pytest
+import tiny
+
+from rft_fn import data
+
+
+def write(path, text, encoding="utf-8"):
+    path.write_bytes(text.encode(encoding))
+    return str(path)
+
+
+def rows_of(path, text, encoding="utf-8"):
+    rows = data.read_rows(write(path, text, encoding))
+    return [dict(rows[i]) for i in range(len(rows))]
+
+
+def test_jsonl_keeps_the_types_of_json(tmp_path):
+    rows = [
+        {"question": "2024-01-01", "answer": "007", "n": 7, "x": 1.0, "ok": True, "none": None},
+        {"question": "2024-01-01T00:00:00Z", "answer": 7, "list": [1, "a"], "of": {"a": None}, "ü": "\u2028"},
+    ]
+    for ascii_ in (True, False):
+        text = "".join(json.dumps(r, ensure_ascii=ascii_) + "\n" for r in rows)
+        found = rows_of(tmp_path / "rows.jsonl", text)
+        assert found == rows and [list(r) for r in found] == [list(r) for r in rows]
+        assert [type(v) for r in found for v in r.values()] == [type(v) for r in rows for v in r.values()]
+
+
+def test_csv_is_text(tmp_path):
+    text = 'question,answer,date\r\n007,1.0,2024-01-01\r\n"a, ""b""\nc",,true\r\n'
+    assert rows_of(tmp_path / "rows.csv", text) == [
+        {"question": "007", "answer": "1.0", "date": "2024-01-01"},
+        {"question": 'a, "b"\nc', "answer": "", "date": "true"},
+    ]
+
+
+def test_a_list_in_a_json_file(tmp_path):
+    rows = [{"question": "2024-01-01", "answer": "007"}, {"question": "1", "answer": 7}]
+    assert rows_of(tmp_path / "a.json", json.dumps(rows, indent=2)) == rows
+    assert rows_of(tmp_path / "b.json", "".join(json.dumps(r) + "\n" for r in rows)) == rows
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_a_mark_of_byte_order_is_no_part_of_a_name(tmp_path, suffix):
+    text = {"jsonl": '{"question": "1"}', "csv": "question,answer\n1,2\n"}[suffix]
+    assert rows_of(tmp_path / f"rows.{suffix}", text, "utf-8-sig")[0]["question"] == "1"
+
+
+def test_long_and_many_lined_cells_of_csv(tmp_path):
+    cells = ["x" * 300_000, "a\n\nb\r\nc", 'say "hi"', "\u2028\x0b", "ü", " 1 "]
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["q", "n"], *[[c, i] for i, c in enumerate(cells)]])
+    rows = data.read_rows(str(path))
+    assert [rows[i]["q"] for i in range(len(rows))] == cells
+    assert rows[-1] == {"q": " 1 ", "n": "5"} and csv.field_size_limit() == 131072
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "lines"),
+    [
+        ("a.jsonl", '\n{"q": "1"}\n\n  \n{"q": "2"}\n{"q": "3"}', [2, 5, 6]),
+        ("a.jsonl", '{"q": "1"}\r\n\r\n{"q": "2"}\r\n', [1, 3]),
+        ("a.csv", 'q,a\n1,2\n\n"1\n1",2\n\n\n3,4\n', [2, 4, 8]),
+        ("a.csv", "\n\nq,a\n1,2\n", [4]),
+    ],
+)
+def test_places_are_lines_as_an_editor_counts_them(tmp_path, name, text, lines):
+    rows = data.read_rows(write(tmp_path / name, text))
+    assert [rows.place(i) for i in range(len(rows))] == [f"{tmp_path / name}, line {n}" for n in lines]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.jsonl",
+            '{"question": "1"}\n\n{"question": 1\n',
+            "line 3: .* broken JSON: Expecting ',' .* column 15",
+        ),
+        ("a.jsonl", '{"question": "1"}\n[1]\n', "line 2: expected an object of columns, got list"),
+        ("a.jsonl", "[" * 100_000, "line 1: expected an object in one line, got broken JSON"),
+        ("a.json", '[{"question": "1"}, 2]', "row 2: expected an object of columns, got int"),
+        ("a.json", '[{"question": "1"},\n x]', r"could not read .*a.json': Expecting value: line 2 column 2"),
+        ("a.csv", "question,answer\n1,2\n1,2,3\n", "line 3: expected 2 cells as the first line has, got 3"),
+        (
+            "a.csv",
+            'question,answer\n1,2\n\n"1,2\n3,4\n',
+            "line 4: expected comma-separated values, got unexpec",
+        ),
+        ("a.csv", "question,question\n1,2\n", "line 1: expected a name of its own for each column"),
+        ("a.csv", "question,answer\n", "expected at least one row, got none in"),
+        ("a.csv", "\n\n", "expected at least one row, got none in"),
+        ("a.jsonl", "\n\n", "expected at least one row, got none in"),
+        ("a.csv", "answer\n1\n", "line 2: the row has no column 'question'; it has 'answer'"),
+        ("a.csv", "answer,question\n1,2\n\n3\n", "line 4: the row has no column 'question'; it has 'answer'"),
+    ],
+)
+def test_broken_files_are_named_with_the_line(tmp_path, name, text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        data.load(write(tmp_path / name, text), tiny.tokenizer())
+    assert str(tmp_path / name) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("a.jsonl", '{"question": "1"}\n{"question": "caf\xe9"}\n', 2),
+        ("a.csv", "question,answer\n1,2\n1,caf\xe9\n", 3),
+        ("a.csv", "question,caf\xe9\n1,2\n1,2\n", 1),
+        ("a.json", '[{"question": "caf\xe9"}]', 1),
+    ],
+)
+def test_a_file_that_is_not_utf8_is_named_with_the_byte(tmp_path, name, text, line):
+    path = tmp_path / name
+    message = f"{path}, line {line}: byte {text.index(chr(0xE9))} of the file, 0xe9, is not UTF-8; convert it"
+    with pytest.raises(ValueError, match=message):
+        data.load(write(path, text, "latin-1"), tiny.tokenizer())
+
+
+def test_all_broken_lines_are_counted_with_the_rows_that_lack_something(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = ['{"question": "1", "answer": "1"}'] * 8
+    lines[1], lines[3], lines[4], lines[6] = "{", '{"question": "1"}', "", '{"question": "1", "answer": null}'
+    with pytest.raises(ValueError) as error:
+        data.load(write(path, "\n".join(lines)), tiny.tokenizer(), columns=["answer"])
+    text = str(error.value)
+    assert text.startswith(f"data: {path}, line 2: expected an object in one line, got broken JSON")
+    assert f"{path}, line 4: the row has no column 'answer'; it has 'question'" in text
+    assert f"{path}, line 7: column 'answer' is empty. 3 of 7 rows cannot be used" in text
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
+    """Rows are read when they are drawn: what stands there then must be what was looked at."""
+    path = tmp_path / "a.jsonl"
+    dataset = data.load(write(path, '{"question": "1"}\n{"question": "2"}\n'), tiny.tokenizer())
+    assert dataset.prompt(1).text == "2"
+    with path.open("a") as file:
+        file.write('{"question": "3"}\n')
+    with pytest.raises(ValueError, match="was changed while it was read; start again"):
+        dataset.prompt(1)
+
+
+def test_a_file_that_is_replaced_is_read_on(tmp_path):
+    path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    dataset = data.load(write(path, '{"question": "1"}\n'), tiny.tokenizer())
+    write(other, '{"question": "9"}\n')
+    other.replace(path)
+    assert dataset.prompt(0).text == "1"
+
+
+def test_rows_of_a_file_are_not_kept_in_memory(tmp_path):
+    """Ten megabytes of rows; what stays is where each begins."""
+    import tracemalloc
+
+    row = json.dumps({"question": "1+1=", "note": "x" * 10_000})
+    path = write(tmp_path / "a.jsonl", (row + "\n") * 1000)
+    tokenizer = tiny.tokenizer()
+    tracemalloc.start()
+    dataset = data.load(path, tokenizer)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert dataset.size == 1000 and kept < 1e6
