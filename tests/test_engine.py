@@ -287,7 +287,7 @@ def test_a_text_is_found_across_tokens_without_text_of_their_own():
     """The end of a response is decoded, never the whole of it at every token: what it holds is the same."""
 
     class Words:
-        names = ["", "ab", "ba", "x", "a"]
+        names = ("", "ab", "ba", "x", "a")
 
         def decode(self, tokens, **_):
             return "".join(self.names[t] for t in tokens)
@@ -312,7 +312,7 @@ def test_stop_is_ids_and_texts(stop, ok):
 def test_text_where_ids_are_expected_is_one_line():
     for prompts in (["12"], [[3, 4], ["12", "3"]]):
         with pytest.raises(ValueError, match="prompts: expected token ids, got text in prompt"):
-            rollout(rft.Sampling(), prompts=prompts, keys=range(len(prompts)))
+            rollout(rft.Sampling(max_new=4), prompts=prompts, keys=range(len(prompts)))
 
 
 @pytest.mark.parametrize(
