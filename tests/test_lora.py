@@ -326,6 +326,23 @@ def test_a_merged_folder_is_a_plain_model(saved):
     assert (scores(plain) - scores(model.load(folder / "base"))).abs().max() > 1e-2
 
 
+def test_an_engine_of_an_adapter_folder_is_given_merged_weights(saved):
+    """The loop that goes on from adapters: it samples from them at once, and takes what they become."""
+    folder, lora, state = saved
+    eng = rft.engine.get_engine(None, str(folder / "adapter"))
+    sampling = rft.Sampling(max_new=5)
+    for version, scale in ((0, 1.0), (1, 2.0)):
+        new = rft.tree.Named((n, (p.detach() * scale).requires_grad_()) for n, p in state.params.items())
+        if version:
+            eng.load(Export(new, lora, torch.Tensor.detach), version=version)
+        r = eng.generate([[3, 4, 5]], [7], n=8, sampling=sampling)
+        exp = rft.experience(r, adv=torch.zeros(8), w=rft.weight.token_mean(r.mask))
+        packs = packing.shard(exp, 64)[0]
+        apply, _ = model.bind(lora)
+        mine = packing.unpack(model.score(apply, new, packs), packs, exp.w)
+        assert (mine - r.logp).abs().max() < 1e-5
+
+
 def test_adapters_without_a_tokenizer_have_that_of_their_base(saved, tmp_path):
     model.save(tmp_path / "a", saved[1], None)
     assert model.load_tokenizer(tmp_path / "a").encode("12") == tiny.tokenizer().encode("12")

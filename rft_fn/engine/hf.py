@@ -165,11 +165,15 @@ def _check(
 
 def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True) -> Engine:
     """An Engine over a transformers model that it owns: `load` copies weights into it.
-    `batch` is rows at a time. Asleep its weights are in host memory; with `sleep` False it never is.
+
+    `batch` is rows at a time. Asleep its weights are in host memory; with `sleep` False it never is. Adapters
+    are merged into the model first.
 
     Prompts are sorted by length, so that a batch holds little padding; rows that ended leave the batch at
     once.
     """
+    if hasattr(lm, "merge_and_unload"):
+        lm = lm.merge_and_unload()  # `load` brings weights by the plain model's names
     lm.eval()
     state = {"version": 0, "asleep": False}
     home = lm.device

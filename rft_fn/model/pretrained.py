@@ -13,9 +13,13 @@ __all__ = ["incomplete", "loaded", "quietly", "unreadable"]
 
 
 def quietly(factory: Any, name: str, **kwargs: Any) -> Any:
-    """factory.from_pretrained(name, ...). ValueError in one line for whatever it refuses."""
+    """factory.from_pretrained(name, ...), without code of the model's folder unless that is asked for.
+
+    ValueError in one line for whatever it refuses.
+    """
     from safetensors import SafetensorError
 
+    kwargs = {"trust_remote_code": False} | kwargs
     try:
         with quiet():
             return factory.from_pretrained(name, **kwargs)
