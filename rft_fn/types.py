@@ -30,14 +30,20 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0  # 0 keeps all
     max_new: int = 256  # tokens
-    stop: tuple[int, ...] = ()  # token ids that end a sequence; the tokenizer's eos is added by the engine
+    stop: tuple[int | str, ...] = ()  # token ids, or texts, that end a response; the engine adds the eos
 
     def __post_init__(self) -> None:
+        stop = self.stop if isinstance(self.stop, (tuple, list)) else (None,)
         for name, ok, want in (
             ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a number >= 0"),
             ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1"),
             ("top_k", self.top_k >= 0, "an integer >= 0"),
             ("max_new", self.max_new >= 1, "an integer >= 1"),
+            (
+                "stop",
+                all(type(x) is int or (type(x) is str and x) for x in stop),
+                "a tuple of token ids and texts that are not empty",
+            ),
         ):
             if not ok:
                 raise ValueError(f"{name}: expected {want}, got {getattr(self, name)}")
@@ -157,6 +163,7 @@ class TrainState:
     step: int  # updates done
     skipped: int = 0  # updates in a row, up to now, whose gradients were not finite
     tx: "Transform" = tree.static()
+    module: Any = tree.static(default=None)  # that the params are of: an export reads what it does not train
 
 
 LossFn = Callable[[TokenOut, Packed], Any]  # -> loss [T], or (loss [T], {name: Metric})

@@ -232,7 +232,7 @@ def adapters(st, dtype):
     lm = model.apply_lora_configuration(tiny.llama(dtype=dtype), rank=2, alpha=4)
     _, state, apply = train(st, lm.to(dtype), dtype=dtype)
     folder, weights = shared_folder(st), {n: x.clone() for n, x in st.export(state)}
-    st.save_pretrained(f"{folder}/adapters", lm, tiny.tokenizer(), weights.items())
+    st.save_pretrained(f"{folder}/adapters", lm, tiny.tokenizer(), st.export(state))
     st.save_pretrained(f"{folder}/merged", lm, tiny.tokenizer(), weights.items(), merge=True)
     rft.dist.barrier()
     packs = st.shard(experience(0, dtype=dtype), 40)

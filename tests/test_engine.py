@@ -250,3 +250,81 @@ def test_ragged_prompts_are_what_the_model_reads():
         assert r.tokens[row, : len(PROMPTS[g])].tolist() == PROMPTS[g]
         assert not r.mask[row, : len(PROMPTS[g])].any()
     assert torch.equal(tree.map(lambda x: x, r).logp, r.logp)
+
+
+# ------------------------------------------------------------------------------------------------ stop texts
+
+
+def ended_by(tokenizer, tokens, texts):
+    """The definition: the shortest response whose whole decoded text contains one of the texts."""
+    for size in range(1, len(tokens) + 1):
+        if any(text in tokenizer.decode(tokens[:size]) for text in texts):
+            return size
+    return None
+
+
+@pytest.mark.parametrize("texts", [("1",), ("12", "+"), ("2", "no such text")])
+def test_a_text_ends_a_response_at_the_token_that_completes_it(texts):
+    """The tokens up to that one are those of a response that is not stopped; all of them are trained."""
+    tokenizer, ids = tiny.tokenizer(), frozenset([tiny.tokenizer().eos_token_id])
+    free = rollout(rft.Sampling(max_new=40), n=8)
+    cut = rollout(rft.Sampling(max_new=40, stop=texts), n=8)
+    stopped = 0
+    for a, b, truncated in zip(
+        (x for i in range(4) for x in responses(free, i, 8)),
+        (x for i in range(4) for x in responses(cut, i, 8)),
+        cut.truncated.tolist(),
+    ):
+        size = ended_by(tokenizer, a, texts)
+        assert b == a[:size] and (size is None or not truncated)
+        assert truncated == (size is None and a[-1] not in ids)
+        stopped += size is not None
+    assert stopped > 3
+    assert (trainer_logp(cut, rft.Sampling()) - cut.logp).abs().max() < 1e-5
+
+
+def test_a_text_is_found_across_tokens_without_text_of_their_own():
+    """The end of a response is decoded, never the whole of it at every token: what it holds is the same."""
+
+    class Words:
+        names = ("", "ab", "ba", "x", "a")
+
+        def decode(self, tokens, **_):
+            return "".join(self.names[t] for t in tokens)
+
+    stop = engine.stop.Stop(Words(), frozenset([9]), ("abba", "xax", 7))
+    assert stop.ends([9]) and stop.ends([3, 7]) and not stop.ends([1])
+    assert stop.ends([1] + [0] * 200 + [2]) and stop.ends([0] * 50 + [3, 4, 3])
+    assert not stop.ends([1, 3, 2] + [0] * 30)
+
+
+@pytest.mark.parametrize(
+    ("stop", "ok"), [((), True), ((5, "\n"), True), (("",), False), ("text", False), ((1.5,), False)]
+)
+def test_stop_is_ids_and_texts(stop, ok):
+    if ok:
+        assert rft.Sampling(stop=stop).stop == stop
+    else:
+        with pytest.raises(ValueError, match="stop: expected a tuple of token ids and texts that are not"):
+            rft.Sampling(stop=stop)
+
+
+def test_text_where_ids_are_expected_is_one_line():
+    for prompts in (["12"], [[3, 4], ["12", "3"]]):
+        with pytest.raises(ValueError, match="prompts: expected token ids, got text in prompt"):
+            rollout(rft.Sampling(max_new=4), prompts=prompts, keys=range(len(prompts)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"type": "nothing"}, "engine type: expected hf, got 'nothing'"),
+        ({"tp_size": 2}, "engine_tp_size, engine_mem_util: expected 1 and 0 for hf"),
+    ],
+)
+def test_a_mistake_in_the_engines_config_comes_before_any_model(options, message):
+    config = engine.EngineConfig(**options)
+    with pytest.raises(ValueError, match=message):
+        engine.check_config(config)
+    with pytest.raises(ValueError, match=message):
+        engine.get_engine(config, "./nowhere")

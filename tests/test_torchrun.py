@@ -112,6 +112,17 @@ def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path):
     assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
+def test_a_first_start_leaves_a_whole_model_in_the_cache(tmp_path):
+    """Both processes find the cache empty; one of them builds, and a later process can load what it left."""
+    env = environment(tmp_path) | {"RFT_FN_CACHE": str(tmp_path / "cache")}
+    args = command(2, "--steps", 1, "--out", tmp_path / "run")
+    done = subprocess.run(args, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (built,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    code = f"from rft_fn import model; model.load({str(built)!r}); model.load_tokenizer({str(built)!r})"
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=100)
+
+
 def test_a_mistake_is_one_line_from_rank_0(tmp_path):
     options = ["--out", tmp_path / "run", "--strategy.sp-size", 3]
     done = subprocess.run(

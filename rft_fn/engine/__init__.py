@@ -17,6 +17,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Filled",
+    "check_config",
     "check_gap",
     "check_reward",
     "explain_gap",
@@ -29,10 +30,8 @@ __all__ = [
 ]
 
 
-def get_engine(config: EngineConfig | None, model: str | nn.Module, tokenizer: Any = None) -> Engine:
-    """The engine of `config` with weights of `model`, a name as `model.load` takes or a
-    module it may own and overwrite."""
-    config = config or EngineConfig()
+def check_config(config: EngineConfig) -> None:
+    """ValueError for an engine that does not exist, or an option that it cannot honour. Builds nothing."""
     if config.type != "hf":
         raise ValueError(f"engine type: expected hf, got {config.type!r}")
     if config.tp_size != 1 or config.mem_util:
@@ -40,6 +39,15 @@ def get_engine(config: EngineConfig | None, model: str | nn.Module, tokenizer: A
             f"engine_tp_size, engine_mem_util: expected 1 and 0 for hf, which has one process and takes "
             f"what it needs, got {config.tp_size} and {config.mem_util}"
         )
+
+
+def get_engine(config: EngineConfig | None, model: str | nn.Module, tokenizer: Any = None) -> Engine:
+    """The engine of `config` with weights of `model`, a name or a module that it may overwrite.
+
+    ValueError for what `check_config` refuses, before anything is loaded.
+    """
+    config = config or EngineConfig()
+    check_config(config)
     if tokenizer is None and isinstance(model, nn.Module):
         raise ValueError("tokenizer: expected one, got None: a module does not know its tokenizer")
     tokenizer = tokenizer or model_lib.load_tokenizer(str(model))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import logprob, rng
+from rft_fn.engine.stop import Stop
 from rft_fn.types import Engine, Rollout, Sampling
 
 __all__ = ["hf"]
@@ -79,14 +80,14 @@ def _draw(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor
     return token, logp.gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
 
-def _step(lm: nn.Module, rows: _Rows, u: Tensor, sampling: Sampling, stops: frozenset[int]) -> None:
+def _step(lm: nn.Module, rows: _Rows, u: Tensor, sampling: Sampling, stop: Stop) -> None:
     """Sample one token for every live row, drop the rows that ended, and run the rest one token further."""
     token, logp = _draw(rows.logits, u[rows.live], sampling)
     keep = []
     for k, (i, t, p) in enumerate(zip(rows.live.tolist(), token.tolist(), logp.tolist())):
         rows.tokens[i].append(t)
         rows.logp[i].append(p)
-        rows.ended[i] = t in stops
+        rows.ended[i] = stop.ends(rows.tokens[i])
         if not rows.ended[i] and len(rows.tokens[i]) < sampling.max_new:
             keep.append(k)
     if len(keep) < len(token):
@@ -148,6 +149,10 @@ def _check(
             f"prompts: expected one or more, a key for each, n >= 1; got {len(prompts)}, {len(keys)}, {n}"
         )
     for i, p in enumerate(prompts):
+        if any(isinstance(token, str) for token in p):
+            raise ValueError(
+                f"prompts: expected token ids, got text in prompt {i}; encode it with the tokenizer"
+            )
         if not len(p):
             raise ValueError(f"prompts: expected at least one token, got none in prompt {i}")
         if window and len(p) + sampling.max_new > window:
@@ -160,11 +165,15 @@ def _check(
 
 def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True) -> Engine:
     """An Engine over a transformers model that it owns: `load` copies weights into it.
-    `batch` is rows at a time. Asleep its weights are in host memory; with `sleep` False it never is.
+
+    `batch` is rows at a time. Asleep its weights are in host memory; with `sleep` False it never is. Adapters
+    are merged into the model first.
 
     Prompts are sorted by length, so that a batch holds little padding; rows that ended leave the batch at
     once.
     """
+    if hasattr(lm, "merge_and_unload"):
+        lm = lm.merge_and_unload()  # `load` brings weights by the plain model's names
     lm.eval()
     state = {"version": 0, "asleep": False}
     home = lm.device
@@ -178,6 +187,7 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True) ->
         wake()
         ids = [list(getattr(p, "ids", p)) for p in prompts]
         _check(ids, keys, n, sampling, window)
+        stop = Stop(tokenizer, ends, sampling.stop)
         done: dict[int, tuple[list[int], list[float], bool]] = {}
         order, step = sorted(range(len(ids)), key=lambda i: len(ids[i])), max(batch // n, 1)
         for start in range(0, len(order), step):
@@ -191,7 +201,7 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True) ->
                 )
                 for t in range(sampling.max_new):
                     if rows.live.numel():
-                        _step(lm, rows, u[:, t].to(lm.device), sampling, ends | set(sampling.stop))
+                        _step(lm, rows, u[:, t].to(lm.device), sampling, stop)
                 names = [i * n + j for i in part for j in wanted]
                 done |= dict(zip(names, zip(rows.tokens, rows.logp, rows.ended)))
         return _assemble(ids, n, done, pad, state["version"])

@@ -1,15 +1,19 @@
 """The model as a function: `bind` a module, `score` packs with it, `load` one from anywhere; and a critic."""
 
+from rft_fn.model.assign import assign
 from rft_fn.model.bind import Scorer, bind, rooted, score, split_over, text_model
+from rft_fn.model.builtin import cache_dir, resolve
 from rft_fn.model.critic import Critic, explained_variance, load_critic, save_critic, values
-from rft_fn.model.load import cache_dir, load, load_tokenizer, resolve, save
-from rft_fn.model.lora import apply_lora_configuration
+from rft_fn.model.load import load, load_tokenizer
+from rft_fn.model.lora import apply_lora_configuration, without_adapters
 from rft_fn.model.materialize import materialize
+from rft_fn.model.save import save
 
 __all__ = [
     "Critic",
     "Scorer",
     "apply_lora_configuration",
+    "assign",
     "bind",
     "cache_dir",
     "explained_variance",
@@ -25,4 +29,5 @@ __all__ = [
     "split_over",
     "text_model",
     "values",
+    "without_adapters",
 ]

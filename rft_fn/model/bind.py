@@ -225,6 +225,7 @@ def bind(
         return functional_call(root, {prefix + name: p for name, p in params.items()}, (pack,))
 
     own_parameters = list(own.items())
+    apply.device = next((p.device for p in module.parameters()), None)  # type: ignore[attr-defined]
     return apply, own
 
 
@@ -232,10 +233,10 @@ def bind(
 def score(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Tensor]:
     """The log-probs [T] of each pack, without gradient: old and reference
     log-probs. `packing.unpack` makes them [B, S]."""
-    return [apply(params, x).logp.to(b.tokens.device) for x, b in zip(beside(params, packs), packs)]
+    return [apply(params, x).logp.to(b.tokens.device) for x, b in zip(beside(apply, params, packs), packs)]
 
 
-def beside(params: tree.Named, packs: Sequence[Packed]) -> list[Packed]:
-    """The packs on the device of the parameters."""
-    device = next((p.device for p in params.values()), None)
+def beside(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Packed]:
+    """The packs on the device of the parameters, or of a frozen model's `apply`."""
+    device = next((p.device for p in params.values()), getattr(apply, "device", None))
     return [tree.map(lambda x: x.to(device) if device else x, b) for b in packs]

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from rft_fn import check, tree
 from rft_fn.model import attention
 from rft_fn.model.bind import _inner, _silence, beside, decoder, run
-from rft_fn.model.load import _quietly, load, save
+from rft_fn.model.load import load
 from rft_fn.model.lora import merged
+from rft_fn.model.pretrained import loaded
+from rft_fn.model.save import save
 from rft_fn.types import Apply, Packed, TokenOut
 
 __all__ = ["Critic", "explained_variance", "load_critic", "save_critic", "values"]
@@ -95,7 +97,7 @@ def load_critic(
         from transformers import AutoModel
 
         trained = load_file(Path(folder) / _HEAD)
-        path_or_module = _quietly(AutoModel, str(folder), dtype=dtype or "auto", **kwargs)
+        path_or_module = loaded(AutoModel, str(folder), dtype=dtype or "auto", **kwargs)
         cpu = not torch.cuda.is_available() if device is None else torch.device(device).type == "cpu"
         dtype, kwargs = dtype or (torch.float32 if cpu else torch.bfloat16), {}
     options = {"dtype": dtype, "device": device, "gradient_checkpointing": gradient_checkpointing}
@@ -122,7 +124,7 @@ def save_critic(folder: str | Path, critic: Critic, weights: Iterable[tuple[str,
 def values(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Tensor]:
     """The values [T] of each pack, without gradient: the baseline of an advantage.
     `packing.unpack` makes them [B, S]."""
-    return [apply(params, x).value.to(b.tokens.device) for x, b in zip(beside(params, packs), packs)]
+    return [apply(params, x).value.to(b.tokens.device) for x, b in zip(beside(apply, params, packs), packs)]
 
 
 def explained_variance(value: Tensor, ret: Tensor, mask: Tensor) -> float:

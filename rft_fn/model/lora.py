@@ -1,19 +1,84 @@
-"""Low-rank adapters through peft."""
+"""Low-rank adapters through peft: made, loaded to be trained further, merged for an engine, turned off."""
 
-from collections.abc import Mapping, Sequence
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["apply_lora_configuration", "linear_names", "merged"]
+from rft_fn import rng
+from rft_fn.model.finite import require_finite
+from rft_fn.types import Apply, Packed, TokenOut
 
-_FROZEN_PARTS = ("lm_head", "visual", "vision_tower", "audio_tower", "merger", "multi_modal_projector")
+__all__ = ["Export", "apply_lora_configuration", "merged", "with_adapter", "without_adapters"]
+
+_TOWERS = {
+    "audio_encoder", "audio_model", "audio_tower", "connector", "image_tower", "merger",
+    "multi_modal_projector", "speech_encoder", "vision_encoder", "vision_model", "vision_tower", "visual",
+}  # fmt: skip
+_HEADS = {"classifier", "embed_out", "lm_head", "score", "v_head", "value_head"}
+_ADAPTER = "adapter_model.safetensors"
 
 
-def linear_names(module: nn.Module, exclude: Sequence[str] = _FROZEN_PARTS) -> list[str]:
-    """The last names of all Linear layers, without the head and the towers of other modalities."""
-    names = (n for n, m in module.named_modules() if isinstance(m, nn.Linear))
-    return sorted({n.rsplit(".", 1)[-1] for n in names if not any(part in n.split(".") for part in exclude)})
+# ------------------------------------------------------------------------------------------ which layers
+
+
+def _linear(module: nn.Module) -> list[str]:
+    """Paths of all linear layers but the head over the vocabulary. GPT-2's Conv1D is one."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = getattr(module, "get_output_embeddings", lambda: None)()
+    return [n for n, m in module.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
+
+
+def _of_text(module: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Those of the paths that lead into the text model: no head, and no part that sees or hears."""
+    decoder = getattr(module, "get_decoder", lambda: module)()
+    root = next((n for n, m in module.named_modules() if m is decoder and n), "")
+    inside = [p for p in paths if not root or p.startswith(f"{root}.")]
+    return [p for p in inside if not set(p.split(".")) & (_TOWERS | _HEADS)]
+
+
+def _matches(path: str, name: str) -> bool:
+    """Whether `name` is a whole path, the end of one, or one of the parts that it leads through."""
+    return f".{name}." in f".{path}."
+
+
+def target_paths(
+    module: nn.Module, target_modules: str | Sequence[str], exclude: Sequence[str] = ()
+) -> list[str]:
+    """The full paths of the layers that get adapters; see `apply_lora_configuration`."""
+    every = _linear(module)
+    text = _of_text(module, every)
+    if target_modules == "auto":
+        chosen = text
+    elif target_modules == "all-linear":
+        chosen = every
+    else:
+        names = target_modules
+        if isinstance(names, str):
+            names = [name.strip() for name in names.split(",")]
+        known = sorted({p.rsplit(".", 1)[-1] for p in text})
+        unknown = [name for name in names if not any(_matches(p, name) for p in every)]
+        if unknown or not names:
+            raise ValueError(f"target_modules: expected auto, all-linear or some of {known}, got {unknown}")
+        # a name that the text model has is meant there; a tower is adapted only by a path that leads there
+        inside = [p for p in text if any(_matches(p, name) for name in names)]
+        outside = [name for name in names if not any(_matches(p, name) for p in text)]
+        chosen = inside + [p for p in every if any(_matches(p, name) for name in outside)]
+    unknown = [name for name in exclude if not any(_matches(p, name) for p in every)]
+    if unknown:
+        raise ValueError(f"exclude: expected parts of the paths of linear layers, got {unknown}")
+    chosen = [p for p in chosen if not any(_matches(p, name) for name in exclude)]
+    if not chosen:
+        raise ValueError(f"target_modules: expected one linear layer or more, got none of {len(every)}")
+    return chosen
+
+
+# ------------------------------------------------------------------------------------------------- made
 
 
 def apply_lora_configuration(
@@ -22,30 +87,133 @@ def apply_lora_configuration(
     alpha: float,
     dropout: float = 0.0,
     target_modules: str | Sequence[str] = "auto",
+    *,
+    exclude: Sequence[str] = (),
+    seed: int = 0,
 ) -> nn.Module:
-    """`module` with LoRA adapters (arXiv 2106.09685) of rank `rank`, scaled by alpha
-    / rank; only they are trainable.
+    """`module` with trainable LoRA adapters of rank `rank`, scaled by alpha / rank (arXiv 2106.09685).
 
-    `target_modules="auto"` takes every Linear of the language model, never the head. ValueError for a rank
-    below 1, for a name that the module does not have, and for dropout, which would make log-probs random.
+    `target_modules`: "auto" is every linear layer of the text model, never the head, never a part that sees
+    or hears; "all-linear" every one of the model but the head; else names, or one string of names with
+    commas. `exclude` names layers, or parts that hold some, without adapters. B starts at 0; A is drawn from
+    `seed` and the layer's name, so it is the same on every process, and with `load(meta=True)` too.
+    ValueError for a rank below 1, for names that the module does not have, and for dropout, which would make
+    log-probs random.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     if rank < 1:
         raise ValueError(f"rank: expected >= 1, got {rank}")
+    if not (math.isfinite(alpha) and alpha > 0):
+        raise ValueError(f"alpha: expected a number > 0, got {alpha}")
     if dropout:
         raise ValueError(
             f"dropout: expected 0, got {dropout}: log-probs of the trainer and the sampler would differ"
         )
-    known = linear_names(module)
-    names = known if target_modules == "auto" else list(target_modules)
-    unknown = sorted(set(names) - set(known))
-    if unknown:
-        raise ValueError(f"target_modules: expected some of {known}, got {unknown}")
+    paths = target_paths(module, target_modules, exclude)
+    # peft matches the ends of paths: what else ends like one of ours is left out by name
+    also = [p for p in _linear(module) if p not in paths and any(p.endswith(f".{x}") for x in paths)]
     config = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=names, task_type="CAUSAL_LM"
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,
+        target_modules=paths,
+        exclude_modules=also or None,
+        task_type="CAUSAL_LM",
     )
-    return get_peft_model(module, config)
+    return _wrapped(module, config, seed)
+
+
+@torch.no_grad()
+def _wrapped(module: nn.Module, config: Any, seed: int) -> nn.Module:
+    """`module` inside peft, its adapters in memory (also where it has none itself) and drawn from `seed`."""
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*fan_in_fan_out")  # Conv1D keeps its weight transposed
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft asks for it
+        model = get_peft_model(module, config)
+    device = _device(module)
+    for name, layer in _adapted(model):
+        wide = torch.promote_types(layer.get_base_layer().weight.dtype, torch.float32)
+        for adapter in layer.active_adapters:
+            a, b = (layer.lora_A[adapter], layer.lora_B[adapter])
+            bound = 1 / math.sqrt(a.in_features)  # as peft draws it
+            g = rng.generator(rng.fold_in(seed, "lora", name, adapter))
+            start = torch.rand(a.weight.shape, generator=g, dtype=torch.float64) * 2 * bound - bound
+            a.weight = nn.Parameter(start.to(device, wide))
+            b.weight = nn.Parameter(torch.zeros(b.weight.shape, device=device, dtype=wide))
+    return model
+
+
+def _device(module: nn.Module) -> torch.device:
+    """Where a module lies, or where it will once it is materialized."""
+    source = [m.__dict__["rft_weights"] for m in module.modules() if "rft_weights" in m.__dict__]
+    return source[0][1] if source else next(module.parameters()).device
+
+
+def _adapted(module: nn.Module) -> list[tuple[str, Any]]:
+    """(name, layer) of every layer with adapters."""
+    return [(name, m) for name, m in module.named_modules() if len(getattr(m, "lora_A", ()))]
+
+
+@torch.no_grad()
+def with_adapter(module: nn.Module, folder: str | Path, *, trainable: bool = True) -> nn.Module:
+    """`module` with the adapters that were saved in `folder`, to be trained further.
+
+    ValueError for adapters that are more than LoRA of linear layers, and for tensors that are missing,
+    unexpected or of another shape.
+    """
+    from peft import LoraConfig, PeftConfig
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    config, path = PeftConfig.from_pretrained(str(folder)), Path(folder, _ADAPTER)
+    odd = ["use_dora", "modules_to_save", "lora_bias", "target_parameters", "trainable_token_indices"]
+    odd = [name for name in odd if getattr(config, name, None)]
+    if type(config) is not LoraConfig or odd or config.bias != "none":
+        what = ", ".join(odd) or f"{config.peft_type} with bias {getattr(config, 'bias', None)!r}"
+        raise ValueError(f"model: {folder}: expected plain LoRA adapters, got {what}; merge them first")
+    if not path.is_file():
+        raise ValueError(f"model: {folder}: expected {_ADAPTER}, got none")
+    try:
+        stored = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"model: {path}: expected a whole safetensors file, got {error}") from error
+    config.inference_mode, config.lora_dropout = not trainable, 0.0
+    model = _wrapped(module, config, 0)
+    named = dict(model.named_parameters())
+    own = {n.replace(".default.", "."): n for n in named if ".lora_" in n}
+    shapes = {n: list(named[full].shape) for n, full in own.items()}
+    wrong = [n for n in own.keys() & stored.keys() if list(stored[n].shape) != shapes[n]]
+    wrong += sorted(own.keys() ^ stored.keys())
+    if wrong:
+        raise ValueError(
+            f"model: {path}: expected the {len(own)} tensors of its config and base model, missing, "
+            f"unexpected or of another shape are {len(wrong)}: {', '.join(sorted(wrong)[:3])}"
+        )
+    for name, x in stored.items():
+        require_finite(f"model: {path}", name, x)
+        named[own[name]].copy_(x)
+    return model
+
+
+# ------------------------------------------------------------------------------------------------ merged
+
+
+def _product(layer: Any, base: Tensor, pairs: Sequence[tuple[str, Tensor, Tensor]]) -> Tensor:
+    """base + sum of scale B A over adapters, in float32 at least, rounded once to the type of `base`."""
+    out = base.to(torch.promote_types(base.dtype, torch.float32))
+    for adapter, a, b in pairs:
+        step = layer.scaling[adapter] * (b.to(out) @ a.to(out))
+        out = out + (step.T if layer.fan_in_fan_out else step)
+    return out.to(base.dtype)
+
+
+def _plain(module: nn.Module, name: str) -> str:
+    """The name that a parameter has in the model without adapters."""
+    root = "base_model.model." if hasattr(module, "get_base_model") else ""
+    return name.removeprefix(root).replace(".base_layer.", ".")
 
 
 @torch.no_grad()
@@ -53,13 +221,90 @@ def merged(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor
     """The whole weights of a module with LoRA layers, by the names of the plain one: each base weight plus
     scale B A. Of a module without any they come back as they are."""
     out = dict(weights)
-    for name, layer in module.named_modules():
-        for adapter in getattr(layer, "lora_A", ()):
-            a, b = (out.pop(f"{name}.lora_{x}.{adapter}.weight") for x in "AB")
-            base = out[f"{name}.base_layer.weight"]
-            step = layer.scaling[adapter] * (b.to(base.device).float() @ a.to(base.device).float())
-            out[f"{name}.base_layer.weight"] = (
-                base.to(torch.promote_types(base.dtype, torch.float32)) + step
-            ).to(base.dtype)
-    root = "base_model.model." if hasattr(module, "get_base_model") else ""
-    return {name.removeprefix(root).replace(".base_layer.", "."): x for name, x in out.items()}
+    for name, layer in _adapted(module):
+        pairs = [
+            (x, out.pop(f"{name}.lora_A.{x}.weight"), out.pop(f"{name}.lora_B.{x}.weight"))
+            for x in layer.lora_A
+        ]
+        active = [pair for pair in pairs if pair[0] in layer.active_adapters]
+        out[f"{name}.base_layer.weight"] = _product(layer, out[f"{name}.base_layer.weight"], active)
+    return {_plain(module, name): x for name, x in out.items()}
+
+
+class Export(Iterator[tuple[str, Tensor]]):
+    """The trained weights as an engine takes them: (name, full tensor), one at a time, once.
+
+    Of a module with adapters the names are those of the plain model, and an adapted layer's weight is its
+    base weight plus scale B A; what is not trained is left out. `own` gives the same weights as the module
+    has them, adapters by their own names. `full` puts one parameter together: where that takes all ranks,
+    all have to iterate. With `finite`, ValueError at a tensor with NaN or inf.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        module: nn.Module | None,
+        full: Callable[[Tensor], Tensor],
+        *,
+        finite: bool = True,
+    ):
+        self.params, self.module, self.full, self.finite = params, module, full, finite
+        layers = [] if module is None else _adapted(module)
+        self._found = self._merged(dict(layers)) if layers else self.own()
+
+    def __next__(self) -> tuple[str, Tensor]:
+        name, x = next(self._found)
+        if self.finite:
+            require_finite("weights", name, x)
+        return name, x
+
+    @torch.no_grad()
+    def own(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors by the module's own names."""
+        for name, p in self.params.items():
+            yield name, self.full(p)
+
+    @torch.no_grad()
+    def _merged(self, layers: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        module, done = self.module, set()
+        assert module is not None
+        every = dict(module.named_parameters()) | dict(self.params)
+        for name in self.params:
+            path = name.partition(".base_layer.")[0].partition(".lora_")[0]
+            if path not in layers or name.endswith(".base_layer.bias"):
+                yield _plain(module, name), self.full(every[name])
+            elif path not in done:  # both of its matrices at once, at the first of them
+                done.add(path)
+                layer = layers[path]
+                base = self.full(every[f"{path}.base_layer.weight"])
+                pairs = []
+                for x in layer.active_adapters:
+                    a, b = (self.full(every[f"{path}.lora_{m}.{x}.weight"]) for m in "AB")
+                    pairs.append((x, a, b))
+                yield _plain(module, f"{path}.weight"), _product(layer, base, pairs)
+
+
+# ---------------------------------------------------------------------------------------------- turned off
+
+
+def without_adapters(module: nn.Module, apply: Apply) -> Apply:
+    """`apply` of a module with its adapters off: the model before LoRA, without a second copy of it.
+
+    The reference of a KL: `score(without_adapters(module, apply), state.params, packs)`. Never with a
+    gradient. Works for the `apply` of every strategy. ValueError for a module without adapters.
+    """
+    layers = [layer for _, layer in _adapted(module)]
+    if not layers:
+        raise ValueError(f"module: expected one with adapters, got {type(module).__name__} without any")
+
+    @torch.no_grad()
+    def plain(params: Any, pack: Packed) -> TokenOut:
+        for layer in layers:  # peft's own switch changes requires_grad too, which sharded modules rely on
+            layer._disable_adapters = True
+        try:
+            return apply(params, pack)
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
+
+    return plain

@@ -1,26 +1,38 @@
 """Models without memory, which get their weights where these belong: each process reads its own shards."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["empty", "materialize"]
+from rft_fn.model.finite import is_finite
+from rft_fn.model.pretrained import incomplete, quietly, unreadable
+
+__all__ = ["empty", "materialize", "put"]
 
 
-def empty(name: str, dtype: torch.dtype, device: torch.device, **kwargs: Any) -> nn.Module:
-    """The causal language model of a folder or hub name on the meta device. `materialize` gives it memory on
-    `device`, and its weights. ValueError for a model without safetensors."""
+def empty(
+    name: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False, **kwargs: Any
+) -> nn.Module:
+    """The causal language model of a folder or hub name on the meta device.
+
+    `materialize` gives it memory on `device`, and its weights. ValueError for a model without safetensors, or
+    whose files hold other tensors than it has.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = _folder(name)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"model: expected *.safetensors in {folder}, got none; load it without meta")
-    config = AutoConfig.from_pretrained(folder)
+    config = quietly(AutoConfig, str(folder), trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
+        module = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
+        )
+    _check(module, files)
     module.rft_weights = (files, device)
     return module
 
@@ -33,10 +45,42 @@ def _folder(name: str) -> Path:
     return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
 
 
-def _source(module: nn.Module) -> tuple[str, nn.Module] | None:
-    """(prefix, part) of the module that `empty` made, which may be inside another (adapters, a critic)."""
-    found = [(n, m) for n, m in module.named_modules() if "rft_weights" in m.__dict__]
-    return found[0] if found else None
+def _names(module: nn.Module) -> dict[int, list[str]]:
+    """The names of each parameter in the files, several where it is tied: those without adapters."""
+    names: dict[int, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name.replace(".base_layer.", "."))
+    return names
+
+
+def _check(module: nn.Module, files: list[Path]) -> None:
+    """ValueError for tensors that are missing in the files, unexpected, or of another shape."""
+    from safetensors import SafetensorError, safe_open
+
+    stored: dict[str, list[int]] = {}
+    for file in files:
+        try:
+            with safe_open(file, "pt") as f:
+                stored |= {key: list(f.get_slice(key).get_shape()) for key in f.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise unreadable(file.parent, error) from error
+    names, shapes, missing = _names(module), [], []
+    for p in module.parameters():
+        name = next((n for n in names[id(p)] if n in stored), None)
+        if name is None:
+            missing.append(names[id(p)][0])
+        elif stored[name] != list(p.shape):
+            shapes.append(f"{name} {stored[name]} instead of {list(p.shape)}")
+    known = {n for same in names.values() for n in same} | {n for n, _ in module.named_buffers()}
+    ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or []
+    ignored = [*ignored, r"rotary_emb\.inv_freq"]
+    unexpected = [n for n in stored.keys() - known if not any(re.search(x, n) for x in ignored)]
+    incomplete(files[0].parent, missing, unexpected, shapes)
+
+
+def _source(module: nn.Module) -> nn.Module | None:
+    """The module that `empty` made, which may be inside another (adapters, a critic)."""
+    return next((m for m in module.modules() if "rft_weights" in m.__dict__), None)
 
 
 @torch.no_grad()
@@ -44,15 +88,15 @@ def materialize(module: nn.Module) -> nn.Module:
     """The same module; one that `load(meta=True)` made, sharded or not, has its memory and weights now.
 
     Each process reads the part of each tensor that it holds. Adapters and heads that were added to it must
-    have been made with memory. ValueError for a parameter that is not in the files.
+    have been made with memory, as `apply_lora_configuration` does. ValueError for weights with NaN or inf.
     """
-    source = _source(module)
-    if source is None:
+    part = _source(module)
+    if part is None:
         return module
-    part = source[1]
     files, device = part.__dict__.pop("rft_weights")
+    empty_ones = {name for name, p in part.named_parameters() if p.is_meta}
     _allocate(part, device)
-    _fill(part, files)
+    _fill(part, files, empty_ones)
     for p in part.parameters():
         p._is_hf_initialized = True  # type: ignore[attr-defined]
     part.initialize_weights()  # type: ignore[operator]  # what no file holds: buffers, of rotary embeddings
@@ -60,7 +104,7 @@ def materialize(module: nn.Module) -> nn.Module:
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:
-    """Memory for what is on the meta device; parameters that were one before are one after."""
+    """Memory for what is on the meta device; tied parameters stay tied."""
     ties: dict[int, list[tuple[nn.Module, str]]] = {}
     for m in module.modules():
         for name, p in m._parameters.items():
@@ -72,40 +116,59 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
             m._parameters[name] = first[0]._parameters[first[1]]
 
 
-def _fill(module: nn.Module, files: list[Path]) -> None:
+def _fill(module: nn.Module, files: list[Path], wanted: set[str]) -> None:
+    """Read the parameters named `wanted` from the files."""
     from safetensors import safe_open
 
-    names: dict[int, list[str]] = {}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    missing = {id(p): p for p in module.parameters()}
+    names, bad = _names(module), []
+    missing = {id(p): p for name, p in module.named_parameters() if name in wanted}
+    order = [names[key][0] for key in missing]
     for file in files:
         with safe_open(file, "pt") as f:
             held = set(f.keys())
             for key, p in list(missing.items()):
                 name = next((n for n in names[key] if n in held), None)
                 if name is not None:
-                    _copy(p, f.get_slice(name), name)
+                    put(p, f.get_slice(name))
+                    bad += [] if is_finite(_local(p)) else [order.index(names[key][0])]
                     del missing[key]
     if missing:
         odd = [names[key][0] for key in missing][:3]
         raise ValueError(
             f"model: expected {odd} in {files[0].parent}, got no such tensors; load it without meta"
         )
+    first = _first_of_all(module, min(bad, default=len(order)))
+    if first < len(order):
+        raise ValueError(f"model: {files[0].parent}: {order[first]}: expected finite numbers, got NaN or inf")
 
 
-def _copy(p: Tensor, stored: Any, name: str) -> None:
-    if list(stored.get_shape()) != list(p.shape):
-        raise ValueError(
-            f"model: {name}: expected {list(p.shape)}, got {list(stored.get_shape())} in the file"
-        )
+def _first_of_all(module: nn.Module, index: int) -> int:
+    """The smallest index of all processes where the module is sharded: each sees its own part only."""
+    sharded = next((p for p in module.parameters() if hasattr(p, "device_mesh")), None)
+    if sharded is None:
+        return index
+    import torch.distributed as dist
+
+    found = torch.tensor(index, device=sharded.device_mesh.device_type)  # type: ignore[attr-defined]
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return int(found)
+
+
+def _local(p: Tensor) -> Tensor:
+    """The part of a tensor that this process holds."""
+    return p.to_local() if hasattr(p, "device_mesh") else p  # type: ignore[operator]
+
+
+def put(p: Tensor, whole: Any) -> None:
+    """Copy a whole tensor, or the slice of one in a file, into `p`: this process's part where `p` is
+    sharded."""
     if not hasattr(p, "device_mesh"):
-        p.copy_(stored[...])
+        p.copy_(whole[...])
         return
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)  # type: ignore[attr-defined]
     index = tuple(slice(o, o + n) for o, n in zip(offset, shape))
-    local = p.to_local()  # type: ignore[operator]
+    local = _local(p)
     if local.numel():
-        local.copy_(stored[index])
+        local.copy_(whole[index])

@@ -12,7 +12,7 @@ import torch
 
 from rft_fn import loss, optim, packing, rng
 from rft_fn.model.bind import bind
-from rft_fn.model.load import save
+from rft_fn.model.save import save
 from rft_fn.types import Experience, Sampling
 
 __all__ = ["build", "cache_name", "new_model", "new_tokenizer"]

@@ -5,7 +5,7 @@ is the engine's step: the weights are those of one process to rounding. Checkpoi
 name, so they resume under every strategy.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from rft_fn import ckpt, dist, faults, metric, optim, tree
 from rft_fn import model as model_lib
+from rft_fn.model.finite import require_finite
+from rft_fn.model.lora import Export
 from rft_fn.strategy import step, zero
 from rft_fn.strategy.common import together
 from rft_fn.strategy.config import StrategyConfig
@@ -31,6 +33,11 @@ class Owned:
     run: Callable[[Packed], dict[str, Tensor]]
     own: tree.Named
     engine: zero.Engine | None = None  # of a model that is trained
+
+    @property
+    def device(self) -> torch.device:
+        """Where packs of a frozen model belong."""
+        return next(self.run.parameters()).device  # type: ignore[attr-defined]
 
     def __call__(self, params: tree.Named, pack: Packed) -> TokenOut:
         if any(params[name] is not p for name, p in self.own.items()):
@@ -115,7 +122,7 @@ def _state(engine: zero.Engine, *, count: int, done: int, skipped: int) -> Train
     opt: tuple = (ZeroState(count=count, engine=engine),)
     if engine.lowered.decay is not None:
         opt += (optim.EmaState(average=engine.average()),)
-    return TrainState(params=params, opt=opt, step=done, skipped=skipped, tx=engine.tx)
+    return TrainState(params=params, opt=opt, step=done, skipped=skipped, tx=engine.tx, module=engine.module)
 
 
 def grad(
@@ -178,24 +185,34 @@ def update(
     return new, {name: metric.sum(torch.tensor(x)) for name, x in numbers.items()}
 
 
-@torch.no_grad()
-def export(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors by the model's own names, one at a time, on every rank: all of them have to iterate."""
+def export(state: TrainState, *, finite: bool = True) -> Export:
+    """The trained weights for an engine: full tensors by the plain model's names, adapters merged.
+
+    One at a time, on every rank: all of them have to iterate.
+    """
     engine = state.opt[0].engine
-    for name, p in state.params.items():
+
+    def full(p: Tensor) -> Tensor:
         x = engine.full(p)
-        yield name, x.to(torch.bfloat16) if engine.config.use_mp_opt else x
+        return x.to(torch.bfloat16) if engine.config.use_mp_opt else x
+
+    return Export(state.params, state.module, full, finite=finite)
 
 
 def save_pretrained(
     folder: str | Path, module: Any, tokenizer: Any, weights: Any = (), *, merge: bool = False
 ) -> Path:
     """`model.save`: put together by all ranks, written by the first."""
-    keep = (lambda x: x.detach().cpu()) if dist.is_main() else (lambda x: None)
-    full = {name: keep(x) for name, x in weights}
+
+    def keep(name: str, x: Tensor) -> Tensor | None:
+        require_finite(f"model: {folder} is not written", name, x)  # on all ranks, so that none waits
+        return x.detach().cpu() if dist.is_main() else None
+
+    given = weights.own() if isinstance(weights, Export) else weights
+    full = {name: keep(name, x) for name, x in given}
     for name, p in module.named_parameters():
         if name not in full:  # frozen ones, which stage 3 shards too
-            full[name] = keep(zero.gathered(p))
+            full[name] = keep(name, zero.gathered(p))
     if dist.is_main():
         model_lib.save(folder, module, tokenizer, full.items(), merge=merge)
     dist.barrier()
@@ -256,7 +273,9 @@ def _tensors(state: TrainState, *, values: bool) -> TrainState:
         held["master"] = every(engine.full)
     params = every(engine.full, torch.bfloat16 if narrow else torch.float32)
     opt = _opt(state.tx.spec, state.opt[0].count, held)
-    return TrainState(params=params, opt=opt, step=state.step, skipped=state.skipped, tx=state.tx)
+    return TrainState(
+        params=params, opt=opt, step=state.step, skipped=state.skipped, tx=state.tx, module=state.module
+    )
 
 
 def _each(state: ckpt.States, f: Callable[..., Any], *more: Any) -> Any:
@@ -331,7 +350,8 @@ def deepspeed(config: StrategyConfig) -> Strategy:
     dist.begin(config.timeout)
     faults.watch(config.timeout)
     shared = together(config)
-    guarded = step.guarded(grad, partial(update, config), export, lambda grads: grads.engine.finite())
+    weights = partial(export, finite=False)  # those of a fault are looked at as they are
+    guarded = step.guarded(grad, partial(update, config), weights, lambda grads: grads.engine.finite())
     return Strategy(
         init=partial(init, config),
         bind=partial(bind, config),

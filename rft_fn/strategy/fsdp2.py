@@ -4,17 +4,18 @@ What differs from one process is the placement of tensors alone: gradients and u
 functions on the same names. Gradients are summed over ranks, never averaged: the average is in `w`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rft_fn import ckpt, dist, faults, metric, tree
 from rft_fn import model as model_lib
+from rft_fn.model.lora import Export
 from rft_fn.strategy import step
 from rft_fn.strategy.common import together
 from rft_fn.strategy.config import StrategyConfig
@@ -116,6 +117,11 @@ class Sharded:
     own: tree.Named
     sequence: SequenceAxis | None
 
+    @property
+    def device(self) -> torch.device:
+        """Where packs of a frozen model belong."""
+        return next(self.root.parameters()).device
+
     def together(self, params: tree.Named, pack: Packed) -> TokenOut:
         """A pack that is the same on every process of the sequence axis."""
         if any(params[name] is not p for name, p in self.own.items()):
@@ -162,7 +168,7 @@ def init(
 ) -> tuple[Apply, TrainState]:
     """(apply, state) of a module that is trained with `tx`."""
     apply, params = bind(config, module, **options)
-    return apply, step.start(params, tx, config)
+    return apply, tree.replace(step.start(params, tx, config), module=module)
 
 
 def grad(
@@ -183,11 +189,12 @@ def grad(
     return grads, metrics
 
 
-@torch.no_grad()
-def export(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors by the model's own names, one at a time, on every rank: all of them have to iterate."""
-    for name, p in state.params.items():
-        yield name, p.detach().full_tensor()
+def export(state: TrainState, *, finite: bool = True) -> Export:
+    """The trained weights for an engine: full tensors by the plain model's names, adapters merged.
+
+    One at a time, on every rank: all of them have to iterate.
+    """
+    return Export(state.params, state.module, lambda p: p.detach().full_tensor(), finite=finite)
 
 
 def fsdp2(config: StrategyConfig) -> Strategy:
@@ -198,7 +205,7 @@ def fsdp2(config: StrategyConfig) -> Strategy:
     meshes(config)  # sizes that do not fit are said now
     shared = together(config)
     update = partial(step.update, max_skips=config.max_skips, host=config.adam_offload)
-    guarded_grad, guarded_update = step.guarded(grad, update, export)
+    guarded_grad, guarded_update = step.guarded(grad, update, partial(export, finite=False))
     return Strategy(
         init=partial(init, config),
         bind=partial(bind, config),

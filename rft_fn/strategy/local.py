@@ -1,14 +1,14 @@
 """One process, one plain module: the reference for every other backend."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rft_fn import ckpt, dist, tree
 from rft_fn import model as model_lib
+from rft_fn.model.lora import Export
 from rft_fn.strategy import memory, step
 from rft_fn.strategy.common import shard
 from rft_fn.strategy.config import StrategyConfig
@@ -36,6 +36,7 @@ def bind(
     def narrow(params: tree.Named, pack: Packed) -> TokenOut:
         return apply(tree.map(lambda p: p.bfloat16(), params), pack)
 
+    narrow.device = apply.device  # type: ignore[attr-defined]
     for p in module.parameters():
         p.data = p.data if p.requires_grad else p.data.bfloat16()
     return narrow, params
@@ -52,13 +53,12 @@ def init(
 ) -> tuple[Apply, TrainState]:
     """(apply, state) of a module that is trained with `tx`."""
     apply, params = bind(config, module, sampling=sampling, entropy=entropy, shard_size=shard_size)
-    return apply, step.start(params, tx, config)
+    return apply, tree.replace(step.start(params, tx, config), module=module)
 
 
-def export(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors by the model's own names."""
-    for name, p in state.params.items():
-        yield name, p.detach()
+def export(state: TrainState, *, finite: bool = True) -> Export:
+    """The trained weights for an engine: full tensors by the plain model's names, adapters merged."""
+    return Export(state.params, state.module, torch.Tensor.detach, finite=finite)
 
 
 def fork(state: TrainState) -> TrainState:
@@ -86,7 +86,7 @@ def local(config: StrategyConfig | None = None) -> Strategy:
     config = config or StrategyConfig()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     update = partial(step.update, max_skips=config.max_skips, host=config.adam_offload)
-    grad, update = step.guarded(step.grad, update, export)
+    grad, update = step.guarded(step.grad, update, partial(export, finite=False))
     return Strategy(
         init=lambda module, tx, **options: init(config, module, tx, **options),
         bind=lambda module, **options: bind(config, module, **options),

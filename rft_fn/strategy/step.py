@@ -147,7 +147,9 @@ def update(
         updates, opt = state.tx.update(grads_, state.opt, params_)
         optim.apply_updates(state.params, tree.map(lambda u, p: u.to(p.device), updates, state.params))
     skipped = 0 if finite else state.skipped + 1
-    new = TrainState(params=state.params, opt=opt, step=state.step + 1, skipped=skipped, tx=state.tx)
+    new = TrainState(
+        params=state.params, opt=opt, step=state.step + 1, skipped=skipped, tx=state.tx, module=state.module
+    )
     new = tree.map(lambda x: x, new)  # fresh containers: the old ones are closed now
     tree.donate(state, grads)
     return new, {"grad/norm": metric.sum(norm), "grad/skipped": metric.sum(torch.tensor(float(not finite)))}

@@ -1,0 +1,42 @@
+"""When a response ends: at a token, or at the token that completes a text. The same for every engine."""
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Stop"]
+
+
+class Stop:
+    """`ends(tokens)`: whether a response ends with its last token.
+
+    It does where that token is one of `ends` or of the ids in `stop`, or where with it the decoded response
+    first contains one of the texts in `stop`. The token is part of the response, and is trained.
+    """
+
+    def __init__(self, tokenizer: Any, ends: frozenset[int], stop: Sequence[int | str]):
+        self.tokenizer = tokenizer
+        self.ids = ends | {x for x in stop if not isinstance(x, str)}
+        self.texts = [x for x in stop if isinstance(x, str)]
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Whether the response `tokens` ends with the last of them."""
+        if tokens[-1] in self.ids:
+            return True
+        if not self.texts:
+            return False
+        tail = self._tail(tokens)
+        return any(text in tail for text in self.texts)
+
+    def _tail(self, tokens: Sequence[int]) -> str:
+        """The end of the decoded response: all that a text which the last token completes can reach into."""
+        reach = max(len(x) for x in self.texts) + len(self._text(tokens[-1:])) + 8
+        size = reach
+        # tokens without text of their own (special ones, parts of a character) make the tail longer
+        while size < len(tokens) and len(self._text(tokens[-size:])) < reach:
+            size *= 2
+        return self._text(tokens[-size:])
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(
+            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )

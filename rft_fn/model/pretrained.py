@@ -1,0 +1,76 @@
+"""transformers' from_pretrained, with its errors in one line, and weights that are whole."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rft_fn.model.finite import require_finite
+from rft_fn.model.save import quiet
+
+__all__ = ["incomplete", "loaded", "quietly", "unreadable"]
+
+
+def quietly(factory: Any, name: str, **kwargs: Any) -> Any:
+    """factory.from_pretrained(name, ...), without code of the model's folder unless that is asked for.
+
+    ValueError in one line for whatever it refuses.
+    """
+    from safetensors import SafetensorError
+
+    kwargs = {"trust_remote_code": False} | kwargs
+    try:
+        with quiet():
+            return factory.from_pretrained(name, **kwargs)
+    except SafetensorError as error:
+        raise unreadable(Path(name), error) from error
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"model: {name} runs Python code of its own; if you trust it, load it with "
+                "trust_remote_code=True"
+            ) from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"model: could not load {name!r}: {lines[0]}") from error
+
+
+def unreadable(folder: Path, error: Exception) -> ValueError:
+    """The error of a folder whose weights cannot be read, with the file at fault."""
+    from safetensors import SafetensorError, safe_open
+
+    bad = folder
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError:
+            bad = file
+            break
+    return ValueError(f"model: {bad}: expected a whole safetensors file, got {error}")
+
+
+def loaded(factory: Any, name: str, **kwargs: Any) -> nn.Module:
+    """The whole model `name`. ValueError for tensors that are missing, unexpected or of another shape, apart
+    from what the model's own code explains (a tied head, `_keys_to_ignore_*`), and for NaN or inf."""
+    module, info = quietly(factory, name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+    shapes = [f"{key} {list(file)} instead of {list(own)}" for key, file, own in info["mismatched_keys"]]
+    incomplete(name, info["missing_keys"], info["unexpected_keys"], shapes)
+    for key, p in module.named_parameters():
+        require_finite(f"model: {name}", key, p)
+    return module
+
+
+def incomplete(name: Any, missing: Any, unexpected: Any, shapes: Sequence[str]) -> None:
+    """ValueError that lists tensors which a model's files lack, have beyond it, or have in another shape."""
+    kinds = {"missing": missing, "unexpected": unexpected, "of another shape than config.json's": shapes}
+    parts = []
+    for what, names in kinds.items():
+        if names:
+            shown, more = sorted(names)[:4], max(len(names) - 4, 0)
+            parts.append(f"{what}: {', '.join(shown)}" + f" and {more} more" * bool(more))
+    if parts:
+        raise ValueError(
+            f"model: {name}: expected the tensors of a causal language model, {'; '.join(parts)}; "
+            "if that is right, load it with transformers and give the module"
+        )

@@ -1,0 +1,133 @@
+"""Mutants of models that are loaded, saved and exported, of adapters, and of the hf engine."""
+
+LORA, SAVE, BUILTIN = "rft_fn/model/lora.py", "rft_fn/model/save.py", "rft_fn/model/builtin.py"
+MATERIALIZE, PRETRAINED = "rft_fn/model/materialize.py", "rft_fn/model/pretrained.py"
+
+MUTANTS = [
+    (
+        "the export of an adapted layer is its base weight alone",
+        LORA,
+        "out = out + (step.T if layer.fan_in_fan_out else step)",
+        "out = out + 0 * (step.T if layer.fan_in_fan_out else step)",
+        "tests/test_lora.py::test_grpo_with_adapters_is_sampled_from_what_it_trains",
+    ),
+    (
+        "adapters are merged without their scale",
+        LORA,
+        "step = layer.scaling[adapter] * (b.to(out) @ a.to(out))",
+        "step = b.to(out) @ a.to(out)",
+        "tests/test_lora.py::test_an_engine_gets_base_plus_scale_b_a",
+    ),
+    (
+        "a Conv1D is merged like a Linear",
+        LORA,
+        "(step.T if layer.fan_in_fan_out else step)",
+        "(step.T if layer.fan_in_fan_out and step.shape[0] != step.shape[1] else step)",
+        "tests/test_lora.py::test_an_engine_gets_base_plus_scale_b_a",
+    ),
+    (
+        "a 16-bit base is merged in 16 bits",
+        LORA,
+        "out = base.to(torch.promote_types(base.dtype, torch.float32))",
+        "out = base",
+        "tests/test_lora.py::test_a_16_bit_base_is_rounded_once",
+    ),
+    (
+        "an export has the module's adapters instead of the state's",
+        LORA,
+        "every = dict(module.named_parameters()) | dict(self.params)",
+        "every = dict(self.params) | dict(module.named_parameters())",
+        "tests/test_lora.py::test_an_export_is_of_the_state_and_not_of_the_module",
+    ),
+    (
+        "the reference keeps its adapters on",
+        LORA,
+        "layer._disable_adapters = True",
+        "layer._disable_adapters = False",
+        "tests/test_lora.py::test_grpo_with_adapters_is_sampled_from_what_it_trains",
+    ),
+    (
+        "the adapters stay off after the reference was scored",
+        LORA,
+        "            for layer in layers:\n                layer._disable_adapters = False",
+        "            pass",
+        "tests/test_lora.py::test_grpo_with_adapters_is_sampled_from_what_it_trains",
+    ),
+    (
+        "auto adapts what ends like a layer of the text model",
+        LORA,
+        "exclude_modules=also or None,",
+        "exclude_modules=None,",
+        "tests/test_lora.py::test_auto_takes_the_layers_of_the_text_model_by_their_whole_paths",
+    ),
+    (
+        "a saved adapter comes back frozen",
+        LORA,
+        "config.inference_mode, config.lora_dropout = not trainable, 0.0",
+        "config.lora_dropout = 0.0",
+        "tests/test_lora.py::test_a_saved_adapter_is_trained_further",
+    ),
+    (
+        "all adapters are drawn from one stream",
+        LORA,
+        'rng.fold_in(seed, "lora", name, adapter)',
+        'rng.fold_in(seed, "lora", adapter)',
+        "tests/test_lora.py::test_new_adapters_are_the_same_without_memory",
+    ),
+    (
+        "missing tensors keep their random values",
+        PRETRAINED,
+        '    incomplete(name, info["missing_keys"], info["unexpected_keys"], shapes)\n',
+        '    incomplete(name, [], info["unexpected_keys"], shapes)\n',
+        "tests/test_load.py::test_every_tensor_of_a_model_has_to_be_there",
+    ),
+    (
+        "without memory first, tensors too many are not noticed",
+        MATERIALIZE,
+        "    incomplete(files[0].parent, missing, unexpected, shapes)\n",
+        "    incomplete(files[0].parent, missing, [], shapes)\n",
+        "tests/test_load.py::test_a_classifier_is_no_language_model",
+    ),
+    (
+        "weights with NaN are loaded",
+        "rft_fn/model/finite.py",
+        "return bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())",
+        "return bool(~torch.isinf(torch.stack(torch.aminmax(x))).any())",
+        "tests/test_load.py::test_every_tensor_of_a_model_has_to_be_there",
+    ),
+    (
+        "every process builds",
+        BUILTIN,
+        "        fcntl.flock(f, fcntl.LOCK_EX)\n",
+        "",
+        "tests/test_load.py::test_one_process_builds_and_the_others_wait",
+    ),
+    (
+        "only rank 0 of a process group writes",
+        SAVE,
+        '        module.__dict__["should_save_on_this_rank"] = bool\n',
+        '        module.__dict__["should_save_on_this_rank"] = module.should_save_on_this_rank\n',
+        "tests/test_load.py::test_whoever_saves_a_module_of_its_own_writes_it",
+    ),
+    (
+        "a text in the response never ends it",
+        "rft_fn/engine/stop.py",
+        "return any(text in tail for text in self.texts)",
+        "return any(text in self.ids for text in self.texts)",
+        "tests/test_engine.py::test_a_text_ends_a_response_at_the_token_that_completes_it",
+    ),
+    (
+        "the end of a response is too short to hold a text",
+        "rft_fn/engine/stop.py",
+        "            size *= 2\n",
+        "            break\n",
+        "tests/test_engine.py::test_a_text_is_found_across_tokens_without_text_of_their_own",
+    ),
+    (
+        "packs of a frozen model stay where they are",
+        "rft_fn/model/bind.py",
+        'getattr(apply, "device", None))',
+        "None)",
+        "tests/test_load.py::test_packs_go_to_the_device_of_a_frozen_model",
+    ),
+]
