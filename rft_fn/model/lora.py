@@ -158,7 +158,7 @@ def _adapted(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 @torch.no_grad()
-def with_adapter(module: nn.Module, folder: str | Path, *, trainable: bool = True) -> nn.Module:
+def with_adapter(module: nn.Module, folder: str | Path) -> nn.Module:
     """`module` with the adapters that were saved in `folder`, to be trained further.
 
     ValueError for adapters that are more than LoRA of linear layers, and for tensors that are missing,
@@ -180,7 +180,8 @@ def with_adapter(module: nn.Module, folder: str | Path, *, trainable: bool = Tru
         stored = load_file(path)
     except SafetensorError as error:
         raise ValueError(f"model: {path}: expected a whole safetensors file, got {error}") from error
-    config.inference_mode, config.lora_dropout = not trainable, 0.0
+    config.inference_mode = False
+    config.lora_dropout = 0.0
     model = _wrapped(module, config, 0)
     named = dict(model.named_parameters())
     own = {n.replace(".default.", "."): n for n in named if ".lora_" in n}
