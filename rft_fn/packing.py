@@ -130,14 +130,14 @@ def _empty(exp: Experience, unit: int) -> Packed:
 
 
 def pad(b: Packed, size: int) -> Packed:
-    """`b` with masked tokens after its last sequence, up to `size` tokens: in a causal model nothing before
-    them changes. ValueError if `b` is larger."""
+    """`b` with masked tokens at position 0 after its last sequence, up to `size` tokens: in a causal model
+    nothing before them changes. ValueError if `b` is larger."""
     more = size - b.tokens.shape[0]
     if more < 0:
         raise ValueError(f"size: expected >= {b.tokens.shape[0]}, the tokens of the pack, got {size}")
     longer = tree.map(lambda x: torch.cat([x, x.new_zeros(more, *x.shape[1:])]), tree.replace(b, media=None))
     seq = torch.cat([b.seq, b.seq[-1:].expand(more)])
-    return tree.replace(longer, seq=seq, pos=reset_position_ids(seq), media=b.media)
+    return tree.replace(longer, seq=seq, media=b.media, padding=b.padding + more)
 
 
 def stack(exp: Experience) -> Packed:
@@ -147,7 +147,8 @@ def stack(exp: Experience) -> Packed:
         raise ValueError("media: expected None, got some: rows of media cannot be stacked")
     packs = [tree.replace(pack(exp, [i]), rows=()) for i in range(exp.tokens.shape[0])]
     size = max(b.tokens.shape[0] for b in packs)
-    return tree.map(lambda *x: torch.stack(x), *(pad(b, size) for b in packs))
+    padded = [tree.replace(pad(b, size), padding=0) for b in packs]  # static fields are the same in all
+    return tree.map(lambda *x: torch.stack(x), *padded)
 
 
 def _spread(sizes: Sequence[int], budget: int, count: int, most: int) -> list[list[int]] | None:
@@ -209,8 +210,9 @@ def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor
     for values, p in zip(x, packs):
         check.shapes(x=(values, "T"), target=(p.target, "T"))
         if p.rows:
-            row = torch.tensor(p.rows, device=like.device)[p.seq.to(like.device)]
-            out[row, p.pos.to(like.device) + 1] = values.to(like.device)
+            size = p.target.shape[0] - p.padding
+            values, seq, pos = (x[:size].to(like.device) for x in (values, p.seq, p.pos))
+            out[torch.tensor(p.rows, device=like.device)[seq], pos + 1] = values
     return out
 
 

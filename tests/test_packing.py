@@ -348,3 +348,17 @@ def test_a_placeholder_for_pairs_is_a_pair():
 def test_rows_that_are_no_whole_units_are_no_pack():
     with pytest.raises(ValueError, match="unit: expected a divisor of the 3 rows of the pack, got 2"):
         packing.pack(testing.case(0).exp, [0, 1, 2], unit=2)
+
+
+def test_a_padded_pack_unpacks_to_the_same_rows():
+    """The values of padding belong to no row, however often the pack was padded."""
+    exp = testing.case(0).exp
+    b = packing.pack(exp, [4, 3])
+    values = torch.arange(1.0, len(b.tokens) + 1)
+    want = packing.unpack([values], [b], exp.tokens)
+    for sizes in ([len(b.tokens) + 1], [len(b.tokens) + 2, len(b.tokens) + 40]):
+        padded = b
+        for size in sizes:
+            padded = packing.pad(padded, size)
+        more = torch.cat([values, torch.full((sizes[-1] - len(values),), 99.0)])
+        assert torch.equal(packing.unpack([more], [padded], exp.tokens), want)

@@ -58,13 +58,16 @@ def _apply(params: Any, b: Packed) -> TokenOut:
 
 def ragged(seed: int) -> tuple[Tensor, Tensor]:
     """(mask [B, S], length [B]): holes where a tool spoke; row 0 is masked, the response of row 1 is empty,
-    that of row 2 has one token; the other rows end with a token in mask."""
+    that of row 2 has one token; the other rows end with a token in mask, and row 3 also starts with one: a
+    loss that reads over the boundary before it is seen."""
     prompt = uniform(seed, "prompt", 1, 4, ROWS)
+    prompt[3] = 1
     length = prompt + uniform(seed, "length", 2, LENGTH - 2, ROWS)
     length[1], length[2] = prompt[1], prompt[2] + 1
     at, spoken = torch.arange(LENGTH), uniform(seed, "hole", 0, 4, ROWS, LENGTH) > 0
     mask = (at >= prompt[:, None]) & (at < length[:, None]) & spoken
     mask[torch.arange(2, ROWS), length[2:] - 1] = True
+    mask[3, 1] = True
     mask[0] = False
     return mask, length
 
