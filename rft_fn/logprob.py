@@ -1,5 +1,6 @@
 """From logits, or straight from hidden states, to the log-probs of the targets."""
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ __all__ = [
     "linear_logprob",
     "log_probs_and_entropy",
     "log_probs_from_logits",
+    "log_ratio",
     "truncate",
 ]
 
@@ -20,6 +22,17 @@ __all__ = [
 def _wide(x: Tensor) -> Tensor:
     """bf16 and fp16 to float32; float64 stays: a softmax in bf16 is off by up to 0.05 nats."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def log_ratio(logp: Tensor, old_logp: Tensor, *, limit: float = math.inf) -> Tensor:
+    """[*] nats: log(pi / pi_old) = logp - old_logp, bounded to +-limit.
+
+    A token that both exclude (-inf, e.g. by top_k) has a ratio of 1: 0 here, without a gradient.
+    """
+    check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."))
+    excluded = (logp == -torch.inf) & (old_logp == -torch.inf)
+    gap = torch.where(excluded, 0, logp) - torch.where(excluded, 0, old_logp)
+    return gap.clamp(-limit, limit)
 
 
 def log_probs_from_logits(logits: Tensor, target: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check, tree
+from rft_fn.logprob import log_ratio
 from rft_fn.types import Packed, Rollout, TokenOut
 
 __all__ = [
@@ -135,7 +136,7 @@ def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
     disagreement of trainer and sampler about the same tokens under the same weights: 1e-6 in float32, and a
     bug when it is not small.
     """
-    gap = (out.logp.detach() - b.old_logp).abs()
+    gap = log_ratio(out.logp.detach(), b.old_logp).abs()
     found: dict[str, Metric] = {"policy/logp_gap": mean(gap, b.mask), "policy/logp_gap_max": max(gap, b.mask)}
     return found if out.entropy is None else found | {"policy/entropy": mean(out.entropy, b.mask)}
 
