@@ -109,28 +109,31 @@ def linear_logprob(
     entropy: bool = False,
     words: Tensor | None = None,
     workspace_mb: float | None = None,
+    engine: str = "auto",
 ) -> TokenOut:
     """[T, D], [V, D], [T] -> TokenOut: log softmax(hidden weight^T /
     temperature)[target] without ever holding [T, V].
 
-    Targets of -100 give 0 and no gradient. `words` [T, K] asks for the log-probs of K more words of each
+    Targets of -100 give 0 and no gradient, even where hidden is NaN. `words` [T, K] asks for the log-probs of K more words of each
     token, as `words_logp` [T, K] (0 with target -100): K dot products each, the normaliser is there already.
-    `workspace_mb` bounds the logits that exist at a time (None: what suits the device).
-    The work is `rft_kernels.linear_logprob`; ValueError when shapes disagree.
+    `workspace_mb` bounds the logits that exist at a time (None: what suits the device). The work is
+    `rft_kernels.linear_logprob`, by one of its engines: they can be differentiated once. "reference" holds
+    whole logits and has derivatives of any order, in the temperature too. ValueError when shapes disagree.
     """
     from rft_kernels import linear_logprob as fused
 
     options: dict[str, Any] = {"temperature": temperature, "bias": bias, "softcap": softcap}
-    options["workspace_mb"] = workspace_mb
+    options |= {"workspace_mb": workspace_mb, "engine": engine}
     logp, ent, lse = fused(hidden, weight, target, entropy=entropy, lse=words is not None, **options)
     if words is None or lse is None:
         return TokenOut(logp=logp, entropy=ent)
     check.shapes(target=(target, "T"), words=(words, "T K"))
+    live = (target != -100).unsqueeze(-1)
+    hidden = torch.where(live, hidden, 0)  # a where on the result alone leaves 0 * NaN in the gradient of weight
     z = torch.einsum("td,tkd->tk", hidden.to(logp.dtype), weight[words].to(logp.dtype))
     z = z if bias is None else z + bias[words]
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     scale = (
         temperature.unsqueeze(-1) if isinstance(temperature, Tensor) and temperature.dim() else temperature
     )
-    live = (target != -100).unsqueeze(-1)
     return TokenOut(logp=logp, entropy=ent, words_logp=torch.where(live, z / scale - lse.unsqueeze(-1), 0))

@@ -166,6 +166,22 @@ def test_words_that_were_cut_count_nothing_and_a_word_the_teacher_excludes_is_fi
     assert torch.autograd.grad(x.sum(), z)[0][0, 1] > 10  # away from what the teacher never says
 
 
+@pytest.mark.parametrize("f", [loss.reverse_kl, loss.reverse_kl_top_k])
+def test_words_that_either_excludes_leave_values_and_gradients_finite(f):
+    """Words cut by top_k or top_p have log-prob -inf: in both, in the policy alone, in the teacher alone."""
+    z = torch.tensor([[0.3, 0.1, -0.4, 0.2, -1.0]]).requires_grad_()
+    cut = torch.tensor([[False, True, True, False, False]])
+    teacher = torch.tensor([[0.4, -torch.inf, 0.3, -torch.inf, 0.3]]).log_softmax(-1)
+    teacher = torch.where(torch.tensor([[False, True, False, True, False]]), -torch.inf, teacher)
+    logp = z.masked_fill(cut, -torch.inf).log_softmax(-1)
+    p, q = logp.detach().exp()[0], teacher[0]
+    want = sum(p[i] * (p[i].log() - q[i]) for i in (0, 4)) + p[3] * 60
+    got = f(logp, teacher)
+    torch.testing.assert_close(got.detach(), want[None], rtol=1e-6, atol=1e-6)
+    (g,) = torch.autograd.grad(got.sum(), z)
+    assert g.isfinite().all() and (g[cut] == 0).all() and g[0, 3] > 1
+
+
 # ---------- entropy, and data that is missing
 
 
