@@ -129,7 +129,9 @@ def linear_logprob(
         return TokenOut(logp=logp, entropy=ent)
     check.shapes(target=(target, "T"), words=(words, "T K"))
     live = (target != -100).unsqueeze(-1)
-    hidden = torch.where(live, hidden, 0)  # a where on the result alone leaves 0 * NaN in the gradient of weight
+    hidden = torch.where(
+        live, hidden, 0
+    )  # a where on the result alone leaves 0 * NaN in the gradient of weight
     z = torch.einsum("td,tkd->tk", hidden.to(logp.dtype), weight[words].to(logp.dtype))
     z = z if bias is None else z + bias[words]
     z = z if softcap is None else softcap * torch.tanh(z / softcap)

@@ -7,19 +7,20 @@ it.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rft_fn import check, rng, tree, weight
-from rft_fn.types import Experience, Packed
+from rft_fn.types import Experience, Packed, Rollout
 
 __all__ = [
-    "assign", "minibatches", "pack", "pad", "reset_position_ids", "shard", "stack", "supervised", "take",
-    "unpack", "waste",
+    "assign", "left_out", "minibatches", "pack", "pad", "real", "reset_position_ids", "shard", "stack",
+    "supervised", "take", "unpack", "waste",
 ]  # fmt: skip
 
+Batch = TypeVar("Batch", Experience, Rollout)
 _TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
 
 
@@ -129,6 +130,16 @@ def _empty(exp: Experience, unit: int) -> Packed:
     )
 
 
+def real(b: Packed) -> Tensor:
+    """[K / unit] bool: which units (pairs, where unit is 2) of a pack have a token in mask.
+
+    The others teach nothing: placeholders, and what `shard` would have left out. A metric of pairs counts
+    only the real ones: `metric.mean(chosen > rejected, packing.real(b))`.
+    """
+    tokens = torch.zeros(b.num_seqs // b.unit, dtype=torch.long, device=b.mask.device)
+    return tokens.index_add(0, b.seq // b.unit, b.mask.long()) > 0
+
+
 def pad(b: Packed, size: int) -> Packed:
     """`b` with masked tokens at position 0 after its last sequence, up to `size` tokens: in a causal model
     nothing before them changes. ValueError if `b` is larger."""
@@ -162,12 +173,24 @@ def _spread(sizes: Sequence[int], budget: int, count: int, most: int) -> list[li
     return packs if max(load) <= budget else None
 
 
-def _sizes(exp: Experience, unit: int) -> list[int]:
-    """Inputs of each unit of rows; 0 where none of its tokens is in mask."""
+def _learns(exp: Experience, unit: int) -> Tensor:
+    """[B / unit] bool: which units of rows have a token in mask."""
     rows = exp.tokens.shape[0]
     if unit < 1 or rows % unit:
         raise ValueError(f"unit: expected a divisor of the {rows} rows, got {unit}")
-    learns = exp.mask[:, 1:].any(-1).view(-1, unit).any(-1)
+    return exp.mask[:, 1:].any(-1).view(-1, unit).any(-1)
+
+
+def left_out(exp: Experience, *, unit: int = 1) -> list[int]:
+    """The numbers of the units of rows that `shard` leaves out, because none of their tokens is in mask: to
+    count them in a metric, or to find what is wrong with them. ValueError for a unit that does not divide the
+    rows."""
+    return (~_learns(exp, unit)).nonzero()[:, 0].tolist()
+
+
+def _sizes(exp: Experience, unit: int) -> list[int]:
+    """Inputs of each unit of rows; 0 where none of its tokens is in mask."""
+    learns = _learns(exp, unit)
     return torch.where(learns, (exp.length - 1).clamp(min=0).view(-1, unit).sum(-1), 0).tolist()
 
 
@@ -177,8 +200,8 @@ def shard(
     """The batch as packs of at most `budget` tokens (0: of any size) for each of `world` ranks: the same
     number of packs for every rank.
 
-    Rows without a token in mask have nothing to learn from and are left out. `unit` consecutive rows stay
-    together in one pack, in order: 2 for losses of pairs. `most` bounds the rows of a pack, if not 0. There
+    Units without a token in mask have nothing to learn from and are left out (`left_out` names them). `unit`
+    consecutive rows stay together in one pack, in order: 2 for losses of pairs. `most` bounds the rows of a pack, if not 0. There
     are as few packs as best fit needs, rounded up to a multiple of `world`; rows are spread over them evenly
     where the budget allows it, and packs are dealt out from the largest to the smallest, each to the rank
     with the fewest tokens that still takes one. ValueError for a row (a unit) that is larger than the budget,
@@ -216,34 +239,37 @@ def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor
     return out
 
 
-def take(exp: Experience, index: Tensor) -> Experience:
-    """The rows `index` [n] of an experience."""
-    fields = {n: getattr(exp, n) for n in ("tokens", "mask", "length", *_TOKEN_FIELDS)}
-    media = None if exp.media is None else exp.media.take(index.tolist())
-    extra = None if exp.extra is None else {name: x[index] for name, x in exp.extra.items()}
-    fields = {n: None if x is None else x[index] for n, x in fields.items()}
-    return tree.replace(exp, media=media, extra=extra, **fields)
+def take(exp: Batch, index: Tensor) -> Batch:
+    """The rows `index` [n] of an experience, or of a rollout."""
+    rows = tree.map(lambda x: x[index], tree.replace(exp, media=None))
+    return tree.replace(rows, media=None if exp.media is None else exp.media.take(index.tolist()))
 
 
-def minibatches(exp: Experience, n: int, key: int) -> list[Experience]:
-    """The rows of `exp` in an order drawn from `key`, cut into n minibatches of
-    nearly equal size, one update each.
+def minibatches(exp: Experience, n: int, key: int, *, unit: int = 1) -> list[Experience]:
+    """The rows of `exp` in an order drawn from `key`, cut into n minibatches of nearly equal size.
 
-    `w` is cut with the rest and so sums to 1/n of the batch's: recompute it with `weight.*` on each minibatch
-    where every update should have its own mean. One minibatch is `exp` itself. ValueError unless 1 <= n <= B.
+    Each is for one update; `unit` consecutive rows stay together, in order. `w` is cut with the rest and so
+    sums to 1/n of the batch's: recompute it with `weight.*` on each minibatch where every update should have
+    its own mean. One minibatch is `exp` itself. ValueError unless 1 <= n <= B / unit, or for a unit that does
+    not divide the rows.
     """
-    rows = exp.tokens.shape[0]
-    if not 1 <= n <= rows:
-        raise ValueError(f"n: expected between 1 and the number of rows {rows}, got {n}")
+    units = len(_learns(exp, unit))
+    if not 1 <= n <= units:
+        of = "rows" if unit == 1 else f"units of {unit} rows"
+        raise ValueError(f"n: expected between 1 and the number of {of} {units}, got {n}")
     if n == 1:
         return [exp]
-    order = torch.randperm(rows, generator=rng.generator(key)).to(exp.tokens.device)
-    return [take(exp, part) for part in order.tensor_split(n)]
+    order = torch.randperm(units, generator=rng.generator(key)).to(exp.tokens.device)
+    members = order[:, None] * unit + torch.arange(unit, device=order.device)
+    return [take(exp, part.flatten()) for part in members.tensor_split(n)]
 
 
 def supervised(rows: list[tuple[list[int], list[int]]]) -> Experience:
     """(prompt ids, response ids) of each row as an Experience for supervised fine-tuning: the responses are
-    the mask, w is the mean over their tokens, and what only a policy has (old_logp, adv) is 0."""
+    the mask, w is the mean over their tokens, and what only a policy has (old_logp, adv) is 0. ValueError
+    without rows."""
+    if not rows:
+        raise ValueError("rows: expected at least one (prompt ids, response ids), got none")
     length = torch.tensor([len(p) + len(r) for p, r in rows])
     tokens = torch.zeros(len(rows), int(length.max()), dtype=torch.long)
     mask = torch.zeros_like(tokens, dtype=torch.bool)

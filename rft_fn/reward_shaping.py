@@ -116,4 +116,6 @@ def kl_in_reward(reward: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, *
     check.shapes(reward=(reward, "B"), logp=(logp, "B S"), ref_logp=(ref_logp, "B S"), mask=(mask, "B S"))
     after = mask.flip(-1).cumsum(-1).flip(-1)  # tokens in mask from here on
     last = mask & (after == 1)
-    return torch.where(mask, -coef * log_ratio(logp, ref_logp), 0) + torch.where(last, reward.unsqueeze(-1), 0)
+    return torch.where(mask, -coef * log_ratio(logp, ref_logp), 0) + torch.where(
+        last, reward.unsqueeze(-1), 0
+    )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rft_fn import packing, testing, tree
-from rft_fn.types import Experience, Media
+from rft_fn.types import Experience, Media, Rollout
 
 FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
 seeds = st.integers(0, 2**32)
@@ -362,3 +362,28 @@ def test_a_padded_pack_unpacks_to_the_same_rows():
             padded = packing.pad(padded, size)
         more = torch.cat([values, torch.full((sizes[-1] - len(values),), 99.0)])
         assert torch.equal(packing.unpack([more], [padded], exp.tokens), want)
+
+
+def test_rows_of_a_rollout_are_taken_as_those_of_an_experience():
+    exp = testing.case(0).exp
+    media = Media(tensors={"x": torch.arange(8.0)[:, None]}, rows={"x": torch.ones(8, dtype=torch.long)})
+    number = torch.arange(8)
+    rollout = Rollout(
+        tokens=exp.tokens,
+        mask=exp.mask,
+        logp=exp.old_logp,
+        length=exp.length,
+        truncated=number > 3,
+        group=number // 2,
+        version=number,
+        media=media,
+    )
+    got = packing.take(rollout, torch.tensor([5, 1]))
+    assert got.version.tolist() == [5, 1] and got.group.tolist() == [2, 0]
+    assert torch.equal(got.tokens, exp.tokens[[5, 1]]) and torch.equal(got.logp, exp.old_logp[[5, 1]])
+    assert got.media.tensors["x"].flatten().tolist() == [5.0, 1.0]
+
+
+def test_supervised_without_rows_says_so():
+    with pytest.raises(ValueError, match="rows: expected at least one"):
+        packing.supervised([])

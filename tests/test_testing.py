@@ -192,7 +192,11 @@ BUGS = [
     ),
     (FINITE, unbounded_ratio, r"log-ratio \+50 in torch.float32: the total is inf"),
     (FINITE, no_gradient, r"loss: it has no gradient; is it detached"),
-    (PACKING, suffix_ratio, r"the loss of row \d, token \d+ changed by [\d.e+]+ from .*; a neighbour leaks in"),
+    (
+        PACKING,
+        suffix_ratio,
+        r"the loss of row \d, token \d+ changed by [\d.e+]+ from .*; a neighbour leaks in",
+    ),
     (PARTITION, suffix_ratio, r"one row a micro-batch instead of one pack: .*gradient of bigram by"),
     (
         FINITE,
@@ -224,8 +228,8 @@ def test_masked_rows_that_weigh_something_are_found(monkeypatch):
     the loss is not 0 there."""
     pack = packing.pack
 
-    def leaky(exp, rows):
-        b = pack(exp, rows)
+    def leaky(exp, rows, **options):
+        b = pack(exp, rows, **options)
         return tree.replace(b, w=torch.full_like(b.w, 0.1))
 
     monkeypatch.setattr(packing, "pack", leaky)
@@ -342,8 +346,8 @@ def test_data_that_is_not_0_outside_the_mask_is_found(f, message, monkeypatch):
     the fields that all have."""
     pack = packing.pack
 
-    def leaky(exp, rows):
-        b = pack(exp, rows)
+    def leaky(exp, rows, **options):
+        b = pack(exp, rows, **options)
         at = torch.tensor(list(rows))[b.seq], b.pos + 1
         extra = {name: x[at] for name, x in (exp.extra or {}).items()}
         return tree.replace(b, adv=exp.adv[at], extra=extra)

@@ -11,7 +11,7 @@ from rft_fn.types import Apply, Experience, Packed, TokenOut
 from rft_fn.weight import token_mean
 
 __all__ = [
-    "FIELDS", "LENGTH", "ROWS", "VOCAB", "Case", "Extra", "Weight", "by_row", "case", "log_probs", "normal",
+    "FIELDS", "LENGTH", "ROWS", "VOCAB", "Case", "Extra", "Weight", "by_unit", "case", "log_probs", "normal",
     "ragged", "reweigh", "tabular", "uniform", "whole",
 ]  # fmt: skip
 
@@ -101,14 +101,14 @@ def _own(extra: Extra, exp: Experience) -> dict[str, Tensor]:
     return found
 
 
-def whole(exp: Experience) -> list[Packed]:
+def whole(exp: Experience, unit: int = 1) -> list[Packed]:
     """All rows in one pack."""
-    return [packing.pack(exp, range(exp.tokens.shape[0]))]
+    return [packing.pack(exp, range(exp.tokens.shape[0]), unit=unit)]
 
 
-def by_row(exp: Experience) -> list[Packed]:
-    """A pack for each row."""
-    return [packing.pack(exp, [i]) for i in range(exp.tokens.shape[0])]
+def by_unit(exp: Experience, unit: int = 1) -> list[Packed]:
+    """A pack for each unit of rows."""
+    return [packing.pack(exp, range(i, i + unit), unit=unit) for i in range(0, exp.tokens.shape[0], unit)]
 
 
 def _weigh(mask: Tensor, weight: Weight) -> Tensor:
