@@ -114,8 +114,9 @@ def linear_logprob(
     """[T, D], [V, D], [T] -> TokenOut: log softmax(hidden weight^T /
     temperature)[target] without ever holding [T, V].
 
-    Targets of -100 give 0 and no gradient, even where hidden is NaN. `words` [T, K] asks for the log-probs of K more words of each
-    token, as `words_logp` [T, K] (0 with target -100): K dot products each, the normaliser is there already.
+    Targets of -100 give 0 and no gradient, even where hidden is NaN. `words` [T, K] asks for the log-probs of
+    K more words of each token, as `words_logp` [T, K] (0 with target -100): K dot products each, the
+    normaliser is there already.
     `workspace_mb` bounds the logits that exist at a time (None: what suits the device). The work is
     `rft_kernels.linear_logprob`, by one of its engines: they can be differentiated once. "reference" holds
     whole logits and has derivatives of any order, in the temperature too. ValueError when shapes disagree.

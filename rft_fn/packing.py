@@ -111,7 +111,8 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
 def _empty(exp: Experience, unit: int) -> Packed:
     """`unit` sequences, each of one masked token, with no row behind them: `unpack` puts them nowhere."""
     zero = exp.tokens.new_zeros(unit)
-    fields: dict[str, Any] = {n: getattr(exp, n) for n in _TOKEN_FIELDS}
+    found = {name: getattr(exp, name) for name in _TOKEN_FIELDS}
+    fields: dict[str, Any] = {name: None if x is None else x.new_zeros(unit) for name, x in found.items()}
     extra = None
     if exp.extra is not None:
         extra = {name: x.new_zeros(unit, *x.shape[2:]) for name, x in exp.extra.items()}
@@ -126,7 +127,7 @@ def _empty(exp: Experience, unit: int) -> Packed:
         num_seqs=unit,
         rows=(),
         unit=unit,
-        **{name: None if x is None else x.new_zeros(unit) for name, x in fields.items()},
+        **fields,
     )
 
 
@@ -201,11 +202,11 @@ def shard(
     number of packs for every rank.
 
     Units without a token in mask have nothing to learn from and are left out (`left_out` names them). `unit`
-    consecutive rows stay together in one pack, in order: 2 for losses of pairs. `most` bounds the rows of a pack, if not 0. There
-    are as few packs as best fit needs, rounded up to a multiple of `world`; rows are spread over them evenly
-    where the budget allows it, and packs are dealt out from the largest to the smallest, each to the rank
-    with the fewest tokens that still takes one. ValueError for a row (a unit) that is larger than the budget,
-    a unit that does not divide the rows, or a `most` below it.
+    consecutive rows stay together in one pack, in order: 2 for losses of pairs. `most` bounds the rows of a
+    pack, if not 0. There are as few packs as best fit needs, rounded up to a multiple of `world`; rows are
+    spread over them evenly where the budget allows it, and packs are dealt out from the largest to the
+    smallest, each to the rank with the fewest tokens that still takes one. ValueError for a row (a unit) that
+    is larger than the budget, a unit that does not divide the rows, or a `most` below it.
     """
     if most and most < unit:
         raise ValueError(f"most: expected >= unit = {unit} rows a pack, got {most}")

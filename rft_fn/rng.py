@@ -33,8 +33,8 @@ def generator(key: int, device: str | torch.device = "cpu") -> torch.Generator:
     """A fresh generator for one draw, from all bits of the key.
 
     The draw depends on the key and on the kind of device (CPU and CUDA differ). On a GPU the key is the seed
-    of torch's Philox. torch's CPU seed keeps only 32 bits, so there SHAKE-256 of the key is the whole state of
-    its Mersenne twister. Raises TypeError for a key that is no int, RuntimeError for one beyond 64 bits.
+    of torch's Philox. torch's CPU seed keeps only 32 bits, so there SHAKE-256 of the key is the whole state
+    of its Mersenne twister. Raises TypeError for a key that is no int, RuntimeError for one beyond 64 bits.
     """
     if isinstance(key, bool) or not isinstance(key, int):
         raise TypeError(f"key: expected int, got {type(key).__name__} ({key!r})")

@@ -255,5 +255,5 @@ def test_an_error_of_another_cause_gets_no_note():
     """Fields that are absent and that the loss does not name are none of its business."""
     b = tree.replace(packing.pack(testing.case(0).exp, [3]), ref_logp=None)
     with pytest.raises(TypeError) as error:
-        loss.evaluate(lambda o, b: o.logp + [], TokenOut(logp=b.old_logp), b)
+        loss.evaluate(lambda o, b: o.logp + "1", TokenOut(logp=b.old_logp), b)
     assert not hasattr(error.value, "__notes__")

@@ -90,7 +90,7 @@ def test_pass_at_k_needs_k_samples(k):
 @pytest.mark.parametrize("bad", [0.5, 3, torch.tensor(0.5), None])
 def test_a_value_that_is_no_metric_is_named(bad):
     for call in (lambda: metric.merge({}, {"kl": bad}), lambda: metric.results({"kl": bad})):
-        with pytest.raises(ValueError, match="metric 'kl': expected a Metric, got .*; use metric.mean"):
+        with pytest.raises(ValueError, match=r"metric 'kl': expected a Metric, got .*; use metric\.mean"):
             call()
 
 

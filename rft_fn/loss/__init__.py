@@ -28,6 +28,6 @@ from rft_fn.loss.supervised import bradley_terry, dpo, ipo, nll, value_clip
 
 __all__ = [
     "bradley_terry", "cispo", "cpgd", "dpo", "dppo_kl", "dppo_tv", "entropy_bonus", "evaluate", "gmpo",
-    "gspo", "gspo_token", "ipo", "kl", "kl_cov", "kl_k1", "kl_k2", "kl_k3", "nll", "ppo_clip", "ratio", "reinforce",
-    "reverse_kl", "reverse_kl_top_k", "sapo", "seq_ratio", "value_clip",
+    "gspo", "gspo_token", "ipo", "kl", "kl_cov", "kl_k1", "kl_k2", "kl_k3", "nll", "ppo_clip", "ratio",
+    "reinforce", "reverse_kl", "reverse_kl_top_k", "sapo", "seq_ratio", "value_clip",
 ]  # fmt: skip
