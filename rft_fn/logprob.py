@@ -116,10 +116,10 @@ def linear_logprob(
 
     Targets of -100 give 0 and no gradient, even where hidden is NaN. `words` [T, K] asks for the log-probs of
     K more words of each token, as `words_logp` [T, K] (0 with target -100): K dot products each, the
-    normaliser is there already.
-    `workspace_mb` bounds the logits that exist at a time (None: what suits the device). The work is
-    `rft_kernels.linear_logprob`, by one of its engines: they can be differentiated once. "reference" holds
-    whole logits and has derivatives of any order, in the temperature too. ValueError when shapes disagree.
+    normaliser is there already. `workspace_mb` bounds the logits that exist at a time (None: what suits the
+    device). The work is `rft_kernels.linear_logprob`, by one of its engines: they can be differentiated once.
+    "reference" holds whole logits and has derivatives of any order, in the temperature too. ValueError when
+    shapes disagree.
     """
     from rft_kernels import linear_logprob as fused
 
@@ -130,9 +130,8 @@ def linear_logprob(
         return TokenOut(logp=logp, entropy=ent)
     check.shapes(target=(target, "T"), words=(words, "T K"))
     live = (target != -100).unsqueeze(-1)
-    hidden = torch.where(
-        live, hidden, 0
-    )  # a where on the result alone leaves 0 * NaN in the gradient of weight
+    # a where on the result alone would leave 0 * NaN in the gradient of the weight
+    hidden = torch.where(live, hidden, 0)
     z = torch.einsum("td,tkd->tk", hidden.to(logp.dtype), weight[words].to(logp.dtype))
     z = z if bias is None else z + bias[words]
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
