@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check
-from rft_fn.scan import linear_scan
+from rft_fn.scan import linear_scan, step
 
 __all__ = [
     "cpgd", "decoupled_gae", "discounted_return", "gae", "gdpo", "grpo", "length_adaptive_lambda", "opo",
@@ -152,10 +152,10 @@ def _errors(
     check.shapes(reward=(reward, "... S"), mask=(mask, "... S"), bootstrap=(bootstrap, "..."))
     end = torch.zeros_like(reward[..., :1]) if bootstrap is None else bootstrap.unsqueeze(-1)
     if mask is None:
-        return reward + discount * _shift(value, end) - value, value
+        return step(reward, discount, _shift(value, end)) - value, value
     value, through = torch.where(mask, value, 0), _through(discount, mask)
     after = linear_scan(_shift(through, torch.zeros_like(end)), _shift(value, end))
-    return torch.where(mask, reward + discount * after - value, 0), value
+    return torch.where(mask, step(reward, discount, after) - value, 0), value
 
 
 def _traced(delta: Tensor, discount: Tensor, lambda_: float | Tensor, mask: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import advantage, loss, metric, weight
+from rft_fn.logprob import log_ratio
 from rft_fn.reward_shaping import kl_in_reward
 from rft_fn.types import LossFn, Packed, Rollout, TokenOut
 
@@ -101,7 +102,7 @@ def gspo_token(out: TokenOut, b: Packed, *, low: float = 3e-4, high: float = 4e-
 
 def gmpo(out: TokenOut, b: Packed, *, low: float = 0.4, high: float = 0.4) -> Any:
     """`loss.gmpo` as a LossFn; a token is clipped when its own log-ratio is."""
-    d = (out.logp - b.old_logp).detach()
+    d = log_ratio(out.logp.detach(), b.old_logp)
     x = loss.gmpo(out.logp, b.old_logp, b.adv, b.mask, b.seq, b.num_seqs, low=low, high=high)
     return x, _metrics(out, b, d.clamp(max=20).exp(), _beyond(d, b.adv, -low, high))
 

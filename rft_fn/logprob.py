@@ -1,5 +1,6 @@
 """From logits, or straight from hidden states, to the log-probs of the targets."""
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ __all__ = [
     "linear_logprob",
     "log_probs_and_entropy",
     "log_probs_from_logits",
+    "log_ratio",
     "truncate",
 ]
 
@@ -20,6 +22,17 @@ __all__ = [
 def _wide(x: Tensor) -> Tensor:
     """bf16 and fp16 to float32; float64 stays: a softmax in bf16 is off by up to 0.05 nats."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def log_ratio(logp: Tensor, old_logp: Tensor, *, limit: float = math.inf) -> Tensor:
+    """[*] nats: log(pi / pi_old) = logp - old_logp, bounded to +-limit.
+
+    A token that both exclude (-inf, e.g. by top_k) has a ratio of 1: 0 here, without a gradient.
+    """
+    check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."))
+    excluded = (logp == -torch.inf) & (old_logp == -torch.inf)
+    gap = torch.where(excluded, 0, logp) - torch.where(excluded, 0, old_logp)
+    return gap.clamp(-limit, limit)
 
 
 def log_probs_from_logits(logits: Tensor, target: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
@@ -96,28 +109,33 @@ def linear_logprob(
     entropy: bool = False,
     words: Tensor | None = None,
     workspace_mb: float | None = None,
+    engine: str = "auto",
 ) -> TokenOut:
     """[T, D], [V, D], [T] -> TokenOut: log softmax(hidden weight^T /
     temperature)[target] without ever holding [T, V].
 
-    Targets of -100 give 0 and no gradient. `words` [T, K] asks for the log-probs of K more words of each
-    token, as `words_logp` [T, K] (0 with target -100): K dot products each, the normaliser is there already.
-    `workspace_mb` bounds the logits that exist at a time (None: what suits the device).
-    The work is `rft_kernels.linear_logprob`; ValueError when shapes disagree.
+    Targets of -100 give 0 and no gradient, even where hidden is NaN. `words` [T, K] asks for the log-probs of
+    K more words of each token, as `words_logp` [T, K] (0 with target -100): K dot products each, the
+    normaliser is there already. `workspace_mb` bounds the logits that exist at a time (None: what suits the
+    device). The work is `rft_kernels.linear_logprob`, by one of its engines: they can be differentiated once.
+    "reference" holds whole logits and has derivatives of any order, in the temperature too. ValueError when
+    shapes disagree.
     """
     from rft_kernels import linear_logprob as fused
 
     options: dict[str, Any] = {"temperature": temperature, "bias": bias, "softcap": softcap}
-    options["workspace_mb"] = workspace_mb
+    options |= {"workspace_mb": workspace_mb, "engine": engine}
     logp, ent, lse = fused(hidden, weight, target, entropy=entropy, lse=words is not None, **options)
     if words is None or lse is None:
         return TokenOut(logp=logp, entropy=ent)
     check.shapes(target=(target, "T"), words=(words, "T K"))
+    live = (target != -100).unsqueeze(-1)
+    # a where on the result alone would leave 0 * NaN in the gradient of the weight
+    hidden = torch.where(live, hidden, 0)
     z = torch.einsum("td,tkd->tk", hidden.to(logp.dtype), weight[words].to(logp.dtype))
     z = z if bias is None else z + bias[words]
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     scale = (
         temperature.unsqueeze(-1) if isinstance(temperature, Tensor) and temperature.dim() else temperature
     )
-    live = (target != -100).unsqueeze(-1)
     return TokenOut(logp=logp, entropy=ent, words_logp=torch.where(live, z / scale - lse.unsqueeze(-1), 0))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check, tree
+from rft_fn.logprob import log_ratio
 from rft_fn.types import Packed, Rollout, TokenOut
 
 __all__ = [
@@ -88,8 +89,20 @@ def max(x: Tensor, mask: Tensor) -> Max:
     return Max(top=low.amax() if low.numel() else low.new_tensor(-torch.inf))
 
 
+def _check(metrics: Mapping[str, Metric]) -> None:
+    for name, m in metrics.items():
+        if not hasattr(m, "merge"):
+            raise ValueError(
+                f"metric {name!r}: expected a Metric, got {type(m).__name__}; use metric.mean(x, b.mask), "
+                "metric.sum(x) or metric.max(x, b.mask), which know how to merge over packs and ranks"
+            )
+
+
 def merge(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Both dicts in one; a name in both is merged by its own rule. ValueError if the rules differ."""
+    """Both dicts in one; a name in both is merged by its own rule. ValueError if the rules differ, or for a
+    value that is no metric."""
+    _check(a)
+    _check(b)
     out = dict(a)
     for name, m in b.items():
         if name in out and type(out[name]) is not type(m):
@@ -105,7 +118,8 @@ def average(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The numbers, in one transfer from the device."""
+    """The numbers, in one transfer from the device. ValueError for a value that is no metric."""
+    _check(metrics)
     if not metrics:
         return {}
     values = torch.stack([m.value() for m in metrics.values()]).tolist()
@@ -135,7 +149,7 @@ def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
     disagreement of trainer and sampler about the same tokens under the same weights: 1e-6 in float32, and a
     bug when it is not small.
     """
-    gap = (out.logp.detach() - b.old_logp).abs()
+    gap = log_ratio(out.logp.detach(), b.old_logp).abs()
     found: dict[str, Metric] = {"policy/logp_gap": mean(gap, b.mask), "policy/logp_gap_max": max(gap, b.mask)}
     return found if out.entropy is None else found | {"policy/entropy": mean(out.entropy, b.mask)}
 

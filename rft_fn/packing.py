@@ -7,19 +7,20 @@ it.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rft_fn import check, rng, tree, weight
-from rft_fn.types import Experience, Packed
+from rft_fn.types import Experience, Packed, Rollout
 
 __all__ = [
-    "assign", "minibatches", "pack", "pad", "reset_position_ids", "shard", "stack", "supervised", "take",
-    "unpack", "waste",
+    "assign", "left_out", "minibatches", "pack", "pad", "real", "reset_position_ids", "shard", "stack",
+    "supervised", "take", "unpack", "waste",
 ]  # fmt: skip
 
+Batch = TypeVar("Batch", Experience, Rollout)
 _TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
 
 
@@ -67,17 +68,20 @@ def waste(sizes: Sequence[int], packs: Sequence[Sequence[int]], budget: int) -> 
     return 1 - sum(sizes[i] for p in packs for i in p) / max(budget * len(packs), 1)
 
 
-def pack(exp: Experience, rows: Sequence[int]) -> Packed:
+def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
     """The rows of `exp`, one after the other, as one micro-batch; every auxiliary field is 0 outside mask.
 
-    Without rows it is a pack of one masked token: it runs forward and backward and adds nothing, for a rank
-    that would otherwise have fewer packs than the others.
+    `unit` consecutive rows belong together, 2 for losses of pairs. Without rows it is a masked placeholder of
+    `unit` sequences of one token: it runs forward and backward and adds nothing, so that all ranks run
+    equally many packs. ValueError for a unit that does not divide the rows.
     """
+    if unit < 1 or len(rows) % unit:
+        raise ValueError(f"unit: expected a divisor of the {len(rows)} rows of the pack, got {unit}")
     device, index = exp.tokens.device, torch.tensor(list(rows), dtype=torch.long, device=exp.tokens.device)
     sizes = (exp.length[index] - 1).clamp(min=0)
     total = int(sizes.sum())
     if total == 0:
-        return _empty(exp)
+        return _empty(exp, unit)
     seq = torch.repeat_interleave(torch.arange(len(rows), device=device), sizes)
     pos = torch.arange(total, device=device) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
     row = index[seq]
@@ -99,38 +103,53 @@ def pack(exp: Experience, rows: Sequence[int]) -> Packed:
         media=None if exp.media is None else exp.media.take(list(rows)),
         num_seqs=len(rows),
         rows=tuple(rows),
+        unit=unit,
         **{name: None if x is None else labels(x) for name, x in fields.items()},  # type: ignore[arg-type]
     )
 
 
-def _empty(exp: Experience) -> Packed:
-    zero = exp.tokens.new_zeros(1)
-    fields: dict[str, Any] = {
-        n: None if getattr(exp, n) is None else getattr(exp, n).new_zeros(1) for n in _TOKEN_FIELDS
-    }
+def _empty(exp: Experience, unit: int) -> Packed:
+    """`unit` sequences, each of one masked token, with no row behind them: `unpack` puts them nowhere."""
+    zero = exp.tokens.new_zeros(unit)
+    found = {name: getattr(exp, name) for name in _TOKEN_FIELDS}
+    fields: dict[str, Any] = {name: None if x is None else x.new_zeros(unit) for name, x in found.items()}
+    extra = None
+    if exp.extra is not None:
+        extra = {name: x.new_zeros(unit, *x.shape[2:]) for name, x in exp.extra.items()}
     return Packed(
-        tokens=exp.tokens[:1, 0].clone() if exp.tokens.numel() else zero,
+        tokens=exp.tokens[:1, 0].repeat(unit) if exp.tokens.numel() else zero,
         target=zero,
         pos=zero,
-        seq=zero,
+        seq=torch.arange(unit, device=zero.device),
         mask=torch.zeros_like(zero, dtype=torch.bool),
-        extra=None if exp.extra is None else {k: x.new_zeros(1, *x.shape[2:]) for k, x in exp.extra.items()},
+        extra=extra,
         media=None if exp.media is None else exp.media.take([]),
-        num_seqs=1,
-        rows=(),  # no row stands behind the one token, so `unpack` puts it nowhere
+        num_seqs=unit,
+        rows=(),
+        unit=unit,
         **fields,
     )
 
 
+def real(b: Packed) -> Tensor:
+    """[K / unit] bool: which units (pairs, where unit is 2) of a pack have a token in mask.
+
+    The others teach nothing: placeholders, and what `shard` would have left out. A metric of pairs counts
+    only the real ones: `metric.mean(chosen > rejected, packing.real(b))`.
+    """
+    tokens = torch.zeros(b.num_seqs // b.unit, dtype=torch.long, device=b.mask.device)
+    return tokens.index_add(0, b.seq // b.unit, b.mask.long()) > 0
+
+
 def pad(b: Packed, size: int) -> Packed:
-    """`b` with masked tokens after its last sequence, up to `size` tokens: in a causal model nothing before
-    them changes. ValueError if `b` is larger."""
+    """`b` with masked tokens at position 0 after its last sequence, up to `size` tokens: in a causal model
+    nothing before them changes. ValueError if `b` is larger."""
     more = size - b.tokens.shape[0]
     if more < 0:
         raise ValueError(f"size: expected >= {b.tokens.shape[0]}, the tokens of the pack, got {size}")
     longer = tree.map(lambda x: torch.cat([x, x.new_zeros(more, *x.shape[1:])]), tree.replace(b, media=None))
     seq = torch.cat([b.seq, b.seq[-1:].expand(more)])
-    return tree.replace(longer, seq=seq, pos=reset_position_ids(seq), media=b.media)
+    return tree.replace(longer, seq=seq, media=b.media, padding=b.padding + more)
 
 
 def stack(exp: Experience) -> Packed:
@@ -140,7 +159,8 @@ def stack(exp: Experience) -> Packed:
         raise ValueError("media: expected None, got some: rows of media cannot be stacked")
     packs = [tree.replace(pack(exp, [i]), rows=()) for i in range(exp.tokens.shape[0])]
     size = max(b.tokens.shape[0] for b in packs)
-    return tree.map(lambda *x: torch.stack(x), *(pad(b, size) for b in packs))
+    padded = [tree.replace(pad(b, size), padding=0) for b in packs]  # static fields are the same in all
+    return tree.map(lambda *x: torch.stack(x), *padded)
 
 
 def _spread(sizes: Sequence[int], budget: int, count: int, most: int) -> list[list[int]] | None:
@@ -154,12 +174,24 @@ def _spread(sizes: Sequence[int], budget: int, count: int, most: int) -> list[li
     return packs if max(load) <= budget else None
 
 
-def _sizes(exp: Experience, unit: int) -> list[int]:
-    """Inputs of each unit of rows; 0 where none of its tokens is in mask."""
+def _learns(exp: Experience, unit: int) -> Tensor:
+    """[B / unit] bool: which units of rows have a token in mask."""
     rows = exp.tokens.shape[0]
     if unit < 1 or rows % unit:
         raise ValueError(f"unit: expected a divisor of the {rows} rows, got {unit}")
-    learns = exp.mask[:, 1:].any(-1).view(-1, unit).any(-1)
+    return exp.mask[:, 1:].any(-1).view(-1, unit).any(-1)
+
+
+def left_out(exp: Experience, *, unit: int = 1) -> list[int]:
+    """The numbers of the units of rows that `shard` leaves out, because none of their tokens is in mask: to
+    count them in a metric, or to find what is wrong with them. ValueError for a unit that does not divide the
+    rows."""
+    return (~_learns(exp, unit)).nonzero()[:, 0].tolist()
+
+
+def _sizes(exp: Experience, unit: int) -> list[int]:
+    """Inputs of each unit of rows; 0 where none of its tokens is in mask."""
+    learns = _learns(exp, unit)
     return torch.where(learns, (exp.length - 1).clamp(min=0).view(-1, unit).sum(-1), 0).tolist()
 
 
@@ -169,12 +201,12 @@ def shard(
     """The batch as packs of at most `budget` tokens (0: of any size) for each of `world` ranks: the same
     number of packs for every rank.
 
-    Rows without a token in mask have nothing to learn from and are left out. `unit` consecutive rows stay
-    together in one pack, in order: 2 for losses of pairs. `most` bounds the rows of a pack, if not 0. There
-    are as few packs as best fit needs, rounded up to a multiple of `world`; rows are spread over them evenly
-    where the budget allows it, and packs are dealt out from the largest to the smallest, each to the rank
-    with the fewest tokens that still takes one. ValueError for a row (a unit) that is larger than the budget,
-    a unit that does not divide the rows, or a `most` below it.
+    Units without a token in mask have nothing to learn from and are left out (`left_out` names them). `unit`
+    consecutive rows stay together in one pack, in order: 2 for losses of pairs. `most` bounds the rows of a
+    pack, if not 0. There are as few packs as best fit needs, rounded up to a multiple of `world`; rows are
+    spread over them evenly where the budget allows it, and packs are dealt out from the largest to the
+    smallest, each to the rank with the fewest tokens that still takes one. ValueError for a row (a unit) that
+    is larger than the budget, a unit that does not divide the rows, or a `most` below it.
     """
     if most and most < unit:
         raise ValueError(f"most: expected >= unit = {unit} rows a pack, got {most}")
@@ -190,7 +222,7 @@ def shard(
         share[rank].append(p)
         load[rank] += sum(sizes[i] for i in p)
     members = lambda p: [i * unit + j for i in sorted(p) for j in range(unit)]  # noqa: E731
-    return [[pack(exp, members(p)) for p in part] for part in share]
+    return [[pack(exp, members(p), unit=unit) for p in part] for part in share]
 
 
 def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor:
@@ -202,39 +234,43 @@ def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor
     for values, p in zip(x, packs):
         check.shapes(x=(values, "T"), target=(p.target, "T"))
         if p.rows:
-            row = torch.tensor(p.rows, device=like.device)[p.seq.to(like.device)]
-            out[row, p.pos.to(like.device) + 1] = values.to(like.device)
+            size = p.target.shape[0] - p.padding
+            values, seq, pos = (x[:size].to(like.device) for x in (values, p.seq, p.pos))
+            out[torch.tensor(p.rows, device=like.device)[seq], pos + 1] = values
     return out
 
 
-def take(exp: Experience, index: Tensor) -> Experience:
-    """The rows `index` [n] of an experience."""
-    fields = {n: getattr(exp, n) for n in ("tokens", "mask", "length", *_TOKEN_FIELDS)}
-    media = None if exp.media is None else exp.media.take(index.tolist())
-    extra = None if exp.extra is None else {name: x[index] for name, x in exp.extra.items()}
-    fields = {n: None if x is None else x[index] for n, x in fields.items()}
-    return tree.replace(exp, media=media, extra=extra, **fields)
+def take(exp: Batch, index: Tensor) -> Batch:
+    """The rows `index` [n] of an experience, or of a rollout."""
+    rows = tree.map(lambda x: x[index], tree.replace(exp, media=None))
+    return tree.replace(rows, media=None if exp.media is None else exp.media.take(index.tolist()))
 
 
-def minibatches(exp: Experience, n: int, key: int) -> list[Experience]:
-    """The rows of `exp` in an order drawn from `key`, cut into n minibatches of
-    nearly equal size, one update each.
+def minibatches(exp: Experience, n: int, key: int, *, unit: int = 1) -> list[Experience]:
+    """The rows of `exp` in an order drawn from `key`, cut into n minibatches of nearly equal size.
 
-    `w` is cut with the rest and so sums to 1/n of the batch's: recompute it with `weight.*` on each minibatch
-    where every update should have its own mean. One minibatch is `exp` itself. ValueError unless 1 <= n <= B.
+    Each is for one update; `unit` consecutive rows stay together, in order. `w` is cut with the rest and so
+    sums to 1/n of the batch's: recompute it with `weight.*` on each minibatch where every update should have
+    its own mean. One minibatch is `exp` itself. ValueError unless 1 <= n <= B / unit, or for a unit that does
+    not divide the rows.
     """
-    rows = exp.tokens.shape[0]
-    if not 1 <= n <= rows:
-        raise ValueError(f"n: expected between 1 and the number of rows {rows}, got {n}")
+    units = len(_learns(exp, unit))
+    if not 1 <= n <= units:
+        of = "rows" if unit == 1 else f"units of {unit} rows"
+        raise ValueError(f"n: expected between 1 and the number of {of} {units}, got {n}")
     if n == 1:
         return [exp]
-    order = torch.randperm(rows, generator=rng.generator(key)).to(exp.tokens.device)
-    return [take(exp, part) for part in order.tensor_split(n)]
+    order = torch.randperm(units, generator=rng.generator(key)).to(exp.tokens.device)
+    members = order[:, None] * unit + torch.arange(unit, device=order.device)
+    return [take(exp, part.flatten()) for part in members.tensor_split(n)]
 
 
 def supervised(rows: list[tuple[list[int], list[int]]]) -> Experience:
     """(prompt ids, response ids) of each row as an Experience for supervised fine-tuning: the responses are
-    the mask, w is the mean over their tokens, and what only a policy has (old_logp, adv) is 0."""
+    the mask, w is the mean over their tokens, and what only a policy has (old_logp, adv) is 0. ValueError
+    without rows."""
+    if not rows:
+        raise ValueError("rows: expected at least one (prompt ids, response ids), got none")
     length = torch.tensor([len(p) + len(r) for p, r in rows])
     tokens = torch.zeros(len(rows), int(length.max()), dtype=torch.long)
     mask = torch.zeros_like(tokens, dtype=torch.bool)

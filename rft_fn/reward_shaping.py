@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check, tree
+from rft_fn.logprob import log_ratio
 
 __all__ = [
     "Moments", "adaptive_kl", "clip", "gated", "kl_in_reward", "length_penalty", "moments",
@@ -35,8 +36,11 @@ def running_norm(
     """([...], state): (r - mean) / (std + eps) with the moments of all rewards up to and including these.
 
     The merge of moments is Chan's, so any cut of the rewards gives the same state. With fewer than two
-    rewards, or when all were equal, the scale is left alone. `centre=False` only divides.
+    rewards, or when all were equal, the scale is left alone. `centre=False` only divides. An empty batch
+    leaves the state as it is.
     """
+    if reward.numel() == 0:
+        return reward, state
     r = reward.detach().to(torch.float64).flatten()
     n, gap = state.count + r.numel(), r.mean() - state.mean
     mean = state.mean + gap * r.numel() / n
@@ -112,4 +116,6 @@ def kl_in_reward(reward: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, *
     check.shapes(reward=(reward, "B"), logp=(logp, "B S"), ref_logp=(ref_logp, "B S"), mask=(mask, "B S"))
     after = mask.flip(-1).cumsum(-1).flip(-1)  # tokens in mask from here on
     last = mask & (after == 1)
-    return torch.where(mask, -coef * (logp - ref_logp), 0) + torch.where(last, reward.unsqueeze(-1), 0)
+    return torch.where(mask, -coef * log_ratio(logp, ref_logp), 0) + torch.where(
+        last, reward.unsqueeze(-1), 0
+    )

@@ -10,6 +10,8 @@ import torch
 
 __all__ = ["fold_in", "generator"]
 
+_TWISTER_WORDS = 624  # of 32 bits: the state of MT19937
+
 
 def fold_in(key: int, *data: int | str) -> int:
     """The key of `data` under `key`: an int in [0, 2**63), by BLAKE2b.
@@ -28,6 +30,22 @@ def fold_in(key: int, *data: int | str) -> int:
 
 
 def generator(key: int, device: str | torch.device = "cpu") -> torch.Generator:
-    """A fresh generator for one draw. The draw depends on the key and on the kind
-    of device (CPU and CUDA differ)."""
-    return torch.Generator(device=device).manual_seed(key)
+    """A fresh generator for one draw, from all bits of the key.
+
+    The draw depends on the key and on the kind of device (CPU and CUDA differ). On a GPU the key is the seed
+    of torch's Philox. torch's CPU seed keeps only 32 bits, so there SHAKE-256 of the key is the whole state
+    of its Mersenne twister. Raises TypeError for a key that is no int, RuntimeError for one beyond 64 bits.
+    """
+    if isinstance(key, bool) or not isinstance(key, int):
+        raise TypeError(f"key: expected int, got {type(key).__name__} ({key!r})")
+    drawn = torch.Generator(device=device).manual_seed(key)
+    if drawn.device.type != "cpu":
+        return drawn
+
+    # torch keeps each 32-bit word of the twister in 64 bits, after 24 bytes of counters
+    digest = hashlib.shake_256(f"{key}".encode()).digest(4 * _TWISTER_WORDS)
+    words = torch.frombuffer(bytearray(digest), dtype=torch.int32)
+    state = drawn.get_state()
+    state[24 : 24 + 8 * _TWISTER_WORDS].view(torch.int32)[::2] = words
+    drawn.set_state(state)
+    return drawn

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check, rng
+from rft_fn.logprob import log_ratio
 
 __all__ = [
     "clip_cov", "constant", "covariance", "high_entropy", "icepop", "importance", "importance_seq",
@@ -65,7 +66,7 @@ def constant(mask: Tensor, length: int) -> Tensor:
 
 def _log_ratio(old_logp: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
     check.shapes(old_logp=(old_logp, "..."), logp=(logp, "..."), mask=(mask, "..."))
-    return torch.where(mask, old_logp - logp, 0)
+    return torch.where(mask, log_ratio(old_logp, logp), 0)
 
 
 def _ratio(w: Tensor, old_logp: Tensor, logp: Tensor) -> Tensor:

@@ -308,7 +308,7 @@ def test_expected_gradients_by_enumeration(group, seed):
     for f in (partial(advantage.grpo, scale=False), advantage.reinforce_pp_baseline, equal_length):
         check(f, factor=(group - 1) / group)
     for f in (advantage.grpo, advantage.cpgd):
-        with pytest.raises(AssertionError, match=r"cosine 0\.9"):
+        with pytest.raises(AssertionError, match=r"cosine 0\.[89]"):
             check(f)
 
 

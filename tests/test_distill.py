@@ -54,6 +54,21 @@ def test_their_gradient_is_that_of_whole_logits_with_bias_and_softcap():
         logprob.linear_logprob(h, w, y, words=words[:6])
 
 
+def test_a_student_whose_words_are_cut_has_finite_gradients():
+    """top_k 2 and top_p 0.5 leave some of the 5 words at log-prob -inf, in the teacher's list too."""
+    lm, exp, sampling = tiny.llama(dtype=torch.float64), tiny.experience(), Sampling(top_k=2, top_p=0.5)
+    ids, teacher = words_of(tiny.llama(seed=1), exp, 5)
+    teacher[..., 3:] = -torch.inf
+    exp = tree.replace(exp, extra={"words": ids, "teacher": teacher.double()})
+    apply, params = model.bind(lm, sampling=sampling)
+    b = packing.pack(exp, range(len(exp.length)))
+    out = apply(params, b)
+    assert (out.words_logp[b.mask] == -torch.inf).any()
+    x = loss.reverse_kl_top_k(out.words_logp, b.extra["teacher"])[b.mask]
+    grads = torch.autograd.grad(x.sum(), list(params.values()), allow_unused=True)
+    assert x.isfinite().all() and all(g.isfinite().all() for g in grads if g is not None)
+
+
 def test_a_student_comes_closer_to_its_teacher():
     """The reverse KL over 8 words falls, through Strategy.grad and update, and the sampled one with it."""
     teacher, student, exp = tiny.llama(seed=1), tiny.llama(seed=2), tiny.experience()

@@ -170,6 +170,24 @@ def test_gae_is_vectorised_over_long_rows():
     assert len(calls) < 40 * math.log2(4096)
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_sequence_of_a_flat_stream_does_not_see_a_broken_neighbour(bad, masked):
+    """Two sequences in one stream: the second one's values are not finite, the first one's numbers stay."""
+    reward, value = torch.randn(2, 9).unbind()
+    discount = torch.full((9,), 0.9)
+    discount[4] = 0
+    mask = torch.tensor([True, True, False, True, True] + [True] * 4) if masked else None
+    want = advantage.gae(reward[:5], value[:5], discount[:5], mask=None if mask is None else mask[:5])
+    value = torch.cat([value[:5], torch.full((4,), bad)])
+    got = advantage.gae(reward, value, discount, mask=mask)
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x[:5], y, rtol=1e-12, atol=1e-12)
+    inf = torch.where(torch.arange(9) > 4, bad, reward)
+    want = advantage.discounted_return(reward[:5], discount[:5])
+    torch.testing.assert_close(advantage.discounted_return(inf, discount)[:5], want, rtol=1e-12, atol=1e-12)
+
+
 # ---------- a lambda for each
 
 

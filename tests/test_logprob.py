@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import ref
+import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rft_fn import model, packing
 from rft_fn.logprob import (
     entropy_from_logits,
     linear_logprob,
@@ -257,3 +259,69 @@ def test_linear_logprob_ignores_labels_of_minus_100():
     out = linear_logprob(h, w, torch.tensor([-100, 3]))
     (g,) = torch.autograd.grad(out.logp.sum(), h)
     assert out.logp[0] == 0 and (g[0] == 0).all() and out.logp[1] < 0 and g[1].abs().max() > 0
+
+
+def test_the_heads_way_out_of_one_differentiation_has_the_second_derivatives():
+    """What the fused head's error names, against autograd of the formula on whole logits in float64."""
+    g = torch.Generator().manual_seed(3)
+    h, w, bias = (torch.randn(*s, generator=g, dtype=torch.float64) for s in ((5, 4), (9, 4), (9,)))
+    y, up = torch.randint(0, 9, (5,), generator=g), torch.randn(5, generator=g, dtype=torch.float64)
+    y[1] = -100
+
+    def fused(h, w, bias, engine):
+        out = linear_logprob(h, w, y, temperature=0.7, bias=bias, entropy=True, engine=engine)
+        return (up * (out.logp + 0.3 * out.entropy)).sum()
+
+    def formula(h, w, bias):
+        logp = ((h @ w.T + bias) / 0.7).log_softmax(-1)
+        chosen = logp.gather(-1, y.clamp(min=0)[:, None])[:, 0]
+        entropy = -(logp.exp() * logp).sum(-1)
+        return (up * (chosen + 0.3 * entropy) * (y != -100)).sum()
+
+    def hessian_product(f):
+        leaves = [x.clone().requires_grad_() for x in (h, w, bias)]
+        first = torch.autograd.grad(f(*leaves), leaves, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
+
+    want = hessian_product(formula)
+    with pytest.raises(RuntimeError, match="pass engine='reference'"):
+        hessian_product(lambda *x: fused(*x, "auto"))
+    got = hessian_product(lambda *x: fused(*x, "reference"))
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_a_bound_model_follows_the_same_advice():
+    """fused=False, as the error says; attention that has a second derivative (eager) is the model's own."""
+    lm, exp = tiny.llama(1, dtype=torch.float64), tiny.experience(rows=1)
+    lm.set_attn_implementation("eager")
+    b = packing.pack(exp, [0])
+
+    def penalty(logp, leaves):
+        grads = torch.autograd.grad(logp[b.mask].sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+
+    apply, params = model.bind(lm)
+    with pytest.raises(RuntimeError, match="for a bound model fused=False"):
+        penalty(apply(params, b).logp, list(params.values()))
+    apply, params = model.bind(lm, fused=False)
+    got = penalty(apply(params, b).logp, list(params.values()))
+    logits = lm(b.tokens[None], use_cache=False).logits[0]
+    logp = logits.log_softmax(-1).gather(-1, b.target[:, None])[:, 0]
+    torch.testing.assert_close(got, penalty(logp, list(params.values())), rtol=1e-8, atol=1e-6)
+
+
+def test_words_of_a_masked_token_whose_hidden_state_is_nan_leave_gradients_alone():
+    """A where on the result alone hides the NaN in the value and keeps 0 * NaN in the gradient."""
+    g = torch.Generator().manual_seed(1)
+    h, w = (torch.randn(*s, generator=g, dtype=torch.float64) for s in ((6, 4), (9, 4)))
+    y, words = torch.randint(0, 9, (6,), generator=g), torch.randint(0, 9, (6, 3), generator=g)
+    y[2] = -100
+    broken = h.clone()
+    broken[2] = torch.nan
+    found = []
+    for hidden in (h, broken):
+        leaves = [hidden.clone().requires_grad_(), w.clone().requires_grad_()]
+        out = linear_logprob(*leaves, y, words=words, softcap=3.0)
+        found.append((out.words_logp.detach(), *torch.autograd.grad(out.words_logp.sum(), leaves)))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert (found[0][1][2] == 0).all()

@@ -1,6 +1,7 @@
 """Losses: one number a token, against their definitions, and invariant under every cut of the batch."""
 
 import math
+import re
 from functools import partial
 
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from tables import agree, table
 from torch.func import grad, vmap
 
-from rft_fn import loss, packing, testing, weight
+from rft_fn import loss, packing, testing, tree, weight
+from rft_fn.strategy import step
+from rft_fn.types import TokenOut
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -217,3 +220,40 @@ def test_gradients_under_vmap_equal_a_loop():
     for kl in (loss.kl_k1, loss.kl_k2, loss.kl_k3, loss.kl):
         per_token = vmap(grad(kl))(logp, old)
         torch.testing.assert_close(per_token, derivative(kl, logp.clone(), old))
+
+
+# ---------- a LossFn that reads what is not there
+
+ABSENT = [
+    (lambda o, b: -0.1 * o.entropy, TypeError, "TokenOut.entropy: .* got None; bind .* entropy=True"),
+    (lambda o, b: o.words_logp.sum(-1), AttributeError, 'TokenOut.words_logp: .* extra={"words": ids'),
+    (lambda o, b: (o.value - b.ret).square(), TypeError, "TokenOut.value: .* a value head"),
+    (lambda o, b: o.logp - b.ref_logp, TypeError, "Packed.ref_logp: .* give ref_logp to rft_fn.experience"),
+    (lambda o, b: b.extra["chosen"], KeyError, r"Packed.extra: expected 'chosen' among \['noise'\]"),
+]
+
+
+@pytest.mark.parametrize(("f", "kind", "note"), ABSENT)
+def test_a_loss_that_reads_an_absent_field_has_a_note_of_where_it_comes_from(f, kind, note):
+    b = tree.replace(packing.pack(testing.case(0).exp, [3]), ref_logp=None)
+    with pytest.raises(kind) as error:
+        step.loss_and_metrics(f, TokenOut(logp=b.old_logp), b)
+    (found,) = error.value.__notes__
+    assert re.search(note, found), found
+
+
+def test_extra_that_is_absent_as_a_whole():
+    b = tree.replace(packing.pack(testing.case(0).exp, [3]), extra=None)
+    with pytest.raises(TypeError) as error:
+        loss.evaluate(lambda o, b: b.extra["chosen"], TokenOut(logp=b.old_logp), b)
+    assert error.value.__notes__ == [
+        "Packed.extra: expected a value, got None; give extra to rft_fn.experience"
+    ]
+
+
+def test_an_error_of_another_cause_gets_no_note():
+    """Fields that are absent and that the loss does not name are none of its business."""
+    b = tree.replace(packing.pack(testing.case(0).exp, [3]), ref_logp=None)
+    with pytest.raises(TypeError) as error:
+        loss.evaluate(lambda o, b: o.logp + "1", TokenOut(logp=b.old_logp), b)
+    assert not hasattr(error.value, "__notes__")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rft_fn import metric, packing, testing, tree
 from rft_fn.algorithm import ppo_clip
+from rft_fn.types import TokenOut
 
 values = st.lists(st.tuples(st.floats(-1e3, 1e3), st.booleans()), min_size=0, max_size=12)
 
@@ -84,3 +85,18 @@ def test_pass_at_k_against_enumeration(correct, k):
 def test_pass_at_k_needs_k_samples(k):
     with pytest.raises(ValueError, match=f"k: expected between 1 and the 8 samples of each prompt, got {k}"):
         metric.pass_at_k(torch.zeros(2, 8, dtype=torch.bool), k)
+
+
+@pytest.mark.parametrize("bad", [0.5, 3, torch.tensor(0.5), None])
+def test_a_value_that_is_no_metric_is_named(bad):
+    for call in (lambda: metric.merge({}, {"kl": bad}), lambda: metric.results({"kl": bad})):
+        with pytest.raises(ValueError, match=r"metric 'kl': expected a Metric, got .*; use metric\.mean"):
+            call()
+
+
+def test_the_gap_to_a_sampler_that_excludes_the_same_token_is_0():
+    b = packing.pack(testing.case(0).exp, [3])
+    at = int(b.mask.nonzero()[0])
+    old = torch.where(torch.arange(len(b.adv)) == at, -torch.inf, b.old_logp)
+    got = metric.results(metric.policy(TokenOut(logp=old), tree.replace(b, old_logp=old)))
+    assert got == {"policy/logp_gap": 0.0, "policy/logp_gap_max": 0.0}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rft_fn import packing, testing, tree
-from rft_fn.types import Experience, Media
+from rft_fn.types import Experience, Media, Rollout
 
 FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
 seeds = st.integers(0, 2**32)
@@ -332,3 +332,58 @@ def test_units_stay_together_and_in_order(seed, world, budget):
 def test_a_unit_that_does_not_divide_the_rows_is_named():
     with pytest.raises(ValueError, match="unit: expected a divisor of the 8 rows, got 3"):
         packing.shard(testing.case(0).exp, 100, unit=3)
+
+
+def test_a_placeholder_for_pairs_is_a_pair():
+    """More ranks than pairs: what the others run has `unit` sequences, apart and without a token in mask."""
+    exp = packing.take(testing.case(0).exp, torch.tensor([2, 3]))
+    (real,), (empty,) = packing.shard(exp, 100, 2, unit=2)
+    assert (real.num_seqs, real.unit, real.rows) == (2, 2, (0, 1))
+    assert (empty.num_seqs, empty.unit, empty.rows) == (2, 2, ())
+    assert empty.seq.tolist() == [0, 1] and empty.pos.tolist() == [0, 0]
+    assert not empty.mask.any() and empty.w.tolist() == [0.0, 0.0]
+    assert empty.extra["noise"].shape == (2, 2)
+
+
+def test_rows_that_are_no_whole_units_are_no_pack():
+    with pytest.raises(ValueError, match="unit: expected a divisor of the 3 rows of the pack, got 2"):
+        packing.pack(testing.case(0).exp, [0, 1, 2], unit=2)
+
+
+def test_a_padded_pack_unpacks_to_the_same_rows():
+    """The values of padding belong to no row, however often the pack was padded."""
+    exp = testing.case(0).exp
+    b = packing.pack(exp, [4, 3])
+    values = torch.arange(1.0, len(b.tokens) + 1)
+    want = packing.unpack([values], [b], exp.tokens)
+    for sizes in ([len(b.tokens) + 1], [len(b.tokens) + 2, len(b.tokens) + 40]):
+        padded = b
+        for size in sizes:
+            padded = packing.pad(padded, size)
+        more = torch.cat([values, torch.full((sizes[-1] - len(values),), 99.0)])
+        assert torch.equal(packing.unpack([more], [padded], exp.tokens), want)
+
+
+def test_rows_of_a_rollout_are_taken_as_those_of_an_experience():
+    exp = testing.case(0).exp
+    media = Media(tensors={"x": torch.arange(8.0)[:, None]}, rows={"x": torch.ones(8, dtype=torch.long)})
+    number = torch.arange(8)
+    rollout = Rollout(
+        tokens=exp.tokens,
+        mask=exp.mask,
+        logp=exp.old_logp,
+        length=exp.length,
+        truncated=number > 3,
+        group=number // 2,
+        version=number,
+        media=media,
+    )
+    got = packing.take(rollout, torch.tensor([5, 1]))
+    assert got.version.tolist() == [5, 1] and got.group.tolist() == [2, 0]
+    assert torch.equal(got.tokens, exp.tokens[[5, 1]]) and torch.equal(got.logp, exp.old_logp[[5, 1]])
+    assert got.media.tensors["x"].flatten().tolist() == [5.0, 1.0]
+
+
+def test_supervised_without_rows_says_so():
+    with pytest.raises(ValueError, match="rows: expected at least one"):
+        packing.supervised([])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tables import agree, table
 
 from rft_fn import loss, packing, testing, tree, weight
+from rft_fn.types import TokenOut
 
 pytestmark = pytest.mark.usefixtures("float64")
 seeds = st.integers(0, 2**32)
@@ -264,6 +265,40 @@ def test_extreme_log_ratios_are_finite_in_value_and_gradient(name, gap, dtype):
     value = getattr(loss, name)(logp, old, adv, *more)
     (g,) = torch.autograd.grad(value.sum(), logp)
     assert value.isfinite().all() and g.isfinite().all()
+
+
+IMPOSSIBLE = LOSSES | {
+    "ppo_clip": of_token(loss.ppo_clip),
+    "dual": of_token(loss.ppo_clip, dual=3.0),
+    "ratio": lambda o, b: loss.ratio(o.logp, b.old_logp),
+    "kl": lambda o, b: loss.kl(o.logp, b.old_logp),
+    "kl_k1": lambda o, b: loss.kl_k1(o.logp, b.old_logp),
+    "kl_k2": lambda o, b: loss.kl_k2(o.logp, b.old_logp),
+    "kl_k3": lambda o, b: loss.kl_k3(o.logp, b.old_logp),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+@pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
+def test_a_token_that_both_policies_exclude_has_ratio_1_and_no_gradient(name, sign):
+    """-inf - -inf is NaN; to its neighbours such a token is one whose log-prob did not change."""
+    b = packing.pack(testing.case(0).exp, [3, 4])
+    b = tree.replace(b, adv=sign * b.adv.abs(), ret=torch.ones_like(b.adv))
+    at = int(b.mask.nonzero()[1])
+
+    def value_and_grad(same):
+        near = torch.linspace(-2, -1, len(b.adv))
+        logp = torch.where(torch.arange(len(b.adv)) == at, same, near).requires_grad_()
+        old = torch.where(torch.arange(len(b.adv)) == at, same, b.old_logp)
+        value = IMPOSSIBLE[name](TokenOut(logp=logp), tree.replace(b, old_logp=old))
+        return value.detach(), torch.autograd.grad(value.sum(), logp)[0]
+
+    value, grad = value_and_grad(-torch.inf)
+    want_value, want_grad = value_and_grad(-1.5)
+    others = torch.arange(len(b.adv)) != at
+    torch.testing.assert_close(value[others], want_value[others], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad[others], want_grad[others], rtol=1e-12, atol=1e-12)
+    assert value[at].isfinite() and grad[at] == 0
 
 
 def test_certain_tokens_are_finite_under_dppo():

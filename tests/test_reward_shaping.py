@@ -261,3 +261,17 @@ R = torch.zeros(2, 4)
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_an_empty_batch_leaves_the_moments_alone():
+    """No mean is taken of nothing: a NaN in the state would stay for good."""
+    state = rs.running_norm(torch.tensor([1.0, 3.0]), rs.moments())[1]
+    got, after = rs.running_norm(torch.zeros(0, 4), state)
+    assert got.shape == (0, 4)
+    assert [float(x) for x in tree.leaves(after)] == [float(x) for x in tree.leaves(state)]
+
+
+def test_a_token_that_both_policies_exclude_costs_no_kl():
+    logp, mask = torch.tensor([[-1.0, -torch.inf]]), torch.ones(1, 2, dtype=torch.bool)
+    got = rs.kl_in_reward(torch.tensor([2.0]), logp, logp, mask, coef=0.1)
+    assert got.tolist() == [[0.0, 2.0]]

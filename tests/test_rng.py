@@ -1,5 +1,6 @@
 """Keys name what is drawn: golden values, so that a run of last year draws the same samples today."""
 
+import hashlib
 import itertools
 
 import numpy as np
@@ -29,7 +30,45 @@ def test_golden(data):
 def test_golden_draw():
     """The draw of a key is part of what has to stay: a resumed run continues with it."""
     x = torch.rand(3, generator=rng.generator(rng.fold_in(7, "sample", 1)), dtype=torch.float64)
-    assert x.tolist() == [0.5016534691097645, 0.63158895740842, 0.1488951316150069]
+    assert x.tolist() == [0.3598177650095198, 0.4262888125765052, 0.25420753141639263]
+
+
+def bits_of_a_uniform(key):
+    """The definition: MT19937 from SHAKE-256 of the key, two words a number, the lower 53 bits."""
+    words = np.frombuffer(hashlib.shake_256(str(key).encode()).digest(4 * 624), dtype="<u4")
+    twister = np.random.MT19937()
+    twister.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": 624}}
+    while True:
+        high, low = int(twister.random_raw()), int(twister.random_raw())
+        yield ((high << 32) | low) & (2**53 - 1)
+
+
+@pytest.mark.parametrize("key", [0, 5, 5 + 2**32, 2**63 - 1, -3])
+def test_the_stream_of_a_key_against_its_definition(key):
+    got = torch.rand(400, generator=rng.generator(key), dtype=torch.float64)
+    want = [bits * 2.0**-53 for bits in itertools.islice(bits_of_a_uniform(key), 400)]
+    assert got.tolist() == want
+
+
+@given(key=st.integers(0, 2**63 - 1), bit=st.integers(0, 62))
+def test_every_bit_of_the_key_is_drawn_from(key, bit):
+    """torch's own CPU seed drops all but 32: 512 rows of 140 steps would share a stream with 45 %."""
+    a, b = (torch.rand(2, generator=rng.generator(k), dtype=torch.float64) for k in (key, key ^ (1 << bit)))
+    assert a.tolist() != b.tolist()
+    assert a.tolist() == torch.rand(2, generator=rng.generator(key), dtype=torch.float64).tolist()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_every_bit_of_the_key_is_drawn_from_on_a_gpu():
+    keys = [5 ^ (1 << bit) for bit in range(63)]
+    draws = [torch.rand(2, generator=rng.generator(k, "cuda"), device="cuda").tolist() for k in keys]
+    assert len({tuple(d) for d in draws}) == 63
+
+
+@pytest.mark.parametrize("key", [5.0, True, "5", None, np.int64(5)])
+def test_a_generator_takes_an_int(key):
+    with pytest.raises(TypeError, match="key: expected int, got"):
+        rng.generator(key)
 
 
 items = st.lists(st.integers(-(2**65), 2**65) | st.text(max_size=4), min_size=1, max_size=4)

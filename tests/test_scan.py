@@ -56,3 +56,39 @@ def test_padding_changes_no_bit(seed, size, more):
 def test_vmap_equals_a_loop():
     a, b = torch.rand(4, 9), torch.randn(4, 9)
     torch.testing.assert_close(torch.func.vmap(linear_scan)(a, b), linear_scan(a, b), rtol=0, atol=1e-15)
+
+
+BAD = [float("inf"), -float("inf"), float("nan")]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@given(seed=st.integers(0, 2**32), size=st.integers(2, 40))
+def test_nothing_crosses_a_zero_whatever_lies_beyond(bad, seed, size):
+    """Value and gradient before the 0 are those of the sequence that ends there."""
+    g = torch.Generator().manual_seed(seed)
+    end = int(torch.randint(0, size - 1, (), generator=g))
+    a, b = torch.rand(size, generator=g) * 2 - 1, torch.randn(size, generator=g)
+    a[end], b[end + 1 + int(torch.randint(0, size - end - 1, (), generator=g))] = 0, bad
+    a, b = a.requires_grad_(), b.requires_grad_()
+    y = linear_scan(a, b)
+    assert y[end] == b[end]
+    short = linear_scan(a[: end + 1], b[: end + 1])
+    torch.testing.assert_close(y[: end + 1], short, rtol=1e-12, atol=1e-12)
+    got = torch.autograd.grad(y[: end + 1].sum(), (a, b))
+    want = torch.autograd.grad(short.sum(), (a, b), materialize_grads=True)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(got[0][:end], want[0][:end], rtol=1e-12, atol=1e-12)
+    assert got[0].isfinite().all()
+
+
+def test_forwards_too():
+    a, b = torch.tensor([0.5, 0.5, 0.0, 0.5]), torch.tensor([torch.nan, 1.0, 3.0, 4.0])
+    assert linear_scan(a, b, reverse=False)[2:].tolist() == [3.0, 5.5]
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_the_derivative_in_a_where_it_is_0(at):
+    """y[t] = b[t] there, but moving a off 0 lets y[t + 1] in: a gate may open again."""
+    a, b = torch.rand(6), torch.randn(6).requires_grad_()
+    a[at] = 0
+    assert torch.autograd.gradcheck(linear_scan, (a.requires_grad_(), b))

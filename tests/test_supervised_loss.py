@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import agree, table
 
-from rft_fn import loss, packing, segment, testing, tree
+from rft_fn import loss, metric, packing, segment, testing, tree
 
 pytestmark = pytest.mark.usefixtures("float64")
 seeds = st.integers(0, 2**32)
@@ -84,7 +84,10 @@ def dpo_of_pairs(out, b):
     total = partial(segment.sum, mask=b.mask, seq=b.seq, num_seqs=b.num_seqs)
     logp, ref_logp = (total(x).unflatten(0, (-1, 2)) for x in (out.logp, b.ref_logp))
     x = loss.dpo(logp[:, 0], logp[:, 1], ref_logp[:, 0], ref_logp[:, 1], beta=0.5)
-    return x[b.seq // 2]
+    pairs = packing.real(b)
+    metrics = {"loss": metric.mean(x, pairs), "pairs": metric.sum(pairs.sum())}
+    metrics["accuracy"] = metric.mean((logp[:, 0] > logp[:, 1]).double(), pairs)
+    return x[b.seq // 2], metrics
 
 
 def pair_mean(mask):
@@ -100,7 +103,7 @@ def test_pairs_train_through_packs_and_any_number_of_ranks(budget):
     keep = torch.tensor([2, 3, 4, 5, 6, 7])
     exp = packing.take(c.exp, keep)
     exp = tree.replace(exp, w=pair_mean(exp.mask))
-    whole = packing.pack(exp, range(6))
+    whole = packing.pack(exp, range(6), unit=2)
     want = testing.total_and_grad(dpo_of_pairs, c.apply, c.params, [whole])
     out = c.apply(c.params, whole)
     logp, ref_logp = (segment.sum(x, whole.mask, whole.seq, 6).view(3, 2) for x in (out.logp, whole.ref_logp))
@@ -111,6 +114,46 @@ def test_pairs_train_through_packs_and_any_number_of_ranks(budget):
         assert all(p.rows[::2] == tuple(r - 1 for r in p.rows[1::2]) for p in packs)
         got = testing.total_and_grad(dpo_of_pairs, c.apply, c.params, packs)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_cut_padding_order_or_empty_pair_changes_a_loss_of_pairs(seed):
+    """Its metrics too: in every case the first pair has no token in mask, and some ranks have no pair."""
+    testing.check_all(dpo_of_pairs, weight=pair_mean, unit=2, seed=seed)
+
+
+def scores(out, b):
+    """Bradley-Terry on the value of the last token in mask of each row, two rows a pair."""
+    last = b.mask & (segment.max(b.pos.double(), b.mask, b.seq, b.num_seqs)[b.seq] == b.pos)
+    score = segment.sum(out.value, last, b.seq, b.num_seqs).unflatten(0, (-1, 2))
+    x = loss.bradley_terry(score[:, 0], score[:, 1])
+    pairs = packing.real(b)
+    return x[b.seq // 2], {"accuracy": metric.mean((score[:, 0] > score[:, 1]).double(), pairs)}
+
+
+def test_more_ranks_than_pairs():
+    """The ranks without a pair run a placeholder: a loss of 0 tokens, and no pair in the metrics."""
+    testing.check_all(scores, weight=pair_mean, unit=2)
+    c = testing.case(0, weight=pair_mean)
+    shards = packing.shard(c.exp, 100, 5, unit=2)
+    assert [sum(int(packing.real(b).sum()) for b in packs) for packs in shards] == [1, 1, 1, 0, 0]
+    assert packing.left_out(c.exp, unit=2) == [0] and packing.left_out(c.exp) == [0, 1]
+    empty = shards[4][0]
+    total, grads = testing.total_and_grad(dpo_of_pairs, c.apply, c.params, [empty])
+    assert total == 0 and all((g == 0).all() for g in tree.leaves(grads))
+    found = metric.results(dpo_of_pairs(c.apply(c.params, empty), empty)[1])
+    assert found == {"loss": 0.0, "pairs": 0.0, "accuracy": 0.0}
+
+
+def test_minibatches_keep_pairs_together():
+    exp = testing.case(0).exp
+    exp = tree.replace(exp, tokens=torch.arange(8)[:, None].expand(8, 12))
+    parts = packing.minibatches(exp, 3, 1, unit=2)
+    rows = [part.tokens[:, 0].tolist() for part in parts]
+    assert sorted(itertools.chain(*rows)) == list(range(8)) and [len(r) for r in rows] == [4, 2, 2]
+    assert all(b == a + 1 and a % 2 == 0 for r in rows for a, b in zip(r[::2], r[1::2]))
+    with pytest.raises(ValueError, match="n: expected between 1 and the number of units of 2 rows 4, got 5"):
+        packing.minibatches(exp, 5, 1, unit=2)
 
 
 # ---------- distillation
@@ -164,6 +207,22 @@ def test_words_that_were_cut_count_nothing_and_a_word_the_teacher_excludes_is_fi
     x = loss.reverse_kl(z.log_softmax(-1), torch.tensor([[0.0, -torch.inf]]))
     assert x.item() == pytest.approx(0.5 * (math.log(0.5) + 60))
     assert torch.autograd.grad(x.sum(), z)[0][0, 1] > 10  # away from what the teacher never says
+
+
+@pytest.mark.parametrize("f", [loss.reverse_kl, loss.reverse_kl_top_k])
+def test_words_that_either_excludes_leave_values_and_gradients_finite(f):
+    """Words cut by top_k or top_p have log-prob -inf: in both, in the policy alone, in the teacher alone."""
+    z = torch.tensor([[0.3, 0.1, -0.4, 0.2, -1.0]]).requires_grad_()
+    cut = torch.tensor([[False, True, True, False, False]])
+    teacher = torch.tensor([[0.4, -torch.inf, 0.3, -torch.inf, 0.3]]).log_softmax(-1)
+    teacher = torch.where(torch.tensor([[False, True, False, True, False]]), -torch.inf, teacher)
+    logp = z.masked_fill(cut, -torch.inf).log_softmax(-1)
+    p, q = logp.detach().exp()[0], teacher[0]
+    want = sum(p[i] * (p[i].log() - q[i]) for i in (0, 4)) + p[3] * 60
+    got = f(logp, teacher)
+    torch.testing.assert_close(got.detach(), want[None], rtol=1e-6, atol=1e-6)
+    (g,) = torch.autograd.grad(got.sum(), z)
+    assert g.isfinite().all() and (g[cut] == 0).all() and g[0, 3] > 1
 
 
 # ---------- entropy, and data that is missing

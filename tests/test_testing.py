@@ -158,7 +158,7 @@ BUGS = [
     (
         PARTITION,
         own_sequence_normaliser,
-        r"one row a micro-batch instead of one pack: .*gradient of bigram by 7, ",
+        r"one row a micro-batch instead of one pack: .*gradient of \w+ by 7, ",
     ),
     (PARTITION, shifted, r"instead of one pack: .*\(allowed 1e-12\)"),
     (PARTITION, whitened, r"instead of one pack: .*gradient of bigram by"),
@@ -172,7 +172,7 @@ BUGS = [
         mean_over_the_pack,
         r"all rows in one pack instead of each row alone: the loss of row \d, token \d+ changed",
     ),
-    (PACKING, shifted, r"the loss of row \d, token \d+ changed by [\d.]+ from .*; a neighbour leaks in"),
+    (PACKING, shifted, r"the loss of row \d, token \d+ changed by [\d.e+]+ from .*; a neighbour leaks in"),
     (PACKING, whitened, r"a neighbour leaks in"),
     (PACKING, absolute_position, r"a neighbour leaks in"),
     (PERMUTATION, absolute_position, r"rows in the order \[[\d, ]+\]: the total loss .* became"),
@@ -192,7 +192,11 @@ BUGS = [
     ),
     (FINITE, unbounded_ratio, r"log-ratio \+50 in torch.float32: the total is inf"),
     (FINITE, no_gradient, r"loss: it has no gradient; is it detached"),
-    (PACKING, suffix_ratio, r"the loss of row \d, token \d+ changed by [\d.]+ from .*; a neighbour leaks in"),
+    (
+        PACKING,
+        suffix_ratio,
+        r"the loss of row \d, token \d+ changed by [\d.e+]+ from .*; a neighbour leaks in",
+    ),
     (PARTITION, suffix_ratio, r"one row a micro-batch instead of one pack: .*gradient of bigram by"),
     (
         FINITE,
@@ -224,8 +228,8 @@ def test_masked_rows_that_weigh_something_are_found(monkeypatch):
     the loss is not 0 there."""
     pack = packing.pack
 
-    def leaky(exp, rows):
-        b = pack(exp, rows)
+    def leaky(exp, rows, **options):
+        b = pack(exp, rows, **options)
         return tree.replace(b, w=torch.full_like(b.w, 0.1))
 
     monkeypatch.setattr(packing, "pack", leaky)
@@ -279,8 +283,8 @@ def test_the_checks_fail_for_wrong_weights(check, w, message):
 
 
 def test_a_tolerance_is_a_tolerance():
-    """An entropy bonus of 0.01 bends the gradient by less than 1 %, and by more than rounding."""
-    ON_POLICY(entropy_bonus_inside, rtol=0.01)
+    """An entropy bonus of 0.01 bends the gradient by less than 2 %, and by more than rounding."""
+    ON_POLICY(entropy_bonus_inside, rtol=0.02)
     with pytest.raises(AssertionError, match="not that of -adv"):
         ON_POLICY(entropy_bonus_inside, rtol=1e-5)
     for check in (PARTITION, PERMUTATION):
@@ -342,8 +346,8 @@ def test_data_that_is_not_0_outside_the_mask_is_found(f, message, monkeypatch):
     the fields that all have."""
     pack = packing.pack
 
-    def leaky(exp, rows):
-        b = pack(exp, rows)
+    def leaky(exp, rows, **options):
+        b = pack(exp, rows, **options)
         at = torch.tensor(list(rows))[b.seq], b.pos + 1
         extra = {name: x[at] for name, x in (exp.extra or {}).items()}
         return tree.replace(b, adv=exp.adv[at], extra=extra)

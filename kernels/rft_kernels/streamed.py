@@ -153,7 +153,8 @@ class _LogProbBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *_):
         raise RuntimeError(
-            "linear_logprob: expected one differentiation, got two; engine='reference' has any order"
+            "linear_logprob: expected one differentiation, got two; pass engine='reference' (for a bound "
+            "model fused=False, or fused_linear_logprob=False in StrategyConfig), which has any order"
         )
 
     @staticmethod

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check
+from rft_fn.logprob import log_ratio
 
 __all__ = ["entropy_bonus", "kl", "kl_k1", "kl_k2", "kl_k3", "reverse_kl", "reverse_kl_top_k"]
 
@@ -14,7 +15,7 @@ _MAX_LOG_RATIO = 60.0  # e^60 = 1.1e26, finite in float32 with its square's root
 def _log_ratio(logp: Tensor, ref_logp: Tensor) -> Tensor:
     check.given(ref_logp=ref_logp)
     check.shapes(logp=(logp, "..."), ref_logp=(ref_logp, "..."))
-    return (logp - ref_logp).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return log_ratio(logp, ref_logp, limit=_MAX_LOG_RATIO)
 
 
 def kl_k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
@@ -50,8 +51,13 @@ def reverse_kl(logp: Tensor, teacher_logp: Tensor) -> Tensor:
     logits. A word that pi excludes (-inf) counts 0, one that only the teacher does counts 60 nats.
     """
     check.shapes(logp=(logp, "... V"), teacher_logp=(teacher_logp, "... V"))
-    ratio = (logp - teacher_logp).nan_to_num(0.0, _MAX_LOG_RATIO, 0.0)  # -inf - -inf is NaN
-    return torch.where(logp == -torch.inf, 0, logp.exp() * ratio).sum(-1)
+    return _terms(logp, teacher_logp).sum(-1)
+
+
+def _terms(logp: Tensor, teacher_logp: Tensor) -> Tensor:
+    """pi log(pi / teacher) of each word: 0 where pi excludes it, 60 pi where only the teacher does."""
+    gap = log_ratio(logp, teacher_logp)
+    return logp.exp() * gap.nan_to_num(torch.nan, _MAX_LOG_RATIO, 0.0)
 
 
 def reverse_kl_top_k(logp: Tensor, teacher_logp: Tensor) -> Tensor:
@@ -60,12 +66,11 @@ def reverse_kl_top_k(logp: Tensor, teacher_logp: Tensor) -> Tensor:
 
     Lumping words together only lowers a KL, so this is a bound from below that grows with K and is exact when
     the rest has no mass. Which K words (the policy's own likeliest, say) is the caller's choice, the same for
-    both.
+    both. Words that are excluded (-inf, e.g. by top_p) count as in `reverse_kl`.
     """
     check.shapes(logp=(logp, "... K"), teacher_logp=(teacher_logp, "... K"))
     rest, teacher_rest = ((1 - x.exp().sum(-1)).clamp(min=1e-9) for x in (logp, teacher_logp))
-    known = (logp.exp() * (logp - teacher_logp)).sum(-1)
-    return known + rest * (rest.log() - teacher_rest.log())
+    return _terms(logp, teacher_logp).sum(-1) + rest * (rest.log() - teacher_rest.log())
 
 
 def entropy_bonus(entropy: Tensor) -> Tensor:

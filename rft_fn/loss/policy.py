@@ -1,6 +1,7 @@
-"""Policy losses. With A the advantage and rho = pi / pi_old, each is, at rho = 1, -A logp in its gradient.
+"""Policy losses. With A the advantage and rho = pi / pi_old: at rho = 1 each has the gradient of -A logp.
 
-Log-ratios are bounded to +-20 before exp (e^20 = 4.9e8), which no policy that means anything reaches.
+Log-ratios are bounded to +-20 before exp (e^20 = 4.9e8), which no policy that means anything reaches. A token
+that both policies exclude (-inf) has rho = 1 and no gradient.
 """
 
 import math
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check, segment
+from rft_fn.logprob import log_ratio
 
 __all__ = [
     "cispo", "cpgd", "dppo_kl", "dppo_tv", "gmpo", "gspo", "gspo_token", "kl_cov", "ppo_clip", "ratio",
@@ -24,7 +26,12 @@ def _between(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
 
 
 def _log_ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
-    return (logp - old_logp).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return log_ratio(logp, old_logp, limit=_MAX_LOG_RATIO)
+
+
+def _possible(logp: Tensor, old_logp: Tensor) -> Tensor:
+    """logp, and 0 without a gradient where both policies exclude the token: 0 * -inf would be NaN."""
+    return torch.where((logp == -torch.inf) & (old_logp == -torch.inf), 0, logp)
 
 
 def ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
@@ -111,7 +118,7 @@ def gspo_token(
     """
     check.shapes(logp=(logp, "T"), adv=(adv, "T"))
     s = seq_ratio(logp.detach(), old_logp, mask, seq, num_seqs)
-    return _clipped(s * (logp - logp.detach()).exp(), adv, low, high)
+    return _clipped(s * log_ratio(logp, logp.detach()).exp(), adv, low, high)
 
 
 def gmpo(
@@ -143,7 +150,8 @@ def cispo(logp: Tensor, old_logp: Tensor, adv: Tensor, *, low: Scalar = 1.0, hig
     ours). Systems differ: in TRL epsilon_high is the cap itself, so their 5 is 4 here.
     """
     check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."), adv=(adv, "..."))
-    return -_between(ratio(logp.detach(), old_logp), 1 - low, 1 + high) * adv * logp
+    weight = _between(ratio(logp.detach(), old_logp), 1 - low, 1 + high)
+    return -weight * adv * _possible(logp, old_logp)
 
 
 def sapo(
@@ -164,7 +172,7 @@ def _drift(logp: Tensor, old_logp: Tensor, cap: float = math.inf) -> Tensor:
     """[*]: rho - 1 - log rho, on samples of pi_old unbiased for KL(pi_old, pi), in value and in gradient
     (rho - 1) grad logp; that factor is bounded by `cap`."""
     d = _log_ratio(logp, old_logp)
-    straight = (d.detach().expm1().clamp(max=cap)) * logp
+    straight = d.detach().expm1().clamp(max=cap) * _possible(logp, old_logp)
     return (torch.expm1(d) - d).detach() + straight - straight.detach()
 
 
@@ -192,9 +200,9 @@ def cpgd(
 
 def _trusted(logp: Tensor, old_logp: Tensor, adv: Tensor, outside: Tensor, cap: float) -> Tensor:
     """-sg(min(rho, cap)) A logp, 0 for tokens that are outside and would move further out."""
-    away = (logp.detach() - old_logp) * adv > 0
-    rho = ratio(logp.detach(), old_logp).clamp(max=cap)
-    return -torch.where(away & outside, 0, rho) * adv * logp
+    d = _log_ratio(logp.detach(), old_logp)
+    rho = torch.where((d * adv > 0) & outside, 0, d.exp().clamp(max=cap))
+    return -rho * adv * _possible(logp, old_logp)
 
 
 def dppo_tv(
@@ -222,7 +230,8 @@ def dppo_kl(
     pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi)) <= limit. arXiv 2602.04879."""
     check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."), adv=(adv, "..."))
     new, p = logp.detach(), old_logp.exp()
-    gap = p * (old_logp - new) + (1 - p) * (_log1mexp(old_logp) - _log1mexp(new))
+    chosen = torch.where(p > 0, p * log_ratio(old_logp, new), 0)
+    gap = chosen + (1 - p) * (_log1mexp(old_logp) - _log1mexp(new))
     return _trusted(logp, old_logp, adv, gap > limit, cap)
 
 

@@ -56,8 +56,9 @@ def dpo(
     log(pi/ref)(rejected). arXiv 2305.18290.
 
     The four are log-probs of whole responses, [N] sums over tokens (`segment.sum`). e = `label_smoothing` > 0
-    is cDPO, for labels of which a share e is wrong. A pair must share a pack: `packing.shard(..., unit=2)`.
-    ValueError unless 0 <= e < 0.5.
+    is cDPO, for labels of which a share e is wrong. A pair must share a pack: `packing.shard(..., unit=2)`;
+    metrics count the pairs in `packing.real(b)`, which leaves out placeholders. ValueError unless 0 <= e <
+    0.5.
     """
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing: expected 0 <= label_smoothing < 0.5, got {label_smoothing}")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import ckpt, dist, faults, metric, optim, tree
+from rft_fn.loss.evaluate import evaluate
 from rft_fn.types import Apply, LossFn, Packed, TokenOut, TrainState, Transform
 
 __all__ = [
@@ -20,8 +21,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 def loss_and_metrics(loss_fn: LossFn, out: TokenOut, pack: Packed) -> tuple[Tensor, dict]:
     """(the pack's part of the total loss [], metrics). ValueError unless the loss is one number a token."""
-    result = loss_fn(out, pack)
-    per_token, metrics = result if isinstance(result, tuple) else (result, {})
+    per_token, metrics = evaluate(loss_fn, out, pack)
     if per_token.shape != pack.w.shape:
         raise ValueError(
             f"loss: expected [T] = {list(pack.w.shape)}, one number a token, got {list(per_token.shape)}; "

@@ -49,15 +49,19 @@ def check_all(
     weight: Weight = token_mean,
     extra: Extra | None = None,
     seed: int = 0,
+    unit: int = 1,
     on_policy: bool = False,
 ) -> None:
     """All that a loss has to pass: partition, padding, packing, permutation, finite; `on_policy` adds the
     identity of policy losses.
 
     `weight(mask [B, S]) -> w [B, S]` is the normaliser it is used with. `extra(exp) -> {name: [B, S, ...]}`
-    makes the data of its own that it reads from `b.extra` (see `case`).
+    makes the data of its own that it reads from `b.extra` (see `case`). `unit` consecutive rows belong
+    together: 2 for losses of pairs, whose rows 2i and 2i + 1 are sequences 2i and 2i + 1 of a pack.
     """
     checks: list[Callable[..., None]] = [check_partition_invariance, check_padding_invariance]
     checks += [check_packing_invariance, check_permutation_invariance, check_finite]
-    for check in checks + [check_on_policy_identity] * on_policy:
-        check(loss_fn, weight=weight, extra=extra, seed=seed)
+    for check in checks:
+        check(loss_fn, weight=weight, extra=extra, seed=seed, unit=unit)
+    if on_policy:
+        check_on_policy_identity(loss_fn, weight=weight, extra=extra, seed=seed)

@@ -11,7 +11,7 @@ from rft_fn.types import Apply, Experience, Packed, TokenOut
 from rft_fn.weight import token_mean
 
 __all__ = [
-    "FIELDS", "LENGTH", "ROWS", "VOCAB", "Case", "Extra", "Weight", "by_row", "case", "log_probs", "normal",
+    "FIELDS", "LENGTH", "ROWS", "VOCAB", "Case", "Extra", "Weight", "by_unit", "case", "log_probs", "normal",
     "ragged", "reweigh", "tabular", "uniform", "whole",
 ]  # fmt: skip
 
@@ -58,13 +58,16 @@ def _apply(params: Any, b: Packed) -> TokenOut:
 
 def ragged(seed: int) -> tuple[Tensor, Tensor]:
     """(mask [B, S], length [B]): holes where a tool spoke; row 0 is masked, the response of row 1 is empty,
-    that of row 2 has one token; the other rows end with a token in mask."""
+    that of row 2 has one token; the other rows end with a token in mask, and row 3 also starts with one: a
+    loss that reads over the boundary before it is seen."""
     prompt = uniform(seed, "prompt", 1, 4, ROWS)
+    prompt[3] = 1
     length = prompt + uniform(seed, "length", 2, LENGTH - 2, ROWS)
     length[1], length[2] = prompt[1], prompt[2] + 1
     at, spoken = torch.arange(LENGTH), uniform(seed, "hole", 0, 4, ROWS, LENGTH) > 0
     mask = (at >= prompt[:, None]) & (at < length[:, None]) & spoken
     mask[torch.arange(2, ROWS), length[2:] - 1] = True
+    mask[3, 1] = True
     mask[0] = False
     return mask, length
 
@@ -98,14 +101,14 @@ def _own(extra: Extra, exp: Experience) -> dict[str, Tensor]:
     return found
 
 
-def whole(exp: Experience) -> list[Packed]:
+def whole(exp: Experience, unit: int = 1) -> list[Packed]:
     """All rows in one pack."""
-    return [packing.pack(exp, range(exp.tokens.shape[0]))]
+    return [packing.pack(exp, range(exp.tokens.shape[0]), unit=unit)]
 
 
-def by_row(exp: Experience) -> list[Packed]:
-    """A pack for each row."""
-    return [packing.pack(exp, [i]) for i in range(exp.tokens.shape[0])]
+def by_unit(exp: Experience, unit: int = 1) -> list[Packed]:
+    """A pack for each unit of rows."""
+    return [packing.pack(exp, range(i, i + unit), unit=unit) for i in range(0, exp.tokens.shape[0], unit)]
 
 
 def _weigh(mask: Tensor, weight: Weight) -> Tensor:

@@ -118,7 +118,7 @@ def check_importance_bias(
 
     The ratio of the whole sequence passes. The ratio of each token alone does not (it leaves out the prefix
     that q chose and the rest that the reward is for) unless length = 1; truncating or masking a ratio does
-    not, where a ratio goes beyond the limit: with `gap` = 1 those of sequences of 3 span about 0.1 to 40. A
+    not, where a ratio goes beyond the limit: with `gap` = 1 those of sequences of 3 span about 0.3 to 48. A
     larger `atol` is a bound on the bias that one accepts.
     """
     b = importance_bias(correct, length=length, vocab=vocab, seed=seed, gap=gap)

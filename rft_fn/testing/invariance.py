@@ -14,7 +14,7 @@ from rft_fn.testing.cases import (
     Case,
     Extra,
     Weight,
-    by_row,
+    by_unit,
     case,
     reweigh,
     uniform,
@@ -30,17 +30,25 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _cuts(exp: Experience, seed: int) -> dict[str, list[Packed]]:
+def _order(seed: int, unit: int, *name: str | int) -> Tensor:
+    """[ROWS / unit, unit]: the rows of each unit, units in an order drawn by `name`."""
+    rows = torch.arange(ROWS).view(-1, unit)
+    return rows[torch.randperm(len(rows), generator=rng.generator(rng.fold_in(seed, *name)))]
+
+
+def _cuts(exp: Experience, seed: int, unit: int) -> dict[str, list[Packed]]:
     """Names -> packs of the same rows, cut in every way that a run may cut them."""
-    cuts = {"one row a micro-batch": by_row(exp)}
-    order = torch.randperm(ROWS, generator=rng.generator(rng.fold_in(seed, "cut"))).tolist()
+    one = "one row" if unit == 1 else f"one unit of {unit} rows"
+    cuts = {f"{one} a micro-batch": by_unit(exp, unit)}
+    order = _order(seed, unit, "cut")
     for n in (2, 3):
-        cuts[f"{n} random micro-batches"] = [packing.pack(exp, sorted(order[i::n])) for i in range(n)]
-        parts = packing.minibatches(exp, n, rng.fold_in(seed, n))
-        cuts[f"{n} minibatches that keep their w"] = [p for part in parts for p in whole(part)]
-    for budget in (LENGTH, 2 * LENGTH, ROWS * LENGTH):
+        parts = [order[i::n].flatten().sort().values.tolist() for i in range(n)]
+        cuts[f"{n} random micro-batches"] = [packing.pack(exp, rows, unit=unit) for rows in parts]
+        small = packing.minibatches(exp, n, rng.fold_in(seed, n), unit=unit)
+        cuts[f"{n} minibatches that keep their w"] = [p for part in small for p in whole(part, unit)]
+    for budget in (unit * LENGTH, 2 * unit * LENGTH, ROWS * LENGTH):
         for world in (1, 2, 5):
-            shards = packing.shard(exp, budget, world)
+            shards = packing.shard(exp, budget, world, unit=unit)
             cuts[f"packs of {budget} tokens on {world} ranks"] = [p for rank in shards for p in rank]
     return cuts
 
@@ -51,12 +59,13 @@ def check_partition_invariance(
     weight: Weight = token_mean,
     extra: Extra | None = None,
     seed: int = 0,
+    unit: int = 1,
     rtol: float = 1e-12,
 ) -> None:
     """Every cut of the batch (micro-batches, packs, ranks, minibatches) has one total, gradient, metrics."""
     apply, params, exp = case(seed, weight=weight, extra=extra)
-    want = run(loss_fn, apply, params, whole(exp))
-    for name, packs in _cuts(exp, seed).items():
+    want = run(loss_fn, apply, params, whole(exp, unit))
+    for name, packs in _cuts(exp, seed, unit).items():
         assert_same(f"{name} instead of one pack", want, run(loss_fn, apply, params, packs), rtol)
 
 
@@ -78,10 +87,10 @@ def _widen(exp: Experience, columns: int, weight: Weight, seed: int) -> Experien
 
 
 def _tail(b: Packed, count: int) -> Packed:
-    """`b` with one more sequence, of masked tokens, as packs of a fixed size have it."""
+    """`b` with one more unit of sequences, of masked tokens, as packs of a fixed size have it."""
     longer = tree.map(lambda x: torch.cat([x, x.new_zeros(count, *x.shape[1:])]), b)
     seq = torch.cat([b.seq, torch.full((count,), b.num_seqs)])
-    return tree.replace(longer, seq=seq, pos=packing.reset_position_ids(seq), num_seqs=b.num_seqs + 1)
+    return tree.replace(longer, seq=seq, pos=packing.reset_position_ids(seq), num_seqs=b.num_seqs + b.unit)
 
 
 def check_padding_invariance(
@@ -90,14 +99,15 @@ def check_padding_invariance(
     weight: Weight = token_mean,
     extra: Extra | None = None,
     seed: int = 0,
+    unit: int = 1,
     rtol: float = 1e-12,
 ) -> None:
     """Padding, NaN in every field outside mask, and masked tokens at the end of packs change nothing."""
     apply, params, exp = case(seed, weight=weight, extra=extra)
-    packs = whole(exp)
+    packs = whole(exp, unit)
     want = run(loss_fn, apply, params, packs)
     for count in (1, LENGTH - 1):
-        padded = whole(_widen(exp, count, weight, seed))
+        padded = whole(_widen(exp, count, weight, seed), unit)
         assert_same(f"{count} more columns of padding", want, run(loss_fn, apply, params, padded), rtol)
         tail = [_tail(p, count) for p in packs]
         assert_same(f"{count} masked tokens after a pack", want, run(loss_fn, apply, params, tail), rtol)
@@ -116,14 +126,17 @@ def check_packing_invariance(
     weight: Weight = token_mean,
     extra: Extra | None = None,
     seed: int = 0,
+    unit: int = 1,
     rtol: float = 1e-12,
 ) -> None:
     """A token's loss is the same whatever shares its pack, in any order: sequences do not see each other."""
     c = case(seed, weight=weight, extra=extra)
-    alone = _table(loss_fn, c, by_row(c.exp))
-    ways = {"all rows in one pack": whole(c.exp)}
-    ways["all rows backwards in one pack"] = [packing.pack(c.exp, range(ROWS)[::-1])]
-    ways |= {f"packs of {n} tokens": packing.shard(c.exp, n)[0] for n in (LENGTH, 3 * LENGTH)}
+    alone = _table(loss_fn, c, by_unit(c.exp, unit))
+    backwards = torch.arange(ROWS).view(-1, unit).flip(0).flatten().tolist()
+    ways = {"all rows in one pack": whole(c.exp, unit)}
+    ways["all rows backwards in one pack"] = [packing.pack(c.exp, backwards, unit=unit)]
+    sizes = (unit * LENGTH, 3 * unit * LENGTH)
+    ways |= {f"packs of {n} tokens": packing.shard(c.exp, n, unit=unit)[0] for n in sizes}
     for name, packs in ways.items():
         error = (_table(loss_fn, c, packs) - alone).abs()
         row, at = divmod(int(error.nan_to_num(nan=torch.inf).argmax()), LENGTH)
@@ -140,13 +153,14 @@ def check_permutation_invariance(
     weight: Weight = token_mean,
     extra: Extra | None = None,
     seed: int = 0,
+    unit: int = 1,
     rtol: float = 1e-12,
 ) -> None:
     """The order of the rows of the batch changes neither the total nor the gradient."""
     apply, params, exp = case(seed, weight=weight, extra=extra)
-    want = run(loss_fn, apply, params, whole(exp))
+    want = run(loss_fn, apply, params, whole(exp, unit))
     for n in range(3):
-        order = torch.randperm(ROWS, generator=rng.generator(rng.fold_in(seed, "rows", n)))
+        order = _order(seed, unit, "rows", n).flatten()
         moved = packing.take(exp, order)
-        got = run(loss_fn, apply, params, whole(reweigh(moved, moved.mask, weight)))
+        got = run(loss_fn, apply, params, whole(reweigh(moved, moved.mask, weight), unit))
         assert_same(f"rows in the order {order.tolist()}", want, got, rtol)

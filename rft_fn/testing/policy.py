@@ -70,14 +70,20 @@ def _assert_finite(varied: str, found: Run) -> None:
         raise AssertionError(f"{varied}: {'; '.join(bad)}")
 
 
-def _silent(exp: Experience, weight: Weight) -> dict[str, list[Packed]]:
+def _silent(exp: Experience, weight: Weight, unit: int) -> dict[str, list[Packed]]:
     nothing = reweigh(exp, torch.zeros_like(exp.mask), weight)
-    packs = {"masked rows": [packing.pack(exp, [0, 1])], "a batch of masked rows": whole(nothing)}
-    return packs | {"an empty pack": [packing.pack(exp, [])]}
+    rows = [packing.pack(nothing, range(2 * unit), unit=unit)]
+    packs = {"masked rows": rows, "a batch of masked rows": whole(nothing, unit)}
+    return packs | {"an empty pack": [packing.pack(exp, [], unit=unit)]}
 
 
 def check_finite(
-    loss_fn: LossFn, *, weight: Weight = token_mean, extra: Extra | None = None, seed: int = 0
+    loss_fn: LossFn,
+    *,
+    weight: Weight = token_mean,
+    extra: Extra | None = None,
+    seed: int = 0,
+    unit: int = 1,
 ) -> None:
     """Finite value and gradient in float64 and float32 at log-ratios of 0 and +-50, of all tokens and of one
     token among others at 0; exactly 0 for masked rows and empty packs."""
@@ -86,9 +92,9 @@ def check_finite(
     for name, shift in _shifts(c.exp.mask).items():
         apply, exp = _apart(c, logp, shift)
         for dtype in (torch.float64, torch.float32):
-            found = run(loss_fn, apply, _cast(c.params, dtype), whole(_cast(exp, dtype)))
+            found = run(loss_fn, apply, _cast(c.params, dtype), whole(_cast(exp, dtype), unit))
             _assert_finite(f"{name} in {dtype}", found)
-    for name, packs in _silent(c.exp, weight).items():
+    for name, packs in _silent(c.exp, weight, unit).items():
         found = run(loss_fn, c.apply, c.params, packs)
         _assert_finite(name, found)
         top = flat(found.grads).abs().max()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import metric, tree
+from rft_fn.loss.evaluate import evaluate
 from rft_fn.types import Apply, LossFn, Packed, TokenOut
 
 __all__ = ["Run", "assert_same", "flat", "gap", "run", "token_losses", "total_and_grad"]
@@ -23,8 +24,7 @@ class Run(NamedTuple):
 
 def token_losses(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict]:
     """(loss [T], metrics). AssertionError when it is not one number a token."""
-    got = loss_fn(out, b)
-    x, metrics = got if isinstance(got, tuple) else (got, {})
+    x, metrics = evaluate(loss_fn, out, b)
     if x.shape != b.target.shape:
         want, got = list(b.target.shape), list(x.shape)
         raise AssertionError(

@@ -1,0 +1,46 @@
+"""A LossFn, called as a train step calls it."""
+
+import traceback
+from typing import Any
+
+from torch import Tensor
+
+from rft_fn.types import LossFn, Packed, TokenOut
+
+__all__ = ["evaluate"]
+
+_REMEDY = {
+    "entropy": "bind or init the model with entropy=True",
+    "value": "bind a model with a value head (model.Critic)",
+    "words_logp": 'name the words: rft_fn.experience(..., extra={"words": ids [B, S, K]})',
+    "aux": "take a model with a loss of its own",
+    **{x: f"give {x} to rft_fn.experience" for x in ("ref_logp", "old_value", "ret", "extra", "media")},
+}
+
+
+def evaluate(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict[str, Any]]:
+    """(loss [T], metrics) of a LossFn, the metrics {} where it gives none.
+
+    Where it fails, the error has a note for each field that it names and that is absent here.
+    """
+    try:
+        result = loss_fn(out, b)
+    except (TypeError, AttributeError, KeyError) as error:
+        for note in _absent(error, out, b):
+            error.add_note(note)
+        raise
+    return result if isinstance(result, tuple) else (result, {})
+
+
+def _absent(error: Exception, out: TokenOut, b: Packed) -> list[str]:
+    """Notes on the fields that are None and occur in the code that was running."""
+    frames = list(traceback.walk_tb(error.__traceback__))[1:]  # the first is `evaluate`
+    names = {name for frame, _ in frames for name in frame.f_code.co_names}
+    found = []
+    for kind, record in (("TokenOut", out), ("Packed", b)):
+        for name in sorted(names & _REMEDY.keys() & vars(record).keys()):
+            if getattr(record, name) is None:
+                found.append(f"{kind}.{name}: expected a value, got None; {_REMEDY[name]}")
+    if isinstance(error, KeyError) and b.extra is not None and error.args[0] not in b.extra:
+        found.append(f"Packed.extra: expected {error.args[0]!r} among {sorted(b.extra)}; {_REMEDY['extra']}")
+    return found
