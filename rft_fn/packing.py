@@ -67,17 +67,20 @@ def waste(sizes: Sequence[int], packs: Sequence[Sequence[int]], budget: int) -> 
     return 1 - sum(sizes[i] for p in packs for i in p) / max(budget * len(packs), 1)
 
 
-def pack(exp: Experience, rows: Sequence[int]) -> Packed:
+def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
     """The rows of `exp`, one after the other, as one micro-batch; every auxiliary field is 0 outside mask.
 
-    Without rows it is a pack of one masked token: it runs forward and backward and adds nothing, for a rank
-    that would otherwise have fewer packs than the others.
+    `unit` consecutive rows belong together, 2 for losses of pairs. Without rows it is a masked placeholder of
+    `unit` sequences of one token: it runs forward and backward and adds nothing, so that all ranks run
+    equally many packs. ValueError for a unit that does not divide the rows.
     """
+    if unit < 1 or len(rows) % unit:
+        raise ValueError(f"unit: expected a divisor of the {len(rows)} rows of the pack, got {unit}")
     device, index = exp.tokens.device, torch.tensor(list(rows), dtype=torch.long, device=exp.tokens.device)
     sizes = (exp.length[index] - 1).clamp(min=0)
     total = int(sizes.sum())
     if total == 0:
-        return _empty(exp)
+        return _empty(exp, unit)
     seq = torch.repeat_interleave(torch.arange(len(rows), device=device), sizes)
     pos = torch.arange(total, device=device) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
     row = index[seq]
@@ -99,26 +102,30 @@ def pack(exp: Experience, rows: Sequence[int]) -> Packed:
         media=None if exp.media is None else exp.media.take(list(rows)),
         num_seqs=len(rows),
         rows=tuple(rows),
+        unit=unit,
         **{name: None if x is None else labels(x) for name, x in fields.items()},  # type: ignore[arg-type]
     )
 
 
-def _empty(exp: Experience) -> Packed:
-    zero = exp.tokens.new_zeros(1)
-    fields: dict[str, Any] = {
-        n: None if getattr(exp, n) is None else getattr(exp, n).new_zeros(1) for n in _TOKEN_FIELDS
-    }
+def _empty(exp: Experience, unit: int) -> Packed:
+    """`unit` sequences, each of one masked token, with no row behind them: `unpack` puts them nowhere."""
+    zero = exp.tokens.new_zeros(unit)
+    fields: dict[str, Any] = {n: getattr(exp, n) for n in _TOKEN_FIELDS}
+    extra = None
+    if exp.extra is not None:
+        extra = {name: x.new_zeros(unit, *x.shape[2:]) for name, x in exp.extra.items()}
     return Packed(
-        tokens=exp.tokens[:1, 0].clone() if exp.tokens.numel() else zero,
+        tokens=exp.tokens[:1, 0].repeat(unit) if exp.tokens.numel() else zero,
         target=zero,
         pos=zero,
-        seq=zero,
+        seq=torch.arange(unit, device=zero.device),
         mask=torch.zeros_like(zero, dtype=torch.bool),
-        extra=None if exp.extra is None else {k: x.new_zeros(1, *x.shape[2:]) for k, x in exp.extra.items()},
+        extra=extra,
         media=None if exp.media is None else exp.media.take([]),
-        num_seqs=1,
-        rows=(),  # no row stands behind the one token, so `unpack` puts it nowhere
-        **fields,
+        num_seqs=unit,
+        rows=(),
+        unit=unit,
+        **{name: None if x is None else x.new_zeros(unit) for name, x in fields.items()},
     )
 
 
@@ -190,7 +197,7 @@ def shard(
         share[rank].append(p)
         load[rank] += sum(sizes[i] for i in p)
     members = lambda p: [i * unit + j for i in sorted(p) for j in range(unit)]  # noqa: E731
-    return [[pack(exp, members(p)) for p in part] for part in share]
+    return [[pack(exp, members(p), unit=unit) for p in part] for part in share]
 
 
 def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor:

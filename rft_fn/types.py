@@ -133,6 +133,7 @@ class Packed:
     media: Media | None = None
     num_seqs: int = tree.static()  # K
     rows: tuple[int, ...] = tree.static(default=())  # the row of the Experience behind each sequence
+    unit: int = tree.static(default=1)  # sequences that belong together: 2 in losses of pairs
 
 
 @tree.struct

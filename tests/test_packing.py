@@ -332,3 +332,19 @@ def test_units_stay_together_and_in_order(seed, world, budget):
 def test_a_unit_that_does_not_divide_the_rows_is_named():
     with pytest.raises(ValueError, match="unit: expected a divisor of the 8 rows, got 3"):
         packing.shard(testing.case(0).exp, 100, unit=3)
+
+
+def test_a_placeholder_for_pairs_is_a_pair():
+    """More ranks than pairs: what the others run has `unit` sequences, apart and without a token in mask."""
+    exp = packing.take(testing.case(0).exp, torch.tensor([2, 3]))
+    (real,), (empty,) = packing.shard(exp, 100, 2, unit=2)
+    assert (real.num_seqs, real.unit, real.rows) == (2, 2, (0, 1))
+    assert (empty.num_seqs, empty.unit, empty.rows) == (2, 2, ())
+    assert empty.seq.tolist() == [0, 1] and empty.pos.tolist() == [0, 0]
+    assert not empty.mask.any() and empty.w.tolist() == [0.0, 0.0]
+    assert empty.extra["noise"].shape == (2, 2)
+
+
+def test_rows_that_are_no_whole_units_are_no_pack():
+    with pytest.raises(ValueError, match="unit: expected a divisor of the 3 rows of the pack, got 2"):
+        packing.pack(testing.case(0).exp, [0, 1, 2], unit=2)
