@@ -7,7 +7,6 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import model, packing, tree
-from rft_fn.model.bind import plain_head
 
 
 def padded_logp(lm, exp, temperature=1.0):
@@ -74,19 +73,6 @@ def test_whole_logits_and_fused_head_agree():
     a, b = fused(pack), whole(pack)
     torch.testing.assert_close(a.logp, b.logp, rtol=0, atol=1e-12)
     torch.testing.assert_close(a.entropy, b.entropy, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("changes", "plain"),
-    [
-        ({}, True),
-        ({"tie_word_embeddings": False}, True),
-        ({"final_logit_softcapping": 30.0}, False),
-        ({"logit_scale": 0.5}, False),
-    ],
-)
-def test_architectures_that_change_their_logits_take_the_whole_path(changes, plain):
-    assert plain_head(tiny.llama(**changes)) is plain
 
 
 def test_gemma_with_capped_logits_scores_as_itself():
