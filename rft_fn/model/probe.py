@@ -139,8 +139,8 @@ def assume(root: nn.Module) -> None:
     root.way = POSITIONS
     if root.fused:
         lm = copy.deepcopy(root.lm).float()  # of 16 bits the logits are a copy in float32
-        device = next(lm.parameters()).device
-        root.fused = _head(lm, _pack(torch.zeros(1, dtype=torch.long, device=device), [1]), _is)[1]
+        ids = torch.zeros(1, 2, dtype=torch.long, device=next(lm.parameters()).device)
+        root.fused = _head(lm, {"input_ids": ids, "use_cache": False}, _is)[1]
 
 
 def _same(a: Tensor, b: Tensor, version: int) -> bool:
@@ -153,8 +153,10 @@ def _is(a: Tensor, b: Tensor, version: int) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata and b._version == version
 
 
-def _head(lm: Any, pack: Packed, equal: Callable[[Tensor, Tensor, int], bool]) -> tuple[Tensor, bool]:
-    """(hidden states [T, D], whether logits are the head's output of these) for a pack of one sequence."""
+def _head(
+    lm: Any, inputs: dict[str, Any], equal: Callable[[Tensor, Tensor, int], bool]
+) -> tuple[Tensor, bool]:
+    """(hidden states [T, D], whether logits are the head's output of these) for inputs of one sequence."""
     seen: dict[str, Any] = {}
 
     def noted(x: Tensor) -> tuple[Tensor, int]:
@@ -173,12 +175,12 @@ def _head(lm: Any, pack: Packed, equal: Callable[[Tensor, Tensor, int], bool]) -
         lm.get_output_embeddings().register_forward_hook(headed),
     ]
     try:
-        logits = lm(**text_inputs(lm, pack)).logits
+        logits = lm(**inputs).logits
     finally:
         for handle in handles:
             handle.remove()
     if "hidden" not in seen:  # a model that calls a part of its decoder
-        seen["hidden"] = noted(run(decoder(lm), pack).last_hidden_state)
+        seen["hidden"] = noted(decoder(lm)(**inputs).last_hidden_state)
         if equal is _is:  # which is another tensor by now
             seen["hidden"] = seen["input"]
     plain = "output" in seen and equal(seen["input"][0], *seen["hidden"]) and equal(logits, *seen["output"])
@@ -225,7 +227,7 @@ def _one(root: Any, pack: Packed) -> tuple[Tensor, bool]:
     decoder its logits."""
     if not root.fused:
         return _hidden(root, pack, POSITIONS), False
-    return _head(root.lm, pack, _same)
+    return _head(root.lm, text_inputs(root.lm, pack), _same)
 
 
 def _hidden(root: Reader, pack: Packed, way: str) -> Tensor:

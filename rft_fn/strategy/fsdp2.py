@@ -103,6 +103,15 @@ def shard_module(root: nn.Module, mesh: DeviceMesh, config: StrategyConfig) -> n
     return root
 
 
+def _reshard(root: nn.Module) -> None:
+    """Every part, after forwards without a backward, one of which may have ended inside of a part."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in root.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def _reduce(root: nn.Module) -> torch.dtype:
     return torch.float64 if any(p.dtype == torch.float64 for p in root.parameters()) else torch.float32
 
@@ -155,7 +164,7 @@ def bind(
     shard_module(root, mesh, config)
     model_lib.materialize(module)
     cut.settle(root)
-    root.reshard()  # the probe was a forward
+    _reshard(root)
     own = tree.Named((name, p) for name, p in module.named_parameters() if p.requires_grad)
     return Sharded(root, own, sequence), tree.map(lambda p: p, own)
 
