@@ -25,7 +25,7 @@ VOCAB = 60
 @pytest.fixture(autouse=True)
 def _said():
     """Each test hears each message anew."""
-    attention._say.cache_clear()
+    attention.say.cache_clear()
 
 
 def reference(q, k, v, sizes, scale):

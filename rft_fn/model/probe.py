@@ -5,6 +5,7 @@ answers decide how packs run (`Reader.way`) and whether the head can be fused.
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import tree
+from rft_fn.model import attention
 from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS, decoder, run, text_inputs
 from rft_fn.types import Packed, TokenOut
 
@@ -118,16 +120,28 @@ def settle(
     if not isinstance(root, Reader):
         return
     call, agree = call or root, agree or bool
-    root.way = ALONE
+    with warnings.catch_warnings(record=True) as heard:
+        root.way = _way(root, call, agree)
+    if root.way == ALONE:  # what was heard was of packs that it never gets
+        attention.say(
+            f"packs: {type(root.body()).__name__} mixes the sequences of a pack, it gets one at a time"
+        )
+    else:
+        for each in heard:
+            warnings.warn(each.message, each.category, stacklevel=3)
+    if root.sequence is not None and root.way != POSITIONS:
+        raise ValueError(f"sp_size: expected 1 for {type(root.body()).__name__}: its layers mix all tokens")
+
+
+def _way(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool], bool]) -> str:
+    """The first way in which packs are right; and on the way there whether the head is plain."""
     for way in (POSITIONS, BOUNDARIES):
         found = call(_question(root, way))
         if way == POSITIONS:
             root.fused = root.fused and agree(bool(found.plain))
         if agree(found.fits()):
-            root.way = way
-            break
-    if root.sequence is not None and root.way != POSITIONS:
-        raise ValueError(f"sp_size: expected 1 for {type(root.body()).__name__}: its layers mix all tokens")
+            return way
+    return ALONE
 
 
 @torch.no_grad()
@@ -139,8 +153,10 @@ def assume(root: nn.Module) -> None:
     root.way = POSITIONS
     if root.fused:
         lm = copy.deepcopy(root.lm).float()  # of 16 bits the logits are a copy in float32
+        lm.config.get_text_config()._attn_implementation = "eager"  # whose masks are made without values
         ids = torch.zeros(1, 2, dtype=torch.long, device=next(lm.parameters()).device)
-        root.fused = _head(lm, {"input_ids": ids, "use_cache": False}, _is)[1]
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+        root.fused = _head(lm, inputs, _is)[1]
 
 
 def _same(a: Tensor, b: Tensor, version: int) -> bool:
