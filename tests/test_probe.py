@@ -323,6 +323,34 @@ def test_a_model_that_changes_what_enters_or_leaves_its_head_is_seen(change, dev
     assert not root.fused
 
 
+def test_a_model_that_takes_no_packs_gets_one_sequence_at_a_time():
+    """It raises for a pack, as layers do that want whole chunks; alone it is right."""
+    lm = small("Llama")
+
+    def only_ones(_, args, inputs):
+        if (inputs["position_ids"] == 0).sum() > 1:
+            raise RuntimeError("one sequence only")
+
+    lm.model.register_forward_pre_hook(only_ones, with_kwargs=True)
+    root = rooted(lm)
+    quiet(probe.settle, root)
+    assert (root.way, root.fused) == (ALONE, True)
+
+
+def test_positions_that_do_not_restart_are_found():
+    """Nothing leaks then, and a row behind another is still not what it is alone."""
+    lm = small("GPT2")
+
+    def counted_on(_, args, inputs):
+        ids = inputs["position_ids"]
+        return args, inputs | {"position_ids": torch.arange(ids.shape[1])[None]}
+
+    lm.transformer.register_forward_pre_hook(counted_on, with_kwargs=True)
+    root = rooted(lm)
+    quiet(probe.settle, root)
+    assert root.way == ALONE
+
+
 def test_the_module_is_left_as_it_was():
     lm = small("Gemma3Text", torch.float32)
     lm.register_buffer("count", torch.zeros(()))
@@ -431,6 +459,7 @@ def test_no_dropout_in_an_audio_tower_that_is_checkpointed():
 def test_checkpointing_of_another_kind_is_refused():
     class Old(nn.Module):
         gradient_checkpointing = True
+        _gradient_checkpointing_func = None
 
         def get_output_embeddings(self):
             return None

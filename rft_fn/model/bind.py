@@ -102,7 +102,11 @@ class _Silent:
 
 def _checkpointed(module: nn.Module) -> list[nn.Module]:
     """The layers of transformers that are checkpointed. ValueError for a model with other ways of its own."""
-    on = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
+    on = [
+        m
+        for m in module.modules()
+        if getattr(m, "gradient_checkpointing", False) and hasattr(m, "_gradient_checkpointing_func")
+    ]
     if not on:
         return []
     from transformers.modeling_layers import GradientCheckpointingLayer

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rft_fn import tree
 from rft_fn.model import attention
-from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS, decoder, run, text_inputs
+from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS, decoder, inner, run, text_inputs
 from rft_fn.types import Packed, TokenOut
 
 __all__ = ["Found", "Question", "Reader", "assume", "settle"]
@@ -89,7 +89,8 @@ class Reader(nn.Module):
                 "packing.shard(..., most=1)"
             )
         size = torch.bincount(pack.seq.cpu(), minlength=pack.num_seqs)
-        ends, outs = size.cumsum(0).tolist(), []
+        ends = size.cumsum(0).tolist()
+        outs = []
         for start, end in zip([0, *ends], ends):
             # an empty one at the end of the pack repeats its last token
             start = min(start, pack.tokens.shape[0] - 1)
@@ -119,7 +120,8 @@ def settle(
     """
     if not isinstance(root, Reader):
         return
-    call, agree = call or root, agree or bool
+    call = call or root
+    agree = agree or bool
     with warnings.catch_warnings(record=True) as heard:
         root.way = _way(root, call, agree)
     if root.way == ALONE:  # what was heard was of packs that it never gets
@@ -153,7 +155,9 @@ def assume(root: nn.Module) -> None:
     root.way = POSITIONS
     if root.fused:
         lm = copy.deepcopy(root.lm).float()  # of 16 bits the logits are a copy in float32
-        lm.config.get_text_config()._attn_implementation = "eager"  # whose masks are made without values
+        inner(
+            lm
+        ).config.get_text_config()._attn_implementation = "eager"  # whose masks are made without values
         ids = torch.zeros(1, 2, dtype=torch.long, device=next(lm.parameters()).device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
         root.fused = _head(lm, inputs, _is)[1]
@@ -211,16 +215,20 @@ def measure(root: Reader, question: Question) -> Found:
         try:
             pack, other = (_behind(_hidden(root, x, question.way)) for x in (question.pack, question.other))
         except (TypeError, ValueError, RuntimeError, AssertionError):
-            if question.way == POSITIONS:
-                raise
-            pack = other = [torch.full_like(one, torch.inf)]  # it does not know the keywords
-    relative = lambda a, b: (a - b).float().norm(dim=-1) / b.float().norm(dim=-1).clamp(min=1e-30)  # noqa: E731
-    leak = torch.stack([relative(a, b).max() for a, b in zip(other, pack)]).max()
-    shift = relative(pack[0], one).mean()
+            # it takes no packs, or not the keywords: as far off as can be
+            pack = [torch.zeros_like(one)]
+            other = [torch.full_like(one, torch.inf)]
+    leak = torch.stack([_relative(a, b).max() for a, b in zip(other, pack)]).max()
+    shift = _relative(pack[0], one).mean()
     if not one.isfinite().all():  # weights that are not finite tell nothing
         leak = shift = torch.zeros_like(shift)
     bounds = [leak.new_tensor(x) for x in _rounding(one)]
     return Found(leak, shift, *bounds, plain=leak.new_tensor(float(plain)))
+
+
+def _relative(a: Tensor, b: Tensor) -> Tensor:
+    """|a - b| / |b| of each token [T]."""
+    return (a - b).float().norm(dim=-1) / b.float().norm(dim=-1).clamp(min=1e-30)
 
 
 def _rounding(x: Tensor) -> tuple[float, float]:
