@@ -15,7 +15,7 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import model, packing, tree
-from rft_fn.model import attention
+from rft_fn.model import attention, probe
 from rft_fn.model.attention import Device, Packs
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=12)
@@ -25,7 +25,7 @@ VOCAB = 60
 @pytest.fixture(autouse=True)
 def _said():
     """Each test hears each message anew."""
-    attention._say.cache_clear()
+    attention.say.cache_clear()
 
 
 def reference(q, k, v, sizes, scale):
@@ -321,6 +321,7 @@ def test_no_mask_is_made():
     lm = small("Llama")
     seen = seen_masks(lm)
     apply, params = model.bind(lm)
+    seen.clear()
     packed_logp(apply, params, rows([4, 5, 2]))
     assert seen == [None, None]
 
@@ -348,7 +349,7 @@ def test_other_implementations_stay_as_they_are():
     with pytest.warns(UserWarning, match="LlamaModel take a \\[T, T\\] mask: its attention is 'eager'"):
         agree(lm, rows([4, 5, 2]), 1e-6)
     assert lm.config._attn_implementation == "eager"
-    assert seen[0].shape[-2:] == (11, 11)
+    assert (11, 11) in [tuple(mask.shape[-2:]) for mask in seen]
 
 
 def test_a_model_that_loses_the_boundaries_is_run_again_with_a_mask():
@@ -359,9 +360,9 @@ def test_a_model_that_loses_the_boundaries_is_run_again_with_a_mask():
     layer.forward = lambda *x, rft_packs=None, **kw: forward(*x, **kw)
     exp = rows([4, 5, 2])
     want = definition(small("Llama"), exp)
-    apply, params = model.bind(lm)
     with pytest.warns(UserWarning, match="not all of its layers got the boundaries"):
-        got = packed_logp(apply, params, exp)
+        apply, params = model.bind(lm)
+    got = packed_logp(apply, params, exp)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     torch.testing.assert_close(packed_logp(apply, params, exp), want, rtol=0, atol=1e-12)
 
@@ -430,6 +431,7 @@ def test_checkpointing_gives_the_same_gradients():
         lm = model.load(small("Llama"), dtype=torch.float64, gradient_checkpointing=checkpointed)
         seen = seen_masks(lm)
         apply, params = model.bind(lm)
+        seen.clear()
         grads.append(torch.autograd.grad(mixed(packed_logp(apply, params, exp)), list(params.values())))
         assert seen == [None] * (4 if checkpointed else 2)
     assert all(torch.equal(a, b) for a, b in zip(*grads))
@@ -440,6 +442,7 @@ def test_adapters():
     lora = model.apply_lora_configuration(copy.deepcopy(base), rank=2, alpha=4)
     seen, exp = seen_masks(lora), rows([4, 5, 2])
     apply, params = model.bind(lora)
+    seen.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         got = packed_logp(apply, params, exp)
@@ -451,6 +454,7 @@ def test_whole_logits_take_the_same_attention():
     lm, exp = small("Llama"), rows([4, 5, 2])
     seen = seen_masks(lm)
     apply, params = model.bind(lm, sampling=rft.Sampling(top_k=VOCAB - 1))
+    seen.clear()
     pack = packing.pack(exp, range(3))
     assert not model.Scorer(lm, rft.Sampling(top_k=5)).fused
     got = packing.unpack([apply(params, pack).logp], [pack], exp.tokens)
@@ -465,6 +469,8 @@ def test_the_critic_too():
     seen = seen_masks(lm)
     critic = model.Critic(lm)
     nn.init.normal_(critic.head.weight)
+    probe.settle(critic)
+    seen.clear()
     whole = critic(packing.pack(exp, range(6))).value
     assert seen == [None, None]
     alone = torch.cat([critic(packing.pack(exp, [i])).value for i in range(6)])
@@ -517,9 +523,9 @@ def test_a_saved_model_does_not_hold_the_name(tmp_path):
 
 def test_the_message_is_said_once():
     lm, exp = small("Mistral", sliding_window=3), rows([9, 5])
-    apply, params = model.bind(lm)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
+        apply, params = model.bind(lm)
         for _ in range(3):
             packed_logp(apply, params, exp)
     assert len([w for w in heard if "attention:" in str(w.message)]) == 1

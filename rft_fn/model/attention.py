@@ -147,7 +147,7 @@ def _device(device: torch.device) -> Device:
 
 
 @cache
-def _say(message: str) -> None:
+def say(message: str) -> None:
     """A warning, once."""
     warnings.warn(message, stacklevel=2)
 
@@ -252,7 +252,7 @@ def attention(
     if why and packs.sequence:
         raise ValueError(f"sp_size: expected 1 for {type(module).__name__}: it asks for {why}")
     if why:
-        _say(f"attention: packs take a [T, T] mask in {type(module).__name__}: it asks for {why}")
+        say(f"attention: packs take a [T, T] mask in {type(module).__name__}: it asks for {why}")
         mask = packs.cut(attention_mask, causal=_causal(module, options))
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -269,7 +269,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, packs: Packs, *, scale: float | None
     if engine != "sequence" and v.shape[-1] != q.shape[-1]:
         engine, why = "sequence", f"heads of {q.shape[-1]} for keys, of {v.shape[-1]} for values"
     if why:
-        _say(f"attention: packs take one sdpa for each sequence: {why}")
+        say(f"attention: packs take one sdpa for each sequence: {why}")
     if engine == "sequence":
         return by_sequence(q, k, v, packs, scale=scale)
     return by_varlen(_engines()[engine], q, k, v, packs, scale=scale)
@@ -310,7 +310,7 @@ def turn_on(lm: nn.Module) -> None:
 def turn_off(lm: nn.Module, why: str) -> None:
     """Back to sdpa with a [T, T] mask for each pack, and a warning once."""
     _config(lm)[1]._attn_implementation = "sdpa"
-    _say(f"attention: packs of {type(_config(lm)[0]).__name__} take a [T, T] mask: {why}")
+    say(f"attention: packs of {type(_config(lm)[0]).__name__} take a [T, T] mask: {why}")
 
 
 def packs_of(lm: nn.Module, pack: Packed) -> Packs | None:
@@ -322,7 +322,7 @@ def packs_of(lm: nn.Module, pack: Packed) -> Packs | None:
     if config._attn_implementation != NAME:
         why = unfit_model(lm)
         if why:  # else it was turned off, which was said
-            _say(f"attention: packs of {type(inner).__name__} take a [T, T] mask: {why}")
+            say(f"attention: packs of {type(inner).__name__} take a [T, T] mask: {why}")
         return None
     counts = torch.unique_consecutive(pack.seq, return_counts=True)[1]
     return Packs(counts.tolist(), pack.seq.device)

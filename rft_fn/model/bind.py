@@ -1,74 +1,29 @@
 """A module as `(apply, params)`: the model is a function of its parameters and of a pack."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from rft_fn import check, logprob, tree
-from rft_fn.model import attention
+from rft_fn import logprob, tree
+from rft_fn.model import attention, probe
 from rft_fn.model.materialize import materialize
+from rft_fn.model.text import decoder, inner, run
 from rft_fn.types import Apply, Packed, Sampling, TokenOut
 
-__all__ = ["Scorer", "bind", "rooted", "score", "split_over", "text_model"]
-
-# config fields by which an architecture changes its logits after the head: these take the whole path
-_LOGIT_FIELDS = {
-    "final_logit_softcapping": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0,
-    "output_multiplier": 1.0,
-    "output_multiplier_scale": 1.0,
-}
+__all__ = ["Scorer", "applied", "bind", "rooted", "score", "split_over", "text_model"]
 
 
-def text_inputs(lm: nn.Module, pack: Packed, packs: attention.Packs | None = None) -> dict[str, Any]:
-    """What a text model of transformers is called with for a pack, the boundaries of its sequences (`packs`,
-    or its own) among it where `attention.turn_on` took effect. ValueError for media, which it cannot see, or
-    for shapes that disagree."""
-    check.shapes(tokens=(pack.tokens, "T"), target=(pack.target, "T"), pos=(pack.pos, "T"))
-    if pack.media is not None:
-        raise ValueError(f"media: expected None, {type(lm).__name__} is bound as a text model")
-    inputs = {"input_ids": pack.tokens[None], "position_ids": pack.pos[None], "use_cache": False}
-    packs = packs or attention.packs_of(lm, pack)
-    if packs is not None:
-        inputs["rft_packs"] = packs
-    if pack.num_seqs == 1 or packs is not None:
-        # said, so that transformers does not look for more by the values of pos, which vmap does not have
-        inputs["attention_mask"] = torch.ones(1, pack.tokens.shape[0], device=pack.tokens.device)
-    return inputs
-
-
-def run(module: nn.Module, pack: Packed, packs: attention.Packs | None = None) -> Any:
-    """The output of a text model of transformers, or of the decoder of one, for a pack: each sequence as if
-    it were alone. A model that loses the boundaries on the way is run again with a mask.
-
-    `packs` are the boundaries of a pack of which `pack` is this process's part (sequence parallelism);
-    ValueError for a model that loses these.
-    """
-    inputs = text_inputs(module, pack, packs)
-    out, given = module(**inputs), inputs.get("rft_packs")
-    if given is None or attention.complete(module, given):
-        return out
-    if packs is not None:
-        raise ValueError(f"sp_size: expected 1 for {type(module).__name__}, {attention.unfit_model(module)}")
-    attention.turn_off(module, "not all of its layers got the boundaries")
-    return module(**text_inputs(module, pack))
-
-
-class Scorer(nn.Module):
+class Scorer(probe.Reader):
     """A causal language model whose forward takes tokens and targets and gives log-probs, never logits; of K
     more words of each token too, where the pack names them (`extra["words"]` [T, K]).
 
     The head runs inside this forward, so that a sharded model has its weight gathered there. Two ways: the
     fused one never holds [T, V]; the one over whole logits serves top_p / top_k (the distribution that was
-    sampled from is the cut one) and architectures that scale or cap their logits.
+    sampled from is the cut one) and architectures that scale or cap their logits, which is found by a probe.
     """
-
-    sequence: Any = None  # the axis over which the tokens of a pack are split, if they are
 
     def __init__(
         self,
@@ -83,17 +38,18 @@ class Scorer(nn.Module):
         if not sampling.temperature > 0:
             raise ValueError(f"temperature: expected > 0 for training log-probs, got {sampling.temperature}")
         self.lm, self.sampling, self.entropy, self.chunk_size = lm, sampling, entropy, chunk_size
-        self.fused = fused and not sampling.truncates and plain_head(lm)
+        self.fused = fused and not sampling.truncates and _linear_head(lm)
         attention.turn_on(lm)
 
-    def forward(self, pack: Packed) -> TokenOut:
-        part, packs = self.sequence.split(pack) if self.sequence else (pack, None)
-        out = self._fused(part, packs) if self.fused else self._whole(part, packs)
-        out = tree.replace(out, logp=torch.where(part.mask, out.logp, 0))
-        return self.sequence.join(out, pack.tokens.shape[0]) if self.sequence else out
+    def body(self) -> nn.Module:
+        return decoder(self.lm)
+
+    def read(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
+        out = self._fused(pack, packs) if self.fused else self._whole(pack, packs)
+        return tree.replace(out, logp=torch.where(pack.mask, out.logp, 0))
 
     def _fused(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
-        hidden = run(decoder(self.lm), pack, packs).last_hidden_state[0]
+        hidden = run(self.body(), pack, packs, way=self.way).last_hidden_state[0]
         head = self.lm.get_output_embeddings()
         return logprob.linear_logprob(
             hidden,
@@ -107,7 +63,9 @@ class Scorer(nn.Module):
         )
 
     def _whole(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
-        z = logprob.truncate(run(self.lm, pack, packs).logits[0], self.sampling, keep=pack.target)
+        z = logprob.truncate(
+            run(self.lm, pack, packs, way=self.way).logits[0], self.sampling, keep=pack.target
+        )
         if self.entropy:
             logp, ent = logprob.log_probs_and_entropy(z, pack.target)
             ent = torch.where(pack.mask, ent, 0)
@@ -119,44 +77,56 @@ class Scorer(nn.Module):
         return TokenOut(logp=logp, entropy=ent, words_logp=words)
 
 
-def _inner(lm: nn.Module) -> nn.Module:
-    return lm.get_base_model() if hasattr(lm, "get_base_model") else lm
+def _linear_head(lm: nn.Module) -> bool:
+    """Whether hidden states and the matrix that makes logits of them can be had: without adapters on it."""
+    return type(inner(lm).get_output_embeddings()) is nn.Linear and decoder(lm) is not inner(lm)
 
 
-def decoder(lm: nn.Module) -> nn.Module:
-    """The part of a causal language model that gives hidden states (adapters stay inside it)."""
-    return _inner(lm).base_model
+class _Silent:
+    """The checkpointing function of a layer, such that the layer is in training mode when transformers looks
+    whether to checkpoint it, and not while it runs: many read their own mode for dropout."""
 
+    def __init__(self, layer: nn.Module, function: Callable):
+        self.layer, self.function = layer, function
 
-def plain_head(lm: nn.Module) -> bool:
-    """Whether logits are exactly head(hidden): a Linear, and nothing in
-    the config that changes them afterwards."""
-    inner = _inner(lm)
-    text = inner.config.get_text_config()
-    changed = [
-        name for name, neutral in _LOGIT_FIELDS.items() if getattr(text, name, neutral) not in (None, neutral)
-    ]
-    return type(inner.get_output_embeddings()) is nn.Linear and inner.base_model is not inner and not changed
+    def __call__(self, forward: Callable, *args: Any) -> Any:
+        def silent(*inputs: Any) -> Any:
+            self.layer.training = False
+            try:
+                return forward(*inputs)
+            finally:
+                self.layer.training = True
+
+        return self.function(silent, *args)
 
 
 def _checkpointed(module: nn.Module) -> list[nn.Module]:
-    """The layers of transformers that are checkpointed."""
-    return [
+    """The layers of transformers that are checkpointed. ValueError for a model with other ways of its own."""
+    on = [
         m
         for m in module.modules()
         if getattr(m, "gradient_checkpointing", False) and hasattr(m, "_gradient_checkpointing_func")
     ]
+    if not on:
+        return []
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [m for m in on if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"gradient_checkpointing: expected layers of transformers' GradientCheckpointingLayer, "
+            f"{type(module).__name__} has none; load it without"
+        )
+    return layers
 
 
 def _silence(module: nn.Module) -> None:
-    """Dropout off for good: a log-prob is a function of (params, pack).
-
-    transformers checkpoints only layers that are in training mode, so exactly those layers stay in it, and
-    their parts not.
-    """
+    """Dropout off for good: a log-prob is a function of (params, pack). Checkpointed layers stay so."""
     module.eval()
     for layer in _checkpointed(module):
         layer.training = True
+        if not isinstance(layer._gradient_checkpointing_func, _Silent):
+            layer._gradient_checkpointing_func = _Silent(layer, layer._gradient_checkpointing_func)
 
 
 def rooted(
@@ -212,9 +182,16 @@ def bind(
     vocabulary at a time (0: what suits the device).
     """
     root = rooted(materialize(module), sampling=sampling, entropy=entropy, fused=fused, chunk_size=chunk_size)
+    probe.settle(root)
+    return applied(root, module)
+
+
+def applied(root: nn.Module, module: nn.Module) -> tuple[Apply, tree.Named]:
+    """(apply, params) of a module and what `rooted` made of it."""
     checkpointed = _checkpointed(module)
     prefix = "" if root is module else "lm."
     own = tree.Named((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    own_parameters = list(own.items())
 
     def apply(params: tree.Named, pack: Packed) -> TokenOut:
         if checkpointed and any(params[name] is not p for name, p in own_parameters):
@@ -224,7 +201,6 @@ def bind(
             )
         return functional_call(root, {prefix + name: p for name, p in params.items()}, (pack,))
 
-    own_parameters = list(own.items())
     apply.device = next((p.device for p in module.parameters()), None)  # type: ignore[attr-defined]
     return apply, own
 

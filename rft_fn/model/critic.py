@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import check, tree
-from rft_fn.model import attention
-from rft_fn.model.bind import _inner, _silence, beside, decoder, run
+from rft_fn.model import attention, probe
+from rft_fn.model.bind import _silence, beside
 from rft_fn.model.load import load
 from rft_fn.model.lora import merged
 from rft_fn.model.pretrained import loaded
 from rft_fn.model.save import save
+from rft_fn.model.text import decoder, inner, run
 from rft_fn.types import Apply, Packed, TokenOut
 
 __all__ = ["Critic", "explained_variance", "load_critic", "save_critic", "values"]
@@ -26,7 +27,7 @@ __all__ = ["Critic", "explained_variance", "load_critic", "save_critic", "values
 _HEAD = "value_head.safetensors"  # the file that makes a model folder a critic's
 
 
-class Critic(nn.Module):
+class Critic(probe.Reader):
     """V(state before `target[t]`) = head(hidden[t]) [T], from the hidden state of input t: label-aligned
     like log-probs, 0 outside mask.
 
@@ -36,11 +37,9 @@ class Critic(nn.Module):
     cannot be told from its head.
     """
 
-    sequence: Any = None  # the axis over which the tokens of a pack are split, if they are
-
     def __init__(self, lm: nn.Module):
         super().__init__()
-        if not hasattr(_inner(lm), "base_model"):
+        if not hasattr(inner(lm), "base_model"):
             raise ValueError(f"lm: expected a causal language model of transformers, got {type(lm).__name__}")
         self.decoder = decoder(lm)
         if getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None:
@@ -69,12 +68,13 @@ class Critic(nn.Module):
         self.decoder.save_pretrained(folder, state_dict=part("decoder."))
         save_file({n: x.contiguous() for n, x in part("head.").items()}, Path(folder) / _HEAD)
 
-    def forward(self, pack: Packed) -> TokenOut:
-        part, packs = self.sequence.split(pack) if self.sequence else (pack, None)
-        hidden = run(self.decoder, part, packs).last_hidden_state[0]
+    def body(self) -> nn.Module:
+        return self.decoder
+
+    def read(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
+        hidden = run(self.decoder, pack, packs, way=self.way).last_hidden_state[0]
         value = self.head(hidden.to(self.head.weight.dtype))[:, 0]
-        out = TokenOut(logp=torch.zeros_like(value), value=torch.where(part.mask, value, 0))
-        return self.sequence.join(out, pack.tokens.shape[0]) if self.sequence else out
+        return TokenOut(logp=torch.zeros_like(value), value=torch.where(pack.mask, value, 0))
 
 
 def load_critic(

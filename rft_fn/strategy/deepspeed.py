@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from rft_fn import ckpt, dist, faults, metric, optim, tree
 from rft_fn import model as model_lib
+from rft_fn.model import probe
 from rft_fn.model.finite import require_finite
 from rft_fn.model.lora import Export
 from rft_fn.strategy import step, zero
-from rft_fn.strategy.common import together
+from rft_fn.strategy.common import Cut, everywhere, together
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
@@ -79,6 +80,7 @@ def bind(
     config: StrategyConfig,
     module: nn.Module,
     *,
+    cut: Cut,
     sampling: Sampling | None = None,
     entropy: bool = False,
     shard_size: int | None = None,
@@ -96,8 +98,18 @@ def bind(
     elif config.bf16:
         for p in module.parameters():
             p.data = p.data.bfloat16()
+    _settle(cut, root, run)
     own = tree.Named((n, p) for n, p in module.named_parameters() if p.requires_grad)
     return Owned(run, own), tree.map(lambda p: p, own)
+
+
+def _settle(cut: Cut, root: Any, run: Callable[[Any], dict[str, Tensor]]) -> None:
+    """Ask the model inside of a root how it takes packs, by the forward that packs go through."""
+
+    def call(question: probe.Question) -> probe.Found:
+        return probe.Found(**run(question))
+
+    cut.settle(root.inner, call)
 
 
 def init(
@@ -105,6 +117,7 @@ def init(
     module: nn.Module,
     tx: Transform,
     *,
+    cut: Cut,
     sampling: Sampling | None = None,
     entropy: bool = False,
     shard_size: int | None = None,
@@ -112,7 +125,9 @@ def init(
     """(apply, state) of a module that is trained with `tx`. ValueError for a `tx` that DeepSpeed's optimizer
     cannot be."""
     _size(shard_size)
-    engine = zero.Engine(config, module, zero.rooted(config, module, sampling, entropy), tx)
+    root = zero.rooted(config, module, sampling, entropy)
+    engine = zero.Engine(config, module, root, tx)
+    _settle(cut, root, engine.engine)
     apply = Owned(engine.engine, engine.own, engine)
     return apply, _state(engine, count=0, done=0, skipped=0)
 
@@ -349,12 +364,13 @@ def deepspeed(config: StrategyConfig) -> Strategy:
     zero.library()
     dist.begin(config.timeout)
     faults.watch(config.timeout)
-    shared = together(config)
+    cut = Cut(config, everywhere)
+    shared = together(cut)
     weights = partial(export, finite=False)  # those of a fault are looked at as they are
     guarded = step.guarded(grad, partial(update, config), weights, lambda grads: grads.engine.finite())
     return Strategy(
-        init=partial(init, config),
-        bind=partial(bind, config),
+        init=partial(init, config, cut=cut),
+        bind=partial(bind, config, cut=cut),
         grad=guarded[0],
         update=guarded[1],
         export=export,

@@ -17,7 +17,7 @@ from rft_fn import ckpt, dist, faults, metric, tree
 from rft_fn import model as model_lib
 from rft_fn.model.lora import Export
 from rft_fn.strategy import step
-from rft_fn.strategy.common import together
+from rft_fn.strategy.common import Cut, everywhere, together
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.sequence import Sequence as SequenceAxis
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
@@ -104,6 +104,15 @@ def shard_module(root: nn.Module, mesh: DeviceMesh, config: StrategyConfig) -> n
     return root
 
 
+def _reshard(root: nn.Module) -> None:
+    """Every part, after forwards without a backward, one of which may have ended inside of a part."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in root.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def _reduce(root: nn.Module) -> torch.dtype:
     return torch.float64 if any(p.dtype == torch.float64 for p in root.parameters()) else torch.float32
 
@@ -147,6 +156,7 @@ def bind(
     config: StrategyConfig,
     module: nn.Module,
     *,
+    cut: Cut,
     sampling: Sampling | None = None,
     entropy: bool = False,
     shard_size: int | None = None,
@@ -159,6 +169,8 @@ def bind(
         model_lib.split_over(root, sequence)
     shard_module(root, mesh, config)
     model_lib.materialize(module)
+    cut.settle(root)
+    _reshard(root)
     own = tree.Named((name, p) for name, p in module.named_parameters() if p.requires_grad)
     return Sharded(root, own, sequence), tree.map(lambda p: p, own)
 
@@ -203,12 +215,13 @@ def fsdp2(config: StrategyConfig) -> Strategy:
     dist.begin(config.timeout)
     faults.watch(config.timeout)
     meshes(config)  # sizes that do not fit are said now
-    shared = together(config)
+    cut = Cut(config, everywhere)
+    shared = together(cut)
     update = partial(step.update, max_skips=config.max_skips, host=config.adam_offload)
     guarded_grad, guarded_update = step.guarded(grad, update, partial(export, finite=False))
     return Strategy(
-        init=partial(init, config),
-        bind=partial(bind, config),
+        init=partial(init, config, cut=cut),
+        bind=partial(bind, config, cut=cut),
         grad=guarded_grad,
         update=guarded_update,
         export=export,

@@ -8,9 +8,10 @@ from torch import nn
 
 from rft_fn import ckpt, dist, tree
 from rft_fn import model as model_lib
+from rft_fn.model.bind import applied
 from rft_fn.model.lora import Export
 from rft_fn.strategy import memory, step
-from rft_fn.strategy.common import shard
+from rft_fn.strategy.common import Cut
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Apply, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
@@ -21,6 +22,7 @@ def bind(
     config: StrategyConfig,
     module: nn.Module,
     *,
+    cut: Cut,
     sampling: Sampling | None = None,
     entropy: bool = False,
     shard_size: int | None = None,
@@ -29,7 +31,10 @@ def bind(
     if shard_size not in (None, 0, 1):
         raise ValueError(f"shard_size: expected 1 on one process, got {shard_size}")
     options = {"fused": config.fused_linear_logprob, "chunk_size": config.chunk_size}
-    apply, params = model_lib.bind(step.cast(module, config), sampling=sampling, entropy=entropy, **options)
+    module = model_lib.materialize(step.cast(module, config))
+    root = model_lib.rooted(module, sampling=sampling, entropy=entropy, **options)
+    cut.settle(root)
+    apply, params = applied(root, module)
     if not config.bf16:
         return apply, params
 
@@ -47,12 +52,11 @@ def init(
     module: nn.Module,
     tx: Transform,
     *,
-    sampling: Sampling | None = None,
-    entropy: bool = False,
-    shard_size: int | None = None,
+    cut: Cut,
+    **options: Any,
 ) -> tuple[Apply, TrainState]:
     """(apply, state) of a module that is trained with `tx`."""
-    apply, params = bind(config, module, sampling=sampling, entropy=entropy, shard_size=shard_size)
+    apply, params = bind(config, module, cut=cut, **options)
     return apply, tree.replace(step.start(params, tx, config), module=module)
 
 
@@ -84,13 +88,14 @@ def fork(state: TrainState) -> TrainState:
 def local(config: StrategyConfig | None = None) -> Strategy:
     """The Strategy of one process: real code on one device and no mocks."""
     config = config or StrategyConfig()
+    cut = Cut(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     update = partial(step.update, max_skips=config.max_skips, host=config.adam_offload)
     grad, update = step.guarded(step.grad, update, partial(export, finite=False))
     return Strategy(
-        init=lambda module, tx, **options: init(config, module, tx, **options),
-        bind=lambda module, **options: bind(config, module, **options),
-        shard=lambda exp, budget, **options: shard(config, exp, budget, **options)[0],
+        init=partial(init, config, cut=cut),
+        bind=partial(bind, config, cut=cut),
+        shard=lambda exp, budget, **options: cut.shard(exp, budget, **options)[0],
         gather=lambda x: x,
         all_reduce=dist.all_reduce,
         grad=grad,

@@ -115,7 +115,7 @@ def _rooted(module: nn.Module, *, kind: str, tokens: int, fused: bool, chunk_siz
     """The module as it is trained, with the stand-in for attention where the real one keeps no [T, T]."""
     from transformers import AttentionInterface
 
-    from rft_fn.model import attention
+    from rft_fn.model import attention, probe
     from rft_kernels.linear_logprob import default_workspace_mb
 
     if kind == "cpu" and not chunk_size:  # what suits the device, which the meta device is not
@@ -126,6 +126,7 @@ def _rooted(module: nn.Module, *, kind: str, tokens: int, fused: bool, chunk_siz
     if lm is not None and attention.unfit_model(lm) is None:
         AttentionInterface.register(NAME, _stand_in(kind == "cpu"))
         attention._config(lm)[1]._attn_implementation = NAME
+    probe.assume(root)
     return root
 
 

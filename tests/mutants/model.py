@@ -1,0 +1,111 @@
+"""Mutants of what a bound model is asked, and of dropout: each is killed by the test beside it."""
+
+_PROBE = "tests/test_probe.py::"
+
+MUTANTS = [
+    (
+        "a leak of any size passes",
+        "rft_fn/model/probe.py",
+        "return bool(self.leak <= self.most_leak) and bool(self.shift <= self.most_shift)",
+        "return bool(self.shift <= self.most_shift)",
+        _PROBE + "test_small_leaks_are_found_too[Lfm2]",
+    ),
+    (
+        "the bound of a leak is a thousand times as wide",
+        "rft_fn/model/probe.py",
+        "    return 1e-5, 1e-3",
+        "    return 1e-2, 1e-3",
+        _PROBE + "test_small_leaks_are_found_too[Lfm2]",
+    ),
+    (
+        "a shift of any size passes",
+        "rft_fn/model/probe.py",
+        "return bool(self.leak <= self.most_leak) and bool(self.shift <= self.most_shift)",
+        "return bool(self.leak <= self.most_leak)",
+        _PROBE + "test_positions_that_do_not_restart_are_found",
+    ),
+    (
+        "the rows in front do not change",
+        "rft_fn/model/probe.py",
+        "return Question(packed(first), packed(second), alone, way)",
+        "return Question(packed(first), packed(first), alone, way)",
+        _PROBE + "test_small_leaks_are_found_too[Lfm2]",
+    ),
+    (
+        "boundaries of states are never tried",
+        "rft_fn/model/probe.py",
+        "for way in (POSITIONS, BOUNDARIES):",
+        "for way in (POSITIONS,):",
+        _PROBE + "test_boundaries_of_states_are_used_where_they_work",
+    ),
+    (
+        "boundaries of states are tried and then not used",
+        "rft_fn/model/bind.py",
+        "hidden = run(self.body(), pack, packs, way=self.way).last_hidden_state[0]",
+        "hidden = run(self.body(), pack, packs).last_hidden_state[0]",
+        _PROBE + "test_boundaries_of_states_are_used_where_they_work",
+    ),
+    (
+        "a pack by hand is run in turn",
+        "rft_fn/model/probe.py",
+        "if pack.num_seqs != pack.unit:",
+        "if pack.num_seqs < pack.unit:",
+        _PROBE + "test_packs_by_hand_are_refused_by_name",
+    ),
+    (
+        "an empty sequence of a unit is not run",
+        "rft_fn/model/probe.py",
+        "outs.append(self.read(_alone(pack, start, max(end, start + 1)), None))",
+        "outs += [self.read(_alone(pack, start, end), None)] if end > start else []",
+        _PROBE + "test_a_unit_with_an_empty_sequence",
+    ),
+    (
+        "every head is plain",
+        "rft_fn/model/probe.py",
+        "root.fused = root.fused and agree(bool(found.plain))",
+        "root.fused = root.fused and agree(True)",
+        _PROBE + "test_log_probs_and_gradients_are_those_of_each_row_alone[RecurrentGemma]",
+    ),
+    (
+        "hidden states may change on their way into the head",
+        "rft_fn/model/probe.py",
+        'plain = "output" in seen and equal(seen["input"][0], *seen["hidden"]) and ',
+        'plain = "output" in seen and ',
+        _PROBE + "test_a_model_that_changes_what_enters_or_leaves_its_head_is_seen[cpu-doubled_before]",
+    ),
+    (
+        "on the meta device the head may be written over",
+        "rft_fn/model/probe.py",
+        "return a.untyped_storage()._cdata == b.untyped_storage()._cdata and b._version == version",
+        "return a.untyped_storage()._cdata == b.untyped_storage()._cdata",
+        _PROBE + "test_a_model_that_changes_what_enters_or_leaves_its_head_is_seen[meta-halved_after]",
+    ),
+    (
+        "weights that are not finite count as a leak",
+        "rft_fn/model/probe.py",
+        "if not one.isfinite().all():",
+        "if one.isneginf().all():",
+        _PROBE + "test_weights_that_are_not_finite_are_not_taken_for_a_leak",
+    ),
+    (
+        "a strategy forgets that a model mixes",
+        "rft_fn/strategy/common.py",
+        'self.alone |= getattr(root, "way", None) == ALONE',
+        'self.alone = getattr(root, "way", None) == "never"',
+        _PROBE + "test_a_strategy_cuts_by_what_it_was_asked_to_bind",
+    ),
+    (
+        "a checkpointed layer runs in training mode",
+        "rft_fn/model/bind.py",
+        "            self.layer.training = False\n",
+        "            self.layer.training = True\n",
+        _PROBE + "test_no_dropout_under_checkpointing[OPT]",
+    ),
+    (
+        "nothing is checkpointed",
+        "rft_fn/model/bind.py",
+        "    for layer in _checkpointed(module):\n        layer.training = True\n",
+        "    for layer in _checkpointed(module):\n        layer.training = False\n",
+        _PROBE + "test_no_dropout_under_checkpointing[Llama]",
+    ),
+]

@@ -1,0 +1,537 @@
+"""What a bound model is asked: is a row of a pack what it is alone, are logits the model's own; and dropout
+stays off under checkpointing. Families of models are named here, not in the library."""
+
+import copy
+import warnings
+
+import pytest
+import ranks
+import torch
+from torch import nn
+
+import rft_fn as rft
+from rft_fn import model, optim, packing, tree
+from rft_fn.model import probe
+from rft_fn.model.bind import rooted
+from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS
+from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
+
+VOCAB = 60
+BASE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": None,
+    "eos_token_id": 1,
+}  # fmt: skip
+USUAL = BASE | {
+    "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+GPT2 = BASE | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+OPT = USUAL | {"ffn_dim": 48, "word_embed_proj_dim": 32}
+
+PACK = {
+    "Llama": USUAL,
+    "Qwen2": USUAL,
+    "Gemma2": USUAL | {"head_dim": 8, "final_logit_softcapping": 2.0, "attn_implementation": "eager"},
+    "Gemma3Text": USUAL | {"head_dim": 8, "final_logit_softcapping": 2.0},
+    "GPT2": GPT2,
+    "OPT": OPT,
+    "Granite": USUAL | {"logits_scaling": 4.0},
+    "Cohere": USUAL | {"logit_scale": 0.3},
+    "Mixtral": USUAL | {"num_local_experts": 4},
+}
+MIX = {
+    "Qwen3Next": USUAL | DELTA | EXPERTS | {"head_dim": 8},
+    "Qwen3_5Text": USUAL | DELTA | {"head_dim": 8},
+    "Mamba": BASE | {"state_size": 4},
+    "Mamba2": BASE | {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "FalconH1": USUAL | MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.3},
+    "Rwkv": BASE | {"attention_hidden_size": 32, "context_length": 128},
+    "Lfm2": USUAL | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "Bamba": USUAL | MAMBA | {"attn_layer_indices": [1]},
+    "NemotronH": USUAL | {
+        "head_dim": 8, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 8,
+        "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8,
+    },
+    "RecurrentGemma": USUAL | {
+        "head_dim": 8, "lru_width": 32, "attention_window_size": 64, "logits_soft_cap": 2.0
+    },
+    "Bloom": BASE | {"n_head": 4, "n_layer": 2},
+    "Mpt": BASE | {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
+    "Falcon": BASE | {"num_attention_heads": 4, "alibi": True},
+    "xLSTM": BASE | {
+        "num_heads": 4, "num_blocks": 2, "chunk_size": 16, "output_logit_soft_cap": 2.0,
+        "autocast_kernel_dtype": "float32",
+    },
+    "GptOss": USUAL | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
+}  # fmt: skip
+SINGLE = ("Qwen3Next", "Mixtral", "GptOss", "xLSTM")  # these know no float64
+READ = ("Qwen3Next", "Qwen3_5Text", "GptOss", "Mixtral", "NemotronH", "Mamba2", "Lfm2", "FalconH1", "Bamba")
+CHANGED = (
+    "Gemma2",
+    "Gemma3Text",
+    "Granite",
+    "Cohere",
+    "FalconH1",
+    "RecurrentGemma",
+    "xLSTM",
+)  # logits after the head
+
+
+def small(kind, dtype=torch.float64, std=0.3, **changes):
+    """A small model of transformers with weights that make its log-probs differ."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**(PACK | MIX)[kind] | changes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        lm = transformers.AutoModelForCausalLM.from_config(config)
+        for p in lm.parameters():
+            if std and p.dim() >= 2:
+                p.data.normal_(0, std)
+    return lm.to(dtype).eval()
+
+
+def rows(sizes, seed=0):
+    """An Experience of rows of (prompt, response) tokens."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda n: torch.randint(3, VOCAB, (n,), generator=g).tolist()  # noqa: E731
+    return packing.supervised([(draw(a), draw(b)) for a, b in sizes])
+
+
+EXP = rows([(2, 5), (3, 7), (1, 4), (2, 2)])
+
+
+def definition(lm, exp):
+    """Each row alone, as one calls a model of transformers, by the model's own logits: [B, S]."""
+    out = torch.zeros(exp.tokens.shape, dtype=next(lm.parameters()).dtype)
+    for i, n in enumerate(exp.length.tolist()):
+        z = lm(input_ids=exp.tokens[i : i + 1, :n], use_cache=False).logits[0].log_softmax(-1)
+        out[i, 1:n] = z[:-1].gather(-1, exp.tokens[i, 1:n, None])[:, 0]
+    return torch.where(exp.mask, out, 0)
+
+
+def mixed(x):
+    """A different factor for every element."""
+    return (x * torch.arange(1, x.numel() + 1, dtype=x.dtype).view_as(x).sin()).sum()
+
+
+def agree(apply, params, packs, plain, *, atol):
+    """Log-probs and gradients of packs are those of the model's own logits, a row at a time."""
+    got = packing.unpack([apply(params, b).logp for b in packs], packs, EXP.tokens)
+    want = definition(plain, EXP)
+    torch.testing.assert_close(got, want, rtol=0, atol=atol)
+    own = dict(plain.named_parameters())
+    grads = torch.autograd.grad(mixed(got), list(params.values()), allow_unused=True)
+    wants = torch.autograd.grad(mixed(want), [own[n] for n in params], allow_unused=True)
+    for name, g, w in zip(params, grads, wants):
+        assert (g is None) == (w is None), name
+        if w is not None:
+            scale = float(w.abs().max()) + 1
+            torch.testing.assert_close(g, w, rtol=0, atol=100 * atol * scale, msg=f"{name}: {g - w}")
+
+
+def quiet(f, *args, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return f(*args, **options)
+
+
+@pytest.mark.parametrize("kind", [*PACK, *MIX])
+def test_log_probs_and_gradients_are_those_of_each_row_alone(kind):
+    """Packed where the model can be, else a unit one after the other and rows by themselves."""
+    lm = small(kind, torch.float32 if kind in SINGLE else torch.float64)
+    plain, st = copy.deepcopy(lm), get_fake_strategy()
+    apply, params = quiet(st.bind, lm)
+    atol = 1e-5 if kind in SINGLE else 1e-6  # rotary tables, norms and states are float32 inside
+    alone = st.shard(EXP, 1000)
+    assert [b.num_seqs for b in alone] == ([1] * 4 if kind in MIX else [4])
+    agree(apply, params, alone, plain, atol=atol)
+    pairs = st.shard(EXP, 1000, unit=2)
+    assert [b.num_seqs for b in pairs] == ([2] * 2 if kind in MIX else [4])
+    agree(apply, params, pairs, plain, atol=atol)
+
+
+@pytest.mark.parametrize("kind", MIX)
+def test_small_leaks_are_found_too(kind):
+    """With the weights that transformers starts from, where Lfm2's is 0.0016 nats."""
+    for dtype in (torch.float32,) if kind in SINGLE else (torch.float64, torch.float32):
+        root = rooted(small(kind, dtype, std=0))
+        quiet(probe.settle, root)
+        assert root.way == ALONE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", PACK)
+def test_rounding_is_not_a_leak(kind, dtype):
+    for std in (0, 0.3):
+        lm = small(kind, dtype, std=std)
+        root = rooted(lm)
+        quiet(probe.settle, root)
+        assert root.way == POSITIONS
+
+
+@pytest.mark.parametrize("kind", ["Qwen3Next", "Mamba2", "Bloom", "RecurrentGemma"])
+def test_a_leak_is_found_in_16_bits(kind):
+    root = rooted(small(kind, torch.bfloat16))
+    quiet(probe.settle, root)
+    assert root.way == ALONE
+
+
+def test_packs_by_hand_are_refused_by_name():
+    lm = small("Mamba")
+    apply, params = model.bind(lm)
+    with pytest.raises(ValueError, match=r"one sequence for MambaModel, which mixes .* got 4; cut .*most=1"):
+        apply(params, packing.pack(EXP, range(4)))
+    with pytest.raises(ValueError, match="expected one sequence for MambaModel"):
+        apply(params, packing.pack(EXP, range(4), unit=2))
+    critic = model.load_critic(small("Mamba"))
+    with pytest.raises(ValueError, match="expected one sequence for MambaModel"):  # also without bind
+        critic(packing.pack(EXP, range(4)))
+
+
+def test_a_strategy_cuts_by_what_it_was_asked_to_bind():
+    """Of several models one is enough; another strategy is another record."""
+    st, other = get_fake_strategy(), get_fake_strategy()
+    st.bind(small("Llama"))
+    assert [b.num_seqs for b in st.shard(EXP, 1000)] == [4]
+    st.init(model.load_critic(small("Mamba")), optim.adamw(1e-3))
+    assert [b.num_seqs for b in st.shard(EXP, 1000)] == [1] * 4
+    assert [b.num_seqs for b in st.shard(EXP, 1000, unit=2)] == [2, 2]
+    assert [b.num_seqs for b in other.shard(EXP, 1000)] == [4]
+    counted = get_strategy(StrategyConfig(packing_samples=False, micro_train_batch_size=2))
+    counted.bind(small("Mamba"))
+    assert [b.num_seqs for b in counted.shard(EXP, 1)] == [1] * 4
+
+
+def test_a_unit_with_an_empty_sequence():
+    """A row of one token has no place in a pack; the forward runs for it all the same."""
+    lm = small("Mamba")
+    calls = []
+    lm.backbone.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    apply, params = model.bind(lm)
+    exp = packing.supervised([([5], [6, 7]), ([8], [9, 9, 9])])
+    for empty in (0, 1):
+        short = tree.replace(exp, length=exp.length.clone().index_fill(0, torch.tensor([empty]), 1))
+        pack = packing.pack(short, range(2), unit=2)
+        calls.clear()
+        got = apply(params, pack).logp
+        assert len(calls) == 2
+        want = apply(params, packing.pack(exp, [1 - empty])).logp
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_words_and_entropies_come_one_after_the_other_too():
+    apply, params = model.bind(small("Mamba"), entropy=True)
+    exp = tree.replace(EXP, extra={"words": EXP.tokens[..., None] % 7 + torch.arange(3)})
+    whole = apply(params, packing.pack(exp, range(4), unit=4))
+    parts = [apply(params, packing.pack(exp, [i])) for i in range(4)]
+    for name in ("logp", "entropy", "words_logp"):
+        want = torch.cat([getattr(x, name) for x in parts])
+        torch.testing.assert_close(getattr(whole, name), want, rtol=0, atol=1e-12)
+
+
+def test_values_of_a_critic_that_mixes():
+    critic = model.load_critic(small("Mamba"))
+    nn.init.normal_(critic.head.weight)
+    apply, params = model.bind(critic)
+    got = apply(params, packing.pack(EXP, range(4), unit=4)).value
+    want = torch.cat([apply(params, packing.pack(EXP, [i])).value for i in range(4)])
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    assert got.unique().numel() > 4
+
+
+def test_boundaries_of_states_are_used_where_they_work(monkeypatch):
+    """As on a GPU, where kernels read them; the ones that stand in for kernels on a CPU do not."""
+    import transformers.models.qwen3_next.modeling_qwen3_next as module
+
+    conv, rule = module.causal_conv1d_fn, module.torch_chunk_gated_delta_rule
+
+    def conv_of_packs(x, *args, seq_idx=None, **options):
+        if seq_idx is None:
+            return conv(x, *args, **options)
+        sizes = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
+        return torch.cat([conv(part, *args, **options) for part in x.split(sizes, -1)], -1)
+
+    def rule_of_packs(query, key, value, g, beta, cu_seqlens=None, **options):
+        options = {k: x for k, x in options.items() if k in ("initial_state", "output_final_state",
+                                                             "use_qk_l2norm_in_kernel")}  # fmt: skip
+        if cu_seqlens is None:
+            return rule(query, key, value, g=g, beta=beta, **options)
+        sizes = cu_seqlens.diff().tolist()
+        parts = zip(*(x.split(sizes, 1) for x in (query, key, value, g, beta)))
+        outs = [rule(q, k, v, g=g, beta=b, **options)[0] for q, k, v, g, b in parts]
+        return torch.cat(outs, 1), None
+
+    monkeypatch.setattr(module, "causal_conv1d_fn", conv_of_packs)
+    monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", rule_of_packs)
+    lm, st = small("Qwen3Next", torch.float32), get_fake_strategy()
+    plain = copy.deepcopy(lm)
+    root = rooted(lm)
+    quiet(probe.settle, root)
+    assert root.way == BOUNDARIES
+    apply, params = quiet(st.bind, lm)
+    packs = st.shard(EXP, 1000)
+    assert [b.num_seqs for b in packs] == [4]
+    agree(apply, params, packs, plain, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [*PACK, *MIX])
+def test_the_head_is_fused_only_where_logits_are_its_output(kind):
+    """By values, and on the meta device, where there are none, by whose tensor it is."""
+    root = rooted(small(kind, torch.float32))
+    quiet(probe.settle, root)
+    assert root.fused == (kind not in CHANGED)
+    for dtype in (torch.float32, torch.bfloat16):
+        if kind not in READ:  # values, which the meta device does not have
+            bare = rooted(small(kind, dtype).to("meta"))
+            quiet(probe.assume, bare)
+            assert bare.fused == (kind not in CHANGED)
+
+
+def halved_after(lm):
+    """The head's output written over before it leaves the model."""
+
+    def halved(_, __, out):
+        out.logits.mul_(0.5)
+
+    lm.register_forward_hook(halved)
+
+
+def doubled_before(lm):
+    """Other hidden states on their way into the head."""
+    lm.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
+
+
+@pytest.mark.parametrize("change", [halved_after, doubled_before])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_that_changes_what_enters_or_leaves_its_head_is_seen(change, device):
+    lm = small("Llama").to(device)
+    change(lm)
+    root = rooted(lm)
+    {"cpu": probe.settle, "meta": probe.assume}[device](root)
+    assert not root.fused
+
+
+def test_a_model_that_takes_no_packs_gets_one_sequence_at_a_time():
+    """It raises for a pack, as layers do that want whole chunks; alone it is right."""
+    lm = small("Llama")
+
+    def only_ones(_, args, inputs):
+        if (inputs["position_ids"] == 0).sum() > 1:
+            raise RuntimeError("one sequence only")
+
+    lm.model.register_forward_pre_hook(only_ones, with_kwargs=True)
+    root = rooted(lm)
+    quiet(probe.settle, root)
+    assert (root.way, root.fused) == (ALONE, True)
+
+
+def test_positions_that_do_not_restart_are_found():
+    """Nothing leaks then, and a row behind another is still not what it is alone."""
+    lm = small("GPT2")
+
+    def counted_on(_, args, inputs):
+        ids = inputs["position_ids"]
+        return args, inputs | {"position_ids": torch.arange(ids.shape[1])[None]}
+
+    lm.transformer.register_forward_pre_hook(counted_on, with_kwargs=True)
+    root = rooted(lm)
+    quiet(probe.settle, root)
+    assert root.way == ALONE
+
+
+def test_the_module_is_left_as_it_was():
+    lm = small("Gemma3Text", torch.float32)
+    lm.register_buffer("count", torch.zeros(()))
+
+    def counted(*_):
+        lm.count.add_(1)
+
+    lm.model.register_forward_hook(counted)
+    lm.model.layers[1].train()
+    root = model.Scorer(lm, rft.Sampling())
+    modes = [m.training for m in root.modules()]
+    before = {name: x.clone() for name, x in [*root.named_buffers(), *root.named_parameters()]}
+    torch.manual_seed(3)
+    state = torch.random.get_rng_state()
+    quiet(probe.settle, root)
+    assert root.way == POSITIONS
+    assert [m.training for m in root.modules()] == modes and any(modes)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    after = dict([*root.named_buffers(), *root.named_parameters()])
+    assert all(torch.equal(after[name], x) for name, x in before.items())
+    assert all(p.grad is None for p in root.parameters())
+
+
+def test_weights_that_are_not_finite_are_not_taken_for_a_leak():
+    lm = small("Llama")
+    lm.model.norm.weight.data[0] = torch.nan
+    root = rooted(lm)
+    probe.settle(root)
+    assert (root.way, root.fused) == (POSITIONS, True)
+
+
+DROPOUT = {
+    "OPT": OPT | {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1, "layerdrop": 0.3},
+    "GPT2": GPT2 | {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    "Llama": USUAL | {"attention_dropout": 0.1},
+    "Bloom": BASE | {"n_head": 4, "n_layer": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "Falcon": MIX["Falcon"] | {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "Gemma2": PACK["Gemma2"] | {"attention_dropout": 0.1},
+}
+
+
+def count(lm):
+    """Calls of the first block's first norm, as they come."""
+    calls = []
+    inside = (m for name, m in lm.named_modules() if ".0." in name)
+    norm = next(m for m in inside if "norm" in type(m).__name__.lower())
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize("kind", DROPOUT)
+def test_no_dropout_under_checkpointing(kind):
+    """Two calls are equal to the bit, gradients are those without, and the forward does run again."""
+    packs = [packing.pack(EXP, [i]) for i in range(4)]
+    grads, counts = [], []
+    for checkpointed in (False, True):
+        lm = small(kind, **DROPOUT[kind]).train()
+        lm = model.load(lm, gradient_checkpointing=checkpointed)
+        apply, params = quiet(model.bind, lm)
+        calls = count(lm)
+        first, second = (torch.cat([apply(params, b).logp for b in packs]) for _ in range(2))
+        assert torch.equal(first, second)
+        calls.clear()
+        loss = mixed(torch.cat([apply(params, b).logp for b in packs]))
+        grads.append(torch.autograd.grad(loss, list(params.values())))
+        counts.append(len(calls))
+        again = torch.cat([apply(params, b).logp for b in packs])  # also after a backward
+        assert torch.equal(first, again)
+    assert counts == [4, 8]
+    for a, b in zip(*grads):
+        assert torch.equal(a, b)
+
+
+def test_a_checkpointed_copy_is_silent_by_itself():
+    """Its layers, not those of the model that it was copied from."""
+    lm = model.load(small("OPT", **DROPOUT["OPT"]), gradient_checkpointing=True)
+    model.bind(lm)
+    twin = copy.deepcopy(lm)
+    layer = twin.model.decoder.layers[0]
+    assert layer._gradient_checkpointing_func.layer is layer
+    apply, params = model.bind(twin)
+    b = packing.pack(EXP, [0])
+    assert torch.equal(apply(params, b).logp, apply(params, b).logp)
+
+
+def test_no_dropout_in_an_audio_tower_that_is_checkpointed():
+    from transformers import Qwen2AudioEncoder, Qwen2AudioEncoderConfig
+
+    from rft_fn.model.bind import _silence
+
+    config = Qwen2AudioEncoderConfig(
+        d_model=32, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=48, num_mel_bins=8,
+        max_source_positions=16, dropout=0.1, attention_dropout=0.1, activation_dropout=0.1,
+        encoder_layerdrop=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    tower = Qwen2AudioEncoder(config).train()
+    tower.gradient_checkpointing_enable({"use_reentrant": False})
+    _silence(tower)
+    x = torch.randn(1, 8, 32)
+    first, second = (tower(x).last_hidden_state for _ in range(2))
+    assert torch.equal(first, second)
+    first.sum().backward()
+
+
+def test_checkpointing_of_another_kind_is_refused():
+    class Old(nn.Module):
+        gradient_checkpointing = True
+        _gradient_checkpointing_func = None
+
+        def get_output_embeddings(self):
+            return None
+
+    with pytest.raises(ValueError, match=r"gradient_checkpointing: .* Old has none; load it without"):
+        model.bind(Old())
+
+
+def loss_fn(out, b):
+    return -out.logp * b.adv
+
+
+def moved(st, lm, exp, *, unit=1):
+    """Weights after one step of plain descent's sums, and the packs' sizes."""
+    apply, state = quiet(st.init, lm, optim.adamw(1e-2))
+    packs = st.shard(exp, 1000, unit=unit)
+    grads, metrics = st.grad(state, apply, loss_fn, packs)
+    state, more = st.update(state, grads)
+    return {
+        "packs": [b.num_seqs for b in packs],
+        "norm": float(rft.metric.results(more)["grad/norm"]),
+        "loss": float(rft.metric.results(metrics)["loss"]),
+        **{name: x.clone() for name, x in st.export(state)},
+    }
+
+
+def uneven():
+    """Three pairs over two processes, one with an empty side."""
+    exp = rows([(2, 5), (3, 7), (1, 4), (2, 2), (1, 6), (1, 3)])
+    length = exp.length.clone()
+    length[3] = 1
+    return tree.replace(exp, length=length, adv=torch.where(exp.mask, exp.tokens % 5 - 2.0, 0))
+
+
+SHARDED = {"fsdp2": {}, "zero1": {"zero_stage": 1}, "zero3": {"zero_stage": 3}}
+
+
+def two_processes(rank, folder):
+    """What a model that mixes does on each backend, from a folder without memory for it."""
+    out = {}
+    for name, options in SHARDED.items():
+        st = get_strategy(StrategyConfig(**options))
+        lm = model.load(folder, dtype=torch.float32, meta=True)
+        out[name] = moved(st, lm, uneven(), unit=2)
+    try:
+        st = get_strategy(StrategyConfig(sp_size=2))
+        quiet(st.init, small("FalconH1", torch.float32), optim.adamw(1e-2))
+    except ValueError as error:
+        out["sp"] = str(error)
+    return out
+
+
+@pytest.fixture(scope="module")
+def mixer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixer")
+    small("FalconH1", torch.float32).save_pretrained(folder)
+    return folder, ranks.run(2, "test_probe:two_processes", str(folder))
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_every_backend_trains_a_model_that_mixes_alike(mixer, name):
+    folder, both = mixer
+    want = moved(get_fake_strategy(), model.load(folder), uneven(), unit=2)
+    assert want["packs"] == [2, 2, 2]
+    for got in (out[name] for out in both):
+        assert got["packs"] == [2, 2]
+        assert got["norm"] == pytest.approx(want["norm"], rel=1e-4)
+        for n, x in want.items():
+            if isinstance(x, torch.Tensor):
+                torch.testing.assert_close(got[n], x, rtol=0, atol=2e-4, msg=lambda m, n=n: f"{n}: {m}")
+
+
+def test_tokens_of_a_model_that_mixes_are_not_shared(mixer):
+    for out in mixer[1]:
+        assert "sp_size: expected 1 for FalconH1" in out["sp"]
