@@ -2,8 +2,8 @@
 
 from rft_fn import (  # isort: skip
     advantage, algorithm, check, ckpt, data, dist, engine, faults, log, logprob, loss, metric, modality,
-    model, optim, packing, plot, reward, reward_shaping, rng, scan, segment, strategy, testing, tree, types,
-    weight,
+    model, optim, packing, plot, reward, reward_shaping, rng, run, scan, segment, strategy, testing, tree,
+    types, weight,
 )  # fmt: skip
 from rft_fn.types import (  # isort: skip
     Engine, Experience, Media, Packed, Rollout, Sampling, Strategy, TokenOut, TrainState, Transform,
@@ -15,5 +15,5 @@ __all__ = [
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
     "Transform", "advantage", "algorithm", "check", "ckpt", "data", "dist", "engine", "experience", "faults",
     "log", "logprob", "loss", "metric", "modality", "model", "optim", "packing", "plot", "reward",
-    "reward_shaping", "rng", "scan", "segment", "strategy", "testing", "tree", "types", "weight",
+    "reward_shaping", "rng", "run", "scan", "segment", "strategy", "testing", "tree", "types", "weight",
 ]  # fmt: skip

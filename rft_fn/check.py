@@ -1,8 +1,23 @@
-"""Contracts on shapes at public boundaries. Values are never looked at: that would stop a GPU."""
+"""Contracts at public boundaries: the shapes of tensors, and the limits of options.
 
-from typing import Any
+The values of tensors are never looked at: that would stop a GPU. An option's limits stand in its type, and
+`fields` holds a whole record of options to them.
+"""
 
-__all__ = ["given", "shapes"]
+import dataclasses
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+__all__ = [
+    "FREE", "Above1", "AtLeast0", "Count", "Decay", "Finite", "Free", "Positive", "PositiveShare", "Range",
+    "Several", "Share", "Whole", "fields", "free", "given", "shapes",
+]  # fmt: skip
 
 
 def _bind(name: str, size: tuple[int, ...], dims: list[str], known: dict[str, int]) -> bool:
@@ -46,3 +61,124 @@ def given(**args: Any) -> None:
             raise ValueError(
                 f"{name}: expected a tensor, got None; give it to rft_fn.experience, or ask the model for it"
             )
+
+
+@dataclass(frozen=True)
+class Range:
+    """The limits of a number, as metadata of its type: `lr: Annotated[float, Range(0, inf)]`."""
+
+    low: float = -inf
+    high: float = inf
+    open_low: bool = False  # low itself is outside; an infinite limit always is
+    open_high: bool = False
+
+    def __contains__(self, x: float) -> bool:
+        if not math.isfinite(x):
+            return False
+        above = x > self.low if self.open_low else x >= self.low
+        below = x < self.high if self.open_high else x <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        left = "(" if self.open_low or self.low == -inf else "["
+        right = ")" if self.open_high or self.high == inf else "]"
+        return f"{left}{self.low}, {self.high}{right}"
+
+
+T = TypeVar("T")
+FREE = "changes no result of a run"
+Free = Annotated[T, FREE]  # Free[Count]: the option may differ when a run is resumed
+Finite = Annotated[float, Range()]
+Positive = Annotated[float, Range(0, open_low=True)]
+AtLeast0 = Annotated[float, Range(0)]
+Above1 = Annotated[float, Range(1, open_low=True)]
+Share = Annotated[float, Range(0, 1)]
+PositiveShare = Annotated[float, Range(0, 1, open_low=True)]
+Decay = Annotated[float, Range(0, 1, open_high=True)]
+Count = Annotated[int, Range(1)]
+Several = Annotated[int, Range(2)]
+Whole = Annotated[int, Range(0)]
+
+_KINDS: dict[Any, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (numbers.Integral, "an integer"),
+    float: (numbers.Real, "a number"),
+    str: (str, "a text"),
+}
+
+
+def fields(record: Any) -> None:
+    """Check every field of a dataclass against its type and the `Range` beside it, nested dataclasses too.
+
+    Known types are bool, int, float, str, Literal, tuples and unions of them; others pass. As a dataclass's
+    own `__post_init__ = check.fields` it runs whenever one is made. Raises
+    `ValueError("lr: expected a number in (0, inf), got nan")`; NaN and inf are outside of every range.
+    """
+    for name, hint in _hints(type(record)).items():
+        _field(name, getattr(record, name), hint)
+
+
+def free(kind: type) -> set[str]:
+    """The names of the fields of a dataclass that are `Free`; those of a nested one as "part.name"."""
+    found = set()
+    for name, hint in _hints(kind).items():
+        if FREE in getattr(hint, "__metadata__", ()):
+            found.add(name)
+        elif dataclasses.is_dataclass(hint):
+            found |= {f"{name}.{inner}" for inner in free(hint)}
+    return found
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind)}
+
+
+def _field(name: str, x: Any, hint: Any) -> None:
+    limits = [m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Range)]
+    hint = hint.__origin__ if get_origin(hint) is Annotated else hint
+    if dataclasses.is_dataclass(x):
+        for inner, part in _hints(type(x)).items():
+            _field(f"{name}.{inner}", getattr(x, inner), part)
+    elif get_origin(hint) in (Union, UnionType):
+        _union(name, x, get_args(hint))
+    elif get_origin(hint) is Literal and x not in get_args(hint):
+        raise ValueError(f"{name}: expected one of {', '.join(map(str, get_args(hint)))}, got {x!r}")
+    elif get_origin(hint) is tuple:
+        _tuple(name, x, get_args(hint))
+    elif hint in _KINDS:
+        _plain(name, x, hint, limits)
+
+
+def _plain(name: str, x: Any, hint: Any, limits: Sequence[Range]) -> None:
+    kind, want = _KINDS[hint]
+    if limits:
+        want += f" in {limits[0]}"
+    right = isinstance(x, kind) and (hint is bool or not isinstance(x, bool))
+    if not right or any(x not in limit for limit in limits):
+        raise ValueError(f"{name}: expected {want}, got {x!r}")
+
+
+def _union(name: str, x: Any, options: Sequence[Any]) -> None:
+    """x is fine if it is fine as one of the options; else the error is that of the first that is not None."""
+    error = None
+    for option in options:
+        if option is type(None):
+            if x is None:
+                return
+            continue
+        try:
+            return _field(name, x, option)
+        except ValueError as found:
+            error = error or found
+    if error is not None:
+        raise error
+
+
+def _tuple(name: str, x: Any, inner: Sequence[Any]) -> None:
+    if not isinstance(x, tuple | list):
+        raise ValueError(f"{name}: expected a tuple, got {x!r}")
+    if len(inner) == 2 and inner[1] is Ellipsis:
+        for i, item in enumerate(x):
+            _field(f"{name}[{i}]", item, inner[0])

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["curve", "length_histogram", "read_metrics", "terminal_curve"]
+__all__ = ["curve", "length_histogram", "phases", "read_metrics", "terminal_curve"]
 
 _PANELS = (
     ("reward", ("reward/mean",)),
@@ -15,6 +15,7 @@ _PANELS = (
     ("response length [tokens]", ("rollout/length_mean", "rollout/length_max")),
     ("gradient norm", ("grad/norm",)),
 )
+_PHASE = "phase/"  # how timing.jsonl names the seconds of a phase
 _BLUE, _GREY = "#2a5db0", "#9aa4b2"
 
 
@@ -93,6 +94,42 @@ def length_histogram(lengths: Sequence[int], out: str | Path) -> Path:
         ax.axvline(at, color="black", lw=0.8, ls=":")
         ax.text(at, ax.get_ylim()[1], f" p{share:.0%}"[:-1], fontsize=8, va="top")
     ax.set_xlabel("response length [tokens]")
+    ax.spines[["top", "right"]].set_visible(False)
+    fig.tight_layout()
+    fig.savefig(out, dpi=130)
+    plt.close(fig)
+    return Path(out)
+
+
+def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | None:
+    """Draw where the seconds of a run went: bars over its steps, stacked by phase.
+
+    A run of more than `bars` steps has the mean of several steps in a bar. None for a run without phases.
+    """
+    rows = read_metrics(timing)
+    names = list(dict.fromkeys(k for row in rows for k in row if k.startswith(_PHASE)))
+    if not names:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    size = -(-len(rows) // bars)
+    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+    middle = [(part[0]["step"] + part[-1]["step"]) / 2 for part in parts]
+    fig, ax = plt.subplots(figsize=(8, 3.2))
+    floor = [0.0] * len(parts)
+    for i, name in enumerate(names):
+        seconds = [sum(row.get(name, 0.0) for row in part) / len(part) for part in parts]
+        label = name.removeprefix(_PHASE)
+        ax.bar(middle, seconds, width=0.9 * size, bottom=floor, color=f"C{i}", label=label)
+        floor = [a + b for a, b in zip(floor, seconds)]
+    ax.set(xlabel="step", ylabel="seconds a step")
+    # the legend lists the phases as they are stacked, from the top
+    handles, labels = ax.get_legend_handles_labels()
+    beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    ax.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, **beside)
     ax.spines[["top", "right"]].set_visible(False)
     fig.tight_layout()
     fig.savefig(out, dpi=130)

@@ -4,7 +4,6 @@ Dimensions: N prompts, G samples a prompt, B = N G sequences, S padded length, T
 of a pack, V vocabulary, D width. `mask` is bool and never a weight; `w` is float and never a mask.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check, tree
+from rft_fn.check import AtLeast0, Count, PositiveShare, Share, Whole
 
 __all__ = [
     "Engine", "EngineConfig", "Experience", "LossFn", "Media", "Packed", "Rollout", "Sampling", "Strategy",
@@ -26,27 +26,16 @@ class Sampling:
     distribution that was sampled from: logits / temperature, then the top_k largest, then the smallest set
     with mass top_p, renormalised."""
 
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 keeps all
-    max_new: int = 256  # tokens
+    temperature: AtLeast0 = 1.0  # 0 is greedy
+    top_p: PositiveShare = 1.0
+    top_k: Whole = 0  # 0 keeps all
+    max_new: Count = 256  # tokens
     stop: tuple[int | str, ...] = ()  # token ids, or texts, that end a response; the engine adds the eos
 
     def __post_init__(self) -> None:
-        stop = self.stop if isinstance(self.stop, (tuple, list)) else (None,)
-        for name, ok, want in (
-            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a number >= 0"),
-            ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1"),
-            ("top_k", self.top_k >= 0, "an integer >= 0"),
-            ("max_new", self.max_new >= 1, "an integer >= 1"),
-            (
-                "stop",
-                all(type(x) is int or (type(x) is str and x) for x in stop),
-                "a tuple of token ids and texts that are not empty",
-            ),
-        ):
-            if not ok:
-                raise ValueError(f"{name}: expected {want}, got {getattr(self, name)}")
+        check.fields(self)
+        if "" in self.stop:
+            raise ValueError(f"stop: expected token ids and texts that are not empty, got {self.stop}")
 
     @property
     def truncates(self) -> bool:
@@ -59,18 +48,16 @@ class EngineConfig:
 
     type: str = "hf"
     """hf: transformers in this process"""
-    batch: int = 64
+    batch: Count = 64
     """sequences sampled at a time"""
-    tp_size: int = 1
+    tp_size: Count = 1
     """processes that share one engine"""
-    mem_util: float = 0.0
+    mem_util: Share = 0.0
     """share of the device's memory that the engine may take; 0 is as much as it needs"""
     sleep: bool = True
     """the engine leaves the device while the trainer works"""
 
-    def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ValueError(f"engine batch: expected >= 1 sequences, got {self.batch}")
+    __post_init__ = check.fields
 
 
 @tree.struct

@@ -1,4 +1,8 @@
-"""Contracts on shapes: one line, with the name of the argument first, then expected and got."""
+"""Contracts on shapes and options: one line, with the name of the argument first, then expected and got."""
+
+from dataclasses import dataclass, field
+from math import inf, nan
+from typing import Annotated, Literal
 
 import pytest
 import torch
@@ -90,11 +94,11 @@ ROLLOUT = Rollout(
             lambda: experience(ROLLOUT, adv=Z(2), w=Z(2, 5), ret=Z(2)),
             "ret: expected [B, S] = [2, 5], got [2]",
         ),
-        (lambda: Sampling(temperature=-1.0), "temperature: expected a number >= 0, got -1.0"),
-        (lambda: Sampling(temperature=float("nan")), "temperature: expected a number >= 0, got nan"),
-        (lambda: Sampling(top_p=0.0), "top_p: expected 0 < top_p <= 1, got 0.0"),
-        (lambda: Sampling(top_k=-1), "top_k: expected an integer >= 0, got -1"),
-        (lambda: Sampling(max_new=0), "max_new: expected an integer >= 1, got 0"),
+        (lambda: Sampling(temperature=-1.0), "temperature: expected a number in [0, inf), got -1.0"),
+        (lambda: Sampling(temperature=float("nan")), "temperature: expected a number in [0, inf), got nan"),
+        (lambda: Sampling(top_p=0.0), "top_p: expected a number in (0, 1], got 0.0"),
+        (lambda: Sampling(top_k=-1), "top_k: expected an integer in [0, inf), got -1"),
+        (lambda: Sampling(max_new=0), "max_new: expected an integer in [1, inf), got 0"),
         (
             lambda: metric.merge({"a": metric.sum(Z(1))}, {"a": metric.max(Z(1), B(1))}),
             "metric 'a': expected Sum, got Max",
@@ -111,3 +115,65 @@ def test_what_is_missing_is_named():
     check.given(adv=1, w=0.0)
     with pytest.raises(ValueError, match=r"^ret: expected a tensor, got None; give it to rft_fn.experience"):
         check.given(adv=1, ret=None, value=None)
+
+
+@dataclass(frozen=True)
+class Part:
+    size: check.Free[check.Count] = 1
+
+
+@dataclass(frozen=True)
+class Options:
+    lr: check.Positive = 1e-3
+    end: check.Share = 0.1
+    decay: check.Decay = 0.0
+    steps: check.Count = 1
+    warmup: check.Whole = 0
+    shift: check.Finite = 0.0
+    angle: Annotated[float, check.Range(-1, 1, open_low=True)] = 0.0
+    high: check.Positive | None = None
+    shape: Literal["line", "cosine"] = "line"
+    names: tuple[str, ...] = ()
+    k: tuple[check.Count, ...] = (1,)
+    out: check.Free[str] = "runs/x"
+    on: bool = False
+    part: Part = field(default_factory=Part)
+
+    __post_init__ = check.fields
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": nan}, "lr: expected a number in (0, inf), got nan"),
+        ({"lr": inf}, "lr: expected a number in (0, inf), got inf"),
+        ({"lr": 0.0}, "lr: expected a number in (0, inf), got 0.0"),
+        ({"lr": "1"}, "lr: expected a number in (0, inf), got '1'"),
+        ({"end": 1.1}, "end: expected a number in [0, 1], got 1.1"),
+        ({"decay": 1.0}, "decay: expected a number in [0, 1), got 1.0"),
+        ({"steps": 0}, "steps: expected an integer in [1, inf), got 0"),
+        ({"steps": 2.0}, "steps: expected an integer in [1, inf), got 2.0"),
+        ({"steps": True}, "steps: expected an integer in [1, inf), got True"),
+        ({"warmup": -1}, "warmup: expected an integer in [0, inf), got -1"),
+        ({"shift": -inf}, "shift: expected a number in (-inf, inf), got -inf"),
+        ({"angle": -1.0}, "angle: expected a number in (-1, 1], got -1.0"),
+        ({"high": 0.0}, "high: expected a number in (0, inf), got 0.0"),
+        ({"shape": "curve"}, "shape: expected one of line, cosine, got 'curve'"),
+        ({"names": "abc"}, "names: expected a tuple, got 'abc'"),
+        ({"names": ("a", 1)}, "names[1]: expected a text, got 1"),
+        ({"k": (1, 0)}, "k[1]: expected an integer in [1, inf), got 0"),
+        ({"out": None}, "out: expected a text, got None"),
+        ({"on": "yes"}, "on: expected True or False, got 'yes'"),
+        ({"part": Part(0)}, "part.size: expected an integer in [1, inf), got 0"),
+    ],
+)
+def test_an_option_outside_of_its_limits_is_named(options, message):
+    with pytest.raises(ValueError) as error:
+        Options(**options)
+    assert str(error.value) == message
+
+
+def test_limits_hold_what_is_inside_and_free_options_are_known():
+    Options(lr=1, end=1.0, decay=0.99, warmup=0, angle=1.0, high=None, shape="cosine", k=(1, 8))
+    Options(high=0.5, shift=-3.0, part=Part(7))
+    assert check.free(Options) == {"out", "part.size"}

@@ -211,7 +211,10 @@ def test_dropout_positions_and_weights_are_told_apart():
             lambda: engine.get_engine(engine.EngineConfig(type="x"), "tiny"),
             "engine type: expected hf, got 'x'",
         ),
-        (lambda: engine.get_engine(engine.EngineConfig(batch=0), "tiny"), "engine batch: expected >= 1"),
+        (
+            lambda: engine.get_engine(engine.EngineConfig(batch=0), "tiny"),
+            "batch: expected an integer in .1, inf",
+        ),
         (
             lambda: engine.get_engine(engine.EngineConfig(tp_size=4, mem_util=0.9), "tiny"),
             "engine_tp_size, engine_mem_util: expected 1 and 0 for hf.*got 4 and 0.9",

@@ -18,7 +18,7 @@ LAYERS = {
     0: "tree rng check types",
     1: "segment scan advantage weight loss reward_shaping logprob metric packing optim algorithm testing",
     2: "model modality reward data",
-    3: "dist faults strategy engine ckpt log plot",
+    3: "dist faults strategy engine ckpt plot run log",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}
 FILES = sorted(p for p in (ROOT / "rft_fn").rglob("*.py") if p != ROOT / "rft_fn" / "__init__.py")
@@ -190,11 +190,6 @@ def test_every_field_of_a_config_has_a_reader(record):
     for field in dataclasses.fields(config):
         readers = re.findall(rf"(?:config|self|strategy)\.{field.name}\b", sources)
         assert readers, f"nobody reads {record}.{field.name}"
-
-
-def test_grpo_fits_on_a_page():
-    """Options, helpers, loop: every published algorithm without a critic, read from top to bottom."""
-    assert (ROOT / "train_scripts" / "grpo.py").read_text().count("\n") <= 155
 
 
 def test_public_functions_say_what_they_are():

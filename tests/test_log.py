@@ -2,13 +2,17 @@
 computed, pictures that show the data."""
 
 import json
+import socket
+import subprocess
+import sys
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from matplotlib import image
 
-from rft_fn import log, plot
+from rft_fn import check, plot
+from rft_fn import run as runs
 from rft_fn.reward import Judged
 from rft_fn.strategy import StrategyConfig
 
@@ -26,7 +30,7 @@ def write(run, steps):
 
 
 def test_rows_and_their_cut(tmp_path, capsys):
-    run = log.Run(tmp_path / "r", Config(), total=4)
+    run = runs.Run(tmp_path / "r", Config(), total=4)
     run.resume(0)
     write(run, range(4))
     rows = plot.read_metrics(run.folder / "metrics.jsonl")
@@ -39,29 +43,160 @@ def test_rows_and_their_cut(tmp_path, capsys):
     assert json.loads((run.folder / "timing.jsonl").read_text().splitlines()[1])["tokens_per_s"] > 0
     with (run.folder / "metrics.jsonl").open("a") as f:
         f.write('{"step": 4, "rew')  # a kill in the middle of a line
-    again = log.Run(tmp_path / "r", Config(), total=4)
+    again = runs.Run(tmp_path / "r", Config(), total=4)
     again.resume(2)
-    assert "going on after step 2" in capsys.readouterr().out
+    assert "continuing after step 2" in capsys.readouterr().out
     write(again, [2])
     assert [r["step"] for r in plot.read_metrics(run.folder / "metrics.jsonl")] == [0, 1, 2]
 
 
 def test_another_configuration_is_refused(tmp_path):
-    run = log.Run(tmp_path / "r", Config(), total=4)
+    run = runs.Run(tmp_path / "r", Config(), total=4)
     write(run, [0])
     with pytest.raises(
-        ValueError, match=r"holds a run with other arguments: lr was 0.1 and is 0.2; give --out another"
+        ValueError, match=r"holds a run with other arguments: lr was 0.1 and is 0.2; give --override"
     ):
-        log.Run(tmp_path / "r", Config(lr=0.2), total=4)
+        runs.Run(tmp_path / "r", Config(lr=0.2), total=4)
     with pytest.raises(ValueError, match="steps was 4 and is 9"):
-        log.Run(tmp_path / "r", Config(steps=9), total=9)
-    log.Run(tmp_path / "r", Config(steps=9), total=9, free=("steps",))
+        runs.Run(tmp_path / "r", Config(steps=9), total=9)
+    runs.Run(tmp_path / "r", Config(steps=9), total=9, free=("steps",))
+
+
+@dataclass(frozen=True)
+class Part:
+    timeout: check.Free[float] = 9.0
+    sp: int = 1
+
+
+@dataclass(frozen=True)
+class Nested:
+    lr: float = 0.1
+    budget: check.Free[check.Count] = 64
+    override: bool = False
+    part: Part = field(default_factory=Part)
+
+
+def begun(folder, config=None):
+    """A run that stopped after two steps; it has a checkpoint of the first."""
+    run = runs.Run(folder, config or Nested(), total=4)
+    run.resume(0)
+    write(run, [0, 1])
+    (run.checkpoints / "step_00000001").mkdir(parents=True)
+    run.finish()
+    return run
+
+
+def test_what_does_not_change_the_mathematics_is_free(tmp_path):
+    begun(tmp_path / "r")
+    run = runs.Run(tmp_path / "r", Nested(budget=32, part=Part(timeout=1.0)), total=4)
+    run.resume(1)
+    saved = json.loads((tmp_path / "r/config.json").read_text())
+    assert saved["budget"] == 32 and saved["part"] == {"timeout": 1.0, "sp": 1}
+    assert not (tmp_path / "r/overrides.jsonl").exists()
+    with pytest.raises(ValueError, match=r"other arguments: part.sp was 1 and is 2; give --override"):
+        runs.Run(tmp_path / "r", Nested(part=Part(sp=2)), total=4)
+
+
+def test_an_override_is_noted_with_its_step(tmp_path):
+    begun(tmp_path / "r")
+    change = Nested(lr=0.2, budget=32, override=True, part=Part(sp=2))
+    run = runs.Run(tmp_path / "r", change, total=4, override=True)
+    assert json.loads((tmp_path / "r/config.json").read_text())["lr"] == 0.1  # nothing has changed yet
+    run.resume(1)
+    write(run, [1])
+    run.finish()
+    assert plot.read_metrics(tmp_path / "r/overrides.jsonl") == [
+        {"step": 1, "name": "lr", "old": 0.1, "new": 0.2},
+        {"step": 1, "name": "part.sp", "old": 1, "new": 2},
+    ]
+    # from now on this is the run: the same options need no override, the former ones do
+    runs.Run(tmp_path / "r", Nested(lr=0.2, part=Part(sp=2)), total=4).resume(1)
+    assert len(plot.read_metrics(tmp_path / "r/overrides.jsonl")) == 2
+    with pytest.raises(ValueError, match=r"lr was 0.2 and is 0.1"):
+        runs.Run(tmp_path / "r", Nested(part=Part(sp=2)), total=4)
+
+
+def test_rows_are_not_wiped_when_the_checkpoints_are_gone(tmp_path):
+    run = begun(tmp_path / "r")
+    before = (tmp_path / "r/metrics.jsonl").read_bytes()
+    (run.checkpoints / "step_00000001").rmdir()
+    again = runs.Run(tmp_path / "r", Nested(), total=4)
+    with pytest.raises(
+        ValueError, match=r"no checkpoint is left in .*checkpoints; put that folder back, give"
+    ):
+        again.resume(0)
+    assert (tmp_path / "r/metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_had_no_checkpoint_yet_starts_again(tmp_path):
+    run = runs.Run(tmp_path / "r", Nested(), total=4)
+    run.resume(0)
+    write(run, [0, 1])
+    again = runs.Run(tmp_path / "r", Nested(), total=4)
+    again.resume(0)
+    assert not (tmp_path / "r/metrics.jsonl").read_text()
+
+
+def test_config_is_written_when_it_is_new_and_whole(tmp_path, monkeypatch):
+    begun(tmp_path / "r")
+    path = tmp_path / "r/config.json"
+    before, kept = path.read_bytes(), path.stat().st_ino
+    runs.Run(tmp_path / "r", Nested(), total=4).resume(1)
+    assert path.stat().st_ino == kept  # the same file: nothing was written
+    full = OSError(28, "No space left on device")
+
+    def fails(*_):
+        raise full
+
+    run = runs.Run(tmp_path / "r", Nested(budget=8), total=4)
+    monkeypatch.setattr("os.fsync", fails)
+    with pytest.raises(OSError, match="No space left"):
+        run.resume(1)
+    assert path.read_bytes() == before and not list((tmp_path / "r").glob(".*.tmp"))
+
+
+def test_a_damaged_config_is_one_line_and_loses_nothing(tmp_path):
+    begun(tmp_path / "r")
+    (tmp_path / "r/config.json").write_text('{"lr": 0.1,')
+    before = (tmp_path / "r/metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"config.json is damaged \(.*\); delete that file to continue"):
+        runs.Run(tmp_path / "r", Nested(), total=4)
+    (tmp_path / "r/config.json").unlink()
+    runs.Run(tmp_path / "r", Nested(), total=4).resume(2)
+    assert (tmp_path / "r/metrics.jsonl").read_bytes() == before
+
+
+HOLDER = """
+import sys
+from rft_fn import run
+held = run.Run(sys.argv[1], {}, total=1)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_runs_in_one_folder(tmp_path):
+    """The second names the first; what locked it is gone with its process, also after kill -9."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "r")]
+    first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert first.stdout.readline() == b"held\n"
+        with pytest.raises(ValueError) as error:
+            runs.Run(tmp_path / "r", {}, total=1)
+        who = f"in use by process {first.pid} on {socket.gethostname()} since 20"
+        assert who in str(error.value) and "\n" not in str(error.value)
+    finally:
+        first.kill()
+        first.wait()
+    runs.Run(tmp_path / "r", {}, total=1).finish()
+    again = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+    assert again.stdout == b"held\n" and not again.returncode  # finish has unlocked it
 
 
 def test_a_run_without_a_step_has_claimed_nothing(tmp_path):
     """A mistake in an argument is found after the folder is made; the mended command goes to the same one."""
-    log.Run(tmp_path / "r", Config(lr=-1), total=4)
-    run = log.Run(tmp_path / "r", Config(), total=4)
+    runs.Run(tmp_path / "r", Config(lr=-1), total=4)
+    run = runs.Run(tmp_path / "r", Config(), total=4)
     write(run, [0])
     assert json.loads((run.folder / "config.json").read_text())["lr"] == 0.1
 
@@ -71,11 +206,11 @@ def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path):
     with pytest.raises(
         ValueError, match=r"run folder .*file/r cannot be written: .*; choose another with --out"
     ):
-        log.Run(tmp_path / "file" / "r", Config(), total=4)
+        runs.Run(tmp_path / "file" / "r", Config(), total=4)
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    run = log.Run(tmp_path / "r", Config(), total=4, rank=1)
+    run = runs.Run(tmp_path / "r", Config(), total=4, rank=1)
     run.resume(0)
     write(run, [0])
     run.finish()
@@ -91,7 +226,7 @@ def test_trajectories_are_the_first_of_each_group(tmp_path):
         mask = torch.ones(4, 3)
 
     reward = torch.tensor([[1.0, 0.0], [0.5, 0.0]])
-    run = log.Run(tmp_path / "r", Config(), total=4)
+    run = runs.Run(tmp_path / "r", Config(), total=4)
     run.resume(0)
     run.trajectories(
         3, [Prompt("p"), Prompt("q")], Batch(), Judged(reward, {"exact": reward}, ["a", "b", "c", "d"])
@@ -101,7 +236,7 @@ def test_trajectories_are_the_first_of_each_group(tmp_path):
 
 
 def test_finish_draws_what_was_written(tmp_path, capsys):
-    run = log.Run(tmp_path / "r", Config(), total=30)
+    run = runs.Run(tmp_path / "r", Config(), total=30)
     run.resume(0)
     write(run, range(30))
     run.finish()
@@ -125,7 +260,7 @@ def test_pictures_go_where_they_are_asked_for(tmp_path):
         [torch.ones(len(x), dtype=torch.bool) for x in many], batch_first=True
     )
     judged = Judged(torch.zeros(1, 3), {}, ["a", "b", "c"])
-    run = log.Run(tmp_path / "r", Config(), total=6, log_dir=tmp_path / "p", plot_every=3)
+    run = runs.Run(tmp_path / "r", Config(), total=6, log_dir=tmp_path / "p", plot_every=3)
     run.resume(0)
     write(run, range(6))
     for step in range(6):
@@ -146,7 +281,7 @@ def test_lengths(tmp_path):
 def test_tensorboard_gets_every_step(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = log.Run(tmp_path / "r", Config(), total=4, trackers=("tensorboard",))
+    run = runs.Run(tmp_path / "r", Config(), total=4, trackers=("tensorboard",))
     run.resume(0)
     write(run, range(3))
     events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
@@ -154,17 +289,24 @@ def test_tensorboard_gets_every_step(tmp_path):
     with pytest.raises(
         ValueError, match="trackers: expected some of tensorboard, wandb, trackio, got 'mlflow'"
     ):
-        log.Run(tmp_path / "q", Config(), total=4, trackers=("mlflow",))
+        runs.Run(tmp_path / "q", Config(), total=4, trackers=("mlflow",))
+
+
+def test_a_tracker_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ValueError, match=r"^trackers: wandb is not installed; pip install wandb, or leave"):
+        runs.Run(tmp_path / "r", Config(), total=4, trackers=("wandb",))
+    assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_other_trackers_are_called_as_they_expect(tmp_path, monkeypatch, name):
     """The client libraries need an account or a server: a recorder stands in their
     place and sees init and log."""
-    import sys
     import types
 
-    seen = []
+    seen, ids = [], []
 
     class Client:
         def log(self, metrics, step):
@@ -172,19 +314,25 @@ def test_other_trackers_are_called_as_they_expect(tmp_path, monkeypatch, name):
 
     def init(**options):
         seen.append((options["project"], options["name"], options["config"]["lr"]))
+        ids.append(options.get("id"))
         return Client()
 
     monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(init=init))
-    run = log.Run(tmp_path / "r", Config(), total=4, trackers=(name,))
+    run = runs.Run(tmp_path / "r", Config(), total=4, trackers=(name,))
     run.resume(0)
     write(run, [0, 1])
     assert seen == [("rft_fn", "r", 0.1), (0, 0.0), (1, 0.1)]
+    other = {"trackers": (name,), "project": "sums", "name": "first"}
+    runs.Run(tmp_path / "other" / "r", Config(), total=4, **other)
+    assert seen[-1] == ("sums", "first", 0.1)
+    if name == "wandb":  # runs of one name in two places are two runs
+        assert ids[0].startswith("r-") and ids[1].startswith("r-") and ids[0] != ids[1]
 
 
 def test_results(tmp_path, capsys):
-    log.table({"pass@1": 0.25, "questions": 8}, title="x")
+    runs.table({"pass@1": 0.25, "questions": 8}, title="x")
     assert "pass@1     0.2500" in capsys.readouterr().out
-    log.write_results(
+    runs.write_results(
         tmp_path / "a" / "r.json", {"config": Config(), "result": {"x": 1.0}}, [{"response": "r"}]
     )
     assert json.loads((tmp_path / "a" / "r.json").read_text())["config"] == {
@@ -193,7 +341,53 @@ def test_results(tmp_path, capsys):
         "names": ["a"],
     }
     assert json.loads((tmp_path / "a" / "r.jsonl").read_text()) == {"response": "r"}
-    assert list(log.track([1, 2], "x")) == [1, 2]
+    assert list(runs.track([1, 2], "x")) == [1, 2]
+
+
+def test_the_place_of_results_is_checked_before_there_are_any(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, message in (
+        (tmp_path / "x.jsonl", r"out: expected a file such as x.json for the numbers .*x.jsonl"),
+        (tmp_path, "out: expected a file"),
+        (tmp_path / "file" / "x.json", "out: .*file cannot be made"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            runs.check_results(path)
+    runs.check_results(tmp_path / "new" / "x.json")
+
+
+def test_notes_of_an_error_are_in_its_line():
+    error = ValueError("invalid literal\nfor int()")
+    error.add_note("raised by the reward 'mine'")
+    assert runs.error_line(error) == "invalid literal for int() (raised by the reward 'mine')"
+    assert runs.error_line(ValueError()) == "ValueError"
+
+
+def test_options_that_a_script_does_not_read_are_refused():
+    runs.without(StrategyConfig(), "engine_batch", "seed")
+    with pytest.raises(
+        ValueError, match=r"^strategy.seed: expected 0, as this script does not read it, got 3; u"
+    ):
+        runs.without(StrategyConfig(seed=3), "engine_batch", "seed", instead="use --seed")
+
+
+def test_seconds_by_phase(tmp_path, monkeypatch):
+    run = runs.Run(tmp_path / "r", Config(), total=2)
+    run.resume(0)
+    clock = iter([0.0, 2.0, 2.0, 5.0, 5.0, 6.0])
+    with monkeypatch.context() as patch:
+        patch.setattr("time.perf_counter", lambda: next(clock))
+        for name in ("generate", "train", "generate"):
+            with run.phase(name):
+                pass
+    write(run, [0, 1])
+    timing = plot.read_metrics(tmp_path / "r/timing.jsonl")
+    assert timing[0]["phase/generate"] == 3.0 and timing[0]["phase/train"] == 3.0
+    assert not any(name.startswith("phase/") for name in timing[1])
+    assert image.imread(plot.phases(tmp_path / "r/timing.jsonl", tmp_path / "p.png")).std() > 0.05
+    with (tmp_path / "none.jsonl").open("w") as file:
+        file.write('{"step": 0, "seconds": 1.0}\n')
+    assert plot.phases(tmp_path / "none.jsonl", tmp_path / "q.png") is None
 
 
 def test_errors_of_the_users_are_one_line(capsys, monkeypatch):
@@ -202,11 +396,11 @@ def test_errors_of_the_users_are_one_line(capsys, monkeypatch):
 
     monkeypatch.setattr("sys.argv", ["x"])
     with pytest.raises(SystemExit) as exit_:
-        log.cli(main, Config)
+        runs.cli(main, Config)
     assert exit_.value.code == 2 and capsys.readouterr().err == "error: adv: expected [T]\n"
     monkeypatch.setenv("RFT_FN_TRACEBACK", "1")
     with pytest.raises(ValueError):
-        log.cli(main, Config)
+        runs.cli(main, Config)
 
 
 @dataclass
@@ -222,6 +416,7 @@ class Parts:
         ("--no-fused-linear-logprob --sp-size=2", {"fused_linear_logprob": False, "sp_size": 2}),
         ("--no_fused_linear_logprob --fsdp", {"fused_linear_logprob": False, "fsdp": True}),
         ("--strategy.zero-stage 3 --zero_stage 2", {"zero_stage": 2}),
+        ("--disable_engine_sleep", {"enable_engine_sleep": False}),
         ("--seed 5", {"seed": 0}),  # the script's own
         ("--strategy.seed 5", {"seed": 5}),
     ],
@@ -229,7 +424,7 @@ class Parts:
 def test_options_of_a_part_need_not_name_it(monkeypatch, args, want):
     monkeypatch.setattr("sys.argv", ["x", *args.split()])
     seen = []
-    log.cli(seen.append, Parts)
+    runs.cli(seen.append, Parts)
     (config,) = seen
     assert config.strategy == StrategyConfig(**want)
     assert config.seed == (5 if args == "--seed 5" else 0)
@@ -238,5 +433,5 @@ def test_options_of_a_part_need_not_name_it(monkeypatch, args, want):
 def test_an_unknown_option_is_said_as_it_was_written(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["x", "--chunk-sizes", "4"])
     with pytest.raises(SystemExit) as exit_:
-        log.cli(print, Parts)
+        runs.cli(print, Parts)
     assert exit_.value.code == 2 and "--chunk-sizes" in capsys.readouterr().err

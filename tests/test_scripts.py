@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 from test_house import load_script as script
 
+import rft_fn as rft
 from rft_fn import algorithm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -218,11 +220,11 @@ BAD = {
     ),
     "a bound of no rounds": (
         lambda t: ["--rounds", "0"],
-        "rounds, overlong: expected >= 1, 0 to max_new, got 0, 0",
+        "rounds: expected an integer in [1, inf), got 0",
     ),
     "an overlong buffer beyond max_new": (
         lambda t: ["--overlong", "9"],
-        "rounds, overlong: expected >= 1, 0 to max_new, got 1, 9",
+        "overlong: expected at most max_new = 6, got 9",
     ),
     "remax on normalised rewards": (
         lambda t: ["--algorithm", "remax", "--normalize-reward"],
@@ -235,6 +237,37 @@ BAD = {
     "greedy sampling": (lambda t: ["--temperature", "0"], "temperature: expected > 0"),
     "a budget too small": (lambda t: ["--budget", "5"], "budget: expected at least"),
 }
+
+
+LIMITS = [
+    *(("grpo", "--lr", value) for value in ("nan", "inf", "-0.001")),
+    *(("grpo", "--lr-end", value) for value in ("nan", "2")),
+    *(("grpo", "--kl", value) for value in ("nan", "-1")),
+    *(("sft", "--save-every", value) for value in ("0", "-1")),
+    ("ppo", "--critic-lr", "nan"),
+    ("grpo", "--timeout", "nan"),
+    ("grpo", "--steps", "-3"),
+    ("ppo", "--eval-every", "0"),
+    ("sft", "--batch", "0"),
+    ("grpo", "--max-gap", "nan"),
+    ("grpo", "--eval-prompts", "0"),
+    ("evaluate", "--temperature", "inf"),
+]
+
+
+@pytest.mark.parametrize(("name", "option", "value"), LIMITS)
+def test_a_senseless_setting_is_one_line(name, option, value, tmp_path, monkeypatch, capsys):
+    """NaN is outside of all limits, and no model is built to find that out."""
+    module = script(name)
+    monkeypatch.setattr("sys.argv", [f"{name}.py", option, value, "--out", str(tmp_path / "r")])
+    with pytest.raises(SystemExit) as end:
+        rft.log.cli(module.main, module.Config)
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and line.count("\n") == 1
+    assert re.match(
+        rf"error: (strategy\.)?{option[2:].replace('-', '_')}: expected an? (number|integer) in ", line
+    )
+    assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -250,9 +283,9 @@ def test_bad_input_is_one_line(case, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"points": 1}, "points: expected >= 2, got 1"),
-        ({"group": 1}, "group: expected >= 2, got 1"),
-        ({"low": 0.0}, "low, high: expected 0 < low < high, got 0.0 and 1.0"),
+        ({"points": 1}, "points: expected an integer in [2, inf), got 1"),
+        ({"group": 1}, "group: expected an integer in [2, inf), got 1"),
+        ({"low": 0.0}, "low: expected a number in (0, inf), got 0.0"),
         ({"low": 2.0}, "low, high: expected 0 < low < high, got 2.0 and 1.0"),
     ],
 )

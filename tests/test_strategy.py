@@ -249,10 +249,13 @@ def test_values_that_fit_are_taken():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"zero_stage": 4}, "zero_stage: expected 0, 1, 2 or 3, got 4"),
-        ({"sp_size": 0}, "sp_size: expected >= 1, got 0"),
-        ({"max_norm": -1.0}, "max_norm: expected >= 0, got -1.0"),
-        ({"engine_mem_util": 1.5}, "engine_mem_util: expected a share between 0 and 1, got 1.5"),
+        ({"zero_stage": 4}, "zero_stage: expected an integer in [0, 3], got 4"),
+        ({"sp_size": 0}, "sp_size: expected an integer in [1, inf), got 0"),
+        ({"max_norm": -1.0}, "max_norm: expected a number in [0, inf), got -1.0"),
+        ({"engine_mem_util": 1.5}, "engine_mem_util: expected a number in [0, 1], got 1.5"),
+        ({"timeout": float("nan")}, "timeout: expected a number in [1, inf), got nan"),
+        ({"max_norm": float("nan")}, "max_norm: expected a number in [0, inf), got nan"),
+        ({"bf16": "yes"}, "bf16: expected True or False, got 'yes'"),
         ({"fsdp": True, "zero_stage": 2}, "fsdp, zero_stage: expected one of them"),
         ({"bf16": True, "use_mp_opt": True}, "bf16, use_mp_opt: expected one of them"),
         ({"sp_size": 2}, "sp_size: expected 1 on one process, got 2"),

@@ -106,7 +106,7 @@ def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path):
     finally:
         process.kill()
     text = (tmp_path / "log").read_text()
-    assert "going on after step" in text
+    assert "continuing after step" in text
     assert (tmp_path / "run/metrics.jsonl").read_text() == (tmp_path / "whole/metrics.jsonl").read_text()
     a, b = weights(tmp_path / "run"), weights(tmp_path / "whole")
     assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)

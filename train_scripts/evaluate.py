@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 import rft_fn as rft
+from rft_fn.check import AtLeast0, Count, Finite, PositiveShare
 
 
 @dataclass(frozen=True)
@@ -19,17 +20,19 @@ class Config:
     template: str = "{short}"  # the question, from the columns of a row
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
     reward: tuple[str, ...] = ("task:sort_digits",)  # as in grpo.py; the first one says what is correct
-    correct: float = 1.0  # a response is correct when the first reward is at least this
-    count: int = 256  # questions; all of a file when it has fewer
-    group: int = 1  # responses a question
-    k: tuple[int, ...] = (1,)  # pass@k for each, at most `group`
-    temperature: float = 0.0  # 0 is greedy
-    top_p: float = 1.0  # sample from the smallest set of tokens with this mass
-    max_new: int = 6  # tokens a response
-    max_prompt: int = 512  # tokens a prompt; longer ones of a file are left out
+    correct: Finite = 1.0  # a response is correct when the first reward is at least this
+    count: Count = 256  # questions; all of a file when it has fewer
+    group: Count = 1  # responses a question
+    k: tuple[Count, ...] = (1,)  # pass@k for each, at most `group`
+    temperature: AtLeast0 = 0.0  # 0 is greedy
+    top_p: PositiveShare = 1.0  # sample from the smallest set of tokens with this mass
+    max_new: Count = 6  # tokens a response
+    max_prompt: Count = 512  # tokens a prompt; longer ones of a file are left out
     seed: int = 1  # of a task's questions (training uses 0, its evaluation 1) and of sampling
     out: str = ""  # a .json for the numbers and a .jsonl beside it for every response; empty writes neither
     strategy: rft.strategy.StrategyConfig = field(default_factory=rft.strategy.StrategyConfig)
+
+    __post_init__ = rft.check.fields
 
 
 def main(cfg: Config) -> None:
@@ -47,7 +50,7 @@ def main(cfg: Config) -> None:
     eng = rft.engine.get_engine(cfg.strategy.engine, cfg.model, tokenizer)
 
     step, rollouts = max(cfg.strategy.engine_batch // cfg.group, 1) * st.world, []
-    for at in rft.log.track(range(0, len(prompts), step), "evaluating", rank=st.rank):
+    for at in rft.run.track(range(0, len(prompts), step), "evaluating", rank=st.rank):
         part = slice(at, at + step)
         rollout = rft.engine.gather_and_generate(
             eng, st, prompts[part], keys[part], n=cfg.group, sampling=sampling
@@ -65,12 +68,12 @@ def main(cfg: Config) -> None:
         for n in rollouts[0][1].parts
     }
     result["truncated"] = torch.cat([r.truncated for r, _ in rollouts]).double().mean().item()
-    rft.log.table(result, title=f"{cfg.model} on {dataset.name}", rank=st.rank)
+    rft.run.table(result, title=f"{cfg.model} on {dataset.name}", rank=st.rank)
     if cfg.out and st.rank == 0:
         texts = [t for _, judged in rollouts for t in judged.texts]
         rows = [{"prompt": prompts[i // cfg.group].text, "response": t} for i, t in enumerate(texts)]
-        rft.log.write_results(cfg.out, {"config": cfg, "result": result}, rows)
+        rft.run.write_results(cfg.out, {"config": cfg, "result": result}, rows)
 
 
 if __name__ == "__main__":
-    rft.log.cli(main, Config)
+    rft.run.cli(main, Config)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import rft_fn as rft
+from rft_fn.check import AtLeast0, Count, Decay, Free, Positive, PositiveShare, Share, Whole
 from rft_fn.strategy import StrategyConfig
 
 
@@ -19,45 +20,47 @@ class Config:
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
     reward: tuple[str, ...] = ("task:sort_digits",)  # math numeric boxed exact format file.py:f, =WEIGHT
     algorithm: str = "grpo"  # a row of rft_fn.algorithm.TABLE
-    steps: int = 140  # updates
-    prompts: int = 32  # prompts a step
-    group: int = 16  # responses a prompt
-    lr: float = 1e-3  # learning rate
-    lr_end: float = 0.1  # its share at the last step; a run can be given more steps only if this is 1
-    warmup: int = 15  # steps of linear warm-up before it
-    max_norm: float = 1.0  # gradients are clipped to this global norm
-    kl: float = 0.0  # coefficient of KL(policy, initial model) in the loss
-    ema: float = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
-    rounds: int = 1  # sample again, at most so often in all, for groups whose rewards differ (DAPO)
-    overlong: int = 0  # the last so many tokens before max_new cost up to 1 of the reward (DAPO); 0 is off
+    steps: Count = 140  # updates
+    prompts: Count = 32  # prompts a step
+    group: Count = 16  # responses a prompt
+    lr: Positive = 1e-3  # learning rate
+    lr_end: Share = 0.1  # its share at the last step; a run can be given more steps only if this is 1
+    warmup: Whole = 15  # steps of linear warm-up before it
+    max_norm: Positive = 1.0  # gradients are clipped to this global norm
+    kl: AtLeast0 = 0.0  # coefficient of KL(policy, initial model) in the loss
+    ema: Decay = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
+    rounds: Count = 1  # sample again, at most so often in all, for groups whose rewards differ (DAPO)
+    overlong: Whole = 0  # the last so many tokens before max_new cost up to 1 of the reward (DAPO); 0 is off
     normalize_reward: bool = False  # take off the running mean of rewards, divide by their running deviation
-    temperature: float = 1.0  # of sampling, and of the log-probs
-    top_p: float = 1.0  # sample from the smallest set of tokens with this mass; train on the same
-    max_new: int = 6  # tokens a response
-    max_prompt: int = 512  # tokens a prompt; longer ones of a file are left out
-    budget: int = 1024  # tokens a pack
-    gradient_checkpointing: bool = False  # trade a second forward for memory
-    max_gap: float = 0.01  # stop when trainer and sampler differ by more than this [nats a token]
+    temperature: AtLeast0 = 1.0  # of sampling, and of the log-probs
+    top_p: PositiveShare = 1.0  # sample from the smallest set of tokens with this mass; train on the same
+    max_new: Count = 6  # tokens a response
+    max_prompt: Count = 512  # tokens a prompt; longer ones of a file are left out
+    budget: Free[Count] = 1024  # tokens a pack
+    gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
+    max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats a token]
     eval_data: str = ""  # data of the evaluation; when empty a task's unseen rows, or a file's own
-    eval_every: int = 30  # steps between evaluations
-    eval_prompts: int = 128  # questions of an evaluation, answered greedily
-    save_every: int = 25  # steps between checkpoints; the two newest and the best one stay
+    eval_every: Free[Count] = 30  # steps between evaluations
+    eval_prompts: Count = 128  # questions of an evaluation, answered greedily
+    save_every: Free[Count] = 25  # steps between checkpoints; the two newest and the best one stay
     seed: int = 0  # of everything
-    out: str = "runs/grpo"  # folder of the run
-    trackers: tuple[str, ...] = ()  # tensorboard, wandb, trackio
+    out: Free[str] = "runs/grpo"  # folder of the run
+    trackers: Free[tuple[str, ...]] = ()  # tensorboard, wandb, trackio
     strategy: rft.strategy.StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
+
+    __post_init__ = rft.check.fields
 
 
 def main(cfg: Config) -> None:
     st = rft.strategy.get_strategy(cfg.strategy)
     algo = rft.algorithm.get_algorithm(cfg.algorithm, group=cfg.group)
-    if cfg.rounds < 1 or not 0 <= cfg.overlong <= cfg.max_new:
-        raise ValueError(f"rounds, overlong: expected >= 1, 0 to max_new, got {cfg.rounds}, {cfg.overlong}")
+    if cfg.overlong > cfg.max_new:
+        raise ValueError(f"overlong: expected at most max_new = {cfg.max_new}, got {cfg.overlong}")
     if algo.greedy and cfg.normalize_reward:
         raise ValueError(f"normalize_reward: expected off with {cfg.algorithm}: its baseline is a raw reward")
     penalty = partial(rft.reward_shaping.overlong_penalty, max_new=cfg.max_new, buffer=cfg.overlong)
     free = ("steps",) if cfg.lr_end == 1 else ()
-    run = rft.log.Run(
+    run = rft.run.Run(
         cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=free, **st.config.pictures()
     )
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
@@ -151,4 +154,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    rft.log.cli(main, Config)
+    rft.run.cli(main, Config)

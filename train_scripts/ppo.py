@@ -6,11 +6,11 @@ its own optimizer. The same command again goes on from the last checkpoint, to t
 
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
 
 import torch
 
 import rft_fn as rft
+from rft_fn.check import Above1, AtLeast0, Count, Decay, Finite, Free, Positive, PositiveShare, Share, Whole
 from rft_fn.strategy import StrategyConfig
 
 
@@ -23,65 +23,63 @@ class Config:
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
     reward: tuple[str, ...] = ("task:sort_digits",)  # math numeric boxed exact format file.py:f, =WEIGHT
     algorithm: str = "ppo"  # a row of rft_fn.algorithm.TABLE with a critic: ppo or vapo
-    steps: int = 60  # rollouts, each with epochs x minibatches updates
-    prompts: int = 512  # prompts a step
-    group: int = 1  # responses a prompt; a critic needs no group
-    epochs: int = 1  # passes over a rollout
-    minibatches: int = 4  # updates a pass, unless strategy.train_batch_size says how large they are
-    lr: float = 1e-3  # learning rate of the actor
-    critic_lr: float = 1e-3  # learning rate of the critic
-    lr_end: float = 0.1  # their share at the last step; a run can be given more steps only if this is 1
-    warmup: int = 0  # updates of linear warm-up before it
-    max_norm: float = 1.0  # the gradients of each model are clipped to this global norm
-    freeze_actor_steps: int = 0  # first steps, in which only the critic learns
-    gamma: float = 1.0  # discount a token
-    gae_lambda: float | None = None  # of ppo, 1 for return minus value; None is the algorithm's own
-    gae_alpha: float | None = None  # of vapo: lambda is 1 - 1 / (alpha length); 1 to 2 for short responses
+    steps: Count = 60  # rollouts, each with epochs x minibatches updates
+    prompts: Count = 512  # prompts a step
+    group: Count = 1  # responses a prompt; a critic needs no group
+    epochs: Count = 1  # passes over a rollout
+    minibatches: Count = 4  # updates a pass, unless strategy.train_batch_size says how large they are
+    lr: Positive = 1e-3  # learning rate of the actor
+    critic_lr: Positive = 1e-3  # learning rate of the critic
+    lr_end: Share = 0.1  # their share at the last step; a run can be given more steps only if this is 1
+    warmup: Whole = 0  # updates of linear warm-up before it
+    max_norm: Positive = 1.0  # the gradients of each model are clipped to this global norm
+    freeze_actor_steps: Whole = 0  # first steps, in which only the critic learns
+    gamma: Share = 1.0  # discount a token
+    gae_lambda: Share | None = None  # of ppo, 1 for return minus value; None is the algorithm's own
+    gae_alpha: Positive | None = None  # of vapo: lambda is 1 - 1 / (alpha length); 1 to 2 for short responses
     whiten: bool = True  # advantages of a rollout to mean 0 and deviation 1
-    clip_low: float | None = None  # the ratio is clipped to 1 - this; None is the algorithm's own
-    clip_high: float | None = None  # and to 1 + this
-    dual: float | None = None  # bound of the loss in negative advantages, above 1
-    value_clip: float = 0.2  # a value moves no further than this from the rollout's
-    entropy: float = 0.0  # coefficient of the entropy bonus
-    kl: float = 0.0  # coefficient of log(policy / initial model) in the reward of each token
-    kl_target: float = 0.0  # KL that the coefficient is steered to [nats a token]; 0 leaves it fixed
-    kl_horizon: float = 10000.0  # responses over which it is steered
-    overlong: int = 0  # last tokens of max_new, over which a penalty rises to 1
+    clip_low: AtLeast0 | None = None  # the ratio is clipped to 1 - this; None is the algorithm's own
+    clip_high: AtLeast0 | None = None  # and to 1 + this
+    dual: Above1 | None = None  # bound of the loss in negative advantages, above 1
+    value_clip: Positive = 0.2  # a value moves no further than this from the rollout's
+    entropy: AtLeast0 = 0.0  # coefficient of the entropy bonus
+    kl: AtLeast0 = 0.0  # coefficient of log(policy / initial model) in the reward of each token
+    kl_target: AtLeast0 = 0.0  # KL that the coefficient is steered to [nats a token]; 0 leaves it fixed
+    kl_horizon: Positive = 10000.0  # responses over which it is steered
+    overlong: Whole = 0  # last tokens of max_new, over which a penalty rises to 1
     normalize_reward: bool = False  # take off the running mean of rewards, divide by their running deviation
-    ptx: float = 0.0  # coefficient of the negative log-likelihood of examples
+    ptx: AtLeast0 = 0.0  # coefficient of the negative log-likelihood of examples
     ptx_data: str = ""  # the examples, named like data; their questions are made by the template
     ptx_response: str = "{answer}"  # their answers, from the columns of a row
-    ptx_batch: int = 16  # examples an update
-    positive_nll: float = 0.0  # coefficient of the negative log-likelihood of good responses (VAPO)
-    positive_at: float = 1.0  # the least reward of a good response
-    ema: float = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
-    temperature: float = 1.0  # of sampling, and of the log-probs
-    top_p: float = 1.0  # sample from the smallest set of tokens with this mass; train on the same
-    max_new: int = 6  # tokens a response
-    max_prompt: int = 512  # tokens a prompt; longer ones of a file are left out
-    budget: int = 1024  # tokens a pack
-    gradient_checkpointing: bool = False  # trade a second forward for memory
-    max_gap: float = 0.01  # stop when trainer and sampler differ by more than this [nats a token]
+    ptx_batch: Count = 16  # examples an update
+    positive_nll: AtLeast0 = 0.0  # coefficient of the negative log-likelihood of good responses (VAPO)
+    positive_at: Finite = 1.0  # the least reward of a good response
+    ema: Decay = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
+    temperature: AtLeast0 = 1.0  # of sampling, and of the log-probs
+    top_p: PositiveShare = 1.0  # sample from the smallest set of tokens with this mass; train on the same
+    max_new: Count = 6  # tokens a response
+    max_prompt: Count = 512  # tokens a prompt; longer ones of a file are left out
+    budget: Free[Count] = 1024  # tokens a pack
+    gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
+    max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats a token]
     eval_data: str = ""  # data of the evaluation; when empty a task's unseen rows, or a file's own
-    eval_every: int = 20  # steps between evaluations
-    eval_prompts: int = 128  # questions of an evaluation, answered greedily
-    save_every: int = 20  # steps between checkpoints; the two newest and the best one stay
-    save_critic: bool = False  # leave the critic beside the model
+    eval_every: Free[Count] = 20  # steps between evaluations
+    eval_prompts: Count = 128  # questions of an evaluation, answered greedily
+    save_every: Free[Count] = 20  # steps between checkpoints; the two newest and the best one stay
+    save_critic: Free[bool] = False  # leave the critic beside the model
     seed: int = 0  # of everything
-    out: str = "runs/ppo"  # folder of the run
-    trackers: tuple[str, ...] = ()  # tensorboard, wandb, trackio
+    out: Free[str] = "runs/ppo"  # folder of the run
+    trackers: Free[tuple[str, ...]] = ()  # tensorboard, wandb, trackio
     strategy: rft.strategy.StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
+
+    __post_init__ = rft.check.fields
 
 
 def check(cfg: Config) -> None:
-    """ValueError for a number outside its limits (at least 0 where none is named), and for options that do
-    not go together."""
-    least = {"epochs": 1, "minibatches": 1, "ptx_batch": 1, "dual": 1, "kl_horizon": 1, "positive_at": -inf}
-    most = {"minibatches": cfg.prompts * cfg.group, "overlong": cfg.max_new, "gamma": 1, "gae_lambda": 1}
-    for name, x in vars(cfg).items():
-        low, high = least.get(name, 0), most.get(name, inf)
-        if isinstance(x, int | float) and not low <= x <= high:
-            raise ValueError(f"{name}: expected {low} to {high}, got {x}")
+    """ValueError for options that do not go together."""
+    for name, most in (("minibatches", cfg.prompts * cfg.group), ("overlong", cfg.max_new)):
+        if getattr(cfg, name) > most:
+            raise ValueError(f"{name}: expected at most {most}, got {getattr(cfg, name)}")
     for name, other in (("ptx", "ptx_data"), ("kl_target", "kl")):
         if getattr(cfg, name) and not getattr(cfg, other):
             raise ValueError(f"{other}: expected one, as {name} is {getattr(cfg, name)}, got none")
@@ -136,7 +134,7 @@ def main(cfg: Config) -> None:
         value_loss=given(row.value_loss, clip=cfg.value_clip),
     )
     free = ("steps",) if cfg.lr_end == 1 else ()
-    run = rft.log.Run(
+    run = rft.run.Run(
         cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=free, **st.config.pictures()
     )
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
@@ -255,4 +253,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    rft.log.cli(main, Config)
+    rft.run.cli(main, Config)

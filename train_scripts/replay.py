@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import rft_fn as rft
+from rft_fn.check import Count
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,9 @@ class Config:
     model: str = ""  # what the run started from; when empty as in the run's config.json
     algorithm: str = ""  # the row of the table whose loss is run; when empty as in config.json
     critic: bool = False  # the weights are those of a critic
-    rows: int = 24  # tokens shown, around the first that is not finite
+    rows: Count = 24  # tokens shown, around the first that is not finite
+
+    __post_init__ = rft.check.fields
 
 
 def settings(cfg: Config) -> dict:
@@ -111,4 +114,4 @@ def table(cfg, pack, seen, tokenizer) -> None:
 
 
 if __name__ == "__main__":
-    rft.log.cli(main, Config)
+    rft.run.cli(main, Config)

@@ -9,6 +9,7 @@ The same command again goes on from the last checkpoint, to the bit.
 from dataclasses import dataclass, field
 
 import rft_fn as rft
+from rft_fn.check import Count, Free, Positive, Share, Whole
 
 
 @dataclass(frozen=True)
@@ -18,27 +19,29 @@ class Config:
     template: str = "{short}"  # the question, from the columns of a row
     response: str = "{answer}"  # what the model learns to say, from the columns of a row
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
-    steps: int = 30  # updates
-    batch: int = 64  # examples a step
-    lr: float = 1e-3  # learning rate
-    lr_end: float = 1.0  # its share at the last step; a run can be given more steps only if this is 1
-    warmup: int = 5  # steps of linear warm-up before it
-    max_norm: float = 1.0  # gradients are clipped to this global norm
-    max_prompt: int = 512  # tokens a prompt; longer ones of a file are left out
-    budget: int = 1024  # tokens a pack
-    gradient_checkpointing: bool = False  # trade a second forward for memory
-    save_every: int = 10  # steps between checkpoints
-    keep: int = 1  # newest checkpoints kept
+    steps: Count = 30  # updates
+    batch: Count = 64  # examples a step
+    lr: Positive = 1e-3  # learning rate
+    lr_end: Share = 1.0  # its share at the last step; a run can be given more steps only if this is 1
+    warmup: Whole = 5  # steps of linear warm-up before it
+    max_norm: Positive = 1.0  # gradients are clipped to this global norm
+    max_prompt: Count = 512  # tokens a prompt; longer ones of a file are left out
+    budget: Free[Count] = 1024  # tokens a pack
+    gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
+    save_every: Free[Count] = 10  # steps between checkpoints
+    keep: Free[Count] = 1  # newest checkpoints kept
     seed: int = 0  # of the order of examples
-    out: str = "runs/sft"  # folder of the run; the model goes to its subfolder model
-    trackers: tuple[str, ...] = ()  # tensorboard, wandb, trackio
+    out: Free[str] = "runs/sft"  # folder of the run; the model goes to its subfolder model
+    trackers: Free[tuple[str, ...]] = ()  # tensorboard, wandb, trackio
     strategy: rft.strategy.StrategyConfig = field(default_factory=rft.strategy.StrategyConfig)
+
+    __post_init__ = rft.check.fields
 
 
 def main(cfg: Config) -> None:
     st = rft.strategy.get_strategy(cfg.strategy)
     free = ("steps",) if cfg.lr_end == 1 else ()
-    run = rft.log.Run(
+    run = rft.run.Run(
         cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=free, **st.config.pictures()
     )
     tokenizer = rft.model.load_tokenizer(cfg.model)
@@ -77,4 +80,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    rft.log.cli(main, Config)
+    rft.run.cli(main, Config)

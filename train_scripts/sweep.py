@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 
 import rft_fn as rft
+from rft_fn.check import Count, Positive, Several, Whole
 
 
 @dataclass(frozen=True)
@@ -25,27 +26,26 @@ class Config:
     data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
     template: str = "{short}"  # the question, from the columns of a row
     reward: tuple[str, ...] = ("task:sort_digits",)  # as in grpo.py
-    prompts: int = 16  # prompts of the buffer
-    group: int = 8  # responses a prompt
-    away: int = 4  # updates between the samples and the policy that the sweep looks at
-    lr: float = 2e-4  # their learning rate
-    budget: int = 512  # tokens a pack
-    low: float = 1e-4  # smallest limit of the sweep
-    high: float = 1.0  # largest limit
-    points: int = 21  # limits, evenly spaced in logarithm; as many coefficients of the KL term
-    at_once: int = 21  # points whose gradients are held at a time; lower it for a large model
-    max_new: int = 6  # tokens a response
+    prompts: Count = 16  # prompts of the buffer
+    group: Several = 8  # responses a prompt
+    away: Whole = 4  # updates between the samples and the policy that the sweep looks at
+    lr: Positive = 2e-4  # their learning rate
+    budget: Count = 512  # tokens a pack
+    low: Positive = 1e-4  # smallest limit of the sweep
+    high: Positive = 1.0  # largest limit
+    points: Several = 21  # limits, evenly spaced in logarithm; as many coefficients of the KL term
+    at_once: Count = 21  # points whose gradients are held at a time; lower it for a large model
+    max_new: Count = 6  # tokens a response
     seed: int = 0  # of samples and prompts
     out: str = "runs/sweep"  # folder of the picture and the numbers
+
+    __post_init__ = rft.check.fields
 
 
 def check(cfg: Config) -> None:
     """ValueError for numbers that make no sweep."""
     if not 0 < cfg.low < cfg.high:
         raise ValueError(f"low, high: expected 0 < low < high, got {cfg.low} and {cfg.high}")
-    for name, least in (("points", 2), ("at_once", 1), ("prompts", 1), ("group", 2), ("away", 0)):
-        if getattr(cfg, name) < least:
-            raise ValueError(f"{name}: expected >= {least}, got {getattr(cfg, name)}")
 
 
 def at(name: str, logp: Tensor, b: rft.Packed, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def main(cfg: Config) -> None:
     draw(found, folder / "sweep.png")
     show = lambda n, i: f"{found[n]['grad_norm'][i]:8.4f} ({found[n]['stopped'][i]:5.1%})"  # noqa: E731
     rows = {f"{c:.1e}": "   ".join(show(n, i) for n in LABELS) for i, c in enumerate(found["x"])}
-    rft.log.table(rows, title=f"limit: gradient norm (share of tokens stopped) of {', '.join(LABELS)}")
+    rft.run.table(rows, title=f"limit: gradient norm (share of tokens stopped) of {', '.join(LABELS)}")
     print(f"{len(gap)} tokens, log-ratios of std {gap.std():.3f}; {folder / 'sweep.png'}")
 
 
@@ -144,4 +144,4 @@ def draw(found: dict, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    rft.log.cli(main, Config)
+    rft.run.cli(main, Config)

@@ -5,9 +5,10 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Annotated, Any, get_type_hints
 
-from rft_fn import dist
+from rft_fn import check, dist
+from rft_fn.check import AtLeast0, Count, Free, Range, Share, Whole
 from rft_fn.types import EngineConfig
 
 __all__ = ["StrategyConfig", "add_arguments"]
@@ -21,70 +22,62 @@ class StrategyConfig:
     cannot honour, `get_strategy` raises.
     """
 
-    fsdp: bool = False
+    fsdp: Free[bool] = False
     """FSDP2. Taken without being asked when torchrun starts several processes and zero_stage is 0"""
-    zero_stage: int = 0
+    zero_stage: Free[Annotated[int, Range(0, 3)]] = 0
     """DeepSpeed ZeRO: 1 shards the optimizer, 2 the gradients too, 3 the parameters too; 0 is no DeepSpeed"""
-    sp_size: int = 1
+    sp_size: Free[Count] = 1
     """sequence parallelism: so many processes share the tokens of a pack"""
-    shard_size: int = 0
+    shard_size: Free[Whole] = 0
     """processes over which the parameters are sharded, replicated over the rest (HSDP); 0 is all"""
-    fsdp_cpu_offload: bool = False
+    fsdp_cpu_offload: Free[bool] = False
     """FSDP2: parameters, gradients and optimizer live in host memory"""
-    adam_offload: bool = False
+    adam_offload: Free[bool] = False
     """the optimizer state lives in host memory, and steps there"""
     use_mp_opt: bool | None = None
     """parameters in bfloat16, their float32 master weights in the optimizer state; None: masters, where the
     trained parameters are in 16 bits and bf16 is off"""
     bf16: bool = False
     """compute in bfloat16; parameters, their sums of gradients and the optimizer stay in float32"""
-    max_norm: float = 0.0
+    max_norm: AtLeast0 = 0.0
     """gradients of each model are clipped to this global norm before its optimizer; 0 leaves that to it"""
     seed: int = 0
     """of torch's global generator: whatever draws from it (new adapters, new heads) is the same everywhere"""
-    train_batch_size: int = 0
+    train_batch_size: Whole = 0
     """sequences an update; a rollout of more is several updates. 0 is the whole rollout"""
-    micro_train_batch_size: int = 0
+    micro_train_batch_size: Free[Whole] = 0
     """most sequences in a pack; 0 leaves it to the tokens"""
-    packing_samples: bool = True
+    packing_samples: Free[bool] = True
     """several sequences in a pack; without it micro_train_batch_size (at least 1) in each, of any length"""
-    mixed_mm_data: bool = False
+    mixed_mm_data: Free[bool] = False
     """FSDP2: some packs have media and some do not, so only the blocks of the text model are sharded apart"""
-    fused_linear_logprob: bool = True
+    fused_linear_logprob: Free[bool] = True
     """log-probs straight from hidden states; without it the logits [T, V] exist"""
-    chunk_size: int = 0
+    chunk_size: Free[Whole] = 0
     """columns of the vocabulary that the fused log-probs hold at a time; 0 is what suits the device"""
-    engine_type: str = EngineConfig.type
+    engine_type: Free[str] = EngineConfig.type
     """what samples: hf, transformers in this process"""
-    engine_batch: int = EngineConfig.batch
+    engine_batch: Free[Count] = EngineConfig.batch
     """sequences sampled at a time"""
-    engine_tp_size: int = EngineConfig.tp_size
+    engine_tp_size: Free[Count] = EngineConfig.tp_size
     """processes that share one engine"""
-    engine_mem_util: float = EngineConfig.mem_util
+    engine_mem_util: Free[Share] = EngineConfig.mem_util
     """share of the device's memory that the engine may take; 0 is as much as it needs"""
-    enable_engine_sleep: bool = EngineConfig.sleep
+    enable_engine_sleep: Free[bool] = EngineConfig.sleep
     """the engine leaves the device while the trainer works"""
-    log_dir: str = ""
+    log_dir: Free[str] = ""
     """where pictures and tensorboard files go; when empty the folder of the run"""
-    plot_every: int = 0
+    plot_every: Free[Whole] = 0
     """steps between histograms of response lengths; 0 draws the last step's only"""
-    timeout: float = 600.0
+    timeout: Free[Annotated[float, Range(1)]] = 600.0
     """seconds after which a process that waits for another gives up"""
-    max_skips: int = 8
+    max_skips: Free[Count] = 8
     """updates in a row without finite gradients after which the run stops"""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """arguments that are not the strategy's, kept for `get_extra_arg`"""
 
     def __post_init__(self) -> None:
-        least = {"sp_size": 1, "engine_batch": 1, "engine_tp_size": 1, "timeout": 1, "max_skips": 1}
-        for f in fields(self):
-            x = getattr(self, f.name)
-            if f.type in (int, float) and f.name != "seed" and x < least.get(f.name, 0):
-                raise ValueError(f"{f.name}: expected >= {least.get(f.name, 0)}, got {x}")
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero_stage: expected 0, 1, 2 or 3, got {self.zero_stage}")
-        if self.engine_mem_util > 1:
-            raise ValueError(f"engine_mem_util: expected a share between 0 and 1, got {self.engine_mem_util}")
+        check.fields(self)
         if self.fsdp and self.zero_stage:
             raise ValueError(f"fsdp, zero_stage: expected one of them, got True and {self.zero_stage}")
         if self.bf16 and self.use_mp_opt:
@@ -117,9 +110,6 @@ class StrategyConfig:
         another type than its field's: a text is no number and no bool."""
         given = dict(args) if isinstance(args, Mapping) else dict(vars(args))
         known = {f.name for f in fields(StrategyConfig)} - {"extra"}
-        for f in fields(StrategyConfig):
-            if f.name in given and f.name in known:
-                _check_type(f.name, f.type, given[f.name])
         extra = {**given.pop("extra", {}), **{k: v for k, v in given.items() if k not in known}}
         return StrategyConfig(**{k: v for k, v in given.items() if k in known}, extra=extra)
 
@@ -128,25 +118,13 @@ class StrategyConfig:
         return self.extra.get(name, default)
 
     def pictures(self) -> dict[str, Any]:
-        """Where and how often `log.Run` draws."""
+        """Where and how often `run.Run` draws."""
         return {"log_dir": self.log_dir, "plot_every": self.plot_every}
 
     def updates(self, rows: int) -> int:
         """How many updates a rollout of `rows` sequences is, with train_batch_size in each (the last may
         have fewer)."""
         return -(-rows // self.train_batch_size) if self.train_batch_size else 1
-
-
-_TYPES = {bool: "True or False", int: "an integer", float: "a number", str: "a text"}
-
-
-def _check_type(name: str, kind: Any, value: Any) -> None:
-    """ValueError for a value that a field of this type does not take."""
-    kinds = get_args(kind) or (kind,)
-    wide = {float: (int, float)}
-    if not any(isinstance(value, wide.get(k, k)) and (k is bool) == isinstance(value, bool) for k in kinds):
-        want = ", or ".join(_TYPES.get(k, "None") for k in kinds)
-        raise ValueError(f"{name}: expected {want}, got {value!r}")
 
 
 def _docs() -> dict[str, str]:
@@ -166,15 +144,15 @@ def _docs() -> dict[str, str]:
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The fields of StrategyConfig as options of an argparse parser, by their own names: `--sp_size 2`,
     `--fsdp`, `--no-packing_samples`; `--disable_engine_sleep` is `--no-enable_engine_sleep`."""
-    docs = _docs()
+    docs, types = _docs(), get_type_hints(StrategyConfig)
     for f in dataclasses.fields(StrategyConfig):
         if f.name == "extra":
             continue
-        if f.type in (bool, bool | None):
+        if types[f.name] in (bool, bool | None):
             action: Any = argparse.BooleanOptionalAction
             parser.add_argument(f"--{f.name}", action=action, default=f.default, help=docs[f.name])
         else:
-            parser.add_argument(f"--{f.name}", type=f.type, default=f.default, help=docs[f.name])  # type: ignore[arg-type]
+            parser.add_argument(f"--{f.name}", type=types[f.name], default=f.default, help=docs[f.name])
     parser.add_argument(
         "--disable_engine_sleep", dest="enable_engine_sleep", action="store_false", help="the engine stays"
     )

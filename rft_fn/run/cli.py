@@ -1,0 +1,133 @@
+"""The command line of a script: its options, and its errors in one line."""
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, get_type_hints
+
+from rft_fn import dist, faults
+from rft_fn.run import signals
+
+__all__ = ["cli", "error_line", "fail", "guard", "without"]
+
+_FRAME = re.compile(r"[╭╮╰╯│─]+")
+
+
+def error_line(error: BaseException) -> str:
+    """What went wrong, in one line: the message of an error and its notes."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    notes = [" ".join(note.split()) for note in getattr(error, "__notes__", ())]
+    return f"{line} ({'; '.join(notes)})" if notes else line
+
+
+def cli(main: Callable[[Any], None], config: type) -> None:
+    """Run a script: options from the dataclass `config` (tyro), errors of the user's as one line.
+
+    An option of a part, as `--strategy.chunk-size`, may be named without the part (`--chunk_size`) where
+    nothing else has the name. Mistakes in options, files or rewards exit with 2, lost processes with 3,
+    SIGTERM and SIGINT with 143 and 130; with RFT_FN_TRACEBACK=1 errors keep their traceback. Everything else
+    is a bug and keeps it too.
+    """
+    with signals.unbroken(), signals.listen():
+        options = guard(lambda args: _parsed(config, args), _qualify(sys.argv[1:], config))
+        guard(main, options)
+
+
+def _parsed(config: type, args: Sequence[str]) -> Any:
+    """The config of a command line. ValueError for a value outside of its limits, as the config raised it."""
+    import tyro
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(config, args=args)
+    except SystemExit:
+        # tyro draws a box around the ValueError of a config: the line in it is what is wrong
+        text = " ".join(_FRAME.sub(" ", said.getvalue()).split())
+        found = re.search(r"Error parsing [^:]*: (.*?) For full helptext", text)
+        if found:
+            raise ValueError(found[1]) from None
+        sys.stderr.write(said.getvalue())
+        raise
+
+
+def _qualify(args: Sequence[str], config: type) -> list[str]:
+    """args, with --NAME as --PART.NAME for an option that only one dataclass within `config` has."""
+    hints = get_type_hints(config)
+    owners = {name: [""] for name in hints}
+    for part, hint in hints.items():
+        for f in dataclasses.fields(hint) if dataclasses.is_dataclass(hint) else ():
+            owners.setdefault(f.name, []).append(f"{part}.")
+
+    def whole(match: re.Match[str]) -> str:
+        no, name = match[1] or "", match[2]
+        if name.replace("-", "_") == "disable_engine_sleep":
+            no, name = "no-", "enable-engine-sleep"
+        found = owners.get(name.replace("-", "_"), [""])
+        part = found[0] if len(found) == 1 else ""
+        return f"--{part}{no}{name}"
+
+    return [re.sub(r"^--(no[-_])?([\w-]+)(?==|$)", whole, arg) for arg in args]
+
+
+def without(part: Any, *names: str, prefix: str = "strategy", instead: str = "leave it out") -> None:
+    """ValueError if options that a script does not read differ from their defaults.
+
+    `part` is a dataclass of options, `prefix` its name in the script's config, `instead` the remedy.
+    """
+    defaults = {f.name: f.default for f in dataclasses.fields(part)}
+    for name in names:
+        x = getattr(part, name)
+        if x != defaults[name]:
+            raise ValueError(
+                f"{prefix}.{name}: expected {defaults[name]!r}, as this script does not read it, got {x!r}; "
+                f"{instead}"
+            )
+
+
+def guard(main: Callable[[Any], Any], config: Any) -> Any:
+    """main(config), with errors as `cli` shows them."""
+    try:
+        return main(config)
+    except signals.Stopped as stop:
+        _stop(stop)
+    except (ValueError, OSError, ModuleNotFoundError, FloatingPointError) as error:
+        if os.environ.get("RFT_FN_TRACEBACK"):
+            raise
+        fail(error)
+    except RuntimeError as error:
+        if not faults.is_lost(error):
+            raise
+        if os.environ.get("RFT_FN_TRACEBACK"):
+            traceback.print_exc()
+        # who was asked to stop need not find out which of the others was faster
+        faults.leave(faults.blame(0.0 if signals.asked() else 4.0, error=error))
+
+
+def _stop(stop: signals.Stopped) -> None:
+    if dist.is_main():
+        print(stop.line, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    if dist.world() > 1:
+        os._exit(int(stop.code or 0))  # tidying up would wait for the others
+    sys.exit(stop.code)
+
+
+def fail(error: Exception) -> None:
+    """One line, and exit code 2. Ranks other than 0 wait before they speak: where all have the same to say,
+    rank 0 has said it, and torchrun has stopped them, by then."""
+    rank = dist.rank()
+    if rank:
+        time.sleep(3)
+    where = f" on rank {rank}" if rank else ""
+    print(f"error{where}: {error_line(error)}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    if dist.world() > 1:
+        os._exit(2)  # tidying up would wait for the others
+    sys.exit(2)

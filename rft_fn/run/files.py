@@ -1,0 +1,58 @@
+"""Small files of a run: written whole by one rename, and cut back to a step."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["differences", "jsonable", "keep_until", "write_whole"]
+
+
+def jsonable(x: Any) -> Any:
+    """A config as JSON can hold it: dataclasses as dicts, tuples as lists."""
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return {f.name: jsonable(getattr(x, f.name)) for f in dataclasses.fields(x)}
+    return list(x) if isinstance(x, tuple) else x
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it finds the old text or the new one, also after a full disk."""
+    tmp = path.with_name(f".{path.name}.tmp")
+    try:
+        with tmp.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(tmp, path)
+    except OSError:
+        tmp.unlink(missing_ok=True)
+        raise
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Cut a file of rows back to those before `step`; a line that a kill cut short goes too."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if row["step"] < step:
+            kept.append(line + "\n")
+    write_whole(path, "".join(kept))
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, tuple]:
+    """{"part.name": (old, new)} of what differs between two nested configs."""
+    out: dict[str, tuple] = {}
+    for name in sorted(set(old) | set(new)):
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            out |= differences(a, b, f"{prefix}{name}.")
+        elif a != b:
+            out[prefix + name] = (a, b)
+    return out

@@ -1,0 +1,53 @@
+"""One run per folder: a lock that the kernel releases when its process dies, however it dies."""
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+__all__ = ["acquire", "release"]
+
+_held: dict[Path, int] = {}  # folder -> the open file that holds its lock; a process shares its own lock
+
+
+def acquire(folder: Path) -> None:
+    """Lock `folder` for this process. ValueError that names the host, process and start of the holder."""
+    folder = folder.resolve()
+    if folder in _held:
+        return
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(file, 4096).decode(errors="replace")
+        os.close(file)
+        raise ValueError(
+            f"run folder {folder} is in use by {_described(holder)}; wait for it, end it, or choose another "
+            "folder with --out"
+        ) from None
+    except OSError as error:  # a file system without locks: the run is still worth starting
+        os.close(file)
+        print(f"{folder}: not locked ({error.strerror}); start no second run here", flush=True)
+        return
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+    os.ftruncate(file, 0)
+    os.write(file, json.dumps(about).encode())
+    _held[folder] = file
+
+
+def release(folder: Path) -> None:
+    """Unlock `folder`, if this process holds its lock."""
+    file = _held.pop(folder.resolve(), None)
+    if file is not None:
+        os.close(file)
+
+
+def _described(text: str) -> str:
+    try:
+        about = json.loads(text)
+        return f"process {about['pid']} on {about['host']} since {about['since']}"
+    except (ValueError, KeyError, TypeError):  # it has the lock and has not written its name yet
+        return "another process"
