@@ -22,6 +22,7 @@ __all__ = [
     "policy",
     "results",
     "rollout",
+    "spread",
     "sum",
 ]
 
@@ -167,4 +168,17 @@ def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:
         "rollout/truncated": float(batch.truncated.double().mean()),
         "rollout/empty": float((size <= 1).double().mean()),
         "rollout/sampler_logp": float(batch.logp.double().sum() / size.sum().clamp(min=1)),
+    }
+
+
+def spread(name: str, x: Tensor, mask: Tensor) -> dict[str, float]:
+    """Mean, standard deviation, least and largest of x over mask, as name/mean, ...; 0 of nothing."""
+    inside = x[mask].double()
+    if not inside.numel():
+        inside = torch.zeros(1, dtype=torch.float64)
+    return {
+        f"{name}/mean": float(inside.mean()),
+        f"{name}/std": float(inside.std(correction=0)),
+        f"{name}/min": float(inside.min()),
+        f"{name}/max": float(inside.max()),
     }

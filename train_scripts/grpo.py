@@ -1,155 +1,337 @@
 """GRPO and its relatives, whole: prompts, rollout, rewards, advantages, packs, loss, update, weight sync.
 
 `python train_scripts/grpo.py` trains the embedded default on a laptop, `make train-smollm2` a language model.
-The same command again goes on from the last checkpoint, to the bit.
+The same command again resumes from the last checkpoint, to the bit.
 """
 
-from dataclasses import dataclass, field
+import inspect
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Decay, Free, Positive, PositiveShare, Share, Whole
+from rft_fn.check import Above1, AtLeast0, Count, Decay, Free, Positive, PositiveShare, Share, Whole
 from rft_fn.strategy import StrategyConfig
 
 
 @dataclass(frozen=True)
 class Config:
+    """Options that are `Free` may differ when a run is resumed; others only with --override."""
+
+    # model and data
     model: str = "tiny"  # tiny or tiny:TASK:LEVEL (built on the spot), smollm2-135m, a folder, or a hub name
     data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
     template: str = "{short}"  # the question, from the columns of a row
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
-    reward: tuple[str, ...] = ("task:sort_digits",)  # math numeric boxed exact format file.py:f, =WEIGHT
-    algorithm: str = "grpo"  # a row of rft_fn.algorithm.TABLE
-    steps: Count = 140  # updates
-    prompts: Count = 32  # prompts a step
-    group: Count = 16  # responses a prompt
-    lr: Positive = 1e-3  # learning rate
-    lr_end: Share = 0.1  # its share at the last step; a run can be given more steps only if this is 1
-    warmup: Whole = 15  # steps of linear warm-up before it
-    max_norm: Positive = 1.0  # gradients are clipped to this global norm
-    kl: AtLeast0 = 0.0  # coefficient of KL(policy, initial model) in the loss
-    ema: Decay = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
-    rounds: Count = 1  # sample again, at most so often in all, for groups whose rewards differ (DAPO)
-    overlong: Whole = 0  # the last so many tokens before max_new cost up to 1 of the reward (DAPO); 0 is off
-    normalize_reward: bool = False  # take off the running mean of rewards, divide by their running deviation
+    max_prompt: Count = 512  # tokens per prompt; longer ones of a file are left out
+    lora_rank: Whole = 0  # rank of low-rank adapters, the only weights that are trained; 0 trains all weights
+    lora_alpha: Positive = 16.0  # adapters are scaled by this / lora_rank
+    lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names with commas
+    lora_merge: Free[bool] = True  # save the whole model; without it the adapters alone
+
+    # rollout
+    prompts: Count = 32  # prompts per step
+    group: Count = 16  # responses per prompt
     temperature: AtLeast0 = 1.0  # of sampling, and of the log-probs
     top_p: PositiveShare = 1.0  # sample from the smallest set of tokens with this mass; train on the same
-    max_new: Count = 6  # tokens a response
-    max_prompt: Count = 512  # tokens a prompt; longer ones of a file are left out
-    budget: Free[Count] = 1024  # tokens a pack
+    max_new: Count = 6  # tokens per response
+    rounds: Count = 1  # most sampling rounds per step, for groups whose rewards differ (DAPO)
+
+    # reward
+    reward: tuple[str, ...] = ("task:sort_digits",)  # math numeric boxed exact format file.py:f, =WEIGHT
+    reward_timeout: Free[Positive] = 300.0  # seconds that the rewards of a batch may take
+    reward_clip: AtLeast0 = 0.0  # rewards are clipped to +- this; 0 is off
+    normalize_reward: bool = False  # take off the running mean of rewards, divide by their running deviation
+    overlong: Whole = 0  # the last so many tokens before max_new cost up to 1 of the reward (DAPO); 0 is off
+    kl_in_reward: AtLeast0 = 0.0  # coefficient of log(policy / initial model) of a response in its reward
+
+    # learning
+    algorithm: str = "grpo"  # a row of rft_fn.algorithm.TABLE
+    steps: Count = 140  # rollouts, each with epochs x minibatches updates
+    epochs: Count = 1  # passes over a rollout
+    minibatches: Count = 1  # updates per pass, unless strategy.train_batch_size says how large they are
+    clip_low: AtLeast0 | None = None  # the ratio is clipped to 1 - this; None is the algorithm's default
+    clip_high: AtLeast0 | None = None  # and to 1 + this
+    dual: Above1 | None = None  # bound of the loss where the advantage is negative
+    kl: AtLeast0 = 0.0  # coefficient of KL(policy, initial model) in the loss
+    lr: Positive = 1e-3  # learning rate
+    schedule: Literal["linear", "cosine", "constant"] = "linear"  # its decay, to lr_end of it
+    lr_end: Share = 0.1  # final learning rate as a share of lr; 1 lets you extend the run
+    warmup: Whole = 15  # steps of linear warm-up
+    beta1: Decay = 0.9  # decay of AdamW's first moment
+    beta2: Decay = 0.999  # decay of AdamW's second moment
+    weight_decay: AtLeast0 = 0.0  # of matrices
+    max_norm: Positive = 1.0  # gradients are clipped to this global norm
+    ema: Decay = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
+    budget: Free[Count] = 1024  # tokens per pack
     gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
-    max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats a token]
+    max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats per token]
+
+    # evaluation
     eval_data: str = ""  # data of the evaluation; when empty a task's unseen rows, or a file's own
     eval_every: Free[Count] = 30  # steps between evaluations
     eval_prompts: Count = 128  # questions of an evaluation, answered greedily
-    save_every: Free[Count] = 25  # steps between checkpoints; the two newest and the best one stay
+
+    # the run
     seed: int = 0  # of everything
     out: Free[str] = "runs/grpo"  # folder of the run
+    override: Free[bool] = False  # resume with changed options; overrides.jsonl in the folder lists them
+    save_every: Free[Count] = 25  # steps between checkpoints
+    keep: Free[Count] = 2  # newest checkpoints kept
+    best: Free[Whole] = 1  # checkpoints of the highest reward kept beside them
+    max_bytes: Free[Whole] = 0  # most bytes of checkpoints; the newest always stays; 0 is no limit
     trackers: Free[tuple[str, ...]] = ()  # tensorboard, wandb, trackio
+    project: Free[str] = "rft_fn"  # at the tracker
+    run_name: Free[str] = ""  # at the tracker; when empty the folder's
     strategy: rft.strategy.StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
 
     __post_init__ = rft.check.fields
 
 
-def main(cfg: Config) -> None:
-    st = rft.strategy.get_strategy(cfg.strategy)
-    algo = rft.algorithm.get_algorithm(cfg.algorithm, group=cfg.group)
+def check(cfg: Config, algo: rft.algorithm.Algorithm) -> None:
+    """ValueError for options that do not go together."""
+    rft.run.without(cfg.strategy, "max_norm", instead="use --max-norm")
+    rft.run.without(cfg.strategy, "seed", instead="use --seed")
     if cfg.overlong > cfg.max_new:
         raise ValueError(f"overlong: expected at most max_new = {cfg.max_new}, got {cfg.overlong}")
+    if cfg.minibatches > cfg.prompts * cfg.group:
+        most = cfg.prompts * cfg.group
+        raise ValueError(f"minibatches: expected at most {most}, got {cfg.minibatches}")
     if algo.greedy and cfg.normalize_reward:
         raise ValueError(f"normalize_reward: expected off with {cfg.algorithm}: its baseline is a raw reward")
-    penalty = partial(rft.reward_shaping.overlong_penalty, max_new=cfg.max_new, buffer=cfg.overlong)
-    free = ("steps",) if cfg.lr_end == 1 else ()
+
+
+def limited(algo: rft.algorithm.Algorithm, cfg: Config) -> rft.algorithm.Algorithm:
+    """The algorithm with the clip limits that were given; ValueError for one that its loss does not have."""
+    given = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high, "dual": cfg.dual}
+    limits = {}
+    for option, x in given.items():
+        if x is None:
+            continue
+        name = option.removeprefix("clip_")
+        if name not in inspect.signature(algo.loss).parameters:
+            raise ValueError(f"{option}: expected None, {cfg.algorithm} has no such limit, got {x}")
+        limits[name] = x
+    return algo._replace(loss=partial(algo.loss, **limits))
+
+
+def updates_per_pass(cfg: Config) -> int:
+    """By the strategy's train_batch_size, where it has one."""
+    if cfg.strategy.train_batch_size:
+        return cfg.strategy.updates(cfg.prompts * cfg.group)
+    return cfg.minibatches
+
+
+def optimizer(cfg: Config):
+    """(the optimizer, its learning rate as a function of the updates done)."""
+    per_step = cfg.epochs * updates_per_pass(cfg)
+    total = max(cfg.steps, cfg.warmup) * per_step
+    decay = rft.optim.warmup_cosine if cfg.schedule == "cosine" else rft.optim.warmup_linear
+    end = 1.0 if cfg.schedule == "constant" else cfg.lr_end
+    schedule = decay(cfg.lr, cfg.warmup * per_step, total, floor=end)
+    adamw = rft.optim.adamw(schedule, b1=cfg.beta1, b2=cfg.beta2, weight_decay=cfg.weight_decay)
+    parts = [rft.optim.clip_by_global_norm(cfg.max_norm), adamw]
+    if cfg.ema:
+        parts.append(rft.optim.ema(cfg.ema))
+    return rft.optim.chain(*parts), schedule
+
+
+def minibatches(cfg: Config, algo: rft.algorithm.Algorithm, exp: rft.Experience, step: int):
+    """The minibatches of a rollout, pass after pass, each with weights of its own mask."""
+    for epoch in range(cfg.epochs):
+        key = rft.rng.fold_in(cfg.seed, "updates", step, epoch)
+        for part in rft.packing.minibatches(exp, updates_per_pass(cfg), key):
+            yield rft.tree.replace(part, w=algo.weight(part.mask))
+
+
+def main(cfg: Config) -> None:
+    # ---- where it runs, and the folder of the run
+    st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
+    algo = limited(rft.algorithm.get_algorithm(cfg.algorithm, group=cfg.group), cfg)
+    check(cfg, algo)
+    extendable = cfg.lr_end == 1 or cfg.schedule == "constant"
     run = rft.run.Run(
-        cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=free, **st.config.pictures()
+        cfg.out,
+        cfg,
+        total=cfg.steps,
+        rank=st.rank,
+        trackers=cfg.trackers,
+        project=cfg.project,
+        name=cfg.run_name,
+        free=("steps",) if extendable else (),
+        override=cfg.override,
+        **st.config.pictures(),
     )
+
+    # ---- data and rewards; what is wrong with them is found before a model is loaded
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
     greedy = rft.Sampling(temperature=0, max_new=cfg.max_new)
     tokenizer = rft.model.load_tokenizer(cfg.model)
+    score = rft.reward.parse(cfg.reward)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
     unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **options)
-    score = rft.reward.parse(cfg.reward)
-    rft.reward.check(score, [p.columns for p in rft.data.take(dataset, 2, cfg.seed)[0]])
+    first_prompts, _ = rft.data.take(dataset, 2, cfg.seed)
+    rft.reward.check(score, [p.columns for p in first_prompts])
 
-    load = partial(rft.model.load, meta=st.world > 1)
-    module = load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
-    updates = cfg.strategy.updates(cfg.prompts * cfg.group)
-    total = max(cfg.steps, cfg.warmup) * updates
-    schedule = rft.optim.warmup_linear(cfg.lr, cfg.warmup * updates, total, floor=cfg.lr_end)
-    tx = rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), rft.optim.adamw(schedule))
-    tx = rft.optim.chain(tx, rft.optim.ema(cfg.ema)) if cfg.ema else tx
-    st.print(rft.strategy.preflight(st, (module, tx), *[(module, None)] * bool(cfg.kl), budget=cfg.budget))
+    # ---- the policy, its optimizer, and the initial model where a KL asks for it
+    load = partial(rft.model.load, cfg.model, meta=st.world > 1)
+    module = load(gradient_checkpointing=cfg.gradient_checkpointing)
+    if cfg.lora_rank:
+        module = rft.model.apply_lora_configuration(
+            module, cfg.lora_rank, cfg.lora_alpha, target_modules=cfg.lora_targets, seed=cfg.seed
+        )
+    tx, schedule = optimizer(cfg)
+    anchored = cfg.kl > 0 or cfg.kl_in_reward > 0
+    copy = anchored and not cfg.lora_rank  # the initial model in memory; with LoRA it is the policy itself
+    models = [(module, tx)] + [(module, None)] * copy
+    st.print(rft.strategy.preflight(st, *models, budget=cfg.budget))
     apply, state = st.init(module, tx, sampling=sampling, entropy=True)
-    ref = st.bind(load(cfg.model), sampling=sampling) if cfg.kl else None
+    initial = None
+    if copy:
+        initial = st.bind(load(), sampling=sampling)
+    elif anchored:
+        plain = rft.model.without_adapters(module, apply)
+
+    # ---- what samples, and everything that a checkpoint brings back
     eng = rft.engine.get_engine(cfg.strategy.engine, cfg.model, tokenizer)
     extra = {"step": 0, "moments": rft.reward_shaping.moments()}
     if saved := rft.ckpt.latest(run.checkpoints):
         state, extra = st.restore(saved, state, extra)
-    eng.load(st.export(state), version=extra["step"])
     run.resume(extra["step"])
+    eng.load(st.export(state), version=extra["step"])
 
     def loss_fn(out, b):
+        """The policy's loss, and the KL to the initial model where it is in the loss."""
         loss, metrics = algo.loss(out, b)
-        if ref:
+        metrics["policy/loss"] = rft.metric.sum(b.w * loss)
+        if cfg.kl:
             kl = rft.loss.kl(out.logp, b.ref_logp)
-            loss, metrics["policy/kl_ref"] = loss + cfg.kl * kl, rft.metric.mean(kl, b.mask)
+            loss = loss + cfg.kl * kl
+            metrics["policy/kl_ref"] = rft.metric.mean(kl, b.mask)
         return loss, metrics | rft.metric.policy(out, b)
 
     def collect(prompts, keys, n, how):
-        rollout = rft.engine.gather_and_generate(eng, st, prompts, keys, n=n, sampling=how)
-        return rollout, rft.reward.judge(score, rollout, prompts, tokenizer)
+        """Responses to the prompts, and their rewards [N, n]: the same on every rank."""
+        with run.phase("generate"):
+            rollout = rft.engine.gather_and_generate(eng, st, prompts, keys, n=n, sampling=how)
+        with run.phase("judge"):
+            judged = rft.engine.gather_and_judge(
+                st, score, rollout, prompts, tokenizer, timeout=cfg.reward_timeout
+            )
+        return rollout, judged
 
     def sample(step):
-        draw = partial(rft.data.draw, dataset, cfg.prompts, step, cfg.seed)
+        """The groups of a step; with several rounds those whose rewards differ come first."""
+
+        def draw(i):
+            return rft.data.draw(dataset, cfg.prompts, step, cfg.seed, round=i)
+
         groups = partial(collect, n=cfg.group, how=sampling)
-        return rft.engine.fill_groups(groups, lambda i: draw(round=i), cfg.prompts, rounds=cfg.rounds)
+        return rft.engine.fill_groups(groups, draw, cfg.prompts, rounds=cfg.rounds)
 
     def shape(judged, rollout):
-        return judged.reward + (penalty(rollout.mask.sum(-1)).view_as(judged.reward) if cfg.overlong else 0)
+        """The reward that is learned from [N, G]: clipped, less the penalty of long responses."""
+        reward = judged.reward
+        if cfg.reward_clip:
+            reward = rft.reward_shaping.clip(reward, cfg.reward_clip)
+        if cfg.overlong:
+            length = rollout.mask.sum(-1).view_as(reward)
+            reward = reward + rft.reward_shaping.overlong_penalty(
+                length, max_new=cfg.max_new, buffer=cfg.overlong
+            )
+        return reward
 
-    def baseline(prompts):  # ReMax's: the reward of the greedy answer, for which keys do not matter
-        rollout, judged = collect(prompts, range(len(prompts)), 1, greedy)
-        return {"greedy_reward": shape(judged, rollout)[:, 0]}
+    def reference(exp):
+        """Log-probs [B, S] of the initial model, the same on every rank."""
+        packs = st.shard(exp, cfg.budget)
+        if initial is not None:
+            logp = rft.model.score(*initial, packs)
+        else:
+            logp = rft.model.score(plain, state.params, packs)
+        mine = rft.packing.unpack(logp, packs, exp.old_logp)
+        return st.gather(mine[None]).sum(0)
 
     def evaluate():
-        _, judged = collect(*rft.data.take(unseen, cfg.eval_prompts, cfg.seed), 1, greedy)
+        """Greedy answers to unseen questions."""
+        with run.phase("evaluate"):
+            prompts, keys = rft.data.take(unseen, cfg.eval_prompts, cfg.seed)
+            rollout = rft.engine.gather_and_generate(eng, st, prompts, keys, n=1, sampling=greedy)
+            judged = rft.engine.gather_and_judge(
+                st, score, rollout, prompts, tokenizer, timeout=cfg.reward_timeout
+            )
         return rft.reward.means(judged, "eval")
 
     for step in range(extra["step"], cfg.steps):
         values = evaluate() if step == 0 else {}
+
+        # ---- collect: prompts, responses, rewards
         filled = sample(step)
-        prompts, rollout, judged = filled[:3]
-        reward = shape(judged, rollout)
+        prompts, rollout, judged = filled.prompts, filled.rollout, filled.judged
+        reward, mask = shape(judged, rollout), rollout.mask
+        ref_logp = None
+        if anchored:
+            with run.phase("score"):
+                ref_logp = reference(rft.experience(rollout, adv=rollout.logp, w=algo.weight(mask)))
+        if cfg.kl_in_reward:
+            log_ratio = ((rollout.logp - ref_logp) * mask).sum(-1)
+            reward = reward - cfg.kl_in_reward * log_ratio.view_as(reward)
+            values["kl/in_reward"] = float(log_ratio.mean())
         if cfg.normalize_reward:
             reward, extra["moments"] = rft.reward_shaping.running_norm(reward, extra["moments"])
-        adv = algo.advantage(reward, rollout, **(baseline(prompts) if algo.greedy else {}))
-        exp = rft.experience(rollout, adv=adv, w=algo.weight(rollout.mask))
-        parts, logs = rft.packing.minibatches(exp, updates, rft.rng.fold_in(cfg.seed, "updates", step)), []
-        for part in parts:
-            packs = st.shard(rft.tree.replace(part, w=algo.weight(part.mask)), cfg.budget)
-            if ref:
-                logp = rft.model.score(*ref, packs)
-                packs = [rft.tree.replace(p, ref_logp=x) for p, x in zip(packs, logp)]
-            grads, metrics = st.grad(state, apply, loss_fn, packs)
-            logs.append(rft.metric.results(metrics))
+
+        # ---- advantages, spread over the tokens, and the weight of each token
+        more = {}
+        if algo.greedy:  # ReMax's baseline: the reward of the greedy answer, for which keys do not matter
+            answer, graded = collect(prompts, range(len(prompts)), 1, greedy)
+            more["greedy_reward"] = shape(graded, answer)[:, 0]
+        adv = algo.advantage(reward, rollout, **more)
+        exp = rft.experience(rollout, adv=adv, w=algo.weight(mask), ref_logp=ref_logp)
+
+        # ---- learn: passes over the minibatches
+        logs = []
+        for part in minibatches(cfg, algo, exp, step):
+            with run.phase("train"):
+                packs = st.shard(part, cfg.budget)
+                grads, metrics = st.grad(state, apply, loss_fn, packs)
+                logs.append(rft.metric.results(metrics))
             if len(logs) == 1:  # before the first update trainer and sampler have the same weights
                 rft.engine.check_gap(logs[0], cfg.max_gap, eng, rollout, sampling, apply, state.params, packs)
-            state, metrics = st.update(state, grads)
-            logs[-1] |= rft.metric.results(metrics)
-        extra["step"], done = step + 1, step + 1 == cfg.steps
-        eng.load(st.export(state), version=extra["step"])
-        values |= rft.metric.average(logs) | rft.metric.rollout(rollout, reward) | filled.metrics()
+            with run.phase("train"):
+                rate = schedule(state.step)
+                state, metrics = st.update(state, grads)
+                logs[-1] |= rft.metric.results(metrics)
+        with run.phase("sync"):
+            eng.load(st.export(state), version=step + 1)
+
+        # ---- report
+        extra["step"] = step + 1
+        done = extra["step"] == cfg.steps
+        values |= rft.metric.average(logs)
+        values |= {name: x for name, x in logs[0].items() if "logp_gap" in name}
+        values |= rft.metric.rollout(rollout, reward) | filled.metrics()
+        values |= rft.metric.spread("adv", exp.adv, mask)
         values |= rft.reward.means(judged, "reward")
-        values |= evaluate() if done or extra["step"] % cfg.eval_every == 0 else {}
+        values["lr"] = rate
+        if done or extra["step"] % cfg.eval_every == 0:
+            values |= evaluate()
         run.write(step, values, tokens=int(rollout.length.sum()))
         run.trajectories(step, prompts, rollout, judged)
-        if done or extra["step"] % cfg.save_every == 0:
-            path = run.checkpoints / f"step_{step + 1:08d}"
-            st.save(path, state, extra, score=values["reward/mean"], wait=done)
-            rft.ckpt.rotate(run.checkpoints, keep=2, best=1)
+
+        # ---- save, and stop where a signal asked for it
+        stop = run.stopping()
+        if done or stop or extra["step"] % cfg.save_every == 0:
+            with run.phase("save"):
+                path = run.checkpoints / f"step_{extra['step']:08d}"
+                st.save(path, state, extra, score=values["reward/mean"], wait=done or stop)
+                limit = cfg.max_bytes or None
+                rft.ckpt.rotate(run.checkpoints, keep=cfg.keep, best=cfg.best, max_bytes=limit)
+        if stop and not done:
+            run.stop(extra["step"])
+
+    # ---- the model that came out
     weights = rft.optim.ema_params(state.opt).items() if cfg.ema else st.export(state)
-    st.save_pretrained(run.folder / "model", module, tokenizer, weights)
+    st.save_pretrained(run.folder / "model", module, tokenizer, weights, merge=cfg.lora_merge)
     run.finish()
 
 

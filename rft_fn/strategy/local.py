@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rft_fn import ckpt, dist, tree
 from rft_fn import model as model_lib
