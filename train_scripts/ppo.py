@@ -1,11 +1,12 @@
 """PPO with a critic, whole: rollout, rewards, values, advantages, epochs of minibatches, weight sync.
 
-`python train_scripts/ppo.py` trains the embedded default on a laptop. The critic is a model of its own with
-its own optimizer. The same command again goes on from the last checkpoint, to the bit.
+`python train_scripts/ppo.py` trains the embedded default on a laptop. The critic is a second model with an
+optimizer of its own. The same command again resumes from the last checkpoint, to the bit.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -16,60 +17,91 @@ from rft_fn.strategy import StrategyConfig
 
 @dataclass(frozen=True)
 class Config:
+    """Options that are `Free` may differ when a run is resumed; others only with --override."""
+
+    # models and data
     model: str = "tiny"  # tiny or tiny:TASK:LEVEL (built on the spot), smollm2-135m, a folder, or a hub name
     critic: str = ""  # what the critic starts from, a model or a saved critic; when empty the model
     data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
     template: str = "{short}"  # the question, from the columns of a row
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
+    max_prompt: Count = 512  # tokens per prompt; longer ones of a file are left out
+    lora_rank: Whole = 0  # rank of the actor's low-rank adapters, its only trained weights; 0 trains all
+    lora_alpha: Positive = 16.0  # adapters are scaled by this / lora_rank
+    lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names with commas
+    lora_merge: Free[bool] = True  # save the whole model; without it the adapters alone
+
+    # rollout
+    prompts: Count = 512  # prompts per step
+    group: Count = 1  # responses per prompt; a critic needs no group
+    temperature: AtLeast0 = 1.0  # of sampling, and of the log-probs
+    top_p: PositiveShare = 1.0  # sample from the smallest set of tokens with this mass; train on the same
+    max_new: Count = 6  # tokens per response
+
+    # reward
     reward: tuple[str, ...] = ("task:sort_digits",)  # math numeric boxed exact format file.py:f, =WEIGHT
+    reward_timeout: Free[Positive] = 300.0  # seconds that the rewards of a batch may take
+    reward_clip: AtLeast0 = 0.0  # rewards are clipped to +- this; 0 is off
+    normalize_reward: bool = False  # take off the running mean of rewards, divide by their running deviation
+    overlong: Whole = 0  # last tokens of max_new, over which a penalty rises to 1
+    kl: AtLeast0 = 0.0  # coefficient of log(policy / initial model) in the reward of each token
+    kl_target: AtLeast0 = 0.0  # KL that the coefficient is steered to [nats per token]; 0 leaves it fixed
+    kl_horizon: Positive = 10000.0  # responses over which it is steered
+
+    # advantages
     algorithm: str = "ppo"  # a row of rft_fn.algorithm.TABLE with a critic: ppo or vapo
-    steps: Count = 60  # rollouts, each with epochs x minibatches updates
-    prompts: Count = 512  # prompts a step
-    group: Count = 1  # responses a prompt; a critic needs no group
-    epochs: Count = 1  # passes over a rollout
-    minibatches: Count = 4  # updates a pass, unless strategy.train_batch_size says how large they are
-    lr: Positive = 1e-3  # learning rate of the actor
-    critic_lr: Positive = 1e-3  # learning rate of the critic
-    lr_end: Share = 0.1  # their share at the last step; a run can be given more steps only if this is 1
-    warmup: Whole = 0  # updates of linear warm-up before it
-    max_norm: Positive = 1.0  # the gradients of each model are clipped to this global norm
-    freeze_actor_steps: Whole = 0  # first steps, in which only the critic learns
-    gamma: Share = 1.0  # discount a token
-    gae_lambda: Share | None = None  # of ppo, 1 for return minus value; None is the algorithm's own
+    gamma: Share = 1.0  # discount per token
+    gae_lambda: Share | None = None  # of ppo, 1 for return minus value; None is the algorithm's default
     gae_alpha: Positive | None = None  # of vapo: lambda is 1 - 1 / (alpha length); 1 to 2 for short responses
     whiten: bool = True  # advantages of a rollout to mean 0 and deviation 1
-    clip_low: AtLeast0 | None = None  # the ratio is clipped to 1 - this; None is the algorithm's own
+
+    # learning
+    steps: Count = 60  # rollouts, each with epochs x minibatches updates
+    epochs: Count = 1  # passes over a rollout
+    minibatches: Count = 4  # updates per pass, unless strategy.train_batch_size says how large they are
+    freeze_actor_steps: Whole = 0  # first steps, in which only the critic learns
+    clip_low: AtLeast0 | None = None  # the ratio is clipped to 1 - this; None is the algorithm's default
     clip_high: AtLeast0 | None = None  # and to 1 + this
-    dual: Above1 | None = None  # bound of the loss in negative advantages, above 1
+    dual: Above1 | None = None  # bound of the loss in negative advantages
     value_clip: Positive = 0.2  # a value moves no further than this from the rollout's
     entropy: AtLeast0 = 0.0  # coefficient of the entropy bonus
-    kl: AtLeast0 = 0.0  # coefficient of log(policy / initial model) in the reward of each token
-    kl_target: AtLeast0 = 0.0  # KL that the coefficient is steered to [nats a token]; 0 leaves it fixed
-    kl_horizon: Positive = 10000.0  # responses over which it is steered
-    overlong: Whole = 0  # last tokens of max_new, over which a penalty rises to 1
-    normalize_reward: bool = False  # take off the running mean of rewards, divide by their running deviation
+    positive_nll: AtLeast0 = 0.0  # coefficient of the negative log-likelihood of good responses (VAPO)
+    positive_at: Finite = 1.0  # the least reward of a good response
     ptx: AtLeast0 = 0.0  # coefficient of the negative log-likelihood of examples
     ptx_data: str = ""  # the examples, named like data; their questions are made by the template
     ptx_response: str = "{answer}"  # their answers, from the columns of a row
-    ptx_batch: Count = 16  # examples an update
-    positive_nll: AtLeast0 = 0.0  # coefficient of the negative log-likelihood of good responses (VAPO)
-    positive_at: Finite = 1.0  # the least reward of a good response
+    ptx_batch: Count = 16  # examples per update
+    lr: Positive = 1e-3  # learning rate of the actor
+    critic_lr: Positive = 1e-3  # learning rate of the critic
+    schedule: Literal["linear", "cosine", "constant"] = "linear"  # their decay, to lr_end of them
+    lr_end: Share = 0.1  # final learning rates as a share of the first; 1 lets you extend the run
+    warmup: Whole = 0  # updates of linear warm-up
+    beta1: Decay = 0.9  # decay of AdamW's first moment
+    beta2: Decay = 0.999  # decay of AdamW's second moment
+    weight_decay: AtLeast0 = 0.0  # of matrices
+    max_norm: Positive = 1.0  # the gradients of each model are clipped to this global norm
     ema: Decay = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
-    temperature: AtLeast0 = 1.0  # of sampling, and of the log-probs
-    top_p: PositiveShare = 1.0  # sample from the smallest set of tokens with this mass; train on the same
-    max_new: Count = 6  # tokens a response
-    max_prompt: Count = 512  # tokens a prompt; longer ones of a file are left out
-    budget: Free[Count] = 1024  # tokens a pack
+    budget: Free[Count] = 1024  # tokens per pack
     gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
-    max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats a token]
+    max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats per token]
+
+    # evaluation
     eval_data: str = ""  # data of the evaluation; when empty a task's unseen rows, or a file's own
     eval_every: Free[Count] = 20  # steps between evaluations
     eval_prompts: Count = 128  # questions of an evaluation, answered greedily
-    save_every: Free[Count] = 20  # steps between checkpoints; the two newest and the best one stay
-    save_critic: Free[bool] = False  # leave the critic beside the model
+
+    # the run
     seed: int = 0  # of everything
     out: Free[str] = "runs/ppo"  # folder of the run
+    override: Free[bool] = False  # resume with changed options; overrides.jsonl in the folder lists them
+    save_every: Free[Count] = 20  # steps between checkpoints
+    save_critic: Free[bool] = False  # leave the critic beside the model
+    keep: Free[Count] = 2  # newest checkpoints kept
+    best: Free[Whole] = 1  # checkpoints of the highest reward kept beside them
+    max_bytes: Free[Whole] = 0  # most bytes of checkpoints; the newest always stays; 0 is no limit
     trackers: Free[tuple[str, ...]] = ()  # tensorboard, wandb, trackio
+    project: Free[str] = "rft_fn"  # at the tracker
+    run_name: Free[str] = ""  # at the tracker; when empty the folder's
     strategy: rft.strategy.StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
 
     __post_init__ = rft.check.fields
@@ -77,6 +109,8 @@ class Config:
 
 def check(cfg: Config) -> None:
     """ValueError for options that do not go together."""
+    rft.run.without(cfg.strategy, "max_norm", instead="use --max-norm")
+    rft.run.without(cfg.strategy, "seed", instead="use --seed")
     for name, most in (("minibatches", cfg.prompts * cfg.group), ("overlong", cfg.max_new)):
         if getattr(cfg, name) > most:
             raise ValueError(f"{name}: expected at most {most}, got {getattr(cfg, name)}")
@@ -100,10 +134,13 @@ def parts(cfg):
 
 
 def optimizer(cfg, lr, steps, *more):
-    """Clipping and AdamW over the updates of `steps` steps."""
+    """Clipping and AdamW over the updates of `steps` steps, and its learning rate by the updates done."""
     total = max(steps * cfg.epochs * parts(cfg), cfg.warmup)
-    adamw = rft.optim.adamw(rft.optim.warmup_linear(lr, cfg.warmup, total, floor=cfg.lr_end))
-    return rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), adamw, *more)
+    decay = rft.optim.warmup_cosine if cfg.schedule == "cosine" else rft.optim.warmup_linear
+    end = 1.0 if cfg.schedule == "constant" else cfg.lr_end
+    schedule = decay(lr, cfg.warmup, total, floor=end)
+    adamw = rft.optim.adamw(schedule, b1=cfg.beta1, b2=cfg.beta2, weight_decay=cfg.weight_decay)
+    return rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), adamw, *more), schedule
 
 
 def minibatches(cfg, row, exp, step):
@@ -126,127 +163,216 @@ def supervised(cfg, examples, tokenizer, update):
 
 
 def main(cfg: Config) -> None:
+    # ---- where it runs, the algorithm with the options given, and the folder of the run
     check(cfg)
-    st, row = rft.strategy.get_strategy(cfg.strategy), rft.algorithm.get_actor_critic(cfg.algorithm)
+    st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
+    row = rft.algorithm.get_actor_critic(cfg.algorithm)
     row = row._replace(
         advantage=given(row.advantage, gamma=cfg.gamma, lambda_=cfg.gae_lambda, alpha=cfg.gae_alpha),
         loss=given(row.loss, low=cfg.clip_low, high=cfg.clip_high, dual=cfg.dual),
         value_loss=given(row.value_loss, clip=cfg.value_clip),
     )
-    free = ("steps",) if cfg.lr_end == 1 else ()
+    extendable = cfg.lr_end == 1 or cfg.schedule == "constant"
     run = rft.run.Run(
-        cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=free, **st.config.pictures()
+        cfg.out,
+        cfg,
+        total=cfg.steps,
+        rank=st.rank,
+        trackers=cfg.trackers,
+        project=cfg.project,
+        name=cfg.run_name,
+        free=("steps",) if extendable else (),
+        override=cfg.override,
+        **st.config.pictures(),
     )
+
+    # ---- data and rewards; what is wrong with them is found before a model is loaded
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
+    greedy = rft.Sampling(temperature=0, max_new=cfg.max_new)
     tokenizer = rft.model.load_tokenizer(cfg.model)
+    score = rft.reward.parse(cfg.reward)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
     unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **options)
-    examples = rft.data.load(cfg.ptx_data, tokenizer, seed=cfg.seed + 2, **options) if cfg.ptx else None
-    if examples:
-        supervised(cfg, examples, tokenizer, 0)  # a missing column is said now
-    score = rft.reward.parse(cfg.reward)
-    rft.reward.check(score, [p.columns for p in rft.data.take(dataset, 2, cfg.seed)[0]])
+    first_prompts, _ = rft.data.take(dataset, 2, cfg.seed)
+    rft.reward.check(score, [p.columns for p in first_prompts])
+    examples = None
+    if cfg.ptx:
+        examples = rft.data.load(cfg.ptx_data, tokenizer, seed=cfg.seed + 2, **options)
+        supervised(cfg, examples, tokenizer, 0)  # a missing column is found now
 
-    load = partial(rft.model.load, meta=st.world > 1)
-    module = load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
+    # ---- actor and critic with their optimizers, and the initial model where the KL asks for it
+    load = partial(rft.model.load, cfg.model, meta=st.world > 1)
+    module = load(gradient_checkpointing=cfg.gradient_checkpointing)
+    if cfg.lora_rank:
+        module = rft.model.apply_lora_configuration(
+            module, cfg.lora_rank, cfg.lora_alpha, target_modules=cfg.lora_targets, seed=cfg.seed
+        )
     valuer = rft.model.load_critic(cfg.critic or cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
-    ema = [rft.optim.ema(cfg.ema)] if cfg.ema else []
-    tx = optimizer(cfg, cfg.lr, max(cfg.steps - cfg.freeze_actor_steps, 0), *ema)
-    models = (
-        (module, tx),
-        (valuer, optimizer(cfg, cfg.critic_lr, cfg.steps)),
-        *[(module, None)] * bool(cfg.kl),
-    )
+    average = [rft.optim.ema(cfg.ema)] if cfg.ema else []
+    tx, schedule = optimizer(cfg, cfg.lr, max(cfg.steps - cfg.freeze_actor_steps, 0), *average)
+    critic_tx, _ = optimizer(cfg, cfg.critic_lr, cfg.steps)
+    copy = cfg.kl > 0 and not cfg.lora_rank  # the initial model in memory; with LoRA it is the actor itself
+    models = [(module, tx), (valuer, critic_tx)] + [(module, None)] * copy
     st.print(rft.strategy.preflight(st, *models, budget=cfg.budget, length=cfg.max_prompt + cfg.max_new))
     apply, actor = st.init(module, tx, sampling=sampling, entropy=True)
-    value_of, critic = st.init(valuer, optimizer(cfg, cfg.critic_lr, cfg.steps))
-    ref = st.bind(load(cfg.model), sampling=sampling) if cfg.kl else None
+    value_of, critic = st.init(valuer, critic_tx)
+    initial = None
+    if copy:
+        initial = st.bind(load(), sampling=sampling)
+    elif cfg.kl:
+        plain = rft.model.without_adapters(module, apply)
+
+    # ---- what samples, and everything that a checkpoint brings back
     eng = rft.engine.get_engine(cfg.strategy.engine, cfg.model, tokenizer)
     shaping = rft.reward_shaping
     extra = {"step": 0, "kl": cfg.kl, "moments": shaping.moments()}
     if saved := rft.ckpt.latest(run.checkpoints):
         states, extra = st.restore(saved, {"actor": actor, "critic": critic}, extra)
         actor, critic = states["actor"], states["critic"]
-    eng.load(st.export(actor), version=extra["step"])
     run.resume(extra["step"])
+    eng.load(st.export(actor), version=extra["step"])
 
     def loss_fn(out, b):
+        """The actor's loss: of examples their NLL; else the clipped loss with its bonuses."""
         nll = rft.loss.nll(out.logp)
         if "ptx" in b.extra:
             return nll, {"ptx/nll": rft.metric.mean(nll, b.mask)}
         loss, metrics = row.loss(out, b)
-        loss = loss + cfg.entropy * rft.loss.entropy_bonus(out.entropy) if cfg.entropy else loss
+        metrics["policy/loss"] = rft.metric.sum(b.w * loss)
+        if cfg.entropy:
+            loss = loss + cfg.entropy * rft.loss.entropy_bonus(out.entropy)
         return loss + b.extra["positive"] * nll, metrics | rft.metric.policy(out, b)
 
     def collect(prompts, keys, n, how):
-        rollout = rft.engine.gather_and_generate(eng, st, prompts, keys, n=n, sampling=how)
-        return rollout, rft.reward.judge(score, rollout, prompts, tokenizer)
+        """Responses to the prompts, and their rewards [N, n]: the same on every rank."""
+        with run.phase("generate"):
+            rollout = rft.engine.gather_and_generate(eng, st, prompts, keys, n=n, sampling=how)
+        with run.phase("judge"):
+            judged = rft.engine.gather_and_judge(
+                st, score, rollout, prompts, tokenizer, timeout=cfg.reward_timeout
+            )
+        return rollout, judged
 
     def evaluate():
-        greedy = rft.Sampling(temperature=0, max_new=cfg.max_new)
-        _, judged = collect(*rft.data.take(unseen, cfg.eval_prompts, cfg.seed), 1, greedy)
+        """Greedy answers to unseen questions."""
+        with run.phase("evaluate"):
+            prompts, keys = rft.data.take(unseen, cfg.eval_prompts, cfg.seed)
+            rollout = rft.engine.gather_and_generate(eng, st, prompts, keys, n=1, sampling=greedy)
+            judged = rft.engine.gather_and_judge(
+                st, score, rollout, prompts, tokenizer, timeout=cfg.reward_timeout
+            )
         return rft.reward.means(judged, "eval")
+
+    def shape(judged, rollout):
+        """The reward that is learned from [N, G]: clipped, less the penalty of long responses."""
+        reward = judged.reward
+        if cfg.reward_clip:
+            reward = shaping.clip(reward, cfg.reward_clip)
+        if cfg.overlong:
+            length = rollout.mask.sum(-1).view_as(reward)
+            reward = reward + shaping.overlong_penalty(length, max_new=cfg.max_new, buffer=cfg.overlong)
+        if cfg.normalize_reward:
+            reward, extra["moments"] = shaping.running_norm(reward, extra["moments"])
+        return reward
+
+    def score_rows(rollout):
+        """(values, log-probs of the initial model), each [B, S] and the same on every rank; and the packs."""
+        exp = rft.experience(rollout, adv=torch.zeros_like(rollout.logp), w=row.weight(rollout.mask))
+        packs = shard(exp)
+
+        def rows(found):
+            return st.gather(rft.packing.unpack(found, packs, rollout.logp)[None]).sum(0)
+
+        value = rows(rft.model.values(value_of, critic.params, packs))
+        if initial is not None:
+            return value, rows(rft.model.score(*initial, packs)), packs
+        if cfg.kl:
+            return value, rows(rft.model.score(plain, actor.params, packs)), packs
+        return value, rollout.logp, packs
 
     shard = partial(st.shard, budget=cfg.budget)
     for step in range(extra["step"], cfg.steps):
         values = evaluate() if step == 0 else {}
+
+        # ---- collect: prompts, responses, rewards, values
         prompts, keys = rft.data.draw(dataset, cfg.prompts, step, cfg.seed)
         rollout, judged = collect(prompts, keys, cfg.group, sampling)
-        reward, mask, logp, coef = judged.reward, rollout.mask, rollout.logp, extra["kl"]
-        if cfg.overlong:
-            late = shaping.overlong_penalty(mask.sum(-1), max_new=cfg.max_new, buffer=cfg.overlong)
-            reward = reward + late.view_as(reward)
-        if cfg.normalize_reward:
-            reward, extra["moments"] = shaping.running_norm(reward, extra["moments"])
-        packs = shard(rft.experience(rollout, adv=torch.zeros_like(logp), w=row.weight(mask)))
-        rows = lambda x: st.gather(rft.packing.unpack(x, packs, logp)[None]).sum(0)  # noqa: B023, E731
-        value = rows(rft.model.values(value_of, critic.params, packs))
-        ref_logp = rows(rft.model.score(*ref, packs)) if ref else logp
-        token_reward = shaping.kl_in_reward(reward.flatten(), logp, ref_logp, mask, coef=coef)
-        kl = float((logp - ref_logp)[mask].double().mean())
+        reward, mask = shape(judged, rollout), rollout.mask
+        with run.phase("score"):
+            value, ref_logp, packs = score_rows(rollout)
+
+        # ---- the KL is a part of each token's reward, with a coefficient that may follow it
+        coef = extra["kl"]
+        token_reward = shaping.kl_in_reward(reward.flatten(), rollout.logp, ref_logp, mask, coef=coef)
+        kl = float((rollout.logp - ref_logp)[mask].double().mean())
         if cfg.kl_target:
             target = {"target": cfg.kl_target, "horizon": cfg.kl_horizon, "count": len(mask)}
             extra["kl"] = shaping.adaptive_kl(coef, kl, **target)
+
+        # ---- advantages and returns of each token
         adv, ret = row.advantage(token_reward, value, mask)
-        adv = rft.advantage.whiten(adv, mask) if cfg.whiten else adv
+        values |= rft.metric.spread("adv", adv, mask) | rft.metric.spread("return", ret, mask)
+        if cfg.whiten:
+            adv = rft.advantage.whiten(adv, mask)
         good = {"positive": ((judged.reward >= cfg.positive_at).view(-1, 1) * mask).float()}
         exp = rft.experience(rollout, adv=adv, w=row.weight(mask), old_value=value, ret=ret, extra=good)
 
-        updates, learns = [], step >= cfg.freeze_actor_steps
+        # ---- learn: in each minibatch the critic, then the actor
+        updates = []
+        learns = step >= cfg.freeze_actor_steps
+        rate = schedule(actor.step)
         for i, part in enumerate(minibatches(cfg, row, exp, step)):
-            mine = shard(part)
-            grads, metrics = st.grad(critic, value_of, row.value_loss, mine)
-            critic, more = st.update(critic, grads)
-            del metrics["loss"]  # the same as value/loss
-            updates.append(rft.metric.results(metrics | {f"value/{name}": x for name, x in more.items()}))
-            if learns or i == 0:  # a frozen actor is still compared with its sampler
-                number = step * cfg.epochs * parts(cfg) + i
-                mine += shard(supervised(cfg, examples, tokenizer, number)) if examples else []
-                grads, metrics = st.grad(actor, apply, loss_fn, mine)
-                updates[i] |= rft.metric.results(metrics)
-            if i == 0:
+            with run.phase("train"):
+                mine = shard(part)
+                grads, metrics = st.grad(critic, value_of, row.value_loss, mine)
+                critic, more = st.update(critic, grads)
+                del metrics["loss"]  # the same as value/loss
+                updates.append(rft.metric.results(metrics | {f"value/{n}": x for n, x in more.items()}))
+                if learns or i == 0:  # a frozen actor is still compared with its sampler
+                    if examples:
+                        number = step * cfg.epochs * parts(cfg) + i
+                        mine = mine + shard(supervised(cfg, examples, tokenizer, number))
+                    grads, metrics = st.grad(actor, apply, loss_fn, mine)
+                    updates[i] |= rft.metric.results(metrics)
+            if i == 0:  # before the first update trainer and sampler have the same weights
                 start = {name: x for name, x in updates[0].items() if "logp_gap" in name}
                 rft.engine.check_gap(start, cfg.max_gap, eng, rollout, sampling, apply, actor.params, packs)
             if learns:
-                actor, metrics = st.update(actor, grads)
-                updates[i] |= rft.metric.results(metrics)
-        eng.load(st.export(actor), version=step + 1)
+                with run.phase("train"):
+                    rate = schedule(actor.step)
+                    actor, metrics = st.update(actor, grads)
+                    updates[i] |= rft.metric.results(metrics)
+        with run.phase("sync"):
+            eng.load(st.export(actor), version=step + 1)
 
-        extra["step"], done = step + 1, step + 1 == cfg.steps
+        # ---- report
+        extra["step"] = step + 1
+        done = extra["step"] == cfg.steps
         values |= rft.metric.average(updates) | start
         values |= {"value/explained_variance": rft.model.explained_variance(value, ret, mask)}
-        values |= {"kl/coef": coef, "kl/ref": kl} | rft.metric.rollout(rollout, reward)
-        values |= rft.reward.means(judged, "reward")
-        values |= evaluate() if done or extra["step"] % cfg.eval_every == 0 else {}
+        values |= {"kl/coef": coef, "kl/ref": kl, "lr": rate}
+        values |= rft.metric.rollout(rollout, reward) | rft.reward.means(judged, "reward")
+        if done or extra["step"] % cfg.eval_every == 0:
+            values |= evaluate()
         run.write(step, values, tokens=int(rollout.length.sum()))
         run.trajectories(step, prompts, rollout, judged)
-        if done or extra["step"] % cfg.save_every == 0:
-            states, path = {"actor": actor, "critic": critic}, run.checkpoints / f"step_{step + 1:08d}"
-            st.save(path, states, extra, score=values["reward/mean"], wait=done)
-            rft.ckpt.rotate(run.checkpoints, keep=2, best=1)
+
+        # ---- save, and stop where a signal asked for it
+        stop = run.stopping()
+        if done or stop or extra["step"] % cfg.save_every == 0:
+            with run.phase("save"):
+                states = {"actor": actor, "critic": critic}
+                path = run.checkpoints / f"step_{extra['step']:08d}"
+                st.save(path, states, extra, score=values["reward/mean"], wait=done or stop)
+                limit = cfg.max_bytes or None
+                rft.ckpt.rotate(run.checkpoints, keep=cfg.keep, best=cfg.best, max_bytes=limit)
+        if stop and not done:
+            run.stop(extra["step"])
+
+    # ---- the models that came out
     weights = rft.optim.ema_params(actor.opt).items() if cfg.ema else st.export(actor)
-    st.save_pretrained(run.folder / "model", module, tokenizer, weights)
+    st.save_pretrained(run.folder / "model", module, tokenizer, weights, merge=cfg.lora_merge)
     if cfg.save_critic:
         st.save_pretrained(run.folder / "critic", valuer, None, st.export(critic))
     run.finish()
