@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,6 +108,130 @@ def test_kill_9_and_the_same_command_again(straight, tmp_path, after):
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_finishes_the_step_and_saves_it(straight, tmp_path, number, code):
+    """The files end with the step at which it stopped; the same command makes them those of a whole run."""
+    args = [*SMALL, "--save-every", "100", "--out", tmp_path / "straight"]
+    args += ["--ema", "0.9", "--kl", "0.01", "--normalize-reward"]
+    process, path = start("grpo", *args), tmp_path / "straight" / "metrics.jsonl"
+    while not (path.exists() and len(path.read_text().splitlines()) > 1):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == code and "Traceback" not in err
+    done = len(path.read_text().splitlines())
+    line = f"stopped by {number.name} after step {done}; the same command continues from there"
+    assert done < 8 and err.strip().splitlines()[-1] == line
+    assert os.listdir(path.parent / "checkpoints") == [f"step_{done:08d}"]
+    run("grpo", *args)
+    assert path.read_bytes() == (straight / "metrics.jsonl").read_bytes()
+
+
+def test_a_reader_that_leaves_does_not_end_a_run(tmp_path):
+    process = start("sft", "--steps", "30", "--batch", "8", "--out", tmp_path / "r")
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=200) == 0 and "Broken pipe" not in process.stderr.read()
+    assert len(rows(tmp_path / "r")) == 30
+
+
+def test_a_remedy_that_an_error_names_can_be_taken(straight, tmp_path):
+    """The budget is raised and fewer are sampled at a time in mid-run; other changes are noted."""
+    folder = tmp_path / "straight"
+    shutil.copytree(straight, folder)
+    shutil.rmtree(folder / "checkpoints" / "step_00000008")
+    args = [*SMALL, "--out", folder, "--ema", "0.9", "--kl", "0.01", "--normalize-reward"]
+    run(
+        "grpo", *args, "--budget", "512", "--engine-batch", "4", "--gradient-checkpointing", "--timeout", "99"
+    )
+    assert [r["step"] for r in rows(folder)] == list(range(8)) and not (folder / "overrides.jsonl").exists()
+    shutil.rmtree(folder / "checkpoints" / "step_00000008")
+    err = run("grpo", *args, "--max-new", "5", code=2)
+    assert "other arguments: max_new was 6 and is 5; give --override" in err
+    run("grpo", *args, "--max-new", "5", "--override")
+    assert rows(folder, "overrides.jsonl") == [{"step": 6, "name": "max_new", "old": 6, "new": 5}]
+    assert rows(folder)[-1]["rollout/length_max"] <= 5
+
+
+def test_checkpoints_that_are_gone_are_named(straight, tmp_path):
+    folder = tmp_path / "straight"
+    shutil.copytree(straight, folder)
+    shutil.rmtree(folder / "checkpoints")
+    before = (folder / "metrics.jsonl").read_bytes()
+    err = run("grpo", *SMALL, "--out", folder, "--ema", "0.9", "--kl", "0.01", "--normalize-reward", code=2)
+    assert "no checkpoint is left" in err and "Traceback" not in err
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_checkpoint_becomes_a_model(straight, tmp_path):
+    """The newest is what the run itself left, the average included; another is other weights."""
+    export, folder = script("export"), tmp_path / "straight"
+    shutil.copytree(straight, folder)
+    export.main(export.Config(run=str(folder)))
+    own = (folder / "model/model.safetensors").read_bytes()
+    assert (folder / "model_00000008/model.safetensors").read_bytes() == own
+    export.main(export.Config(run=str(folder), step=6, out=str(tmp_path / "six")))
+    assert (tmp_path / "six/model.safetensors").read_bytes() != own
+    export.main(export.Config(run=str(folder), ema=False, out=str(tmp_path / "plain")))
+    assert (tmp_path / "plain/model.safetensors").read_bytes() != own
+    scores = {
+        p: json.loads((p / "meta.json").read_text())["score"] for p in (folder / "checkpoints").iterdir()
+    }
+    best = script("export").chosen(export.Config(run=str(folder), best=True))
+    assert scores[best] == max(scores.values())
+    for options, message in (
+        ({"step": 3}, "step: expected one of .*8, got 3"),
+        ({"step": 8, "best": True}, "step, best: expected one of them"),
+        ({"critic": True}, "critic: expected off, the run has none"),
+        ({"out": str(tmp_path / "six")}, "out: .*six is there already"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            export.main(export.Config(run=str(folder), **options))
+    with pytest.raises(ValueError, match="run: expected the folder of a run"):
+        export.main(export.Config(run=str(tmp_path)))
+
+
+def test_evaluate_takes_the_model_of_a_run(straight, tmp_path):
+    folder = tmp_path / "straight"
+    shutil.copytree(straight, folder)
+    assert rft.run.last_model("tiny") == "tiny"
+    assert rft.run.last_model(str(folder)) == str(folder / "model")
+    assert rft.run.last_model(str(folder / "model")) == str(folder / "model")
+    shutil.rmtree(folder / "model")
+    with pytest.raises(ValueError, match=r"has left no model yet; python train_scripts/export.py .*straight"):
+        rft.run.last_model(str(folder))
+    evaluate = script("evaluate")
+    with pytest.raises(ValueError, match=r"out: expected a file such as x.json"):
+        evaluate.main(evaluate.Config(model=str(folder), out=str(tmp_path / "x.jsonl")))
+
+
+def test_low_rank_adapters_learn_and_are_exported_both_ways(tmp_path):
+    """Only adapters are in the checkpoint; merged they are the model that the run leaves."""
+    grpo, folder = script("grpo"), tmp_path / "r"
+    options = {
+        "prompts": 8,
+        "group": 8,
+        "steps": 6,
+        "eval_prompts": 4,
+        "lora_rank": 4,
+        "kl": 0.01,
+        "lr": 5e-3,
+    }
+    grpo.main(grpo.Config(**options, warmup=0, out=str(folder)))
+    found = rows(folder)
+    assert all(r["policy/logp_gap"] < 1e-4 and r["grad/norm"] > 0 for r in found)
+    assert found[0]["policy/kl_ref"] == pytest.approx(0, abs=1e-6) and found[-1]["policy/kl_ref"] > 1e-5
+    weights = rft.ckpt.weights(folder / "checkpoints/step_00000006")
+    assert weights and all("lora_" in name for name in weights)
+    export = script("export")
+    export.main(export.Config(run=str(folder), out=str(tmp_path / "merged")))
+    own = (folder / "model/model.safetensors").read_bytes()
+    assert (tmp_path / "merged/model.safetensors").read_bytes() == own
+    export.main(export.Config(run=str(folder), merge=False, out=str(tmp_path / "adapters")))
+    assert (tmp_path / "adapters/adapter_model.safetensors").exists()
+
+
 FREE = [name for name, row in algorithm.TABLE.items() if isinstance(row, algorithm.Algorithm)]
 
 
@@ -140,6 +265,62 @@ def test_dynamic_sampling_and_the_overlong_penalty_do_something(tmp_path):
         found["overlong"][0]["reward/mean"] == found["plain"][0]["reward/mean"]
     )  # the reward that is reported
     assert found["overlong"][0]["loss"] != found["plain"][0]["loss"]
+
+
+OPTIONS = {
+    "epochs": {"epochs": 2},
+    "minibatches": {"minibatches": 3},
+    "clip_low": {"epochs": 2, "clip_low": 1e-3},
+    "clip_high": {"epochs": 2, "clip_high": 1e-3},
+    "dual": {"epochs": 2, "dual": 1.0001},
+    "kl": {"epochs": 2, "kl": 0.5},
+    "kl_in_reward": {"epochs": 2, "kl_in_reward": 0.5, "steps": 2},
+    "steps": {"epochs": 2, "steps": 2},
+    "reward_clip": {"reward_clip": 0.1},
+    "cosine": {"epochs": 2, "schedule": "cosine"},
+    "constant": {"epochs": 2, "schedule": "constant"},
+    "beta1": {"epochs": 2, "beta1": 0.5},
+    "beta2": {"epochs": 2, "beta2": 0.5},
+    "weight_decay": {"weight_decay": 10.0},
+    "lora_rank": {"lora_rank": 2},
+    "lora_alpha": {"lora_rank": 2, "lora_alpha": 64.0},
+    "lora_targets": {"lora_rank": 2, "lora_targets": "q_proj"},
+}
+
+
+def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path):
+    grpo, found = script("grpo"), {}
+    small = {
+        "prompts": 4,
+        "group": 4,
+        "eval_prompts": 4,
+        "steps": 1,
+        "warmup": 0,
+        "lr": 5e-3,
+        "algorithm": "dr_grpo",
+    }
+    for name, change in {"none": {}, "again": {}, **OPTIONS}.items():
+        grpo.main(grpo.Config(**{**small, **change}, out=str(tmp_path / name)))
+        found[name] = (tmp_path / name / "model/model.safetensors").read_bytes()
+    assert found["none"] == found.pop("again") and len(set(found.values())) == len(found)
+    with pytest.raises(ValueError, match=r"^clip_low: expected None, rloo has no such limit, got 0.1"):
+        grpo.main(grpo.Config(**{**small, "algorithm": "rloo"}, clip_low=0.1, out=str(tmp_path / "x")))
+
+
+def test_what_a_step_logs(straight):
+    """Learning rate, spread of advantages, the policy's part of the loss, seconds of each phase."""
+    last = rows(straight)[-1]
+    assert last["lr"] == pytest.approx(1e-3 * 8 / 15)
+    assert last["adv/min"] < 0 < last["adv/max"] and last["adv/std"] > 0
+    assert last["loss"] == pytest.approx(last["policy/loss"] + 0.01 * last["policy/kl_ref"], rel=0.5)
+    assert last["loss"] != last["policy/loss"]
+    timing = rows(straight, "timing.jsonl")
+    phases = {"generate", "judge", "score", "train", "sync"}
+    for row in timing:
+        assert all(row[f"phase/{name}"] > 0 for name in phases)
+        assert sum(x for name, x in row.items() if name.startswith("phase/")) <= row["seconds"] * 1.001
+    assert [i for i, row in enumerate(timing) if "phase/save" in row] == [2, 4, 6]
+    assert (straight / "phases.png").stat().st_size > 5_000
 
 
 def test_updates_of_a_rollout_by_train_batch_size(tmp_path):
@@ -308,8 +489,6 @@ def test_an_empty_data_set_and_an_unwritable_folder(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(straight, tmp_path):
-    import shutil
-
     folder = tmp_path / "straight"
     shutil.copytree(straight, folder)
     newest = folder / "checkpoints" / "step_00000008" / "rank_00000.safetensors"

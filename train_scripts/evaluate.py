@@ -1,25 +1,26 @@
 """Evaluation, whole: pass@k and avg@k of a model on a data set, greedy or sampled, alike at any world size.
 
-    python train_scripts/evaluate.py --model runs/grpo/model
+    python train_scripts/evaluate.py --model runs/grpo
     python train_scripts/evaluate.py --model smollm2-135m --data gsm8k/test.jsonl --template '{question}' \\
         --reward numeric --count 200 --max-new 256
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Finite, PositiveShare
+from rft_fn.check import AtLeast0, Count, Finite, Positive, PositiveShare
 
 
 @dataclass(frozen=True)
 class Config:
-    model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
+    model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder of a model or a run, or a hub name
     data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
     template: str = "{short}"  # the question, from the columns of a row
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
     reward: tuple[str, ...] = ("task:sort_digits",)  # as in grpo.py; the first one says what is correct
+    reward_timeout: Positive = 300.0  # seconds that the rewards of a batch may take
     correct: Finite = 1.0  # a response is correct when the first reward is at least this
     count: Count = 256  # questions; all of a file when it has fewer
     group: Count = 1  # responses a question
@@ -35,28 +36,53 @@ class Config:
     __post_init__ = rft.check.fields
 
 
-def main(cfg: Config) -> None:
+UNREAD = (
+    "fsdp_cpu_offload", "adam_offload", "use_mp_opt", "bf16", "max_norm", "train_batch_size",
+    "micro_train_batch_size", "packing_samples", "mixed_mm_data", "fused_linear_logprob", "chunk_size",
+    "log_dir", "plot_every", "max_skips",
+)  # fmt: skip
+
+
+def check(cfg: Config) -> None:
+    """ValueError for options that do not go together, and for a place that results cannot be written to."""
+    rft.run.without(cfg.strategy, *UNREAD)
+    rft.run.without(cfg.strategy, "seed", instead="use --seed")
     if max(cfg.k) > cfg.group or cfg.temperature == 0 < cfg.group - 1:
         raise ValueError(
             f"k {cfg.k}, group {cfg.group}: expected k <= group, and temperature > 0 for a group above 1"
         )
-    st, score = rft.strategy.get_strategy(cfg.strategy), rft.reward.parse(cfg.reward)
-    tokenizer = rft.model.load_tokenizer(cfg.model)
+    if cfg.out:
+        rft.run.check_results(cfg.out)
+
+
+def main(cfg: Config) -> None:
+    # ---- the model, the questions and the rewards
+    check(cfg)
+    model = rft.run.last_model(cfg.model)
+    st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
+    score = rft.reward.parse(cfg.reward)
+    tokenizer = rft.model.load_tokenizer(model)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, split="test", **options)
     prompts, keys = rft.data.take(dataset, cfg.count, cfg.seed)
     rft.reward.check(score, [p.columns for p in prompts[:2]])
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
-    eng = rft.engine.get_engine(cfg.strategy.engine, cfg.model, tokenizer)
+    eng = rft.engine.get_engine(cfg.strategy.engine, model, tokenizer)
 
-    step, rollouts = max(cfg.strategy.engine_batch // cfg.group, 1) * st.world, []
+    # ---- answers, as many at a time as the engine takes
+    step = max(cfg.strategy.engine_batch // cfg.group, 1) * st.world
+    rollouts = []
     for at in rft.run.track(range(0, len(prompts), step), "evaluating", rank=st.rank):
         part = slice(at, at + step)
         rollout = rft.engine.gather_and_generate(
             eng, st, prompts[part], keys[part], n=cfg.group, sampling=sampling
         )
-        rollouts.append((rollout, rft.reward.judge(score, rollout, prompts[part], tokenizer)))
+        judged = rft.engine.gather_and_judge(
+            st, score, rollout, prompts[part], tokenizer, timeout=cfg.reward_timeout
+        )
+        rollouts.append((rollout, judged))
 
+    # ---- what they are worth
     first = cfg.reward[0].partition("=")[0]
     correct = torch.cat([judged.parts[first] for _, judged in rollouts]) >= cfg.correct  # [N, G]
     share = correct.double().mean(-1)

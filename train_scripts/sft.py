@@ -3,13 +3,14 @@
     python train_scripts/sft.py --model smollm2-135m --data addition:2 \\
         --template '{question} Put the answer in \\boxed{{}}.' --response '\\boxed{{{answer}}}'
 
-The same command again goes on from the last checkpoint, to the bit.
+The same command again resumes from the last checkpoint, to the bit.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import rft_fn as rft
-from rft_fn.check import Count, Free, Positive, Share, Whole
+from rft_fn.check import AtLeast0, Count, Decay, Free, Positive, Share, Whole
 
 
 @dataclass(frozen=True)
@@ -19,39 +20,88 @@ class Config:
     template: str = "{short}"  # the question, from the columns of a row
     response: str = "{answer}"  # what the model learns to say, from the columns of a row
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
+    max_prompt: Count = 512  # tokens per prompt; longer ones of a file are left out
+    lora_rank: Whole = 0  # rank of low-rank adapters, the only weights that are trained; 0 trains all weights
+    lora_alpha: Positive = 16.0  # adapters are scaled by this / lora_rank
+    lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names with commas
+    lora_merge: Free[bool] = True  # save the whole model; without it the adapters alone
+
     steps: Count = 30  # updates
-    batch: Count = 64  # examples a step
+    batch: Count = 64  # examples per step, unless strategy.train_batch_size says how many
     lr: Positive = 1e-3  # learning rate
-    lr_end: Share = 1.0  # its share at the last step; a run can be given more steps only if this is 1
-    warmup: Whole = 5  # steps of linear warm-up before it
+    schedule: Literal["linear", "cosine", "constant"] = (
+        "linear"  # its decay, to lr_end of it; constant has none
+    )
+    lr_end: Share = 1.0  # final learning rate as a share of lr; 1 lets you extend the run
+    warmup: Whole = 5  # steps of linear warm-up
+    beta1: Decay = 0.9  # decay of AdamW's first moment
+    beta2: Decay = 0.999  # decay of AdamW's second moment
+    weight_decay: AtLeast0 = 0.0  # of matrices
     max_norm: Positive = 1.0  # gradients are clipped to this global norm
-    max_prompt: Count = 512  # tokens a prompt; longer ones of a file are left out
-    budget: Free[Count] = 1024  # tokens a pack
+    budget: Free[Count] = 1024  # tokens per pack
     gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
+
+    seed: int = 0  # of everything
+    out: Free[str] = "runs/sft"  # folder of the run; the model goes to its subfolder model
+    override: Free[bool] = False  # resume with changed options; overrides.jsonl in the folder lists them
     save_every: Free[Count] = 10  # steps between checkpoints
     keep: Free[Count] = 1  # newest checkpoints kept
-    seed: int = 0  # of the order of examples
-    out: Free[str] = "runs/sft"  # folder of the run; the model goes to its subfolder model
+    max_bytes: Free[Whole] = 0  # most bytes of checkpoints; the newest always stays; 0 is no limit
     trackers: Free[tuple[str, ...]] = ()  # tensorboard, wandb, trackio
+    project: Free[str] = "rft_fn"  # at the tracker
+    run_name: Free[str] = ""  # at the tracker; when empty the folder's
     strategy: rft.strategy.StrategyConfig = field(default_factory=rft.strategy.StrategyConfig)
 
     __post_init__ = rft.check.fields
 
 
+UNREAD = (
+    "engine_type", "engine_batch", "engine_tp_size", "engine_mem_util", "enable_engine_sleep", "plot_every",
+)  # fmt: skip
+
+
+def optimizer(cfg: Config):
+    """(the optimizer, its learning rate as a function of the updates done)."""
+    decay = rft.optim.warmup_cosine if cfg.schedule == "cosine" else rft.optim.warmup_linear
+    end = 1.0 if cfg.schedule == "constant" else cfg.lr_end
+    schedule = decay(cfg.lr, cfg.warmup, max(cfg.steps, cfg.warmup), floor=end)
+    adamw = rft.optim.adamw(schedule, b1=cfg.beta1, b2=cfg.beta2, weight_decay=cfg.weight_decay)
+    return rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), adamw), schedule
+
+
 def main(cfg: Config) -> None:
-    st = rft.strategy.get_strategy(cfg.strategy)
-    free = ("steps",) if cfg.lr_end == 1 else ()
+    # ---- where it runs, and the folder of the run
+    rft.run.without(cfg.strategy, *UNREAD)
+    rft.run.without(cfg.strategy, "max_norm", instead="use --max-norm")
+    rft.run.without(cfg.strategy, "seed", instead="use --seed")
+    st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
+    extendable = cfg.lr_end == 1 or cfg.schedule == "constant"
     run = rft.run.Run(
-        cfg.out, cfg, total=cfg.steps, rank=st.rank, trackers=cfg.trackers, free=free, **st.config.pictures()
+        cfg.out,
+        cfg,
+        total=cfg.steps,
+        rank=st.rank,
+        trackers=cfg.trackers,
+        project=cfg.project,
+        name=cfg.run_name,
+        free=("steps",) if extendable else (),
+        override=cfg.override,
+        **st.config.pictures(),
     )
+
+    # ---- data; what is wrong with it is found before a model is loaded
     tokenizer = rft.model.load_tokenizer(cfg.model)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
-    rft.data.fill(cfg.response, dataset.prompt(0).columns, cfg.data)  # a missing column is said now
+    rft.data.fill(cfg.response, dataset.prompt(0).columns, cfg.data)  # a missing column is found now
 
+    # ---- the model and its optimizer, and where the last checkpoint left them
     module = rft.model.load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing, meta=st.world > 1)
-    schedule = rft.optim.warmup_linear(cfg.lr, cfg.warmup, max(cfg.steps, cfg.warmup), floor=cfg.lr_end)
-    tx = rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), rft.optim.adamw(schedule))
+    if cfg.lora_rank:
+        module = rft.model.apply_lora_configuration(
+            module, cfg.lora_rank, cfg.lora_alpha, target_modules=cfg.lora_targets, seed=cfg.seed
+        )
+    tx, schedule = optimizer(cfg)
     st.print(rft.strategy.preflight(st, (module, tx), budget=cfg.budget, engine=False))
     apply, state = st.init(module, tx)
     if saved := rft.ckpt.latest(run.checkpoints):
@@ -64,18 +114,33 @@ def main(cfg: Config) -> None:
         return rft.loss.nll(out.logp)
 
     for step in range(state.step, cfg.steps):
+        # ---- examples: a question and its answer, ended by the end of sequence
         prompts, _ = rft.data.draw(dataset, batch, step, cfg.seed)
         answers = [rft.data.fill(cfg.response, p.columns, cfg.data) for p in prompts]
         ids = [[*tokenizer.encode(a, add_special_tokens=False), tokenizer.eos_token_id] for a in answers]
         exp = rft.packing.supervised([(p.ids, a) for p, a in zip(prompts, ids)])
-        packs = st.shard(exp, cfg.budget)
-        grads, metrics = st.grad(state, apply, loss_fn, packs)
-        state, more = st.update(state, grads)
-        run.write(step, rft.metric.results(metrics | more), tokens=int(exp.length.sum()))
-        if state.step % cfg.save_every == 0 or state.step == cfg.steps:
-            st.save(run.checkpoints / f"step_{state.step:08d}", state, wait=state.step == cfg.steps)
-            rft.ckpt.rotate(run.checkpoints, keep=cfg.keep)
-    st.save_pretrained(run.folder / "model", module, tokenizer, st.export(state))
+
+        # ---- learn
+        with run.phase("train"):
+            packs = st.shard(exp, cfg.budget)
+            rate = schedule(state.step)
+            grads, metrics = st.grad(state, apply, loss_fn, packs)
+            state, more = st.update(state, grads)
+        values = rft.metric.results(metrics | more) | {"lr": rate}
+        run.write(step, values, tokens=int(exp.length.sum()))
+
+        # ---- save, and stop where a signal asked for it
+        done = state.step == cfg.steps
+        stop = run.stopping()
+        if done or stop or state.step % cfg.save_every == 0:
+            with run.phase("save"):
+                st.save(run.checkpoints / f"step_{state.step:08d}", state, wait=done or stop)
+                rft.ckpt.rotate(run.checkpoints, keep=cfg.keep, max_bytes=cfg.max_bytes or None)
+        if stop and not done:
+            run.stop(state.step)
+
+    # ---- the model that came out
+    st.save_pretrained(run.folder / "model", module, tokenizer, st.export(state), merge=cfg.lora_merge)
     run.finish()
 
 

@@ -24,7 +24,7 @@ from rft_fn.run import trackers as trackers_lib
 from rft_fn.run.files import differences, jsonable, keep_until, write_whole
 from rft_fn.types import Rollout
 
-__all__ = ["Run", "settings"]
+__all__ = ["Run", "last_model", "settings"]
 
 
 def settings(folder: str | Path) -> dict[str, Any]:
@@ -42,6 +42,19 @@ def settings(folder: str | Path) -> dict[str, Any]:
             f"run folder {folder}: config.json is damaged ({error}); delete that file to continue with the "
             "options of this command, or put back a copy"
         ) from error
+
+
+def last_model(name: str) -> str:
+    """A model's name; of the folder of a run the model that it left. ValueError if it has left none."""
+    folder = Path(name)
+    if not (folder / "metrics.jsonl").is_file():
+        return name
+    if not (folder / "model").is_dir():
+        raise ValueError(
+            f"model: the run {folder} has left no model yet; python train_scripts/export.py {folder} makes "
+            "one of its newest checkpoint"
+        )
+    return str(folder / "model")
 
 
 class Run:

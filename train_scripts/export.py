@@ -1,0 +1,99 @@
+"""A checkpoint as a model: a folder that transformers loads, without the optimizer that trained it.
+
+    python train_scripts/export.py runs/grpo                 # the newest checkpoint, as runs/grpo/model
+    python train_scripts/export.py runs/grpo --step 50       # or that of step 50
+    python train_scripts/export.py runs/grpo --best --no-merge --out adapters
+
+The run's config.json names the model that it started from and its adapters.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+import rft_fn as rft
+from rft_fn.check import Count
+
+
+@dataclass(frozen=True)
+class Config:
+    run: tyro.conf.Positional[str]  # the folder of the run
+    step: Count | None = None  # the checkpoint of this step; None is the newest
+    best: bool = False  # the checkpoint of the highest reward
+    ema: bool | None = None  # the average of the weights; None is as the run itself saves its model
+    merge: bool = True  # adapters multiplied into the model; without it they are saved alone
+    critic: bool = False  # the critic of a run of ppo.py
+    out: str = ""  # the folder to write; when empty model in the run's, or model_STEP where that is there
+
+    __post_init__ = rft.check.fields
+
+
+def chosen(cfg: Config) -> Path:
+    """The checkpoint that was asked for. ValueError if it is not there."""
+    folder = Path(cfg.run) / "checkpoints"
+    there = rft.ckpt.steps(folder)
+    if not there:
+        raise ValueError(f"run: expected checkpoints in {folder}, got none")
+    if cfg.step is not None and cfg.best:
+        raise ValueError(f"step, best: expected one of them, got {cfg.step} and True")
+    if cfg.step is not None:
+        named = {int(path.name.removeprefix("step_")): path for path in there}
+        if cfg.step not in named:
+            raise ValueError(f"step: expected one of {', '.join(map(str, named))}, got {cfg.step}")
+        return named[cfg.step]
+    if not cfg.best:
+        return there[-1]
+    scores = {path: rft.ckpt.folder.read_meta(path)["score"] for path in there}
+    scored = [path for path in there if scores[path] is not None]
+    if not scored:
+        raise ValueError(f"best: expected checkpoints with a reward in {folder}, got none; give --step")
+    return max(reversed(scored), key=lambda path: scores[path])
+
+
+def weights_of(cfg: Config, options: dict, path: Path) -> dict:
+    """The weights of the checkpoint by the model's own names."""
+    ema = cfg.ema
+    if ema is None:
+        ema = bool(options.get("ema")) and not cfg.critic
+    two = "critic" in options
+    if cfg.critic and not two:
+        raise ValueError("critic: expected off, the run has none")
+    name = None
+    if two:
+        name = "critic" if cfg.critic else "actor"
+    return rft.ckpt.weights(path, ema=ema, name=name)
+
+
+def module_of(cfg: Config, options: dict):
+    """The module that was trained, with the adapters that it had; its weights are replaced."""
+    if cfg.critic:
+        return rft.model.load_critic(options["critic"] or options["model"])
+    module = rft.model.load(options["model"])
+    rank = options.get("lora_rank", 0)
+    if not rank:
+        return module
+    targets = options["lora_targets"]
+    return rft.model.apply_lora_configuration(module, rank, options["lora_alpha"], target_modules=targets)
+
+
+def main(cfg: Config) -> None:
+    options = rft.run.settings(cfg.run)
+    path = chosen(cfg)
+
+    # what is there already stays as it is
+    name = "critic" if cfg.critic else "model"
+    out = Path(cfg.out or Path(cfg.run) / name)
+    if out.exists() and not cfg.out:
+        out = out.with_name(f"{name}_{path.name.removeprefix('step_')}")
+    if out.exists():
+        raise ValueError(f"out: {out} is there already; delete it, or give another --out")
+
+    weights = weights_of(cfg, options, path)
+    tokenizer = None if cfg.critic else rft.model.load_tokenizer(options["model"])
+    rft.model.save(out, module_of(cfg, options), tokenizer, weights.items(), merge=cfg.merge)
+    print(f"{path} as {out}")
+
+
+if __name__ == "__main__":
+    rft.run.cli(main, Config)
