@@ -272,13 +272,14 @@ OPTIONS = {
     "minibatches": {"minibatches": 3},
     "clip_low": {"epochs": 2, "clip_low": 1e-3},
     "clip_high": {"epochs": 2, "clip_high": 1e-3},
-    "dual": {"epochs": 2, "dual": 1.0001},
+    "dual": {"epochs": 3, "dual": 1.0001},
     "kl": {"epochs": 2, "kl": 0.5},
     "kl_in_reward": {"epochs": 2, "kl_in_reward": 0.5, "steps": 2},
     "steps": {"epochs": 2, "steps": 2},
     "reward_clip": {"reward_clip": 0.1},
-    "cosine": {"epochs": 2, "schedule": "cosine"},
-    "constant": {"epochs": 2, "schedule": "constant"},
+    "linear": {"epochs": 3},
+    "cosine": {"epochs": 3, "schedule": "cosine"},
+    "constant": {"epochs": 3, "schedule": "constant"},
     "beta1": {"epochs": 2, "beta1": 0.5},
     "beta2": {"epochs": 2, "beta2": 0.5},
     "weight_decay": {"weight_decay": 10.0},
@@ -302,7 +303,9 @@ def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path):
     for name, change in {"none": {}, "again": {}, **OPTIONS}.items():
         grpo.main(grpo.Config(**{**small, **change}, out=str(tmp_path / name)))
         found[name] = (tmp_path / name / "model/model.safetensors").read_bytes()
-    assert found["none"] == found.pop("again") and len(set(found.values())) == len(found)
+    assert found["none"] == found.pop("again")
+    twins = [(a, b) for a in found for b in found if a < b and found[a] == found[b]]
+    assert not twins
     with pytest.raises(ValueError, match=r"^clip_low: expected None, rloo has no such limit, got 0.1"):
         grpo.main(grpo.Config(**{**small, "algorithm": "rloo"}, clip_low=0.1, out=str(tmp_path / "x")))
 

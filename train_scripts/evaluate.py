@@ -63,6 +63,7 @@ def main(cfg: Config) -> None:
     score = rft.reward.parse(cfg.reward)
     tokenizer = rft.model.load_tokenizer(model)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
+    options["columns"] = rft.reward.columns(score)
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, split="test", **options)
     prompts, keys = rft.data.take(dataset, cfg.count, cfg.seed)
     rft.reward.check(score, [p.columns for p in prompts[:2]])

@@ -171,8 +171,9 @@ def main(cfg: Config) -> None:
     tokenizer = rft.model.load_tokenizer(cfg.model)
     score = rft.reward.parse(cfg.reward)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
-    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
-    unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **options)
+    needed = options | {"columns": rft.reward.columns(score)}
+    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **needed)
+    unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **needed)
     first_prompts, _ = rft.data.take(dataset, 2, cfg.seed)
     rft.reward.check(score, [p.columns for p in first_prompts])
 

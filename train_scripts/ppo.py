@@ -194,14 +194,16 @@ def main(cfg: Config) -> None:
     tokenizer = rft.model.load_tokenizer(cfg.model)
     score = rft.reward.parse(cfg.reward)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
-    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
-    unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **options)
+    needed = options | {"columns": rft.reward.columns(score)}
+    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **needed)
+    unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **needed)
     first_prompts, _ = rft.data.take(dataset, 2, cfg.seed)
     rft.reward.check(score, [p.columns for p in first_prompts])
     examples = None
     if cfg.ptx:
-        examples = rft.data.load(cfg.ptx_data, tokenizer, seed=cfg.seed + 2, **options)
-        supervised(cfg, examples, tokenizer, 0)  # a missing column is found now
+        examples = rft.data.load(
+            cfg.ptx_data, tokenizer, seed=cfg.seed + 2, response=cfg.ptx_response, **options
+        )
 
     # ---- actor and critic with their optimizers, and the initial model where the KL asks for it
     load = partial(rft.model.load, cfg.model, meta=st.world > 1)

@@ -92,8 +92,8 @@ def main(cfg: Config) -> None:
     # ---- data; what is wrong with it is found before a model is loaded
     tokenizer = rft.model.load_tokenizer(cfg.model)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
+    options |= {"response": cfg.response, "max_tokens": cfg.budget}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
-    rft.data.fill(cfg.response, dataset.prompt(0).columns, cfg.data)  # a missing column is found now
 
     # ---- the model and its optimizer, and where the last checkpoint left them
     module = rft.model.load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing, meta=st.world > 1)
