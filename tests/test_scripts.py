@@ -216,7 +216,7 @@ def test_low_rank_adapters_learn_and_are_exported_both_ways(tmp_path):
         "eval_prompts": 4,
         "lora_rank": 4,
         "kl": 0.01,
-        "lr": 5e-3,
+        "lr": 2e-3,
     }
     grpo.main(grpo.Config(**options, warmup=0, out=str(folder)))
     found = rows(folder)
@@ -297,7 +297,7 @@ def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path):
         "eval_prompts": 4,
         "steps": 1,
         "warmup": 0,
-        "lr": 5e-3,
+        "lr": 2e-3,
         "algorithm": "dr_grpo",
     }
     for name, change in {"none": {}, "again": {}, **OPTIONS}.items():

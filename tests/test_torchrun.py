@@ -131,3 +131,51 @@ def test_a_mistake_is_one_line_from_rank_0(tmp_path):
     lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert done.returncode != 0 and lines == ["error: sp_size: expected a divisor of the 2 processes, got 3"]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_to_torchrun_stops_all_ranks_after_one_step(tmp_path):
+    """The step at which they stop is the same, its checkpoint is whole, and the run ends as a whole one."""
+    args = ("--steps", 12, "--save-every", 100)
+    run(2, tmp_path, *args, "--out", tmp_path / "whole")
+    process = subprocess.Popen(
+        command(2, *args, "--out", tmp_path / "run"),
+        env=environment(tmp_path),
+        stdout=subprocess.DEVNULL,
+        stderr=(tmp_path / "log").open("w"),
+    )
+    try:
+        end = time.monotonic() + 200
+        while not (tmp_path / "run/metrics.jsonl").exists() or len(rows(tmp_path / "run")) < 3:
+            assert time.monotonic() < end and process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=100) != 0
+    finally:
+        process.kill()
+    done = len(rows(tmp_path / "run"))
+    text = (tmp_path / "log").read_text()
+    assert f"stopped by SIGTERM after step {done}" in text and 3 <= done < 12, text
+    assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == [f"step_{done:08d}"]
+    run(2, tmp_path, *args, "--out", tmp_path / "run")
+    assert (tmp_path / "run/metrics.jsonl").read_text() == (tmp_path / "whole/metrics.jsonl").read_text()
+
+
+def test_a_folder_in_use_is_one_line_on_every_rank(tmp_path):
+    from rft_fn.run import lock
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock.acquire(folder)
+    try:
+        done = subprocess.run(
+            command(2, "--out", folder),
+            env=environment(tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+    finally:
+        lock.release(folder)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
+    assert done.returncode != 0 and f"in use by process {os.getpid()} on " in lines[0]
+    assert all(line.partition(": ")[2] == lines[0].partition(": ")[2] for line in lines)
