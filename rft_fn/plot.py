@@ -125,7 +125,8 @@ def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | Non
         label = name.removeprefix(_PHASE)
         ax.bar(middle, seconds, width=0.9 * size, bottom=floor, color=f"C{i}", label=label)
         floor = [a + b for a, b in zip(floor, seconds)]
-    ax.set(xlabel="step", ylabel="seconds a step")
+    ax.set(xlabel="step", ylabel="seconds per step")
+    ax.xaxis.get_major_locator().set_params(integer=True)
     # the legend lists the phases as they are stacked, from the top
     handles, labels = ax.get_legend_handles_labels()
     beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}

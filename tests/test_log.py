@@ -2,9 +2,11 @@
 computed, pictures that show the data."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -168,6 +170,7 @@ def test_a_damaged_config_is_one_line_and_loses_nothing(tmp_path):
 
 HOLDER = """
 import sys
+import time
 from rft_fn import run
 held = run.Run(sys.argv[1], {}, total=1)
 print("held", flush=True)
@@ -435,3 +438,51 @@ def test_an_unknown_option_is_said_as_it_was_written(capsys, monkeypatch):
     with pytest.raises(SystemExit) as exit_:
         runs.cli(print, Parts)
     assert exit_.value.code == 2 and "--chunk-sizes" in capsys.readouterr().err
+
+
+WAITS = """
+import sys, time
+from rft_fn import run
+from rft_fn.run import signals
+
+def main(steps):
+    if steps:
+        signals.enter_steps()
+    print("here", flush=True)
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        time.sleep(0.01)
+
+sys.argv = ["x"]
+with signals.listen():
+    run.guard(main, {steps})
+"""
+
+
+def waiting(steps):
+    """A process that is in its steps, or before them, and would take 20 seconds."""
+    code = WAITS.replace("{steps}", str(steps))
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "here\n"
+    return process
+
+
+def test_a_second_signal_stops_at_once():
+    process = waiting(True)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr.readline() == "SIGINT: finishing the step and saving it; again to stop at once\n"
+    process.send_signal(signal.SIGINT)  # torchrun's echo of a Ctrl-C
+    time.sleep(1.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == 130
+    assert process.stderr.read() == "stopped at once by SIGINT\n"
+
+
+def test_a_signal_before_the_first_step_is_one_line():
+    process = waiting(False)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == 130
+    assert process.stderr.read() == "stopped by SIGINT before the first step\n"

@@ -216,7 +216,7 @@ def test_low_rank_adapters_learn_and_are_exported_both_ways(tmp_path):
         "eval_prompts": 4,
         "lora_rank": 4,
         "kl": 0.01,
-        "lr": 2e-3,
+        "lr": 5e-3,
     }
     grpo.main(grpo.Config(**options, warmup=0, out=str(folder)))
     found = rows(folder)
