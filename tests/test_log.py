@@ -145,16 +145,25 @@ def test_config_is_written_when_it_is_new_and_whole(tmp_path, monkeypatch):
     before, kept = path.read_bytes(), path.stat().st_ino
     runs.Run(tmp_path / "r", Nested(), total=4).resume(1)
     assert path.stat().st_ino == kept  # the same file: nothing was written
-    full = OSError(28, "No space left on device")
 
-    def fails(*_):
-        raise full
+    # the disk is full at the first, second or third of metrics, timing and config: each is old or new, and whole
+    names = ("config.json", "metrics.jsonl", "timing.jsonl")
+    texts = {name: (tmp_path / "r" / name).read_bytes() for name in names}
+    for last in (0, 1, 2):
+        run = runs.Run(tmp_path / "r", Nested(budget=8), total=4)
+        left = iter(range(last))
 
-    run = runs.Run(tmp_path / "r", Nested(budget=8), total=4)
-    monkeypatch.setattr("os.fsync", fails)
-    with pytest.raises(OSError, match="No space left"):
-        run.resume(1)
-    assert path.read_bytes() == before and not list((tmp_path / "r").glob(".*.tmp"))
+        def fails(file, left=left):
+            if next(left, None) is None:
+                raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("os.fsync", fails)
+            with pytest.raises(OSError, match="No space left"):
+                run.resume(2)
+        assert {name: (tmp_path / "r" / name).read_bytes() for name in names} == texts
+        assert not list((tmp_path / "r").glob(".*.tmp"))
+    assert texts["config.json"] == before
 
 
 def test_a_damaged_config_is_one_line_and_loses_nothing(tmp_path):
