@@ -146,7 +146,7 @@ def test_config_is_written_when_it_is_new_and_whole(tmp_path, monkeypatch):
     runs.Run(tmp_path / "r", Nested(), total=4).resume(1)
     assert path.stat().st_ino == kept  # the same file: nothing was written
 
-    # the disk is full at the first, second or third of metrics, timing and config: each is old or new, and whole
+    # the disk is full at the first, second or third of metrics, timing and config: the old ones stay
     names = ("config.json", "metrics.jsonl", "timing.jsonl")
     texts = {name: (tmp_path / "r" / name).read_bytes() for name in names}
     for last in (0, 1, 2):

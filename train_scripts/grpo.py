@@ -55,9 +55,7 @@ class Config:
     dual: Above1 | None = None  # bound of the loss where the advantage is negative
     kl: AtLeast0 = 0.0  # coefficient of KL(policy, initial model) in the loss
     lr: Positive = 1e-3  # learning rate
-    schedule: Literal["linear", "cosine", "constant"] = (
-        "linear"  # its decay, to lr_end of it; constant has none
-    )
+    schedule: Literal["linear", "cosine", "constant"] = "linear"  # decay; constant ignores lr_end
     lr_end: Share = 0.1  # final learning rate as a share of lr; 1 lets you extend the run
     warmup: Whole = 15  # steps of linear warm-up
     beta1: Decay = 0.9  # decay of AdamW's first moment

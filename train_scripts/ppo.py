@@ -73,9 +73,7 @@ class Config:
     ptx_batch: Count = 16  # examples per update
     lr: Positive = 1e-3  # learning rate of the actor
     critic_lr: Positive = 1e-3  # learning rate of the critic
-    schedule: Literal["linear", "cosine", "constant"] = (
-        "linear"  # their decay, to lr_end of them; constant has none
-    )
+    schedule: Literal["linear", "cosine", "constant"] = "linear"  # decay; constant ignores lr_end
     lr_end: Share = 0.1  # final learning rates as a share of the first; 1 lets you extend the run
     warmup: Whole = 0  # updates of linear warm-up
     beta1: Decay = 0.9  # decay of AdamW's first moment

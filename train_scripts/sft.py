@@ -29,9 +29,7 @@ class Config:
     steps: Count = 30  # updates
     batch: Count = 64  # examples per step, unless strategy.train_batch_size says how many
     lr: Positive = 1e-3  # learning rate
-    schedule: Literal["linear", "cosine", "constant"] = (
-        "linear"  # its decay, to lr_end of it; constant has none
-    )
+    schedule: Literal["linear", "cosine", "constant"] = "linear"  # decay; constant ignores lr_end
     lr_end: Share = 1.0  # final learning rate as a share of lr; 1 lets you extend the run
     warmup: Whole = 5  # steps of linear warm-up
     beta1: Decay = 0.9  # decay of AdamW's first moment
