@@ -118,7 +118,7 @@ def fields(record: Any) -> None:
         _field(name, getattr(record, name), hint)
 
 
-def free(kind: type) -> set[str]:
+def free(kind: Any) -> set[str]:
     """The names of the fields of a dataclass that are `Free`; those of a nested one as "part.name"."""
     found = set()
     for name, hint in _hints(kind).items():

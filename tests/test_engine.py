@@ -308,7 +308,7 @@ def test_stop_is_ids_and_texts(stop, ok):
     if ok:
         assert rft.Sampling(stop=stop).stop == stop
     else:
-        with pytest.raises(ValueError, match="stop: expected a tuple of token ids and texts that are not"):
+        with pytest.raises(ValueError, match=r"^stop(\[0\])?: expected "):
             rft.Sampling(stop=stop)
 
 

@@ -13,6 +13,7 @@ from tables import agree, table
 from torch.func import grad, vmap
 
 from rft_fn import loss, packing, testing, tree, weight
+from rft_fn.loss.evaluate import evaluate
 from rft_fn.strategy import step
 from rft_fn.types import TokenOut
 
@@ -245,7 +246,7 @@ def test_a_loss_that_reads_an_absent_field_has_a_note_of_where_it_comes_from(f, 
 def test_extra_that_is_absent_as_a_whole():
     b = tree.replace(packing.pack(testing.case(0).exp, [3]), extra=None)
     with pytest.raises(TypeError) as error:
-        loss.evaluate(lambda o, b: b.extra["chosen"], TokenOut(logp=b.old_logp), b)
+        evaluate(lambda o, b: b.extra["chosen"], TokenOut(logp=b.old_logp), b)
     assert error.value.__notes__ == [
         "Packed.extra: expected a value, got None; give extra to rft_fn.experience"
     ]
@@ -255,5 +256,5 @@ def test_an_error_of_another_cause_gets_no_note():
     """Fields that are absent and that the loss does not name are none of its business."""
     b = tree.replace(packing.pack(testing.case(0).exp, [3]), ref_logp=None)
     with pytest.raises(TypeError) as error:
-        loss.evaluate(lambda o, b: o.logp + "1", TokenOut(logp=b.old_logp), b)
+        evaluate(lambda o, b: o.logp + "1", TokenOut(logp=b.old_logp), b)
     assert not hasattr(error.value, "__notes__")

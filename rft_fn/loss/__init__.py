@@ -7,7 +7,6 @@ carry no gradient. A loss with one ratio a sequence still gives one number a tok
 `torch.func.vmap` sweeps them.
 """
 
-from rft_fn.loss.evaluate import evaluate
 from rft_fn.loss.kl import entropy_bonus, kl, kl_k1, kl_k2, kl_k3, reverse_kl, reverse_kl_top_k
 from rft_fn.loss.policy import (
     cispo,
@@ -27,7 +26,7 @@ from rft_fn.loss.policy import (
 from rft_fn.loss.supervised import bradley_terry, dpo, ipo, nll, value_clip
 
 __all__ = [
-    "bradley_terry", "cispo", "cpgd", "dpo", "dppo_kl", "dppo_tv", "entropy_bonus", "evaluate", "gmpo",
+    "bradley_terry", "cispo", "cpgd", "dpo", "dppo_kl", "dppo_tv", "entropy_bonus", "gmpo",
     "gspo", "gspo_token", "ipo", "kl", "kl_cov", "kl_k1", "kl_k2", "kl_k3", "nll", "ppo_clip", "ratio",
     "reinforce", "reverse_kl", "reverse_kl_top_k", "sapo", "seq_ratio", "value_clip",
 ]  # fmt: skip
