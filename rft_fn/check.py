@@ -124,7 +124,7 @@ def free(kind: Any) -> set[str]:
     for name, hint in _hints(kind).items():
         if FREE in getattr(hint, "__metadata__", ()):
             found.add(name)
-        elif dataclasses.is_dataclass(hint):
+        elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
             found |= {f"{name}.{inner}" for inner in free(hint)}
     return found
 
