@@ -27,7 +27,7 @@ class Config:
     system: str | None = None  # the system prompt; an empty one leaves out the template's own
     max_prompt: Count = 512  # tokens per prompt; longer ones of a file are left out
     lora_rank: Whole = 0  # rank of the actor's low-rank adapters, its only trained weights; 0 trains all
-    lora_alpha: Positive = 16.0  # adapters are scaled by this / lora_rank
+    lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
     lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names with commas
     lora_merge: Free[bool] = True  # save the whole model; without it the adapters alone
 
