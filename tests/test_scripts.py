@@ -284,7 +284,7 @@ OPTIONS = {
     "beta2": {"epochs": 2, "beta2": 0.5},
     "weight_decay": {"weight_decay": 10.0},
     "lora_rank": {"lora_rank": 2},
-    "lora_alpha": {"lora_rank": 2, "lora_alpha": 64.0},
+    "lora_alpha": {"lora_rank": 2, "lora_alpha": 8.0},
     "lora_targets": {"lora_rank": 2, "lora_targets": "q_proj"},
 }
 
