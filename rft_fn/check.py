@@ -172,6 +172,8 @@ def _union(name: str, x: Any, options: Sequence[Any]) -> None:
             return _field(name, x, option)
         except ValueError as found:
             error = error or found
+    if error is not None and type(None) in options:
+        raise ValueError(str(error).replace(", got ", ", or None, got ", 1))
     if error is not None:
         raise error
 

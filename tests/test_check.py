@@ -157,7 +157,7 @@ class Options:
         ({"warmup": -1}, "warmup: expected an integer in [0, inf), got -1"),
         ({"shift": -inf}, "shift: expected a number in (-inf, inf), got -inf"),
         ({"angle": -1.0}, "angle: expected a number in (-1, 1], got -1.0"),
-        ({"high": 0.0}, "high: expected a number in (0, inf), got 0.0"),
+        ({"high": 0.0}, "high: expected a number in (0, inf), or None, got 0.0"),
         ({"shape": "curve"}, "shape: expected one of line, cosine, got 'curve'"),
         ({"names": "abc"}, "names: expected a tuple, got 'abc'"),
         ({"names": ("a", 1)}, "names[1]: expected a text, got 1"),
