@@ -77,21 +77,21 @@ def scores(lm, row, *, temperature, top_p):
 
 
 class AdamW:
-    """AdamW on lists of parameters, with clipping by the global norm before it and an average after it."""
+    """AdamW on parameters by name, with clipping by the global norm before it and an average after it."""
 
-    def __init__(self, lm, *, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0, max_norm=0.0, ema=0.0):
+    def __init__(self, lm, cfg, ema=0.0, eps=1e-8):
         self.params = dict(lm.named_parameters())
         self.m = {n: torch.zeros_like(p) for n, p in self.params.items()}
         self.v = {n: torch.zeros_like(p) for n, p in self.params.items()}
         self.average = {n: p.detach().clone() for n, p in self.params.items()}
-        self.count, self.b1, self.b2, self.eps = 0, b1, b2, eps
-        self.weight_decay, self.max_norm, self.ema = weight_decay, max_norm, ema
+        self.count, self.b1, self.b2, self.eps = 0, cfg.beta1, cfg.beta2, eps
+        self.weight_decay, self.max_norm, self.ema = cfg.weight_decay, cfg.max_norm, ema
 
     @torch.no_grad()
     def step(self, grads, lr):
         """The norm of the gradients before they are clipped."""
         norm = math.sqrt(sum(float((g * g).sum()) for g in grads.values()))
-        scale = min(1.0, self.max_norm / max(norm, 1e-30)) if self.max_norm else 1.0
+        scale = min(1.0, self.max_norm / max(norm, 1e-30))
         self.count += 1
         for n, p in self.params.items():
             g = grads[n] * scale
@@ -105,12 +105,15 @@ class AdamW:
         return norm
 
 
-def linear_rate(lr, warmup, total, floor, done):
-    """Of the update after `done` ones: a line up to lr, then a line down to floor lr."""
+def rate(cfg, lr, warmup, total, done):
+    """Of the update after `done` ones: a line up to lr, then a line or half a cosine down to lr_end lr."""
     if done < warmup:
         return lr * (done + 1) / warmup
+    if cfg.schedule == "constant":
+        return lr
     x = min((done - warmup) / max(total - warmup, 1), 1.0)
-    return lr * (floor + (1 - floor) * (1 - x))
+    height = 1 - x if cfg.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * x))
+    return lr * (cfg.lr_end + (1 - cfg.lr_end) * height)
 
 
 def gradients(lm, total):
@@ -130,6 +133,11 @@ def mean(xs):
 def std(xs, correction=0):
     xs = list(xs)
     return math.sqrt(sum((x - mean(xs)) ** 2 for x in xs) / (len(xs) - correction))
+
+
+def spread(name, xs):
+    """The four statistics of numbers that are logged."""
+    return {f"{name}/mean": mean(xs), f"{name}/std": std(xs), f"{name}/min": min(xs), f"{name}/max": max(xs)}
 
 
 def float32(x):
@@ -247,9 +255,10 @@ def clipped_loss(logp, old, adv, low, high, dual=None):
     bounded = min(max(value, 1 - low), 1 + high)
     unclipped, clipped = value * adv, bounded * adv
     stopped = (value > 1 + high and adv > 0) or (value < 1 - low and adv < 0)
-    loss = -rho * adv if unclipped <= clipped else logp.detach() * 0 - bounded * adv
-    if dual is not None and adv < 0 and float(loss) > -dual * adv:
-        loss = logp.detach() * 0 - dual * adv
+    still = logp.detach() * 0  # a loss without gradient
+    loss = -rho * adv if unclipped <= clipped else still - bounded * adv
+    if dual is not None and adv < 0 and float(loss.detach()) > -dual * adv:
+        loss = still - dual * adv
     return loss, stopped
 
 

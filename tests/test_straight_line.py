@@ -49,9 +49,11 @@ def same_weights(folder, want, tolerance=1e-6):
 
 
 GRPO = {
-    "prompts": 3, "group": 4, "steps": 10, "lr": 3e-3, "lr_end": 0.2, "warmup": 3, "max_norm": 0.7, "kl": 0.3,
-    "ema": 0.8, "rounds": 2, "overlong": 4, "normalize_reward": True, "temperature": 0.9, "top_p": 0.9,
-    "eval_every": 4, "eval_prompts": 3, "budget": 64, "seed": 5,
+    "prompts": 3, "group": 4, "steps": 10, "epochs": 2, "lr": 2e-3, "schedule": "cosine", "lr_end": 0.2,
+    "warmup": 3, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.1, "max_norm": 0.7, "kl": 0.3,
+    "kl_in_reward": 0.05, "clip_low": 0.15, "clip_high": 0.25, "dual": 1.4, "reward_clip": 0.4, "ema": 0.8,
+    "rounds": 2, "overlong": 4, "normalize_reward": True, "temperature": 0.9, "top_p": 0.9, "eval_every": 4,
+    "eval_prompts": 3, "budget": 64, "seed": 5,
 }  # fmt: skip
 
 
@@ -59,68 +61,81 @@ def grpo_by_hand(cfg, lm, tokenizer):
     """What grpo.py logs, and the weights that it saves."""
     task = line.Task("sort_digits", 1, tokenizer, cfg.template)
     stop, ref = tokenizer.eos_token_id, line.copy_of(lm)
-    opt = line.AdamW(lm, max_norm=cfg.max_norm, ema=cfg.ema)
-    size, rows_a_step = cfg.strategy.train_batch_size, cfg.prompts * cfg.group
-    updates = -(-rows_a_step // size)
-    moments, log = line.Moments(), []
-    how = {"temperature": cfg.temperature, "top_p": cfg.top_p}
+    opt, moments, log = line.AdamW(lm, cfg, cfg.ema), line.Moments(), []
+    updates = -(-cfg.prompts * cfg.group // cfg.strategy.train_batch_size)
     for step in range(cfg.steps):
         values = line.evaluation(lm, task, cfg, stop) if step == 0 else {}
-        groups, sampling = line.filled(lm, task, cfg, step, stop)
-        for row in (r for g in groups for r in g):
-            late = len(row["tokens"]) - (cfg.max_new - cfg.overlong)
-            row["reward"] = row["raw"] - min(max(late / cfg.overlong, 0), 1)
-        flat = moments.normalised([r["reward"] for g in groups for r in g])
-        rewards = [flat[i : i + cfg.group] for i in range(0, len(flat), cfg.group)]
-        for g, rs in zip(groups, rewards):
-            for row, r in zip(g, rs):
-                row["adv"] = (r - line.mean(rs)) / (line.std(rs, 1) + 1e-6) if max(rs) > min(rs) else 0.0
-        rows = [r for g in groups for r in g]
-        key = rng.fold_in(cfg.seed, "updates", step)
-        order = torch.randperm(len(rows), generator=rng.generator(key)).tensor_split(updates)
-        logs = []
-        for part in order:
-            logs.append(grpo_update([rows[i] for i in part], lm, ref, how, cfg, opt, updates, stop))
-        values |= line.averaged(logs) | line.rollout_metrics(groups, rewards) | sampling
-        values |= {"reward/mean": line.mean(r["raw"] for r in rows)}
-        values |= {"reward/task:sort_digits": values["reward/mean"]}
+        groups, found = grpo_rollout(cfg, lm, ref, task, step, moments, stop)
+        rows, logs = [r for g in groups for r in g], []
+        for epoch in range(cfg.epochs):
+            key = rng.fold_in(cfg.seed, "updates", step, epoch)
+            for part in torch.randperm(len(rows), generator=rng.generator(key)).tensor_split(updates):
+                lr = grpo_rate(cfg, updates, opt.count)
+                logs.append(grpo_update([rows[i] for i in part], lm, ref, cfg, opt, lr))
+        values |= line.averaged(logs) | {n: x for n, x in logs[0].items() if "logp_gap" in n}
+        values |= found | {"lr": lr}
         if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
             values |= line.evaluation(lm, task, cfg, stop)
         log.append(values)
     return log, opt.average
 
 
-def grpo_update(rows, lm, ref, how, cfg, opt, updates, stop):
+def grpo_rate(cfg, updates, done):
+    each = cfg.epochs * updates
+    return line.rate(cfg, cfg.lr, cfg.warmup * each, max(cfg.steps, cfg.warmup) * each, done)
+
+
+def grpo_rollout(cfg, lm, ref, task, step, moments, stop):
+    """The groups of a step with the advantage of each row, and the metrics of that."""
+    groups, values = line.filled(lm, task, cfg, step, stop)
+    rows = [r for g in groups for r in g]
+    for row in rows:
+        late = len(row["tokens"]) - (cfg.max_new - cfg.overlong)
+        clipped = min(max(row["raw"], -cfg.reward_clip), cfg.reward_clip)
+        with torch.no_grad():
+            ref_logp = line.scores(ref, row, temperature=cfg.temperature, top_p=cfg.top_p)[0]
+        row["ratio"] = sum(row["logp"]) - float(ref_logp.sum())
+        row["reward"] = clipped - min(max(late / cfg.overlong, 0), 1) - cfg.kl_in_reward * row["ratio"]
+    flat = moments.normalised([r["reward"] for r in rows])
+    rewards = [flat[i : i + cfg.group] for i in range(0, len(flat), cfg.group)]
+    for g, rs in zip(groups, rewards):
+        for row, r in zip(g, rs):
+            row["adv"] = (r - line.mean(rs)) / (line.std(rs, 1) + 1e-6) if max(rs) > min(rs) else 0.0
+    values |= line.rollout_metrics(groups, rewards)
+    values |= line.spread("adv", [r["adv"] for r in rows for _ in r["tokens"]])
+    values |= {"kl/in_reward": line.mean(r["ratio"] for r in rows)}
+    return groups, values | dict.fromkeys(
+        ("reward/mean", "reward/task:sort_digits"), line.mean(r["raw"] for r in rows)
+    )
+
+
+def grpo_update(rows, lm, ref, cfg, opt, lr):
     """One update of the mean over rows of the mean over tokens of clipped loss + kl KL, and its metrics."""
-    total = 0.0
+    how = {"temperature": cfg.temperature, "top_p": cfg.top_p}
+    total, policy = 0.0, 0.0
     lists = {n: [] for n in ("gap", "entropy", "stopped", "kl_old", "kl_ref", "ratio")}
-    learning = [r for r in rows if r["tokens"]]
-    for row in learning:
+    for row in rows:
         logp, entropy = line.scores(lm, row, **how)
         with torch.no_grad():
             ref_logp, _ = line.scores(ref, row, **how)
-        terms = []
-        for t in range(len(row["tokens"])):
-            old = float(row["logp"][t])
-            loss, stopped = line.clipped_loss(logp[t], old, row["adv"], 0.2, 0.2)
-            d = logp[t] - ref_logp[t]
-            k3 = line.kl_estimate(float(logp[t]), float(ref_logp[t]))
-            k2 = d * d / 2
-            kl = k2 - k2.detach() + k3  # the value of k3 with the gradient of k2
-            terms.append(loss + cfg.kl * kl)
-            lists["gap"].append(abs(float(logp[t]) - old))
-            lists["entropy"].append(float(entropy[t]))
+        for t, old in enumerate(row["logp"]):
+            loss, stopped = line.clipped_loss(logp[t], old, row["adv"], cfg.clip_low, cfg.clip_high, cfg.dual)
+            new, anchor = float(logp[t].detach()), float(ref_logp[t])
+            # the value of k3 with the gradient of k2
+            k2, k3 = (logp[t] - anchor) ** 2 / 2, line.kl_estimate(new, anchor)
+            weight = 1 / len(row["tokens"]) / len(rows)
+            total = total + weight * (loss + cfg.kl * (k2 - k2.detach() + k3))
+            policy = policy + weight * float(loss.detach())
+            lists["gap"].append(abs(new - old))
+            lists["entropy"].append(float(entropy[t].detach()))
             lists["stopped"].append(float(stopped))
-            lists["kl_old"].append(line.kl_estimate(old, float(logp[t])))
+            lists["kl_old"].append(line.kl_estimate(old, new))
             lists["kl_ref"].append(k3)
-            lists["ratio"].append(float((logp[t] - old).exp()))
-        total = total + sum(terms) / len(terms) / len(learning)
-    rate = line.linear_rate(
-        cfg.lr, cfg.warmup * updates, max(cfg.steps, cfg.warmup) * updates, cfg.lr_end, opt.count
-    )
-    norm = opt.step(line.gradients(lm, total), rate)
+            lists["ratio"].append(math.exp(new - old))
+    norm = opt.step(line.gradients(lm, total), lr)
     return {
-        "loss": float(total),
+        "loss": float(total.detach()),
+        "policy/loss": policy,
         "policy/clip_frac": line.mean(lists["stopped"]),
         "policy/kl_old": line.mean(lists["kl_old"]),
         "policy/ratio_max": max(lists["ratio"]),
@@ -139,6 +154,11 @@ def test_grpo_is_its_definition(wide, tmp_path):
     cfg = grpo.Config(**GRPO, strategy=strategy, out=str(tmp_path / "run"))
     lm, tokenizer = rft.model.load("tiny"), rft.model.load_tokenizer("tiny")
     wanted, weights = grpo_by_hand(cfg, lm.eval(), tokenizer)
+    # every option is at work: something is clipped, drawn again, cut off, flat and steered
+    assert max(row["policy/clip_frac"] for row in wanted) > 0.05 and wanted[-1]["policy/kl_ref"] > 0.01
+    assert {row["sampling/rounds"] for row in wanted} == {1, 2}
+    assert max(row["rollout/truncated"] for row in wanted) > 0
+    assert max(row["grad/norm"] for row in wanted) > cfg.max_norm
     grpo.main(cfg)
     same(logged(tmp_path / "run"), wanted)
     same_weights(tmp_path / "run" / "model", weights)
@@ -146,11 +166,12 @@ def test_grpo_is_its_definition(wide, tmp_path):
 
 PPO = {
     "prompts": 4, "group": 2, "steps": 8, "epochs": 2, "minibatches": 2, "lr": 2e-3, "critic_lr": 4e-3,
-    "lr_end": 0.3, "warmup": 3, "max_norm": 0.8, "freeze_actor_steps": 2, "gamma": 0.9, "clip_low": 0.1,
-    "clip_high": 0.15, "dual": 1.5, "value_clip": 0.4, "entropy": 0.02, "kl": 0.2, "kl_target": 0.3,
-    "kl_horizon": 40.0, "overlong": 4, "normalize_reward": True, "ptx": 0.3, "ptx_data": "sort_digits:1",
-    "ptx_batch": 3, "positive_nll": 0.4, "positive_at": 0.3, "ema": 0.8, "temperature": 0.9, "top_p": 0.9,
-    "budget": 64, "eval_every": 3, "eval_prompts": 3, "seed": 5,
+    "lr_end": 0.3, "warmup": 3, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.1, "max_norm": 0.8,
+    "freeze_actor_steps": 2, "gamma": 0.9, "clip_low": 0.1, "clip_high": 0.15, "dual": 1.5, "value_clip": 0.4,
+    "entropy": 0.02, "kl": 0.2, "kl_target": 0.3, "kl_horizon": 40.0, "reward_clip": 0.4, "overlong": 4,
+    "normalize_reward": True, "ptx": 0.3, "ptx_data": "sort_digits:1", "ptx_batch": 3, "positive_nll": 0.4,
+    "positive_at": 0.3, "ema": 0.8, "temperature": 0.9, "top_p": 0.9, "budget": 64, "eval_every": 3,
+    "eval_prompts": 3, "seed": 5,
 }  # fmt: skip
 
 
@@ -194,7 +215,8 @@ def ppo_rollout(cfg, lm, ref, valuer, task, step, moments, coef, stop):
     how = {"temperature": cfg.temperature, "top_p": cfg.top_p}
     for row in rows:
         late = len(row["tokens"]) - (cfg.max_new - cfg.overlong)
-        row["reward"] = row["raw"] - min(max(late / cfg.overlong, 0), 1)
+        clipped = min(max(row["raw"], -cfg.reward_clip), cfg.reward_clip)
+        row["reward"] = clipped - min(max(late / cfg.overlong, 0), 1)
     flat = moments.normalised([r["reward"] for r in rows])
     for row, reward in zip(rows, flat):
         with torch.no_grad():
@@ -205,21 +227,22 @@ def ppo_rollout(cfg, lm, ref, valuer, task, step, moments, coef, stop):
         row["token_reward"][-1] += reward
         row["adv"], row["ret"] = advantages(row, cfg)
     everything = [a for r in rows for a in r["adv"]]
+    returns = [x for r in rows for x in r["ret"]]
+    values = line.spread("adv", everything) | line.spread("return", returns)
     centre = line.mean(everything)
     spread = math.sqrt(line.std(everything, 1) ** 2 + 1e-8)
     for row in rows:
         row["adv"] = [(a - centre) / spread for a in row["adv"]]
     rewards = [flat[i : i + cfg.group] for i in range(0, len(flat), cfg.group)]
-    ret = [x for r in rows for x in r["ret"]]
     left = [x - v for r in rows for x, v in zip(r["ret"], r["value"])]
-    values = line.rollout_metrics(groups, rewards)
-    values |= {"value/explained_variance": 1 - line.std(left) ** 2 / line.std(ret) ** 2}
+    values |= line.rollout_metrics(groups, rewards)
+    values |= {"value/explained_variance": 1 - line.std(left) ** 2 / line.std(returns) ** 2}
     values |= {"kl/coef": coef, "kl/ref": line.mean(d for r in rows for d in r["gap"])}
     values |= dict.fromkeys(("reward/mean", "reward/task:sort_digits"), line.mean(r["raw"] for r in rows))
     return rows, values
 
 
-def value_update(rows, valuer, cfg, opt, rate):
+def value_update(rows, valuer, cfg, opt, lr):
     """One update of the mean over tokens of the clipped squared error."""
     losses, moved = [], []
     for row in rows:
@@ -228,11 +251,11 @@ def value_update(rows, valuer, cfg, opt, rate):
             old, ret = row["value"][t], row["ret"][t]
             near = old + (v - old).clamp(-cfg.value_clip, cfg.value_clip)
             losses.append(0.5 * torch.maximum((v - ret) ** 2, (near - ret) ** 2))
-            moved.append(float(abs(float(v) - old) > cfg.value_clip))
+            moved.append(float(abs(float(v.detach()) - old) > cfg.value_clip))
     total = sum(losses) / len(losses)
-    norm = opt.step(line.gradients(valuer, total), rate)
-    clip_frac = {"value/loss": float(total), "value/clip_frac": line.mean(moved)}
-    return clip_frac | {"value/grad/norm": norm, "value/grad/skipped": 0.0}
+    norm = opt.step(line.gradients(valuer, total), lr)
+    found = {"value/loss": float(total.detach()), "value/clip_frac": line.mean(moved)}
+    return found | {"value/grad/norm": norm, "value/grad/skipped": 0.0}
 
 
 def examples_nll(cfg, lm, task, tokenizer, update):
@@ -246,71 +269,73 @@ def examples_nll(cfg, lm, task, tokenizer, update):
     return sum(terms) / len(terms)
 
 
-def actor_update(rows, lm, cfg, ptx, opt, rate):
+def actor_update(rows, lm, cfg, ptx, opt, lr):
     """One update of clipped loss, entropy, the likelihood of good responses and that of examples."""
-    lists = {n: [] for n in ("loss", "good", "gap", "entropy", "stopped", "kl_old", "ratio")}
+    lists = {n: [] for n in ("loss", "policy", "good", "gap", "entropy", "stopped", "kl_old", "ratio")}
     low, high = cfg.clip_low, cfg.clip_high
     for row in rows:
         logp, entropy = line.scores(lm, row, temperature=cfg.temperature, top_p=cfg.top_p)
-        for t in range(len(row["tokens"])):
-            old = row["logp"][t]
+        for t, old in enumerate(row["logp"]):
             loss, stopped = line.clipped_loss(logp[t], old, row["adv"][t], low, high, cfg.dual)
+            new = float(logp[t].detach())
+            lists["policy"].append(float(loss.detach()))
             lists["loss"].append(loss - cfg.entropy * entropy[t])
             if row["raw"] >= cfg.positive_at:
                 lists["good"].append(-logp[t])
-            lists["gap"].append(abs(float(logp[t]) - old))
-            lists["entropy"].append(float(entropy[t]))
+            lists["gap"].append(abs(new - old))
+            lists["entropy"].append(float(entropy[t].detach()))
             lists["stopped"].append(float(stopped))
-            lists["kl_old"].append(line.kl_estimate(old, float(logp[t])))
-            lists["ratio"].append(float((logp[t] - old).exp()))
+            lists["kl_old"].append(line.kl_estimate(old, new))
+            lists["ratio"].append(math.exp(new - old))
     total = sum(lists["loss"]) / len(lists["loss"]) + cfg.ptx * ptx
     if lists["good"]:
         total = total + cfg.positive_nll * sum(lists["good"]) / len(lists["good"])
     metrics = {
-        "loss": float(total),
+        "loss": float(total.detach()),
+        "policy/loss": line.mean(lists["policy"]),
         "policy/clip_frac": line.mean(lists["stopped"]),
         "policy/kl_old": line.mean(lists["kl_old"]),
         "policy/ratio_max": max(lists["ratio"]),
         "policy/logp_gap": line.mean(lists["gap"]),
         "policy/logp_gap_max": max(lists["gap"]),
         "policy/entropy": line.mean(lists["entropy"]),
-        "ptx/nll": float(ptx),
+        "ptx/nll": float(ptx.detach()),
     }
-    if rate is None:  # a frozen actor is only compared with its sampler
+    if lr is None:  # a frozen actor is only compared with its sampler
         return metrics
-    return metrics | {"grad/norm": opt.step(line.gradients(lm, total), rate), "grad/skipped": 0.0}
+    return metrics | {"grad/norm": opt.step(line.gradients(lm, total), lr), "grad/skipped": 0.0}
 
 
 def ppo_by_hand(cfg, lm, tokenizer):
     """What ppo.py logs, and the weights that it saves."""
     task = line.Task("sort_digits", 1, tokenizer, cfg.template)
     stop, ref, valuer = tokenizer.eos_token_id, line.copy_of(lm), Valuer(lm)
-    opt = line.AdamW(lm, max_norm=cfg.max_norm, ema=cfg.ema)
-    value_opt = line.AdamW(valuer, max_norm=cfg.max_norm)
+    opt, value_opt = line.AdamW(lm, cfg, cfg.ema), line.AdamW(valuer, cfg)
     each, moments, coef, log = cfg.epochs * cfg.minibatches, line.Moments(), cfg.kl, []
-    value_rate = partial(line.linear_rate, cfg.critic_lr, cfg.warmup, cfg.steps * each, cfg.lr_end)
-    rate = partial(
-        line.linear_rate, cfg.lr, cfg.warmup, (cfg.steps - cfg.freeze_actor_steps) * each, cfg.lr_end
-    )
+    value_rate = partial(line.rate, cfg, cfg.critic_lr, cfg.warmup, cfg.steps * each)
+    rate = partial(line.rate, cfg, cfg.lr, cfg.warmup, (cfg.steps - cfg.freeze_actor_steps) * each)
     for step in range(cfg.steps):
         values = line.evaluation(lm, task, cfg, stop) if step == 0 else {}
         rows, found = ppo_rollout(cfg, lm, ref, valuer, task, step, moments, coef, stop)
         error = min(max(found["kl/ref"] / cfg.kl_target - 1, -0.2), 0.2)
         coef = coef * (1 + error * len(rows) / cfg.kl_horizon)
-        logs, learns = [], step >= cfg.freeze_actor_steps
+        logs, learns, lr = [], step >= cfg.freeze_actor_steps, rate(opt.count)
         for epoch in range(cfg.epochs):
             key = rng.fold_in(cfg.seed, "minibatch", step, epoch)
             order = torch.randperm(len(rows), generator=rng.generator(key)).tensor_split(cfg.minibatches)
             for part in order:
                 batch, number = [rows[i] for i in part], step * each + len(logs)
                 metrics = value_update(batch, valuer, cfg, value_opt, value_rate(value_opt.count))
-                if learns or not logs:
+                if learns:
+                    lr = rate(opt.count)
                     ptx = examples_nll(cfg, lm, task, tokenizer, number)
-                    at = rate(opt.count) if learns else None
-                    metrics |= actor_update(batch, lm, cfg, ptx, opt, at)
+                    metrics |= actor_update(batch, lm, cfg, ptx, opt, lr)
+                elif not logs:
+                    ptx = examples_nll(cfg, lm, task, tokenizer, number)
+                    metrics |= actor_update(batch, lm, cfg, ptx, opt, None)
                 logs.append(metrics)
         start = {n: x for n, x in logs[0].items() if "logp_gap" in n}
-        values |= line.averaged(logs) | start | found
+        values |= line.averaged(logs) | start | found | {"lr": lr}
         if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
             values |= line.evaluation(lm, task, cfg, stop)
         log.append(values)
@@ -326,25 +351,18 @@ def test_ppo_is_its_definition(wide, tmp_path, row):
     lm, tokenizer = rft.model.load("tiny"), rft.model.load_tokenizer("tiny")
     wanted, weights = ppo_by_hand(cfg, lm.eval(), tokenizer)
     ppo.main(cfg)
-    same(logged(tmp_path / "run"), wanted)
-    same_weights(tmp_path / "run" / "model", weights)
+    # normalised rewards and the shares of good responses are float32: their rounding grows with each update
+    same(logged(tmp_path / "run"), wanted, tolerance=3e-5)
+    same_weights(tmp_path / "run" / "model", weights, tolerance=3e-5)
 
 
 def test_sft_is_its_definition(wide, tmp_path):
     sft = script("sft")
-    options = {
-        "steps": 10,
-        "batch": 5,
-        "lr": 2e-3,
-        "lr_end": 0.5,
-        "warmup": 4,
-        "max_norm": 0.5,
-        "budget": 40,
-        "seed": 3,
-    }
+    options = {"steps": 10, "batch": 5, "lr": 2e-3, "schedule": "cosine", "lr_end": 0.5, "warmup": 4}
+    options |= {"beta1": 0.8, "beta2": 0.95, "weight_decay": 0.1, "max_norm": 0.5, "budget": 40, "seed": 3}
     cfg = sft.Config(**options, out=str(tmp_path / "run"))
     lm, tokenizer = rft.model.load("tiny").eval(), rft.model.load_tokenizer("tiny")
-    task, opt, wanted = line.Task("sort_digits", 1, tokenizer, cfg.template), line.AdamW(lm, max_norm=0.5), []
+    task, opt, wanted = line.Task("sort_digits", 1, tokenizer, cfg.template), line.AdamW(lm, cfg), []
     for step in range(cfg.steps):
         terms = []
         for prompt, _ in line.drawn(task, cfg.batch, step, cfg.seed):
@@ -352,9 +370,9 @@ def test_sft_is_its_definition(wide, tmp_path):
             row = {"ids": prompt["ids"], "tokens": answer}
             terms += list(-line.scores(lm, row, temperature=1.0, top_p=1.0)[0])
         total = sum(terms) / len(terms)
-        rate = line.linear_rate(cfg.lr, cfg.warmup, cfg.steps, cfg.lr_end, opt.count)
-        norm = opt.step(line.gradients(lm, total), rate)
-        wanted.append({"loss": float(total), "grad/norm": norm, "grad/skipped": 0.0})
+        lr = line.rate(cfg, cfg.lr, cfg.warmup, cfg.steps, opt.count)
+        norm = opt.step(line.gradients(lm, total), lr)
+        wanted.append({"loss": float(total.detach()), "grad/norm": norm, "grad/skipped": 0.0, "lr": lr})
     sft.main(cfg)
     same(logged(tmp_path / "run"), wanted)
     same_weights(tmp_path / "run" / "model", opt.params)
