@@ -134,23 +134,27 @@ def leave(line: str) -> None:
     os._exit(LOST)
 
 
-def _singles(packs: Sequence[Packed]) -> list[Packed]:
-    """Each sequence as a pack of its own."""
+def _units(packs: Sequence[Packed]) -> list[Packed]:
+    """Each sequence as a pack of its own; each pair where two belong together."""
     out = []
     for b in packs:
-        for k in range(b.num_seqs):
-            mine = b.seq == k
+        for first in range(0, b.num_seqs, b.unit):
+            mine = (b.seq >= first) & (b.seq < first + b.unit)
             part = tree.map(lambda x: x[mine], tree.replace(b, media=None))  # noqa: B023
-            rows, media = b.rows[k : k + 1], None if b.media is None else b.media.take([k])
-            out.append(tree.replace(part, seq=torch.zeros_like(part.seq), num_seqs=1, rows=rows, media=media))
+            rows = b.rows[first : first + b.unit]
+            members = [first + i for i in range(len(rows))]  # a placeholder has no rows, and no media
+            media = None if b.media is None else b.media.take(members)
+            out.append(tree.replace(part, seq=part.seq - first, num_seqs=b.unit, rows=rows, media=media))
     return out
 
 
 def _silent_pack(b: Packed) -> Packed:
-    """A pack that adds nothing: its first token, masked, with finite data."""
-    part = tree.map(lambda x: torch.zeros_like(x[:1]), tree.replace(b, media=None))
+    """A pack of one unit that adds nothing: masked tokens, with finite data."""
+    part = tree.map(lambda x: x.new_zeros(b.unit, *x.shape[1:]), tree.replace(b, media=None))
     media = None if b.media is None else b.media.take([])
-    return tree.replace(part, tokens=b.tokens[:1], num_seqs=1, rows=(), media=media)
+    seq = torch.arange(b.unit, device=b.seq.device)
+    tokens = b.tokens[:1].repeat(b.unit)
+    return tree.replace(part, tokens=tokens, seq=seq, num_seqs=b.unit, rows=(), padding=0, media=media)
 
 
 def _smallest(count: int, bad: Callable[[int], bool]) -> int | None:
@@ -175,7 +179,7 @@ def first_offender(
     """
     found: tuple[int, Packed] | None = None
     parts: list[Packed] = list(packs)
-    for cut in (lambda x: list(x), _singles):
+    for cut in (list, _units):
         parts = cut(parts)
         counts = dist.share(len(parts))
         starts = [sum(counts[:r]) for r in range(len(counts))]
@@ -231,5 +235,6 @@ def load(folder: str | Path) -> tuple[Packed, dict[str, Tensor], dict[str, Any]]
     for name in [n for n in flat if n.startswith("extra/")]:
         extra[name.removeprefix("extra/")] = flat.pop(name)
     about = json.loads((folder / "fault.json").read_text())
-    pack = Packed(**flat, extra=extra or None, num_seqs=1, rows=())
+    unit = about.get("num_seqs", 1)  # 2 where a loss of pairs broke
+    pack = Packed(**flat, extra=extra or None, num_seqs=unit, unit=unit, rows=())
     return pack, load_file(folder / "weights.safetensors"), about

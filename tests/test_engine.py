@@ -41,6 +41,20 @@ def test_trainer_and_sampler_agree(options):
     assert ((eng.score(r, sampling=sampling) - r.logp) * r.mask).abs().max() < 1e-5
 
 
+def test_a_token_outside_of_the_cut_keeps_a_finite_score():
+    """Such a token is added to the set: p / (mass of the two likeliest + p), for engine and trainer."""
+    r, cut = rollout(rft.Sampling(max_new=9)), rft.Sampling(top_k=2)
+    with torch.no_grad():
+        p = tiny.llama()(r.tokens, use_cache=False).logits[:, :-1].softmax(-1)
+    own = p.gather(-1, r.tokens[:, 1:, None])[..., 0]
+    two = p.topk(2).values
+    want = (own / (two.sum(-1) + torch.where(own < two[..., 1], own, 0))).log()
+    want = torch.nn.functional.pad(want, (1, 0))[r.mask]
+    assert (torch.nn.functional.pad(own < two[..., 1], (1, 0))[r.mask]).any()
+    for got in (engine.hf(tiny.llama(), tiny.tokenizer()).score(r, sampling=cut), trainer_logp(r, cut)):
+        torch.testing.assert_close(got[r.mask], want, rtol=1e-4, atol=1e-4)
+
+
 def responses(r, i, n):
     return [r.tokens[i * n + j][r.mask[i * n + j]].tolist() for j in range(n)]
 

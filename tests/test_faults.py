@@ -204,10 +204,38 @@ def test_the_smallest_prefix():
 
 def test_a_pack_splits_into_its_sequences():
     exp = conformance.experience(0)
-    for one, row in zip(faults._singles([packing.pack(exp, [2, 4]), packing.pack(exp, [1])]), (2, 4, 1)):
+    for one, row in zip(faults._units([packing.pack(exp, [2, 4]), packing.pack(exp, [1])]), (2, 4, 1)):
         want = packing.pack(exp, [row])
         assert one.rows == (row,) and one.num_seqs == 1
         assert all(torch.equal(a, b) for a, b in zip(tree.leaves(one), tree.leaves(want)))
+
+
+def preference(out, b):
+    """Bradley-Terry of the sums of log-probs with a margin, on each token of the chosen response."""
+    score = rft.segment.sum(out.logp, b.mask, b.seq, b.num_seqs)
+    margin = rft.segment.sum(b.old_logp, b.mask, b.seq, b.num_seqs)
+    pair = rft.loss.bradley_terry(score[0::2], score[1::2], margin=margin[0::2])
+    return torch.where(b.mask & (b.seq % 2 == 0), pair[b.seq // 2], 0)
+
+
+def test_a_loss_of_pairs_leaves_its_pair(tmp_path):
+    """The post-mortem tries pairs, and keeps both sides of the one at fault."""
+    st = get_strategy(StrategyConfig(max_skips=1))
+    faults.keep(tmp_path)
+    apply, state = st.init(tiny.llama(), conformance.adamw())
+    exp = conformance.experience(0, dtype=torch.float32)
+    exp = packing.take(exp, torch.arange(len(exp.tokens) // 2 * 2))
+    bad = next(i for i in range(2, len(exp.tokens), 2) if exp.mask[i].any())
+    exp.old_logp[bad] = torch.nan
+    packs = st.shard(exp, 60, unit=2)
+    assert len(packs) > 1
+    grads, _ = st.grad(state, apply, preference, packs)
+    with pytest.raises(faults.NonFinite, match="the first sequence with such a gradient"):
+        st.update(state, grads)
+    pack, _, about = faults.load(tmp_path / "fault_00000001")
+    assert about["row"] == bad and pack.num_seqs == pack.unit == 2
+    want = packing.pack(exp, [bad, bad + 1], unit=2)
+    assert torch.equal(pack.tokens, want.tokens) and torch.equal(pack.seq, want.seq)
 
 
 def test_replay_shows_what_is_not_finite(tmp_path, capsys):

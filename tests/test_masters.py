@@ -101,9 +101,9 @@ def test_16_bits_without_masters_are_refused_in_one_line():
     ) as error:
         st.init(tiny.llama(dtype=torch.bfloat16), optim.adamw(1e-3))
     assert "\n" not in str(error.value)
-    frozen = tiny.llama(dtype=torch.bfloat16).requires_grad_(False)
-    frozen.model.norm.float().requires_grad_()  # as adapters on a base in 16 bits
-    _, state = st.init(frozen, optim.adamw(1e-3))
+    adapted = rft.model.apply_lora_configuration(tiny.llama(dtype=torch.bfloat16), 2, 4.0)
+    _, state = st.init(adapted, optim.adamw(1e-3))
+    assert {p.dtype for p in state.params.values()} == {torch.float32}  # adapters are wide, their base is not
     assert isinstance(state.opt, optim.AdamState)
 
 

@@ -172,6 +172,17 @@ def test_shard_gives_every_rank_as_many_packs_and_about_as_many_tokens(world):
     assert sorted(i for rank in shards for b in rank for i in b.rows) == list(range(len(sizes)))
 
 
+@pytest.mark.parametrize("lengths", [[6] * 8, [101, 2, 2, 2, 2, 2], [90, 80, 3, 3, 3, 3, 3]])
+@pytest.mark.parametrize("budget", [0, 200, 110])
+def test_at_most_so_many_rows_in_a_pack_whatever_the_budget(lengths, budget):
+    """Also where rows are spread by their sizes: one long row, and all short ones beside each other."""
+    exp = lengths_only(lengths)
+    for world in (1, 2):
+        shards = packing.shard(exp, budget, world, most=3)
+        assert max(len(b.rows) for rank in shards for b in rank) <= 3
+        assert sorted(i for rank in shards for b in rank for i in b.rows) == list(range(len(lengths)))
+
+
 def test_a_batch_that_fits_one_pack_is_still_shared_by_all_ranks():
     """What goes wrong elsewhere: few short rows end in one pack, and all ranks but one compute on padding."""
     shards = packing.shard(lengths_only([11] * 8), 4096, 4)

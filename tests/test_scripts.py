@@ -525,7 +525,7 @@ def test_reward_errors_in_the_middle_lose_nothing(tmp_path):
 def test_help_is_the_docs_of_the_fields():
     text = " ".join(run("grpo", "--help").replace("│", " ").split())
     for line in (
-        "prompts a step",
+        "prompts per step",
         "a row of rft_fn.algorithm.TABLE",
         "trade a second forward for memory",
         "--strategy.engine-batch",

@@ -29,6 +29,20 @@ def wide(monkeypatch):
     )
 
 
+@pytest.fixture
+def versions(monkeypatch):
+    """The version of the weights behind each rollout of a script, in their order."""
+    seen, generate = [], rft.engine.gather_and_generate
+
+    def recorded(*args, **options):
+        rollout = generate(*args, **options)
+        seen.extend(set(rollout.version.tolist()))
+        return rollout
+
+    monkeypatch.setattr(rft.engine, "gather_and_generate", recorded)
+    return seen
+
+
 def logged(folder):
     return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -148,7 +162,7 @@ def grpo_update(rows, lm, ref, cfg, opt, lr):
     }
 
 
-def test_grpo_is_its_definition(wide, tmp_path):
+def test_grpo_is_its_definition(wide, versions, tmp_path):
     grpo = script("grpo")
     strategy = rft.strategy.StrategyConfig(train_batch_size=5, engine_batch=7)
     cfg = grpo.Config(**GRPO, strategy=strategy, out=str(tmp_path / "run"))
@@ -162,6 +176,7 @@ def test_grpo_is_its_definition(wide, tmp_path):
     grpo.main(cfg)
     same(logged(tmp_path / "run"), wanted)
     same_weights(tmp_path / "run" / "model", weights)
+    assert versions == sorted(versions) and set(versions) == set(range(cfg.steps + 1))
 
 
 PPO = {
@@ -345,7 +360,7 @@ def ppo_by_hand(cfg, lm, tokenizer):
 @pytest.mark.parametrize(
     "row", [{"algorithm": "ppo", "gae_lambda": 0.8}, {"algorithm": "vapo", "gae_alpha": 0.7}]
 )
-def test_ppo_is_its_definition(wide, tmp_path, row):
+def test_ppo_is_its_definition(wide, versions, tmp_path, row):
     ppo = script("ppo")
     cfg = ppo.Config(**PPO, **row, out=str(tmp_path / "run"))
     lm, tokenizer = rft.model.load("tiny"), rft.model.load_tokenizer("tiny")
@@ -354,6 +369,7 @@ def test_ppo_is_its_definition(wide, tmp_path, row):
     # normalised rewards and the shares of good responses are float32: their rounding grows with each update
     same(logged(tmp_path / "run"), wanted, tolerance=3e-5)
     same_weights(tmp_path / "run" / "model", weights, tolerance=3e-5)
+    assert versions == sorted(versions) and set(versions) == set(range(cfg.steps + 1))
 
 
 def test_sft_is_its_definition(wide, tmp_path):

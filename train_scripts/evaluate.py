@@ -66,7 +66,8 @@ def main(cfg: Config) -> None:
     options["columns"] = rft.reward.columns(score)
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, split="test", **options)
     prompts, keys = rft.data.take(dataset, cfg.count, cfg.seed)
-    rft.reward.check(score, [p.columns for p in prompts[:2]])
+    rows = [p.columns for p in prompts[:2]]
+    rft.engine.check_reward(st, score, rows, timeout=cfg.reward_timeout)
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
     eng = rft.engine.get_engine(cfg.strategy.engine, model, tokenizer)
 
@@ -84,7 +85,7 @@ def main(cfg: Config) -> None:
         rollouts.append((rollout, judged))
 
     # ---- what they are worth
-    first = cfg.reward[0].partition("=")[0]
+    first = next(iter(score.components))
     correct = torch.cat([judged.parts[first] for _, judged in rollouts]) >= cfg.correct  # [N, G]
     share = correct.double().mean(-1)
     result = {f"avg@{cfg.group}": share.mean().item(), "questions": len(prompts)}

@@ -147,6 +147,7 @@ def minibatches(cfg: Config, algo: rft.algorithm.Algorithm, exp: rft.Experience,
 def main(cfg: Config) -> None:
     # ---- where it runs, and the folder of the run
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
+    rft.engine.check_config(cfg.strategy.engine)
     algo = limited(rft.algorithm.get_algorithm(cfg.algorithm, group=cfg.group), cfg)
     check(cfg, algo)
     extendable = cfg.lr_end == 1 or cfg.schedule == "constant"
@@ -173,7 +174,8 @@ def main(cfg: Config) -> None:
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **needed)
     unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **needed)
     first_prompts, _ = rft.data.take(dataset, 2, cfg.seed)
-    rft.reward.check(score, [p.columns for p in first_prompts])
+    rows = [p.columns for p in first_prompts]
+    rft.engine.check_reward(st, score, rows, timeout=cfg.reward_timeout)
 
     # ---- the policy, its optimizer, and the initial model where a KL asks for it
     load = partial(rft.model.load, cfg.model, meta=st.world > 1)

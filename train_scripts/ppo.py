@@ -166,6 +166,7 @@ def main(cfg: Config) -> None:
     # ---- where it runs, the algorithm with the options given, and the folder of the run
     check(cfg)
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
+    rft.engine.check_config(cfg.strategy.engine)
     row = rft.algorithm.get_actor_critic(cfg.algorithm)
     row = row._replace(
         advantage=given(row.advantage, gamma=cfg.gamma, lambda_=cfg.gae_lambda, alpha=cfg.gae_alpha),
@@ -196,7 +197,8 @@ def main(cfg: Config) -> None:
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **needed)
     unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **needed)
     first_prompts, _ = rft.data.take(dataset, 2, cfg.seed)
-    rft.reward.check(score, [p.columns for p in first_prompts])
+    rows = [p.columns for p in first_prompts]
+    rft.engine.check_reward(st, score, rows, timeout=cfg.reward_timeout)
     examples = None
     if cfg.ptx:
         examples = rft.data.load(

@@ -120,6 +120,9 @@ def settle(
     """
     if not isinstance(root, Reader):
         return
+    if any(p.is_meta for p in root.parameters()):
+        assume(root)
+        return
     call = call or root
     agree = agree or bool
     with warnings.catch_warnings(record=True) as heard:
@@ -155,9 +158,8 @@ def assume(root: nn.Module) -> None:
     root.way = POSITIONS
     if root.fused:
         lm = copy.deepcopy(root.lm).float()  # of 16 bits the logits are a copy in float32
-        inner(
-            lm
-        ).config.get_text_config()._attn_implementation = "eager"  # whose masks are made without values
+        text = inner(lm).config.get_text_config()
+        text._attn_implementation = "eager"  # its masks are made without values
         ids = torch.zeros(1, 2, dtype=torch.long, device=next(lm.parameters()).device)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
         root.fused = _head(lm, inputs, _is)[1]

@@ -1,6 +1,8 @@
 """Mutants of the data, of rewards, and of rewards over the ranks."""
 
-JUDGING, REWARDS, ROWS, DATA = (f"tests/test_{x}.py::test_" for x in ("judging", "reward", "data_rows", "data"))
+JUDGING, REWARDS, ROWS, DATA = (
+    f"tests/test_{x}.py::test_" for x in ("judging", "reward", "data_rows", "data")
+)
 
 MUTANTS = [
     (
