@@ -36,7 +36,7 @@ def run(world, tmp_path, *args, **options):
         env=environment(tmp_path),
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done
@@ -97,12 +97,12 @@ def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path):
         stderr=subprocess.STDOUT,
     )
     try:
-        end = time.monotonic() + 200
+        end = time.monotonic() + 600
         while not (tmp_path / "run/metrics.jsonl").exists() or len(rows(tmp_path / "run")) < 5:
             assert time.monotonic() < end and process.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.05)
         os.kill(workers(process)[1], signal.SIGKILL)
-        assert process.wait(timeout=200) == 0, (tmp_path / "log").read_text()
+        assert process.wait(timeout=600) == 0, (tmp_path / "log").read_text()
     finally:
         process.kill()
     text = (tmp_path / "log").read_text()
@@ -116,17 +116,17 @@ def test_a_first_start_leaves_a_whole_model_in_the_cache(tmp_path):
     """Both processes find the cache empty; one of them builds, and a later process can load what it left."""
     env = environment(tmp_path) | {"RFT_FN_CACHE": str(tmp_path / "cache")}
     args = command(2, "--steps", 1, "--out", tmp_path / "run")
-    done = subprocess.run(args, env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(args, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     (built,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     code = f"from rft_fn import model; model.load({str(built)!r}); model.load_tokenizer({str(built)!r})"
-    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=600)
 
 
 def test_a_mistake_is_one_line_from_rank_0(tmp_path):
     options = ["--out", tmp_path / "run", "--strategy.sp-size", 3]
     done = subprocess.run(
-        command(2, *options), env=environment(tmp_path), capture_output=True, text=True, timeout=200
+        command(2, *options), env=environment(tmp_path), capture_output=True, text=True, timeout=600
     )
     lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert done.returncode != 0 and lines == ["error: sp_size: expected a divisor of the 2 processes, got 3"]
@@ -144,12 +144,12 @@ def test_a_signal_to_torchrun_stops_all_ranks_after_one_step(tmp_path):
         stderr=(tmp_path / "log").open("w"),
     )
     try:
-        end = time.monotonic() + 200
+        end = time.monotonic() + 600
         while not (tmp_path / "run/metrics.jsonl").exists() or len(rows(tmp_path / "run")) < 3:
             assert time.monotonic() < end and process.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=100) != 0
+        assert process.wait(timeout=600) != 0
     finally:
         process.kill()
     done = len(rows(tmp_path / "run"))
@@ -172,7 +172,7 @@ def test_a_folder_in_use_is_one_line_on_every_rank(tmp_path):
             env=environment(tmp_path),
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=600,
         )
     finally:
         lock.release(folder)
