@@ -301,7 +301,7 @@ def main(cfg: Config) -> None:
             if len(logs) == 1:  # before the first update trainer and sampler have the same weights
                 rft.engine.check_gap(logs[0], cfg.max_gap, eng, rollout, sampling, apply, state.params, packs)
             with run.phase("train"):
-                rate = schedule(state.step)
+                rate = schedule(rft.optim.count(state.opt))
                 state, metrics = st.update(state, grads)
                 logs[-1] |= rft.metric.results(metrics)
         with run.phase("sync"):

@@ -325,7 +325,7 @@ def main(cfg: Config) -> None:
         # ---- learn: in each minibatch the critic, then the actor
         updates = []
         learns = step >= cfg.freeze_actor_steps
-        rate = schedule(actor.step)
+        rate = schedule(rft.optim.count(actor.opt))
         for i, part in enumerate(minibatches(cfg, row, exp, step)):
             with run.phase("train"):
                 mine = shard(part)
@@ -344,7 +344,7 @@ def main(cfg: Config) -> None:
                 rft.engine.check_gap(start, cfg.max_gap, eng, rollout, sampling, apply, actor.params, packs)
             if learns:
                 with run.phase("train"):
-                    rate = schedule(actor.step)
+                    rate = schedule(rft.optim.count(actor.opt))
                     actor, metrics = st.update(actor, grads)
                     updates[i] |= rft.metric.results(metrics)
         with run.phase("sync"):

@@ -121,7 +121,7 @@ def main(cfg: Config) -> None:
         # ---- learn
         with run.phase("train"):
             packs = st.shard(exp, cfg.budget)
-            rate = schedule(state.step)
+            rate = schedule(rft.optim.count(state.opt))
             grads, metrics = st.grad(state, apply, loss_fn, packs)
             state, more = st.update(state, grads)
         values = rft.metric.results(metrics | more) | {"lr": rate}
