@@ -228,7 +228,8 @@ def test_master_weights_equal_float32_training():
 
 def test_the_count_is_of_updates_that_were_made():
     """The learning rate follows it, wherever the adamw is in the chain."""
-    inner = optim.chain(optim.clip_by_global_norm(1.0), optim.master_weights(optim.adamw(0.1)), optim.ema(0.9))
+    wide = optim.master_weights(optim.adamw(0.1))
+    inner = optim.chain(optim.clip_by_global_norm(1.0), wide, optim.ema(0.9))
     params = draw(0, torch.bfloat16)
     _, state = run(inner, params, [draw(1), draw(2)])
     assert optim.count(state) == 2

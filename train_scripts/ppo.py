@@ -212,7 +212,9 @@ def main(cfg: Config) -> None:
         module = rft.model.apply_lora_configuration(
             module, cfg.lora_rank, cfg.lora_alpha, target_modules=cfg.lora_targets, seed=cfg.seed
         )
-    valuer = rft.model.load_critic(cfg.critic or cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
+    valuer = rft.model.load_critic(
+        cfg.critic or cfg.model, gradient_checkpointing=cfg.gradient_checkpointing, meta=st.world > 1
+    )
     average = [rft.optim.ema(cfg.ema)] if cfg.ema else []
     tx, schedule = optimizer(cfg, cfg.lr, max(cfg.steps - cfg.freeze_actor_steps, 0), *average)
     critic_tx, _ = optimizer(cfg, cfg.critic_lr, cfg.steps)
