@@ -46,15 +46,9 @@ class Critic(probe.Reader):
         if getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None:
             raise ValueError(f"lm: expected a model with a decoder of its own, got {type(lm).__name__}")
         narrow(lm, self.decoder)
-        like = next(self.decoder.parameters())
-        wide = torch.promote_types(like.dtype, torch.float32)
-        self.head = nn.utils.skip_init(
-            nn.Linear,
-            self.decoder.config.get_text_config().hidden_size,
-            1,
-            device=home(self.decoder),
-            dtype=wide,
-        )
+        width = self.decoder.config.get_text_config().hidden_size
+        wide = torch.promote_types(next(self.decoder.parameters()).dtype, torch.float32)
+        self.head = nn.utils.skip_init(nn.Linear, width, 1, device=home(self.decoder), dtype=wide)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         _silence(self.decoder)

@@ -53,8 +53,10 @@ def empty(
 
 
 def narrow(module: nn.Module, part: nn.Module) -> None:
-    """Have a part of a module, which is kept without the rest, get its weights from the module's files. Nothing
-    for a module that has its weights."""
+    """Have a part of a module, which is kept without the rest, get its weights from the module's files.
+
+    Nothing for a module that has its weights.
+    """
     source = _source(module)
     if source is None or source is part:
         return
