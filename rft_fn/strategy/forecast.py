@@ -209,8 +209,9 @@ def estimate(
     only scores. The modules may be on the meta device; they are left alone.
 
     A pack has `budget` tokens, of which all count as responses; with sp_size each process has its part of
-    them. That is an upper bound for a model that takes one sequence at a time. kind: "cuda" or "cpu". `engine`: one samples with a copy of the first model, sequences of up to
-    `length` tokens (0 leaves out its cache). What cannot run without values leaves a line in `unknown`.
+    them. A model that takes one sequence at a time has at most that. kind: "cuda" or "cpu". `engine`: one
+    samples with a copy of the first model, sequences of up to `length` tokens (0 leaves out its cache). What
+    cannot run without values leaves a line in `unknown`.
     """
     if not models or budget < 1:
         raise ValueError(f"models, budget: expected at least one of each, got {len(models)} and {budget}")
