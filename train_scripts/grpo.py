@@ -173,6 +173,7 @@ def main(cfg: Config) -> None:
     needed = options | {"columns": rft.reward.columns(score)}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **needed)
     unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **needed)
+    rft.strategy.check_data(st, dataset, unseen)
     first_prompts, _ = rft.data.take(dataset, 2, cfg.seed)
     rows = [p.columns for p in first_prompts]
     rft.engine.check_reward(st, score, rows, timeout=cfg.reward_timeout)

@@ -196,6 +196,7 @@ def main(cfg: Config) -> None:
     needed = options | {"columns": rft.reward.columns(score)}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **needed)
     unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **needed)
+    rft.strategy.check_data(st, dataset, unseen)
     first_prompts, _ = rft.data.take(dataset, 2, cfg.seed)
     rows = [p.columns for p in first_prompts]
     rft.engine.check_reward(st, score, rows, timeout=cfg.reward_timeout)
@@ -204,6 +205,7 @@ def main(cfg: Config) -> None:
         examples = rft.data.load(
             cfg.ptx_data, tokenizer, seed=cfg.seed + 2, response=cfg.ptx_response, **options
         )
+        rft.strategy.check_data(st, examples)
 
     # ---- actor and critic with their optimizers, and the initial model where the KL asks for it
     load = partial(rft.model.load, cfg.model, meta=st.world > 1)

@@ -92,6 +92,7 @@ def main(cfg: Config) -> None:
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
     options |= {"response": cfg.response, "max_tokens": cfg.budget}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
+    rft.strategy.check_data(st, dataset)
 
     # ---- the model and its optimizer, and where the last checkpoint left them
     module = rft.model.load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing, meta=st.world > 1)
