@@ -529,3 +529,19 @@ def test_help_is_the_docs_of_the_fields():
         "--strategy.engine-batch",
     ):
         assert line in text
+
+
+def test_the_learning_rate_on_record_is_the_one_that_was_used(tmp_path, monkeypatch):
+    """An update that is skipped does not move the schedule on."""
+    sft, nll, calls = script("sft"), rft.loss.nll, []
+
+    def once_nan(logp):
+        calls.append(0)
+        return nll(logp) * (torch.nan if len(calls) == 2 else 1)
+
+    monkeypatch.setattr(rft.loss, "nll", once_nan)
+    cfg = sft.Config(out=str(tmp_path / "run"), steps=4, batch=2, warmup=4, lr=0.004, budget=4096)
+    sft.main(cfg)
+    found = rows(tmp_path / "run")
+    assert [r["grad/skipped"] for r in found] == [0, 1, 0, 0]
+    assert [r["lr"] for r in found] == pytest.approx([0.001, 0.002, 0.002, 0.003])

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+import ranks
+import tiny
 import torch
 from ranks import free_port
 
@@ -179,3 +181,31 @@ def test_a_folder_in_use_is_one_line_on_every_rank(tmp_path):
     lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert done.returncode != 0 and f"in use by process {os.getpid()} on " in lines[0]
     assert all(line.partition(": ")[2] == lines[0].partition(": ")[2] for line in lines)
+
+
+def other_rows(rank):
+    """A data file of which one rank has another version, with as many rows."""
+    from rft_fn import data, strategy
+
+    st = strategy.get_strategy(strategy.StrategyConfig())
+    rows = [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}]
+    same = data.from_rows(rows, tiny.tokenizer(), name="same.jsonl")
+    other = data.from_rows(
+        [*rows[:1], rows[1] | {"answer": f"e{rank}"}], tiny.tokenizer(), name="other.jsonl"
+    )
+    strategy.check_data(st, same, data.load("sort_digits:1", tiny.tokenizer()))
+    try:
+        strategy.check_data(st, same, other)
+    except ValueError as error:
+        return str(error), other.digest
+    return "", ""
+
+
+def test_ranks_with_other_rows_are_refused_on_every_rank():
+    found = ranks.run(2, "test_torchrun:other_rows")
+    digests = [digest for _, digest in found]
+    line = (
+        f"data: expected the same rows on all ranks, got others for other.jsonl: rank 0 has 2 rows, "
+        f"{digests[0]}, rank 1 has 2 rows, {digests[1]}; give all ranks the same file"
+    )
+    assert [text for text, _ in found] == [line, line] and digests[0] != digests[1]
