@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Finite, Positive, PositiveShare
+from rft_fn.check import AtLeast0, Count, Finite, Positive, PositiveShare, Seed
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Config:
     top_p: PositiveShare = 1.0  # sample from the smallest set of tokens with this mass
     max_new: Count = 6  # tokens a response
     max_prompt: Count = 512  # tokens a prompt; longer ones of a file are left out
-    seed: int = 1  # of a task's questions (training uses 0, its evaluation 1) and of sampling
+    seed: Seed = 1  # of a task's questions (training uses 0, its evaluation 1) and of sampling
     out: str = ""  # a .json for the numbers and a .jsonl beside it for every response; empty writes neither
     strategy: rft.strategy.StrategyConfig = field(default_factory=rft.strategy.StrategyConfig)
 

@@ -11,7 +11,19 @@ from typing import Literal
 import torch
 
 import rft_fn as rft
-from rft_fn.check import Above1, AtLeast0, Count, Decay, Finite, Free, Positive, PositiveShare, Share, Whole
+from rft_fn.check import (
+    Above1,
+    AtLeast0,
+    Count,
+    Decay,
+    Finite,
+    Free,
+    Positive,
+    PositiveShare,
+    Seed,
+    Share,
+    Whole,
+)
 from rft_fn.strategy import StrategyConfig
 
 
@@ -91,7 +103,7 @@ class Config:
     eval_prompts: Count = 128  # questions of an evaluation, answered greedily
 
     # the run
-    seed: int = 0  # of everything
+    seed: Seed = 0  # of everything
     out: Free[str] = "runs/ppo"  # folder of the run
     override: Free[bool] = False  # resume with changed options; overrides.jsonl in the folder lists them
     save_every: Free[Count] = 20  # steps between checkpoints

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Decay, Free, Positive, Share, Whole
+from rft_fn.check import AtLeast0, Count, Decay, Free, Positive, Seed, Share, Whole
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Config:
     budget: Free[Count] = 1024  # tokens per pack
     gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
 
-    seed: int = 0  # of everything
+    seed: Seed = 0  # of everything
     out: Free[str] = "runs/sft"  # folder of the run; the model goes to its subfolder model
     override: Free[bool] = False  # resume with changed options; overrides.jsonl in the folder lists them
     save_every: Free[Count] = 10  # steps between checkpoints

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 
 import rft_fn as rft
-from rft_fn.check import Count, Positive, Several, Whole
+from rft_fn.check import Count, Positive, Seed, Several, Whole
 
 
 @dataclass(frozen=True)
@@ -36,16 +36,17 @@ class Config:
     points: Several = 21  # limits, evenly spaced in logarithm; as many coefficients of the KL term
     at_once: Count = 21  # points whose gradients are held at a time; lower it for a large model
     max_new: Count = 6  # tokens a response
-    seed: int = 0  # of samples and prompts
+    seed: Seed = 0  # of samples and prompts
     out: str = "runs/sweep"  # folder of the picture and the numbers
 
     __post_init__ = rft.check.fields
 
 
 def check(cfg: Config) -> None:
-    """ValueError for numbers that make no sweep."""
+    """ValueError for numbers that make no sweep, and for a folder that cannot be written to."""
     if not 0 < cfg.low < cfg.high:
         raise ValueError(f"low, high: expected 0 < low < high, got {cfg.low} and {cfg.high}")
+    rft.run.check_results(Path(cfg.out) / "sweep.json")
 
 
 def at(name: str, logp: Tensor, b: rft.Packed, x: Tensor) -> Tensor:
@@ -110,7 +111,6 @@ def main(cfg: Config) -> None:
     gap = torch.cat([(logp - b.old_logp)[b.mask] for b, logp, _ in stages])
     found["log_ratio_std"] = gap.std().item()
     folder = Path(cfg.out)
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "sweep.json").write_text(json.dumps(found, indent=1) + "\n")
     draw(found, folder / "sweep.png")
     show = lambda n, i: f"{found[n]['grad_norm'][i]:8.4f} ({found[n]['stopped'][i]:5.1%})"  # noqa: E731

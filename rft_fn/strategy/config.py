@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Annotated, Any, get_type_hints
 
 from rft_fn import check, dist
-from rft_fn.check import AtLeast0, Count, Free, Range, Share, Whole
+from rft_fn.check import AtLeast0, Count, Free, Range, Seed, Share, Whole
 from rft_fn.types import EngineConfig
 
 __all__ = ["StrategyConfig", "add_arguments"]
@@ -41,7 +41,7 @@ class StrategyConfig:
     """compute in bfloat16; parameters, their sums of gradients and the optimizer stay in float32"""
     max_norm: AtLeast0 = 0.0
     """gradients of each model are clipped to this global norm before its optimizer; 0 leaves that to it"""
-    seed: int = 0
+    seed: Seed = 0
     """of torch's global generator: whatever draws from it (new adapters, new heads) is the same everywhere"""
     train_batch_size: Whole = 0
     """sequences an update; a rollout of more is several updates. 0 is the whole rollout"""
