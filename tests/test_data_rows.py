@@ -174,9 +174,7 @@ def test_a_hub_data_set_without_a_hub_is_one_line_within_seconds(monkeypatch, ca
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     start = time.monotonic()
-    with pytest.raises(
-        ValueError, match=r"nobody/none.*neither a file nor in the hub's cache, and .* cannot"
-    ):
+    with pytest.raises(ValueError, match=r"nobody/none.*neither a file nor in the hub's cache, and "):
         data.read_rows("nobody/none")
     assert time.monotonic() - start < 12 and capfd.readouterr().err == ""
 

@@ -186,10 +186,16 @@ def test_a_checkpoint_becomes_a_model(straight, tmp_path):
         ({"step": 3}, "step: expected one of .*8, got 3"),
         ({"step": 8, "best": True}, "step, best: expected one of them"),
         ({"critic": True}, "critic: expected off, the run has none"),
+        ({"merge": False, "out": str(tmp_path / "x")}, "merge: expected on, the model of this run has no"),
+        ({"out": str(folder / "config.json/x")}, "out: .*config.json cannot be made"),
         ({"out": str(tmp_path / "six")}, "out: .*six is there already"),
     ):
         with pytest.raises(ValueError, match=message):
             export.main(export.Config(run=str(folder), **options))
+    (folder / "config.json").write_text(json.dumps(rft.run.settings(folder) | {"ema": 0.0}))
+    with pytest.raises(ValueError, match="ema: expected off, the run has no average"):
+        export.main(export.Config(run=str(folder), ema=True, out=str(tmp_path / "x")))
+    assert not (tmp_path / "x").exists()
     with pytest.raises(ValueError, match="run: expected the folder of a run"):
         export.main(export.Config(run=str(tmp_path)))
 
@@ -422,6 +428,7 @@ BAD = {
     "an unknown algorithm": (lambda t: ["--algorithm", "ppo2"], "algorithm: expected one of grpo"),
     "no such data": (lambda t: ["--data", "nowhere.jsonl"], "could not read 'nowhere.jsonl': no such file"),
     "no such model": (lambda t: ["--model", "./nowhere"], "expected a folder, a hub name"),
+    "no reward": (lambda t: ["--reward"], "reward: expected at least one, got none"),
     "no such reward": (lambda t: ["--reward", "best"], "reward 'best': expected one of math"),
     "greedy sampling": (lambda t: ["--temperature", "0"], "temperature: expected > 0"),
     "a budget too small": (lambda t: ["--budget", "5"], "budget: expected at least"),
@@ -600,3 +607,51 @@ def test_help_is_the_docs_of_the_fields():
         "--strategy.engine-batch",
     ):
         assert line in text
+
+
+def test_adapters_are_saved_alone_and_trained_further_as_they_are(tmp_path):
+    """lora_merge=False leaves a folder of adapters; a model that has some gets no second ones."""
+    grpo, folder = script("grpo"), tmp_path / "r"
+    options = {"prompts": 2, "group": 2, "steps": 1, "eval_prompts": 2}
+    grpo.main(grpo.Config(**options, lora_rank=2, lora_merge=False, out=str(folder)))
+    assert (folder / "model/adapter_model.safetensors").exists()
+    assert not (folder / "model/model.safetensors").exists()
+    again = {**options, "model": str(folder / "model")}
+    with pytest.raises(ValueError, match=r"^rank: expected no new adapters for a model that has some, got 2"):
+        grpo.main(grpo.Config(**again, lora_rank=2, out=str(tmp_path / "two")))
+    grpo.main(grpo.Config(**again, out=str(tmp_path / "further")))
+    weights = rft.ckpt.weights(tmp_path / "further/checkpoints/step_00000001")
+    assert weights and all("lora_" in name for name in weights)
+
+
+def test_the_checkpoints_that_are_kept(tmp_path):
+    """The newest, the best beside them, and no more than fit into max_bytes."""
+    grpo = script("grpo")
+    options = {"prompts": 2, "group": 2, "steps": 5, "eval_prompts": 2, "save_every": 1}
+
+    def left(name, **change):
+        grpo.main(grpo.Config(**options, **change, out=str(tmp_path / name)))
+        return sorted(int(p.name[5:]) for p in (tmp_path / name / "checkpoints").iterdir())
+
+    assert left("newest", keep=2, best=0) == [4, 5]
+    scores = [row["reward/mean"] for row in rows(tmp_path / "newest")]
+    kept = left("best", keep=1, best=2)
+    assert kept[-1] == 5 and len(kept) in (2, 3)
+    assert {scores[i - 1] for i in kept} >= set(sorted(scores)[-2:])
+    size = sum(f.stat().st_size for f in (tmp_path / "newest/checkpoints/step_00000005").iterdir())
+    assert left("bytes", keep=4, best=0, max_bytes=int(2.5 * size)) == [4, 5]
+    assert left("least", keep=4, best=2, max_bytes=1) == [5]
+
+
+def test_the_critic_of_a_run_is_exported(tmp_path):
+    ppo, export, folder = script("ppo"), script("export"), tmp_path / "r"
+    options = {"prompts": 8, "steps": 1, "eval_prompts": 2, "minibatches": 1, "ema": 0.5}
+    ppo.main(ppo.Config(**options, save_critic=True, out=str(folder)))
+    export.main(export.Config(run=str(folder), critic=True, out=str(tmp_path / "critic")))
+    for name in ("model.safetensors", "value_head.safetensors"):
+        assert (tmp_path / "critic" / name).read_bytes() == (folder / "critic" / name).read_bytes()
+    export.main(export.Config(run=str(folder), out=str(tmp_path / "actor")))
+    own = (folder / "model/model.safetensors").read_bytes()
+    assert (tmp_path / "actor/model.safetensors").read_bytes() == own
+    with pytest.raises(ValueError, match="ema: expected off, the run has no average of these weights"):
+        export.main(export.Config(run=str(folder), critic=True, ema=True, out=str(tmp_path / "x")))

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import io
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any, get_type_hints
 
