@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 __all__ = [
     "FREE", "Above1", "AtLeast0", "Count", "Decay", "Finite", "Free", "Positive", "PositiveShare", "Range",
-    "Several", "Share", "Whole", "fields", "free", "given", "shapes",
+    "Seed", "Several", "Share", "Whole", "fields", "free", "given", "shapes",
 ]  # fmt: skip
 
 
@@ -98,6 +98,7 @@ Decay = Annotated[float, Range(0, 1, open_high=True)]
 Count = Annotated[int, Range(1)]
 Several = Annotated[int, Range(2)]
 Whole = Annotated[int, Range(0)]
+Seed = Annotated[int, Range(-(2**63), 2**63 - 1)]  # what torch's generators take
 
 _KINDS: dict[Any, tuple[type, str]] = {
     bool: (bool, "True or False"),

@@ -279,8 +279,8 @@ def test_all_rows_that_cannot_be_used_are_counted_and_the_first_are_named():
     with pytest.raises(ValueError) as error:
         data.from_rows(rows, tiny.tokenizer(), columns=["answer"], name="f")
     assert str(error.value) == (
-        "data: f, row 3 and f, row 6: the row has no column 'answer'; it has 'question'; "
-        "f, row 5: column 'answer' is empty .... 4 of 10 rows cannot be used: mend or remove them"
+        "data: f, rows 3, 6: the row has no column 'answer'; it has 'question'; "
+        "f, row 5: column 'answer' is empty; and 1 more. 4 of 10 rows cannot be used: mend or remove them"
     )
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import time
 
 import pytest
 import tiny
@@ -166,3 +167,23 @@ def test_rows_of_a_file_are_not_kept_in_memory(tmp_path):
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert dataset.size == 1000 and kept < 1e6
+
+
+def test_a_hub_data_set_without_a_hub_is_one_line_within_seconds(monkeypatch, capfd):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"nobody/none.*neither a file nor in the hub's cache, and "):
+        data.read_rows("nobody/none")
+    assert time.monotonic() - start < 12 and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("a.txt", "expected a name that ends in .jsonl, .json, .parquet, .csv"), ("a.parquet", "magic bytes")],
+)
+def test_a_file_that_is_none_of_these_is_one_line(name, message, tmp_path, capfd):
+    with pytest.raises(ValueError, match=message):
+        data.read_rows(write(tmp_path / name, "1234567890123"))
+    assert capfd.readouterr().err == ""

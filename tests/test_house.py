@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
     0: "tree rng check types",
     1: "segment scan advantage weight loss reward_shaping logprob metric packing optim algorithm testing",
-    2: "model modality reward data",
+    2: "model modality reward data hub",
     3: "dist faults strategy engine ckpt plot run log",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}

@@ -10,27 +10,27 @@ from dataclasses import dataclass, field, replace
 import torch
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Finite, Positive, PositiveShare
+from rft_fn.check import AtLeast0, Count, Finite, Positive, PositiveShare, Seed
 
 
 @dataclass(frozen=True)
 class Config:
     model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder of a model or a run, or a hub name
     data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
-    template: str = "{short}"  # the question, from the columns of a row
-    system: str | None = None  # the system prompt; an empty one leaves out the template's own
-    reward: tuple[str, ...] = ("task:sort_digits",)  # as in grpo.py; the first one says what is correct
+    template: str = "{short}"  # the question; {NAME} stands for a column of the row
+    system: str | None = None  # the system prompt; an empty one removes that of the chat template
+    reward: tuple[str, ...] = ("task:sort_digits",)  # as in grpo.py; the first decides what is correct
     reward_timeout: Positive = 300.0  # seconds that the rewards of a batch may take
     correct: Finite = 1.0  # a response is correct when the first reward is at least this
-    count: Count = 256  # questions; all of a file when it has fewer
-    group: Count = 1  # responses a question
-    k: tuple[Count, ...] = (1,)  # pass@k for each, at most `group`
+    count: Count = 256  # questions; all of a file that has fewer
+    group: Count = 1  # responses per question
+    k: tuple[Count, ...] = (1,)  # report pass@k for each of these, at most `group`
     temperature: AtLeast0 = 0.0  # 0 is greedy
     top_p: PositiveShare = 1.0  # sample from the smallest set of tokens with this mass
-    max_new: Count = 6  # tokens a response
-    max_prompt: Count = 512  # tokens a prompt; longer ones of a file are left out
-    seed: int = 1  # of a task's questions (training uses 0, its evaluation 1) and of sampling
-    out: str = ""  # a .json for the numbers and a .jsonl beside it for every response; empty writes neither
+    max_new: Count = 6  # most tokens in a response
+    max_prompt: Count = 512  # most tokens in a prompt; longer prompts of a file are left out
+    seed: Seed = 1  # of a task's questions (training uses 0, its evaluation 1) and of sampling
+    out: str = ""  # a .json file for the numbers, with every response in a .jsonl beside it; empty is neither
     strategy: rft.strategy.StrategyConfig = field(default_factory=rft.strategy.StrategyConfig)
 
     __post_init__ = rft.check.fields

@@ -20,11 +20,11 @@ from rft_fn.check import Count
 class Config:
     run: tyro.conf.Positional[str]  # the folder of the run
     step: Count | None = None  # the checkpoint of this step; None is the newest
-    best: bool = False  # the checkpoint of the highest reward
-    ema: bool | None = None  # the average of the weights; None is as the run itself saves its model
-    merge: bool = True  # adapters multiplied into the model; without it they are saved alone
-    critic: bool = False  # the critic of a run of ppo.py
-    out: str = ""  # the folder to write; when empty model in the run's, or model_STEP where that is there
+    best: bool = False  # the checkpoint with the highest reward
+    ema: bool | None = None  # the moving average of the weights; None is what the run itself would save
+    merge: bool = True  # merge adapters into the model; if not, they are saved alone
+    critic: bool = False  # the critic of a ppo.py run instead of the actor
+    out: str = ""  # the folder to write; if empty, RUN/model, or RUN/model_STEP if that exists
 
     __post_init__ = rft.check.fields
 
@@ -59,10 +59,17 @@ def weights_of(cfg: Config, options: dict, path: Path) -> dict:
     two = "critic" in options
     if cfg.critic and not two:
         raise ValueError("critic: expected off, the run has none")
+    if cfg.ema and (cfg.critic or not options.get("ema")):
+        raise ValueError("ema: expected off, the run has no average of these weights")
     name = None
     if two:
         name = "critic" if cfg.critic else "actor"
-    return rft.ckpt.weights(path, ema=ema, name=name)
+    try:
+        return rft.ckpt.weights(path, ema=ema, name=name)
+    except ValueError as error:
+        if path.exists():
+            raise
+        raise ValueError(f"checkpoint {path}: the run has just removed it; try again") from error
 
 
 def module_of(cfg: Config, options: dict):
@@ -88,10 +95,14 @@ def main(cfg: Config) -> None:
         out = out.with_name(f"{name}_{path.name.removeprefix('step_')}")
     if out.exists():
         raise ValueError(f"out: {out} is there already; delete it, or give another --out")
+    rft.run.check_results(out)
 
     weights = weights_of(cfg, options, path)
+    module = module_of(cfg, options)
+    if not cfg.merge and not hasattr(module, "peft_config"):
+        raise ValueError(f"merge: expected on, the {name} of this run has no adapters")
     tokenizer = None if cfg.critic else rft.model.load_tokenizer(options["model"])
-    rft.model.save(out, module_of(cfg, options), tokenizer, weights.items(), merge=cfg.merge)
+    rft.model.save(out, module, tokenizer, weights.items(), merge=cfg.merge)
     print(f"{path} as {out}")
 
 

@@ -10,79 +10,79 @@ from functools import partial
 from typing import Literal
 
 import rft_fn as rft
-from rft_fn.check import Above1, AtLeast0, Count, Decay, Free, Positive, PositiveShare, Share, Whole
+from rft_fn.check import Above1, AtLeast0, Count, Decay, Free, Positive, PositiveShare, Seed, Share, Whole
 from rft_fn.strategy import StrategyConfig
 
 
 @dataclass(frozen=True)
 class Config:
-    """Options that are `Free` may differ when a run is resumed; others only with --override."""
+    """A resumed run may change the options that change no result; for others it needs --override."""
 
     # model and data
     model: str = "tiny"  # tiny or tiny:TASK:LEVEL (built on the spot), smollm2-135m, a folder, or a hub name
     data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
-    template: str = "{short}"  # the question, from the columns of a row
-    system: str | None = None  # the system prompt; an empty one leaves out the template's own
-    max_prompt: Count = 512  # tokens per prompt; longer ones of a file are left out
+    template: str = "{short}"  # the question; {NAME} stands for a column of the row
+    system: str | None = None  # the system prompt; an empty one removes that of the chat template
+    max_prompt: Count = 512  # most tokens in a prompt; longer prompts of a file are left out
     lora_rank: Whole = 0  # rank of low-rank adapters, the only weights that are trained; 0 trains all weights
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
-    lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names with commas
-    lora_merge: Free[bool] = True  # save the whole model; without it the adapters alone
+    lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names separated by commas
+    lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
 
     # rollout
     prompts: Count = 32  # prompts per step
     group: Count = 16  # responses per prompt
     temperature: AtLeast0 = 1.0  # of sampling, and of the log-probs
     top_p: PositiveShare = 1.0  # sample from the smallest set of tokens with this mass; train on the same
-    max_new: Count = 6  # tokens per response
-    rounds: Count = 1  # most sampling rounds per step, for groups whose rewards differ (DAPO)
+    max_new: Count = 6  # most tokens in a response
+    rounds: Count = 1  # sample at most so often per step to fill it with groups whose rewards differ (DAPO)
 
     # reward
-    reward: tuple[str, ...] = ("task:sort_digits",)  # math numeric boxed exact format file.py:f, =WEIGHT
+    reward: tuple[str, ...] = ("task:sort_digits",)  # exact, math, task:NAME, FILE.py:FUNCTION ...; =WEIGHT
     reward_timeout: Free[Positive] = 300.0  # seconds that the rewards of a batch may take
     reward_clip: AtLeast0 = 0.0  # rewards are clipped to +- this; 0 is off
-    normalize_reward: bool = False  # take off the running mean of rewards, divide by their running deviation
-    overlong: Whole = 0  # the last so many tokens before max_new cost up to 1 of the reward (DAPO); 0 is off
-    kl_in_reward: AtLeast0 = 0.0  # coefficient of log(policy / initial model) of a response in its reward
+    normalize_reward: bool = False  # subtract the running mean of rewards, divide by their running deviation
+    overlong: Whole = 0  # tokens before max_new over which a penalty rises to 1 (DAPO); 0 is off
+    kl_in_reward: AtLeast0 = 0.0  # coefficient of log(policy / initial model), off the reward of a response
 
     # learning
     algorithm: str = "grpo"  # a row of rft_fn.algorithm.TABLE
     steps: Count = 140  # rollouts, each with epochs x minibatches updates
     epochs: Count = 1  # passes over a rollout
     minibatches: Count = 1  # updates per pass, unless strategy.train_batch_size says how large they are
-    clip_low: AtLeast0 | None = None  # the ratio is clipped to 1 - this; None is the algorithm's default
-    clip_high: AtLeast0 | None = None  # and to 1 + this
-    dual: Above1 | None = None  # bound of the loss where the advantage is negative
+    clip_low: AtLeast0 | None = None  # the ratio is clipped at 1 - this; None is the algorithm's default
+    clip_high: AtLeast0 | None = None  # the ratio is clipped at 1 + this; None is the algorithm's default
+    dual: Above1 | None = None  # bound of the loss at negative advantages; None is the algorithm's default
     kl: AtLeast0 = 0.0  # coefficient of KL(policy, initial model) in the loss
     lr: Positive = 1e-3  # learning rate
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # decay; constant ignores lr_end
-    lr_end: Share = 0.1  # final learning rate as a share of lr; 1 lets you extend the run
+    lr_end: Share = 0.1  # final learning rate as a share of lr; 1 lets you add steps later
     warmup: Whole = 15  # steps of linear warm-up
     beta1: Decay = 0.9  # decay of AdamW's first moment
     beta2: Decay = 0.999  # decay of AdamW's second moment
-    weight_decay: AtLeast0 = 0.0  # of matrices
+    weight_decay: AtLeast0 = 0.0  # AdamW's weight decay, of matrices only
     max_norm: Positive = 1.0  # gradients are clipped to this global norm
     ema: Decay = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
-    budget: Free[Count] = 1024  # tokens per pack
+    budget: Free[Count] = 1024  # most tokens in a pack, which goes through the model at once
     gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
     max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats per token]
 
     # evaluation
-    eval_data: str = ""  # data of the evaluation; when empty a task's unseen rows, or a file's own
+    eval_data: str = ""  # data of the evaluation; if empty, unseen rows of a task, or the file itself
     eval_every: Free[Count] = 30  # steps between evaluations
     eval_prompts: Count = 128  # questions of an evaluation, answered greedily
 
     # the run
-    seed: int = 0  # of everything
+    seed: Seed = 0  # seed of everything random
     out: Free[str] = "runs/grpo"  # folder of the run
     override: Free[bool] = False  # resume with changed options; overrides.jsonl in the folder lists them
     save_every: Free[Count] = 25  # steps between checkpoints
-    keep: Free[Count] = 2  # newest checkpoints kept
-    best: Free[Whole] = 1  # checkpoints of the highest reward kept beside them
-    max_bytes: Free[Whole] = 0  # most bytes of checkpoints; the newest always stays; 0 is no limit
-    trackers: Free[tuple[str, ...]] = ()  # tensorboard, wandb, trackio
-    project: Free[str] = "rft_fn"  # at the tracker
-    run_name: Free[str] = ""  # at the tracker; when empty the folder's
+    keep: Free[Count] = 2  # how many of the newest checkpoints are kept
+    best: Free[Whole] = 1  # checkpoints with the highest rewards, kept beside the newest
+    max_bytes: Free[Whole] = 0  # bytes that all checkpoints may take; the newest always stays; 0 is no limit
+    trackers: Free[tuple[str, ...]] = ()  # any of tensorboard, wandb, trackio
+    project: Free[str] = "rft_fn"  # the project's name at the tracker
+    run_name: Free[str] = ""  # the run's name at the tracker; if empty, the folder's
     strategy: rft.strategy.StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
 
     __post_init__ = rft.check.fields

@@ -11,41 +11,53 @@ from typing import Literal
 import torch
 
 import rft_fn as rft
-from rft_fn.check import Above1, AtLeast0, Count, Decay, Finite, Free, Positive, PositiveShare, Share, Whole
+from rft_fn.check import (
+    Above1,
+    AtLeast0,
+    Count,
+    Decay,
+    Finite,
+    Free,
+    Positive,
+    PositiveShare,
+    Seed,
+    Share,
+    Whole,
+)
 from rft_fn.strategy import StrategyConfig
 
 
 @dataclass(frozen=True)
 class Config:
-    """Options that are `Free` may differ when a run is resumed; others only with --override."""
+    """A resumed run may change the options that change no result; for others it needs --override."""
 
     # models and data
     model: str = "tiny"  # tiny or tiny:TASK:LEVEL (built on the spot), smollm2-135m, a folder, or a hub name
-    critic: str = ""  # what the critic starts from, a model or a saved critic; when empty the model
+    critic: str = ""  # what the critic starts from: a model or a saved critic; if empty, the actor's model
     data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
-    template: str = "{short}"  # the question, from the columns of a row
-    system: str | None = None  # the system prompt; an empty one leaves out the template's own
-    max_prompt: Count = 512  # tokens per prompt; longer ones of a file are left out
+    template: str = "{short}"  # the question; {NAME} stands for a column of the row
+    system: str | None = None  # the system prompt; an empty one removes that of the chat template
+    max_prompt: Count = 512  # most tokens in a prompt; longer prompts of a file are left out
     lora_rank: Whole = 0  # rank of the actor's low-rank adapters, its only trained weights; 0 trains all
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
-    lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names with commas
-    lora_merge: Free[bool] = True  # save the whole model; without it the adapters alone
+    lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names separated by commas
+    lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
 
     # rollout
     prompts: Count = 512  # prompts per step
     group: Count = 1  # responses per prompt; a critic needs no group
     temperature: AtLeast0 = 1.0  # of sampling, and of the log-probs
     top_p: PositiveShare = 1.0  # sample from the smallest set of tokens with this mass; train on the same
-    max_new: Count = 6  # tokens per response
+    max_new: Count = 6  # most tokens in a response
 
     # reward
-    reward: tuple[str, ...] = ("task:sort_digits",)  # math numeric boxed exact format file.py:f, =WEIGHT
+    reward: tuple[str, ...] = ("task:sort_digits",)  # exact, math, task:NAME, FILE.py:FUNCTION ...; =WEIGHT
     reward_timeout: Free[Positive] = 300.0  # seconds that the rewards of a batch may take
     reward_clip: AtLeast0 = 0.0  # rewards are clipped to +- this; 0 is off
-    normalize_reward: bool = False  # take off the running mean of rewards, divide by their running deviation
-    overlong: Whole = 0  # last tokens of max_new, over which a penalty rises to 1
-    kl: AtLeast0 = 0.0  # coefficient of log(policy / initial model) in the reward of each token
-    kl_target: AtLeast0 = 0.0  # KL that the coefficient is steered to [nats per token]; 0 leaves it fixed
+    normalize_reward: bool = False  # subtract the running mean of rewards, divide by their running deviation
+    overlong: Whole = 0  # tokens before max_new over which a penalty rises to 1 (DAPO); 0 is off
+    kl: AtLeast0 = 0.0  # coefficient of log(policy / initial model), off the reward of each token
+    kl_target: AtLeast0 = 0.0  # KL to steer the coefficient towards [nats per token]; 0 leaves it fixed
     kl_horizon: Positive = 10000.0  # responses over which it is steered
 
     # advantages
@@ -53,55 +65,55 @@ class Config:
     gamma: Share = 1.0  # discount per token
     gae_lambda: Share | None = None  # of ppo, 1 for return minus value; None is the algorithm's default
     gae_alpha: Positive | None = None  # of vapo: lambda is 1 - 1 / (alpha length); 1 to 2 for short responses
-    whiten: bool = True  # advantages of a rollout to mean 0 and deviation 1
+    whiten: bool = True  # advantages of a rollout are shifted and scaled to mean 0 and deviation 1
 
     # learning
     steps: Count = 60  # rollouts, each with epochs x minibatches updates
     epochs: Count = 1  # passes over a rollout
     minibatches: Count = 4  # updates per pass, unless strategy.train_batch_size says how large they are
-    freeze_actor_steps: Whole = 0  # first steps, in which only the critic learns
-    clip_low: AtLeast0 | None = None  # the ratio is clipped to 1 - this; None is the algorithm's default
-    clip_high: AtLeast0 | None = None  # and to 1 + this
-    dual: Above1 | None = None  # bound of the loss in negative advantages
-    value_clip: Positive = 0.2  # a value moves no further than this from the rollout's
+    freeze_actor_steps: Whole = 0  # so many steps at the start train the critic alone
+    clip_low: AtLeast0 | None = None  # the ratio is clipped at 1 - this; None is the algorithm's default
+    clip_high: AtLeast0 | None = None  # the ratio is clipped at 1 + this; None is the algorithm's default
+    dual: Above1 | None = None  # bound of the loss at negative advantages; None is the algorithm's default
+    value_clip: Positive = 0.2  # a value may move no further than this from its value in the rollout
     entropy: AtLeast0 = 0.0  # coefficient of the entropy bonus
     positive_nll: AtLeast0 = 0.0  # coefficient of the negative log-likelihood of good responses (VAPO)
     positive_at: Finite = 1.0  # the least reward of a good response
     ptx: AtLeast0 = 0.0  # coefficient of the negative log-likelihood of examples
     ptx_data: str = ""  # the examples, named like data; their questions are made by the template
-    ptx_response: str = "{answer}"  # their answers, from the columns of a row
+    ptx_response: str = "{answer}"  # their answers; {NAME} stands for a column of the row
     ptx_batch: Count = 16  # examples per update
     lr: Positive = 1e-3  # learning rate of the actor
     critic_lr: Positive = 1e-3  # learning rate of the critic
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # decay; constant ignores lr_end
-    lr_end: Share = 0.1  # final learning rates as a share of the first; 1 lets you extend the run
+    lr_end: Share = 0.1  # final learning rates as a share of the first; 1 lets you add steps later
     warmup: Whole = 0  # updates of linear warm-up
     beta1: Decay = 0.9  # decay of AdamW's first moment
     beta2: Decay = 0.999  # decay of AdamW's second moment
-    weight_decay: AtLeast0 = 0.0  # of matrices
+    weight_decay: AtLeast0 = 0.0  # AdamW's weight decay, of matrices only
     max_norm: Positive = 1.0  # the gradients of each model are clipped to this global norm
     ema: Decay = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
-    budget: Free[Count] = 1024  # tokens per pack
+    budget: Free[Count] = 1024  # most tokens in a pack, which goes through the model at once
     gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
     max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats per token]
 
     # evaluation
-    eval_data: str = ""  # data of the evaluation; when empty a task's unseen rows, or a file's own
+    eval_data: str = ""  # data of the evaluation; if empty, unseen rows of a task, or the file itself
     eval_every: Free[Count] = 20  # steps between evaluations
     eval_prompts: Count = 128  # questions of an evaluation, answered greedily
 
     # the run
-    seed: int = 0  # of everything
+    seed: Seed = 0  # seed of everything random
     out: Free[str] = "runs/ppo"  # folder of the run
     override: Free[bool] = False  # resume with changed options; overrides.jsonl in the folder lists them
     save_every: Free[Count] = 20  # steps between checkpoints
-    save_critic: Free[bool] = False  # leave the critic beside the model
-    keep: Free[Count] = 2  # newest checkpoints kept
-    best: Free[Whole] = 1  # checkpoints of the highest reward kept beside them
-    max_bytes: Free[Whole] = 0  # most bytes of checkpoints; the newest always stays; 0 is no limit
-    trackers: Free[tuple[str, ...]] = ()  # tensorboard, wandb, trackio
-    project: Free[str] = "rft_fn"  # at the tracker
-    run_name: Free[str] = ""  # at the tracker; when empty the folder's
+    save_critic: Free[bool] = False  # save the critic beside the model
+    keep: Free[Count] = 2  # how many of the newest checkpoints are kept
+    best: Free[Whole] = 1  # checkpoints with the highest rewards, kept beside the newest
+    max_bytes: Free[Whole] = 0  # bytes that all checkpoints may take; the newest always stays; 0 is no limit
+    trackers: Free[tuple[str, ...]] = ()  # any of tensorboard, wandb, trackio
+    project: Free[str] = "rft_fn"  # the project's name at the tracker
+    run_name: Free[str] = ""  # the run's name at the tracker; if empty, the folder's
     strategy: rft.strategy.StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
 
     __post_init__ = rft.check.fields

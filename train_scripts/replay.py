@@ -17,9 +17,9 @@ from rft_fn.check import Count
 @dataclass(frozen=True)
 class Config:
     fault: str  # the folder fault_STEP that the run left
-    model: str = ""  # what the run started from; when empty as in the run's config.json
-    algorithm: str = ""  # the row of the table whose loss is run; when empty as in config.json
-    critic: bool = False  # the weights are those of a critic
+    model: str = ""  # what the run started from; if empty, as in the run's config.json
+    algorithm: str = ""  # the algorithm whose loss is computed; if empty, as in config.json
+    critic: bool = False  # the weights are a critic's
     rows: Count = 24  # tokens shown, around the first that is not finite
 
     __post_init__ = rft.check.fields

@@ -10,44 +10,44 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Decay, Free, Positive, Share, Whole
+from rft_fn.check import AtLeast0, Count, Decay, Free, Positive, Seed, Share, Whole
 
 
 @dataclass(frozen=True)
 class Config:
     model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
     data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
-    template: str = "{short}"  # the question, from the columns of a row
-    response: str = "{answer}"  # what the model learns to say, from the columns of a row
-    system: str | None = None  # the system prompt; an empty one leaves out the template's own
-    max_prompt: Count = 512  # tokens per prompt; longer ones of a file are left out
+    template: str = "{short}"  # the question; {NAME} stands for a column of the row
+    response: str = "{answer}"  # what the model learns to say; {NAME} stands for a column of the row
+    system: str | None = None  # the system prompt; an empty one removes that of the chat template
+    max_prompt: Count = 512  # most tokens in a prompt; longer prompts of a file are left out
     lora_rank: Whole = 0  # rank of low-rank adapters, the only weights that are trained; 0 trains all weights
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
-    lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names with commas
-    lora_merge: Free[bool] = True  # save the whole model; without it the adapters alone
+    lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names separated by commas
+    lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
 
     steps: Count = 30  # updates
     batch: Count = 64  # examples per step, unless strategy.train_batch_size says how many
     lr: Positive = 1e-3  # learning rate
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # decay; constant ignores lr_end
-    lr_end: Share = 1.0  # final learning rate as a share of lr; 1 lets you extend the run
+    lr_end: Share = 1.0  # final learning rate as a share of lr; 1 lets you add steps later
     warmup: Whole = 5  # steps of linear warm-up
     beta1: Decay = 0.9  # decay of AdamW's first moment
     beta2: Decay = 0.999  # decay of AdamW's second moment
-    weight_decay: AtLeast0 = 0.0  # of matrices
+    weight_decay: AtLeast0 = 0.0  # AdamW's weight decay, of matrices only
     max_norm: Positive = 1.0  # gradients are clipped to this global norm
-    budget: Free[Count] = 1024  # tokens per pack
+    budget: Free[Count] = 1024  # most tokens in a pack, which goes through the model at once
     gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
 
-    seed: int = 0  # of everything
+    seed: Seed = 0  # seed of everything random
     out: Free[str] = "runs/sft"  # folder of the run; the model goes to its subfolder model
     override: Free[bool] = False  # resume with changed options; overrides.jsonl in the folder lists them
     save_every: Free[Count] = 10  # steps between checkpoints
-    keep: Free[Count] = 1  # newest checkpoints kept
-    max_bytes: Free[Whole] = 0  # most bytes of checkpoints; the newest always stays; 0 is no limit
-    trackers: Free[tuple[str, ...]] = ()  # tensorboard, wandb, trackio
-    project: Free[str] = "rft_fn"  # at the tracker
-    run_name: Free[str] = ""  # at the tracker; when empty the folder's
+    keep: Free[Count] = 1  # how many of the newest checkpoints are kept
+    max_bytes: Free[Whole] = 0  # bytes that all checkpoints may take; the newest always stays; 0 is no limit
+    trackers: Free[tuple[str, ...]] = ()  # any of tensorboard, wandb, trackio
+    project: Free[str] = "rft_fn"  # the project's name at the tracker
+    run_name: Free[str] = ""  # the run's name at the tracker; if empty, the folder's
     strategy: rft.strategy.StrategyConfig = field(default_factory=rft.strategy.StrategyConfig)
 
     __post_init__ = rft.check.fields

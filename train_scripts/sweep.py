@@ -17,35 +17,36 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 
 import rft_fn as rft
-from rft_fn.check import Count, Positive, Several, Whole
+from rft_fn.check import Count, Positive, Seed, Several, Whole
 
 
 @dataclass(frozen=True)
 class Config:
     model: str = "tiny"  # tiny or tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
     data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
-    template: str = "{short}"  # the question, from the columns of a row
+    template: str = "{short}"  # the question; {NAME} stands for a column of the row
     reward: tuple[str, ...] = ("task:sort_digits",)  # as in grpo.py
     prompts: Count = 16  # prompts of the buffer
-    group: Several = 8  # responses a prompt
+    group: Several = 8  # responses per prompt
     away: Whole = 4  # updates between the samples and the policy that the sweep looks at
-    lr: Positive = 2e-4  # their learning rate
-    budget: Count = 512  # tokens a pack
+    lr: Positive = 2e-4  # learning rate of these updates
+    budget: Count = 512  # most tokens in a pack, which goes through the model at once
     low: Positive = 1e-4  # smallest limit of the sweep
-    high: Positive = 1.0  # largest limit
+    high: Positive = 1.0  # largest limit of the sweep
     points: Several = 21  # limits, evenly spaced in logarithm; as many coefficients of the KL term
     at_once: Count = 21  # points whose gradients are held at a time; lower it for a large model
-    max_new: Count = 6  # tokens a response
-    seed: int = 0  # of samples and prompts
+    max_new: Count = 6  # most tokens in a response
+    seed: Seed = 0  # of samples and prompts
     out: str = "runs/sweep"  # folder of the picture and the numbers
 
     __post_init__ = rft.check.fields
 
 
 def check(cfg: Config) -> None:
-    """ValueError for numbers that make no sweep."""
+    """ValueError for numbers that make no sweep, and for a folder that cannot be written to."""
     if not 0 < cfg.low < cfg.high:
         raise ValueError(f"low, high: expected 0 < low < high, got {cfg.low} and {cfg.high}")
+    rft.run.check_results(Path(cfg.out) / "sweep.json")
 
 
 def at(name: str, logp: Tensor, b: rft.Packed, x: Tensor) -> Tensor:
@@ -110,7 +111,6 @@ def main(cfg: Config) -> None:
     gap = torch.cat([(logp - b.old_logp)[b.mask] for b, logp, _ in stages])
     found["log_ratio_std"] = gap.std().item()
     folder = Path(cfg.out)
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "sweep.json").write_text(json.dumps(found, indent=1) + "\n")
     draw(found, folder / "sweep.png")
     show = lambda n, i: f"{found[n]['grad_norm'][i]:8.4f} ({found[n]['stopped'][i]:5.1%})"  # noqa: E731

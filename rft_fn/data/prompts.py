@@ -173,7 +173,8 @@ class _First:
 
     def more(self) -> str:
         """What stands behind the ones that are shown."""
-        return " ..." if self.count > len(self.shown) else ""
+        hidden = self.count - len(self.shown)
+        return f"; and {hidden} more" if hidden else ""
 
 
 def _unfit_line(unfit: _First, total: int) -> str:
@@ -181,8 +182,16 @@ def _unfit_line(unfit: _First, total: int) -> str:
     reasons: dict[str, list[str]] = {}
     for place, reason in unfit.shown:
         reasons.setdefault(reason, []).append(place)
-    shown = "; ".join(f"{' and '.join(places)}: {reason}" for reason, places in reasons.items())
+    shown = "; ".join(f"{_together(places)}: {reason}" for reason, places in reasons.items())
     return f"data: {shown}{unfit.more()}. {unfit.count} of {total} rows cannot be used: mend or remove them"
+
+
+def _together(places: list[str]) -> str:
+    """Places of one file in short: FILE, lines 1, 2."""
+    heads, numbers = zip(*(place.rsplit(" ", 1) for place in places))
+    if len(places) == 1 or len(set(heads)) > 1:
+        return " and ".join(places)
+    return f"{heads[0]}s {', '.join(numbers)}"
 
 
 def from_task(

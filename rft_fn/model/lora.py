@@ -97,13 +97,18 @@ def apply_lora_configuration(
     or hears; "all-linear" every one of the model but the head; else names, or one string of names with
     commas. `exclude` names layers, or parts that hold some, without adapters. B starts at 0; A is drawn from
     `seed` and the layer's name, so it is the same on every process, and with `load(meta=True)` too.
-    ValueError for a rank below 1, for names that the module does not have, and for dropout, which would make
-    log-probs random.
+    ValueError for a rank below 1, for a module that has adapters already, for names that it does not have,
+    and for dropout, which would make log-probs random.
     """
     from peft import LoraConfig
 
     if rank < 1:
         raise ValueError(f"rank: expected >= 1, got {rank}")
+    if hasattr(module, "peft_config"):
+        raise ValueError(
+            f"rank: expected no new adapters for a model that has some, got {rank}; leave it out "
+            "(lora_rank 0) to train those further, or export the model with its adapters merged"
+        )
     if not (math.isfinite(alpha) and alpha > 0):
         raise ValueError(f"alpha: expected a number > 0, got {alpha}")
     if dropout:

@@ -276,8 +276,10 @@ def parse(specs: Sequence[str]) -> Weighted:
 
     `parse(["boxed", "format=0.1"])`. The parts are called by their specs without the weights. Only a number
     behind the last "=" is a weight, so a path or a URL may hold one (one that ends in "=2" needs "=1" behind
-    it). ValueError for a reward that is named twice.
+    it). ValueError for no reward, and for one that is named twice.
     """
+    if not specs:
+        raise ValueError("reward: expected at least one, got none")
     components: dict[str, tuple[RewardFn, float]] = {}
     for spec in specs:
         name, weight = _split_weight(spec)

@@ -1,22 +1,18 @@
 """The command line of a script: its options, and its errors in one line."""
 
-import contextlib
 import dataclasses
-import io
 import os
-import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, get_type_hints
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from rft_fn import dist, faults
-from rft_fn.run import signals
+from rft_fn.run import parsing, signals
 
 __all__ = ["cli", "error_line", "fail", "guard", "without"]
-
-_FRAME = re.compile(r"[╭╮╰╯│─]+")
 
 
 def error_line(error: BaseException) -> str:
@@ -35,45 +31,8 @@ def cli(main: Callable[[Any], None], config: type) -> None:
     is a bug and keeps it too.
     """
     with signals.unbroken(), signals.listen():
-        options = guard(lambda args: _parsed(config, args), _qualify(sys.argv[1:], config))
+        options = guard(partial(parsing.parse, config), parsing.qualify(sys.argv[1:], config))
         guard(main, options)
-
-
-def _parsed(config: type, args: Sequence[str]) -> Any:
-    """The config of a command line. ValueError for a value outside of its limits, as the config raised it."""
-    import tyro
-
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(config, args=args)
-    except SystemExit:
-        # tyro draws a box around the ValueError of a config: the line in it is what is wrong
-        text = " ".join(_FRAME.sub(" ", said.getvalue()).split())
-        found = re.search(r"Error parsing [^:]*: (.*?) For full helptext", text)
-        if found:
-            raise ValueError(found[1]) from None
-        sys.stderr.write(said.getvalue())
-        raise
-
-
-def _qualify(args: Sequence[str], config: type) -> list[str]:
-    """args, with --NAME as --PART.NAME for an option that only one dataclass within `config` has."""
-    hints = get_type_hints(config)
-    owners = {name: [""] for name in hints}
-    for part, hint in hints.items():
-        for f in dataclasses.fields(hint) if dataclasses.is_dataclass(hint) else ():
-            owners.setdefault(f.name, []).append(f"{part}.")
-
-    def whole(match: re.Match[str]) -> str:
-        no, name = match[1] or "", match[2]
-        if name.replace("-", "_") == "disable_engine_sleep":
-            no, name = "no-", "enable-engine-sleep"
-        found = owners.get(name.replace("-", "_"), [""])
-        part = found[0] if len(found) == 1 else ""
-        return f"--{part}{no}{name}"
-
-    return [re.sub(r"^--(no[-_])?([\w-]+)(?==|$)", whole, arg) for arg in args]
 
 
 def without(part: Any, *names: str, prefix: str = "strategy", instead: str = "leave it out") -> None:

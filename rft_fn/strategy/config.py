@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Annotated, Any, get_type_hints
 
 from rft_fn import check, dist
-from rft_fn.check import AtLeast0, Count, Free, Range, Share, Whole
+from rft_fn.check import AtLeast0, Count, Free, Range, Seed, Share, Whole
 from rft_fn.types import EngineConfig
 
 __all__ = ["StrategyConfig", "add_arguments"]
@@ -16,18 +16,17 @@ __all__ = ["StrategyConfig", "add_arguments"]
 
 @dataclass(frozen=True)
 class StrategyConfig:
-    """How a run is distributed over processes, in what precision, and with which engine.
+    """How a run is distributed over processes, in what precision, and with which engine."""
 
-    ValueError for values that are out of range or contradict each other; for an option that the backend
-    cannot honour, `get_strategy` raises.
-    """
+    # ValueError for values that are out of range or contradict each other; for an option that the backend
+    # cannot honour, `get_strategy` raises
 
     fsdp: Free[bool] = False
-    """FSDP2. Taken without being asked when torchrun starts several processes and zero_stage is 0"""
+    """shard with FSDP2; on by itself when torchrun starts several processes and zero_stage is 0"""
     zero_stage: Free[Annotated[int, Range(0, 3)]] = 0
-    """DeepSpeed ZeRO: 1 shards the optimizer, 2 the gradients too, 3 the parameters too; 0 is no DeepSpeed"""
+    """DeepSpeed ZeRO: 1 shards the optimizer, 2 the gradients too, 3 the parameters too; 0 is off"""
     sp_size: Free[Count] = 1
-    """sequence parallelism: so many processes share the tokens of a pack"""
+    """sequence parallelism: the processes that share the tokens of a pack"""
     shard_size: Free[Whole] = 0
     """processes over which the parameters are sharded, replicated over the rest (HSDP); 0 is all"""
     fsdp_cpu_offload: Free[bool] = False
@@ -35,28 +34,27 @@ class StrategyConfig:
     adam_offload: Free[bool] = False
     """the optimizer state lives in host memory, and steps there"""
     use_mp_opt: bool | None = None
-    """parameters in bfloat16, their float32 master weights in the optimizer state; None: masters, where the
-    trained parameters are in 16 bits and bf16 is off"""
+    """bfloat16 parameters with float32 master weights in the optimizer; None: wherever they are in 16 bits"""
     bf16: bool = False
     """compute in bfloat16; parameters, their sums of gradients and the optimizer stay in float32"""
     max_norm: AtLeast0 = 0.0
     """gradients of each model are clipped to this global norm before its optimizer; 0 leaves that to it"""
-    seed: int = 0
+    seed: Seed = 0
     """of torch's global generator: whatever draws from it (new adapters, new heads) is the same everywhere"""
     train_batch_size: Whole = 0
-    """sequences an update; a rollout of more is several updates. 0 is the whole rollout"""
+    """sequences per update; a larger rollout is several updates; 0 is the whole rollout"""
     micro_train_batch_size: Free[Whole] = 0
     """most sequences in a pack; 0 leaves it to the tokens"""
     packing_samples: Free[bool] = True
-    """several sequences in a pack; without it micro_train_batch_size (at least 1) in each, of any length"""
+    """as many sequences in a pack as fit; if not, micro_train_batch_size (at least 1) of any length"""
     mixed_mm_data: Free[bool] = False
-    """FSDP2: some packs have media and some do not, so only the blocks of the text model are sharded apart"""
+    """FSDP2: only some packs have media, so only the blocks of the text model are sharded on their own"""
     fused_linear_logprob: Free[bool] = True
-    """log-probs straight from hidden states; without it the logits [T, V] exist"""
+    """log-probs straight from hidden states; if not, all logits [T, V] are in memory at once"""
     chunk_size: Free[Whole] = 0
-    """columns of the vocabulary that the fused log-probs hold at a time; 0 is what suits the device"""
+    """words of the vocabulary that the fused log-probs handle at a time; 0 suits the device"""
     engine_type: Free[str] = EngineConfig.type
-    """what samples: hf, transformers in this process"""
+    """what samples: hf is transformers in this process"""
     engine_batch: Free[Count] = EngineConfig.batch
     """sequences sampled at a time"""
     engine_tp_size: Free[Count] = EngineConfig.tp_size
@@ -66,9 +64,9 @@ class StrategyConfig:
     enable_engine_sleep: Free[bool] = EngineConfig.sleep
     """the engine leaves the device while the trainer works"""
     log_dir: Free[str] = ""
-    """where pictures and tensorboard files go; when empty the folder of the run"""
+    """where pictures and tensorboard files go; if empty, the folder of the run"""
     plot_every: Free[Whole] = 0
-    """steps between histograms of response lengths; 0 draws the last step's only"""
+    """steps between histograms of response lengths; 0 draws only that of the last step"""
     timeout: Free[Annotated[float, Range(1)]] = 600.0
     """seconds after which a process that waits for another gives up"""
     max_skips: Free[Count] = 8
