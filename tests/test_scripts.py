@@ -1,9 +1,13 @@
 """The scripts as a user runs them: they train, resume to the bit, and say in one line what is wrong."""
 
+import contextlib
+import dataclasses
+import functools
 import io
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -669,3 +673,54 @@ def test_the_critic_of_a_run_is_exported(tmp_path):
     assert (tmp_path / "actor/model.safetensors").read_bytes() == own
     with pytest.raises(ValueError, match="ema: expected off, the run has no average of these weights"):
         export.main(export.Config(run=str(folder), critic=True, ema=True, out=str(tmp_path / "x")))
+
+
+def test_a_full_disk_at_the_last_model_is_one_line_and_leaves_no_half_of_it(tmp_path):
+    """A file may have 600 KiB, the model has 1.3 MiB; with room again the same command makes it."""
+    run("sft", "--steps", 1, "--batch", 2, "--out", tmp_path / "r")
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (600 << 10, resource.RLIM_INFINITY))
+    process = start("export", tmp_path / "r", "--out", tmp_path / "m", preexec_fn=limit)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 2 and err.count("\n") == 1
+    assert err.startswith(f"error: model: {tmp_path}/m could not be written: ") and "File too large" in err
+    assert not (tmp_path / "m").exists()
+    run("export", tmp_path / "r", "--out", tmp_path / "m")
+    assert (tmp_path / "m/model.safetensors").exists()
+
+
+def test_ctrl_c_while_torch_loads_is_one_line(tmp_path):
+    process = start("grpo", "--out", tmp_path / "r")
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 130 and err == "stopped by SIGINT before the first step\n"
+    assert not (tmp_path / "r/metrics.jsonl").exists()
+
+
+def test_a_request_to_stop_that_a_library_catches_still_stops(monkeypatch, capsys):
+    """Before the first step; its own error, made of the request, is not what is told."""
+
+    def main(cfg):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException:
+            raise ValueError("could not import that") from None
+
+    def deaf(cfg):
+        with contextlib.suppress(BaseException):
+            signal.raise_signal(signal.SIGTERM)
+        rft.run.signals.enter_steps()
+        raise AssertionError("it runs")
+
+    for body in (main, deaf):
+        monkeypatch.setattr("sys.argv", ["x.py"])
+        with pytest.raises(SystemExit) as end:
+            rft.run.cli(body, Nothing)
+        assert end.value.code == 143
+        assert capsys.readouterr().err == "stopped by SIGTERM before the first step\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Nothing:
+    """A script without options."""

@@ -1,5 +1,6 @@
 """A model as a folder that transformers or peft loads."""
 
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,8 +94,25 @@ def save(
     for name, x in full.items():
         require_finite(f"model: {folder} is not written", name, x)
     if write:
-        with quiet(), _written_here(module):
+        with quiet(), _written_here(module), _or_nothing(Path(folder)):
             module.save_pretrained(folder, state_dict=full)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
     return Path(folder)
+
+
+@contextmanager
+def _or_nothing(folder: Path) -> Iterator[None]:
+    """A new folder that could not be written whole goes away again; ValueError names it."""
+    from safetensors import SafetensorError
+
+    new = not folder.exists()
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise ValueError(
+            f"model: {folder} could not be written: {error}; make room or choose another place, and run the "
+            "same command again"
+        ) from error

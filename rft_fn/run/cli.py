@@ -56,17 +56,26 @@ def guard(main: Callable[[Any], Any], config: Any) -> Any:
         return main(config)
     except signals.Stopped as stop:
         _stop(stop)
-    except (ValueError, OSError, ModuleNotFoundError, FloatingPointError) as error:
-        if os.environ.get("RFT_FN_TRACEBACK"):
-            raise
+    except Exception as error:
+        try:
+            signals.check_early()
+        except signals.Stopped as stop:
+            _stop(stop)
+        _explain(error)
+
+
+def _explain(error: Exception) -> None:
+    """End with one line for a mistake of the user's and for lost processes; anything else is raised again."""
+    lost = isinstance(error, RuntimeError) and faults.is_lost(error)
+    mistake = isinstance(error, (ValueError, OSError, ModuleNotFoundError, FloatingPointError))
+    if not lost and (not mistake or os.environ.get("RFT_FN_TRACEBACK")):
+        raise error
+    if mistake:
         fail(error)
-    except RuntimeError as error:
-        if not faults.is_lost(error):
-            raise
-        if os.environ.get("RFT_FN_TRACEBACK"):
-            traceback.print_exc()
-        # who was asked to stop need not find out which of the others was faster
-        faults.leave(faults.blame(0.0 if signals.asked() else 4.0, error=error))
+    if os.environ.get("RFT_FN_TRACEBACK"):
+        traceback.print_exception(error)
+    # who was asked to stop need not find out which of the others was faster
+    faults.leave(faults.blame(0.0 if signals.asked() else 4.0, error=error))
 
 
 def _stop(stop: signals.Stopped) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["differences", "jsonable", "keep_until", "write_whole"]
+__all__ = ["append", "differences", "jsonable", "keep_until", "write_whole"]
 
 
 def jsonable(x: Any) -> Any:
@@ -26,9 +26,22 @@ def write_whole(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(tmp, path)
-    except OSError:
+    except OSError as error:
         tmp.unlink(missing_ok=True)
-        raise
+        raise _named(error, path) from error
+
+
+def append(path: Path, text: str) -> None:
+    """Write behind what a file has. OSError with its name, also for a full disk."""
+    try:
+        with path.open("a") as file:
+            file.write(text)
+    except OSError as error:
+        raise _named(error, path) from error
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    return OSError(error.errno, error.strerror, str(path))
 
 
 def keep_until(path: Path, step: int) -> None:

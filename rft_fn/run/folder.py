@@ -21,7 +21,7 @@ from typing import Any
 from rft_fn import check, dist, faults, plot
 from rft_fn.run import lock, signals
 from rft_fn.run import trackers as trackers_lib
-from rft_fn.run.files import differences, jsonable, keep_until, write_whole
+from rft_fn.run.files import append, differences, jsonable, keep_until, write_whole
 from rft_fn.types import Rollout
 
 __all__ = ["Run", "last_model", "settings"]
@@ -221,8 +221,7 @@ class Run:
         raise signals.Stopped(signals.asked(), where)
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
-        with (self.folder / name).open("a") as f:
-            f.write(json.dumps(row) + "\n")
+        append(self.folder / name, json.dumps(row) + "\n")
 
     def _mark_saved(self) -> None:
         """Note that a checkpoint exists: from then on the rows are worth more than a fresh start."""

@@ -13,9 +13,10 @@ from typing import Any
 
 from rft_fn import dist
 
-__all__ = ["Stopped", "Unbroken", "asked", "enter_steps", "listen", "stopping"]
+__all__ = ["Stopped", "Unbroken", "asked", "check_early", "enter_steps", "listen", "stopping"]
 
 _AGAIN = 1.0  # s: torchrun repeats a Ctrl-C that the terminal has already sent to its workers
+_EARLY = " before the first step"
 _state: dict[str, Any] = {"asked": 0, "when": 0.0, "steps": False}
 
 
@@ -30,7 +31,8 @@ class Stopped(SystemExit):
 def _handle(number: int, frame: Any) -> None:
     now, asked = time.monotonic(), _state["asked"]
     if not _state["steps"]:
-        raise Stopped(number, " before the first step")
+        _state["asked"] = number
+        raise Stopped(number, _EARLY)
     if asked and now - _state["when"] > _AGAIN:
         os.write(2, f"stopped at once by {signal.Signals(number).name}\n".encode())
         os._exit(128 + number)
@@ -56,8 +58,18 @@ def listen() -> Iterator[None]:
 
 
 def enter_steps() -> None:
-    """From here on a request waits for the end of the step; before, it ends the process."""
+    """From here on a request waits for the end of the step; before, it ends the process.
+
+    Raises `Stopped` for an earlier request that a library caught.
+    """
+    check_early()
     _state["steps"] = True
+
+
+def check_early() -> None:
+    """Raise `Stopped` if the process was asked to stop before the first step, and a library caught that."""
+    if _state["asked"] and not _state["steps"]:
+        raise Stopped(_state["asked"], _EARLY)
 
 
 def asked() -> int:
