@@ -688,16 +688,6 @@ def test_a_full_disk_at_the_last_model_is_one_line_and_leaves_no_half_of_it(tmp_
     assert (tmp_path / "m/model.safetensors").exists()
 
 
-def test_ctrl_c_while_torch_loads_is_one_line(tmp_path):
-    process = start("grpo", "--out", tmp_path / "r")
-    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=100)
-    assert process.returncode == 130 and err == "stopped by SIGINT before the first step\n"
-    assert not (tmp_path / "r/metrics.jsonl").exists()
-
-
 def test_a_request_to_stop_that_a_library_catches_still_stops(monkeypatch, capsys):
     """Before the first step; its own error, made of the request, is not what is told."""
 
