@@ -17,8 +17,8 @@ from rft_fn import tree
 from rft_fn.types import Transform
 
 __all__ = [
-    "adamw", "apply_updates", "chain", "clip_by_global_norm", "constant", "ema", "ema_params", "global_norm",
-    "master_weights", "warmup_cosine", "warmup_linear",
+    "adamw", "apply_updates", "chain", "clip_by_global_norm", "constant", "count", "ema", "ema_params",
+    "global_norm", "master_weights", "warmup_cosine", "warmup_linear",
 ]  # fmt: skip
 
 Schedule = Callable[[int], float]  # updates done -> learning rate
@@ -217,6 +217,27 @@ def ema_params(opt: Any) -> Any:
         except ValueError:
             continue
     raise ValueError("opt: expected a state with optim.ema in its chain, found none")
+
+
+def count(opt: Any) -> int:
+    """Updates that `adamw` has made, found in an optimizer state: its next learning rate is schedule(count).
+
+    Unlike `TrainState.step` it leaves out updates that were skipped. ValueError if there is no adamw.
+    """
+    if isinstance(opt, tuple):
+        parts = opt
+    elif isinstance(opt, MasterState):
+        parts = (opt.inner,)
+    elif hasattr(opt, "count"):  # also of an optimizer that a backend holds itself
+        return int(opt.count)
+    else:
+        parts = ()
+    for part in parts:
+        try:
+            return count(part)
+        except ValueError:
+            continue
+    raise ValueError("opt: expected a state with optim.adamw in its chain, found none")
 
 
 def master_weights(tx: Transform) -> Transform:

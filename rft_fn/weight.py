@@ -28,6 +28,8 @@ __all__ = [
     "truncated_is", "truncated_is_seq",
 ]  # fmt: skip
 
+_MOST = 1e6  # nats: beyond every log-ratio of tokens that both policies can draw
+
 
 def _rows(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(mask as float [B, S], tokens of each row [B, 1] >= 1, rows with a token [] >= 1)."""
@@ -65,8 +67,10 @@ def constant(mask: Tensor, length: int) -> Tensor:
 
 
 def _log_ratio(old_logp: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
+    """[...] nats, 0 outside mask. Finite above: the sum over a response that the policy excludes (-inf) stays
+    -inf, whatever the sampler's log-probs are."""
     check.shapes(old_logp=(old_logp, "..."), logp=(logp, "..."), mask=(mask, "..."))
-    return torch.where(mask, log_ratio(old_logp, logp), 0)
+    return torch.where(mask, log_ratio(old_logp, logp), 0).clamp(max=_MOST)
 
 
 def _ratio(w: Tensor, old_logp: Tensor, logp: Tensor) -> Tensor:

@@ -280,7 +280,7 @@ def test_exit_waits_for_the_write(tmp_path):
     """
     for kind, names in {"whole": ["step_1"], "full": []}.items():
         command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / kind), kind]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         assert [p.name for p in (tmp_path / kind).iterdir()] == names
         assert ("step_1 was not saved: No space left on device" in done.stderr) == (kind == "full")

@@ -3,11 +3,13 @@
 import copy
 
 import pytest
+import ranks
 import tiny
 import torch
 
 import rft_fn as rft
 from rft_fn import model, packing, tree
+from rft_fn.strategy import StrategyConfig, get_strategy
 
 
 def critic_of(lm, seed=0):
@@ -184,6 +186,74 @@ def test_a_saved_critic_with_adapters_is_a_plain_one(tmp_path):
     assert not any("lora" in n or "base_layer" in n for n, _ in again.named_parameters())
     want = values_of(critic, exp)
     torch.testing.assert_close(values_of(again, exp), want, rtol=0, atol=1e-5 * float(want.abs().max()))
+
+
+# --------------------------------------------------------------------------------------- without memory
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same decoder as a language model, as adapters of that, and as a critic that was saved."""
+    folder = tmp_path_factory.mktemp("models")
+    lm = tiny.llama()
+    names = {kind: str(folder / kind) for kind in ("whole", "adapters", "critic")}
+    model.save(names["whole"], lm, tiny.tokenizer())
+    lora = model.apply_lora_configuration(model.load(names["whole"]), 2, 4.0)
+    lora.peft_config["default"].base_model_name_or_path = names["whole"]
+    for n, p in lora.named_parameters():
+        if "lora_B" in n:
+            p.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+    model.save(names["adapters"], lora, None)
+    model.save_critic(names["critic"], critic_of(lm))
+    return names
+
+
+def loaded(name, *, meta):
+    critic = model.load_critic(name, meta=meta)
+    assert any(p.is_meta for p in critic.parameters()) == meta and not critic.head.weight.is_meta
+    torch.nn.init.ones_(critic.head.weight)
+    return critic
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapters", "critic"])
+def test_a_critic_without_memory_gets_its_weights_when_it_is_bound(folders, kind):
+    exp = tiny.experience()
+    plain, late = loaded(folders[kind], meta=False), loaded(folders[kind], meta=True)
+    got, want = values_of(late, exp), values_of(plain, exp)
+    assert torch.equal(got, want) and want.abs().max() > 0.1
+    assert [n for n, p in late.named_parameters() if p.requires_grad] == [
+        n for n, p in plain.named_parameters() if p.requires_grad
+    ]
+
+
+def sharded(rank, name):
+    """The same on two processes: each reads its own part of the files."""
+    found = {}
+    for kind, options in {"fsdp2": {}, "zero2": {"zero_stage": 2}, "zero3": {"zero_stage": 3}}.items():
+        st = get_strategy(StrategyConfig(**options))
+        adamw = rft.optim.adamw(1e-3)
+        apply, state = st.init(loaded(name, meta=True), adamw)
+        packs = st.shard(tiny.experience(), 1000)
+        mine = packing.unpack(model.values(apply, state.params, packs), packs, tiny.experience().tokens)
+        found[kind] = st.gather(mine[None]).sum(0)
+    return found
+
+
+def test_two_processes_read_their_parts_of_a_critic(folders):
+    want = values_of(loaded(folders["whole"], meta=False), tiny.experience())
+    for found in ranks.run(2, "test_critic:sharded", folders["whole"]):
+        for got in found.values():
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+
+
+def test_files_beside_the_models_own_are_not_read(folders, tmp_path):
+    """Some folders have a second copy of the weights, under the names of another library."""
+    from safetensors.torch import save_file
+
+    model.save(tmp_path, tiny.llama(), tiny.tokenizer())
+    save_file({"other": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    late = model.materialize(model.load(tmp_path, meta=True))
+    assert torch.equal(late.model.norm.weight, tiny.llama().model.norm.weight)
 
 
 def test_explained_variance():

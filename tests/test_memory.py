@@ -312,6 +312,16 @@ def test_nothing_to_estimate(models, budget):
         estimate(StrategyConfig(), *models, budget=budget)
 
 
+def test_an_engine_without_keys_and_values_is_estimated_too():
+    """A recurrent model has no heads of attention to count a cache by; a forecast never stops a run."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    lm = MambaForCausalLM(MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, state_size=4))
+    x = estimate(StrategyConfig(), (lm, optim.adamw(1e-3)), budget=64, kind="cpu", length=32)
+    assert x.engine == x.parameters and x.activations > 0
+    assert [line.partition(":")[0] for line in x.unknown] == ["cache of the engine"]
+
+
 def test_the_cache_of_the_engine_is_bounded_by_the_window():
     """48 tokens a sequence or 1000: keys and values of 2 layers, 4 heads of 32, 64 sequences, a window of
     128."""

@@ -75,6 +75,19 @@ def test_whole_logits_and_fused_head_agree():
     torch.testing.assert_close(a.entropy, b.entropy, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}])
+def test_logits_that_overflow_outside_the_mask_reach_no_gradient(options):
+    """Whole logits, with every number that is made of them: a where on the results alone leaves 0 * inf."""
+    lm, pack = tiny.llama(), packing.pack(tiny.experience(), range(2))
+    pack = tree.replace(pack, extra={"words": torch.zeros(len(pack.tokens), 2, dtype=torch.long)})
+    apply, params = model.bind(lm, sampling=rft.Sampling(**options), entropy=True, fused=False)
+    over = torch.where(pack.mask, 0.0, torch.inf)[:, None]
+    lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits + over)
+    out = apply(params, pack)
+    (out.logp + out.entropy + out.words_logp.sum(-1)).sum().backward()
+    assert not pack.mask.all() and all(p.grad.isfinite().all() for p in params.values())
+
+
 def test_gemma_with_capped_logits_scores_as_itself():
     """A fused head on a model with a soft cap would give other log-probs than the model samples from."""
     from transformers import Gemma2Config, Gemma2ForCausalLM

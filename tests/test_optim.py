@@ -224,3 +224,14 @@ def test_master_weights_equal_float32_training():
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.01, weight_decay=0.1))
     _, state = run(optim.master_weights(tx), low, grads)
     close(state.master, run(tx, wide, wide_grads)[0], 1e-7)
+
+
+def test_the_count_is_of_updates_that_were_made():
+    """The learning rate follows it, wherever the adamw is in the chain."""
+    wide = optim.master_weights(optim.adamw(0.1))
+    inner = optim.chain(optim.clip_by_global_norm(1.0), wide, optim.ema(0.9))
+    params = draw(0, torch.bfloat16)
+    _, state = run(inner, params, [draw(1), draw(2)])
+    assert optim.count(state) == 2
+    with pytest.raises(ValueError, match=r"opt: expected a state with optim.adamw in its chain, found none"):
+        optim.count(optim.chain(optim.clip_by_global_norm(1.0)).init(params))

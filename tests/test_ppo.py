@@ -4,7 +4,6 @@ import importlib.util
 import json
 import signal
 import sys
-import time
 from functools import cache
 from pathlib import Path
 
@@ -80,17 +79,14 @@ def test_a_run_leaves_everything(straight):
     assert (plain["state/actor/step"], plain["state/critic/step"], plain["extra/step"]) == (20, 24, 6)
 
 
-@pytest.mark.parametrize("after", [1, 4])
-def test_kill_9_and_the_same_command_again(straight, tmp_path, after):
-    """Killed once `after` steps are written, at whatever it is doing then: equal files in the end."""
+@pytest.mark.parametrize(("after", "seconds"), [(0, 0.0), (1, 0.02), (4, 0.07)])
+def test_kill_9_and_the_same_command_again(straight, tmp_path, after, seconds):
+    """Killed after step `after`, before the first checkpoint or later, wherever it is: equal files at the
+    end."""
     args, path = [*FULL, "--out", tmp_path / "straight"], tmp_path / "straight" / "metrics.jsonl"
-    process = start("ppo", *args)
-    while not (path.exists() and len(path.read_text().splitlines()) > after):
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
+    process = start("ppo", *args, interrupted=(signal.SIGKILL, after, seconds))
     process.communicate()
-    assert len(path.read_text().splitlines()) < 6
+    assert process.returncode == -signal.SIGKILL and len(path.read_text().splitlines()) == after + 1
     run("ppo", *args)
     for name in (
         "metrics.jsonl",

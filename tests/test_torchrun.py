@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+import ranks
+import tiny
 import torch
 from ranks import free_port
 
@@ -36,7 +38,7 @@ def run(world, tmp_path, *args, **options):
         env=environment(tmp_path),
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done
@@ -97,12 +99,12 @@ def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path):
         stderr=subprocess.STDOUT,
     )
     try:
-        end = time.monotonic() + 200
+        end = time.monotonic() + 600
         while not (tmp_path / "run/metrics.jsonl").exists() or len(rows(tmp_path / "run")) < 5:
             assert time.monotonic() < end and process.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.05)
         os.kill(workers(process)[1], signal.SIGKILL)
-        assert process.wait(timeout=200) == 0, (tmp_path / "log").read_text()
+        assert process.wait(timeout=600) == 0, (tmp_path / "log").read_text()
     finally:
         process.kill()
     text = (tmp_path / "log").read_text()
@@ -116,17 +118,17 @@ def test_a_first_start_leaves_a_whole_model_in_the_cache(tmp_path):
     """Both processes find the cache empty; one of them builds, and a later process can load what it left."""
     env = environment(tmp_path) | {"RFT_FN_CACHE": str(tmp_path / "cache")}
     args = command(2, "--steps", 1, "--out", tmp_path / "run")
-    done = subprocess.run(args, env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(args, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     (built,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     code = f"from rft_fn import model; model.load({str(built)!r}); model.load_tokenizer({str(built)!r})"
-    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=600)
 
 
 def test_a_mistake_is_one_line_from_rank_0(tmp_path):
     options = ["--out", tmp_path / "run", "--strategy.sp-size", 3]
     done = subprocess.run(
-        command(2, *options), env=environment(tmp_path), capture_output=True, text=True, timeout=200
+        command(2, *options), env=environment(tmp_path), capture_output=True, text=True, timeout=600
     )
     lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert done.returncode != 0 and lines == ["error: sp_size: expected a divisor of the 2 processes, got 3"]
@@ -144,12 +146,12 @@ def test_a_signal_to_torchrun_stops_all_ranks_after_one_step(tmp_path):
         stderr=(tmp_path / "log").open("w"),
     )
     try:
-        end = time.monotonic() + 200
+        end = time.monotonic() + 600
         while not (tmp_path / "run/metrics.jsonl").exists() or len(rows(tmp_path / "run")) < 3:
             assert time.monotonic() < end and process.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=100) != 0
+        assert process.wait(timeout=600) != 0
     finally:
         process.kill()
     done = len(rows(tmp_path / "run"))
@@ -172,10 +174,38 @@ def test_a_folder_in_use_is_one_line_on_every_rank(tmp_path):
             env=environment(tmp_path),
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=600,
         )
     finally:
         lock.release(folder)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert done.returncode != 0 and f"in use by process {os.getpid()} on " in lines[0]
     assert all(line.partition(": ")[2] == lines[0].partition(": ")[2] for line in lines)
+
+
+def other_rows(rank):
+    """A data file of which one rank has another version, with as many rows."""
+    from rft_fn import data, strategy
+
+    st = strategy.get_strategy(strategy.StrategyConfig())
+    rows = [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}]
+    same = data.from_rows(rows, tiny.tokenizer(), name="same.jsonl")
+    other = data.from_rows(
+        [*rows[:1], rows[1] | {"answer": f"e{rank}"}], tiny.tokenizer(), name="other.jsonl"
+    )
+    strategy.check_data(st, same, data.load("sort_digits:1", tiny.tokenizer()))
+    try:
+        strategy.check_data(st, same, other)
+    except ValueError as error:
+        return str(error), other.digest
+    return "", ""
+
+
+def test_ranks_with_other_rows_are_refused_on_every_rank():
+    found = ranks.run(2, "test_torchrun:other_rows")
+    digests = [digest for _, digest in found]
+    line = (
+        f"data: expected the same rows on all ranks, got others for other.jsonl: rank 0 has 2 rows, "
+        f"{digests[0]}, rank 1 has 2 rows, {digests[1]}; give all ranks the same file"
+    )
+    assert [text for text, _ in found] == [line, line] and digests[0] != digests[1]

@@ -269,6 +269,15 @@ def test_extreme_mismatch_and_garbage_outside_the_mask_stay_finite():
         assert x.isfinite().all() and x[0, 2] == 0
 
 
+def test_a_response_that_the_policy_excludes_counts_nothing():
+    """Also where the sampler's own number for another token is -inf, so that the sum would be inf - inf."""
+    w, mask = torch.full((1, 3), 1 / 3), torch.ones(1, 3, dtype=torch.bool)
+    old, logp = torch.tensor([[-torch.inf, -1.0, -1.0]]), torch.tensor([[-1.0, -torch.inf, -1.0]])
+    for f in (weight.importance_seq, weight.truncated_is_seq, weight.masked_is_seq):
+        assert (f(w, old, logp, mask) < 1e-8).all()
+    assert (weight.off_policy_mask(w, old, logp, -w, mask, limit=1.0) == 0).all()
+
+
 W, MASK = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
 BAD = [
     (lambda: weight.truncated_is(W, W[:1], W), "old_logp: expected [...] = [2, 3], got [1, 3]"),

@@ -173,6 +173,7 @@ def main(cfg: Config) -> None:
     needed = options | {"columns": rft.reward.columns(score)}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **needed)
     unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **needed)
+    rft.strategy.check_data(st, dataset, unseen)
     first_prompts, _ = rft.data.take(dataset, 2, cfg.seed)
     rows = [p.columns for p in first_prompts]
     rft.engine.check_reward(st, score, rows, timeout=cfg.reward_timeout)
@@ -301,7 +302,7 @@ def main(cfg: Config) -> None:
             if len(logs) == 1:  # before the first update trainer and sampler have the same weights
                 rft.engine.check_gap(logs[0], cfg.max_gap, eng, rollout, sampling, apply, state.params, packs)
             with run.phase("train"):
-                rate = schedule(state.step)
+                rate = schedule(rft.optim.count(state.opt))
                 state, metrics = st.update(state, grads)
                 logs[-1] |= rft.metric.results(metrics)
         with run.phase("sync"):

@@ -208,6 +208,7 @@ def main(cfg: Config) -> None:
     needed = options | {"columns": rft.reward.columns(score)}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **needed)
     unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **needed)
+    rft.strategy.check_data(st, dataset, unseen)
     first_prompts, _ = rft.data.take(dataset, 2, cfg.seed)
     rows = [p.columns for p in first_prompts]
     rft.engine.check_reward(st, score, rows, timeout=cfg.reward_timeout)
@@ -216,6 +217,7 @@ def main(cfg: Config) -> None:
         examples = rft.data.load(
             cfg.ptx_data, tokenizer, seed=cfg.seed + 2, response=cfg.ptx_response, **options
         )
+        rft.strategy.check_data(st, examples)
 
     # ---- actor and critic with their optimizers, and the initial model where the KL asks for it
     load = partial(rft.model.load, cfg.model, meta=st.world > 1)
@@ -224,7 +226,9 @@ def main(cfg: Config) -> None:
         module = rft.model.apply_lora_configuration(
             module, cfg.lora_rank, cfg.lora_alpha, target_modules=cfg.lora_targets, seed=cfg.seed
         )
-    valuer = rft.model.load_critic(cfg.critic or cfg.model, gradient_checkpointing=cfg.gradient_checkpointing)
+    valuer = rft.model.load_critic(
+        cfg.critic or cfg.model, gradient_checkpointing=cfg.gradient_checkpointing, meta=st.world > 1
+    )
     average = [rft.optim.ema(cfg.ema)] if cfg.ema else []
     tx, schedule = optimizer(cfg, cfg.lr, max(cfg.steps - cfg.freeze_actor_steps, 0), *average)
     critic_tx, _ = optimizer(cfg, cfg.critic_lr, cfg.steps)
@@ -337,7 +341,7 @@ def main(cfg: Config) -> None:
         # ---- learn: in each minibatch the critic, then the actor
         updates = []
         learns = step >= cfg.freeze_actor_steps
-        rate = schedule(actor.step)
+        rate = schedule(rft.optim.count(actor.opt))
         for i, part in enumerate(minibatches(cfg, row, exp, step)):
             with run.phase("train"):
                 mine = shard(part)
@@ -356,7 +360,7 @@ def main(cfg: Config) -> None:
                 rft.engine.check_gap(start, cfg.max_gap, eng, rollout, sampling, apply, actor.params, packs)
             if learns:
                 with run.phase("train"):
-                    rate = schedule(actor.step)
+                    rate = schedule(rft.optim.count(actor.opt))
                     actor, metrics = st.update(actor, grads)
                     updates[i] |= rft.metric.results(metrics)
         with run.phase("sync"):

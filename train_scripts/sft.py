@@ -92,6 +92,7 @@ def main(cfg: Config) -> None:
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
     options |= {"response": cfg.response, "max_tokens": cfg.budget}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
+    rft.strategy.check_data(st, dataset)
 
     # ---- the model and its optimizer, and where the last checkpoint left them
     module = rft.model.load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing, meta=st.world > 1)
@@ -121,7 +122,7 @@ def main(cfg: Config) -> None:
         # ---- learn
         with run.phase("train"):
             packs = st.shard(exp, cfg.budget)
-            rate = schedule(state.step)
+            rate = schedule(rft.optim.count(state.opt))
             grads, metrics = st.grad(state, apply, loss_fn, packs)
             state, more = st.update(state, grads)
         values = rft.metric.results(metrics | more) | {"lr": rate}

@@ -4,6 +4,7 @@ A `Dataset` is rows and a way to make a prompt of one. `draw(dataset, n, step, s
 rank and in every resumed run.
 """
 
+import hashlib
 import warnings
 from array import array
 from collections import Counter
@@ -41,6 +42,7 @@ class Dataset:
     name: str
     size: int | None
     prompt: Callable[[int], Prompt]
+    digest: str = ""  # of all rows of a file, and of what is made of them
 
 
 class _TooLong(Exception):
@@ -134,9 +136,11 @@ def from_rows(
         return recipe.make(dict(rows[i]), place_of(rows, i, name), i, widest)
 
     kept, long, unfit = array("q"), _First(), _First()
+    content = hashlib.blake2b(digest_size=16)
     for i in range(len(rows)):
         try:
-            prompt(i)
+            made = prompt(i)
+            content.update(repr((i, made.ids, made.columns)).encode())
             kept.append(i)
         except Unfit as error:
             unfit.add((error.place, error.reason))
@@ -152,7 +156,7 @@ def from_rows(
             f"are left out: {'; '.join(long.shown)}{long.more()}",
             stacklevel=2,
         )
-    return Dataset(name, len(kept), lambda i: prompt(kept[i]))
+    return Dataset(name, len(kept), lambda i: prompt(kept[i]), content.hexdigest())
 
 
 class _First:

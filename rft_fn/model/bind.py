@@ -66,6 +66,8 @@ class Scorer(probe.Reader):
         z = logprob.truncate(
             run(self.lm, pack, packs, way=self.way).logits[0], self.sampling, keep=pack.target
         )
+        # in place, without a copy: a where on the results alone leaves 0 * inf in the gradient
+        z = z.masked_fill_(~pack.mask[:, None], 0)
         if self.entropy:
             logp, ent = logprob.log_probs_and_entropy(z, pack.target)
             ent = torch.where(pack.mask, ent, 0)

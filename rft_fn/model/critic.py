@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from rft_fn import check, tree
 from rft_fn.model import attention, probe
 from rft_fn.model.bind import _silence, beside
-from rft_fn.model.load import load
-from rft_fn.model.lora import merged
+from rft_fn.model.load import load, usual_dtype
+from rft_fn.model.lora import home, merged
+from rft_fn.model.materialize import empty, narrow
 from rft_fn.model.pretrained import loaded
 from rft_fn.model.save import save
 from rft_fn.model.text import decoder, inner, run
@@ -44,11 +45,10 @@ class Critic(probe.Reader):
         self.decoder = decoder(lm)
         if getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None:
             raise ValueError(f"lm: expected a model with a decoder of its own, got {type(lm).__name__}")
-        like = next(self.decoder.parameters())
-        wide = torch.promote_types(like.dtype, torch.float32)
-        self.head = nn.utils.skip_init(
-            nn.Linear, self.decoder.config.get_text_config().hidden_size, 1, device=like.device, dtype=wide
-        )
+        narrow(lm, self.decoder)
+        width = self.decoder.config.get_text_config().hidden_size
+        wide = torch.promote_types(next(self.decoder.parameters()).dtype, torch.float32)
+        self.head = nn.utils.skip_init(nn.Linear, width, 1, device=home(self.decoder), dtype=wide)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         _silence(self.decoder)
@@ -83,6 +83,7 @@ def load_critic(
     dtype: torch.dtype | None = None,
     device: str | torch.device | None = None,
     gradient_checkpointing: bool = False,
+    meta: bool = False,
     **kwargs: Any,
 ) -> Critic:
     """A `Critic` of whatever `model.load` takes, with a head of zeros, or of a folder
@@ -97,11 +98,15 @@ def load_critic(
         from transformers import AutoModel
 
         trained = load_file(Path(folder) / _HEAD)
-        path_or_module = loaded(AutoModel, str(folder), dtype=dtype or "auto", **kwargs)
-        cpu = not torch.cuda.is_available() if device is None else torch.device(device).type == "cpu"
-        dtype, kwargs = dtype or (torch.float32 if cpu else torch.bfloat16), {}
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        dtype = dtype or usual_dtype(device)
+        if meta:
+            path_or_module = empty(str(folder), dtype=dtype, device=device, factory=AutoModel, **kwargs)
+        else:
+            path_or_module = loaded(AutoModel, str(folder), dtype=dtype, **kwargs)
+        meta, kwargs = False, {}  # they are done
     options = {"dtype": dtype, "device": device, "gradient_checkpointing": gradient_checkpointing}
-    critic = Critic(load(path_or_module, **options, **kwargs))
+    critic = Critic(load(path_or_module, meta=meta, **options, **kwargs))
     if trained is not None:
         critic.head.load_state_dict(trained)
     return critic

@@ -13,12 +13,13 @@ from rft_fn.model.lora import with_adapter
 from rft_fn.model.materialize import empty
 from rft_fn.model.pretrained import loaded, quietly
 
-__all__ = ["load", "load_tokenizer"]
+__all__ = ["load", "load_tokenizer", "usual_dtype"]
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
 
-def _usual(device: torch.device) -> torch.dtype:
+def usual_dtype(device: torch.device) -> torch.dtype:
+    """float32 on the CPU, where bf16 is unusably slow, else bf16."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
@@ -43,9 +44,11 @@ def load(
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if isinstance(path_or_module, nn.Module):
-        module = path_or_module.to(device=device, dtype=dtype)
+        module = path_or_module
+        if not any(p.is_meta for p in module.parameters()):  # one without memory gets it later, as it is
+            module = module.to(device=device, dtype=dtype)
     else:
-        how = {"dtype": dtype or _usual(device), "trust_remote_code": trust_remote_code, **kwargs}
+        how = {"dtype": dtype or usual_dtype(device), "trust_remote_code": trust_remote_code, **kwargs}
         module = _named(resolve(str(path_or_module)), device, meta, how)
     if gradient_checkpointing:
         enable = getattr(

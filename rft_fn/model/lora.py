@@ -13,7 +13,7 @@ from rft_fn import rng
 from rft_fn.model.finite import require_finite
 from rft_fn.types import Apply, Packed, TokenOut
 
-__all__ = ["Export", "apply_lora_configuration", "merged", "with_adapter", "without_adapters"]
+__all__ = ["Export", "apply_lora_configuration", "home", "merged", "with_adapter", "without_adapters"]
 
 _TOWERS = {
     "audio_encoder", "audio_model", "audio_tower", "connector", "image_tower", "merger",
@@ -138,7 +138,7 @@ def _wrapped(module: nn.Module, config: Any, seed: int) -> nn.Module:
         warnings.filterwarnings("ignore", ".*fan_in_fan_out")  # Conv1D keeps its weight transposed
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft asks for it
         model = get_peft_model(module, config)
-    device = _device(module)
+    device = home(module)
     for name, layer in _adapted(model):
         wide = torch.promote_types(layer.get_base_layer().weight.dtype, torch.float32)
         for adapter in layer.active_adapters:
@@ -151,10 +151,10 @@ def _wrapped(module: nn.Module, config: Any, seed: int) -> nn.Module:
     return model
 
 
-def _device(module: nn.Module) -> torch.device:
+def home(module: nn.Module) -> torch.device:
     """Where a module lies, or where it will once it is materialized."""
     source = [m.__dict__["rft_weights"] for m in module.modules() if "rft_weights" in m.__dict__]
-    return source[0][1] if source else next(module.parameters()).device
+    return source[0].device if source else next(module.parameters()).device
 
 
 def _adapted(module: nn.Module) -> list[tuple[str, Any]]:

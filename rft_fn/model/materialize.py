@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +10,28 @@ from torch import Tensor, nn
 from rft_fn.model.finite import is_finite
 from rft_fn.model.pretrained import incomplete, quietly, unreadable
 
-__all__ = ["empty", "materialize", "put"]
+__all__ = ["empty", "materialize", "narrow", "put"]
+
+
+class _Weights(NamedTuple):
+    """Where a module without memory gets its weights; it has them as `rft_weights`."""
+
+    files: list[Path]
+    device: torch.device
+    prefix: str = ""  # of its parameters' names in the files
 
 
 def empty(
-    name: str, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False, **kwargs: Any
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    factory: Any = None,
+    **kwargs: Any,
 ) -> nn.Module:
-    """The causal language model of a folder or hub name on the meta device.
+    """The causal language model of a folder or hub name on the meta device, or what the auto class `factory`
+    makes of it.
 
     `materialize` gives it memory on `device`, and its weights. ValueError for a model without safetensors, or
     whose files hold other tensors than it has.
@@ -24,17 +39,29 @@ def empty(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = _folder(name)
-    files = sorted(folder.glob("*.safetensors"))
+    files = _files(folder)
     if not files:
         raise ValueError(f"model: expected *.safetensors in {folder}, got none; load it without meta")
     config = quietly(AutoConfig, str(folder), trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(
+        module = (factory or AutoModelForCausalLM).from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
         )
     _check(module, files)
-    module.rft_weights = (files, device)
+    module.rft_weights = _Weights(files, device)
     return module
+
+
+def narrow(module: nn.Module, part: nn.Module) -> None:
+    """Have a part of a module, which is kept without the rest, get its weights from the module's files.
+
+    Nothing for a module that has its weights.
+    """
+    source = _source(module)
+    if source is None or source is part:
+        return
+    path = next(name for name, m in source.named_modules() if m is part)
+    part.rft_weights = source.__dict__.pop("rft_weights")._replace(prefix=f"{path}.")
 
 
 def _folder(name: str) -> Path:
@@ -45,11 +72,17 @@ def _folder(name: str) -> Path:
     return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
 
 
-def _names(module: nn.Module) -> dict[int, list[str]]:
+def _files(folder: Path) -> list[Path]:
+    """The files with a model's weights, by transformers' names; others beside them are somebody else's."""
+    found = sorted([*folder.glob("model.safetensors"), *folder.glob("model-*-of-*.safetensors")])
+    return found or sorted(folder.glob("*.safetensors"))
+
+
+def _names(module: nn.Module, prefix: str = "") -> dict[int, list[str]]:
     """The names of each parameter in the files, several where it is tied: those without adapters."""
     names: dict[int, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name.replace(".base_layer.", "."))
+        names.setdefault(id(p), []).append(prefix + name.replace(".base_layer.", "."))
     return names
 
 
@@ -93,10 +126,10 @@ def materialize(module: nn.Module) -> nn.Module:
     part = _source(module)
     if part is None:
         return module
-    files, device = part.__dict__.pop("rft_weights")
+    weights = part.__dict__.pop("rft_weights")
     empty_ones = {name for name, p in part.named_parameters() if p.is_meta}
-    _allocate(part, device)
-    _fill(part, files, empty_ones)
+    _allocate(part, weights.device)
+    _fill(part, weights, empty_ones)
     for p in part.parameters():
         p._is_hf_initialized = True  # type: ignore[attr-defined]
     part.initialize_weights()  # type: ignore[operator]  # what no file holds: buffers, of rotary embeddings
@@ -116,11 +149,12 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
             m._parameters[name] = first[0]._parameters[first[1]]
 
 
-def _fill(module: nn.Module, files: list[Path], wanted: set[str]) -> None:
+def _fill(module: nn.Module, weights: _Weights, wanted: set[str]) -> None:
     """Read the parameters named `wanted` from the files."""
     from safetensors import safe_open
 
-    names, bad = _names(module), []
+    files, bad = weights.files, []
+    names = _names(module, weights.prefix)
     missing = {id(p): p for name, p in module.named_parameters() if name in wanted}
     order = [names[key][0] for key in missing]
     for file in files:

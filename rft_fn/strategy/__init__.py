@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from rft_fn import dist
+from rft_fn.data import Dataset
 from rft_fn.strategy.config import StrategyConfig, add_arguments
 from rft_fn.strategy.forecast import Estimate, estimate, preflight
 from rft_fn.strategy.local import fork, local, unsupported
@@ -16,6 +17,7 @@ __all__ = [
     "Strategy",
     "StrategyConfig",
     "add_arguments",
+    "check_data",
     "estimate",
     "fork",
     "get_fake_strategy",
@@ -70,6 +72,18 @@ def _agreed(strategy: Strategy) -> Strategy:
             f"ranks: expected the same options and code on all, got {len(lines)} differences: {lines[0]}"
         )
     return strategy
+
+
+def check_data(strategy: Strategy, *datasets: Dataset) -> None:
+    """ValueError, on every rank, where ranks have other rows than the first: each would train on its own."""
+    if strategy.world == 1:
+        return
+    found = {f"{i} {x.name}": f"{x.size} rows, {x.digest}" for i, x in enumerate(datasets)}
+    if lines := dist.differences(found):
+        raise ValueError(
+            f"data: expected the same rows on all ranks, got others for {lines[0].partition(' ')[2]}; give "
+            "all ranks the same file"
+        )
 
 
 def get_fake_strategy() -> Strategy:

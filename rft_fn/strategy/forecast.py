@@ -178,19 +178,22 @@ def _work(
     return found, _gathered(config, cut, module)
 
 
-def _engine(config: StrategyConfig, module: Any, kind: str, length: int) -> int:
-    """The weights of an engine of this process, and its cache for sequences of `length` tokens."""
+def _engine(module: Any, kind: str) -> int:
+    """The weights of an engine of this process."""
     wide = 2 if kind == "cuda" else 4
-    weights = sum(
-        (wide if p.is_floating_point() else p.element_size()) * p.numel() for p in module.parameters()
-    )
-    text = module.config.get_text_config() if hasattr(module, "config") else None
-    if not length or text is None:
-        return weights
+    return sum((wide if p.is_floating_point() else p.element_size()) * p.numel() for p in module.parameters())
+
+
+def _cache(config: StrategyConfig, module: Any, kind: str, length: int) -> int:
+    """The keys and values that an engine keeps of sequences of `length` tokens."""
+    if not length or not hasattr(module, "config"):
+        return 0
+    text = module.config.get_text_config()
     length = min(length, getattr(text, "max_position_embeddings", length))
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return weights + 2 * wide * config.engine_batch * length * text.num_hidden_layers * heads * size
+    wide = 2 if kind == "cuda" else 4
+    return 2 * wide * config.engine_batch * length * text.num_hidden_layers * heads * size
 
 
 def estimate(
@@ -206,8 +209,9 @@ def estimate(
     only scores. The modules may be on the meta device; they are left alone.
 
     A pack has `budget` tokens, of which all count as responses; with sp_size each process has its part of
-    them. kind: "cuda" or "cpu". `engine`: one samples with a copy of the first model, sequences of up to
-    `length` tokens (0 leaves out its cache). What cannot run without values leaves a line in `unknown`.
+    them. A model that takes one sequence at a time has at most that. kind: "cuda" or "cpu". `engine`: one
+    samples with a copy of the first model, sequences of up to `length` tokens (0 leaves out its cache). What
+    cannot run without values leaves a line in `unknown`.
     """
     if not models or budget < 1:
         raise ValueError(f"models, budget: expected at least one of each, got {len(models)} and {budget}")
@@ -222,7 +226,11 @@ def estimate(
         found, more = _try(name, partial(_work, config, cut, module, budget, kind), none, unknown)
         if sum(found) + more > sum(work) + gathered:
             work, gathered = found, more
-    size = _engine(config, models[0][0], kind, length) if engine else 0
+    size = 0
+    if engine:
+        first = models[0][0]
+        size = _engine(first, kind)
+        size += _try("cache of the engine", partial(_cache, config, first, kind, length), 0, unknown)
     out = Estimate(
         parameters=sum(parameters),
         gradients=max(gradients),  # one model's after the other's

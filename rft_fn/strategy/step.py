@@ -112,9 +112,12 @@ def grad(
 def _check_trains(params: Mapping[str, Tensor]) -> None:
     for name, p in params.items():
         if not p.requires_grad or not p.is_leaf:
+            remedy = "strategy.fork(state) makes a copy that trains"
+            if hasattr(p, "device_mesh"):  # there is no fork of a sharded module's state
+                remedy = "st.init a second module and model.assign(its.params, st.export(state))"
             raise ValueError(
                 f"params: expected {name} to be a parameter that requires a gradient, got a copy or a frozen "
-                "one, which never learns; strategy.fork(state) makes a copy that trains"
+                f"one, which never learns; {remedy}"
             )
 
 

@@ -120,4 +120,11 @@ MUTANTS = [
         "if m is NotImplemented:",
         "tests/test_metric.py::test_a_value_that_is_no_metric_is_named",
     ),
+    (
+        "a log-ratio of +inf meets one of -inf",
+        "rft_fn/weight.py",
+        "log_ratio(old_logp, logp), 0).clamp(max=_MOST)",
+        "log_ratio(old_logp, logp), 0)",
+        "tests/test_weight.py::test_a_response_that_the_policy_excludes_counts_nothing",
+    ),
 ]

@@ -108,4 +108,32 @@ MUTANTS = [
         "    for layer in _checkpointed(module):\n        layer.training = False\n",
         _PROBE + "test_no_dropout_under_checkpointing[Llama]",
     ),
+    (
+        "logits outside the mask keep what overflowed",
+        "rft_fn/model/bind.py",
+        "z = z.masked_fill_(~pack.mask[:, None], 0)",
+        "z = z + 0",
+        "tests/test_model.py::test_logits_that_overflow_outside_the_mask_reach_no_gradient",
+    ),
+    (
+        "the mark of a model without memory stays on its head",
+        "rft_fn/model/critic.py",
+        "        narrow(lm, self.decoder)\n",
+        "",
+        "tests/test_critic.py::test_a_critic_without_memory_gets_its_weights_when_it_is_bound[whole]",
+    ),
+    (
+        "weights of a part are looked for by the part's own names",
+        "rft_fn/model/materialize.py",
+        """._replace(prefix=f"{path}.")""",
+        "",
+        "tests/test_critic.py::test_a_critic_without_memory_gets_its_weights_when_it_is_bound[whole]",
+    ),
+    (
+        "every file in a model's folder is one of its own",
+        "rft_fn/model/materialize.py",
+        """    return found or sorted(folder.glob("*.safetensors"))""",
+        """    return sorted(folder.glob("*.safetensors"))""",
+        "tests/test_critic.py::test_files_beside_the_models_own_are_not_read",
+    ),
 ]

@@ -76,25 +76,20 @@ def copy_to(folder: Path) -> None:
             shutil.copy2(ROOT / name, target)
 
 
-def passes(folder: Path, test: str) -> tuple[bool, str]:
-    """(whether the test passes in that copy, the end of its output)."""
+def passes(folder: Path, *tests: str) -> tuple[bool, str]:
+    """(whether the tests pass in that copy, the end of their output)."""
     path = os.pathsep.join([str(folder), str(folder / "kernels")])
-    env = os.environ | {
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
-        "CI": "true",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CI": "true"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    limit = LIMIT * len(tests)
     try:
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT)
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
-        return False, f"longer than {LIMIT} s"
+        return False, f"longer than {limit} s"
+    said = done.stdout[-600:] + done.stderr[-400:]
     if done.returncode not in (0, 1):  # 2 interrupted, 3 internal, 4 usage, 5 no such test
-        raise ValueError(
-            f"{test}: pytest ended with {done.returncode}: {done.stdout[-400:]}{done.stderr[-400:]}"
-        )
-    return done.returncode == 0, done.stdout[-400:]
+        raise ValueError(f"{' '.join(tests)}: pytest ended with {done.returncode}: {said}")
+    return done.returncode == 0, said
 
 
 def tried(folder: Path, mutant: Mutant) -> Result:
@@ -119,24 +114,22 @@ def tried(folder: Path, mutant: Mutant) -> Result:
 def run(chosen: Sequence[Mutant], jobs: int) -> Iterator[Result]:
     """Each mutant's result, in order, `jobs` at a time. ValueError for a test that fails without a mutant."""
     with tempfile.TemporaryDirectory() as tmp:
-        folders = [Path(tmp) / str(i) for i in range(jobs)]
-        for folder in folders:
+        free = [Path(tmp) / str(i) for i in range(jobs)]
+        for folder in free:
             copy_to(folder)
-        tests = sorted({m.test for m in chosen})
+        ok, said = passes(free[0], *sorted({m.test for m in chosen}))
+        if not ok:
+            raise ValueError(f"tests: expected to pass without a mutant: {said}")
+
+        def in_a_copy(mutant: Mutant) -> Result:
+            folder = free.pop()
+            try:
+                return tried(folder, mutant)
+            finally:
+                free.append(folder)
+
         with ThreadPoolExecutor(jobs) as pool:
-            free = list(folders)
-
-            def with_folder(f, x):
-                folder = free.pop()
-                try:
-                    return f(folder, x)
-                finally:
-                    free.append(folder)
-
-            for test, (ok, text) in zip(tests, pool.map(lambda t: with_folder(passes, t), tests)):
-                if not ok:
-                    raise ValueError(f"{test}: expected to pass without a mutant: {text}")
-            yield from pool.map(lambda m: with_folder(tried, m), chosen)
+            yield from pool.map(in_a_copy, chosen)
 
 
 def table(results: Sequence[Result]) -> str:

@@ -221,4 +221,11 @@ MUTANTS = [
         "packs = _spread(sizes, budget, each * world, 0) or packs",
         "tests/test_packing.py::test_at_most_so_many_rows_in_a_pack_whatever_the_budget",
     ),
+    (
+        "the learning rate on record counts updates that were skipped",
+        "train_scripts/sft.py",
+        "rate = schedule(rft.optim.count(state.opt))",
+        "rate = schedule(state.step)",
+        "tests/test_scripts.py::test_the_learning_rate_on_record_is_the_one_that_was_used",
+    ),
 ]

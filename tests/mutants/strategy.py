@@ -138,4 +138,18 @@ MUTANTS = [
         "*others, remedy])",
         "tests/test_faults.py::test_blame_has_every_phase_and_the_error",
     ),
+    (
+        "ranks with other rows of a file go on",
+        "rft_fn/strategy/__init__.py",
+        ", {x.digest}",
+        "",
+        "tests/test_torchrun.py::test_ranks_with_other_rows_are_refused_on_every_rank",
+    ),
+    (
+        "a copy of a sharded state is told to fork",
+        "rft_fn/strategy/step.py",
+        """if hasattr(p, "device_mesh"):  # there is no fork""",
+        """if not hasattr(p, "device_mesh"):  # there is no fork""",
+        "tests/test_fsdp2.py::test_what_does_not_fit_is_refused_on_every_rank",
+    ),
 ]
