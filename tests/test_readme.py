@@ -1,10 +1,15 @@
 """The README's code, run as it stands there."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from test_house import load_script
 
+from rft_fn.run import parsing
+
+ROOT = Path(__file__).resolve().parent.parent
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
@@ -28,3 +33,25 @@ def test_promises_of_size():
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (Path(__file__).resolve().parent.parent / target).exists(), target
+
+
+def commands(text):
+    """(script, arguments) of each command line in a document, its bash arrays filled in."""
+    arrays = dict(re.findall(r"^(\w+)=\(([^)]*)\)$", text, re.M))
+    for line in text.replace("\\\n", " ").splitlines():
+        found = re.match(r" *(?:python|torchrun)\b.*? train_scripts/(\w+)\.py(.*)", line)
+        if found:
+            rest = found[2]
+            for name, words in arrays.items():
+                rest = rest.replace(f'"${{{name}[@]}}"', words)
+            yield found[1], shlex.split(rest, comments=True)
+
+
+@pytest.mark.parametrize(("path", "least"), [("README.md", 5), ("docs/results/README.md", 3)])
+def test_commands_are_understood_as_they_stand(path, least):
+    """Every option is one of the script's, with a value that it takes."""
+    found = list(commands((ROOT / path).read_text()))
+    assert len(found) >= least
+    for name, args in found:
+        config = load_script(name).Config
+        parsing.parse(config, parsing.qualify(args, config))

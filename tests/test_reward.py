@@ -647,3 +647,20 @@ def test_the_columns_that_a_score_reads(components, names):
 
 def test_a_score_of_ones_own_reads_no_columns():
     assert reward.columns(lambda prompts, completions, columns: None) == ()
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "message"),
+    [
+        ("def score(:", ValueError, r"^reward '.*mine.py:score': .*mine.py, line 1: invalid syntax$"),
+        ("raise SystemExit(3)", ValueError, r"expected a file that defines functions, got sys.exit\(3\)$"),
+        ("import no_such_module", ModuleNotFoundError, "No module named 'no_such_module'"),
+    ],
+)
+def test_a_file_that_does_not_run_is_named(body, kind, message, tmp_path):
+    (tmp_path / "mine.py").write_text(body + "\n")
+    spec = f"{tmp_path}/mine.py:score"
+    with pytest.raises(kind, match=message) as error:
+        reward.load(spec)
+    notes = " ".join(getattr(error.value, "__notes__", []))
+    assert spec in str(error.value) + notes

@@ -98,7 +98,7 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
         if not adapter.is_file():
             raise ValueError(f"tokenizer: expected one in {folder}, got no tokenizer.json or the like")
         folder = resolve(_base_of(adapter))
-    tokenizer = quietly(AutoTokenizer, folder, trust_remote_code=trust_remote_code)
+    tokenizer = quietly(AutoTokenizer, folder, what="tokenizer", trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"tokenizer: {folder}: expected an eos_token, which ends a response, got none; "

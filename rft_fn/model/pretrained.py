@@ -12,10 +12,10 @@ from rft_fn.model.save import quiet
 __all__ = ["incomplete", "loaded", "quietly", "unreadable"]
 
 
-def quietly(factory: Any, name: str, **kwargs: Any) -> Any:
+def quietly(factory: Any, name: str, *, what: str = "model", **kwargs: Any) -> Any:
     """factory.from_pretrained(name, ...), without code of the model's folder unless that is asked for.
 
-    ValueError in one line for whatever it refuses.
+    ValueError in one line for whatever it refuses, with `what` in front.
     """
     from safetensors import SafetensorError
 
@@ -32,7 +32,7 @@ def quietly(factory: Any, name: str, **kwargs: Any) -> Any:
                 "trust_remote_code=True"
             ) from error
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"model: could not load {name!r}: {lines[0]}") from error
+        raise ValueError(f"{what}: could not load {name!r}: {lines[0]}") from error
 
 
 def unreadable(folder: Path, error: Exception) -> ValueError:

@@ -237,7 +237,7 @@ def load(spec: str) -> RewardFn:
     "math", "numeric", "exact", "format" (a box) and "tags": that factory with its defaults; "boxed": numeric
     on what is in the last box. "task:NAME": the built-in task's verifier. "path/file.py:function": a function
     of your own; the file runs once a call. Raises ValueError that says what is wrong with the spec; what the
-    file itself raises is passed on.
+    file itself raises is passed on with its name, a syntax error as ValueError.
     """
     if spec in _NAMED:
         return _NAMED[spec]()
@@ -260,8 +260,16 @@ def _load_file(spec: str, path: Path, attribute: str) -> RewardFn:
     sys.modules[name] = module  # dataclasses and pickle look the module up while and after it runs
     try:
         module_spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[name]
+        if isinstance(error, SyntaxError):
+            where = f"{error.filename}, line {error.lineno}"
+            raise ValueError(f"reward {spec!r}: {where}: {error.msg}") from error
+        if isinstance(error, SystemExit):
+            raise ValueError(
+                f"reward {spec!r}: expected a file that defines functions, got sys.exit({error.code!r})"
+            ) from error
+        error.add_note(f"raised by the file of the reward {spec!r}")
         raise
     if not hasattr(module, attribute):
         functions = ", ".join(n for n, value in vars(module).items() if inspect.isfunction(value)) or "none"
