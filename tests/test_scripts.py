@@ -709,6 +709,7 @@ def test_a_request_to_stop_that_a_library_catches_still_stops(monkeypatch, capsy
             rft.run.cli(body, Nothing)
         assert end.value.code == 143
         assert capsys.readouterr().err == "stopped by SIGTERM before the first step\n"
+        assert not rft.run.signals.asked()  # the next main in this process starts afresh
 
 
 @dataclasses.dataclass(frozen=True)

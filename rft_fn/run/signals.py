@@ -17,7 +17,8 @@ __all__ = ["Stopped", "Unbroken", "asked", "check_early", "enter_steps", "listen
 
 _AGAIN = 1.0  # s: torchrun repeats a Ctrl-C that the terminal has already sent to its workers
 _EARLY = " before the first step"
-_state: dict[str, Any] = {"asked": 0, "when": 0.0, "steps": False}
+_QUIET = {"asked": 0, "when": 0.0, "steps": False}
+_state: dict[str, Any] = dict(_QUIET)
 
 
 class Stopped(SystemExit):
@@ -46,7 +47,7 @@ def _handle(number: int, frame: Any) -> None:
 @contextmanager
 def listen() -> Iterator[None]:
     """Within it SIGTERM and SIGINT are requests to stop; nothing happens outside of the main thread."""
-    _state.update(asked=0, when=0.0, steps=False)
+    _state.update(_QUIET)
     before = {}
     with suppress(ValueError):
         before = {n: signal.signal(n, _handle) for n in (signal.SIGTERM, signal.SIGINT)}
@@ -55,6 +56,7 @@ def listen() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        _state.update(_QUIET)  # what was asked of this main is not asked of the next one
 
 
 def enter_steps() -> None:

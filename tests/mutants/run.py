@@ -167,10 +167,10 @@ def main() -> None:
     for i, result in enumerate(run(chosen, args.jobs)):
         results.append(result)
         verdict = "killed" if result.killed else f"SURVIVES: {result.note}"
+        if args.table:
+            args.table.write_text(table(results))
         print(f"{i + 1}/{len(chosen)}  {result.mutant.part}: {result.mutant.what}: {verdict}  "
               f"({result.seconds:.0f} s)", flush=True)  # fmt: skip
-    if args.table:
-        args.table.write_text(table(results))
     alive = [r for r in results if not r.killed]
     print(f"{len(results) - len(alive)} killed, {len(alive)} alive")
     sys.exit(bool(alive))
