@@ -298,4 +298,4 @@ def test_the_command_line_says_it_in_one_line_too(tmp_path):
     err = run("ppo", "--minibatches", "1000", "--out", tmp_path / "r", code=2)
     assert err.strip().splitlines()[-1] == "error: minibatches: expected at most 512, got 1000"
     text = " ".join(run("ppo", "--help").replace("│", " ").split())
-    assert "first steps, in which only the critic learns" in text and "--kl-horizon" in text
+    assert "so many steps at the start train the critic alone" in text and "--kl-horizon" in text
