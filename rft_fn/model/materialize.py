@@ -97,7 +97,9 @@ def _check(module: nn.Module, files: list[Path]) -> None:
                 stored |= {key: list(f.get_slice(key).get_shape()) for key in f.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise unreadable(file.parent, error) from error
-    names, shapes, missing = _names(module), [], []
+    names = _names(module)
+    shapes: list[str] = []
+    missing: list[str] = []
     for p in module.parameters():
         name = next((n for n in names[id(p)] if n in stored), None)
         if name is None:
@@ -153,8 +155,9 @@ def _fill(module: nn.Module, weights: _Weights, wanted: set[str]) -> None:
     """Read the parameters named `wanted` from the files."""
     from safetensors import safe_open
 
-    files, bad = weights.files, []
+    files = weights.files
     names = _names(module, weights.prefix)
+    bad: list[int] = []  # places in `order` of parameters that are not finite
     missing = {id(p): p for name, p in module.named_parameters() if name in wanted}
     order = [names[key][0] for key in missing]
     for file in files:
@@ -164,7 +167,8 @@ def _fill(module: nn.Module, weights: _Weights, wanted: set[str]) -> None:
                 name = next((n for n in names[key] if n in held), None)
                 if name is not None:
                     put(p, f.get_slice(name))
-                    bad += [] if is_finite(_local(p)) else [order.index(names[key][0])]
+                    if not is_finite(_local(p)):
+                        bad.append(order.index(names[key][0]))
                     del missing[key]
     if missing:
         odd = [names[key][0] for key in missing][:3]

@@ -86,9 +86,10 @@ def save(
     if merge and hasattr(module, "get_base_model"):
         full, module = merged(module, full), module.get_base_model()
         full |= {name: new.pop(name) for name in list(new) if name in full}
-    if new := {n for n in new if n not in state}:
+    unknown = sorted(name for name in new if name not in state)
+    if unknown:
         raise ValueError(
-            f"weights: expected names of {type(module).__name__}, got {sorted(new)[:3]}; adapters are saved "
+            f"weights: expected names of {type(module).__name__}, got {unknown[:3]}; adapters are saved "
             "from st.export(state) itself, merged weights with merge=True"
         )
     for name, x in full.items():

@@ -85,7 +85,9 @@ def _no_value(name: str, said: str, sections: list[list[str]]) -> str:
     if kind.startswith("{None}|"):
         want += ", or None"
     got = re.search(r"'([^']*)'", said.split("could be instantiated from ")[-1])
-    return f"{name}: expected {want}" + f", got {got[1]!r}" * bool(got)
+    if got is None:
+        return f"{name}: expected {want}"
+    return f"{name}: expected {want}, got {got[1]!r}"
 
 
 def _name(option: str) -> str:
