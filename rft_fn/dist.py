@@ -10,8 +10,9 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ __all__ = [
 ]
 
 _START = 180.0  # seconds that a process is given to start, at least: others import faster
+_GLOO_THREAD = "pt_gloo_runloop"
 _state: dict[str, Any] = {"phase": "start", "depth": 0, "session": ""}
 
 
@@ -98,7 +100,32 @@ def _session(store: Any, mine: int, size: int, timeout: float) -> str:
 
 def _end() -> None:
     if torch_dist.is_initialized():
+        _settle()
         torch_dist.destroy_process_group()
+
+
+def _settle(limit: float = 10.0) -> None:
+    """Wait until the threads of gloo are at rest, at most `limit` [s].
+
+    A collective is over for its caller before gloo's thread has let go of its tensors. Python ends a thread
+    that asks for the interpreter after that has gone, which aborts the process; and the group, whose end
+    would wait for the thread, lives on in the meshes of the script.
+    """
+    end, quiet = time.monotonic() + limit, 0
+    # three looks, and a sleep before each: whoever waits for the interpreter gets it meanwhile
+    while quiet < 3 and time.monotonic() < end:
+        time.sleep(0.005)
+        quiet = 0 if _gloo_runs() else quiet + 1
+
+
+def _gloo_runs() -> bool:
+    """Whether a thread of gloo runs, or would if it had a processor. False where the system does not say."""
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it may have ended meanwhile
+            name, state = (thread / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
+            if name == _GLOO_THREAD and state.split()[0] != "S":
+                return True
+    return False
 
 
 def started() -> int:

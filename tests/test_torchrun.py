@@ -209,3 +209,26 @@ def test_ranks_with_other_rows_are_refused_on_every_rank():
         f"{digests[0]}, rank 1 has 2 rows, {digests[1]}; give all ranks the same file"
     )
     assert [text for text, _ in found] == [line, line] and digests[0] != digests[1]
+
+
+def slow_gloo(rank):
+    """The last words of a script, where gloo's threads get a processor only when this one sleeps."""
+    from rft_fn import dist, strategy
+
+    st = strategy.get_strategy(strategy.StrategyConfig())
+    dist.share(rank)
+    cpu = {sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]}
+    os.sched_setaffinity(0, cpu)
+    threads = [p for p in Path("/proc/self/task").iterdir() if "runloop" in (p / "comm").read_text()]
+    for thread in threads:
+        os.sched_setaffinity(int(thread.name), cpu)
+        os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
+    sys.modules["__main__"].strategy = st  # as in a script, where it lives until the interpreter goes
+    return len(threads), dist.share(rank)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the system about threads by /proc")
+@pytest.mark.parametrize("again", range(2))
+def test_an_exit_right_after_a_collective_waits_for_the_threads_of_gloo(again):
+    for count, said in ranks.run(3, "test_torchrun:slow_gloo"):
+        assert count > 0 and said == [0, 1, 2]

@@ -152,4 +152,11 @@ MUTANTS = [
         """if not hasattr(p, "device_mesh"):  # there is no fork""",
         "tests/test_fsdp2.py::test_what_does_not_fit_is_refused_on_every_rank",
     ),
+    (
+        "a script goes while gloo's threads still hold tensors",
+        "rft_fn/dist.py",
+        "        _settle()\n",
+        "",
+        "tests/test_torchrun.py::test_an_exit_right_after_a_collective_waits_for_the_threads_of_gloo",
+    ),
 ]
