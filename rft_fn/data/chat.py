@@ -74,7 +74,7 @@ class Chat(NamedTuple):
         role = talk.turns[-1]["role"]
         if role not in ("user", "tool"):
             raise ValueError(
-                f"turn {len(talk.turns)}: expected a prompt to end with a turn of a user or a tool, got {role}"
+                f"turn {len(talk.turns)}: expected the last turn of a prompt from user or tool, got {role}"
             )
         if not any(turn["content"].strip() for turn in talk.turns):
             raise ValueError("the prompt is empty")
@@ -172,7 +172,7 @@ class Chat(NamedTuple):
             through = whole
             if i < spoken[-1]:
                 through = self.ids(talk.turns[: i + 1], talk.tools, ask=False)
-            start = self._start(talk, i, through)
+            start, through = self._asked(talk, i, through)
             end = self._end(through, start, len(through))
             if end is None:
                 alone.append(self._ended(through, start))
@@ -183,23 +183,33 @@ class Chat(NamedTuple):
         shared = [_cut(whole, mask)] if any(mask) else []
         return shared + alone
 
-    def _start(self, talk: Conversation, i: int, through: list[int]) -> int:
-        """Where turn i begins: behind the prompt that asks for it. ValueError where that is not how it
-        begins."""
+    def _asked(self, talk: Conversation, i: int, through: list[int]) -> tuple[int, list[int]]:
+        """(where turn i begins, the ids up to its end): behind the prompt that asks for it.
+
+        Where a token of `through` reaches over that border it is cut there, as when the turn was sampled.
+        ValueError where the turn is not rendered as it was asked for.
+        """
         if i == 0:
             raise ValueError("turn 1: the assistant speaks first, so that no prompt asks for it")
         asked = self.ids(talk.turns[:i], talk.tools, ask=True)
-        same = next((k for k, (a, b) in enumerate(zip(asked, through)) if a != b), len(asked))
-        if same < len(asked):
-            want, got = self._text(asked[same:]), self._text(through[same : same + 8])
-            raise ValueError(
-                f"turn {i + 1}: the prompt that asks for it goes on with {want!r:.60}, but the chat template "
-                f"renders it with {got!r:.60}: what is learned would never be asked; other "
-                "--chat-template-kwargs may make the two alike"
-            )
         if not asked:
             raise ValueError(f"turn {i + 1}: nothing stands before it")
-        return len(asked)
+        if through[: len(asked)] == asked:
+            return len(asked), through
+
+        before = self._rendered(talk.turns[:i], talk.tools, True, tokenize=False)
+        after = self._rendered(talk.turns[: i + 1], talk.tools, False, tokenize=False)
+        same = next(
+            (k for k, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after))
+        )
+        cut = [*asked, *self.tokenizer.encode(after[len(before) :], add_special_tokens=False)]
+        if same < len(before) or self._text(cut) != self._text(through):
+            raise ValueError(
+                f"turn {i + 1}: the prompt that asks for it goes on with {before[same:]!r:.60}, but the chat "
+                f"template renders it with {after[same:]!r:.60}: what is learned would never be asked; other "
+                "--chat-template-kwargs may make the two alike"
+            )
+        return len(asked), cut
 
     def _end(self, ids: Sequence[int], start: int, end: int) -> int | None:
         """Behind the special token that ends the turn [start, end) or follows it; None without one."""
@@ -251,9 +261,8 @@ def _refusal(turns: Sequence[Mapping[str, Any]], error: Exception) -> ValueError
     roles = [turn["role"] for turn in turns]
     if len(roles) > 6:
         roles = [*roles[:5], "..."]
-    return ValueError(
-        f"chat template: expected it to render turns of {', '.join(roles)}, got {type(error).__name__}: {error}"
-    )
+    kind = type(error).__name__
+    return ValueError(f"chat template: expected it to render {', '.join(roles)}, got {kind}: {error}")
 
 
 @lru_cache(8)
