@@ -51,7 +51,7 @@ GEMMA2 = """
 # thoughts of earlier turns are dropped; without thinking they are there and empty
 QWEN3 = f"""
 {{%- set ns = namespace(last=-1) %}}
-{{%- for m in messages %}}{{% if m.role == 'user' %}}{{% set ns.last = loop.index0 %}}{{% endif %}}{{% endfor %}}
+{{%- for m in messages if m.role == 'user' %}}{{% set ns.last = messages.index(m) %}}{{% endfor %}}
 {{%- for m in messages %}}{{{{ '<|im_start|>' + m.role + '\n' }}}}
 {{%- if m.role == 'assistant' %}}
 {{%- set parts = m.content.split('</think>') %}}

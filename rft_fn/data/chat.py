@@ -143,7 +143,7 @@ class Chat(NamedTuple):
                     raise ValueError(f"turn {i} has {key}, and the chat template does not read them")
 
     def _by_marks(self, talk: Conversation, spoken: Sequence[int]) -> list[Lesson]:
-        """As the template's marks have it; nothing where there are none, or other than one a turn."""
+        """As the template's marks have it; nothing where they are not one a turn, between whole tokens."""
         template = self.tokenizer.get_chat_template(tools=talk.tools)
         if not self.tokenizer.is_fast or not _MARK.search(template):
             return []
@@ -161,8 +161,16 @@ class Chat(NamedTuple):
             if end is None or not start:
                 return []
             if i in spoken:
+                if self._melts(talk, i, ids, start):
+                    return []
                 mask[start:end] = [True] * (end - start)
         return [_cut(ids, mask)]
+
+    def _melts(self, talk: Conversation, i: int, ids: list[int], start: int) -> bool:
+        """Whether the first token of a turn begins before it, in what the prompt ends with."""
+        asked = self.ids(talk.turns[:i], talk.tools, ask=True)
+        over = self._text(asked[start:])
+        return bool(over) and asked[:start] == ids[:start] and self._text([ids[start]]).startswith(over)
 
     def _by_prefixes(self, talk: Conversation, spoken: Sequence[int]) -> list[Lesson]:
         """By the prompt before each turn, and the conversation up to its end."""
@@ -274,11 +282,12 @@ def _special(tokenizer: Any) -> frozenset[int]:
 
 @cache
 def _reads(template: str) -> frozenset[str]:
-    """The names that a template reads and does not make itself."""
+    """The names that a template reads, and neither makes itself nor has from the library."""
     from jinja2 import Environment, meta
 
-    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARK.sub("", template))
-    return frozenset(meta.find_undeclared_variables(tree))
+    env = Environment(extensions=["jinja2.ext.loopcontrols"])
+    found = meta.find_undeclared_variables(env.parse(_MARK.sub("", template)))
+    return frozenset(found) - set(env.globals) - {"raise_exception", "strftime_now"}
 
 
 def _runs(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
