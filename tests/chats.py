@@ -103,3 +103,15 @@ def tokenizer(template: str | None) -> Any:
 
     names = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
     return PreTrainedTokenizerFast(tokenizer_object=_core(), chat_template=template, **names)
+
+
+def folder(path: Any, template: str | None) -> str:
+    """A folder of a narrow model that speaks these bytes."""
+    import tiny
+
+    from rft_fn import model
+
+    tok = tokenizer(template)
+    lm = tiny.llama(vocab_size=len(tok), max_position_embeddings=512, num_hidden_layers=1)
+    model.save(path, lm, tok)
+    return str(path)
