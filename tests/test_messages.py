@@ -233,8 +233,10 @@ def test_literals():
     ("template", "kwargs", "message"),
     [
         (chats.LLAMA3, {"enable_thinking": False}, r"reads \(style\), got 'enable_thinking'"),
+        (chats.QWEN3, {"thinking": False}, r"reads \(enable_thinking\), got 'thinking'"),
         (chats.GEMMA2, {"enable_thinking": False}, r"reads \(it reads none\), got"),
         (chats.MARKED, {"messages": []}, "got 'messages'"),
+        (chats.LLAMA3, {"bos_token": "x"}, "got 'bos_token'"),
         (None, {"a": 1}, "expected none, as the tokenizer has no chat template"),
     ],
 )
