@@ -5,7 +5,6 @@ The values of tensors are never looked at: that would stop a GPU. An option's li
 """
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,7 +72,7 @@ class Range:
     open_high: bool = False
 
     def __contains__(self, x: float) -> bool:
-        if not math.isfinite(x):
+        if not -inf < x < inf:  # nor is NaN, while an integer may be larger than any float
             return False
         above = x > self.low if self.open_low else x >= self.low
         below = x < self.high if self.open_high else x <= self.high
