@@ -119,12 +119,14 @@ def average(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The numbers, in one transfer from the device. ValueError for a value that is no metric."""
+    """The numbers, in one transfer from each device. ValueError for a value that is no metric."""
     _check(metrics)
-    if not metrics:
-        return {}
-    values = torch.stack([m.value() for m in metrics.values()]).tolist()
-    return dict(zip(metrics, values))
+    values = {name: m.value() for name, m in metrics.items()}
+    numbers: dict[str, float] = {}
+    for device in dict.fromkeys(x.device for x in values.values()):
+        here = {name: x for name, x in values.items() if x.device == device}
+        numbers |= zip(here, torch.stack(list(here.values())).tolist())
+    return {name: numbers[name] for name in metrics}
 
 
 def pass_at_k(correct: Tensor, k: int) -> Tensor:
