@@ -21,6 +21,7 @@ from rft_fn.types import Packed, TrainState
 __all__ = ["NonFinite", "blame", "first_offender", "is_lost", "keep", "load", "watch"]
 
 LOST = 3  # exit code of a process that lost others
+QUIET = 3.0  # s without a beat that whoever is alive, and beats twice a second, does not have
 _GLOO = re.compile(r"\[[^]\s]*gloo/[^]\s]+\.(cc|h):\d+\] ")  # the place in its source, in all that it raises
 _watch: dict[str, Any] = {"beats": None, "folder": Path(".")}
 
@@ -119,7 +120,7 @@ def blame(patience: float = 4.0, error: BaseException | None = None) -> str:
     here = f"rank {dist.rank()} was in {dist.current_phase()}"
     time.sleep(patience)
     beats = _watch["beats"]
-    gone = beats.silent(min(max(patience - 1, 0.5), beats.timeout)) if beats else []
+    gone = beats.silent(min(QUIET, beats.timeout)) if beats else []
     who = ", ".join(f"rank {r} (last in {phase}, {age:.0f} s ago)" for r, age, phase in gone)
     others = beats.phases(without=[r for r, _, _ in gone]) if beats else []
     remedy = "the same command goes on from the last checkpoint (torchrun --max-restarts does so by itself)"
