@@ -63,7 +63,7 @@ def _built(name: str, build: Callable[[Path], object]) -> Path:
                     os.rename(Path(tmp) / "model", target)
     except OSError as error:
         raise ValueError(
-            f"RFT_FN_CACHE: expected a folder that can be written, got {target.parent}: {error.strerror}"
+            f"RFT_FN_CACHE: expected a folder that can be written, got {target.parent}: {error.strerror or error}"
         ) from error
     return target
 
