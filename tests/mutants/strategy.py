@@ -29,8 +29,8 @@ MUTANTS = [
     (
         "the forecast forgets the masters that nobody asked for",
         "rft_fn/strategy/forecast.py",
-        "full = tx if deepspeed else step.optimizer(tx, config, params)",
-        "full = tx if deepspeed else step.optimizer(tx, config, {})",
+        "full = step.optimizer(tx, config, params)",
+        "full = step.optimizer(tx, config, {})",
         "tests/test_memory.py::test_one_process[-dtype-default]",
     ),
     (
@@ -134,8 +134,8 @@ MUTANTS = [
     (
         "the error of a lost process is dropped",
         "rft_fn/faults.py",
-        "*others, remedy, *said])",
-        "*others, remedy])",
+        "    if error:\n        line.append",
+        "    if False:\n        line.append",
         "tests/test_faults.py::test_blame_has_every_phase_and_the_error",
     ),
     (
