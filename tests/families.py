@@ -159,7 +159,7 @@ FAMILIES = {
         "output_logit_soft_cap": 2.0, "autocast_kernel_dtype": "float32",
     },
 }  # fmt: skip
-SINGLE = ("Qwen3Next", "Mixtral", "GptOss", "xLSTM")  # these know no float64
+SINGLE = ("XGLM", "xLSTM")  # these know no float64
 
 
 def config(kind, **changes):
@@ -176,6 +176,8 @@ def small(kind, dtype=torch.float64, std=0.3, **changes):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         lm = transformers.AutoModelForCausalLM.from_config(config(kind, **changes))
+        if dtype == torch.float64 and lm._can_set_experts_implementation():
+            lm.set_experts_implementation("eager")  # a product of groups knows no float64
         for p in lm.parameters():
             if std and p.dim() >= 2:
                 p.data.normal_(0, std)
