@@ -103,8 +103,10 @@ FAMILIES = {
     "Lfm2": USUAL | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "Lfm2Moe": USUAL | EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "Llama": USUAL,
-    "Llama4Text": NARROW | LOCAL | {"intermediate_size_mlp": 48, "num_experts_per_tok": 1,
-        "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 64},
+    "Llama4Text": NARROW | LOCAL | {
+        "intermediate_size_mlp": 48, "num_experts_per_tok": 1, "attention_chunk_size": 64,
+        "layer_types": ["chunked_attention", "full_attention"],
+    },
     "Mamba": BASE | {"state_size": 4},
     "Mamba2": BASE | {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
     "MiniMax": NARROW | LOCAL | {"block_size": 8},
@@ -152,7 +154,8 @@ FAMILIES = {
     },
     "Zamba2": USUAL | {
         "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "attention_head_dim": 16,
-        "mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 8, "chunk_size": 8, "num_mem_blocks": 1,
+        "mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 8, "chunk_size": 8,
+        "num_mem_blocks": 1,
     },
     "xLSTM": BASE | {
         "hidden_size": 128, "num_heads": 4, "num_blocks": 2, "chunk_size": 16,

@@ -2,22 +2,27 @@
 
 HEAD = """# Models
 
-Every text family of this list as a small random model (two layers, width 32, 60 words; [how](../tests/families.py)),
-measured against the plain model of transformers that is called for one sequence at a time. Made by `make families`.
+Every text family of this list as a small random model (two layers, width 32, 60 words: tests/families.py), measured
+against the plain model of transformers, called for one sequence at a time. Made by `make families`.
 
-| column | what is compared | largest number that counts as equal |
+| column | what is compared | equal up to |
 |---|---|---|
-| packs | log-probs and a critic's values in a pack, and of each sequence alone | {packed:g} |
-| gradient | of one pack, of several, of pairs, relative to that of each sequence alone | {cuts:g} |
-| sampler | log-probs of the hf engine's samples and the trainer's; greedy in a batch is greedy alone | {sampler:g} |
-| LoRA | log-probs with adapters and with the same merged; every adapter gets a gradient | {lora:g} |
-| FSDP2, ZeRO 3, sequence | one step on two processes from files, and on one: movement of every weight, relative to the largest | {fsdp2:g} |
-| reload | weights and log-probs after saving and loading | 0 |
+| packs | log-probs, and a critic's values, of sequences in a pack and of each alone | {packed:g} |
+| gradient | of one pack, of several, and of pairs, with that of each sequence alone, relative to it | {cuts:g} |
+| sampler | log-probs of the hf engine's samples with the trainer's; a greedy batch with each prompt alone | {sampler:g} |
+| LoRA | log-probs with adapters, and with the same merged; every adapter gets a gradient | {lora:g} |
+| FSDP2, ZeRO 3 | how far one step moves each weight: two processes that read files, and one | {fsdp2:g} |
+| sequence | the same of two processes that share the tokens of a pack | {sequence:g} |
+| reload | log-probs of what was saved and loaded; weights are the same to the bit | {reload:g} |
 
-Packs and gradient are in float64 where a family computes in it, all else in float32. "Alone": the family mixes the
-sequences of a pack, so it gets them one at a time. "By length": the engine batches prompts of one length; "by row": one
-row; "no cache": it reads all tokens for each new one. How a family is packed and sampled is found by a probe when a
-model is bound or an engine first samples; nothing is listed.
+Packs and gradient are in float64 where a family computes in it, all else in float32.
+
+* *alone*: the family mixes the sequences of a pack, so it gets one at a time.
+* *by length*: the engine batches prompts of one length only; *by row*: one row; *no cache*: it reads all tokens anew
+  for each new one.
+
+How a family is packed and sampled is found by a probe when a model is bound, or when an engine first samples. No list of
+families is kept in the library.
 """
 TITLES = {
     "packed": "packs", "cuts": "gradient", "sampler": "sampler", "lora": "LoRA", "fsdp2": "FSDP2",
@@ -39,7 +44,9 @@ def page(results):
         cells = [_cell(families[kind].get(column), reasons) for column in TITLES]
         lines.append(f"| {kind} | " + " | ".join(cells) + " |")
     why = [f"{i}. {reason}" for i, reason in enumerate(reasons, 1)]
-    return "\n".join([HEAD.format(**BOUNDS), *lines, "", _counts(families), "", *why, "", _where(results), ""])
+    return "\n".join(
+        [HEAD.format(**BOUNDS), *lines, "", _counts(families), "", *why, "", _where(results), ""]
+    )
 
 
 def _cell(entry, reasons):

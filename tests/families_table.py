@@ -9,6 +9,7 @@ kept in docs/results/families.json, which the page is made of.
 """
 
 import argparse
+import contextlib
 import importlib
 import json
 import multiprocessing
@@ -58,15 +59,23 @@ def forked(world, target, *args):
     processes = [FORK.Process(target=one, args=(rank, ends[1])) for rank, ends in enumerate(pipes)]
     for process in processes:
         process.start()
+    for ends in pipes:
+        ends[1].close()
     answers = []
     for ends, process in zip(pipes, processes):
-        while not ends[0].poll(0.1):
-            if process.exitcode is not None and not ends[0].poll(0.1):
-                raise RuntimeError(f"a process ended with {process.exitcode}")
-        answers.append(ends[0].recv())
+        answers.append(heard(ends[0], process))
         if isinstance(answers[-1], str):  # the others may wait for this one
             raise RuntimeError(answers[-1])
     return answers
+
+
+def heard(answer, process):
+    """What a process sent, or that it ended without a word."""
+    try:
+        return answer.recv()
+    except EOFError:
+        process.join()
+        return f"a process ended with {process.exitcode}"
 
 
 def told(f, *args):
@@ -91,6 +100,7 @@ def begin(kind, column):
     here, there = FORK.Pipe(duplex=False)
     process = FORK.Process(target=measure, args=(kind, column, there))
     process.start()
+    there.close()  # the other end is the process's alone: it is seen to end
     return Cell(kind, column, process, here, time.monotonic())
 
 
@@ -98,17 +108,13 @@ def ended(cell, limit):
     """The entry of a cell that is done, or has taken longer than `limit` seconds; else None."""
     seconds = time.monotonic() - cell.began
     if cell.answer.poll():
-        answer = cell.answer.recv()
-    elif cell.process.exitcode is not None:
-        answer = f"the process ended with {cell.process.exitcode}"
+        answer = heard(cell.answer, cell.process)
     elif seconds > limit:
         answer = f"not done in {limit:.0f} s"
     else:
         return None
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(cell.process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     cell.process.join()
     entry = {"date": date.today().isoformat(), "seconds": round(seconds, 1)}
     if isinstance(answer, str):
@@ -162,7 +168,9 @@ def main():
         print(f"{kind:20} {column:10} {entry}", flush=True)
 
     again = args.again or bool(args.only)
-    cells = [(k, c) for k in args.only or FAMILIES for c in args.columns if again or c not in found.get(k, {})]
+    cells = [
+        (k, c) for k in args.only or FAMILIES for c in args.columns if again or c not in found.get(k, {})
+    ]
     run(cells, args.jobs, args.limit, keep)
 
 

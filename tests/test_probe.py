@@ -29,6 +29,7 @@ PACK = (
     "Mixtral",
     "GptOss",
     "GraniteSWA",
+    "Llama4Text",
 )
 MIX = (
     "Qwen3Next",

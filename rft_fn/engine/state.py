@@ -9,7 +9,6 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 __all__ = ["Path", "Rows", "compare", "constant", "found_in", "select", "tensors"]
@@ -84,7 +83,9 @@ def compare(one: Any, two: Any) -> Rows:
     differ in more than their sizes."""
     first, second = tensors(one), tensors(two)
     if first.keys() != second.keys():
-        raise ValueError(f"state: expected the same tensors for one row and two, got {len(first)}, {len(second)}")
+        raise ValueError(
+            f"state: expected the same tensors for one row and two, got {len(first)}, {len(second)}"
+        )
     rows: Rows = {}
     for path, x in first.items():
         sizes = list(zip(x.shape, second[path].shape))

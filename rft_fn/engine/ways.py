@@ -19,7 +19,7 @@ from rft_fn.model.probe import rounding, usual_tokens
 __all__ = ["way_of"]
 
 LENGTHS = (5, 5, 3, 1)  # of the prompts that are tried: two of one length, and one of a single token
-MORE = 2  # tokens that each is continued by
+MORE = 4  # tokens that each is continued by
 ANEW = Way(rows=None)
 
 
@@ -31,7 +31,7 @@ def way_of(lm: nn.Module, pad: int) -> Way:
     want = torch.stack([_alone(lm, x) for x in rows])
     for way, what in _tried(_with_state, lm, pad) or []:
         got = _tried(_together, lm, way, rows, pad)
-        if got is not None and _same(got, want):
+        if got is not None and _same(got, want, lm.dtype):
             if what:
                 say(f"sampling: {type(lm).__name__} {what}")
             return way
@@ -110,14 +110,14 @@ def _read_on(lm: nn.Module, way: Way, rows: list[list[int]], pad: int) -> Tensor
     batch.append(lm, more[:, 0])
     logits.append(batch.logits[kept])
     batch.take(kept)
-    batch.append(lm, more[kept, 1])
-    logits.append(batch.logits)
+    for token in more[kept].T[1:]:
+        batch.append(lm, token)
+        logits.append(batch.logits)
     return torch.stack(logits, 1)
 
 
-def _same(got: Tensor, want: Tensor) -> bool:
-    """Whether logits differ by rounding only; NaN equals NaN."""
-    dtype = got.dtype
+def _same(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits differ by the rounding of a model of `dtype` only; NaN equals NaN."""
     got, want = (torch.nan_to_num(x.float(), posinf=0, neginf=0) for x in (got, want))
     most = rounding(dtype, want.device)[1]
     spread = (want - want.mean(-1, keepdim=True)).abs().mean()

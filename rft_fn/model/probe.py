@@ -245,7 +245,7 @@ def rounding(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
         return eps / 8, 32 * eps
     if device.type == "cuda":
         return 1e-5, 2e-2
-    return 1e-5, 1e-3
+    return 1e-5, 1e-4
 
 
 def _one(root: Any, pack: Packed) -> tuple[Tensor, bool]:

@@ -43,7 +43,12 @@ def _causal(module: nn.Module, options: dict) -> bool:
 
 
 def sdpa_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, Any]:
     """`_attend` for models on transformers' sdpa."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -52,7 +57,12 @@ def sdpa_attention(
 
 
 def eager_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, Any]:
     """`_attend` for models that know no sdpa, mostly because their heads have sinks."""
     return _attend(_eager, module, query, key, value, attention_mask, options)
