@@ -11,6 +11,7 @@ from typing import NamedTuple
 import tiny
 import torch
 from families import SINGLE, VOCAB, small
+from tiny import definition
 from torch import nn
 
 import rft_fn as rft
@@ -55,15 +56,6 @@ EXP = rows([(2, 5), (3, 7), (1, 4), (2, 2)])
 def double(kind):
     """The widest type that a family computes in."""
     return torch.float32 if kind in SINGLE else torch.float64
-
-
-def definition(lm, exp):
-    """Log-probs [B, S] of each row alone, by the model's own logits."""
-    out = torch.zeros(exp.tokens.shape, dtype=next(lm.parameters()).dtype)
-    for i, n in enumerate(exp.length.tolist()):
-        z = lm(input_ids=exp.tokens[i : i + 1, :n], use_cache=False).logits[0].log_softmax(-1)
-        out[i, 1:n] = z[:-1].gather(-1, exp.tokens[i, 1:n, None])[:, 0]
-    return torch.where(exp.mask, out, 0)
 
 
 def _largest(got, want):

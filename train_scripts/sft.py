@@ -15,6 +15,8 @@ from rft_fn.check import AtLeast0, Count, Decay, Free, Positive, Seed, Share, Wh
 
 @dataclass(frozen=True)
 class Config:
+    """A resumed run may change the options that change no result; for others it needs --override."""
+
     model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
     data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
@@ -67,13 +69,15 @@ def optimizer(cfg: Config):
     return rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), adamw), schedule
 
 
+# The whole run is one function, so that it is read from top to bottom in the order in which it happens.
 def main(cfg: Config) -> None:
     # ---- where it runs, and the folder of the run
     rft.run.without(cfg.strategy, *UNREAD)
     rft.run.without(cfg.strategy, "max_norm", instead="use --max-norm")
     rft.run.without(cfg.strategy, "seed", instead="use --seed")
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
-    extendable = cfg.lr_end == 1 or cfg.schedule == "constant"
+    extendable = cfg.lr_end == 1 or cfg.schedule == "constant"  # then no rate depends on the steps
+    free = ("steps",) if extendable else ()
     run = rft.run.Run(
         cfg.out,
         cfg,
@@ -82,7 +86,7 @@ def main(cfg: Config) -> None:
         trackers=cfg.trackers,
         project=cfg.project,
         name=cfg.run_name,
-        free=("steps",) if extendable else (),
+        free=free,
         override=cfg.override,
         **st.config.pictures(),
     )

@@ -14,8 +14,8 @@ MUTANTS = [
     (
         "an open limit is closed",
         CHECK,
-        "above = x > self.low if self.open_low else x >= self.low",
-        "above = x >= self.low",
+        "(x == self.low and self.open_low) or ",
+        "",
         "tests/test_check.py::test_an_option_outside_of_its_limits_is_named",
     ),
     (
