@@ -1,28 +1,30 @@
 """The page of `families_table`, from its results."""
 
+import re
+
 HEAD = """# Models
 
-Every text family of this list as a small random model (two layers, width 32, 60 words: tests/families.py), measured
-against the plain model of transformers, called for one sequence at a time. Made by `make families`.
+Every text family of this list as a small random model (two layers, width 32, 60 words), measured against the
+plain model of transformers, called for one sequence at a time. `make families` measures what is new.
 
 | column | what is compared | equal up to |
 |---|---|---|
 | packs | log-probs, and a critic's values, of sequences in a pack and of each alone | {packed:g} |
-| gradient | of one pack, of several, and of pairs, with that of each sequence alone, relative to it | {cuts:g} |
-| sampler | log-probs of the hf engine's samples with the trainer's; a greedy batch with each prompt alone | {sampler:g} |
-| LoRA | log-probs with adapters, and with the same merged; every adapter gets a gradient | {lora:g} |
-| FSDP2, ZeRO 3 | how far one step moves each weight: two processes that read files, and one | {fsdp2:g} |
-| sequence | the same of two processes that share the tokens of a pack | {sequence:g} |
+| gradient | of one pack, of several, and of pairs, with that of each sequence alone | {cuts:g} of it |
+| sampler | log-probs of the engine and the trainer; a greedy batch and each prompt alone | {sampler:g} |
+| LoRA | log-probs with adapters, and with the same merged; all adapters get a gradient | {lora:g} |
+| FSDP2, ZeRO 3 | how far a step moves each weight: two processes, from files, and one | {fsdp2:g} of it |
+| sequence | the same of two processes that share the tokens of a pack | {sequence:g} of it |
 | reload | log-probs of what was saved and loaded; weights are the same to the bit | {reload:g} |
 
-Packs and gradient are in float64 where a family computes in it, all else in float32.
+Packs and gradient are in float64 where a family computes in it, all else in float32. The engine is hf.
 
 * *alone*: the family mixes the sequences of a pack, so it gets one at a time.
-* *by length*: the engine batches prompts of one length only; *by row*: one row; *no cache*: it reads all tokens anew
-  for each new one.
+* *by length*: the engine batches prompts of one length only; *by row*: one row; *no cache*: it reads all
+  tokens anew for each new one.
 
-How a family is packed and sampled is found by a probe when a model is bound, or when an engine first samples. No list of
-families is kept in the library.
+How a family is packed and sampled is found by a probe, when a model is bound or an engine first samples; the
+library keeps no list of families.
 """
 TITLES = {
     "packed": "packs", "cuts": "gradient", "sampler": "sampler", "lora": "LoRA", "fsdp2": "FSDP2",
@@ -54,7 +56,7 @@ def _cell(entry, reasons):
         return ""
     note = entry["note"]
     if "value" not in entry:
-        reason = " ".join(note.replace("|", "/").split())[:300]
+        reason = _reason(note)
         if reason not in reasons:
             reasons.append(reason)
         return f"no ({reasons.index(reason) + 1})"
@@ -62,6 +64,16 @@ def _cell(entry, reasons):
     if not entry["ok"]:
         number = f"**{number}**"
     return f"{number} {note}".strip()
+
+
+def _reason(note):
+    """The message of an error, without what differs between families that answer alike."""
+    note = " ".join(note.replace("|", "/").split())
+    note = re.sub(r"^(\w+Error: )+", "", note)
+    note = re.sub(r"/tmp/\w+", "FOLDER", note)
+    note = re.sub(r"(?<=missing: ).*", "...", note)
+    note = re.sub(r"\w+(ForCausalLM|LMHeadModel)\b", "it", note)
+    return note[:200]
 
 
 def _counts(families):

@@ -123,7 +123,7 @@ def ended(cell, limit):
 
 
 def run(cells, jobs, limit, keep):
-    """Measure (family, column) pairs, `jobs` at a time; `keep(kind, column, entry)` gets each as it is done."""
+    """Measure (family, column) pairs, `jobs` at a time; `keep(kind, column, entry)` gets each when done."""
     waiting, busy = list(cells), []
     while waiting or busy:
         while waiting and len(busy) < jobs:

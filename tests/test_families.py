@@ -1,4 +1,4 @@
-"""The families that people use most, in everything of docs/models.md. `families_table` measures the others."""
+"""The families that people use most, in everything of docs/models.md; `families_table` measures the rest."""
 
 import json
 import os

@@ -45,7 +45,7 @@ def _tried(f: Callable[..., Any], *args: Any) -> Any:
         return f(*args)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError):
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError):
         return None
 
 
