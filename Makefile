@@ -13,7 +13,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SUM = --data addition:2 --template '{question} Put the answer in \boxed{{}}.' --system ''
 
-.PHONY: train test lint mutants smollm2 train-smollm2 bench clean
+.PHONY: train test lint mutants families smollm2 train-smollm2 bench clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,11 @@ test: lint
 # Small wrong changes of the library, each with the test that has to fail for it. Not part of `make test`.
 mutants: $(VENV)/test-installed
 	$(BIN)/python tests/mutants/run.py --table docs/mutants.md
+
+# docs/models.md: what every text family of transformers gives, 8 measurements each. Only what is not measured yet;
+#   make families FAMILIES='--only Mixtral GptOss --columns fsdp2 zero3'
+families: $(VENV)/test-installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/families_table.py $(FAMILIES)
 
 # A real language model: a short supervised warm-up on the form of the answer, then GRPO, both on held-out questions.
 smollm2: $(VENV)/gguf-installed

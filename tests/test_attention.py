@@ -17,7 +17,8 @@ from torch import nn
 import rft_fn as rft
 from rft_fn import model, packing, tree
 from rft_fn.model import attention, probe
-from rft_fn.model.attention import Device, Packs
+from rft_fn.model.attention import Device, Packs, engines
+from rft_fn.model.attention.interface import SDPA, sdpa_attention
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=12)
 VOCAB = 60
@@ -29,8 +30,9 @@ def _said():
     attention.say.cache_clear()
 
 
-def reference(q, k, v, sizes, scale):
-    """The definition in float64: for each token a softmax over the tokens of its sequence up to itself."""
+def reference(q, k, v, sizes, scale, sinks=(-math.inf,) * 4):
+    """The definition in float64: for each token a softmax over the tokens of its sequence up to itself, and
+    the sink of its head, which has no value."""
     q, k, v = (x.detach().double().numpy() for x in (q, k, v))
     out, group = np.zeros((*q.shape[:2], v.shape[2])), q.shape[1] // k.shape[1]
     start = 0
@@ -38,8 +40,9 @@ def reference(q, k, v, sizes, scale):
         for t in range(start, start + size):
             for h in range(q.shape[1]):
                 s = scale * k[start : t + 1, h // group] @ q[t, h]
-                p = np.exp(s - s.max())
-                out[t, h] = (p / p.sum()) @ v[start : t + 1, h // group]
+                top = max(s.max(), sinks[h])
+                p = np.exp(s - top)
+                out[t, h] = p / (p.sum() + math.exp(sinks[h] - top)) @ v[start : t + 1, h // group]
         start += size
     return out
 
@@ -57,6 +60,28 @@ def test_by_sequence_is_the_definition(sizes, kv_heads, scale):
     got = attention.by_sequence(q, k, v, Packs(sizes), scale=scale)
     want = reference(q, k, v, sizes, scale or 8**-0.5)
     np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(sizes=LENGTHS, kv_heads=st.sampled_from([1, 4]), sink=st.sampled_from([-40.0, -1.0, 0.0, 2.0, 40.0]))
+def test_sinks_are_in_the_denominator(sizes, kv_heads, sink):
+    """Also one that is larger than every score, and one that is nothing beside them."""
+    q, k, v = qkv(sizes, kv_heads=kv_heads)
+    sinks = sink + torch.arange(4, dtype=torch.float64) / 7
+    got = attention.by_sequence(q, k, v, Packs(sizes), sinks=sinks)
+    want = reference(q, k, v, sizes, 8**-0.5, sinks.tolist())
+    np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [[3, 1, 5], [4, 2, 4, 4, 2, 1, 1, 4]])
+def test_gradients_of_sinks_are_those_of_differences(sizes):
+    sinks = torch.linspace(-1, 1, 2, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (*qkv(sizes, heads=2, kv_heads=1, dim=3), sinks)]
+
+    def attend(q, k, v, sinks):
+        return attention.by_sequence(q, k, v, Packs(sizes), sinks=sinks)
+
+    assert torch.autograd.gradcheck(attend, inputs)
 
 
 @pytest.mark.parametrize("sizes", [[3, 1, 5], [4, 2, 4, 4, 2, 1, 1, 4]])
@@ -192,14 +217,14 @@ def test_choose(device, dtype, head, engine, why):
 def test_the_chosen_kernel_is_the_one_that_runs(monkeypatch):
     q, k, v = qkv([2, 3])
     called = []
-    monkeypatch.setattr(attention, "_engines", lambda: {"varlen": lambda *x, **_: called.append(x) or x[0]})
-    monkeypatch.setattr(attention, "choose", lambda *_: ("varlen", None))
-    assert attention.packed(q, k, v, Packs([2, 3])) is called[0][0]
+    monkeypatch.setattr(engines, "_engines", lambda: {"varlen": lambda *x, **_: called.append(x) or x[0]})
+    monkeypatch.setattr(engines, "choose", lambda *_: ("varlen", None))
+    assert engines.packed(q, k, v, Packs([2, 3])) is called[0][0]
     with pytest.warns(UserWarning, match="heads of 8 for keys, of 4 for values"):
-        attention.packed(q, k, v[..., :4], Packs([2, 3]))
-    monkeypatch.setattr(attention, "choose", lambda *_: ("sequence", "it is too old"))
+        engines.packed(q, k, v[..., :4], Packs([2, 3]))
+    monkeypatch.setattr(engines, "choose", lambda *_: ("sequence", "it is too old"))
     with pytest.warns(UserWarning, match="one sdpa for each sequence: it is too old"):
-        attention.packed(q, k, v, Packs([2, 3]))
+        engines.packed(q, k, v, Packs([2, 3]))
 
 
 SIZES = {
@@ -290,7 +315,7 @@ def test_architectures(kind, dtype, atol, lengths):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         agree(lm, rows(lengths), atol, references=(definition,) if kind == "Phi3" else (definition, padded))
-    assert lm.config._attn_implementation == attention.NAME
+    assert lm.config._attn_implementation == SDPA
 
 
 def seen_masks(lm):
@@ -380,12 +405,12 @@ def test_what_a_layer_asks_for_beyond_is_named(options, attribute, why):
         setattr(layer, name, x)
     q, k, v = (x.transpose(0, 1)[None] for x in qkv([4, 2]))
     with pytest.warns(UserWarning, match=why):
-        got = attention.attention(layer, q, k, v, None, rft_packs=Packs([4, 2]), **options)[0]
+        got = sdpa_attention(layer, q, k, v, None, rft_packs=Packs([4, 2]), **options)[0]
     if options.get("dropout"):
         return
     causal = "not causal" not in why
     alone = [
-        attention.attention(layer, *(x[:, :, a:b] for x in (q, k, v)), None, is_causal=causal)[0]
+        sdpa_attention(layer, *(x[:, :, a:b] for x in (q, k, v)), None, is_causal=causal)[0]
         for a, b in ((0, 4), (4, 6))
     ]
     torch.testing.assert_close(got, torch.cat(alone, 1), rtol=0, atol=1e-12)
@@ -495,7 +520,7 @@ def test_generation_is_unchanged_to_the_bit(changes):
 
     before = sample()
     apply, params = model.bind(lm)
-    assert lm.config._attn_implementation == attention.NAME
+    assert lm.config._attn_implementation == SDPA
     assert all(torch.equal(a, b) for a, b in zip(before, sample()))
     packed_logp(apply, params, rows([4, 5]))
     assert all(torch.equal(a, b) for a, b in zip(before, sample()))
@@ -505,7 +530,7 @@ def test_a_saved_model_does_not_hold_the_name(tmp_path):
     lm = small("Llama")
     model.bind(lm)
     lm.save_pretrained(tmp_path)
-    assert attention.NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    assert SDPA not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
 
 
 def test_the_message_is_said_once():

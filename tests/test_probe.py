@@ -7,6 +7,7 @@ import warnings
 import pytest
 import ranks
 import torch
+from families import SINGLE, VOCAB, small
 from tiny import definition, mixed
 from torch import nn
 
@@ -17,67 +18,48 @@ from rft_fn.model.bind import rooted
 from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
-VOCAB = 60
-BASE = {
-    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": None,
-    "eos_token_id": 1,
-}  # fmt: skip
-USUAL = BASE | {
-    "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}  # fmt: skip
-DELTA = {
-    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
-MAMBA = {
-    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8
-}  # fmt: skip
-EXPERTS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}  # fmt: skip
-GPT2 = BASE | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-OPT = USUAL | {"ffn_dim": 48, "word_embed_proj_dim": 32}
-
-PACK = {
-    "Llama": USUAL,
-    "Qwen2": USUAL,
-    "Gemma2": USUAL | {"head_dim": 8, "final_logit_softcapping": 2.0, "attn_implementation": "eager"},
-    "Gemma3Text": USUAL | {"head_dim": 8, "final_logit_softcapping": 2.0},
-    "GPT2": GPT2,
-    "OPT": OPT,
-    "Granite": USUAL | {"logits_scaling": 4.0},
-    "Cohere": USUAL | {"logit_scale": 0.3},
-    "Mixtral": USUAL | {"num_local_experts": 4},
-}
-MIX = {
-    "Qwen3Next": USUAL | DELTA | EXPERTS | {"head_dim": 8},
-    "Qwen3_5Text": USUAL | DELTA | {"head_dim": 8},
-    "Mamba": BASE | {"state_size": 4},
-    "Mamba2": BASE | {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
-    "FalconH1": USUAL | MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.3},
-    "Rwkv": BASE | {"attention_hidden_size": 32, "context_length": 128},
-    "Lfm2": USUAL | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "Bamba": USUAL | MAMBA | {"attn_layer_indices": [1]},
-    "NemotronH": USUAL | {
-        "head_dim": 8, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 8,
-        "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8,
-    },
-    "RecurrentGemma": USUAL | {
-        "head_dim": 8, "lru_width": 32, "attention_window_size": 64, "logits_soft_cap": 2.0
-    },
-    "Bloom": BASE | {"n_head": 4, "n_layer": 2},
-    "Mpt": BASE | {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
-    "Falcon": BASE | {"num_attention_heads": 4, "alibi": True},
-    "xLSTM": BASE | {
-        "num_heads": 4, "num_blocks": 2, "chunk_size": 16, "output_logit_soft_cap": 2.0,
-        "autocast_kernel_dtype": "float32",
-    },
-    "GptOss": USUAL | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 64},
-}  # fmt: skip
-SINGLE = ("Qwen3Next", "Mixtral", "GptOss", "xLSTM")  # these know no float64
-READ = ("Qwen3Next", "Qwen3_5Text", "GptOss", "Mixtral", "NemotronH", "Mamba2", "Lfm2", "FalconH1", "Bamba")
+PACK = (
+    "Llama",
+    "Qwen2",
+    "Gemma2",
+    "Gemma3Text",
+    "GPT2",
+    "OPT",
+    "Granite",
+    "Cohere",
+    "Mixtral",
+    "GptOss",
+    "GraniteSWA",
+    "Llama4Text",
+)
+MIX = (
+    "Qwen3Next",
+    "Qwen3_5Text",
+    "Mamba",
+    "Mamba2",
+    "FalconH1",
+    "Rwkv",
+    "Lfm2",
+    "Bamba",
+    "NemotronH",
+    "RecurrentGemma",
+    "Bloom",
+    "Mpt",
+    "Falcon",
+    "xLSTM",
+)
+READ = (
+    "Qwen3Next",
+    "Qwen3_5Text",
+    "GptOss",
+    "Mixtral",
+    "NemotronH",
+    "Mamba2",
+    "Lfm2",
+    "FalconH1",
+    "Bamba",
+    "GraniteSWA",  # divides its logits by one
+)
 CHANGED = (
     "Gemma2",
     "Gemma3Text",
@@ -87,20 +69,6 @@ CHANGED = (
     "RecurrentGemma",
     "xLSTM",
 )  # logits after the head
-
-
-def small(kind, dtype=torch.float64, std=0.3, **changes):
-    """A small model of transformers with weights that make its log-probs differ."""
-    import transformers
-
-    config = getattr(transformers, f"{kind}Config")(**(PACK | MIX)[kind] | changes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        lm = transformers.AutoModelForCausalLM.from_config(config)
-        for p in lm.parameters():
-            if std and p.dim() >= 2:
-                p.data.normal_(0, std)
-    return lm.to(dtype).eval()
 
 
 def rows(sizes, seed=0):
@@ -370,12 +338,12 @@ def test_weights_that_are_not_finite_are_not_taken_for_a_leak():
 
 
 DROPOUT = {
-    "OPT": OPT | {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1, "layerdrop": 0.3},
-    "GPT2": GPT2 | {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
-    "Llama": USUAL | {"attention_dropout": 0.1},
-    "Bloom": BASE | {"n_head": 4, "n_layer": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1},
-    "Falcon": MIX["Falcon"] | {"hidden_dropout": 0.1, "attention_dropout": 0.1},
-    "Gemma2": PACK["Gemma2"] | {"attention_dropout": 0.1},
+    "OPT": {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1, "layerdrop": 0.3},
+    "GPT2": {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    "Llama": {"attention_dropout": 0.1},
+    "Bloom": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "Falcon": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "Gemma2": {"attention_dropout": 0.1},
 }
 
 

@@ -6,14 +6,18 @@ uniform number meets about once in a million tokens).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rft_fn import logprob, rng
+from rft_fn.engine.batch import Batch, Way, start
 from rft_fn.engine.stop import Stop
+from rft_fn.engine.ways import way_of
 from rft_fn.types import Engine, Rollout, Sampling
 
 __all__ = ["hf"]
@@ -21,51 +25,25 @@ __all__ = ["hf"]
 _Response = tuple[list[int], list[float], bool]  # tokens, their log-probs, whether it ended by itself
 
 
+class _How(NamedTuple):
+    """What does not differ between the batches of one call of `generate`."""
+
+    lm: nn.Module
+    way: Way
+    sampling: Sampling
+    stop: Stop
+    pad: int
+
+
 @dataclass
 class _Rows:
-    """The rows of one batch while they grow. `live` are the rows of the cache, as indices of the batch."""
+    """The rows of one batch while they are sampled. `live` are those of `batch`, in the order of all."""
 
-    cache: Any
-    logits: Tensor  # [live, V] of the next token
-    seen: Tensor  # [live, width so far] bool, False on the left padding
+    batch: Batch
     live: Tensor  # [live] i64
-    tokens: list[list[int]]  # per row of the batch, sampled so far
+    tokens: list[list[int]]  # per row, sampled so far
     logp: list[list[float]]
-    ended: list[bool] = field(default_factory=list)
-
-
-def _left_pad(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    width = max(len(p) for p in prompts)
-    tokens = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
-    seen = torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in prompts], device=device)
-    return tokens, seen
-
-
-def _prefill(lm: nn.Module, prompts: Sequence[Sequence[int]], n: int, pad: int) -> _Rows:
-    """Run each prompt once, then repeat its cache for its n samples."""
-    from transformers import DynamicCache
-
-    tokens, seen = _left_pad(prompts, pad, lm.device)
-    cache = DynamicCache(config=lm.config)
-    out = lm(
-        input_ids=tokens,
-        attention_mask=seen.long(),
-        position_ids=(seen.long().cumsum(-1) - 1).clamp(min=0),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    cache.batch_repeat_interleave(n)
-    rows = len(prompts) * n
-    return _Rows(
-        cache=cache,
-        logits=out.logits[:, -1].repeat_interleave(n, 0),
-        seen=seen.repeat_interleave(n, 0),
-        live=torch.arange(rows, device=lm.device),
-        tokens=[[] for _ in range(rows)],
-        logp=[[] for _ in range(rows)],
-        ended=[False] * rows,
-    )
+    ended: list[bool]
 
 
 def _draw(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -82,31 +60,24 @@ def _draw(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor
     return token, logp.gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
 
-def _step(lm: nn.Module, rows: _Rows, u: Tensor, sampling: Sampling, stop: Stop) -> None:
+def _step(how: _How, rows: _Rows, u: Tensor) -> None:
     """Sample one token for every live row, drop the rows that ended, and run the rest one token further."""
-    token, logp = _draw(rows.logits, u[rows.live], sampling)
+    token, logp = _draw(rows.batch.logits, u[rows.live], how.sampling)
     keep = []
     for k, (i, t, p) in enumerate(zip(rows.live.tolist(), token.tolist(), logp.tolist())):
         rows.tokens[i].append(t)
         rows.logp[i].append(p)
-        rows.ended[i] = stop.ends(rows.tokens[i])
-        if not rows.ended[i] and len(rows.tokens[i]) < sampling.max_new:
+        rows.ended[i] = how.stop.ends(rows.tokens[i])
+        if not rows.ended[i] and len(rows.tokens[i]) < how.sampling.max_new:
             keep.append(k)
     if len(keep) < len(token):
         index = torch.tensor(keep, dtype=torch.long, device=token.device)
-        rows.live, rows.seen, token = rows.live[index], rows.seen[index], token[index]
+        rows.live = rows.live[index]
+        token = token[index]
         if keep:
-            rows.cache.batch_select_indices(index)
+            rows.batch.take(index)
     if keep:
-        rows.seen = torch.cat([rows.seen, torch.ones_like(rows.seen[:, :1])], -1)
-        rows.logits = lm(
-            input_ids=token.unsqueeze(-1),
-            attention_mask=rows.seen.long(),
-            position_ids=rows.seen.long().sum(-1, keepdim=True) - 1,
-            past_key_values=rows.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        rows.batch.append(how.lm, token)
 
 
 def _assemble(
@@ -166,39 +137,45 @@ def _check(
             )
 
 
-class _How(NamedTuple):
-    """What does not differ between the batches of one call of `generate`."""
-
-    lm: nn.Module
-    sampling: Sampling
-    stop: Stop
-    pad: int
-
-
 def _sampled(
     how: _How, prompts: Sequence[Sequence[int]], keys: Sequence[int], wanted: Sequence[int]
 ) -> _Rows:
     """The samples of the numbers `wanted` of each prompt, in one batch."""
-    rows = _prefill(how.lm, prompts, len(wanted), how.pad)
-    size = how.sampling.max_new
+    size = len(prompts) * len(wanted)
+    rows = _Rows(
+        batch=start(how.lm, how.way, prompts, len(wanted), how.pad),
+        live=torch.arange(size, device=how.lm.device),
+        tokens=[[] for _ in range(size)],
+        logp=[[] for _ in range(size)],
+        ended=[False] * size,
+    )
+    longest = how.sampling.max_new
     generators = [rng.generator(rng.fold_in(key, j)) for key in keys for j in wanted]
-    u = torch.stack([torch.rand(size, generator=g, dtype=torch.float64) for g in generators])
-    for t in range(size):
+    u = torch.stack([torch.rand(longest, generator=g, dtype=torch.float64) for g in generators])
+    for t in range(longest):
         if not rows.live.numel():
             break
-        _step(how.lm, rows, u[:, t].to(how.lm.device), how.sampling, how.stop)
+        _step(how, rows, u[:, t].to(how.lm.device))
     return rows
+
+
+def _parts(prompts: Sequence[Sequence[int]], way: Way, many: int) -> list[list[int]]:
+    """The prompts of each batch, at most `many`: of about one length, or of just one."""
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    groups = [order]
+    if not way.padded:
+        groups = [list(group) for _, group in groupby(order, key=lambda i: len(prompts[i]))]
+    return [group[at : at + many] for group in groups for at in range(0, len(group), many)]
 
 
 def _responses(
     how: _How, prompts: Sequence[Sequence[int]], keys: Sequence[int], n: int, batch: int
 ) -> dict[int, _Response]:
     """The response of each of len(prompts) n rows, `batch` rows at a time."""
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    many = max(batch // n, 1)
+    if how.way.single:
+        batch = 1
     done: dict[int, _Response] = {}
-    for start in range(0, len(order), many):
-        part = order[start : start + many]
+    for part in _parts(prompts, how.way, max(batch // n, 1)):
         for first in range(0, n, batch):  # more samples than a batch takes
             wanted = range(first, min(first + batch, n))
             rows = _sampled(how, [prompts[i] for i in part], [keys[i] for i in part], wanted)
@@ -234,16 +211,21 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True) ->
     `batch` is rows at a time. Asleep its weights are in host memory; with `sleep` False it never is. Adapters
     are merged into the model first.
 
-    Prompts are sorted by length, so that a batch holds little padding; rows that ended leave the batch at
-    once.
+    Prompts are sorted by length, so that a batch holds little padding, or none where a model has a state that
+    padding gets into (`way_of` asks it, before the first sample). Rows that ended leave the batch at once.
     """
     if hasattr(lm, "merge_and_unload"):
         lm = lm.merge_and_unload()  # `load` brings weights by the plain model's names
     lm.eval()
     state = {"version": 0, "asleep": False}
     home = lm.device
+    pad = tokenizer.pad_token_id
     ends = _ends(lm, tokenizer)
     window = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+
+    @cache
+    def way() -> Way:
+        return way_of(lm, pad)
 
     @torch.no_grad()
     def generate(prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling) -> Rollout:
@@ -252,9 +234,9 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True) ->
         wake()
         ids = [list(getattr(p, "ids", p)) for p in prompts]
         _check(ids, keys, n, sampling, window)
-        how = _How(lm, sampling, Stop(tokenizer, ends, sampling.stop), tokenizer.pad_token_id)
+        how = _How(lm, way(), sampling, Stop(tokenizer, ends, sampling.stop), pad)
         done = _responses(how, ids, keys, n, batch)
-        return _assemble(ids, n, done, how.pad, state["version"])
+        return _assemble(ids, n, done, pad, state["version"])
 
     @torch.no_grad()
     def score(rollout: Rollout, *, sampling: Sampling) -> Tensor:

@@ -20,7 +20,7 @@ from rft_fn.model import attention
 from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS, decoder, inner, run, text_inputs
 from rft_fn.types import Packed, TokenOut
 
-__all__ = ["Found", "Question", "Reader", "assume", "settle"]
+__all__ = ["Found", "Question", "Reader", "assume", "rounding", "settle", "usual_tokens"]
 
 FRONT = (6, 5, 4)  # tokens of the rows that change
 BEHIND = (5, 4, 6)  # of those that must not: each stands right after one that does
@@ -224,7 +224,7 @@ def measure(root: Reader, question: Question) -> Found:
     shift = _relative(pack[0], one).mean()
     if not one.isfinite().all():  # weights that are not finite tell nothing
         leak = shift = torch.zeros_like(shift)
-    bounds = [leak.new_tensor(x) for x in _rounding(one)]
+    bounds = [leak.new_tensor(x) for x in rounding(one.dtype, one.device)]
     return Found(leak, shift, *bounds, plain=leak.new_tensor(float(plain)))
 
 
@@ -233,19 +233,19 @@ def _relative(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).float().norm(dim=-1) / b.float().norm(dim=-1).clamp(min=1e-30)
 
 
-def _rounding(x: Tensor) -> tuple[float, float]:
+def rounding(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
     """The largest leak and shift that rounding makes.
 
     The leak compares two packs of the same shape, whose rows are equal to the bit but where a layer sorts
     tokens by their values (experts). The shift compares two shapes: products of other sizes add up in another
     order, on a GPU with 10 bits where TF32 is allowed.
     """
-    if x.dtype in (torch.float16, torch.bfloat16):
-        eps = torch.finfo(x.dtype).eps
+    if dtype in (torch.float16, torch.bfloat16):
+        eps = torch.finfo(dtype).eps
         return eps / 8, 32 * eps
-    if x.device.type == "cuda":
+    if device.type == "cuda":
         return 1e-5, 2e-2
-    return 1e-5, 1e-3
+    return 1e-5, 1e-4
 
 
 def _one(root: Any, pack: Packed) -> tuple[Tensor, bool]:
@@ -278,11 +278,15 @@ def _pack(tokens: Tensor, sizes: list[int]) -> Packed:
     return Packed(**same, old_logp=number, adv=number, w=number, num_seqs=len(sizes))
 
 
-def _question(root: Reader, way: str) -> Question:
-    """The same tokens on every process: ids of the vocabulary that mean nothing special."""
-    config = root.body().config.get_text_config()  # type: ignore[union-attr, operator]
+def usual_tokens(config: Any) -> Tensor:
+    """Ids of the vocabulary that mean nothing special, of the text config of a model."""
     special = {x for name, x in vars(config).items() if name.endswith("_token_id") and isinstance(x, int)}
-    usual = torch.tensor([i for i in range(min(config.vocab_size, 4096)) if i not in special] or [0])
+    return torch.tensor([i for i in range(min(config.vocab_size, 4096)) if i not in special] or [0])
+
+
+def _question(root: Reader, way: str) -> Question:
+    """The same tokens on every process."""
+    usual = usual_tokens(root.body().config.get_text_config())  # type: ignore[union-attr, operator]
     generator = torch.Generator().manual_seed(0)
     device = next(root.parameters()).device
 

@@ -24,7 +24,12 @@ def inner(lm: nn.Module) -> Any:
 
 def decoder(lm: nn.Module) -> nn.Module:
     """The part of a causal language model that gives hidden states (adapters stay inside it)."""
-    return inner(lm).base_model
+    whole = inner(lm)
+    if whole.base_model is not whole:
+        return whole.base_model
+    # the name that the class gives is not that of its attribute, as in Llama 4: the one model inside it
+    models = [m for m in whole.children() if hasattr(m, "base_model")]
+    return models[0] if len(models) == 1 else whole
 
 
 def text_inputs(

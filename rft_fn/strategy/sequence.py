@@ -60,6 +60,10 @@ class Sequence:
         q, k, v = (self._exchange(x, 0, 1) for x in (q, k, v))
         return q, k, v
 
+    def share(self, x: Tensor) -> Tensor:
+        """Numbers of all heads [H] -> of this process's share [H / k], as `heads` gives them out."""
+        return x.chunk(self.size)[self.rank]
+
     def tokens(self, x: Tensor) -> Tensor:
         """All tokens of some heads [T, H / k, D] -> all heads of some tokens [T / k, H, D]."""
         return self._exchange(x, 1, 0)

@@ -13,8 +13,8 @@ MUTANTS = [
     (
         "the bound of a leak is a thousand times as wide",
         "rft_fn/model/probe.py",
-        "    return 1e-5, 1e-3",
-        "    return 1e-2, 1e-3",
+        "    return 1e-5, 1e-4",
+        "    return 1e-2, 1e-4",
         _PROBE + "test_small_leaks_are_found_too[Lfm2]",
     ),
     (

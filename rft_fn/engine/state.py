@@ -1,0 +1,116 @@
+"""What a model keeps of the tokens that it has read: keys and values, convolutions, recurrent states.
+
+Every family of transformers has its own containers for it, so none is named here. A state is walked for its
+tensors, and which dimension of a tensor counts the rows of the batch is seen from two states of one and of
+two rows.
+"""
+
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Path", "Rows", "compare", "constant", "found_in", "select", "tensors"]
+
+Path = tuple[Any, ...]  # of attributes, keys and indices
+Rows = dict[Path, int]  # the dimension of each tensor that counts rows
+
+
+def found_in(output: Any) -> tuple[str, Any] | None:
+    """(the name by which the model takes it, the state) of a model's output, None if it has none."""
+    from transformers.generation.utils import ALL_CACHE_NAMES
+
+    for name in ALL_CACHE_NAMES:
+        state = getattr(output, name, None)
+        if state is not None:
+            return name, state
+    return None
+
+
+def _entries(x: Any) -> list[tuple[Any, Any]]:
+    """(name, part) of what may hold tensors."""
+    if isinstance(x, dict):
+        return list(x.items())
+    if isinstance(x, (list, tuple)):
+        return list(enumerate(x))
+    if isinstance(x, (Tensor, nn.Module, type, FunctionType, ModuleType)) or not hasattr(x, "__dict__"):
+        return []
+    return list(vars(x).items())
+
+
+def _replaced(x: Any, f: Callable[[Path, Tensor], Tensor], path: Path, seen: dict[int, Any]) -> Any:
+    """`x` with f(path, tensor) in place of each tensor: containers are written to, tuples made anew."""
+    if id(x) in seen:
+        return seen[id(x)][1]
+    if isinstance(x, Tensor):
+        new: Any = f(path, x)
+    elif isinstance(x, tuple):
+        parts = [_replaced(part, f, (*path, name), seen) for name, part in _entries(x)]
+        new = type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    else:
+        new = x
+    seen[id(x)] = (x, new)  # with x itself: the name of an object that is gone is given to another
+    if new is x and not isinstance(x, Tensor):
+        for name, part in _entries(x):
+            other = _replaced(part, f, (*path, name), seen)
+            if other is not part:
+                _write(x, name, other)
+    return new
+
+
+def _write(x: Any, name: Any, part: Any) -> None:
+    if isinstance(x, (dict, list)):
+        x[name] = part
+    else:
+        setattr(x, name, part)
+
+
+def tensors(state: Any) -> dict[Path, Tensor]:
+    """Every tensor of a state, by its place."""
+    found: dict[Path, Tensor] = {}
+
+    def noted(path: Path, x: Tensor) -> Tensor:
+        found[path] = x
+        return x
+
+    _replaced(state, noted, (), {})
+    return found
+
+
+def compare(one: Any, two: Any) -> Rows:
+    """Where the rows of each tensor are, seen from states of one row and of two. ValueError where the states
+    differ in more than their sizes."""
+    first, second = tensors(one), tensors(two)
+    if first.keys() != second.keys():
+        raise ValueError(
+            f"state: expected the same tensors for one row and two, got {len(first)}, {len(second)}"
+        )
+    rows: Rows = {}
+    for path, x in first.items():
+        sizes = list(zip(x.shape, second[path].shape))
+        if (1, 2) in sizes:
+            rows[path] = sizes.index((1, 2))
+    return rows
+
+
+def select(state: Any, rows: Rows, index: Tensor) -> Any:
+    """The state of the rows `index` [R], which may repeat or leave out some."""
+
+    def selected(path: Path, x: Tensor) -> Tensor:
+        if path not in rows:
+            return x
+        return x.index_select(rows[path], index.to(x.device))
+
+    return _replaced(state, selected, (), {})
+
+
+def constant(short: Any, long: Any, rows: Rows) -> list[Path]:
+    """The tensors of a state that are as large after more tokens: recurrent states and convolutions, and not
+    keys and values."""
+    before, after = tensors(short), tensors(long)
+
+    def rest(path: Path, x: Tensor) -> list[int]:
+        return [size for dim, size in enumerate(x.shape) if dim != rows[path]]
+
+    return [path for path in rows if rest(path, before[path]) == rest(path, after[path])]

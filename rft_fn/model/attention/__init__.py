@@ -1,0 +1,25 @@
+"""Exact attention for packs: each sequence attends to itself, and no [T, T] mask is made.
+
+`turn_on` registers one attention function with transformers and names it in the module's config, and
+`Packs`, the boundaries of the sequences, reaches it as a keyword argument of the model's forward. Without
+that argument (sampling with a cache, padded rows, a pack of one sequence) the model's attention is what it
+was.
+"""
+
+from rft_fn.model.attention.engines import Device, by_sequence, by_varlen, choose, say
+from rft_fn.model.attention.interface import complete, packs_of, turn_off, turn_on, unfit_model
+from rft_fn.model.attention.packs import Packs
+
+__all__ = [
+    "Device",
+    "Packs",
+    "by_sequence",
+    "by_varlen",
+    "choose",
+    "complete",
+    "packs_of",
+    "say",
+    "turn_off",
+    "turn_on",
+    "unfit_model",
+]

@@ -1,0 +1,187 @@
+"""Small random models of the text families of transformers, by the name of their config class.
+
+`small("Llama")` is one; `FAMILIES` are the settings of each. Only what makes a model small is set, and what
+brings out all kinds of layers a family has.
+"""
+
+import torch
+
+__all__ = ["FAMILIES", "SINGLE", "VOCAB", "config", "small"]
+
+VOCAB = 60
+BASE = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": None,
+    "eos_token_id": 1,
+}  # fmt: skip
+USUAL = BASE | {
+    "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+NARROW = USUAL | {"head_dim": 8}  # of those whose heads are otherwise 64 and more
+DELTA = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 16}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GROUPED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
+GPT = BASE | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+
+FAMILIES = {
+    "Afmoe": NARROW | EXPERTS | SLIDING | {"num_shared_experts": 1, "num_dense_layers": 1},
+    "Apertus": USUAL,
+    "Arcee": USUAL,
+    "Bamba": USUAL | MAMBA | {"attn_layer_indices": [1]},
+    "BioGpt": USUAL | {"scale_embedding": False},
+    "BitNet": USUAL,
+    "Bloom": BASE | {"n_head": 4, "n_layer": 2},
+    "CodeGen": GPT | {"n_ctx": 128, "rotary_dim": 4},
+    "Cohere": USUAL | {"logit_scale": 0.3},
+    "Cohere2": USUAL | SLIDING | {"logit_scale": 0.3},
+    "DeepseekV2": USUAL | GROUPED | LATENT,
+    "DeepseekV3": USUAL | GROUPED | LATENT,
+    "DiffLlama": USUAL,
+    "Doge": USUAL,
+    "Dots1": NARROW | GROUPED | {"num_key_value_heads": 4, "routed_scaling_factor": 1.0},
+    "Ernie4_5": NARROW,
+    "Ernie4_5_Moe": USUAL | {
+        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+    },
+    "Exaone4": USUAL | SLIDING,
+    "Falcon": BASE | {"num_attention_heads": 4, "alibi": True},
+    "FalconH1": USUAL | MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.3},
+    "FalconMamba": BASE | {"state_size": 4},
+    "FlexOlmo": USUAL | {"num_experts": 4, "num_experts_per_tok": 2},
+    "GPT2": GPT,
+    "GPTBigCode": GPT,
+    "GPTJ": GPT | {"rotary_dim": 4},
+    "GPTNeo": BASE | {
+        "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 64,
+        "max_position_embeddings": 128,
+    },
+    "GPTNeoX": USUAL,
+    "Gemma": NARROW,
+    "Gemma2": NARROW | {"final_logit_softcapping": 2.0, "attn_implementation": "eager"},
+    "Gemma3Text": NARROW | SLIDING | {"final_logit_softcapping": 2.0},
+    "Gemma4Text": NARROW | SLIDING | {
+        "global_head_dim": 8, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
+    },
+    "Glm": NARROW,
+    "Glm4": NARROW,
+    "Glm4Moe": NARROW | GROUPED,
+    "GptOss": NARROW | LOCAL | {"sliding_window": 64},
+    "Granite": USUAL | {"logits_scaling": 4.0},
+    "GraniteMoe": USUAL | LOCAL,
+    "GraniteMoeHybrid": USUAL | MAMBA | LOCAL | {
+        "mamba_expand": 2, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 16,
+    },
+    "GraniteSWA": USUAL | {"sliding_window": 64},
+    "Helium": NARROW,
+    "HunYuanDenseV1": NARROW,
+    "Jamba": USUAL | {
+        "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_offset": 1, "attn_layer_period": 2,
+        "mamba_d_state": 4,
+    },
+    "JetMoe": USUAL | {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "KimiLinear": USUAL | EXPERTS | LATENT | {
+        "q_lora_rank": None, "num_local_experts": 4, "linear_head_dim": 8, "linear_num_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "Lfm2": USUAL | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "Lfm2Moe": USUAL | EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "Llama": USUAL,
+    "Llama4Text": NARROW | LOCAL | {
+        "intermediate_size_mlp": 48, "num_experts_per_tok": 1, "attention_chunk_size": 64,
+        "layer_types": ["chunked_attention", "full_attention"],
+    },
+    "Mamba": BASE | {"state_size": 4},
+    "Mamba2": BASE | {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8},
+    "MiniMax": NARROW | LOCAL | {"block_size": 8},
+    "MiniMaxM2": NARROW | LOCAL | {"rotary_dim": 8},
+    "Ministral": NARROW | {"sliding_window": 64},
+    "Mistral": USUAL,
+    "Mixtral": USUAL | {"num_local_experts": 4},
+    "Mpt": BASE | {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128},
+    "NanoChat": USUAL,
+    "Nemotron": USUAL,
+    "NemotronH": NARROW | {
+        "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 8,
+        "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8,
+    },
+    "OPT": USUAL | {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "Olmo": USUAL,
+    "Olmo2": USUAL,
+    "Olmo3": USUAL | SLIDING,
+    "OlmoHybrid": USUAL | DELTA,
+    "Olmoe": USUAL | {"num_experts": 4, "num_experts_per_tok": 2},
+    "Persimmon": USUAL,
+    "Phi": USUAL,
+    "Phi3": USUAL,
+    "Phimoe": USUAL | {"num_local_experts": 4},
+    "Qwen2": USUAL,
+    "Qwen2Moe": USUAL | SHARED,
+    "Qwen3": NARROW,
+    "Qwen3Moe": NARROW | EXPERTS,
+    "Qwen3Next": NARROW | DELTA | SHARED,
+    "Qwen3_5MoeText": NARROW | DELTA | SHARED,
+    "Qwen3_5Text": NARROW | DELTA,
+    "RecurrentGemma": NARROW | {
+        "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 64, "logits_soft_cap": 2.0
+    },
+    "Rwkv": BASE | {"attention_hidden_size": 32, "context_length": 128},
+    "SeedOss": NARROW,
+    "SmolLM3": USUAL,
+    "StableLm": USUAL,
+    "Starcoder2": USUAL,
+    "VaultGemma": NARROW | SLIDING | {"final_logit_softcapping": 2.0},
+    "XGLM": BASE | {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
+    "Zamba": USUAL | {
+        "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "attention_head_dim": 16,
+        "n_mamba_heads": 2, "mamba_d_state": 4,
+    },
+    "Zamba2": USUAL | {
+        "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "attention_head_dim": 16,
+        "mamba_d_state": 8, "mamba_ngroups": 1, "n_mamba_heads": 8, "mamba_headdim": 8, "chunk_size": 8,
+        "num_mem_blocks": 1,
+    },
+    "xLSTM": BASE | {
+        "hidden_size": 128, "num_heads": 4, "num_blocks": 2, "chunk_size": 16,
+        "output_logit_soft_cap": 2.0, "autocast_kernel_dtype": "float32",
+    },
+}  # fmt: skip
+SINGLE = ("XGLM", "xLSTM")  # these know no float64
+
+
+def config(kind, **changes):
+    """The config of a small model of that family."""
+    import transformers
+
+    return getattr(transformers, f"{kind}Config")(**FAMILIES[kind] | changes)
+
+
+def small(kind, dtype=torch.float64, std=0.3, **changes):
+    """A small model with weights that make its log-probs differ; `std` 0 keeps those that it starts from."""
+    import transformers
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        lm = transformers.AutoModelForCausalLM.from_config(config(kind, **changes))
+        if dtype == torch.float64 and lm._can_set_experts_implementation():
+            lm.set_experts_implementation("eager")  # a product of groups knows no float64
+        for p in lm.parameters():
+            if std and p.dim() >= 2:
+                p.data.normal_(0, std)
+    return lm.to(dtype).eval()

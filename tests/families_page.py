@@ -1,0 +1,92 @@
+"""The page of `families_table`, from its results."""
+
+import re
+
+HEAD = """# Models
+
+Every text family of this list as a small random model (two layers, width 32, 60 words), measured against the
+plain model of transformers, called for one sequence at a time. `make families` measures what is new.
+
+| column | what is compared | equal up to |
+|---|---|---|
+| packs | log-probs, and a critic's values, of sequences in a pack and of each alone | {packed:g} |
+| gradient | of one pack, of several, and of pairs, with that of each sequence alone | {cuts:g} of it |
+| sampler | log-probs of the engine and the trainer; a greedy batch and each prompt alone | {sampler:g} |
+| LoRA | log-probs with adapters, and with the same merged; all adapters get a gradient | {lora:g} |
+| FSDP2, ZeRO 3 | how far a step moves each weight: two processes, from files, and one | {fsdp2:g} of it |
+| sequence | the same of two processes that share the tokens of a pack | {sequence:g} of it |
+| reload | log-probs of what was saved and loaded; weights are the same to the bit | {reload:g} |
+
+Packs and gradient are in float64 where a family computes in it, all else in float32. The engine is hf.
+
+* *alone*: the family mixes the sequences of a pack, so it gets one at a time.
+* *by length*: the engine batches prompts of one length only; *by row*: one row; *no cache*: it reads all
+  tokens anew for each new one.
+
+How a family is packed and sampled is found by a probe, when a model is bound or an engine first samples; the
+library keeps no list of families.
+"""
+TITLES = {
+    "packed": "packs", "cuts": "gradient", "sampler": "sampler", "lora": "LoRA", "fsdp2": "FSDP2",
+    "zero3": "ZeRO 3", "sequence": "sequence", "reload": "reload",
+}  # fmt: skip
+
+
+def page(results):
+    """The page in Markdown of what is in families.json."""
+    from family_checks import BOUNDS
+
+    families = results["families"]
+    reasons = []
+    lines = [
+        "| family | " + " | ".join(TITLES.values()) + " |",
+        "|---" * (len(TITLES) + 1) + "|",
+    ]
+    for kind in sorted(families, key=str.lower):
+        cells = [_cell(families[kind].get(column), reasons) for column in TITLES]
+        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    why = [f"{i}. {reason}" for i, reason in enumerate(reasons, 1)]
+    return "\n".join(
+        [HEAD.format(**BOUNDS), *lines, "", _counts(families), "", *why, "", _where(results), ""]
+    )
+
+
+def _cell(entry, reasons):
+    if entry is None:
+        return ""
+    note = entry["note"]
+    if "value" not in entry:
+        reason = _reason(note)
+        if reason not in reasons:
+            reasons.append(reason)
+        return f"no ({reasons.index(reason) + 1})"
+    number = f"{entry['value']:.0e}".replace("e-0", "e-") if entry["value"] else "0"
+    if not entry["ok"]:
+        number = f"**{number}**"
+    return f"{number} {note}".strip()
+
+
+def _reason(note):
+    """The message of an error, without what differs between families that answer alike."""
+    note = " ".join(note.replace("|", "/").split())
+    note = re.sub(r"^(\w+Error: )+", "", note)
+    note = re.sub(r"/tmp/\w+", "FOLDER", note)
+    note = re.sub(r"(?<=missing: ).*", "...", note)
+    note = re.sub(r"\w+(ForCausalLM|LMHeadModel)\b", "it", note)
+    return note[:200]
+
+
+def _counts(families):
+    counts = []
+    for column, title in TITLES.items():
+        good = sum(cells.get(column, {}).get("ok", False) for cells in families.values())
+        counts.append(f"{title} {good}")
+    return f"Equal, of {len(families)} families: {', '.join(counts)}. The other cells:"
+
+
+def _where(results):
+    where = dict(results["about"])
+    days = sorted({cell["date"] for cells in results["families"].values() for cell in cells.values()})
+    hardware = f"{where.pop('cores')} cores of {where.pop('cpu')}"
+    versions = ", ".join(f"{name} {version}" for name, version in where.items())
+    return f"Measured {' to '.join(dict.fromkeys([days[0], days[-1]]))} on {hardware}; {versions}."

@@ -1,0 +1,148 @@
+"""The families that people use most, in everything of docs/models.md; `families_table` measures the rest."""
+
+import json
+import os
+import re
+import time
+import warnings
+
+import families_page
+import families_table
+import family_checks
+import pytest
+import ranks
+from families import FAMILIES
+from family_checks import BACKENDS, BOUNDS, CHECKS, COLUMNS, Measured
+
+MOST = (
+    "Llama",
+    "Qwen2",
+    "Qwen3",
+    "Mistral",
+    "Gemma3Text",
+    "Phi3",
+    "GPT2",
+    "Qwen3Moe",
+    "GptOss",
+    "Qwen3Next",
+)
+NOT = {
+    ("GPT2", "sequence"): "expected 1 for GPT2LMHeadModel: it does not hand keyword arguments",
+    (
+        "Qwen3Next",
+        "sequence",
+    ): r"expected 1 for Qwen3NextForCausalLM: it has layers of \['linear_attention'\]",
+}
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("column", CHECKS)
+@pytest.mark.parametrize("kind", MOST)
+def test_a_family_on_one_process(kind, column):
+    if (kind, column) in NOT:
+        with pytest.raises(Exception, match=NOT[kind, column]):
+            CHECKS[column](kind)
+        return
+    got = CHECKS[column](kind)
+    assert got.value <= BOUNDS[column]
+    if column == "packed":
+        assert got.note == ("alone" if kind == "Qwen3Next" else "")
+    if column == "sampler":
+        assert got.note == ""  # padded, with a cache
+
+
+def all_on_two(rank, folders):
+    """Every family on every backend, in words where one refuses."""
+    out = {}
+    for kind, folder in folders.items():
+        for column in BACKENDS:
+            out[kind, column] = families_table.told(family_checks.two, rank, column, folder)
+    return out
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory):
+    """What two processes measured."""
+    folders = {kind: str(tmp_path_factory.mktemp(kind)) for kind in MOST}
+    for kind, folder in folders.items():
+        family_checks.write(kind, folder)
+    return ranks.run(2, "test_families:all_on_two", folders)
+
+
+@pytest.mark.parametrize("column", BACKENDS)
+@pytest.mark.parametrize("kind", MOST)
+def test_a_family_on_two_processes(on_two, kind, column):
+    for out in on_two:
+        got = out[kind, column]
+        if (kind, column) in NOT:
+            assert re.search(NOT[kind, column], got)
+        else:
+            assert not isinstance(got, str), got
+            assert got <= BOUNDS[column]
+
+
+def test_the_page_is_made_of_the_results():
+    results = json.loads(families_table.RESULTS.read_text())
+    assert families_table.PAGE.read_text() == families_page.page(results)
+    assert set(results["families"]) == set(FAMILIES)
+    assert len(FAMILIES) >= 45
+    for kind in MOST:
+        cells = results["families"][kind]
+        assert {column: cells[column]["ok"] for column in COLUMNS} == {
+            column: (kind, column) not in NOT for column in COLUMNS
+        }
+
+
+def test_cells_of_a_page():
+    """A number, one that is too large, a reason, and nothing."""
+    day = {"date": "2026-01-02", "seconds": 1.0}
+    cells = {
+        "packed": day | {"ok": True, "value": 1.7e-15, "note": "alone"},
+        "cuts": day | {"ok": False, "value": 0.3, "note": ""},
+        "lora": day | {"ok": False, "note": "it | has\nnone"},
+        "reload": day | {"ok": True, "value": 0.0, "note": ""},
+    }
+    where = {"cpu": "one", "cores": 2, "torch": "2.13"}
+    page = families_page.page({"about": where, "families": {"Two": {}, "one": cells}})
+    assert "| one | 2e-15 alone | **3e-1** |  | no (1) |  |  |  | 0 |\n| Two |" in page
+    assert "1. it / has none" in page
+    assert "2026-01-02 on 2 cores of one; torch 2.13" in page
+
+
+def sleeps(kind):
+    time.sleep(60)
+
+
+def dies(kind):
+    os._exit(3)
+
+
+def test_a_cell_that_hangs_or_dies_is_ended(monkeypatch):
+    """Each is a process of its own: the others go on."""
+    checks = {
+        "packed": sleeps,
+        "cuts": dies,
+        "sampler": lambda kind: Measured(1.0),
+        "lora": lambda kind: 1 / 0,
+    }
+    monkeypatch.setattr(families_table, "CHECKS", checks)
+    found = {}
+    began = time.monotonic()
+    families_table.run(
+        [("Llama", c) for c in checks], 4, 2.0, lambda _, column, entry: found.update({column: entry})
+    )
+    assert time.monotonic() - began < 30
+    assert not any(entry["ok"] for entry in found.values())
+    notes = {column: entry["note"] for column, entry in found.items()}
+    assert notes == {
+        "packed": "not done in 2 s",
+        "cuts": "a process ended with 3",
+        "sampler": "",
+        "lora": "ZeroDivisionError: division by zero",
+    }
