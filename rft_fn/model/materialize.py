@@ -132,16 +132,17 @@ def _fill(module: nn.Module, weights: _Weights, kept: set[str]) -> None:
     homes = _homes(module, weights, kept)
     order = list(homes)
     bad: list[int] = []  # places in `order` of tensors that are not finite
-    with slices(weights.stored) as read:
-        for names, group in weights.stored.groups.items():
-            if not homes.keys() & set(names):
-                continue  # of a part that the module was taken out of
+    for names, group in weights.stored.groups.items():
+        if not homes.keys() & set(names):
+            continue  # of a part that the module was taken out of
+        with slices(weights.stored, group) as read:
             for name, whole in converted(group, read, weights.stored.skeleton).items():
-                if name in homes:
-                    put(homes[name], whole)
-                    homes[name]._is_hf_initialized = True  # type: ignore[attr-defined]
-                    if not is_finite(_local(homes[name])):
-                        bad.append(order.index(name))
+                if name not in homes:
+                    continue
+                put(homes[name], whole)
+                homes[name]._is_hf_initialized = True  # type: ignore[attr-defined]
+                if not is_finite(_local(homes[name])):
+                    bad.append(order.index(name))
     first = _first_of_all(module, min(bad, default=len(order)))
     if first < len(order):
         raise ValueError(f"model: {weights.folder}: {order[first]}: expected finite numbers, got NaN or inf")

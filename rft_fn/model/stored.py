@@ -41,8 +41,8 @@ def files(folder: Path) -> list[Path]:
     found = named or sorted(folder.glob("*.safetensors"))
     if not found:
         raise ValueError(
-            f"model: expected *.safetensors in {folder}, got none, and several processes read no other format; "
-            "load it with transformers and save_pretrained it to a folder, which holds them then"
+            f"model: expected *.safetensors in {folder}, got none, and several processes read no other "
+            "format; load it with transformers and save_pretrained it to a folder, which has them then"
         )
     return found
 
@@ -107,13 +107,14 @@ def _check_names(out: Stored, made: Mapping[str, Tensor], unexpected: list[str])
 def _untie(out: Stored) -> None:
     """Have the skeleton tie no tensors that the files hold apart, whatever its config says: transformers does
     not then."""
-    plain = {group.name: group.sources[0][1] for group in out.groups.values() if group.rule is None}
-    with slices(out) as read:
-        for names in aliases(out.skeleton).values():
-            first, *others = [name for name in names if name in plain] or [""]
-            for name in others:
-                if not torch.equal(read(plain[first])[...], read(plain[name])[...]):
-                    _separate(out.skeleton, name)
+    plain = {group.name: group for group in out.groups.values() if group.rule is None}
+    for names in aliases(out.skeleton).values():
+        first, *others = [plain[name] for name in names if name in plain] or [None]
+        for other in others:
+            with slices(out, first, other) as read:
+                one, two = (read(group.sources[0][1])[...] for group in (first, other))
+                if not torch.equal(one, two):
+                    _separate(out.skeleton, other.name)
 
 
 def _separate(module: nn.Module, name: str) -> None:
@@ -138,10 +139,15 @@ def aliases(skeleton: nn.Module) -> dict[str, list[str]]:
 
 
 @contextmanager
-def slices(out: Stored) -> Iterator[Callable[[str], Any]]:
-    """A function that gives the slice of a tensor by its name in the files, which are open meanwhile."""
+def slices(out: Stored, *some: Group) -> Iterator[Callable[[str], Any]]:
+    """A function that gives the slice of a tensor by its name in the files.
+
+    Only the files of these groups are open, and only meanwhile: what is read of one stays in memory until
+    then.
+    """
     from safetensors import safe_open
 
+    paths = {out.where[key] for group in some for _, key in group.sources}
     with ExitStack() as stack:
-        opened = {path: stack.enter_context(safe_open(path, "pt")) for path in set(out.where.values())}
+        opened = {path: stack.enter_context(safe_open(path, "pt")) for path in paths}
         yield lambda key: opened[out.where[key]].get_slice(key)
