@@ -44,6 +44,11 @@ def empty(
     folder = folder_of(name)
     paths = files(folder)
     config = quietly(AutoConfig, str(folder), trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"quantize: expected {folder} in full precision for several processes, got a quantised model; "
+            "start one, or give a folder of it that is not quantised"
+        )
     with torch.device("meta"):
         skeleton = (factory or AutoModelForCausalLM).from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
