@@ -144,11 +144,21 @@ def test_what_cannot_hold_it_says_so(folder, kind, options, message):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_forecast_of_it(folder, kind):
-    lm = lora(folder, kind)
-    text = rft.strategy.preflight(get_fake_strategy(), (lm, rft.optim.adamw(1e-3)), budget=64)
-    assert text
-    print(text)
+def test_a_forecast_counts_its_bytes(folder, kind):
+    """A byte a weight of int8 and half a byte of nf4, with scales; an engine has all in full."""
+    full, lm = model.load(folder), lora(folder, kind)
+    adapters = sum(p.nbytes for p in lm.parameters() if p.requires_grad)
+    linear = sum(m.weight.numel() for n, m in full.named_modules() if n.endswith("_proj"))
+    rest = sum(p.nbytes for p in full.parameters()) - 4 * linear
+    plain = model.apply_lora_configuration(full, 4, 8)
+    adamw = rft.optim.adamw(1e-3)
+    want, was = (
+        rft.strategy.estimate(StrategyConfig(), (x, adamw), budget=64, kind="cpu") for x in (lm, plain)
+    )
+    weights = {"int8": 1.0, "nf4": 0.5}[kind] * linear
+    assert weights + rest + adapters < want.parameters < 1.3 * weights + rest + adapters
+    assert want.engine == was.engine and not want.unknown
+    assert want.activations > 0.9 * was.activations
 
 
 def test_bad_input(folder, monkeypatch):
@@ -159,3 +169,36 @@ def test_bad_input(folder, monkeypatch):
     monkeypatch.setattr(quantize, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="quantize: int8 needs torchao, which is not installed"):
         model.load(folder, quantize="int8")
+
+
+@pytest.mark.skipif(not INSTALLED["int8"], reason="no torchao")
+def test_a_run_over_it_samples_from_what_it_trains_and_is_exported_as_it_left(tmp_path):
+    from test_scripts import rows, script
+
+    grpo, out = script("grpo"), tmp_path / "r"
+    small = {"prompts": 4, "group": 4, "steps": 3, "eval_prompts": 4, "warmup": 0, "lr": 5e-3, "kl": 0.01}
+    grpo.main(grpo.Config(**small, lora_rank=4, quantize="int8", out=str(out)))
+    found = rows(out)
+    assert all(r["policy/logp_gap"] < 1e-4 and r["grad/norm"] > 0 for r in found)
+    assert found[0]["policy/kl_ref"] == pytest.approx(0, abs=1e-6) and found[-1]["policy/kl_ref"] > 1e-5
+    export = script("export")
+    export.main(export.Config(run=str(out), out=str(tmp_path / "merged")))
+    own = (out / "model/model.safetensors").read_bytes()
+    assert (tmp_path / "merged/model.safetensors").read_bytes() == own
+    grpo.main(grpo.Config(**small, lora_rank=4, out=str(tmp_path / "full")))
+    assert (tmp_path / "full/model/model.safetensors").read_bytes() != own
+
+
+@pytest.mark.skipif(not INSTALLED["int8"], reason="no torchao")
+@pytest.mark.parametrize("name", ["grpo", "ppo", "sft"])
+def test_a_run_that_cannot_train_over_it_ends_before_a_model_is_loaded(tmp_path, monkeypatch, name):
+    from test_scripts import script
+
+    main, Config = script(name).main, script(name).Config
+    monkeypatch.setattr(model, "load", lambda *a, **k: pytest.fail("loaded"))
+    monkeypatch.setattr(rft.data, "load", lambda *a, **k: pytest.fail("read"))
+    with pytest.raises(ValueError, match=r"^lora_rank: expected > 0 with quantize int8, .* got 0"):
+        main(Config(quantize="int8", out=str(tmp_path / "a")))
+    config = StrategyConfig(bf16=True)
+    with pytest.raises(ValueError, match=r"^quantize: expected none with bf16, got int8"):
+        main(Config(quantize="int8", lora_rank=2, strategy=config, out=str(tmp_path / "b")))

@@ -5,14 +5,18 @@ weight. A folder that was saved so is loaded so.
 """
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "check",
+    "count",
     "dequantize",
     "is_low",
+    "nbytes",
     "options",
     "require_adapters",
     "require_whole",
@@ -27,13 +31,35 @@ _LIBRARY = {"int8": "torchao", "nf4": "bitsandbytes"}
 # ------------------------------------------------------------------------------------------------ asked for
 
 
-def options(kind: str, *, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """The keywords with which `from_pretrained` quantises. ValueError for a kind that is none, or that is not
-    installed."""
+def check(kind: str, name: str, *, rank: int, world: int, config: Any) -> None:
+    """ValueError where a run cannot train over the base `name` in low precision; nothing is loaded.
+
+    `rank` is of the adapters that it gets, `config` the strategy's.
+    """
+    if not kind:
+        return
+    _require_library(kind)
+    if not rank and not Path(name, "adapter_config.json").is_file():
+        raise ValueError(f"lora_rank: expected > 0 with quantize {kind}, which freezes the base, got 0")
+    odd = [x for x in ("fsdp", "zero_stage", "bf16", "use_mp_opt") if getattr(config, x)]
+    if world > 1 or odd:
+        what = ", ".join(odd) or f"{world} processes"
+        raise ValueError(
+            f"quantize: expected none with {what}, got {kind}; it trains on one process as it is"
+        )
+
+
+def _require_library(kind: str) -> None:
     if kind not in _LIBRARY:
         raise ValueError(f"quantize: expected one of {', '.join(_LIBRARY)}, got {kind!r}")
     if find_spec(_LIBRARY[kind]) is None:
         raise ValueError(f"quantize: {kind} needs {_LIBRARY[kind]}, which is not installed; pip install it")
+
+
+def options(kind: str, *, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """The keywords with which `from_pretrained` quantises. ValueError for a kind that is none, or that is not
+    installed."""
+    _require_library(kind)
     if kind == "int8":
         from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]
         from transformers import TorchAoConfig
@@ -102,6 +128,23 @@ def whole(x: Tensor) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit  # type: ignore[import-not-found]
 
     return dequantize_4bit(x.data, packing)
+
+
+def nbytes(x: Tensor) -> int:
+    """The memory of a weight [bytes], its scales included."""
+    packing = getattr(x, "quant_state", None)
+    if packing is not None:
+        nested = packing.state2.absmax if packing.nested else packing.absmax[:0]
+        return x.numel() + packing.absmax.nbytes + nested.nbytes
+    if is_low(x):
+        return sum(getattr(x, name).nbytes for name in x.__tensor_flatten__()[0])  # type: ignore[operator]
+    return x.numel() * x.element_size()
+
+
+def count(x: Tensor) -> int:
+    """How many numbers a weight has in full precision."""
+    packing = getattr(x, "quant_state", None)
+    return x.numel() if packing is None else packing.shape.numel()
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:
