@@ -16,7 +16,7 @@ from rft_fn.check import AtLeast0, Count, Finite, Positive, PositiveShare, Seed
 @dataclass(frozen=True)
 class Config:
     model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder of a model or a run, or a hub name
-    data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
+    data: tuple[str, ...] = ("sort_digits:1",)  # tasks as TASK:LEVEL, files, folders, hub names; =SHARE
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
     system: str | None = None  # the system prompt; an empty one removes that of the chat template
     reward: tuple[str, ...] = ("task:sort_digits",)  # as in grpo.py; the first decides what is correct

@@ -34,7 +34,7 @@ class Config:
     # models and data
     model: str = "tiny"  # tiny or tiny:TASK:LEVEL (built on the spot), smollm2-135m, a folder, or a hub name
     critic: str = ""  # what the critic starts from: a model or a saved critic; if empty, the actor's model
-    data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
+    data: tuple[str, ...] = ("sort_digits:1",)  # tasks as TASK:LEVEL, files, folders, hub names; =SHARE
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
     system: str | None = None  # the system prompt; an empty one removes that of the chat template
     max_prompt: Count = 512  # most tokens in a prompt; longer prompts of a file are left out
@@ -68,7 +68,8 @@ class Config:
     whiten: bool = True  # advantages of a rollout are shifted and scaled to mean 0 and deviation 1
 
     # learning
-    steps: Count = 60  # rollouts, each with epochs x minibatches updates
+    steps: Count | None = None  # rollouts, each with epochs x minibatches updates; None is 60
+    data_epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
     epochs: Count = 1  # passes over a rollout
     minibatches: Count = 4  # updates per pass, unless strategy.train_batch_size says how large they are
     freeze_actor_steps: Whole = 0  # so many steps at the start train the critic alone
@@ -98,7 +99,10 @@ class Config:
     max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats per token]
 
     # evaluation
-    eval_data: str = ""  # data of the evaluation; if empty, unseen rows of a task, or the file itself
+    eval_data: tuple[
+        str, ...
+    ] = ()  # data of the evaluation; if empty, a test split, or rows held out of data
+    eval_share: Share = 0.1  # share of the rows that is held out then; 0 evaluates on what is trained on
     eval_every: Free[Count] = 20  # steps between evaluations
     eval_prompts: Count = 128  # questions of an evaluation, answered greedily
 
@@ -121,6 +125,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """ValueError for options that do not go together."""
+    rft.check.at_most_one(steps=cfg.steps, data_epochs=cfg.data_epochs)
     rft.run.without(cfg.strategy, "max_norm", instead="use --max-norm")
     rft.run.without(cfg.strategy, "seed", instead="use --seed")
     for name, most in (("minibatches", cfg.prompts * cfg.group), ("overlong", cfg.max_new)):
@@ -175,7 +180,7 @@ def supervised(cfg, examples, tokenizer, update):
 
 
 def main(cfg: Config) -> None:
-    # ---- where it runs, the algorithm with the options given, and the folder of the run
+    # ---- where it runs, and the algorithm with the options given
     check(cfg)
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
     rft.engine.check_config(cfg.strategy.engine)
@@ -185,6 +190,22 @@ def main(cfg: Config) -> None:
         loss=given(row.loss, low=cfg.clip_low, high=cfg.clip_high, dual=cfg.dual),
         value_loss=given(row.value_loss, clip=cfg.value_clip),
     )
+
+    # ---- data; what is wrong with it is found before a model is loaded
+    sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
+    greedy = rft.Sampling(temperature=0, max_new=cfg.max_new)
+    tokenizer = rft.model.load_tokenizer(cfg.model)
+    score = rft.reward.parse(cfg.reward)
+    options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
+    needed = options | {"columns": rft.reward.columns(score)}
+    evaluated = {"eval_data": cfg.eval_data, "eval_share": cfg.eval_share}
+    dataset, unseen = rft.data.load_for_training(cfg.data, tokenizer, seed=cfg.seed, **evaluated, **needed)
+    rft.strategy.check_data(st, dataset, unseen)
+    chosen = {"steps": cfg.steps, "epochs": cfg.data_epochs, "option": "data_epochs"}
+    cfg = replace(cfg, steps=rft.data.decide_steps(dataset, cfg.prompts, usual=60, **chosen))
+    st.print(rft.data.plan(dataset, cfg.steps, cfg.prompts, unseen))
+
+    # ---- the folder of the run, which refuses other options than those of the steps that it holds
     extendable = cfg.lr_end == 1 or cfg.schedule == "constant"
     run = rft.run.Run(
         cfg.out,
@@ -194,21 +215,12 @@ def main(cfg: Config) -> None:
         trackers=cfg.trackers,
         project=cfg.project,
         name=cfg.run_name,
-        free=("steps",) if extendable else (),
+        free=("steps", "data_epochs") if extendable else (),
         override=cfg.override,
         **st.config.pictures(),
     )
 
-    # ---- data and rewards; what is wrong with them is found before a model is loaded
-    sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
-    greedy = rft.Sampling(temperature=0, max_new=cfg.max_new)
-    tokenizer = rft.model.load_tokenizer(cfg.model)
-    score = rft.reward.parse(cfg.reward)
-    options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
-    needed = options | {"columns": rft.reward.columns(score)}
-    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **needed)
-    unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **needed)
-    rft.strategy.check_data(st, dataset, unseen)
+    # ---- rewards; what is wrong with them is found before a model is loaded
     first_prompts, _ = rft.data.take(dataset, 2, cfg.seed)
     rows = [p.columns for p in first_prompts]
     rft.engine.check_reward(st, score, rows, timeout=cfg.reward_timeout)

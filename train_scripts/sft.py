@@ -16,7 +16,7 @@ from rft_fn.check import AtLeast0, Count, Decay, Free, Positive, Seed, Share, Wh
 @dataclass(frozen=True)
 class Config:
     model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
-    data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
+    data: tuple[str, ...] = ("sort_digits:1",)  # tasks as TASK:LEVEL, files, folders, hub names; =SHARE
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
     response: str = "{answer}"  # what the model learns to say; {NAME} stands for a column of the row
     system: str | None = None  # the system prompt; an empty one removes that of the chat template
@@ -26,7 +26,8 @@ class Config:
     lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names separated by commas
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
 
-    steps: Count = 30  # updates
+    steps: Count | None = None  # updates; None is 30
+    epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
     batch: Count = 64  # examples per step, unless strategy.train_batch_size says how many
     lr: Positive = 1e-3  # learning rate
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # decay; constant ignores lr_end
@@ -68,11 +69,25 @@ def optimizer(cfg: Config):
 
 
 def main(cfg: Config) -> None:
-    # ---- where it runs, and the folder of the run
+    # ---- where it runs
+    rft.check.at_most_one(steps=cfg.steps, epochs=cfg.epochs)
     rft.run.without(cfg.strategy, *UNREAD)
     rft.run.without(cfg.strategy, "max_norm", instead="use --max-norm")
     rft.run.without(cfg.strategy, "seed", instead="use --seed")
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
+
+    # ---- data; what is wrong with it is found before a model is loaded
+    tokenizer = rft.model.load_tokenizer(cfg.model)
+    options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
+    options |= {"response": cfg.response, "max_tokens": cfg.budget}
+    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
+    rft.strategy.check_data(st, dataset)
+    batch = cfg.strategy.train_batch_size or cfg.batch
+    steps = rft.data.decide_steps(dataset, batch, steps=cfg.steps, epochs=cfg.epochs, usual=30)
+    cfg = replace(cfg, steps=steps)
+    st.print(rft.data.plan(dataset, cfg.steps, batch))
+
+    # ---- the folder of the run, which refuses other options than those of the steps that it holds
     extendable = cfg.lr_end == 1 or cfg.schedule == "constant"
     run = rft.run.Run(
         cfg.out,
@@ -82,17 +97,10 @@ def main(cfg: Config) -> None:
         trackers=cfg.trackers,
         project=cfg.project,
         name=cfg.run_name,
-        free=("steps",) if extendable else (),
+        free=("steps", "epochs") if extendable else (),
         override=cfg.override,
         **st.config.pictures(),
     )
-
-    # ---- data; what is wrong with it is found before a model is loaded
-    tokenizer = rft.model.load_tokenizer(cfg.model)
-    options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
-    options |= {"response": cfg.response, "max_tokens": cfg.budget}
-    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
-    rft.strategy.check_data(st, dataset)
 
     # ---- the model and its optimizer, and where the last checkpoint left them
     module = rft.model.load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing, meta=st.world > 1)
@@ -107,15 +115,13 @@ def main(cfg: Config) -> None:
         state, _ = st.restore(saved, state)
     run.resume(state.step)
 
-    batch = cfg.strategy.train_batch_size or cfg.batch
-
     def loss_fn(out, b):
         return rft.loss.nll(out.logp)
 
     for step in range(state.step, cfg.steps):
         # ---- examples: a question and its answer, ended by the end of sequence
         prompts, _ = rft.data.draw(dataset, batch, step, cfg.seed)
-        answers = [rft.data.fill(cfg.response, p.columns, cfg.data) for p in prompts]
+        answers = [rft.data.fill(cfg.response, p.columns, dataset.name) for p in prompts]
         ids = [[*tokenizer.encode(a, add_special_tokens=False), tokenizer.eos_token_id] for a in answers]
         exp = rft.packing.supervised([(p.ids, a) for p, a in zip(prompts, ids)])
 
