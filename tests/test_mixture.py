@@ -1,4 +1,4 @@
-"""Shares of sources: the order of places by its definition, each source in its own passes, steps from epochs."""
+"""Shares of sources: the order of places, each source in its own passes; steps from epochs."""
 
 import itertools
 from fractions import Fraction

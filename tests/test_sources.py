@@ -1,4 +1,4 @@
-"""What a text names: files, patterns, folders, data sets of the hub; their splits, and rows that are held out."""
+"""What a text names: files, patterns, folders, data sets of the hub; their splits, and held-out rows."""
 
 import gzip
 import json
@@ -37,7 +37,7 @@ def asked(rows):
     return [row["question"] for row in rows]
 
 
-# ---------------------------------------------------------------------------------------------------- what a text says
+# ------------------------------------------------------------------------------------------- what a text says
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,9 @@ def test_a_text_is_name_part_split_and_share(text, name, part, split, share, her
 
 @pytest.mark.parametrize("share", ["0", "-1"])
 def test_a_share_is_above_0(share):
-    with pytest.raises(ValueError, match=rf"^data: expected a share above 0, as a.jsonl=0.5, got a.jsonl={share}"):
+    with pytest.raises(
+        ValueError, match=rf"^data: expected a share above 0, as a.jsonl=0.5, got a.jsonl={share}"
+    ):
         data.load(["b.jsonl", f"a.jsonl={share}"], tiny.tokenizer())
 
 
@@ -77,7 +79,7 @@ def test_a_task_is_a_task_and_a_folder_of_its_name_has_a_path(here):
     assert data.load("./addition", tiny.tokenizer()).size == 20
 
 
-# ------------------------------------------------------------------------------------------------------------ files
+# ------------------------------------------------------------------------------------------------------ files
 
 
 def test_files_of_a_pattern_in_order(here):
@@ -92,14 +94,18 @@ def test_files_of_a_pattern_in_order(here):
 def test_a_row_of_a_pattern_is_named_by_its_own_file(here):
     jsonl(here / "a.jsonl", [{"question": "1"}] * 3)
     (here / "b.jsonl").write_text('{"question": "1"}\n\n{"question": \n')
-    with pytest.raises(ValueError, match=r"^data: b.jsonl, line 3: .*broken JSON.* 1 of 5 rows cannot be used"):
+    with pytest.raises(
+        ValueError, match=r"^data: b.jsonl, line 3: .*broken JSON.* 1 of 5 rows cannot be used"
+    ):
         data.load("*.jsonl", tiny.tokenizer())
 
 
 def test_a_pattern_has_files_of_one_kind(here):
     jsonl(here / "a.jsonl")
     (here / "b.csv").write_text("question\n1\n")
-    with pytest.raises(ValueError, match=r"could not read '\*': expected files of one kind, got .csv, .jsonl"):
+    with pytest.raises(
+        ValueError, match=r"could not read '\*': expected files of one kind, got .csv, .jsonl"
+    ):
         data.read_rows("*")
     with pytest.raises(ValueError, match=r"could not read 'x\*': no file has such a name"):
         data.read_rows("x*")
@@ -126,7 +132,9 @@ def test_a_packed_file_that_is_cut_is_one_line(here):
         file.write('{"question": "1"}\n' * 1000)
     whole = (here / "a.jsonl.gz").read_bytes()
     (here / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"^data: could not read 'a.jsonl.gz': Compressed file ended") as error:
+    with pytest.raises(
+        ValueError, match=r"^data: could not read 'a.jsonl.gz': Compressed file ended"
+    ) as error:
         data.read_rows("a.jsonl.gz")
     assert "\n" not in str(error.value)
 
@@ -163,7 +171,7 @@ def test_lists_of_a_json_object_that_cannot_be_meant(here, whole, name, message)
         data.read_rows(name)
 
 
-# ---------------------------------------------------------------------------------------------------------- folders
+# ---------------------------------------------------------------------------------------------------- folders
 
 
 README = """---
@@ -246,7 +254,11 @@ def saved(here, **splits):
     [
         ({"train": 12, "test": 8}, "saved", (12, 8, "split test of saved")),
         ({"train": 12, "validation": 8}, "saved", (12, 8, "split validation of saved")),
-        ({"train": 12, "validation": 4, "test": 4}, "saved@validation", (4, 4, "split test of saved@validation")),
+        (
+            {"train": 12, "validation": 4, "test": 4},
+            "saved@validation",
+            (4, 4, "split test of saved@validation"),
+        ),
     ],
 )
 def test_a_split_to_evaluate_on(here, splits, text, want):
@@ -282,7 +294,7 @@ def test_an_evaluation_alone_wants_a_test_split(here):
     assert data.load("saved@train", tiny.tokenizer(), split="test").size == 20
 
 
-# ------------------------------------------------------------------------------------------------- held-out rows
+# ---------------------------------------------------------------------------------------------- held-out rows
 
 
 def make(here, kind):
@@ -314,19 +326,22 @@ def test_rows_are_held_out_where_there_is_no_test_split(here, kind):
     assert [texts(x) for x in again] == [texts(trained), texts(unseen)]
 
 
-def test_held_out_rows_are_drawn_one_by_one():
+def test_held_out_rows_are_spread_and_stay():
     kept, held = loading.held_out(10_000, 0.1)
-    assert sorted([*kept, *held]) == list(range(10_000)) and 900 < len(held) < 1100
-    # rows that are added change nothing, and a larger share only adds
-    more = loading.held_out(12_000, 0.1)[1]
-    assert {i for i in more if i < 10_000} == set(held)
+    assert sorted([*kept, *held]) == list(range(10_000)) and len(held) == 1000
+    assert all(80 < sum(i // 1000 == k for i in held) < 120 for k in range(10))
+    # a larger share only adds, and a file that grows moves few rows
     assert set(held) < set(loading.held_out(10_000, 0.2)[1])
+    assert len(set(held) - set(loading.held_out(11_000, 0.1)[1])) < 50
 
 
-@pytest.mark.parametrize(("count", "share"), [(2, 0.1), (2, 1.0), (3, 1e-9), (5, 1.0)])
-def test_either_side_has_a_row(count, share):
+@pytest.mark.parametrize(
+    ("count", "share", "want"),
+    [(2, 0.1, 1), (2, 1.0, 1), (3, 1e-9, 1), (5, 1.0, 4), (40, 0.1, 4), (37, 0.25, 9)],
+)
+def test_so_many_rows_are_held_out_and_at_least_one_is_left(count, share, want):
     kept, held = loading.held_out(count, share)
-    assert len(kept) >= 1 and len(held) >= 1 and len(kept) + len(held) == count
+    assert (len(kept), len(held)) == (count - want, want)
 
 
 def test_an_error_in_held_out_rows_names_their_lines(here):
@@ -377,7 +392,7 @@ def test_a_source_that_lacks_a_column_is_named(here):
     assert {"day", "note"} <= {name for p in data.take(both, 4, 0)[0] for name in p.columns}
 
 
-# ------------------------------------------------------------------------------------------------ what is not there
+# ------------------------------------------------------------------------------------------ what is not there
 
 
 @pytest.mark.parametrize(
@@ -426,7 +441,9 @@ def test_a_hub_name_is_asked_of_the_library(monkeypatch):
 def test_a_model_of_the_hub_may_have_no_owner(here):
     from rft_fn.model import builtin
 
-    with pytest.raises(ValueError, match=r"^model: gpt2 is neither a folder nor in the hub's cache, and http"):
+    with pytest.raises(
+        ValueError, match=r"^model: gpt2 is neither a folder nor in the hub's cache, and http"
+    ):
         builtin.resolve("gpt2")
     (here / "my-model").mkdir()
     assert builtin.resolve("my-model") == "my-model"

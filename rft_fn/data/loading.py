@@ -142,9 +142,9 @@ def _pair(
 def held_out(count: int, share: float) -> tuple[array, array]:
     """(the rows to train on, the rows to hold out): numbers below `count`, at least one in each.
 
-    Each row is drawn by a hash of its number alone. So runs of other seeds answer the same questions, and
-    rows that are added to the end of a file leave the others where they are. ValueError for fewer than two
-    rows, and unless 0 < share <= 1.
+    round(share count) rows are held out: those whose numbers have the lowest hashes. So runs of other seeds
+    answer the same questions, and of a file that grows most rows stay on their side. ValueError for fewer
+    than two rows, and unless 0 < share <= 1.
     """
     if count < 2:
         raise ValueError(
@@ -153,13 +153,9 @@ def held_out(count: int, share: float) -> tuple[array, array]:
         )
     if not 0 < share <= 1:
         raise ValueError(f"eval_share: expected a share in (0, 1], got {share}")
-    drawn = [rng.fold_in(0, "held out", i) for i in range(count)]
-    limit = share * 2**63
-    # the lowest is always held out, the highest never
-    lowest, highest = min(drawn), max(drawn)
-    held = array("q", (i for i, x in enumerate(drawn) if x == lowest or (x < limit and x != highest)))
-    kept = array("q", (i for i, x in enumerate(drawn) if x != lowest and (x >= limit or x == highest)))
-    return kept, held
+    size = min(max(round(share * count), 1), count - 1)
+    by_hash = sorted(range(count), key=lambda i: rng.fold_in(0, "held out", i))
+    return array("q", sorted(by_hash[size:])), array("q", sorted(by_hash[:size]))
 
 
 def mix(datasets: Sequence[Dataset], shares: Sequence[Fraction]) -> Dataset:

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from rft_fn.run import elsewhere
 
-__all__ = ["parse", "qualify"]
+__all__ = ["names", "parse", "qualify"]
 
 _RULE = re.compile(r"[╭╮╰╯─-]+")
 _KINDS = {"INT": "an integer", "FLOAT": "a number", "STR": "a text"}
@@ -41,7 +41,7 @@ def parse(config: type, args: Sequence[str]) -> Any:
     For a value outside of an option's limits the line is the config's own, for an option of another library
     it says what that is here.
     """
-    elsewhere.check(args, _names(config))
+    elsewhere.check(args, names(config))
     import tyro
 
     said = io.StringIO()
@@ -54,7 +54,7 @@ def parse(config: type, args: Sequence[str]) -> Any:
         raise  # --help
 
 
-def _names(config: type) -> set[str]:
+def names(config: type) -> set[str]:
     """The options of a config: its fields, and those of its parts, with the part's name and without."""
     found = {"help", "disable_engine_sleep"}
     for name, hint in get_type_hints(config).items():
