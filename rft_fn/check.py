@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 __all__ = [
     "FREE", "Above1", "AtLeast0", "Count", "Decay", "Finite", "Free", "Positive", "PositiveShare", "Range",
-    "Seed", "Several", "Share", "Whole", "fields", "free", "given", "shapes",
+    "Seed", "Several", "Share", "Whole", "at_most_one", "fields", "free", "given", "shapes",
 ]  # fmt: skip
 
 
@@ -70,6 +70,15 @@ def given(**args: Any) -> None:
             raise ValueError(
                 f"{name}: expected a tensor, got None; give it to rft_fn.experience, or ask the model for it"
             )
+
+
+def at_most_one(**options: Any) -> None:
+    """Raise `ValueError("steps, epochs: expected one of them, got 30 and 3.0")` for two that are not None."""
+    found = {name: x for name, x in options.items() if x is not None}
+    if len(found) > 1:
+        raise ValueError(
+            f"{', '.join(found)}: expected one of them, got {' and '.join(map(repr, found.values()))}"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
-"""Whether the model hub can be asked: found out in seconds, where its own client would try for a minute."""
+"""Names that are not there: whether the model hub can be asked for them, and what has a similar name here."""
 
+import difflib
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["unreachable"]
+__all__ = ["did_you_mean", "unreachable"]
 
-_PATIENCE = 5  # seconds that the hub has to answer
+_PATIENCE = 5  # seconds that the hub has to answer, where its own client would try for a minute
 
 
 def unreachable() -> str:
@@ -22,3 +25,18 @@ def unreachable() -> str:
     except OSError as error:
         return f"{constants.ENDPOINT} cannot be reached: {getattr(error, 'reason', error)}"
     return ""
+
+
+def did_you_mean(name: str, *, known: Sequence[str] = ()) -> str:
+    """ "; did you mean X or Y?" with what is like `name`: files beside it, and `known`; else nothing.
+
+    Where folders of the path are missing too, it is about the first of them.
+    """
+    path = Path(name)
+    while not path.parent.is_dir():
+        path = path.parent
+    here = [] if path.parent == path else [entry.name for entry in path.parent.iterdir()]
+    near = difflib.get_close_matches(path.name, here, n=3)
+    found = [str(path.parent / other) for other in near]
+    found += difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {' or '.join(found)}?" if found else ""

@@ -405,8 +405,12 @@ def bad_reward(folder, body):
 
 BAD = {
     "an unknown flag": (
-        lambda t: ["--learning-rate", "1"],
-        "error: unrecognized options: --learning-rate, 1; --help lists the options",
+        lambda t: ["--learning-speed", "1"],
+        "error: unrecognized options: --learning-speed, 1; --help lists the options",
+    ),
+    "a flag of another library": (
+        lambda t: ["--num-generations", "4"],
+        "error: --num-generations of TRL is --group here; --help lists the options",
     ),
     "a missing column": (lambda t: ["--template", "{query}"], "has no column 'query'"),
     "a prompt longer than the window": (lambda t: ["--max-new", "200"], "window of 128 tokens"),
@@ -472,7 +476,7 @@ def test_a_senseless_setting_is_one_line(name, option, value, tmp_path, monkeypa
 TYPED = [
     (["--lr", "abc"], "lr: expected a number, got 'abc'"),
     (["--lr"], "lr: expected a value, got none"),
-    (["--steps=2.5"], "steps: expected an integer, got '2.5'"),
+    (["--steps=2.5"], "steps: expected an integer, or None, got '2.5'"),
     (["--clip-low", "x"], "clip_low: expected a number, or None, got 'x'"),
     (["--schedule", "foo"], "schedule: expected one of linear, cosine, constant, got 'foo'"),
     (["--fsdp", "false"], "unrecognized options: false; --help lists the options"),

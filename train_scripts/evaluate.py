@@ -16,7 +16,7 @@ from rft_fn.check import AtLeast0, Count, Finite, Positive, PositiveShare, Seed
 @dataclass(frozen=True)
 class Config:
     model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder of a model or a run, or a hub name
-    data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
+    data: tuple[str, ...] = ("sort_digits:1",)  # tasks as TASK:LEVEL, files, folders, hub names; =SHARE
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
     messages: tuple[str, ...] = ()  # columns of messages that are the prompt, in place of the template
     chat_template_kwargs: tuple[str, ...] = ()  # what the chat template is given, as enable_thinking=False

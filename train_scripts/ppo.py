@@ -34,7 +34,7 @@ class Config:
     # models and data
     model: str = "tiny"  # tiny or tiny:TASK:LEVEL (built on the spot), smollm2-135m, a folder, or a hub name
     critic: str = ""  # what the critic starts from: a model or a saved critic; if empty, the actor's model
-    data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
+    data: tuple[str, ...] = ("sort_digits:1",)  # tasks as TASK:LEVEL, files, folders, hub names; =SHARE
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
     messages: tuple[str, ...] = ()  # columns of messages that are the prompt, in place of the template
     chat_template_kwargs: tuple[str, ...] = ()  # what the chat template is given, as enable_thinking=False
@@ -73,7 +73,8 @@ class Config:
     whiten: bool = True  # advantages of a rollout are shifted and scaled to mean 0 and deviation 1
 
     # learning
-    steps: Count = 60  # rollouts, each with epochs x minibatches updates
+    steps: Count | None = None  # rollouts, each with epochs x minibatches updates; None is 60
+    data_epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
     epochs: Count = 1  # passes over a rollout
     minibatches: Count = 4  # updates per pass, unless strategy.train_batch_size says how large they are
     freeze_actor_steps: Whole = 0  # so many steps at the start train the critic alone
@@ -104,7 +105,10 @@ class Config:
     max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats per token]
 
     # evaluation
-    eval_data: str = ""  # data of the evaluation; if empty, unseen rows of a task, or the file itself
+    eval_data: tuple[
+        str, ...
+    ] = ()  # data of the evaluation; if empty, a test split, or rows held out of data
+    eval_share: Share = 0.1  # share of the rows that is held out then; 0 evaluates on what is trained on
     eval_every: Free[Count] = 20  # steps between evaluations
     eval_prompts: Count = 128  # questions of an evaluation, answered greedily
 
@@ -127,6 +131,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """ValueError for options that do not go together."""
+    rft.check.at_most_one(steps=cfg.steps, data_epochs=cfg.data_epochs)
     rft.run.without(cfg.strategy, "max_norm", instead="use --max-norm")
     rft.run.without(cfg.strategy, "seed", instead="use --seed")
     if cfg.messages and not cfg.ptx:
@@ -214,7 +219,7 @@ def actor_loss(cfg, row, out, b):
 # The whole run is one function, as long as it is, so that it is read from top to bottom in the order in which
 # it happens: what is checked before anything is loaded, and which state each step takes and leaves.
 def main(cfg: Config) -> None:
-    # ---- where it runs, the algorithm with the options given, and the folder of the run
+    # ---- where it runs, and the algorithm with the options given
     check(cfg)
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
     rft.engine.check_config(cfg.strategy.engine)
@@ -225,8 +230,25 @@ def main(cfg: Config) -> None:
         loss=given(row.loss, low=cfg.clip_low, high=cfg.clip_high, dual=cfg.dual),
         value_loss=given(row.value_loss, clip=cfg.value_clip),
     )
+
+    # ---- data; what is wrong with it is found before a model is loaded
+    sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
+    greedy = rft.Sampling(temperature=0, max_new=cfg.max_new)
+    tokenizer = rft.model.load_tokenizer(cfg.model)
+    score = rft.reward.parse(cfg.reward)
+    options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
+    options["chat_template_kwargs"] = rft.data.literals(cfg.chat_template_kwargs)
+    needed = options | {"messages": cfg.messages, "columns": rft.reward.columns(score)}
+    evaluated = {"eval_data": cfg.eval_data, "eval_share": cfg.eval_share}
+    dataset, unseen = rft.data.load_for_training(cfg.data, tokenizer, seed=cfg.seed, **evaluated, **needed)
+    rft.strategy.check_data(st, dataset, unseen)
+    chosen = {"steps": cfg.steps, "epochs": cfg.data_epochs, "option": "data_epochs"}
+    cfg = replace(cfg, steps=rft.data.decide_steps(dataset, cfg.prompts, usual=60, **chosen))
+    st.print(rft.data.plan(dataset, cfg.steps, cfg.prompts, unseen))
+
+    # ---- the folder of the run, which refuses other options than those of the steps that it holds
     extendable = cfg.lr_end == 1 or cfg.schedule == "constant"  # then no rate depends on the steps
-    free = ("steps",) if extendable else ()
+    free = ("steps", "data_epochs") if extendable else ()
     run = rft.run.Run(
         cfg.out,
         cfg,
@@ -240,17 +262,7 @@ def main(cfg: Config) -> None:
         **st.config.pictures(),
     )
 
-    # ---- data and rewards; what is wrong with them is found before a model is loaded
-    sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
-    greedy = rft.Sampling(temperature=0, max_new=cfg.max_new)
-    tokenizer = rft.model.load_tokenizer(cfg.model)
-    score = rft.reward.parse(cfg.reward)
-    options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
-    options["chat_template_kwargs"] = rft.data.literals(cfg.chat_template_kwargs)
-    needed = options | {"messages": cfg.messages, "columns": rft.reward.columns(score)}
-    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **needed)
-    unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **needed)
-    rft.strategy.check_data(st, dataset, unseen)
+    # ---- rewards; what is wrong with them is found before a model is loaded
     first_prompts, _ = rft.data.take(dataset, 2, cfg.seed)
     rows = [p.columns for p in first_prompts]
     rft.engine.check_reward(st, score, rows, timeout=cfg.reward_timeout)

@@ -19,7 +19,7 @@ class Config:
     """A resumed run may change the options that change no result; for others it needs --override."""
 
     model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
-    data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
+    data: tuple[str, ...] = ("sort_digits:1",)  # tasks as TASK:LEVEL, files, folders, hub names; =SHARE
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
     response: str = "{answer}"  # what the model learns to say; {NAME} stands for a column of the row
     messages: tuple[str, ...] = ()  # columns of messages to learn from, in place of template and response
@@ -35,7 +35,8 @@ class Config:
         ""  # precision of the frozen base under adapters; if empty, in full
     )
 
-    steps: Count = 30  # updates
+    steps: Count | None = None  # updates; None is 30
+    epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
     batch: Count = 64  # examples per step, unless strategy.train_batch_size says how many
     lr: Positive = 1e-3  # learning rate
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # decay; constant ignores lr_end
@@ -78,6 +79,7 @@ def optimizer(cfg: Config):
 
 def check(cfg: Config) -> None:
     """ValueError for options that this script does not read, or not together."""
+    rft.check.at_most_one(steps=cfg.steps, epochs=cfg.epochs)
     rft.run.without(cfg.strategy, *UNREAD)
     rft.run.without(cfg.strategy, "max_norm", instead="use --max-norm")
     rft.run.without(cfg.strategy, "seed", instead="use --seed")
@@ -89,12 +91,26 @@ def check(cfg: Config) -> None:
 
 # The whole run is one function, so that it is read from top to bottom in the order in which it happens.
 def main(cfg: Config) -> None:
-    # ---- where it runs, and the folder of the run
+    # ---- where it runs
     check(cfg)
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
     rft.model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
+
+    # ---- data; what is wrong with it is found before a model is loaded
+    tokenizer = rft.model.load_tokenizer(cfg.model)
+    learn = {"response": cfg.response, "messages": cfg.messages, "loss_on": cfg.loss_on}
+    learn["chat_template_kwargs"] = rft.data.literals(cfg.chat_template_kwargs)
+    options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
+    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, max_tokens=cfg.budget, **options, **learn)
+    rft.strategy.check_data(st, dataset)
+    batch = cfg.strategy.train_batch_size or cfg.batch
+    steps = rft.data.decide_steps(dataset, batch, steps=cfg.steps, epochs=cfg.epochs, usual=30)
+    cfg = replace(cfg, steps=steps)
+    st.print(rft.data.plan(dataset, cfg.steps, batch))
+
+    # ---- the folder of the run, which refuses other options than those of the steps that it holds
     extendable = cfg.lr_end == 1 or cfg.schedule == "constant"  # then no rate depends on the steps
-    free = ("steps",) if extendable else ()
+    free = ("steps", "epochs") if extendable else ()
     run = rft.run.Run(
         cfg.out,
         cfg,
@@ -107,14 +123,6 @@ def main(cfg: Config) -> None:
         override=cfg.override,
         **st.config.pictures(),
     )
-
-    # ---- data; what is wrong with it is found before a model is loaded
-    tokenizer = rft.model.load_tokenizer(cfg.model)
-    learn = {"response": cfg.response, "messages": cfg.messages, "loss_on": cfg.loss_on}
-    learn["chat_template_kwargs"] = rft.data.literals(cfg.chat_template_kwargs)
-    options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
-    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, max_tokens=cfg.budget, **options, **learn)
-    rft.strategy.check_data(st, dataset)
 
     # ---- the model and its optimizer, and where the last checkpoint left them
     how = {"gradient_checkpointing": cfg.gradient_checkpointing, "quantize": cfg.quantize}
@@ -129,8 +137,6 @@ def main(cfg: Config) -> None:
     if saved := rft.ckpt.latest(run.checkpoints):
         state, _ = st.restore(saved, state)
     run.resume(state.step)
-
-    batch = cfg.strategy.train_batch_size or cfg.batch
 
     def loss_fn(out, b):
         return rft.loss.nll(out.logp)

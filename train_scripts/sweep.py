@@ -23,7 +23,7 @@ from rft_fn.check import Count, Positive, Seed, Several, Whole
 @dataclass(frozen=True)
 class Config:
     model: str = "tiny"  # tiny or tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
-    data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
+    data: tuple[str, ...] = ("sort_digits:1",)  # tasks as TASK:LEVEL, files, folders, hub names; =SHARE
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
     reward: tuple[str, ...] = ("task:sort_digits",)  # as in grpo.py
     prompts: Count = 16  # prompts of the buffer

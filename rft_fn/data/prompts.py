@@ -19,12 +19,13 @@ from torch import Tensor
 from rft_fn import rng
 from rft_fn.data import tasks
 from rft_fn.data.chat import LOSS_ON, Chat
+from rft_fn.data.mixture import Mixture
 from rft_fn.data.report import First, TooLong, unfit_line
-from rft_fn.data.rows import Unfit, place_of, read_rows
+from rft_fn.data.rows import Unfit, place_of
 from rft_fn.data.talk import Talk
 from rft_fn.data.template import fill, is_empty, render
 
-__all__ = ["Dataset", "Prompt", "draw", "from_rows", "from_task", "load", "take"]
+__all__ = ["Dataset", "Prompt", "draw", "from_rows", "from_task", "take"]
 
 _ROUND = 1 << 40  # rows of a generator between one round of a step and the next: none is drawn twice
 
@@ -47,6 +48,9 @@ class Dataset:
     size: int | None
     prompt: Callable[[int], Prompt]
     digest: str = ""  # of all rows of a file, and of what is made of them
+    parts: tuple["Dataset", ...] = ()  # the sources that it is a mixture of
+    mixture: Mixture | None = None  # which of the parts each place is drawn from
+    note: str = ""  # which rows of its source these are, for the line that says so
 
 
 class _Recipe(NamedTuple):
@@ -239,40 +243,28 @@ def from_task(
     return Dataset(f"{task}:{level}", None, prompt)
 
 
-def load(
-    source: str,
-    tokenizer: Any,
-    *,
-    template: str = "{question}",
-    system: str | None = None,
-    max_prompt: int = 512,
-    columns: Sequence[str] = (),
-    response: str | None = None,
-    max_tokens: int | None = None,
-    messages: Sequence[str] = (),
-    loss_on: str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    seed: int = 0,
-    split: str = "train",
-) -> Dataset:
-    """The data set that a command line names; the options are those of `from_rows`.
-
-    "addition" or "addition:2" (a built-in task at a level), a file, a folder, a hub name. ValueError, with
-    the remedy, for anything that cannot be drawn from.
-    """
-    name, _, level = source.partition(":")
-    options: dict[str, Any] = {"template": template, "system": system, "max_prompt": max_prompt}
-    options |= {"columns": columns, "response": response, "max_tokens": max_tokens}
-    options |= {"messages": messages, "loss_on": loss_on, "chat_template_kwargs": chat_template_kwargs}
-    if name in tasks.TASKS:
-        if level and not level.isdigit():
-            raise ValueError(f"data: expected {name}:LEVEL with a number, got {source!r}")
-        return from_task(name, tokenizer, level=int(level or 1), seed=seed, **options)
-    return from_rows(read_rows(source, split=split), tokenizer, name=source, **options)
-
-
 def _order(size: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(size, generator=rng.generator(rng.fold_in(seed, "order", epoch)))
+
+
+def _rows_at(dataset: Dataset, at: Sequence[int], seed: int, round: int) -> list[int]:
+    """The rows that stand at these places."""
+    if dataset.mixture is not None:
+        return _mixed(dataset, dataset.mixture, at, seed, round)
+    if dataset.size is None:
+        return [i + round * _ROUND for i in at]
+    orders = {epoch: _order(dataset.size, seed, epoch) for epoch in {i // dataset.size for i in at}}
+    return [int(orders[i // dataset.size][i % dataset.size]) for i in at]
+
+
+def _mixed(dataset: Dataset, mixture: Mixture, at: Sequence[int], seed: int, round: int) -> list[int]:
+    """The rows at these places of a mixture, where each part is drawn in an order of its own."""
+    found = [mixture.source(place) for place in at]
+    rows = []
+    for k, part in enumerate(dataset.parts):
+        mine = [j for source, j in found if source == k]
+        rows.append(iter(_rows_at(part, mine, rng.fold_in(seed, "source", k), round)))
+    return [mixture.place(k, next(rows[k])) for k, _ in found]
 
 
 def draw(
@@ -298,14 +290,7 @@ def draw(
     if start is None:
         start = step * n
     seed = rng.fold_in(seed, "round", round) if round else seed
-
-    # the rows at these places
-    at = range(start, start + n)
-    if dataset.size is None:
-        index = [i + round * _ROUND for i in at]
-    else:
-        orders = {epoch: _order(dataset.size, seed, epoch) for epoch in {i // dataset.size for i in at}}
-        index = [int(orders[i // dataset.size][i % dataset.size]) for i in at]
+    index = _rows_at(dataset, range(start, start + n), seed, round)
     prompts = [dataset.prompt(i) for i in index]
 
     # a row that comes twice in a step has another key the second time
@@ -320,12 +305,16 @@ def draw(
 def take(dataset: Dataset, n: int, seed: int) -> tuple[list[Prompt], list[int]]:
     """The first n prompts in order, with keys: for evaluation. All of a finite data set if it has fewer.
 
+    Of a mixture the first of each part, by the shares until one has no more.
+
     ValueError unless n >= 1.
     """
     _check_count(n)
-    if dataset.size is not None:
-        n = min(n, dataset.size)
-    return [dataset.prompt(i) for i in range(n)], [rng.fold_in(seed, "take", i) for i in range(n)]
+    if dataset.mixture is not None:
+        index = dataset.mixture.first(n, [part.size for part in dataset.parts])
+    else:
+        index = range(n if dataset.size is None else min(n, dataset.size))
+    return [dataset.prompt(i) for i in index], [rng.fold_in(seed, "take", i) for i in range(len(index))]
 
 
 def _check_count(n: int) -> None:

@@ -99,9 +99,10 @@ def resolve(name: str) -> str:
         return str(_built(tiny.cache_name(name), lambda out: tiny.build(out, name)))
     if Path(name).exists():
         return name
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ValueError(
-            f"model: expected a folder, a hub name (owner/name), tiny or smollm2-135m, got {name!r}"
+            f"model: expected a folder, a hub name (owner/name or name), tiny or smollm2-135m, got {name!r}"
+            f"{hub.did_you_mean(name)}"
         )
     why = hub.unreachable()
     return name if not why else _cached(name, why)
@@ -116,4 +117,5 @@ def _cached(name: str, why: str) -> str:
         found = try_to_load_from_cache(name, file)
         if isinstance(found, str):
             return str(Path(found).parent)
-    raise ValueError(f"model: {name} is neither a folder nor in the hub's cache, and {why}")
+    near = hub.did_you_mean(name, known=("tiny", "smollm2-135m"))
+    raise ValueError(f"model: {name} is neither a folder nor in the hub's cache, and {why}{near}")

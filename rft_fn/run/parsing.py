@@ -7,7 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, get_type_hints
 
-__all__ = ["parse", "qualify"]
+from rft_fn.run import elsewhere
+
+__all__ = ["names", "parse", "qualify"]
 
 _RULE = re.compile(r"[╭╮╰╯─-]+")
 _KINDS = {"INT": "an integer", "FLOAT": "a number", "STR": "a text"}
@@ -34,8 +36,12 @@ def qualify(args: Sequence[str], config: type) -> list[str]:
 
 
 def parse(config: type, args: Sequence[str]) -> Any:
-    """The config of a command line. ValueError, in one line, for options that are none or have no such value;
-    for one outside of its limits it is the config's own."""
+    """The config of a command line. ValueError, in one line, for options that are none or have no such value.
+
+    For a value outside of an option's limits the line is the config's own, for an option of another library
+    it says what that is here.
+    """
+    elsewhere.check(args, names(config))
     import tyro
 
     said = io.StringIO()
@@ -46,6 +52,16 @@ def parse(config: type, args: Sequence[str]) -> Any:
         if end.code:
             raise ValueError(_line(_sections(said.getvalue()))) from None
         raise  # --help
+
+
+def names(config: type) -> set[str]:
+    """The options of a config: its fields, and those of its parts, with the part's name and without."""
+    found = {"help", "disable_engine_sleep"}
+    for name, hint in get_type_hints(config).items():
+        found.add(name)
+        for f in dataclasses.fields(hint) if dataclasses.is_dataclass(hint) else ():
+            found |= {f.name, f"{name}.{f.name}"}
+    return found
 
 
 def _sections(text: str) -> list[list[str]]:

@@ -119,7 +119,7 @@ MUTANTS = [
     ),
     (
         "lines are counted from 0",
-        "rft_fn/data/rows.py",
+        "rft_fn/data/files.py",
         "enumerate(file, 1)",
         "enumerate(file, 0)",
         ROWS + "places_are_lines_as_an_editor_counts_them",

@@ -1,7 +1,7 @@
 """Mutants of the command line and of what a script says when it ends early."""
 
 CLI, PARSING, SIGNALS = "rft_fn/run/cli.py", "rft_fn/run/parsing.py", "rft_fn/run/signals.py"
-SAVE, LORA, ROWS = "rft_fn/model/save.py", "rft_fn/model/lora.py", "rft_fn/data/rows.py"
+SAVE, LORA, SOURCES = "rft_fn/model/save.py", "rft_fn/model/lora.py", "rft_fn/data/sources.py"
 EXPORT, SWEEP = "train_scripts/export.py", "train_scripts/sweep.py"
 SCRIPTS = "tests/test_scripts.py::"
 
@@ -64,9 +64,9 @@ MUTANTS = [
     ),
     (
         "a hub that is not there is asked again and again",
-        ROWS,
-        "    if not why:\n        return",
-        "    if True:\n        return",
+        SOURCES,
+        "HF_HUB_OFFLINE = before or bool(why)",
+        "HF_HUB_OFFLINE = before",
         "tests/test_data_rows.py::test_a_hub_data_set_without_a_hub_is_one_line_within_seconds",
     ),
     (

@@ -1,0 +1,231 @@
+"""Readers of files: jsonl, json, csv and parquet, plain or packed by gzip."""
+
+import csv
+import gzip
+import io
+import json
+import logging
+import shutil
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rft_fn.data.rows import Joined, Listed, Records, Row, Rows, Unfit, decode
+
+__all__ = ["KINDS", "kind", "read_files"]
+
+_MARKS = b"\xef\xbb\xbf \t\r\n"  # what may stand before the first bracket: a byte order mark, spaces
+
+
+def kind(path: Path) -> str:
+    """The kind of a file by its name: ".jsonl" of a.jsonl and of a.jsonl.gz; "" for one that is not read."""
+    plain = path.with_suffix("") if path.suffix == ".gz" else path
+    return plain.suffix if plain.suffix in KINDS else ""
+
+
+def read_files(paths: Sequence[Path], key: str | None = None) -> Sequence[Row]:
+    """The rows of files of one kind, one file after the other; `key` names the list of a json object.
+
+    ValueError for files of several kinds or of none, and for a file that its kind's reader refuses.
+    """
+    kinds = {kind(path) for path in paths}
+    if kinds == {".parquet"}:
+        return _parquet(paths)
+    if len(kinds) > 1:
+        raise ValueError(f"expected files of one kind, got {', '.join(sorted(kinds))}")
+    if kinds == {""}:
+        raise ValueError(f"expected a name that ends in {', '.join(KINDS)}, for that is how it is read")
+    if key is not None and kinds != {".json"}:
+        raise ValueError(f"expected a .json file to have a list {key!r}, got {paths[0]}")
+    parts = [_read(path, key) for path in paths]
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def _read(path: Path, key: str | None) -> Rows:
+    file = _opened(path)
+    if kind(path) == ".json":
+        return _json(path, file, key)
+    return _LINED[kind(path)](path, file)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The bytes of a file, in any order. Those of a packed one are unpacked, into a file without a name."""
+    if path.suffix != ".gz":
+        return path.open("rb")
+    whole = tempfile.TemporaryFile()  # noqa: SIM115, it stays open as long as its rows are read
+    with gzip.open(path) as packed:
+        shutil.copyfileobj(packed, whole)
+    whole.seek(0)
+    return whole  # type: ignore[return-value]
+
+
+# ------------------------------------------------------------------------------------------------------- json
+
+
+def _json_lines(path: Path, file: BinaryIO) -> Records:
+    """One object a line; blank lines are skipped."""
+    starts, lines, at = array("q"), array("q"), 0
+    file.seek(0)
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            starts.append(at)
+            lines.append(number)
+        at += len(line)
+    starts.append(at)
+    return Records(path, file, starts, lines, _parse_object)
+
+
+def _parse_object(text: str, place: str) -> Row:
+    try:
+        row = json.loads(text.rstrip())
+    except json.JSONDecodeError as error:
+        raise Unfit(
+            place, f"expected an object in one line, got broken JSON: {error.msg} at column {error.colno}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise Unfit(place, f"expected an object in one line, got broken JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise Unfit(place, f"expected an object of columns, got {type(row).__name__}")
+    return row
+
+
+def _json(path: Path, file: BinaryIO, key: str | None) -> Rows:
+    """A list of objects, an object that has one such list, or one object a line."""
+    lines = (line.lstrip(_MARKS) for line in file if line.strip(_MARKS))
+    first = next(lines, b"")
+    second = next(lines, b"")
+    file.seek(0)
+    if first.startswith(b"["):
+        if key is not None:
+            raise ValueError(f"expected an object with a list {key!r}, got a list; leave out :{key}")
+        return _objects(json.loads(decode(file.read(), 0, f"{path}, line 1")), str(path))
+    if key is None and second and _is_json(first):
+        return _json_lines(path, file)
+    try:
+        whole = json.loads(decode(file.read(), 0, f"{path}, line 1"))
+    except (ValueError, RecursionError):
+        return _json_lines(path, file)  # which names the line that is broken
+    return _wrapped(path, whole, key)
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _objects(rows: Sequence[Any], name: str) -> Listed:
+    """A list of rows. Unfit for an element that is no object."""
+    found = Listed(rows, name)
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise Unfit(found.place(i), f"expected an object of columns, got {type(row).__name__}")
+    return found
+
+
+def _wrapped(path: Path, whole: dict[str, Any], key: str | None) -> Listed:
+    """The rows of the list that an object has: the one named, or the only one. Without a list it is a row."""
+    lists = [name for name, x in whole.items() if _is_table(x)]
+    if key is None and not lists:
+        return Listed([whole], str(path))
+    if key is None and len(lists) > 1:
+        raise ValueError(f"expected one list of rows, got {', '.join(lists)}; name one, as {path}:{lists[0]}")
+    chosen = lists[0] if key is None else key
+    if not isinstance(whole.get(chosen), list):
+        raise ValueError(f"expected a list {chosen!r}, got an object with {', '.join(map(repr, whole))}")
+    return _objects(whole[chosen], f"{path}, {chosen}")
+
+
+def _is_table(x: Any) -> bool:
+    """Whether a value is a list of rows: of objects, which are not the turns of a conversation."""
+    if not isinstance(x, list) or not x or not all(isinstance(row, dict) for row in x):
+        return False
+    return "role" not in x[0] and "from" not in x[0]
+
+
+# -------------------------------------------------------------------------------------------------------- csv
+
+
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """The csv module refuses fields above 131,072 characters unless it is told otherwise."""
+    before = csv.field_size_limit(2**31 - 1)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _cells(text: str) -> list[str]:
+    with _long_fields():
+        return next(csv.reader(io.StringIO(text, newline="\n"), strict=True))
+
+
+def _csv(path: Path, file: BinaryIO) -> Records:
+    """Rows below a line of names; every value is text, as it stands there."""
+    starts, lines = array("q"), array("q")
+    at = number = 0
+
+    def feed() -> Iterator[str]:
+        nonlocal at, number
+        for line in file:
+            at += len(line)
+            number += 1
+            yield line.decode("latin-1")  # commas, quotes and ends of lines are the same bytes in UTF-8
+
+    with _long_fields():
+        reader = csv.reader(feed(), strict=True)
+        while True:
+            start, line = at, number + 1
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                raise Unfit(f"{path}, line {line}", f"expected comma-separated values, got {error}") from None
+            if cells is None:
+                break
+            if cells:  # not a blank line
+                starts.append(start)
+                lines.append(line)
+    if not lines:
+        return Records(path, file, array("q", [0]), lines, _parse_object)
+    starts.append(at)
+    return _below_header(path, file, starts, lines)
+
+
+def _below_header(path: Path, file: BinaryIO, starts: array, lines: array) -> Records:
+    """The records but the first, with the columns that the first one names."""
+    file.seek(starts[0])
+    names = _cells(decode(file.read(starts[1] - starts[0]), starts[0], f"{path}, line {lines[0]}"))
+    if len(set(names)) < len(names):
+        raise Unfit(f"{path}, line {lines[0]}", f"expected a name of its own for each column, got {names}")
+
+    def parse(text: str, place: str) -> Row:
+        cells = _cells(text)
+        if len(cells) > len(names):
+            raise Unfit(place, f"expected {len(names)} cells as the first line has, got {len(cells)}")
+        return dict(zip(names, cells))
+
+    return Records(path, file, starts[1:], lines[1:], parse)
+
+
+# ---------------------------------------------------------------------------------------------------- parquet
+
+
+def _parquet(paths: Sequence[Path]) -> Sequence[Row]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what it logs is raised too
+    whole = [str(path) for path in paths if path.stat().st_size]
+    if not whole:
+        return []
+    return datasets.load_dataset("parquet", data_files=whole, split="train")
+
+
+_LINED: dict[str, Callable[[Path, BinaryIO], Rows]] = {".jsonl": _json_lines, ".csv": _csv}
+KINDS = (".jsonl", ".json", ".parquet", ".csv")

@@ -1,0 +1,228 @@
+"""From the texts of a command line to data sets: mixtures, held-out rows, and how often rows are drawn."""
+
+import hashlib
+import math
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from rft_fn import rng
+from rft_fn.data import sources
+from rft_fn.data.mixture import Mixture
+from rft_fn.data.prompts import Dataset, Prompt, from_rows, from_task
+from rft_fn.data.rows import Part, Row
+from rft_fn.data.sources import Source
+
+__all__ = ["decide_steps", "held_out", "load", "load_for_training", "mix", "plan"]
+
+
+class _Opened(NamedTuple):
+    """A source, and its rows by split; a task has none."""
+
+    source: Source
+    tables: Mapping[str, Sequence[Row]]
+
+    def split(self, want: str) -> str:
+        """The split that is read when "train" or "test" is wanted."""
+        return sources.chosen_split(self.tables, self.source, want)
+
+    def identity(self, want: str) -> tuple:
+        """Equal for two texts that name the same rows."""
+        if self.source.is_task:
+            return (self.source.text, want)
+        return (os.path.realpath(self.source.name), self.source.part, self.split(want))
+
+
+def _open(texts: str | Sequence[str]) -> list[_Opened]:
+    """The sources of one text or several. ValueError for none."""
+    listed = [texts] if isinstance(texts, str) else texts
+    found = [sources.parse(text) for text in listed]
+    if not found:
+        raise ValueError("data: expected at least one source, got none")
+    return [_Opened(source, {} if source.is_task else sources.tables(source)) for source in found]
+
+
+def load(
+    source: str | Sequence[str], tokenizer: Any, *, seed: int = 0, split: str = "train", **options: Any
+) -> Dataset:
+    """The data set of one text or of several, each NAME[:PART][@SPLIT][=SHARE].
+
+    "addition" or "addition:2" (a built-in task at a level), a file, files by a pattern, a folder, a hub name;
+    `sources` has the rules. Several are drawn by their shares, see `mix`. `split` is that of sources which
+    have splits and whose text names none; the other options are those of `from_rows`. ValueError, with the
+    remedy, for anything that cannot be drawn from.
+    """
+    opened = _open(source)
+    return mix([_whole(x, tokenizer, seed, split, options) for x in opened], _shares(opened))
+
+
+def load_for_training(
+    data: str | Sequence[str],
+    tokenizer: Any,
+    *,
+    eval_data: str | Sequence[str] = (),
+    eval_share: float = 0.1,
+    seed: int = 0,
+    **options: Any,
+) -> tuple[Dataset, Dataset]:
+    """(what is trained on, what is evaluated on); sources and options are those of `load`.
+
+    Without `eval_data` each source is evaluated on rows of its own: a task on those of seed + 1, a data set
+    on its split test (else validation), anything else on `eval_share` of its rows, which are then not trained
+    on. The second data set's `note` says which rows it has, and whether they are trained on too: those of an
+    `eval_data` that is also in `data`, and at `eval_share` 0. ValueError as from `load`.
+    """
+    opened = _open(data)
+    if not eval_data:
+        pairs = [_pair(x, tokenizer, seed, eval_share, options) for x in opened]
+        return mix([a for a, _ in pairs], _shares(opened)), mix([b for _, b in pairs], _shares(opened))
+
+    trained = [_whole(x, tokenizer, seed, "train", options) for x in opened]
+    taken = {x.identity("train") for x in opened}
+    others = _open(eval_data)
+    unseen = []
+    for x in others:
+        found = _whole(x, tokenizer, seed + 1, "test", options)
+        if x.identity("test") in taken:
+            found = replace(found, note=f"{found.note}, which is trained on too")
+        unseen.append(found)
+    return mix(trained, _shares(opened)), mix(unseen, _shares(others))
+
+
+def _shares(opened: Sequence[_Opened]) -> list[Fraction]:
+    return [x.source.share for x in opened]
+
+
+def _whole(x: _Opened, tokenizer: Any, seed: int, split: str, options: Mapping[str, Any]) -> Dataset:
+    """All rows of a source, or of its split."""
+    if x.source.is_task:
+        return _task(x.source, tokenizer, seed, options)
+    name = x.split(split)
+    note = f"split {name} of {x.source.text}" if name else x.source.text
+    return replace(from_rows(x.tables[name], tokenizer, name=x.source.text, **options), note=note)
+
+
+def _task(source: Source, tokenizer: Any, seed: int, options: Mapping[str, Any]) -> Dataset:
+    level = source.part or "1"
+    if not level.isdigit() or source.split is not None:
+        raise ValueError(f"data: expected {source.name}:LEVEL with a number, got {source.text!r}")
+    found = from_task(source.name, tokenizer, level=int(level), seed=seed, **options)
+    return replace(found, note=f"{found.name} with seed {seed}")
+
+
+def _pair(
+    x: _Opened, tokenizer: Any, seed: int, share: float, options: Mapping[str, Any]
+) -> tuple[Dataset, Dataset]:
+    """(what is trained on, what is evaluated on) of one source."""
+    if x.source.is_task:
+        return _task(x.source, tokenizer, seed, options), _task(x.source, tokenizer, seed + 1, options)
+    name = x.source.text
+    split = sources.training_split(x.tables, x.source)
+    rows = x.tables[split]
+    test = sources.evaluation_split(x.tables, taken=split)
+    if test is not None:
+        trained = from_rows(rows, tokenizer, name=name, **options)
+        unseen = from_rows(x.tables[test], tokenizer, name=name, **options)
+        return trained, replace(unseen, note=f"split {test} of {name}")
+    if not share:
+        whole = from_rows(rows, tokenizer, name=name, **options)
+        return whole, replace(whole, note=f"{name}, which is trained on too (eval_share is 0)")
+
+    # neither a test split nor a file for it: some of the rows are kept for the evaluation
+    kept, held = held_out(len(rows), share)
+    trained = from_rows(Part(rows, kept, name), tokenizer, name=name, **options)
+    unseen = from_rows(Part(rows, held, name), tokenizer, name=name, **options)
+    note = f"{len(held)} of the {len(rows)} rows of {name}, which are not trained on (eval_share {share:g})"
+    return trained, replace(unseen, note=note)
+
+
+def held_out(count: int, share: float) -> tuple[array, array]:
+    """(the rows to train on, the rows to hold out): numbers below `count`, at least one in each.
+
+    round(share count) rows are held out: those whose numbers have the lowest hashes. So runs of other seeds
+    answer the same questions, and of a file that grows most rows stay on their side. ValueError for fewer
+    than two rows, and unless 0 < share <= 1.
+    """
+    if count < 2:
+        raise ValueError(
+            f"eval_share: expected at least 2 rows to hold one out, got {count}; give --eval-data, or "
+            "--eval-share 0 to evaluate on what is trained on"
+        )
+    if not 0 < share <= 1:
+        raise ValueError(f"eval_share: expected a share in (0, 1], got {share}")
+    size = min(max(round(share * count), 1), count - 1)
+    by_hash = sorted(range(count), key=lambda i: rng.fold_in(0, "held out", i))
+    return array("q", sorted(by_hash[size:])), array("q", sorted(by_hash[:size]))
+
+
+def mix(datasets: Sequence[Dataset], shares: Sequence[Fraction]) -> Dataset:
+    """The data sets as one, drawn by their shares; a single one stays as it is.
+
+    Each part is passed over in an order of its own. A row has the name of its part in the column `source`,
+    unless it has such a column; the parts need not have the same columns otherwise. ValueError for shares
+    that `Mixture` refuses.
+    """
+    if len(datasets) == 1:
+        return datasets[0]
+    mixture, parts = Mixture(shares), tuple(datasets)
+
+    def prompt(i: int) -> Prompt:
+        k, j = mixture.source(i)
+        made = parts[k].prompt(j)
+        return made._replace(index=i, columns={"source": parts[k].name, **made.columns})
+
+    sizes = [part.size for part in parts]
+    size = None if None in sizes else sum(n or 0 for n in sizes)
+    content = repr((mixture.weights, [(part.name, part.digest) for part in parts]))
+    digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    name = " + ".join(part.name for part in parts)
+    return Dataset(name, size, prompt, digest, parts, mixture, "; ".join(part.note for part in parts))
+
+
+def decide_steps(
+    dataset: Dataset,
+    batch: int,
+    *,
+    steps: int | None,
+    epochs: float | None,
+    usual: int,
+    option: str = "epochs",
+) -> int:
+    """The steps of a run: as given, or as many as `epochs` passes over the rows take, or `usual`.
+
+    ceil(epochs rows / batch); the rows of a mixture are those of all its parts together. `option` is what the
+    epochs are called in errors. ValueError for epochs of rows that never end.
+    """
+    if epochs is None:
+        return usual if steps is None else steps
+    if dataset.size is None:
+        endless = [part.name for part in dataset.parts or (dataset,) if part.size is None]
+        raise ValueError(
+            f"{option}: expected rows that end, got {epochs} of {', '.join(endless)}, whose rows never do; "
+            "give steps"
+        )
+    return math.ceil(Fraction(str(epochs)) * dataset.size / batch)
+
+
+def plan(dataset: Dataset, steps: int, batch: int, unseen: Dataset | None = None) -> str:
+    """What a run draws of each source, and what it is evaluated on, in one line.
+
+    `batch` prompts a step, those of the first round where there are several.
+    """
+    drawn = steps * batch
+    parts = dataset.parts or (dataset,)
+    counts = [drawn] if dataset.mixture is None else dataset.mixture.counts(drawn)
+    said = [f"{n} of {part.name} ({_passes(part.size, n)})" for part, n in zip(parts, counts)]
+    line = f"data: {steps} steps of {batch} prompts, {', '.join(said)}"
+    if unseen is not None:
+        line += f"; evaluation: {unseen.note}"
+    return line
+
+
+def _passes(size: int | None, drawn: int) -> str:
+    if size is None:
+        return "no end"
+    return f"{size} rows, {drawn / size:.4g} passes"

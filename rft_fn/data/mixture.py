@@ -1,0 +1,90 @@
+"""Shares of several sources, as a fixed order of places: which source each prompt is drawn from.
+
+The order is a function of the shares alone, so it is the same on every rank and after a resume. It is no
+coin: of any first n places each source has n times its share, up to less than one place.
+"""
+
+import math
+from array import array
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cache
+
+__all__ = ["Mixture"]
+
+_LONGEST = 100_000  # places after which the order begins again
+
+
+class Mixture:
+    """The order of places of sources with these shares, which are relative: 7 and 3 are 0.7 and 0.3.
+
+    ValueError for shares that are not above 0, and whose order would not repeat within 100,000 places.
+    """
+
+    def __init__(self, shares: Sequence[Fraction]):
+        if any(share <= 0 for share in shares):
+            raise ValueError(f"shares: expected each above 0, got {', '.join(map(str, shares))}")
+        # the smallest whole numbers of the same proportions
+        denominator = math.lcm(*(share.denominator for share in shares))
+        whole = [int(share * denominator) for share in shares]
+        self.weights = tuple(w // math.gcd(*whole) for w in whole)
+        if sum(self.weights) > _LONGEST:
+            raise ValueError(
+                f"shares: expected the proportions of whole numbers that add up to at most {_LONGEST}, got "
+                f"{':'.join(map(str, self.weights))}; round them"
+            )
+        self._period = sum(self.weights)
+        self._order, self._before, self._places = _pattern(self.weights)
+
+    def source(self, place: int) -> tuple[int, int]:
+        """(k, j): the place is that of the row number j drawn from source k, both counted from 0."""
+        turn, at = divmod(place, self._period)
+        k = self._order[at]
+        return k, turn * self.weights[k] + self._before[at]
+
+    def place(self, k: int, j: int) -> int:
+        """The place of the row number j drawn from source k: the inverse of `source`."""
+        turn, at = divmod(j, self.weights[k])
+        return turn * self._period + self._places[k][at]
+
+    def counts(self, n: int) -> list[int]:
+        """How many of the first n places each source has."""
+        turns, rest = divmod(n, self._period)
+        last = self._order[:rest]
+        return [turns * w + last.count(k) for k, w in enumerate(self.weights)]
+
+    def first(self, n: int, sizes: Sequence[int | None]) -> list[int]:
+        """The first n places of rows that exist: source k has sizes[k] rows, None is no end."""
+        found: list[int] = []
+        left = math.inf if None in sizes else sum(size or 0 for size in sizes)
+        place = 0
+        while len(found) < min(n, left):
+            k, j = self.source(place)
+            size = sizes[k]
+            if size is None or j < size:
+                found.append(place)
+            place += 1
+        return found
+
+
+@cache
+def _pattern(weights: tuple[int, ...]) -> tuple[array, array, tuple[array, ...]]:
+    """(the source of each place of a period, how often it came before, the places of each source).
+
+    Row j of a source with share w belongs into the places floor(j / w) to ceil((j + 1) / w) - 1. Of the rows
+    whose first place has come, the one with the earliest last place is next: that meets every last place, so
+    the count of any source in the first n places is between n w - 1 and n w + 1, both excluded (Baruah et
+    al., Proportionate progress, 1996, with one resource).
+    """
+    period = sum(weights)
+    drawn = [0] * len(weights)
+    order, before = array("q"), array("q")
+    places = tuple(array("q") for _ in weights)
+    for at in range(period):
+        ready = [k for k, w in enumerate(weights) if drawn[k] * period // w <= at and drawn[k] < w]
+        k = min(ready, key=lambda k: -(-(drawn[k] + 1) * period // weights[k]))
+        order.append(k)
+        before.append(drawn[k])
+        places[k].append(at)
+        drawn[k] += 1
+    return order, before, places

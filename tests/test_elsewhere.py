@@ -1,0 +1,141 @@
+"""Options by the names of other libraries: the table leads to flags that are there, in one line."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_house import load_script
+
+from rft_fn.run import elsewhere, parsing
+
+SCRIPTS = [path.stem for path in sorted((Path(__file__).parent.parent / "train_scripts").glob("*.py"))]
+OWN = {name: parsing.names(load_script(name).Config) for name in SCRIPTS}
+ROWS = [(system, name) for system, rows in elsewhere.SYSTEMS.items() for name in rows]
+
+
+def test_the_table_is_large_enough():
+    assert len({name for _, name in ROWS}) >= 200
+    assert all(len(rows) >= 10 for rows in elsewhere.SYSTEMS.values())
+
+
+@pytest.mark.parametrize("system", elsewhere.SYSTEMS)
+def test_every_option_that_the_table_names_is_some_scripts(system):
+    for name, row in elsewhere.SYSTEMS[system].items():
+        for to in row if isinstance(row, tuple) else ():
+            having = [script for script, own in OWN.items() if to.option in own]
+            assert having, f"{name}: no script has --{to.option}"
+            needed = [script for script in having if not to.needs or to.needs in OWN[script]]
+            assert needed, f"{name}: no script has --{to.option} and --{to.needs}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_answer_leads_to_a_flag_that_is_not_there(script):
+    """All flags of an answer are the script's, beside the one that was asked for."""
+    for _, name in ROWS:
+        said = elsewhere.answer("FLAG", name, OWN[script])
+        flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][\w-]*)", said)}
+        assert flags <= OWN[script], (name, said)
+        assert "\n" not in said
+
+
+def test_names_of_ours_are_not_asked_for_elsewhere():
+    """An option of every training script never reaches the table."""
+    both = set.intersection(*(OWN[name] for name in ("sft", "grpo", "ppo")))
+    assert not both & {name for _, name in ROWS}
+
+
+ANSWERS = [
+    ("grpo", "--num-generations 8", "--num-generations of TRL is --group here"),
+    ("grpo", "--num_generations=8", "--num_generations of TRL is --group here"),
+    ("grpo", "--learning-rate 1e-6", "--learning-rate of TRL, OpenRLHF is --lr here"),
+    (
+        "grpo",
+        "--max-completion-length 9",
+        "--max-completion-length of TRL is --max-new here (counted in tokens)",
+    ),
+    (
+        "grpo",
+        "--num-train-epochs 2",
+        "--num-train-epochs of TRL is --data-epochs here (passes over the data)",
+    ),
+    ("sft", "--num-train-epochs 2", "--num-train-epochs of TRL is --epochs here"),
+    ("sft", "--num-iterations 2", "--num-iterations of TRL has no counterpart in this script"),
+    ("sft", "--num-generations 2", "--num-generations of TRL has no counterpart in this script"),
+    ("grpo", "--beta 0.1", "--beta of TRL is --kl here (its coefficient; 0 is off)"),
+    ("ppo", "--beta 0.1", "--beta of TRL is --kl here (in the reward of each token, not in the loss)"),
+    ("ppo", "--init_kl_coef 0.1", "--init_kl_coef of OpenRLHF and LightRFT is --kl here"),
+    (
+        "grpo",
+        "--per-device-train-batch-size 8",
+        "--per-device-train-batch-size of TRL is --prompts here "
+        "(counted in prompts per step of all processes, with --group responses each)",
+    ),
+    ("grpo", "data.train_batch_size=8", "data.train_batch_size of verl is --prompts here (prompts per step)"),
+    ("sft", "+data.train_batch_size=8", "+data.train_batch_size of verl is --batch here"),
+    ("grpo", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n of verl is --group here"),
+    (
+        "grpo",
+        "--rollout.n_samples_per_prompt 8",
+        "--rollout.n_samples_per_prompt of OpenRLHF is --group here",
+    ),
+    ("grpo", "--use_gspo", "--use_gspo of LightRFT is --algorithm here (gspo)"),
+    ("grpo", "--no-packing", "--no-packing of TRL is --packing-samples here"),
+    (
+        "grpo",
+        "--no_advantage_std_norm",
+        "--no_advantage_std_norm of OpenRLHF is --algorithm here (dr_grpo is grpo without the deviation)",
+    ),
+    (
+        "grpo",
+        "--lr 1 --epsilon 0.2 --steps 3 --logging-steps 1",
+        "--epsilon of TRL is --clip-low here (one side of the clip; --clip-high is the other); "
+        "--logging-steps of TRL, OpenRLHF and LightRFT: every step is a row of metrics.jsonl in the folder "
+        "of the run",
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "args", "line"), ANSWERS)
+def test_an_option_of_another_library_is_answered_in_one_line(script, args, line):
+    config = load_script(script).Config
+    with pytest.raises(ValueError) as error:
+        parsing.parse(config, parsing.qualify(args.split(), config))
+    assert str(error.value) == f"{line}; --help lists the options"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--temperature", "0.5", "--zero-stage", "2", "--no-fused-linear-logprob", "--strategy.sp-size", "2"],
+        ["--template", "a.b=c {question}", "--data", "data.x=1", "data/a.jsonl=0.5", "--system", "beta"],
+        ["--train_batch_size", "4", "--disable_engine_sleep", "--seed=3"],
+    ],
+)
+def test_what_is_ours_is_not_asked_for(args):
+    config = load_script("grpo").Config
+    assert dataclasses.is_dataclass(parsing.parse(config, parsing.qualify(args, config)))
+
+
+def test_the_answer_comes_before_anything_is_loaded(tmp_path):
+    """Exit code 2, one line, no folder; and transformers is not imported for it."""
+    code = """
+import sys
+import test_house
+grpo = test_house.load_script("grpo")
+sys.argv = ["grpo.py", "--num-generations", "8", "--out", "r"]
+try:
+    grpo.rft.run.cli(grpo.main, grpo.Config)
+finally:
+    print(sorted({"transformers", "datasets", "tyro"} & set(sys.modules)))
+"""
+    tests = str(Path(__file__).parent)
+    found = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {tests!r})\n{code}"],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert (found.returncode, found.stdout) == (2, "[]\n")
+    assert found.stderr == "error: --num-generations of TRL is --group here; --help lists the options\n"
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,177 @@
+"""The data of the training scripts: several sources, passes in place of steps, rows that are held out."""
+
+import json
+from functools import partial
+
+import pytest
+from test_house import load_script
+
+import rft_fn as rft
+
+load = {name: load_script(name) for name in ("sft", "grpo", "ppo")}
+TINY = {"prompts": 4, "group": 2, "eval_prompts": 8, "template": "{question}", "lr_end": 1.0, "max_new": 3}
+
+
+def write(path, count, start=10):
+    rows = [{"question": str(start + i), "answer": str(start + i)[::-1]} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Two files, 8 rows and 6, in the working folder; no pictures."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rft.plot, "curve", lambda *_, **__: None)
+    monkeypatch.setattr(rft.plot, "phases", lambda *_, **__: None)
+    write(tmp_path / "a.jsonl", 8)
+    write(tmp_path / "b.jsonl", 6, start=50)
+    (tmp_path / "mine.py").write_text(
+        "def size(prompts, completions, **_):\n    return list(map(len, completions))\n"
+    )
+    return tmp_path
+
+
+def run(name, **options):
+    """Metrics of a run in this process."""
+    shared = {"sft": {"template": "{question}", "batch": 4, "warmup": 1}}.get(name, TINY)
+    if name != "sft":
+        shared = {**shared, "reward": ("mine.py:size",), "warmup": 1}
+    if name == "ppo":
+        shared = {**shared, "minibatches": 1}
+    cfg = load[name].Config(**{**shared, **options})
+    load[name].main(cfg)
+    with open(f"{cfg.out}/metrics.jsonl") as file:
+        return [json.loads(line) for line in file]
+
+
+def drawn(monkeypatch, dataset_index=0):
+    """The questions of every later draw of training, and of every evaluation."""
+    seen = {"draw": [], "take": []}
+
+    def spy(name, real, dataset, *args, **options):
+        prompts, keys = real(dataset, *args, **options)
+        seen[name] += [p.text for p in prompts]
+        return prompts, keys
+
+    for name in seen:
+        monkeypatch.setattr(rft.data, name, partial(spy, name, getattr(rft.data, name)))
+    return seen
+
+
+def test_epochs_of_sft_are_so_many_steps(capsys):
+    """ceil(3 * 14 / 4) = 11; each row of a in as many passes as the line says."""
+    metrics = run("sft", data=("a.jsonl=4", "b.jsonl=3"), epochs=3.0, out="r")
+    assert len(metrics) == 11
+    said = capsys.readouterr().out
+    assert "data: 11 steps of 4 prompts, 25 of a.jsonl (8 rows, 3.125 passes), 19 of b.jsonl (6 rows" in said
+    assert rft.run.settings("r")["steps"] == 11 and rft.run.settings("r")["epochs"] == 3.0
+
+
+def test_more_epochs_continue_a_run(capsys):
+    """1 pass and then 2 are 2 at once, to the bit, where the schedule does not depend on the end."""
+    options = {"data": ("a.jsonl",), "save_every": 1}
+    run("sft", **options, epochs=1.0, out="r")
+    again = run("sft", **options, epochs=2.0, out="r")
+    assert "continuing after step 2" in capsys.readouterr().out
+    assert (
+        again == run("sft", **options, epochs=2.0, out="straight") == run("sft", **options, steps=4, out="s")
+    )
+
+
+@pytest.mark.parametrize("change", [{"epochs": 2.0}, {"steps": 4}])
+def test_where_the_schedule_has_an_end_epochs_are_part_of_the_run(change):
+    options = {"data": ("a.jsonl",), "lr_end": 0.5, "out": "r"}
+    run("sft", **options, epochs=1.0)
+    with pytest.raises(
+        ValueError, match=r"holds a run with other arguments: epochs was 1.0 and is .*; steps was 2"
+    ):
+        run("sft", **options, **change)
+
+
+def test_a_file_that_has_grown_is_another_run_of_epochs(here):
+    """The same command would have other steps, and so another schedule."""
+    options = {"data": ("a.jsonl",), "lr_end": 0.5, "out": "r", "epochs": 1.0}
+    run("sft", **options)
+    write(here / "a.jsonl", 12)
+    with pytest.raises(
+        ValueError, match=r"holds a run with other arguments: steps was 2 and is 3; give --override"
+    ):
+        run("sft", **options)
+
+
+@pytest.mark.parametrize(("name", "want"), [("grpo", 3), ("ppo", 3)])
+def test_passes_over_the_data_decide_the_rollouts(name, want, capsys, monkeypatch):
+    """1.5 passes over the 7 rows that are not held out, in steps of 4; epochs are passes over a rollout."""
+    seen = drawn(monkeypatch)
+    assert len(run(name, data=("a.jsonl",), data_epochs=1.5, epochs=2, out="r")) == want
+    line = (
+        f"data: {want} steps of 4 prompts, 12 of a.jsonl (7 rows, 1.714 passes); evaluation: 1 of the 8 rows"
+    )
+    assert line in capsys.readouterr().out
+    assert set(seen["draw"][:7]) == set(seen["draw"]) and len(set(seen["draw"])) == 7
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_no_row_is_trained_and_evaluated_on(name, monkeypatch, capsys):
+    """Unless that is asked for, and said then."""
+    seen = drawn(monkeypatch)
+    run(name, data=("a.jsonl",), eval_share=0.25, steps=4, out="r")
+    asked = set(seen["take"][2:])  # the first two are for the check of the reward
+    assert len(set(seen["draw"])) == 6 and len(asked) == 2 and not asked & set(seen["draw"])
+    assert "2 of the 8 rows of a.jsonl, which are not trained on (eval_share 0.25)" in capsys.readouterr().out
+    run(name, data=("a.jsonl",), eval_data=("a.jsonl",), steps=1, out="s")
+    assert "evaluation: a.jsonl, which is trained on too\n" in capsys.readouterr().out
+
+
+def test_a_run_of_several_sources_resumes_to_the_bit(monkeypatch):
+    seen = drawn(monkeypatch)
+    options = {"data": ("a.jsonl=3", "reverse:1"), "save_every": 2, "template": "{question}"}
+    straight = run("grpo", **options, steps=4, out="a")
+    names = [text[:1].isdigit() for text in seen["draw"]]
+    assert sum(names) == 12 and len(names) == 16
+    assert [sum(names[i : i + 4]) for i in range(0, 16, 4)] == [3, 3, 3, 3]
+    run("grpo", **options, steps=2, out="b")
+    again = run("grpo", **options, steps=4, out="b")
+    for row in [*straight, *again]:  # the last step of a run has an evaluation
+        for name in [name for name in row if name.startswith("eval/")]:
+            row.pop(name)
+    assert again == straight and len({row["reward/mean"] for row in again}) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sft", {"steps": 3, "epochs": 2.0}, "^steps, epochs: expected one of them, got 3 and 2.0$"),
+        (
+            "grpo",
+            {"steps": 3, "data_epochs": 2.0},
+            "^steps, data_epochs: expected one of them, got 3 and 2.0$",
+        ),
+        (
+            "ppo",
+            {"steps": 3, "data_epochs": 2.0},
+            "^steps, data_epochs: expected one of them, got 3 and 2.0$",
+        ),
+        (
+            "sft",
+            {"epochs": 2.0, "data": ("reverse",)},
+            "^epochs: expected rows that end, got 2.0 of reverse:1",
+        ),
+        (
+            "grpo",
+            {"data_epochs": 2.0, "data": ("reverse",)},
+            "^data_epochs: expected rows that end, got 2.0 of",
+        ),
+        ("grpo", {"data": ()}, "^data: expected at least one source, got none"),
+        ("grpo", {"data": ("a.jsonl=0",)}, "^data: expected a share above 0"),
+        (
+            "grpo",
+            {"data": ("a.jsonl=0.1", "b.jsonl=0.33333333")},
+            "^shares: expected the proportions of whole",
+        ),
+    ],
+)
+def test_data_that_cannot_be_meant_is_one_line(name, options, message, here):
+    with pytest.raises(ValueError, match=message) as error:
+        run(name, **{"data": ("a.jsonl",), **options}, out="r")
+    assert "\n" not in str(error.value) and not (here / "r").exists()
