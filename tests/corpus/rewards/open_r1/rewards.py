@@ -24,7 +24,7 @@ def _gold(solution):
 def _is_right(content, gold):
     config = LatexExtractionConfig(
         normalization_config=NormalizationConfig(
-            basic_latex=True, units=True, malformed_operators=False, nits=False, boxed="all", equations=True
+            basic_latex=True, units=True, malformed_operators=False, nits=False, boxed="all"
         ),
         boxed_match_priority=0,
         try_extract_without_anchor=False,

@@ -21,6 +21,13 @@ def format_reward_func(completions, **kwargs):
     return [1.0 if form.match(reply) else 0.0 for reply in replies]
 
 
+def sorted_digits_reward(prompts, completions, solution, **kwargs):
+    """The share of the solution that stands where it should; of conversations."""
+    assert all(prompt[-1]["role"] == "user" for prompt in prompts)
+    replies = [completion[0]["content"] for completion in completions]
+    return [sum(map(str.__eq__, reply, truth)) / len(truth) for reply, truth in zip(replies, solution)]
+
+
 def boxed_reward_func(completions, ground_truth, **kwargs):
     r"""1 for the ground truth in \boxed{}; of text data."""
     found = [re.search(r"\\boxed\{([^}]*)\}", text) for text in completions]
