@@ -33,6 +33,7 @@ class Prompt(NamedTuple):
     text: str
     columns: Mapping[str, Any]  # the row that it was made of
     index: int  # in its data set
+    messages: Sequence[Mapping[str, Any]] | None = None  # the conversation that it was made of, if any
 
 
 @dataclass(frozen=True)
