@@ -509,6 +509,7 @@ UNREAD = [
     ("sft", ["--disable_engine_sleep"], "strategy.enable_engine_sleep", "leave it out"),
     ("sft", ["--plot-every", "2"], "strategy.plot_every", "leave it out"),
     ("evaluate", ["--plot-every", "2"], "strategy.plot_every", "leave it out"),
+    ("evaluate", ["--zero-stage", "2"], "strategy.zero_stage", "leave it out"),
     ("evaluate", ["--log-dir", "logs"], "strategy.log_dir", "leave it out"),
     ("evaluate", ["--bf16"], "strategy.bf16", "leave it out"),
 ]

@@ -36,10 +36,10 @@ class Config:
     __post_init__ = rft.check.fields
 
 
-UNREAD = (
-    "fsdp_cpu_offload", "adam_offload", "use_mp_opt", "bf16", "max_norm", "train_batch_size",
-    "micro_train_batch_size", "packing_samples", "mixed_mm_data", "fused_linear_logprob", "chunk_size",
-    "log_dir", "plot_every", "max_skips",
+UNREAD = (  # nothing is trained here, so nothing is sharded either: every process has an engine
+    "fsdp", "zero_stage", "sp_size", "shard_size", "fsdp_cpu_offload", "adam_offload", "use_mp_opt", "bf16",
+    "max_norm", "train_batch_size", "micro_train_batch_size", "packing_samples", "mixed_mm_data",
+    "fused_linear_logprob", "chunk_size", "log_dir", "plot_every", "max_skips",
 )  # fmt: skip
 
 
@@ -66,13 +66,13 @@ def main(cfg: Config) -> None:
     options["columns"] = rft.reward.columns(score)
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, split="test", **options)
     prompts, keys = rft.data.take(dataset, cfg.count, cfg.seed)
-    rows = [p.columns for p in prompts[:2]]
-    rft.engine.check_reward(st, score, rows, timeout=cfg.reward_timeout)
+    rft.engine.check_reward(st, score, prompts[:2], timeout=cfg.reward_timeout)
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
     eng = rft.engine.get_engine(cfg.strategy.engine, model, tokenizer)
 
     # ---- answers, as many at a time as the engine takes
     step = max(cfg.strategy.engine_batch // cfg.group, 1) * st.world
+    stands = rft.reward.trainer_state(1, 1)  # rewards see the end of a run
     rollouts = []
     for at in rft.run.track(range(0, len(prompts), step), "evaluating", rank=st.rank):
         part = slice(at, at + step)
@@ -80,7 +80,7 @@ def main(cfg: Config) -> None:
             eng, st, prompts[part], keys[part], n=cfg.group, sampling=sampling
         )
         judged = rft.engine.gather_and_judge(
-            st, score, rollout, prompts[part], tokenizer, timeout=cfg.reward_timeout
+            st, score, rollout, prompts[part], tokenizer, timeout=cfg.reward_timeout, state=stands
         )
         rollouts.append((rollout, judged))
 

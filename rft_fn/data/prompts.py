@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rft_fn import rng
 from rft_fn.data import tasks
+from rft_fn.data.paths import value_at
 from rft_fn.data.rows import Unfit, place_of, read_rows
 from rft_fn.data.template import fill, is_empty, render
 
@@ -33,6 +34,7 @@ class Prompt(NamedTuple):
     text: str
     columns: Mapping[str, Any]  # the row that it was made of
     index: int  # in its data set
+    messages: Sequence[Mapping[str, Any]] | None = None  # the conversation that it was made of, if any
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,14 @@ class _Recipe(NamedTuple):
         `widest` is the length of the longest token [characters]: a text that could not fit whatever its
         tokens are is not tokenised.
         """
-        for name in self.columns:
-            if name not in row:
-                raise Unfit(place, f"the row has no column {name!r}; it has {', '.join(map(repr, row))}")
-            if is_empty(row[name]):
-                raise Unfit(place, f"column {name!r} is empty")
+        for path in self.columns:
+            try:
+                value = value_at(row, path)
+            except KeyError:
+                known = ", ".join(map(repr, row))
+                raise Unfit(place, f"the row has no column {path!r}; it has {known}") from None
+            if is_empty(value):
+                raise Unfit(place, f"column {path!r} is empty")
         text = fill(self.template, row, place)
         if is_empty(text):
             raise Unfit(place, "the prompt is empty")

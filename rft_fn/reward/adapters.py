@@ -1,0 +1,162 @@
+"""Reward functions of other libraries, given what they are given there, as reward functions of this one.
+
+Each takes a function, as it is, and the column of the answer. The one that is made names in its attribute
+`columns` what the rows must have.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from rft_fn.data.paths import column_at
+from rft_fn.reward.convention import GIVEN, Messages, RewardFn, as_messages, parameters, taken, text
+from rft_fn.reward.rubric import verifiers
+
+__all__ = ["ADAPTERS", "lightrft", "messages", "openrlhf", "texts", "verl"]
+
+
+def _required(fn: Callable[..., Any], paths: Mapping[str, str]) -> tuple[str, ...]:
+    """The columns behind the parameters that a function cannot do without."""
+    return tuple(paths[p.name] for p in parameters(fn) if p.default is p.empty and p.name in paths)
+
+
+def _read(
+    fn: Callable[..., Any], paths: Mapping[str, str], columns: Mapping[str, Any], count: int
+) -> dict[str, list[Any]]:
+    """The arguments of a function that are columns: None where it can do without one that is not there."""
+    needed = _required(fn, paths)
+    found: dict[str, list[Any]] = {}
+    for name, path in paths.items():
+        found[name] = column_at(columns, path, count, default=None)
+        if path in needed and None in found[name]:
+            known = ", ".join(c for c in columns if c not in GIVEN) or "none"
+            raise ValueError(
+                f"column {path!r}, {name} of the reward: not in every row; the columns are: {known}"
+            )
+    return found
+
+
+# -------------------------------------------------------------------------------------- the form of the texts
+
+
+def messages(fn: RewardFn) -> RewardFn:
+    """`fn`, given prompts and completions as lists of messages, whatever the data has."""
+    return _formed(fn, as_messages)
+
+
+def texts(fn: RewardFn) -> RewardFn:
+    """`fn`, given prompts and completions as texts, whatever the data has."""
+    return _formed(fn, lambda x, role: text(x))
+
+
+def _formed(fn: RewardFn, form: Callable[[Any, str], Any]) -> RewardFn:
+    def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **given: Any) -> Any:
+        given["prompts"] = [form(x, "user") for x in prompts]
+        given["completions"] = [form(x, "assistant") for x in completions]
+        return fn(**taken(fn, given))
+
+    reward.columns = _columns_of(fn)
+    return reward
+
+
+def _columns_of(fn: RewardFn) -> tuple[str, ...]:
+    """The columns that a reward function cannot do without."""
+    named = getattr(fn, "columns", None)
+    if named is not None:
+        return tuple(named)
+    return tuple(p.name for p in parameters(fn) if p.default is p.empty and p.name not in GIVEN)
+
+
+# ------------------------------------------------------------------------------------------------------- verl
+
+
+def verl(fn: Callable[..., Any], answer: str = "reward_model.ground_truth") -> RewardFn:
+    """verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, called once a row.
+
+    As the naive reward manager of verl 0.7 calls it: `data_source` and `extra_info` are columns of these
+    names, `ground_truth` is `answer`. One that takes `solution_strs` is called once a batch, with plural
+    names, as the batch reward manager does. Async functions run together. A dict is read for its "score".
+    """
+    source = {"data_source": "data_source", "ground_truth": answer, "extra_info": "extra_info"}
+    plural = {"data_sources": "data_source", "ground_truths": answer, "extra_infos": "extra_info"}
+    batched = any(p.name == "solution_strs" for p in parameters(fn))
+    names = plural if batched else source
+
+    def reward(*, completions: Sequence[str | Messages], **columns: Any) -> Any:
+        given = _read(fn, names, columns, len(completions))
+        solutions = [text(x) for x in completions]
+        if batched:
+            return fn(**taken(fn, {**given, "solution_strs": solutions}))
+        given["solution_str"] = solutions
+        rows = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
+        return _each([partial(fn, **taken(fn, row)) for row in rows])
+
+    reward.columns = _required(fn, names)
+    return reward
+
+
+def _each(calls: Sequence[Callable[[], Any]]) -> list[Any] | Awaitable[list[Any]]:
+    """The results of all calls; where they are awaitable, one awaitable for all."""
+    results = [call() for call in calls]
+    if any(inspect.isawaitable(x) for x in results):
+        return _together(results)
+    return results
+
+
+async def _together(results: Sequence[Awaitable[Any]]) -> list[Any]:
+    return list(await asyncio.gather(*results))
+
+
+# ----------------------------------------------------------------------------------------- OpenRLHF, LightRFT
+
+
+def openrlhf(fn: Callable[..., Any], answer: str = "label") -> RewardFn:
+    """OpenRLHF's `reward_func(queries, prompts, labels)`, of its file for `--remote_rm_url` (0.8).
+
+    `queries` are prompt and response, with the special tokens of the chat template where the tokenizer is
+    known; `labels` is the column `answer`, OpenRLHF's `--label_key`. Returns rewards, or a dict with
+    "rewards", "scores" and "extra_logs".
+    """
+    paths = {"labels": answer}
+
+    def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Any:
+        asked = columns.get("prompt_texts") or [text(x) for x in prompts]
+        given = {"prompts": asked} | _read(fn, paths, columns, len(completions))
+        given["queries"] = [p + text(c) for p, c in zip(asked, completions, strict=True)]
+        return fn(**taken(fn, given))
+
+    reward.columns = _required(fn, paths)
+    return reward
+
+
+def lightrft(fn: Callable[..., Any], answer: str = "reference") -> RewardFn:
+    """LightRFT's `reward_fn(model_reward_list, labels, queries, refs, label_map)` (0.1).
+
+    `labels` is the column "label", which names the recipe of a row; `refs` is the column `answer`,
+    LightRFT's `--reference_key`. There are no reward models: `model_reward_list` and `label_map` are empty.
+    `queries` are the responses alone: with the prompt in front, as LightRFT has them, a format that the
+    prompt describes is met by every response. Returns rewards and a dict of metrics.
+    """
+    paths = {"labels": "label", "refs": answer}
+
+    def reward(*, completions: Sequence[Any], **columns: Any) -> Any:
+        given: dict[str, Any] = {"model_reward_list": [], "label_map": {}}
+        given["queries"] = [text(x) for x in completions]
+        given |= _read(fn, paths, columns, len(completions))
+        return fn(**taken(fn, given))
+
+    reward.columns = _required(fn, paths)
+    return reward
+
+
+ADAPTERS: dict[str, Callable[..., RewardFn]] = {
+    "messages": messages,
+    "text": texts,
+    "verl": verl,
+    "openrlhf": openrlhf,
+    "lightrft": lightrft,
+    "verifiers": verifiers,
+}
+"""By the name that stands in front of a file or a module on the command line."""

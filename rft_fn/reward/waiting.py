@@ -1,0 +1,44 @@
+"""An event loop for reward functions that are async."""
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+__all__ = ["Loop"]
+
+
+class Loop:
+    """Runs coroutines, all in one event loop: a client belongs to the loop that it was made in."""
+
+    def __init__(self) -> None:
+        self._runner: asyncio.Runner | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """The result of the coroutine. When it fails, whatever else it has started is cancelled."""
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+            weakref.finalize(self, _close, self._runner)
+        try:
+            return _run(self._runner, coroutine)
+        except BaseException:
+            _close(self._runner)
+            self._runner = None
+            raise
+
+
+def _run(runner: asyncio.Runner, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of the coroutine; in a thread of its own where a loop runs in this one, as in notebooks."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return runner.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(runner.run, coroutine).result()
+
+
+def _close(runner: asyncio.Runner) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop of a notebook runs: nothing can be waited for in it
+        runner.close()
