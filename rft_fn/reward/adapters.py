@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from rft_fn.data.paths import column_at
 from rft_fn.reward.convention import GIVEN, Messages, RewardFn, as_messages, parameters, taken, text
 from rft_fn.reward.rubric import verifiers
@@ -135,14 +137,16 @@ def lightrft(fn: Callable[..., Any], answer: str = "reference") -> RewardFn:
     """LightRFT's `reward_fn(model_reward_list, labels, queries, refs, label_map)` (0.1).
 
     `labels` is the column "label", which names the recipe of a row; `refs` is the column `answer`,
-    LightRFT's `--reference_key`. There are no reward models: `model_reward_list` and `label_map` are empty.
+    LightRFT's `--reference_key`. There are no reward models: `model_reward_list` is one score of 0 a row, for
+    given none at all these functions make their tensors on "cuda"; `label_map` is empty.
     `queries` are the responses alone: with the prompt in front, as LightRFT has them, a format that the
     prompt describes is met by every response. Returns rewards and a dict of metrics.
     """
     paths = {"labels": "label", "refs": answer}
 
     def reward(*, completions: Sequence[Any], **columns: Any) -> Any:
-        given: dict[str, Any] = {"model_reward_list": [], "label_map": {}}
+        none = torch.zeros(len(completions))
+        given: dict[str, Any] = {"model_reward_list": [none], "label_map": {}}
         given["queries"] = [text(x) for x in completions]
         given |= _read(fn, paths, columns, len(completions))
         return fn(**taken(fn, given))
