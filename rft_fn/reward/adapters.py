@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from rft_fn.data.paths import column_at
-from rft_fn.reward.convention import GIVEN, Messages, RewardFn, as_messages, parameters, taken, text
+from rft_fn.reward.convention import GIVEN, RewardFn, as_messages, parameters, taken, takes_all, text
 from rft_fn.reward.rubric import verifiers
 
-__all__ = ["ADAPTERS", "lightrft", "messages", "openrlhf", "texts", "verl"]
+__all__ = ["ADAPTERS", "lightrft", "messages", "openrlhf", "texts", "tinyzero", "verl"]
 
 
 def _required(fn: Callable[..., Any], paths: Mapping[str, str]) -> tuple[str, ...]:
@@ -74,29 +74,68 @@ def _columns_of(fn: RewardFn) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------------- verl
 
 
-def verl(fn: Callable[..., Any], answer: str = "reward_model.ground_truth") -> RewardFn:
+_TRUTH = "reward_model.ground_truth"
+
+
+def verl(fn: Callable[..., Any], answer: str = _TRUTH) -> RewardFn:
     """verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, called once a row.
 
     As the naive reward manager of verl 0.7 calls it: `data_source` and `extra_info` are columns of these
     names, `ground_truth` is `answer`. One that takes `solution_strs` is called once a batch, with plural
-    names, as the batch reward manager does. Async functions run together. A dict is read for its "score".
+    names, as the batch reward manager does. One that names neither, as some of verl's own, gets the response
+    as its first argument. Async functions run together. A dict is read for its "score".
     """
+    return _compute_score(fn, answer, _responses)
+
+
+def tinyzero(fn: Callable[..., Any], answer: str = _TRUTH) -> RewardFn:
+    """TinyZero's `compute_score(solution_str, ground_truth)`: verl's as it was, given the whole sequence.
+
+    `solution_str` is prompt and response, with the special tokens of the chat template: these functions read
+    what stands behind "Assistant:" or "<|im_start|>assistant", and give 0 where there is no such mark.
+    """
+    return _compute_score(fn, answer, _sequences)
+
+
+def _compute_score(fn: Callable[..., Any], answer: str, solutions: Callable[..., list[str]]) -> RewardFn:
+    """A compute_score of verl, given `solutions(prompts, completions, prompt_texts)`."""
     source = {"data_source": "data_source", "ground_truth": answer, "extra_info": "extra_info"}
     plural = {"data_sources": "data_source", "ground_truths": answer, "extra_infos": "extra_info"}
-    batched = any(p.name == "solution_strs" for p in parameters(fn))
+    response = _name_of_response(fn)
+    batched = response == "solution_strs"
     names = plural if batched else source
 
-    def reward(*, completions: Sequence[str | Messages], **columns: Any) -> Any:
+    def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Any:
         given = _read(fn, names, columns, len(completions))
-        solutions = [text(x) for x in completions]
+        given[response] = solutions(prompts, completions, columns.get("prompt_texts"))
         if batched:
-            return fn(**taken(fn, {**given, "solution_strs": solutions}))
-        given["solution_str"] = solutions
+            return fn(**taken(fn, given))
         rows = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
         return _each([partial(fn, **taken(fn, row)) for row in rows])
 
     reward.columns = _required(fn, names)
     return reward
+
+
+def _name_of_response(fn: Callable[..., Any]) -> str:
+    """What a compute_score calls the response: the name of its first argument if it is none of verl's."""
+    names = [p.name for p in parameters(fn)]
+    for usual in ("solution_strs", "solution_str"):
+        if usual in names:
+            return usual
+    if takes_all(fn) or not names:
+        return "solution_str"
+    return names[0]
+
+
+def _responses(prompts: Sequence[Any], completions: Sequence[Any], prompt_texts: Any) -> list[str]:
+    return [text(x) for x in completions]
+
+
+def _sequences(prompts: Sequence[Any], completions: Sequence[Any], prompt_texts: Any) -> list[str]:
+    """Prompt and response, as the model read them where the tokenizer is known."""
+    asked = prompt_texts or [text(x) for x in prompts]
+    return [p + text(c) for p, c in zip(asked, completions, strict=True)]
 
 
 def _each(calls: Sequence[Callable[[], Any]]) -> list[Any] | Awaitable[list[Any]]:
@@ -126,7 +165,7 @@ def openrlhf(fn: Callable[..., Any], answer: str = "label") -> RewardFn:
     def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Any:
         asked = columns.get("prompt_texts") or [text(x) for x in prompts]
         given = {"prompts": asked} | _read(fn, paths, columns, len(completions))
-        given["queries"] = [p + text(c) for p, c in zip(asked, completions, strict=True)]
+        given["queries"] = _sequences(prompts, completions, asked)
         return fn(**taken(fn, given))
 
     reward.columns = _required(fn, paths)
@@ -159,6 +198,7 @@ ADAPTERS: dict[str, Callable[..., RewardFn]] = {
     "messages": messages,
     "text": texts,
     "verl": verl,
+    "tinyzero": tinyzero,
     "openrlhf": openrlhf,
     "lightrft": lightrft,
     "verifiers": verifiers,
