@@ -103,6 +103,16 @@ def test_globals_of_a_file_outlive_a_call(capsys):
     assert capsys.readouterr().out.count("*" * 20) == 2
 
 
+def test_a_function_with_a_loop_of_its_own_leaves_async_ones_theirs():
+    """It closes the event loop that it finds, at every call."""
+    case = case_of("async_judge_reward")._replace(beside=("trl/custom.py:sync_judge_reward",))
+    score = parsed(case)
+    prompts = prompts_of(case.rows)
+    for _ in range(3):
+        found = reward.judge(score, rollout_of(prompts, case.responses), prompts, tokenizer())
+        assert found.reward.tolist() == [[2, 0, 0]]
+
+
 def test_what_a_function_logs_is_a_metric_and_a_column():
     found = judged(case_of("logging_reward_func"))
     assert found.metrics["logging_reward_func/accuracy"].tolist()[0] == pytest.approx([1 / 3] * 3)

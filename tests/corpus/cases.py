@@ -143,6 +143,7 @@ TRLS = [
          [["a", "", ""]], [[1, 0, 0]]),
     Case("TRL, own", f"{CUSTOM}:async_judge_reward", "async_judge_reward", [PLAIN], [BOXES], [[1, 0, 0]],
          beside=(f"{CUSTOM}:async_reward_func",)),
+    Case("TRL, own", f"{CUSTOM}:sync_judge_reward", "sync_judge_reward", [PLAIN], [BOXES], [[1, 0, 0]]),
     Case("TRL, own", f"{CUSTOM}:logging_reward_func", "logging_reward_func", [PLAIN],
          [["72", "71", "?"]], [[1, 0, 0]], metrics=("accuracy",)),
     Case("TRL, own", f"{CUSTOM}:curriculum_reward", "curriculum_reward", [PLAIN],
@@ -212,9 +213,9 @@ VERLS = [
 
 OTHERS = [
     Case("verifiers", "verifiers:verifiers/gsm8k.py:rubric", "rubric", [CLIPS], [BOXES], [[1, 0, 0]]),
-    Case("verifiers", "verifiers:verifiers/reverse_text.py:load_rubric(format_weight=0.2)", "load_rubric",
-         [REVERSE], [["<think>a</think><answer>cba</answer>", "<answer>abc</answer>", "cba"]],
-         [[1.2, 1 / 3 + 0.1, 0]]),
+    Case("verifiers", "verifiers:verifiers/reverse_text.py:load_environment(format_weight=0.2)",
+         "load_environment", [REVERSE],
+         [["<think>a</think><answer>cba</answer>", "<answer>abc</answer>", "cba"]], [[1.2, 1 / 3 + 0.1, 0]]),
     Case("verifiers", "verifiers:verifiers/tools.py:rubric", "rubric", [CALLS],
          [[CALL.format("add"), CALL.format("sub"), "<tool>[</tool>", "?" * 71]], [[1.5, 0.5, 0.5, 0]]),
     Case("OpenRLHF", "openrlhf:openrlhf/math_reward_func.py:reward_func", "reward_func", [LABELLED], [BOXES],

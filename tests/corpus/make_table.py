@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from corpus.cases import CASES, Case
-from corpus.harness import judged, part_of
+from corpus.harness import judged, parsed, part_of
+
+from rft_fn import reward
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"
 BEGIN, END = "<!-- corpus:begin -->", "<!-- corpus:end -->"
-HEAD = "| written for | `--reward` | unchanged | right | wrong | unreadable |\n|---|---|---|---|---|---|"
+HEAD = (
+    "| written for | `--reward` | columns of the data | unchanged | right | wrong | unreadable |\n"
+    "|---|---|---|---|---|---|---|"
+)
 
 
 def line(case: Case, values: Sequence[float | None]) -> str:
@@ -19,8 +24,9 @@ def line(case: Case, values: Sequence[float | None]) -> str:
     answer = "yes"
     if case.needs:
         answer = f"needs {case.needs}"
-    shown = [f"{x:.3g}" for x in values] or ["", "", ""]
-    return f"| {case.system} | `{case.spec}` | {answer} | {' | '.join(shown)} |"
+    read = ", ".join(f"`{name}`" for name in reward.columns(parsed(case._replace(beside=()))))
+    shown = [f"{x + 0.0:.3g}" for x in values] or ["", "", ""]  # + 0.0: no -0
+    return f"| {case.system} | `{case.spec}` | {read} | {answer} | {' | '.join(shown)} |"
 
 
 def values_of(case: Case) -> Sequence[float | None]:

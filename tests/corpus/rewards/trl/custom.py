@@ -77,6 +77,22 @@ async def async_judge_reward(completions, ground_truth, **kwargs):
     return await asyncio.gather(*(_asked(text, truth) for text, truth in zip(completions, ground_truth)))
 
 
+def sync_judge_reward(completions, ground_truth, **kwargs):
+    """The same from a plain function, which takes the loop that it finds, or a new one, and closes it."""
+    loop = asyncio.new_event_loop()
+    try:
+        found = asyncio.get_event_loop()
+        if not found.is_closed():
+            loop = found
+    except RuntimeError:
+        asyncio.set_event_loop(loop)
+    try:
+        return [loop.run_until_complete(_asked(*pair)) for pair in zip(completions, ground_truth)]
+    finally:
+        loop.close()
+        asyncio.set_event_loop(None)
+
+
 def logging_reward_func(completions, ground_truth, log_extra=None, log_metric=None, **kwargs):
     """Equality, with a column for the table of completions and a number for the plots."""
     rewards = [float(text.strip() == truth) for text, truth in zip(completions, ground_truth)]
