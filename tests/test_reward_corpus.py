@@ -6,7 +6,7 @@ import pytest
 import torch
 from corpus import make_table
 from corpus.cases import CASES
-from corpus.harness import LATE, judged, parsed, part_of, prompts_of, rollout_of, tokenizer
+from corpus.harness import LATE, judged, parsed, part_of, sampled, tokenizer
 
 from rft_fn import engine, reward
 from rft_fn.strategy import get_fake_strategy
@@ -54,34 +54,44 @@ def test_nearly_all_run():
     assert len({case.spec for case in CASES}) == len(CASES)
 
 
-def test_every_column_that_is_needed_is_known_before_training():
-    """What `reward.columns` names is in the rows of the system's schema, and the answer is among it."""
+def test_a_row_without_a_column_that_is_needed_is_found_before_training():
+    """What `reward.columns` names is in the rows of the system's schema, and a row without it is refused."""
+    refused = 0
     for case in ABLE:
-        for path in reward.columns(parsed(case)):
-            for row in case.rows:
-                assert value_at(row, path) is not None, (case.spec, path)
+        score = parsed(case)
+        for path in reward.columns(score):
+            rows = [without(row, path) for row in case.rows]
+            with pytest.raises(ValueError, match=f"no column {path!r}"):
+                sampled(case._replace(rows=rows), score)
+            refused += 1
+    assert refused > 40
+
+
+def without(row, path):
+    """The row without what it has at a path of names."""
+    first, _, rest = path.partition(".")
+    if not rest:
+        return {name: x for name, x in row.items() if name != first}
+    return row | {first: without(row[first], rest)}
+
+
+def test_the_columns_are_those_of_the_system():
     read = {case.system: set() for case in ABLE}
     for case in ABLE:
-        read[case.system] |= set(reward.columns(parsed(case)))
-    assert {"solution"} <= read["open-r1"] and {"answer"} <= read["unsloth"]
-    assert "reward_model.ground_truth" in read["verl"] & read["TinyZero"]
-
-
-def value_at(row, path):
-    for name in path.split("."):
-        row = row[name]
-    return row
+        read[case.system] |= set(reward.columns(parsed(case._replace(beside=()))))
+    assert read["open-r1"] == read["TRL"] == {"solution"} and read["unsloth"] == {"answer"}
+    assert read["TinyZero"] == {"reward_model.ground_truth"} and read["OpenRLHF"] == {"label"}
+    assert read["LightRFT"] == {"label", "reference"} and read["verifiers"] == {"answer"}
+    assert read["verl"] == {"data_source", "reward_model.ground_truth", "extra_info"}
 
 
 @pytest.mark.parametrize("system", ["open-r1", "verl", "verifiers", "OpenRLHF"])
 def test_ranks_judge_their_shares_as_one_process_does(system):
     """Through the engine's door, which every script uses, with its limit of time and its thread."""
     for case in (case for case in ABLE if case.system == system):
-        prompts = prompts_of(case.rows)
-        rollout = rollout_of(prompts, case.responses)
-        found = engine.gather_and_judge(
-            get_fake_strategy(), parsed(case), rollout, prompts, tokenizer(), state=LATE
-        )
+        score = parsed(case)
+        given = (*sampled(case, score), tokenizer())
+        found = engine.gather_and_judge(get_fake_strategy(), score, *given, state=LATE)
         assert part_of(case, found) == part_of(case, judged(case)), case.spec
 
 
@@ -97,9 +107,8 @@ def test_globals_of_a_file_outlive_a_call(capsys):
     """The notebook's counter: it prints at every fifth call."""
     case = case_of("check_numbers")
     score = parsed(case)
-    prompts = prompts_of(case.rows)
     for _ in range(10):
-        reward.judge(score, rollout_of(prompts, case.responses), prompts, tokenizer())
+        reward.judge(score, *sampled(case, score), tokenizer())
     assert capsys.readouterr().out.count("*" * 20) == 2
 
 
@@ -107,9 +116,8 @@ def test_a_function_with_a_loop_of_its_own_leaves_async_ones_theirs():
     """It closes the event loop that it finds, at every call."""
     case = case_of("async_judge_reward")._replace(beside=("trl/custom.py:sync_judge_reward",))
     score = parsed(case)
-    prompts = prompts_of(case.rows)
     for _ in range(3):
-        found = reward.judge(score, rollout_of(prompts, case.responses), prompts, tokenizer())
+        found = reward.judge(score, *sampled(case, score), tokenizer())
         assert found.reward.tolist() == [[2, 0, 0]]
 
 

@@ -1,12 +1,12 @@
-"""Judges the cases of the corpus through the library's public door: `reward.parse` and `reward.judge`."""
+"""Judges the cases of the corpus through public doors: `reward.parse`, `data.from_rows`, `reward.judge`."""
 
-import os
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import chdir
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import chats
 import torch
 from corpus.cases import Case
 
@@ -15,32 +15,13 @@ from rft_fn.types import Rollout
 
 LATE = reward.TrainerState(global_step=7, max_steps=10)
 FILES = Path(__file__).resolve().parent / "rewards"
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 _KNOWN: dict[Any, reward.Judged] = {}
 
 
 @cache
 def tokenizer() -> Any:
-    """One token a byte and one for each mark of a turn, with the chat template that most models have."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    marks = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-    names = [*marks, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    core = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    core.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token=marks[0],
-        eos_token=marks[2],
-        additional_special_tokens=marks[1:2],
-        chat_template=TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+    """A token a byte, and the chat template that most models have."""
+    return chats.tokenizer(chats.CHATML)
 
 
 def rollout_of(prompts: Sequence[data.Prompt], responses: Sequence[Sequence[str]]) -> Rollout:
@@ -65,36 +46,26 @@ def rollout_of(prompts: Sequence[data.Prompt], responses: Sequence[Sequence[str]
     )  # fmt: skip
 
 
-def prompts_of(rows: Sequence[dict[str, Any]]) -> list[data.Prompt]:
-    """A prompt of each row, as a data set makes it."""
-    return [prompt_of(row, i) for i, row in enumerate(rows)]
-
-
-def prompt_of(row: dict[str, Any], index: int) -> data.Prompt:
-    """Of messages through the chat template, of text as it is."""
-    asked = row.get("prompt", row.get("input"))
-    if isinstance(asked, str):
-        return data.Prompt(tokenizer().encode(asked, add_special_tokens=False), asked, row, index)
-    text = tokenizer().apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer().encode(text, add_special_tokens=False)
-    return data.Prompt(ids, asked[-1]["content"], row, index, messages=asked)
-
-
-@contextmanager
-def at_files() -> Any:
-    """In the folder of the corpus, so that specs are those of a command line."""
-    before = Path.cwd()
-    os.chdir(FILES)
-    try:
-        yield
-    finally:
-        os.chdir(before)
+def prompts_of(case: Case, score: Any) -> list[data.Prompt]:
+    """A prompt of each row, as a script makes it: of a column of messages, or of a column of text."""
+    name = next(name for name in ("prompt", "input") if name in case.rows[0])
+    form = {"template": "{" + name + "}"}
+    if isinstance(case.rows[0][name], list):
+        form = {"messages": (name,)}
+    rows = data.from_rows(case.rows, tokenizer(), columns=reward.columns(score), **form)
+    return data.take(rows, len(case.rows), seed=0)[0]
 
 
 def parsed(case: Case) -> Any:
     """The score of a case, and of what stands beside it."""
-    with at_files():
+    with chdir(FILES):  # so that specs are those of a command line
         return reward.parse([case.spec, *case.beside])
+
+
+def sampled(case: Case, score: Any) -> tuple[Rollout, list[data.Prompt]]:
+    """The responses of a case, as if they had been sampled, and their prompts."""
+    prompts = prompts_of(case, score)
+    return rollout_of(prompts, case.responses), prompts
 
 
 def judged(case: Case, state: Any = LATE) -> reward.Judged:
@@ -102,9 +73,7 @@ def judged(case: Case, state: Any = LATE) -> reward.Judged:
     key = (case.spec, state)
     if key not in _KNOWN:
         score = parsed(case)
-        prompts = prompts_of(case.rows)
-        rollout = rollout_of(prompts, case.responses)
-        _KNOWN[key] = reward.judge(score, rollout, prompts, tokenizer(), state=state)
+        _KNOWN[key] = reward.judge(score, *sampled(case, score), tokenizer(), state=state)
     return _KNOWN[key]
 
 
