@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from rft_fn.data.paths import column_at
-from rft_fn.reward.convention import GIVEN, RewardFn, as_messages, parameters, taken, takes_all, text
+from rft_fn.reward.convention import (
+    GIVEN,
+    RewardFn,
+    as_messages,
+    columns_of,
+    parameters,
+    taken,
+    takes_all,
+    text,
+)
 from rft_fn.reward.rubric import verifiers
 
 __all__ = ["ADAPTERS", "lightrft", "messages", "openrlhf", "texts", "tinyzero", "verl"]
@@ -33,11 +42,22 @@ def _read(
     for name, path in paths.items():
         found[name] = column_at(columns, path, count, default=None)
         if path in needed and None in found[name]:
-            known = ", ".join(c for c in columns if c not in GIVEN) or "none"
-            raise ValueError(
-                f"column {path!r}, {name} of the reward: not in every row; the columns are: {known}"
-            )
+            raise ValueError(_missing(path, name, columns))
     return found
+
+
+def _call(fn: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """Calls a function by name, or in order where it has names of its own for what it is given."""
+    needed = {p.name for p in parameters(fn) if p.default is p.empty}
+    if needed <= given.keys():
+        return fn(**taken(fn, given))
+    places = [p for p in parameters(fn) if p.kind is not p.KEYWORD_ONLY]
+    return fn(*list(given.values())[: len(places)])
+
+
+def _missing(path: str, name: str, columns: Mapping[str, Any]) -> str:
+    known = ", ".join(c for c in columns if c not in GIVEN) or "none"
+    return f"column {path!r}, the reward's {name}: not in every row of the dataset; its columns are: {known}"
 
 
 # -------------------------------------------------------------------------------------- the form of the texts
@@ -59,16 +79,8 @@ def _formed(fn: RewardFn, form: Callable[[Any, str], Any]) -> RewardFn:
         given["completions"] = [form(x, "assistant") for x in completions]
         return fn(**taken(fn, given))
 
-    reward.columns = _columns_of(fn)
+    reward.columns = columns_of(fn)
     return reward
-
-
-def _columns_of(fn: RewardFn) -> tuple[str, ...]:
-    """The columns that a reward function cannot do without."""
-    named = getattr(fn, "columns", None)
-    if named is not None:
-        return tuple(named)
-    return tuple(p.name for p in parameters(fn) if p.default is p.empty and p.name not in GIVEN)
 
 
 # ------------------------------------------------------------------------------------------------------- verl
@@ -81,9 +93,10 @@ def verl(fn: Callable[..., Any], answer: str = _TRUTH) -> RewardFn:
     """verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, called once a row.
 
     As the naive reward manager of verl 0.7 calls it: `data_source` and `extra_info` are columns of these
-    names, `ground_truth` is `answer`. One that takes `solution_strs` is called once a batch, with plural
-    names, as the batch reward manager does. One that names neither, as some of verl's own, gets the response
-    as its first argument. Async functions run together. A dict is read for its "score".
+    names, `ground_truth` is `answer`; a row may lack `extra_info`. One that takes `solution_strs` is called
+    once a batch, with plural names, as the batch reward manager does. One that names neither, as some of
+    verl's own, gets the response as its first argument. Async functions run together. Of a dict its "score"
+    is read, of a tuple the first entry.
     """
     return _compute_score(fn, answer, _responses)
 
@@ -99,21 +112,23 @@ def tinyzero(fn: Callable[..., Any], answer: str = _TRUTH) -> RewardFn:
 
 def _compute_score(fn: Callable[..., Any], answer: str, solutions: Callable[..., list[str]]) -> RewardFn:
     """A compute_score of verl, given `solutions(prompts, completions, prompt_texts)`."""
-    source = {"data_source": "data_source", "ground_truth": answer, "extra_info": "extra_info"}
-    plural = {"data_sources": "data_source", "ground_truths": answer, "extra_infos": "extra_info"}
     response = _name_of_response(fn)
     batched = response == "solution_strs"
-    names = plural if batched else source
+    end = "s" * batched
+    paths = {f"data_source{end}": "data_source", f"ground_truth{end}": answer}
 
     def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Any:
-        given = _read(fn, names, columns, len(completions))
+        count = len(completions)
+        given = _read(fn, paths, columns, count)
+        infos = column_at(columns, "extra_info", count, default=None)
+        given[f"extra_info{end}"] = [info or {} for info in infos]
         given[response] = solutions(prompts, completions, columns.get("prompt_texts"))
         if batched:
             return fn(**taken(fn, given))
         rows = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
         return _each([partial(fn, **taken(fn, row)) for row in rows])
 
-    reward.columns = _required(fn, names)
+    reward.columns = _required(fn, paths)
     return reward
 
 
@@ -143,11 +158,18 @@ def _each(calls: Sequence[Callable[[], Any]]) -> list[Any] | Awaitable[list[Any]
     results = [call() for call in calls]
     if any(inspect.isawaitable(x) for x in results):
         return _together(results)
-    return results
+    return [_first(x) for x in results]
 
 
 async def _together(results: Sequence[Awaitable[Any]]) -> list[Any]:
-    return list(await asyncio.gather(*results))
+    return [_first(x) for x in await asyncio.gather(*results)]
+
+
+def _first(result: Any) -> Any:
+    """The score of a tuple (score, further, ...), which verl's own door reads so; else the result."""
+    if isinstance(result, tuple) and result:
+        return result[0]
+    return result
 
 
 # ----------------------------------------------------------------------------------------- OpenRLHF, LightRFT
@@ -160,15 +182,18 @@ def openrlhf(fn: Callable[..., Any], answer: str = "label") -> RewardFn:
     known; `labels` is the column `answer`, OpenRLHF's `--label_key`. Returns rewards, or a dict with
     "rewards", "scores" and "extra_logs".
     """
-    paths = {"labels": answer}
+    names = [p.name for p in parameters(fn)]
+    unlabelled = len(names) < 3  # before 0.5.8: (queries, prompts)
 
     def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Any:
         asked = columns.get("prompt_texts") or [text(x) for x in prompts]
-        given = {"prompts": asked} | _read(fn, paths, columns, len(completions))
-        given["queries"] = _sequences(prompts, completions, asked)
-        return fn(**taken(fn, given))
+        queries = _sequences(prompts, completions, asked)
+        labels = column_at(columns, answer, len(completions), default=None)
+        if not unlabelled and None in labels:
+            raise ValueError(_missing(answer, "labels", columns))
+        return _call(fn, {"queries": queries, "prompts": asked, "labels": labels})
 
-    reward.columns = _required(fn, paths)
+    reward.columns = (answer,) * (not unlabelled)
     return reward
 
 
@@ -176,19 +201,19 @@ def lightrft(fn: Callable[..., Any], answer: str = "reference") -> RewardFn:
     """LightRFT's `reward_fn(model_reward_list, labels, queries, refs, label_map)` (0.1).
 
     `labels` is the column "label", which names the recipe of a row; `refs` is the column `answer`,
-    LightRFT's `--reference_key`. There are no reward models: `model_reward_list` is one score of 0 a row, for
-    given none at all these functions make their tensors on "cuda"; `label_map` is empty.
-    `queries` are the responses alone: with the prompt in front, as LightRFT has them, a format that the
-    prompt describes is met by every response. Returns rewards and a dict of metrics.
+    LightRFT's `--reference_key`. There are no reward models: `label_map` is empty, `model_reward_list` one
+    score of 0 a row, as without any these functions make their tensors on "cuda". `queries` are the responses
+    alone: with the prompt in front, as LightRFT has them, a format that the prompt describes is met by every
+    response. Returns rewards and a dict of metrics.
     """
     paths = {"labels": "label", "refs": answer}
 
     def reward(*, completions: Sequence[Any], **columns: Any) -> Any:
+        read = _read(fn, paths, columns, len(completions))
         none = torch.zeros(len(completions))
-        given: dict[str, Any] = {"model_reward_list": [none], "label_map": {}}
-        given["queries"] = [text(x) for x in completions]
-        given |= _read(fn, paths, columns, len(completions))
-        return fn(**taken(fn, given))
+        given = {"model_reward_list": [none], "labels": read["labels"]}
+        given |= {"queries": [text(x) for x in completions], "refs": read["refs"], "label_map": {}}
+        return _call(fn, given)
 
     reward.columns = _required(fn, paths)
     return reward

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rft_fn.reward import results
-from rft_fn.reward.convention import GIVEN, Messages, RewardFn, TrainerState, parameters, taken
+from rft_fn.reward.convention import GIVEN, Messages, RewardFn, TrainerState, columns_of, parameters, taken
 from rft_fn.reward.results import Result
 from rft_fn.reward.waiting import Loop
 
@@ -93,22 +93,34 @@ class Weighted:
         """What each function returned: the plain ones one after the other, then the async ones together."""
         found: dict[str, object] = {}
         waiting: dict[str, Awaitable[object]] = {}
-        for name, (fn, _) in self.components.items():
-            self.running = name
-            given = {**batch, "log_metric": logs[name].metric, "log_extra": logs[name].further}
-            _check_arguments(name, fn, given)
-            with self._told(name):
-                result = fn(**taken(fn, given))
-                if isinstance(result, Iterator):  # a generator computes when it is read
-                    result = list(result)
-            if inspect.isawaitable(result):
-                waiting[name] = result
-            else:
-                found[name] = result
+        try:
+            for name in self.components:
+                result = self._start(name, batch, logs[name])
+                if inspect.isawaitable(result):
+                    waiting[name] = result
+                else:
+                    found[name] = result
+        except BaseException:
+            for awaitable in waiting.values():  # never started
+                if inspect.iscoroutine(awaitable):
+                    awaitable.close()
+            raise
         if waiting:
             self.running = ", ".join(waiting)
             found |= self._loop.run(self._gather(waiting))
         return found
+
+    def _start(self, name: str, batch: Mapping[str, Any], log: "_Log") -> object:
+        """What a function returns for the batch; something to wait for if it is async."""
+        self.running = name
+        fn = self.components[name][0]
+        given = {**batch, "log_metric": log.metric, "log_extra": log.further}
+        _check_arguments(name, fn, given)
+        with self._told(name):
+            result = fn(**taken(fn, given))
+            if isinstance(result, Iterator) and not inspect.isawaitable(result):  # computes when it is read
+                result = list(result)
+        return result
 
     async def _gather(self, waiting: Mapping[str, Awaitable[object]]) -> dict[str, object]:
         async def wait(name: str) -> object:
@@ -177,11 +189,8 @@ def columns(score: Score) -> tuple[str, ...]:
     """
     names: dict[str, None] = {}
     for fn, _ in getattr(score, "components", {}).values():
-        read = getattr(fn, "columns", None)
-        if read is None:
-            read = [p.name for p in parameters(fn) if p.default is p.empty]
-        names |= dict.fromkeys(read)
-    return tuple(name for name in names if name not in GIVEN)
+        names |= dict.fromkeys(columns_of(fn))
+    return tuple(names)
 
 
 def _check_components(components: Mapping[str, tuple[RewardFn, float]]) -> None:
@@ -255,5 +264,12 @@ def _further(
         for name, x in {**read[part].metrics, **logs[part].metrics}.items():
             metrics[f"{part}/{name}"] = x
         for name, values in {**read[part].extra, **logs[part].extra}.items():
-            extra[f"{part}/{name}"] = values
+            extra[f"{part}/{name}"] = [_readable(x) for x in values]
     return metrics, extra
+
+
+def _readable(x: Any) -> Any:
+    """A value that any process can be sent and any reader can read."""
+    if x is None or isinstance(x, (str, int, float)):
+        return x
+    return str(x)

@@ -10,16 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
-    "GIVEN",
-    "Messages",
-    "RewardFn",
-    "TrainerState",
-    "as_messages",
-    "parameters",
-    "taken",
-    "text",
-    "trainer_state",
-]
+    "GIVEN", "Messages", "RewardFn", "TrainerState", "as_messages", "columns_of", "parameters", "taken",
+    "takes_all", "text", "trainer_state",
+]  # fmt: skip
 
 RewardFn = Callable[..., Any]
 """(prompts, completions, **columns) -> one number a completion; `results.read` says what else it may be."""
@@ -95,6 +88,17 @@ def parameters(fn: RewardFn) -> list[inspect.Parameter]:
 def takes_all(fn: RewardFn) -> bool:
     """Whether a function takes any keyword."""
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(fn).parameters.values())
+
+
+def columns_of(fn: RewardFn) -> tuple[str, ...]:
+    """The columns that a reward function cannot do without.
+
+    Those of its attribute `columns`; without one, its parameters without a default.
+    """
+    named = getattr(fn, "columns", None)
+    if named is None:
+        named = [p.name for p in parameters(fn) if p.default is p.empty]
+    return tuple(name for name in named if name not in GIVEN)
 
 
 def taken(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def check(score: Score, rows: Sequence[Any], *, answer: str = "") -> dict[str, S
 
     scored = _or_explain(score, run, asked)
     constant = isinstance(score, Weighted) and _warn_of_constants(score, scored, run, asked)
-    if "answer" in tries and not constant:
+    if "answer" in scored and not constant:
         _warn_if_blind(scored)
     return scored
 
@@ -141,16 +141,18 @@ def _warn_of_constants(
     for name, (fn, _) in score.components.items():
         if not _is_constant(scored, name):
             continue
-        found = True
         own, other, wrap = _other(asked)
         value = scored["empty"].parts[name][0].item()
         line = f"reward {name!r}: it scores {value:g} for nothing, for garbage and for every reference"
-        if _tells_apart(run, wrap(fn)):
+        reads_other = _tells_apart(run, wrap(fn))
+        if reads_other:
             line += (
                 f"; it tells them apart where they are {_form(other)}, and the data's are {_form(own)}: "
                 f"write {_spec(score, name, other)}"
             )
-        warnings.warn(line, stacklevel=3)
+        if reads_other or "answer" in scored:
+            warnings.warn(line, stacklevel=3)
+            found = True
     return found
 
 

@@ -1,9 +1,8 @@
 """An event loop for reward functions that are async."""
 
 import asyncio
-import contextlib
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,25 +20,20 @@ class Loop:
         if self._runner is None:
             # with a factory it does not become the loop of this thread, which plain rewards take and close
             self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-            weakref.finalize(self, _close, self._runner)
+            weakref.finalize(self, _outside, self._runner.close)
         try:
-            return _run(self._runner, coroutine)
+            return _outside(self._runner.run, coroutine)
         except BaseException:
-            _close(self._runner)
+            _outside(self._runner.close)
             self._runner = None
             raise
 
 
-def _run(runner: asyncio.Runner, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of the coroutine; in a thread of its own where a loop runs in this one, as in notebooks."""
+def _outside(call: Callable[..., Any], *args: Any) -> Any:
+    """call(*args), in a thread of its own where a loop runs in this one, as in notebooks."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return runner.run(coroutine)
+        return call(*args)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(runner.run, coroutine).result()
-
-
-def _close(runner: asyncio.Runner) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop of a notebook runs: nothing can be waited for in it
-        runner.close()
+        return pool.submit(call, *args).result()

@@ -195,7 +195,7 @@ async def _passes(code, test):
     return out.decode().split() == test["output"].split()
 
 
-def cf_code_reward(
+def local_code_reward(
     completions, test_batch_size: int = 1, scoring_mode: str = "weighted_sum", **kwargs
 ) -> list[float]:
     """The share of official tests that pass; a function like any other, with an event loop inside."""
