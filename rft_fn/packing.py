@@ -16,8 +16,8 @@ from rft_fn import check, rng, tree, weight
 from rft_fn.types import Experience, Packed, Rollout
 
 __all__ = [
-    "assign", "left_out", "minibatches", "pack", "pad", "real", "reset_position_ids", "shard", "stack",
-    "supervised", "take", "unpack", "waste",
+    "assign", "conversations", "left_out", "minibatches", "pack", "pad", "real", "reset_position_ids",
+    "shard", "stack", "supervised", "take", "unpack", "waste",
 ]  # fmt: skip
 
 Batch = TypeVar("Batch", Experience, Rollout)
@@ -265,18 +265,36 @@ def minibatches(exp: Experience, n: int, key: int, *, unit: int = 1) -> list[Exp
     return [take(exp, part.flatten()) for part in members.tensor_split(n)]
 
 
-def supervised(rows: list[tuple[list[int], list[int]]]) -> Experience:
+def supervised(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Experience:
     """(prompt ids, response ids) of each row as an Experience for supervised fine-tuning: the responses are
     the mask, w is the mean over their tokens, and what only a policy has (old_logp, adv) is 0. ValueError
     without rows."""
     if not rows:
         raise ValueError("rows: expected at least one (prompt ids, response ids), got none")
-    length = torch.tensor([len(p) + len(r) for p, r in rows])
+    return conversations([([*p, *r], [False] * len(p) + [True] * len(r)) for p, r in rows])
+
+
+def conversations(rows: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> Experience:
+    """(ids, mask) of each row as an Experience for supervised fine-tuning: any tokens of a row may be
+    learned, as the turns of one who speaks several times. w is the mean over the tokens in the masks.
+
+    ValueError without rows, for a mask of another length than its ids, and for one that holds the first
+    token, which nothing predicts.
+    """
+    if not rows:
+        raise ValueError("rows: expected at least one (ids, mask), got none")
+    length = torch.tensor([len(ids) for ids, _ in rows])
     tokens = torch.zeros(len(rows), int(length.max()), dtype=torch.long)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
-    for i, (p, r) in enumerate(rows):
-        tokens[i, : len(p) + len(r)] = torch.tensor([*p, *r])
-        mask[i, len(p) : len(p) + len(r)] = True
+    for i, (ids, learned) in enumerate(rows):
+        if len(ids) != len(learned):
+            raise ValueError(
+                f"rows: expected a mask of {len(ids)} in row {i}, as its ids, got {len(learned)}"
+            )
+        if learned and learned[0]:
+            raise ValueError(f"rows: expected a token before the first that is learned in row {i}, got none")
+        tokens[i, : len(ids)] = torch.tensor(ids)
+        mask[i, : len(ids)] = torch.tensor(learned)
     zero = torch.zeros(tokens.shape)
     return Experience(
         tokens=tokens, mask=mask, length=length, old_logp=zero, adv=zero, w=weight.token_mean(mask)

@@ -10,6 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +18,16 @@ from torch import Tensor
 
 from rft_fn import rng
 from rft_fn.data import tasks
+from rft_fn.data.chat import LOSS_ON, Chat
+from rft_fn.data.messages import Conversation, conversation
 from rft_fn.data.paths import value_at
+from rft_fn.data.report import First, unfit_line
 from rft_fn.data.rows import Unfit, place_of, read_rows
 from rft_fn.data.template import fill, is_empty, render
 
 __all__ = ["Dataset", "Prompt", "draw", "from_rows", "from_task", "load", "take"]
 
 _ROUND = 1 << 40  # rows of a generator between one round of a step and the next: none is drawn twice
-_SHOWN = 3  # rows that an error or a warning names
 
 
 class Prompt(NamedTuple):
@@ -61,6 +64,20 @@ class _Recipe(NamedTuple):
     columns: Sequence[str]
     response: str | None
     max_tokens: int | None
+    messages: Sequence[str] = ()
+    loss_on: str | None = None
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+
+    def check(self) -> None:
+        """ValueError for what no row could be used with."""
+        if self.messages and not self.tokenizer.chat_template:
+            raise ValueError(
+                "messages: expected a tokenizer with a chat template, got one without; take a model that has "
+                "one, or text by --template"
+            )
+        if self.loss_on is not None and self.loss_on not in LOSS_ON:
+            raise ValueError(f"loss_on: expected one of {', '.join(LOSS_ON)}, or None, got {self.loss_on!r}")
+        Chat(self.tokenizer, self.kwargs).check()
 
     def make(self, row: Mapping[str, Any], place: str, index: int, widest: int) -> Prompt:
         """The prompt of a row. Unfit for one that cannot be used, _TooLong for one above max_prompt.
@@ -76,16 +93,53 @@ class _Recipe(NamedTuple):
                 raise Unfit(place, f"the row has no column {path!r}; it has {known}") from None
             if is_empty(value):
                 raise Unfit(place, f"column {path!r} is empty")
+        if self.messages:
+            return self._of_messages(row, place, index, widest)
         text = fill(self.template, row, place)
         if is_empty(text):
             raise Unfit(place, "the prompt is empty")
         if len(text) > self.max_prompt * widest:
             raise _TooLong(f"{len(text)} characters")
-        ids = render(self.tokenizer, text, system=self.system)
+        ids = render(self.tokenizer, text, system=self.system, chat_template_kwargs=self.kwargs)
         if len(ids) > self.max_prompt:
             raise _TooLong(f"{len(ids)} tokens")
         self._check_tokens(row, place, ids, widest)
         return Prompt(ids, text, row, index)
+
+    def _of_messages(self, row: Mapping[str, Any], place: str, index: int, widest: int) -> Prompt:
+        """The prompt of a row of messages; of one to be learned, what stands before the first learned token.
+
+        Its text is that of the last user's turn, or of the last turn where no user speaks.
+        """
+        try:
+            talk = conversation(row, self.messages, self.system)
+            self._check_size(talk, widest)
+            ids = self._ids_of(talk)
+        except ValueError as error:
+            raise Unfit(place, str(error)) from None
+        if len(ids) > self.max_prompt:
+            raise _TooLong(f"{len(ids)} tokens")
+        asked = [turn for turn in talk.turns if turn["role"] == "user"] or talk.turns
+        return Prompt(ids, asked[-1]["content"], row, index, talk.turns)
+
+    def _check_size(self, talk: Conversation, widest: int) -> None:
+        """What could not fit is not tokenised, as with text; a template may drop what the assistant said."""
+        size = sum(len(turn["content"]) for turn in talk.turns if turn["role"] != "assistant")
+        if self.loss_on is None and size > self.max_prompt * widest:
+            raise _TooLong(f"{size} characters")
+        if self.loss_on is not None and self.max_tokens is not None and size > self.max_tokens * widest:
+            raise ValueError(f"the conversation has {size} characters, above {self.max_tokens} tokens")
+
+    def _ids_of(self, talk: Conversation) -> list[int]:
+        """The ids of a conversation to be answered, or those before the first that is learned."""
+        chat = Chat(self.tokenizer, self.kwargs)
+        if self.loss_on is None:
+            return chat.prompt(talk)
+        found = chat.lessons(talk, self.loss_on)
+        for x in found:
+            if self.max_tokens is not None and len(x.ids) > self.max_tokens:
+                raise ValueError(f"the conversation has {len(x.ids)} tokens, above {self.max_tokens}")
+        return found[0].ids[: found[0].mask.index(True)]
 
     def _check_tokens(self, row: Mapping[str, Any], place: str, ids: Sequence[int], widest: int) -> None:
         """Unfit for an empty response, and for more than max_tokens of prompt, response and its end."""
@@ -119,9 +173,17 @@ def from_rows(
     columns: Sequence[str] = (),
     response: str | None = None,
     max_tokens: int | None = None,
+    messages: Sequence[str] = (),
+    loss_on: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     name: str = "rows",
 ) -> Dataset:
-    """A data set of rows; `template` makes the question of a row's columns.
+    """A data set of rows; `template` makes the question of a row's columns of text.
+
+    With `messages` the prompt is the conversation in these columns, one after the other, by the tokenizer's
+    chat template, which gets `chat_template_kwargs` and the tools in the row's column `tools`; `template` and
+    `response` are not read. It is to be answered, and must end with a user or a tool; with `loss_on` "all" or
+    "last" it is to be learned (see `lessons`), and must have turns of the assistant.
 
     Every row is looked at now, so that none stops a run later: the columns of the template and those of
     `columns` must be there and hold something (`reward.columns(score)` are those that a reward reads);
@@ -129,18 +191,20 @@ def from_rows(
     longer than `max_prompt` tokens are left out, with one warning. Of rows of a file only their places are
     kept in memory.
 
-    ValueError for no rows, with the count and the places of the first rows that cannot be used, or when no
-    prompt fits.
+    ValueError for no rows, with the count and the places of the first rows that cannot be used, when no
+    prompt fits, and for keywords that the chat template does not read.
     """
     if not len(rows):
         raise ValueError(f"data: expected at least one row, got none in {name!r}")
     recipe = _Recipe(tokenizer, template, system, max_prompt, columns, response, max_tokens)
+    recipe = recipe._replace(messages=messages, loss_on=loss_on, kwargs=chat_template_kwargs or {})
+    recipe.check()
     widest = _widest(tokenizer)
 
     def prompt(i: int) -> Prompt:
         return recipe.make(dict(rows[i]), place_of(rows, i, name), i, widest)
 
-    kept, long, unfit = array("q"), _First(), _First()
+    kept, long, unfit = array("q"), First(), First()
     content = hashlib.blake2b(digest_size=16)
     for i in range(len(rows)):
         try:
@@ -152,7 +216,7 @@ def from_rows(
         except _TooLong as error:
             long.add(f"{place_of(rows, i, name)} with {error}")
     if unfit.count:
-        raise ValueError(_unfit_line(unfit, len(rows)))
+        raise ValueError(unfit_line(unfit, len(rows)))
     if not kept:
         raise ValueError(f"max_prompt: every prompt of {name!r} is longer than {max_prompt} tokens; raise it")
     if long.count:
@@ -162,41 +226,6 @@ def from_rows(
             stacklevel=2,
         )
     return Dataset(name, len(kept), lambda i: prompt(kept[i]), content.hexdigest())
-
-
-class _First:
-    """The first few of many, and how many there are."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.shown: list[Any] = []
-
-    def add(self, x: Any) -> None:
-        self.count += 1
-        if len(self.shown) < _SHOWN:
-            self.shown.append(x)
-
-    def more(self) -> str:
-        """What stands behind the ones that are shown."""
-        hidden = self.count - len(self.shown)
-        return f"; and {hidden} more" if hidden else ""
-
-
-def _unfit_line(unfit: _First, total: int) -> str:
-    """The first rows that cannot be used, those with the same reason together, and how many there are."""
-    reasons: dict[str, list[str]] = {}
-    for place, reason in unfit.shown:
-        reasons.setdefault(reason, []).append(place)
-    shown = "; ".join(f"{_together(places)}: {reason}" for reason, places in reasons.items())
-    return f"data: {shown}{unfit.more()}. {unfit.count} of {total} rows cannot be used: mend or remove them"
-
-
-def _together(places: list[str]) -> str:
-    """Places of one file in short: FILE, lines 1, 2."""
-    heads, numbers = zip(*(place.rsplit(" ", 1) for place in places))
-    if len(places) == 1 or len(set(heads)) > 1:
-        return " and ".join(places)
-    return f"{heads[0]}s {', '.join(numbers)}"
 
 
 def from_task(
@@ -211,6 +240,9 @@ def from_task(
     columns: Sequence[str] = (),
     response: str | None = None,
     max_tokens: int | None = None,
+    messages: Sequence[str] = (),
+    loss_on: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Dataset:
     """A built-in task as an endless data set; the options are those of `from_rows`.
 
@@ -220,6 +252,8 @@ def from_task(
     """
     generate = tasks.get_task(task).generate
     recipe = _Recipe(tokenizer, template, system, max_prompt, columns, response, max_tokens)
+    recipe = recipe._replace(messages=messages, loss_on=loss_on, kwargs=chat_template_kwargs or {})
+    recipe.check()
     widest = _widest(tokenizer)
 
     def prompt(index: int) -> Prompt:
@@ -244,6 +278,9 @@ def load(
     columns: Sequence[str] = (),
     response: str | None = None,
     max_tokens: int | None = None,
+    messages: Sequence[str] = (),
+    loss_on: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
     split: str = "train",
 ) -> Dataset:
@@ -255,6 +292,7 @@ def load(
     name, _, level = source.partition(":")
     options: dict[str, Any] = {"template": template, "system": system, "max_prompt": max_prompt}
     options |= {"columns": columns, "response": response, "max_tokens": max_tokens}
+    options |= {"messages": messages, "loss_on": loss_on, "chat_template_kwargs": chat_template_kwargs}
     if name in tasks.TASKS:
         if level and not level.isdigit():
             raise ValueError(f"data: expected {name}:LEVEL with a number, got {source!r}")

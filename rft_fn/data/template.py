@@ -5,6 +5,8 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
+from rft_fn.data.chat import Chat
+from rft_fn.data.messages import advice, opened
 from rft_fn.data.rows import Unfit
 
 __all__ = ["fill", "is_empty", "render"]
@@ -32,40 +34,54 @@ class _Filler(string.Formatter):
         value, first = super().get_field(field_name, args, kwargs)
         if _is_hole(value):
             raise Unfit("", f"column {field_name!r} is empty")
+        self.at = field_name
         return value, first
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        """A list or an object is no text: how Python writes it would go to the model without a word."""
+        if isinstance(value, (Mapping, list, tuple)) or hasattr(value, "tolist"):
+            kind = "an object" if isinstance(value, Mapping) else "a list"
+            raise Unfit("", f"column {self.at!r} holds {kind}, which no template prints")
+        return super().format_field(value, format_spec)
 
 
 def fill(template: str, row: Mapping[str, Any], source: str) -> str:
     """`template` with the columns of a row in its {places}; `source` says in errors where the row stands.
 
-    ValueError for a column that is not there, that is None or NaN, and for a template that is broken.
+    A list or an object is printed as Python writes it where a conversion asks for that: {numbers!s}.
+    ValueError for one that is not asked for so, for a column that is not there, that is None or NaN, and for
+    a template that is broken. Where columns hold messages it says what to type.
     """
+    filler = _Filler()
     try:
-        return _Filler().vformat(template, (), row)
+        return filler.vformat(template, (), row)
     except Unfit as error:
         reason = error.reason
         if reason.startswith("the row"):
-            reason += f" (template {template!r}: {_HINT})"
+            reason += advice(row) or f" (template {template!r}: {_HINT})"
+        elif reason.endswith("prints"):
+            reason += advice(row) or (
+                f": name an entry of it, or write {{{filler.at}!s}} to have it as Python writes it"
+            )
         raise Unfit(source, reason) from None
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise Unfit(source, f"the template {template!r} cannot be filled: {error}; {_HINT}") from None
 
 
-def render(tokenizer: Any, question: str, *, system: str | None = None) -> list[int]:
+def render(
+    tokenizer: Any,
+    question: str,
+    *,
+    system: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
     """The ids of a question as a chat's first turn, by the tokenizer's own template, ready for the answer.
 
     The bare text where a tokenizer has no template. An empty `system` leaves out a default that the template
-    would put in. ValueError for a template that fails.
+    would put in; one that the template refuses is put before the question. ValueError for a template that
+    fails.
     """
     if not tokenizer.chat_template:
         return list(tokenizer.encode((system + "\n" if system else "") + question))
-    turns = [] if system is None else [{"role": "system", "content": system}]
-    turns.append({"role": "user", "content": question})
-    try:
-        return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
-    except Exception as error:  # a template is a program: it may raise anything
-        roles = " and ".join(turn["role"] for turn in turns)
-        raise ValueError(
-            f"chat template: expected the tokenizer's to render a turn of {roles}, got "
-            f"{type(error).__name__}: {error}; mend it, or leave out the system prompt if it refuses that"
-        ) from error
+    turns = opened([{"role": "user", "content": question}], system)
+    return Chat(tokenizer, chat_template_kwargs or {}).ids(turns, ask=True)

@@ -10,20 +10,22 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from rft_fn.data.paths import column_at
 from rft_fn.reward.convention import (
     GIVEN,
-    Messages,
     RewardFn,
     as_messages,
     columns_of,
     parameters,
     taken,
+    takes_all,
     text,
 )
 from rft_fn.reward.rubric import verifiers
 
-__all__ = ["ADAPTERS", "lightrft", "messages", "openrlhf", "texts", "verl"]
+__all__ = ["ADAPTERS", "lightrft", "messages", "openrlhf", "texts", "tinyzero", "verl"]
 
 
 def _required(fn: Callable[..., Any], paths: Mapping[str, str]) -> tuple[str, ...]:
@@ -84,31 +86,71 @@ def _formed(fn: RewardFn, form: Callable[[Any, str], Any]) -> RewardFn:
 # ------------------------------------------------------------------------------------------------------- verl
 
 
-def verl(fn: Callable[..., Any], answer: str = "reward_model.ground_truth") -> RewardFn:
+_TRUTH = "reward_model.ground_truth"
+
+
+def verl(fn: Callable[..., Any], answer: str = _TRUTH) -> RewardFn:
     """verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, called once a row.
 
     As the naive reward manager of verl 0.7 calls it: `data_source` and `extra_info` are columns of these
-    names, `ground_truth` is `answer`; a row may lack `extra_info`. One that takes `solution_strs` is called
-    once a batch, with plural names, as the batch reward manager does. Async functions run together. A dict is
-    read for its "score".
+    names, `ground_truth` is `answer`; an `extra_info` that is not there is {}. One that takes `solution_strs`
+    is called once a batch, with plural names, as the batch reward manager does. One that names neither, as
+    some of verl's own, gets the response as its first argument. Async functions run together. A dict is read
+    for its "score".
     """
-    batched = any(p.name == "solution_strs" for p in parameters(fn))
+    return _compute_score(fn, answer, _responses)
+
+
+def tinyzero(fn: Callable[..., Any], answer: str = _TRUTH) -> RewardFn:
+    """TinyZero's `compute_score(solution_str, ground_truth)`: verl's as it was, given the whole sequence.
+
+    `solution_str` is prompt and response, with the special tokens of the chat template: these functions read
+    what stands behind "Assistant:" or "<|im_start|>assistant", and give 0 where there is no such mark.
+    """
+    return _compute_score(fn, answer, _sequences)
+
+
+def _compute_score(fn: Callable[..., Any], answer: str, solutions: Callable[..., list[str]]) -> RewardFn:
+    """A compute_score of verl, given `solutions(prompts, completions, prompt_texts)`."""
+    response = _name_of_response(fn)
+    batched = response == "solution_strs"
     end = "s" * batched
     paths = {f"data_source{end}": "data_source", f"ground_truth{end}": answer}
 
-    def reward(*, completions: Sequence[str | Messages], **columns: Any) -> Any:
+    def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Any:
         count = len(completions)
         given = _read(fn, paths, columns, count)
         infos = column_at(columns, "extra_info", count, default=None)
         given[f"extra_info{end}"] = [info or {} for info in infos]
-        given[f"solution_str{end}"] = [text(x) for x in completions]
+        given[response] = solutions(prompts, completions, columns.get("prompt_texts"))
         if batched:
             return fn(**taken(fn, given))
         rows = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
         return _each([partial(fn, **taken(fn, row)) for row in rows])
 
-    reward.columns = _required(fn, paths)
+    reward.columns = _required(fn, {**paths, f"extra_info{end}": "extra_info"})
     return reward
+
+
+def _name_of_response(fn: Callable[..., Any]) -> str:
+    """What a compute_score calls the response: the name of its first argument if it is none of verl's."""
+    names = [p.name for p in parameters(fn)]
+    for usual in ("solution_strs", "solution_str"):
+        if usual in names:
+            return usual
+    if takes_all(fn) or not names:
+        return "solution_str"
+    return names[0]
+
+
+def _responses(prompts: Sequence[Any], completions: Sequence[Any], prompt_texts: Any) -> list[str]:
+    return [text(x) for x in completions]
+
+
+def _sequences(prompts: Sequence[Any], completions: Sequence[Any], prompt_texts: Any) -> list[str]:
+    """Prompt and response, as the model read them where the tokenizer is known."""
+    asked = prompt_texts or [text(x) for x in prompts]
+    return [p + text(c) for p, c in zip(asked, completions, strict=True)]
 
 
 def _each(calls: Sequence[Callable[[], Any]]) -> list[Any] | Awaitable[list[Any]]:
@@ -138,7 +180,7 @@ def openrlhf(fn: Callable[..., Any], answer: str = "label") -> RewardFn:
 
     def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Any:
         asked = columns.get("prompt_texts") or [text(x) for x in prompts]
-        queries = [p + text(c) for p, c in zip(asked, completions, strict=True)]
+        queries = _sequences(prompts, completions, asked)
         labels = column_at(columns, answer, len(completions), default=None)
         if not unlabelled and None in labels:
             raise ValueError(_missing(answer, "labels", columns))
@@ -152,7 +194,8 @@ def lightrft(fn: Callable[..., Any], answer: str = "reference") -> RewardFn:
     """LightRFT's `reward_fn(model_reward_list, labels, queries, refs, label_map)` (0.1).
 
     `labels` is the column "label", which names the recipe of a row; `refs` is the column `answer`,
-    LightRFT's `--reference_key`. There are no reward models: `model_reward_list` and `label_map` are empty.
+    LightRFT's `--reference_key`. There are no reward models: `model_reward_list` is one score of 0 a row, for
+    given none at all these functions make their tensors on "cuda"; `label_map` is empty.
     `queries` are the responses alone: with the prompt in front, as LightRFT has them, a format that the
     prompt describes is met by every response. Returns rewards and a dict of metrics.
     """
@@ -160,7 +203,7 @@ def lightrft(fn: Callable[..., Any], answer: str = "reference") -> RewardFn:
 
     def reward(*, completions: Sequence[Any], **columns: Any) -> Any:
         read = _read(fn, paths, columns, len(completions))
-        given = {"model_reward_list": [], "labels": read["labels"]}
+        given = {"model_reward_list": [torch.zeros(len(completions))], "labels": read["labels"]}
         given |= {"queries": [text(x) for x in completions], "refs": read["refs"], "label_map": {}}
         return _call(fn, given)
 
@@ -172,6 +215,7 @@ ADAPTERS: dict[str, Callable[..., RewardFn]] = {
     "messages": messages,
     "text": texts,
     "verl": verl,
+    "tinyzero": tinyzero,
     "openrlhf": openrlhf,
     "lightrft": lightrft,
     "verifiers": verifiers,

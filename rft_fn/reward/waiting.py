@@ -18,7 +18,8 @@ class Loop:
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """The result of the coroutine. When it fails, whatever else it has started is cancelled."""
         if self._runner is None:
-            self._runner = asyncio.Runner()
+            # with a factory it does not become the loop of this thread, which plain rewards take and close
+            self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
             weakref.finalize(self, _outside, self._runner.close)
         try:
             return _outside(self._runner.run, coroutine)

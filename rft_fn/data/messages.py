@@ -1,0 +1,232 @@
+"""Conversations in the columns of a row: messages as OpenAI and TRL write them, and those of sharegpt.
+
+Whatever the file has, what comes out are turns {"role", "content", ...} with text as content, calls of tools
+as `{"type": "function", "function": {"name", "arguments"}}`, and no key that holds nothing.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["Conversation", "advice", "conversation", "opened", "tools_of", "turns_of"]
+
+Row = Mapping[str, Any]
+Turn = dict[str, Any]
+
+_ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+}
+_USUAL = ("prompt", "messages", "conversations", "completion")  # the order in which they are suggested
+
+
+class Conversation(NamedTuple):
+    """The turns of a row, and the tools that it has."""
+
+    turns: list[Turn]
+    start: int  # the first turn of the last column: what an example of prompt and completion learns from
+    tools: list[Any] | None
+
+
+def conversation(row: Row, columns: Sequence[str], system: str | None = None) -> Conversation:
+    """The messages of `columns`, one column after the other, and the column `tools` of the row.
+
+    `system` is what a system turn says where there is none.
+
+    ValueError names the column and the turn, counted from 1, of what is no message: no role or one that is
+    not known, no content in a turn that calls no tool, a part of it that is not text.
+    """
+    turns: list[Turn] = []
+    start = 0
+    for name in columns:
+        start = len(turns)
+        turns += turns_of(row, name)
+    more = opened(turns, system)
+    return Conversation(more, start + len(more) - len(turns), tools_of(row))
+
+
+def opened(turns: list[Turn], system: str | None) -> list[Turn]:
+    """Turns below a system turn that says `system`, where that is given and they have none."""
+    if system is None or turns[0]["role"] in ("system", "developer"):
+        return turns
+    return [{"role": "system", "content": system}, *turns]
+
+
+def turns_of(row: Row, name: str) -> list[Turn]:
+    """The messages of one column: a list of them, or JSON text of one. ValueError as `conversation`."""
+    if name not in row:
+        has = ", ".join(map(repr, row))
+        raise ValueError(f"the row has no column {name!r}; it has {has}{advice(row)}")
+    found = _listed(row[name])
+    if found is None:
+        kind = type(row[name]).__name__
+        raise ValueError(
+            f"column {name!r}: expected a list of messages, got {kind}; "
+            f"text is for --template '{{{name}}}', without --messages"
+        )
+    if not found:
+        raise ValueError(f"column {name!r} has no messages")
+    turns = []
+    for i, message in enumerate(found, 1):
+        try:
+            turns.append(_turn(message))
+        except ValueError as error:
+            raise ValueError(f"column {name!r}, turn {i}: {error}") from None
+    return turns
+
+
+def tools_of(row: Row) -> list[Any] | None:
+    """The JSON schemas in the column `tools` of a row, given as a list or as JSON text; None without any.
+
+    Holes that a table puts into them are left out. ValueError for text that is not JSON.
+    """
+    cell = row.get("tools")
+    if cell is None or (isinstance(cell, str) and not cell.strip()):
+        return None
+    found = _listed(cell)
+    if found is None:
+        raise ValueError(f"column 'tools': expected a list of JSON schemas, got {cell!r:.60}")
+    schemas = []
+    for i, schema in enumerate(found, 1):
+        if isinstance(schema, str):
+            schema = _json(schema)
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"column 'tools', tool {i}: expected a JSON schema, got {found[i - 1]!r:.60}")
+        schemas.append(_solid(schema))
+    return schemas or None
+
+
+def advice(row: Row) -> str:
+    """What to type where columns of a row hold messages; empty where none does."""
+    found = [name for name in row if _are_messages(row[name])]
+    found.sort(key=lambda name: _USUAL.index(name) if name in _USUAL else len(_USUAL))
+    if not found:
+        return ""
+    if {"prompt", "completion"} <= set(found):
+        return (
+            "; 'prompt' and 'completion' hold messages: --messages prompt completion to learn the second, "
+            "--messages prompt to answer the first"
+        )
+    return f"; {found[0]!r} holds messages: --messages {found[0]}, without --template"
+
+
+def _are_messages(cell: Any) -> bool:
+    """Whether a cell is a list whose first entry has a role, as a message has."""
+    found = _listed(cell)
+    return bool(found) and isinstance(found[0], Mapping) and not {"role", "from"}.isdisjoint(found[0])
+
+
+def _listed(cell: Any) -> list[Any] | None:
+    """A cell as a list, JSON text read; None for what is no list."""
+    if isinstance(cell, str):
+        cell = _json(cell)
+    if hasattr(cell, "tolist"):  # an array of a table
+        cell = cell.tolist()
+    if isinstance(cell, (list, tuple)):
+        return list(cell)
+    return None
+
+
+def _json(text: str) -> Any:
+    """What JSON text holds; None for what is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _turn(message: Any) -> Turn:
+    """One message as a turn. ValueError for what is none."""
+    if not isinstance(message, Mapping):
+        raise ValueError(f"expected a message with role and content, got {type(message).__name__}")
+    given = {name: x for name, x in message.items() if x is not None}
+    if "role" not in given and "from" in given:
+        given["role"] = given.pop("from")
+        given["content"] = given.pop("value", None)
+    if "role" not in given:
+        raise ValueError(f"expected a role, got a message with {', '.join(map(repr, message)) or 'nothing'}")
+    said = given.pop("role")
+    role = _ROLES.get(str(said))
+    if role is None:
+        raise ValueError(f"role: expected one of {', '.join(_ROLES)}, got {said!r}")
+    if said == "function_call":
+        return {"role": role, "content": "", "tool_calls": _calls(given.get("content"))}
+
+    calls = _calls(given.pop("tool_calls", []))
+    content = given.pop("content", None)
+    if content is None and not calls:
+        raise ValueError(f"the {role} says nothing: expected content, got none")
+    turn = {"role": role, "content": _text(content), **given}
+    if calls:
+        turn["tool_calls"] = calls
+    return turn
+
+
+def _text(content: Any) -> str:
+    """Content as text: itself, or its parts put together. ValueError for parts of another kind."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise ValueError(f"content: expected text, or a list of parts of text, got {type(content).__name__}")
+    texts = []
+    for part in content:
+        if isinstance(part, str):
+            texts.append(part)
+        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        else:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(f"content: expected parts of text, got one of type {kind!r}")
+    return "".join(texts)
+
+
+def _calls(cell: Any) -> list[Turn]:
+    """Calls of tools: a list of them, one alone, or JSON text of either. ValueError for what has no name."""
+    found = cell
+    if isinstance(cell, str):
+        found = _json(cell)
+    if isinstance(found, Mapping):
+        found = [found]
+    found = _listed(found)
+    if found is None:
+        raise ValueError(f"tool_calls: expected calls with name and arguments, got {cell!r:.60}")
+    return [_call(call) for call in found]
+
+
+def _call(call: Any) -> Turn:
+    """One call in OpenAI's form, its arguments as an object where they were JSON text of one."""
+    if not isinstance(call, Mapping):
+        raise ValueError(f"tool_calls: expected a call with name and arguments, got {call!r:.60}")
+    function = call.get("function") or {name: call.get(name) for name in ("name", "arguments")}
+    if not isinstance(function, Mapping) or not function.get("name"):
+        raise ValueError(f"tool_calls: expected a call with a name, got {call!r:.60}")
+    arguments = _solid(function.get("arguments") or {})
+    if isinstance(arguments, str):
+        read = _json(arguments)
+        if isinstance(read, dict):
+            arguments = read
+    named = {"name": function["name"], "arguments": arguments}
+    others = {name: x for name, x in call.items() if name not in ("name", "arguments") and x is not None}
+    return others | {"type": "function", "function": named}
+
+
+def _solid(x: Any) -> Any:
+    """x without the keys that hold None: a table gives every object the keys of all."""
+    if isinstance(x, Mapping):
+        return {name: _solid(y) for name, y in x.items() if y is not None}
+    if isinstance(x, (list, tuple)):
+        return [_solid(y) for y in x]
+    return x
