@@ -526,7 +526,7 @@ def test_openrlhf_of_two_arguments_needs_no_label():
 
 
 def reward_fn(model_reward_list, labels, queries, refs, label_map):
-    assert [x.tolist() for x in model_reward_list] == [[0.0] * len(queries)] and label_map == {}
+    assert [x.tolist() for x in model_reward_list] == [[0.0] * len(labels)] and label_map == {}
     right = torch.tensor([float(label == "rule" and q == r) for label, q, r in zip(labels, queries, refs)])
     return 0.9 * right, {"accuracy_reward": right}
 

@@ -53,7 +53,7 @@ class Config:
     max_new: Count = 6  # most tokens in a response
 
     # reward
-    reward: tuple[str, ...] = ("task:sort_digits",)  # exact, math:COLUMN, FILE.py:FUNCTION=WEIGHT ...
+    reward: tuple[str, ...] = ("task:sort_digits",)  # math:COLUMN, task:NAME, FILE.py:FUNCTION=WEIGHT ...
     reward_timeout: Free[Positive] = 300.0  # seconds that the rewards of a batch may take
     reward_clip: AtLeast0 = 0.0  # rewards are clipped to +- this; 0 is off
     normalize_reward: bool = False  # subtract the running mean of rewards, divide by their running deviation

@@ -93,10 +93,10 @@ def verl(fn: Callable[..., Any], answer: str = _TRUTH) -> RewardFn:
     """verl's `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, called once a row.
 
     As the naive reward manager of verl 0.7 calls it: `data_source` and `extra_info` are columns of these
-    names, `ground_truth` is `answer`; a row may lack `extra_info`. One that takes `solution_strs` is called
-    once a batch, with plural names, as the batch reward manager does. One that names neither, as some of
-    verl's own, gets the response as its first argument. Async functions run together. Of a dict its "score"
-    is read, of a tuple the first entry.
+    names, `ground_truth` is `answer`; an `extra_info` that is not there is {}. One that takes `solution_strs`
+    is called once a batch, with plural names, as the batch reward manager does. One that names neither, as
+    some of verl's own, gets the response as its first argument. Async functions run together. Of a dict its
+    "score" is read, of a tuple the first entry.
     """
     return _compute_score(fn, answer, _responses)
 
@@ -128,7 +128,7 @@ def _compute_score(fn: Callable[..., Any], answer: str, solutions: Callable[...,
         rows = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
         return _each([partial(fn, **taken(fn, row)) for row in rows])
 
-    reward.columns = _required(fn, paths)
+    reward.columns = _required(fn, {**paths, f"extra_info{end}": "extra_info"})
     return reward
 
 
@@ -210,8 +210,7 @@ def lightrft(fn: Callable[..., Any], answer: str = "reference") -> RewardFn:
 
     def reward(*, completions: Sequence[Any], **columns: Any) -> Any:
         read = _read(fn, paths, columns, len(completions))
-        none = torch.zeros(len(completions))
-        given = {"model_reward_list": [none], "labels": read["labels"]}
+        given = {"model_reward_list": [torch.zeros(len(completions))], "labels": read["labels"]}
         given |= {"queries": [text(x) for x in completions], "refs": read["refs"], "label_map": {}}
         return _call(fn, given)
 
