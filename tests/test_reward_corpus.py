@@ -82,7 +82,7 @@ def test_the_columns_are_those_of_the_system():
     assert read["open-r1"] == read["TRL"] == {"solution"} and read["unsloth"] == {"answer"}
     assert read["TinyZero"] == {"reward_model.ground_truth"} and read["OpenRLHF"] == {"label"}
     assert read["LightRFT"] == {"label", "reference"} and read["verifiers"] == {"answer"}
-    assert read["verl"] == {"data_source", "reward_model.ground_truth"}
+    assert read["verl"] == {"data_source", "reward_model.ground_truth", "extra_info"}
 
 
 @pytest.mark.parametrize("system", ["open-r1", "verl", "verifiers", "OpenRLHF"])
