@@ -95,6 +95,14 @@ def test_ranks_judge_their_shares_as_one_process_does(system):
         assert part_of(case, found) == part_of(case, judged(case)), case.spec
 
 
+@pytest.mark.parametrize(("function", "wrong"), [("reward_score/gsm8k.py", 0.25), ("multiply.py", 0.25)])
+def test_arguments_in_a_spec_are_those_of_a_compute_score(function, wrong):
+    """verl's reward_kwargs: a wrong answer in the form is worth format_score."""
+    case = next(case for case in ABLE if function in case.spec)
+    found = judged(case._replace(spec=f"{case.spec}(format_score={wrong})"))
+    assert found.reward.tolist() == [[1.0, wrong, 0.0]]
+
+
 def test_a_curriculum_reads_where_the_run_stands():
     """In the first half of the steps a right answer is worth 1, then 2."""
     case = case_of("curriculum_reward")

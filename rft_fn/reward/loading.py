@@ -138,7 +138,7 @@ def _find(spec: Spec) -> Any:
     if spec.call is None:
         _check_convention(spec, fn)
         return fn
-    if spec.adapter == "verl":  # its reward_kwargs are further arguments of the function itself
+    if spec.adapter in ("verl", "tinyzero"):  # its reward_kwargs are further arguments of the function itself
         return _bound(spec, fn)
     made = _make(spec, fn)
     if not callable(made) and spec.adapter != "verifiers":
