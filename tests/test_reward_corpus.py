@@ -1,6 +1,7 @@
 """Reward functions in the conventions of other systems, as their users have them, through the public door."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,14 @@ from rft_fn.strategy import get_fake_strategy
 
 ABLE = [case for case in CASES if not case.needs]
 UNABLE = [case for case in CASES if case.needs]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def path():
+    """As it was: beside a package of the corpus lie others with the names of libraries."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 def named(case):
