@@ -398,3 +398,16 @@ def test_rows_of_a_rollout_are_taken_as_those_of_an_experience():
 def test_supervised_without_rows_says_so():
     with pytest.raises(ValueError, match="rows: expected at least one"):
         packing.supervised([])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"expected at least one \(ids, mask\), got none"),
+        ([([1, 2], [False, True]), ([1], [])], "expected a mask of 1 in row 1, as its ids, got 0"),
+        ([([1, 2], [True, True])], "expected a token before the first that is learned in row 0, got none"),
+    ],
+)
+def test_conversations_that_cannot_be_learned(rows, message):
+    with pytest.raises(ValueError, match=message):
+        packing.conversations(rows)

@@ -1,6 +1,7 @@
 """Prompts as a pure function of the step, from files, the hub or the built-in tasks."""
 
-from rft_fn.data.chat import LOSS_ON, Chat, Lesson, literals
+from rft_fn.data.chat import LOSS_ON, Chat, Lesson
+from rft_fn.data.keywords import literals
 from rft_fn.data.lessons import lessons
 from rft_fn.data.messages import Conversation, conversation
 from rft_fn.data.prompts import Dataset, Prompt, draw, from_rows, from_task, load, take

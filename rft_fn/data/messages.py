@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Conversation", "advice", "conversation", "opened", "tools_of", "turns_of"]
+__all__ = ["Conversation", "Turn", "advice", "conversation", "opened", "tools_of", "turns_of"]
 
 Row = Mapping[str, Any]
 Turn = dict[str, Any]

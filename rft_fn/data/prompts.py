@@ -19,10 +19,10 @@ from torch import Tensor
 from rft_fn import rng
 from rft_fn.data import tasks
 from rft_fn.data.chat import LOSS_ON, Chat
-from rft_fn.data.messages import Conversation, conversation
 from rft_fn.data.paths import value_at
-from rft_fn.data.report import First, unfit_line
+from rft_fn.data.report import First, TooLong, unfit_line
 from rft_fn.data.rows import Unfit, place_of, read_rows
+from rft_fn.data.talk import Talk
 from rft_fn.data.template import fill, is_empty, render
 
 __all__ = ["Dataset", "Prompt", "draw", "from_rows", "from_task", "load", "take"]
@@ -48,10 +48,6 @@ class Dataset:
     size: int | None
     prompt: Callable[[int], Prompt]
     digest: str = ""  # of all rows of a file, and of what is made of them
-
-
-class _TooLong(Exception):
-    """A prompt above max_prompt: what it has."""
 
 
 class _Recipe(NamedTuple):
@@ -80,7 +76,7 @@ class _Recipe(NamedTuple):
         Chat(self.tokenizer, self.kwargs).check()
 
     def make(self, row: Mapping[str, Any], place: str, index: int, widest: int) -> Prompt:
-        """The prompt of a row. Unfit for one that cannot be used, _TooLong for one above max_prompt.
+        """The prompt of a row. Unfit for one that cannot be used, TooLong for one above max_prompt.
 
         `widest` is the length of the longest token [characters]: a text that could not fit whatever its
         tokens are is not tokenised.
@@ -99,10 +95,10 @@ class _Recipe(NamedTuple):
         if is_empty(text):
             raise Unfit(place, "the prompt is empty")
         if len(text) > self.max_prompt * widest:
-            raise _TooLong(f"{len(text)} characters")
+            raise TooLong(f"{len(text)} characters")
         ids = render(self.tokenizer, text, system=self.system, chat_template_kwargs=self.kwargs)
         if len(ids) > self.max_prompt:
-            raise _TooLong(f"{len(ids)} tokens")
+            raise TooLong(f"{len(ids)} tokens")
         self._check_tokens(row, place, ids, widest)
         return Prompt(ids, text, row, index)
 
@@ -111,35 +107,14 @@ class _Recipe(NamedTuple):
 
         Its text is that of the last user's turn, or of the last turn where no user speaks.
         """
+        chat = Chat(self.tokenizer, self.kwargs)
+        talk = Talk(chat, self.messages, self.system, self.loss_on, self.max_prompt, self.max_tokens)
         try:
-            talk = conversation(row, self.messages, self.system)
-            self._check_size(talk, widest)
-            ids = self._ids_of(talk)
+            ids, turns = talk.read(row, widest)
         except ValueError as error:
             raise Unfit(place, str(error)) from None
-        if len(ids) > self.max_prompt:
-            raise _TooLong(f"{len(ids)} tokens")
-        asked = [turn for turn in talk.turns if turn["role"] == "user"] or talk.turns
-        return Prompt(ids, asked[-1]["content"], row, index, talk.turns)
-
-    def _check_size(self, talk: Conversation, widest: int) -> None:
-        """What could not fit is not tokenised, as with text; a template may drop what the assistant said."""
-        size = sum(len(turn["content"]) for turn in talk.turns if turn["role"] != "assistant")
-        if self.loss_on is None and size > self.max_prompt * widest:
-            raise _TooLong(f"{size} characters")
-        if self.loss_on is not None and self.max_tokens is not None and size > self.max_tokens * widest:
-            raise ValueError(f"the conversation has {size} characters, above {self.max_tokens} tokens")
-
-    def _ids_of(self, talk: Conversation) -> list[int]:
-        """The ids of a conversation to be answered, or those before the first that is learned."""
-        chat = Chat(self.tokenizer, self.kwargs)
-        if self.loss_on is None:
-            return chat.prompt(talk)
-        found = chat.lessons(talk, self.loss_on)
-        for x in found:
-            if self.max_tokens is not None and len(x.ids) > self.max_tokens:
-                raise ValueError(f"the conversation has {len(x.ids)} tokens, above {self.max_tokens}")
-        return found[0].ids[: found[0].mask.index(True)]
+        asked = [turn for turn in turns if turn["role"] == "user"] or turns
+        return Prompt(ids, asked[-1]["content"], row, index, turns)
 
     def _check_tokens(self, row: Mapping[str, Any], place: str, ids: Sequence[int], widest: int) -> None:
         """Unfit for an empty response, and for more than max_tokens of prompt, response and its end."""
@@ -213,7 +188,7 @@ def from_rows(
             kept.append(i)
         except Unfit as error:
             unfit.add((error.place, error.reason))
-        except _TooLong as error:
+        except TooLong as error:
             long.add(f"{place_of(rows, i, name)} with {error}")
     if unfit.count:
         raise ValueError(unfit_line(unfit, len(rows)))
@@ -259,7 +234,7 @@ def from_task(
     def prompt(index: int) -> Prompt:
         try:
             return recipe.make(generate(seed, index, level), f"{task}, prompt {index}", index, widest)
-        except _TooLong as long:
+        except TooLong as long:
             raise ValueError(
                 f"max_prompt: prompt {index} of {task} has {long}, above {max_prompt} tokens; raise it"
             ) from None
