@@ -609,7 +609,10 @@ def test_a_function_of_a_rubric_that_raises_scores_nothing_and_is_counted():
     adapted = reward.adapters.ADAPTERS["verifiers"](
         SimpleNamespace(funcs=[breaks, correct], weights=[1.0, 1.0])
     )
-    with pytest.warns(UserWarning, match=r"rubric: breaks raised ZeroDivisionError.*; that scores 0"):
+    with (
+        pytest.warns(UserWarning, match=r"rubric: breaks raised ZeroDivisionError.*; that scores 0"),
+        pytest.warns(UserWarning, match=r"rubric: correct raised TypeError.*'parser'.*; that scores 0"),
+    ):
         found = score(adapted, ["7777", ""], columns={"answer": ["", ""]})
     assert found.total.tolist() == [0.25, 0.0]
     assert found.metrics["it/failed"].tolist() == [1.0, 2.0]  # correct needs a parser
@@ -711,9 +714,9 @@ def test_the_preflight_gives_all_that_a_run_gives():
     def fn(completions, completion_ids, trainer_state, log_metric):
         log_metric("n", 1)
         assert all(len(ids) == len(c) for ids, c in zip(completion_ids, completions))
-        return [len(ids) + trainer_state.global_step / trainer_state.max_steps for ids in completion_ids]
+        return [-len(ids) + trainer_state.global_step / trainer_state.max_steps for ids in completion_ids]
 
-    assert reward.check(reward.weighted(fn=(fn, 1.0)), ROWS)["answer"].total.tolist() == [1.0, 2.0]
+    assert reward.check(reward.weighted(fn=(fn, 1.0)), ROWS)["answer"].total.tolist() == [-1.0, -2.0]
 
 
 def test_partials_and_objects_are_rewards():
