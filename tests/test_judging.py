@@ -1,5 +1,6 @@
 """Rewards over the ranks: shares, one result for all, errors of one rank, and the limit of time."""
 
+import asyncio
 import signal
 import socket
 import subprocess
@@ -71,6 +72,30 @@ def length(completions):
     return [float(len(c)) for c in completions]
 
 
+async def waits(completions, row):
+    """Async, answers None for odd rows and dicts for the others."""
+    await asyncio.sleep(0.001)
+    return [None if r % 2 else {"score": len(c), "half": r / 2, "text": c} for c, r in zip(completions, row)]
+
+
+def logs_on_rank_1(completions, trainer_state, completion_ids, log_metric, log_extra):
+    if dist.rank() == 1:
+        log_metric("step", trainer_state.global_step)
+        log_extra("ids", [len(ids) for ids in completion_ids])
+    return [1.0 for _ in completions]
+
+
+def judged_in_full(st):
+    """Everything that a reward may do, over the ranks; in messages."""
+    score = reward.weighted(waits=(waits, 1.0), logs=(logs_on_rank_1, 0.5))
+    spoken = [p._replace(messages=[{"role": "user", "content": p.text}]) for p in PROMPTS]
+    judged = engine.gather_and_judge(
+        st, reward.weighted(**{k: (reward.adapters.texts(fn), w) for k, (fn, w) in score.components.items()}),
+        rollout_of(), spoken, tiny.tokenizer(), state=reward.trainer_state(7, 9),
+    )  # fmt: skip
+    return judged._asdict() | {"means": reward.means(judged, "reward")}
+
+
 def plain(judged):
     return judged.reward, judged.parts, judged.texts
 
@@ -93,6 +118,7 @@ def every_case(rank):
     out = {"whole": plain(judged_by(st, digits)), "zero": plain(judged_by(st, zero_on_rank_1))}
     out["few"] = plain(judged_by(st, digits, PROMPTS[:1], TEXTS[:G]))
     out["filled"] = fill(st, zero_on_rank_1)
+    out["full"] = judged_in_full(st)
     rows, asked = [{"question": "1", "answer": "1"}], []
 
     def counts(completions):
@@ -189,6 +215,44 @@ def test_a_reward_is_checked_by_one_rank_for_all(found):
     assert found[1]["check"][:2] == ("ValueError", "rank 0: reward 'mine': KeyError: 'key'")
 
 
+def test_nones_metrics_and_texts_are_the_same_on_every_rank(found):
+    """Rank 1 scores the last two groups, and logs. What is not there is NaN, or None among the texts."""
+    alone = judged_in_full(get_fake_strategy())
+    for rank in range(2):
+        full = found[rank]["full"]
+        assert torch.equal(full["reward"], alone["reward"]) and full["texts"] == TEXTS
+        for key in ("waits", "logs"):
+            torch.testing.assert_close(full["parts"][key], alone["parts"][key], equal_nan=True)
+        assert full["parts"]["waits"].isnan().any(-1).tolist() == [False, True, False, True, False]
+        assert full["metrics"]["waits/half"][::2].tolist() == [[0.0] * G, [1.0] * G, [2.0] * G]
+        assert full["metrics"]["waits/half"][1::2].isnan().all()
+        assert full["metrics"]["logs/step"][3:].tolist() == [[7.0] * G] * 2
+        assert full["metrics"]["logs/step"][:3].isnan().all()
+        assert (
+            full["extra"]["waits/text"][:G] == TEXTS[:G]
+            and full["extra"]["waits/text"][G : 2 * G] == [None] * G
+        )
+        assert full["extra"]["logs/ids"] == [None] * 3 * G + [len(t) for t in TEXTS[3 * G :]]
+        assert full["means"]["reward/waits/skipped"] == pytest.approx(0.4)
+        assert full["means"]["reward/waits/half"] == 1.0 and full["means"]["reward/logs/step"] == 7.0
+        assert full["means"]["reward/mean"] == pytest.approx(alone["reward"].mean().item())
+
+
+def test_groups_that_are_joined_and_chosen_keep_what_rewards_said():
+    """As dynamic sampling does it: a metric of one rollout alone is NaN for the others."""
+    a = reward.Judged(
+        torch.ones(1, 2), {"p": torch.zeros(1, 2)}, ["a", "b"], {"p/m": torch.ones(1, 2)}, {"p/x": [1, 2]}
+    )
+    b = reward.Judged(torch.zeros(2, 2), {"p": torch.ones(2, 2)}, ["c", "d", "e", "f"])
+    both = reward.concat([b, a])
+    assert both.metrics["p/m"].isnan().tolist() == [[True, True], [True, True], [False, False]]
+    assert both.extra == {"p/x": [None] * 4 + [1, 2]} and both.texts == ["c", "d", "e", "f", "a", "b"]
+    chosen = reward.select(both, [2, 0])
+    assert chosen.texts == ["a", "b", "c", "d"] and chosen.extra == {"p/x": [1, 2, None, None]}
+    assert chosen.reward.tolist() == [[1, 1], [0, 0]] and chosen.parts["p"].tolist() == [[0, 0], [1, 1]]
+    assert chosen.metrics["p/m"][0].tolist() == [1, 1] and chosen.metrics["p/m"][1].isnan().all()
+
+
 def test_one_process_is_reward_judge():
     score = reward.weighted(mine=(digits, 1.0))
     rollout = rollout_of()
@@ -222,6 +286,11 @@ def hangs_on_a_server(completions):
         return [float(ours.recv(1)) for _ in completions]
 
 
+async def hangs_async(completions):
+    await asyncio.sleep(60)
+    return [0.0 for _ in completions]
+
+
 def hangs_and_catches(completions):
     """As many rewards that ask a server do."""
     out = []
@@ -241,7 +310,7 @@ def hangs_and_catches_all(completions):
 
 
 @pytest.mark.parametrize(
-    "fn", [hangs, hangs_on_a_lock, hangs_on_a_server, hangs_and_catches, hangs_and_catches_all]
+    "fn", [hangs, hangs_on_a_lock, hangs_on_a_server, hangs_async, hangs_and_catches, hangs_and_catches_all]
 )
 def test_a_reward_that_hangs_is_interrupted_and_named(fn):
     handler, began = signal.getsignal(judging._SIGNAL), time.monotonic()

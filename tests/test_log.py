@@ -247,6 +247,20 @@ def test_trajectories_are_the_first_of_each_group(tmp_path):
     assert rows[1] == {"step": 3, "prompt": "q", "response": "c", "reward": 0.5, "exact": 0.5}
 
 
+def test_trajectories_have_what_rewards_said_of_a_response(tmp_path):
+    """Further numbers and texts; nothing where a reward does not apply."""
+    one = torch.tensor([[1.0, 0.0]])
+    parts = {"a": one, "b": torch.full((1, 2), torch.nan)}
+    judged = Judged(one, parts, ["x", "y"], {"a/acc": one}, {"a/pred": ["7", None]})
+    run = runs.Run(tmp_path / "r", Config(), total=4)
+    run.resume(0)
+    batch = type("Batch", (), {"mask": torch.ones(2, 3)})
+    run.trajectories(0, [type("Prompt", (), {"text": "p"})], batch, judged)
+    rows = plot.read_metrics(run.folder / "trajectories.jsonl")
+    row = {"step": 0, "prompt": "p", "response": "x", "reward": 1.0, "a": 1.0, "a/acc": 1.0, "a/pred": "7"}
+    assert rows == [row]
+
+
 def test_finish_draws_what_was_written(tmp_path, capsys):
     run = runs.Run(tmp_path / "r", Config(), total=30)
     run.resume(0)

@@ -25,7 +25,7 @@ def one(fn, completion, **columns):
     return value
 
 
-# ----------------------------------------------------------------------------------------------- extractors
+# ------------------------------------------------------------------------------------------------- extractors
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_extract_tag(text, content):
     assert reward.extract_tag(text, "answer") == content
 
 
-# -------------------------------------------------------------------------------------------------- answers
+# ---------------------------------------------------------------------------------------------------- answers
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_task_takes_the_box_or_the_whole_completion(name):
     assert max(score([rf"{a} \boxed{{?}}" for a in answers])) == 0.0
 
 
-# --------------------------------------------------------------------------------------------------- format
+# ----------------------------------------------------------------------------------------------------- format
 
 FORMATS = {
     "boxed": (reward.boxed_format(), r"the answer is \boxed{72}"),
@@ -281,7 +281,7 @@ def test_tag_format_takes_other_tags():
     assert one(reward.tag_format("plan"), "<plan>x</plan><code>y</code>") == 0.0
 
 
-# -------------------------------------------------------------------------------------------------- combine
+# ---------------------------------------------------------------------------------------------------- combine
 
 
 def constant(*values):
@@ -290,7 +290,7 @@ def constant(*values):
 
 def test_weighted_adds_its_parts_and_keeps_them():
     score = reward.weighted(accuracy=(reward.numeric(), 0.9), format=(reward.boxed_format(), 0.1))
-    total, parts = score(["p"] * 3, ["72", r"\boxed{72}", r"\boxed{7}"], {"answer": ["72"] * 3})
+    total, parts, *_ = score(["p"] * 3, ["72", r"\boxed{72}", r"\boxed{7}"], {"answer": ["72"] * 3})
     assert parts["accuracy"].tolist() == [1.0, 1.0, 0.0] and parts["format"].tolist() == [0.0, 1.0, 1.0]
     assert total.dtype == torch.float32
     torch.testing.assert_close(total, torch.tensor([0.9, 1.0, 0.1]))
@@ -320,7 +320,10 @@ def test_a_reward_gets_the_columns_that_it_names():
     assert score(["p"], ["x"], {"answer": ["y"]}).total.tolist() == [0.25]
 
 
-ADVICE = "not a finite number; return a float for every completion, 0.0 for one that cannot be scored"
+ADVICE = (
+    "not a finite number; return a float for every completion, 0.0 for one that cannot be scored, None where "
+    "the reward does not apply"
+)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +334,6 @@ ADVICE = "not a finite number; return a float for every completion, 0.0 for one 
         (constant(1, 2, float("nan"), 4), f"reward 'format': value 2 is nan, {ADVICE}"),
         (constant(float("inf"), 2, 3, 4), f"reward 'format': value 0 is inf, {ADVICE}"),
         (constant(1, 2, 3, 1e300), f"reward 'format': value 3 is 1e+300, {ADVICE}"),
-        (constant(1, None, 3, 4), f"reward 'format': value 1 is None, {ADVICE}"),
         (constant(1, "0.5", 3, 4), f"reward 'format': value 1 is '0.5', {ADVICE}"),
         (constant(1, 2j, 3, 4), f"reward 'format': value 1 is 2j, {ADVICE}"),
         (constant(1, [1], 3, 4), f"reward 'format': value 1 is [1], {ADVICE}"),
@@ -442,7 +444,7 @@ def test_bad_batches(batch, message):
     assert str(error.value) == message
 
 
-# ------------------------------------------------------------------------------------------- check and load
+# --------------------------------------------------------------------------------------------- check and load
 
 ROWS = [TASKS["addition"].generate(0, index, 1) for index in range(4)]
 
@@ -456,6 +458,7 @@ def test_check_scores_nothing_garbage_and_the_reference():
         "garbage": [0.0] * 4,
         "answer": [0.0] * 4,
         "boxed": [1.0] * 4,
+        "tags": [0.0] * 4,
     }
 
 
@@ -463,7 +466,7 @@ def test_check_shows_a_reward_the_question_as_the_prompt_and_every_column():
     seen = []
 
     def spy(prompts, completions, **columns):
-        seen.append((list(prompts), columns))
+        seen.append((list(prompts), {k: v for k, v in columns.items() if k in ROWS[0]}))
         return [float(len(c)) for c in completions]
 
     with pytest.warns(UserWarning, match="score no more than garbage"):
@@ -481,9 +484,9 @@ def test_check_shows_a_reward_the_question_as_the_prompt_and_every_column():
         ),
         (lambda completions, **_: [len(c) / len(c) for c in completions], ROWS, "division by zero"),
         (
-            lambda completions, **_: [1.0 if c else None for c in completions],
+            lambda completions, **_: [1.0 if c else "0" for c in completions],
             ROWS,
-            f"reward 'r': value 0 is None, {ADVICE}",
+            f"reward 'r': value 0 is '0', {ADVICE}",
         ),
         (reward.exact(), [], "rows: expected at least one row of the dataset, got none"),
         (
@@ -500,7 +503,8 @@ def test_check_raises_before_training_does(fn, rows, message):
 
 
 def test_check_warns_about_a_constant_reward():
-    with pytest.warns(UserWarning, match="score no more than garbage"):
+    line = "^reward 'a': it scores 1 for nothing, for garbage and for every reference$"
+    with pytest.warns(UserWarning, match=line):
         reward.check(reward.weighted(a=(lambda completions: [1.0] * len(completions), 1.0)), ROWS)
 
 
@@ -539,7 +543,10 @@ def test_load_knows_names(spec, completion, score):
     assert one(reward.load(spec), completion, answer="72") == score
 
 
-KNOWN = "expected one of math, numeric, boxed, exact, format, tags, task:NAME or path/file.py:function"
+KNOWN = (
+    "expected one of math, numeric, boxed, exact, format, tags, task:NAME, path/file.py:function or "
+    "package.module:function"
+)
 
 
 @pytest.mark.parametrize(
@@ -587,7 +594,7 @@ def test_importing_the_rewards_loads_neither_transformers_nor_sympy():
 
 def test_parse_reads_weights_from_the_command_line():
     score = reward.parse(["boxed", "format=0.1", "task:addition=-2"])
-    total, parts = score(["p"] * 2, [r"\boxed{72}", r"\boxed{7}"], {"answer": ["72", "72"]})
+    total, parts, *_ = score(["p"] * 2, [r"\boxed{72}", r"\boxed{7}"], {"answer": ["72", "72"]})
     assert {name: part.tolist() for name, part in parts.items()} == {
         "boxed": [1.0, 0.0],
         "format": [1.0, 1.0],
@@ -612,8 +619,8 @@ def test_only_a_number_behind_the_last_equals_sign_is_a_weight(tmp_path, weight)
     folder.mkdir()
     (folder / "mine.py").write_text(FILE)
     name = f"{folder / 'mine.py'}:length"
-    total, parts = reward.parse([name + weight])([""], ["ab"], {})
-    assert list(parts) == [name] and parts[name].tolist() == [6.0]
+    total, parts, *_ = reward.parse([name + weight])([""], ["ab"], {})
+    assert list(parts) == ["length"] and parts["length"].tolist() == [6.0]
     assert total.item() == pytest.approx(6.0 * float(weight[1:] or 1))
 
 
@@ -621,8 +628,8 @@ def test_only_a_number_behind_the_last_equals_sign_is_a_weight(tmp_path, weight)
     ("spec", "name"), [("http://h/s?m=a", "http://h/s?m=a"), ("http://h/s?m=a=2", "http://h/s?m=a")]
 )
 def test_the_query_of_a_url_is_no_weight(monkeypatch, spec, name):
-    monkeypatch.setattr(reward.combine, "load", lambda name: constant(1.0))
-    assert list(reward.parse([spec]).components) == [name]
+    monkeypatch.setattr(reward.loading, "_NAMED", {name.partition(":")[0]: lambda column: constant(1.0)})
+    assert list(reward.parse([spec]).specs.values()) == [name]
 
 
 def needs_two(prompts, completions, tests, language, verbose=False, **columns):

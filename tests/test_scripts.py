@@ -590,6 +590,42 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(straight, tmp_path):
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
+BROUGHT = """
+from __future__ import annotations
+
+def get_accuracy(slack: float = 0.0):
+    def accuracy_reward(completions: list[list[dict]], answer: list[str], **kwargs) -> list[float | None]:
+        kwargs["log_metric"]("step", kwargs["trainer_state"].global_step)
+        contents = [completion[0]["content"] for completion in completions]
+        return [float(content == gold) + slack for content, gold in zip(contents, answer)]
+    return accuracy_reward
+
+async def short_reward(completion_ids, trainer_state, prompts, **kwargs):
+    assert 0 <= trainer_state.global_step <= trainer_state.max_steps <= 2
+    return [None if len(ids) > 4 else {"score": 1.0, "length": len(ids)} for ids in completion_ids]
+"""
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo", "evaluate"])
+def test_a_reward_file_written_for_trl_runs_unchanged(script, tmp_path):
+    """Messages, a factory, async, None, dicts, the state of the run and its metrics."""
+    path, out = tmp_path / "brought.py", tmp_path / "r"
+    path.write_text(BROUGHT)
+    rewards = [f"messages:{path}:get_accuracy(slack=0.5)", f"{path}:short_reward=0.1"]
+    if script == "evaluate":
+        run(script, "--count", 8, "--reward", *rewards, "--out", out.with_suffix(".json"))
+        row = json.loads(out.with_suffix(".json").read_text())["result"]
+        assert row["reward/accuracy_reward/step"] == 1
+    else:
+        run(script, *SMALL, "--steps", 2, "--reward", *rewards, "--out", out)
+        row = rows(out)[1]
+        assert [r["reward/accuracy_reward/step"] for r in rows(out)] == [0, 1]
+        assert row["eval/accuracy_reward/step"] == 2  # after the last step
+    assert 0.5 <= row["reward/accuracy_reward"] <= 1.5
+    assert 0 < row["reward/short_reward/skipped"] <= 1 or row["reward/short_reward/length"] <= 4
+    assert row.get("reward/short_reward", 1.0) == 1.0
+
+
 def test_reward_errors_in_the_middle_lose_nothing(tmp_path):
     """A reward that breaks after some steps stops the run; with it mended, the same command continues."""
     path, mended = tmp_path / "r" / "metrics.jsonl", tmp_path / "mended"

@@ -72,13 +72,13 @@ def main(cfg: Config) -> None:
     options["columns"] = rft.reward.columns(score)
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, split="test", **options)
     prompts, keys = rft.data.take(dataset, cfg.count, cfg.seed)
-    rows = [p.columns for p in prompts[:2]]
-    rft.engine.check_reward(st, score, rows, timeout=cfg.reward_timeout)
+    rft.engine.check_reward(st, score, prompts[:2], timeout=cfg.reward_timeout)
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
     eng = rft.engine.get_engine(cfg.strategy.engine, model, tokenizer)
 
     # ---- answers, as many at a time as the engine takes
     step = max(cfg.strategy.engine_batch // cfg.group, 1) * st.world
+    stands = rft.reward.trainer_state(1, 1)  # rewards see the end of a run
     rollouts = []
     for at in rft.run.track(range(0, len(prompts), step), "evaluating", rank=st.rank):
         part = slice(at, at + step)
@@ -86,26 +86,25 @@ def main(cfg: Config) -> None:
             eng, st, prompts[part], keys[part], n=cfg.group, sampling=sampling
         )
         judged = rft.engine.gather_and_judge(
-            st, score, rollout, prompts[part], tokenizer, timeout=cfg.reward_timeout
+            st, score, rollout, prompts[part], tokenizer, timeout=cfg.reward_timeout, state=stands
         )
         rollouts.append((rollout, judged))
 
     # ---- what they are worth
+    judged = rft.reward.concat([x for _, x in rollouts])
     first = next(iter(score.components))
-    correct = torch.cat([judged.parts[first] for _, judged in rollouts]) >= cfg.correct  # [N, G]
+    correct = judged.parts[first] >= cfg.correct  # [N, G]; where it does not apply a response is not correct
     share = correct.double().mean(-1)
     result = {f"avg@{cfg.group}": share.mean().item(), "questions": len(prompts)}
     result |= {f"pass@{k}": rft.metric.pass_at_k(correct, k).mean().item() for k in cfg.k}
     result["standard_error"] = (share.std() / len(prompts) ** 0.5).item()
-    result |= {
-        f"reward/{n}": torch.cat([j.parts[n] for _, j in rollouts]).mean().item()
-        for n in rollouts[0][1].parts
-    }
+    means = rft.reward.means(judged, "reward")
+    result |= {name: x for name, x in means.items() if name != "reward/mean"}
     result["truncated"] = torch.cat([r.truncated for r, _ in rollouts]).double().mean().item()
     rft.run.table(result, title=f"{cfg.model} on {dataset.name}", rank=st.rank)
     if cfg.out and st.rank == 0:
-        texts = [t for _, judged in rollouts for t in judged.texts]
-        rows = [{"prompt": prompts[i // cfg.group].text, "response": t} for i, t in enumerate(texts)]
+        texts = enumerate(judged.texts)
+        rows = [{"prompt": prompts[i // cfg.group].text, "response": t} for i, t in texts]
         rft.run.write_results(cfg.out, {"config": cfg, "result": result}, rows)
 
 

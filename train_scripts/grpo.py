@@ -43,7 +43,7 @@ class Config:
     rounds: Count = 1  # sample at most so often per step to fill it with groups whose rewards differ (DAPO)
 
     # reward
-    reward: tuple[str, ...] = ("task:sort_digits",)  # exact, math, task:NAME, FILE.py:FUNCTION ...; =WEIGHT
+    reward: tuple[str, ...] = ("task:sort_digits",)  # math:COLUMN, task:NAME, FILE.py:FUNCTION=WEIGHT ...
     reward_timeout: Free[Positive] = 300.0  # seconds that the rewards of a batch may take
     reward_clip: AtLeast0 = 0.0  # rewards are clipped to +- this; 0 is off
     normalize_reward: bool = False  # subtract the running mean of rewards, divide by their running deviation
@@ -197,8 +197,7 @@ def main(cfg: Config) -> None:
 
     # ---- rewards; what is wrong with them is found before a model is loaded
     first_prompts, _ = rft.data.take(dataset, 2, cfg.seed)
-    rows = [p.columns for p in first_prompts]
-    rft.engine.check_reward(st, score, rows, timeout=cfg.reward_timeout)
+    rft.engine.check_reward(st, score, first_prompts, timeout=cfg.reward_timeout)
 
     # ---- the policy, its optimizer, and the initial model where a KL asks for it
     load = partial(rft.model.load, cfg.model, meta=st.world > 1)
@@ -237,14 +236,19 @@ def main(cfg: Config) -> None:
             metrics["policy/kl_ref"] = rft.metric.mean(kl, b.mask)
         return loss, metrics | rft.metric.policy(out, b)
 
+    def judge(rollout, prompts):
+        """The rewards of responses; what they are told of the run is where it stands now."""
+        stands = rft.reward.trainer_state(extra["step"], cfg.steps, prompts=cfg.prompts, size=dataset.size)
+        return rft.engine.gather_and_judge(
+            st, score, rollout, prompts, tokenizer, timeout=cfg.reward_timeout, state=stands
+        )
+
     def collect(prompts, keys, n, how):
         """Responses to the prompts, and their rewards [N, n]: the same on every rank."""
         with run.phase("generate"):
             rollout = rft.engine.gather_and_generate(eng, st, prompts, keys, n=n, sampling=how)
         with run.phase("judge"):
-            judged = rft.engine.gather_and_judge(
-                st, score, rollout, prompts, tokenizer, timeout=cfg.reward_timeout
-            )
+            judged = judge(rollout, prompts)
         return rollout, judged
 
     def sample(step):
@@ -283,9 +287,7 @@ def main(cfg: Config) -> None:
         with run.phase("evaluate"):
             prompts, keys = rft.data.take(unseen, cfg.eval_prompts, cfg.seed)
             rollout = rft.engine.gather_and_generate(eng, st, prompts, keys, n=1, sampling=greedy)
-            judged = rft.engine.gather_and_judge(
-                st, score, rollout, prompts, tokenizer, timeout=cfg.reward_timeout
-            )
+            judged = judge(rollout, prompts)
         return rft.reward.means(judged, "eval")
 
     for step in range(extra["step"], cfg.steps):

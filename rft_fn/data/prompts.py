@@ -20,6 +20,7 @@ from rft_fn import rng
 from rft_fn.data import tasks
 from rft_fn.data.chat import LOSS_ON, Chat
 from rft_fn.data.mixture import Mixture
+from rft_fn.data.paths import value_at
 from rft_fn.data.report import First, TooLong, unfit_line
 from rft_fn.data.rows import Unfit, place_of
 from rft_fn.data.talk import Talk
@@ -84,11 +85,14 @@ class _Recipe(NamedTuple):
         `widest` is the length of the longest token [characters]: a text that could not fit whatever its
         tokens are is not tokenised.
         """
-        for name in self.columns:
-            if name not in row:
-                raise Unfit(place, f"the row has no column {name!r}; it has {', '.join(map(repr, row))}")
-            if is_empty(row[name]):
-                raise Unfit(place, f"column {name!r} is empty")
+        for path in self.columns:
+            try:
+                value = value_at(row, path)
+            except KeyError:
+                known = ", ".join(map(repr, row))
+                raise Unfit(place, f"the row has no column {path!r}; it has {known}") from None
+            if is_empty(value):
+                raise Unfit(place, f"column {path!r} is empty")
         if self.messages:
             return self._of_messages(row, place, index, widest)
         text = fill(self.template, row, place)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rft_fn import reward_shaping, tree
-from rft_fn.reward.rollout import Judged
+from rft_fn.reward.rollout import Judged, concat, select
 from rft_fn.types import Media, Rollout
 
 __all__ = ["Filled", "fill_groups"]
@@ -58,12 +58,7 @@ def _concat(parts: Sequence[_Batch]) -> _Batch:
     plain = [tree.map(lambda x: _wide(x, size), tree.replace(p.rollout, media=None)) for p in parts]
     rollout = tree.map(lambda *x: torch.cat(x), *plain)
     rollout = tree.replace(rollout, media=_media([p.rollout for p in parts]))
-    names = parts[0].judged.parts
-    judged = Judged(
-        reward=torch.cat([p.judged.reward for p in parts]),
-        parts={name: torch.cat([p.judged.parts[name] for p in parts]) for name in names},
-        texts=[t for p in parts for t in p.judged.texts],
-    )
+    judged = concat([p.judged for p in parts])
     return _Batch([x for p in parts for x in p.prompts], rollout, judged)
 
 
@@ -76,9 +71,7 @@ def _select(batch: _Batch, groups: Sequence[int]) -> _Batch:
     media = None if batch.rollout.media is None else batch.rollout.media.take(rows.tolist())
     number = torch.arange(len(groups)).repeat_interleave(size).to(plain.group)
     rollout = tree.replace(plain, media=media, group=number)
-    parts = {name: part[index] for name, part in batch.judged.parts.items()}
-    texts = [batch.judged.texts[i] for i in rows.tolist()]
-    judged = Judged(reward=batch.judged.reward[index], parts=parts, texts=texts)
+    judged = select(batch.judged, groups)
     return _Batch([batch.prompts[i] for i in groups], rollout, judged)
 
 

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
-
 from rft_fn import dist
-from rft_fn.reward import Judged, Score, Scored, check, judge
+from rft_fn.reward import Judged, Score, Scored, TrainerState, check, concat, judge
 from rft_fn.types import Rollout, Strategy
 
 __all__ = ["check_reward", "gather_and_judge"]
@@ -32,6 +30,7 @@ def gather_and_judge(
     tokenizer: Any,
     *,
     timeout: float = 300.0,
+    state: TrainerState | None = None,
 ) -> Judged:
     """`reward.judge` of the global batch, the same on every rank: each rank scores its share of the groups.
 
@@ -55,10 +54,10 @@ def gather_and_judge(
         mine = slice(strategy.rank * size, (strategy.rank + 1) * size)
         if prompts and mine.start >= len(prompts):  # more ranks than prompts
             return None
-        return judge(score, rollout, prompts, tokenizer, part=mine)
+        return judge(score, rollout, prompts, tokenizer, part=mine, state=state)
 
     everyone = _together(strategy, score, work, timeout, digest=_digest(prompts))
-    return _concat([judged for judged in everyone if judged is not None])
+    return concat([judged for judged in everyone if judged is not None])
 
 
 def check_reward(
@@ -137,15 +136,6 @@ def _describe(score: Score, error: Exception) -> str:
     if head == "reward: " or text.startswith(head):  # no reward of its own failed, or the text names it
         return text
     return head + text
-
-
-def _concat(parts: Sequence[Judged]) -> Judged:
-    """The groups of all parts, in order."""
-    return Judged(
-        reward=torch.cat([x.reward for x in parts]),
-        parts={name: torch.cat([x.parts[name] for x in parts]) for name in parts[0].parts},
-        texts=[text for x in parts for text in x.texts],
-    )
 
 
 class _Expired(BaseException):

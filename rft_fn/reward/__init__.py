@@ -1,15 +1,19 @@
-"""Rewards: functions from the text of a response to a number, in TRL's calling convention.
+"""Rewards: functions from a response to a number, in TRL's calling convention.
 
-    def reward(prompts: list[str], completions: list[str], **columns: list) -> list[float]
+    def reward(prompts, completions, **columns) -> list[float]
 
-`completions` are the text of the *response only*. A reward that scores prompt and response together can be
-satisfied by the instructions in the prompt, and is then a constant.
+Lists with one value a completion. Prompts and completions are texts, or lists of messages where the data has
+messages; `convention` has the other arguments that a function may name, `results` what it may return,
+`adapters` functions of other libraries. `completions` are the *response only*: a reward that scores prompt
+and response together can be satisfied by the instructions in the prompt, and is then a constant.
 """
 
-from rft_fn.reward.combine import Score, Scored, Weighted, check, columns, load, parse, weighted
-from rft_fn.reward.rollout import Judged, judge, means, responses
+from rft_fn.reward.combine import Score, Scored, Weighted, columns, weighted
+from rft_fn.reward.convention import RewardFn, TrainerState, text, trainer_state
+from rft_fn.reward.loading import load, parse
+from rft_fn.reward.preflight import check
+from rft_fn.reward.rollout import Judged, concat, judge, means, responses, select
 from rft_fn.reward.verifiable import (
-    RewardFn,
     boxed_format,
     exact,
     extract_boxed,
@@ -27,10 +31,12 @@ __all__ = [
     "RewardFn",
     "Score",
     "Scored",
+    "TrainerState",
     "Weighted",
     "boxed_format",
     "check",
     "columns",
+    "concat",
     "exact",
     "extract_boxed",
     "extract_number",
@@ -43,7 +49,10 @@ __all__ = [
     "parse",
     "pattern_format",
     "responses",
+    "select",
     "tag_format",
     "task",
+    "text",
+    "trainer_state",
     "weighted",
 ]

@@ -1,112 +1,170 @@
-"""Rewards as one weighted sum whose every value is checked, a preflight for it, rewards by name or file."""
+"""Rewards as one weighted sum whose every value is checked."""
 
-import importlib.util
+import asyncio
 import inspect
 import math
 import numbers
-import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rft_fn import rng
-from rft_fn.reward import verifiable
-from rft_fn.reward.verifiable import RewardFn
+from rft_fn.reward import results
+from rft_fn.reward.convention import GIVEN, Messages, RewardFn, TrainerState, columns_of, parameters, taken
+from rft_fn.reward.results import Result
+from rft_fn.reward.waiting import Loop
 
-__all__ = ["Score", "Scored", "Weighted", "check", "columns", "load", "parse", "weighted"]
+__all__ = ["Columns", "Score", "Scored", "Weighted", "columns", "weighted"]
 
 
 class Scored(NamedTuple):
     """The rewards of B completions."""
 
     total: Tensor  # [B] float32: the weighted sum of the parts
-    parts: dict[str, Tensor]  # name -> [B] float32, before its weight
+    parts: dict[str, Tensor]  # name -> [B] float32, before its weight; NaN where a part does not apply
+    # PART/NAME -> [B] float32: further numbers, NaN where there is none; PART/NAME -> B: values to be read
+    metrics: dict[str, Tensor] = {}  # noqa: RUF012  never written to
+    extra: dict[str, list[Any]] = {}  # noqa: RUF012
 
 
 Columns = Mapping[str, Sequence[Any]]  # of the dataset: name -> one value a completion
 
-Score = Callable[[Sequence[str], Sequence[str], Columns], Scored]
-"""score(prompts, completions, columns), each with one value a completion -> Scored."""
 
+class Score(Protocol):
+    """Scores a batch, with one value a completion in each list."""
 
-def _number(name: str, index: int, value: object) -> float:
-    """One value of a reward as a float. Raises ValueError for anything but a finite float32."""
-    plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(plain, numbers.Real) and abs(plain) <= torch.finfo(torch.float32).max:  # False for NaN
-        return float(plain)
-    raise ValueError(
-        f"reward {name!r}: value {index} is {value!r:.80}, not a finite number; "
-        "return a float for every completion, 0.0 for one that cannot be scored"
-    )
-
-
-def _values(name: str, result: object, count: int) -> Tensor:
-    """What a reward function returned, as [B] float32. Raises ValueError for a wrong count or a bad value."""
-    try:
-        values = list(result)
-    except TypeError:
-        kind = type(result).__name__
-        raise ValueError(f"reward {name!r}: expected a list of {count} numbers, got {kind}") from None
-    if len(values) != count:
-        raise ValueError(f"reward {name!r}: expected {count} values, got {len(values)}")
-    return torch.tensor([_number(name, i, value) for i, value in enumerate(values)], dtype=torch.float32)
-
-
-_GIVEN = ("prompts", "completions")  # what every reward is given; all other names are columns
-
-
-def _named(fn: RewardFn) -> list[inspect.Parameter]:
-    """The parameters of a reward function that have a name to the caller."""
-    parameters = inspect.signature(fn).parameters.values()
-    return [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-
-
-def _adapted(name: str, fn: RewardFn) -> RewardFn:
-    """`fn`, given the columns that it asks for: all if it takes **kwargs, else those among its parameters.
-
-    So `def reward(completions, answer)` is a reward function too. Raises ValueError, when called, for a
-    parameter without a default that is no column.
-    """
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(fn).parameters.values())
-    named = _named(fn)
-
-    def reward(**given: Any) -> object:
-        known = ", ".join(name for name in given if name not in _GIVEN) or "none"
-        for p in named:
-            if p.default is p.empty and p.name not in given:
-                missing = f"reward {name!r}: column {p.name!r} is not in the dataset"
-                raise ValueError(f"{missing}; its columns are: {known}")
-        return fn(**(given if takes_all else {p.name: given[p.name] for p in named if p.name in given}))
-
-    return reward
+    def __call__(
+        self,
+        prompts: Sequence[str | Messages],
+        completions: Sequence[str | Messages],
+        columns: Columns,
+        /,
+        **given: Any,
+    ) -> Scored:
+        """Scored. A score may name more arguments: completion_ids, prompt_texts, trainer_state."""
+        ...
 
 
 class Weighted:
     """A weighted sum of rewards, called as `score(prompts, completions, columns)`; made by `weighted`."""
 
-    def __init__(self, components: Mapping[str, tuple[RewardFn, float]]):
+    def __init__(
+        self, components: Mapping[str, tuple[RewardFn, float]], *, specs: Mapping[str, str] | None = None
+    ):
         _check_components(components)
         self.components = dict(components)
+        self.specs = dict(specs or {})  # how the command line names them
         self.running = ""  # the reward that is being computed, or the one that raised
-        self._adapted = {name: _adapted(name, fn) for name, (fn, _) in components.items()}
+        self._loop = Loop()
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], columns: Columns) -> Scored:
+    def __call__(
+        self,
+        prompts: Sequence[str | Messages],
+        completions: Sequence[str | Messages],
+        columns: Columns,
+        *,
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        prompt_texts: Sequence[str] | None = None,
+        trainer_state: TrainerState | None = None,
+    ) -> Scored:
         _check_batch(prompts, completions, columns)
         batch = {**columns, "prompts": list(prompts), "completions": list(completions)}
-        count, parts = len(completions), {}
-        for name, fn in self._adapted.items():
+        batch["trainer_state"] = trainer_state or TrainerState()
+        if completion_ids is not None:
+            batch["completion_ids"] = list(completion_ids)
+        if prompt_texts is not None:
+            batch["prompt_texts"] = list(prompt_texts)
+
+        count = len(completions)
+        logs = {name: _Log(name, count) for name in self.components}
+        found = self._call(batch, logs)
+        read: dict[str, Result] = {}
+        for name in self.components:
             self.running = name
-            parts[name] = _values(name, _call(name, fn, batch), count)
+            read[name] = results.read(name, found[name], count)
         self.running = ""
-        total = torch.zeros(count)
+        parts = {name: x.values for name, x in read.items()}
+        total = self._total(parts, prompts)
+        return Scored(total, parts, *_further(read, logs))
+
+    def _call(self, batch: Mapping[str, Any], logs: Mapping[str, "_Log"]) -> dict[str, object]:
+        """What each function returned: the plain ones one after the other, then the async ones together."""
+        found: dict[str, object] = {}
+        waiting: dict[str, Awaitable[object]] = {}
+        try:
+            for name in self.components:
+                result = self._start(name, batch, logs[name])
+                if inspect.isawaitable(result):
+                    waiting[name] = result
+                else:
+                    found[name] = result
+        except BaseException:
+            for awaitable in waiting.values():  # never started
+                if inspect.iscoroutine(awaitable):
+                    awaitable.close()
+            raise
+        if waiting:
+            self.running = ", ".join(waiting)
+            found |= self._loop.run(self._gather(waiting))
+        return found
+
+    def _start(self, name: str, batch: Mapping[str, Any], log: "_Log") -> object:
+        """What a function returns for the batch; something to wait for if it is async."""
+        self.running = name
+        fn = self.components[name][0]
+        given = {**batch, "log_metric": log.metric, "log_extra": log.further}
+        _check_arguments(name, fn, given)
+        with self._told(name):
+            result = fn(**taken(fn, given))
+            if isinstance(result, Iterator) and not inspect.isawaitable(result):  # computes when it is read
+                result = list(result)
+        return result
+
+    async def _gather(self, waiting: Mapping[str, Awaitable[object]]) -> dict[str, object]:
+        async def wait(name: str) -> object:
+            with self._told(name):
+                return await waiting[name]
+
+        values = await asyncio.gather(*(wait(name) for name in waiting))
+        return dict(zip(waiting, values, strict=True))
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        """Adds a note that names the reward to whatever it raises; sys.exit becomes ValueError."""
+        try:
+            yield
+        except SystemExit as error:
+            self.running = name
+            exit_ = ValueError(
+                f"reward {name!r}: expected a list of numbers, got sys.exit({error.code!r}); raise an error "
+                "to stop the run, return 0.0 for a completion that cannot be scored"
+            )
+            exit_.add_note(f"raised by the reward {name!r}")
+            raise exit_ from error
+        except KeyboardInterrupt:  # not the reward's doing
+            raise
+        except BaseException as error:
+            if not isinstance(error, asyncio.CancelledError):  # another one has failed
+                self.running = name
+            error.add_note(f"raised by the reward {name!r}")
+            raise
+
+    def _total(self, parts: Mapping[str, Tensor], prompts: Sequence[str | Messages]) -> Tensor:
+        """The weighted sum of what applies [B]. ValueError for a row to which nothing does."""
+        total = torch.zeros(len(prompts))
         for name, (_, weight) in self.components.items():
-            total = total + float(weight) * parts[name]
-        return Scored(total, parts)
+            total = total + float(weight) * parts[name].nan_to_num()
+        nothing = torch.stack(list(parts.values())).isnan().all(0).nonzero().flatten().tolist()
+        if nothing:
+            row = nothing[0]
+            raise ValueError(
+                f"reward: expected a number from one of {', '.join(parts)} for every completion, got None "
+                f"from all of them for completion {row}, of the prompt {prompts[row]!r:.80}; add a reward "
+                "that applies to it, or return 0.0"
+            )
+        return total
 
 
 def weighted(**components: tuple[RewardFn, float]) -> Weighted:
@@ -131,11 +189,8 @@ def columns(score: Score) -> tuple[str, ...]:
     """
     names: dict[str, None] = {}
     for fn, _ in getattr(score, "components", {}).values():
-        read = getattr(fn, "columns", None)
-        if read is None:
-            read = [p.name for p in _named(fn) if p.default is p.empty]
-        names |= dict.fromkeys(read)
-    return tuple(name for name in names if name not in _GIVEN)
+        names |= dict.fromkeys(columns_of(fn))
+    return tuple(names)
 
 
 def _check_components(components: Mapping[str, tuple[RewardFn, float]]) -> None:
@@ -148,167 +203,73 @@ def _check_components(components: Mapping[str, tuple[RewardFn, float]]) -> None:
             raise ValueError(f"reward {name!r}: expected a finite weight, got {component[1]!r}")
 
 
-def _check_batch(prompts: Sequence[str], completions: Sequence[str], columns: Columns) -> None:
+def _check_batch(prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> None:
     """Raises ValueError for lengths that differ and for columns whose names are taken."""
     count = len(completions)
     if len(prompts) != count:
         raise ValueError(f"prompts: expected {count} values, one a completion, got {len(prompts)}")
     for name, values in columns.items():
-        if name in _GIVEN:
+        if name in GIVEN:
             raise ValueError(f"column {name!r}: the reward's own argument has this name; rename the column")
         if len(values) != count:
             raise ValueError(f"column {name!r}: expected {count} values, one a completion, got {len(values)}")
 
 
-def _call(name: str, fn: RewardFn, batch: dict[str, Any]) -> object:
-    """fn(**batch). Whatever it raises has a note that names the component; sys.exit becomes ValueError."""
-    try:
-        result = fn(**batch)
-        if isinstance(result, Iterator):  # a generator computes when it is read
-            result = list(result)
-        return result
-    except SystemExit as error:
-        exit_ = ValueError(
-            f"reward {name!r}: expected a list of numbers, got sys.exit({error.code!r}); raise an error to "
-            "stop the run, return 0.0 for a completion that cannot be scored"
-        )
-        exit_.add_note(f"raised by the reward {name!r}")
-        raise exit_ from error
-    except KeyboardInterrupt:  # not the reward's doing
-        raise
-    except BaseException as error:
-        error.add_note(f"raised by the reward {name!r}")
-        raise
+def _check_arguments(name: str, fn: RewardFn, given: Mapping[str, Any]) -> None:
+    """ValueError for a parameter without a default that is no column."""
+    known = ", ".join(name for name in given if name not in GIVEN) or "none"
+    for p in parameters(fn):
+        if p.default is p.empty and p.name not in given:
+            missing = f"reward {name!r}: column {p.name!r} is not in the dataset"
+            raise ValueError(f"{missing}; its columns are: {known}")
 
 
-def check(score: Score, rows: Sequence[Mapping[str, Any]], *, answer: str = "answer") -> dict[str, Scored]:
-    r"""Scores made-up completions of a few rows, so that a broken reward fails before a GPU is warm.
+class _Log:
+    """What a reward function logs while it computes, by `log_metric` and `log_extra`."""
 
-    Completions: "empty"; "garbage", letters and punctuation drawn by the index of the row; and, where the
-    rows have the column `answer`, "answer", the reference itself, and "boxed", the reference in \boxed{}.
-    Returns the scores by these names. Raises what `score` raises, and ValueError for no rows. Warns where no
-    reference scores above the garbage (the reward cannot tell right from wrong, or wants a format of its own:
-    look at the returned parts).
-    """
-    if not rows:
-        raise ValueError("rows: expected at least one row of the dataset, got none")
-    names = [name for name in rows[0] if all(name in row for row in rows)]
-    columns = {name: [row[name] for row in rows] for name in names}
-    prompts = [str(row.get("prompt", row.get("question", ""))) for row in rows]
-    tries = {"empty": [""] * len(rows), "garbage": [_garbage(i) for i in range(len(rows))]}
-    if answer in columns:
-        tries["answer"] = [str(value) for value in columns[answer]]
-        tries["boxed"] = [rf"\boxed{{{value}}}" for value in columns[answer]]
-    scored = {name: score(prompts, completions, columns) for name, completions in tries.items()}
-    if answer in columns:
-        _warn_if_blind(scored)
-    return scored
+    def __init__(self, reward: str, count: int):
+        self._reward = reward
+        self._count = count
+        self._numbers: dict[str, list[float]] = {}
+        self.extra: dict[str, list[Any]] = {}
 
+    def metric(self, name: str, value: float) -> None:
+        """A number for the batch; the mean of those with one name is logged."""
+        self._numbers.setdefault(name, []).append(float(value))
 
-def _garbage(index: int) -> str:
-    """Sixty characters that answer nothing: no digits, no braces, no backslash."""
-    key = rng.fold_in(0, "garbage", index)
-    return "".join(chr(ord("a") + rng.fold_in(key, i) % 26) if i % 7 else " ;" for i in range(60))
-
-
-def _warn_if_blind(scored: dict[str, Scored]) -> None:
-    best = torch.maximum(scored["answer"].total, scored["boxed"].total)
-    if not (best > scored["garbage"].total).any():
-        warnings.warn(
-            f"reward: the reference answers score no more than garbage does: {best.tolist()} "
-            f"against {scored['garbage'].total.tolist()}",
-            stacklevel=3,
-        )
-
-
-_NAMED: dict[str, Callable[[], RewardFn]] = {
-    "math": verifiable.math,
-    "numeric": verifiable.numeric,
-    "boxed": partial(verifiable.numeric, boxed=True),
-    "exact": verifiable.exact,
-    "format": verifiable.boxed_format,
-    "tags": verifiable.tag_format,
-}
-
-
-def load(spec: str) -> RewardFn:
-    """The reward function that a command line names.
-
-    "math", "numeric", "exact", "format" (a box) and "tags": that factory with its defaults; "boxed": numeric
-    on what is in the last box. "task:NAME": the built-in task's verifier. "path/file.py:function": a function
-    of your own; the file runs once a call. Raises ValueError that says what is wrong with the spec; what the
-    file itself raises is passed on with its name, a syntax error as ValueError.
-    """
-    if spec in _NAMED:
-        return _NAMED[spec]()
-    source, colon, attribute = spec.rpartition(":")
-    if source == "task":
-        return verifiable.task(attribute)
-    if not colon or not source.endswith(".py") or not attribute:
-        known = ", ".join(_NAMED)
-        raise ValueError(f"reward {spec!r}: expected one of {known}, task:NAME or path/file.py:function")
-    return _load_file(spec, Path(source), attribute)
-
-
-def _load_file(spec: str, path: Path, attribute: str) -> RewardFn:
-    """The callable `attribute` of a Python file that is not part of a package."""
-    if not path.is_file():
-        raise ValueError(f"reward {spec!r}: no such file: {path.resolve()}")
-    name = f"rft_fn_reward_{path.stem}_{rng.fold_in(0, str(path.resolve()))}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses and pickle look the module up while and after it runs
-    try:
-        module_spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if isinstance(error, SyntaxError):
-            where = f"{error.filename}, line {error.lineno}"
-            raise ValueError(f"reward {spec!r}: {where}: {error.msg}") from error
-        if isinstance(error, SystemExit):
+    def further(self, column: str, values: Sequence[Any]) -> None:
+        """One value a completion. ValueError for another count."""
+        values = list(values)
+        if len(values) != self._count:
             raise ValueError(
-                f"reward {spec!r}: expected a file that defines functions, got sys.exit({error.code!r})"
-            ) from error
-        error.add_note(f"raised by the file of the reward {spec!r}")
-        raise
-    if not hasattr(module, attribute):
-        functions = ", ".join(n for n, value in vars(module).items() if inspect.isfunction(value)) or "none"
-        raise ValueError(f"reward {spec!r}: no {attribute!r} in the file; its functions: {functions}")
-    if not callable(fn := getattr(module, attribute)):
-        raise ValueError(f"reward {spec!r}: {attribute!r} is {type(fn).__name__}, not a function")
-    return fn
-
-
-def parse(specs: Sequence[str]) -> Weighted:
-    """The weighted sum that a command line names: each spec as in `load`, =WEIGHT behind it if that is not 1.
-
-    `parse(["boxed", "format=0.1"])`. The parts are called by their specs without the weights. Only a number
-    behind the last "=" is a weight, so a path or a URL may hold one (one that ends in "=2" needs "=1" behind
-    it). ValueError for no reward, and for one that is named twice.
-    """
-    if not specs:
-        raise ValueError("reward: expected at least one, got none")
-    components: dict[str, tuple[RewardFn, float]] = {}
-    for spec in specs:
-        name, weight = _split_weight(spec)
-        if name in components:
-            raise ValueError(
-                f"reward {name!r}: expected it once, got it twice; give it one weight, NAME=WEIGHT"
+                f"reward {self._reward!r}: log_extra({column!r}): expected {self._count} values, one a "
+                f"completion, got {len(values)}"
             )
-        components[name] = (load(name), weight)
-    return weighted(**components)
+        self.extra[column] = values
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """The means by name, as the same number for every completion [B]."""
+        means = {name: sum(values) / len(values) for name, values in self._numbers.items()}
+        return {name: torch.full((self._count,), mean) for name, mean in means.items()}
 
 
-def _split_weight(spec: str) -> tuple[str, float]:
-    """(name, weight) of NAME=WEIGHT; the weight is 1 where there is none."""
-    name, equals, weight = spec.rpartition("=")
-    if not equals:
-        return spec, 1.0
-    try:
-        return name, float(weight)
-    except ValueError:
-        pass
-    # an "=" within a path has the rest of the path behind it, and one within a URL a word of the query
-    if ":" in weight or "/" in weight or "://" in spec:
-        return spec, 1.0
-    raise ValueError(f"reward {spec!r}: expected NAME=WEIGHT with a number, got {weight!r}")
+def _further(
+    read: Mapping[str, Result], logs: Mapping[str, _Log]
+) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
+    """The metrics and the other values of all rewards, as PART/NAME."""
+    metrics: dict[str, Tensor] = {}
+    extra: dict[str, list[Any]] = {}
+    for part in read:
+        for name, x in {**read[part].metrics, **logs[part].metrics}.items():
+            metrics[f"{part}/{name}"] = x
+        for name, values in {**read[part].extra, **logs[part].extra}.items():
+            extra[f"{part}/{name}"] = [_readable(x) for x in values]
+    return metrics, extra
+
+
+def _readable(x: Any) -> Any:
+    """A value that any process can be sent and any reader can read."""
+    if x is None or isinstance(x, (str, int, float)):
+        return x
+    return str(x)

@@ -1,8 +1,9 @@
 """Rewards that a program can verify: answers compared with a reference, and the format of the response.
 
 Each factory returns a reward function. `prompts` is accepted and never read: what is scored is the response
-alone. A response that cannot be read scores 0; a dataset that cannot be read (a missing column, an empty
-cell) raises. The attribute `columns` of a reward function names the columns that it reads.
+alone, a text or a list of messages. A `column` is a name or a path of names, "reward_model.ground_truth".
+A response that cannot be read scores 0; a dataset that cannot be read (a missing column, an empty cell)
+raises. The attribute `columns` of a reward function names the columns that it reads.
 """
 
 import re
@@ -12,9 +13,10 @@ from fractions import Fraction
 from typing import Any
 
 from rft_fn.data import tasks
+from rft_fn.data.paths import column_at
+from rft_fn.reward.convention import GIVEN, Messages, RewardFn, text
 
 __all__ = [
-    "RewardFn",
     "boxed_format",
     "exact",
     "extract_boxed",
@@ -26,8 +28,6 @@ __all__ = [
     "tag_format",
     "task",
 ]
-
-RewardFn = Callable[..., list[float]]  # (prompts, completions, **columns) -> one number a completion
 
 # ------------------------------------------------------------------------------------------------- extractors
 
@@ -94,12 +94,16 @@ def _value(number: str | None) -> Fraction | None:
 
 def _column(columns: dict[str, Sequence[Any]], name: str, count: int) -> list[str]:
     """One column as text. Raises ValueError if it is missing, has a hole or is not one value a completion."""
-    if name not in columns:
-        known = ", ".join(columns) or "none"
-        raise ValueError(f"column {name!r}: not in the dataset; its columns are: {known}")
-    values = list(columns[name])
-    if len(values) != count:
-        raise ValueError(f"column {name!r}: expected {count} values, one a completion, got {len(values)}")
+    head = name if name in columns else name.partition(".")[0]
+    if head in columns and len(columns[head]) != count:
+        raise ValueError(
+            f"column {head!r}: expected {count} values, one a completion, got {len(columns[head])}"
+        )
+    try:
+        values = column_at(columns, name, count)
+    except KeyError:
+        known = ", ".join(c for c in columns if c not in GIVEN) or "none"
+        raise ValueError(f"column {name!r}: not in the dataset; its columns are: {known}") from None
     for index, value in enumerate(values):
         if value is None:
             raise ValueError(f"column {name!r}: value {index} is None; drop that row from the dataset")
@@ -109,9 +113,12 @@ def _column(columns: dict[str, Sequence[Any]], name: str, count: int) -> list[st
 def _compare(same: Callable[[str, str], float], column: str) -> RewardFn:
     """The reward function that scores each completion with `same(completion, reference)`."""
 
-    def reward(prompts: list[str], completions: list[str], **columns: Sequence[Any]) -> list[float]:
+    def reward(
+        prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
+    ) -> list[float]:
         references = _column(columns, column, len(completions))
-        return [float(same(text, reference)) for text, reference in zip(completions, references, strict=True)]
+        pairs = zip(map(text, completions), references, strict=True)
+        return [float(same(given, reference)) for given, reference in pairs]
 
     reward.columns = (column,)
     return reward
@@ -140,8 +147,8 @@ def numeric(column: str = "answer", *, boxed: bool = False) -> RewardFn:
             raise ValueError(
                 f"column {column!r}: no number in the reference {reference[:80]!r}; use exact() or math()"
             )
-        text = (extract_boxed(completion) or "") if boxed else completion
-        return _value(extract_number(text)) == expected
+        read = (extract_boxed(completion) or "") if boxed else completion
+        return _value(extract_number(read)) == expected
 
     return _compare(same, column)
 
@@ -153,8 +160,8 @@ def exact(column: str = "answer", *, boxed: bool = False) -> RewardFn:
     """
 
     def same(completion: str, reference: str) -> bool:
-        text = extract_boxed(completion) if boxed else completion
-        return text is not None and text.strip() == reference.strip()
+        read = extract_boxed(completion) if boxed else completion
+        return read is not None and read.strip() == reference.strip()
 
     return _compare(same, column)
 
@@ -168,10 +175,13 @@ def task(name: str) -> RewardFn:
     chosen = tasks.get_task(name)
     needed = sorted(chosen.generate(0, 0, 1).keys() - {"question", "short", "level"})
 
-    def reward(prompts: list[str], completions: list[str], **columns: Sequence[Any]) -> list[float]:
+    def reward(
+        prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
+    ) -> list[float]:
         values = (_column(columns, column, len(completions)) for column in needed)
         rows = [dict(zip(needed, row, strict=True)) for row in zip(*values, strict=True)]
-        return [chosen.verify(_answer(text), row) for text, row in zip(completions, rows, strict=True)]
+        answers = [_answer(text(x)) for x in completions]
+        return [chosen.verify(given, row) for given, row in zip(answers, rows, strict=True)]
 
     reward.columns = tuple(needed)
     return reward
@@ -199,11 +209,11 @@ def math(column: str = "answer", *, timeout: int = 5) -> RewardFn:
     def same(completion: str, reference: str) -> bool:
         limit = timeout if threading.current_thread() is threading.main_thread() else None
         boxed = extract_boxed(completion)
-        text = completion[-_UNBOXED_TAIL:] if boxed is None else rf"\boxed{{{boxed}}}"
+        read = completion[-_UNBOXED_TAIL:] if boxed is None else rf"\boxed{{{boxed}}}"
         gold = _answer(reference.rpartition("####")[2])
         try:
             expected = math_verify.parse(rf"\boxed{{{gold}}}", parsing_timeout=limit)
-            given = math_verify.parse(text, parsing_timeout=limit)
+            given = math_verify.parse(read, parsing_timeout=limit)
             return math_verify.verify(expected, given, timeout_seconds=limit)
         except Exception:  # sympy raises anything on strange input, and a strange answer is a wrong answer
             return False
@@ -217,8 +227,10 @@ def math(column: str = "answer", *, timeout: int = 5) -> RewardFn:
 def boxed_format() -> RewardFn:
     r"""1 if the response has a complete, non-empty \boxed{}; else 0."""
 
-    def reward(prompts: list[str], completions: list[str], **columns: Sequence[Any]) -> list[float]:
-        return [float(bool((extract_boxed(text) or "").strip())) for text in completions]
+    def reward(
+        prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
+    ) -> list[float]:
+        return [float(bool((extract_boxed(text(x)) or "").strip())) for x in completions]
 
     return reward
 
@@ -231,8 +243,10 @@ def pattern_format(pattern: str) -> RewardFn:
     """
     compiled = re.compile(pattern, re.DOTALL)
 
-    def reward(prompts: list[str], completions: list[str], **columns: Sequence[Any]) -> list[float]:
-        return [float(compiled.fullmatch(text.strip()) is not None) for text in completions]
+    def reward(
+        prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
+    ) -> list[float]:
+        return [float(compiled.fullmatch(text(x).strip()) is not None) for x in completions]
 
     return reward
 

@@ -271,7 +271,9 @@ class Run:
                 "response": judged.texts[i * group],
                 "reward": float(judged.reward[i, 0]),
             }
-            row |= {name: float(part[i, 0]) for name, part in judged.parts.items()}
+            numbers = {**judged.parts, **judged.metrics}
+            row |= {name: float(x[i, 0]) for name, x in numbers.items() if not x[i, 0].isnan()}
+            row |= {name: values[i * group] for name, values in judged.extra.items()}
             self._append("trajectories.jsonl", {"step": step, **row})
 
     def _show(self, step: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:

@@ -57,20 +57,20 @@ MUTANTS = [
     (
         "only Exceptions have the note",
         "rft_fn/reward/combine.py",
-        "    except BaseException as error:\n        error.add_note",
-        "    except Exception as error:\n        error.add_note",
+        "        except BaseException as error:\n            if not isinstance",
+        "        except Exception as error:\n            if not isinstance",
         REWARDS + "every_exception_out_of_a_reward_has_the_note",
     ),
     (
         "the last of two weights of a reward wins",
-        "rft_fn/reward/combine.py",
-        "if name in components:",
-        "if name in ():",
+        "rft_fn/reward/loading.py",
+        "if text in weights:",
+        "if text in ():",
         REWARDS + "a_reward_is_named_once_on_the_command_line",
     ),
     (
         "a path is cut at its first equals sign",
-        "rft_fn/reward/combine.py",
+        "rft_fn/reward/spec.py",
         'name, equals, weight = spec.rpartition("=")',
         'name, equals, weight = spec.partition("=")',
         REWARDS + "only_a_number_behind_the_last_equals_sign_is_a_weight",
@@ -92,8 +92,8 @@ MUTANTS = [
     (
         "an empty answer is an answer",
         "rft_fn/data/prompts.py",
-        "if is_empty(row[name]):",
-        "if row[name] is None:",
+        "if is_empty(value):",
+        "if value is None:",
         DATA + "a_row_that_cannot_be_used_is_found_before_training",
     ),
     (

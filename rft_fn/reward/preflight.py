@@ -1,0 +1,190 @@
+"""A preflight for rewards: made-up responses, before a model is loaded and a GPU is warm."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from rft_fn import rng
+from rft_fn.data.paths import value_at
+from rft_fn.reward.adapters import messages, texts
+from rft_fn.reward.combine import Score, Scored, Weighted, columns
+from rft_fn.reward.convention import RewardFn, as_messages
+
+__all__ = ["check"]
+
+_ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "label", "reference", "target")
+
+
+def check(score: Score, rows: Sequence[Any], *, answer: str = "") -> dict[str, Scored]:
+    r"""Scores made-up completions of a few rows, so that a broken reward fails before a GPU is warm.
+
+    `rows` are prompts (`data.Prompt`) or rows of the data. Completions: "empty"; "garbage", letters and
+    punctuation drawn by the index of the row; and, where the rows have an answer, "answer", the reference
+    itself, "boxed", the reference in \boxed{}, and "tags", in <think> and <answer>. The answer is at the path
+    `answer`; without one, at the first of a few usual names that the rows have. Returns the scores by these
+    names.
+
+    Raises what `score` raises, and ValueError for no rows. A reward that cannot read completions in the form
+    of the data, but could in the other (text or messages), is a ValueError that says so. Warns of a reward
+    that gives everything the same score, and where no reference scores above the garbage (the reward cannot
+    tell right from wrong, or wants a format of its own: look at the returned parts).
+    """
+    if not rows:
+        raise ValueError("rows: expected at least one row of the dataset, got none")
+    asked = [_question(row) for row in rows]
+    names = [name for name in asked[0].row if all(name in x.row for x in asked)]
+    table = {name: [x.row[name] for x in asked] for name in names}
+    tries = _tries([x.row for x in asked], answer, columns(score))
+
+    def run(scorer: Score) -> dict[str, Scored]:
+        return {name: _score(scorer, asked, made, table) for name, made in tries.items()}
+
+    scored = _or_explain(score, run, asked)
+    constant = isinstance(score, Weighted) and _warn_of_constants(score, scored, run, asked)
+    if "answer" in scored and not constant:
+        _warn_if_blind(scored)
+    return scored
+
+
+class _Question(NamedTuple):
+    """A row, and its prompt in the form of the data."""
+
+    row: Mapping[str, Any]
+    prompt: Any  # text or messages
+
+    @property
+    def in_messages(self) -> bool:
+        return not isinstance(self.prompt, str)
+
+
+def _question(row: Any) -> _Question:
+    """The question of a prompt or of a row: its column "prompt", or "question"."""
+    if hasattr(row, "columns") and hasattr(row, "text"):
+        if row.messages is not None:
+            return _Question(row.columns, list(row.messages))
+        return _Question(row.columns, row.text)
+    prompt = row.get("prompt", row.get("question", ""))
+    if isinstance(prompt, (list, tuple)) and all(isinstance(turn, Mapping) for turn in prompt):
+        return _Question(row, list(prompt))
+    return _Question(row, str(prompt))
+
+
+def _tries(rows: Sequence[Mapping[str, Any]], answer: str, read: Sequence[str]) -> dict[str, list[str]]:
+    """The completions by name, one a row in each list."""
+    tries = {"empty": [""] * len(rows), "garbage": [_garbage(i) for i in range(len(rows))]}
+    usual = ["answer", *(path for path in _ANSWERS if path in read)]
+    for path in [answer] if answer else usual:
+        references = [value_at(row, path, None) for row in rows]
+        if None not in references:
+            tries["answer"] = [str(x) for x in references]
+            tries["boxed"] = [rf"\boxed{{{x}}}" for x in references]
+            tries["tags"] = [f"<think>\nso\n</think>\n<answer>\n{x}\n</answer>" for x in references]
+            break
+    return tries
+
+
+def _garbage(index: int) -> str:
+    """Sixty characters that answer nothing: no digits, no braces, no backslash."""
+    key = rng.fold_in(0, "garbage", index)
+    return "".join(chr(ord("a") + rng.fold_in(key, i) % 26) if i % 7 else " ;" for i in range(60))
+
+
+def _score(
+    score: Score, asked: Sequence[_Question], made: Sequence[str], table: Mapping[str, Sequence[Any]]
+) -> Scored:
+    completions = []
+    for question, text in zip(asked, made, strict=True):
+        completions.append(as_messages(text, "assistant") if question.in_messages else text)
+    prompts = [question.prompt for question in asked]
+    if not isinstance(score, Weighted):
+        return score(prompts, completions, table)
+    ids = [[ord(c) for c in text] for text in made]  # one a character, where there is no tokenizer
+    return score(prompts, completions, table, completion_ids=ids)
+
+
+# --------------------------------------------------------------------------------------------- the other form
+
+Run = Callable[[Score], dict[str, Scored]]
+
+
+def _other(asked: Sequence[_Question]) -> tuple[str, str, Callable[[RewardFn], RewardFn]]:
+    """(the form of the data, the other form, what gives a function the other one)."""
+    if asked[0].in_messages:
+        return "messages", "text", texts
+    return "text", "messages", messages
+
+
+def _or_explain(score: Score, run: Run, asked: Sequence[_Question]) -> dict[str, Scored]:
+    """The scores. ValueError for a reward that raises, and would not in the other form."""
+    try:
+        return run(score)
+    except Exception as error:
+        if not isinstance(score, Weighted) or score.running not in score.components:
+            raise
+        name, (own, other, wrap) = score.running, _other(asked)
+        if not _tells_apart(run, wrap(score.components[name][0])):
+            raise
+        raise ValueError(
+            f"reward {name!r}: it cannot read completions that are {_form(own)}, the form of the data "
+            f"({type(error).__name__}: {error}), and can read {_form(other)}: write "
+            f"{_spec(score, name, other)}"
+        ) from error
+
+
+def _warn_of_constants(
+    score: Weighted, scored: dict[str, Scored], run: Run, asked: Sequence[_Question]
+) -> bool:
+    """Whether a reward gives everything the same score: warns of each, and says what would help."""
+    found = False
+    for name, (fn, _) in score.components.items():
+        if not _is_constant(scored, name):
+            continue
+        own, other, wrap = _other(asked)
+        value = scored["empty"].parts[name][0].item()
+        line = f"reward {name!r}: it scores {value:g} for nothing, for garbage and for every reference"
+        reads_other = _tells_apart(run, wrap(fn))
+        if reads_other:
+            line += (
+                f"; it tells them apart where they are {_form(other)}, and the data's are {_form(own)}: "
+                f"write {_spec(score, name, other)}"
+            )
+        if reads_other or "answer" in scored:
+            warnings.warn(line, stacklevel=3)
+            found = True
+    return found
+
+
+def _is_constant(scored: Mapping[str, Scored], name: str) -> bool:
+    """Whether a part has one value for all tries of all rows. A single try says nothing."""
+    values = torch.cat([x.parts[name] for x in scored.values()])
+    return bool((values == values[0]).all())
+
+
+def _tells_apart(run: Run, fn: RewardFn) -> bool:
+    """Whether a function runs and tells the tries apart."""
+    try:
+        return not _is_constant(run(Weighted({"it": (fn, 1.0)})), "it")
+    except Exception:
+        return False
+
+
+def _form(name: str) -> str:
+    return {"text": "texts", "messages": "lists of messages"}[name]
+
+
+def _spec(score: Weighted, name: str, form: str) -> str:
+    """How the command line gives a reward a form."""
+    return f"{form}:{score.specs.get(name, name)}"
+
+
+def _warn_if_blind(scored: dict[str, Scored]) -> None:
+    known = torch.stack([scored[name].total for name in ("answer", "boxed", "tags")])
+    best = known.max(0).values
+    if not (best > scored["garbage"].total).any():
+        warnings.warn(
+            f"reward: the reference answers score no more than garbage does: {best.tolist()} "
+            f"against {scored['garbage'].total.tolist()}",
+            stacklevel=3,
+        )

@@ -1,0 +1,3 @@
+from .sandbox import get_provider
+
+__all__ = ["get_provider"]

@@ -1,0 +1,99 @@
+"""Mutants of rewards as users bring them: their form, their arguments, what they return, where they lie."""
+
+BROUGHT, LOADING, JUDGING = (
+    f"tests/test_{x}.py::test_" for x in ("reward_conventions", "reward_loading", "judging")
+)
+
+MUTANTS = [
+    (
+        "the responses to messages are texts",
+        "rft_fn/reward/rollout.py",
+        'answered = [t if p.messages is None else as_messages(t, "assistant") for p, t in forms]',
+        "answered = [t for p, t in forms]",
+        BROUGHT + "a_prompt_of_messages_has_completions_of_messages",
+    ),
+    (
+        "the ids of a response are those of prompt and response",
+        "rft_fn/reward/rollout.py",
+        "return [tokens[mask].tolist() for tokens, mask in pairs]",
+        "return [tokens.tolist() for tokens, mask in pairs]",
+        BROUGHT + "a_reward_gets_the_ids_of_the_response_and_the_state_of_the_run",
+    ),
+    (
+        "None is 0 in silence, also where every reward says it",
+        "rft_fn/reward/combine.py",
+        ".isnan().all(0).nonzero()",
+        ".isinf().all(0).nonzero()",
+        BROUGHT + "a_row_to_which_nothing_applies_is_an_error_that_names_it",
+    ),
+    (
+        "the mean of a reward counts what it does not apply to",
+        "rft_fn/reward/rollout.py",
+        "x.double().nanmean().item() for name, x in there.items()",
+        "x.double().nan_to_num().mean().item() for name, x in there.items()",
+        BROUGHT + "none_is_left_out_of_the_sum_and_counted",
+    ),
+    (
+        "async rewards run one after the other",
+        "rft_fn/reward/combine.py",
+        "values = await asyncio.gather(*(wait(name) for name in waiting))",
+        "values = [await wait(name) for name in waiting]",
+        BROUGHT + "async_rewards_run_together_beside_plain_ones",
+    ),
+    (
+        "each batch has an event loop of its own",
+        "rft_fn/reward/waiting.py",
+        "if self._runner is None:",
+        "if True:",
+        BROUGHT + "every_batch_has_the_same_event_loop",
+    ),
+    (
+        "a metric that only one rank has is 0 on the others",
+        "rft_fn/reward/rollout.py",
+        "torch.full_like(x.reward, math.nan)",
+        "torch.full_like(x.reward, 0)",
+        JUDGING + "nones_metrics_and_texts_are_the_same_on_every_rank",
+    ),
+    (
+        "a path wins over a column whose name has dots",
+        "rft_fn/data/paths.py",
+        "    if path in row:\n",
+        '    if path in row and "." not in path:\n',
+        BROUGHT + "the_value_at_a_path",
+    ),
+    (
+        "the argument of a factory may be any expression",
+        "rft_fn/reward/spec.py",
+        "named[keyword.arg] = ast.literal_eval(keyword.value)",
+        "named[keyword.arg] = eval(ast.unparse(keyword.value))",
+        LOADING + "what_cannot_be_a_reward_is_said",
+    ),
+    (
+        "two packages of one name are one",
+        "rft_fn/reward/modules.py",
+        "{rng.fold_in(0, str(path), source.hex())}",
+        "{rng.fold_in(0, source.hex())}",
+        LOADING + "a_file_with_relative_imports_is_a_member_of_its_package",
+    ),
+    (
+        "the second of two rewards of one name takes the place of the first",
+        "rft_fn/reward/spec.py",
+        "        while chosen in found:",
+        "        while chosen in ():",
+        LOADING + "two_rewards_of_one_name_are_told_apart",
+    ),
+    (
+        "the preflight shows texts, whatever the data has",
+        "rft_fn/reward/preflight.py",
+        "return _Question(row.columns, list(row.messages))",
+        "return _Question(row.columns, row.text)",
+        BROUGHT + "the_preflight_follows_the_data",
+    ),
+    (
+        "a rubric forgets its weights",
+        "rft_fn/reward/rubric.py",
+        "total[i] += judge.weight * score",
+        "total[i] += score",
+        BROUGHT + "a_rubric_is_the_weighted_sum_of_its_functions",
+    ),
+]
