@@ -24,7 +24,10 @@ from rft_fn.data.report import First, unfit_line
 from rft_fn.data.rows import Unfit, place_of, read_rows
 from rft_fn.data.template import fill, is_empty, render
 
-__all__ = ["Dataset", "Prompt", "draw", "from_rows", "from_task", "load", "take"]
+__all__ = [
+    "Dataset", "Prompt", "TooLong", "checked", "draw", "from_rows", "from_task", "load", "longest_token",
+    "take",
+]  # fmt: skip
 
 _ROUND = 1 << 40  # rows of a generator between one round of a step and the next: none is drawn twice
 
@@ -49,8 +52,8 @@ class Dataset:
     digest: str = ""  # of all rows of a file, and of what is made of them
 
 
-class _TooLong(Exception):
-    """A prompt above max_prompt: what it has."""
+class TooLong(Exception):
+    """A prompt or a pair above its limit: what it has."""
 
 
 class _Recipe(NamedTuple):
@@ -79,7 +82,7 @@ class _Recipe(NamedTuple):
         Chat(self.tokenizer, self.kwargs).check()
 
     def make(self, row: Mapping[str, Any], place: str, index: int, widest: int) -> Prompt:
-        """The prompt of a row. Unfit for one that cannot be used, _TooLong for one above max_prompt.
+        """The prompt of a row. Unfit for one that cannot be used, TooLong for one above max_prompt.
 
         `widest` is the length of the longest token [characters]: a text that could not fit whatever its
         tokens are is not tokenised.
@@ -95,10 +98,10 @@ class _Recipe(NamedTuple):
         if is_empty(text):
             raise Unfit(place, "the prompt is empty")
         if len(text) > self.max_prompt * widest:
-            raise _TooLong(f"{len(text)} characters")
+            raise TooLong(f"{len(text)} characters")
         ids = render(self.tokenizer, text, system=self.system, chat_template_kwargs=self.kwargs)
         if len(ids) > self.max_prompt:
-            raise _TooLong(f"{len(ids)} tokens")
+            raise TooLong(f"{len(ids)} tokens")
         self._check_tokens(row, place, ids, widest)
         return Prompt(ids, text, row, index)
 
@@ -114,7 +117,7 @@ class _Recipe(NamedTuple):
         except ValueError as error:
             raise Unfit(place, str(error)) from None
         if len(ids) > self.max_prompt:
-            raise _TooLong(f"{len(ids)} tokens")
+            raise TooLong(f"{len(ids)} tokens")
         asked = [turn for turn in talk.turns if turn["role"] == "user"] or talk.turns
         return Prompt(ids, asked[-1]["content"], row, index, talk.turns)
 
@@ -122,7 +125,7 @@ class _Recipe(NamedTuple):
         """As for text, what could not fit is not tokenised. Of the assistant's turns a template may drop some."""
         size = sum(len(turn["content"]) for turn in talk.turns if turn["role"] != "assistant")
         if self.loss_on is None and size > self.max_prompt * widest:
-            raise _TooLong(f"{size} characters")
+            raise TooLong(f"{size} characters")
         if self.loss_on is not None and self.max_tokens is not None and size > self.max_tokens * widest:
             raise ValueError(f"the conversation has {size} characters, above {self.max_tokens} tokens")
 
@@ -154,7 +157,7 @@ class _Recipe(NamedTuple):
             raise Unfit(place, f"{what} {count} tokens, above {self.max_tokens}")
 
 
-def _widest(tokenizer: Any) -> int:
+def longest_token(tokenizer: Any) -> int:
     """The characters of the longest token of a vocabulary."""
     return max(map(len, tokenizer.get_vocab()))
 
@@ -190,38 +193,55 @@ def from_rows(
     ValueError for no rows, with the count and the places of the first rows that cannot be used, when no
     prompt fits, and for keywords that the chat template does not read.
     """
-    if not len(rows):
-        raise ValueError(f"data: expected at least one row, got none in {name!r}")
     recipe = _Recipe(tokenizer, template, system, max_prompt, columns, response, max_tokens)
     recipe = recipe._replace(messages=messages, loss_on=loss_on, kwargs=chat_template_kwargs or {})
     recipe.check()
-    widest = _widest(tokenizer)
+    widest = longest_token(tokenizer)
 
     def prompt(i: int) -> Prompt:
         return recipe.make(dict(rows[i]), place_of(rows, i, name), i, widest)
 
+    return checked(rows, prompt, name, option="max_prompt", most=max_prompt)
+
+
+def checked(
+    rows: Sequence[Mapping[str, Any]],
+    make: Callable[[int], Any],
+    name: str,
+    *,
+    option: str,
+    most: int,
+    what: str = "prompt",
+) -> Dataset:
+    """The data set of what `make(i)` makes of row i; every row is made once now.
+
+    `make` raises Unfit for a row that cannot be used, and TooLong for one above `most` tokens, the limit that
+    `option` sets: these are left out, with one warning. ValueError without rows, with the count and the
+    places of the first unfit ones, or when all are too long.
+    """
+    if not len(rows):
+        raise ValueError(f"data: expected at least one row, got none in {name!r}")
     kept, long, unfit = array("q"), First(), First()
     content = hashlib.blake2b(digest_size=16)
     for i in range(len(rows)):
         try:
-            made = prompt(i)
-            content.update(repr((i, made.ids, made.columns)).encode())
+            content.update(repr((i, *make(i))).encode())
             kept.append(i)
         except Unfit as error:
             unfit.add((error.place, error.reason))
-        except _TooLong as error:
+        except TooLong as error:
             long.add(f"{place_of(rows, i, name)} with {error}")
     if unfit.count:
         raise ValueError(unfit_line(unfit, len(rows)))
     if not kept:
-        raise ValueError(f"max_prompt: every prompt of {name!r} is longer than {max_prompt} tokens; raise it")
+        raise ValueError(f"{option}: every {what} of {name!r} is longer than {most} tokens; raise it")
     if long.count:
         warnings.warn(
-            f"data: {long.count} of {len(rows)} prompts are longer than max_prompt, {max_prompt} tokens, and "
-            f"are left out: {'; '.join(long.shown)}{long.more()}",
-            stacklevel=2,
+            f"data: {long.count} of {len(rows)} {what}s are longer than {option}, {most} tokens, and are "
+            f"left out: {'; '.join(long.shown)}{long.more()}",
+            stacklevel=3,
         )
-    return Dataset(name, len(kept), lambda i: prompt(kept[i]), content.hexdigest())
+    return Dataset(name, len(kept), lambda i: make(kept[i]), content.hexdigest())
 
 
 def from_task(
@@ -250,12 +270,12 @@ def from_task(
     recipe = _Recipe(tokenizer, template, system, max_prompt, columns, response, max_tokens)
     recipe = recipe._replace(messages=messages, loss_on=loss_on, kwargs=chat_template_kwargs or {})
     recipe.check()
-    widest = _widest(tokenizer)
+    widest = longest_token(tokenizer)
 
     def prompt(index: int) -> Prompt:
         try:
             return recipe.make(generate(seed, index, level), f"{task}, prompt {index}", index, widest)
-        except _TooLong as long:
+        except TooLong as long:
             raise ValueError(
                 f"max_prompt: prompt {index} of {task} has {long}, above {max_prompt} tokens; raise it"
             ) from None
