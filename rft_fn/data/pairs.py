@@ -99,8 +99,17 @@ class _Recipe(NamedTuple):
         chosen = fill(self.chosen, row, place)
         rejected = fill(self.rejected, row, place)
         if not self.template:
-            return shared_start(chosen, rejected)
-        return fill(self.template, row, place), chosen, rejected
+            texts = shared_start(chosen, rejected)
+            if is_empty(texts[0]):
+                raise Unfit(place, "the template is empty, and both responses begin with no word in common")
+            return texts
+        try:
+            return fill(self.template, row, place), chosen, rejected
+        except Unfit as error:
+            if "no column" not in error.reason:
+                raise
+            remedy = "--template '' where both responses begin with the prompt"
+            raise Unfit(place, f"{error.reason}; {remedy}") from None
 
     def _lesson(self, prompt: list[int], response: str) -> Lesson:
         answer = [*self.tokenizer.encode(response, add_special_tokens=False), self.tokenizer.eos_token_id]
