@@ -2,6 +2,7 @@
 
 import json
 
+import chats
 import pytest
 import tiny
 import torch
@@ -212,6 +213,37 @@ def test_bad_input(call, message):
         ("{a:d}", {"a": "x"}, "cannot be filled: Unknown format code 'd'"),
         ("{a[x]}", {"a": "y"}, "cannot be filled: string indices must be integers"),
         ("{a.x}", {"a": "y"}, "cannot be filled: 'str' object has no attribute 'x'"),
+        (
+            "{a}",
+            {"a": [1, 2]},
+            "^data: f, line 3: column 'a' holds a list, which no template prints: name an entry of it, or "
+            "write {a!s} to have it as Python writes it$",
+        ),
+        (
+            "{a[x]}",
+            {"a": {"x": {"y": 1}}},
+            r"column 'a\[x\]' holds an object, which no template prints: name",
+        ),
+        (
+            "{a}",
+            {"a": [{"role": "user", "content": "b"}]},
+            "column 'a' holds a list, which no template prints; 'a' holds messages: --messages a, without",
+        ),
+        (
+            "{short}",
+            {"id": 1, "prompt": [{"role": "user", "content": "b"}]},
+            "the row has no column 'short'; it has 'id', 'prompt'; 'prompt' holds messages: --messages prompt",
+        ),
+        (
+            "{short}",
+            {"completion": '[{"role": "user"}]', "prompt": [{"role": "user"}]},
+            "--messages prompt completion to learn the second, --messages prompt to answer the first$",
+        ),
+        (
+            "{short}",
+            {"chosen": [{"role": "a"}], "conversations": [{"from": "human"}]},
+            "; 'conversations' holds messages: --messages conversations, without --template$",
+        ),
     ],
 )
 def test_a_template_is_filled_or_refused(template, row, message):
@@ -221,17 +253,17 @@ def test_a_template_is_filled_or_refused(template, row, message):
 
 def test_a_filled_template_is_what_format_makes_of_it():
     row = {"a": 1.5, "b": {"x": ["y"]}, "c": "", "d": 0}
-    template = "{a:6.2f}|{b[x][0]!r}|{c}|{d}|{{e}}"
-    assert data.fill(template, row, "f") == template.format_map(row) == "  1.50|'y'||0|{e}"
+    template = "{a:6.2f}|{b[x][0]!r}|{c}|{d}|{{e}}|{b!s}"
+    assert data.fill(template, row, "f") == template.format_map(row) == "  1.50|'y'||0|{e}|{'x': ['y']}"
 
 
 def test_a_chat_template_that_fails_is_a_line():
     chat = model.load_tokenizer("tiny")
     chat.chat_template = "{{ raise_exception('System role not supported') }}"
-    with pytest.raises(ValueError, match=r"^chat template: .* turns of user, got .*: System role not"):
+    with pytest.raises(ValueError, match=r"^chat template: .* render user, got .*: System role not"):
         data.render(chat, "1+1=", system="x")
     chat.chat_template = "{% for m in %}"
-    with pytest.raises(ValueError, match=r"^chat template: .* turns of user, got TemplateSyntaxError"):
+    with pytest.raises(ValueError, match=r"^chat template: .* render user, got TemplateSyntaxError"):
         data.render(chat, "1+1=")
 
 
@@ -334,3 +366,131 @@ def test_a_prompt_that_comes_twice_in_a_step_is_sampled_anew():
     for i, (p, key) in enumerate(zip(prompts, keys)):
         if p.index not in [q.index for q in prompts[:i]]:
             assert key == rng.fold_in(5, 2, p.index)
+
+
+# ---------- rows of messages
+
+
+def asked(*texts, **more):
+    """A row whose prompt is a conversation that takes turns."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+    return {"prompt": turns, "answer": "2", **more}
+
+
+def chat_set(rows, **options):
+    options = {"messages": ["prompt"]} | options
+    return data.from_rows(rows, chats.tokenizer(options.pop("chat", chats.CHATML)), **options)
+
+
+def test_a_prompt_of_messages_keeps_them():
+    (prompt,) = data.take(chat_set([asked("1+1", "2", "2+2")], system="S"), 1, 0)[0]
+    assert prompt.messages == [{"role": "system", "content": "S"}, *asked("1+1", "2", "2+2")["prompt"]]
+    assert prompt.text == "2+2" and prompt.columns["answer"] == "2"
+    ids = chats.tokenizer(chats.CHATML).apply_chat_template(
+        prompt.messages, add_generation_prompt=True, return_dict=False
+    )
+    assert prompt.ids == ids
+    called = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {}}]}
+    tools = {"prompt": [*asked("1+1")["prompt"], called, {"role": "tool", "content": "3"}]}
+    assert chat_set([tools]).prompt(0).text == "1+1"
+    alone = {"prompt": [{"role": "tool", "content": "3"}]}
+    assert chat_set([alone]).prompt(0).text == "3"
+    assert data.from_rows(ROWS, tiny.tokenizer()).prompt(0).messages is None
+
+
+def test_rows_of_messages_that_cannot_be_used_are_counted_and_named():
+    rows = [asked("1+1")] * 6
+    rows[1] = {"prompt": [{"role": "boss", "content": "1+1"}]}
+    rows[3] = asked("1+1", "2")
+    rows[4] = asked(" ")
+    rows[5] = asked("1+1", tools="f(")
+    with pytest.raises(ValueError) as error:
+        chat_set(rows, name="f")
+    text = str(error.value)
+    assert text.startswith("data: f, row 2: column 'prompt', turn 1: role: expected one of system, ")
+    assert "; f, row 4: turn 2: expected the last turn of a prompt from user or tool, got assistant; " in text
+    assert text.endswith(
+        "f, row 5: the prompt is empty; and 1 more. 4 of 6 rows cannot be used: mend or remove them"
+    )
+    with pytest.raises(ValueError, match=r"^data: f, row 1: column 'answer' is empty"):
+        chat_set([asked("1+1", answer="")], columns=["answer"], name="f")
+
+
+def test_a_refusal_of_the_chat_template_is_a_row_that_cannot_be_used():
+    rows = [asked("1+1"), {"prompt": asked("1")["prompt"] * 2}]
+    with pytest.raises(
+        ValueError, match=r"^data: rows, row 2: chat template: .*turns alternate.* 1 of 2 rows"
+    ):
+        chat_set(rows, chat=chats.GEMMA2)
+
+
+def test_conversations_above_the_limits():
+    rows = [asked("1+1"), asked("1" * 600)]
+    with pytest.warns(
+        UserWarning, match=r"1 of 2 prompts .* max_prompt, 60 tokens.*: rows, row 2 with 6\d\d "
+    ):
+        assert chat_set(rows, max_prompt=60, system="").size == 1
+    widest = max(map(len, chats.tokenizer(None).get_vocab()))
+    rows = [asked("1+1"), asked("1" * (60 * widest + 1))]
+    with pytest.warns(UserWarning, match=f"row 2 with {60 * widest + 1} characters"):
+        chat_set(rows, max_prompt=60, system="")
+    learn = {"loss_on": "all", "max_tokens": 60, "system": ""}
+    with pytest.raises(ValueError, match=r"row 2: the conversation has 73 tokens, above 60"):
+        chat_set([asked("1+1", "2"), asked("1+1", "2" * 40)], **learn)
+    with pytest.raises(
+        ValueError, match=f"row 1: the conversation has {60 * widest + 1} characters, above 60"
+    ):
+        chat_set([asked("1" * (60 * widest + 1), "2")], **learn)
+    with pytest.warns(UserWarning, match="1 of 2 prompts"):  # only what stands before the first answer
+        rows = [asked("1+1", "2", "1" * 60, "3"), asked("1" * 60, "2")]
+        assert chat_set(rows, loss_on="all", max_prompt=60, system="").size == 1
+
+
+def test_the_digest_is_of_messages_too():
+    base = chat_set([asked("1+1", "2")], loss_on="all").digest
+    assert base == chat_set([asked("1+1", "2")], loss_on="all").digest
+    assert base != chat_set([asked("1+1", "3")], loss_on="all").digest  # what is learned
+    assert base != chat_set([asked("1+1", "2")], loss_on="all", system="S").digest
+    thinks = [
+        chat_set([asked("1")], chat=chats.QWEN3, chat_template_kwargs=x).digest
+        for x in ({}, {"enable_thinking": False})
+    ]
+    assert thinks[0] != thinks[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chat": None}, "^messages: expected a tokenizer with a chat template, got one without"),
+        ({"loss_on": "first"}, "^loss_on: expected one of all, last, or None, got 'first'"),
+        (
+            {"messages": ["chat"]},
+            "the row has no column 'chat'; .*; 'prompt' holds messages: --messages prompt",
+        ),
+        ({"loss_on": "all"}, "rows, row 1: expected a turn of the assistant to learn, got none"),
+        (
+            {"chat_template_kwargs": {"think": 1}},
+            "^chat_template_kwargs: expected a name that the chat templ",
+        ),
+    ],
+)
+def test_bad_options_of_messages(options, message):
+    with pytest.raises(ValueError, match=message):
+        chat_set([asked("1+1")], **options)
+
+
+def test_lessons_of_text_and_of_messages():
+    tokenizer = chats.tokenizer(chats.CHATML)
+    text = data.from_rows(ROWS, tokenizer, response="{answer}").prompt(3)
+    (lesson,) = data.lessons(text, tokenizer)
+    assert lesson.ids == [*text.ids, *tokenizer.encode("6"), tokenizer.eos_token_id]
+    assert lesson.mask == [False] * len(text.ids) + [True, True]
+    row = asked("1+1", "2") | {
+        "completion": [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}]
+    }
+    options = {"messages": ["prompt", "completion"], "loss_on": "all"}
+    prompt = chat_set([row], system="S", **options).prompt(0)
+    (lesson,) = data.lessons(prompt, tokenizer, **options)
+    assert lesson.ids[: lesson.mask.index(True)] == prompt.ids
+    assert tokenizer.decode([t for t, m in zip(*lesson) if m]) == "4<|im_end|>"  # not the prompt's own answer
+    assert prompt.text == "3" and len(prompt.messages) == 5

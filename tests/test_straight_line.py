@@ -9,6 +9,7 @@ import json
 import math
 from functools import partial
 
+import chats
 import pytest
 import straight_line as line
 import torch
@@ -387,6 +388,64 @@ def test_sft_is_its_definition(wide, tmp_path):
             terms += list(-line.scores(lm, row, temperature=1.0, top_p=1.0)[0])
         total = sum(terms) / len(terms)
         lr = line.rate(cfg, cfg.lr, cfg.warmup, cfg.steps, opt.count)
+        norm = opt.step(line.gradients(lm, total), lr)
+        wanted.append({"loss": float(total.detach()), "grad/norm": norm, "grad/skipped": 0.0, "lr": lr})
+    sft.main(cfg)
+    same(logged(tmp_path / "run"), wanted)
+    same_weights(tmp_path / "run" / "model", opt.params)
+
+
+CHAT = [
+    ["ab?", "<think>\nx\n</think>\n\nb", "and c?", "d"],
+    ["c", "e\n"],
+    ["\nf?", "\ng", "h", "<think>\nz\n</think>\n\nno"],
+]
+
+
+def said(tokenizer, row, loss_on):
+    """(what a model is asked with, what it says there) for each learned turn of a conversation, as ids."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(row)]
+    spoken = range(1, len(turns), 2)
+    for i in spoken if loss_on == "all" else spoken[-1:]:
+        render = partial(tokenizer.apply_chat_template, tokenize=False)
+        before = render(turns[:i], add_generation_prompt=True)
+        after = render(turns[: i + 1]).removesuffix("\n")
+        assert after.startswith(before)
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        yield {"ids": encode(before), "tokens": encode(after[len(before) :])}
+
+
+@pytest.mark.parametrize(("loss_on", "steps"), [("all", 4), ("last", 3)])
+def test_sft_on_conversations_is_its_definition(wide, tmp_path, loss_on, steps):
+    """The mean over all learned tokens of what each turn costs after the prompt that asks for it, alone."""
+    (tmp_path / "chat.jsonl").write_text(
+        "\n".join(
+            json.dumps(
+                {"conversations": [{"from": ("human", "gpt")[i % 2], "value": x} for i, x in enumerate(row)]}
+            )
+            for row in CHAT
+        )
+    )
+    sft, folder = script("sft"), chats.folder(tmp_path / "model", chats.QWEN3)
+    options = {"steps": steps, "batch": 2, "lr": 2e-3, "warmup": 2, "budget": 128, "seed": 3}
+    cfg = sft.Config(
+        model=folder,
+        data=str(tmp_path / "chat.jsonl"),
+        messages=("conversations",),
+        loss_on=loss_on,
+        out=str(tmp_path / "run"),
+        **options,
+    )
+    lm, tokenizer = rft.model.load(folder).eval(), rft.model.load_tokenizer(folder)
+    opt, wanted = line.AdamW(lm, cfg), []
+    order = [torch.randperm(3, generator=rng.generator(rng.fold_in(3, "order", e))) for e in range(3)]
+    for step in range(steps):
+        terms = []
+        for place in range(2 * step, 2 * step + 2):
+            for row in said(tokenizer, CHAT[int(order[place // 3][place % 3])], loss_on):
+                terms += list(-line.scores(lm, row, temperature=1.0, top_p=1.0)[0])
+        total = sum(terms) / len(terms)
+        lr = line.rate(cfg, cfg.lr, cfg.warmup, steps, opt.count)
         norm = opt.step(line.gradients(lm, total), lr)
         wanted.append({"loss": float(total.detach()), "grad/norm": norm, "grad/skipped": 0.0, "lr": lr})
     sft.main(cfg)

@@ -18,6 +18,8 @@ class Config:
     model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder of a model or a run, or a hub name
     data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
+    messages: tuple[str, ...] = ()  # columns of messages that are the prompt, in place of the template
+    chat_template_kwargs: tuple[str, ...] = ()  # what the chat template is given, as enable_thinking=False
     system: str | None = None  # the system prompt; an empty one removes that of the chat template
     reward: tuple[str, ...] = ("task:sort_digits",)  # as in grpo.py; the first decides what is correct
     reward_timeout: Positive = 300.0  # seconds that the rewards of a batch may take
@@ -47,6 +49,8 @@ def check(cfg: Config) -> None:
     """ValueError for options that do not go together, and for a place that results cannot be written to."""
     rft.run.without(cfg.strategy, *UNREAD)
     rft.run.without(cfg.strategy, "seed", instead="use --seed")
+    if cfg.messages:
+        rft.run.without(cfg, "template", prefix="", instead="--messages takes its place")
     if max(cfg.k) > cfg.group or cfg.temperature == 0 < cfg.group - 1:
         raise ValueError(
             f"k {cfg.k}, group {cfg.group}: expected k <= group, and temperature > 0 for a group above 1"
@@ -63,6 +67,8 @@ def main(cfg: Config) -> None:
     score = rft.reward.parse(cfg.reward)
     tokenizer = rft.model.load_tokenizer(model)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
+    given = rft.data.literals(cfg.chat_template_kwargs)
+    options |= {"messages": cfg.messages, "chat_template_kwargs": given}
     options["columns"] = rft.reward.columns(score)
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, split="test", **options)
     prompts, keys = rft.data.take(dataset, cfg.count, cfg.seed)

@@ -22,6 +22,8 @@ class Config:
     model: str = "tiny"  # tiny or tiny:TASK:LEVEL (built on the spot), smollm2-135m, a folder, or a hub name
     data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
+    messages: tuple[str, ...] = ()  # columns of messages that are the prompt, in place of the template
+    chat_template_kwargs: tuple[str, ...] = ()  # what the chat template is given, as enable_thinking=False
     system: str | None = None  # the system prompt; an empty one removes that of the chat template
     max_prompt: Count = 512  # most tokens in a prompt; longer prompts of a file are left out
     lora_rank: Whole = 0  # rank of low-rank adapters, the only weights that are trained; 0 trains all weights
@@ -92,6 +94,8 @@ def check(cfg: Config, algo: rft.algorithm.Algorithm) -> None:
     """ValueError for options that do not go together."""
     rft.run.without(cfg.strategy, "max_norm", instead="use --max-norm")
     rft.run.without(cfg.strategy, "seed", instead="use --seed")
+    if cfg.messages:
+        rft.run.without(cfg, "template", prefix="", instead="--messages takes its place")
     if cfg.overlong > cfg.max_new:
         raise ValueError(f"overlong: expected at most max_new = {cfg.max_new}, got {cfg.overlong}")
     if cfg.minibatches > cfg.prompts * cfg.group:
@@ -170,6 +174,8 @@ def main(cfg: Config) -> None:
     tokenizer = rft.model.load_tokenizer(cfg.model)
     score = rft.reward.parse(cfg.reward)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
+    given = rft.data.literals(cfg.chat_template_kwargs)
+    options |= {"messages": cfg.messages, "chat_template_kwargs": given}
     needed = options | {"columns": rft.reward.columns(score)}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **needed)
     unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **needed)

@@ -36,6 +36,8 @@ class Config:
     critic: str = ""  # what the critic starts from: a model or a saved critic; if empty, the actor's model
     data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
+    messages: tuple[str, ...] = ()  # columns of messages that are the prompt, in place of the template
+    chat_template_kwargs: tuple[str, ...] = ()  # what the chat template is given, as enable_thinking=False
     system: str | None = None  # the system prompt; an empty one removes that of the chat template
     max_prompt: Count = 512  # most tokens in a prompt; longer prompts of a file are left out
     lora_rank: Whole = 0  # rank of the actor's low-rank adapters, its only trained weights; 0 trains all
@@ -82,6 +84,7 @@ class Config:
     ptx: AtLeast0 = 0.0  # coefficient of the negative log-likelihood of examples
     ptx_data: str = ""  # the examples, named like data; their questions are made by the template
     ptx_response: str = "{answer}"  # their answers; {NAME} stands for a column of the row
+    ptx_messages: tuple[str, ...] = ()  # columns of messages that are the examples, in place of both
     ptx_batch: Count = 16  # examples per update
     lr: Positive = 1e-3  # learning rate of the actor
     critic_lr: Positive = 1e-3  # learning rate of the critic
@@ -123,6 +126,10 @@ def check(cfg: Config) -> None:
     """ValueError for options that do not go together."""
     rft.run.without(cfg.strategy, "max_norm", instead="use --max-norm")
     rft.run.without(cfg.strategy, "seed", instead="use --seed")
+    if cfg.messages and not cfg.ptx:
+        rft.run.without(cfg, "template", prefix="", instead="--messages takes its place")
+    if cfg.ptx_messages:
+        rft.run.without(cfg, "ptx_response", prefix="", instead="--ptx-messages takes its place")
     for name, most in (("minibatches", cfg.prompts * cfg.group), ("overlong", cfg.max_new)):
         if getattr(cfg, name) > most:
             raise ValueError(f"{name}: expected at most {most}, got {getattr(cfg, name)}")
@@ -168,9 +175,9 @@ def minibatches(cfg, row, exp, step):
 def supervised(cfg, examples, tokenizer, update):
     """The examples of the run's update number `update`, weighted by their coefficient."""
     prompts, _ = rft.data.draw(examples, cfg.ptx_batch, update, cfg.seed)
-    answers = [rft.data.fill(cfg.ptx_response, p.columns, cfg.ptx_data) for p in prompts]
-    ids = [[*tokenizer.encode(a, add_special_tokens=False), tokenizer.eos_token_id] for a in answers]
-    exp = rft.packing.supervised([(p.ids, a) for p, a in zip(prompts, ids)])
+    how = {"response": cfg.ptx_response, "messages": cfg.ptx_messages}
+    how["chat_template_kwargs"] = rft.data.literals(cfg.chat_template_kwargs)
+    exp = rft.packing.conversations([x for p in prompts for x in rft.data.lessons(p, tokenizer, **how)])
     return rft.tree.replace(exp, w=cfg.ptx * exp.w, extra={"ptx": exp.mask.float()})
 
 
@@ -205,7 +212,8 @@ def main(cfg: Config) -> None:
     tokenizer = rft.model.load_tokenizer(cfg.model)
     score = rft.reward.parse(cfg.reward)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
-    needed = options | {"columns": rft.reward.columns(score)}
+    options["chat_template_kwargs"] = rft.data.literals(cfg.chat_template_kwargs)
+    needed = options | {"messages": cfg.messages, "columns": rft.reward.columns(score)}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **needed)
     unseen = rft.data.load(cfg.eval_data or cfg.data, tokenizer, seed=cfg.seed + 1, split="test", **needed)
     rft.strategy.check_data(st, dataset, unseen)
@@ -214,9 +222,8 @@ def main(cfg: Config) -> None:
     rft.engine.check_reward(st, score, rows, timeout=cfg.reward_timeout)
     examples = None
     if cfg.ptx:
-        examples = rft.data.load(
-            cfg.ptx_data, tokenizer, seed=cfg.seed + 2, response=cfg.ptx_response, **options
-        )
+        options |= {"response": cfg.ptx_response, "messages": cfg.ptx_messages, "loss_on": "all"}
+        examples = rft.data.load(cfg.ptx_data, tokenizer, seed=cfg.seed + 2, **options)
         rft.strategy.check_data(st, examples)
 
     # ---- actor and critic with their optimizers, and the initial model where the KL asks for it

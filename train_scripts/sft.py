@@ -2,6 +2,7 @@
 
     python train_scripts/sft.py --model smollm2-135m --data addition:2 \\
         --template '{question} Put the answer in \\boxed{{}}.' --response '\\boxed{{{answer}}}'
+    python train_scripts/sft.py --model MODEL --data chats.jsonl --messages messages --max-prompt 2048
 
 The same command again resumes from the last checkpoint, to the bit.
 """
@@ -19,6 +20,9 @@ class Config:
     data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
     response: str = "{answer}"  # what the model learns to say; {NAME} stands for a column of the row
+    messages: tuple[str, ...] = ()  # columns of messages to learn from, in place of template and response
+    loss_on: Literal["all", "last"] = "all"  # the assistant's turns that are learned, of the last column
+    chat_template_kwargs: tuple[str, ...] = ()  # what the chat template is given, as enable_thinking=False
     system: str | None = None  # the system prompt; an empty one removes that of the chat template
     max_prompt: Count = 512  # most tokens in a prompt; longer prompts of a file are left out
     lora_rank: Whole = 0  # rank of low-rank adapters, the only weights that are trained; 0 trains all weights
@@ -67,11 +71,20 @@ def optimizer(cfg: Config):
     return rft.optim.chain(rft.optim.clip_by_global_norm(cfg.max_norm), adamw), schedule
 
 
-def main(cfg: Config) -> None:
-    # ---- where it runs, and the folder of the run
+def check(cfg: Config) -> None:
+    """ValueError for options that this script does not read, or not together."""
     rft.run.without(cfg.strategy, *UNREAD)
     rft.run.without(cfg.strategy, "max_norm", instead="use --max-norm")
     rft.run.without(cfg.strategy, "seed", instead="use --seed")
+    if cfg.messages:
+        rft.run.without(cfg, "template", "response", prefix="", instead="--messages takes its place")
+    else:
+        rft.run.without(cfg, "loss_on", prefix="", instead="it is for --messages")
+
+
+def main(cfg: Config) -> None:
+    # ---- where it runs, and the folder of the run
+    check(cfg)
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
     extendable = cfg.lr_end == 1 or cfg.schedule == "constant"
     run = rft.run.Run(
@@ -89,9 +102,10 @@ def main(cfg: Config) -> None:
 
     # ---- data; what is wrong with it is found before a model is loaded
     tokenizer = rft.model.load_tokenizer(cfg.model)
+    learn = {"response": cfg.response, "messages": cfg.messages, "loss_on": cfg.loss_on}
+    learn["chat_template_kwargs"] = rft.data.literals(cfg.chat_template_kwargs)
     options = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
-    options |= {"response": cfg.response, "max_tokens": cfg.budget}
-    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **options)
+    dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, max_tokens=cfg.budget, **options, **learn)
     rft.strategy.check_data(st, dataset)
 
     # ---- the model and its optimizer, and where the last checkpoint left them
@@ -113,11 +127,10 @@ def main(cfg: Config) -> None:
         return rft.loss.nll(out.logp)
 
     for step in range(state.step, cfg.steps):
-        # ---- examples: a question and its answer, ended by the end of sequence
+        # ---- examples: a question and its answer, or a conversation of which some turns are learned
         prompts, _ = rft.data.draw(dataset, batch, step, cfg.seed)
-        answers = [rft.data.fill(cfg.response, p.columns, cfg.data) for p in prompts]
-        ids = [[*tokenizer.encode(a, add_special_tokens=False), tokenizer.eos_token_id] for a in answers]
-        exp = rft.packing.supervised([(p.ids, a) for p, a in zip(prompts, ids)])
+        lessons = [x for p in prompts for x in rft.data.lessons(p, tokenizer, **learn)]
+        exp = rft.packing.conversations(lessons)
 
         # ---- learn
         with run.phase("train"):

@@ -74,7 +74,7 @@ class Chat(NamedTuple):
         role = talk.turns[-1]["role"]
         if role not in ("user", "tool"):
             raise ValueError(
-                f"turn {len(talk.turns)}: expected a prompt to end with a turn of a user or a tool, got {role}"
+                f"turn {len(talk.turns)}: expected the last turn of a prompt from user or tool, got {role}"
             )
         if not any(turn["content"].strip() for turn in talk.turns):
             raise ValueError("the prompt is empty")
@@ -143,7 +143,7 @@ class Chat(NamedTuple):
                     raise ValueError(f"turn {i} has {key}, and the chat template does not read them")
 
     def _by_marks(self, talk: Conversation, spoken: Sequence[int]) -> list[Lesson]:
-        """As the template's marks have it; nothing where there are none, or other than one a turn."""
+        """As the template's marks have it; nothing where they are not one a turn, between whole tokens."""
         template = self.tokenizer.get_chat_template(tools=talk.tools)
         if not self.tokenizer.is_fast or not _MARK.search(template):
             return []
@@ -161,8 +161,16 @@ class Chat(NamedTuple):
             if end is None or not start:
                 return []
             if i in spoken:
+                if self._melts(talk, i, ids, start):
+                    return []
                 mask[start:end] = [True] * (end - start)
         return [_cut(ids, mask)]
+
+    def _melts(self, talk: Conversation, i: int, ids: list[int], start: int) -> bool:
+        """Whether the first token of a turn begins before it, in what the prompt ends with."""
+        asked = self.ids(talk.turns[:i], talk.tools, ask=True)
+        over = self._text(asked[start:])
+        return bool(over) and asked[:start] == ids[:start] and self._text([ids[start]]).startswith(over)
 
     def _by_prefixes(self, talk: Conversation, spoken: Sequence[int]) -> list[Lesson]:
         """By the prompt before each turn, and the conversation up to its end."""
@@ -172,7 +180,7 @@ class Chat(NamedTuple):
             through = whole
             if i < spoken[-1]:
                 through = self.ids(talk.turns[: i + 1], talk.tools, ask=False)
-            start = self._start(talk, i, through)
+            start, through = self._asked(talk, i, through)
             end = self._end(through, start, len(through))
             if end is None:
                 alone.append(self._ended(through, start))
@@ -183,23 +191,33 @@ class Chat(NamedTuple):
         shared = [_cut(whole, mask)] if any(mask) else []
         return shared + alone
 
-    def _start(self, talk: Conversation, i: int, through: list[int]) -> int:
-        """Where turn i begins: behind the prompt that asks for it. ValueError where that is not how it
-        begins."""
+    def _asked(self, talk: Conversation, i: int, through: list[int]) -> tuple[int, list[int]]:
+        """(where turn i begins, the ids up to its end): behind the prompt that asks for it.
+
+        Where a token of `through` reaches over that border it is cut there, as when the turn was sampled.
+        ValueError where the turn is not rendered as it was asked for.
+        """
         if i == 0:
             raise ValueError("turn 1: the assistant speaks first, so that no prompt asks for it")
         asked = self.ids(talk.turns[:i], talk.tools, ask=True)
-        same = next((k for k, (a, b) in enumerate(zip(asked, through)) if a != b), len(asked))
-        if same < len(asked):
-            want, got = self._text(asked[same:]), self._text(through[same : same + 8])
-            raise ValueError(
-                f"turn {i + 1}: the prompt that asks for it goes on with {want!r:.60}, but the chat template "
-                f"renders it with {got!r:.60}: what is learned would never be asked; other "
-                "--chat-template-kwargs may make the two alike"
-            )
         if not asked:
             raise ValueError(f"turn {i + 1}: nothing stands before it")
-        return len(asked)
+        if through[: len(asked)] == asked:
+            return len(asked), through
+
+        before = self._rendered(talk.turns[:i], talk.tools, True, tokenize=False)
+        after = self._rendered(talk.turns[: i + 1], talk.tools, False, tokenize=False)
+        same = next(
+            (k for k, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after))
+        )
+        cut = [*asked, *self.tokenizer.encode(after[len(before) :], add_special_tokens=False)]
+        if same < len(before) or self._text(cut) != self._text(through):
+            raise ValueError(
+                f"turn {i + 1}: the prompt that asks for it goes on with {before[same:]!r:.60}, but the chat "
+                f"template renders it with {after[same:]!r:.60}: what is learned would never be asked; other "
+                "--chat-template-kwargs may make the two alike"
+            )
+        return len(asked), cut
 
     def _end(self, ids: Sequence[int], start: int, end: int) -> int | None:
         """Behind the special token that ends the turn [start, end) or follows it; None without one."""
@@ -251,9 +269,8 @@ def _refusal(turns: Sequence[Mapping[str, Any]], error: Exception) -> ValueError
     roles = [turn["role"] for turn in turns]
     if len(roles) > 6:
         roles = [*roles[:5], "..."]
-    return ValueError(
-        f"chat template: expected it to render turns of {', '.join(roles)}, got {type(error).__name__}: {error}"
-    )
+    kind = type(error).__name__
+    return ValueError(f"chat template: expected it to render {', '.join(roles)}, got {kind}: {error}")
 
 
 @lru_cache(8)
@@ -265,11 +282,12 @@ def _special(tokenizer: Any) -> frozenset[int]:
 
 @cache
 def _reads(template: str) -> frozenset[str]:
-    """The names that a template reads and does not make itself."""
+    """The names that a template reads, and neither makes itself nor has from the library."""
     from jinja2 import Environment, meta
 
-    tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARK.sub("", template))
-    return frozenset(meta.find_undeclared_variables(tree))
+    env = Environment(extensions=["jinja2.ext.loopcontrols"])
+    found = meta.find_undeclared_variables(env.parse(_MARK.sub("", template)))
+    return frozenset(found) - set(env.globals) - {"raise_exception", "strftime_now"}
 
 
 def _runs(mask: Sequence[int]) -> Iterator[tuple[int, int]]:

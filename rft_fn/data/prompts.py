@@ -122,7 +122,7 @@ class _Recipe(NamedTuple):
         return Prompt(ids, asked[-1]["content"], row, index, talk.turns)
 
     def _check_size(self, talk: Conversation, widest: int) -> None:
-        """As for text, what could not fit is not tokenised. Of the assistant's turns a template may drop some."""
+        """What could not fit is not tokenised, as with text; a template may drop what the assistant said."""
         size = sum(len(turn["content"]) for turn in talk.turns if turn["role"] != "assistant")
         if self.loss_on is None and size > self.max_prompt * widest:
             raise TooLong(f"{size} characters")

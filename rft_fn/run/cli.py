@@ -38,14 +38,16 @@ def cli(main: Callable[[Any], None], config: type) -> None:
 def without(part: Any, *names: str, prefix: str = "strategy", instead: str = "leave it out") -> None:
     """ValueError if options that a script does not read differ from their defaults.
 
-    `part` is a dataclass of options, `prefix` its name in the script's config, `instead` the remedy.
+    `part` is a dataclass of options, `prefix` its name in the script's config (empty for the config itself),
+    `instead` the remedy.
     """
+    of = f"{prefix}." if prefix else ""
     defaults = {f.name: f.default for f in dataclasses.fields(part)}
     for name in names:
         x = getattr(part, name)
         if x != defaults[name]:
             raise ValueError(
-                f"{prefix}.{name}: expected {defaults[name]!r}, as this script does not read it, got {x!r}; "
+                f"{of}{name}: expected {defaults[name]!r}, as this script does not read it, got {x!r}; "
                 f"{instead}"
             )
 

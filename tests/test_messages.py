@@ -1,0 +1,374 @@
+"""Conversations: from the columns of a row to turns, and from turns to the tokens of prompts and lessons."""
+
+import json
+import warnings
+
+import chats
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rft_fn import data
+from rft_fn.data import chat as chat_module
+from rft_fn.data.chat import Chat
+from rft_fn.data.messages import conversation
+
+TEMPLATES = ("CHATML", "LLAMA3", "GEMMA2", "QWEN3", "MARKED", "BARE")
+
+
+def turn(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def user(text):
+    return turn("user", text)
+
+
+def says(text, **more):
+    return turn("assistant", text, **more)
+
+
+def chat_of(name, **kwargs):
+    return Chat(chats.tokenizer(getattr(chats, name)), kwargs)
+
+
+def talk(*turns, start=0, tools=None):
+    return data.Conversation(list(turns), start, tools)
+
+
+def shown(chat, lesson):
+    """A lesson as text, «what is learned» in quotes."""
+    parts = []
+    for token, learned in zip(lesson.ids, lesson.mask, strict=True):
+        text = chat.tokenizer.decode([token])
+        parts.append(f"«{text}»" if learned else text)
+    return "".join(parts).replace("»«", "")
+
+
+def learned(name, *turns, loss_on="all", start=0, tools=None, **kwargs):
+    chat = chat_of(name, **kwargs)
+    return [shown(chat, x) for x in chat.lessons(talk(*turns, start=start, tools=tools), loss_on)]
+
+
+# ---------- from a row to turns
+
+CALL = {"name": "add", "arguments": {"a": 1}}
+CALLED = {"type": "function", "function": CALL}
+
+
+@pytest.mark.parametrize(
+    ("cell", "turns"),
+    [
+        ([user("a"), says("b")], [user("a"), says("b")]),
+        (json.dumps([user("a")]), [user("a")]),
+        ([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], [user("a"), says("b")]),
+        (
+            [{"from": "system", "value": "s"}, {"from": "observation", "value": "3"}],
+            [turn("system", "s"), turn("tool", "3")],
+        ),
+        ([{"from": "function_call", "value": json.dumps(CALL)}], [says("", tool_calls=[CALLED])]),
+        ([turn("user", ["a", {"type": "text", "text": "b", "image": None}])], [user("ab")]),
+        ([turn("assistant", None, tool_calls=[CALLED])], [says("", tool_calls=[CALLED])]),
+        ([says("b", tool_calls=None, name=None)], [says("b")]),
+        ([says("b", tool_calls=[])], [says("b")]),
+        ([says("b", tool_calls=json.dumps([CALL]))], [says("b", tool_calls=[CALLED])]),
+        (
+            [says("", tool_calls=[{"id": "1", "function": {"name": "add", "arguments": '{"a": null}'}}])],
+            [
+                says(
+                    "",
+                    tool_calls=[
+                        {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": None}}}
+                    ],
+                )
+            ],
+        ),
+        (
+            [says("", tool_calls=[{"function": {"name": "add", "arguments": {"a": 1, "b": None}}}])],
+            [says("", tool_calls=[CALLED])],
+        ),
+        ([turn("tool", "3", tool_call_id="x")], [turn("tool", "3", tool_call_id="x")]),
+    ],
+)
+def test_messages_of_every_form_become_turns(cell, turns):
+    assert conversation({"m": cell}, ["m"]).turns == turns
+
+
+def test_columns_follow_one_another_below_a_system_prompt():
+    row = {"prompt": [user("a")], "completion": [says("b")], "tools": json.dumps([{"name": "f", "x": None}])}
+    found = conversation(row, ["prompt", "completion"], "s")
+    assert found == ([turn("system", "s"), user("a"), says("b")], 2, [{"name": "f"}])
+    own = {"prompt": [turn("system", "mine"), user("a")], "tools": []}
+    assert conversation(own, ["prompt"], "s") == (own["prompt"], 0, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"q": "a"}, "^the row has no column 'm'; it has 'q'$"),
+        ({"q": [user("a")]}, "no column 'm'; it has 'q'; 'q' holds messages: --messages q, without --temp"),
+        ({"m": "text"}, "^column 'm': expected a list of messages, got str; text is for --template '{m}'"),
+        ({"m": None}, "column 'm': expected a list of messages, got NoneType"),
+        ({"m": []}, "^column 'm' has no messages$"),
+        ({"m": ["a"]}, "^column 'm', turn 1: expected a message with role and content, got str$"),
+        ({"m": [user("a"), {"content": "b"}]}, "^column 'm', turn 2: expected a role, got a message with 'c"),
+        ({"m": [turn("boss", "a")]}, "turn 1: role: expected one of system, .*, got 'boss'$"),
+        ({"m": [turn("user", None)]}, "turn 1: the user says nothing: expected content, got none"),
+        ({"m": [says(None, tool_calls=[])]}, "turn 1: the assistant says nothing"),
+        ({"m": [turn("user", 5)]}, "turn 1: content: expected text, or a list of parts of text, got int"),
+        ({"m": [turn("user", [{"type": "image"}])]}, "content: expected parts of text, got one of type 'im"),
+        ({"m": [turn("user", [3])]}, "content: expected parts of text, got one of type 'int'"),
+        ({"m": [says("", tool_calls="add")]}, "turn 1: tool_calls: expected calls with name .*, got 'add'"),
+        ({"m": [says("", tool_calls=[{"arguments": {}}])]}, "tool_calls: expected a call with a name, got"),
+        ({"m": [says("", tool_calls=["add"])]}, "tool_calls: expected a call with name and .*, got 'add'"),
+        ({"m": [{"from": "function_call", "value": "add(1)"}]}, "turn 1: tool_calls: .*, got 'add\\(1\\)'"),
+        ({"m": [user("a")], "tools": "f"}, "^column 'tools': expected a list of JSON schemas, got 'f'"),
+        ({"m": [user("a")], "tools": [3]}, "^column 'tools', tool 1: expected a JSON schema, got 3"),
+    ],
+)
+def test_what_is_no_message_is_named(row, message):
+    with pytest.raises(ValueError, match=message):
+        conversation(row, ["m"])
+
+
+# ---------- prompts
+
+FEW = [turn("system", "S"), user("1+1"), says("2"), user("2+2")]
+WEATHER = {"type": "function", "function": {"name": "weather"}}
+
+
+SHORT = {  # in the texts below
+    "[S]": "<|im_start|>system\n",
+    "[U]": "<|im_start|>user\n",
+    "[A]": "<|im_start|>assistant\n",
+    "[E]": "<|im_end|>",
+    "[user]": "<|head|>user<|/head|>\n\n",
+    "[tool]": "<|head|>ipython<|/head|>\n\n",
+    "[assistant]": "<|head|>assistant<|/head|>\n\n",
+    "[0]": "<|eot|>",
+}
+
+
+def spelled(text):
+    for short, long in SHORT.items():
+        text = text.replace(short, long)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "kwargs", "text"),
+    [
+        ("CHATML", FEW[3:], {}, "[S]Be kind.[E]\n[U]2+2[E]\n[A]"),
+        ("CHATML", FEW[:2], {}, "[S]S[E]\n[U]1+1[E]\n[A]"),
+        ("CHATML", [turn("system", ""), user("a")], {}, "[S][E]\n[U]a[E]\n[A]"),
+        ("LLAMA3", FEW[1:], {}, "<bos>[user]1+1[0][assistant]2[0][user]2+2[0][assistant]"),
+        ("LLAMA3", FEW[3:], {"style": "dated"}, "<bos>[user]26 Jul\n2+2[0][assistant]"),
+        ("GEMMA2", FEW[3:], {}, "<bos><turn>user\n2+2</turn>\n<turn>model\n"),
+        ("QWEN3", FEW[3:], {}, "[U]2+2[E]\n[A]"),
+        ("QWEN3", FEW[3:], {"enable_thinking": False}, "[U]2+2[E]\n[A]<think>\n\n</think>\n\n"),
+    ],
+)
+def test_a_prompt_is_what_the_template_makes_of_it(name, turns, kwargs, text):
+    chat = chat_of(name, **kwargs)
+    chat.check()
+    assert chat.tokenizer.decode(chat.prompt(talk(*turns))) == spelled(text)
+
+
+def test_tools_and_their_answers_are_in_the_prompt():
+    turns = [user("rain?"), says("", tool_calls=[CALLED]), turn("tool", "3")]
+    chat = chat_of("LLAMA3")
+    assert chat.tokenizer.decode(chat.prompt(talk(*turns, tools=[WEATHER]))) == spelled(
+        '<bos>[user][{"type": "function", "function": {"name": "weather"}}]rain?[0]'
+        '[assistant][add({"a": 1})][0][tool]3[0][assistant]'
+    )
+
+
+def test_a_system_prompt_that_a_template_refuses_is_put_before_the_first_question():
+    chat_module._say_merged.cache_clear()
+    chat = chat_of("GEMMA2")
+    with pytest.warns(UserWarning, match="refuses a system turn; what that says is put before"):
+        ids = chat.prompt(talk(*FEW))
+    assert chat.tokenizer.decode(ids).startswith("<bos><turn>user\nS\n\n1+1</turn>\n<turn>model\n2</turn>")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        assert chat.prompt(talk(*FEW)) == ids
+        assert chat.prompt(talk(turn("system", ""), user("a"))) == chat.prompt(talk(user("a")))
+        assert data.render(chat.tokenizer, "a", system="S") == chat.prompt(talk(user("S\n\na")))
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "message"),
+    [
+        ("GEMMA2", [user("a"), user("b")], "chat template: .* render user, user, got .*: turns alternate"),
+        ("GEMMA2", [*FEW[:2], user("b")], "chat template: .* render user, user, got .*: turns alternate"),
+        ("GEMMA2", [turn("system", "s")], "turn 1: expected the last turn of a prompt from user or"),
+        ("BARE", [turn("tool", "b")], "chat template: .* render tool, got"),
+        ("CHATML", FEW[:3], "^turn 3: expected the last turn of a prompt from user or tool, got assistant$"),
+        ("CHATML", [turn("system", ""), user(" \n")], "^the prompt is empty$"),
+        ("GEMMA2", [user("a"), says("b", tool_calls=[CALLED]), user("c")], "turn 2 has tool_calls, and"),
+        ("CHATML", [user("a"), says("b", reasoning_content="c"), user("d")], "turn 2 has reasoning_content"),
+    ],
+)  # fmt: skip
+def test_a_prompt_that_cannot_be_asked_is_refused(name, turns, message):
+    with pytest.raises(ValueError, match=message):
+        chat_of(name).prompt(talk(*turns))
+
+
+def test_tools_that_a_template_does_not_read_are_refused():
+    with pytest.raises(ValueError, match=r"^the row has tools, and the chat template reads none"):
+        chat_of("GEMMA2").prompt(talk(user("a"), tools=[WEATHER]))
+
+
+# ---------- keywords of a template
+
+
+def test_literals():
+    assert data.literals(["a=False", "b='x=y'", "c=3"]) == {"a": False, "b": "x=y", "c": 3}
+    for pair in ("a", "a=", "a=low", "=3", "a b=3", "a=f(1)"):
+        with pytest.raises(ValueError, match="chat_template_kwargs: expected NAME=LITERAL as enable_think"):
+            data.literals([pair])
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "message"),
+    [
+        (chats.LLAMA3, {"enable_thinking": False}, r"reads \(style\), got 'enable_thinking'"),
+        (chats.GEMMA2, {"enable_thinking": False}, r"reads \(it reads none\), got"),
+        (chats.MARKED, {"messages": []}, "got 'messages'"),
+        (None, {"a": 1}, "expected none, as the tokenizer has no chat template"),
+    ],
+)
+def test_a_keyword_that_a_template_does_not_read_is_refused(template, kwargs, message):
+    with pytest.raises(ValueError, match=f"^chat_template_kwargs: .*{message}"):
+        data.from_rows([{"q": "a"}], chats.tokenizer(template), template="{q}", chat_template_kwargs=kwargs)
+
+
+def test_a_keyword_reaches_text_too():
+    tokenizer, rows = chats.tokenizer(chats.QWEN3), [{"q": "a"}]
+    plain = data.from_rows(rows, tokenizer, template="{q}").prompt(0).ids
+    off = data.from_rows(rows, tokenizer, template="{q}", chat_template_kwargs={"enable_thinking": False})
+    assert tokenizer.decode(off.prompt(0).ids[len(plain) :]) == "<think>\n\n</think>\n\n"
+
+
+# ---------- what is learned
+
+
+@pytest.mark.parametrize(
+    ("name", "loss_on", "want"),
+    [
+        ("CHATML", "all", "[S]Be kind.[E]\n[U]a[E]\n[A]«b[E]»\n[U]c[E]\n[A]«d[E]»"),
+        ("CHATML", "last", "[S]Be kind.[E]\n[U]a[E]\n[A]b[E]\n[U]c[E]\n[A]«d[E]»"),
+        ("MARKED", "all", "[U]a[E]\n[A]«b[E]»\n[U]c[E]\n[A]«d[E]»"),
+        ("MARKED", "last", "[U]a[E]\n[A]b[E]\n[U]c[E]\n[A]«d[E]»"),
+        ("LLAMA3", "all", "<bos>[user]a[0][assistant]«b[0]»[user]c[0][assistant]«d[0]»"),
+    ],
+)
+def test_turns_are_learned_with_their_ends(name, loss_on, want):
+    turns = [user("a"), says("b"), user("c"), says("d")]
+    assert learned(name, *turns, loss_on=loss_on) == [spelled(want)]
+
+
+def test_only_the_last_column_is_learned_and_what_follows_the_last_answer_is_left_out():
+    turns = [user("a"), says("b"), user("c"), says("d"), user("e")]
+    (text,) = learned("GEMMA2", *turns, start=3)
+    assert text == (
+        "<bos><turn>user\na</turn>\n<turn>model\nb</turn>\n<turn>user\nc</turn>\n<turn>model\n«d</turn>»"
+    )
+
+
+def test_a_turn_that_changes_when_others_follow_has_a_sequence_of_its_own():
+    """Earlier thoughts are dropped: the first turn is learned as it was said, with its thought."""
+    first, second = "<think>\nx\n</think>\n\nb", "<think>\ny\n</think>\n\nd"
+    turns = [user("a"), says(first), user("c"), says(second)]
+    whole, alone = learned("QWEN3", *turns)
+    assert alone == spelled(f"[U]a[E]\n[A]«{first}[E]»")
+    assert whole == spelled(f"[U]a[E]\n[A]b[E]\n[U]c[E]\n[A]«{second}[E]»")
+    assert learned("QWEN3", *turns, loss_on="last") == [whole]
+    off = learned("QWEN3", user("a"), says("b"), loss_on="last", enable_thinking=False)
+    assert off == [spelled("[U]a[E]\n[A]<think>\n\n</think>\n\n«b[E]»")]
+
+
+def test_thoughts_and_calls_are_learned():
+    turns = [user("a"), says("", reasoning_content="x", tool_calls=[CALLED]), turn("tool", "3"), says("b")]
+    (text,) = learned("QWEN3", *turns)
+    assert text.count("«") == 2 and '«<think>\nx\n</think>\n\n[add({"a": 1})]<|im_end|>»' in text
+
+
+def test_a_turn_without_an_end_of_its_own_is_ended():
+    first, second = learned("BARE", user("a"), says("b"), user("c"), says("d \n"))
+    assert (first, second) == ("Q: a\nA: «b<eos>»", "Q: a\nA: b\nQ: c\nA: «d<eos>»")
+
+
+def test_marks_that_are_not_one_a_turn_are_not_followed():
+    """Two of the four turns have none: both turns are learned by what comes after their prompts."""
+    tokenizer = chats.tokenizer(chats.MARKED.replace("m.role == 'assistant'", "m.content == 'b'"))
+    found = Chat(tokenizer, {}).lessons(talk(user("a"), says("b"), user("c"), says("d")), "all")
+    assert (
+        len(found) == 1 and tokenizer.decode([t for t, m in zip(*found[0]) if m]) == "b<|im_end|>d<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("name", ["CHATML", "MARKED"])
+def test_an_answer_that_melts_into_its_header_is_cut_where_the_prompt_ends(name):
+    """Two ends of a line are one token, but the prompt ends between them."""
+    chat = chat_of(name)
+    (lesson,) = chat.lessons(talk(user("a"), says("\nb")), "all")
+    start = lesson.mask.index(True)
+    assert lesson.ids[:start] == chat.prompt(talk(user("a")))
+    assert shown(chat, lesson).endswith(spelled("[A]«\nb[E]»"))
+    assert lesson.ids != chat.ids([user("a"), says("\nb")], ask=False)[: len(lesson.ids)]
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "message"),
+    [
+        ("CHATML", [user("a")], "^expected a turn of the assistant to learn, got none$"),
+        ("CHATML", [user("a"), says(" ")], "^turn 2: the response is empty$"),
+        ("CHATML", [says("a"), user("b"), says("c")], "^turn 1: the assistant speaks first"),
+        (
+            "ASKED",
+            [user("a"), says("<think>\nx</think>b")],
+            r"^turn 2: the prompt that asks for it goes on with '<think>\\n', but the chat template renders "
+            r"it with 'b<\|eot\|>'",
+        ),
+        ("GEMMA2", [user("a"), says("b"), says("c")], "chat template: .* turns alternate"),
+        ("GEMMA2", [user("a"), says("", tool_calls=[CALLED])], "turn 2 has tool_calls"),
+    ],
+)
+def test_what_cannot_be_learned_is_refused(name, turns, message):
+    with pytest.raises(ValueError, match=message):
+        chat_of(name).lessons(talk(*turns), "all")
+
+
+WORD = st.text("ab\n <", min_size=1, max_size=6).filter(str.strip)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    name=st.sampled_from(TEMPLATES),
+    words=st.lists(WORD, min_size=2, max_size=8),
+    system=st.booleans(),
+    loss_on=st.sampled_from(data.LOSS_ON),
+)
+def test_every_learned_turn_follows_the_prompt_that_asks_for_it(name, words, system, loss_on):
+    """The definition: before a learned turn stands what a model would be asked with, token for token, and
+    the turn is what it says there, up to and with the token that ends it. Each is learned once."""
+    chat = chat_of(name)
+    turns = [(user, says)[i % 2](w) for i, w in enumerate(words[: len(words) // 2 * 2])]
+    turns = [turn("system", "s")] * (system and name not in ("BARE", "GEMMA2")) + turns
+    spoken = [i for i, t in enumerate(turns) if t["role"] == "assistant"]
+    spoken = spoken[-1:] if loss_on == "last" else spoken
+    found = []
+    for lesson in chat.lessons(talk(*turns), loss_on):
+        starts = [i for i, m in enumerate(lesson.mask) if m and not lesson.mask[i - 1]]
+        ends = [i + 1 for i, m in enumerate(lesson.mask) if m and not [*lesson.mask, False][i + 1]]
+        assert ends[-1] == len(lesson.ids)
+        for start, end in zip(starts, ends, strict=True):
+            asked, said = lesson.ids[:start], chat.tokenizer.decode(lesson.ids[start:end])
+            found += [
+                i
+                for i in spoken
+                if chat.ids(turns[:i], ask=True) == asked and turns[i]["content"].strip() in said
+            ]
+            assert said.endswith(("<|im_end|>", "<|eot|>", "</turn>", "<eos>")) and said.count("<|") <= 1
+    assert sorted(found) == spoken
