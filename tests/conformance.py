@@ -132,7 +132,7 @@ def ppo(st, dtype):
 
 
 def pairs(st, dtype):
-    """DPO with a term of the chosen side: pairs share a pack, some ranks have none, the reference is bound."""
+    """DPO with a term of the chosen side: pairs share a pack, some ranks have none, a frozen reference."""
     ref_of, ref = st.bind(tiny.llama(9, dtype=dtype))
     apply, state = st.init(tiny.llama(dtype=dtype), adamw())
 

@@ -45,7 +45,7 @@ def test_the_two_sides_of_pairs():
     assert first.tolist() == [7.0 + 9, 2.0 + 3] and second.tolist() == [2.0 + 3, 7.0 + 9]
     empty = packing.pack(twice, [], unit=2)
     assert [x.tolist() for x in packing.sides(empty.old_logp, empty)] == [[0.0], [0.0]]
-    with pytest.raises(ValueError, match=r"unit: expected a pack of pairs, shard\(..., unit=2\), got unit = 1"):
+    with pytest.raises(ValueError, match=r"unit: expected a pack of pairs, .* got unit = 1"):
         packing.sides(b.old_logp, packing.pack(twice, [0, 1]))
 
 

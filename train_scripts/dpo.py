@@ -1,6 +1,7 @@
 """Learning from preference pairs, whole: pairs, reference log-probs, packs, loss, gradients, update.
 
     python train_scripts/dpo.py --model runs/sft/model --data pairs.jsonl
+    python train_scripts/dpo.py --model MODEL --data chats.jsonl --messages prompt chosen rejected
 
 A row has the columns prompt, chosen and rejected; without --data the pairs are those of a built-in task.
 The same command again resumes from the last checkpoint, to the bit.
@@ -23,8 +24,8 @@ class Config:
     template: str = "{prompt}"  # the prompt; {NAME} stands for a column; "": what both responses begin with
     chosen: str = "{chosen}"  # the better response; {NAME} stands for a column of the row
     rejected: str = "{rejected}"  # the worse response; {NAME} stands for a column of the row
-    messages: tuple[str, ...] = ()  # columns of messages: prompt chosen rejected, or chosen rejected
-    chat_template_kwargs: tuple[str, ...] = ()  # NAME=LITERAL ... for the chat template
+    messages: tuple[str, ...] = ()  # columns of messages: prompt chosen rejected, or the last two alone
+    chat_template_kwargs: tuple[str, ...] = ()  # what the chat template is given, as enable_thinking=False
     system: str | None = None  # the system prompt; an empty one removes that of the chat template
     max_length: Count = 512  # most tokens in a prompt with one response; longer pairs of a file are left out
     lora_rank: Whole = 0  # rank of low-rank adapters, the only weights that are trained; 0 trains all weights
@@ -90,6 +91,9 @@ def check(cfg: Config) -> None:
             "label_smoothing: expected above 0 with --loss cdpo, and 0 with others, got "
             f"{cfg.label_smoothing} with {cfg.loss}"
         )
+    if cfg.messages:
+        texts = ("template", "chosen", "rejected")
+        rft.run.without(cfg, *texts, prefix="", instead="--messages takes its place")
     if not cfg.template and cfg.system is not None:
         raise ValueError("system: expected none with an empty template: the texts hold their own turns")
 

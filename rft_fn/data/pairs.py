@@ -152,8 +152,10 @@ class _Recipe(NamedTuple):
 
     def _spoken(self, talk: Conversation, side: str) -> Lesson:
         """What the assistant says behind the prompt. ValueError where the template renders that in pieces."""
-        if talk.turns[talk.start]["role"] != "assistant":
-            role = talk.turns[talk.start]["role"]
+        if talk.start == len(talk.turns):
+            raise ValueError(f"the {side} response is missing: the other column begins with all of its turns")
+        role = talk.turns[talk.start]["role"]
+        if role != "assistant":
             raise ValueError(f"the {side} response: expected it to begin with the assistant, got {role}")
         found = Chat(self.tokenizer, self.kwargs).lessons(talk, "all")
         if len(found) > 1:
