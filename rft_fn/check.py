@@ -5,7 +5,6 @@ The values of tensors are never looked at: that would stop a GPU. An option's li
 """
 
 import dataclasses
-import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,18 +19,28 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _bind(name: str, size: tuple[int, ...], dims: list[str], known: dict[str, int]) -> bool:
-    lead = dims and dims[0] == "..."
-    named = dims[1:] if lead else dims
-    if len(size) < len(named) or (not lead and len(size) != len(named)):
+def _fits(size: tuple[int, ...], dims: list[str], known: dict[str, Any]) -> bool:
+    """Whether a size is of these dimensions; those met for the first time are `known` from then on."""
+    lead = dims[:1] == ["..."]
+    named = dims[lead:]
+    rest = len(size) - len(named)
+    if rest < 0 or (rest and not lead):
         return False
-    ok = True
-    for dim, n in zip(named, size[len(size) - len(named) :]):
-        ok &= known.setdefault(dim, n) == n if not dim.isdigit() else int(dim) == n
+    fits = True
+    for dim, n in zip(named, size[rest:]):
+        want = int(dim) if dim.isdigit() else known.setdefault(dim, n)
+        fits &= want == n
     if lead:
-        rest = size[: len(size) - len(named)]
-        ok &= known.setdefault("...", rest) == rest  # type: ignore[arg-type]
-    return bool(ok)
+        fits &= known.setdefault("...", size[:rest]) == size[:rest]
+    return fits
+
+
+def _written(dims: list[str], known: dict[str, Any]) -> str:
+    """The sizes that are expected: "4, S" for "N S" where N is known to be 4."""
+    sizes: list[Any] = [known.get(dim, dim) for dim in dims]
+    if sizes and isinstance(sizes[0], tuple):  # those that a leading ... stands for
+        sizes[:1] = sizes[0]
+    return ", ".join(map(str, sizes))
 
 
 def shapes(**args: tuple[Any, str]) -> dict[str, int]:
@@ -45,10 +54,10 @@ def shapes(**args: tuple[Any, str]) -> dict[str, int]:
     for name, (x, spec) in args.items():
         if x is None:
             continue
-        dims, before = spec.split(), dict(known)
-        if not _bind(name, tuple(x.shape), dims, known):
-            sizes = (before.get(d, d) for d in dims)
-            want = ", ".join(str(n) for s in sizes for n in (s if isinstance(s, tuple) else (s,)))
+        dims = spec.split()
+        before = dict(known)
+        if not _fits(tuple(x.shape), dims, known):
+            want = _written(dims, before)
             raise ValueError(f"{name}: expected [{', '.join(dims)}] = [{want}], got {list(x.shape)}")
     return known
 
@@ -73,11 +82,11 @@ class Range:
     open_high: bool = False
 
     def __contains__(self, x: float) -> bool:
-        if not math.isfinite(x):
+        if not -inf < x < inf:  # nor is NaN, while an integer may be larger than any float
             return False
-        above = x > self.low if self.open_low else x >= self.low
-        below = x < self.high if self.open_high else x <= self.high
-        return above and below
+        if (x == self.low and self.open_low) or (x == self.high and self.open_high):
+            return False
+        return self.low <= x <= self.high
 
     def __str__(self) -> str:
         left = "(" if self.open_low or self.low == -inf else "["
@@ -138,7 +147,8 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _field(name: str, x: Any, hint: Any) -> None:
     limits = [m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Range)]
-    hint = hint.__origin__ if get_origin(hint) is Annotated else hint
+    if get_origin(hint) is Annotated:
+        hint = hint.__origin__
     if dataclasses.is_dataclass(x):
         for inner, part in _hints(type(x)).items():
             _field(f"{name}.{inner}", getattr(x, inner), part)

@@ -21,6 +21,7 @@ from rft_fn.types import Packed, TrainState
 __all__ = ["NonFinite", "blame", "first_offender", "is_lost", "keep", "load", "watch"]
 
 LOST = 3  # exit code of a process that lost others
+QUIET = 3.0  # s without a beat that whoever is alive, and beats twice a second, does not have
 _GLOO = re.compile(r"\[[^]\s]*gloo/[^]\s]+\.(cc|h):\d+\] ")  # the place in its source, in all that it raises
 _watch: dict[str, Any] = {"beats": None, "folder": Path(".")}
 
@@ -46,9 +47,11 @@ class Beats:
         """Write this process's own, read all others'."""
         self.count += 1
         self.store.set(f"{self.key}/{dist.rank()}", f"{self.count} {dist.current_phase()}")
-        for r, (_, phase, last) in list(self.heard.items()):
+        for r, (_, _, last) in list(self.heard.items()):
             key = f"{self.key}/{r}"
-            now = self.store.get(key).decode() if self.store.check([key]) else last
+            if not self.store.check([key]):
+                continue  # it has not begun
+            now = self.store.get(key).decode()
             if now != last:
                 phase = now.partition(" ")[2]
                 self.heard[r] = (time.monotonic(), phase, now)
@@ -118,13 +121,18 @@ def blame(patience: float = 4.0, error: BaseException | None = None) -> str:
     [s] first, in which whoever is alive is heard."""
     here = f"rank {dist.rank()} was in {dist.current_phase()}"
     time.sleep(patience)
-    beats = _watch["beats"]
-    gone = beats.silent(min(max(patience - 1, 0.5), beats.timeout)) if beats else []
-    who = ", ".join(f"rank {r} (last in {phase}, {age:.0f} s ago)" for r, age, phase in gone)
-    others = beats.phases(without=[r for r, _, _ in gone]) if beats else []
+    who = "other processes"
+    others: list[str] = []
+    if beats := _watch["beats"]:
+        gone = beats.silent(min(QUIET, beats.timeout))
+        names = [f"rank {r} (last in {phase}, {age:.0f} s ago)" for r, age, phase in gone]
+        who = ", ".join(names) or who
+        others = beats.phases(without=[r for r, _, _ in gone])
     remedy = "the same command goes on from the last checkpoint (torchrun --max-restarts does so by itself)"
-    said = [" ".join(f"{type(error).__name__}: {error}".split())[:300]] if error else []
-    return "; ".join([f"lost {who or 'other processes'}", here, *others, remedy, *said])
+    line = [f"lost {who}", here, *others, remedy]
+    if error:
+        line.append(" ".join(f"{type(error).__name__}: {error}".split())[:300])
+    return "; ".join(line)
 
 
 def leave(line: str) -> None:
@@ -164,7 +172,10 @@ def _smallest(count: int, bad: Callable[[int], bool]) -> int | None:
     low, high = 0, count
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if bad(middle) else (middle, high)
+        if bad(middle):
+            high = middle
+        else:
+            low = middle
     return high
 
 
@@ -183,7 +194,8 @@ def first_offender(
         parts = cut(parts)
         counts = dist.share(len(parts))
         starts = [sum(counts[:r]) for r in range(len(counts))]
-        start, most = starts[dist.rank()], max(counts)
+        start = starts[dist.rank()]
+        most = max(counts)
 
         def bad(n: int) -> bool:
             mine = [b if start + i < n else _silent_pack(b) for i, b in enumerate(parts)]  # noqa: B023
@@ -193,7 +205,9 @@ def first_offender(
         if n is None:
             return None
         owner = max(r for r, s in enumerate(starts) if s < n)
-        one = [parts[n - 1 - start]] if owner == dist.rank() else []
+        one = []
+        if owner == dist.rank():
+            one = [parts[n - 1 - start]]
         found = (owner, dist.share(tree.map(lambda x: x.cpu(), one))[owner][0])
         parts = one
     return found
@@ -215,7 +229,7 @@ def write(state: TrainState, offender: tuple[int, Packed] | None, weights: dict[
     about: dict[str, Any] = {"step": state.step + 1, "rank": None, "row": None}
     if offender is not None:
         rank, pack = offender
-        about |= {"rank": rank, "row": pack.rows[0] if pack.rows else None, "num_seqs": pack.num_seqs}
+        about |= {"rank": rank, "row": next(iter(pack.rows), None), "num_seqs": pack.num_seqs}
         named = {n: x.contiguous() for n, x in tree.leaves_with_path(tree.replace(pack, media=None))}
         save_file(named, folder / "sequence.safetensors")
     save_file({n: x.contiguous() for n, x in weights.items()}, folder / "weights.safetensors")
@@ -231,7 +245,8 @@ def load(folder: str | Path) -> tuple[Packed, dict[str, Tensor], dict[str, Any]]
     folder = Path(folder)
     if not (folder / "sequence.safetensors").is_file():
         raise ValueError(f"fault: expected a folder fault_STEP with sequence.safetensors, got {folder}")
-    flat, extra = load_file(folder / "sequence.safetensors"), {}
+    flat = load_file(folder / "sequence.safetensors")
+    extra = {}
     for name in [n for n in flat if n.startswith("extra/")]:
         extra[name.removeprefix("extra/")] = flat.pop(name)
     about = json.loads((folder / "fault.json").read_text())

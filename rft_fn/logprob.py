@@ -71,7 +71,8 @@ def _from_logits(
     logits.detach().gather(-1, target.unsqueeze(-1))  # raises for a target outside [0, V): else it were NaN
     rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     logp, ent = logits_logprob(rows, labels, temperature=temperature, ignore_index=-1, entropy=entropy)
-    return logp.view(target.shape), (logp if ent is None else ent).view(target.shape)
+    ent = logp if ent is None else ent
+    return logp.view(target.shape), ent.view(target.shape)
 
 
 def truncate(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = None) -> Tensor:
@@ -133,9 +134,11 @@ def linear_logprob(
     # a where on the result alone would leave 0 * NaN in the gradient of the weight
     hidden = torch.where(live, hidden, 0)
     z = torch.einsum("td,tkd->tk", hidden.to(logp.dtype), weight[words].to(logp.dtype))
-    z = z if bias is None else z + bias[words]
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    scale = (
-        temperature.unsqueeze(-1) if isinstance(temperature, Tensor) and temperature.dim() else temperature
-    )
-    return TokenOut(logp=logp, entropy=ent, words_logp=torch.where(live, z / scale - lse.unsqueeze(-1), 0))
+    if bias is not None:
+        z = z + bias[words]
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    if isinstance(temperature, Tensor) and temperature.dim():
+        temperature = temperature.unsqueeze(-1)  # one for each token
+    found = z / temperature - lse.unsqueeze(-1)
+    return TokenOut(logp=logp, entropy=ent, words_logp=torch.where(live, found, 0))

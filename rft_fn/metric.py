@@ -82,13 +82,16 @@ def mean(x: Tensor, mask: Tensor) -> Mean:
 
 def sum(x: Tensor, mask: Tensor | None = None) -> Sum:
     """Sum of x over mask."""
-    return Sum(total=_f64(x if mask is None else torch.where(mask, x.detach(), 0)).sum())
+    if mask is not None:
+        x = torch.where(mask, x.detach(), 0)
+    return Sum(total=_f64(x).sum())
 
 
 def max(x: Tensor, mask: Tensor) -> Max:
     """Largest x over mask; -inf where no position is in mask."""
     low = torch.where(mask, _f64(x), -torch.inf)
-    return Max(top=low.amax() if low.numel() else low.new_tensor(-torch.inf))
+    least = low.new_full((1,), -torch.inf)  # amax of nothing raises
+    return Max(top=torch.cat([low.flatten(), least]).amax())
 
 
 def _check(metrics: Mapping[str, Metric]) -> None:
@@ -107,9 +110,12 @@ def merge(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]
     _check(b)
     out = dict(a)
     for name, m in b.items():
-        if name in out and type(out[name]) is not type(m):
+        if name not in out:
+            out[name] = m
+            continue
+        if type(out[name]) is not type(m):
             raise ValueError(f"metric {name!r}: expected {type(out[name]).__name__}, got {type(m).__name__}")
-        out[name] = out[name].merge(m) if name in out else m  # type: ignore[arg-type]
+        out[name] = out[name].merge(m)  # type: ignore[arg-type]
     return out
 
 
@@ -120,12 +126,14 @@ def average(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The numbers, in one transfer from the device. ValueError for a value that is no metric."""
+    """The numbers, in one transfer from each device. ValueError for a value that is no metric."""
     _check(metrics)
-    if not metrics:
-        return {}
-    values = torch.stack([m.value() for m in metrics.values()]).tolist()
-    return dict(zip(metrics, values))
+    values = {name: m.value() for name, m in metrics.items()}
+    numbers: dict[str, float] = {}
+    for device in dict.fromkeys(x.device for x in values.values()):
+        here = {name: x for name, x in values.items() if x.device == device}
+        numbers |= zip(here, torch.stack(list(here.values())).tolist())
+    return {name: numbers[name] for name in metrics}
 
 
 def pass_at_k(correct: Tensor, k: int) -> Tensor:
@@ -153,7 +161,9 @@ def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
     """
     gap = log_ratio(out.logp.detach(), b.old_logp).abs()
     found: dict[str, Metric] = {"policy/logp_gap": mean(gap, b.mask), "policy/logp_gap_max": max(gap, b.mask)}
-    return found if out.entropy is None else found | {"policy/entropy": mean(out.entropy, b.mask)}
+    if out.entropy is not None:
+        found["policy/entropy"] = mean(out.entropy, b.mask)
+    return found
 
 
 def pairs(

@@ -79,8 +79,10 @@ def _warmup(lr: float, warmup: int, total: int, decay: Callable[[float], float])
 
 def global_norm(grads: Any) -> Tensor:
     """[] the 2-norm of all gradients together, a plain tensor also of sharded ones. 0 without any."""
-    norms = torch._foreach_norm([g for g in tree.leaves(grads)]) if tree.leaves(grads) else [torch.zeros(())]
-    norm = torch.linalg.vector_norm(torch.stack(list(norms)))
+    leaves = tree.leaves(grads)
+    if not leaves:
+        return torch.zeros(())
+    norm = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(leaves))))
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded gradients: over all ranks
 
 
@@ -91,10 +93,11 @@ def clip_by_global_norm(max_norm: float) -> Transform:
         raise ValueError(f"max_norm: expected > 0, got {max_norm}")
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        scale = (max_norm / global_norm(grads).clamp(min=1e-30)).clamp(max=1.0)
+        scale: Any = (max_norm / global_norm(grads).clamp(min=1e-30)).clamp(max=1.0)
         leaves = tree.leaves(grads)
-        sharded = any(hasattr(g, "full_tensor") for g in leaves)  # these mix with no plain tensor
-        torch._foreach_mul_(leaves, float(scale) if sharded else scale)
+        if any(hasattr(g, "full_tensor") for g in leaves):  # sharded ones mix with no plain tensor
+            scale = float(scale)
+        torch._foreach_mul_(leaves, scale)
         return grads, state
 
     return Transform(lambda params: (), update, {"name": "clip_by_global_norm", "max_norm": max_norm})
@@ -199,19 +202,31 @@ def ema(decay: float) -> Transform:
         torch._foreach_add_(average, tree.leaves(updates), alpha=1 - decay)
         return updates, state
 
-    def init(params: Any) -> EmaState:
+    def start(p: Tensor) -> Tensor:
         # float32 at least: in bf16 (1 - decay) of a parameter is below the spacing of numbers
-        widen = lambda p: p.float() if p.dtype in (torch.bfloat16, torch.float16) else p  # noqa: E731
-        return EmaState(average=tree.map(lambda p: widen(p.detach().clone()), params))
+        copy = p.detach().clone()
+        return copy.float() if copy.dtype in (torch.bfloat16, torch.float16) else copy
+
+    def init(params: Any) -> EmaState:
+        return EmaState(average=tree.map(start, params))
 
     return Transform(init, update, {"name": "ema", "decay": decay})
+
+
+def parts(opt: Any) -> tuple:
+    """The states that an optimizer state is made of: those of a chain, that below masters, or none."""
+    if isinstance(opt, tuple):
+        return opt
+    if isinstance(opt, MasterState):
+        return (opt.inner,)
+    return ()
 
 
 def ema_params(opt: Any) -> Any:
     """The average that `ema` keeps, found in an optimizer state. ValueError if there is none."""
     if isinstance(opt, EmaState):
         return opt.average
-    for part in opt if isinstance(opt, tuple) else [opt.inner] if isinstance(opt, MasterState) else []:
+    for part in parts(opt):
         try:
             return ema_params(part)
         except ValueError:
@@ -224,15 +239,9 @@ def count(opt: Any) -> int:
 
     Unlike `TrainState.step` it leaves out updates that were skipped. ValueError if there is no adamw.
     """
-    if isinstance(opt, tuple):
-        parts = opt
-    elif isinstance(opt, MasterState):
-        parts = (opt.inner,)
-    elif hasattr(opt, "count"):  # also of an optimizer that a backend holds itself
+    if hasattr(opt, "count") and not isinstance(opt, tuple):  # also of an optimizer that a backend holds
         return int(opt.count)
-    else:
-        parts = ()
-    for part in parts:
+    for part in parts(opt):
         try:
             return count(part)
         except ValueError:
@@ -265,7 +274,8 @@ def master_weights(tx: Transform) -> Transform:
 @torch.no_grad()
 def apply_updates(params: Any, updates: Any) -> Any:
     """params + updates, in place; the same params come back."""
-    ps, us = [p.detach() for p in tree.leaves(params)], tree.leaves(updates)
+    ps = [p.detach() for p in tree.leaves(params)]
+    us = tree.leaves(updates)
     if any(p.dtype != u.dtype for p, u in zip(ps, us)):
         for p, u in zip(ps, us):
             p.copy_(p.to(u.dtype) + u)

@@ -6,7 +6,7 @@ here is a pure function of the global batch, so every rank computes the same pla
 it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -77,7 +77,8 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
     """
     if unit < 1 or len(rows) % unit:
         raise ValueError(f"unit: expected a divisor of the {len(rows)} rows of the pack, got {unit}")
-    device, index = exp.tokens.device, torch.tensor(list(rows), dtype=torch.long, device=exp.tokens.device)
+    device = exp.tokens.device
+    index = torch.tensor(list(rows), dtype=torch.long, device=device)
     sizes = (exp.length[index] - 1).clamp(min=0)
     total = int(sizes.sum())
     if total == 0:
@@ -91,43 +92,47 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
         moved = x[row, pos + 1]
         return torch.where(mask.view(-1, *[1] * (moved.dim() - 1)), moved, 0)
 
-    fields = {name: getattr(exp, name) for name in _TOKEN_FIELDS}
-
     return Packed(
         tokens=exp.tokens[row, pos],
         target=exp.tokens[row, pos + 1],
         pos=pos,
         seq=seq,
         mask=mask,
-        extra=None if exp.extra is None else {name: labels(x) for name, x in exp.extra.items()},
-        media=None if exp.media is None else exp.media.take(list(rows)),
         num_seqs=len(rows),
         rows=tuple(rows),
         unit=unit,
-        **{name: None if x is None else labels(x) for name, x in fields.items()},  # type: ignore[arg-type]
+        **_carried(exp, labels, rows),
     )
+
+
+def _carried(exp: Experience, labels: Callable[[Tensor], Tensor], rows: Sequence[int]) -> dict[str, Any]:
+    """What an experience brings besides tokens, where it has it: each field as `labels` moves it, and the
+    media of `rows`."""
+    fields = {name: getattr(exp, name) for name in _TOKEN_FIELDS}
+    found: dict[str, Any] = {name: labels(x) for name, x in fields.items() if x is not None}
+    if exp.extra is not None:
+        found["extra"] = {name: labels(x) for name, x in exp.extra.items()}
+    if exp.media is not None:
+        found["media"] = exp.media.take(list(rows))
+    return found
 
 
 def _empty(exp: Experience, unit: int) -> Packed:
     """`unit` sequences, each of one masked token, with no row behind them: `unpack` puts them nowhere."""
     zero = exp.tokens.new_zeros(unit)
-    found = {name: getattr(exp, name) for name in _TOKEN_FIELDS}
-    fields: dict[str, Any] = {name: None if x is None else x.new_zeros(unit) for name, x in found.items()}
-    extra = None
-    if exp.extra is not None:
-        extra = {name: x.new_zeros(unit, *x.shape[2:]) for name, x in exp.extra.items()}
+    tokens = zero
+    if exp.tokens.numel():
+        tokens = exp.tokens[:1, 0].repeat(unit)
     return Packed(
-        tokens=exp.tokens[:1, 0].repeat(unit) if exp.tokens.numel() else zero,
+        tokens=tokens,
         target=zero,
         pos=zero,
         seq=torch.arange(unit, device=zero.device),
         mask=torch.zeros_like(zero, dtype=torch.bool),
-        extra=extra,
-        media=None if exp.media is None else exp.media.take([]),
         num_seqs=unit,
         rows=(),
         unit=unit,
-        **fields,
+        **_carried(exp, lambda x: x.new_zeros(unit, *x.shape[2:]), []),
     )
 
 
@@ -178,7 +183,8 @@ def stack(exp: Experience) -> Packed:
 def _spread(sizes: Sequence[int], budget: int, count: int, most: int) -> list[list[int]] | None:
     """Items of `sizes` > 0 over `count` packs of nearly equal size, the largest first, each to the emptiest
     pack that has fewer than `most` (if not 0); None if that makes a pack larger than the budget."""
-    packs, load = [[] for _ in range(count)], [0] * count
+    packs: list[list[int]] = [[] for _ in range(count)]
+    load = [0] * count
     for i in sorted((i for i, n in enumerate(sizes) if n), key=lambda i: (-sizes[i], i)):
         k = min((k for k in range(count) if not most or len(packs[k]) < most), key=lambda k: (load[k], k))
         packs[k].append(i)
@@ -222,19 +228,24 @@ def shard(
     """
     if most and most < unit:
         raise ValueError(f"most: expected >= unit = {unit} rows a pack, got {most}")
-    sizes, most = _sizes(exp, unit), most // unit
+    sizes = _sizes(exp, unit)
+    most //= unit  # from here on, of units
     budget = budget or sum(sizes)
     packs = assign(sizes, budget, most=most)
     each = max(-(-len(packs) // world), 1)
     packs = _spread(sizes, budget, each * world, most) or packs
     packs = packs + [[] for _ in range(each * world - len(packs))]
-    load, share = [0] * world, [[] for _ in range(world)]
+    load = [0] * world
+    share: list[list[list[int]]] = [[] for _ in range(world)]
     for p in sorted(packs, key=lambda p: -sum(sizes[i] for i in p)):
         rank = min((r for r in range(world) if len(share[r]) < each), key=lambda r: (load[r], r))
         share[rank].append(p)
         load[rank] += sum(sizes[i] for i in p)
-    members = lambda p: [i * unit + j for i in sorted(p) for j in range(unit)]  # noqa: E731
-    return [[pack(exp, members(p), unit=unit) for p in part] for part in share]
+
+    def rows(units: list[int]) -> list[int]:
+        return [i * unit + j for i in sorted(units) for j in range(unit)]
+
+    return [[pack(exp, rows(p), unit=unit) for p in part] for part in share]
 
 
 def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor:
@@ -242,7 +253,8 @@ def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor
     where no pack has a value."""
     if len(x) != len(packs):
         raise ValueError(f"x: expected {len(packs)} tensors, one for each pack, got {len(x)}")
-    out = torch.zeros(like.shape, dtype=x[0].dtype if x else torch.float32, device=like.device)
+    dtype = x[0].dtype if x else torch.float32
+    out = torch.zeros(like.shape, dtype=dtype, device=like.device)
     for values, p in zip(x, packs):
         check.shapes(x=(values, "T"), target=(p.target, "T"))
         if p.rows:
@@ -255,7 +267,9 @@ def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor
 def take(exp: Batch, index: Tensor) -> Batch:
     """The rows `index` [n] of an experience, or of a rollout."""
     rows = tree.map(lambda x: x[index], tree.replace(exp, media=None))
-    return tree.replace(rows, media=None if exp.media is None else exp.media.take(index.tolist()))
+    if exp.media is None:
+        return rows
+    return tree.replace(rows, media=exp.media.take(index.tolist()))
 
 
 def minibatches(exp: Experience, n: int, key: int, *, unit: int = 1) -> list[Experience]:

@@ -5,7 +5,7 @@ from typing import Any
 
 SPECIAL = (
     "<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>", "<turn>",
-    "</turn>",
+    "</turn>", "<end>",
 )  # fmt: skip
 
 CALLS = (
@@ -97,12 +97,23 @@ def _core() -> Any:
     return core
 
 
-def tokenizer(template: str | None) -> Any:
-    """A tokenizer of its own, with that chat template."""
+def tokenizer(template: str | None, *, end: str = "<eos>") -> Any:
+    """A tokenizer of its own, with that chat template and that end of a sequence."""
     from transformers import PreTrainedTokenizerFast
 
-    names = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>"}
+    names = {"pad_token": "<pad>", "eos_token": end, "bos_token": "<bos>"}
     return PreTrainedTokenizerFast(tokenizer_object=_core(), chat_template=template, **names)
+
+
+def shown(tok: Any, lesson: Any) -> str:
+    """A lesson as text, «what is learned» in quotes."""
+    parts = []
+    for token, learned in zip(lesson.ids, lesson.mask, strict=True):
+        text = tok.decode([token])
+        if learned:
+            text = f"«{text}»"
+        parts.append(text)
+    return "".join(parts).replace("»«", "")
 
 
 def folder(path: Any, template: str | None) -> str:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import definition, mixed
 from torch import nn
 
 import rft_fn as rft
@@ -228,15 +229,6 @@ def rows(lengths, seed=0):
     return packing.supervised([(draw(1), draw(n)) for n in lengths])
 
 
-def definition(lm, exp):
-    """Each row alone, no padding, as one calls a model of transformers: [B, S]."""
-    out = torch.zeros(exp.tokens.shape, dtype=next(lm.parameters()).dtype)
-    for i, n in enumerate(exp.length.tolist()):
-        z = lm(input_ids=exp.tokens[i : i + 1, :n], use_cache=False).logits[0].log_softmax(-1)
-        out[i, 1:n] = z[:-1].gather(-1, exp.tokens[i, 1:n, None])[:, 0]
-    return torch.where(exp.mask, out, 0)
-
-
 def padded(lm, exp):
     """The same by one padded batch."""
     seen = (torch.arange(exp.tokens.shape[1]) < exp.length[:, None]).long()
@@ -244,11 +236,6 @@ def padded(lm, exp):
     out = torch.zeros(exp.tokens.shape, dtype=z.dtype)
     out[:, 1:] = z[:, :-1].gather(-1, exp.tokens[:, 1:, None])[..., 0]
     return torch.where(exp.mask, out, 0)
-
-
-def mixed(x):
-    """A different factor for every element, so that no two of a gradient's terms are alike."""
-    return (x * torch.arange(1, x.numel() + 1, dtype=x.dtype).view_as(x).sin()).sum()
 
 
 def packed_logp(apply, params, exp, tail=0):

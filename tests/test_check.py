@@ -137,6 +137,7 @@ class Options:
     k: tuple[check.Count, ...] = (1,)
     out: check.Free[str] = "runs/x"
     on: bool = False
+    seed: check.Seed = 0  # an integer of any size is compared, also one beyond all floats
     part: Part = field(default_factory=Part)
 
     __post_init__ = check.fields
@@ -165,6 +166,7 @@ class Options:
         ({"out": None}, "out: expected a text, got None"),
         ({"on": "yes"}, "on: expected True or False, got 'yes'"),
         ({"part": Part(0)}, "part.size: expected an integer in [1, inf), got 0"),
+        ({"seed": 10**400}, f"seed: expected an integer in [{-(2**63)}, {2**63 - 1}], got {10**400}"),
     ],
 )
 def test_an_option_outside_of_its_limits_is_named(options, message):

@@ -232,7 +232,7 @@ def test_bad_input(call, message):
         (
             "{short}",
             {"id": 1, "prompt": [{"role": "user", "content": "b"}]},
-            "the row has no column 'short'; it has 'id', 'prompt'; 'prompt' holds messages: --messages prompt",
+            "the row has no column 'short'; it has 'id', 'prompt'; 'prompt' holds messages: --messages pro",
         ),
         (
             "{short}",

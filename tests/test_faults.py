@@ -101,6 +101,17 @@ def test_blame_has_every_phase_and_the_error(monkeypatch):
     assert "RuntimeError" not in faults.blame(0)
 
 
+def test_whoever_missed_one_beat_is_not_blamed(monkeypatch):
+    """Beats are half a second apart, so whoever is alive may be unheard for a little longer than that."""
+    beats, now = object.__new__(faults.Beats), time.monotonic()
+    beats.timeout = 60
+    beats.heard = {1: (now - 61, "generate", ""), 2: (now - 0.9, "train", "")}
+    monkeypatch.setitem(faults._watch, "beats", beats)
+    assert faults.blame(0).startswith("lost rank 1 (last in generate, 61 s ago); rank 0 was in ")
+    beats.timeout = 0.5  # a shorter limit of the run's own counts
+    assert faults.blame(0).startswith("lost rank 1 (last in generate, 61 s ago), rank 2 (")
+
+
 def test_the_script_between_two_phases_is_named_by_the_one_before():
     now = dist.current_phase
     with dist.phase("generate"):

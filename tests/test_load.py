@@ -172,6 +172,18 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, kind)
         model.load("tiny")
 
 
+def test_a_build_that_fails_without_a_number_says_what_failed(tmp_path, monkeypatch):
+    """transformers raises an OSError of text alone, which has no strerror."""
+    monkeypatch.setenv("RFT_FN_CACHE", str(tmp_path))
+
+    def build(out):
+        raise OSError("some/one has no file named tokenizer.json")
+
+    with pytest.raises(ValueError, match=r"got /.*: some/one has no file named tokenizer.json$"):
+        builtin._built("m", build)
+    assert [p.name for p in tmp_path.iterdir()] == [".m.lock"]
+
+
 def test_a_hub_name_without_a_hub_is_one_line_in_seconds(monkeypatch):
     from huggingface_hub import constants
 

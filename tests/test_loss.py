@@ -258,3 +258,10 @@ def test_an_error_of_another_cause_gets_no_note():
     with pytest.raises(TypeError) as error:
         evaluate(lambda o, b: o.logp + "1", TokenOut(logp=b.old_logp), b)
     assert not hasattr(error.value, "__notes__")
+
+    def bare(o, b):
+        raise KeyError
+
+    with pytest.raises(KeyError) as error:
+        evaluate(bare, TokenOut(logp=b.old_logp), b)
+    assert not hasattr(error.value, "__notes__")

@@ -5,6 +5,7 @@ import warnings
 
 import chats
 import pytest
+import schemas
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -36,18 +37,11 @@ def talk(*turns, start=0, tools=None):
     return data.Conversation(list(turns), start, tools)
 
 
-def shown(chat, lesson):
-    """A lesson as text, «what is learned» in quotes."""
-    parts = []
-    for token, learned in zip(lesson.ids, lesson.mask, strict=True):
-        text = chat.tokenizer.decode([token])
-        parts.append(f"«{text}»" if learned else text)
-    return "".join(parts).replace("»«", "")
-
-
 def learned(name, *turns, loss_on="all", start=0, tools=None, **kwargs):
     chat = chat_of(name, **kwargs)
-    return [shown(chat, x) for x in chat.lessons(talk(*turns, start=start, tools=tools), loss_on)]
+    return [
+        chats.shown(chat.tokenizer, x) for x in chat.lessons(talk(*turns, start=start, tools=tools), loss_on)
+    ]
 
 
 # ---------- from a row to turns
@@ -233,8 +227,10 @@ def test_literals():
     ("template", "kwargs", "message"),
     [
         (chats.LLAMA3, {"enable_thinking": False}, r"reads \(style\), got 'enable_thinking'"),
+        (chats.QWEN3, {"thinking": False}, r"reads \(enable_thinking\), got 'thinking'"),
         (chats.GEMMA2, {"enable_thinking": False}, r"reads \(it reads none\), got"),
         (chats.MARKED, {"messages": []}, "got 'messages'"),
+        (chats.LLAMA3, {"bos_token": "x"}, "got 'bos_token'"),
         (None, {"a": 1}, "expected none, as the tokenizer has no chat template"),
     ],
 )
@@ -315,7 +311,7 @@ def test_an_answer_that_melts_into_its_header_is_cut_where_the_prompt_ends(name)
     (lesson,) = chat.lessons(talk(user("a"), says("\nb")), "all")
     start = lesson.mask.index(True)
     assert lesson.ids[:start] == chat.prompt(talk(user("a")))
-    assert shown(chat, lesson).endswith(spelled("[A]«\nb[E]»"))
+    assert chats.shown(chat.tokenizer, lesson).endswith(spelled("[A]«\nb[E]»"))
     assert lesson.ids != chat.ids([user("a"), says("\nb")], ask=False)[: len(lesson.ids)]
 
 
@@ -372,3 +368,25 @@ def test_every_learned_turn_follows_the_prompt_that_asks_for_it(name, words, sys
             ]
             assert said.endswith(("<|im_end|>", "<|eot|>", "</turn>", "<eos>")) and said.count("<|") <= 1
     assert sorted(found) == spoken
+
+
+# ---------- rows as people have them
+
+
+def test_the_table_of_schemas_is_what_the_options_make_of_the_rows():
+    """docs/data.md is what tests/schemas.py writes, and every way to give data is in it."""
+    text = schemas.PAGE.read_text()
+    assert schemas.page(text) == text
+    assert len(schemas.SCHEMAS) >= 14 and {s.script for s in schemas.SCHEMAS} == {"grpo", "sft"}
+
+
+PLAIN = "(user)2+2?<end>(assistant)"
+
+
+def test_one_question_in_many_forms_is_one_prompt_and_one_lesson(tmp_path):
+    """Text or messages, of TRL, verl or OpenRLHF, in jsonl, parquet or csv."""
+    found = {s.name: schemas.made(s, tmp_path) for s in schemas.SCHEMAS if "2+2?" in json.dumps(s.row)}
+    asked = [name for name, (prompt, learned) in found.items() if (prompt, learned) == (PLAIN, [])]
+    taught = [name for name, (_, learned) in found.items() if learned == [PLAIN + "«4<end>»"]]
+    assert len(asked) == 7 and len(taught) == 5
+    assert all(PLAIN in prompt for prompt, _ in found.values())

@@ -70,6 +70,20 @@ def test_names_of_one_side_survive_and_nothing_gives_nothing():
     assert metric.results({}) == {}
 
 
+def test_values_of_two_devices_are_stacked_apart(monkeypatch):
+    """A norm on a GPU beside a count on the host, which torch does not stack: meta stands for the GPU."""
+    stack = torch.stack
+
+    def checked(values):
+        stacked = stack(values)  # raises for tensors of two devices
+        return torch.full((len(values),), 7.0) if stacked.is_meta else stacked
+
+    monkeypatch.setattr(torch, "stack", checked)
+    far, near = metric.sum(torch.ones(2, device="meta")), metric.sum(torch.ones(2))
+    found = metric.results({"a": far, "b": near, "c": far})
+    assert found == {"a": 7.0, "b": 2.0, "c": 7.0} and list(found) == ["a", "b", "c"]
+
+
 def test_values_outside_the_mask_are_never_read():
     x, m = torch.tensor([1.0, torch.nan, torch.inf]), torch.tensor([True, False, False])
     found = {"mean": metric.mean(x, m), "sum": metric.sum(x, m), "max": metric.max(x, m)}

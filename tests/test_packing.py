@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rft_fn import model, packing, testing, tree
+from rft_fn import packing, testing, tree
 from rft_fn.types import Experience, Media, Rollout
 
 FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
@@ -412,30 +411,6 @@ def test_rows_of_a_rollout_are_taken_as_those_of_an_experience():
 def test_supervised_without_rows_says_so():
     with pytest.raises(ValueError, match="rows: expected at least one"):
         packing.supervised([])
-
-
-def test_a_conversation_with_two_turns_has_the_gradient_of_the_definition():
-    """The mean over all learned tokens of all rows of -log p(token | what stands before it), row by row."""
-    lm, g = tiny.llama(dtype=torch.float64), torch.Generator().manual_seed(0)
-    rows = []
-    for turns in ([(3, 2), (2, 4)], [(1, 1)], [(2, 3), (1, 2), (4, 1)]):
-        mask = [x for asked, said in turns for x in [False] * asked + [True] * said]
-        rows.append((torch.randint(3, 40, (len(mask),), generator=g).tolist(), mask))
-    terms = []
-    for ids, mask in rows:
-        logp = lm(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
-        terms += [-logp[t - 1, ids[t]] for t in range(len(ids)) if mask[t]]
-    assert len(terms) == 13
-    want = torch.autograd.grad(sum(terms) / len(terms), list(lm.parameters()))
-
-    apply, params = model.bind(lm)
-    exp = packing.conversations(rows)
-    packs = [p for part in packing.shard(exp, 20, 2) for p in part]
-    assert len(packs) == 2
-    total = sum((p.w * -apply(params, p).logp).sum() for p in packs)
-    torch.testing.assert_close(total, sum(terms) / len(terms))
-    for a, b in zip(torch.autograd.grad(total, list(lm.parameters())), want):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import ranks
 import torch
+from tiny import definition, mixed
 from torch import nn
 
 import rft_fn as rft
@@ -110,20 +111,6 @@ def rows(sizes, seed=0):
 
 
 EXP = rows([(2, 5), (3, 7), (1, 4), (2, 2)])
-
-
-def definition(lm, exp):
-    """Each row alone, as one calls a model of transformers, by the model's own logits: [B, S]."""
-    out = torch.zeros(exp.tokens.shape, dtype=next(lm.parameters()).dtype)
-    for i, n in enumerate(exp.length.tolist()):
-        z = lm(input_ids=exp.tokens[i : i + 1, :n], use_cache=False).logits[0].log_softmax(-1)
-        out[i, 1:n] = z[:-1].gather(-1, exp.tokens[i, 1:n, None])[:, 0]
-    return torch.where(exp.mask, out, 0)
-
-
-def mixed(x):
-    """A different factor for every element."""
-    return (x * torch.arange(1, x.numel() + 1, dtype=x.dtype).view_as(x).sin()).sum()
 
 
 def agree(apply, params, packs, plain, *, atol):

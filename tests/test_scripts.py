@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chats
 import pytest
 import torch
 from test_house import load_script as script
@@ -509,6 +510,7 @@ UNREAD = [
     ("sft", ["--disable_engine_sleep"], "strategy.enable_engine_sleep", "leave it out"),
     ("sft", ["--plot-every", "2"], "strategy.plot_every", "leave it out"),
     ("evaluate", ["--plot-every", "2"], "strategy.plot_every", "leave it out"),
+    ("evaluate", ["--zero-stage", "2"], "strategy.zero_stage", "leave it out"),
     ("evaluate", ["--log-dir", "logs"], "strategy.log_dir", "leave it out"),
     ("evaluate", ["--bf16"], "strategy.bf16", "leave it out"),
 ]
@@ -715,3 +717,153 @@ def test_a_request_to_stop_that_a_library_catches_still_stops(monkeypatch, capsy
 @dataclasses.dataclass(frozen=True)
 class Nothing:
     """A script without options."""
+
+
+# ---------- conversations
+
+MATHS = [
+    {"prompt": [{"role": "user", "content": f"{i}+{i}?"}], "answer": str(2 * i), "id": i} for i in range(6)
+]
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    """A folder with a model that has a chat template, and files of conversations."""
+    folder = tmp_path_factory.mktemp("chatty")
+    chats.folder(folder / "model", chats.QWEN3)
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, MATHS)))
+    said = [{"role": "assistant", "content": x["answer"]} for x in MATHS]
+    talks = [{"messages": [*x["prompt"], y], "answer": x["answer"]} for x, y in zip(MATHS, said)]
+    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    reward = "def place(prompts, completions, id, **columns):\n    return [i % 2 for i in range(len(id))]\n"
+    (folder / "mine.py").write_text(reward)
+    return folder
+
+
+def chat_options(folder, data="prompts.jsonl", messages=("prompt",)):
+    return {"model": str(folder / "model"), "data": str(folder / data), "messages": messages}
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "evaluate"])
+def test_prompts_of_messages_go_through_the_chat_template(name, chatty, tmp_path, monkeypatch):
+    """Every prompt that is sampled from is what the model's template makes of a row's messages."""
+    seen, generate = [], rft.engine.gather_and_generate
+
+    def recorded(eng, st, prompts, *args, **options):
+        seen.extend(prompts)
+        return generate(eng, st, prompts, *args, **options)
+
+    monkeypatch.setattr(rft.engine, "gather_and_generate", recorded)
+    options = chat_options(chatty) | {"reward": (f"{chatty / 'mine.py'}:place",), "max_new": 4}
+    options["chat_template_kwargs"] = ("enable_thinking=False",)
+    if name == "evaluate":
+        script(name).main(script(name).Config(count=6, **options))
+    else:
+        more = {"prompts": 2, "group": 2, "steps": 1, "eval_prompts": 2, "out": str(tmp_path / "run")}
+        if name == "ppo":
+            more |= {"ptx": 0.5, "ptx_data": str(chatty / "talks.jsonl"), "ptx_messages": ("messages",)}
+        script(name).main(script(name).Config(**more, **options))
+    tokenizer = rft.model.load_tokenizer(str(chatty / "model"))
+    assert seen
+    for prompt in seen:
+        question = MATHS[prompt.columns["id"]]["prompt"][0]["content"]
+        assert tokenizer.decode(prompt.ids) == (
+            f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        )
+
+
+CHAT_MISTAKES = {
+    "nothing said": (
+        "grpo",
+        "prompts.jsonl",
+        [],
+        "the row has no column 'short'; it has 'prompt', 'answer', 'id'; 'prompt' holds messages: --messages "
+        "prompt, without --template",
+    ),
+    "a template that prints a list": (
+        "sft",
+        "talks.jsonl",
+        ["--template", "{messages}"],
+        "column 'messages' holds a list, which no template prints; 'messages' holds messages: --messages "
+        "messages, without --template",
+    ),
+    "both": (
+        "grpo",
+        "prompts.jsonl",
+        ["--messages", "prompt", "--template", "{answer}"],
+        "template: expected '{short}', as this script does not read it, got '{answer}'; --messages takes its",
+    ),
+    "a response too": (
+        "sft",
+        "talks.jsonl",
+        ["--messages", "messages", "--response", "{gold}"],
+        "response: expected '{answer}', as this script does not read it, got '{gold}'; --messages takes its",
+    ),
+    "which turns of a text": ("sft", "talks.jsonl", ["--loss-on", "last"], "loss_on: expected 'all', as "),
+    "both in ppo": (
+        "ppo",
+        "prompts.jsonl",
+        ["--messages", "prompt", "--template", "{a}"],
+        "template: expected '{short}'",
+    ),
+    "both in examples": (
+        "ppo",
+        "prompts.jsonl",
+        ["--ptx-messages", "messages", "--ptx-response", "{a}"],
+        "ptx_response: expected '{answer}'",
+    ),
+    "both in evaluate": (
+        "evaluate",
+        "prompts.jsonl",
+        ["--messages", "prompt", "--template", "{a}"],
+        "template: expected '{short}'",
+    ),
+    "a keyword that is not read": (
+        "evaluate",
+        "prompts.jsonl",
+        ["--messages", "prompt", "--chat-template-kwargs", "thinking=False"],
+        "expected a name that the chat template reads (enable_thinking), got 'thinking'",
+    ),
+    "a keyword that is no literal": (
+        "sft",
+        "talks.jsonl",
+        ["--messages", "messages", "--chat-template-kwargs", "enable_thinking=off"],
+        "chat_template_kwargs: expected NAME=LITERAL as enable_thinking=False",
+    ),
+    "an answer at the end": (
+        "grpo",
+        "talks.jsonl",
+        ["--messages", "messages"],
+        "turn 2: expected the last turn of a prompt from user or tool, got assistant; and 3 more. 6 of 6",
+    ),
+    "nothing to learn": (
+        "sft",
+        "prompts.jsonl",
+        ["--messages", "prompt"],
+        "lines 1, 2, 3: expected a turn of the assistant to learn, got none; and 3 more",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHAT_MISTAKES)
+def test_mistakes_with_messages_are_one_line_before_a_model_is_loaded(case, chatty, tmp_path, monkeypatch):
+    name, file, more, message = CHAT_MISTAKES[case]
+    monkeypatch.setattr(rft.model, "load", None)
+    args = ["--model", chatty / "model", "--data", chatty / file, *more]
+    if name != "evaluate":
+        args += ["--out", tmp_path / "run"]
+    if name != "sft":
+        args += ["--reward", "exact"]
+    config = script(name).Config
+    with pytest.raises(ValueError) as error:
+        script(name).main(parsing.parse(config, parsing.qualify([str(x) for x in args], config)))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_sft_learns_a_conversation(chatty, tmp_path):
+    options = chat_options(chatty, "talks.jsonl", ("messages",))
+    more = {"steps": 12, "batch": 6, "lr": 3e-3, "loss_on": "last", "out": str(tmp_path / "run")}
+    sft = script("sft")
+    sft.main(sft.Config(**options, **more, chat_template_kwargs=("enable_thinking=False",)))
+    losses = [r["loss"] for r in rows(tmp_path / "run")]
+    assert losses[-1] < 0.5 * losses[0]

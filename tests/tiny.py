@@ -4,12 +4,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rft_fn.model import tiny
 from rft_fn.packing import supervised
+from rft_fn.types import Experience
 
-__all__ = ["experience", "llama", "tokenizer"]
+__all__ = ["definition", "experience", "llama", "mixed", "tokenizer"]
 
 
 @cache
@@ -41,3 +42,17 @@ def experience(seed: int = 0, rows: int = 6, longest: int = 12) -> Any:
     draw = lambda n: torch.randint(3, len(tokenizer()), (n,), generator=g).tolist()  # noqa: E731
     size = lambda: int(torch.randint(1, longest, (1,), generator=g))  # noqa: E731
     return supervised([(draw(size()), draw(size())) for _ in range(rows)])
+
+
+def definition(lm: nn.Module, exp: Experience) -> Tensor:
+    """[B, S]: log-probs of each row alone, without padding, by the model's own logits; 0 outside mask."""
+    out = torch.zeros(exp.tokens.shape, dtype=next(lm.parameters()).dtype)
+    for i, n in enumerate(exp.length.tolist()):
+        z = lm(input_ids=exp.tokens[i : i + 1, :n], use_cache=False).logits[0].log_softmax(-1)
+        out[i, 1:n] = z[:-1].gather(-1, exp.tokens[i, 1:n, None])[:, 0]
+    return torch.where(exp.mask, out, 0)
+
+
+def mixed(x: Tensor) -> Tensor:
+    """[]: the sum with a different factor for every element, so that no two terms of a gradient are alike."""
+    return (x * torch.arange(1, x.numel() + 1, dtype=x.dtype).view_as(x).sin()).sum()

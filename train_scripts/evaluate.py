@@ -38,10 +38,10 @@ class Config:
     __post_init__ = rft.check.fields
 
 
-UNREAD = (
-    "fsdp_cpu_offload", "adam_offload", "use_mp_opt", "bf16", "max_norm", "train_batch_size",
-    "micro_train_batch_size", "packing_samples", "mixed_mm_data", "fused_linear_logprob", "chunk_size",
-    "log_dir", "plot_every", "max_skips",
+UNREAD = (  # nothing is trained here, so nothing is sharded either: every process has an engine
+    "fsdp", "zero_stage", "sp_size", "shard_size", "fsdp_cpu_offload", "adam_offload", "use_mp_opt", "bf16",
+    "max_norm", "train_batch_size", "micro_train_batch_size", "packing_samples", "mixed_mm_data",
+    "fused_linear_logprob", "chunk_size", "log_dir", "plot_every", "max_skips",
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from rft_fn.check import (
     Seed,
     Share,
     Whole,
-)
+)  # fmt: skip
 from rft_fn.strategy import StrategyConfig
 
 
@@ -181,6 +181,35 @@ def supervised(cfg, examples, tokenizer, update):
     return rft.tree.replace(exp, w=cfg.ptx * exp.w, extra={"ptx": exp.mask.float()})
 
 
+def learned_reward(cfg, judged, rollout, moments):
+    """The reward that is learned from [N, G], clipped and less the penalty of long responses; and the moments
+    of all rewards so far."""
+    shaping = rft.reward_shaping
+    reward = judged.reward
+    if cfg.reward_clip:
+        reward = shaping.clip(reward, cfg.reward_clip)
+    if cfg.overlong:
+        length = rollout.mask.sum(-1).view_as(reward)
+        reward = reward + shaping.overlong_penalty(length, max_new=cfg.max_new, buffer=cfg.overlong)
+    if cfg.normalize_reward:
+        reward, moments = shaping.running_norm(reward, moments)
+    return reward, moments
+
+
+def actor_loss(cfg, row, out, b):
+    """The actor's loss: of examples their NLL; else the clipped loss with its bonuses."""
+    nll = rft.loss.nll(out.logp)
+    if "ptx" in b.extra:
+        return nll, {"ptx/nll": rft.metric.mean(nll, b.mask)}
+    loss, metrics = row.loss(out, b)
+    metrics["policy/loss"] = rft.metric.sum(b.w * loss)
+    if cfg.entropy:
+        loss = loss + cfg.entropy * rft.loss.entropy_bonus(out.entropy)
+    return loss + b.extra["positive"] * nll, metrics | rft.metric.policy(out, b)
+
+
+# The whole run is one function, as long as it is, so that it is read from top to bottom in the order in which
+# it happens: what is checked before anything is loaded, and which state each step takes and leaves.
 def main(cfg: Config) -> None:
     # ---- where it runs, the algorithm with the options given, and the folder of the run
     check(cfg)
@@ -192,7 +221,8 @@ def main(cfg: Config) -> None:
         loss=given(row.loss, low=cfg.clip_low, high=cfg.clip_high, dual=cfg.dual),
         value_loss=given(row.value_loss, clip=cfg.value_clip),
     )
-    extendable = cfg.lr_end == 1 or cfg.schedule == "constant"
+    extendable = cfg.lr_end == 1 or cfg.schedule == "constant"  # then no rate depends on the steps
+    free = ("steps",) if extendable else ()
     run = rft.run.Run(
         cfg.out,
         cfg,
@@ -201,7 +231,7 @@ def main(cfg: Config) -> None:
         trackers=cfg.trackers,
         project=cfg.project,
         name=cfg.run_name,
-        free=("steps",) if extendable else (),
+        free=free,
         override=cfg.override,
         **st.config.pictures(),
     )
@@ -260,16 +290,8 @@ def main(cfg: Config) -> None:
     run.resume(extra["step"])
     eng.load(st.export(actor), version=extra["step"])
 
-    def loss_fn(out, b):
-        """The actor's loss: of examples their NLL; else the clipped loss with its bonuses."""
-        nll = rft.loss.nll(out.logp)
-        if "ptx" in b.extra:
-            return nll, {"ptx/nll": rft.metric.mean(nll, b.mask)}
-        loss, metrics = row.loss(out, b)
-        metrics["policy/loss"] = rft.metric.sum(b.w * loss)
-        if cfg.entropy:
-            loss = loss + cfg.entropy * rft.loss.entropy_bonus(out.entropy)
-        return loss + b.extra["positive"] * nll, metrics | rft.metric.policy(out, b)
+    loss_fn = partial(actor_loss, cfg, row)
+    shard = partial(st.shard, budget=cfg.budget)
 
     def collect(prompts, keys, n, how):
         """Responses to the prompts, and their rewards [N, n]: the same on every rank."""
@@ -291,18 +313,6 @@ def main(cfg: Config) -> None:
             )
         return rft.reward.means(judged, "eval")
 
-    def shape(judged, rollout):
-        """The reward that is learned from [N, G]: clipped, less the penalty of long responses."""
-        reward = judged.reward
-        if cfg.reward_clip:
-            reward = shaping.clip(reward, cfg.reward_clip)
-        if cfg.overlong:
-            length = rollout.mask.sum(-1).view_as(reward)
-            reward = reward + shaping.overlong_penalty(length, max_new=cfg.max_new, buffer=cfg.overlong)
-        if cfg.normalize_reward:
-            reward, extra["moments"] = shaping.running_norm(reward, extra["moments"])
-        return reward
-
     def score_rows(rollout):
         """(values, log-probs of the initial model), each [B, S] and the same on every rank; and the packs."""
         exp = rft.experience(rollout, adv=torch.zeros_like(rollout.logp), w=row.weight(rollout.mask))
@@ -318,14 +328,14 @@ def main(cfg: Config) -> None:
             return value, rows(rft.model.score(plain, actor.params, packs)), packs
         return value, rollout.logp, packs
 
-    shard = partial(st.shard, budget=cfg.budget)
     for step in range(extra["step"], cfg.steps):
         values = evaluate() if step == 0 else {}
 
         # ---- collect: prompts, responses, rewards, values
         prompts, keys = rft.data.draw(dataset, cfg.prompts, step, cfg.seed)
         rollout, judged = collect(prompts, keys, cfg.group, sampling)
-        reward, mask = shape(judged, rollout), rollout.mask
+        mask = rollout.mask
+        reward, extra["moments"] = learned_reward(cfg, judged, rollout, extra["moments"])
         with run.phase("score"):
             value, ref_logp, packs = score_rows(rollout)
 
@@ -357,7 +367,7 @@ def main(cfg: Config) -> None:
                 del metrics["loss"]  # the same as value/loss
                 updates.append(rft.metric.results(metrics | {f"value/{n}": x for n, x in more.items()}))
                 if learns or i == 0:  # a frozen actor is still compared with its sampler
-                    if examples:
+                    if examples is not None:
                         number = step * cfg.epochs * parts(cfg) + i
                         mine = mine + shard(supervised(cfg, examples, tokenizer, number))
                     grads, metrics = st.grad(actor, apply, loss_fn, mine)

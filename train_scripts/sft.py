@@ -16,6 +16,8 @@ from rft_fn.check import AtLeast0, Count, Decay, Free, Positive, Seed, Share, Wh
 
 @dataclass(frozen=True)
 class Config:
+    """A resumed run may change the options that change no result; for others it needs --override."""
+
     model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
     data: str = "sort_digits:1"  # a task as TASK:LEVEL, a .jsonl / .parquet / .csv file, or a hub name
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
@@ -82,11 +84,13 @@ def check(cfg: Config) -> None:
         rft.run.without(cfg, "loss_on", prefix="", instead="it is for --messages")
 
 
+# The whole run is one function, so that it is read from top to bottom in the order in which it happens.
 def main(cfg: Config) -> None:
     # ---- where it runs, and the folder of the run
     check(cfg)
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
-    extendable = cfg.lr_end == 1 or cfg.schedule == "constant"
+    extendable = cfg.lr_end == 1 or cfg.schedule == "constant"  # then no rate depends on the steps
+    free = ("steps",) if extendable else ()
     run = rft.run.Run(
         cfg.out,
         cfg,
@@ -95,7 +99,7 @@ def main(cfg: Config) -> None:
         trackers=cfg.trackers,
         project=cfg.project,
         name=cfg.run_name,
-        free=("steps",) if extendable else (),
+        free=free,
         override=cfg.override,
         **st.config.pictures(),
     )

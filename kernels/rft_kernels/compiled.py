@@ -56,7 +56,7 @@ def _backward(h, w, bias, y, scale, logp, entropy, lse, unit, g, g_entropy, g_ls
     upstream = (g, g_entropy if o.entropy else None, g_lse)
     grads = streamed.gradients(h, w, bias, y, scale, *kept, *upstream, o, tuple(need))
     wanted = zip(grads, (h, w, bias), need, strict=True)
-    return tuple(_gradient(x, like if of else None, h) for x, like, of in wanted)
+    return tuple(_gradient(x, like, of, h) for x, like, of in wanted)
 
 
 @_backward.register_fake
@@ -65,9 +65,9 @@ def _(h, w, bias, y, scale, logp, entropy, lse, unit, g, g_entropy, g_lse, *opti
     return tuple(torch.empty_like(x) if of else h.new_empty(0) for x, of in pairs)
 
 
-def _gradient(x: Tensor | None, like: Tensor | None, h: Tensor) -> Tensor:
+def _gradient(x: Tensor | None, like: Tensor | None, wanted: bool, h: Tensor) -> Tensor:
     """What a graph was promised: a gradient like its input, 0 if no row had one, or nothing."""
-    if like is None:
+    if like is None or not wanted:
         return h.new_empty(0)
     return torch.zeros_like(like) if x is None else x
 

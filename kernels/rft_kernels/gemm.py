@@ -8,6 +8,7 @@ the logits is rounded once, to the type of the matrix products, after 1[y] - p w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -85,7 +86,8 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
     logp, lse = tiles.log_prob(run)
     if pull is not None:
         pull = tiles.unit_gradient(pull, head.w, y, top, logp, lse).mul_(head.inner[:, None])
-        pull = pull if head.shard is None else head.shard.sum(pull)
+    if pull is not None and head.shard is not None:
+        pull = head.shard.sum(pull)
     return logp, tiles.entropy_of(run, logp) if entropy else None, lse, pull
 
 
@@ -101,7 +103,7 @@ def collect(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`backward`, of the `Gradient`s that gradients(head, y, cot, unit) yields, slice by slice."""
     y = local_labels(head, y)
-    cot = tiles.Cotangent(*(None if c is None else c.contiguous() for c in cot))
+    cot = cot.each(Tensor.contiguous)
     unit = _row_unit(head, cot) if head.h.dtype == torch.float16 else None
     dh = head.inner.new_zeros(head.h.shape) if need[0] else None
     dw = head.w.new_empty(head.w.shape) if need[1] else None
@@ -123,7 +125,9 @@ def collect(
 
 def local_labels(head: Head, y: Tensor) -> Tensor:
     """Labels y [R] as rows of head.w."""
-    return (y if head.shard is None else head.shard.local(y)).contiguous()
+    if head.shard is not None:
+        y = head.shard.local(y)
+    return y.contiguous()
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
@@ -139,10 +143,10 @@ def product(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
 def _gradients(head: Head, y: Tensor, cot: tiles.Cotangent, unit: Tensor | None) -> Iterator[Gradient]:
     """Each slice of the logits again, and turned into its gradient."""
     for tile in _tiles(head, narrow=True):
-        piece = tiles.Cotangent(*(None if c is None else c[tile.rows] for c in cot))
-        here = None if unit is None else unit[tile.rows]
+        rows = tile.rows
+        here = None if unit is None else unit[rows]
         options = _options(head, tile)
-        kernels.differentiate(tile.x, tile.narrow, y[tile.rows], piece, unit=here, **options)
+        kernels.differentiate(tile.x, tile.narrow, y[rows], cot.each(itemgetter(rows)), unit=here, **options)
         yield Gradient(tile.cols, tile.rows, tile.w, tile.narrow)
 
 
@@ -187,7 +191,9 @@ def _weight_grad(dw: Tensor, tile: Gradient, h: Tensor, common: Tensor | None) -
     product(tile.dx.T, h[tile.rows], out=total)
     if common is not None:
         total.mul_(common)
-    dw.copy_(total if first else total.add_(dw))
+    if not first:
+        total.add_(dw)
+    dw.copy_(total)
     return None
 
 
@@ -195,7 +201,9 @@ def _bias_grad(db: Tensor, tile: Gradient, share: Tensor, common: Tensor | None)
     """db [C] += the sum of dx over the rows."""
     total = db.new_empty(1, db.shape[0])
     product(share[tile.rows][None], tile.dx, out=total)
-    db.add_(total[0] if common is None else total[0].mul_(common))
+    if common is not None:
+        total.mul_(common)
+    db.add_(total[0])
 
 
 def _tiles(head: Head, *, narrow: bool) -> Iterator[Tile]:
@@ -222,7 +230,9 @@ def _breadth(head: Head, narrow: bool) -> int:
     """Columns of a tile, such that it, its rounded copy and a converted slice of w fit into the workspace."""
     (tokens, width), vocabulary = head.h.shape, head.w.shape[0]
     wide, thin = head.inner.element_size(), head.h.element_size()
-    logit = wide + (thin if narrow and thin != wide else 0)
+    logit = wide
+    if narrow and thin != wide:
+        logit += thin
     converted = 0 if head.w.dtype == head.h.dtype else thin * width
     fit = head.workspace // (logit * max(1, min(tokens, _ROWS)) + converted)
     step = _COLUMNS if fit >= _COLUMNS else _SMALLEST

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -57,8 +58,8 @@ def logits_logprob(
         raise ValueError("temperature: expected no gradient, got requires_grad=True")
     fused = engines.pick(engine, z, z) != "streamed"
     options = Options(ignore_index, entropy, inplace_backward, fused)
-    out = _FromLogits.apply(z, y.long(), scale, options)
-    return FromLogits(out[0], out[1] if entropy else None)
+    logp, found, _ = _FromLogits.apply(z, y.long(), scale, options)  # found is None without entropy
+    return FromLogits(logp, found)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class _FromLogits(torch.autograd.Function):
             state = tiles.Running(*(r[rows] for r in run))
             _absorb(state, piece, y[rows], scale[rows], room, options)
         logp, lse = tiles.log_prob(run)
-        values = (logp, tiles.entropy_of(run, logp) if options.entropy else None, lse)
+        entropy = tiles.entropy_of(run, logp) if options.entropy else None
+        values = (logp, entropy, lse)
         return tuple(x if x is None else torch.where(y == options.ignore_index, 0, x) for x in values)
 
     @staticmethod
@@ -112,11 +114,10 @@ class _Gradient(torch.autograd.Function):
     def forward(z, y, scale, logp, entropy, lse, g, g_entropy, options):
         y, scale, z = y.contiguous(), scale.contiguous(), z.detach()
         cot = tiles.Cotangent.of(logp, entropy, lse, g, g_entropy, None)
-        cot = tiles.Cotangent(*(c if c is None else c.contiguous() for c in cot))
+        cot = cot.each(Tensor.contiguous)
         dz = z if options.inplace else torch.empty_like(z, memory_format=torch.contiguous_format)
         for rows, piece, room in _slices(z, scale, options.fused):
-            here = tiles.Cotangent(*(c if c is None else c[rows] for c in cot))
-            _differentiate(piece, dz[rows], y[rows], here, scale[rows], room)
+            _differentiate(piece, dz[rows], y[rows], cot.each(itemgetter(rows)), scale[rows], room)
         # Filled, not multiplied: a NaN of an ignored row, or of one without an upstream gradient, ends here.
         live = torch.stack([x != 0 for x in (g, g_entropy) if x is not None]).any(0)
         return dz.masked_fill_(~(live & (y != options.ignore_index))[:, None], 0)

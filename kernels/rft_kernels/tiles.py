@@ -11,7 +11,8 @@ accuracy when the policy is nearly certain (p > 0.999), where 1 - p formed from 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -77,6 +78,10 @@ class Cotangent(NamedTuple):
             others = level + g - g_entropy * logp.clamp(min=_NEVER)
         return cls(lse, level, g_entropy, logp.exp() * others - g * torch.expm1(logp))
 
+    def each(self, f: Callable[[Tensor], Tensor]) -> Cotangent:
+        """f of each tensor that is there."""
+        return Cotangent(*(x if x is None else f(x) for x in self))
+
 
 class Tile(NamedTuple):
     """Scaled logits of a block of B tokens over a slice of C columns."""
@@ -100,7 +105,8 @@ def head(
 
 def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor | None, ...]:
     """y [R] -> logp, entropy or None, lse, each [R], and dlogp/dh [R, D] or None. NaN for a bad label."""
-    y = y if head.shard is None else head.shard.local(y)
+    if head.shard is not None:
+        y = head.shard.local(y)
     run = start(head.h)
     # The sum of exp(z - top) w over all columns but the target's, kept up to date like run.total.
     pull = torch.zeros_like(head.h) if unit else None
@@ -114,16 +120,20 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
             products.add_mm(pull[tile.rows].mul_(state.shrink[:, None]), tile.x, tile.w)
         del tile  # its memory is that of the next one
     top = run.top
-    run = run if leader is None else run._replace(hit=_select(head, y))
-    refined = run if leader is None else _refine(run, _select(head, leader))
+    refined = run
+    if leader is not None:
+        run = run._replace(hit=_select(head, y))
+        refined = _refine(run, _select(head, leader))
     pair = Running(*map(torch.stack, zip(run, refined, strict=True)))
-    pair = pair if head.shard is None else merge(pair, y, head.shard)
+    if head.shard is not None:
+        pair = merge(pair, y, head.shard)
     logps, lses = log_prob(pair)
     # lse stays that of the tiles: then p adds up to 1 in the backward, which sees the same tiles.
     logp, lse = logps[1], lses[0]
     if pull is not None:
         pull = unit_gradient(pull, head.w, y, top, logp, lse).mul_(head.inner[:, None])
-        pull = pull if head.shard is None else head.shard.sum(pull)
+    if pull is not None and head.shard is not None:
+        pull = head.shard.sum(pull)
     return logp, entropy_of(pair, logps)[1] if entropy else None, lse, pull
 
 
@@ -131,13 +141,14 @@ def backward(
     head: Head, y: Tensor, cot: Cotangent, need: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of h [R, D], bias [V] (in the type of the computation) and w [V, D] (its own), as needed."""
-    y = y if head.shard is None else head.shard.local(y)
+    if head.shard is not None:
+        y = head.shard.local(y)
     dh = torch.zeros_like(head.h) if need[0] else None
     dw = head.w.new_empty(head.w.shape) if need[1] else None
     db = head.h.new_zeros(head.w.shape[0]) if need[2] else None
     for tile in _tiles(head, copies=1 + (cot.g_entropy is not None) + (head.outer is not None)):
-        piece = Cotangent(*(None if c is None else c[tile.rows] for c in cot))
-        differentiate(tile.x, y[tile.rows] - tile.cols.start, piece, tile.outer)
+        rows = tile.rows
+        differentiate(tile.x, y[rows] - tile.cols.start, cot.each(itemgetter(rows)), tile.outer)
         if dh is not None:
             products.add_mm(dh[tile.rows], tile.x, tile.w)
         if dw is not None:
@@ -147,7 +158,8 @@ def backward(
         del tile
     if dh is not None:
         dh.mul_(head.inner[:, None])
-        dh = dh if head.shard is None else head.shard.sum(dh)
+    if dh is not None and head.shard is not None:
+        dh = head.shard.sum(dh)
     return dh, dw, db
 
 

@@ -40,7 +40,9 @@ def read_meta(path: Path) -> dict[str, Any]:
 def damaged(path: Path, why: str) -> str:
     """The line that says what is wrong with a checkpoint and what to do."""
     others = [s for s in steps(path.parent) if s != path]
-    remedy = f"delete it to go on from {others[-1].name}" if others else "delete it to start again"
+    remedy = "delete it to start again"
+    if others:
+        remedy = f"delete it to go on from {others[-1].name}"
     return f"checkpoint {path} is damaged ({why}); {remedy}"
 
 
@@ -53,8 +55,9 @@ def steps(folder: str | Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first. Half-written ones have other
     names and are never among them."""
     folder = Path(folder)
-    found = [p for p in folder.iterdir() if re.fullmatch(r"step_\d+", p.name)] if folder.is_dir() else []
-    return sorted(found, key=_number)
+    if not folder.is_dir():
+        return []
+    return sorted((p for p in folder.iterdir() if re.fullmatch(r"step_\d+", p.name)), key=_number)
 
 
 def _number(path: Path) -> int:
@@ -77,12 +80,13 @@ def _newest(folder: Path) -> Path | None:
         if not path.exists():
             with suppress(FileNotFoundError):  # another process, without a group yet, was faster
                 os.rename(aside, path)
-    return steps(folder)[-1] if steps(folder) else None
+    return next(reversed(steps(folder)), None)
 
 
 def _scores(paths: list[Path]) -> tuple[list[tuple[float, Path]], set[Path]]:
     """((score, checkpoint) of those that have one, those whose score cannot be read)."""
-    scored, unknown = [], set()
+    scored = []
+    unknown = set()
     for p in paths:
         try:
             score = read_meta(p)["score"]
@@ -90,7 +94,8 @@ def _scores(paths: list[Path]) -> tuple[list[tuple[float, Path]], set[Path]]:
             unknown.add(p)
             _say(p, f"warning: {error}; it may be the best one, so it stays until then")
         else:
-            scored += [] if score is None else [(score, p)]
+            if score is not None:
+                scored.append((score, p))
     return scored, unknown
 
 
@@ -108,12 +113,16 @@ def _size(path: Path) -> int:
 def _kept(paths: list[Path], keep: int, best: int, max_bytes: int | None) -> set[Path]:
     """The newest, then the best, then the next newest ones: as many of these as fit. With them those that
     may be the best, for all that one can know."""
-    scored, unknown = _scores(paths) if best else ([], set())
+    scored: list[tuple[float, Path]] = []
+    unknown: set[Path] = set()
+    if best:
+        scored, unknown = _scores(paths)
     ranked = [p for _, p in sorted(scored, key=lambda sp: (sp[0], _number(sp[1])), reverse=True)]
     wanted = list(dict.fromkeys([*paths[-1:], *ranked[:best], *reversed(paths[-keep:])]))
     if max_bytes is None:
         return unknown | set(wanted)
-    stay, total = unknown | set(wanted[:1]), 0
+    stay = unknown | set(wanted[:1])
+    total = 0
     for p in wanted:
         total += _size(p)
         if total <= max_bytes:

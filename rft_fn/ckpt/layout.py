@@ -82,17 +82,12 @@ def _table(tensors: Mapping[str, Tensor], plans: list[SavePlan]) -> Table:
 
 
 def _metadata(table: Table) -> Metadata:
-    chunk = lambda c: ChunkStorageMetadata(torch.Size(c[1]), torch.Size(c[2]))  # noqa: E731
-    return Metadata(
-        {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=getattr(torch, entry["dtype"])),
-                torch.Size(entry["shape"]),
-                [chunk(c) for c in entry["chunks"]],
-            )
-            for name, entry in table.items()
-        }
-    )
+    tensors = {}
+    for name, entry in table.items():
+        dtype = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+        chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(n)) for _, at, n in entry["chunks"]]
+        tensors[name] = TensorStorageMetadata(dtype, torch.Size(entry["shape"]), chunks)
+    return Metadata(tensors)
 
 
 def read(folder: Path, table: Table, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ def each(state: States) -> list[TrainState]:
     """The states, in their order."""
     if isinstance(state, TrainState):
         return [state]
-    return list(state.values() if isinstance(state, Mapping) else state)
+    if isinstance(state, Mapping):
+        return list(state.values())
+    return list(state)
 
 
 def planner() -> Any:
@@ -59,9 +62,10 @@ def _check_files(path: Path, files: Sequence[tuple[str, str]]) -> None:
 
 
 def _check(path: Path, name: str, like: Any, meta: Mapping[str, Any]) -> None:
-    found = meta["tensors"].get(name)
-    got = "no tensor" if found is None else f"{found['shape']} {found['dtype']}"
-    want = "no tensor"
+    """ValueError where the checkpoint has another shape or type of that name than `like`."""
+    got = want = "no tensor"
+    if found := meta["tensors"].get(name):
+        got = f"{found['shape']} {found['dtype']}"
     if isinstance(like, Tensor):
         want = f"{list(like.shape)} {str(like.dtype).removeprefix('torch.')}"
     if got != want:
@@ -77,20 +81,22 @@ def read(path: str | Path, like: Mapping[str, Any]) -> dict[str, Any]:
     """
     from safetensors import SafetensorError
 
-    path, meta, parts, error = Path(path), None, {}, None
+    path, error = Path(path), None
+    meta: dict[str, Any] = {}
+    parts: dict[str, Tensor] = {}
     try:
         meta = _checked(path, like)
     except ValueError as found:
         error = found
     agree(error)
-    assert meta is not None
     try:
         tensors = {n: x for n, x in like.items() if isinstance(x, Tensor)}
         parts = planner().read(path, meta["tensors"], tensors)
     except (OSError, SafetensorError) as found:
         error = ValueError(damaged(path, str(found)))
     agree(error)
-    return {n: parts[n] if n in parts else meta["plain"][n] for n in like}
+    everything = meta["plain"] | parts
+    return {n: everything[n] for n in like}
 
 
 def _nested(named: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +114,8 @@ def _nested(named: dict[str, Any]) -> dict[str, Any]:
 def _extra(path: Path, like: Any) -> Any:
     """A template of the extra that was saved: as `like`, but with the lengths of what was saved, and all of
     this without `like`."""
-    meta, error = {"names": [], "tensors": {}, "plain": {}}, None
+    meta: dict[str, Any] = {}
+    error = None
     try:
         meta = read_meta(path)
     except ValueError as found:
@@ -119,13 +126,12 @@ def _extra(path: Path, like: Any) -> Any:
         saved = meta["tensors"].get(name)
         if saved is None:
             return 0 if like is None else like
-        dtype, own = _dtype(saved), isinstance(like, Tensor)
-        if like is not None and (not own or like.dtype != dtype or hasattr(like, "device_mesh")):
+        empty = partial(torch.empty, saved["shape"], dtype=_dtype(saved))
+        if like is None:
+            return empty()
+        if not isinstance(like, Tensor) or like.dtype != _dtype(saved) or hasattr(like, "device_mesh"):
             return like
-        device = like.device if own else None
-        return torch.empty(
-            saved["shape"], dtype=dtype, device=device, requires_grad=own and like.requires_grad
-        )
+        return empty(device=like.device, requires_grad=like.requires_grad)
 
     if "extra" in meta:
         return skeleton.build(meta["extra"], leaf, like)
@@ -159,11 +165,14 @@ def restore(path: str | Path, like: States, extra: Any = None) -> tuple[Any, Any
 
 @torch.no_grad()
 def _filled(name: str, like: Any, found: Any) -> Any:
+    """What was found, in the memory of `like` where that is of a state; an extra's is the caller's."""
     if not isinstance(like, Tensor):
         return found
-    own = like if name.startswith("state/") else torch.empty_like(like)
+    own = like
+    if not name.startswith("state/"):
+        own = torch.empty_like(like, requires_grad=like.requires_grad)
     planner().local(own).copy_(found)
-    return own if own is like else own.requires_grad_(like.requires_grad)
+    return own
 
 
 def weights(
@@ -182,7 +191,10 @@ def weights(
     path = Path(path)
     meta = read_meta(path)
     tensors = meta["tensors"]
-    found = _weights(path, tensors, "average" * ema or "master" * master or "params", name)
+    kind = "params"
+    if ema or master:
+        kind = "average" if ema else "master"
+    found = _weights(path, tensors, kind, name)
     whole = {at: torch.empty(tensors[at]["shape"], dtype=_dtype(tensors[at])) for at in found.values()}
     _check_files(path, list(meta["files"].items()))
     try:
@@ -200,15 +212,19 @@ def _weights(path: Path, tensors: Mapping[str, Any], kind: str, name: str | None
     """A model's names -> those in the checkpoint, of the weights that are kept as `kind`."""
     params = [at for at in tensors if re.match(r"state/([^/]+/)?params/", at)]
     alone = any(at.startswith("state/params/") for at in params)
-    names = [] if alone else list(dict.fromkeys(at.split("/")[1] for at in params))
-    if not params or (name is not None and name not in names) or (name is None and names):
-        want = f"one of {', '.join(names)}" if names else "None for the only state"
+    if not params:
+        raise ValueError(f"checkpoint {path}: expected the parameters of a model, got none")
+    starts: dict[str | None, str] = {None: "state/"}  # of each state that there is: where its paths begin
+    if not alone:
+        starts = {at.split("/")[1]: f"state/{at.split('/')[1]}/" for at in params}
+    if name not in starts:
+        want = "None for the only state" if alone else f"one of {', '.join(map(str, starts))}"
         raise ValueError(f"name: expected {want} in checkpoint {path}, got {name}")
-    # the paths of the optimizer's state depend on the optimizer; what it keeps has the parameters' names
-    start = "state/" if alone else f"state/{name}/"
+    start = starts[name]
     own = {at.removeprefix(f"{start}params/"): at for at in params if at.startswith(f"{start}params/")}
     if kind == "params":
         return own
+    # the paths of the optimizer's state depend on the optimizer; what it keeps has the parameters' names
     kept = {at.split(f"/{kind}/", 1)[-1]: at for at in tensors if re.match(f"{start}opt/.*{kind}/", at)}
     if set(kept) != set(own):
         raise ValueError(f"checkpoint {path}: expected an optimizer with {kind} weights, got none")

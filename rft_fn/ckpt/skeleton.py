@@ -42,16 +42,19 @@ def _node(x: Any) -> _Node | None:
 def outline(x: Any, path: str = "extra") -> Any:
     """The containers of `x` with their keys, and a mark for each leaf. ValueError for a key that is neither a
     string nor a number."""
-    node = None if x is None else _node(x)
+    if x is None:
+        return None
+    node = _node(x)
     if node is None:
-        return None if x is None else LEAF
+        return LEAF
     for key in node.keys:
         if not isinstance(key, str | int | float):
             raise ValueError(f"{path}: expected keys that are strings or numbers, got {key!r}")
     parts = [outline(part, f"{path}/{key}") for key, part in zip(node.keys, node.parts)]
     out = {"kind": node.kind, "keys": node.keys, "parts": parts}
-    static = _static(x)
-    return out | ({"static": static} if static else {})
+    if static := _static(x):
+        out["static"] = static
+    return out
 
 
 def _static(x: Any) -> dict[str, Any]:
@@ -106,7 +109,8 @@ def _likes(own: _Node | None, saved: dict[str, Any]) -> list[Any]:
 
 def _made(saved: dict[str, Any], parts: list[Any], like: Any) -> Any:
     """A container of its parts."""
-    kind, fields = saved["kind"], dict(zip(saved["keys"], parts))
+    kind = saved["kind"]
+    fields = dict(zip(saved["keys"], parts))
     if kind == "deque":
         return deque(parts, **saved["static"])
     if kind in _LISTS:
@@ -114,8 +118,10 @@ def _made(saved: dict[str, Any], parts: list[Any], like: Any) -> Any:
     if isinstance(like, dict) and like:
         ordered = {key: fields.get(key, part) for key, part in like.items()}
         return tree.Named(ordered) if isinstance(like, tree.Named) else ordered
-    if kind in ("dict", "named"):
-        return tree.Named(fields) if kind == "named" else fields
+    if kind == "named":
+        return tree.Named(fields)
+    if kind == "dict":
+        return fields
     if hasattr(type(like), "__dataclass_fields__"):
         return tree.replace(like, **fields)
     if hasattr(type(like), "_fields"):

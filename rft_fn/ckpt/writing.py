@@ -72,7 +72,8 @@ class Writing(threading.Thread):
         return True
 
     def _commit(self) -> None:
-        meta, files = dict(self.meta), {}
+        meta = dict(self.meta)
+        files = {}
         for r in range(self.world):
             files[shards.file_name(r)] = self._mark(r).read_text()
             self._mark(r).unlink()
@@ -127,7 +128,9 @@ def _failure(error: Exception | None) -> tuple[int, str] | None:
         return None
     if isinstance(error, OSError):
         return error.errno or 5, error.strerror or str(error)
-    return 0, str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, ValueError):
+        return 0, str(error)
+    return 0, f"{type(error).__name__}: {error}"
 
 
 def agree(error: Exception | None, what: str = "") -> None:
@@ -136,8 +139,12 @@ def agree(error: Exception | None, what: str = "") -> None:
     for rank, failure in enumerate(dist.share(_failure(error))):
         if failure is not None:
             number, text = failure
-            where = f" (rank {rank} of {dist.world()})" if dist.world() > 1 else ""
-            raise (OSError(number, f"{text}{where}{what}") if number else ValueError(f"{text}{where}{what}"))
+            if dist.world() > 1:
+                text += f" (rank {rank} of {dist.world()})"
+            text += what
+            if number:
+                raise OSError(number, text)
+            raise ValueError(text)
 
 
 def begin(path: Path, tmp: Path, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:

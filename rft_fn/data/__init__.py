@@ -1,6 +1,7 @@
 """Prompts as a pure function of the step, from files, the hub or the built-in tasks."""
 
-from rft_fn.data.chat import LOSS_ON, Chat, Lesson, literals
+from rft_fn.data.chat import LOSS_ON, Chat, Lesson
+from rft_fn.data.keywords import literals
 from rft_fn.data.lessons import lessons
 from rft_fn.data.messages import Conversation, conversation
 from rft_fn.data.pairs import Pair, load_pairs, pairs_from_rows, pairs_from_task

@@ -1,20 +1,17 @@
 """From turns to tokens, by a tokenizer's own chat template: prompts to answer, and answers to learn."""
 
-import ast
-import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from rft_fn.data.keywords import MARK, reads
 from rft_fn.data.messages import Conversation
 
-__all__ = ["LOSS_ON", "Chat", "Lesson", "literals"]
+__all__ = ["LOSS_ON", "Chat", "Lesson"]
 
 LOSS_ON = ("all", "last")
-_MARK = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-_OURS = ("add_generation_prompt", "messages", "tools", "tokenize", "return_dict")
 
 
 class Lesson(NamedTuple):
@@ -22,26 +19,6 @@ class Lesson(NamedTuple):
 
     ids: list[int]
     mask: list[bool]
-
-
-def literals(pairs: Sequence[str]) -> dict[str, Any]:
-    """What a command line gives to a chat template: ("enable_thinking=False",) -> {"enable_thinking": False}.
-
-    ValueError for a pair that is not NAME=LITERAL, where a literal is a number, True, None, a text in quotes.
-    """
-    found = {}
-    for pair in pairs:
-        name, _, text = pair.partition("=")
-        try:
-            if not name.isidentifier():
-                raise ValueError
-            found[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            raise ValueError(
-                f"chat_template_kwargs: expected NAME=LITERAL as enable_thinking=False, or effort='\"low\"' "
-                f"with quotes of its own around a text, got {pair!r}"
-            ) from None
-    return found
 
 
 class Chat(NamedTuple):
@@ -56,10 +33,11 @@ class Chat(NamedTuple):
             return
         if not self.tokenizer.chat_template:
             raise ValueError("chat_template_kwargs: expected none, as the tokenizer has no chat template")
-        read = _reads(self.tokenizer.get_chat_template())
+        own = {"add_generation_prompt", "messages", "tools", *self.tokenizer.special_tokens_map}
+        read = reads(self.tokenizer.get_chat_template()) - own
         for name in self.kwargs:
-            if name in _OURS or name not in read:
-                known = ", ".join(sorted(read - set(_OURS) - set(self.tokenizer.special_tokens_map)))
+            if name not in read:
+                known = ", ".join(sorted(read))
                 raise ValueError(
                     f"chat_template_kwargs: expected a name that the chat template reads "
                     f"({known or 'it reads none'}), got {name!r}"
@@ -132,7 +110,7 @@ class Chat(NamedTuple):
     def _check_read(self, talk: Conversation) -> None:
         """ValueError for what a row has and the template would leave out without a word."""
         template = self.tokenizer.get_chat_template(tools=talk.tools)
-        if talk.tools and "tools" not in _reads(template):
+        if talk.tools and "tools" not in reads(template):
             raise ValueError(
                 "the row has tools, and the chat template reads none: take a model whose template does, or "
                 "rows without the column"
@@ -145,7 +123,7 @@ class Chat(NamedTuple):
     def _by_marks(self, talk: Conversation, spoken: Sequence[int]) -> list[Lesson]:
         """As the template's marks have it; nothing where they are not one a turn, between whole tokens."""
         template = self.tokenizer.get_chat_template(tools=talk.tools)
-        if not self.tokenizer.is_fast or not _MARK.search(template):
+        if not self.tokenizer.is_fast or not MARK.search(template):
             return []
         out = self._rendered(
             talk.turns, talk.tools, False, return_dict=True, return_assistant_tokens_mask=True
@@ -278,16 +256,6 @@ def _special(tokenizer: Any) -> frozenset[int]:
     """The tokens that are no text."""
     added = tokenizer.added_tokens_decoder
     return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
-
-
-@cache
-def _reads(template: str) -> frozenset[str]:
-    """The names that a template reads, and neither makes itself nor has from the library."""
-    from jinja2 import Environment, meta
-
-    env = Environment(extensions=["jinja2.ext.loopcontrols"])
-    found = meta.find_undeclared_variables(env.parse(_MARK.sub("", template)))
-    return frozenset(found) - set(env.globals) - {"raise_exception", "strftime_now"}
 
 
 def _runs(mask: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -8,7 +8,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Conversation", "advice", "are_messages", "conversation", "opened", "tools_of", "turns_of"]
+__all__ = [
+    "Conversation", "Turn", "advice", "are_messages", "conversation", "opened", "tools_of", "turns_of",
+]  # fmt: skip
 
 Row = Mapping[str, Any]
 Turn = dict[str, Any]

@@ -13,7 +13,8 @@ from rft_fn import rng
 from rft_fn.data import tasks
 from rft_fn.data.chat import Chat, Lesson
 from rft_fn.data.messages import Conversation, are_messages, opened, tools_of, turns_of
-from rft_fn.data.prompts import Dataset, TooLong, checked, longest_token
+from rft_fn.data.prompts import Dataset, checked, longest_token
+from rft_fn.data.report import TooLong
 from rft_fn.data.rows import Unfit, place_of, read_rows
 from rft_fn.data.template import fill, is_empty, render
 

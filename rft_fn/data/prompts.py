@@ -19,15 +19,12 @@ from torch import Tensor
 from rft_fn import rng
 from rft_fn.data import tasks
 from rft_fn.data.chat import LOSS_ON, Chat
-from rft_fn.data.messages import Conversation, conversation
-from rft_fn.data.report import First, unfit_line
+from rft_fn.data.report import First, TooLong, unfit_line
 from rft_fn.data.rows import Unfit, place_of, read_rows
+from rft_fn.data.talk import Talk
 from rft_fn.data.template import fill, is_empty, render
 
-__all__ = [
-    "Dataset", "Prompt", "TooLong", "checked", "draw", "from_rows", "from_task", "load", "longest_token",
-    "take",
-]  # fmt: skip
+__all__ = ["Dataset", "Prompt", "checked", "draw", "from_rows", "from_task", "load", "longest_token", "take"]
 
 _ROUND = 1 << 40  # rows of a generator between one round of a step and the next: none is drawn twice
 
@@ -50,10 +47,6 @@ class Dataset:
     size: int | None
     prompt: Callable[[int], Prompt]
     digest: str = ""  # of all rows of a file, and of what is made of them
-
-
-class TooLong(Exception):
-    """A prompt or a pair above its limit: what it has."""
 
 
 class _Recipe(NamedTuple):
@@ -110,35 +103,14 @@ class _Recipe(NamedTuple):
 
         Its text is that of the last user's turn, or of the last turn where no user speaks.
         """
+        chat = Chat(self.tokenizer, self.kwargs)
+        talk = Talk(chat, self.messages, self.system, self.loss_on, self.max_prompt, self.max_tokens)
         try:
-            talk = conversation(row, self.messages, self.system)
-            self._check_size(talk, widest)
-            ids = self._ids_of(talk)
+            ids, turns = talk.read(row, widest)
         except ValueError as error:
             raise Unfit(place, str(error)) from None
-        if len(ids) > self.max_prompt:
-            raise TooLong(f"{len(ids)} tokens")
-        asked = [turn for turn in talk.turns if turn["role"] == "user"] or talk.turns
-        return Prompt(ids, asked[-1]["content"], row, index, talk.turns)
-
-    def _check_size(self, talk: Conversation, widest: int) -> None:
-        """What could not fit is not tokenised, as with text; a template may drop what the assistant said."""
-        size = sum(len(turn["content"]) for turn in talk.turns if turn["role"] != "assistant")
-        if self.loss_on is None and size > self.max_prompt * widest:
-            raise TooLong(f"{size} characters")
-        if self.loss_on is not None and self.max_tokens is not None and size > self.max_tokens * widest:
-            raise ValueError(f"the conversation has {size} characters, above {self.max_tokens} tokens")
-
-    def _ids_of(self, talk: Conversation) -> list[int]:
-        """The ids of a conversation to be answered, or those before the first that is learned."""
-        chat = Chat(self.tokenizer, self.kwargs)
-        if self.loss_on is None:
-            return chat.prompt(talk)
-        found = chat.lessons(talk, self.loss_on)
-        for x in found:
-            if self.max_tokens is not None and len(x.ids) > self.max_tokens:
-                raise ValueError(f"the conversation has {len(x.ids)} tokens, above {self.max_tokens}")
-        return found[0].ids[: found[0].mask.index(True)]
+        asked = [turn for turn in turns if turn["role"] == "user"] or turns
+        return Prompt(ids, asked[-1]["content"], row, index, turns)
 
     def _check_tokens(self, row: Mapping[str, Any], place: str, ids: Sequence[int], widest: int) -> None:
         """Unfit for an empty response, and for more than max_tokens of prompt, response and its end."""

@@ -2,9 +2,13 @@
 
 from typing import Any
 
-__all__ = ["First", "unfit_line"]
+__all__ = ["First", "TooLong", "unfit_line"]
 
 _SHOWN = 3  # rows that an error or a warning names
+
+
+class TooLong(Exception):
+    """A prompt above max_prompt: what it has."""
 
 
 class First:

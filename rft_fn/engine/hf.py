@@ -7,7 +7,7 @@ uniform number meets about once in a million tokens).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from rft_fn.engine.stop import Stop
 from rft_fn.types import Engine, Rollout, Sampling
 
 __all__ = ["hf"]
+
+_Response = tuple[list[int], list[float], bool]  # tokens, their log-probs, whether it ended by itself
 
 
 @dataclass
@@ -110,14 +112,15 @@ def _step(lm: nn.Module, rows: _Rows, u: Tensor, sampling: Sampling, stop: Stop)
 def _assemble(
     prompts: Sequence[Sequence[int]],
     n: int,
-    done: dict[int, tuple[list[int], list[float], bool]],
+    done: dict[int, _Response],
     pad: int,
     version: int,
 ) -> Rollout:
     rows = [(prompts[i // n], *done[i]) for i in range(len(prompts) * n)]
     length = torch.tensor([len(p) + len(t) for p, t, _, _ in rows])
     tokens = torch.full((len(rows), int(length.max())), pad)
-    mask, logp = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros(tokens.shape)
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    logp = torch.zeros(tokens.shape)
     for b, (p, t, lp, _) in enumerate(rows):
         tokens[b, : length[b]] = torch.tensor([*p, *t])
         mask[b, len(p) : length[b]] = True
@@ -163,6 +166,68 @@ def _check(
             )
 
 
+class _How(NamedTuple):
+    """What does not differ between the batches of one call of `generate`."""
+
+    lm: nn.Module
+    sampling: Sampling
+    stop: Stop
+    pad: int
+
+
+def _sampled(
+    how: _How, prompts: Sequence[Sequence[int]], keys: Sequence[int], wanted: Sequence[int]
+) -> _Rows:
+    """The samples of the numbers `wanted` of each prompt, in one batch."""
+    rows = _prefill(how.lm, prompts, len(wanted), how.pad)
+    size = how.sampling.max_new
+    generators = [rng.generator(rng.fold_in(key, j)) for key in keys for j in wanted]
+    u = torch.stack([torch.rand(size, generator=g, dtype=torch.float64) for g in generators])
+    for t in range(size):
+        if not rows.live.numel():
+            break
+        _step(how.lm, rows, u[:, t].to(how.lm.device), how.sampling, how.stop)
+    return rows
+
+
+def _responses(
+    how: _How, prompts: Sequence[Sequence[int]], keys: Sequence[int], n: int, batch: int
+) -> dict[int, _Response]:
+    """The response of each of len(prompts) n rows, `batch` rows at a time."""
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    many = max(batch // n, 1)
+    done: dict[int, _Response] = {}
+    for start in range(0, len(order), many):
+        part = order[start : start + many]
+        for first in range(0, n, batch):  # more samples than a batch takes
+            wanted = range(first, min(first + batch, n))
+            rows = _sampled(how, [prompts[i] for i in part], [keys[i] for i in part], wanted)
+            names = [i * n + j for i in part for j in wanted]
+            done |= zip(names, zip(rows.tokens, rows.logp, rows.ended))
+    return done
+
+
+def _score(lm: nn.Module, rollout: Rollout, sampling: Sampling) -> Tensor:
+    """[B, S]: log-probs of given tokens, 0 outside mask."""
+    tokens = rollout.tokens.to(lm.device)
+    position = torch.arange(tokens.shape[1], device=lm.device).expand(tokens.shape)
+    seen = position < rollout.length.to(lm.device).unsqueeze(-1)
+    out = lm(input_ids=tokens, attention_mask=seen.long(), position_ids=position, use_cache=False)
+    z = logprob.truncate(out.logits[:, :-1], sampling, keep=tokens[:, 1:])
+    logp = torch.nn.functional.pad(logprob.log_probs_from_logits(z, tokens[:, 1:]), (1, 0))
+    return torch.where(rollout.mask, logp.cpu(), 0)
+
+
+def _copy(lm: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    own = dict(lm.named_parameters())
+    for name, x in weights:
+        if name not in own:
+            raise ValueError(f"weights: {name}: expected a parameter of the model, got {list(x.shape)}")
+        if own[name].shape != x.shape:
+            raise ValueError(f"weights: {name}: expected {list(own[name].shape)}, got {list(x.shape)}")
+        own[name].copy_(x)
+
+
 def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True) -> Engine:
     """An Engine over a transformers model that it owns: `load` copies weights into it.
 
@@ -177,7 +242,7 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True) ->
     lm.eval()
     state = {"version": 0, "asleep": False}
     home = lm.device
-    pad, ends = tokenizer.pad_token_id, _ends(lm, tokenizer)
+    ends = _ends(lm, tokenizer)
     window = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
 
     @torch.no_grad()
@@ -187,50 +252,22 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True) ->
         wake()
         ids = [list(getattr(p, "ids", p)) for p in prompts]
         _check(ids, keys, n, sampling, window)
-        stop = Stop(tokenizer, ends, sampling.stop)
-        done: dict[int, tuple[list[int], list[float], bool]] = {}
-        order, step = sorted(range(len(ids)), key=lambda i: len(ids[i])), max(batch // n, 1)
-        for start in range(0, len(order), step):
-            part = order[start : start + step]
-            for at in range(0, n, batch):  # more samples than a batch takes
-                wanted = range(at, min(at + batch, n))
-                rows = _prefill(lm, [ids[i] for i in part], len(wanted), pad)
-                draws = [rng.generator(rng.fold_in(keys[i], j)) for i in part for j in wanted]
-                u = torch.stack(
-                    [torch.rand(sampling.max_new, generator=g, dtype=torch.float64) for g in draws]
-                )
-                for t in range(sampling.max_new):
-                    if rows.live.numel():
-                        _step(lm, rows, u[:, t].to(lm.device), sampling, stop)
-                names = [i * n + j for i in part for j in wanted]
-                done |= dict(zip(names, zip(rows.tokens, rows.logp, rows.ended)))
-        return _assemble(ids, n, done, pad, state["version"])
+        how = _How(lm, sampling, Stop(tokenizer, ends, sampling.stop), tokenizer.pad_token_id)
+        done = _responses(how, ids, keys, n, batch)
+        return _assemble(ids, n, done, how.pad, state["version"])
 
     @torch.no_grad()
     def score(rollout: Rollout, *, sampling: Sampling) -> Tensor:
         """[B, S]: the log-probs of given tokens under the engine's weights, by
         one padded forward; 0 outside mask."""
         wake()
-        position = torch.arange(rollout.tokens.shape[1], device=lm.device).expand(rollout.tokens.shape)
-        seen = position < rollout.length.to(lm.device).unsqueeze(-1)
-        tokens = rollout.tokens.to(lm.device)
-        logits = lm(
-            input_ids=tokens, attention_mask=seen.long(), position_ids=position, use_cache=False
-        ).logits
-        z = logprob.truncate(logits[:, :-1], sampling, keep=tokens[:, 1:])
-        logp = torch.nn.functional.pad(logprob.log_probs_from_logits(z, tokens[:, 1:]), (1, 0))
-        return torch.where(rollout.mask, logp.cpu(), 0)
+        return _score(lm, rollout, sampling)
 
     @torch.no_grad()
     def load(weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Copy full tensors by name into the model. ValueError for a name or a shape
         that the model does not have."""
-        own = dict(lm.named_parameters())
-        for name, x in weights:
-            if name not in own or own[name].shape != x.shape:
-                want = list(own[name].shape) if name in own else "a parameter of the model"
-                raise ValueError(f"weights: {name}: expected {want}, got {list(x.shape)}")
-            own[name].copy_(x)
+        _copy(lm, weights)
         state["version"] = version
 
     def rest() -> None:

@@ -41,6 +41,6 @@ def _absent(error: Exception, out: TokenOut, b: Packed) -> list[str]:
         for name in sorted(names & _REMEDY.keys() & vars(record).keys()):
             if getattr(record, name) is None:
                 found.append(f"{kind}.{name}: expected a value, got None; {_REMEDY[name]}")
-    if isinstance(error, KeyError) and b.extra is not None and error.args[0] not in b.extra:
+    if isinstance(error, KeyError) and error.args and b.extra is not None and error.args[0] not in b.extra:
         found.append(f"Packed.extra: expected {error.args[0]!r} among {sorted(b.extra)}; {_REMEDY['extra']}")
     return found

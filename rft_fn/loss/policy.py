@@ -163,8 +163,11 @@ def sapo(
     2511.20347.
     """
     check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."), adv=(adv, "..."))
-    gate = lambda tau: 4 / tau * torch.sigmoid(tau * (rho - 1))  # noqa: E731
     rho = ratio(logp, old_logp)
+
+    def gate(tau: Scalar) -> Tensor:
+        return 4 / tau * torch.sigmoid(tau * (rho - 1))
+
     return -torch.where(adv > 0, gate(tau_pos), gate(tau_neg)) * adv
 
 

@@ -51,6 +51,9 @@ class Scorer(probe.Reader):
     def _fused(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
         hidden = run(self.body(), pack, packs, way=self.way).last_hidden_state[0]
         head = self.lm.get_output_embeddings()
+        workspace = None
+        if self.chunk_size:
+            workspace = max(len(hidden), 1) * self.chunk_size * 4 / 2**20  # in float32
         return logprob.linear_logprob(
             hidden,
             head.weight,
@@ -59,20 +62,20 @@ class Scorer(probe.Reader):
             bias=head.bias,
             entropy=self.entropy,
             words=(pack.extra or {}).get("words"),
-            workspace_mb=max(len(hidden), 1) * self.chunk_size * 4 / 2**20 if self.chunk_size else None,
+            workspace_mb=workspace,
         )
 
     def _whole(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
-        z = logprob.truncate(
-            run(self.lm, pack, packs, way=self.way).logits[0], self.sampling, keep=pack.target
-        )
+        logits = run(self.lm, pack, packs, way=self.way).logits[0]
+        z = logprob.truncate(logits, self.sampling, keep=pack.target)
         # in place, without a copy: a where on the results alone leaves 0 * inf in the gradient
         z = z.masked_fill_(~pack.mask[:, None], 0)
+        ent = None
         if self.entropy:
             logp, ent = logprob.log_probs_and_entropy(z, pack.target)
             ent = torch.where(pack.mask, ent, 0)
         else:
-            logp, ent = logprob.log_probs_from_logits(z, pack.target), None
+            logp = logprob.log_probs_from_logits(z, pack.target)
         words = (pack.extra or {}).get("words")
         if words is not None:
             words = torch.where(pack.mask[:, None], z.log_softmax(-1).gather(-1, words), 0)
@@ -151,7 +154,9 @@ def split_over(root: nn.Module, sequence: Any) -> None:
     """Have a `Scorer` or `Critic` share the tokens of each pack over a sequence axis. ValueError for a module
     that cannot, because it is one's own or because its attention knows no boundaries."""
     lm = getattr(root, "lm", None) or getattr(root, "decoder", None)
-    why = attention.unfit_model(lm) if hasattr(type(root), "sequence") else "it is a module of one's own"
+    why: str | None = "it is a module of one's own"
+    if hasattr(type(root), "sequence"):
+        why = attention.unfit_model(lm)  # type: ignore[arg-type]
     if why:
         raise ValueError(f"sp_size: expected 1 for {type(lm or root).__name__}: {why}")
     root.sequence = sequence
@@ -217,4 +222,6 @@ def score(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Ten
 def beside(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Packed]:
     """The packs on the device of the parameters, or of a frozen model's `apply`."""
     device = next((p.device for p in params.values()), getattr(apply, "device", None))
-    return [tree.map(lambda x: x.to(device) if device else x, b) for b in packs]
+    if device is None:
+        return list(packs)
+    return [tree.map(lambda x: x.to(device), b) for b in packs]

@@ -62,8 +62,9 @@ def _built(name: str, build: Callable[[Path], object]) -> Path:
                     build(Path(tmp) / "model")
                     os.rename(Path(tmp) / "model", target)
     except OSError as error:
+        why = error.strerror or error
         raise ValueError(
-            f"RFT_FN_CACHE: expected a folder that can be written, got {target.parent}: {error.strerror}"
+            f"RFT_FN_CACHE: expected a folder that can be written, got {target.parent}: {why}"
         ) from error
     return target
 

@@ -64,9 +64,9 @@ class Critic(probe.Reader):
         from safetensors.torch import save_file
 
         whole = merged(self, state_dict)
-        part = lambda prefix: {n.removeprefix(prefix): x for n, x in whole.items() if n.startswith(prefix)}  # noqa: E731
-        self.decoder.save_pretrained(folder, state_dict=part("decoder."))
-        save_file({n: x.contiguous() for n, x in part("head.").items()}, Path(folder) / _HEAD)
+        self.decoder.save_pretrained(folder, state_dict=_part(whole, "decoder."))
+        head = {name: x.contiguous() for name, x in _part(whole, "head.").items()}
+        save_file(head, Path(folder) / _HEAD)
 
     def body(self) -> nn.Module:
         return self.decoder
@@ -75,6 +75,11 @@ class Critic(probe.Reader):
         hidden = run(self.decoder, pack, packs, way=self.way).last_hidden_state[0]
         value = self.head(hidden.to(self.head.weight.dtype))[:, 0]
         return TokenOut(logp=torch.zeros_like(value), value=torch.where(pack.mask, value, 0))
+
+
+def _part(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The weights whose names begin with `prefix`, by what is left of them."""
+    return {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
 
 
 def load_critic(

@@ -67,8 +67,10 @@ def incomplete(name: Any, missing: Any, unexpected: Any, shapes: Sequence[str]) 
     parts = []
     for what, names in kinds.items():
         if names:
-            shown, more = sorted(names)[:4], max(len(names) - 4, 0)
-            parts.append(f"{what}: {', '.join(shown)}" + f" and {more} more" * bool(more))
+            part = f"{what}: {', '.join(sorted(names)[:4])}"
+            if len(names) > 4:
+                part += f" and {len(names) - 4} more"
+            parts.append(part)
     if parts:
         raise ValueError(
             f"model: {name}: expected the tensors of a causal language model, {'; '.join(parts)}; "

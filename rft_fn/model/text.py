@@ -74,7 +74,8 @@ def run(
     ValueError for a model that loses these.
     """
     inputs = text_inputs(module, pack, packs, way=way)
-    out, given = module(**inputs), inputs.get("rft_packs")
+    out = module(**inputs)
+    given = inputs.get("rft_packs")
     if given is None or attention.complete(module, given):
         return out
     if packs is not None:

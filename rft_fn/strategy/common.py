@@ -49,7 +49,13 @@ def everywhere(x: bool) -> bool:
 
 def together(cut: Cut) -> dict[str, Any]:
     """The fields of a `Strategy` over several processes that do not depend on what shards its models."""
-    cuda = torch.cuda.is_available()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+
+    def say(*args: Any, **options: Any) -> None:
+        if dist.is_main():
+            print(*args, **options)
 
     def mine(exp: Experience, budget: int, *, unit: int = 1) -> list[Packed]:
         return cut.shard(exp, budget, world=dist.world(), unit=unit)[dist.rank()]
@@ -58,10 +64,10 @@ def together(cut: Cut) -> dict[str, Any]:
         "shard": mine,
         "gather": dist.gather,
         "all_reduce": dist.all_reduce,
-        "print": print if dist.is_main() else lambda *_, **__: None,
+        "print": say,
         "report_memory": memory.report,
         "rank": dist.rank(),
         "world": dist.world(),
-        "device": torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+        "device": device,
         "config": cut.config,
     }

@@ -1,25 +1,24 @@
 """DeepSpeed ZeRO 1, 2 and 3: the same record, with gradients and the optimizer inside of DeepSpeed's engine.
 
 `Strategy.grad` returns gradients that cannot be looked at, for the engine holds them, and `Strategy.update`
-is the engine's step: the weights are those of one process to rounding. Checkpoints are of whole tensors by
-name, so they resume under every strategy.
+is the engine's step: the weights are those of one process to rounding.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rft_fn import ckpt, dist, faults, metric, optim, tree
+from rft_fn import dist, faults, metric, tree
 from rft_fn import model as model_lib
 from rft_fn.model import probe
 from rft_fn.model.finite import require_finite
 from rft_fn.model.lora import Export
-from rft_fn.strategy import step, zero
+from rft_fn.strategy import step, zero, zero_state
 from rft_fn.strategy.common import Cut, everywhere, together
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
@@ -47,14 +46,6 @@ class Owned:
                 "params = st.bind(another module), then model.assign(params, source) puts them there"
             )
         return TokenOut(**self.run(pack))
-
-
-@tree.struct
-class ZeroState:
-    """The optimizer state of a model whose moments the engine holds."""
-
-    count: int  # steps done
-    engine: zero.Engine = tree.static()
 
 
 @tree.struct
@@ -129,15 +120,7 @@ def init(
     engine = zero.Engine(config, module, root, tx)
     _settle(cut, root, engine.engine)
     apply = Owned(engine.engine, engine.own, engine)
-    return apply, _state(engine, count=0, done=0, skipped=0)
-
-
-def _state(engine: zero.Engine, *, count: int, done: int, skipped: int) -> TrainState:
-    params = tree.map(lambda p: p, engine.own)
-    opt: tuple = (ZeroState(count=count, engine=engine),)
-    if engine.lowered.decay is not None:
-        opt += (optim.EmaState(average=engine.average()),)
-    return TrainState(params=params, opt=opt, step=done, skipped=skipped, tx=engine.tx, module=engine.module)
+    return apply, zero_state.state_of(engine, count=0, done=0, skipped=0)
 
 
 def grad(
@@ -194,7 +177,7 @@ def update(
             f"(step {state.step + 1})"
         )
     engine.turn += 1  # the gradients are used up
-    new = _state(engine, count=state.opt[0].count + finite, done=state.step + 1, skipped=skipped)
+    new = zero_state.state_of(engine, count=state.opt[0].count + finite, done=state.step + 1, skipped=skipped)
     tree.donate(state, grads)
     numbers = {"grad/norm": norm, "grad/skipped": float(not finite)}
     return new, {name: metric.sum(torch.tensor(x)) for name, x in numbers.items()}
@@ -208,8 +191,8 @@ def export(state: TrainState, *, finite: bool = True) -> Export:
     engine = state.opt[0].engine
 
     def full(p: Tensor) -> Tensor:
-        x = engine.full(p)
-        return x.to(torch.bfloat16) if engine.config.use_mp_opt else x
+        wide = engine.full(p)
+        return wide.to(torch.bfloat16) if engine.config.use_mp_opt else wide
 
     return Export(state.params, state.module, full, finite=finite)
 
@@ -219,132 +202,26 @@ def save_pretrained(
 ) -> Path:
     """`model.save`: put together by all ranks, written by the first."""
 
-    def keep(name: str, x: Tensor) -> Tensor | None:
-        require_finite(f"model: {folder} is not written", name, x)  # on all ranks, so that none waits
-        return x.detach().cpu() if dist.is_main() else None
+    full: dict[str, Tensor] = {}
 
-    given = weights.own() if isinstance(weights, Export) else weights
-    full = {name: keep(name, x) for name, x in given}
+    def keep(name: str, x: Tensor) -> None:
+        require_finite(f"model: {folder} is not written", name, x)  # on all ranks, so that none waits
+        if dist.is_main():
+            full[name] = x.detach().cpu()
+
+    if isinstance(weights, Export):
+        weights = weights.own()
+    trained = set()
+    for name, x in weights:
+        keep(name, x)
+        trained.add(name)
     for name, p in module.named_parameters():
-        if name not in full:  # frozen ones, which stage 3 shards too
-            full[name] = keep(name, zero.gathered(p))
+        if name not in trained:  # stage 3 shards frozen ones too
+            keep(name, zero.gathered(p))
     if dist.is_main():
         model_lib.save(folder, module, tokenizer, full.items(), merge=merge)
     dist.barrier()
     return Path(folder)
-
-
-@cache
-def _hosts() -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (dist.world(),))
-
-
-def _spread(x: Tensor) -> Tensor:
-    """A whole tensor on the host, of which this rank keeps its share of the rows."""
-    x = x.detach().cpu()
-    if dist.world() == 1:
-        return x
-    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-
-    mesh = _hosts()
-    part = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
-    own = part.to_local().clone()  # a view would keep all of x
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
-
-
-def _opt(spec: Mapping[str, Any], count: int, held: Mapping[str, tree.Named]) -> Any:
-    """The optimizer state that the transform of `spec` would have, so that others can go on with it."""
-    name = spec["name"]
-    if name == "chain":
-        return tuple(_opt(inner, count, held) for inner in spec["txs"])
-    if name == "master_weights":
-        return optim.MasterState(master=held["master"], inner=_opt(spec["tx"], count, held))
-    if name == "ema":
-        return optim.EmaState(average=held["average"])
-    return optim.AdamState(count=count, m=held["m"], v=held["v"]) if name == "adamw" else ()
-
-
-def _found(opt: Any, kind: type) -> Any:
-    """The state of that kind in an optimizer state, or None."""
-    inner = opt if isinstance(opt, tuple) else (opt.inner,) if isinstance(opt, optim.MasterState) else ()
-    return opt if isinstance(opt, kind) else next((x for o in inner if (x := _found(o, kind))), None)
-
-
-@torch.no_grad()
-def _tensors(state: TrainState, *, values: bool) -> TrainState:
-    """The state as one of tensors, each rank with its rows of them: of what they are now, or only of their
-    shapes."""
-    engine, narrow = state.opt[0].engine, state.opt[0].engine.config.use_mp_opt
-
-    def every(get: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> tree.Named:
-        shape = lambda p: getattr(p, "ds_shape", p.shape)  # noqa: E731
-        whole = lambda p: get(p) if values else torch.empty(shape(p))  # noqa: E731
-        return tree.Named((n, _spread(whole(p).to(dtype))) for n, p in state.params.items())
-
-    held = {name: every(partial(engine.moment, name=name)) for name in engine.moments}
-    if narrow:
-        held["master"] = every(engine.full)
-    params = every(engine.full, torch.bfloat16 if narrow else torch.float32)
-    opt = _opt(state.tx.spec, state.opt[0].count, held)
-    return TrainState(
-        params=params, opt=opt, step=state.step, skipped=state.skipped, tx=state.tx, module=state.module
-    )
-
-
-def _each(state: ckpt.States, f: Callable[..., Any], *more: Any) -> Any:
-    """`f` of a state, or of each of several: by name, or in a list."""
-    if isinstance(state, TrainState):
-        return f(state, *more)
-    if isinstance(state, Mapping):
-        return {name: f(x, *(m[name] for m in more)) for name, x in state.items()}
-    return [f(*parts) for parts in zip(state, *more)]
-
-
-def save(
-    path: str | Path,
-    state: ckpt.States,
-    extra: Any = None,
-    *,
-    score: float | None = None,
-    wait: bool = True,
-) -> Path:
-    """`ckpt.save` of the weights and moments that the engine holds, by all ranks: a folder with which every
-    strategy goes on."""
-    return ckpt.save(path, _each(state, partial(_tensors, values=True)), extra, score=score, wait=wait)
-
-
-@torch.no_grad()
-def _adopt(like: TrainState, found: TrainState) -> TrainState:
-    """`found` in the engine of `like`, which is donated."""
-    whole = lambda x: x.full_tensor() if hasattr(x, "full_tensor") else x  # noqa: E731
-    engine, adam = like.opt[0].engine, _found(found.opt, optim.AdamState)
-    master, ema = (_found(found.opt, kind) for kind in (optim.MasterState, optim.EmaState))
-    held = {"m": adam.m, "v": adam.v} | ({"average": ema.average} if ema else {})
-    weights = master.master if master else found.params
-    for name, p in engine.own.items():
-        engine.assign(p, whole(weights[name]), {kind: whole(x[name]) for kind, x in held.items()})
-    engine.set_count(adam.count)
-    engine.turn += 1  # gradients that were there are of other weights
-    tree.donate(like)
-    return _state(engine, count=adam.count, done=found.step, skipped=found.skipped)
-
-
-def restore(path: str | Path, like: ckpt.States, extra: Any = None) -> tuple[Any, Any]:
-    """`ckpt.restore` into the engine of `like` (one state, or a dict of them), which is donated. Nothing has
-    been changed if it raises."""
-    found, extra = ckpt.restore(path, _each(like, partial(_tensors, values=False)), extra)
-    return _each(like, _adopt, found), extra
-
-
-def _moved(state: TrainState, *, host: bool) -> TrainState:
-    """The state with its moments on the host, or back. Donates `state`."""
-    held = state.opt[0]
-    held.engine.place(host=host)
-    new = _state(held.engine, count=held.count, done=state.step, skipped=state.skipped)
-    tree.donate(state)
-    return new
 
 
 def unsupported(config: StrategyConfig) -> list[str]:
@@ -375,9 +252,9 @@ def deepspeed(config: StrategyConfig) -> Strategy:
         update=guarded[1],
         export=export,
         save_pretrained=save_pretrained,
-        save=save,
-        restore=restore,
-        offload=partial(_moved, host=True),
-        reload=partial(_moved, host=False),
+        save=zero_state.save,
+        restore=zero_state.restore,
+        offload=partial(zero_state.moved, host=True),
+        reload=partial(zero_state.moved, host=False),
         **shared,
     )

@@ -73,9 +73,11 @@ def _share(shape: Sequence[int], n: int) -> list[int]:
 
 def _empty(named: dict[str, nn.Parameter], n: int, dtype: torch.dtype | None) -> tree.Named:
     """Parameters as one of n holds them, without memory."""
-    wide = lambda p: dtype if dtype and p.is_floating_point() else p.dtype  # noqa: E731
-    make = partial(torch.empty, device="meta")
-    return tree.Named((name, make(_share(p.shape, n), dtype=wide(p))) for name, p in named.items())
+    out = tree.Named()
+    for name, p in named.items():
+        own = dtype if dtype and p.is_floating_point() else p.dtype
+        out[name] = torch.empty(_share(p.shape, n), dtype=own, device="meta")
+    return out
 
 
 def _sum(p: torch.Tensor) -> torch.Tensor:
@@ -141,14 +143,19 @@ def _held(
         parameters -= sum(2 * p.numel() for p in named.values() if not p.requires_grad)
     if tx is None:
         return parameters, 0, 0, 0
+    full, wide = tx, kept
     deepspeed = cut.backend == "deepspeed"
+    if deepspeed:
+        wide = torch.float32
     trained = {name: p for name, p in named.items() if p.requires_grad}
     grads, sums = (tree.map(_sum, _empty(trained, n, kept)) for n in (cut.gradients, cut.optimizer))
-    params = _empty(trained, cut.optimizer, torch.float32 if deepspeed else kept)
-    full = tx if deepspeed else step.optimizer(tx, config, params)
+    params = _empty(trained, cut.optimizer, wide)
+    if not deepspeed:
+        full = step.optimizer(tx, config, params)
     opt = _try("optimizer", lambda: full.init(params), None, unknown)
     state = trace.nbytes(*(x for x in tree.leaves(opt) if isinstance(x, torch.Tensor)))
-    state += trace.nbytes(*params.values()) if deepspeed else 0  # it has a flat copy of its own
+    if deepspeed:  # it has a flat copy of its own
+        state += trace.nbytes(*params.values())
     update = _try("update", lambda: trace.update(full, opt, params, sums), 0, unknown)
     return parameters, trace.nbytes(*grads.values()), state, update
 
@@ -308,8 +315,12 @@ def table(x: Estimate, *, available: int, host: int, remedy: str) -> str:
     ]
     lines += [f"  not known, and not counted: {line}" for line in x.unknown]
     phase = next(name for name in ("training", "updating", "sampling") if getattr(x, name) == x.total)
-    fits = x.total <= available and x.host <= host
-    verdict = "fits" if fits else f"does not fit: {remedy}" if x.host <= host else "does not fit the host"
+    if x.host > host:
+        verdict = "does not fit the host"
+    elif x.total > available:
+        verdict = f"does not fit: {remedy}"
+    else:
+        verdict = "fits"
     lines.append(f"  {'peak':<12}{_size(x.total):>11}  in {phase}, of {_size(available)}: {verdict}")
     return "\n".join(lines)
 
@@ -334,8 +345,9 @@ def preflight(
     kind, config = strategy.device.type, strategy.config
     options: dict[str, Any] = {"world": strategy.world, "kind": kind, "engine": engine, "length": length}
     x = estimate(config, *models, budget=budget, **options)
-    host = _host()
-    available = torch.cuda.get_device_properties(strategy.device).total_memory if kind == "cuda" else host
+    available = host = _host()
+    if kind == "cuda":
+        available = torch.cuda.get_device_properties(strategy.device).total_memory
     checkpointed = any(getattr(m, "gradient_checkpointing", False) for m in models[0][0].modules())
     remedy = _remedy(config, x, strategy.world, checkpointed)
     head = f"memory of a process (1 of {strategy.world}, packs of {budget} tokens), estimated"

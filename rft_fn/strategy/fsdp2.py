@@ -31,7 +31,8 @@ def meshes(config: StrategyConfig, shard_size: int = 0) -> tuple[DeviceMesh, Seq
     The processes are a mesh (replicate, shard, sequence) with the sequence axis innermost; parameters are
     sharded over shard and sequence together. ValueError for sizes that do not divide the world.
     """
-    world, sp, device = dist.world(), config.sp_size, "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    world, sp = dist.world(), config.sp_size
     if world % sp:
         raise ValueError(f"sp_size: expected a divisor of the {world} processes, got {sp}")
     size = shard_size or config.shard_size or world
@@ -146,7 +147,8 @@ class Sharded:
     def __call__(self, params: tree.Named, pack: Packed) -> TokenOut:
         if self.sequence is None:
             return self.together(params, pack)
-        device, out = pack.tokens.device, []
+        device = pack.tokens.device
+        out = []
         for b in self.sequence.exchange([pack]):
             out.append(self.together(params, tree.map(lambda x: x.to(device), b)))
         return out[self.sequence.rank]
@@ -189,12 +191,13 @@ def grad(
     """`step.grad` over the packs of all ranks: summed gradients, sharded; merged metrics, the same
     everywhere."""
     sequence = apply.sequence
-    packs = packs if sequence is None else sequence.exchange(packs)
+    if sequence is not None:
+        packs = sequence.exchange(packs)
     grads, mine = step.grad(state, apply.together, loss_fn, packs)
+    if sequence is not None and sequence.rank > 0:
+        mine = {}  # the others on the axis had the same packs
     with dist.phase(f"metrics of step {state.step + 1}"):
-        parts = dist.share(
-            tree.map(lambda x: x.cpu(), mine) if sequence is None or sequence.rank == 0 else {}
-        )
+        parts = dist.share(tree.map(lambda x: x.cpu(), mine))
     metrics: dict[str, metric.Metric] = {}
     for part in parts:
         metrics = metric.merge(metrics, part)

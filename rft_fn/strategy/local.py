@@ -43,7 +43,8 @@ def bind(
 
     narrow.device = apply.device  # type: ignore[attr-defined]
     for p in module.parameters():
-        p.data = p.data if p.requires_grad else p.data.bfloat16()
+        if not p.requires_grad:  # the others are cast in each forward
+            p.data = p.data.bfloat16()
     return narrow, params
 
 
@@ -71,7 +72,7 @@ def fork(state: TrainState) -> TrainState:
     Of the local strategy, where apply is a function of the parameters it is given. ValueError for a state
     whose apply takes only its own module's, which FSDP2 and ZeRO lay out.
     """
-    from rft_fn.strategy.deepspeed import ZeroState
+    from rft_fn.strategy.zero_state import ZeroState
 
     sharded = any(hasattr(p, "device_mesh") for p in state.params.values())
     if sharded or (isinstance(state.opt, tuple) and any(isinstance(x, ZeroState) for x in state.opt)):
@@ -79,7 +80,11 @@ def fork(state: TrainState) -> TrainState:
             "state: expected one of the local strategy, got one of a module that FSDP2 or ZeRO lays out; "
             "st.init a second module and give it these weights: model.assign(its.params, st.export(state))"
         )
-    copy = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, state)
+
+    def cloned(x: Any) -> Any:
+        return x.detach().clone() if isinstance(x, Tensor) else x
+
+    copy = tree.map(cloned, state)
     for p in copy.params.values():
         p.requires_grad_()
     return copy

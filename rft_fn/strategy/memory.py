@@ -22,13 +22,16 @@ def report(prefix: str = "") -> dict[str, int]:
     else:
         import resource
 
-        statm = Path("/proc/self/statm")  # not there off Linux
-        pages = int(statm.read_text().split()[1]) if statm.exists() else 0
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        resident = pages * resource.getpagesize()
+        resident = 0
+        statm = Path("/proc/self/statm")
+        if statm.exists():  # on Linux
+            resident = int(statm.read_text().split()[1]) * resource.getpagesize()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if sys.platform != "darwin":  # where it is in KiB
+            peak *= 1024
         found = {"resident": resident, "peak": max(peak, resident)}  # the kernel counts its peak in batches
     most = dist.all_reduce(found, "max")
     if dist.is_main():
         text = ", ".join(f"{name} {n / 2**30:.2f} GiB" for name, n in most.items())
-        print(f"{prefix + ': ' if prefix else ''}{text}", flush=True)
+        print(": ".join(filter(None, [prefix, text])), flush=True)
     return found

@@ -50,8 +50,11 @@ def masters(config: Any, params: Mapping[str, Tensor]) -> bool:
 def optimizer(tx: Transform, config: Any, params: Mapping[str, Tensor]) -> Transform:
     """`tx` with what the config asks for around it: clipping before it, float32 masters of 16-bit `params`
     under it."""
-    tx = optim.chain(optim.clip_by_global_norm(config.max_norm), tx) if config.max_norm else tx
-    return optim.master_weights(tx) if masters(config, params) else tx
+    if config.max_norm:
+        tx = optim.chain(optim.clip_by_global_norm(config.max_norm), tx)
+    if masters(config, params):
+        tx = optim.master_weights(tx)
+    return tx
 
 
 def cast(module: nn.Module, config: Any) -> nn.Module:
@@ -103,10 +106,15 @@ def grad(
                 total.backward()
         metrics = metric.merge(metrics, more)
         for name, p in state.params.items():
-            sums[name], p.grad = _add(sums[name], p.grad), None
-    zeros = lambda p: torch.zeros_like(p, dtype=wide(p.dtype))  # noqa: E731
-    grads = tree.Named((n, zeros(p) if sums[n] is None else sums[n]) for n, p in state.params.items())
-    return tree.map(lambda g: g.detach(), grads), metrics
+            sums[name] = _add(sums[name], p.grad)
+            p.grad = None
+    grads = tree.Named()
+    for name, p in state.params.items():
+        total = sums[name]
+        if total is None:
+            total = torch.zeros_like(p, dtype=wide(p.dtype))
+        grads[name] = total.detach()
+    return grads, metrics
 
 
 def _check_trains(params: Mapping[str, Tensor]) -> None:
@@ -138,16 +146,18 @@ def update(
     """
     with dist.phase(f"update of step {state.step + 1}"):
         norm = optim.global_norm(grads)
-    finite, opt = bool(torch.isfinite(norm)), state.opt
+    finite = bool(torch.isfinite(norm))
     if not finite and state.skipped + 1 >= max_skips:
         raise faults.NonFinite(
             f"gradients: expected finite ones, got a norm of {float(norm)} in {state.skipped + 1} updates "
             f"in a row (step {state.step + 1})"
         )
+    opt = state.opt
     if finite:
-        to_host = lambda x: x.to("cpu") if host else x  # noqa: E731
-        grads_, params_ = tree.map(to_host, grads), tree.map(to_host, state.params)
-        updates, opt = state.tx.update(grads_, state.opt, params_)
+        here, params = grads, state.params
+        if host:
+            here, params = (tree.map(lambda x: x.to("cpu"), x) for x in (grads, state.params))
+        updates, opt = state.tx.update(here, state.opt, params)
         optim.apply_updates(state.params, tree.map(lambda u, p: u.to(p.device), updates, state.params))
     skipped = 0 if finite else state.skipped + 1
     new = TrainState(
@@ -188,15 +198,16 @@ def guarded(
             if model not in last:
                 raise
             apply, loss_fn, packs = last[model]
-            probe = lambda some: not finite(grad(state, apply, loss_fn, some)[0])  # noqa: E731
-            offender = faults.first_offender(probe, packs)
+
+            def bad(some: Sequence[Packed]) -> bool:
+                return not finite(grad(state, apply, loss_fn, some)[0])
+
+            offender = faults.first_offender(bad, packs)
             weights = {n: x.detach().cpu().clone() for n, x in export(state)}
             folder = faults.write(state, offender, weights)
-            what = (
-                "no sequence alone has such a gradient, the weights are"
-                if offender is None
-                else ("the first sequence with such a gradient is")
-            )
+            what = "the first sequence with such a gradient is"
+            if offender is None:
+                what = "no sequence alone has such a gradient, the weights are"
             raise faults.NonFinite(f"{error}; {what} in {folder}: look at it with replay.py") from None
         last.pop(model, None)  # the packs are used up
         return out
@@ -206,7 +217,10 @@ def guarded(
 
 def move_opt(state: TrainState, device: str | torch.device) -> TrainState:
     """The state with its optimizer's tensors on a device. Donates `state`."""
-    move = lambda x: x.to(device) if isinstance(x, Tensor) else x  # noqa: E731
+
+    def move(x: Any) -> Any:
+        return x.to(device) if isinstance(x, Tensor) else x
+
     new = tree.map(lambda x: x, tree.replace(state, opt=tree.map(move, state.opt)))
     tree.donate(state)
     return new

@@ -139,7 +139,8 @@ def _free_when_whole(groups: Sequence[Sequence[nn.Parameter]], shard: int, live:
             waiting.discard(id(p))
             if not waiting:
                 for q in group:
-                    live.add(nbytes(q.grad) // shard if q.grad is not None else 0)
+                    if q.grad is not None:
+                        live.add(nbytes(q.grad) // shard)
                     q.grad = None
 
         for p in group:
@@ -164,7 +165,8 @@ def step(
     (mostly because it reads a value) goes through.
     """
     root = _rooted(module, kind=kind, tokens=tokens, fused=fused, chunk_size=chunk_size)
-    pack, marks = _pack(tokens), {}
+    pack = _pack(tokens)
+    marks: dict[str, int] = {}
     live = Live([*root.parameters(), *root.buffers(), *tree.leaves(pack)])
     if groups is not None:
         _free_when_whole(groups(root), shard, live)

@@ -88,8 +88,10 @@ def case(seed: int = 0, *, weight: Weight = token_mean, extra: Extra | None = No
     logp = log_probs(apply, params, exp)
     near = {name: logp + 0.4 * fields[name] for name in ("old_logp", "ref_logp")}
     exp = tree.replace(exp, **near)
-    noise = {"noise": normal(seed, "noise", ROWS, LENGTH, 2) * mask.unsqueeze(-1)}
-    return Case(apply, params, tree.replace(exp, extra=noise if extra is None else _own(extra, exp)))
+    own = {"noise": normal(seed, "noise", ROWS, LENGTH, 2) * mask.unsqueeze(-1)}
+    if extra is not None:
+        own = _own(extra, exp)
+    return Case(apply, params, tree.replace(exp, extra=own))
 
 
 def _own(extra: Extra, exp: Experience) -> dict[str, Tensor]:

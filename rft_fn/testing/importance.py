@@ -52,8 +52,12 @@ def _world(length: int, vocab: int, seed: int, gap: float) -> _World:
 def _corrected(correct: Correction, world: _World) -> Tensor:
     """[B, S]: what `correct` makes of w = 1. It must not depend on which other rows share the batch: this
     batch is an enumeration, and no sample of q."""
-    old_logp, mask = world.old_logp.detach(), torch.ones_like(world.logp, dtype=torch.bool)
-    ask = lambda rows: correct(torch.ones_like(rows[0]), *rows)  # noqa: E731
+    old_logp = world.old_logp.detach()
+    mask = torch.ones_like(world.logp, dtype=torch.bool)
+
+    def ask(rows: list[Tensor]) -> Tensor:
+        return correct(torch.ones_like(rows[0]), *rows)
+
     w = ask([old_logp, world.logp, mask])
     if w.shape != mask.shape:
         raise AssertionError(f"correct: expected w [B, S] = {list(mask.shape)}, got {list(w.shape)}")

@@ -72,13 +72,18 @@ def check_partition_invariance(
 def _spoil(x: Tensor, mask: Tensor) -> Tensor:
     """x [B, S, ...] with NaN outside mask, or 1 where its type has none."""
     outside = ~mask.view(*mask.shape, *[1] * (x.dim() - 2))
-    return x.masked_fill(outside, torch.nan if x.is_floating_point() else 1)
+    garbage = torch.nan if x.is_floating_point() else 1
+    return x.masked_fill(outside, garbage)
 
 
 def _widen(exp: Experience, columns: int, weight: Weight, seed: int) -> Experience:
     """`exp` with more columns, garbage tokens in its padding and NaN in every field outside mask."""
-    wide = lambda x: torch.cat([x, x.new_zeros(ROWS, columns, *x.shape[2:])], 1)  # noqa: E731
-    mask, pad = wide(exp.mask), torch.arange(LENGTH + columns) >= exp.length[:, None]
+
+    def wide(x: Tensor) -> Tensor:
+        return torch.cat([x, x.new_zeros(ROWS, columns, *x.shape[2:])], 1)
+
+    mask = wide(exp.mask)
+    pad = torch.arange(LENGTH + columns) >= exp.length[:, None]
     garbage = uniform(seed, "garbage", 0, VOCAB, ROWS, LENGTH + columns)
     fields = {name: _spoil(wide(getattr(exp, name)), mask) for name in FIELDS}
     extra = {name: _spoil(wide(x), mask) for name, x in (exp.extra or {}).items()}

@@ -28,7 +28,9 @@ def check_on_policy_identity(
     `per_sequence`: one advantage for all tokens of a row, for losses with one ratio a sequence (GSPO).
     """
     apply, params, exp = case(seed, weight=weight, extra=extra)
-    adv = normal(seed, "adv of the row", ROWS, 1) * exp.mask if per_sequence else exp.adv
+    adv = exp.adv
+    if per_sequence:
+        adv = normal(seed, "adv of the row", ROWS, 1) * exp.mask
     packs = whole(tree.replace(exp, adv=adv, old_logp=log_probs(apply, params, exp)))
     got = flat(run(loss_fn, apply, params, packs).grads)
     want = flat(run(lambda out, b: -b.adv * out.logp, apply, params, packs).grads)
@@ -62,10 +64,12 @@ def _shifts(mask: Tensor) -> dict[str, Tensor]:
 
 
 def _assert_finite(varied: str, found: Run) -> None:
-    bad = [] if found.total.isfinite() else [f"the total is {found.total:g}"]
+    bad = []
+    if not found.total.isfinite():
+        bad.append(f"the total is {found.total:g}")
     for path, g in tree.leaves_with_path(found.grads):
-        count = int((~g.isfinite()).sum())
-        bad += [f"{count} of {g.numel()} entries of the gradient of {path} are not finite"] if count else []
+        if count := int((~g.isfinite()).sum()):
+            bad.append(f"{count} of {g.numel()} entries of the gradient of {path} are not finite")
     if bad:
         raise AssertionError(f"{varied}: {'; '.join(bad)}")
 

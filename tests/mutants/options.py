@@ -7,15 +7,15 @@ MUTANTS = [
     (
         "NaN is inside of every range",
         CHECK,
-        "if not math.isfinite(x):\n            return False",
-        "if not math.isfinite(x):\n            return True",
+        "float\n            return False",
+        "float\n            return True",
         "tests/test_check.py::test_an_option_outside_of_its_limits_is_named",
     ),
     (
         "an open limit is closed",
         CHECK,
-        "above = x > self.low if self.open_low else x >= self.low",
-        "above = x >= self.low",
+        "(x == self.low and self.open_low) or ",
+        "",
         "tests/test_check.py::test_an_option_outside_of_its_limits_is_named",
     ),
     (

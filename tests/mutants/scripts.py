@@ -187,9 +187,9 @@ MUTANTS = [
     ),
     (
         "an answer has no end",
-        SFT,
-        "[*tokenizer.encode(a, add_special_tokens=False), tokenizer.eos_token_id]",
-        "[*tokenizer.encode(a, add_special_tokens=False)]",
+        "rft_fn/data/lessons.py",
+        "[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]",
+        "[*tokenizer.encode(text, add_special_tokens=False)]",
         SFT_LINE,
     ),
     ("the warm-up is longer by a step", SFT, "cfg.warmup, max(", "cfg.warmup + 1, max(", SFT_LINE),

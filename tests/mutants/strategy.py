@@ -29,8 +29,8 @@ MUTANTS = [
     (
         "the forecast forgets the masters that nobody asked for",
         "rft_fn/strategy/forecast.py",
-        "full = tx if deepspeed else step.optimizer(tx, config, params)",
-        "full = tx if deepspeed else step.optimizer(tx, config, {})",
+        "full = step.optimizer(tx, config, params)",
+        "full = step.optimizer(tx, config, {})",
         "tests/test_memory.py::test_one_process[-dtype-default]",
     ),
     (
@@ -43,8 +43,8 @@ MUTANTS = [
     (
         "a fork shares the memory of its optimizer's state",
         "rft_fn/strategy/local.py",
-        "copy = tree.map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, state)",
-        "copy = tree.map(lambda x: x.detach() if isinstance(x, Tensor) else x, state)",
+        "return x.detach().clone() if isinstance(x, Tensor) else x",
+        "return x.detach() if isinstance(x, Tensor) else x",
         "tests/test_strategy.py::test_a_copy_that_cannot_learn_is_refused_and_a_fork_learns",
     ),
     (
@@ -57,8 +57,8 @@ MUTANTS = [
     (
         "a run that is taken up again starts where the template stands",
         READING,
-        'return {n: parts[n] if n in parts else meta["plain"][n] for n in like}',
-        "return {n: parts[n] if n in parts else like[n] for n in like}",
+        'everything = meta["plain"] | parts',
+        "everything = dict(like) | parts",
         f"{CKPT}::test_skips_in_a_row_are_counted_on",
     ),
     (
@@ -85,8 +85,8 @@ MUTANTS = [
     (
         "the average is the parameters",
         READING,
-        '"average" * ema or "master" * master or "params"',
-        '"master" * master or "params"',
+        "    if ema or master:\n",
+        "    if master:\n",
         f"{READ}::test_the_weights_alone",
     ),
     (
@@ -134,8 +134,8 @@ MUTANTS = [
     (
         "the error of a lost process is dropped",
         "rft_fn/faults.py",
-        "*others, remedy, *said])",
-        "*others, remedy])",
+        "    if error:\n        line.append",
+        "    if False:\n        line.append",
         "tests/test_faults.py::test_blame_has_every_phase_and_the_error",
     ),
     (
