@@ -18,6 +18,7 @@ __all__ = [
     "max",
     "mean",
     "merge",
+    "pairs",
     "pass_at_k",
     "policy",
     "results",
@@ -163,6 +164,39 @@ def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
     if out.entropy is not None:
         found["policy/entropy"] = mean(out.entropy, b.mask)
     return found
+
+
+def pairs(
+    name: str,
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    real: Tensor,
+    *,
+    beta: float,
+) -> dict[str, Metric]:
+    """What one reads of pairs, from log-probs [P] of responses under the policy and under the reference.
+
+    Means over the pairs in `real` [P]: the implicit rewards beta log(policy / reference) of both sides and
+    their margin, `accuracy` (how often the chosen one has the higher reward) and `ranking` (how often it is
+    the more probable one under the policy alone). Where policy and reference are the same, margin and
+    accuracy are 0.
+    """
+    check.shapes(chosen=(chosen, "P"), rejected=(rejected, "P"), real=(real, "P"))
+    check.shapes(chosen=(chosen, "P"), ref_chosen=(ref_chosen, "P"), ref_rejected=(ref_rejected, "P"))
+    better = beta * (chosen - ref_chosen)
+    worse = beta * (rejected - ref_rejected)
+    values = {
+        "reward_chosen": better,
+        "reward_rejected": worse,
+        "margin": better - worse,
+        "accuracy": (better > worse).double(),
+        "ranking": (chosen > rejected).double(),
+        "logp_chosen": chosen,
+        "logp_rejected": rejected,
+    }
+    return {f"{name}/{key}": mean(x, real) for key, x in values.items()}
 
 
 def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:

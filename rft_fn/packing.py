@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rft_fn import check, rng, tree, weight
+from rft_fn import check, rng, segment, tree, weight
 from rft_fn.types import Experience, Packed, Rollout
 
 __all__ = [
     "assign", "conversations", "left_out", "minibatches", "pack", "pad", "real", "reset_position_ids",
-    "shard", "stack", "supervised", "take", "unpack", "waste",
+    "shard", "sides", "stack", "supervised", "take", "unpack", "waste",
 ]  # fmt: skip
 
 Batch = TypeVar("Batch", Experience, Rollout)
@@ -144,6 +144,18 @@ def real(b: Packed) -> Tensor:
     """
     tokens = torch.zeros(b.num_seqs // b.unit, dtype=torch.long, device=b.mask.device)
     return tokens.index_add(0, b.seq // b.unit, b.mask.long()) > 0
+
+
+def sides(x: Tensor, b: Packed) -> tuple[Tensor, Tensor]:
+    """([P], [P]): sums of x [T] over the tokens in mask of the first and the second row of each pair.
+
+    Of log-probs they are what losses of pairs take. A placeholder has sums of 0. ValueError for a pack that
+    was not cut with unit=2.
+    """
+    if b.unit != 2:
+        raise ValueError(f"unit: expected a pack of pairs, shard(..., unit=2), got unit = {b.unit}")
+    total = segment.sum(x, b.mask, b.seq, b.num_seqs).view(-1, 2)
+    return total[:, 0], total[:, 1]
 
 
 def pad(b: Packed, size: int) -> Packed:

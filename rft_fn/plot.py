@@ -10,11 +10,17 @@ __all__ = ["curve", "length_histogram", "phases", "read_metrics", "terminal_curv
 _PANELS = (
     ("reward", ("reward/mean",)),
     ("evaluation", ("eval/mean",)),
+    ("accuracy of pairs", ("eval/accuracy", "pairs/accuracy")),
+    ("margin of pairs", ("eval/margin", "pairs/margin")),
+    ("implicit reward", ("pairs/reward_chosen", "pairs/reward_rejected")),
+    ("log-prob of a response [nats]", ("pairs/logp_chosen", "pairs/logp_rejected")),
     ("trainer - sampler log-prob [nats]", ("policy/logp_gap",)),
     ("entropy [nats]", ("policy/entropy",)),
     ("response length [tokens]", ("rollout/length_mean", "rollout/length_max")),
     ("gradient norm", ("grad/norm",)),
 )
+_LOSS = ("loss", ("eval/loss", "loss"))  # of runs without a reward
+_SHARES = ("reward", "evaluation", "accuracy of pairs")  # panels from 0 to 1
 _PHASE = "phase/"  # how timing.jsonl names the seconds of a phase
 _BLUE, _GREY = "#2a5db0", "#9aa4b2"
 
@@ -33,18 +39,23 @@ def _smooth(y: Sequence[float], span: int) -> list[float]:
     return [sum(y[max(0, i - span + 1) : i + 1]) / (i + 1 - max(0, i - span + 1)) for i in range(len(y))]
 
 
+def _label(key: str) -> str:
+    """What a curve is beside others in its panel: mean, max, chosen; held out or training."""
+    if "_" in key:
+        return key.split("_")[-1]
+    return "held out" if key.startswith("eval/") else "training"
+
+
 def _panel(ax: Any, rows: Sequence[Mapping[str, float]], title: str, keys: Sequence[str]) -> None:
     for color, key in zip((_BLUE, _GREY), keys):
         x, y = _series(rows, key)
         if key == "reward/mean" and len(y) > 20:
             ax.plot(x, y, color=_GREY, lw=0.8, alpha=0.7)
             y = _smooth(y, max(len(y) // 25, 2))
-        ax.plot(
-            x, y, color=color, lw=1.6, marker="o" if len(x) < 20 else None, ms=3, label=key.split("_")[-1]
-        )
+        ax.plot(x, y, color=color, lw=1.6, marker="o" if len(x) < 20 else None, ms=3, label=_label(key))
     if len(keys) > 1:
         ax.legend(frameon=False, fontsize=8)
-    if title in ("reward", "evaluation"):
+    if title in _SHARES:
         ax.set_ylim(-0.03, max(1.05, ax.get_ylim()[1]))
     ax.set_title(title, fontsize=10, loc="left")
     ax.grid(alpha=0.25, lw=0.5)
@@ -54,16 +65,18 @@ def _panel(ax: Any, rows: Sequence[Mapping[str, float]], title: str, keys: Seque
 
 
 def curve(metrics: str | Path, out: str | Path, *, title: str = "") -> Path:
-    """Draw the run behind a metrics.jsonl: reward, evaluation,
-    log-prob gap, entropy, lengths, gradient norm."""
+    """Draw the run behind a metrics.jsonl: reward or loss, evaluation, pairs, log-prob gap, entropy, lengths,
+    gradient norm, as far as it has them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     rows = read_metrics(metrics)
-    panels = [(t, [k for k in keys if _series(rows, k)[0]]) for t, keys in _PANELS]
-    panels = [(t, keys) for t, keys in panels if keys] or [("loss", ["loss"])]
+    rewarded = any("reward/mean" in row for row in rows)
+    wanted = _PANELS if rewarded else (_LOSS, *_PANELS)
+    panels = [(t, [k for k in keys if _series(rows, k)[0]]) for t, keys in wanted]
+    panels = [(t, keys) for t, keys in panels if keys]
     lines = -(-len(panels) // 3)
     fig, axes = plt.subplots(
         lines, min(len(panels), 3), figsize=(4 * min(len(panels), 3), 2.7 * lines), squeeze=False

@@ -24,8 +24,8 @@ from rft_fn.logprob import log_ratio
 
 __all__ = [
     "clip_cov", "constant", "covariance", "high_entropy", "icepop", "importance", "importance_seq",
-    "masked_is", "masked_is_seq", "off_policy_mask", "seq_mean", "seq_sum", "token_mean", "top_share",
-    "truncated_is", "truncated_is_seq",
+    "masked_is", "masked_is_seq", "off_policy_mask", "pair_mean", "seq_mean", "seq_sum", "token_mean",
+    "top_share", "truncated_is", "truncated_is_seq",
 ]  # fmt: skip
 
 _MOST = 1e6  # nats: beyond every log-ratio of tokens that both policies can draw
@@ -55,6 +55,20 @@ def seq_sum(mask: Tensor) -> Tensor:
     """1 / B: the mean over sequences of the sum over tokens: the policy gradient as the theorem has it."""
     m, _, rows = _rows(mask)
     return m / rows
+
+
+def pair_mean(mask: Tensor) -> Tensor:
+    """1 / (pairs, tokens of the pair): the mean over pairs of a loss that stands on each token of its pair.
+
+    Rows 2i and 2i + 1 are a pair; one without a token in mask does not count. ValueError for an odd B.
+    """
+    if len(mask) % 2:
+        raise ValueError(f"mask: expected an even number of rows, two a pair, got {len(mask)}")
+    m, _, _ = _rows(mask)
+    tokens = m.view(len(mask) // 2, -1).sum(-1)  # [pairs]
+    pairs = (tokens > 0).sum().clamp(min=1)
+    each = 1 / (tokens.clamp(min=1) * pairs)
+    return m * each.repeat_interleave(2).unsqueeze(-1)
 
 
 def constant(mask: Tensor, length: int) -> Tensor:

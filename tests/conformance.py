@@ -131,6 +131,30 @@ def ppo(st, dtype):
     return out | {n: x.clone() for n, x in st.export(actor)}
 
 
+def pairs(st, dtype):
+    """DPO with a term of the chosen side: pairs share a pack, some ranks have none, a frozen reference."""
+    ref_of, ref = st.bind(tiny.llama(9, dtype=dtype))
+    apply, state = st.init(tiny.llama(dtype=dtype), adamw())
+
+    def loss(out, b):
+        sides = *packing.sides(out.logp, b), *packing.sides(b.ref_logp, b)
+        tokens, _ = packing.sides(b.mask.to(dtype), b)
+        per_pair = rft.loss.dpo(*sides, beta=0.3) - 0.5 * sides[0] / tokens.clamp(min=1)
+        return per_pair[b.seq // 2], metric.pairs("pairs", *sides, packing.real(b), beta=0.3)
+
+    out = {}
+    for i, (rows, budget) in enumerate(((8, 48), (6, 200), (2, 200))):
+        exp = tiny.experience(i, rows)
+        exp = tree.replace(exp, w=rft.weight.pair_mean(exp.mask).to(dtype), old_logp=exp.old_logp.to(dtype))
+        packs = st.shard(exp, budget, unit=2)
+        mine = packing.unpack(model.score(ref_of, ref, packs), packs, exp.old_logp)
+        exp = tree.replace(exp, ref_logp=st.gather(mine[None]).sum(0))
+        grads, metrics = st.grad(state, apply, loss, st.shard(exp, budget, unit=2))
+        state, more = st.update(state, grads)
+        out |= {f"{i} {name}": x for name, x in metric.results(metrics | more).items()}
+    return {n: x.clone() for n, x in st.export(state)} | out
+
+
 def reference(st, dtype):
     """A KL term to a frozen model, sharded over fewer processes than the policy, which is scored before each
     step."""
@@ -348,8 +372,8 @@ def gathers_media(st):
 CASES = {
     f.__name__: f
     for f in (
-        grpo, untied, budgets, checkpointing, whole_logits, lora, ppo, reference, average, skipped, own,
-        files, adapters, options, narrow, unfilled, trees, average_scores,
+        grpo, untied, budgets, checkpointing, whole_logits, lora, ppo, pairs, reference, average, skipped,
+        own, files, adapters, options, narrow, unfilled, trees, average_scores,
     )
 }  # fmt: skip
 

@@ -186,6 +186,14 @@ def seq_mean(mask):
     return np.array([[1 / (rows * tokens[b]) if x else 0.0 for x in m] for b, m in enumerate(mask)])
 
 
+def pair_mean(mask):
+    """1 / (pairs that have a token, tokens of the pair), rows 2i and 2i + 1 a pair."""
+    _, tokens, _ = _rows(mask)
+    of_pair = [tokens[2 * i] + tokens[2 * i + 1] for i in range(len(mask) // 2)]
+    pairs = sum(n > 0 for n in of_pair)
+    return np.array([[1 / (pairs * of_pair[b // 2]) if x else 0.0 for x in m] for b, m in enumerate(mask)])
+
+
 def seq_sum(mask):
     mask, _, rows = _rows(mask)
     return np.where(mask, 1 / max(rows, 1), 0.0)

@@ -170,7 +170,7 @@ def load_script(name):
     return module
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo", "ppo", "evaluate", "export", "sweep", "replay"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "ppo", "evaluate", "export", "sweep", "replay"])
 def test_every_option_has_a_reader_and_a_line_of_help(name):
     source = (ROOT / "train_scripts" / f"{name}.py").read_text()
     for field in dataclasses.fields(load_script(name).Config):

@@ -34,6 +34,30 @@ def test_any_cut_and_any_order_gives_the_same_numbers(data, cuts):
     assert metric.results(found) == pytest.approx(want, rel=1e-10, abs=1e-10)
 
 
+def test_what_one_reads_of_pairs():
+    """By hand, with beta = 0.5; the third pair is a placeholder. Equal rewards are no agreement."""
+    sides = [
+        torch.tensor(x) for x in ([-2.0, -5.0, 9.0], [-3.0, -4.0, 0.0], [-4.0, -4.0, 0.0], [-3.0, -3.0, 0.0])
+    ]
+    real = torch.tensor([True, True, False])
+    found = metric.results(metric.pairs("eval", *sides, real, beta=0.5))
+    assert found == pytest.approx(
+        {
+            "eval/reward_chosen": (1.0 - 0.5) / 2,
+            "eval/reward_rejected": (0.0 - 0.5) / 2,
+            "eval/margin": 0.5,
+            "eval/accuracy": 0.5,
+            "eval/ranking": 0.5,
+            "eval/logp_chosen": -3.5,
+            "eval/logp_rejected": -3.5,
+        }
+    )
+    same = metric.results(metric.pairs("x", *sides[:2], *sides[:2], real, beta=0.5))
+    assert same["x/margin"] == same["x/accuracy"] == 0 and same["x/ranking"] == 0.5
+    with pytest.raises(ValueError, match=r"ref_chosen: expected \[P\] = \[3\], got \[2\]"):
+        metric.pairs("x", sides[0], sides[1], sides[2][:2], sides[3], real, beta=0.5)
+
+
 def test_a_mean_over_packs_is_not_the_mean_of_their_means():
     a = metric.mean(torch.tensor([1.0]), torch.tensor([True]))
     b = metric.mean(torch.tensor([4.0, 4.0, 4.0, 9.0]), torch.tensor([True, True, True, False]))

@@ -35,6 +35,19 @@ def lengths_only(lengths):
 # ---------- the shift
 
 
+def test_the_two_sides_of_pairs():
+    """Sums over each row's tokens in mask, in the order of the pairs; only of packs of pairs."""
+    exp = small()
+    twice = tree.map(lambda x: torch.cat([x, x.flip(0)]), exp)
+    b = packing.pack(twice, [2, 3, 0, 1], unit=2)
+    first, second = packing.sides(b.old_logp, b)
+    assert first.tolist() == [7.0 + 9, 2.0 + 3] and second.tolist() == [2.0 + 3, 7.0 + 9]
+    empty = packing.pack(twice, [], unit=2)
+    assert [x.tolist() for x in packing.sides(empty.old_logp, empty)] == [[0.0], [0.0]]
+    with pytest.raises(ValueError, match=r"unit: expected a pack of pairs, .* got unit = 1"):
+        packing.sides(b.old_logp, packing.pack(twice, [0, 1]))
+
+
 def test_alignment_by_hand():
     """Everything at t is about target[t]. What goes wrong elsewhere: labels or masks
     that are shifted once too often."""

@@ -7,6 +7,7 @@ anew for a minibatch) shows in some number of some step.
 import copy
 import json
 import math
+import random
 from functools import partial
 
 import chats
@@ -451,3 +452,88 @@ def test_sft_on_conversations_is_its_definition(wide, tmp_path, loss_on, steps):
     sft.main(cfg)
     same(logged(tmp_path / "run"), wanted)
     same_weights(tmp_path / "run" / "model", opt.params)
+
+
+DPO = {
+    "steps": 10, "batch": 3, "lr": 2e-3, "schedule": "cosine", "lr_end": 0.5, "warmup": 4, "beta1": 0.8,
+    "beta2": 0.95, "weight_decay": 0.1, "max_norm": 0.5, "budget": 60, "seed": 3, "eval_every": 4,
+    "eval_pairs": 4, "beta": 0.4,
+}  # fmt: skip
+
+
+def dpo_pair(task, tokenizer, seed, index):
+    """The two sides of a pair of a built-in task, as rows."""
+    prompt = task.prompt(seed, index)
+    random_ = random.Random(rng.fold_in(seed, "rejected", task.name, task.level, index))
+    sides = prompt["row"]["answer"], rft.data.pairs.wrong_answer(task.task, prompt["row"], random_)
+    ids = [[*tokenizer.encode(side), tokenizer.eos_token_id] for side in sides]
+    return [{"ids": prompt["ids"], "tokens": tokens} for tokens in ids]
+
+
+def dpo_loss(cfg, chosen, rejected, ref_chosen, ref_rejected, tokens):
+    """Of one pair, from log-probs of whole responses."""
+    h = (chosen - ref_chosen) - (rejected - ref_rejected)
+    right = -torch.log(1 / (1 + torch.exp(-cfg.beta * h)))
+    wrong = -torch.log(1 - 1 / (1 + torch.exp(-cfg.beta * h)))
+    if cfg.loss == "ipo":
+        loss = (h - 1 / (2 * cfg.beta)) ** 2
+    else:
+        loss = (1 - cfg.label_smoothing) * right + cfg.label_smoothing * wrong
+    return loss - cfg.nll * chosen / tokens
+
+
+def dpo_pairs(cfg, name, pairs, lm, ref):
+    """(the mean loss, metrics) of pairs."""
+    terms, gaps, found = [], [], []
+    for sides in pairs:
+        logps = [line.scores(lm, side, temperature=1.0, top_p=1.0)[0] for side in sides]
+        with torch.no_grad():
+            refs = [line.scores(ref, side, temperature=1.0, top_p=1.0)[0] for side in sides]
+        (c, r), (rc, rr) = [x.sum() for x in logps], [x.sum() for x in refs]
+        terms.append(dpo_loss(cfg, c, r, rc, rr, len(sides[0]["tokens"])))
+        gaps += [abs(float(x)) for a, b in zip(logps, refs) for x in (a - b).detach()]
+        c, r = float(c.detach()), float(r.detach())
+        better, worse = cfg.beta * (c - float(rc)), cfg.beta * (r - float(rr))
+        values = {"reward_chosen": better, "reward_rejected": worse, "margin": better - worse}
+        values |= {"accuracy": better > worse, "ranking": c > r, "logp_chosen": c, "logp_rejected": r}
+        found.append(values)
+    metrics = {f"{name}/{key}": line.mean(x[key] for x in found) for key in found[0]}
+    return sum(terms) / len(terms), metrics, line.mean(gaps)
+
+
+def dpo_evaluation(cfg, task, tokenizer, lm, ref):
+    pairs = [dpo_pair(task, tokenizer, cfg.seed + 1, i) for i in range(cfg.eval_pairs)]
+    total, metrics, _ = dpo_pairs(cfg, "eval", pairs, lm, ref)
+    return metrics | {"eval/loss": float(total.detach())}
+
+
+def dpo_by_hand(cfg, lm, tokenizer):
+    """What dpo.py logs, and the weights that it saves."""
+    task, ref = line.Task("sort_digits", 1, tokenizer, "{short}"), line.copy_of(lm)
+    opt, log = line.AdamW(lm, cfg), []
+    for step in range(cfg.steps):
+        values = dpo_evaluation(cfg, task, tokenizer, lm, ref) if step == 0 else {}
+        index = range(step * cfg.batch, (step + 1) * cfg.batch)
+        pairs = [dpo_pair(task, tokenizer, cfg.seed, i) for i in index]
+        total, metrics, gap = dpo_pairs(cfg, "pairs", pairs, lm, ref)
+        lr = line.rate(cfg, cfg.lr, cfg.warmup, cfg.steps, opt.count)
+        norm = opt.step(line.gradients(lm, total), lr)
+        values |= metrics | {"loss": float(total.detach()), "policy/ref_gap": gap, "lr": lr}
+        values |= {"grad/norm": norm, "grad/skipped": 0.0}
+        if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
+            values |= dpo_evaluation(cfg, task, tokenizer, lm, ref)
+        log.append(values)
+    return log, opt.params
+
+
+@pytest.mark.parametrize(
+    "row", [{"loss": "dpo", "nll": 0.3}, {"loss": "cdpo", "label_smoothing": 0.2}, {"loss": "ipo"}]
+)
+def test_dpo_is_its_definition(wide, tmp_path, row):
+    dpo = script("dpo")
+    cfg = dpo.Config(**DPO, **row, out=str(tmp_path / "run"))
+    lm, tokenizer = rft.model.load("tiny").eval(), rft.model.load_tokenizer("tiny")
+    wanted, weights = dpo_by_hand(cfg, lm, tokenizer)
+    dpo.main(cfg)
+    same(logged(tmp_path / "run"), wanted)
+    same_weights(tmp_path / "run" / "model", weights)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import agree, table
 
-from rft_fn import loss, metric, model, packing, segment, testing, tree
+from rft_fn import loss, metric, model, packing, segment, testing, tree, weight
 
 pytestmark = pytest.mark.usefixtures("float64")
 seeds = st.integers(0, 2**32)
@@ -81,20 +80,13 @@ def test_cdpo_has_its_least_loss_at_the_odds_of_right_labels():
 
 def dpo_of_pairs(out, b):
     """DPO as a LossFn: rows 2i and 2i + 1 are chosen and rejected, the pair's loss stands on each of its
-    tokens, and w (seq_mean over pairs) makes the mean."""
-    total = partial(segment.sum, mask=b.mask, seq=b.seq, num_seqs=b.num_seqs)
-    logp, ref_logp = (total(x).unflatten(0, (-1, 2)) for x in (out.logp, b.ref_logp))
-    x = loss.dpo(logp[:, 0], logp[:, 1], ref_logp[:, 0], ref_logp[:, 1], beta=0.5)
+    tokens, and w (pair_mean) makes the mean."""
+    chosen, rejected = packing.sides(out.logp, b)
+    ref_chosen, ref_rejected = packing.sides(b.ref_logp, b)
+    x = loss.dpo(chosen, rejected, ref_chosen, ref_rejected, beta=0.5)
     pairs = packing.real(b)
-    metrics = {"loss": metric.mean(x, pairs), "pairs": metric.sum(pairs.sum())}
-    metrics["accuracy"] = metric.mean((logp[:, 0] > logp[:, 1]).double(), pairs)
-    return x[b.seq // 2], metrics
-
-
-def pair_mean(mask):
-    """[B, S]: 1 / (pairs, tokens of the pair)."""
-    tokens = mask.view(-1, 2, mask.shape[-1]).sum((1, 2)).clamp(min=1)
-    return mask / (tokens.repeat_interleave(2)[:, None] * (mask.shape[0] / 2))
+    metrics = metric.pairs("pairs", chosen, rejected, ref_chosen, ref_rejected, pairs, beta=0.5)
+    return x[b.seq // 2], metrics | {"loss": metric.mean(x, pairs), "pairs": metric.sum(pairs.sum())}
 
 
 @pytest.mark.parametrize("budget", [24, 60])
@@ -103,7 +95,7 @@ def test_pairs_train_through_packs_and_any_number_of_ranks(budget):
     c = testing.case(3)
     keep = torch.tensor([2, 3, 4, 5, 6, 7])
     exp = packing.take(c.exp, keep)
-    exp = tree.replace(exp, w=pair_mean(exp.mask))
+    exp = tree.replace(exp, w=weight.pair_mean(exp.mask))
     whole = packing.pack(exp, range(6), unit=2)
     want = testing.total_and_grad(dpo_of_pairs, c.apply, c.params, [whole])
     out = c.apply(c.params, whole)
@@ -120,7 +112,7 @@ def test_pairs_train_through_packs_and_any_number_of_ranks(budget):
 @pytest.mark.parametrize("seed", range(3))
 def test_no_cut_padding_order_or_empty_pair_changes_a_loss_of_pairs(seed):
     """Its metrics too: in every case the first pair has no token in mask, and some ranks have no pair."""
-    testing.check_all(dpo_of_pairs, weight=pair_mean, unit=2, seed=seed)
+    testing.check_all(dpo_of_pairs, weight=weight.pair_mean, unit=2, seed=seed)
 
 
 def scores(out, b):
@@ -134,8 +126,8 @@ def scores(out, b):
 
 def test_more_ranks_than_pairs():
     """The ranks without a pair run a placeholder: a loss of 0 tokens, and no pair in the metrics."""
-    testing.check_all(scores, weight=pair_mean, unit=2)
-    c = testing.case(0, weight=pair_mean)
+    testing.check_all(scores, weight=weight.pair_mean, unit=2)
+    c = testing.case(0, weight=weight.pair_mean)
     shards = packing.shard(c.exp, 100, 5, unit=2)
     assert [sum(int(packing.real(b).sum()) for b in packs) for packs in shards] == [1, 1, 1, 0, 0]
     assert packing.left_out(c.exp, unit=2) == [0] and packing.left_out(c.exp) == [0, 1]
@@ -143,7 +135,8 @@ def test_more_ranks_than_pairs():
     total, grads = testing.total_and_grad(dpo_of_pairs, c.apply, c.params, [empty])
     assert total == 0 and all((g == 0).all() for g in tree.leaves(grads))
     found = metric.results(dpo_of_pairs(c.apply(c.params, empty), empty)[1])
-    assert found == {"loss": 0.0, "pairs": 0.0, "accuracy": 0.0}
+    assert {"loss", "pairs", "pairs/margin", "pairs/ranking"} <= set(found)
+    assert set(found.values()) == {0.0}
 
 
 def test_minibatches_keep_pairs_together():

@@ -44,6 +44,18 @@ def test_what_each_sums_to(mask):
     torch.testing.assert_close(weight.constant(m, 6).sum(), m.sum() / (rows * 6))
 
 
+@given(mask=masks)
+def test_a_mean_over_pairs(mask):
+    """Against the definition; each pair has the same share, and one without a token has none."""
+    mask = mask[:4]
+    w = weight.pair_mean(torch.from_numpy(mask))
+    np.testing.assert_allclose(w, ref.pair_mean(mask), rtol=1e-10, atol=0)
+    shares, alive = w.view(2, -1).sum(-1), torch.from_numpy(mask).view(2, -1).any(-1)
+    torch.testing.assert_close(shares, alive / alive.sum().clamp(min=1))
+    with pytest.raises(ValueError, match="mask: expected an even number of rows, two a pair, got 3"):
+        weight.pair_mean(torch.ones(3, 2, dtype=torch.bool))
+
+
 @each
 @given(mask=masks)
 def test_masked_rows_and_padding_change_nothing(name, mask):

@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -12,11 +12,23 @@ from typing import Any, NamedTuple
 from rft_fn import rng
 from rft_fn.data import sources
 from rft_fn.data.mixture import Mixture
+from rft_fn.data.pairs import pairs_from_rows, pairs_from_task
 from rft_fn.data.prompts import Dataset, Prompt, from_rows, from_task
 from rft_fn.data.rows import Part, Row
 from rft_fn.data.sources import Source
 
-__all__ = ["decide_steps", "held_out", "load", "load_for_training", "mix", "plan"]
+__all__ = ["PAIRS", "PROMPTS", "Kind", "decide_steps", "held_out", "load", "load_for_training", "mix", "plan"]
+
+
+class Kind(NamedTuple):
+    """What is made of rows."""
+
+    from_rows: Callable[..., Dataset]
+    from_task: Callable[..., Dataset]
+
+
+PROMPTS = Kind(from_rows, from_task)
+PAIRS = Kind(pairs_from_rows, pairs_from_task)
 
 
 class _Opened(NamedTuple):
@@ -46,7 +58,13 @@ def _open(texts: str | Sequence[str]) -> list[_Opened]:
 
 
 def load(
-    source: str | Sequence[str], tokenizer: Any, *, seed: int = 0, split: str = "train", **options: Any
+    source: str | Sequence[str],
+    tokenizer: Any,
+    *,
+    seed: int = 0,
+    split: str = "train",
+    kind: Kind = PROMPTS,
+    **options: Any,
 ) -> Dataset:
     """The data set of one text or of several, each NAME[:PART][@SPLIT][=SHARE].
 
@@ -56,7 +74,7 @@ def load(
     remedy, for anything that cannot be drawn from.
     """
     opened = _open(source)
-    return mix([_whole(x, tokenizer, seed, split, options) for x in opened], _shares(opened))
+    return mix([_whole(x, tokenizer, seed, split, kind, options) for x in opened], _shares(opened))
 
 
 def load_for_training(
@@ -66,6 +84,7 @@ def load_for_training(
     eval_data: str | Sequence[str] = (),
     eval_share: float = 0.1,
     seed: int = 0,
+    kind: Kind = PROMPTS,
     **options: Any,
 ) -> tuple[Dataset, Dataset]:
     """(what is trained on, what is evaluated on); sources and options are those of `load`.
@@ -77,15 +96,15 @@ def load_for_training(
     """
     opened = _open(data)
     if not eval_data:
-        pairs = [_pair(x, tokenizer, seed, eval_share, options) for x in opened]
+        pairs = [_divided(x, tokenizer, seed, eval_share, kind, options) for x in opened]
         return mix([a for a, _ in pairs], _shares(opened)), mix([b for _, b in pairs], _shares(opened))
 
-    trained = [_whole(x, tokenizer, seed, "train", options) for x in opened]
+    trained = [_whole(x, tokenizer, seed, "train", kind, options) for x in opened]
     taken = {x.identity("train") for x in opened}
     others = _open(eval_data)
     unseen = []
     for x in others:
-        found = _whole(x, tokenizer, seed + 1, "test", options)
+        found = _whole(x, tokenizer, seed + 1, "test", kind, options)
         if x.identity("test") in taken:
             found = replace(found, note=f"{found.note}, which is trained on too")
         unseen.append(found)
@@ -96,45 +115,48 @@ def _shares(opened: Sequence[_Opened]) -> list[Fraction]:
     return [x.source.share for x in opened]
 
 
-def _whole(x: _Opened, tokenizer: Any, seed: int, split: str, options: Mapping[str, Any]) -> Dataset:
+def _whole(
+    x: _Opened, tokenizer: Any, seed: int, split: str, kind: Kind, options: Mapping[str, Any]
+) -> Dataset:
     """All rows of a source, or of its split."""
     if x.source.is_task:
-        return _task(x.source, tokenizer, seed, options)
+        return _task(x.source, tokenizer, seed, kind, options)
     name = x.split(split)
     note = f"split {name} of {x.source.text}" if name else x.source.text
-    return replace(from_rows(x.tables[name], tokenizer, name=x.source.text, **options), note=note)
+    return replace(kind.from_rows(x.tables[name], tokenizer, name=x.source.text, **options), note=note)
 
 
-def _task(source: Source, tokenizer: Any, seed: int, options: Mapping[str, Any]) -> Dataset:
+def _task(source: Source, tokenizer: Any, seed: int, kind: Kind, options: Mapping[str, Any]) -> Dataset:
     level = source.part or "1"
     if not level.isdigit() or source.split is not None:
         raise ValueError(f"data: expected {source.name}:LEVEL with a number, got {source.text!r}")
-    found = from_task(source.name, tokenizer, level=int(level), seed=seed, **options)
+    found = kind.from_task(source.name, tokenizer, level=int(level), seed=seed, **options)
     return replace(found, note=f"{found.name} with seed {seed}")
 
 
-def _pair(
-    x: _Opened, tokenizer: Any, seed: int, share: float, options: Mapping[str, Any]
+def _divided(
+    x: _Opened, tokenizer: Any, seed: int, share: float, kind: Kind, options: Mapping[str, Any]
 ) -> tuple[Dataset, Dataset]:
     """(what is trained on, what is evaluated on) of one source."""
     if x.source.is_task:
-        return _task(x.source, tokenizer, seed, options), _task(x.source, tokenizer, seed + 1, options)
+        trained = _task(x.source, tokenizer, seed, kind, options)
+        return trained, _task(x.source, tokenizer, seed + 1, kind, options)
     name = x.source.text
     split = sources.training_split(x.tables, x.source)
     rows = x.tables[split]
     test = sources.evaluation_split(x.tables, taken=split)
     if test is not None:
-        trained = from_rows(rows, tokenizer, name=name, **options)
-        unseen = from_rows(x.tables[test], tokenizer, name=name, **options)
+        trained = kind.from_rows(rows, tokenizer, name=name, **options)
+        unseen = kind.from_rows(x.tables[test], tokenizer, name=name, **options)
         return trained, replace(unseen, note=f"split {test} of {name}")
     if not share:
-        whole = from_rows(rows, tokenizer, name=name, **options)
+        whole = kind.from_rows(rows, tokenizer, name=name, **options)
         return whole, replace(whole, note=f"{name}, which is trained on too (eval_share is 0)")
 
     # neither a test split nor a file for it: some of the rows are kept for the evaluation
     kept, held = held_out(len(rows), share)
-    trained = from_rows(Part(rows, kept, name), tokenizer, name=name, **options)
-    unseen = from_rows(Part(rows, held, name), tokenizer, name=name, **options)
+    trained = kind.from_rows(Part(rows, kept, name), tokenizer, name=name, **options)
+    unseen = kind.from_rows(Part(rows, held, name), tokenizer, name=name, **options)
     note = f"{len(held)} of the {len(rows)} rows of {name}, which are not trained on (eval_share {share:g})"
     return trained, replace(unseen, note=note)
 
@@ -207,16 +229,18 @@ def decide_steps(
     return math.ceil(Fraction(str(epochs)) * dataset.size / batch)
 
 
-def plan(dataset: Dataset, steps: int, batch: int, unseen: Dataset | None = None) -> str:
+def plan(
+    dataset: Dataset, steps: int, batch: int, unseen: Dataset | None = None, *, what: str = "prompts"
+) -> str:
     """What a run draws of each source, and what it is evaluated on, in one line.
 
-    `batch` prompts a step, those of the first round where there are several.
+    `batch` prompts (or `what` a row makes) a step, those of the first round where there are several.
     """
     drawn = steps * batch
     parts = dataset.parts or (dataset,)
     counts = [drawn] if dataset.mixture is None else dataset.mixture.counts(drawn)
     said = [f"{n} of {part.name} ({_passes(part.size, n)})" for part, n in zip(parts, counts)]
-    line = f"data: {steps} steps of {batch} prompts, {', '.join(said)}"
+    line = f"data: {steps} steps of {batch} {what}, {', '.join(said)}"
     if unseen is not None:
         line += f"; evaluation: {unseen.note}"
     return line

@@ -8,7 +8,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Conversation", "Turn", "advice", "conversation", "opened", "tools_of", "turns_of"]
+__all__ = [
+    "Conversation", "Turn", "advice", "are_messages", "conversation", "opened", "tools_of", "turns_of",
+]  # fmt: skip
 
 Row = Mapping[str, Any]
 Turn = dict[str, Any]
@@ -109,7 +111,7 @@ def tools_of(row: Row) -> list[Any] | None:
 
 def advice(row: Row) -> str:
     """What to type where columns of a row hold messages; empty where none does."""
-    found = [name for name in row if _are_messages(row[name])]
+    found = [name for name in row if are_messages(row[name])]
     found.sort(key=lambda name: _USUAL.index(name) if name in _USUAL else len(_USUAL))
     if not found:
         return ""
@@ -121,7 +123,7 @@ def advice(row: Row) -> str:
     return f"; {found[0]!r} holds messages: --messages {found[0]}, without --template"
 
 
-def _are_messages(cell: Any) -> bool:
+def are_messages(cell: Any) -> bool:
     """Whether a cell is a list whose first entry has a role, as a message has."""
     found = _listed(cell)
     return bool(found) and isinstance(found[0], Mapping) and not {"role", "from"}.isdisjoint(found[0])

@@ -26,7 +26,7 @@ from rft_fn.data.rows import Unfit, place_of
 from rft_fn.data.talk import Talk
 from rft_fn.data.template import fill, is_empty, render
 
-__all__ = ["Dataset", "Prompt", "draw", "from_rows", "from_task", "take"]
+__all__ = ["Dataset", "Prompt", "checked", "draw", "from_rows", "from_task", "longest_token", "take"]
 
 _ROUND = 1 << 40  # rows of a generator between one round of a step and the next: none is drawn twice
 
@@ -137,7 +137,7 @@ class _Recipe(NamedTuple):
             raise Unfit(place, f"{what} {count} tokens, above {self.max_tokens}")
 
 
-def _widest(tokenizer: Any) -> int:
+def longest_token(tokenizer: Any) -> int:
     """The characters of the longest token of a vocabulary."""
     return max(map(len, tokenizer.get_vocab()))
 
@@ -173,22 +173,39 @@ def from_rows(
     ValueError for no rows, with the count and the places of the first rows that cannot be used, when no
     prompt fits, and for keywords that the chat template does not read.
     """
-    if not len(rows):
-        raise ValueError(f"data: expected at least one row, got none in {name!r}")
     recipe = _Recipe(tokenizer, template, system, max_prompt, columns, response, max_tokens)
     recipe = recipe._replace(messages=messages, loss_on=loss_on, kwargs=chat_template_kwargs or {})
     recipe.check()
-    widest = _widest(tokenizer)
+    widest = longest_token(tokenizer)
 
     def prompt(i: int) -> Prompt:
         return recipe.make(dict(rows[i]), place_of(rows, i, name), i, widest)
 
+    return checked(rows, prompt, name, option="max_prompt", most=max_prompt)
+
+
+def checked(
+    rows: Sequence[Mapping[str, Any]],
+    make: Callable[[int], Any],
+    name: str,
+    *,
+    option: str,
+    most: int,
+    what: str = "prompt",
+) -> Dataset:
+    """The data set of what `make(i)` makes of row i; every row is made once now.
+
+    `make` raises Unfit for a row that cannot be used, and TooLong for one above `most` tokens, the limit that
+    `option` sets: these are left out, with one warning. ValueError without rows, with the count and the
+    places of the first unfit ones, or when all are too long.
+    """
+    if not len(rows):
+        raise ValueError(f"data: expected at least one row, got none in {name!r}")
     kept, long, unfit = array("q"), First(), First()
     content = hashlib.blake2b(digest_size=16)
     for i in range(len(rows)):
         try:
-            made = prompt(i)
-            content.update(repr((i, made.ids, made.columns)).encode())
+            content.update(repr((i, *make(i))).encode())
             kept.append(i)
         except Unfit as error:
             unfit.add((error.place, error.reason))
@@ -197,14 +214,14 @@ def from_rows(
     if unfit.count:
         raise ValueError(unfit_line(unfit, len(rows)))
     if not kept:
-        raise ValueError(f"max_prompt: every prompt of {name!r} is longer than {max_prompt} tokens; raise it")
+        raise ValueError(f"{option}: every {what} of {name!r} is longer than {most} tokens; raise it")
     if long.count:
         warnings.warn(
-            f"data: {long.count} of {len(rows)} prompts are longer than max_prompt, {max_prompt} tokens, and "
-            f"are left out: {'; '.join(long.shown)}{long.more()}",
-            stacklevel=2,
+            f"data: {long.count} of {len(rows)} {what}s are longer than {option}, {most} tokens, and are "
+            f"left out: {'; '.join(long.shown)}{long.more()}",
+            stacklevel=3,
         )
-    return Dataset(name, len(kept), lambda i: prompt(kept[i]), content.hexdigest())
+    return Dataset(name, len(kept), lambda i: make(kept[i]), content.hexdigest())
 
 
 def from_task(
@@ -233,7 +250,7 @@ def from_task(
     recipe = _Recipe(tokenizer, template, system, max_prompt, columns, response, max_tokens)
     recipe = recipe._replace(messages=messages, loss_on=loss_on, kwargs=chat_template_kwargs or {})
     recipe.check()
-    widest = _widest(tokenizer)
+    widest = longest_token(tokenizer)
 
     def prompt(index: int) -> Prompt:
         try:

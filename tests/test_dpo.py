@@ -1,0 +1,233 @@
+"""dpo.py as a user runs it: it learns, resumes to the bit, runs on two processes, refuses in one line."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import chats
+import pytest
+import torch
+from ranks import free_port
+from test_house import load_script
+from test_scripts import ROOT, rows, run, start
+
+import rft_fn as rft
+from rft_fn import packing
+
+SMALL = {"steps": 4, "batch": 8, "eval_pairs": 8, "eval_every": 2, "save_every": 2, "warmup": 0}
+FLAGS = ["--steps", 6, "--batch", 8, "--eval-pairs", 8, "--eval-every", 3, "--save-every", 2,
+         "--nll", 0.2]  # fmt: skip
+dpo = load_script("dpo")
+
+
+def train(folder, **options):
+    """The rows of a run in this process."""
+    dpo.main(dpo.Config(**{**SMALL, **options}, out=str(folder)))
+    return rows(folder)
+
+
+def weights(folder):
+    return (folder / "model" / "model.safetensors").read_bytes()
+
+
+def test_it_learns_from_the_built_in_pairs(tmp_path):
+    """From the odds of the first model to pairs that were not seen: 0.95 of them at these options."""
+    options = {"steps": 40, "batch": 32, "lr": 1e-3, "nll": 0.5, "eval_pairs": 128, "eval_every": 40}
+    found = train(tmp_path / "r", **options, warmup=5)
+    first, last = found[0], found[-1]
+    assert first["eval/accuracy"] == first["eval/margin"] == 0
+    assert last["eval/accuracy"] > 0.95 and last["eval/margin"] > 0.3
+    assert last["eval/ranking"] > 0.95 > first["eval/ranking"]
+    assert last["eval/logp_chosen"] > first["eval/logp_chosen"] + 2
+    evaluate = load_script("evaluate")
+    for model in ("tiny", str(tmp_path / "r")):
+        evaluate.main(evaluate.Config(model=model, count=64, out=str(tmp_path / f"{len(model)}.json")))
+    before, after = (
+        json.loads((tmp_path / f"{len(model)}.json").read_text())["result"]["reward/task:sort_digits"]
+        for model in ("tiny", str(tmp_path / "r"))
+    )
+    assert before < 0.45 and after > 0.8
+    assert {"curve.png", "phases.png", "config.json", "model"} <= set(os.listdir(tmp_path / "r"))
+    timing = rows(tmp_path / "r", "timing.jsonl")[1]
+    assert all(timing[f"phase/{name}"] > 0 for name in ("score", "train"))
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 4}, {"gradient_checkpointing": True}])
+def test_the_policy_is_the_reference_before_the_first_update(tmp_path, options):
+    first = train(tmp_path / "r", **options)[0]
+    for name in ("margin", "accuracy", "reward_chosen", "reward_rejected"):
+        assert first[f"pairs/{name}"] == first[f"eval/{name}"] == 0
+    assert first["policy/ref_gap"] == 0
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-6) == first["eval/loss"]
+
+
+def held_out(tokenizer, count):
+    """The pairs of an evaluation, as rows 2i and 2i + 1."""
+    found = rft.data.load("sort_digits:1", tokenizer, kind=rft.data.PAIRS, seed=1)
+    pairs, _ = rft.data.take(found, count, 0)
+    return packing.conversations([side for p in pairs for side in (p.chosen, p.rejected)])
+
+
+def test_the_reference_of_adapters_is_the_model_without_them(tmp_path):
+    """The margin that a run with LoRA logs last is that of the model it saved against the one it started
+    from."""
+    last = train(tmp_path / "r", lora_rank=4, lr=1e-2)[-1]
+    tokenizer = rft.model.load_tokenizer("tiny")
+    exp = held_out(tokenizer, SMALL["eval_pairs"])
+    sums = []
+    for name in (str(tmp_path / "r/model"), "tiny"):
+        apply, params = rft.model.bind(rft.model.load(name))
+        pack = packing.pack(exp, range(len(exp.mask)), unit=2)
+        sums.append(torch.stack(packing.sides(apply(params, pack).logp.detach(), pack)))
+    better, worse = 0.1 * (sums[0] - sums[1])
+    assert last["eval/margin"] == pytest.approx(float((better - worse).mean()), rel=1e-3)
+    assert abs(last["eval/margin"]) > 0.01
+    checkpoint = rft.ckpt.weights(tmp_path / "r/checkpoints/step_00000004")
+    assert checkpoint and all("lora_" in name for name in checkpoint)
+
+
+def test_a_run_in_two_parts_is_a_run_in_one(tmp_path):
+    """Metrics, evaluations and weights, to the bit; with adapters too."""
+    for name, options in {"whole": {}, "lora": {"lora_rank": 2}}.items():
+        options |= {"lr_end": 1.0, "nll": 0.1}
+        whole = train(tmp_path / name, **options, steps=6)
+        train(tmp_path / f"{name} parts", **options, steps=3)
+        parts = train(tmp_path / f"{name} parts", **options, steps=6)
+        # the last step of a run is always evaluated
+        assert parts[:2] + parts[3:] == whole[:2] + whole[3:]
+        assert whole[2] == {k: x for k, x in parts[2].items() if not k.startswith("eval/")}
+        assert weights(tmp_path / name) == weights(tmp_path / f"{name} parts")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run of one process, without a stop."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    run("dpo", *FLAGS, "--out", folder)
+    return folder
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path, alone):
+    args = [*FLAGS, "--out", tmp_path / "run"]
+    process = start("dpo", *args, interrupted=(signal.SIGINT, 1, 0.02))
+    _, err = process.communicate(timeout=300)
+    done = len(rows(tmp_path / "run"))
+    assert process.returncode == 130 and done < 6
+    assert err.strip().endswith(f"stopped by SIGINT after step {done}; the same command continues from there")
+    run("dpo", *args)
+    for name in ("metrics.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (alone / name).read_bytes()
+
+
+TWO = {"fsdp2": [], "zero1": ["--zero-stage", 1]}  # more backends: the case `pairs` of conformance.py
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_two_processes_log_what_one_logs(tmp_path, alone, kind):
+    """Every number, to rounding, whatever the packs."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
+    script = [ROOT / "train_scripts" / "dpo.py", *FLAGS, "--budget", 60, *TWO[kind]]
+    command = [*torchrun, "--master-port", free_port(), *script, "--out", tmp_path / "run"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run([str(x) for x in command], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    both = rows(tmp_path / "run")
+    one = rows(alone)
+    assert len(both) == len(one)
+    for a, b in zip(both, one):
+        assert a == pytest.approx(b, rel=2e-4, abs=2e-5)
+
+
+OPTIONS = {
+    "beta": {"beta": 0.5},
+    "cdpo": {"loss": "cdpo", "label_smoothing": 0.1},
+    "smoother": {"loss": "cdpo", "label_smoothing": 0.3},
+    "ipo": {"loss": "ipo"},
+    "nll": {"nll": 1.0},
+    "chosen": {"chosen": "{chosen}+"},
+    "rejected": {"rejected": "{rejected}+"},
+    "template": {"template": "{prompt}("},
+    "seed": {"seed": 1},
+    "batch": {"batch": 4},
+    "lr_end": {"lr_end": 0.5},
+    "constant": {"schedule": "constant"},
+    "lora_rank": {"lora_rank": 2},
+    "lora_targets": {"lora_rank": 2, "lora_targets": "q_proj"},
+}
+
+
+def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path, monkeypatch):
+    monkeypatch.setattr("rft_fn.plot.curve", lambda *_, **__: None)  # most of the time of so short a run
+    monkeypatch.setattr("rft_fn.plot.phases", lambda *_, **__: None)
+    found = {}
+    for name, change in {"none": {}, "again": {}, **OPTIONS}.items():
+        train(tmp_path / name, **{"steps": 2, "eval_every": 9, **change})
+        found[name] = weights(tmp_path / name)
+    assert found["none"] == found.pop("again")
+    assert len(set(found.values())) == len(found)
+
+
+def test_what_changes_no_result_changes_none(tmp_path):
+    """Packs of one pair, and of all; how often one looks."""
+    whole = train(tmp_path / "a", budget=4096)
+    small = train(tmp_path / "b", budget=32, eval_every=1)
+    assert small[-1] == pytest.approx(whole[-1], rel=1e-4, abs=1e-5)
+    alone = train(tmp_path / "c", strategy=rft.strategy.StrategyConfig(packing_samples=False))
+    assert alone[-1] == pytest.approx(whole[-1], rel=1e-4, abs=1e-5)
+
+
+def test_pairs_of_messages_in_a_file_and_others_held_out(tmp_path):
+    """Conversations as TRL has them; the chosen side becomes more probable on what was not seen."""
+    turn = lambda role, content: {"role": role, "content": content}  # noqa: E731
+    lines = [
+        {
+            "prompt": [turn("user", f"{i}?")],
+            "chosen": [turn("assistant", "yes")],
+            "rejected": [turn("assistant", "no")],
+        }
+        for i in range(12)
+    ]
+    for name, part in {"train": lines[:8], "test": lines[8:]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    model = chats.folder(tmp_path / "model", chats.CHATML)
+    options = {"model": model, "data": str(tmp_path / "train.jsonl"), "lr": 3e-3}
+    found = train(
+        tmp_path / "r",
+        **options,
+        eval_data=str(tmp_path / "test.jsonl"),
+        messages=("prompt", "chosen", "rejected"),
+    )
+    assert found[-1]["eval/accuracy"] == 1 and found[-1]["eval/margin"] > 0.1
+
+
+REFUSED = [
+    (["--loss", "cdpo"], "label_smoothing: expected above 0 with --loss cdpo, and 0 with others, got 0.0"),
+    (["--label-smoothing", "0.1"], "label_smoothing: expected above 0 with --loss cdpo, and 0 with others"),
+    (["--label-smoothing", "0.5"], "label_smoothing: expected a number in [0, 0.5), got 0.5"),
+    (["--beta", "0"], "beta: expected a number in (0, inf), got 0.0"),
+    (["--micro-train-batch-size", "1"], "micro_train_batch_size: expected 0 or at least 2, a pair shares"),
+    (["--train-batch-size", "8"], "strategy.train_batch_size: expected 0, as this script"),
+    (["--max-norm", "0"], "max_norm: expected a number in (0, inf), got 0.0"),
+    (["--engine-batch", "7"], "strategy.engine_batch: expected "),
+    (["--template", "", "--system", "x"], "system: expected none with an empty template"),
+    (["--messages", "a", "b", "c", "--chosen", "{x}"], "chosen: expected '{chosen}', as this script"),
+    (["--messages", "chosen"], "messages: expected the columns of prompt, chosen and rejected"),
+    (["--budget", "20"], "data: sort_digits, pair 0: the pair has 24 tokens, above 20: a pack holds both"),
+    (["--data", "nowhere.jsonl"], "could not read 'nowhere.jsonl': no such file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("args", "message"), REFUSED)
+def test_a_mistake_is_one_line_before_a_model_is_loaded(args, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["dpo.py", *args, "--out", str(tmp_path / "r")])
+    monkeypatch.setattr(rft.model, "load", None)
+    with pytest.raises(SystemExit) as end:
+        rft.run.cli(dpo.main, dpo.Config)
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and line.count("\n") == 1 and message in line
+    assert not (tmp_path / "r/metrics.jsonl").exists()
