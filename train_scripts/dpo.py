@@ -34,13 +34,9 @@ class Config:
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
 
     loss: Literal["dpo", "cdpo", "ipo"] = "dpo"  # of a pair
-    beta: Positive = (
-        0.1  # how closely the policy is held to the reference: reward = beta log(policy / reference)
-    )
+    beta: Positive = 0.1  # holds the policy to the reference: reward = beta log(policy / reference)
     label_smoothing: Annotated[float, Range(0, 0.5, open_high=True)] = 0.0  # cdpo: the share of wrong labels
-    nll: AtLeast0 = (
-        0.0  # coefficient of the chosen response's negative log-prob, a mean over its tokens (RPO)
-    )
+    nll: AtLeast0 = 0.0  # coefficient of the chosen response's mean negative log-prob (RPO)
 
     steps: Count | None = None  # updates; None is 100
     epochs: Positive | None = None  # passes over the pairs of data, in place of steps; not for tasks
@@ -56,9 +52,7 @@ class Config:
     budget: Free[Count] = 1024  # most tokens in a pack, which goes through the model at once; a pair must fit
     gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
 
-    eval_data: tuple[
-        str, ...
-    ] = ()  # pairs of the evaluation; if empty, a test split, or rows held out of data
+    eval_data: tuple[str, ...] = ()  # pairs of the evaluation; if empty, a test split or rows held out
     eval_share: Share = 0.1  # share of the rows that is held out then; 0 evaluates on what is trained on
     eval_every: Free[Count] = 20  # steps between evaluations
     eval_pairs: Count = 256  # pairs of an evaluation; all of a file that has fewer

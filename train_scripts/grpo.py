@@ -30,9 +30,7 @@ class Config:
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
     lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names separated by commas
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
-    quantize: Literal["", "int8", "nf4"] = (
-        ""  # precision of the frozen base under adapters; if empty, in full
-    )
+    quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty is full
 
     # rollout
     prompts: Count = 32  # prompts per step
@@ -74,9 +72,7 @@ class Config:
     max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats per token]
 
     # evaluation
-    eval_data: tuple[
-        str, ...
-    ] = ()  # data of the evaluation; if empty, a test split, or rows held out of data
+    eval_data: tuple[str, ...] = ()  # data of the evaluation; if empty, a test split or rows held out
     eval_share: Share = 0.1  # share of the rows that is held out then; 0 evaluates on what is trained on
     eval_every: Free[Count] = 30  # steps between evaluations
     eval_prompts: Count = 128  # questions of an evaluation, answered greedily
