@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rft_fn import logprob, rng
 from rft_fn.engine.stop import Stop
+from rft_fn.model import quantize
 from rft_fn.types import Engine, Rollout, Sampling
 
 __all__ = ["hf"]
@@ -172,6 +173,7 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True) ->
     Prompts are sorted by length, so that a batch holds little padding; rows that ended leave the batch at
     once.
     """
+    quantize.require_whole(lm, "an engine")
     if hasattr(lm, "merge_and_unload"):
         lm = lm.merge_and_unload()  # `load` brings weights by the plain model's names
     lm.eval()
