@@ -21,7 +21,7 @@ LATENT = {
 }  # fmt: skip
 KINDS = {
     "Qwen2Moe": USUAL | EXPERTS,
-    "Qwen3Moe": USUAL | EXPERTS | {"head_dim": 8},
+    "Qwen3Moe": USUAL | EXPERTS | {"head_dim": 8, "num_experts": 12},  # 10 comes after 9
     "Mixtral": USUAL | {"num_local_experts": 4},
     "DeepseekV3": USUAL | LATENT | GROUPED,
     "Qwen3Next": USUAL | DELTA | EXPERTS | {"head_dim": 8},
@@ -101,8 +101,9 @@ def names_in(folder):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_memory_first_a_model_is_what_transformers_loads(folders, kind, dtype):
-    """Every parameter and buffer, and its type; the files have other names and buffers where they should."""
+def test_without_memory_first_a_model_is_what_transformers_loads(folders, tmp_path, kind, dtype):
+    """Every parameter and buffer, and its type, also when it is saved; the files have other names and buffers
+    where they should."""
     want = model.load(folders / kind, dtype=dtype)
     got = model.materialize(model.load(folders / kind, dtype=dtype, meta=True))
     for which in (lambda m: m.state_dict(), lambda m: dict(m.named_buffers())):
@@ -114,6 +115,8 @@ def test_without_memory_first_a_model_is_what_transformers_loads(folders, kind, 
     assert any(name.endswith(OTHERS[kind]) for name in other) if kind in OTHERS else not other
     kept = {n.split(".")[-1] for n, _ in want.named_buffers() if n in want.state_dict()}
     assert BUFFERS[kind] in kept if kind in BUFFERS else not kept
+    model.save(tmp_path, got, None)
+    assert names_in(tmp_path) == names_in(folders / kind)
 
 
 # --------------------------------------------------------------------------------------- two processes
@@ -251,10 +254,10 @@ EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
         ("DeepseekV3", without("correction_bias"), r"missing: model\.layers\.1\.mlp\.gate\.e_score_corr"),
         (
             "Qwen3Moe",
-            without("0.up_proj.weight", "0.gate_proj.weight"),
-            r"gate_up_proj \[3, 32, 32\] instead",
+            without(".0.up_proj.weight", ".0.gate_proj.weight"),
+            r"gate_up_proj \[11, 32, 32\] instead",
         ),
-        ("Qwen3Moe", without(EXPERT), r"layers\.0\.mlp\.experts\.gate_up_proj can be made of, got 7 like "),
+        ("Qwen3Moe", without(EXPERT), r"layers\.0\.mlp\.experts\.gate_up_proj can be made of, got 23 like "),
         (
             "Qwen3Moe",
             lambda held: held.update({EXPERT.replace(".0.", ".9."): held[EXPERT] + 1}),

@@ -135,6 +135,8 @@ def test_what_cannot_hold_it_says_so(folder, kind, options, message):
 
     lm = model.load(folder, quantize=kind)
     lm = model.apply_lora_configuration(lm, 4, 8) if options else lm
+    with pytest.raises(ValueError, match=r"quantize: .*full precision with an engine"):
+        engine.hf(lm, tiny.tokenizer())
     try:
         with pytest.raises(ValueError, match=f"quantize: .*{message}"):
             get_strategy(StrategyConfig(**options)).init(lm, rft.optim.adamw(1e-3))

@@ -44,7 +44,7 @@ class Config:
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
     lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names separated by commas
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
-    quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty is full
+    quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty: its own
 
     # rollout
     prompts: Count = 512  # prompts per step

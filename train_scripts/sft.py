@@ -31,7 +31,7 @@ class Config:
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
     lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names separated by commas
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
-    quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty is full
+    quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty: its own
 
     steps: Count | None = None  # updates; None is 30
     epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks

@@ -255,8 +255,7 @@ class Export(Iterator[tuple[str, Tensor]]):
         *,
         finite: bool = True,
     ):
-        self.params, self.module, self.finite = params, module, finite
-        self.full = lambda p: full(whole(p))
+        self.params, self.module, self.gathered, self.finite = params, module, full, finite
         layers = [] if module is None else _adapted(module)
         self._found = self._merged(dict(layers)) if layers else self.own()
 
@@ -265,6 +264,10 @@ class Export(Iterator[tuple[str, Tensor]]):
         if self.finite:
             require_finite("weights", name, x)
         return name, x
+
+    def full(self, p: Tensor) -> Tensor:
+        """A parameter put together, in full precision."""
+        return self.gathered(whole(p))
 
     @torch.no_grad()
     def own(self) -> Iterator[tuple[str, Tensor]]:
