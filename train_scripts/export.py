@@ -76,7 +76,7 @@ def module_of(cfg: Config, options: dict):
     """The module that was trained, with the adapters that it had; its weights are replaced."""
     if cfg.critic:
         return rft.model.load_critic(options["critic"] or options["model"])
-    module = rft.model.load(options["model"])
+    module = rft.model.load(options["model"], quantize=options.get("quantize", ""))
     rank = options.get("lora_rank", 0)
     if not rank:
         return module

@@ -28,6 +28,7 @@ class Config:
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
     lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names separated by commas
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
+    quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty: its own
 
     # rollout
     prompts: Count = 32  # prompts per step
@@ -150,6 +151,7 @@ def main(cfg: Config) -> None:
     rft.engine.check_config(cfg.strategy.engine)
     algo = limited(rft.algorithm.get_algorithm(cfg.algorithm, group=cfg.group), cfg)
     check(cfg, algo)
+    rft.model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
     extendable = cfg.lr_end == 1 or cfg.schedule == "constant"
     run = rft.run.Run(
         cfg.out,
@@ -180,7 +182,7 @@ def main(cfg: Config) -> None:
 
     # ---- the policy, its optimizer, and the initial model where a KL asks for it
     load = partial(rft.model.load, cfg.model, meta=st.world > 1)
-    module = load(gradient_checkpointing=cfg.gradient_checkpointing)
+    module = load(gradient_checkpointing=cfg.gradient_checkpointing, quantize=cfg.quantize)
     if cfg.lora_rank:
         module = rft.model.apply_lora_configuration(
             module, cfg.lora_rank, cfg.lora_alpha, target_modules=cfg.lora_targets, seed=cfg.seed

@@ -42,6 +42,7 @@ class Config:
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
     lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names separated by commas
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
+    quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty: its own
 
     # rollout
     prompts: Count = 512  # prompts per step
@@ -208,6 +209,7 @@ def main(cfg: Config) -> None:
     check(cfg)
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
     rft.engine.check_config(cfg.strategy.engine)
+    rft.model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
     row = rft.algorithm.get_actor_critic(cfg.algorithm)
     row = row._replace(
         advantage=given(row.advantage, gamma=cfg.gamma, lambda_=cfg.gae_lambda, alpha=cfg.gae_alpha),
@@ -251,7 +253,7 @@ def main(cfg: Config) -> None:
 
     # ---- actor and critic with their optimizers, and the initial model where the KL asks for it
     load = partial(rft.model.load, cfg.model, meta=st.world > 1)
-    module = load(gradient_checkpointing=cfg.gradient_checkpointing)
+    module = load(gradient_checkpointing=cfg.gradient_checkpointing, quantize=cfg.quantize)
     if cfg.lora_rank:
         module = rft.model.apply_lora_configuration(
             module, cfg.lora_rank, cfg.lora_alpha, target_modules=cfg.lora_targets, seed=cfg.seed

@@ -27,6 +27,7 @@ class Config:
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
     lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names separated by commas
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
+    quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty: its own
 
     steps: Count = 30  # updates
     batch: Count = 64  # examples per step, unless strategy.train_batch_size says how many
@@ -76,6 +77,7 @@ def main(cfg: Config) -> None:
     rft.run.without(cfg.strategy, "max_norm", instead="use --max-norm")
     rft.run.without(cfg.strategy, "seed", instead="use --seed")
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
+    rft.model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
     extendable = cfg.lr_end == 1 or cfg.schedule == "constant"  # then no rate depends on the steps
     free = ("steps",) if extendable else ()
     run = rft.run.Run(
@@ -99,7 +101,8 @@ def main(cfg: Config) -> None:
     rft.strategy.check_data(st, dataset)
 
     # ---- the model and its optimizer, and where the last checkpoint left them
-    module = rft.model.load(cfg.model, gradient_checkpointing=cfg.gradient_checkpointing, meta=st.world > 1)
+    how = {"gradient_checkpointing": cfg.gradient_checkpointing, "quantize": cfg.quantize}
+    module = rft.model.load(cfg.model, meta=st.world > 1, **how)
     if cfg.lora_rank:
         module = rft.model.apply_lora_configuration(
             module, cfg.lora_rank, cfg.lora_alpha, target_modules=cfg.lora_targets, seed=cfg.seed

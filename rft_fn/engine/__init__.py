@@ -51,7 +51,7 @@ def get_engine(config: EngineConfig | None, model: str | nn.Module, tokenizer: A
     if tokenizer is None and isinstance(model, nn.Module):
         raise ValueError("tokenizer: expected one, got None: a module does not know its tokenizer")
     tokenizer = tokenizer or model_lib.load_tokenizer(str(model))
-    return hf(model_lib.load(model), tokenizer, batch=config.batch, sleep=config.sleep)
+    return hf(model_lib.load(model, quantize="none"), tokenizer, batch=config.batch, sleep=config.sleep)
 
 
 def gather_and_generate(

@@ -18,6 +18,7 @@ from rft_fn import logprob, rng
 from rft_fn.engine.batch import Batch, Way, start
 from rft_fn.engine.stop import Stop
 from rft_fn.engine.ways import way_of
+from rft_fn.model import quantize
 from rft_fn.types import Engine, Rollout, Sampling
 
 __all__ = ["hf"]
@@ -214,6 +215,7 @@ def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True) ->
     Prompts are sorted by length, so that a batch holds little padding, or none where a model has a state that
     padding gets into (`way_of` asks it, before the first sample). Rows that ended leave the batch at once.
     """
+    quantize.require_whole(lm, "an engine")
     if hasattr(lm, "merge_and_unload"):
         lm = lm.merge_and_unload()  # `load` brings weights by the plain model's names
     lm.eval()

@@ -7,6 +7,7 @@ from rft_fn.model.critic import Critic, explained_variance, load_critic, save_cr
 from rft_fn.model.load import load, load_tokenizer
 from rft_fn.model.lora import apply_lora_configuration, without_adapters
 from rft_fn.model.materialize import materialize
+from rft_fn.model.quantize import check as check_quantize
 from rft_fn.model.save import save
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "assign",
     "bind",
     "cache_dir",
+    "check_quantize",
     "explained_variance",
     "load",
     "load_critic",

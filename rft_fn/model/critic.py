@@ -111,7 +111,7 @@ def load_critic(
             path_or_module = loaded(AutoModel, str(folder), dtype=dtype, **kwargs)
         meta, kwargs = False, {}  # they are done
     options = {"dtype": dtype, "device": device, "gradient_checkpointing": gradient_checkpointing}
-    critic = Critic(load(path_or_module, meta=meta, **options, **kwargs))
+    critic = Critic(load(path_or_module, meta=meta, quantize="none", **options, **kwargs))
     if trained is not None:
         critic.head.load_state_dict(trained)
     return critic

@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
+from rft_fn.model.quantize import whole
+
 __all__ = ["is_finite", "require_finite"]
 
 
 def is_finite(x: Tensor) -> bool:
     """Whether a tensor has neither NaN nor inf."""
-    x = x.detach()
+    x = whole(x).detach()
     if not x.is_floating_point() or x.is_meta or not x.numel():
         return True
     return bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())  # NaN is in the minimum of what holds it

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rft_fn.model import quantize as low
 from rft_fn.model.builtin import resolve
 from rft_fn.model.lora import with_adapter
 from rft_fn.model.materialize import empty
@@ -30,6 +31,7 @@ def load(
     device: str | torch.device | None = None,
     gradient_checkpointing: bool = False,
     meta: bool = False,
+    quantize: str = "",
     trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
@@ -38,7 +40,9 @@ def load(
     dtype defaults to float32 on the CPU (where bf16 is unusably slow) and to bf16 on a GPU; a module keeps
     its own. A folder of adapters gives its base model with them, to be trained further. With `meta` the
     module comes without memory, and whoever binds it gives it its weights: a sharded strategy reads each
-    process's shards only. `trust_remote_code` runs Python files of the model's folder. Further keywords go to
+    process's shards only. `quantize` holds the linear layers in low precision, to be frozen under adapters:
+    "int8" by torchao, "nf4" by bitsandbytes, "none" in full even where they were saved in low; else as they
+    were saved. `trust_remote_code` runs Python files of the model's folder. Further keywords go to
     transformers' `from_pretrained`. ValueError for a name that is none of these, for tensors that are
     missing, unexpected or of another shape than the config's, and for weights with NaN or inf.
     """
@@ -49,7 +53,7 @@ def load(
             module = module.to(device=device, dtype=dtype)
     else:
         how = {"dtype": dtype or usual_dtype(device), "trust_remote_code": trust_remote_code, **kwargs}
-        module = _named(resolve(str(path_or_module)), device, meta, how)
+        module = _named(resolve(str(path_or_module)), device, meta, quantize, how)
     if gradient_checkpointing:
         enable = getattr(
             module, "activation_checkpointing_enable", module.gradient_checkpointing_enable
@@ -58,17 +62,32 @@ def load(
     return module
 
 
-def _named(name: str, device: torch.device, meta: bool, how: Mapping[str, Any]) -> nn.Module:
+def _named(name: str, device: torch.device, meta: bool, quantize: str, how: Mapping[str, Any]) -> nn.Module:
     """The model of a folder or hub name, with its adapters where it is a folder of these."""
     adapter = Path(name, "adapter_config.json")
     if adapter.is_file():
         base = _base_of(adapter)
-        return with_adapter(_named(resolve(base), device, meta, how), name)
-    if meta:
-        return empty(name, device=device, **how)
+        return with_adapter(_named(resolve(base), device, meta, quantize, how), name)
+    if not meta:
+        return _with_memory(name, device, quantize, how)
+    if quantize not in ("", "none"):
+        raise ValueError(f"quantize: expected none on several processes, got {quantize}; start one")
+    return empty(name, device=device, **how)
+
+
+def _with_memory(name: str, device: torch.device, quantize: str, how: Mapping[str, Any]) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    return loaded(AutoModelForCausalLM, name, **how).to(device)
+    kind = quantize.removeprefix("none")
+    if kind:
+        how = {**how, **low.options(kind, dtype=how["dtype"], device=device)}
+    module = loaded(AutoModelForCausalLM, name, **how).to(device)
+    low.settle(name, module)
+    if kind and module.hf_quantizer.pre_quantized:  # type: ignore[union-attr]
+        raise ValueError(f"quantize: expected none for {name}, which is quantised already, got {kind}")
+    if quantize == "none":
+        low.dequantize(module)
+    return module
 
 
 def _base_of(adapter: Path) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rft_fn import rng
 from rft_fn.model.finite import require_finite
+from rft_fn.model.quantize import is_low, whole
 from rft_fn.types import Apply, Packed, TokenOut
 
 __all__ = ["Export", "apply_lora_configuration", "home", "merged", "with_adapter", "without_adapters"]
@@ -254,7 +255,7 @@ class Export(Iterator[tuple[str, Tensor]]):
         *,
         finite: bool = True,
     ):
-        self.params, self.module, self.full, self.finite = params, module, full, finite
+        self.params, self.module, self.gathered, self.finite = params, module, full, finite
         layers = [] if module is None else _adapted(module)
         self._found = self._merged(dict(layers)) if layers else self.own()
 
@@ -263,6 +264,10 @@ class Export(Iterator[tuple[str, Tensor]]):
         if self.finite:
             require_finite("weights", name, x)
         return name, x
+
+    def full(self, p: Tensor) -> Tensor:
+        """A parameter put together, in full precision."""
+        return self.gathered(whole(p))
 
     @torch.no_grad()
     def own(self) -> Iterator[tuple[str, Tensor]]:
@@ -288,6 +293,9 @@ class Export(Iterator[tuple[str, Tensor]]):
                     a, b = (self.full(every[f"{path}.lora_{m}.{x}.weight"]) for m in "AB")
                     pairs.append((x, a, b))
                 yield _plain(module, f"{path}.weight"), _product(layer, base, pairs)
+        for name, p in module.named_parameters():  # an engine that is not quantised gets the same numbers
+            if is_low(p) and name.partition(".base_layer.")[0] not in done:
+                yield _plain(module, name), self.full(p)
 
 
 # ---------------------------------------------------------------------------------------------- turned off

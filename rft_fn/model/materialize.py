@@ -1,14 +1,16 @@
 """Models without memory, which get their weights where these belong: each process reads its own shards."""
 
+import copy
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from rft_fn.model.convert import converted
 from rft_fn.model.finite import is_finite
-from rft_fn.model.pretrained import incomplete, quietly, unreadable
+from rft_fn.model.pretrained import quietly
+from rft_fn.model.stored import Stored, aliases, files, folder_of, slices, stored
 
 __all__ = ["empty", "materialize", "narrow", "put"]
 
@@ -16,9 +18,10 @@ __all__ = ["empty", "materialize", "narrow", "put"]
 class _Weights(NamedTuple):
     """Where a module without memory gets its weights; it has them as `rft_weights`."""
 
-    files: list[Path]
+    stored: Stored
+    folder: str
     device: torch.device
-    prefix: str = ""  # of its parameters' names in the files
+    prefix: str = ""  # of its tensors' names in the whole model
 
 
 def empty(
@@ -38,18 +41,31 @@ def empty(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = _folder(name)
-    files = _files(folder)
-    if not files:
-        raise ValueError(f"model: expected *.safetensors in {folder}, got none; load it without meta")
+    folder = folder_of(name)
+    paths = files(folder)
     config = quietly(AutoConfig, str(folder), trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None):
+        raise ValueError(
+            f"quantize: expected {folder} in full precision for several processes, got a quantised model; "
+            "start one, or give a folder of it that is not quantised"
+        )
     with torch.device("meta"):
-        module = (factory or AutoModelForCausalLM).from_config(
+        skeleton = (factory or AutoModelForCausalLM).from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
         )
-    _check(module, files)
-    module.rft_weights = _Weights(files, device)
+    _keep_wide(skeleton, dtype)
+    found = stored(skeleton, paths)
+    module = copy.deepcopy(skeleton)
+    module.rft_weights = _Weights(found, str(folder), device)
     return module
+
+
+def _keep_wide(module: nn.Module, dtype: torch.dtype) -> None:
+    """In float32 what transformers loads in it whatever the type of the rest: biases of routers."""
+    plan = [re.compile(x.replace("*", ".*")) for x in module._get_dtype_plan(dtype)]  # type: ignore[operator]
+    for name, x in module.state_dict(keep_vars=True).items():
+        if any(pattern.search(name) for pattern in plan):
+            x.data = x.data.float()
 
 
 def narrow(module: nn.Module, part: nn.Module) -> None:
@@ -64,55 +80,6 @@ def narrow(module: nn.Module, part: nn.Module) -> None:
     part.rft_weights = source.__dict__.pop("rft_weights")._replace(prefix=f"{path}.")
 
 
-def _folder(name: str) -> Path:
-    if Path(name).is_dir():
-        return Path(name)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
-
-
-def _files(folder: Path) -> list[Path]:
-    """The files with a model's weights, by transformers' names; others beside them are somebody else's."""
-    found = sorted([*folder.glob("model.safetensors"), *folder.glob("model-*-of-*.safetensors")])
-    return found or sorted(folder.glob("*.safetensors"))
-
-
-def _names(module: nn.Module, prefix: str = "") -> dict[int, list[str]]:
-    """The names of each parameter in the files, several where it is tied: those without adapters."""
-    names: dict[int, list[str]] = {}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(prefix + name.replace(".base_layer.", "."))
-    return names
-
-
-def _check(module: nn.Module, files: list[Path]) -> None:
-    """ValueError for tensors that are missing in the files, unexpected, or of another shape."""
-    from safetensors import SafetensorError, safe_open
-
-    stored: dict[str, list[int]] = {}
-    for file in files:
-        try:
-            with safe_open(file, "pt") as f:
-                stored |= {key: list(f.get_slice(key).get_shape()) for key in f.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise unreadable(file.parent, error) from error
-    names = _names(module)
-    shapes: list[str] = []
-    missing: list[str] = []
-    for p in module.parameters():
-        name = next((n for n in names[id(p)] if n in stored), None)
-        if name is None:
-            missing.append(names[id(p)][0])
-        elif stored[name] != list(p.shape):
-            shapes.append(f"{name} {stored[name]} instead of {list(p.shape)}")
-    known = {n for same in names.values() for n in same} | {n for n, _ in module.named_buffers()}
-    ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or []
-    ignored = [*ignored, r"rotary_emb\.inv_freq"]
-    unexpected = [n for n in stored.keys() - known if not any(re.search(x, n) for x in ignored)]
-    incomplete(files[0].parent, missing, unexpected, shapes)
-
-
 def _source(module: nn.Module) -> nn.Module | None:
     """The module that `empty` made, which may be inside another (adapters, a critic)."""
     return next((m for m in module.modules() if "rft_weights" in m.__dict__), None)
@@ -122,16 +89,17 @@ def _source(module: nn.Module) -> nn.Module | None:
 def materialize(module: nn.Module) -> nn.Module:
     """The same module; one that `load(meta=True)` made, sharded or not, has its memory and weights now.
 
-    Each process reads the part of each tensor that it holds. Adapters and heads that were added to it must
-    have been made with memory, as `apply_lora_configuration` does. ValueError for weights with NaN or inf.
+    Each process keeps the part of each tensor that it holds; persistent buffers are weights too. Adapters and
+    heads that were added to it must have been made with memory, as `apply_lora_configuration` does.
+    ValueError for weights with NaN or inf.
     """
     part = _source(module)
     if part is None:
         return module
     weights = part.__dict__.pop("rft_weights")
-    empty_ones = {name for name, p in part.named_parameters() if p.is_meta}
+    kept = {name for name, p in part.named_parameters() if not p.is_meta}
     _allocate(part, weights.device)
-    _fill(part, weights, empty_ones)
+    _fill(part, weights, kept)
     for p in part.parameters():
         p._is_hf_initialized = True  # type: ignore[attr-defined]
     part.initialize_weights()  # type: ignore[operator]  # what no file holds: buffers, of rotary embeddings
@@ -151,33 +119,38 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
             m._parameters[name] = first[0]._parameters[first[1]]
 
 
-def _fill(module: nn.Module, weights: _Weights, wanted: set[str]) -> None:
-    """Read the parameters named `wanted` from the files."""
-    from safetensors import safe_open
+def _homes(module: nn.Module, weights: _Weights, kept: set[str]) -> dict[str, Tensor]:
+    """Where each tensor of the whole model belongs, by all of its names: the parameters, but for those of the
+    module that are named in `kept`, and the persistent buffers. What is not in `module` has no place."""
+    state = {name: x for name, x in module.state_dict(keep_vars=True).items() if name not in kept}
+    plain = {weights.prefix + name.replace(".base_layer.", "."): x for name, x in state.items()}
+    homes: dict[str, Tensor] = {}
+    for names in aliases(weights.stored.skeleton).values():
+        home = next((plain[name] for name in names if name in plain), None)
+        if home is not None:
+            homes |= dict.fromkeys(names, home)
+    return homes
 
-    files = weights.files
-    names = _names(module, weights.prefix)
-    bad: list[int] = []  # places in `order` of parameters that are not finite
-    missing = {id(p): p for name, p in module.named_parameters() if name in wanted}
-    order = [names[key][0] for key in missing]
-    for file in files:
-        with safe_open(file, "pt") as f:
-            held = set(f.keys())
-            for key, p in list(missing.items()):
-                name = next((n for n in names[key] if n in held), None)
-                if name is not None:
-                    put(p, f.get_slice(name))
-                    if not is_finite(_local(p)):
-                        bad.append(order.index(names[key][0]))
-                    del missing[key]
-    if missing:
-        odd = [names[key][0] for key in missing][:3]
-        raise ValueError(
-            f"model: expected {odd} in {files[0].parent}, got no such tensors; load it without meta"
-        )
+
+def _fill(module: nn.Module, weights: _Weights, kept: set[str]) -> None:
+    """Read the weights of `module` from the files, one group at a time, but for its parameters in `kept`."""
+    homes = _homes(module, weights, kept)
+    order = list(homes)
+    bad: list[int] = []  # places in `order` of tensors that are not finite
+    for names, group in weights.stored.groups.items():
+        if not homes.keys() & set(names):
+            continue  # of a part that the module was taken out of
+        with slices(weights.stored, group) as read:
+            for name, whole in converted(group, read, weights.stored.skeleton).items():
+                if name not in homes:
+                    continue
+                put(homes[name], whole)
+                homes[name]._is_hf_initialized = True  # type: ignore[attr-defined]
+                if not is_finite(_local(homes[name])):
+                    bad.append(order.index(name))
     first = _first_of_all(module, min(bad, default=len(order)))
     if first < len(order):
-        raise ValueError(f"model: {files[0].parent}: {order[first]}: expected finite numbers, got NaN or inf")
+        raise ValueError(f"model: {weights.folder}: {order[first]}: expected finite numbers, got NaN or inf")
 
 
 def _first_of_all(module: nn.Module, index: int) -> int:

@@ -74,5 +74,5 @@ def incomplete(name: Any, missing: Any, unexpected: Any, shapes: Sequence[str]) 
     if parts:
         raise ValueError(
             f"model: {name}: expected the tensors of a causal language model, {'; '.join(parts)}; "
-            "if that is right, load it with transformers and give the module"
+            "if that is right, load it with transformers and save_pretrained it, to a folder that has these"
         )

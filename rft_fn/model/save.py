@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rft_fn.model import quantize
 from rft_fn.model.finite import require_finite
 from rft_fn.model.lora import Export, merged
 
@@ -62,6 +63,22 @@ def _written_here(module: nn.Module) -> Iterator[None]:
             del module.__dict__["should_save_on_this_rank"]
 
 
+@contextmanager
+def _in_full(module: nn.Module) -> Iterator[None]:
+    """A quantised model of transformers as one that is not: what is written of it is dequantised."""
+    quantizer = module.__dict__.get("hf_quantizer")
+    if quantizer is None:
+        yield
+        return
+    config = module.config.__dict__.pop("quantization_config")
+    module.hf_quantizer = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.hf_quantizer = quantizer
+        module.config.quantization_config = config
+
+
 def save(
     folder: str | Path,
     module: Any,
@@ -81,7 +98,7 @@ def save(
     """
     given = weights.own() if isinstance(weights, Export) else weights
     new = _with_ties(module, {name: _whole(x) for name, x in given})
-    state = module.state_dict()
+    state = quantize.state(module)
     full = {name: new.pop(name) if name in new else _whole(x) for name, x in state.items()}
     if merge and hasattr(module, "get_base_model"):
         full, module = merged(module, full), module.get_base_model()
@@ -95,7 +112,7 @@ def save(
     for name, x in full.items():
         require_finite(f"model: {folder} is not written", name, x)
     if write:
-        with quiet(), _written_here(module), _or_nothing(Path(folder)):
+        with quiet(), _written_here(module), _in_full(module), _or_nothing(Path(folder)):
             module.save_pretrained(folder, state_dict=full)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rft_fn import tree
+from rft_fn.model import quantize
 from rft_fn.strategy import step, trace
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Strategy, Transform
@@ -139,6 +140,7 @@ def _held(
     named = dict(module.named_parameters())
     kept = _kept(config)
     parameters = trace.nbytes(*_empty(named, cut.parameters, kept).values())
+    parameters += sum(quantize.nbytes(p) - trace.nbytes(p) for p in named.values())
     if cut.backend == "local" and config.bf16:  # frozen parameters are narrow there
         parameters -= sum(2 * p.numel() for p in named.values() if not p.requires_grad)
     if tx is None:
@@ -188,7 +190,11 @@ def _work(
 def _engine(module: Any, kind: str) -> int:
     """The weights of an engine of this process."""
     wide = 2 if kind == "cuda" else 4
-    return sum((wide if p.is_floating_point() else p.element_size()) * p.numel() for p in module.parameters())
+    total = 0
+    for p in module.parameters():
+        full = p.is_floating_point() or quantize.is_low(p)
+        total += quantize.count(p) * (wide if full else p.element_size())
+    return total
 
 
 def _cache(config: StrategyConfig, module: Any, kind: str, length: int) -> int:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rft_fn import ckpt, dist, faults, metric, tree
 from rft_fn import model as model_lib
+from rft_fn.model import quantize
 from rft_fn.model.lora import Export
 from rft_fn.strategy import step
 from rft_fn.strategy.common import Cut, everywhere, together
@@ -164,6 +165,7 @@ def bind(
     shard_size: int | None = None,
 ) -> tuple[Sharded, tree.Named]:
     """(apply, params) of a module, which is sharded in place."""
+    quantize.require_whole(module, "FSDP2")
     mesh, sequence = meshes(config, shard_size or 0)
     options = {"fused": config.fused_linear_logprob, "chunk_size": config.chunk_size}
     root = model_lib.rooted(step.cast(module, config), sampling=sampling, entropy=entropy, **options)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from rft_fn import ckpt, dist, tree
 from rft_fn import model as model_lib
+from rft_fn.model import quantize
 from rft_fn.model.bind import applied
 from rft_fn.model.lora import Export
 from rft_fn.strategy import memory, step
@@ -31,6 +32,8 @@ def bind(
     if shard_size not in (None, 0, 1):
         raise ValueError(f"shard_size: expected 1 on one process, got {shard_size}")
     options = {"fused": config.fused_linear_logprob, "chunk_size": config.chunk_size}
+    if config.bf16 or config.use_mp_opt:
+        quantize.require_whole(module, "bf16 and use_mp_opt")
     module = model_lib.materialize(step.cast(module, config))
     root = model_lib.rooted(module, sampling=sampling, entropy=entropy, **options)
     cut.settle(root)
@@ -57,6 +60,7 @@ def init(
     **options: Any,
 ) -> tuple[Apply, TrainState]:
     """(apply, state) of a module that is trained with `tx`."""
+    quantize.require_adapters(module)
     apply, params = bind(config, module, cut=cut, **options)
     return apply, tree.replace(step.start(params, tx, config), module=module)
 

@@ -70,7 +70,7 @@ def on_meta(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         if not isinstance(x, nn.Parameter):
             return x.to("meta")
         wide = dtype if dtype and x.is_floating_point() else x.dtype
-        return nn.Parameter(torch.empty_like(x, device="meta", dtype=wide), x.requires_grad)
+        return nn.Parameter(torch.empty(x.shape, device="meta", dtype=wide), x.requires_grad)
 
     memo: dict[int, Any] = {id(x): empty(x) for x in [*module.parameters(), *module.buffers()]}
     return copy.deepcopy(module, memo)

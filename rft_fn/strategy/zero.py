@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rft_fn import dist, optim, tree
 from rft_fn import model as model_lib
+from rft_fn.model import quantize
 from rft_fn.strategy import step
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Packed, Sampling, Transform
@@ -124,6 +125,7 @@ def rooted(
 ) -> nn.Module:
     """The module that a pack goes into: pack -> the fields of a TokenOut. ValueError for float64 and float16,
     which DeepSpeed rounds."""
+    quantize.require_whole(module, "DeepSpeed ZeRO")
     module = step.cast(model_lib.materialize(module), config)
     for dtype in (torch.float64, torch.float16):
         if any(p.dtype == dtype for p in module.parameters()):

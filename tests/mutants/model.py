@@ -131,9 +131,9 @@ MUTANTS = [
     ),
     (
         "every file in a model's folder is one of its own",
-        "rft_fn/model/materialize.py",
-        """    return found or sorted(folder.glob("*.safetensors"))""",
-        """    return sorted(folder.glob("*.safetensors"))""",
+        "rft_fn/model/stored.py",
+        "found = named or sorted(",
+        "found = sorted(",
         "tests/test_critic.py::test_files_beside_the_models_own_are_not_read",
     ),
 ]

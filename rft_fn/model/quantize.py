@@ -1,0 +1,171 @@
+"""Weights in low precision, frozen under adapters: asked for, recognised, refused, made whole again.
+
+int8 is torchao's: a scale for each row, on the CPU too. nf4 is bitsandbytes' (arXiv 2305.14314): four bits a
+weight. A folder that was saved so is loaded so.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "check",
+    "count",
+    "dequantize",
+    "is_low",
+    "nbytes",
+    "options",
+    "require_adapters",
+    "require_whole",
+    "settle",
+    "state",
+    "whole",
+]
+
+_LIBRARY = {"int8": "torchao", "nf4": "bitsandbytes"}
+
+
+# ------------------------------------------------------------------------------------------------ asked for
+
+
+def check(kind: str, name: str, *, rank: int, world: int, config: Any) -> None:
+    """ValueError where a run cannot train over the base `name` in low precision; nothing is loaded.
+
+    `rank` is of the adapters that it gets, `config` the strategy's.
+    """
+    if not kind:
+        return
+    _require_library(kind)
+    if not rank and not Path(name, "adapter_config.json").is_file():
+        raise ValueError(f"lora_rank: expected > 0 with quantize {kind}, which freezes the base, got 0")
+    odd = [x for x in ("fsdp", "zero_stage", "bf16", "use_mp_opt") if getattr(config, x)]
+    if world > 1 or odd:
+        what = ", ".join(odd) or f"{world} processes"
+        raise ValueError(
+            f"quantize: expected none with {what}, got {kind}; it trains on one process as it is"
+        )
+
+
+def _require_library(kind: str) -> None:
+    if kind not in _LIBRARY:
+        raise ValueError(f"quantize: expected one of {', '.join(_LIBRARY)}, got {kind!r}")
+    if find_spec(_LIBRARY[kind]) is None:
+        raise ValueError(f"quantize: {kind} needs {_LIBRARY[kind]}, which is not installed; pip install it")
+
+
+def options(kind: str, *, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """The keywords with which `from_pretrained` quantises. ValueError for a kind that is none, or that is not
+    installed."""
+    _require_library(kind)
+    if kind == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]
+        from transformers import TorchAoConfig
+
+        return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+    from transformers import BitsAndBytesConfig
+
+    nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+    return {"quantization_config": BitsAndBytesConfig(**nf4), "device_map": {"": device}}
+
+
+# ---------------------------------------------------------------------------------------------- recognised
+
+
+def is_low(x: Any) -> bool:
+    """Whether a weight is in low precision."""
+    return type(x).__module__.partition(".")[0] == "torchao" or getattr(x, "quant_state", None) is not None
+
+
+def _any_low(module: nn.Module) -> bool:
+    return any(is_low(p) for p in module.parameters())
+
+
+def settle(name: str, module: nn.Module) -> None:
+    """Have a model just loaded compute with gradients. ValueError for weights of a byte or less that only
+    their own library can read."""
+    for layer in module.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            # bitsandbytes: a forward without a gradient would pack the weights into what no backward reads
+            layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    for key, p in module.named_parameters():
+        if p.dtype.itemsize == 1 and not is_low(p):
+            raise ValueError(
+                f"model: {name}: {key}: expected full precision, int8 of torchao or nf4 of bitsandbytes, got "
+                f"{str(p.dtype).removeprefix('torch.')}; take a folder of it that is not quantised"
+            )
+
+
+def require_whole(module: nn.Module, what: str) -> None:
+    """ValueError for a module in low precision, which `what` cannot hold."""
+    if _any_low(module):
+        raise ValueError(
+            f"quantize: expected full precision with {what}, got a quantised model, which trains on one "
+            "process, without bf16 and use_mp_opt"
+        )
+
+
+def require_adapters(module: nn.Module) -> None:
+    """ValueError for a module in low precision without adapters: its linear layers cannot be trained."""
+    if _any_low(module) and not hasattr(module, "peft_config"):
+        raise ValueError(
+            "quantize: expected adapters on a quantised model, which is frozen, got none; set lora_rank"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- whole again
+
+
+def whole(x: Tensor) -> Tensor:
+    """A weight in full precision: the number that the forward uses; as it is where it is no lower."""
+    if not is_low(x):
+        return x
+    packing = getattr(x, "quant_state", None)
+    if packing is None:
+        return x.detach().dequantize()
+    from bitsandbytes.functional import dequantize_4bit  # type: ignore[import-not-found]
+
+    return dequantize_4bit(x.data, packing)
+
+
+def nbytes(x: Tensor) -> int:
+    """The memory of a weight [bytes], its scales included."""
+    packing = getattr(x, "quant_state", None)
+    if packing is not None:
+        nested = packing.state2.absmax if packing.nested else packing.absmax[:0]
+        return x.numel() + packing.absmax.nbytes + nested.nbytes
+    if is_low(x):
+        return sum(getattr(x, name).nbytes for name in x.__tensor_flatten__()[0])  # type: ignore[operator]
+    return x.numel() * x.element_size()
+
+
+def count(x: Tensor) -> int:
+    """How many numbers a weight has in full precision."""
+    packing = getattr(x, "quant_state", None)
+    return x.numel() if packing is None else packing.shape.numel()
+
+
+def state(module: nn.Module) -> dict[str, Tensor]:
+    """The state of a module, its weights in full precision."""
+    if not _any_low(module):
+        return module.state_dict()
+    own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    own |= {name for name, _ in module.named_buffers()}  # the rest is what packed weights need
+    return {n: whole(x).detach() for n, x in module.state_dict(keep_vars=True).items() if n in own}
+
+
+@torch.no_grad()
+def dequantize(module: nn.Module) -> nn.Module:
+    """A model of transformers with its weights in full precision, in place."""
+    layers = [(n, m) for n, m in module.named_modules() if is_low(m._parameters.get("weight"))]
+    for name, layer in layers:
+        linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")  # type: ignore[arg-type]
+        linear.weight = nn.Parameter(whole(layer.weight))  # type: ignore[arg-type]
+        linear.bias = layer.bias  # type: ignore[assignment]
+        module.set_submodule(name, linear)
+    if layers:
+        module.hf_quantizer = None  # type: ignore[assignment]
+        del module.config.quantization_config  # type: ignore[union-attr]
+    return module

@@ -1,0 +1,153 @@
+"""The files of a model: which tensors they hold, whether these are the model's, and what is read of them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rft_fn.model.convert import Group, converted, groups
+from rft_fn.model.pretrained import incomplete, unreadable
+
+__all__ = ["Stored", "aliases", "files", "folder_of", "slices", "stored"]
+
+
+class Stored(NamedTuple):
+    """The files of a model, and what becomes of their tensors."""
+
+    where: dict[str, Path]  # the file of each tensor, by its name there
+    groups: dict[tuple[str, ...], Group]  # by the names of the tensors that each becomes
+    skeleton: nn.Module  # the model on the meta device, as transformers makes it
+
+
+def folder_of(name: str) -> Path:
+    """The folder of a model, or of a hub name's cached copy, which is fetched first."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+
+
+def files(folder: Path) -> list[Path]:
+    """The files with a model's weights, by transformers' names; others beside them are somebody else's.
+
+    ValueError without any.
+    """
+    named = sorted([*folder.glob("model.safetensors"), *folder.glob("model-*-of-*.safetensors")])
+    found = named or sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise ValueError(
+            f"model: expected *.safetensors in {folder}, got none, and several processes read no other "
+            "format; load it with transformers and save_pretrained it to a folder, which has them then"
+        )
+    return found
+
+
+def stored(skeleton: nn.Module, paths: list[Path]) -> Stored:
+    """What the files `paths` hold for a model on the meta device, which is as transformers makes it.
+
+    ValueError for a file that is cut off, and for tensors that are missing, unexpected or of another shape.
+    """
+    shapes, where = _headers(paths)
+    found, unexpected = groups(skeleton, shapes)
+    made = [_shaped(group, shapes, skeleton, paths[0].parent) for group in found]
+    out = Stored(where, {tuple(x): group for x, group in zip(made, found)}, skeleton)
+    _check_names(out, {name: x for some in made for name, x in some.items()}, unexpected)
+    _untie(out)
+    return out
+
+
+def _headers(paths: list[Path]) -> tuple[dict[str, Tensor], dict[str, Path]]:
+    """(a tensor without memory for each one in the files, the file that it is in)."""
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, Tensor] = {}
+    where: dict[str, Path] = {}
+    for path in paths:
+        try:
+            with safe_open(path, "pt") as f:
+                for key in f.keys():  # noqa: SIM118
+                    shapes[key] = torch.empty(f.get_slice(key).get_shape(), device="meta")
+                    where[key] = path
+        except SafetensorError as error:
+            raise unreadable(path.parent, error) from error
+    return shapes, where
+
+
+def _shaped(
+    group: Group, shapes: Mapping[str, Tensor], skeleton: nn.Module, folder: Path
+) -> dict[str, Tensor]:
+    """What a group becomes, without memory. ValueError where its rule does not fit its tensors."""
+    try:
+        return converted(group, shapes.__getitem__, skeleton)
+    except (ValueError, RuntimeError, AttributeError) as error:
+        what = f"{len(group.sources)} like {group.sources[0][1]}"
+        raise ValueError(
+            f"model: {folder}: expected tensors that {group.name} can be made of, got {what}: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _check_names(out: Stored, made: Mapping[str, Tensor], unexpected: list[str]) -> None:
+    own = out.skeleton.state_dict(keep_vars=True)
+    other = [name for name, x in made.items() if name in own and x.shape != own[name].shape]
+    shapes = [f"{name} {list(made[name].shape)} instead of {list(own[name].shape)}" for name in other]
+    missing = {names[0] for names in aliases(out.skeleton).values() if not made.keys() & set(names)}
+    # the model's own code explains some; a parameter has to be read all the same, for nobody else fills it
+    told = SimpleNamespace(missing_keys=missing, unexpected_keys=set(unexpected))
+    out.skeleton._adjust_missing_and_unexpected_keys(told)  # type: ignore[operator]
+    parameters = {name for name in missing if isinstance(own[name], nn.Parameter)}
+    incomplete(_folder(out), told.missing_keys | parameters, told.unexpected_keys, shapes)
+
+
+def _untie(out: Stored) -> None:
+    """Have the skeleton tie no tensors that the files hold apart, whatever its config says: transformers does
+    not then."""
+    plain = {group.name: group for group in out.groups.values() if group.rule is None}
+    for names in aliases(out.skeleton).values():
+        first, *others = [plain[name] for name in names if name in plain] or [None]
+        for other in others:
+            with slices(out, first, other) as read:
+                one, two = (read(group.sources[0][1])[...] for group in (first, other))
+                if not torch.equal(one, two):
+                    _separate(out.skeleton, other.name)
+
+
+def _separate(module: nn.Module, name: str) -> None:
+    """Give a tied tensor a parameter of its own."""
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    p = owner.get_parameter(last)
+    setattr(owner, last, nn.Parameter(p.detach().clone(), p.requires_grad))
+    module.all_tied_weights_keys.pop(name, None)  # type: ignore[operator]
+
+
+def _folder(out: Stored) -> Path:
+    return next(iter(out.where.values())).parent
+
+
+def aliases(skeleton: nn.Module) -> dict[str, list[str]]:
+    """All names of each tensor in a model's state, by the first of them: several where it is tied."""
+    same: dict[int, list[str]] = {}
+    for name, x in skeleton.state_dict(keep_vars=True).items():
+        same.setdefault(id(x), []).append(name)
+    return {names[0]: names for names in same.values()}
+
+
+@contextmanager
+def slices(out: Stored, *some: Group) -> Iterator[Callable[[str], Any]]:
+    """A function that gives the slice of a tensor by its name in the files.
+
+    Only the files of these groups are open, and only meanwhile: what is read of one stays in memory until
+    then.
+    """
+    from safetensors import safe_open
+
+    paths = {out.where[key] for group in some for _, key in group.sources}
+    with ExitStack() as stack:
+        opened = {path: stack.enter_context(safe_open(path, "pt")) for path in paths}
+        yield lambda key: opened[out.where[key]].get_slice(key)
