@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +25,10 @@ class Way(NamedTuple):
 
 @dataclass
 class Batch:
-    """R rows of W tokens, and what the model knows of them."""
+    """R rows of W tokens, as far as the next forward needs them."""
 
     way: Way
-    tokens: Tensor  # [R, W]
+    tokens: Tensor  # [R, w] that are not read: the last of W with a state, else all
     seen: Tensor  # [R, W] bool, False on the padding
     logits: Tensor  # [R, V] of the next token
     name: str = ""  # by which the model takes its state
@@ -41,27 +42,36 @@ class Batch:
 
     def append(self, lm: nn.Module, token: Tensor) -> None:
         """Read one more token [R] of each row."""
-        self.tokens = torch.cat([self.tokens, token[:, None]], -1)
+        new = token[:, None]
+        if self.way.rows is None:
+            new = torch.cat([self.tokens, new], -1)
+        self.tokens = new
         self.seen = torch.cat([self.seen, torch.ones_like(self.seen[:, :1])], -1)
         self.read(lm)
 
     def read(self, lm: nn.Module) -> None:
-        """The logits after the tokens, of which a model with a state reads those that it has not read."""
+        """The logits after the tokens, and the state of the model if it is used."""
+        width = self.tokens.shape[1]
         options: dict[str, Any] = {"use_cache": self.way.rows is not None}
-        new = slice(None)
         if self.state is not None:
             options[self.name] = self.state
-            new = slice(-1, None)
         if self.way.padded:
             mask = self.seen.long()
-            options["attention_mask"] = mask if self.way.grows else mask[:, new]
-        if "logits_to_keep" in inspect.signature(lm.forward).parameters:
+            options["attention_mask"] = mask if self.way.grows else mask[:, -width:]
+        if _can_keep_last(type(lm)):
             options["logits_to_keep"] = 1
-        position = (self.seen.long().cumsum(-1) - 1).clamp(min=0)
-        out = lm(input_ids=self.tokens[:, new], position_ids=position[:, new], **options)
+        left = torch.arange(width, 0, -1, device=self.seen.device)
+        position = (self.seen.sum(-1, keepdim=True) - left).clamp(min=0)
+        out = lm(input_ids=self.tokens, position_ids=position, **options)
         self.logits = out.logits[:, -1]
         if self.way.rows is not None:
             self.name, self.state = states.found_in(out) or ("", None)
+
+
+@cache
+def _can_keep_last(model: type[nn.Module]) -> bool:
+    """Whether a model can leave out the logits of all tokens but the last."""
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def start(lm: nn.Module, way: Way, prompts: Sequence[Sequence[int]], n: int, pad: int) -> Batch:

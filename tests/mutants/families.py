@@ -70,7 +70,7 @@ MUTANTS = [
     (
         "the mask of a model without keys covers all tokens",
         "rft_fn/engine/batch.py",
-        "mask if self.way.grows else mask[:, new]",
+        "mask if self.way.grows else mask[:, -width:]",
         "mask",
         _WAYS + "test_the_fastest_way_that_is_right_is_found[Mamba]",
     ),
