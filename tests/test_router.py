@@ -7,11 +7,13 @@ import pytest
 import ref
 import torch
 from ranks import run
-from test_probe import BASE, DELTA, EXPERTS, USUAL, quiet, rows
+from test_house import load_script as script
+from test_probe import DELTA, EXPERTS, USUAL, quiet, rows
+from test_straight_line import logged, mixture
 from tiny import mixed
 
 import rft_fn as rft
-from rft_fn import metric, model, optim, packing, tree
+from rft_fn import metric, model, optim, packing
 from rft_fn.model import router
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
@@ -233,6 +235,22 @@ REFUSED = [
 def test_what_has_no_balance_is_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         quiet(model.bind, make(), aux=True)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_the_coefficient_changes_what_a_script_learns(name, tmp_path):
+    """What is added to the policy's loss is the coefficient times the mean balance, a weight a token."""
+    module, folder = script(name), mixture(tmp_path / "base")
+    options = {"model": folder, "steps": 1, "prompts": 2, "group": 2, "eval_prompts": 1, "minibatches": 1}
+    added = {}
+    for coef in (0.0, 0.5):
+        cfg = module.Config(**options, router_aux=coef, out=str(tmp_path / f"run{coef}"))
+        module.main(cfg)
+        row = logged(tmp_path / f"run{coef}")[0]
+        added[coef] = row["loss"] - row["policy/loss"]
+        assert ("router/aux" in row) == ("router/max_share" in row) == (coef > 0)
+    assert abs(added[0.0]) < 1e-6
+    assert added[0.5] == pytest.approx(0.5 * row["router/aux"], rel=0.1)
 
 
 # ---------------------------------------------------------------------------------- several processes

@@ -210,8 +210,8 @@ def bind(
     other module must itself map a Packed to a TokenOut. `apply` is torch.func.functional_call: it works with
     any parameters, under torch.func.grad and vmap. With gradient checkpointing it refuses all but the
     module's own, because the second forward would read those. Log-probs are at `sampling`'s temperature, cut
-    like its top_p / top_k, and 0 outside mask. `aux`: how evenly experts are used, see `model.router`; ValueError
-    for a model without. `fused` without logits [T, V], `chunk_size` columns of the
+    like its top_p / top_k, and 0 outside mask. `aux`: how evenly experts are used, see `model.router`;
+    ValueError for a model without. `fused` without logits [T, V], `chunk_size` columns of the
     vocabulary at a time (0: what suits the device).
     """
     options: dict[str, Any] = {"entropy": entropy, "aux": aux, "fused": fused, "chunk_size": chunk_size}

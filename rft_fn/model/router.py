@@ -104,9 +104,9 @@ def balance(
     Not what transformers calls `aux_loss`: that is k times one product of means over all tokens and layers
     of a forward, so it depends on which sequences are in it.
     """
-    n_experts, k = p.shape[-1], chosen.shape[-1]
-    picks = torch.zeros_like(p, requires_grad=False).scatter_(-1, chosen, 1.0) * real[:, None]
-    count = p.new_zeros(num_seqs, n_experts).index_add_(0, seq, picks.detach())  # [K, E]
+    n_experts = p.shape[-1]
+    picks = torch.zeros_like(p.detach()).scatter_(-1, chosen, 1.0) * real[:, None]
+    count = p.new_zeros(num_seqs, n_experts).index_add_(0, seq, picks)  # [K, E]
     if sequence is not None:
         count = sequence.total(count)
     size = count.sum(-1, keepdim=True).clamp(min=1)  # k n
