@@ -23,6 +23,7 @@ __all__ = [
     "policy",
     "results",
     "rollout",
+    "router",
     "spread",
     "sum",
 ]
@@ -197,6 +198,13 @@ def pairs(
         "logp_rejected": rejected,
     }
     return {f"{name}/{key}": mean(x, real) for key, x in values.items()}
+
+
+def router(out: TokenOut, b: Packed) -> dict[str, Metric]:
+    """How evenly a mixture of experts is used: its balance, which is 1 where all experts are used alike,
+    and the largest share of a sequence's choices that one expert has. Of a model bound with aux=True."""
+    assert out.aux is not None and out.expert_share is not None
+    return {"router/aux": mean(out.aux, b.mask), "router/max_share": mean(out.expert_share, b.mask)}
 
 
 def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:
