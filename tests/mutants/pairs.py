@@ -36,9 +36,9 @@ MUTANTS = [
     ),
     (
         "the evaluation's pairs are those of the training",
-        DPO,
-        "seed=cfg.seed + 1",
-        "seed=cfg.seed",
+        "rft_fn/data/loading.py",
+        "_task(x.source, tokenizer, seed + 1, kind, options)",
+        "_task(x.source, tokenizer, seed, kind, options)",
         LINE,
     ),
     (

@@ -89,8 +89,8 @@ MUTANTS = [
     (
         "evaluations are of the questions of the training",
         GRPO,
-        "seed=cfg.seed + 1, split",
-        "seed=cfg.seed, split",
+        "prompts, keys = rft.data.take(unseen, cfg.eval_prompts",
+        "prompts, keys = rft.data.take(dataset, cfg.eval_prompts",
         GRPO_LINE,
     ),
     (

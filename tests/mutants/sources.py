@@ -45,8 +45,8 @@ MUTANTS = [
     (
         "held-out rows are trained on too",
         LOADING,
-        "trained = from_rows(Part(rows, kept, name),",
-        "trained = from_rows(rows,",
+        "trained = kind.from_rows(Part(rows, kept, name),",
+        "trained = kind.from_rows(rows,",
         S + "rows_are_held_out_where_there_is_no_test_split",
     ),
     (
@@ -94,8 +94,8 @@ MUTANTS = [
     (
         "a run may go on with other epochs though its schedule has an end",
         "train_scripts/sft.py",
-        'free=("steps", "epochs") if extendable else ()',
-        'free=("steps", "epochs")',
+        'free = ("steps", "epochs") if extendable else ()',
+        'free = ("steps", "epochs")',
         SCRIPT + "where_the_schedule_has_an_end_epochs_are_part_of_the_run",
     ),
     (
