@@ -61,12 +61,13 @@ def test_the_fastest_way_that_is_right_is_found(kind):
         assert word(way_of(small(kind, dtype, std=std))) == ROWS.get(kind, "")
 
 
-def test_a_state_that_is_not_the_trainers_is_found():
-    """Zamba2 bounds its time steps below where it reads many tokens, and not where it reads one."""
-    assert word(way_of(small("Zamba2", torch.float32))) == "no cache"
+@pytest.mark.parametrize("kind", ["Zamba2", "NemotronH"])
+def test_a_state_that_is_not_the_trainers_is_found(kind):
+    """These bound time steps below where they read many tokens, and not where they read one."""
+    assert word(way_of(small(kind, torch.float32))) == "no cache"
 
 
-@pytest.mark.parametrize("kind", [*PADDED, *ROWS, "Zamba2"])
+@pytest.mark.parametrize("kind", [*PADDED, *ROWS, "Zamba2", "NemotronH"])
 def test_samples_are_those_of_each_prompt_alone_and_of_the_trainer(kind):
     """Prompts of many lengths, two in a batch where they may."""
     lm = small(kind, torch.float32)
