@@ -25,8 +25,10 @@ DELTA = {
 MAMBA = {
     "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8
 }  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-SHARED = EXPERTS | {"shared_expert_intermediate_size": 16}
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}  # fmt: skip
 LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GROUPED = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
@@ -132,11 +134,11 @@ FAMILIES = {
     "Phi3": USUAL,
     "Phimoe": USUAL | {"num_local_experts": 4},
     "Qwen2": USUAL,
-    "Qwen2Moe": USUAL | SHARED,
+    "Qwen2Moe": USUAL | EXPERTS,
     "Qwen3": NARROW,
     "Qwen3Moe": NARROW | EXPERTS,
-    "Qwen3Next": NARROW | DELTA | SHARED,
-    "Qwen3_5MoeText": NARROW | DELTA | SHARED,
+    "Qwen3Next": NARROW | DELTA | EXPERTS,
+    "Qwen3_5MoeText": NARROW | DELTA | EXPERTS,
     "Qwen3_5Text": NARROW | DELTA,
     "RecurrentGemma": NARROW | {
         "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 64, "logits_soft_cap": 2.0

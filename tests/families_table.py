@@ -3,6 +3,7 @@
     python tests/families_table.py                                  all that is not measured yet
     python tests/families_table.py --only Mixtral GptOss            these again
     python tests/families_table.py --columns fsdp2 zero3 --again    these columns of all
+    python tests/families_table.py --failed                         what was not equal
 
 Each cell is a process of its own with a time limit, forked from one that has imported everything. Results are
 kept in docs/results/families.json, which the page is made of.
@@ -156,6 +157,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
     parser.add_argument("--limit", type=float, default=240, help="s that a cell may take")
     parser.add_argument("--again", action="store_true", help="also what is measured")
+    parser.add_argument("--failed", action="store_true", help="also what is measured and not equal")
     args = parser.parse_args()
     found = {}
     if RESULTS.exists():

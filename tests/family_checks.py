@@ -83,7 +83,7 @@ def packed(kind):
 def _values(kind, plain):
     """The same of a critic's values."""
     st = get_fake_strategy()
-    critic = model.load_critic(copy.deepcopy(plain))
+    critic = model.load_critic(small(kind, double(kind)))
     nn.init.normal_(critic.head.weight)
     body = getattr(plain, "model", plain.base_model)
     want = torch.zeros(EXP.tokens.shape, dtype=double(kind))

@@ -6,8 +6,9 @@ import json
 import pytest
 import ranks
 import torch
+from families import BASE, DELTA, EXPERTS, MAMBA, USUAL
 from safetensors.torch import load_file, save_file
-from test_probe import BASE, DELTA, EXPERTS, MAMBA, USUAL, quiet, rows
+from test_probe import quiet, rows
 
 import rft_fn as rft
 from rft_fn import model, packing
@@ -49,6 +50,7 @@ KINDS = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "Apertus": USUAL,
+    "DiffLlama": USUAL,  # makes random numbers of its own, which are in memory at once
 }  # fmt: skip
 # names in the files that are not the model's own, and persistent buffers
 OTHERS = {

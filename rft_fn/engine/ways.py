@@ -19,7 +19,7 @@ from rft_fn.model.probe import rounding, usual_tokens
 __all__ = ["way_of"]
 
 LENGTHS = (5, 5, 3, 1)  # of the prompts that are tried: two of one length, and one of a single token
-MORE = 4  # tokens that each is continued by
+MORE = 8  # tokens that each is continued by
 ANEW = Way(rows=None)
 
 
@@ -120,5 +120,9 @@ def _same(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
     """Whether logits differ by the rounding of a model of `dtype` only; NaN equals NaN."""
     got, want = (torch.nan_to_num(x.float(), posinf=0, neginf=0) for x in (got, want))
     most = rounding(dtype, want.device)[1]
+    if want.device.type == "cpu" and dtype not in (torch.float16, torch.bfloat16):
+        # products of one size round alike here: 1e-6. Models that bound their time steps in only one of two
+        # ways of reading are 1e-4 off
+        most = 2e-5
     spread = (want - want.mean(-1, keepdim=True)).abs().mean()
     return bool((got - want).abs().mean() <= most * spread)

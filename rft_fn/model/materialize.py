@@ -53,6 +53,7 @@ def empty(
         skeleton = (factory or AutoModelForCausalLM).from_config(
             config, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs
         )
+    skeleton.to("meta")  # what a family makes of random numbers has memory even there
     _keep_wide(skeleton, dtype)
     found = stored(skeleton, paths)
     module = copy.deepcopy(skeleton)

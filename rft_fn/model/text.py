@@ -84,6 +84,7 @@ def run(
     if given is None or attention.complete(module, given):
         return out
     if packs is not None:
-        raise ValueError(f"sp_size: expected 1 for {type(module).__name__}, {attention.unfit_model(module)}")
+        why = attention.unfit_model(module) or "not all of its layers get the boundaries of sequences"
+        raise ValueError(f"sp_size: expected 1 for {type(module).__name__}: {why}")
     attention.turn_off(module, "not all of its layers got the boundaries")
     return module(**text_inputs(module, pack, way=way))
