@@ -1,4 +1,4 @@
-"""Mutants of the balance of experts: each is killed by the test beside it."""
+"""Mutants of experts: their balance, adapters beside them, their memory; each is killed by its test."""
 
 _ROUTER = "tests/test_router.py::"
 
@@ -65,5 +65,26 @@ MUTANTS = [
         "loss = loss + cfg.router_aux * out.aux",
         "loss = loss + 0 * out.aux",
         _ROUTER + "test_the_coefficient_changes_what_a_script_learns",
+    ),
+    (
+        "a layer that its owner reads gets an adapter that nothing runs",
+        "rft_fn/model/targets.py",
+        "    every = [p for p in every if p not in closed]\n",
+        "",
+        "tests/test_lora.py::test_a_layer_that_is_read_is_no_target",
+    ),
+    (
+        "routed experts are passed over without a word",
+        "rft_fn/model/targets.py",
+        'if p.dim() == 3 and "expert"',
+        'if p.dim() == 4 and "expert"',
+        "tests/test_lora.py::test_what_adapters_pass_over_is_said[Qwen3Moe]",
+    ),
+    (
+        "the products of experts take no memory",
+        "rft_fn/strategy/trace.py",
+        "    return a.new_empty(shape)",
+        "    return a.new_empty(1).expand(shape)",
+        "tests/test_memory.py::test_families_with_states_and_experts_are_counted[GptOss]",
     ),
 ]
