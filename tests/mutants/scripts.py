@@ -88,9 +88,9 @@ MUTANTS = [
     ),
     (
         "evaluations are of the questions of the training",
-        GRPO,
-        "seed=cfg.seed + 1, split",
-        "seed=cfg.seed, split",
+        "rft_fn/data/loading.py",
+        "_task(x.source, tokenizer, seed + 1, options)",
+        "_task(x.source, tokenizer, seed, options) ",
         GRPO_LINE,
     ),
     (
