@@ -93,6 +93,9 @@ def test_files_of_a_pattern_in_order(here):
 
 def test_a_row_of_a_pattern_is_named_by_its_own_file(here):
     jsonl(here / "a.jsonl", [{"question": "1"}] * 3)
+    jsonl(here / "b.jsonl", [{"question": "1"}, {"answer": "1"}])
+    with pytest.raises(ValueError, match=r"^data: b.jsonl, line 2: the row has no column 'question'"):
+        data.load("*.jsonl", tiny.tokenizer())
     (here / "b.jsonl").write_text('{"question": "1"}\n\n{"question": \n')
     with pytest.raises(
         ValueError, match=r"^data: b.jsonl, line 3: .*broken JSON.* 1 of 5 rows cannot be used"

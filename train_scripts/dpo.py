@@ -52,7 +52,7 @@ class Config:
     budget: Free[Count] = 1024  # most tokens in a pack, which goes through the model at once; a pair must fit
     gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
 
-    eval_data: tuple[str, ...] = ()  # pairs of the evaluation; if empty, a test split or rows held out
+    eval_data: tuple[str, ...] = ()  # pairs of the evaluation; if empty, a test split, or rows held out
     eval_share: Share = 0.1  # share of the rows that is held out then; 0 evaluates on what is trained on
     eval_every: Free[Count] = 20  # steps between evaluations
     eval_pairs: Count = 256  # pairs of an evaluation; all of a file that has fewer

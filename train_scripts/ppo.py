@@ -104,7 +104,7 @@ class Config:
     max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats per token]
 
     # evaluation
-    eval_data: tuple[str, ...] = ()  # data of the evaluation; if empty, a test split or rows held out
+    eval_data: tuple[str, ...] = ()  # data of the evaluation; if empty, a test split, or rows held out
     eval_share: Share = 0.1  # share of the rows that is held out then; 0 evaluates on what is trained on
     eval_every: Free[Count] = 20  # steps between evaluations
     eval_prompts: Count = 128  # questions of an evaluation, answered greedily

@@ -68,7 +68,7 @@ MUTANTS = [
         MIXTURE,
         "return k, turn * self.weights[k] + self._before[at]",
         "return k, self._before[at]",
-        M + "places_and_rows_name_each_other",
+        M + "each_source_is_passed_over_in_an_order_of_its_own",
     ),
     (
         "all sources have one order",
