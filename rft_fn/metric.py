@@ -22,6 +22,7 @@ __all__ = [
     "policy",
     "results",
     "rollout",
+    "router",
     "spread",
     "sum",
 ]
@@ -163,6 +164,13 @@ def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
     if out.entropy is not None:
         found["policy/entropy"] = mean(out.entropy, b.mask)
     return found
+
+
+def router(out: TokenOut, b: Packed) -> dict[str, Metric]:
+    """How evenly a mixture of experts is used: its balance, which is 1 where all experts are used alike,
+    and the largest share of a sequence's choices that one expert has. Of a model bound with aux=True."""
+    assert out.aux is not None and out.expert_share is not None
+    return {"router/aux": mean(out.aux, b.mask), "router/max_share": mean(out.expert_share, b.mask)}
 
 
 def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:

@@ -137,7 +137,8 @@ class TokenOut:
     logp: Tensor  # [T]
     entropy: Tensor | None = None  # [T] nats
     value: Tensor | None = None  # [T]
-    aux: Tensor | None = None  # [] a loss of the model's own, e.g. the balance of experts
+    aux: Tensor | None = None  # [T] of a mixture of experts: 1 where its sequence uses all of them evenly
+    expert_share: Tensor | None = None  # [T] largest share that an expert has of the choices of its sequence
     words_logp: Tensor | None = (
         None  # [T, K] of the words `extra["words"]` [T, K], where a pack asks for some
     )
@@ -174,10 +175,10 @@ class Strategy(NamedTuple):
     """Where and how a train step runs. The same record for every backend; every function is called by all
     ranks alike, in the same order."""
 
-    init: Callable[..., tuple[Apply, TrainState]]  # (module, tx, *, sampling, entropy, shard_size)
+    init: Callable[..., tuple[Apply, TrainState]]  # (module, tx, *, sampling, entropy, aux, shard_size)
     bind: Callable[
         ..., tuple[Apply, Any]
-    ]  # (module, *, sampling, entropy, shard_size): a model that only scores
+    ]  # (module, *, sampling, entropy, aux, shard_size): a model that only scores
     shard: Callable[..., list[Packed]]  # (exp, budget, *, unit) -> this rank's packs
     gather: Callable[[Any], Any]  # tree of this rank -> tree of all ranks, concatenated along dim 0
     all_reduce: Callable[..., Any]  # (tree, op="mean") -> tree, the same on every rank

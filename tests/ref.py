@@ -561,3 +561,17 @@ def warmup(step, lr, warmup, total, floor, shape):
     done = min(1.0, (step - warmup) / (total - warmup))
     left = 1 - done if shape == "linear" else (1 + math.cos(math.pi * done)) / 2
     return lr * (floor + (1 - floor) * left)
+
+
+def expert_balance(p, chosen, seq):
+    """(aux [T], share [T]) of one router: for each token, over experts, their share of the choices of its
+    sequence times E times the probability [T, E] that the token gives them; and the largest such share."""
+    n_experts = p.shape[1]
+    aux, largest = np.zeros(len(p)), np.zeros(len(p))
+    for t in range(len(p)):
+        choices = [e for u in range(len(p)) if seq[u] == seq[t] for e in chosen[u]]
+        for e in range(n_experts):
+            share = choices.count(e) / len(choices)
+            aux[t] += n_experts * share * p[t, e]
+            largest[t] = max(largest[t], share)
+    return aux, largest

@@ -73,6 +73,24 @@ def scores(lm, row, *, temperature, top_p):
     return torch.stack(logps), torch.stack(entropies)
 
 
+def expert_balance(lm, row, experts, k):
+    """(balance of each token of a response, with gradient; the largest share of an expert): the routers of a
+    Qwen3-MoE read every token but the last."""
+    tokens, heard = [*row["ids"], *row["tokens"]], []
+    gates = [layer.mlp.gate for layer in lm.model.layers]
+    handles = [gate.register_forward_hook(lambda _, __, out: heard.append(out[0][:-1])) for gate in gates]
+    logits_of(lm, tokens)
+    for handle in handles:
+        handle.remove()
+    balances, largest = 0.0, 0.0
+    for logits in heard:
+        chosen = logits.topk(k).indices.flatten().tolist()
+        share = torch.tensor([chosen.count(e) / len(chosen) for e in range(experts)])
+        balances = balances + experts * (logits.softmax(-1) * share).sum(-1) / len(heard)
+        largest = max(largest, float(share.max()))
+    return balances[len(row["ids"]) - 1 :], largest
+
+
 # ---------- the optimizer
 
 

@@ -1,6 +1,8 @@
 """Adapters: which layers get them, what an engine gets, what is saved and trained further, the reference."""
 
 import json
+import re
+import warnings
 
 import pytest
 import tiny
@@ -10,7 +12,9 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import model, packing
-from rft_fn.model.lora import Export, target_paths
+from rft_fn.model import attention
+from rft_fn.model.lora import Export
+from rft_fn.model.targets import target_paths
 from rft_fn.strategy import StrategyConfig
 
 
@@ -396,3 +400,82 @@ def edited(saved, tmp_path, **changes):
 def test_an_adapter_that_does_not_fit_is_refused(saved, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         model.load(edited(saved, tmp_path, **changes))
+
+
+# ------------------------------------------------------------------------------------------ other families
+
+LEFT_OUT = {
+    "GPT2": None,
+    "Qwen3Moe": r"routed experts \(down_proj, gate_up_proj: 4 tensors, \d+% of all weights\)",
+    "FalconH1": r"no adapters on out_proj \(2 layers\), whose weights FalconH1ForCausalLM reads",
+}
+ROWS = [(2, 5), (3, 7), (1, 4), (2, 2)]
+
+
+def family(kind):
+    from families import small
+
+    return small(kind, torch.float32)
+
+
+def adapters_learn(st, kind):
+    """(log-probs of the adapted model, of the plain one with merged weights, change of the weights)."""
+    from test_probe import quiet, rows
+
+    exp = rows(ROWS)
+    module = quiet(model.apply_lora_configuration, family(kind), 4, 8.0)
+    apply, state = quiet(st.init, module, rft.optim.adamw(1e-2))
+    for _ in range(2):
+        packs = st.shard(exp, 1000)
+        grads, _ = st.grad(state, apply, lambda out, b: rft.loss.nll(out.logp), packs)
+        state, _ = st.update(state, grads)
+    sent = dict(st.export(state))
+    packs = st.shard(exp, 1000)
+    mine = packing.unpack(model.score(apply, state.params, packs), packs, exp.old_logp)
+    mine = st.gather(mine[None]).sum(0)
+    plain = family(kind)
+    before = dict(plain.named_parameters())
+    moved = {name: float((x - before[name].detach()).abs().max()) for name, x in sent.items()}
+    model.assign(before, sent)
+    alone = rft.strategy.get_fake_strategy()
+    bound = quiet(alone.bind, plain)
+    packs = alone.shard(exp, 1000)
+    theirs = packing.unpack(model.score(*bound, packs), packs, exp.old_logp)
+    return mine, theirs, moved
+
+
+def families_on_ranks(rank):
+    st = rft.strategy.get_strategy(config("fsdp2"))
+    return {kind: adapters_learn(st, kind) for kind in LEFT_OUT}
+
+
+def equal_and_moved(found):
+    for kind, (mine, theirs, moved) in found.items():
+        assert float((mine - theirs).abs().max()) < 2e-4, kind
+        assert min(moved.values()) > 1e-4, (kind, moved)  # also those of the first layer
+
+
+def test_adapters_of_other_families_learn_and_merge():
+    equal_and_moved({kind: adapters_learn(rft.strategy.get_fake_strategy(), kind) for kind in LEFT_OUT})
+
+
+def test_adapters_of_other_families_learn_and_merge_on_two_processes():
+    for found in run(2, "test_lora:families_on_ranks"):
+        equal_and_moved(found)
+
+
+@pytest.mark.parametrize("kind", LEFT_OUT)
+def test_what_adapters_pass_over_is_said(kind):
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        attention.say.cache_clear()
+        lora = model.apply_lora_configuration(family(kind), 4, 8.0)
+    lines = [str(w.message) for w in heard if str(w.message).startswith("lora: ")]
+    assert len(lines) == (LEFT_OUT[kind] is not None)
+    assert all(re.search(LEFT_OUT[kind], line) for line in lines), lines
+    assert not any("out_proj" in name for name in adapted(lora))
+
+
+def test_a_layer_that_is_read_is_no_target():
+    with pytest.raises(ValueError, match=r"target_modules: expected .* got \['out_proj'\]"):
+        model.apply_lora_configuration(family("FalconH1"), 4, 8.0, target_modules="out_proj")

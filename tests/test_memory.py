@@ -6,8 +6,10 @@ import json
 from functools import partial
 from pathlib import Path
 
+import families
 import pytest
 import ranks
+import test_probe
 import tiny
 import torch
 from torch.profiler import profile
@@ -137,6 +139,27 @@ def test_one_process(name, options, how):
     close(guess, held, "training", "update")
     if not options:
         close(guess, held, "activations")
+
+
+FAMILIES = (
+    "Llama", "Mixtral", "Qwen3Next", "Qwen3_5Text", "Mamba2", "FalconH1", "Lfm2", "Bamba", "NemotronH",
+    "GptOss", "Qwen3Moe", "DeepseekV3", "Jamba",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families_with_states_and_experts_are_counted(kind):
+    """A sequence of 96 tokens through small models: 0.8 to 1.4 of what it allocates."""
+    model, tx, st = families.small(kind, torch.float32), optim.adamw(1e-3), get_strategy(StrategyConfig())
+    x = estimate(st.config, (model, tx), budget=96, kind="cpu", engine=False)
+    assert x.unknown == ()
+    apply, state = test_probe.quiet(st.init, model, tx, entropy=True)
+    row = torch.randint(3, 48, (97,), generator=torch.Generator().manual_seed(0)).tolist()
+    data = [packing.pack(packing.supervised([(row[:1], row[1:])]), [0])] * 2
+    _, peak, _ = allocated(partial(st.grad, state, apply, loss_fn, data))
+    ratio = (x.gradients + x.activations + x.head + x.backward + x.gathered) / peak
+    print(f"{kind}: estimated {ratio:.2f} of the peak")
+    assert 0.75 < ratio < 1.45
 
 
 @pytest.mark.parametrize("tokens", [64, 1024])

@@ -392,3 +392,49 @@ def test_sft_is_its_definition(wide, tmp_path):
     sft.main(cfg)
     same(logged(tmp_path / "run"), wanted)
     same_weights(tmp_path / "run" / "model", opt.params)
+
+
+def mixture(folder):
+    """The folder of a small mixture of experts that reads what the embedded model reads."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = rft.model.load_tokenizer("tiny")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sizes |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        lm = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, pad_token_id=tokenizer.pad_token_id))
+        for layer in lm.model.layers:
+            layer.mlp.gate.weight.data.normal_(0, 0.5)
+    lm.float().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_sft_of_experts_is_its_definition(wide, monkeypatch, tmp_path):
+    """The balance of experts beside the log-likelihood."""
+    # the products of all experts at once know no float64
+    eager = partial(rft.model.load, experts_implementation="eager")
+    monkeypatch.setattr(rft.model, "load", eager)
+    sft, folder = script("sft"), mixture(tmp_path / "base")
+    cfg = sft.Config(model=folder, steps=4, batch=5, router_aux=0.3, budget=40, out=str(tmp_path / "run"))
+    lm, tokenizer = rft.model.load(folder).eval(), rft.model.load_tokenizer(folder)
+    task, opt, wanted = line.Task("sort_digits", 1, tokenizer, cfg.template), line.AdamW(lm, cfg), []
+    for step in range(cfg.steps):
+        terms, balances, shares = [], [], []
+        for prompt, _ in line.drawn(task, cfg.batch, step, cfg.seed):
+            answer = [*tokenizer.encode(prompt["row"]["answer"]), tokenizer.eos_token_id]
+            row = {"ids": prompt["ids"], "tokens": answer}
+            balance, share = line.expert_balance(lm, row, experts=4, k=2)
+            terms += list(-line.scores(lm, row, temperature=1.0, top_p=1.0)[0] + 0.3 * balance)
+            balances += balance.tolist()
+            shares += [share] * len(answer)
+        total = sum(terms) / len(terms)
+        lr = line.rate(cfg, cfg.lr, cfg.warmup, cfg.steps, opt.count)
+        norm = opt.step(line.gradients(lm, total), lr)
+        wanted.append({"loss": float(total.detach()), "grad/norm": norm, "grad/skipped": 0.0, "lr": lr})
+        wanted[-1] |= {"router/aux": line.mean(balances), "router/max_share": line.mean(shares)}
+    sft.main(cfg)
+    same(logged(tmp_path / "run"), wanted, tolerance=1e-5)
+    same_weights(tmp_path / "run" / "model", opt.params, tolerance=1e-5)

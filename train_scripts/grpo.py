@@ -55,6 +55,7 @@ class Config:
     clip_high: AtLeast0 | None = None  # the ratio is clipped at 1 + this; None is the algorithm's default
     dual: Above1 | None = None  # bound of the loss at negative advantages; None is the algorithm's default
     kl: AtLeast0 = 0.0  # coefficient of KL(policy, initial model) in the loss
+    router_aux: AtLeast0 = 0.0  # coefficient of the balance of experts, of a mixture of experts
     lr: Positive = 1e-3  # learning rate
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # decay; constant ignores lr_end
     lr_end: Share = 0.1  # final learning rate as a share of lr; 1 lets you add steps later
@@ -192,7 +193,7 @@ def main(cfg: Config) -> None:
     copy = anchored and not cfg.lora_rank  # the initial model in memory; with LoRA it is the policy itself
     models = [(module, tx)] + [(module, None)] * copy
     st.print(rft.strategy.preflight(st, *models, budget=cfg.budget))
-    apply, state = st.init(module, tx, sampling=sampling, entropy=True)
+    apply, state = st.init(module, tx, sampling=sampling, entropy=True, aux=cfg.router_aux > 0)
     initial = None
     if copy:
         initial = st.bind(load(), sampling=sampling)
@@ -208,13 +209,16 @@ def main(cfg: Config) -> None:
     eng.load(st.export(state), version=extra["step"])
 
     def loss_fn(out, b):
-        """The policy's loss, and the KL to the initial model where it is in the loss."""
+        """The policy's loss, with the KL to the initial model and the balance of experts where asked for."""
         loss, metrics = algo.loss(out, b)
         metrics["policy/loss"] = rft.metric.sum(b.w * loss)
         if cfg.kl:
             kl = rft.loss.kl(out.logp, b.ref_logp)
             loss = loss + cfg.kl * kl
             metrics["policy/kl_ref"] = rft.metric.mean(kl, b.mask)
+        if cfg.router_aux:
+            loss = loss + cfg.router_aux * out.aux
+            metrics |= rft.metric.router(out, b)
         return loss, metrics | rft.metric.policy(out, b)
 
     def collect(prompts, keys, n, how):

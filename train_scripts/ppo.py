@@ -78,6 +78,7 @@ class Config:
     dual: Above1 | None = None  # bound of the loss at negative advantages; None is the algorithm's default
     value_clip: Positive = 0.2  # a value may move no further than this from its value in the rollout
     entropy: AtLeast0 = 0.0  # coefficient of the entropy bonus
+    router_aux: AtLeast0 = 0.0  # coefficient of the balance of experts, of a mixture of experts
     positive_nll: AtLeast0 = 0.0  # coefficient of the negative log-likelihood of good responses (VAPO)
     positive_at: Finite = 1.0  # the least reward of a good response
     ptx: AtLeast0 = 0.0  # coefficient of the negative log-likelihood of examples
@@ -199,6 +200,9 @@ def actor_loss(cfg, row, out, b):
     metrics["policy/loss"] = rft.metric.sum(b.w * loss)
     if cfg.entropy:
         loss = loss + cfg.entropy * rft.loss.entropy_bonus(out.entropy)
+    if cfg.router_aux:
+        loss = loss + cfg.router_aux * out.aux
+        metrics |= rft.metric.router(out, b)
     return loss + b.extra["positive"] * nll, metrics | rft.metric.policy(out, b)
 
 
@@ -267,7 +271,7 @@ def main(cfg: Config) -> None:
     copy = cfg.kl > 0 and not cfg.lora_rank  # the initial model in memory; with LoRA it is the actor itself
     models = [(module, tx), (valuer, critic_tx)] + [(module, None)] * copy
     st.print(rft.strategy.preflight(st, *models, budget=cfg.budget, length=cfg.max_prompt + cfg.max_new))
-    apply, actor = st.init(module, tx, sampling=sampling, entropy=True)
+    apply, actor = st.init(module, tx, sampling=sampling, entropy=True, aux=cfg.router_aux > 0)
     value_of, critic = st.init(valuer, critic_tx)
     initial = None
     if copy:

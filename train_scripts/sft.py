@@ -38,6 +38,7 @@ class Config:
     beta1: Decay = 0.9  # decay of AdamW's first moment
     beta2: Decay = 0.999  # decay of AdamW's second moment
     weight_decay: AtLeast0 = 0.0  # AdamW's weight decay, of matrices only
+    router_aux: AtLeast0 = 0.0  # coefficient of the balance of experts, of a mixture of experts
     max_norm: Positive = 1.0  # gradients are clipped to this global norm
     budget: Free[Count] = 1024  # most tokens in a pack, which goes through the model at once
     gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
@@ -109,7 +110,7 @@ def main(cfg: Config) -> None:
         )
     tx, schedule = optimizer(cfg)
     st.print(rft.strategy.preflight(st, (module, tx), budget=cfg.budget, engine=False))
-    apply, state = st.init(module, tx)
+    apply, state = st.init(module, tx, aux=cfg.router_aux > 0)
     if saved := rft.ckpt.latest(run.checkpoints):
         state, _ = st.restore(saved, state)
     run.resume(state.step)
@@ -117,7 +118,10 @@ def main(cfg: Config) -> None:
     batch = cfg.strategy.train_batch_size or cfg.batch
 
     def loss_fn(out, b):
-        return rft.loss.nll(out.logp)
+        loss = rft.loss.nll(out.logp)
+        if not cfg.router_aux:
+            return loss
+        return loss + cfg.router_aux * out.aux, rft.metric.router(out, b)
 
     for step in range(state.step, cfg.steps):
         # ---- examples: a question and its answer, ended by the end of sequence

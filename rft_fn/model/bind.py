@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rft_fn import logprob, tree
-from rft_fn.model import attention, probe
+from rft_fn.model import attention, probe, router
 from rft_fn.model.materialize import materialize
 from rft_fn.model.text import decoder, inner, run
 from rft_fn.types import Apply, Packed, Sampling, TokenOut
@@ -23,6 +23,7 @@ class Scorer(probe.Reader):
     The head runs inside this forward, so that a sharded model has its weight gathered there. Two ways: the
     fused one never holds [T, V]; the one over whole logits serves top_p / top_k (the distribution that was
     sampled from is the cut one) and architectures that scale or cap their logits, which is found by a probe.
+    With `aux` the balance of experts is said too; ValueError for a model that has none.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Scorer(probe.Reader):
         sampling: Sampling,
         *,
         entropy: bool = False,
+        aux: bool = False,
         fused: bool = True,
         chunk_size: int = 0,
     ):
@@ -39,12 +41,29 @@ class Scorer(probe.Reader):
             raise ValueError(f"temperature: expected > 0 for training log-probs, got {sampling.temperature}")
         self.lm, self.sampling, self.entropy, self.chunk_size = lm, sampling, entropy, chunk_size
         self.fused = fused and not sampling.truncates and _linear_head(lm)
+        self.balance = router.Balance(inner(lm)) if aux else None
         attention.turn_on(lm)
+
+    def forward(self, pack: Packed) -> TokenOut:
+        if self.balance is None or not isinstance(pack, probe.Question):
+            return super().forward(pack)
+        with self.balance.listen() as heard:
+            found = super().forward(pack)
+        self.balance.settle(heard)
+        return found
 
     def body(self) -> nn.Module:
         return decoder(self.lm)
 
     def read(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
+        if self.balance is None:
+            return self._scored(pack, packs)
+        with self.balance.listen() as heard:
+            out = self._scored(pack, packs)
+        aux, share = (torch.where(pack.mask, x, 0) for x in self.balance(heard, pack, packs))
+        return tree.replace(out, aux=aux, expert_share=share)
+
+    def _scored(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
         out = self._fused(pack, packs) if self.fused else self._whole(pack, packs)
         return tree.replace(out, logp=torch.where(pack.mask, out.logp, 0))
 
@@ -139,15 +158,20 @@ def rooted(
     *,
     sampling: Sampling | None = None,
     entropy: bool = False,
+    aux: bool = False,
     fused: bool = True,
     chunk_size: int = 0,
 ) -> nn.Module:
     """The module whose forward maps a Packed to a TokenOut: a causal language model of transformers (with or
-    without peft adapters) inside a `Scorer`, any other module itself. Dropout of a language model is off."""
+    without peft adapters) inside a `Scorer`, any other module itself. Dropout of a language model is off.
+    ValueError for `aux` of a module that has no routers of experts."""
     if not hasattr(module, "get_output_embeddings"):
+        if aux:
+            raise ValueError(f"aux: expected False for {type(module).__name__}, whose TokenOut is its own")
         return module
     _silence(module)
-    return Scorer(module, sampling or Sampling(), entropy=entropy, fused=fused, chunk_size=chunk_size)
+    options: dict[str, Any] = {"entropy": entropy, "aux": aux, "fused": fused, "chunk_size": chunk_size}
+    return Scorer(module, sampling or Sampling(), **options)
 
 
 def split_over(root: nn.Module, sequence: Any) -> None:
@@ -175,6 +199,7 @@ def bind(
     *,
     sampling: Sampling | None = None,
     entropy: bool = False,
+    aux: bool = False,
     fused: bool = True,
     chunk_size: int = 0,
 ) -> tuple[Apply, tree.Named]:
@@ -185,10 +210,12 @@ def bind(
     other module must itself map a Packed to a TokenOut. `apply` is torch.func.functional_call: it works with
     any parameters, under torch.func.grad and vmap. With gradient checkpointing it refuses all but the
     module's own, because the second forward would read those. Log-probs are at `sampling`'s temperature, cut
-    like its top_p / top_k, and 0 outside mask. `fused` without logits [T, V], `chunk_size` columns of the
+    like its top_p / top_k, and 0 outside mask. `aux`: how evenly experts are used, see `model.router`;
+    ValueError for a model without. `fused` without logits [T, V], `chunk_size` columns of the
     vocabulary at a time (0: what suits the device).
     """
-    root = rooted(materialize(module), sampling=sampling, entropy=entropy, fused=fused, chunk_size=chunk_size)
+    options: dict[str, Any] = {"entropy": entropy, "aux": aux, "fused": fused, "chunk_size": chunk_size}
+    root = rooted(materialize(module), sampling=sampling, **options)
     probe.settle(root)
     return applied(root, module)
 

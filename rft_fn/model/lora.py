@@ -12,71 +12,12 @@ from torch import Tensor, nn
 from rft_fn import rng
 from rft_fn.model.finite import require_finite
 from rft_fn.model.quantize import is_low, whole
+from rft_fn.model.targets import linear, say_left_out, target_paths
 from rft_fn.types import Apply, Packed, TokenOut
 
 __all__ = ["Export", "apply_lora_configuration", "home", "merged", "with_adapter", "without_adapters"]
 
-_TOWERS = {
-    "audio_encoder", "audio_model", "audio_tower", "connector", "image_tower", "merger",
-    "multi_modal_projector", "speech_encoder", "vision_encoder", "vision_model", "vision_tower", "visual",
-}  # fmt: skip
-_HEADS = {"classifier", "embed_out", "lm_head", "score", "v_head", "value_head"}
 _ADAPTER = "adapter_model.safetensors"
-
-
-# ------------------------------------------------------------------------------------------ which layers
-
-
-def _linear(module: nn.Module) -> list[str]:
-    """Paths of all linear layers but the head over the vocabulary. GPT-2's Conv1D is one."""
-    from transformers.pytorch_utils import Conv1D
-
-    head = getattr(module, "get_output_embeddings", lambda: None)()
-    return [n for n, m in module.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
-
-
-def _of_text(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """Those of the paths that lead into the text model: no head, and no part that sees or hears."""
-    decoder = getattr(module, "get_decoder", lambda: module)()
-    root = next((n for n, m in module.named_modules() if m is decoder and n), "")
-    inside = [p for p in paths if not root or p.startswith(f"{root}.")]
-    return [p for p in inside if not set(p.split(".")) & (_TOWERS | _HEADS)]
-
-
-def _matches(path: str, name: str) -> bool:
-    """Whether `name` is a whole path, the end of one, or one of the parts that it leads through."""
-    return f".{name}." in f".{path}."
-
-
-def target_paths(
-    module: nn.Module, target_modules: str | Sequence[str], exclude: Sequence[str] = ()
-) -> list[str]:
-    """The full paths of the layers that get adapters; see `apply_lora_configuration`."""
-    every = _linear(module)
-    text = _of_text(module, every)
-    if target_modules == "auto":
-        chosen = text
-    elif target_modules == "all-linear":
-        chosen = every
-    else:
-        names = target_modules
-        if isinstance(names, str):
-            names = [name.strip() for name in names.split(",")]
-        known = sorted({p.rsplit(".", 1)[-1] for p in text})
-        unknown = [name for name in names if not any(_matches(p, name) for p in every)]
-        if unknown or not names:
-            raise ValueError(f"target_modules: expected auto, all-linear or some of {known}, got {unknown}")
-        # a name that the text model has is meant there; a tower is adapted only by a path that leads there
-        inside = [p for p in text if any(_matches(p, name) for name in names)]
-        outside = [name for name in names if not any(_matches(p, name) for p in text)]
-        chosen = inside + [p for p in every if any(_matches(p, name) for name in outside)]
-    unknown = [name for name in exclude if not any(_matches(p, name) for p in every)]
-    if unknown:
-        raise ValueError(f"exclude: expected parts of the paths of linear layers, got {unknown}")
-    chosen = [p for p in chosen if not any(_matches(p, name) for name in exclude)]
-    if not chosen:
-        raise ValueError(f"target_modules: expected one linear layer or more, got none of {len(every)}")
-    return chosen
 
 
 # ------------------------------------------------------------------------------------------------- made
@@ -96,7 +37,8 @@ def apply_lora_configuration(
 
     `target_modules`: "auto" is every linear layer of the text model, never the head, never a part that sees
     or hears; "all-linear" every one of the model but the head; else names, or one string of names with
-    commas. `exclude` names layers, or parts that hold some, without adapters. B starts at 0; A is drawn from
+    commas. Routed experts, and layers whose weight a model reads without calling them, have none: one line
+    says so. `exclude` names layers, or parts that hold some, without adapters. B starts at 0; A is drawn from
     `seed` and the layer's name, so it is the same on every process, and with `load(meta=True)` too.
     ValueError for a rank below 1, for a module that has adapters already, for names that it does not have,
     and for dropout, which would make log-probs random.
@@ -117,8 +59,9 @@ def apply_lora_configuration(
             f"dropout: expected 0, got {dropout}: log-probs of the trainer and the sampler would differ"
         )
     paths = target_paths(module, target_modules, exclude)
+    say_left_out(module)
     # peft matches the ends of paths: what else ends like one of ours is left out by name
-    also = [p for p in _linear(module) if p not in paths and any(p.endswith(f".{x}") for x in paths)]
+    also = [p for p in linear(module) if p not in paths and any(p.endswith(f".{x}") for x in paths)]
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,

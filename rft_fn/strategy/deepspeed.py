@@ -74,12 +74,13 @@ def bind(
     cut: Cut,
     sampling: Sampling | None = None,
     entropy: bool = False,
+    aux: bool = False,
     shard_size: int | None = None,
 ) -> tuple[Apply, tree.Named]:
     """(apply, params) of a module that only scores. Stage 3 shards its parameters, unless shard_size is 1: 1
     and 2 have nothing to shard."""
     size = _size(shard_size, 1)
-    root = zero.rooted(config, module, sampling, entropy)
+    root = zero.rooted(config, module, sampling, entropy, aux)
     run: Any = root
     if config.zero_stage == 3 and size == dist.world():
         run = zero.library().initialize(
@@ -111,12 +112,13 @@ def init(
     cut: Cut,
     sampling: Sampling | None = None,
     entropy: bool = False,
+    aux: bool = False,
     shard_size: int | None = None,
 ) -> tuple[Apply, TrainState]:
     """(apply, state) of a module that is trained with `tx`. ValueError for a `tx` that DeepSpeed's optimizer
     cannot be."""
     _size(shard_size)
-    root = zero.rooted(config, module, sampling, entropy)
+    root = zero.rooted(config, module, sampling, entropy, aux)
     engine = zero.Engine(config, module, root, tx)
     _settle(cut, root, engine.engine)
     apply = Owned(engine.engine, engine.own, engine)

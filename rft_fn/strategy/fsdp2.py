@@ -162,13 +162,15 @@ def bind(
     cut: Cut,
     sampling: Sampling | None = None,
     entropy: bool = False,
+    aux: bool = False,
     shard_size: int | None = None,
 ) -> tuple[Sharded, tree.Named]:
     """(apply, params) of a module, which is sharded in place."""
     quantize.require_whole(module, "FSDP2")
     mesh, sequence = meshes(config, shard_size or 0)
-    options = {"fused": config.fused_linear_logprob, "chunk_size": config.chunk_size}
-    root = model_lib.rooted(step.cast(module, config), sampling=sampling, entropy=entropy, **options)
+    options: dict[str, Any] = {"entropy": entropy, "aux": aux, "fused": config.fused_linear_logprob}
+    options["chunk_size"] = config.chunk_size
+    root = model_lib.rooted(step.cast(module, config), sampling=sampling, **options)
     if sequence is not None:
         model_lib.split_over(root, sequence)
     shard_module(root, mesh, config)

@@ -26,16 +26,18 @@ def bind(
     cut: Cut,
     sampling: Sampling | None = None,
     entropy: bool = False,
+    aux: bool = False,
     shard_size: int | None = None,
 ) -> tuple[Apply, tree.Named]:
     """(apply, params) of a module. With bf16 the parameters are cast on their way into the forward."""
     if shard_size not in (None, 0, 1):
         raise ValueError(f"shard_size: expected 1 on one process, got {shard_size}")
-    options = {"fused": config.fused_linear_logprob, "chunk_size": config.chunk_size}
+    options: dict[str, Any] = {"entropy": entropy, "aux": aux, "fused": config.fused_linear_logprob}
+    options["chunk_size"] = config.chunk_size
     if config.bf16 or config.use_mp_opt:
         quantize.require_whole(module, "bf16 and use_mp_opt")
     module = model_lib.materialize(step.cast(module, config))
-    root = model_lib.rooted(module, sampling=sampling, entropy=entropy, **options)
+    root = model_lib.rooted(module, sampling=sampling, **options)
     cut.settle(root)
     apply, params = applied(root, module)
     if not config.bf16:

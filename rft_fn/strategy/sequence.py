@@ -47,6 +47,11 @@ class Sequence:
 
         return tree.map(whole, out)
 
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of x over the processes, in place and without gradient."""
+        torch.distributed.all_reduce(x, group=self.mesh.get_group())
+        return x
+
     def heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [T / k, H, D], k and v [T / k, H', D] -> all T tokens of this process's share of the heads. Heads
         of k and v are repeated where there are fewer than processes. ValueError for a H that k does not

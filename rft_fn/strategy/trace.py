@@ -55,6 +55,35 @@ class Live(TorchDispatchMode):
         return out
 
 
+class _Answers(TorchDispatchMode):
+    """What the meta device cannot say, of a pack that is one sequence, without padding.
+
+    Models with states ask whether their mask is all ones: yes. The products of all experts at once exist for
+    the meta device in bfloat16 alone: here they have a shape in any type.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            asked = args[0]
+            if asked.is_meta and asked.dtype == torch.bool:
+                return True
+        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
+            return _grouped(*args[:3], **kwargs)
+        return func(*args, **kwargs)
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """The shape of a product by groups: rows of a, columns of b, or what both sum over, are cut at `offs`."""
+    shape = [*a.shape[:-1], b.shape[-1]]
+    if a.dim() == b.dim() == 2:
+        assert offs is not None
+        shape = [offs.shape[0], *shape]
+    elif a.dim() == 3 and b.dim() == 2:
+        shape = shape[1:]
+    return a.new_empty(shape)
+
+
 class Step(NamedTuple):
     """What one pack of T tokens adds to parameters, gradients and optimizer [bytes]."""
 
@@ -126,7 +155,8 @@ def _rooted(module: nn.Module, *, kind: str, tokens: int, fused: bool, chunk_siz
     if lm is not None and attention.unfit_model(lm) is None:
         AttentionInterface.register(NAME, _stand_in(kind == "cpu"))
         attention._config(lm)[1]._attn_implementation = NAME
-    probe.assume(root)
+    with _Answers():
+        probe.assume(root)
     return root
 
 
@@ -182,7 +212,7 @@ def step(
 
     part = _decoder(root)
     handle = part.register_forward_hook(decoder_done) if part is not None else None
-    with live:
+    with live, _Answers():
         out = root(pack)
         total = sum(x.sum() for x in (out.logp, out.entropy, out.value) if x is not None)
         marks.setdefault("activations", live.now)

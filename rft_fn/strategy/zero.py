@@ -121,7 +121,11 @@ class _Root(nn.Module):
 
 
 def rooted(
-    config: StrategyConfig, module: nn.Module, sampling: Sampling | None = None, entropy: bool = False
+    config: StrategyConfig,
+    module: nn.Module,
+    sampling: Sampling | None = None,
+    entropy: bool = False,
+    aux: bool = False,
 ) -> nn.Module:
     """The module that a pack goes into: pack -> the fields of a TokenOut. ValueError for float64 and float16,
     which DeepSpeed rounds."""
@@ -132,7 +136,7 @@ def rooted(
             got = str(dtype).removeprefix("torch.")
             raise ValueError(f"zero_stage: expected a module in float32 or bfloat16, got one in {got}")
     how = {"fused": config.fused_linear_logprob, "chunk_size": config.chunk_size}
-    return _Root(model_lib.rooted(module, sampling=sampling, entropy=entropy, **how))
+    return _Root(model_lib.rooted(module, sampling=sampling, entropy=entropy, aux=aux, **how))
 
 
 def register(root: nn.Module, module: nn.Module) -> None:
