@@ -169,10 +169,14 @@ def main():
         PAGE.write_text(families_page.page(json.loads(RESULTS.read_text())))
         print(f"{kind:20} {column:10} {entry}", flush=True)
 
-    again = args.again or bool(args.only)
-    cells = [
-        (k, c) for k in args.only or FAMILIES for c in args.columns if again or c not in found.get(k, {})
-    ]
+    def wanted(kind, column):
+        entry = found.get(kind, {}).get(column)
+        if entry is None or args.again or (args.only and not args.failed):
+            return True
+        return args.failed and not entry["ok"]
+
+    cells = [(kind, column) for kind in args.only or FAMILIES for column in args.columns]
+    cells = [cell for cell in cells if wanted(*cell)]
     run(cells, args.jobs, args.limit, keep)
 
 

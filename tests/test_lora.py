@@ -413,10 +413,9 @@ ROWS = [(2, 5), (3, 7), (1, 4), (2, 2)]
 
 
 def family(kind):
-    from test_probe import MIX, PACK, small
-    from test_router import small as mixture
+    from families import small
 
-    return small(kind, torch.float32) if kind in PACK | MIX else mixture(kind)
+    return small(kind, torch.float32)
 
 
 def adapters_learn(st, kind):

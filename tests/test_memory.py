@@ -6,10 +6,10 @@ import json
 from functools import partial
 from pathlib import Path
 
+import families
 import pytest
 import ranks
 import test_probe
-import test_router
 import tiny
 import torch
 from torch.profiler import profile
@@ -150,8 +150,7 @@ FAMILIES = (
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families_with_states_and_experts_are_counted(kind):
     """A sequence of 96 tokens through small models: 0.8 to 1.4 of what it allocates."""
-    made = test_probe.small if kind in test_probe.PACK | test_probe.MIX else test_router.small
-    model, tx, st = made(kind, torch.float32), optim.adamw(1e-3), get_strategy(StrategyConfig())
+    model, tx, st = families.small(kind, torch.float32), optim.adamw(1e-3), get_strategy(StrategyConfig())
     x = estimate(st.config, (model, tx), budget=96, kind="cpu", engine=False)
     assert x.unknown == ()
     apply, state = test_probe.quiet(st.init, model, tx, entropy=True)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import ref
 import torch
+from families import DELTA, EXPERTS, USUAL
 from ranks import run
 from test_house import load_script as script
-from test_probe import DELTA, EXPERTS, USUAL, quiet, rows
+from test_probe import quiet, rows
 from test_straight_line import logged, mixture
 from tiny import mixed
 

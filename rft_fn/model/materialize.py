@@ -103,6 +103,9 @@ def materialize(module: nn.Module) -> nn.Module:
     _fill(part, weights, kept)
     for p in part.parameters():
         p._is_hf_initialized = True  # type: ignore[attr-defined]
+    for m in part.modules():
+        if next(m.buffers(), None) is None:  # nothing is left to make, which not every family does of shards
+            m._is_hf_initialized = True  # type: ignore[assignment]
     part.initialize_weights()  # type: ignore[operator]  # what no file holds: buffers, of rotary embeddings
     return module
 
