@@ -47,7 +47,9 @@ def commands(text):
             yield found[1], shlex.split(rest, comments=True)
 
 
-@pytest.mark.parametrize(("path", "least"), [("README.md", 5), ("docs/results/README.md", 3)])
+@pytest.mark.parametrize(
+    ("path", "least"), [("README.md", 5), ("docs/results/README.md", 3), ("docs/preferences.md", 8)]
+)
 def test_commands_are_understood_as_they_stand(path, least):
     """Every option is one of the script's, with a value that it takes."""
     found = list(commands((ROOT / path).read_text()))
