@@ -39,6 +39,14 @@ def _smooth(y: Sequence[float], span: int) -> list[float]:
     return [sum(y[max(0, i - span + 1) : i + 1]) / (i + 1 - max(0, i - span + 1)) for i in range(len(y))]
 
 
+def _panels(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, list[str]]]:
+    """(title, names of curves) of what a run has; the loss where it has no reward."""
+    rewarded = any("reward/mean" in row for row in rows)
+    wanted = _PANELS if rewarded else (_LOSS, *_PANELS)
+    found = [(title, [key for key in keys if _series(rows, key)[0]]) for title, keys in wanted]
+    return [(title, keys) for title, keys in found if keys]
+
+
 def _label(key: str) -> str:
     """What a curve is beside others in its panel: mean, max, chosen; held out or training."""
     if "_" in key:
@@ -73,10 +81,7 @@ def curve(metrics: str | Path, out: str | Path, *, title: str = "") -> Path:
     from matplotlib import pyplot as plt
 
     rows = read_metrics(metrics)
-    rewarded = any("reward/mean" in row for row in rows)
-    wanted = _PANELS if rewarded else (_LOSS, *_PANELS)
-    panels = [(t, [k for k in keys if _series(rows, k)[0]]) for t, keys in wanted]
-    panels = [(t, keys) for t, keys in panels if keys]
+    panels = _panels(rows)
     lines = -(-len(panels) // 3)
     fig, axes = plt.subplots(
         lines, min(len(panels), 3), figsize=(4 * min(len(panels), 3), 2.7 * lines), squeeze=False

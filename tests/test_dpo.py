@@ -85,6 +85,7 @@ def test_the_reference_of_adapters_is_the_model_without_them(tmp_path):
     better, worse = 0.1 * (sums[0] - sums[1])
     assert last["eval/margin"] == pytest.approx(float((better - worse).mean()), rel=1e-3)
     assert abs(last["eval/margin"]) > 0.01
+    assert last["policy/ref_gap"] > 0.01 and abs(last["pairs/margin"]) > 0.01  # of the pairs in training too
     checkpoint = rft.ckpt.weights(tmp_path / "r/checkpoints/step_00000004")
     assert checkpoint and all("lora_" in name for name in checkpoint)
 

@@ -279,6 +279,21 @@ def test_finish_draws_what_was_written(tmp_path, capsys):
     assert left > right  # the rewards went up, and so does the line
 
 
+def test_the_panels_are_those_of_what_a_run_has(tmp_path):
+    """A reward in place of the loss; for pairs both the held-out and the training curve."""
+    rewarded = [{"step": 0, "reward/mean": 0.5, "loss": 1.0, "grad/norm": 1.0}]
+    assert [title for title, _ in plot._panels(rewarded)] == ["reward", "gradient norm"]
+    supervised = [{"step": 0, "loss": 1.0, "grad/norm": 1.0}]
+    assert plot._panels(supervised) == [("loss", ["loss"]), ("gradient norm", ["grad/norm"])]
+    pairs = [{"step": 0, "loss": 0.7, "pairs/accuracy": 0.5}, {"step": 1, "eval/accuracy": 1.0, "loss": 0.6}]
+    assert plot._panels(pairs) == [
+        ("loss", ["loss"]),
+        ("accuracy of pairs", ["eval/accuracy", "pairs/accuracy"]),
+    ]
+    named = ("eval/accuracy", "pairs/accuracy", "loss", "pairs/reward_chosen", "rollout/length_max")
+    assert [plot._label(key) for key in named] == ["held out", "training", "training", "chosen", "max"]
+
+
 def test_pictures_go_where_they_are_asked_for(tmp_path):
     """log_dir moves them, plot_every draws more of them; the files of rows stay in the folder."""
     many = [[0] * n for n in (1, 2, 5)]

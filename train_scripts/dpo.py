@@ -34,7 +34,7 @@ class Config:
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
 
     loss: Literal["dpo", "cdpo", "ipo"] = "dpo"  # of a pair
-    beta: Positive = 0.1  # holds the policy to the reference: reward = beta log(policy / reference)
+    beta: Positive = 0.1  # hold on the reference: the reward is beta log(policy / reference)
     label_smoothing: Annotated[float, Range(0, 0.5, open_high=True)] = 0.0  # cdpo: the share of wrong labels
     nll: AtLeast0 = 0.0  # coefficient of the chosen response's mean negative log-prob (RPO)
 
