@@ -70,8 +70,8 @@ def _experts(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def not_taken_for_experts(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """The paths less those that peft takes for the routed experts, whose names they had in older files: shared
-    experts, and the dense layers of such a model. One line says so."""
+    """The paths less those that peft takes for the routed experts, which had such names in older files:
+    shared experts, and the dense layers of such a model. One line says so."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -81,8 +81,8 @@ def not_taken_for_experts(module: nn.Module, paths: Sequence[str]) -> list[str]:
     names = sorted({path.rpartition(".")[2] for path in set(paths) - set(kept)})
     if names:
         attention.say(
-            f"lora: no adapters on {', '.join(names)} ({len(paths) - len(kept)} layers), which peft takes for "
-            "the routed experts"
+            f"lora: no adapters on {', '.join(names)} ({len(paths) - len(kept)} layers), which peft takes "
+            "for the routed experts"
         )
     return kept
 

@@ -113,7 +113,7 @@ MUTANTS = [
         "what a family makes of random numbers is kept instead of read",
         "rft_fn/model/materialize.py",
         '    skeleton.to("meta")',
-        "    _ = skeleton",
+        "    del config",
         "tests/test_materialize.py::test_without_memory_first_a_model_is_what_transformers_loads[DiffLlama-dtype0]",
     ),
 ]
