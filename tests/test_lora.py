@@ -479,3 +479,22 @@ def test_what_adapters_pass_over_is_said(kind):
 def test_a_layer_that_is_read_is_no_target():
     with pytest.raises(ValueError, match=r"target_modules: expected .* got \['out_proj'\]"):
         model.apply_lora_configuration(family("FalconH1"), 4, 8.0, target_modules="out_proj")
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("Qwen3Next", 9), ("DeepseekV3", 10), ("Llama4Text", 14), ("Phimoe", 8)]
+)
+def test_names_of_experts_and_routers_are_no_targets(kind, layers):
+    """peft takes shared experts for the routed ones, and a router may be a linear layer with two outputs."""
+    attention.say.cache_clear()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        module = model.apply_lora_configuration(family(kind), 4, 8.0)
+    taken = [str(w.message) for w in heard if "peft takes for the routed experts" in str(w.message)]
+    assert len(taken) == (kind in ("Qwen3Next", "DeepseekV3"))
+    adapted = {name.partition(".lora_A")[0] for name, _ in module.named_parameters() if ".lora_A" in name}
+    assert len(adapted) == layers
+    assert not any(name.endswith("router") for name in adapted)
+    ids = torch.arange(3, 9)[None]
+    got = module(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(got, family(kind)(input_ids=ids, use_cache=False).logits)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rft_fn import rng
 from rft_fn.model.finite import require_finite
 from rft_fn.model.quantize import is_low, whole
-from rft_fn.model.targets import linear, say_left_out, target_paths
+from rft_fn.model.targets import linear, not_taken_for_experts, say_left_out, target_paths
 from rft_fn.types import Apply, Packed, TokenOut
 
 __all__ = ["Export", "apply_lora_configuration", "home", "merged", "with_adapter", "without_adapters"]
@@ -58,7 +58,7 @@ def apply_lora_configuration(
         raise ValueError(
             f"dropout: expected 0, got {dropout}: log-probs of the trainer and the sampler would differ"
         )
-    paths = target_paths(module, target_modules, exclude)
+    paths = not_taken_for_experts(module, target_paths(module, target_modules, exclude))
     say_left_out(module)
     # peft matches the ends of paths: what else ends like one of ours is left out by name
     also = [p for p in linear(module) if p not in paths and any(p.endswith(f".{x}") for x in paths)]

@@ -9,7 +9,7 @@ from torch import nn
 
 from rft_fn.model import attention
 
-__all__ = ["linear", "say_left_out", "target_paths"]
+__all__ = ["linear", "not_taken_for_experts", "say_left_out", "target_paths"]
 
 _TOWERS = {
     "audio_encoder", "audio_model", "audio_tower", "connector", "image_tower", "merger",
@@ -19,11 +19,17 @@ _HEADS = {"classifier", "embed_out", "lm_head", "score", "v_head", "value_head"}
 
 
 def linear(module: nn.Module) -> list[str]:
-    """Paths of all linear layers but the head over the vocabulary. GPT-2's Conv1D is one."""
+    """Paths of all linear layers but the head over the vocabulary. GPT-2's Conv1D is one; a family's own kind
+    of linear layer, which a router may be, gives more than a product and is none."""
     from transformers.pytorch_utils import Conv1D
 
     head = getattr(module, "get_output_embeddings", lambda: None)()
-    return [n for n, m in module.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
+    return [
+        name
+        for name, m in module.named_modules()
+        if isinstance(m, (nn.Linear, Conv1D)) and m is not head
+        if not type(m).__module__.startswith("transformers.models.")
+    ]
 
 
 def _of_text(module: nn.Module, paths: Sequence[str]) -> list[str]:
@@ -61,6 +67,24 @@ def _experts(module: nn.Module) -> dict[str, nn.Parameter]:
         for name, p in m.named_parameters(recurse=False)
         if p.dim() == 3 and "expert" in path.lower() and not isinstance(m, convolution)
     }
+
+
+def not_taken_for_experts(module: nn.Module, paths: Sequence[str]) -> list[str]:
+    """The paths less those that peft takes for the routed experts, which had such names in older files:
+    shared experts, and the dense layers of such a model. One line says so."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=list(paths))
+    convert_peft_config_for_transformers(config, module, None)
+    kept = [path for path in paths if path in (config.target_modules or ())]
+    names = sorted({path.rpartition(".")[2] for path in set(paths) - set(kept)})
+    if names:
+        attention.say(
+            f"lora: no adapters on {', '.join(names)} ({len(paths) - len(kept)} layers), which peft takes "
+            "for the routed experts"
+        )
+    return kept
 
 
 def say_left_out(module: nn.Module) -> None:

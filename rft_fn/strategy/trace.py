@@ -154,7 +154,10 @@ def _rooted(module: nn.Module, *, kind: str, tokens: int, fused: bool, chunk_siz
     lm = getattr(root, "lm", None) or getattr(root, "decoder", None)
     if lm is not None and attention.unfit_model(lm) is None:
         AttentionInterface.register(NAME, _stand_in(kind == "cpu"))
-        attention._config(lm)[1]._attn_implementation = NAME
+        name = NAME
+        if attention.keeps_scores(lm):
+            name = "eager"  # a [T, T] mask is counted as it is
+        attention.use(lm, name)
     with _Answers():
         probe.assume(root)
     return root

@@ -95,4 +95,25 @@ MUTANTS = [
         "return whole",
         "tests/test_probe.py::test_the_head_is_fused_only_where_logits_are_its_output[Llama4Text]",
     ),
+    (
+        "shared experts are handed to peft",
+        "rft_fn/model/targets.py",
+        "kept = [path for path in paths if path in (config.target_modules or ())]",
+        "kept = list(paths)",
+        "tests/test_lora.py::test_names_of_experts_and_routers_are_no_targets[DeepseekV3]",
+    ),
+    (
+        "routers that are linear layers get adapters",
+        "rft_fn/model/targets.py",
+        'if not type(m).__module__.startswith("transformers.models.")',
+        "if True",
+        "tests/test_lora.py::test_names_of_experts_and_routers_are_no_targets[Llama4Text]",
+    ),
+    (
+        "what a family makes of random numbers is kept instead of read",
+        "rft_fn/model/materialize.py",
+        '    skeleton.to("meta")',
+        "    del config",
+        "tests/test_materialize.py::test_without_memory_first_a_model_is_what_transformers_loads[DiffLlama-dtype0]",
+    ),
 ]

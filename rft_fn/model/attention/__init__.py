@@ -7,7 +7,15 @@ was.
 """
 
 from rft_fn.model.attention.engines import Device, by_sequence, by_varlen, choose, say
-from rft_fn.model.attention.interface import complete, packs_of, turn_off, turn_on, unfit_model
+from rft_fn.model.attention.interface import (
+    complete,
+    keeps_scores,
+    packs_of,
+    turn_off,
+    turn_on,
+    unfit_model,
+    use,
+)
 from rft_fn.model.attention.packs import Packs
 
 __all__ = [
@@ -17,9 +25,11 @@ __all__ = [
     "by_varlen",
     "choose",
     "complete",
+    "keeps_scores",
     "packs_of",
     "say",
     "turn_off",
     "turn_on",
     "unfit_model",
+    "use",
 ]

@@ -11,10 +11,19 @@ from rft_fn.model.attention.engines import packed, say
 from rft_fn.model.attention.packs import Packs
 from rft_fn.types import Packed
 
-__all__ = ["complete", "eager_attention", "packs_of", "sdpa_attention", "turn_off", "turn_on", "unfit_model"]
+__all__ = [
+    "complete",
+    "eager_attention",
+    "keeps_scores",
+    "packs_of",
+    "sdpa_attention",
+    "turn_off",
+    "turn_on",
+    "unfit_model",
+    "use",
+]
 
 SDPA, EAGER = "rft_packs", "rft_packs_eager"  # in transformers' table of attention functions
-_NAMES = {"sdpa": SDPA, "eager": EAGER}
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -175,14 +184,26 @@ def turn_on(lm: nn.Module) -> None:
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, sdpa_mask)
     if unfit_model(lm) is None:
-        inner, config = _config(lm)
-        config._attn_implementation = _NAMES[_usual(inner)]
+        name = SDPA
+        if keeps_scores(lm):
+            name = EAGER
+        use(lm, name)
+
+
+def use(lm: nn.Module, name: str) -> None:
+    """Has a text model look up its attention by this name in transformers' table."""
+    _config(lm)[1]._attn_implementation = name
+
+
+def keeps_scores(lm: nn.Module) -> bool:
+    """Whether attention of this model holds a number for each pair of tokens of a sequence: without sdpa."""
+    return _usual(_config(lm)[0]) == "eager"
 
 
 def turn_off(lm: nn.Module, why: str) -> None:
     """Back to the usual attention with a [T, T] mask for each pack, and a warning once."""
-    inner, config = _config(lm)
-    config._attn_implementation = _usual(inner)
+    inner = _config(lm)[0]
+    use(lm, _usual(inner))
     say(f"attention: packs of {type(inner).__name__} take a [T, T] mask: {why}")
 
 
