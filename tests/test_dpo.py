@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import chats
 import pytest
@@ -55,7 +56,13 @@ def test_it_learns_from_the_built_in_pairs(tmp_path):
     assert all(timing[f"phase/{name}"] > 0 for name in ("score", "train"))
 
 
-@pytest.mark.parametrize("options", [{}, {"lora_rank": 4}, {"gradient_checkpointing": True}])
+INT8 = pytest.param(
+    {"lora_rank": 4, "lora_merge": False, "quantize": "int8"},
+    marks=pytest.mark.skipif(find_spec("torchao") is None, reason="no library for int8"),
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_rank": 4}, {"gradient_checkpointing": True}, INT8])
 def test_the_policy_is_the_reference_before_the_first_update(tmp_path, options):
     first = train(tmp_path / "r", **options)[0]
     for name in ("margin", "accuracy", "reward_chosen", "reward_rejected"):

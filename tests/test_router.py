@@ -1,6 +1,7 @@
 """The balance of experts: its definition, models that have routers, every cut of a batch, two processes."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -252,6 +253,15 @@ def test_the_coefficient_changes_what_a_script_learns(name, tmp_path):
         assert ("router/aux" in row) == ("router/max_share" in row) == (coef > 0)
     assert abs(added[0.0]) < 1e-6
     assert added[0.5] == pytest.approx(0.5 * row["router/aux"], rel=0.1)
+
+
+def test_the_coefficient_is_on_top_of_what_pairs_cost(tmp_path):
+    """The loss of a pair is log 2 before the first update, whatever the model."""
+    module, folder = script("dpo"), mixture(tmp_path / "base")
+    options = {"model": folder, "steps": 1, "batch": 4, "eval_pairs": 2, "router_aux": 0.5}
+    module.main(module.Config(**options, out=str(tmp_path / "run")))
+    row = logged(tmp_path / "run")[0]
+    assert row["loss"] - math.log(2) == pytest.approx(0.5 * row["router/aux"], rel=0.1)
 
 
 # ---------------------------------------------------------------------------------- several processes

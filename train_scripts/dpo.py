@@ -32,11 +32,13 @@ class Config:
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
     lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names separated by commas
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
+    quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty: its own
 
     loss: Literal["dpo", "cdpo", "ipo"] = "dpo"  # of a pair
     beta: Positive = 0.1  # hold on the reference: the reward is beta log(policy / reference)
     label_smoothing: Annotated[float, Range(0, 0.5, open_high=True)] = 0.0  # cdpo: the share of wrong labels
     nll: AtLeast0 = 0.0  # coefficient of the chosen response's mean negative log-prob (RPO)
+    router_aux: AtLeast0 = 0.0  # coefficient of the balance of experts, of a mixture of experts
 
     steps: Count | None = None  # updates; None is 100
     epochs: Positive | None = None  # passes over the pairs of data, in place of steps; not for tasks
@@ -126,6 +128,7 @@ def main(cfg: Config) -> None:
     # ---- where it runs
     check(cfg)
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
+    rft.model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
 
     # ---- pairs; what is wrong with them is found before a model is loaded
     tokenizer = rft.model.load_tokenizer(cfg.model)
@@ -157,7 +160,7 @@ def main(cfg: Config) -> None:
 
     # ---- the policy, its optimizer, and the reference: the initial model, or with LoRA the policy without it
     load = partial(rft.model.load, cfg.model, meta=st.world > 1)
-    module = load(gradient_checkpointing=cfg.gradient_checkpointing)
+    module = load(gradient_checkpointing=cfg.gradient_checkpointing, quantize=cfg.quantize)
     if cfg.lora_rank:
         module = rft.model.apply_lora_configuration(
             module, cfg.lora_rank, cfg.lora_alpha, target_modules=cfg.lora_targets, seed=cfg.seed
@@ -165,7 +168,7 @@ def main(cfg: Config) -> None:
     tx, schedule = optimizer(cfg)
     copies = [] if cfg.lora_rank else [(module, None)]
     st.print(rft.strategy.preflight(st, (module, tx), *copies, budget=cfg.budget, engine=False))
-    apply, state = st.init(module, tx)
+    apply, state = st.init(module, tx, aux=cfg.router_aux > 0)
     if cfg.lora_rank:
         plain = rft.model.without_adapters(module, apply)
     else:
@@ -201,7 +204,11 @@ def main(cfg: Config) -> None:
         tokens, _ = rft.packing.sides(b.mask.float(), b)
         metrics = rft.metric.pairs("pairs", *sides, rft.packing.real(b), beta=cfg.beta)
         metrics["policy/ref_gap"] = rft.metric.mean((out.logp - b.ref_logp).abs(), b.mask)
-        return objective(sides, tokens)[b.seq // 2], metrics
+        loss = objective(sides, tokens)[b.seq // 2]
+        if cfg.router_aux:
+            loss = loss + cfg.router_aux * out.aux
+            metrics |= rft.metric.router(out, b)
+        return loss, metrics
 
     pairs, _ = rft.data.take(unseen, cfg.eval_pairs, cfg.seed)
     held_out = experience(pairs)
