@@ -6,11 +6,16 @@ The lists lie beside this file, one for each part of the library. A mutant is (w
 
     python tests/mutants/run.py                 all of them
     python tests/mutants/run.py loss engine     those that mention one of the words anywhere
-    python tests/mutants/run.py --table docs/mutants.md
+    python tests/mutants/run.py --new           those that were not run yet, or were changed since
+
+Every result is kept in docs/results/mutants.json, with the commit that it was run on; docs/mutants.md is made
+of those, so that it says of each mutant when its test last saw it.
 """
 
 import argparse
+import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -19,11 +24,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
+PAGE, RECORD = ROOT / "docs" / "mutants.md", ROOT / "docs" / "results" / "mutants.json"
 LIMIT = 600  # s that one test may take
 
 
@@ -132,27 +139,68 @@ def run(chosen: Sequence[Mutant], jobs: int) -> Iterator[Result]:
             yield from pool.map(in_a_copy, chosen)
 
 
-def table(results: Sequence[Result]) -> str:
-    """A page for docs: the mutants by part, each with the test that kills it."""
+def key(mutant: Mutant) -> str:
+    """The name of a mutant in the record: another wrong change, or another test, has another one."""
+    text = "\0".join([mutant.file, mutant.old, mutant.new, mutant.test])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def head() -> str:
+    """The commit of the code; a + behind it where files differ from it."""
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=True)
+    commit = git(["git", "rev-parse", "--short=8", "HEAD"]).stdout.strip()
+    return commit + "+" * bool(git(["git", "status", "--porcelain"]).stdout.strip())
+
+
+def recorded() -> dict[str, dict]:
+    """What was found so far, by `key`."""
+    return json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+
+
+def keep(result: Result, commit: str) -> None:
+    """Put a result into the record, and make the page anew."""
+    found = recorded()
+    found[key(result.mutant)] = {
+        "what": result.mutant.what,
+        "killed": result.killed,
+        "note": result.note,
+        "seconds": round(result.seconds),
+        "commit": commit,
+    }
+    RECORD.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    PAGE.write_text(table(mutants(), found))
+
+
+def table(everything: Sequence[Mutant], found: dict[str, dict]) -> str:
+    """A page for docs: the mutants by part, each with the test that kills it and the commit it was run on."""
+    results = [found.get(key(m)) for m in everything]
+    killed = sum(r is not None and r["killed"] for r in results)
+    unseen = sum(r is None for r in results)
     lines = [
         "# Mutants",
         "",
         "Small wrong changes of the library, and the test that fails for each. `make mutants` applies every",
         "one to a copy of the repository and runs its test. A wrong change that no test sees belongs here,",
-        "with a new test.",
+        "with a new test. The last column is the commit on which a mutant was run last.",
         "",
-        f"{sum(r.killed for r in results)} of {len(results)} are killed.",
+        f"Of {len(everything)} mutants {killed} are killed, {len(everything) - killed - unseen} survive and "
+        f"{unseen} were not run as they stand.",
     ]
-    for part in dict.fromkeys(r.mutant.part for r in results):
-        lines += ["", f"## {part}", "", "| what | where | killed by |", "|---|---|---|"]
-        for r in results:
-            if r.mutant.part == part:
-                name = r.mutant.test.removeprefix("tests/")
-                killed = f"`{name}`" if r.killed else f"**survives**: {r.note}"
-                lines.append(
-                    f"| {r.mutant.what} | `{r.mutant.file}` | {killed.replace('|', chr(92) + '|')} |"
-                )
+    for part in dict.fromkeys(m.part for m in everything):
+        lines += ["", f"## {part}", "", "| what | where | killed by | on |", "|---|---|---|---|"]
+        lines += [_row(m, found.get(key(m))) for m in everything if m.part == part]
     return "\n".join(lines) + "\n"
+
+
+def _row(mutant: Mutant, result: dict | None) -> str:
+    name = f"`{mutant.test.removeprefix('tests/')}`".replace("|", chr(92) + "|")
+    if result is None:
+        name, on = f"{name}, not run yet", ""
+    else:
+        on = result["commit"]
+    if result is not None and not result["killed"]:
+        name = f"**survives** {name}: {result['note']}"
+    return f"| {mutant.what} | `{mutant.file}` | {name} | {on} |"
 
 
 def main() -> None:
@@ -161,14 +209,17 @@ def main() -> None:
     )
     parser.add_argument("words", nargs="*", help="only mutants that one of these is about")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tests at a time")
-    parser.add_argument("--table", type=Path, help="write the results as a page")
+    parser.add_argument("--new", action="store_true", help="only mutants without a result as they stand")
     args = parser.parse_args()
     chosen, results = wanted(mutants(), args.words), []
+    if args.new:
+        done = recorded()
+        chosen = [m for m in chosen if key(m) not in done]
+    commit = head()
     for i, result in enumerate(run(chosen, args.jobs)):
         results.append(result)
         verdict = "killed" if result.killed else f"SURVIVES: {result.note}"
-        if args.table:
-            args.table.write_text(table(results))
+        keep(result, commit)
         print(f"{i + 1}/{len(chosen)}  {result.mutant.part}: {result.mutant.what}: {verdict}  "
               f"({result.seconds:.0f} s)", flush=True)  # fmt: skip
     alive = [r for r in results if not r.killed]
