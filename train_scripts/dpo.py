@@ -36,9 +36,7 @@ class Config:
     loss: Literal["dpo", "cdpo", "ipo"] = "dpo"  # of a pair
     beta: Positive = 0.1  # hold on the reference: the reward is beta log(policy / reference)
     label_smoothing: Annotated[float, Range(0, 0.5, open_high=True)] = 0.0  # cdpo: the share of wrong labels
-    nll: AtLeast0 = (
-        0.0  # coefficient of the chosen response's negative log-prob, a mean over its tokens (RPO)
-    )
+    nll: AtLeast0 = 0.0  # coefficient of the chosen side's negative log-prob, a mean over its tokens (RPO)
 
     steps: Count = 100  # updates
     batch: Count = 64  # pairs per step
