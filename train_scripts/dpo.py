@@ -119,6 +119,7 @@ def experience(pairs: list[rft.data.Pair]) -> rft.Experience:
     return rft.tree.replace(exp, w=rft.weight.pair_mean(exp.mask))
 
 
+# The whole run is one function, so that it is read from top to bottom in the order in which it happens.
 def main(cfg: Config) -> None:
     # ---- where it runs, and the folder of the run
     check(cfg)
@@ -144,8 +145,8 @@ def main(cfg: Config) -> None:
     kwargs = rft.data.literals(cfg.chat_template_kwargs)
     options |= {"messages": cfg.messages, "chat_template_kwargs": kwargs}
     dataset = rft.data.load_pairs(cfg.data, tokenizer, seed=cfg.seed, **options)
-    held_out = cfg.eval_data or cfg.data
-    unseen = rft.data.load_pairs(held_out, tokenizer, seed=cfg.seed + 1, split="test", **options)
+    evaluated = cfg.eval_data or cfg.data
+    unseen = rft.data.load_pairs(evaluated, tokenizer, seed=cfg.seed + 1, split="test", **options)
     rft.strategy.check_data(st, dataset, unseen)
 
     # ---- the policy, its optimizer, and the reference: the initial model, or with LoRA the policy without it
@@ -196,6 +197,7 @@ def main(cfg: Config) -> None:
         metrics["policy/ref_gap"] = rft.metric.mean((out.logp - b.ref_logp).abs(), b.mask)
         return objective(sides, tokens)[b.seq // 2], metrics
 
+    # the pairs of the evaluations, whose reference log-probs never change
     pairs, _ = rft.data.take(unseen, cfg.eval_pairs, cfg.seed)
     held_out = experience(pairs)
     held_out_ref = reference(held_out).sum(-1).view(-1, 2)
