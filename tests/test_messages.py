@@ -321,6 +321,7 @@ def test_an_answer_that_melts_into_its_header_is_cut_where_the_prompt_ends(name)
         ("CHATML", [user("a")], "^expected a turn of the assistant to learn, got none$"),
         ("CHATML", [user("a"), says(" ")], "^turn 2: the response is empty$"),
         ("CHATML", [says("a"), user("b"), says("c")], "^turn 1: the assistant speaks first"),
+        ("MARKED", [says("a"), user("b"), says("c")], "^turn 1: the assistant speaks first"),
         (
             "ASKED",
             [user("a"), says("<think>\nx</think>b")],

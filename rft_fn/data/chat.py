@@ -75,6 +75,8 @@ class Chat(NamedTuple):
             raise ValueError("expected a turn of the assistant to learn, got none")
         if loss_on == "last":
             spoken = spoken[-1:]
+        if spoken[0] == 0:
+            raise ValueError("turn 1: the assistant speaks first, so that no prompt asks for it")
         for i in spoken:
             turn = talk.turns[i]
             if not (turn["content"].strip() or turn.get("tool_calls") or turn.get("reasoning_content")):
@@ -153,7 +155,8 @@ class Chat(NamedTuple):
     def _by_prefixes(self, talk: Conversation, spoken: Sequence[int]) -> list[Lesson]:
         """By the prompt before each turn, and the conversation up to its end."""
         whole = self.ids(talk.turns, talk.tools, ask=False)
-        mask, alone = [False] * len(whole), []
+        mask = [False] * len(whole)
+        alone: list[Lesson] = []
         for i in spoken:
             through = whole
             if i < spoken[-1]:
@@ -175,8 +178,6 @@ class Chat(NamedTuple):
         Where a token of `through` reaches over that border it is cut there, as when the turn was sampled.
         ValueError where the turn is not rendered as it was asked for.
         """
-        if i == 0:
-            raise ValueError("turn 1: the assistant speaks first, so that no prompt asks for it")
         asked = self.ids(talk.turns[:i], talk.tools, ask=True)
         if not asked:
             raise ValueError(f"turn {i + 1}: nothing stands before it")
@@ -185,9 +186,8 @@ class Chat(NamedTuple):
 
         before = self._rendered(talk.turns[:i], talk.tools, True, tokenize=False)
         after = self._rendered(talk.turns[: i + 1], talk.tools, False, tokenize=False)
-        same = next(
-            (k for k, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after))
-        )
+        differ = (k for k, (a, b) in enumerate(zip(before, after)) if a != b)
+        same = next(differ, min(len(before), len(after)))
         cut = [*asked, *self.tokenizer.encode(after[len(before) :], add_special_tokens=False)]
         if same < len(before) or self._text(cut) != self._text(through):
             raise ValueError(

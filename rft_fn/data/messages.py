@@ -112,9 +112,9 @@ def tools_of(row: Row) -> list[Any] | None:
 def advice(row: Row) -> str:
     """What to type where columns of a row hold messages; empty where none does."""
     found = [name for name in row if are_messages(row[name])]
-    found.sort(key=lambda name: _USUAL.index(name) if name in _USUAL else len(_USUAL))
     if not found:
         return ""
+    found = [name for name in _USUAL if name in found] + [name for name in found if name not in _USUAL]
     if {"prompt", "completion"} <= set(found):
         return (
             "; 'prompt' and 'completion' hold messages: --messages prompt completion to learn the second, "
@@ -190,7 +190,9 @@ def _text(content: Any) -> str:
         elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
             texts.append(part["text"])
         else:
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            kind = type(part).__name__
+            if isinstance(part, Mapping):
+                kind = part.get("type")
             raise ValueError(f"content: expected parts of text, got one of type {kind!r}")
     return "".join(texts)
 
