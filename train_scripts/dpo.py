@@ -37,7 +37,7 @@ class Config:
     loss: Literal["dpo", "cdpo", "ipo"] = "dpo"  # of a pair
     beta: Positive = 0.1  # hold on the reference: the reward is beta log(policy / reference)
     label_smoothing: Annotated[float, Range(0, 0.5, open_high=True)] = 0.0  # cdpo: the share of wrong labels
-    nll: AtLeast0 = 0.0  # coefficient of the chosen response's mean negative log-prob (RPO)
+    nll: AtLeast0 = 0.0  # coefficient of the chosen side's negative log-prob, a mean over its tokens (RPO)
     router_aux: AtLeast0 = 0.0  # coefficient of the balance of experts, of a mixture of experts
 
     steps: Count | None = None  # updates; None is 100
@@ -124,6 +124,7 @@ def experience(pairs: list[rft.data.Pair]) -> rft.Experience:
     return rft.tree.replace(exp, w=rft.weight.pair_mean(exp.mask))
 
 
+# The whole run is one function, so that it is read from top to bottom in the order in which it happens.
 def main(cfg: Config) -> None:
     # ---- where it runs
     check(cfg)
@@ -210,6 +211,7 @@ def main(cfg: Config) -> None:
             metrics |= rft.metric.router(out, b)
         return loss, metrics
 
+    # the pairs of the evaluations, whose reference log-probs never change
     pairs, _ = rft.data.take(unseen, cfg.eval_pairs, cfg.seed)
     held_out = experience(pairs)
     held_out_ref = reference(held_out).sum(-1).view(-1, 2)
