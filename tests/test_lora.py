@@ -481,6 +481,18 @@ def test_a_layer_that_is_read_is_no_target():
         model.apply_lora_configuration(family("FalconH1"), 4, 8.0, target_modules="out_proj")
 
 
+@pytest.mark.parametrize("kind", ["Zamba", "Zamba2"])
+def test_layers_that_share_their_weights_get_no_adapters(kind):
+    """Two adapters would be merged into one weight."""
+    attention.say.cache_clear()
+    with pytest.warns(UserWarning, match="which share their weights with other layers"):
+        module = model.apply_lora_configuration(family(kind), 4, 8.0)
+    bases = [m.get_base_layer().weight for m in module.modules() if hasattr(m, "lora_A")]
+    assert len({id(w) for w in bases}) == len(bases) > 0
+    uses = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
+    assert all(uses.count(id(w)) == 1 for w in bases)
+
+
 @pytest.mark.parametrize(
     ("kind", "layers"), [("Qwen3Next", 9), ("DeepseekV3", 10), ("Llama4Text", 14), ("Phimoe", 8)]
 )

@@ -87,8 +87,23 @@ def not_taken_for_experts(module: nn.Module, paths: Sequence[str]) -> list[str]:
     return kept
 
 
+def _shared(module: nn.Module, paths: Sequence[str]) -> list[str]:
+    """Those of the paths whose weight is another layer's too: two adapters would be merged into it."""
+    owners: dict[int, list[str]] = {}
+    for path in paths:
+        owners.setdefault(id(getattr(module.get_submodule(path), "weight", path)), []).append(path)
+    return [path for same in owners.values() if len(same) > 1 for path in same]
+
+
 def say_left_out(module: nn.Module) -> None:
     """One line for each kind of weight that no adapter can have."""
+    shared = _shared(module, linear(module))
+    if shared:
+        names = sorted({name.rpartition(".")[2] for name in shared})
+        attention.say(
+            f"lora: no adapters on {', '.join(names)} ({len(shared)} layers), which share their weights with "
+            "other layers"
+        )
     experts, read = _experts(module), _read_by_owner(module, _of_text(module, linear(module)))
     if experts:
         share = sum(p.numel() for p in experts.values()) / sum(p.numel() for p in module.parameters())
@@ -115,7 +130,7 @@ def target_paths(
 ) -> list[str]:
     """The full paths of the layers that get adapters; see `apply_lora_configuration`."""
     every = linear(module)
-    closed = _read_by_owner(module, every)
+    closed = {*_read_by_owner(module, every), *_shared(module, every)}
     every = [p for p in every if p not in closed]
     text = _of_text(module, every)
     if target_modules == "auto":

@@ -103,6 +103,13 @@ MUTANTS = [
         "tests/test_lora.py::test_names_of_experts_and_routers_are_no_targets[DeepseekV3]",
     ),
     (
+        "layers that share a weight get an adapter each",
+        "rft_fn/model/targets.py",
+        "if len(same) > 1 for path in same]",
+        "if len(same) > 9 for path in same]",
+        "tests/test_lora.py::test_layers_that_share_their_weights_get_no_adapters[Zamba]",
+    ),
+    (
         "routers that are linear layers get adapters",
         "rft_fn/model/targets.py",
         'if not type(m).__module__.startswith("transformers.models.")',
