@@ -290,7 +290,8 @@ OWN = {
 ONLY_ZERO = {"narrow", "refused"}  # these have nothing to be compared with
 SHARED = [c for c in conformance.CASES if c not in ("narrow", "trees")]  # gradients cannot be looked at
 # ppo: the critic's first gradients are rounding, which Adam makes steps of
-CUTS = dict.fromkeys(("sums", "broken_off", "unused"), 2e-6) | {"ppo": 2e-4}
+# pairs: a reward of 0.2 is the difference of two sums of log-probs, tens of nats, in float32
+CUTS = dict.fromkeys(("sums", "broken_off", "unused"), 2e-6) | {"ppo": 2e-4, "pairs": 1e-4}
 
 
 def attempt(name, stage):
