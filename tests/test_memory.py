@@ -159,7 +159,7 @@ def test_families_with_states_and_experts_are_counted(kind):
     _, peak, _ = allocated(partial(st.grad, state, apply, loss_fn, data))
     ratio = (x.gradients + x.activations + x.head + x.backward + x.gathered) / peak
     print(f"{kind}: estimated {ratio:.2f} of the peak")
-    assert 0.75 < ratio < 1.45
+    assert 0.8 < ratio < 1.4
 
 
 @pytest.mark.parametrize("tokens", [64, 1024])

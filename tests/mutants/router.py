@@ -85,6 +85,6 @@ MUTANTS = [
         "rft_fn/strategy/trace.py",
         "    return a.new_empty(shape)",
         "    return a.new_empty(1).expand(shape)",
-        "tests/test_memory.py::test_families_with_states_and_experts_are_counted[GptOss]",
+        "tests/test_memory.py::test_families_with_states_and_experts_are_counted[DeepseekV3]",
     ),
 ]
