@@ -13,7 +13,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SUM = --data addition:2 --template '{question} Put the answer in \boxed{{}}.' --system ''
 
-.PHONY: train test lint mutants families smollm2 train-smollm2 bench clean
+.PHONY: train test test-low lint mutants families smollm2 train-smollm2 bench clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -37,12 +37,23 @@ lint: $(VENV)/test-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-test: lint
+test: lint test-low
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# Bases in low precision. Their libraries lie in a folder of their own: transformers imports torchao with every model,
+# and it prints.
+$(VENV)/low: $(VENV)/test-installed
+	$(PIP) --no-deps --upgrade --target $@ 'torchao>=0.18' 'bitsandbytes>=0.50'
+	@touch $@
+
+LOW = tests/test_quantize.py tests/test_dpo.py::test_the_policy_is_the_reference_before_the_first_update
+
+test-low: $(VENV)/low
+	PYTHONPATH=$(abspath $(VENV)/low) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(LOW)
 
 # Small wrong changes of the library, each with the test that has to fail for it. Not part of `make test`.
 # MUTANTS=--new runs those without a result, MUTANTS=loss those that the word is in.
-mutants: $(VENV)/test-installed
+mutants: $(VENV)/low
 	$(BIN)/python tests/mutants/run.py $(MUTANTS)
 
 # docs/models.md: what every text family of transformers gives, 8 measurements each. Only what is not measured yet;
