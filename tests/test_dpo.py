@@ -203,11 +203,11 @@ def test_pairs_of_messages_in_a_file_and_others_held_out(tmp_path):
     for name, part in {"train": lines[:8], "test": lines[8:]}.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
     model = chats.folder(tmp_path / "model", chats.CHATML)
-    options = {"model": model, "data": str(tmp_path / "train.jsonl"), "lr": 3e-3}
+    options = {"model": model, "data": (str(tmp_path / "train.jsonl"),), "lr": 3e-3}
     found = train(
         tmp_path / "r",
         **options,
-        eval_data=str(tmp_path / "test.jsonl"),
+        eval_data=(str(tmp_path / "test.jsonl"),),
         messages=("prompt", "chosen", "rejected"),
     )
     assert found[-1]["eval/accuracy"] == 1 and found[-1]["eval/margin"] > 0.1

@@ -781,7 +781,7 @@ def chatty(tmp_path_factory):
 
 
 def chat_options(folder, data="prompts.jsonl", messages=("prompt",)):
-    return {"model": str(folder / "model"), "data": str(folder / data), "messages": messages}
+    return {"model": str(folder / "model"), "data": (str(folder / data),), "messages": messages}
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "evaluate"])
@@ -874,7 +874,7 @@ CHAT_MISTAKES = {
         "grpo",
         "talks.jsonl",
         ["--messages", "messages"],
-        "turn 2: expected the last turn of a prompt from user or tool, got assistant; and 3 more. 6 of 6",
+        "turn 2: expected the last turn of a prompt from user or tool, got assistant; and 2 more. 5 of 5",
     ),
     "nothing to learn": (
         "sft",

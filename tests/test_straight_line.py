@@ -431,7 +431,7 @@ def test_sft_on_conversations_is_its_definition(wide, tmp_path, loss_on, steps):
     options = {"steps": steps, "batch": 2, "lr": 2e-3, "warmup": 2, "budget": 128, "seed": 3}
     cfg = sft.Config(
         model=folder,
-        data=str(tmp_path / "chat.jsonl"),
+        data=(str(tmp_path / "chat.jsonl"),),
         messages=("conversations",),
         loss_on=loss_on,
         out=str(tmp_path / "run"),
