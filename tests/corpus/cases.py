@@ -232,7 +232,7 @@ OTHERS = [
          [[CHOICE.format("Image 1 is better"), CHOICE.format("Image 2 is better"), "1"]], [[2, 1, 0]]),
     Case("LightRFT", "lightrft:lightrft/aqa.py:reward_fn", "reward_fn", [RULED],
          [["<answer>72</answer>", "<answer>71</answer>", "72"]], [[2, 1, 0]],
-         needs="a GPU: it asks for \"cuda\" by name", why="CUDA"),
+         needs="a GPU: it asks for \"cuda\" by name", why="CUDA|NVIDIA"),
 ]  # fmt: skip
 
 CASES = [*OPEN_R1, *TRLS, *DEMOS, *UNSLOTHS, *VERLS, *OTHERS]
