@@ -11,10 +11,10 @@ MUTANTS = [
         _PROBE + "test_small_leaks_are_found_too[Lfm2]",
     ),
     (
-        "the bound of a leak is a thousand times as wide",
+        "the bounds of a leak, either of which finds the smallest, are a thousand times as wide",
         "rft_fn/model/probe.py",
         "    return 1e-5, 1e-4",
-        "    return 1e-2, 1e-4",
+        "    return 1e-2, 1e-1",
         _PROBE + "test_small_leaks_are_found_too[Lfm2]",
     ),
     (
