@@ -43,8 +43,9 @@ test: lint test-low
 # Bases in low precision. Their libraries lie in a folder of their own: transformers imports torchao with every model,
 # and it prints.
 $(VENV)/low: $(VENV)/test-installed
-	$(PIP) --no-deps --upgrade --target $@ 'torchao>=0.18' 'bitsandbytes>=0.50'
-	@touch $@
+	$(PIP) --no-deps --upgrade --target $@ 'torchao>=0.18' 'bitsandbytes>=0.50' || \
+	  echo 'torchao and bitsandbytes have no builds for this system: their tests are skipped'
+	@mkdir -p $@ && touch $@
 
 LOW = tests/test_quantize.py tests/test_dpo.py::test_the_policy_is_the_reference_before_the_first_update
 
