@@ -143,7 +143,7 @@ def test_one_process(name, options, how):
 
 FAMILIES = (
     "Llama", "Mixtral", "Qwen3Next", "Qwen3_5Text", "Mamba2", "FalconH1", "Lfm2", "Bamba", "NemotronH",
-    "GptOss", "Qwen3Moe", "DeepseekV3", "Jamba",
+    "GptOss", "Qwen3Moe", "DeepseekV3", "JetMoe", "Jamba",
 )  # fmt: skip
 
 

@@ -59,8 +59,13 @@ class _Answers(TorchDispatchMode):
     """What the meta device cannot say, of a pack that is one sequence, without padding.
 
     Models with states ask whether their mask is all ones: yes. The products of all experts at once exist for
-    the meta device in bfloat16 alone: here they have a shape in any type.
+    the meta device in bfloat16 alone: here they have a shape in any type. A list of how many tokens each
+    expert has (JetMoE's) shares the marks made last, one for each choice of a token, evenly.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -70,7 +75,24 @@ class _Answers(TorchDispatchMode):
                 return True
         if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
             return _grouped(*args[:3], **kwargs)
+        if func is torch.ops.aten.scatter.value:
+            self.marks = args[2].numel()
+        if func is torch.ops.aten._to_copy.default and _is_list(args[0], kwargs):
+            return _even(self.marks, args[0])
         return func(*args, **kwargs)
+
+
+def _is_list(x: Tensor, options: dict[str, Any]) -> bool:
+    """Whether whole numbers [E] of the meta device are to be read."""
+    to = options.get("device")
+    whole = not x.is_floating_point() and x.dtype != torch.bool
+    return x.is_meta and x.dim() == 1 and whole and to is not None and torch.device(to).type == "cpu"
+
+
+def _even(total: int, like: Tensor) -> Tensor:
+    """[E] whole numbers with that sum, as equal as they can be."""
+    parts = len(like)
+    return torch.tensor([(total + i) // parts for i in range(parts)], dtype=like.dtype, device="cpu")
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
