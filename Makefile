@@ -47,7 +47,7 @@ $(VENV)/low: $(VENV)/test-installed
 	  echo 'torchao and bitsandbytes have no builds for this system: their tests are skipped'
 	@mkdir -p $@ && touch $@
 
-LOW = tests/test_quantize.py tests/test_dpo.py::test_the_policy_is_the_reference_before_the_first_update
+LOW = tests/model/test_quantize.py tests/scripts/test_dpo.py::test_the_policy_is_the_reference_before_the_first_update
 
 test-low: $(VENV)/low
 	PYTHONPATH=$(abspath $(VENV)/low) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(LOW)
@@ -60,7 +60,7 @@ mutants: $(VENV)/low
 # docs/models.md: what every text family of transformers gives, 8 measurements each. Only what is not measured yet;
 #   make families FAMILIES='--only Mixtral GptOss --columns fsdp2 zero3'
 families: $(VENV)/test-installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/families_table.py $(FAMILIES)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/model/families_table.py $(FAMILIES)
 
 # A real language model: a short supervised warm-up on the form of the answer, then GRPO, both on held-out questions.
 smollm2: $(VENV)/gguf-installed

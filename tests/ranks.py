@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 TESTS = Path(__file__).resolve().parent
+FOLDERS = sorted({str(file.parent) for file in TESTS.rglob("test_*.py")})  # of which any may hold a target
 
 
 def free_port():
@@ -33,7 +34,7 @@ def free_port():
 
 def start(world, target, *args, folder, env=None):
     torch.save(args, Path(folder) / "args.pt")
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS.parent / "kernels"), str(TESTS)])
+    path = os.pathsep.join([str(TESTS.parent), str(TESTS.parent / "kernels"), *FOLDERS])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
     processes = []

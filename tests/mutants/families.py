@@ -1,7 +1,7 @@
 """Mutants of attention with sinks, of an engine's states and ways: each is killed by the test beside it."""
 
-_WAYS = "tests/test_engine_ways.py::"
-_ATTENTION = "tests/test_attention.py::"
+_WAYS = "tests/engine/test_engine_ways.py::"
+_ATTENTION = "tests/model/test_attention.py::"
 
 MUTANTS = [
     (
@@ -23,14 +23,14 @@ MUTANTS = [
         "rft_fn/model/attention/interface.py",
         "return packed(q, k, v, packs, scale=scale, sinks=sinks)[None], None",
         "return packed(q, k, v, packs, scale=scale)[None], None",
-        "tests/test_probe.py::test_log_probs_and_gradients_are_those_of_each_row_alone[GptOss]",
+        "tests/model/test_probe.py::test_log_probs_and_gradients_are_those_of_each_row_alone[GptOss]",
     ),
     (
         "models without sdpa keep a mask for each pack",
         "rft_fn/model/attention/interface.py",
         "if not inner._supports_sdpa and",
         "if not inner and",
-        "tests/test_probe.py::test_log_probs_and_gradients_are_those_of_each_row_alone[GptOss]",
+        "tests/model/test_probe.py::test_log_probs_and_gradients_are_those_of_each_row_alone[GptOss]",
     ),
     (
         "tuples in a state are not looked into",
@@ -93,34 +93,34 @@ MUTANTS = [
         "rft_fn/model/text.py",
         "return models[0] if len(models) == 1 else whole",
         "return whole",
-        "tests/test_probe.py::test_the_head_is_fused_only_where_logits_are_its_output[Llama4Text]",
+        "tests/model/test_probe.py::test_the_head_is_fused_only_where_logits_are_its_output[Llama4Text]",
     ),
     (
         "shared experts are handed to peft",
         "rft_fn/model/targets.py",
         "kept = [path for path in paths if path in (config.target_modules or ())]",
         "kept = list(paths)",
-        "tests/test_lora.py::test_names_of_experts_and_routers_are_no_targets[DeepseekV3-10]",
+        "tests/model/test_lora.py::test_names_of_experts_and_routers_are_no_targets[DeepseekV3-10]",
     ),
     (
         "layers that share a weight get an adapter each",
         "rft_fn/model/targets.py",
         "if len(same) > 1 for path in same]",
         "if len(same) > 9 for path in same]",
-        "tests/test_lora.py::test_layers_that_share_their_weights_get_no_adapters[Zamba]",
+        "tests/model/test_lora.py::test_layers_that_share_their_weights_get_no_adapters[Zamba]",
     ),
     (
         "routers that are linear layers get adapters",
         "rft_fn/model/targets.py",
         'if not type(m).__module__.startswith("transformers.models.")',
         "if True",
-        "tests/test_lora.py::test_names_of_experts_and_routers_are_no_targets[Llama4Text-14]",
+        "tests/model/test_lora.py::test_names_of_experts_and_routers_are_no_targets[Llama4Text-14]",
     ),
     (
         "what a family makes of random numbers is kept instead of read",
         "rft_fn/model/materialize.py",
         '    skeleton.to("meta")',
         "    del config",
-        "tests/test_materialize.py::test_without_memory_first_a_model_is_what_transformers_loads[DiffLlama-dtype0]",
+        "tests/model/test_materialize.py::test_without_memory_first_a_model_is_what_transformers_loads[DiffLlama-dtype0]",
     ),
 ]

@@ -85,7 +85,7 @@ MUTANTS = [
         "rft_fn/packing.py",
         "        mask[i, : len(ids)] = torch.tensor(learned)",
         "        mask[i, : len(ids)] = torch.tensor(learned).flip(0)",
-        "tests/test_supervised_loss.py::test_a_conversation_with_two_turns_has_the_gradient_of_the_definition",
+        "tests/loss/test_supervised_loss.py::test_a_conversation_with_two_turns_has_the_gradient_of_the_definition",
     ),
     (
         "evaluate does not give its keywords to the template",

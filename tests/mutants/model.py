@@ -1,6 +1,6 @@
 """Mutants of what a bound model is asked, and of dropout: each is killed by the test beside it."""
 
-_PROBE = "tests/test_probe.py::"
+_PROBE = "tests/model/test_probe.py::"
 
 MUTANTS = [
     (
@@ -8,7 +8,7 @@ MUTANTS = [
         "rft_fn/model/probe.py",
         "return bool(self.leak <= self.most_leak) and bool(self.shift <= self.most_shift)",
         "return bool(self.shift <= self.most_shift)",
-        _PROBE + "test_small_leaks_are_found_too[Lfm2]",
+        _PROBE + "test_a_leak_and_a_shift_are_each_enough",
     ),
     (
         "the bounds of a leak, either of which finds the smallest, are a thousand times as wide",
@@ -29,7 +29,7 @@ MUTANTS = [
         "rft_fn/model/probe.py",
         "return Question(packed(first), packed(second), alone, way)",
         "return Question(packed(first), packed(first), alone, way)",
-        _PROBE + "test_small_leaks_are_found_too[Lfm2]",
+        _PROBE + "test_the_question_changes_the_rows_in_front_and_no_other",
     ),
     (
         "boundaries of states are never tried",
@@ -113,27 +113,27 @@ MUTANTS = [
         "rft_fn/model/bind.py",
         "z = z.masked_fill_(~pack.mask[:, None], 0)",
         "z = z + 0",
-        "tests/test_model.py::test_logits_that_overflow_outside_the_mask_reach_no_gradient",
+        "tests/model/test_model.py::test_logits_that_overflow_outside_the_mask_reach_no_gradient",
     ),
     (
         "the mark of a model without memory stays on its head",
         "rft_fn/model/critic.py",
         "        narrow(lm, self.decoder)\n",
         "",
-        "tests/test_critic.py::test_a_critic_without_memory_gets_its_weights_when_it_is_bound[whole]",
+        "tests/model/test_critic.py::test_a_critic_without_memory_gets_its_weights_when_it_is_bound[whole]",
     ),
     (
         "weights of a part are looked for by the part's own names",
         "rft_fn/model/materialize.py",
         """._replace(prefix=f"{path}.")""",
         "",
-        "tests/test_critic.py::test_a_critic_without_memory_gets_its_weights_when_it_is_bound[whole]",
+        "tests/model/test_critic.py::test_a_critic_without_memory_gets_its_weights_when_it_is_bound[whole]",
     ),
     (
         "every file in a model's folder is one of its own",
         "rft_fn/model/stored.py",
         "found = named or sorted(",
         "found = sorted(",
-        "tests/test_critic.py::test_files_beside_the_models_own_are_not_read",
+        "tests/model/test_critic.py::test_files_beside_the_models_own_are_not_read",
     ),
 ]

@@ -1,7 +1,7 @@
 """Mutants of limits, run folders, signals and scripts: each with the test that notices it."""
 
 CHECK, FOLDER, SIGNALS = "rft_fn/check.py", "rft_fn/run/folder.py", "rft_fn/run/signals.py"
-LOG = "tests/test_log.py::"
+LOG = "tests/run/test_log.py::"
 
 MUTANTS = [
     (

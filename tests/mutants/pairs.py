@@ -2,8 +2,8 @@
 
 DPO = "train_scripts/dpo.py"
 PAIRS = "rft_fn/data/pairs.py"
-LINE = "tests/test_straight_line.py::test_dpo_is_its_definition"
-PLACES = "tests/test_pairs.py::test_a_row_that_cannot_be_used_is_named_by_its_place"
+LINE = "tests/scripts/test_straight_line.py::test_dpo_is_its_definition"
+PLACES = "tests/data/test_pairs.py::test_a_row_that_cannot_be_used_is_named_by_its_place"
 
 MUTANTS = [
     (
@@ -18,7 +18,7 @@ MUTANTS = [
         DPO,
         "return scored(plain, state.params, exp)",
         "return scored(apply, state.params, exp)",
-        "tests/test_dpo.py::test_the_reference_of_adapters_is_the_model_without_them",
+        "tests/scripts/test_dpo.py::test_the_reference_of_adapters_is_the_model_without_them",
     ),
     (
         "the mean is over tokens, so that long pairs count more",
@@ -81,27 +81,27 @@ MUTANTS = [
         PAIRS,
         'cut = re.search(r"\\s*\\S*$", chosen[:same]).start()',
         "cut = same",
-        "tests/test_pairs.py::test_whole_texts_share_their_prompt",
+        "tests/data/test_pairs.py::test_whole_texts_share_their_prompt",
     ),
     (
         "the prompt of two conversations loses its last turn",
         PAIRS,
         "return opened(chosen[:same], self.system), chosen[same:], rejected[same:]",
         "return opened(chosen[: same - 1], self.system), chosen[same:], rejected[same:]",
-        "tests/test_pairs.py::test_the_forms_of_messages_are_one",
+        "tests/data/test_pairs.py::test_the_forms_of_messages_are_one",
     ),
     (
         "a wrong answer may be right",
         PAIRS,
         "if text and task.verify(text, row) < 1:",
         "if text:",
-        "tests/test_pairs.py::test_the_pairs_of_a_task",
+        "tests/data/test_pairs.py::test_the_pairs_of_a_task",
     ),
     (
         "all rejected answers are guesses",
         PAIRS,
         "if random_.random() < 0.5:",
         "if random_.random() < 1.5:",
-        "tests/test_pairs.py::test_mistakes_are_of_every_kind",
+        "tests/data/test_pairs.py::test_mistakes_are_of_every_kind",
     ),
 ]

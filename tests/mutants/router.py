@@ -1,6 +1,6 @@
 """Mutants of experts: their balance, adapters beside them, their memory; each is killed by its test."""
 
-_ROUTER = "tests/test_router.py::"
+_ROUTER = "tests/model/test_router.py::"
 
 MUTANTS = [
     (
@@ -50,7 +50,7 @@ MUTANTS = [
         "train_scripts/sft.py",
         "return loss + cfg.router_aux * out.aux, rft.metric.router(out, b)",
         "return loss + out.aux, rft.metric.router(out, b)",
-        "tests/test_straight_line.py::test_sft_of_experts_is_its_definition",
+        "tests/scripts/test_straight_line.py::test_sft_of_experts_is_its_definition",
     ),
     (
         "the balance is not weighed in grpo",
@@ -71,20 +71,20 @@ MUTANTS = [
         "rft_fn/model/targets.py",
         "    every = [p for p in every if p not in closed]\n",
         "",
-        "tests/test_lora.py::test_a_layer_that_is_read_is_no_target",
+        "tests/model/test_lora.py::test_a_layer_that_is_read_is_no_target",
     ),
     (
         "routed experts are passed over without a word",
         "rft_fn/model/targets.py",
         'if p.dim() == 3 and "expert"',
         'if p.dim() == 4 and "expert"',
-        "tests/test_lora.py::test_what_adapters_pass_over_is_said[Qwen3Moe]",
+        "tests/model/test_lora.py::test_what_adapters_pass_over_is_said[Qwen3Moe]",
     ),
     (
         "the products of experts take no memory",
         "rft_fn/strategy/trace.py",
         "    return a.new_empty(shape)",
         "    return a.new_empty(1).expand(shape)",
-        "tests/test_memory.py::test_families_with_states_and_experts_are_counted[DeepseekV3]",
+        "tests/memory/test_memory.py::test_families_with_states_and_experts_are_counted[DeepseekV3]",
     ),
 ]

@@ -88,7 +88,7 @@ def copy_to(folder: Path) -> None:
 
 def is_low(test: str) -> bool:
     """Whether a test is one of those that need what lies in `LOW`."""
-    return test.startswith("tests/test_quantize.py")
+    return test.startswith("tests/model/test_quantize.py")
 
 
 def passes(folder: Path, *tests: str) -> tuple[bool, str]:

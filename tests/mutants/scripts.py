@@ -1,10 +1,10 @@
 """Mutants of the wiring of the scripts, most of them found by the straight line from the definitions."""
 
 GRPO, PPO, SFT = (f"train_scripts/{name}.py" for name in ("grpo", "ppo", "sft"))
-GRPO_LINE = "tests/test_straight_line.py::test_grpo_is_its_definition"
-PPO_LINE = "tests/test_straight_line.py::test_ppo_is_its_definition"
-SFT_LINE = "tests/test_straight_line.py::test_sft_is_its_definition"
-KILLED = "tests/test_scripts.py::test_kill_9_and_the_same_command_again"
+GRPO_LINE = "tests/scripts/test_straight_line.py::test_grpo_is_its_definition"
+PPO_LINE = "tests/scripts/test_straight_line.py::test_ppo_is_its_definition"
+SFT_LINE = "tests/scripts/test_straight_line.py::test_sft_is_its_definition"
+KILLED = "tests/scripts/test_scripts.py::test_kill_9_and_the_same_command_again"
 
 MUTANTS = [
     ("the KL in the loss has the other sign", GRPO, "loss + cfg.kl * kl", "loss - cfg.kl * kl", GRPO_LINE),
@@ -205,7 +205,7 @@ MUTANTS = [
         "rft_fn/engine/hf.py",
         "sampling, keep=tokens[:, 1:])",
         "sampling)",
-        "tests/test_engine.py::test_a_token_outside_of_the_cut_keeps_a_finite_score",
+        "tests/engine/test_engine.py::test_a_token_outside_of_the_cut_keeps_a_finite_score",
     ),
     (
         "best fit takes any number of rows",
@@ -226,6 +226,6 @@ MUTANTS = [
         "train_scripts/sft.py",
         "rate = schedule(rft.optim.count(state.opt))",
         "rate = schedule(state.step)",
-        "tests/test_scripts.py::test_the_learning_rate_on_record_is_the_one_that_was_used",
+        "tests/scripts/test_scripts.py::test_the_learning_rate_on_record_is_the_one_that_was_used",
     ),
 ]

@@ -3,8 +3,8 @@
 SOURCES, FILES = "rft_fn/data/sources.py", "rft_fn/data/files.py"
 LOADING, MIXTURE, PROMPTS = "rft_fn/data/loading.py", "rft_fn/data/mixture.py", "rft_fn/data/prompts.py"
 ELSEWHERE = "rft_fn/run/elsewhere/__init__.py"
-S, M = "tests/test_sources.py::test_", "tests/test_mixture.py::test_"
-SCRIPT, NAMES = "tests/test_script_data.py::test_", "tests/test_elsewhere.py::test_"
+S, M = "tests/data/test_sources.py::test_", "tests/data/test_mixture.py::test_"
+SCRIPT, NAMES = "tests/scripts/test_script_data.py::test_", "tests/run/test_elsewhere.py::test_"
 
 MUTANTS = [
     (

@@ -2,7 +2,7 @@
 
 STEP, READING, WRITING = "rft_fn/strategy/step.py", "rft_fn/ckpt/reading.py", "rft_fn/ckpt/writing.py"
 SAVING, FOLDER, SHAPE = "rft_fn/ckpt/__init__.py", "rft_fn/ckpt/folder.py", "rft_fn/ckpt/skeleton.py"
-CKPT, READ, MASTERS = "tests/test_ckpt.py", "tests/test_ckpt_reading.py", "tests/test_masters.py"
+CKPT, READ, MASTERS = "tests/ckpt/test_ckpt.py", "tests/ckpt/test_ckpt_reading.py", "tests/test_masters.py"
 
 MUTANTS = [
     (
@@ -31,28 +31,28 @@ MUTANTS = [
         "rft_fn/strategy/forecast.py",
         "full = step.optimizer(tx, config, params)",
         "full = step.optimizer(tx, config, {})",
-        "tests/test_memory.py::test_one_process[-dtype-default]",
+        "tests/memory/test_memory.py::test_one_process[-dtype-default]",
     ),
     (
         "a copied state has gradients of zero in silence",
         STEP,
         "if not p.requires_grad or not p.is_leaf:",
         "if p.requires_grad and not p.is_leaf:",
-        "tests/test_strategy.py::test_a_copy_that_cannot_learn_is_refused_and_a_fork_learns",
+        "tests/strategy/test_strategy.py::test_a_copy_that_cannot_learn_is_refused_and_a_fork_learns",
     ),
     (
         "a fork shares the memory of its optimizer's state",
         "rft_fn/strategy/local.py",
         "return x.detach().clone() if isinstance(x, Tensor) else x",
         "return x.detach() if isinstance(x, Tensor) else x",
-        "tests/test_strategy.py::test_a_copy_that_cannot_learn_is_refused_and_a_fork_learns",
+        "tests/strategy/test_strategy.py::test_a_copy_that_cannot_learn_is_refused_and_a_fork_learns",
     ),
     (
         "a text is a bool",
         "rft_fn/strategy/config.py",
         "        check.fields(self)\n        if self.fsdp and",
         "        if self.fsdp and",
-        "tests/test_strategy.py::test_a_value_of_another_type_is_refused",
+        "tests/strategy/test_strategy.py::test_a_value_of_another_type_is_refused",
     ),
     (
         "a run that is taken up again starts where the template stands",
@@ -66,7 +66,7 @@ MUTANTS = [
         STEP,
         "skipped = 0 if finite else state.skipped + 1",
         "skipped = 0 if finite else 1",
-        "tests/test_faults.py::test_the_first_offending_sequence_is_kept[1-options0]",
+        "tests/dist/test_faults.py::test_the_first_offending_sequence_is_kept[1-options0]",
     ),
     (
         "a list of the extra has the template's length",
@@ -129,34 +129,34 @@ MUTANTS = [
         "rft_fn/faults.py",
         "or _GLOO.search(str(error)) is not None",
         'or "timed out" in str(error)',
-        "tests/test_faults.py::test_a_time_limit_of_the_user_s_is_no_lost_process",
+        "tests/dist/test_faults.py::test_a_time_limit_of_the_user_s_is_no_lost_process",
     ),
     (
         "the error of a lost process is dropped",
         "rft_fn/faults.py",
         "    if error:\n        line.append",
         "    if False:\n        line.append",
-        "tests/test_faults.py::test_blame_has_every_phase_and_the_error",
+        "tests/dist/test_faults.py::test_blame_has_every_phase_and_the_error",
     ),
     (
         "ranks with other rows of a file go on",
         "rft_fn/strategy/__init__.py",
         ", {x.digest}",
         "",
-        "tests/test_torchrun.py::test_ranks_with_other_rows_are_refused_on_every_rank",
+        "tests/scripts/test_torchrun.py::test_ranks_with_other_rows_are_refused_on_every_rank",
     ),
     (
         "a copy of a sharded state is told to fork",
         "rft_fn/strategy/step.py",
         """if hasattr(p, "device_mesh"):  # there is no fork""",
         """if not hasattr(p, "device_mesh"):  # there is no fork""",
-        "tests/test_fsdp2.py::test_what_does_not_fit_is_refused_on_every_rank",
+        "tests/strategy/test_fsdp2.py::test_what_does_not_fit_is_refused_on_every_rank",
     ),
     (
         "a script goes while gloo's threads still hold tensors",
         "rft_fn/dist.py",
         "        _settle()\n",
         "",
-        "tests/test_torchrun.py::test_an_exit_right_after_a_collective_waits_for_the_threads_of_gloo",
+        "tests/scripts/test_torchrun.py::test_an_exit_right_after_a_collective_waits_for_the_threads_of_gloo",
     ),
 ]

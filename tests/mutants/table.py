@@ -38,7 +38,7 @@ MUTANTS = [
      f"{GRADIENT}[0.3-vapo]"),
     ("the second clip is one at 2", LOSS,
      "torch.minimum(loss, -dual * adv)", "torch.minimum(loss, -(dual - 1) * adv)",
-     "tests/test_golden.py::test_our_call_gives_their_gradient_at_every_scale[verl/vanilla-1.5]"),
+     "tests/golden/test_golden.py::test_our_call_gives_their_gradient_at_every_scale[verl/vanilla-1.5]"),
     ("DPPO's limit of total variation is 0.1502", ALGORITHM,
      "limit: float = 0.15)", "limit: float = 0.1502)",
      "tests/test_rows.py::test_trust_regions_end_at_the_papers_limit[dppo_tv-0.15-1.001]"),

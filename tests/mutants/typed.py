@@ -3,7 +3,7 @@
 CLI, PARSING, SIGNALS = "rft_fn/run/cli.py", "rft_fn/run/parsing.py", "rft_fn/run/signals.py"
 SAVE, LORA, SOURCES = "rft_fn/model/save.py", "rft_fn/model/lora.py", "rft_fn/data/sources.py"
 EXPORT, SWEEP = "train_scripts/export.py", "train_scripts/sweep.py"
-SCRIPTS = "tests/test_scripts.py::"
+SCRIPTS = "tests/scripts/test_scripts.py::"
 
 MUTANTS = [
     (
@@ -67,7 +67,7 @@ MUTANTS = [
         SOURCES,
         "HF_HUB_OFFLINE = before or bool(why)",
         "HF_HUB_OFFLINE = before",
-        "tests/test_data_rows.py::test_a_hub_data_set_without_a_hub_is_one_line_within_seconds",
+        "tests/data/test_data_rows.py::test_a_hub_data_set_without_a_hub_is_one_line_within_seconds",
     ),
     (
         "max_bytes is not read",

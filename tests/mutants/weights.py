@@ -2,7 +2,7 @@
 
 CONVERT, STORED = "rft_fn/model/convert.py", "rft_fn/model/stored.py"
 MATERIALIZE, LORA = "rft_fn/model/materialize.py", "rft_fn/model/lora.py"
-LOADED = "tests/test_materialize.py::test_without_memory_first_a_model_is_what_transformers_loads"
+LOADED = "tests/model/test_materialize.py::test_without_memory_first_a_model_is_what_transformers_loads"
 
 MUTANTS = [
     (
@@ -38,41 +38,41 @@ MUTANTS = [
         STORED,
         "told.missing_keys | parameters",
         "parameters",
-        "tests/test_materialize.py::test_tensors_that_a_model_cannot_be_made_of",
+        "tests/model/test_materialize.py::test_tensors_that_a_model_cannot_be_made_of",
     ),
     (
         "a head is tied whatever the files hold",
         STORED,
         "                    _separate(out.skeleton, other.name)\n",
         "                    pass\n",
-        "tests/test_materialize.py::test_a_head_that_only_the_config_ties_stays_apart",
+        "tests/model/test_materialize.py::test_a_head_that_only_the_config_ties_stays_apart",
     ),
     (
         "an engine samples from layers that were not quantised",
         LORA,
         "if is_low(p) and name",
         "if not is_low(p) and name",
-        "tests/test_quantize.py::test_adapters_learn_over_a_frozen_base_and_the_engine_samples_from_it",
+        "tests/model/test_quantize.py::test_adapters_learn_over_a_frozen_base_and_the_engine_samples_from_it",
     ),
     (
         "a quantised model trains what is left of it",
         "rft_fn/strategy/local.py",
         "    quantize.require_adapters(module)\n",
         "",
-        "tests/test_quantize.py::test_what_cannot_hold_it_says_so",
+        "tests/model/test_quantize.py::test_what_cannot_hold_it_says_so",
     ),
     (
         "a merged model is written as if it were quantised",
         "rft_fn/model/save.py",
         "_written_here(module), _in_full(module),",
         "_written_here(module),",
-        "tests/test_quantize.py::test_merged_it_is_saved_in_full_and_apart_it_is_adapters",
+        "tests/model/test_quantize.py::test_merged_it_is_saved_in_full_and_apart_it_is_adapters",
     ),
     (
         "a forecast counts four bytes for one",
         "rft_fn/strategy/forecast.py",
         "    parameters += sum(quantize.nbytes(p) - trace.nbytes(p) for p in named.values())\n",
         "",
-        "tests/test_quantize.py::test_a_forecast_counts_its_bytes",
+        "tests/model/test_quantize.py::test_a_forecast_counts_its_bytes",
     ),
 ]

@@ -126,6 +126,23 @@ def test_small_leaks_are_found_too(kind):
         assert root.way == ALONE
 
 
+def test_a_leak_and_a_shift_are_each_enough():
+    """A model whose rows look at those in front may have the mean of a row alone, and the other way round."""
+    small_, large = torch.tensor(1e-9), torch.tensor(1.0)
+    bounds = {"most_leak": torch.tensor(1e-5), "most_shift": torch.tensor(1e-4), "plain": torch.tensor(1.0)}
+    assert probe.Found(leak=small_, shift=small_, **bounds).fits()
+    assert not probe.Found(leak=large, shift=small_, **bounds).fits()
+    assert not probe.Found(leak=small_, shift=large, **bounds).fits()
+
+
+def test_the_question_changes_the_rows_in_front_and_no_other():
+    asked = probe._question(rooted(small("Llama")), POSITIONS)
+    odd = asked.pack.seq % 2 == 1  # the rows behind
+    changed = asked.pack.tokens != asked.other.tokens
+    assert changed[~odd].float().mean() > 0.5 and not changed[odd].any()
+    assert asked.alone.tokens.tolist() == asked.pack.tokens[asked.pack.seq == 1].tolist()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", PACK)
 def test_rounding_is_not_a_leak(kind, dtype):

@@ -13,7 +13,7 @@ import torch
 
 from rft_kernels import engines
 
-BENCH = Path(__file__).resolve().parent.parent / "kernels" / "bench"
+BENCH = Path(__file__).resolve().parents[2] / "kernels" / "bench"
 
 
 @pytest.fixture

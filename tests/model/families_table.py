@@ -1,9 +1,9 @@
 """The table of docs/models.md: every family of `families` x everything of `family_checks`.
 
-    python tests/families_table.py                                  all that is not measured yet
-    python tests/families_table.py --only Mixtral GptOss            these again
-    python tests/families_table.py --columns fsdp2 zero3 --again    these columns of all
-    python tests/families_table.py --failed                         what was not equal
+    python tests/model/families_table.py                                  all that is not measured yet
+    python tests/model/families_table.py --only Mixtral GptOss            these again
+    python tests/model/families_table.py --columns fsdp2 zero3 --again    these columns of all
+    python tests/model/families_table.py --failed                         what was not equal
 
 Each cell is a process of its own with a time limit, forked from one that has imported everything. Results are
 kept in docs/results/families.json, which the page is made of.
@@ -30,7 +30,7 @@ import ranks
 from families import FAMILIES
 from family_checks import BACKENDS, BOUNDS, CHECKS, COLUMNS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "families.json"
 PAGE = ROOT / "docs" / "models.md"
 FORK = multiprocessing.get_context("fork")

@@ -1,6 +1,6 @@
 """The table of docs/data.md: rows as people have them, the options to type, and what these make of a row.
 
-python tests/schemas.py        writes the table anew
+python tests/data/schemas.py        writes the table anew
 """
 
 import json
@@ -16,7 +16,7 @@ from test_house import load_script
 from rft_fn import data
 from rft_fn.run import parsing
 
-PAGE = Path(__file__).parent.parent / "docs" / "data.md"
+PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 BEGIN, END = "<!-- schemas:begin -->", "<!-- schemas:end -->"
 
 # short enough to be read in a table, with all that a template can have

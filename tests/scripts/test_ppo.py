@@ -14,7 +14,7 @@ from test_scripts import rows, run, start
 
 import rft_fn as rft
 
-SCRIPT = Path(__file__).resolve().parent.parent / "train_scripts" / "ppo.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "train_scripts" / "ppo.py"
 SMALL = {"prompts": 4, "group": 4, "minibatches": 2, "eval_prompts": 4, "eval_every": 100, "save_every": 100}
 FULL = ["--prompts", "8", "--group", "2", "--steps", "6", "--minibatches", "2", "--epochs", "2"]
 FULL += ["--save-every", "2", "--eval-every", "3", "--eval-prompts", "8", "--freeze-actor-steps", "1"]

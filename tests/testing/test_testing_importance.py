@@ -219,6 +219,6 @@ def test_the_table_of_the_docs_is_current(name):
     fn = getattr(weight, name, None)
     take = 4 if name.endswith("_seq") else 3
     found = testing.importance_bias((lambda *args: fn(*args[:take])) if fn else lambda w, *rest: w)
-    text = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     row = f"| `{name}` | " + " | ".join(f"{x:.2f}" for x in found) + " |"
     assert row in text, row

@@ -1,6 +1,6 @@
 """Writes the table of docs/rewards.md: judges every function of the corpus and prints what it gave.
 
-cd tests && python -m corpus.make_table
+cd tests/reward && python -m corpus.make_table
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from corpus.harness import judged, parsed, part_of
 
 from rft_fn import reward
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "rewards.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "rewards.md"
 BEGIN, END = "<!-- corpus:begin -->", "<!-- corpus:end -->"
 HEAD = (
     "| written for | `--reward` | columns of the data | unchanged | right | wrong | unreadable |\n"

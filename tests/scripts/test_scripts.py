@@ -23,7 +23,7 @@ import rft_fn as rft
 from rft_fn import algorithm
 from rft_fn.run import parsing
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
     "--prompts",
     "4",
@@ -49,7 +49,7 @@ def start(script, *args, interrupted=(), **options):
     command = [sys.executable, str(ROOT / "train_scripts" / f"{script}.py"), *map(str, args)]
     if interrupted:
         signal_, step, seconds = interrupted
-        between = [ROOT / "tests" / "interrupted.py", int(signal_), step, seconds]
+        between = [Path(__file__).with_name("interrupted.py"), int(signal_), step, seconds]
         command[1:1] = map(str, between)
     return subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options

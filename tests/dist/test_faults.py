@@ -17,7 +17,7 @@ import rft_fn as rft
 from rft_fn import dist, faults, packing, tree
 from rft_fn.strategy import StrategyConfig, get_strategy
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def forever(rank, folder, timeout):

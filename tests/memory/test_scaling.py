@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHELL = "python() { printf '%s\\0' \"$@\"; printf '\\n'; }\ntorchrun() { python \"$@\"; }\n"
 
 

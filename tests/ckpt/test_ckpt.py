@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import tiny
@@ -329,7 +330,7 @@ def test_a_save_cut_between_its_two_renames_is_healed(tmp_path):
 
 
 def environment():
-    root = os.path.dirname(os.path.dirname(__file__))
+    root = str(Path(__file__).resolve().parents[2])
     return os.environ | {"PYTHONPATH": os.pathsep.join([root, os.path.join(root, "kernels")])}
 
 
@@ -350,7 +351,7 @@ WRITER = """
 
 def test_kill_9_during_writes_loses_nothing_that_was_saved(tmp_path):
     """A process that does nothing but save is killed at three moments; what it leaves is always whole."""
-    here, env = os.path.dirname(__file__), environment()
+    here, env = str(Path(tiny.__file__).parent), environment()
     for i, wait in enumerate((0.2, 0.53, 0.91)):
         folder = tmp_path / str(i)
         command = [sys.executable, "-c", textwrap.dedent(WRITER), str(folder), here]

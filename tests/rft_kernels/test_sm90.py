@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 REGISTERS = {"absorb_kernel": 64, "differentiate_kernel": 64, "rescale_kernel": 40}
 REGISTERS |= {"forward_kernel": 240, "backward_kernel": 255}
 WIDE = 255  # of a tile of 256 columns, which may have all that there are: what holds it is the stack
@@ -23,7 +23,7 @@ def test_registers_spills_and_shared_memory(tmp_path):
         "TRITON_CACHE_DIR": str(tmp_path),
         "TRITON_INTERPRET": "0",
     }
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/sm90.py")]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/rft_kernels/sm90.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = [json.loads(line) for line in done.stdout.splitlines()]

@@ -22,7 +22,7 @@ from rft_fn.strategy import StrategyConfig, forecast, get_strategy, memory
 from rft_fn.strategy.forecast import estimate
 from rft_fn.strategy.trace import nbytes
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def allocated(f):

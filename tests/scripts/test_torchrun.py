@@ -14,7 +14,7 @@ import tiny
 import torch
 from ranks import free_port
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--prompts", "8", "--group", "4", "--eval-every", "100", "--eval-prompts", "8"]
 
 
@@ -89,7 +89,7 @@ def chat_data(tmp_path):
 
 def test_a_reward_file_and_chat_data_of_trl_as_they_are(tmp_path, chat_data):
     """Through grpo.py, untouched, on one process and on two: the rewards are those of the definition."""
-    file = ROOT / "tests" / "corpus" / "rewards" / "trl" / "custom.py"
+    file = ROOT / "tests" / "reward" / "corpus" / "rewards" / "trl" / "custom.py"
     rewards = [f"{file}:sorted_digits_reward", f"{file}:token_length_reward=0.125"]
     args = ["--data", chat_data, "--messages", "prompt", "--reward", *rewards, "--steps", 3]
     for world in (1, 2):

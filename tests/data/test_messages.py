@@ -375,7 +375,7 @@ def test_every_learned_turn_follows_the_prompt_that_asks_for_it(name, words, sys
 
 
 def test_the_table_of_schemas_is_what_the_options_make_of_the_rows():
-    """docs/data.md is what tests/schemas.py writes, and every way to give data is in it."""
+    """docs/data.md is what tests/data/schemas.py writes, and every way to give data is in it."""
     text = schemas.PAGE.read_text()
     assert schemas.page(text) == text
     assert len(schemas.SCHEMAS) >= 14 and {s.script for s in schemas.SCHEMAS} == {"grpo", "sft"}

@@ -1,13 +1,13 @@
 """Rewards over the ranks: shares, one result for all, errors of one rank, and the limit of time."""
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import ranks
@@ -20,7 +20,6 @@ from rft_fn.engine import judging
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 from rft_fn.types import Rollout
 
-ROOT = Path(__file__).resolve().parent.parent
 G = 3
 TEXTS = [f"{n}{n * n}" for n in range(5 * G)]
 PROMPTS = [data.Prompt([3, 4], f"{i}=", {"answer": str(i), "row": i}, i) for i in range(5)]
@@ -352,10 +351,16 @@ test_judging.judged_by(get_fake_strategy(), stubborn, timeout=0.2)
 """
 
 
-def test_a_reward_that_cannot_be_interrupted_ends_the_process_with_a_line():
-    found = subprocess.run(
-        [sys.executable, "-c", STUBBORN], capture_output=True, text=True, timeout=120, cwd=ROOT / "tests"
+def alone(code):
+    """Run the code in a process of its own, with what these tests can import."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env, check=False
     )
+
+
+def test_a_reward_that_cannot_be_interrupted_ends_the_process_with_a_line():
+    found = alone(STUBBORN)
     assert found.returncode == 2
     line = found.stderr.strip().splitlines()[-1]
     assert line.startswith("error: reward 'mine': expected a result within 0.2 s") and "interrupted" in line
@@ -377,9 +382,7 @@ test_judging.judged_by(get_fake_strategy(), greedy, timeout=0.2)
 
 def test_a_reward_that_lets_no_thread_run_ends_the_process_with_its_stack():
     began = time.monotonic()
-    found = subprocess.run(
-        [sys.executable, "-c", GREEDY], capture_output=True, text=True, timeout=120, cwd=ROOT / "tests"
-    )
+    found = alone(GREEDY)
     assert found.returncode == 1 and time.monotonic() - began < 50
     assert "Timeout" in found.stderr and " in greedy" in found.stderr
 

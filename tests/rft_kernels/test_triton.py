@@ -14,7 +14,7 @@ import torch
 
 from rft_kernels import engines, linear_logprob, logits_logprob
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="triton has no builds for this system")
 
 
@@ -27,7 +27,7 @@ def python(*args, interpret):
 
 def run_cases(*, interpret):
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::RuntimeWarning"]
-    done = python("-m", "pytest", "tests/triton_cases.py", *options, interpret=interpret)
+    done = python("-m", "pytest", "tests/rft_kernels/triton_cases.py", *options, interpret=interpret)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
 

@@ -11,7 +11,7 @@ from test_house import load_script
 
 from rft_fn.run import elsewhere, parsing
 
-SCRIPTS = [path.stem for path in sorted((Path(__file__).parent.parent / "train_scripts").glob("*.py"))]
+SCRIPTS = [path.stem for path in sorted((Path(__file__).parents[2] / "train_scripts").glob("*.py"))]
 OWN = {name: parsing.names(load_script(name).Config) for name in SCRIPTS}
 ROWS = [(system, name) for system, rows in elsewhere.SYSTEMS.items() for name in rows]
 
@@ -131,7 +131,7 @@ try:
 finally:
     print(sorted({"transformers", "datasets", "tyro"} & set(sys.modules)))
 """
-    tests = str(Path(__file__).parent)
+    tests = str(Path(__file__).parents[1])
     found = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {tests!r})\n{code}"],
         capture_output=True, text=True, cwd=tmp_path,
