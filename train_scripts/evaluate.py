@@ -72,9 +72,9 @@ def main(cfg: Config) -> None:
     options["columns"] = rft.reward.columns(score)
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, split="test", **options)
     prompts, keys = rft.data.take(dataset, cfg.count, cfg.seed)
-    rft.engine.check_reward(st, score, prompts[:2], timeout=cfg.reward_timeout)
+    rft.collect.check_reward(st, score, prompts[:2], timeout=cfg.reward_timeout)
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
-    eng = rft.engine.get_engine(cfg.strategy.engine, model, tokenizer)
+    eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), model, tokenizer)
 
     # ---- answers, as many at a time as the engine takes
     step = max(cfg.strategy.engine_batch // cfg.group, 1) * st.world
@@ -82,10 +82,10 @@ def main(cfg: Config) -> None:
     rollouts = []
     for at in rft.run.track(range(0, len(prompts), step), "evaluating", rank=st.rank):
         part = slice(at, at + step)
-        rollout = rft.engine.gather_and_generate(
+        rollout = rft.collect.gather_and_generate(
             eng, st, prompts[part], keys[part], n=cfg.group, sampling=sampling
         )
-        judged = rft.engine.gather_and_judge(
+        judged = rft.collect.gather_and_judge(
             st, score, rollout, prompts[part], tokenizer, timeout=cfg.reward_timeout, state=stands
         )
         rollouts.append((rollout, judged))

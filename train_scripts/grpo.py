@@ -156,7 +156,7 @@ def minibatches(cfg: Config, algo: rft.algorithm.Algorithm, exp: rft.Experience,
 def main(cfg: Config) -> None:
     # ---- where it runs
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
-    rft.engine.check_config(cfg.strategy.engine)
+    rft.engine.check_config(rft.engine.config_of(cfg.strategy))
     algo = limited(rft.algorithm.get_algorithm(cfg.algorithm, group=cfg.group), cfg)
     check(cfg, algo)
     rft.model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
@@ -194,7 +194,7 @@ def main(cfg: Config) -> None:
 
     # ---- rewards; what is wrong with them is found before a model is loaded
     first_prompts, _ = rft.data.take(dataset, 2, cfg.seed)
-    rft.engine.check_reward(st, score, first_prompts, timeout=cfg.reward_timeout)
+    rft.collect.check_reward(st, score, first_prompts, timeout=cfg.reward_timeout)
 
     # ---- the policy, its optimizer, and the initial model where a KL asks for it
     load = partial(rft.model.load, cfg.model, meta=st.world > 1)
@@ -216,7 +216,7 @@ def main(cfg: Config) -> None:
         plain = rft.model.without_adapters(module, apply)
 
     # ---- what samples, and everything that a checkpoint brings back
-    eng = rft.engine.get_engine(cfg.strategy.engine, cfg.model, tokenizer)
+    eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), cfg.model, tokenizer)
     extra = {"step": 0, "moments": rft.reward_shaping.moments()}
     if saved := rft.ckpt.latest(run.checkpoints):
         state, extra = st.restore(saved, state, extra)
@@ -239,14 +239,14 @@ def main(cfg: Config) -> None:
     def judge(rollout, prompts):
         """The rewards of responses; what they are told of the run is where it stands now."""
         stands = rft.reward.trainer_state(extra["step"], cfg.steps, prompts=cfg.prompts, size=dataset.size)
-        return rft.engine.gather_and_judge(
+        return rft.collect.gather_and_judge(
             st, score, rollout, prompts, tokenizer, timeout=cfg.reward_timeout, state=stands
         )
 
     def collect(prompts, keys, n, how):
         """Responses to the prompts, and their rewards [N, n]: the same on every rank."""
         with run.phase("generate"):
-            rollout = rft.engine.gather_and_generate(eng, st, prompts, keys, n=n, sampling=how)
+            rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, n=n, sampling=how)
         with run.phase("judge"):
             judged = judge(rollout, prompts)
         return rollout, judged
@@ -258,7 +258,7 @@ def main(cfg: Config) -> None:
             return rft.data.draw(dataset, cfg.prompts, step, cfg.seed, round=i)
 
         groups = partial(collect, n=cfg.group, how=sampling)
-        return rft.engine.fill_groups(groups, draw, cfg.prompts, rounds=cfg.rounds)
+        return rft.collect.fill_groups(groups, draw, cfg.prompts, rounds=cfg.rounds)
 
     def shape(judged, rollout):
         """The reward that is learned from [N, G]: clipped, less the penalty of long responses."""
@@ -286,7 +286,7 @@ def main(cfg: Config) -> None:
         """Greedy answers to unseen questions."""
         with run.phase("evaluate"):
             prompts, keys = rft.data.take(unseen, cfg.eval_prompts, cfg.seed)
-            rollout = rft.engine.gather_and_generate(eng, st, prompts, keys, n=1, sampling=greedy)
+            rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, n=1, sampling=greedy)
             judged = judge(rollout, prompts)
         return rft.reward.means(judged, "eval")
 
@@ -324,7 +324,8 @@ def main(cfg: Config) -> None:
                 grads, metrics = st.grad(state, apply, loss_fn, packs)
                 logs.append(rft.metric.results(metrics))
             if len(logs) == 1:  # before the first update trainer and sampler have the same weights
-                rft.engine.check_gap(logs[0], cfg.max_gap, eng, rollout, sampling, apply, state.params, packs)
+                params = state.params
+                rft.collect.check_gap(logs[0], cfg.max_gap, eng, rollout, sampling, apply, params, packs)
             with run.phase("train"):
                 rate = schedule(rft.optim.count(state.opt))
                 state, metrics = st.update(state, grads)

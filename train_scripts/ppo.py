@@ -222,7 +222,7 @@ def main(cfg: Config) -> None:
     # ---- where it runs, and the algorithm with the options given
     check(cfg)
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
-    rft.engine.check_config(cfg.strategy.engine)
+    rft.engine.check_config(rft.engine.config_of(cfg.strategy))
     rft.model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
     row = rft.algorithm.get_actor_critic(cfg.algorithm)
     row = row._replace(
@@ -264,7 +264,7 @@ def main(cfg: Config) -> None:
 
     # ---- rewards; what is wrong with them is found before a model is loaded
     first_prompts, _ = rft.data.take(dataset, 2, cfg.seed)
-    rft.engine.check_reward(st, score, first_prompts, timeout=cfg.reward_timeout)
+    rft.collect.check_reward(st, score, first_prompts, timeout=cfg.reward_timeout)
     examples = None
     if cfg.ptx:
         options |= {"response": cfg.ptx_response, "messages": cfg.ptx_messages, "loss_on": "all"}
@@ -296,7 +296,7 @@ def main(cfg: Config) -> None:
         plain = rft.model.without_adapters(module, apply)
 
     # ---- what samples, and everything that a checkpoint brings back
-    eng = rft.engine.get_engine(cfg.strategy.engine, cfg.model, tokenizer)
+    eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), cfg.model, tokenizer)
     shaping = rft.reward_shaping
     extra = {"step": 0, "kl": cfg.kl, "moments": shaping.moments()}
     if saved := rft.ckpt.latest(run.checkpoints):
@@ -311,14 +311,14 @@ def main(cfg: Config) -> None:
     def judge(rollout, prompts):
         """The rewards of responses; what they are told of the run is where it stands now."""
         stands = rft.reward.trainer_state(extra["step"], cfg.steps, prompts=cfg.prompts, size=dataset.size)
-        return rft.engine.gather_and_judge(
+        return rft.collect.gather_and_judge(
             st, score, rollout, prompts, tokenizer, timeout=cfg.reward_timeout, state=stands
         )
 
     def collect(prompts, keys, n, how):
         """Responses to the prompts, and their rewards [N, n]: the same on every rank."""
         with run.phase("generate"):
-            rollout = rft.engine.gather_and_generate(eng, st, prompts, keys, n=n, sampling=how)
+            rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, n=n, sampling=how)
         with run.phase("judge"):
             judged = judge(rollout, prompts)
         return rollout, judged
@@ -327,7 +327,7 @@ def main(cfg: Config) -> None:
         """Greedy answers to unseen questions."""
         with run.phase("evaluate"):
             prompts, keys = rft.data.take(unseen, cfg.eval_prompts, cfg.seed)
-            rollout = rft.engine.gather_and_generate(eng, st, prompts, keys, n=1, sampling=greedy)
+            rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, n=1, sampling=greedy)
             judged = judge(rollout, prompts)
         return rft.reward.means(judged, "eval")
 
@@ -392,7 +392,7 @@ def main(cfg: Config) -> None:
                     updates[i] |= rft.metric.results(metrics)
             if i == 0:  # before the first update trainer and sampler have the same weights
                 start = {name: x for name, x in updates[0].items() if "logp_gap" in name}
-                rft.engine.check_gap(start, cfg.max_gap, eng, rollout, sampling, apply, actor.params, packs)
+                rft.collect.check_gap(start, cfg.max_gap, eng, rollout, sampling, apply, actor.params, packs)
             if learns:
                 with run.phase("train"):
                     rate = schedule(rft.optim.count(actor.opt))

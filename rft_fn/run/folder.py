@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rft_fn import check, dist, faults, plot
-from rft_fn.run import lock, signals
+from rft_fn import check, dist, faults
+from rft_fn.run import lock, plot, signals
 from rft_fn.run import trackers as trackers_lib
 from rft_fn.run.files import append, differences, jsonable, keep_until, write_whole
 from rft_fn.types import Rollout

@@ -42,7 +42,7 @@ def get_strategy(config: StrategyConfig | None = None) -> Strategy:
             )
         return local(config)
     if config.backend == "deepspeed":
-        from rft_fn.strategy.deepspeed import deepspeed
+        from rft_fn.strategy.zero.strategy import deepspeed
 
         return _agreed(deepspeed(config))
     from rft_fn.strategy.fsdp2 import fsdp2

@@ -9,7 +9,6 @@ from typing import Annotated, Any, get_type_hints
 
 from rft_fn import check, dist
 from rft_fn.check import AtLeast0, Count, Free, Range, Seed, Share, Whole
-from rft_fn.types import EngineConfig
 
 __all__ = ["StrategyConfig", "add_arguments"]
 
@@ -53,15 +52,15 @@ class StrategyConfig:
     """log-probs straight from hidden states; if not, all logits [T, V] are in memory at once"""
     chunk_size: Free[Whole] = 0
     """words of the vocabulary that the fused log-probs handle at a time; 0 suits the device"""
-    engine_type: Free[str] = EngineConfig.type
+    engine_type: Free[str] = "hf"
     """what samples: hf is transformers in this process"""
-    engine_batch: Free[Count] = EngineConfig.batch
+    engine_batch: Free[Count] = 64
     """sequences sampled at a time"""
-    engine_tp_size: Free[Count] = EngineConfig.tp_size
+    engine_tp_size: Free[Count] = 1
     """processes that share one engine"""
-    engine_mem_util: Free[Share] = EngineConfig.mem_util
+    engine_mem_util: Free[Share] = 0.0
     """share of the device's memory that the engine may take; 0 is as much as it needs"""
-    enable_engine_sleep: Free[bool] = EngineConfig.sleep
+    enable_engine_sleep: Free[bool] = True
     """the engine leaves the device while the trainer works"""
     log_dir: Free[str] = ""
     """where pictures and tensorboard files go; if empty, the folder of the run"""
@@ -90,17 +89,6 @@ class StrategyConfig:
         if self.zero_stage:
             return "deepspeed"
         return "fsdp2" if self.fsdp or dist.started() > 1 else "local"
-
-    @property
-    def engine(self) -> EngineConfig:
-        """The engine's part, for `engine.get_engine`."""
-        return EngineConfig(
-            type=self.engine_type,
-            batch=self.engine_batch,
-            tp_size=self.engine_tp_size,
-            mem_util=self.engine_mem_util,
-            sleep=self.enable_engine_sleep,
-        )
 
     @staticmethod
     def from_args(args: "argparse.Namespace | Mapping[str, Any]") -> "StrategyConfig":

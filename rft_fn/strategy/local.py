@@ -78,7 +78,7 @@ def fork(state: TrainState) -> TrainState:
     Of the local strategy, where apply is a function of the parameters it is given. ValueError for a state
     whose apply takes only its own module's, which FSDP2 and ZeRO lay out.
     """
-    from rft_fn.strategy.zero_state import ZeroState
+    from rft_fn.strategy.zero.state import ZeroState
 
     sharded = any(hasattr(p, "device_mesh") for p in state.params.values())
     if sharded or (isinstance(state.opt, tuple) and any(isinstance(x, ZeroState) for x in state.opt)):

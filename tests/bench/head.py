@@ -89,4 +89,4 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    rft.log.cli(main, Config)
+    rft.run.cli(main, Config)

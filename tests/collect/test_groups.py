@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rft_fn as rft
-from rft_fn import data, engine, model, packing, reward, tree, weight
+from rft_fn import collect, data, engine, model, packing, reward, tree, weight
 from rft_fn.reward_shaping import varied
 from rft_fn.types import Media, Rollout
 
@@ -57,7 +57,7 @@ class Source:
 
 
 def fill(source, n, rounds):
-    return engine.fill_groups(source.collect, source.draw, n, rounds=rounds)
+    return collect.fill_groups(source.collect, source.draw, n, rounds=rounds)
 
 
 def aligned(found, source):
@@ -119,7 +119,7 @@ def test_one_round_is_one_plain_collect():
     found = fill(source, 3, 1)
     prompts, keys = source.draw(0)
     rollout, judged = source.collect(prompts, keys)
-    same(found, engine.Filled(prompts, rollout, judged, 1, 3, 1))
+    same(found, collect.Filled(prompts, rollout, judged, 1, 3, 1))
     assert aligned(found, source) == ["0.0", "0.1", "0.2"]
 
 
@@ -231,14 +231,14 @@ def sampled(n, rounds):
     eng = engine.hf(tiny.llama(), tokenizer)
     dataset = data.from_task("addition", tokenizer, level=2, template="{short}")
 
-    def collect(prompts, keys):
+    def gathered(prompts, keys):
         rollout = eng.generate(prompts, keys, n=3, sampling=SAMPLING)
         for i, p in enumerate(prompts):
             collected[p.index] = tree.map(lambda x: x[3 * i : 3 * i + 3], rollout)  # noqa: B023
         return rollout, reward.judge(SCORE, rollout, prompts, tokenizer)
 
     draw = lambda i: data.draw(dataset, n, 3, 0, round=i)  # noqa: E731
-    return engine.fill_groups(collect, draw, n, rounds=rounds), collected
+    return collect.fill_groups(gathered, draw, n, rounds=rounds), collected
 
 
 def test_a_batch_of_a_model_is_full_of_groups_with_variance():

@@ -15,8 +15,8 @@ import tiny
 import torch
 
 import rft_fn as rft
-from rft_fn import data, dist, engine, reward
-from rft_fn.engine import judging
+from rft_fn import collect, data, dist, reward
+from rft_fn.collect import judging
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 from rft_fn.types import Rollout
 
@@ -64,7 +64,7 @@ def hangs_on_rank_1(completions):
 def judged_by(st, fn, prompts=PROMPTS, texts=TEXTS, timeout=60.0):
     score = reward.weighted(mine=(fn, 0.7), length=(lambda completions: [len(c) for c in completions], 0.1))
     rollout = rollout_of(texts)
-    return engine.gather_and_judge(st, score, rollout, prompts, tiny.tokenizer(), timeout=timeout)
+    return collect.gather_and_judge(st, score, rollout, prompts, tiny.tokenizer(), timeout=timeout)
 
 
 def length(completions):
@@ -88,7 +88,7 @@ def judged_in_full(st):
     """Everything that a reward may do, over the ranks; in messages."""
     score = reward.weighted(waits=(waits, 1.0), logs=(logs_on_rank_1, 0.5))
     spoken = [p._replace(messages=[{"role": "user", "content": p.text}]) for p in PROMPTS]
-    judged = engine.gather_and_judge(
+    judged = collect.gather_and_judge(
         st, reward.weighted(**{k: (reward.adapters.texts(fn), w) for k, (fn, w) in score.components.items()}),
         rollout_of(), spoken, tiny.tokenizer(), state=reward.trainer_state(7, 9),
     )  # fmt: skip
@@ -102,12 +102,12 @@ def plain(judged):
 def fill(st, fn):
     """Three groups whose rewards differ, of up to two rounds of five."""
 
-    def collect(prompts, keys):
+    def gathered(prompts, keys):
         score = reward.weighted(mine=(fn, 1.0))
         rollout = rollout_of()
-        return rollout, engine.gather_and_judge(st, score, rollout, prompts, tiny.tokenizer(), timeout=60.0)
+        return rollout, collect.gather_and_judge(st, score, rollout, prompts, tiny.tokenizer(), timeout=60.0)
 
-    filled = engine.fill_groups(collect, lambda i: (PROMPTS, range(5)), 3, rounds=2)
+    filled = collect.fill_groups(gathered, lambda i: (PROMPTS, range(5)), 3, rounds=2)
     return [p.index for p in filled.prompts], filled.rounds, plain(filled.judged)
 
 
@@ -127,14 +127,14 @@ def every_case(rank):
     def fails_on_rank_0(completions):
         return [{}["key"] for _ in completions] if rank == 0 else [0.0 for _ in completions]
 
-    checked = engine.check_reward(st, reward.weighted(mine=(counts, 1.0)), rows, timeout=60.0)
+    checked = collect.check_reward(st, reward.weighted(mine=(counts, 1.0)), rows, timeout=60.0)
     out["checked"] = {name: x.total for name, x in checked.items()}, asked
     odd = [p._replace(text=p.text + "?" * rank) for p in PROMPTS]
     cases = {
         "fails": lambda: judged_by(st, fails_on_rank_1),
         "hangs": lambda: judged_by(st, hangs_on_rank_1, timeout=1.0),
         "odd": lambda: judged_by(st, digits, odd),
-        "check": lambda: engine.check_reward(st, reward.weighted(mine=(fails_on_rank_0, 1.0)), rows),
+        "check": lambda: collect.check_reward(st, reward.weighted(mine=(fails_on_rank_0, 1.0)), rows),
     }
     for name, case in cases.items():
         began = time.monotonic()
@@ -206,7 +206,7 @@ def test_ranks_with_other_prompts_are_refused(found):
 def test_a_reward_is_checked_by_one_rank_for_all(found):
     rows = [{"question": "1", "answer": "1"}]
     with pytest.warns(UserWarning, match="no more than garbage"):
-        want = engine.check_reward(get_fake_strategy(), reward.weighted(mine=(length, 1.0)), rows)
+        want = collect.check_reward(get_fake_strategy(), reward.weighted(mine=(length, 1.0)), rows)
     for rank in range(2):
         assert found[rank]["checked"][0] == {name: x.total for name, x in want.items()}
     assert [len(x["checked"][1]) for x in found] == [len(want), 0]
@@ -256,7 +256,8 @@ def test_one_process_is_reward_judge():
     score = reward.weighted(mine=(digits, 1.0))
     rollout = rollout_of()
     want = reward.judge(score, rollout, PROMPTS, tiny.tokenizer())
-    same(plain(engine.gather_and_judge(get_fake_strategy(), score, rollout, PROMPTS, tiny.tokenizer())), want)
+    found = collect.gather_and_judge(get_fake_strategy(), score, rollout, PROMPTS, tiny.tokenizer())
+    same(plain(found), want)
 
 
 def test_a_part_is_those_rows_of_the_whole():
@@ -334,7 +335,7 @@ def test_the_phase_is_the_reward():
 
 STUBBORN = """
 import re, time, test_judging
-from rft_fn.engine import judging
+from rft_fn.collect import judging
 from rft_fn.strategy import get_fake_strategy
 
 judging._GRACE = 0.3
@@ -368,7 +369,7 @@ def test_a_reward_that_cannot_be_interrupted_ends_the_process_with_a_line():
 
 GREEDY = """
 import ctypes, test_judging
-from rft_fn.engine import judging
+from rft_fn.collect import judging
 from rft_fn.strategy import get_fake_strategy
 
 judging._GRACE = 0.3

@@ -32,7 +32,7 @@ def forever(rank, folder, timeout):
             state, _ = st.update(state, grads)
             Path(folder, f"mark{rank}").write_text(str(state.step))
 
-    rft.log.guard(main, StrategyConfig(timeout=timeout))
+    rft.run.guard(main, StrategyConfig(timeout=timeout))
 
 
 @pytest.mark.parametrize("how, timeout", [(signal.SIGKILL, 60.0), (signal.SIGSTOP, 8.0)])
@@ -139,7 +139,7 @@ def disagree(rank, what):
         sys.argv = kept
         return found
     get_strategy(StrategyConfig())
-    return message(lambda: rft.log.Run("unused", {"lr": rank}, total=1, rank=rank))
+    return message(lambda: rft.run.Run("unused", {"lr": rank}, total=1, rank=rank))
 
 
 def message(f):

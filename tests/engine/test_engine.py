@@ -8,7 +8,7 @@ import tiny
 import torch
 
 import rft_fn as rft
-from rft_fn import engine, model, packing, rng, tree, weight
+from rft_fn import collect, engine, model, packing, rng, tree, weight
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16], [17]]
 KEYS = [rng.fold_in(0, i) for i in range(4)]
@@ -156,9 +156,9 @@ def test_gather_and_generate_shares_out_prompts():
         rft.strategy.get_fake_strategy(),
         rft.Sampling(max_new=5),
     )
-    whole = engine.gather_and_generate(eng, st, PROMPTS, KEYS, n=2, sampling=sampling)
+    whole = collect.gather_and_generate(eng, st, PROMPTS, KEYS, n=2, sampling=sampling)
     parts = [
-        engine.gather_and_generate(eng, st._replace(rank=r, world=2), PROMPTS, KEYS, n=2, sampling=sampling)
+        collect.gather_and_generate(eng, st._replace(rank=r, world=2), PROMPTS, KEYS, n=2, sampling=sampling)
         for r in (0, 1)
     ]
     assert torch.cat([p.group for p in parts]).tolist() == whole.group.tolist()
@@ -179,7 +179,7 @@ def test_the_gap_is_explained(trainer, word):
     )
     r = rollout(sampling)
     scored = trainer_logp(r, rft.Sampling(max_new=9, **trainer))
-    gap = engine.logp_gap(scored, r.logp, r.mask)
+    gap = collect.logp_gap(scored, r.logp, r.mask)
     assert gap > 0.01
     with pytest.raises(ValueError, match=f"Look at {word}"):
         check(gap, r, sampling, lambda: scored)
@@ -195,7 +195,7 @@ def check(gap, r, sampling, trainer):
         return rft.TokenOut(logp=trainer()[rows, pack.pos + 1])
 
     eng = engine.hf(tiny.llama(), tiny.tokenizer())
-    engine.check_gap({"policy/logp_gap": gap}, 0.01, eng, r, sampling, apply, {}, packs)
+    collect.check_gap({"policy/logp_gap": gap}, 0.01, eng, r, sampling, apply, {}, packs)
 
 
 def test_dropout_positions_and_weights_are_told_apart():
@@ -250,10 +250,10 @@ def test_the_engine_sleeps_between_rollouts_unless_told_not_to(sleep):
     """Asleep it takes weights, and sampling wakes it; the samples are the same."""
     sampling, st = rft.Sampling(max_new=4), rft.strategy.get_fake_strategy()
     eng = engine.hf(tiny.llama(), tiny.tokenizer(), sleep=sleep)
-    first = engine.gather_and_generate(eng, st, PROMPTS, KEYS, n=2, sampling=sampling)
+    first = collect.gather_and_generate(eng, st, PROMPTS, KEYS, n=2, sampling=sampling)
     assert eng.status()["asleep"] == sleep
     eng.load(tiny.llama(1).named_parameters(), version=1)
-    second = engine.gather_and_generate(eng, st, PROMPTS, KEYS, n=2, sampling=sampling, sleep_engine=False)
+    second = collect.gather_and_generate(eng, st, PROMPTS, KEYS, n=2, sampling=sampling, sleep_engine=False)
     assert not eng.status()["asleep"] and not torch.equal(first.tokens, second.tokens)
     eng.load(tiny.llama().named_parameters(), version=2)
     assert torch.equal(eng.generate(PROMPTS, KEYS, n=2, sampling=sampling).tokens, first.tokens)

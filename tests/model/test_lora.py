@@ -42,7 +42,7 @@ def grpo(kind, steps=3):
     for step in range(steps):
         eng.load(st.export(state), version=step)
         prompts, keys = rft.data.draw(dataset, 8, step, 0)
-        rollout = rft.engine.gather_and_generate(eng, st, prompts, keys, n=8, sampling=sampling)
+        rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, n=8, sampling=sampling)
         judged = rft.reward.judge(score, rollout, prompts, tokenizer)
         adv = rft.advantage.grpo(judged.reward).view(-1, 1)
         exp = rft.experience(rollout, adv=adv, w=rft.weight.token_mean(rollout.mask))

@@ -1,7 +1,8 @@
 """Mutants of the data, of rewards, and of rewards over the ranks."""
 
 JUDGING, REWARDS, ROWS, DATA = (
-    f"tests/test_{x}.py::test_" for x in ("judging", "reward", "data_rows", "data")
+    f"tests/{x}.py::test_"
+    for x in ("collect/test_judging", "reward/test_reward", "data/test_data_rows", "data/test_data")
 )
 
 MUTANTS = [
@@ -28,28 +29,28 @@ MUTANTS = [
     ),
     (
         "each rank keeps what it computed",
-        "rft_fn/engine/judging.py",
+        "rft_fn/collect/judging.py",
         '    if strategy.world > 1:\n        with dist.phase("gather of rewards")',
         '    if strategy.world > 9:\n        with dist.phase("gather of rewards")',
         JUDGING + "a_reward_that_differs_by_rank_is_the_same_on_all",
     ),
     (
         "an error of another rank is dropped",
-        "rft_fn/engine/judging.py",
+        "rft_fn/collect/judging.py",
         "        if share.error:",
         '        if share.error == "none":',
         JUDGING + "what_a_reward_raises_on_one_rank_is_raised_on_all",
     ),
     (
         "ranks may hold different prompts",
-        "rft_fn/engine/judging.py",
+        "rft_fn/collect/judging.py",
         "if share.digest != digest:",
         "if share.digest != share.digest:",
         JUDGING + "ranks_with_other_prompts_are_refused",
     ),
     (
         "a reward that swallows its limit may make up a result",
-        "rft_fn/engine/judging.py",
+        "rft_fn/collect/judging.py",
         "    if late and can_interrupt:  # the reward has caught even this",
         "    if late and not can_interrupt:  # the reward has caught even this",
         JUDGING + "a_reward_that_hangs_is_interrupted_and_named",

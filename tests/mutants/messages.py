@@ -1,6 +1,8 @@
 """Mutants of conversations: messages, chat templates, what is learned, the options of scripts."""
 
-MESSAGES, DATA, SCRIPTS = (f"tests/test_{x}.py::test_" for x in ("messages", "data", "scripts"))
+MESSAGES, DATA, SCRIPTS = (
+    f"tests/{x}.py::test_" for x in ("data/test_messages", "data/test_data", "scripts/test_scripts")
+)
 
 MUTANTS = [
     (

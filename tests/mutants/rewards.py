@@ -1,7 +1,8 @@
 """Mutants of rewards as users bring them: their form, their arguments, what they return, where they lie."""
 
 BROUGHT, LOADING, JUDGING = (
-    f"tests/test_{x}.py::test_" for x in ("reward_conventions", "reward_loading", "judging")
+    f"tests/{x}.py::test_"
+    for x in ("reward/test_reward_conventions", "reward/test_reward_loading", "collect/test_judging")
 )
 
 MUTANTS = [

@@ -9,7 +9,7 @@ from corpus import make_table
 from corpus.cases import CASES
 from corpus.harness import LATE, judged, parsed, part_of, sampled, tokenizer
 
-from rft_fn import engine, reward
+from rft_fn import collect, reward
 from rft_fn.strategy import get_fake_strategy
 
 ABLE = [case for case in CASES if not case.needs]
@@ -100,7 +100,7 @@ def test_ranks_judge_their_shares_as_one_process_does(system):
     for case in (case for case in ABLE if case.system == system):
         score = parsed(case)
         given = (*sampled(case, score), tokenizer())
-        found = engine.gather_and_judge(get_fake_strategy(), score, *given, state=LATE)
+        found = collect.gather_and_judge(get_fake_strategy(), score, *given, state=LATE)
         assert part_of(case, found) == part_of(case, judged(case)), case.spec
 
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from matplotlib import image
 
-from rft_fn import check, plot
+from rft_fn import check
 from rft_fn import run as runs
 from rft_fn.reward import Judged
+from rft_fn.run import plot
 from rft_fn.strategy import StrategyConfig
 
 

@@ -37,8 +37,8 @@ def small(folder, **options):
     """Metrics of a run in this process, without pictures."""
     cfg = script().Config(**{"steps": 2, "lr_end": 1.0, **SMALL, **options, "out": str(folder)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rft.plot, "curve", lambda *_, **__: None)
-        patch.setattr(rft.plot, "length_histogram", lambda *_, **__: None)
+        patch.setattr(rft.run.plot, "curve", lambda *_, **__: None)
+        patch.setattr(rft.run.plot, "length_histogram", lambda *_, **__: None)
         script().main(cfg)
     return rows(Path(folder))
 

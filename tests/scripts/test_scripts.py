@@ -464,7 +464,7 @@ def test_a_senseless_setting_is_one_line(name, option, value, tmp_path, monkeypa
     module = script(name)
     monkeypatch.setattr("sys.argv", [f"{name}.py", option, value, "--out", str(tmp_path / "r")])
     with pytest.raises(SystemExit) as end:
-        rft.log.cli(module.main, module.Config)
+        rft.run.cli(module.main, module.Config)
     line = capsys.readouterr().err
     assert end.value.code == 2 and line.count("\n") == 1
     assert re.match(
@@ -787,7 +787,7 @@ def chat_options(folder, data="prompts.jsonl", messages=("prompt",)):
 @pytest.mark.parametrize("name", ["grpo", "ppo", "evaluate"])
 def test_prompts_of_messages_go_through_the_chat_template(name, chatty, tmp_path, monkeypatch):
     """Every prompt that is sampled from is what the model's template makes of a row's messages."""
-    seen, generate = [], rft.engine.gather_and_generate
+    seen, generate = [], rft.collect.gather_and_generate
 
     def recorded(eng, st, prompts, *args, **options):
         seen.extend(prompts)

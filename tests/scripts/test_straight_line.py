@@ -34,7 +34,7 @@ def wide(monkeypatch):
 @pytest.fixture
 def versions(monkeypatch):
     """The version of the weights behind each rollout of a script, in their order."""
-    seen, generate = [], rft.engine.gather_and_generate
+    seen, generate = [], rft.collect.gather_and_generate
 
     def recorded(*args, **options):
         rollout = generate(*args, **options)

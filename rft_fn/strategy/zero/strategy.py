@@ -18,9 +18,11 @@ from rft_fn import model as model_lib
 from rft_fn.model import probe
 from rft_fn.model.finite import require_finite
 from rft_fn.model.lora import Export
-from rft_fn.strategy import step, zero, zero_state
+from rft_fn.strategy import step
 from rft_fn.strategy.common import Cut, everywhere, together
 from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.zero import engine as zero
+from rft_fn.strategy.zero import state as zero_state
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
 __all__ = ["deepspeed"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import ckpt, dist, optim, tree
-from rft_fn.strategy import zero
+from rft_fn.strategy.zero import engine as zero
 from rft_fn.types import TrainState
 
 __all__ = ["ZeroState", "moved", "restore", "save", "state_of"]

@@ -1,0 +1,30 @@
+"""How tokens are drawn."""
+
+from dataclasses import dataclass
+
+from rft_fn import check
+from rft_fn.check import AtLeast0, Count, PositiveShare, Whole
+
+__all__ = ["Sampling"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. One object for the engine and for the trainer, so that log-probs are of the
+    distribution that was sampled from: logits / temperature, then the top_k largest, then the smallest set
+    with mass top_p, renormalised."""
+
+    temperature: AtLeast0 = 1.0  # 0 is greedy
+    top_p: PositiveShare = 1.0
+    top_k: Whole = 0  # 0 keeps all
+    max_new: Count = 256  # tokens
+    stop: tuple[int | str, ...] = ()  # token ids, or texts, that end a response; the engine adds the eos
+
+    def __post_init__(self) -> None:
+        check.fields(self)
+        if "" in self.stop:
+            raise ValueError(f"stop: expected token ids and texts that are not empty, got {self.stop}")
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0

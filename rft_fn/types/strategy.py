@@ -1,0 +1,226 @@
+"""Where and how a train step runs: the record, and the signatures of its functions.
+
+Every function of a strategy is called by all ranks alike, in the same order.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rft_fn.types.batch import Experience, Packed, TokenOut
+from rft_fn.types.sampling import Sampling
+from rft_fn.types.training import TrainState, Transform
+
+__all__ = ["Apply", "LossFn", "Strategy"]
+
+
+class Apply(Protocol):
+    """A model as a function."""
+
+    def __call__(self, params: Any, pack: Packed, /) -> TokenOut:
+        """The log-prob [T] of each target of a pack, and what else the model was bound with.
+
+        Under FSDP2 and ZeRO only with the parameters of its own module; ValueError for others.
+        """
+        ...
+
+
+class LossFn(Protocol):
+    """A loss, one number a token."""
+
+    def __call__(self, out: TokenOut, pack: Packed, /) -> Any:
+        """loss [T], or (loss [T], {name: Metric}).
+
+        It must not reduce: the average is in `pack.w`, and the total is (pack.w * loss).sum().
+        """
+        ...
+
+
+class Init(Protocol):
+    """Lays out a module that is trained."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        tx: Transform,
+        *,
+        sampling: Sampling | None = None,
+        entropy: bool = False,
+        aux: bool = False,
+        shard_size: int | None = None,
+    ) -> tuple[Apply, TrainState]:
+        """(apply, state) of a module, which is sharded in place.
+
+        `sampling` is how its tokens are drawn: log-probs are of that distribution. `entropy` and `aux` ask
+        for these fields of TokenOut. `shard_size` overrides the config's for this module.
+        """
+        ...
+
+
+class Bind(Protocol):
+    """Lays out a module that only scores."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        *,
+        sampling: Sampling | None = None,
+        entropy: bool = False,
+        aux: bool = False,
+        shard_size: int | None = None,
+    ) -> tuple[Apply, Any]:
+        """(apply, params) of a module, as `Init` has them, without an optimizer."""
+        ...
+
+
+class Shard(Protocol):
+    """Cuts a batch into packs."""
+
+    def __call__(self, exp: Experience, budget: int, *, unit: int = 1) -> list[Packed]:
+        """This rank's packs of the global batch: at most `budget` tokens each, equally many on every rank.
+
+        `unit` rows in a row stay in one pack: 2 for losses of pairs.
+        """
+        ...
+
+
+class Gather(Protocol):
+    """Puts the batches of all ranks together."""
+
+    def __call__(self, x: Any, /) -> Any:
+        """A tree of this rank -> that of all ranks, leaves concatenated along dim 0, on the host."""
+        ...
+
+
+class AllReduce(Protocol):
+    """Reduces numbers over all ranks."""
+
+    def __call__(self, x: Any, op: str = "mean") -> Any:
+        """The same tree on every rank, each leaf its "mean", "sum", "max" or "min" over the ranks."""
+        ...
+
+
+class Grad(Protocol):
+    """Computes gradients; the only place that calls backward."""
+
+    def __call__(
+        self, state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed], /
+    ) -> tuple[Any, dict[str, Any]]:
+        """(gradients, metrics) of the sum over all packs of all ranks of (w * loss).sum().
+
+        The gradients are opaque: they go into `update`. Nothing is donated.
+        """
+        ...
+
+
+class Update(Protocol):
+    """Takes one optimizer step."""
+
+    def __call__(self, state: TrainState, grads: Any, /) -> tuple[TrainState, dict[str, Any]]:
+        """(the state one step on, metrics). Donates both: reading them afterwards raises UseAfterDonate.
+
+        Gradients with a NaN or an inf change nothing but the counts; max_skips of them in a row raise
+        NonFinite.
+        """
+        ...
+
+
+class ExportWeights(Protocol):
+    """Puts trained weights together."""
+
+    def __call__(self, state: TrainState, /) -> Iterable[tuple[str, Tensor]]:
+        """Full tensors by the plain model's names, adapters merged. Every rank has to iterate to the end."""
+        ...
+
+
+class SavePretrained(Protocol):
+    """Writes a model as a folder that transformers or peft loads."""
+
+    def __call__(
+        self,
+        folder: str | Path,
+        module: nn.Module,
+        tokenizer: Any = None,
+        weights: Iterable[tuple[str, Tensor]] | None = None,
+        *,
+        merge: bool = True,
+    ) -> Any:
+        """Write `weights` in the places of the module's own; without `merge` its adapters alone."""
+        ...
+
+
+class Save(Protocol):
+    """Writes a checkpoint."""
+
+    def __call__(
+        self,
+        path: str | Path,
+        state: Any,
+        extra: Any = None,
+        *,
+        score: float | None = None,
+        wait: bool = True,
+    ) -> Path:
+        """Write a state (or a dict or list of them) and `extra` to a folder, which is whole or absent.
+
+        Without `wait` the files are written while training goes on; the next save, `grad` or `close` raises
+        what went wrong. `score` decides which checkpoints rotation keeps as the best.
+        """
+        ...
+
+
+class Restore(Protocol):
+    """Reads a checkpoint."""
+
+    def __call__(self, path: str | Path, like: Any, extra: Any = None) -> tuple[Any, Any]:
+        """(state, extra) as saved, laid out as `like`, which is donated. Nothing has changed if it raises."""
+        ...
+
+
+class MoveState(Protocol):
+    """Moves the optimizer's state between the device and the host."""
+
+    def __call__(self, state: TrainState, /) -> TrainState:
+        """The state with its optimizer on the other side. Donates `state`."""
+        ...
+
+
+class Print(Protocol):
+    """Prints on rank 0 alone, as `print` does."""
+
+    def __call__(self, *args: Any, **options: Any) -> None: ...
+
+
+class ReportMemory(Protocol):
+    """Tells what this process holds in memory."""
+
+    def __call__(self, prefix: str = "") -> dict[str, int]:
+        """Bytes by name, and one line with the largest over the ranks on rank 0."""
+        ...
+
+
+class Strategy(NamedTuple):
+    """Where and how a train step runs: the same record for every backend."""
+
+    init: Init
+    bind: Bind
+    shard: Shard
+    gather: Gather
+    all_reduce: AllReduce
+    grad: Grad
+    update: Update
+    export: ExportWeights
+    save_pretrained: SavePretrained
+    save: Save
+    restore: Restore
+    offload: MoveState  # the optimizer's state to the host
+    reload: MoveState  # and back
+    print: Print
+    report_memory: ReportMemory
+    rank: int
+    world: int
+    device: torch.device
+    config: Any  # the StrategyConfig
