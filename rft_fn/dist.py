@@ -23,6 +23,7 @@ from rft_fn import tree
 from rft_fn.types import Media
 
 __all__ = [
+    "all_gather_object",
     "all_reduce",
     "barrier",
     "begin",
@@ -31,7 +32,6 @@ __all__ = [
     "is_main",
     "phase",
     "rank",
-    "share",
     "world",
 ]
 
@@ -151,10 +151,10 @@ def is_main() -> bool:
 def barrier() -> None:
     """Wait for all processes."""
     if world() > 1:
-        share(None)
+        all_gather_object(None)
 
 
-def share(x: Any, group: Any = None) -> list[Any]:
+def all_gather_object(x: Any, group: Any = None) -> list[Any]:
     """The x of every process, in their order: any object that pickles, small ones."""
     if world() == 1:
         return [x]
@@ -191,7 +191,7 @@ def _gather_media(x: Any) -> Media | None:
     """The media of the structs `x` of all processes; of a kind that this one has none of, no rows."""
     count, mine = len(tree.leaves(_with_media(x, None))[0]), x.media or Media(tensors={}, rows={})
     kinds = {name: (tuple(t.shape[1:]), t.dtype) for name, t in mine.tensors.items()}
-    everyone = share(None if x.media is None else kinds)
+    everyone = all_gather_object(None if x.media is None else kinds)
     if not any(found is not None for found in everyone):
         return None
     every = {name: kind for found in everyone for name, kind in (found or {}).items()}
@@ -208,7 +208,7 @@ def _gather(x: Any) -> Any:
     leaves = {name: torch.as_tensor(v) for name, v in tree.leaves_with_path(x)}
     if world() == 1:
         return tree.unflatten_like(x, [v if v.dim() else v[None] for v in leaves.values()])
-    plans = share({name: (tuple(v.shape) or (1,), v.dtype) for name, v in leaves.items()})
+    plans = all_gather_object({name: (tuple(v.shape) or (1,), v.dtype) for name, v in leaves.items()})
     names = dict.fromkeys(name for plan in plans for name in plan)
     if list(names) != list(leaves):
         raise ValueError(
@@ -254,9 +254,9 @@ def differences(named: dict[str, str]) -> list[str]:
     """What differs between processes, as lines "name: rank 0 has a, rank 1 has b". Values are compared by
     hash and shown by their first 200 characters."""
     digest = {k: hashlib.blake2b(v.encode(), digest_size=16).hexdigest() for k, v in named.items()}
-    everyone = share(digest)
+    everyone = all_gather_object(digest)
     odd = [k for k in dict.fromkeys(k for d in everyone for k in d) if len({d.get(k) for d in everyone}) > 1]
-    shown = share({k: named.get(k, "nothing")[:200] for k in odd})
+    shown = all_gather_object({k: named.get(k, "nothing")[:200] for k in odd})
     lines = []
     for k in odd:
         other = next(i for i, d in enumerate(everyone) if d.get(k) != everyone[0].get(k))

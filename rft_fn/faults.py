@@ -192,7 +192,7 @@ def first_offender(
     parts: list[Packed] = list(packs)
     for cut in (list, _units):
         parts = cut(parts)
-        counts = dist.share(len(parts))
+        counts = dist.all_gather_object(len(parts))
         starts = [sum(counts[:r]) for r in range(len(counts))]
         start = starts[dist.rank()]
         most = max(counts)
@@ -208,7 +208,7 @@ def first_offender(
         one = []
         if owner == dist.rank():
             one = [parts[n - 1 - start]]
-        found = (owner, dist.share(tree.map(lambda x: x.cpu(), one))[owner][0])
+        found = (owner, dist.all_gather_object(tree.map(lambda x: x.cpu(), one))[owner][0])
         parts = one
     return found
 

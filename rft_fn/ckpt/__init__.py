@@ -129,7 +129,7 @@ def _split(named: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
         facts, error = {}, ValueError(f"extra: expected tensors, numbers and strings: {found}")
     agree(error)
     facts |= {n: _fact(n, x) for n, x in tensors.items()} if dist.world() > 1 else {}
-    if len(set(dist.share(sum_of(facts)))) > 1:
+    if len(set(dist.all_gather_object(sum_of(facts)))) > 1:
         odd = dist.differences(facts)
         raise ValueError(f"checkpoint: expected the same on all ranks: {'; '.join(odd[:3])}")
     return tensors, plain
@@ -155,7 +155,7 @@ def _make(path: Path) -> Path:
         except OSError as found:
             error = found
     agree(error, f": checkpoint {path} was not saved, those before it are whole")
-    return dist.share(tmp)[0]
+    return dist.all_gather_object(tmp)[0]
 
 
 def rotate(folder: str | Path, *, keep: int, best: int = 0, max_bytes: int | None = None) -> list[Path]:
@@ -180,4 +180,4 @@ def rotate(folder: str | Path, *, keep: int, best: int = 0, max_bytes: int | Non
         except (OSError, ValueError) as found:
             error = found
     agree(error)
-    return dist.share(gone)[0]
+    return dist.all_gather_object(gone)[0]

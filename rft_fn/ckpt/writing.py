@@ -136,7 +136,7 @@ def _failure(error: Exception | None) -> tuple[int, str] | None:
 def agree(error: Exception | None, what: str = "") -> None:
     """Raise on every rank if there is an error on any: of the first such rank, an OSError of its kind or
     else a ValueError, with `what` before it. All ranks call it."""
-    for rank, failure in enumerate(dist.share(_failure(error))):
+    for rank, failure in enumerate(dist.all_gather_object(_failure(error))):
         if failure is not None:
             number, text = failure
             if dist.world() > 1:
@@ -184,7 +184,7 @@ def poll() -> None:
     else nothing, without a wait. All ranks call it: `Strategy.grad` does, so that no run trains for long
     behind a checkpoint that does not exist."""
     write = _state["pending"]
-    if write is not None and any(dist.share(write.error is not None or write.late is not None)):
+    if write is not None and any(dist.all_gather_object(write.error is not None or write.late is not None)):
         finish()
 
 

@@ -99,7 +99,7 @@ def _together(
     everyone = [_Share(result, line, digest)]
     if strategy.world > 1:
         with dist.phase("gather of rewards"):
-            everyone = dist.share(everyone[0])
+            everyone = dist.all_gather_object(everyone[0])
     if failed is not None:
         raise failed
     for rank, share in enumerate(everyone):

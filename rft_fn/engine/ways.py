@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rft_fn.engine import state as states
 from rft_fn.engine.batch import Way, start
-from rft_fn.model.attention import say
+from rft_fn.model.attention import warn_once
 from rft_fn.model.probe import rounding, usual_tokens
 
 __all__ = ["way_of"]
@@ -33,9 +33,9 @@ def way_of(lm: nn.Module, pad: int) -> Way:
         got = _tried(_together, lm, way, rows, pad)
         if got is not None and _same(got, want, lm.dtype):
             if what:
-                say(f"sampling: {type(lm).__name__} {what}")
+                warn_once(f"sampling: {type(lm).__name__} {what}")
             return way
-    say(f"sampling: {type(lm).__name__} reads all tokens anew for each new one")
+    warn_once(f"sampling: {type(lm).__name__} reads all tokens anew for each new one")
     return ANEW
 
 

@@ -1,7 +1,7 @@
 """The model as a function: `bind` a module, `score` packs with it, `load` one from anywhere; and a critic."""
 
 from rft_fn.model.assign import assign
-from rft_fn.model.bind import Scorer, bind, rooted, score, split_over, text_model
+from rft_fn.model.bind import Scorer, bind, score, split_over, text_model, wrap_for_training
 from rft_fn.model.builtin import cache_dir, resolve
 from rft_fn.model.critic import Critic, explained_variance, load_critic, save_critic, values
 from rft_fn.model.load import load, load_tokenizer
@@ -24,7 +24,6 @@ __all__ = [
     "load_tokenizer",
     "materialize",
     "resolve",
-    "rooted",
     "save",
     "save_critic",
     "score",
@@ -32,4 +31,5 @@ __all__ = [
     "text_model",
     "values",
     "without_adapters",
+    "wrap_for_training",
 ]

@@ -13,7 +13,7 @@ from rft_fn.model.materialize import materialize
 from rft_fn.model.text import decoder, inner, run
 from rft_fn.types import Apply, Packed, Sampling, TokenOut
 
-__all__ = ["Scorer", "applied", "bind", "rooted", "score", "split_over", "text_model"]
+__all__ = ["Scorer", "applied", "bind", "score", "split_over", "text_model", "wrap_for_training"]
 
 
 class Scorer(probe.Reader):
@@ -55,7 +55,7 @@ class Scorer(probe.Reader):
     def body(self) -> nn.Module:
         return decoder(self.lm)
 
-    def read(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
+    def read(self, pack: Packed, packs: attention.SequenceBounds | None) -> TokenOut:
         if self.balance is None:
             return self._scored(pack, packs)
         with self.balance.listen() as heard:
@@ -63,11 +63,11 @@ class Scorer(probe.Reader):
         aux, share = (torch.where(pack.mask, x, 0) for x in self.balance(heard, pack, packs))
         return tree.replace(out, aux=aux, expert_share=share)
 
-    def _scored(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
+    def _scored(self, pack: Packed, packs: attention.SequenceBounds | None) -> TokenOut:
         out = self._fused(pack, packs) if self.fused else self._whole(pack, packs)
         return tree.replace(out, logp=torch.where(pack.mask, out.logp, 0))
 
-    def _fused(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
+    def _fused(self, pack: Packed, packs: attention.SequenceBounds | None) -> TokenOut:
         hidden = run(self.body(), pack, packs, way=self.way).last_hidden_state[0]
         head = self.lm.get_output_embeddings()
         workspace = None
@@ -84,7 +84,7 @@ class Scorer(probe.Reader):
             workspace_mb=workspace,
         )
 
-    def _whole(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
+    def _whole(self, pack: Packed, packs: attention.SequenceBounds | None) -> TokenOut:
         logits = run(self.lm, pack, packs, way=self.way).logits[0]
         z = logprob.truncate(logits, self.sampling, keep=pack.target)
         # in place, without a copy: a where on the results alone leaves 0 * inf in the gradient
@@ -144,7 +144,7 @@ def _checkpointed(module: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def _silence(module: nn.Module) -> None:
+def disable_dropout(module: nn.Module) -> None:
     """Dropout off for good: a log-prob is a function of (params, pack). Checkpointed layers stay so."""
     module.eval()
     for layer in _checkpointed(module):
@@ -153,7 +153,7 @@ def _silence(module: nn.Module) -> None:
             layer._gradient_checkpointing_func = _Silent(layer, layer._gradient_checkpointing_func)
 
 
-def rooted(
+def wrap_for_training(
     module: nn.Module,
     *,
     sampling: Sampling | None = None,
@@ -169,7 +169,7 @@ def rooted(
         if aux:
             raise ValueError(f"aux: expected False for {type(module).__name__}, whose TokenOut is its own")
         return module
-    _silence(module)
+    disable_dropout(module)
     options: dict[str, Any] = {"entropy": entropy, "aux": aux, "fused": fused, "chunk_size": chunk_size}
     return Scorer(module, sampling or Sampling(), **options)
 
@@ -215,13 +215,13 @@ def bind(
     vocabulary at a time (0: what suits the device).
     """
     options: dict[str, Any] = {"entropy": entropy, "aux": aux, "fused": fused, "chunk_size": chunk_size}
-    root = rooted(materialize(module), sampling=sampling, **options)
+    root = wrap_for_training(materialize(module), sampling=sampling, **options)
     probe.settle(root)
     return applied(root, module)
 
 
 def applied(root: nn.Module, module: nn.Module) -> tuple[Apply, tree.Named]:
-    """(apply, params) of a module and what `rooted` made of it."""
+    """(apply, params) of a module and what `wrap_for_training` made of it."""
     checkpointed = _checkpointed(module)
     prefix = "" if root is module else "lm."
     own = tree.Named((name, p) for name, p in module.named_parameters() if p.requires_grad)
@@ -243,10 +243,11 @@ def applied(root: nn.Module, module: nn.Module) -> tuple[Apply, tree.Named]:
 def score(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Tensor]:
     """The log-probs [T] of each pack, without gradient: old and reference
     log-probs. `packing.unpack` makes them [B, S]."""
-    return [apply(params, x).logp.to(b.tokens.device) for x, b in zip(beside(apply, params, packs), packs)]
+    moved = to_params_device(apply, params, packs)
+    return [apply(params, x).logp.to(b.tokens.device) for x, b in zip(moved, packs)]
 
 
-def beside(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Packed]:
+def to_params_device(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Packed]:
     """The packs on the device of the parameters, or of a frozen model's `apply`."""
     device = next((p.device for p in params.values()), getattr(apply, "device", None))
     if device is None:

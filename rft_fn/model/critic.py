@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rft_fn import check, tree
 from rft_fn.model import attention, probe
-from rft_fn.model.bind import _silence, beside
+from rft_fn.model.bind import disable_dropout, to_params_device
 from rft_fn.model.load import load, usual_dtype
 from rft_fn.model.lora import home, merged
 from rft_fn.model.materialize import empty, narrow
@@ -51,7 +51,7 @@ class Critic(probe.Reader):
         self.head = nn.utils.skip_init(nn.Linear, width, 1, device=home(self.decoder), dtype=wide)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        _silence(self.decoder)
+        disable_dropout(self.decoder)
         attention.turn_on(self.decoder)
 
     def train(self, mode: bool = True) -> "Critic":
@@ -71,7 +71,7 @@ class Critic(probe.Reader):
     def body(self) -> nn.Module:
         return self.decoder
 
-    def read(self, pack: Packed, packs: attention.Packs | None) -> TokenOut:
+    def read(self, pack: Packed, packs: attention.SequenceBounds | None) -> TokenOut:
         hidden = run(self.decoder, pack, packs, way=self.way).last_hidden_state[0]
         value = self.head(hidden.to(self.head.weight.dtype))[:, 0]
         return TokenOut(logp=torch.zeros_like(value), value=torch.where(pack.mask, value, 0))
@@ -134,7 +134,8 @@ def save_critic(folder: str | Path, critic: Critic, weights: Iterable[tuple[str,
 def values(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Tensor]:
     """The values [T] of each pack, without gradient: the baseline of an advantage.
     `packing.unpack` makes them [B, S]."""
-    return [apply(params, x).value.to(b.tokens.device) for x, b in zip(beside(apply, params, packs), packs)]
+    moved = to_params_device(apply, params, packs)
+    return [apply(params, x).value.to(b.tokens.device) for x, b in zip(moved, packs)]
 
 
 def explained_variance(value: Tensor, ret: Tensor, mask: Tensor) -> float:

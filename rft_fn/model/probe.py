@@ -65,7 +65,8 @@ class Reader(nn.Module):
     fused: bool = False
 
     body: Callable[[], nn.Module]  # the module whose output has the hidden states
-    read: Callable[[Packed, Any], TokenOut]  # (pack, attention.Packs | None) -> values [T], 0 outside mask
+    # (pack, attention.SequenceBounds | None) -> values [T], 0 outside mask
+    read: Callable[[Packed, Any], TokenOut]
 
     def forward(self, pack: Packed) -> TokenOut:
         if isinstance(pack, Question):
@@ -128,7 +129,7 @@ def settle(
     with warnings.catch_warnings(record=True) as heard:
         root.way = _way(root, call, agree)
     if root.way == ALONE:  # what was heard was of packs that it never gets
-        attention.say(
+        attention.warn_once(
             f"packs: {type(root.body()).__name__} mixes the sequences of a pack, it gets one at a time"
         )
     else:

@@ -69,7 +69,7 @@ class Balance:
             self.ways[name] = way
 
     def __call__(
-        self, heard: dict[str, Heard], pack: Packed, packs: attention.Packs | None
+        self, heard: dict[str, Heard], pack: Packed, packs: attention.SequenceBounds | None
     ) -> tuple[Tensor, Tensor]:
         """(aux [T], share [T]) of a pack: the mean of `balance` over the routers, and the largest share that
         one expert of any router has of the choices of its sequence."""
@@ -142,7 +142,7 @@ def _note(heard: dict[str, Heard], name: str, router: nn.Module, _: Any, out: An
     heard[name] = Heard(logits, weights, chosen)
 
 
-def _real(pack: Packed, packs: attention.Packs | None) -> Tensor:
+def _real(pack: Packed, packs: attention.SequenceBounds | None) -> Tensor:
     """Which tokens [T] are a sequence's own: padding is at position 0 and begins no sequence."""
     begins = pack.seq.diff(prepend=pack.seq[:1] - 1) != 0
     if packs is not None and packs.sequence is not None:  # a part may begin within a sequence

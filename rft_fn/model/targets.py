@@ -80,7 +80,7 @@ def not_taken_for_experts(module: nn.Module, paths: Sequence[str]) -> list[str]:
     kept = [path for path in paths if path in (config.target_modules or ())]
     names = sorted({path.rpartition(".")[2] for path in set(paths) - set(kept)})
     if names:
-        attention.say(
+        attention.warn_once(
             f"lora: no adapters on {', '.join(names)} ({len(paths) - len(kept)} layers), which peft takes "
             "for the routed experts"
         )
@@ -100,7 +100,7 @@ def say_left_out(module: nn.Module) -> None:
     shared = _shared(module, linear(module))
     if shared:
         names = sorted({name.rpartition(".")[2] for name in shared})
-        attention.say(
+        attention.warn_once(
             f"lora: no adapters on {', '.join(names)} ({len(shared)} layers), which share their weights with "
             "other layers"
         )
@@ -108,13 +108,13 @@ def say_left_out(module: nn.Module) -> None:
     if experts:
         share = sum(p.numel() for p in experts.values()) / sum(p.numel() for p in module.parameters())
         names = sorted({name.rpartition(".")[2] for name in experts})
-        attention.say(
+        attention.warn_once(
             f"lora: no adapters on routed experts ({', '.join(names)}: {len(experts)} tensors, {share:.0%} "
             "of all weights), which stay as they are"
         )
     if read:
         names = sorted({name.rpartition(".")[2] for name in read})
-        attention.say(
+        attention.warn_once(
             f"lora: no adapters on {', '.join(names)} ({len(read)} layers), whose weights "
             f"{type(module).__name__} reads without calling them"
         )

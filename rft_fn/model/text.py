@@ -12,7 +12,7 @@ from rft_fn.types import Packed
 __all__ = ["ALONE", "BOUNDARIES", "POSITIONS", "decoder", "inner", "run", "text_inputs"]
 
 # how a model takes a pack of several sequences
-POSITIONS = "positions"  # told apart by their positions, or by `attention.Packs`
+POSITIONS = "positions"  # told apart by their positions, or by `attention.SequenceBounds`
 BOUNDARIES = "boundaries"  # and by the keywords that recurrent layers and convolutions read
 ALONE = "alone"  # not at all: one sequence at a time
 
@@ -33,7 +33,7 @@ def decoder(lm: nn.Module) -> nn.Module:
 
 
 def text_inputs(
-    lm: nn.Module, pack: Packed, packs: attention.Packs | None = None, *, way: str = POSITIONS
+    lm: nn.Module, pack: Packed, packs: attention.SequenceBounds | None = None, *, way: str = POSITIONS
 ) -> dict[str, Any]:
     """What a text model of transformers is called with for a pack, the boundaries of its sequences (`packs`,
     or its own) among it where `attention.turn_on` took effect; with BOUNDARIES also those of its states.
@@ -58,7 +58,7 @@ def text_inputs(
 def _state_boundaries(pack: Packed) -> dict[str, Any]:
     """The sequences of a pack by the names that transformers' kernels for states read."""
     sizes = torch.unique_consecutive(pack.seq, return_counts=True)[1].tolist()
-    cu = attention.Packs(sizes, pack.seq.device).cu
+    cu = attention.SequenceBounds(sizes, pack.seq.device).cu
     longest = max(sizes)
     return {
         "cu_seq_lens_q": cu,
@@ -70,7 +70,7 @@ def _state_boundaries(pack: Packed) -> dict[str, Any]:
 
 
 def run(
-    module: nn.Module, pack: Packed, packs: attention.Packs | None = None, *, way: str = POSITIONS
+    module: nn.Module, pack: Packed, packs: attention.SequenceBounds | None = None, *, way: str = POSITIONS
 ) -> Any:
     """The output of a text model of transformers, or of the decoder of one, for a pack. A model that loses
     the boundaries on the way is run again with a mask.

@@ -120,7 +120,7 @@ class Run:
                 act()
             except (ValueError, OSError) as found:
                 error = found
-        line = dist.share(str(error) if error else None)[0]
+        line = dist.all_gather_object(str(error) if error else None)[0]
         if error is not None:
             raise error
         if line is not None and not self.main:

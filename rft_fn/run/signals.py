@@ -81,7 +81,7 @@ def asked() -> int:
 
 def stopping() -> int:
     """The signal that asked any process to stop, or 0: the same on every rank. All ranks call it."""
-    _state["asked"] = max(dist.share(_state["asked"]))
+    _state["asked"] = max(dist.all_gather_object(_state["asked"]))
     return _state["asked"]
 
 

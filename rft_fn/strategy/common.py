@@ -44,7 +44,7 @@ class Cut:
 
 def everywhere(x: bool) -> bool:
     """Whether x is true on every process."""
-    return all(dist.share(x))
+    return all(dist.all_gather_object(x))
 
 
 def together(cut: Cut) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def _reduce(root: nn.Module) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Sharded:
+class FSDPApply:
     """The apply of a sharded module: it takes no parameters but the module's own, for torch.func does not see
     through FSDP2. Called from outside of `grad`, each process scores a pack of its own."""
 
@@ -164,13 +164,13 @@ def bind(
     entropy: bool = False,
     aux: bool = False,
     shard_size: int | None = None,
-) -> tuple[Sharded, tree.Named]:
+) -> tuple[FSDPApply, tree.Named]:
     """(apply, params) of a module, which is sharded in place."""
     quantize.require_whole(module, "FSDP2")
     mesh, sequence = meshes(config, shard_size or 0)
     options: dict[str, Any] = {"entropy": entropy, "aux": aux, "fused": config.fused_linear_logprob}
     options["chunk_size"] = config.chunk_size
-    root = model_lib.rooted(step.cast(module, config), sampling=sampling, **options)
+    root = model_lib.wrap_for_training(step.cast(module, config), sampling=sampling, **options)
     if sequence is not None:
         model_lib.split_over(root, sequence)
     shard_module(root, mesh, config)
@@ -178,7 +178,7 @@ def bind(
     cut.settle(root)
     _reshard(root)
     own = tree.Named((name, p) for name, p in module.named_parameters() if p.requires_grad)
-    return Sharded(root, own, sequence), tree.map(lambda p: p, own)
+    return FSDPApply(root, own, sequence), tree.map(lambda p: p, own)
 
 
 def init(
@@ -201,7 +201,7 @@ def grad(
     if sequence is not None and sequence.rank > 0:
         mine = {}  # the others on the axis had the same packs
     with dist.phase(f"metrics of step {state.step + 1}"):
-        parts = dist.share(tree.map(lambda x: x.cpu(), mine))
+        parts = dist.all_gather_object(tree.map(lambda x: x.cpu(), mine))
     metrics: dict[str, metric.Metric] = {}
     for part in parts:
         metrics = metric.merge(metrics, part)

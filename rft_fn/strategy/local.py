@@ -37,7 +37,7 @@ def bind(
     if config.bf16 or config.use_mp_opt:
         quantize.require_whole(module, "bf16 and use_mp_opt")
     module = model_lib.materialize(step.cast(module, config))
-    root = model_lib.rooted(module, sampling=sampling, **options)
+    root = model_lib.wrap_for_training(module, sampling=sampling, **options)
     cut.settle(root)
     apply, params = applied(root, module)
     if not config.bf16:

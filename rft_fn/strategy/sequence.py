@@ -25,7 +25,7 @@ class Sequence:
     def __init__(self, mesh: DeviceMesh):
         self.mesh, self.size, self.rank = mesh, mesh.size(), mesh.get_local_rank()
 
-    def split(self, pack: Packed) -> tuple[Packed, attention.Packs]:
+    def split(self, pack: Packed) -> tuple[Packed, attention.SequenceBounds]:
         """(this process's tokens [T / k] of the pack, the boundaries of all [T]). T is padded to a multiple
         of k by masked tokens. ValueError with media, whose rows are not tokens."""
         if pack.media is not None:
@@ -35,7 +35,7 @@ class Sequence:
         whole = packing.pad(pack, -(-pack.tokens.shape[0] // self.size) * self.size)
         sizes = torch.unique_consecutive(whole.seq, return_counts=True)[1].tolist()
         part = tree.map(lambda x: x.chunk(self.size)[self.rank], whole)
-        return part, attention.Packs(sizes, pack.seq.device, sequence=self)
+        return part, attention.SequenceBounds(sizes, pack.seq.device, sequence=self)
 
     def join(self, out: TokenOut, size: int) -> TokenOut:
         """Values [T / k] of each process -> [size] of all. The gradient of the whole is the same on every
@@ -80,5 +80,5 @@ class Sequence:
     def exchange(self, packs: Seq[Packed]) -> list[Packed]:
         """The packs of all processes of the group, which work on each of them together."""
         host = [tree.map(lambda x: x.cpu(), b) for b in packs]
-        everyone = dist.share(host, self.mesh.get_group())
+        everyone = dist.all_gather_object(host, self.mesh.get_group())
         return [b for row in zip(*everyone) for b in row]

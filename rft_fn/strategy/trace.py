@@ -172,7 +172,7 @@ def _rooted(module: nn.Module, *, kind: str, tokens: int, fused: bool, chunk_siz
     if kind == "cpu" and not chunk_size:  # what suits the device, which the meta device is not
         chunk_size = max(int(default_workspace_mb("cpu") * 2**20 / 4 / tokens), 1)
     options: dict[str, Any] = {"fused": fused, "chunk_size": chunk_size, "sampling": Sampling()}
-    root = model_lib.rooted(module, entropy=True, **options)
+    root = model_lib.wrap_for_training(module, entropy=True, **options)
     lm = getattr(root, "lm", None) or getattr(root, "decoder", None)
     if lm is not None and attention.unfit_model(lm) is None:
         AttentionInterface.register(NAME, _stand_in(kind == "cpu"))

@@ -36,7 +36,7 @@ KEYS = [rng.fold_in(0, i) for i in range(len(PROMPTS))]
 @pytest.fixture(autouse=True)
 def _said():
     """Each test hears each message anew."""
-    attention.say.cache_clear()
+    attention.warn_once.cache_clear()
 
 
 def way_of(lm):

@@ -17,7 +17,7 @@ from torch import nn
 import rft_fn as rft
 from rft_fn import model, packing, tree
 from rft_fn.model import attention, probe
-from rft_fn.model.attention import Device, Packs, engines
+from rft_fn.model.attention import Device, SequenceBounds, engines
 from rft_fn.model.attention.interface import SDPA, sdpa_attention
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=12)
@@ -27,7 +27,7 @@ VOCAB = 60
 @pytest.fixture(autouse=True)
 def _said():
     """Each test hears each message anew."""
-    attention.say.cache_clear()
+    attention.warn_once.cache_clear()
 
 
 def reference(q, k, v, sizes, scale, sinks=(-math.inf,) * 4):
@@ -57,7 +57,7 @@ def qkv(sizes, heads=4, kv_heads=2, dim=8, seed=0, dtype=torch.float64):
 @given(sizes=LENGTHS, kv_heads=st.sampled_from([1, 2, 4]), scale=st.sampled_from([None, 0.5, 2.0]))
 def test_by_sequence_is_the_definition(sizes, kv_heads, scale):
     q, k, v = qkv(sizes, kv_heads=kv_heads)
-    got = attention.by_sequence(q, k, v, Packs(sizes), scale=scale)
+    got = attention.by_sequence(q, k, v, SequenceBounds(sizes), scale=scale)
     want = reference(q, k, v, sizes, scale or 8**-0.5)
     np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=1e-12)
 
@@ -68,7 +68,7 @@ def test_sinks_are_in_the_denominator(sizes, kv_heads, sink):
     """Also one that is larger than every score, and one that is nothing beside them."""
     q, k, v = qkv(sizes, kv_heads=kv_heads)
     sinks = sink + torch.arange(4, dtype=torch.float64) / 7
-    got = attention.by_sequence(q, k, v, Packs(sizes), sinks=sinks)
+    got = attention.by_sequence(q, k, v, SequenceBounds(sizes), sinks=sinks)
     want = reference(q, k, v, sizes, 8**-0.5, sinks.tolist())
     np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=1e-12)
 
@@ -79,7 +79,7 @@ def test_gradients_of_sinks_are_those_of_differences(sizes):
     inputs = [x.requires_grad_() for x in (*qkv(sizes, heads=2, kv_heads=1, dim=3), sinks)]
 
     def attend(q, k, v, sinks):
-        return attention.by_sequence(q, k, v, Packs(sizes), sinks=sinks)
+        return attention.by_sequence(q, k, v, SequenceBounds(sizes), sinks=sinks)
 
     assert torch.autograd.gradcheck(attend, inputs)
 
@@ -87,7 +87,7 @@ def test_gradients_of_sinks_are_those_of_differences(sizes):
 @pytest.mark.parametrize("sizes", [[3, 1, 5], [4, 2, 4, 4, 2, 1, 1, 4]])
 def test_gradients_of_by_sequence_are_those_of_differences(sizes):
     """Both ways: one call a sequence, and one a length."""
-    packs = Packs(sizes)
+    packs = SequenceBounds(sizes)
     assert (packs.groups is None) == (len(sizes) == 3)
     inputs = [x.requires_grad_() for x in qkv(sizes, heads=2, kv_heads=1, dim=3)]
     assert torch.autograd.gradcheck(lambda *x: attention.by_sequence(*x, packs), inputs)
@@ -100,7 +100,7 @@ def test_what_one_sequence_holds_changes_no_bit_of_another(sizes, value):
 
     def both(q, k, v):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = attention.by_sequence(*inputs, Packs(sizes))
+        out = attention.by_sequence(*inputs, SequenceBounds(sizes))
         return [out, *torch.autograd.grad((out * torch.arange(out.numel()).view_as(out).cos()).sum(), inputs)]
 
     q, k, v = qkv(sizes, dtype=torch.float32)
@@ -172,7 +172,7 @@ def flash_with_lse(
 def test_every_kernel_is_called_as_its_version_wants_it(f, kv_heads, scale):
     sizes = [3, 1, 5, 2]
     q, k, v = qkv(sizes, kv_heads=kv_heads)
-    got = attention.by_varlen(f, q, k, v, Packs(sizes), scale=scale)
+    got = attention.by_varlen(f, q, k, v, SequenceBounds(sizes), scale=scale)
     np.testing.assert_allclose(got, reference(q, k, v, sizes, scale or 8**-0.5), rtol=0, atol=1e-12)
 
 
@@ -219,12 +219,12 @@ def test_the_chosen_kernel_is_the_one_that_runs(monkeypatch):
     called = []
     monkeypatch.setattr(engines, "_engines", lambda: {"varlen": lambda *x, **_: called.append(x) or x[0]})
     monkeypatch.setattr(engines, "choose", lambda *_: ("varlen", None))
-    assert engines.packed(q, k, v, Packs([2, 3])) is called[0][0]
+    assert engines.packed(q, k, v, SequenceBounds([2, 3])) is called[0][0]
     with pytest.warns(UserWarning, match="heads of 8 for keys, of 4 for values"):
-        engines.packed(q, k, v[..., :4], Packs([2, 3]))
+        engines.packed(q, k, v[..., :4], SequenceBounds([2, 3]))
     monkeypatch.setattr(engines, "choose", lambda *_: ("sequence", "it is too old"))
     with pytest.warns(UserWarning, match="one sdpa for each sequence: it is too old"):
-        engines.packed(q, k, v, Packs([2, 3]))
+        engines.packed(q, k, v, SequenceBounds([2, 3]))
 
 
 SIZES = {
@@ -405,7 +405,7 @@ def test_what_a_layer_asks_for_beyond_is_named(options, attribute, why):
         setattr(layer, name, x)
     q, k, v = (x.transpose(0, 1)[None] for x in qkv([4, 2]))
     with pytest.warns(UserWarning, match=why):
-        got = sdpa_attention(layer, q, k, v, None, rft_packs=Packs([4, 2]), **options)[0]
+        got = sdpa_attention(layer, q, k, v, None, rft_packs=SequenceBounds([4, 2]), **options)[0]
     if options.get("dropout"):
         return
     causal = "not causal" not in why

@@ -337,10 +337,10 @@ def test_assign_puts_whole_tensors_into_shards(kind):
 
 def test_packs_go_to_the_device_of_a_frozen_model():
     """It has no trainable parameter that could say where it is."""
-    from rft_fn.model.bind import beside
+    from rft_fn.model.bind import to_params_device
 
     packs = [packing.pack(tiny.experience(), range(6))]
     apply, params = model.bind(tiny.llama().requires_grad_(False).to("meta"))
-    assert not params and beside(apply, params, packs)[0].tokens.device.type == "meta"
+    assert not params and to_params_device(apply, params, packs)[0].tokens.device.type == "meta"
     apply, params = model.bind(tiny.llama().requires_grad_(False))
-    assert beside(apply, params, packs)[0].tokens.device.type == "cpu"
+    assert to_params_device(apply, params, packs)[0].tokens.device.type == "cpu"

@@ -468,7 +468,7 @@ def test_adapters_of_other_families_learn_and_merge_on_two_processes():
 def test_what_adapters_pass_over_is_said(kind):
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        attention.say.cache_clear()
+        attention.warn_once.cache_clear()
         lora = model.apply_lora_configuration(family(kind), 4, 8.0)
     lines = [str(w.message) for w in heard if str(w.message).startswith("lora: ")]
     assert len(lines) == (LEFT_OUT[kind] is not None)
@@ -484,7 +484,7 @@ def test_a_layer_that_is_read_is_no_target():
 @pytest.mark.parametrize("kind", ["Zamba", "Zamba2"])
 def test_layers_that_share_their_weights_get_no_adapters(kind):
     """Two adapters would be merged into one weight."""
-    attention.say.cache_clear()
+    attention.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="which share their weights with other layers"):
         module = model.apply_lora_configuration(family(kind), 4, 8.0)
     bases = [m.get_base_layer().weight for m in module.modules() if hasattr(m, "lora_A")]
@@ -498,7 +498,7 @@ def test_layers_that_share_their_weights_get_no_adapters(kind):
 )
 def test_names_of_experts_and_routers_are_no_targets(kind, layers):
     """peft takes shared experts for the routed ones, and a router may be a linear layer with two outputs."""
-    attention.say.cache_clear()
+    attention.warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         module = model.apply_lora_configuration(family(kind), 4, 8.0)

@@ -250,7 +250,7 @@ def slow_gloo(rank):
     from rft_fn import dist, strategy
 
     st = strategy.get_strategy(strategy.StrategyConfig())
-    dist.share(rank)
+    dist.all_gather_object(rank)
     cpu = {sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]}
     os.sched_setaffinity(0, cpu)
     threads = [p for p in Path("/proc/self/task").iterdir() if "runloop" in (p / "comm").read_text()]
@@ -258,7 +258,7 @@ def slow_gloo(rank):
         os.sched_setaffinity(int(thread.name), cpu)
         os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
     sys.modules["__main__"].strategy = st  # as in a script, where it lives until the interpreter goes
-    return len(threads), dist.share(rank)
+    return len(threads), dist.all_gather_object(rank)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the system about threads by /proc")

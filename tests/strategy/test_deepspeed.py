@@ -309,7 +309,7 @@ def on_ranks(rank, stages, names):
     for stage in stages:
         for name in names:
             found = attempt(name, stage)
-            same = rft.dist.share(conformance.digest(found))
+            same = rft.dist.all_gather_object(conformance.digest(found))
             if len(set(same)) > 1 and "error" not in found:
                 found = {"error": f"ranks disagree: {same}"}
             out[stage, name] = found

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from rft_fn.model.attention.packs import Packs
+from rft_fn.model.attention.packs import SequenceBounds
 
-__all__ = ["Device", "by_sequence", "by_varlen", "choose", "packed", "say"]
+__all__ = ["Device", "by_sequence", "by_varlen", "choose", "packed", "warn_once"]
 
 _FLASH = {"flash3": "flash_attn_interface", "flash2": "flash_attn"}  # engine -> package
 
@@ -72,7 +72,7 @@ def _device(device: torch.device) -> Device:
 
 
 @cache
-def say(message: str) -> None:
+def warn_once(message: str) -> None:
     """A warning, once."""
     warnings.warn(message, stacklevel=2)
 
@@ -81,7 +81,7 @@ def by_sequence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    packs: Packs,
+    packs: SequenceBounds,
     *,
     scale: float | None = None,
     sinks: Tensor | None = None,
@@ -121,7 +121,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor 
 
 
 def by_varlen(
-    f: Callable, q: Tensor, k: Tensor, v: Tensor, packs: Packs, *, scale: float | None = None
+    f: Callable, q: Tensor, k: Tensor, v: Tensor, packs: SequenceBounds, *, scale: float | None = None
 ) -> Tensor:
     """The same by `f`, torch's varlen_attn or flash-attn's flash_attn_varlen_func: one
     kernel for the pack.
@@ -151,7 +151,7 @@ def packed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    packs: Packs,
+    packs: SequenceBounds,
     *,
     scale: float | None = None,
     sinks: Tensor | None = None,
@@ -164,7 +164,7 @@ def packed(
     if engine != "sequence" and v.shape[-1] != q.shape[-1]:
         engine, why = "sequence", f"heads of {q.shape[-1]} for keys, of {v.shape[-1]} for values"
     if why:
-        say(f"attention: packs take one sdpa for each sequence: {why}")
+        warn_once(f"attention: packs take one sdpa for each sequence: {why}")
     if engine == "sequence":
         return by_sequence(q, k, v, packs, scale=scale, sinks=sinks)
     return by_varlen(_engines()[engine], q, k, v, packs, scale=scale)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rft_fn.model.attention.engines import packed, say
-from rft_fn.model.attention.packs import Packs
+from rft_fn.model.attention.engines import packed, warn_once
+from rft_fn.model.attention.packs import SequenceBounds
 from rft_fn.types import Packed
 
 __all__ = [
@@ -93,7 +93,7 @@ def _attend(
     attention to its own sequence (a window, a cap, a mask), the model's `usual` one with a [T, T] mask, and a
     warning once that names it. Without `rft_packs` the usual one, as it is.
     """
-    packs: Packs | None = options.pop("rft_packs", None)
+    packs: SequenceBounds | None = options.pop("rft_packs", None)
     if packs is None:
         return usual(module, query, key, value, mask, **options)
     packs.calls += 1
@@ -105,7 +105,7 @@ def _attend(
     if why and packs.sequence:
         raise ValueError(f"sp_size: expected 1 for {type(module).__name__}: it asks for {why}")
     if why:
-        say(f"attention: packs take a [T, T] mask in {type(module).__name__}: it asks for {why}")
+        warn_once(f"attention: packs take a [T, T] mask in {type(module).__name__}: it asks for {why}")
         cut = packs.cut(mask, causal=_causal(module, options))
         return usual(module, query, key, value, cut, **options)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -204,10 +204,10 @@ def turn_off(lm: nn.Module, why: str) -> None:
     """Back to the usual attention with a [T, T] mask for each pack, and a warning once."""
     inner = _config(lm)[0]
     use(lm, _usual(inner))
-    say(f"attention: packs of {type(inner).__name__} take a [T, T] mask: {why}")
+    warn_once(f"attention: packs of {type(inner).__name__} take a [T, T] mask: {why}")
 
 
-def packs_of(lm: nn.Module, pack: Packed) -> Packs | None:
+def packs_of(lm: nn.Module, pack: Packed) -> SequenceBounds | None:
     """The boundaries of a pack of several sequences for a model that is turned on, else None
     (with a warning once where the model cannot be). One host sync."""
     if pack.num_seqs == 1:
@@ -216,12 +216,12 @@ def packs_of(lm: nn.Module, pack: Packed) -> Packs | None:
     if config._attn_implementation not in (SDPA, EAGER):
         why = unfit_model(lm)
         if why:  # else it was turned off, which was said
-            say(f"attention: packs of {type(inner).__name__} take a [T, T] mask: {why}")
+            warn_once(f"attention: packs of {type(inner).__name__} take a [T, T] mask: {why}")
         return None
     counts = torch.unique_consecutive(pack.seq, return_counts=True)[1]
-    return Packs(counts.tolist(), pack.seq.device)
+    return SequenceBounds(counts.tolist(), pack.seq.device)
 
 
-def complete(lm: nn.Module, packs: Packs) -> bool:
+def complete(lm: nn.Module, packs: SequenceBounds) -> bool:
     """Whether every layer got the boundaries."""
     return packs.calls >= _config(lm)[1].num_hidden_layers

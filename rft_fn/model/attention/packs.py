@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Packs"]
+__all__ = ["SequenceBounds"]
 
 
-class Packs:
+class SequenceBounds:
     """Where the sequences of a pack lie: sizes in tokens, in order, on the device of the pack.
 
     `calls` counts the attention layers that got it, so that a model that drops it is found out. `sequence` is

@@ -22,7 +22,7 @@ from rft_fn.strategy import step
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Packed, Sampling, Transform
 
-__all__ = ["Average", "Engine", "Lowered", "library", "lower", "options", "rooted"]
+__all__ = ["Average", "Engine", "Lowered", "library", "lower", "options", "wrap_for_training"]
 
 MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq", "average": "average"}  # ours -> those of the optimizer below
 
@@ -120,7 +120,7 @@ class _Root(nn.Module):
         return {name: x for name, x in vars(self.inner(pack)).items() if x is not None}
 
 
-def rooted(
+def wrap_for_training(
     config: StrategyConfig,
     module: nn.Module,
     sampling: Sampling | None = None,
@@ -136,7 +136,7 @@ def rooted(
             got = str(dtype).removeprefix("torch.")
             raise ValueError(f"zero_stage: expected a module in float32 or bfloat16, got one in {got}")
     how = {"fused": config.fused_linear_logprob, "chunk_size": config.chunk_size}
-    return _Root(model_lib.rooted(module, sampling=sampling, entropy=entropy, aux=aux, **how))
+    return _Root(model_lib.wrap_for_training(module, sampling=sampling, entropy=entropy, aux=aux, **how))
 
 
 def register(root: nn.Module, module: nn.Module) -> None:
@@ -239,7 +239,7 @@ class Engine:
             held = [flat.grad for flat in self._flat()]
         else:
             held = [x for group in self.zero.averaged_gradients.values() for x in group]
-        return all(dist.share(all(bool(torch.isfinite(x).all()) for x in held)))
+        return all(dist.all_gather_object(all(bool(torch.isfinite(x).all()) for x in held)))
 
     def backward(self, total: Tensor, *, last: bool) -> None:
         """Add the gradient of `total` [] to the sum over packs and ranks; the step comes after the last."""

@@ -29,7 +29,7 @@ __all__ = ["deepspeed"]
 
 
 @dataclass(frozen=True)
-class Owned:
+class ZeroApply:
     """The apply of a module whose weights DeepSpeed lays out: it takes no parameters but the module's own."""
 
     run: Callable[[Packed], dict[str, Tensor]]
@@ -82,7 +82,7 @@ def bind(
     """(apply, params) of a module that only scores. Stage 3 shards its parameters, unless shard_size is 1: 1
     and 2 have nothing to shard."""
     size = _size(shard_size, 1)
-    root = zero.rooted(config, module, sampling, entropy, aux)
+    root = zero.wrap_for_training(config, module, sampling, entropy, aux)
     run: Any = root
     if config.zero_stage == 3 and size == dist.world():
         run = zero.library().initialize(
@@ -94,7 +94,7 @@ def bind(
             p.data = p.data.bfloat16()
     _settle(cut, root, run)
     own = tree.Named((n, p) for n, p in module.named_parameters() if p.requires_grad)
-    return Owned(run, own), tree.map(lambda p: p, own)
+    return ZeroApply(run, own), tree.map(lambda p: p, own)
 
 
 def _settle(cut: Cut, root: Any, run: Callable[[Any], dict[str, Tensor]]) -> None:
@@ -120,15 +120,15 @@ def init(
     """(apply, state) of a module that is trained with `tx`. ValueError for a `tx` that DeepSpeed's optimizer
     cannot be."""
     _size(shard_size)
-    root = zero.rooted(config, module, sampling, entropy, aux)
+    root = zero.wrap_for_training(config, module, sampling, entropy, aux)
     engine = zero.Engine(config, module, root, tx)
     _settle(cut, root, engine.engine)
-    apply = Owned(engine.engine, engine.own, engine)
+    apply = ZeroApply(engine.engine, engine.own, engine)
     return apply, zero_state.state_of(engine, count=0, done=0, skipped=0)
 
 
 def grad(
-    state: TrainState, apply: Owned, loss_fn: LossFn, packs: Sequence[Packed]
+    state: TrainState, apply: ZeroApply, loss_fn: LossFn, packs: Sequence[Packed]
 ) -> tuple[ZeroGrads, dict[str, metric.Metric]]:
     """(the sum over the packs of all ranks of the gradients of (w loss).sum(), which stays in the engine;
     merged metrics, the same everywhere). Every rank brings the same number of packs, one at least."""
@@ -151,7 +151,7 @@ def grad(
             engine.backward(total, last=i == len(packs) - 1)
         mine = metric.merge(mine, more)
     with dist.phase(f"metrics of step {state.step + 1}"):
-        parts = dist.share(tree.map(lambda x: x.cpu(), mine))
+        parts = dist.all_gather_object(tree.map(lambda x: x.cpu(), mine))
     metrics: dict[str, metric.Metric] = {}
     for part in parts:
         metrics = metric.merge(metrics, part)
