@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine:
 #   make train   a virtual environment, the installation, and the main job on the embedded default
 #   make test    the same environment with the test tools, and every test
+# `make check` is for in between.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +14,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SUM = --data addition:2 --template '{question} Put the answer in \boxed{{}}.' --system ''
 
-.PHONY: train test test-low lint mutants families smollm2 train-smollm2 bench clean
+.PHONY: train test test-low check lint mutants families smollm2 train-smollm2 bench clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +37,10 @@ lint: $(VENV)/test-installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+# Seconds, while one works: lint, types, and the tests of the files that differ from a commit (BASE=main).
+check: lint
+	$(BIN)/python tests/changed.py --base $(or $(BASE),HEAD)
 
 test: lint test-low
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
