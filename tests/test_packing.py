@@ -418,7 +418,7 @@ def test_supervised_without_rows_says_so():
     [
         ([], r"expected at least one \(ids, mask\), got none"),
         ([([1, 2], [False, True]), ([1], [])], "expected a mask of 1 in row 1, as its ids, got 0"),
-        ([([1, 2], [True, True])], "expected a token before the first that is learned in row 0, got none"),
+        ([([1, 2], [True, True])], "expected a token before the first one in mask in row 0, got none"),
     ],
 )
 def test_conversations_that_cannot_be_learned(rows, message):

@@ -1,4 +1,4 @@
-"""The state of training, and the transformation of gradients that moves it."""
+"""The state of training, and the gradient transformations that update it."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -28,11 +28,11 @@ class TransformUpdate(Protocol):
 
 
 class Transform(NamedTuple):
-    """A transformation of gradients as a value: a pair of functions and a description (as in optax)."""
+    """A gradient transformation as a value: a pair of functions and a description, as in optax."""
 
     init: TransformInit
     update: TransformUpdate
-    spec: Mapping[str, Any]  # plain data: what a backend with an optimizer of its own lowers
+    spec: Mapping[str, Any]  # plain data, for backends that bring their optimizer along
 
 
 @tree.struct
@@ -42,6 +42,6 @@ class TrainState:
     params: Any  # tree.Named of tensors
     opt: Any  # what tx.init made of them
     step: int  # updates done
-    skipped: int = 0  # updates in a row, up to now, whose gradients were not finite
+    skipped: int = 0  # latest updates in a row whose gradients were not finite
     tx: Transform = tree.static()
-    module: Any = tree.static(default=None)  # that the params are of: an export reads what it does not train
+    module: Any = tree.static(default=None)  # the owner of the params: an export reads its frozen weights
