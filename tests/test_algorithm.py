@@ -189,7 +189,7 @@ def test_metrics_say_how_much_each_loss_stops(name):
     """With limits that nothing passes the share is 0, with limits of nearly 0 it is most of the tokens."""
     b = packing.pack(testing.case(0).exp, range(8))
     out = testing.case(0).apply(testing.case(0).params, b)
-    fn = getattr(algorithm, name)
+    fn = algorithm.TABLE[name].loss
     tight, wide = {
         "cispo": ({"low": 1e-9, "high": 1e-9}, {"low": 1.0, "high": 1e9}),
         "dppo_tv": ({"limit": 1e-12}, {"limit": 2.0}),
@@ -209,7 +209,7 @@ def test_metrics_of_the_clipped_loss_by_hand():
     c = testing.case(0)
     b = packing.pack(c.exp, range(8))
     out = c.apply(c.params, b)
-    _, found = algorithm.ppo_clip(out, b, low=0.2, high=0.3)
+    _, found = algorithm.TABLE["grpo"].loss(out, b, low=0.2, high=0.3)
     d = (out.logp - b.old_logp)[b.mask]
     adv = b.adv[b.mask]
     clipped = ((d.exp() > 1.3) & (adv > 0)) | ((d.exp() < 0.8) & (adv < 0))

@@ -52,7 +52,7 @@ def test_a_mean_over_pairs(mask):
     np.testing.assert_allclose(w, ref.pair_mean(mask), rtol=1e-10, atol=0)
     shares, alive = w.view(2, -1).sum(-1), torch.from_numpy(mask).view(2, -1).any(-1)
     torch.testing.assert_close(shares, alive / alive.sum().clamp(min=1))
-    with pytest.raises(ValueError, match="mask: expected an even number of rows, two a pair, got 3"):
+    with pytest.raises(ValueError, match="mask: expected an even number of rows, two per pair, got 3"):
         weight.pair_mean(torch.ones(3, 2, dtype=torch.bool))
 
 

@@ -1,4 +1,4 @@
-"""A LossFn, called as a train step calls it."""
+"""Calls a LossFn as a train step does."""
 
 import traceback
 from typing import Any
@@ -20,9 +20,9 @@ _REMEDY = {
 
 
 def evaluate(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict[str, Any]]:
-    """(loss [T], metrics) of a LossFn, the metrics {} where it gives none.
+    """(loss [T], metrics) of a LossFn on a pack, with or without metrics.
 
-    Where it fails, the error has a note for each field that it names and that is absent here.
+    If it fails, the error gets a note for each field that it reads and that is absent.
     """
     try:
         result = loss_fn(out, b)
@@ -30,7 +30,9 @@ def evaluate(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict[st
         for note in _absent(error, out, b):
             error.add_note(note)
         raise
-    return result if isinstance(result, tuple) else (result, {})
+    if isinstance(result, tuple):
+        return result
+    return result, {}
 
 
 def _absent(error: Exception, out: TokenOut, b: Packed) -> list[str]:
