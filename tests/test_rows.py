@@ -263,7 +263,7 @@ def test_an_option_that_a_loss_does_not_have_is_named():
 
 @pytest.mark.parametrize("name, option", [(name, option) for name in OPTIONS for option in OPTIONS[name]])
 def test_an_option_of_a_row_reaches_its_loss(name, option):
-    """`partial(TABLE["cpgd"].loss, drift=0.5)` has that drift, and not the default: in value or in gradient."""
+    """`partial(TABLE["cpgd"].loss, drift=0.5)` has that drift, not the default, in value or in gradient."""
     x, logits, value = data(1.5)
     b = packing.pack(batch_of("grpo", x), range(B))
     out, changed = table_policy(logits, value)(b), {option: OPTIONS[name][option]}

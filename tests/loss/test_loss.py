@@ -1,4 +1,4 @@
-"""Losses: one number a token, against their definitions, and invariant under every cut of the batch."""
+"""Losses: one number per token, against their definitions, and invariant under every cut of the batch."""
 
 import math
 import re
