@@ -19,9 +19,10 @@ __all__ = [
 
 
 def _centre(reward: Tensor, share: Tensor | None = None) -> Tensor:
-    """Rewards [N, G] minus the mean of their group, weighted by `share` [N, G] if given.
+    """Rewards [N, G] minus the mean of their group.
 
-    Exactly 0 in a group without variance. ValueError for groups of one.
+    `share` [N, G] weights the mean, which is uniform without it. The result is exactly 0 in a group without
+    variance. ValueError for groups of one.
     """
     sizes = check.shapes(reward=(reward, "N G"))
     if sizes["G"] < 2:
@@ -37,7 +38,7 @@ def _centre(reward: Tensor, share: Tensor | None = None) -> Tensor:
 
 
 def grpo(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
-    """GRPO's advantages [N, G]: rewards normalised within their group.
+    """GRPO's advantages [N, G], normalised per group.
 
         (r - mean) / (std + eps)
 
@@ -52,7 +53,7 @@ def grpo(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
 
 
 def rloo(reward: Tensor) -> Tensor:
-    """Leave-one-out advantages [N, G]: each reward minus the mean of the others in its group.
+    """Leave-one-out advantages, [N, G].
 
         r - mean of the other G - 1 = (r - mean) G / (G - 1)
 
@@ -64,17 +65,17 @@ def rloo(reward: Tensor) -> Tensor:
 
 
 def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
-    """ReMax's advantages [N, G]: rewards minus the reward [N] of the prompt's greedy response.
+    """ReMax's advantages, [N, G].
 
-    Unbiased, because the baseline does not depend on the sample; also defined for G = 1. Not centred. arXiv
-    2310.10505.
+    Subtracts the reward [N] of the prompt's greedy response. Unbiased, because the baseline does not depend
+    on the sample; also defined for G = 1. Not centred. arXiv 2310.10505.
     """
     check.shapes(reward=(reward, "N G"), greedy_reward=(greedy_reward, "N"))
     return reward - greedy_reward.unsqueeze(-1)
 
 
 def opo(reward: Tensor, length: Tensor) -> Tensor:
-    """OPO's advantages [N, G]: rewards minus their length-weighted mean.
+    """OPO's advantages, [N, G]: a length-weighted baseline.
 
         r - sum(l r) / sum(l)    in each group, l [N, G] the tokens of a response
 
@@ -96,12 +97,12 @@ def cpgd(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
 
 
 def reinforce_pp(token_reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """REINFORCE++'s advantages [B, S]: the discounted sum of later token rewards.
+    """REINFORCE++'s advantages, discounted sums of rewards [B, S].
 
         A[t] = r[t] + gamma A[t'],    t' the next token in mask
 
-    0 outside mask. Tokens outside mask (tool output) are skipped, as if they were not there. Does not
-    whiten; the algorithm whitens over the whole batch: `whiten(reinforce_pp(...), mask)`. arXiv 2501.03262.
+    Tokens outside mask (tool output) get 0 and are skipped, as if they were not there. Does not whiten; the
+    algorithm whitens over the whole batch: `whiten(reinforce_pp(...), mask)`. arXiv 2501.03262.
     """
     check.shapes(token_reward=(token_reward, "B S"), mask=(mask, "B S"))
     through = torch.where(mask, gamma, 1.0).to(token_reward.dtype)
@@ -118,10 +119,11 @@ def reinforce_pp_baseline(reward: Tensor) -> Tensor:
 
 
 def gdpo(parts: Tensor, weights: Tensor) -> Tensor:
-    """GDPO's advantages [N, G]: K rewards [K, N, G], each normalised by `grpo`, summed by weights [K].
+    """GDPO's advantages for several rewards, [N, G].
 
-    Rewards of different spread then count by their weights alone. arXiv 2601.05242. The paper whitens the
-    sum over the batch; `whiten` does, this does not.
+    Normalises each of the K rewards in `parts` [K, N, G] by `grpo`, and sums them by `weights` [K]. Rewards
+    of different spread then count by their weights alone. arXiv 2601.05242. The paper whitens the sum over
+    the batch; `whiten` does, this does not.
     """
     sizes = check.shapes(parts=(parts, "K N G"), weights=(weights, "K"))
     each = grpo(rearrange(parts, "k n g -> (k n) g"))
@@ -139,8 +141,8 @@ def pass_at_k(correct: Tensor, *, k: int) -> Tensor:
         p = 1 - C(m, k) / C(G, k),    sigma = sqrt(p (1 - p))
         correct: (1 - p) / sigma,    wrong: (1 - p - C(m - 1, k - 1) / C(G - 1, k - 1)) / sigma
 
-    0 if all subsets are alike. k = 1 is `grpo` with the population's deviation. Computed in float64 from
-    ratios, so large groups lose nothing. arXiv 2508.10751. ValueError unless 1 <= k <= G.
+    It is 0 if all subsets are alike. k = 1 is `grpo` with the population's deviation. Computed in float64
+    from ratios, so large groups lose nothing. arXiv 2508.10751. ValueError unless 1 <= k <= G.
     """
     size = check.shapes(correct=(correct, "N G"))["G"]
     if not 1 <= k <= size:
@@ -166,19 +168,25 @@ def discounted_return(reward: Tensor, discount: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, last: Tensor) -> Tensor:
-    """x [..., S] one position earlier, with `last` [..., 1] at the end."""
+    """x [..., S] shifted left, with `last` [..., 1] at the end."""
     return torch.cat([x[..., 1:], last.to(x.dtype)], -1)
 
 
 def _through(discount: Tensor, mask: Tensor) -> Tensor:
-    """1 on tokens outside mask, which pass on later values, unless a sequence ends there; else 0."""
+    """1 on tokens that only pass on later values, else 0.
+
+    Those are the tokens outside mask, unless a sequence ends there.
+    """
     return (~mask & (discount != 0)).to(discount.dtype)
 
 
 def _errors(
     reward: Tensor, value: Tensor, discount: Tensor, mask: Tensor | None, bootstrap: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(one-step errors r + discount V' - V of GAE, value), both 0 outside mask."""
+    """(one-step errors, value) of GAE, 0 outside mask.
+
+    The errors are r + discount V' - V.
+    """
     check.shapes(reward=(reward, "... S"), value=(value, "... S"), discount=(discount, "... S"))
     check.shapes(reward=(reward, "... S"), mask=(mask, "... S"), bootstrap=(bootstrap, "..."))
     end = torch.zeros_like(reward[..., :1])
@@ -211,7 +219,9 @@ def gae(
     mask: Tensor | None = None,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation: (adv, ret), each [..., S].
+    """Generalised advantage estimation.
+
+    Returns (adv, ret), each [..., S].
 
         delta[t] = r[t] + discount[t] V[t'] - V[t]
         adv[t] = delta[t] + discount[t] lambda adv[t'],    ret = adv + V
@@ -238,10 +248,11 @@ def decoupled_gae(
     mask: Tensor | None = None,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`gae` with separate lambdas for actor and critic: (adv, ret), each [..., S].
+    """GAE with separate lambdas for actor and critic.
 
-    value_lambda = 1 gives the critic returns without bootstrapping, so no bias grows with the length. Equal
-    lambdas give `gae`. VC-PPO, arXiv 2503.01491; VAPO, arXiv 2504.05118.
+    Returns (adv, ret), each [..., S]. value_lambda = 1 gives the critic returns without bootstrapping, so
+    no bias grows with the length. Equal lambdas give `gae`. VC-PPO, arXiv 2503.01491; VAPO, arXiv
+    2504.05118.
     """
     delta, value = _errors(reward, value, discount, mask, bootstrap)
     adv = _traced(delta, discount, policy_lambda, mask)
@@ -262,7 +273,7 @@ def length_adaptive_lambda(length: Tensor, *, alpha: float = 0.05) -> Tensor:
 
 
 def whiten(adv: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Advantages [...] with mean 0 and variance 1 over mask, and 0 outside.
+    """Advantages [...] whitened over mask, 0 outside.
 
         (adv - mean) / sqrt(var + eps)
 

@@ -54,15 +54,24 @@ class ActorCritic(NamedTuple):
 
 
 class LossWithMetrics(Protocol):
-    """A `LossFn` that always returns metrics and takes the options of the loss it adapts."""
+    """A `LossFn` with metrics and options.
+
+    The options are those of the loss that it adapts.
+    """
 
     def __call__(self, out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
-        """(loss [T], metrics). TypeError for an option that the loss does not have."""
+        """(loss [T], metrics).
+
+        TypeError for an option that the loss does not have.
+        """
         ...
 
 
 class Evaluated(NamedTuple):
-    """A loss on the tokens of a pack, and what it depends on. Nothing carries a gradient."""
+    """A loss on a pack, and its inputs.
+
+    Nothing carries a gradient.
+    """
 
     loss: Tensor  # [T]
     ratio: Tensor  # [T], the probability ratio that the loss limits
@@ -85,10 +94,11 @@ class Stopped(Protocol):
 def _with_options_of(
     source: Callable[..., Any], *names: str
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Decorate a function of `**options` to receive all options of `source`, with its defaults.
+    """Give a function the options of another one.
 
-    Options are the keyword-only parameters, or those in `names`. They appear in the decorated signature, so
-    a caller can look up which ones there are.
+    Decorates a function of `**options` to receive all options of `source`, with its defaults. Options are
+    the keyword-only parameters, or those in `names`. They appear in the decorated signature, so a caller
+    can look up which ones there are.
     """
     parameters = signature(source).parameters.values()
     if not names:
@@ -117,7 +127,7 @@ def _sequence_ratio(out: TokenOut, b: Packed) -> Tensor:
 
 
 def _metrics(at: Evaluated, b: Packed, stopped: Stopped) -> dict[str, Metric]:
-    """The share of stopped tokens, the KL to the old policy, and the largest ratio."""
+    """Stopped share, KL to the old policy, largest ratio."""
     return {
         "policy/clip_frac": metric.mean(stopped(at).double(), b.mask),
         "policy/kl_old": metric.mean(loss.kl_k3(b.old_logp, at.logp), b.mask),
@@ -126,7 +136,10 @@ def _metrics(at: Evaluated, b: Packed, stopped: Stopped) -> dict[str, Metric]:
 
 
 def per_token(fn: Callable[..., Tensor], stopped: Stopped) -> LossWithMetrics:
-    """Adapt a loss of (logp, old_logp, adv), all [T], to a LossFn with metrics."""
+    """Adapt a loss of tokens to a LossFn with metrics.
+
+    `fn` takes (logp, old_logp, adv), all [T], and options.
+    """
 
     @_with_options_of(fn)
     def loss_fn(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
@@ -143,9 +156,10 @@ def per_sequence(
     *,
     ratio: Callable[[TokenOut, Packed], Tensor] = _sequence_ratio,
 ) -> LossWithMetrics:
-    """Adapt a loss of (logp, old_logp, adv, mask, seq, num_seqs) to a LossFn with metrics.
+    """Adapt a loss of sequences to a LossFn with metrics.
 
-    `ratio(out, b)` gives the ratios [T] that the loss limits.
+    `fn` takes (logp, old_logp, adv, mask, seq, num_seqs) and options. `ratio(out, b)` gives the ratios [T]
+    that the loss limits.
     """
 
     @_with_options_of(fn)
@@ -161,7 +175,7 @@ def per_sequence(
 
 
 def _leaves(x: Tensor, adv: Tensor, low: Any, high: Any) -> Tensor:
-    """Where a step that the advantage asks for would leave [low, high]."""
+    """Where the advantage pushes x out of [low, high]."""
     return ((x > high) & (adv > 0)) | ((x < low) & (adv < 0))
 
 
@@ -176,17 +190,26 @@ def _beyond_log_clip(at: Evaluated, /) -> Tensor:
 
 
 def _outside_clip(at: Evaluated, /) -> Tensor:
-    """Ratios outside [1 - low, 1 + high]. CISPO limits them but keeps their gradient."""
+    """Ratios outside [1 - low, 1 + high].
+
+    CISPO limits them but keeps their gradient.
+    """
     return (at.ratio > 1 + at.options["high"]) | (at.ratio < 1 - at.options["low"])
 
 
 def _beyond_a_fifth(at: Evaluated, /) -> Tensor:
-    """Ratios that would leave [0.8, 1.2]. SAPO's soft gate stops no token altogether."""
+    """Ratios that would leave [0.8, 1.2].
+
+    SAPO's soft gate stops no token altogether.
+    """
     return _leaves(at.ratio, at.adv, 0.8, 1.2)
 
 
 def _outside_trust_region(at: Evaluated, /) -> Tensor:
-    """Tokens with a loss of 0 although neither advantage nor log-prob is 0."""
+    """Tokens that DPPO's trust region stops.
+
+    Their loss is 0, although neither advantage nor log-prob is.
+    """
     return (at.loss == 0) & (at.adv != 0) & (at.logp != 0)
 
 
@@ -200,7 +223,7 @@ def _reinforce(out: TokenOut, b: Packed, /) -> tuple[Tensor, dict[str, Metric]]:
 
 @_with_options_of(loss.value_clip)
 def _value_clip(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
-    """The critic's clipped loss, with the share of values that moved beyond the clip."""
+    """PPO's critic loss, with the clipped share."""
     value, old_value, ret = check.given(value=out.value, old_value=b.old_value, ret=b.ret)
     x = loss.value_clip(value, old_value, ret, **options)
     moved = (value.detach() - old_value).abs() > options["clip"]
@@ -211,7 +234,10 @@ def _value_clip(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, di
 
 
 def _rows(adv: Tensor, rollout: Rollout) -> Tensor:
-    """[N, G] -> [B, 1]. ValueError unless N G is the number of rows of the rollout."""
+    """One number per row, [N, G] -> [B, 1].
+
+    ValueError unless N G is the number of rows of the rollout.
+    """
     rows = len(rollout.mask)
     if adv.dim() != 2 or adv.numel() != rows:
         raise ValueError(
@@ -245,7 +271,7 @@ def _opo(reward: Tensor, rollout: Rollout, /) -> Tensor:
 
 @_with_options_of(advantage.reinforce_pp)
 def _reinforce_pp(reward: Tensor, rollout: Rollout, /, **options: Any) -> Tensor:
-    """The returns of rewards on the last tokens, whitened over the batch."""
+    """Whitened returns of the rewards on last tokens."""
     token_reward = on_last_token(_rows(reward, rollout)[:, 0], rollout.mask)
     returns = advantage.reinforce_pp(token_reward, rollout.mask, **options)
     return advantage.whiten(returns, rollout.mask)
@@ -257,7 +283,10 @@ def _reinforce_pp_baseline(reward: Tensor, rollout: Rollout, /) -> Tensor:
 
 
 def _discount(token_reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """[B, S]: gamma on every token but the last in mask of its row, where the sequence ends."""
+    """Discounts [B, S] of responses.
+
+    It is gamma on every token but the last one in mask of its row, where the sequence ends with 0.
+    """
     return torch.where(last_token(mask), 0.0, gamma).to(token_reward.dtype)
 
 
@@ -326,7 +355,10 @@ Row = TypeVar("Row", Algorithm, ActorCritic)
 
 
 def _row(name: str, kind: type[Row], elsewhere: str) -> Row:
-    """The row of a name and a kind. ValueError that lists the names of that kind, and `elsewhere`."""
+    """The row of a name and a kind.
+
+    ValueError that lists the names of that kind, and `elsewhere`.
+    """
     row = TABLE.get(name)
     if isinstance(row, kind):
         return row
@@ -353,5 +385,8 @@ def get_algorithm(name: str, *, group: int | None = None) -> Algorithm:
 
 
 def get_actor_critic(name: str) -> ActorCritic:
-    """The row of that name, with a critic. ValueError that lists the names there are."""
+    """The row of that name, with a critic.
+
+    ValueError that lists the names there are.
+    """
     return _row(name, ActorCritic, ", which has no critic: see train_scripts/grpo.py")

@@ -22,7 +22,10 @@ __all__ = [
 
 
 def _fits(size: tuple[int, ...], dims: list[str], known: dict[str, Any]) -> bool:
-    """Whether a size has these dimensions. Adds those that are new to `known`."""
+    """Whether a size has these dimensions.
+
+    New dimensions are added to `known`.
+    """
     lead = dims[:1] == ["..."]
     named = [dim for dim in dims if dim != "..."]
     rest = len(size) - len(named)
@@ -40,7 +43,10 @@ def _fits(size: tuple[int, ...], dims: list[str], known: dict[str, Any]) -> bool
 
 
 def _written(dims: list[str], known: dict[str, Any]) -> str:
-    """The expected sizes as text: "4, S" for "N S" if N is known to be 4."""
+    """The expected sizes as text.
+
+    It is "4, S" for "N S" if N is known to be 4.
+    """
     sizes: list[Any] = [known.get(dim, dim) for dim in dims]
     if sizes and isinstance(sizes[0], tuple):  # those that a leading ... stands for
         sizes[:1] = sizes[0]
@@ -48,7 +54,7 @@ def _written(dims: list[str], known: dict[str, Any]) -> str:
 
 
 def shapes(**args: tuple[Any, str]) -> dict[str, int]:
-    """Check the shapes of tensors and return the sizes of named dimensions.
+    """Check shapes of tensors and return the named sizes.
 
     Arguments are `name=(tensor, "N G")`, checked from left to right. A dimension is a name, which must have
     the same size everywhere, a number, or a leading `...`. None is skipped. Raises `ValueError("adv:
@@ -95,7 +101,10 @@ def at_most_one(**options: Any) -> None:
 
 @dataclass(frozen=True)
 class Range:
-    """The limits of a number, as metadata of its type: `lr: Annotated[float, Range(0, inf)]`."""
+    """The limits of a number, to annotate its type.
+
+    For example `lr: Annotated[float, Range(0, inf)]`.
+    """
 
     low: float = -inf
     high: float = inf
@@ -144,18 +153,22 @@ _KINDS: dict[Any, tuple[type, str]] = {
 
 
 def fields(record: Any) -> None:
-    """Check every field of a dataclass, also of nested ones, against its type and `Range`.
+    """Check the fields of a dataclass against their types and ranges.
 
-    Known types are bool, int, float, str, Literal, tuples and unions of them; others pass. With
-    `__post_init__ = check.fields` a dataclass is checked whenever one is made. Raises
-    `ValueError("lr: expected a number in (0, inf), got nan")`; NaN and inf are outside every range.
+    Fields of nested dataclasses are checked too. Known types are bool, int, float, str, Literal, tuples and
+    unions of them; others pass. With `__post_init__ = check.fields` a dataclass is checked whenever one is
+    made. Raises `ValueError("lr: expected a number in (0, inf), got nan")`; NaN and inf are outside every
+    range.
     """
     for name, hint in _hints(type(record)).items():
         _field(name, getattr(record, name), hint)
 
 
 def free(kind: Any) -> set[str]:
-    """Names of the `Free` fields of a dataclass; those of a nested one as "part.name"."""
+    """Names of the `Free` fields of a dataclass.
+
+    Those of a nested dataclass are "part.name".
+    """
     found = set()
     for name, hint in _hints(kind).items():
         if FREE in getattr(hint, "__metadata__", ()):
@@ -198,7 +211,10 @@ def _plain(name: str, x: Any, hint: Any, limits: Sequence[Range]) -> None:
 
 
 def _union(name: str, x: Any, options: Sequence[Any]) -> None:
-    """Accept x if any option does, else raise the error of the first option that is not None."""
+    """Check a field of a union type.
+
+    x may be any of the options; else the error is that of the first one that is not None.
+    """
     error = None
     for option in options:
         if option is type(None):

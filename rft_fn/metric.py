@@ -1,4 +1,7 @@
-"""Metrics that merge over packs and ranks, in any order, without a mean of means."""
+"""Metrics that merge over packs and ranks.
+
+They merge in any order, without a mean of means.
+"""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -75,19 +78,25 @@ def _f64(x: Tensor) -> Tensor:
 
 
 def mean(x: Tensor, mask: Tensor) -> Mean:
-    """The mean of x over mask, both [*]; 0 if no position is in mask."""
+    """Mean of x over mask, both [*].
+
+    It is 0 if no position is in mask.
+    """
     return Mean(total=_f64(torch.where(mask, x.detach(), 0)).sum(), count=_f64(mask).sum())
 
 
 def sum(x: Tensor, mask: Tensor | None = None) -> Sum:
-    """The sum of x [*] over mask [*], or over all positions."""
+    """Sum of x [*] over mask, or all positions."""
     if mask is not None:
         x = torch.where(mask, x.detach(), 0)
     return Sum(total=_f64(x).sum())
 
 
 def max(x: Tensor, mask: Tensor) -> Max:
-    """The largest x over mask, both [*]; -inf if no position is in mask."""
+    """Maximum of x over mask, both [*].
+
+    It is -inf if no position is in mask.
+    """
     low = torch.where(mask, _f64(x), -torch.inf)
     least = low.new_full((1,), -torch.inf)  # amax of nothing raises
     return Max(top=torch.cat([low.flatten(), least]).amax())
@@ -103,9 +112,9 @@ def _check(metrics: Mapping[str, Metric]) -> None:
 
 
 def merge(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Merge two dicts of metrics; a name in both is merged by its kind.
+    """Merge two dicts of metrics.
 
-    ValueError if the kinds differ, or for a value that is no metric.
+    A name in both is merged by its kind. ValueError if the kinds differ, or for a value that is no metric.
     """
     _check(a)
     _check(b)
@@ -121,7 +130,10 @@ def merge(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]
 
 
 def average(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each name over the rows that have it, for example over updates."""
+    """Mean of each name over the rows that have it.
+
+    The rows are for example the updates of a rollout.
+    """
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: fmean(row[name] for row in rows if name in row) for name in names}
 
@@ -141,9 +153,11 @@ def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def pass_at_k(correct: Tensor, k: int) -> Tensor:
-    """The probability that one of k samples is correct, [N] from correct [N, G] bool.
+    """Unbiased estimate of pass@k, [N].
 
-        1 - C(G - c, k) / C(G, k),    c of the G samples correct
+    The probability that one of k samples is correct, from `correct` [N, G] bool with c correct samples:
+
+        1 - C(G - c, k) / C(G, k)
 
     The k samples are drawn from the G without replacement. Unbiased (arXiv 2107.03374), by a product that
     cannot overflow. ValueError unless 1 <= k <= G.
@@ -157,10 +171,11 @@ def pass_at_k(correct: Tensor, k: int) -> Tensor:
 
 
 def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
-    """The distance of log-probs from `old_logp` [nats per token], and the entropy if given.
+    """Mismatch of log-probs with `old_logp`, and entropy.
 
-    In the first update on a rollout whose old_logp is the sampler's, `policy/logp_gap` is the mismatch of
-    trainer and sampler on the same tokens and weights: 1e-6 in float32, and a bug if it is not small.
+    The mismatch is in nats per token; the entropy is there if the model gives it. In the first update on a
+    rollout whose old_logp is the sampler's, `policy/logp_gap` is the mismatch of trainer and sampler on the
+    same tokens and weights: 1e-6 in float32, and a bug if it is not small.
     """
     gap = log_ratio(out.logp.detach(), b.old_logp).abs()
     found: dict[str, Metric] = {"policy/logp_gap": mean(gap, b.mask), "policy/logp_gap_max": max(gap, b.mask)}
@@ -179,11 +194,11 @@ def pairs(
     *,
     beta: float,
 ) -> dict[str, Metric]:
-    """Metrics of preference pairs: implicit rewards, their margin, and accuracies.
+    """Rewards, margin and accuracy of preference pairs.
 
-    From log-probs [P] of responses under the policy and the reference, as means over the pairs in `real`
-    [P]: the implicit rewards beta log(policy / reference) of both sides and their margin, `accuracy` (the
-    share of pairs whose chosen response has the higher reward) and `ranking` (the share whose chosen
+    All are means over the pairs in `real` [P], from log-probs [P] of responses under the policy and the
+    reference: the implicit rewards beta log(policy / reference) of both sides and their margin, `accuracy`
+    (the share of pairs whose chosen response has the higher reward) and `ranking` (the share whose chosen
     response is the more probable one under the policy). If policy and reference are the same, margin and
     accuracy are 0.
     """
@@ -204,17 +219,20 @@ def pairs(
 
 
 def router(out: TokenOut, b: Packed) -> dict[str, Metric]:
-    """The load balance of a mixture of experts, for a model bound with aux=True.
+    """Load balance of a mixture of experts.
 
-    `router/aux` is 1 if all experts are used alike; `router/max_share` is the largest share that one expert
-    has of the choices of a sequence.
+    The model must be bound with aux=True. `router/aux` is 1 if all experts are used alike;
+    `router/max_share` is the largest share that one expert has of the choices of a sequence.
     """
     assert out.aux is not None and out.expert_share is not None
     return {"router/aux": mean(out.aux, b.mask), "router/max_share": mean(out.expert_share, b.mask)}
 
 
 def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:
-    """Diagnostics of a rollout with rewards [N, G]: spread, lengths, share of groups without signal."""
+    """Diagnostics of a rollout with rewards [N, G].
+
+    They are the spread of rewards, lengths, and the share of groups without signal.
+    """
     size = batch.mask.sum(-1).double()
     flat = ~varied(reward)
     return {
@@ -229,7 +247,11 @@ def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:
 
 
 def spread(name: str, x: Tensor, mask: Tensor) -> dict[str, float]:
-    """Mean, standard deviation, minimum and maximum of x over mask, both [*]; 0 if mask is empty."""
+    """Mean, deviation, minimum and maximum over mask.
+
+    They are named name/mean, name/std, name/min and name/max, and are 0 if mask is empty. x and mask are
+    [*].
+    """
     inside = x[mask].double()
     if not inside.numel():
         inside = torch.zeros(1, dtype=torch.float64)

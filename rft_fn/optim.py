@@ -57,7 +57,7 @@ class EmaState:
 
 @tree.struct
 class MasterState:
-    """Wide copies of narrow parameters, and the state of the wrapped transform."""
+    """Wide copies of parameters, and the wrapped state."""
 
     master: Any  # float32 copies of the parameters
     inner: Any  # the state of the wrapped transform
@@ -110,9 +110,10 @@ def _warmup(lr: float, warmup: int, total: int, decay: Callable[[float], float])
 
 
 def global_norm(grads: Any) -> Tensor:
-    """The 2-norm [] of all gradients together, 0 if there are none.
+    """The global norm [] of gradients.
 
-    A plain tensor, also of sharded gradients.
+    This is the 2-norm of all of them together, 0 if there are none; a plain tensor, also for sharded
+    gradients.
     """
     leaves = tree.leaves(grads)
     if not leaves:
@@ -124,9 +125,9 @@ def global_norm(grads: Any) -> Tensor:
 
 
 def clip_by_global_norm(max_norm: float) -> Transform:
-    """Scale all gradients by min(1, max_norm / norm), with the norm of all of them.
+    """Clip gradients by their global norm.
 
-    ValueError unless max_norm > 0.
+    Scales all of them by min(1, max_norm / norm). ValueError unless max_norm > 0.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm: expected > 0, got {max_norm}")
@@ -213,7 +214,10 @@ def adamw(
 
 
 def chain(*txs: Transform) -> Transform:
-    """Apply transforms one after the other. The state is the tuple of their states."""
+    """Apply transforms one after the other.
+
+    The state is the tuple of their states.
+    """
 
     def update(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple]:
         out = []
@@ -229,7 +233,9 @@ def chain(*txs: Transform) -> Transform:
 
 
 def ema(decay: float) -> Transform:
-    """Keep an exponential moving average of the parameters; the last transform in a chain.
+    """Keep an exponential moving average of the parameters.
+
+    It has to be the last transform in a chain, to see the final updates:
 
         average = decay average + (1 - decay) (params + updates)
 
@@ -263,7 +269,10 @@ def ema(decay: float) -> Transform:
 
 
 def parts(opt: Any) -> tuple:
-    """The states inside an optimizer state: those of a chain, that below master weights, or none."""
+    """The states inside an optimizer state.
+
+    They are those of a chain, that below master weights, or none.
+    """
     if isinstance(opt, tuple):
         return opt
     if isinstance(opt, MasterState):
@@ -272,7 +281,10 @@ def parts(opt: Any) -> tuple:
 
 
 def ema_params(opt: Any) -> Any:
-    """The average of `ema` in an optimizer state. ValueError if there is none."""
+    """The average of `ema` in an optimizer state.
+
+    ValueError if there is none.
+    """
     if isinstance(opt, EmaState):
         return opt.average
     for part in parts(opt):
@@ -300,10 +312,11 @@ def count(opt: Any) -> int:
 
 
 def master_weights(tx: Transform) -> Transform:
-    """Run a transform on float32 copies of bf16 or fp16 parameters, kept in the optimizer state.
+    """Run a transform on float32 copies of parameters.
 
-    The updates are the difference between the rounded copy and the parameter, so steps that are too small
-    for bf16 add up in the copy instead of being lost.
+    The parameters are bf16 or fp16, and the copies are kept in the optimizer state. The updates are the
+    difference between the rounded copy and the parameter, so steps that are too small for bf16 add up in
+    the copy instead of being lost.
     """
 
     def init(params: Any) -> MasterState:

@@ -1,6 +1,7 @@
-"""Pure functions from rewards to rewards, with their state as an argument and a result.
+"""Pure functions from rewards to rewards.
 
-Mixtures of rewards are `rft_fn.reward.weighted` (a sum) and `gated` (one counts only where another holds).
+State, where there is any, is an argument and a result. Mixtures of rewards are `rft_fn.reward.weighted` (a
+sum) and `gated` (one counts only where another holds).
 """
 
 import torch
@@ -68,10 +69,10 @@ def clip(reward: Tensor, limit: float) -> Tensor:
 
 
 def overlong_penalty(length: Tensor, *, max_new: int, buffer: int, scale: float = 1.0) -> Tensor:
-    """DAPO's soft penalty of long responses, [...] from lengths [...] in tokens.
+    """DAPO's soft penalty of long responses, [...].
 
-    0 up to max_new - buffer tokens, then a straight line down to -scale at max_new. arXiv 2503.14476.
-    ValueError unless 0 < buffer <= max_new.
+    The penalty is 0 up to a `length` [...] of max_new - buffer tokens, then falls on a line to -scale at
+    max_new. arXiv 2503.14476. ValueError unless 0 < buffer <= max_new.
     """
     if not 0 < buffer <= max_new:
         raise ValueError(f"buffer: expected 0 < buffer <= max_new = {max_new} tokens, got {buffer}")
@@ -85,7 +86,7 @@ def length_penalty(length: Tensor, correct: Tensor) -> Tensor:
         x where correct, else min(0, x)
 
     `length` [N, G] is in tokens, `correct` [N, G] is bool. Of two correct responses the shorter is better,
-    and no wrong one gains by being short. 0 in a group of equal lengths. Kimi k1.5, arXiv 2501.12599.
+    and no wrong one gains by being short. It is 0 in a group of equal lengths. Kimi k1.5, arXiv 2501.12599.
     """
     check.shapes(length=(length, "N G"), correct=(correct, "N G"))
     size = length.to(torch.get_default_dtype())
@@ -99,16 +100,16 @@ def length_penalty(length: Tensor, correct: Tensor) -> Tensor:
 def gated(reward: Tensor, gate: Tensor) -> Tensor:
     """Rewards [...] where the gate [...] is True, else 0.
 
-    For example accuracy that counts only in the right format.
+    An example is accuracy that counts only in the right format.
     """
     check.shapes(reward=(reward, "..."), gate=(gate, "..."))
     return torch.where(gate, reward, 0)
 
 
 def varied(reward: Tensor) -> Tensor:
-    """Whether the rewards [N, G] of each group differ, [N] bool.
+    """Whether rewards differ within each group, [N] bool.
 
-    Group-relative advantages are 0 in the other groups, so those teach nothing.
+    `reward` is [N, G]. Groups of equal rewards have advantages of 0 and teach nothing.
     """
     check.shapes(reward=(reward, "N G"))
     return reward.amax(-1) > reward.amin(-1)
@@ -130,25 +131,29 @@ def adaptive_kl(coef: float, kl: float, *, target: float, horizon: float, count:
 
 
 def last_token(mask: Tensor) -> Tensor:
-    """The last token in mask of each row, [B, S] bool; none in a row without tokens in mask."""
+    """The last token in mask of each row, [B, S] bool.
+
+    A row without a token in mask has none.
+    """
     check.shapes(mask=(mask, "B S"))
     from_here_on = mask.flip(-1).cumsum(-1).flip(-1)  # tokens in mask
     return mask & (from_here_on == 1)
 
 
 def on_last_token(reward: Tensor, mask: Tensor) -> Tensor:
-    """Token rewards [B, S]: the reward [B] of each row on its last token in mask, else 0.
+    """Rewards on the last tokens in mask, [B, S].
 
-    A row without a token in mask loses its reward.
+    Other tokens get 0. `reward` [B] has one number per row; a row without a token in mask loses its reward.
     """
     check.shapes(reward=(reward, "B"), mask=(mask, "B S"))
     return torch.where(last_token(mask), reward.unsqueeze(-1), 0)
 
 
 def kl_in_reward(reward: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, *, coef: float) -> Tensor:
-    """Token rewards [B, S] with a KL penalty: -coef log(pi / ref), plus the reward on the last token.
+    """Token rewards with a KL penalty, [B, S].
 
-    `reward` is [B], all else [B, S]; 0 outside mask. A row without a token in mask loses its reward.
+    Each token gets -coef log(pi / ref), and the last one the reward too. `reward` is [B], all else [B, S];
+    0 outside mask. A row without a token in mask loses its reward.
     """
     check.shapes(reward=(reward, "B"), logp=(logp, "B S"), ref_logp=(ref_logp, "B S"), mask=(mask, "B S"))
     penalty = torch.where(mask, -coef * log_ratio(logp, ref_logp), 0)

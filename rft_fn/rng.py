@@ -1,7 +1,8 @@
-"""Randomness as data: an integer key names what is drawn, never who draws it.
+"""Randomness as data: keys and generators.
 
-`fold_in(seed, step, prompt, sample)` gives the same number on every rank, at every world size and in every
-resumed run, so nothing random has to live in the state.
+A key is an integer that names what is drawn, never who draws it. `fold_in(seed, step, prompt, sample)`
+gives the same number on every rank, at every world size and in every resumed run, so nothing random has to
+live in the state.
 """
 
 import hashlib
@@ -30,11 +31,11 @@ def fold_in(key: int, *data: int | str) -> int:
 
 
 def generator(key: int, device: str | torch.device = "cpu") -> torch.Generator:
-    """A fresh generator for one draw, seeded with all bits of the key.
+    """A fresh random generator for one draw.
 
-    Draws differ between kinds of device. On a GPU the key seeds torch's Philox. torch's CPU seed keeps only
-    32 bits, so there SHAKE-256 of the key fills the whole state of the Mersenne twister. TypeError for a
-    key that is no int, RuntimeError for one beyond 64 bits.
+    It is seeded with all bits of the key. Draws differ between kinds of device. On a GPU the key seeds
+    torch's Philox. torch's CPU seed keeps only 32 bits, so there SHAKE-256 of the key fills the whole state
+    of the Mersenne twister. TypeError for a key that is no int, RuntimeError for one beyond 64 bits.
     """
     if isinstance(key, bool) or not isinstance(key, int):
         raise TypeError(f"key: expected int, got {type(key).__name__} ({key!r})")

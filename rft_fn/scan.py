@@ -1,4 +1,4 @@
-"""Linear recurrences over the last dimension, without a Python loop over time."""
+"""Linear recurrences without a loop over time."""
 
 from typing import Any
 
@@ -12,20 +12,25 @@ __all__ = ["linear_scan", "step"]
 
 
 def step(b: Tensor, a: Tensor, y: Tensor) -> Tensor:
-    """One step of a recurrence, b + a y [...]; exactly b where a is 0, whatever y is there."""
+    """One step of a recurrence, b + a y [...].
+
+    The result is exactly b where a is 0, even if y is inf or NaN there.
+    """
     return torch.addcmul(b, a, _reached(y, a == 0))
 
 
 def _reached(y: Tensor, ends: Tensor) -> Tensor:
-    """y with finite values where `ends`, because 0 * inf is NaN.
+    """y with finite values where `ends`.
 
-    Finite values stay, so that the derivative with respect to the factor 0 is right.
+    0 * inf would be NaN. Finite values stay, so that the derivative with respect to the factor 0 is right.
     """
     return torch.where(ends, y.nan_to_num(0.0, 0.0, 0.0), y)
 
 
 def linear_scan(a: Tensor, b: Tensor, *, reverse: bool = True) -> Tensor:
-    """Solve a linear recurrence over the last dimension, [..., S] from a and b [..., S].
+    """Solve a linear recurrence over the last dimension.
+
+    Given a and b [..., S], y [..., S] is
 
         y[t] = b[t] + a[t] y[t+1],    y[S] = 0
         y[t] = b[t] + a[t] y[t-1],    y[-1] = 0    with reverse=False
@@ -48,7 +53,10 @@ def _scan(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Scan(torch.autograd.Function):
-    """`_backward` with a gradient that is a recurrence too, so that 0 * inf is 0 there as well."""
+    """`_backward` with a gradient that is a recurrence too.
+
+    This makes 0 * inf 0 in the gradient as well.
+    """
 
     generate_vmap_rule = True
 
@@ -73,7 +81,7 @@ def _step(b: Tensor, a: Tensor, y: Tensor, ends: Tensor) -> Tensor:
 
 
 def _backward(a: Tensor, b: Tensor) -> Tensor:
-    """Solve y[t] = b[t] + a[t] y[t+1] from the last position to the first."""
+    """Solve y[t] = b[t] + a[t] y[t+1] from the last position."""
     size = b.shape[-1]
     if size < 2:
         return b

@@ -14,7 +14,7 @@ __all__ = ["max", "mean", "sum"]
 
 
 def sum(x: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
-    """Sum of x [T] over the positions in mask of each sequence, [K]."""
+    """Sum over the positions in mask of each sequence."""
     check.shapes(x=(x, "T"), mask=(mask, "T"), seq=(seq, "T"))
     if x.dtype in (torch.bfloat16, torch.float16):
         x = x.float()  # a sum of ones in bfloat16 stops at 256
@@ -22,12 +22,12 @@ def sum(x: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
 
 
 def mean(x: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
-    """Mean of x [T] over the positions in mask of each sequence, [K]; 0 if there are none."""
+    """Mean over the positions in mask of each sequence."""
     return sum(x, mask, seq, num_seqs) / sum(mask.to(x.dtype), mask, seq, num_seqs).clamp(min=1)
 
 
 def max(x: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
-    """Maximum of x [T] over the positions in mask of each sequence, [K]; 0 if there are none."""
+    """Maximum over the positions in mask of each sequence."""
     check.shapes(x=(x, "T"), mask=(mask, "T"), seq=(seq, "T"))
     low = torch.where(mask, x, -torch.inf)
     top = x.new_full((num_seqs,), -torch.inf).scatter_reduce(0, seq, low, "amax")

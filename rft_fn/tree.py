@@ -32,23 +32,32 @@ T = TypeVar("T")
 
 
 class UseAfterDonate(RuntimeError):
-    """A value was read after a function had consumed it, and perhaps reused its memory."""
+    """A donated value was read.
+
+    A function has consumed it, and perhaps reused its memory.
+    """
 
 
 def static(**kwargs: Any) -> Any:
-    """A struct field that belongs to the structure, such as an int or a function, and is no leaf."""
+    """A static struct field, which is no leaf.
+
+    It is part of the structure, for example an int or a function.
+    """
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
 def field_names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(names of the fields that hold leaves, names of the static ones) of a struct."""
+    """(names of leaf fields, names of static fields) of a struct."""
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     return children, tuple(f.name for f in fields if f.metadata.get("static"))
 
 
 def _missing(self: Any, name: str) -> Any:
-    """The `__getattr__` of structs, called only for missing attributes: donated fields, or typos."""
+    """The `__getattr__` of structs, for missing attributes only.
+
+    Those are the fields of a donated struct, or typos.
+    """
     if name in type(self).__dataclass_fields__:
         raise UseAfterDonate(
             f"{type(self).__name__}.{name}: this {type(self).__name__} was donated (an update consumed it); "
@@ -59,7 +68,10 @@ def _missing(self: Any, name: str) -> Any:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static,))
 def struct(cls: type[T]) -> type[T]:
-    """Make a class a frozen, keyword-only dataclass that optree and torch know as a pytree."""
+    """Make a class a frozen dataclass and a pytree.
+
+    Its fields are keyword-only. optree and torch both know it.
+    """
     # eq=False: comparing tensors gives tensors, and a struct stays hashable by identity
     cls = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)  # type: ignore[assignment]
     cls.__getattr__ = _missing  # type: ignore[attr-defined]
@@ -92,9 +104,9 @@ def struct(cls: type[T]) -> type[T]:
 
 
 class Named(dict):
-    """A dict of named tensors, such as parameters, that can be donated.
+    """A dict of named tensors that can be donated.
 
-    Any read after that raises UseAfterDonate.
+    It holds parameters or gradients. Any read after the donation raises UseAfterDonate.
     """
 
 
@@ -126,7 +138,10 @@ _register_torch(_Donated, _Donated._gone, _Donated._gone)
 
 
 def replace(x: T, **fields: Any) -> T:
-    """Copy a struct with some fields changed. TypeError for a field that it does not have."""
+    """Copy a struct with some fields changed.
+
+    TypeError for a field that it does not have.
+    """
     return dataclasses.replace(x, **fields)  # type: ignore[type-var]
 
 

@@ -37,7 +37,10 @@ _MOST = 1e6  # nats, beyond every log-ratio of tokens that both policies can dra
 
 
 def _counts(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(mask as float [B, S], tokens of each row [B, 1] >= 1, rows with a token [] >= 1)."""
+    """(mask as float, tokens per row, rows with a token).
+
+    They are [B, S], [B, 1] >= 1 and [] >= 1.
+    """
     check.shapes(mask=(mask, "B S"))
     m = mask.to(torch.get_default_dtype())
     tokens = m.sum(-1, keepdim=True)
@@ -45,36 +48,37 @@ def _counts(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def token_mean(mask: Tensor) -> Tensor:
-    """Mean over the tokens of the batch: 1 / tokens.
+    """Mean over the tokens of the batch.
 
-    Every token counts the same. DAPO, arXiv 2503.14476.
+    The weight is 1 / tokens, so every token counts the same. DAPO, arXiv 2503.14476.
     """
     m, _, _ = _counts(mask)
     return m / m.sum().clamp(min=1)
 
 
 def seq_mean(mask: Tensor) -> Tensor:
-    """Mean over sequences of the mean over tokens: 1 / (B tokens of the row).
+    """Mean over sequences of the mean over tokens.
 
-    GRPO, arXiv 2402.03300.
+    The weight is 1 / (B tokens of the row). GRPO, arXiv 2402.03300.
     """
     m, tokens, rows = _counts(mask)
     return m / (tokens * rows)
 
 
 def seq_sum(mask: Tensor) -> Tensor:
-    """Mean over sequences of the sum over tokens: 1 / B.
+    """Mean over sequences of the sum over tokens.
 
-    This is the average of the policy gradient theorem.
+    The weight is 1 / B, as in the policy gradient theorem.
     """
     m, _, rows = _counts(mask)
     return m / rows
 
 
 def pair_mean(mask: Tensor) -> Tensor:
-    """Mean over pairs of a per-pair loss that is repeated on each token: 1 / (pairs tokens of the pair).
+    """Mean over pairs of a loss per pair.
 
-    Rows 2i and 2i + 1 are a pair. One without a token in mask does not count. ValueError for an odd B.
+    The loss stands on each token of its pair, so the weight is 1 / (pairs tokens of the pair). Rows 2i and
+    2i + 1 are a pair. One without a token in mask does not count. ValueError for an odd B.
     """
     if len(mask) % 2:
         raise ValueError(f"mask: expected an even number of rows, two per pair, got {len(mask)}")
@@ -86,10 +90,10 @@ def pair_mean(mask: Tensor) -> Tensor:
 
 
 def constant(mask: Tensor, length: int) -> Tensor:
-    """Sum over tokens divided by a constant: 1 / (B length).
+    """Sum over tokens divided by a constant.
 
-    With a fixed `length`, such as the longest response, there is no bias by length. Dr. GRPO, arXiv
-    2503.20783. ValueError unless length > 0.
+    The weight is 1 / (B length). With a fixed `length`, such as the longest response, there is no bias by
+    length. Dr. GRPO, arXiv 2503.20783. ValueError unless length > 0.
     """
     if length <= 0:
         raise ValueError(f"length: expected > 0 tokens, got {length}")
@@ -98,13 +102,19 @@ def constant(mask: Tensor, length: int) -> Tensor:
 
 
 def _token_ratio(w: Tensor, old_logp: Tensor, logp: Tensor) -> Tensor:
-    """pi_old / pi_sampler of each token [...], 1 where w is 0."""
+    """Probability ratio of each token [...].
+
+    This is pi_old / pi_sampler, or 1 where w is 0.
+    """
     check.shapes(w=(w, "..."), old_logp=(old_logp, "..."), logp=(logp, "..."))
     return torch.where(w != 0, ratio(old_logp, logp), 1)
 
 
 def _seq_log_ratio(old_logp: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
-    """log(pi_old / pi_sampler) of whole responses, the sum over mask, [B, 1] nats."""
+    """Log-ratio of whole responses, [B, 1] nats.
+
+    This is the sum of log(pi_old / pi_sampler) over mask.
+    """
     check.shapes(old_logp=(old_logp, "..."), logp=(logp, "..."), mask=(mask, "..."))
     each = torch.where(mask, log_ratio(old_logp, logp), 0)
     # with no +inf in the sum, a response that the policy excludes (-inf) stays excluded
@@ -112,64 +122,68 @@ def _seq_log_ratio(old_logp: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
 
 
 def _seq_ratio(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
-    """pi_old / pi_sampler of whole responses, [B, 1]."""
+    """Probability ratio of whole responses, [B, 1]."""
     check.shapes(w=(w, "B S"), mask=(mask, "B S"))
     return _seq_log_ratio(old_logp, logp, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def importance(w: Tensor, old_logp: Tensor, logp: Tensor) -> Tensor:
-    """Token-level importance sampling: w pi_old / pi_sampler, [...].
+    """Importance sampling per token, [...].
 
-    With `old_logp` of the proximal policy, scored by the trainer, and `loss.ppo_clip` around it, this is
-    decoupled PPO: stale samples, clipped about a fresh policy. arXiv 2110.00641; AReaL, arXiv 2505.24298.
+    Multiplies w by pi_old / pi_sampler. With `old_logp` of the proximal policy, scored by the trainer, and
+    `loss.ppo_clip` around it, this is decoupled PPO: stale samples, clipped about a fresh policy. arXiv
+    2110.00641; AReaL, arXiv 2505.24298.
     """
     return w * _token_ratio(w, old_logp, logp)
 
 
 def truncated_is(w: Tensor, old_logp: Tensor, logp: Tensor, *, cap: float = 2.0) -> Tensor:
-    """Truncated importance sampling (TIS) per token: w min(pi_old / pi_sampler, cap), [...].
+    """Truncated importance sampling (TIS) per token, [...].
 
-    Corrects the mismatch of trainer and engine.
+    Multiplies w by min(pi_old / pi_sampler, cap), which corrects the mismatch of trainer and engine.
     """
     return w * _token_ratio(w, old_logp, logp).clamp(max=cap)
 
 
 def masked_is(w: Tensor, old_logp: Tensor, logp: Tensor, *, cap: float = 2.0) -> Tensor:
-    """Masked importance sampling per token, [...]: drops tokens whose ratio exceeds the cap.
+    """Masked importance sampling per token, [...].
 
-    w pi_old / pi_sampler where the ratio is <= cap, else 0
+    Multiplies w by pi_old / pi_sampler, and drops tokens whose ratio exceeds the cap.
     """
     return icepop(w, old_logp, logp, low=0.0, high=cap)
 
 
 def icepop(w: Tensor, old_logp: Tensor, logp: Tensor, *, low: float = 0.5, high: float = 5.0) -> Tensor:
-    """IcePop, [...]: drops tokens whose ratio is outside a band.
+    """IcePop's band of ratios per token, [...].
 
-        w pi_old / pi_sampler where the ratio is in [low, high], else 0
-
-    arXiv 2510.18855.
+    Multiplies w by pi_old / pi_sampler, and drops tokens whose ratio is not in [low, high]. arXiv
+    2510.18855.
     """
     rho = _token_ratio(w, old_logp, logp)
     return torch.where((rho >= low) & (rho <= high), w * rho, 0)
 
 
 def importance_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
-    """Importance sampling by whole responses: w times the product of their ratios, [B, S].
+    """Importance sampling per response, [B, S].
 
-    The only correction here without bias; its variance grows with the length.
+    Multiplies w by the product of the ratios of a response. This is the only correction here without bias;
+    its variance grows with the length.
     """
     return w * _seq_ratio(w, old_logp, logp, mask)
 
 
 def truncated_is_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, *, cap: float = 2.0) -> Tensor:
-    """Truncated importance sampling by whole responses: w min(ratio, cap), [B, S]."""
+    """Truncated importance sampling per response, [B, S].
+
+    Multiplies w by min(ratio of the response, cap).
+    """
     return w * _seq_ratio(w, old_logp, logp, mask).clamp(max=cap)
 
 
 def masked_is_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, *, cap: float = 2.0) -> Tensor:
-    """Masked importance sampling, [B, S]: drops responses whose ratio exceeds the cap.
+    """Masked importance sampling per response, [B, S].
 
-    w times the ratio of the response where that is <= cap, else 0 on all its tokens
+    Multiplies w by the ratio of the response, and drops responses whose ratio exceeds the cap.
     """
     rho = _seq_ratio(w, old_logp, logp, mask)
     return torch.where(rho <= cap, w * rho, 0)
@@ -178,7 +192,7 @@ def masked_is_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, *, ca
 def off_policy_mask(
     w: Tensor, old_logp: Tensor, logp: Tensor, adv: Tensor, mask: Tensor, *, limit: float
 ) -> Tensor:
-    """Drop bad responses that the policy has already left, [B, S].
+    """Drop bad responses that the policy has left, [B, S].
 
     w is set to 0 on responses with adv < 0 whose mean log(pi_sampler / pi_old) exceeds `limit` [nats per
     token]: they need not be pushed further away. `old_logp` is that of the policy being updated; adv is [B,
@@ -191,9 +205,10 @@ def off_policy_mask(
 
 
 def top_share(x: Tensor, mask: Tensor, *, share: float) -> Tensor:
-    """The largest x of the whole batch: ceil(share tokens) tokens in mask, [B, S] bool.
+    """The tokens with the largest x, [B, S] bool.
 
-    Ties go to the first. ValueError unless 0 < share <= 1.
+    Chooses ceil(share tokens) tokens in mask, over the whole batch. Ties go to the first. ValueError unless
+    0 < share <= 1.
     """
     check.shapes(x=(x, "B S"), mask=(mask, "B S"))
     if not 0 < share <= 1:
@@ -205,17 +220,17 @@ def top_share(x: Tensor, mask: Tensor, *, share: float) -> Tensor:
 
 
 def high_entropy(w: Tensor, entropy: Tensor, mask: Tensor, *, share: float = 0.2) -> Tensor:
-    """Keep only the `share` of tokens with the highest entropy, [B, S].
+    """Keep the tokens with the highest entropy, [B, S].
 
-    The few tokens at which an argument forks carry most of the learning. The share is of the batch, not of
-    each response, and the denominator in w stays, both as in the paper. arXiv 2506.01939.
+    The few tokens at which an argument forks carry most of the learning. `share` is of the tokens of the
+    batch, not of each response, and the denominator in w stays, both as in the paper. arXiv 2506.01939.
     """
     check.shapes(w=(w, "B S"), entropy=(entropy, "B S"))
     return torch.where(top_share(entropy, mask, share=share), w, 0)
 
 
 def covariance(logp: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
-    """The contribution of each token to the covariance of log-prob and advantage, [B, S].
+    """Each token's covariance of log-prob and advantage, [B, S].
 
         (logp - mean)(adv - mean), means over mask; 0 outside
 
@@ -240,10 +255,10 @@ def clip_cov(
     low: float = 1.0,
     high: float = 5.0,
 ) -> Tensor:
-    """Clip-Cov, [B, S]: drops a random share of the tokens with a large `covariance`.
+    """Clip-Cov's random drop of tokens, [B, S].
 
-    `key` draws ceil(share tokens) tokens from those with cov in [low, high], or all of these if they are
-    fewer. arXiv 2505.22617.
+    `key` draws ceil(share tokens) tokens to drop from those with `cov` in [low, high], or all of these if
+    they are fewer. `covariance` gives cov. arXiv 2505.22617.
     """
     check.shapes(w=(w, "B S"), cov=(cov, "B S"), mask=(mask, "B S"))
     inside = mask & (cov >= low) & (cov <= high)

@@ -20,9 +20,10 @@ _REMEDY = {
 
 
 def evaluate(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict[str, Any]]:
-    """(loss [T], metrics) of a LossFn on a pack, with or without metrics.
+    """Evaluate a LossFn on a pack: (loss [T], metrics).
 
-    If it fails, the error gets a note for each field that it reads and that is absent.
+    The metrics are empty if it returns none. If it fails, the error gets a note for each field that it
+    reads and that is absent.
     """
     try:
         result = loss_fn(out, b)
@@ -36,7 +37,10 @@ def evaluate(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict[st
 
 
 def _absent(error: Exception, out: TokenOut, b: Packed) -> list[str]:
-    """Notes on the fields that are None and occur in the code that was running."""
+    """Notes on absent fields that the loss reads.
+
+    These are None, and their names occur in the code that was running.
+    """
     frames = list(traceback.walk_tb(error.__traceback__))[1:]  # the first is `evaluate`
     names = {name for frame, _ in frames for name in frame.f_code.co_names}
     found = []

@@ -1,4 +1,4 @@
-"""KL divergences and entropy, as loss terms or to report.
+"""KL divergences and entropy.
 
 The estimator with the right value need not have the right gradient; `rft_fn.testing.check_kl_gradient`
 tests the gradient.
@@ -16,10 +16,10 @@ _MAX_LOG_RATIO = 60.0  # e^60 = 1.1e26 is finite in float32
 
 
 def kl_k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """The k1 estimator log(pi / ref), [*] nats: unbiased for KL(pi, ref).
+    """The k1 estimator of KL(pi, ref), [*] nats.
 
-    As a loss its expected gradient is zero: use it in the reward or for logging. The log-ratio is bounded
-    to +-60.
+    This is log(pi / ref), which is unbiased. As a loss its expected gradient is zero: use it in the reward
+    or for logging. The log-ratio is bounded to +-60.
     """
     check.given(ref_logp=ref_logp)
     check.shapes(logp=(logp, "..."), ref_logp=(ref_logp, "..."))
@@ -27,35 +27,36 @@ def kl_k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def kl_k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """The k2 estimator log(pi / ref)^2 / 2, [*] nats.
+    """The k2 estimator of KL(pi, ref), [*] nats.
 
-    Biased in value, but on samples of pi its expected gradient is that of KL(pi, ref).
+    This is log(pi / ref)^2 / 2. It is biased in value, but on samples of pi its expected gradient is that
+    of KL(pi, ref).
     """
     return 0.5 * kl_k1(logp, ref_logp).square()
 
 
 def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """The k3 estimator ref / pi - 1 + log(pi / ref) >= 0, [*] nats.
+    """The k3 estimator of KL(pi, ref), [*] nats.
 
-    Unbiased with low variance (Schulman 2020). Its expected gradient is that of the forward KL(ref, pi):
-    use `kl` as a loss for KL(pi, ref).
+    This is ref / pi - 1 + log(pi / ref) >= 0, unbiased with low variance (Schulman 2020). Its expected
+    gradient is that of the forward KL(ref, pi): use `kl` as a loss for KL(pi, ref).
     """
     d = kl_k1(logp, ref_logp)
     return torch.expm1(-d) + d
 
 
 def kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """KL(pi, ref) as a loss, [*] nats: the value of k3 with the gradient of k2.
+    """KL(pi, ref) as a loss term, [*] nats.
 
-    On samples of pi both are right in expectation. With a teacher's log-probs as ref_logp it is on-policy
-    distillation from samples.
+    It has the value of k3 and the gradient of k2. On samples of pi both are right in expectation. With a
+    teacher's log-probs as ref_logp it is on-policy distillation from samples.
     """
     grad = kl_k2(logp, ref_logp)
     return kl_k3(logp, ref_logp).detach() + grad - grad.detach()
 
 
 def reverse_kl(logp: Tensor, teacher_logp: Tensor) -> Tensor:
-    """KL(pi, teacher) over the whole vocabulary, [..., V] -> [...] nats, exact.
+    """Exact KL(pi, teacher) of distributions, [..., V] -> [...] nats.
 
         sum of pi (log pi - log teacher)
 
@@ -67,13 +68,16 @@ def reverse_kl(logp: Tensor, teacher_logp: Tensor) -> Tensor:
 
 
 def _terms(logp: Tensor, teacher_logp: Tensor) -> Tensor:
-    """pi log(pi / teacher) of each word: 0 if pi excludes it, 60 pi if only the teacher does."""
+    """pi log(pi / teacher) of each word.
+
+    It is 0 if pi excludes the word, and 60 pi if only the teacher does.
+    """
     gap = log_ratio(logp, teacher_logp)
     return logp.exp() * gap.nan_to_num(torch.nan, _MAX_LOG_RATIO, 0.0)
 
 
 def reverse_kl_top_k(logp: Tensor, teacher_logp: Tensor) -> Tensor:
-    """A lower bound of `reverse_kl` from K words, [..., K] -> [...] nats.
+    """KL over K words, a lower bound, [..., K] -> [...].
 
     All other words count as one. Lumping words together only lowers a KL, so the bound grows with K and is
     exact if the rest has no mass. The caller chooses the K words (for example the policy's likeliest), the
@@ -92,7 +96,7 @@ def _rest(logp: Tensor) -> Tensor:
 def entropy_bonus(entropy: Tensor) -> Tensor:
     """The negative entropy -H, [*] nats.
 
-    To be added with a small coefficient: `loss + 0.01 * entropy_bonus(out.entropy)`.
+    Add it with a small coefficient: `loss + 0.01 * entropy_bonus(out.entropy)`.
     """
     check.given(entropy=entropy)
     return -entropy

@@ -28,7 +28,10 @@ def _between(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
 
 
 def _possible(logp: Tensor, old_logp: Tensor) -> Tensor:
-    """logp, but 0 without a gradient where both policies exclude the token: 0 * -inf would be NaN."""
+    """logp, but 0 where both policies exclude the token.
+
+    There it has no gradient either: 0 * -inf would be NaN.
+    """
     return torch.where((logp == -torch.inf) & (old_logp == -torch.inf), 0, logp)
 
 
@@ -38,7 +41,7 @@ def ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
 
 
 def seq_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
-    """The geometric mean of the ratios of each token's sequence, [T].
+    """The geometric mean ratio of each token's sequence, [T].
 
     (pi(y) / pi_old(y))^(1 / |y|)
     """
@@ -78,9 +81,9 @@ def ppo_clip(
 
 
 def reinforce(logp: Tensor, adv: Tensor) -> Tensor:
-    """The REINFORCE loss -A logp, [*]: the score function estimator.
+    """The REINFORCE loss -A logp, [*].
 
-    Valid only on-policy. Williams 1992.
+    This is the score function estimator, valid only on-policy. Williams 1992.
     """
     check.shapes(logp=(logp, "..."), adv=(adv, "..."))
     return -adv * logp
@@ -119,7 +122,7 @@ def gspo_token(
     low: Scalar = 3e-4,
     high: Scalar = 4e-4,
 ) -> Tensor:
-    """GSPO's loss with an advantage per token, [T].
+    """GSPO's loss with advantages per token, [T].
 
         s[t] = sg(s) pi[t] / sg(pi[t]),    s = seq_ratio
 
@@ -157,7 +160,9 @@ def gmpo(
 
 
 def cispo(logp: Tensor, old_logp: Tensor, adv: Tensor, *, low: Scalar = 1.0, high: Scalar = 4.0) -> Tensor:
-    """CISPO's loss [*], which clips the weight of a token and keeps its gradient.
+    """CISPO's loss with clipped weights, [*].
+
+    A token whose weight is clipped keeps its gradient:
 
         -sg(clip(rho, 1 - low, 1 + high)) A logp
 
@@ -172,7 +177,7 @@ def cispo(logp: Tensor, old_logp: Tensor, adv: Tensor, *, low: Scalar = 1.0, hig
 def sapo(
     logp: Tensor, old_logp: Tensor, adv: Tensor, *, tau_pos: Scalar = 1.0, tau_neg: Scalar = 1.05
 ) -> Tensor:
-    """SAPO's loss [*], which has a soft gate in place of the clip.
+    """SAPO's loss with a soft gate, [*].
 
         -f(rho) A,    f(rho) = 4 / tau sigmoid(tau (rho - 1))
 
@@ -189,9 +194,10 @@ def sapo(
 
 
 def _drift(logp: Tensor, old_logp: Tensor, cap: float = math.inf) -> Tensor:
-    """KL(pi_old, pi) of samples of pi_old [*]: rho - 1 - log rho, unbiased.
+    """KL(pi_old, pi) from samples of pi_old, [*].
 
-    Its gradient (rho - 1) grad logp is unbiased too; the factor rho - 1 is bounded by `cap`.
+    This is rho - 1 - log rho, which is unbiased. Its gradient (rho - 1) grad logp is unbiased too; the
+    factor rho - 1 is bounded by `cap`.
     """
     d = log_ratio(logp, old_logp, limit=MAX_LOG_RATIO)
     straight = d.detach().expm1().clamp(max=cap) * _possible(logp, old_logp)
@@ -208,7 +214,7 @@ def cpgd(
     drift: Scalar = 0.1,
     cap: float = 4.0,
 ) -> Tensor:
-    """CPGD's loss [*]: a clipped policy gradient with a drift back to the old policy.
+    """CPGD's clipped policy gradient with a drift, [*].
 
         -min(d A, clip(d, log(1 - low), log(1 + high)) A) + drift KL(pi_old, pi),    d = log rho
 
@@ -223,7 +229,10 @@ def cpgd(
 
 
 def _trusted(logp: Tensor, old_logp: Tensor, adv: Tensor, outside: Tensor, cap: float) -> Tensor:
-    """-sg(min(rho, cap)) A logp, but 0 on tokens that are outside and would move further out."""
+    """DPPO's loss, given which tokens are outside.
+
+    This is -sg(min(rho, cap)) A logp, but 0 on tokens that are outside and would move further out.
+    """
     d = log_ratio(logp.detach(), old_logp, limit=MAX_LOG_RATIO)
     rho = torch.where((d * adv > 0) & outside, 0, d.exp().clamp(max=cap))
     return -rho * adv * _possible(logp, old_logp)
@@ -232,7 +241,7 @@ def _trusted(logp: Tensor, old_logp: Tensor, adv: Tensor, outside: Tensor, cap: 
 def dppo_tv(
     logp: Tensor, old_logp: Tensor, adv: Tensor, *, limit: Scalar = 0.15, cap: float = 20.0
 ) -> Tensor:
-    """DPPO's loss [*] with a trust region in total variation.
+    """DPPO's loss with a total variation trust region, [*].
 
         -sg(min(rho, cap)) A logp if |pi - pi_old| <= limit or the step leads back, else 0
 
@@ -252,7 +261,7 @@ def _log1mexp(logp: Tensor) -> Tensor:
 def dppo_kl(
     logp: Tensor, old_logp: Tensor, adv: Tensor, *, limit: Scalar = 0.05, cap: float = 20.0
 ) -> Tensor:
-    """DPPO's loss [*] with a trust region in KL divergence.
+    """DPPO's loss with a KL trust region, [*].
 
     As `dppo_tv`, with the KL of the choice "this token or another" [nats] in place of the total variation:
 
@@ -269,7 +278,9 @@ def dppo_kl(
 
 
 def kl_cov(logp: Tensor, old_logp: Tensor, adv: Tensor, chosen: Tensor, *, coef: Scalar = 1.0) -> Tensor:
-    """The KL-Cov loss [*], which holds back the tokens in `chosen` by a KL penalty.
+    """The KL-Cov loss, [*].
+
+    A KL penalty holds back the tokens in `chosen`:
 
         -rho A + coef chosen KL(pi_old, pi)
 

@@ -12,7 +12,10 @@ Scalar = float | Tensor
 
 
 def nll(logp: Tensor) -> Tensor:
-    """The negative log-likelihood -logp, [*] nats, of supervised fine-tuning."""
+    """The negative log-likelihood, [*] nats.
+
+    This is -logp, the loss of supervised fine-tuning.
+    """
     return -logp
 
 
@@ -30,7 +33,7 @@ def value_clip(value: Tensor, old_value: Tensor, ret: Tensor, *, clip: Scalar = 
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Scalar = 0.0) -> Tensor:
-    """The Bradley-Terry loss of reward models, [N] from scores [N].
+    """The Bradley-Terry loss of reward models, [N].
 
         -log sigmoid(chosen - rejected - margin)
 
@@ -76,7 +79,9 @@ def dpo(
 def ipo(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: Scalar = 0.1
 ) -> Tensor:
-    """The IPO loss of preference pairs, [N]: a margin to reach, not to stretch.
+    """The IPO loss of preference pairs, [N].
+
+    h has a margin to reach, not one to stretch:
 
         (h - 1 / (2 beta))^2,    h as in `dpo`
 

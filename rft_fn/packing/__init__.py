@@ -1,9 +1,9 @@
-"""From rows to packs and back, the only place where anything is shifted by one.
+"""From rows to packs and back.
 
-`Experience` is [B, S] and token-aligned, `Packed` is flat [T] and label-aligned: a row of L tokens gives
-the L - 1 inputs tokens[:-1] with targets tokens[1:], and every auxiliary field moves with its target.
-Everything here is a pure function of the global batch, so every rank computes the same plan and takes its
-part of it.
+This is the only place where anything is shifted by one. `Experience` is [B, S] and token-aligned, `Packed`
+is flat [T] and label-aligned: a row of L tokens gives the L - 1 inputs tokens[:-1] with targets tokens[1:],
+and every auxiliary field moves with its target. Everything here is a pure function of the global batch, so
+every rank computes the same plan and takes its part of it.
 """
 
 from rft_fn.packing.batches import conversations, left_out, minibatches, shard, supervised, take

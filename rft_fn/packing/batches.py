@@ -1,4 +1,4 @@
-"""Whole batches: cut into packs for each rank, or into minibatches, and made from texts."""
+"""Whole batches, cut into packs or minibatches."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,10 @@ def take(exp: Batch, index: Tensor) -> Batch:
 
 
 def _learns(exp: Experience, unit: int) -> Tensor:
-    """Whether each unit of rows has a token in mask that is predicted, [B / unit] bool."""
+    """Whether each unit of rows has targets, [B / unit] bool.
+
+    A target is a token in mask with one before it.
+    """
     rows = exp.tokens.shape[0]
     if unit < 1 or rows % unit:
         raise ValueError(f"unit: expected a divisor of the {rows} rows, got {unit}")
@@ -35,16 +38,19 @@ def _learns(exp: Experience, unit: int) -> Tensor:
 
 
 def left_out(exp: Experience, *, unit: int = 1) -> list[int]:
-    """The units of rows that `shard` leaves out, because none of their tokens is in mask.
+    """The units of rows that `shard` leaves out.
 
-    Their numbers, to count them in a metric or to find out what is wrong with them. ValueError for a unit
-    that does not divide the rows.
+    None of their tokens is in mask. Their numbers serve to count them in a metric, or to find out what is
+    wrong with them. ValueError for a unit that does not divide the rows.
     """
     return (~_learns(exp, unit)).nonzero()[:, 0].tolist()
 
 
 def _sizes(exp: Experience, unit: int) -> list[int]:
-    """The inputs of each unit of rows; 0 if none of its tokens is in mask."""
+    """Inputs of each unit of rows.
+
+    A unit without a token in mask counts 0.
+    """
     learns = _learns(exp, unit)
     inputs = reduce((exp.length - 1).clamp(min=0), "(units unit) -> units", "sum", unit=unit)
     return torch.where(learns, inputs, 0).tolist()
@@ -53,14 +59,14 @@ def _sizes(exp: Experience, unit: int) -> list[int]:
 def shard(
     exp: Experience, budget: int, world: int = 1, *, unit: int = 1, most: int = 0
 ) -> list[list[Packed]]:
-    """Cut a batch into packs of at most `budget` tokens, equally many for each of `world` ranks.
+    """Cut a batch into equally many packs for each rank.
 
-    Returns the packs of each rank. A budget of 0 is no limit, and `most` bounds the rows per pack, if not
-    0. Units without a token in mask have nothing to teach and are left out (`left_out` names them). `unit`
-    consecutive rows stay together in one pack, in order: 2 for losses of pairs. There are as few packs as
-    best fit needs, rounded up to a multiple of `world`; rows are spread over them evenly if the budget
-    allows it. ValueError for a row (or unit) that is larger than the budget, a unit that does not divide
-    the rows, or a `most` below it.
+    Returns the packs of each of `world` ranks. Packs have at most `budget` tokens and `most` rows, where 0
+    is no limit. Units without a token in mask have nothing to teach and are left out (`left_out` names
+    them). `unit` consecutive rows stay together in one pack, in order: 2 for losses of pairs. There are as
+    few packs as best fit needs, rounded up to a multiple of `world`; rows are spread over them evenly if
+    the budget allows it. ValueError for a row (or unit) that is larger than the budget, a unit that does
+    not divide the rows, or a `most` below it.
     """
     if most and most < unit:
         raise ValueError(f"most: expected >= unit = {unit} rows per pack, got {most}")
@@ -81,12 +87,13 @@ def shard(
 
 
 def minibatches(exp: Experience, n: int, key: int, *, unit: int = 1) -> list[Experience]:
-    """Cut a batch into n minibatches of nearly equal size, in an order drawn from `key`.
+    """Cut a batch into n minibatches in random order.
 
-    Each is for one update; `unit` consecutive rows stay together, in order. `w` is cut with the rest, so on
-    average it sums to 1/n of the batch's: recompute it with `weight.*` on each minibatch to give every
-    update a mean over its tokens. One minibatch is `exp` itself. ValueError unless 1 <= n <= B / unit, or
-    for a unit that does not divide the rows.
+    They are of nearly equal size, and `key` draws the order. Each is for one update; `unit` consecutive
+    rows stay together, in order. `w` is cut with the rest, so on average it sums to 1/n of the batch's:
+    recompute it with `weight.*` on each minibatch to give every update a mean over its tokens. One
+    minibatch is `exp` itself. ValueError unless 1 <= n <= B / unit, or for a unit that does not divide the
+    rows.
     """
     units = len(_learns(exp, unit))
     if not 1 <= n <= units:
@@ -102,10 +109,10 @@ def minibatches(exp: Experience, n: int, key: int, *, unit: int = 1) -> list[Exp
 
 
 def supervised(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Experience:
-    """A batch for supervised fine-tuning, from (prompt ids, response ids) of each row.
+    """A supervised batch of prompts and responses.
 
-    The responses are in mask and w is the mean over their tokens; old_logp and adv are 0. ValueError
-    without rows.
+    Each row is (prompt ids, response ids). The responses are in mask and w is the mean over their tokens;
+    old_logp and adv are 0. ValueError without rows.
     """
     if not rows:
         raise ValueError("rows: expected at least one (prompt ids, response ids), got none")
@@ -113,11 +120,11 @@ def supervised(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Experienc
 
 
 def conversations(rows: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> Experience:
-    """A batch for supervised fine-tuning, from (ids, mask) of each row.
+    """A supervised batch of tokens and masks.
 
-    Any tokens may be in mask, such as all turns of one speaker. w is the mean over the tokens in the masks.
-    ValueError without rows, for a mask of another length than its ids, and for one that holds the first
-    token, which nothing predicts.
+    Each row is (ids, mask). Any tokens may be in mask, such as all turns of one speaker. w is the mean over
+    the tokens in the masks. ValueError without rows, for a mask of another length than its ids, and for one
+    that holds the first token, which nothing predicts.
     """
     if not rows:
         raise ValueError("rows: expected at least one (ids, mask), got none")

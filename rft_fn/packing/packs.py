@@ -1,4 +1,4 @@
-"""Packs: rows of a batch, one after the other, as one flat micro-batch, and back."""
+"""Packs: rows of a batch as one flat micro-batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ _TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
 def reset_position_ids(seq: Tensor) -> Tensor:
     """Positions that restart at 0 with every sequence, [T] i64.
 
-    `seq` [T] has the sequence numbers, in contiguous runs. Does not wait for a GPU.
+    `seq` [T] has the sequence numbers, in contiguous runs. The function does not wait for a GPU.
     """
     check.shapes(seq=(seq, "T"))
     index = torch.arange(seq.shape[0], device=seq.device)
@@ -30,11 +30,11 @@ def reset_position_ids(seq: Tensor) -> Tensor:
 
 
 def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
-    """Pack rows of a batch, one after the other, as one micro-batch.
+    """Pack rows of a batch into one micro-batch.
 
-    Every auxiliary field is 0 outside mask. `unit` consecutive rows belong together: 2 for losses of pairs.
-    With no rows, or no tokens: a `placeholder`, so that all ranks run equally many packs. ValueError for a
-    unit that does not divide the rows.
+    Their tokens stand one after the other. Every auxiliary field is 0 outside mask. `unit` consecutive rows
+    belong together: 2 for losses of pairs. With no rows, or no tokens: a `placeholder`, so that all ranks
+    run equally many packs. ValueError for a unit that does not divide the rows.
     """
     if unit < 1 or len(rows) % unit:
         raise ValueError(f"unit: expected a divisor of the {len(rows)} rows of the pack, got {unit}")
@@ -71,7 +71,7 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
 
 
 def _carried(exp: Experience, labels: Callable[[Tensor], Tensor], rows: Sequence[int]) -> dict[str, Any]:
-    """The auxiliary fields that a batch has, as `labels` moves them, and the media of `rows`."""
+    """Auxiliary fields of a batch, moved by `labels`, and media of `rows`."""
     fields = {name: getattr(exp, name) for name in _TOKEN_FIELDS}
     found: dict[str, Any] = {name: labels(x) for name, x in fields.items() if x is not None}
     if exp.extra is not None:
@@ -82,10 +82,10 @@ def _carried(exp: Experience, labels: Callable[[Tensor], Tensor], rows: Sequence
 
 
 def placeholder(like: Packed) -> Packed:
-    """A pack that adds nothing to loss or gradient, with the fields of `like`.
+    """A masked pack that adds nothing.
 
-    It has one unit of sequences, each of one masked token (the first of `like`, if any), no media, and no
-    rows: it runs forward and backward, and `unpack` puts it nowhere.
+    It has the fields of `like`, with one unit of sequences of one masked token each (the first of `like`,
+    if any), and no rows of media. It runs forward and backward, and `unpack` puts it nowhere.
     """
     unit = like.unit
     zeros = tree.map(lambda x: x.new_zeros(unit, *x.shape[1:]), tree.replace(like, media=None))
@@ -114,9 +114,10 @@ def pad(b: Packed, size: int) -> Packed:
 
 
 def stack(exp: Experience) -> Packed:
-    """Pack each row alone, padded to one size, and stack the packs: every field is [B, T].
+    """Pack each row alone, and stack the packs.
 
-    For `torch.func.vmap` over samples. ValueError with media, whose rows have no common size.
+    They are padded to one size, so that every field is [B, T], for `torch.func.vmap` over samples.
+    ValueError with media, whose rows have no common size.
     """
     if exp.media is not None:
         raise ValueError("media: expected None, got some: rows of media cannot be stacked")
@@ -127,9 +128,10 @@ def stack(exp: Experience) -> Packed:
 
 
 def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor:
-    """Put label-aligned values [T] of each pack back on their tokens, [B, S] as `like`.
+    """Put values of packs back on their tokens, [B, S].
 
-    The type is that of x. 0 on tokens of which no pack has a value.
+    Values [T] of each pack are label-aligned; the result has the shape of `like`. It has the type of x, and
+    is 0 on tokens of which no pack has a value.
     """
     if len(x) != len(packs):
         raise ValueError(f"x: expected {len(packs)} tensors, one for each pack, got {len(x)}")
@@ -147,20 +149,21 @@ def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor
 
 
 def real(b: Packed) -> Tensor:
-    """Whether each unit of sequences of a pack has a token in mask, [K / unit] bool.
+    """Whether each unit of sequences has targets, [K / unit] bool.
 
-    The others teach nothing: placeholders, and units that `shard` would have left out. A metric of pairs
-    (unit 2) counts only the real ones: `metric.mean(chosen > rejected, packing.real(b))`.
+    A target is a token in mask. The other units teach nothing: placeholders, and units that `shard` would
+    have left out. A metric of pairs (unit 2) counts only the real ones: `metric.mean(chosen > rejected,
+    packing.real(b))`.
     """
     tokens = torch.zeros(b.num_seqs // b.unit, dtype=torch.long, device=b.mask.device)
     return tokens.index_add(0, b.seq // b.unit, b.mask.long()) > 0
 
 
 def sides(x: Tensor, b: Packed) -> tuple[Tensor, Tensor]:
-    """Sums of x [T] over the tokens in mask of both rows of each pair: ([P], [P]).
+    """Sums over both rows of each pair, ([P], [P]).
 
-    Sums of log-probs are the arguments of losses of pairs. A placeholder has sums of 0. ValueError for a
-    pack that was not cut with unit=2.
+    x [T] is summed over the tokens in mask. Sums of log-probs are the arguments of losses of pairs. A
+    placeholder has sums of 0. ValueError for a pack that was not cut with unit=2.
     """
     if b.unit != 2:
         raise ValueError(f"unit: expected a pack of pairs, shard(..., unit=2), got unit = {b.unit}")

@@ -1,4 +1,7 @@
-"""Which rows share a pack, and which rank gets it, by their sizes in tokens alone."""
+"""Plans of packs, from sizes in tokens alone.
+
+A plan tells which items share a pack, and which rank gets it.
+"""
 
 from collections.abc import Sequence
 
@@ -6,17 +9,20 @@ __all__ = ["assign", "deal", "spread", "waste"]
 
 
 def _largest_first(sizes: Sequence[int]) -> list[int]:
-    """The indices of items of size > 0, from the largest to the smallest; ties by index."""
+    """Indices of items, from the largest to the smallest.
+
+    Those of size 0 are left out; ties go by index.
+    """
     return sorted((i for i, n in enumerate(sizes) if n), key=lambda i: (-sizes[i], i))
 
 
 def assign(sizes: Sequence[int], budget: int, *, most: int = 0) -> list[list[int]]:
-    """Assign items to packs of at most `budget` tokens, by best fit decreasing.
+    """Assign items to packs by best fit decreasing.
 
-    `sizes` are in tokens. Each pack is a list of indices, of at most `most` items if that is not 0; items
-    of size 0 are in none. Ties go by index. Never needs more than 11/9 of the fewest possible packs + 1
-    (Johnson 1973); on GSM8K's lengths under 1 % of the tokens stays empty. ValueError for an item that is
-    larger than the budget.
+    Packs hold at most `budget` tokens, and `sizes` are in tokens. Each pack is a list of indices, of at
+    most `most` items if that is not 0; items of size 0 are in none. Ties go by index. Never needs more than
+    11/9 of the fewest possible packs + 1 (Johnson 1973); on GSM8K's lengths under 1 % of the tokens stays
+    empty. ValueError for an item that is larger than the budget.
     """
     packs: list[list[int]] = []
     room: list[int] = []  # tokens that each pack still takes
@@ -41,10 +47,10 @@ def assign(sizes: Sequence[int], budget: int, *, most: int = 0) -> list[list[int
 
 
 def spread(sizes: Sequence[int], budget: int, count: int, most: int) -> list[list[int]] | None:
-    """Assign items to `count` packs of nearly equal size, the largest item first.
+    """Assign items to packs of nearly equal size.
 
-    Each goes to the emptiest pack that has fewer than `most` items (if not 0). None if that makes a pack
-    larger than the budget.
+    There are `count` packs. The largest item goes first, each to the emptiest pack that has fewer than
+    `most` items (if not 0). None if that makes a pack larger than the budget.
     """
     packs: list[list[int]] = [[] for _ in range(count)]
     load = [0] * count
@@ -59,7 +65,10 @@ def spread(sizes: Sequence[int], budget: int, count: int, most: int) -> list[lis
 
 
 def deal(sizes: Sequence[int], packs: Sequence[list[int]], world: int) -> list[list[list[int]]]:
-    """Deal packs to ranks, the largest first, each to the rank with the fewest tokens that takes one more."""
+    """Deal packs to ranks, equally many to each.
+
+    The largest goes first, each to the rank with the fewest tokens that still takes one.
+    """
     each = len(packs) // world
     load = [0] * world
     ranks: list[list[list[int]]] = [[] for _ in range(world)]
@@ -72,6 +81,6 @@ def deal(sizes: Sequence[int], packs: Sequence[list[int]], world: int) -> list[l
 
 
 def waste(sizes: Sequence[int], packs: Sequence[Sequence[int]], budget: int) -> float:
-    """The share of the packs' budget that holds no token."""
+    """The share of the packs that holds no token."""
     used = sum(sizes[i] for p in packs for i in p)
     return 1 - used / max(budget * len(packs), 1)

@@ -1,4 +1,7 @@
-"""A tabular model and a small ragged batch in float64 to check losses on, and ways to cut it."""
+"""A tabular model and a ragged batch.
+
+Losses are checked on them in float64. The batch can be cut in several ways.
+"""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -31,7 +34,7 @@ class ExtraFn(Protocol):
 class Case(NamedTuple):
     """A model and a batch for it, in float64.
 
-    For example `total_and_grad(loss_fn, c.apply, c.params, packs)`.
+    It serves as `total_and_grad(loss_fn, c.apply, c.params, packs)`.
     """
 
     apply: Apply
@@ -50,7 +53,9 @@ def uniform(seed: int, name: str, low: int, high: int, *shape: int) -> Tensor:
 
 
 def tabular(seed: int = 0) -> tuple[Apply, tree.Named]:
-    """A tabular model (apply, params), the smallest that notices a wrong token, target or position.
+    """A tabular model (apply, params).
+
+    It is the smallest that notices a wrong token, target or position:
 
         logits = bigram[token] + position[pos],    value = table[token]
 
@@ -70,11 +75,11 @@ def _apply(params: Any, b: Packed) -> TokenOut:
 
 
 def ragged(seed: int) -> tuple[Tensor, Tensor]:
-    """(mask [B, S], length [B]) of rows with tool turns and other edge cases.
+    """(mask, length) of ragged rows, [B, S] and [B].
 
-    Row 0 has no token in mask, the response of row 1 is empty, that of row 2 has one token. The other rows
-    end with a token in mask, and row 3 also starts with one, to catch a loss that reads over the boundary
-    before it.
+    They have tool turns and other edge cases. Row 0 has no token in mask, the response of row 1 is empty,
+    that of row 2 has one token. The other rows end with a token in mask, and row 3 also starts with one, to
+    catch a loss that reads over the boundary before it.
     """
     prompt = uniform(seed, "prompt", 1, 4, ROWS)
     prompt[3] = 1

@@ -1,4 +1,7 @@
-"""Checks of estimators, by enumeration of a tiny vocabulary or by changes that must not matter."""
+"""Checks of estimators.
+
+They use enumeration of a tiny vocabulary, or changes that must not matter.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -27,7 +30,7 @@ class Divergence(Protocol):
     """Estimates a KL divergence per token."""
 
     def __call__(self, logp: Tensor, ref_logp: Tensor, /) -> Tensor:
-        """Estimates [*] from log-probs [*] of the policy and of the reference."""
+        """Estimates from log-probs of policy and reference, all [*]."""
         ...
 
 
@@ -42,10 +45,11 @@ class TimeEstimator(Protocol):
 
 
 def check_kl_gradient(kl_fn: Divergence, *, vocab: int = 5, seed: int = 0, atol: float = 1e-12) -> None:
-    """Check that the expected gradient of an estimator is that of KL(pi, ref).
+    """Check that a KL estimator has the expected gradient.
 
-    This is E_pi[grad kl_fn(logp, ref_logp)], by enumeration of a small vocabulary: the effect of `kl_fn` as
-    a loss term on samples of the policy. k1 gives 0, k3 the gradient of KL(ref, pi).
+    It should be that of KL(pi, ref). This is E_pi[grad kl_fn(logp, ref_logp)], by enumeration of a small
+    vocabulary: the effect of `kl_fn` as a loss term on samples of the policy. k1 gives 0, k3 the gradient
+    of KL(ref, pi).
     """
     z = normal(seed, "policy", vocab).requires_grad_()
     logp = z.log_softmax(-1)
@@ -72,13 +76,13 @@ def _assert_deleted(name: str, row: int, whole: Tensor, m: Tensor, short: Tensor
 
 
 def check_deletion_invariance(gae_fn: TimeEstimator, *, seed: int = 0, atol: float = 1e-12) -> None:
-    """Check that an estimator skips tokens outside mask, such as tool output and padding.
+    """Check that an estimator skips tokens outside mask.
 
-    `gae_fn(reward, value, discount, mask=mask) -> (adv, ret)`, all [B, S]: deleting such tokens first gives
-    the same numbers on the others, and they get 0. A function of fewer arguments or results fits in by a
-    lambda, e.g. `lambda reward, value, discount, *, mask: reinforce_pp(reward, mask)`: one tensor [B, S] is
-    read as adv. `discount` is 0 on the last token in mask of each row and 0.9 elsewhere; there are rewards
-    outside mask too.
+    Tool output and padding are such tokens. `gae_fn(reward, value, discount, mask=mask) -> (adv, ret)`, all
+    [B, S]: deleting such tokens first gives the same numbers on the others, and they get 0. A function of
+    fewer arguments or results fits in by a lambda, e.g. `lambda reward, value, discount, *, mask:
+    reinforce_pp(reward, mask)`: one tensor [B, S] is read as adv. `discount` is 0 on the last token in mask
+    of each row and 0.9 elsewhere; there are rewards outside mask too.
     """
     mask, _ = ragged(seed)
     reward = normal(seed, "reward", ROWS, LENGTH)
@@ -112,7 +116,10 @@ def _advantages(estimator: Estimator, reward: Tensor) -> Tensor:
 
 
 def _rewards(seed: int, group: int) -> Tensor:
-    """Rewards [6, G]: three groups of normal numbers, three of 0 and 1 with both in each."""
+    """Rewards [6, G] of binary and continuous groups.
+
+    Three groups have normal numbers, three have 0 and 1 with both in each.
+    """
     binary = uniform(seed, f"binary rewards {group}", 0, 2, 3, group).double()
     binary[:, 0] = 1
     binary[:, -1] = 0
@@ -120,7 +127,10 @@ def _rewards(seed: int, group: int) -> Tensor:
 
 
 def _orders(group: int) -> list[Tensor]:
-    """The first two exchanged, and all shifted by one. Products of these give every permutation."""
+    """Permutations that generate all others.
+
+    They exchange the first two, and shift all by one.
+    """
     order = torch.arange(group)
     return [torch.cat([order[:2].flip(0), order[2:]]), order.roll(1)]
 
@@ -140,7 +150,10 @@ def _assert_rows(varied: Sequence[str], reward: Tensor, want: Tensor, got: Tenso
 
 
 def _assert_flat(estimator: Estimator, group: int) -> None:
-    """Equal rewards must give exactly 0. Among them is 0.1, as the mean of three of it is not 0.1."""
+    """Check that equal rewards give exactly 0.
+
+    Among them is 0.1, as the mean of three of it is not 0.1.
+    """
     for dtype in (torch.float64, torch.float32):
         for value in (0.0, 1.0, 0.1, 1 / 3, -2.3):
             adv = _advantages(estimator, torch.full((2, group), value, dtype=dtype))
@@ -160,13 +173,13 @@ def check_group_estimator(
     seed: int = 0,
     rtol: float = 1e-9,
 ) -> None:
-    """Check the invariances of an estimator of groups, reward [N, G] -> [N, G].
+    """Check the invariances of a group estimator.
 
-    Groups do not see each other; permuting the responses of a group permutes its advantages; a constant
-    added to all its rewards changes nothing; equal rewards give exactly 0. For groups of each size in
-    `groups`. `shift=False` leaves out the constant (for estimators of passed and failed, or without a
-    baseline), `flat=False` the equal rewards. Bias is not checked: see `check_estimator_gradient`. Data of
-    a response other than its reward (a length) is not permuted with it.
+    `estimator(reward [N, G]) -> [N, G]`. Groups do not see each other; permuting the responses of a group
+    permutes its advantages; a constant added to all its rewards changes nothing; equal rewards give exactly
+    0. The groups have each size in `groups`. `shift=False` leaves out the constant (for estimators of passed
+    and failed, or without a baseline), `flat=False` the equal rewards. Bias is not checked: see
+    `check_estimator_gradient`. Data of a response other than its reward (a length) is not permuted with it.
     """
     shifts = (10.0, -3.0) if shift else ()
     for group in groups:
@@ -204,13 +217,14 @@ def check_estimator_gradient(
     seed: int = 0,
     atol: float = 1e-12,
 ) -> None:
-    """Check that the expected gradient of an estimator is `factor` times that of E[R].
+    """Check the expected policy gradient of an estimator.
 
-    `estimator(reward [1, G]) -> A [1, G]` gives E[mean over a group of A grad log pi], by enumeration of
-    the vocab^G groups of one-token responses to each of `prompts` prompts, which differ in policy and
-    rewards. A baseline that includes the sample's reward shrinks the gradient: the mean of the group (Dr.
-    GRPO) by the factor (G - 1) / G, and a division by the group's deviation bends it. The message has the
-    cosine, and the norm relative to that of the gradient times `factor`.
+    It should be `factor` times the gradient of E[R]. `estimator(reward [1, G]) -> A [1, G]` gives E[mean
+    over a group of A grad log pi], by enumeration of the vocab^G groups of one-token responses to each of
+    `prompts` prompts, which differ in policy and rewards. A baseline that includes the sample's reward
+    shrinks the gradient: the mean of the group (Dr. GRPO) by the factor (G - 1) / G, and a division by the
+    group's deviation bends it. The message has the cosine, and the norm relative to that of the gradient
+    times `factor`.
     """
     place = vocab ** torch.arange(group)
     action = torch.arange(vocab**group)[:, None] // place % vocab  # [vocab^G, G]

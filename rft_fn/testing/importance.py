@@ -1,4 +1,7 @@
-"""The exact bias of importance corrections, with all sequences of a tiny vocabulary as the batch."""
+"""The exact bias of importance corrections.
+
+All sequences of a tiny vocabulary are the batch.
+"""
 
 from typing import NamedTuple, Protocol
 
@@ -14,7 +17,10 @@ class Correction(Protocol):
     """Corrects token weights for samples of another policy."""
 
     def __call__(self, w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, /) -> Tensor:
-        """New weights, from those of the batch and the log-probs of trainer and sampler, all [B, S]."""
+        """New weights [B, S].
+
+        `old_logp` is the trainer's and `logp` the sampler's; all are [B, S].
+        """
         ...
 
 
@@ -28,7 +34,10 @@ class ImportanceBias(NamedTuple):
 
 
 class _World(NamedTuple):
-    """All sequences x [B, S] of a vocabulary, two policies over them, a reward for each."""
+    """All sequences x [B, S], under two policies.
+
+    Each sequence has a reward.
+    """
 
     theta: Tensor  # [prefixes, V] the trainer's logits after each prefix
     old_logp: Tensor  # [B, S] log p(x_t | x_<t), differentiable in theta
@@ -85,9 +94,10 @@ def _corrected(correct: Correction, world: _World) -> Tensor:
 
 
 def _estimate(world: _World, chance: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean [P], trace of the covariance []) of the gradient estimate of one sample.
+    """(mean [P], variance []) of one sample's gradient estimate.
 
-    The estimate is sum_t w_t R grad log p(x_t | x_<t), for x drawn with probability `chance` [B].
+    The variance is the trace of the covariance. The estimate is sum_t w_t R grad log p(x_t | x_<t), for x
+    drawn with probability `chance` [B].
     """
     term = w * world.reward[:, None]
     total = (chance[:, None] * term * world.old_logp).sum()
@@ -100,11 +110,11 @@ def _estimate(world: _World, chance: Tensor, w: Tensor) -> tuple[Tensor, Tensor]
 def importance_bias(
     correct: Correction, *, length: int = 3, vocab: int = 3, seed: int = 0, gap: float = 1.0
 ) -> ImportanceBias:
-    """The exact bias and variance of a correction for samples of another policy.
+    """The exact bias and variance of a correction.
 
-    By enumeration. A sampler q and a trainer p, tabular and autoregressive, over all vocab^length
-    sequences, with a random reward R for each. The gradient is that of E_p[R] in the logits of p; the
-    estimate of one x ~ q is
+    The samples are of another policy. A sampler q and a trainer p, tabular and autoregressive, are
+    enumerated over all vocab^length sequences, with a random reward R for each. The gradient is that of
+    E_p[R] in the logits of p; the estimate of one x ~ q is
 
         sum_t w_t R(x) grad log p(x_t | x_<t),    w = correct(w=1, old_logp=log p, logp=log q, mask)
 
@@ -140,13 +150,13 @@ def check_importance_bias(
     gap: float = 1.0,
     atol: float = 1e-12,
 ) -> None:
-    """Check that a correction leaves the expected policy gradient unbiased, to `atol`.
+    """Check that a correction is unbiased, to `atol`.
 
-    The `importance_bias` of `correct(w, old_logp, logp, mask) -> w` must be at most `atol`; a larger one
-    accepts a bias. The ratio of the whole sequence passes. The ratio of each token alone fails unless
-    length = 1: it leaves out the prefix that q chose and the rest that the reward depends on. Truncating or
-    masking a ratio fails if a ratio exceeds the limit: with `gap` = 1 those of sequences of 3 span about
-    0.3 to 48.
+    It should leave the expected policy gradient as it is. The `importance_bias` of `correct(w, old_logp,
+    logp, mask) -> w` must be at most `atol`; a larger one accepts a bias. The ratio of the whole sequence
+    passes. The ratio of each token alone fails unless length = 1: it leaves out the prefix that q chose and
+    the rest that the reward depends on. Truncating or masking a ratio fails if a ratio exceeds the limit:
+    with `gap` = 1 those of sequences of 3 span about 0.3 to 48.
     """
     b = importance_bias(correct, length=length, vocab=vocab, seed=seed, gap=gap)
     if not b.bias <= atol:

@@ -1,4 +1,4 @@
-"""Checks that it does not matter how a batch is cut, padded, packed and ordered."""
+"""Checks of invariance to cutting, padding, packing and order."""
 
 from collections.abc import Sequence
 
@@ -30,13 +30,19 @@ __all__ = [
 
 
 def _order(seed: int, unit: int, *name: str | int) -> Tensor:
-    """[ROWS / unit, unit]: the rows of each unit, units in an order drawn by `name`."""
+    """Rows of each unit, in random order, [ROWS / unit, unit].
+
+    The order of the units is drawn by `name`.
+    """
     rows = torch.arange(ROWS).view(-1, unit)
     return rows[torch.randperm(len(rows), generator=rng.generator(rng.fold_in(seed, *name)))]
 
 
 def _cuts(exp: Experience, seed: int, unit: int) -> dict[str, list[Packed]]:
-    """Name -> packs of the same rows, for every way in which a run may cut them."""
+    """Name -> packs of the same rows, cut differently.
+
+    There is one entry for every way in which a run may cut them.
+    """
     one = "one row"
     if unit > 1:
         one = f"one unit of {unit} rows"
@@ -67,9 +73,9 @@ def check_partition_invariance(
     unit: int = 1,
     rtol: float = 1e-12,
 ) -> None:
-    """Check that total, gradient and metrics are the same for every cut of the batch.
+    """Check that no cut of the batch changes the results.
 
-    Into micro-batches, packs, ranks and minibatches.
+    The cuts are into micro-batches, packs, ranks and minibatches.
     """
     apply, params, exp = case(seed, weight=weight, extra=extra)
     want = run(loss_fn, apply, params, whole(exp, unit))
@@ -78,7 +84,10 @@ def check_partition_invariance(
 
 
 def _spoil(x: Tensor, mask: Tensor) -> Tensor:
-    """x [B, S, ...] with NaN outside mask, or 1 if its type has no NaN."""
+    """x [B, S, ...] with NaN outside mask.
+
+    Types without NaN get 1 there.
+    """
     outside = ~mask.view(*mask.shape, *[1] * (x.dim() - 2))
     if x.is_floating_point():
         return x.masked_fill(outside, torch.nan)
@@ -86,7 +95,10 @@ def _spoil(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _widen(exp: Experience, columns: int, weight: WeightFn, seed: int) -> Experience:
-    """Add columns to a batch, garbage tokens to its padding, and NaN to every field outside mask."""
+    """Add garbage to a batch.
+
+    It gets more columns, random tokens in the padding, and NaN in every field outside mask.
+    """
 
     def wide(x: Tensor) -> Tensor:
         return torch.cat([x, x.new_zeros(ROWS, columns, *x.shape[2:])], 1)
@@ -101,7 +113,10 @@ def _widen(exp: Experience, columns: int, weight: WeightFn, seed: int) -> Experi
 
 
 def _tail(b: Packed, count: int) -> Packed:
-    """Add a unit of sequences of masked tokens to a pack, as packs of a fixed size have."""
+    """Add a unit of masked sequences to a pack.
+
+    Packs of a fixed size have one.
+    """
     longer = tree.map(lambda x: torch.cat([x, x.new_zeros(count, *x.shape[1:])]), b)
     seq = torch.cat([b.seq, torch.full((count,), b.num_seqs)])
     return tree.replace(longer, seq=seq, pos=packing.reset_position_ids(seq), num_seqs=b.num_seqs + b.unit)
@@ -116,9 +131,9 @@ def check_padding_invariance(
     unit: int = 1,
     rtol: float = 1e-12,
 ) -> None:
-    """Check that padding and values outside mask change nothing.
+    """Check that padding changes nothing.
 
-    Padding, NaN in every field outside mask, and masked tokens at the end of packs.
+    Nor do NaN in every field outside mask, and masked tokens at the end of packs.
     """
     apply, params, exp = case(seed, weight=weight, extra=extra)
     packs = whole(exp, unit)
@@ -146,7 +161,10 @@ def check_packing_invariance(
     unit: int = 1,
     rtol: float = 1e-12,
 ) -> None:
-    """Check that the loss of a token does not depend on the other sequences of its pack."""
+    """Check that sequences of a pack do not interact.
+
+    The loss of a token must not depend on the other sequences of its pack.
+    """
     c = case(seed, weight=weight, extra=extra)
     alone = _table(loss_fn, c, by_unit(c.exp, unit))
     backwards = torch.arange(ROWS).view(-1, unit).flip(0).flatten().tolist()
@@ -175,7 +193,10 @@ def check_permutation_invariance(
     unit: int = 1,
     rtol: float = 1e-12,
 ) -> None:
-    """Check that the order of rows changes neither the total nor the gradient."""
+    """Check that the order of rows changes nothing.
+
+    The total and the gradient stay the same.
+    """
     apply, params, exp = case(seed, weight=weight, extra=extra)
     want = run(loss_fn, apply, params, whole(exp, unit))
     for n in range(3):

@@ -1,4 +1,7 @@
-"""Checks of policy losses: their gradient on-policy, and finite values at any log-ratio."""
+"""Checks of policy losses.
+
+They are of the gradient on-policy, and of finite values at any log-ratio.
+"""
 
 from typing import Any
 
@@ -23,10 +26,10 @@ def check_on_policy_identity(
     per_sequence: bool = False,
     rtol: float = 1e-12,
 ) -> None:
-    """Check that at logp == old_logp the gradient is that of -adv logp.
+    """Check the gradient of a policy loss on-policy.
 
-    For policy losses without a KL or entropy term. `per_sequence` gives all tokens of a row one advantage,
-    for losses with one ratio per sequence (GSPO).
+    At logp == old_logp it is that of -adv logp. The loss must have no KL or entropy term. `per_sequence`
+    gives all tokens of a row one advantage, for losses with one ratio per sequence (GSPO).
     """
     apply, params, exp = case(seed, weight=weight, extra=extra)
     adv = exp.adv
@@ -49,9 +52,10 @@ def _as_type(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _apart(c: Case, logp: Tensor, shift: Tensor) -> tuple[Apply, Experience]:
-    """Make log-ratios to old and reference policy `shift` [B, S] nats.
+    """Shift log-ratios to old and reference policy.
 
-    The smaller probability shrinks, so that none exceeds 1. `logp` [B, S] has the model's log-probs.
+    They become `shift` [B, S] nats. The smaller probability shrinks, so that none exceeds 1. `logp` [B, S]
+    has the model's log-probs.
     """
     far = logp - shift.clamp(min=0)
     lower = shift.clamp(max=0)
@@ -65,7 +69,10 @@ def _apart(c: Case, logp: Tensor, shift: Tensor) -> tuple[Apply, Experience]:
 
 
 def _shifts(mask: Tensor) -> dict[str, Tensor]:
-    """Name -> log-ratios [B, S]: of all tokens, and of the one in the middle of each row."""
+    """Name -> log-ratios [B, S] in nats.
+
+    They are of all tokens, or of the one in the middle of each row.
+    """
     count = mask.cumsum(-1)
     middle = mask & (count == (count[:, -1:] + 1) // 2)
     found = {f"log-ratio {s:+g}": s * mask.double() for s in (0.0, 50.0, -50.0)}
@@ -99,10 +106,10 @@ def check_finite(
     seed: int = 0,
     unit: int = 1,
 ) -> None:
-    """Check that value and gradient are finite at any log-ratio, and 0 without a token in mask.
+    """Check that value and gradient are always finite.
 
-    In float64 and float32, at log-ratios of 0 and +-50, of all tokens and of one token among others at 0.
-    Masked rows and empty packs give exactly 0.
+    They are evaluated in float64 and float32, at log-ratios of 0 and +-50, of all tokens and of one token
+    among others at 0. Masked rows and empty packs give exactly 0.
     """
     c = case(seed, weight=weight, extra=extra)
     logp = log_probs(c.apply, c.params, c.exp)

@@ -1,4 +1,7 @@
-"""Runs a loss as a train step does, and compares two runs."""
+"""Runs of a loss, and their comparison.
+
+A loss runs as in a train step.
+"""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +27,10 @@ class Run(NamedTuple):
 
 
 def token_losses(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict]:
-    """(loss [T], metrics) of a pack. AssertionError unless the loss is one number per token."""
+    """(loss [T], metrics) of a pack.
+
+    AssertionError unless the loss is one number per token.
+    """
     x, metrics = evaluate(loss_fn, out, b)
     if x.shape != b.target.shape:
         want = list(b.target.shape)
@@ -36,7 +42,10 @@ def token_losses(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dic
 
 
 def run(loss_fn: LossFn, apply: Apply, params: Any, packs: Sequence[Packed]) -> Run:
-    """The total over packs of (w loss).sum(), its gradient, and the merged metrics."""
+    """Total, gradient and metrics over packs.
+
+    The total is that of (w loss).sum().
+    """
     leaf = tree.map(lambda p: p.detach().clone().requires_grad_(), params)
     terms = []
     metrics = {}
@@ -54,9 +63,10 @@ def run(loss_fn: LossFn, apply: Apply, params: Any, packs: Sequence[Packed]) -> 
 
 
 def total_and_grad(loss_fn: LossFn, apply: Apply, params: Any, packs: Sequence[Packed]) -> tuple[Tensor, Any]:
-    """(total [], gradient like params) over packs of (w loss).sum(), as in a train step.
+    """(total [], gradient like params) over packs.
 
-    AssertionError if the loss is not one number per token, or has no gradient.
+    The total is that of (w loss).sum(), as in a train step. AssertionError if the loss is not one number
+    per token, or has no gradient.
     """
     found = run(loss_fn, apply, params, packs)
     return found.total, found.grads
@@ -68,14 +78,20 @@ def flat(grads: Any) -> Tensor:
 
 
 def gap(got: Tensor, want: Tensor) -> str:
-    """The error of a gradient [P] in words, in size and direction."""
+    """The error of a gradient [P] in words.
+
+    It tells of size and direction.
+    """
     cosine = torch.nn.functional.cosine_similarity(got, want, dim=0)
     norm = got.norm() / want.norm().clamp(min=1e-300)
     return f"off by at most {(got - want).abs().max():.2g} (cosine {cosine:.4f}, norm ratio {norm:.4f})"
 
 
 def _errors(want: Run, got: Run) -> dict[str, float]:
-    """The errors by name, relative to the sum of |w loss|, the largest gradient, max(1, |metric|)."""
+    """Name -> relative error.
+
+    The scales are the sum of |w loss|, the largest gradient, and max(1, |metric|).
+    """
     errors = {"total": float((want.total - got.total).abs() / want.scale.clamp(min=1e-300))}
     scale = flat(want.grads).abs().max().clamp(min=1e-300)
     pairs = zip(tree.leaves_with_path(want.grads), tree.leaves(got.grads))
@@ -91,7 +107,10 @@ def _errors(want: Run, got: Run) -> dict[str, float]:
 
 
 def assert_same(varied: str, want: Run, got: Run, rtol: float) -> None:
-    """Raise AssertionError if anything changed by more than `rtol`, with the name of what was `varied`."""
+    """Assert that two runs are equal, to `rtol`.
+
+    The message names what was `varied`, and all that changed.
+    """
     bad = {name: e for name, e in _errors(want, got).items() if not e <= rtol}  # NaN is bad too
     if bad:
         totals = f"the total loss {want.total:.6g} became {got.total:.6g}"

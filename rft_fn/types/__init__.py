@@ -1,7 +1,7 @@
-"""The records of the project, and the signatures of the functions in them.
+"""The records of the project, and their functions' signatures.
 
-Dimensions: N prompts, G samples per prompt, B = N G sequences, S padded length, T tokens and K sequences of a
-pack, V vocabulary, D width. `mask` is bool and never a weight; `w` is float and never a mask.
+Dimensions: N prompts, G samples per prompt, B = N G sequences, S padded length, T tokens and K sequences of
+a pack, V vocabulary, D width. `mask` is bool and never a weight; `w` is float and never a mask.
 """
 
 from rft_fn.types.algorithm import AdvantageFn, CriticAdvantageFn, WeightFn

@@ -1,7 +1,7 @@
-"""The signatures of the functions that an algorithm is made of.
+"""The signatures of an algorithm's functions.
 
-A loss is a `LossFn`. Rows of the table of algorithms differ in the options that their functions take, so the
-signatures leave options open.
+A loss is a `LossFn`. Rows of the table of algorithms differ in the options that their functions take, so
+the signatures leave options open.
 """
 
 from typing import Any, Protocol
@@ -17,10 +17,10 @@ class AdvantageFn(Protocol):
     """Turns the rewards of a rollout into advantages."""
 
     def __call__(self, reward: Tensor, rollout: Rollout, /, *args: Any, **options: Any) -> Tensor:
-        """Advantages [B, 1], one per response, or [B, S], one per token, from rewards [N, G] with N G = B.
+        """Advantages [B, 1] or [B, S], per response or token.
 
-        ReMax also takes `greedy_reward` [N], the rewards of the prompts' greedy responses. ValueError if the
-        rewards do not fit the rollout.
+        `reward` is [N, G] with N G = B. ReMax also takes `greedy_reward` [N], the rewards of the prompts'
+        greedy responses. ValueError if the rewards do not fit the rollout.
         """
         ...
 
@@ -31,13 +31,19 @@ class CriticAdvantageFn(Protocol):
     def __call__(
         self, token_reward: Tensor, value: Tensor, mask: Tensor, /, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """(adv, ret), all [B, S]: what the actor and the critic learn from, 0 outside mask."""
+        """(adv, ret) for actor and critic, all [B, S].
+
+        Both are 0 outside mask.
+        """
         ...
 
 
 class WeightFn(Protocol):
-    """Turns the mask of a batch into the weights of its tokens."""
+    """Turns the mask of a batch into weights."""
 
     def __call__(self, mask: Tensor, /) -> Tensor:
-        """The weight of each token in the total loss, from mask [B, S] bool to w [B, S], 0 outside mask."""
+        """Weights w [B, S] of tokens in the total loss.
+
+        `mask` is [B, S] bool; the weights are 0 outside it.
+        """
         ...

@@ -12,7 +12,10 @@ __all__ = ["Experience", "Media", "Packed", "Rollout", "TokenOut", "experience"]
 
 @tree.struct
 class Media:
-    """Ragged tensors of one modality batch, by the processor's own names, concatenated along dim 0."""
+    """Ragged tensors of one modality batch.
+
+    Tensors have the processor's names, and are concatenated along dim 0.
+    """
 
     tensors: dict[str, Tensor]  # e.g. pixel_values [rows, ...], image_grid_thw [images, 3]
     rows: dict[str, Tensor]  # name -> [B] i64: the number of rows of it that each sequence owns
@@ -28,9 +31,10 @@ class Media:
 
     @staticmethod
     def concat(parts: Sequence["Media | None"], counts: Sequence[int]) -> "Media | None":
-        """Join the media of batches of `counts` sequences; None if no batch has any.
+        """Join the media of several batches.
 
-        A batch that is None, or has no tensor of some name, has no rows of that name.
+        `counts` are their numbers of sequences. The result is None if no batch has media. A batch that is
+        None, or has no tensor of some name, has no rows of that name.
         """
         present = [part for part in parts if part is not None]
         if not present:

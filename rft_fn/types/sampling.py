@@ -13,7 +13,8 @@ class Sampling:
     """The distribution that tokens are drawn from.
 
     Logits / temperature, then the top_k largest, then the smallest set with mass top_p, renormalised. The
-    engine and the trainer share one object, so that log-probs are of the distribution that was sampled from.
+    engine and the trainer share one object, so that log-probs are of the distribution that was sampled
+    from.
     """
 
     temperature: AtLeast0 = 1.0  # 0 is greedy

@@ -12,7 +12,10 @@ class TransformInit(Protocol):
     """Makes the state of a transform."""
 
     def __call__(self, params: Any, /) -> Any:
-        """The state before the first update, a tree of tensors on the devices of `params`."""
+        """The state before the first update.
+
+        It is a tree of tensors on the devices of `params`.
+        """
         ...
 
 
@@ -20,15 +23,19 @@ class TransformUpdate(Protocol):
     """One step of a transform."""
 
     def __call__(self, grads: Any, state: Any, params: Any, /) -> tuple[Any, Any]:
-        """(updates, state): what to add to `params`, by the same names, and the state one step on.
+        """(updates, state one step on).
 
-        `grads` and `state` are donated: both may be changed in place. `params` are only read.
+        The updates are to be added to `params`, by the same names. `grads` and `state` are donated: both
+        may be changed in place. `params` are only read.
         """
         ...
 
 
 class Transform(NamedTuple):
-    """A gradient transformation as a value: a pair of functions and a description, as in optax."""
+    """A gradient transformation as a value.
+
+    It is a pair of functions and a description, as in optax.
+    """
 
     init: TransformInit
     update: TransformUpdate

@@ -360,8 +360,12 @@ def test_data_that_is_not_0_outside_the_mask_is_found(f, message, monkeypatch):
 
 def test_data_that_does_not_move_with_its_rows_is_found(monkeypatch):
     take = packing.take
+
+    def unmoved(exp, index):
+        return tree.replace(take(exp, index), extra=exp.extra)
+
     for module in (packing, packing.batches):
-        monkeypatch.setattr(module, "take", lambda exp, index: tree.replace(take(exp, index), extra=exp.extra))
+        monkeypatch.setattr(module, "take", unmoved)
     with pytest.raises(AssertionError, match=r"rows in the order \[[\d, ]+\]: the total loss .* became"):
         PERMUTATION(noisy)
     with pytest.raises(AssertionError, match=r"2 minibatches that keep their w instead of one pack"):
