@@ -74,7 +74,7 @@ def test_from_rewards_to_gradient_at_any_world_size(name, seed, budget, world):
 
 @each
 def test_rewards_one_and_zero_in_turn_teach_something(name):
-    """What goes wrong elsewhere: an estimator whose advantages are 0 for every reward,
+    """A fault of other systems: an estimator whose advantages are 0 for every reward,
     and a run that never learns."""
     row, apply, params, exp = batch(name, torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]))
     _, g = testing.total_and_grad(row.loss, apply, params, [packing.pack(exp, range(8))])
@@ -87,7 +87,7 @@ GROUPS = [n for n, row in algorithm.TABLE.items() if getattr(row, "group", 1) > 
 # CPGD's drift pulls back to the old policy without an advantage too; whitening takes the batch's mean off
 @pytest.mark.parametrize("name", [n for n in GROUPS if n not in ("cpgd", "reinforce_pp_baseline")])
 def test_groups_without_variance_give_no_gradient_and_do_not_disturb_the_others(name):
-    """What goes wrong elsewhere: only groups that are all 0 or all 1 are noticed; 0.1
+    """A fault of other systems: only groups that are all 0 or all 1 are noticed; 0.1
     for everyone goes through as noise."""
     flat = torch.full((2, 4), 0.1)
     row, apply, params, exp = batch(name, flat)

@@ -99,7 +99,7 @@ def test_metrics_carry_no_gradient_and_sum_in_float64():
 
 
 def test_the_clipped_share_counts_what_is_clipped():
-    """What goes wrong elsewhere: computed after clamping, the share of clipped tokens is always 0."""
+    """A fault of other systems: computed after clamping, the share of clipped tokens is always 0."""
     c = testing.case(0)
     b = packing.pack(c.exp, range(8))
     out = c.apply(c.params, b)

@@ -59,7 +59,7 @@ class Rollout:
 
     tokens: Tensor  # [B, S] i64
     mask: Tensor  # [B, S] bool, True where the policy sampled
-    logp: Tensor  # [B, S] f32, the sampler's own, 0 outside mask
+    logp: Tensor  # [B, S] f32, by the sampler, 0 outside mask
     length: Tensor  # [B] i64, tokens of prompt and response
     truncated: Tensor  # [B] bool, ended by max_new and not by a stop token
     group: Tensor  # [B] i64, which prompt
