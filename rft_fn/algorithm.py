@@ -103,6 +103,8 @@ def _with_options_of(
     parameters = signature(source).parameters.values()
     if not names:
         names = tuple(p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY)
+
+    # callers name options, whatever kind of parameter they are in `source`
     options = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in parameters if p.name in names]
     defaults = {p.name: p.default for p in options}
 
@@ -111,6 +113,7 @@ def _with_options_of(
         def complete(*args: Any, **given: Any) -> R:
             return f(*args, **defaults | given)
 
+        # `inspect.signature` reads this attribute
         own = [p for p in signature(f).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
         complete.__dict__["__signature__"] = Signature([*own, *options])
         return complete

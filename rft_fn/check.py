@@ -122,7 +122,8 @@ class Range:
         return self.low <= x <= self.high
 
     def __str__(self) -> str:
-        left, right = "[", "]"
+        left = "["
+        right = "]"
         if self.open_low or self.low == -inf:
             left = "("
         if self.open_high or self.high == inf:

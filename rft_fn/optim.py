@@ -7,7 +7,7 @@ for backends that bring their optimizer along.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -247,6 +247,7 @@ def ema(decay: float) -> Transform:
 
     @torch.no_grad()
     def update(updates: Any, state: EmaState, params: Any) -> tuple[Any, EmaState]:
+        # params + updates are the parameters after this update, added in two parts to need no copy
         average = tree.leaves(state.average)
         torch._foreach_mul_(average, decay)
         torch._foreach_add_(average, [p.detach() for p in tree.leaves(params)], alpha=1 - decay)
@@ -280,18 +281,21 @@ def parts(opt: Any) -> tuple:
     return ()
 
 
+def _states(opt: Any) -> Iterator[Any]:
+    """An optimizer state and all states inside it, from the outermost."""
+    yield opt
+    for part in parts(opt):
+        yield from _states(part)
+
+
 def ema_params(opt: Any) -> Any:
     """The average of `ema` in an optimizer state.
 
     ValueError if there is none.
     """
-    if isinstance(opt, EmaState):
-        return opt.average
-    for part in parts(opt):
-        try:
-            return ema_params(part)
-        except ValueError:
-            continue
+    for state in _states(opt):
+        if isinstance(state, EmaState):
+            return state.average
     raise ValueError("opt: expected a state with optim.ema in its chain, found none")
 
 
@@ -301,13 +305,10 @@ def count(opt: Any) -> int:
     Its next learning rate is schedule(count). Unlike `TrainState.step` it leaves out updates that were
     skipped. ValueError if there is no adamw.
     """
-    if hasattr(opt, "count") and not isinstance(opt, tuple):  # also for the optimizer of a backend
-        return int(opt.count)
-    for part in parts(opt):
-        try:
-            return count(part)
-        except ValueError:
-            continue
+    for state in _states(opt):
+        # tuples have a method of that name; the optimizer of a backend has the number
+        if hasattr(state, "count") and not isinstance(state, tuple):
+            return int(state.count)
     raise ValueError("opt: expected a state with optim.adamw in its chain, found none")
 
 

@@ -80,6 +80,7 @@ def shard(
     packs = plan.spread(sizes, budget, each * world, most) or packs
     packs = packs + [[] for _ in range(each * world - len(packs))]
 
+    # a unit stays whole, and its rows in order
     def rows(units: list[int]) -> list[int]:
         return [i * unit + j for i in sorted(units) for j in range(unit)]
 

@@ -53,6 +53,7 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
         moved = x[row, pos + 1]
         return torch.where(mask.view(-1, *[1] * (moved.dim() - 1)), moved, 0)
 
+    # `labels` shifts by one, so that everything at t is about target[t]
     packed = Packed(
         tokens=exp.tokens[row, pos],
         target=exp.tokens[row, pos + 1],
