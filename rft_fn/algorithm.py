@@ -1,263 +1,386 @@
-"""Published algorithms as rows of one table. A row is plain functions: index it,
-change an entry, or ignore it.
+"""Published algorithms as rows of one table of plain functions.
+
+Index a row, change an entry, or ignore the table:
 
     algo = algorithm.TABLE["grpo"]
     mine = algo._replace(loss=my_loss)            # a new algorithm is a changed row, not a subclass
+
+`per_token` and `per_sequence` adapt a function of `rft_fn.loss` to a `LossFn` with metrics. The adapted
+loss takes the options of that function, with its defaults: a row states only the settings that its paper
+changes.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
-from rft_fn import advantage, loss, metric, weight
-from rft_fn.logprob import log_ratio
-from rft_fn.reward_shaping import kl_in_reward
-from rft_fn.types import LossFn, Packed, Rollout, TokenOut
+from rft_fn import advantage, check, loss, metric, weight
+from rft_fn.metric import Metric
+from rft_fn.reward_shaping import last_token, on_last_token
+from rft_fn.types import AdvantageFn, CriticAdvantageFn, LossFn, Packed, Rollout, TokenOut, WeightFn
 
 __all__ = [
-    "TABLE", "ActorCritic", "Algorithm", "cispo", "cpgd", "dppo_kl", "dppo_tv", "get_actor_critic",
-    "get_algorithm", "gmpo", "gspo", "gspo_token", "ppo_clip", "reinforce", "sapo", "value_clip",
+    "TABLE", "ActorCritic", "Algorithm", "Evaluated", "LossWithMetrics", "Stopped", "get_actor_critic",
+    "get_algorithm", "per_sequence", "per_token",
 ]  # fmt: skip
+
+R = TypeVar("R")
 
 
 class Algorithm(NamedTuple):
-    """What makes an algorithm without a critic: three functions, and where to read of it."""
+    """An algorithm without a critic."""
 
-    advantage: Callable[..., Tensor]  # (reward [N, G], rollout) -> [B, 1] or [B, S]
-    loss: LossFn  # (TokenOut, Packed) -> (loss [T], metrics)
-    weight: Callable[[Tensor], Tensor]  # mask [B, S] -> w [B, S]
+    advantage: AdvantageFn
+    loss: LossFn
+    weight: WeightFn
     paper: str  # arXiv id
-    group: int = 1  # the fewest responses a prompt that the advantage is defined for
-    greedy: bool = False  # whether `advantage` also takes greedy_reward [N], of each prompt's greedy answer
+    group: int = 1  # fewest responses per prompt for which the advantage is defined
+    greedy: bool = False  # whether `advantage` also takes greedy_reward [N]
 
 
 class ActorCritic(NamedTuple):
-    """What makes an algorithm with a critic."""
+    """An algorithm with a critic."""
 
-    advantage: Callable[..., tuple[Tensor, Tensor]]  # (token_reward, value, mask, all [B, S]) -> (adv, ret)
+    advantage: CriticAdvantageFn
     loss: LossFn  # of the actor
     value_loss: LossFn  # of the critic
-    weight: Callable[[Tensor], Tensor]  # mask [B, S] -> w [B, S]
+    weight: WeightFn
     paper: str  # arXiv id
 
 
-# ---------- losses as LossFn: (TokenOut, Packed) -> (loss [T], metrics)
+class LossWithMetrics(Protocol):
+    """A `LossFn` with metrics and options.
+
+    The options are those of the loss that it adapts.
+    """
+
+    def __call__(self, out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
+        """(loss [T], metrics).
+
+        TypeError for an option that the loss does not have.
+        """
+        ...
 
 
-def _metrics(out: TokenOut, b: Packed, rho: Tensor, stopped: Tensor) -> dict[str, metric.Metric]:
-    """The share of tokens whose gradient is stopped, KL to the old policy, largest ratio."""
+class Evaluated(NamedTuple):
+    """A loss on a pack, and its inputs.
+
+    Nothing carries a gradient.
+    """
+
+    loss: Tensor  # [T]
+    ratio: Tensor  # [T], the probability ratio that the loss limits
+    logp: Tensor  # [T]
+    adv: Tensor  # [T]
+    options: Mapping[str, Any]  # all options of the loss
+
+
+class Stopped(Protocol):
+    """Tells which tokens a loss keeps from learning more."""
+
+    def __call__(self, at: Evaluated, /) -> Tensor:
+        """[T] bool, True on the tokens that are stopped."""
+        ...
+
+
+# ---------- adapters
+
+
+def _with_options_of(
+    source: Callable[..., Any], *names: str
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Give a function the options of another one.
+
+    Decorates a function of `**options` to receive all options of `source`, with its defaults. Options are
+    the keyword-only parameters, or those in `names`. They appear in the decorated signature, so a caller
+    can look up which ones there are.
+    """
+    parameters = signature(source).parameters.values()
+    if not names:
+        names = tuple(p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY)
+
+    # callers name options, whatever kind of parameter they are in `source`
+    options = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in parameters if p.name in names]
+    defaults = {p.name: p.default for p in options}
+
+    def decorate(f: Callable[..., R]) -> Callable[..., R]:
+        @wraps(f)
+        def complete(*args: Any, **given: Any) -> R:
+            return f(*args, **defaults | given)
+
+        # `inspect.signature` reads this attribute
+        own = [p for p in signature(f).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        complete.__dict__["__signature__"] = Signature([*own, *options])
+        return complete
+
+    return decorate
+
+
+def _token_ratio(out: TokenOut, b: Packed) -> Tensor:
+    return loss.ratio(out.logp.detach(), b.old_logp)
+
+
+def _sequence_ratio(out: TokenOut, b: Packed) -> Tensor:
+    return loss.seq_ratio(out.logp.detach(), b.old_logp, b.mask, b.seq, b.num_seqs)
+
+
+def _metrics(at: Evaluated, b: Packed, stopped: Stopped) -> dict[str, Metric]:
+    """Stopped share, KL to the old policy, largest ratio."""
     return {
-        "policy/clip_frac": metric.mean(stopped.double(), b.mask),
-        "policy/kl_old": metric.mean(loss.kl_k3(b.old_logp, out.logp.detach()), b.mask),
-        "policy/ratio_max": metric.max(rho, b.mask),
+        "policy/clip_frac": metric.mean(stopped(at).double(), b.mask),
+        "policy/kl_old": metric.mean(loss.kl_k3(b.old_logp, at.logp), b.mask),
+        "policy/ratio_max": metric.max(at.ratio, b.mask),
     }
 
 
-def _beyond(rho: Tensor, adv: Tensor, low: float, high: float) -> Tensor:
-    """Where a step that the advantage asks for would leave [low, high]."""
-    return ((rho > high) & (adv > 0)) | ((rho < low) & (adv < 0))
+def per_token(fn: Callable[..., Tensor], stopped: Stopped) -> LossWithMetrics:
+    """Adapt a loss of tokens to a LossFn with metrics.
+
+    `fn` takes (logp, old_logp, adv), all [T], and options.
+    """
+
+    @_with_options_of(fn)
+    def loss_fn(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
+        x = fn(out.logp, b.old_logp, b.adv, **options)
+        at = Evaluated(x.detach(), _token_ratio(out, b), out.logp.detach(), b.adv, options)
+        return x, _metrics(at, b, stopped)
+
+    return loss_fn
 
 
-def _per_token(
-    fn: Callable[..., Tensor], out: TokenOut, b: Packed, low: float, high: float, **options: Any
-) -> Any:
-    rho = loss.ratio(out.logp.detach(), b.old_logp)
-    stopped = _beyond(rho, b.adv, low, high)
-    return fn(out.logp, b.old_logp, b.adv, **options), _metrics(out, b, rho, stopped)
+def per_sequence(
+    fn: Callable[..., Tensor],
+    stopped: Stopped,
+    *,
+    ratio: Callable[[TokenOut, Packed], Tensor] = _sequence_ratio,
+) -> LossWithMetrics:
+    """Adapt a loss of sequences to a LossFn with metrics.
+
+    `fn` takes (logp, old_logp, adv, mask, seq, num_seqs) and options. `ratio(out, b)` gives the ratios [T]
+    that the loss limits.
+    """
+
+    @_with_options_of(fn)
+    def loss_fn(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
+        x = fn(out.logp, b.old_logp, b.adv, b.mask, b.seq, b.num_seqs, **options)
+        at = Evaluated(x.detach(), ratio(out, b), out.logp.detach(), b.adv, options)
+        return x, _metrics(at, b, stopped)
+
+    return loss_fn
 
 
-def _per_sequence(fn: Callable[..., Tensor], out: TokenOut, b: Packed, low: float, high: float) -> Any:
-    where = (b.mask, b.seq, b.num_seqs)
-    rho = loss.seq_ratio(out.logp.detach(), b.old_logp, *where)
-    stopped = _beyond(rho, b.adv, 1 - low, 1 + high)
-    return fn(out.logp, b.old_logp, b.adv, *where, low=low, high=high), _metrics(out, b, rho, stopped)
+# ---------- tokens that a loss stops
 
 
-def ppo_clip(
-    out: TokenOut, b: Packed, *, low: float = 0.2, high: float = 0.2, dual: float | None = None
-) -> Any:
-    """`loss.ppo_clip` as a LossFn, with the metrics that one reads: the clipped share, KL
-    to the old policy, largest ratio."""
-    options = {"low": low, "high": high, "dual": dual}
-    return _per_token(partial(loss.ppo_clip, **options), out, b, 1 - low, 1 + high)
+def _leaves(x: Tensor, adv: Tensor, low: Any, high: Any) -> Tensor:
+    """Where the advantage pushes x out of [low, high]."""
+    return ((x > high) & (adv > 0)) | ((x < low) & (adv < 0))
 
 
-def reinforce(out: TokenOut, b: Packed) -> Any:
-    """`loss.reinforce` as a LossFn, which has no metrics of its own."""
+def _beyond_clip(at: Evaluated, /) -> Tensor:
+    """Ratios that would leave [1 - low, 1 + high]."""
+    return _leaves(at.ratio, at.adv, 1 - at.options["low"], 1 + at.options["high"])
+
+
+def _beyond_log_clip(at: Evaluated, /) -> Tensor:
+    """Ratios whose logarithm would leave [-low, high]."""
+    return _leaves(at.ratio.log(), at.adv, -at.options["low"], at.options["high"])
+
+
+def _outside_clip(at: Evaluated, /) -> Tensor:
+    """Ratios outside [1 - low, 1 + high].
+
+    CISPO limits them but keeps their gradient.
+    """
+    return (at.ratio > 1 + at.options["high"]) | (at.ratio < 1 - at.options["low"])
+
+
+def _beyond_a_fifth(at: Evaluated, /) -> Tensor:
+    """Ratios that would leave [0.8, 1.2].
+
+    SAPO's soft gate stops no token altogether.
+    """
+    return _leaves(at.ratio, at.adv, 0.8, 1.2)
+
+
+def _outside_trust_region(at: Evaluated, /) -> Tensor:
+    """Tokens that DPPO's trust region stops.
+
+    Their loss is 0, although neither advantage nor log-prob is.
+    """
+    return (at.loss == 0) & (at.adv != 0) & (at.logp != 0)
+
+
+# ---------- losses without the metrics of a ratio
+
+
+def _reinforce(out: TokenOut, b: Packed, /) -> tuple[Tensor, dict[str, Metric]]:
+    """REINFORCE's loss, which has no ratio."""
     return loss.reinforce(out.logp, b.adv), {}
 
 
-def gspo(out: TokenOut, b: Packed, *, low: float = 3e-4, high: float = 4e-4) -> Any:
-    """`loss.gspo` as a LossFn; its ratios are those of sequences."""
-    return _per_sequence(loss.gspo, out, b, low, high)
-
-
-def gspo_token(out: TokenOut, b: Packed, *, low: float = 3e-4, high: float = 4e-4) -> Any:
-    """`loss.gspo_token` as a LossFn; its ratios are those of sequences."""
-    return _per_sequence(loss.gspo_token, out, b, low, high)
-
-
-def gmpo(out: TokenOut, b: Packed, *, low: float = 0.4, high: float = 0.4) -> Any:
-    """`loss.gmpo` as a LossFn; a token is clipped when its own log-ratio is."""
-    d = log_ratio(out.logp.detach(), b.old_logp)
-    x = loss.gmpo(out.logp, b.old_logp, b.adv, b.mask, b.seq, b.num_seqs, low=low, high=high)
-    return x, _metrics(out, b, d.clamp(max=20).exp(), _beyond(d, b.adv, -low, high))
-
-
-def cispo(out: TokenOut, b: Packed, *, low: float = 1.0, high: float = 4.0) -> Any:
-    """`loss.cispo` as a LossFn; "clipped" are tokens whose weight is, they keep a gradient."""
-    rho = loss.ratio(out.logp.detach(), b.old_logp)
-    outside = (rho > 1 + high) | (rho < 1 - low)
-    return loss.cispo(out.logp, b.old_logp, b.adv, low=low, high=high), _metrics(out, b, rho, outside)
-
-
-def sapo(out: TokenOut, b: Packed, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Any:
-    """`loss.sapo` as a LossFn; nothing is clipped, "clipped" are tokens outside [0.8, 1.2]."""
-    return _per_token(partial(loss.sapo, tau_pos=tau_pos, tau_neg=tau_neg), out, b, 0.8, 1.2)
-
-
-def cpgd(out: TokenOut, b: Packed, *, low: float = 0.2, high: float = 0.2, drift: float = 0.1) -> Any:
-    """`loss.cpgd` as a LossFn."""
-    return _per_token(partial(loss.cpgd, low=low, high=high, drift=drift), out, b, 1 - low, 1 + high)
-
-
-def _trust_region(fn: Callable[..., Tensor], out: TokenOut, b: Packed, limit: float) -> Any:
-    x = fn(out.logp, b.old_logp, b.adv, limit=limit)
-    rho = loss.ratio(out.logp.detach(), b.old_logp)
-    return x, _metrics(out, b, rho, (x.detach() == 0) & (b.adv != 0) & (out.logp.detach() != 0))
-
-
-def dppo_tv(out: TokenOut, b: Packed, *, limit: float = 0.15) -> Any:
-    """`loss.dppo_tv` as a LossFn."""
-    return _trust_region(loss.dppo_tv, out, b, limit)
-
-
-def dppo_kl(out: TokenOut, b: Packed, *, limit: float = 0.05) -> Any:
-    """`loss.dppo_kl` as a LossFn."""
-    return _trust_region(loss.dppo_kl, out, b, limit)
-
-
-def value_clip(out: TokenOut, b: Packed, *, clip: float = 0.2) -> Any:
-    """`loss.value_clip` as a LossFn of a critic, with the share of values that moved beyond the clip."""
-    x = loss.value_clip(out.value, b.old_value, b.ret, clip=clip)  # type: ignore[arg-type]
-    moved = (out.value.detach() - b.old_value).abs() > clip  # type: ignore[union-attr]
+@_with_options_of(loss.value_clip)
+def _value_clip(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
+    """PPO's critic loss, with the clipped share."""
+    value, old_value, ret = check.given(value=out.value, old_value=b.old_value, ret=b.ret)
+    x = loss.value_clip(value, old_value, ret, **options)
+    moved = (value.detach() - old_value).abs() > options["clip"]
     return x, {"value/loss": metric.mean(x, b.mask), "value/clip_frac": metric.mean(moved.double(), b.mask)}
 
 
-# ---------- advantages as a row has them
+# ---------- advantages: rewards [N, G] to rows [B, 1], or tokens [B, S]
 
 
-def _by_row(adv: Tensor, rollout: Rollout) -> Tensor:
-    """[N, G] -> [B, 1]. ValueError unless N G is the number of rows."""
-    if adv.numel() != len(rollout.mask):
-        rows = len(rollout.mask)
+def _rows(adv: Tensor, rollout: Rollout) -> Tensor:
+    """One number per row, [N, G] -> [B, 1].
+
+    ValueError unless N G is the number of rows of the rollout.
+    """
+    rows = len(rollout.mask)
+    if adv.dim() != 2 or adv.numel() != rows:
         raise ValueError(
             f"reward: expected [N, G] with N G = {rows} rows of the rollout, got {list(adv.shape)}"
         )
-    return adv.reshape(-1, 1)
+    return rearrange(adv, "n g -> (n g) 1")
 
 
-def _per_group(estimator: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Rollout], Tensor]:
-    return lambda reward, rollout: _by_row(estimator(reward), rollout)
+def _per_group(estimator: Callable[[Tensor], Tensor]) -> AdvantageFn:
+    """Adapt an estimator of rewards [N, G] alone."""
+
+    def advantage_fn(reward: Tensor, rollout: Rollout, /) -> Tensor:
+        return _rows(estimator(reward), rollout)
+
+    return advantage_fn
 
 
-def _raw(reward: Tensor, rollout: Rollout) -> Tensor:
-    return _by_row(reward, rollout).clone()
+def _raw(reward: Tensor, rollout: Rollout, /) -> Tensor:
+    return _rows(reward, rollout).clone()
 
 
-def _remax(reward: Tensor, rollout: Rollout, *, greedy_reward: Tensor) -> Tensor:
-    return _by_row(advantage.remax(reward, greedy_reward), rollout)
+def _remax(reward: Tensor, rollout: Rollout, /, *, greedy_reward: Tensor) -> Tensor:
+    return _rows(advantage.remax(reward, greedy_reward), rollout)
 
 
-def _opo(reward: Tensor, rollout: Rollout) -> Tensor:
-    _by_row(reward, rollout)
-    return advantage.opo(reward, rollout.mask.sum(-1).view_as(reward).to(reward.dtype)).reshape(-1, 1)
+def _opo(reward: Tensor, rollout: Rollout, /) -> Tensor:
+    _rows(reward, rollout)  # an error about the rewards comes before one about their lengths
+    length = rearrange(rollout.mask.sum(-1), "(n g) -> n g", n=len(reward))
+    return _rows(advantage.opo(reward, length.to(reward.dtype)), rollout)
 
 
-def _reinforce_pp(reward: Tensor, rollout: Rollout, *, gamma: float = 1.0) -> Tensor:
-    """The reward on the last token; its return on every token, whitened over the batch."""
-    token_reward = kl_in_reward(
-        _by_row(reward, rollout)[:, 0], rollout.logp, rollout.logp, rollout.mask, coef=0.0
-    )
-    return advantage.whiten(advantage.reinforce_pp(token_reward, rollout.mask, gamma=gamma), rollout.mask)
+@_with_options_of(advantage.reinforce_pp)
+def _reinforce_pp(reward: Tensor, rollout: Rollout, /, **options: Any) -> Tensor:
+    """Whitened returns of the rewards on last tokens."""
+    token_reward = on_last_token(_rows(reward, rollout)[:, 0], rollout.mask)
+    returns = advantage.reinforce_pp(token_reward, rollout.mask, **options)
+    return advantage.whiten(returns, rollout.mask)
 
 
-def _reinforce_pp_baseline(reward: Tensor, rollout: Rollout) -> Tensor:
-    adv = _by_row(advantage.reinforce_pp_baseline(reward), rollout) * rollout.mask
-    return advantage.whiten(adv, rollout.mask)
+def _reinforce_pp_baseline(reward: Tensor, rollout: Rollout, /) -> Tensor:
+    centred = _rows(advantage.reinforce_pp_baseline(reward), rollout)
+    return advantage.whiten(centred * rollout.mask, rollout.mask)
 
 
-def _discount(mask: Tensor, gamma: float) -> Tensor:
-    """[B, S]: gamma on every token but the last in mask of its row, where the sequence ends."""
-    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
-    return torch.where(last, 0.0, gamma).to(torch.get_default_dtype())
+def _discount(token_reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Discounts [B, S] of responses.
+
+    It is gamma on every token but the last one in mask of its row, where the sequence ends with 0.
+    """
+    return torch.where(last_token(mask), 0.0, gamma).to(token_reward.dtype)
 
 
+@_with_options_of(advantage.gae, "lambda_")
 def _ppo(
-    token_reward: Tensor, value: Tensor, mask: Tensor, *, gamma: float = 1.0, lambda_: float = 0.95
+    token_reward: Tensor, value: Tensor, mask: Tensor, /, *, gamma: float = 1.0, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    discount = _discount(mask, gamma).to(token_reward.dtype)
-    return advantage.gae(token_reward, value, discount, lambda_, mask=mask)
+    discount = _discount(token_reward, mask, gamma)
+    return advantage.gae(token_reward, value, discount, mask=mask, **options)
 
 
+@_with_options_of(advantage.length_adaptive_lambda)
 def _vapo(
-    token_reward: Tensor, value: Tensor, mask: Tensor, *, gamma: float = 1.0, alpha: float = 0.05
+    token_reward: Tensor, value: Tensor, mask: Tensor, /, *, gamma: float = 1.0, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    policy_lambda = advantage.length_adaptive_lambda(mask.sum(-1, keepdim=True), alpha=alpha)
-    discount = _discount(mask, gamma).to(token_reward.dtype)
+    length = mask.sum(-1, keepdim=True)
+    policy_lambda = advantage.length_adaptive_lambda(length, **options)
+    discount = _discount(token_reward, mask, gamma)
     return advantage.decoupled_gae(token_reward, value, discount, policy_lambda=policy_lambda, mask=mask)
 
 
 # ---------- the table
 
-_grpo, _dr_grpo = _per_group(advantage.grpo), _per_group(partial(advantage.grpo, scale=False))
-_rloo, _cpgd = _per_group(advantage.rloo), _per_group(advantage.cpgd)
-_higher = partial(ppo_clip, low=0.2, high=0.28)
+_grpo = _per_group(advantage.grpo)
+_dr_grpo = _per_group(partial(advantage.grpo, scale=False))
+_rloo = _per_group(advantage.rloo)
+_cpgd = _per_group(advantage.cpgd)
+
+_clip = per_token(loss.ppo_clip, _beyond_clip)
+_clip_higher = partial(_clip, high=0.28)
+_gspo = per_sequence(loss.gspo, _beyond_clip)
+_gspo_token = per_sequence(loss.gspo_token, _beyond_clip)
+_gmpo = per_sequence(loss.gmpo, _beyond_log_clip, ratio=_token_ratio)
+_cispo = per_token(loss.cispo, _outside_clip)
+_sapo = per_token(loss.sapo, _beyond_a_fifth)
+_cpgd_loss = per_token(loss.cpgd, _beyond_clip)
+_dppo_tv = per_token(loss.dppo_tv, _outside_trust_region)
+_dppo_kl = per_token(loss.dppo_kl, _outside_trust_region)
+
 _constant = partial(weight.constant, length=1024)  # any fixed length: it only scales the loss
 
 TABLE: dict[str, Algorithm | ActorCritic] = {
-    "grpo": Algorithm(_grpo, ppo_clip, weight.seq_mean, "2402.03300", 2),
-    "dr_grpo": Algorithm(_dr_grpo, ppo_clip, _constant, "2503.20783", 2),
-    "dapo": Algorithm(_grpo, _higher, weight.token_mean, "2503.14476", 2),
-    "gspo": Algorithm(_grpo, gspo, weight.seq_mean, "2507.18071", 2),
-    "gspo_token": Algorithm(_grpo, gspo_token, weight.seq_mean, "2507.18071", 2),
-    "cispo": Algorithm(_grpo, cispo, weight.token_mean, "2506.13585", 2),
-    "sapo": Algorithm(_grpo, sapo, weight.seq_mean, "2511.20347", 2),
-    "gmpo": Algorithm(_grpo, gmpo, weight.seq_mean, "2507.20673", 2),
-    "cpgd": Algorithm(_cpgd, cpgd, weight.token_mean, "2505.12504", 2),
-    "dppo_tv": Algorithm(_grpo, dppo_tv, weight.token_mean, "2602.04879", 2),
-    "dppo_kl": Algorithm(_grpo, dppo_kl, weight.token_mean, "2602.04879", 2),
-    "rloo": Algorithm(_rloo, reinforce, weight.seq_sum, "2402.14740", 2),
-    "opo": Algorithm(_opo, reinforce, weight.seq_sum, "2505.23585", 2),
-    "remax": Algorithm(_remax, reinforce, weight.seq_sum, "2310.10505", greedy=True),
-    "reinforce": Algorithm(_raw, reinforce, weight.seq_sum, "Williams 1992"),
-    "reinforce_pp": Algorithm(_reinforce_pp, ppo_clip, weight.token_mean, "2501.03262"),
-    "reinforce_pp_baseline": Algorithm(
-        _reinforce_pp_baseline, ppo_clip, weight.token_mean, "2501.03262", 2
-    ),
-    "ppo": ActorCritic(_ppo, ppo_clip, value_clip, weight.token_mean, "1707.06347"),
-    "vapo": ActorCritic(_vapo, _higher, value_clip, weight.token_mean, "2504.05118"),
+    "grpo": Algorithm(_grpo, _clip, weight.seq_mean, "2402.03300", 2),
+    "dr_grpo": Algorithm(_dr_grpo, _clip, _constant, "2503.20783", 2),
+    "dapo": Algorithm(_grpo, _clip_higher, weight.token_mean, "2503.14476", 2),
+    "gspo": Algorithm(_grpo, _gspo, weight.seq_mean, "2507.18071", 2),
+    "gspo_token": Algorithm(_grpo, _gspo_token, weight.seq_mean, "2507.18071", 2),
+    "cispo": Algorithm(_grpo, _cispo, weight.token_mean, "2506.13585", 2),
+    "sapo": Algorithm(_grpo, _sapo, weight.seq_mean, "2511.20347", 2),
+    "gmpo": Algorithm(_grpo, _gmpo, weight.seq_mean, "2507.20673", 2),
+    "cpgd": Algorithm(_cpgd, _cpgd_loss, weight.token_mean, "2505.12504", 2),
+    "dppo_tv": Algorithm(_grpo, _dppo_tv, weight.token_mean, "2602.04879", 2),
+    "dppo_kl": Algorithm(_grpo, _dppo_kl, weight.token_mean, "2602.04879", 2),
+    "rloo": Algorithm(_rloo, _reinforce, weight.seq_sum, "2402.14740", 2),
+    "opo": Algorithm(_opo, _reinforce, weight.seq_sum, "2505.23585", 2),
+    "remax": Algorithm(_remax, _reinforce, weight.seq_sum, "2310.10505", greedy=True),
+    "reinforce": Algorithm(_raw, _reinforce, weight.seq_sum, "Williams 1992"),
+    "reinforce_pp": Algorithm(_reinforce_pp, _clip, weight.token_mean, "2501.03262"),
+    "reinforce_pp_baseline": Algorithm(_reinforce_pp_baseline, _clip, weight.token_mean, "2501.03262", 2),
+    "ppo": ActorCritic(_ppo, _clip, _value_clip, weight.token_mean, "1707.06347"),
+    "vapo": ActorCritic(_vapo, _clip_higher, _value_clip, weight.token_mean, "2504.05118"),
 }  # fmt: skip
 
 
-def _row(name: str, kind: type, elsewhere: str) -> Any:
+Row = TypeVar("Row", Algorithm, ActorCritic)
+
+
+def _row(name: str, kind: type[Row], elsewhere: str) -> Row:
+    """The row of a name and a kind.
+
+    ValueError that lists the names of that kind, and `elsewhere`.
+    """
     row = TABLE.get(name)
     if isinstance(row, kind):
         return row
     names = ", ".join(n for n, r in TABLE.items() if isinstance(r, kind))
-    raise ValueError(f"algorithm: expected one of {names}, got {name!r}{elsewhere if row else ''}")
+    message = f"algorithm: expected one of {names}, got {name!r}"
+    if row is not None:
+        message += elsewhere
+    raise ValueError(message)
 
 
 def get_algorithm(name: str, *, group: int | None = None) -> Algorithm:
-    """The row of that name, of those without a critic. ValueError that lists the names there are, or says
-    that `group` responses are too few for it."""
+    """The row of that name, without a critic.
+
+    ValueError that lists the names there are, or if `group` responses per prompt are too few for it.
+    """
     row = _row(name, Algorithm, ", which has a critic: see train_scripts/ppo.py")
     if group is not None and group < row.group:
         raise ValueError(
-            f"group: expected >= {row.group} responses a prompt for {name}, whose advantage "
+            f"group: expected >= {row.group} responses per prompt for {name}, whose advantage "
             f"compares the responses of a group, got {group}; raise it, or take an "
             "algorithm without groups (reinforce)"
         )
@@ -265,5 +388,8 @@ def get_algorithm(name: str, *, group: int | None = None) -> Algorithm:
 
 
 def get_actor_critic(name: str) -> ActorCritic:
-    """The row of that name, of those with a critic. ValueError that lists the names there are."""
+    """The row of that name, with a critic.
+
+    ValueError that lists the names there are.
+    """
     return _row(name, ActorCritic, ", which has no critic: see train_scripts/grpo.py")

@@ -1,7 +1,7 @@
-"""Contracts at public boundaries: the shapes of tensors, and the limits of options.
+"""Checks at public boundaries: shapes of tensors and limits of options.
 
-The values of tensors are never looked at: that would stop a GPU. An option's limits stand in its type, and
-`fields` holds a whole record of options to them.
+The values of tensors are never read, because that would stop a GPU. The limits of an option stand in its
+type, and `fields` checks a whole record of options against them.
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ from math import inf
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+T = TypeVar("T")
+
 __all__ = [
     "FREE", "Above1", "AtLeast0", "Count", "Decay", "Finite", "Free", "Positive", "PositiveShare", "Range",
     "Seed", "Several", "Share", "Whole", "at_most_one", "fields", "free", "given", "shapes",
@@ -20,23 +22,31 @@ __all__ = [
 
 
 def _fits(size: tuple[int, ...], dims: list[str], known: dict[str, Any]) -> bool:
-    """Whether a size is of these dimensions; those met for the first time are `known` from then on."""
+    """Whether a size has these dimensions.
+
+    New dimensions are added to `known`.
+    """
     lead = dims[:1] == ["..."]
-    named = dims[lead:]
+    named = [dim for dim in dims if dim != "..."]
     rest = len(size) - len(named)
     if rest < 0 or (rest and not lead):
         return False
     fits = True
     for dim, n in zip(named, size[rest:]):
-        want = int(dim) if dim.isdigit() else known.setdefault(dim, n)
-        fits &= want == n
+        if dim.isdigit():
+            fits &= int(dim) == n
+        else:
+            fits &= known.setdefault(dim, n) == n
     if lead:
         fits &= known.setdefault("...", size[:rest]) == size[:rest]
     return fits
 
 
 def _written(dims: list[str], known: dict[str, Any]) -> str:
-    """The sizes that are expected: "4, S" for "N S" where N is known to be 4."""
+    """The expected sizes as text.
+
+    It is "4, S" for "N S" if N is known to be 4.
+    """
     sizes: list[Any] = [known.get(dim, dim) for dim in dims]
     if sizes and isinstance(sizes[0], tuple):  # those that a leading ... stands for
         sizes[:1] = sizes[0]
@@ -44,11 +54,11 @@ def _written(dims: list[str], known: dict[str, Any]) -> str:
 
 
 def shapes(**args: tuple[Any, str]) -> dict[str, int]:
-    """Check `name=(tensor, "N G")` from left to right; the sizes of the named dimensions come back.
+    """Check shapes of tensors and return the named sizes.
 
-    A dimension is a name (the same name must have the same size everywhere), a number, or a leading `...`. A
-    tensor that is None is passed over. Raises `ValueError("adv: expected [T] = [7], got [6]")`, with the name
-    of the argument first.
+    Arguments are `name=(tensor, "N G")`, checked from left to right. A dimension is a name, which must have
+    the same size everywhere, a number, or a leading `...`. None is skipped. Raises `ValueError("adv:
+    expected [T] = [7], got [6]")`.
     """
     known: dict[str, int] = {}
     for name, (x, spec) in args.items():
@@ -62,18 +72,26 @@ def shapes(**args: tuple[Any, str]) -> dict[str, int]:
     return known
 
 
-def given(**args: Any) -> None:
-    """Raise `ValueError("old_value: expected a tensor, got None; ...")` for the first argument that is
-    None."""
+def given(**args: T | None) -> tuple[T, ...]:
+    """Check that no argument is None, and return them all.
+
+    Raises `ValueError("old_value: expected a tensor, got None; ...")` for the first that is.
+    """
+    found: list[T] = []
     for name, x in args.items():
         if x is None:
             raise ValueError(
                 f"{name}: expected a tensor, got None; give it to rft_fn.experience, or ask the model for it"
             )
+        found.append(x)
+    return tuple(found)
 
 
 def at_most_one(**options: Any) -> None:
-    """Raise `ValueError("steps, epochs: expected one of them, got 30 and 3.0")` for two that are not None."""
+    """Check that at most one option is not None.
+
+    Raises `ValueError("steps, epochs: expected one of them, got 30 and 3.0")`.
+    """
     found = {name: x for name, x in options.items() if x is not None}
     if len(found) > 1:
         raise ValueError(
@@ -83,29 +101,38 @@ def at_most_one(**options: Any) -> None:
 
 @dataclass(frozen=True)
 class Range:
-    """The limits of a number, as metadata of its type: `lr: Annotated[float, Range(0, inf)]`."""
+    """The limits of a number, to annotate its type.
+
+    For example `lr: Annotated[float, Range(0, inf)]`.
+    """
 
     low: float = -inf
     high: float = inf
-    open_low: bool = False  # low itself is outside; an infinite limit always is
+    open_low: bool = False  # excludes low itself; an infinite limit is always excluded
     open_high: bool = False
 
     def __contains__(self, x: float) -> bool:
-        if not -inf < x < inf:  # nor is NaN, while an integer may be larger than any float
+        # comparisons exclude NaN too; math.isfinite would fail for integers beyond any float
+        if not -inf < x < inf:
             return False
-        if (x == self.low and self.open_low) or (x == self.high and self.open_high):
+        if x == self.low and self.open_low:
+            return False
+        if x == self.high and self.open_high:
             return False
         return self.low <= x <= self.high
 
     def __str__(self) -> str:
-        left = "(" if self.open_low or self.low == -inf else "["
-        right = ")" if self.open_high or self.high == inf else "]"
+        left = "["
+        right = "]"
+        if self.open_low or self.low == -inf:
+            left = "("
+        if self.open_high or self.high == inf:
+            right = ")"
         return f"{left}{self.low}, {self.high}{right}"
 
 
-T = TypeVar("T")
 FREE = "changes no result of a run"
-Free = Annotated[T, FREE]  # Free[Count]: the option may differ when a run is resumed
+Free = Annotated[T, FREE]  # Free[Count]: a resumed run may have another value
 Finite = Annotated[float, Range()]
 Positive = Annotated[float, Range(0, open_low=True)]
 AtLeast0 = Annotated[float, Range(0)]
@@ -116,7 +143,7 @@ Decay = Annotated[float, Range(0, 1, open_high=True)]
 Count = Annotated[int, Range(1)]
 Several = Annotated[int, Range(2)]
 Whole = Annotated[int, Range(0)]
-Seed = Annotated[int, Range(-(2**63), 2**63 - 1)]  # what torch's generators take
+Seed = Annotated[int, Range(-(2**63), 2**63 - 1)]  # the seeds of torch's generators
 
 _KINDS: dict[Any, tuple[type, str]] = {
     bool: (bool, "True or False"),
@@ -127,18 +154,22 @@ _KINDS: dict[Any, tuple[type, str]] = {
 
 
 def fields(record: Any) -> None:
-    """Check every field of a dataclass against its type and the `Range` beside it, nested dataclasses too.
+    """Check the fields of a dataclass against their types and ranges.
 
-    Known types are bool, int, float, str, Literal, tuples and unions of them; others pass. As a dataclass's
-    own `__post_init__ = check.fields` it runs whenever one is made. Raises
-    `ValueError("lr: expected a number in (0, inf), got nan")`; NaN and inf are outside of every range.
+    Fields of nested dataclasses are checked too. Known types are bool, int, float, str, Literal, tuples and
+    unions of them; others pass. With `__post_init__ = check.fields` a dataclass is checked whenever one is
+    made. Raises `ValueError("lr: expected a number in (0, inf), got nan")`; NaN and inf are outside every
+    range.
     """
     for name, hint in _hints(type(record)).items():
         _field(name, getattr(record, name), hint)
 
 
 def free(kind: Any) -> set[str]:
-    """The names of the fields of a dataclass that are `Free`; those of a nested one as "part.name"."""
+    """Names of the `Free` fields of a dataclass.
+
+    Those of a nested dataclass are "part.name".
+    """
     found = set()
     for name, hint in _hints(kind).items():
         if FREE in getattr(hint, "__metadata__", ()):
@@ -181,7 +212,10 @@ def _plain(name: str, x: Any, hint: Any, limits: Sequence[Range]) -> None:
 
 
 def _union(name: str, x: Any, options: Sequence[Any]) -> None:
-    """x is fine if it is fine as one of the options; else the error is that of the first that is not None."""
+    """Check a field of a union type.
+
+    x may be any of the options; else the error is that of the first one that is not None.
+    """
     error = None
     for option in options:
         if option is type(None):

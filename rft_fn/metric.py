@@ -1,37 +1,41 @@
-"""Metrics that know how to merge: over packs, over ranks, in any order, without a mean of means."""
+"""Metrics that merge over packs and ranks.
+
+They merge in any order, without a mean of means.
+"""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from rft_fn import check, tree
 from rft_fn.logprob import log_ratio
+from rft_fn.reward_shaping import varied
 from rft_fn.types import Packed, Rollout, TokenOut
 
 __all__ = [
-    "Max",
-    "Mean",
-    "Sum",
-    "average",
-    "max",
-    "mean",
-    "merge",
-    "pairs",
-    "pass_at_k",
-    "policy",
-    "results",
-    "rollout",
-    "router",
-    "spread",
-    "sum",
-]
+    "Max", "Mean", "Metric", "Sum", "average", "max", "mean", "merge", "pairs", "pass_at_k", "policy",
+    "results", "rollout", "router", "spread", "sum",
+]  # fmt: skip
+
+
+class Metric(Protocol):
+    """A quantity that merges: over packs, over ranks, in any order."""
+
+    def merge(self, other: Self) -> Self:
+        """The metric of both parts together."""
+        ...
+
+    def value(self) -> Tensor:
+        """The number [] to report."""
+        ...
 
 
 @tree.struct
 class Mean:
-    """total / count."""
+    """A mean, kept as total and count."""
 
     total: Tensor  # [] f64
     count: Tensor  # [] f64
@@ -45,7 +49,7 @@ class Mean:
 
 @tree.struct
 class Sum:
-    """A plain sum."""
+    """A sum."""
 
     total: Tensor  # [] f64
 
@@ -58,7 +62,7 @@ class Sum:
 
 @tree.struct
 class Max:
-    """The largest value."""
+    """A maximum."""
 
     top: Tensor  # [] f64
 
@@ -69,27 +73,30 @@ class Max:
         return self.top
 
 
-Metric = Mean | Sum | Max
-
-
 def _f64(x: Tensor) -> Tensor:
     return x.detach().to(torch.float64)
 
 
 def mean(x: Tensor, mask: Tensor) -> Mean:
-    """Mean of x over mask; 0 where no position is in mask."""
+    """Mean of x over mask, both [*].
+
+    It is 0 if no position is in mask.
+    """
     return Mean(total=_f64(torch.where(mask, x.detach(), 0)).sum(), count=_f64(mask).sum())
 
 
 def sum(x: Tensor, mask: Tensor | None = None) -> Sum:
-    """Sum of x over mask."""
+    """Sum of x [*] over mask, or all positions."""
     if mask is not None:
         x = torch.where(mask, x.detach(), 0)
     return Sum(total=_f64(x).sum())
 
 
 def max(x: Tensor, mask: Tensor) -> Max:
-    """Largest x over mask; -inf where no position is in mask."""
+    """Maximum of x over mask, both [*].
+
+    It is -inf if no position is in mask.
+    """
     low = torch.where(mask, _f64(x), -torch.inf)
     least = low.new_full((1,), -torch.inf)  # amax of nothing raises
     return Max(top=torch.cat([low.flatten(), least]).amax())
@@ -105,8 +112,10 @@ def _check(metrics: Mapping[str, Metric]) -> None:
 
 
 def merge(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Both dicts in one; a name in both is merged by its own rule. ValueError if the rules differ, or for a
-    value that is no metric."""
+    """Merge two dicts of metrics.
+
+    A name in both is merged by its kind. ValueError if the kinds differ, or for a value that is no metric.
+    """
     _check(a)
     _check(b)
     out = dict(a)
@@ -116,18 +125,24 @@ def merge(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]
             continue
         if type(out[name]) is not type(m):
             raise ValueError(f"metric {name!r}: expected {type(out[name]).__name__}, got {type(m).__name__}")
-        out[name] = out[name].merge(m)  # type: ignore[arg-type]
+        out[name] = out[name].merge(m)
     return out
 
 
 def average(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each name over the rows that have it: of the updates of one rollout."""
+    """Mean of each name over the rows that have it.
+
+    The rows are for example the updates of a rollout.
+    """
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: fmean(row[name] for row in rows if name in row) for name in names}
 
 
 def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The numbers, in one transfer from each device. ValueError for a value that is no metric."""
+    """The values of metrics as numbers, in one transfer per device.
+
+    ValueError for a value that is no metric.
+    """
     _check(metrics)
     values = {name: m.value() for name, m in metrics.items()}
     numbers: dict[str, float] = {}
@@ -138,11 +153,14 @@ def results(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def pass_at_k(correct: Tensor, k: int) -> Tensor:
-    """correct [N, G] bool -> [N]: the chance that one of k samples drawn from
-    the G without return is correct.
+    """Unbiased estimate of pass@k, [N].
 
-    1 - C(G - c, k) / C(G, k), unbiased (arXiv 2107.03374), by a product that cannot overflow. ValueError
-    unless 1 <= k <= G.
+    The probability that one of k samples is correct, from `correct` [N, G] bool with c correct samples:
+
+        1 - C(G - c, k) / C(G, k)
+
+    The k samples are drawn from the G without replacement. Unbiased (arXiv 2107.03374), by a product that
+    cannot overflow. ValueError unless 1 <= k <= G.
     """
     sizes = check.shapes(correct=(correct, "N G"))
     if not 1 <= k <= sizes["G"]:
@@ -153,12 +171,11 @@ def pass_at_k(correct: Tensor, k: int) -> Tensor:
 
 
 def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
-    """How far the trainer's log-probs are from `old_logp` [nats a token], and the
-    entropy where the model gives it.
+    """Mismatch of log-probs with `old_logp`, and entropy.
 
-    In the first update on a rollout whose old_logp is the sampler's own, `policy/logp_gap` is the
-    disagreement of trainer and sampler about the same tokens under the same weights: 1e-6 in float32, and a
-    bug when it is not small.
+    The mismatch is in nats per token; the entropy is there if the model gives it. In the first update on a
+    rollout whose old_logp is the sampler's, `policy/logp_gap` is the mismatch of trainer and sampler on the
+    same tokens and weights: 1e-6 in float32, and a bug if it is not small.
     """
     gap = log_ratio(out.logp.detach(), b.old_logp).abs()
     found: dict[str, Metric] = {"policy/logp_gap": mean(gap, b.mask), "policy/logp_gap_max": max(gap, b.mask)}
@@ -177,11 +194,12 @@ def pairs(
     *,
     beta: float,
 ) -> dict[str, Metric]:
-    """What one reads of pairs, from log-probs [P] of responses under the policy and under the reference.
+    """Rewards, margin and accuracy of preference pairs.
 
-    Means over the pairs in `real` [P]: the implicit rewards beta log(policy / reference) of both sides and
-    their margin, `accuracy` (how often the chosen one has the higher reward) and `ranking` (how often it is
-    the more probable one under the policy alone). Where policy and reference are the same, margin and
+    All are means over the pairs in `real` [P], from log-probs [P] of responses under the policy and the
+    reference: the implicit rewards beta log(policy / reference) of both sides and their margin, `accuracy`
+    (the share of pairs whose chosen response has the higher reward) and `ranking` (the share whose chosen
+    response is the more probable one under the policy). If policy and reference are the same, margin and
     accuracy are 0.
     """
     check.shapes(chosen=(chosen, "P"), rejected=(rejected, "P"), real=(real, "P"))
@@ -201,17 +219,22 @@ def pairs(
 
 
 def router(out: TokenOut, b: Packed) -> dict[str, Metric]:
-    """How evenly a mixture of experts is used: its balance, which is 1 where all experts are used alike,
-    and the largest share of a sequence's choices that one expert has. Of a model bound with aux=True."""
+    """Load balance of a mixture of experts.
+
+    The model must be bound with aux=True. `router/aux` is 1 if all experts are used alike;
+    `router/max_share` is the largest share that one expert has of the choices of a sequence.
+    """
     assert out.aux is not None and out.expert_share is not None
     return {"router/aux": mean(out.aux, b.mask), "router/max_share": mean(out.expert_share, b.mask)}
 
 
 def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:
-    """What one reads of a rollout and its rewards [N, G]: spread, lengths, and
-    the shares of what teaches nothing."""
+    """Diagnostics of a rollout with rewards [N, G].
+
+    They are the spread of rewards, lengths, and the share of groups without signal.
+    """
     size = batch.mask.sum(-1).double()
-    flat = reward.amax(-1) == reward.amin(-1)
+    flat = ~varied(reward)
     return {
         "reward/std": float(reward.double().std(correction=0)),
         "reward/flat_groups": float(flat.double().mean()),
@@ -224,7 +247,11 @@ def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:
 
 
 def spread(name: str, x: Tensor, mask: Tensor) -> dict[str, float]:
-    """Mean, standard deviation, least and largest of x over mask, as name/mean, ...; 0 of nothing."""
+    """Mean, deviation, minimum and maximum over mask.
+
+    They are named name/mean, name/std, name/min and name/max, and are 0 if mask is empty. x and mask are
+    [*].
+    """
     inside = x[mask].double()
     if not inside.numel():
         inside = torch.zeros(1, dtype=torch.float64)

@@ -1,13 +1,14 @@
-"""Optimizers as values: a Transform is `init`, `update` and `spec`, in optax's manner.
+"""Optimizers as values, in the manner of optax.
 
-`update(grads, state, params) -> (updates, state)` gives what is to be *added* to the parameters, so
-transforms compose with `chain`; `apply_updates` adds in place. Gradients and states are donated: their memory
-may be reused. `spec` describes the transform as plain data, for a backend whose optimizer is its own.
+A `Transform` is `init`, `update` and `spec`. `update(grads, state, params) -> (updates, state)` returns
+what is to be added to the parameters, so transforms compose with `chain`; `apply_updates` adds in place.
+Gradients and states are donated: their memory may be reused. `spec` describes the transform as plain data,
+for backends that bring their optimizer along.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,12 +22,26 @@ __all__ = [
     "global_norm", "master_weights", "warmup_cosine", "warmup_linear",
 ]  # fmt: skip
 
-Schedule = Callable[[int], float]  # updates done -> learning rate
+
+class Schedule(Protocol):
+    """A learning rate that depends on the step."""
+
+    def __call__(self, step: int, /) -> float:
+        """The learning rate after `step` updates."""
+        ...
+
+
+class Decays(Protocol):
+    """Chooses the parameters that decay."""
+
+    def __call__(self, name: str, p: Tensor, /) -> bool:
+        """Whether the parameter of that name decays."""
+        ...
 
 
 @tree.struct
 class AdamState:
-    """Moments of the gradients."""
+    """The moments of the gradients."""
 
     count: int  # updates done
     m: Any  # first moment, like params
@@ -35,14 +50,14 @@ class AdamState:
 
 @tree.struct
 class EmaState:
-    """An average of the parameters."""
+    """The exponential moving average of the parameters."""
 
     average: Any  # like params
 
 
 @tree.struct
 class MasterState:
-    """Wide copies of narrow parameters, and what the wrapped transform keeps."""
+    """Wide copies of parameters, and the wrapped state."""
 
     master: Any  # float32 copies of the parameters
     inner: Any  # the state of the wrapped transform
@@ -50,26 +65,43 @@ class MasterState:
 
 def constant(lr: float) -> Schedule:
     """The same learning rate at every step."""
-    return lambda step: lr
+
+    def schedule(step: int, /) -> float:
+        return lr
+
+    return schedule
 
 
 def warmup_linear(lr: float, warmup: int, total: int, *, floor: float = 0.0) -> Schedule:
-    """From lr / warmup up to lr in `warmup` steps, then on a line to floor * lr at
-    step `total`, and there it stays."""
-    return _warmup(lr, warmup, total, lambda x: floor + (1 - floor) * (1 - x))
+    """A linear warmup followed by a linear decay.
+
+    From lr / warmup up to lr in `warmup` steps, then down to floor * lr at step `total`, where it stays.
+    """
+
+    def decay(x: float) -> float:
+        return floor + (1 - floor) * (1 - x)
+
+    return _warmup(lr, warmup, total, decay)
 
 
 def warmup_cosine(lr: float, warmup: int, total: int, *, floor: float = 0.1) -> Schedule:
-    """From lr / warmup up to lr in `warmup` steps, then half a cosine to floor * lr at
-    step `total`, and there it stays."""
-    return _warmup(lr, warmup, total, lambda x: floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * x)))
+    """A linear warmup followed by a cosine decay.
+
+    From lr / warmup up to lr in `warmup` steps, then by half a cosine down to floor * lr at step `total`,
+    where it stays.
+    """
+
+    def decay(x: float) -> float:
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * x))
+
+    return _warmup(lr, warmup, total, decay)
 
 
 def _warmup(lr: float, warmup: int, total: int, decay: Callable[[float], float]) -> Schedule:
     if not 0 <= warmup <= total:
         raise ValueError(f"warmup: expected 0 <= warmup <= total = {total} steps, got {warmup}")
 
-    def schedule(step: int) -> float:
+    def schedule(step: int, /) -> float:
         if step < warmup:
             return lr * (step + 1) / warmup
         return lr * decay(min((step - warmup) / max(total - warmup, 1), 1.0))
@@ -78,29 +110,41 @@ def _warmup(lr: float, warmup: int, total: int, decay: Callable[[float], float])
 
 
 def global_norm(grads: Any) -> Tensor:
-    """[] the 2-norm of all gradients together, a plain tensor also of sharded ones. 0 without any."""
+    """The global norm [] of gradients.
+
+    This is the 2-norm of all of them together, 0 if there are none; a plain tensor, also for sharded
+    gradients.
+    """
     leaves = tree.leaves(grads)
     if not leaves:
         return torch.zeros(())
     norm = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(leaves))))
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded gradients: over all ranks
+    if hasattr(norm, "full_tensor"):  # sharded gradients: over all ranks
+        return norm.full_tensor()
+    return norm
 
 
 def clip_by_global_norm(max_norm: float) -> Transform:
-    """Scale all gradients by min(1, max_norm / norm), with the norm over *all* of
-    them. ValueError unless max_norm > 0."""
+    """Clip gradients by their global norm.
+
+    Scales all of them by min(1, max_norm / norm). ValueError unless max_norm > 0.
+    """
     if not max_norm > 0:
         raise ValueError(f"max_norm: expected > 0, got {max_norm}")
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         scale: Any = (max_norm / global_norm(grads).clamp(min=1e-30)).clamp(max=1.0)
         leaves = tree.leaves(grads)
-        if any(hasattr(g, "full_tensor") for g in leaves):  # sharded ones mix with no plain tensor
+        if any(hasattr(g, "full_tensor") for g in leaves):  # no mixing of sharded and plain tensors
             scale = float(scale)
         torch._foreach_mul_(leaves, scale)
         return grads, state
 
     return Transform(lambda params: (), update, {"name": "clip_by_global_norm", "max_norm": max_norm})
+
+
+def _is_matrix(name: str, p: Tensor, /) -> bool:
+    return p.dim() >= 2
 
 
 def adamw(
@@ -110,24 +154,27 @@ def adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    mask: Callable[[str, Tensor], bool] | None = None,
+    mask: Decays | None = None,
 ) -> Transform:
-    """AdamW (arXiv 1711.05101): -lr (m_hat / (sqrt(v_hat) + eps) + weight_decay
-    p), by torch's own functional update.
+    """AdamW, by torch's functional update.
 
-    `mask(name, parameter)` says which parameters decay (default: matrices and above, so neither norms nor
-    biases). The moments have the parameters' type. Equals torch.optim.AdamW to rounding.
+        -lr (m_hat / (sqrt(v_hat) + eps) + weight_decay p)
+
+    arXiv 1711.05101. `mask(name, parameter)` chooses the parameters that decay, by default those of two
+    dimensions or more, so neither norms nor biases. The moments have the parameters' type. Equals
+    torch.optim.AdamW to rounding.
     """
     schedule = lr if callable(lr) else constant(lr)
-    decays = mask or (lambda name, p: p.dim() >= 2)
+    decays = mask or _is_matrix
 
     def init(params: Any) -> AdamState:
         return AdamState(count=0, m=tree.map(torch.zeros_like, params), v=tree.map(torch.zeros_like, params))
 
     def update(grads: Any, state: AdamState, params: Any) -> tuple[Any, AdamState]:
         rate = float(schedule(state.count))
+
+        # torch's update adds to the "parameters" that it gets: on zeros the sum is the step alone
         delta = tree.map(torch.zeros_like, params)
-        # torch's update adds to the "parameters" it is given: on zeros it leaves the step alone
         torch_adamw(
             tree.leaves(delta),
             tree.leaves(grads),
@@ -144,13 +191,16 @@ def adamw(
             eps=eps,
             maximize=False,
         )
+
+        # torch's decay would shrink the zeros, not the parameters
         if weight_decay:
-            pairs = [(d, p) for (name, p), d in zip(_named(params), tree.leaves(delta)) if decays(name, p)]
-            torch._foreach_add_(
-                [d for d, _ in pairs], [p.detach() for _, p in pairs], alpha=-rate * weight_decay
-            )
+            named = list(tree.leaves_with_path(params))
+            pairs = [(d, p) for (name, p), d in zip(named, tree.leaves(delta)) if decays(name, p)]
+            steps = [d for d, _ in pairs]
+            torch._foreach_add_(steps, [p.detach() for _, p in pairs], alpha=-rate * weight_decay)
         return delta, tree.replace(state, count=state.count + 1)
 
+    # for backends that have their own AdamW
     spec = {
         "name": "adamw",
         "lr": lr,
@@ -163,12 +213,11 @@ def adamw(
     return Transform(init, torch.no_grad()(update), spec)
 
 
-def _named(params: Any) -> list[tuple[str, Tensor]]:
-    return list(tree.leaves_with_path(params))
-
-
 def chain(*txs: Transform) -> Transform:
-    """The transforms one after the other; the state is the tuple of their states."""
+    """Apply transforms one after the other.
+
+    The state is the tuple of their states.
+    """
 
     def update(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple]:
         out = []
@@ -177,25 +226,28 @@ def chain(*txs: Transform) -> Transform:
             out.append(s)
         return grads, tuple(out)
 
-    return Transform(
-        lambda params: tuple(tx.init(params) for tx in txs),
-        update,
-        {"name": "chain", "txs": tuple(tx.spec for tx in txs)},
-    )
+    def init(params: Any) -> tuple:
+        return tuple(tx.init(params) for tx in txs)
+
+    return Transform(init, update, {"name": "chain", "txs": tuple(tx.spec for tx in txs)})
 
 
 def ema(decay: float) -> Transform:
-    """Last in a chain: lets the updates through and keeps average = decay average +
-    (1 - decay) (params + updates).
+    """Keep an exponential moving average of the parameters.
 
-    The average is a leaf of the optimizer state, so it is saved, sharded and resumed with it; `ema_params`
-    finds it.
+    It has to be the last transform in a chain, to see the final updates:
+
+        average = decay average + (1 - decay) (params + updates)
+
+    Updates pass through unchanged. The average is a leaf of the optimizer state, so it is saved, sharded
+    and resumed with it; `ema_params` finds it. ValueError unless 0 <= decay < 1.
     """
     if not 0 <= decay < 1:
         raise ValueError(f"decay: expected 0 <= decay < 1, got {decay}")
 
     @torch.no_grad()
     def update(updates: Any, state: EmaState, params: Any) -> tuple[Any, EmaState]:
+        # params + updates are the parameters after this update, added in two parts to need no copy
         average = tree.leaves(state.average)
         torch._foreach_mul_(average, decay)
         torch._foreach_add_(average, [p.detach() for p in tree.leaves(params)], alpha=1 - decay)
@@ -203,9 +255,13 @@ def ema(decay: float) -> Transform:
         return updates, state
 
     def start(p: Tensor) -> Tensor:
-        # float32 at least: in bf16 (1 - decay) of a parameter is below the spacing of numbers
         copy = p.detach().clone()
-        return copy.float() if copy.dtype in (torch.bfloat16, torch.float16) else copy
+        if copy.dtype in (
+            torch.bfloat16,
+            torch.float16,
+        ):  # (1 - decay) p is below the spacing of such numbers
+            copy = copy.float()
+        return copy
 
     def init(params: Any) -> EmaState:
         return EmaState(average=tree.map(start, params))
@@ -214,7 +270,10 @@ def ema(decay: float) -> Transform:
 
 
 def parts(opt: Any) -> tuple:
-    """The states that an optimizer state is made of: those of a chain, that below masters, or none."""
+    """The states inside an optimizer state.
+
+    They are those of a chain, that below master weights, or none.
+    """
     if isinstance(opt, tuple):
         return opt
     if isinstance(opt, MasterState):
@@ -222,38 +281,43 @@ def parts(opt: Any) -> tuple:
     return ()
 
 
-def ema_params(opt: Any) -> Any:
-    """The average that `ema` keeps, found in an optimizer state. ValueError if there is none."""
-    if isinstance(opt, EmaState):
-        return opt.average
+def _states(opt: Any) -> Iterator[Any]:
+    """An optimizer state and all states inside it, from the outermost."""
+    yield opt
     for part in parts(opt):
-        try:
-            return ema_params(part)
-        except ValueError:
-            continue
+        yield from _states(part)
+
+
+def ema_params(opt: Any) -> Any:
+    """The average of `ema` in an optimizer state.
+
+    ValueError if there is none.
+    """
+    for state in _states(opt):
+        if isinstance(state, EmaState):
+            return state.average
     raise ValueError("opt: expected a state with optim.ema in its chain, found none")
 
 
 def count(opt: Any) -> int:
-    """Updates that `adamw` has made, found in an optimizer state: its next learning rate is schedule(count).
+    """The updates that `adamw` has made, from an optimizer state.
 
-    Unlike `TrainState.step` it leaves out updates that were skipped. ValueError if there is no adamw.
+    Its next learning rate is schedule(count). Unlike `TrainState.step` it leaves out updates that were
+    skipped. ValueError if there is no adamw.
     """
-    if hasattr(opt, "count") and not isinstance(opt, tuple):  # also of an optimizer that a backend holds
-        return int(opt.count)
-    for part in parts(opt):
-        try:
-            return count(part)
-        except ValueError:
-            continue
+    for state in _states(opt):
+        # tuples have a method of that name; the optimizer of a backend has the number
+        if hasattr(state, "count") and not isinstance(state, tuple):
+            return int(state.count)
     raise ValueError("opt: expected a state with optim.adamw in its chain, found none")
 
 
 def master_weights(tx: Transform) -> Transform:
-    """`tx` on float32 copies of bf16 or fp16 parameters, kept in the optimizer state.
+    """Run a transform on float32 copies of parameters.
 
-    The updates that come out are the difference between the rounded copy and the parameter, so steps that are
-    too small for bf16 add up in the copy instead of being lost.
+    The parameters are bf16 or fp16, and the copies are kept in the optimizer state. The updates are the
+    difference between the rounded copy and the parameter, so steps that are too small for bf16 add up in
+    the copy instead of being lost.
     """
 
     def init(params: Any) -> MasterState:
@@ -264,7 +328,8 @@ def master_weights(tx: Transform) -> Transform:
     def update(grads: Any, state: MasterState, params: Any) -> tuple[Any, MasterState]:
         wide, inner = tx.update(tree.map(lambda g: g.float(), grads), state.inner, state.master)
         apply_updates(state.master, wide)
-        # the difference to the narrow parameters, in the memory of the wide updates, which are used up
+
+        # the wide updates are used up, so their memory takes the differences to the narrow parameters
         narrow = tree.map(lambda u, m, p: u.copy_(m.to(p.dtype)).sub_(p), wide, state.master, params)
         return narrow, tree.replace(state, inner=inner)
 
@@ -273,10 +338,11 @@ def master_weights(tx: Transform) -> Transform:
 
 @torch.no_grad()
 def apply_updates(params: Any, updates: Any) -> Any:
-    """params + updates, in place; the same params come back."""
+    """Add updates to parameters in place, and return the parameters."""
     ps = [p.detach() for p in tree.leaves(params)]
     us = tree.leaves(updates)
     if any(p.dtype != u.dtype for p, u in zip(ps, us)):
+        # added in the wider type and rounded once
         for p, u in zip(ps, us):
             p.copy_(p.to(u.dtype) + u)
     elif ps:

@@ -1,6 +1,7 @@
-"""Rewards in, rewards out: pure functions, with their state as an argument and a result.
+"""Pure functions from rewards to rewards.
 
-Mixtures of rewards are `rft_fn.reward.weighted` (a sum) and `gated` (one counts only where another holds).
+State, where there is any, is an argument and a result. Mixtures of rewards are `rft_fn.reward.weighted` (a
+sum) and `gated` (one counts only where another holds).
 """
 
 import torch
@@ -10,22 +11,22 @@ from rft_fn import check, tree
 from rft_fn.logprob import log_ratio
 
 __all__ = [
-    "Moments", "adaptive_kl", "clip", "gated", "kl_in_reward", "length_penalty", "moments",
-    "overlong_penalty", "running_norm", "varied",
+    "Moments", "adaptive_kl", "clip", "gated", "kl_in_reward", "last_token", "length_penalty", "moments",
+    "on_last_token", "overlong_penalty", "running_norm", "varied",
 ]  # fmt: skip
 
 
 @tree.struct
 class Moments:
-    """Count, mean and sum of squared deviations of every reward seen so far (Welford)."""
+    """Running count, mean and spread of all rewards, by Welford's method."""
 
     count: Tensor  # [] f64
     mean: Tensor  # [] f64
-    m2: Tensor  # [] f64
+    m2: Tensor  # [] f64, sum of squared deviations from the mean
 
 
 def moments() -> Moments:
-    """The state before any reward."""
+    """The moments of no rewards."""
     count, mean, m2 = torch.zeros(3, dtype=torch.float64).unbind()
     return Moments(count=count, mean=mean, m2=m2)
 
@@ -33,36 +34,45 @@ def moments() -> Moments:
 def running_norm(
     reward: Tensor, state: Moments, *, centre: bool = True, eps: float = 1e-8
 ) -> tuple[Tensor, Moments]:
-    """([...], state): (r - mean) / (std + eps) with the moments of all rewards up to and including these.
+    """Normalise rewards [...] by the running moments, which include them.
 
-    The merge of moments is Chan's, so any cut of the rewards gives the same state. With fewer than two
-    rewards, or when all were equal, the scale is left alone. `centre=False` only divides. An empty batch
-    leaves the state as it is.
+        (reward - mean) / (std + eps)
+
+    Returns (normalised rewards, new moments). Moments are merged by Chan's method, so any cut of the
+    rewards gives the same state. With fewer than two rewards, or equal ones, the scale is left alone.
+    `centre=False` only divides. An empty batch changes nothing.
     """
     if reward.numel() == 0:
         return reward, state
     r = reward.detach().to(torch.float64).flatten()
-    n, gap = state.count + r.numel(), r.mean() - state.mean
+
+    # the moments of both sets together
+    n = state.count + r.numel()
+    gap = r.mean() - state.mean
     mean = state.mean + gap * r.numel() / n
     m2 = state.m2 + (r - r.mean()).square().sum() + gap.square() * state.count * r.numel() / n
+
+    # equal rewards leave a deviation of rounding, which must not be divided by
     std = (m2 / (n - 1).clamp(min=1)).sqrt()
-    scale = torch.where(std > 1e-12 * mean.abs(), std + eps, 1.0)  # equal rewards leave a std of rounding
-    shift = mean if centre else torch.zeros_like(mean)
+    scale = torch.where(std > 1e-12 * mean.abs(), std + eps, 1.0)
+    shift = torch.zeros_like(mean)
+    if centre:
+        shift = mean
     return ((reward - shift) / scale).to(reward.dtype), Moments(count=n, mean=mean, m2=m2)
 
 
 def clip(reward: Tensor, limit: float) -> Tensor:
-    """[...]: reward bounded to +-limit."""
+    """Rewards [...] bounded to +-limit. ValueError unless limit > 0."""
     if limit <= 0:
         raise ValueError(f"limit: expected > 0, got {limit}")
     return reward.clamp(-limit, limit)
 
 
 def overlong_penalty(length: Tensor, *, max_new: int, buffer: int, scale: float = 1.0) -> Tensor:
-    """response length [...] in tokens -> [...] <= 0: 0 up to max_new - buffer, then a
-    line down to -scale at max_new.
+    """DAPO's soft penalty of long responses, [...].
 
-    DAPO's soft overlong punishment, arXiv 2503.14476. ValueError unless 0 < buffer <= max_new.
+    The penalty is 0 up to a `length` [...] of max_new - buffer tokens, then falls on a line to -scale at
+    max_new. arXiv 2503.14476. ValueError unless 0 < buffer <= max_new.
     """
     if not 0 < buffer <= max_new:
         raise ValueError(f"buffer: expected 0 < buffer <= max_new = {max_new} tokens, got {buffer}")
@@ -70,38 +80,48 @@ def overlong_penalty(length: Tensor, *, max_new: int, buffer: int, scale: float 
 
 
 def length_penalty(length: Tensor, correct: Tensor) -> Tensor:
-    """response length [N, G], correct [N, G] bool -> [N, G]: x = 0.5 - (l - shortest) / (longest - shortest)
-    of the group for right answers, min(0, x) for wrong ones.
+    """Kimi's length penalty [N, G], to be added to the reward.
 
-    To be added to the reward: of two right answers the shorter is better, and no wrong one gains by being
-    short. Kimi k1.5, arXiv 2501.12599. 0 in a group of equal lengths.
+        x = 0.5 - (length - shortest) / (longest - shortest)    of the group
+        x where correct, else min(0, x)
+
+    `length` [N, G] is in tokens, `correct` [N, G] is bool. Of two correct responses the shorter is better,
+    and no wrong one gains by being short. It is 0 in a group of equal lengths. Kimi k1.5, arXiv 2501.12599.
     """
     check.shapes(length=(length, "N G"), correct=(correct, "N G"))
     size = length.to(torch.get_default_dtype())
-    low, high = size.amin(-1, keepdim=True), size.amax(-1, keepdim=True)
-    x = torch.where(high > low, 0.5 - (size - low) / torch.where(high > low, high - low, 1), 0)
+    low = size.amin(-1, keepdim=True)
+    high = size.amax(-1, keepdim=True)
+    spread = torch.where(high > low, high - low, 1)
+    x = torch.where(high > low, 0.5 - (size - low) / spread, 0)
     return torch.where(correct, x, x.clamp(max=0))
 
 
 def gated(reward: Tensor, gate: Tensor) -> Tensor:
-    """[...], [...] bool -> [...]: the reward where the gate holds, else 0: accuracy that counts only in the
-    right format."""
+    """Rewards [...] where the gate [...] is True, else 0.
+
+    An example is accuracy that counts only in the right format.
+    """
     check.shapes(reward=(reward, "..."), gate=(gate, "..."))
     return torch.where(gate, reward, 0)
 
 
 def varied(reward: Tensor) -> Tensor:
-    """[N, G] -> [N] bool: groups whose rewards are not all equal, the only ones that teach anything."""
+    """Whether rewards differ within each group, [N] bool.
+
+    `reward` is [N, G]. Groups of equal rewards have advantages of 0 and teach nothing.
+    """
     check.shapes(reward=(reward, "N G"))
     return reward.amax(-1) > reward.amin(-1)
 
 
 def adaptive_kl(coef: float, kl: float, *, target: float, horizon: float, count: float) -> float:
-    """The KL coefficient after `count` samples whose mean KL was `kl` [nats]:
-    coef (1 + clip(kl / target - 1, +-0.2) count / horizon).
+    """The next KL coefficient of a proportional controller.
 
-    A proportional controller that steers the KL to `target`; arXiv 1909.08593. The state is the coefficient
-    itself; a fixed one is a number that is left alone. ValueError unless target and horizon are > 0.
+        coef (1 + clip(kl / target - 1, +-0.2) count / horizon)
+
+    `kl` [nats] is the mean over the last `count` samples; the controller steers it to `target`. The state
+    is the coefficient itself. arXiv 1909.08593. ValueError unless target and horizon are > 0.
     """
     for name, x in (("target", target), ("horizon", horizon)):
         if not x > 0:
@@ -110,12 +130,31 @@ def adaptive_kl(coef: float, kl: float, *, target: float, horizon: float, count:
     return coef * (1 + error * count / horizon)
 
 
+def last_token(mask: Tensor) -> Tensor:
+    """The last token in mask of each row, [B, S] bool.
+
+    A row without a token in mask has none.
+    """
+    check.shapes(mask=(mask, "B S"))
+    from_here_on = mask.flip(-1).cumsum(-1).flip(-1)  # tokens in mask
+    return mask & (from_here_on == 1)
+
+
+def on_last_token(reward: Tensor, mask: Tensor) -> Tensor:
+    """Rewards on the last tokens in mask, [B, S].
+
+    Other tokens get 0. `reward` [B] has one number per row; a row without a token in mask loses its reward.
+    """
+    check.shapes(reward=(reward, "B"), mask=(mask, "B S"))
+    return torch.where(last_token(mask), reward.unsqueeze(-1), 0)
+
+
 def kl_in_reward(reward: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, *, coef: float) -> Tensor:
-    """reward [B] and log-probs [B, S] -> token rewards [B, S]: -coef log(pi / ref) on each token in mask,
-    plus the reward on the last of them. A row without a token in mask has none to carry its reward."""
+    """Token rewards with a KL penalty, [B, S].
+
+    Each token gets -coef log(pi / ref), and the last one the reward too. `reward` is [B], all else [B, S];
+    0 outside mask. A row without a token in mask loses its reward.
+    """
     check.shapes(reward=(reward, "B"), logp=(logp, "B S"), ref_logp=(ref_logp, "B S"), mask=(mask, "B S"))
-    after = mask.flip(-1).cumsum(-1).flip(-1)  # tokens in mask from here on
-    last = mask & (after == 1)
-    return torch.where(mask, -coef * log_ratio(logp, ref_logp), 0) + torch.where(
-        last, reward.unsqueeze(-1), 0
-    )
+    penalty = torch.where(mask, -coef * log_ratio(logp, ref_logp), 0)
+    return penalty + on_last_token(reward, mask)

@@ -1,7 +1,8 @@
-"""Randomness as data: a key is an int that names *what* is drawn, never who draws it.
+"""Randomness as data: keys and generators.
 
-`fold_in(seed, step, prompt, sample)` gives the same number on every rank, at every world size and in every
-resumed run, so nothing random has to live in the state.
+A key is an integer that names what is drawn, never who draws it. `fold_in(seed, step, prompt, sample)`
+gives the same number on every rank, at every world size and in every resumed run, so nothing random has to
+live in the state.
 """
 
 import hashlib
@@ -14,11 +15,11 @@ _TWISTER_WORDS = 624  # of 32 bits: the state of MT19937
 
 
 def fold_in(key: int, *data: int | str) -> int:
-    """The key of `data` under `key`: an int in [0, 2**63), by BLAKE2b.
+    """Derive a new key from a key and data.
 
-    Each item is hashed with its type and length, so `fold_in(k, 1, 23)`, `fold_in(k, 12, 3)` and `fold_in(k,
-    "1", 23)` differ. Raises TypeError for anything but int and str (a float or a bool as part of a key is a
-    mistake).
+    The result is the BLAKE2b hash of all items, an int in [0, 2**63). Each item is hashed with its type and
+    length, so `fold_in(k, 1, 23)`, `fold_in(k, 12, 3)` and `fold_in(k, "1", 23)` differ. TypeError for
+    anything but int and str: a float or a bool in a key is a mistake.
     """
     digest = hashlib.blake2b(digest_size=8)
     for item in (key, *data):
@@ -30,11 +31,11 @@ def fold_in(key: int, *data: int | str) -> int:
 
 
 def generator(key: int, device: str | torch.device = "cpu") -> torch.Generator:
-    """A fresh generator for one draw, from all bits of the key.
+    """A fresh random generator for one draw.
 
-    The draw depends on the key and on the kind of device (CPU and CUDA differ). On a GPU the key is the seed
-    of torch's Philox. torch's CPU seed keeps only 32 bits, so there SHAKE-256 of the key is the whole state
-    of its Mersenne twister. Raises TypeError for a key that is no int, RuntimeError for one beyond 64 bits.
+    It is seeded with all bits of the key. Draws differ between kinds of device. On a GPU the key seeds
+    torch's Philox. torch's CPU seed keeps only 32 bits, so there SHAKE-256 of the key fills the whole state
+    of the Mersenne twister. TypeError for a key that is no int, RuntimeError for one beyond 64 bits.
     """
     if isinstance(key, bool) or not isinstance(key, int):
         raise TypeError(f"key: expected int, got {type(key).__name__} ({key!r})")

@@ -1,4 +1,4 @@
-"""Linear recurrences over the last dimension, without a Python loop over time."""
+"""Linear recurrences without a loop over time."""
 
 from typing import Any
 
@@ -12,28 +12,40 @@ __all__ = ["linear_scan", "step"]
 
 
 def step(b: Tensor, a: Tensor, y: Tensor) -> Tensor:
-    """[...]: b + a y, and exactly b where a is 0, even if y is inf or NaN there."""
+    """One step of a recurrence, b + a y [...].
+
+    The result is exactly b where a is 0, even if y is inf or NaN there.
+    """
     return torch.addcmul(b, a, _reached(y, a == 0))
 
 
 def _reached(y: Tensor, ends: Tensor) -> Tensor:
-    """y, made finite where a factor of 0 stands before it: 0 * inf is NaN. What is finite stays, so that the
-    derivative in that factor is right."""
+    """y with finite values where `ends`.
+
+    0 * inf would be NaN. Finite values stay, so that the derivative with respect to the factor 0 is right.
+    """
     return torch.where(ends, y.nan_to_num(0.0, 0.0, 0.0), y)
 
 
 def linear_scan(a: Tensor, b: Tensor, *, reverse: bool = True) -> Tensor:
-    """y [..., S] with y[t] = b[t] + a[t] y[t+1] and y[S] = 0; `reverse=False`: y[t] = b[t]
-    + a[t] y[t-1], y[-1] = 0.
+    """Solve a linear recurrence over the last dimension.
 
-    Cyclic reduction: the recurrence over every fourth position is one of a quarter of the length, and gives
-    the three between. Costs O(S) multiplications in O(log S) vector operations; differentiable in a and b.
-    Where a is 0 nothing crosses, neither an inf nor a NaN of b, in value nor gradient: y[t] is b[t].
+    Given a and b [..., S], y [..., S] is
+
+        y[t] = b[t] + a[t] y[t+1],    y[S] = 0
+        y[t] = b[t] + a[t] y[t-1],    y[-1] = 0    with reverse=False
+
+    By cyclic reduction: the recurrence over every fourth position has a quarter of the length, and its
+    solution gives the three positions between. That costs O(S) multiplications in O(log S) vector
+    operations. Differentiable in a and b. Where a is 0 nothing crosses, in value nor gradient, not even inf
+    or NaN: y[t] is b[t].
     """
     check.shapes(a=(a, "... S"), b=(b, "... S"))
     if b.shape[-1] < 2:
         return b
-    return _scan(a, b) if reverse else _scan(a.flip(-1), b.flip(-1)).flip(-1)
+    if reverse:
+        return _scan(a, b)
+    return _scan(a.flip(-1), b.flip(-1)).flip(-1)
 
 
 def _scan(a: Tensor, b: Tensor) -> Tensor:
@@ -41,7 +53,10 @@ def _scan(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Scan(torch.autograd.Function):
-    """`_backward` with its gradient as a recurrence too, so that 0 * inf is 0 there as well."""
+    """`_backward` with a gradient that is a recurrence too.
+
+    This makes 0 * inf 0 in the gradient as well.
+    """
 
     generate_vmap_rule = True
 
@@ -66,21 +81,24 @@ def _step(b: Tensor, a: Tensor, y: Tensor, ends: Tensor) -> Tensor:
 
 
 def _backward(a: Tensor, b: Tensor) -> Tensor:
-    """y[t] = b[t] + a[t] y[t+1], from the last to the first."""
+    """Solve y[t] = b[t] + a[t] y[t+1] from the last position."""
     size = b.shape[-1]
     if size < 2:
         return b
+
+    # padding of zeros at the end leaves the recurrence as it is
     if size % 4:
-        a, b = F.pad(a, (0, -size % 4)), F.pad(b, (0, -size % 4))
+        a = F.pad(a, (0, -size % 4))
+        b = F.pad(b, (0, -size % 4))
     a0, a1, a2, a3 = a.unflatten(-1, (-1, 4)).unbind(-1)
     b0, b1, b2, b3 = b.unflatten(-1, (-1, 4)).unbind(-1)
     end0, end1, end2, end3 = (a == 0).unflatten(-1, (-1, 4)).unbind(-1)
 
-    # every fourth position, over the other three
+    # substituting three steps into the fourth leaves a recurrence over every fourth position
     b012 = _step(b0, a0, _step(b1, a1, _step(b2, a2, b3, end2), end1), end0)
     y0 = _backward(a0 * a1 * a2 * a3, b012)
 
-    # and the three between
+    # the positions between follow from the next solved one
     y3 = _step(b3, a3, F.pad(y0[..., 1:], (0, 1)), end3)
     y2 = _step(b2, a2, y3, end2)
     y1 = _step(b1, a1, y2, end1)

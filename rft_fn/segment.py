@@ -1,7 +1,8 @@
-"""Reductions over the sequences of a flat stream: x [T], mask [T], seq [T] -> [K], with K = num_seqs.
+"""Reductions over the sequences of a flat stream.
 
-Positions outside `mask` do not exist. A sequence without any position in mask gives 0 (and no gradient),
-never NaN.
+Each function takes x [T], mask [T] bool, the sequence number seq [T] of each position, and the number of
+sequences K = num_seqs, and returns [K]. Positions outside `mask` do not exist. A sequence without a
+position in mask gives 0 and no gradient, never NaN.
 """
 
 import torch
@@ -13,19 +14,20 @@ __all__ = ["max", "mean", "sum"]
 
 
 def sum(x: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
-    """[K]: sum of x over the positions of each sequence in mask."""
+    """Sum over the positions in mask of each sequence."""
     check.shapes(x=(x, "T"), mask=(mask, "T"), seq=(seq, "T"))
-    x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x  # a sum of ones in bf16 ends at 256
+    if x.dtype in (torch.bfloat16, torch.float16):
+        x = x.float()  # a sum of ones in bfloat16 stops at 256
     return x.new_zeros(num_seqs).index_add(0, seq, torch.where(mask, x, 0))
 
 
 def mean(x: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
-    """[K]: mean of x over the positions of each sequence in mask."""
+    """Mean over the positions in mask of each sequence."""
     return sum(x, mask, seq, num_seqs) / sum(mask.to(x.dtype), mask, seq, num_seqs).clamp(min=1)
 
 
 def max(x: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
-    """[K]: largest x over the positions of each sequence in mask."""
+    """Maximum over the positions in mask of each sequence."""
     check.shapes(x=(x, "T"), mask=(mask, "T"), seq=(seq, "T"))
     low = torch.where(mask, x, -torch.inf)
     top = x.new_full((num_seqs,), -torch.inf).scatter_reduce(0, seq, low, "amax")

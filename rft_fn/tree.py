@@ -1,8 +1,8 @@
-"""Frozen dataclasses as pytrees, and the one way to walk them.
+"""Frozen dataclasses as pytrees, and functions to traverse them.
 
-optree and torch's own pytree disagree on None (a leaf for torch) and on the order of dicts, so a `struct` is
-registered with both and this project traverses only through this module: None is always an absent field,
-never a leaf.
+optree and torch's own pytree disagree on None (a leaf for torch) and on the order of dicts, so a `struct`
+is registered with both and this project traverses only through this module, where None is always an absent
+field and never a leaf.
 """
 
 import dataclasses
@@ -26,29 +26,38 @@ __all__ = [
 ]
 
 _NAMESPACE = "rft_fn"
-_register_optree: Any = optree.register_pytree_node  # its types expect collections; a struct is none
+_register_optree: Any = optree.register_pytree_node  # its types expect collections, which structs are not
 _register_torch: Any = torch_pytree.register_pytree_node
 T = TypeVar("T")
 
 
 class UseAfterDonate(RuntimeError):
-    """A value was read after `donate`: a function has consumed it and may have reused its memory."""
+    """A donated value was read.
+
+    A function has consumed it, and perhaps reused its memory.
+    """
 
 
 def static(**kwargs: Any) -> Any:
-    """A struct field that is part of the structure (a static int, a function), not a leaf."""
+    """A static struct field, which is no leaf.
+
+    It is part of the structure, for example an int or a function.
+    """
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
 def field_names(cls: type) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(the fields of a struct that are its parts, those that are part of its structure)."""
+    """(names of leaf fields, names of static fields) of a struct."""
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     children = tuple(f.name for f in fields if not f.metadata.get("static"))
     return children, tuple(f.name for f in fields if f.metadata.get("static"))
 
 
 def _missing(self: Any, name: str) -> Any:
-    """Python asks here only for attributes that are gone: the fields of a donated struct, or a typo."""
+    """The `__getattr__` of structs, for missing attributes only.
+
+    Those are the fields of a donated struct, or typos.
+    """
     if name in type(self).__dataclass_fields__:
         raise UseAfterDonate(
             f"{type(self).__name__}.{name}: this {type(self).__name__} was donated (an update consumed it); "
@@ -59,7 +68,11 @@ def _missing(self: Any, name: str) -> Any:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(static,))
 def struct(cls: type[T]) -> type[T]:
-    """Class decorator: a frozen, keyword-only dataclass that is a pytree for optree and for torch."""
+    """Make a class a frozen dataclass and a pytree.
+
+    Its fields are keyword-only. optree and torch both know it.
+    """
+    # eq=False: comparing tensors gives tensors, and a struct stays hashable by identity
     cls = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)  # type: ignore[assignment]
     cls.__getattr__ = _missing  # type: ignore[attr-defined]
     children, statics = field_names(cls)
@@ -71,7 +84,7 @@ def struct(cls: type[T]) -> type[T]:
         return cls(**dict(zip(children, values)), **dict(zip(statics, meta)))
 
     def flatten_torch(x: Any) -> tuple[list, tuple]:
-        # torch counts None as a leaf: an absent field becomes part of the structure instead
+        # torch counts None as a leaf, so an absent field becomes part of the structure
         present = tuple(name for name in children if getattr(x, name) is not None)
         return [getattr(x, name) for name in present], (present, aux(x))
 
@@ -79,6 +92,7 @@ def struct(cls: type[T]) -> type[T]:
         absent = dict.fromkeys(children)
         return cls(**absent | dict(zip(meta[0], values)), **dict(zip(statics, meta[1])))
 
+    # the two libraries order the arguments of unflatten differently
     _register_optree(
         cls,
         lambda x: (tuple(getattr(x, name) for name in children), aux(x), children),
@@ -90,8 +104,10 @@ def struct(cls: type[T]) -> type[T]:
 
 
 class Named(dict):
-    """Tensors by name (parameters, gradients): a dict that can be donated.
-    Any read after that raises UseAfterDonate."""
+    """A dict of named tensors that can be donated.
+
+    It holds parameters or gradients. Any read after the donation raises UseAfterDonate.
+    """
 
 
 class _Donated(Named):
@@ -116,46 +132,53 @@ _register_torch(
     lambda values, names: Named(zip(names, values)),
     serialized_type_name="rft_fn.Named",
 )
-# without these a walk over donated tensors would find one opaque leaf, and no error
+# without these a traversal of donated tensors would find one opaque leaf, and raise no error
 _register_optree(_Donated, _Donated._gone, _Donated._gone, namespace=_NAMESPACE)
 _register_torch(_Donated, _Donated._gone, _Donated._gone)
 
 
 def replace(x: T, **fields: Any) -> T:
-    """A copy of a struct with some fields changed. TypeError for a field that it does not have."""
+    """Copy a struct with some fields changed.
+
+    TypeError for a field that it does not have.
+    """
     return dataclasses.replace(x, **fields)  # type: ignore[type-var]
 
 
 def map(f: Callable[..., Any], *trees: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """`f` over the leaves of trees of one structure, and over the parts that `is_leaf` holds for. None is
-    structure: it stays None."""
+    """Apply a function to the leaves of trees of equal structure.
+
+    Parts for which `is_leaf` is true count as leaves. None is structure: it stays None.
+    """
     return optree.tree_map(f, *trees, is_leaf=is_leaf, namespace=_NAMESPACE)
 
 
 def leaves(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """The leaves, in the order of the fields; the parts that `is_leaf` holds for whole."""
+    """The leaves of a tree, in the order of the fields.
+
+    Parts for which `is_leaf` is true count as leaves.
+    """
     return optree.tree_leaves(tree, is_leaf=is_leaf, namespace=_NAMESPACE)
 
 
 def leaves_with_path(tree: Any) -> Iterator[tuple[str, Any]]:
-    """(path, leaf) with the path as "opt/0/m/model.norm.weight": the names in a checkpoint."""
+    """(path, leaf) of each leaf, the path as in checkpoints: "opt/0/m/model.norm.weight"."""
     paths, values, _ = optree.tree_flatten_with_path(tree, namespace=_NAMESPACE)
     for path, leaf in zip(paths, values):
         yield "/".join(str(part) for part in path), leaf
 
 
 def unflatten_like(like: Any, values: list[Any]) -> Any:
-    """A tree of the structure of `like` with other leaves."""
+    """A tree with the structure of `like` and other leaves."""
     return optree.tree_unflatten(optree.tree_structure(like, namespace=_NAMESPACE), values)
 
 
 def donate(*trees: Any) -> None:
-    """Mark structs and `Named` tensors as consumed, with everything
-    inside: a later read raises UseAfterDonate.
+    """Mark structs and `Named` tensors, with everything inside, as consumed.
 
-    The tensors themselves live on in whatever the caller built from them; only the way to them through the
-    old value is closed. A donated value costs nothing to read before that, for the check sits where Python
-    looks for missing fields.
+    A later read raises UseAfterDonate. The tensors themselves live on in whatever the caller built from
+    them; only the way to them through the old value is closed. Reading a value that was not donated costs
+    nothing extra: the check sits where Python looks for missing fields.
     """
     for x in trees:
         if isinstance(x, Named):

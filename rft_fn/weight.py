@@ -1,26 +1,31 @@
-"""Normalisation as data: the mask of the whole global batch in, the weight of each token out.
+"""Token weights, which hold the normalisation of a batch as data.
 
 The total loss is `(w * loss).sum()`: the denominator is inside w, so any cut of the batch (micro-batches,
-packs, ranks) adds up to the same gradient. Compute w on the global batch (or on a whole minibatch), before
-anything is cut. Each function gives [B, S] in the default float type and 0 outside mask; a batch without a
-single token in mask gives zeros. B counts the rows that have a token in mask, so an all-masked row changes
-nothing.
+packs, ranks) adds up to the same gradient. Compute w on the whole global batch, or on a whole minibatch,
+before it is cut. Normalisers turn mask [B, S] bool into w [B, S] of the default float type, 0 outside mask.
+B counts the rows that have a token in mask, so a row without one changes nothing; a batch without any gives
+zeros.
 
-What corrects or selects tokens is a function from weights to weights, and composes: `w` in first place, `w`
-out. None of them renormalises: the denominator stays that of the batch.
+Corrections and selections take w first and return a new w, so they compose. None of them renormalises: the
+denominator stays that of the batch.
 
     w = weight.token_mean(mask)
-    w = weight.truncated_is(w, old_logp, rollout.logp)            # old_logp: the trainer's own score
+    w = weight.truncated_is(w, old_logp, rollout.logp)            # old_logp: scored by the trainer
     w = weight.high_entropy(w, entropy, mask, share=0.2)
+
+In corrections `old_logp` is the trainer's log-prob pi_old and `logp` is `Rollout.logp`, the sampler's
+pi_sampler. Log-ratios are bounded to +-20 before exp.
 """
 
 import math
 
 import torch
+from einops import reduce, repeat
 from torch import Tensor
 
 from rft_fn import check, rng
 from rft_fn.logprob import log_ratio
+from rft_fn.loss.policy import MAX_LOG_RATIO, ratio
 
 __all__ = [
     "clip_cov", "constant", "covariance", "high_entropy", "icepop", "importance", "importance_seq",
@@ -28,11 +33,14 @@ __all__ = [
     "top_share", "truncated_is", "truncated_is_seq",
 ]  # fmt: skip
 
-_MOST = 1e6  # nats: beyond every log-ratio of tokens that both policies can draw
+_MOST = 1e6  # nats, beyond every log-ratio of tokens that both policies can draw
 
 
-def _rows(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(mask as float [B, S], tokens of each row [B, 1] >= 1, rows with a token [] >= 1)."""
+def _counts(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(mask as float, tokens per row, rows with a token).
+
+    They are [B, S], [B, 1] >= 1 and [] >= 1.
+    """
     check.shapes(mask=(mask, "B S"))
     m = mask.to(torch.get_default_dtype())
     tokens = m.sum(-1, keepdim=True)
@@ -40,105 +48,143 @@ def _rows(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def token_mean(mask: Tensor) -> Tensor:
-    """1 / tokens of the batch: every token counts the same (DAPO, arXiv 2503.14476)."""
-    m, _, _ = _rows(mask)
+    """Mean over the tokens of the batch.
+
+    The weight is 1 / tokens, so every token counts the same. DAPO, arXiv 2503.14476.
+    """
+    m, _, _ = _counts(mask)
     return m / m.sum().clamp(min=1)
 
 
 def seq_mean(mask: Tensor) -> Tensor:
-    """1 / (B tokens of the row): the mean over sequences of the mean over tokens (GRPO, arXiv 2402.03300)."""
-    m, tokens, rows = _rows(mask)
+    """Mean over sequences of the mean over tokens.
+
+    The weight is 1 / (B tokens of the row). GRPO, arXiv 2402.03300.
+    """
+    m, tokens, rows = _counts(mask)
     return m / (tokens * rows)
 
 
 def seq_sum(mask: Tensor) -> Tensor:
-    """1 / B: the mean over sequences of the sum over tokens: the policy gradient as the theorem has it."""
-    m, _, rows = _rows(mask)
+    """Mean over sequences of the sum over tokens.
+
+    The weight is 1 / B, as in the policy gradient theorem.
+    """
+    m, _, rows = _counts(mask)
     return m / rows
 
 
 def pair_mean(mask: Tensor) -> Tensor:
-    """1 / (pairs, tokens of the pair): the mean over pairs of a loss that stands on each token of its pair.
+    """Mean over pairs of a loss per pair.
 
-    Rows 2i and 2i + 1 are a pair; one without a token in mask does not count. ValueError for an odd B.
+    The loss stands on each token of its pair, so the weight is 1 / (pairs tokens of the pair). Rows 2i and
+    2i + 1 are a pair. One without a token in mask does not count. ValueError for an odd B.
     """
     if len(mask) % 2:
-        raise ValueError(f"mask: expected an even number of rows, two a pair, got {len(mask)}")
-    m, _, _ = _rows(mask)
-    tokens = m.view(len(mask) // 2, -1).sum(-1)  # [pairs]
+        raise ValueError(f"mask: expected an even number of rows, two per pair, got {len(mask)}")
+    m, _, _ = _counts(mask)
+    tokens = reduce(m, "(pair side) token -> pair", "sum", side=2)
     pairs = (tokens > 0).sum().clamp(min=1)
     each = 1 / (tokens.clamp(min=1) * pairs)
-    return m * each.repeat_interleave(2).unsqueeze(-1)
+    return m * repeat(each, "pair -> (pair side) 1", side=2)
 
 
 def constant(mask: Tensor, length: int) -> Tensor:
-    """1 / (B length) with a fixed length, e.g. max_new: Dr. GRPO's, without
-    a bias by length (arXiv 2503.20783)."""
+    """Sum over tokens divided by a constant.
+
+    The weight is 1 / (B length). With a fixed `length`, such as the longest response, there is no bias by
+    length. Dr. GRPO, arXiv 2503.20783. ValueError unless length > 0.
+    """
     if length <= 0:
         raise ValueError(f"length: expected > 0 tokens, got {length}")
-    m, _, rows = _rows(mask)
+    m, _, rows = _counts(mask)
     return m / (rows * length)
 
 
-def _log_ratio(old_logp: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
-    """[...] nats, 0 outside mask. Finite above: the sum over a response that the policy excludes (-inf) stays
-    -inf, whatever the sampler's log-probs are."""
+def _token_ratio(w: Tensor, old_logp: Tensor, logp: Tensor) -> Tensor:
+    """Probability ratio of each token [...].
+
+    This is pi_old / pi_sampler, or 1 where w is 0.
+    """
+    check.shapes(w=(w, "..."), old_logp=(old_logp, "..."), logp=(logp, "..."))
+    return torch.where(w != 0, ratio(old_logp, logp), 1)
+
+
+def _seq_log_ratio(old_logp: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
+    """Log-ratio of whole responses, [B, 1] nats.
+
+    This is the sum of log(pi_old / pi_sampler) over mask.
+    """
     check.shapes(old_logp=(old_logp, "..."), logp=(logp, "..."), mask=(mask, "..."))
-    return torch.where(mask, log_ratio(old_logp, logp), 0).clamp(max=_MOST)
-
-
-def _ratio(w: Tensor, old_logp: Tensor, logp: Tensor) -> Tensor:
-    check.shapes(w=(w, "..."), old_logp=(old_logp, "..."))
-    return _log_ratio(old_logp, logp, w != 0).clamp(-20, 20).exp()
+    each = torch.where(mask, log_ratio(old_logp, logp), 0)
+    # with no +inf in the sum, a response that the policy excludes (-inf) stays excluded
+    return each.clamp(max=_MOST).sum(-1, keepdim=True)
 
 
 def _seq_ratio(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
-    """[B, 1]: the ratio of whole responses, the product over their tokens."""
+    """Probability ratio of whole responses, [B, 1]."""
     check.shapes(w=(w, "B S"), mask=(mask, "B S"))
-    return _log_ratio(old_logp, logp, mask).sum(-1, keepdim=True).clamp(-20, 20).exp()
+    return _seq_log_ratio(old_logp, logp, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def importance(w: Tensor, old_logp: Tensor, logp: Tensor) -> Tensor:
-    """[...]: w pi_old / pi_sampler, token by token, the log-ratio bounded to +-20.
+    """Importance sampling per token, [...].
 
-    With `old_logp` the proximal policy's, scored by the trainer, and `loss.ppo_clip` around it, this is
-    decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298): stale samples, clipped about a fresh policy.
+    Multiplies w by pi_old / pi_sampler. With `old_logp` of the proximal policy, scored by the trainer, and
+    `loss.ppo_clip` around it, this is decoupled PPO: stale samples, clipped about a fresh policy. arXiv
+    2110.00641; AReaL, arXiv 2505.24298.
     """
-    return w * _ratio(w, old_logp, logp)
+    return w * _token_ratio(w, old_logp, logp)
 
 
 def truncated_is(w: Tensor, old_logp: Tensor, logp: Tensor, *, cap: float = 2.0) -> Tensor:
-    """[...]: w min(pi_old / pi_sampler, cap): the mismatch of trainer (`old_logp`) and engine (`logp`,
-    Rollout's own) as a weight. TIS."""
-    return w * _ratio(w, old_logp, logp).clamp(max=cap)
+    """Truncated importance sampling (TIS) per token, [...].
+
+    Multiplies w by min(pi_old / pi_sampler, cap), which corrects the mismatch of trainer and engine.
+    """
+    return w * _token_ratio(w, old_logp, logp).clamp(max=cap)
 
 
 def masked_is(w: Tensor, old_logp: Tensor, logp: Tensor, *, cap: float = 2.0) -> Tensor:
-    """[...]: w pi_old / pi_sampler where that ratio is <= cap, else 0: tokens that the engine
-    got too wrong are left out."""
+    """Masked importance sampling per token, [...].
+
+    Multiplies w by pi_old / pi_sampler, and drops tokens whose ratio exceeds the cap.
+    """
     return icepop(w, old_logp, logp, low=0.0, high=cap)
 
 
 def icepop(w: Tensor, old_logp: Tensor, logp: Tensor, *, low: float = 0.5, high: float = 5.0) -> Tensor:
-    """[...]: w pi_old / pi_sampler where that ratio is in [low, high], else 0: IcePop's band, which leaves
-    out tokens wrong in either direction (arXiv 2510.18855)."""
-    rho = _ratio(w, old_logp, logp)
+    """IcePop's band of ratios per token, [...].
+
+    Multiplies w by pi_old / pi_sampler, and drops tokens whose ratio is not in [low, high]. arXiv
+    2510.18855.
+    """
+    rho = _token_ratio(w, old_logp, logp)
     return torch.where((rho >= low) & (rho <= high), w * rho, 0)
 
 
 def importance_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
-    """[B, S]: w times the ratio of the whole response, prod over mask of pi_old / pi_sampler: the only
-    correction here without bias, and of a variance that grows with the length."""
+    """Importance sampling per response, [B, S].
+
+    Multiplies w by the product of the ratios of a response. This is the only correction here without bias;
+    its variance grows with the length.
+    """
     return w * _seq_ratio(w, old_logp, logp, mask)
 
 
 def truncated_is_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, *, cap: float = 2.0) -> Tensor:
-    """[B, S]: w min(ratio of the whole response, cap)."""
+    """Truncated importance sampling per response, [B, S].
+
+    Multiplies w by min(ratio of the response, cap).
+    """
     return w * _seq_ratio(w, old_logp, logp, mask).clamp(max=cap)
 
 
 def masked_is_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, *, cap: float = 2.0) -> Tensor:
-    """[B, S]: w times the ratio of the whole response where that is <= cap, else 0 for all its tokens."""
+    """Masked importance sampling per response, [B, S].
+
+    Multiplies w by the ratio of the response, and drops responses whose ratio exceeds the cap.
+    """
     rho = _seq_ratio(w, old_logp, logp, mask)
     return torch.where(rho <= cap, w * rho, 0)
 
@@ -146,46 +192,57 @@ def masked_is_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, *, ca
 def off_policy_mask(
     w: Tensor, old_logp: Tensor, logp: Tensor, adv: Tensor, mask: Tensor, *, limit: float
 ) -> Tensor:
-    """[B, S]: w, but 0 for a response with adv < 0 whose mean log(pi_sampler / pi_old) is above `limit`
-    [nats a token]: what the policy has already left need not be pushed further away.
+    """Drop bad responses that the policy has left, [B, S].
 
-    `old_logp` is the policy's that is updated. DeepSeek-V3.2, arXiv 2512.02556; the paper gives no number.
-    adv [B, S] or [B, 1].
+    w is set to 0 on responses with adv < 0 whose mean log(pi_sampler / pi_old) exceeds `limit` [nats per
+    token]: they need not be pushed further away. `old_logp` is that of the policy being updated; adv is [B,
+    S] or [B, 1]. DeepSeek-V3.2, arXiv 2512.02556, which gives no number for the limit.
     """
     check.shapes(w=(w, "B S"), mask=(mask, "B S"), adv=(adv[..., :1], "B 1"))
     tokens = mask.sum(-1, keepdim=True).clamp(min=1)
-    gone = -_log_ratio(old_logp, logp, mask).sum(-1, keepdim=True) / tokens > limit
+    gone = -_seq_log_ratio(old_logp, logp, mask) / tokens > limit
     return torch.where(gone & (adv < 0), 0, w)
 
 
 def top_share(x: Tensor, mask: Tensor, *, share: float) -> Tensor:
-    """[B, S] bool: the ceil(share tokens) largest x of the whole batch in mask; ties go to the first."""
+    """The tokens with the largest x, [B, S] bool.
+
+    Chooses ceil(share tokens) tokens in mask, over the whole batch. Ties go to the first. ValueError unless
+    0 < share <= 1.
+    """
     check.shapes(x=(x, "B S"), mask=(mask, "B S"))
     if not 0 < share <= 1:
         raise ValueError(f"share: expected 0 < share <= 1, got {share}")
-    ranked = torch.where(mask, x, -torch.inf).flatten().sort(descending=True, stable=True).indices
-    rank = ranked.argsort()  # the inverse of a permutation
+    order = torch.where(mask, x, -torch.inf).flatten().sort(descending=True, stable=True).indices
+    rank = order.argsort()  # the inverse of a permutation
     count = (mask.sum().double() * share - 1e-9).ceil()  # 0.2 * 15 is 3.0000000000000004
     return mask & (rank.view_as(mask) < count)
 
 
 def high_entropy(w: Tensor, entropy: Tensor, mask: Tensor, *, share: float = 0.2) -> Tensor:
-    """[B, S]: w on the `share` of the batch's tokens with the highest entropy, 0 on the others. arXiv
-    2506.01939: the forks of an argument are few, and they alone carry the learning.
+    """Keep the tokens with the highest entropy, [B, S].
 
-    Over the batch and not over each response, and the denominator in w stays, both as in the paper.
+    The few tokens at which an argument forks carry most of the learning. `share` is of the tokens of the
+    batch, not of each response, and the denominator in w stays, both as in the paper. arXiv 2506.01939.
     """
     check.shapes(w=(w, "B S"), entropy=(entropy, "B S"))
     return torch.where(top_share(entropy, mask, share=share), w, 0)
 
 
 def covariance(logp: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
-    """[B, S]: (logp - mean)(adv - mean), means over mask, 0 outside: each token's part in the covariance that
-    drives the entropy down (arXiv 2505.22617)."""
+    """Each token's covariance of log-prob and advantage, [B, S].
+
+        (logp - mean)(adv - mean), means over mask; 0 outside
+
+    This covariance drives the entropy down. arXiv 2505.22617.
+    """
     check.shapes(logp=(logp, "B S"), adv=(adv, "B S"), mask=(mask, "B S"))
     tokens = mask.sum().clamp(min=1)
-    centre = lambda x: x - torch.where(mask, x, 0).sum() / tokens  # noqa: E731
-    return torch.where(mask, centre(logp) * centre(adv), 0)
+
+    def centred(x: Tensor) -> Tensor:
+        return x - torch.where(mask, x, 0).sum() / tokens
+
+    return torch.where(mask, centred(logp) * centred(adv), 0)
 
 
 def clip_cov(
@@ -198,15 +255,21 @@ def clip_cov(
     low: float = 1.0,
     high: float = 5.0,
 ) -> Tensor:
-    """[B, S]: w, but 0 on ceil(share tokens) tokens drawn by `key` from those whose `covariance` lies in
-    [low, high], or on all of these where they are fewer. Clip-Cov, arXiv 2505.22617."""
+    """Clip-Cov's random drop of tokens, [B, S].
+
+    `key` draws ceil(share tokens) tokens to drop from those with `cov` in [low, high], or all of these if
+    they are fewer. `covariance` gives cov. arXiv 2505.22617.
+    """
     check.shapes(w=(w, "B S"), cov=(cov, "B S"), mask=(mask, "B S"))
     inside = mask & (cov >= low) & (cov <= high)
-    drawn = torch.zeros(mask.shape, device=mask.device)
-    # a number for each token in mask and none for padding: the draw does not depend on the padded length
-    drawn[mask] = torch.rand(int(mask.sum()), generator=rng.generator(key)).to(mask.device)
     count = math.ceil(share * int(mask.sum()) - 1e-9)
-    ranked = torch.where(inside, drawn, -1.0).flatten().sort(descending=True, stable=True).indices
+
+    # only tokens in mask get a number, so the draw does not depend on the padded length
+    drawn = torch.zeros(mask.shape, device=mask.device)
+    drawn[mask] = torch.rand(int(mask.sum()), generator=rng.generator(key)).to(mask.device)
+
+    # the count tokens with the largest numbers; where fewer are inside, the others are not dropped
+    order = torch.where(inside, drawn, -1.0).flatten().sort(descending=True, stable=True).indices
     dropped = torch.zeros_like(mask).flatten()
-    dropped[ranked[:count]] = True
+    dropped[order[:count]] = True
     return torch.where(dropped.view_as(mask) & inside, 0, w)

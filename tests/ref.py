@@ -153,7 +153,7 @@ def gae_masked(reward, value, discount, lambda_, mask, bootstrap=0.0):
 
 
 def decoupled_gae(reward, value, discount, policy_lambda, value_lambda, mask, bootstrap):
-    """Rows [B, S], with a lambda of its own for each: adv by the one, ret by the other."""
+    """Rows [B, S], with two lambdas per row: adv by the one, ret by the other."""
     rows = list(zip(reward, value, discount, policy_lambda, value_lambda, mask, bootstrap))
     adv = [gae_masked(r, v, d, p, m, end)[0] for r, v, d, p, _, m, end in rows]
     ret = [gae_masked(r, v, d, q, m, end)[1] for r, v, d, _, q, m, end in rows]

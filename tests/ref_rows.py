@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass
 class Responses:
-    """What the policy sampled, hole-free: each list holds one list a response, of its own tokens in order."""
+    """The sampled tokens without holes: each list holds one list per response, with its tokens in order."""
 
     logp: list[list[Tensor]]
     old_logp: list[list[float]]

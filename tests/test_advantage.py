@@ -60,7 +60,7 @@ def test_an_offset_of_all_rewards_changes_nothing(name, reward, offset):
 @each_group
 @given(reward=groups(), seed=st.integers(0, 100))
 def test_groups_do_not_see_each_other(name, reward, seed):
-    """What goes wrong elsewhere: a mean over the micro-batch in place of the prompt's own group."""
+    """A fault of other systems: a mean over the micro-batch in place of the prompt's own group."""
     ours, r = GROUP[name][0], torch.from_numpy(reward)
     alone = torch.cat([ours(row[None]) for row in r])
     order = torch.randperm(len(r), generator=torch.Generator().manual_seed(seed))
@@ -70,11 +70,11 @@ def test_groups_do_not_see_each_other(name, reward, seed):
 
 @each_group
 def test_alternating_rewards_teach_something(name):
-    """What goes wrong elsewhere: an estimator that normalises over single values, and is zero
+    """A fault of other systems: an estimator that normalises over single values, and is zero
     for rewards 1, 0, 1, 0."""
     adv = GROUP[name][0](torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]))
     assert (adv[0, [0, 2]] > 0.4).all() and (adv[0, [1, 3]] < -0.4).all()
-    assert adv[1, 3] > adv[0, 0] > 0  # the rarer success weighs more: groups have baselines of their own
+    assert adv[1, 3] > adv[0, 0] > 0  # the rarer success weighs more: each group has its baseline
 
 
 @each_group
@@ -117,7 +117,7 @@ def tensors(*arrays):
     return [torch.from_numpy(np.asarray(a)) for a in arrays]
 
 
-# ---------- a baseline of its own: greedy answers, lengths
+# ---------- other baselines: greedy answers, lengths
 
 
 @given(reward=groups(), seed=st.integers(0, 2**32))
@@ -170,7 +170,7 @@ def test_remax_of_single_samples_and_of_a_tie():
 
 
 def test_the_advantages_of_cpgd_are_not_all_zero():
-    """What goes wrong elsewhere: the baseline of a reward is that reward, and a run learns nothing."""
+    """A fault of other systems: the baseline of a reward is that reward, and a run learns nothing."""
     for scale in (True, False):
         adv = advantage.cpgd(torch.tensor([[1.0, 0.0, 0.0, 0.5], [0.2, 0.2, 0.2, 0.2]]), scale=scale)
         assert (adv[0].abs() > 0.1).all() and adv[0, 0] > 0 > adv[0, 1] and (adv[1] == 0).all()
@@ -201,7 +201,7 @@ def test_gdpo_hears_the_small_reward_beside_the_large_one():
     adv = advantage.gdpo(parts, torch.ones(2))[0]
     assert adv[0] > adv[1] + 1 and adv[1] == pytest.approx(adv[2].item(), abs=1e-3)
     flat = advantage.gdpo(torch.stack([parts[0], torch.full((1, 4), 0.1)]), torch.ones(2))
-    torch.testing.assert_close(flat, advantage.grpo(parts[0]))  # a part without variance says nothing
+    torch.testing.assert_close(flat, advantage.grpo(parts[0]))  # a part without variance teaches nothing
 
 
 # ---------- pass@k

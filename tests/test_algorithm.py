@@ -74,7 +74,7 @@ def test_from_rewards_to_gradient_at_any_world_size(name, seed, budget, world):
 
 @each
 def test_rewards_one_and_zero_in_turn_teach_something(name):
-    """What goes wrong elsewhere: an estimator whose advantages are 0 for every reward,
+    """A fault of other systems: an estimator whose advantages are 0 for every reward,
     and a run that never learns."""
     row, apply, params, exp = batch(name, torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]))
     _, g = testing.total_and_grad(row.loss, apply, params, [packing.pack(exp, range(8))])
@@ -87,7 +87,7 @@ GROUPS = [n for n, row in algorithm.TABLE.items() if getattr(row, "group", 1) > 
 # CPGD's drift pulls back to the old policy without an advantage too; whitening takes the batch's mean off
 @pytest.mark.parametrize("name", [n for n in GROUPS if n not in ("cpgd", "reinforce_pp_baseline")])
 def test_groups_without_variance_give_no_gradient_and_do_not_disturb_the_others(name):
-    """What goes wrong elsewhere: only groups that are all 0 or all 1 are noticed; 0.1
+    """A fault of other systems: only groups that are all 0 or all 1 are noticed; 0.1
     for everyone goes through as noise."""
     flat = torch.full((2, 4), 0.1)
     row, apply, params, exp = batch(name, flat)
@@ -189,7 +189,7 @@ def test_metrics_say_how_much_each_loss_stops(name):
     """With limits that nothing passes the share is 0, with limits of nearly 0 it is most of the tokens."""
     b = packing.pack(testing.case(0).exp, range(8))
     out = testing.case(0).apply(testing.case(0).params, b)
-    fn = getattr(algorithm, name)
+    fn = algorithm.TABLE[name].loss
     tight, wide = {
         "cispo": ({"low": 1e-9, "high": 1e-9}, {"low": 1.0, "high": 1e9}),
         "dppo_tv": ({"limit": 1e-12}, {"limit": 2.0}),
@@ -209,7 +209,7 @@ def test_metrics_of_the_clipped_loss_by_hand():
     c = testing.case(0)
     b = packing.pack(c.exp, range(8))
     out = c.apply(c.params, b)
-    _, found = algorithm.ppo_clip(out, b, low=0.2, high=0.3)
+    _, found = algorithm.TABLE["grpo"].loss(out, b, low=0.2, high=0.3)
     d = (out.logp - b.old_logp)[b.mask]
     adv = b.adv[b.mask]
     clipped = ((d.exp() > 1.3) & (adv > 0)) | ((d.exp() < 0.8) & (adv < 0))

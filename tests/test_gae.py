@@ -95,7 +95,7 @@ def test_without_a_mask_all_tokens_are_in_it(row):
 
 @given(parts=st.lists(rows(), min_size=1, max_size=4))
 def test_gae_of_a_flat_stream_is_that_of_its_sequences(parts):
-    """What goes wrong elsewhere: in a packed row returns run on across the sequences,
+    """A fault of other systems: in a packed row returns run on across the sequences,
     and only the first is rewarded."""
     alone, stream = [], []
     for reward, value, discount, mask, _, _ in parts:
@@ -110,7 +110,7 @@ def test_gae_of_a_flat_stream_is_that_of_its_sequences(parts):
 
 @pytest.mark.parametrize("lambda_", [0.0, 0.95, 1.0])
 def test_deleting_tool_tokens_never_changes_gae(lambda_):
-    """What goes wrong elsewhere: tokens of a tool are read as value 0 and reward 0, which costs
+    """A fault of other systems: tokens of a tool are read as value 0 and reward 0, which costs
     31 % of the first advantage."""
     for seed in range(5):
         gae = lambda *a, mask: advantage.gae(*a, lambda_, mask=mask)  # noqa: E731
@@ -130,7 +130,7 @@ def test_gae_limits():
 
 
 def test_every_row_has_the_users_discount_however_the_batch_is_cut():
-    """What goes wrong elsewhere: gamma is popped from the options by the first micro-batch,
+    """A fault of other systems: gamma is popped from the options by the first micro-batch,
     and the rest run with 1."""
     g = torch.Generator().manual_seed(0)
     reward, value, discount = (
@@ -277,7 +277,7 @@ def test_whiten_against_the_definition(seed, offset):
 
 
 def test_whiten_ignores_and_zeroes_what_is_outside_the_mask():
-    """What goes wrong elsewhere: padding is normalised with the rest and holds 4e4; or a
+    """A fault of other systems: padding is normalised with the rest and holds 4e4; or a
     NaN in it spoils the mean."""
     mask = torch.tensor([True, True, True, False, False])
     out = advantage.whiten(torch.tensor([1.0, 2.0, 3.0, torch.nan, torch.inf]), mask, eps=0.0)

@@ -25,7 +25,7 @@ def rounded():
 
 
 def trained(module, folder, **options):
-    """What STEPS updates with a rate that bfloat16 cannot see leave in a checkpoint."""
+    """The checkpoint after STEPS updates with a rate that is too small for bfloat16."""
     st = get_strategy(StrategyConfig(**options))
     before = {n: p.detach().float().clone() for n, p in module.named_parameters()}
     apply, state = st.init(module, optim.adamw(LR))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rft_fn import metric, packing, testing, tree
-from rft_fn.algorithm import ppo_clip
+from rft_fn.algorithm import TABLE
 from rft_fn.types import TokenOut
 
 values = st.lists(st.tuples(st.floats(-1e3, 1e3), st.booleans()), min_size=0, max_size=12)
@@ -99,12 +99,12 @@ def test_metrics_carry_no_gradient_and_sum_in_float64():
 
 
 def test_the_clipped_share_counts_what_is_clipped():
-    """What goes wrong elsewhere: computed after clamping, the share of clipped tokens is always 0."""
+    """A fault of other systems: computed after clamping, the share of clipped tokens is always 0."""
     c = testing.case(0)
     b = packing.pack(c.exp, range(8))
     out = c.apply(c.params, b)
-    _, wide = ppo_clip(out, b, low=10.0, high=1e6)
-    _, tight = ppo_clip(out, b, low=1e-9, high=1e-9)
+    _, wide = TABLE["grpo"].loss(out, b, low=10.0, high=1e6)
+    _, tight = TABLE["grpo"].loss(out, b, low=1e-9, high=1e-9)
     rho = (out.logp - b.old_logp).exp()
     worse = ((rho > 1) == (b.adv > 0))[b.mask].double().mean()
     assert metric.results(wide)["policy/clip_frac"] == 0

@@ -108,7 +108,7 @@ def test_clip_against_the_definition(seed, max_norm):
 
 
 def test_the_clip_is_over_all_parameters_and_of_one_model_only():
-    """What goes wrong elsewhere: each parameter group is clipped by itself, or the actor
+    """A fault of other systems: each parameter group is clipped by itself, or the actor
     by the norm of the critic."""
     grads = tree.Named(a=torch.tensor([3.0]), b=torch.tensor([4.0]))
     tx = optim.clip_by_global_norm(1.0)
@@ -170,7 +170,7 @@ def test_ema_does_not_change_the_parameters_and_is_found_under_master_weights():
 
 
 def test_the_average_of_bf16_parameters_moves():
-    """What goes wrong elsewhere: kept in bf16, 0.999 avg + 0.001 p rounds back to
+    """A fault of other systems: kept in bf16, 0.999 avg + 0.001 p rounds back to
     avg, and never leaves the start."""
     start, params = (tree.Named(p=torch.full((4,), x, dtype=torch.bfloat16)) for x in (1.0, 2.0))
     tx, none = optim.ema(0.999), tree.map(torch.zeros_like, params)
@@ -203,7 +203,7 @@ def test_schedule_by_hand():
 
 
 def test_master_weights_add_up_steps_that_bf16_would_lose():
-    """What goes wrong elsewhere: at 1.0 the next bf16 number is 1.0078, and a step of 1e-3 never happens."""
+    """A fault of other systems: at 1.0 the next bf16 number is 1.0078, and a step of 1e-3 never happens."""
     params, grad = (
         tree.Named(p=torch.ones(3, dtype=torch.bfloat16)),
         tree.Named(p=-torch.ones(3, dtype=torch.bfloat16)),

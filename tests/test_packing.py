@@ -82,7 +82,7 @@ def test_unpack_inverts_pack(seed, budget, world):
 
 
 def test_no_token_is_changed_on_the_way():
-    """What goes wrong elsewhere: the last token of a truncated response is overwritten by EOS."""
+    """A fault of other systems: the last token of a truncated response is overwritten by EOS."""
     exp = small()
     b = packing.pack(exp, [0])
     assert torch.cat([b.tokens[:1], b.target]).tolist() == exp.tokens[0, :4].tolist()
@@ -197,7 +197,7 @@ def test_at_most_so_many_rows_in_a_pack_whatever_the_budget(lengths, budget):
 
 
 def test_a_batch_that_fits_one_pack_is_still_shared_by_all_ranks():
-    """What goes wrong elsewhere: few short rows end in one pack, and all ranks but one compute on padding."""
+    """A fault of other systems: few short rows end in one pack, and all ranks but one compute on padding."""
     shards = packing.shard(lengths_only([11] * 8), 4096, 4)
     assert [[b.tokens.numel() for b in rank] for rank in shards] == [[20]] * 4
 
@@ -267,7 +267,7 @@ def test_minibatches_hold_every_row_once_and_keep_the_sum_of_w(seed, n, key):
 
 
 def test_minibatches_follow_their_key():
-    """What goes wrong elsewhere: the same order of data in every epoch."""
+    """A fault of other systems: the same order of data in every epoch."""
     exp = lengths_only(list(range(2, 34)))
     order = lambda key: [i for p in packing.minibatches(exp, 2, key) for i in p.length.tolist()]  # noqa: E731
     assert order(1) == order(1) and len({tuple(order(key)) for key in range(6)}) == 6
@@ -280,7 +280,7 @@ def test_minibatches_need_a_row_each(n):
 
 
 def test_media_go_with_their_rows():
-    """What goes wrong elsewhere: a packed row loses its images, or takes those of its neighbour."""
+    """A fault of other systems: a packed row loses its images, or takes those of its neighbour."""
     media = Media(tensors={"pixels": torch.arange(6.0)[:, None]}, rows={"pixels": torch.tensor([4, 2])})
     exp = tree.replace(small(), media=media)
     pixels = lambda m: m.tensors["pixels"].flatten().tolist()  # noqa: E731
@@ -291,6 +291,45 @@ def test_media_go_with_their_rows():
         assert pixels(p.media) == ([0, 1, 2, 3] if p.tokens[0, 0] == 5 else [4, 5])
 
 
+def test_media_of_several_batches_join_and_come_apart_again():
+    """A batch without media, or without one kind of it, shifts no rows of the others."""
+
+    def media(**kinds):
+        tensors = {k: torch.arange(float(start), start + sum(rows)) for k, (start, rows) in kinds.items()}
+        return Media(tensors=tensors, rows={k: torch.tensor(rows) for k, (_, rows) in kinds.items()})
+
+    parts = [
+        media(pixels=(0, [2, 1])),
+        None,
+        media(audio=(10, [1, 0, 2])),
+        media(pixels=(20, [0]), audio=(30, [1])),
+    ]
+    whole = Media.concat(parts, [2, 2, 3, 1])
+    assert whole.rows["pixels"].tolist() == [2, 1, 0, 0, 0, 0, 0, 0]
+    assert whole.rows["audio"].tolist() == [0, 0, 0, 0, 1, 0, 2, 1]
+    got = whole.take([6, 0, 7, 2])
+    assert got.tensors["pixels"].tolist() == [0, 1] and got.rows["pixels"].tolist() == [0, 2, 0, 0]
+    assert got.tensors["audio"].tolist() == [11, 12, 30] and got.rows["audio"].tolist() == [2, 0, 1, 0]
+    assert Media.concat([None, None], [2, 3]) is None
+    with pytest.raises(ValueError):
+        Media.concat(parts, [2, 2, 3])
+
+
+@pytest.mark.parametrize("unit", [1, 2])
+def test_a_placeholder_has_the_fields_of_its_pack_and_adds_nothing(unit):
+    exp = testing.case(0).exp
+    media = Media(tensors={"x": torch.arange(8.0)[:, None]}, rows={"x": torch.ones(8, dtype=torch.long)})
+    b = packing.pack(tree.replace(exp, media=media), [2, 3, 4, 5], unit=unit)
+    got = packing.placeholder(packing.pad(b, b.tokens.numel() + 3))
+    like = packing.pack(tree.replace(exp, media=media), [], unit=unit)
+    assert got.rows == () and got.padding == 0 and got.num_seqs == got.unit == unit
+    assert got.tokens.tolist() == [int(b.tokens[0])] * unit and got.seq.tolist() == list(range(unit))
+    assert not got.mask.any() and not packing.real(got).any() and len(got.media.tensors["x"]) == 0
+    shapes = [[(name, x.shape, x.dtype) for name, x in tree.leaves_with_path(p)] for p in (got, like)]
+    assert shapes[0] == shapes[1]
+    assert all((x == 0).all() for x in (got.adv, got.w, got.old_logp, got.extra["noise"]))
+
+
 def test_supervised_rows_are_masked_on_their_responses():
     exp = packing.supervised([([1, 2], [3, 4, 5]), ([6], [7])])
     b = packing.pack(exp, [0, 1])
@@ -298,11 +337,11 @@ def test_supervised_rows_are_masked_on_their_responses():
     assert b.tokens.tolist() == [1, 2, 3, 4, 6] and b.w.sum() == 1
 
 
-# ---------- data of one's own, and rows that belong together
+# ---------- data of custom losses, and rows that belong together
 
 
 def test_extra_moves_with_its_tokens_whatever_its_width():
-    """Per-token data for a loss of your own: shifted with the target, 0 outside mask, taken by row."""
+    """Per-token data for a custom loss: shifted with the target, 0 outside mask, taken by row."""
     x = torch.arange(12.0).view(2, 6) + 1
     exp = tree.replace(small(), extra={"teacher": x, "top": torch.stack([x, -x], -1)})
     b = packing.pack(exp, [1, 0])
@@ -418,7 +457,7 @@ def test_supervised_without_rows_says_so():
     [
         ([], r"expected at least one \(ids, mask\), got none"),
         ([([1, 2], [False, True]), ([1], [])], "expected a mask of 1 in row 1, as its ids, got 0"),
-        ([([1, 2], [True, True])], "expected a token before the first that is learned in row 0, got none"),
+        ([([1, 2], [True, True])], "expected a token before the first one in mask in row 0, got none"),
     ],
 )
 def test_conversations_that_cannot_be_learned(rows, message):

@@ -19,7 +19,7 @@ rewards = st.lists(st.floats(-100, 100), min_size=1, max_size=20)
 
 @given(reward=rewards, cuts=st.lists(st.integers(1, 19), max_size=5), offset=st.sampled_from([0.0, 1e6]))
 def test_moments_against_the_definition_for_every_cut(reward, cuts, offset):
-    """What goes wrong elsewhere: moments per micro-batch and per rank, so that
+    """A fault of other systems: moments per micro-batch and per rank, so that
     the scale depends on the machine."""
     x = torch.tensor(reward) + offset
     edges = [0, *sorted({min(c, len(x)) for c in cuts} | {len(x)})]
@@ -51,7 +51,7 @@ def test_the_state_is_an_argument_and_not_changed():
 @pytest.mark.parametrize("values", [[0.1] * 7, [1 / 3] * 3, [-2.7e5] * 11, [5.0]])
 @pytest.mark.parametrize("centre", [True, False])
 def test_equal_rewards_are_not_blown_up(values, centre):
-    """What goes wrong elsewhere: division by the std of constants: inf after one reward,
+    """A fault of other systems: division by the std of constants: inf after one reward,
     rounding noise over 1e-8 after many."""
     x, state = torch.tensor(values), rs.moments()
     for _ in range(3):
@@ -92,7 +92,7 @@ def test_kl_in_reward_against_the_definition(seed):
 
 
 def test_every_row_gets_its_own_reward_on_its_last_token():
-    """What goes wrong elsewhere: only the first row of a pack is rewarded, or the
+    """A fault of other systems: only the first row of a pack is rewarded, or the
     reward lands on a padding column."""
     mask = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0]]).bool()
     reward, garbage = (
@@ -159,7 +159,7 @@ def test_gated_against_the_definition(rows):
 
 
 def test_a_closed_gate_shuts_out_what_is_not_a_number():
-    """What goes wrong elsewhere: reward times gate, where a reward of NaN is one with the gate closed too."""
+    """A fault of other systems: reward times gate, where a reward of NaN is one with the gate closed too."""
     got = rs.gated(torch.tensor([[torch.nan, 1.0], [torch.inf, 2.0]]), torch.tensor([[False, True]] * 2))
     assert got.tolist() == [[0.0, 1.0], [0.0, 2.0]]
 

@@ -123,7 +123,7 @@ def test_a_draw_depends_on_nothing_but_its_key(monkeypatch):
 
 
 def test_every_episode_has_an_order_of_its_own():
-    """What goes wrong elsewhere: a sampler seeded once gives the same order of data in every episode."""
+    """A fault of other systems: a sampler seeded once gives the same order of data in every episode."""
     orders = [
         tuple(torch.randperm(50, generator=rng.generator(rng.fold_in(0, "order", e))).tolist())
         for e in range(5)

@@ -1,5 +1,6 @@
 """Every row of the table against its paper (ref_rows.py), from rewards to the gradient of the logits."""
 
+import inspect
 import math
 import zlib
 
@@ -234,23 +235,46 @@ OPTIONS = {
     "gmpo": {"low": 0.2, "high": 0.3},
     "cispo": {"low": 0.5, "high": 1.0},
     "sapo": {"tau_pos": 2.0, "tau_neg": 3.0},
-    "cpgd": {"low": 0.1, "high": 0.3, "drift": 0.5},
-    "dppo_tv": {"limit": 0.02},
-    "dppo_kl": {"limit": 0.005},
+    "cpgd": {"low": 0.1, "high": 0.3, "drift": 0.5, "cap": 0.5},
+    "dppo_tv": {"limit": 0.02, "cap": 0.5},
+    "dppo_kl": {"limit": 0.005, "cap": 0.5},
 }
+ROW = {name: name for name in OPTIONS} | {"ppo_clip": "grpo"}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_loss_of_a_row_has_all_options_of_the_loss_with_its_defaults(name):
+    """Scripts look up by the signature which limits an algorithm has."""
+
+    def options(f):
+        found = inspect.signature(f).parameters.values()
+        return {p.name: p.default for p in found if p.kind is p.KEYWORD_ONLY}
+
+    assert options(algorithm.TABLE[ROW[name]].loss) == options(getattr(loss, name))
+    assert set(options(getattr(loss, name))) == set(OPTIONS[name])
+
+
+def test_an_option_that_a_loss_does_not_have_is_named():
+    x, logits, value = data(0.3)
+    b = packing.pack(batch_of("grpo", x), range(B))
+    with pytest.raises(TypeError, match="'hgih'"):
+        algorithm.TABLE["grpo"].loss(table_policy(logits, value)(b), b, hgih=0.3)
 
 
 @pytest.mark.parametrize("name, option", [(name, option) for name in OPTIONS for option in OPTIONS[name]])
 def test_an_option_of_a_row_reaches_its_loss(name, option):
-    """`partial(algorithm.cpgd, drift=0.5)` has that drift, and not the loss's own default."""
+    """`partial(TABLE["cpgd"].loss, drift=0.5)` has that drift, not the default, in value or in gradient."""
     x, logits, value = data(1.5)
     b = packing.pack(batch_of("grpo", x), range(B))
     out, changed = table_policy(logits, value)(b), {option: OPTIONS[name][option]}
     where = (b.mask, b.seq, b.num_seqs) if name in ("gspo", "gspo_token", "gmpo") else ()
     want = getattr(loss, name)(out.logp, b.old_logp, b.adv, *where, **changed)
-    got, _ = getattr(algorithm, name)(out, b, **changed)
-    assert torch.equal(got, want)
-    assert not torch.equal(got, getattr(algorithm, name)(out, b)[0])
+    fn = algorithm.TABLE[ROW[name]].loss
+    got, _ = fn(out, b, **changed)
+    usual, _ = fn(out, b)
+    gradients = [torch.autograd.grad(y.sum(), out.logp, retain_graph=True)[0] for y in (got, want, usual)]
+    assert torch.equal(got, want) and torch.equal(gradients[0], gradients[1])
+    assert not (torch.equal(got, usual) and torch.equal(gradients[0], gradients[2]))
 
 
 def test_an_option_of_the_critic_and_of_an_advantage_reaches_it():
@@ -258,7 +282,8 @@ def test_an_option_of_the_critic_and_of_an_advantage_reaches_it():
     b = packing.pack(batch_of("ppo", x), range(B))
     out = table_policy(logits, value)(b)
     assert torch.equal(
-        algorithm.value_clip(out, b, clip=0.05)[0], loss.value_clip(out.value, b.old_value, b.ret, clip=0.05)
+        algorithm.TABLE["ppo"].value_loss(out, b, clip=0.05)[0],
+        loss.value_clip(out.value, b.old_value, b.ret, clip=0.05),
     )
     sampled, rows = x["mask"], ref_rows.responses(x, logits, value)
     pairs = list(zip(rows.token_reward, rows.old_value))

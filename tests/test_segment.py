@@ -33,7 +33,7 @@ def test_against_the_definition(name, stream):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_sequence_without_a_token_in_mask_gives_zero_and_no_gradient(name):
-    """What goes wrong elsewhere: 0 / 0 for a row that was masked, and a NaN that a later
+    """A fault of other systems: 0 / 0 for a row that was masked, and a NaN that a later
     `where` hides but the gradient keeps."""
     x = torch.tensor([1.0, torch.nan, torch.inf, -3.0], requires_grad=True)
     mask, seq = torch.tensor([True, False, False, True]), torch.tensor([0, 1, 1, 3])

@@ -52,7 +52,7 @@ def test_a_mean_over_pairs(mask):
     np.testing.assert_allclose(w, ref.pair_mean(mask), rtol=1e-10, atol=0)
     shares, alive = w.view(2, -1).sum(-1), torch.from_numpy(mask).view(2, -1).any(-1)
     torch.testing.assert_close(shares, alive / alive.sum().clamp(min=1))
-    with pytest.raises(ValueError, match="mask: expected an even number of rows, two a pair, got 3"):
+    with pytest.raises(ValueError, match="mask: expected an even number of rows, two per pair, got 3"):
         weight.pair_mean(torch.ones(3, 2, dtype=torch.bool))
 
 
@@ -72,7 +72,7 @@ def test_masked_rows_and_padding_change_nothing(name, mask):
 
 @each
 def test_a_batch_without_a_token_gives_zeros_and_not_nan(name):
-    """What goes wrong elsewhere: a masked mean of nothing is 0 / 0, and one such
+    """A fault of other systems: a masked mean of nothing is 0 / 0, and one such
     row makes the whole step NaN."""
     out = WEIGHTS[name][0](torch.zeros(3, 4, dtype=torch.bool))
     assert (out == 0).all()
@@ -88,7 +88,7 @@ def test_the_four_differ_on_ragged_rows():
 
 
 def test_the_batch_is_divided_by_also_with_a_fixed_length():
-    """What goes wrong elsewhere: sum / length without the number of rows, so that
+    """A fault of other systems: sum / length without the number of rows, so that
     the gradient grows with the micro-batch."""
     one, four = torch.ones(1, 3, dtype=torch.bool), torch.ones(4, 3, dtype=torch.bool)
     assert weight.constant(four, 5).sum() == weight.constant(one, 5).sum()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rft_fn import reward_shaping, tree
+from rft_fn import packing, reward_shaping, tree
 from rft_fn.reward.rollout import Judged, concat, select
 from rft_fn.types import Media, Rollout
 
@@ -42,22 +42,13 @@ def _wide(x: Tensor, size: int) -> Tensor:
     return F.pad(x, (0, size - x.shape[1])) if x.dim() == 2 else x
 
 
-def _media(rollouts: Sequence[Rollout]) -> Media | None:
-    """The media of all rollouts; a rollout without one kind of it has no rows of that kind."""
-    have = [(len(r.tokens), r.media or Media(tensors={}, rows={})) for r in rollouts]
-    names = dict.fromkeys(name for _, m in have for name in m.tensors)
-    none = lambda count: torch.zeros(count, dtype=torch.long)  # noqa: E731
-    tensors = {k: torch.cat([m.tensors[k] for _, m in have if k in m.tensors]) for k in names}
-    rows = {k: torch.cat([m.rows.get(k, none(count)) for count, m in have]) for k in names}
-    return Media(tensors=tensors, rows=rows) if names else None
-
-
 def _concat(parts: Sequence[_Batch]) -> _Batch:
     """The groups of all parts in order, padded to the longest; `_select` numbers them."""
     size = max(p.rollout.tokens.shape[1] for p in parts)
     plain = [tree.map(lambda x: _wide(x, size), tree.replace(p.rollout, media=None)) for p in parts]
     rollout = tree.map(lambda *x: torch.cat(x), *plain)
-    rollout = tree.replace(rollout, media=_media([p.rollout for p in parts]))
+    counts = [len(p.rollout.tokens) for p in parts]
+    rollout = tree.replace(rollout, media=Media.concat([p.rollout.media for p in parts], counts))
     judged = concat([p.judged for p in parts])
     return _Batch([x for p in parts for x in p.prompts], rollout, judged)
 
@@ -67,10 +58,9 @@ def _select(batch: _Batch, groups: Sequence[int]) -> _Batch:
     size = batch.judged.reward.shape[1]
     index = torch.tensor(list(groups), dtype=torch.long)
     rows = (index[:, None] * size + torch.arange(size)).flatten()
-    plain = tree.map(lambda x: x[rows.to(x.device)], tree.replace(batch.rollout, media=None))
-    media = None if batch.rollout.media is None else batch.rollout.media.take(rows.tolist())
-    number = torch.arange(len(groups)).repeat_interleave(size).to(plain.group)
-    rollout = tree.replace(plain, media=media, group=number)
+    rollout = packing.take(batch.rollout, rows)
+    number = torch.arange(len(groups)).repeat_interleave(size).to(rollout.group)
+    rollout = tree.replace(rollout, group=number)
     judged = select(batch.judged, groups)
     return _Batch([batch.prompts[i] for i in groups], rollout, judged)
 

@@ -1,10 +1,10 @@
-"""Losses: one number a token, [*] in and [*] out, no averaging and no mask.
+"""Losses, one number per token.
 
-The average is in `w` (`rft_fn.weight`); `packing.pack` sets every field to 0 outside mask and a bound model
-gives log-prob 0 there, so nothing here needs a guard. `adv`, `old_logp`, `ref_logp`, `ret` are data: they
-carry no gradient. A loss with one ratio a sequence still gives one number a token, the sequence's own: under
-`weight.seq_mean` they add up to the mean over sequences. Limits and coefficients may be tensors [], so that
-`torch.func.vmap` sweeps them.
+They take and return [*], without average or mask. The average is in `w` (`rft_fn.weight`). `packing.pack`
+sets every field to 0 outside mask and a bound model gives log-prob 0 there, so nothing here needs a guard.
+`adv`, `old_logp`, `ref_logp` and `ret` are data and carry no gradient. A loss with one ratio per sequence
+repeats its number on each token: under `weight.seq_mean` they add up to the mean over sequences. Limits and
+coefficients may be tensors [], so that `torch.func.vmap` can sweep them.
 """
 
 from rft_fn.loss.kl import entropy_bonus, kl, kl_k1, kl_k2, kl_k3, reverse_kl, reverse_kl_top_k

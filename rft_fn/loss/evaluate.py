@@ -1,4 +1,4 @@
-"""A LossFn, called as a train step calls it."""
+"""Calls a LossFn as a train step does."""
 
 import traceback
 from typing import Any
@@ -20,9 +20,10 @@ _REMEDY = {
 
 
 def evaluate(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict[str, Any]]:
-    """(loss [T], metrics) of a LossFn, the metrics {} where it gives none.
+    """Evaluate a LossFn on a pack: (loss [T], metrics).
 
-    Where it fails, the error has a note for each field that it names and that is absent here.
+    The metrics are empty if it returns none. If it fails, the error gets a note for each field that it
+    reads and that is absent.
     """
     try:
         result = loss_fn(out, b)
@@ -30,11 +31,16 @@ def evaluate(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict[st
         for note in _absent(error, out, b):
             error.add_note(note)
         raise
-    return result if isinstance(result, tuple) else (result, {})
+    if isinstance(result, tuple):
+        return result
+    return result, {}
 
 
 def _absent(error: Exception, out: TokenOut, b: Packed) -> list[str]:
-    """Notes on the fields that are None and occur in the code that was running."""
+    """Notes on absent fields that the loss reads.
+
+    These are None, and their names occur in the code that was running.
+    """
     frames = list(traceback.walk_tb(error.__traceback__))[1:]  # the first is `evaluate`
     names = {name for frame, _ in frames for name in frame.f_code.co_names}
     found = []

@@ -1,4 +1,4 @@
-"""Losses against something known: a text, a return, a preference."""
+"""Losses against known targets: texts, returns and preferences."""
 
 import torch
 import torch.nn.functional as F
@@ -12,14 +12,19 @@ Scalar = float | Tensor
 
 
 def nll(logp: Tensor) -> Tensor:
-    """[*]: -logp, nats: supervised fine-tuning, and the PTX term."""
+    """The negative log-likelihood, [*] nats.
+
+    This is -logp, the loss of supervised fine-tuning.
+    """
     return -logp
 
 
 def value_clip(value: Tensor, old_value: Tensor, ret: Tensor, *, clip: Scalar = 0.2) -> Tensor:
-    """[*]: max((V - R)^2, (V_c - R)^2) / 2 with V_c = V_old + clip(V - V_old, +-clip): PPO's critic.
+    """PPO's clipped critic loss, [*].
 
-    clip = inf is the plain squared error. ValueError that names the field if one is missing.
+        max((V - R)^2, (V_c - R)^2) / 2,    V_c = V_old + clip(V - V_old, +-clip)
+
+    clip = inf is the plain squared error. ValueError that names a missing field.
     """
     check.given(value=value, old_value=old_value, ret=ret)
     check.shapes(value=(value, "..."), old_value=(old_value, "..."), ret=(ret, "..."))
@@ -28,7 +33,9 @@ def value_clip(value: Tensor, old_value: Tensor, ret: Tensor, *, clip: Scalar = 
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Scalar = 0.0) -> Tensor:
-    """[N]: -log sigmoid(chosen - rejected - margin): the reward model's loss for a pair.
+    """The Bradley-Terry loss of reward models, [N].
+
+        -log sigmoid(chosen - rejected - margin)
 
     `margin` is a number or [N]. Never overflows: at a difference of -1000 it is 1000.
     """
@@ -37,6 +44,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Scalar = 0.0) -> 
 
 
 def _preference(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:
+    """log(pi / ref)(chosen) - log(pi / ref)(rejected), [N]."""
     check.given(ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     check.shapes(chosen=(chosen, "N"), rejected=(rejected, "N"))
     check.shapes(chosen=(chosen, "N"), ref_chosen=(ref_chosen, "N"), ref_rejected=(ref_rejected, "N"))
@@ -52,13 +60,15 @@ def dpo(
     beta: Scalar = 0.1,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """[N]: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), h = log(pi/ref)(chosen) -
-    log(pi/ref)(rejected). arXiv 2305.18290.
+    """The DPO loss of preference pairs, [N].
 
-    The four are log-probs of whole responses, [N] sums over tokens (`segment.sum`). e = `label_smoothing` > 0
-    is cDPO, for labels of which a share e is wrong. A pair must share a pack: `packing.shard(..., unit=2)`;
-    metrics count the pairs in `packing.real(b)`, which leaves out placeholders. ValueError unless 0 <= e <
-    0.5.
+        -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
+        h = log(pi / ref)(chosen) - log(pi / ref)(rejected),    e = label_smoothing
+
+    The four arguments [N] are log-probs of whole responses, sums over tokens (`segment.sum`). e > 0 is
+    cDPO, for labels of which a share e is wrong. A pair must share a pack: `packing.shard(..., unit=2)`;
+    metrics count the pairs in `packing.real(b)`, which leaves out placeholders. arXiv 2305.18290.
+    ValueError unless 0 <= e < 0.5.
     """
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing: expected 0 <= label_smoothing < 0.5, got {label_smoothing}")
@@ -69,9 +79,13 @@ def dpo(
 def ipo(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: Scalar = 0.1
 ) -> Tensor:
-    """[N]: (h - 1 / (2 beta))^2, h as in `dpo`: a margin to reach, not one to stretch. arXiv 2310.12036.
+    """The IPO loss of preference pairs, [N].
 
-    The paper's h is of sums over tokens; TRL takes means over tokens (`segment.mean`).
+    h has a margin to reach, not one to stretch:
+
+        (h - 1 / (2 beta))^2,    h as in `dpo`
+
+    The paper's h is of sums over tokens; TRL takes means over tokens (`segment.mean`). arXiv 2310.12036.
     """
     h = _preference(chosen, rejected, ref_chosen, ref_rejected)
     return (h - 1 / (2 * beta)).square()

@@ -1,21 +1,21 @@
-"""Property checks of losses, weights and estimators, for ours and for yours: one call each.
+"""Property checks of losses, weights and estimators, one call each.
 
     testing.check_all(my_loss)                   # my_loss(out: TokenOut, b: Packed) -> [T], or ([T], metrics)
     testing.check_on_policy_identity(my_loss)    # a policy loss is REINFORCE at logp == old_logp
     testing.check_kl_gradient(my_kl)             # my_kl(logp [*], ref_logp [*]) -> [*]
     testing.check_group_estimator(my_adv)        # my_adv(reward [N, G]) -> [N, G]
-    testing.check_estimator_gradient(my_adv)     # the same: is its expected gradient that of E[R]?
+    testing.check_estimator_gradient(my_adv)     # as above: is its expected gradient that of E[R]?
     testing.check_deletion_invariance(my_gae)    # my_gae(reward, value, discount, mask=mask) -> (adv, ret)
     testing.check_importance_bias(my_weight)     # my_weight(w, old_logp, logp, mask) -> w, all [B, S]
 
-Each raises AssertionError that says what was varied and by how much the result moved. Losses run on `case`, a
-tabular model and a small ragged batch in float64; what is an expectation is computed by enumeration. What a
-right function leaves is rounding, and nothing else.
+Each raises AssertionError with what was varied and by how much the result moved. Losses run on `case`, a
+tabular model and a small ragged batch in float64; expectations are computed by enumeration. A right
+function leaves rounding errors and nothing else.
 """
 
 from collections.abc import Callable
 
-from rft_fn.testing.cases import LENGTH, ROWS, VOCAB, Case, Extra, Weight, case, log_probs, tabular
+from rft_fn.testing.cases import LENGTH, ROWS, VOCAB, Case, ExtraFn, case, log_probs, tabular
 from rft_fn.testing.estimator import (
     check_deletion_invariance,
     check_estimator_gradient,
@@ -31,7 +31,7 @@ from rft_fn.testing.invariance import (
 )
 from rft_fn.testing.policy import check_finite, check_on_policy_identity
 from rft_fn.testing.run import total_and_grad
-from rft_fn.types import LossFn
+from rft_fn.types import LossFn, WeightFn
 from rft_fn.weight import token_mean
 
 __all__ = [
@@ -46,18 +46,19 @@ __all__ = [
 def check_all(
     loss_fn: LossFn,
     *,
-    weight: Weight = token_mean,
-    extra: Extra | None = None,
+    weight: WeightFn = token_mean,
+    extra: ExtraFn | None = None,
     seed: int = 0,
     unit: int = 1,
     on_policy: bool = False,
 ) -> None:
-    """All that a loss has to pass: partition, padding, packing, permutation, finite; `on_policy` adds the
-    identity of policy losses.
+    """Run all checks of a loss.
 
-    `weight(mask [B, S]) -> w [B, S]` is the normaliser it is used with. `extra(exp) -> {name: [B, S, ...]}`
-    makes the data of its own that it reads from `b.extra` (see `case`). `unit` consecutive rows belong
-    together: 2 for losses of pairs, whose rows 2i and 2i + 1 are sequences 2i and 2i + 1 of a pack.
+    They are those of partition, padding, packing, permutation and finite values; `on_policy` adds the
+    identity of policy losses. `weight(mask [B, S]) -> w [B, S]` is the normaliser that the loss is used
+    with. `extra(exp) -> {name: [B, S, ...]}` makes the data that it reads from `b.extra` (see `case`).
+    `unit` consecutive rows belong together: 2 for losses of pairs, whose rows 2i and 2i + 1 are sequences
+    2i and 2i + 1 of a pack.
     """
     checks: list[Callable[..., None]] = [check_partition_invariance, check_padding_invariance]
     checks += [check_packing_invariance, check_permutation_invariance, check_finite]

@@ -1,28 +1,41 @@
-"""What losses are checked on: a tabular model, a small ragged batch in float64, and a few ways to cut it."""
+"""A tabular model and a ragged batch.
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+Losses are checked on them in float64. The batch can be cut in several ways.
+"""
+
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from rft_fn import packing, rng, tree
-from rft_fn.types import Apply, Experience, Packed, TokenOut
+from rft_fn.types import Apply, Experience, Packed, TokenOut, WeightFn
 from rft_fn.weight import token_mean
 
 __all__ = [
-    "FIELDS", "LENGTH", "ROWS", "VOCAB", "Case", "Extra", "Weight", "by_unit", "case", "log_probs", "normal",
+    "FIELDS", "LENGTH", "ROWS", "VOCAB", "Case", "ExtraFn", "by_unit", "case", "log_probs", "normal",
     "ragged", "reweigh", "tabular", "uniform", "whole",
 ]  # fmt: skip
 
-VOCAB, ROWS, LENGTH = 7, 8, 12
+VOCAB = 7
+ROWS = 8
+LENGTH = 12
 FIELDS = ("old_logp", "ref_logp", "adv", "old_value", "ret")
-Weight = Callable[[Tensor], Tensor]  # mask [B, S] -> w [B, S]
-Extra = Callable[[Experience], dict[str, Tensor]]  # the batch -> name -> [B, S, ...]
+
+
+class ExtraFn(Protocol):
+    """Makes the extra data of a custom loss."""
+
+    def __call__(self, exp: Experience, /) -> dict[str, Tensor]:
+        """Name -> data [B, S, ...] for the batch."""
+        ...
 
 
 class Case(NamedTuple):
-    """A model and a batch for it, all float64: `total_and_grad(loss_fn, c.apply, c.params, packs)`."""
+    """A model and a batch for it, in float64.
+
+    It serves as `total_and_grad(loss_fn, c.apply, c.params, packs)`.
+    """
 
     apply: Apply
     params: tree.Named
@@ -30,21 +43,26 @@ class Case(NamedTuple):
 
 
 def normal(seed: int, name: str, *shape: int) -> Tensor:
-    """[*shape]: normal numbers in float64; another `name` gives others."""
+    """Normal numbers in float64, other ones for every `name`."""
     return torch.randn(shape, generator=rng.generator(rng.fold_in(seed, name)), dtype=torch.float64)
 
 
 def uniform(seed: int, name: str, low: int, high: int, *shape: int) -> Tensor:
-    """[*shape] i64: integers in [low, high)."""
+    """Integers in [low, high), i64."""
     return torch.randint(low, high, shape, generator=rng.generator(rng.fold_in(seed, name)))
 
 
 def tabular(seed: int = 0) -> tuple[Apply, tree.Named]:
-    """(apply, params): logits = bigram[token] + position[pos], value = table[token]; 0 outside mask.
+    """A tabular model (apply, params).
 
-    The smallest model that notices a wrong token, a wrong target and a position that was not reset.
+    It is the smallest that notices a wrong token, target or position:
+
+        logits = bigram[token] + position[pos],    value = table[token]
+
+    Its outputs are 0 outside mask.
     """
-    bigram, position = normal(seed, "bigram", VOCAB, VOCAB), normal(seed, "position", LENGTH, VOCAB)
+    bigram = normal(seed, "bigram", VOCAB, VOCAB)
+    position = normal(seed, "position", LENGTH, VOCAB)
     return _apply, tree.Named(bigram=bigram, position=position, value=normal(seed, "value", VOCAB))
 
 
@@ -57,14 +75,19 @@ def _apply(params: Any, b: Packed) -> TokenOut:
 
 
 def ragged(seed: int) -> tuple[Tensor, Tensor]:
-    """(mask [B, S], length [B]): holes where a tool spoke; row 0 is masked, the response of row 1 is empty,
-    that of row 2 has one token; the other rows end with a token in mask, and row 3 also starts with one: a
-    loss that reads over the boundary before it is seen."""
+    """(mask, length) of ragged rows, [B, S] and [B].
+
+    They have tool turns and other edge cases. Row 0 has no token in mask, the response of row 1 is empty,
+    that of row 2 has one token. The other rows end with a token in mask, and row 3 also starts with one, to
+    catch a loss that reads over the boundary before it.
+    """
     prompt = uniform(seed, "prompt", 1, 4, ROWS)
     prompt[3] = 1
     length = prompt + uniform(seed, "length", 2, LENGTH - 2, ROWS)
-    length[1], length[2] = prompt[1], prompt[2] + 1
-    at, spoken = torch.arange(LENGTH), uniform(seed, "hole", 0, 4, ROWS, LENGTH) > 0
+    length[1] = prompt[1]
+    length[2] = prompt[2] + 1
+    at = torch.arange(LENGTH)
+    spoken = uniform(seed, "hole", 0, 4, ROWS, LENGTH) > 0
     mask = (at >= prompt[:, None]) & (at < length[:, None]) & spoken
     mask[torch.arange(2, ROWS), length[2:] - 1] = True
     mask[3, 1] = True
@@ -72,29 +95,33 @@ def ragged(seed: int) -> tuple[Tensor, Tensor]:
     return mask, length
 
 
-def case(seed: int = 0, *, weight: Weight = token_mean, extra: Extra | None = None) -> Case:
-    """A random batch [8, 12] for the tabular model: ragged, with tool turns and rows without a token in mask.
+def case(seed: int = 0, *, weight: WeightFn = token_mean, extra: ExtraFn | None = None) -> Case:
+    """A random ragged batch [8, 12] for the tabular model.
 
-    Every optional field is set; old and reference log-probs lie within about 1 nat of the model's.
-    `extra(exp) -> {name: [B, S, ...]}` makes a loss's own data from the batch, e.g. `lambda exp: {"chosen":
-    top_share(exp.adv, exp.mask, share=0.2).double()}`; without it `extra` is {"noise": [B, S, 2]}.
-    ValueError for data of another shape.
+    It has tool turns, rows without a token in mask, and every optional field; old and reference log-probs
+    lie within about 1 nat of the model's. `extra(exp) -> {name: [B, S, ...]}` makes data for a loss from
+    the batch, for example `lambda exp: {"chosen": top_share(exp.adv, exp.mask, share=0.2).double()}`; by
+    default `extra` is {"noise": [B, S, 2]}. ValueError for data of another shape.
     """
     apply, params = tabular(seed)
     mask, length = ragged(seed)
-    fields = {name: torch.where(mask, normal(seed, name, ROWS, LENGTH), 0) for name in FIELDS}
+    fields: dict[str, Any] = {name: torch.where(mask, normal(seed, name, ROWS, LENGTH), 0) for name in FIELDS}
     tokens = uniform(seed, "tokens", 0, VOCAB, ROWS, LENGTH)
-    exp = Experience(tokens=tokens, mask=mask, length=length, w=_weigh(mask, weight), **fields)  # type: ignore[arg-type]
+    exp = Experience(tokens=tokens, mask=mask, length=length, w=_weigh(mask, weight), **fields)
+
+    # far from the model's log-probs every ratio would be clipped
     logp = log_probs(apply, params, exp)
     near = {name: logp + 0.4 * fields[name] for name in ("old_logp", "ref_logp")}
     exp = tree.replace(exp, **near)
-    own = {"noise": normal(seed, "noise", ROWS, LENGTH, 2) * mask.unsqueeze(-1)}
+
+    data = {"noise": normal(seed, "noise", ROWS, LENGTH, 2) * mask.unsqueeze(-1)}
     if extra is not None:
-        own = _own(extra, exp)
-    return Case(apply, params, tree.replace(exp, extra=own))
+        data = _checked(extra, exp)
+    return Case(apply, params, tree.replace(exp, extra=data))
 
 
-def _own(extra: Extra, exp: Experience) -> dict[str, Tensor]:
+def _checked(extra: ExtraFn, exp: Experience) -> dict[str, Tensor]:
+    """The extra data of a batch. ValueError for a wrong shape."""
     found = extra(exp)
     for name, x in found.items():
         if x.shape[:2] != exp.mask.shape:
@@ -109,25 +136,27 @@ def whole(exp: Experience, unit: int = 1) -> list[Packed]:
 
 
 def by_unit(exp: Experience, unit: int = 1) -> list[Packed]:
-    """A pack for each unit of rows."""
+    """One pack per unit of rows."""
     return [packing.pack(exp, range(i, i + unit), unit=unit) for i in range(0, exp.tokens.shape[0], unit)]
 
 
-def _weigh(mask: Tensor, weight: Weight) -> Tensor:
+def _weigh(mask: Tensor, weight: WeightFn) -> Tensor:
     w = weight(mask).double()
     if w.shape != mask.shape or not (w[~mask] == 0).all():
         raise AssertionError(f"weight: expected [B, S] = {list(mask.shape)} and 0 outside mask, got {w}")
     return w
 
 
-def reweigh(exp: Experience, mask: Tensor, weight: Weight) -> Experience:
-    """`exp` with another mask and the weights that go with it. AssertionError for weights that are not [B, S]
-    or not 0 outside mask."""
+def reweigh(exp: Experience, mask: Tensor, weight: WeightFn) -> Experience:
+    """Replace the mask of a batch, and its weights accordingly.
+
+    AssertionError for weights that are not [B, S] or not 0 outside mask.
+    """
     return tree.replace(exp, mask=mask, w=_weigh(mask, weight))
 
 
 @torch.no_grad()
 def log_probs(apply: Apply, params: Any, exp: Experience) -> Tensor:
-    """[B, S]: log-probs of the model, 0 outside mask."""
+    """Log-probs of the model [B, S], 0 outside mask."""
     packs = whole(exp)
     return packing.unpack([apply(params, p).logp for p in packs], packs, exp.tokens)

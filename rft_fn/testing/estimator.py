@@ -1,11 +1,15 @@
-"""Estimators against what they estimate: by enumeration of a tiny vocabulary, or by a change that must not
-matter."""
+"""Checks of estimators.
 
-from collections.abc import Callable, Sequence
+They use enumeration of a tiny vocabulary, or changes that must not matter.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rft_fn.reward_shaping import last_token
 from rft_fn.testing.cases import LENGTH, ROWS, normal, ragged, uniform
 from rft_fn.testing.run import gap
 
@@ -13,18 +17,43 @@ __all__ = [
     "check_deletion_invariance", "check_estimator_gradient", "check_group_estimator", "check_kl_gradient",
 ]  # fmt: skip
 
-Estimator = Callable[[Tensor], Tensor]  # reward [N, G] -> adv [N, G]
+
+class Estimator(Protocol):
+    """Estimates advantages from rewards alone."""
+
+    def __call__(self, reward: Tensor, /) -> Tensor:
+        """Advantages [N, G] from rewards [N, G]."""
+        ...
 
 
-def check_kl_gradient(
-    kl_fn: Callable[[Tensor, Tensor], Tensor], *, vocab: int = 5, seed: int = 0, atol: float = 1e-12
-) -> None:
-    """E_pi[grad kl_fn(logp, ref_logp)], by enumeration of a small vocabulary, is the gradient of KL(pi, ref).
+class Divergence(Protocol):
+    """Estimates a KL divergence per token."""
 
-    That is what `kl_fn` does as a loss term on samples of the policy. k1 gives 0, k3 that of KL(ref, pi).
+    def __call__(self, logp: Tensor, ref_logp: Tensor, /) -> Tensor:
+        """Estimates from log-probs of policy and reference, all [*]."""
+        ...
+
+
+class TimeEstimator(Protocol):
+    """Estimates advantages, and perhaps returns, over time."""
+
+    def __call__(
+        self, reward: Tensor, value: Tensor, discount: Tensor, /, *, mask: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """adv, or (adv, ret), all [B, S]."""
+        ...
+
+
+def check_kl_gradient(kl_fn: Divergence, *, vocab: int = 5, seed: int = 0, atol: float = 1e-12) -> None:
+    """Check that a KL estimator has the expected gradient.
+
+    It should be that of KL(pi, ref). This is E_pi[grad kl_fn(logp, ref_logp)], by enumeration of a small
+    vocabulary: the effect of `kl_fn` as a loss term on samples of the policy. k1 gives 0, k3 the gradient
+    of KL(ref, pi).
     """
     z = normal(seed, "policy", vocab).requires_grad_()
-    logp, ref = z.log_softmax(-1), normal(seed, "reference", vocab).log_softmax(-1)
+    logp = z.log_softmax(-1)
+    ref = normal(seed, "reference", vocab).log_softmax(-1)
     p = logp.exp()
     (want,) = torch.autograd.grad((p * (logp - ref)).sum(), z, retain_graph=True)
     (got,) = torch.autograd.grad((p.detach() * kl_fn(logp, ref)).sum(), z, materialize_grads=True)
@@ -46,28 +75,30 @@ def _assert_deleted(name: str, row: int, whole: Tensor, m: Tensor, short: Tensor
         )
 
 
-def check_deletion_invariance(
-    gae_fn: Callable[..., Tensor | tuple[Tensor, Tensor]], *, seed: int = 0, atol: float = 1e-12
-) -> None:
-    """`gae_fn(reward, value, discount, mask=mask) -> (adv, ret)`, all [B, S]: masked tokens (tool output,
-    padding) are passed over: deleting them first gives the same numbers on the others, and they get 0.
+def check_deletion_invariance(gae_fn: TimeEstimator, *, seed: int = 0, atol: float = 1e-12) -> None:
+    """Check that an estimator skips tokens outside mask.
 
-    An estimator that takes or gives less fits in by a lambda, e.g. `lambda reward, value, discount, *, mask:
+    Tool output and padding are such tokens. `gae_fn(reward, value, discount, mask=mask) -> (adv, ret)`, all
+    [B, S]: deleting such tokens first gives the same numbers on the others, and they get 0. A function of
+    fewer arguments or results fits in by a lambda, e.g. `lambda reward, value, discount, *, mask:
     reinforce_pp(reward, mask)`: one tensor [B, S] is read as adv. `discount` is 0 on the last token in mask
-    of each row and 0.9 elsewhere; rewards stand also where mask is False.
+    of each row and 0.9 elsewhere; there are rewards outside mask too.
     """
     mask, _ = ragged(seed)
-    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
-    data = [normal(seed, name, ROWS, LENGTH) for name in ("reward", "state value")]
-    data.append(torch.where(last, 0.0, 0.9).double())
+    reward = normal(seed, "reward", ROWS, LENGTH)
+    value = normal(seed, "state value", ROWS, LENGTH)
+    discount = torch.where(last_token(mask), 0.0, 0.9).double()
 
-    def estimate(args: list[Tensor], m: Tensor) -> tuple[Tensor, ...]:
-        found = gae_fn(*args, mask=m)
-        return (found,) if isinstance(found, Tensor) else found
+    def estimate(reward: Tensor, value: Tensor, discount: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        found = gae_fn(reward, value, discount, mask=mask)
+        if isinstance(found, Tensor):
+            return (found,)
+        return found
 
-    results = estimate(data, mask)
+    results = estimate(reward, value, discount, mask)
     for row, m in enumerate(mask):
-        short = estimate([x[row, m][None] for x in data], m[m][None])
+        # the row alone, as if its tokens outside mask had never been there
+        short = estimate(*(x[row, m][None] for x in (reward, value, discount, mask)))
         for name, whole, part in zip(("adv", "ret"), results, short):
             _assert_deleted(name, row, whole[row], m, part[0], atol)
 
@@ -78,20 +109,28 @@ def check_deletion_invariance(
 def _advantages(estimator: Estimator, reward: Tensor) -> Tensor:
     adv = estimator(reward)
     if adv.shape != reward.shape:
-        want, got = list(reward.shape), list(adv.shape)
-        raise AssertionError(f"estimator: expected one advantage a reward, [N, G] = {want}, got {got}")
+        want = list(reward.shape)
+        got = list(adv.shape)
+        raise AssertionError(f"estimator: expected one advantage per reward, [N, G] = {want}, got {got}")
     return adv
 
 
 def _rewards(seed: int, group: int) -> Tensor:
-    """[6, G]: three groups of normal numbers, three of 0 and 1 with both in each."""
+    """Rewards [6, G] of binary and continuous groups.
+
+    Three groups have normal numbers, three have 0 and 1 with both in each.
+    """
     binary = uniform(seed, f"binary rewards {group}", 0, 2, 3, group).double()
-    binary[:, 0], binary[:, -1] = 1, 0
+    binary[:, 0] = 1
+    binary[:, -1] = 0
     return torch.cat([normal(seed, f"rewards {group}", 3, group), binary])
 
 
 def _orders(group: int) -> list[Tensor]:
-    """The first two exchanged, and all moved on by one: every other permutation is a product of these."""
+    """Permutations that generate all others.
+
+    They exchange the first two, and shift all by one.
+    """
     order = torch.arange(group)
     return [torch.cat([order[:2].flip(0), order[2:]]), order.roll(1)]
 
@@ -111,7 +150,10 @@ def _assert_rows(varied: Sequence[str], reward: Tensor, want: Tensor, got: Tenso
 
 
 def _assert_flat(estimator: Estimator, group: int) -> None:
-    """0.1 is here because the mean of three of it is not 0.1."""
+    """Check that equal rewards give exactly 0.
+
+    Among them is 0.1, as the mean of three of it is not 0.1.
+    """
     for dtype in (torch.float64, torch.float32):
         for value in (0.0, 1.0, 0.1, 1 / 3, -2.3):
             adv = _advantages(estimator, torch.full((2, group), value, dtype=dtype))
@@ -131,26 +173,34 @@ def check_group_estimator(
     seed: int = 0,
     rtol: float = 1e-9,
 ) -> None:
-    """`estimator(reward [N, G]) -> [N, G]`: groups do not see each other, permuting the responses of a group
-    permutes its advantages, a constant added to all its rewards changes nothing, and equal rewards give
-    exactly 0.
+    """Check the invariances of a group estimator.
 
-    For groups of each size in `groups`. `shift=False` leaves out the constant (for estimators of passed and
-    failed, or without a baseline), `flat=False` the equal rewards. Says nothing of bias: that is
+    `estimator(reward [N, G]) -> [N, G]`. Groups do not see each other; permuting the responses of a group
+    permutes its advantages; a constant added to all its rewards changes nothing; equal rewards give exactly
+    0. The groups have each size in `groups`. `shift=False` leaves out the constant (for estimators of passed
+    and failed, or without a baseline), `flat=False` the equal rewards. Bias is not checked: see
     `check_estimator_gradient`. Data of a response other than its reward (a length) is not permuted with it.
     """
+    shifts = (10.0, -3.0) if shift else ()
     for group in groups:
         reward = _rewards(seed, group)
-        want, rows = _advantages(estimator, reward), range(len(reward))
+        want = _advantages(estimator, reward)
+        rows = range(len(reward))
+
+        # groups do not see each other
         alone = torch.cat([_advantages(estimator, r[None]) for r in reward])
         names = [f"group {i} alone instead of among {len(reward)} groups" for i in rows]
         _assert_rows(names, reward, want, alone, rtol)
+
+        # advantages move with their responses
         for order in _orders(group):
             moved = torch.empty_like(want)
             moved[:, order] = _advantages(estimator, reward[:, order])
             names = [f"responses of group {i} in the order {order.tolist()}" for i in rows]
             _assert_rows(names, reward, want, moved, rtol)
-        for constant in (10.0, -3.0) if shift else ():
+
+        # only differences between rewards count
+        for constant in shifts:
             names = [f"{constant:+g} on all rewards of group {i}" for i in rows]
             _assert_rows(names, reward, want, _advantages(estimator, reward + constant), rtol)
         if flat:
@@ -167,26 +217,33 @@ def check_estimator_gradient(
     seed: int = 0,
     atol: float = 1e-12,
 ) -> None:
-    """E[mean over a group of A grad log pi] is `factor` times the gradient of E[R], the policy gradient.
+    """Check the expected policy gradient of an estimator.
 
-    `estimator(reward [1, G]) -> A [1, G]`. By enumeration of the vocab^G groups of one-token responses to
-    each of `prompts` prompts, with a policy and rewards of their own. A baseline that a sample's own reward
-    is part of shrinks the gradient: the mean of the group (Dr. GRPO) by the factor (G - 1) / G, and a
-    division by the group's deviation bends it. The message has the cosine, and the norm over that of the
-    gradient times `factor`.
+    It should be `factor` times the gradient of E[R]. `estimator(reward [1, G]) -> A [1, G]` gives E[mean
+    over a group of A grad log pi], by enumeration of the vocab^G groups of one-token responses to each of
+    `prompts` prompts, which differ in policy and rewards. A baseline that includes the sample's reward
+    shrinks the gradient: the mean of the group (Dr. GRPO) by the factor (G - 1) / G, and a division by the
+    group's deviation bends it. The message has the cosine, and the norm relative to that of the gradient
+    times `factor`.
     """
     place = vocab ** torch.arange(group)
     action = torch.arange(vocab**group)[:, None] // place % vocab  # [vocab^G, G]
-    got, want = [], []
+    got = []
+    want = []
     for i in range(prompts):
         z = normal(seed, f"policy of prompt {i}", vocab).requires_grad_()
-        reward, logp = normal(seed, f"reward of prompt {i}", vocab), z.log_softmax(-1)
+        logp = z.log_softmax(-1)
+        reward = normal(seed, f"reward of prompt {i}", vocab)
+
+        # each group counts with its probability
         adv = torch.cat([_advantages(estimator, r[None]) for r in reward[action]])
         chance = logp[action].sum(-1, keepdim=True).exp()
         surrogate = (chance * adv).detach() * logp[action] / group
         want += torch.autograd.grad((logp.exp() * reward).sum() * factor, z, retain_graph=True)
         got += torch.autograd.grad(surrogate.sum(), z)
-    found, right = torch.cat(got), torch.cat(want)
+
+    found = torch.cat(got)
+    right = torch.cat(want)
     if not (found - right).abs().max() <= atol:
         raise AssertionError(
             f"the expected gradient over all {vocab**group} groups of {group} is not {factor:g} times that "

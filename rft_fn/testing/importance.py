@@ -1,7 +1,9 @@
-"""The bias of an importance correction, exactly: all sequences of a tiny vocabulary are the batch."""
+"""The exact bias of importance corrections.
 
-from collections.abc import Callable
-from typing import NamedTuple
+All sequences of a tiny vocabulary are the batch.
+"""
+
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -10,20 +12,32 @@ from rft_fn.testing.cases import normal
 
 __all__ = ["ImportanceBias", "check_importance_bias", "importance_bias"]
 
-Correction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (w, old_logp, logp, mask) -> w, all [B, S]
+
+class Correction(Protocol):
+    """Corrects token weights for samples of another policy."""
+
+    def __call__(self, w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, /) -> Tensor:
+        """New weights [B, S].
+
+        `old_logp` is the trainer's and `logp` the sampler's; all are [B, S].
+        """
+        ...
 
 
 class ImportanceBias(NamedTuple):
-    """What a correction makes of the policy gradient."""
+    """The effect of a correction on the policy gradient."""
 
     bias: float  # |E[estimate] - gradient| / |gradient|
     cosine: float  # between E[estimate] and the gradient
     norm_ratio: float  # |E[estimate]| / |gradient|
-    variance: float  # trace of the covariance of one sample's estimate, over that of an on-policy sample
+    variance: float  # trace of one sample's covariance, relative to an on-policy sample
 
 
 class _World(NamedTuple):
-    """All sequences x [B, S] of a vocabulary, two policies over them, a reward for each."""
+    """All sequences x [B, S], under two policies.
+
+    Each sequence has a reward.
+    """
 
     theta: Tensor  # [prefixes, V] the trainer's logits after each prefix
     old_logp: Tensor  # [B, S] log p(x_t | x_<t), differentiable in theta
@@ -35,14 +49,20 @@ class _World(NamedTuple):
 def _world(length: int, vocab: int, seed: int, gap: float) -> _World:
     if length < 1 or vocab < 2:
         raise ValueError(f"length, vocab: expected >= 1 and >= 2, got {length} and {vocab}")
-    number, place = torch.arange(vocab**length)[:, None], vocab ** torch.arange(length).flip(0)
+
+    # sequences are numbers in base `vocab`, and so are prefixes, counted after all shorter ones
+    number = torch.arange(vocab**length)[:, None]
+    place = vocab ** torch.arange(length).flip(0)
     tokens = number // place % vocab
-    shorter = (vocab ** torch.arange(length) - 1) // (vocab - 1)  # how many prefixes are shorter than t
+    shorter = (vocab ** torch.arange(length) - 1) // (vocab - 1)
     prefix = shorter + number // (place * vocab)
+
+    # a tabular policy: logits for each prefix
     table = (int(prefix.max()) + 1, vocab)
     theta = normal(seed, "trainer", *table).requires_grad_()
     sampler = (theta.detach() + gap * normal(seed, "sampler", *table)).log_softmax(-1)
     trainer = theta.log_softmax(-1)
+
     p = trainer.detach().exp()
     size = 1 - 2 * p + p.square().sum(-1, keepdim=True)  # |onehot(a) - p|^2 for each a
     reward = normal(seed, "reward of the sequence", vocab**length)
@@ -50,34 +70,39 @@ def _world(length: int, vocab: int, seed: int, gap: float) -> _World:
 
 
 def _corrected(correct: Correction, world: _World) -> Tensor:
-    """[B, S]: what `correct` makes of w = 1. It must not depend on which other rows share the batch: this
-    batch is an enumeration, and no sample of q."""
+    """The corrected weights [B, S] of w = 1.
+
+    AssertionError if they depend on which rows share the batch, because this one is an enumeration and no
+    sample of q.
+    """
     old_logp = world.old_logp.detach()
     mask = torch.ones_like(world.logp, dtype=torch.bool)
-
-    def ask(rows: list[Tensor]) -> Tensor:
-        return correct(torch.ones_like(rows[0]), *rows)
-
-    w = ask([old_logp, world.logp, mask])
+    one = torch.ones_like(old_logp)
+    w = correct(one, old_logp, world.logp, mask)
     if w.shape != mask.shape:
         raise AssertionError(f"correct: expected w [B, S] = {list(mask.shape)}, got {list(w.shape)}")
-    half = ask([x[::2] for x in (old_logp, world.logp, mask)])
+
+    # half of the rows tell whether the others matter
+    half = correct(one[::2], old_logp[::2], world.logp[::2], mask[::2])
     if not torch.allclose(half, w[::2], rtol=1e-9, atol=1e-12, equal_nan=True):
         change = (half - w[::2]).abs().max()
         raise AssertionError(
             f"correct: with every other sequence left out the weights of the others changed by {change:.2g}; "
-            "an enumeration has the bias only of what looks at one row at a time"
+            "an enumeration has the bias only of functions of one row at a time"
         )
     return w.detach()
 
 
 def _estimate(world: _World, chance: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean [P], trace of the covariance []) of sum_t w_t R grad log p(x_t | x_<t) for x drawn by `chance`
-    [B]."""
+    """(mean [P], variance []) of one sample's gradient estimate.
+
+    The variance is the trace of the covariance. The estimate is sum_t w_t R grad log p(x_t | x_<t), for x
+    drawn with probability `chance` [B].
+    """
     term = w * world.reward[:, None]
     total = (chance[:, None] * term * world.old_logp).sum()
     (mean,) = torch.autograd.grad(total, world.theta, retain_graph=True)
-    # each t has parameters of its own, so squares add up
+    # no two positions share parameters, so squares add up
     square = (chance * (term.square() * world.size).sum(-1)).sum()
     return mean.flatten(), square - mean.square().sum()
 
@@ -85,27 +110,35 @@ def _estimate(world: _World, chance: Tensor, w: Tensor) -> tuple[Tensor, Tensor]
 def importance_bias(
     correct: Correction, *, length: int = 3, vocab: int = 3, seed: int = 0, gap: float = 1.0
 ) -> ImportanceBias:
-    """The bias and variance of a correction for samples of another policy, by enumeration and so exact.
+    """The exact bias and variance of a correction.
 
-    A sampler q and a trainer p, tabular and autoregressive, over all vocab^length sequences, with a random
-    reward R for each. The gradient is that of E_p[R] in the logits of p; the estimate of one x ~ q is
+    The samples are of another policy. A sampler q and a trainer p, tabular and autoregressive, are
+    enumerated over all vocab^length sequences, with a random reward R for each. The gradient is that of
+    E_p[R] in the logits of p; the estimate of one x ~ q is
 
         sum_t w_t R(x) grad log p(x_t | x_<t),    w = correct(w=1, old_logp=log p, logp=log q, mask)
 
-    all [B, S] with mask True. `gap` [nats] is the deviation of the sampler's logits from the trainer's; at 0
-    every correction is unbiased. A function of other arguments fits in by a lambda: `lambda w, old_logp,
+    all [B, S] with mask True. `gap` [nats] is the deviation of the sampler's logits from the trainer's; at
+    0 every correction is unbiased. A function of other arguments fits in by a lambda: `lambda w, old_logp,
     logp, mask: weight.truncated_is(w, old_logp, logp)`. ValueError for length < 1 or vocab < 2,
-    AssertionError for weights of another shape, or that depend on the other rows (normalised over the batch).
+    AssertionError for weights of another shape, or that depend on the other rows (normalised over the
+    batch).
     """
     world = _world(length, vocab, seed, gap)
-    p, q = world.old_logp.sum(-1).exp(), world.logp.sum(-1).exp()
-    (want,) = torch.autograd.grad((p * world.reward).sum(), world.theta, retain_graph=True)
-    want, w = want.flatten(), _corrected(correct, world)
+    p = world.old_logp.sum(-1).exp()
+    q = world.logp.sum(-1).exp()
+    (gradient,) = torch.autograd.grad((p * world.reward).sum(), world.theta, retain_graph=True)
+    want = gradient.flatten()
+
+    w = _corrected(correct, world)
     mean, variance = _estimate(world, q, w)
     _, on_policy = _estimate(world, p.detach(), torch.ones_like(w))
-    cosine = torch.nn.functional.cosine_similarity(mean, want, dim=0)
-    ratios = (mean - want).norm() / want.norm(), cosine, mean.norm() / want.norm(), variance / on_policy
-    return ImportanceBias(*(float(x) for x in ratios))
+    return ImportanceBias(
+        bias=float((mean - want).norm() / want.norm()),
+        cosine=float(torch.nn.functional.cosine_similarity(mean, want, dim=0)),
+        norm_ratio=float(mean.norm() / want.norm()),
+        variance=float(variance / on_policy),
+    )
 
 
 def check_importance_bias(
@@ -117,13 +150,13 @@ def check_importance_bias(
     gap: float = 1.0,
     atol: float = 1e-12,
 ) -> None:
-    """`correct(w, old_logp, logp, mask) -> w` leaves the expected policy gradient as it is: `importance_bias`
-    is at most `atol`.
+    """Check that a correction is unbiased, to `atol`.
 
-    The ratio of the whole sequence passes. The ratio of each token alone does not (it leaves out the prefix
-    that q chose and the rest that the reward is for) unless length = 1; truncating or masking a ratio does
-    not, where a ratio goes beyond the limit: with `gap` = 1 those of sequences of 3 span about 0.3 to 48. A
-    larger `atol` is a bound on the bias that one accepts.
+    It should leave the expected policy gradient as it is. The `importance_bias` of `correct(w, old_logp,
+    logp, mask) -> w` must be at most `atol`; a larger one accepts a bias. The ratio of the whole sequence
+    passes. The ratio of each token alone fails unless length = 1: it leaves out the prefix that q chose and
+    the rest that the reward depends on. Truncating or masking a ratio fails if a ratio exceeds the limit:
+    with `gap` = 1 those of sequences of 3 span about 0.3 to 48.
     """
     b = importance_bias(correct, length=length, vocab=vocab, seed=seed, gap=gap)
     if not b.bias <= atol:

@@ -1,4 +1,4 @@
-"""What must change nothing: how the batch is cut, padded, packed and ordered."""
+"""Checks of invariance to cutting, padding, packing and order."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,7 @@ from rft_fn.testing.cases import (
     ROWS,
     VOCAB,
     Case,
-    Extra,
-    Weight,
+    ExtraFn,
     by_unit,
     case,
     reweigh,
@@ -21,7 +20,7 @@ from rft_fn.testing.cases import (
     whole,
 )
 from rft_fn.testing.run import assert_same, run, token_losses
-from rft_fn.types import Experience, LossFn, Packed
+from rft_fn.types import Experience, LossFn, Packed, WeightFn
 from rft_fn.weight import token_mean
 
 __all__ = [
@@ -31,21 +30,33 @@ __all__ = [
 
 
 def _order(seed: int, unit: int, *name: str | int) -> Tensor:
-    """[ROWS / unit, unit]: the rows of each unit, units in an order drawn by `name`."""
+    """Rows of each unit, in random order, [ROWS / unit, unit].
+
+    The order of the units is drawn by `name`.
+    """
     rows = torch.arange(ROWS).view(-1, unit)
     return rows[torch.randperm(len(rows), generator=rng.generator(rng.fold_in(seed, *name)))]
 
 
 def _cuts(exp: Experience, seed: int, unit: int) -> dict[str, list[Packed]]:
-    """Names -> packs of the same rows, cut in every way that a run may cut them."""
-    one = "one row" if unit == 1 else f"one unit of {unit} rows"
-    cuts = {f"{one} a micro-batch": by_unit(exp, unit)}
+    """Name -> packs of the same rows, cut differently.
+
+    There is one entry for every way in which a run may cut them.
+    """
+    one = "one row"
+    if unit > 1:
+        one = f"one unit of {unit} rows"
+    cuts = {f"{one} per micro-batch": by_unit(exp, unit)}
+
+    # by micro-batches and minibatches
     order = _order(seed, unit, "cut")
     for n in (2, 3):
         parts = [order[i::n].flatten().sort().values.tolist() for i in range(n)]
         cuts[f"{n} random micro-batches"] = [packing.pack(exp, rows, unit=unit) for rows in parts]
         small = packing.minibatches(exp, n, rng.fold_in(seed, n), unit=unit)
         cuts[f"{n} minibatches that keep their w"] = [p for part in small for p in whole(part, unit)]
+
+    # by packs and ranks, more of these than packs too
     for budget in (unit * LENGTH, 2 * unit * LENGTH, ROWS * LENGTH):
         for world in (1, 2, 5):
             shards = packing.shard(exp, budget, world, unit=unit)
@@ -56,13 +67,16 @@ def _cuts(exp: Experience, seed: int, unit: int) -> dict[str, list[Packed]]:
 def check_partition_invariance(
     loss_fn: LossFn,
     *,
-    weight: Weight = token_mean,
-    extra: Extra | None = None,
+    weight: WeightFn = token_mean,
+    extra: ExtraFn | None = None,
     seed: int = 0,
     unit: int = 1,
     rtol: float = 1e-12,
 ) -> None:
-    """Every cut of the batch (micro-batches, packs, ranks, minibatches) has one total, gradient, metrics."""
+    """Check that no cut of the batch changes the results.
+
+    The cuts are into micro-batches, packs, ranks and minibatches.
+    """
     apply, params, exp = case(seed, weight=weight, extra=extra)
     want = run(loss_fn, apply, params, whole(exp, unit))
     for name, packs in _cuts(exp, seed, unit).items():
@@ -70,14 +84,21 @@ def check_partition_invariance(
 
 
 def _spoil(x: Tensor, mask: Tensor) -> Tensor:
-    """x [B, S, ...] with NaN outside mask, or 1 where its type has none."""
+    """x [B, S, ...] with NaN outside mask.
+
+    Types without NaN get 1 there.
+    """
     outside = ~mask.view(*mask.shape, *[1] * (x.dim() - 2))
-    garbage = torch.nan if x.is_floating_point() else 1
-    return x.masked_fill(outside, garbage)
+    if x.is_floating_point():
+        return x.masked_fill(outside, torch.nan)
+    return x.masked_fill(outside, 1)
 
 
-def _widen(exp: Experience, columns: int, weight: Weight, seed: int) -> Experience:
-    """`exp` with more columns, garbage tokens in its padding and NaN in every field outside mask."""
+def _widen(exp: Experience, columns: int, weight: WeightFn, seed: int) -> Experience:
+    """Add garbage to a batch.
+
+    It gets more columns, random tokens in the padding, and NaN in every field outside mask.
+    """
 
     def wide(x: Tensor) -> Tensor:
         return torch.cat([x, x.new_zeros(ROWS, columns, *x.shape[2:])], 1)
@@ -92,7 +113,10 @@ def _widen(exp: Experience, columns: int, weight: Weight, seed: int) -> Experien
 
 
 def _tail(b: Packed, count: int) -> Packed:
-    """`b` with one more unit of sequences, of masked tokens, as packs of a fixed size have it."""
+    """Add a unit of masked sequences to a pack.
+
+    Packs of a fixed size have one.
+    """
     longer = tree.map(lambda x: torch.cat([x, x.new_zeros(count, *x.shape[1:])]), b)
     seq = torch.cat([b.seq, torch.full((count,), b.num_seqs)])
     return tree.replace(longer, seq=seq, pos=packing.reset_position_ids(seq), num_seqs=b.num_seqs + b.unit)
@@ -101,13 +125,16 @@ def _tail(b: Packed, count: int) -> Packed:
 def check_padding_invariance(
     loss_fn: LossFn,
     *,
-    weight: Weight = token_mean,
-    extra: Extra | None = None,
+    weight: WeightFn = token_mean,
+    extra: ExtraFn | None = None,
     seed: int = 0,
     unit: int = 1,
     rtol: float = 1e-12,
 ) -> None:
-    """Padding, NaN in every field outside mask, and masked tokens at the end of packs change nothing."""
+    """Check that padding changes nothing.
+
+    Nor do NaN in every field outside mask, and masked tokens at the end of packs.
+    """
     apply, params, exp = case(seed, weight=weight, extra=extra)
     packs = whole(exp, unit)
     want = run(loss_fn, apply, params, packs)
@@ -120,7 +147,7 @@ def check_padding_invariance(
 
 @torch.no_grad()
 def _table(loss_fn: LossFn, c: Case, packs: Sequence[Packed]) -> Tensor:
-    """[B, S]: the loss of each token in mask."""
+    """The loss of each token in mask, [B, S]."""
     x = [torch.where(p.mask, token_losses(loss_fn, c.apply(c.params, p), p)[0], 0) for p in packs]
     return packing.unpack(x, packs, c.exp.tokens)
 
@@ -128,20 +155,25 @@ def _table(loss_fn: LossFn, c: Case, packs: Sequence[Packed]) -> Tensor:
 def check_packing_invariance(
     loss_fn: LossFn,
     *,
-    weight: Weight = token_mean,
-    extra: Extra | None = None,
+    weight: WeightFn = token_mean,
+    extra: ExtraFn | None = None,
     seed: int = 0,
     unit: int = 1,
     rtol: float = 1e-12,
 ) -> None:
-    """A token's loss is the same whatever shares its pack, in any order: sequences do not see each other."""
+    """Check that sequences of a pack do not interact.
+
+    The loss of a token must not depend on the other sequences of its pack.
+    """
     c = case(seed, weight=weight, extra=extra)
     alone = _table(loss_fn, c, by_unit(c.exp, unit))
     backwards = torch.arange(ROWS).view(-1, unit).flip(0).flatten().tolist()
     ways = {"all rows in one pack": whole(c.exp, unit)}
     ways["all rows backwards in one pack"] = [packing.pack(c.exp, backwards, unit=unit)]
-    sizes = (unit * LENGTH, 3 * unit * LENGTH)
-    ways |= {f"packs of {n} tokens": packing.shard(c.exp, n, unit=unit)[0] for n in sizes}
+    for n in (unit * LENGTH, 3 * unit * LENGTH):
+        ways[f"packs of {n} tokens"] = packing.shard(c.exp, n, unit=unit)[0]
+
+    # per token, so that the message names the row that sees its neighbour
     for name, packs in ways.items():
         error = (_table(loss_fn, c, packs) - alone).abs()
         row, at = divmod(int(error.nan_to_num(nan=torch.inf).argmax()), LENGTH)
@@ -155,13 +187,16 @@ def check_packing_invariance(
 def check_permutation_invariance(
     loss_fn: LossFn,
     *,
-    weight: Weight = token_mean,
-    extra: Extra | None = None,
+    weight: WeightFn = token_mean,
+    extra: ExtraFn | None = None,
     seed: int = 0,
     unit: int = 1,
     rtol: float = 1e-12,
 ) -> None:
-    """The order of the rows of the batch changes neither the total nor the gradient."""
+    """Check that the order of rows changes nothing.
+
+    The total and the gradient stay the same.
+    """
     apply, params, exp = case(seed, weight=weight, extra=extra)
     want = run(loss_fn, apply, params, whole(exp, unit))
     for n in range(3):

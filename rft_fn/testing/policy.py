@@ -1,4 +1,7 @@
-"""What a policy loss is at logp == old_logp, and that no log-ratio and no empty row breaks it."""
+"""Checks of policy losses.
+
+They are of the gradient on-policy, and of finite values at any log-ratio.
+"""
 
 from typing import Any
 
@@ -6,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rft_fn import packing, tree
-from rft_fn.testing.cases import ROWS, Case, Extra, Weight, case, log_probs, normal, reweigh, whole
+from rft_fn.testing.cases import ROWS, Case, ExtraFn, case, log_probs, normal, reweigh, whole
 from rft_fn.testing.run import Run, flat, gap, run
-from rft_fn.types import Apply, Experience, LossFn, Packed, TokenOut
+from rft_fn.types import Apply, Experience, LossFn, Packed, TokenOut, WeightFn
 from rft_fn.weight import token_mean
 
 __all__ = ["check_finite", "check_on_policy_identity"]
@@ -17,15 +20,16 @@ __all__ = ["check_finite", "check_on_policy_identity"]
 def check_on_policy_identity(
     loss_fn: LossFn,
     *,
-    weight: Weight = token_mean,
-    extra: Extra | None = None,
+    weight: WeightFn = token_mean,
+    extra: ExtraFn | None = None,
     seed: int = 0,
     per_sequence: bool = False,
     rtol: float = 1e-12,
 ) -> None:
-    """At logp == old_logp the gradient is that of -adv logp. For policy losses without a KL or entropy term.
+    """Check the gradient of a policy loss on-policy.
 
-    `per_sequence`: one advantage for all tokens of a row, for losses with one ratio a sequence (GSPO).
+    At logp == old_logp it is that of -adv logp. The loss must have no KL or entropy term. `per_sequence`
+    gives all tokens of a row one advantage, for losses with one ratio per sequence (GSPO).
     """
     apply, params, exp = case(seed, weight=weight, extra=extra)
     adv = exp.adv
@@ -38,14 +42,23 @@ def check_on_policy_identity(
         raise AssertionError(f"logp == old_logp: the gradient is not that of -adv * logp: {gap(got, want)}")
 
 
-def _cast(x: Any, dtype: torch.dtype) -> Any:
-    return tree.map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, x)
+def _as_type(x: Any, dtype: torch.dtype) -> Any:
+    """Convert the floating point leaves of a tree."""
+
+    def convert(leaf: Tensor) -> Tensor:
+        return leaf.to(dtype) if leaf.is_floating_point() else leaf
+
+    return tree.map(convert, x)
 
 
 def _apart(c: Case, logp: Tensor, shift: Tensor) -> tuple[Apply, Experience]:
-    """Log-ratios of `shift` [B, S] nats to old and reference. The smaller probability shrinks: none exceeds
-    1. `logp` [B, S] is the model's own."""
-    far, lower = logp - shift.clamp(min=0), shift.clamp(max=0)
+    """Shift log-ratios to old and reference policy.
+
+    They become `shift` [B, S] nats. The smaller probability shrinks, so that none exceeds 1. `logp` [B, S]
+    has the model's log-probs.
+    """
+    far = logp - shift.clamp(min=0)
+    lower = shift.clamp(max=0)
 
     def apply(params: Any, b: Packed) -> TokenOut:
         out = c.apply(params, b)
@@ -56,11 +69,14 @@ def _apart(c: Case, logp: Tensor, shift: Tensor) -> tuple[Apply, Experience]:
 
 
 def _shifts(mask: Tensor) -> dict[str, Tensor]:
-    """Names -> log-ratios [B, S]: of all tokens, and of the one in the middle of each row."""
+    """Name -> log-ratios [B, S] in nats.
+
+    They are of all tokens, or of the one in the middle of each row.
+    """
     count = mask.cumsum(-1)
     middle = mask & (count == (count[:, -1:] + 1) // 2)
     found = {f"log-ratio {s:+g}": s * mask.double() for s in (0.0, 50.0, -50.0)}
-    return found | {f"log-ratio {s:+g} of one token a row": s * middle.double() for s in (50.0, -50.0)}
+    return found | {f"log-ratio {s:+g} of one token per row": s * middle.double() for s in (50.0, -50.0)}
 
 
 def _assert_finite(varied: str, found: Run) -> None:
@@ -74,7 +90,8 @@ def _assert_finite(varied: str, found: Run) -> None:
         raise AssertionError(f"{varied}: {'; '.join(bad)}")
 
 
-def _silent(exp: Experience, weight: Weight, unit: int) -> dict[str, list[Packed]]:
+def _masked(exp: Experience, weight: WeightFn, unit: int) -> dict[str, list[Packed]]:
+    """Name -> packs without a token in mask."""
     nothing = reweigh(exp, torch.zeros_like(exp.mask), weight)
     rows = [packing.pack(nothing, range(2 * unit), unit=unit)]
     packs = {"masked rows": rows, "a batch of masked rows": whole(nothing, unit)}
@@ -84,21 +101,24 @@ def _silent(exp: Experience, weight: Weight, unit: int) -> dict[str, list[Packed
 def check_finite(
     loss_fn: LossFn,
     *,
-    weight: Weight = token_mean,
-    extra: Extra | None = None,
+    weight: WeightFn = token_mean,
+    extra: ExtraFn | None = None,
     seed: int = 0,
     unit: int = 1,
 ) -> None:
-    """Finite value and gradient in float64 and float32 at log-ratios of 0 and +-50, of all tokens and of one
-    token among others at 0; exactly 0 for masked rows and empty packs."""
+    """Check that value and gradient are always finite.
+
+    They are evaluated in float64 and float32, at log-ratios of 0 and +-50, of all tokens and of one token
+    among others at 0. Masked rows and empty packs give exactly 0.
+    """
     c = case(seed, weight=weight, extra=extra)
     logp = log_probs(c.apply, c.params, c.exp)
     for name, shift in _shifts(c.exp.mask).items():
         apply, exp = _apart(c, logp, shift)
         for dtype in (torch.float64, torch.float32):
-            found = run(loss_fn, apply, _cast(c.params, dtype), whole(_cast(exp, dtype), unit))
+            found = run(loss_fn, apply, _as_type(c.params, dtype), whole(_as_type(exp, dtype), unit))
             _assert_finite(f"{name} in {dtype}", found)
-    for name, packs in _silent(c.exp, weight, unit).items():
+    for name, packs in _masked(c.exp, weight, unit).items():
         found = run(loss_fn, c.apply, c.params, packs)
         _assert_finite(name, found)
         top = flat(found.grads).abs().max()

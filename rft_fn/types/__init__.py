@@ -1,9 +1,10 @@
-"""The records that every part of the project speaks in, and the signatures of the functions in them.
+"""The records of the project, and their functions' signatures.
 
-Dimensions: N prompts, G samples a prompt, B = N G sequences, S padded length, T tokens of a pack, K sequences
-of a pack, V vocabulary, D width. `mask` is bool and never a weight; `w` is float and never a mask.
+Dimensions: N prompts, G samples per prompt, B = N G sequences, S padded length, T tokens and K sequences of
+a pack, V vocabulary, D width. `mask` is bool and never a weight; `w` is float and never a mask.
 """
 
+from rft_fn.types.algorithm import AdvantageFn, CriticAdvantageFn, WeightFn
 from rft_fn.types.batch import Experience, Media, Packed, Rollout, TokenOut, experience
 from rft_fn.types.engine import Engine
 from rft_fn.types.sampling import Sampling
@@ -11,6 +12,6 @@ from rft_fn.types.strategy import Apply, LossFn, Strategy
 from rft_fn.types.training import TrainState, Transform
 
 __all__ = [
-    "Apply", "Engine", "Experience", "LossFn", "Media", "Packed", "Rollout", "Sampling", "Strategy",
-    "TokenOut", "TrainState", "Transform", "experience",
+    "AdvantageFn", "Apply", "CriticAdvantageFn", "Engine", "Experience", "LossFn", "Media", "Packed",
+    "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState", "Transform", "WeightFn", "experience",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
-"""A batch on its way: what an engine returns, what is learned from it, and one micro-batch."""
+"""The stages of a batch: sampled, scored, and packed into micro-batches."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,27 +12,54 @@ __all__ = ["Experience", "Media", "Packed", "Rollout", "TokenOut", "experience"]
 
 @tree.struct
 class Media:
-    """Ragged tensors of one modality batch, by the processor's own names, concatenated along dim 0."""
+    """Ragged tensors of one modality batch.
+
+    Tensors have the processor's names, and are concatenated along dim 0.
+    """
 
     tensors: dict[str, Tensor]  # e.g. pixel_values [rows, ...], image_grid_thw [images, 3]
-    rows: dict[str, Tensor]  # name -> [B] i64: how many rows of it each sequence owns
+    rows: dict[str, Tensor]  # name -> [B] i64: the number of rows of it that each sequence owns
 
-    def take(self, index: list[int]) -> "Media":
+    def take(self, index: Sequence[int]) -> "Media":
         """The media of the sequences `index`, in that order."""
-        out = {}
+        index = list(index)
+        tensors = {}
         for name, x in self.tensors.items():
             parts = x.split(self.rows[name].tolist())
-            out[name] = torch.cat([parts[i] for i in index]) if index else x[:0]
-        return Media(tensors=out, rows={name: r[index] for name, r in self.rows.items()})
+            tensors[name] = torch.cat([x[:0], *(parts[i] for i in index)])
+        return Media(tensors=tensors, rows={name: count[index] for name, count in self.rows.items()})
+
+    @staticmethod
+    def concat(parts: Sequence["Media | None"], counts: Sequence[int]) -> "Media | None":
+        """Join the media of several batches.
+
+        `counts` are their numbers of sequences. The result is None if no batch has media. A batch that is
+        None, or has no tensor of some name, has no rows of that name.
+        """
+        present = [part for part in parts if part is not None]
+        if not present:
+            return None
+        names = dict.fromkeys(name for part in present for name in part.tensors)
+        tensors = {name: torch.cat([m.tensors[name] for m in present if name in m.tensors]) for name in names}
+
+        # every sequence has a count of every name, also those of batches without it
+        rows: dict[str, list[Tensor]] = {name: [] for name in names}
+        for part, count in zip(parts, counts, strict=True):
+            owned = {}
+            if part is not None:
+                owned = part.rows
+            for name in names:
+                rows[name].append(owned.get(name, torch.zeros(count, dtype=torch.long)))
+        return Media(tensors=tensors, rows={name: torch.cat(each) for name, each in rows.items()})
 
 
 @tree.struct
 class Rollout:
-    """What an engine returns: right-padded and token-aligned (`logp[b, s]` scores `tokens[b, s]`)."""
+    """Sampled responses, right-padded and token-aligned: `logp[b, s]` scores `tokens[b, s]`."""
 
     tokens: Tensor  # [B, S] i64
     mask: Tensor  # [B, S] bool, True where the policy sampled
-    logp: Tensor  # [B, S] f32, the sampler's own, 0 outside mask
+    logp: Tensor  # [B, S] f32, by the sampler, 0 outside mask
     length: Tensor  # [B] i64, tokens of prompt and response
     truncated: Tensor  # [B] bool, ended by max_new and not by a stop token
     group: Tensor  # [B] i64, which prompt
@@ -42,7 +69,7 @@ class Rollout:
 
 @tree.struct
 class Experience:
-    """A scored rollout, still token-aligned: what the packer cuts."""
+    """A scored rollout, still token-aligned, ready to be packed."""
 
     tokens: Tensor  # [B, S] i64
     mask: Tensor  # [B, S] bool
@@ -59,7 +86,10 @@ class Experience:
 
 @tree.struct
 class Packed:
-    """One micro-batch, flat and label-aligned: everything at t is about `target[t]`; 0 outside mask."""
+    """One micro-batch, flat and label-aligned.
+
+    Everything at t is about `target[t]`. Fields other than tokens, target, pos and seq are 0 outside mask.
+    """
 
     tokens: Tensor  # [T] i64, the inputs
     target: Tensor  # [T] i64, the token after each input
@@ -87,9 +117,9 @@ class TokenOut:
     logp: Tensor  # [T]
     entropy: Tensor | None = None  # [T] nats
     value: Tensor | None = None  # [T]
-    aux: Tensor | None = None  # [T] of a mixture of experts: 1 where its sequence uses all of them evenly
-    expert_share: Tensor | None = None  # [T] largest share that an expert has of the choices of its sequence
-    words_logp: Tensor | None = None  # [T, K], of the words `extra["words"]` [T, K] where a pack has them
+    aux: Tensor | None = None  # [T] balance of a mixture of experts: 1 if its sequence uses all evenly
+    expert_share: Tensor | None = None  # [T] largest share of one expert in the choices of its sequence
+    words_logp: Tensor | None = None  # [T, K] of the words `extra["words"]` [T, K], if given
 
 
 def experience(
@@ -103,34 +133,40 @@ def experience(
     ret: Tensor | None = None,
     extra: dict[str, Tensor] | None = None,
 ) -> Experience:
-    """A rollout with advantages and weights [B, S]. `old_logp` is the sampler's own unless another is given.
+    """Join a rollout with its advantages and weights [B, S].
 
-    `adv` may be [B, 1] or [B]: it is spread over the mask. `extra` holds data [B, S, ...] of your own: it
-    moves with its tokens and comes to the loss as `b.extra[name]` [T, ...]. ValueError when a shape
-    disagrees, with the field's name.
+    `old_logp` defaults to the sampler's log-probs. `adv` may also be [B, 1] or [B], one advantage per
+    response. `extra` maps names to per-token data [B, S, ...] for a custom loss, which finds it as
+    `b.extra[name]` [T, ...]. ValueError names the field whose shape disagrees.
     """
-    adv = adv.unsqueeze(-1) if adv.dim() == 1 else adv
+    if old_logp is None:
+        old_logp = rollout.logp
+
+    # an advantage per response holds for each of its tokens
+    if adv.dim() == 1:
+        adv = adv.unsqueeze(-1)
     if adv.dim() == 2 and adv.shape[-1] == 1:
         adv = adv.expand(-1, rollout.tokens.shape[-1])
-    check.shapes(tokens=(rollout.tokens, "B S"), adv=(adv, "B S"))
-    adv = torch.where(rollout.mask, adv.to(w.dtype), 0)
-    old_logp = rollout.logp if old_logp is None else old_logp
-    fields = {
-        "adv": adv,
-        "w": w,
-        "old_logp": old_logp,
-        "ref_logp": ref_logp,
-        "old_value": old_value,
-        "ret": ret,
-    }
-    spec: dict[str, Any] = {"tokens": (rollout.tokens, "B S")} | {k: (v, "B S") for k, v in fields.items()}
-    spec |= {f"extra[{k!r}]": (v[(...,) + (0,) * (v.dim() - 2)], "B S") for k, v in (extra or {}).items()}
+
+    # a wrong shape found here has a name; inside the loss it would only be a size
+    spec = {"tokens": (rollout.tokens, "B S"), "adv": (adv, "B S"), "w": (w, "B S")}
+    spec |= {"old_logp": (old_logp, "B S"), "ref_logp": (ref_logp, "B S")}
+    spec |= {"old_value": (old_value, "B S"), "ret": (ret, "B S")}
+    for name, x in (extra or {}).items():
+        per_token = x[(...,) + (0,) * (x.dim() - 2)]
+        spec[f"extra[{name!r}]"] = (per_token, "B S")
     check.shapes(**spec)
+
     return Experience(
         tokens=rollout.tokens,
         mask=rollout.mask,
         length=rollout.length,
-        media=rollout.media,
+        old_logp=old_logp,
+        adv=torch.where(rollout.mask, adv.to(w.dtype), 0),
+        w=w,
+        ref_logp=ref_logp,
+        old_value=old_value,
+        ret=ret,
         extra=extra,
-        **fields,  # type: ignore[arg-type]
+        media=rollout.media,
     )

@@ -10,9 +10,12 @@ __all__ = ["Sampling"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. One object for the engine and for the trainer, so that log-probs are of the
-    distribution that was sampled from: logits / temperature, then the top_k largest, then the smallest set
-    with mass top_p, renormalised."""
+    """The distribution that tokens are drawn from.
+
+    Logits / temperature, then the top_k largest, then the smallest set with mass top_p, renormalised. The
+    engine and the trainer share one object, so that log-probs are of the distribution that was sampled
+    from.
+    """
 
     temperature: AtLeast0 = 1.0  # 0 is greedy
     top_p: PositiveShare = 1.0
@@ -27,4 +30,5 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
+        """Whether top_p or top_k leave out any token."""
         return self.top_p < 1 or self.top_k > 0

@@ -1,4 +1,4 @@
-"""The state of training, and the transformation of gradients that moves it."""
+"""The state of training, and the gradient transformations that update it."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,10 @@ class TransformInit(Protocol):
     """Makes the state of a transform."""
 
     def __call__(self, params: Any, /) -> Any:
-        """The state before the first update, a tree of tensors on the devices of `params`."""
+        """The state before the first update.
+
+        It is a tree of tensors on the devices of `params`.
+        """
         ...
 
 
@@ -20,19 +23,23 @@ class TransformUpdate(Protocol):
     """One step of a transform."""
 
     def __call__(self, grads: Any, state: Any, params: Any, /) -> tuple[Any, Any]:
-        """(updates, state): what to add to `params`, by the same names, and the state one step on.
+        """(updates, state one step on).
 
-        `grads` and `state` are donated: both may be changed in place. `params` are only read.
+        The updates are to be added to `params`, by the same names. `grads` and `state` are donated: both
+        may be changed in place. `params` are only read.
         """
         ...
 
 
 class Transform(NamedTuple):
-    """A transformation of gradients as a value: a pair of functions and a description (as in optax)."""
+    """A gradient transformation as a value.
+
+    It is a pair of functions and a description, as in optax.
+    """
 
     init: TransformInit
     update: TransformUpdate
-    spec: Mapping[str, Any]  # plain data: what a backend with an optimizer of its own lowers
+    spec: Mapping[str, Any]  # plain data, for backends that bring their optimizer along
 
 
 @tree.struct
@@ -42,6 +49,6 @@ class TrainState:
     params: Any  # tree.Named of tensors
     opt: Any  # what tx.init made of them
     step: int  # updates done
-    skipped: int = 0  # updates in a row, up to now, whose gradients were not finite
+    skipped: int = 0  # latest updates in a row whose gradients were not finite
     tx: Transform = tree.static()
-    module: Any = tree.static(default=None)  # that the params are of: an export reads what it does not train
+    module: Any = tree.static(default=None)  # the owner of the params: an export reads its frozen weights

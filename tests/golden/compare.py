@@ -45,7 +45,7 @@ def named(row: Row, inputs: dict | None = None) -> dict[str, Tensor]:
 
 
 def share(row: Row, w: str, mask: Tensor) -> Tensor | float:
-    """What a mean over responses is multiplied by where one without tokens counts in it."""
+    """The factor of a mean over responses in which one without tokens counts."""
     if row.counts and re.search(r"weight\.(seq_mean|seq_sum|constant)", w):
         return mask.any(-1).double().mean()
     return 1.0

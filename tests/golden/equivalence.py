@@ -1,8 +1,9 @@
-"""Which settings of TRL equal which call of ours, as one list: the tests check it and make_table.py
-prints it.
+"""Settings of TRL and the calls of ours that equal them.
 
-`ours` gives TRL's value and gradient. `paper` is what the paper of that name says, or what one would take
-the setting for, where TRL's is something else: the table has the relation of the two gradients. A term is
+The tests check this list, and make_table.py prints it.
+
+`ours` gives TRL's value and gradient. `paper` is the formula of the paper of that name, or the usual meaning
+of the setting, where TRL's is something else: the table has the relation of the two gradients. A term is
 (weight, loss): the weight sees [B, S] tensors, the loss the flat stream of them, and the total is the sum of
 w times loss. A plain string is an expression by itself. They are source strings, so that what is printed is
 what was run.
@@ -45,7 +46,7 @@ HIGH = f"weight.high_entropy({TOKEN}, entropy, mask, share=0.2)"
 
 def vespo(logp: Tensor, old_logp: Tensor, adv: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
     """[T]: -sg(w^k e^(l (1 - w))) A logp, w the ratio of the whole sequence; (k, l) = (2, 3) where A >= 0,
-    else (3, 2). Not in the library: a loss of your own, as short as any."""
+    else (3, 2). Not in the library: a custom loss, as short as any."""
     w = segment.sum(logp - old_logp, mask, seq, num_seqs)[seq].exp().detach()
     k, l = torch.where(adv >= 0, 2.0, 3.0), torch.where(adv >= 0, 3.0, 2.0)
     return loss.reinforce(logp, w**k * (l * (1 - w)).exp() * adv)
@@ -135,7 +136,7 @@ POLICY = [
     Row("grpo/sapo", '`loss_type="sapo"`', ((SEQ, "loss.sapo(logp, old_logp, adv)"),)),
     Row(
         "grpo/vespo", '`loss_type="vespo"`', ((TOKEN, "vespo(logp, old_logp, adv, mask, seq, num_seqs)"),),
-        "not in the library: a loss of your own in five lines (tests/golden/equivalence.py)",
+        "not in the library: a custom loss of five lines (tests/golden/equivalence.py)",
     ),
     Row("gmpo/loss", "`GMPOTrainer`", ((SEQ, "loss.gmpo(logp, old_logp, adv, mask, seq, num_seqs)"),)),
     Row(
@@ -269,7 +270,7 @@ DIVERGENCE = [
         "grpo/kl corrected, sequence",
         '`loss_type="grpo"`, `beta=0.05`, `importance_sampling_level="sequence"`',
         ((SEQ, f"{GSPO} + loss.seq_ratio(logp, old_logp, mask, seq, num_seqs) * {KL}"),),
-        "the sequence's ratio multiplies each token's KL: no longer unbiased (TRL says so)",
+        "the sequence's ratio multiplies each token's KL: no longer unbiased (TRL notes it)",
         ((SEQ, f"{GSPO} + loss.ratio(logp, old_logp) * {KL}"),),
     ),
     Row("grpo/entropy bonus", '`loss_type="grpo"`, `entropy_coef=0.01`', ((SEQ, CLIP), (TOKEN, BONUS))),

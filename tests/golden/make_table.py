@@ -1,7 +1,8 @@
-"""The section "Equivalence" of docs/algorithms.md, from trl.json, scales.json, field.json and the rows of
-equivalence.py and other_rows.py.
+"""Makes the section "Equivalence" of docs/algorithms.md.
 
-cd tests && python -m golden.make_table
+From trl.json, scales.json, field.json and the rows of equivalence.py and other_rows.py:
+
+    cd tests && python -m golden.make_table
 """
 
 import json
@@ -19,22 +20,22 @@ BEGIN, END = "<!-- equivalence:begin -->", "<!-- equivalence:end -->"
 FIELD = json.loads((FOLDER / "field.json").read_text())
 
 INTRO = """\
-Whose settings equal which call of ours. "Our call" gives the same loss and the same gradient with respect to
-the log-probs (of advantages: the same values), to 1e-10 in float64; a test checks every row. The three
-numbers are of TRL's gradient a to the gradient b of what the last column names, or else of our call:
-|a - b| / |b|, cosine, |a| / |b|. The batch is 16 responses of 2 to 12 tokens with log-ratios of scale 0.3;
-how large a difference is depends on it, that there is one does not.
+The tables compare the settings of other systems with our calls. "Our call" gives the same loss and the same
+gradient with respect to the log-probs (for advantages, the same values), to 1e-10 in float64; a test checks
+every row. The three numbers compare TRL's gradient a with the gradient b of the call in the last column, or
+else of our call: |a - b| / |b|, cosine, |a| / |b|. The batch has 16 responses of 2 to 12 tokens with
+log-ratios of scale 0.3. The size of a difference depends on the batch, its existence does not.
 
 The column "at 0.05, 0.3, 1.5" has the same relative error with log-ratios of these scales, on a batch in
-which a tool spoke a third of the tokens and one response has no token in mask. There too our call gives the
+which a third of the tokens are a tool's and one response has no token in mask. There too our call gives the
 same gradient at every scale; a test checks that. †: TRL's mean over responses counts those without a token
-in mask, ours leaves them out, so TRL's gradient is ours times 15 / 16 there, and that factor is taken out
-of the error. RLOOTrainer has no mask of tool tokens: no tool speaks there, and a response is empty because
-it was cut; PPOTrainer knows neither.
+in mask, ours leaves them out, so TRL's gradient is ours times 15 / 16 there, and the error is without that
+factor. RLOOTrainer has no mask of tool tokens: its batch has no tool, and a response is empty because it was
+cut; PPOTrainer has neither.
 
-A weight sees [B, S], a loss the flat stream of tokens, the total is the sum of their product; `...` stands
-for the tensors that the function takes. Sequence-level rows have epsilon=0.1, epsilon_high=0.12 where they
-name none. DAPO's formula, read to the letter, divides by the tokens of one question's responses; TRL and
+A weight takes [B, S], a loss the flat stream of tokens, and the total is the sum of their product; `...`
+stands for the tensors that the function takes. Sequence-level rows have epsilon=0.1, epsilon_high=0.12 if
+they name none. DAPO's formula, taken literally, divides by the tokens of one question's responses; TRL and
 `weight.token_mean` divide by those of the batch.
 """
 
@@ -43,8 +44,8 @@ OTHERS_INTRO = """\
 
 From PyPI, all Apache-2.0: verl {verl} (`verl/trainer/ppo/core_algos.py`; one row {old}), OpenRLHF
 {openrlhf} (`openrlhf/models/loss.py`), AReaL {areal} (`areal/utils/functional/functional.py`), run by
-`tests/golden/verl_losses.py` and `other_losses.py` ({date}). The relative error is of their gradient to
-that of what the last column names, or else of our call, on the batch with tool tokens and an empty
+`tests/golden/verl_losses.py` and `other_losses.py` ({date}). The relative error compares their gradient with
+that of the call in the last column, or else of our call, on the batch with tool tokens and an empty
 response. Our call gives their gradient at every scale, to 1e-10, or 3e-8 where they add 1e-8 to a count of
 tokens. Estimators are compared by the gradient of -A logp. GSPO has limits 0.1 and 0.12.
 
@@ -87,7 +88,7 @@ def call(terms: Terms) -> str:
 
 
 def compared(row: Row) -> str:
-    """What the numbers are against, without what it has in common with our call."""
+    """The call that the numbers compare with, without the parts that it shares with our call."""
     if isinstance(row.paper, str) or len(row.paper) > 1 or isinstance(row.ours, str) or len(row.ours) > 1:
         return call(row.paper)
     (w, each), (our_w, our_each) = row.paper[0], row.ours[0]

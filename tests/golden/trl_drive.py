@@ -2,7 +2,7 @@
 
 Methods of TRL's trainers are called on objects that skip `__init__`, with a configuration made by TRL's own
 config class. In the model's place stands a leaf tensor of log-probs, whose gradient is what is recorded.
-Needs an environment of its own that has trl (README.md beside this file).
+Needs a separate environment that has trl (README.md beside this file).
 """
 
 import dataclasses
@@ -68,8 +68,10 @@ def trainer(cls, args, **more):
 
 
 def group_trainer(cls, args, forward, rewards):
-    """A trainer of the GRPO family. `forward(model)` is what its model says: (logp, entropy), [B, S] or a
-    micro-batch of it."""
+    """A trainer of the GRPO family.
+
+    `forward(model)` returns the outputs of its model: (logp, entropy), [B, S] or a micro-batch of it.
+    """
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     functions = [lambda prompts, row=row, **_: row for row in rewards]
     weights = torch.ones(len(rewards)) if args.reward_weights is None else torch.tensor(args.reward_weights)
@@ -92,14 +94,14 @@ def group_trainer(cls, args, forward, rewards):
 
 
 def generate(sampler):
-    """What a trainer's `_generate` hands back: ids, text, and with vLLM the sampler's log-probs."""
+    """The results of a trainer's `_generate`: ids, text, and with vLLM the sampler's log-probs."""
     ids = [[WORD] * (n - 1) + [WORD if cut else END] for n, cut in zip(DATA["length"], DATA["truncated"])]
     logp = [row[:n] for row, n in zip(DATA["sampler_logp"], DATA["length"])] if sampler else None
     return [[WORD]] * batch.B, ids, tool_mask(), ["x"] * batch.B, logp, {}, None, None
 
 
 def tool_mask():
-    """What a trainer has beside its mask of completions: None where every token was sampled."""
+    """A trainer's mask of tools, beside that of completions: None where every token was sampled."""
     whole = [[t < n for t in range(batch.S)] for n in DATA["length"]]
     if DATA["mask"] == whole:
         return None

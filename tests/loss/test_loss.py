@@ -1,4 +1,4 @@
-"""Losses: one number a token, against their definitions, and invariant under every cut of the batch."""
+"""Losses: one number per token, against their definitions, and invariant under every cut of the batch."""
 
 import math
 import re
@@ -47,7 +47,7 @@ seeds = st.integers(0, 2**32)
 @settings(max_examples=4)
 @given(seed=seeds)
 def test_no_cut_of_the_batch_changes_the_gradient(name, w, seed):
-    """What goes wrong elsewhere: means of means. The loss then depends
+    """A fault of other systems: means of means. The loss then depends
     on micro-batches, accumulation, ranks and packs."""
     testing.check_partition_invariance(LOSSES[name], weight=WEIGHTS[w], seed=seed, rtol=1e-12)
 
@@ -56,7 +56,7 @@ def test_no_cut_of_the_batch_changes_the_gradient(name, w, seed):
 @settings(max_examples=3)
 @given(seed=seeds, w=st.sampled_from(sorted(WEIGHTS)))
 def test_padding_packing_and_order_change_nothing_and_extremes_are_finite(name, seed, w):
-    """What goes wrong elsewhere: padding that is averaged in, sequences that see
+    """A fault of other systems: padding that is averaged in, sequences that see
     each other, e^50 in the gradient."""
     testing.check_all(LOSSES[name], weight=WEIGHTS[w], seed=seed)
 
@@ -166,13 +166,13 @@ def test_kl_losses_have_the_gradient_of_the_reverse_kl(f, seed):
 
 @pytest.mark.parametrize(("f", "words"), [(loss.kl_k1, "norm ratio 0.0000"), (loss.kl_k3, "cosine")])
 def test_k1_and_k3_do_not(f, words):
-    """What goes wrong elsewhere: k1 as a loss has an expected gradient of 0, k3 that of the forward KL."""
+    """A fault of other systems: k1 as a loss has an expected gradient of 0, k3 that of the forward KL."""
     with pytest.raises(AssertionError, match=f"not that of KL.*{words}"):
         testing.check_kl_gradient(f)
 
 
 def test_a_kl_loss_in_a_pack_has_a_gradient():
-    """What goes wrong elsewhere: the KL of a pack is rebuilt from numbers, is right
+    """A fault of other systems: the KL of a pack is rebuilt from numbers, is right
     as a value, and teaches nothing."""
     c = testing.case(0)
     packs = [packing.pack(c.exp, range(8))]
@@ -185,7 +185,7 @@ def test_a_kl_loss_in_a_pack_has_a_gradient():
 @pytest.mark.parametrize("gap", [30.0, 50.0, -50.0, 1e4, -1e4])
 @pytest.mark.parametrize("name", ["ppo_clip", "reinforce", "kl_k1", "kl_k2", "kl_k3", "kl"])
 def test_values_and_gradients_are_finite_at_any_log_ratio(name, gap, dtype):
-    """What goes wrong elsewhere: exp of an unbounded log-ratio: 1e13 at a gap of 30, inf in float32 at 89."""
+    """A fault of other systems: exp of an unbounded log-ratio: 1e13 at a gap of 30, inf in float32 at 89."""
     logp = torch.full((2,), min(gap, 0.0), dtype=dtype).requires_grad_()
     other, adv = torch.full((2,), -max(gap, 0.0), dtype=dtype), torch.tensor([1.0, -1.0], dtype=dtype)
     args = {"ppo_clip": (other, adv), "reinforce": (adv,)}.get(name, (other,))

@@ -46,7 +46,7 @@ def test_a_margin_may_differ_from_pair_to_pair():
 
 @pytest.mark.parametrize("gap", [1e3, -1e3, 1e6])
 def test_preferences_do_not_overflow(gap):
-    """What goes wrong elsewhere: log(1 + exp(x)) is inf at a difference of 100 (float32)."""
+    """A fault of other systems: log(1 + exp(x)) is inf at a difference of 100 (float32)."""
     chosen = torch.tensor([gap], dtype=torch.float32).requires_grad_()
     zero = torch.zeros(1, dtype=torch.float32)
     values = [loss.bradley_terry(chosen, zero), loss.dpo(chosen, zero, zero, zero, label_smoothing=0.1)]

@@ -7,15 +7,15 @@ MUTANTS = [
     (
         "NaN is inside of every range",
         CHECK,
-        "float\n            return False",
-        "float\n            return True",
+        "if not -inf < x < inf:\n            return False",
+        "if not -inf < x < inf:\n            return True",
         "tests/test_check.py::test_an_option_outside_of_its_limits_is_named",
     ),
     (
         "an open limit is closed",
         CHECK,
-        "(x == self.low and self.open_low) or ",
-        "",
+        "if x == self.low and self.open_low:\n            return False",
+        "if x == self.low and self.open_low:\n            return True",
         "tests/test_check.py::test_an_option_outside_of_its_limits_is_named",
     ),
     (

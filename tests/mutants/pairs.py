@@ -50,9 +50,9 @@ MUTANTS = [
     ),
     (
         "the two sides of a pair are its neighbours'",
-        "rft_fn/packing.py",
-        "return total[:, 0], total[:, 1]",
-        "return total[:, 0], total[:, 1].roll(1)",
+        "rft_fn/packing/packs.py",
+        "    return first, second",
+        "    return first, second.roll(1)",
         "tests/test_packing.py::test_the_two_sides_of_pairs",
     ),
     (

@@ -414,7 +414,7 @@ BAD = {
     ),
     "a missing column": (lambda t: ["--template", "{query}"], "has no column 'query'"),
     "a prompt longer than the window": (lambda t: ["--max-new", "200"], "window of 128 tokens"),
-    "a group of one": (lambda t: ["--group", "1"], "group: expected >= 2 responses a prompt for grpo"),
+    "a group of one": (lambda t: ["--group", "1"], "group: expected >= 2 responses per prompt for grpo"),
     "too few rewards": (lambda t: bad_reward(t, "[0.0]"), "expected 2 values, got 1"),
     "a reward that is NaN": (
         lambda t: bad_reward(t, "[float('nan')] * len(completions)"),

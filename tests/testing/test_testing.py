@@ -147,18 +147,18 @@ BUGS = [
     (
         PARTITION,
         scalar_mean,
-        r"loss: expected one number a token, \[T\] = \[\d+\], got \[\]; averages belong in w",
+        r"loss: expected one number per token, \[T\] = \[\d+\], got \[\]; averages belong in w",
     ),
     (
         PARTITION,
         mean_over_the_pack,
-        r"one row a micro-batch instead of one pack: the total loss .* became .*bigram by",
+        r"one row per micro-batch instead of one pack: the total loss .* became .*bigram by",
     ),
-    (PARTITION, own_normaliser, r"one row a micro-batch instead of one pack: .*gradient of bigram by \d"),
+    (PARTITION, own_normaliser, r"one row per micro-batch instead of one pack: .*gradient of bigram by \d"),
     (
         PARTITION,
         own_sequence_normaliser,
-        r"one row a micro-batch instead of one pack: .*gradient of \w+ by 7, ",
+        r"one row per micro-batch instead of one pack: .*gradient of \w+ by 7, ",
     ),
     (PARTITION, shifted, r"instead of one pack: .*\(allowed 1e-12\)"),
     (PARTITION, whitened, r"instead of one pack: .*gradient of bigram by"),
@@ -197,18 +197,18 @@ BUGS = [
         suffix_ratio,
         r"the loss of row \d, token \d+ changed by [\d.e+]+ from .*; a neighbour leaks in",
     ),
-    (PARTITION, suffix_ratio, r"one row a micro-batch instead of one pack: .*gradient of bigram by"),
+    (PARTITION, suffix_ratio, r"one row per micro-batch instead of one pack: .*gradient of bigram by"),
     (
         FINITE,
         focused,
-        r"^log-ratio \+50 of one token a row in torch.float32: the total is nan; 49 of 49 entries",
+        r"^log-ratio \+50 of one token per row in torch.float32: the total is nan; 49 of 49 entries",
     ),
     (ON_POLICY, mask_forgotten_in_a_mean, r"not that of -adv \* logp: off by at most [\d.]+ \(cosine"),
     (ON_POLICY, entropy_bonus_inside, r"not that of -adv \* logp: off by at most 0\.000\d+ \(cosine"),
     (
         FINITE,
         focused_on_what_was_lost,
-        r"^log-ratio -50 of one token a row in torch.float32: the total is nan",
+        r"^log-ratio -50 of one token per row in torch.float32: the total is nan",
     ),
     (FINITE, per_row, r"^an empty pack: the total is nan"),
     (FINITE, focused_without_mask, r"^log-ratio -50 in torch.float32: the total is nan"),
@@ -360,7 +360,12 @@ def test_data_that_is_not_0_outside_the_mask_is_found(f, message, monkeypatch):
 
 def test_data_that_does_not_move_with_its_rows_is_found(monkeypatch):
     take = packing.take
-    monkeypatch.setattr(packing, "take", lambda exp, index: tree.replace(take(exp, index), extra=exp.extra))
+
+    def unmoved(exp, index):
+        return tree.replace(take(exp, index), extra=exp.extra)
+
+    for module in (packing, packing.batches):
+        monkeypatch.setattr(module, "take", unmoved)
     with pytest.raises(AssertionError, match=r"rows in the order \[[\d, ]+\]: the total loss .* became"):
         PERMUTATION(noisy)
     with pytest.raises(AssertionError, match=r"2 minibatches that keep their w instead of one pack"):

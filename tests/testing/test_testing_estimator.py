@@ -204,7 +204,7 @@ def test_group_estimators_pass(f, seed):
         (floored, r"^-3 on all rewards of group \d: with rewards"),
         (sorted_away, r"^responses of group \d in the order \[1, 0\]: .* the advantages changed by"),
         (ranks, r"^2 equal rewards of 0 in torch.float64: .* got \[-0.5, 0.5\]"),
-        (lambda r: r.mean(-1), r"one advantage a reward, \[N, G\] = \[6, 2\], got \[6\]"),
+        (lambda r: r.mean(-1), r"one advantage per reward, \[N, G\] = \[6, 2\], got \[6\]"),
         (lambda r: r.mean(-1, keepdim=True), r"\[N, G\] = \[6, 2\], got \[6, 1\]"),
     ],
 )
@@ -263,7 +263,7 @@ def best_only(reward):
         (lambda r: -advantage.rloo(r), r"cosine -1.0000, norm ratio 1.0000"),
         (lambda r: advantage.rloo(r).clamp(min=0), r"cosine 0\.\d+, norm ratio 0\."),
         (torch.zeros_like, r"cosine 0.0000, norm ratio 0.0000"),
-        (lambda r: r.mean(-1), r"one advantage a reward, \[N, G\] = \[1, 3\], got \[1\]"),
+        (lambda r: r.mean(-1), r"one advantage per reward, \[N, G\] = \[1, 3\], got \[1\]"),
     ],
 )
 def test_biased_estimators_are_found(f, message):

@@ -1,0 +1,16 @@
+"""From rows to packs and back.
+
+This is the only place where anything is shifted by one. `Experience` is [B, S] and token-aligned, `Packed`
+is flat [T] and label-aligned: a row of L tokens gives the L - 1 inputs tokens[:-1] with targets tokens[1:],
+and every auxiliary field moves with its target. Everything here is a pure function of the global batch, so
+every rank computes the same plan and takes its part of it.
+"""
+
+from rft_fn.packing.batches import conversations, left_out, minibatches, shard, supervised, take
+from rft_fn.packing.packs import pack, pad, placeholder, real, reset_position_ids, sides, stack, unpack
+from rft_fn.packing.plan import assign, waste
+
+__all__ = [
+    "assign", "conversations", "left_out", "minibatches", "pack", "pad", "placeholder", "real",
+    "reset_position_ids", "shard", "sides", "stack", "supervised", "take", "unpack", "waste",
+]  # fmt: skip

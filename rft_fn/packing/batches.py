@@ -1,0 +1,150 @@
+"""Whole batches, cut into packs or minibatches."""
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from einops import reduce
+from torch import Tensor
+
+from rft_fn import rng, tree, weight
+from rft_fn.packing import plan
+from rft_fn.packing.packs import pack
+from rft_fn.types import Experience, Packed, Rollout
+
+__all__ = ["conversations", "left_out", "minibatches", "shard", "supervised", "take"]
+
+Batch = TypeVar("Batch", Experience, Rollout)
+
+
+def take(exp: Batch, index: Tensor) -> Batch:
+    """The rows `index` [n] of an experience or a rollout."""
+    rows = tree.map(lambda x: x[index], tree.replace(exp, media=None))
+    if exp.media is None:
+        return rows
+    return tree.replace(rows, media=exp.media.take(index.tolist()))
+
+
+def _learns(exp: Experience, unit: int) -> Tensor:
+    """Whether each unit of rows has targets, [B / unit] bool.
+
+    A target is a token in mask with one before it.
+    """
+    rows = exp.tokens.shape[0]
+    if unit < 1 or rows % unit:
+        raise ValueError(f"unit: expected a divisor of the {rows} rows, got {unit}")
+    return exp.mask[:, 1:].any(-1).view(-1, unit).any(-1)
+
+
+def left_out(exp: Experience, *, unit: int = 1) -> list[int]:
+    """The units of rows that `shard` leaves out.
+
+    None of their tokens is in mask. Their numbers serve to count them in a metric, or to find out what is
+    wrong with them. ValueError for a unit that does not divide the rows.
+    """
+    return (~_learns(exp, unit)).nonzero()[:, 0].tolist()
+
+
+def _sizes(exp: Experience, unit: int) -> list[int]:
+    """Inputs of each unit of rows.
+
+    A unit without a token in mask counts 0.
+    """
+    learns = _learns(exp, unit)
+    inputs = reduce((exp.length - 1).clamp(min=0), "(units unit) -> units", "sum", unit=unit)
+    return torch.where(learns, inputs, 0).tolist()
+
+
+def shard(
+    exp: Experience, budget: int, world: int = 1, *, unit: int = 1, most: int = 0
+) -> list[list[Packed]]:
+    """Cut a batch into equally many packs for each rank.
+
+    Returns the packs of each of `world` ranks. Packs have at most `budget` tokens and `most` rows, where 0
+    is no limit. Units without a token in mask have nothing to teach and are left out (`left_out` names
+    them). `unit` consecutive rows stay together in one pack, in order: 2 for losses of pairs. There are as
+    few packs as best fit needs, rounded up to a multiple of `world`; rows are spread over them evenly if
+    the budget allows it. ValueError for a row (or unit) that is larger than the budget, a unit that does
+    not divide the rows, or a `most` below it.
+    """
+    if most and most < unit:
+        raise ValueError(f"most: expected >= unit = {unit} rows per pack, got {most}")
+    sizes = _sizes(exp, unit)
+    most //= unit  # from here on, of units
+    budget = budget or sum(sizes)
+
+    # best fit tells how many packs are needed; equal packs run faster than a few full ones and a small one
+    packs = plan.assign(sizes, budget, most=most)
+    each = max(math.ceil(len(packs) / world), 1)
+    packs = plan.spread(sizes, budget, each * world, most) or packs
+    packs = packs + [[] for _ in range(each * world - len(packs))]
+
+    # a unit stays whole, and its rows in order
+    def rows(units: list[int]) -> list[int]:
+        return [i * unit + j for i in sorted(units) for j in range(unit)]
+
+    return [[pack(exp, rows(p), unit=unit) for p in part] for part in plan.deal(sizes, packs, world)]
+
+
+def minibatches(exp: Experience, n: int, key: int, *, unit: int = 1) -> list[Experience]:
+    """Cut a batch into n minibatches in random order.
+
+    They are of nearly equal size, and `key` draws the order. Each is for one update; `unit` consecutive
+    rows stay together, in order. `w` is cut with the rest, so on average it sums to 1/n of the batch's:
+    recompute it with `weight.*` on each minibatch to give every update a mean over its tokens. One
+    minibatch is `exp` itself. ValueError unless 1 <= n <= B / unit, or for a unit that does not divide the
+    rows.
+    """
+    units = len(_learns(exp, unit))
+    if not 1 <= n <= units:
+        of = "rows"
+        if unit > 1:
+            of = f"units of {unit} rows"
+        raise ValueError(f"n: expected between 1 and the number of {of} {units}, got {n}")
+    if n == 1:
+        return [exp]
+    order = torch.randperm(units, generator=rng.generator(key)).to(exp.tokens.device)
+    members = order[:, None] * unit + torch.arange(unit, device=order.device)
+    return [take(exp, part.flatten()) for part in members.tensor_split(n)]
+
+
+def supervised(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Experience:
+    """A supervised batch of prompts and responses.
+
+    Each row is (prompt ids, response ids). The responses are in mask and w is the mean over their tokens;
+    old_logp and adv are 0. ValueError without rows.
+    """
+    if not rows:
+        raise ValueError("rows: expected at least one (prompt ids, response ids), got none")
+    return conversations([([*p, *r], [False] * len(p) + [True] * len(r)) for p, r in rows])
+
+
+def conversations(rows: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> Experience:
+    """A supervised batch of tokens and masks.
+
+    Each row is (ids, mask). Any tokens may be in mask, such as all turns of one speaker. w is the mean over
+    the tokens in the masks. ValueError without rows, for a mask of another length than its ids, and for one
+    that holds the first token, which nothing predicts.
+    """
+    if not rows:
+        raise ValueError("rows: expected at least one (ids, mask), got none")
+
+    # right-padded, as an engine's rollouts are
+    length = torch.tensor([len(ids) for ids, _ in rows])
+    tokens = torch.zeros(len(rows), int(length.max()), dtype=torch.long)
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    for i, (ids, learned) in enumerate(rows):
+        if len(ids) != len(learned):
+            raise ValueError(
+                f"rows: expected a mask of {len(ids)} in row {i}, as its ids, got {len(learned)}"
+            )
+        if learned and learned[0]:
+            raise ValueError(f"rows: expected a token before the first one in mask in row {i}, got none")
+        tokens[i, : len(ids)] = torch.tensor(ids)
+        mask[i, : len(ids)] = torch.tensor(learned)
+
+    zero = torch.zeros(tokens.shape)
+    return Experience(
+        tokens=tokens, mask=mask, length=length, old_logp=zero, adv=zero, w=weight.token_mean(mask)
+    )

