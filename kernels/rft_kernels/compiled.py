@@ -1,6 +1,6 @@
 """The differentiable operation as two operators of torch's dispatcher, which is what torch.compile calls.
 
-How many rows are live decides shapes in `streamed`, and a graph has no such shapes: here the whole operation
+How many rows are live decides shapes in `autograd`, and a graph has no such shapes: here the whole operation
 is one node with outputs of [T]. Outputs that nobody wants are empty, for an operator returns tensors only.
 torch.func does not come here; the operators have no vmap rule.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rft_kernels import streamed
+from rft_kernels import autograd
 
 _OPTIONS = "float? softcap, int ignore_index, bool has_entropy, bool has_unit, int workspace, str engine"
 _INPUTS = "Tensor h, Tensor w, Tensor? bias, Tensor y, Tensor scale"
@@ -19,9 +19,9 @@ _UPSTREAM = "Tensor? g, Tensor? g_entropy, Tensor? g_lse"
 
 
 def log_prob(
-    h: Tensor, w: Tensor, y: Tensor, scale: Tensor, bias: Tensor | None, options: streamed.Options
+    h: Tensor, w: Tensor, y: Tensor, scale: Tensor, bias: Tensor | None, options: autograd.Options
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """As `streamed.log_prob`."""
+    """As `autograd.log_prob`."""
     o = options
     flat = (o.softcap, o.ignore_index, o.entropy, o.unit, o.workspace, o.engine)
     logp, entropy, lse, _ = _forward(h, w, bias, y, scale, *flat)
@@ -34,7 +34,7 @@ def log_prob(
     schema=f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward(h, w, bias, y, scale, *options):
-    out = streamed.compute(h, w, bias, y, scale, streamed.Options(*options))
+    out = autograd.compute(h, w, bias, y, scale, autograd.Options(*options))
     return tuple(scale.new_empty(0) if x is None else x for x in out)
 
 
@@ -51,10 +51,10 @@ def _(h, w, bias, y, scale, softcap, ignore_index, has_entropy, has_unit, worksp
 )
 def _backward(h, w, bias, y, scale, logp, entropy, lse, unit, g, g_entropy, g_lse, *options_and_need):
     *options, need = options_and_need
-    o = streamed.Options(*options)
+    o = autograd.Options(*options)
     kept = (logp, entropy if o.entropy else None, lse, unit if o.unit else None)
     upstream = (g, g_entropy if o.entropy else None, g_lse)
-    grads = streamed.gradients(h, w, bias, y, scale, *kept, *upstream, o, tuple(need))
+    grads = autograd.gradients(h, w, bias, y, scale, *kept, *upstream, o, tuple(need))
     wanted = zip(grads, (h, w, bias), need, strict=True)
     return tuple(_gradient(x, like, of, h) for x, like, of in wanted)
 

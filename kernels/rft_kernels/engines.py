@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-_MODULES = {"streamed": "tiles", "gemm": "gemm", "triton": "persistent"}
+_MODULES = {"streamed": "streamed", "gemm": "gemm", "triton": "triton"}
 
 
 def load(name: str) -> ModuleType:
@@ -68,4 +68,4 @@ def table() -> dict[str, list]:
 
 
 def _interpreted(h: Tensor) -> bool:
-    return h.device.type == "cpu" and import_module("rft_kernels.rows").INTERPRETED
+    return h.device.type == "cpu" and import_module("rft_kernels.row_kernels").INTERPRETED

@@ -1,6 +1,6 @@
 """The GPU engine: cuBLAS makes slices of the logits in float32, Triton reads each of them once.
 
-The interface of `tiles`, so that one differentiable operation serves both. What differs: h stays in its own
+The interface of `streamed`, so that one differentiable operation serves both. What differs: h stays in its own
 type, for 16-bit tensor cores, and 1 / temperature meets the logits inside the row kernels; the gradient of
 the logits is rounded once, to the type of the matrix products, after 1[y] - p was formed in float32.
 """
@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rft_kernels import rows as kernels
-from rft_kernels import tiles
+from rft_kernels import row_kernels as kernels
+from rft_kernels import streamed
+from rft_kernels.autograd import accumulate_dtype
 from rft_kernels.parallel import Shard
-from rft_kernels.streamed import accumulate_dtype
 
 _ROWS = 32768  # of a matrix product
 _COLUMNS = 1024  # slices of the vocabulary are multiples of this where they are larger
@@ -69,11 +69,11 @@ def head(
 
 def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor | None, ...]:
     """y [R] -> logp, entropy or None, lse, each [R], and dlogp/dh [R, D] or None. NaN for a bad label."""
-    y, run = local_labels(head, y), tiles.start(head.inner)
+    y, run = local_labels(head, y), streamed.start(head.inner)
     # The sum of exp(z - top) w over all columns but the target's, kept up to date like run.total.
     pull = head.inner.new_zeros(head.h.shape) if unit else None
     for tile in _tiles(head, narrow=unit):
-        state = tiles.Running(*(r[tile.rows] for r in run))
+        state = streamed.Running(*(r[tile.rows] for r in run))
         kept = tile.narrow if unit else None
         options = _options(head, tile)
         kernels.absorb(state, tile.x, y[tile.rows], entropy=entropy, kept=kept, **options)
@@ -82,24 +82,24 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
             product(tile.narrow, tile.w, out=pull[tile.rows], add=True)
     top = run.top
     if head.shard is not None:
-        run = tiles.merge(run, y, head.shard)
-    logp, lse = tiles.log_prob(run)
+        run = streamed.merge(run, y, head.shard)
+    logp, lse = streamed.log_prob(run)
     if pull is not None:
-        pull = tiles.unit_gradient(pull, head.w, y, top, logp, lse).mul_(head.inner[:, None])
+        pull = streamed.unit_gradient(pull, head.w, y, top, logp, lse).mul_(head.inner[:, None])
     if pull is not None and head.shard is not None:
         pull = head.shard.sum(pull)
-    return logp, tiles.entropy_of(run, logp) if entropy else None, lse, pull
+    return logp, streamed.entropy_of(run, logp) if entropy else None, lse, pull
 
 
 def backward(
-    head: Head, y: Tensor, cot: tiles.Cotangent, need: tuple[bool, ...]
+    head: Head, y: Tensor, cot: streamed.Cotangent, need: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of h [R, D], bias [V] (in the type of the results) and w [V, D] (its own), as needed."""
     return collect(head, y, cot, need, _gradients)
 
 
 def collect(
-    head: Head, y: Tensor, cot: tiles.Cotangent, need: tuple[bool, ...], gradients: Callable
+    head: Head, y: Tensor, cot: streamed.Cotangent, need: tuple[bool, ...], gradients: Callable
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`backward`, of the `Gradient`s that gradients(head, y, cot, unit) yields, slice by slice."""
     y = local_labels(head, y)
@@ -140,7 +140,7 @@ def product(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def _gradients(head: Head, y: Tensor, cot: tiles.Cotangent, unit: Tensor | None) -> Iterator[Gradient]:
+def _gradients(head: Head, y: Tensor, cot: streamed.Cotangent, unit: Tensor | None) -> Iterator[Gradient]:
     """Each slice of the logits again, and turned into its gradient."""
     for tile in _tiles(head, narrow=True):
         rows = tile.rows
@@ -160,7 +160,7 @@ def _options(head: Head, tile: Tile) -> dict:
     return {"first": tile.cols.start, "inner": head.inner[tile.rows], "outer": outer, "bias": tile.bias}
 
 
-def _row_unit(head: Head, cot: tiles.Cotangent) -> Tensor:
+def _row_unit(head: Head, cot: streamed.Cotangent) -> Tensor:
     """A power of two [R]: no gradient of a logit over it exceeds the range of float16, nor is it tiny."""
     bound = torch.maximum(cot.level.abs(), cot.peak.abs())
     if cot.g_entropy is not None:
@@ -216,11 +216,11 @@ def _tiles(head: Head, *, narrow: bool) -> Iterator[Tile]:
     buffer = torch.empty(height * breadth, dtype=wide, device=head.h.device)
     copy = torch.empty_like(buffer, dtype=thin) if narrow and thin != wide else buffer
     converted = head.h.new_empty(breadth, width) if head.w.dtype != thin else None
-    for cols in tiles.cut(vocabulary, breadth):
+    for cols in streamed.cut(vocabulary, breadth):
         size = cols.stop - cols.start
         w = head.w[cols] if converted is None else converted[:size].copy_(head.w[cols])
         bias = None if head.bias is None else head.bias[cols]
-        for rows in tiles.cut(tokens, height):
+        for rows in streamed.cut(tokens, height):
             x, rounded = (b[: (rows.stop - rows.start) * size].view(-1, size) for b in (buffer, copy))
             product(head.h[rows], w.T, out=x)
             yield Tile(cols, rows, w, x, rounded, bias)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rft_kernels import engines, reference, streamed, tiles
+from rft_kernels import autograd, engines, reference, streamed
 
 _CPU_BYTES = 4 << 20  # of a slice of rows in float32: it stays in the cache
 
@@ -53,7 +53,7 @@ def logits_logprob(
     Raises ValueError for shapes, types and options that do not fit.
     """
     _check(z, y, engine)
-    scale = 1 / streamed.temperatures(temperature, z, z)
+    scale = 1 / autograd.temperatures(temperature, z, z)
     if scale.requires_grad:
         raise ValueError("temperature: expected no gradient, got requires_grad=True")
     fused = engines.pick(engine, z, z) != "streamed"
@@ -78,12 +78,12 @@ class _FromLogits(torch.autograd.Function):
     @staticmethod
     def forward(z, y, scale, options):
         y, scale = y.contiguous(), scale.contiguous()
-        run = tiles.start(scale)
+        run = streamed.start(scale)
         for rows, piece, room in _slices(z, scale, options.fused):
-            state = tiles.Running(*(r[rows] for r in run))
+            state = streamed.Running(*(r[rows] for r in run))
             _absorb(state, piece, y[rows], scale[rows], room, options)
-        logp, lse = tiles.log_prob(run)
-        entropy = tiles.entropy_of(run, logp) if options.entropy else None
+        logp, lse = streamed.log_prob(run)
+        entropy = streamed.entropy_of(run, logp) if options.entropy else None
         values = (logp, entropy, lse)
         return tuple(x if x is None else torch.where(y == options.ignore_index, 0, x) for x in values)
 
@@ -113,7 +113,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def forward(z, y, scale, logp, entropy, lse, g, g_entropy, options):
         y, scale, z = y.contiguous(), scale.contiguous(), z.detach()
-        cot = tiles.Cotangent.of(logp, entropy, lse, g, g_entropy, None)
+        cot = streamed.Cotangent.of(logp, entropy, lse, g, g_entropy, None)
         cot = cot.each(Tensor.contiguous)
         dz = z if options.inplace else torch.empty_like(z, memory_format=torch.contiguous_format)
         for rows, piece, room in _slices(z, scale, options.fused):
@@ -168,29 +168,31 @@ def _slices(z: Tensor, scale: Tensor, fused: bool) -> Iterator[tuple[slice, Tens
         return
     height = max(1, _CPU_BYTES // (4 * z.shape[1]))
     room = scale.new_empty(min(height, z.shape[0]), z.shape[1])
-    for rows in tiles.cut(z.shape[0], height):
+    for rows in streamed.cut(z.shape[0], height):
         yield rows, z[rows], room[: z[rows].shape[0]]
 
 
 def _absorb(
-    run: tiles.Running, z: Tensor, y: Tensor, scale: Tensor, room: Tensor | None, options: Options
+    run: streamed.Running, z: Tensor, y: Tensor, scale: Tensor, room: Tensor | None, options: Options
 ) -> None:
     if room is None:
-        from rft_kernels import rows
+        from rft_kernels import row_kernels
 
-        return rows.absorb(run, z, y, first=0, inner=scale, outer=None, bias=None, entropy=options.entropy)
+        return row_kernels.absorb(
+            run, z, y, first=0, inner=scale, outer=None, bias=None, entropy=options.entropy
+        )
     torch.mul(z, scale[:, None], out=room)
-    return tiles.absorb(run, room, y, None, entropy=options.entropy)
+    return streamed.absorb(run, room, y, None, entropy=options.entropy)
 
 
 def _differentiate(
-    z: Tensor, dz: Tensor, y: Tensor, cot: tiles.Cotangent, scale: Tensor, room: Tensor | None
+    z: Tensor, dz: Tensor, y: Tensor, cot: streamed.Cotangent, scale: Tensor, room: Tensor | None
 ) -> None:
     if room is None:
-        from rft_kernels import rows
+        from rft_kernels import row_kernels
 
-        return rows.differentiate(z, dz, y, cot, first=0, inner=scale, outer=None, bias=None)
-    tiles.differentiate(torch.mul(z, scale[:, None], out=room), y, cot, None)
+        return row_kernels.differentiate(z, dz, y, cot, first=0, inner=scale, outer=None, bias=None)
+    streamed.differentiate(torch.mul(z, scale[:, None], out=room), y, cot, None)
     return torch.mul(room, scale[:, None], out=dz)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rft_kernels.streamed import accumulate_dtype, exact_matmul
+from rft_kernels.autograd import accumulate_dtype, exact_matmul
 
 
 def log_prob(

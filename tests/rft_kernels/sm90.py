@@ -1,7 +1,7 @@
 """Compiles every kernel configuration that the engines can launch for sm_90, without a device; prints JSON.
 
 Kernels over logits twice: for addresses and strides that are multiples of 16, and for those that are not (an
-odd vocabulary), whose loads are narrower. The kernels of `persistent` only get the former: its `_fits`.
+odd vocabulary), whose loads are narrower. The kernels of `triton` only get the former: its `_fits`.
 
 Runs in a process of its own (test_sm90.py): triton decides once whether kernels are interpreted. A line of
 the result is {"kernel", "options", "registers", "stack", "shared"}; what is spilled lies on the stack.
@@ -19,7 +19,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rft_kernels import persistent, rows
+from rft_kernels import row_kernels
+from rft_kernels import triton as engine
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -30,7 +31,7 @@ POINTERS = {
     "forward_kernel": "bias:b inner:f outer:f y:l top:f total:f weighted:f hit:f",
     "backward_kernel": "bias:b inner:f outer:f y:l lse:f level:f g_entropy:f peak:f unit:f",
 }
-ALIGNED = (persistent.forward_kernel, persistent.backward_kernel)  # `persistent._fits`
+ALIGNED = (engine.forward_kernel, engine.backward_kernel)  # `engine._fits`
 ABSENT = {"BIAS": "bias", "SOFTCAP": "outer", "ENTROPY": "g_entropy", "KEEP": "kept", "UNIT": "unit"}
 
 
@@ -76,24 +77,24 @@ def configurations():
     given = [(base | {"x": t, "b": t}, (False, False, e, False)) for t in ("bf16", "fp16") for e in on]
     for types, (bias, softcap, entropy, more) in linear + given:
         flags = {"BIAS": bias, "SOFTCAP": softcap, "ENTROPY": entropy}
-        for block, warps in rows.ABSORB.items():
+        for block, warps in row_kernels.ABSORB.items():
             if not (softcap and more):  # a softcap has no unit gradient
                 constants = flags | {"KEEP": more, "BLOCK": block}
-                options = {"num_warps": warps, "maxnreg": rows.REGISTERS}
-                yield rows.absorb_kernel, types, constants, options
-        for block, warps in rows.DIFFERENTIATE.items():
+                options = {"num_warps": warps, "maxnreg": row_kernels.REGISTERS}
+                yield row_kernels.absorb_kernel, types, constants, options
+        for block, warps in row_kernels.DIFFERENTIATE.items():
             constants = flags | {"UNIT": more, "BLOCK": block}
-            yield rows.differentiate_kernel, types, constants, {"num_warps": warps}
-    for block, warps in rows.RESCALE.items():
-        yield rows.rescale_kernel, base, {"BLOCK": block}, {"num_warps": warps}
+            yield row_kernels.differentiate_kernel, types, constants, {"num_warps": warps}
+    for block, warps in row_kernels.RESCALE.items():
+        yield row_kernels.rescale_kernel, base, {"BLOCK": block}, {"num_warps": warps}
     for narrow, bias, softcap, entropy in product(("bf16", "fp16"), on, on, on):
         types, flags = base | {"b": narrow}, {"BIAS": bias, "SOFTCAP": softcap, "ENTROPY": entropy}
-        tile = persistent.forward_config(**flags)
-        constants = flags | persistent.constants(tile) | {"SPLITS": persistent.SPLITS}
-        yield persistent.forward_kernel, types, constants, {"num_warps": tile.warps}
-        tile = persistent.WIDE
-        constants = flags | persistent.constants(tile) | {"UNIT": narrow == "fp16", "GROUP": persistent.GROUP}
-        yield persistent.backward_kernel, types, constants, {"num_warps": tile.warps}
+        tile = engine.forward_config(**flags)
+        constants = flags | engine.constants(tile) | {"SPLITS": engine.SPLITS}
+        yield engine.forward_kernel, types, constants, {"num_warps": tile.warps}
+        tile = engine.WIDE
+        constants = flags | engine.constants(tile) | {"UNIT": narrow == "fp16", "GROUP": engine.GROUP}
+        yield engine.backward_kernel, types, constants, {"num_warps": tile.warps}
 
 
 def main():

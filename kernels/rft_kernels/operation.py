@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rft_kernels import engines, parallel, products, reference, streamed
+from rft_kernels import autograd, engines, parallel, products, reference
 
 
 class LogProb(NamedTuple):
@@ -65,7 +65,7 @@ def linear_logprob(
     """
     w, bias, shard = parallel.split(w, bias)
     _check(h, w, y, bias, softcap, workspace_mb, engine, shard)
-    scale = 1 / streamed.temperatures(temperature, h, w)
+    scale = 1 / autograd.temperatures(temperature, h, w)
     if engine == "reference":
         out = reference.log_prob(h, w, y, scale, bias=bias, softcap=softcap, ignore_index=ignore_index)
     else:
@@ -74,7 +74,7 @@ def linear_logprob(
                 "temperature: expected no gradient (engine='reference' has one), got requires_grad=True"
             )
         mb = workspace_mb or default_workspace_mb(h.device.type)
-        out = streamed.log_prob(
+        out = autograd.log_prob(
             h,
             w,
             y,

@@ -23,9 +23,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rft_kernels import gemm, tiles
+from rft_kernels import gemm, streamed
 from rft_kernels.gemm import Gradient, Head, head
-from rft_kernels.rows import INTERPRETED, on, tanh
+from rft_kernels.row_kernels import INTERPRETED, on, tanh
 
 __all__ = ["Head", "backward", "forward", "head"]
 
@@ -124,7 +124,7 @@ def forward_kernel(
     BK: tl.constexpr, STAGES: tl.constexpr,
 ):
 # fmt: on
-    """h [R, D], w [V, D] -> top, total, weighted, hit, each [SPLITS, R]; see `tiles.Running`."""
+    """h [R, D], w [V, D] -> top, total, weighted, hit, each [SPLITS, R]; see `streamed.Running`."""
     split = tl.program_id(0) % SPLITS
     dtype = inner.dtype.element_ty
     for block in range(tl.program_id(0) // SPLITS, tl.cdiv(tokens, BM), tl.num_programs(0) // SPLITS):
@@ -195,7 +195,7 @@ def backward_kernel(
 # fmt: on
     """h [R, D] and w [C, D], which starts at row `first` of the head -> dx [R, C] over unit [R].
 
-    As `rows.differentiate_kernel`: 1[y] - p is formed before it is rounded.
+    As `row_kernels.differentiate_kernel`: 1[y] - p is formed before it is rounded.
     """
     group = tl.program_id(0) // (GROUP * tl.cdiv(columns, BN))
     place = tl.program_id(0) % (GROUP * tl.cdiv(columns, BN))
@@ -234,20 +234,20 @@ def forward(head: Head, y: Tensor, *, entropy: bool, unit: bool) -> tuple[Tensor
     y = gemm.local_labels(head, y)
     run = _merge(_partial(head, y, entropy=entropy), entropy=entropy)
     if head.shard is not None:
-        run = tiles.merge(run, y, head.shard)
-    logp, lse = tiles.log_prob(run)
-    return logp, tiles.entropy_of(run, logp) if entropy else None, lse, None
+        run = streamed.merge(run, y, head.shard)
+    logp, lse = streamed.log_prob(run)
+    return logp, streamed.entropy_of(run, logp) if entropy else None, lse, None
 
 
 def backward(
-    head: Head, y: Tensor, cot: tiles.Cotangent, need: tuple[bool, ...]
+    head: Head, y: Tensor, cot: streamed.Cotangent, need: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of h [R, D], bias [V] (in the type of the results) and w [V, D] (its own), as needed."""
     return gemm.collect(head, y, cot, need, _gradients) if _fits(head) else gemm.backward(head, y, cot, need)
 
 
 def _gradients(
-    head: Head, y: Tensor, cot: tiles.Cotangent, unit: Tensor | None
+    head: Head, y: Tensor, cot: streamed.Cotangent, unit: Tensor | None
 ) -> Iterator[Gradient]:
     """The gradient of each slice of the logits; all of them in one buffer, one after another."""
     (tokens, width), vocabulary = head.h.shape, head.w.shape[0]
@@ -256,7 +256,7 @@ def _gradients(
     breadth = min(max(fit, c.columns), triton.cdiv(vocabulary, c.columns) * c.columns)
     buffer = head.h.new_empty(tokens, breadth)  # its rows are aligned, whatever the last slice is
     flags = {"BIAS": head.bias is not None, "SOFTCAP": head.outer is not None, "UNIT": unit is not None}
-    for cols in tiles.cut(vocabulary, breadth):
+    for cols in streamed.cut(vocabulary, breadth):
         w, dx = head.w[cols], buffer[:, : cols.stop - cols.start]
         with on(head.h):
             backward_kernel[(triton.cdiv(tokens, c.tokens) * triton.cdiv(len(w), c.columns),)](
@@ -294,7 +294,7 @@ def _aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.stride(1) == 1
 
 
-def _partial(head: Head, y: Tensor, *, entropy: bool) -> tiles.Running:
+def _partial(head: Head, y: Tensor, *, entropy: bool) -> streamed.Running:
     """The running softmax of each split of the vocabulary: fields [SPLITS, R]."""
     tokens, width = head.h.shape
     flags = {"BIAS": head.bias is not None, "SOFTCAP": head.outer is not None, "ENTROPY": entropy}
@@ -320,7 +320,7 @@ def _partial(head: Head, y: Tensor, *, entropy: bool) -> tiles.Running:
             **constants(c),
             num_warps=c.warps,
         )
-    return tiles.Running(top, total, weighted, hit, top)
+    return streamed.Running(top, total, weighted, hit, top)
 
 
 def forward_config(*, BIAS: bool, SOFTCAP: bool, ENTROPY: bool) -> Config:
@@ -340,7 +340,7 @@ def _programs(h: Tensor, blocks: int) -> int:
     return SPLITS * max(1, min(blocks, cores // SPLITS))
 
 
-def _merge(parts: tiles.Running, *, entropy: bool) -> tiles.Running:
+def _merge(parts: streamed.Running, *, entropy: bool) -> streamed.Running:
     """Fields [SPLITS, R] -> [R]: the sums relative to the largest logit of all."""
     top = parts.top.amax(0)
     drop = parts.top - top
@@ -350,4 +350,4 @@ def _merge(parts: tiles.Running, *, entropy: bool) -> tiles.Running:
     # At most one split has met the target; in the others it is NaN.
     met = ~parts.hit.isnan()
     hit = torch.where(met, parts.hit, 0).sum(0).masked_fill(~met.any(0), torch.nan)
-    return tiles.Running(top, total, weighted, hit, top)
+    return streamed.Running(top, total, weighted, hit, top)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rft_kernels.tiles import Cotangent, Running
+from rft_kernels.streamed import Cotangent, Running
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # (columns read at once, warps): fixed by the width of the row, so that a row never depends on what was tuned.
