@@ -1,7 +1,8 @@
-"""Every engine as one differentiable operation: rows are selected here, the engine does the arithmetic.
+"""Every engine as one differentiable operation.
 
-Two `autograd.Function`s, because torch.func runs the backward of the first one under the transforms that
-surround it: the backward therefore has to be an operation with a vmap rule too.
+Rows are selected here, the engine does the arithmetic. There are two `autograd.Function`s, because torch.func
+runs the backward of the first one under the transforms that surround it: the backward therefore has to be an
+operation with a vmap rule too.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def log_prob(
 def compute(
     h: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, scale: Tensor, options: Options
 ) -> tuple[Tensor | None, ...]:
-    """-> logp, entropy or None, lse, each [T], and dlogp/dh [T, D] or None."""
+    """The inputs of `log_prob` -> logp, entropy or None, lse, each [T], and dlogp/dh [T, D] or None."""
     live = _indices(y != options.ignore_index)
     with exact_matmul(h.device.type):
         problem = _problem(h, w, bias, scale, live, options)

@@ -1,8 +1,8 @@
-"""Engine "gemm", for CUDA: cuBLAS makes slices of the logits in float32, Triton reads each of them once.
+"""Engine "gemm", for CUDA: cuBLAS makes slices of the logits, Triton reads each of them once.
 
-Unlike in "streamed", h stays in its own type, for 16-bit tensor cores, and 1 / temperature meets the logits
-inside the row kernels; the gradient of the logits is rounded once, to the type of the matrix products, after
-1[y] - p was formed in float32.
+The slices are float32. Unlike in "streamed", h stays in its own type, for 16-bit tensor cores, and
+1 / temperature meets the logits inside the row kernels; the gradient of the logits is rounded once, to the
+type of the matrix products, after 1[y] - p was formed in float32.
 """
 
 from __future__ import annotations
@@ -115,15 +115,9 @@ def forward(problem: Problem, y: Tensor, *, entropy: bool, unit_grad: bool) -> O
             row_kernels.rescale(weight_sum[tile.rows], seen.rescale)
             product(tile.narrow, tile.w, out=weight_sum[tile.rows], add=True)
 
-    local_max = state.row_max
-    if head.shard is not None:
-        state = softmax.merge(state, y, head.shard)
-    logp, lse = softmax.log_prob(state)
-    found_entropy = None
-    if entropy:
-        found_entropy = softmax.entropy_of(state, logp)
+    logp, found_entropy, lse = softmax.outputs(state, y, head.shard, entropy=entropy)
     if weight_sum is not None:
-        weight_sum = softmax.unit_gradient(weight_sum, head.w, y, local_max, logp, lse)
+        weight_sum = softmax.unit_gradient(weight_sum, head.w, y, state.row_max, logp, lse)
         weight_sum = sum_over(head.shard, weight_sum.mul_(head.inner[:, None]))
     return Outputs(logp, found_entropy, lse, weight_sum)
 

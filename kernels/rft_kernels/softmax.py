@@ -149,6 +149,18 @@ def entropy_of(state: OnlineSoftmax, logp: Tensor) -> Tensor:
     return -target - offset.exp() * torch.addcmul(state.row_moment, offset, state.row_sum)
 
 
+def outputs(
+    state: OnlineSoftmax, y: Tensor, shard: Shard | None, *, entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """logp, entropy or None, lse, each [R], of the whole vocabulary; labels y [R] are local."""
+    if shard is not None:
+        state = merge(state, y, shard)
+    logp, lse = log_prob(state)
+    if not entropy:
+        return logp, None, lse
+    return logp, entropy_of(state, logp), lse
+
+
 def unit_gradient(
     weight_sum: Tensor, w: Tensor, y: Tensor, row_max: Tensor, logp: Tensor, lse: Tensor
 ) -> Tensor:

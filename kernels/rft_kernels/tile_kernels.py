@@ -1,4 +1,4 @@
-"""Triton kernels of the engine "triton": matrix products, and what follows before they leave the registers.
+"""Triton kernels of the engine "triton", which compute logits and use them in registers.
 
 Blocks of h, w and the gradient are moved by tensor descriptors: on Hopper the hardware then copies them by
 itself, and no thread holds an address.

@@ -35,13 +35,7 @@ def forward(problem: Problem, y: Tensor, *, entropy: bool, unit_grad: bool) -> O
         return gemm.forward(problem, y, entropy=entropy, unit_grad=unit_grad)
     y = local_labels(y, head.shard).contiguous()
     state = _merge(_partial(head, y, entropy=entropy), entropy=entropy)
-    if head.shard is not None:
-        state = softmax.merge(state, y, head.shard)
-    logp, lse = softmax.log_prob(state)
-    found_entropy = None
-    if entropy:
-        found_entropy = softmax.entropy_of(state, logp)
-    return Outputs(logp, found_entropy, lse, None)
+    return Outputs(*softmax.outputs(state, y, head.shard, entropy=entropy), unit_grad=None)
 
 
 def backward(problem: Problem, y: Tensor, cot: Cotangent, need: tuple[bool, bool, bool]) -> Gradients:
