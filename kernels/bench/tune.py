@@ -32,9 +32,15 @@ def measure(
     found = {}
     for width in args.widths:
         x = make_inputs(args.T, width, args.V, dtype=torch.bfloat16, device=device)
-        calls = {(n, w): partial(w(partial(ours, engine=n)), x) for n in names for w in (forward, backward)}
+        calls = {}
+        for name in names:
+            f = partial(ours, engine=name)
+            calls[name, forward] = partial(forward(f), x)
+            calls[name, backward] = partial(backward(f), x)
         for call in calls.values():
             call()  # compiles
+
+        # Rounds are interleaved, so that a device whose clock changes does it to every engine alike.
         rounds = [{key: clock.seconds(call) for key, call in calls.items()} for _ in range(args.rounds)]
         median = {key: statistics.median(r[key] for r in rounds) for key in calls}
         found[width] = {n: median[n, forward] + median[n, backward] for n in names}
