@@ -2,7 +2,7 @@
 
     PYTHONPATH=kernels python kernels/bench/against_t.py --out kernels/bench/results/against_t.png
 
-For each T the same interleaved rounds and the same processes of their own as linear_logprob.py; the numbers
+For each T the same interleaved rounds, and a process per case, as in linear_logprob.py; the numbers
 go beside the picture as JSON.
 """
 
@@ -36,6 +36,7 @@ def draw(found: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    # Seconds on the left, memory on the right; a colour for each operation, dashes for the naive way.
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     tokens = [f["T"] for f in found]
     for i, operation in enumerate(SHOWN):
@@ -49,6 +50,7 @@ def draw(found: list[dict], path: Path) -> None:
             label = f"{operation}, {variant}"
             axes[0].plot(tokens, [r["seconds"] for r in rows], style, color=f"C{i}", marker=".", label=label)
             axes[1].plot(tokens, [r["peak_mb"] for r in rows], style, color=f"C{i}", marker=".", label=label)
+    # Both axes are logarithmic, with the measured numbers of tokens alone as ticks.
     for ax, title in zip(axes, ("seconds", "peak memory beyond the inputs, MB"), strict=True):
         ax.set(xscale="log", yscale="log", xlabel="tokens", title=title)
         ax.set_xticks(tokens, [str(t) for t in tokens], minor=False)

@@ -123,6 +123,7 @@ def matrix_products(x: Inputs, columns: int) -> dict[str, Callable[[], None]]:
     By torch.mm into buffers that exist, and by another library where ours takes that: `rft_kernels.products`.
     """
     h, w = x[:2]
+    # Buffers exist before the clock starts: their pages are touched once.
     tile = h.new_ones(h.shape[0], columns)
     dh = torch.zeros_like(h)
     dw = torch.empty_like(w)
@@ -140,6 +141,7 @@ def matrix_products(x: Inputs, columns: int) -> dict[str, Callable[[], None]]:
         "dh": run(lambda cols, z: dh.addmm_(z, w[cols])),
         "dw": run(lambda cols, z: torch.mm(z.T, h, out=dw[cols])),
     }
+    # oneDNN's products too, where ours are made by it.
     if products.by_onednn(h):
         found["logits" + ONEDNN] = run(lambda cols, z: products.mm(h, w[cols].T))
         found["dh" + ONEDNN] = run(lambda cols, z: products.add_mm(dh, z, w[cols]))

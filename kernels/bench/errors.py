@@ -31,7 +31,8 @@ def problem(args: argparse.Namespace, seed: int, std: float, dtype: torch.dtype)
 
 def outputs(h: Tensor, w: Tensor, y: Tensor, *, engine: str) -> list[Tensor]:
     """logp, entropy, lse, and the gradients of sum(logp + entropy) in h and w, in float64."""
-    h, w = h.detach().requires_grad_(), w.detach().requires_grad_()
+    h = h.detach().requires_grad_()
+    w = w.detach().requires_grad_()
     found = linear_logprob(h, w, y, entropy=True, lse=True, engine=engine)
     out = [x for x in found if x is not None]  # all three
     grads = torch.autograd.grad((out[0] + out[1]).sum(), (h, w))

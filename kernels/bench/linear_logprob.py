@@ -11,7 +11,7 @@ remain, and the worst share that was left in is reported.
 The GEMM limit is the time of the matrix products alone in the same rounds, each by the faster of the
 libraries that torch has; a variant of ours is held against the products that it performs itself
 (recomputation counts as work), every other one against those of the naive way. Peak is the growth of VmHWM
-over the inputs, returned gradients included, in a process of its own.
+over the inputs, returned gradients included, in a separate process.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def high_water() -> float:
 
 
 def print_peak(args: argparse.Namespace) -> None:
-    """In a process of its own: case number `args.peak` once, after a small call that loads the libraries."""
+    """In a separate process: case number `args.peak` once, after a small call that loads the libraries."""
     case = cpu_cases(args.only)[args.peak]
     case.call(cpu_inputs(argparse.Namespace(T=8, D=args.D, V=256)))
     x = cpu_inputs(args)

@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:kernels python kernels/bench/logits.py --json kernels/bench/results/cpu_logits.json
 
-Medians of interleaved rounds, and the peak of each case in a process of its own, as in linear_logprob.py.
+Medians of interleaved rounds, and the peak of each case in a separate process, as in linear_logprob.py.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def inputs(args: argparse.Namespace) -> Callable[[tuple, int], tuple[Tensor, Ten
 
 
 def print_peak(args: argparse.Namespace) -> None:
-    """In a process of its own: the growth of memory in case number `args.peak`."""
+    """In a separate process: print the growth of memory in case number `args.peak`."""
     case = CASES[args.peak]
     take = inputs(args)
     call(case, *(x.clone() for x in take(case, 2)))  # loads libraries
@@ -87,12 +87,14 @@ def measure_peak(case: int) -> float:
 
 def results(args: argparse.Namespace) -> dict:
     """All that is written to --json."""
+    # Interleaved rounds, after one that warms up.
     take = inputs(args)
     calls = [partial(call, case, *take(case, args.T)) for case in CASES]
     for warm_up in calls:
         warm_up()
     rounds = [[sample(one) for one in calls] for _ in range(args.rounds)]
     times = [typical(list(column), 0.1) for column in zip(*rounds, strict=True)]
+    # A row for each case; its peak is measured in a separate process.
     rows = []
     for i, ((dtype, gradient, (quantity, variant)), t) in enumerate(zip(CASES, times, strict=True)):
         operation = quantity
@@ -115,6 +117,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    # A process that was started for one case's peak prints that alone.
     if args.peak is not None:
         print_peak(args)
         return

@@ -1,6 +1,6 @@
 """Other ways to log-probabilities from hidden states, where installed: name -> f(h, w, y) -> [T].
 
-    pip install trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1      # in an environment of its own
+    pip install trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1      # in a separate environment
 
 Each is called through the function that its own trainer calls; nothing here is tuned for it.
 """

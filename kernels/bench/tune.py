@@ -4,7 +4,7 @@
 
 At each width D: a forward (what old and reference log-probs cost) and a forward with its backward, bfloat16,
 medians of interleaved rounds, added up. Between two widths with different winners the limit is half-way. Only
-the entry of this kind of device is replaced, and it says where its numbers come from.
+the entry of this kind of device is replaced, with the source of its numbers.
 """
 
 from __future__ import annotations

@@ -73,16 +73,16 @@ class GradientTiles(Protocol):
 
 def unscaled_head(problem: Problem) -> UnscaledHead:
     """The problem with everything contiguous, and h in the type of the matrix products."""
-    h, w, bias, scale = problem.h, problem.w, problem.bias, problem.scale
-    inner = scale
+    inner = problem.scale
     outer = None
     if problem.softcap is not None:
-        inner = torch.full_like(scale, 1 / problem.softcap)
-        outer = (scale * problem.softcap).contiguous()
+        inner = torch.full_like(problem.scale, 1 / problem.softcap)
+        outer = (problem.scale * problem.softcap).contiguous()
+    bias = problem.bias
     if bias is not None:
         bias = bias.contiguous()
-    h = h.to(_product_type(h, w, scale)).contiguous()
-    return UnscaledHead(h, w, bias, inner.contiguous(), outer, problem.workspace, problem.shard)
+    h = problem.h.to(_product_type(problem.h, problem.w, problem.scale)).contiguous()
+    return UnscaledHead(h, problem.w, bias, inner.contiguous(), outer, problem.workspace, problem.shard)
 
 
 def forward(problem: Problem, y: Tensor, *, entropy: bool, unit_grad: bool) -> Outputs:
@@ -137,6 +137,8 @@ def collect(
     """The gradients of h, w and bias from those of the logits."""
     y = local_labels(y, head.shard).contiguous()
     cot = cot.each(Tensor.contiguous)
+
+    # float16 alone lacks the range that gradients of logits have.
     grad_scale = None
     if head.h.dtype == torch.float16:
         grad_scale = _grad_scale(head, cot)
@@ -150,6 +152,7 @@ def collect(
     if need_bias:
         dbias = head.inner.new_zeros(head.w.shape[0])
 
+    # dw is one product per slice of the vocabulary, dh a sum over the slices.
     summed = _summed_rows(head, grad_scale)
     for tile in gradient_tiles(head, y, cot, grad_scale):
         if dh is not None:
@@ -275,6 +278,7 @@ def _tiles(head: UnscaledHead, *, narrow: bool) -> Iterator[UnscaledTile]:
     if not vocabulary:
         return  # a rank that has no row of the head
 
+    # One buffer for all slices, and others for a rounded copy and for a converted slice of w.
     height = max(1, min(tokens, _ROWS))
     breadth = _breadth(head, narrow)
     buffer = torch.empty(height * breadth, dtype=head.inner.dtype, device=head.h.device)
@@ -285,6 +289,7 @@ def _tiles(head: UnscaledHead, *, narrow: bool) -> Iterator[UnscaledTile]:
     if head.w.dtype != head.h.dtype:
         converted = head.h.new_empty(breadth, width)
 
+    # The vocabulary is the outer loop, so that a slice of w is converted once.
     for cols in cut(vocabulary, breadth):
         w = head.w[cols]
         columns = len(w)

@@ -146,12 +146,14 @@ def _check(
     shard: parallel.Shard | None,
 ) -> None:
     """Raise ValueError for the first input that does not fit."""
+    # Shapes.
     _expect(h.dim() == 2, "h", "[T, D]", list(h.shape))
     rows, width = h.shape
     _expect(w.dim() == 2 and w.shape[1] == width, "w", f"[V, D] with D = {width}", list(w.shape))
     _expect(w.shape[0] > 0 or shard is not None, "w", "[V, D] with V > 0", list(w.shape))
     _expect(y.shape == (rows,), "y", f"[T] = [{rows}]", list(y.shape))
 
+    # Types and devices.
     for name, x in (("h", h), ("w", w), ("bias", bias)):
         if x is not None:
             _expect(x.is_floating_point(), name, "a floating-point tensor", x.dtype)
@@ -162,6 +164,7 @@ def _check(
     if bias is not None:
         _expect(bias.shape == (w.shape[0],), "bias", f"[V] = [{w.shape[0]}]", list(bias.shape))
 
+    # Options. The engine is picked later, but an unknown name fails before any work.
     _expect(softcap is None or softcap > 0, "softcap", "None or a number > 0", softcap)
     _expect(mb is None or mb > 0, "workspace_mb", "None or a number > 0", mb)
     engines.check(engine, h, also=("reference",))

@@ -34,7 +34,7 @@ def add_mm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def by_onednn(a: Tensor) -> bool:
-    """Whether large products of a are oneDNN's, which has memory of its own for each result."""
+    """Whether large products of a are oneDNN's, which allocates each result."""
     return a.dtype == torch.float32 and a.device.type == "cpu" and mkl_is_half()
 
 

@@ -189,6 +189,7 @@ def absorb(
     rows, columns = x.shape
     if rows == 0:
         return
+    # A kernel gets a number for each argument, also for a tensor that is absent.
     kept_stride = 0
     if kept is not None:
         kept_stride = kept.stride(0)
@@ -234,6 +235,7 @@ def differentiate(
     rows, columns = x.shape
     if rows == 0:
         return
+    # Programs share rows: nothing is summed here.
     block, warps = _fixed(DIFFERENTIATE, columns)
     launch(
         differentiate_kernel,

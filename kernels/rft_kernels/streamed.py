@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rft_kernels import products, softmax
 from rft_kernels.interface import Gradients, Outputs, Problem
-from rft_kernels.parallel import local_labels, sum_over
+from rft_kernels.parallel import Shard, local_labels, sum_over
 from rft_kernels.slices import cut, part
 from rft_kernels.softmax import Cotangent, OnlineSoftmax
 
@@ -85,22 +85,7 @@ def forward(problem: Problem, y: Tensor, *, entropy: bool, unit_grad: bool) -> O
             products.add_mm(rescaled, tile.x, tile.w)
         del tile  # its memory is that of the next one
 
-    # Both softmaxes go through the shards together: as the tiles have it, and with refined logits.
-    refined = state
-    if largest is not None:
-        state = state._replace(target_logit=_select(head, y))
-        refined = _refine(state, _select(head, largest))
-    both = OnlineSoftmax(*(torch.stack(pair) for pair in zip(state, refined, strict=True)))
-    if problem.shard is not None:
-        both = softmax.merge(both, y, problem.shard)
-    logps, lses = softmax.log_prob(both)
-    # lse stays that of the tiles: then p adds up to 1 in the backward, which sees the same tiles.
-    logp = logps[1]
-    lse = lses[0]
-
-    found_entropy = None
-    if entropy:
-        found_entropy = softmax.entropy_of(both, logps)[1]
+    logp, found_entropy, lse = _outputs(head, state, y, largest, problem.shard, entropy=entropy)
     if weight_sum is not None:
         weight_sum = softmax.unit_gradient(weight_sum, head.w, y, state.row_max, logp, lse)
         weight_sum = sum_over(problem.shard, weight_sum.mul_(head.inner[:, None]))
@@ -140,6 +125,30 @@ def backward(problem: Problem, y: Tensor, cot: Cotangent, need: tuple[bool, bool
     if dh is not None:
         dh = sum_over(problem.shard, dh.mul_(head.inner[:, None]))
     return Gradients(dh, dw, dbias)
+
+
+def _outputs(
+    head: ScaledHead,
+    state: OnlineSoftmax,
+    y: Tensor,
+    largest: Tensor | None,
+    shard: Shard | None,
+    *,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """logp, entropy or None, lse, each [R]; with two refined logits per row where `largest` [R] is given."""
+    refined = state
+    if largest is not None:
+        state = state._replace(target_logit=_select(head, y))
+        refined = _refine(state, _select(head, largest))
+
+    # lse stays that of the tiles: then p adds up to 1 in the backward, which sees the same tiles. Both are
+    # stacked, so that the shards reduce them together.
+    both = OnlineSoftmax(*(torch.stack(pair) for pair in zip(state, refined, strict=True)))
+    logp, found_entropy, lse = softmax.outputs(both, y, shard, entropy=entropy)
+    if found_entropy is not None:
+        found_entropy = found_entropy[1]
+    return logp[1], found_entropy, lse[0]
 
 
 def _update_largest(largest: Tensor, tile: ScaledTile, rescale: Tensor) -> None:
@@ -204,7 +213,7 @@ def _tiles(head: ScaledHead, *, copies: int) -> Iterator[ScaledTile]:
     if not vocabulary:
         return  # a rank that has no row of the head
 
-    # oneDNN has memory of its own for each result; torch.mm writes into one buffer.
+    # oneDNN allocates each result; torch.mm writes into one buffer.
     height, breadth = _tile_shape(head, copies)
     buffer = None
     if not products.by_onednn(head.h):

@@ -1,7 +1,7 @@
 """Triton kernels of the engine "triton", which compute logits and use them in registers.
 
 Blocks of h, w and the gradient are moved by tensor descriptors: on Hopper the hardware then copies them by
-itself, and no thread holds an address.
+itself, and no thread holds an address. Triton's loops are no Python iterators, which type checkers report.
 """
 
 from __future__ import annotations

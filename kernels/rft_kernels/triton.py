@@ -68,6 +68,7 @@ def _gradient_tiles(
         "SCALED": grad_scale is not None,
     }
 
+    # The products that follow read a slice's gradient before the next one overwrites it.
     for cols in cut(vocabulary, breadth):
         w = head.w[cols]
         dx = buffer[:, : len(w)]
@@ -113,6 +114,7 @@ def _aligned(x: Tensor) -> bool:
 def _partial(head: UnscaledHead, y: Tensor, *, entropy: bool) -> OnlineSoftmax:
     """The running softmax of each split of the vocabulary: fields [SPLITS, R]."""
     tokens, width = head.h.shape
+    # A variant that would spill registers has a smaller tile.
     flags = {"BIAS": head.bias is not None, "SOFTCAP": head.outer is not None, "ENTROPY": entropy}
     config = kernels.forward_config(**flags)
     if INTERPRETED:

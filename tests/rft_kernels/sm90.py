@@ -3,7 +3,7 @@
 Kernels over logits twice: for addresses and strides that are multiples of 16, and for those that are not (an
 odd vocabulary), whose loads are narrower. The kernels of `tile_kernels` only get the former: `triton._fits`.
 
-Runs in a process of its own (test_sm90.py): triton decides once whether kernels are interpreted. A line of
+Runs in a separate process (test_sm90.py): triton decides once whether kernels are interpreted. A line of
 the result is {"kernel", "options", "registers", "stack", "shared"}; what is spilled lies on the stack.
 """
 

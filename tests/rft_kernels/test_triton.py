@@ -1,6 +1,6 @@
 """The GPU engines: their cases (triton_cases.py) in triton's interpreter or on CUDA, and how one is chosen.
 
-Triton decides when it is imported whether kernels are interpreted: the cases run in a process of their own.
+Triton decides when it is imported whether kernels are interpreted: the cases run in a separate process.
 """
 
 import json
