@@ -247,7 +247,13 @@ def _differentiate_fused(z: Tensor, dz: Tensor, y: Tensor, cot: Cotangent, scale
     """As `_differentiate_slices`."""
     from rft_kernels import row_kernels
 
-    row_kernels.differentiate(_dense_rows(z), dz, y, cot, first=0, inner=scale, outer=None, bias=None)
+    z = _dense_rows(z)
+    out = dz
+    if dz.stride(1) != 1:
+        out = torch.empty_like(z)  # the kernel writes rows whose columns are beside each other
+    row_kernels.differentiate(z, out, y, cot, first=0, inner=scale, outer=None, bias=None)
+    if out is not dz:
+        dz.copy_(out)
 
 
 def _dense_rows(z: Tensor) -> Tensor:

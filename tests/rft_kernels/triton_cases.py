@@ -353,6 +353,17 @@ def test_given_logits_in_place_narrow_ignored_and_bad(engine):
     assert (dz[[1, 4]] == 0).all() and out.logp[1] == 0 and out.logp[3].isnan()
 
 
+def test_a_gradient_in_place_of_logits_whose_columns_are_apart_in_memory():
+    transposed = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    y = torch.arange(5, device=DEVICE)
+    want = torch.nn.functional.one_hot(y, 12) - transposed.T.softmax(1)
+    z = transposed.T.requires_grad_()
+    logp = logits_logprob(z, y, engine="gemm", inplace_backward=True).logp
+    (dz,) = torch.autograd.grad(logp.sum(), z)
+    torch.testing.assert_close(dz, want, rtol=1e-5, atol=1e-6)
+    assert dz.data_ptr() == transposed.data_ptr()
+
+
 def test_rows_beyond_two_to_the_31():
     """Addresses are 64 bits wide: the second row starts after 2^31 elements, most of them never touched."""
     memory = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)
