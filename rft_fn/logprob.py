@@ -21,7 +21,10 @@ __all__ = [
 
 
 def _wide(x: Tensor) -> Tensor:
-    """bf16 and fp16 to float32; float64 stays: a softmax in bf16 is off by up to 0.05 nats."""
+    """bf16 and fp16 to float32; float64 stays.
+
+    A softmax in bf16 is off by up to 0.05 nats.
+    """
     if x.dtype in (torch.bfloat16, torch.float16):
         return x.float()
     return x
@@ -60,14 +63,17 @@ def entropy_from_logits(logits: Tensor, *, temperature: float | Tensor = 1.0) ->
 def log_probs_and_entropy(
     logits: Tensor, target: Tensor, *, temperature: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """[..., V], [...] -> [...] and [...] nats: the two functions above in one pass over the logits."""
+    """[..., V], [...] -> [...] and [...] nats: both, in one pass over the logits."""
     return _from_logits(logits, target, temperature, entropy=True)
 
 
 def _from_logits(
     logits: Tensor, target: Tensor, temperature: float | Tensor, *, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """One fused pass over the rows -> logp, and the entropy (logp again where it was not asked for)."""
+    """(logp, entropy), in one fused pass over the rows.
+
+    The entropy is logp again where it was not asked for.
+    """
     from rft_kernels import logits_logprob
 
     check.shapes(target=(target, "..."), logits=(logits[..., 0], "..."))
@@ -87,7 +93,7 @@ def _from_logits(
 
 
 def process_logits(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = None) -> Tensor:
-    """[..., V] -> [..., V]: logits / temperature, with -inf for tokens that top_k or top_p exclude.
+    """[..., V] -> [..., V]: logits / temperature, -inf where top_k or top_p exclude a token.
 
     Only the top_k largest stay, and of them the smallest set with a mass of top_p. This is the one definition
     of the distribution that is sampled from, for the engine and for the trainer. `keep` [...] is a token that

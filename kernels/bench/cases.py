@@ -1,4 +1,7 @@
-"""The operations that are measured: on the same inputs, by the naive way, by ours and by others.py."""
+"""The cases that are measured.
+
+Each is an operation on the same inputs: by the naive way, by ours and by others.py.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,9 @@ def three(variant: str, f: Callable, wrap: Callable = unchanged, *, recomputes: 
 
 
 def cases(engines: dict[str, str], *, mixed: bool, only: list[str] | None = None) -> list[Case]:
-    """Every operation by every variant, or by those in `only` and by naive, which they are held against.
+    """Every operation by every variant, or by those in `only`.
+
+    naive is always there: the others are held against it.
 
     engines: the name in the table -> the engine of ours. mixed: also ours with a head in bfloat16.
     """
@@ -118,7 +123,9 @@ def make_inputs(T: int, D: int, V: int, *, dtype: torch.dtype, device: str) -> I
 
 
 def matrix_products(x: Inputs, columns: int) -> dict[str, Callable[[], None]]:
-    """The three products by slices of the vocabulary: whole ones would measure page faults of [T, V].
+    """The three matrix products of a head, by slices of the vocabulary.
+
+    Whole ones would measure page faults of [T, V].
 
     By torch.mm into buffers that exist, and by another library where ours takes that: `rft_kernels.products`.
     """

@@ -20,7 +20,10 @@ COLUMNS = ("logp, max", "entropy, max", "lse, max", "dh, relative norm", "dw, re
 
 
 def problem(args: argparse.Namespace, seed: int, std: float, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """h [T, D] and w [V, D], rounded to dtype, y [T]; the logits have standard deviation std."""
+    """h [T, D], w [V, D], y [T], where the logits have standard deviation std.
+
+    h and w are rounded to dtype.
+    """
     make = torch.Generator(args.device).manual_seed(seed)
     h = torch.randn(args.T, args.D, generator=make, device=args.device).to(dtype)
     w = (torch.randn(args.V, args.D, generator=make, device=args.device) * std / args.D**0.5).to(dtype)

@@ -70,7 +70,10 @@ CUDA = Clock(device_seconds, device_peak_mb)
 
 
 def fits(call: Callable[[], object]) -> bool:
-    """Whether it runs in the memory that there is; also the call that compiles and warms up."""
+    """Whether a call runs in the memory of the device.
+
+    This is also the call that compiles and warms up.
+    """
     try:
         call()
     except torch.cuda.OutOfMemoryError:

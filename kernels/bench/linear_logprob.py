@@ -68,7 +68,10 @@ def sample(call: Callable[[], object]) -> Sample:
 
 
 def typical(samples: list[Sample], quiet: float) -> Sample:
-    """The median of the quiet samples, or of the three least disturbed ones; with their worst share."""
+    """The median of the quiet samples, with their worst share.
+
+    Where fewer than three are quiet, of the three least disturbed ones.
+    """
     ordered = sorted(samples, key=lambda s: s.foreign)
     quiet_ones = [s for s in ordered if s.foreign <= quiet]
     kept = ordered[: max(3, len(quiet_ones))]

@@ -1,4 +1,4 @@
-"""Time and memory of log-probs of given logits on a CPU: plain operations, and the fused pass.
+"""Time and memory of log-probs of given logits on a CPU, fused and plain.
 
     PYTHONPATH=.:kernels python kernels/bench/logits.py --json kernels/bench/results/cpu_logits.json
 

@@ -1,4 +1,4 @@
-"""Measures which engine is fastest on the CUDA device that is there, and writes that into auto.json.
+"""Measure which engine is fastest on this CUDA device, and write it into auto.json.
 
     PYTHONPATH=kernels python kernels/bench/tune.py
 

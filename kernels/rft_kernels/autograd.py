@@ -40,7 +40,10 @@ class Options:
 def log_prob(
     h: Tensor, w: Tensor, y: Tensor, scale: Tensor, bias: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """h [T, D], w [V, D], y [T], scale [T] = 1 / temperature -> logp, entropy or None, lse, each [T]."""
+    """logp, entropy or None, and lse, each [T], by the engine of the options.
+
+    h [T, D], w [V, D], y [T], scale [T] = 1 / temperature.
+    """
     logp, entropy, lse, _ = _LogProb.apply(h, w, bias, y, scale, options)
     return logp, entropy, lse
 
@@ -48,7 +51,7 @@ def log_prob(
 def compute(
     h: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, scale: Tensor, options: Options
 ) -> tuple[Tensor | None, ...]:
-    """The inputs of `log_prob` -> logp, entropy or None, lse, each [T], and dlogp/dh [T, D] or None."""
+    """The outputs of `log_prob`, and dlogp/dh [T, D] or None."""
     live = _indices(y != options.ignore_index)
     with exact_matmul(h.device.type):
         problem = _problem(h, w, bias, scale, live, options)
@@ -74,7 +77,10 @@ def gradients(
     options: Options,
     need: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of h, w and bias that are needed, or None where no row has one."""
+    """The gradients of h, w and bias, where they are needed.
+
+    None where no row has one.
+    """
     live = y != options.ignore_index
 
     # dlogp/dh is there already: the upstream gradient only scales it.
@@ -168,7 +174,10 @@ def _problem(
 
 
 def _indices(mask: Tensor) -> Tensor | None:
-    """The indices where mask [T] holds; None if that is everywhere, or on the meta device: unknown."""
+    """The indices where mask [T] holds; None if that is everywhere.
+
+    None on the meta device too, where it is unknown.
+    """
     if mask.is_meta:
         return None
     rows = mask.nonzero()[:, 0]

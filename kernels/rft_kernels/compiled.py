@@ -85,7 +85,10 @@ def _(h, w, bias, y, scale, logp, entropy, lse, unit_grad, g, g_entropy, g_lse, 
 
 
 def _gradient(grad: Tensor | None, like: Tensor | None, wanted: bool, h: Tensor) -> Tensor:
-    """The tensor that a graph was promised: a gradient like its input, 0 if no row had one, or empty."""
+    """The tensor that a graph was promised for a gradient.
+
+    Like its input, with 0 if no row had a gradient, or empty if none is wanted.
+    """
     if like is None or not wanted:
         return h.new_empty(0)
     if grad is None:

@@ -58,7 +58,10 @@ def check(name: str, h: Tensor, *, also: tuple[str, ...]) -> None:
 
 
 def pick(name: str, h: Tensor, w: Tensor) -> str:
-    """The engine that `name` stands for with h [T, D] and w [V, D]; ValueError if it cannot run there."""
+    """The engine that `name` stands for with h [T, D] and w [V, D].
+
+    Raises ValueError if it cannot run there.
+    """
     if name == "streamed":
         return name
     has_triton = find_spec("triton") is not None
@@ -84,7 +87,10 @@ def automatic(device: int | None, width: int) -> str:
 
 
 def choose(rules: dict[str, list], device: str, width: int) -> str:
-    """The engine of the first rule of a device (or of "default") with width <= its limit, or no limit."""
+    """The engine of the first rule whose limit is not below the width.
+
+    Rules are those of the device, or of "default"; a limit of None holds for every width.
+    """
     for limit, name in rules.get(device, rules["default"]):
         if limit is None or width <= limit:
             return name

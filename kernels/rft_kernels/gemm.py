@@ -27,7 +27,10 @@ _FP16_RANGE = 2.0**15  # a row of gradients is scaled to this: 1 / V would be su
 
 
 class UnscaledHead(NamedTuple):
-    """x = inner (h wᵀ + bias) are scaled logits; z = x, or outer tanh(x) under a softcap."""
+    """A head whose temperature is applied after the matrix product.
+
+    x = inner (h wᵀ + bias) are scaled logits; z = x, or outer tanh(x) under a softcap.
+    """
 
     h: Tensor  # [R, D] in the type of the matrix products
     w: Tensor  # [V, D]
@@ -39,7 +42,7 @@ class UnscaledHead(NamedTuple):
 
 
 class UnscaledTile(NamedTuple):
-    """Logits of a block of B tokens over a slice of C columns, before the temperature and the bias."""
+    """Logits of B tokens over C columns, before the temperature and the bias."""
 
     cols: slice  # of the vocabulary
     rows: slice  # of the tokens
@@ -50,7 +53,10 @@ class UnscaledTile(NamedTuple):
 
 
 class GradientTile(NamedTuple):
-    """The gradient of such a block's logits, divided by the scale of its rows if they have one."""
+    """The gradient of the logits of B tokens over C columns.
+
+    Divided by the scale of its rows, if they have one.
+    """
 
     cols: slice
     rows: slice
@@ -170,7 +176,10 @@ def collect(
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor, add: bool = False) -> None:
-    """out (+)= a b, where out may be of a wider type: sums are then stored in that type."""
+    """out (+)= a b, where out may be of a wider type.
+
+    Sums are then stored in that type.
+    """
     if out.dtype == a.dtype and add:
         out.addmm_(a, b)
     elif out.dtype == a.dtype:
@@ -220,7 +229,10 @@ class SummedRows(NamedTuple):
 
 
 def _grad_scale(head: UnscaledHead, cot: Cotangent) -> Tensor:
-    """A power of two [R]: no gradient of a logit over it exceeds the range of float16, nor is it tiny."""
+    """A power of two [R] that brings each row of gradients into the range of float16.
+
+    A gradient of a logit over it neither exceeds that range, nor is it tiny.
+    """
     bound = torch.maximum(cot.p_factor.abs(), cot.target_grad.abs())
     if cot.g_entropy is not None:
         bound = torch.maximum(bound, cot.p_factor.abs() + cot.g_entropy.abs())  # |p log p| < 1
@@ -245,7 +257,10 @@ def _summed_rows(head: UnscaledHead, grad_scale: Tensor | None) -> SummedRows:
 
 
 def _weight_grad(dw: Tensor, tile: GradientTile, summed: SummedRows) -> None:
-    """dw [C, D] (+)= dxᵀ h: one product into its slice; in float32 first if there are scales or blocks."""
+    """dw [C, D] (+)= dxᵀ h.
+
+    One product into its slice; in float32 first if there are scales or blocks.
+    """
     h = summed.h
     is_first = tile.rows.start == 0
     is_last = tile.rows.stop == h.shape[0]
@@ -272,7 +287,10 @@ def _bias_grad(dbias: Tensor, tile: GradientTile, summed: SummedRows) -> None:
 
 # --------------------------------------------------------------------------------------- slices of the logits
 def _tiles(head: UnscaledHead, *, narrow: bool) -> Iterator[UnscaledTile]:
-    """Slices of the logits, one after another in one buffer; narrow: with room for a rounded copy."""
+    """Slices of the logits, one after another in one buffer.
+
+    narrow: with room for a copy in the type of the products.
+    """
     tokens, width = head.h.shape
     vocabulary = head.w.shape[0]
     if not vocabulary:
@@ -304,7 +322,10 @@ def _tiles(head: UnscaledHead, *, narrow: bool) -> Iterator[UnscaledTile]:
 
 
 def _breadth(head: UnscaledHead, narrow: bool) -> int:
-    """Columns of a tile, such that it, its rounded copy and a converted slice of w fit into the workspace."""
+    """The number of columns of a tile that fits into the workspace.
+
+    With its rounded copy, and with a converted slice of w.
+    """
     tokens, width = head.h.shape
     height = max(1, min(tokens, _ROWS))
     narrow_size = head.h.element_size()

@@ -1,4 +1,4 @@
-"""The interface of an engine: the problem that it is given, and the two functions that it has."""
+"""The interface of an engine: its inputs, its outputs and its two functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Log-probability and entropy of given logits in one pass: by a Triton kernel, or by slices of rows.
+"""Log-probability and entropy of given logits, in one pass over them.
+
+By a Triton kernel, or by slices of rows with operations of torch.
 
 Two `autograd.Function`s, each with a vmap rule that makes the examples more rows: torch.func runs the
 backward of the first one under the transforms that surround it. What is differentiated twice is the
@@ -39,7 +41,9 @@ def logits_logprob(
     inplace_backward: bool = False,
     engine: str = "auto",
 ) -> FromLogits:
-    """z [T, V], y [T] -> log softmax(z / temperature)[t, y[t]] as [T], and the entropy [T] if wanted.
+    """log softmax(z / temperature)[t, y[t]] as [T], and the entropy [T] if wanted.
+
+    z [T, V], y [T].
 
     Arithmetic is float32 whatever the type of z (float64 if z is); z is read once, and only it, y and a few
     numbers per row are kept for the backward. Differentiable in z through both outputs, under torch.func too
@@ -200,7 +204,10 @@ class _Gradient(torch.autograd.Function):
 
 
 def _as_rows(batch: int, in_dims: tuple, args: tuple) -> list:
-    """Tensors of B examples of T rows each -> of B T rows; what has no examples is the same for all."""
+    """Tensors of B examples of T rows each -> of B T rows.
+
+    A tensor without a batch dimension is the same for all examples.
+    """
     out = []
     for x, dim in zip(args, in_dims, strict=True):
         if isinstance(x, Tensor) and dim is None:
@@ -226,7 +233,10 @@ def _differentiate_slices(z: Tensor, dz: Tensor, y: Tensor, cot: Cotangent, scal
 
 
 def _scaled_slices(z: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of z times their scale and in its type, one slice after another in one buffer."""
+    """Slices of the rows of z, times their scale.
+
+    In the type of the scale, one after another in one buffer.
+    """
     height = max(1, _CPU_BYTES // (4 * z.shape[1]))
     buffer = scale.new_empty(min(height, z.shape[0]), z.shape[1])
     for rows in cut(z.shape[0], height):

@@ -39,9 +39,11 @@ def linear_logprob(
     workspace_mb: float | None = None,
     engine: str = "auto",
 ) -> LogProb:
-    """h [T, D], w [V, D], y [T] -> log softmax(z)[t, y[t]] as [T], without the logits z.
+    """log softmax(z)[t, y[t]] as [T], without the logits z [T, V].
 
-    z = cap(h wᵀ + bias) / temperature, where cap(x) is `softcap` tanh(x / softcap), or x without a softcap.
+    h [T, D], w [V, D], y [T] labels, bias [V]; z = cap(h wᵀ + bias) / temperature, where cap(x) is `softcap`
+    tanh(x / softcap), or x without a softcap.
+
     Differentiable once, in h, w and bias, through each of the three outputs; `temperature` (a number, [] or
     [T]) is data. The logits [T, V] never exist: they are made tile by tile in about `workspace_mb` MB
     (default 4 or 12 on a CPU, 256 elsewhere; at least 64 columns at a time), and made again in the backward.
@@ -97,7 +99,10 @@ def linear_logprob(
 
 
 def default_workspace_mb(device_type: str) -> float:
-    """MB of logits at a time: a CPU's tile stays in its last-level cache, a GPU wants large products."""
+    """MB of logits at a time by default.
+
+    A CPU's tile stays in its last-level cache, a GPU wants large products.
+    """
     if device_type != "cpu":
         return 256.0
     # oneDNN's tiles are not all in one place: the allocator may hold two or three of them.
@@ -107,7 +112,9 @@ def default_workspace_mb(device_type: str) -> float:
 
 
 def check_labels(y: Tensor, vocabulary: int, *, ignore_index: int = -100) -> None:
-    """Raise ValueError for the first label of y [T] that is neither in [0, vocabulary) nor `ignore_index`.
+    """Raise ValueError for the first label of y [T] that is out of range.
+
+    A label is in [0, vocabulary), or it is `ignore_index`.
 
     Reads y on the host, which is why `linear_logprob` does not do it: there such a row is NaN.
     """

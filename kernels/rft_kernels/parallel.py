@@ -51,7 +51,9 @@ def sum_over(shard: Shard | None, x: Tensor) -> Tensor:
 
 
 def split(w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Shard | None]:
-    """(local w, local bias, Shard) of a head that is a DTensor sharded over V; no Shard for a plain one.
+    """(local w, local bias, Shard) of a head whose w [V, D] may be a DTensor.
+
+    The Shard is None for a plain tensor.
 
     Gradients flow back into the DTensors. ValueError for a placement that is not Shard(0) on one mesh axis.
     """

@@ -1,4 +1,4 @@
-"""Matrix products of float32 on a CPU, by the library that uses the whole width of its vectors.
+"""Matrix products of float32, by the library that is faster on this CPU.
 
 MKL, which `torch.mm` calls, picks its kernels by the maker of the processor: where that is not Intel, it
 leaves AVX-512 alone and runs at half the rate, or less. oneDNN, the other library inside torch, asks what the
@@ -39,12 +39,18 @@ def by_onednn(a: Tensor) -> bool:
 
 
 def sums_are_long(a: Tensor, b: Tensor) -> bool:
-    """Whether a bᵀ, all of it, is large and oneDNN's, which adds up the products of an element one by one."""
+    """Whether a bᵀ as a whole is large and oneDNN's.
+
+    oneDNN adds up the products of an element one by one.
+    """
     return by_onednn(a) and a.numel() * b.shape[0] >= _LARGE
 
 
 def _suits(a: Tensor, b: Tensor) -> bool:
-    """Whether a b is large, and of matrices without gaps: for others oneDNN has nothing but plain loops."""
+    """Whether a b is large, and of matrices without gaps.
+
+    For others oneDNN has only plain loops.
+    """
     dense = all(x.is_contiguous() or x.T.is_contiguous() for x in (a, b))
     multiplications = a.shape[0] * a.shape[1] * b.shape[1]
     return dense and multiplications >= _LARGE
@@ -63,7 +69,7 @@ def _found() -> bool:
 
 
 def _maker() -> str | None:
-    """The vendor's name as the processor has it; None without Linux, or where it is not listed."""
+    """The name of the processor's vendor; None where Linux does not list it."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return None

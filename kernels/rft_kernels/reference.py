@@ -18,7 +18,9 @@ def log_prob(
     softcap: float | None,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h [T, D], w [V, D], y [T], scale [T] = 1 / temperature -> logp, entropy, lse, each [T].
+    """logp, entropy and lse, each [T], from whole logits.
+
+    h [T, D], w [V, D], y [T], scale [T] = 1 / temperature.
 
     Composes with every torch.func transform, and can be differentiated any number of times.
     """

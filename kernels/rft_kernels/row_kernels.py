@@ -128,7 +128,9 @@ def differentiate_kernel(
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Turn a piece of a row of x [R, C] into its gradient, divided by grad_scale [R]; dx may be x itself.
+    """Turn a piece of a row of x [R, C] into its gradient dx [R, C].
+
+    Divided by grad_scale [R]; dx may be x itself.
 
     1[y] - p is formed before it is rounded to the type of dx: the target's column is `target_grad`, never
     1 - p.
@@ -160,7 +162,10 @@ def differentiate_kernel(
 
 @triton.jit
 def rescale_kernel(x_ptr, x_stride, columns, factor_ptr, BLOCK: tl.constexpr):
-    """Multiply a row of x [R, D] by its factor [R], in place; a factor of 1 costs nothing."""
+    """Multiply a row of x [R, D] by its factor [R], in place.
+
+    A factor of 1 costs nothing.
+    """
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factor_ptr + row)
     if factor != 1:
@@ -182,7 +187,9 @@ def absorb(
     entropy: bool,
     kept: Tensor | None = None,
 ) -> None:
-    """Add the columns [first, first + C) of the logits, x [R, C], to state [R] in place; labels y [R].
+    """Add the columns x [R, C] of the logits to the state, in place.
+
+    They are columns [first, first + C) of the vocabulary; labels y [R].
 
     kept [R, C] gets exp(z - row_max), and 0 in the target's column.
     """
@@ -231,7 +238,10 @@ def differentiate(
     bias: Tensor | None,
     grad_scale: Tensor | None = None,
 ) -> None:
-    """Write the gradient in the columns [first, first + C), x [R, C], over grad_scale [R], into dx [R, C]."""
+    """Write the gradient in the columns x [R, C] of the logits into dx [R, C].
+
+    They are columns [first, first + C) of the vocabulary; rows are divided by grad_scale [R].
+    """
     rows, columns = x.shape
     if rows == 0:
         return

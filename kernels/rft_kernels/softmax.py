@@ -93,7 +93,7 @@ def start(h: Tensor) -> OnlineSoftmax:
 
 
 def absorb(state: OnlineSoftmax, z: Tensor, column: Tensor, outer: Tensor | None, *, entropy: bool) -> None:
-    """Add the tile z [R, C] to the state in place, and leave exp(z - row_max) in z.
+    """Add the tile z [R, C] to the state, and leave exp(z - row_max) in z.
 
     column [R]: the target's in this tile, or a number outside [0, C) when it is in another one.
     """
@@ -143,7 +143,10 @@ def log_prob(state: OnlineSoftmax) -> tuple[Tensor, Tensor]:
 
 
 def entropy_of(state: OnlineSoftmax, logp: Tensor) -> Tensor:
-    """-sum p log p [R], over the target and the others, whose log p = (z - row_max) + (row_max - lse)."""
+    """-sum p log p [R], over the target and the others.
+
+    The others have log p = (z - row_max) + (row_max - lse).
+    """
     offset = -torch.logaddexp(state.row_sum.log(), state.target_logit - state.row_max)  # row_max - lse
     target = logp.exp() * logp.clamp(min=_NEVER)
     return -target - offset.exp() * torch.addcmul(state.row_moment, offset, state.row_sum)
@@ -198,12 +201,18 @@ def differentiate(z: Tensor, column: Tensor, cot: Cotangent, outer: Tensor | Non
 
 
 def _locate(z: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each row's target is in z [R, C], clamped into it, and whether it was inside; both [R, 1]."""
+    """(the column of each row's target, whether it is one of z [R, C]), both [R, 1].
+
+    The column is clamped into z.
+    """
     last = z.shape[1] - 1
     inside = (column >= 0) & (column <= last)
     return column.clamp(0, last)[:, None], inside[:, None]
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """exp(x) in place of x, in base 2: torch's exp is MKL's, which took six times as long on an AMD EPYC."""
+    """exp(x) in place of x, in base 2.
+
+    torch's exp is MKL's, which took six times as long on an AMD EPYC.
+    """
     return x.mul_(_LOG2_E).exp2_()

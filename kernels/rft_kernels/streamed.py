@@ -25,7 +25,10 @@ _COLUMNS = 64  # slices of the vocabulary are multiples of this
 
 
 class ScaledHead(NamedTuple):
-    """x = h wᵀ + inner bias are scaled logits; z = x, or outer tanh(x) under a softcap."""
+    """A head whose temperature is applied before the matrix product.
+
+    x = h wᵀ + inner bias are scaled logits; z = x, or outer tanh(x) under a softcap.
+    """
 
     h: Tensor  # [R, D] hidden states times inner, in the type of the computation
     w: Tensor  # [V, D]
@@ -47,7 +50,10 @@ class ScaledTile(NamedTuple):
 
 
 def scaled_head(problem: Problem) -> ScaledHead:
-    """The temperature (or the softcap) goes into h: T D numbers are scaled instead of T V."""
+    """The head with the temperature (or the softcap) in h.
+
+    T D numbers are scaled instead of T V.
+    """
     inner = problem.scale
     outer = None
     if problem.softcap is not None:
@@ -136,7 +142,10 @@ def _outputs(
     *,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """logp, entropy or None, lse, each [R]; with two refined logits per row where `largest` [R] is given."""
+    """logp, entropy or None, lse, each [R].
+
+    The target's logit and that of column `largest` [R] are refined, if it is given.
+    """
     refined = state
     if largest is not None:
         state = state._replace(target_logit=_select(head, y))
@@ -152,7 +161,7 @@ def _outputs(
 
 
 def _update_largest(largest: Tensor, tile: ScaledTile, rescale: Tensor) -> None:
-    """largest [B] gets the column of each row whose largest logit is in this tile of exp(z - row_max)."""
+    """Update the columns [B] of the largest logits from a tile of exp(z - row_max)."""
     risen = (rescale < 1).nonzero()[:, 0]
     x = tile.x
     if len(risen) < len(largest):
@@ -161,7 +170,9 @@ def _update_largest(largest: Tensor, tile: ScaledTile, rescale: Tensor) -> None:
 
 
 def _refine(state: OnlineSoftmax, largest_logit: Tensor) -> OnlineSoftmax:
-    """state, with its largest logit, which counts most, replaced by largest_logit [R]; NaN leaves a row.
+    """state, with its largest logit replaced by largest_logit [R].
+
+    It is the one that counts most. NaN leaves a row as it is.
 
     An error of a logit is one of lse times its probability. A long sum over D that is added up one by one
     has an error that a separate vector product has not.
@@ -173,7 +184,10 @@ def _refine(state: OnlineSoftmax, largest_logit: Tensor) -> OnlineSoftmax:
 
 
 def _select(head: ScaledHead, column: Tensor) -> Tensor:
-    """The scaled logits [R] of one column in each row, by vector products; NaN if it is no row of w."""
+    """The scaled logits [R] of one column in each row, by vector products.
+
+    NaN if the column is no row of w.
+    """
     z = torch.empty_like(head.inner)
     inside = (column >= 0) & (column < len(head.w))
     here = torch.where(inside, column, 0)
@@ -191,7 +205,10 @@ def _select(head: ScaledHead, column: Tensor) -> Tensor:
 
 
 def _weight_grad(dw: Tensor, tile: ScaledTile, h: Tensor) -> None:
-    """dw [C, D] (+)= dxᵀ h, over the blocks of tokens; in wide_dw first if dw is of a narrower type."""
+    """dw [C, D] (+)= dxᵀ h, over the blocks of tokens.
+
+    In wide_dw first if dw is of a narrower type.
+    """
     total = dw
     if tile.wide_dw is not None:
         total = tile.wide_dw
@@ -204,9 +221,10 @@ def _weight_grad(dw: Tensor, tile: ScaledTile, h: Tensor) -> None:
 
 
 def _tiles(head: ScaledHead, *, copies: int) -> Iterator[ScaledTile]:
-    """Scaled logits, tile by tile. The consumer may hold copies - 1 more of a tile's size.
+    """Scaled logits, tile by tile.
 
-    It lets go of a tile before it asks for the next: where they are not all in one buffer, that frees it.
+    The consumer may hold copies - 1 more tensors of a tile's size. It lets go of a tile before it asks for
+    the next: where they are not all in one buffer, that frees it.
     """
     tokens, width = head.h.shape
     vocabulary = head.w.shape[0]
@@ -248,7 +266,10 @@ def _logits(head: ScaledHead, rows: slice, cols: slice, w: Tensor, buffer: Tenso
 
 
 def _tile_shape(head: ScaledHead, copies: int) -> tuple[int, int]:
-    """Rows and columns of a tile, such that its copies and converted slices of w fit into the workspace."""
+    """The numbers of rows and columns of a tile that fits into the workspace.
+
+    With its copies, and with converted slices of w.
+    """
     tokens, width = head.h.shape
     vocabulary = head.w.shape[0]
     most_rows = _GPU_ROWS

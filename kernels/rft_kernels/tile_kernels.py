@@ -87,7 +87,10 @@ def _absorb(
     state, z, first, bias_ptr, inner, outer, target, vocabulary,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
 ):
-    """The running softmax of some rows, and of the columns first, first + 1, ... of their products z."""
+    """The running softmax of some rows, with a piece of their products z added.
+
+    The piece has the columns first, first + 1, ...
+    """
     row_max, row_sum, row_moment, target_logit = state
     size: tl.constexpr = z.shape[1]
     at = first + tl.arange(0, size)
@@ -123,7 +126,10 @@ def forward_kernel(
     SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """h [R, D], w [V, D] -> row_max, row_sum, row_moment, target_logit of each split, all [SPLITS, R]."""
+    """The running softmax of each split of the vocabulary, from h [R, D] and w [V, D].
+
+    row_max, row_sum, row_moment, target_logit, all [SPLITS, R].
+    """
     split = tl.program_id(0) % SPLITS
     dtype = inner_ptr.dtype.element_ty
     for block in range(tl.program_id(0) // SPLITS, tl.cdiv(tokens, BM), tl.num_programs(0) // SPLITS):
@@ -165,7 +171,10 @@ def _differentiate(
     z, first, bias_ptr, inner, outer, target, lse, p_factor, g_entropy, target_grad, grad_scale, columns,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SCALED: tl.constexpr,
 ):
-    """The gradient in the columns first, first + 1, ... of some rows, whose products are z."""
+    """The gradient of a piece of logits, whose products are z.
+
+    The piece has the columns first, first + 1, ...
+    """
     at = first + tl.arange(0, z.shape[1])
     if BIAS:
         z += tl.load(bias_ptr + at, mask=at < columns, other=0.0).to(z.dtype)[None, :]
@@ -195,7 +204,9 @@ def backward_kernel(
     UPCAST: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """h [R, D] and w [C, D], which starts at row `first` of the head -> dx [R, C] over grad_scale [R].
+    """The gradient dx [R, C] of the logits of h [R, D] and a slice w [C, D].
+
+    The slice starts at row `first` of the head; dx is divided by grad_scale [R].
 
     As `row_kernels.differentiate_kernel`: 1[y] - p is formed before it is rounded.
     """

@@ -1,4 +1,4 @@
-"""Engine "triton", for CUDA: the logits are made by Triton too, in the kernels that use them.
+"""Engine "triton", for CUDA: kernels that make the logits they use.
 
 Forward: one persistent kernel, and no slice of the logits reaches memory. A program owns a block of tokens
 and every S-th slice of the vocabulary, so all programs that run together read the same few slices of w and
@@ -49,7 +49,7 @@ def backward(problem: Problem, y: Tensor, cot: Cotangent, need: tuple[bool, bool
 def _gradient_tiles(
     head: UnscaledHead, y: Tensor, cot: Cotangent, grad_scale: Tensor | None
 ) -> Iterator[GradientTile]:
-    """The gradient of each slice of the logits; all of them in one buffer, one after another."""
+    """The gradient of each slice of the logits, one after another in one buffer."""
     tokens, width = head.h.shape
     vocabulary = head.w.shape[0]
     config = kernels.WIDE
@@ -106,7 +106,10 @@ def _fits(head: UnscaledHead) -> bool:
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether the hardware copies blocks of x [R, D] by itself: rows start at multiples of 16 bytes."""
+    """Whether the hardware can copy blocks of x [R, D] by itself.
+
+    Its rows have to start at multiples of 16 bytes.
+    """
     row_bytes = x.stride(0) * x.element_size()
     return x.data_ptr() % 16 == 0 and row_bytes % 16 == 0 and x.stride(1) == 1
 
