@@ -15,7 +15,7 @@ from rft_fn.logprob import (
     linear_logprob,
     log_probs_and_entropy,
     log_probs_from_logits,
-    truncate,
+    process_logits,
 )
 from rft_fn.types import Sampling
 
@@ -189,14 +189,14 @@ def test_the_logits_are_never_copied_and_the_gradient_is_the_only_thing_of_their
 def test_truncated_distribution_against_the_definition(seed, temperature, top_k, top_p):
     z, _ = logits_and_target(seed)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    got = truncate(torch.from_numpy(z), sampling).softmax(-1)
+    got = process_logits(torch.from_numpy(z), sampling).softmax(-1)
     want = [ref.truncated(row, temperature, top_k, top_p) for row in z]
     np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
 
 
 def test_the_token_that_crosses_top_p_stays():
     z = torch.tensor([0.5, 0.3, 0.2]).log()
-    kept = lambda p: truncate(z, Sampling(top_p=p)).isfinite().tolist()  # noqa: E731
+    kept = lambda p: process_logits(z, Sampling(top_p=p)).isfinite().tolist()  # noqa: E731
     assert kept(0.4) == [True, False, False]
     assert kept(0.6) == [True, True, False]
     assert kept(0.9) == [True, True, True]
@@ -205,8 +205,8 @@ def test_the_token_that_crosses_top_p_stays():
 
 def test_nothing_is_cut_at_the_defaults_and_greedy_leaves_the_logits():
     z = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(truncate(z, Sampling()), z)
-    assert torch.equal(truncate(z, Sampling(temperature=0.0)), z)
+    assert torch.equal(process_logits(z, Sampling()), z)
+    assert torch.equal(process_logits(z, Sampling(temperature=0.0)), z)
 
 
 @given(seed=seeds, top_k=st.integers(1, 4), top_p=st.sampled_from([0.3, 0.9]))
@@ -215,7 +215,7 @@ def test_keep_makes_the_log_prob_of_the_target_finite_and_nothing_else(seed, top
     log-prob has to stay a number."""
     z, y = (torch.from_numpy(x) for x in logits_and_target(seed))
     sampling = Sampling(top_k=top_k, top_p=top_p)
-    plain, kept = truncate(z, sampling), truncate(z, sampling, keep=y)
+    plain, kept = process_logits(z, sampling), process_logits(z, sampling, keep=y)
     hit = torch.nn.functional.one_hot(y, z.shape[-1]).bool()
     assert torch.equal(kept[hit], z[hit]) and torch.equal(kept[~hit], plain[~hit])
     assert log_probs_from_logits(kept, y).isfinite().all()
@@ -223,7 +223,7 @@ def test_keep_makes_the_log_prob_of_the_target_finite_and_nothing_else(seed, top
 
 def test_the_cut_carries_no_gradient_and_leaves_none_outside():
     z = torch.tensor([[2.0, 1.0, 0.0, -1.0]], requires_grad=True)
-    logp = log_probs_from_logits(truncate(z, Sampling(top_k=2)), torch.tensor([0]))
+    logp = log_probs_from_logits(process_logits(z, Sampling(top_k=2)), torch.tensor([0]))
     (g,) = torch.autograd.grad(logp.sum(), z)
     p = torch.tensor([2.0, 1.0]).softmax(-1)
     torch.testing.assert_close(g, torch.tensor([[1 - p[0], -p[1], 0.0, 0.0]]))

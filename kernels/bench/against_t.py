@@ -2,7 +2,7 @@
 
     PYTHONPATH=kernels python kernels/bench/against_t.py --out kernels/bench/results/against_t.png
 
-For each T the same interleaved rounds and the same processes of their own as linear_logprob.py; the numbers
+For each T the same interleaved rounds, and a process per case, as in linear_logprob.py; the numbers
 go beside the picture as JSON.
 """
 
@@ -20,40 +20,38 @@ SHOWN = ("forward", "forward+backward", "frozen head, f+b")
 
 
 def measure(tokens: int, args: argparse.Namespace) -> dict:
+    """The result of linear_logprob.py at one T."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
-        command = [
-            sys.executable,
-            str(BENCH),
-            "-T",
-            str(tokens),
-            "--rounds",
-            str(args.rounds),
-            "--only",
-            "naive",
-        ]
-        command += ["ours", "--json", str(path), "-D", str(args.D), "-V", str(args.V)]
+        command = [sys.executable, str(BENCH), "-T", str(tokens), "-D", str(args.D), "-V", str(args.V)]
+        command += ["--rounds", str(args.rounds), "--only", "naive", "ours", "--json", str(path)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return json.loads(path.read_text())
 
 
 def draw(found: list[dict], path: Path) -> None:
+    """Seconds and peak memory against T, one line for each operation and variant."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    # Seconds on the left, memory on the right; a colour for each operation, dashes for the naive way.
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     tokens = [f["T"] for f in found]
     for i, operation in enumerate(SHOWN):
         for variant, style in (("naive", "--"), ("ours", "-")):
             rows = [
-                r for f in found for r in f["rows"] if (r["operation"], r["variant"]) == (operation, variant)
+                row
+                for one in found
+                for row in one["rows"]
+                if row["operation"] == operation and row["variant"] == variant
             ]
             label = f"{operation}, {variant}"
             axes[0].plot(tokens, [r["seconds"] for r in rows], style, color=f"C{i}", marker=".", label=label)
             axes[1].plot(tokens, [r["peak_mb"] for r in rows], style, color=f"C{i}", marker=".", label=label)
-    for ax, title in zip(axes, ("seconds", "peak memory beyond the inputs, MB")):
+    # Both axes are logarithmic, with the measured numbers of tokens alone as ticks.
+    for ax, title in zip(axes, ("seconds", "peak memory beyond the inputs, MB"), strict=True):
         ax.set(xscale="log", yscale="log", xlabel="tokens", title=title)
         ax.set_xticks(tokens, [str(t) for t in tokens], minor=False)
         ax.set_xticks([], minor=True)

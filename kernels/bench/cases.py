@@ -1,4 +1,7 @@
-"""What is measured: operations on the same inputs, by the naive way, by ours and by what others.py finds."""
+"""The cases that are measured.
+
+Each is an operation on the same inputs: by the naive way, by ours and by others.py.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ ONEDNN = ", oneDNN"
 
 
 class Case(NamedTuple):
+    """One operation by one variant."""
+
     operation: str
     variant: str
     call: Callable[[Inputs], object]
@@ -40,16 +45,22 @@ def ours_entropy(h: Tensor, w: Tensor, y: Tensor, *, engine: str) -> tuple[Tenso
 
 
 def forward(f: Callable) -> Callable[[Inputs], object]:
+    """The forward alone, without autograd."""
     return torch.no_grad()(lambda x: f(*x[:3]))
 
 
 def backward(f: Callable, *, frozen: bool = False) -> Callable[[Inputs], object]:
     """Forward and backward; the gradients of h and, unless frozen, of w are returned."""
 
-    def call(x: Inputs) -> object:
-        leaves = [x[0].detach().requires_grad_(), x[1].detach().requires_grad_(not frozen)]
-        out = f(*leaves, x[2])
-        return torch.autograd.grad(out, leaves[: 1 if frozen else 2], x[3].to(out.dtype))
+    def call(inputs: Inputs) -> object:
+        h, w, y, upstream, _ = inputs
+        h = h.detach().requires_grad_()
+        w = w.detach().requires_grad_(not frozen)
+        trained = [h]
+        if not frozen:
+            trained.append(w)
+        out = f(h, w, y)
+        return torch.autograd.grad(out, trained, upstream.to(out.dtype))
 
     return call
 
@@ -59,38 +70,46 @@ def narrow(call: Callable[[Inputs], object]) -> Callable[[Inputs], object]:
     return lambda x: call((x[0], x[4], *x[2:]))
 
 
-def three(
-    variant: str, f: Callable, wrap: Callable = lambda call: call, *, recomputes: bool = False
-) -> list[Case]:
+def unchanged(call: Callable[[Inputs], object]) -> Callable[[Inputs], object]:
+    """The same with the inputs as they are."""
+    return call
+
+
+def three(variant: str, f: Callable, wrap: Callable = unchanged, *, recomputes: bool = False) -> list[Case]:
     """Forward, forward and backward, and that with a frozen head."""
-    all_three = ("logits", "dh", "dw")
-    trained = ("logits", *all_three) if recomputes else all_three
+    trained = ["logits", "dh", "dw"]
+    if recomputes:
+        trained.append("logits")
     return [
         Case("forward", variant, wrap(forward(f)), ("logits",)),
-        Case("forward+backward", variant, wrap(backward(f)), trained),
+        Case("forward+backward", variant, wrap(backward(f)), tuple(trained)),
         Case("frozen head, f+b", variant, wrap(backward(f, frozen=True)), ("logits", "dh")),
     ]
 
 
 def cases(engines: dict[str, str], *, mixed: bool, only: list[str] | None = None) -> list[Case]:
-    """Every operation by every variant, or by those in `only` and by naive, which they are held against.
+    """Every operation by every variant, or by those in `only`.
+
+    naive is always there: the others are held against it.
 
     engines: the name in the table -> the engine of ours. mixed: also ours with a head in bfloat16.
     """
-    entropy = [("naive", naive_entropy)]
-    entropy += [(name, partial(ours_entropy, engine=engine)) for name, engine in engines.items()]
-    out = [Case("forward, entropy", name, forward(f), ("logits",)) for name, f in entropy]
-    out += three("naive", naive)
+    out = [Case("forward, entropy", "naive", forward(naive_entropy), ("logits",)), *three("naive", naive)]
     for name, engine in engines.items():
+        with_entropy = forward(partial(ours_entropy, engine=engine))
+        out.append(Case("forward, entropy", name, with_entropy, ("logits",)))
         out += three(name, partial(ours, engine=engine), recomputes=True)
     if mixed:
         out += three("ours16", partial(ours, engine="auto"), narrow, recomputes=True)
     for name, f in others.variants().items():
         out += three(name, f)
+
+    # Those that --only names, and naive.
     names = sorted({c.variant for c in out})
     if unknown := set(only or ()) - set(names):
         sys.exit(f"error: --only: expected some of {', '.join(names)}, got {', '.join(sorted(unknown))}")
-    out = [c for c in out if only is None or c.variant in (*only, "naive")]
+    if only is not None:
+        out = [c for c in out if c.variant in (*only, "naive")]
     return sorted(out, key=lambda c: (c.operation, c.variant))
 
 
@@ -104,30 +123,36 @@ def make_inputs(T: int, D: int, V: int, *, dtype: torch.dtype, device: str) -> I
 
 
 def matrix_products(x: Inputs, columns: int) -> dict[str, Callable[[], None]]:
-    """The three products by slices of the vocabulary: whole ones would measure page faults of [T, V].
+    """The three matrix products of a head, by slices of the vocabulary.
+
+    Whole ones would measure page faults of [T, V].
 
     By torch.mm into buffers that exist, and by another library where ours takes that: `rft_kernels.products`.
     """
     h, w = x[:2]
-    tile, dh, dw = h.new_ones(h.shape[0], columns), torch.zeros_like(h), torch.empty_like(w)
-    cuts = [slice(a, min(a + columns, len(w))) for a in range(0, len(w), columns)]
+    # Buffers exist before the clock starts: their pages are touched once.
+    tile = h.new_ones(h.shape[0], columns)
+    dh = torch.zeros_like(h)
+    dw = torch.empty_like(w)
+    cuts = [slice(start, min(start + columns, len(w))) for start in range(0, len(w), columns)]
 
     def run(product: Callable[[slice, Tensor], object]) -> Callable[[], None]:
         def call() -> None:
-            for c in cuts:
-                product(c, tile[:, : c.stop - c.start])
+            for cols in cuts:
+                product(cols, tile[:, : cols.stop - cols.start])
 
         return call
 
     found = {
-        "logits": run(lambda c, z: torch.mm(h, w[c].T, out=z)),
-        "dh": run(lambda c, z: dh.addmm_(z, w[c])),
-        "dw": run(lambda c, z: torch.mm(z.T, h, out=dw[c])),
+        "logits": run(lambda cols, z: torch.mm(h, w[cols].T, out=z)),
+        "dh": run(lambda cols, z: dh.addmm_(z, w[cols])),
+        "dw": run(lambda cols, z: torch.mm(z.T, h, out=dw[cols])),
     }
+    # oneDNN's products too, where ours are made by it.
     if products.by_onednn(h):
-        found["logits" + ONEDNN] = run(lambda c, z: products.mm(h, w[c].T))
-        found["dh" + ONEDNN] = run(lambda c, z: products.add_mm(dh, z, w[c]))
-        found["dw" + ONEDNN] = run(lambda c, z: products.mm(z.T, h, dw[c]))
+        found["logits" + ONEDNN] = run(lambda cols, z: products.mm(h, w[cols].T))
+        found["dh" + ONEDNN] = run(lambda cols, z: products.add_mm(dh, z, w[cols]))
+        found["dw" + ONEDNN] = run(lambda cols, z: products.mm(z.T, h, dw[cols]))
     return found
 
 
@@ -137,10 +162,15 @@ def gemm_limit(names: tuple[str, ...], seconds: dict[str, float]) -> float:
 
 
 def table(rows: list[dict]) -> str:
-    """Rows of a result, as text; '-' for what did not fit into memory."""
+    """Rows of a result, as text; '-' for a case that did not fit into memory."""
     keys = {"seconds": 4, "over_naive": 2, "of_gemm_limit": 2, "peak_mb": 0}
     lines = [f"{'operation':18}{'variant':10}{'seconds':>9}{'/ naive':>9}{'of GEMM':>9}{'peak MB':>9}"]
-    for r in rows:
-        numbers = ["-" if r[k] is None else f"{r[k]:.{digits}f}" for k, digits in keys.items()]
-        lines.append(f"{r['operation']:18}{r['variant']:10}" + "".join(f"{x:>9}" for x in numbers))
+    for row in rows:
+        line = f"{row['operation']:18}{row['variant']:10}"
+        for key, digits in keys.items():
+            number = "-"
+            if row[key] is not None:
+                number = f"{row[key]:.{digits}f}"
+            line += f"{number:>9}"
+        lines.append(line)
     return "\n".join(lines)

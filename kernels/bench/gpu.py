@@ -1,7 +1,8 @@
-"""The GPU half of linear_logprob.py: bfloat16, random weights, every engine, the rate of cuBLAS meanwhile.
+"""The GPU half of linear_logprob.py: every engine in bfloat16, beside the rate of cuBLAS.
 
-The result is written to results/<name of the device>.json, or to --json. What does not fit into the memory of
-the device has no numbers. Peak is what the allocator of torch gave out beyond the inputs.
+Weights are random. The result is written to results/<name of the device>.json, or to --json. A case that does
+not fit into the memory of the device has no numbers. Peak is the memory that torch's allocator gave out
+beyond the inputs.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +26,8 @@ COLUMNS = 8192  # of a slice in the GEMM limit
 
 
 class Shape(NamedTuple):
+    """Tokens, width of the hidden states, vocabulary."""
+
     T: int
     D: int
     V: int
@@ -33,15 +37,16 @@ SHAPES = (Shape(16384, 3584, 151936), Shape(32768, 4096, 128256), Shape(16384, 8
 
 
 class Clock(NamedTuple):
-    """How a call is measured."""
+    """The functions that measure a call."""
 
     seconds: Callable[[Callable[[], object]], float]
     peak_mb: Callable[[Callable[[], object]], float]
 
 
 def device_seconds(call: Callable[[], object]) -> float:
-    """From the first kernel to the end of the last."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    """Seconds from the first kernel to the end of the last."""
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
     call()
@@ -51,6 +56,7 @@ def device_seconds(call: Callable[[], object]) -> float:
 
 
 def device_peak_mb(call: Callable[[], object]) -> float:
+    """The most memory that a call holds beyond what is held before, in MB."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -64,13 +70,37 @@ CUDA = Clock(device_seconds, device_peak_mb)
 
 
 def fits(call: Callable[[], object]) -> bool:
-    """Whether it runs in the memory that there is; also the call that compiles and warms up."""
+    """Whether a call runs in the memory of the device.
+
+    This is also the call that compiles and warms up.
+    """
     try:
         call()
     except torch.cuda.OutOfMemoryError:
         torch.cuda.empty_cache()
         return False
     return True
+
+
+def medians(
+    calls: Sequence[Callable[[], object]], clock: Clock, rounds: int
+) -> list[tuple[float | None, float | None]]:
+    """(median seconds, peak MB) of each call; None for both where it does not fit."""
+    works = [fits(call) for call in calls]
+    samples: list[list[float]] = [[] for _ in calls]
+
+    # Rounds are interleaved, so that a device whose clock changes does it to every call alike.
+    for _ in range(rounds):
+        for call, ok, kept in zip(calls, works, samples, strict=True):
+            if ok:
+                kept.append(clock.seconds(call))
+    found: list[tuple[float | None, float | None]] = []
+    for call, kept in zip(calls, samples, strict=True):
+        if kept:
+            found.append((statistics.median(kept), clock.peak_mb(call)))
+        else:
+            found.append((None, None))
+    return found
 
 
 def measure(
@@ -84,20 +114,29 @@ def measure(
 ) -> dict:
     """One shape: rates of the three matrix products in TFLOP/s, and a row for each case."""
     x = make_inputs(*shape, dtype=torch.bfloat16, device=device)
-    products, todo = matrix_products(x, min(COLUMNS, shape.V)), cases(engines, mixed=False, only=only)
-    calls = [*products.values(), *(lambda c=c: c.call(x) for c in todo)]
-    works = [fits(call) for call in calls]
-    timed = [[clock.seconds(f) if ok else None for f, ok in zip(calls, works)] for _ in range(rounds)]
-    seconds = [None if None in column else statistics.median(column) for column in zip(*timed)]
-    peaks = [clock.peak_mb(f) if ok else None for f, ok in zip(calls, works)]
-    limits, skip = dict(zip(products, seconds)), len(products)
-    base = {c.operation: s for c, s in zip(todo, seconds[skip:]) if c.variant == "naive"}
+    products = matrix_products(x, min(COLUMNS, shape.V))
+    todo = cases(engines, mixed=False, only=only)
+    found = medians([*products.values(), *(partial(c.call, x) for c in todo)], clock, rounds)
+
+    # A product that does not fit leaves nothing to hold the cases against.
+    limits = {}
+    for name, (seconds, _) in zip(products, found, strict=False):
+        if seconds is None:
+            raise RuntimeError(f"{shape}: expected room for the matrix products alone, got none")
+        limits[name] = seconds
+    measured = list(zip(todo, found[len(products) :], strict=True))
+    naive = {c.operation: seconds for c, (seconds, _) in measured if c.variant == "naive"}
     rows = []
-    for c, s, peak in zip(todo, seconds[skip:], peaks[skip:]):
-        naive, limit = base.get(c.operation), sum(limits[p] for p in c.products)
-        numbers = {"seconds": s, "over_naive": s and naive and s / naive, "of_gemm_limit": s and limit / s}
-        rows.append({"operation": c.operation, "variant": c.variant, **numbers, "peak_mb": peak})
-    rates = {name: tflops(shape, s) for name, s in limits.items()}
+    for c, (seconds, peak) in measured:
+        row = {"operation": c.operation, "variant": c.variant, "seconds": seconds}
+        row |= {"over_naive": None, "of_gemm_limit": None, "peak_mb": peak}
+        if seconds is not None:
+            row["of_gemm_limit"] = sum(limits[p] for p in c.products) / seconds
+            base = naive.get(c.operation)
+            if base is not None:
+                row["over_naive"] = seconds / base
+        rows.append(row)
+    rates = {name: tflops(shape, seconds) for name, seconds in limits.items()}
     return shape._asdict() | {"gemm_tflops": rates, "rows": rows}
 
 

@@ -4,14 +4,14 @@
 
 Where there is a CUDA device the same command measures that instead (gpu.py), unless --cpu is given.
 
-Times are medians over interleaved rounds, so that a busy machine slows every variant alike. Each sample knows
-which share of the processors other programs had; samples above --quiet are left out wherever three others
+Times are medians over interleaved rounds, so that a busy machine slows every variant alike. Each sample has
+the share of the processors that other programs took; samples above --quiet are left out wherever three others
 remain, and the worst share that was left in is reported.
 
 The GEMM limit is the time of the matrix products alone in the same rounds, each by the faster of the
 libraries that torch has; a variant of ours is held against the products that it performs itself
 (recomputation counts as work), every other one against those of the naive way. Peak is the growth of VmHWM
-over the inputs, returned gradients included, in a process of its own.
+over the inputs, returned gradients included, in a separate process.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,6 +44,8 @@ def cpu_inputs(args: argparse.Namespace) -> Inputs:
 
 
 class Sample(NamedTuple):
+    """One measured call."""
+
     seconds: float
     foreign: float  # the share of all processors that other programs had meanwhile
 
@@ -54,24 +57,32 @@ def busy_seconds() -> float:
 
 
 def sample(call: Callable[[], object]) -> Sample:
-    busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
+    """A call, with the processor time of the machine less this process's."""
+    busy_before = busy_seconds()
+    own_before = time.process_time()
+    start = time.perf_counter()
     call()
-    seconds, own, busy = time.perf_counter() - start, time.process_time() - own, busy_seconds() - busy
-    return Sample(seconds, max(0.0, busy - own) / (seconds * (os.cpu_count() or 1)))
+    seconds = time.perf_counter() - start
+    foreign = busy_seconds() - busy_before - (time.process_time() - own_before)
+    return Sample(seconds, max(0.0, foreign) / (seconds * (os.cpu_count() or 1)))
 
 
 def typical(samples: list[Sample], quiet: float) -> Sample:
-    """The median of the quiet samples, or of the three least disturbed ones; with their worst share."""
-    kept = sorted(samples, key=lambda s: s.foreign)
-    kept = kept[: max(3, sum(s.foreign <= quiet for s in kept))]
+    """The median of the quiet samples, with their worst share.
+
+    Where fewer than three are quiet, of the three least disturbed ones.
+    """
+    ordered = sorted(samples, key=lambda s: s.foreign)
+    quiet_ones = [s for s in ordered if s.foreign <= quiet]
+    kept = ordered[: max(3, len(quiet_ones))]
     return Sample(statistics.median(s.seconds for s in kept), kept[-1].foreign)
 
 
 def measure_times(args: argparse.Namespace) -> tuple[dict[str, Sample], list[Sample]]:
-    """Of each matrix product, and of each case."""
+    """The time of each matrix product, and of each case."""
     x = cpu_inputs(args)
     products = matrix_products(x, args.columns)
-    calls = [*products.values(), *(lambda c=c: c.call(x) for c in cpu_cases(args.only))]
+    calls = [*products.values(), *(partial(c.call, x) for c in cpu_cases(args.only))]
     for call in calls:
         call()  # loads libraries, fills caches
     rounds = [[sample(call) for call in calls] for _ in range(args.rounds)]
@@ -88,7 +99,7 @@ def high_water() -> float:
 
 
 def print_peak(args: argparse.Namespace) -> None:
-    """In a process of its own: case number `args.peak` once, after a small call that loads the libraries."""
+    """In a separate process: case number `args.peak` once, after a small call that loads the libraries."""
     case = cpu_cases(args.only)[args.peak]
     case.call(cpu_inputs(argparse.Namespace(T=8, D=args.D, V=256)))
     x = cpu_inputs(args)
@@ -108,25 +119,27 @@ def hardware() -> str:
     """The processor's name, as the kernel has it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {len(names)} visible"
+    name = platform.processor()
+    if names:
+        name = names[0]
+    return f"{name}, {len(names)} visible"
 
 
 def results(args: argparse.Namespace) -> dict:
+    """All that is written to --json."""
     limits, times = measure_times(args)
     seconds = {name: limit.seconds for name, limit in limits.items()}
     pairs = list(zip(cpu_cases(args.only), times, strict=True))
-    base = {c.operation: t.seconds for c, t in pairs if c.variant == "naive"}
-    rows = [
-        {
-            "operation": c.operation,
-            "variant": c.variant,
-            "seconds": round(t.seconds, 3),
-            "over_naive": round(t.seconds / base[c.operation], 3),
-            "of_gemm_limit": round(gemm_limit(c.products, seconds) / t.seconds, 3),
-            "peak_mb": round(measure_peak(i), 1),
-        }
-        for i, (c, t) in enumerate(pairs)
-    ]
+    naive = {c.operation: t.seconds for c, t in pairs if c.variant == "naive"}
+
+    # Each case beside the naive way, and beside the products that it performs.
+    rows = []
+    for i, (c, t) in enumerate(pairs):
+        row = {"operation": c.operation, "variant": c.variant, "seconds": round(t.seconds, 3)}
+        row["over_naive"] = round(t.seconds / naive[c.operation], 3)
+        row["of_gemm_limit"] = round(gemm_limit(c.products, seconds) / t.seconds, 3)
+        row["peak_mb"] = round(measure_peak(i), 1)
+        rows.append(row)
     return {
         "date": date.today().isoformat(),
         "hardware": hardware(),
@@ -160,10 +173,12 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     if torch.cuda.is_available() and not args.cpu:
-        return gpu.main(args)
+        gpu.main(args)
+        return
     torch.set_num_threads(args.threads)
     if args.peak is not None:
-        return print_peak(args)
+        print_peak(args)
+        return
     found = results(args)
     print(f"T={args.T} D={args.D} V={args.V} float32, {args.threads} threads, {found['hardware']}")
     print(f"other programs had up to {found['foreign_share']:.0%} of the processors")

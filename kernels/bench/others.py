@@ -1,6 +1,6 @@
-"""What else computes log-probabilities from hidden states, where it is installed: name -> f(h, w, y) -> [T].
+"""Other ways to log-probabilities from hidden states, where installed: name -> f(h, w, y) -> [T].
 
-    pip install trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1      # in an environment of its own
+    pip install trl==1.16.0 liger-kernel==0.8.5 cut-cross-entropy==25.1.1      # in a separate environment
 
 Each is called through the function that its own trainer calls; nothing here is tuned for it.
 """
@@ -41,7 +41,9 @@ def liger(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
 def cut(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
     from cut_cross_entropy import linear_cross_entropy
 
-    impl = "cce" if h.is_cuda else "torch_compile"  # its own kernels need a GPU
+    impl = "torch_compile"
+    if h.is_cuda:
+        impl = "cce"  # kernels that need a GPU
     return -linear_cross_entropy(h, w, y, impl=impl, reduction="none")
 
 

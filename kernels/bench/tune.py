@@ -1,10 +1,10 @@
-"""Measures which engine is fastest on the CUDA device that is there, and writes that into auto.json.
+"""Measure which engine is fastest on this CUDA device, and write it into auto.json.
 
     PYTHONPATH=kernels python kernels/bench/tune.py
 
 At each width D: a forward (what old and reference log-probs cost) and a forward with its backward, bfloat16,
 medians of interleaved rounds, added up. Between two widths with different winners the limit is half-way. Only
-the entry of this kind of device is replaced, and it says where its numbers come from.
+the entry of this kind of device is replaced, with the source of its numbers.
 """
 
 from __future__ import annotations
@@ -32,9 +32,15 @@ def measure(
     found = {}
     for width in args.widths:
         x = make_inputs(args.T, width, args.V, dtype=torch.bfloat16, device=device)
-        calls = {(n, w): partial(w(partial(ours, engine=n)), x) for n in names for w in (forward, backward)}
+        calls = {}
+        for name in names:
+            f = partial(ours, engine=name)
+            calls[name, forward] = partial(forward(f), x)
+            calls[name, backward] = partial(backward(f), x)
         for call in calls.values():
             call()  # compiles
+
+        # Rounds are interleaved, so that a device whose clock changes does it to every engine alike.
         rounds = [{key: clock.seconds(call) for key, call in calls.items()} for _ in range(args.rounds)]
         median = {key: statistics.median(r[key] for r in rounds) for key in calls}
         found[width] = {n: median[n, forward] + median[n, backward] for n in names}

@@ -1,6 +1,13 @@
-"""Kernels of rft_fn: log-probabilities of labels, from hidden states without the logits, or from logits."""
+"""Log-probabilities of labels, from hidden states without the logits, or from logits."""
 
-from rft_kernels.linear_logprob import LogProb, check_labels, linear_logprob
 from rft_kernels.logits import FromLogits, logits_logprob
+from rft_kernels.operation import LogProb, check_labels, default_workspace_mb, linear_logprob
 
-__all__ = ["FromLogits", "LogProb", "check_labels", "linear_logprob", "logits_logprob"]
+__all__ = [
+    "FromLogits",
+    "LogProb",
+    "check_labels",
+    "default_workspace_mb",
+    "linear_logprob",
+    "logits_logprob",
+]

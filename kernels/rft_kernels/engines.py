@@ -1,41 +1,75 @@
-"""Which engine works where. The modules that need triton are imported only once they are used."""
+"""The table of engines, and which of them works where.
+
+The modules that need triton are imported only once they are used.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-_MODULES = {"streamed": "tiles", "gemm": "gemm", "triton": "persistent"}
+from rft_kernels import streamed
+from rft_kernels.interface import Engine
 
 
-def load(name: str) -> ModuleType:
-    """The module with `head`, `forward` and `backward` of an engine."""
-    return import_module(f"rft_kernels.{_MODULES[name]}")
+def _streamed() -> Engine:
+    return Engine(streamed.forward, streamed.backward)
+
+
+def _gemm() -> Engine:
+    from rft_kernels import gemm
+
+    return Engine(gemm.forward, gemm.backward)
+
+
+def _triton() -> Engine:
+    from rft_kernels import triton
+
+    return Engine(triton.forward, triton.backward)
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {"streamed": _streamed, "gemm": _gemm, "triton": _triton}
+_NEED_TRITON = ("gemm", "triton")
+
+
+def load(name: str) -> Engine:
+    """The engine of a name in ENGINES."""
+    return ENGINES[name]()
 
 
 def check(name: str, h: Tensor, *, also: tuple[str, ...]) -> None:
-    """ValueError unless name is an engine that runs where h is, or one that `pick` says more about."""
-    kernels = ("gemm", "triton")
-    names = ("auto", "streamed", *(kernels if h.is_cuda else ()), *also)
-    if name not in names + kernels:
-        raise ValueError(f"engine: expected {' or '.join(map(repr, names))}, got {name!r}")
+    """Raise ValueError unless `name` is an engine, "auto" or one of `also`.
+
+    An engine that does not run where h is passes: `pick` raises with the reason.
+    """
+    if name in ("auto", *ENGINES, *also):
+        return
+    names = ["auto", "streamed"]
+    if h.is_cuda:
+        names += _NEED_TRITON
+    expected = " or ".join(repr(n) for n in (*names, *also))
+    raise ValueError(f"engine: expected {expected}, got {name!r}")
 
 
 def pick(name: str, h: Tensor, w: Tensor) -> str:
-    """The engine that `name` stands for with h [T, D] and w [V, D]; ValueError if it cannot run there."""
+    """The engine that `name` stands for with h [T, D] and w [V, D].
+
+    Raises ValueError if it cannot run there.
+    """
     if name == "streamed":
         return name
-    works = find_spec("triton") is not None and torch.float64 not in (h.dtype, w.dtype)
+    has_triton = find_spec("triton") is not None
     if name == "auto":
-        return automatic(h.device.index, h.shape[1]) if works and h.is_cuda else "streamed"
-    if find_spec("triton") is None:
+        if has_triton and h.is_cuda and torch.float64 not in (h.dtype, w.dtype):
+            return automatic(h.device.index, h.shape[1])
+        return "streamed"
+    if not has_triton:
         raise ValueError(f"engine: expected 'auto' or 'streamed' without triton installed, got {name!r}")
     if not (h.is_cuda or _interpreted(h)):
         raise ValueError(
@@ -47,13 +81,16 @@ def pick(name: str, h: Tensor, w: Tensor) -> str:
 
 @torch.compiler.assume_constant_result  # it reads a file, which torch.compile cannot trace
 def automatic(device: int | None, width: int) -> str:
-    """What auto.json says for a CUDA device and a width."""
+    """The engine that auto.json names for a CUDA device and a width."""
     major, minor = torch.cuda.get_device_capability(device)
     return choose(table(), f"sm_{major}{minor}", width)
 
 
 def choose(rules: dict[str, list], device: str, width: int) -> str:
-    """The engine of the first rule of a device (or of "default") with width <= its limit, or no limit."""
+    """The engine of the first rule whose limit is not below the width.
+
+    Rules are those of the device, or of "default"; a limit of None holds for every width.
+    """
     for limit, name in rules.get(device, rules["default"]):
         if limit is None or width <= limit:
             return name
@@ -68,4 +105,9 @@ def table() -> dict[str, list]:
 
 
 def _interpreted(h: Tensor) -> bool:
-    return h.device.type == "cpu" and import_module("rft_kernels.rows").INTERPRETED
+    """Whether h is on a CPU, and triton's interpreter is on."""
+    if h.device.type != "cpu":
+        return False
+    from rft_kernels import row_kernels
+
+    return row_kernels.INTERPRETED

@@ -1,4 +1,6 @@
-"""Log-probability and entropy of given logits in one pass: a Triton row kernel, or slices of rows.
+"""Log-probability and entropy of given logits, in one pass over them.
+
+By a Triton kernel, or by slices of rows with operations of torch.
 
 Two `autograd.Function`s, each with a vmap rule that makes the examples more rows: torch.func runs the
 backward of the first one under the transforms that surround it. What is differentiated twice is the
@@ -9,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rft_kernels import engines, reference, streamed, tiles
+from rft_kernels import engines, reference, softmax
+from rft_kernels.numerics import row_temperatures
+from rft_kernels.slices import cut
+from rft_kernels.softmax import Cotangent, OnlineSoftmax
 
 _CPU_BYTES = 4 << 20  # of a slice of rows in float32: it stays in the cache
 
@@ -37,10 +41,12 @@ def logits_logprob(
     inplace_backward: bool = False,
     engine: str = "auto",
 ) -> FromLogits:
-    """z [T, V], y [T] -> log softmax(z / temperature)[t, y[t]] as [T], and the entropy [T] if wanted.
+    """log softmax(z / temperature)[t, y[t]] as [T], and the entropy [T] if wanted.
+
+    z [T, V], y [T].
 
     Arithmetic is float32 whatever the type of z (float64 if z is); z is read once, and only it, y and a few
-    numbers a row are kept for the backward. Differentiable in z through both outputs, under torch.func too
+    numbers per row are kept for the backward. Differentiable in z through both outputs, under torch.func too
     (not in forward mode); a second differentiation is that of plain operations on whole logits. `temperature`
     (a number, [] or [T]) is data. A row whose label is `ignore_index` yields 0 and no gradient, also if it is
     NaN; any other label outside [0, V) makes its row NaN.
@@ -53,7 +59,7 @@ def logits_logprob(
     Raises ValueError for shapes, types and options that do not fit.
     """
     _check(z, y, engine)
-    scale = 1 / streamed.temperatures(temperature, z, z)
+    scale = 1 / row_temperatures(temperature, z, z)
     if scale.requires_grad:
         raise ValueError("temperature: expected no gradient, got requires_grad=True")
     fused = engines.pick(engine, z, z) != "streamed"
@@ -64,7 +70,10 @@ def logits_logprob(
 
 @dataclass(frozen=True)
 class Options:
-    """What is not a tensor. A dataclass, because torch.func would flatten a tuple and batch its members."""
+    """All inputs but the tensors.
+
+    A dataclass, because torch.func would flatten a tuple and batch its members.
+    """
 
     ignore_index: int
     entropy: bool  # compute the entropy
@@ -76,122 +85,192 @@ class _FromLogits(torch.autograd.Function):
     """(z, y, scale, options) -> (logp, entropy or None, lse)."""
 
     @staticmethod
-    def forward(z, y, scale, options):
-        y, scale = y.contiguous(), scale.contiguous()
-        run = tiles.start(scale)
-        for rows, piece, room in _slices(z, scale, options.fused):
-            state = tiles.Running(*(r[rows] for r in run))
-            _absorb(state, piece, y[rows], scale[rows], room, options)
-        logp, lse = tiles.log_prob(run)
-        entropy = tiles.entropy_of(run, logp) if options.entropy else None
-        values = (logp, entropy, lse)
-        return tuple(x if x is None else torch.where(y == options.ignore_index, 0, x) for x in values)
+    def forward(z: Tensor, y: Tensor, scale: Tensor, options: Options) -> tuple[Tensor | None, ...]:
+        y = y.contiguous()
+        scale = scale.contiguous()
+        absorb = _absorb_slices
+        if options.fused:
+            absorb = _absorb_fused
+        state = softmax.start(scale)
+        absorb(state, z, y, scale, entropy=options.entropy)
+
+        logp, lse = softmax.log_prob(state)
+        ignored = y == options.ignore_index
+        entropy = None
+        if options.entropy:
+            entropy = softmax.entropy_of(state, logp).masked_fill(ignored, 0)
+        return logp.masked_fill(ignored, 0), entropy, lse.masked_fill(ignored, 0)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         z, y, scale, ctx.options = inputs
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[2])
         ctx.save_for_backward(z, y, scale, *output)
 
     @staticmethod
-    def backward(ctx, g, g_entropy, _):
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        g, g_entropy, _ = upstream
         if g is None and g_entropy is None:
             return None, None, None, None
         return _Gradient.apply(*ctx.saved_tensors, g, g_entropy, ctx.options), None, None, None
 
     @staticmethod
-    def vmap(info, in_dims, *args):
-        out = _FromLogits.apply(*_as_rows(info.batch_size, in_dims, args))
-        out = tuple(x if x is None else x.unflatten(0, (info.batch_size, -1)) for x in out)
-        return out, tuple(None if x is None else 0 for x in out)
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
+        batch = info.batch_size
+        out = []
+        out_dims = []
+        for x in _FromLogits.apply(*_as_rows(batch, in_dims, args)):
+            if x is None:
+                out.append(None)
+                out_dims.append(None)
+            else:
+                out.append(x.unflatten(0, (batch, -1)))
+                out_dims.append(0)
+        return tuple(out), tuple(out_dims)
 
 
 class _Gradient(torch.autograd.Function):
     """Inputs and outputs of `_FromLogits`, gradients of logp and entropy -> the gradient of z."""
 
     @staticmethod
-    def forward(z, y, scale, logp, entropy, lse, g, g_entropy, options):
-        y, scale, z = y.contiguous(), scale.contiguous(), z.detach()
-        cot = tiles.Cotangent.of(logp, entropy, lse, g, g_entropy, None)
-        cot = cot.each(Tensor.contiguous)
-        dz = z if options.inplace else torch.empty_like(z, memory_format=torch.contiguous_format)
-        for rows, piece, room in _slices(z, scale, options.fused):
-            _differentiate(piece, dz[rows], y[rows], cot.each(itemgetter(rows)), scale[rows], room)
+    def forward(
+        z: Tensor,
+        y: Tensor,
+        scale: Tensor,
+        logp: Tensor,
+        entropy: Tensor | None,
+        lse: Tensor,
+        g: Tensor | None,
+        g_entropy: Tensor | None,
+        options: Options,
+    ) -> Tensor:
+        y = y.contiguous()
+        scale = scale.contiguous()
+        z = z.detach()
+        dz = z
+        if not options.inplace:
+            dz = torch.empty_like(z, memory_format=torch.contiguous_format)
+        differentiate = _differentiate_slices
+        if options.fused:
+            differentiate = _differentiate_fused
+        cot = Cotangent.of(logp, entropy, lse, g, g_entropy, None)
+        differentiate(z, dz, y, cot.each(Tensor.contiguous), scale)
+
         # Filled, not multiplied: a NaN of an ignored row, or of one without an upstream gradient, ends here.
-        live = torch.stack([x != 0 for x in (g, g_entropy) if x is not None]).any(0)
-        return dz.masked_fill_(~(live & (y != options.ignore_index))[:, None], 0)
+        upstream = [x != 0 for x in (g, g_entropy) if x is not None]
+        live = torch.stack(upstream).any(0) & (y != options.ignore_index)
+        return dz.masked_fill_(~live[:, None], 0)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         z, y, scale, _, _, _, g, g_entropy, ctx.options = inputs
         ctx.save_for_backward(z, y, scale, g, g_entropy)
 
     @staticmethod
-    def backward(ctx, u):
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        """The second derivatives, by plain operations on whole logits."""
         if ctx.options.inplace:
             raise RuntimeError("z: expected one differentiation with inplace_backward=True, got two")
         z, y, scale, g, g_entropy = ctx.saved_tensors
-        zero = torch.zeros_like(scale)
-        upstream = (zero if g is None else g, zero if g_entropy is None else g_entropy)
+
+        def outputs(z: Tensor) -> tuple[Tensor, Tensor]:
+            scaled = z.to(scale.dtype) * scale[:, None]
+            logp, entropy, _ = reference.outputs(scaled, y, ctx.options.ignore_index)
+            return logp, entropy
 
         def gradient(z: Tensor, *upstream: Tensor) -> Tensor:
-            def outputs(z: Tensor) -> tuple[Tensor, Tensor]:
-                return reference.outputs(z.to(scale.dtype) * scale[:, None], y, ctx.options.ignore_index)[:2]
+            pull_back = torch.func.vjp(outputs, z)[1]
+            return pull_back(upstream)[0]
 
-            return torch.func.vjp(outputs, z)[1](upstream)[0]
-
-        dz, *more = torch.func.vjp(gradient, z, *upstream)[1](u)
-        more = (None if x is None else d for x, d in zip((g, g_entropy), more, strict=True))
-        return dz, *(None,) * 5, *more, None
+        # An upstream gradient that was absent is 0 here, and gets no gradient.
+        first = []
+        for x in (g, g_entropy):
+            if x is None:
+                x = torch.zeros_like(scale)
+            first.append(x)
+        pull_back = torch.func.vjp(gradient, z, *first)[1]
+        dz, dg, dg_entropy = pull_back(upstream[0])
+        if g is None:
+            dg = None
+        if g_entropy is None:
+            dg_entropy = None
+        return dz, None, None, None, None, None, dg, dg_entropy, None
 
     @staticmethod
-    def vmap(info, in_dims, *args):
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
         dz = _Gradient.apply(*_as_rows(info.batch_size, in_dims, args))
         return dz.unflatten(0, (info.batch_size, -1)), 0
 
 
 def _as_rows(batch: int, in_dims: tuple, args: tuple) -> list:
-    """Tensors of B examples of T rows each -> of B T rows; what has no examples is the same for all."""
+    """Tensors of B examples of T rows each -> of B T rows.
 
-    def rows(x: Tensor, dim: int | None) -> Tensor:
-        x = x.expand(batch, *x.shape) if dim is None else x.movedim(dim, 0)
-        return x.flatten(0, 1)
+    A tensor without a batch dimension is the same for all examples.
+    """
+    out = []
+    for x, dim in zip(args, in_dims, strict=True):
+        if isinstance(x, Tensor) and dim is None:
+            x = x.expand(batch, *x.shape).flatten(0, 1)
+        elif isinstance(x, Tensor):
+            x = x.movedim(dim, 0).flatten(0, 1)
+        out.append(x)
+    return out
 
-    return [rows(x, d) if isinstance(x, Tensor) else x for x, d in zip(args, in_dims, strict=True)]
+
+# -------------------------------------------------------------------------- torch operations, slice by slice
+def _absorb_slices(state: OnlineSoftmax, z: Tensor, y: Tensor, scale: Tensor, *, entropy: bool) -> None:
+    """Add the logits z [T, V], times scale [T], to the state."""
+    for rows, scaled in _scaled_slices(z, scale):
+        softmax.absorb(state.rows(rows), scaled, y[rows], None, entropy=entropy)
 
 
-def _slices(z: Tensor, scale: Tensor, fused: bool) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Rows of z, and room for them in the type of scale; all at once and without room for the kernels."""
-    if fused:
-        yield slice(0, z.shape[0]), z if z.stride(1) == 1 else z.contiguous(), None
-        return
+def _differentiate_slices(z: Tensor, dz: Tensor, y: Tensor, cot: Cotangent, scale: Tensor) -> None:
+    """Write the gradient of z [T, V] into dz, which may be z."""
+    for rows, scaled in _scaled_slices(z, scale):
+        softmax.differentiate(scaled, y[rows], cot.rows(rows), None)
+        torch.mul(scaled, scale[rows, None], out=dz[rows])
+
+
+def _scaled_slices(z: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of the rows of z, times their scale.
+
+    In the type of the scale, one after another in one buffer.
+    """
     height = max(1, _CPU_BYTES // (4 * z.shape[1]))
-    room = scale.new_empty(min(height, z.shape[0]), z.shape[1])
-    for rows in tiles.cut(z.shape[0], height):
-        yield rows, z[rows], room[: z[rows].shape[0]]
+    buffer = scale.new_empty(min(height, z.shape[0]), z.shape[1])
+    for rows in cut(z.shape[0], height):
+        scaled = buffer[: rows.stop - rows.start]
+        yield rows, torch.mul(z[rows], scale[rows, None], out=scaled)
 
 
-def _absorb(
-    run: tiles.Running, z: Tensor, y: Tensor, scale: Tensor, room: Tensor | None, options: Options
-) -> None:
-    if room is None:
-        from rft_kernels import rows
+# ----------------------------------------------------------------------------------------- one Triton kernel
+def _absorb_fused(state: OnlineSoftmax, z: Tensor, y: Tensor, scale: Tensor, *, entropy: bool) -> None:
+    """As `_absorb_slices`."""
+    from rft_kernels import row_kernels
 
-        return rows.absorb(run, z, y, first=0, inner=scale, outer=None, bias=None, entropy=options.entropy)
-    torch.mul(z, scale[:, None], out=room)
-    return tiles.absorb(run, room, y, None, entropy=options.entropy)
+    z = _dense_rows(z)
+    row_kernels.absorb(state, z, y, first=0, inner=scale, outer=None, bias=None, entropy=entropy)
 
 
-def _differentiate(
-    z: Tensor, dz: Tensor, y: Tensor, cot: tiles.Cotangent, scale: Tensor, room: Tensor | None
-) -> None:
-    if room is None:
-        from rft_kernels import rows
+def _differentiate_fused(z: Tensor, dz: Tensor, y: Tensor, cot: Cotangent, scale: Tensor) -> None:
+    """As `_differentiate_slices`."""
+    from rft_kernels import row_kernels
 
-        return rows.differentiate(z, dz, y, cot, first=0, inner=scale, outer=None, bias=None)
-    tiles.differentiate(torch.mul(z, scale[:, None], out=room), y, cot, None)
-    return torch.mul(room, scale[:, None], out=dz)
+    z = _dense_rows(z)
+    out = dz
+    if dz.stride(1) != 1:
+        out = torch.empty_like(z)  # the kernel writes rows whose columns are beside each other
+    row_kernels.differentiate(z, out, y, cot, first=0, inner=scale, outer=None, bias=None)
+    if out is not dz:
+        dz.copy_(out)
+
+
+def _dense_rows(z: Tensor) -> Tensor:
+    """z [T, V] with the columns of a row beside each other in memory."""
+    if z.stride(1) == 1:
+        return z
+    return z.contiguous()
 
 
 def _check(z: Tensor, y: Tensor, engine: str) -> None:

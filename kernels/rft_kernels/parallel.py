@@ -1,4 +1,4 @@
-"""A head whose vocabulary is sharded over ranks: what the shards of one row say of each other.
+"""A head whose vocabulary is sharded over ranks, and what its shards exchange.
 
 Every rank holds all tokens and its own rows of w. What crosses ranks is [T] numbers in the forward and
 dh [T, D] in the backward, never logits.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Shard(NamedTuple):
-    """Which rows of the head this rank holds, and with whom it shares the rest."""
+    """The rows of the head that this rank holds, and the ranks with the others."""
 
     start: int  # the vocabulary's number of the first local row
     size: int  # local rows
@@ -30,39 +30,54 @@ class Shard(NamedTuple):
         torch.distributed.all_reduce(x, op=torch.distributed.ReduceOp.MAX, group=self.group)
         return x
 
-    def local(self, y: Tensor) -> Tensor:
-        """Labels y [T] as rows of this shard; -1 for a row of another one, -2 for one of none: never a column
-        that a tile could have."""
-        here = y - self.start
-        elsewhere = torch.where((y >= 0) & (y < self.total), -1, -2)
-        return torch.where((here >= 0) & (here < self.size), here, elsewhere)
+
+def local_labels(y: Tensor, shard: Shard | None) -> Tensor:
+    """Labels y [R] as rows of this rank's head.
+
+    -1 for a row of another shard, -2 for a row of none: never a column that a tile could have.
+    """
+    if shard is None:
+        return y
+    here = y - shard.start
+    elsewhere = torch.where((y >= 0) & (y < shard.total), -1, -2)
+    return torch.where((here >= 0) & (here < shard.size), here, elsewhere)
+
+
+def sum_over(shard: Shard | None, x: Tensor) -> Tensor:
+    """x, summed over the shards in place if there are any."""
+    if shard is None:
+        return x
+    return shard.sum(x)
 
 
 def split(w: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Shard | None]:
-    """(local w, local bias, Shard) of a head that is a DTensor sharded over V; None for a plain one.
+    """(local w, local bias, Shard) of a head whose w [V, D] may be a DTensor.
+
+    The Shard is None for a plain tensor.
 
     Gradients flow back into the DTensors. ValueError for a placement that is not Shard(0) on one mesh axis.
     """
-    kind = _dtensor()
-    if kind is None or not isinstance(w, kind):
+    if not torch.distributed.is_available():
         return w, bias, None
-    mesh, placement = w.device_mesh, w.placements[0]
-    if mesh.ndim != 1 or not placement.is_shard(0):
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(w, DTensor):
+        return w, bias, None
+    mesh = w.device_mesh
+    if mesh.ndim != 1 or not w.placements[0].is_shard(0):
         raise ValueError(
             f"w: expected a DTensor with Shard(0) on one mesh axis, got {w.placements} on {mesh.ndim} axes"
         )
-    if bias is not None and (not isinstance(bias, kind) or bias.placements != w.placements):
-        raise ValueError("bias: expected a DTensor sharded like w, got another placement or a plain tensor")
-    each = -(-w.shape[0] // mesh.size())  # torch.chunk's rule: the last shards may be smaller, or empty
-    start = min(mesh.get_local_rank() * each, w.shape[0])
-    local = w.to_local()
-    shard = Shard(start, local.shape[0], w.shape[0], mesh.get_group())
-    return local, None if bias is None else bias.to_local(), shard
+    local_bias = None
+    if bias is not None:
+        if not isinstance(bias, DTensor) or bias.placements != w.placements:
+            raise ValueError(
+                "bias: expected a DTensor sharded like w, got another placement or a plain tensor"
+            )
+        local_bias = bias.to_local()
 
-
-def _dtensor() -> type | None:
-    if not torch.distributed.is_available():
-        return None
-    from torch.distributed.tensor import DTensor
-
-    return DTensor
+    # torch.chunk's rule: the last shards may be smaller, or empty.
+    rows_each = -(-w.shape[0] // mesh.size())
+    start = min(mesh.get_local_rank() * rows_each, w.shape[0])
+    local_w = w.to_local()
+    return local_w, local_bias, Shard(start, local_w.shape[0], w.shape[0], mesh.get_group())

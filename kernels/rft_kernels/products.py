@@ -1,4 +1,4 @@
-"""Matrix products of float32 on a CPU, by the library that uses the whole width of its vectors.
+"""Matrix products of float32, by the library that is faster on this CPU.
 
 MKL, which `torch.mm` calls, picks its kernels by the maker of the processor: where that is not Intel, it
 leaves AVX-512 alone and runs at half the rate, or less. oneDNN, the other library inside torch, asks what the
@@ -19,33 +19,44 @@ _LARGE = 1 << 26  # multiplications; below, oneDNN does not win back the millise
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a [M, K] b [K, N] as [M, N]: in out, or in new memory."""
     if not (by_onednn(a) and _suits(a, b)):
-        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+        return torch.mm(a, b, out=out)
     product = torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
-    return product if out is None else out.copy_(product)
+    if out is None:
+        return product
+    return out.copy_(product)
 
 
 def add_mm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """total [M, N] + a [M, K] b [K, N], in place of total."""
-    return total.add_(mm(a, b)) if by_onednn(a) and _suits(a, b) else total.addmm_(a, b)
+    if by_onednn(a) and _suits(a, b):
+        return total.add_(mm(a, b))
+    return total.addmm_(a, b)
 
 
 def by_onednn(a: Tensor) -> bool:
-    """Whether large products of a are oneDNN's, which has memory of its own for each result."""
+    """Whether large products of a are oneDNN's, which allocates each result."""
     return a.dtype == torch.float32 and a.device.type == "cpu" and mkl_is_half()
 
 
 def sums_are_long(a: Tensor, b: Tensor) -> bool:
-    """Whether a bᵀ, all of it, is large and oneDNN's, which adds up the products of an element one by one."""
+    """Whether a bᵀ as a whole is large and oneDNN's.
+
+    oneDNN adds up the products of an element one by one.
+    """
     return by_onednn(a) and a.numel() * b.shape[0] >= _LARGE
 
 
 def _suits(a: Tensor, b: Tensor) -> bool:
-    """Whether it is large, and of matrices without gaps: for others oneDNN has nothing but plain loops."""
+    """Whether a b is large, and of matrices without gaps.
+
+    For others oneDNN has only plain loops.
+    """
     dense = all(x.is_contiguous() or x.T.is_contiguous() for x in (a, b))
-    return dense and a.shape[0] * a.shape[1] * b.shape[1] >= _LARGE
+    multiplications = a.shape[0] * a.shape[1] * b.shape[1]
+    return dense and multiplications >= _LARGE
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot ask what it asks
+@torch.compiler.assume_constant_result  # it reads a file, which torch.compile cannot trace
 def mkl_is_half() -> bool:
     """Whether this processor has AVX-512, which MKL does not use because of who made it."""
     return _found()
@@ -58,9 +69,11 @@ def _found() -> bool:
 
 
 def _maker() -> str | None:
-    """As the processor names it; None where Linux does not say."""
+    """The name of the processor's vendor; None where Linux does not list it."""
     info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.exists() else ():
+    if not info.exists():
+        return None
+    for line in info.read_text().splitlines():
         if line.startswith("vendor_id"):
             return line.split(":")[1].strip()
     return None

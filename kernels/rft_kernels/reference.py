@@ -1,11 +1,11 @@
-"""The definition, in plain differentiable operations on whole logits: short, slow, and T V numbers large."""
+"""The definition in plain differentiable operations: slow, and with logits of T V numbers."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from rft_kernels.streamed import accumulate_dtype, exact_matmul
+from rft_kernels.numerics import accumulate_dtype, exact_matmul
 
 
 def log_prob(
@@ -18,7 +18,9 @@ def log_prob(
     softcap: float | None,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """h [T, D], w [V, D], y [T], scale [T] = 1 / temperature -> logp, entropy, lse, each [T].
+    """logp, entropy and lse, each [T], from whole logits.
+
+    h [T, D], w [V, D], y [T], scale [T] = 1 / temperature.
 
     Composes with every torch.func transform, and can be differentiated any number of times.
     """
@@ -29,13 +31,20 @@ def log_prob(
 
 def outputs(z: Tensor, y: Tensor, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits z [T, V], y [T] -> logp, entropy, lse, each [T]."""
-    live, inside = y != ignore_index, (y >= 0) & (y < z.shape[1])
+    last = z.shape[1] - 1
     log_p = z.log_softmax(1)
     p = log_p.exp()
     entropy = -(p * log_p.masked_fill(p == 0, 0)).sum(1)  # p log p is 0 where p is 0, also if log p is -inf
-    logp = log_p.gather(1, y.long().clamp(0, z.shape[1] - 1)[:, None])[:, 0]
-    out = (logp, entropy, z.logsumexp(1))
-    return tuple(torch.where(live, torch.where(inside, x, torch.nan), 0) for x in out)
+    logp = log_p.gather(1, y.long().clamp(0, last)[:, None])[:, 0]
+
+    # Ignored rows are 0, and rows of any other label without a column are NaN.
+    live = y != ignore_index
+    inside = (y >= 0) & (y <= last)
+
+    def marked(x: Tensor) -> Tensor:
+        return torch.where(live, torch.where(inside, x, torch.nan), 0)
+
+    return marked(logp), marked(entropy), marked(z.logsumexp(1))
 
 
 def logits(h: Tensor, w: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
@@ -45,4 +54,6 @@ def logits(h: Tensor, w: Tensor, bias: Tensor | None, softcap: float | None) -> 
         z = h.to(dtype) @ w.to(dtype).T
     if bias is not None:
         z = z + bias.to(dtype)
-    return z if softcap is None else softcap * torch.tanh(z / softcap)
+    if softcap is None:
+        return z
+    return softcap * torch.tanh(z / softcap)

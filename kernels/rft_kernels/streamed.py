@@ -1,200 +1,289 @@
-"""Every engine as one differentiable operation: rows are selected here, the engine does the arithmetic.
+"""Engine "streamed": torch operations on tiles of logits, on any device.
 
-Two `autograd.Function`s, because torch.func runs the backward of the first one under the transforms that
-surround it: the backward therefore has to be an operation with a vmap rule of its own.
+The vocabulary is the outer loop and the tokens are the inner one. So a slice of w is upcast once; a slice of
+dw is one matrix product and needs no accumulator of size V D; only dh, of size T D, is added up over the
+slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rft_kernels import engines, tiles
-from rft_kernels.parallel import Shard
+from rft_kernels import products, softmax
+from rft_kernels.interface import Gradients, Outputs, Problem
+from rft_kernels.parallel import Shard, local_labels, sum_over
+from rft_kernels.slices import cut, part
+from rft_kernels.softmax import Cotangent, OnlineSoftmax
+
+_CPU_ROWS = 4096  # of a matrix product: more would make the slices of w thin within the same workspace
+_GPU_ROWS = 32768
+_COLUMNS = 64  # slices of the vocabulary are multiples of this
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is not a tensor. A dataclass, because torch.func would flatten a tuple and batch its members."""
+class ScaledHead(NamedTuple):
+    """A head whose temperature is applied before the matrix product.
 
-    softcap: float | None
-    ignore_index: int
-    entropy: bool  # compute the entropy
-    unit: bool  # compute dlogp/dh in the forward
-    workspace: int  # bytes
-    engine: str  # of `engines.load`
-    shard: Shard | None = None  # of a vocabulary that is spread over ranks
-
-
-def log_prob(
-    h: Tensor,
-    w: Tensor,
-    y: Tensor,
-    scale: Tensor,
-    *,
-    bias: Tensor | None,
-    softcap: float | None,
-    ignore_index: int,
-    entropy: bool,
-    save_unit: bool,
-    workspace: int,
-    engine: str = "streamed",
-    shard: Shard | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """h [T, D], w [V, D], y [T], scale [T] = 1 / temperature -> logp, entropy or None, lse, each [T].
-
-    save_unit: keep dlogp/dh [T, D] from the forward if h is the only input that needs a gradient.
+    x = h wᵀ + inner bias are scaled logits; z = x, or outer tanh(x) under a softcap.
     """
-    frozen = not (w.requires_grad or (bias is not None and bias.requires_grad))
-    unit = save_unit and frozen and softcap is None and h.requires_grad and torch.is_grad_enabled()
-    options = Options(softcap, ignore_index, entropy, unit, workspace, engine, shard)
-    if torch.compiler.is_compiling() and shard is None:
-        from rft_kernels import compiled
 
-        return compiled.log_prob(h, w, y.long(), scale, bias, options)
-    return _LogProb.apply(h, w, bias, y.long(), scale, options)[:3]
-
-
-def accumulate_dtype(h: Tensor, w: Tensor) -> torch.dtype:
-    """The type that everything is computed and returned in."""
-    return torch.float64 if torch.float64 in (h.dtype, w.dtype) else torch.float32
+    h: Tensor  # [R, D] hidden states times inner, in the type of the computation
+    w: Tensor  # [V, D]
+    bias: Tensor | None  # [V]
+    inner: Tensor  # [R] 1 / temperature, or 1 / softcap
+    outer: Tensor | None  # [R] softcap / temperature
+    workspace: int  # bytes
 
 
-def temperatures(temperature: float | Tensor, h: Tensor, w: Tensor) -> Tensor:
-    """The temperature of each row: [T], in the type that is computed in."""
-    dtype, rows = accumulate_dtype(h, w), h.shape[0]
-    if isinstance(temperature, Tensor):
-        if temperature.shape not in ((), (rows,)):
-            raise ValueError(
-                f"temperature: expected a number, [] or [T] = [{rows}], got {list(temperature.shape)}"
+class ScaledTile(NamedTuple):
+    """Scaled logits of a block of B tokens over a slice of C columns."""
+
+    cols: slice  # of the vocabulary
+    rows: slice  # of the tokens
+    w: Tensor  # [C, D] in the type of the computation
+    x: Tensor  # [B, C] the consumer may write into it
+    outer: Tensor | None  # [B] of ScaledHead
+    wide_dw: Tensor | None  # [C, D] room for a gradient of w, if w is of a narrower type
+
+
+def scaled_head(problem: Problem) -> ScaledHead:
+    """The head with the temperature (or the softcap) in h.
+
+    T D numbers are scaled instead of T V.
+    """
+    inner = problem.scale
+    outer = None
+    if problem.softcap is not None:
+        inner = torch.full_like(problem.scale, 1 / problem.softcap)
+        outer = problem.scale * problem.softcap
+    h = problem.h.to(inner.dtype) * inner[:, None]
+    return ScaledHead(h, problem.w, problem.bias, inner, outer, problem.workspace)
+
+
+def forward(problem: Problem, y: Tensor, *, entropy: bool, unit_grad: bool) -> Outputs:
+    """As `interface.Forward`."""
+    head = scaled_head(problem)
+    y = local_labels(y, problem.shard)
+    state = softmax.start(head.h)
+
+    # The sum of exp(z - row_max) w over all columns but the target's, kept up to date like state.row_sum.
+    weight_sum = None
+    if unit_grad:
+        weight_sum = torch.zeros_like(head.h)
+    # The column of each row's largest logit besides the target, where that logit is computed once more.
+    largest = None
+    if products.sums_are_long(head.h, head.w):
+        largest = torch.full_like(y, -1)
+
+    copies = 1
+    if entropy:
+        copies += 1  # `softmax.absorb` clamps a copy
+    for tile in _tiles(head, copies=copies):
+        seen = state.rows(tile.rows)
+        softmax.absorb(seen, tile.x, y[tile.rows] - tile.cols.start, tile.outer, entropy=entropy)
+        if largest is not None:
+            _update_largest(largest[tile.rows], tile, seen.rescale)
+        if weight_sum is not None:
+            rescaled = weight_sum[tile.rows].mul_(seen.rescale[:, None])
+            products.add_mm(rescaled, tile.x, tile.w)
+        del tile  # its memory is that of the next one
+
+    logp, found_entropy, lse = _outputs(head, state, y, largest, problem.shard, entropy=entropy)
+    if weight_sum is not None:
+        weight_sum = softmax.unit_gradient(weight_sum, head.w, y, state.row_max, logp, lse)
+        weight_sum = sum_over(problem.shard, weight_sum.mul_(head.inner[:, None]))
+    return Outputs(logp, found_entropy, lse, weight_sum)
+
+
+def backward(problem: Problem, y: Tensor, cot: Cotangent, need: tuple[bool, bool, bool]) -> Gradients:
+    """As `interface.Backward`."""
+    head = scaled_head(problem)
+    y = local_labels(y, problem.shard)
+    need_h, need_w, need_bias = need
+    dh = dw = dbias = None
+    if need_h:
+        dh = torch.zeros_like(head.h)
+    if need_w:
+        dw = head.w.new_empty(head.w.shape)
+    if need_bias:
+        dbias = head.h.new_zeros(head.w.shape[0])
+
+    # `softmax.differentiate` makes one more tensor of a tile's size for each of these.
+    copies = 1
+    if cot.g_entropy is not None:
+        copies += 1
+    if head.outer is not None:
+        copies += 1
+    for tile in _tiles(head, copies=copies):
+        rows = tile.rows
+        softmax.differentiate(tile.x, y[rows] - tile.cols.start, cot.rows(rows), tile.outer)
+        if dh is not None:
+            products.add_mm(dh[rows], tile.x, tile.w)
+        if dw is not None:
+            _weight_grad(dw[tile.cols], tile, head.h[rows])
+        if dbias is not None:
+            dbias[tile.cols].addmv_(tile.x.T, head.inner[rows])
+        del tile  # its memory is that of the next one
+
+    if dh is not None:
+        dh = sum_over(problem.shard, dh.mul_(head.inner[:, None]))
+    return Gradients(dh, dw, dbias)
+
+
+def _outputs(
+    head: ScaledHead,
+    state: OnlineSoftmax,
+    y: Tensor,
+    largest: Tensor | None,
+    shard: Shard | None,
+    *,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """logp, entropy or None, lse, each [R].
+
+    The target's logit and that of column `largest` [R] are refined, if it is given.
+    """
+    refined = state
+    if largest is not None:
+        state = state._replace(target_logit=_select(head, y))
+        refined = _refine(state, _select(head, largest))
+
+    # lse stays that of the tiles: then p adds up to 1 in the backward, which sees the same tiles. Both are
+    # stacked, so that the shards reduce them together.
+    both = OnlineSoftmax(*(torch.stack(pair) for pair in zip(state, refined, strict=True)))
+    logp, found_entropy, lse = softmax.outputs(both, y, shard, entropy=entropy)
+    if found_entropy is not None:
+        found_entropy = found_entropy[1]
+    return logp[1], found_entropy, lse[0]
+
+
+def _update_largest(largest: Tensor, tile: ScaledTile, rescale: Tensor) -> None:
+    """Update the columns [B] of the largest logits from a tile of exp(z - row_max)."""
+    risen = (rescale < 1).nonzero()[:, 0]
+    x = tile.x
+    if len(risen) < len(largest):
+        x = x.index_select(0, risen)
+    largest[risen] = x.argmax(1) + tile.cols.start
+
+
+def _refine(state: OnlineSoftmax, largest_logit: Tensor) -> OnlineSoftmax:
+    """state, with its largest logit replaced by largest_logit [R].
+
+    It is the one that counts most. NaN leaves a row as it is.
+
+    An error of a logit is one of lse times its probability. A long sum over D that is added up one by one
+    has an error that a separate vector product has not.
+    """
+    more = torch.where(largest_logit.isnan(), 0, largest_logit - state.row_max)
+    row_sum = state.row_sum + torch.expm1(more)
+    row_moment = torch.addcmul(state.row_moment, more, more.exp())
+    return state._replace(row_sum=row_sum, row_moment=row_moment)
+
+
+def _select(head: ScaledHead, column: Tensor) -> Tensor:
+    """The scaled logits [R] of one column in each row, by vector products.
+
+    NaN if the column is no row of w.
+    """
+    z = torch.empty_like(head.inner)
+    inside = (column >= 0) & (column < len(head.w))
+    here = torch.where(inside, column, 0)
+
+    # The rows of w that a block selects are a copy, once narrow and once converted.
+    row_bytes = head.h.element_size() * max(1, head.h.shape[1])
+    block = max(1, head.workspace // (2 * row_bytes))
+    for rows in cut(len(z), block):
+        z[rows] = torch.linalg.vecdot(head.h[rows], head.w[here[rows]].to(z.dtype))
+    if head.bias is not None:
+        z.addcmul_(head.inner, head.bias[here].to(z.dtype))
+    if head.outer is not None:
+        z.tanh_().mul_(head.outer)
+    return z.masked_fill_(~inside, torch.nan)
+
+
+def _weight_grad(dw: Tensor, tile: ScaledTile, h: Tensor) -> None:
+    """dw [C, D] (+)= dxᵀ h, over the blocks of tokens.
+
+    In wide_dw first if dw is of a narrower type.
+    """
+    total = dw
+    if tile.wide_dw is not None:
+        total = tile.wide_dw
+    if tile.rows.start == 0:
+        products.mm(tile.x.T, h, total)
+    else:
+        products.add_mm(total, tile.x.T, h)
+    if total is not dw:
+        dw.copy_(total)
+
+
+def _tiles(head: ScaledHead, *, copies: int) -> Iterator[ScaledTile]:
+    """Scaled logits, tile by tile.
+
+    The consumer may hold copies - 1 more tensors of a tile's size. It lets go of a tile before it asks for
+    the next: where they are not all in one buffer, that frees it.
+    """
+    tokens, width = head.h.shape
+    vocabulary = head.w.shape[0]
+    if not vocabulary:
+        return  # a rank that has no row of the head
+
+    # oneDNN allocates each result; torch.mm writes into one buffer.
+    height, breadth = _tile_shape(head, copies)
+    buffer = None
+    if not products.by_onednn(head.h):
+        buffer = head.h.new_empty(height * breadth)
+    # Slices of a narrower w, and of its gradient, in the type of the computation.
+    wide = None
+    if head.w.dtype != head.h.dtype:
+        wide = head.h.new_empty(2, breadth, width)
+
+    for cols in cut(vocabulary, breadth):
+        w = head.w[cols]
+        wide_dw = None
+        if wide is not None:
+            w = wide[0, : len(w)].copy_(w)
+            wide_dw = wide[1, : len(w)]
+        for rows in cut(tokens, height):
+            yield ScaledTile(
+                cols, rows, w, _logits(head, rows, cols, w, buffer), part(head.outer, rows), wide_dw
             )
-        return temperature.to(h.device, dtype).expand(rows)
-    if not temperature > 0:
-        raise ValueError(f"temperature: expected a number > 0, got {temperature}")
-    return torch.full((rows,), float(temperature), dtype=dtype, device=h.device)
 
 
-def exact_matmul(device_type: str) -> AbstractContextManager:
-    """Autocast would round logits to 8 bits of mantissa: an error of 3e-2 in a log-probability."""
-    if torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
-
-
-def compute(
-    h: Tensor, w: Tensor, bias: Tensor | None, y: Tensor, scale: Tensor, options: Options
-) -> tuple[Tensor | None, ...]:
-    """-> logp, entropy or None, lse, each [T], and dlogp/dh [T, D] or None."""
-    rows = _live_rows(y != options.ignore_index)
-    with exact_matmul(h.device.type):
-        engine, head = _head(_take(h, rows), w, bias, _take(scale, rows), options)
-        out = engine.forward(head, _take(y, rows), entropy=options.entropy, unit=options.unit)
-    return tuple(_spread(x, rows, h.shape[0]) for x in out)
-
-
-def gradients(
-    h, w, bias, y, scale, logp, entropy, lse, unit, g, g_entropy, g_lse, options: Options, need: tuple
-) -> tuple[Tensor | None, ...]:
-    """Inputs and outputs of `compute`, gradients of its outputs -> gradients of h, w and bias, or None."""
-    dh, live = None, y != options.ignore_index
-    if unit is not None and g is not None:
-        # A where, not a product: what is NaN in a row without an upstream gradient has to end there.
-        dh, g = torch.where((live & (g != 0))[:, None], unit * g[:, None], 0).to(h.dtype), None
-    upstream = [x for x in (g, g_entropy, g_lse) if x is not None]
-    if not upstream:
-        return dh, None, None
-    rows = _live_rows(live & (torch.stack(upstream) != 0).any(0))
-    cotangent = tiles.Cotangent.of(*(_take(x, rows) for x in (logp, entropy, lse, g, g_entropy, g_lse)))
-    with exact_matmul(h.device.type):
-        engine, head = _head(_take(h, rows), w, bias, _take(scale, rows), options)
-        more, dw, db = engine.backward(head, _take(y, rows), cotangent, need)
-    if more is not None:
-        more = _spread(more.to(h.dtype), rows, h.shape[0])
-    return more if dh is None else dh + more, dw, None if db is None else db.to(bias.dtype)
-
-
-class _LogProb(torch.autograd.Function):
-    """`compute`, differentiable."""
-
-    forward = staticmethod(compute)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, ctx.options = inputs
-        ctx.set_materialize_grads(False)
-        if output[3] is not None:
-            ctx.mark_non_differentiable(output[3])
-        ctx.save_for_backward(*tensors, *output)
-
-    @staticmethod
-    def backward(ctx, *upstream):
-        need = ctx.needs_input_grad[:3]
-        grads = _LogProbBackward.apply(*ctx.saved_tensors, *upstream[:3], ctx.options, need)
-        return *grads, None, None, None
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        return _loop(_LogProb.apply, info.batch_size, in_dims, args)
-
-
-class _LogProbBackward(torch.autograd.Function):
-    """`gradients`, which cannot be differentiated."""
-
-    forward = staticmethod(gradients)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError(
-            "linear_logprob: expected one differentiation, got two; pass engine='reference' (for a bound "
-            "model fused=False, or fused_linear_logprob=False in StrategyConfig), which has any order"
-        )
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        return _loop(_LogProbBackward.apply, info.batch_size, in_dims, args)
-
-
-def _head(h: Tensor, w: Tensor, bias: Tensor | None, scale: Tensor, options: Options) -> tuple:
-    """The engine, and its view of the problem."""
-    engine = engines.load(options.engine)
-    head = engine.head(h, w, bias, scale, softcap=options.softcap, workspace=options.workspace)
-    return engine, head if options.shard is None else head._replace(shard=options.shard)
-
-
-def _live_rows(mask: Tensor) -> Tensor | None:
-    """The indices where mask [T] holds; None if that is everywhere, or on the meta device: unknown."""
-    if mask.is_meta:
-        return None
-    rows = mask.nonzero()[:, 0]
-    return None if rows.numel() == mask.numel() else rows
-
-
-def _take(x: Tensor | None, rows: Tensor | None) -> Tensor | None:
-    return x if x is None or rows is None else x.index_select(0, rows)
-
-
-def _spread(x: Tensor | None, rows: Tensor | None, tokens: int) -> Tensor | None:
-    """The inverse of `_take`; the other rows are 0."""
-    if x is None or rows is None:
+def _logits(head: ScaledHead, rows: slice, cols: slice, w: Tensor, buffer: Tensor | None) -> Tensor:
+    """Scaled logits of a block of tokens over w, the slice cols of the head."""
+    h = head.h[rows]
+    out = None
+    if buffer is not None:
+        out = buffer[: len(h) * len(w)].view(-1, len(w))
+    x = products.mm(h, w.T, out)
+    if head.bias is None:
         return x
-    return x.new_zeros(tokens, *x.shape[1:]).index_copy_(0, rows, x)
+    return x.addr_(head.inner[rows], head.bias[cols].to(w.dtype))
 
 
-def _loop(function: Callable, batch: int, in_dims: tuple, args: tuple) -> tuple:
-    """The vmap rule: one call for each example, because one matrix product fills the machine."""
+def _tile_shape(head: ScaledHead, copies: int) -> tuple[int, int]:
+    """The numbers of rows and columns of a tile that fits into the workspace.
 
-    def example(i: int) -> tuple:
-        pairs = zip(args, in_dims, strict=True)
-        return function(*(x.select(d, i) if isinstance(d, int) else x for x, d in pairs))
+    With its copies, and with converted slices of w.
+    """
+    tokens, width = head.h.shape
+    vocabulary = head.w.shape[0]
+    most_rows = _GPU_ROWS
+    if head.h.device.type == "cpu":
+        most_rows = _CPU_ROWS
+    height = max(1, min(tokens, most_rows))
 
-    columns = zip(*(example(i) for i in range(batch)), strict=True)
-    out = tuple(None if c[0] is None else torch.stack(c) for c in columns)
-    return out, tuple(None if x is None else 0 for x in out)
+    # Numbers for each column: a tile's copies, and two converted slices of a narrower w.
+    per_column = copies * height
+    if head.w.dtype != head.h.dtype:
+        per_column += 2 * width
+    fit = head.workspace // (head.h.element_size() * per_column)
+
+    # Slices of one size, rather than a thin one at the end.
+    slices = -(-vocabulary // max(fit, _COLUMNS))
+    breadth = -(-vocabulary // slices)
+    return height, min(vocabulary, -(-breadth // _COLUMNS) * _COLUMNS)

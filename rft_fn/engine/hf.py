@@ -50,7 +50,7 @@ class _Rows:
 def _draw(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """(token [B], logp [B]) of softmax(truncated logits) at the uniform numbers
     u [B]; greedy at temperature 0."""
-    z = logprob.truncate(logits, sampling)
+    z = logprob.process_logits(logits, sampling)
     logp = z.log_softmax(-1)
     if sampling.temperature == 0:
         token = z.argmax(-1)
@@ -191,7 +191,7 @@ def _score(lm: nn.Module, rollout: Rollout, sampling: Sampling) -> Tensor:
     position = torch.arange(tokens.shape[1], device=lm.device).expand(tokens.shape)
     seen = position < rollout.length.to(lm.device).unsqueeze(-1)
     out = lm(input_ids=tokens, attention_mask=seen.long(), position_ids=position, use_cache=False)
-    z = logprob.truncate(out.logits[:, :-1], sampling, keep=tokens[:, 1:])
+    z = logprob.process_logits(out.logits[:, :-1], sampling, keep=tokens[:, 1:])
     logp = torch.nn.functional.pad(logprob.log_probs_from_logits(z, tokens[:, 1:]), (1, 0))
     return torch.where(rollout.mask, logp.cpu(), 0)
 

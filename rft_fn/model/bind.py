@@ -86,7 +86,7 @@ class Scorer(probe.Reader):
 
     def _whole(self, pack: Packed, packs: attention.SequenceBounds | None) -> TokenOut:
         logits = run(self.lm, pack, packs, way=self.way).logits[0]
-        z = logprob.truncate(logits, self.sampling, keep=pack.target)
+        z = logprob.process_logits(logits, self.sampling, keep=pack.target)
         # in place, without a copy: a where on the results alone leaves 0 * inf in the gradient
         z = z.masked_fill_(~pack.mask[:, None], 0)
         ent = None

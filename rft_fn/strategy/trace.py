@@ -166,8 +166,8 @@ def _rooted(module: nn.Module, *, kind: str, tokens: int, fused: bool, chunk_siz
     """The module as it is trained, with the stand-in for attention where the real one keeps no [T, T]."""
     from transformers import AttentionInterface
 
+    from rft_fn.logprob import default_workspace_mb
     from rft_fn.model import attention, probe
-    from rft_kernels.linear_logprob import default_workspace_mb
 
     if kind == "cpu" and not chunk_size:  # what suits the device, which the meta device is not
         chunk_size = max(int(default_workspace_mb("cpu") * 2**20 / 4 / tokens), 1)

@@ -2,9 +2,9 @@
 
     python tests/bench/head.py --model smollm2-135m
 
-Each in a process of its own. The peak is what the process holds (VmHWM), which is more than its tensors take:
+Each in a separate process. The peak is all that the process holds (VmHWM), more than its tensors take:
 glibc keeps what was freed. MALLOC_MMAP_THRESHOLD_=4194304 MALLOC_TRIM_THRESHOLD_=8388608 before the command
-give every tensor of 4 MB and more a mapping of its own: then the peak is theirs, and all is slower.
+give every tensor of 4 MB and more a separate mapping: then the peak is theirs, and all is slower.
 """
 
 import json
@@ -25,9 +25,9 @@ from rft_fn.types import Experience, Packed, TokenOut
 @dataclass(frozen=True)
 class Config:
     model: str = "tiny"  # as in grpo.py
-    rows: int = 64  # responses, half of their tokens a prompt
+    rows: int = 64  # responses, of which the first half is the prompt
     length: int = 128  # tokens each
-    budget: int = 2048  # tokens a pack
+    budget: int = 2048  # tokens per pack
     rounds: int = 3  # gradients by each, after one that is not counted
     variant: str = ""  # on, off: this process measures one; empty: one process for each, one after the other
 
@@ -46,7 +46,10 @@ def measure(cfg: Config) -> dict:
     """Seconds of each gradient, the largest peak, and the values that both ways must share."""
     st = get_strategy(StrategyConfig(fused_linear_logprob=cfg.variant == "on"))
     apply, state = st.init(rft.model.load(cfg.model), rft.optim.adamw(1e-6))
-    g, shape = torch.Generator().manual_seed(0), (cfg.rows, cfg.length)
+
+    # The same random responses for both heads; the first half of each is a prompt.
+    g = torch.Generator().manual_seed(0)
+    shape = (cfg.rows, cfg.length)
     mask = torch.zeros(shape, dtype=torch.bool)
     mask[:, cfg.length // 2 :] = True
     words = len(rft.model.load_tokenizer(cfg.model))
@@ -59,7 +62,11 @@ def measure(cfg: Config) -> dict:
         w=rft.weight.token_mean(mask),
     )
     packs = st.shard(exp, cfg.budget)
-    seconds, peaks, metrics = [], [], {}
+
+    # The first gradient warms up: its time does not count, its peak does.
+    seconds = []
+    peaks = []
+    metrics = {}
     for _ in range(cfg.rounds + 1):
         Path("/proc/self/clear_refs").write_text("5")  # the mark starts from what is resident
         start = time.perf_counter()
@@ -82,7 +89,8 @@ def main(cfg: Config) -> None:
         command = [sys.executable, *sys.argv, "--variant", variant]
         line = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1]
         found[variant] = x = json.loads(line)
-        name, middle = {"off": "logits", "on": "fused"}[variant], statistics.median(x["seconds"])
+        name = {"off": "logits", "on": "fused"}[variant]
+        middle = statistics.median(x["seconds"])
         print(f"{name:<8}{middle:>10.2f}{x['peak']:>10.2f}{x['loss']:>16.7f}{x['logp']:>14.7f}", flush=True)
     ratio = [statistics.median(found[v]["seconds"]) for v in ("on", "off")]
     print(f"fused / logits: {ratio[0] / ratio[1]:.2f}")

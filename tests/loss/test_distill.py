@@ -28,7 +28,7 @@ def test_the_log_probs_of_words_are_those_of_whole_logits(sampling):
     got = apply(params, b)
     at = 0
     for n, row in zip(exp.length.tolist(), exp.tokens):
-        z = logprob.truncate(lm(row[None, :n]).logits[0, :-1], sampling, keep=row[1:n])
+        z = logprob.process_logits(lm(row[None, :n]).logits[0, :-1], sampling, keep=row[1:n])
         want = z.log_softmax(-1).gather(-1, b.extra["words"][at : at + n - 1])
         m = b.mask[at : at + n - 1]
         torch.testing.assert_close(got.words_logp[at : at + n - 1][m], want[m], rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""What the kernels compute, in float64 numpy: values and gradients by definition. Not for the library."""
+"""The definition of what the kernels compute: values and gradients in float64 numpy, for tests only."""
 
 import numpy as np
 

@@ -1,9 +1,9 @@
 """Compiles every kernel configuration that the engines can launch for sm_90, without a device; prints JSON.
 
 Kernels over logits twice: for addresses and strides that are multiples of 16, and for those that are not (an
-odd vocabulary), whose loads are narrower. The kernels of `persistent` only get the former: its `_fits`.
+odd vocabulary), whose loads are narrower. The kernels of `tile_kernels` only get the former: `triton._fits`.
 
-Runs in a process of its own (test_sm90.py): triton decides once whether kernels are interpreted. A line of
+Runs in a separate process (test_sm90.py): triton decides once whether kernels are interpreted. A line of
 the result is {"kernel", "options", "registers", "stack", "shared"}; what is spilled lies on the stack.
 """
 
@@ -19,32 +19,32 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rft_kernels import persistent, rows
+from rft_kernels import row_kernels, tile_kernels
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-POINTERS = {
-    "absorb_kernel": "x:x bias:b inner:f outer:f y:l top:f total:f weighted:f hit:f shrink:f kept:b",
-    "differentiate_kernel": "x:x bias:b inner:f outer:f y:l lse:f level:f g_entropy:f peak:f unit:f dx:b",
-    "rescale_kernel": "x:f factor:f",
-    "forward_kernel": "bias:b inner:f outer:f y:l top:f total:f weighted:f hit:f",
-    "backward_kernel": "bias:b inner:f outer:f y:l lse:f level:f g_entropy:f peak:f unit:f",
+TYPES = {"x_ptr": "x", "bias_ptr": "b", "y_ptr": "l", "kept_ptr": "b", "dx_ptr": "b"}  # other pointers: "f"
+ALIGNED = (tile_kernels.forward_kernel, tile_kernels.backward_kernel)  # `triton._fits`
+ABSENT = {
+    "BIAS": "bias_ptr",
+    "SOFTCAP": "outer_ptr",
+    "ENTROPY": "g_entropy_ptr",
+    "KEEP": "kept_ptr",
+    "SCALED": "grad_scale_ptr",
 }
-ALIGNED = (persistent.forward_kernel, persistent.backward_kernel)  # `persistent._fits`
-ABSENT = {"BIAS": "bias", "SOFTCAP": "outer", "ENTROPY": "g_entropy", "KEEP": "kept", "UNIT": "unit"}
 
 
 def compiled(kernel, types, constants, *, aligned, **options):
     """The kernel with pointers of the given types, to addresses and with strides that are aligned or not."""
     names = [p.name for p in kernel.params]
-    pointers = dict(item.split(":") for item in POINTERS[kernel.__name__].split())
+    pointers = {n: TYPES.get(n, "f") for n in names if n.endswith("_ptr")}
     absent = {v for k, v in ABSENT.items() if constants.get(k) is False and v in pointers}
     constants = constants | dict.fromkeys(absent)
     signature = {n: "*" + types[pointers[n]] if n in pointers else "i32" for n in names}
     signature |= dict.fromkeys(constants, "constexpr")
     if kernel in ALIGNED:  # they have descriptors of blocks
         m, n, k = (constants[size] for size in ("BM", "BN", "BK"))
-        blocks = {"h": (m, k), "w": (n, k), "dx": (m, n // 4)}
+        blocks = {"h_desc": (m, k), "w_desc": (n, k), "dx_desc": (m, n // 4)}
         signature |= {x: f"tensordesc<{types['b']}{[*blocks[x]]}>" for x in blocks if x in names}
     known = {
         (i,): [["tt.divisibility", 16]]
@@ -76,24 +76,25 @@ def configurations():
     given = [(base | {"x": t, "b": t}, (False, False, e, False)) for t in ("bf16", "fp16") for e in on]
     for types, (bias, softcap, entropy, more) in linear + given:
         flags = {"BIAS": bias, "SOFTCAP": softcap, "ENTROPY": entropy}
-        for block, warps in rows.ABSORB.items():
+        for block, warps in row_kernels.ABSORB.items():
             if not (softcap and more):  # a softcap has no unit gradient
                 constants = flags | {"KEEP": more, "BLOCK": block}
-                options = {"num_warps": warps, "maxnreg": rows.REGISTERS}
-                yield rows.absorb_kernel, types, constants, options
-        for block, warps in rows.DIFFERENTIATE.items():
-            constants = flags | {"UNIT": more, "BLOCK": block}
-            yield rows.differentiate_kernel, types, constants, {"num_warps": warps}
-    for block, warps in rows.RESCALE.items():
-        yield rows.rescale_kernel, base, {"BLOCK": block}, {"num_warps": warps}
+                options = {"num_warps": warps, "maxnreg": row_kernels.REGISTERS}
+                yield row_kernels.absorb_kernel, types, constants, options
+        for block, warps in row_kernels.DIFFERENTIATE.items():
+            constants = flags | {"SCALED": more, "BLOCK": block}
+            yield row_kernels.differentiate_kernel, types, constants, {"num_warps": warps}
+    for block, warps in row_kernels.RESCALE.items():
+        yield row_kernels.rescale_kernel, base, {"BLOCK": block}, {"num_warps": warps}
     for narrow, bias, softcap, entropy in product(("bf16", "fp16"), on, on, on):
         types, flags = base | {"b": narrow}, {"BIAS": bias, "SOFTCAP": softcap, "ENTROPY": entropy}
-        tile = persistent.forward_config(**flags)
-        constants = flags | persistent.constants(tile) | {"SPLITS": persistent.SPLITS}
-        yield persistent.forward_kernel, types, constants, {"num_warps": tile.warps}
-        tile = persistent.WIDE
-        constants = flags | persistent.constants(tile) | {"UNIT": narrow == "fp16", "GROUP": persistent.GROUP}
-        yield persistent.backward_kernel, types, constants, {"num_warps": tile.warps}
+        tile = tile_kernels.forward_config(**flags)
+        constants = flags | tile_kernels.constants(tile) | {"SPLITS": tile_kernels.SPLITS}
+        yield tile_kernels.forward_kernel, types, constants, {"num_warps": tile.warps}
+        tile = tile_kernels.WIDE
+        scaled = {"SCALED": narrow == "fp16", "GROUP": tile_kernels.GROUP}
+        constants = flags | tile_kernels.constants(tile) | scaled
+        yield tile_kernels.backward_kernel, types, constants, {"num_warps": tile.warps}
 
 
 def main():

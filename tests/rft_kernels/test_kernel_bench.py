@@ -1,4 +1,4 @@
-"""The benches that need a GPU, with a clock that is told what to say: what they conclude and write."""
+"""The benches that need a GPU, with a clock that is told its answers: their conclusions and files."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_the_rules_name_the_fastest_at_every_measured_width(bench, found, want):
 
 
 def told(*seconds):
-    """A clock that runs what it is given, says the next of these seconds, and 7 MB."""
+    """A clock that runs a call and answers with the next of these seconds, and 7 MB."""
     script = iter(seconds)
     return lambda call: (call(), next(script))[1], lambda call: (call(), 7.0)[1]
 

@@ -182,7 +182,7 @@ def test_mixed_types_and_label_types():
 
 def test_tokens_in_several_blocks(monkeypatch):
     """More tokens than the rows of a tile: dw is summed over the blocks, in float32 for narrow weights."""
-    monkeypatch.setattr("rft_kernels.tiles._CPU_ROWS", 16)
+    monkeypatch.setattr("rft_kernels.streamed._CPU_ROWS", 16)
     h, w, y, g = problem(50, 8, 300, dtype=torch.float64)
     assert_close(run(h, w, y, g, workspace_mb=TINY), definition(h, w, y, g), 1e-12)
     h, w = h.float(), w.bfloat16()

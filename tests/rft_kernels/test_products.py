@@ -62,7 +62,7 @@ def test_small_products_and_those_of_matrices_with_gaps_are_torchs(onednn, monke
     """For a matrix with gaps between its rows oneDNN took minutes, where torch takes milliseconds."""
     monkeypatch.setattr(products, "_LARGE", 60)
     seen = []
-    monkeypatch.setattr(torch, "mm", lambda a, b, mm=torch.mm: seen.append(a.shape) or mm(a, b))
+    monkeypatch.setattr(torch, "mm", lambda a, b, mm=torch.mm, out=None: seen.append(a.shape) or mm(a, b))
     a, b = torch.ones(3, 4), torch.ones(4, 5)
     products.mm(a, b), products.mm(torch.ones(4, 3).T, torch.ones(5, 4).T)
     assert seen == []

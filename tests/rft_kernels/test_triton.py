@@ -1,6 +1,6 @@
 """The GPU engines: their cases (triton_cases.py) in triton's interpreter or on CUDA, and how one is chosen.
 
-Triton decides when it is imported whether kernels are interpreted: the cases run in a process of their own.
+Triton decides when it is imported whether kernels are interpreted: the cases run in a separate process.
 """
 
 import json
@@ -50,7 +50,7 @@ def test_a_cpu_neither_needs_nor_imports_the_kernels():
         from rft_kernels import linear_logprob, logits_logprob
         y = torch.tensor([1, 2])
         linear_logprob(torch.ones(2, 3), torch.ones(5, 3), y), logits_logprob(torch.ones(2, 5), y)
-        assert "rft_kernels.rows" not in sys.modules
+        assert "rft_kernels.row_kernels" not in sys.modules
     """
     done = python("-c", code, interpret=False)
     assert done.returncode == 0, done.stderr

@@ -75,7 +75,7 @@ def check(name, mesh, engine):
 
 
 def bad(mesh):
-    """What cannot be is said by every rank, in one line."""
+    """Every rank raises the same error, in one line, for heads that cannot be."""
     (h, w, y, _, _), _ = inputs()
     found = []
     whole = distribute_tensor(w, mesh, [Replicate()])

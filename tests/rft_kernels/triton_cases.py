@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_linear_logprob import TINY, assert_close, assert_same, definition, misaligned, problem
 
-from rft_kernels import gemm, linear_logprob, logits_logprob, persistent, rows, tiles
+from rft_kernels import gemm, linear_logprob, logits_logprob, row_kernels, tile_kernels
+from rft_kernels import triton as triton_engine
+from rft_kernels.interface import Problem
+from rft_kernels.softmax import Cotangent
 
-DEVICE = "cpu" if rows.INTERPRETED else "cuda"
+DEVICE = "cpu" if row_kernels.INTERPRETED else "cuda"
 ENGINES = pytest.mark.parametrize("engine", ["gemm", "triton"])
 
 
@@ -151,12 +154,11 @@ def test_a_gradient_of_a_logit_keeps_its_bits_in_float16(narrow_products):
     """1 / V and an upstream gradient of 1e-4 would be 0 in float16; rows that differ by 1e4 share one dw."""
     h, w, y, g = problem(6, 32, 600, dtype=torch.float16, sharpness=0.1)
     cot = torch.tensor([1.0, 1e-4, 1e-3, 1e-4, 1e-2, 1.0])
-    head = gemm.head(
-        h.to(DEVICE), w.to(DEVICE), None, torch.ones(6, device=DEVICE), softcap=None, workspace=10**4
-    )
-    logp, entropy, lse, _ = gemm.forward(head, y.to(DEVICE), entropy=True, unit=False)
-    cotangent = tiles.Cotangent.of(logp, entropy, lse, cot.to(DEVICE), None, None)
-    dh, dw, _ = gemm.backward(head, y.to(DEVICE), cotangent, (True, True, False))
+    one = torch.ones(6, device=DEVICE)
+    given = Problem(h.to(DEVICE), w.to(DEVICE), None, one, softcap=None, workspace=10**4)
+    logp, entropy, lse, _ = gemm.forward(given, y.to(DEVICE), entropy=True, unit_grad=False)
+    cotangent = Cotangent.of(logp, entropy, lse, cot.to(DEVICE), None, None)
+    dh, dw, _ = gemm.backward(given, y.to(DEVICE), cotangent, (True, True, False))
     want = definition(h, w, y, [cot.double(), 0 * g[1], 0 * g[2]])
     assert (norm(dh.cpu().double().numpy() - want[3]) <= 1e-3 * norm(want[3])).all()
     assert np.linalg.norm(dw.cpu().double().numpy() - want[4]) <= 1e-3 * np.linalg.norm(want[4])
@@ -351,6 +353,17 @@ def test_given_logits_in_place_narrow_ignored_and_bad(engine):
     assert (dz[[1, 4]] == 0).all() and out.logp[1] == 0 and out.logp[3].isnan()
 
 
+def test_a_gradient_in_place_of_logits_whose_columns_are_apart_in_memory():
+    transposed = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    y = torch.arange(5, device=DEVICE)
+    want = torch.nn.functional.one_hot(y, 12) - transposed.T.softmax(1)
+    z = transposed.T.requires_grad_()
+    logp = logits_logprob(z, y, engine="gemm", inplace_backward=True).logp
+    (dz,) = torch.autograd.grad(logp.sum(), z)
+    torch.testing.assert_close(dz, want, rtol=1e-5, atol=1e-6)
+    assert dz.data_ptr() == transposed.data_ptr()
+
+
 def test_rows_beyond_two_to_the_31():
     """Addresses are 64 bits wide: the second row starts after 2^31 elements, most of them never touched."""
     memory = torch.empty(2**31 + 64, dtype=torch.float16, device=DEVICE)
@@ -375,12 +388,13 @@ def test_the_kernels_of_triton_are_used_where_they_fit(monkeypatch):
 
 
 def test_the_kernels_of_triton_are_not_given_what_no_descriptor_can_describe(monkeypatch):
-    monkeypatch.setattr(persistent, "INTERPRETED", False)
+    monkeypatch.setattr(triton_engine, "INTERPRETED", False)
     monkeypatch.setattr(gemm, "_product_type", lambda h, w, scale: h.dtype)
 
     def fits(h, w):
         one = torch.ones(len(h))
-        return persistent._fits(persistent.head(h, w, None, one, softcap=None, workspace=1))
+        head = gemm.unscaled_head(Problem(h, w, None, one, softcap=None, workspace=1))
+        return triton_engine._fits(head)
 
     h, w, _, _ = problem(4, 64, 60, dtype=torch.bfloat16)
     assert fits(h, w) and fits(h[:, :48], w[:, 16:]) and fits(h[:, :40], w[:, :40])
@@ -393,6 +407,6 @@ def test_the_kernels_of_triton_are_not_given_what_no_descriptor_can_describe(mon
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_every_tile_of_the_gradient_is_made_once_in_whatever_order(group, monkeypatch):
     """9 blocks of tokens in groups, the last of which is not whole."""
-    monkeypatch.setattr(persistent, "GROUP", group)
+    monkeypatch.setattr(tile_kernels, "GROUP", group)
     h, w, y, g = problem(9 * 16 - 3, 16, 150, dtype=torch.float64)
     assert_close(run(h, w, y, g, engine="triton", workspace_mb=0.2), definition(h, w, y, g), 1e-12)
