@@ -1,4 +1,4 @@
-"""What is learned of a row: its response, or turns of its conversation."""
+"""Sequences to learn from, made of a row: its response, or the assistant's turns of its conversation."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 from rft_fn.data.chat import Chat, Lesson
 from rft_fn.data.messages import Conversation, tools_of, turns_of
 from rft_fn.data.prompts import Prompt
-from rft_fn.data.template import fill
+from rft_fn.data.text_template import fill
 
-__all__ = ["lessons"]
+__all__ = ["lessons", "text_lesson"]
 
 
 def lessons(
@@ -27,9 +27,16 @@ def lessons(
     """
     if prompt.messages is None:
         text = fill(response, prompt.columns, f"row {prompt.index + 1}")
-        answer = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        return [Lesson([*prompt.ids, *answer], [False] * len(prompt.ids) + [True] * len(answer))]
+        return [text_lesson(prompt.ids, text, tokenizer)]
+
+    # the learned turns are those of the last column; the ones before it are context
     turns = [dict(turn) for turn in prompt.messages]
     last = turns_of(prompt.columns, messages[-1])
     talk = Conversation(turns, len(turns) - len(last), tools_of(prompt.columns))
     return Chat(tokenizer, chat_template_kwargs or {}).lessons(talk, loss_on)
+
+
+def text_lesson(prompt: Sequence[int], response: str, tokenizer: Any) -> Lesson:
+    """The ids of a prompt, then the response and the end of sequence, which are learned."""
+    answer = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
+    return Lesson([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))

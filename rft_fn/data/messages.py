@@ -1,18 +1,20 @@
-"""Conversations in the columns of a row: messages as OpenAI and TRL write them, and those of sharegpt.
+"""Conversations in the columns of a row: the message schemas of OpenAI, TRL and sharegpt.
 
-Whatever the file has, what comes out are turns {"role", "content", ...} with text as content, calls of tools
-as `{"type": "function", "function": {"name", "arguments"}}`, and no key that holds nothing.
+All of them become turns {"role", "content", ...} with text as content, calls of tools as
+`{"type": "function", "function": {"name", "arguments"}}`, and no key that holds None. A new schema is read by
+`_turn`; its names of roles are rows of `_ROLES`.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rft_fn.data.rows import Row
+
 __all__ = [
     "Conversation", "Turn", "advice", "are_messages", "conversation", "opened", "tools_of", "turns_of",
 ]  # fmt: skip
 
-Row = Mapping[str, Any]
 Turn = dict[str, Any]
 
 _ROLES = {
@@ -34,20 +36,20 @@ _USUAL = ("prompt", "messages", "conversations", "completion")  # the order in w
 
 
 class Conversation(NamedTuple):
-    """The turns of a row, and the tools that it has."""
+    """The turns and the tools of a row."""
 
     turns: list[Turn]
-    start: int  # the first turn of the last column: what an example of prompt and completion learns from
+    start: int  # the first turn of the last column; an example of prompt and completion learns from there on
     tools: list[Any] | None
 
 
 def conversation(row: Row, columns: Sequence[str], system: str | None = None) -> Conversation:
     """The messages of `columns`, one column after the other, and the column `tools` of the row.
 
-    `system` is what a system turn says where there is none.
+    `system` is the content of a system turn that is added where there is none.
 
-    ValueError names the column and the turn, counted from 1, of what is no message: no role or one that is
-    not known, no content in a turn that calls no tool, a part of it that is not text.
+    ValueError names the column and the turn, counted from 1, of anything that is no message: no role or an
+    unknown one, no content in a turn that calls no tool, a part of the content that is not text.
     """
     turns: list[Turn] = []
     start = 0
@@ -59,7 +61,7 @@ def conversation(row: Row, columns: Sequence[str], system: str | None = None) ->
 
 
 def opened(turns: list[Turn], system: str | None) -> list[Turn]:
-    """Turns below a system turn that says `system`, where that is given and they have none."""
+    """Turns with a system turn in front, where `system` is given and they have none."""
     if system is None or turns[0]["role"] in ("system", "developer"):
         return turns
     return [{"role": "system", "content": system}, *turns]
@@ -110,11 +112,12 @@ def tools_of(row: Row) -> list[Any] | None:
 
 
 def advice(row: Row) -> str:
-    """What to type where columns of a row hold messages; empty where none does."""
+    """The options to use where columns of a row hold messages; "" where none does."""
     found = [name for name in row if are_messages(row[name])]
     if not found:
         return ""
-    found = [name for name in _USUAL if name in found] + [name for name in found if name not in _USUAL]
+    usual = [name for name in _USUAL if name in found]
+    found = usual + [name for name in found if name not in _USUAL]
     if {"prompt", "completion"} <= set(found):
         return (
             "; 'prompt' and 'completion' hold messages: --messages prompt completion to learn the second, "
@@ -130,7 +133,7 @@ def are_messages(cell: Any) -> bool:
 
 
 def _listed(cell: Any) -> list[Any] | None:
-    """A cell as a list, JSON text read; None for what is no list."""
+    """A cell as a list, parsed if it is JSON text; None for anything else."""
     if isinstance(cell, str):
         cell = _json(cell)
     if hasattr(cell, "tolist"):  # an array of a table
@@ -141,7 +144,7 @@ def _listed(cell: Any) -> list[Any] | None:
 
 
 def _json(text: str) -> Any:
-    """What JSON text holds; None for what is none."""
+    """The value of JSON text; None for other text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -149,26 +152,29 @@ def _json(text: str) -> Any:
 
 
 def _turn(message: Any) -> Turn:
-    """One message as a turn. ValueError for what is none."""
+    """One message as a turn. ValueError for anything else."""
     if not isinstance(message, Mapping):
         raise ValueError(f"expected a message with role and content, got {type(message).__name__}")
+
+    # sharegpt has other names for role and content
     given = {name: x for name, x in message.items() if x is not None}
     if "role" not in given and "from" in given:
         given["role"] = given.pop("from")
         given["content"] = given.pop("value", None)
     if "role" not in given:
         raise ValueError(f"expected a role, got a message with {', '.join(map(repr, message)) or 'nothing'}")
-    said = given.pop("role")
-    role = _ROLES.get(str(said))
+    named = given.pop("role")
+    role = _ROLES.get(str(named))
     if role is None:
-        raise ValueError(f"role: expected one of {', '.join(_ROLES)}, got {said!r}")
-    if said == "function_call":
+        raise ValueError(f"role: expected one of {', '.join(_ROLES)}, got {named!r}")
+    if named == "function_call":
         return {"role": role, "content": "", "tool_calls": _calls(given.get("content"))}
 
+    # a turn that calls tools needs no text
     calls = _calls(given.pop("tool_calls", []))
     content = given.pop("content", None)
     if content is None and not calls:
-        raise ValueError(f"the {role} says nothing: expected content, got none")
+        raise ValueError(f"{role}: expected content, got none")
     turn = {"role": role, "content": _text(content), **given}
     if calls:
         turn["tool_calls"] = calls
@@ -198,7 +204,7 @@ def _text(content: Any) -> str:
 
 
 def _calls(cell: Any) -> list[Turn]:
-    """Calls of tools: a list of them, one alone, or JSON text of either. ValueError for what has no name."""
+    """Calls of tools: a list, one alone, or JSON text of either. ValueError for a call without a name."""
     found = cell
     if isinstance(cell, str):
         found = _json(cell)
@@ -214,7 +220,11 @@ def _call(call: Any) -> Turn:
     """One call in OpenAI's form, its arguments as an object where they were JSON text of one."""
     if not isinstance(call, Mapping):
         raise ValueError(f"tool_calls: expected a call with name and arguments, got {call!r:.60}")
-    function = call.get("function") or {name: call.get(name) for name in ("name", "arguments")}
+
+    # OpenAI's {"function": {...}}, or name and arguments alone
+    function = call.get("function")
+    if not function:
+        function = {name: call.get(name) for name in ("name", "arguments")}
     if not isinstance(function, Mapping) or not function.get("name"):
         raise ValueError(f"tool_calls: expected a call with a name, got {call!r:.60}")
     arguments = _solid(function.get("arguments") or {})
@@ -222,9 +232,14 @@ def _call(call: Any) -> Turn:
         read = _json(arguments)
         if isinstance(read, dict):
             arguments = read
-    named = {"name": function["name"], "arguments": arguments}
-    others = {name: x for name, x in call.items() if name not in ("name", "arguments") and x is not None}
-    return others | {"type": "function", "function": named}
+
+    turn = {}
+    for name, x in call.items():
+        if name not in ("name", "arguments") and x is not None:
+            turn[name] = x
+    turn["type"] = "function"
+    turn["function"] = {"name": function["name"], "arguments": arguments}
+    return turn
 
 
 def _solid(x: Any) -> Any:

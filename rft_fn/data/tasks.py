@@ -1,8 +1,8 @@
-"""Built-in tasks: problems that need no network; each row is a pure function of `(seed, index, level)`.
+"""Built-in tasks: problems without a network, each a pure function of (seed, index, level).
 
 Every task has a generator, a verifier, a difficulty and a known chance score, so that "it learned" is a
 number and not an impression: a policy that learned nothing scores `chance(level)`, one that learned
-everything scores 1.
+everything scores 1. A new task is a generator, a verifier and a guesser, and its row in `TASKS`.
 
 A row is a dict of strings: `question` for a chat model; `short` for a tiny character-level model, over
 `ALPHABET` alone and ending in "="; `answer`, one correct answer over `ALPHABET`; `level`; and whatever else
@@ -18,35 +18,66 @@ import operator
 import random
 import re
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from rft_fn import rng
 
-__all__ = ["ALPHABET", "TASKS", "Task", "get_task"]
+__all__ = ["ALPHABET", "TASKS", "Task", "TaskRow", "get_task"]
 
 ALPHABET = string.digits + string.ascii_lowercase + "+-*/()=,:"
 """Every character of `short` and `answer`, in all tasks: the vocabulary of a character-level model."""
-_HARDEST = 1000  # numbers have so many digits; Python prints no more than 4300
+_HARDEST = 1000  # the digits of a number at this level; Python prints no more than 4300
 
-Row = Mapping[str, str]
+TaskRow = Mapping[str, str]
+"""A problem: `question`, `short`, `answer`, `level`, and whatever else the verifier reads."""
+
+
+class Generate(Protocol):
+    """Makes the problems of a task."""
+
+    def __call__(self, seed: int, index: int, level: int, /) -> dict[str, str]:
+        """The problem of these three numbers. ValueError for a level outside of [1, 1000]."""
+        ...
+
+
+class Verify(Protocol):
+    """Scores an answer."""
+
+    def __call__(self, text: str, row: TaskRow, /) -> float:
+        """A score in [0, 1], 1 for a right answer. It never raises, whatever the text is."""
+        ...
+
+
+class Chance(Protocol):
+    """Tells how well guessing does."""
+
+    def __call__(self, level: int, /) -> float:
+        """The expected score of `guess` at a level."""
+        ...
+
+
+class Guess(Protocol):
+    """Answers without solving the problem."""
+
+    def __call__(self, random_: random.Random, row: TaskRow, /) -> str:
+        """An answer of the right format, drawn from `random_`."""
+        ...
 
 
 class Task(NamedTuple):
     """One family of problems, as plain functions."""
 
     name: str
-    generate: Callable[[int, int, int], dict[str, str]]  # (seed, index, level) -> row; level is 1, 2, 3, ...
-    verify: Callable[[str, Row], float]  # (answer, row) -> score in [0, 1]
-    chance: Callable[[int], float]  # level -> the expected score of `guess`
-    guess: Callable[
-        [random.Random, Row], str
-    ]  # an answer of the right format, drawn without solving the problem
+    generate: Generate
+    verify: Verify
+    chance: Chance
+    guess: Guess
 
 
 def _random(name: str, seed: int, index: int, level: int) -> random.Random:
-    """The private generator of one row. Raises ValueError for a level outside of [1, 1000]."""
+    """The random generator of one row. Raises ValueError for a level outside of [1, 1000]."""
     if not 1 <= level <= _HARDEST:
         raise ValueError(f"level: expected an integer in [1, {_HARDEST}], got {level}")
     return random.Random(rng.fold_in(seed, name, level, index))
@@ -57,7 +88,7 @@ def _word(random_: random.Random, symbols: str, length: int) -> str:
     return "".join(random_.choice(symbols) for _ in range(length))
 
 
-def _exact(text: str, row: Row) -> float:
+def _exact(text: str, row: TaskRow) -> float:
     """1 if the answer is the row's, character by character; else 0."""
     return float(text.strip() == row["answer"])
 
@@ -68,27 +99,32 @@ def _exact(text: str, row: Row) -> float:
 def _addition(seed: int, index: int, level: int) -> dict[str, str]:
     """The sum of two numbers, both uniform in [0, 10**level)."""
     random_ = _random("addition", seed, index, level)
-    a, b = random_.randrange(10**level), random_.randrange(10**level)
-    question, short = f"What is {a} + {b}?", f"{a}+{b}="
-    return {"question": question, "short": short, "answer": str(a + b), "level": str(level)}
+    a = random_.randrange(10**level)
+    b = random_.randrange(10**level)
+    return {
+        "question": f"What is {a} + {b}?",
+        "short": f"{a}+{b}=",
+        "answer": str(a + b),
+        "level": str(level),
+    }
 
 
 def _addition_chance(level: int) -> float:
-    """1 / (2 10**level - 1): the guesser is uniform over the sums that are possible at this level.
+    """1 / (2 10**level - 1): the guesser is uniform over the possible sums.
 
     The best constant answer, 10**level - 1, scores 10**-level: a curve that stops there ignores the question.
     """
     return 1 / (2 * 10**level - 1)
 
 
-def _addition_guess(random_: random.Random, row: Row) -> str:
+def _addition_guess(random_: random.Random, row: TaskRow) -> str:
     return str(random_.randrange(2 * 10 ** int(row["level"]) - 1))
 
 
 # --------------------------------------------------------------------------------------- reverse, sort_digits
 
 
-def _aligned(text: str, row: Row) -> float:
+def _aligned(text: str, row: TaskRow) -> float:
     """1 if exact; else half the share of positions that hold the right character, in [0, 0.5].
 
     The share is of the longer of the two strings, so that neither padding nor truncation pays. Partial credit
@@ -96,10 +132,12 @@ def _aligned(text: str, row: Row) -> float:
     group-relative advantage needs; the factor of a half keeps a gap above "all but one", so that the last
     character is worth more than any other.
     """
-    text, answer = text.strip(), row["answer"]
+    text = text.strip()
+    answer = row["answer"]
     if text == answer:
         return 1.0
-    return 0.5 * sum(map(operator.eq, text, answer)) / max(len(text), len(answer))
+    right = sum(map(operator.eq, text, answer))
+    return 0.5 * right / max(len(text), len(answer))
 
 
 def _aligned_chance(symbols: str, level: int) -> float:
@@ -107,7 +145,7 @@ def _aligned_chance(symbols: str, level: int) -> float:
     return 0.5 / len(symbols) + 0.5 * float(len(symbols)) ** -(level + 2)
 
 
-def _aligned_guess(symbols: str, random_: random.Random, row: Row) -> str:
+def _aligned_guess(symbols: str, random_: random.Random, row: TaskRow) -> str:
     return _word(random_, symbols, int(row["level"]) + 2)
 
 
@@ -136,15 +174,19 @@ def _sort_digits(seed: int, index: int, level: int) -> dict[str, str]:
 
 
 def _letter_count(seed: int, index: int, level: int) -> dict[str, str]:
-    """How often a letter occurs in a string of 2 level + 4 letters: a number uniform in [0, level + 2].
+    """The count of a letter in a string of 2 level + 4 letters, uniform in [0, level + 2].
 
     The count is drawn first and the string is built around it, so that no constant answer does better than
     chance.
     """
     random_ = _random("letter_count", seed, index, level)
-    letter, count = random_.choice(string.ascii_lowercase), random_.randrange(level + 3)
+    letter = random_.choice(string.ascii_lowercase)
+    count = random_.randrange(level + 3)
+
+    # that many of the letter, the rest from the other letters, in a random order
     others = string.ascii_lowercase.replace(letter, "")
-    letters = [letter] * count + [random_.choice(others) for _ in range(2 * level + 4 - count)]
+    letters = [letter] * count
+    letters += _word(random_, others, 2 * level + 4 - count)
     random_.shuffle(letters)
     word = "".join(letters)
     question = f'How many times does the letter "{letter}" occur in "{word}"?'
@@ -161,16 +203,15 @@ def _letter_count_chance(level: int) -> float:
     return 1 / (level + 3)
 
 
-def _letter_count_guess(random_: random.Random, row: Row) -> str:
+def _letter_count_guess(random_: random.Random, row: TaskRow) -> str:
     return str(random_.randrange(int(row["level"]) + 3))
 
 
 # -------------------------------------------------------------------------------------------------- countdown
 
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-_MAX_EXPRESSION = (
-    500  # characters; bounds the depth of the parse tree, and with it the recursion of `_evaluate`
-)
+# Characters of an answer: they bound the depth of the parse tree, and with it the recursion of `_evaluate`.
+_MAX_EXPRESSION = 500
 _COUNTDOWN_CREDIT = 0.1
 
 
@@ -178,12 +219,15 @@ def _join(random_: random.Random, numbers: list[int]) -> tuple[str, Fraction] | 
     """A random parenthesised expression over all numbers, and its value; None where it divides by zero."""
     pool = [(str(n), Fraction(n)) for n in numbers]
     while len(pool) > 1:
-        (a, x), (b, y) = (pool.pop(random_.randrange(len(pool))) for _ in range(2))
+        # two of the expressions so far become one
+        a, x = pool.pop(random_.randrange(len(pool)))
+        b, y = pool.pop(random_.randrange(len(pool)))
         symbol, apply = random_.choice(tuple(zip("+-*/", _OPERATORS.values(), strict=True)))
         if symbol == "/" and y == 0:
             return None
         pool.append((f"({a}{symbol}{b})", apply(x, y)))
-    return pool[0][0][1:-1], pool[0][1]
+    text, value = pool[0]
+    return text[1:-1], value
 
 
 def _countdown(seed: int, index: int, level: int) -> dict[str, str]:
@@ -192,17 +236,31 @@ def _countdown(seed: int, index: int, level: int) -> dict[str, str]:
     The target is the value of a random expression, so every problem has a solution; `answer` holds that one.
     """
     random_ = _random("countdown", seed, index, level)
-    solution = None
-    while solution is None or solution[1].denominator != 1 or not 1 <= solution[1] <= 100:
+
+    # draw again until the value is a whole number of the range
+    while True:
         numbers = [random_.randint(1, 25) for _ in range(level + 2)]
-        solution = _join(random_, numbers)
-    listed, target = ",".join(map(str, numbers)), str(solution[1])
+        joined = _join(random_, numbers)
+        if joined is None:
+            continue
+        solution, value = joined
+        if value.denominator == 1 and 1 <= value <= 100:
+            break
+
+    listed = ",".join(map(str, numbers))
+    target = str(value)
     question = (
         f"Use each of the numbers {listed.replace(',', ', ')} exactly once, with +, -, *, / and parentheses, "
         f"to make {target}. Answer with the expression alone."
     )
-    columns = {"numbers": listed, "target": target, "level": str(level)}
-    return {"question": question, "short": f"make:{target},{listed}=", "answer": solution[0], **columns}
+    return {
+        "question": question,
+        "short": f"make:{target},{listed}=",
+        "answer": solution,
+        "numbers": listed,
+        "target": target,
+        "level": str(level),
+    }
 
 
 def _evaluate(node: ast.expr) -> tuple[Fraction, list[int]]:
@@ -211,11 +269,12 @@ def _evaluate(node: ast.expr) -> tuple[Fraction, list[int]]:
         return Fraction(node.value), [node.value]
     if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
         raise ValueError(f"expression: {ast.dump(node)[:80]} is not one of the operations + - * /")
-    (x, left), (y, right) = _evaluate(node.left), _evaluate(node.right)
+    x, left = _evaluate(node.left)
+    y, right = _evaluate(node.right)
     return _OPERATORS[type(node.op)](x, y), left + right
 
 
-def _countdown_verify(text: str, row: Row) -> float:
+def _countdown_verify(text: str, row: TaskRow) -> float:
     """1 if the expression uses each number exactly once and makes the target, 0.1 if it misses it; else 0.
 
     The credit for a legal expression is what TinyZero (github.com/Jiayi-Pan/TinyZero) gives for the format.
@@ -224,19 +283,18 @@ def _countdown_verify(text: str, row: Row) -> float:
     text = text.strip()
     if len(text) > _MAX_EXPRESSION or not re.fullmatch(r"[0-9+\-*/() ]+", text):
         return 0.0
+
+    # the parser raises the last two for deep nesting
     try:
         value, used = _evaluate(ast.parse(text, mode="eval").body)
-    except (
-        SyntaxError,
-        ValueError,
-        ZeroDivisionError,
-        RecursionError,
-        MemoryError,
-    ):  # the last two: the parser's own
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0
+
     if sorted(used) != sorted(map(int, row["numbers"].split(","))):
         return 0.0
-    return 1.0 if value == int(row["target"]) else _COUNTDOWN_CREDIT
+    if value == int(row["target"]):
+        return 1.0
+    return _COUNTDOWN_CREDIT
 
 
 @functools.lru_cache
@@ -246,12 +304,16 @@ def _countdown_chance(level: int) -> float:
     The guesser writes the given numbers in a random order with random operators between them, without
     parentheses.
     """
-    rows = [_countdown(0, index, level) for index in range(4000)]
+    count = 4000
     random_ = _random("countdown chance", 0, 0, level)
-    return sum(_countdown_verify(_countdown_guess(random_, row), row) for row in rows) / len(rows)
+    total = 0.0
+    for index in range(count):
+        row = _countdown(0, index, level)
+        total += _countdown_verify(_countdown_guess(random_, row), row)
+    return total / count
 
 
-def _countdown_guess(random_: random.Random, row: Row) -> str:
+def _countdown_guess(random_: random.Random, row: TaskRow) -> str:
     numbers = row["numbers"].split(",")
     random_.shuffle(numbers)
     return numbers[0] + "".join(random_.choice("+-*/") + number for number in numbers[1:])
@@ -260,9 +322,10 @@ def _countdown_guess(random_: random.Random, row: Row) -> str:
 # ------------------------------------------------------------------------------------------------------ table
 
 
-def _aligned_task(name: str, generate: Callable[[int, int, int], dict[str, str]], symbols: str) -> Task:
+def _aligned_task(name: str, generate: Generate, symbols: str) -> Task:
     """A task whose answer is `level + 2` of `symbols`, scored position by position."""
-    chance, guess = functools.partial(_aligned_chance, symbols), functools.partial(_aligned_guess, symbols)
+    chance = functools.partial(_aligned_chance, symbols)
+    guess = functools.partial(_aligned_guess, symbols)
     return Task(name, generate, _aligned, chance, guess)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rft_fn.data.paths import column_at
+from rft_fn.data.column_path import column_at
 from rft_fn.reward.convention import (
     GIVEN,
     RewardFn,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rft_fn import rng
-from rft_fn.data.paths import value_at
+from rft_fn.data.column_path import value_at
 from rft_fn.reward.adapters import messages, texts
 from rft_fn.reward.combine import Score, Scored, Weighted, columns
 from rft_fn.reward.convention import RewardFn, as_messages

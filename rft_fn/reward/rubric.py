@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from rft_fn.data.paths import column_at
+from rft_fn.data.column_path import column_at
 from rft_fn.reward.convention import GIVEN, RewardFn, as_messages, parameters, taken
 
 __all__ = ["verifiers"]

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from rft_fn.data import tasks
-from rft_fn.data.paths import column_at
+from rft_fn.data.column_path import column_at
 from rft_fn.reward.convention import GIVEN, Messages, RewardFn, text
 
 __all__ = [

@@ -85,7 +85,7 @@ MUTANTS = [
     ),
     (
         "a cursor is ignored",
-        "rft_fn/data/prompts.py",
+        "rft_fn/data/drawing.py",
         "    if start is None:\n",
         "    if start is None or start:\n",
         DATA + "a_cursor_draws_each_row_once_whatever_n_is",
@@ -107,20 +107,20 @@ MUTANTS = [
     (
         "whatever its size, a row is tokenised",
         "rft_fn/data/prompts.py",
-        "if len(text) > self.max_prompt * widest:",
+        "if len(text) > self.max_prompt * self.widest:",
         "if len(text) < 0:",
         DATA + "an_enormous_row_is_not_tokenised",
     ),
     (
         "None fills a template",
-        "rft_fn/data/template.py",
+        "rft_fn/data/text_template.py",
         "        if _is_hole(value):",
         "        if value == ():",
         DATA + "a_template_is_filled_or_refused",
     ),
     (
         "lines are counted from 0",
-        "rft_fn/data/files.py",
+        "rft_fn/data/file_formats.py",
         "enumerate(file, 1)",
         "enumerate(file, 0)",
         ROWS + "places_are_lines_as_an_editor_counts_them",

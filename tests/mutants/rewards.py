@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     (
         "a path wins over a column whose name has dots",
-        "rft_fn/data/paths.py",
+        "rft_fn/data/column_path.py",
         "    if path in row:\n",
         '    if path in row and "." not in path:\n',
         BROUGHT + "the_value_at_a_path",
