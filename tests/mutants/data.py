@@ -8,21 +8,21 @@ JUDGING, REWARDS, ROWS, DATA = (
 MUTANTS = [
     (
         "judge takes rows in any order",
-        "rft_fn/reward/rollout.py",
+        "rft_fn/reward/scoring.py",
         "if g != row // sizes[0]:",
         "if g < 0:",
         JUDGING + "two_rollouts_put_together_are_refused",
     ),
     (
         "judge takes groups of different sizes",
-        "rft_fn/reward/rollout.py",
+        "rft_fn/reward/scoring.py",
         "if size != sizes[0] or not size:",
         "if not size:",
         JUDGING + "a_rollout_whose_rows_are_not_the_prompts_in_order_is_refused",
     ),
     (
         "a part is judged by the rows of the first groups",
-        "rft_fn/reward/rollout.py",
+        "rft_fn/reward/scoring.py",
         "rows = slice(chosen.start * size, chosen.stop * size)",
         "rows = slice(0, len(chosen) * size)",
         JUDGING + "a_part_is_those_rows_of_the_whole",
@@ -79,8 +79,8 @@ MUTANTS = [
     (
         "verifiable rewards do not name their column",
         "rft_fn/reward/verifiable.py",
-        "reward.columns = (column,)",
-        "reward.columns = ()",
+        "    @reads(column)\n    def reward(",
+        "    def reward(",
         REWARDS + "the_columns_that_a_score_reads",
     ),
     (

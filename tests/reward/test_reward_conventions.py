@@ -173,7 +173,7 @@ def test_what_a_reward_logs():
     assert found.metrics["it/seen"].tolist() == [2.5, 2.5]
     assert found.extra == {"it/upper": ["A", "BB"], "it/odd": ["<class 'object'>"] * 2}
     with pytest.raises(
-        ValueError, match=r"^reward 'it': log_extra\('x'\): expected 2 values, one a comp.*got 1"
+        ValueError, match=r"^reward 'it': log_extra\('x'\): expected 2 values, one per comp.*got 1"
     ):
         score(lambda completions, log_extra: log_extra("x", [1]), ["a", "b"])
 
