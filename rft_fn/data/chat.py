@@ -1,4 +1,7 @@
-"""Turns to tokens by a tokenizer's own chat template: prompts to answer, and answers to learn."""
+"""Renders turns as tokens, by a tokenizer's own chat template.
+
+Prompts are to be answered; lessons are sequences with turns to be learned.
+"""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,16 +25,17 @@ class Lesson(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """A tokenizer with a chat template, and the values for the template's own variables."""
+    """A tokenizer with the values for its chat template's variables."""
 
     tokenizer: Any
     kwargs: Mapping[str, Any]
 
     def check(self, *, messages: Sequence[str] = ()) -> None:
-        """ValueError for messages without a chat template, and for values that the template does not read.
+        """Raise ValueError for options that do not fit the chat template.
 
-        `messages` are the columns that the template shall render. The names that it gets anyway, such as
-        "messages" and "tools", are refused too.
+        Messages need a chat template, and a value has to be one that it reads. `messages` are the columns
+        that the template shall render. The names that it gets anyway, such as "messages" and "tools", are
+        refused too.
         """
         if messages and not self.tokenizer.chat_template:
             raise ValueError(
@@ -40,6 +44,8 @@ class Chat(NamedTuple):
             )
         if not self.kwargs:
             return
+
+        # names that the template gets anyway would be given twice
         if not self.tokenizer.chat_template:
             raise ValueError("chat_template_kwargs: expected none, as the tokenizer has no chat template")
         own = {"add_generation_prompt", "messages", "tools", *self.tokenizer.special_tokens_map}
@@ -74,11 +80,12 @@ class Chat(NamedTuple):
         return self.ids(talk.turns, talk.tools, ask=True)
 
     def lessons(self, talk: Conversation, loss_on: str) -> list[Lesson]:
-        """The sequences in which turns of the assistant are learned, each with the token that ends it.
+        """The sequences in which turns of the assistant are learned.
 
-        "all" learns those of the last column, "last" the last one. They share a sequence as long as the
-        template renders a turn alike whatever follows it. A turn that it changes later (earlier thoughts are
-        dropped), or that it ends with no special token, has a sequence up to its end.
+        Each turn is learned with the token that ends it. "all" learns those of the last column, "last" the
+        last one. They share a sequence as long as the template renders a turn alike whatever follows it. A
+        turn that it changes later (earlier thoughts are dropped), or that it ends with no special token, has
+        a sequence up to its end.
 
         The marks {% generation %} tell which tokens are a turn's, where the template has them around whole
         turns; else they are the tokens after the prompt that asks for the turn.
@@ -103,7 +110,7 @@ class Chat(NamedTuple):
         return self._by_marks(talk, spoken) or self._by_prefixes(talk, spoken)
 
     def ids(self, turns: Sequence[Mapping[str, Any]], tools: Any = None, *, ask: bool) -> list[int]:
-        """The ids of turns; with `ask` followed by the header of the assistant's next turn.
+        """The ids of turns; with `ask` those of the assistant's header behind them.
 
         A system turn that the template refuses is put before the user's first text, with a warning.
         ValueError for a template that fails.
@@ -111,7 +118,7 @@ class Chat(NamedTuple):
         return list(self._rendered(turns, tools, ask, return_dict=False))
 
     def _rendered(self, turns: Any, tools: Any, ask: bool, **how: Any) -> Any:
-        """The output of the chat template, in the form that the options of `apply_chat_template` ask for."""
+        """The output of `apply_chat_template` with these options."""
         how = {"tools": tools, "add_generation_prompt": ask, **how, **self.kwargs}
         apply = self.tokenizer.apply_chat_template
         try:
@@ -143,7 +150,10 @@ class Chat(NamedTuple):
                     raise ValueError(f"turn {i} has {key}, and the chat template does not read them")
 
     def _by_marks(self, talk: Conversation, spoken: Sequence[int]) -> list[Lesson]:
-        """The sequence by the template's marks; [] unless they are one per turn, between whole tokens."""
+        """The sequence by the template's marks {% generation %}.
+
+        It is [] unless there is one pair of marks per turn, between whole tokens.
+        """
         template = self.tokenizer.get_chat_template(tools=talk.tools)
         if not self.tokenizer.is_fast or not MARK.search(template):
             return []
@@ -170,7 +180,10 @@ class Chat(NamedTuple):
         return [_cut(ids, mask)]
 
     def _begins_in_prompt(self, talk: Conversation, i: int, ids: list[int], start: int) -> bool:
-        """Whether the first token of a turn begins with the last characters of the prompt before it."""
+        """Whether the first token of a turn overlaps the prompt before it.
+
+        It does if it begins with the last characters of that prompt.
+        """
         asked = self.ids(talk.turns[:i], talk.tools, ask=True)
         if asked[:start] != ids[:start]:
             return False
@@ -178,7 +191,7 @@ class Chat(NamedTuple):
         return bool(over) and self._text([ids[start]]).startswith(over)
 
     def _by_prefixes(self, talk: Conversation, spoken: Sequence[int]) -> list[Lesson]:
-        """The sequences by the prompt before each turn, and the conversation up to its end."""
+        """The sequences by the prompt before each turn."""
         whole = self.ids(talk.turns, talk.tools, ask=False)
         mask = [False] * len(whole)  # of the turns that share the sequence of the whole conversation
         alone: list[Lesson] = []
@@ -202,10 +215,11 @@ class Chat(NamedTuple):
         return alone
 
     def _asked(self, talk: Conversation, i: int, through: list[int]) -> tuple[int, list[int]]:
-        """(the start of turn i, the ids up to its end): it starts behind the prompt that asks for it.
+        """(the start of turn i, the ids up to its end).
 
-        A token of `through` that crosses that border is cut there, as it was when the turn was sampled.
-        ValueError for a turn whose rendering does not begin with the prompt.
+        The turn starts behind the prompt that asks for it. A token of `through` that crosses that border is
+        cut there, as it was when the turn was sampled. ValueError for a turn whose rendering does not begin
+        with the prompt.
         """
         asked = self.ids(talk.turns[:i], talk.tools, ask=True)
         if not asked:
@@ -227,7 +241,10 @@ class Chat(NamedTuple):
         return len(asked), cut
 
     def _end(self, ids: Sequence[int], start: int, end: int) -> int | None:
-        """The end of turn [start, end) with the special token that ends or follows it; None without one."""
+        """The end of turn [start, end), its special token included.
+
+        The token is the last one of the turn or follows it; None without one.
+        """
         special = _special(self.tokenizer)
         last = self._filled(ids, start, end)
         if last > start and ids[last - 1] in special:
@@ -237,7 +254,7 @@ class Chat(NamedTuple):
         return None
 
     def _ended(self, ids: list[int], start: int) -> Lesson:
-        """The sequence of a turn that the end of sequence ends, in place of the spaces behind it."""
+        """The sequence of a turn, its trailing spaces replaced by the end of sequence."""
         last = self._filled(ids, start, len(ids))
         ids = [*ids[:last], self.tokenizer.eos_token_id]
         return Lesson(ids, _span(len(ids), start, len(ids)))
@@ -272,7 +289,10 @@ def _assistant_turns(turns: Sequence[Turn]) -> list[int]:
 
 
 def _without_system(turns: Sequence[Mapping[str, Any]]) -> list[Any] | None:
-    """The turns with the system's text in front of the user's first; None unless they begin with both."""
+    """The turns with the system's text in front of the user's first.
+
+    None unless they begin with both.
+    """
     roles = [turn["role"] for turn in turns[:2]]
     if roles != ["system", "user"]:
         return None

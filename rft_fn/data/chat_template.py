@@ -1,4 +1,4 @@
-"""The variables of a chat template: values from the command line, and the names that a template reads."""
+"""The variables of a chat template: their names, and values from the command line."""
 
 import ast
 import re
@@ -34,7 +34,10 @@ def literals(pairs: Sequence[str]) -> dict[str, Any]:
 
 @cache
 def reads(template: str) -> frozenset[str]:
-    """The names that a template expects to be given: read before it sets them, and no built-ins."""
+    """The names of the variables that a template expects.
+
+    It reads them before it sets them, and they are none of the library's own.
+    """
     from jinja2 import Environment, meta
 
     env = Environment(extensions=["jinja2.ext.loopcontrols"])
@@ -52,7 +55,7 @@ def reads(template: str) -> frozenset[str]:
 
 
 def _uses(node: Any) -> Iterator[tuple[str, str]]:
-    """(name, "load" or "store") of each variable below a node of a template, in the order of its run."""
+    """(name, "load" or "store") of each variable below a node, in order of execution."""
     from jinja2 import nodes
 
     parts = list(node.iter_child_nodes())

@@ -1,4 +1,4 @@
-"""Values at a path into a row, such as "reward_model.ground_truth": an answer need not be a column."""
+"""Values at a path into a row, such as "reward_model.ground_truth"."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,6 +1,6 @@
-"""Data sets: items made of rows by a recipe, each when it is asked for.
+"""Data sets: items that a recipe makes of rows.
 
-An item is a `Prompt` or a `Pair`. A recipe makes one of a row, and refuses rows that cannot be used.
+An item is a `Prompt` or a `Pair`, made when it is asked for. A recipe refuses rows that cannot be used.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ __all__ = ["Dataset", "Item", "ItemT", "Make", "Recipe", "make_dataset"]
 
 
 class Item(Protocol):
-    """An element of a data set: a frozen dataclass with at least these fields."""
+    """An element of a data set: a frozen dataclass with these fields."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -41,9 +41,10 @@ class Make(Protocol[ItemT_co]):
     """Makes one item of a data set."""
 
     def __call__(self, index: int, /) -> ItemT_co:
-        """The item at an index in [0, size), the same whenever it is asked for.
+        """The item at an index, the same at every call.
 
-        Where the size is None any index >= 0 has one; ValueError for one that cannot be used.
+        The index is in [0, size), or any >= 0 where the size is None. ValueError for a row without end that
+        cannot be used.
         """
         ...
 
@@ -62,7 +63,7 @@ class Dataset(Generic[ItemT]):
 
 
 class Recipe(Protocol[ItemT_co]):
-    """How an item is made of a row, and how long it may be."""
+    """Makes items of rows, up to a length."""
 
     what: ClassVar[str]  # a name for an item in errors: "prompt", "pair"
     limit: ClassVar[str]  # the option that bounds its length
@@ -73,11 +74,17 @@ class Recipe(Protocol[ItemT_co]):
         ...
 
     def check(self) -> None:
-        """ValueError for options that no row could be used with. Called before any row is read."""
+        """ValueError for options that no row could be used with.
+
+        Called before any row is read.
+        """
         ...
 
     def make(self, row: Row, place: str, index: int) -> ItemT_co:
-        """The item of a row. Unfit, with the place, for an unusable row; TooLong above the limit."""
+        """The item of a row.
+
+        Unfit, with the place, for an unusable row; TooLong above the limit.
+        """
         ...
 
 
@@ -130,7 +137,10 @@ def make_dataset(rows: Table | Endless, recipe: Recipe[ItemT], name: str) -> Dat
 
 
 def _endless(rows: Endless, recipe: Recipe[ItemT], name: str) -> Dataset[ItemT]:
-    """The data set of rows without end: nothing can be left out, so a long item is an error."""
+    """The data set of rows without end.
+
+    Nothing can be left out, so a long item is an error.
+    """
 
     def make(index: int) -> ItemT:
         place = f"{rows.name}, {recipe.what} {index}"

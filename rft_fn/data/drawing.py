@@ -1,6 +1,7 @@
-"""The prompts of a step, as a pure function of the step: no loader, no cursor, no state to lose.
+"""The prompts of a step, as a pure function of the step.
 
-`draw(dataset, n, step, seed)` is the same on every rank and in every resumed run.
+There is no loader, no cursor and no state to lose: `draw(dataset, n, step, seed)` is the same on every rank
+and in every resumed run.
 """
 
 from collections import Counter
@@ -22,13 +23,14 @@ _ROUND = 1 << 40
 def draw(
     dataset: Dataset[ItemT], n: int, step: int, seed: int, *, round: int = 0, start: int | None = None
 ) -> tuple[list[ItemT], list[int]]:
-    """(n prompts, a key for each) of step `step`, a function of its arguments alone.
+    """(n prompts, a key for each) of a step.
 
-    Places `start` to `start + n` in an endless sequence of prompts: the rows of a generator in order, or the
-    data set over and over, each pass in an order drawn from (seed, pass). `start` is step * n unless it is
-    given. So with the same n at every step each pass draws each row once, and a generator none twice. A
-    caller whose n changes from step to step keeps the number of prompts drawn before in its state, and gives
-    that as `start`: otherwise rows repeat, and others are skipped.
+    It is a function of the arguments alone. It draws the places `start` to `start + n` of an endless sequence
+    of prompts: the rows of a generator in order, or the data set over and over, each pass in an order drawn
+    from (seed, pass). `start` is step * n unless it is given. So with the same n at every step each pass
+    draws each row once, and a generator none twice. A caller whose n changes from step to step keeps the
+    number of prompts drawn before in its state, and gives that as `start`: otherwise rows repeat, and others
+    are skipped.
 
     The key of a prompt is fold_in(seed, step, index): a prompt that comes again is sampled anew, in a later
     step or, where a pass ends within one, in the same. `round` > 0 gives more prompts for the same step, for
@@ -39,6 +41,8 @@ def draw(
     for name, x in (("step", step), ("round", round), ("start", start or 0)):
         if x < 0:
             raise ValueError(f"{name}: expected >= 0, got {x}")
+
+    # the rows at these places; a later round has another order
     if start is None:
         start = step * n
     if round:
@@ -101,7 +105,7 @@ def _rows_at(dataset: Dataset, places: Sequence[int], seed: int, round: int) -> 
 def _mixed_rows(
     dataset: Dataset, mixture: Mixture, places: Sequence[int], seed: int, round: int
 ) -> list[int]:
-    """The rows at these places of a mixture; each part is drawn in its own order."""
+    """The rows at these places of a mixture, each part in its own order."""
     found = [mixture.source(place) for place in places]
     rows = []
     for k, part in enumerate(dataset.parts):

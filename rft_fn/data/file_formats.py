@@ -1,4 +1,4 @@
-"""The file formats that are read, one reader each: jsonl, json, csv and parquet, also packed by gzip.
+"""The file formats: jsonl, json, csv and parquet, plain or gzipped.
 
 A new format is a reader and its row in `READERS`.
 """
@@ -28,16 +28,20 @@ class Reader(Protocol):
     """Reads files of one format."""
 
     def __call__(self, paths: Sequence[Path], key: str | None, /) -> Table:
-        """The rows of files, one file after the other; `key` names the list of a json object.
+        """The rows of files, one file after the other.
 
-        A text file may be larger than memory: its rows are read when they are asked for. ValueError, without
-        the name of the source, for a file that cannot be read; Unfit for a row, with its place.
+        `key` names the list of a json object. A text file may be larger than memory: its rows are read when
+        they are asked for. ValueError, without the name of the source, for a file that cannot be read; Unfit
+        for a row, with its place.
         """
         ...
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that names the format: ".jsonl" of a.jsonl and of a.jsonl.gz; "" for an unknown one."""
+    """The suffix that names the format; "" for an unknown one.
+
+    ".jsonl" of a.jsonl and of a.jsonl.gz.
+    """
     plain = path
     if path.suffix == ".gz":
         plain = path.with_suffix("")
@@ -47,9 +51,10 @@ def suffix_of(path: Path) -> str:
 
 
 def read_files(paths: Sequence[Path], key: str | None = None) -> Table:
-    """The rows of files of one format, one file after the other; `key` names the list of a json object.
+    """The rows of files of one format, one file after the other.
 
-    ValueError for files of several formats or of none, and for a file that its reader refuses.
+    `key` names the list of a json object. ValueError for files of several formats or of none, and for a file
+    that its reader refuses.
     """
     suffixes = {suffix_of(path) for path in paths}
     if len(suffixes) > 1:
@@ -73,7 +78,10 @@ def _join(parts: Sequence[Rows]) -> Rows:
 
 
 def _open(path: Path) -> BinaryIO:
-    """A file that can be read at any position; a packed one is unpacked into a temporary file."""
+    """A file that can be read at any position.
+
+    A packed one is unpacked into a temporary file.
+    """
     if path.suffix != ".gz":
         return path.open("rb")
     whole = tempfile.TemporaryFile()  # noqa: SIM115, it stays open as long as its rows are read
@@ -125,7 +133,10 @@ def _parse_object(text: str, place: str) -> Row:
 
 
 def _json(path: Path, file: BinaryIO, key: str | None) -> Rows:
-    """A list of objects, an object that has one such list, or one object a line."""
+    """The rows of a .json file.
+
+    They are a list of objects, one such list in an object, or one object per line.
+    """
     # the first two lines that are not blank tell which of the three it is
     lines = (line.lstrip(_BEFORE_BRACKET) for line in file if line.strip(_BEFORE_BRACKET))
     first = next(lines, b"")
@@ -164,7 +175,10 @@ def _objects(rows: Sequence[Any], name: str) -> Listed:
 
 
 def _wrapped(path: Path, whole: dict[str, Any], key: str | None) -> Listed:
-    """The rows of the list in an object: the named or the only one. An object without lists is a row."""
+    """The rows of the list in an object.
+
+    It is the named or the only list. An object without lists is a row.
+    """
     lists = [name for name, x in whole.items() if _is_table(x)]
     if key is None and not lists:
         return Listed([whole], str(path))
@@ -179,7 +193,7 @@ def _wrapped(path: Path, whole: dict[str, Any], key: str | None) -> Listed:
 
 
 def _is_table(x: Any) -> bool:
-    """Whether a value is a list of rows: objects other than the turns of a conversation."""
+    """Whether a value is a list of objects, and not of a conversation's turns."""
     if not isinstance(x, list) or not x or not all(isinstance(row, dict) for row in x):
         return False
     return "role" not in x[0] and "from" not in x[0]
@@ -209,7 +223,10 @@ def _cells(text: str) -> list[str]:
 
 
 def _csv(path: Path, file: BinaryIO) -> Records:
-    """Rows below a line of names; every value is text, as it stands there."""
+    """Rows below a line of names.
+
+    Every value is text, as it stands there.
+    """
     starts = array("q")
     lines = array("q")
     at = 0
@@ -226,7 +243,8 @@ def _csv(path: Path, file: BinaryIO) -> Records:
     with _long_fields():
         reader = csv.reader(feed(), strict=True)
         while True:
-            start, line = at, number + 1
+            start = at
+            line = number + 1
             try:
                 cells = next(reader, None)
             except csv.Error as error:
@@ -274,7 +292,10 @@ def _read_parquet(paths: Sequence[Path], key: str | None) -> Table:
 
 
 def quiet_datasets() -> None:
-    """Silence the log and the progress bars of `datasets`: all that it logs is raised too."""
+    """Silence the log and the progress bars of `datasets`.
+
+    All that it logs is raised too.
+    """
     import datasets
 
     datasets.disable_progress_bars()

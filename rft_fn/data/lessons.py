@@ -1,4 +1,7 @@
-"""Sequences to learn from, made of a row: its response, or the assistant's turns of its conversation."""
+"""The sequences of a row to learn from.
+
+They hold its response, or the assistant's turns of its conversation.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,10 +23,11 @@ def lessons(
     loss_on: str = "all",
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Lesson]:
-    """The sequences to learn from of a prompt of a data set that was loaded with the same options.
+    """The sequences of a prompt's row to learn from.
 
-    Of text it is the prompt, then the filled-in `response` and the end of sequence, which are learned. Of a
-    conversation it is turns of the assistant: see `Chat.lessons`. ValueError for a row that cannot be used.
+    The data set has to be loaded with the same options. Of text it is the prompt, then the filled-in
+    `response` and the end of sequence, which are learned. Of a conversation it is turns of the assistant: see
+    `Chat.lessons`. ValueError for a row that cannot be used.
     """
     if prompt.messages is None:
         text = fill(response, prompt.columns, f"row {prompt.index + 1}")
@@ -37,6 +41,6 @@ def lessons(
 
 
 def text_lesson(prompt: Sequence[int], response: str, tokenizer: Any) -> Lesson:
-    """The ids of a prompt, then the response and the end of sequence, which are learned."""
+    """A prompt with its response and the end of sequence, which are learned."""
     answer = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
     return Lesson([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))

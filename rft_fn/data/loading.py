@@ -1,4 +1,7 @@
-"""Data sets from the texts of a command line: mixtures, held-out rows, and the steps of a run."""
+"""Data sets from the texts of a command line.
+
+Also their mixtures, held-out rows, and the number of steps of a run.
+"""
 
 import hashlib
 import math
@@ -27,7 +30,10 @@ class FromRows(Protocol):
     def __call__(
         self, rows: Table, tokenizer: Any, *args: Any, name: str = "rows", **options: Any
     ) -> Dataset:
-        """One item for each row that fits. ValueError, with their places, for rows that cannot be used."""
+        """One item for each row that fits; ValueError for unusable rows.
+
+        The error has their places.
+        """
         ...
 
 
@@ -37,7 +43,10 @@ class FromTask(Protocol):
     def __call__(
         self, task: str, tokenizer: Any, *args: Any, level: int = 1, seed: int = 0, **options: Any
     ) -> Dataset:
-        """One item for each index, drawn by seed and level. ValueError for an unknown task or level."""
+        """One item for each index, drawn by seed and level.
+
+        ValueError for an unknown task or level.
+        """
         ...
 
 
@@ -115,12 +124,13 @@ def load_for_training(
     kind: Kind = PROMPTS,
     **options: Any,
 ) -> tuple[Dataset, Dataset]:
-    """(what is trained on, what is evaluated on); sources and options are those of `load`.
+    """(what is trained on, what is evaluated on).
 
-    Without `eval_data` each source is evaluated on some of its rows: a task on those of seed + 1, a data set
-    on its split test (else validation), any other on `eval_share` of its rows, which are then not trained on.
-    The second data set's `note` names its rows, and tells whether they are trained on too: those of an
-    `eval_data` that is also in `data`, and at `eval_share` 0. ValueError as from `load`.
+    Sources and options are those of `load`. Without `eval_data` each source is evaluated on some of its rows:
+    a task on those of seed + 1, a data set on its split test (else validation), any other on `eval_share` of
+    its rows, which are then not trained on. The second data set's `note` names its rows, and tells whether
+    they are trained on too: those of an `eval_data` that is also in `data`, and at `eval_share` 0. ValueError
+    as from `load`.
     """
     opened = _open(data)
     if not eval_data:
@@ -161,7 +171,7 @@ def _whole(
 
 
 def _task(source: Source, tokenizer: Any, seed: int, kind: Kind, options: Mapping[str, Any]) -> Dataset:
-    """The data set of a built-in task, at the level that its text names."""
+    """The data set of a built-in task, at the level in its text."""
     level = source.part or "1"
     if not level.isdigit() or source.split is not None:
         raise ValueError(f"data: expected {source.name}:LEVEL with a number, got {source.text!r}")
@@ -200,11 +210,11 @@ def _divided(
 
 
 def held_out(count: int, share: float) -> tuple[array, array]:
-    """(the rows to train on, the rows to hold out): numbers below `count`, at least one in each.
+    """(the rows to train on, the rows to hold out).
 
-    round(share count) rows are held out: those whose numbers have the lowest hashes. So runs of other seeds
-    answer the same questions, and when a file grows most rows stay on their side. ValueError for fewer than
-    two rows, and unless 0 < share <= 1.
+    They are numbers below `count`, at least one in each. round(share count) rows are held out: those whose
+    numbers have the lowest hashes. So runs of other seeds answer the same questions, and when a file grows
+    most rows stay on their side. ValueError for fewer than two rows, and unless 0 < share <= 1.
     """
     if count < 2:
         raise ValueError(
@@ -219,11 +229,11 @@ def held_out(count: int, share: float) -> tuple[array, array]:
 
 
 def mix(datasets: Sequence[Dataset[ItemT]], shares: Sequence[Fraction]) -> Dataset[ItemT]:
-    """The data sets as one, drawn by their shares; a single one stays as it is.
+    """The data sets as one, drawn by their shares; a single one unchanged.
 
-    Each part is passed over in its own order. A row has the name of its part in the column `source`, unless
-    it has such a column; the parts need not have the same columns otherwise. ValueError for shares that
-    `Mixture` refuses.
+    Each part is passed over in its own order. A row has the name of its part in
+    the column `source`, unless it has such a column; the parts need not have the same columns otherwise.
+    ValueError for shares that `Mixture` refuses.
     """
     if len(datasets) == 1:
         return datasets[0]
@@ -264,10 +274,11 @@ def decide_steps(
     usual: int,
     option: str = "epochs",
 ) -> int:
-    """The steps of a run: as given, or as many as `epochs` passes over the rows take, or `usual`.
+    """The steps of a run, given or by epochs.
 
-    ceil(epochs rows / batch); the rows of a mixture are those of all its parts together. `option` is the name
-    of the epochs in errors. ValueError for epochs of rows that never end.
+    `steps` if it is given; else as many as `epochs` passes over the rows take; else `usual`: ceil(epochs rows
+    / batch); the rows of a mixture are those of all its parts together. `option` is the name of the epochs in
+    errors. ValueError for epochs of rows that never end.
     """
     if epochs is None:
         if steps is None:
@@ -285,9 +296,10 @@ def decide_steps(
 def plan(
     dataset: Dataset, steps: int, batch: int, unseen: Dataset | None = None, *, what: str = "prompts"
 ) -> str:
-    """One line: the rows that a run draws from each source, and the rows that it is evaluated on.
+    """One line about the data of a run.
 
-    `batch` is prompts (or `what`) per step, those of the first round where there are several.
+    It has the rows drawn from each source, and those that the run is evaluated on. `batch` is prompts (or
+    `what`) per step, those of the first round where there are several.
     """
     drawn = steps * batch
     parts = dataset.parts or (dataset,)

@@ -1,8 +1,8 @@
-"""Conversations in the columns of a row: the message schemas of OpenAI, TRL and sharegpt.
+"""The message schemas: conversations in the columns of a row.
 
-All of them become turns {"role", "content", ...} with text as content, calls of tools as
-`{"type": "function", "function": {"name", "arguments"}}`, and no key that holds None. A new schema is read by
-`_turn`; its names of roles are rows of `_ROLES`.
+Those of OpenAI, TRL and sharegpt are read. All of them become turns {"role", "content", ...} with text as
+content, calls of tools as `{"type": "function", "function": {"name", "arguments"}}`, and no key that holds
+None. A new schema is read by `_turn`; its names of roles are rows of `_ROLES`.
 """
 
 import json
@@ -44,8 +44,9 @@ class Conversation(NamedTuple):
 
 
 def conversation(row: Row, columns: Sequence[str], system: str | None = None) -> Conversation:
-    """The messages of `columns`, one column after the other, and the column `tools` of the row.
+    """The conversation of a row.
 
+    Its turns are the messages of `columns`, one column after the other; its tools are in the column `tools`.
     `system` is the content of a system turn that is added where there is none.
 
     ValueError names the column and the turn, counted from 1, of anything that is no message: no role or an
@@ -61,14 +62,20 @@ def conversation(row: Row, columns: Sequence[str], system: str | None = None) ->
 
 
 def opened(turns: list[Turn], system: str | None) -> list[Turn]:
-    """Turns with a system turn in front, where `system` is given and they have none."""
+    """Turns with `system` as their system turn, unless they have one.
+
+    Unchanged where `system` is None.
+    """
     if system is None or turns[0]["role"] in ("system", "developer"):
         return turns
     return [{"role": "system", "content": system}, *turns]
 
 
 def turns_of(row: Row, name: str) -> list[Turn]:
-    """The messages of one column: a list of them, or JSON text of one. ValueError as `conversation`."""
+    """The messages of one column, a list or JSON text of one.
+
+    ValueError as `conversation`.
+    """
     if name not in row:
         has = ", ".join(map(repr, row))
         raise ValueError(f"the row has no column {name!r}; it has {has}{advice(row)}")
@@ -81,6 +88,8 @@ def turns_of(row: Row, name: str) -> list[Turn]:
         )
     if not found:
         raise ValueError(f"column {name!r} has no messages")
+
+    # an error of a message names its turn
     turns = []
     for i, message in enumerate(found, 1):
         try:
@@ -91,9 +100,10 @@ def turns_of(row: Row, name: str) -> list[Turn]:
 
 
 def tools_of(row: Row) -> list[Any] | None:
-    """The JSON schemas in the column `tools` of a row, given as a list or as JSON text; None without any.
+    """The JSON schemas in the column `tools` of a row; None without any.
 
-    Holes that a table puts into them are left out. ValueError for text that is not JSON.
+    The column is a list or JSON text of one. Holes that a table puts into them are left out. ValueError for
+    text that is not JSON.
     """
     cell = row.get("tools")
     if cell is None or (isinstance(cell, str) and not cell.strip()):
@@ -112,7 +122,7 @@ def tools_of(row: Row) -> list[Any] | None:
 
 
 def advice(row: Row) -> str:
-    """The options to use where columns of a row hold messages; "" where none does."""
+    """The options to use where columns of a row hold messages, else ""."""
     found = [name for name in row if are_messages(row[name])]
     if not found:
         return ""
@@ -127,13 +137,13 @@ def advice(row: Row) -> str:
 
 
 def are_messages(cell: Any) -> bool:
-    """Whether a cell is a list whose first entry has a role, as a message has."""
+    """Whether a cell is a list that begins with a message."""
     found = _listed(cell)
     return bool(found) and isinstance(found[0], Mapping) and not {"role", "from"}.isdisjoint(found[0])
 
 
 def _listed(cell: Any) -> list[Any] | None:
-    """A cell as a list, parsed if it is JSON text; None for anything else."""
+    """A cell as a list, parsed if it is JSON text, else None."""
     if isinstance(cell, str):
         cell = _json(cell)
     if hasattr(cell, "tolist"):  # an array of a table
@@ -182,13 +192,18 @@ def _turn(message: Any) -> Turn:
 
 
 def _text(content: Any) -> str:
-    """Content as text: itself, or its parts put together. ValueError for parts of another kind."""
+    """Content as text: itself, or its parts put together.
+
+    ValueError for parts of another kind.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
         raise ValueError(f"content: expected text, or a list of parts of text, got {type(content).__name__}")
+
+    # parts of text only: an image would be dropped silently
     texts = []
     for part in content:
         if isinstance(part, str):
@@ -204,7 +219,10 @@ def _text(content: Any) -> str:
 
 
 def _calls(cell: Any) -> list[Turn]:
-    """Calls of tools: a list, one alone, or JSON text of either. ValueError for a call without a name."""
+    """Calls of tools: a list, one alone, or JSON text of either.
+
+    ValueError for a call without a name.
+    """
     found = cell
     if isinstance(cell, str):
         found = _json(cell)
@@ -217,7 +235,10 @@ def _calls(cell: Any) -> list[Turn]:
 
 
 def _call(call: Any) -> Turn:
-    """One call in OpenAI's form, its arguments as an object where they were JSON text of one."""
+    """One call in OpenAI's form.
+
+    Arguments that are JSON text of an object become that object.
+    """
     if not isinstance(call, Mapping):
         raise ValueError(f"tool_calls: expected a call with name and arguments, got {call!r:.60}")
 
@@ -243,7 +264,10 @@ def _call(call: Any) -> Turn:
 
 
 def _solid(x: Any) -> Any:
-    """x without the keys that hold None: a table gives every object the keys of all."""
+    """x without the keys that hold None.
+
+    A table gives every object the keys of all.
+    """
     if isinstance(x, Mapping):
         return {name: _solid(y) for name, y in x.items() if y is not None}
     if isinstance(x, (list, tuple)):

@@ -16,9 +16,10 @@ _LONGEST = 100_000  # places, at most, after which the order repeats
 
 
 class Mixture:
-    """The order of places of sources with these shares, which are relative: 7 and 3 are 0.7 and 0.3.
+    """The order of places of sources with these shares.
 
-    ValueError for shares that are not above 0, and whose order would not repeat within 100,000 places.
+    Shares are relative: 7 and 3 are 0.7 and 0.3. ValueError for shares that are not above 0, and whose order
+    would not repeat within 100,000 places.
     """
 
     def __init__(self, shares: Sequence[Fraction]):
@@ -39,13 +40,13 @@ class Mixture:
         self._order, self._before, self._places = _pattern(self.weights)
 
     def source(self, place: int) -> tuple[int, int]:
-        """(k, j): the place holds the j-th row drawn from source k, both counted from 0."""
+        """(k, j): a place holds row j drawn from source k, from 0."""
         turn, at = divmod(place, self._period)
         k = self._order[at]
         return k, turn * self.weights[k] + self._before[at]
 
     def place(self, k: int, j: int) -> int:
-        """The place of the j-th row drawn from source k: the inverse of `source`."""
+        """The place of row j drawn from source k: the inverse of `source`."""
         turn, at = divmod(j, self.weights[k])
         return turn * self._period + self._places[k][at]
 
@@ -56,7 +57,10 @@ class Mixture:
         return [turns * w + last.count(k) for k, w in enumerate(self.weights)]
 
     def first(self, n: int, sizes: Sequence[int | None]) -> list[int]:
-        """The first n places of rows that exist: source k has sizes[k] rows, None is no end."""
+        """The first n places of rows that exist.
+
+        Source k has sizes[k] rows; None is without end.
+        """
         # no more places than there are rows in all
         count = n
         if None not in sizes:
@@ -75,7 +79,7 @@ class Mixture:
 
 @cache
 def _pattern(weights: tuple[int, ...]) -> tuple[array, array, tuple[array, ...]]:
-    """(the source of each place of a period, how often it came before, the places of each source).
+    """(source of each place, its earlier places in the period, places of each source).
 
     Row j of a source with share w belongs into the places floor(j / w) to ceil((j + 1) / w) - 1. Of the rows
     whose first place has come, the one with the earliest last place is next: that meets every last place, so

@@ -26,7 +26,7 @@ __all__ = ["Pair", "pairs_from_rows", "pairs_from_task", "shared_start"]
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt with its chosen and with its rejected response, the responses marked as learned."""
+    """A prompt with a chosen and with a rejected response, which are learned."""
 
     chosen: Lesson
     rejected: Lesson
@@ -48,12 +48,13 @@ def pairs_from_rows(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     name: str = "rows",
 ) -> Dataset[Pair]:
-    """The pairs of rows: `template`, `chosen` and `rejected` make their texts of a row's columns.
+    """A data set of the pairs of rows.
 
-    With an empty template chosen and rejected are whole texts, and the prompt is the words that both begin
-    with. With `messages` the columns of that name hold conversations: (prompt, chosen, rejected), or (chosen,
-    rejected) where both begin with the turns of the prompt; the response is the assistant's turns behind
-    them, by the tokenizer's chat template, which gets `chat_template_kwargs` and the row's `tools`.
+    `template`, `chosen` and `rejected` make their texts of a row's columns. With an empty template chosen and
+    rejected are whole texts, and the prompt is the words that both begin with. With `messages` the columns of
+    that name hold conversations: (prompt, chosen, rejected), or (chosen, rejected) where both begin with the
+    turns of the prompt; the response is the assistant's turns behind them, by the tokenizer's chat template,
+    which gets `chat_template_kwargs` and the row's `tools`.
 
     Every row is looked at now: the columns must be there and hold something, the responses must differ, and
     both, each with the prompt, must fit into a pack of `max_tokens`. Pairs with more than `max_length` tokens
@@ -78,11 +79,12 @@ def pairs_from_rows(
 def pairs_from_task(
     task: str, tokenizer: Any, *, level: int = 1, seed: int = 0, **options: Any
 ) -> Dataset[Pair]:
-    """A built-in task as an endless data set of pairs; the options are those of `pairs_from_rows`.
+    """A built-in task as an endless data set of pairs.
 
-    Its rows have the columns of the task, and `prompt`, the terse form of the question, `chosen`, the right
-    answer, and `rejected`, a `wrong_answer` drawn by seed and index. ValueError for a task or a level that
-    does not exist, and, when it is drawn, for a pair that cannot be used.
+    The options are those of `pairs_from_rows`. Its rows have the columns of the task, and `prompt`, the terse
+    form of the question, `chosen`, the right answer, and `rejected`, a `wrong_answer` drawn by seed and
+    index. ValueError for a task or a level that does not exist, and, when it is drawn, for a pair that cannot
+    be used.
     """
     found = tasks.get_task(task)
 
@@ -97,7 +99,10 @@ def pairs_from_task(
 
 @dataclass(frozen=True)
 class PairRecipe:
-    """How a pair is made of a row, and its limits; the fields are options of `pairs_from_rows`."""
+    """How a pair is made of a row, and its limits.
+
+    The fields are options of `pairs_from_rows`.
+    """
 
     what: ClassVar[str] = "pair"
     limit: ClassVar[str] = "max_length"
@@ -117,7 +122,10 @@ class PairRecipe:
 
     @cached_property
     def widest(self) -> int:
-        """Characters of the longest token: a text above `widest` times a limit is not tokenised."""
+        """The characters of the longest token.
+
+        A text above `widest` times a limit is not tokenised.
+        """
         return self.chat.longest_token()
 
     def check(self) -> None:
@@ -130,7 +138,10 @@ class PairRecipe:
         self.chat.check(messages=self.messages)
 
     def make(self, row: Row, place: str, index: int) -> Pair:
-        """The pair of a row. Unfit for one that cannot be used, TooLong for one above max_length."""
+        """The pair of a row.
+
+        Unfit for one that cannot be used, TooLong for one above max_length.
+        """
         if self.messages:
             chosen, rejected = self._of_messages(row, place)
         else:
@@ -172,7 +183,10 @@ class PairRecipe:
         return text_lesson(ids, chosen, tokenizer), text_lesson(ids, rejected, tokenizer)
 
     def _refuse_messages(self, row: Row, place: str) -> None:
-        """Unfit, with the option to use, for messages in the columns that TRL names so."""
+        """Raise Unfit for messages in the columns of TRL's names.
+
+        The error has the option to use.
+        """
         found = [name for name in ("prompt", "chosen", "rejected") if name in row and are_messages(row[name])]
         if {"chosen", "rejected"} <= set(found):
             raise Unfit(place, f"{found[-1]!r} holds messages: --messages {' '.join(found)}")
@@ -209,7 +223,10 @@ class PairRecipe:
             raise Unfit(place, str(error)) from None
 
     def _turns(self, row: Row) -> tuple[list[Turn], list[Turn], list[Turn]]:
-        """(prompt, chosen, rejected): of two columns the prompt is the turns that both begin with."""
+        """(prompt, chosen, rejected) of a row of messages.
+
+        Of two columns the prompt is the turns that both begin with.
+        """
         columns = [turns_of(row, name) for name in self.messages]
         if len(columns) == 3:
             prompt, chosen, rejected = columns
@@ -248,9 +265,10 @@ class PairRecipe:
 
 
 def shared_start(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """(prompt, chosen, rejected) of two whole texts: the prompt is the words that both begin with.
+    """(prompt, chosen, rejected) of two whole texts.
 
-    Each response keeps at least its last word, and the space before its first.
+    The prompt is the words that both begin with. Each response keeps at least its last word, and the space
+    before its first.
     """
     same = shared_prefix(chosen, rejected)
 

@@ -1,4 +1,4 @@
-"""Prompts made of rows: text by a template, or conversations by the model's chat template."""
+"""Prompts made of rows of text or of conversations."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,12 +43,13 @@ def from_rows(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     name: str = "rows",
 ) -> Dataset[Prompt]:
-    """A data set of rows; `template` makes the question of a row's columns of text.
+    """A data set of rows.
 
-    With `messages` the prompt is the conversation in these columns, one after the other, by the tokenizer's
-    chat template, which gets `chat_template_kwargs` and the tools in the row's column `tools`; `template` and
-    `response` are not read. It is to be answered, and must end with a user or a tool; with `loss_on` "all" or
-    "last" it is to be learned (see `lessons`), and must have turns of the assistant.
+    `template` makes the question of a row's columns of text. With `messages` the prompt is the conversation
+    in these columns, one after the other, by the tokenizer's chat template, which gets `chat_template_kwargs`
+    and the tools in the row's column `tools`; `template` and `response` are not read. It is to be answered,
+    and must end with a user or a tool; with `loss_on` "all" or "last" it is to be learned (see `lessons`),
+    and must have turns of the assistant.
 
     Every row is looked at now, so that none stops a run later: the columns of the template and those of
     `columns` must be there and hold something (`reward.columns(score)` are those that a reward reads);
@@ -74,11 +75,11 @@ def from_rows(
 
 
 def from_task(task: str, tokenizer: Any, *, level: int = 1, seed: int = 0, **options: Any) -> Dataset[Prompt]:
-    """A built-in task as an endless data set; the options are those of `from_rows`.
+    """A built-in task as an endless data set.
 
-    The template "{short}" is the terse form of a question. ValueError for a task, a level or a column that
-    does not exist, and, when it is drawn, for a row that cannot be used or a prompt longer than `max_prompt`
-    tokens.
+    The options are those of `from_rows`. The template "{short}" is the terse form of a question. ValueError
+    for a task, a level or a column that does not exist, and, when it is drawn, for a row that cannot be used
+    or a prompt longer than `max_prompt` tokens.
     """
     generate = tasks.get_task(task).generate
     rows = Endless(task, lambda index: generate(seed, index, level))
@@ -87,7 +88,7 @@ def from_task(task: str, tokenizer: Any, *, level: int = 1, seed: int = 0, **opt
 
 @dataclass(frozen=True)
 class PromptRecipe:
-    """How a prompt is made of a row, and what the row must have; the fields are options of `from_rows`."""
+    """Makes prompts of rows; the fields are options of `from_rows`."""
 
     what: ClassVar[str] = "prompt"
     limit: ClassVar[str] = "max_prompt"
@@ -108,7 +109,10 @@ class PromptRecipe:
 
     @cached_property
     def widest(self) -> int:
-        """Characters of the longest token: a text above `widest` times a limit is not tokenised."""
+        """The characters of the longest token.
+
+        A text above `widest` times a limit is not tokenised.
+        """
         return self.chat.longest_token()
 
     def check(self) -> None:
@@ -118,7 +122,10 @@ class PromptRecipe:
         self.chat.check(messages=self.messages)
 
     def make(self, row: Row, place: str, index: int) -> Prompt:
-        """The prompt of a row. Unfit for one that cannot be used, TooLong for one above max_prompt."""
+        """The prompt of a row.
+
+        Unfit for one that cannot be used, TooLong for one above max_prompt.
+        """
         self._check_columns(row, place)
         if self.messages:
             return self._of_messages(row, place, index)
@@ -150,7 +157,10 @@ class PromptRecipe:
         return Prompt(ids, text, row, index)
 
     def _check_response(self, row: Row, place: str, ids: Sequence[int]) -> None:
-        """Unfit for an empty response, and for more than max_tokens of prompt, response and its end."""
+        """Raise Unfit for an empty response, and for more than max_tokens in all.
+
+        All are the prompt, the response and its end.
+        """
         count = len(ids)
         subject = "the prompt has"
         if self.response is not None:
@@ -171,9 +181,10 @@ class PromptRecipe:
     # -------------------------------------------------------------------------------------- rows of messages
 
     def _of_messages(self, row: Row, place: str, index: int) -> Prompt:
-        """The prompt of a conversation; of one to be learned, the tokens before the first learned one.
+        """The prompt of a conversation: its tokens up to the first learned one.
 
-        Its text is that of the last user's turn, or of the last turn where no user speaks.
+        All tokens of one to be answered. Its text is that of the last user's turn, or of the last turn where
+        no user speaks.
         """
         try:
             talk = conversation(row, self.messages, self.system)
@@ -187,9 +198,10 @@ class PromptRecipe:
         return Prompt(ids, asked[-1]["content"], row, index, talk.turns)
 
     def _check_size(self, talk: Conversation) -> None:
-        """TooLong or ValueError for a conversation that could not fit, so that it is not tokenised.
+        """Raise TooLong or ValueError for a conversation that cannot fit.
 
-        Turns of the assistant are not counted: a chat template may drop text of theirs.
+        It is then not tokenised. Turns of the assistant are not counted: a chat template may drop text of
+        theirs.
         """
         size = sum(len(turn["content"]) for turn in talk.turns if turn["role"] != "assistant")
         if self.loss_on is None and size > self.max_prompt * self.widest:

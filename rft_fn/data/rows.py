@@ -1,4 +1,7 @@
-"""Rows with their places: records of a text file, lists, several files as one, a part of the rows."""
+"""Rows that know their places, for errors.
+
+They are records of a text file, a list, several files as one, or a part of other rows.
+"""
 
 import bisect
 import itertools
@@ -29,7 +32,7 @@ class GetRow(Protocol):
     """Makes a row of an endless source."""
 
     def __call__(self, index: int, /) -> Row:
-        """The row at an index >= 0, the same whenever it is asked for."""
+        """The row at an index >= 0, the same at every call."""
         ...
 
 
@@ -45,11 +48,14 @@ class Rows(Sequence):
 
     @abstractmethod
     def place(self, i: int) -> str:
-        """The place of row i: a file and a line, or a name and a number."""
+        """The place of row i: FILE, line N or NAME, row N."""
 
 
 def place_of(rows: Table, i: int, name: str) -> str:
-    """The place of row i as the rows know it, else their name and its number, counted from 1."""
+    """The place of row i, for an error.
+
+    As the rows know it, else their name and its number, counted from 1.
+    """
     if isinstance(rows, Rows):
         return rows.place(i)
     return f"{name}, row {i + 1}"
@@ -64,13 +70,17 @@ class ParseRecord(Protocol):
 
 
 class Records(Rows):
-    """The records of a text file, each parsed when it is asked for: a file may be larger than memory.
+    """The records of a text file, which may be larger than memory.
 
-    `records[i]` raises Unfit for a broken record, ValueError for a file that was changed meanwhile.
+    Each is parsed when it is asked for. `records[i]` raises Unfit for a broken record, ValueError for a file
+    that was changed meanwhile.
     """
 
     def __init__(self, path: Path, file: BinaryIO, starts: array, lines: array, parse: ParseRecord):
-        """`starts` [records + 1] are positions in `file`, the last is the end; `lines` [records] from 1."""
+        """Records from their positions.
+
+        `starts` [records + 1] are positions in `file`, the last is the end; `lines` [records] from 1.
+        """
         self._path = path
         self._file = file
         self._parse = parse
@@ -166,7 +176,10 @@ def _stamp(file: BinaryIO) -> tuple[int, int]:
 
 
 def decode(text: bytes, start: int, place: str) -> str:
-    """The text of the bytes of a file from position `start` on. Unfit for a byte that is not UTF-8."""
+    """The text of the bytes of a file from position `start` on.
+
+    Unfit for a byte that is not UTF-8.
+    """
     try:
         return text.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:

@@ -1,6 +1,6 @@
-"""Sources by their texts on the command line: built-in tasks, files, folders, data sets of the hub.
+"""Sources of rows by their texts on the command line.
 
-    NAME[:PART][@SPLIT][=SHARE]
+They are built-in tasks, files, folders, and data sets of the hub: NAME[:PART][@SPLIT][=SHARE]
 
 NAME is a built-in task, or else a file, a pattern of files or a folder that is here, or else a name of the
 hub (`owner/name`, or `name` alone). PART is the level of a task, the config of a data set, or the list of a
@@ -41,12 +41,18 @@ class Source(NamedTuple):
 
     @property
     def is_task(self) -> bool:
-        """Whether it is a built-in task; a file of that name is given as ./NAME."""
+        """Whether it is a built-in task.
+
+        A file of that name is given as ./NAME.
+        """
         return self.name in TASKS
 
 
 def parse(text: str) -> Source:
-    """The source that a text names. ValueError for a share that is not above 0."""
+    """The source that a text names.
+
+    ValueError for a share that is not above 0.
+    """
     whole, share = _cut_share(text)
     name, split = _cut(whole, "@")
     name, part = _cut(name, ":")
@@ -54,7 +60,10 @@ def parse(text: str) -> Source:
 
 
 def _cut_share(text: str) -> tuple[str, Fraction]:
-    """(the text before "=SHARE", the share); the whole text and 1 where it ends in no number."""
+    """(the text before "=SHARE", the share), or (all of the text, 1).
+
+    The latter where the text ends in no number.
+    """
     head, mark, tail = text.rpartition("=")
     if not mark or Path(text).exists():
         return text, Fraction(1)
@@ -68,7 +77,10 @@ def _cut_share(text: str) -> tuple[str, Fraction]:
 
 
 def _cut(text: str, mark: str) -> tuple[str, str | None]:
-    """(the text before the last `mark`, the text after it); no cut inside a path."""
+    """(the text before the last `mark`, the text after it).
+
+    No cut inside a path.
+    """
     head, found, tail = text.rpartition(mark)
     if not found or "/" in tail or Path(text).exists():
         return text, None
@@ -81,9 +93,10 @@ def _cut(text: str, mark: str) -> tuple[str, str | None]:
 
 
 def tables(source: Source) -> Tables:
-    """The rows of a source other than a task, by split; "" is the split of a source without any.
+    """The rows of a source other than a task, by split.
 
-    ValueError, in one line, for a source that does not exist or cannot be read.
+    "" is the split of a source without any. ValueError, in one line, for a source that does not exist or
+    cannot be read.
     """
     try:
         found = _tables(source)
@@ -118,7 +131,7 @@ def _tables(source: Source) -> Tables:
 
 
 def _saved(folder: Path) -> Tables | None:
-    """The tables of a folder that `save_to_disk` of `datasets` has written; None for another folder."""
+    """The tables of a folder that `save_to_disk` wrote, else None."""
     import datasets
 
     if not (folder / "dataset_dict.json").is_file() and not (folder / "state.json").is_file():
@@ -130,14 +143,15 @@ def _saved(folder: Path) -> Tables | None:
 
 
 def _by_split(found: Mapping[Any, Table]) -> Tables:
-    """The tables of a DatasetDict, whose keys may be objects of `datasets`, by plain names."""
+    """The tables of a DatasetDict, by plain names."""
     return {str(split): rows for split, rows in found.items()}
 
 
 def _layout(folder: str, source: Source) -> Tables:
-    """The tables of a folder that is laid out as on the hub: its configs in README.md, its files by split.
+    """The tables of a folder that is laid out as on the hub.
 
-    Files of known formats are read by our readers, unless the config has options for the library's.
+    Its configs are in README.md, its files named by split. Files of known formats are read by our readers,
+    unless the config has options for the library's.
     """
     import datasets
 
@@ -163,7 +177,10 @@ def _layout(folder: str, source: Source) -> Tables:
 
 
 def _on_hub(source: Source) -> Tables:
-    """The tables of a data set of the hub; without a hub those of the copy that was fetched before."""
+    """The tables of a data set of the hub, or of its cached copy.
+
+    Without a hub they are those of the copy that was fetched before.
+    """
     import datasets
     import datasets.config
 
@@ -173,9 +190,10 @@ def _on_hub(source: Source) -> Tables:
     def load() -> Tables:
         return _by_split(datasets.load_dataset(source.name, source.part))
 
+    # `datasets` asks an unreachable hub again and again, unless it is told to be offline
     why = hub.unreachable()
     before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = before or bool(why)  # otherwise it asks again and again
+    datasets.config.HF_HUB_OFFLINE = before or bool(why)
     try:
         return _with_config(load, source)
     except (ConnectionError, FileNotFoundError) as error:
@@ -187,7 +205,10 @@ def _on_hub(source: Source) -> Tables:
 
 
 def _with_config(load: Callable[[], T], source: Source) -> T:
-    """load(), with a short error that lists the configs where the source names none or an unknown one."""
+    """load(), with a short error for a missing or unknown config.
+
+    The error lists the configs there are.
+    """
     try:
         return load()
     except ValueError as error:
@@ -207,7 +228,10 @@ def _with_config(load: Callable[[], T], source: Source) -> T:
 
 
 def training_split(found: Tables, source: Source) -> str:
-    """The split to train on: the one that the text names, else train, else the only one."""
+    """The split to train on.
+
+    The one that the text names, else train, else the only one. ValueError where several could be meant.
+    """
     if source.split is not None:
         return _known(found, source)
     for name in ("", "train"):
@@ -222,7 +246,10 @@ def training_split(found: Tables, source: Source) -> str:
 
 
 def evaluation_split(found: Tables, *, taken: str = "") -> str | None:
-    """The split to evaluate on, other than the one that is taken: test, else validation, else None."""
+    """The split to evaluate on: test, else validation, else None.
+
+    It is another one than the one that is `taken`.
+    """
     for name in _TESTS:
         if name in found and name != taken:
             return name
@@ -230,7 +257,10 @@ def evaluation_split(found: Tables, *, taken: str = "") -> str | None:
 
 
 def _known(found: Tables, source: Source) -> str:
-    """The split that the text names. ValueError, with the splits there are, for an unknown one."""
+    """The split that the text names.
+
+    ValueError, with the splits there are, for an unknown one.
+    """
     if source.split not in found:
         has = ", ".join(name for name in found if name) or "no splits"
         raise ValueError(f"data: {source.text}: expected one of its splits, got {source.split}; it has {has}")
@@ -238,9 +268,9 @@ def _known(found: Tables, source: Source) -> str:
 
 
 def chosen_split(found: Tables, source: Source, split: str) -> str:
-    """The split to read when "train" or "test" is asked for; "" for a source without splits.
+    """The split to read when "train" or "test" is asked for.
 
-    ValueError where no split fits, or several do.
+    "" for a source without splits. ValueError where no split fits, or several do.
     """
     if split == "train" or source.split is not None or "" in found:
         return training_split(found, source)
@@ -258,11 +288,12 @@ def chosen_split(found: Tables, source: Source, split: str) -> str:
 
 
 def read_rows(source: str, *, split: str = "train") -> Table:
-    """The rows of files, a folder, or a data set of the hub, named as on a command line.
+    """The rows of a source that is named as on a command line.
 
-    Values are those of the file: jsonl has JSON's types, csv has text, and no text becomes a date. Lines of
-    jsonl and csv are read when they are asked for, and a broken one raises ValueError with its number then.
-    Of a source with splits it reads `split`, unless the text names another.
+    Files, a folder, or a data set of the hub. Values are those of the file: jsonl has JSON's types, csv has
+    text, and no text becomes a date. Lines of jsonl and csv are read when they are asked for, and a broken
+    one raises ValueError with its number then. Of a source with splits it reads `split`, unless the text
+    names another.
 
     ValueError for a file that does not exist, cannot be read or has no rows.
     """

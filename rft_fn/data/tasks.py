@@ -1,8 +1,9 @@
-"""Built-in tasks: problems without a network, each a pure function of (seed, index, level).
+"""The built-in tasks: problems that need no network.
 
-Every task has a generator, a verifier, a difficulty and a known chance score, so that "it learned" is a
-number and not an impression: a policy that learned nothing scores `chance(level)`, one that learned
-everything scores 1. A new task is a generator, a verifier and a guesser, and its row in `TASKS`.
+Each problem is a pure function of (seed, index, level). Every task has a generator, a verifier, a difficulty
+and a known chance score, so that "it learned" is a number and not an impression: a policy that learned
+nothing scores `chance(level)`, one that learned everything scores 1. A new task is a generator, a verifier
+and a guesser, and its row in `TASKS`.
 
 A row is a dict of strings: `question` for a chat model; `short` for a tiny character-level model, over
 `ALPHABET` alone and ending in "="; `answer`, one correct answer over `ALPHABET`; `level`; and whatever else
@@ -38,7 +39,10 @@ class Generate(Protocol):
     """Makes the problems of a task."""
 
     def __call__(self, seed: int, index: int, level: int, /) -> dict[str, str]:
-        """The problem of these three numbers. ValueError for a level outside of [1, 1000]."""
+        """The problem of these three numbers.
+
+        ValueError for a level outside of [1, 1000].
+        """
         ...
 
 
@@ -46,7 +50,10 @@ class Verify(Protocol):
     """Scores an answer."""
 
     def __call__(self, text: str, row: TaskRow, /) -> float:
-        """A score in [0, 1], 1 for a right answer. It never raises, whatever the text is."""
+        """A score in [0, 1], 1 for a right answer.
+
+        It never raises, whatever the text is.
+        """
         ...
 
 
@@ -77,7 +84,10 @@ class Task(NamedTuple):
 
 
 def _random(name: str, seed: int, index: int, level: int) -> random.Random:
-    """The random generator of one row. Raises ValueError for a level outside of [1, 1000]."""
+    """The random generator of one row.
+
+    Raises ValueError for a level outside of [1, 1000].
+    """
     if not 1 <= level <= _HARDEST:
         raise ValueError(f"level: expected an integer in [1, {_HARDEST}], got {level}")
     return random.Random(rng.fold_in(seed, name, level, index))
@@ -110,7 +120,7 @@ def _addition(seed: int, index: int, level: int) -> dict[str, str]:
 
 
 def _addition_chance(level: int) -> float:
-    """1 / (2 10**level - 1): the guesser is uniform over the possible sums.
+    """1 / (2 10**level - 1), by a guesser uniform over the possible sums.
 
     The best constant answer, 10**level - 1, scores 10**-level: a curve that stops there ignores the question.
     """
@@ -125,12 +135,12 @@ def _addition_guess(random_: random.Random, row: TaskRow) -> str:
 
 
 def _aligned(text: str, row: TaskRow) -> float:
-    """1 if exact; else half the share of positions that hold the right character, in [0, 0.5].
+    """1 if exact, else half the share of right positions, in [0, 0.5].
 
-    The share is of the longer of the two strings, so that neither padding nor truncation pays. Partial credit
-    gives the samples of a group different scores long before one of them is exact, which is what a
-    group-relative advantage needs; the factor of a half keeps a gap above "all but one", so that the last
-    character is worth more than any other.
+    A position is right if it holds the right character. The share is of the longer of the two strings, so
+    that neither padding nor truncation pays. Partial credit gives the samples of a group different scores
+    long before one of them is exact, as a group-relative advantage needs it; the factor of a half keeps a gap
+    above "all but one", so that the last character is worth more than any other.
     """
     text = text.strip()
     answer = row["answer"]
@@ -141,7 +151,10 @@ def _aligned(text: str, row: TaskRow) -> float:
 
 
 def _aligned_chance(symbols: str, level: int) -> float:
-    """E = 0.5 / V + 0.5 V**-n: the guesser draws n = level + 2 symbols, independent and uniform over V."""
+    """0.5 / V + 0.5 V**-n, for n = level + 2.
+
+    The guesser draws n symbols, independent and uniform over V.
+    """
     return 0.5 / len(symbols) + 0.5 * float(len(symbols)) ** -(level + 2)
 
 
@@ -150,14 +163,20 @@ def _aligned_guess(symbols: str, random_: random.Random, row: TaskRow) -> str:
 
 
 def _reverse(seed: int, index: int, level: int) -> dict[str, str]:
-    """A string of level + 2 lower-case letters, to be written backwards. Partial credit: see `_aligned`."""
+    """A string of level + 2 lower-case letters, to be written backwards.
+
+    Partial credit: see `_aligned`.
+    """
     word = _word(_random("reverse", seed, index, level), string.ascii_lowercase, level + 2)
     question = f'Write the string "{word}" backwards, character by character.'
     return {"question": question, "short": f"reverse:{word}=", "answer": word[::-1], "level": str(level)}
 
 
 def _sort_digits(seed: int, index: int, level: int) -> dict[str, str]:
-    """A string of level + 2 digits, to be sorted in ascending order. Partial credit: see `_aligned`."""
+    """A string of level + 2 digits, to be sorted in ascending order.
+
+    Partial credit: see `_aligned`.
+    """
     digits = _word(_random("sort_digits", seed, index, level), string.digits, level + 2)
     question = (
         f"Sort the digits of {digits} in ascending order. Keep repeated digits and write no separators."
@@ -174,10 +193,10 @@ def _sort_digits(seed: int, index: int, level: int) -> dict[str, str]:
 
 
 def _letter_count(seed: int, index: int, level: int) -> dict[str, str]:
-    """The count of a letter in a string of 2 level + 4 letters, uniform in [0, level + 2].
+    """The count of a letter in a string of 2 level + 4 letters.
 
-    The count is drawn first and the string is built around it, so that no constant answer does better than
-    chance.
+    It is uniform in [0, level + 2]. The count is drawn first and the string is built around it, so that no
+    constant answer does better than chance.
     """
     random_ = _random("letter_count", seed, index, level)
     letter = random_.choice(string.ascii_lowercase)
@@ -199,7 +218,10 @@ def _letter_count(seed: int, index: int, level: int) -> dict[str, str]:
 
 
 def _letter_count_chance(level: int) -> float:
-    """1 / (level + 3): the guesser is uniform over the possible counts; a constant count scores the same."""
+    """1 / (level + 3): the guesser is uniform over the possible counts.
+
+    A constant count scores the same.
+    """
     return 1 / (level + 3)
 
 
@@ -216,7 +238,10 @@ _COUNTDOWN_CREDIT = 0.1
 
 
 def _join(random_: random.Random, numbers: list[int]) -> tuple[str, Fraction] | None:
-    """A random parenthesised expression over all numbers, and its value; None where it divides by zero."""
+    """A random parenthesised expression over all numbers, and its value.
+
+    It is None where it divides by zero.
+    """
     pool = [(str(n), Fraction(n)) for n in numbers]
     while len(pool) > 1:
         # two of the expressions so far become one
@@ -231,9 +256,10 @@ def _join(random_: random.Random, numbers: list[int]) -> tuple[str, Fraction] | 
 
 
 def _countdown(seed: int, index: int, level: int) -> dict[str, str]:
-    """level + 2 numbers in [1, 25], and a whole target in [1, 100] that + - * / reach from them.
+    """Numbers, and a target that + - * / reach from them.
 
-    The target is the value of a random expression, so every problem has a solution; `answer` holds that one.
+    There are level + 2 numbers. The numbers are in [1, 25], the target is whole and in [1, 100]. The target
+    is the value of a random expression, so every problem has a solution; `answer` holds that one.
     """
     random_ = _random("countdown", seed, index, level)
 
@@ -264,7 +290,10 @@ def _countdown(seed: int, index: int, level: int) -> dict[str, str]:
 
 
 def _evaluate(node: ast.expr) -> tuple[Fraction, list[int]]:
-    """The exact value of an expression and the numbers in it; ValueError for all but + - * / on integers."""
+    """The exact value of an expression and the numbers in it.
+
+    ValueError for all but + - * / on integers.
+    """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value), [node.value]
     if not isinstance(node, ast.BinOp) or type(node.op) not in _OPERATORS:
@@ -275,10 +304,11 @@ def _evaluate(node: ast.expr) -> tuple[Fraction, list[int]]:
 
 
 def _countdown_verify(text: str, row: TaskRow) -> float:
-    """1 if the expression uses each number exactly once and makes the target, 0.1 if it misses it; else 0.
+    """1 for a right expression, 0.1 for a legal one; else 0.
 
-    The credit for a legal expression is what TinyZero (github.com/Jiayi-Pan/TinyZero) gives for the format.
-    The expression is parsed and walked, never evaluated by Python, in exact fractions.
+    A right expression makes the target.  A legal expression uses each number exactly once. The credit for a
+    legal expression is what TinyZero (github.com/Jiayi-Pan/TinyZero) gives for the format. The expression is
+    parsed and walked, never evaluated by Python, in exact fractions.
     """
     text = text.strip()
     if len(text) > _MAX_EXPRESSION or not re.fullmatch(r"[0-9+\-*/() ]+", text):
@@ -299,10 +329,10 @@ def _countdown_verify(text: str, row: TaskRow) -> float:
 
 @functools.lru_cache
 def _countdown_chance(level: int) -> float:
-    """An estimate, from 4,000 fixed problems (standard error below 0.004): there is no closed form.
+    """An estimate from 4,000 fixed problems.
 
-    The guesser writes the given numbers in a random order with random operators between them, without
-    parentheses.
+    Its standard error is below 0.004; there is no closed form. The guesser writes the given numbers in a
+    random order with random operators between them, without parentheses.
     """
     count = 4000
     random_ = _random("countdown chance", 0, 0, level)
@@ -323,7 +353,7 @@ def _countdown_guess(random_: random.Random, row: TaskRow) -> str:
 
 
 def _aligned_task(name: str, generate: Generate, symbols: str) -> Task:
-    """A task whose answer is `level + 2` of `symbols`, scored position by position."""
+    """A task whose answer is level + 2 symbols, scored by position."""
     chance = functools.partial(_aligned_chance, symbols)
     guess = functools.partial(_aligned_guess, symbols)
     return Task(name, generate, _aligned, chance, guess)

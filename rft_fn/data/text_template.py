@@ -1,4 +1,7 @@
-"""Fill templates such as "Q: {question}" from a row, and render the text as a chat's first turn."""
+"""Fills templates such as "Q: {question}" from the columns of a row.
+
+The filled-in text may be rendered as the first turn of a chat.
+"""
 
 import re
 import string
@@ -16,7 +19,10 @@ _HINT = "name columns as {question}, and write {{ and }} for braces"
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a cell holds nothing: None, NaN (a hole in a column of numbers) or only spaces."""
+    """Whether a cell holds nothing: None, NaN or only spaces.
+
+    NaN is a hole in a column of numbers.
+    """
     return _is_hole(value) or (isinstance(value, str) and not value.strip())
 
 
@@ -25,7 +31,7 @@ def _is_hole(value: Any) -> bool:
 
 
 class _Filler(string.Formatter):
-    """Formats as str.format does, and refuses a {place} without a value in the row."""
+    """Formats as str.format does, and refuses places without a value."""
 
     at = ""  # the place that was filled last
 
@@ -41,7 +47,10 @@ class _Filler(string.Formatter):
         return value, first
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        """The text of a value. Unfit for a list or an object: Python's way to write it is hardly meant."""
+        """The text of a value.
+
+        Unfit for a list or an object: Python's way to write it is hardly meant.
+        """
         if isinstance(value, (Mapping, list, tuple)) or hasattr(value, "tolist"):
             kind = "a list"
             if isinstance(value, Mapping):
@@ -51,11 +60,11 @@ class _Filler(string.Formatter):
 
 
 def fill(template: str, row: Row, source: str) -> str:
-    """`template` with the columns of a row in its {places}; `source` is the row's place in errors.
+    """`template` with the columns of a row in its {places}.
 
-    A list or an object is printed as Python writes it where a conversion asks for that: {numbers!s}.
-    ValueError for one without a conversion, for a column that is missing, None or NaN, and for a broken
-    template. Where columns hold messages it names the option to use.
+    `source` is the row's place in errors. A list or an object is printed as Python writes it where a
+    conversion asks for that: {numbers!s}. ValueError for one without a conversion, for a column that is
+    missing, None or NaN, and for a broken template. Where columns hold messages it names the option to use.
     """
     filler = _Filler()
     try:
@@ -81,10 +90,11 @@ def render(
     system: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The ids of a question as a chat's first turn, by the tokenizer's own template, ready for the answer.
+    """The ids of a question as a chat's first turn, ready for the answer.
 
-    The bare text where a tokenizer has no template. An empty `system` leaves out a default of the template's;
-    one that the template refuses is put before the question. ValueError for a template that fails.
+    They are made by the tokenizer's own template. The bare text where a tokenizer has no template. An empty
+    `system` leaves out a default of the template's; one that the template refuses is put before the question.
+    ValueError for a template that fails.
     """
     if not tokenizer.chat_template:
         text = question

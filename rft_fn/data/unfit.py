@@ -1,4 +1,4 @@
-"""Rows that cannot be used: the errors, and one line that names the first of them and counts all."""
+"""Rows that cannot be used: errors for them, and one line about all."""
 
 from typing import Any
 
@@ -17,7 +17,10 @@ class Unfit(ValueError):
 
 
 class TooLong(Exception):
-    """A prompt or a pair above its limit; the text is its length, as "600 tokens"."""
+    """A prompt or a pair above its limit.
+
+    The text is its length, as "600 tokens".
+    """
 
 
 class FirstFew:
@@ -33,7 +36,7 @@ class FirstFew:
             self.shown.append(x)
 
     def more(self) -> str:
-        """The end of a line that lists the shown ones: "; and 4 more", or nothing."""
+        """The count of the others as the end of a line: "; and 4 more"."""
         hidden = self.count - len(self.shown)
         if not hidden:
             return ""
@@ -41,7 +44,7 @@ class FirstFew:
 
 
 def unfit_line(unfit: FirstFew, total: int) -> str:
-    """The error for unfit rows: the first ones, grouped by reason, and the count of all."""
+    """The error for unfit rows: the first ones by reason, and their count."""
     reasons: dict[str, list[str]] = {}
     for place, reason in unfit.shown:
         reasons.setdefault(reason, []).append(place)
@@ -50,7 +53,7 @@ def unfit_line(unfit: FirstFew, total: int) -> str:
 
 
 def _join_places(places: list[str]) -> str:
-    """Several places in one text; those of one file are shortened to "FILE, lines 1, 2"."""
+    """Several places as one text, such as "FILE, lines 1, 2"."""
     heads, numbers = zip(*(place.rsplit(" ", 1) for place in places))
     if len(places) == 1 or len(set(heads)) > 1:
         return " and ".join(places)

@@ -1,4 +1,4 @@
-"""Wrong answers to the problems of built-in tasks: the rejected responses of their pairs."""
+"""Wrong answers to built-in problems, as the rejected responses of pairs."""
 
 import random
 
@@ -8,11 +8,11 @@ __all__ = ["wrong_answer"]
 
 
 def wrong_answer(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
-    """An answer that is not right: half the time a guess, else the right one with one mistake.
+    """An answer that is not right.
 
-    A preference teaches only by the responses that it shows: a policy may learn to emit any text that no
-    rejected response resembles. So mistakes are of several kinds, and some are no longer of the answer's
-    form.
+    Half the time it is a guess, else the right one with one mistake. A preference teaches only by the
+    responses that it shows: a policy may learn to emit any text that no rejected response resembles. So
+    mistakes are of several kinds, and some are no longer of the answer's form.
     """
     while True:
         if random_.random() < 0.5:

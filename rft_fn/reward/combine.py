@@ -78,9 +78,14 @@ class Weighted:
         return Scored(self._total(parts, prompts), parts, metrics, extra)
 
     def _call(self, batch: Mapping[str, Any], logs: Mapping[str, "_Log"]) -> dict[str, object]:
-        """The results by name: plain functions run one after the other, then async ones together."""
+        """The results of all functions, by name.
+
+        Plain ones run one after the other, then async ones together.
+        """
         found: dict[str, object] = {}
         waiting: dict[str, Awaitable[object]] = {}
+
+        # when a plain one raises, the coroutines of others were never started: close them
         try:
             for name in self.components:
                 result = self._start(name, batch, logs[name])
@@ -89,7 +94,7 @@ class Weighted:
                 else:
                     found[name] = result
         except BaseException:
-            for awaitable in waiting.values():  # never started
+            for awaitable in waiting.values():
                 if inspect.iscoroutine(awaitable):
                     awaitable.close()
             raise
@@ -99,7 +104,7 @@ class Weighted:
         return found
 
     def _start(self, name: str, batch: Mapping[str, Any], log: "_Log") -> object:
-        """The result of a function for the batch, an awaitable if it is async."""
+        """The result of a function, an awaitable if it is async."""
         self.running = name
         fn = self.components[name][0]
         given = {**batch, "log_metric": log.metric, "log_extra": log.further}
@@ -122,7 +127,11 @@ class Weighted:
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
-        """Adds a note with the name of the reward to any error; sys.exit becomes ValueError."""
+        """Add a note with the reward's name to any error.
+
+        A call of sys.exit becomes ValueError.
+        """
+        # a reward must not end the run without its name
         try:
             yield
         except SystemExit as error:
@@ -142,7 +151,10 @@ class Weighted:
             raise
 
     def _total(self, parts: Mapping[str, Tensor], prompts: Sequence[str | Messages]) -> Tensor:
-        """The weighted sum [B] of the parts that apply. ValueError for a row to which none does."""
+        """The weighted sum [B] of the parts that apply.
+
+        ValueError for a row to which none does.
+        """
         total = torch.zeros(len(prompts))
         for name, (_, weight) in self.components.items():
             total = total + float(weight) * parts[name].nan_to_num()
@@ -229,7 +241,10 @@ class _Log:
         self.extra: dict[str, list[Any]] = {}
 
     def metric(self, name: str, value: float) -> None:
-        """Add a number for the batch; the mean of those with one name is logged."""
+        """Add a number for the batch.
+
+        The mean of those with one name is logged.
+        """
         self._numbers.setdefault(name, []).append(float(value))
 
     def further(self, column: str, values: Sequence[Any]) -> None:
@@ -267,7 +282,10 @@ def _further(
 
 
 def _readable(x: Any) -> Any:
-    """A value that can be sent to any process and written as JSON: its text, unless it is a plain one."""
+    """The value, or its text unless it is a plain one.
+
+    So it can be sent to any process and written as JSON.
+    """
     if x is None or isinstance(x, (str, int, float)):
         return x
     return str(x)

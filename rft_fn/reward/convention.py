@@ -37,7 +37,10 @@ GIVEN = (
 
 
 class RewardFn(Protocol):
-    """Values completions: a function, plain or async, a model, a judge or a remote service."""
+    """Scores completions; users write it.
+
+    It may be a plain or async function, a model, a judge or a remote service.
+    """
 
     def __call__(self, *args: Any, **given: Any) -> Any:
         """One value for each of the B completions of a batch.
@@ -89,7 +92,10 @@ class Score(Protocol):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Progress of a run, by the names of transformers' TrainerState that reward functions read."""
+    """Progress of a run, by the names of transformers' TrainerState.
+
+    These are the fields that reward functions read.
+    """
 
     global_step: int = 0  # steps done
     max_steps: int = 1  # steps of the whole run
@@ -116,14 +122,17 @@ def trainer_state(step: int, total: int, *, prompts: int = 1, size: int | None =
 
 
 def text(x: str | Messages) -> str:
-    """The text of a prompt or a completion in either form; of messages one line for each content."""
+    """The text of a prompt or a completion, which may be messages.
+
+    Messages become one line each.
+    """
     if isinstance(x, str):
         return x
     return "\n".join(_content(message) for message in x)
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """The text of one message; of content in parts the text of all parts."""
+    """The text of one message, all parts together."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -131,7 +140,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def as_messages(x: str | Messages, role: str) -> list[Any]:
-    """A prompt or a completion as messages: a text is one of that role."""
+    """A prompt or a completion as messages; a text is one message."""
     if isinstance(x, str):
         return [{"role": role, "content": x}]
     return list(x)
@@ -170,7 +179,10 @@ def takes_all(fn: Callable[..., Any]) -> bool:
 
 
 def taken(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a function takes: all if it takes **kwargs, else those that it names."""
+    """The given arguments that a function takes.
+
+    They are all if it takes **kwargs, else those that it names.
+    """
     if takes_all(fn):
         return dict(given)
     return {p.name: given[p.name] for p in parameters(fn) if p.name in given}
@@ -188,5 +200,5 @@ def columns_of(fn: RewardFn) -> tuple[str, ...]:
 
 
 def column_names(given: Iterable[str]) -> str:
-    """The columns among the arguments of a reward, for an error: "answer, level", or "none"."""
+    """The columns among a reward's arguments as text, or "none"."""
     return ", ".join(name for name in given if name not in GIVEN) or "none"

@@ -1,4 +1,7 @@
-"""One event loop for async reward functions: a client belongs to the loop that it was made in."""
+"""One event loop for all async reward functions.
+
+A client belongs to the loop that it was made in.
+"""
 
 import asyncio
 import weakref
@@ -19,7 +22,10 @@ class EventLoop:
         self._runner: asyncio.Runner | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of the coroutine. If it fails, everything else that it has started is cancelled."""
+        """The result of the coroutine.
+
+        If it fails, everything else that it has started is cancelled.
+        """
         if self._runner is None:
             # with a factory it does not become the loop of this thread, which plain rewards take and close
             self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -33,7 +39,10 @@ class EventLoop:
 
 
 def _outside_loops(call: Callable[[], T]) -> T:
-    """call(), in another thread where an event loop runs in this one, as in notebooks."""
+    """call(), in another thread if this one runs an event loop.
+
+    Notebooks do.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -13,11 +13,12 @@ __all__ = ["find"]
 
 
 def find(source: str, spec: str) -> ModuleType:
-    """The module of a file or of a dotted name; `spec` is the reward, for errors.
+    """The module of a file or of a dotted name.
 
-    ValueError for one that does not exist or does not parse; errors that the module itself raises get a note
-    with the spec.
+    `spec` is the reward, for errors. ValueError for one that does not exist or does not parse; errors that
+    the module itself raises get a note with the spec.
     """
+    # a file may do anything while it runs: every error gets the name of the reward
     try:
         if not source.endswith(".py"):
             return _import(source, spec)
@@ -57,7 +58,7 @@ def _find_beside(folder: Path) -> None:
 
 
 def _run_file(path: Path) -> ModuleType:
-    """The module of a file: run once, and anew when the file has changed.
+    """The module of a file, run again only if the file has changed.
 
     A file with relative imports is a member of its package, which gets a name made from its path, so that two
     packages of one name stay apart. Modules in its folder, or beside its package, can be imported.
@@ -85,7 +86,10 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _package(path: Path, dots: int) -> Path:
-    """The outermost folder of the package that a file is in, as many up as its imports go at least."""
+    """The outermost folder of a file's package.
+
+    It is at least as far up as the file's relative imports go.
+    """
     root = path.parents[dots - 1]
     while (root / "__init__.py").is_file() and (root.parent / "__init__.py").is_file():
         root = root.parent
@@ -93,7 +97,10 @@ def _package(path: Path, dots: int) -> Path:
 
 
 def _relative(source: bytes) -> int:
-    """The most dots of a file's relative imports; 0 for a file without them, or that does not parse."""
+    """The most dots of a file's relative imports, 0 without any.
+
+    Also 0 for a file that does not parse.
+    """
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):  # raised again when the file is run
@@ -103,7 +110,10 @@ def _relative(source: bytes) -> int:
 
 
 def _imported(name: str, path: Path, folders: list[str] | None = None) -> ModuleType:
-    """The module of a file under that name; nothing of it stays behind if it raises."""
+    """The module of a file under that name.
+
+    Nothing of it stays behind if it raises.
+    """
     if name in sys.modules:
         return sys.modules[name]
     found = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)

@@ -18,7 +18,10 @@ class Factory(Protocol):
     """Makes a reward function, such as those of `verifiable`."""
 
     def __call__(self, *args: Any, **options: Any) -> RewardFn:
-        """The reward function with these options; `column` is that of the answer. ValueError for bad ones."""
+        """The reward function with these options; `column` is that of the answer.
+
+        ValueError for bad ones.
+        """
         ...
 
 
@@ -66,12 +69,12 @@ def load(spec: str) -> RewardFn:
 
 
 def parse(specs: Sequence[str]) -> Weighted:
-    """The weighted sum that a command line names: each spec as in `load`, =WEIGHT behind it if that is not 1.
+    """The weighted sum of the rewards on a command line.
 
-    `parse(["boxed", "format=0.1"])`. The parts are called by their functions: "accuracy" for
-    "path/file.py:accuracy"; where two have the same name, by file and function. Only a number behind the
-    last "=" is a weight, so a path or a URL may hold one (one that ends in "=2" needs "=1" behind it).
-    ValueError for no reward, and for one that is named twice.
+    Each spec is as in `load`, with =WEIGHT behind it if that is not 1. `parse(["boxed", "format=0.1"])`. The
+    parts are called by their functions: "accuracy" for "path/file.py:accuracy"; where two have the same name,
+    by file and function. Only a number behind the last "=" is a weight, so a path or a URL may hold one (one
+    that ends in "=2" needs "=1" behind it). ValueError for no reward, and for one that is named twice.
     """
     if not specs:
         raise ValueError("reward: expected at least one, got none")
@@ -96,7 +99,10 @@ def parse(specs: Sequence[str]) -> Weighted:
 
 
 def _names(spec: Spec, fn: Any) -> Names:
-    """The names of a reward; a function that a factory made has the name that it was given there."""
+    """The names of a reward.
+
+    A function that a factory made has the name that it was given there.
+    """
     own = getattr(fn, "__name__", _NAMELESS)
     if spec.call is None or not spec.name or own == _NAMELESS:
         return Names(spec.short, spec.long)
@@ -104,7 +110,7 @@ def _names(spec: Spec, fn: Any) -> Names:
 
 
 def _function(spec: Spec) -> Any:
-    """The function, or whatever else the adapter of the spec takes, before it is adapted."""
+    """The function, or the rubric, that the spec names before its adapter."""
     if spec.source in _NAMED and not spec.name:
         return _make(spec, _NAMED[spec.source])
     if spec.source == "task":
@@ -122,7 +128,10 @@ def _adapt(spec: Spec, fn: Any) -> RewardFn:
 
 
 def _make(spec: Spec, factory: Callable[..., Any]) -> Any:
-    """The result of a factory for the arguments and the column. ValueError where it refuses them."""
+    """The result of a factory for the arguments and the column.
+
+    ValueError where it refuses them.
+    """
     places, named = arguments(spec)
     if spec.column and not spec.name:
         if "column" not in inspect.signature(factory).parameters:
@@ -135,7 +144,10 @@ def _make(spec: Spec, factory: Callable[..., Any]) -> Any:
 
 
 def _find(spec: Spec) -> Any:
-    """The function of a file or a module, or what its factory makes. ValueError for what is neither."""
+    """The function of a file or a module, or what its factory makes.
+
+    ValueError for what is neither.
+    """
     if spec.column and spec.adapter in _OWN_COLUMNS:
         raise ValueError(
             f"reward {spec.text!r}: expected no column, the function names those that it reads, got "
@@ -168,7 +180,10 @@ def _find(spec: Spec) -> Any:
 
 
 def _bound(spec: Spec, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with some of its arguments. ValueError for arguments that have no name."""
+    """A function with some of its arguments.
+
+    ValueError for arguments that have no name.
+    """
     places, named = arguments(spec)
     if places:
         raise ValueError(f"reward {spec.text!r}: expected NAME=VALUE, as in verl's reward_kwargs")
@@ -176,7 +191,7 @@ def _bound(spec: Spec, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_convention(spec: Spec, fn: Callable[..., Any]) -> None:
-    """ValueError for anything that is no reward function of the convention: a class, a factory."""
+    """Raise ValueError for a class, a factory or another library's function."""
     if isinstance(fn, type):
         raise ValueError(f"reward {spec.text!r}: {spec.name!r} is a class; call it: {spec.text}()")
     if spec.adapter not in _OWN_COLUMNS:

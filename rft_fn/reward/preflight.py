@@ -1,4 +1,4 @@
-"""Checks rewards on made-up responses, before a model is loaded and a GPU is warm."""
+"""Checks rewards on made-up responses, before a model is loaded."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "
 
 
 def check(score: Score, rows: Sequence[Any], *, answer: str = "") -> dict[str, Scored]:
-    r"""Score made-up completions of a few rows, so that a broken reward fails early.
+    r"""Score made-up completions, so that a broken reward fails early.
 
     `rows` are prompts (`data.Prompt`) or rows of the data. Completions: "empty"; "garbage", letters and
     punctuation drawn by the index of the row; and, where the rows have an answer, "answer", the reference
@@ -36,8 +36,10 @@ def check(score: Score, rows: Sequence[Any], *, answer: str = "") -> dict[str, S
 
     # the columns that all rows have
     asked = [_question(row) for row in rows]
-    names = [name for name in asked[0].row if all(name in x.row for x in asked)]
-    table = {name: [x.row[name] for x in asked] for name in names}
+    table: dict[str, list[Any]] = {}
+    for name in asked[0].row:
+        if all(name in x.row for x in asked):
+            table[name] = [x.row[name] for x in asked]
     tries = _tries([x.row for x in asked], answer, columns(score))
 
     def run(scorer: Score) -> dict[str, Scored]:
@@ -64,7 +66,10 @@ class _Question(NamedTuple):
 
 
 def _question(row: Any) -> _Question:
-    """The question of a prompt, or of a row: its column "prompt" or "question"."""
+    """The question of a prompt or a row.
+
+    The latter is in its column "prompt" or "question".
+    """
     if hasattr(row, "columns") and hasattr(row, "text"):
         if row.messages is not None:
             return _Question(row.columns, list(row.messages))
@@ -76,7 +81,10 @@ def _question(row: Any) -> _Question:
 
 
 def _tries(rows: Sequence[Mapping[str, Any]], answer: str, read: Sequence[str]) -> dict[str, list[str]]:
-    """The completions by name, one per row in each list; `read` are the columns that the score reads."""
+    """The completions by name, one per row in each list.
+
+    `read` are the columns that the score reads.
+    """
     tries = {"empty": [""] * len(rows), "garbage": [_garbage(i) for i in range(len(rows))]}
 
     # the reference answers: the first path at which every row has one
@@ -132,14 +140,17 @@ class Run(Protocol):
 
 
 def _other(asked: Sequence[_Question]) -> tuple[str, str, Adapter]:
-    """(the form of the data, the other form, the adapter that gives a function the other one)."""
+    """(the form of the data, the other form, the adapter to the other)."""
     if asked[0].in_messages:
         return "messages", "text", texts
     return "text", "messages", messages
 
 
 def _run_or_explain(score: Score, run: Run, asked: Sequence[_Question]) -> dict[str, Scored]:
-    """The scores. ValueError for a reward that raises, and would not in the other form."""
+    """The scores.
+
+    ValueError for a reward that raises, and would not in the other form.
+    """
     try:
         return run(score)
     except Exception as error:
@@ -161,7 +172,10 @@ def _run_or_explain(score: Score, run: Run, asked: Sequence[_Question]) -> dict[
 def _warn_of_constants(
     score: Weighted, scored: dict[str, Scored], run: Run, asked: Sequence[_Question]
 ) -> bool:
-    """Whether a reward gives everything the same score: warns of each, with a remedy."""
+    """Warn of rewards that give everything the same score.
+
+    Each warning has a remedy. True if there was a warning.
+    """
     found = False
     for name, (fn, _) in score.components.items():
         if not _is_constant(scored, name):

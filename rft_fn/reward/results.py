@@ -1,4 +1,4 @@
-"""Reads the result of a reward function, in any of the conventions, as one number per completion."""
+"""Reads the results of reward functions, in any of the conventions."""
 
 import math
 import numbers
@@ -45,12 +45,15 @@ def read(name: str, result: Any, count: int) -> Result:
 
 
 def _is_rewards_and_logs(rewards: Any, logs: Any) -> bool:
-    """Whether a pair is the rewards of a batch and its logs, not the values of two completions."""
+    """Whether a pair is the rewards of a batch and its logs.
+
+    Otherwise it is the values of two completions.
+    """
     return isinstance(logs, Mapping) and not isinstance(rewards, (numbers.Real, Mapping, type(None)))
 
 
 def _of_completions(name: str, entries: Sequence[Any]) -> Result:
-    """The result of a function that answers for each completion, with a number or a dict."""
+    """The result of numbers or dicts, one per completion."""
     values: list[float] = []
     columns: dict[str, list[Any]] = {}
     for i, entry in enumerate(entries):
@@ -91,7 +94,10 @@ def _first(name: str, result: Mapping[str, Any], keys: Sequence[str], where: str
 
 
 def _as_list(x: Any) -> Any:
-    """A tensor or an array as a list, [B, 1] as [B]; anything else unchanged."""
+    """A tensor or an array as a list, [B, 1] as [B].
+
+    Anything else is unchanged.
+    """
     if not hasattr(x, "tolist"):
         return x
     x = x.tolist()
@@ -113,14 +119,20 @@ def _entries(name: str, result: Any, count: int) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor or an array of one element as a Python number; anything else unchanged."""
+    """A tensor or an array of one element as a Python number.
+
+    Anything else is unchanged.
+    """
     if hasattr(value, "item") and math.prod(getattr(value, "shape", (2,))) == 1:
         return value.item()
     return value
 
 
 def _number(name: str, index: int, value: Any) -> float:
-    """One value of a reward: NaN for None. ValueError for anything else but a finite float32."""
+    """One value of a reward: NaN for None.
+
+    ValueError for anything else but a finite float32.
+    """
     plain = _plain(value)
     if plain is None:
         return math.nan

@@ -1,7 +1,7 @@
-"""From a rollout to rewards: decode the responses, score them, arrange the numbers by group."""
+"""From a rollout to rewards [N, G]: decode, score, arrange by group."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,10 @@ class Judged(NamedTuple):
 
 
 def responses(rollout: Rollout, tokenizer: Any) -> list[str]:
-    """The texts of the B responses: the tokens in mask, without special tokens. Never the prompt."""
+    """The texts of the B responses: the tokens in mask, without special tokens.
+
+    The prompt is never a part of them.
+    """
     return tokenizer.batch_decode(_response_ids(rollout), skip_special_tokens=True)
 
 
@@ -48,7 +51,7 @@ def judge(
     part: slice = slice(None),
     state: TrainerState | None = None,
 ) -> Judged:
-    """The rewards of a rollout, by group: reward[i, j] is that of row i G + j.
+    """The rewards of a rollout [N, G]: reward[i, j] of row i G + j.
 
     `prompts` are the N prompts behind the rollout, and `rollout.group` tells whose each row is: the G rows of
     prompt 0 first, then those of prompt 1, and so on. So `reward.view(-1)` and `texts` are in the order of
@@ -76,7 +79,9 @@ def judge(
     for i in chosen:
         owners += [prompts[i]] * size
         prompt_texts += [tokenizer.decode(prompts[i].ids)] * size
-    columns = {name: [p.columns.get(name) for p in owners] for name in _keys(p.columns for p in prompts)}
+    columns: dict[str, list[Any]] = {}
+    for name in _keys([p.columns for p in prompts]):
+        columns[name] = [p.columns.get(name) for p in owners]
 
     # in the form of the data: texts, or messages
     asked: list[Any] = []
@@ -105,7 +110,7 @@ def _by_group(x: Tensor, size: int) -> Tensor:
     return rearrange(x, "(n g) -> n g", g=size)
 
 
-def _keys(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+def _keys(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys of all mappings, each once, in order."""
     found: dict[str, None] = {}
     for mapping in mappings:
@@ -164,10 +169,14 @@ def _group_size(group: Tensor, count: int) -> int:
 
 
 def concat(parts: Sequence[Judged]) -> Judged:
-    """The groups of all parts, in order. A metric that a part does not have is NaN there, a text None."""
+    """The groups of all parts, in order.
+
+    A metric that a part does not have is NaN there, a text None.
+    """
+    # every metric and every text has an entry for each part
     texts: list[str] = []
-    metrics: dict[str, list[Tensor]] = {name: [] for name in _keys(x.metrics for x in parts)}
-    extra: dict[str, list[Any]] = {name: [] for name in _keys(x.extra for x in parts)}
+    metrics: dict[str, list[Tensor]] = {name: [] for name in _keys([x.metrics for x in parts])}
+    extra: dict[str, list[Any]] = {name: [] for name in _keys([x.extra for x in parts])}
     for x in parts:
         texts += x.texts
         absent = torch.full_like(x.reward, math.nan)
@@ -175,9 +184,13 @@ def concat(parts: Sequence[Judged]) -> Judged:
             columns.append(x.metrics.get(name, absent))
         for name, values in extra.items():
             values += x.extra.get(name, [None] * len(x.texts))
+
+    together: dict[str, Tensor] = {}
+    for name in parts[0].parts:
+        together[name] = torch.cat([x.parts[name] for x in parts])
     return Judged(
         reward=torch.cat([x.reward for x in parts]),
-        parts={name: torch.cat([x.parts[name] for x in parts]) for name in parts[0].parts},
+        parts=together,
         texts=texts,
         metrics={name: torch.cat(columns) for name, columns in metrics.items()},
         extra=extra,
@@ -189,12 +202,15 @@ def select(judged: Judged, groups: Sequence[int]) -> Judged:
     index = torch.tensor(list(groups), dtype=torch.long)
     size = judged.reward.shape[1]
     rows = _by_group(torch.arange(judged.reward.numel()), size)[index].flatten().tolist()
+    extra: dict[str, list[Any]] = {}
+    for name, values in judged.extra.items():
+        extra[name] = [values[i] for i in rows]
     return Judged(
         reward=judged.reward[index],
         parts={name: x[index] for name, x in judged.parts.items()},
         texts=[judged.texts[i] for i in rows],
         metrics={name: x[index] for name, x in judged.metrics.items()},
-        extra={name: [values[i] for i in rows] for name, values in judged.extra.items()},
+        extra=extra,
     )
 
 
@@ -216,7 +232,10 @@ def means(judged: Judged, prefix: str) -> dict[str, float]:
 
 
 def _means(values: Mapping[str, Tensor], prefix: str) -> dict[str, float]:
-    """The means over the responses that have a number; none of a column without any."""
+    """The means over the responses that have a number.
+
+    A column without any has none.
+    """
     found = {}
     for name, x in values.items():
         if not x.isnan().all():

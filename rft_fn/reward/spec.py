@@ -122,7 +122,10 @@ class Names(NamedTuple):
 
 
 def distinct(names: Sequence[Names]) -> list[str]:
-    """One name for each: the short one if no other has it, else the long one, numbered if need be."""
+    """One name for each, different from all others.
+
+    The short one if no other has it, else the long one, numbered if need be.
+    """
     short = [name.short for name in names]
     found: list[str] = []
     for name in names:

@@ -38,10 +38,10 @@ _BRACES = re.compile(r"(\\boxed\s*\{)|\\.|([{}])", re.DOTALL)
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""The content of the last complete \boxed{...}, braces balanced; None where there is none.
+    r"""The content of the last complete \boxed{...}, braces balanced.
 
-    Of nested boxes the innermost counts. A box that is never closed, as in a truncated response, is no box.
-    One pass: linear in the length of the text, whatever is in it.
+    It is None where there is none. Of nested boxes the innermost counts. A box that is never closed, as in a
+    truncated response, is no box. One pass: linear in the length of the text, whatever is in it.
     """
     opened: list[tuple[int, bool]] = []  # (where the content starts, whether a \boxed opened it)
     last_start = -1
@@ -58,7 +58,10 @@ def extract_boxed(text: str) -> str | None:
 
 
 def extract_tag(text: str, tag: str) -> str | None:
-    """The stripped text between the last </tag> and the <tag> before it; None without such a pair."""
+    """The stripped text between the last </tag> and the <tag> before it.
+
+    It is None without such a pair.
+    """
     end = text.rfind(f"</{tag}>")
     if end < 0:
         return None
@@ -77,10 +80,11 @@ _NUMBER = re.compile(rf"(?:(?<![\w)\]}}.%])-\\?\$?)?{_UNSIGNED}(?:/{_UNSIGNED})?
 
 
 def extract_number(text: str) -> str | None:
-    r"""The last number in the text, as "-3.5", "1234", "1/2" or "1e5"; None where there is none.
+    r"""The last number in the text, as "-3.5", "1234", "1/2" or "1e5".
 
-    Thousands commas, currency signs and a full stop after the number are dropped; "1/2" and "\frac{1}{2}" are
-    one number. It reads plain numbers, not formulas: of "2\sqrt{3}" it returns "3" (use `math` for those).
+    It is None where there is none. Thousands commas, currency signs and a full stop after the number are
+    dropped; "1/2" and "\frac{1}{2}" are one number. It reads plain numbers, not formulas: of "2\sqrt{3}" it
+    returns "3" (use `math` for those).
     """
     plain = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
     plain = _FRAC.sub(r"\1/\2", plain)
@@ -91,7 +95,10 @@ def extract_number(text: str) -> str | None:
 
 
 def _value(number: str | None) -> Fraction | None:
-    """The exact value of an extracted number; None for no number, for n/0 and for absurdly large ones."""
+    """The exact value of an extracted number.
+
+    It is None for no number, for n/0 and for absurdly large ones.
+    """
     if number is None or len(number) > 200 or re.search(r"[eE][+-]?[0-9]{4}", number):
         return None  # Fraction("1e999999999") would fill the memory
     top, _, bottom = number.partition("/")
@@ -105,7 +112,10 @@ def _value(number: str | None) -> Fraction | None:
 
 
 def _column(columns: Columns, name: str, count: int) -> list[str]:
-    """One column as text. ValueError if it is missing, has a hole or has another length."""
+    """One column as text.
+
+    ValueError if it is missing, has a hole or has another length.
+    """
     # a path begins with the name of a column
     head = name
     if name not in columns:
@@ -115,6 +125,7 @@ def _column(columns: Columns, name: str, count: int) -> list[str]:
             f"column {head!r}: expected {count} values, one per completion, got {len(columns[head])}"
         )
 
+    # a response is not to blame for a row without a reference
     try:
         values = column_at(columns, name, count)
     except KeyError:
@@ -150,7 +161,7 @@ def _compare(same: Same, column: str) -> RewardFn:
 
 
 def _answer(completion: str) -> str:
-    r"""The answer of a completion: the content of its last \boxed{}, or all of it; stripped."""
+    r"""The stripped content of the last \boxed{}, or the whole completion."""
     boxed = extract_boxed(completion)
     if boxed is None:
         return completion.strip()
@@ -161,11 +172,11 @@ def _answer(completion: str) -> str:
 
 
 def numeric(column: str = "answer", *, boxed: bool = False) -> RewardFn:
-    r"""1 if the last number of the completion equals the last one of the reference ("0.50" is "1/2"); else 0.
+    r"""1 if the last numbers of completion and reference are equal; else 0.
 
-    So GSM8K's references ("... #### 72") work as they are. With `boxed`, only the number inside the last
-    \boxed{} counts, and a completion without one scores 0. Raises ValueError for a reference without a
-    number.
+    "0.50" is "1/2". So GSM8K's references ("... #### 72") work as they are. With `boxed`, only the number
+    inside the last \boxed{} counts, and a completion without one scores 0. Raises ValueError for a reference
+    without a number.
     """
 
     def same(completion: str, reference: str) -> bool:
@@ -224,11 +235,12 @@ _UNBOXED_TAIL = 1000  # characters: math-verify searches in quadratic time, and 
 
 
 def math(column: str = "answer", *, timeout: int = 5) -> RewardFn:
-    r"""1 if the answer equals the reference as mathematics ("\frac{1}{2}" is "0.5", "1+x" is "x+1"); else 0.
+    r"""1 if the answer equals the reference as mathematics; else 0.
 
-    The comparison is math-verify's. The answer is the content of the last \boxed{} where there is one, else
-    what math-verify finds in the last 1,000 characters. The reference is LaTeX or plain text, boxed or not;
-    of GSM8K's only what follows "####" counts. Any failure of the comparison scores 0.
+    "\frac{1}{2}" is "0.5", "1+x" is "x+1". The comparison is math-verify's. The answer is the content of the
+    last \boxed{} where there is one, else what math-verify finds in the last 1,000 characters. The reference
+    is LaTeX or plain text, boxed or not; of GSM8K's only what follows "####" counts. Any failure of the
+    comparison scores 0.
 
     A response such as "10^{10^{10}}" keeps sympy busy for ever, so parsing and comparing get `timeout`
     seconds each. The limit needs Python's main thread (it is a signal); in any other thread the comparison
@@ -280,10 +292,10 @@ def boxed_format() -> RewardFn:
 
 
 def pattern_format(pattern: str) -> RewardFn:
-    """1 if the pattern matches the whole stripped response ("." matches a newline too); else 0.
+    """1 if the pattern matches the whole stripped response; else 0.
 
-    Where the chat template already opens a tag in the prompt ("<think>"), the response does not, and nor may
-    the pattern.
+    "." matches a newline too. Where the chat template already opens a tag in the prompt ("<think>"), the
+    response does not, and nor may the pattern.
     """
     compiled = re.compile(pattern, re.DOTALL)
 
@@ -296,9 +308,10 @@ def pattern_format(pattern: str) -> RewardFn:
 
 
 def tag_format(*tags: str) -> RewardFn:
-    """1 if the response is these tags, in order, each once and not empty, and nothing else; else 0.
+    """1 if the response is these tags, in order, and nothing else; else 0.
 
-    No argument means ("think", "answer"): "<think>...</think> <answer>...</answer>".
+    Each tag stands there once and is not empty. No argument means ("think", "answer"): "<think>...</think>
+    <answer>...</answer>".
     """
     # No character of the content may begin one of the tags, so each tag occurs once.
     names = [re.escape(tag) for tag in tags or ("think", "answer")]

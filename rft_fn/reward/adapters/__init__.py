@@ -1,4 +1,4 @@
-"""Reward functions of other libraries, called as there, as reward functions of this one.
+"""Adapters that call reward functions of other libraries as they do.
 
 Each adapter takes a function, as it is, and the column of the answer. The reward function that it makes names
 in its attribute `columns` the columns that the rows must have. A new library is a file here and a row of

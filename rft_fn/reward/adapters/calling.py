@@ -1,4 +1,7 @@
-"""Arguments for functions of other libraries: columns by their names there, texts in their form."""
+"""The arguments of functions of other libraries.
+
+Columns have the library's names, and texts its form.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -18,16 +21,20 @@ class ForeignFn(Protocol):
 
 
 def required_columns(fn: ForeignFn, paths: Mapping[str, str]) -> tuple[str, ...]:
-    """The columns behind the parameters that a function cannot do without; `paths` is parameter -> column."""
+    """The columns behind the parameters that a function cannot do without.
+
+    `paths` is parameter -> column.
+    """
     return tuple(paths[name] for name in required(fn) if name in paths)
 
 
 def read_columns(
     fn: ForeignFn, paths: Mapping[str, str], columns: Columns, count: int
 ) -> dict[str, list[Any]]:
-    """The arguments of a function that are columns, `count` values each; `paths` is parameter -> column.
+    """The arguments of a function that are columns, `count` values each.
 
-    A column that is missing is None where the function has a default for it, else ValueError.
+    `paths` is parameter -> column. A column that is missing is None where the function has a default for it,
+    else ValueError.
     """
     needed = required_columns(fn, paths)
     found: dict[str, list[Any]] = {}
@@ -39,7 +46,7 @@ def read_columns(
 
 
 def call(fn: ForeignFn, given: Mapping[str, Any]) -> Any:
-    """Calls a function by name, or in order where its parameters have other names."""
+    """Call a function by name, or in order where its names are others."""
     if set(required(fn)) <= given.keys():
         return fn(**taken(fn, given))
     places = [p for p in parameters(fn) if p.kind is not p.KEYWORD_ONLY]
@@ -55,6 +62,9 @@ def missing(path: str, name: str, columns: Columns) -> str:
 
 
 def whole_texts(prompts: Sequence[Any], completions: Sequence[Any], prompt_texts: Any) -> list[str]:
-    """Prompt and response as one text each; the prompt as the model read it where `prompt_texts` is known."""
+    """Prompt and response as one text each.
+
+    The prompt as the model read it where `prompt_texts` is known.
+    """
     asked = prompt_texts or [text(x) for x in prompts]
     return [p + text(c) for p, c in zip(asked, completions, strict=True)]

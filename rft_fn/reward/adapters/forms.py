@@ -1,4 +1,7 @@
-"""Functions that read one form of prompts and completions, messages or texts, whatever the data has."""
+"""Adapters to the form of the texts.
+
+Some functions read only messages, or only texts, whatever the data has.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

@@ -1,4 +1,7 @@
-"""Rubrics of the library verifiers. It is not imported: a rubric's attributes are enough."""
+"""Rubrics of the library verifiers.
+
+It is not imported: a rubric's attributes are enough.
+"""
 
 import asyncio
 import inspect
@@ -27,14 +30,14 @@ _FIELDS = ("prompt", "completion", "answer", "state", "task", "info")  # of a re
 
 
 def verifiers(rubric: Any, answer: str = "answer") -> RewardFn:
-    """A `Rubric` of verifiers (0.1): the weighted sum of its functions, each of which is a metric too.
+    """A `Rubric` of verifiers (0.1) as the weighted sum of its functions.
 
-    A function is called once per response with the arguments that it names, of `prompt` and `completion`
-    (messages), `answer`, `state`, `task`, `info`, the columns, and the rubric's class objects (its parser).
-    One that names `completions` is called once for the responses to a prompt, with plural names. Async
-    functions run together. One that raises scores 0, as in verifiers: the metric `failed` counts these, and
-    the first is a warning. A group of rubrics is their sum; an environment is its rubric, a function a rubric
-    of one.
+    Each function is a metric too. A function is called once per response with the arguments that it names, of
+    `prompt` and `completion` (messages), `answer`, `state`, `task`, `info`, the columns, and the rubric's
+    class objects (its parser). One that names `completions` is called once for the responses to a prompt,
+    with plural names. Async functions run together. One that raises scores 0, as in verifiers: the metric
+    `failed` counts these, and the first is a warning. A group of rubrics is their sum; an environment is its
+    rubric, a function a rubric of one.
     """
     functions: list[_Function] = []
     for one in _rubrics(getattr(rubric, "rubric", rubric)):
@@ -87,7 +90,10 @@ class _Function(NamedTuple):
 
 
 def _rubrics(rubric: Any) -> list[Any]:
-    """The rubrics of a rubric, of a group of them or of a function. ValueError for anything else."""
+    """The rubrics of a rubric, of a group of them or of a function.
+
+    ValueError for anything else.
+    """
     if hasattr(rubric, "rubrics"):
         found = []
         for part in rubric.rubrics:
@@ -146,7 +152,9 @@ async def _scores(
     # a group's arguments have plural names and one value per response of the group
     calls = []
     for group in groups:
-        given = {f"{name}s": [rows[i][name] for i in group] for name in _FIELDS}
+        given = {}
+        for name in _FIELDS:
+            given[f"{name}s"] = [rows[i][name] for i in group]
         calls.append(_call(function, given))
     scores: list[float | None] = []
     for values, group in zip(await asyncio.gather(*calls), groups, strict=True):
@@ -155,7 +163,10 @@ async def _scores(
 
 
 async def _call(function: _Function, given: Mapping[str, Any]) -> Any:
-    """The result of a function; None where it raises, with a warning that Python shows once."""
+    """The result of a function, or None and a warning where it raises.
+
+    Python shows the warning once.
+    """
     try:
         value = function.fn(**taken(function.fn, {**given, **function.objects}))
         if inspect.isawaitable(value):

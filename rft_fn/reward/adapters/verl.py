@@ -82,7 +82,10 @@ def _compute_score(fn: ForeignFn, answer: str, solutions: _Solutions) -> RewardF
 
 
 def _name_of_response(fn: ForeignFn) -> str:
-    """The parameter of a compute_score that takes the response: its first one if it has none of verl's."""
+    """The parameter of a compute_score that takes the response.
+
+    It is the first one if it has none of verl's names.
+    """
     names = [p.name for p in parameters(fn)]
     for usual in ("solution_strs", "solution_str"):
         if usual in names:
@@ -97,7 +100,10 @@ async def _gather(results: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 def _score(result: Any) -> Any:
-    """The first entry of a tuple (score, further, ...), as verl itself reads it; else the result."""
+    """The first entry of a tuple (score, ...), else the result.
+
+    verl itself reads results so.
+    """
     if isinstance(result, tuple) and result:
         return result[0]
     return result
