@@ -1,6 +1,6 @@
 """Writes the table of docs/rewards.md: judges every function of the corpus and prints what it gave.
 
-cd tests/reward && python -m corpus.make_table
+PYTHONPATH=tests:tests/reward python -m corpus.make_table
 """
 
 from collections.abc import Sequence
