@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rft_fn import packing, reward_shaping, tree
-from rft_fn.reward.rollout import Judged, concat, select
+from rft_fn.reward import Judged, concat, select
 from rft_fn.types import Media, Rollout
 
 __all__ = ["Filled", "fill_groups"]

@@ -1,7 +1,15 @@
-"""Prompts as a pure function of the step, from files, the hub or the built-in tasks."""
+"""Prompts, preference pairs and sequences to learn from.
+
+They come from files, the hub or the built-in tasks, as a pure function of the step. Rows come from `sources`
+(texts of the command line), `file_formats` and `tasks`. Recipes turn a row into an item of a `dataset`:
+`prompts`, `pairs` and `lessons`, with `messages`, `chat` and `text_template`. `loading` puts both together,
+and `drawing` takes the items of a step.
+"""
 
 from rft_fn.data.chat import LOSS_ON, Chat, Lesson
-from rft_fn.data.keywords import literals
+from rft_fn.data.chat_template import literals
+from rft_fn.data.dataset import Dataset
+from rft_fn.data.drawing import draw, take
 from rft_fn.data.lessons import lessons
 from rft_fn.data.loading import (
     PAIRS,
@@ -15,10 +23,10 @@ from rft_fn.data.loading import (
 )
 from rft_fn.data.messages import Conversation, conversation
 from rft_fn.data.pairs import Pair, pairs_from_rows, pairs_from_task
-from rft_fn.data.prompts import Dataset, Prompt, draw, from_rows, from_task, take
+from rft_fn.data.prompts import Prompt, from_rows, from_task
 from rft_fn.data.sources import read_rows
 from rft_fn.data.tasks import TASKS, Task, get_task
-from rft_fn.data.template import fill, render
+from rft_fn.data.text_template import fill, render
 
 __all__ = [
     "LOSS_ON", "PAIRS", "PROMPTS", "TASKS", "Chat", "Conversation", "Dataset", "Kind", "Lesson", "Pair",

@@ -1,4 +1,7 @@
-"""From turns to tokens, by a tokenizer's own chat template: prompts to answer, and answers to learn."""
+"""Renders turns as tokens, by a tokenizer's own chat template.
+
+Prompts are to be answered; lessons are sequences with turns to be learned.
+"""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,31 +9,43 @@ from functools import cache, lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from rft_fn.data.keywords import MARK, reads
-from rft_fn.data.messages import Conversation
+from rft_fn.data.chat_template import MARK, reads
+from rft_fn.data.messages import Conversation, Turn
 
-__all__ = ["LOSS_ON", "Chat", "Lesson"]
+__all__ = ["LOSS_ON", "Chat", "Lesson", "shared_prefix"]
 
 LOSS_ON = ("all", "last")
 
 
 class Lesson(NamedTuple):
-    """One sequence to learn from: its tokens, and which of them are learned."""
+    """One sequence to learn from."""
 
     ids: list[int]
-    mask: list[bool]
+    mask: list[bool]  # [ids] True for the tokens that are learned
 
 
 class Chat(NamedTuple):
-    """A tokenizer with a chat template, and what that is given beside the messages."""
+    """A tokenizer with the values for its chat template's variables."""
 
     tokenizer: Any
     kwargs: Mapping[str, Any]
 
-    def check(self) -> None:
-        """ValueError for keywords that the template does not read, or that it gets anyway."""
+    def check(self, *, messages: Sequence[str] = ()) -> None:
+        """Raise ValueError for options that do not fit the chat template.
+
+        Messages need a chat template, and a value has to be one that it reads. `messages` are the columns
+        that the template shall render. The names that it gets anyway, such as "messages" and "tools", are
+        refused too.
+        """
+        if messages and not self.tokenizer.chat_template:
+            raise ValueError(
+                "messages: expected a tokenizer with a chat template, got one without; take a model that has "
+                "one, or text by --template"
+            )
         if not self.kwargs:
             return
+
+        # names that the template gets anyway would be given twice
         if not self.tokenizer.chat_template:
             raise ValueError("chat_template_kwargs: expected none, as the tokenizer has no chat template")
         own = {"add_generation_prompt", "messages", "tools", *self.tokenizer.special_tokens_map}
@@ -43,11 +58,16 @@ class Chat(NamedTuple):
                     f"({known or 'it reads none'}), got {name!r}"
                 )
 
+    def longest_token(self) -> int:
+        """The number of characters of the longest token of the vocabulary."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
     def prompt(self, talk: Conversation) -> list[int]:
         """The ids of a conversation, ready for the assistant to speak.
 
         ValueError for a last turn that is neither a user's nor a tool's: a turn that the assistant has begun
-        is not continued. The same for what the template refuses, or would leave out without a word.
+        is not continued. The same for a conversation that the template refuses, or of which it would drop
+        something silently.
         """
         role = talk.turns[-1]["role"]
         if role not in ("user", "tool"):
@@ -60,17 +80,19 @@ class Chat(NamedTuple):
         return self.ids(talk.turns, talk.tools, ask=True)
 
     def lessons(self, talk: Conversation, loss_on: str) -> list[Lesson]:
-        """The sequences in which turns of the assistant are learned, each with the token that ends it.
+        """The sequences in which turns of the assistant are learned.
 
-        "all" learns those of the last column, "last" the last one. They share a sequence as far as the
-        template renders a turn alike whatever follows it; a turn that it changes later (earlier thoughts
-        are dropped), or that it gives no token of its own to end with, has a sequence up to its end. Which
-        tokens are the turn's is said by the marks {% generation %} where the template has them around whole
-        turns, else by what comes after the prompt that asks for the turn.
+        Each turn is learned with the token that ends it. "all" learns those of the last column, "last" the
+        last one. They share a sequence as long as the template renders a turn alike whatever follows it. A
+        turn that it changes later (earlier thoughts are dropped), or that it ends with no special token, has
+        a sequence up to its end.
 
-        ValueError names the turn for one whose rendering does not begin with that prompt.
+        The marks {% generation %} tell which tokens are a turn's, where the template has them around whole
+        turns; else they are the tokens after the prompt that asks for the turn.
+
+        ValueError names a turn whose rendering does not begin with that prompt.
         """
-        spoken = [i for i, turn in enumerate(talk.turns) if turn["role"] == "assistant" and i >= talk.start]
+        spoken = [i for i in _assistant_turns(talk.turns) if i >= talk.start]
         if not spoken:
             raise ValueError("expected a turn of the assistant to learn, got none")
         if loss_on == "last":
@@ -81,19 +103,22 @@ class Chat(NamedTuple):
             turn = talk.turns[i]
             if not (turn["content"].strip() or turn.get("tool_calls") or turn.get("reasoning_content")):
                 raise ValueError(f"turn {i + 1}: the response is empty")
+
+        # nothing behind the last learned turn is read
         talk = talk._replace(turns=talk.turns[: spoken[-1] + 1])
         self._check_read(talk)
         return self._by_marks(talk, spoken) or self._by_prefixes(talk, spoken)
 
     def ids(self, turns: Sequence[Mapping[str, Any]], tools: Any = None, *, ask: bool) -> list[int]:
-        """The ids of turns; with `ask` the assistant is asked to speak.
+        """The ids of turns; with `ask` those of the assistant's header behind them.
 
-        A system turn that the template refuses is put before the text of the user's first, with a warning.
+        A system turn that the template refuses is put before the user's first text, with a warning.
         ValueError for a template that fails.
         """
         return list(self._rendered(turns, tools, ask, return_dict=False))
 
     def _rendered(self, turns: Any, tools: Any, ask: bool, **how: Any) -> Any:
+        """The output of `apply_chat_template` with these options."""
         how = {"tools": tools, "add_generation_prompt": ask, **how, **self.kwargs}
         apply = self.tokenizer.apply_chat_template
         try:
@@ -102,15 +127,17 @@ class Chat(NamedTuple):
             merged = _without_system(turns)
             if merged is None:
                 raise _refusal(turns, error) from error
+
+        # the same without a system turn
         try:
             out = apply(merged, **how)
         except Exception as error:
             raise _refusal(merged, error) from error
-        _say_merged(self.tokenizer.chat_template)
+        _warn_of_merged_system(self.tokenizer.chat_template)
         return out
 
     def _check_read(self, talk: Conversation) -> None:
-        """ValueError for what a row has and the template would leave out without a word."""
+        """ValueError for parts of a row that the template would drop silently."""
         template = self.tokenizer.get_chat_template(tools=talk.tools)
         if talk.tools and "tools" not in reads(template):
             raise ValueError(
@@ -123,7 +150,10 @@ class Chat(NamedTuple):
                     raise ValueError(f"turn {i} has {key}, and the chat template does not read them")
 
     def _by_marks(self, talk: Conversation, spoken: Sequence[int]) -> list[Lesson]:
-        """As the template's marks have it; nothing where they are not one a turn, between whole tokens."""
+        """The sequence by the template's marks {% generation %}.
+
+        It is [] unless there is one pair of marks per turn, between whole tokens.
+        """
         template = self.tokenizer.get_chat_template(tools=talk.tools)
         if not self.tokenizer.is_fast or not MARK.search(template):
             return []
@@ -132,36 +162,47 @@ class Chat(NamedTuple):
         )
         ids = list(out["input_ids"])
         spans = list(_runs(out["assistant_masks"]))
-        speakers = [i for i, turn in enumerate(talk.turns) if turn["role"] == "assistant"]
+        speakers = _assistant_turns(talk.turns)
         if len(spans) != len(speakers):
             return []
+
+        # every turn has to end with a special token and to begin where its prompt ends
         mask = [False] * len(ids)
         for i, (start, end) in zip(speakers, spans):
             end = self._end(ids, start, end)
             if end is None or not start:
                 return []
-            if i in spoken:
-                if self._melts(talk, i, ids, start):
-                    return []
-                mask[start:end] = [True] * (end - start)
+            if i not in spoken:
+                continue
+            if self._begins_in_prompt(talk, i, ids, start):
+                return []
+            mask[start:end] = [True] * (end - start)
         return [_cut(ids, mask)]
 
-    def _melts(self, talk: Conversation, i: int, ids: list[int], start: int) -> bool:
-        """Whether the first token of a turn begins before it, in what the prompt ends with."""
+    def _begins_in_prompt(self, talk: Conversation, i: int, ids: list[int], start: int) -> bool:
+        """Whether the first token of a turn overlaps the prompt before it.
+
+        It does if it begins with the last characters of that prompt.
+        """
         asked = self.ids(talk.turns[:i], talk.tools, ask=True)
+        if asked[:start] != ids[:start]:
+            return False
         over = self._text(asked[start:])
-        return bool(over) and asked[:start] == ids[:start] and self._text([ids[start]]).startswith(over)
+        return bool(over) and self._text([ids[start]]).startswith(over)
 
     def _by_prefixes(self, talk: Conversation, spoken: Sequence[int]) -> list[Lesson]:
-        """By the prompt before each turn, and the conversation up to its end."""
+        """The sequences by the prompt before each turn."""
         whole = self.ids(talk.turns, talk.tools, ask=False)
-        mask = [False] * len(whole)
+        mask = [False] * len(whole)  # of the turns that share the sequence of the whole conversation
         alone: list[Lesson] = []
         for i in spoken:
+            # the conversation up to the end of this turn, and where the turn begins in it
             through = whole
             if i < spoken[-1]:
                 through = self.ids(talk.turns[: i + 1], talk.tools, ask=False)
             start, through = self._asked(talk, i, through)
+
+            # it shares a sequence if it ends with a special token and later turns leave it as it is
             end = self._end(through, start, len(through))
             if end is None:
                 alone.append(self._ended(through, start))
@@ -169,14 +210,16 @@ class Chat(NamedTuple):
                 mask[start:end] = [True] * (end - start)
             else:
                 alone.append(_cut(through, _span(len(through), start, end)))
-        shared = [_cut(whole, mask)] if any(mask) else []
-        return shared + alone
+        if any(mask):
+            return [_cut(whole, mask), *alone]
+        return alone
 
     def _asked(self, talk: Conversation, i: int, through: list[int]) -> tuple[int, list[int]]:
-        """(where turn i begins, the ids up to its end): behind the prompt that asks for it.
+        """(the start of turn i, the ids up to its end).
 
-        Where a token of `through` reaches over that border it is cut there, as when the turn was sampled.
-        ValueError where the turn is not rendered as it was asked for.
+        The turn starts behind the prompt that asks for it. A token of `through` that crosses that border is
+        cut there, as it was when the turn was sampled. ValueError for a turn whose rendering does not begin
+        with the prompt.
         """
         asked = self.ids(talk.turns[:i], talk.tools, ask=True)
         if not asked:
@@ -184,21 +227,24 @@ class Chat(NamedTuple):
         if through[: len(asked)] == asked:
             return len(asked), through
 
+        # tokens differ: compare the texts, and tokenise the turn by itself if the prompt's text is its start
         before = self._rendered(talk.turns[:i], talk.tools, True, tokenize=False)
         after = self._rendered(talk.turns[: i + 1], talk.tools, False, tokenize=False)
-        differ = (k for k, (a, b) in enumerate(zip(before, after)) if a != b)
-        same = next(differ, min(len(before), len(after)))
+        same = shared_prefix(before, after)
         cut = [*asked, *self.tokenizer.encode(after[len(before) :], add_special_tokens=False)]
         if same < len(before) or self._text(cut) != self._text(through):
             raise ValueError(
-                f"turn {i + 1}: the prompt that asks for it goes on with {before[same:]!r:.60}, but the chat "
-                f"template renders it with {after[same:]!r:.60}: what is learned would never be asked; other "
-                "--chat-template-kwargs may make the two alike"
+                f"turn {i + 1}: the prompt that asks for it continues with {before[same:]!r:.60}, but the "
+                f"chat template renders it with {after[same:]!r:.60}: the learned turn would never be asked "
+                "for; other --chat-template-kwargs may make the two alike"
             )
         return len(asked), cut
 
     def _end(self, ids: Sequence[int], start: int, end: int) -> int | None:
-        """Behind the special token that ends the turn [start, end) or follows it; None without one."""
+        """The end of turn [start, end), its special token included.
+
+        The token is the last one of the turn or follows it; None without one.
+        """
         special = _special(self.tokenizer)
         last = self._filled(ids, start, end)
         if last > start and ids[last - 1] in special:
@@ -208,15 +254,18 @@ class Chat(NamedTuple):
         return None
 
     def _ended(self, ids: list[int], start: int) -> Lesson:
-        """A turn that is ended by the end of sequence, in place of the spaces behind it."""
+        """The sequence of a turn, its trailing spaces replaced by the end of sequence."""
         last = self._filled(ids, start, len(ids))
         ids = [*ids[:last], self.tokenizer.eos_token_id]
         return Lesson(ids, _span(len(ids), start, len(ids)))
 
     def _filled(self, ids: Sequence[int], start: int, end: int) -> int:
-        """`end` less the tokens of spaces before it."""
+        """`end` without the tokens of spaces before it."""
         special = _special(self.tokenizer)
-        while end > start and ids[end - 1] not in special and not self._text(ids[end - 1 : end]).strip():
+        while end > start:
+            last = ids[end - 1]
+            if last in special or self._text([last]).strip():
+                break
             end -= 1
         return end
 
@@ -224,21 +273,38 @@ class Chat(NamedTuple):
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
+def shared_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The number of elements that two sequences begin with in common."""
+    same = 0
+    for x, y in zip(a, b):
+        if x != y:
+            break
+        same += 1
+    return same
+
+
+def _assistant_turns(turns: Sequence[Turn]) -> list[int]:
+    """The numbers of the assistant's turns, from 0."""
+    return [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+
+
 def _without_system(turns: Sequence[Mapping[str, Any]]) -> list[Any] | None:
-    """The turns, what the system says put before the user's first text; None where that is not how they
-    begin."""
+    """The turns with the system's text in front of the user's first.
+
+    None unless they begin with both.
+    """
     roles = [turn["role"] for turn in turns[:2]]
     if roles != ["system", "user"]:
         return None
-    said = [turn["content"] for turn in turns[:2] if turn["content"]]
-    return [{**turns[1], "content": "\n\n".join(said)}, *turns[2:]]
+    texts = [turn["content"] for turn in turns[:2] if turn["content"]]
+    return [{**turns[1], "content": "\n\n".join(texts)}, *turns[2:]]
 
 
 @cache
-def _say_merged(template: Any) -> None:
-    """The warning, once for each template."""
+def _warn_of_merged_system(template: Any) -> None:
+    """Warn once for each template."""
     warnings.warn(
-        "chat template: it refuses a system turn; what that says is put before the user's first text",
+        "chat template: it refuses a system turn; its text is put before the user's first text",
         stacklevel=2,
     )
 
@@ -253,7 +319,7 @@ def _refusal(turns: Sequence[Mapping[str, Any]], error: Exception) -> ValueError
 
 @lru_cache(8)
 def _special(tokenizer: Any) -> frozenset[int]:
-    """The tokens that are no text."""
+    """The special tokens, those that were added later among them."""
     added = tokenizer.added_tokens_decoder
     return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
 
@@ -274,6 +340,8 @@ def _span(size: int, start: int, end: int) -> list[bool]:
 
 
 def _cut(ids: Sequence[int], mask: Sequence[bool]) -> Lesson:
-    """A lesson without the tokens behind the last that is learned."""
-    size = max(i for i, learned in enumerate(mask) if learned) + 1
+    """A lesson without the tokens behind the last learned one."""
+    size = len(mask)
+    while not mask[size - 1]:
+        size -= 1
     return Lesson(list(ids[:size]), list(mask[:size]))

@@ -1,4 +1,7 @@
-"""What is learned of a row: its response, or turns of its conversation."""
+"""The sequences of a row to learn from.
+
+They hold its response, or the assistant's turns of its conversation.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,9 +9,9 @@ from typing import Any
 from rft_fn.data.chat import Chat, Lesson
 from rft_fn.data.messages import Conversation, tools_of, turns_of
 from rft_fn.data.prompts import Prompt
-from rft_fn.data.template import fill
+from rft_fn.data.text_template import fill
 
-__all__ = ["lessons"]
+__all__ = ["lessons", "text_lesson"]
 
 
 def lessons(
@@ -20,16 +23,24 @@ def lessons(
     loss_on: str = "all",
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Lesson]:
-    """The sequences to learn from of a prompt of a data set that was loaded with the same options.
+    """The sequences of a prompt's row to learn from.
 
-    Of text it is the prompt, then the filled-in `response` and the end of sequence, which are learned. Of a
-    conversation it is turns of the assistant: see `Chat.lessons`. ValueError for a row that cannot be used.
+    The data set has to be loaded with the same options. Of text it is the prompt, then the filled-in
+    `response` and the end of sequence, which are learned. Of a conversation it is turns of the assistant: see
+    `Chat.lessons`. ValueError for a row that cannot be used.
     """
     if prompt.messages is None:
         text = fill(response, prompt.columns, f"row {prompt.index + 1}")
-        answer = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        return [Lesson([*prompt.ids, *answer], [False] * len(prompt.ids) + [True] * len(answer))]
+        return [text_lesson(prompt.ids, text, tokenizer)]
+
+    # the learned turns are those of the last column; the ones before it are context
     turns = [dict(turn) for turn in prompt.messages]
     last = turns_of(prompt.columns, messages[-1])
     talk = Conversation(turns, len(turns) - len(last), tools_of(prompt.columns))
     return Chat(tokenizer, chat_template_kwargs or {}).lessons(talk, loss_on)
+
+
+def text_lesson(prompt: Sequence[int], response: str, tokenizer: Any) -> Lesson:
+    """A prompt with its response and the end of sequence, which are learned."""
+    answer = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
+    return Lesson([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))

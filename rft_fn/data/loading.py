@@ -1,30 +1,60 @@
-"""From the texts of a command line to data sets: mixtures, held-out rows, and how often rows are drawn."""
+"""Data sets from the texts of a command line.
+
+Also their mixtures, held-out rows, and the number of steps of a run.
+"""
 
 import hashlib
 import math
 import os
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from rft_fn import rng
 from rft_fn.data import sources
+from rft_fn.data.dataset import Dataset, ItemT
 from rft_fn.data.mixture import Mixture
 from rft_fn.data.pairs import pairs_from_rows, pairs_from_task
-from rft_fn.data.prompts import Dataset, Prompt, from_rows, from_task
-from rft_fn.data.rows import Part, Row
-from rft_fn.data.sources import Source
+from rft_fn.data.prompts import from_rows, from_task
+from rft_fn.data.rows import Part, Table
+from rft_fn.data.sources import Source, Tables
 
 __all__ = ["PAIRS", "PROMPTS", "Kind", "decide_steps", "held_out", "load", "load_for_training", "mix", "plan"]
 
 
-class Kind(NamedTuple):
-    """What is made of rows."""
+class FromRows(Protocol):
+    """Makes a data set of rows."""
 
-    from_rows: Callable[..., Dataset]
-    from_task: Callable[..., Dataset]
+    def __call__(
+        self, rows: Table, tokenizer: Any, *args: Any, name: str = "rows", **options: Any
+    ) -> Dataset:
+        """One item for each row that fits; ValueError for unusable rows.
+
+        The error has their places.
+        """
+        ...
+
+
+class FromTask(Protocol):
+    """Makes an endless data set of a built-in task."""
+
+    def __call__(
+        self, task: str, tokenizer: Any, *args: Any, level: int = 1, seed: int = 0, **options: Any
+    ) -> Dataset:
+        """One item for each index, drawn by seed and level.
+
+        ValueError for an unknown task or level.
+        """
+        ...
+
+
+class Kind(NamedTuple):
+    """Which items are made of rows: `PROMPTS` or `PAIRS`."""
+
+    from_rows: FromRows
+    from_task: FromTask
 
 
 PROMPTS = Kind(from_rows, from_task)
@@ -35,10 +65,10 @@ class _Opened(NamedTuple):
     """A source, and its rows by split; a task has none."""
 
     source: Source
-    tables: Mapping[str, Sequence[Row]]
+    tables: Tables
 
     def split(self, want: str) -> str:
-        """The split that is read when "train" or "test" is wanted."""
+        """The split to read when "train" or "test" is wanted."""
         return sources.chosen_split(self.tables, self.source, want)
 
     def identity(self, want: str) -> tuple:
@@ -50,11 +80,18 @@ class _Opened(NamedTuple):
 
 def _open(texts: str | Sequence[str]) -> list[_Opened]:
     """The sources of one text or several. ValueError for none."""
-    listed = [texts] if isinstance(texts, str) else texts
-    found = [sources.parse(text) for text in listed]
+    if isinstance(texts, str):
+        texts = [texts]
+    found = [sources.parse(text) for text in texts]
     if not found:
         raise ValueError("data: expected at least one source, got none")
-    return [_Opened(source, {} if source.is_task else sources.tables(source)) for source in found]
+    opened = []
+    for source in found:
+        tables = {}
+        if not source.is_task:
+            tables = sources.tables(source)
+        opened.append(_Opened(source, tables))
+    return opened
 
 
 def load(
@@ -87,18 +124,22 @@ def load_for_training(
     kind: Kind = PROMPTS,
     **options: Any,
 ) -> tuple[Dataset, Dataset]:
-    """(what is trained on, what is evaluated on); sources and options are those of `load`.
+    """(what is trained on, what is evaluated on).
 
-    Without `eval_data` each source is evaluated on rows of its own: a task on those of seed + 1, a data set
-    on its split test (else validation), anything else on `eval_share` of its rows, which are then not trained
-    on. The second data set's `note` says which rows it has, and whether they are trained on too: those of an
-    `eval_data` that is also in `data`, and at `eval_share` 0. ValueError as from `load`.
+    Sources and options are those of `load`. Without `eval_data` each source is evaluated on some of its rows:
+    a task on those of seed + 1, a data set on its split test (else validation), any other on `eval_share` of
+    its rows, which are then not trained on. The second data set's `note` names its rows, and tells whether
+    they are trained on too: those of an `eval_data` that is also in `data`, and at `eval_share` 0. ValueError
+    as from `load`.
     """
     opened = _open(data)
     if not eval_data:
-        pairs = [_divided(x, tokenizer, seed, eval_share, kind, options) for x in opened]
-        return mix([a for a, _ in pairs], _shares(opened)), mix([b for _, b in pairs], _shares(opened))
+        divided = [_divided(x, tokenizer, seed, eval_share, kind, options) for x in opened]
+        trained = [train for train, _ in divided]
+        unseen = [test for _, test in divided]
+        return mix(trained, _shares(opened)), mix(unseen, _shares(opened))
 
+    # given sources for the evaluation: all rows of `data` are trained on
     trained = [_whole(x, tokenizer, seed, "train", kind, options) for x in opened]
     taken = {x.identity("train") for x in opened}
     others = _open(eval_data)
@@ -121,12 +162,16 @@ def _whole(
     """All rows of a source, or of its split."""
     if x.source.is_task:
         return _task(x.source, tokenizer, seed, kind, options)
+    text = x.source.text
     name = x.split(split)
-    note = f"split {name} of {x.source.text}" if name else x.source.text
-    return replace(kind.from_rows(x.tables[name], tokenizer, name=x.source.text, **options), note=note)
+    note = text
+    if name:
+        note = f"split {name} of {text}"
+    return replace(kind.from_rows(x.tables[name], tokenizer, name=text, **options), note=note)
 
 
 def _task(source: Source, tokenizer: Any, seed: int, kind: Kind, options: Mapping[str, Any]) -> Dataset:
+    """The data set of a built-in task, at the level in its text."""
     level = source.part or "1"
     if not level.isdigit() or source.split is not None:
         raise ValueError(f"data: expected {source.name}:LEVEL with a number, got {source.text!r}")
@@ -141,6 +186,8 @@ def _divided(
     if x.source.is_task:
         trained = _task(x.source, tokenizer, seed, kind, options)
         return trained, _task(x.source, tokenizer, seed + 1, kind, options)
+
+    # the split that is meant for an evaluation, if there is one
     name = x.source.text
     split = sources.training_split(x.tables, x.source)
     rows = x.tables[split]
@@ -149,11 +196,12 @@ def _divided(
         trained = kind.from_rows(rows, tokenizer, name=name, **options)
         unseen = kind.from_rows(x.tables[test], tokenizer, name=name, **options)
         return trained, replace(unseen, note=f"split {test} of {name}")
+
     if not share:
         whole = kind.from_rows(rows, tokenizer, name=name, **options)
         return whole, replace(whole, note=f"{name}, which is trained on too (eval_share is 0)")
 
-    # neither a test split nor a file for it: some of the rows are kept for the evaluation
+    # neither a test split nor a file for it: some of the rows are held out
     kept, held = held_out(len(rows), share)
     trained = kind.from_rows(Part(rows, kept, name), tokenizer, name=name, **options)
     unseen = kind.from_rows(Part(rows, held, name), tokenizer, name=name, **options)
@@ -162,11 +210,11 @@ def _divided(
 
 
 def held_out(count: int, share: float) -> tuple[array, array]:
-    """(the rows to train on, the rows to hold out): numbers below `count`, at least one in each.
+    """(the rows to train on, the rows to hold out).
 
-    round(share count) rows are held out: those whose numbers have the lowest hashes. So runs of other seeds
-    answer the same questions, and of a file that grows most rows stay on their side. ValueError for fewer
-    than two rows, and unless 0 < share <= 1.
+    They are numbers below `count`, at least one in each. round(share count) rows are held out: those whose
+    numbers have the lowest hashes. So runs of other seeds answer the same questions, and when a file grows
+    most rows stay on their side. ValueError for fewer than two rows, and unless 0 < share <= 1.
     """
     if count < 2:
         raise ValueError(
@@ -180,28 +228,41 @@ def held_out(count: int, share: float) -> tuple[array, array]:
     return array("q", sorted(by_hash[size:])), array("q", sorted(by_hash[:size]))
 
 
-def mix(datasets: Sequence[Dataset], shares: Sequence[Fraction]) -> Dataset:
-    """The data sets as one, drawn by their shares; a single one stays as it is.
+def mix(datasets: Sequence[Dataset[ItemT]], shares: Sequence[Fraction]) -> Dataset[ItemT]:
+    """The data sets as one, drawn by their shares; a single one unchanged.
 
-    Each part is passed over in an order of its own. A row has the name of its part in the column `source`,
-    unless it has such a column; the parts need not have the same columns otherwise. ValueError for shares
-    that `Mixture` refuses.
+    Each part is passed over in its own order. A row has the name of its part in
+    the column `source`, unless it has such a column; the parts need not have the same columns otherwise.
+    ValueError for shares that `Mixture` refuses.
     """
     if len(datasets) == 1:
         return datasets[0]
-    mixture, parts = Mixture(shares), tuple(datasets)
+    mixture = Mixture(shares)
+    parts = tuple(datasets)
 
-    def prompt(i: int) -> Prompt:
+    def item(i: int) -> ItemT:
         k, j = mixture.source(i)
         made = parts[k].prompt(j)
-        return made._replace(index=i, columns={"source": parts[k].name, **made.columns})
+        return replace(made, index=i, columns={"source": parts[k].name, **made.columns})
 
-    sizes = [part.size for part in parts]
-    size = None if None in sizes else sum(n or 0 for n in sizes)
+    # endless as soon as one part is
+    size: int | None = 0
+    for part in parts:
+        if size is None or part.size is None:
+            size = None
+        else:
+            size += part.size
+
     content = repr((mixture.weights, [(part.name, part.digest) for part in parts]))
-    digest = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-    name = " + ".join(part.name for part in parts)
-    return Dataset(name, size, prompt, digest, parts, mixture, "; ".join(part.note for part in parts))
+    return Dataset(
+        name=" + ".join(part.name for part in parts),
+        size=size,
+        prompt=item,
+        digest=hashlib.blake2b(content.encode(), digest_size=16).hexdigest(),
+        parts=parts,
+        mixture=mixture,
+        note="; ".join(part.note for part in parts),
+    )
 
 
 def decide_steps(
@@ -213,13 +274,16 @@ def decide_steps(
     usual: int,
     option: str = "epochs",
 ) -> int:
-    """The steps of a run: as given, or as many as `epochs` passes over the rows take, or `usual`.
+    """The steps of a run, given or by epochs.
 
-    ceil(epochs rows / batch); the rows of a mixture are those of all its parts together. `option` is what the
-    epochs are called in errors. ValueError for epochs of rows that never end.
+    `steps` if it is given; else as many as `epochs` passes over the rows take; else `usual`: ceil(epochs rows
+    / batch); the rows of a mixture are those of all its parts together. `option` is the name of the epochs in
+    errors. ValueError for epochs of rows that never end.
     """
     if epochs is None:
-        return usual if steps is None else steps
+        if steps is None:
+            return usual
+        return steps
     if dataset.size is None:
         endless = [part.name for part in dataset.parts or (dataset,) if part.size is None]
         raise ValueError(
@@ -232,15 +296,18 @@ def decide_steps(
 def plan(
     dataset: Dataset, steps: int, batch: int, unseen: Dataset | None = None, *, what: str = "prompts"
 ) -> str:
-    """What a run draws of each source, and what it is evaluated on, in one line.
+    """One line about the data of a run.
 
-    `batch` prompts (or `what` a row makes) a step, those of the first round where there are several.
+    It has the rows drawn from each source, and those that the run is evaluated on. `batch` is prompts (or
+    `what`) per step, those of the first round where there are several.
     """
     drawn = steps * batch
     parts = dataset.parts or (dataset,)
-    counts = [drawn] if dataset.mixture is None else dataset.mixture.counts(drawn)
-    said = [f"{n} of {part.name} ({_passes(part.size, n)})" for part, n in zip(parts, counts)]
-    line = f"data: {steps} steps of {batch} {what}, {', '.join(said)}"
+    counts = [drawn]
+    if dataset.mixture is not None:
+        counts = dataset.mixture.counts(drawn)
+    shown = [f"{n} of {part.name} ({_passes(part.size, n)})" for part, n in zip(parts, counts)]
+    line = f"data: {steps} steps of {batch} {what}, {', '.join(shown)}"
     if unseen is not None:
         line += f"; evaluation: {unseen.note}"
     return line

@@ -1,18 +1,20 @@
-"""Conversations in the columns of a row: messages as OpenAI and TRL write them, and those of sharegpt.
+"""The message schemas: conversations in the columns of a row.
 
-Whatever the file has, what comes out are turns {"role", "content", ...} with text as content, calls of tools
-as `{"type": "function", "function": {"name", "arguments"}}`, and no key that holds nothing.
+Those of OpenAI, TRL and sharegpt are read. All of them become turns {"role", "content", ...} with text as
+content, calls of tools as `{"type": "function", "function": {"name", "arguments"}}`, and no key that holds
+None. A new schema is read by `_turn`; its names of roles are rows of `_ROLES`.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rft_fn.data.rows import Row
+
 __all__ = [
     "Conversation", "Turn", "advice", "are_messages", "conversation", "opened", "tools_of", "turns_of",
 ]  # fmt: skip
 
-Row = Mapping[str, Any]
 Turn = dict[str, Any]
 
 _ROLES = {
@@ -34,20 +36,21 @@ _USUAL = ("prompt", "messages", "conversations", "completion")  # the order in w
 
 
 class Conversation(NamedTuple):
-    """The turns of a row, and the tools that it has."""
+    """The turns and the tools of a row."""
 
     turns: list[Turn]
-    start: int  # the first turn of the last column: what an example of prompt and completion learns from
+    start: int  # the first turn of the last column; an example of prompt and completion learns from there on
     tools: list[Any] | None
 
 
 def conversation(row: Row, columns: Sequence[str], system: str | None = None) -> Conversation:
-    """The messages of `columns`, one column after the other, and the column `tools` of the row.
+    """The conversation of a row.
 
-    `system` is what a system turn says where there is none.
+    Its turns are the messages of `columns`, one column after the other; its tools are in the column `tools`.
+    `system` is the content of a system turn that is added where there is none.
 
-    ValueError names the column and the turn, counted from 1, of what is no message: no role or one that is
-    not known, no content in a turn that calls no tool, a part of it that is not text.
+    ValueError names the column and the turn, counted from 1, of anything that is no message: no role or an
+    unknown one, no content in a turn that calls no tool, a part of the content that is not text.
     """
     turns: list[Turn] = []
     start = 0
@@ -59,14 +62,20 @@ def conversation(row: Row, columns: Sequence[str], system: str | None = None) ->
 
 
 def opened(turns: list[Turn], system: str | None) -> list[Turn]:
-    """Turns below a system turn that says `system`, where that is given and they have none."""
+    """Turns with `system` as their system turn, unless they have one.
+
+    Unchanged where `system` is None.
+    """
     if system is None or turns[0]["role"] in ("system", "developer"):
         return turns
     return [{"role": "system", "content": system}, *turns]
 
 
 def turns_of(row: Row, name: str) -> list[Turn]:
-    """The messages of one column: a list of them, or JSON text of one. ValueError as `conversation`."""
+    """The messages of one column, a list or JSON text of one.
+
+    ValueError as `conversation`.
+    """
     if name not in row:
         has = ", ".join(map(repr, row))
         raise ValueError(f"the row has no column {name!r}; it has {has}{advice(row)}")
@@ -79,6 +88,8 @@ def turns_of(row: Row, name: str) -> list[Turn]:
         )
     if not found:
         raise ValueError(f"column {name!r} has no messages")
+
+    # an error of a message names its turn
     turns = []
     for i, message in enumerate(found, 1):
         try:
@@ -89,9 +100,10 @@ def turns_of(row: Row, name: str) -> list[Turn]:
 
 
 def tools_of(row: Row) -> list[Any] | None:
-    """The JSON schemas in the column `tools` of a row, given as a list or as JSON text; None without any.
+    """The JSON schemas in the column `tools` of a row; None without any.
 
-    Holes that a table puts into them are left out. ValueError for text that is not JSON.
+    The column is a list or JSON text of one. Holes that a table puts into them are left out. ValueError for
+    text that is not JSON.
     """
     cell = row.get("tools")
     if cell is None or (isinstance(cell, str) and not cell.strip()):
@@ -110,11 +122,12 @@ def tools_of(row: Row) -> list[Any] | None:
 
 
 def advice(row: Row) -> str:
-    """What to type where columns of a row hold messages; empty where none does."""
+    """The options to use where columns of a row hold messages, else ""."""
     found = [name for name in row if are_messages(row[name])]
     if not found:
         return ""
-    found = [name for name in _USUAL if name in found] + [name for name in found if name not in _USUAL]
+    usual = [name for name in _USUAL if name in found]
+    found = usual + [name for name in found if name not in _USUAL]
     if {"prompt", "completion"} <= set(found):
         return (
             "; 'prompt' and 'completion' hold messages: --messages prompt completion to learn the second, "
@@ -124,13 +137,13 @@ def advice(row: Row) -> str:
 
 
 def are_messages(cell: Any) -> bool:
-    """Whether a cell is a list whose first entry has a role, as a message has."""
+    """Whether a cell is a list that begins with a message."""
     found = _listed(cell)
     return bool(found) and isinstance(found[0], Mapping) and not {"role", "from"}.isdisjoint(found[0])
 
 
 def _listed(cell: Any) -> list[Any] | None:
-    """A cell as a list, JSON text read; None for what is no list."""
+    """A cell as a list, parsed if it is JSON text, else None."""
     if isinstance(cell, str):
         cell = _json(cell)
     if hasattr(cell, "tolist"):  # an array of a table
@@ -141,7 +154,7 @@ def _listed(cell: Any) -> list[Any] | None:
 
 
 def _json(text: str) -> Any:
-    """What JSON text holds; None for what is none."""
+    """The value of JSON text; None for other text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -149,26 +162,29 @@ def _json(text: str) -> Any:
 
 
 def _turn(message: Any) -> Turn:
-    """One message as a turn. ValueError for what is none."""
+    """One message as a turn. ValueError for anything else."""
     if not isinstance(message, Mapping):
         raise ValueError(f"expected a message with role and content, got {type(message).__name__}")
+
+    # sharegpt has other names for role and content
     given = {name: x for name, x in message.items() if x is not None}
     if "role" not in given and "from" in given:
         given["role"] = given.pop("from")
         given["content"] = given.pop("value", None)
     if "role" not in given:
         raise ValueError(f"expected a role, got a message with {', '.join(map(repr, message)) or 'nothing'}")
-    said = given.pop("role")
-    role = _ROLES.get(str(said))
+    named = given.pop("role")
+    role = _ROLES.get(str(named))
     if role is None:
-        raise ValueError(f"role: expected one of {', '.join(_ROLES)}, got {said!r}")
-    if said == "function_call":
+        raise ValueError(f"role: expected one of {', '.join(_ROLES)}, got {named!r}")
+    if named == "function_call":
         return {"role": role, "content": "", "tool_calls": _calls(given.get("content"))}
 
+    # a turn that calls tools needs no text
     calls = _calls(given.pop("tool_calls", []))
     content = given.pop("content", None)
     if content is None and not calls:
-        raise ValueError(f"the {role} says nothing: expected content, got none")
+        raise ValueError(f"{role}: expected content, got none")
     turn = {"role": role, "content": _text(content), **given}
     if calls:
         turn["tool_calls"] = calls
@@ -176,13 +192,18 @@ def _turn(message: Any) -> Turn:
 
 
 def _text(content: Any) -> str:
-    """Content as text: itself, or its parts put together. ValueError for parts of another kind."""
+    """Content as text: itself, or its parts put together.
+
+    ValueError for parts of another kind.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
         raise ValueError(f"content: expected text, or a list of parts of text, got {type(content).__name__}")
+
+    # parts of text only: an image would be dropped silently
     texts = []
     for part in content:
         if isinstance(part, str):
@@ -198,7 +219,10 @@ def _text(content: Any) -> str:
 
 
 def _calls(cell: Any) -> list[Turn]:
-    """Calls of tools: a list of them, one alone, or JSON text of either. ValueError for what has no name."""
+    """Calls of tools: a list, one alone, or JSON text of either.
+
+    ValueError for a call without a name.
+    """
     found = cell
     if isinstance(cell, str):
         found = _json(cell)
@@ -211,10 +235,17 @@ def _calls(cell: Any) -> list[Turn]:
 
 
 def _call(call: Any) -> Turn:
-    """One call in OpenAI's form, its arguments as an object where they were JSON text of one."""
+    """One call in OpenAI's form.
+
+    Arguments that are JSON text of an object become that object.
+    """
     if not isinstance(call, Mapping):
         raise ValueError(f"tool_calls: expected a call with name and arguments, got {call!r:.60}")
-    function = call.get("function") or {name: call.get(name) for name in ("name", "arguments")}
+
+    # OpenAI's {"function": {...}}, or name and arguments alone
+    function = call.get("function")
+    if not function:
+        function = {name: call.get(name) for name in ("name", "arguments")}
     if not isinstance(function, Mapping) or not function.get("name"):
         raise ValueError(f"tool_calls: expected a call with a name, got {call!r:.60}")
     arguments = _solid(function.get("arguments") or {})
@@ -222,13 +253,21 @@ def _call(call: Any) -> Turn:
         read = _json(arguments)
         if isinstance(read, dict):
             arguments = read
-    named = {"name": function["name"], "arguments": arguments}
-    others = {name: x for name, x in call.items() if name not in ("name", "arguments") and x is not None}
-    return others | {"type": "function", "function": named}
+
+    turn = {}
+    for name, x in call.items():
+        if name not in ("name", "arguments") and x is not None:
+            turn[name] = x
+    turn["type"] = "function"
+    turn["function"] = {"name": function["name"], "arguments": arguments}
+    return turn
 
 
 def _solid(x: Any) -> Any:
-    """x without the keys that hold None: a table gives every object the keys of all."""
+    """x without the keys that hold None.
+
+    A table gives every object the keys of all.
+    """
     if isinstance(x, Mapping):
         return {name: _solid(y) for name, y in x.items() if y is not None}
     if isinstance(x, (list, tuple)):

@@ -1,7 +1,7 @@
-"""Shares of several sources, as a fixed order of places: which source each prompt is drawn from.
+"""The order in which several sources are drawn from, by their shares.
 
-The order is a function of the shares alone, so it is the same on every rank and after a resume. It is no
-coin: of any first n places each source has n times its share, up to less than one place.
+The order is a function of the shares alone, so it is the same on every rank and after a resume. It is exact,
+not random: of any first n places each source has n times its share, up to less than one place.
 """
 
 import math
@@ -12,18 +12,20 @@ from functools import cache
 
 __all__ = ["Mixture"]
 
-_LONGEST = 100_000  # places after which the order begins again
+_LONGEST = 100_000  # places, at most, after which the order repeats
 
 
 class Mixture:
-    """The order of places of sources with these shares, which are relative: 7 and 3 are 0.7 and 0.3.
+    """The order of places of sources with these shares.
 
-    ValueError for shares that are not above 0, and whose order would not repeat within 100,000 places.
+    Shares are relative: 7 and 3 are 0.7 and 0.3. ValueError for shares that are not above 0, and whose order
+    would not repeat within 100,000 places.
     """
 
     def __init__(self, shares: Sequence[Fraction]):
         if any(share <= 0 for share in shares):
             raise ValueError(f"shares: expected each above 0, got {', '.join(map(str, shares))}")
+
         # the smallest whole numbers of the same proportions
         denominator = math.lcm(*(share.denominator for share in shares))
         whole = [int(share * denominator) for share in shares]
@@ -33,17 +35,18 @@ class Mixture:
                 f"shares: expected the proportions of whole numbers that add up to at most {_LONGEST}, got "
                 f"{':'.join(map(str, self.weights))}; round them"
             )
+
         self._period = sum(self.weights)
         self._order, self._before, self._places = _pattern(self.weights)
 
     def source(self, place: int) -> tuple[int, int]:
-        """(k, j): the place is that of the row number j drawn from source k, both counted from 0."""
+        """(k, j): a place holds row j drawn from source k, from 0."""
         turn, at = divmod(place, self._period)
         k = self._order[at]
         return k, turn * self.weights[k] + self._before[at]
 
     def place(self, k: int, j: int) -> int:
-        """The place of the row number j drawn from source k: the inverse of `source`."""
+        """The place of row j drawn from source k: the inverse of `source`."""
         turn, at = divmod(j, self.weights[k])
         return turn * self._period + self._places[k][at]
 
@@ -54,11 +57,18 @@ class Mixture:
         return [turns * w + last.count(k) for k, w in enumerate(self.weights)]
 
     def first(self, n: int, sizes: Sequence[int | None]) -> list[int]:
-        """The first n places of rows that exist: source k has sizes[k] rows, None is no end."""
+        """The first n places of rows that exist.
+
+        Source k has sizes[k] rows; None is without end.
+        """
+        # no more places than there are rows in all
+        count = n
+        if None not in sizes:
+            count = min(n, sum(size or 0 for size in sizes))
+
         found: list[int] = []
-        left = math.inf if None in sizes else sum(size or 0 for size in sizes)
         place = 0
-        while len(found) < min(n, left):
+        while len(found) < count:
             k, j = self.source(place)
             size = sizes[k]
             if size is None or j < size:
@@ -69,7 +79,7 @@ class Mixture:
 
 @cache
 def _pattern(weights: tuple[int, ...]) -> tuple[array, array, tuple[array, ...]]:
-    """(the source of each place of a period, how often it came before, the places of each source).
+    """(source of each place, its earlier places in the period, places of each source).
 
     Row j of a source with share w belongs into the places floor(j / w) to ceil((j + 1) / w) - 1. Of the rows
     whose first place has come, the one with the earliest last place is next: that meets every last place, so
@@ -78,10 +88,17 @@ def _pattern(weights: tuple[int, ...]) -> tuple[array, array, tuple[array, ...]]
     """
     period = sum(weights)
     drawn = [0] * len(weights)
-    order, before = array("q"), array("q")
+    order = array("q")
+    before = array("q")
     places = tuple(array("q") for _ in weights)
     for at in range(period):
-        ready = [k for k, w in enumerate(weights) if drawn[k] * period // w <= at and drawn[k] < w]
+        # the sources whose next row may stand here
+        ready = []
+        for k, w in enumerate(weights):
+            if drawn[k] < w and drawn[k] * period // w <= at:
+                ready.append(k)
+
+        # of them the one whose row has to stand here soonest: its last place, rounded up
         k = min(ready, key=lambda k: -(-(drawn[k] + 1) * period // weights[k]))
         order.append(k)
         before.append(drawn[k])

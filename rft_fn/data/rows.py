@@ -1,54 +1,91 @@
-"""Rows, and where each stands: records of a text file, lists, several files as one, a part of the rows."""
+"""Rows that know their places, for errors.
+
+They are records of a text file, a list, several files as one, or a part of other rows.
+"""
 
 import bisect
 import itertools
 import os
 from abc import abstractmethod
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
-__all__ = ["Joined", "Listed", "Part", "Records", "Row", "Rows", "Unfit", "decode", "place_of"]
+from rft_fn.data.unfit import Unfit
+
+__all__ = ["Endless", "Joined", "Listed", "Part", "Records", "Row", "Rows", "Table", "decode", "place_of"]
 
 Row = Mapping[str, Any]
+"""One row of a data set: column -> value."""
 
 
-class Unfit(ValueError):
-    """A row that cannot be used: where it stands, and why."""
+class Table(Protocol):
+    """Rows by number, from 0: a list, a table of `datasets`, or `Rows`."""
 
-    def __init__(self, place: str, reason: str):
-        super().__init__(f"data: {place}: {reason}")
-        self.place, self.reason = place, reason
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> Row: ...
+
+
+class GetRow(Protocol):
+    """Makes a row of an endless source."""
+
+    def __call__(self, index: int, /) -> Row:
+        """The row at an index >= 0, the same at every call."""
+        ...
+
+
+class Endless(NamedTuple):
+    """Rows without end, such as those of a built-in task."""
+
+    name: str  # of the source, in errors
+    row: GetRow
 
 
 class Rows(Sequence):
-    """Rows that know where each of them stands."""
+    """Rows that know their places, for errors."""
 
     @abstractmethod
     def place(self, i: int) -> str:
-        """Where row i stands, for an error: a file and a line, or a name and a number."""
+        """The place of row i: FILE, line N or NAME, row N."""
 
 
-def place_of(rows: Sequence[Row], i: int, name: str) -> str:
-    """Where row i stands: as the rows know it, else their name and its number, counted from 1."""
+def place_of(rows: Table, i: int, name: str) -> str:
+    """The place of row i, for an error.
+
+    As the rows know it, else their name and its number, counted from 1.
+    """
     if isinstance(rows, Rows):
         return rows.place(i)
     return f"{name}, row {i + 1}"
 
 
-class Records(Rows):
-    """The records of a text file, each parsed when it is asked for: a file may be larger than memory.
+class ParseRecord(Protocol):
+    """Reads the text of one record."""
 
-    `records[i]` raises Unfit for a record that is broken, ValueError for a file that was changed meanwhile.
+    def __call__(self, text: str, place: str, /) -> Row:
+        """The row of a record. Unfit, with the place, for a broken one."""
+        ...
+
+
+class Records(Rows):
+    """The records of a text file, which may be larger than memory.
+
+    Each is parsed when it is asked for. `records[i]` raises Unfit for a broken record, ValueError for a file
+    that was changed meanwhile.
     """
 
-    def __init__(
-        self, path: Path, file: BinaryIO, starts: array, lines: array, parse: Callable[[str, str], Row]
-    ):
-        """`starts` [records + 1] are positions in `file`, the last is the end; `lines` [records] from 1."""
-        self._path, self._file, self._parse = path, file, parse
-        self._starts, self._lines = starts, lines
+    def __init__(self, path: Path, file: BinaryIO, starts: array, lines: array, parse: ParseRecord):
+        """Records from their positions.
+
+        `starts` [records + 1] are positions in `file`, the last is the end; `lines` [records] from 1.
+        """
+        self._path = path
+        self._file = file
+        self._parse = parse
+        self._starts = starts
+        self._lines = lines
         self._stamp = _stamp(file)
 
     def __len__(self) -> int:
@@ -58,20 +95,23 @@ class Records(Rows):
         if _stamp(self._file) != self._stamp:
             raise ValueError(f"data: {self._path} was changed while it was read; start again")
         i = range(len(self))[i]
-        self._file.seek(self._starts[i])
-        text = self._file.read(self._starts[i + 1] - self._starts[i])
-        return self._parse(decode(text, self._starts[i], self.place(i)), self.place(i))
+        start = self._starts[i]
+        self._file.seek(start)
+        content = self._file.read(self._starts[i + 1] - start)
+        place = self.place(i)
+        return self._parse(decode(content, start, place), place)
 
     def place(self, i: int) -> str:
-        """FILE, line N: where record i begins."""
+        """FILE, line N: the line where record i begins."""
         return f"{self._path}, line {self._lines[i]}"
 
 
 class Listed(Rows):
-    """Rows that are in memory, or in a table of `datasets`, with the name that their places begin with."""
+    """Rows in memory, with a name for their places."""
 
-    def __init__(self, rows: Sequence[Row], name: str):
-        self._rows, self._name = rows, name
+    def __init__(self, rows: Table, name: str):
+        self._rows = rows
+        self._name = name
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -105,7 +145,7 @@ class Joined(Rows):
         return rows[at]
 
     def place(self, i: int) -> str:
-        """Where row i stands in its own file."""
+        """The place of row i in its own file."""
         rows, at = self._find(i)
         return rows.place(at)
 
@@ -113,8 +153,10 @@ class Joined(Rows):
 class Part(Rows):
     """Some of the rows, by their numbers; each keeps its place."""
 
-    def __init__(self, rows: Sequence[Row], index: Sequence[int], name: str):
-        self._rows, self._index, self._name = rows, index, name
+    def __init__(self, rows: Table, index: Sequence[int], name: str):
+        self._rows = rows
+        self._index = index
+        self._name = name
 
     def __len__(self) -> int:
         return len(self._index)
@@ -123,17 +165,21 @@ class Part(Rows):
         return self._rows[self._index[i]]
 
     def place(self, i: int) -> str:
-        """Where the row stands among all."""
+        """The place of the row among all."""
         return place_of(self._rows, self._index[i], self._name)
 
 
 def _stamp(file: BinaryIO) -> tuple[int, int]:
+    """(size, time of the last change [ns]) of an open file."""
     found = os.fstat(file.fileno())
     return found.st_size, found.st_mtime_ns
 
 
 def decode(text: bytes, start: int, place: str) -> str:
-    """Bytes of a file from position `start` on, as text. Unfit names the first byte that is not UTF-8."""
+    """The text of the bytes of a file from position `start` on.
+
+    Unfit for a byte that is not UTF-8.
+    """
     try:
         return text.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:

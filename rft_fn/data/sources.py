@@ -1,6 +1,6 @@
-"""What a text on the command line names: a built-in task, files, a folder, or a data set of the hub.
+"""Sources of rows by their texts on the command line.
 
-    NAME[:PART][@SPLIT][=SHARE]
+They are built-in tasks, files, folders, and data sets of the hub: NAME[:PART][@SPLIT][=SHARE]
 
 NAME is a built-in task, or else a file, a pattern of files or a folder that is here, or else a name of the
 hub (`owner/name`, or `name` alone). PART is the level of a task, the config of a data set, or the list of a
@@ -8,25 +8,30 @@ json file that has several. Whatever exists here under the whole text is that.
 """
 
 import glob
-import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rft_fn import hub
-from rft_fn.data import files
-from rft_fn.data.rows import Row, Unfit
+from rft_fn.data import file_formats
+from rft_fn.data.rows import Table
 from rft_fn.data.tasks import TASKS
+from rft_fn.data.unfit import Unfit
 
 __all__ = ["Source", "chosen_split", "evaluation_split", "parse", "read_rows", "tables", "training_split"]
 
 _TESTS = ("test", "validation")  # the splits that an evaluation may use, in this order
 
+T = TypeVar("T")
+
+Tables = Mapping[str, Table]
+"""The rows of a source by split; those of a source without splits are under ""."""
+
 
 class Source(NamedTuple):
-    """A source, as its text says."""
+    """A source, parsed from its text."""
 
     text: str  # without its share
     name: str
@@ -36,12 +41,18 @@ class Source(NamedTuple):
 
     @property
     def is_task(self) -> bool:
-        """Whether it is a built-in task; a file of that name is given as ./NAME."""
+        """Whether it is a built-in task.
+
+        A file of that name is given as ./NAME.
+        """
         return self.name in TASKS
 
 
 def parse(text: str) -> Source:
-    """The source that a text names. ValueError for a share that is not above 0."""
+    """The source that a text names.
+
+    ValueError for a share that is not above 0.
+    """
     whole, share = _cut_share(text)
     name, split = _cut(whole, "@")
     name, part = _cut(name, ":")
@@ -49,7 +60,10 @@ def parse(text: str) -> Source:
 
 
 def _cut_share(text: str) -> tuple[str, Fraction]:
-    """(the text before "=SHARE", the share); all of the text, and 1, where it ends in no number."""
+    """(the text before "=SHARE", the share), or (all of the text, 1).
+
+    The latter where the text ends in no number.
+    """
     head, mark, tail = text.rpartition("=")
     if not mark or Path(text).exists():
         return text, Fraction(1)
@@ -63,70 +77,88 @@ def _cut_share(text: str) -> tuple[str, Fraction]:
 
 
 def _cut(text: str, mark: str) -> tuple[str, str | None]:
-    """(what stands before the last `mark`, what stands behind it), unless that is inside of a path."""
+    """(the text before the last `mark`, the text after it).
+
+    No cut inside a path.
+    """
     head, found, tail = text.rpartition(mark)
     if not found or "/" in tail or Path(text).exists():
         return text, None
-    return head, tail or None
+    if not tail:
+        return head, None
+    return head, tail
 
 
 # -------------------------------------------------------------------------------------------------- reading
 
 
-def tables(source: Source) -> Mapping[str, Sequence[Row]]:
-    """The rows of a source that is no task, by split; one without splits has its rows under "".
+def tables(source: Source) -> Tables:
+    """The rows of a source other than a task, by split.
 
-    ValueError, in one line, for what is not there and for what cannot be read.
+    "" is the split of a source without any. ValueError, in one line, for a source that does not exist or
+    cannot be read.
     """
     try:
         found = _tables(source)
     except Unfit:
         raise
     except Exception as error:  # whatever a reader raises
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"data: could not read {source.text!r}: {reason}") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"data: could not read {source.text!r}: {lines[0]}") from error
     found = {split: rows for split, rows in found.items() if len(rows)}
     if not found:
         raise ValueError(f"data: expected at least one row, got none in {source.text!r}")
     return found
 
 
-def _tables(source: Source) -> Mapping[str, Sequence[Row]]:
+def _tables(source: Source) -> Tables:
+    # anything on this machine comes before the hub
     path = Path(source.name).expanduser()
     if path.is_dir():
         return _saved(path) or _layout(str(path), source)
     if path.is_file():
-        return {"": files.read_files([path], source.part)}
+        return {"": file_formats.read_files([path], source.part)}
     if glob.has_magic(source.name):
         found = sorted(glob.glob(str(path), recursive=True))
         if not found:
             raise ValueError("no file has such a name")
-        return {"": files.read_files([Path(file) for file in found], source.part)}
-    if files.kind(path) or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1:
+        return {"": file_formats.read_files([Path(file) for file in found], source.part)}
+
+    # a name that can only be a file is not looked for on the hub
+    if file_formats.suffix_of(path) or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1:
         raise ValueError(f"no such file{hub.did_you_mean(source.name)}")
     return _on_hub(source)
 
 
-def _saved(folder: Path) -> Mapping[str, Sequence[Row]] | None:
-    """The tables of a folder that `save_to_disk` of `datasets` has written; None for another folder."""
+def _saved(folder: Path) -> Tables | None:
+    """The tables of a folder that `save_to_disk` wrote, else None."""
     import datasets
 
-    if (folder / "dataset_dict.json").is_file():
-        return dict(datasets.load_from_disk(str(folder)))  # type: ignore[arg-type]
-    if (folder / "state.json").is_file():
-        return {"": datasets.load_from_disk(str(folder))}  # type: ignore[dict-item]
-    return None
+    if not (folder / "dataset_dict.json").is_file() and not (folder / "state.json").is_file():
+        return None
+    found = datasets.load_from_disk(str(folder))
+    if isinstance(found, datasets.DatasetDict):
+        return _by_split(found)
+    return {"": found}
 
 
-def _layout(folder: str, source: Source) -> Mapping[str, Sequence[Row]]:
-    """The tables of a folder that is laid out as on the hub: its configs in README.md, its files by split.
+def _by_split(found: Mapping[Any, Table]) -> Tables:
+    """The tables of a DatasetDict, by plain names."""
+    return {str(split): rows for split, rows in found.items()}
 
-    Files of our kinds are read by our readers, unless the config has options for the library's.
+
+def _layout(folder: str, source: Source) -> Tables:
+    """The tables of a folder that is laid out as on the hub.
+
+    Its configs are in README.md, its files named by split. Files of known formats are read by our readers,
+    unless the config has options for the library's.
     """
     import datasets
 
-    _quiet()
-    config = _named_config(lambda: datasets.load_dataset_builder(folder, source.part), source).config
+    file_formats.quiet_datasets()
+    config = _with_config(lambda: datasets.load_dataset_builder(folder, source.part), source).config
+
+    # the same config without options for the library's readers
     usual = type(config)(
         name=config.name,
         version=config.version,
@@ -134,30 +166,36 @@ def _layout(folder: str, source: Source) -> Mapping[str, Sequence[Row]]:
         data_files=config.data_files,
         description=config.description,
     )
-    paths = {
-        str(split): [Path(file) for file in listed] for split, listed in (config.data_files or {}).items()
-    }
-    ours = all(files.kind(path) for listed in paths.values() for path in listed)
+    paths: dict[str, list[Path]] = {}
+    ours = True
+    for split, listed in (config.data_files or {}).items():
+        paths[str(split)] = [Path(file) for file in listed]
+        ours = ours and all(file_formats.suffix_of(path) for path in paths[str(split)])
     if paths and ours and config == usual:
-        return {split: files.read_files(listed) for split, listed in paths.items()}
-    return dict(datasets.load_dataset(folder, source.part))
+        return {split: file_formats.read_files(listed) for split, listed in paths.items()}
+    return _by_split(datasets.load_dataset(folder, source.part))
 
 
-def _on_hub(source: Source) -> Mapping[str, Sequence[Row]]:
-    """The tables of a data set of the hub; without a hub those of the copy that was fetched before."""
+def _on_hub(source: Source) -> Tables:
+    """The tables of a data set of the hub, or of its cached copy.
+
+    Without a hub they are those of the copy that was fetched before.
+    """
     import datasets
+    import datasets.config
 
-    _quiet()
+    file_formats.quiet_datasets()
     near = hub.did_you_mean(source.name, known=list(TASKS))
 
-    def load() -> Mapping[str, Sequence[Row]]:
-        return dict(datasets.load_dataset(source.name, source.part))
+    def load() -> Tables:
+        return _by_split(datasets.load_dataset(source.name, source.part))
 
+    # `datasets` asks an unreachable hub again and again, unless it is told to be offline
     why = hub.unreachable()
     before = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = before or bool(why)  # otherwise it asks again and again
+    datasets.config.HF_HUB_OFFLINE = before or bool(why)
     try:
-        return _named_config(load, source)
+        return _with_config(load, source)
     except (ConnectionError, FileNotFoundError) as error:
         if not why:
             raise ValueError(f"{str(error).splitlines()[0]}{near}") from error
@@ -166,8 +204,11 @@ def _on_hub(source: Source) -> Mapping[str, Sequence[Row]]:
         datasets.config.HF_HUB_OFFLINE = before
 
 
-def _named_config(load: Any, source: Source) -> Any:
-    """load(), with one line where a data set has several configs, and none or none of them is named."""
+def _with_config(load: Callable[[], T], source: Source) -> T:
+    """load(), with a short error for a missing or unknown config.
+
+    The error lists the configs there are.
+    """
     try:
         return load()
     except ValueError as error:
@@ -175,24 +216,22 @@ def _named_config(load: Any, source: Source) -> Any:
         if listed is None:
             raise
         names = re.findall(r"'(.*?)'", listed[1])
-        got = "none" if source.part is None else repr(source.part)
+        got = "none"
+        if source.part is not None:
+            got = repr(source.part)
         raise ValueError(
             f"expected one of its configs {', '.join(names)}, as {source.name}:{names[0]}, got {got}"
         ) from None
 
 
-def _quiet() -> None:
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what it logs is raised too
-
-
 # --------------------------------------------------------------------------------------------------- splits
 
 
-def training_split(found: Mapping[str, Any], source: Source) -> str:
-    """The split to train on: the one that the text names, else train, else the only one."""
+def training_split(found: Tables, source: Source) -> str:
+    """The split to train on.
+
+    The one that the text names, else train, else the only one. ValueError where several could be meant.
+    """
     if source.split is not None:
         return _known(found, source)
     for name in ("", "train"):
@@ -206,28 +245,40 @@ def training_split(found: Mapping[str, Any], source: Source) -> str:
     return next(iter(found))
 
 
-def evaluation_split(found: Mapping[str, Any], *, taken: str = "") -> str | None:
-    """The split to evaluate on, other than the one that is taken: test, else validation, else None."""
-    return next((name for name in _TESTS if name in found and name != taken), None)
+def evaluation_split(found: Tables, *, taken: str = "") -> str | None:
+    """The split to evaluate on: test, else validation, else None.
+
+    It is another one than the one that is `taken`.
+    """
+    for name in _TESTS:
+        if name in found and name != taken:
+            return name
+    return None
 
 
-def _known(found: Mapping[str, Any], source: Source) -> str:
+def _known(found: Tables, source: Source) -> str:
+    """The split that the text names.
+
+    ValueError, with the splits there are, for an unknown one.
+    """
     if source.split not in found:
         has = ", ".join(name for name in found if name) or "no splits"
         raise ValueError(f"data: {source.text}: expected one of its splits, got {source.split}; it has {has}")
     return str(source.split)
 
 
-def chosen_split(found: Mapping[str, Any], source: Source, split: str) -> str:
-    """The split of a source when "train" or "test" is asked for; all rows of one without splits.
+def chosen_split(found: Tables, source: Source, split: str) -> str:
+    """The split to read when "train" or "test" is asked for.
 
-    ValueError where there is none, or more than one that could be meant.
+    "" for a source without splits. ValueError where no split fits, or several do.
     """
     if split == "train" or source.split is not None or "" in found:
         return training_split(found, source)
     if split in found:
         return split
-    name = evaluation_split(found) if split == "test" else None
+    name = None
+    if split == "test":
+        name = evaluation_split(found)
     if name is None:
         raise ValueError(
             f"data: {source.text}: expected a split {split}, got {', '.join(found)}; name one, as "
@@ -236,14 +287,15 @@ def chosen_split(found: Mapping[str, Any], source: Source, split: str) -> str:
     return name
 
 
-def read_rows(source: str, *, split: str = "train") -> Sequence[Row]:
-    """The rows of files, a folder, or a data set of the hub, named as on a command line.
+def read_rows(source: str, *, split: str = "train") -> Table:
+    """The rows of a source that is named as on a command line.
 
-    Values are as they stand in the file: those of jsonl have JSON's types, and nothing is taken for a date;
-    those of csv are text. Lines of jsonl and csv are read when they are asked for, and a broken one raises
-    ValueError with its number then. Of a source with splits it is `split`, unless its text names one.
+    Files, a folder, or a data set of the hub. Values are those of the file: jsonl has JSON's types, csv has
+    text, and no text becomes a date. Lines of jsonl and csv are read when they are asked for, and a broken
+    one raises ValueError with its number then. Of a source with splits it reads `split`, unless the text
+    names another.
 
-    ValueError for a file that is not there, cannot be read or has no rows.
+    ValueError for a file that does not exist, cannot be read or has no rows.
     """
     parsed = parse(source)
     found = tables(parsed)

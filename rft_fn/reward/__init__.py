@@ -2,17 +2,18 @@
 
     def reward(prompts, completions, **columns) -> list[float]
 
-Lists with one value a completion. Prompts and completions are texts, or lists of messages where the data has
-messages; `convention` has the other arguments that a function may name, `results` what it may return,
-`adapters` functions of other libraries. `completions` are the *response only*: a reward that scores prompt
-and response together can be satisfied by the instructions in the prompt, and is then a constant.
+Lists with one value per completion. Prompts and completions are texts, or lists of messages where the data
+has messages; `convention` has the other arguments that a function may name, `results` the values that it may
+return, `verifiable` the built-in functions, `adapters` those of other libraries, `combine` their weighted sum
+and `scoring` the way from a rollout to rewards. `completions` are the *response only*: a reward that scores
+prompt and response together can be satisfied by the instructions in the prompt, and is then a constant.
 """
 
-from rft_fn.reward.combine import Score, Scored, Weighted, columns, weighted
-from rft_fn.reward.convention import RewardFn, TrainerState, text, trainer_state
+from rft_fn.reward.combine import Weighted, columns, weighted
+from rft_fn.reward.convention import RewardFn, Score, Scored, TrainerState, text, trainer_state
 from rft_fn.reward.loading import load, parse
 from rft_fn.reward.preflight import check
-from rft_fn.reward.rollout import Judged, concat, judge, means, responses, select
+from rft_fn.reward.scoring import Judged, concat, judge, means, responses, select
 from rft_fn.reward.verifiable import (
     boxed_format,
     exact,

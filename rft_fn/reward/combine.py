@@ -1,4 +1,4 @@
-"""Rewards as one weighted sum whose every value is checked."""
+"""Several rewards as one weighted sum; every value is checked."""
 
 import asyncio
 import inspect
@@ -6,58 +6,42 @@ import math
 import numbers
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rft_fn.reward import results
-from rft_fn.reward.convention import GIVEN, Messages, RewardFn, TrainerState, columns_of, parameters, taken
+from rft_fn.reward.convention import (
+    GIVEN,
+    Columns,
+    Messages,
+    RewardFn,
+    Score,
+    Scored,
+    TrainerState,
+    column_names,
+    columns_of,
+    required,
+    taken,
+)
+from rft_fn.reward.event_loop import EventLoop
 from rft_fn.reward.results import Result
-from rft_fn.reward.waiting import Loop
 
-__all__ = ["Columns", "Score", "Scored", "Weighted", "columns", "weighted"]
-
-
-class Scored(NamedTuple):
-    """The rewards of B completions."""
-
-    total: Tensor  # [B] float32: the weighted sum of the parts
-    parts: dict[str, Tensor]  # name -> [B] float32, before its weight; NaN where a part does not apply
-    # PART/NAME -> [B] float32: further numbers, NaN where there is none; PART/NAME -> B: values to be read
-    metrics: dict[str, Tensor] = {}  # noqa: RUF012  never written to
-    extra: dict[str, list[Any]] = {}  # noqa: RUF012
-
-
-Columns = Mapping[str, Sequence[Any]]  # of the dataset: name -> one value a completion
-
-
-class Score(Protocol):
-    """Scores a batch, with one value a completion in each list."""
-
-    def __call__(
-        self,
-        prompts: Sequence[str | Messages],
-        completions: Sequence[str | Messages],
-        columns: Columns,
-        /,
-        **given: Any,
-    ) -> Scored:
-        """Scored. A score may name more arguments: completion_ids, prompt_texts, trainer_state."""
-        ...
+__all__ = ["Weighted", "columns", "weighted"]
 
 
 class Weighted:
-    """A weighted sum of rewards, called as `score(prompts, completions, columns)`; made by `weighted`."""
+    """A weighted sum of rewards: a `Score`, made by `weighted` or `parse`."""
 
     def __init__(
         self, components: Mapping[str, tuple[RewardFn, float]], *, specs: Mapping[str, str] | None = None
     ):
         _check_components(components)
         self.components = dict(components)
-        self.specs = dict(specs or {})  # how the command line names them
+        self.specs = dict(specs or {})  # their texts on the command line
         self.running = ""  # the reward that is being computed, or the one that raised
-        self._loop = Loop()
+        self._loop = EventLoop()
 
     def __call__(
         self,
@@ -69,14 +53,17 @@ class Weighted:
         prompt_texts: Sequence[str] | None = None,
         trainer_state: TrainerState | None = None,
     ) -> Scored:
+        """The rewards of a batch, as `Score` has them."""
+        # the arguments that every reward may name
         _check_batch(prompts, completions, columns)
-        batch = {**columns, "prompts": list(prompts), "completions": list(completions)}
+        batch: dict[str, Any] = {**columns, "prompts": list(prompts), "completions": list(completions)}
         batch["trainer_state"] = trainer_state or TrainerState()
         if completion_ids is not None:
             batch["completion_ids"] = list(completion_ids)
         if prompt_texts is not None:
             batch["prompt_texts"] = list(prompt_texts)
 
+        # call all of them before any result is read: async ones run together
         count = len(completions)
         logs = {name: _Log(name, count) for name in self.components}
         found = self._call(batch, logs)
@@ -85,14 +72,20 @@ class Weighted:
             self.running = name
             read[name] = results.read(name, found[name], count)
         self.running = ""
+
         parts = {name: x.values for name, x in read.items()}
-        total = self._total(parts, prompts)
-        return Scored(total, parts, *_further(read, logs))
+        metrics, extra = _further(read, logs)
+        return Scored(self._total(parts, prompts), parts, metrics, extra)
 
     def _call(self, batch: Mapping[str, Any], logs: Mapping[str, "_Log"]) -> dict[str, object]:
-        """What each function returned: the plain ones one after the other, then the async ones together."""
+        """The results of all functions, by name.
+
+        Plain ones run one after the other, then async ones together.
+        """
         found: dict[str, object] = {}
         waiting: dict[str, Awaitable[object]] = {}
+
+        # when a plain one raises, the coroutines of others were never started: close them
         try:
             for name in self.components:
                 result = self._start(name, batch, logs[name])
@@ -101,7 +94,7 @@ class Weighted:
                 else:
                     found[name] = result
         except BaseException:
-            for awaitable in waiting.values():  # never started
+            for awaitable in waiting.values():
                 if inspect.iscoroutine(awaitable):
                     awaitable.close()
             raise
@@ -111,28 +104,34 @@ class Weighted:
         return found
 
     def _start(self, name: str, batch: Mapping[str, Any], log: "_Log") -> object:
-        """What a function returns for the batch; something to wait for if it is async."""
+        """The result of a function, an awaitable if it is async."""
         self.running = name
         fn = self.components[name][0]
         given = {**batch, "log_metric": log.metric, "log_extra": log.further}
         _check_arguments(name, fn, given)
-        with self._told(name):
+        with self._named(name):
             result = fn(**taken(fn, given))
             if isinstance(result, Iterator) and not inspect.isawaitable(result):  # computes when it is read
                 result = list(result)
         return result
 
     async def _gather(self, waiting: Mapping[str, Awaitable[object]]) -> dict[str, object]:
+        """The results of async functions, which run together."""
+
         async def wait(name: str) -> object:
-            with self._told(name):
+            with self._named(name):
                 return await waiting[name]
 
         values = await asyncio.gather(*(wait(name) for name in waiting))
         return dict(zip(waiting, values, strict=True))
 
     @contextmanager
-    def _told(self, name: str) -> Iterator[None]:
-        """Adds a note that names the reward to whatever it raises; sys.exit becomes ValueError."""
+    def _named(self, name: str) -> Iterator[None]:
+        """Add a note with the reward's name to any error.
+
+        A call of sys.exit becomes ValueError.
+        """
+        # a reward must not end the run without its name
         try:
             yield
         except SystemExit as error:
@@ -143,7 +142,7 @@ class Weighted:
             )
             exit_.add_note(f"raised by the reward {name!r}")
             raise exit_ from error
-        except KeyboardInterrupt:  # not the reward's doing
+        except KeyboardInterrupt:  # the user's, not the reward's
             raise
         except BaseException as error:
             if not isinstance(error, asyncio.CancelledError):  # another one has failed
@@ -152,10 +151,15 @@ class Weighted:
             raise
 
     def _total(self, parts: Mapping[str, Tensor], prompts: Sequence[str | Messages]) -> Tensor:
-        """The weighted sum of what applies [B]. ValueError for a row to which nothing does."""
+        """The weighted sum [B] of the parts that apply.
+
+        ValueError for a row to which none does.
+        """
         total = torch.zeros(len(prompts))
         for name, (_, weight) in self.components.items():
             total = total + float(weight) * parts[name].nan_to_num()
+
+        # a row without any reward is not worth 0
         nothing = torch.stack(list(parts.values())).isnan().all(0).nonzero().flatten().tolist()
         if nothing:
             row = nothing[0]
@@ -174,14 +178,14 @@ def weighted(**components: tuple[RewardFn, float]) -> Weighted:
     Raises ValueError here for no component or a weight that is not finite. `score` raises ValueError that
     names the component for the wrong number of values, for a value that is not a finite number (nothing is
     replaced silently: a NaN reward would turn a whole group's advantages into NaN), for a column that is
-    missing and for a component that calls `sys.exit`. Whatever else a component raises is passed on with a
-    note that names the component.
+    missing and for a component that calls `sys.exit`. Any other error of a component is passed on with a note
+    that names the component.
     """
     return Weighted(components)
 
 
 def columns(score: Score) -> tuple[str, ...]:
-    """The columns that a score cannot do without, in order: for `data.load(..., columns=...)`.
+    """The columns that a score cannot do without, for `data.load(..., columns=...)`.
 
     A reward function names them in its attribute `columns`, as those of `verifiable` do; of any other they
     are its parameters without a default, so give one to a parameter whose column may be missing or empty.
@@ -207,25 +211,28 @@ def _check_batch(prompts: Sequence[Any], completions: Sequence[Any], columns: Co
     """Raises ValueError for lengths that differ and for columns whose names are taken."""
     count = len(completions)
     if len(prompts) != count:
-        raise ValueError(f"prompts: expected {count} values, one a completion, got {len(prompts)}")
+        raise ValueError(f"prompts: expected {count} values, one per completion, got {len(prompts)}")
     for name, values in columns.items():
         if name in GIVEN:
             raise ValueError(f"column {name!r}: the reward's own argument has this name; rename the column")
         if len(values) != count:
-            raise ValueError(f"column {name!r}: expected {count} values, one a completion, got {len(values)}")
+            raise ValueError(
+                f"column {name!r}: expected {count} values, one per completion, got {len(values)}"
+            )
 
 
 def _check_arguments(name: str, fn: RewardFn, given: Mapping[str, Any]) -> None:
     """ValueError for a parameter without a default that is no column."""
-    known = ", ".join(name for name in given if name not in GIVEN) or "none"
-    for p in parameters(fn):
-        if p.default is p.empty and p.name not in given:
-            missing = f"reward {name!r}: column {p.name!r} is not in the dataset"
-            raise ValueError(f"{missing}; its columns are: {known}")
+    for column in required(fn):
+        if column not in given:
+            raise ValueError(
+                f"reward {name!r}: column {column!r} is not in the dataset; "
+                f"its columns are: {column_names(given)}"
+            )
 
 
 class _Log:
-    """What a reward function logs while it computes, by `log_metric` and `log_extra`."""
+    """The numbers and values that a reward function logs, by `log_metric` and `log_extra`."""
 
     def __init__(self, reward: str, count: int):
         self._reward = reward
@@ -234,15 +241,18 @@ class _Log:
         self.extra: dict[str, list[Any]] = {}
 
     def metric(self, name: str, value: float) -> None:
-        """A number for the batch; the mean of those with one name is logged."""
+        """Add a number for the batch.
+
+        The mean of those with one name is logged.
+        """
         self._numbers.setdefault(name, []).append(float(value))
 
     def further(self, column: str, values: Sequence[Any]) -> None:
-        """One value a completion. ValueError for another count."""
+        """Set one value per completion. ValueError for another count."""
         values = list(values)
         if len(values) != self._count:
             raise ValueError(
-                f"reward {self._reward!r}: log_extra({column!r}): expected {self._count} values, one a "
+                f"reward {self._reward!r}: log_extra({column!r}): expected {self._count} values, one per "
                 f"completion, got {len(values)}"
             )
         self.extra[column] = values
@@ -250,8 +260,11 @@ class _Log:
     @property
     def metrics(self) -> dict[str, Tensor]:
         """The means by name, as the same number for every completion [B]."""
-        means = {name: sum(values) / len(values) for name, values in self._numbers.items()}
-        return {name: torch.full((self._count,), mean) for name, mean in means.items()}
+        found = {}
+        for name, values in self._numbers.items():
+            mean = sum(values) / len(values)
+            found[name] = torch.full((self._count,), mean)
+        return found
 
 
 def _further(
@@ -269,7 +282,10 @@ def _further(
 
 
 def _readable(x: Any) -> Any:
-    """A value that any process can be sent and any reader can read."""
+    """The value, or its text unless it is a plain one.
+
+    So it can be sent to any process and written as JSON.
+    """
     if x is None or isinstance(x, (str, int, float)):
         return x
     return str(x)

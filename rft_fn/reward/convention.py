@@ -1,24 +1,28 @@
-"""How a reward function is called: the form of prompts and completions, and the arguments that it may name.
+"""The signatures of rewards: `RewardFn`, which users write, and `Score`, which `judge` calls.
 
-The convention is TRL's (`GRPOTrainer` of trl 1.9): keyword arguments, lists with one value a completion, and
-the form of the data. A prompt that is a list of messages has completions that are lists of messages.
+The convention of reward functions is TRL's (`GRPOTrainer` of trl 1.9): keyword arguments, lists with one
+value per completion, and the form of the data. A prompt that is a list of messages has completions that are
+lists of messages. `results` reads the values that they return.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
 
 __all__ = [
-    "GIVEN", "Messages", "RewardFn", "TrainerState", "as_messages", "columns_of", "parameters", "taken",
-    "takes_all", "text", "trainer_state",
+    "GIVEN", "Columns", "Messages", "RewardFn", "Score", "Scored", "TrainerState", "as_messages",
+    "column_names", "columns_of", "parameters", "reads", "required", "taken", "takes_all", "text",
+    "trainer_state",
 ]  # fmt: skip
-
-RewardFn = Callable[..., Any]
-"""(prompts, completions, **columns) -> one number a completion; `results.read` says what else it may be."""
 
 Messages = Sequence[Mapping[str, Any]]
 """The turns of a conversation, each with a "role" and a "content"."""
+
+Columns = Mapping[str, Sequence[Any]]
+"""The columns of the data: name -> one value per completion."""
 
 GIVEN = (
     "prompts",  # texts, or lists of messages
@@ -27,14 +31,71 @@ GIVEN = (
     "prompt_texts",  # the prompts as the model read them, special tokens included
     "trainer_state",
     "log_metric",  # log_metric(name, value): a number for the batch
-    "log_extra",  # log_extra(column, values): one value a completion, for trajectories.jsonl
+    "log_extra",  # log_extra(column, values): one value per completion, for trajectories.jsonl
 )
 """The arguments that a reward function may name; all other names are columns of the data."""
 
 
+class RewardFn(Protocol):
+    """Scores completions; users write it.
+
+    It may be a plain or async function, a model, a judge or a remote service.
+    """
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        """One value for each of the B completions of a batch.
+
+        It is called with keywords alone, once per batch: those of `GIVEN` and of the data's columns that it
+        names, or all of them if it takes **kwargs. Every list has B values; the G completions of a prompt
+        stand together. A rank scores only its share of the prompts, and the values are then shared.
+
+        Returns a list, an array or a tensor [B] of finite numbers, with None where the reward does not apply;
+        `results.read` has the other forms. An awaitable of these is awaited together with those of the other
+        rewards. Whatever it raises stops the run, with a note that names it.
+
+        An attribute `columns` names the columns that it cannot do without (see `reads`); without one they are
+        its parameters that have no default.
+        """
+        ...
+
+
+class Scored(NamedTuple):
+    """The rewards of B completions."""
+
+    total: Tensor  # [B] float32: the weighted sum of the parts
+    parts: dict[str, Tensor]  # name -> [B] float32, before its weight; NaN where a part does not apply
+    # PART/NAME -> [B] float32: further numbers, NaN where there is none; PART/NAME -> B: values to be read
+    metrics: dict[str, Tensor] = {}  # noqa: RUF012  never written to
+    extra: dict[str, list[Any]] = {}  # noqa: RUF012
+
+
+class Score(Protocol):
+    """Scores a batch; `weighted` makes one of reward functions."""
+
+    def __call__(
+        self,
+        prompts: Sequence[str | Messages],
+        completions: Sequence[str | Messages],
+        columns: Columns,
+        /,
+        *args: Any,
+        **given: Any,
+    ) -> Scored:
+        """The rewards of B completions; every list has B values.
+
+        `judge` calls it once for a rollout, on each rank for its share of the prompts. It may name further
+        arguments, by keyword: completion_ids, prompt_texts, trainer_state. ValueError for values that are
+        no finite numbers, and for lists of other lengths.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class TrainerState:
-    """Where a run stands, by the names of transformers' TrainerState that reward functions read."""
+    """Progress of a run, by the names of transformers' TrainerState.
+
+    These are the fields that reward functions read.
+    """
 
     global_step: int = 0  # steps done
     max_steps: int = 1  # steps of the whole run
@@ -46,26 +107,32 @@ class TrainerState:
 
 
 def trainer_state(step: int, total: int, *, prompts: int = 1, size: int | None = None) -> TrainerState:
-    """The state after `step` of `total` steps, with so many prompts each, of a data set of that size.
+    """The state after `step` of `total` steps.
 
-    Without a size, as of a generator, all of the run is the first pass.
+    `prompts` are drawn per step from a data set of `size` rows. Without a size, as of a generator, the whole
+    run is the first pass.
     """
     if size is None:
         return TrainerState(step, total, epoch=step / max(total, 1))
-    return TrainerState(
-        step, total, epoch=step * prompts / size, num_train_epochs=-(-total * prompts // size)
-    )
+    epochs = -(-total * prompts // size)  # rounded up
+    return TrainerState(step, total, epoch=step * prompts / size, num_train_epochs=epochs)
+
+
+# ------------------------------------------------------------------------------------- the form of the texts
 
 
 def text(x: str | Messages) -> str:
-    """The text of a prompt or a completion in either form: of messages, their contents, a line each."""
+    """The text of a prompt or a completion, which may be messages.
+
+    Messages become one line each.
+    """
     if isinstance(x, str):
         return x
     return "\n".join(_content(message) for message in x)
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """The text of one message; content in parts is that of its parts with text."""
+    """The text of one message, all parts together."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -73,21 +140,52 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def as_messages(x: str | Messages, role: str) -> list[Any]:
-    """A prompt or a completion as messages: a text is one of that role."""
+    """A prompt or a completion as messages; a text is one message."""
     if isinstance(x, str):
         return [{"role": role, "content": x}]
     return list(x)
 
 
-def parameters(fn: RewardFn) -> list[inspect.Parameter]:
-    """The parameters of a function that have a name to the caller."""
+# ------------------------------------------------------------------------------- the arguments of a function
+
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+
+def reads(*columns: str) -> Callable[[Fn], Fn]:
+    """Declare the columns that a reward function cannot do without, as a decorator."""
+
+    def declare(fn: Fn) -> Fn:
+        fn.__dict__["columns"] = columns
+        return fn
+
+    return declare
+
+
+def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function that a caller may name."""
     found = inspect.signature(fn).parameters.values()
     return [p for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
 
 
-def takes_all(fn: RewardFn) -> bool:
+def required(fn: Callable[..., Any]) -> list[str]:
+    """The names of a function's parameters without a default."""
+    return [p.name for p in parameters(fn) if p.default is p.empty]
+
+
+def takes_all(fn: Callable[..., Any]) -> bool:
     """Whether a function takes any keyword."""
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(fn).parameters.values())
+
+
+def taken(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given arguments that a function takes.
+
+    They are all if it takes **kwargs, else those that it names.
+    """
+    if takes_all(fn):
+        return dict(given)
+    return {p.name: given[p.name] for p in parameters(fn) if p.name in given}
 
 
 def columns_of(fn: RewardFn) -> tuple[str, ...]:
@@ -97,12 +195,10 @@ def columns_of(fn: RewardFn) -> tuple[str, ...]:
     """
     named = getattr(fn, "columns", None)
     if named is None:
-        named = [p.name for p in parameters(fn) if p.default is p.empty]
+        named = required(fn)
     return tuple(name for name in named if name not in GIVEN)
 
 
-def taken(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a function takes: all if it takes **kwargs, else those that it names."""
-    if takes_all(fn):
-        return dict(given)
-    return {p.name: given[p.name] for p in parameters(fn) if p.name in given}
+def column_names(given: Iterable[str]) -> str:
+    """The columns among a reward's arguments as text, or "none"."""
+    return ", ".join(name for name in given if name not in GIVEN) or "none"

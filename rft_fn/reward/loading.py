@@ -1,19 +1,31 @@
-"""Reward functions by the names that a command line gives them."""
+"""Loads reward functions by their names on the command line."""
 
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from rft_fn.reward import modules, verifiable
+from rft_fn.reward import importing, verifiable
 from rft_fn.reward.adapters import ADAPTERS
 from rft_fn.reward.combine import Weighted
 from rft_fn.reward.convention import GIVEN, RewardFn, parameters, takes_all
-from rft_fn.reward.spec import Called, Spec, arguments, distinct, split, split_weight
+from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_weight
 
 __all__ = ["load", "parse"]
 
-_NAMED: dict[str, Callable[..., RewardFn]] = {
+
+class Factory(Protocol):
+    """Makes a reward function, such as those of `verifiable`."""
+
+    def __call__(self, *args: Any, **options: Any) -> RewardFn:
+        """The reward function with these options; `column` is that of the answer.
+
+        ValueError for bad ones.
+        """
+        ...
+
+
+_NAMED: dict[str, Factory] = {
     "math": verifiable.math,
     "numeric": verifiable.numeric,
     "boxed": partial(verifiable.numeric, boxed=True),
@@ -22,11 +34,11 @@ _NAMED: dict[str, Callable[..., RewardFn]] = {
     "tags": verifiable.tag_format,
 }
 
-_NAMELESS = "<lambda>"  # what Python calls a function without a name
+_NAMELESS = "<lambda>"  # Python's name for a function without one
 
 _OWN_COLUMNS = ("", "messages", "text")  # adapters of functions that name the columns that they read
 
-# What a function names that is written for another library, and the adapter for it.
+# A parameter of functions that are written for another library -> the adapter for them.
 _FOREIGN = {
     "model_reward_list": "lightrft",
     "queries": "openrlhf",
@@ -37,31 +49,32 @@ _FOREIGN = {
 
 
 def load(spec: str) -> RewardFn:
-    """The reward function that a command line names.
+    """The reward function of a text on the command line.
 
-    "math", "numeric", "exact", "boxed" (numeric on what is in the last box), with ":COLUMN" behind it where
-    the answer is not in the column `answer`: a path such as "math:reward_model.ground_truth"; "format" (a
-    box) and "tags". "task:NAME": the built-in task's verifier. "path/file.py:function" and
-    "package.module:function", of what is installed or lies in the working directory: one of your own. A
-    factory is called with literal arguments: "file.py:cosine(max_len=512)", "numeric(boxed=True)".
+    "math", "numeric", "exact", "boxed" (numeric on the content of the last box), with ":COLUMN" behind it
+    where the answer is not in the column `answer`: a path such as "math:reward_model.ground_truth"; "format"
+    (a box) and "tags". "task:NAME": the built-in task's verifier. "path/file.py:function" and
+    "package.module:function": a function of yours, installed or in the working directory. A factory is called
+    with literal arguments: "file.py:cosine(max_len=512)", "numeric(boxed=True)".
 
-    In front of a function that is not written for TRL stands what it is written for: "verl:", "openrlhf:",
-    "lightrft:" or "verifiers:" (see `reward.adapters`), with ":COLUMN" behind it where the answer has another
-    column than there. "messages:" and "text:" say in which form a function reads prompts and completions
-    where that is not the form of the data.
+    In front of a function that is not written for TRL stands its library: "verl:", "openrlhf:", "lightrft:"
+    or "verifiers:" (see `reward.adapters`), with ":COLUMN" behind it where the answer has another column than
+    there. "messages:" and "text:" give a function prompts and completions in that form, whatever the data
+    has.
 
-    ValueError that says what is wrong with the spec; what the file itself raises is passed on with its name.
+    ValueError, with the remedy, for a wrong spec; errors of the file itself are passed on with its name.
     """
-    return _load(split(spec, _NAMED, ADAPTERS))
+    named = split(spec, _NAMED, ADAPTERS)
+    return _adapt(named, _function(named))
 
 
 def parse(specs: Sequence[str]) -> Weighted:
-    """The weighted sum that a command line names: each spec as in `load`, =WEIGHT behind it if that is not 1.
+    """The weighted sum of the rewards on a command line.
 
-    `parse(["boxed", "format=0.1"])`. The parts are called by their functions: "accuracy" for
-    "path/file.py:accuracy"; where two have the same name, by file and function. Only a number behind the
-    last "=" is a weight, so a path or a URL may hold one (one that ends in "=2" needs "=1" behind it).
-    ValueError for no reward, and for one that is named twice.
+    Each spec is as in `load`, with =WEIGHT behind it if that is not 1. `parse(["boxed", "format=0.1"])`. The
+    parts are called by their functions: "accuracy" for "path/file.py:accuracy"; where two have the same name,
+    by file and function. Only a number behind the last "=" is a weight, so a path or a URL may hold one (one
+    that ends in "=2" needs "=1" behind it). ValueError for no reward, and for one that is named twice.
     """
     if not specs:
         raise ValueError("reward: expected at least one, got none")
@@ -74,41 +87,52 @@ def parse(specs: Sequence[str]) -> Weighted:
             )
         weights[text] = weight
 
+    # functions first: a made one brings its name
     found = [split(text, _NAMED, ADAPTERS) for text in weights]
-    functions = [_load(spec) for spec in found]
-    names = distinct([_called(spec, fn) for spec, fn in zip(found, functions, strict=True)])
-    components = dict(zip(names, zip(functions, weights.values(), strict=True), strict=True))
+    functions = [_function(spec) for spec in found]
+    names = distinct([_names(spec, fn) for spec, fn in zip(found, functions, strict=True)])
+
+    components: dict[str, tuple[RewardFn, float]] = {}
+    for name, spec, fn in zip(names, found, functions, strict=True):
+        components[name] = (_adapt(spec, fn), weights[spec.text])
     return Weighted(components, specs=dict(zip(names, weights, strict=True)))
 
 
-def _called(spec: Spec, fn: RewardFn) -> Called:
-    """A function that was made by a call of a factory is called what it calls itself."""
+def _names(spec: Spec, fn: Any) -> Names:
+    """The names of a reward.
+
+    A function that a factory made has the name that it was given there.
+    """
     own = getattr(fn, "__name__", _NAMELESS)
     if spec.call is None or not spec.name or own == _NAMELESS:
-        return Called(spec.short, spec.long)
-    return Called(own, f"{spec.long}:{own}")
+        return Names(spec.short, spec.long)
+    return Names(own, f"{spec.long}:{own}")
 
 
-def _load(spec: Spec) -> RewardFn:
+def _function(spec: Spec) -> Any:
+    """The function, or the rubric, that the spec names before its adapter."""
     if spec.source in _NAMED and not spec.name:
-        fn = _make(spec, _NAMED[spec.source])
-    elif spec.source == "task":
-        fn = verifiable.task(spec.name)
-    else:
-        fn = _find(spec)
+        return _make(spec, _NAMED[spec.source])
+    if spec.source == "task":
+        return verifiable.task(spec.name)
+    return _find(spec)
+
+
+def _adapt(spec: Spec, fn: Any) -> RewardFn:
+    """The function as a reward function of this library."""
     if not spec.adapter:
         return fn
-    column = [spec.column] if spec.column and spec.name else []
-    adapted = ADAPTERS[spec.adapter](fn, *column)
-    adapted.__name__ = getattr(fn, "__name__", _NAMELESS)
-    return adapted
+    if spec.column and spec.name:
+        return ADAPTERS[spec.adapter](fn, spec.column)
+    return ADAPTERS[spec.adapter](fn)
 
 
 def _make(spec: Spec, factory: Callable[..., Any]) -> Any:
-    """What a factory makes of the arguments, or of the column alone. ValueError where it refuses them."""
-    places, named = [], {}
-    if spec.call is not None:
-        places, named = arguments(spec)
+    """The result of a factory for the arguments and the column.
+
+    ValueError where it refuses them.
+    """
+    places, named = arguments(spec)
     if spec.column and not spec.name:
         if "column" not in inspect.signature(factory).parameters:
             raise ValueError(f"reward {spec.text!r}: {spec.source} reads no column")
@@ -120,16 +144,21 @@ def _make(spec: Spec, factory: Callable[..., Any]) -> Any:
 
 
 def _find(spec: Spec) -> Any:
-    """The function of a file or a module, or what its factory makes. ValueError for what is neither."""
+    """The function of a file or a module, or what its factory makes.
+
+    ValueError for what is neither.
+    """
     if spec.column and spec.adapter in _OWN_COLUMNS:
         raise ValueError(
             f"reward {spec.text!r}: expected no column, the function names those that it reads, got "
             f"{spec.column!r}"
         )
-    module = modules.find(spec.source, spec.text)
+    module = importing.find(spec.source, spec.text)
     if not hasattr(module, spec.name):
         functions = ", ".join(n for n, x in vars(module).items() if inspect.isfunction(x)) or "none"
         raise ValueError(f"reward {spec.text!r}: no {spec.name!r} in the file; its functions: {functions}")
+
+    # without arguments it is the reward itself
     fn = getattr(module, spec.name)
     if spec.adapter == "verifiers" and not isinstance(fn, type) and spec.call is None:
         return fn  # an object, which need not be a function
@@ -138,7 +167,9 @@ def _find(spec: Spec) -> Any:
     if spec.call is None:
         _check_convention(spec, fn)
         return fn
-    if spec.adapter in ("verl", "tinyzero"):  # its reward_kwargs are further arguments of the function itself
+
+    # with arguments it makes the reward; verl's reward_kwargs are further arguments of the function itself
+    if spec.adapter in ("verl", "tinyzero"):
         return _bound(spec, fn)
     made = _make(spec, fn)
     if not callable(made) and spec.adapter != "verifiers":
@@ -149,7 +180,10 @@ def _find(spec: Spec) -> Any:
 
 
 def _bound(spec: Spec, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with some of its arguments. ValueError for arguments that have no name."""
+    """A function with some of its arguments.
+
+    ValueError for arguments that have no name.
+    """
     places, named = arguments(spec)
     if places:
         raise ValueError(f"reward {spec.text!r}: expected NAME=VALUE, as in verl's reward_kwargs")
@@ -157,11 +191,13 @@ def _bound(spec: Spec, fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_convention(spec: Spec, fn: Callable[..., Any]) -> None:
-    """ValueError for a class, and for a function of another library's convention or that makes functions."""
+    """Raise ValueError for a class, a factory or another library's function."""
     if isinstance(fn, type):
         raise ValueError(f"reward {spec.text!r}: {spec.name!r} is a class; call it: {spec.text}()")
     if spec.adapter not in _OWN_COLUMNS:
         return
+
+    # a function of completions, or else the advice for the kind that it seems to be
     names = [p.name for p in parameters(fn)]
     if "completions" in names:
         return

@@ -1,16 +1,16 @@
-"""A preflight for rewards: made-up responses, before a model is loaded and a GPU is warm."""
+"""Checks rewards on made-up responses, before a model is loaded."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from rft_fn import rng
-from rft_fn.data.paths import value_at
-from rft_fn.reward.adapters import messages, texts
-from rft_fn.reward.combine import Score, Scored, Weighted, columns
-from rft_fn.reward.convention import RewardFn, as_messages
+from rft_fn.data.column_path import value_at
+from rft_fn.reward.adapters import Adapter, messages, texts
+from rft_fn.reward.combine import Weighted, columns
+from rft_fn.reward.convention import Columns, RewardFn, Score, Scored, as_messages
 
 __all__ = ["check"]
 
@@ -18,7 +18,7 @@ _ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "
 
 
 def check(score: Score, rows: Sequence[Any], *, answer: str = "") -> dict[str, Scored]:
-    r"""Scores made-up completions of a few rows, so that a broken reward fails before a GPU is warm.
+    r"""Score made-up completions, so that a broken reward fails early.
 
     `rows` are prompts (`data.Prompt`) or rows of the data. Completions: "empty"; "garbage", letters and
     punctuation drawn by the index of the row; and, where the rows have an answer, "answer", the reference
@@ -27,22 +27,28 @@ def check(score: Score, rows: Sequence[Any], *, answer: str = "") -> dict[str, S
     names.
 
     Raises what `score` raises, and ValueError for no rows. A reward that cannot read completions in the form
-    of the data, but could in the other (text or messages), is a ValueError that says so. Warns of a reward
-    that gives everything the same score, and where no reference scores above the garbage (the reward cannot
-    tell right from wrong, or wants a format of its own: look at the returned parts).
+    of the data, but could in the other (text or messages), is a ValueError with that advice. Warns of a
+    reward that gives everything the same score, and where no reference scores above the garbage (the reward
+    cannot tell right from wrong, or wants another format: look at the returned parts).
     """
     if not rows:
         raise ValueError("rows: expected at least one row of the dataset, got none")
+
+    # the columns that all rows have
     asked = [_question(row) for row in rows]
-    names = [name for name in asked[0].row if all(name in x.row for x in asked)]
-    table = {name: [x.row[name] for x in asked] for name in names}
+    table: dict[str, list[Any]] = {}
+    for name in asked[0].row:
+        if all(name in x.row for x in asked):
+            table[name] = [x.row[name] for x in asked]
     tries = _tries([x.row for x in asked], answer, columns(score))
 
     def run(scorer: Score) -> dict[str, Scored]:
         return {name: _score(scorer, asked, made, table) for name, made in tries.items()}
 
-    scored = _or_explain(score, run, asked)
-    constant = isinstance(score, Weighted) and _warn_of_constants(score, scored, run, asked)
+    scored = _run_or_explain(score, run, asked)
+    constant = False
+    if isinstance(score, Weighted):
+        constant = _warn_of_constants(score, scored, run, asked)
     if "answer" in scored and not constant:
         _warn_if_blind(scored)
     return scored
@@ -60,7 +66,10 @@ class _Question(NamedTuple):
 
 
 def _question(row: Any) -> _Question:
-    """The question of a prompt or of a row: its column "prompt", or "question"."""
+    """The question of a prompt or a row.
+
+    The latter is in its column "prompt" or "question".
+    """
     if hasattr(row, "columns") and hasattr(row, "text"):
         if row.messages is not None:
             return _Question(row.columns, list(row.messages))
@@ -72,10 +81,17 @@ def _question(row: Any) -> _Question:
 
 
 def _tries(rows: Sequence[Mapping[str, Any]], answer: str, read: Sequence[str]) -> dict[str, list[str]]:
-    """The completions by name, one a row in each list."""
+    """The completions by name, one per row in each list.
+
+    `read` are the columns that the score reads.
+    """
     tries = {"empty": [""] * len(rows), "garbage": [_garbage(i) for i in range(len(rows))]}
-    usual = ["answer", *(path for path in _ANSWERS if path in read)]
-    for path in [answer] if answer else usual:
+
+    # the reference answers: the first path at which every row has one
+    paths = [answer]
+    if not answer:
+        paths = ["answer", *(path for path in _ANSWERS if path in read)]
+    for path in paths:
         references = [value_at(row, path, None) for row in rows]
         if None not in references:
             tries["answer"] = [str(x) for x in references]
@@ -88,42 +104,62 @@ def _tries(rows: Sequence[Mapping[str, Any]], answer: str, read: Sequence[str]) 
 def _garbage(index: int) -> str:
     """Sixty characters that answer nothing: no digits, no braces, no backslash."""
     key = rng.fold_in(0, "garbage", index)
-    return "".join(chr(ord("a") + rng.fold_in(key, i) % 26) if i % 7 else " ;" for i in range(60))
+    pieces = []
+    for i in range(60):
+        piece = " ;"
+        if i % 7:
+            piece = chr(ord("a") + rng.fold_in(key, i) % 26)
+        pieces.append(piece)
+    return "".join(pieces)
 
 
-def _score(
-    score: Score, asked: Sequence[_Question], made: Sequence[str], table: Mapping[str, Sequence[Any]]
-) -> Scored:
-    completions = []
+def _score(score: Score, asked: Sequence[_Question], made: Sequence[str], table: Columns) -> Scored:
+    """The rewards of made-up completions, in the form of the data."""
+    completions: list[Any] = []
     for question, text in zip(asked, made, strict=True):
-        completions.append(as_messages(text, "assistant") if question.in_messages else text)
+        if question.in_messages:
+            completions.append(as_messages(text, "assistant"))
+        else:
+            completions.append(text)
     prompts = [question.prompt for question in asked]
     if not isinstance(score, Weighted):
         return score(prompts, completions, table)
-    ids = [[ord(c) for c in text] for text in made]  # one a character, where there is no tokenizer
+    ids = [list(map(ord, text)) for text in made]  # one per character: there is no tokenizer yet
     return score(prompts, completions, table, completion_ids=ids)
 
 
 # --------------------------------------------------------------------------------------------- the other form
 
-Run = Callable[[Score], dict[str, Scored]]
+
+class Run(Protocol):
+    """Scores all tries."""
+
+    def __call__(self, score: Score, /) -> dict[str, Scored]:
+        """The rewards by the name of the try. Raises whatever the score raises."""
+        ...
 
 
-def _other(asked: Sequence[_Question]) -> tuple[str, str, Callable[[RewardFn], RewardFn]]:
-    """(the form of the data, the other form, what gives a function the other one)."""
+def _other(asked: Sequence[_Question]) -> tuple[str, str, Adapter]:
+    """(the form of the data, the other form, the adapter to the other)."""
     if asked[0].in_messages:
         return "messages", "text", texts
     return "text", "messages", messages
 
 
-def _or_explain(score: Score, run: Run, asked: Sequence[_Question]) -> dict[str, Scored]:
-    """The scores. ValueError for a reward that raises, and would not in the other form."""
+def _run_or_explain(score: Score, run: Run, asked: Sequence[_Question]) -> dict[str, Scored]:
+    """The scores.
+
+    ValueError for a reward that raises, and would not in the other form.
+    """
     try:
         return run(score)
     except Exception as error:
         if not isinstance(score, Weighted) or score.running not in score.components:
             raise
-        name, (own, other, wrap) = score.running, _other(asked)
+
+        # the reward that raised, tried by itself in the other form
+        name = score.running
+        own, other, wrap = _other(asked)
         if not _tells_apart(run, wrap(score.components[name][0])):
             raise
         raise ValueError(
@@ -136,11 +172,16 @@ def _or_explain(score: Score, run: Run, asked: Sequence[_Question]) -> dict[str,
 def _warn_of_constants(
     score: Weighted, scored: dict[str, Scored], run: Run, asked: Sequence[_Question]
 ) -> bool:
-    """Whether a reward gives everything the same score: warns of each, and says what would help."""
+    """Warn of rewards that give everything the same score.
+
+    Each warning has a remedy. True if there was a warning.
+    """
     found = False
     for name, (fn, _) in score.components.items():
         if not _is_constant(scored, name):
             continue
+
+        # a constant that is none in the other form has not found the text
         own, other, wrap = _other(asked)
         value = scored["empty"].parts[name][0].item()
         line = f"reward {name!r}: it scores {value:g} for nothing, for garbage and for every reference"
@@ -157,7 +198,7 @@ def _warn_of_constants(
 
 
 def _is_constant(scored: Mapping[str, Scored], name: str) -> bool:
-    """Whether a part has one value for all tries of all rows. A single try says nothing."""
+    """Whether a part has one value for all tries of all rows."""
     values = torch.cat([x.parts[name] for x in scored.values()])
     return bool((values == values[0]).all())
 
@@ -175,11 +216,12 @@ def _form(name: str) -> str:
 
 
 def _spec(score: Weighted, name: str, form: str) -> str:
-    """How the command line gives a reward a form."""
+    """The text that gives a reward a form on the command line."""
     return f"{form}:{score.specs.get(name, name)}"
 
 
-def _warn_if_blind(scored: dict[str, Scored]) -> None:
+def _warn_if_blind(scored: Mapping[str, Scored]) -> None:
+    """Warn where no reference scores above garbage."""
     known = torch.stack([scored[name].total for name in ("answer", "boxed", "tags")])
     best = known.max(0).values
     if not (best > scored["garbage"].total).any():

@@ -1,4 +1,4 @@
-"""What a reward function may return, in any of the conventions, as one number a completion."""
+"""Reads the results of reward functions, in any of the conventions."""
 
 import math
 import numbers
@@ -15,18 +15,18 @@ _VALUE = ("score", "reward")  # of a dict for one completion
 
 
 class Result(NamedTuple):
-    """What a reward function says of B completions."""
+    """The result of a reward function for B completions."""
 
     values: Tensor  # [B] float32; NaN where it answered None: not applicable
     metrics: dict[str, Tensor]  # name -> [B] float32: further numbers; NaN where there is none
     extra: dict[str, list[Any]]  # name -> B values that are no numbers
 
 
-def read(name: str, result: object, count: int) -> Result:
+def read(name: str, result: Any, count: int) -> Result:
     """The result of the reward function `name` for `count` completions.
 
-    A list, an array or a tensor with one entry a completion: a finite number, None for "not applicable", or a
-    dict with "score" (verl). Or one dict with lists: "rewards" and further entries, those of "extra_logs"
+    A list, an array or a tensor with one entry per completion: a finite number, None for "not applicable", or
+    a dict with "score" (verl). Or one dict with lists: "rewards" and further entries, those of "extra_logs"
     among them (OpenRLHF). Or a pair of rewards and such entries (LightRFT). Further entries become metrics
     where they are numbers. Raises ValueError for a wrong count and for anything else: nothing is replaced.
     """
@@ -38,29 +38,37 @@ def read(name: str, result: object, count: int) -> Result:
         )
     if isinstance(result, Mapping):
         return _of_batch(name, _first(name, result, _VALUES), result, count)
-    if isinstance(result, tuple) and len(result) == 2 and _is_pair(*result):
-        return _of_batch(name, result[0], result[1], count)
-
-    entries = _entries(name, result, count)
-    values, further = [], []
-    for i, entry in enumerate(entries):
-        row = {}
-        if isinstance(entry, Mapping):
-            row = {str(k): _plain(v) for k, v in entry.items() if k not in _VALUE}
-            entry = _first(name, entry, _VALUE, f"value {i}: ")
-        values.append(_number(name, i, entry))
-        further.append(row)
-    names = dict.fromkeys(k for row in further for k in row)
-    columns = {k: [row.get(k) for row in further] for k in names}
-    return _result(values, columns)
+    if isinstance(result, tuple) and len(result) == 2 and _is_rewards_and_logs(*result):
+        rewards, logs = result
+        return _of_batch(name, rewards, logs, count)
+    return _of_completions(name, _entries(name, result, count))
 
 
-def _is_pair(rewards: object, logs: object) -> bool:
-    """Whether these are the rewards of a batch and its logs, not the values of two completions."""
+def _is_rewards_and_logs(rewards: Any, logs: Any) -> bool:
+    """Whether a pair is the rewards of a batch and its logs.
+
+    Otherwise it is the values of two completions.
+    """
     return isinstance(logs, Mapping) and not isinstance(rewards, (numbers.Real, Mapping, type(None)))
 
 
-def _of_batch(name: str, rewards: object, logs: Mapping[str, Any], count: int) -> Result:
+def _of_completions(name: str, entries: Sequence[Any]) -> Result:
+    """The result of numbers or dicts, one per completion."""
+    values: list[float] = []
+    columns: dict[str, list[Any]] = {}
+    for i, entry in enumerate(entries):
+        value = entry
+        if isinstance(entry, Mapping):
+            value = _first(name, entry, _VALUE, f"value {i}: ")
+            # further entries; completions without one have None there
+            for key, x in entry.items():
+                if key not in _VALUE:
+                    columns.setdefault(str(key), [None] * len(entries))[i] = _plain(x)
+        values.append(_number(name, i, value))
+    return _result(values, columns)
+
+
+def _of_batch(name: str, rewards: Any, logs: Mapping[str, Any], count: int) -> Result:
     """The result of a function that answers for the batch as a whole."""
     entries = _entries(name, rewards, count)
     values = [_number(name, i, entry) for i, entry in enumerate(entries)]
@@ -68,7 +76,7 @@ def _of_batch(name: str, rewards: object, logs: Mapping[str, Any], count: int) -
     for key, column in {**logs, **(logs.get("extra_logs") or {})}.items():
         if key == "extra_logs" or column is rewards:
             continue
-        plain = _listed(column)
+        plain = _as_list(column)
         if isinstance(plain, list) and len(plain) == count:
             columns[str(key)] = [_plain(x) for x in plain]
         else:  # one value for the whole batch
@@ -85,8 +93,11 @@ def _first(name: str, result: Mapping[str, Any], keys: Sequence[str], where: str
     raise ValueError(f"reward {name!r}: {where}expected a dict with {keys[0]!r}, got one with {known}")
 
 
-def _listed(x: object) -> object:
-    """A tensor or an array as a list, [B, 1] as [B]; anything else as it is."""
+def _as_list(x: Any) -> Any:
+    """A tensor or an array as a list, [B, 1] as [B].
+
+    Anything else is unchanged.
+    """
     if not hasattr(x, "tolist"):
         return x
     x = x.tolist()
@@ -95,11 +106,11 @@ def _listed(x: object) -> object:
     return x
 
 
-def _entries(name: str, result: object, count: int) -> list[Any]:
-    """The entries of what a function returned, one a completion. ValueError for another count."""
+def _entries(name: str, result: Any, count: int) -> list[Any]:
+    """The entries of a result, one per completion. ValueError for another count."""
     kind = type(result).__name__
     try:
-        entries = list(_listed(result))
+        entries = list(_as_list(result))
     except TypeError:
         raise ValueError(f"reward {name!r}: expected a list of {count} numbers, got {kind}") from None
     if len(entries) != count:
@@ -108,18 +119,24 @@ def _entries(name: str, result: object, count: int) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A tensor or an array of one element as a number of Python; anything else as it is."""
+    """A tensor or an array of one element as a Python number.
+
+    Anything else is unchanged.
+    """
     if hasattr(value, "item") and math.prod(getattr(value, "shape", (2,))) == 1:
         return value.item()
     return value
 
 
-def _number(name: str, index: int, value: object) -> float:
-    """One value of a reward: NaN for None. ValueError for anything else but a finite float32."""
+def _number(name: str, index: int, value: Any) -> float:
+    """One value of a reward: NaN for None.
+
+    ValueError for anything else but a finite float32.
+    """
     plain = _plain(value)
     if plain is None:
         return math.nan
-    if isinstance(plain, numbers.Real) and abs(plain) <= torch.finfo(torch.float32).max:  # False for NaN
+    if isinstance(plain, numbers.Real) and _is_finite(plain):
         return float(plain)
     raise ValueError(
         f"reward {name!r}: value {index} is {value!r:.80}, not a finite number; return a float for every "
@@ -127,9 +144,15 @@ def _number(name: str, index: int, value: object) -> float:
     )
 
 
+def _is_finite(x: Any) -> bool:
+    """Whether a number is finite as a float32; False for NaN."""
+    return abs(x) <= torch.finfo(torch.float32).max
+
+
 def _result(values: list[float], columns: Mapping[str, list[Any]]) -> Result:
-    """Splits further columns into those of numbers and others."""
-    metrics, extra = {}, {}
+    """Splits further columns into numbers and other values."""
+    metrics: dict[str, Tensor] = {}
+    extra: dict[str, list[Any]] = {}
     for key, column in columns.items():
         if all(x is None or isinstance(x, numbers.Real) for x in column):
             metrics[key] = torch.tensor([_metric(x) for x in column], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""What a command line says of a reward: its source, function, column, arguments and weight."""
+"""Parses the texts that name rewards: source, function, column, arguments and weight."""
 
 import ast
 import re
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Called", "Spec", "arguments", "distinct", "split", "split_weight"]
+__all__ = ["Names", "Spec", "arguments", "distinct", "split", "split_weight"]
 
 
 class Spec(NamedTuple):
@@ -16,19 +16,19 @@ class Spec(NamedTuple):
     adapter: str  # "" for none
     source: str  # "math", "task", path/file.py or package.module
     name: str  # the function, or the task; "" for the named ones
-    column: str  # of the answer; "" where it is not said
+    column: str  # of the answer; "" where none is named
     call: ast.Call | None  # the arguments
 
     @property
     def short(self) -> str:
-        """What the reward is called where no other one has this name."""
+        """The name of the reward, unless another one has it too."""
         if self.source == "task":
             return f"task:{self.name}"
         return self.name or self.source
 
     @property
     def long(self) -> str:
-        """What it is called where another one has the short name."""
+        """The name of the reward where another one has the short name."""
         parts = [self.source, self.name, self.column]
         if self.source.endswith(".py"):
             parts[0] = Path(self.source).stem
@@ -44,6 +44,7 @@ def split_weight(spec: str) -> tuple[str, float]:
         return name, float(weight)
     except ValueError:
         pass
+
     # an "=" within a path has the rest of the path behind it, and one within a URL a word of the query
     if ":" in weight or "/" in weight or "://" in spec:
         return spec, 1.0
@@ -51,16 +52,21 @@ def split_weight(spec: str) -> tuple[str, float]:
 
 
 def split(text: str, named: Collection[str], adapters: Collection[str]) -> Spec:
-    """The parts of a spec without its weight. ValueError for one that is none.
+    """The parts of a spec without its weight. ValueError for any other text.
 
-    `named` are the rewards that have a name, `adapters` what may stand in front.
+    `named` are the rewards that have a name, `adapters` the words that may stand in front.
     """
     target, call = _split_call(text)
+
+    # an adapter in front
     first, _, rest = target.partition(":")
     adapter = ""
     if first in adapters:
-        adapter, target = first, rest
+        adapter = first
+        target = rest
         first, _, rest = rest.partition(":")
+
+    # a named reward, a task, or the function of a file or a module
     if first in named:
         return Spec(text, adapter, first, "", rest, call)
     if first == "task" and call is None:
@@ -76,7 +82,7 @@ def split(text: str, named: Collection[str], adapters: Collection[str]) -> Spec:
 
 
 def _split_call(text: str) -> tuple[str, ast.Call | None]:
-    """What stands in front of the arguments, and the arguments: None where there are none."""
+    """(the text in front of the arguments, the arguments or None)."""
     if not text.endswith(")"):
         return text, None
     for opening in re.finditer(r"(?<=\w)\(", text):  # a path may have parentheses too
@@ -90,9 +96,10 @@ def _split_call(text: str) -> tuple[str, ast.Call | None]:
 
 
 def arguments(spec: Spec) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of the call. ValueError for one that is no literal."""
-    assert spec.call is not None
+    """(positional, keyword) arguments of the call. ValueError for one that is no literal."""
     named: dict[str, Any] = {}
+    if spec.call is None:
+        return [], named
     try:
         places = [ast.literal_eval(x) for x in spec.call.args]
         for keyword in spec.call.keywords:
@@ -107,21 +114,27 @@ def arguments(spec: Spec) -> tuple[list[Any], dict[str, Any]]:
     return places, named
 
 
-class Called(NamedTuple):
+class Names(NamedTuple):
     """The names that a reward may have."""
 
     short: str
     long: str
 
 
-def distinct(names: Sequence[Called]) -> list[str]:
-    """One name for each: the short one if no other has it, else the long one, numbered if need be."""
+def distinct(names: Sequence[Names]) -> list[str]:
+    """One name for each, different from all others.
+
+    The short one if no other has it, else the long one, numbered if need be.
+    """
     short = [name.short for name in names]
     found: list[str] = []
     for name in names:
-        chosen = base = name.short
-        if short.count(chosen) > 1:
-            chosen = base = name.long
+        base = name.short
+        if short.count(base) > 1:
+            base = name.long
+
+        # ":2" and so on, where even the long name is taken
+        chosen = base
         again = 1
         while chosen in found:
             again += 1

@@ -1,20 +1,22 @@
-"""Rewards that a program can verify: answers compared with a reference, and the format of the response.
+"""Verifiable rewards: answers compared with a reference, and the format of responses.
 
-Each factory returns a reward function. `prompts` is accepted and never read: what is scored is the response
-alone, a text or a list of messages. A `column` is a name or a path of names, "reward_model.ground_truth".
-A response that cannot be read scores 0; a dataset that cannot be read (a missing column, an empty cell)
-raises. The attribute `columns` of a reward function names the columns that it reads.
+Each factory returns a reward function. `prompts` is accepted and never read: only the response is scored, a
+text or a list of messages. A `column` is a name or a path of names, "reward_model.ground_truth". A response
+that cannot be read scores 0; a dataset that cannot be read (a missing column, an empty cell) raises. The
+attribute `columns` of a reward function names the columns that it reads.
+
+A new reward is a factory here; a row of `_NAMED` in `loading` gives it a name on the command line.
 """
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 from rft_fn.data import tasks
-from rft_fn.data.paths import column_at
-from rft_fn.reward.convention import GIVEN, Messages, RewardFn, text
+from rft_fn.data.column_path import column_at
+from rft_fn.reward.convention import Columns, Messages, RewardFn, column_names, reads, text
 
 __all__ = [
     "boxed_format",
@@ -36,28 +38,38 @@ _BRACES = re.compile(r"(\\boxed\s*\{)|\\.|([{}])", re.DOTALL)
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""What is inside the last complete \boxed{...}, braces balanced; None where there is none.
+    r"""The content of the last complete \boxed{...}, braces balanced.
 
-    Of nested boxes the innermost counts. A box that is never closed, as in a truncated response, is no box.
-    One pass: linear in the length of the text, whatever is in it.
+    It is None where there is none. Of nested boxes the innermost counts. A box that is never closed, as in a
+    truncated response, is no box. One pass: linear in the length of the text, whatever is in it.
     """
     opened: list[tuple[int, bool]] = []  # (where the content starts, whether a \boxed opened it)
-    last_start, last = -1, None
+    last_start = -1
+    last = None
     for match in _BRACES.finditer(text):
         if match[1] or match[2] == "{":
             opened.append((match.end(), bool(match[1])))
         elif match[2] == "}" and opened:
             start, boxed = opened.pop()
             if boxed and start > last_start:
-                last_start, last = start, text[start : match.start()]
+                last_start = start
+                last = text[start : match.start()]
     return last
 
 
 def extract_tag(text: str, tag: str) -> str | None:
-    """What is between the last </tag> and the <tag> before it, stripped; None where there is no such pair."""
+    """The stripped text between the last </tag> and the <tag> before it.
+
+    It is None without such a pair.
+    """
     end = text.rfind(f"</{tag}>")
-    start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
-    return None if start < 0 else text[start + len(tag) + 2 : end].strip()
+    if end < 0:
+        return None
+    opening = f"<{tag}>"
+    start = text.rfind(opening, 0, end)
+    if start < 0:
+        return None
+    return text[start + len(opening) : end].strip()
 
 
 _FRAC = re.compile(r"(?<![0-9])\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
@@ -68,51 +80,76 @@ _NUMBER = re.compile(rf"(?:(?<![\w)\]}}.%])-\\?\$?)?{_UNSIGNED}(?:/{_UNSIGNED})?
 
 
 def extract_number(text: str) -> str | None:
-    r"""The last number in the text, as "-3.5", "1234", "1/2" or "1e5"; None where there is none.
+    r"""The last number in the text, as "-3.5", "1234", "1/2" or "1e5".
 
-    Thousands commas, currency signs and a full stop after the number are dropped; "1/2" and "\frac{1}{2}" are
-    one number. It reads plain numbers, not formulas: of "2\sqrt{3}" it returns "3" (use `math` for those).
+    It is None where there is none. Thousands commas, currency signs and a full stop after the number are
+    dropped; "1/2" and "\frac{1}{2}" are one number. It reads plain numbers, not formulas: of "2\sqrt{3}" it
+    returns "3" (use `math` for those).
     """
-    plain = _FRAC.sub(r"\1/\2", text.replace("\N{MINUS SIGN}", "-").replace("{,}", ","))
-    last = None
-    for last in _NUMBER.finditer(plain):  # noqa: B007  the last match is what is wanted
-        pass
-    return None if last is None else re.sub(r"[,$\\]", "", last[0])
+    plain = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",")
+    plain = _FRAC.sub(r"\1/\2", plain)
+    found = [match[0] for match in _NUMBER.finditer(plain)]
+    if not found:
+        return None
+    return re.sub(r"[,$\\]", "", found[-1])
 
 
 def _value(number: str | None) -> Fraction | None:
-    """The exact value of an extracted number; None for no number, for n/0 and for absurdly large ones."""
+    """The exact value of an extracted number.
+
+    It is None for no number, for n/0 and for absurdly large ones.
+    """
     if number is None or len(number) > 200 or re.search(r"[eE][+-]?[0-9]{4}", number):
         return None  # Fraction("1e999999999") would fill the memory
     top, _, bottom = number.partition("/")
     divisor = Fraction(bottom or 1)
-    return Fraction(top) / divisor if divisor else None
+    if not divisor:
+        return None
+    return Fraction(top) / divisor
 
 
 # ---------------------------------------------------------------------------------------------------- columns
 
 
-def _column(columns: dict[str, Sequence[Any]], name: str, count: int) -> list[str]:
-    """One column as text. Raises ValueError if it is missing, has a hole or is not one value a completion."""
-    head = name if name in columns else name.partition(".")[0]
+def _column(columns: Columns, name: str, count: int) -> list[str]:
+    """One column as text.
+
+    ValueError if it is missing, has a hole or has another length.
+    """
+    # a path begins with the name of a column
+    head = name
+    if name not in columns:
+        head = name.partition(".")[0]
     if head in columns and len(columns[head]) != count:
         raise ValueError(
-            f"column {head!r}: expected {count} values, one a completion, got {len(columns[head])}"
+            f"column {head!r}: expected {count} values, one per completion, got {len(columns[head])}"
         )
+
+    # a response is not to blame for a row without a reference
     try:
         values = column_at(columns, name, count)
     except KeyError:
-        known = ", ".join(c for c in columns if c not in GIVEN) or "none"
-        raise ValueError(f"column {name!r}: not in the dataset; its columns are: {known}") from None
+        raise ValueError(
+            f"column {name!r}: not in the dataset; its columns are: {column_names(columns)}"
+        ) from None
     for index, value in enumerate(values):
         if value is None:
             raise ValueError(f"column {name!r}: value {index} is None; drop that row from the dataset")
     return [str(value) for value in values]
 
 
-def _compare(same: Callable[[str, str], float], column: str) -> RewardFn:
+class Same(Protocol):
+    """Compares an answer with a reference."""
+
+    def __call__(self, completion: str, reference: str, /) -> float:
+        """1 for a completion that gives the reference's answer; else 0."""
+        ...
+
+
+def _compare(same: Same, column: str) -> RewardFn:
     """The reward function that scores each completion with `same(completion, reference)`."""
 
+    @reads(column)
     def reward(
         prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
     ) -> list[float]:
@@ -120,25 +157,26 @@ def _compare(same: Callable[[str, str], float], column: str) -> RewardFn:
         pairs = zip(map(text, completions), references, strict=True)
         return [float(same(given, reference)) for given, reference in pairs]
 
-    reward.columns = (column,)
     return reward
 
 
 def _answer(completion: str) -> str:
-    r"""What a completion gives as its answer: the content of its last \boxed{}, or all of it; stripped."""
+    r"""The stripped content of the last \boxed{}, or the whole completion."""
     boxed = extract_boxed(completion)
-    return (completion if boxed is None else boxed).strip()
+    if boxed is None:
+        return completion.strip()
+    return boxed.strip()
 
 
 # ---------------------------------------------------------------------------------------------------- answers
 
 
 def numeric(column: str = "answer", *, boxed: bool = False) -> RewardFn:
-    r"""1 if the last number of the completion equals the last one of the reference ("0.50" is "1/2"); else 0.
+    r"""1 if the last numbers of completion and reference are equal; else 0.
 
-    So GSM8K's references ("... #### 72") work as they are. With `boxed`, only the number inside the last
-    \boxed{} counts, and a completion without one scores 0. Raises ValueError for a reference without a
-    number.
+    "0.50" is "1/2". So GSM8K's references ("... #### 72") work as they are. With `boxed`, only the number
+    inside the last \boxed{} counts, and a completion without one scores 0. Raises ValueError for a reference
+    without a number.
     """
 
     def same(completion: str, reference: str) -> bool:
@@ -147,7 +185,9 @@ def numeric(column: str = "answer", *, boxed: bool = False) -> RewardFn:
             raise ValueError(
                 f"column {column!r}: no number in the reference {reference[:80]!r}; use exact() or math()"
             )
-        read = (extract_boxed(completion) or "") if boxed else completion
+        read = completion
+        if boxed:
+            read = extract_boxed(completion) or ""
         return _value(extract_number(read)) == expected
 
     return _compare(same, column)
@@ -160,7 +200,9 @@ def exact(column: str = "answer", *, boxed: bool = False) -> RewardFn:
     """
 
     def same(completion: str, reference: str) -> bool:
-        read = extract_boxed(completion) if boxed else completion
+        read = completion
+        if boxed:
+            read = extract_boxed(completion)
         return read is not None and read.strip() == reference.strip()
 
     return _compare(same, column)
@@ -175,15 +217,17 @@ def task(name: str) -> RewardFn:
     chosen = tasks.get_task(name)
     needed = sorted(chosen.generate(0, 0, 1).keys() - {"question", "short", "level"})
 
+    @reads(*needed)
     def reward(
         prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
     ) -> list[float]:
-        values = (_column(columns, column, len(completions)) for column in needed)
-        rows = [dict(zip(needed, row, strict=True)) for row in zip(*values, strict=True)]
-        answers = [_answer(text(x)) for x in completions]
-        return [chosen.verify(given, row) for given, row in zip(answers, rows, strict=True)]
+        values = {name: _column(columns, name, len(completions)) for name in needed}
+        scores = []
+        for i, completion in enumerate(completions):
+            row = {name: column[i] for name, column in values.items()}
+            scores.append(chosen.verify(_answer(text(completion)), row))
+        return scores
 
-    reward.columns = tuple(needed)
     return reward
 
 
@@ -191,11 +235,12 @@ _UNBOXED_TAIL = 1000  # characters: math-verify searches in quadratic time, and 
 
 
 def math(column: str = "answer", *, timeout: int = 5) -> RewardFn:
-    r"""1 if the answer equals the reference as mathematics ("\frac{1}{2}" is "0.5", "1+x" is "x+1"); else 0.
+    r"""1 if the answer equals the reference as mathematics; else 0.
 
-    The comparison is math-verify's. The answer is the content of the last \boxed{} where there is one, else
-    what math-verify finds in the last 1,000 characters. The reference is LaTeX or plain text, boxed or not;
-    of GSM8K's only what follows "####" counts. Any failure of the comparison scores 0.
+    "\frac{1}{2}" is "0.5", "1+x" is "x+1". The comparison is math-verify's. The answer is the content of the
+    last \boxed{} where there is one, else what math-verify finds in the last 1,000 characters. The reference
+    is LaTeX or plain text, boxed or not; of GSM8K's only what follows "####" counts. Any failure of the
+    comparison scores 0.
 
     A response such as "10^{10^{10}}" keeps sympy busy for ever, so parsing and comparing get `timeout`
     seconds each. The limit needs Python's main thread (it is a signal); in any other thread the comparison
@@ -207,9 +252,16 @@ def math(column: str = "answer", *, timeout: int = 5) -> RewardFn:
         raise ImportError("reward 'math': pip install 'math-verify[antlr4_13_2]'") from error
 
     def same(completion: str, reference: str) -> bool:
-        limit = timeout if threading.current_thread() is threading.main_thread() else None
+        # its limit is a signal, which only the main thread gets
+        limit: Any = None
+        if threading.current_thread() is threading.main_thread():
+            limit = timeout
+
+        # both sides in a box, so that nothing else of a text is taken for the answer
         boxed = extract_boxed(completion)
-        read = completion[-_UNBOXED_TAIL:] if boxed is None else rf"\boxed{{{boxed}}}"
+        read = completion[-_UNBOXED_TAIL:]
+        if boxed is not None:
+            read = rf"\boxed{{{boxed}}}"
         gold = _answer(reference.rpartition("####")[2])
         try:
             expected = math_verify.parse(rf"\boxed{{{gold}}}", parsing_timeout=limit)
@@ -230,16 +282,20 @@ def boxed_format() -> RewardFn:
     def reward(
         prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
     ) -> list[float]:
-        return [float(bool((extract_boxed(text(x)) or "").strip())) for x in completions]
+        scores = []
+        for completion in completions:
+            content = extract_boxed(text(completion)) or ""
+            scores.append(float(bool(content.strip())))
+        return scores
 
     return reward
 
 
 def pattern_format(pattern: str) -> RewardFn:
-    """1 if the pattern matches the whole stripped response ("." matches a newline too); else 0.
+    """1 if the pattern matches the whole stripped response; else 0.
 
-    Where the chat template already opens a tag in the prompt ("<think>"), the response does not, and nor may
-    the pattern.
+    "." matches a newline too. Where the chat template already opens a tag in the prompt ("<think>"), the
+    response does not, and nor may the pattern.
     """
     compiled = re.compile(pattern, re.DOTALL)
 
@@ -252,9 +308,10 @@ def pattern_format(pattern: str) -> RewardFn:
 
 
 def tag_format(*tags: str) -> RewardFn:
-    """1 if the response is these tags, in order, each once and not empty, and nothing else; else 0.
+    """1 if the response is these tags, in order, and nothing else; else 0.
 
-    No argument means ("think", "answer"): "<think>...</think> <answer>...</answer>".
+    Each tag stands there once and is not empty. No argument means ("think", "answer"): "<think>...</think>
+    <answer>...</answer>".
     """
     # No character of the content may begin one of the tags, so each tag occurs once.
     names = [re.escape(tag) for tag in tags or ("think", "answer")]

@@ -1,6 +1,7 @@
 """Rewards over the ranks: shares, one result for all, errors of one rank, and the limit of time."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import socket
@@ -87,7 +88,7 @@ def logs_on_rank_1(completions, trainer_state, completion_ids, log_metric, log_e
 def judged_in_full(st):
     """Everything that a reward may do, over the ranks; in messages."""
     score = reward.weighted(waits=(waits, 1.0), logs=(logs_on_rank_1, 0.5))
-    spoken = [p._replace(messages=[{"role": "user", "content": p.text}]) for p in PROMPTS]
+    spoken = [dataclasses.replace(p, messages=[{"role": "user", "content": p.text}]) for p in PROMPTS]
     judged = collect.gather_and_judge(
         st, reward.weighted(**{k: (reward.adapters.texts(fn), w) for k, (fn, w) in score.components.items()}),
         rollout_of(), spoken, tiny.tokenizer(), state=reward.trainer_state(7, 9),
@@ -129,7 +130,7 @@ def every_case(rank):
 
     checked = collect.check_reward(st, reward.weighted(mine=(counts, 1.0)), rows, timeout=60.0)
     out["checked"] = {name: x.total for name, x in checked.items()}, asked
-    odd = [p._replace(text=p.text + "?" * rank) for p in PROMPTS]
+    odd = [dataclasses.replace(p, text=p.text + "?" * rank) for p in PROMPTS]
     cases = {
         "fails": lambda: judged_by(st, fails_on_rank_1),
         "hangs": lambda: judged_by(st, hangs_on_rank_1, timeout=1.0),

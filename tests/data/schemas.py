@@ -1,6 +1,6 @@
 """The table of docs/data.md: rows as people have them, the options to type, and what these make of a row.
 
-python tests/data/schemas.py        writes the table anew
+PYTHONPATH=tests python tests/data/schemas.py        writes the table anew
 """
 
 import json

@@ -94,7 +94,7 @@ def test_places_are_lines_as_an_editor_counts_them(tmp_path, name, text, lines):
             'question,answer\n1,2\n\n"1,2\n3,4\n',
             "line 4: expected comma-separated values, got unexpec",
         ),
-        ("a.csv", "question,question\n1,2\n", "line 1: expected a name of its own for each column"),
+        ("a.csv", "question,question\n1,2\n", "line 1: expected distinct column names"),
         ("a.csv", "question,answer\n", "expected at least one row, got none in"),
         ("a.csv", "\n\n", "expected at least one row, got none in"),
         ("a.jsonl", "\n\n", "expected at least one row, got none in"),

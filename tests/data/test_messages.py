@@ -107,8 +107,8 @@ def test_columns_follow_one_another_below_a_system_prompt():
         ({"m": ["a"]}, "^column 'm', turn 1: expected a message with role and content, got str$"),
         ({"m": [user("a"), {"content": "b"}]}, "^column 'm', turn 2: expected a role, got a message with 'c"),
         ({"m": [turn("boss", "a")]}, "turn 1: role: expected one of system, .*, got 'boss'$"),
-        ({"m": [turn("user", None)]}, "turn 1: the user says nothing: expected content, got none"),
-        ({"m": [says(None, tool_calls=[])]}, "turn 1: the assistant says nothing"),
+        ({"m": [turn("user", None)]}, "turn 1: user: expected content, got none"),
+        ({"m": [says(None, tool_calls=[])]}, "turn 1: assistant: expected content"),
         ({"m": [turn("user", 5)]}, "turn 1: content: expected text, or a list of parts of text, got int"),
         ({"m": [turn("user", [{"type": "image"}])]}, "content: expected parts of text, got one of type 'im"),
         ({"m": [turn("user", [3])]}, "content: expected parts of text, got one of type 'int'"),
@@ -178,9 +178,9 @@ def test_tools_and_their_answers_are_in_the_prompt():
 
 
 def test_a_system_prompt_that_a_template_refuses_is_put_before_the_first_question():
-    chat_module._say_merged.cache_clear()
+    chat_module._warn_of_merged_system.cache_clear()
     chat = chat_of("GEMMA2")
-    with pytest.warns(UserWarning, match="refuses a system turn; what that says is put before"):
+    with pytest.warns(UserWarning, match="refuses a system turn; its text is put before"):
         ids = chat.prompt(talk(*FEW))
     assert chat.tokenizer.decode(ids).startswith("<bos><turn>user\nS\n\n1+1</turn>\n<turn>model\n2</turn>")
     with warnings.catch_warnings():
@@ -325,8 +325,8 @@ def test_an_answer_that_melts_into_its_header_is_cut_where_the_prompt_ends(name)
         (
             "ASKED",
             [user("a"), says("<think>\nx</think>b")],
-            r"^turn 2: the prompt that asks for it goes on with '<think>\\n', but the chat template renders "
-            r"it with 'b<\|eot\|>'",
+            r"^turn 2: the prompt that asks for it continues with '<think>\\n', but the chat template "
+            r"renders it with 'b<\|eot\|>'",
         ),
         ("GEMMA2", [user("a"), says("b"), says("c")], "chat template: .* turns alternate"),
         ("GEMMA2", [user("a"), says("", tool_calls=[CALLED])], "turn 2 has tool_calls"),

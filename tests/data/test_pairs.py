@@ -114,7 +114,7 @@ def test_the_forms_of_messages_are_one():
     with_text = IMPLICIT | {"prompt": "3 or 4?"}
     for row in (IMPLICIT, share, text, with_text):
         (pair,) = of([row], chat, messages=("chosen", "rejected"))
-        assert pair[:2] == want[:2]
+        assert (pair.chosen, pair.rejected) == (want.chosen, want.rejected)
 
 
 def test_what_the_prompt_may_hold():

@@ -36,8 +36,8 @@ MUTANTS = [
     (
         "few-shot answers are learned",
         "rft_fn/data/chat.py",
-        'if turn["role"] == "assistant" and i >= talk.start]',
-        'if turn["role"] == "assistant"]',
+        "spoken = [i for i in _assistant_turns(talk.turns) if i >= talk.start]",
+        "spoken = _assistant_turns(talk.turns)",
         MESSAGES + "only_the_last_column_is_learned_and_what_follows_the_last_answer_is_left_out",
     ),
     (
@@ -70,14 +70,14 @@ MUTANTS = [
     ),
     (
         "lists are printed",
-        "rft_fn/data/template.py",
+        "rft_fn/data/text_template.py",
         "isinstance(value, (Mapping, list, tuple))",
         "isinstance(value, Mapping)",
         DATA + "a_template_is_filled_or_refused",
     ),
     (
         "the limit of a conversation is not kept",
-        "rft_fn/data/talk.py",
+        "rft_fn/data/prompts.py",
         "len(lesson.ids) > self.max_tokens:",
         "len(lesson.ids) > 9 * self.max_tokens:",
         DATA + "conversations_above_the_limits",

@@ -1,7 +1,7 @@
 """Mutants of preference pairs: rows into pairs, their weights and sums, and the script."""
 
 DPO = "train_scripts/dpo.py"
-PAIRS = "rft_fn/data/pairs.py"
+PAIRS, WRONG = "rft_fn/data/pairs.py", "rft_fn/data/wrong_answers.py"
 LINE = "tests/scripts/test_straight_line.py::test_dpo_is_its_definition"
 PLACES = "tests/data/test_pairs.py::test_a_row_that_cannot_be_used_is_named_by_its_place"
 
@@ -79,8 +79,8 @@ MUTANTS = [
     (
         "whole texts are cut within a word",
         PAIRS,
-        'cut = re.search(r"\\s*\\S*$", chosen[:same]).start()',
-        "cut = same",
+        'prompt = re.sub(r"\\s*\\S*$", "", chosen[:same])',
+        "prompt = chosen[:same]",
         "tests/data/test_pairs.py::test_whole_texts_share_their_prompt",
     ),
     (
@@ -92,14 +92,14 @@ MUTANTS = [
     ),
     (
         "a wrong answer may be right",
-        PAIRS,
+        WRONG,
         "if text and task.verify(text, row) < 1:",
         "if text:",
         "tests/data/test_pairs.py::test_the_pairs_of_a_task",
     ),
     (
         "all rejected answers are guesses",
-        PAIRS,
+        WRONG,
         "if random_.random() < 0.5:",
         "if random_.random() < 1.5:",
         "tests/data/test_pairs.py::test_mistakes_are_of_every_kind",

@@ -8,14 +8,14 @@ BROUGHT, LOADING, JUDGING = (
 MUTANTS = [
     (
         "the responses to messages are texts",
-        "rft_fn/reward/rollout.py",
-        'answered = [t if p.messages is None else as_messages(t, "assistant") for p, t in forms]',
-        "answered = [t for p, t in forms]",
+        "rft_fn/reward/scoring.py",
+        'answered.append(as_messages(text, "assistant"))',
+        "answered.append(text)",
         BROUGHT + "a_prompt_of_messages_has_completions_of_messages",
     ),
     (
         "the ids of a response are those of prompt and response",
-        "rft_fn/reward/rollout.py",
+        "rft_fn/reward/scoring.py",
         "return [tokens[mask].tolist() for tokens, mask in pairs]",
         "return [tokens.tolist() for tokens, mask in pairs]",
         BROUGHT + "a_reward_gets_the_ids_of_the_response_and_the_state_of_the_run",
@@ -29,9 +29,9 @@ MUTANTS = [
     ),
     (
         "the mean of a reward counts what it does not apply to",
-        "rft_fn/reward/rollout.py",
-        "x.double().nanmean().item() for name, x in there.items()",
-        "x.double().nan_to_num().mean().item() for name, x in there.items()",
+        "rft_fn/reward/scoring.py",
+        "] = x.double().nanmean().item()",
+        "] = x.double().nan_to_num().mean().item()",
         BROUGHT + "none_is_left_out_of_the_sum_and_counted",
     ),
     (
@@ -43,21 +43,21 @@ MUTANTS = [
     ),
     (
         "each batch has an event loop of its own",
-        "rft_fn/reward/waiting.py",
+        "rft_fn/reward/event_loop.py",
         "if self._runner is None:",
         "if True:",
         BROUGHT + "every_batch_has_the_same_event_loop",
     ),
     (
         "a metric that only one rank has is 0 on the others",
-        "rft_fn/reward/rollout.py",
+        "rft_fn/reward/scoring.py",
         "torch.full_like(x.reward, math.nan)",
         "torch.full_like(x.reward, 0)",
         JUDGING + "nones_metrics_and_texts_are_the_same_on_every_rank",
     ),
     (
         "a path wins over a column whose name has dots",
-        "rft_fn/data/paths.py",
+        "rft_fn/data/column_path.py",
         "    if path in row:\n",
         '    if path in row and "." not in path:\n',
         BROUGHT + "the_value_at_a_path",
@@ -71,7 +71,7 @@ MUTANTS = [
     ),
     (
         "two packages of one name are one",
-        "rft_fn/reward/modules.py",
+        "rft_fn/reward/importing.py",
         "{rng.fold_in(0, str(path), source.hex())}",
         "{rng.fold_in(0, source.hex())}",
         LOADING + "a_file_with_relative_imports_is_a_member_of_its_package",
@@ -92,8 +92,8 @@ MUTANTS = [
     ),
     (
         "a rubric forgets its weights",
-        "rft_fn/reward/rubric.py",
-        "total[i] += judge.weight * score",
+        "rft_fn/reward/adapters/verifiers.py",
+        "total[i] += function.weight * score",
         "total[i] += score",
         BROUGHT + "a_rubric_is_the_weighted_sum_of_its_functions",
     ),

@@ -188,8 +188,8 @@ MUTANTS = [
     (
         "an answer has no end",
         "rft_fn/data/lessons.py",
-        "[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]",
-        "[*tokenizer.encode(text, add_special_tokens=False)]",
+        "[*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]",
+        "[*tokenizer.encode(response, add_special_tokens=False)]",
         SFT_LINE,
     ),
     ("the warm-up is longer by a step", SFT, "cfg.warmup, max(", "cfg.warmup + 1, max(", SFT_LINE),

@@ -1,7 +1,7 @@
 """Mutants of sources and their shares, of held-out rows, and of the names that options have elsewhere."""
 
-SOURCES, FILES = "rft_fn/data/sources.py", "rft_fn/data/files.py"
-LOADING, MIXTURE, PROMPTS = "rft_fn/data/loading.py", "rft_fn/data/mixture.py", "rft_fn/data/prompts.py"
+SOURCES, FILES = "rft_fn/data/sources.py", "rft_fn/data/file_formats.py"
+LOADING, MIXTURE, DRAWING = "rft_fn/data/loading.py", "rft_fn/data/mixture.py", "rft_fn/data/drawing.py"
 ELSEWHERE = "rft_fn/run/elsewhere/__init__.py"
 S, M = "tests/data/test_sources.py::test_", "tests/data/test_mixture.py::test_"
 SCRIPT, NAMES = "tests/scripts/test_script_data.py::test_", "tests/run/test_elsewhere.py::test_"
@@ -31,8 +31,8 @@ MUTANTS = [
     (
         "a split that is trained on is evaluated on",
         SOURCES,
-        "if name in found and name != taken), None)",
-        "if name in found), None)",
+        "if name in found and name != taken:",
+        "if name in found:",
         S + "rows_are_held_out_where_there_is_no_test_split[only a test split]",
     ),
     (
@@ -72,7 +72,7 @@ MUTANTS = [
     ),
     (
         "all sources have one order",
-        PROMPTS,
+        DRAWING,
         'rng.fold_in(seed, "source", k)',
         "seed",
         M + "two_sources_of_one_size_have_different_orders",

@@ -430,8 +430,8 @@ def test_bad_components(components, message):
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ((["p"], ["a", "b"], {}), "prompts: expected 2 values, one a completion, got 1"),
-        ((["p"], ["a"], {"answer": []}), "column 'answer': expected 1 values, one a completion, got 0"),
+        ((["p"], ["a", "b"], {}), "prompts: expected 2 values, one per completion, got 1"),
+        ((["p"], ["a"], {"answer": []}), "column 'answer': expected 1 values, one per completion, got 0"),
         (
             (["p"], ["a"], {"prompts": ["p"]}),
             "column 'prompts': the reward's own argument has this name; rename the column",

@@ -13,7 +13,7 @@ import tiny
 import torch
 
 from rft_fn import data, reward
-from rft_fn.data.paths import column_at, value_at
+from rft_fn.data.column_path import column_at, value_at
 from rft_fn.data.tasks import TASKS
 from rft_fn.reward.convention import TrainerState, as_messages
 from rft_fn.types import Rollout
@@ -173,7 +173,7 @@ def test_what_a_reward_logs():
     assert found.metrics["it/seen"].tolist() == [2.5, 2.5]
     assert found.extra == {"it/upper": ["A", "BB"], "it/odd": ["<class 'object'>"] * 2}
     with pytest.raises(
-        ValueError, match=r"^reward 'it': log_extra\('x'\): expected 2 values, one a comp.*got 1"
+        ValueError, match=r"^reward 'it': log_extra\('x'\): expected 2 values, one per comp.*got 1"
     ):
         score(lambda completions, log_extra: log_extra("x", [1]), ["a", "b"])
 

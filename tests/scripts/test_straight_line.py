@@ -465,7 +465,7 @@ def dpo_pair(task, tokenizer, seed, index):
     """The two sides of a pair of a built-in task, as rows."""
     prompt = task.prompt(seed, index)
     random_ = random.Random(rng.fold_in(seed, "rejected", task.name, task.level, index))
-    sides = prompt["row"]["answer"], rft.data.pairs.wrong_answer(task.task, prompt["row"], random_)
+    sides = prompt["row"]["answer"], rft.data.wrong_answers.wrong_answer(task.task, prompt["row"], random_)
     ids = [[*tokenizer.encode(side), tokenizer.eos_token_id] for side in sides]
     return [{"ids": prompt["ids"], "tokens": tokens} for tokens in ids]
 

@@ -1,6 +1,6 @@
 """Writes the table of docs/rewards.md: judges every function of the corpus and prints what it gave.
 
-cd tests/reward && python -m corpus.make_table
+PYTHONPATH=tests:tests/reward python -m corpus.make_table
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def table() -> str:
     """All rows, and how many of the functions run."""
     rows = [line(case, values_of(case)) for case in CASES]
     able = sum(not case.needs for case in CASES)
-    count = f"{able} of {len(CASES)} run unchanged; the others say what they lack."
+    count = f"{able} of {len(CASES)} run unchanged; the others name what they lack."
     return "\n".join([count, "", HEAD, *rows])
 
 

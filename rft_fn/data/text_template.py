@@ -1,4 +1,7 @@
-"""From the columns of a row to text, and from text to the ids of a chat's first turn."""
+"""Fills templates such as "Q: {question}" from the columns of a row.
+
+The filled-in text may be rendered as the first turn of a chat.
+"""
 
 import re
 import string
@@ -7,7 +10,8 @@ from typing import Any
 
 from rft_fn.data.chat import Chat
 from rft_fn.data.messages import advice, opened
-from rft_fn.data.rows import Unfit
+from rft_fn.data.rows import Row
+from rft_fn.data.unfit import Unfit
 
 __all__ = ["fill", "is_empty", "render"]
 
@@ -15,7 +19,10 @@ _HINT = "name columns as {question}, and write {{ and }} for braces"
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a cell holds nothing: None, NaN (a hole of a table of numbers) or only spaces."""
+    """Whether a cell holds nothing: None, NaN or only spaces.
+
+    NaN is a hole in a column of numbers.
+    """
     return _is_hole(value) or (isinstance(value, str) and not value.strip())
 
 
@@ -24,7 +31,9 @@ def _is_hole(value: Any) -> bool:
 
 
 class _Filler(string.Formatter):
-    """Formats as str.format does, and refuses places for which a row has nothing."""
+    """Formats as str.format does, and refuses places without a value."""
+
+    at = ""  # the place that was filled last
 
     def get_field(self, field_name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         column = re.split(r"[.\[]", field_name, maxsplit=1)[0]
@@ -38,24 +47,30 @@ class _Filler(string.Formatter):
         return value, first
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        """A list or an object is no text: how Python writes it would go to the model without a word."""
+        """The text of a value.
+
+        Unfit for a list or an object: Python's way to write it is hardly meant.
+        """
         if isinstance(value, (Mapping, list, tuple)) or hasattr(value, "tolist"):
-            kind = "an object" if isinstance(value, Mapping) else "a list"
+            kind = "a list"
+            if isinstance(value, Mapping):
+                kind = "an object"
             raise Unfit("", f"column {self.at!r} holds {kind}, which no template prints")
         return super().format_field(value, format_spec)
 
 
-def fill(template: str, row: Mapping[str, Any], source: str) -> str:
-    """`template` with the columns of a row in its {places}; `source` says in errors where the row stands.
+def fill(template: str, row: Row, source: str) -> str:
+    """`template` with the columns of a row in its {places}.
 
-    A list or an object is printed as Python writes it where a conversion asks for that: {numbers!s}.
-    ValueError for one that is not asked for so, for a column that is not there, that is None or NaN, and for
-    a template that is broken. Where columns hold messages it says what to type.
+    `source` is the row's place in errors. A list or an object is printed as Python writes it where a
+    conversion asks for that: {numbers!s}. ValueError for one without a conversion, for a column that is
+    missing, None or NaN, and for a broken template. Where columns hold messages it names the option to use.
     """
     filler = _Filler()
     try:
         return filler.vformat(template, (), row)
     except Unfit as error:
+        # the row alone does not tell whether the template or the option is wrong: advise on both
         reason = error.reason
         if reason.startswith("the row"):
             reason += advice(row) or f" (template {template!r}: {_HINT})"
@@ -75,13 +90,16 @@ def render(
     system: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The ids of a question as a chat's first turn, by the tokenizer's own template, ready for the answer.
+    """The ids of a question as a chat's first turn, ready for the answer.
 
-    The bare text where a tokenizer has no template. An empty `system` leaves out a default that the template
-    would put in; one that the template refuses is put before the question. ValueError for a template that
-    fails.
+    They are made by the tokenizer's own template. The bare text where a tokenizer has no template. An empty
+    `system` leaves out a default of the template's; one that the template refuses is put before the question.
+    ValueError for a template that fails.
     """
     if not tokenizer.chat_template:
-        return list(tokenizer.encode((system + "\n" if system else "") + question))
+        text = question
+        if system:
+            text = f"{system}\n{question}"
+        return list(tokenizer.encode(text))
     turns = opened([{"role": "user", "content": question}], system)
     return Chat(tokenizer, chat_template_kwargs or {}).ids(turns, ask=True)

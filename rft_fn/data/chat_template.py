@@ -1,4 +1,4 @@
-"""What a chat template is given beside the messages: from the command line, and what it reads."""
+"""The variables of a chat template: their names, and values from the command line."""
 
 import ast
 import re
@@ -9,13 +9,13 @@ from typing import Any
 __all__ = ["MARK", "literals", "reads"]
 
 MARK = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
-"""The tags around what the assistant says, which only transformers knows."""
+"""The tags around the assistant's text, which only transformers knows."""
 
 
 def literals(pairs: Sequence[str]) -> dict[str, Any]:
-    """What a command line gives to a chat template: ("enable_thinking=False",) -> {"enable_thinking": False}.
+    """Parse the values for a chat template: ("enable_thinking=False",) -> {"enable_thinking": False}.
 
-    ValueError for a pair that is not NAME=LITERAL, where a literal is a number, True, None, a text in quotes.
+    ValueError for a pair that is not NAME=LITERAL. Literals are numbers, True, None, texts in quotes.
     """
     found = {}
     for pair in pairs:
@@ -27,28 +27,35 @@ def literals(pairs: Sequence[str]) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             raise ValueError(
                 f"chat_template_kwargs: expected NAME=LITERAL as enable_thinking=False, or effort='\"low\"' "
-                f"with quotes of its own around a text, got {pair!r}"
+                f"with a text in quotes, got {pair!r}"
             ) from None
     return found
 
 
 @cache
 def reads(template: str) -> frozenset[str]:
-    """The names that a template reads before it makes them, less those that it has from the library."""
+    """The names of the variables that a template expects.
+
+    It reads them before it sets them, and they are none of the library's own.
+    """
     from jinja2 import Environment, meta
 
     env = Environment(extensions=["jinja2.ext.loopcontrols"])
     tree = env.parse(MARK.sub("", template))
+
+    # the first use of each name decides: one that is set first is the template's own variable
     first: dict[str, str] = {}
     for name, use in _uses(tree):
         first.setdefault(name, use)
-    # a name that is made in one branch counts as undeclared in the others, also where none reads it
-    found = {name for name in meta.find_undeclared_variables(tree) if first.get(name) == "load"}
+
+    # jinja counts a name that is set in one branch as undeclared in the others, also where none reads it
+    undeclared = meta.find_undeclared_variables(tree)
+    found = {name for name in undeclared if first.get(name) == "load"}
     return frozenset(found) - set(env.globals) - {"raise_exception", "strftime_now"}
 
 
 def _uses(node: Any) -> Iterator[tuple[str, str]]:
-    """(name, "load" or "store") of each variable below a node of a template, in the order of its run."""
+    """(name, "load" or "store") of each variable below a node, in order of execution."""
     from jinja2 import nodes
 
     parts = list(node.iter_child_nodes())

@@ -1,4 +1,4 @@
-"""The modules that reward functions lie in: installed ones, and files of a user."""
+"""Imports the modules of users' reward functions: installed ones, and files."""
 
 import ast
 import importlib
@@ -13,10 +13,12 @@ __all__ = ["find"]
 
 
 def find(source: str, spec: str) -> ModuleType:
-    """The module of a file or of a dotted name. `spec` is the reward in whose name errors are raised.
+    """The module of a file or of a dotted name.
 
-    ValueError for one that is not there or does not parse; what it raises itself has a note with the spec.
+    `spec` is the reward, for errors. ValueError for one that does not exist or does not parse; errors that
+    the module itself raises get a note with the spec.
     """
+    # a file may do anything while it runs: every error gets the name of the reward
     try:
         if not source.endswith(".py"):
             return _import(source, spec)
@@ -43,23 +45,23 @@ def _import(source: str, spec: str) -> ModuleType:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{source}.".startswith(f"{error.name}."):
-            raise  # another one, which that module imports
+            raise  # a module that this one imports
         raise ValueError(
             f"reward {spec!r}: no module {error.name!r} is installed or lies in {Path.cwd()}"
         ) from error
 
 
 def _find_beside(folder: Path) -> None:
-    """Lets modules of a folder be imported, after all that is installed."""
+    """Make the modules of a folder importable; installed ones come first."""
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
 
 def _run_file(path: Path) -> ModuleType:
-    """The module of a file: run once, and anew when the file has changed.
+    """The module of a file, run again only if the file has changed.
 
-    One with relative imports is a member of its package, which gets a name of its own, so that two packages
-    of one name are two. What lies in its folder, or beside its package, can be imported.
+    A file with relative imports is a member of its package, which gets a name made from its path, so that two
+    packages of one name stay apart. Modules in its folder, or beside its package, can be imported.
     """
     source = path.read_bytes()
     name = f"rft_fn_reward_{path.stem}_{rng.fold_in(0, str(path), source.hex())}"
@@ -84,7 +86,10 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _package(path: Path, dots: int) -> Path:
-    """The outermost folder of the package that a file is in, as many up as its imports go at least."""
+    """The outermost folder of a file's package.
+
+    It is at least as far up as the file's relative imports go.
+    """
     root = path.parents[dots - 1]
     while (root / "__init__.py").is_file() and (root.parent / "__init__.py").is_file():
         root = root.parent
@@ -92,17 +97,23 @@ def _package(path: Path, dots: int) -> Path:
 
 
 def _relative(source: bytes) -> int:
-    """The most dots of a file's relative imports; 0 for a file without them, or that does not parse."""
+    """The most dots of a file's relative imports, 0 without any.
+
+    Also 0 for a file that does not parse.
+    """
     try:
         tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # said when the file is run
+    except (SyntaxError, ValueError):  # raised again when the file is run
         return 0
     levels = [node.level for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     return max(levels, default=0)
 
 
 def _imported(name: str, path: Path, folders: list[str] | None = None) -> ModuleType:
-    """The module of a file by a name of its own; nothing of it stays where it raises."""
+    """The module of a file under that name.
+
+    Nothing of it stays behind if it raises.
+    """
     if name in sys.modules:
         return sys.modules[name]
     found = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)

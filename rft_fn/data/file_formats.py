@@ -1,4 +1,7 @@
-"""Readers of files: jsonl, json, csv and parquet, plain or packed by gzip."""
+"""The file formats: jsonl, json, csv and parquet, plain or gzipped.
+
+A new format is a reader and its row in `READERS`.
+"""
 
 import csv
 import gzip
@@ -8,66 +11,103 @@ import logging
 import shutil
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
-from rft_fn.data.rows import Joined, Listed, Records, Row, Rows, Unfit, decode
+from rft_fn.data.rows import Joined, Listed, Records, Row, Rows, Table, decode
+from rft_fn.data.unfit import Unfit
 
-__all__ = ["KINDS", "kind", "read_files"]
+__all__ = ["READERS", "quiet_datasets", "read_files", "suffix_of"]
 
-_MARKS = b"\xef\xbb\xbf \t\r\n"  # what may stand before the first bracket: a byte order mark, spaces
-
-
-def kind(path: Path) -> str:
-    """The kind of a file by its name: ".jsonl" of a.jsonl and of a.jsonl.gz; "" for one that is not read."""
-    plain = path.with_suffix("") if path.suffix == ".gz" else path
-    return plain.suffix if plain.suffix in KINDS else ""
+_BEFORE_BRACKET = b"\xef\xbb\xbf \t\r\n"  # a byte order mark and spaces may stand before the first bracket
 
 
-def read_files(paths: Sequence[Path], key: str | None = None) -> Sequence[Row]:
-    """The rows of files of one kind, one file after the other; `key` names the list of a json object.
+class Reader(Protocol):
+    """Reads files of one format."""
 
-    ValueError for files of several kinds or of none, and for a file that its kind's reader refuses.
+    def __call__(self, paths: Sequence[Path], key: str | None, /) -> Table:
+        """The rows of files, one file after the other.
+
+        `key` names the list of a json object. A text file may be larger than memory: its rows are read when
+        they are asked for. ValueError, without the name of the source, for a file that cannot be read; Unfit
+        for a row, with its place.
+        """
+        ...
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix that names the format; "" for an unknown one.
+
+    ".jsonl" of a.jsonl and of a.jsonl.gz.
     """
-    kinds = {kind(path) for path in paths}
-    if kinds == {".parquet"}:
-        return _parquet(paths)
-    if len(kinds) > 1:
-        raise ValueError(f"expected files of one kind, got {', '.join(sorted(kinds))}")
-    if kinds == {""}:
-        raise ValueError(f"expected a name that ends in {', '.join(KINDS)}, for that is how it is read")
-    if key is not None and kinds != {".json"}:
+    plain = path
+    if path.suffix == ".gz":
+        plain = path.with_suffix("")
+    if plain.suffix in READERS:
+        return plain.suffix
+    return ""
+
+
+def read_files(paths: Sequence[Path], key: str | None = None) -> Table:
+    """The rows of files of one format, one file after the other.
+
+    `key` names the list of a json object. ValueError for files of several formats or of none, and for a file
+    that its reader refuses.
+    """
+    suffixes = {suffix_of(path) for path in paths}
+    if len(suffixes) > 1:
+        raise ValueError(f"expected files of one kind, got {', '.join(sorted(suffixes))}")
+    suffix = suffixes.pop()
+    if not suffix:
+        raise ValueError(f"expected a name that ends in {', '.join(READERS)}, for that is how it is read")
+    return READERS[suffix](paths, key)
+
+
+def _refuse_key(paths: Sequence[Path], key: str | None) -> None:
+    if key is not None:
         raise ValueError(f"expected a .json file to have a list {key!r}, got {paths[0]}")
-    parts = [_read(path, key) for path in paths]
-    return parts[0] if len(parts) == 1 else Joined(parts)
 
 
-def _read(path: Path, key: str | None) -> Rows:
-    file = _opened(path)
-    if kind(path) == ".json":
-        return _json(path, file, key)
-    return _LINED[kind(path)](path, file)
+def _join(parts: Sequence[Rows]) -> Rows:
+    """The rows of several files as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return Joined(parts)
 
 
-def _opened(path: Path) -> BinaryIO:
-    """The bytes of a file, in any order. Those of a packed one are unpacked, into a file without a name."""
+def _open(path: Path) -> BinaryIO:
+    """A file that can be read at any position.
+
+    A packed one is unpacked into a temporary file.
+    """
     if path.suffix != ".gz":
         return path.open("rb")
     whole = tempfile.TemporaryFile()  # noqa: SIM115, it stays open as long as its rows are read
     with gzip.open(path) as packed:
         shutil.copyfileobj(packed, whole)
     whole.seek(0)
-    return whole  # type: ignore[return-value]
+    return whole
 
 
 # ------------------------------------------------------------------------------------------------------- json
 
 
+def _read_jsonl(paths: Sequence[Path], key: str | None) -> Table:
+    _refuse_key(paths, key)
+    return _join([_json_lines(path, _open(path)) for path in paths])
+
+
+def _read_json(paths: Sequence[Path], key: str | None) -> Table:
+    return _join([_json(path, _open(path), key) for path in paths])
+
+
 def _json_lines(path: Path, file: BinaryIO) -> Records:
     """One object a line; blank lines are skipped."""
-    starts, lines, at = array("q"), array("q"), 0
+    starts = array("q")
+    lines = array("q")
+    at = 0
     file.seek(0)
     for number, line in enumerate(file, 1):
         if line.strip():
@@ -93,8 +133,12 @@ def _parse_object(text: str, place: str) -> Row:
 
 
 def _json(path: Path, file: BinaryIO, key: str | None) -> Rows:
-    """A list of objects, an object that has one such list, or one object a line."""
-    lines = (line.lstrip(_MARKS) for line in file if line.strip(_MARKS))
+    """The rows of a .json file.
+
+    They are a list of objects, one such list in an object, or one object per line.
+    """
+    # the first two lines that are not blank tell which of the three it is
+    lines = (line.lstrip(_BEFORE_BRACKET) for line in file if line.strip(_BEFORE_BRACKET))
     first = next(lines, b"")
     second = next(lines, b"")
     file.seek(0)
@@ -104,10 +148,12 @@ def _json(path: Path, file: BinaryIO, key: str | None) -> Rows:
         return _objects(json.loads(decode(file.read(), 0, f"{path}, line 1")), str(path))
     if key is None and second and _is_json(first):
         return _json_lines(path, file)
+
+    # one object over several lines, or broken lines: reading them as lines names the broken one
     try:
         whole = json.loads(decode(file.read(), 0, f"{path}, line 1"))
     except (ValueError, RecursionError):
-        return _json_lines(path, file)  # which names the line that is broken
+        return _json_lines(path, file)
     return _wrapped(path, whole, key)
 
 
@@ -129,20 +175,25 @@ def _objects(rows: Sequence[Any], name: str) -> Listed:
 
 
 def _wrapped(path: Path, whole: dict[str, Any], key: str | None) -> Listed:
-    """The rows of the list that an object has: the one named, or the only one. Without a list it is a row."""
+    """The rows of the list in an object.
+
+    It is the named or the only list. An object without lists is a row.
+    """
     lists = [name for name, x in whole.items() if _is_table(x)]
     if key is None and not lists:
         return Listed([whole], str(path))
     if key is None and len(lists) > 1:
         raise ValueError(f"expected one list of rows, got {', '.join(lists)}; name one, as {path}:{lists[0]}")
-    chosen = lists[0] if key is None else key
+    chosen = key
+    if chosen is None:
+        chosen = lists[0]
     if not isinstance(whole.get(chosen), list):
         raise ValueError(f"expected a list {chosen!r}, got an object with {', '.join(map(repr, whole))}")
     return _objects(whole[chosen], f"{path}, {chosen}")
 
 
 def _is_table(x: Any) -> bool:
-    """Whether a value is a list of rows: of objects, which are not the turns of a conversation."""
+    """Whether a value is a list of objects, and not of a conversation's turns."""
     if not isinstance(x, list) or not x or not all(isinstance(row, dict) for row in x):
         return False
     return "role" not in x[0] and "from" not in x[0]
@@ -161,15 +212,25 @@ def _long_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
+def _read_csv(paths: Sequence[Path], key: str | None) -> Table:
+    _refuse_key(paths, key)
+    return _join([_csv(path, _open(path)) for path in paths])
+
+
 def _cells(text: str) -> list[str]:
     with _long_fields():
         return next(csv.reader(io.StringIO(text, newline="\n"), strict=True))
 
 
 def _csv(path: Path, file: BinaryIO) -> Records:
-    """Rows below a line of names; every value is text, as it stands there."""
-    starts, lines = array("q"), array("q")
-    at = number = 0
+    """Rows below a line of names.
+
+    Every value is text, as it stands there.
+    """
+    starts = array("q")
+    lines = array("q")
+    at = 0
+    number = 0
 
     def feed() -> Iterator[str]:
         nonlocal at, number
@@ -178,10 +239,12 @@ def _csv(path: Path, file: BinaryIO) -> Records:
             number += 1
             yield line.decode("latin-1")  # commas, quotes and ends of lines are the same bytes in UTF-8
 
+    # the csv module finds the records, of which only the places are kept
     with _long_fields():
         reader = csv.reader(feed(), strict=True)
         while True:
-            start, line = at, number + 1
+            start = at
+            line = number + 1
             try:
                 cells = next(reader, None)
             except csv.Error as error:
@@ -191,6 +254,7 @@ def _csv(path: Path, file: BinaryIO) -> Records:
             if cells:  # not a blank line
                 starts.append(start)
                 lines.append(line)
+
     if not lines:
         return Records(path, file, array("q", [0]), lines, _parse_object)
     starts.append(at)
@@ -202,7 +266,7 @@ def _below_header(path: Path, file: BinaryIO, starts: array, lines: array) -> Re
     file.seek(starts[0])
     names = _cells(decode(file.read(starts[1] - starts[0]), starts[0], f"{path}, line {lines[0]}"))
     if len(set(names)) < len(names):
-        raise Unfit(f"{path}, line {lines[0]}", f"expected a name of its own for each column, got {names}")
+        raise Unfit(f"{path}, line {lines[0]}", f"expected distinct column names, got {names}")
 
     def parse(text: str, place: str) -> Row:
         cells = _cells(text)
@@ -216,16 +280,32 @@ def _below_header(path: Path, file: BinaryIO, starts: array, lines: array) -> Re
 # ---------------------------------------------------------------------------------------------------- parquet
 
 
-def _parquet(paths: Sequence[Path]) -> Sequence[Row]:
+def _read_parquet(paths: Sequence[Path], key: str | None) -> Table:
     import datasets
 
-    datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what it logs is raised too
+    _refuse_key(paths, key)
+    quiet_datasets()
     whole = [str(path) for path in paths if path.stat().st_size]
     if not whole:
         return []
     return datasets.load_dataset("parquet", data_files=whole, split="train")
 
 
-_LINED: dict[str, Callable[[Path, BinaryIO], Rows]] = {".jsonl": _json_lines, ".csv": _csv}
-KINDS = (".jsonl", ".json", ".parquet", ".csv")
+def quiet_datasets() -> None:
+    """Silence the log and the progress bars of `datasets`.
+
+    All that it logs is raised too.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)
+
+
+READERS: dict[str, Reader] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+}
+"""Suffix -> how files of that format are read."""

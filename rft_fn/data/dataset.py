@@ -1,0 +1,160 @@
+"""Data sets: items that a recipe makes of rows.
+
+An item is a `Prompt` or a `Pair`, made when it is asked for. A recipe refuses rows that cannot be used.
+"""
+
+import hashlib
+import warnings
+from array import array
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, fields
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from rft_fn.data.mixture import Mixture
+from rft_fn.data.rows import Endless, Row, Table, place_of
+from rft_fn.data.unfit import FirstFew, TooLong, Unfit, unfit_line
+
+__all__ = ["Dataset", "Item", "ItemT", "Make", "Recipe", "make_dataset"]
+
+
+class Item(Protocol):
+    """An element of a data set: a frozen dataclass with these fields."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """The row that it was made of."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """Its index in the data set."""
+        ...
+
+
+ItemT = TypeVar("ItemT", bound=Item)
+ItemT_co = TypeVar("ItemT_co", bound=Item, covariant=True)
+
+
+class Make(Protocol[ItemT_co]):
+    """Makes one item of a data set."""
+
+    def __call__(self, index: int, /) -> ItemT_co:
+        """The item at an index, the same at every call.
+
+        The index is in [0, size), or any >= 0 where the size is None. ValueError for a row without end that
+        cannot be used.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Dataset(Generic[ItemT]):
+    """Prompts, or pairs, by index. Without end where `size` is None."""
+
+    name: str
+    size: int | None
+    prompt: Make[ItemT]
+    digest: str = ""  # of all rows of a file, and of the items made of them
+    parts: tuple["Dataset[ItemT]", ...] = ()  # the sources of a mixture
+    mixture: Mixture | None = None  # which of the parts each place is drawn from
+    note: str = ""  # which rows of its source these are, for the line that describes a run
+
+
+class Recipe(Protocol[ItemT_co]):
+    """Makes items of rows, up to a length."""
+
+    what: ClassVar[str]  # a name for an item in errors: "prompt", "pair"
+    limit: ClassVar[str]  # the option that bounds its length
+
+    @property
+    def most(self) -> int:
+        """The value of that option [tokens]."""
+        ...
+
+    def check(self) -> None:
+        """ValueError for options that no row could be used with.
+
+        Called before any row is read.
+        """
+        ...
+
+    def make(self, row: Row, place: str, index: int) -> ItemT_co:
+        """The item of a row.
+
+        Unfit, with the place, for an unusable row; TooLong above the limit.
+        """
+        ...
+
+
+def make_dataset(rows: Table | Endless, recipe: Recipe[ItemT], name: str) -> Dataset[ItemT]:
+    """The data set of the items that a recipe makes of rows.
+
+    Every row is made once now, the first one of endless rows. Items above the recipe's limit are left out,
+    with one warning.
+
+    ValueError for options that the recipe refuses, for no rows, for rows that cannot be used (with their
+    count and the places of the first), and when all are too long. Endless rows raise it when they are drawn,
+    also for an item above the limit.
+    """
+    recipe.check()
+    if isinstance(rows, Endless):
+        return _endless(rows, recipe, name)
+
+    def make(i: int) -> ItemT:
+        return recipe.make(dict(rows[i]), place_of(rows, i, name), i)
+
+    if not len(rows):
+        raise ValueError(f"data: expected at least one row, got none in {name!r}")
+    kept = array("q")
+    long = FirstFew()
+    unfit = FirstFew()
+    content = hashlib.blake2b(digest_size=16)
+    for i in range(len(rows)):
+        try:
+            content.update(repr((i, *_values(make(i)))).encode())
+            kept.append(i)
+        except Unfit as error:
+            unfit.add((error.place, error.reason))
+        except TooLong as error:
+            long.add(f"{place_of(rows, i, name)} with {error}")
+
+    # unfit rows are an error of the data or of the options; long ones are expected
+    if unfit.count:
+        raise ValueError(unfit_line(unfit, len(rows)))
+    if not kept:
+        raise ValueError(
+            f"{recipe.limit}: every {recipe.what} of {name!r} is longer than {recipe.most} tokens; raise it"
+        )
+    if long.count:
+        warnings.warn(
+            f"data: {long.count} of {len(rows)} {recipe.what}s are longer than {recipe.limit}, {recipe.most} "
+            f"tokens, and are left out: {'; '.join(long.shown)}{long.more()}",
+            stacklevel=3,
+        )
+    return Dataset(name, len(kept), lambda i: make(kept[i]), content.hexdigest())
+
+
+def _endless(rows: Endless, recipe: Recipe[ItemT], name: str) -> Dataset[ItemT]:
+    """The data set of rows without end.
+
+    Nothing can be left out, so a long item is an error.
+    """
+
+    def make(index: int) -> ItemT:
+        place = f"{rows.name}, {recipe.what} {index}"
+        try:
+            return recipe.make(rows.row(index), place, index)
+        except TooLong as long:
+            raise ValueError(
+                f"{recipe.limit}: {place} has {long}, above {recipe.most} tokens; raise it"
+            ) from None
+
+    make(0)  # wrong options are an error now, not when the first item is drawn
+    return Dataset(name, None, make)
+
+
+def _values(item: Item) -> tuple[Any, ...]:
+    """The values of an item's fields."""
+    return tuple(getattr(item, field.name) for field in fields(item))

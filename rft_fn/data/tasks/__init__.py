@@ -1,0 +1,33 @@
+"""The built-in tasks: problems that need no network.
+
+Each problem is a pure function of (seed, index, level). Every task has a generator, a verifier, a difficulty
+and a known chance score, so that "it learned" is a number and not an impression: a policy that learned
+nothing scores `chance(level)`, one that learned everything scores 1. A new task is a file here and an entry
+of `_ALL`.
+
+A row is a dict of strings: `question` for a chat model; `short` for a tiny character-level model, over
+`ALPHABET` alone and ending in "="; `answer`, one correct answer over `ALPHABET`; `level`; and whatever else
+the verifier reads.
+
+Verifiers are strict on content and ignore the whitespace around an answer. They see the answer and the row,
+never the prompt and never a whole response: `rft_fn.reward.task` cuts the answer out first.
+"""
+
+from rft_fn.data.tasks.addition import ADDITION
+from rft_fn.data.tasks.alignment import REVERSE, SORT_DIGITS
+from rft_fn.data.tasks.countdown import COUNTDOWN
+from rft_fn.data.tasks.letter_count import LETTER_COUNT
+from rft_fn.data.tasks.task import ALPHABET, Task, TaskRow
+
+__all__ = ["ALPHABET", "TASKS", "Task", "TaskRow", "get_task"]
+
+_ALL = (ADDITION, REVERSE, SORT_DIGITS, LETTER_COUNT, COUNTDOWN)
+
+TASKS: dict[str, Task] = {task.name: task for task in _ALL}
+
+
+def get_task(name: str) -> Task:
+    """The built-in task of that name. Raises ValueError, naming the tasks there are."""
+    if name not in TASKS:
+        raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {name!r}")
+    return TASKS[name]

@@ -1,0 +1,60 @@
+"""Rows that cannot be used: errors for them, and one line about all."""
+
+from typing import Any
+
+__all__ = ["FirstFew", "TooLong", "Unfit", "unfit_line"]
+
+_SHOWN = 3  # rows that an error or a warning names
+
+
+class Unfit(ValueError):
+    """A row that cannot be used, with its place and the reason."""
+
+    def __init__(self, place: str, reason: str):
+        super().__init__(f"data: {place}: {reason}")
+        self.place = place
+        self.reason = reason
+
+
+class TooLong(Exception):
+    """A prompt or a pair above its limit.
+
+    The text is its length, as "600 tokens".
+    """
+
+
+class FirstFew:
+    """The first few of many things, and the count of all."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.shown: list[Any] = []
+
+    def add(self, x: Any) -> None:
+        self.count += 1
+        if len(self.shown) < _SHOWN:
+            self.shown.append(x)
+
+    def more(self) -> str:
+        """The count of the others as the end of a line: "; and 4 more"."""
+        hidden = self.count - len(self.shown)
+        if not hidden:
+            return ""
+        return f"; and {hidden} more"
+
+
+def unfit_line(unfit: FirstFew, total: int) -> str:
+    """The error for unfit rows: the first ones by reason, and their count."""
+    reasons: dict[str, list[str]] = {}
+    for place, reason in unfit.shown:
+        reasons.setdefault(reason, []).append(place)
+    shown = "; ".join(f"{_join_places(places)}: {reason}" for reason, places in reasons.items())
+    return f"data: {shown}{unfit.more()}. {unfit.count} of {total} rows cannot be used: mend or remove them"
+
+
+def _join_places(places: list[str]) -> str:
+    """Several places as one text, such as "FILE, lines 1, 2"."""
+    heads, numbers = zip(*(place.rsplit(" ", 1) for place in places))
+    if len(places) == 1 or len(set(heads)) > 1:
+        return " and ".join(places)
+    return f"{heads[0]}s {', '.join(numbers)}"

@@ -1,0 +1,70 @@
+"""The arguments of functions of other libraries.
+
+Columns have the library's names, and texts its form.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from rft_fn.data.column_path import column_at
+from rft_fn.reward.convention import Columns, column_names, parameters, required, taken, text
+
+__all__ = ["ForeignFn", "call", "missing", "read_columns", "required_columns", "whole_texts"]
+
+
+class ForeignFn(Protocol):
+    """A reward function in the convention of another library."""
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        """A result of that convention, for one completion or for all."""
+        ...
+
+
+def required_columns(fn: ForeignFn, paths: Mapping[str, str]) -> tuple[str, ...]:
+    """The columns behind the parameters that a function cannot do without.
+
+    `paths` is parameter -> column.
+    """
+    return tuple(paths[name] for name in required(fn) if name in paths)
+
+
+def read_columns(
+    fn: ForeignFn, paths: Mapping[str, str], columns: Columns, count: int
+) -> dict[str, list[Any]]:
+    """The arguments of a function that are columns, `count` values each.
+
+    `paths` is parameter -> column. A column that is missing is None where the function has a default for it,
+    else ValueError.
+    """
+    needed = required_columns(fn, paths)
+    found: dict[str, list[Any]] = {}
+    for name, path in paths.items():
+        found[name] = column_at(columns, path, count, default=None)
+        if path in needed and None in found[name]:
+            raise ValueError(missing(path, name, columns))
+    return found
+
+
+def call(fn: ForeignFn, given: Mapping[str, Any]) -> Any:
+    """Call a function by name, or in order where its names are others."""
+    if set(required(fn)) <= given.keys():
+        return fn(**taken(fn, given))
+    places = [p for p in parameters(fn) if p.kind is not p.KEYWORD_ONLY]
+    return fn(*list(given.values())[: len(places)])
+
+
+def missing(path: str, name: str, columns: Columns) -> str:
+    """The error for a column that a function cannot do without."""
+    return (
+        f"column {path!r}, the reward's {name}: not in every row of the dataset; "
+        f"its columns are: {column_names(columns)}"
+    )
+
+
+def whole_texts(prompts: Sequence[Any], completions: Sequence[Any], prompt_texts: Any) -> list[str]:
+    """Prompt and response as one text each.
+
+    The prompt as the model read it where `prompt_texts` is known.
+    """
+    asked = prompt_texts or [text(x) for x in prompts]
+    return [p + text(c) for p, c in zip(asked, completions, strict=True)]

@@ -1,0 +1,37 @@
+"""Reward functions of LightRFT."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rft_fn.reward.adapters.calling import ForeignFn, call, read_columns, required_columns
+from rft_fn.reward.convention import RewardFn, reads, text
+
+__all__ = ["lightrft"]
+
+
+def lightrft(fn: ForeignFn, answer: str = "reference") -> RewardFn:
+    """LightRFT's `reward_fn(model_reward_list, labels, queries, refs, label_map)` (0.1).
+
+    `labels` is the column "label", which names the recipe of a row; `refs` is the column `answer`,
+    LightRFT's `--reference_key`. There are no reward models: `label_map` is empty, `model_reward_list` one
+    score of 0 per row, as without any these functions make their tensors on "cuda". `queries` are the
+    responses alone: with the prompt in front, as LightRFT has them, a format that the prompt describes is met
+    by every response. Returns rewards and a dict of metrics.
+    """
+    paths = {"labels": "label", "refs": answer}
+
+    @reads(*required_columns(fn, paths))
+    def reward(*, completions: Sequence[Any], **columns: Any) -> Any:
+        found = read_columns(fn, paths, columns, len(completions))
+        given = {
+            "model_reward_list": [torch.zeros(len(completions))],
+            "labels": found["labels"],
+            "queries": [text(x) for x in completions],
+            "refs": found["refs"],
+            "label_map": {},
+        }
+        return call(fn, given)
+
+    return reward

@@ -1,0 +1,179 @@
+"""Rubrics of the library verifiers.
+
+It is not imported: a rubric's attributes are enough.
+"""
+
+import asyncio
+import inspect
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from rft_fn.data.column_path import column_at
+from rft_fn.reward.adapters.calling import ForeignFn
+from rft_fn.reward.convention import (
+    GIVEN,
+    Columns,
+    RewardFn,
+    as_messages,
+    parameters,
+    reads,
+    required,
+    taken,
+)
+
+__all__ = ["verifiers"]
+
+_FIELDS = ("prompt", "completion", "answer", "state", "task", "info")  # of a response; plural for a group
+
+
+def verifiers(rubric: Any, answer: str = "answer") -> RewardFn:
+    """A `Rubric` of verifiers (0.1) as the weighted sum of its functions.
+
+    Each function is a metric too. A function is called once per response with the arguments that it names, of
+    `prompt` and `completion` (messages), `answer`, `state`, `task`, `info`, the columns, and the rubric's
+    class objects (its parser). One that names `completions` is called once for the responses to a prompt,
+    with plural names. Async functions run together. One that raises scores 0, as in verifiers: the metric
+    `failed` counts these, and the first is a warning. A group of rubrics is their sum; an environment is its
+    rubric, a function a rubric of one.
+    """
+    functions: list[_Function] = []
+    for one in _rubrics(getattr(rubric, "rubric", rubric)):
+        functions += _functions(one)
+    needed = ()
+    if any(function.reads_answer for function in functions):
+        needed = (answer,)
+
+    @reads(*needed)
+    async def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> dict[str, Any]:
+        rows = _rows(prompts, completions, columns, answer)
+        groups = _groups(prompts)
+        found = await asyncio.gather(*(_scores(function, rows, groups) for function in functions))
+
+        # the weighted sum, to which a failure adds nothing
+        total = [0.0] * len(rows)
+        failed = [0.0] * len(rows)
+        logs: dict[str, Any] = {}
+        for function, scores in zip(functions, found, strict=True):
+            logs[function.name] = scores
+            for i, score in enumerate(scores):
+                if score is None:
+                    failed[i] += 1
+                else:
+                    total[i] += function.weight * score
+        return {"rewards": total, **logs, "failed": failed}
+
+    return reward
+
+
+class _Function(NamedTuple):
+    """A function of a rubric."""
+
+    fn: ForeignFn
+    weight: float
+    objects: Mapping[str, Any]  # of the rubric, by the names that functions give them
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+    @property
+    def reads_answer(self) -> bool:
+        return not {"answer", "answers"}.isdisjoint(required(self.fn))
+
+    @property
+    def takes_group(self) -> bool:
+        plural = {f"{name}s" for name in _FIELDS}
+        return any(p.name in plural for p in parameters(self.fn))
+
+
+def _rubrics(rubric: Any) -> list[Any]:
+    """The rubrics of a rubric, of a group of them or of a function.
+
+    ValueError for anything else.
+    """
+    if hasattr(rubric, "rubrics"):
+        found = []
+        for part in rubric.rubrics:
+            found += _rubrics(part)
+        return found
+    if hasattr(rubric, "funcs") or hasattr(rubric, "reward_funcs"):
+        return [rubric]
+    if callable(rubric):
+        return [SimpleNamespace(funcs=[rubric])]
+    raise ValueError(f"verifiers: expected a rubric with funcs and weights, got {type(rubric).__name__}")
+
+
+def _functions(rubric: Any) -> list[_Function]:
+    """The functions of a rubric."""
+    # the second names are those up to verifiers 0.1.4
+    functions = getattr(rubric, "funcs", None) or getattr(rubric, "reward_funcs", [])
+    weights = getattr(rubric, "weights", None) or getattr(rubric, "reward_weights", None)
+    if not weights:
+        weights = [1.0] * len(functions)
+    objects = getattr(rubric, "class_objects", {})
+    return [_Function(fn, float(weight), objects) for fn, weight in zip(functions, weights, strict=True)]
+
+
+def _rows(
+    prompts: Sequence[Any], completions: Sequence[Any], columns: Columns, answer: str
+) -> list[dict[str, Any]]:
+    """The arguments that a function may name, one dict per response."""
+    names = [name for name in columns if name not in GIVEN]
+    answers = column_at(columns, answer, len(completions), default="")
+    rows = []
+    for i in range(len(completions)):
+        row: dict[str, Any] = {"task": "default", "info": {}}
+        for name in names:
+            row[name] = columns[name][i]
+        row["prompt"] = as_messages(prompts[i], "user")
+        row["completion"] = as_messages(completions[i], "assistant")
+        row["answer"] = answers[i]
+        row["state"] = {**row, "turn": 1, "timing": {}}
+        rows.append(row)
+    return rows
+
+
+def _groups(prompts: Sequence[Any]) -> list[list[int]]:
+    """The places of the responses to one prompt, prompt by prompt."""
+    runs = itertools.groupby(range(len(prompts)), key=lambda i: prompts[i])
+    return [list(places) for _, places in runs]
+
+
+async def _scores(
+    function: _Function, rows: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[int]]
+) -> list[float | None]:
+    """The score of every response by one function; None where it raised."""
+    if not function.takes_group:
+        return list(await asyncio.gather(*(_call(function, row) for row in rows)))
+
+    # a group's arguments have plural names and one value per response of the group
+    calls = []
+    for group in groups:
+        given = {}
+        for name in _FIELDS:
+            given[f"{name}s"] = [rows[i][name] for i in group]
+        calls.append(_call(function, given))
+    scores: list[float | None] = []
+    for values, group in zip(await asyncio.gather(*calls), groups, strict=True):
+        scores += values or [None] * len(group)
+    return scores
+
+
+async def _call(function: _Function, given: Mapping[str, Any]) -> Any:
+    """The result of a function, or None and a warning where it raises.
+
+    Python shows the warning once.
+    """
+    try:
+        value = function.fn(**taken(function.fn, {**given, **function.objects}))
+        if inspect.isawaitable(value):
+            value = await value
+        if isinstance(value, (list, tuple)):
+            return [float(x) for x in value]
+        return float(value)
+    except Exception as error:  # so does verifiers: a response that breaks a function is a bad response
+        warnings.warn(f"rubric: {function.name} raised {error!r}; that scores 0", stacklevel=1)
+        return None

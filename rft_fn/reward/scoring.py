@@ -1,0 +1,243 @@
+"""From a rollout to rewards [N, G]: decode, score, arrange by group."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from rft_fn.data.prompts import Prompt
+from rft_fn.reward.convention import Score, TrainerState, as_messages, taken
+from rft_fn.types import Rollout
+
+__all__ = ["Judged", "concat", "judge", "means", "responses", "select"]
+
+_REMEDY = "judge each rollout with its own prompts, before its rows are joined to others or moved"
+
+
+class Judged(NamedTuple):
+    """A scored rollout."""
+
+    reward: Tensor  # [N, G]
+    parts: dict[str, Tensor]  # name -> [N, G], before its weight; NaN where a part does not apply
+    texts: list[str]  # B responses
+    # PART/NAME -> [N, G]: further numbers, NaN where there is none; PART/NAME -> B: values to be read
+    metrics: dict[str, Tensor] = {}  # noqa: RUF012  never written to
+    extra: dict[str, list[Any]] = {}  # noqa: RUF012
+
+
+def responses(rollout: Rollout, tokenizer: Any) -> list[str]:
+    """The texts of the B responses: the tokens in mask, without special tokens.
+
+    The prompt is never a part of them.
+    """
+    return tokenizer.batch_decode(_response_ids(rollout), skip_special_tokens=True)
+
+
+def _response_ids(rollout: Rollout, rows: slice = slice(None)) -> list[list[int]]:
+    """The tokens of each response."""
+    pairs = zip(rollout.tokens[rows], rollout.mask[rows], strict=True)
+    return [tokens[mask].tolist() for tokens, mask in pairs]
+
+
+def judge(
+    score: Score,
+    rollout: Rollout,
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    *,
+    part: slice = slice(None),
+    state: TrainerState | None = None,
+) -> Judged:
+    """The rewards of a rollout [N, G]: reward[i, j] of row i G + j.
+
+    `prompts` are the N prompts behind the rollout, and `rollout.group` tells whose each row is: the G rows of
+    prompt 0 first, then those of prompt 1, and so on. So `reward.view(-1)` and `texts` are in the order of
+    the rollout's rows, as an advantage [N, G] that is spread over the rows needs it. With `part` only the
+    groups prompts[part] are judged.
+
+    A prompt that was made of messages is given to the rewards as messages, and its responses too. `state` is
+    their `trainer_state`.
+
+    ValueError for rows in another order (nothing is reordered: `reward` could then not be spread over the
+    rows), for groups of different sizes, for more or fewer groups than prompts, and for prompts without text
+    and columns.
+    """
+    # the rows of the groups that are judged
+    _check_prompts(prompts)
+    size = _group_size(rollout.group, len(prompts))
+    chosen = range(len(prompts))[part]
+    rows = slice(chosen.start * size, chosen.stop * size)
+    ids = _response_ids(rollout, rows)
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+    # one prompt per response; columns have the names of all prompts, whatever part is judged
+    owners: list[Prompt] = []
+    prompt_texts: list[str] = []
+    for i in chosen:
+        owners += [prompts[i]] * size
+        prompt_texts += [tokenizer.decode(prompts[i].ids)] * size
+    columns: dict[str, list[Any]] = {}
+    for name in _keys([p.columns for p in prompts]):
+        columns[name] = [p.columns.get(name) for p in owners]
+
+    # in the form of the data: texts, or messages
+    asked: list[Any] = []
+    answered: list[Any] = []
+    for p, text in zip(owners, texts, strict=True):
+        if p.messages is None:
+            asked.append(p.text)
+            answered.append(text)
+        else:
+            asked.append(list(p.messages))
+            answered.append(as_messages(text, "assistant"))
+
+    given = {"completion_ids": ids, "prompt_texts": prompt_texts, "trainer_state": state}
+    scored = score(asked, answered, columns, **taken(score, given))
+    return Judged(
+        reward=_by_group(scored.total, size),
+        parts={name: _by_group(x, size) for name, x in scored.parts.items()},
+        texts=texts,
+        metrics={name: _by_group(x, size) for name, x in scored.metrics.items()},
+        extra=scored.extra,
+    )
+
+
+def _by_group(x: Tensor, size: int) -> Tensor:
+    """[B] -> [N, G] for groups of `size` rows that stand together."""
+    return rearrange(x, "(n g) -> n g", g=size)
+
+
+def _keys(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys of all mappings, each once, in order."""
+    found: dict[str, None] = {}
+    for mapping in mappings:
+        found |= dict.fromkeys(mapping)
+    return list(found)
+
+
+def _check_prompts(prompts: Sequence[Any]) -> None:
+    """ValueError for anything but prompts with text and columns."""
+    for p in prompts:
+        if not (hasattr(p, "text") and hasattr(p, "columns")):
+            raise ValueError(
+                f"prompts: expected data.Prompt with text and columns, got {type(p).__name__}; token ids "
+                "alone mean nothing to a reward: make prompts with rft_fn.data.from_rows or from_task"
+            )
+
+
+def _group_size(group: Tensor, count: int) -> int:
+    """G, for `count` groups of G rows each, one after the other.
+
+    `group` [B] is the prompt of each row. ValueError names the first group or row that breaks the order.
+    """
+    if not count:
+        raise ValueError("prompts: expected at least one, got none")
+
+    # every row belongs to a prompt
+    rows = group.tolist()
+    sizes = [0] * count
+    for row, g in enumerate(rows):
+        if not 0 <= g < count:
+            raise ValueError(
+                f"rollout.group: expected 0 to {count - 1} for {count} prompts, got {g} in row {row}; "
+                f"{_REMEDY}"
+            )
+        sizes[g] += 1
+
+    # every prompt has as many rows
+    for g, size in enumerate(sizes):
+        if size != sizes[0] or not size:
+            raise ValueError(
+                f"rollout.group: expected as many rows of each of {count} groups, got {sizes[0]} of group 0 "
+                f"and {size} of group {g}; {_REMEDY}"
+            )
+
+    # and they stand together, in the order of the prompts
+    for row, g in enumerate(rows):
+        if g != row // sizes[0]:
+            raise ValueError(
+                f"rollout.group: expected the rows of group {row // sizes[0]} together, {sizes[0]} of them, "
+                f"got group {g} in row {row}; {_REMEDY}"
+            )
+    return sizes[0]
+
+
+# ------------------------------------------------------------------------------------ rollouts put together
+
+
+def concat(parts: Sequence[Judged]) -> Judged:
+    """The groups of all parts, in order.
+
+    A metric that a part does not have is NaN there, a text None.
+    """
+    # every metric and every text has an entry for each part
+    texts: list[str] = []
+    metrics: dict[str, list[Tensor]] = {name: [] for name in _keys([x.metrics for x in parts])}
+    extra: dict[str, list[Any]] = {name: [] for name in _keys([x.extra for x in parts])}
+    for x in parts:
+        texts += x.texts
+        absent = torch.full_like(x.reward, math.nan)
+        for name, columns in metrics.items():
+            columns.append(x.metrics.get(name, absent))
+        for name, values in extra.items():
+            values += x.extra.get(name, [None] * len(x.texts))
+
+    together: dict[str, Tensor] = {}
+    for name in parts[0].parts:
+        together[name] = torch.cat([x.parts[name] for x in parts])
+    return Judged(
+        reward=torch.cat([x.reward for x in parts]),
+        parts=together,
+        texts=texts,
+        metrics={name: torch.cat(columns) for name, columns in metrics.items()},
+        extra=extra,
+    )
+
+
+def select(judged: Judged, groups: Sequence[int]) -> Judged:
+    """Those groups, in that order."""
+    index = torch.tensor(list(groups), dtype=torch.long)
+    size = judged.reward.shape[1]
+    rows = _by_group(torch.arange(judged.reward.numel()), size)[index].flatten().tolist()
+    extra: dict[str, list[Any]] = {}
+    for name, values in judged.extra.items():
+        extra[name] = [values[i] for i in rows]
+    return Judged(
+        reward=judged.reward[index],
+        parts={name: x[index] for name, x in judged.parts.items()},
+        texts=[judged.texts[i] for i in rows],
+        metrics={name: x[index] for name, x in judged.metrics.items()},
+        extra=extra,
+    )
+
+
+# --------------------------------------------------------------------------------------------- to be logged
+
+
+def means(judged: Judged, prefix: str) -> dict[str, float]:
+    """The mean reward, and those of its parts before their weights, to log.
+
+    {prefix/mean, prefix/PART, prefix/PART/NAME for further numbers}, over the responses that have them; and
+    prefix/PART/skipped, the share of responses that a part does not apply to, where there are any.
+    """
+    found = {f"{prefix}/mean": judged.reward.double().mean().item()}
+    found |= _means(judged.parts, prefix)
+    for name, x in judged.parts.items():
+        if x.isnan().any():
+            found[f"{prefix}/{name}/skipped"] = x.isnan().double().mean().item()
+    return found | _means(judged.metrics, prefix)
+
+
+def _means(values: Mapping[str, Tensor], prefix: str) -> dict[str, float]:
+    """The means over the responses that have a number.
+
+    A column without any has none.
+    """
+    found = {}
+    for name, x in values.items():
+        if not x.isnan().all():
+            found[f"{prefix}/{name}"] = x.double().nanmean().item()
+    return found
