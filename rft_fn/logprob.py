@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check
+from rft_fn.precision import widen
 from rft_fn.types import Sampling, TokenOut
 
 __all__ = [
@@ -17,11 +18,6 @@ __all__ = [
     "log_ratio",
     "truncate",
 ]
-
-
-def _wide(x: Tensor) -> Tensor:
-    """bf16 and fp16 to float32; float64 stays: a softmax in bf16 is off by up to 0.05 nats."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def log_ratio(logp: Tensor, old_logp: Tensor, *, limit: float = math.inf) -> Tensor:
@@ -67,7 +63,7 @@ def _from_logits(
 
     check.shapes(target=(target, "..."), logits=(logits[..., 0], "..."))
     if isinstance(temperature, Tensor):  # whatever it broadcasts against, and whoever differentiates it
-        logits, temperature = _wide(logits) / temperature, 1.0
+        logits, temperature = widen(logits) / temperature, 1.0
     logits.detach().gather(-1, target.unsqueeze(-1))  # raises for a target outside [0, V): else it were NaN
     rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     logp, ent = logits_logprob(rows, labels, temperature=temperature, ignore_index=-1, entropy=entropy)
@@ -83,7 +79,7 @@ def truncate(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = None) 
     that stays whatever its rank: the trainer's target, which the policy of the rollout did draw, so that its
     log-prob stays finite after an update. The cut itself carries no gradient.
     """
-    z = _wide(logits) / (sampling.temperature or 1.0)
+    z = widen(logits) / (sampling.temperature or 1.0)
     if not sampling.truncates:
         return z
     ranked, index = z.detach().sort(-1, descending=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from rft_fn import tree
+from rft_fn.precision import widen
 from rft_fn.types import Transform
 
 __all__ = [
@@ -204,8 +205,7 @@ def ema(decay: float) -> Transform:
 
     def start(p: Tensor) -> Tensor:
         # float32 at least: in bf16 (1 - decay) of a parameter is below the spacing of numbers
-        copy = p.detach().clone()
-        return copy.float() if copy.dtype in (torch.bfloat16, torch.float16) else copy
+        return widen(p.detach().clone())
 
     def init(params: Any) -> EmaState:
         return EmaState(average=tree.map(start, params))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check
+from rft_fn.precision import widen
 
 __all__ = ["max", "mean", "sum"]
 
@@ -15,7 +16,7 @@ __all__ = ["max", "mean", "sum"]
 def sum(x: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
     """[K]: sum of x over the positions of each sequence in mask."""
     check.shapes(x=(x, "T"), mask=(mask, "T"), seq=(seq, "T"))
-    x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x  # a sum of ones in bf16 ends at 256
+    x = widen(x)  # a sum of ones in bf16 ends at 256
     return x.new_zeros(num_seqs).index_add(0, seq, torch.where(mask, x, 0))
 
 
