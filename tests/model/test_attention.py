@@ -16,7 +16,7 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import model, packing, tree
-from rft_fn.model import attention, probe
+from rft_fn.model import attention, reader
 from rft_fn.model.attention import Device, SequenceBounds, engines
 from rft_fn.model.attention.interface import SDPA, sdpa_attention
 
@@ -369,7 +369,7 @@ def test_a_model_that_loses_the_boundaries_is_run_again_with_a_mask():
     lm = small("Llama")
     layer = lm.model.layers[1].self_attn
     forward = layer.forward
-    layer.forward = lambda *x, rft_packs=None, **kw: forward(*x, **kw)
+    layer.forward = lambda *x, rft_bounds=None, **kw: forward(*x, **kw)
     exp = rows([4, 5, 2])
     want = definition(small("Llama"), exp)
     with pytest.warns(UserWarning, match="not all of its layers got the boundaries"):
@@ -405,7 +405,7 @@ def test_what_a_layer_asks_for_beyond_is_named(options, attribute, why):
         setattr(layer, name, x)
     q, k, v = (x.transpose(0, 1)[None] for x in qkv([4, 2]))
     with pytest.warns(UserWarning, match=why):
-        got = sdpa_attention(layer, q, k, v, None, rft_packs=SequenceBounds([4, 2]), **options)[0]
+        got = sdpa_attention(layer, q, k, v, None, rft_bounds=SequenceBounds([4, 2]), **options)[0]
     if options.get("dropout"):
         return
     causal = "not causal" not in why
@@ -481,7 +481,7 @@ def test_the_critic_too():
     seen = seen_masks(lm)
     critic = model.Critic(lm)
     nn.init.normal_(critic.head.weight)
-    probe.settle(critic)
+    reader.settle(critic)
     seen.clear()
     whole = critic(packing.pack(exp, range(6))).value
     assert seen == [None, None]

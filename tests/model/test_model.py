@@ -130,7 +130,7 @@ def test_checkpointing_saves_activations_and_refuses_other_params():
     calls.clear()
     apply(params, pack).logp.sum().backward()
     assert len(calls) == 2  # the second one is the recomputation
-    with pytest.raises(ValueError, match="takes only its own parameters"):
+    with pytest.raises(ValueError, match="this module's own, got others: with gradient checkpointing"):
         apply(tree.map(lambda p: p.detach().clone(), params), pack)
 
 

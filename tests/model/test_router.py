@@ -226,7 +226,7 @@ REFUSED = [
         lambda: small(
             "Llama4Text", num_local_experts=4, head_dim=8, intermediate_size_mlp=48, attention_chunk_size=64
         ),
-        "aux: expected False for Llama4ForCausalLM, whose routers say no logits and choices",
+        "aux: expected False for Llama4ForCausalLM, whose routers give no logits and choices",
     ),
     (lambda: model.load_critic(small("Qwen3Moe", **{})), "aux: expected False for Critic"),
     (lambda: unlike(small("Qwen3Moe")), "aux: expected routers of softmax or sigmoid .* leave router_aux"),
