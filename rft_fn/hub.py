@@ -30,8 +30,8 @@ def unreachable() -> str:
 def did_you_mean(name: str, *, known: Sequence[str] = ()) -> str:
     """ "; did you mean X or Y?" for a name that is missing, or "".
 
-    Candidates are the files beside `name`, and `known`. Where folders of the path are missing too, it is
-    about the first of them.
+    Similar names come from the files beside `name`, and from `known`. Where folders of its path are missing
+    too, they are for the first of these.
     """
     path = Path(name)
     while not path.parent.is_dir():

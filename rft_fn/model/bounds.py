@@ -114,8 +114,8 @@ class SequenceBounds:
     def cut(self, mask: Tensor | None, *, causal: bool) -> Tensor:
         """`mask` [1, 1, T, T] without the pairs of tokens of two sequences.
 
-        `mask` None stands for a causal mask, or without `causal` for a full one. The result is kept for the
-        next layer, which mostly has the same mask.
+        A `mask` of None stands for a causal one, or without `causal` for a full one. The result is kept for
+        the next layer, which mostly has the same mask.
         """
         if self._cut is not None and self._cut[0] is mask and self._cut[1] == causal:
             return self._cut[2]

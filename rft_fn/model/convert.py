@@ -1,6 +1,6 @@
 """Tensors of a model's files converted to the model's, by transformers' rules.
 
-They go one group at a time.
+They are converted one group at a time.
 
 A file may hold a tensor for each expert where the model has one for all of them, or names of an older time. A
 group is the tensors that become one or several of the model's together: nothing is held but one group.

@@ -37,9 +37,9 @@ def empty(
 ) -> nn.Module:
     """The causal language model of a folder or hub name on the meta device.
 
-    `factory` is another auto class of transformers to make it by. `materialize` gives it memory on `device`,
-    and its weights. ValueError for a model without safetensors, or whose files hold other tensors than it
-    has.
+    `factory` may be another auto class of transformers to make it with. `materialize` gives it memory on
+    `device`, and its weights. ValueError for a model without safetensors, or whose files hold other tensors
+    than it has.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -76,7 +76,7 @@ def _keep_wide(module: Any, dtype: torch.dtype) -> None:
 def narrow(module: nn.Module, part: nn.Module) -> None:
     """Have a part of a module read its weights from the module's files.
 
-    The part is kept without the rest. Does nothing for a module that has its weights.
+    For a part that is kept without the rest. Does nothing for a module that has its weights.
     """
     source = _source(module)
     if source is None or source is part:

@@ -39,8 +39,9 @@ class Parts:
 def find(module: nn.Module) -> Parts:
     """The parts of a model, with or without adapters.
 
-    A `Reader` has found its own. Of a module that is not from transformers, every part but the towers is the
-    module itself, unless one inside it is called language_model or text_model.
+    A `Reader` (see `reader`) gives those that it has found. A module that is not from transformers is its own
+    decoder and has no head; its text model is the part called language_model or text_model, else the module
+    itself.
     """
     known = getattr(module, "parts", None)
     if isinstance(known, Parts):

@@ -1,7 +1,8 @@
 """Questions to a model, asked with a few random tokens.
 
 Does a sequence of a pack depend on those before it? Are the logits head(hidden) and nothing more? `reader`
-asks, and decides by the answers how packs run and whether the head can be fused.
+asks when a model is bound, and decides by the answers how packs run and whether the head can be fused, so no
+list of families is kept.
 """
 
 from collections.abc import Callable, Iterator, Sequence

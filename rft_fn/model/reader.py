@@ -61,7 +61,7 @@ class Reader(nn.Module, ABC):
     def _in_turn(self, pack: Packed) -> TokenOut:
         """Each sequence of a unit by itself; an empty one as one token.
 
-        So every unit is equally many forwards on every process.
+        Every unit is then equally many forwards on every process.
         """
         if pack.num_seqs != pack.unit:
             raise ValueError(
@@ -114,10 +114,10 @@ def settle(
 ) -> None:
     """Ask the model of a `Reader` how it takes packs.
 
-    It must have its weights. Any other module is skipped. Three short forwards, six for a model that mixes
-    sequences. `call` is the module as it is run (under ZeRO by its engine), `agree(x)` whether x is true on
-    every process. ValueError for a model that mixes sequences and was to share its tokens with other
-    processes.
+    The model must have its weights; a module that is no `Reader` is skipped. Takes three short forwards, six
+    for a model that mixes sequences. `call` is the module as it is run (under ZeRO by its engine), `agree(x)`
+    whether x is true on every process. ValueError for a model that mixes sequences and was to share its
+    tokens with other processes.
     """
     if not isinstance(root, Reader):
         return
@@ -143,7 +143,7 @@ def settle(
 def _way(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool], bool]) -> str:
     """The first way in which packs are right.
 
-    Decides also whether the head is fused.
+    It also decides whether the head is fused.
     """
     config = text_config(root.parts.decoder)
     device = next(root.parameters()).device

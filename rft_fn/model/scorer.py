@@ -21,11 +21,11 @@ __all__ = ["Scorer", "wrap_for_training"]
 class Scorer(Reader):
     """A causal language model that gives the log-probs of a pack's targets.
 
-    Where a pack has `extra["words"]` [T, K], also those of K more words per target. The head runs inside this
-    forward, so that a sharded model has its weight gathered there. `fused` is without logits [T, V]. Whole
-    logits serve top_p and top_k (log-probs are of the cut distribution, which was sampled from), and models
-    that scale or cap their logits, which a probe finds. With `aux` the output has the balance of experts;
-    ValueError for a model without any.
+    Where a pack has `extra["words"]` [T, K], the output also has the log-probs of K more words per target.
+    The head runs inside this forward, so that a sharded model has its weight gathered there. The `fused` head
+    never holds logits [T, V]. Whole logits are for top_p and top_k (log-probs are of the cut distribution,
+    which was sampled from), and for models that scale or cap their logits, which a probe finds. With `aux`
+    the output has the balance of experts; ValueError for a model without any.
     """
 
     def __init__(

@@ -89,8 +89,8 @@ def _last_names(paths: Iterable[str]) -> str:
 def not_taken_for_experts(module: nn.Module, paths: Sequence[str]) -> list[str]:
     """The paths without those that peft takes for routed experts.
 
-    Warns once where there are some. They are shared experts, and the dense layers of such a model, for routed
-    experts had the same names in older files.
+    Warns once where there are some. Routed experts had names in older files that shared experts and dense
+    layers of such a model have today.
     """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers

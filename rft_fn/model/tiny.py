@@ -1,7 +1,7 @@
 """The built-in default model: a character-level decoder of 0.33 M parameters.
 
 A few steps of supervised fine-tuning on generated examples warm it up: enough for the form of an answer,
-while the content is right little more often than by chance. Reinforcement learning has to do the rest.
+while the content is right little more often than by chance. The rest is left to reinforcement learning.
 """
 
 import hashlib

@@ -30,10 +30,10 @@ class Device(NamedTuple):
 def choose(device: Device, dtype: torch.dtype, head: int) -> tuple[str, str | None]:
     """(engine, reason) for heads of size `head`.
 
-    The reason is why the engine is not a faster one, or None. "flash3" (flash-attn 3, Hopper), "varlen"
-    (flash attention within torch) and "flash2" (flash-attn 2) need CUDA 8.0 or later, float16 or bfloat16,
-    and heads of at most 256 in steps of 8. "sequence" runs everywhere: one causal sdpa per sequence length.
-    On the CPU it is the only engine, and there is no reason.
+    The reason tells why it is not a faster engine; None if nothing is missed. "flash3" (flash-attn 3,
+    Hopper), "varlen" (flash attention within torch) and "flash2" (flash-attn 2) need CUDA 8.0 or later,
+    float16 or bfloat16, and heads of at most 256 in steps of 8. "sequence" runs everywhere: one causal sdpa
+    per sequence length. On the CPU it is the only engine.
     """
     # No flash attention for this device, type or size of heads.
     if device.kind == "cpu":

@@ -102,9 +102,9 @@ def _attend(
     """An attention function of transformers, which keeps the sequences of a pack apart.
 
     query [1, H, T, D], key and value [1, H', T, D] -> ([1, T, H, D], weights, which nobody reads). The
-    boundaries are `rft_bounds` among the options. Without them, it is the model's `usual` attention. Where a
-    layer asks for more than causal attention to its own sequence (a window, a cap, a mask), it is the usual
-    one too, with a [T, T] mask and a warning that names the reason.
+    boundaries are `rft_bounds` among the options. Without them, the model's `usual` attention runs. It also
+    runs, with a [T, T] mask, for a layer that asks for more than causal attention to its own sequence (a
+    window, a cap, a mask); a warning names the reason.
     """
     bounds: SequenceBounds | None = options.pop("rft_bounds", None)
     if bounds is None:
@@ -206,8 +206,8 @@ def _usual(model: Any) -> str:
 def turn_on(lm: nn.Module) -> None:
     """Name an attention for packs in the config of a text model of transformers.
 
-    Nothing for a model that `unfit_model` has a reason for. It stays on, because gradient checkpointing reads
-    the config once more in the backward. Saved models do not hold the name.
+    Does nothing for a model that `unfit_model` has a reason against. It stays on, because gradient
+    checkpointing reads the config once more in the backward. Saved models do not hold the name.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
