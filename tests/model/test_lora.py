@@ -1,4 +1,4 @@
-"""Adapters: which layers get them, what an engine gets, what is saved and trained further, the reference."""
+"""Adapters: target layers, export to an engine, saving and further training, the reference."""
 
 import json
 import re
@@ -323,7 +323,7 @@ def test_a_merged_folder_is_a_plain_model(saved):
 
 
 def test_an_engine_of_an_adapter_folder_is_given_merged_weights(saved):
-    """The loop that goes on from adapters: it samples from them at once, and takes what they become."""
+    """The loop that starts from adapters: it samples from them at once, and takes what they become."""
     folder, lora, state = saved
     eng = rft.engine.get_engine(None, str(folder / "adapter"))
     sampling = rft.Sampling(max_new=5)

@@ -1,5 +1,7 @@
-"""What a bound model is asked: is a row of a pack what it is alone, are logits the model's own; and dropout
-stays off under checkpointing. Families of models are named here, not in the library."""
+"""Questions to a bound model: are rows of a pack the same alone, is the head plain; and dropout.
+
+Dropout stays off under checkpointing. Families of models are named here, not in the library.
+"""
 
 import copy
 import warnings
@@ -74,7 +76,10 @@ CHANGED = (
 def rows(sizes, seed=0):
     """An Experience of rows of (prompt, response) tokens."""
     g = torch.Generator().manual_seed(seed)
-    draw = lambda n: torch.randint(3, VOCAB, (n,), generator=g).tolist()  # noqa: E731
+
+    def draw(n):
+        return torch.randint(3, VOCAB, (n,), generator=g).tolist()
+
     return packing.supervised([(draw(a), draw(b)) for a, b in sizes])
 
 
@@ -105,10 +110,15 @@ def quiet(f, *args, **options):
 @pytest.mark.parametrize("kind", [*PACK, *MIX])
 def test_log_probs_and_gradients_are_those_of_each_row_alone(kind):
     """Packed where the model can be, else a unit one after the other and rows by themselves."""
-    lm = small(kind, torch.float32 if kind in SINGLE else torch.float64)
-    plain, st = copy.deepcopy(lm), get_fake_strategy()
+    dtype = torch.float64
+    atol = 1e-6  # rotary tables, norms and states are float32 inside
+    if kind in SINGLE:
+        dtype = torch.float32
+        atol = 1e-5
+    lm = small(kind, dtype)
+    plain = copy.deepcopy(lm)
+    st = get_fake_strategy()
     apply, params = quiet(st.bind, lm)
-    atol = 1e-5 if kind in SINGLE else 1e-6  # rotary tables, norms and states are float32 inside
     alone = st.shard(EXP, 1000)
     assert [b.num_seqs for b in alone] == ([1] * 4 if kind in MIX else [4])
     agree(apply, params, alone, plain, atol=atol)

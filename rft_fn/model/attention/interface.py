@@ -53,8 +53,8 @@ def _unfit(module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: di
         return None
     window = options.get("sliding_window") or getattr(module, "sliding_window", None)
     if window:
-        return f"a mask of its own (sliding_window {window})"
-    return "a mask of its own"
+        return f"its own mask (sliding_window {window})"
+    return "its own mask"
 
 
 def _causal(module: nn.Module, options: dict) -> bool:
