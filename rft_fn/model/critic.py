@@ -20,7 +20,7 @@ from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.dropout import disable_dropout
 from rft_fn.model.load import load, usual_device, usual_dtype
 from rft_fn.model.lora import home, merged
-from rft_fn.model.materialize import empty, narrow
+from rft_fn.model.materialize import keep_part, on_meta
 from rft_fn.model.parts import find, text_config
 from rft_fn.model.pretrained import loaded
 from rft_fn.model.reader import Reader
@@ -57,7 +57,7 @@ class Critic(Reader):
         # The decoder is all that the critic has of the model.
         self.decoder: Any = found.decoder
         self.parts = replace(found, model=self.decoder, head=None)
-        narrow(lm, self.decoder)
+        keep_part(lm, self.decoder)
 
         self.head = _head(self.decoder)
         disable_dropout(self.decoder)
@@ -127,7 +127,7 @@ def load_critic(
         device = usual_device(device)
         dtype = dtype or usual_dtype(device)
         if meta:
-            path_or_module = empty(str(folder), dtype=dtype, device=device, factory=AutoModel, **kwargs)
+            path_or_module = on_meta(str(folder), dtype=dtype, device=device, factory=AutoModel, **kwargs)
         else:
             path_or_module = loaded(AutoModel, str(folder), dtype=dtype, **kwargs)
         # The module has its weights, or none yet: either way `load` takes it as it is.

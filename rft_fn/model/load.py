@@ -11,8 +11,8 @@ from torch import nn
 from rft_fn.model import quantize as low
 from rft_fn.model.builtin import resolve
 from rft_fn.model.lora import with_adapter
-from rft_fn.model.materialize import empty
-from rft_fn.model.pretrained import loaded, quietly
+from rft_fn.model.materialize import on_meta
+from rft_fn.model.pretrained import from_pretrained, loaded
 
 __all__ = ["load", "load_tokenizer", "usual_device", "usual_dtype"]
 
@@ -98,7 +98,7 @@ def _named(name: str, device: torch.device, meta: bool, quantize: str, how: Mapp
     # The sharded strategies hold no weights in low precision.
     if quantize not in ("", "none"):
         raise ValueError(f"quantize: expected none on several processes, got {quantize}; start one")
-    return empty(name, device=device, **how)
+    return on_meta(name, device=device, **how)
 
 
 def _with_memory(name: str, device: torch.device, quantize: str, how: Mapping[str, Any]) -> nn.Module:
@@ -108,7 +108,7 @@ def _with_memory(name: str, device: torch.device, quantize: str, how: Mapping[st
     if kind:
         how = {**how, **low.options(kind, dtype=how["dtype"], device=device)}
     module: Any = loaded(AutoModelForCausalLM, name, **how).to(device)
-    low.settle(name, module)
+    low.prepare(name, module)
     if kind and module.hf_quantizer.pre_quantized:
         raise ValueError(f"quantize: expected none for {name}, which is quantised already, got {kind}")
     if quantize == "none":
@@ -147,7 +147,7 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
         folder = resolve(_base_of(adapter))
 
     # Without an end token no response ends, and batches of prompts are padded.
-    tokenizer = quietly(AutoTokenizer, folder, what="tokenizer", trust_remote_code=trust_remote_code)
+    tokenizer = from_pretrained(AutoTokenizer, folder, what="tokenizer", trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"tokenizer: {folder}: expected an eos_token, which ends a response, got none; "

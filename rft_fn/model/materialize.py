@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from rft_fn.model.convert import converted
 from rft_fn.model.finite import is_finite
 from rft_fn.model.parts import path_of
-from rft_fn.model.pretrained import quietly
+from rft_fn.model.pretrained import from_pretrained
 from rft_fn.model.sharded import local, put
 from rft_fn.model.stored import Stored, aliases, files, folder_of, slices, stored
 
-__all__ = ["empty", "materialize", "narrow"]
+__all__ = ["keep_part", "materialize", "on_meta"]
 
 
 class _Weights(NamedTuple):
@@ -26,7 +26,7 @@ class _Weights(NamedTuple):
     prefix: str = ""  # of its tensors' names in the whole model
 
 
-def empty(
+def on_meta(
     name: str,
     *,
     dtype: torch.dtype,
@@ -46,7 +46,7 @@ def empty(
     # The files are read again when the model gets memory.
     folder = folder_of(name)
     paths = files(folder)
-    config = quietly(AutoConfig, str(folder), trust_remote_code=trust_remote_code)
+    config = from_pretrained(AutoConfig, str(folder), trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None):
         raise ValueError(
             f"quantize: expected {folder} in full precision for several processes, got a quantised model; "
@@ -73,7 +73,7 @@ def _keep_wide(module: Any, dtype: torch.dtype) -> None:
             x.data = x.data.float()
 
 
-def narrow(module: nn.Module, part: nn.Module) -> None:
+def keep_part(module: nn.Module, part: nn.Module) -> None:
     """Have a part of a module read its weights from the module's files.
 
     For a part that is kept without the rest. Does nothing for a module that has its weights.
@@ -86,7 +86,7 @@ def narrow(module: nn.Module, part: nn.Module) -> None:
 
 
 def _source(module: nn.Module) -> Any:
-    """The module that `empty` made, perhaps inside `module`; else None."""
+    """The module that `on_meta` made, perhaps inside `module`; else None."""
     return next((m for m in module.modules() if "rft_weights" in m.__dict__), None)
 
 

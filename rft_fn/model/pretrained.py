@@ -9,10 +9,10 @@ from torch import nn
 from rft_fn.model.finite import require_finite
 from rft_fn.model.save import quiet
 
-__all__ = ["incomplete", "loaded", "quietly", "unreadable"]
+__all__ = ["from_pretrained", "incomplete", "loaded", "unreadable"]
 
 
-def quietly(factory: Any, name: str, *, what: str = "model", **kwargs: Any) -> Any:
+def from_pretrained(factory: Any, name: str, *, what: str = "model", **kwargs: Any) -> Any:
     """factory.from_pretrained(name, ...) without progress bars and remote code.
 
     `trust_remote_code` allows the code of the model's folder. ValueError in one line for whatever it refuses,
@@ -58,7 +58,9 @@ def loaded(factory: Any, name: str, **kwargs: Any) -> nn.Module:
     ValueError for tensors that are missing, unexpected or of another shape, unless the model's own code
     explains them (a tied head, `_keys_to_ignore_*`), and for NaN or inf.
     """
-    module, info = quietly(factory, name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+    module, info = from_pretrained(
+        factory, name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+    )
     shapes = [f"{key} {list(file)} instead of {list(own)}" for key, file, own in info["mismatched_keys"]]
     incomplete(name, info["missing_keys"], info["unexpected_keys"], shapes)
     for key, p in module.named_parameters():

@@ -18,9 +18,9 @@ __all__ = [
     "is_low",
     "nbytes",
     "options",
+    "prepare",
     "require_adapters",
     "require_whole",
-    "settle",
     "state",
     "whole",
 ]
@@ -90,7 +90,7 @@ def _any_low(module: nn.Module) -> bool:
     return any(is_low(p) for p in module.parameters())
 
 
-def settle(name: str, module: nn.Module) -> None:
+def prepare(name: str, module: nn.Module) -> None:
     """Have a model just loaded compute with gradients.
 
     ValueError for weights of a byte or less that only their own library can read.

@@ -17,7 +17,7 @@ from torch import nn
 import rft_fn as rft
 from rft_fn import model, packing, tree
 from rft_fn.model import attention, reader
-from rft_fn.model.attention import Device, SequenceBounds, engines
+from rft_fn.model.attention import Device, SequenceBounds, kernels
 from rft_fn.model.attention.interface import SDPA, sdpa_attention
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=12)
@@ -197,7 +197,7 @@ ALL = frozenset({"varlen", "flash2", "flash3"})
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "head", "engine", "why"),
+    ("device", "dtype", "head", "kernel", "why"),
     [
         (Device("cpu"), torch.float32, 64, "sequence", None),
         (Device("cpu", installed=ALL), torch.bfloat16, 64, "sequence", None),
@@ -215,23 +215,23 @@ ALL = frozenset({"varlen", "flash2", "flash3"})
         (Device("mps"), torch.float16, 64, "sequence", "this is mps"),
     ],
 )
-def test_choose(device, dtype, head, engine, why):
+def test_choose(device, dtype, head, kernel, why):
     got, reason = attention.choose(device, dtype, head)
-    assert got == engine
+    assert got == kernel
     assert reason is None if why is None else re.search(why, reason)
 
 
 def test_the_chosen_kernel_is_the_one_that_runs(monkeypatch):
     q, k, v = qkv([2, 3])
     called = []
-    monkeypatch.setattr(engines, "_engines", lambda: {"varlen": lambda *x, **_: called.append(x) or x[0]})
-    monkeypatch.setattr(engines, "choose", lambda *_: ("varlen", None))
-    assert engines.packed(q, k, v, SequenceBounds([2, 3])) is called[0][0]
+    monkeypatch.setattr(kernels, "_kernels", lambda: {"varlen": lambda *x, **_: called.append(x) or x[0]})
+    monkeypatch.setattr(kernels, "choose", lambda *_: ("varlen", None))
+    assert kernels.packed(q, k, v, SequenceBounds([2, 3])) is called[0][0]
     with pytest.warns(UserWarning, match="heads of 8 for keys, of 4 for values"):
-        engines.packed(q, k, v[..., :4], SequenceBounds([2, 3]))
-    monkeypatch.setattr(engines, "choose", lambda *_: ("sequence", "it is too old"))
+        kernels.packed(q, k, v[..., :4], SequenceBounds([2, 3]))
+    monkeypatch.setattr(kernels, "choose", lambda *_: ("sequence", "it is too old"))
     with pytest.warns(UserWarning, match="one sdpa for each sequence: it is too old"):
-        engines.packed(q, k, v, SequenceBounds([2, 3]))
+        kernels.packed(q, k, v, SequenceBounds([2, 3]))
 
 
 SIZES = {

@@ -6,14 +6,14 @@ _ATTENTION = "tests/model/test_attention.py::"
 MUTANTS = [
     (
         "sinks are left out of the softmax",
-        "rft_fn/model/attention/engines.py",
+        "rft_fn/model/attention/kernels.py",
         "sinks[:, None, None].expand(-1, size, 1)",
         "sinks[:, None, None].expand(-1, size, 1) - 1e9",
         _ATTENTION + "test_sinks_are_in_the_denominator",
     ),
     (
         "a token sees those behind it where there are sinks",
-        "rft_fn/model/attention/engines.py",
+        "rft_fn/model/attention/kernels.py",
         "device=q.device).triu(1)",
         "device=q.device).triu(2)",
         _ATTENTION + "test_sinks_are_in_the_denominator",

@@ -7,7 +7,6 @@ Each sequence attends to itself.
 (sampling with a cache, padded rows, a pack of one sequence) the model's attention is unchanged.
 """
 
-from rft_fn.model.attention.engines import Device, by_sequence, by_varlen, choose, warn_once
 from rft_fn.model.attention.interface import (
     bounds_of,
     complete,
@@ -17,6 +16,7 @@ from rft_fn.model.attention.interface import (
     unfit_model,
     use,
 )
+from rft_fn.model.attention.kernels import Device, by_sequence, by_varlen, choose, warn_once
 from rft_fn.model.bounds import SequenceBounds
 
 __all__ = [

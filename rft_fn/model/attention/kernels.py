@@ -16,7 +16,7 @@ from rft_fn.model.bounds import SequenceBounds
 
 __all__ = ["Device", "by_sequence", "by_varlen", "choose", "packed", "warn_once"]
 
-_FLASH = {"flash3": "flash_attn_interface", "flash2": "flash_attn"}  # engine -> package
+_FLASH = {"flash3": "flash_attn_interface", "flash2": "flash_attn"}  # kernel -> package
 
 
 class Device(NamedTuple):
@@ -24,16 +24,16 @@ class Device(NamedTuple):
 
     kind: str  # "cpu", "cuda"
     capability: tuple[int, int] = (0, 0)  # of CUDA
-    installed: frozenset[str] = frozenset()  # engines that can be imported
+    installed: frozenset[str] = frozenset()  # kernels that can be imported
 
 
 def choose(device: Device, dtype: torch.dtype, head: int) -> tuple[str, str | None]:
-    """(engine, reason) for heads of size `head`.
+    """(kernel, reason) for heads of size `head`.
 
-    The reason tells why it is not a faster engine; None if nothing is missed. "flash3" (flash-attn 3,
+    The reason tells why it is not a faster kernel; None if nothing is missed. "flash3" (flash-attn 3,
     Hopper), "varlen" (flash attention within torch) and "flash2" (flash-attn 2) need CUDA 8.0 or later,
     float16 or bfloat16, and heads of at most 256 in steps of 8. "sequence" runs everywhere: one causal sdpa
-    per sequence length. On the CPU it is the only engine.
+    per sequence length. On the CPU it is the only one.
     """
     # No flash attention for this device, type or size of heads.
     if device.kind == "cpu":
@@ -61,8 +61,8 @@ def _imported(module: str, name: str) -> Callable | None:
 
 
 @cache
-def _engines() -> dict[str, Callable]:
-    """The importable functions for sequences of different lengths, by the name of their engine."""
+def _kernels() -> dict[str, Callable]:
+    """The importable functions for sequences of different lengths, by the name of the kernel."""
     found = {"varlen": _imported("torch.nn.attention.varlen", "varlen_attn")}
     found |= {name: _imported(module, "flash_attn_varlen_func") for name, module in _FLASH.items()}
     return {name: f for name, f in found.items() if f is not None}
@@ -72,7 +72,7 @@ def _engines() -> dict[str, Callable]:
 def _device(device: torch.device) -> Device:
     if device.type != "cuda":
         return Device(device.type)
-    return Device("cuda", torch.cuda.get_device_capability(device), frozenset(_engines()))
+    return Device("cuda", torch.cuda.get_device_capability(device), frozenset(_kernels()))
 
 
 @cache
@@ -193,15 +193,15 @@ def packed(
 
     Warns once where it is not the fast one.
     """
-    engine, why = choose(_device(q.device), q.dtype, q.shape[-1])
-    if engine != "sequence" and sinks is not None:
-        engine = "sequence"
+    kernel, why = choose(_device(q.device), q.dtype, q.shape[-1])
+    if kernel != "sequence" and sinks is not None:
+        kernel = "sequence"
         why = "its heads have sinks"
-    if engine != "sequence" and v.shape[-1] != q.shape[-1]:
-        engine = "sequence"
+    if kernel != "sequence" and v.shape[-1] != q.shape[-1]:
+        kernel = "sequence"
         why = f"heads of {q.shape[-1]} for keys, of {v.shape[-1]} for values"
     if why:
         warn_once(f"attention: packs take one sdpa for each sequence: {why}")
-    if engine == "sequence":
+    if kernel == "sequence":
         return by_sequence(q, k, v, bounds, scale=scale, sinks=sinks)
-    return by_varlen(_engines()[engine], q, k, v, bounds, scale=scale)
+    return by_varlen(_kernels()[kernel], q, k, v, bounds, scale=scale)
