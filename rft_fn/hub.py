@@ -1,4 +1,4 @@
-"""Names that are not there: whether the model hub can be asked for them, and what has a similar name here."""
+"""Whether the model hub can be reached, and names similar to a missing one."""
 
 import difflib
 import urllib.error
@@ -12,7 +12,7 @@ _PATIENCE = 5  # seconds that the hub has to answer, where its own client would 
 
 
 def unreachable() -> str:
-    """Why the hub cannot be asked; empty where it can."""
+    """The reason why the hub cannot be reached; empty where it can."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -28,15 +28,20 @@ def unreachable() -> str:
 
 
 def did_you_mean(name: str, *, known: Sequence[str] = ()) -> str:
-    """ "; did you mean X or Y?" with what is like `name`: files beside it, and `known`; else nothing.
+    """ "; did you mean X or Y?" for a name that is missing, or "".
 
-    Where folders of the path are missing too, it is about the first of them.
+    Similar names come from the files beside `name`, and from `known`. Where folders of its path are missing
+    too, they are for the first of these.
     """
     path = Path(name)
     while not path.parent.is_dir():
         path = path.parent
-    here = [] if path.parent == path else [entry.name for entry in path.parent.iterdir()]
+    here: list[str] = []
+    if path.parent != path:
+        here = [entry.name for entry in path.parent.iterdir()]
     near = difflib.get_close_matches(path.name, here, n=3)
     found = [str(path.parent / other) for other in near]
     found += difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+    if not found:
+        return ""
+    return f"; did you mean {' or '.join(found)}?"

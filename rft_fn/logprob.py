@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check
+from rft_fn.precision import widen
 from rft_fn.types import Sampling, TokenOut
 
 __all__ = [
@@ -18,16 +19,6 @@ __all__ = [
     "log_ratio",
     "process_logits",
 ]
-
-
-def _wide(x: Tensor) -> Tensor:
-    """bf16 and fp16 to float32; float64 stays.
-
-    A softmax in bf16 is off by up to 0.05 nats.
-    """
-    if x.dtype in (torch.bfloat16, torch.float16):
-        return x.float()
-    return x
 
 
 def log_ratio(logp: Tensor, old_logp: Tensor, *, limit: float = math.inf) -> Tensor:
@@ -79,7 +70,7 @@ def _from_logits(
     check.shapes(target=(target, "..."), logits=(logits[..., 0], "..."))
     # A tensor broadcasts against the logits, and may be differentiated: the kernel takes numbers.
     if isinstance(temperature, Tensor):
-        logits = _wide(logits) / temperature
+        logits = widen(logits) / temperature
         temperature = 1.0
 
     # Raises for a target outside [0, V), which the kernel would make NaN.
@@ -100,7 +91,7 @@ def process_logits(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = 
     stays whatever its rank: the trainer's target, which the policy of the rollout did draw, so that its
     log-prob stays finite after an update. The exclusion carries no gradient.
     """
-    z = _wide(logits) / (sampling.temperature or 1.0)
+    z = widen(logits) / (sampling.temperature or 1.0)
     if not sampling.truncates:
         return z
 

@@ -1,4 +1,4 @@
-"""What kinds of input an actor takes, and by which keyword arguments."""
+"""The modalities of an actor, and the names of the tensors that each takes."""
 
 import enum
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ __all__ = ["MODALITY_PARAMETERS", "ActorModality", "check_parameters", "get_supp
 
 
 class ActorModality(enum.Enum):
-    """The kind of an actor, by what it reads besides tokens."""
+    """The kind of an actor, by its inputs besides tokens."""
 
     LANGUAGE_ONLY = "language_only"
     VISION_LANGUAGE = "vision_language"
@@ -29,8 +29,10 @@ MODALITY_PARAMETERS: dict[ActorModality, frozenset[str]] = {
 
 
 def get_supported_parameters(modality: ActorModality | str) -> frozenset[str]:
-    """The names of the tensors that an actor of this modality takes besides
-    tokens. ValueError for an unknown modality."""
+    """The names of the tensors that an actor takes besides tokens.
+
+    ValueError for an unknown modality.
+    """
     try:
         return MODALITY_PARAMETERS[ActorModality(modality)]
     except ValueError:
@@ -39,8 +41,10 @@ def get_supported_parameters(modality: ActorModality | str) -> frozenset[str]:
 
 
 def check_parameters(modality: ActorModality | str, names: Iterable[str]) -> None:
-    """ValueError that names every tensor which an actor of this modality would not
-    read: nothing is dropped in silence."""
+    """ValueError that names the tensors which an actor would not read.
+
+    Nothing is dropped in silence.
+    """
     supported = get_supported_parameters(modality)
     unknown = sorted(set(names) - supported)
     if unknown:

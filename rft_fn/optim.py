@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from rft_fn import tree
+from rft_fn.precision import widen
 from rft_fn.types import Transform
 
 __all__ = [
@@ -255,13 +256,8 @@ def ema(decay: float) -> Transform:
         return updates, state
 
     def start(p: Tensor) -> Tensor:
-        copy = p.detach().clone()
-        if copy.dtype in (
-            torch.bfloat16,
-            torch.float16,
-        ):  # (1 - decay) p is below the spacing of such numbers
-            copy = copy.float()
-        return copy
+        # float32 at least: in bf16 (1 - decay) of a parameter is below the spacing of numbers
+        return widen(p.detach().clone())
 
     def init(params: Any) -> EmaState:
         return EmaState(average=tree.map(start, params))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check
+from rft_fn.precision import widen
 
 __all__ = ["max", "mean", "sum"]
 
@@ -16,8 +17,7 @@ __all__ = ["max", "mean", "sum"]
 def sum(x: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
     """Sum over the positions in mask of each sequence."""
     check.shapes(x=(x, "T"), mask=(mask, "T"), seq=(seq, "T"))
-    if x.dtype in (torch.bfloat16, torch.float16):
-        x = x.float()  # a sum of ones in bfloat16 stops at 256
+    x = widen(x)  # a sum of ones in bfloat16 stops at 256
     return x.new_zeros(num_seqs).index_add(0, seq, torch.where(mask, x, 0))
 
 

@@ -6,7 +6,7 @@ brings out all kinds of layers a family has.
 
 import torch
 
-__all__ = ["FAMILIES", "SINGLE", "VOCAB", "config", "small"]
+__all__ = ["FAMILIES", "SINGLE", "VOCAB", "config", "hearing", "seeing", "small"]
 
 VOCAB = 60
 BASE = {
@@ -187,3 +187,27 @@ def small(kind, dtype=torch.float64, std=0.3, **changes):
             if std and p.dim() >= 2:
                 p.data.normal_(0, std)
     return lm.to(dtype).eval()
+
+
+def seeing():
+    """A small vision-language model: its text model has an MLP whose layers are named as in its tower."""
+    import transformers
+
+    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    text = USUAL | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    vision = {"hidden_size": 32, "out_hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 48}
+    config = transformers.Qwen2_5_VLConfig(text_config=text | {"rope_scaling": rope}, vision_config=vision)
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def hearing():
+    """A small audio-language model: a tower and a projector beside its text model."""
+    import transformers
+
+    audio = transformers.Qwen2AudioEncoderConfig(
+        d_model=32, encoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=48, num_mel_bins=8,
+        max_source_positions=16,
+    )  # fmt: skip
+    text = transformers.Qwen2Config(**USUAL)
+    config = transformers.Qwen2AudioConfig(text_config=text, audio_config=audio)
+    return transformers.Qwen2AudioForConditionalGeneration(config)

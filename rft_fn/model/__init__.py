@@ -1,14 +1,21 @@
-"""The model as a function: `bind` a module, `score` packs with it, `load` one from anywhere; and a critic."""
+"""The model as a function: load, bind and score it; and the critic.
+
+`parts` finds the text model, the towers and the head of a module. `load` to `lora` make modules, `scorer` and
+`critic` put them inside a forward that takes packs, `reader` and `probe` find out how packs run in it.
+"""
 
 from rft_fn.model.assign import assign
-from rft_fn.model.bind import Scorer, bind, score, split_over, text_model, wrap_for_training
+from rft_fn.model.bind import bind, score
 from rft_fn.model.builtin import cache_dir, resolve
 from rft_fn.model.critic import Critic, explained_variance, load_critic, save_critic, values
 from rft_fn.model.load import load, load_tokenizer
 from rft_fn.model.lora import apply_lora_configuration, without_adapters
 from rft_fn.model.materialize import materialize
+from rft_fn.model.parts import text_model
 from rft_fn.model.quantize import check as check_quantize
+from rft_fn.model.reader import split_over
 from rft_fn.model.save import save
+from rft_fn.model.scorer import Scorer, wrap_for_training
 
 __all__ = [
     "Critic",

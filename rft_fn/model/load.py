@@ -1,4 +1,4 @@
-"""Models and tokenizers by path, by hub name, by built-in name, or from a module that exists."""
+"""Models and tokenizers loaded by name."""
 
 import json
 from collections.abc import Mapping
@@ -11,17 +11,28 @@ from torch import nn
 from rft_fn.model import quantize as low
 from rft_fn.model.builtin import resolve
 from rft_fn.model.lora import with_adapter
-from rft_fn.model.materialize import empty
-from rft_fn.model.pretrained import loaded, quietly
+from rft_fn.model.materialize import on_meta
+from rft_fn.model.pretrained import from_pretrained, loaded
 
-__all__ = ["load", "load_tokenizer", "usual_dtype"]
+__all__ = ["load", "load_tokenizer", "usual_device", "usual_dtype"]
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
 
+def usual_device(device: str | torch.device | None) -> torch.device:
+    """The given device, else the GPU if there is one, else the CPU."""
+    if device:
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("cpu")
+
+
 def usual_dtype(device: torch.device) -> torch.dtype:
     """float32 on the CPU, where bf16 is unusably slow, else bf16."""
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if device.type == "cpu":
+        return torch.float32
+    return torch.bfloat16
 
 
 def load(
@@ -35,18 +46,22 @@ def load(
     trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
-    """A causal language model: a folder, a hub name, "tiny", "smollm2-135m", or a module that exists.
+    """A causal language model by name, or from a module.
 
-    dtype defaults to float32 on the CPU (where bf16 is unusably slow) and to bf16 on a GPU; a module keeps
-    its own. A folder of adapters gives its base model with them, to be trained further. With `meta` the
-    module comes without memory, and whoever binds it gives it its weights: a sharded strategy reads each
-    process's shards only. `quantize` holds the linear layers in low precision, to be frozen under adapters:
-    "int8" by torchao, "nf4" by bitsandbytes, "none" in full even where they were saved in low; else as they
-    were saved. `trust_remote_code` runs Python files of the model's folder. Further keywords go to
-    transformers' `from_pretrained`. ValueError for a name that is none of these, for tensors that are
-    missing, unexpected or of another shape than the config's, and for weights with NaN or inf.
+    `path_or_module` is a folder, a hub name, "tiny", "smollm2-135m", or a module that exists. dtype defaults
+    to float32 on the CPU (where bf16 is unusably slow) and to bf16 on a GPU; a module keeps its own. A folder
+    of adapters gives its base model with them, to be trained further. With `meta` the module comes without
+    memory, and binding it reads its weights: a sharded strategy reads each process's shards only.
+
+    `quantize` holds the linear layers in low precision, to be frozen under adapters: "int8" by torchao,
+    "nf4" by bitsandbytes; "none" is in full, even where they were saved in low; else as they were saved.
+    `trust_remote_code` runs Python files of the model's folder. Further keywords go to transformers'
+    `from_pretrained`.
+
+    ValueError for a name that is none of these, for tensors that are missing, unexpected or of another shape
+    than the config's, and for weights with NaN or inf.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = usual_device(device)
     if isinstance(path_or_module, nn.Module):
         module = path_or_module
         if not any(p.is_meta for p in module.parameters()):  # one without memory gets it later, as it is
@@ -55,24 +70,35 @@ def load(
         how = {"dtype": dtype or usual_dtype(device), "trust_remote_code": trust_remote_code, **kwargs}
         module = _named(resolve(str(path_or_module)), device, meta, quantize, how)
     if gradient_checkpointing:
-        enable = getattr(
-            module, "activation_checkpointing_enable", module.gradient_checkpointing_enable
-        )  # its name since 5.23
-        enable({"use_reentrant": False})
+        _checkpoint(module)
     return module
 
 
+def _checkpoint(module: Any) -> None:
+    """Turn on gradient checkpointing of a model of transformers."""
+    if hasattr(module, "activation_checkpointing_enable"):  # its name since 5.23
+        enable = module.activation_checkpointing_enable
+    else:
+        enable = module.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def _named(name: str, device: torch.device, meta: bool, quantize: str, how: Mapping[str, Any]) -> nn.Module:
-    """The model of a folder or hub name, with its adapters where it is a folder of these."""
+    """The model of a folder or hub name.
+
+    Of a folder of adapters it is the base model with these.
+    """
     adapter = Path(name, "adapter_config.json")
     if adapter.is_file():
         base = _base_of(adapter)
         return with_adapter(_named(resolve(base), device, meta, quantize, how), name)
     if not meta:
         return _with_memory(name, device, quantize, how)
+
+    # The sharded strategies hold no weights in low precision.
     if quantize not in ("", "none"):
         raise ValueError(f"quantize: expected none on several processes, got {quantize}; start one")
-    return empty(name, device=device, **how)
+    return on_meta(name, device=device, **how)
 
 
 def _with_memory(name: str, device: torch.device, quantize: str, how: Mapping[str, Any]) -> nn.Module:
@@ -81,9 +107,9 @@ def _with_memory(name: str, device: torch.device, quantize: str, how: Mapping[st
     kind = quantize.removeprefix("none")
     if kind:
         how = {**how, **low.options(kind, dtype=how["dtype"], device=device)}
-    module = loaded(AutoModelForCausalLM, name, **how).to(device)
-    low.settle(name, module)
-    if kind and module.hf_quantizer.pre_quantized:  # type: ignore[union-attr]
+    module: Any = loaded(AutoModelForCausalLM, name, **how).to(device)
+    low.prepare(name, module)
+    if kind and module.hf_quantizer.pre_quantized:
         raise ValueError(f"quantize: expected none for {name}, which is quantised already, got {kind}")
     if quantize == "none":
         low.dequantize(module)
@@ -104,20 +130,24 @@ def _base_of(adapter: Path) -> str:
 
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model, by the same names as `load`. Its padding token is set if it had none.
+    """The tokenizer of a model, with a padding token.
 
-    A folder of adapters without one has its base model's. ValueError where there is none, for one without a
-    token that ends a response, and for a chat template that is no template.
+    Names are those that `load` takes. A folder of adapters without a tokenizer has its base model's.
+    ValueError where there is none, for one without a token that ends a response, and for a chat template that
+    does not parse.
     """
     from transformers import AutoTokenizer
 
+    # A folder of adapters has mostly no tokenizer.
     folder = resolve(str(name))
     if not _has_tokenizer(folder):
         adapter = Path(folder, "adapter_config.json")
         if not adapter.is_file():
             raise ValueError(f"tokenizer: expected one in {folder}, got no tokenizer.json or the like")
         folder = resolve(_base_of(adapter))
-    tokenizer = quietly(AutoTokenizer, folder, what="tokenizer", trust_remote_code=trust_remote_code)
+
+    # Without an end token no response ends, and batches of prompts are padded.
+    tokenizer = from_pretrained(AutoTokenizer, folder, what="tokenizer", trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"tokenizer: {folder}: expected an eos_token, which ends a response, got none; "
@@ -130,7 +160,9 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def _has_tokenizer(folder: str) -> bool:
-    return not Path(folder).is_dir() or any(next(Path(folder).glob(x), None) for x in _TOKENIZERS)
+    if not Path(folder).is_dir():
+        return True  # a hub name
+    return any(next(Path(folder).glob(pattern), None) for pattern in _TOKENIZERS)
 
 
 def _check_template(folder: str, tokenizer: Any) -> None:
@@ -145,5 +177,5 @@ def _check_template(folder: str, tokenizer: Any) -> None:
             f"tokenizer: {folder}: expected a chat template that parses, got {error.message} "
             f"in its line {error.lineno}"
         ) from error
-    except Exception:  # a template may refuse these messages; what it makes of a user's is seen with the data
+    except Exception:  # a template may refuse these messages; the data will show whether it takes a user's
         return

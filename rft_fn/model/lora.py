@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: made, loaded to be trained further, merged for an engine, turned off."""
+"""Low-rank adapters through peft: made, loaded, merged, and turned off."""
 
 import math
 import warnings
@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from rft_fn import rng
 from rft_fn.model.finite import require_finite
 from rft_fn.model.quantize import is_low, whole
-from rft_fn.model.targets import linear, not_taken_for_experts, say_left_out, target_paths
+from rft_fn.model.targets import linear, not_taken_for_experts, target_paths, warn_of_left_out
+from rft_fn.precision import wide
 from rft_fn.types import Apply, Packed, TokenOut
 
 __all__ = ["Export", "apply_lora_configuration", "home", "merged", "with_adapter", "without_adapters"]
 
 _ADAPTER = "adapter_model.safetensors"
+_UNKNOWN = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "trainable_token_indices")
 
 
-# ------------------------------------------------------------------------------------------------- made
+# ------------------------------------------------------------------------------------------- new adapters
 
 
 def apply_lora_configuration(
@@ -33,18 +35,43 @@ def apply_lora_configuration(
     exclude: Sequence[str] = (),
     seed: int = 0,
 ) -> nn.Module:
-    """`module` with trainable LoRA adapters of rank `rank`, scaled by alpha / rank (arXiv 2106.09685).
+    """`module` with new trainable LoRA adapters (arXiv 2106.09685).
+
+    They have rank `rank` and are scaled by alpha / rank.
 
     `target_modules`: "auto" is every linear layer of the text model, never the head, never a part that sees
     or hears; "all-linear" every one of the model but the head; else names, or one string of names with
-    commas. Routed experts, and layers whose weight a model reads without calling them, have none: one line
-    says so. `exclude` names layers, or parts that hold some, without adapters. B starts at 0; A is drawn from
-    `seed` and the layer's name, so it is the same on every process, and with `load(meta=True)` too.
-    ValueError for a rank below 1, for a module that has adapters already, for names that it does not have,
-    and for dropout, which would make log-probs random.
+    commas. `exclude` names layers, or parts that hold some, without adapters. Routed experts, and layers
+    whose weight a model reads without calling them, have none; a warning names them.
+
+    B starts at 0; A is drawn from `seed` and the layer's name, so it is the same on every process, and with
+    `load(meta=True)` too. ValueError for a rank below 1, for a module that has adapters already, for names
+    that it does not have, and for dropout, which would make log-probs random.
     """
     from peft import LoraConfig
 
+    # Which layers get adapters, and a warning for those that cannot.
+    _check_lora(module, rank, alpha, dropout)
+    paths = not_taken_for_experts(module, target_paths(module, target_modules, exclude))
+    warn_of_left_out(module)
+
+    # peft matches the ends of paths: whatever else ends like one of ours is left out by name.
+    also = []
+    for path in linear(module):
+        if path not in paths and any(path.endswith(f".{x}") for x in paths):
+            also.append(path)
+    options: dict[str, Any] = {
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": paths,
+        "exclude_modules": also or None,
+        "task_type": "CAUSAL_LM",
+    }
+    return _wrapped(module, LoraConfig(**options), seed)
+
+
+def _check_lora(module: nn.Module, rank: int, alpha: float, dropout: float) -> None:
     if rank < 1:
         raise ValueError(f"rank: expected >= 1, got {rank}")
     if hasattr(module, "peft_config"):
@@ -58,52 +85,51 @@ def apply_lora_configuration(
         raise ValueError(
             f"dropout: expected 0, got {dropout}: log-probs of the trainer and the sampler would differ"
         )
-    paths = not_taken_for_experts(module, target_paths(module, target_modules, exclude))
-    say_left_out(module)
-    # peft matches the ends of paths: what else ends like one of ours is left out by name
-    also = [p for p in linear(module) if p not in paths and any(p.endswith(f".{x}") for x in paths)]
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=0.0,
-        target_modules=paths,
-        exclude_modules=also or None,
-        task_type="CAUSAL_LM",
-    )
-    return _wrapped(module, config, seed)
 
 
 @torch.no_grad()
 def _wrapped(module: nn.Module, config: Any, seed: int) -> nn.Module:
-    """`module` inside peft, its adapters in memory (also where it has none itself) and drawn from `seed`."""
+    """`module` inside peft, with adapters drawn from `seed`.
+
+    The adapters have memory even if the module has none.
+    """
     from peft import get_peft_model
 
+    # peft puts the adapters in; two of its warnings are about usual models.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*fan_in_fan_out")  # Conv1D keeps its weight transposed
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft asks for it
-        model = get_peft_model(module, config)
+        model: Any = get_peft_model(module, config)  # type: ignore[arg-type]
+
+    # Draw them again: peft draws from the global generator, and on the meta device not at all.
     device = home(module)
     for name, layer in _adapted(model):
-        wide = torch.promote_types(layer.get_base_layer().weight.dtype, torch.float32)
+        dtype = wide(layer.get_base_layer().weight.dtype)
         for adapter in layer.active_adapters:
-            a, b = (layer.lora_A[adapter], layer.lora_B[adapter])
+            a = layer.lora_A[adapter]
+            b = layer.lora_B[adapter]
             bound = 1 / math.sqrt(a.in_features)  # as peft draws it
             g = rng.generator(rng.fold_in(seed, "lora", name, adapter))
             start = torch.rand(a.weight.shape, generator=g, dtype=torch.float64) * 2 * bound - bound
-            a.weight = nn.Parameter(start.to(device, wide))
-            b.weight = nn.Parameter(torch.zeros(b.weight.shape, device=device, dtype=wide))
+            a.weight = nn.Parameter(start.to(device, dtype))
+            b.weight = nn.Parameter(torch.zeros(b.weight.shape, device=device, dtype=dtype))
     return model
 
 
 def home(module: nn.Module) -> torch.device:
-    """Where a module lies, or where it will once it is materialized."""
-    source = [m.__dict__["rft_weights"] for m in module.modules() if "rft_weights" in m.__dict__]
-    return source[0].device if source else next(module.parameters()).device
+    """The device of a module, or the one where it will be materialized."""
+    for m in module.modules():
+        if "rft_weights" in m.__dict__:
+            return m.__dict__["rft_weights"].device
+    return next(module.parameters()).device
 
 
 def _adapted(module: nn.Module) -> list[tuple[str, Any]]:
     """(name, layer) of every layer with adapters."""
     return [(name, m) for name, m in module.named_modules() if len(getattr(m, "lora_A", ()))]
+
+
+# ----------------------------------------------------------------------------------------- saved adapters
 
 
 @torch.no_grad()
@@ -113,30 +139,24 @@ def with_adapter(module: nn.Module, folder: str | Path) -> nn.Module:
     ValueError for adapters that are more than LoRA of linear layers, and for tensors that are missing,
     unexpected or of another shape.
     """
-    from peft import LoraConfig, PeftConfig
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from peft import PeftConfig
 
-    config, path = PeftConfig.from_pretrained(str(folder)), Path(folder, _ADAPTER)
-    odd = ["use_dora", "modules_to_save", "lora_bias", "target_parameters", "trainable_token_indices"]
-    odd = [name for name in odd if getattr(config, name, None)]
-    if type(config) is not LoraConfig or odd or config.bias != "none":
-        what = ", ".join(odd) or f"{config.peft_type} with bias {getattr(config, 'bias', None)!r}"
-        raise ValueError(f"model: {folder}: expected plain LoRA adapters, got {what}; merge them first")
-    if not path.is_file():
-        raise ValueError(f"model: {folder}: expected {_ADAPTER}, got none")
-    try:
-        stored = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"model: {path}: expected a whole safetensors file, got {error}") from error
+    # Make adapters by the saved config, to be filled.
+    path = Path(folder, _ADAPTER)
+    config: Any = PeftConfig.from_pretrained(str(folder))
+    _require_plain_lora(config, folder)
+    stored = _read_adapters(path)
     config.inference_mode = False
     config.lora_dropout = 0.0
     model = _wrapped(module, config, 0)
+
+    # The names in the file are without that of the adapter.
     named = dict(model.named_parameters())
-    own = {n.replace(".default.", "."): n for n in named if ".lora_" in n}
-    shapes = {n: list(named[full].shape) for n, full in own.items()}
-    wrong = [n for n in own.keys() & stored.keys() if list(stored[n].shape) != shapes[n]]
-    wrong += sorted(own.keys() ^ stored.keys())
+    own = {name.replace(".default.", "."): name for name in named if ".lora_" in name}
+    wrong = sorted(own.keys() ^ stored.keys())
+    for name in own.keys() & stored.keys():
+        if stored[name].shape != named[own[name]].shape:
+            wrong.append(name)
     if wrong:
         raise ValueError(
             f"model: {path}: expected the {len(own)} tensors of its config and base model, missing, "
@@ -148,46 +168,79 @@ def with_adapter(module: nn.Module, folder: str | Path) -> nn.Module:
     return model
 
 
-# ------------------------------------------------------------------------------------------------ merged
+def _require_plain_lora(config: Any, folder: str | Path) -> None:
+    """ValueError for the config of adapters that are more than LoRA of linear layers."""
+    from peft import LoraConfig
+
+    odd = [name for name in _UNKNOWN if getattr(config, name, None)]
+    if type(config) is LoraConfig and not odd and config.bias == "none":
+        return
+    what = ", ".join(odd) or f"{config.peft_type} with bias {getattr(config, 'bias', None)!r}"
+    raise ValueError(f"model: {folder}: expected plain LoRA adapters, got {what}; merge them first")
+
+
+def _read_adapters(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise ValueError(f"model: {path.parent}: expected {_ADAPTER}, got none")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"model: {path}: expected a whole safetensors file, got {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------- merged
 
 
 def _product(layer: Any, base: Tensor, pairs: Sequence[tuple[str, Tensor, Tensor]]) -> Tensor:
-    """base + sum of scale B A over adapters, in float32 at least, rounded once to the type of `base`."""
-    out = base.to(torch.promote_types(base.dtype, torch.float32))
+    """base + sum of scale B A over adapters, rounded once.
+
+    It is computed in float32 at least; the result has the type of `base`.
+    """
+    out = base.to(wide(base.dtype))
     for adapter, a, b in pairs:
         step = layer.scaling[adapter] * (b.to(out) @ a.to(out))
-        out = out + (step.T if layer.fan_in_fan_out else step)
+        if layer.fan_in_fan_out:
+            step = step.T
+        out = out + step
     return out.to(base.dtype)
 
 
 def _plain(module: nn.Module, name: str) -> str:
     """The name that a parameter has in the model without adapters."""
-    root = "base_model.model." if hasattr(module, "get_base_model") else ""
-    return name.removeprefix(root).replace(".base_layer.", ".")
+    if hasattr(module, "get_base_model"):
+        name = name.removeprefix("base_model.model.")
+    return name.replace(".base_layer.", ".")
 
 
 @torch.no_grad()
 def merged(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The whole weights of a module with LoRA layers, by the names of the plain one: each base weight plus
-    scale B A. Of a module without any they come back as they are."""
+    """Weights with LoRA adapters merged into them, by the plain model's names.
+
+    Each base weight has scale B A added. Weights of a module without adapters come back as they are.
+    """
     out = dict(weights)
     for name, layer in _adapted(module):
-        pairs = [
-            (x, out.pop(f"{name}.lora_A.{x}.weight"), out.pop(f"{name}.lora_B.{x}.weight"))
-            for x in layer.lora_A
-        ]
-        active = [pair for pair in pairs if pair[0] in layer.active_adapters]
-        out[f"{name}.base_layer.weight"] = _product(layer, out[f"{name}.base_layer.weight"], active)
+        pairs = []
+        for adapter in layer.lora_A:
+            a = out.pop(f"{name}.lora_A.{adapter}.weight")
+            b = out.pop(f"{name}.lora_B.{adapter}.weight")
+            if adapter in layer.active_adapters:
+                pairs.append((adapter, a, b))
+        base = f"{name}.base_layer.weight"
+        out[base] = _product(layer, out[base], pairs)
     return {_plain(module, name): x for name, x in out.items()}
 
 
 class Export(Iterator[tuple[str, Tensor]]):
-    """The trained weights as an engine takes them: (name, full tensor), one at a time, once.
+    """The trained weights for an engine: (name, full tensor) pairs, once.
 
     Of a module with adapters the names are those of the plain model, and an adapted layer's weight is its
-    base weight plus scale B A; what is not trained is left out. `own` gives the same weights as the module
-    has them, adapters by their own names. `full` puts one parameter together: where that takes all ranks,
-    all have to iterate. With `finite`, ValueError at a tensor with NaN or inf.
+    base weight plus scale B A; frozen weights are left out. `own` gives the same weights by the module's
+    names, adapters too. `full` puts one parameter together: where that takes all ranks, all have to iterate.
+    With `finite`, ValueError at a tensor with NaN or inf.
     """
 
     def __init__(
@@ -198,9 +251,15 @@ class Export(Iterator[tuple[str, Tensor]]):
         *,
         finite: bool = True,
     ):
-        self.params, self.module, self.gathered, self.finite = params, module, full, finite
-        layers = [] if module is None else _adapted(module)
-        self._found = self._merged(dict(layers)) if layers else self.own()
+        self.params = params
+        self.module = module
+        self.gathered = full
+        self.finite = finite
+        self._found = self.own()
+        if module is not None:
+            layers = dict(_adapted(module))
+            if layers:
+                self._found = self._merged(module, layers)
 
     def __next__(self) -> tuple[str, Tensor]:
         name, x = next(self._found)
@@ -219,36 +278,41 @@ class Export(Iterator[tuple[str, Tensor]]):
             yield name, self.full(p)
 
     @torch.no_grad()
-    def _merged(self, layers: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-        module, done = self.module, set()
-        assert module is not None
+    def _merged(self, module: nn.Module, layers: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
         every = dict(module.named_parameters()) | dict(self.params)
+        done: set[str] = set()
         for name in self.params:
             path = name.partition(".base_layer.")[0].partition(".lora_")[0]
             if path not in layers or name.endswith(".base_layer.bias"):
                 yield _plain(module, name), self.full(every[name])
             elif path not in done:  # both of its matrices at once, at the first of them
                 done.add(path)
-                layer = layers[path]
-                base = self.full(every[f"{path}.base_layer.weight"])
-                pairs = []
-                for x in layer.active_adapters:
-                    a, b = (self.full(every[f"{path}.lora_{m}.{x}.weight"]) for m in "AB")
-                    pairs.append((x, a, b))
-                yield _plain(module, f"{path}.weight"), _product(layer, base, pairs)
-        for name, p in module.named_parameters():  # an engine that is not quantised gets the same numbers
+                yield _plain(module, f"{path}.weight"), self._one_merged(layers[path], path, every)
+
+        # Frozen weights in low precision go too: an engine that is not quantised gets the same numbers.
+        for name, p in module.named_parameters():
             if is_low(p) and name.partition(".base_layer.")[0] not in done:
                 yield _plain(module, name), self.full(p)
+
+    def _one_merged(self, layer: Any, path: str, every: Mapping[str, Tensor]) -> Tensor:
+        """The weight of one layer with its active adapters in it."""
+        base = self.full(every[f"{path}.base_layer.weight"])
+        pairs = []
+        for adapter in layer.active_adapters:
+            a = self.full(every[f"{path}.lora_A.{adapter}.weight"])
+            b = self.full(every[f"{path}.lora_B.{adapter}.weight"])
+            pairs.append((adapter, a, b))
+        return _product(layer, base, pairs)
 
 
 # ---------------------------------------------------------------------------------------------- turned off
 
 
 def without_adapters(module: nn.Module, apply: Apply) -> Apply:
-    """`apply` of a module with its adapters off: the model before LoRA, without a second copy of it.
+    """`apply` with adapters off: the model before LoRA, without a second copy.
 
-    The reference of a KL: `score(without_adapters(module, apply), state.params, packs)`. Never with a
-    gradient. Works for the `apply` of every strategy. ValueError for a module without adapters.
+    It serves as the reference of a KL: `score(without_adapters(module, apply), state.params, packs)`, and
+    never has a gradient. Works for the `apply` of every strategy. ValueError for a module without adapters.
     """
     layers = [layer for _, layer in _adapted(module)]
     if not layers:

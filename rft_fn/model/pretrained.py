@@ -1,4 +1,4 @@
-"""transformers' from_pretrained, with its errors in one line, and weights that are whole."""
+"""transformers' from_pretrained with one-line errors and a check for whole weights."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,16 +9,18 @@ from torch import nn
 from rft_fn.model.finite import require_finite
 from rft_fn.model.save import quiet
 
-__all__ = ["incomplete", "loaded", "quietly", "unreadable"]
+__all__ = ["from_pretrained", "incomplete", "loaded", "unreadable"]
 
 
-def quietly(factory: Any, name: str, *, what: str = "model", **kwargs: Any) -> Any:
-    """factory.from_pretrained(name, ...), without code of the model's folder unless that is asked for.
+def from_pretrained(factory: Any, name: str, *, what: str = "model", **kwargs: Any) -> Any:
+    """factory.from_pretrained(name, ...) without progress bars and remote code.
 
-    ValueError in one line for whatever it refuses, with `what` in front.
+    `trust_remote_code` allows the code of the model's folder. ValueError in one line for whatever it refuses,
+    with `what` in front of it.
     """
     from safetensors import SafetensorError
 
+    # transformers raises whatever its readers do; a user needs the first line of it.
     kwargs = {"trust_remote_code": False} | kwargs
     try:
         with quiet():
@@ -28,7 +30,7 @@ def quietly(factory: Any, name: str, *, what: str = "model", **kwargs: Any) -> A
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"model: {name} runs Python code of its own; if you trust it, load it with "
+                f"model: {name} runs Python code from its folder; if you trust it, load it with "
                 "trust_remote_code=True"
             ) from error
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -36,7 +38,7 @@ def quietly(factory: Any, name: str, *, what: str = "model", **kwargs: Any) -> A
 
 
 def unreadable(folder: Path, error: Exception) -> ValueError:
-    """The error of a folder whose weights cannot be read, with the file at fault."""
+    """The error for a folder with unreadable weights; names the bad file."""
     from safetensors import SafetensorError, safe_open
 
     bad = folder
@@ -51,9 +53,14 @@ def unreadable(folder: Path, error: Exception) -> ValueError:
 
 
 def loaded(factory: Any, name: str, **kwargs: Any) -> nn.Module:
-    """The whole model `name`. ValueError for tensors that are missing, unexpected or of another shape, apart
-    from what the model's own code explains (a tied head, `_keys_to_ignore_*`), and for NaN or inf."""
-    module, info = quietly(factory, name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs)
+    """The model `name`, with all of its weights.
+
+    ValueError for tensors that are missing, unexpected or of another shape, unless the model's own code
+    explains them (a tied head, `_keys_to_ignore_*`), and for NaN or inf.
+    """
+    module, info = from_pretrained(
+        factory, name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+    )
     shapes = [f"{key} {list(file)} instead of {list(own)}" for key, file, own in info["mismatched_keys"]]
     incomplete(name, info["missing_keys"], info["unexpected_keys"], shapes)
     for key, p in module.named_parameters():
@@ -62,7 +69,7 @@ def loaded(factory: Any, name: str, **kwargs: Any) -> nn.Module:
 
 
 def incomplete(name: Any, missing: Any, unexpected: Any, shapes: Sequence[str]) -> None:
-    """ValueError that lists tensors which a model's files lack, have beyond it, or have in another shape."""
+    """ValueError for tensors that differ between a model and its files."""
     kinds = {"missing": missing, "unexpected": unexpected, "of another shape than config.json's": shapes}
     parts = []
     for what, names in kinds.items():

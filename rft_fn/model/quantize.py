@@ -1,6 +1,6 @@
-"""Weights in low precision, frozen under adapters: asked for, recognised, refused, made whole again.
+"""Weights in low precision, frozen under adapters: int8 and nf4.
 
-int8 is torchao's: a scale for each row, on the CPU too. nf4 is bitsandbytes' (arXiv 2305.14314): four bits a
+int8 is torchao's: one scale per row, on the CPU too. nf4 is bitsandbytes' (arXiv 2305.14314): four bits per
 weight. A folder that was saved so is loaded so.
 """
 
@@ -18,9 +18,9 @@ __all__ = [
     "is_low",
     "nbytes",
     "options",
+    "prepare",
     "require_adapters",
     "require_whole",
-    "settle",
     "state",
     "whole",
 ]
@@ -28,19 +28,23 @@ __all__ = [
 _LIBRARY = {"int8": "torchao", "nf4": "bitsandbytes"}
 
 
-# ------------------------------------------------------------------------------------------------ asked for
+# --------------------------------------------------------------------------------------------------- loaded
 
 
 def check(kind: str, name: str, *, rank: int, world: int, config: Any) -> None:
-    """ValueError where a run cannot train over the base `name` in low precision; nothing is loaded.
+    """ValueError where a run cannot train over a base in low precision.
 
-    `rank` is of the adapters that it gets, `config` the strategy's.
+    Nothing is loaded. `rank` is that of the new adapters, `config` the strategy's.
     """
     if not kind:
         return
     _require_library(kind)
+
+    # The base is frozen, so there have to be adapters.
     if not rank and not Path(name, "adapter_config.json").is_file():
         raise ValueError(f"lora_rank: expected > 0 with quantize {kind}, which freezes the base, got 0")
+
+    # Its weights cannot be sharded or cast.
     odd = [x for x in ("fsdp", "zero_stage", "bf16", "use_mp_opt") if getattr(config, x)]
     if world > 1 or odd:
         what = ", ".join(odd) or f"{world} processes"
@@ -57,8 +61,10 @@ def _require_library(kind: str) -> None:
 
 
 def options(kind: str, *, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """The keywords with which `from_pretrained` quantises. ValueError for a kind that is none, or that is not
-    installed."""
+    """The keywords with which `from_pretrained` quantises.
+
+    ValueError for an unknown kind, and for one whose library is not installed.
+    """
     _require_library(kind)
     if kind == "int8":
         from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]
@@ -76,20 +82,23 @@ def options(kind: str, *, dtype: torch.dtype, device: torch.device) -> dict[str,
 
 def is_low(x: Any) -> bool:
     """Whether a weight is in low precision."""
-    return type(x).__module__.partition(".")[0] == "torchao" or getattr(x, "quant_state", None) is not None
+    is_int8 = type(x).__module__.partition(".")[0] == "torchao"
+    return is_int8 or getattr(x, "quant_state", None) is not None
 
 
 def _any_low(module: nn.Module) -> bool:
     return any(is_low(p) for p in module.parameters())
 
 
-def settle(name: str, module: nn.Module) -> None:
-    """Have a model just loaded compute with gradients. ValueError for weights of a byte or less that only
-    their own library can read."""
-    for layer in module.modules():
-        if hasattr(layer, "support_avx512bf16_for_cpu"):
-            # bitsandbytes: a forward without a gradient would pack the weights into what no backward reads
-            layer.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+def prepare(name: str, module: nn.Module) -> None:
+    """Have a model just loaded compute with gradients.
+
+    ValueError for weights of a byte or less that only their own library can read.
+    """
+    layers: list[Any] = [m for m in module.modules() if hasattr(m, "support_avx512bf16_for_cpu")]
+    for layer in layers:
+        # bitsandbytes: a forward without a gradient would pack the weights into a form that no backward reads
+        layer.support_avx512bf16_for_cpu = False
     for key, p in module.named_parameters():
         if p.dtype.itemsize == 1 and not is_low(p):
             raise ValueError(
@@ -108,18 +117,24 @@ def require_whole(module: nn.Module, what: str) -> None:
 
 
 def require_adapters(module: nn.Module) -> None:
-    """ValueError for a module in low precision without adapters: its linear layers cannot be trained."""
+    """ValueError for a module in low precision without adapters.
+
+    Its linear layers cannot be trained.
+    """
     if _any_low(module) and not hasattr(module, "peft_config"):
         raise ValueError(
             "quantize: expected adapters on a quantised model, which is frozen, got none; set lora_rank"
         )
 
 
-# ---------------------------------------------------------------------------------------------- whole again
+# ---------------------------------------------------------------------------------------------- dequantized
 
 
 def whole(x: Tensor) -> Tensor:
-    """A weight in full precision: the number that the forward uses; as it is where it is no lower."""
+    """A weight in full precision, as the forward uses it.
+
+    One that is in full precision comes back itself.
+    """
     if not is_low(x):
         return x
     packing = getattr(x, "quant_state", None)
@@ -130,21 +145,25 @@ def whole(x: Tensor) -> Tensor:
     return dequantize_4bit(x.data, packing)
 
 
-def nbytes(x: Tensor) -> int:
+def nbytes(x: Any) -> int:
     """The memory of a weight [bytes], its scales included."""
     packing = getattr(x, "quant_state", None)
     if packing is not None:
-        nested = packing.state2.absmax if packing.nested else packing.absmax[:0]
-        return x.numel() + packing.absmax.nbytes + nested.nbytes
+        size = x.numel() + packing.absmax.nbytes
+        if packing.nested:  # its scales are quantised too
+            size += packing.state2.absmax.nbytes
+        return size
     if is_low(x):
-        return sum(getattr(x, name).nbytes for name in x.__tensor_flatten__()[0])  # type: ignore[operator]
+        return sum(getattr(x, name).nbytes for name in x.__tensor_flatten__()[0])
     return x.numel() * x.element_size()
 
 
 def count(x: Tensor) -> int:
-    """How many numbers a weight has in full precision."""
+    """The number of elements of a weight in full precision."""
     packing = getattr(x, "quant_state", None)
-    return x.numel() if packing is None else packing.shape.numel()
+    if packing is None:
+        return x.numel()
+    return packing.shape.numel()
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:
@@ -152,20 +171,27 @@ def state(module: nn.Module) -> dict[str, Tensor]:
     if not _any_low(module):
         return module.state_dict()
     own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    own |= {name for name, _ in module.named_buffers()}  # the rest is what packed weights need
-    return {n: whole(x).detach() for n, x in module.state_dict(keep_vars=True).items() if n in own}
+    own |= {name for name, _ in module.named_buffers()}
+    out: dict[str, Tensor] = {}
+    for name, x in module.state_dict(keep_vars=True).items():
+        if name in own:  # the rest are scales of packed weights
+            out[name] = whole(x).detach()
+    return out
 
 
 @torch.no_grad()
-def dequantize(module: nn.Module) -> nn.Module:
+def dequantize(module: Any) -> nn.Module:
     """A model of transformers with its weights in full precision, in place."""
-    layers = [(n, m) for n, m in module.named_modules() if is_low(m._parameters.get("weight"))]
+    layers: list[tuple[str, Any]] = []
+    for name, m in module.named_modules():
+        if is_low(m._parameters.get("weight")):
+            layers.append((name, m))
     for name, layer in layers:
-        linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")  # type: ignore[arg-type]
-        linear.weight = nn.Parameter(whole(layer.weight))  # type: ignore[arg-type]
-        linear.bias = layer.bias  # type: ignore[assignment]
+        linear = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        linear.weight = nn.Parameter(whole(layer.weight))
+        linear.bias = layer.bias
         module.set_submodule(name, linear)
     if layers:
-        module.hf_quantizer = None  # type: ignore[assignment]
-        del module.config.quantization_config  # type: ignore[union-attr]
+        module.hf_quantizer = None
+        del module.config.quantization_config
     return module

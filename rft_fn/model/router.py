@@ -1,4 +1,4 @@
-"""How evenly a mixture of experts uses its experts: one number a token, from what its routers choose.
+"""How evenly a mixture of experts uses its experts, one number per token.
 
 apply, state = strategy.init(module, tx, aux=True)
 loss = nll(out.logp) + 0.01 * out.aux
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rft_fn.model import attention
+from rft_fn.model.bounds import SequenceAxis, SequenceBounds
+from rft_fn.precision import widen
 from rft_fn.types import Packed
 
 __all__ = ["Balance", "Heard", "balance"]
@@ -22,7 +23,7 @@ MOST_ERROR = 0.02  # of weights that a way of scoring explains: twice the roundi
 
 
 class Heard(NamedTuple):
-    """What one router said of the tokens of a pack."""
+    """The output of one router for the tokens of a pack."""
 
     logits: Tensor  # [T, E]
     weights: Tensor  # [T, k] of the chosen experts
@@ -30,10 +31,10 @@ class Heard(NamedTuple):
 
 
 class Balance:
-    """The routers of a model, and how each of them makes probabilities of its logits.
+    """The routers of a model, and how each makes probabilities of its logits.
 
-    Routers are found by what transformers records of a model: modules whose output is (logits, weights,
-    chosen). ValueError for a model without any, or with others.
+    Routers are found by the outputs that transformers records of a model: modules whose output is (logits,
+    weights, chosen). ValueError for a model without any, or with others.
     """
 
     def __init__(self, lm: nn.Module):
@@ -43,8 +44,11 @@ class Balance:
 
     @contextmanager
     def listen(self) -> Iterator[dict[str, Heard]]:
-        """What each router says in the last forward inside. Not hooks for good: a copy of the model has none
-        of them, and the second forward of checkpointing is not heard."""
+        """The output of each router in the last forward inside of the context.
+
+        Hooks stay no longer: a copy of the model has none of them, and the second forward of checkpointing is
+        not heard.
+        """
         heard: dict[str, Heard] = {}
         handles = [m.register_forward_hook(partial(_note, heard, name)) for name, m in self.routers.items()]
         try:
@@ -55,7 +59,10 @@ class Balance:
 
     @torch.no_grad()
     def settle(self, heard: dict[str, Heard]) -> None:
-        """Find for each router which probabilities its weights are made of. ValueError if none of ours."""
+        """Find which probabilities the weights of each router are made of.
+
+        ValueError for routers of another kind.
+        """
         for name, x in heard.items():
             errors = {way: _error(way, x) for way in _WAYS}
             way = min(errors, key=lambda w: errors[w])
@@ -69,40 +76,47 @@ class Balance:
             self.ways[name] = way
 
     def __call__(
-        self, heard: dict[str, Heard], pack: Packed, packs: attention.SequenceBounds | None
+        self, heard: dict[str, Heard], pack: Packed, bounds: SequenceBounds | None
     ) -> tuple[Tensor, Tensor]:
-        """(aux [T], share [T]) of a pack: the mean of `balance` over the routers, and the largest share that
-        one expert of any router has of the choices of its sequence."""
-        real = _real(pack, packs)
-        sequence = None if packs is None else packs.sequence
-        auxes, shares = [], []
+        """(aux [T], share [T]) of a pack.
+
+        aux is the mean of `balance` over the routers, share the largest share that one expert of any router
+        has of the choices in its sequence.
+        """
+        real = _real(pack, bounds)
+        axis = None
+        if bounds is not None:
+            axis = bounds.sequence
+        auxes = []
+        shares = []
         for name, x in heard.items():
-            aux, share = balance(
-                _WAYS[self.ways[name]](_wide(x.logits)),
-                x.chosen,
-                pack.seq,
-                real,
-                pack.num_seqs,
-                sequence=sequence,
-            )
+            p = _WAYS[self.ways[name]](widen(x.logits))
+            aux, share = balance(p, x.chosen, pack.seq, real, pack.num_seqs, sequence=axis)
             auxes.append(aux)
             shares.append(share)
         return torch.stack(auxes).mean(0), torch.stack(shares).amax(0)
 
 
 def balance(
-    p: Tensor, chosen: Tensor, seq: Tensor, real: Tensor, num_seqs: int, *, sequence: Any = None
+    p: Tensor,
+    chosen: Tensor,
+    seq: Tensor,
+    real: Tensor,
+    num_seqs: int,
+    *,
+    sequence: SequenceAxis | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(aux [T], share [T]) of one router with probabilities p [T, E] that chose k experts a token [T, k].
+    """(aux [T], share [T]) of one router.
 
-    aux[t] = sum over e of f[e] p[t, e], with f[e] = E / (k n) times the choices of e by the n `real` tokens
-    of t's sequence, prompt and response: the balance loss of a sequence (DeepSeek-V3, arXiv 2412.19437), a
-    token at a time. It is 1 where experts are used evenly and at most E / k; f has no gradient. share[t] is
-    the largest f[e] k / E, over e. As no sequence reads another, a cut of the batch between sequences
-    changes nothing; `sequence` adds up the choices of processes that share the tokens of a pack.
+    p [T, E] are its probabilities, chosen [T, k] its choices. aux[t] = sum over e of f[e] p[t, e], with f[e]
+    = E / (k n) times the choices of e by the n `real` tokens of t's sequence, prompt and response: the
+    balance loss of a sequence (DeepSeek-V3, arXiv 2412.19437), one token at a time. It is 1 where experts are
+    used evenly and at most E / k; f has no gradient. share[t] is the largest f[e] k / E, over e. As no
+    sequence reads another, a cut of the batch between sequences changes nothing; `sequence` adds up the
+    choices of processes that share the tokens of a pack.
 
-    Not what transformers calls `aux_loss`: that is k times one product of means over all tokens and layers
-    of a forward, so it depends on which sequences are in it.
+    This is not the `aux_loss` of transformers, which is k times one product of means over all tokens and
+    layers of a forward, so it depends on which sequences are in it.
     """
     n_experts = p.shape[-1]
     picks = torch.zeros_like(p.detach()).scatter_(-1, chosen, 1.0) * real[:, None]
@@ -116,22 +130,32 @@ def balance(
 
 
 def _routers(lm: nn.Module) -> dict[str, nn.Module]:
-    """The routers of a model by name, by the classes that transformers records `router_logits` of."""
-    specs = []
+    """The routers of a model by name.
+
+    Their classes are those that transformers records `router_logits` of.
+    """
+    # The classes whose outputs transformers records as `router_logits`.
+    specs: list[Any] = []
     for m in lm.modules():
         recorded = (getattr(type(m), "_can_record_outputs", None) or {}).get("router_logits", [])
-        specs += recorded if isinstance(recorded, list) else [recorded]
+        if isinstance(recorded, list):
+            specs += recorded
+        else:
+            specs.append(recorded)
+
     # index 0: the router itself, whose output begins with logits; others are blocks around one
     classes = tuple({spec.target_class for spec in specs if getattr(spec, "index", None) == 0})
     found = {name: m for name, m in lm.named_modules() if isinstance(m, classes)}
     if not found:
-        why = "whose routers say no logits and choices" if specs else "which has no routers of experts"
+        why = "which has no routers of experts"
+        if specs:
+            why = "whose routers give no logits and choices"
         raise ValueError(f"aux: expected False for {type(lm).__name__}, {why}; leave router_aux at 0")
     return found
 
 
 def _note(heard: dict[str, Heard], name: str, router: nn.Module, _: Any, out: Any) -> None:
-    """Keep what a router says; ValueError for an output of another form."""
+    """Keep the output of a router; ValueError for one of another form."""
     is_known = isinstance(out, tuple) and len(out) == 3 and not out[2].is_floating_point()
     if not is_known or out[1].shape != out[2].shape:
         raise ValueError(
@@ -142,17 +166,16 @@ def _note(heard: dict[str, Heard], name: str, router: nn.Module, _: Any, out: An
     heard[name] = Heard(logits, weights, chosen)
 
 
-def _real(pack: Packed, packs: attention.SequenceBounds | None) -> Tensor:
-    """Which tokens [T] are a sequence's own: padding is at position 0 and begins no sequence."""
+def _real(pack: Packed, bounds: SequenceBounds | None) -> Tensor:
+    """Whether each token [T] is no padding.
+
+    Padding is at position 0 and begins no sequence.
+    """
     begins = pack.seq.diff(prepend=pack.seq[:1] - 1) != 0
-    if packs is not None and packs.sequence is not None:  # a part may begin within a sequence
-        start = packs.sequence.rank * pack.seq.shape[0]
-        begins[0] = start in accumulate(packs.sizes, initial=0)
+    if bounds is not None and bounds.sequence is not None:  # a part may begin within a sequence
+        start = bounds.sequence.rank * pack.seq.shape[0]
+        begins[0] = start in accumulate(bounds.sizes, initial=0)
     return begins | (pack.pos > 0)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -160,13 +183,13 @@ def _softmax(logits: Tensor) -> Tensor:
 
 
 def _sigmoid(logits: Tensor) -> Tensor:
-    """Scores of their own for each expert, as a distribution."""
+    """A score for each expert by itself, as a distribution over the experts."""
     score = logits.sigmoid()
     return score / score.sum(-1, keepdim=True)
 
 
 def _given(probabilities: Tensor) -> Tensor:
-    """Of routers that say probabilities in the place of logits."""
+    """The output of routers that give probabilities in the place of logits."""
     return probabilities
 
 
@@ -174,14 +197,16 @@ _WAYS = {"softmax": _softmax, "sigmoid": _sigmoid, "given": _given}
 
 
 def _is_distribution(x: Tensor) -> bool:
-    total = _wide(x).sum(-1)
+    total = widen(x).sum(-1)
     return bool((x >= 0).all()) and bool(((total - 1).abs() < MOST_ERROR).all())
 
 
 def _error(way: str, x: Heard) -> float:
-    """How far the weights of a router are from the probabilities of what it chose, both as shares. What is
-    not finite tells nothing."""
-    p = _WAYS[way](_wide(x.logits)).gather(-1, x.chosen)
-    got = _wide(x.weights)
-    gap = got / got.sum(-1, keepdim=True) - p / p.sum(-1, keepdim=True)
-    return float(gap.abs().nan_to_num(0.0).max())
+    """The largest difference between a router's weights and its probabilities, both as shares.
+
+    Only chosen experts count, and numbers that are not finite do not.
+    """
+    p = _WAYS[way](widen(x.logits)).gather(-1, x.chosen)
+    weights = widen(x.weights)
+    difference = weights / weights.sum(-1, keepdim=True) - p / p.sum(-1, keepdim=True)
+    return float(difference.abs().nan_to_num(0.0).max())

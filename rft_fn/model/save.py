@@ -11,16 +11,19 @@ from torch import Tensor, nn
 from rft_fn.model import quantize
 from rft_fn.model.finite import require_finite
 from rft_fn.model.lora import Export, merged
+from rft_fn.model.parts import inside_adapters
+from rft_fn.model.sharded import full
 
 __all__ = ["quiet", "save"]
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers without its progress bars and reports."""
+    """Silence transformers' progress bars and reports."""
     from transformers.utils import logging
 
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    shown = logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
@@ -33,12 +36,11 @@ def quiet() -> Iterator[None]:
 
 def _whole(x: Tensor) -> Tensor:
     """A tensor on the host; a sharded one put together, which takes all ranks."""
-    x = x.detach()
-    return (x.full_tensor() if hasattr(x, "full_tensor") else x).cpu()  # type: ignore[operator]
+    return full(x.detach()).cpu()
 
 
 def _with_ties(module: nn.Module, new: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`new` with the tied names of each parameter beside the one that is given."""
+    """`new`, with each tensor by all the names of its tied parameter."""
     ties: dict[int, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         ties.setdefault(id(p), []).append(name)
@@ -51,8 +53,11 @@ def _with_ties(module: nn.Module, new: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def _written_here(module: nn.Module) -> Iterator[None]:
-    """transformers writes on rank 0 of a process group alone, and leaves an empty folder on the others. Who
-    writes is the caller's to decide: a module on one process is no part of the group."""
+    """Have transformers write on this rank, whatever its place in a process group.
+
+    By itself it writes on rank 0 alone, and leaves an empty folder on the others. But the caller decides who
+    writes: a module on one process is no part of the group.
+    """
     had = hasattr(module, "should_save_on_this_rank")
     if had:
         module.__dict__["should_save_on_this_rank"] = bool
@@ -64,14 +69,17 @@ def _written_here(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _in_full(module: nn.Module) -> Iterator[None]:
-    """A quantised model of transformers as one that is not: what is written of it is dequantised."""
+def _in_full(module: Any) -> Iterator[None]:
+    """Have transformers write a quantised model as one that is not.
+
+    The weights to write are dequantised.
+    """
     quantizer = module.__dict__.get("hf_quantizer")
     if quantizer is None:
         yield
         return
     config = module.config.__dict__.pop("quantization_config")
-    module.hf_quantizer = None  # type: ignore[assignment]
+    module.hf_quantizer = None
     try:
         yield
     finally:
@@ -88,32 +96,47 @@ def save(
     merge: bool = False,
     write: bool = True,
 ) -> Path:
-    """`module` with `weights` substituted for its parameters, and its tokenizer (or None), as a folder.
+    """Write `module`, with `weights` substituted for its parameters, and its tokenizer as a folder.
 
     transformers loads it, or `load_critic` where it is a critic. Of a module with adapters it holds these
     alone, for peft or `load` to put on the base model; with `merge` it is the plain model, adapters
-    multiplied into it. `weights` are what `Strategy.export` gives, or pairs by the module's own names (with
-    `merge` also by the plain model's). A sharded module is put together by all ranks; the one with `write`
-    writes. ValueError for names that the module does not have, and for weights with NaN or inf.
+    multiplied into it. `tokenizer` may be None. `weights` are those of `Strategy.export`, or pairs by the
+    module's own names (with `merge` also by the plain model's).
+
+    A sharded module is put together by all ranks; the one with `write` writes. ValueError for names that the
+    module does not have, and for weights with NaN or inf.
     """
-    given = weights.own() if isinstance(weights, Export) else weights
+    # The module's whole state, with the given weights in it.
+    given = weights
+    if isinstance(weights, Export):
+        given = weights.own()
     new = _with_ties(module, {name: _whole(x) for name, x in given})
     state = quantize.state(module)
-    full = {name: new.pop(name) if name in new else _whole(x) for name, x in state.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, x in state.items():
+        if name in new:
+            tensors[name] = new.pop(name)
+        else:
+            tensors[name] = _whole(x)
+
+    # The plain model, if adapters are merged; weights may also be given by its names.
     if merge and hasattr(module, "get_base_model"):
-        full, module = merged(module, full), module.get_base_model()
-        full |= {name: new.pop(name) for name in list(new) if name in full}
+        tensors = merged(module, tensors)
+        module = inside_adapters(module)
+        tensors |= {name: new.pop(name) for name in list(new) if name in tensors}
+
+    # Nothing is written of weights that cannot be used.
     unknown = sorted(name for name in new if name not in state)
     if unknown:
         raise ValueError(
             f"weights: expected names of {type(module).__name__}, got {unknown[:3]}; adapters are saved "
             "from st.export(state) itself, merged weights with merge=True"
         )
-    for name, x in full.items():
+    for name, x in tensors.items():
         require_finite(f"model: {folder} is not written", name, x)
     if write:
         with quiet(), _written_here(module), _in_full(module), _or_nothing(Path(folder)):
-            module.save_pretrained(folder, state_dict=full)
+            module.save_pretrained(folder, state_dict=tensors)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
     return Path(folder)
@@ -121,7 +144,7 @@ def save(
 
 @contextmanager
 def _or_nothing(folder: Path) -> Iterator[None]:
-    """A new folder that could not be written whole goes away again; ValueError names it."""
+    """Remove a new folder that could not be written whole; ValueError names it."""
     from safetensors import SafetensorError
 
     new = not folder.exists()

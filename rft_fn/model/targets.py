@@ -2,47 +2,55 @@
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 from torch import nn
 
-from rft_fn.model import attention
+from rft_fn.model.attention import warn_once
+from rft_fn.model.parts import find, path_of
 
-__all__ = ["linear", "not_taken_for_experts", "say_left_out", "target_paths"]
+__all__ = ["linear", "not_taken_for_experts", "target_paths", "warn_of_left_out"]
 
-_TOWERS = {
-    "audio_encoder", "audio_model", "audio_tower", "connector", "image_tower", "merger",
-    "multi_modal_projector", "speech_encoder", "vision_encoder", "vision_model", "vision_tower", "visual",
-}  # fmt: skip
 _HEADS = {"classifier", "embed_out", "lm_head", "score", "v_head", "value_head"}
 
 
 def linear(module: nn.Module) -> list[str]:
-    """Paths of all linear layers but the head over the vocabulary. GPT-2's Conv1D is one; a family's own kind
-    of linear layer, which a router may be, gives more than a product and is none."""
+    """The paths of all linear layers but the head over the vocabulary.
+
+    GPT-2's Conv1D is one. A linear layer of a class from a family's own file, which a router may be, computes
+    more than a product and is none.
+    """
     from transformers.pytorch_utils import Conv1D
 
-    head = getattr(module, "get_output_embeddings", lambda: None)()
-    return [
-        name
-        for name, m in module.named_modules()
-        if isinstance(m, (nn.Linear, Conv1D)) and m is not head
-        if not type(m).__module__.startswith("transformers.models.")
-    ]
+    head = find(module).head
+    found = []
+    for name, m in module.named_modules():
+        is_plain = not type(m).__module__.startswith("transformers.models.")
+        if isinstance(m, (nn.Linear, Conv1D)) and is_plain and m is not head:
+            found.append(name)
+    return found
 
 
 def _of_text(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """Those of the paths that lead into the text model: no head, and no part that sees or hears."""
-    decoder = getattr(module, "get_decoder", lambda: module)()
-    root = next((n for n, m in module.named_modules() if m is decoder and n), "")
-    inside = [p for p in paths if not root or p.startswith(f"{root}.")]
-    return [p for p in inside if not set(p.split(".")) & (_TOWERS | _HEADS)]
+    """The paths inside the text model: no head, no tower."""
+    parts = find(module)
+    text = path_of(parts.text, module)
+    towers = [path_of(m, module) for m in parts.towers]
+    found = []
+    for path in paths:
+        in_text = not text or path.startswith(f"{text}.")
+        in_tower = any(path.startswith(f"{tower}.") for tower in towers)
+        if in_text and not in_tower and not set(path.split(".")) & _HEADS:
+            found.append(path)
+    return found
 
 
 def _read_by_owner(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """Those of the paths whose weight their owner reads, instead of calling the layer: adapters would be
-    passed by. Mixers of states hand their output projection to a fused kernel."""
+    """The paths of layers whose weight their owner reads, instead of calling the layer.
+
+    Adapters would be passed by. Mixers of states hand their output projection to a fused kernel.
+    """
     found = []
     for path in paths:
         owner, _, name = path.rpartition(".")
@@ -54,105 +62,142 @@ def _read_by_owner(module: nn.Module, paths: Sequence[str]) -> list[str]:
 
 @cache
 def _weights_read(kind: type) -> frozenset[str]:
-    """Names of the layers whose weight, and not just its type, a class of modules reads by itself."""
+    """The names of layers whose weight a class of modules reads itself.
+
+    Looking at its type is not reading.
+    """
     return frozenset(re.findall(r"self\.(\w+)\.weight\b(?!\.)", inspect.getsource(kind)))
 
 
 def _experts(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of routed experts, all of a layer in one parameter [E, out, in], by name."""
-    convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    return {
-        f"{path}.{name}": p
-        for path, m in module.named_modules()
-        for name, p in m.named_parameters(recurse=False)
-        if p.dim() == 3 and "expert" in path.lower() and not isinstance(m, convolution)
-    }
+    """The weights of routed experts by name, each [E, out, in]."""
+    found: dict[str, nn.Parameter] = {}
+    for path, m in module.named_modules():
+        if "expert" not in path.lower() or isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            continue
+        for name, p in m.named_parameters(recurse=False):
+            if p.dim() == 3:
+                found[f"{path}.{name}"] = p
+    return found
+
+
+def _last_names(paths: Iterable[str]) -> str:
+    """The last parts of some paths, each once, as a list for a message."""
+    return ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
 
 
 def not_taken_for_experts(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """The paths less those that peft takes for the routed experts, which had such names in older files:
-    shared experts, and the dense layers of such a model. One line says so."""
+    """The paths without those that peft takes for routed experts.
+
+    Warns once where there are some. Routed experts had names in older files that shared experts and dense
+    layers of such a model have today.
+    """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     config = LoraConfig(target_modules=list(paths))
-    convert_peft_config_for_transformers(config, module, None)
+    convert_peft_config_for_transformers(config, module, None)  # type: ignore[arg-type]
     kept = [path for path in paths if path in (config.target_modules or ())]
-    names = sorted({path.rpartition(".")[2] for path in set(paths) - set(kept)})
+    names = _last_names(set(paths) - set(kept))
     if names:
-        attention.warn_once(
-            f"lora: no adapters on {', '.join(names)} ({len(paths) - len(kept)} layers), which peft takes "
-            "for the routed experts"
+        warn_once(
+            f"lora: no adapters on {names} ({len(paths) - len(kept)} layers), which peft takes for the "
+            "routed experts"
         )
     return kept
 
 
 def _shared(module: nn.Module, paths: Sequence[str]) -> list[str]:
-    """Those of the paths whose weight is another layer's too: two adapters would be merged into it."""
+    """The paths of layers that share their weight.
+
+    Two adapters would be merged into it.
+    """
     owners: dict[int, list[str]] = {}
     for path in paths:
-        owners.setdefault(id(getattr(module.get_submodule(path), "weight", path)), []).append(path)
+        weight = getattr(module.get_submodule(path), "weight", path)
+        owners.setdefault(id(weight), []).append(path)
     return [path for same in owners.values() if len(same) > 1 for path in same]
 
 
-def say_left_out(module: nn.Module) -> None:
-    """One line for each kind of weight that no adapter can have."""
+def warn_of_left_out(module: nn.Module) -> None:
+    """Warn once of each kind of weight that no adapter can have."""
+    # Two adapters would be merged into one weight.
     shared = _shared(module, linear(module))
     if shared:
-        names = sorted({name.rpartition(".")[2] for name in shared})
-        attention.warn_once(
-            f"lora: no adapters on {', '.join(names)} ({len(shared)} layers), which share their weights with "
-            "other layers"
+        warn_once(
+            f"lora: no adapters on {_last_names(shared)} ({len(shared)} layers), which share their weights "
+            "with other layers"
         )
-    experts, read = _experts(module), _read_by_owner(module, _of_text(module, linear(module)))
+
+    # They are parameters of three dimensions, no linear layers.
+    experts = _experts(module)
     if experts:
-        share = sum(p.numel() for p in experts.values()) / sum(p.numel() for p in module.parameters())
-        names = sorted({name.rpartition(".")[2] for name in experts})
-        attention.warn_once(
-            f"lora: no adapters on routed experts ({', '.join(names)}: {len(experts)} tensors, {share:.0%} "
-            "of all weights), which stay as they are"
+        size = sum(p.numel() for p in experts.values())
+        share = size / sum(p.numel() for p in module.parameters())
+        warn_once(
+            f"lora: no adapters on routed experts ({_last_names(experts)}: {len(experts)} tensors, "
+            f"{share:.0%} of all weights), which stay as they are"
         )
+
+    # An adapter on these would be passed by.
+    read = _read_by_owner(module, _of_text(module, linear(module)))
     if read:
-        names = sorted({name.rpartition(".")[2] for name in read})
-        attention.warn_once(
-            f"lora: no adapters on {', '.join(names)} ({len(read)} layers), whose weights "
+        warn_once(
+            f"lora: no adapters on {_last_names(read)} ({len(read)} layers), whose weights "
             f"{type(module).__name__} reads without calling them"
         )
 
 
 def _matches(path: str, name: str) -> bool:
-    """Whether `name` is a whole path, the end of one, or one of the parts that it leads through."""
+    """Whether `name` is a path, its end, or a part that it leads through."""
     return f".{name}." in f".{path}."
+
+
+def _matching(paths: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The paths that match one of the names or more."""
+    names = list(names)
+    return [path for path in paths if any(_matches(path, name) for name in names)]
 
 
 def target_paths(
     module: nn.Module, target_modules: str | Sequence[str], exclude: Sequence[str] = ()
 ) -> list[str]:
     """The full paths of the layers that get adapters; see `apply_lora_configuration`."""
+    # The layers that can have adapters, and those of them in the text model.
     every = linear(module)
     closed = {*_read_by_owner(module, every), *_shared(module, every)}
-    every = [p for p in every if p not in closed]
+    every = [path for path in every if path not in closed]
     text = _of_text(module, every)
+
+    # Those that are asked for, less those that are excluded.
     if target_modules == "auto":
         chosen = text
     elif target_modules == "all-linear":
         chosen = every
     else:
-        names = target_modules
-        if isinstance(names, str):
-            names = [name.strip() for name in names.split(",")]
-        known = sorted({p.rsplit(".", 1)[-1] for p in text})
-        unknown = [name for name in names if not any(_matches(p, name) for p in every)]
-        if unknown or not names:
-            raise ValueError(f"target_modules: expected auto, all-linear or some of {known}, got {unknown}")
-        # a name that the text model has is meant there; a tower is adapted only by a path that leads there
-        inside = [p for p in text if any(_matches(p, name) for name in names)]
-        outside = [name for name in names if not any(_matches(p, name) for p in text)]
-        chosen = inside + [p for p in every if any(_matches(p, name) for name in outside)]
-    unknown = [name for name in exclude if not any(_matches(p, name) for p in every)]
+        chosen = _named(every, text, target_modules)
+
+    unknown = [name for name in exclude if not _matching(every, [name])]
     if unknown:
         raise ValueError(f"exclude: expected parts of the paths of linear layers, got {unknown}")
-    chosen = [p for p in chosen if not any(_matches(p, name) for name in exclude)]
+    without = set(_matching(chosen, exclude))
+    chosen = [path for path in chosen if path not in without]
     if not chosen:
         raise ValueError(f"target_modules: expected one linear layer or more, got none of {len(every)}")
     return chosen
+
+
+def _named(every: Sequence[str], text: Sequence[str], names: str | Sequence[str]) -> list[str]:
+    """The paths of `every` that match the names.
+
+    ValueError for a name that matches none. A name that the text model has is meant there: a tower is adapted
+    only by a path that leads there.
+    """
+    if isinstance(names, str):
+        names = [name.strip() for name in names.split(",")]
+    unknown = [name for name in names if not _matching(every, [name])]
+    if unknown or not names:
+        known = sorted({path.rpartition(".")[2] for path in text})
+        raise ValueError(f"target_modules: expected auto, all-linear or some of {known}, got {unknown}")
+    elsewhere = [name for name in names if not _matching(text, [name])]
+    return _matching(text, names) + _matching(every, elsewhere)

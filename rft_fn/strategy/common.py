@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rft_fn import dist, packing
-from rft_fn.model import probe
+from rft_fn.model import reader
 from rft_fn.model.text import ALONE
 from rft_fn.strategy import memory
 from rft_fn.strategy.config import StrategyConfig
@@ -25,8 +25,8 @@ class Cut:
         self.alone = False
 
     def settle(self, root: nn.Module, call: Callable | None = None) -> None:
-        """`probe.settle`, by all processes alike; `call` is the module as it is run."""
-        probe.settle(root, call=call, agree=self.agree)
+        """`reader.settle`, by all processes alike; `call` is the module as it is run."""
+        reader.settle(root, call=call, agree=self.agree)
         self.alone |= getattr(root, "way", None) == ALONE
 
     def shard(self, exp: Experience, budget: int, *, world: int = 1, unit: int = 1) -> list[list[Packed]]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from rft_fn import tree
+from rft_fn import precision, tree
 from rft_fn.model import quantize
 from rft_fn.strategy import step, trace
 from rft_fn.strategy.config import StrategyConfig
@@ -83,7 +83,7 @@ def _empty(named: dict[str, nn.Parameter], n: int, dtype: torch.dtype | None) ->
 
 def _sum(p: torch.Tensor) -> torch.Tensor:
     """The sum of a parameter's gradients, without memory."""
-    return p.to(step.wide(p.dtype))
+    return p.to(precision.wide(p.dtype))
 
 
 def _kept(config: StrategyConfig) -> torch.dtype | None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rft_fn import ckpt, dist, faults, metric, tree
 from rft_fn import model as model_lib
 from rft_fn.model import quantize
+from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.lora import Export
 from rft_fn.strategy import step
 from rft_fn.strategy.common import Cut, everywhere, together
@@ -135,11 +136,11 @@ class FSDPApply:
 
     def together(self, params: tree.Named, pack: Packed) -> TokenOut:
         """A pack that is the same on every process of the sequence axis."""
-        if any(params[name] is not p for name, p in self.own.items()):
-            raise ValueError(
-                "params: expected this module's own, got others: sharded, it takes no others; apply, params "
-                "= st.bind(another module), then model.assign(params, source) puts them there"
-            )
+        why = (
+            "sharded, it takes no others; apply, params = st.bind(another module), then "
+            "model.assign(params, source) puts them there"
+        )
+        require_own(self.own, params, why)
         out = self.root(pack)
         if not torch.is_grad_enabled():
             self.root.reshard()  # only a backward does it else, and the next forward would have old weights
@@ -177,7 +178,7 @@ def bind(
     model_lib.materialize(module)
     cut.settle(root)
     _reshard(root)
-    own = tree.Named((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    own = own_parameters(module)
     return FSDPApply(root, own, sequence), tree.map(lambda p: p, own)
 
 

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from rft_fn import ckpt, dist, faults, metric, optim, tree
 from rft_fn.loss.evaluate import evaluate
+from rft_fn.precision import wide
 from rft_fn.types import Apply, LossFn, Packed, TokenOut, TrainState, Transform
 
 __all__ = [
     "cast", "grad", "guarded", "loss_and_metrics", "masters", "move_opt", "optimizer", "start", "update",
-    "wide",
 ]  # fmt: skip
 
 
@@ -127,11 +127,6 @@ def _check_trains(params: Mapping[str, Tensor]) -> None:
                 f"params: expected {name} to be a parameter that requires a gradient, got a copy or a frozen "
                 f"one, which never learns; {remedy}"
             )
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums of gradients have for parameters of this one."""
-    return torch.float32 if dtype in NARROW else dtype
 
 
 @torch.no_grad()

@@ -166,22 +166,23 @@ def _rooted(module: nn.Module, *, kind: str, tokens: int, fused: bool, chunk_siz
     """The module as it is trained, with the stand-in for attention where the real one keeps no [T, T]."""
     from transformers import AttentionInterface
 
+    from rft_fn.model import attention, reader
+    from rft_fn.model.parts import find
     from rft_fn.logprob import default_workspace_mb
-    from rft_fn.model import attention, probe
 
     if kind == "cpu" and not chunk_size:  # what suits the device, which the meta device is not
         chunk_size = max(int(default_workspace_mb("cpu") * 2**20 / 4 / tokens), 1)
     options: dict[str, Any] = {"fused": fused, "chunk_size": chunk_size, "sampling": Sampling()}
     root = model_lib.wrap_for_training(module, entropy=True, **options)
-    lm = getattr(root, "lm", None) or getattr(root, "decoder", None)
-    if lm is not None and attention.unfit_model(lm) is None:
+    lm = find(root).model
+    if attention.unfit_model(lm) is None:
         AttentionInterface.register(NAME, _stand_in(kind == "cpu"))
         name = NAME
         if attention.keeps_scores(lm):
             name = "eager"  # a [T, T] mask is counted as it is
         attention.use(lm, name)
     with _Answers():
-        probe.assume(root)
+        reader.assume(root)
     return root
 
 
@@ -250,10 +251,11 @@ def step(
 
 
 def _decoder(root: nn.Module) -> nn.Module | None:
-    from rft_fn.model.bind import decoder
+    from rft_fn.model.reader import Reader
 
-    lm = getattr(root, "lm", None)
-    return decoder(lm) if lm is not None else getattr(root, "decoder", None)
+    if isinstance(root, Reader):
+        return root.parts.decoder
+    return None
 
 
 def update(tx: Transform, opt: Any, params: tree.Named, grads: tree.Named) -> int:

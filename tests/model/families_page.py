@@ -4,8 +4,8 @@ import re
 
 HEAD = """# Models
 
-Every text family of this list as a small random model (two layers, width 32, 60 words), measured against the
-plain model of transformers, called for one sequence at a time. `make families` measures what is new.
+Each text family below as a small random model (two layers, width 32, 60 words), compared with the plain model
+of transformers, which is called on one sequence at a time. `make families` measures new families.
 
 | column | what is compared | equal up to |
 |---|---|---|
@@ -19,11 +19,11 @@ plain model of transformers, called for one sequence at a time. `make families` 
 
 Packs and gradient are in float64 where a family computes in it, all else in float32. The engine is hf.
 
-* *alone*: the family mixes the sequences of a pack, so it gets one at a time.
-* *by length*: the engine batches prompts of one length only; *by row*: one row; *no cache*: it reads all
-  tokens anew for each new one.
+* *alone*: the family mixes the sequences of a pack, so it gets one sequence at a time.
+* *by length*: the engine batches only prompts of equal length; *by row*: one row at a time; *no cache*: it
+  reads all tokens again for each new one.
 
-How a family is packed and sampled is found by a probe, when a model is bound or an engine first samples; the
+A probe finds how a family is packed and sampled, when a model is bound or an engine first samples; the
 library keeps no list of families.
 """
 TITLES = {

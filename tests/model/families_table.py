@@ -5,7 +5,7 @@
     python tests/model/families_table.py --columns fsdp2 zero3 --again    these columns of all
     python tests/model/families_table.py --failed                         what was not equal
 
-Each cell is a process of its own with a time limit, forked from one that has imported everything. Results are
+Each cell is a separate process with a time limit, forked from one that has imported everything. Results are
 kept in docs/results/families.json, which the page is made of.
 """
 
@@ -88,7 +88,7 @@ def told(f, *args):
 
 
 def measure(kind, column, answer):
-    """One cell, in a process group of its own."""
+    """One cell, in its own process group."""
     os.setpgrp()
     warnings.simplefilter("ignore")
     if column in BACKENDS:

@@ -1,6 +1,7 @@
-"""What is measured of a family of models, one function a column of the table: a number and a few words.
+"""Measurements of a family of models, one function per column of the table.
 
-Each compares the library with the plain model of transformers, called for one sequence at a time.
+Each gives a number and a few words. It compares the library with the plain model of transformers, called for
+one sequence at a time.
 """
 
 import copy
@@ -125,8 +126,10 @@ KEYS = [rng.fold_in(0, i) for i in range(len(PROMPTS))]
 
 
 def sampler(kind):
-    """Log-probs that the engine sampled with against those of the trainer, and against the engine's own
-    score; greedy samples of a batch have to be those of each prompt alone."""
+    """The engine's log-probs of its samples against the trainer's, and against its own scores.
+
+    Greedy samples of a batch have to be those of each prompt alone.
+    """
     sampling = rft.Sampling(temperature=0.9, max_new=8)
     lm = small(kind, torch.float32)
     eng = engine.hf(copy.deepcopy(lm), tiny.tokenizer())
@@ -222,8 +225,10 @@ def moved(st, lm):
 
 
 def two(rank, column, folder):
-    """What one of two processes measures, against one process: the largest difference of a weight's movement,
-    relative to the largest movement. Both start from files."""
+    """The largest difference between how weights move on two processes and on one.
+
+    It is relative to the largest movement. Both start from files.
+    """
     warnings.simplefilter("ignore")
     got = moved(get_strategy(StrategyConfig(**BACKENDS[column])), _from(folder, meta=True))
     want = moved(get_fake_strategy(), _from(folder))

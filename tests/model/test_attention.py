@@ -16,8 +16,8 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import model, packing, tree
-from rft_fn.model import attention, probe
-from rft_fn.model.attention import Device, SequenceBounds, engines
+from rft_fn.model import attention, reader
+from rft_fn.model.attention import Device, SequenceBounds, kernels
 from rft_fn.model.attention.interface import SDPA, sdpa_attention
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=12)
@@ -31,10 +31,14 @@ def _said():
 
 
 def reference(q, k, v, sizes, scale, sinks=(-math.inf,) * 4):
-    """The definition in float64: for each token a softmax over the tokens of its sequence up to itself, and
-    the sink of its head, which has no value."""
+    """The definition in float64.
+
+    For each token a softmax over the tokens of its sequence up to itself, and the sink of its head, which has
+    no value.
+    """
     q, k, v = (x.detach().double().numpy() for x in (q, k, v))
-    out, group = np.zeros((*q.shape[:2], v.shape[2])), q.shape[1] // k.shape[1]
+    out = np.zeros((*q.shape[:2], v.shape[2]))
+    group = q.shape[1] // k.shape[1]
     start = 0
     for size in sizes:
         for t in range(start, start + size):
@@ -49,7 +53,10 @@ def reference(q, k, v, sizes, scale, sinks=(-math.inf,) * 4):
 
 def qkv(sizes, heads=4, kv_heads=2, dim=8, seed=0, dtype=torch.float64):
     g = torch.Generator().manual_seed(seed)
-    make = lambda h: torch.randn(sum(sizes), h, dim, generator=g, dtype=torch.float64).to(dtype)  # noqa: E731
+
+    def make(h):
+        return torch.randn(sum(sizes), h, dim, generator=g, dtype=torch.float64).to(dtype)
+
     return make(heads), make(kv_heads), make(kv_heads)
 
 
@@ -190,7 +197,7 @@ ALL = frozenset({"varlen", "flash2", "flash3"})
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "head", "engine", "why"),
+    ("device", "dtype", "head", "kernel", "why"),
     [
         (Device("cpu"), torch.float32, 64, "sequence", None),
         (Device("cpu", installed=ALL), torch.bfloat16, 64, "sequence", None),
@@ -208,23 +215,23 @@ ALL = frozenset({"varlen", "flash2", "flash3"})
         (Device("mps"), torch.float16, 64, "sequence", "this is mps"),
     ],
 )
-def test_choose(device, dtype, head, engine, why):
+def test_choose(device, dtype, head, kernel, why):
     got, reason = attention.choose(device, dtype, head)
-    assert got == engine
+    assert got == kernel
     assert reason is None if why is None else re.search(why, reason)
 
 
 def test_the_chosen_kernel_is_the_one_that_runs(monkeypatch):
     q, k, v = qkv([2, 3])
     called = []
-    monkeypatch.setattr(engines, "_engines", lambda: {"varlen": lambda *x, **_: called.append(x) or x[0]})
-    monkeypatch.setattr(engines, "choose", lambda *_: ("varlen", None))
-    assert engines.packed(q, k, v, SequenceBounds([2, 3])) is called[0][0]
+    monkeypatch.setattr(kernels, "_kernels", lambda: {"varlen": lambda *x, **_: called.append(x) or x[0]})
+    monkeypatch.setattr(kernels, "choose", lambda *_: ("varlen", None))
+    assert kernels.packed(q, k, v, SequenceBounds([2, 3])) is called[0][0]
     with pytest.warns(UserWarning, match="heads of 8 for keys, of 4 for values"):
-        engines.packed(q, k, v[..., :4], SequenceBounds([2, 3]))
-    monkeypatch.setattr(engines, "choose", lambda *_: ("sequence", "it is too old"))
+        kernels.packed(q, k, v[..., :4], SequenceBounds([2, 3]))
+    monkeypatch.setattr(kernels, "choose", lambda *_: ("sequence", "it is too old"))
     with pytest.warns(UserWarning, match="one sdpa for each sequence: it is too old"):
-        engines.packed(q, k, v, SequenceBounds([2, 3]))
+        kernels.packed(q, k, v, SequenceBounds([2, 3]))
 
 
 SIZES = {
@@ -243,14 +250,18 @@ def small(kind, dtype=torch.float64, **changes):
         torch.manual_seed(0)
         lm = transformers.AutoModelForCausalLM.from_config(config)
         for p in lm.parameters():
-            p.data.normal_(1.0 if p.dim() == 1 else 0, 0.3)
+            mean = float(p.dim() == 1)  # of norms
+            p.data.normal_(mean, 0.3)
     return lm.to(dtype).eval()
 
 
 def rows(lengths, seed=0):
     """An Experience of rows of `lengths` tokens + 1, so that they take `lengths` places in a pack."""
     g = torch.Generator().manual_seed(seed)
-    draw = lambda n: torch.randint(3, VOCAB, (n,), generator=g).tolist()  # noqa: E731
+
+    def draw(n):
+        return torch.randint(3, VOCAB, (n,), generator=g).tolist()
+
     return packing.supervised([(draw(1), draw(n)) for n in lengths])
 
 
@@ -311,10 +322,14 @@ def test_architectures(kind, dtype, atol, lengths):
     lm = small(kind, dtype, **changes)
     if dtype == torch.float32:
         for p in lm.parameters():
-            p.data.mul_(0.5 if p.dim() == 2 else 1)  # log-probs of about -4, so that 1e-6 is 2 units
+            if p.dim() == 2:
+                p.data.mul_(0.5)  # log-probs of about -4, so that 1e-6 is 2 units
+    references = [definition, padded]
+    if kind == "Phi3":
+        references = [definition]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        agree(lm, rows(lengths), atol, references=(definition,) if kind == "Phi3" else (definition, padded))
+        agree(lm, rows(lengths), atol, references=references)
     assert lm.config._attn_implementation == SDPA
 
 
@@ -347,9 +362,7 @@ def test_no_mask_is_made():
 )
 def test_windows_fall_back_with_a_message_and_are_right(kind, changes):
     lm, exp = small(kind, **changes), rows([9, 5, 1, 12])
-    with pytest.warns(
-        UserWarning, match=f"{kind}Attention: it asks for a mask of its own \\(sliding_window 3"
-    ):
+    with pytest.warns(UserWarning, match=f"{kind}Attention: it asks for its own mask \\(sliding_window 3"):
         agree(lm, exp, 1e-12)
     wide = small(kind, **changes | {"sliding_window": 100})
     assert (definition(wide, exp) - definition(small(kind, **changes), exp)).abs().max() > 1e-2
@@ -369,7 +382,11 @@ def test_a_model_that_loses_the_boundaries_is_run_again_with_a_mask():
     lm = small("Llama")
     layer = lm.model.layers[1].self_attn
     forward = layer.forward
-    layer.forward = lambda *x, rft_packs=None, **kw: forward(*x, **kw)
+
+    def without_bounds(*args, rft_bounds=None, **options):
+        return forward(*args, **options)
+
+    layer.forward = without_bounds
     exp = rows([4, 5, 2])
     want = definition(small("Llama"), exp)
     with pytest.warns(UserWarning, match="not all of its layers got the boundaries"):
@@ -405,7 +422,7 @@ def test_what_a_layer_asks_for_beyond_is_named(options, attribute, why):
         setattr(layer, name, x)
     q, k, v = (x.transpose(0, 1)[None] for x in qkv([4, 2]))
     with pytest.warns(UserWarning, match=why):
-        got = sdpa_attention(layer, q, k, v, None, rft_packs=SequenceBounds([4, 2]), **options)[0]
+        got = sdpa_attention(layer, q, k, v, None, rft_bounds=SequenceBounds([4, 2]), **options)[0]
     if options.get("dropout"):
         return
     causal = "not causal" not in why
@@ -481,7 +498,7 @@ def test_the_critic_too():
     seen = seen_masks(lm)
     critic = model.Critic(lm)
     nn.init.normal_(critic.head.weight)
-    probe.settle(critic)
+    reader.settle(critic)
     seen.clear()
     whole = critic(packing.pack(exp, range(6))).value
     assert seen == [None, None]

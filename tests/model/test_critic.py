@@ -1,4 +1,4 @@
-"""The critic: values are the decoder's hidden states times a head, label-aligned, of one sequence only."""
+"""The critic: its values, what trains, what is saved, and models that cannot be one."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The families that people use most, in everything of docs/models.md; `families_table` measures the rest."""
+"""The most used families, in every column of docs/models.md; `families_table` measures the rest."""
 
 import json
 import os
@@ -118,7 +118,7 @@ def dies(kind):
 
 
 def test_a_cell_that_hangs_or_dies_is_ended(monkeypatch):
-    """Each is a process of its own: the others go on."""
+    """Each cell is a separate process, so the others continue."""
     checks = {
         "packed": sleeps,
         "cuts": dies,

@@ -1,4 +1,4 @@
-"""Model folders that are damaged, incomplete or not what they seem: one line, before anything is trained."""
+"""Damaged or incomplete model folders: an error of one line, before anything is trained."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from rft_fn.model import builtin
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of a model with a head of its own and two files of weights."""
+    """The folder of a model with an untied head and two files of weights."""
     folder = tmp_path_factory.mktemp("model") / "whole"
     model.save(folder, tiny.llama(tie_word_embeddings=False), tiny.tokenizer())
     return folder
@@ -153,7 +153,7 @@ def test_code_of_a_folder_runs_only_if_asked_by_name(whole, tmp_path):
         "class Model(LlamaForCausalLM):\n    config_class = Config\n"
     )
     for meta in (False, True):
-        with pytest.raises(ValueError, match=r"runs Python code of its own; .* trust_remote_code=True"):
+        with pytest.raises(ValueError, match=r"runs Python code from its folder; .* trust_remote_code=True"):
             model.load(folder, meta=meta)
     assert not (tmp_path / "ran").exists()
     model.load(folder, trust_remote_code=True)

@@ -1,4 +1,4 @@
-"""Adapters: which layers get them, what an engine gets, what is saved and trained further, the reference."""
+"""Adapters: target layers, export to an engine, saving and further training, the reference."""
 
 import json
 import re
@@ -7,6 +7,7 @@ import warnings
 import pytest
 import tiny
 import torch
+from families import seeing
 from ranks import run
 from torch import nn
 
@@ -150,16 +151,7 @@ def test_auto_takes_the_layers_of_the_text_model_by_their_whole_paths():
 
 def test_auto_leaves_a_real_vision_tower_alone():
     """Its blocks have gate_proj and up_proj like those of the text model."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text |= {
-        "num_key_value_heads": 1,
-        "vocab_size": 200,
-        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
-    }
-    vision = {"hidden_size": 32, "out_hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 48}
-    lm = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+    lm = seeing()
     assert any("visual" in p and p.endswith("gate_proj") for p in target_paths(lm, "all-linear"))
     names = adapted(model.apply_lora_configuration(lm, 2, 4))
     assert len(names) == 7 and all("language_model" in n for n in names)
@@ -331,7 +323,7 @@ def test_a_merged_folder_is_a_plain_model(saved):
 
 
 def test_an_engine_of_an_adapter_folder_is_given_merged_weights(saved):
-    """The loop that goes on from adapters: it samples from them at once, and takes what they become."""
+    """The loop that starts from adapters: it samples from them at once, and takes what they become."""
     folder, lora, state = saved
     eng = rft.engine.get_engine(None, str(folder / "adapter"))
     sampling = rft.Sampling(max_new=5)

@@ -1,5 +1,7 @@
-"""A model that several processes load is the one that transformers loads: experts that it fuses, older names,
-persistent buffers, types that it keeps wide; and what is saved of it is what transformers would write."""
+"""A model that several processes load is the one that transformers loads, and would write.
+
+That holds for experts that it fuses, older names, persistent buffers, and types that it keeps wide.
+"""
 
 import json
 
@@ -50,7 +52,7 @@ KINDS = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "Apertus": USUAL,
-    "DiffLlama": USUAL,  # makes random numbers of its own, which are in memory at once
+    "DiffLlama": USUAL,  # makes random numbers, which are in memory at once
 }  # fmt: skip
 # names in the files that are not the model's own, and persistent buffers
 OTHERS = {
@@ -104,8 +106,10 @@ def names_in(folder):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_memory_first_a_model_is_what_transformers_loads(folders, tmp_path, kind, dtype):
-    """Every parameter and buffer, and its type, also when it is saved; the files have other names and buffers
-    where they should."""
+    """Every parameter and buffer, and its type, is the same, also when it is saved.
+
+    The files have other names and buffers where they should.
+    """
     want = model.load(folders / kind, dtype=dtype)
     got = model.materialize(model.load(folders / kind, dtype=dtype, meta=True))
     for which in (lambda m: m.state_dict(), lambda m: dict(m.named_buffers())):
@@ -208,8 +212,11 @@ def peak(rank, folder):
 
 
 def test_a_process_holds_its_shards_and_one_group(tmp_path):
-    """Of 96 MiB of experts in files of their own names each process keeps 48, and never has 72. (Two
-    processes, 2909 MiB of a Mixtral in bfloat16: 1591 MiB for shards of 1455 and experts of 112 a tensor.)"""
+    """Of 96 MiB of experts in separate tensors each process keeps 48, and never has 72.
+
+    (Two processes, 2909 MiB of a Mixtral in bfloat16: 1591 MiB for shards of 1455 and experts of 112 per
+    tensor.)
+    """
     import transformers
 
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 16, "num_local_experts": 8}

@@ -24,8 +24,11 @@ def padded_logp(lm, exp, temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("budget", [30, 64, 1000])
 def test_packed_scores_are_the_padded_models(budget, temperature):
-    """A forgotten shift, positions that do not restart, attention across sequences,
-    or a lost temperature fail here."""
+    """Scores of packs are those of padded rows.
+
+    A forgotten shift, positions that do not restart, attention across sequences or a lost temperature fail
+    here.
+    """
     lm, exp = tiny.llama(dtype=torch.float64), tiny.experience()
     apply, params = model.bind(lm, sampling=rft.Sampling(temperature=temperature))
     packs = packing.shard(exp, budget)[0]
@@ -57,7 +60,10 @@ def test_apply_is_a_function_of_params():
 def test_func_grad_is_backward():
     lm, pack = tiny.llama(dtype=torch.float64), packing.pack(tiny.experience(), range(6))
     apply, params = model.bind(lm)
-    loss = lambda p: -apply(p, pack).logp.sum()  # noqa: E731
+
+    def loss(p):
+        return -apply(p, pack).logp.sum()
+
     functional = torch.func.grad(loss)(params)
     loss(params).backward()
     for name, p in params.items():
@@ -130,7 +136,7 @@ def test_checkpointing_saves_activations_and_refuses_other_params():
     calls.clear()
     apply(params, pack).logp.sum().backward()
     assert len(calls) == 2  # the second one is the recomputation
-    with pytest.raises(ValueError, match="takes only its own parameters"):
+    with pytest.raises(ValueError, match="this module's own, got others: with gradient checkpointing"):
         apply(tree.map(lambda p: p.detach().clone(), params), pack)
 
 

@@ -1,5 +1,7 @@
-"""What a bound model is asked: is a row of a pack what it is alone, are logits the model's own; and dropout
-stays off under checkpointing. Families of models are named here, not in the library."""
+"""Questions to a bound model: are rows of a pack the same alone, is the head plain; and dropout.
+
+Dropout stays off under checkpointing. Families of models are named here, not in the library.
+"""
 
 import copy
 import warnings
@@ -7,14 +9,14 @@ import warnings
 import pytest
 import ranks
 import torch
-from families import SINGLE, VOCAB, small
+from families import SINGLE, VOCAB, config, small
 from tiny import definition, mixed
 from torch import nn
 
 import rft_fn as rft
 from rft_fn import model, optim, packing, tree
-from rft_fn.model import probe
-from rft_fn.model.bind import wrap_for_training
+from rft_fn.model import probe, reader
+from rft_fn.model.scorer import wrap_for_training
 from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
@@ -74,7 +76,10 @@ CHANGED = (
 def rows(sizes, seed=0):
     """An Experience of rows of (prompt, response) tokens."""
     g = torch.Generator().manual_seed(seed)
-    draw = lambda n: torch.randint(3, VOCAB, (n,), generator=g).tolist()  # noqa: E731
+
+    def draw(n):
+        return torch.randint(3, VOCAB, (n,), generator=g).tolist()
+
     return packing.supervised([(draw(a), draw(b)) for a, b in sizes])
 
 
@@ -105,10 +110,15 @@ def quiet(f, *args, **options):
 @pytest.mark.parametrize("kind", [*PACK, *MIX])
 def test_log_probs_and_gradients_are_those_of_each_row_alone(kind):
     """Packed where the model can be, else a unit one after the other and rows by themselves."""
-    lm = small(kind, torch.float32 if kind in SINGLE else torch.float64)
-    plain, st = copy.deepcopy(lm), get_fake_strategy()
+    dtype = torch.float64
+    atol = 1e-6  # rotary tables, norms and states are float32 inside
+    if kind in SINGLE:
+        dtype = torch.float32
+        atol = 1e-5
+    lm = small(kind, dtype)
+    plain = copy.deepcopy(lm)
+    st = get_fake_strategy()
     apply, params = quiet(st.bind, lm)
-    atol = 1e-5 if kind in SINGLE else 1e-6  # rotary tables, norms and states are float32 inside
     alone = st.shard(EXP, 1000)
     assert [b.num_seqs for b in alone] == ([1] * 4 if kind in MIX else [4])
     agree(apply, params, alone, plain, atol=atol)
@@ -122,7 +132,7 @@ def test_small_leaks_are_found_too(kind):
     """With the weights that transformers starts from, where Lfm2's is 0.0016 nats."""
     for dtype in (torch.float32,) if kind in SINGLE else (torch.float64, torch.float32):
         root = wrap_for_training(small(kind, dtype, std=0))
-        quiet(probe.settle, root)
+        quiet(reader.settle, root)
         assert root.way == ALONE
 
 
@@ -136,7 +146,7 @@ def test_a_leak_and_a_shift_are_each_enough():
 
 
 def test_the_question_changes_the_rows_in_front_and_no_other():
-    asked = probe._question(wrap_for_training(small("Llama")), POSITIONS)
+    asked = probe.question(config("Llama"), torch.device("cpu"), POSITIONS)
     odd = asked.pack.seq % 2 == 1  # the rows behind
     changed = asked.pack.tokens != asked.other.tokens
     assert changed[~odd].float().mean() > 0.5 and not changed[odd].any()
@@ -149,14 +159,14 @@ def test_rounding_is_not_a_leak(kind, dtype):
     for std in (0, 0.3):
         lm = small(kind, dtype, std=std)
         root = wrap_for_training(lm)
-        quiet(probe.settle, root)
+        quiet(reader.settle, root)
         assert root.way == POSITIONS
 
 
 @pytest.mark.parametrize("kind", ["Qwen3Next", "Mamba2", "Bloom", "RecurrentGemma"])
 def test_a_leak_is_found_in_16_bits(kind):
     root = wrap_for_training(small(kind, torch.bfloat16))
-    quiet(probe.settle, root)
+    quiet(reader.settle, root)
     assert root.way == ALONE
 
 
@@ -250,7 +260,7 @@ def test_boundaries_of_states_are_used_where_they_work(monkeypatch):
     lm, st = small("Qwen3Next", torch.float32), get_fake_strategy()
     plain = copy.deepcopy(lm)
     root = wrap_for_training(lm)
-    quiet(probe.settle, root)
+    quiet(reader.settle, root)
     assert root.way == BOUNDARIES
     apply, params = quiet(st.bind, lm)
     packs = st.shard(EXP, 1000)
@@ -262,12 +272,12 @@ def test_boundaries_of_states_are_used_where_they_work(monkeypatch):
 def test_the_head_is_fused_only_where_logits_are_its_output(kind):
     """By values, and on the meta device, where there are none, by whose tensor it is."""
     root = wrap_for_training(small(kind, torch.float32))
-    quiet(probe.settle, root)
+    quiet(reader.settle, root)
     assert root.fused == (kind not in CHANGED)
     for dtype in (torch.float32, torch.bfloat16):
         if kind not in READ:  # values, which the meta device does not have
             bare = wrap_for_training(small(kind, dtype).to("meta"))
-            quiet(probe.assume, bare)
+            quiet(reader.assume, bare)
             assert bare.fused == (kind not in CHANGED)
 
 
@@ -291,7 +301,7 @@ def test_a_model_that_changes_what_enters_or_leaves_its_head_is_seen(change, dev
     lm = small("Llama").to(device)
     change(lm)
     root = wrap_for_training(lm)
-    {"cpu": probe.settle, "meta": probe.assume}[device](root)
+    {"cpu": reader.settle, "meta": reader.assume}[device](root)
     assert not root.fused
 
 
@@ -305,7 +315,7 @@ def test_a_model_that_takes_no_packs_gets_one_sequence_at_a_time():
 
     lm.model.register_forward_pre_hook(only_ones, with_kwargs=True)
     root = wrap_for_training(lm)
-    quiet(probe.settle, root)
+    quiet(reader.settle, root)
     assert (root.way, root.fused) == (ALONE, True)
 
 
@@ -319,7 +329,7 @@ def test_positions_that_do_not_restart_are_found():
 
     lm.transformer.register_forward_pre_hook(counted_on, with_kwargs=True)
     root = wrap_for_training(lm)
-    quiet(probe.settle, root)
+    quiet(reader.settle, root)
     assert root.way == ALONE
 
 
@@ -337,7 +347,7 @@ def test_the_module_is_left_as_it_was():
     before = {name: x.clone() for name, x in [*root.named_buffers(), *root.named_parameters()]}
     torch.manual_seed(3)
     state = torch.random.get_rng_state()
-    quiet(probe.settle, root)
+    quiet(reader.settle, root)
     assert root.way == POSITIONS
     assert [m.training for m in root.modules()] == modes and any(modes)
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -350,7 +360,7 @@ def test_weights_that_are_not_finite_are_not_taken_for_a_leak():
     lm = small("Llama")
     lm.model.norm.weight.data[0] = torch.nan
     root = wrap_for_training(lm)
-    probe.settle(root)
+    reader.settle(root)
     assert (root.way, root.fused) == (POSITIONS, True)
 
 
@@ -411,7 +421,7 @@ def test_a_checkpointed_copy_is_silent_by_itself():
 def test_no_dropout_in_an_audio_tower_that_is_checkpointed():
     from transformers import Qwen2AudioEncoder, Qwen2AudioEncoderConfig
 
-    from rft_fn.model.bind import disable_dropout
+    from rft_fn.model.dropout import disable_dropout
 
     config = Qwen2AudioEncoderConfig(
         d_model=32, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=48, num_mel_bins=8,

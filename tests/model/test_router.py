@@ -1,4 +1,4 @@
-"""The balance of experts: its definition, models that have routers, every cut of a batch, two processes."""
+"""The balance of experts: its definition, models with routers, cuts of a batch, two processes."""
 
 import copy
 import math
@@ -63,7 +63,7 @@ def small(kind, dtype=torch.float32, std=0.3, **changes):
     return lm.to(dtype).eval()
 
 
-def said(lm, tokens):
+def outputs(lm, tokens):
     """(logits [n, E], chosen [n, k]) of each router for one sequence alone."""
     found = []
     classes = tuple({type(m) for m in router.Balance(lm).routers.values()})
@@ -80,7 +80,7 @@ def defined(kind, lm):
     out = np.zeros((2, *EXP.tokens.shape))
     for i, n in enumerate(EXP.length.tolist()):
         parts = []
-        for logits, chosen in said(lm, EXP.tokens[i, : n - 1]):
+        for logits, chosen in outputs(lm, EXP.tokens[i, : n - 1]):
             score = 1 / (1 + np.exp(-logits)) if kind in SIGMOID else np.exp(logits)
             p = score / score.sum(-1, keepdims=True)
             parts.append(ref.expert_balance(p, chosen.reshape(n - 1, -1), [0] * (n - 1)))
@@ -204,7 +204,7 @@ def test_checkpointing_changes_no_gradient(kind):
 
 
 def test_a_copy_without_the_balance_is_left_alone():
-    """Nobody listens outside of a forward, and a model without `aux` says none."""
+    """Nobody listens outside of a forward, and a model without `aux` gives none."""
     lm = small("Qwen3Moe")
     model.bind(lm, aux=True)
     assert not any(m._forward_hooks for m in lm.modules())
@@ -226,7 +226,7 @@ REFUSED = [
         lambda: small(
             "Llama4Text", num_local_experts=4, head_dim=8, intermediate_size_mlp=48, attention_chunk_size=64
         ),
-        "aux: expected False for Llama4ForCausalLM, whose routers say no logits and choices",
+        "aux: expected False for Llama4ForCausalLM, whose routers give no logits and choices",
     ),
     (lambda: model.load_critic(small("Qwen3Moe", **{})), "aux: expected False for Critic"),
     (lambda: unlike(small("Qwen3Moe")), "aux: expected routers of softmax or sigmoid .* leave router_aux"),

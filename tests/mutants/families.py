@@ -6,14 +6,14 @@ _ATTENTION = "tests/model/test_attention.py::"
 MUTANTS = [
     (
         "sinks are left out of the softmax",
-        "rft_fn/model/attention/engines.py",
+        "rft_fn/model/attention/kernels.py",
         "sinks[:, None, None].expand(-1, size, 1)",
         "sinks[:, None, None].expand(-1, size, 1) - 1e9",
         _ATTENTION + "test_sinks_are_in_the_denominator",
     ),
     (
         "a token sees those behind it where there are sinks",
-        "rft_fn/model/attention/engines.py",
+        "rft_fn/model/attention/kernels.py",
         "device=q.device).triu(1)",
         "device=q.device).triu(2)",
         _ATTENTION + "test_sinks_are_in_the_denominator",
@@ -21,15 +21,15 @@ MUTANTS = [
     (
         "a layer with sinks gets packs without them",
         "rft_fn/model/attention/interface.py",
-        "return packed(q, k, v, packs, scale=scale, sinks=sinks)[None], None",
-        "return packed(q, k, v, packs, scale=scale)[None], None",
+        "return packed(q, k, v, bounds, scale=scale, sinks=sinks)[None]",
+        "return packed(q, k, v, bounds, scale=scale)[None]",
         "tests/model/test_probe.py::test_log_probs_and_gradients_are_those_of_each_row_alone[GptOss]",
     ),
     (
         "models without sdpa keep a mask for each pack",
         "rft_fn/model/attention/interface.py",
-        "if not inner._supports_sdpa and",
-        "if not inner and",
+        "if not model._supports_sdpa and",
+        "if not model and",
         "tests/model/test_probe.py::test_log_probs_and_gradients_are_those_of_each_row_alone[GptOss]",
     ),
     (
@@ -90,9 +90,9 @@ MUTANTS = [
     ),
     (
         "the decoder of Llama 4 is the whole model",
-        "rft_fn/model/text.py",
-        "return models[0] if len(models) == 1 else whole",
-        "return whole",
+        "rft_fn/model/parts.py",
+        "    if len(inside) == 1:",
+        "    if len(inside) > 9:",
         "tests/model/test_probe.py::test_the_head_is_fused_only_where_logits_are_its_output[Llama4Text]",
     ),
     (
@@ -112,8 +112,8 @@ MUTANTS = [
     (
         "routers that are linear layers get adapters",
         "rft_fn/model/targets.py",
-        'if not type(m).__module__.startswith("transformers.models.")',
-        "if True",
+        'is_plain = not type(m).__module__.startswith("transformers.models.")',
+        "is_plain = True",
         "tests/model/test_lora.py::test_names_of_experts_and_routers_are_no_targets[Llama4Text-14]",
     ),
     (

@@ -7,8 +7,8 @@ MUTANTS = [
     (
         "the export of an adapted layer is its base weight alone",
         LORA,
-        "out = out + (step.T if layer.fan_in_fan_out else step)",
-        "out = out + 0 * (step.T if layer.fan_in_fan_out else step)",
+        "        out = out + step\n",
+        "        out = out + 0 * step\n",
         "tests/model/test_lora.py::test_grpo_with_adapters_is_sampled_from_what_it_trains",
     ),
     (
@@ -21,14 +21,14 @@ MUTANTS = [
     (
         "a Conv1D is merged like a Linear",
         LORA,
-        "(step.T if layer.fan_in_fan_out else step)",
-        "(step.T if layer.fan_in_fan_out and step.shape[0] != step.shape[1] else step)",
+        "        if layer.fan_in_fan_out:\n            step",
+        "        if layer.fan_in_fan_out and step.shape[0] != step.shape[1]:\n            step",
         "tests/model/test_lora.py::test_an_engine_gets_base_plus_scale_b_a",
     ),
     (
         "a 16-bit base is merged in 16 bits",
         LORA,
-        "out = base.to(torch.promote_types(base.dtype, torch.float32))",
+        "out = base.to(wide(base.dtype))",
         "out = base",
         "tests/model/test_lora.py::test_a_16_bit_base_is_rounded_once",
     ),
@@ -56,8 +56,8 @@ MUTANTS = [
     (
         "auto adapts what ends like a layer of the text model",
         LORA,
-        "exclude_modules=also or None,",
-        "exclude_modules=None,",
+        '"exclude_modules": also or None,',
+        '"exclude_modules": None,',
         "tests/model/test_lora.py::test_auto_takes_the_layers_of_the_text_model_by_their_whole_paths",
     ),
     (
@@ -126,8 +126,8 @@ MUTANTS = [
     (
         "packs of a frozen model stay where they are",
         "rft_fn/model/bind.py",
-        'getattr(apply, "device", None))',
-        "None)",
+        'device = getattr(apply, "device", None)',
+        "device = None",
         "tests/model/test_load.py::test_packs_go_to_the_device_of_a_frozen_model",
     ),
 ]

@@ -69,15 +69,15 @@ MUTANTS = [
     (
         "a layer that its owner reads gets an adapter that nothing runs",
         "rft_fn/model/targets.py",
-        "    every = [p for p in every if p not in closed]\n",
+        "    every = [path for path in every if path not in closed]\n",
         "",
         "tests/model/test_lora.py::test_a_layer_that_is_read_is_no_target",
     ),
     (
         "routed experts are passed over without a word",
         "rft_fn/model/targets.py",
-        'if p.dim() == 3 and "expert"',
-        'if p.dim() == 4 and "expert"',
+        "            if p.dim() == 3:",
+        "            if p.dim() == 4:",
         "tests/model/test_lora.py::test_what_adapters_pass_over_is_said[Qwen3Moe]",
     ),
     (

@@ -195,7 +195,7 @@ MUTANTS = [
     ("the warm-up is longer by a step", SFT, "cfg.warmup, max(", "cfg.warmup + 1, max(", SFT_LINE),
     (
         "the trainer's log-prob of a token that fell out of top_p is -inf",
-        "rft_fn/model/bind.py",
+        "rft_fn/model/scorer.py",
         "self.sampling, keep=pack.target",
         "self.sampling",
         GRPO_LINE,

@@ -22,7 +22,7 @@ MUTANTS = [
     (
         "persistent buffers start again from what the library begins with",
         MATERIALIZE,
-        "                homes[name]._is_hf_initialized = True  # type: ignore[attr-defined]\n",
+        "                home._is_hf_initialized = True\n",
         "",
         f"{LOADED}[Gemma4Text-dtype0]",
     ),

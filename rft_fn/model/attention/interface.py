@@ -1,21 +1,23 @@
-"""An attention function for packs among those of transformers, and which models can use it."""
+"""An attention function for packs, registered with transformers."""
 
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
-from rft_fn.model.attention.engines import packed, warn_once
-from rft_fn.model.attention.packs import SequenceBounds
+from rft_fn.model.attention.kernels import packed, warn_once
+from rft_fn.model.bounds import SequenceBounds
+from rft_fn.model.parts import inside_adapters, text_config
 from rft_fn.types import Packed
 
 __all__ = [
+    "bounds_of",
     "complete",
     "eager_attention",
     "keeps_scores",
-    "packs_of",
     "sdpa_attention",
     "turn_off",
     "turn_on",
@@ -23,32 +25,43 @@ __all__ = [
     "use",
 ]
 
-SDPA, EAGER = "rft_packs", "rft_packs_eager"  # in transformers' table of attention functions
+# names in transformers' table of attention functions
+SDPA = "rft_bounds"
+EAGER = "rft_bounds_eager"
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def _unfit(module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict) -> str | None:
-    """What a layer asks for that `packed` does not do, or None."""
+    """The feature that a layer asks for and `packed` does not have, or None."""
+    # `packed` is causal attention of a whole pack, whose queries and keys are the same tokens.
     if options["dropout"]:
         return f"dropout {options['dropout']}"
     if not _causal(module, options):
         return "attention that is not causal"
     if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         return "a batch, a cache or other keys than its own tokens"
+
+    # Some change the scores, others want them back.
     for name in ("softcap", "position_bias", "cache"):
         if options.get(name) is not None:
             return name
     if options.get("output_attentions"):
         return "output_attentions"
-    if mask is not None:
-        window = options.get("sliding_window") or getattr(module, "sliding_window", None)
-        return f"a mask of its own (sliding_window {window})" if window else "a mask of its own"
-    return None
+
+    # For packs a causal model makes no mask, so one that is here excludes more.
+    if mask is None:
+        return None
+    window = options.get("sliding_window") or getattr(module, "sliding_window", None)
+    if window:
+        return f"its own mask (sliding_window {window})"
+    return "its own mask"
 
 
 def _causal(module: nn.Module, options: dict) -> bool:
     given = options.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if given is None else given)
+    if given is None:
+        given = getattr(module, "is_causal", True)
+    return bool(given)
 
 
 def sdpa_attention(
@@ -86,96 +99,115 @@ def _attend(
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Any]:
-    """An attention function of transformers: query [1, H, T, D], key
-    and value [1, H', T, D] -> ([1, T, H, D], weights that nobody reads).
+    """An attention function of transformers, which keeps the sequences of a pack apart.
 
-    With `rft_packs` among the options, each sequence for itself; where the layer asks for more than causal
-    attention to its own sequence (a window, a cap, a mask), the model's `usual` one with a [T, T] mask, and a
-    warning once that names it. Without `rft_packs` the usual one, as it is.
+    query [1, H, T, D], key and value [1, H', T, D] -> ([1, T, H, D], weights, which nobody reads). The
+    boundaries are `rft_bounds` among the options. Without them, the model's `usual` attention runs. It also
+    runs, with a [T, T] mask, for a layer that asks for more than causal attention to its own sequence (a
+    window, a cap, a mask); a warning names the reason.
     """
-    packs: SequenceBounds | None = options.pop("rft_packs", None)
-    if packs is None:
+    bounds: SequenceBounds | None = options.pop("rft_bounds", None)
+    if bounds is None:
         return usual(module, query, key, value, mask, **options)
-    packs.calls += 1
+
+    # Counted, so that a model with a layer that never gets here is found out.
+    bounds.calls += 1
     options.setdefault("dropout", 0.0)
+
+    # A [T, T] mask serves any layer, but not one that has a part of the tokens.
     sinks = options.get("s_aux")
     why = _unfit(module, query, key, mask, options)
     if sinks is not None and usual is not _eager:
         why = "s_aux, which sdpa does not know"
-    if why and packs.sequence:
+    if why and bounds.sequence is not None:
         raise ValueError(f"sp_size: expected 1 for {type(module).__name__}: it asks for {why}")
     if why:
         warn_once(f"attention: packs take a [T, T] mask in {type(module).__name__}: it asks for {why}")
-        cut = packs.cut(mask, causal=_causal(module, options))
+        cut = bounds.cut(mask, causal=_causal(module, options))
         return usual(module, query, key, value, cut, **options)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return _by_sequences(query, key, value, bounds, options.get("scaling"), sinks), None
+
+
+def _by_sequences(
+    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float | None, sinks: Any
+) -> Tensor:
+    """Attention [1, T, H, D] within each sequence.
+
+    With a sequence axis, T are this process's tokens.
+    """
+    q, k, v = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
     if sinks is not None:
         sinks = sinks.to(q.dtype)
-    scale = options.get("scaling")
-    if packs.sequence is None:
-        return packed(q, k, v, packs, scale=scale, sinks=sinks)[None], None
+    axis = bounds.sequence
+    if axis is None:
+        return packed(q, k, v, bounds, scale=scale, sinks=sinks)[None]
+
+    # Attention needs all tokens, so for its sake each process has some of the heads instead.
     if sinks is not None:
-        sinks = packs.sequence.share(sinks)
-    out = packed(*packs.sequence.heads(q, k, v), packs, scale=scale, sinks=sinks)
-    return packs.sequence.tokens(out)[None], None
+        sinks = axis.share(sinks)
+    q, k, v = axis.heads(q, k, v)
+    out = packed(q, k, v, bounds, scale=scale, sinks=sinks)
+    return axis.tokens(out)[None]
 
 
 def _eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Any]:
-    """The attention that the model's own file writes out, which reads what must not be seen off a mask of
-    numbers."""
-    new, known = query.shape[2], key.shape[2]
+    """The attention that the model's own file writes out.
+
+    Its masks are numbers that are added to the scores.
+    """
+    new = query.shape[2]
+    known = key.shape[2]
     if mask is None:
         mask = torch.ones(new, known, dtype=torch.bool, device=query.device).tril(known - new)[None, None]
     if mask.dtype == torch.bool:
         least = torch.finfo(query.dtype).min
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, least)
-    own = _written_out(module)
-    assert own is not None  # `turn_on` has looked
-    return own(module, query, key, value, mask, **options)
+    written_out = _written_out(module)
+    assert written_out is not None  # `turn_on` has looked
+    return written_out(module, query, key, value, mask, **options)
 
 
 def _written_out(module: nn.Module) -> Callable | None:
-    """The function of attention in the file of a model or of one of its layers (whose class a strategy may
-    have extended)."""
-    for cls in type(module).__mro__:
+    """The attention function in the file of a model, layer or parent class."""
+    for cls in type(module).__mro__:  # a strategy may have extended the class
         found = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
         if found is not None:
             return found
     return None
 
 
-def _config(lm: Any) -> tuple[nn.Module, Any]:
-    inner = lm.get_base_model() if hasattr(lm, "get_base_model") else lm
-    return inner, inner.config.get_text_config()
-
-
 def unfit_model(lm: nn.Module) -> str | None:
-    """Why packs of this model take a [T, T] mask, or None: it must hand keyword arguments to its attention,
-    be on sdpa if it knows that, and have no layers but attention."""
-    inner, config = _config(lm)
-    if not getattr(inner, "_supports_attention_backend", False):
+    """The reason why packs of this model take a [T, T] mask, or None.
+
+    A model has to hand keyword arguments to its attention, be on sdpa if it knows that, and have no layers
+    but attention.
+    """
+    model = inside_adapters(lm)
+    if not getattr(model, "_supports_attention_backend", False):
         return "it does not hand keyword arguments to its attention"
-    if config._attn_implementation not in (_usual(inner), SDPA, EAGER):
-        return f"its attention is {config._attn_implementation!r}, not {_usual(inner)!r}"
+    config = text_config(model)
+    if config._attn_implementation not in (_usual(model), SDPA, EAGER):
+        return f"its attention is {config._attn_implementation!r}, not {_usual(model)!r}"
     other = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
-    return f"it has layers of {sorted(other)}" if other else None
+    if other:
+        return f"it has layers of {sorted(other)}"
+    return None
 
 
-def _usual(inner: Any) -> str:
-    """The implementation of attention that this module stands in for: eager only where there is no sdpa."""
-    if not inner._supports_sdpa and _written_out(inner) is not None:
+def _usual(model: Any) -> str:
+    """The attention that ours stands in for: "eager" if there is no sdpa."""
+    if not model._supports_sdpa and _written_out(model) is not None:
         return "eager"
     return "sdpa"
 
 
 def turn_on(lm: nn.Module) -> None:
-    """Names an attention for packs in the config of a text model of transformers; nothing for one that
-    `unfit_model` is about.
+    """Name an attention for packs in the config of a text model of transformers.
 
-    For good, not for a call: gradient checkpointing reads the config once more in the backward. Saved models
-    do not hold the name.
+    Does nothing for a model that `unfit_model` has a reason against. It stays on, because gradient
+    checkpointing reads the config once more in the backward. Saved models do not hold the name.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -191,37 +223,43 @@ def turn_on(lm: nn.Module) -> None:
 
 
 def use(lm: nn.Module, name: str) -> None:
-    """Has a text model look up its attention by this name in transformers' table."""
-    _config(lm)[1]._attn_implementation = name
+    """Have a text model look up its attention by this name in transformers' table."""
+    text_config(lm)._attn_implementation = name
 
 
 def keeps_scores(lm: nn.Module) -> bool:
-    """Whether attention of this model holds a number for each pair of tokens of a sequence: without sdpa."""
-    return _usual(_config(lm)[0]) == "eager"
+    """Whether attention keeps a score for each pair of tokens, for lack of sdpa."""
+    return _usual(inside_adapters(lm)) == "eager"
 
 
 def turn_off(lm: nn.Module, why: str) -> None:
-    """Back to the usual attention with a [T, T] mask for each pack, and a warning once."""
-    inner = _config(lm)[0]
-    use(lm, _usual(inner))
-    warn_once(f"attention: packs of {type(inner).__name__} take a [T, T] mask: {why}")
+    """Restore the usual attention, with a [T, T] mask per pack; warns once."""
+    model = inside_adapters(lm)
+    use(model, _usual(model))
+    _warn_of_mask(model, why)
 
 
-def packs_of(lm: nn.Module, pack: Packed) -> SequenceBounds | None:
-    """The boundaries of a pack of several sequences for a model that is turned on, else None
-    (with a warning once where the model cannot be). One host sync."""
+def _warn_of_mask(model: nn.Module, why: str) -> None:
+    warn_once(f"attention: packs of {type(model).__name__} take a [T, T] mask: {why}")
+
+
+def bounds_of(lm: nn.Module, pack: Packed) -> SequenceBounds | None:
+    """The boundaries of a pack, for a model that is turned on; else None.
+
+    None for a pack of one sequence, and for a model that is not turned on; warns once where it cannot be.
+    Costs one host sync.
+    """
     if pack.num_seqs == 1:
         return None
-    inner, config = _config(lm)
-    if config._attn_implementation not in (SDPA, EAGER):
+    if text_config(lm)._attn_implementation not in (SDPA, EAGER):
         why = unfit_model(lm)
-        if why:  # else it was turned off, which was said
-            warn_once(f"attention: packs of {type(inner).__name__} take a [T, T] mask: {why}")
+        if why:  # else it was turned off, with a warning
+            _warn_of_mask(inside_adapters(lm), why)
         return None
     counts = torch.unique_consecutive(pack.seq, return_counts=True)[1]
     return SequenceBounds(counts.tolist(), pack.seq.device)
 
 
-def complete(lm: nn.Module, packs: SequenceBounds) -> bool:
+def complete(lm: nn.Module, bounds: SequenceBounds) -> bool:
     """Whether every layer got the boundaries."""
-    return packs.calls >= _config(lm)[1].num_hidden_layers
+    return bounds.calls >= text_config(lm).num_hidden_layers

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rft_fn import dist, faults, metric, tree
 from rft_fn import model as model_lib
 from rft_fn.model import probe
+from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.finite import require_finite
 from rft_fn.model.lora import Export
 from rft_fn.strategy import step
@@ -42,11 +43,11 @@ class ZeroApply:
         return next(self.run.parameters()).device  # type: ignore[attr-defined]
 
     def __call__(self, params: tree.Named, pack: Packed) -> TokenOut:
-        if any(params[name] is not p for name, p in self.own.items()):
-            raise ValueError(
-                "params: expected this module's own, got others: under ZeRO it takes no others; apply, "
-                "params = st.bind(another module), then model.assign(params, source) puts them there"
-            )
+        why = (
+            "under ZeRO it takes no others; apply, params = st.bind(another module), then "
+            "model.assign(params, source) puts them there"
+        )
+        require_own(self.own, params, why)
         return TokenOut(**self.run(pack))
 
 
@@ -93,7 +94,7 @@ def bind(
         for p in module.parameters():
             p.data = p.data.bfloat16()
     _settle(cut, root, run)
-    own = tree.Named((n, p) for n, p in module.named_parameters() if p.requires_grad)
+    own = own_parameters(module)
     return ZeroApply(run, own), tree.map(lambda p: p, own)
 
 

@@ -1,0 +1,207 @@
+"""Causal attention within each sequence of a pack: sdpa and flash attention."""
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from rft_fn.model.bounds import SequenceBounds
+
+__all__ = ["Device", "by_sequence", "by_varlen", "choose", "packed", "warn_once"]
+
+_FLASH = {"flash3": "flash_attn_interface", "flash2": "flash_attn"}  # kernel -> package
+
+
+class Device(NamedTuple):
+    """The properties of a machine that `choose` looks at."""
+
+    kind: str  # "cpu", "cuda"
+    capability: tuple[int, int] = (0, 0)  # of CUDA
+    installed: frozenset[str] = frozenset()  # kernels that can be imported
+
+
+def choose(device: Device, dtype: torch.dtype, head: int) -> tuple[str, str | None]:
+    """(kernel, reason) for heads of size `head`.
+
+    The reason tells why it is not a faster kernel; None if nothing is missed. "flash3" (flash-attn 3,
+    Hopper), "varlen" (flash attention within torch) and "flash2" (flash-attn 2) need CUDA 8.0 or later,
+    float16 or bfloat16, and heads of at most 256 in steps of 8. "sequence" runs everywhere: one causal sdpa
+    per sequence length. On the CPU it is the only one.
+    """
+    # No flash attention for this device, type or size of heads.
+    if device.kind == "cpu":
+        return "sequence", None
+    if device.kind != "cuda" or device.capability < (8, 0):
+        return "sequence", f"flash attention needs CUDA 8.0, this is {device.kind} {device.capability}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return "sequence", f"flash attention needs float16 or bfloat16, this is {dtype}"
+    if head > 256 or head % 8:
+        return "sequence", f"flash attention needs heads of at most 256 in steps of 8, these are of {head}"
+
+    # The fastest first.
+    hopper = device.capability[0] == 9
+    for name in ("flash3", "varlen", "flash2"):
+        if name in device.installed and (name != "flash3" or hopper):
+            return name, None
+    return "sequence", "neither torch.nn.attention.varlen nor flash-attn is installed"
+
+
+def _imported(module: str, name: str) -> Callable | None:
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except (ImportError, OSError, RuntimeError):  # a package built for another torch or CUDA
+        return None
+
+
+@cache
+def _kernels() -> dict[str, Callable]:
+    """The importable functions for sequences of different lengths, by the name of the kernel."""
+    found = {"varlen": _imported("torch.nn.attention.varlen", "varlen_attn")}
+    found |= {name: _imported(module, "flash_attn_varlen_func") for name, module in _FLASH.items()}
+    return {name: f for name, f in found.items() if f is not None}
+
+
+@cache
+def _device(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return Device(device.type)
+    return Device("cuda", torch.cuda.get_device_capability(device), frozenset(_kernels()))
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Warn, but only the first time that this message is given."""
+    warnings.warn(message, stacklevel=2)
+
+
+def by_sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: SequenceBounds,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention within each sequence, by one sdpa for each of their lengths.
+
+    q [T, H, D], k and v [T, H', D] -> [T, H, D]: softmax(scale q k^T) v, where `scale` defaults to
+    1 / sqrt(D). `sinks` [H] take part in each softmax as the score of a token without a value.
+
+    Without many sequences of one length there is one sdpa for each sequence. Every sequence is computed from
+    its own tokens only, in the same order whatever its neighbours hold. Differentiable, on any device.
+    """
+    # Put sequences of one length together, so that they are one batch.
+    if bounds.groups is None:
+        parts = [(1, size) for size in bounds.sizes]
+    else:
+        q, k, v = (torch.zeros_like(x).index_copy(0, bounds.inverse, x) for x in (q, k, v))
+        parts = [(len(group), size) for size, group in bounds.groups.items()]
+
+    # Each part is [n sequences, size tokens].
+    out = []
+    start = 0
+    for n, size in parts:
+        end = start + n * size
+        batch = [rearrange(x[start:end], "(n s) h d -> n h s d", n=n) for x in (q, k, v)]
+        y = _causal(batch[0], batch[1], batch[2], scale, sinks)
+        out.append(rearrange(y, "n h s d -> (n s) h d"))
+        start = end
+
+    # Back to the order of the pack.
+    y = torch.cat(out)
+    if bounds.groups is None:
+        return y
+    return torch.zeros_like(y).index_copy(0, bounds.order, y)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None) -> Tensor:
+    """Causal attention for a batch of sequences of one length.
+
+    q [N, H, S, D], k and v [N, H', S, D] -> [N, H, S, D].
+    """
+    size = q.shape[2]
+    gqa = q.shape[1] != k.shape[1]
+    if sinks is None:
+        return scaled_dot_product_attention(q, k, v, is_causal=size > 1, scale=scale, enable_gqa=gqa)
+    # The sink is one more key of zeros, whose score is all in the mask.
+    k = pad(k, (0, 0, 0, 1))
+    v = pad(v, (0, 0, 0, 1))
+    score = torch.full((size, size), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
+    mask = torch.cat([score.expand(len(sinks), -1, -1), sinks[:, None, None].expand(-1, size, 1)], -1)
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask[None], scale=scale, enable_gqa=gqa)
+
+
+def by_varlen(
+    f: Callable, q: Tensor, k: Tensor, v: Tensor, bounds: SequenceBounds, *, scale: float | None = None
+) -> Tensor:
+    """Causal attention within each sequence, by one kernel for the pack.
+
+    Shapes are those of `by_sequence`. `f` is torch's varlen_attn or flash-attn's flash_attn_varlen_func.
+    Their keywords differ by version, so they are read from the signature.
+    """
+    knows = inspect.signature(f).parameters
+    options: dict[str, Any] = {}
+
+    # How a causal mask is asked for.
+    if "softmax_scale" in knows:  # flash-attn
+        options["causal"] = True
+    elif "window_size" in knows:
+        options["window_size"] = (-1, 0)
+    else:
+        options["is_causal"] = True
+
+    # The scale: where there is no keyword for it, it goes into q.
+    if "softmax_scale" in knows:
+        options["softmax_scale"] = scale
+    elif "scale" in knows:
+        options["scale"] = scale
+    elif scale is not None:
+        q = q * (scale * q.shape[-1] ** 0.5)
+
+    # Fewer heads of k and v than of q: flash-attn knows them without being told, else they are repeated.
+    if "softmax_scale" not in knows and q.shape[1] != k.shape[1]:
+        if "enable_gqa" in knows:
+            options["enable_gqa"] = True
+        else:
+            k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+    out = f(q, k, v, bounds.cu, bounds.cu, bounds.longest, bounds.longest, **options)
+    if isinstance(out, tuple):
+        return out[0]
+    return out
+
+
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: SequenceBounds,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`by_sequence` or `by_varlen`, chosen for these tensors.
+
+    Warns once where it is not the fast one.
+    """
+    kernel, why = choose(_device(q.device), q.dtype, q.shape[-1])
+    if kernel != "sequence" and sinks is not None:
+        kernel = "sequence"
+        why = "its heads have sinks"
+    if kernel != "sequence" and v.shape[-1] != q.shape[-1]:
+        kernel = "sequence"
+        why = f"heads of {q.shape[-1]} for keys, of {v.shape[-1]} for values"
+    if why:
+        warn_once(f"attention: packs take one sdpa for each sequence: {why}")
+    if kernel == "sequence":
+        return by_sequence(q, k, v, bounds, scale=scale, sinks=sinks)
+    return by_varlen(_kernels()[kernel], q, k, v, bounds, scale=scale)

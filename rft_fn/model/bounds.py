@@ -1,0 +1,132 @@
+"""The boundaries of a pack's sequences, and the axis that splits its tokens."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rft_fn.types import Packed, TokenOut
+
+__all__ = ["SequenceAxis", "SequenceBounds"]
+
+
+class SequenceAxis(Protocol):
+    """Processes that share the tokens of each pack (sequence parallelism)."""
+
+    size: int  # number of processes k
+    rank: int  # this process's place among them
+
+    def split(self, pack: Packed) -> "tuple[Packed, SequenceBounds]":
+        """(this process's tokens [T / k] of the pack, the boundaries of all T)."""
+        ...
+
+    def join(self, out: TokenOut, size: int) -> TokenOut:
+        """Values [T / k] of each process -> [size] of all, with a gradient."""
+        ...
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of x over the processes, in place and without a gradient."""
+        ...
+
+    def heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All heads of [T / k] tokens -> some heads of all T tokens."""
+        ...
+
+    def share(self, x: Tensor) -> Tensor:
+        """Numbers of all heads [H] -> those of this process's heads [H / k]."""
+        ...
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """Some heads of all T tokens -> all heads of [T / k] tokens."""
+        ...
+
+
+class SequenceBounds:
+    """Where the sequences of a pack lie: their sizes in tokens, in order.
+
+    `calls` counts the attention layers that got the boundaries, so that a model that drops them is found out.
+    `sequence` is the axis over which the tokens of the pack are split, if they are.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        sequence: SequenceAxis | None = None,
+    ):
+        self.sizes = list(sizes)
+        self.sequence = sequence
+        self.device = device
+        self.longest = max(self.sizes)
+        self.calls = 0
+        self._made: dict[str, Tensor] = {}
+        self._cut: tuple[Tensor | None, bool, Tensor] | None = None
+
+        by_length: dict[int, list[int]] = {}
+        for i, size in enumerate(self.sizes):
+            by_length.setdefault(size, []).append(i)
+        # Reordering copies q, k and v, so it pays only where many sequences have the same length.
+        self.groups: dict[int, list[int]] | None = None
+        if 2 * len(by_length) <= len(self.sizes):
+            self.groups = by_length
+
+    @property
+    def cu(self) -> Tensor:
+        """Cumulative sizes [K + 1] i32: each sequence's start, and the end."""
+        if "cu" not in self._made:
+            ends = torch.tensor([0, *self.sizes]).cumsum(0)
+            self._made["cu"] = ends.to(self.device, torch.int32)
+        return self._made["cu"]
+
+    @property
+    def order(self) -> Tensor:
+        """The tokens [T] i64, sequences of one length together."""
+        if "order" not in self._made:
+            starts = torch.tensor([0, *self.sizes]).cumsum(0).tolist()
+            tokens: list[int] = []
+            for group in (self.groups or {}).values():
+                for i in group:
+                    tokens.extend(range(starts[i], starts[i + 1]))
+            self._made["order"] = torch.tensor(tokens).to(self.device)
+        return self._made["order"]
+
+    @property
+    def inverse(self) -> Tensor:
+        """The place [T] i64 of each token in `order`."""
+        if "inverse" not in self._made:
+            self._made["inverse"] = self.order.argsort()
+        return self._made["inverse"]
+
+    @property
+    def same(self) -> Tensor:
+        """Whether two tokens are in one sequence, [T, T] bool.
+
+        For layers that need a whole mask.
+        """
+        if "same" not in self._made:
+            seq = torch.repeat_interleave(torch.arange(len(self.sizes)), torch.tensor(self.sizes))
+            seq = seq.to(self.device)
+            self._made["same"] = seq[:, None] == seq
+        return self._made["same"]
+
+    def cut(self, mask: Tensor | None, *, causal: bool) -> Tensor:
+        """`mask` [1, 1, T, T] without the pairs of tokens of two sequences.
+
+        A `mask` of None stands for a causal one, or without `causal` for a full one. The result is kept for
+        the next layer, which mostly has the same mask.
+        """
+        if self._cut is not None and self._cut[0] is mask and self._cut[1] == causal:
+            return self._cut[2]
+        same = self.same[None, None]
+        if mask is None and causal:
+            new = same.tril()
+        elif mask is None:
+            new = same
+        elif mask.dtype == torch.bool:
+            new = mask & same
+        else:
+            new = mask.masked_fill(~same, torch.finfo(mask.dtype).min)
+        self._cut = (mask, causal, new)
+        return new

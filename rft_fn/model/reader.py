@@ -1,0 +1,174 @@
+"""Models whose forward maps a Packed to a TokenOut, and how packs run."""
+
+import copy
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from rft_fn import tree
+from rft_fn.model import attention, probe
+from rft_fn.model.bounds import SequenceAxis, SequenceBounds
+from rft_fn.model.parts import Parts, find, text_config
+from rft_fn.model.probe import Found, Question
+from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS
+from rft_fn.types import Packed, TokenOut
+
+__all__ = ["Reader", "assume", "settle", "split_over"]
+
+
+class Reader(nn.Module, ABC):
+    """A text model inside a forward that maps a Packed to a TokenOut.
+
+    Subclasses set `parts`, and have `read` for a pack as their model takes it. `way` is how a pack of several
+    sequences runs, None until `settle` has asked. A model that mixes the sequences of a pack gets them one
+    after the other where they belong together (`pack.unit`), for then every process has equally many;
+    ValueError for any other pack of several.
+    """
+
+    parts: Parts
+    way: str | None = None
+    fused: bool = False  # whether the head runs without logits
+
+    @abstractmethod
+    def read(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
+        """Values [T] of a pack, 0 outside mask.
+
+        `bounds` are given where the pack is this process's part of one that several share.
+        """
+        ...
+
+    def forward(self, pack: Packed | Question) -> TokenOut | Found:
+        if isinstance(pack, Question):
+            return self.answer(pack)
+        if self.way is None:
+            settle(self, call=self.answer)
+        if self.way == ALONE and pack.num_seqs > 1:
+            return self._in_turn(pack)
+        axis = self.parts.sequence
+        if axis is None:
+            return self.read(pack, None)
+        part, bounds = axis.split(pack)
+        return axis.join(self.read(part, bounds), pack.tokens.shape[0])
+
+    def answer(self, asked: Question) -> Found:
+        """The measurement of this model that a question asks for."""
+        return probe.measure(self, self.parts, asked, head=self.fused)
+
+    def _in_turn(self, pack: Packed) -> TokenOut:
+        """Each sequence of a unit by itself; an empty one as one token.
+
+        Every unit is then equally many forwards on every process.
+        """
+        if pack.num_seqs != pack.unit:
+            raise ValueError(
+                f"pack: expected one sequence for {type(self.parts.decoder).__name__}, which mixes the "
+                f"sequences of a pack, got {pack.num_seqs}; cut the batch by st.shard after st.init and "
+                "st.bind, or by packing.shard(..., most=1)"
+            )
+        # Empty sequences have no token, not even at the end of the pack.
+        size = torch.bincount(pack.seq.cpu(), minlength=pack.num_seqs)
+        ends = size.cumsum(0).tolist()
+        outs = []
+        for start, end in zip([0, *ends], ends):
+            # an empty one at the end of the pack repeats its last token
+            start = min(start, pack.tokens.shape[0] - 1)
+            outs.append(self.read(_alone(pack, start, max(end, start + 1)), None))
+
+        # The tokens that stood for empty sequences are no tokens of the pack.
+        whole = tree.map(lambda *x: torch.cat(x), *outs)
+        real = torch.repeat_interleave(size > 0, size.clamp(min=1)).to(pack.seq.device)
+        return tree.map(lambda x: x[real], whole)
+
+
+def _alone(pack: Packed, start: int, end: int) -> Packed:
+    """The tokens of one sequence of a pack, as a pack."""
+    part: Packed = tree.map(lambda x: x[start:end], tree.replace(pack, media=None))
+    return tree.replace(part, seq=torch.zeros_like(part.seq), media=pack.media, num_seqs=1, rows=(), unit=1)
+
+
+def split_over(root: nn.Module, sequence: SequenceAxis) -> None:
+    """Have a bound model share the tokens of each pack over a sequence axis.
+
+    ValueError for a module with its own forward, and for one whose attention takes no boundaries.
+    """
+    if not isinstance(root, Reader):
+        raise ValueError(
+            f"sp_size: expected 1 for {type(root).__name__}: it is no language model of transformers"
+        )
+    model = root.parts.model
+    why = attention.unfit_model(model)
+    if why:
+        raise ValueError(f"sp_size: expected 1 for {type(model).__name__}: {why}")
+    root.parts = replace(root.parts, sequence=sequence)
+
+
+def settle(
+    root: nn.Module,
+    *,
+    call: Callable[[Question], Found] | None = None,
+    agree: Callable[[bool], bool] | None = None,
+) -> None:
+    """Ask the model of a `Reader` how it takes packs.
+
+    The model must have its weights; a module that is no `Reader` is skipped. Takes three short forwards, six
+    for a model that mixes sequences. `call` is the module as it is run (under ZeRO by its engine), `agree(x)`
+    whether x is true on every process. ValueError for a model that mixes sequences and was to share its
+    tokens with other processes.
+    """
+    if not isinstance(root, Reader):
+        return
+    # Without weights there is nothing to ask.
+    if any(p.is_meta for p in root.parameters()):
+        assume(root)
+        return
+
+    with warnings.catch_warnings(record=True) as heard:
+        root.way = _way(root, call or root, agree or bool)
+
+    # Warnings are about packs, so they matter only to a model that gets some.
+    name = type(root.parts.decoder).__name__
+    if root.way == ALONE:
+        attention.warn_once(f"packs: {name} mixes the sequences of a pack, it gets one at a time")
+    else:
+        for each in heard:
+            warnings.warn(each.message, each.category, stacklevel=3)
+    if root.parts.sequence is not None and root.way != POSITIONS:
+        raise ValueError(f"sp_size: expected 1 for {name}: its layers mix all tokens")
+
+
+def _way(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool], bool]) -> str:
+    """The first way in which packs are right.
+
+    It also decides whether the head is fused.
+    """
+    config = text_config(root.parts.decoder)
+    device = next(root.parameters()).device
+    for way in (POSITIONS, BOUNDARIES):
+        found = call(probe.question(config, device, way))
+        if way == POSITIONS:
+            root.fused = root.fused and agree(bool(found.plain))
+        if agree(found.fits()):
+            return way
+    return ALONE
+
+
+@torch.no_grad()
+def assume(root: nn.Module) -> None:
+    """Settle a `Reader` on the meta device, where no values can be compared.
+
+    Packs are taken as usual. The head is plain where the logits are the very tensor that it made.
+    """
+    if not isinstance(root, Reader):
+        return
+    root.way = POSITIONS
+    if not root.fused:
+        return
+    lm = copy.deepcopy(root.parts.model).float()  # of 16 bits the logits are a copy in float32
+    text_config(lm)._attn_implementation = "eager"  # its masks are made without values
+    ids: Tensor = torch.zeros(1, 2, dtype=torch.long, device=next(lm.parameters()).device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    root.fused = probe.plain_head(find(lm), inputs, probe.same_tensor)[1]
