@@ -10,6 +10,7 @@ from rft_fn import check
 from rft_fn.types import Sampling, TokenOut
 
 __all__ = [
+    "default_workspace_mb",
     "entropy_from_logits",
     "linear_logprob",
     "log_probs_and_entropy",
@@ -97,6 +98,13 @@ def truncate(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = None) 
     if keep is not None:
         drop = drop.scatter(-1, keep.unsqueeze(-1), False)
     return z.masked_fill(drop, -torch.inf)
+
+
+def default_workspace_mb(device_type: str) -> float:
+    """The logits that `linear_logprob` holds at a time by default [MiB], on "cpu" or "cuda"."""
+    from rft_kernels.linear_logprob import default_workspace_mb as found
+
+    return found(device_type)
 
 
 def linear_logprob(

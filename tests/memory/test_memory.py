@@ -15,12 +15,12 @@ import torch
 from torch.profiler import profile
 
 import rft_fn as rft
-from rft_fn import optim, packing, tree
+from rft_fn import memory, optim, packing, tree
+from rft_fn.memory.trace import nbytes
 from rft_fn.model import apply_lora_configuration
 from rft_fn.model import tiny as embedded
-from rft_fn.strategy import StrategyConfig, forecast, get_strategy, memory
-from rft_fn.strategy.forecast import estimate
-from rft_fn.strategy.trace import nbytes
+from rft_fn.strategy import StrategyConfig, estimate, get_strategy
+from rft_fn.strategy.preflight import remedy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -271,17 +271,17 @@ def test_a_model_that_reads_values_is_said_to_be_unknown():
     update, work = x.unknown
     assert update.startswith("update: ") and work.startswith("activations of Reads: ")
     assert x.parameters == x.gradients == 12 and x.optimizer == 24 and x.activations == x.update == 0
-    assert f"  not known, and not counted: {work}" in forecast.table(x, available=1, host=1, remedy="")
+    assert f"  not known, and not counted: {work}" in memory.table(x, available=1, host=1, remedy="")
 
 
-BASE = forecast.Estimate(
+BASE = memory.Estimate(
     parameters=2, gradients=2, optimizer=4, activations=90, head=5, backward=3, gathered=0, update=4,
     engine=2, host=0, awake=False,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "changes, options, checkpointed, remedy",
+    "changes, options, checkpointed, change",
     [
         ({}, {}, False, "set gradient_checkpointing"),
         ({}, {}, True, "lower budget, or raise sp_size"),
@@ -295,9 +295,9 @@ BASE = forecast.Estimate(
         ({"parameters": 400}, {"adam_offload": True}, False, "take more processes, or set fsdp_cpu_offload"),
     ],
 )
-def test_what_to_change_first(changes, options, checkpointed, remedy):
+def test_what_to_change_first(changes, options, checkpointed, change):
     x = dataclasses.replace(BASE, **changes)
-    assert forecast._remedy(StrategyConfig(**options), x, 8, checkpointed) == remedy
+    assert remedy(StrategyConfig(**options), x, world=8, checkpointed=checkpointed) == change
 
 
 def test_the_peak_is_that_of_the_largest_phase():
@@ -310,15 +310,15 @@ def test_the_peak_is_that_of_the_largest_phase():
 
 def test_the_table():
     gib = dataclasses.replace(BASE, **{n: x * 2**30 for n, x in vars(BASE).items() if type(x) is int})
-    text = forecast.table(gib, available=200 * 2**30, host=1, remedy="pray")
+    text = memory.table(gib, available=200 * 2**30, host=1, remedy="pray")
     lines = text.splitlines()
     rows = "parameters gradients optimizer activations head backward update engine peak"
     assert [line.split()[0] for line in lines] == rows.split()
     assert lines[3].split()[1:3] == ["90.00", "GiB"]
     assert lines[-1].split() == ["peak", "106.00", "GiB", "in", "training,", "of", "200.00", "GiB:", "fits"]
-    assert forecast.table(gib, available=2**30, host=1, remedy="pray").endswith("does not fit: pray")
+    assert memory.table(gib, available=2**30, host=1, remedy="pray").endswith("does not fit: pray")
     much = dataclasses.replace(gib, host=2)
-    assert forecast.table(much, available=2**40, host=1, remedy="pray").endswith("does not fit the host")
+    assert memory.table(much, available=2**40, host=1, remedy="pray").endswith("does not fit the host")
 
 
 def test_what_a_script_prints():
@@ -336,7 +336,7 @@ def test_nothing_to_estimate(models, budget):
 
 
 def test_an_engine_without_keys_and_values_is_estimated_too():
-    """A recurrent model has no heads of attention to count a cache by; a forecast never stops a run."""
+    """A recurrent model has no heads of attention to count a cache by; an estimate never stops a run."""
     from transformers import MambaConfig, MambaForCausalLM
 
     lm = MambaForCausalLM(MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, state_size=4))

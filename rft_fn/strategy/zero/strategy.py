@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rft_fn import dist, faults, metric, tree
+from rft_fn import dist, faults, memory, metric, tree
 from rft_fn import model as model_lib
 from rft_fn.model import probe
 from rft_fn.model.finite import require_finite
@@ -21,11 +21,12 @@ from rft_fn.model.lora import Export
 from rft_fn.strategy import step
 from rft_fn.strategy.common import Cut, everywhere, together
 from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.fsdp2 import groups
 from rft_fn.strategy.zero import engine as zero
 from rft_fn.strategy.zero import state as zero_state
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
-__all__ = ["deepspeed"]
+__all__ = ["deepspeed", "layout"]
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,41 @@ def unsupported(config: StrategyConfig) -> list[str]:
     """The options that DeepSpeed does not honour."""
     wants: dict[str, Any] = {"sp_size": 1, "shard_size": 0, "fsdp_cpu_offload": False, "mixed_mm_data": False}
     return [name for name, neutral in wants.items() if getattr(config, name) != neutral]
+
+
+def layout(config: StrategyConfig, world: int) -> memory.Layout:
+    """The memory layout over `world` processes: each stage shards one state more."""
+    parameters = gradients = 1
+    if config.zero_stage >= 2:
+        gradients = world
+    if config.zero_stage == 3:
+        parameters = world
+
+    narrow = None
+    if config.bf16 or config.use_mp_opt:
+        narrow = torch.bfloat16
+    on_host = frozenset()
+    if config.adam_offload:
+        on_host = frozenset({"optimizer", "update"})
+
+    # modules are gathered and reduced as they are used, in about FSDP2's groups
+    reduced = None
+    if gradients > 1:
+        reduced = groups
+    return memory.Layout(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=world,
+        kept=narrow,
+        frozen=narrow,
+        stepped=torch.float32,
+        computed=narrow,
+        flat_copy=True,
+        sum_dtype=step.wide,
+        groups=reduced,
+        gathered=parameters > 1,
+        on_host=on_host,
+    )
 
 
 def deepspeed(config: StrategyConfig) -> Strategy:
