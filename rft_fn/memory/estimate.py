@@ -1,4 +1,4 @@
-"""The bytes that each rank of a run will hold, by what they are for, before it holds any of them.
+"""Estimates the memory of each rank of a run before it starts.
 
 A module is traced on the meta device; its backend's `Layout` tells what each process keeps of it.
 """
@@ -75,7 +75,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Sampler:
-    """An engine that samples in the trainer's process, with a copy of the first model's weights."""
+    """An engine in the trainer's process, with a copy of the first model's weights."""
 
     batch: int  # sequences sampled at a time
     length: int = 0  # tokens of the longest; 0 leaves out the cache
@@ -100,19 +100,12 @@ class _Work(NamedTuple):
     gathered: int = 0
 
 
-def _type(p: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The type of a parameter that is laid out in `dtype`."""
-    if dtype is None or not p.is_floating_point():
-        return p.dtype
-    return dtype
-
-
 def _shard(p: Tensor, n: int, dtype: torch.dtype | None) -> Tensor:
-    """The largest part of a parameter that is sharded over n along its first dim, without memory."""
+    """The largest of n shards of a parameter along its first dim, without memory."""
     shape = list(p.shape)
     if shape:
         shape[0] = -(-shape[0] // n)
-    return torch.empty(shape, dtype=_type(p, dtype), device="meta")
+    return torch.empty(shape, dtype=trace.dtype_of(p, dtype), device="meta")
 
 
 def _shards(named: dict[str, nn.Parameter], n: int, dtype: torch.dtype | None) -> tree.Named:
@@ -181,12 +174,13 @@ def _held(layout: Layout, module: nn.Module, tx: Transform | None, unknown: list
 def _gathered(layout: Layout, module: nn.Module) -> int:
     """Whole parameters that exist while they are used, and buffers of their gradients [bytes]."""
     if layout.cast_copy:
-        return sum(_type(p, layout.computed).itemsize * p.numel() for p in module.parameters())
+        return sum(trace.dtype_of(p, layout.computed).itemsize * p.numel() for p in module.parameters())
     if not layout.gathered or layout.groups is None:
         return 0
-    whole, reduced = [], []
+    whole: list[int] = []
+    reduced: list[int] = []
     for group in layout.groups(module):
-        whole.append(sum(_type(p, layout.computed).itemsize * p.numel() for p in group))
+        whole.append(sum(trace.dtype_of(p, layout.computed).itemsize * p.numel() for p in group))
         reduced.append(sum(layout.sum_dtype(p.dtype).itemsize * p.numel() for p in group if p.requires_grad))
     # those of the root from its forward to the end; one block in use while the next one is on its way
     return whole[-1] + 2 * max(whole[:-1], default=0) + max(reduced[:-1], default=0)
@@ -224,7 +218,7 @@ def _weights(module: nn.Module, kind: str) -> int:
 
 
 def _cache(module: nn.Module, kind: str, sampler: Sampler) -> int:
-    """The keys and values that an engine keeps of the sequences that it samples [bytes]."""
+    """The keys and values of the sequences that an engine samples [bytes]."""
     if not sampler.length or not hasattr(module, "config"):
         return 0
     config: Any = module.config
@@ -245,12 +239,13 @@ def estimate(
     chunk_size: int = 0,
     sampler: Sampler | None = None,
 ) -> Estimate:
-    """Memory of one process with these models, each with its optimizer, or None if it only scores.
+    """Memory of one process with these models and their optimizers.
 
-    A pack has `budget` tokens, and all of them count as responses. A model that takes one sequence at a time
-    has at most that. kind: "cuda" or "cpu". `fused` and `chunk_size` are those of the log-probs. `sampler`
-    copies the first model. A part that cannot run without values leaves a line in `unknown`. The modules may
-    be on the meta device; they are left alone. ValueError without a model or tokens.
+    The optimizer of a model that only scores is None. A pack has `budget` tokens, and all of them count as
+    responses; a model that takes one sequence at a time has at most that. kind: "cuda" or "cpu". `fused` and
+    `chunk_size` are those of the log-probs. `sampler` copies the first model. A part that cannot run without
+    values leaves a line in `unknown`. The modules may be on the meta device; they are left alone. ValueError
+    without a model or tokens.
     """
     if not models or budget < 1:
         raise ValueError(f"models, budget: expected at least one of each, got {len(models)} and {budget}")
@@ -287,7 +282,7 @@ def estimate(
 
 
 def _stays(sampler: Sampler | None, kind: str) -> bool:
-    """Whether the engine's weights stay on the device: on a CPU there is nowhere else."""
+    """Whether the engine's weights never leave the device, as on a CPU."""
     return sampler is not None and (kind == "cpu" or not sampler.sleeps)
 
 

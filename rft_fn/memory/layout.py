@@ -1,4 +1,4 @@
-"""How a backend lays out a model in memory: one record, which each backend fills in."""
+"""The record in which each backend describes how it lays out a model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,10 @@ def _same(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each process keeps a model, in which types, and what it copies for a step."""
+    """How a backend lays out a model: shards, types, temporary copies, offloading.
+
+    `Layout()` is one process that keeps and computes everything in the module's own types.
+    """
 
     # the number of processes that each of these is sharded over
     parameters: int = 1

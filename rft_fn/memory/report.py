@@ -1,4 +1,4 @@
-"""Memory for people: the table of an estimate, and a line with what a process really holds."""
+"""Memory for people: the table of an estimate, and the usage of a process."""
 
 import os
 import sys
@@ -87,9 +87,10 @@ def _on_host() -> dict[str, int]:
 
 
 def report(prefix: str = "") -> dict[str, int]:
-    """Memory that this process holds [bytes], by name; rank 0 prints the largest over the ranks.
+    """Memory that this process holds, by name [bytes]; rank 0 prints it.
 
-    "allocated", "peak" and "reserved" of the GPU, or "resident" and "peak" of the process without one.
+    "allocated", "peak" and "reserved" of the GPU, or "resident" and "peak" of the process without one. The
+    line that is printed has the largest over the ranks.
     """
     found = _on_gpu() if torch.cuda.is_available() else _on_host()
     most = dist.all_reduce(found, "max")

@@ -1,8 +1,8 @@
-"""The bytes of one step of a model, traced on the meta device, where tensors have no memory.
+"""Traces one step of a model on the meta device, and counts its bytes.
 
-The step is the model's own forward and backward, so everything that an architecture keeps for its backward is
-counted, whatever the architecture. Only attention is a stand-in: it keeps the same tensors as flash
-attention (no [T, T]).
+Tensors have shapes there and no memory. The step is the model's own forward and backward, so everything that
+an architecture keeps for its backward is counted, whatever the architecture. Only attention is a stand-in: it
+keeps the same tensors as flash attention (no [T, T]).
 """
 
 import copy
@@ -21,7 +21,7 @@ from rft_fn.memory.layout import Groups
 from rft_fn.model import attention, probe, text
 from rft_fn.types import Packed, Sampling, Transform
 
-__all__ = ["Live", "Step", "nbytes", "on_meta", "step", "update"]
+__all__ = ["Live", "Step", "dtype_of", "nbytes", "on_meta", "step", "update"]
 
 NAME = "rft_estimate"  # in transformers' table of attention functions
 
@@ -32,9 +32,10 @@ def nbytes(*tensors: Tensor) -> int:
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of live tensors that were made while it is on: `now`, and at the `peak`.
+    """Counts the bytes of live tensors, `now` and at the `peak`.
 
-    `known` tensors, and those that share memory with them, are not counted.
+    Only tensors that are made while it is on count; `known` tensors, and those that share memory with them,
+    are not counted.
     """
 
     def __init__(self, known: Sequence[Tensor] = ()):
@@ -129,25 +130,30 @@ class Step(NamedTuple):
     backward: int  # more than both at the backward's peak: gradients of the pack before they are summed
 
 
+def dtype_of(p: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The type of a parameter that is cast to `dtype`, which leaves whole numbers alone."""
+    if dtype is None or not p.is_floating_point():
+        return p.dtype
+    return dtype
+
+
 def on_meta(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy of a module without memory, in `dtype` if one is given. The module is left alone."""
+    """A copy of a module without memory, in `dtype` if one is given."""
 
     def empty(x: Tensor) -> Tensor:
         if not isinstance(x, nn.Parameter):
             return x.to("meta")
-        kept = x.dtype
-        if dtype is not None and x.is_floating_point():
-            kept = dtype
-        return nn.Parameter(torch.empty(x.shape, device="meta", dtype=kept), x.requires_grad)
+        return nn.Parameter(torch.empty(x.shape, device="meta", dtype=dtype_of(x, dtype)), x.requires_grad)
 
     memo: dict[int, Any] = {id(x): empty(x) for x in [*module.parameters(), *module.buffers()]}
     return copy.deepcopy(module, memo)
 
 
 class _Attention(torch.autograd.Function):
-    """Shapes of flash attention: keeps its inputs, its output and one float32 number per row.
+    """Shapes of flash attention.
 
-    With `loop` it also keeps the copies of one call per sequence.
+    It keeps its inputs, its output and one float32 number per row. With `loop` it also keeps the copies of
+    one call per sequence.
     """
 
     @staticmethod
@@ -168,7 +174,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _stand_in(loop: bool) -> Callable:
-    """An attention function of transformers: query, key, value [1, H, T, D] -> ([1, T, H, D], None)."""
+    """An attention function of transformers: three of [1, H, T, D] -> ([1, T, H, D], None)."""
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple:
         out: Any = _Attention.apply(*(x.transpose(1, 2) for x in (query, key, value)), loop)
@@ -196,7 +202,7 @@ def _language_model(root: nn.Module) -> nn.Module | None:
 
 
 def _decoder(root: nn.Module) -> nn.Module | None:
-    """The part of a root whose output is the hidden states of its last layer."""
+    """The part of a root that gives the last hidden states."""
     lm = getattr(root, "lm", None)
     if lm is not None:
         return text.decoder(lm)
@@ -204,7 +210,10 @@ def _decoder(root: nn.Module) -> nn.Module | None:
 
 
 def _root(module: nn.Module, *, kind: str, tokens: int, fused: bool, chunk_size: int) -> nn.Module:
-    """The module as it is trained, with the stand-in for attention where the real one keeps no [T, T]."""
+    """The module as it is trained, with the stand-in for attention.
+
+    Attention that keeps scores [T, T] stays.
+    """
     from transformers import AttentionInterface
 
     # the workspace that suits the device, which is not the meta device
@@ -222,14 +231,14 @@ def _root(module: nn.Module, *, kind: str, tokens: int, fused: bool, chunk_size:
             name = "eager"
         attention.use(lm, name)
 
-    # how it takes packs cannot be found out by comparing values
+    # packs are taken as usual: without values nothing can be compared
     with _Answers():
         probe.assume(root)
     return root
 
 
 class _Reduced:
-    """Parameters whose gradients are reduced together: once all are there, a `shard`-th of them stays."""
+    """Parameters whose gradients are reduced together, to a `shard`-th, once all are there."""
 
     def __init__(self, params: Sequence[nn.Parameter], shard: int, live: Live):
         self.params = [p for p in params if p.requires_grad]
@@ -250,7 +259,7 @@ class _Reduced:
 
 
 class _Phases:
-    """Notes what is live when the decoder is done, and the peak when the head is."""
+    """Notes what is live after the decoder, and the peak of the head."""
 
     def __init__(self, live: Live):
         self.live = live
@@ -294,11 +303,11 @@ def step(
     groups: Groups | None = None,
     shard: int = 1,
 ) -> Step:
-    """Bytes of forward and backward of a pack of `tokens`; a module on the meta device is consumed.
+    """Bytes of forward and backward of a pack of `tokens`.
 
-    kind: "cpu" or "cuda", on which attention and the head's workspace differ. groups(root) are the parameters
-    whose gradients are reduced together, to a `shard`-th. An error that the module raises on the meta device
-    (mostly because it reads a value) passes through.
+    The module is on the meta device, and consumed. kind: "cpu" or "cuda", on which attention and the head's
+    workspace differ. groups(root) are the parameters whose gradients are reduced together, to a `shard`-th.
+    An error that the module raises on the meta device (mostly because it reads a value) passes through.
     """
     root = _root(module, kind=kind, tokens=tokens, fused=fused, chunk_size=chunk_size)
     pack = _pack(tokens)
@@ -312,7 +321,7 @@ def step(
     if part is not None:
         part.register_forward_hook(phases.decoder_done)
 
-    # the loss depends on every output, as the largest losses do
+    # a loss that depends on every output, as those with an entropy bonus or a value do
     with live, _Answers():
         out = root(pack)
         total = sum(x.sum() for x in (out.logp, out.entropy, out.value) if x is not None)
@@ -323,7 +332,7 @@ def step(
 
 
 def update(tx: Transform, opt: Any, params: tree.Named, grads: tree.Named) -> int:
-    """The peak of an update beside its arguments, which are on the meta device [bytes]."""
+    """The peak of an update beside its arguments, on the meta device [bytes]."""
     live = Live([x for x in tree.leaves((opt, params, grads)) if isinstance(x, Tensor)])
     with torch.no_grad(), live:
         updates, _ = tx.update(grads, opt, params)

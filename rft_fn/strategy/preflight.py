@@ -1,4 +1,4 @@
-"""The memory of a run by its config: its backend's layout, the estimate, the remedy if it is too much.
+"""Estimates the memory of a run from its config, and suggests a remedy.
 
 print(strategy.preflight(st, (module, tx), budget=8192))
 """
@@ -38,7 +38,7 @@ def estimate(
     engine: bool = True,
     length: int = 0,
 ) -> Estimate:
-    """Memory of one of `world` processes with these models, each with its optimizer or None.
+    """Memory of one of `world` processes with these models and their optimizers.
 
     `memory.estimate` with the layout and options of a config; with sp_size each process has its part of a
     pack's tokens. `engine`: one samples with a copy of the first model, sequences of up to `length` tokens (0
@@ -89,7 +89,10 @@ def remedy(config: StrategyConfig, x: Estimate, *, world: int, checkpointed: boo
 
 
 def preflight(strategy: Strategy, *models: Model, budget: int, engine: bool = True, length: int = 0) -> str:
-    """The table of `estimate` for a strategy on this machine, to print before `init`; "" past rank 0."""
+    """The table of `estimate` for a strategy on this machine, to print before `init`.
+
+    "" on all ranks but the first.
+    """
     if strategy.rank:
         return ""  # only the first prints it
     kind, config, world = strategy.device.type, strategy.config, strategy.world

@@ -44,7 +44,7 @@ def library() -> Any:
 
 
 class Root(nn.Module):
-    """A module whose output is a dict of tensors: DeepSpeed's hooks cannot look into a TokenOut."""
+    """A module whose output is a dict of tensors, for DeepSpeed's hooks."""
 
     inner: nn.Module
 
@@ -84,9 +84,10 @@ def initialize(config: StrategyConfig, root: Root, clip: float = 0.0, **optimize
 
 
 def gather_with_root(root: Root, module: nn.Module) -> None:
-    """Have stage 3 gather weights with the root that are read outside their own module's forward.
+    """Have stage 3 gather some weights with the root.
 
-    These are a Scorer's fused head, and the parameters of a custom module itself.
+    These are read outside their own module's forward: a Scorer's fused head, and the parameters of a custom
+    module itself.
     """
     outside = list(root.inner.parameters(recurse=False))
     if getattr(root.inner, "fused", False):
@@ -97,7 +98,7 @@ def gather_with_root(root: Root, module: nn.Module) -> None:
 
 
 class Average(tree.Named):
-    """The average of each parameter by name, gathered when it is read: every rank has to read."""
+    """The average of each parameter by name, gathered when all ranks read it."""
 
     model: "ZeroModel"
 
@@ -112,7 +113,7 @@ class Average(tree.Named):
 
 
 class ZeroModel:
-    """A model that is trained in a DeepSpeed engine, which holds its gradients and its optimizer."""
+    """A model in training, whose gradients and optimizer DeepSpeed holds."""
 
     def __init__(self, config: StrategyConfig, module: nn.Module, root: Root, tx: Transform):
         self.module = module
@@ -163,18 +164,21 @@ class ZeroModel:
         self.stage.clear()
 
     def finite(self) -> bool:
-        """Whether the gradients of the last backward have neither NaN nor inf, on any rank."""
+        """Whether the gradients have neither NaN nor inf on any rank."""
         return all(dist.all_gather_object(self.stage.finite()))
 
     def backward(self, total: Tensor, *, last: bool) -> None:
-        """Add the gradient of `total` [] to the sum over packs and ranks; the step comes after the last."""
+        """Add the gradient of `total` [] to the sum over packs and ranks.
+
+        `last` is true for the last one before a step.
+        """
         self.deepspeed_engine.set_gradient_accumulation_boundary(last)
         self.deepspeed_engine.backward(total * dist.world())  # it averages over ranks
 
     def step(self, count: int) -> float:
-        """Step with the gradients that are there, after `count` steps; returns their norm.
+        """Step with the gradients that are there; returns their norm.
 
-        Nothing has changed where it is not finite.
+        `count` steps were made before. Nothing has changed where the norm is not finite.
         """
         if not self.finite():  # whether DeepSpeed looks itself depends on its version and the stage
             self.clear()
@@ -198,17 +202,20 @@ class ZeroModel:
         self.stage.link_moments()
 
     def average(self) -> Average:
-        """The average that optim.ema asks for."""
+        """The average of the weights, for optim.ema."""
         out = Average(self.params)
         out.model = self
         return out
 
     def weight(self, p: Tensor) -> Tensor:
-        """A parameter whole, in float32 where it is stepped so: every rank has to ask."""
+        """A whole parameter, in float32 where it is stepped so. All ranks must call it."""
         return self.stage.weight(p)
 
     def moment(self, p: Tensor, name: str) -> Tensor:
-        """A moment ("m", "v" or "average") of a parameter, whole, in float32: every rank has to ask."""
+        """A whole moment of a parameter in float32. All ranks must call it.
+
+        `name` is "m", "v" or "average".
+        """
         return self.stage.moment(p, MOMENTS[name])
 
     @torch.no_grad()

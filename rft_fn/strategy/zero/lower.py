@@ -15,7 +15,7 @@ MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq", "average": "average"}  # our names
 
 
 class AveragingAdamW(torch.optim.AdamW):
-    """AdamW that keeps an average of the weights beside the moments, if `decay` is a number."""
+    """AdamW that also keeps an average of the weights, unless `decay` is None."""
 
     decay: float | None = None
 

@@ -16,7 +16,7 @@ __all__ = ["Stage", "Stage1And2", "Stage1Bfloat16", "Stage3", "gathered", "stage
 
 
 def gathered(p: Tensor) -> Tensor:
-    """A parameter whole, as the model computes with it: every rank has to ask."""
+    """A whole parameter, as the model computes with it. All ranks must call it."""
     from deepspeed import zero
 
     if not hasattr(p, "ds_id"):  # only stage 3 shards it
@@ -54,7 +54,7 @@ class Stage(ABC):
         return all(bool(torch.isfinite(x).all()) for x in self.gradients())
 
     def overflowed(self) -> bool:
-        """Whether the last step was skipped because the norm overflowed, of gradients that are finite."""
+        """Whether DeepSpeed skipped the last step: finite gradients may have an infinite norm."""
         return getattr(self.optimizer, "overflow", False)  # not in every version of BF16_Optimizer
 
     def link_moments(self) -> None:
@@ -67,7 +67,7 @@ class Stage(ABC):
         return p.dtype == torch.bfloat16
 
     def weight(self, p: Tensor) -> Tensor:
-        """A parameter whole, in float32 where it is stepped so: every rank has to ask."""
+        """A whole parameter, in float32 where it is stepped so. All ranks must call it."""
         from deepspeed import utils
 
         if p.requires_grad and self.steps_copy(p):
@@ -75,7 +75,7 @@ class Stage(ABC):
         return gathered(p)
 
     def moment(self, p: Tensor, name: str) -> Tensor:
-        """A moment of a parameter by AdamW's name, whole, in float32: every rank has to ask."""
+        """A whole moment by AdamW's name, in float32. All ranks must call it."""
         from deepspeed import utils
 
         return _required(utils.safe_get_full_optimizer_state(p, name))
@@ -94,7 +94,7 @@ class Stage(ABC):
 
 
 class Stage1And2(Stage):
-    """Stages 1 and 2: flat float32 weights by parameter group, of which each rank has a part."""
+    """Stages 1 and 2: each rank has a part of each group's flat float32 weights."""
 
     def flat_weights(self) -> list[Tensor]:
         return self.optimizer.single_partition_of_fp32_groups
@@ -113,7 +113,7 @@ class Stage1And2(Stage):
 
 
 class Stage1Bfloat16(Stage):
-    """Stage 1 of bfloat16 weights (BF16_Optimizer): flat float32 gradients of all of them on every rank."""
+    """Stage 1 of bfloat16 weights: every rank has all gradients, flat, in float32."""
 
     def flat_weights(self) -> list[Tensor]:
         return self.optimizer.fp32_groups_flat_partition
@@ -127,7 +127,7 @@ class Stage1Bfloat16(Stage):
 
 
 class Stage3(Stage):
-    """Stage 3: every parameter is cut into equal flat parts, one per rank, the last ones padded."""
+    """Stage 3: each parameter is cut into equal flat parts, one per rank, with padding."""
 
     def flat_weights(self) -> list[Tensor]:
         return self.optimizer.fp32_partitioned_groups_flat
@@ -142,7 +142,7 @@ class Stage3(Stage):
         self.optimizer.averaged_gradients = {}
 
     def link_moments(self) -> None:
-        """Nothing to tell: here DeepSpeed looks the moments up."""
+        """Nothing: at stage 3 DeepSpeed looks the moments up."""
 
     def steps_copy(self, p: Tensor) -> bool:
         return True

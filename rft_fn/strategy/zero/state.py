@@ -1,4 +1,4 @@
-"""The state of a model whose weights and moments DeepSpeed holds, and its form in a checkpoint.
+"""The training state of a model under DeepSpeed, and its form in a checkpoint.
 
 A checkpoint has whole tensors by name, each rank with its rows of them: it resumes under every strategy, and
 one of any strategy resumes here.
@@ -28,7 +28,10 @@ class ZeroState:
 
 
 def state_of(model: ZeroModel, *, count: int, done: int, skipped: int) -> TrainState:
-    """The state after `done` updates, of which `count` were steps and the last `skipped` were not."""
+    """The state after `done` updates.
+
+    `count` of them were steps, and the last `skipped` were not.
+    """
     params = tree.map(lambda p: p, model.params)
     opt: tuple = (ZeroState(count=count, model=model),)
     if model.lowered.decay is not None:
@@ -116,7 +119,7 @@ def _tensors(state: TrainState, *, values: bool) -> TrainState:
 
 
 def _each(state: ckpt.States, f: Callable[..., Any], *more: Any) -> Any:
-    """`f` of a state, or of each of several: by name, or in a list."""
+    """`f` of a state, or of each in a dict or list."""
     if isinstance(state, TrainState):
         return f(state, *more)
     if isinstance(state, Mapping):
@@ -172,9 +175,9 @@ def _adopt(like: TrainState, found: TrainState) -> TrainState:
 
 
 def restore(path: str | Path, like: ckpt.States, extra: Any = None) -> tuple[Any, Any]:
-    """`ckpt.restore` into the model of `like` (one state, a dict or a list of them), which is donated.
+    """`ckpt.restore` into the models of `like`, which is donated.
 
-    Nothing has been changed if it raises.
+    `like` is one state, or a dict or a list of them. Nothing has been changed if it raises.
     """
     found, extra = ckpt.restore(path, _each(like, partial(_tensors, values=False)), extra)
     return _each(like, _adopt, found), extra

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1, 2 and 3: the same record, with gradients and the optimizer inside DeepSpeed.
+"""DeepSpeed ZeRO 1, 2 and 3 as a `Strategy`.
 
 `Strategy.grad` returns gradients that cannot be looked at, because DeepSpeed holds them, and
 `Strategy.update` is DeepSpeed's step: the weights are those of one process to rounding.
@@ -32,7 +32,7 @@ __all__ = ["deepspeed", "layout"]
 
 @dataclass(frozen=True)
 class ZeroApply:
-    """The apply of a module whose weights DeepSpeed lays out; it takes only that module's parameters."""
+    """The apply of one module under DeepSpeed; it takes only that module's parameters."""
 
     run: nn.Module  # pack -> the fields of a TokenOut
     params: tree.Named
@@ -104,7 +104,7 @@ def bind(
 
 
 def _settle(cut: Cut, root: Root, run: Callable[[Any], dict[str, Tensor]]) -> None:
-    """Find out how the model inside a root takes packs, by the forward that packs go through."""
+    """Find out how a model takes packs, by the forward that packs go through."""
 
     def call(question: probe.Question) -> probe.Found:
         return probe.Found(**run(question))
@@ -138,7 +138,7 @@ def init(
 def grad(
     state: TrainState, apply: ZeroApply, loss_fn: LossFn, packs: Sequence[Packed]
 ) -> tuple[ZeroGrads, dict[str, metric.Metric]]:
-    """(gradients, metrics) of the sum over the packs of all ranks of (w * loss).sum().
+    """(gradients, metrics) of (w * loss).sum() over the packs of all ranks.
 
     The gradients stay in DeepSpeed, the metrics are the same everywhere. Every rank brings the same number of
     packs, at least one.
@@ -210,9 +210,9 @@ def update(
 
 
 def export(state: TrainState, *, finite: bool = True) -> Export:
-    """The trained weights for an engine: full tensors by the plain model's names, adapters merged.
+    """The trained weights for an engine: full tensors by the plain model's names.
 
-    One at a time, on every rank: all of them have to iterate.
+    Adapters are merged. One at a time, on every rank: all of them have to iterate.
     """
     model = zero_state.model_of(state)
 
