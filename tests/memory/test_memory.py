@@ -74,7 +74,7 @@ def local(x):
 
 
 def step_of(name, options, tokens, **how):
-    """What a rank holds in a step: (estimated, allocated), by phase."""
+    """(estimated, allocated) bytes of a rank in a step, by phase."""
     st = get_strategy(StrategyConfig(**options))
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3), optim.ema(0.9))
     model = module(name, **how)
@@ -172,7 +172,7 @@ CASES = {
     "narrow": ("default", {"bf16": True}, {}),
     "lora": ("lora", {}, {}),
     "sequence": ("qwen2", {"sp_size": 2}, {}),
-    "sequence, heads of its own": ("default", {"sp_size": 2}, {}),
+    "sequence, more heads": ("default", {"sp_size": 2}, {}),
     "default": ("default", {}, {}),
 }
 
@@ -194,7 +194,7 @@ def test_two_processes(sharded, case):
 
 
 def test_a_share_of_the_tokens_takes_that_share_of_the_activations(sharded):
-    for whole, part in (("sharded", "sequence"), ("default", "sequence, heads of its own")):
+    for whole, part in (("sharded", "sequence"), ("default", "sequence, more heads")):
         (want, one), (guess, half) = sharded[0][whole], sharded[0][part]
         assert guess["activations"] == pytest.approx(want["activations"] / 2, rel=0.02)
         assert half["activations"] < 0.6 * one["activations"], (half, one)
@@ -246,7 +246,7 @@ def test_a_layout_keeps_the_types_that_it_names():
     assert of(memory.Layout(flat_copy=True), trained).optimizer == one.optimizer + one.parameters
 
 
-def test_a_model_that_reads_values_is_said_to_be_unknown():
+def test_a_model_that_reads_values_is_listed_as_unknown():
     class Reads(torch.nn.Module):
         def __init__(self):
             super().__init__()

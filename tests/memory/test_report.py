@@ -35,7 +35,7 @@ def test_the_table():
 
 
 def test_report(capsys):
-    """What is resident grows by what is allocated and touched, and the peak stays."""
+    """Resident memory grows by the size of a tensor that is written, and the peak stays."""
     before = memory.report("before")
     block = torch.ones(2**26)
     with_block = memory.report("with 256 MiB")

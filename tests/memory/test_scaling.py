@@ -57,7 +57,7 @@ def test_the_tables_in_the_docs_are_those_of_the_data(bench, name):
     assert made.section(text, name, made.TABLES[name](found[name])) == text
 
 
-def test_the_data_is_what_the_estimate_says_now(bench):
+def test_the_data_agrees_with_the_estimate(bench):
     made, found, _ = bench
     assert set(found["knobs"]) == set(made.KNOBS) and len(found["scale"]) == 3 * len(made.SHAPES)
     for x, now in (
