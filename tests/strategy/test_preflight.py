@@ -3,12 +3,12 @@
 import dataclasses
 
 import pytest
+import tiny
 import torch
-from test_memory import module
-from test_report import BASE
 
 import rft_fn as rft
-from rft_fn import optim
+from rft_fn import memory, optim
+from rft_fn.model import tiny as embedded
 from rft_fn.strategy import StrategyConfig, estimate
 from rft_fn.strategy.preflight import layout, remedy
 
@@ -16,7 +16,7 @@ from rft_fn.strategy.preflight import layout, remedy
 def of(**options):
     """An estimate for a GPU, of the default model with a critic-like second one."""
     how = {"budget": 256, "world": options.pop("world", 1), "length": options.pop("length", 0)}
-    a, b = module("default"), module("qwen2")
+    a, b = embedded.new_model(48, 0), tiny.llama()
     return estimate(StrategyConfig(**options), (a, optim.adamw(1e-3)), (b, None), **how)
 
 
@@ -44,6 +44,12 @@ def test_stages_of_zero():
         assert x.optimizer == pytest.approx(whole.optimizer * 1.5 / 4, rel=0.01)
 
 
+MOSTLY_ACTIVATIONS = memory.Estimate(
+    parameters=2, gradients=2, optimizer=4, activations=90, head=5, backward=3, gathered=0, update=4,
+    engine=2, host=0, awake=False,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "changes, options, checkpointed, change",
     [
@@ -60,16 +66,16 @@ def test_stages_of_zero():
     ],
 )
 def test_what_to_change_first(changes, options, checkpointed, change):
-    x = dataclasses.replace(BASE, **changes)
+    x = dataclasses.replace(MOSTLY_ACTIVATIONS, **changes)
     assert remedy(StrategyConfig(**options), x, world=8, checkpointed=checkpointed) == change
 
 
 def test_what_a_script_prints():
     st = rft.strategy.get_fake_strategy()
-    text = rft.strategy.preflight(st, (module("default"), optim.adamw(1e-3)), budget=1024, length=64)
+    text = rft.strategy.preflight(st, (embedded.new_model(48, 0), optim.adamw(1e-3)), budget=1024, length=64)
     assert text.startswith("memory of a process (1 of 1, packs of 1024 tokens), estimated\n")
     assert text.endswith(": fits") and "parameters" in text and len(text.splitlines()) == 10
-    assert rft.strategy.preflight(st._replace(rank=1), (module("default"), None), budget=1) == ""
+    assert rft.strategy.preflight(st._replace(rank=1), (embedded.new_model(48, 0), None), budget=1) == ""
 
 
 @pytest.mark.parametrize("models, budget", [((), 8), ((None,), 0)])
