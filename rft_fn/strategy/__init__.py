@@ -5,9 +5,10 @@ from pathlib import Path
 
 from rft_fn import dist
 from rft_fn.data import Dataset
+from rft_fn.memory import Estimate
 from rft_fn.strategy.config import StrategyConfig, add_arguments
-from rft_fn.strategy.forecast import Estimate, estimate, preflight
 from rft_fn.strategy.local import fork, local, unsupported
+from rft_fn.strategy.preflight import estimate, preflight
 from rft_fn.types import Strategy
 
 _ROOT = Path(__file__).resolve().parent.parent

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rft_fn import dist, packing
+from rft_fn import dist, memory, packing
 from rft_fn.model import reader
 from rft_fn.model.text import ALONE
-from rft_fn.strategy import memory
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Experience, Packed
 

@@ -5,7 +5,7 @@ functions on the same names. Gradients are summed over ranks, never averaged: th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rft_fn import ckpt, dist, faults, metric, tree
+from rft_fn import ckpt, dist, faults, memory, metric, tree
 from rft_fn import model as model_lib
 from rft_fn.model import quantize
 from rft_fn.model.bind import own_parameters, require_own
@@ -21,10 +21,11 @@ from rft_fn.model.lora import Export
 from rft_fn.strategy import step
 from rft_fn.strategy.common import Cut, everywhere, together
 from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.local import layout as local_layout
 from rft_fn.strategy.sequence import Sequence as SequenceAxis
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
-__all__ = ["blocks", "fsdp2", "meshes"]
+__all__ = ["blocks", "fsdp2", "groups", "layout", "meshes"]
 
 
 def meshes(config: StrategyConfig, shard_size: int = 0) -> tuple[DeviceMesh, SequenceAxis | None]:
@@ -215,6 +216,39 @@ def export(state: TrainState, *, finite: bool = True) -> Export:
     One at a time, on every rank: all of them have to iterate.
     """
     return Export(state.params, state.module, lambda p: p.detach().full_tensor(), finite=finite)
+
+
+def groups(root: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of a module as FSDP2 gathers them: block by block, and at the end all others."""
+    out, seen = [], set()
+    for part in [*blocks(root), *_odd(root), root]:
+        group = [p for p in part.parameters() if id(p) not in seen]
+        seen |= {id(p) for p in group}
+        out.append(group)
+    return out
+
+
+def layout(config: StrategyConfig, world: int) -> memory.Layout:
+    """The memory layout over `world` processes: that of one process, sharded group by group."""
+    one = local_layout(config)
+    size = config.shard_size or world
+
+    # DTensors keep the type of the trained ones, and are cast group by group as they are gathered
+    sharded = replace(
+        one,
+        parameters=size,
+        gradients=size,
+        optimizer=size,
+        sequence=config.sp_size,
+        frozen=one.kept,
+        cast_copy=False,
+        groups=groups,
+        gathered=True,
+    )
+    if not config.fsdp_cpu_offload:
+        return sharded
+    all_of_it = frozenset({"parameters", "gradients", "optimizer", "update"})
+    return replace(sharded, on_host=all_of_it, copied_for_update=False)
 
 
 def fsdp2(config: StrategyConfig) -> Strategy:

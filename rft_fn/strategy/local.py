@@ -1,22 +1,23 @@
 """One process, one plain module: the reference for every other backend."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rft_fn import ckpt, dist, tree
+from rft_fn import ckpt, dist, memory, tree
 from rft_fn import model as model_lib
 from rft_fn.model import quantize
 from rft_fn.model.bind import applied
 from rft_fn.model.lora import Export
-from rft_fn.strategy import memory, step
+from rft_fn.strategy import step
 from rft_fn.strategy.common import Cut
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Apply, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
-__all__ = ["fork", "local", "unsupported"]
+__all__ = ["fork", "layout", "local", "unsupported"]
 
 
 def bind(
@@ -94,6 +95,35 @@ def fork(state: TrainState) -> TrainState:
     for p in copy.params.values():
         p.requires_grad_()
     return copy
+
+
+def layout(config: StrategyConfig) -> memory.Layout:
+    """The memory layout of one process, which holds every model whole."""
+    kept = frozen = computed = None
+    if config.use_mp_opt:
+        kept = frozen = computed = torch.bfloat16
+    if config.bf16:
+        # frozen parameters are narrow for good, the others are cast in each forward
+        kept = torch.float32
+        frozen = computed = torch.bfloat16
+
+    def wrap_optimizer(tx: Transform, params: Mapping[str, Tensor]) -> Transform:
+        return step.optimizer(tx, config, params)
+
+    on_host = frozenset()
+    if config.adam_offload:
+        on_host = frozenset({"optimizer", "update"})
+    return memory.Layout(
+        kept=kept,
+        frozen=frozen,
+        stepped=kept,
+        computed=computed,
+        wrap_optimizer=wrap_optimizer,
+        sum_dtype=step.wide,
+        cast_copy=config.bf16,
+        on_host=on_host,
+        copied_for_update=config.adam_offload,
+    )
 
 
 def local(config: StrategyConfig | None = None) -> Strategy:

@@ -1,7 +1,7 @@
 """The tables of docs/scaling.md: `python tests/bench/memory.py --write`.
 
-Computed by `strategy.estimate` on the meta device (no weights, no GPU), for models whose shapes stand below;
-and measured, on four processes over gloo: what sequence parallelism leaves of the activations of a pack.
+Two are computed by `strategy.estimate` on the meta device (no weights, no GPU), for models whose shapes stand
+below. One is measured, on four processes over gloo: the activations of a pack with sequence parallelism.
 Writes docs/results/memory.json and the tables in docs/scaling.md.
 """
 
@@ -24,7 +24,7 @@ ROOT = TESTS.parent
 
 RESULTS, DOCS = ROOT / "docs" / "results" / "memory.json", ROOT / "docs" / "scaling.md"
 GPU = 80e9  # bytes
-BUDGET = 16384  # tokens a pack
+BUDGET = 16384  # tokens per pack
 SHAPES = {
     "0.5B": (
         "Qwen2",
@@ -77,19 +77,21 @@ def model(name, checkpointing=True):
 
 
 def row(name, world, *, checkpointing=True, budget=BUDGET, engine=False, **options):
-    """The estimate of a model on so many GPUs, as numbers of bytes."""
+    """The estimate of a model on `world` GPUs [bytes]."""
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-6))
     config = StrategyConfig(**{"fsdp": not options.get("zero_stage")} | BASE | options)
     shape = model(name, checkpointing)
     x = estimate(config, (shape, tx), budget=budget, world=world, engine=engine)
     if x.unknown:
         raise RuntimeError(f"{name}: expected a shape that runs without values, got {x.unknown}")
-    phase = "update" if x.total == x.updating else "forward and backward"
+    phase = "forward and backward"
+    if x.total == x.updating:
+        phase = "update"
     return {c: getattr(x, c) for c in COLUMNS} | {"peak": x.total, "host": x.host, "phase": phase}
 
 
 def small():
-    """A Llama whose parameters are little beside the activations of 4,096 tokens."""
+    """A Llama whose parameters are small beside the activations of 4,096 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -99,8 +101,10 @@ def small():
 
 
 def split(rank, tokens):
-    """{sp_size: (estimated, allocated at the end of the forward, allocated at the peak of the backward)}
-    for the same pack."""
+    """{sp_size: bytes} of the same pack.
+
+    "estimated", and allocated at the end of the forward ("forward") and at the peak of the step ("peak").
+    """
     from test_memory import allocated, loss_fn, packs
 
     out = {}
@@ -123,35 +127,43 @@ def split(rank, tokens):
 
 
 def gib(n):
-    return f"{n / 2**30:.1f}" if n >= 0.95 * 2**30 else f"{n / 2**30:.2f}"
+    """Bytes as GiB, with two digits below one."""
+    if n >= 0.95 * 2**30:
+        return f"{n / 2**30:.1f}"
+    return f"{n / 2**30:.2f}"
 
 
 def scale_table(rows):
-    """A line for each model and number of GPUs."""
+    """A row for each model and number of GPUs."""
     lines = ["| model | GPUs | " + " | ".join(COLUMNS) + " | peak | in | 80 GB |"]
     lines.append("|---" * (len(COLUMNS) + 5) + "|")
     for key, x in rows.items():
         name, world = key.split(" on ")
-        fits = "fits" if x["peak"] <= GPU else "no"
+        fits = "no"
+        if x["peak"] <= GPU:
+            fits = "fits"
         cells = " | ".join(gib(x[c]) for c in COLUMNS)
         lines.append(f"| {name} | {world} | {cells} | **{gib(x['peak'])}** | {x['phase']} | {fits} |")
     return "\n".join(lines)
 
 
 def knob_table(rows):
-    """A line for each knob that is turned."""
+    """A row for each option that is changed."""
     lines = [
         "| 7B on 8 GPUs | " + " | ".join(COLUMNS) + " | peak | host |",
         "|---" * (len(COLUMNS) + 3) + "|",
     ]
     for name, x in rows.items():
         cells = " | ".join(gib(x[c]) for c in COLUMNS)
-        lines.append(f"| {name} | {cells} | **{gib(x['peak'])}** | {gib(x['host']) if x['host'] else ''} |")
+        host = ""
+        if x["host"]:
+            host = gib(x["host"])
+        lines.append(f"| {name} | {cells} | **{gib(x['peak'])}** | {host} |")
     return "\n".join(lines)
 
 
 def split_table(rows):
-    """A line for each sp_size."""
+    """A row for each sp_size."""
     lines = [
         "| sp_size | held at the end of the forward, measured | estimated | peak of the step, measured |"
     ]
@@ -174,7 +186,7 @@ def section(text, name, new):
 
 
 def measured():
-    """Everything that docs/results/memory.json holds."""
+    """The contents of docs/results/memory.json."""
     sys.path.insert(0, str(TESTS))
     import ranks
 
@@ -194,13 +206,15 @@ def main():
     parser.add_argument("--write", action="store_true", help="the data and the tables, not only print them")
     write = parser.parse_args().write
     found = measured()
-    text = DOCS.read_text() if write else ""
-    for name, table in TABLES.items():
-        print(table(found[name]), end="\n\n")
-        text = section(text, name, table(found[name])) if write else ""
-    if write:
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-        DOCS.write_text(text)
+    tables = {name: table(found[name]) for name, table in TABLES.items()}
+    print(*tables.values(), sep="\n\n")
+    if not write:
+        return
+    text = DOCS.read_text()
+    for name, table in tables.items():
+        text = section(text, name, table)
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    DOCS.write_text(text)
 
 
 if __name__ == "__main__":

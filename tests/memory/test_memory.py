@@ -1,8 +1,5 @@
 """The estimate of memory against what the allocator hands out."""
 
-import dataclasses
-import importlib.util
-import json
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +12,11 @@ import torch
 from torch.profiler import profile
 
 import rft_fn as rft
-from rft_fn import optim, packing, tree
+from rft_fn import memory, optim, packing, tree
+from rft_fn.memory.trace import nbytes
 from rft_fn.model import apply_lora_configuration
 from rft_fn.model import tiny as embedded
-from rft_fn.strategy import StrategyConfig, forecast, get_strategy, memory
-from rft_fn.strategy.forecast import estimate
-from rft_fn.strategy.trace import nbytes
+from rft_fn.strategy import StrategyConfig, estimate, get_strategy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,7 +74,7 @@ def local(x):
 
 
 def step_of(name, options, tokens, **how):
-    """What a rank holds in a step: (estimated, allocated), by phase."""
+    """(estimated, allocated) bytes of a rank in a step, by phase."""
     st = get_strategy(StrategyConfig(**options))
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3), optim.ema(0.9))
     model = module(name, **how)
@@ -176,7 +172,7 @@ CASES = {
     "narrow": ("default", {"bf16": True}, {}),
     "lora": ("lora", {}, {}),
     "sequence": ("qwen2", {"sp_size": 2}, {}),
-    "sequence, heads of its own": ("default", {"sp_size": 2}, {}),
+    "sequence, more heads": ("default", {"sp_size": 2}, {}),
     "default": ("default", {}, {}),
 }
 
@@ -198,7 +194,7 @@ def test_two_processes(sharded, case):
 
 
 def test_a_share_of_the_tokens_takes_that_share_of_the_activations(sharded):
-    for whole, part in (("sharded", "sequence"), ("default", "sequence, heads of its own")):
+    for whole, part in (("sharded", "sequence"), ("default", "sequence, more heads")):
         (want, one), (guess, half) = sharded[0][whole], sharded[0][part]
         assert guess["activations"] == pytest.approx(want["activations"] / 2, rel=0.02)
         assert half["activations"] < 0.6 * one["activations"], (half, one)
@@ -223,38 +219,34 @@ def test_no_memory_is_taken_on_the_way():
     assert peak < 2**20 and x.parameters == nbytes(*model.parameters()) > 2**33
 
 
-def of(**options):
-    """An estimate for a GPU, of the default model with a critic-like second one."""
-    how = {"budget": 256, "world": options.pop("world", 1), "length": options.pop("length", 0)}
-    a, b = module("default"), module("qwen2")
-    return estimate(StrategyConfig(**options), (a, optim.adamw(1e-3)), (b, None), **how)
+def test_a_layout_shards_what_it_names_and_nothing_else():
+    """Quarters of each state, to a row of a tensor; the rest is that of one process."""
+    models = (module("default"), optim.adamw(1e-3))
+    one = memory.estimate(memory.Layout(), models, budget=64, kind="cpu")
+    for name in ("parameters", "gradients", "optimizer"):
+        layout = memory.Layout(**{name: 4})
+        x = memory.estimate(layout, models, budget=64, kind="cpu")
+        assert getattr(x, name) == pytest.approx(getattr(one, name) / 4, rel=0.01)
+        same = {"optimizer": ["parameters", "gradients"]}.get(name, ["optimizer", "update"])
+        assert [getattr(x, other) for other in same] == [getattr(one, other) for other in same]
+    half = memory.estimate(memory.Layout(sequence=2), models, budget=64, kind="cpu")
+    assert half.activations == pytest.approx(one.activations / 2, rel=0.1) and half.optimizer == one.optimizer
 
 
-def test_what_is_moved_to_the_host_is_counted_there():
-    plain, adam, all_ = of(), of(adam_offload=True), of(fsdp=True, fsdp_cpu_offload=True)
-    assert (adam.optimizer, adam.host) == (
-        0,
-        plain.engine + plain.optimizer + plain.update + plain.parameters + plain.gradients,
-    )
-    assert all_.parameters == all_.gradients == all_.optimizer == all_.update == 0
-    assert all_.host == plain.engine + plain.parameters + plain.gradients + plain.optimizer + plain.update
-    assert plain.host == plain.engine and plain.sampling == plain.parameters + plain.optimizer + plain.engine
-    awake = of(enable_engine_sleep=False)
-    assert awake.host == 0 and awake.training == plain.training + plain.engine
+def test_a_layout_keeps_the_types_that_it_names():
+    """Two bytes for four; a frozen model is kept by the type of frozen ones."""
+    narrow, trained = torch.bfloat16, (module("default"), optim.adamw(1e-3))
+    frozen = (module("default").requires_grad_(False), None)
+    of = partial(memory.estimate, budget=64, kind="cpu")
+    one, other = of(memory.Layout(), trained), of(memory.Layout(), frozen)
+    assert of(memory.Layout(kept=narrow), trained).parameters == one.parameters / 2
+    assert of(memory.Layout(stepped=narrow), trained).optimizer == one.optimizer / 2
+    assert of(memory.Layout(frozen=narrow), frozen).parameters == other.parameters / 2
+    assert of(memory.Layout(frozen=narrow), trained) == one
+    assert of(memory.Layout(flat_copy=True), trained).optimizer == one.optimizer + one.parameters
 
 
-def test_stages_of_zero():
-    """1 shards the optimizer, 2 the gradients too, 3 the parameters too; DeepSpeed keeps float32 weights
-    beside the moments."""
-    whole = of()
-    for stage in (1, 2, 3):
-        x = of(world=4, zero_stage=stage)
-        assert x.gradients == pytest.approx(whole.gradients / (4 if stage > 1 else 1), rel=0.01)
-        assert x.parameters == pytest.approx(whole.parameters / (4 if stage > 2 else 1), rel=0.01)
-        assert x.optimizer == pytest.approx(whole.optimizer * 1.5 / 4, rel=0.01)
-
-
-def test_a_model_that_reads_values_is_said_to_be_unknown():
+def test_a_model_that_reads_values_is_listed_as_unknown():
     class Reads(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -271,72 +263,11 @@ def test_a_model_that_reads_values_is_said_to_be_unknown():
     update, work = x.unknown
     assert update.startswith("update: ") and work.startswith("activations of Reads: ")
     assert x.parameters == x.gradients == 12 and x.optimizer == 24 and x.activations == x.update == 0
-    assert f"  not known, and not counted: {work}" in forecast.table(x, available=1, host=1, remedy="")
-
-
-BASE = forecast.Estimate(
-    parameters=2, gradients=2, optimizer=4, activations=90, head=5, backward=3, gathered=0, update=4,
-    engine=2, host=0, awake=False,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "changes, options, checkpointed, remedy",
-    [
-        ({}, {}, False, "set gradient_checkpointing"),
-        ({}, {}, True, "lower budget, or raise sp_size"),
-        ({"awake": True}, {"enable_engine_sleep": False}, False, "set enable_engine_sleep"),
-        ({"engine": 500}, {}, False, "lower engine_batch"),
-        ({"head": 95}, {"fused_linear_logprob": False}, False, "set fused_linear_logprob"),
-        ({"head": 95}, {}, False, "lower chunk_size"),
-        ({"optimizer": 400}, {}, False, "take more processes, or set adam_offload"),
-        ({"optimizer": 400}, {"shard_size": 2}, False, "raise shard_size, or set it to 0"),
-        ({"optimizer": 400}, {"zero_stage": 2}, False, "set zero_stage 3"),
-        ({"parameters": 400}, {"adam_offload": True}, False, "take more processes, or set fsdp_cpu_offload"),
-    ],
-)
-def test_what_to_change_first(changes, options, checkpointed, remedy):
-    x = dataclasses.replace(BASE, **changes)
-    assert forecast._remedy(StrategyConfig(**options), x, 8, checkpointed) == remedy
-
-
-def test_the_peak_is_that_of_the_largest_phase():
-    assert (BASE.training, BASE.updating, BASE.sampling, BASE.total) == (106, 12, 8, 106)
-    x = dataclasses.replace(BASE, update=300)
-    assert x.total == x.updating == 308
-    awake = dataclasses.replace(BASE, awake=True)
-    assert (awake.training, awake.sampling) == (108, 8)
-
-
-def test_the_table():
-    gib = dataclasses.replace(BASE, **{n: x * 2**30 for n, x in vars(BASE).items() if type(x) is int})
-    text = forecast.table(gib, available=200 * 2**30, host=1, remedy="pray")
-    lines = text.splitlines()
-    rows = "parameters gradients optimizer activations head backward update engine peak"
-    assert [line.split()[0] for line in lines] == rows.split()
-    assert lines[3].split()[1:3] == ["90.00", "GiB"]
-    assert lines[-1].split() == ["peak", "106.00", "GiB", "in", "training,", "of", "200.00", "GiB:", "fits"]
-    assert forecast.table(gib, available=2**30, host=1, remedy="pray").endswith("does not fit: pray")
-    much = dataclasses.replace(gib, host=2)
-    assert forecast.table(much, available=2**40, host=1, remedy="pray").endswith("does not fit the host")
-
-
-def test_what_a_script_prints():
-    st = rft.strategy.get_fake_strategy()
-    text = rft.strategy.preflight(st, (module("default"), optim.adamw(1e-3)), budget=1024, length=64)
-    assert text.startswith("memory of a process (1 of 1, packs of 1024 tokens), estimated\n")
-    assert text.endswith(": fits") and "parameters" in text and len(text.splitlines()) == 10
-    assert rft.strategy.preflight(st._replace(rank=1), (module("default"), None), budget=1) == ""
-
-
-@pytest.mark.parametrize("models, budget", [((), 8), ((None,), 0)])
-def test_nothing_to_estimate(models, budget):
-    with pytest.raises(ValueError, match="models, budget: expected at least one of each"):
-        estimate(StrategyConfig(), *models, budget=budget)
+    assert f"  not known, and not counted: {work}" in memory.table(x, available=1, host=1, remedy="")
 
 
 def test_an_engine_without_keys_and_values_is_estimated_too():
-    """A recurrent model has no heads of attention to count a cache by; a forecast never stops a run."""
+    """A recurrent model has no heads of attention to count a cache by; an estimate never stops a run."""
     from transformers import MambaConfig, MambaForCausalLM
 
     lm = MambaForCausalLM(MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, state_size=4))
@@ -353,60 +284,3 @@ def test_the_cache_of_the_engine_is_bounded_by_the_window():
     assert size(48) - size(0) == 2 * 2 * 128 * 4 * 48 * 64
     assert size(1000) - size(0) == 2 * 2 * 128 * 4 * 128 * 64
     assert size(0) == nbytes(*model.parameters())
-
-
-def test_report(capsys):
-    """What is resident grows by what is allocated and touched, and the peak stays."""
-    before = memory.report("before")
-    block = torch.ones(2**26)
-    with_block = memory.report("with 256 MiB")
-    del block
-    after = memory.report()
-    assert with_block["resident"] - before["resident"] == pytest.approx(2**28, rel=0.1)
-    assert (
-        after["resident"] < with_block["resident"] - 2**27 and after["peak"] > 0.99 * with_block["resident"]
-    )
-    lines = capsys.readouterr().out.splitlines()
-    gib = {name: f"{n / 2**30:.2f} GiB" for name, n in with_block.items()}
-    assert lines[1] == f"with 256 MiB: resident {gib['resident']}, peak {gib['peak']}"
-    assert lines[2].startswith("resident ")
-
-
-@pytest.fixture(scope="module")
-def bench():
-    """tests/bench/memory.py, the data that it made, and the page that it wrote them into."""
-    spec = importlib.util.spec_from_file_location("bench_memory", ROOT / "tests" / "bench" / "memory.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made, json.loads(made.RESULTS.read_text()), made.DOCS.read_text()
-
-
-@pytest.mark.parametrize("name", ["scale", "knobs", "split"])
-def test_the_tables_in_the_docs_are_those_of_the_data(bench, name):
-    made, found, text = bench
-    assert made.section(text, name, made.TABLES[name](found[name])) == text
-
-
-def test_the_data_is_what_the_estimate_says_now(bench):
-    made, found, _ = bench
-    assert set(found["knobs"]) == set(made.KNOBS) and len(found["scale"]) == 3 * len(made.SHAPES)
-    for x, now in (
-        (found["scale"]["0.5B on 64"], made.row("0.5B", 64)),
-        (found["knobs"]["`sp_size 4`"], made.row("7B", 8, sp_size=4)),
-    ):
-        assert x.pop("phase") == now.pop("phase")
-        assert now == pytest.approx(x, rel=0.02)
-
-
-def test_the_measured_activations_fall_with_sequence_parallelism(bench):
-    _, found, _ = bench
-    for sp, x in found["split"].items():
-        assert x["forward"] == pytest.approx(x["estimated"], rel=0.2)
-        assert x["forward"] < 1.2 * found["split"]["1"]["forward"] / int(sp)
-
-
-def test_every_knob_of_memory_is_in_the_docs(bench):
-    _, _, text = bench
-    knobs = "fsdp shard_size sp_size zero_stage fsdp_cpu_offload adam_offload bf16 use_mp_opt chunk_size"
-    for name in (*knobs.split(), "fused_linear_logprob", "packing_samples", "enable_engine_sleep"):
-        assert hasattr(StrategyConfig(), name) and f"`{name}`" in text, name

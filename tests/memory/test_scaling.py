@@ -1,6 +1,7 @@
-"""Every command of docs/scaling.md, as a shell reads it, and what the script makes of it."""
+"""docs/scaling.md: its commands, as a shell and the script read them, and its tables."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import tyro
+
+from rft_fn.strategy import StrategyConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELL = "python() { printf '%s\\0' \"$@\"; printf '\\n'; }\ntorchrun() { python \"$@\"; }\n"
@@ -37,3 +40,43 @@ def test_every_command_is_for_the_model_that_it_names(grpo):
         assert cfg.model != tiny.model and cfg.data != tiny.data and cfg.reward != tiny.reward
         assert cfg.lr <= 1e-5 and cfg.max_new >= 64 and "{question}" in cfg.template
         assert cfg.strategy.use_mp_opt is None and not cfg.strategy.bf16
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """tests/bench/memory.py, the data that it made, and the page that it wrote them into."""
+    spec = importlib.util.spec_from_file_location("bench_memory", ROOT / "tests" / "bench" / "memory.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made, json.loads(made.RESULTS.read_text()), made.DOCS.read_text()
+
+
+@pytest.mark.parametrize("name", ["scale", "knobs", "split"])
+def test_the_tables_in_the_docs_are_those_of_the_data(bench, name):
+    made, found, text = bench
+    assert made.section(text, name, made.TABLES[name](found[name])) == text
+
+
+def test_the_data_agrees_with_the_estimate(bench):
+    made, found, _ = bench
+    assert set(found["knobs"]) == set(made.KNOBS) and len(found["scale"]) == 3 * len(made.SHAPES)
+    for x, now in (
+        (found["scale"]["0.5B on 64"], made.row("0.5B", 64)),
+        (found["knobs"]["`sp_size 4`"], made.row("7B", 8, sp_size=4)),
+    ):
+        assert x.pop("phase") == now.pop("phase")
+        assert now == pytest.approx(x, rel=0.02)
+
+
+def test_the_measured_activations_fall_with_sequence_parallelism(bench):
+    _, found, _ = bench
+    for sp, x in found["split"].items():
+        assert x["forward"] == pytest.approx(x["estimated"], rel=0.2)
+        assert x["forward"] < 1.2 * found["split"]["1"]["forward"] / int(sp)
+
+
+def test_every_knob_of_memory_is_in_the_docs(bench):
+    _, _, text = bench
+    knobs = "fsdp shard_size sp_size zero_stage fsdp_cpu_offload adam_offload bf16 use_mp_opt chunk_size"
+    for name in (*knobs.split(), "fused_linear_logprob", "packing_samples", "enable_engine_sleep"):
+        assert hasattr(StrategyConfig(), name) and f"`{name}`" in text, name

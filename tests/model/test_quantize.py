@@ -146,7 +146,7 @@ def test_what_cannot_hold_it_says_so(folder, kind, options, message):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_forecast_counts_its_bytes(folder, kind):
+def test_an_estimate_counts_its_bytes(folder, kind):
     """A byte a weight of int8 and half a byte of nf4, with scales; an engine has all in full."""
     full, lm = model.load(folder), lora(folder, kind)
     adapters = sum(p.nbytes for p in lm.parameters() if p.requires_grad)

@@ -27,10 +27,10 @@ MUTANTS = [
         f"{MASTERS}::test_16_bits_without_masters_are_refused_in_one_line",
     ),
     (
-        "the forecast forgets the masters that nobody asked for",
-        "rft_fn/strategy/forecast.py",
-        "full = step.optimizer(tx, config, params)",
-        "full = step.optimizer(tx, config, {})",
+        "the estimate forgets the masters that nobody asked for",
+        "rft_fn/strategy/local.py",
+        "        return step.optimizer(tx, config, params)\n",
+        "        return step.optimizer(tx, config, {})\n",
         "tests/memory/test_memory.py::test_one_process[-dtype-default]",
     ),
     (

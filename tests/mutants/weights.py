@@ -69,10 +69,10 @@ MUTANTS = [
         "tests/model/test_quantize.py::test_merged_it_is_saved_in_full_and_apart_it_is_adapters",
     ),
     (
-        "a forecast counts four bytes for one",
-        "rft_fn/strategy/forecast.py",
-        "    parameters += sum(quantize.nbytes(p) - trace.nbytes(p) for p in named.values())\n",
-        "",
-        "tests/model/test_quantize.py::test_a_forecast_counts_its_bytes",
+        "an estimate counts four bytes for one",
+        "rft_fn/memory/estimate.py",
+        "            total += quantize.nbytes(p)\n",
+        "            total += 4 * p.numel()\n",
+        "tests/model/test_quantize.py::test_an_estimate_counts_its_bytes",
     ),
 ]

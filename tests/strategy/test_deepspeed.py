@@ -197,8 +197,8 @@ def placed(st):
     """adam_offload puts the optimizer on the host; offload and reload change nothing but places."""
     apply, state = start(get_strategy(dataclasses.replace(st.config, adam_offload=True)))
     if st.config.zero_stage:
-        zero = state.opt[0].engine.zero
-        assert zero.offload_optimizer if st.config.zero_stage == 3 else zero.cpu_offload
+        optimizer = state.opt[0].model.stage.optimizer
+        assert optimizer.offload_optimizer if st.config.zero_stage == 3 else optimizer.cpu_offload
     old, state = state, st.offload(state)
     with pytest.raises(tree.UseAfterDonate):
         _ = old.opt

@@ -1,7 +1,7 @@
-"""The state of a model whose weights and moments an engine of DeepSpeed holds.
+"""The training state of a model under DeepSpeed, and its form in a checkpoint.
 
-For a checkpoint it is turned into whole tensors by name, each rank with its rows of them, and back: such a
-checkpoint resumes under every strategy, and one of any strategy resumes here.
+A checkpoint has whole tensors by name, each rank with its rows of them: it resumes under every strategy, and
+one of any strategy resumes here.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,27 +13,35 @@ import torch
 from torch import Tensor
 
 from rft_fn import ckpt, dist, optim, tree
-from rft_fn.strategy.zero import engine as zero
+from rft_fn.strategy.zero.engine import ZeroModel
 from rft_fn.types import TrainState
 
-__all__ = ["ZeroState", "moved", "restore", "save", "state_of"]
+__all__ = ["ZeroState", "model_of", "moved", "restore", "save", "state_of"]
 
 
 @tree.struct
 class ZeroState:
-    """The optimizer state of a model whose moments the engine holds."""
+    """The optimizer state of a model whose moments DeepSpeed holds."""
 
     count: int  # steps done
-    engine: zero.Engine = tree.static()
+    model: ZeroModel = tree.static()
 
 
-def state_of(engine: zero.Engine, *, count: int, done: int, skipped: int) -> TrainState:
-    """The state after `done` updates, of which `count` were steps and the last `skipped` were not."""
-    params = tree.map(lambda p: p, engine.own)
-    opt: tuple = (ZeroState(count=count, engine=engine),)
-    if engine.lowered.decay is not None:
-        opt += (optim.EmaState(average=engine.average()),)
-    return TrainState(params=params, opt=opt, step=done, skipped=skipped, tx=engine.tx, module=engine.module)
+def state_of(model: ZeroModel, *, count: int, done: int, skipped: int) -> TrainState:
+    """The state after `done` updates.
+
+    `count` of them were steps, and the last `skipped` were not.
+    """
+    params = tree.map(lambda p: p, model.params)
+    opt: tuple = (ZeroState(count=count, model=model),)
+    if model.lowered.decay is not None:
+        opt += (optim.EmaState(average=model.average()),)
+    return TrainState(params=params, opt=opt, step=done, skipped=skipped, tx=model.tx, module=model.module)
+
+
+def model_of(state: TrainState) -> ZeroModel:
+    """The model that a state is of."""
+    return state.opt[0].model
 
 
 @cache
@@ -44,7 +52,7 @@ def _hosts() -> Any:
 
 
 def _spread(x: Tensor) -> Tensor:
-    """A whole tensor on the host, of which this rank keeps its share of the rows."""
+    """This rank's rows of a whole tensor, on the host."""
     x = x.detach().cpu()
     if dist.world() == 1:
         return x
@@ -52,12 +60,12 @@ def _spread(x: Tensor) -> Tensor:
 
     mesh = _hosts()
     part = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
-    own = part.to_local().clone()  # a view would keep all of x
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
+    rows = part.to_local().clone()  # a view would keep all of x
+    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=x.shape, stride=x.stride())
 
 
 def _opt(spec: Mapping[str, Any], count: int, held: Mapping[str, tree.Named]) -> Any:
-    """The optimizer state that the transform of `spec` would have, so that others can go on with it."""
+    """The optimizer state of the transform with this `spec`, from tensors by kind."""
     name = spec["name"]
     if name == "chain":
         return tuple(_opt(inner, count, held) for inner in spec["txs"])
@@ -71,7 +79,7 @@ def _opt(spec: Mapping[str, Any], count: int, held: Mapping[str, tree.Named]) ->
 
 
 def _found(opt: Any, kind: type) -> Any:
-    """The state of that kind in an optimizer state, or None."""
+    """The part of an optimizer state that is of this kind, or None."""
     if isinstance(opt, kind):
         return opt
     for part in optim.parts(opt):
@@ -83,10 +91,11 @@ def _found(opt: Any, kind: type) -> Any:
 
 @torch.no_grad()
 def _tensors(state: TrainState, *, values: bool) -> TrainState:
-    """The state as one of tensors, each rank with its rows of them: of what they are now, or only of their
-    shapes."""
-    held = state.opt[0]
-    engine = held.engine
+    """The state as one of tensors, each rank with its rows of them.
+
+    Without `values` only their shapes and types are those of the state.
+    """
+    model = model_of(state)
 
     def every(get: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> tree.Named:
         out = tree.Named()
@@ -96,20 +105,21 @@ def _tensors(state: TrainState, *, values: bool) -> TrainState:
             out[name] = _spread(whole.to(dtype))
         return out
 
-    kept = {name: every(partial(engine.moment, name=name)) for name in engine.moments}
-    if engine.config.use_mp_opt:
-        kept["master"] = every(engine.full)
-        params = every(engine.full, torch.bfloat16)
+    # float32 weights are masters beside narrow parameters, else the parameters themselves
+    held = {name: every(partial(model.moment, name=name)) for name in model.moments}
+    if model.config.use_mp_opt:
+        held["master"] = every(model.weight)
+        params = every(model.weight, torch.bfloat16)
     else:
-        params = every(engine.full)
-    opt = _opt(state.tx.spec, held.count, kept)
+        params = every(model.weight)
+    opt = _opt(state.tx.spec, state.opt[0].count, held)
     return TrainState(
         params=params, opt=opt, step=state.step, skipped=state.skipped, tx=state.tx, module=state.module
     )
 
 
 def _each(state: ckpt.States, f: Callable[..., Any], *more: Any) -> Any:
-    """`f` of a state, or of each of several: by name, or in a list."""
+    """`f` of a state, or of each in a dict or list."""
     if isinstance(state, TrainState):
         return f(state, *more)
     if isinstance(state, Mapping):
@@ -125,41 +135,49 @@ def save(
     score: float | None = None,
     wait: bool = True,
 ) -> Path:
-    """`ckpt.save` of the weights and moments that the engine holds, by all ranks: a folder with which every
-    strategy goes on."""
+    """`ckpt.save` of the weights and moments that DeepSpeed holds, by all ranks.
+
+    Every strategy can resume from the folder.
+    """
     return ckpt.save(path, _each(state, partial(_tensors, values=True)), extra, score=score, wait=wait)
 
 
 def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[operator]
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(x, DTensor):
+        return x.full_tensor()
+    return x
 
 
 @torch.no_grad()
 def _adopt(like: TrainState, found: TrainState) -> TrainState:
-    """`found` in the engine of `like`, which is donated."""
-    engine = like.opt[0].engine
+    """`found` in the model of `like`, which is donated."""
+    model = model_of(like)
     adam = _found(found.opt, optim.AdamState)
     held = {"m": adam.m, "v": adam.v}
     ema = _found(found.opt, optim.EmaState)
     if ema is not None:
         held["average"] = ema.average
+
+    # masters, where there are any, are the weights without rounding
     weights = found.params
     wide = _found(found.opt, optim.MasterState)
     if wide is not None:
         weights = wide.master
 
-    for name, p in engine.own.items():
-        engine.assign(p, _whole(weights[name]), {kind: _whole(x[name]) for kind, x in held.items()})
-    engine.set_count(adam.count)
-    engine.turn += 1  # gradients that were there are of other weights
+    for name, p in model.params.items():
+        model.assign(p, _whole(weights[name]), {kind: _whole(x[name]) for kind, x in held.items()})
+    model.set_count(adam.count)
+    model.turn += 1  # gradients that were there are of other weights
     tree.donate(like)
-    return state_of(engine, count=adam.count, done=found.step, skipped=found.skipped)
+    return state_of(model, count=adam.count, done=found.step, skipped=found.skipped)
 
 
 def restore(path: str | Path, like: ckpt.States, extra: Any = None) -> tuple[Any, Any]:
-    """`ckpt.restore` into the engine of `like` (one state, a dict or a list of them), which is donated.
+    """`ckpt.restore` into the models of `like`, which is donated.
 
-    Nothing has been changed if it raises.
+    `like` is one state, or a dict or a list of them. Nothing has been changed if it raises.
     """
     found, extra = ckpt.restore(path, _each(like, partial(_tensors, values=False)), extra)
     return _each(like, _adopt, found), extra
@@ -168,7 +186,7 @@ def restore(path: str | Path, like: ckpt.States, extra: Any = None) -> tuple[Any
 def moved(state: TrainState, *, host: bool) -> TrainState:
     """The state with its moments on the host, or back. Donates `state`."""
     held = state.opt[0]
-    held.engine.place(host=host)
-    new = state_of(held.engine, count=held.count, done=state.step, skipped=state.skipped)
+    held.model.place(host=host)
+    new = state_of(held.model, count=held.count, done=state.step, skipped=state.skipped)
     tree.donate(state)
     return new

@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO 1, 2 and 3: the same record, with gradients and the optimizer inside of DeepSpeed's engine.
+"""DeepSpeed ZeRO 1, 2 and 3 as a `Strategy`.
 
-`Strategy.grad` returns gradients that cannot be looked at, for the engine holds them, and `Strategy.update`
-is the engine's step: the weights are those of one process to rounding.
+`Strategy.grad` returns gradients that cannot be looked at, because DeepSpeed holds them, and
+`Strategy.update` is DeepSpeed's step: the weights are those of one process to rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rft_fn import dist, faults, metric, tree
+from rft_fn import dist, faults, memory, metric, tree
 from rft_fn import model as model_lib
 from rft_fn.model import probe
 from rft_fn.model.bind import own_parameters, require_own
@@ -22,49 +22,55 @@ from rft_fn.model.lora import Export
 from rft_fn.strategy import step
 from rft_fn.strategy.common import Cut, everywhere, together
 from rft_fn.strategy.config import StrategyConfig
-from rft_fn.strategy.zero import engine as zero
+from rft_fn.strategy.fsdp2 import groups
+from rft_fn.strategy.zero import engine, stages
 from rft_fn.strategy.zero import state as zero_state
+from rft_fn.strategy.zero.engine import Root, ZeroModel
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
-__all__ = ["deepspeed"]
+__all__ = ["deepspeed", "layout"]
 
 
 @dataclass(frozen=True)
 class ZeroApply:
-    """The apply of a module whose weights DeepSpeed lays out: it takes no parameters but the module's own."""
+    """The apply of one module under DeepSpeed; it takes only that module's parameters."""
 
-    run: Callable[[Packed], dict[str, Tensor]]
-    own: tree.Named
-    engine: zero.Engine | None = None  # of a model that is trained
+    run: nn.Module  # pack -> the fields of a TokenOut
+    params: tree.Named
+    model: ZeroModel | None = None  # None for one that only scores
 
     @property
     def device(self) -> torch.device:
-        """Where packs of a frozen model belong."""
-        return next(self.run.parameters()).device  # type: ignore[attr-defined]
+        """The device on which a frozen model reads its packs."""
+        return next(self.run.parameters()).device
 
     def __call__(self, params: tree.Named, pack: Packed) -> TokenOut:
         why = (
             "under ZeRO it takes no others; apply, params = st.bind(another module), then "
             "model.assign(params, source) puts them there"
         )
-        require_own(self.own, params, why)
+        require_own(self.params, params, why)
         return TokenOut(**self.run(pack))
 
 
 @tree.struct
 class ZeroGrads:
-    """Gradients that the engine holds."""
+    """Gradients that DeepSpeed holds."""
 
-    turn: int  # the engine has only those of its last
-    engine: zero.Engine = tree.static()
+    turn: int  # of the model's `grad` calls: it has only those of the last
+    model: ZeroModel = tree.static()
 
 
 def _size(shard_size: int | None, *sizes: int) -> int:
-    """How many processes a model's parameters are sharded over: all, unless it is told."""
+    """The number of processes that a model's parameters are sharded over: `shard_size`, or all.
+
+    ValueError unless it is one of `sizes`, or all.
+    """
     size = shard_size or dist.world()
-    if size not in (dist.world(), *sizes):
+    allowed = (*sizes, dist.world())
+    if size not in allowed:
         raise ValueError(
-            f"shard_size: expected {' or '.join(map(str, (*sizes, dist.world())))} with zero_stage, "
+            f"shard_size: expected {' or '.join(map(str, allowed))} with zero_stage, "
             f"got {shard_size}; FSDP2 has the others"
         )
     return size
@@ -80,26 +86,26 @@ def bind(
     aux: bool = False,
     shard_size: int | None = None,
 ) -> tuple[Apply, tree.Named]:
-    """(apply, params) of a module that only scores. Stage 3 shards its parameters, unless shard_size is 1: 1
-    and 2 have nothing to shard."""
+    """(apply, params) of a module that only scores.
+
+    Stage 3 shards its parameters, unless shard_size is 1; stages 1 and 2 have nothing to shard.
+    """
     size = _size(shard_size, 1)
-    root = zero.wrap_for_training(config, module, sampling, entropy, aux)
-    run: Any = root
+    root = engine.wrap_for_training(config, module, sampling, entropy, aux)
+    run: nn.Module = root
     if config.zero_stage == 3 and size == dist.world():
-        run = zero.library().initialize(
-            model=root, config=zero.options(config, root), dist_init_required=False
-        )[0]
-        zero.register(root, module)
+        run = engine.initialize(config, root)
+        engine.gather_with_root(root, module)
     elif config.bf16:
         for p in module.parameters():
             p.data = p.data.bfloat16()
     _settle(cut, root, run)
-    own = own_parameters(module)
-    return ZeroApply(run, own), tree.map(lambda p: p, own)
+    params = own_parameters(module)
+    return ZeroApply(run, params), tree.map(lambda p: p, params)
 
 
-def _settle(cut: Cut, root: Any, run: Callable[[Any], dict[str, Tensor]]) -> None:
-    """Ask the model inside of a root how it takes packs, by the forward that packs go through."""
+def _settle(cut: Cut, root: Root, run: Callable[[Any], dict[str, Tensor]]) -> None:
+    """Find out how a model takes packs, by the forward that packs go through."""
 
     def call(question: probe.Question) -> probe.Found:
         return probe.Found(**run(question))
@@ -118,28 +124,35 @@ def init(
     aux: bool = False,
     shard_size: int | None = None,
 ) -> tuple[Apply, TrainState]:
-    """(apply, state) of a module that is trained with `tx`. ValueError for a `tx` that DeepSpeed's optimizer
-    cannot be."""
+    """(apply, state) of a module that is trained with `tx`.
+
+    ValueError for a `tx` that DeepSpeed's optimizer cannot be.
+    """
     _size(shard_size)
-    root = zero.wrap_for_training(config, module, sampling, entropy, aux)
-    engine = zero.Engine(config, module, root, tx)
-    _settle(cut, root, engine.engine)
-    apply = ZeroApply(engine.engine, engine.own, engine)
-    return apply, zero_state.state_of(engine, count=0, done=0, skipped=0)
+    root = engine.wrap_for_training(config, module, sampling, entropy, aux)
+    model = ZeroModel(config, module, root, tx)
+    _settle(cut, root, model.deepspeed_engine)
+    apply = ZeroApply(model.deepspeed_engine, model.params, model)
+    return apply, zero_state.state_of(model, count=0, done=0, skipped=0)
 
 
 def grad(
     state: TrainState, apply: ZeroApply, loss_fn: LossFn, packs: Sequence[Packed]
 ) -> tuple[ZeroGrads, dict[str, metric.Metric]]:
-    """(the sum over the packs of all ranks of the gradients of (w loss).sum(), which stays in the engine;
-    merged metrics, the same everywhere). Every rank brings the same number of packs, one at least."""
-    engine = state.opt[0].engine
-    if apply.engine is not engine:
+    """(gradients, metrics) of (w * loss).sum() over the packs of all ranks.
+
+    The gradients stay in DeepSpeed, the metrics are the same everywhere. Every rank brings the same number of
+    packs, at least one.
+    """
+    model = zero_state.model_of(state)
+    if apply.model is not model:
         raise ValueError("apply: expected the one that init gave with this state, got another")
     if not packs:
         raise ValueError("packs: expected one or more, got none")
     device = next(iter(state.params.values())).device
-    engine.forget()
+
+    # DeepSpeed adds a pack's gradients to those that are there: of earlier packs, and of an earlier batch
+    model.clear()
     mine: dict[str, metric.Metric] = {}
     for i, pack in enumerate(packs):
         pack = tree.map(lambda x: x.to(device), pack)
@@ -147,66 +160,76 @@ def grad(
             out = apply(state.params, pack)
             total, more = step.loss_and_metrics(loss_fn, out, pack)
         with dist.phase(f"backward of step {state.step + 1}"):
-            if not total.requires_grad:  # the engine wants a backward from every pack
+            if not total.requires_grad:  # DeepSpeed counts on a backward of every pack
                 total = total + sum(0 * x.sum() for x in tree.leaves(out) if x.requires_grad)
-            engine.backward(total, last=i == len(packs) - 1)
+            last = i + 1 == len(packs)
+            model.backward(total, last=last)
         mine = metric.merge(mine, more)
+
+    # metrics are small: every rank merges those of all
     with dist.phase(f"metrics of step {state.step + 1}"):
         parts = dist.all_gather_object(tree.map(lambda x: x.cpu(), mine))
     metrics: dict[str, metric.Metric] = {}
     for part in parts:
         metrics = metric.merge(metrics, part)
-    return ZeroGrads(turn=engine.turn, engine=engine), metrics
+    return ZeroGrads(turn=model.turn, model=model), metrics
 
 
 def update(
     config: StrategyConfig, state: TrainState, grads: ZeroGrads
 ) -> tuple[TrainState, dict[str, metric.Metric]]:
-    """(the state one step on, metrics). Donates both arguments: the step is in place, reading them again
-    raises.
+    """(the state one step on, metrics). Donates both: the step is in place.
 
     Gradients with a NaN or an inf change nothing but the counts, and are `grad/skipped`; after
     config.max_skips of them in a row faults.NonFinite. ValueError for gradients that are not of the last
     `grad` of this model.
     """
-    engine = state.opt[0].engine
-    if grads.engine is not engine or grads.turn != engine.turn:
-        raise ValueError("grads: expected those of the last grad of this model: an engine holds no others")
+    model, count = zero_state.model_of(state), state.opt[0].count
+    if grads.model is not model or grads.turn != model.turn:
+        raise ValueError("grads: expected those of the last grad of this model: DeepSpeed holds no others")
     with dist.phase(f"update of step {state.step + 1}"):
-        norm = engine.step(state.opt[0].count)
+        norm = model.step(count)
+
+    # a step that changed nothing counts as one that was skipped
     finite = norm < float("inf")
-    skipped = 0 if finite else state.skipped + 1
+    if finite:
+        count += 1
+        skipped = 0
+    else:
+        skipped = state.skipped + 1
     if skipped >= config.max_skips:
         raise faults.NonFinite(
             f"gradients: expected finite ones, got NaN or inf in {skipped} updates in a row "
             f"(step {state.step + 1})"
         )
-    engine.turn += 1  # the gradients are used up
-    new = zero_state.state_of(engine, count=state.opt[0].count + finite, done=state.step + 1, skipped=skipped)
+
+    model.turn += 1  # the gradients are used up
+    new = zero_state.state_of(model, count=count, done=state.step + 1, skipped=skipped)
     tree.donate(state, grads)
     numbers = {"grad/norm": norm, "grad/skipped": float(not finite)}
     return new, {name: metric.sum(torch.tensor(x)) for name, x in numbers.items()}
 
 
 def export(state: TrainState, *, finite: bool = True) -> Export:
-    """The trained weights for an engine: full tensors by the plain model's names, adapters merged.
+    """The trained weights for an engine: full tensors by the plain model's names.
 
-    One at a time, on every rank: all of them have to iterate.
+    Adapters are merged. One at a time, on every rank: all of them have to iterate.
     """
-    engine = state.opt[0].engine
+    model = zero_state.model_of(state)
 
     def full(p: Tensor) -> Tensor:
-        wide = engine.full(p)
-        return wide.to(torch.bfloat16) if engine.config.use_mp_opt else wide
+        wide = model.weight(p)
+        if model.config.use_mp_opt:
+            return wide.to(torch.bfloat16)
+        return wide
 
     return Export(state.params, state.module, full, finite=finite)
 
 
 def save_pretrained(
-    folder: str | Path, module: Any, tokenizer: Any, weights: Any = (), *, merge: bool = False
+    folder: str | Path, module: Any, tokenizer: Any = None, weights: Any = (), *, merge: bool = False
 ) -> Path:
     """`model.save`: put together by all ranks, written by the first."""
-
     full: dict[str, Tensor] = {}
 
     def keep(name: str, x: Tensor) -> None:
@@ -214,6 +237,7 @@ def save_pretrained(
         if dist.is_main():
             full[name] = x.detach().cpu()
 
+    # trained weights first, then those that stage 3 sharded though they are frozen
     if isinstance(weights, Export):
         weights = weights.own()
     trained = set()
@@ -221,8 +245,9 @@ def save_pretrained(
         keep(name, x)
         trained.add(name)
     for name, p in module.named_parameters():
-        if name not in trained:  # stage 3 shards frozen ones too
-            keep(name, zero.gathered(p))
+        if name not in trained:
+            keep(name, stages.gathered(p))
+
     if dist.is_main():
         model_lib.save(folder, module, tokenizer, full.items(), merge=merge)
     dist.barrier()
@@ -235,21 +260,58 @@ def unsupported(config: StrategyConfig) -> list[str]:
     return [name for name, neutral in wants.items() if getattr(config, name) != neutral]
 
 
+def layout(config: StrategyConfig, world: int) -> memory.Layout:
+    """The memory layout over `world` processes: each stage shards one state more."""
+    parameters = gradients = 1
+    if config.zero_stage >= 2:
+        gradients = world
+    if config.zero_stage == 3:
+        parameters = world
+
+    narrow = None
+    if config.bf16 or config.use_mp_opt:
+        narrow = torch.bfloat16
+    on_host = frozenset()
+    if config.adam_offload:
+        on_host = frozenset({"optimizer", "update"})
+
+    # modules are gathered and reduced as they are used, in about FSDP2's groups
+    reduced = None
+    if gradients > 1:
+        reduced = groups
+    return memory.Layout(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=world,
+        kept=narrow,
+        frozen=narrow,
+        stepped=torch.float32,
+        computed=narrow,
+        flat_copy=True,
+        sum_dtype=step.wide,
+        groups=reduced,
+        gathered=parameters > 1,
+        on_host=on_host,
+    )
+
+
 def deepspeed(config: StrategyConfig) -> Strategy:
-    """The Strategy of DeepSpeed ZeRO over the processes that torchrun started, or over one. ValueError for an
-    option that it cannot honour."""
+    """The Strategy of DeepSpeed ZeRO over the processes that torchrun started, or over one.
+
+    ValueError for an option that it cannot honour.
+    """
     for name in unsupported(config):
         raise ValueError(
             f"{name}: expected {getattr(StrategyConfig(), name)} with zero_stage, got "
             f"{getattr(config, name)}; FSDP2 has it"
         )
-    zero.library()
+    engine.library()
     dist.begin(config.timeout)
     faults.watch(config.timeout)
     cut = Cut(config, everywhere)
     shared = together(cut)
     weights = partial(export, finite=False)  # those of a fault are looked at as they are
-    guarded = step.guarded(grad, partial(update, config), weights, lambda grads: grads.engine.finite())
+    guarded = step.guarded(grad, partial(update, config), weights, lambda grads: grads.model.finite())
     return Strategy(
         init=partial(init, config, cut=cut),
         bind=partial(bind, config, cut=cut),
