@@ -93,6 +93,8 @@ class Named(dict):
     """Tensors by name (parameters, gradients): a dict that can be donated.
     Any read after that raises UseAfterDonate."""
 
+    source: Any = None  # of gradients: what they were computed from, until they are donated
+
 
 class _Donated(Named):
     def _gone(self, *_: Any, **__: Any) -> Any:
@@ -160,6 +162,7 @@ def donate(*trees: Any) -> None:
     for x in trees:
         if isinstance(x, Named):
             dict.clear(x)
+            x.source = None
             x.__class__ = _Donated
         elif hasattr(type(x), "__dataclass_fields__"):
             children, _ = field_names(type(x))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rft_fn import dist, faults
+from rft_fn import dist
 from rft_fn.run import parsing, signals
 
 __all__ = ["cli", "error_line", "fail", "guard", "without"]
@@ -68,7 +68,7 @@ def guard(main: Callable[[Any], Any], config: Any) -> Any:
 
 def _explain(error: Exception) -> None:
     """End with one line for a mistake of the user's and for lost processes; anything else is raised again."""
-    lost = isinstance(error, RuntimeError) and faults.is_lost(error)
+    lost = isinstance(error, dist.LostProcess) or dist.is_lost(error)
     mistake = isinstance(error, (ValueError, OSError, ModuleNotFoundError, FloatingPointError))
     if not lost and (not mistake or os.environ.get("RFT_FN_TRACEBACK")):
         raise error
@@ -76,8 +76,7 @@ def _explain(error: Exception) -> None:
         fail(error)
     if os.environ.get("RFT_FN_TRACEBACK"):
         traceback.print_exception(error)
-    # who was asked to stop need not find out which of the others was faster
-    faults.leave(faults.blame(0.0 if signals.asked() else 4.0, error=error))
+    dist.abort(dist.lost_line(error))
 
 
 def _stop(stop: signals.Stopped) -> None:

@@ -7,10 +7,10 @@ of a pack, V vocabulary, D width. `mask` is bool and never a weight; `w` is floa
 from rft_fn.types.batch import Experience, Media, Packed, Rollout, TokenOut, experience
 from rft_fn.types.engine import Engine
 from rft_fn.types.sampling import Sampling
-from rft_fn.types.strategy import Apply, LossFn, Strategy
+from rft_fn.types.strategy import Apply, LossFn, Session, Strategy
 from rft_fn.types.training import TrainState, Transform
 
 __all__ = [
-    "Apply", "Engine", "Experience", "LossFn", "Media", "Packed", "Rollout", "Sampling", "Strategy",
-    "TokenOut", "TrainState", "Transform", "experience",
+    "Apply", "Engine", "Experience", "LossFn", "Media", "Packed", "Rollout", "Sampling", "Session",
+    "Strategy", "TokenOut", "TrainState", "Transform", "experience",
 ]  # fmt: skip

@@ -123,11 +123,11 @@ def save(
     extra: Any = None,
     *,
     score: float | None = None,
-    wait: bool = True,
+    writer: ckpt.Writer | None = None,
 ) -> Path:
     """`ckpt.save` of the weights and moments that the engine holds, by all ranks: a folder with which every
     strategy goes on."""
-    return ckpt.save(path, _each(state, partial(_tensors, values=True)), extra, score=score, wait=wait)
+    return ckpt.save(path, _each(state, partial(_tensors, values=True)), extra, score=score, writer=writer)
 
 
 def _whole(x: Tensor) -> Tensor:

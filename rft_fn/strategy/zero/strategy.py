@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rft_fn import dist, faults, metric, tree
+from rft_fn import dist, metric, tree
 from rft_fn import model as model_lib
 from rft_fn.model import probe
 from rft_fn.model.finite import require_finite
 from rft_fn.model.lora import Export
 from rft_fn.strategy import step
-from rft_fn.strategy.common import Cut, everywhere, together
+from rft_fn.strategy.common import Backend, Cut, assemble, everywhere
 from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.diagnose import NonFinite
+from rft_fn.strategy.session import Session
 from rft_fn.strategy.zero import engine as zero
 from rft_fn.strategy.zero import state as zero_state
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
@@ -34,6 +36,7 @@ class ZeroApply:
 
     run: Callable[[Packed], dict[str, Tensor]]
     own: tree.Named
+    session: Session
     engine: zero.Engine | None = None  # of a model that is trained
 
     @property
@@ -47,7 +50,8 @@ class ZeroApply:
                 "params: expected this module's own, got others: under ZeRO it takes no others; apply, "
                 "params = st.bind(another module), then model.assign(params, source) puts them there"
             )
-        return TokenOut(**self.run(pack))
+        with self.session.watch():
+            return TokenOut(**self.run(pack))
 
 
 @tree.struct
@@ -56,6 +60,7 @@ class ZeroGrads:
 
     turn: int  # the engine has only those of its last
     engine: zero.Engine = tree.static()
+    source: Any = tree.static(default=None)  # what they were computed from, until they are donated
 
 
 def _size(shard_size: int | None, *sizes: int) -> int:
@@ -74,6 +79,7 @@ def bind(
     module: nn.Module,
     *,
     cut: Cut,
+    session: Session,
     sampling: Sampling | None = None,
     entropy: bool = False,
     aux: bool = False,
@@ -94,7 +100,7 @@ def bind(
             p.data = p.data.bfloat16()
     _settle(cut, root, run)
     own = tree.Named((n, p) for n, p in module.named_parameters() if p.requires_grad)
-    return ZeroApply(run, own), tree.map(lambda p: p, own)
+    return ZeroApply(run, own, session), tree.map(lambda p: p, own)
 
 
 def _settle(cut: Cut, root: Any, run: Callable[[Any], dict[str, Tensor]]) -> None:
@@ -112,6 +118,7 @@ def init(
     tx: Transform,
     *,
     cut: Cut,
+    session: Session,
     sampling: Sampling | None = None,
     entropy: bool = False,
     aux: bool = False,
@@ -123,17 +130,17 @@ def init(
     root = zero.wrap_for_training(config, module, sampling, entropy, aux)
     engine = zero.Engine(config, module, root, tx)
     _settle(cut, root, engine.engine)
-    apply = ZeroApply(engine.engine, engine.own, engine)
+    apply = ZeroApply(engine.engine, engine.own, session, engine)
     return apply, zero_state.state_of(engine, count=0, done=0, skipped=0)
 
 
 def grad(
-    state: TrainState, apply: ZeroApply, loss_fn: LossFn, packs: Sequence[Packed]
+    state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed], *, session: Session
 ) -> tuple[ZeroGrads, dict[str, metric.Metric]]:
     """(the sum over the packs of all ranks of the gradients of (w loss).sum(), which stays in the engine;
     merged metrics, the same everywhere). Every rank brings the same number of packs, one at least."""
     engine = state.opt[0].engine
-    if apply.engine is not engine:
+    if not isinstance(apply, ZeroApply) or apply.engine is not engine:
         raise ValueError("apply: expected the one that init gave with this state, got another")
     if not packs:
         raise ValueError("packs: expected one or more, got none")
@@ -142,41 +149,37 @@ def grad(
     mine: dict[str, metric.Metric] = {}
     for i, pack in enumerate(packs):
         pack = tree.map(lambda x: x.to(device), pack)
-        with dist.phase(f"forward of step {state.step + 1}"):
+        with session.phase(f"forward of step {state.step + 1}"):
             out = apply(state.params, pack)
             total, more = step.loss_and_metrics(loss_fn, out, pack)
-        with dist.phase(f"backward of step {state.step + 1}"):
+        with session.phase(f"backward of step {state.step + 1}"):
             if not total.requires_grad:  # the engine wants a backward from every pack
                 total = total + sum(0 * x.sum() for x in tree.leaves(out) if x.requires_grad)
             engine.backward(total, last=i == len(packs) - 1)
         mine = metric.merge(mine, more)
-    with dist.phase(f"metrics of step {state.step + 1}"):
-        parts = dist.all_gather_object(tree.map(lambda x: x.cpu(), mine))
-    metrics: dict[str, metric.Metric] = {}
-    for part in parts:
-        metrics = metric.merge(metrics, part)
+    metrics = step.merge_metrics(mine, state.step, session)
     return ZeroGrads(turn=engine.turn, engine=engine), metrics
 
 
 def update(
-    config: StrategyConfig, state: TrainState, grads: ZeroGrads
+    state: TrainState, grads: ZeroGrads, *, config: StrategyConfig, session: Session
 ) -> tuple[TrainState, dict[str, metric.Metric]]:
     """(the state one step on, metrics). Donates both arguments: the step is in place, reading them again
     raises.
 
     Gradients with a NaN or an inf change nothing but the counts, and are `grad/skipped`; after
-    config.max_skips of them in a row faults.NonFinite. ValueError for gradients that are not of the last
+    config.max_skips of them in a row NonFinite. ValueError for gradients that are not of the last
     `grad` of this model.
     """
     engine = state.opt[0].engine
     if grads.engine is not engine or grads.turn != engine.turn:
         raise ValueError("grads: expected those of the last grad of this model: an engine holds no others")
-    with dist.phase(f"update of step {state.step + 1}"):
+    with session.phase(f"update of step {state.step + 1}"):
         norm = engine.step(state.opt[0].count)
     finite = norm < float("inf")
     skipped = 0 if finite else state.skipped + 1
     if skipped >= config.max_skips:
-        raise faults.NonFinite(
+        raise NonFinite(
             f"gradients: expected finite ones, got NaN or inf in {skipped} updates in a row "
             f"(step {state.step + 1})"
         )
@@ -187,7 +190,7 @@ def update(
     return new, {name: metric.sum(torch.tensor(x)) for name, x in numbers.items()}
 
 
-def export(state: TrainState, *, finite: bool = True) -> Export:
+def export(state: TrainState, *, finite: bool = True, session: Session) -> Export:
     """The trained weights for an engine: full tensors by the plain model's names, adapters merged.
 
     One at a time, on every rank: all of them have to iterate.
@@ -195,7 +198,8 @@ def export(state: TrainState, *, finite: bool = True) -> Export:
     engine = state.opt[0].engine
 
     def full(p: Tensor) -> Tensor:
-        wide = engine.full(p)
+        with session.watch():
+            wide = engine.full(p)
         return wide.to(torch.bfloat16) if engine.config.use_mp_opt else wide
 
     return Export(state.params, state.module, full, finite=finite)
@@ -228,37 +232,28 @@ def save_pretrained(
     return Path(folder)
 
 
-def unsupported(config: StrategyConfig) -> list[str]:
-    """The options that DeepSpeed does not honour."""
-    wants: dict[str, Any] = {"sp_size": 1, "shard_size": 0, "fsdp_cpu_offload": False, "mixed_mm_data": False}
-    return [name for name, neutral in wants.items() if getattr(config, name) != neutral]
-
-
-def deepspeed(config: StrategyConfig) -> Strategy:
-    """The Strategy of DeepSpeed ZeRO over the processes that torchrun started, or over one. ValueError for an
-    option that it cannot honour."""
-    for name in unsupported(config):
-        raise ValueError(
-            f"{name}: expected {getattr(StrategyConfig(), name)} with zero_stage, got "
-            f"{getattr(config, name)}; FSDP2 has it"
-        )
-    zero.library()
-    dist.begin(config.timeout)
-    faults.watch(config.timeout)
+def deepspeed(config: StrategyConfig, session: Session) -> Strategy:
+    """The Strategy of DeepSpeed ZeRO over the processes of a session, or over one."""
     cut = Cut(config, everywhere)
-    shared = together(cut)
-    weights = partial(export, finite=False)  # those of a fault are looked at as they are
-    guarded = step.guarded(grad, partial(update, config), weights, lambda grads: grads.engine.finite())
-    return Strategy(
-        init=partial(init, config, cut=cut),
-        bind=partial(bind, config, cut=cut),
-        grad=guarded[0],
-        update=guarded[1],
-        export=export,
+
+    def release() -> None:
+        """DeepSpeed remembers the group, so it takes down one that ends with this strategy."""
+        if session.processes.began:
+            dist.settle()
+            zero.library().comm.destroy_process_group()
+
+    backend = Backend(
+        init=partial(init, config, cut=cut, session=session),
+        bind=partial(bind, config, cut=cut, session=session),
+        grad=partial(grad, session=session),
+        update=partial(update, config=config, session=session),
+        export=partial(export, session=session),
+        finite=lambda grads: grads.engine.finite(),
         save_pretrained=save_pretrained,
         save=zero_state.save,
         restore=zero_state.restore,
         offload=partial(zero_state.moved, host=True),
         reload=partial(zero_state.moved, host=False),
-        **shared,
+        release=release,
     )
+    return assemble(backend, config, session, cut, rank=dist.rank(), world=dist.world(), gather=dist.gather)
