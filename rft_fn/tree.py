@@ -95,6 +95,10 @@ class Named(dict):
 
     source: Any = None  # of gradients: what they were computed from, until they are donated
 
+    def __reduce__(self) -> tuple:
+        """Copies and pickles have the tensors alone."""
+        return Named, (dict(self),)
+
 
 class _Donated(Named):
     def _gone(self, *_: Any, **__: Any) -> Any:

@@ -109,12 +109,14 @@ def write(
 
 def _write(path: str | Path, named: Mapping[str, Any], about: dict[str, Any], writer: Writer | None) -> Path:
     """`write`, with `about` in the meta.json beside what it needs to read the files."""
+    # one write at a time
     path = Path(path)
     if about["score"] is not None:
         about["score"] = float(about["score"])
     if writer is not None:
         writer.finish()
 
+    # a plan of who writes what, made by all ranks; an error leaves no folder behind
     tensors, plain = _split(named)
     tmp = _make(path)
     try:
@@ -124,6 +126,7 @@ def _write(path: str | Path, named: Mapping[str, Any], about: dict[str, Any], wr
         shutil.rmtree(tmp, ignore_errors=True)
         raise
 
+    # a thread writes in either case: waiting for it is the only difference
     work = Writing(path, tmp, mine, meta)
     if writer is None:
         work.start()
@@ -204,7 +207,7 @@ def rotate(
         write = writer.pending
     run = partial(delete, Path(folder), keep=keep, best=best, max_bytes=max_bytes, spare=_OWN, warned=warned)
 
-    # what is being written counts as soon as it is whole
+    # a checkpoint that is being written counts as soon as it is whole
     if write is not None:
         if number() == 0:
             write.then(run)

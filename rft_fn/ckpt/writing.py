@@ -1,7 +1,7 @@
 """Write one checkpoint: a thread of each rank writes its file, that of rank 0 completes the folder.
 
 The threads talk through files alone (a mark beside each part that is whole, with its digest), never through
-the process group, on which the training goes on meanwhile. So all ranks must see one file system.
+the process group, which training uses meanwhile. So all ranks must see one file system.
 """
 
 import atexit

@@ -21,7 +21,7 @@ __all__ = [
     "world",
 ]  # fmt: skip
 
-_OPS = ("mean", "sum", "max", "min")
+_OPS = ("sum", "mean", "max", "min")
 
 
 def started() -> int:
@@ -101,6 +101,7 @@ def _without_media(x: Any) -> Any:
 
 def _gather_media(x: Any) -> Media | None:
     """The media of the structs `x` of all processes; no rows of the names that this one lacks."""
+    # which names there are, and whether any process has media at all
     mine = x.media or Media(tensors={}, rows={})
     kinds = {name: (tuple(t.shape[1:]), t.dtype) for name, t in mine.tensors.items()}
     mark = None
@@ -110,7 +111,7 @@ def _gather_media(x: Any) -> Media | None:
     if all(found is None for found in everyone):
         return None
 
-    # every process brings every name, so that the trees are alike
+    # every process brings every name, with no rows of those that it lacks: so the trees are alike
     every = {name: kind for found in everyone for name, kind in (found or {}).items()}
     none = torch.zeros(len(tree.leaves(_without_media(x))[0]), dtype=torch.long)
     whole = Media(

@@ -78,10 +78,13 @@ def _name_session(store: torch_dist.Store, end: float) -> str:
     So each process writes a random number; rank 0 names the session by all numbers that it sees, until every
     process has confirmed that name. ValueError with the ranks that did not answer by the time `end`.
     """
+    # every process introduces itself, under a number that no earlier start had
     began = time.monotonic()
     size = started()
     nonce = uuid.uuid4().hex
     store.set(f"rft/hello/{rank()}", nonce)
+
+    # rank 0 renames the session until nobody new appears; the others confirm each name
     while time.monotonic() < end:
         if rank() == 0:
             numbers = [_read(store, f"rft/hello/{r}") for r in range(size)]

@@ -41,6 +41,7 @@ def get_strategy(config: StrategyConfig | None = None) -> Strategy:
     """
     import torch
 
+    # new adapters and heads are drawn from torch's global generator, the same on every rank
     config = config or StrategyConfig()
     torch.manual_seed(config.seed)
     if config.backend == "local":
@@ -57,6 +58,7 @@ def get_strategy(config: StrategyConfig | None = None) -> Strategy:
     else:
         from rft_fn.strategy.fsdp2 import fsdp2 as over_processes
 
+    # a start that fails takes down what it began, so that the next one finds nothing
     session = Session(dist.begin(config.timeout))
     try:
         with session.watch():
@@ -82,6 +84,7 @@ def _require_agreement(config: StrategyConfig) -> None:
     import torch
     import transformers
 
+    # the script, where there is one: a notebook or an interpreter has none
     script = getattr(sys.modules["__main__"], "__file__", None)
     source = ""
     if script:
@@ -93,8 +96,11 @@ def _require_agreement(config: StrategyConfig) -> None:
         "script": source,
         "versions": f"python {python}, torch {torch.__version__}, transformers {transformers.__version__}",
     }
+
+    # machines may have other versions of the package
     for path in sorted(_ROOT.rglob("*.py")):
         facts[f"rft_fn/{path.relative_to(_ROOT)}"] = path.read_text()
+
     lines = dist.differences(facts)
     if lines:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The parts that all strategies share: how a batch is cut, and the record around a backend's functions."""
+"""The parts that all strategies share: the cut of a batch, and the record around a backend."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -98,7 +98,7 @@ class Backend(NamedTuple):
     restore: Restore
     offload: MoveState
     reload: MoveState
-    release: Callable[[], None] = lambda: None  # what the backend itself has to give back at the end
+    release: Callable[[], None]  # gives back what the backend itself holds, when the strategy is closed
 
 
 def assemble(
@@ -112,6 +112,7 @@ def assemble(
     gather: Gather,
 ) -> Strategy:
     """The strategy of a backend, whose functions run inside the phases of the session."""
+    # functions with phases of their parts, then the small ones that no backend changes
     grad, update = _train_step(backend, session)
     save, restore, rotate = _checkpoints(backend, session)
     device = torch.device("cpu")
@@ -131,6 +132,7 @@ def assemble(
         finally:
             session.close()
 
+    # whatever waits for other processes describes the loss of one
     return Strategy(
         init=_watched(backend.init, session),
         bind=_watched(backend.bind, session),
@@ -178,6 +180,7 @@ def _train_step(backend: Backend, session: Session) -> tuple[Grad, Update]:
         grads, metrics = backend.grad(state, apply, loss_fn, packs)
         return diagnose.with_source(grads, diagnose.Source(apply, loss_fn, packs)), metrics
 
+    # the backend's own gradients are tried again, in parts, when an update raises
     def update(state: TrainState, grads: Any, /) -> tuple[TrainState, dict[str, Any]]:
         source = getattr(grads, "source", None)
         try:
@@ -213,9 +216,10 @@ def _checkpoints(backend: Backend, session: Session) -> tuple[Any, Any, Any]:
         with session.phase("checkpoint"):
             if not wait:
                 return backend.save(path, state, extra, score=score, writer=session.writer)
-            session.writer.finish()
+            session.writer.finish()  # of a save before this one, which may have failed
             return backend.save(path, state, extra, score=score)
 
+    # these two read and delete folders, so they need not wait for a write under way
     def restore(path: str | Path, like: Any, extra: Any = None) -> tuple[Any, Any]:
         with session.phase("restore"):
             return backend.restore(path, like, extra)
@@ -225,3 +229,7 @@ def _checkpoints(backend: Backend, session: Session) -> tuple[Any, Any, Any]:
             return ckpt.rotate(folder, keep=keep, best=best, max_bytes=max_bytes, writer=session.writer)
 
     return save, restore, rotate
+
+
+def nothing() -> None:
+    """The release of a backend that holds nothing."""

@@ -111,6 +111,7 @@ def _first(
     probe: Callable[[Sequence[Packed]], bool], parts: Sequence[Packed], *, like: Packed
 ) -> tuple[int, int, Packed] | None:
     """(rank, its number there, the part itself): the first of all ranks' parts that is not finite."""
+    # parts are numbered over all ranks, in their order
     counts = dist.all_gather_object(len(parts))
     starts = [sum(counts[:r]) for r in range(len(counts))]
     start = starts[dist.rank()]
@@ -124,6 +125,7 @@ def _first(
                 mine[i] = _silent_pack(part)
         return probe(mine)
 
+    # n counts to the first bad part, which lies on the last rank that begins before it
     n = _smallest(sum(counts), broken)
     if n is None:
         return None

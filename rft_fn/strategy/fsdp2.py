@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -34,8 +35,9 @@ def meshes(config: StrategyConfig, shard_size: int = 0) -> tuple[DeviceMesh, Seq
     The processes are a mesh (replicate, shard, sequence) with the sequence axis innermost; parameters are
     sharded over shard and sequence together. ValueError for sizes that do not divide the world.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    world, sp = dist.world(), config.sp_size
+    # every size has to divide the next larger one
+    world = dist.world()
+    sp = config.sp_size
     if world % sp:
         raise ValueError(f"sp_size: expected a divisor of the {world} processes, got {sp}")
     size = shard_size or config.shard_size or world
@@ -45,6 +47,9 @@ def meshes(config: StrategyConfig, shard_size: int = 0) -> tuple[DeviceMesh, Seq
             f"got {size}"
         )
 
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
     sequence = None
     if sp > 1:
         names = ("replicate", "shard", "sequence")
@@ -69,6 +74,15 @@ class Meshes:
         if size not in self.made:
             self.made[size] = meshes(self.config, size)
         return self.made[size]
+
+    def close(self) -> None:
+        """Take the process groups of the meshes down, but not the one of all processes."""
+        groups = [mesh.get_all_groups() for mesh, _ in self.made.values()]
+        groups += [[sequence.mesh.get_group()] for _, sequence in self.made.values() if sequence is not None]
+        self.made = {}
+        for group in dict.fromkeys(group for found in groups for group in found):
+            if group is not torch_dist.group.WORLD:
+                torch_dist.destroy_process_group(group)
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -255,8 +269,9 @@ def export(state: TrainState, *, finite: bool = True, session: Session) -> Expor
 
 def fsdp2(config: StrategyConfig, session: Session) -> Strategy:
     """The Strategy of FSDP2 over the processes of a session, with sequence parallelism where asked."""
+    # sizes that do not fit raise here, not when the first model is laid out
     made = Meshes(config)
-    made.of()  # sizes that do not fit raise here
+    made.of()
     cut = Cut(config, everywhere)
     backend = Backend(
         init=partial(init, config, cut=cut, made=made, session=session),
@@ -270,5 +285,6 @@ def fsdp2(config: StrategyConfig, session: Session) -> Strategy:
         restore=ckpt.restore,
         offload=step.offload,
         reload=step.reload,
+        release=made.close,
     )
     return assemble(backend, config, session, cut, rank=dist.rank(), world=dist.world(), gather=dist.gather)

@@ -12,7 +12,7 @@ from rft_fn.model import quantize
 from rft_fn.model.bind import applied
 from rft_fn.model.lora import Export
 from rft_fn.strategy import step
-from rft_fn.strategy.common import Backend, Cut, assemble
+from rft_fn.strategy.common import Backend, Cut, assemble, nothing
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.session import Session
 from rft_fn.types import Apply, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
@@ -88,6 +88,7 @@ def fork(state: TrainState) -> TrainState:
             "st.init a second module and give it these weights: model.assign(its.params, st.export(state))"
         )
 
+    # leaves that are detached require no gradient until they are told to
     def cloned(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
@@ -104,6 +105,8 @@ def local(config: StrategyConfig | None = None) -> Strategy:
     config = config or StrategyConfig()
     session = Session()
     cut = Cut(config)
+
+    # the same functions as over several processes, without any sharding
     backend = Backend(
         init=partial(init, config, cut=cut),
         bind=partial(bind, config, cut=cut),
@@ -116,6 +119,7 @@ def local(config: StrategyConfig | None = None) -> Strategy:
         restore=ckpt.restore,
         offload=step.offload,
         reload=step.reload,
+        release=nothing,
     )
     return assemble(backend, config, session, cut, rank=0, world=1, gather=_same)
 

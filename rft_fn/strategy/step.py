@@ -118,6 +118,7 @@ def grad(
     ValueError for a parameter that no backward can reach, a copy of one: its gradient would be 0 whatever the
     loss.
     """
+    # gradients of an earlier backward are not part of this sum
     _check_trains(state.params)
     metrics: dict[str, metric.Metric] = {}
     device = next(iter(state.params.values())).device
@@ -138,6 +139,7 @@ def grad(
             sums[name] = _add(sums[name], p.grad)
             p.grad = None
 
+    # what no pack's loss depends on has a gradient of 0
     grads = tree.Named()
     for name, p in state.params.items():
         total = sums[name]
@@ -185,6 +187,7 @@ def update(
     Gradients with a NaN or an inf change nothing but the counts, and are `grad/skipped`; config.max_skips of
     them in a row raise NonFinite. With adam_offload the optimizer state is in host memory and steps there.
     """
+    # the norm is of all ranks' gradients, so all take or skip the step alike
     with session.phase(f"update of step {state.step + 1}"):
         norm = optim.global_norm(grads)
     finite = bool(torch.isfinite(norm))
@@ -197,6 +200,7 @@ def update(
             f"(step {state.step + 1})"
         )
 
+    # the step is in place, in the memory of the parameters
     opt = state.opt
     if finite:
         own = grads
@@ -207,8 +211,9 @@ def update(
         updates, opt = state.tx.update(own, state.opt, params)
         optim.apply_updates(state.params, tree.map(lambda u, p: u.to(p.device), updates, state.params))
 
+    # the old containers are closed, so the new state needs others
     new = tree.replace(state, opt=opt, step=state.step + 1, skipped=skipped)
-    new = tree.map(lambda x: x, new)  # fresh containers: the old ones are closed now
+    new = tree.map(lambda x: x, new)
     tree.donate(state, grads)
     return new, {"grad/norm": metric.sum(norm), "grad/skipped": metric.sum(torch.tensor(float(not finite)))}
 
