@@ -4,6 +4,7 @@ Only the placement of tensors differs from one process: gradients and updates ar
 functions on the same names. Gradients are summed over ranks, never averaged: the average is in `w`.
 """
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,11 +30,14 @@ from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, Tr
 __all__ = ["Meshes", "blocks", "fsdp2", "meshes"]
 
 
-def meshes(config: StrategyConfig, shard_size: int = 0) -> tuple[DeviceMesh, SequenceAxis | None]:
+def meshes(
+    config: StrategyConfig, shard_size: int = 0, *, name: str = ""
+) -> tuple[DeviceMesh, SequenceAxis | None]:
     """(the mesh of a model's parameters (replicate, shard), the sequence axis or None without one).
 
     The processes are a mesh (replicate, shard, sequence) with the sequence axis innermost; parameters are
-    sharded over shard and sequence together. ValueError for sizes that do not divide the world.
+    sharded over shard and sequence together. The names of the axes end in `name`. ValueError for sizes that
+    do not divide the world.
     """
     # every size has to divide the next larger one
     world = dist.world()
@@ -50,29 +54,36 @@ def meshes(config: StrategyConfig, shard_size: int = 0) -> tuple[DeviceMesh, Seq
     device = "cpu"
     if torch.cuda.is_available():
         device = "cuda"
+    replicate = f"replicate{name}"
+    shard = f"shard{name}"
     sequence = None
     if sp > 1:
-        names = ("replicate", "shard", "sequence")
+        names = (replicate, shard, f"sequence{name}")
         whole = init_device_mesh(device, (world // size, size // sp, sp), mesh_dim_names=names)
-        sequence = SequenceAxis(whole["sequence"])
+        sequence = SequenceAxis(whole[names[-1]])
     if size == world:
-        return init_device_mesh(device, (size,), mesh_dim_names=("shard",)), sequence
-    mesh = init_device_mesh(device, (world // size, size), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device, (size,), mesh_dim_names=(shard,)), sequence
+    mesh = init_device_mesh(device, (world // size, size), mesh_dim_names=(replicate, shard))
     return mesh, sequence
 
 
 class Meshes:
-    """The meshes of one strategy: each is made once, for it has its own process groups."""
+    """The meshes of one strategy: each is made once, for it has its own process groups.
+
+    DTensor keeps what it computed for a mesh, with its groups, and takes meshes of the same sizes and names
+    for one. So the names have a mark, the same on every rank, that no other strategy has.
+    """
 
     def __init__(self, config: StrategyConfig):
         self.config = config
+        self.name = f"_{dist.all_gather_object(uuid.uuid4().hex[:8])[0]}"
         self.made: dict[int, tuple[DeviceMesh, SequenceAxis | None]] = {}
 
     def of(self, shard_size: int | None = None) -> tuple[DeviceMesh, SequenceAxis | None]:
         """`meshes` for modules with this shard_size, or the config's."""
         size = shard_size or self.config.shard_size or dist.world()
         if size not in self.made:
-            self.made[size] = meshes(self.config, size)
+            self.made[size] = meshes(self.config, size, name=self.name)
         return self.made[size]
 
     def close(self) -> None:
