@@ -1,7 +1,7 @@
 """Reinforcement fine-tuning as pure functions over explicit state. `import rft_fn as rft`."""
 
 from rft_fn import (  # isort: skip
-    advantage, algorithm, check, ckpt, collect, data, dist, engine, faults, logprob, loss, memory, metric,
+    advantage, algorithm, check, ckpt, collect, data, dist, engine, logprob, loss, memory, metric,
     modality, model, optim, packing, reward, reward_shaping, rng, run, scan, segment, strategy, testing, tree,
     types, weight,
 )  # fmt: skip
@@ -17,6 +17,6 @@ __version__ = "0.1.0"
 __all__ = [
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
     "Transform", "advantage", "algorithm", "check", "ckpt", "collect", "data", "dist", "engine", "experience",
-    "faults", "logprob", "loss", "memory", "metric", "modality", "model", "optim", "packing", "reward",
+    "logprob", "loss", "memory", "metric", "modality", "model", "optim", "packing", "reward",
     "reward_shaping", "rng", "run", "scan", "segment", "strategy", "testing", "tree", "types", "weight",
 ]  # fmt: skip

@@ -109,6 +109,12 @@ class Named(dict):
     It holds parameters or gradients. Any read after the donation raises UseAfterDonate.
     """
 
+    source: Any = None  # of gradients: what they were computed from, until they are donated
+
+    def __reduce__(self) -> tuple:
+        """Copies and pickles have the tensors alone."""
+        return Named, (dict(self),)
+
 
 class _Donated(Named):
     def _gone(self, *_: Any, **__: Any) -> Any:
@@ -183,6 +189,7 @@ def donate(*trees: Any) -> None:
     for x in trees:
         if isinstance(x, Named):
             dict.clear(x)
+            x.source = None
             x.__class__ = _Donated
         elif hasattr(type(x), "__dataclass_fields__"):
             children, _ = field_names(type(x))

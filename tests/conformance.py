@@ -386,7 +386,11 @@ def digest(out):
 
 def attempt(case, options, dtype):
     try:
-        return CASES[case](get_strategy(StrategyConfig(**options)), dtype)
+        st = get_strategy(StrategyConfig(**options))
+        try:
+            return CASES[case](st, dtype)
+        finally:
+            st.close()
     except Exception:
         return {"error": traceback.format_exc()}
 
@@ -397,6 +401,7 @@ def local(case, dtype):
 
 def on_ranks(rank, names, cases):
     """{(backend, case): results} of every backend in `names`; ranks that disagree are an error."""
+    processes = rft.dist.begin(600.0)  # one group for all strategies, which come and go
     out = {}
     for name in names:
         _, options, dtype = BACKENDS[name]
@@ -406,4 +411,5 @@ def on_ranks(rank, names, cases):
             if len(set(same)) > 1 and "error" not in found:
                 found = {"error": f"ranks disagree: {same}"}
             out[name, case] = found if rank == 0 or "error" in found else {}
+    processes.close()
     return out

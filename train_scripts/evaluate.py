@@ -106,6 +106,7 @@ def main(cfg: Config) -> None:
         texts = enumerate(judged.texts)
         rows = [{"prompt": prompts[i // cfg.group].text, "response": t} for i, t in texts]
         rft.run.write_results(cfg.out, {"config": cfg, "result": result}, rows)
+    st.close()
 
 
 if __name__ == "__main__":

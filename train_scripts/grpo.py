@@ -184,6 +184,7 @@ def main(cfg: Config) -> None:
         cfg,
         total=cfg.steps,
         rank=st.rank,
+        session=st.session,
         trackers=cfg.trackers,
         project=cfg.project,
         name=cfg.run_name,
@@ -354,7 +355,7 @@ def main(cfg: Config) -> None:
                 path = run.checkpoints / f"step_{extra['step']:08d}"
                 st.save(path, state, extra, score=values["reward/mean"], wait=done or stop)
                 limit = cfg.max_bytes or None
-                rft.ckpt.rotate(run.checkpoints, keep=cfg.keep, best=cfg.best, max_bytes=limit)
+                st.rotate(run.checkpoints, keep=cfg.keep, best=cfg.best, max_bytes=limit)
         if stop and not done:
             run.stop(extra["step"])
 
@@ -362,6 +363,7 @@ def main(cfg: Config) -> None:
     weights = rft.optim.ema_params(state.opt).items() if cfg.ema else st.export(state)
     st.save_pretrained(run.folder / "model", module, tokenizer, weights, merge=cfg.lora_merge)
     run.finish()
+    st.close()
 
 
 if __name__ == "__main__":

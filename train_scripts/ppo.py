@@ -254,6 +254,7 @@ def main(cfg: Config) -> None:
         cfg,
         total=cfg.steps,
         rank=st.rank,
+        session=st.session,
         trackers=cfg.trackers,
         project=cfg.project,
         name=cfg.run_name,
@@ -421,7 +422,7 @@ def main(cfg: Config) -> None:
                 path = run.checkpoints / f"step_{extra['step']:08d}"
                 st.save(path, states, extra, score=values["reward/mean"], wait=done or stop)
                 limit = cfg.max_bytes or None
-                rft.ckpt.rotate(run.checkpoints, keep=cfg.keep, best=cfg.best, max_bytes=limit)
+                st.rotate(run.checkpoints, keep=cfg.keep, best=cfg.best, max_bytes=limit)
         if stop and not done:
             run.stop(extra["step"])
 
@@ -431,6 +432,7 @@ def main(cfg: Config) -> None:
     if cfg.save_critic:
         st.save_pretrained(run.folder / "critic", valuer, None, st.export(critic))
     run.finish()
+    st.close()
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def describe(name: str, bad: dict[str, int]) -> None:
 
 
 def main(cfg: Config) -> None:
-    pack, weights, about = rft.faults.load(cfg.fault)
+    pack, weights, about = rft.strategy.load_fault(cfg.fault)
     run = settings(cfg)
     tokenizer = rft.model.load_tokenizer(run["model"])
     sampling = rft.Sampling(temperature=run["temperature"], top_p=run["top_p"], max_new=run["max_new"])

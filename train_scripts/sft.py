@@ -115,6 +115,7 @@ def main(cfg: Config) -> None:
         cfg,
         total=cfg.steps,
         rank=st.rank,
+        session=st.session,
         trackers=cfg.trackers,
         project=cfg.project,
         name=cfg.run_name,
@@ -164,13 +165,14 @@ def main(cfg: Config) -> None:
         if done or stop or state.step % cfg.save_every == 0:
             with run.phase("save"):
                 st.save(run.checkpoints / f"step_{state.step:08d}", state, wait=done or stop)
-                rft.ckpt.rotate(run.checkpoints, keep=cfg.keep, max_bytes=cfg.max_bytes or None)
+                st.rotate(run.checkpoints, keep=cfg.keep, max_bytes=cfg.max_bytes or None)
         if stop and not done:
             run.stop(state.step)
 
     # ---- the model that came out
     st.save_pretrained(run.folder / "model", module, tokenizer, st.export(state), merge=cfg.lora_merge)
     run.finish()
+    st.close()
 
 
 if __name__ == "__main__":

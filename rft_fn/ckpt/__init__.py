@@ -1,4 +1,4 @@
-"""Checkpoints: one folder holds the whole run, appears in one rename, and says what is wrong with it.
+"""Checkpoints: one folder holds the whole run and appears in one rename.
 
 step_00000012/  rank_00000.safetensors ...  what each rank wrote of the tensors of {"state", "extra"}, by
                                             their paths in the tree
@@ -22,30 +22,38 @@ import torch
 from torch import Tensor
 
 from rft_fn import dist, tree
-from rft_fn.ckpt import shards, writing
+from rft_fn.ckpt import shards
 from rft_fn.ckpt.folder import FORMAT, delete, latest, number, steps, sum_of
 from rft_fn.ckpt.reading import States, each, planner, read, restore, weights
 from rft_fn.ckpt.skeleton import outline
-from rft_fn.ckpt.writing import agree, finish, poll
+from rft_fn.ckpt.writing import Writer, Writing, agree, complete
 
 __all__ = [
-    "States", "each", "finish", "latest", "poll", "read", "restore", "rotate", "save", "shards", "steps",
-    "weights", "write",
+    "States", "Writer", "each", "latest", "read", "restore", "rotate", "save", "shards", "steps", "weights",
+    "write",
 ]  # fmt: skip
+
+_OWN = uuid.uuid4().hex[:8]  # in the names of this process's temporary folders, which `rotate` leaves alone
 
 
 def save(
-    path: str | Path, state: States, extra: Any = None, *, score: float | None = None, wait: bool = True
+    path: str | Path,
+    state: States,
+    extra: Any = None,
+    *,
+    score: float | None = None,
+    writer: Writer | None = None,
 ) -> Path:
-    """Write `state` and `extra` (a tree of tensors, numbers and strings, the same on every rank) as the
-    folder `path`, atomically. Several states that are trained together (an actor and its critic) are one dict
-    of them, by name, or a list. The rest is as in `write`.
+    """Write `state` and `extra` as the folder `path`, atomically.
+
+    `extra` is a tree of tensors, numbers and strings, the same on every rank. Several states that are trained
+    together (an actor and its critic) are one dict of them, by name, or a list. The rest is as in `write`.
 
     ValueError for a state that is not finite, which names the tensor.
     """
-    step = max(x.step for x in each(state))
-    named, error = dict(tree.leaves_with_path({"state": state, "extra": extra})), None
-    about: dict[str, Any] = {"step": step, "score": score}
+    named = dict(tree.leaves_with_path({"state": state, "extra": extra}))
+    about: dict[str, Any] = {"step": max(x.step for x in each(state)), "score": score}
+    error = None
     try:
         about["extra"] = outline(extra)
         _check_names(extra)
@@ -53,7 +61,7 @@ def save(
     except ValueError as found:
         error = found
     agree(error)
-    return _write(path, named, about, wait=wait)
+    return _write(path, named, about, writer)
 
 
 def _check_names(extra: Any) -> None:
@@ -81,40 +89,50 @@ def write(
     *,
     step: int = 0,
     score: float | None = None,
-    wait: bool = True,
+    writer: Writer | None = None,
 ) -> Path:
-    """Tensors (plain, or DTensors on any mesh), numbers and strings by name, as the folder `path`.
+    """Write tensors (plain or DTensors), numbers and strings by name as the folder `path`.
 
     Each rank writes the parts that it holds, each part once, into a temporary folder beside `path`; rank 0
     renames it when all of them are on the disk: whoever is killed at any moment leaves no `path` or a whole
     one. An existing `path` is moved aside first, and deleted last (`latest` moves it back if a kill came
-    between the two renames). With wait=False this returns as soon as a copy is in host memory, and the
-    training goes on while files are written; the next `write` or `finish` waits for them, the exit of the
-    process too.
+    between the two renames).
+
+    With a `writer` this returns as soon as a copy is in host memory, and training continues while files are
+    written; the next write, `Writer.finish` and the exit of the process wait for them.
 
     ValueError for a leaf that JSON cannot hold, or that is not the same on all ranks; OSError (a full disk)
-    on every rank. Neither leaves anything behind; with wait=False the error comes from the next call.
+    on every rank. Neither leaves anything behind; with a writer the error comes from its next call.
     """
-    return _write(path, named, {"step": step, "score": score}, wait=wait)
+    return _write(path, named, {"step": step, "score": score}, writer)
 
 
-def _write(path: str | Path, named: Mapping[str, Any], about: dict[str, Any], *, wait: bool) -> Path:
+def _write(path: str | Path, named: Mapping[str, Any], about: dict[str, Any], writer: Writer | None) -> Path:
     """`write`, with `about` in the meta.json beside what it needs to read the files."""
-    path, score = Path(path), about["score"]
-    about["score"] = None if score is None else float(score)
-    with dist.phase("checkpoint"):
-        finish()
-        tensors, plain = _split(named)
-        tmp = _make(path)
-        try:
-            meta = {"format": FORMAT, "names": list(named), "plain": plain, **about}
-            mine, meta["tensors"] = planner().mine(tensors, copy=not wait)
-        except BaseException:
-            shutil.rmtree(tmp, ignore_errors=True)
-            raise
-        writing.begin(path, tmp, mine, meta)
-        if wait:
-            finish()
+    # one write at a time
+    path = Path(path)
+    if about["score"] is not None:
+        about["score"] = float(about["score"])
+    if writer is not None:
+        writer.finish()
+
+    # a plan of who writes what, made by all ranks; an error leaves no folder behind
+    tensors, plain = _split(named)
+    tmp = _make(path)
+    try:
+        meta = {"format": FORMAT, "names": list(named), "plain": plain, **about}
+        mine, meta["tensors"] = planner().mine(tensors, copy=writer is not None)
+    except BaseException:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
+
+    # a thread writes in either case: waiting for it is the only difference
+    work = Writing(path, tmp, mine, meta)
+    if writer is None:
+        work.start()
+        complete(work)
+    else:
+        writer.begin(work)
     return path
 
 
@@ -122,13 +140,19 @@ def _split(named: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
     """(tensors, the other leaves), which have to be the same on all ranks."""
     tensors = {n: x for n, x in named.items() if isinstance(x, Tensor)}
     plain = {n: x for n, x in named.items() if n not in tensors}
+
+    # what is written as JSON has to be JSON, on every rank
+    facts: dict[str, str] = {}
     error = None
     try:
         facts = {n: json.dumps(x) for n, x in plain.items()}
     except (TypeError, ValueError) as found:
-        facts, error = {}, ValueError(f"extra: expected tensors, numbers and strings: {found}")
+        error = ValueError(f"extra: expected tensors, numbers and strings: {found}")
     agree(error)
-    facts |= {n: _fact(n, x) for n, x in tensors.items()} if dist.world() > 1 else {}
+
+    # ranks compare one digest, and the facts themselves only where it differs
+    if dist.world() > 1:
+        facts |= {n: _fact(n, x) for n, x in tensors.items()}
     if len(set(dist.all_gather_object(sum_of(facts)))) > 1:
         odd = dist.differences(facts)
         raise ValueError(f"checkpoint: expected the same on all ranks: {'; '.join(odd[:3])}")
@@ -136,7 +160,7 @@ def _split(named: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def _fact(name: str, x: Tensor) -> str:
-    """What has to be the same of a tensor on all ranks: of those in `extra`, which are small, the values."""
+    """The type and shape of a tensor, and of one in `extra`, which is small, a digest of its values."""
     text = f"{x.dtype} {list(x.shape)}"
     if not name.startswith("extra/") or hasattr(x, "device_mesh"):
         return text
@@ -146,11 +170,12 @@ def _fact(name: str, x: Tensor) -> str:
 
 def _make(path: Path) -> Path:
     """The temporary folder, made by rank 0."""
-    tmp, error = None, None
+    tmp = None
+    error = None
     if number() == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            tmp = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+            tmp = path.with_name(f".{path.name}.{_OWN}{uuid.uuid4().hex[:8]}")
             tmp.mkdir()  # with the rights that the umask leaves: others of a group read it too
         except OSError as found:
             error = found
@@ -158,22 +183,38 @@ def _make(path: Path) -> Path:
     return dist.all_gather_object(tmp)[0]
 
 
-def rotate(folder: str | Path, *, keep: int, best: int = 0, max_bytes: int | None = None) -> list[Path]:
-    """Delete all checkpoints but the `keep` newest and the `best` ones of the highest score, and of these as
-    many as fit into `max_bytes` (the newest first, then the best); the deleted come back.
+def rotate(
+    folder: str | Path,
+    *,
+    keep: int,
+    best: int = 0,
+    max_bytes: int | None = None,
+    writer: Writer | None = None,
+) -> list[Path]:
+    """Delete all checkpoints except the newest and the best ones; returns the deleted.
 
-    Ties go to the later checkpoint. The newest is never deleted. Half-written folders of killed runs go too.
-    While a checkpoint is being written (`wait=False`) this happens when that is whole, and [] comes back.
-    Rank 0 deletes; all ranks call it.
+    The `keep` newest stay and the `best` ones of the highest score, and of these as many as fit into
+    `max_bytes` (the newest first, then the best). Ties go to the later checkpoint. The newest is never
+    deleted. Half-written folders of killed runs are deleted too. While the `writer` is writing a checkpoint,
+    this happens when that is whole, and [] is returned. Rank 0 deletes; all ranks call it.
     """
     if keep < 1:
         raise ValueError(f"keep: expected >= 1, got {keep}")
-    folder, write, gone, error = Path(folder), writing.pending(), [], None
-    run = partial(delete, folder, keep=keep, best=best, max_bytes=max_bytes)
+    warned: set[Path] = set()
+    write = None
+    if writer is not None:
+        warned = writer.warned
+        write = writer.pending
+    run = partial(delete, Path(folder), keep=keep, best=best, max_bytes=max_bytes, spare=_OWN, warned=warned)
+
+    # a checkpoint that is being written counts as soon as it is whole
     if write is not None:
         if number() == 0:
             write.then(run)
         return []
+
+    gone: list[Path] = []
+    error = None
     if number() == 0:
         try:
             gone = run()

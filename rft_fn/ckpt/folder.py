@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, what is wrong with one, which of them stay."""
+"""The folder of a run's checkpoints: list them, name damage, decide which stay."""
 
 import hashlib
 import json
@@ -15,7 +15,6 @@ from rft_fn import dist
 __all__ = ["FORMAT", "damaged", "delete", "latest", "number", "read_meta", "steps", "sum_of"]
 
 FORMAT = 2
-_said: set[Path] = set()  # checkpoints that a line was printed about
 
 
 def sum_of(meta: dict[str, Any]) -> str:
@@ -38,22 +37,26 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def damaged(path: Path, why: str) -> str:
-    """The line that says what is wrong with a checkpoint and what to do."""
+    """One line: why a checkpoint is damaged, and the remedy."""
     others = [s for s in steps(path.parent) if s != path]
     remedy = "delete it to start again"
     if others:
-        remedy = f"delete it to go on from {others[-1].name}"
+        remedy = f"delete it to resume from {others[-1].name}"
     return f"checkpoint {path} is damaged ({why}); {remedy}"
 
 
 def number() -> int:
-    """Of this process among those that work together: 0 also where there is no group of them."""
-    return dist.rank() if dist.world() > 1 else 0
+    """The rank of this process; 0 also where there is no group."""
+    if dist.world() == 1:
+        return 0
+    return dist.rank()
 
 
 def steps(folder: str | Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first. Half-written ones have other
-    names and are never among them."""
+    """The checkpoints in `folder`, oldest first.
+
+    Half-written ones have other names and are never among them.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         return []
@@ -65,12 +68,14 @@ def _number(path: Path) -> int:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest checkpoint, or None: what rank 0 sees, on every rank. All ranks call it.
+    """The newest checkpoint that rank 0 sees, on every rank, or None. All ranks call it.
 
     One that a killed `save` had moved aside, and not replaced yet, is moved back first. A write that is still
     under way is not seen.
     """
-    found = _newest(Path(folder)) if number() == 0 else None
+    found = None
+    if number() == 0:
+        found = _newest(Path(folder))
     return dist.all_gather_object(found)[0]
 
 
@@ -83,7 +88,7 @@ def _newest(folder: Path) -> Path | None:
     return next(reversed(steps(folder)), None)
 
 
-def _scores(paths: list[Path]) -> tuple[list[tuple[float, Path]], set[Path]]:
+def _scores(paths: list[Path], warned: set[Path]) -> tuple[list[tuple[float, Path]], set[Path]]:
     """((score, checkpoint) of those that have one, those whose score cannot be read)."""
     scored = []
     unknown = set()
@@ -92,31 +97,29 @@ def _scores(paths: list[Path]) -> tuple[list[tuple[float, Path]], set[Path]]:
             score = read_meta(p)["score"]
         except ValueError as error:
             unknown.add(p)
-            _say(p, f"warning: {error}; it may be the best one, so it stays until then")
+            if p not in warned:
+                line = f"warning: {error}; it may be the best one, so it stays until then"
+                print(line, file=sys.stderr, flush=True)
+            warned.add(p)
         else:
             if score is not None:
                 scored.append((score, p))
     return scored, unknown
 
 
-def _say(path: Path, line: str) -> None:
-    """Print a line about a checkpoint, once a process."""
-    if path not in _said:
-        _said.add(path)
-        print(line, file=sys.stderr, flush=True)
-
-
 def _size(path: Path) -> int:
     return sum(f.stat().st_size for f in path.iterdir())
 
 
-def _kept(paths: list[Path], keep: int, best: int, max_bytes: int | None) -> set[Path]:
-    """The newest, then the best, then the next newest ones: as many of these as fit. With them those that
-    may be the best, for all that one can know."""
+def _kept(paths: list[Path], keep: int, best: int, max_bytes: int | None, warned: set[Path]) -> set[Path]:
+    """The checkpoints that stay: the newest, the best, then the next newest, as many as fit.
+
+    Those whose score cannot be read stay too, for they may be the best.
+    """
     scored: list[tuple[float, Path]] = []
     unknown: set[Path] = set()
     if best:
-        scored, unknown = _scores(paths)
+        scored, unknown = _scores(paths, warned)
     ranked = [p for _, p in sorted(scored, key=lambda sp: (sp[0], _number(sp[1])), reverse=True)]
     wanted = list(dict.fromkeys([*paths[-1:], *ranked[:best], *reversed(paths[-keep:])]))
     if max_bytes is None:
@@ -130,14 +133,27 @@ def _kept(paths: list[Path], keep: int, best: int, max_bytes: int | None) -> set
     return stay
 
 
-def delete(folder: Path, *, keep: int, best: int, max_bytes: int | None) -> list[Path]:
-    """What `rotate` does, on this process. Temporary folders of killed runs go too: nobody may be writing."""
+def delete(
+    folder: Path,
+    *,
+    keep: int,
+    best: int,
+    max_bytes: int | None,
+    spare: str,
+    warned: set[Path],
+) -> list[Path]:
+    """Do the work of `rotate` on this process.
+
+    Temporary folders of killed runs are deleted, except those marked `spare`: this process may be writing
+    them. `warned` collects the damaged checkpoints that a line was printed about.
+    """
     paths = steps(folder)
-    stay = _kept(paths, keep, best, max_bytes)
+    stay = _kept(paths, keep, best, max_bytes, warned)
     gone = [p for p in paths if p not in stay]
     for p in gone:
         os.rename(p, p.with_name(f".{p.name}.gone"))  # a kill while files go must not leave half a checkpoint
     for p in folder.glob(".step_*.*"):
-        if p.suffix != ".old":  # `latest` and `save` see to those that were moved aside
-            shutil.rmtree(p, ignore_errors=True)
+        if p.suffix == ".old" or p.suffix.startswith(f".{spare}"):
+            continue  # `latest` and `save` see to those that were moved aside
+        shutil.rmtree(p, ignore_errors=True)
     return gone

@@ -1,8 +1,8 @@
-"""Who writes and who reads which part of a tensor: the planners of torch.distributed.checkpoint.
+"""Plan which process writes and reads which part of a tensor.
 
-They know every placement of a DTensor, give each part that several processes hold to one of them, and map the
-parts of one number of processes onto those of another. What lies on the disk is not theirs: safetensors and
-JSON, which nothing has to unpickle.
+The planners of torch.distributed.checkpoint know every placement of a DTensor, give each part that several
+processes hold to one of them, and map the parts of one number of processes onto those of another. The files
+are not theirs: safetensors and JSON, which nothing has to unpickle.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
 
 from rft_fn import dist
 from rft_fn.ckpt import shards
@@ -33,11 +34,13 @@ Table = dict[str, dict[str, Any]]  # name -> {"dtype", "shape", "chunks": [[rank
 def local(x: Tensor) -> Tensor:
     """The part of a tensor that this process holds, in its own memory."""
     x = x.detach()
-    return x.to_local() if hasattr(x, "device_mesh") else x  # type: ignore[operator]
+    if isinstance(x, DTensor):
+        return x.to_local()
+    return x
 
 
 def mine(tensors: Mapping[str, Tensor], *, copy: bool) -> tuple[dict[str, Tensor], Table]:
-    """(what this process has to write, in host memory; where every part of every tensor will be).
+    """(the parts that this process writes, in host memory; the place of every part of every tensor).
 
     Of parts that several processes hold, the one with least to write writes it. All ranks call it. With
     `copy` nothing in it is the memory of the tensors given.
@@ -60,9 +63,14 @@ def _shared(planner: DefaultSavePlanner, own: SavePlan) -> tuple[SavePlan, list[
     if dist.world() == 1:
         plans, _ = planner.create_global_plan([own])
         return plans[0], plans
-    gathered: list[Any] | None = [None] * dist.world() if dist.is_main() else None
+    gathered: list[Any] | None = None
+    if dist.is_main():
+        gathered = [None] * dist.world()
     torch_dist.gather_object(own, gathered, dst=0)
-    plans = planner.create_global_plan(gathered)[0] if gathered is not None else []
+
+    plans: list[SavePlan] = []
+    if gathered is not None:
+        plans = planner.create_global_plan(gathered)[0]
     given: list[Any] = [None]
     torch_dist.scatter_object_list(given, plans or None, src=0)
     return given[0], plans
@@ -91,10 +99,13 @@ def _metadata(table: Table) -> Metadata:
 
 
 def read(folder: Path, table: Table, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """name -> the part of that tensor which `like` holds on this process, in host memory. Nothing travels
-    between processes. SafetensorError or OSError for files that are not what the table says."""
+    """name -> the part of that tensor that `like` holds on this process, in host memory.
+
+    Nothing travels between processes. SafetensorError or OSError for files that do not match the table.
+    """
     from safetensors import safe_open
 
+    # which pieces of which files make up the parts, file by file
     named = {name: x.detach() for name, x in like.items()}
     out = {name: torch.empty(local(x).shape, dtype=x.dtype) for name, x in named.items()}
     where = {(n, tuple(c[1])): c[0] for n, entry in table.items() for c in entry["chunks"]}
@@ -102,6 +113,8 @@ def read(folder: Path, table: Table, like: Mapping[str, Tensor]) -> dict[str, Te
     for item in create_default_local_load_plan(named, _metadata(table)).items:
         at = item.storage_index
         by_file.setdefault(where[at.fqn, tuple(at.offset or ())], []).append(item)
+
+    # each piece is a box of a tensor in the file, and goes to a box of a part
     for rank, items in by_file.items():
         with safe_open(folder / shards.file_name(rank), "pt") as f:
             for item in items:

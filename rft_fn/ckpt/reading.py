@@ -1,4 +1,4 @@
-"""Checkpoints read: back into a state, as tensors by name, or as the weights of a model."""
+"""Read checkpoints: into a state, as tensors by name, or as the weights of a model."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def each(state: States) -> list[TrainState]:
 
 
 def planner() -> Any:
-    """The module that plans who reads and writes what."""
+    """The module that plans which process reads and writes which part."""
     from rft_fn.ckpt import layout  # torch.distributed.checkpoint is slow to import
 
     return layout
@@ -75,20 +75,25 @@ def _check(path: Path, name: str, like: Any, meta: Mapping[str, Any]) -> None:
 
 
 def read(path: str | Path, like: Mapping[str, Any]) -> dict[str, Any]:
-    """What `write` wrote, by name: of the tensors the part that `like` holds on this rank, in host memory.
+    """The leaves that `write` wrote, by name, in host memory.
 
+    Of each tensor it is the part that `like` holds on this rank.
     ValueError on every rank, with the remedy, if the folder is damaged or holds other names, shapes or types.
     """
     from safetensors import SafetensorError
 
-    path, error = Path(path), None
+    path = Path(path)
     meta: dict[str, Any] = {}
     parts: dict[str, Tensor] = {}
+
+    # nobody reads tensors before every rank has found its share of the files whole
+    error = None
     try:
         meta = _checked(path, like)
     except ValueError as found:
         error = found
     agree(error)
+
     try:
         tensors = {n: x for n, x in like.items() if isinstance(x, Tensor)}
         parts = planner().read(path, meta["tensors"], tensors)
@@ -112,8 +117,10 @@ def _nested(named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _extra(path: Path, like: Any) -> Any:
-    """A template of the extra that was saved: as `like`, but with the lengths of what was saved, and all of
-    this without `like`."""
+    """A template of the extra that was saved.
+
+    It is as `like`, with the lengths that were saved; without `like` it is all as it was saved.
+    """
     meta: dict[str, Any] = {}
     error = None
     try:
@@ -122,10 +129,13 @@ def _extra(path: Path, like: Any) -> Any:
         error = found
     agree(error)
 
+    # a leaf keeps its type and device in `like`; shapes are those that were saved
     def leaf(name: str, like: Any) -> Any:
         saved = meta["tensors"].get(name)
+        if saved is None and like is None:
+            return 0
         if saved is None:
-            return 0 if like is None else like
+            return like
         empty = partial(torch.empty, saved["shape"], dtype=_dtype(saved))
         if like is None:
             return empty()
@@ -141,8 +151,10 @@ def _extra(path: Path, like: Any) -> Any:
 
 
 def restore(path: str | Path, like: States, extra: Any = None) -> tuple[Any, Any]:
-    """(state, extra) of the checkpoint at `path`: state in the structure of `like` (one, a dict or a list of
-    them), extra as it was saved (None if nothing).
+    """(state, extra) of the checkpoint at `path`.
+
+    `state` has the structure of `like` (one, a dict or a list of them), `extra` is as it was saved, None if
+    nothing was.
 
     With an `extra` given it has the fields and types of that, and the devices of its tensors; only lengths of
     lists and shapes of tensors are those saved, and what is None or empty in it. Without one a struct comes
@@ -153,19 +165,18 @@ def restore(path: str | Path, like: States, extra: Any = None) -> tuple[Any, Any
     the remedy if it is damaged or of another model; then nothing has been changed.
     """
     path = Path(path)
-    with dist.phase("restore"):
-        want = {"state": like, "extra": _extra(path, extra)}
-        named = dict(tree.leaves_with_path(want))
-        found = read(path, named)
-        values = [_filled(n, x, found[n]) for n, x in named.items()]
-        out = tree.unflatten_like(want, values)
-        tree.donate(*each(like))
+    want = {"state": like, "extra": _extra(path, extra)}
+    named = dict(tree.leaves_with_path(want))
+    found = read(path, named)
+    values = [_filled(n, x, found[n]) for n, x in named.items()]
+    out = tree.unflatten_like(want, values)
+    tree.donate(*each(like))
     return out["state"], out["extra"]
 
 
 @torch.no_grad()
 def _filled(name: str, like: Any, found: Any) -> Any:
-    """What was found, in the memory of `like` where that is of a state; an extra's is the caller's."""
+    """The value found, in the memory of `like` for a state; the memory of an extra is the caller's."""
     if not isinstance(like, Tensor):
         return found
     own = like
@@ -181,8 +192,8 @@ def weights(
     """The weights of a checkpoint by the model's own names, whole, in host memory: no optimizer is needed.
 
     The parameters; with `ema` the average that optim.ema kept of them, with `master` their float32 masters.
-    `name` is which of several states that were saved together: "actor" or "critic". Only what was trained is
-    there. One process alone may call it. ValueError if the folder is damaged or has not what is asked for.
+    `name` selects one of several states that were saved together: "actor" or "critic". Only trained weights
+    are there. One process alone may call it. ValueError if the folder is damaged, or lacks these weights.
     """
     from safetensors import SafetensorError
 
@@ -193,7 +204,11 @@ def weights(
     tensors = meta["tensors"]
     kind = "params"
     if ema or master:
-        kind = "average" if ema else "master"
+        kind = "average"
+    if master:
+        kind = "master"
+
+    # all files are checked, for this process alone reads all of them
     found = _weights(path, tensors, kind, name)
     whole = {at: torch.empty(tensors[at]["shape"], dtype=_dtype(tensors[at])) for at in found.values()}
     _check_files(path, list(meta["files"].items()))
@@ -214,16 +229,22 @@ def _weights(path: Path, tensors: Mapping[str, Any], kind: str, name: str | None
     alone = any(at.startswith("state/params/") for at in params)
     if not params:
         raise ValueError(f"checkpoint {path}: expected the parameters of a model, got none")
-    starts: dict[str | None, str] = {None: "state/"}  # of each state that there is: where its paths begin
+
+    # several states each have a name, and their paths begin with it
+    starts: dict[str | None, str] = {None: "state/"}
     if not alone:
         starts = {at.split("/")[1]: f"state/{at.split('/')[1]}/" for at in params}
     if name not in starts:
-        want = "None for the only state" if alone else f"one of {', '.join(map(str, starts))}"
+        want = f"one of {', '.join(map(str, starts))}"
+        if alone:
+            want = "None for the only state"
         raise ValueError(f"name: expected {want} in checkpoint {path}, got {name}")
+
     start = starts[name]
     own = {at.removeprefix(f"{start}params/"): at for at in params if at.startswith(f"{start}params/")}
     if kind == "params":
         return own
+
     # the paths of the optimizer's state depend on the optimizer; what it keeps has the parameters' names
     kept = {at.split(f"/{kind}/", 1)[-1]: at for at in tensors if re.match(f"{start}opt/.*{kind}/", at)}
     if set(kept) != set(own):

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: tensors in the safetensors format, written and hashed in one pass.
+"""Files of a checkpoint: tensors as safetensors, written and hashed in one pass.
 
 The library's own writer gives no OSError for a full disk and no digest; this one streams the tensors' own
 memory, without a copy and without the interpreter's lock.
@@ -24,12 +24,12 @@ _NAMES = {
 
 
 def file_name(rank: int) -> str:
-    """Of what the process `rank` writes."""
+    """The name of the file that the process `rank` writes."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def flush(path: Path) -> None:
-    """The file or folder is on the disk, not only in the kernel's memory."""
+    """fsync a file or folder."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -38,7 +38,7 @@ def flush(path: Path) -> None:
 
 
 def digest(path: Path) -> str:
-    """Of the whole file, as 32 hexadecimal digits."""
+    """BLAKE2b of a whole file, as 32 hexadecimal digits."""
     found = hashlib.blake2b(digest_size=16)
     with path.open("rb") as f:
         while block := f.read(1 << 24):
@@ -47,7 +47,8 @@ def digest(path: Path) -> str:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    entries, at = {}, 0
+    entries = {}
+    at = 0
     for name, x in tensors.items():
         if x.dtype not in _NAMES:
             known = ", ".join(str(t).removeprefix("torch.") for t in _NAMES)
@@ -61,7 +62,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Contiguous host tensors as one safetensors file, on the disk when this returns; its digest comes back.
+    """Write contiguous host tensors as one safetensors file, with fsync; returns its digest.
 
     OSError when the disk is full; ValueError for a type that the format does not have.
     """

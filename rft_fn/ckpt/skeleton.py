@@ -1,4 +1,4 @@
-"""The shape of a tree as JSON: with it a checkpoint's extra comes back as it was, whatever the template."""
+"""The structure of a tree as JSON, from which a checkpoint's extra is rebuilt without a template."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ _LISTS = {"list": list, "tuple": tuple, "deque": deque}
 
 
 class _Node(NamedTuple):
-    """A container: what it is, the keys of its parts as they stand in paths, the parts."""
+    """A container: its kind, the keys of its parts as they stand in paths, the parts."""
 
     kind: str  # list, tuple, deque, dict, named, or the name of a class
     keys: list[Any]
@@ -40,8 +40,10 @@ def _node(x: Any) -> _Node | None:
 
 
 def outline(x: Any, path: str = "extra") -> Any:
-    """The containers of `x` with their keys, and a mark for each leaf. ValueError for a key that is neither a
-    string nor a number."""
+    """The containers of `x` with their keys, and a mark for each leaf.
+
+    ValueError for a key that is neither a string nor a number.
+    """
     if x is None:
         return None
     node = _node(x)
@@ -58,7 +60,7 @@ def outline(x: Any, path: str = "extra") -> Any:
 
 
 def _static(x: Any) -> dict[str, Any]:
-    """What a container is besides its parts, as far as JSON can hold it."""
+    """The static fields of a container, as far as JSON can hold them."""
     if isinstance(x, deque):
         return {"maxlen": x.maxlen}
     if not hasattr(type(x), "__dataclass_fields__"):
@@ -98,12 +100,16 @@ def _differs(own: _Node, saved: dict[str, Any]) -> bool:
 
 
 def _likes(own: _Node | None, saved: dict[str, Any]) -> list[Any]:
-    """The part of the template for each that was saved: of a longer list, the last one for all that are
-    more."""
+    """The part of the template for each part that was saved.
+
+    Where a longer list was saved, the last part of the template stands for the rest.
+    """
     if own is None or not own.parts:
         return [None] * len(saved["parts"])
     found = dict(zip(own.keys, own.parts))
-    rest = own.parts[-1] if own.kind in ("list", "deque") else None
+    rest = None
+    if own.kind in ("list", "deque"):
+        rest = own.parts[-1]
     return [found.get(key, rest) for key in saved["keys"]]
 
 
@@ -111,17 +117,25 @@ def _made(saved: dict[str, Any], parts: list[Any], like: Any) -> Any:
     """A container of its parts."""
     kind = saved["kind"]
     fields = dict(zip(saved["keys"], parts))
+
+    # sequences are rebuilt as their own kind
     if kind == "deque":
         return deque(parts, **saved["static"])
     if kind in _LISTS:
         return _LISTS[kind](parts)
+
+    # a dict keeps the order of the template, which may have been saved without some parts
     if isinstance(like, dict) and like:
         ordered = {key: fields.get(key, part) for key, part in like.items()}
-        return tree.Named(ordered) if isinstance(like, tree.Named) else ordered
+        if isinstance(like, tree.Named):
+            return tree.Named(ordered)
+        return ordered
     if kind == "named":
         return tree.Named(fields)
     if kind == "dict":
         return fields
+
+    # structs and named tuples are those of the template, or of the class that was saved
     if hasattr(type(like), "__dataclass_fields__"):
         return tree.replace(like, **fields)
     if hasattr(type(like), "_fields"):
@@ -141,10 +155,13 @@ def _instance(saved: dict[str, Any], parts: list[Any], fields: dict[Any, Any]) -
         return fields
     children, statics = tree.field_names(cls)
     static = {k: _frozen(v) for k, v in saved.get("static", {}).items()}
-    whole = set(children) == set(fields) and set(statics) == set(static)
-    return cls(**fields, **static) if whole else fields
+    if set(children) != set(fields) or set(statics) != set(static):
+        return fields
+    return cls(**fields, **static)
 
 
 def _frozen(x: Any) -> Any:
     """Static fields are hashable: what JSON made a list was a tuple."""
-    return tuple(_frozen(part) for part in x) if isinstance(x, list) else x
+    if isinstance(x, list):
+        return tuple(_frozen(part) for part in x)
+    return x

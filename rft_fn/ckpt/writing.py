@@ -1,7 +1,7 @@
-"""One checkpoint on its way to the disk: each rank's thread writes its file, rank 0's makes them a folder.
+"""Write one checkpoint: a thread of each rank writes its file, that of rank 0 completes the folder.
 
 The threads talk through files alone (a mark beside each part that is whole, with its digest), never through
-the process group, on which the training goes on meanwhile. So all ranks must see one file system.
+the process group, which training uses meanwhile. So all ranks must see one file system.
 """
 
 import atexit
@@ -20,20 +20,24 @@ from rft_fn import dist
 from rft_fn.ckpt import folder as folder_lib
 from rft_fn.ckpt import shards
 
-__all__ = ["Writing", "agree", "begin", "finish", "pending", "poll"]
+__all__ = ["Writer", "Writing", "agree", "complete"]
 
 _EXIT = 30.0  # s that a process which exits waits for the parts of others
 
 
 class Writing(threading.Thread):
-    """The write of `path` by way of the folder `tmp`: this rank's `tensors`, and on rank 0 `meta`."""
+    """Writes `path` by way of the folder `tmp`: this rank's `tensors`, and on rank 0 `meta`."""
 
     def __init__(self, path: Path, tmp: Path, tensors: Mapping[str, Tensor], meta: dict[str, Any]):
         super().__init__(name=f"write {path.name}", daemon=True)
-        self.path, self.tmp, self.tensors, self.meta = path, tmp, tensors, meta
-        self.rank, self.world = folder_lib.number(), dist.world()
+        self.path = path
+        self.tmp = tmp
+        self.tensors = tensors
+        self.meta = meta
+        self.rank = folder_lib.number()
+        self.world = dist.world()
         self.error: Exception | None = None
-        self.late: Exception | None = None  # of what was to happen when the checkpoint was whole
+        self.late: Exception | None = None  # from the work that waited for the whole checkpoint
         self.written = threading.Event()  # this rank's part is on the disk, or cannot be
         self.stop = threading.Event()  # no other rank's part will come
         self._then: list[Callable[[], object]] = []
@@ -41,7 +45,7 @@ class Writing(threading.Thread):
         self._closed = False
 
     def run(self) -> None:
-        """In the thread: never raises, `error` says what went wrong."""
+        """Write this rank's part, and on rank 0 the folder; errors are kept in `error`."""
         try:
             self._write()
             self.written.set()
@@ -72,6 +76,7 @@ class Writing(threading.Thread):
         return True
 
     def _commit(self) -> None:
+        # the parts become a checkpoint by their list, with its digest, in a meta.json
         meta = dict(self.meta)
         files = {}
         for r in range(self.world):
@@ -79,10 +84,14 @@ class Writing(threading.Thread):
             self._mark(r).unlink()
         meta["files"] = files
         meta["digest"] = folder_lib.sum_of(meta)
+
+        # everything is on the disk before the rename that makes it visible
         file = self.tmp / "meta.json"
         file.write_text(json.dumps(meta))
         shards.flush(file)
         shards.flush(self.tmp)
+
+        # a kill between the two renames leaves the old one aside, and `latest` moves it back
         aside = self.path.with_name(f".{self.path.name}.old")
         if self.path.exists():
             os.rename(self.path, aside)
@@ -110,20 +119,26 @@ class Writing(threading.Thread):
         except Exception as error:
             self.late = self.late or error
 
-    def failure(self) -> tuple[int, str] | None:
-        """(errno or 0, what went wrong) on this rank, or None."""
-        return _failure(self.error)
 
+def agree(error: Exception | None, what: str = "") -> None:
+    """Raise on every rank the error of the first rank that has one; all ranks call it.
 
-_state: dict[str, Writing | None] = {"pending": None}
-
-
-def pending() -> Writing | None:
-    """The write that nobody has waited for yet: the same answer on every rank."""
-    return _state["pending"]
+    An OSError keeps its kind, anything else becomes a ValueError, with `what` at the end of the text.
+    """
+    for rank, failure in enumerate(dist.all_gather_object(_failure(error))):
+        if failure is None:
+            continue
+        number, text = failure
+        if dist.world() > 1:
+            text += f" (rank {rank} of {dist.world()})"
+        text += what
+        if number:
+            raise OSError(number, text)
+        raise ValueError(text)
 
 
 def _failure(error: Exception | None) -> tuple[int, str] | None:
+    """(errno or 0, what went wrong) as other ranks are told, or None."""
     if error is None:
         return None
     if isinstance(error, OSError):
@@ -133,38 +148,69 @@ def _failure(error: Exception | None) -> tuple[int, str] | None:
     return 0, f"{type(error).__name__}: {error}"
 
 
-def agree(error: Exception | None, what: str = "") -> None:
-    """Raise on every rank if there is an error on any: of the first such rank, an OSError of its kind or
-    else a ValueError, with `what` before it. All ranks call it."""
-    for rank, failure in enumerate(dist.all_gather_object(_failure(error))):
-        if failure is not None:
-            number, text = failure
-            if dist.world() > 1:
-                text += f" (rank {rank} of {dist.world()})"
-            text += what
-            if number:
-                raise OSError(number, text)
-            raise ValueError(text)
+class Writer:
+    """Writes checkpoints while training continues, one at a time."""
+
+    def __init__(self) -> None:
+        # the write that nobody has waited for yet: there is one on every rank, or on none
+        self.pending: Writing | None = None
+        self.warned: set[Path] = set()  # damaged checkpoints that a line was printed about
+
+    def begin(self, write: Writing) -> None:
+        """Start a write; `finish` raises its errors. The exit of the process waits for it too."""
+        self.pending = write
+        atexit.register(self._at_exit)
+        write.start()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written, if there is one, is whole. All ranks call it.
+
+        OSError (a full disk) or ValueError on every rank if it failed on any: then nothing is left of it, and
+        the checkpoints before it are as they were.
+        """
+        write = self._take()
+        if write is not None:
+            complete(write)
+
+    def poll(self) -> None:
+        """Raise the errors of `finish` now, without a wait, if the write failed on any rank.
+
+        All ranks call it: `Strategy.grad` does, so that no run trains for long behind a checkpoint that does
+        not exist.
+        """
+        write = self.pending
+        if write is None:
+            return
+        failed = write.error is not None or write.late is not None
+        if any(dist.all_gather_object(failed)):
+            self.finish()
+
+    def _take(self) -> Writing | None:
+        write = self.pending
+        self.pending = None
+        atexit.unregister(self._at_exit)
+        return write
+
+    def _at_exit(self) -> None:
+        """Finish without the other ranks, which may be anywhere by now."""
+        write = self._take()
+        if write is None:
+            return
+        write.written.wait()
+        write.join(_EXIT)
+        write.stop.set()
+        write.join()
+
+        if write.error is not None or (write.rank == 0 and write.tmp.exists()):
+            _, why = _failure(write.error) or (0, "not all ranks wrote their part")
+            print(f"error: checkpoint {write.path} was not saved: {why}", file=sys.stderr)
+            shutil.rmtree(write.tmp, ignore_errors=True)
+        elif write.late is not None:
+            print(f"error: older checkpoints could not be deleted: {write.late}", file=sys.stderr)
 
 
-def begin(path: Path, tmp: Path, tensors: Mapping[str, Tensor], meta: dict[str, Any]) -> None:
-    """Start to write; `finish` says how it went. Once a process, its exit waits for what is under way."""
-    if "registered" not in _state:
-        _state["registered"] = None
-        atexit.register(_at_exit)
-    write = _state["pending"] = Writing(path, tmp, tensors, meta)
-    write.start()
-
-
-def finish() -> None:
-    """Wait until the checkpoint that is being written, if one is, is whole. All ranks call it.
-
-    OSError (a full disk) or ValueError on every rank if it failed on any: then nothing is left of it, and the
-    checkpoints before it are as they were.
-    """
-    write, _state["pending"] = _state["pending"], None
-    if write is None:
-        return
+def complete(write: Writing) -> None:
+    """Wait for a write that was started, and raise what went wrong on every rank."""
     what = f": checkpoint {write.path} was not saved, those before it are whole"
     try:
         write.written.wait()
@@ -177,29 +223,3 @@ def finish() -> None:
         shutil.rmtree(write.tmp, ignore_errors=True)
         raise
     agree(write.late, f": checkpoint {write.path} is saved, but older ones could not be deleted")
-
-
-def poll() -> None:
-    """Raise what `finish` would, now, where the checkpoint that is being written has failed on any rank;
-    else nothing, without a wait. All ranks call it: `Strategy.grad` does, so that no run trains for long
-    behind a checkpoint that does not exist."""
-    write = _state["pending"]
-    if write is not None and any(dist.all_gather_object(write.error is not None or write.late is not None)):
-        finish()
-
-
-def _at_exit() -> None:
-    """Without the other ranks, which may be anywhere by now."""
-    write, _state["pending"] = _state["pending"], None
-    if write is None:
-        return
-    write.written.wait()
-    write.join(_EXIT)
-    write.stop.set()
-    write.join()
-    if write.error is not None or (write.rank == 0 and write.tmp.exists()):
-        why = write.failure() or (0, "not all ranks wrote their part")
-        print(f"error: checkpoint {write.path} was not saved: {why[1]}", file=sys.stderr)
-        shutil.rmtree(write.tmp, ignore_errors=True)
-    elif write.late is not None:
-        print(f"error: older checkpoints could not be deleted: {write.late}", file=sys.stderr)

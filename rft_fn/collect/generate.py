@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rft_fn import dist, tree
+from rft_fn import tree
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
 __all__ = ["gather_and_generate"]
@@ -30,7 +30,7 @@ def gather_and_generate(
     idle = mine.start >= len(prompts)  # more ranks than prompts: this one samples one of them for nothing
     mine = slice(0, 1) if idle else mine
     engine.wake()
-    with dist.phase("generate"):
+    with strategy.session.phase("generate"):
         rollout = engine.generate(prompts[mine], keys[mine], n=n, sampling=sampling)
     if sleep_engine:
         engine.sleep()
@@ -38,5 +38,5 @@ def gather_and_generate(
     if idle:
         media = None if rollout.media is None else rollout.media.take([])
         rollout = tree.replace(tree.map(lambda x: x[:0], tree.replace(rollout, media=None)), media=media)
-    with dist.phase("gather"):
+    with strategy.session.phase("gather"):
         return strategy.gather(rollout)

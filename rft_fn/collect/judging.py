@@ -91,14 +91,14 @@ def _together(
     result, failed, line = None, None, ""
     names = ", ".join(getattr(score, "components", {})) or "score"
     try:
-        with dist.phase(f"reward {names}"), _time_limit(timeout, lambda: _name(score)):
+        with strategy.session.phase(f"reward {names}"), _time_limit(timeout, lambda: _name(score)):
             result = work()
     except Exception as error:  # raised below, once the others know
         failed, line = error, _describe(score, error)
 
     everyone = [_Share(result, line, digest)]
     if strategy.world > 1:
-        with dist.phase("gather of rewards"):
+        with strategy.session.phase("gather of rewards"):
             everyone = dist.all_gather_object(everyone[0])
     if failed is not None:
         raise failed

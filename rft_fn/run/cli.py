@@ -9,17 +9,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rft_fn import dist, faults
+from rft_fn import dist
 from rft_fn.run import parsing, signals
 
 __all__ = ["cli", "error_line", "fail", "guard", "without"]
 
 
 def error_line(error: BaseException) -> str:
-    """What went wrong, in one line: the message of an error and its notes."""
+    """The message of an error and its notes, in one line."""
     line = " ".join(str(error).split()) or type(error).__name__
     notes = [" ".join(note.split()) for note in getattr(error, "__notes__", ())]
-    return f"{line} ({'; '.join(notes)})" if notes else line
+    if not notes:
+        return line
+    return f"{line} ({'; '.join(notes)})"
 
 
 def cli(main: Callable[[Any], None], config: type) -> None:
@@ -41,13 +43,14 @@ def without(part: Any, *names: str, prefix: str = "strategy", instead: str = "le
     `part` is a dataclass of options, `prefix` its name in the script's config (empty for the config itself),
     `instead` the remedy.
     """
-    of = f"{prefix}." if prefix else ""
+    if prefix:
+        prefix += "."
     defaults = {f.name: f.default for f in dataclasses.fields(part)}
     for name in names:
         x = getattr(part, name)
         if x != defaults[name]:
             raise ValueError(
-                f"{of}{name}: expected {defaults[name]!r}, as this script does not read it, got {x!r}; "
+                f"{prefix}{name}: expected {defaults[name]!r}, as this script does not read it, got {x!r}; "
                 f"{instead}"
             )
 
@@ -68,7 +71,7 @@ def guard(main: Callable[[Any], Any], config: Any) -> Any:
 
 def _explain(error: Exception) -> None:
     """End with one line for a mistake of the user's and for lost processes; anything else is raised again."""
-    lost = isinstance(error, RuntimeError) and faults.is_lost(error)
+    lost = isinstance(error, dist.LostProcess) or dist.is_lost(error)
     mistake = isinstance(error, (ValueError, OSError, ModuleNotFoundError, FloatingPointError))
     if not lost and (not mistake or os.environ.get("RFT_FN_TRACEBACK")):
         raise error
@@ -76,8 +79,7 @@ def _explain(error: Exception) -> None:
         fail(error)
     if os.environ.get("RFT_FN_TRACEBACK"):
         traceback.print_exception(error)
-    # who was asked to stop need not find out which of the others was faster
-    faults.leave(faults.blame(0.0 if signals.asked() else 4.0, error=error))
+    dist.abort(dist.lost_line(error))
 
 
 def _stop(stop: signals.Stopped) -> None:
@@ -90,12 +92,16 @@ def _stop(stop: signals.Stopped) -> None:
 
 
 def fail(error: Exception) -> None:
-    """One line, and exit code 2. Ranks other than 0 wait before they speak: where all have the same to say,
-    rank 0 has said it, and torchrun has stopped them, by then."""
+    """Print one line, and exit with 2.
+
+    Ranks other than 0 wait first: if all have the same error, rank 0 has printed it, and torchrun has stopped
+    them, by then.
+    """
     rank = dist.rank()
+    where = ""
     if rank:
         time.sleep(3)
-    where = f" on rank {rank}" if rank else ""
+        where = f" on rank {rank}"
     print(f"error{where}: {error_line(error)}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if dist.world() > 1:

@@ -14,15 +14,15 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from rft_fn import check, dist, faults
+from rft_fn import check, dist
 from rft_fn.run import lock, plot, signals
 from rft_fn.run import trackers as trackers_lib
 from rft_fn.run.files import append, differences, jsonable, keep_until, write_whole
-from rft_fn.types import Rollout
+from rft_fn.types import Rollout, Session
 
 __all__ = ["Run", "last_model", "settings"]
 
@@ -74,20 +74,25 @@ class Run:
         override: bool = False,
         log_dir: str | Path = "",
         plot_every: int = 0,
+        session: Session | None = None,
     ):
         """Make the folder and lock it, or continue the run in it.
 
         A run may continue with other values of the options that are `check.Free` in the config's class or
         named in `free`; with `override` any may change, and what changed is noted in overrides.jsonl.
         Pictures and tensorboard files go to `log_dir`, or to the folder; a histogram of response lengths
-        every `plot_every` steps (0: only at the end). `project` and `name` are what trackers show.
+        every `plot_every` steps (0: only at the end). `project` and `name` are what trackers show. Dumps of
+        gradients that are not finite go to the folder too, with the `session` of the run's strategy.
 
         ValueError on every rank, before anything is computed, for a folder that cannot be written, that
         another process is using, or that holds another run, and for a tracker that is not installed.
         """
         self.folder, self.total, self.main = Path(folder), total, rank == 0
         self.pictures, self._plot_every = Path(log_dir or folder), plot_every
-        faults.keep(self.folder)
+        self._watch = nullcontext
+        if session is not None:
+            session.set_dump_dir(self.folder)
+            self._watch = session.watch
         self.config = jsonable(config)
         self._free = {"out", "override", *free}
         self._free |= check.free(type(config)) if dataclasses.is_dataclass(config) else set()
@@ -99,7 +104,9 @@ class Run:
         self._phases: dict[str, float] = {}
         self._start = 0
         self._clock = self._began = time.perf_counter()
-        if lines := dist.differences({"config": json.dumps(self.config, default=str)}):
+        with self._watch():
+            lines = dist.differences({"config": json.dumps(self.config, default=str)})
+        if lines:
             raise ValueError(f"ranks: expected the same config on all: {lines[0]}")
 
         def begin() -> None:
@@ -120,7 +127,11 @@ class Run:
                 act()
             except (ValueError, OSError) as found:
                 error = found
-        line = dist.all_gather_object(str(error) if error else None)[0]
+        text = None
+        if error is not None:
+            text = str(error)
+        with self._watch():
+            line = dist.all_gather_object(text)[0]
         if error is not None:
             raise error
         if line is not None and not self.main:
@@ -211,7 +222,8 @@ class Run:
 
     def stopping(self) -> bool:
         """Whether a signal asked any process to stop: the same on every rank, which all ask once a step."""
-        return bool(signals.stopping())
+        with self._watch():
+            return bool(signals.stopping())
 
     def stop(self, step: int) -> None:
         """End the process after its last checkpoint, of `step` steps: raises `Stopped`."""

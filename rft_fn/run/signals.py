@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT let a run finish its step and save it; a reader of stdout who leaves does not end it.
+"""SIGTERM and SIGINT let a run finish its step and save; closing the reader of stdout does not end it.
 
 A process that was asked to stop exits with 128 + the number of the signal: 143 for SIGTERM, 130 for SIGINT.
 """
@@ -106,7 +106,9 @@ class Unbroken:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
-            return len(args[0]) if args else None
+            if args:
+                return len(args[0])
+            return None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

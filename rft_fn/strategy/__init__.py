@@ -1,4 +1,4 @@
-"""Where a train step runs: a `Strategy` record for each backend, chosen by a config."""
+"""Where a train step runs: a `Strategy` record for each backend, selected by a config."""
 
 import sys
 from pathlib import Path
@@ -7,14 +7,18 @@ from rft_fn import dist
 from rft_fn.data import Dataset
 from rft_fn.memory import Estimate
 from rft_fn.strategy.config import StrategyConfig, add_arguments
-from rft_fn.strategy.local import fork, local, unsupported
+from rft_fn.strategy.diagnose import NonFinite, load_fault
+from rft_fn.strategy.local import fork, local
 from rft_fn.strategy.preflight import estimate, preflight
+from rft_fn.strategy.session import Session
 from rft_fn.types import Strategy
 
 _ROOT = Path(__file__).resolve().parent.parent
 
 __all__ = [
     "Estimate",
+    "NonFinite",
+    "Session",
     "Strategy",
     "StrategyConfig",
     "add_arguments",
@@ -23,64 +27,96 @@ __all__ = [
     "fork",
     "get_fake_strategy",
     "get_strategy",
+    "load_fault",
     "preflight",
 ]
 
 
 def get_strategy(config: StrategyConfig | None = None) -> Strategy:
-    """The strategy of `config.backend`: DeepSpeed with a zero_stage, FSDP2 with fsdp or where torchrun
-    started several processes, else one process. ValueError for an option that this backend cannot honour,
-    and, on every rank, where ranks disagree on the config, the command or the code."""
+    """The strategy of `config.backend`.
+
+    DeepSpeed with a zero_stage, FSDP2 with fsdp or where torchrun started several processes, else one
+    process. Its `close` ends what it began: a strategy that finds a process group leaves that to whoever
+    began it. ValueError for an option that this backend cannot honour, and, on every rank, where ranks
+    disagree on the config, the command or the code; nothing is left behind by it.
+    """
     import torch
 
+    # new adapters and heads are drawn from torch's global generator, the same on every rank
     config = config or StrategyConfig()
     torch.manual_seed(config.seed)
     if config.backend == "local":
-        for name in unsupported(config):
-            raise ValueError(
-                f"{name}: expected {getattr(StrategyConfig(), name)} on one process, got "
-                f"{getattr(config, name)}; start several with torchrun, or set fsdp"
-            )
+        _require_supported(config, "on one process", "start several with torchrun, or set fsdp")
         return local(config)
+
+    # the library of a backend is looked for before any process waits for another
     if config.backend == "deepspeed":
-        from rft_fn.strategy.zero.strategy import deepspeed
+        _require_supported(config, "with zero_stage", "FSDP2 has it")
+        from rft_fn.strategy.zero.engine import library
+        from rft_fn.strategy.zero.strategy import deepspeed as over_processes
 
-        return _agreed(deepspeed(config))
-    from rft_fn.strategy.fsdp2 import fsdp2
+        library()
+    else:
+        from rft_fn.strategy.fsdp2 import fsdp2 as over_processes
 
-    return _agreed(fsdp2(config))
+    # a start that fails takes down what it began, so that the next one finds nothing
+    session = Session(dist.begin(config.timeout))
+    try:
+        with session.watch():
+            strategy = over_processes(config, session)
+            _require_agreement(config)
+    except BaseException:
+        session.close()
+        raise
+    return strategy
 
 
-def _agreed(strategy: Strategy) -> Strategy:
-    """The strategy, once all ranks have said that they run the same code with the same options."""
+def _require_supported(config: StrategyConfig, where: str, remedy: str) -> None:
+    """ValueError for an option that only FSDP2 has."""
+    for name in ("sp_size", "shard_size", "fsdp_cpu_offload", "mixed_mm_data"):
+        neutral = getattr(StrategyConfig(), name)
+        got = getattr(config, name)
+        if got != neutral:
+            raise ValueError(f"{name}: expected {neutral} {where}, got {got}; {remedy}")
+
+
+def _require_agreement(config: StrategyConfig) -> None:
+    """ValueError, on every rank, unless all ranks run the same code with the same options."""
     import torch
     import transformers
 
+    # the script, where there is one: a notebook or an interpreter has none
     script = getattr(sys.modules["__main__"], "__file__", None)
-    code = {str(p.relative_to(_ROOT)): p.read_text() for p in sorted(_ROOT.rglob("*.py"))}
-    lines = dist.differences(
-        {
-            "strategy": repr(strategy.config),
-            "command": " ".join(sys.argv),
-            "script": Path(script).read_text() if script else "",
-            "versions": f"python {sys.version.split()[0]}, torch {torch.__version__}, transformers "
-            f"{transformers.__version__}",
-            **{f"rft_fn/{name}": text for name, text in code.items()},
-        }
-    )
+    source = ""
+    if script:
+        source = Path(script).read_text()
+    python = sys.version.split()[0]
+    facts = {
+        "strategy": repr(config),
+        "command": " ".join(sys.argv),
+        "script": source,
+        "versions": f"python {python}, torch {torch.__version__}, transformers {transformers.__version__}",
+    }
+
+    # machines may have other versions of the package
+    for path in sorted(_ROOT.rglob("*.py")):
+        facts[f"rft_fn/{path.relative_to(_ROOT)}"] = path.read_text()
+
+    lines = dist.differences(facts)
     if lines:
         raise ValueError(
             f"ranks: expected the same options and code on all, got {len(lines)} differences: {lines[0]}"
         )
-    return strategy
 
 
 def check_data(strategy: Strategy, *datasets: Dataset) -> None:
-    """ValueError, on every rank, where ranks have other rows than the first: each would train on its own."""
+    """ValueError, on every rank, where ranks have other rows than the first: each would train alone."""
     if strategy.world == 1:
         return
     found = {f"{i} {x.name}": f"{x.size} rows, {x.digest}" for i, x in enumerate(datasets)}
-    if lines := dist.differences(found):
+    with strategy.session.watch():
+        lines = dist.differences(found)
+    if lines:
         raise ValueError(
             f"data: expected the same rows on all ranks, got others for {lines[0].partition(' ')[2]}; give "
             "all ranks the same file"

@@ -1,37 +1,51 @@
-"""What strategies have in common: how a batch is cut, and what several processes do together."""
+"""The parts that all strategies share: the cut of a batch, and the record around a backend."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from rft_fn import dist, memory, packing
+from rft_fn import ckpt, dist, memory, packing
 from rft_fn.model import reader
+from rft_fn.model.lora import Export
 from rft_fn.model.text import ALONE
+from rft_fn.strategy import diagnose
 from rft_fn.strategy.config import StrategyConfig
-from rft_fn.types import Experience, Packed
+from rft_fn.strategy.session import Session
+from rft_fn.types import Apply, Experience, LossFn, Packed, Strategy, TrainState
+from rft_fn.types.strategy import Bind, Gather, Grad, Init, MoveState, Restore, SavePretrained, Update
 
-__all__ = ["Cut", "everywhere", "together"]
+__all__ = ["Backend", "Cut", "assemble", "everywhere"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Cut:
-    """How a strategy cuts batches into packs: of one sequence (one unit) once a model of its mixes those of a
-    pack, which is asked when the model is bound."""
+    """How a strategy cuts batches into packs.
+
+    A pack has one sequence (one unit) once a model of the strategy mixes those of a pack; each model is
+    tested for that when it is bound.
+    """
 
     def __init__(self, config: StrategyConfig, agree: Callable[[bool], bool] = bool):
-        self.config, self.agree = config, agree
+        self.config = config
+        self.agree = agree
         self.alone = False
 
-    def settle(self, root: nn.Module, call: Callable | None = None) -> None:
+    def settle(self, root: nn.Module, call: Callable[..., Any] | None = None) -> None:
         """`reader.settle`, by all processes alike; `call` is the module as it is run."""
         reader.settle(root, call=call, agree=self.agree)
         self.alone |= getattr(root, "way", None) == ALONE
 
     def shard(self, exp: Experience, budget: int, *, world: int = 1, unit: int = 1) -> list[list[Packed]]:
-        """`packing.shard` with the options of the config: packs of at most `budget` tokens and
-        micro_train_batch_size sequences; without packing_samples of exactly so many (the last of fewer),
-        whatever their tokens."""
+        """`packing.shard` with the options of the config.
+
+        Packs have at most `budget` tokens and micro_train_batch_size sequences; without packing_samples
+        exactly so many (the last one fewer), whatever their tokens.
+        """
         most = self.config.micro_train_batch_size
         if not self.config.packing_samples:
             budget = 0
@@ -46,27 +60,176 @@ def everywhere(x: bool) -> bool:
     return all(dist.all_gather_object(x))
 
 
-def together(cut: Cut) -> dict[str, Any]:
-    """The fields of a `Strategy` over several processes that do not depend on what shards its models."""
+class SaveState(Protocol):
+    """Writes a checkpoint, as `ckpt.save` does."""
+
+    def __call__(
+        self,
+        path: str | Path,
+        state: ckpt.States,
+        extra: Any = None,
+        *,
+        score: float | None = None,
+        writer: ckpt.Writer | None = None,
+    ) -> Path:
+        """Write the states; with a `writer` in the background."""
+        ...
+
+
+class ExportState(Protocol):
+    """Puts trained weights together."""
+
+    def __call__(self, state: TrainState, *, finite: bool = True) -> Export:
+        """Full tensors by name; with `finite`, ValueError for one with NaN or inf."""
+        ...
+
+
+class Backend(NamedTuple):
+    """The functions in which strategies differ."""
+
+    init: Init
+    bind: Bind
+    grad: Grad
+    update: Update
+    export: ExportState
+    finite: Callable[[Any], bool]  # whether all gradients are, the same on every rank
+    save_pretrained: SavePretrained
+    save: SaveState
+    restore: Restore
+    offload: MoveState
+    reload: MoveState
+    release: Callable[[], None]  # gives back what the backend itself holds, when the strategy is closed
+
+
+def assemble(
+    backend: Backend,
+    config: StrategyConfig,
+    session: Session,
+    cut: Cut,
+    *,
+    rank: int,
+    world: int,
+    gather: Gather,
+) -> Strategy:
+    """The strategy of a backend, whose functions run inside the phases of the session."""
+    # functions with phases of their parts, then the small ones that no backend changes
+    grad, update = _train_step(backend, session)
+    save, restore, rotate = _checkpoints(backend, session)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
 
-    def say(*args: Any, **options: Any) -> None:
-        if dist.is_main():
+    def shard(exp: Experience, budget: int, *, unit: int = 1) -> list[Packed]:
+        return cut.shard(exp, budget, world=world, unit=unit)[rank]
+
+    def print_on_main(*args: Any, **options: Any) -> None:
+        if rank == 0:
             print(*args, **options)
 
-    def mine(exp: Experience, budget: int, *, unit: int = 1) -> list[Packed]:
-        return cut.shard(exp, budget, world=dist.world(), unit=unit)[dist.rank()]
+    def close() -> None:
+        try:
+            backend.release()
+        finally:
+            session.close()
 
-    return {
-        "shard": mine,
-        "gather": dist.gather,
-        "all_reduce": dist.all_reduce,
-        "print": say,
-        "report_memory": memory.report,
-        "rank": dist.rank(),
-        "world": dist.world(),
-        "device": device,
-        "config": cut.config,
-    }
+    # whatever waits for other processes describes the loss of one
+    return Strategy(
+        init=_watched(backend.init, session),
+        bind=_watched(backend.bind, session),
+        shard=shard,
+        gather=_watched(gather, session),
+        all_reduce=_watched(dist.all_reduce, session),
+        grad=grad,
+        update=update,
+        export=backend.export,
+        save_pretrained=_watched(backend.save_pretrained, session),
+        save=save,
+        restore=restore,
+        rotate=rotate,
+        offload=backend.offload,
+        reload=backend.reload,
+        print=print_on_main,
+        report_memory=_watched(memory.report, session),
+        close=close,
+        session=session,
+        rank=rank,
+        world=world,
+        device=device,
+        config=config,
+    )
+
+
+def _watched(f: Callable[P, T], session: Session) -> Callable[P, T]:
+    """`f`, with the errors of lost processes described."""
+
+    def watched(*args: P.args, **options: P.kwargs) -> T:
+        with session.watch():
+            return f(*args, **options)
+
+    return watched
+
+
+def _train_step(backend: Backend, session: Session) -> tuple[Grad, Update]:
+    """(grad, update) of a backend; gradients that are not finite are diagnosed when they stop the run."""
+
+    def grad(
+        state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed], /
+    ) -> tuple[Any, dict[str, Any]]:
+        with session.watch():
+            session.writer.poll()  # a checkpoint that could not be written is news now, not at the next one
+        grads, metrics = backend.grad(state, apply, loss_fn, packs)
+        return diagnose.with_source(grads, diagnose.Source(apply, loss_fn, packs)), metrics
+
+    # the backend's own gradients are tried again, in parts, when an update raises
+    def update(state: TrainState, grads: Any, /) -> tuple[TrainState, dict[str, Any]]:
+        source = getattr(grads, "source", None)
+        try:
+            return backend.update(state, grads)
+        except diagnose.NonFinite as error:
+            if source is None:  # gradients that a script made itself
+                raise
+            with session.phase(f"diagnosis of step {state.step + 1}"):
+                found = _diagnosed(backend, session, state, source)
+            raise diagnose.NonFinite(f"{error}; {found}") from None
+
+    return grad, update
+
+
+def _diagnosed(backend: Backend, session: Session, state: TrainState, source: diagnose.Source) -> str:
+    """Dump the first sequence without finite gradients, and say where it is."""
+
+    def broken(packs: Sequence[Packed]) -> bool:
+        grads, _ = backend.grad(state, source.apply, source.loss_fn, packs)
+        return not backend.finite(grads)
+
+    # weights that are not finite are dumped as they are
+    weights = {n: x.detach().cpu().clone() for n, x in backend.export(state, finite=False)}
+    return diagnose.dump(session.dump_dir, state.step + 1, broken, source.packs, weights)
+
+
+def _checkpoints(backend: Backend, session: Session) -> tuple[Any, Any, Any]:
+    """(save, restore, rotate), which share the session's writer."""
+
+    def save(
+        path: str | Path, state: Any, extra: Any = None, *, score: float | None = None, wait: bool = True
+    ) -> Path:
+        with session.phase("checkpoint"):
+            if not wait:
+                return backend.save(path, state, extra, score=score, writer=session.writer)
+            session.writer.finish()  # of a save before this one, which may have failed
+            return backend.save(path, state, extra, score=score)
+
+    # these two read and delete folders, so they need not wait for a write under way
+    def restore(path: str | Path, like: Any, extra: Any = None) -> tuple[Any, Any]:
+        with session.phase("restore"):
+            return backend.restore(path, like, extra)
+
+    def rotate(folder: str | Path, *, keep: int, best: int = 0, max_bytes: int | None = None) -> list[Path]:
+        with session.watch():
+            return ckpt.rotate(folder, keep=keep, best=best, max_bytes=max_bytes, writer=session.writer)
+
+    return save, restore, rotate
+
+
+def nothing() -> None:
+    """The release of a backend that holds nothing."""

@@ -25,7 +25,7 @@ class StrategyConfig:
     zero_stage: Free[Annotated[int, Range(0, 3)]] = 0
     """DeepSpeed ZeRO: 1 shards the optimizer, 2 the gradients too, 3 the parameters too; 0 is off"""
     sp_size: Free[Count] = 1
-    """sequence parallelism: the processes that share the tokens of a pack"""
+    """sequence parallelism: number of processes that share the tokens of one pack"""
     shard_size: Free[Whole] = 0
     """processes over which the parameters are sharded, replicated over the rest (HSDP); 0 is all"""
     fsdp_cpu_offload: Free[bool] = False
@@ -43,7 +43,7 @@ class StrategyConfig:
     train_batch_size: Whole = 0
     """sequences per update; a larger rollout is several updates; 0 is the whole rollout"""
     micro_train_batch_size: Free[Whole] = 0
-    """most sequences in a pack; 0 leaves it to the tokens"""
+    """max sequences per pack; 0: limited by tokens only"""
     packing_samples: Free[bool] = True
     """as many sequences in a pack as fit; if not, micro_train_batch_size (at least 1) of any length"""
     mixed_mm_data: Free[bool] = False
@@ -51,7 +51,7 @@ class StrategyConfig:
     fused_linear_logprob: Free[bool] = True
     """log-probs straight from hidden states; if not, all logits [T, V] are in memory at once"""
     chunk_size: Free[Whole] = 0
-    """words of the vocabulary that the fused log-probs handle at a time; 0 suits the device"""
+    """words of the vocabulary that the fused log-probs handle at a time; 0: chosen per device"""
     engine_type: Free[str] = "hf"
     """what samples: hf is transformers in this process"""
     engine_batch: Free[Count] = 64
@@ -88,13 +88,19 @@ class StrategyConfig:
         """ "deepspeed" with a zero_stage; "fsdp2" with fsdp or several processes; else "local"."""
         if self.zero_stage:
             return "deepspeed"
-        return "fsdp2" if self.fsdp or dist.started() > 1 else "local"
+        if self.fsdp or dist.started() > 1:
+            return "fsdp2"
+        return "local"
 
     @staticmethod
     def from_args(args: "argparse.Namespace | Mapping[str, Any]") -> "StrategyConfig":
-        """From a namespace or a mapping; what is not a field goes to `extra`. ValueError for a value of
-        another type than its field's: a text is no number and no bool."""
-        given = dict(args) if isinstance(args, Mapping) else dict(vars(args))
+        """The config of a namespace or a mapping; arguments that are not fields go to `extra`.
+
+        ValueError for a value of another type than its field's: a text is no number and no bool.
+        """
+        if isinstance(args, argparse.Namespace):
+            args = vars(args)
+        given = dict(args)
         known = {f.name for f in fields(StrategyConfig)} - {"extra"}
         extra = {**given.pop("extra", {}), **{k: v for k, v in given.items() if k not in known}}
         return StrategyConfig(**{k: v for k, v in given.items() if k in known}, extra=extra)
@@ -108,9 +114,13 @@ class StrategyConfig:
         return {"log_dir": self.log_dir, "plot_every": self.plot_every}
 
     def updates(self, rows: int) -> int:
-        """How many updates a rollout of `rows` sequences is, with train_batch_size in each (the last may
-        have fewer)."""
-        return -(-rows // self.train_batch_size) if self.train_batch_size else 1
+        """The number of updates of a rollout of `rows` sequences, train_batch_size in each.
+
+        The last may have fewer.
+        """
+        if not self.train_batch_size:
+            return 1
+        return -(-rows // self.train_batch_size)
 
 
 def _docs() -> dict[str, str]:
@@ -118,19 +128,24 @@ def _docs() -> dict[str, str]:
     import ast
     import inspect
 
-    body = ast.parse(inspect.getsource(StrategyConfig)).body[0].body  # type: ignore[attr-defined]
-    pairs = pairwise(body)
-    return {
-        a.target.id: ast.literal_eval(b.value)  # type: ignore[attr-defined]
-        for a, b in pairs
-        if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)
-    }
+    (body,) = ast.parse(inspect.getsource(StrategyConfig)).body
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for field_, doc in pairwise(body.body):
+        if not isinstance(field_, ast.AnnAssign) or not isinstance(doc, ast.Expr):
+            continue
+        if isinstance(field_.target, ast.Name):
+            docs[field_.target.id] = ast.literal_eval(doc.value)
+    return docs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The fields of StrategyConfig as options of an argparse parser, by their own names: `--sp_size 2`,
-    `--fsdp`, `--no-packing_samples`; `--disable_engine_sleep` is `--no-enable_engine_sleep`."""
-    docs, types = _docs(), get_type_hints(StrategyConfig)
+    """Add the fields of StrategyConfig as options of the same names to an argparse parser.
+
+    `--sp_size 2`, `--fsdp`, `--no-packing_samples`; `--disable_engine_sleep` is `--no-enable_engine_sleep`.
+    """
+    docs = _docs()
+    types = get_type_hints(StrategyConfig)
     for f in dataclasses.fields(StrategyConfig):
         if f.name == "extra":
             continue

@@ -7,17 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rft_fn import ckpt, dist, memory, tree
+from rft_fn import ckpt, memory, precision, tree
 from rft_fn import model as model_lib
 from rft_fn.model import quantize
 from rft_fn.model.bind import applied
 from rft_fn.model.lora import Export
 from rft_fn.strategy import step
-from rft_fn.strategy.common import Cut
+from rft_fn.strategy.common import Backend, Cut, assemble, nothing
 from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.session import Session
 from rft_fn.types import Apply, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
-__all__ = ["fork", "layout", "local", "unsupported"]
+__all__ = ["fork", "layout", "local"]
 
 
 def bind(
@@ -33,17 +34,17 @@ def bind(
     """(apply, params) of a module. With bf16 the parameters are cast on their way into the forward."""
     if shard_size not in (None, 0, 1):
         raise ValueError(f"shard_size: expected 1 on one process, got {shard_size}")
-    options: dict[str, Any] = {"entropy": entropy, "aux": aux, "fused": config.fused_linear_logprob}
-    options["chunk_size"] = config.chunk_size
     if config.bf16 or config.use_mp_opt:
         quantize.require_whole(module, "bf16 and use_mp_opt")
+
     module = model_lib.materialize(step.cast(module, config))
-    root = model_lib.wrap_for_training(module, sampling=sampling, **options)
+    root = step.wrap_for_training(config, module, sampling=sampling, entropy=entropy, aux=aux)
     cut.settle(root)
     apply, params = applied(root, module)
     if not config.bf16:
         return apply, params
 
+    # the cast is part of the function, so gradients come back to the float32 parameters
     def narrow(params: tree.Named, pack: Packed) -> TokenOut:
         return apply(tree.map(lambda p: p.bfloat16(), params), pack)
 
@@ -65,7 +66,7 @@ def init(
     """(apply, state) of a module that is trained with `tx`."""
     quantize.require_adapters(module)
     apply, params = bind(config, module, cut=cut, **options)
-    return apply, tree.replace(step.start(params, tx, config), module=module)
+    return apply, step.start(params, tx, config, module)
 
 
 def export(state: TrainState, *, finite: bool = True) -> Export:
@@ -76,8 +77,8 @@ def export(state: TrainState, *, finite: bool = True) -> Export:
 def fork(state: TrainState) -> TrainState:
     """A copy of a state that trains beside it with the same `apply`: parameters, optimizer and counts.
 
-    Of the local strategy, where apply is a function of the parameters it is given. ValueError for a state
-    whose apply takes only its own module's, which FSDP2 and ZeRO lay out.
+    Only for the local strategy, where apply is a function of the parameters it is given. ValueError for a
+    state whose apply takes only its own module's, which FSDP2 and ZeRO lay out.
     """
     from rft_fn.strategy.zero.state import ZeroState
 
@@ -88,8 +89,11 @@ def fork(state: TrainState) -> TrainState:
             "st.init a second module and give it these weights: model.assign(its.params, st.export(state))"
         )
 
+    # leaves that are detached require no gradient until they are told to
     def cloned(x: Any) -> Any:
-        return x.detach().clone() if isinstance(x, Tensor) else x
+        if not isinstance(x, Tensor):
+            return x
+        return x.detach().clone()
 
     copy = tree.map(cloned, state)
     for p in copy.params.values():
@@ -119,7 +123,7 @@ def layout(config: StrategyConfig) -> memory.Layout:
         stepped=kept,
         computed=computed,
         wrap_optimizer=wrap_optimizer,
-        sum_dtype=step.wide,
+        sum_dtype=precision.wide,
         cast_copy=config.bf16,
         on_host=on_host,
         copied_for_update=config.adam_offload,
@@ -129,34 +133,27 @@ def layout(config: StrategyConfig) -> memory.Layout:
 def local(config: StrategyConfig | None = None) -> Strategy:
     """The Strategy of one process: real code on one device and no mocks."""
     config = config or StrategyConfig()
+    session = Session()
     cut = Cut(config)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    update = partial(step.update, max_skips=config.max_skips, host=config.adam_offload)
-    grad, update = step.guarded(step.grad, update, partial(export, finite=False))
-    return Strategy(
+
+    # the same functions as over several processes, without any sharding
+    backend = Backend(
         init=partial(init, config, cut=cut),
         bind=partial(bind, config, cut=cut),
-        shard=lambda exp, budget, **options: cut.shard(exp, budget, **options)[0],
-        gather=lambda x: x,
-        all_reduce=dist.all_reduce,
-        grad=grad,
-        update=update,
+        grad=partial(step.grad, session=session),
+        update=partial(step.update, config=config, session=session),
         export=export,
+        finite=step.finite,
         save_pretrained=model_lib.save,
         save=ckpt.save,
         restore=ckpt.restore,
-        offload=lambda state: step.move_opt(state, "cpu"),
-        reload=lambda state: step.move_opt(state, device),
-        print=print,
-        report_memory=memory.report,
-        rank=0,
-        world=1,
-        device=device,
-        config=config,
+        offload=step.offload,
+        reload=step.reload,
+        release=nothing,
     )
+    return assemble(backend, config, session, cut, rank=0, world=1, gather=_same)
 
 
-def unsupported(config: StrategyConfig) -> list[str]:
-    """The options that one process cannot honour."""
-    wants: dict[str, Any] = {"sp_size": 1, "shard_size": 0, "fsdp_cpu_offload": False, "mixed_mm_data": False}
-    return [name for name, neutral in wants.items() if getattr(config, name) != neutral]
+def _same(x: Any, /) -> Any:
+    """The batch of one process is that of all."""
+    return x

@@ -20,14 +20,18 @@ __all__ = ["Sequence"]
 
 
 class Sequence:
-    """The sequence axis [k] of a mesh, and what a model does with it."""
+    """Ulysses sequence parallelism over one mesh axis [k]."""
 
     def __init__(self, mesh: DeviceMesh):
-        self.mesh, self.size, self.rank = mesh, mesh.size(), mesh.get_local_rank()
+        self.mesh = mesh
+        self.size = mesh.size()
+        self.rank = mesh.get_local_rank()
 
     def split(self, pack: Packed) -> tuple[Packed, attention.SequenceBounds]:
-        """(this process's tokens [T / k] of the pack, the boundaries of all [T]). T is padded to a multiple
-        of k by masked tokens. ValueError with media, whose rows are not tokens."""
+        """(this process's tokens [T / k] of the pack, the sequence boundaries of all [T]).
+
+        T is padded to a multiple of k by masked tokens. ValueError with media, whose rows are not tokens.
+        """
         if pack.media is not None:
             raise ValueError(
                 "sp_size: expected 1 for packs with media, whose rows cannot be split with tokens"
@@ -38,8 +42,10 @@ class Sequence:
         return part, attention.SequenceBounds(sizes, pack.seq.device, sequence=self)
 
     def join(self, out: TokenOut, size: int) -> TokenOut:
-        """Values [T / k] of each process -> [size] of all. The gradient of the whole is the same on every
-        process, so each takes its part of it."""
+        """Values [T / k] of each process -> [size] of all.
+
+        The gradient of the whole is the same on every process, so each takes its part of it.
+        """
 
         def whole(x: Tensor) -> Tensor:
             spread = DTensor.from_local(x, self.mesh, [Shard(0)], run_check=False)
@@ -53,20 +59,23 @@ class Sequence:
         return x
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T / k, H, D], k and v [T / k, H', D] -> all T tokens of this process's share of the heads. Heads
-        of k and v are repeated where there are fewer than processes. ValueError for a H that k does not
-        divide."""
+        """q [T / k, H, D], k and v [T / k, H', D] -> all T tokens of this process's share of the heads.
+
+        Heads of k and v are repeated where there are fewer than processes. ValueError for a H that k does not
+        divide.
+        """
         if q.shape[1] % self.size:
             raise ValueError(
                 f"sp_size: expected a divisor of the {q.shape[1]} attention heads, got {self.size}"
             )
         repeat = self.size // gcd(k.shape[1], self.size)
-        k, v = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (k, v))
-        q, k, v = (self._exchange(x, 0, 1) for x in (q, k, v))
-        return q, k, v
+        if repeat > 1:
+            k = k.repeat_interleave(repeat, dim=1)
+            v = v.repeat_interleave(repeat, dim=1)
+        return self._exchange(q, 0, 1), self._exchange(k, 0, 1), self._exchange(v, 0, 1)
 
     def share(self, x: Tensor) -> Tensor:
-        """Numbers of all heads [H] -> of this process's share [H / k], as `heads` gives them out."""
+        """Numbers of all heads [H] -> those of this process's share [H / k], split as `heads` splits."""
         return x.chunk(self.size)[self.rank]
 
     def tokens(self, x: Tensor) -> Tensor:

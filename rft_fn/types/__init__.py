@@ -8,10 +8,11 @@ from rft_fn.types.algorithm import AdvantageFn, CriticAdvantageFn, WeightFn
 from rft_fn.types.batch import Experience, Media, Packed, Rollout, TokenOut, experience
 from rft_fn.types.engine import Engine
 from rft_fn.types.sampling import Sampling
-from rft_fn.types.strategy import Apply, LossFn, Strategy
+from rft_fn.types.strategy import Apply, LossFn, Session, Strategy
 from rft_fn.types.training import TrainState, Transform
 
 __all__ = [
     "AdvantageFn", "Apply", "CriticAdvantageFn", "Engine", "Experience", "LossFn", "Media", "Packed",
-    "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState", "Transform", "WeightFn", "experience",
+    "Rollout", "Sampling", "Session", "Strategy", "TokenOut", "TrainState", "Transform", "WeightFn", 
+    "experience",
 ]  # fmt: skip

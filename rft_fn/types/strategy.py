@@ -4,6 +4,7 @@ Every function of a strategy is called by all ranks alike, in the same order.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +15,7 @@ from rft_fn.types.batch import Experience, Packed, TokenOut
 from rft_fn.types.sampling import Sampling
 from rft_fn.types.training import TrainState, Transform
 
-__all__ = ["Apply", "LossFn", "Strategy"]
+__all__ = ["Apply", "LossFn", "Session", "Strategy"]
 
 
 class Apply(Protocol):
@@ -29,7 +30,7 @@ class Apply(Protocol):
 
 
 class LossFn(Protocol):
-    """A loss, one number a token."""
+    """A loss, one number per token."""
 
     def __call__(self, out: TokenOut, pack: Packed, /) -> Any:
         """loss [T], or (loss [T], {name: Metric}).
@@ -142,13 +143,13 @@ class SavePretrained(Protocol):
     def __call__(
         self,
         folder: str | Path,
-        module: nn.Module,
-        tokenizer: Any = None,
-        weights: Iterable[tuple[str, Tensor]] | None = None,
+        module: Any,
+        tokenizer: Any,
+        weights: Iterable[tuple[str, Tensor]] = (),
         *,
-        merge: bool = True,
-    ) -> Any:
-        """Write `weights` in the places of the module's own; without `merge` its adapters alone."""
+        merge: bool = False,
+    ) -> Path:
+        """Write `weights` in the places of the module's own; with `merge` adapters become part of them."""
         ...
 
 
@@ -166,8 +167,8 @@ class Save(Protocol):
     ) -> Path:
         """Write a state (or a dict or list of them) and `extra` to a folder, which is whole or absent.
 
-        Without `wait` the files are written while training goes on; the next save, `grad` or `close` raises
-        what went wrong. `score` decides which checkpoints rotation keeps as the best.
+        Without `wait` the files are written while training continues; the next save, `grad` or `close` raises
+        their errors. `score` decides which checkpoints rotation keeps as the best.
         """
         ...
 
@@ -177,6 +178,20 @@ class Restore(Protocol):
 
     def __call__(self, path: str | Path, like: Any, extra: Any = None) -> tuple[Any, Any]:
         """(state, extra) as saved, laid out as `like`, which is donated. Nothing has changed if it raises."""
+        ...
+
+
+class Rotate(Protocol):
+    """Deletes old checkpoints."""
+
+    def __call__(
+        self, folder: str | Path, *, keep: int, best: int = 0, max_bytes: int | None = None
+    ) -> list[Path]:
+        """Delete all checkpoints except the `keep` newest and the `best` ones of the highest score.
+
+        The deleted are returned. While a checkpoint is being written this waits for it, in the background,
+        and [] is returned.
+        """
         ...
 
 
@@ -195,10 +210,46 @@ class Print(Protocol):
 
 
 class ReportMemory(Protocol):
-    """Tells what this process holds in memory."""
+    """Measures the memory of this process."""
 
     def __call__(self, prefix: str = "") -> dict[str, int]:
         """Bytes by name, and one line with the largest over the ranks on rank 0."""
+        ...
+
+
+class Close(Protocol):
+    """Ends a strategy."""
+
+    def __call__(self) -> None:
+        """Wait for the checkpoint writer, stop the heartbeat, and leave the process group if it began here.
+
+        Raises the error of a checkpoint that could not be written. States and applies of the strategy are not
+        to be used afterwards. Twice is once; at exit it happens by itself.
+        """
+        ...
+
+
+class Session(Protocol):
+    """The resources of a strategy: its processes, its checkpoint writer, the folder for dumps of faults."""
+
+    @property
+    def current_phase(self) -> str:
+        """The phase of this process: the innermost block, or the last one before the script's own code."""
+        ...
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Call what this process does inside the block `name`, for the line about lost processes.
+
+        LostProcess, with that line, where the block loses another process.
+        """
+        ...
+
+    def watch(self) -> AbstractContextManager[None]:
+        """`phase` without a name: only the error of a lost process is described."""
+        ...
+
+    def set_dump_dir(self, folder: str | Path) -> None:
+        """Set the folder that dumps of gradients that are not finite go to."""
         ...
 
 
@@ -216,10 +267,13 @@ class Strategy(NamedTuple):
     save_pretrained: SavePretrained
     save: Save
     restore: Restore
+    rotate: Rotate
     offload: MoveState  # the optimizer's state to the host
     reload: MoveState  # and back
     print: Print
     report_memory: ReportMemory
+    close: Close
+    session: Session
     rank: int
     world: int
     device: torch.device

@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_named_with_the_remedy(tmp_path, kind):
         st.save(tmp_path / f"step_{step:08d}", state)
     damage(tmp_path / "step_00000002", kind)
     with pytest.raises(
-        ValueError, match=r"step_00000002 is damaged .* delete it to go on from step_00000001"
+        ValueError, match=r"step_00000002 is damaged .* delete it to resume from step_00000001"
     ):
         st.restore(ckpt.latest(tmp_path), start(1)[2])
     st.restore(tmp_path / "step_00000001", start(1)[2])
@@ -142,14 +142,14 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path):
 
 def test_a_damaged_older_one_stays_and_the_new_one_is_saved(tmp_path, capsys):
     """It may be the best: nobody knows any more, so nothing of it is lost, and the line is about it."""
-    _, _, state = start()
+    st, _, state = start()
     for step, score in enumerate([0.9, 0.1, 0.2], start=1):
         ckpt.save(tmp_path / f"step_{step:08d}", state, score=score)
     (tmp_path / "step_00000001" / "meta.json").write_text("{")
     for wait in (True, False):
-        ckpt.save(tmp_path / "step_00000004", state, score=0.05, wait=wait)
-        ckpt.rotate(tmp_path, keep=1, best=1)
-        ckpt.finish()
+        st.save(tmp_path / "step_00000004", state, score=0.05, wait=wait)
+        st.rotate(tmp_path, keep=1, best=1)
+        st.session.writer.finish()
         assert [p.name[-1] for p in ckpt.steps(tmp_path)] == ["1", "3", "4"]
     line = capsys.readouterr().err
     assert line.count("step_00000001 is damaged (meta.json") == 1 and "so it stays" in line
@@ -157,15 +157,15 @@ def test_a_damaged_older_one_stays_and_the_new_one_is_saved(tmp_path, capsys):
 
 
 def test_a_rotation_that_fails_does_not_deny_the_checkpoint(tmp_path, monkeypatch):
-    _, _, state = start()
+    st, _, state = start()
     ckpt.save(tmp_path / "step_00000001", state)
     go = slowly(monkeypatch)
-    ckpt.save(tmp_path / "step_00000002", state, wait=False)
+    st.save(tmp_path / "step_00000002", state, wait=False)
     monkeypatch.setattr(ckpt, "delete", full)
-    ckpt.rotate(tmp_path, keep=1)
+    st.rotate(tmp_path, keep=1)
     go.set()
     with pytest.raises(OSError, match="step_00000002 is saved, but older ones could not be deleted"):
-        ckpt.finish()
+        st.close()
     assert [p.name[-1] for p in ckpt.steps(tmp_path)] == ["1", "2"]
 
 
@@ -227,15 +227,39 @@ def test_the_training_goes_on_while_files_are_written(tmp_path, monkeypatch):
     go = slowly(monkeypatch)
     st.save(tmp_path / "step_00000002", state, wait=False)
     state, _ = advance(st, apply, state, 2)
-    assert ckpt.rotate(tmp_path, keep=1) == []
+    assert st.rotate(tmp_path, keep=1) == []
     assert [p.name for p in ckpt.steps(tmp_path)] == ["step_00000001"]  # the only whole one
     go.set()
-    ckpt.finish()
+    st.session.writer.finish()
     assert [p.name for p in ckpt.steps(tmp_path)] == ["step_00000002"]  # rotated when that was whole
     found, _ = st.restore(tmp_path / "step_00000002", start(1)[2])
     assert all(torch.equal(a, b) for a, b in zip(want.values(), found.params.values()))
     name = next(iter(want))
     assert not torch.equal(state.params[name], found.params[name])
+
+
+def test_a_rotation_without_the_writer_leaves_what_is_being_written(tmp_path, monkeypatch):
+    """It knows nothing of the write, only that the temporary folder is of this process."""
+    st, _, state = start()
+    st.save(tmp_path / "step_00000001", state)
+    (tmp_path / ".step_00000009.0123").mkdir()  # of a killed run
+    go = slowly(monkeypatch)
+    st.save(tmp_path / "step_00000002", state, wait=False)
+    assert ckpt.rotate(tmp_path, keep=1) == []
+    assert not (tmp_path / ".step_00000009.0123").exists()
+    go.set()
+    st.close()
+    assert [p.name for p in ckpt.steps(tmp_path)] == ["step_00000001", "step_00000002"]
+
+
+def test_a_write_that_fails_later_is_raised_by_close_and_its_memory_is_free(tmp_path, monkeypatch):
+    st, _, state = start()
+    monkeypatch.setattr(ckpt.shards, "write_shard", full)
+    st.save(tmp_path / "step_1", state, wait=False)
+    with pytest.raises(OSError, match="step_1 was not saved"):
+        st.close()
+    st.close()
+    assert st.session.writer.pending is None and list(tmp_path.iterdir()) == []
 
 
 def test_a_write_that_fails_later_is_raised_by_the_next_call(tmp_path, monkeypatch):
@@ -244,7 +268,7 @@ def test_a_write_that_fails_later_is_raised_by_the_next_call(tmp_path, monkeypat
     st.save(tmp_path / "step_1", state, wait=False)
     with pytest.raises(OSError, match="step_1 was not saved"):
         st.save(tmp_path / "step_2", state, wait=False)
-    ckpt.finish()  # said once
+    st.session.writer.finish()  # raised once
     assert list(tmp_path.iterdir()) == []
 
 
@@ -254,12 +278,12 @@ def test_a_write_that_fails_later_is_raised_by_the_next_step(tmp_path, monkeypat
     go = slowly(monkeypatch)
     st.save(tmp_path / "step_1", state, wait=False)
     state, _ = advance(st, apply, state, 1)
-    assert ckpt.writing.pending() is not None
+    assert st.session.writer.pending is not None
     go.set()
-    ckpt.finish()
+    st.session.writer.finish()
     monkeypatch.setattr(ckpt.shards, "write_shard", full)
     st.save(tmp_path / "step_2", state, wait=False)
-    ckpt.writing.pending().written.wait()
+    st.session.writer.pending.written.wait()
     with pytest.raises(OSError, match="step_2 was not saved"):
         advance(st, apply, state, 1)
     advance(st, apply, state, 1)  # said once, and the state is whole
@@ -277,7 +301,7 @@ def test_exit_waits_for_the_write(tmp_path):
             raise OSError(28, "No space left on device")
         return write(*args)
     ckpt.shards.write_shard = slow
-    ckpt.write(sys.argv[1] + "/step_1", {"x": torch.arange(4)}, wait=False)
+    ckpt.write(sys.argv[1] + "/step_1", {"x": torch.arange(4)}, writer=ckpt.Writer())
     """
     for kind, names in {"whole": ["step_1"], "full": []}.items():
         command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / kind), kind]
@@ -345,7 +369,7 @@ WRITER = """
     for step in range(1, 10_000):
         state = tree.replace(state, step=step)
         st.save(f"{sys.argv[1]}/step_{step:08d}", state, wait=step % 2 == 0)
-        ckpt.rotate(sys.argv[1], keep=2)
+        st.rotate(sys.argv[1], keep=2)
 """
 
 

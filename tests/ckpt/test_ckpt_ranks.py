@@ -84,7 +84,7 @@ def round_trip(folder, case, world, sources):
     st.save(path / f"w{world}", states, EXTRA, score=1.5, wait=False)  # the updates below are not in it
     states, norms = go(st, applies, states)
     out["straight"] = {"saved": saved, "end": whole(states), "norms": norms}
-    ckpt.finish()
+    st.session.writer.finish()
     for source in (*sources, world):
         applies, like = make(st, case, seed=1)
         like, extra = st.restore(path / f"w{source}", like, EXTRA if source == world else None)
@@ -96,7 +96,8 @@ def round_trip(folder, case, world, sources):
 
 def round_trips(rank, folder, world, sources):
     out = {case: round_trip(folder, case, world, sources) for case in CASES}
-    ckpt.write(Path(folder) / f"exit{world}", {"x": torch.arange(6.0)}, wait=False)  # and then they exit
+    writer = ckpt.Writer()
+    ckpt.write(Path(folder) / f"exit{world}", {"x": torch.arange(6.0)}, writer=writer)  # and then they exit
     return (
         (out, faults(rank, Path(folder) / "faults") if world == 2 else {}) if rank == 0 or world == 2 else 0
     )
@@ -188,14 +189,14 @@ def faults(rank, folder):
             setattr(ckpt.shards, at, full)
         out[f"full {name}"] = message(st.save, folder / "step_00000002", state)
         st.save(folder / "step_00000002", state, wait=False)
-        out[f"full {name} later"] = message(ckpt.finish)
+        out[f"full {name} later"] = message(st.session.writer.finish)
         st.save(folder / "step_00000002", state, wait=False)
-        ckpt.writing.pending().written.wait()
-        while rank == who and ckpt.writing.pending().error is None:
+        st.session.writer.pending.written.wait()
+        while rank == who and st.session.writer.pending.error is None:
             time.sleep(0.01)
         dist.barrier()
-        out[f"full {name} polled"] = message(ckpt.poll)
-        out[f"full {name} once"] = message(ckpt.poll)
+        out[f"full {name} polled"] = message(st.session.writer.poll)
+        out[f"full {name} once"] = message(st.session.writer.poll)
         setattr(ckpt.shards, at, kept)
         dist.barrier()
         out[f"full {name} left"] = left()
@@ -266,7 +267,7 @@ def test_what_failed_leaves_nothing_and_changes_nothing(trips):
         assert "state/params/model.norm.weight: expected finite" in found["not finite"]
         assert "it is of another model, optimizer or run" in found["another model"]
         assert "step_00000002 is damaged (rank_00001.safetensors: its digest" in found["damaged"]
-        assert "delete it to go on from step_00000001 (rank 1 of 2)" in found["damaged"]
+        assert "delete it to resume from step_00000001 (rank 1 of 2)" in found["damaged"]
         assert not found["another model changed"] and not found["damaged changed"]
         assert found["latest"] == "step_00000002" and found["deleted"] == []
 
@@ -278,7 +279,7 @@ def forever(rank, folder):
     for step in range(1, 10_000):
         state = tree.replace(state, step=step)
         st.save(Path(folder) / f"step_{step:08d}", state, wait=step % 2 == 0)
-        ckpt.rotate(folder, keep=2)
+        st.rotate(folder, keep=2)
 
 
 def test_kill_9_during_the_write_of_two(tmp_path):

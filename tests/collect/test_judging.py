@@ -325,12 +325,13 @@ def test_a_reward_that_hangs_is_interrupted_and_named(fn):
 
 def test_the_phase_is_the_reward():
     seen = []
+    st = get_fake_strategy()
 
     def look(completions):
-        seen.append(dist.current_phase())
+        seen.append(st.session.current_phase)
         return [0.0 for _ in completions]
 
-    judged_by(get_fake_strategy(), look)
+    judged_by(st, look)
     assert seen == ["reward mine, length"]
 
 

@@ -14,8 +14,8 @@ import tiny
 import torch
 
 import rft_fn as rft
-from rft_fn import dist, faults, packing, tree
-from rft_fn.strategy import StrategyConfig, get_strategy
+from rft_fn import dist, packing, tree
+from rft_fn.strategy import NonFinite, StrategyConfig, diagnose, get_strategy, load_fault
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,14 +52,14 @@ def test_a_lost_process_is_named_and_nobody_hangs(tmp_path, how, timeout):
     finally:
         for p in processes:
             p.kill()
-    assert codes == [faults.LOST] * (world - 1)
+    assert codes == [dist.LOST] * (world - 1)
     for r in (r for r in range(world) if r != 1):
         line = (tmp_path / f"log{r}").read_text().strip().splitlines()[-1]
         want = r"error: lost rank 1 \(last in (the script after )?\w+ of step \d+, \d+ s ago\); "
-        want += rf"rank {r} was in .*; the same command"
+        want += rf"rank {r} was in .*; run the same command"
         if how == signal.SIGKILL:
             want += r".*; \w+: .+"  # what torch said
-            want = want.replace(".*; the same", rf".*; rank {2 - r} in .*; the same")
+            want = want.replace(".*; run the same", rf".*; rank {2 - r} in .*; run the same")
         assert re.match(want, line), line
 
 
@@ -81,53 +81,75 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
     ],
 )
 def test_a_time_limit_of_the_user_s_is_no_lost_process(monkeypatch, lost, error):
-    monkeypatch.setattr(dist, "world", lambda: 2)
-    assert faults.is_lost(error) == lost
-    monkeypatch.setattr(dist, "world", lambda: 1)
-    assert not faults.is_lost(error)
+    monkeypatch.setattr(dist.lost, "world", lambda: 2)
+    assert dist.is_lost(error) == lost
+    monkeypatch.setattr(dist.lost, "world", lambda: 1)
+    assert not dist.is_lost(error)
 
 
-def test_blame_has_every_phase_and_the_error(monkeypatch):
+def heard(phases, *, timeout=60.0, ages=None):
+    """The processes of a run whose rank 0 has heard of the others in `phases`."""
+    now, ages = time.monotonic(), ages or {}
+    beats = dist.Heartbeat(None, lambda: "", timeout=timeout, alarm=lambda: None)
+    beats.heard = {r: (now - ages.get(r, 0), phase, "") for r, phase in phases.items()}
+    return dist.Processes(heartbeat=beats, patience=0.0)
+
+
+def test_the_description_has_every_phase_and_the_error():
     """Rank 1 is silent; ranks 2 and 3 wait for rank 4, whose reward hangs: all of them are in the line."""
-    beats, now = object.__new__(faults.Beats), time.monotonic()
-    beats.timeout = 60
     phases = {1: "update of step 2", 2: "metrics of step 3", 3: "metrics of step 3", 4: "reward 'judge'"}
-    beats.heard = {r: (now - 9 * (r == 1), phase, "") for r, phase in phases.items()}
-    monkeypatch.setitem(faults._watch, "beats", beats)
-    line = faults.blame(0, RuntimeError("[x/gloo/y.cc:1] Connection\nclosed by peer"))
+    found = heard(phases, ages={1: 9})
+    error = RuntimeError("[x/gloo/y.cc:1] Connection\nclosed by peer")
+    line = found.describe(error)
     assert line.startswith("lost rank 1 (last in update of step 2, 9 s ago); rank 0 was in ")
-    assert "; rank 2, 3 in metrics of step 3; rank 4 in reward 'judge'; the same command" in line
+    assert "; rank 2, 3 in metrics of step 3; rank 4 in reward 'judge'; run the same command" in line
     assert line.endswith("; RuntimeError: [x/gloo/y.cc:1] Connection closed by peer")
-    assert "RuntimeError" not in faults.blame(0)
+    assert "RuntimeError" not in found.describe()
 
 
-def test_whoever_missed_one_beat_is_not_blamed(monkeypatch):
+def test_whoever_missed_one_beat_is_not_named():
     """Beats are half a second apart, so whoever is alive may be unheard for a little longer than that."""
-    beats, now = object.__new__(faults.Beats), time.monotonic()
-    beats.timeout = 60
-    beats.heard = {1: (now - 61, "generate", ""), 2: (now - 0.9, "train", "")}
-    monkeypatch.setitem(faults._watch, "beats", beats)
-    assert faults.blame(0).startswith("lost rank 1 (last in generate, 61 s ago); rank 0 was in ")
-    beats.timeout = 0.5  # a shorter limit of the run's own counts
-    assert faults.blame(0).startswith("lost rank 1 (last in generate, 61 s ago), rank 2 (")
+    phases, ages = {1: "generate", 2: "train"}, {1: 61, 2: 0.9}
+    line = heard(phases, ages=ages).describe()
+    assert line.startswith("lost rank 1 (last in generate, 61 s ago); rank 0 was in ")
+    line = heard(phases, ages=ages, timeout=0.5).describe()  # a shorter limit of the run counts
+    assert line.startswith("lost rank 1 (last in generate, 61 s ago), rank 2 (")
+
+
+def test_whoever_has_left_is_not_named():
+    line = heard({1: dist.Heartbeat.BYE, 2: "train"}, ages={1: 61, 2: 5}).describe()
+    assert line.startswith("lost rank 2 (last in train, 5 s ago); rank 0 was in ")
+
+
+def test_a_phase_describes_the_loss_once(monkeypatch):
+    """The innermost block names the phase; what is no loss passes as it is."""
+    monkeypatch.setattr(dist.lost, "world", lambda: 2)
+    found = heard({1: "generate"}, ages={1: 9})
+    with pytest.raises(dist.LostProcess) as lost, found.phase("checkpoint"), found.phase("write"):
+        raise RuntimeError("[x/gloo/y.cc:1] Connection closed by peer")
+    line = str(lost.value)
+    assert line.startswith("lost rank 1 (last in generate, 9 s ago); rank 0 was in write; run the same")
+    assert line.count("lost rank") == 1 and isinstance(lost.value.__cause__, RuntimeError)
+    with pytest.raises(RuntimeError, match=r"^judge: timed out$"), found.phase("reward"):
+        raise RuntimeError("judge: timed out")
 
 
 def test_the_script_between_two_phases_is_named_by_the_one_before():
-    now = dist.current_phase
-    with dist.phase("generate"):
-        with dist.phase("gather"):
-            assert now() == "gather"
-        assert now() == "generate"
-    assert now() == "the script after generate"
-    with dist.phase("update of step 1"):
-        assert now() == "update of step 1"
-    assert now() == "the script after update of step 1"
-    with suppress(ValueError), dist.phase("checkpoint"):
+    found = dist.Processes()
+    with found.phase("generate"):
+        with found.phase("gather"):
+            assert found.current_phase == "gather"
+        assert found.current_phase == "generate"
+    assert found.current_phase == "the script after generate"
+    with found.phase("update of step 1"):
+        assert found.current_phase == "update of step 1"
+    assert found.current_phase == "the script after update of step 1"
+    with suppress(ValueError), found.phase("checkpoint"):
         raise ValueError
-    assert now() == "checkpoint"
-    with dist.phase("restore"):
+    assert found.current_phase == "checkpoint"
+    with found.phase("restore"):
         pass
-    assert now() == "the script after restore"
+    assert found.current_phase == "the script after restore"
 
 
 def disagree(rank, what):
@@ -172,7 +194,7 @@ def spoilt(step, row):
 def not_finite(rank, folder, world_options):
     """Three updates without finite gradients in a row; the message, the step and the weights at the end."""
     st = get_strategy(StrategyConfig(max_skips=3, **world_options))
-    faults.keep(folder)
+    st.session.set_dump_dir(folder)
     apply, state = st.init(tiny.llama(), conformance.adamw())
     weights = None
     for i in range(9):
@@ -182,7 +204,7 @@ def not_finite(rank, folder, world_options):
             weights = {n: x.clone() for n, x in st.export(state)}
         try:
             state, metrics = st.update(state, grads)
-        except faults.NonFinite as error:
+        except NonFinite as error:
             return str(error), i, weights
         assert float(metrics["grad/skipped"].value()) == (i >= 2)
 
@@ -198,7 +220,7 @@ def test_the_first_offending_sequence_is_kept(tmp_path, world, options):
     for text, step, _ in results:
         assert step == 4 and "nan in 3 updates in a row (step 5); the first sequence" in text
     weights = results[0][2]
-    pack, kept, about = faults.load(tmp_path / "fault_00000005")
+    pack, kept, about = load_fault(tmp_path / "fault_00000005")
     assert about["step"] == 5 and about["row"] == 5
     want = packing.pack(spoilt(4, 5), [5])
     assert torch.equal(pack.tokens, want.tokens) and torch.equal(pack.target, want.target)
@@ -209,13 +231,13 @@ def test_the_first_offending_sequence_is_kept(tmp_path, world, options):
 def test_the_smallest_prefix():
     for count in (1, 2, 7, 64):
         for at in range(1, count + 1):
-            assert faults._smallest(count, lambda n: n >= at) == at  # noqa: B023
-        assert faults._smallest(count, lambda n: False) is None
+            assert diagnose._smallest(count, lambda n: n >= at) == at  # noqa: B023
+        assert diagnose._smallest(count, lambda n: False) is None
 
 
 def test_a_pack_splits_into_its_sequences():
     exp = conformance.experience(0)
-    for one, row in zip(faults._units([packing.pack(exp, [2, 4]), packing.pack(exp, [1])]), (2, 4, 1)):
+    for one, row in zip(diagnose._units([packing.pack(exp, [2, 4]), packing.pack(exp, [1])]), (2, 4, 1)):
         want = packing.pack(exp, [row])
         assert one.rows == (row,) and one.num_seqs == 1
         assert all(torch.equal(a, b) for a, b in zip(tree.leaves(one), tree.leaves(want)))
@@ -232,7 +254,7 @@ def preference(out, b):
 def test_a_loss_of_pairs_leaves_its_pair(tmp_path):
     """The post-mortem tries pairs, and keeps both sides of the one at fault."""
     st = get_strategy(StrategyConfig(max_skips=1))
-    faults.keep(tmp_path)
+    st.session.set_dump_dir(tmp_path)
     apply, state = st.init(tiny.llama(), conformance.adamw())
     exp = conformance.experience(0, dtype=torch.float32)
     exp = packing.take(exp, torch.arange(len(exp.tokens) // 2 * 2))
@@ -241,9 +263,9 @@ def test_a_loss_of_pairs_leaves_its_pair(tmp_path):
     packs = st.shard(exp, 60, unit=2)
     assert len(packs) > 1
     grads, _ = st.grad(state, apply, preference, packs)
-    with pytest.raises(faults.NonFinite, match="the first sequence with such a gradient"):
+    with pytest.raises(NonFinite, match="the first sequence with such a gradient"):
         st.update(state, grads)
-    pack, _, about = faults.load(tmp_path / "fault_00000001")
+    pack, _, about = load_fault(tmp_path / "fault_00000001")
     assert about["row"] == bad and pack.num_seqs == pack.unit == 2
     want = packing.pack(exp, [bad, bad + 1], unit=2)
     assert torch.equal(pack.tokens, want.tokens) and torch.equal(pack.seq, want.seq)

@@ -30,8 +30,8 @@ MUTANTS = [
     (
         "each rank keeps what it computed",
         "rft_fn/collect/judging.py",
-        '    if strategy.world > 1:\n        with dist.phase("gather of rewards")',
-        '    if strategy.world > 9:\n        with dist.phase("gather of rewards")',
+        '    if strategy.world > 1:\n        with strategy.session.phase("gather of rewards")',
+        '    if strategy.world > 9:\n        with strategy.session.phase("gather of rewards")',
         JUDGING + "a_reward_that_differs_by_rank_is_the_same_on_all",
     ),
     (

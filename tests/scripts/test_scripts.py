@@ -583,7 +583,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_lost(straight, tmp_path):
     args = [*SMALL, "--out", folder, "--ema", "0.9", "--kl", "0.01", "--normalize-reward"]
     before = (folder / "metrics.jsonl").read_bytes()
     err = run("grpo", *args, code=2)
-    assert "step_00000008 is damaged" in err and "delete it to go on from step_00000006" in err
+    assert "step_00000008 is damaged" in err and "delete it to resume from step_00000006" in err
     assert (folder / "metrics.jsonl").read_bytes() == before
     shutil.rmtree(newest.parent)
     run("grpo", *args)

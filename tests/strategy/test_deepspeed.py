@@ -209,8 +209,8 @@ def placed(st):
 def broken(st):
     """A NaN in every batch: after max_skips the run stops, and names the sequence at fault."""
     folder = conformance.shared_folder(st)
-    rft.faults.keep(folder)
     st = get_strategy(dataclasses.replace(st.config, max_skips=2))
+    st.session.set_dump_dir(folder)
     apply, state = start(st)
     exp = conformance.experience(0, dtype=F32)
     exp.adv[5] = exp.adv[5] * torch.nan
@@ -221,10 +221,10 @@ def broken(st):
     st.save(f"{folder}/step_00000001", state)
     state, _ = st.restore(f"{folder}/step_00000001", state)
     assert state.skipped == 1 and state.step == 1  # a run that is taken up again is as patient
-    with pytest.raises(rft.faults.NonFinite, match="in 2 updates in a row"):
+    with pytest.raises(rft.strategy.NonFinite, match="in 2 updates in a row"):
         st.update(state, st.grad(state, apply, conformance.loss_fn, st.shard(exp, 40))[0])
     rft.dist.barrier()
-    pack, _, about = rft.faults.load(f"{folder}/fault_00000002")
+    pack, _, about = rft.strategy.load_fault(f"{folder}/fault_00000002")
     assert about["row"] == 5 and torch.isnan(pack.adv).any()
     state, metrics = one_step(st, state, apply, 0)  # and whoever catches it can go on
     assert rft.metric.results(metrics)["grad/skipped"] == 0

@@ -133,13 +133,13 @@ def save(
     extra: Any = None,
     *,
     score: float | None = None,
-    wait: bool = True,
+    writer: ckpt.Writer | None = None,
 ) -> Path:
     """`ckpt.save` of the weights and moments that DeepSpeed holds, by all ranks.
 
     Every strategy can resume from the folder.
     """
-    return ckpt.save(path, _each(state, partial(_tensors, values=True)), extra, score=score, wait=wait)
+    return ckpt.save(path, _each(state, partial(_tensors, values=True)), extra, score=score, writer=writer)
 
 
 def _whole(x: Tensor) -> Tensor:

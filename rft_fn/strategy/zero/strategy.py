@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rft_fn import dist, faults, memory, metric, tree
+from rft_fn import dist, memory, metric, precision, tree
 from rft_fn import model as model_lib
 from rft_fn.model import probe
 from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.finite import require_finite
 from rft_fn.model.lora import Export
 from rft_fn.strategy import step
-from rft_fn.strategy.common import Cut, everywhere, together
+from rft_fn.strategy.common import Backend, Cut, assemble, everywhere
 from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.diagnose import NonFinite
 from rft_fn.strategy.fsdp2 import groups
+from rft_fn.strategy.session import Session
 from rft_fn.strategy.zero import engine, stages
 from rft_fn.strategy.zero import state as zero_state
 from rft_fn.strategy.zero.engine import Root, ZeroModel
@@ -37,6 +39,7 @@ class ZeroApply:
 
     run: nn.Module  # pack -> the fields of a TokenOut
     params: tree.Named
+    session: Session
     model: ZeroModel | None = None  # None for one that only scores
 
     @property
@@ -50,7 +53,8 @@ class ZeroApply:
             "model.assign(params, source) puts them there"
         )
         require_own(self.params, params, why)
-        return TokenOut(**self.run(pack))
+        with self.session.watch():
+            return TokenOut(**self.run(pack))
 
 
 @tree.struct
@@ -59,6 +63,7 @@ class ZeroGrads:
 
     turn: int  # of the model's `grad` calls: it has only those of the last
     model: ZeroModel = tree.static()
+    source: Any = tree.static(default=None)  # what they were computed from, until they are donated
 
 
 def _size(shard_size: int | None, *sizes: int) -> int:
@@ -81,6 +86,7 @@ def bind(
     module: nn.Module,
     *,
     cut: Cut,
+    session: Session,
     sampling: Sampling | None = None,
     entropy: bool = False,
     aux: bool = False,
@@ -101,7 +107,7 @@ def bind(
             p.data = p.data.bfloat16()
     _settle(cut, root, run)
     params = own_parameters(module)
-    return ZeroApply(run, params), tree.map(lambda p: p, params)
+    return ZeroApply(run, params, session), tree.map(lambda p: p, params)
 
 
 def _settle(cut: Cut, root: Root, run: Callable[[Any], dict[str, Tensor]]) -> None:
@@ -119,6 +125,7 @@ def init(
     tx: Transform,
     *,
     cut: Cut,
+    session: Session,
     sampling: Sampling | None = None,
     entropy: bool = False,
     aux: bool = False,
@@ -132,12 +139,12 @@ def init(
     root = engine.wrap_for_training(config, module, sampling, entropy, aux)
     model = ZeroModel(config, module, root, tx)
     _settle(cut, root, model.deepspeed_engine)
-    apply = ZeroApply(model.deepspeed_engine, model.params, model)
+    apply = ZeroApply(model.deepspeed_engine, model.params, session, model)
     return apply, zero_state.state_of(model, count=0, done=0, skipped=0)
 
 
 def grad(
-    state: TrainState, apply: ZeroApply, loss_fn: LossFn, packs: Sequence[Packed]
+    state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed], *, session: Session
 ) -> tuple[ZeroGrads, dict[str, metric.Metric]]:
     """(gradients, metrics) of (w * loss).sum() over the packs of all ranks.
 
@@ -145,7 +152,7 @@ def grad(
     packs, at least one.
     """
     model = zero_state.model_of(state)
-    if apply.model is not model:
+    if not isinstance(apply, ZeroApply) or apply.model is not model:
         raise ValueError("apply: expected the one that init gave with this state, got another")
     if not packs:
         raise ValueError("packs: expected one or more, got none")
@@ -156,38 +163,33 @@ def grad(
     mine: dict[str, metric.Metric] = {}
     for i, pack in enumerate(packs):
         pack = tree.map(lambda x: x.to(device), pack)
-        with dist.phase(f"forward of step {state.step + 1}"):
+        with session.phase(f"forward of step {state.step + 1}"):
             out = apply(state.params, pack)
             total, more = step.loss_and_metrics(loss_fn, out, pack)
-        with dist.phase(f"backward of step {state.step + 1}"):
+        with session.phase(f"backward of step {state.step + 1}"):
             if not total.requires_grad:  # DeepSpeed counts on a backward of every pack
                 total = total + sum(0 * x.sum() for x in tree.leaves(out) if x.requires_grad)
             last = i + 1 == len(packs)
             model.backward(total, last=last)
         mine = metric.merge(mine, more)
 
-    # metrics are small: every rank merges those of all
-    with dist.phase(f"metrics of step {state.step + 1}"):
-        parts = dist.all_gather_object(tree.map(lambda x: x.cpu(), mine))
-    metrics: dict[str, metric.Metric] = {}
-    for part in parts:
-        metrics = metric.merge(metrics, part)
+    metrics = step.merge_metrics(mine, state.step, session)
     return ZeroGrads(turn=model.turn, model=model), metrics
 
 
 def update(
-    config: StrategyConfig, state: TrainState, grads: ZeroGrads
+    state: TrainState, grads: ZeroGrads, *, config: StrategyConfig, session: Session
 ) -> tuple[TrainState, dict[str, metric.Metric]]:
     """(the state one step on, metrics). Donates both: the step is in place.
 
     Gradients with a NaN or an inf change nothing but the counts, and are `grad/skipped`; after
-    config.max_skips of them in a row faults.NonFinite. ValueError for gradients that are not of the last
+    config.max_skips of them in a row NonFinite. ValueError for gradients that are not of the last
     `grad` of this model.
     """
     model, count = zero_state.model_of(state), state.opt[0].count
     if grads.model is not model or grads.turn != model.turn:
         raise ValueError("grads: expected those of the last grad of this model: DeepSpeed holds no others")
-    with dist.phase(f"update of step {state.step + 1}"):
+    with session.phase(f"update of step {state.step + 1}"):
         norm = model.step(count)
 
     # a step that changed nothing counts as one that was skipped
@@ -198,7 +200,7 @@ def update(
     else:
         skipped = state.skipped + 1
     if skipped >= config.max_skips:
-        raise faults.NonFinite(
+        raise NonFinite(
             f"gradients: expected finite ones, got NaN or inf in {skipped} updates in a row "
             f"(step {state.step + 1})"
         )
@@ -210,7 +212,7 @@ def update(
     return new, {name: metric.sum(torch.tensor(x)) for name, x in numbers.items()}
 
 
-def export(state: TrainState, *, finite: bool = True) -> Export:
+def export(state: TrainState, *, finite: bool = True, session: Session) -> Export:
     """The trained weights for an engine: full tensors by the plain model's names.
 
     Adapters are merged. One at a time, on every rank: all of them have to iterate.
@@ -218,7 +220,8 @@ def export(state: TrainState, *, finite: bool = True) -> Export:
     model = zero_state.model_of(state)
 
     def full(p: Tensor) -> Tensor:
-        wide = model.weight(p)
+        with session.watch():
+            wide = model.weight(p)
         if model.config.use_mp_opt:
             return wide.to(torch.bfloat16)
         return wide
@@ -254,12 +257,6 @@ def save_pretrained(
     return Path(folder)
 
 
-def unsupported(config: StrategyConfig) -> list[str]:
-    """The options that DeepSpeed does not honour."""
-    wants: dict[str, Any] = {"sp_size": 1, "shard_size": 0, "fsdp_cpu_offload": False, "mixed_mm_data": False}
-    return [name for name, neutral in wants.items() if getattr(config, name) != neutral]
-
-
 def layout(config: StrategyConfig, world: int) -> memory.Layout:
     """The memory layout over `world` processes: each stage shards one state more."""
     parameters = gradients = 1
@@ -288,40 +285,40 @@ def layout(config: StrategyConfig, world: int) -> memory.Layout:
         stepped=torch.float32,
         computed=narrow,
         flat_copy=True,
-        sum_dtype=step.wide,
+        sum_dtype=precision.wide,
         groups=reduced,
         gathered=parameters > 1,
         on_host=on_host,
     )
 
 
-def deepspeed(config: StrategyConfig) -> Strategy:
-    """The Strategy of DeepSpeed ZeRO over the processes that torchrun started, or over one.
+def _finite(grads: ZeroGrads) -> bool:
+    """Whether all gradients are finite, the same on every rank."""
+    return grads.model.finite()
 
-    ValueError for an option that it cannot honour.
-    """
-    for name in unsupported(config):
-        raise ValueError(
-            f"{name}: expected {getattr(StrategyConfig(), name)} with zero_stage, got "
-            f"{getattr(config, name)}; FSDP2 has it"
-        )
-    engine.library()
-    dist.begin(config.timeout)
-    faults.watch(config.timeout)
+
+def deepspeed(config: StrategyConfig, session: Session) -> Strategy:
+    """The Strategy of DeepSpeed ZeRO over the processes of a session, or over one."""
     cut = Cut(config, everywhere)
-    shared = together(cut)
-    weights = partial(export, finite=False)  # those of a fault are looked at as they are
-    guarded = step.guarded(grad, partial(update, config), weights, lambda grads: grads.model.finite())
-    return Strategy(
-        init=partial(init, config, cut=cut),
-        bind=partial(bind, config, cut=cut),
-        grad=guarded[0],
-        update=guarded[1],
-        export=export,
+
+    def release() -> None:
+        """DeepSpeed remembers the group, so it takes down one that ends with this strategy."""
+        if session.processes.began:
+            dist.settle()
+            engine.library().comm.destroy_process_group()
+
+    backend = Backend(
+        init=partial(init, config, cut=cut, session=session),
+        bind=partial(bind, config, cut=cut, session=session),
+        grad=partial(grad, session=session),
+        update=partial(update, config=config, session=session),
+        export=partial(export, session=session),
+        finite=_finite,
         save_pretrained=save_pretrained,
         save=zero_state.save,
         restore=zero_state.restore,
         offload=partial(zero_state.moved, host=True),
         reload=partial(zero_state.moved, host=False),
-        **shared,
+        release=release,
     )
+    return assemble(backend, config, session, cut, rank=dist.rank(), world=dist.world(), gather=dist.gather)

@@ -1,0 +1,38 @@
+"""Processes that work together: their group, trees that travel between them, and who of them is lost."""
+
+from rft_fn.dist.collectives import (
+    all_gather_object,
+    all_reduce,
+    barrier,
+    differences,
+    gather,
+    is_main,
+    rank,
+    started,
+    world,
+)
+from rft_fn.dist.group import settle
+from rft_fn.dist.heartbeat import Heartbeat
+from rft_fn.dist.lost import LOST, LostProcess, abort, is_lost, lost_line
+from rft_fn.dist.processes import Processes, begin
+
+__all__ = [
+    "LOST",
+    "Heartbeat",
+    "LostProcess",
+    "Processes",
+    "abort",
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "begin",
+    "differences",
+    "gather",
+    "is_lost",
+    "is_main",
+    "lost_line",
+    "rank",
+    "settle",
+    "started",
+    "world",
+]

@@ -1,0 +1,207 @@
+"""Trees and small objects that travel between processes.
+
+Everything here works on one process too, where it does nothing. Host data (rollouts, metrics, plans) travels
+over gloo also where gradients travel over NCCL.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from rft_fn import tree
+from rft_fn.types import Media
+
+__all__ = [
+    "all_gather_object", "all_reduce", "barrier", "differences", "gather", "is_main", "rank", "started",
+    "world",
+]  # fmt: skip
+
+_OPS = ("sum", "mean", "max", "min")
+
+
+def started() -> int:
+    """The number of processes that torchrun started, or that have a group; 1 without either."""
+    if torch_dist.is_initialized():
+        return world()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """The number of this process among all of them."""
+    if torch_dist.is_initialized():
+        return torch_dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def world() -> int:
+    """The number of processes that work together."""
+    if torch_dist.is_initialized():
+        return torch_dist.get_world_size()
+    return 1
+
+
+def is_main() -> bool:
+    """Whether this process is the one that writes files and prints."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait for all processes."""
+    if world() > 1:
+        all_gather_object(None)
+
+
+def all_gather_object(x: Any, group: Any = None) -> list[Any]:
+    """The x of every process, in the order of the ranks: any small object that pickles."""
+    if world() == 1:
+        return [x]
+    out: list[Any] = [None] * torch_dist.get_world_size(group)
+    torch_dist.all_gather_object(out, x, group=group)
+    return out
+
+
+def gather(x: Any) -> Any:
+    """The trees of all processes as one: leaves concatenated along dim 0 in the order of the ranks.
+
+    Numbers and [] become [world]. The input is left alone. Further dims may differ between processes: shorter
+    ones are padded with 0 at the end, so rows [b, s] of each become [B, S]. The structure must be the same
+    everywhere, except for the media of a struct: a process that lacks them, or some of their names, has no
+    rows of these. ValueError for another structure.
+    """
+    if world() == 1:
+        return _gather(x)
+
+    # media differ in structure between processes, so they travel apart from the structs that have them
+    owners = [s for s in tree.leaves(x, is_leaf=_has_media) if _has_media(s)]
+    media = iter([_gather_media(s) for s in owners])
+    out = _gather(tree.map(_without_media, x, is_leaf=_has_media))
+
+    def restored(s: Any) -> Any:
+        if not _has_media(s):
+            return s
+        return tree.replace(s, media=next(media))
+
+    return tree.map(restored, out, is_leaf=_has_media)
+
+
+def _has_media(x: Any) -> bool:
+    return "media" in getattr(type(x), "__dataclass_fields__", {})
+
+
+def _without_media(x: Any) -> Any:
+    if not _has_media(x):
+        return x
+    return tree.replace(x, media=None)
+
+
+def _gather_media(x: Any) -> Media | None:
+    """The media of the structs `x` of all processes; no rows of the names that this one lacks."""
+    # which names there are, and whether any process has media at all
+    mine = x.media or Media(tensors={}, rows={})
+    kinds = {name: (tuple(t.shape[1:]), t.dtype) for name, t in mine.tensors.items()}
+    mark = None
+    if x.media is not None:
+        mark = kinds
+    everyone = all_gather_object(mark)
+    if all(found is None for found in everyone):
+        return None
+
+    # every process brings every name, with no rows of those that it lacks: so the trees are alike
+    every = {name: kind for found in everyone for name, kind in (found or {}).items()}
+    none = torch.zeros(len(tree.leaves(_without_media(x))[0]), dtype=torch.long)
+    whole = Media(
+        tensors={n: mine.tensors.get(n, torch.empty(0, *size, dtype=t)) for n, (size, t) in every.items()},
+        rows={n: mine.rows.get(n, none) for n in every},
+    )
+    return _gather(whole)
+
+
+def _gather(x: Any) -> Any:
+    """`gather` of trees that have one structure."""
+    leaves = {name: torch.as_tensor(v) for name, v in tree.leaves_with_path(x)}
+    leaves = {name: _at_least_1d(v) for name, v in leaves.items()}
+    if world() == 1:
+        return tree.unflatten_like(x, list(leaves.values()))
+
+    plans = all_gather_object({name: (tuple(v.shape), v.dtype) for name, v in leaves.items()})
+    names = dict.fromkeys(name for plan in plans for name in plan)
+    if list(names) != list(leaves):
+        raise ValueError(
+            f"gather: expected the same tree on every rank, rank {rank()} lacks some of {list(names)}"
+        )
+    return tree.unflatten_like(x, [_gather_leaf(v, [plan[n] for plan in plans]) for n, v in leaves.items()])
+
+
+def _at_least_1d(x: Tensor) -> Tensor:
+    """A number as [1]."""
+    if x.dim():
+        return x
+    return x[None]
+
+
+def _gather_leaf(x: Tensor, plan: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Tensor:
+    """The x of all ranks, whose shapes and types are in `plan`, padded to one shape on the way."""
+    shapes = [shape for shape, _ in plan]
+    size = [max(sizes) for sizes in zip(*shapes)]
+    bits = x.dtype
+    if bits == torch.bool:  # gloo has no such type
+        bits = torch.uint8
+    mine = torch.zeros(size, dtype=bits)
+    mine[tuple(slice(n) for n in x.shape)] = x.detach().cpu().to(bits)
+
+    parts = [torch.empty_like(mine) for _ in plan]
+    torch_dist.all_gather(parts, mine)
+    return torch.cat([p[: s[0]] for p, s in zip(parts, shapes)]).to(device=x.device, dtype=x.dtype)
+
+
+def all_reduce(x: Any, op: str = "mean") -> Any:
+    """The tree with each leaf the "mean", "sum", "max" or "min" over the processes.
+
+    Numbers come back as numbers. Added in the order of the ranks, so every rank has the same bits. The input
+    is left alone. ValueError for another op.
+    """
+    if op not in _OPS:
+        raise ValueError(f"op: expected {', '.join(_OPS)}, got {op!r}")
+
+    def reduce(v: Any) -> Any:
+        every = gather({"x": torch.as_tensor(v)[None]})["x"]
+        out = _over_ranks(every, op)
+        if isinstance(v, Tensor):
+            return out
+        return out.item()
+
+    return tree.map(reduce, x)
+
+
+def _over_ranks(x: Tensor, op: str) -> Tensor:
+    """[world, ...] -> [...]; the mean of whole numbers in float64."""
+    if op == "sum":
+        return x.sum(0)
+    if op == "max":
+        return x.amax(0)
+    if op == "min":
+        return x.amin(0)
+    if not x.is_floating_point():
+        x = x.double()
+    return x.mean(0)
+
+
+def differences(named: dict[str, str]) -> list[str]:
+    """Lines "name: rank 0 has a, rank 1 has b" for the texts that differ between processes.
+
+    Texts are compared by hash and shown by their first 200 characters.
+    """
+    digest = {k: hashlib.blake2b(v.encode(), digest_size=16).hexdigest() for k, v in named.items()}
+    everyone = all_gather_object(digest)
+    odd = [k for k in dict.fromkeys(k for d in everyone for k in d) if len({d.get(k) for d in everyone}) > 1]
+    shown = all_gather_object({k: named.get(k, "nothing")[:200] for k in odd})
+    lines = []
+    for k in odd:
+        other = next(i for i, d in enumerate(everyone) if d.get(k) != everyone[0].get(k))
+        lines.append(f"{k}: rank 0 has {shown[0][k]}, rank {other} has {shown[other][k]}")
+    return lines

@@ -1,0 +1,164 @@
+"""The process group: how the processes that torchrun started find each other, and how they part."""
+
+import hashlib
+import os
+import time
+import uuid
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from rft_fn.dist.collectives import rank, started
+
+__all__ = ["join", "part", "settle", "store_client"]
+
+_START = 180.0  # seconds that a process is given to start, at least: others import faster
+_GLOO_THREAD = "pt_gloo_runloop"
+
+
+def join(timeout: float) -> None:
+    """Make the group of the processes that torchrun started, or of this one alone.
+
+    timeout [s] bounds every wait for another process, once all have started.
+    """
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+
+    store: torch_dist.Store = torch_dist.HashStore()
+    if "RANK" in os.environ:
+        store = _meet(max(timeout, _START))
+    wait = timedelta(seconds=timeout)
+    torch_dist.init_process_group(backend, store=store, rank=rank(), world_size=started(), timeout=wait)
+
+
+def _meet(patience: float) -> torch_dist.Store:
+    """The part of the shared store that belongs to this start alone, within `patience` [s].
+
+    A process that starts again at once may reach the store of the group before, which goes away with it:
+    then it connects anew.
+    """
+    end = time.monotonic() + patience
+    while True:
+        try:
+            store = _connect(end - time.monotonic())
+            name = _name_session(store, end)
+        except RuntimeError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+        else:
+            return torch_dist.PrefixStore(name, store)
+
+
+def _connect(timeout: float) -> torch_dist.Store:
+    """A connection to the store at MASTER_ADDR and MASTER_PORT."""
+    # one of torchrun's agents holds the store, unless nobody has set up one: then rank 0 does, where a store
+    # that a former group of this process still holds is taken over
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return torch_dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=rank() == 0 and not agent,
+        timeout=timedelta(seconds=max(timeout, 1.0)),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _name_session(store: torch_dist.Store, end: float) -> str:
+    """A name that all processes of this start share, and no earlier start had.
+
+    A restarted group that read the addresses which the killed one left in the store would connect to nobody.
+    So each process writes a random number; rank 0 names the session by all numbers that it sees, until every
+    process has confirmed that name. ValueError with the ranks that did not answer by the time `end`.
+    """
+    # every process introduces itself, under a number that no earlier start had
+    began = time.monotonic()
+    size = started()
+    nonce = uuid.uuid4().hex
+    store.set(f"rft/hello/{rank()}", nonce)
+
+    # rank 0 renames the session until nobody new appears; the others confirm each name
+    while time.monotonic() < end:
+        if rank() == 0:
+            numbers = [_read(store, f"rft/hello/{r}") for r in range(size)]
+            name = hashlib.blake2b(" ".join(numbers).encode(), digest_size=8).hexdigest()
+            store.set("rft/session", " ".join([name, *numbers]))
+
+        # a name made without this process's number is of an earlier start, or came too early
+        name, *numbers = _read(store, "rft/session").split(" ")
+        if nonce in numbers:
+            store.set(f"rft/answer/{rank()}", name)
+            if all(_read(store, f"rft/answer/{r}") == name for r in range(size)):
+                return f"rft/{name}"
+        time.sleep(0.05)
+
+    absent = [r for r in range(size) if not store.check([f"rft/hello/{r}"])]
+    raise ValueError(
+        f"ranks: expected {size} to answer within {end - began:.0f} s, got no answer from {absent or 'some'}"
+    )
+
+
+def _read(store: torch_dist.Store, key: str) -> str:
+    """The text under a key, "" where there is none."""
+    if not store.check([key]):
+        return ""
+    return store.get(key).decode()
+
+
+def store_client(timeout: float) -> torch_dist.Store | None:
+    """A second connection to the store of the group, for another thread; None without a shared store.
+
+    Every process gets, by its own count, the same part of the store: the first for its first call, and so on.
+    """
+    shared: Any = torch_dist.distributed_c10d._get_default_store()
+    inner: torch_dist.Store = shared
+    while isinstance(inner, torch_dist.PrefixStore):
+        inner = inner.underlying_store
+    if not isinstance(inner, torch_dist.TCPStore):
+        return None
+
+    number = shared.add(f"rft/clients/{rank()}", 1)
+    client = shared.clone()
+    client.set_timeout(timedelta(seconds=timeout))
+    return torch_dist.PrefixStore(f"rft/client/{number}", client)
+
+
+def part() -> None:
+    """Take the group down, once the threads of gloo are at rest."""
+    if torch_dist.is_initialized():
+        settle()
+        torch_dist.destroy_process_group()
+
+
+def settle(limit: float = 10.0) -> None:
+    """Wait until the threads of gloo are at rest, at most `limit` [s].
+
+    A collective is over for its caller before gloo's thread has let go of its tensors. Python ends a thread
+    that asks for the interpreter after that has gone, which aborts the process; and the group, whose end
+    would wait for the thread, lives on in the meshes of the script.
+    """
+    end = time.monotonic() + limit
+    quiet = 0
+    # three looks, and a sleep before each: whoever waits for the interpreter gets it meanwhile
+    while quiet < 3 and time.monotonic() < end:
+        time.sleep(0.005)
+        quiet += 1
+        if _gloo_runs():
+            quiet = 0
+
+
+def _gloo_runs() -> bool:
+    """Whether a thread of gloo runs, or would if it had a processor; False where the system cannot tell."""
+    for thread in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # it may have ended meanwhile
+            name, state = (thread / "stat").read_text().split("(", 1)[1].rsplit(")", 1)
+            if name == _GLOO_THREAD and state.split()[0] != "S":
+                return True
+    return False

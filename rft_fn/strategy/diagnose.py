@@ -1,0 +1,196 @@
+"""Gradients that are not finite: the error, the first sequence at fault, and its dump in a folder."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rft_fn import dist, tree
+from rft_fn.types import Apply, LossFn, Packed
+
+__all__ = ["NonFinite", "Source", "dump", "first_offender", "load_fault", "with_source"]
+
+
+class NonFinite(FloatingPointError):
+    """Gradients were not finite in too many updates in a row."""
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The inputs that gradients were computed from."""
+
+    apply: Apply
+    loss_fn: LossFn
+    packs: Sequence[Packed]
+
+
+def with_source(grads: Any, source: Source) -> Any:
+    """The gradients with their source, which goes when they are donated."""
+    if isinstance(grads, tree.Named):
+        grads.source = source
+        return grads
+    return tree.replace(grads, source=source)
+
+
+def _units(packs: Sequence[Packed]) -> list[Packed]:
+    """The packs cut into their units: one sequence each, or one pair where two belong together."""
+    out: list[Packed] = []
+    for b in packs:
+        for first in range(0, b.num_seqs, b.unit):
+            out.append(_unit(b, first))
+    return out
+
+
+def _unit(b: Packed, first: int) -> Packed:
+    """The unit of a pack that begins with the sequence `first`."""
+    mine = (b.seq >= first) & (b.seq < first + b.unit)
+    part = tree.map(lambda x: x[mine], tree.replace(b, media=None))
+    rows = b.rows[first : first + b.unit]
+    media = None
+    if b.media is not None:
+        members = [first + i for i in range(len(rows))]  # a placeholder has no rows, and no media
+        media = b.media.take(members)
+    return tree.replace(part, seq=part.seq - first, num_seqs=b.unit, rows=rows, media=media)
+
+
+def _silent_pack(b: Packed) -> Packed:
+    """A placeholder pack of one unit, like those of `b`: masked tokens, with finite data."""
+    part = tree.map(lambda x: x.new_zeros(b.unit, *x.shape[1:]), tree.replace(b, media=None))
+    media = None
+    if b.media is not None:
+        media = b.media.take([])
+    seq = torch.arange(b.unit, device=b.seq.device)
+    tokens = b.tokens[:1].repeat(b.unit)
+    return tree.replace(part, tokens=tokens, seq=seq, num_seqs=b.unit, rows=(), padding=0, media=media)
+
+
+def _smallest(count: int, bad: Callable[[int], bool]) -> int | None:
+    """The smallest n <= count with bad(n), if bad stays so once it is; None if bad(count) is not."""
+    if not bad(count):
+        return None
+    low = 0
+    high = count
+    while high - low > 1:
+        middle = (low + high) // 2
+        if bad(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def first_offender(
+    probe: Callable[[Sequence[Packed]], bool], packs: Sequence[Packed]
+) -> tuple[int, Packed] | None:
+    """(rank, pack of one unit): the first sequence whose gradient is not finite; None if none is alone.
+
+    First in the order of ranks, packs and sequences. Called by all ranks alike; the result is the same on
+    each. `probe(packs)` tells on every rank whether the summed gradient of these packs of all ranks is not
+    finite. By bisection: a NaN in a sum stays.
+    """
+    # first the pack, then the unit in it: all ranks try as many packs as the one with most
+    pack = _first(probe, packs, like=packs[0])
+    if pack is None:
+        return None
+    owner, index, _ = pack
+    units: list[Packed] = []
+    if owner == dist.rank():
+        units = _units([packs[index]])
+    unit = _first(probe, units, like=packs[0])
+    if unit is None:
+        return None
+    owner, _, found = unit
+    return owner, found
+
+
+def _first(
+    probe: Callable[[Sequence[Packed]], bool], parts: Sequence[Packed], *, like: Packed
+) -> tuple[int, int, Packed] | None:
+    """(rank, its number there, the part itself): the first of all ranks' parts that is not finite."""
+    # parts are numbered over all ranks, in their order
+    counts = dist.all_gather_object(len(parts))
+    starts = [sum(counts[:r]) for r in range(len(counts))]
+    start = starts[dist.rank()]
+
+    def broken(n: int) -> bool:
+        """Whether the first n parts of all ranks are; placeholders stand for the others."""
+        mine = [_silent_pack(like)] * max(counts)
+        for i, part in enumerate(parts):
+            mine[i] = part
+            if start + i >= n:
+                mine[i] = _silent_pack(part)
+        return probe(mine)
+
+    # n counts to the first bad part, which lies on the last rank that begins before it
+    n = _smallest(sum(counts), broken)
+    if n is None:
+        return None
+    owner = max(r for r, begin in enumerate(starts) if begin < n)
+    index = n - 1 - starts[owner]
+    one = None
+    if owner == dist.rank():
+        one = tree.map(lambda x: x.cpu(), parts[index])
+    return owner, index, dist.all_gather_object(one)[owner]
+
+
+def dump(
+    folder: Path,
+    step: int,
+    broken: Callable[[Sequence[Packed]], bool],
+    packs: Sequence[Packed],
+    weights: dict[str, Tensor],
+) -> str:
+    """Write the first sequence with a gradient that is not finite to fault_STEP/; a line about it.
+
+    `broken(packs)` tells on every rank whether the gradient of these packs of all ranks is not finite;
+    `weights` are those that the sequence met. All ranks call it; rank 0 writes, for `load_fault`.
+    """
+    offender = first_offender(broken, packs)
+    folder = folder / f"fault_{step:08d}"
+    if dist.is_main():
+        _write(folder, step, offender, weights)
+    what = "the first sequence with such a gradient is"
+    if offender is None:
+        what = "no sequence alone has such a gradient, the weights are"
+    return f"{what} in {folder}: look at it with replay.py"
+
+
+def _write(folder: Path, step: int, offender: tuple[int, Packed] | None, weights: dict[str, Tensor]) -> None:
+    """The offending sequence and the weights as safetensors, and what is known as JSON."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    about: dict[str, Any] = {"step": step, "rank": None, "row": None}
+    if offender is not None:
+        rank, pack = offender
+        about |= {"rank": rank, "row": next(iter(pack.rows), None), "num_seqs": pack.num_seqs}
+        named = {n: x.contiguous() for n, x in tree.leaves_with_path(tree.replace(pack, media=None))}
+        save_file(named, folder / "sequence.safetensors")
+    save_file({n: x.contiguous() for n, x in weights.items()}, folder / "weights.safetensors")
+    (folder / "fault.json").write_text(json.dumps(about) + "\n")
+
+
+def load_fault(folder: str | Path) -> tuple[Packed, dict[str, Tensor], dict[str, Any]]:
+    """(the sequence as a pack, the weights by name, what is known) of a folder fault_STEP.
+
+    ValueError for a folder without a sequence.
+    """
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    if not (folder / "sequence.safetensors").is_file():
+        raise ValueError(f"fault: expected a folder fault_STEP with sequence.safetensors, got {folder}")
+
+    # media are not dumped, and columns of the user's lie under extra/
+    flat: dict[str, Any] = load_file(folder / "sequence.safetensors")
+    extra = {}
+    for name in [n for n in flat if n.startswith("extra/")]:
+        extra[name.removeprefix("extra/")] = flat.pop(name)
+    about = json.loads((folder / "fault.json").read_text())
+    unit = about.get("num_seqs", 1)  # 2 where a loss of pairs broke
+    pack = Packed(**flat, extra=extra or None, num_seqs=unit, unit=unit, rows=())
+    return pack, load_file(folder / "weights.safetensors"), about
