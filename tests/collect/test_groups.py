@@ -57,7 +57,7 @@ class Source:
 
 
 def fill(source, n, rounds):
-    return collect.fill_groups(source.collect, source.draw, n, rounds=rounds)
+    return collect.sample_varied_groups(source.collect, source.draw, n, rounds=rounds)
 
 
 def aligned(found, source):
@@ -119,7 +119,7 @@ def test_one_round_is_one_plain_collect():
     found = fill(source, 3, 1)
     prompts, keys = source.draw(0)
     rollout, judged = source.collect(prompts, keys)
-    same(found, collect.Filled(prompts, rollout, judged, 1, 3, 1))
+    same(found, collect.VariedGroups(prompts, rollout, judged, 1, 3, 1))
     assert aligned(found, source) == ["0.0", "0.1", "0.2"]
 
 
@@ -226,7 +226,7 @@ SCORE, SAMPLING = reward.weighted(digit=(digit_first, 1.0)), rft.Sampling(max_ne
 
 
 def sampled(n, rounds):
-    """(Filled, index of a prompt -> its rows as they were collected): as a training script calls it."""
+    """(VariedGroups, index of a prompt -> its rows as they were collected): as a training script calls it."""
     tokenizer, collected = tiny.tokenizer(), {}
     eng = engine.hf(tiny.llama(), tokenizer)
     dataset = data.from_task("addition", tokenizer, level=2, template="{short}")
@@ -238,7 +238,7 @@ def sampled(n, rounds):
         return rollout, reward.judge(SCORE, rollout, prompts, tokenizer)
 
     draw = lambda i: data.draw(dataset, n, 3, 0, round=i)  # noqa: E731
-    return collect.fill_groups(gathered, draw, n, rounds=rounds), collected
+    return collect.sample_varied_groups(gathered, draw, n, rounds=rounds), collected
 
 
 def test_a_batch_of_a_model_is_full_of_groups_with_variance():

@@ -170,7 +170,7 @@ def test_gather_and_generate_shares_out_prompts():
     ("trainer", "word"),
     [({"temperature": 1.0}, "temperature"), ({"temperature": 0.6}, "top_p")],
 )
-def test_the_gap_is_explained(trainer, word):
+def test_the_mismatch_is_explained(trainer, word):
     """A trainer that does not know of the temperature, or of top_p, is told which of the two it is."""
     sampling = (
         rft.Sampling(max_new=9, temperature=0.6)
@@ -179,14 +179,14 @@ def test_the_gap_is_explained(trainer, word):
     )
     r = rollout(sampling)
     scored = trainer_logp(r, rft.Sampling(max_new=9, **trainer))
-    gap = collect.logp_gap(scored, r.logp, r.mask)
+    gap = collect.logp_mismatch(scored, r.logp, r.mask)
     assert gap > 0.01
     with pytest.raises(ValueError, match=f"Look at {word}"):
         check(gap, r, sampling, lambda: scored)
 
 
 def check(gap, r, sampling, trainer):
-    """check_gap with a trainer that is any function to log-probs [B, S]."""
+    """check_mismatch with a trainer that is any function to log-probs [B, S]."""
     exp = rft.experience(r, adv=torch.zeros(len(r.tokens)), w=weight.token_mean(r.mask))
     packs = packing.shard(exp, 64)[0]
 
@@ -195,7 +195,7 @@ def check(gap, r, sampling, trainer):
         return rft.TokenOut(logp=trainer()[rows, pack.pos + 1])
 
     eng = engine.hf(tiny.llama(), tiny.tokenizer())
-    collect.check_gap({"policy/logp_gap": gap}, 0.01, eng, r, sampling, apply, {}, packs)
+    collect.check_mismatch({"policy/logp_gap": gap}, 0.01, eng, r, sampling, apply, {}, packs)
 
 
 def test_dropout_positions_and_weights_are_told_apart():
