@@ -1,4 +1,7 @@
-"""Names of OpenRLHF: the flat ones until April 2026, many of them LightRFT's, and the dotted ones since."""
+"""Names of OpenRLHF and LightRFT.
+
+OpenRLHF's names were flat until April 2026, many of them LightRFT's, and are dotted since.
+"""
 
 from rft_fn.run.elsewhere.rows import (
     ALGORITHM,
