@@ -70,7 +70,7 @@ def check_reward(
 
 
 class _Answer(NamedTuple, Generic[Result]):
-    """What a rank tells the others."""
+    """The answer of one rank to the others."""
 
     result: Result | None
     error: str  # what went wrong, in a line; "" for nothing

@@ -1,4 +1,4 @@
-"""What samples: an `Engine` record, by its config.
+"""Engines, which sample from the policy: one table of them by name.
 
 A new engine is one file beside `hf`, with a `build` and a `check_config`, and a row of `ENGINES`. What all
 engines share: `requests` (checks of prompts, assembly of a Rollout), `stop` (where a response ends),

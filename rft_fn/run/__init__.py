@@ -1,4 +1,4 @@
-"""What surrounds a training loop: its folder, trackers, signals, and the command line."""
+"""The surroundings of a training loop: its folder, trackers, signals, and the command line."""
 
 from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.folder import Run

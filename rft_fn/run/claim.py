@@ -1,4 +1,4 @@
-"""A claim to the folder of a run: writable, locked, and with the options that its steps were made with."""
+"""A claim to the folder of a run: it is writable, locked, and holds steps with the same options."""
 
 import json
 from collections.abc import Collection

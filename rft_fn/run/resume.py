@@ -1,4 +1,4 @@
-"""An earlier run in a folder: its options, its model, and its rows up to the checkpoint it continues from."""
+"""An earlier run in a folder: its options, its model, and its rows up to a checkpoint."""
 
 import json
 from pathlib import Path

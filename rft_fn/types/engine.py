@@ -1,4 +1,4 @@
-"""What samples from the policy: the record, and the signatures of its functions."""
+"""The engine, which samples from the policy: the record, and the signatures of its functions."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypedDict
@@ -92,7 +92,7 @@ def _nothing_to_close() -> None:
 
 
 class Engine(NamedTuple):
-    """What samples from the policy, with the weights that it was last given.
+    """Samples from the policy, with the weights that it was last given.
 
     After an exception out of `generate` or `load` an engine is dead: every later call but `status` and
     `close` raises, until another one is built. A request that is refused before anything ran (too long a

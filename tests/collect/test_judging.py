@@ -112,7 +112,7 @@ def fill(st, fn):
 
 
 def every_case(rank):
-    """What each rank gets and what it raises."""
+    """The results of each rank, and its errors."""
     st = get_strategy(StrategyConfig())
     out = {"whole": plain(judged_by(st, digits)), "zero": plain(judged_by(st, zero_on_rank_1))}
     out["few"] = plain(judged_by(st, digits, PROMPTS[:1], TEXTS[:G]))
@@ -353,7 +353,7 @@ test_judging.judged_by(get_fake_strategy(), stubborn, timeout=0.2)
 
 
 def alone(code):
-    """Run the code in a process of its own, with what these tests can import."""
+    """Run the code in another process, which can import what these tests can."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env, check=False

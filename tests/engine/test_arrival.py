@@ -1,4 +1,4 @@
-"""What a load has to bring: every weight of the engine's model, tied ones once, and nothing else."""
+"""A load has to bring every weight of the engine's model, tied ones once, and nothing else."""
 
 import copy
 

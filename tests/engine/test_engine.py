@@ -1,5 +1,4 @@
-"""The sampler: its log-probs are the trainer's, its samples belong to their keys, and
-bad input is said at once."""
+"""The sampler: its log-probs are the trainer's, its samples belong to their keys, bad input is refused."""
 
 import math
 
@@ -208,7 +207,7 @@ def test_dropout_positions_and_weights_are_told_apart():
         check(1.0, r, sampling, lambda: r.logp + r.mask.cumsum(-1) ** 3 / 100.0)
     with pytest.raises(ValueError, match="Look at the weights"):
         check(float("nan"), r, sampling, lambda: trainer_logp(r, sampling, tiny.llama(9)))
-    check(0.009, r, sampling, noisy)  # within the limit nothing is scored and nothing is said
+    check(0.009, r, sampling, noisy)  # within the limit nothing is scored
 
 
 @pytest.mark.parametrize(

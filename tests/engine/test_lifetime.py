@@ -104,6 +104,14 @@ def test_the_status_says_what_is_supported():
     assert awake.status()["supported"] == {"load", "score"}
 
 
+def test_scores_are_of_the_plain_softmax_unless_asked_otherwise():
+    eng = made()
+    rollout = eng.generate(PROMPTS, KEYS, n=2, sampling=rft.Sampling(max_new=5, temperature=0.5))
+    plain = eng.score(rollout)
+    assert torch.equal(plain, eng.score(rollout, sampling=rft.Sampling()))
+    assert (plain - rollout.logp).abs().max() > 0.1
+
+
 def test_only_models_of_transformers_are_taken():
     with pytest.raises(ValueError, match="model: expected one of transformers, got Linear"):
         made(torch.nn.Linear(2, 2))

@@ -1,6 +1,6 @@
 """Mutants of attention with sinks, of an engine's states and ways: each is killed by the test beside it."""
 
-_WAYS = "tests/engine/test_engine_ways.py::"
+_WAYS = "tests/engine/test_batching.py::"
 _ATTENTION = "tests/model/test_attention.py::"
 
 MUTANTS = [

@@ -47,7 +47,7 @@ def _draw(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor
 
 
 class Sampler(NamedTuple):
-    """What all batches of one call of `generate` have in common."""
+    """Samples the batches of one call of `generate`."""
 
     lm: "PreTrainedModel"
     batching: Batching
@@ -99,9 +99,9 @@ class Sampler(NamedTuple):
             tokens = rows.responses[i].tokens
             tokens.append(t)
             rows.responses[i].logp.append(p)
-            ended = self.stop.ends(tokens)
-            rows.responses[i] = rows.responses[i]._replace(ended=ended)
-            if not ended and len(tokens) < self.sampling.max_new:
+            if self.stop.ends(tokens):
+                rows.responses[i] = rows.responses[i]._replace(ended=True)
+            elif len(tokens) < self.sampling.max_new:
                 keep.append(k)
 
         # a row that ended leaves the batch at once: it would cost as much as the others

@@ -45,7 +45,7 @@ SHARED: dict[str, Row] = {  # flat names of both
     "label_key": ANSWER,
     "input_template": (To("template", "columns stand in braces: {question}"),),
     "apply_chat_template": CHAT,
-    "max_len": (To("budget", "most tokens in a pack; a sequence has to fit into one"),),
+    "max_len": (To("budget", "max tokens per pack; a sequence has to fit into one"),),
     "prompt_max_len": (To("max_prompt", "counted in tokens"),),
     "target_modules": (To("lora_targets", "names separated by commas"),),
     "lora_dropout": "adapters are trained without dropout",
@@ -156,7 +156,7 @@ _FLAT = {  # the flat name of each dotted one
 DOTTED: dict[str, Row] = {
     **{name: (SHARED | OPENRLHF)[flat] for name, flat in _FLAT.items()},
     "train.batch_size": RESPONSES,
-    "train.micro_batch_size": (To("micro_train_batch_size", "most sequences in a pack"),),
+    "train.micro_batch_size": (To("micro_train_batch_size", "max sequences per pack"),),
     "train.max_tokens_per_gpu": (To("budget"),),
     "algo.advantage.gamma": (To("gamma"),),
     "algo.kl.target": (To("kl_target"),),
