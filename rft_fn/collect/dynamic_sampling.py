@@ -107,6 +107,7 @@ def _concat(parts: Sequence[_Batch]) -> _Batch:
 
 def _concat_media(rollouts: Sequence[Rollout]) -> Media | None:
     """The media of all rollouts; one that lacks a kind of media has no rows of that kind."""
+    # every kind that some rollout has
     tensors: dict[str, list[Tensor]] = {}
     for r in rollouts:
         if r.media is not None:
@@ -115,6 +116,7 @@ def _concat_media(rollouts: Sequence[Rollout]) -> Media | None:
     if not tensors:
         return None
 
+    # a rollout without a kind counts 0 rows of it, or the media of all later rollouts would shift
     rows: dict[str, list[Tensor]] = {name: [] for name in tensors}
     for r in rollouts:
         none = torch.zeros(len(r.tokens), dtype=torch.long)

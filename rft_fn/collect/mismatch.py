@@ -51,10 +51,12 @@ def explain_mismatch(
     if again is not None and logp_mismatch(trainer, again, mask) > limit / 10:
         return head + "Look at dropout: the trainer gives the same tokens different log-probs on every call."
 
+    # an option that only the sampler knows
     option = _unknown_option(engine, rollout, trainer, sampling, limit)
     if option:
         return head + f"Look at {option}: without it sampler and trainer agree; pass one Sampling to both."
 
+    # wrong positions differ more and more along a response; wrong weights or templates everywhere
     growth = _growth(trainer - rollout.logp, mask)
     if math.isfinite(growth) and growth > 3:
         return (

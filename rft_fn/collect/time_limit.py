@@ -96,6 +96,7 @@ class _Clock:
             print(f"warning: {self.line}", file=sys.stderr, flush=True)
             return
 
+        # the last resort is the end of the process: the other ranks wait for this one
         signal.pthread_kill(owner, SIGNAL)
         if not self.over.wait(GRACE):
             print(f"error: {self.line} (it cannot be interrupted)", file=sys.stderr, flush=True)

@@ -40,6 +40,8 @@ def check(
         raise BadRequest(
             f"prompts: expected one or more, a key for each, n >= 1; got {len(prompts)}, {len(keys)}, {n}"
         )
+
+    # one bad prompt is named by its number; a response that does not fit would be cut off in silence
     for i, prompt in enumerate(prompts):
         if any(isinstance(token, str) for token in prompt):
             raise BadRequest(

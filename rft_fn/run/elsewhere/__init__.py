@@ -30,6 +30,8 @@ def answer(written: str, name: str, own: Collection[str]) -> str | None:
     if not systems:
         return None
     known = f"{written} of {', '.join(systems)}"
+
+    # the first meaning that this script has an option for
     for system in systems:
         row = SYSTEMS[system][name]
         if isinstance(row, str):
