@@ -2,8 +2,8 @@
 
 from rft_fn import (  # isort: skip
     advantage, algorithm, check, ckpt, collect, data, dist, engine, logprob, loss, memory, metric,
-    modality, model, optim, packing, reward, reward_shaping, rng, run, scan, segment, strategy, testing, tree,
-    types, weight,
+    modality, model, optim, packing, reward, reward_shaping, rng, run, scan, segment, strategy, sync,
+    testing, tree, types, weight,
 )  # fmt: skip
 from rft_fn.types import (  # isort: skip
     Engine, Experience, Media, Packed, Rollout, Sampling, Strategy, TokenOut, TrainState, Transform,
@@ -18,5 +18,6 @@ __all__ = [
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
     "Transform", "advantage", "algorithm", "check", "ckpt", "collect", "data", "dist", "engine", "experience",
     "logprob", "loss", "memory", "metric", "modality", "model", "optim", "packing", "reward",
-    "reward_shaping", "rng", "run", "scan", "segment", "strategy", "testing", "tree", "types", "weight",
+    "reward_shaping", "rng", "run", "scan", "segment", "strategy", "sync", "testing", "tree", "types",
+    "weight",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ LAYERS = {
     0: "tree rng check precision types",
     1: "segment scan advantage weight loss reward_shaping logprob metric packing optim algorithm testing",
     2: "model modality reward data hub",
-    3: "dist memory strategy engine collect ckpt run",
+    3: "dist memory strategy engine sync collect ckpt run",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}
 FILES = sorted(p for p in (ROOT / "rft_fn").rglob("*.py") if p != ROOT / "rft_fn" / "__init__.py")

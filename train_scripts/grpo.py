@@ -259,7 +259,7 @@ def main(cfg: Config) -> None:
             return rft.data.draw(dataset, cfg.prompts, step, cfg.seed, round=i)
 
         groups = partial(collect, n=cfg.group, how=sampling)
-        return rft.collect.fill_groups(groups, draw, cfg.prompts, rounds=cfg.rounds)
+        return rft.collect.sample_varied_groups(groups, draw, cfg.prompts, rounds=cfg.rounds)
 
     def shape(judged, rollout):
         """The reward that is learned from [N, G]: clipped, less the penalty of long responses."""
@@ -326,7 +326,7 @@ def main(cfg: Config) -> None:
                 logs.append(rft.metric.results(metrics))
             if len(logs) == 1:  # before the first update trainer and sampler have the same weights
                 params = state.params
-                rft.collect.check_gap(logs[0], cfg.max_gap, eng, rollout, sampling, apply, params, packs)
+                rft.collect.check_mismatch(logs[0], cfg.max_gap, eng, rollout, sampling, apply, params, packs)
             with run.phase("train"):
                 rate = schedule(rft.optim.count(state.opt))
                 state, metrics = st.update(state, grads)

@@ -393,7 +393,9 @@ def main(cfg: Config) -> None:
                     updates[i] |= rft.metric.results(metrics)
             if i == 0:  # before the first update trainer and sampler have the same weights
                 start = {name: x for name, x in updates[0].items() if "logp_gap" in name}
-                rft.collect.check_gap(start, cfg.max_gap, eng, rollout, sampling, apply, actor.params, packs)
+                rft.collect.check_mismatch(
+                    start, cfg.max_gap, eng, rollout, sampling, apply, actor.params, packs
+                )
             if learns:
                 with run.phase("train"):
                     rate = schedule(rft.optim.count(actor.opt))

@@ -1,11 +1,11 @@
 """How rollouts come about: sampled and judged by all ranks, and checked against the trainer."""
 
-from rft_fn.collect.dynamic_sampling import Filled, fill_groups
+from rft_fn.collect.dynamic_sampling import VariedGroups, sample_varied_groups
 from rft_fn.collect.generate import gather_and_generate
 from rft_fn.collect.judging import check_reward, gather_and_judge
-from rft_fn.collect.mismatch import check_gap, explain_gap, logp_gap
+from rft_fn.collect.mismatch import check_mismatch, explain_mismatch, logp_mismatch
 
 __all__ = [
-    "Filled", "check_gap", "check_reward", "explain_gap", "fill_groups", "gather_and_generate",
-    "gather_and_judge", "logp_gap",
+    "VariedGroups", "check_mismatch", "check_reward", "explain_mismatch", "gather_and_generate",
+    "gather_and_judge", "logp_mismatch", "sample_varied_groups",
 ]  # fmt: skip

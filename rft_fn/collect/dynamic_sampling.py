@@ -1,24 +1,38 @@
-"""Dynamic sampling: draw again until the batch is full of groups that have something to teach."""
+"""Dynamic sampling: draw prompts again until enough of their groups have rewards that differ."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange, repeat
 from torch import Tensor
 
 from rft_fn import packing, reward_shaping, tree
 from rft_fn.reward import Judged, concat, select
 from rft_fn.types import Media, Rollout
 
-__all__ = ["Filled", "fill_groups"]
-
-Draw = Callable[[int], tuple[Sequence[Any], Sequence[int]]]  # round -> (prompts, keys)
-Collect = Callable[[Sequence[Any], Sequence[int]], tuple[Rollout, Judged]]
+__all__ = ["Collect", "Draw", "VariedGroups", "sample_varied_groups"]
 
 
-class Filled(NamedTuple):
-    """A batch of n groups, and what it took."""
+class Draw(Protocol):
+    """Draws the prompts of a round."""
+
+    def __call__(self, round: int, /) -> tuple[Sequence[Any], Sequence[int]]:
+        """(prompts, a key for each) of round 0, 1, ... of this step: a function of its number alone."""
+        ...
+
+
+class Collect(Protocol):
+    """Samples and judges responses."""
+
+    def __call__(self, prompts: Sequence[Any], keys: Sequence[int], /) -> tuple[Rollout, Judged]:
+        """(rollout, rewards) of the global batch, its groups in the order of the prompts."""
+        ...
+
+
+class VariedGroups(NamedTuple):
+    """A batch of n groups, and how many had to be drawn for it."""
 
     prompts: list[Any]  # n
     rollout: Rollout  # of n groups, numbered 0 to n - 1
@@ -28,7 +42,7 @@ class Filled(NamedTuple):
     varied: int  # of them, groups whose rewards differ
 
     def metrics(self) -> dict[str, float]:
-        """What to log: rounds, and the share of drawn groups whose rewards differ."""
+        """The number of rounds, and the share of drawn groups whose rewards differ."""
         return {"sampling/rounds": float(self.rounds), "sampling/varied": self.varied / max(self.drawn, 1)}
 
 
@@ -38,14 +52,53 @@ class _Batch(NamedTuple):
     judged: Judged
 
 
-def _wide(x: Tensor, size: int) -> Tensor:
-    return F.pad(x, (0, size - x.shape[1])) if x.dim() == 2 else x
+def sample_varied_groups(collect: Collect, draw: Draw, n: int, *, rounds: int = 1) -> VariedGroups:
+    """n groups whose rewards differ, drawn and sampled in at most `rounds` rounds.
+
+    The first n groups with variance are taken in the order in which they were drawn. If the bound is reached
+    before there are n, the first of the others fill the batch: their advantages are 0, so only the shapes
+    need them. `rounds=1` takes whatever is drawn. The result is a function of the draws alone, so a resumed
+    run has the same. DAPO's dynamic sampling, arXiv 2503.14476.
+
+    ValueError unless rounds >= 1, and for draws of fewer than n prompts in all.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds: expected >= 1, got {rounds}")
+
+    # every rank sees the same rewards, so all of them stop after the same round
+    parts: list[_Batch] = []
+    varied = 0
+    for i in range(rounds):
+        prompts, keys = draw(i)
+        rollout, judged = collect(prompts, keys)
+        parts.append(_Batch(list(prompts), rollout, judged))
+        varied += int(reward_shaping.varied(judged.reward).sum())
+        if varied >= n:
+            break
+
+    drawn = sum(len(p.prompts) for p in parts)
+    if drawn < n:
+        raise ValueError(f"draw: expected {n} prompts or more in {rounds} rounds, got {drawn}")
+    if len(parts) == 1 and drawn == n:
+        return VariedGroups(*parts[0], 1, drawn, varied)
+
+    # groups with variance first, each kind in the order of the draws
+    batch = _concat(parts)
+    differs = reward_shaping.varied(batch.judged.reward).tolist()
+    order = [g for g in range(drawn) if differs[g]] + [g for g in range(drawn) if not differs[g]]
+    return VariedGroups(*_select(batch, order[:n]), len(parts), drawn, varied)
 
 
 def _concat(parts: Sequence[_Batch]) -> _Batch:
     """The groups of all parts in order, padded to the longest; `_select` numbers them."""
     size = max(p.rollout.tokens.shape[1] for p in parts)
-    plain = [tree.map(lambda x: _wide(x, size), tree.replace(p.rollout, media=None)) for p in parts]
+
+    def padded(x: Tensor) -> Tensor:
+        if x.dim() < 2:
+            return x
+        return F.pad(x, (0, size - x.shape[1]))
+
+    plain = [tree.map(padded, tree.replace(p.rollout, media=None)) for p in parts]
     rollout = tree.map(lambda *x: torch.cat(x), *plain)
     counts = [len(p.rollout.tokens) for p in parts]
     rollout = tree.replace(rollout, media=Media.concat([p.rollout.media for p in parts], counts))
@@ -56,42 +109,9 @@ def _concat(parts: Sequence[_Batch]) -> _Batch:
 def _select(batch: _Batch, groups: Sequence[int]) -> _Batch:
     """Those groups, in that order, numbered from 0."""
     size = batch.judged.reward.shape[1]
-    index = torch.tensor(list(groups), dtype=torch.long)
-    rows = (index[:, None] * size + torch.arange(size)).flatten()
+    rows_of_group = rearrange(torch.arange(len(batch.rollout.tokens)), "(n g) -> n g", g=size)
+    rows = rearrange(rows_of_group[list(groups)], "n g -> (n g)")
     rollout = packing.take(batch.rollout, rows)
-    number = torch.arange(len(groups)).repeat_interleave(size).to(rollout.group)
+    number = repeat(torch.arange(len(groups)), "n -> (n g)", g=size).to(rollout.group)
     rollout = tree.replace(rollout, group=number)
-    judged = select(batch.judged, groups)
-    return _Batch([batch.prompts[i] for i in groups], rollout, judged)
-
-
-def fill_groups(collect: Collect, draw: Draw, n: int, *, rounds: int = 1) -> Filled:
-    """n groups whose rewards differ, from as many rounds of drawing and sampling as it takes, at most
-    `rounds`.
-
-    draw(round) -> (prompts, keys); collect(prompts, keys) -> (Rollout, Judged), the global batch with its
-    groups in order. The first n groups with variance are taken in the order in which they were drawn; if the
-    bound is reached before there are n, the first of the others fill the batch (their advantages are 0, so
-    only the shapes need them). DAPO's dynamic sampling, arXiv 2503.14476. `rounds` = 1 takes what comes. A
-    function of its draws alone, so a resumed run does the same. ValueError unless rounds >= 1, and for draws
-    of fewer than n prompts in all.
-    """
-    if rounds < 1:
-        raise ValueError(f"rounds: expected >= 1, got {rounds}")
-    parts: list[_Batch] = []
-    varied = 0
-    for i in range(rounds):
-        prompts, keys = draw(i)
-        parts.append(_Batch(list(prompts), *collect(prompts, keys)))
-        varied += int(reward_shaping.varied(parts[-1].judged.reward).sum())
-        if varied >= n:
-            break
-    drawn = sum(len(p.prompts) for p in parts)
-    if drawn < n:
-        raise ValueError(f"draw: expected {n} prompts or more in {rounds} rounds, got {drawn}")
-    if len(parts) == 1 and drawn == n:
-        return Filled(*parts[0], 1, drawn, varied)
-    batch = _concat(parts)
-    teaches = reward_shaping.varied(batch.judged.reward).tolist()
-    order = sorted(range(drawn), key=lambda g: (not teaches[g], g))[:n]
-    return Filled(*_select(batch, order), len(parts), drawn, varied)
+    return _Batch([batch.prompts[i] for i in groups], rollout, select(batch.judged, groups))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rft_fn import tree
+from rft_fn.collect.part import part_of_rank
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
 __all__ = ["gather_and_generate"]
@@ -19,24 +20,36 @@ def gather_and_generate(
     sampling: Sampling,
     sleep_engine: bool = True,
 ) -> Rollout:
-    """The rollout of the global batch, the same on every rank: each rank samples its
-    share of the prompts, in order.
+    """Sample the rollout of the global batch; each rank samples its part of the prompts, in order.
 
-    Keys belong to prompts, so the samples do not depend on how the prompts were shared out. The engine is
-    woken before, and sent to sleep after unless `sleep_engine` is False.
+    The result is the same on every rank. Keys belong to prompts, so the samples do not depend on how the
+    prompts were shared out. The engine is woken before, and sent to sleep after unless `sleep_engine` is
+    False.
     """
-    size = -(-len(prompts) // strategy.world)
-    mine = slice(strategy.rank * size, (strategy.rank + 1) * size)
-    idle = mine.start >= len(prompts)  # more ranks than prompts: this one samples one of them for nothing
-    mine = slice(0, 1) if idle else mine
+    mine = part_of_rank(strategy, len(prompts))
+    idle = mine.start == mine.stop
+    asked = mine
+    if idle:
+        asked = slice(0, 1)  # more ranks than prompts: a rollout without rows needs the shapes of one with
+
     engine.wake()
     with strategy.session.phase("generate"):
-        rollout = engine.generate(prompts[mine], keys[mine], n=n, sampling=sampling)
+        rollout = engine.generate(prompts[asked], keys[asked], n=n, sampling=sampling)
     if sleep_engine:
         engine.sleep()
+
+    # groups are numbered over the global batch
     rollout = tree.replace(rollout, group=rollout.group + mine.start)
     if idle:
-        media = None if rollout.media is None else rollout.media.take([])
-        rollout = tree.replace(tree.map(lambda x: x[:0], tree.replace(rollout, media=None)), media=media)
+        rollout = _without_rows(rollout)
     with strategy.session.phase("gather"):
         return strategy.gather(rollout)
+
+
+def _without_rows(rollout: Rollout) -> Rollout:
+    """The rollout with none of its rows."""
+    media = rollout.media
+    if media is not None:
+        media = media.take([])
+    plain = tree.map(lambda x: x[:0], tree.replace(rollout, media=None))
+    return tree.replace(plain, media=media)

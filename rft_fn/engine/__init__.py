@@ -1,15 +1,66 @@
-"""What samples: an `Engine` record, by its config."""
+"""Engines, which sample from the policy: one table of them by name.
 
-from typing import Any
+A new engine is one file beside `hf`, with a `build` and a `check_config`, and a row of `ENGINES`. What all
+engines share: `requests` (checks of prompts, assembly of a Rollout), `stop` (where a response ends),
+`arrival` (checks of the weights that are loaded), `lifetime` (dead after a failure). An engine that only one
+script needs can do without a row: every function that takes an Engine takes any such record.
+"""
+
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
 from rft_fn import model as model_lib
-from rft_fn.engine.config import EngineConfig, check_config, config_of
+from rft_fn.engine.config import EngineConfig, config_of
+from rft_fn.engine.hf import build as build_hf
+from rft_fn.engine.hf import check_config as check_hf
 from rft_fn.engine.hf import hf
+from rft_fn.engine.lifetime import EngineDead, dead_after_failure
+from rft_fn.engine.requests import BadRequest
 from rft_fn.types import Engine
 
-__all__ = ["Engine", "EngineConfig", "check_config", "config_of", "get_engine", "hf"]
+__all__ = [
+    "ENGINES", "BadRequest", "Engine", "EngineConfig", "EngineDead", "EngineType", "check_config",
+    "config_of", "dead_after_failure", "get_engine", "hf",
+]  # fmt: skip
+
+
+class Build(Protocol):
+    """Builds an engine."""
+
+    def __call__(self, config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
+        """The engine of a config that `CheckConfig` has passed, with weights of `model`, a name or a module.
+
+        It ends with `dead_after_failure`.
+        """
+        ...
+
+
+class CheckConfig(Protocol):
+    """Refuses the options that an engine cannot honour."""
+
+    def __call__(self, config: EngineConfig) -> None:
+        """ValueError for such an option. Builds and imports nothing."""
+        ...
+
+
+class EngineType(NamedTuple):
+    """A row of the table of engines."""
+
+    build: Build
+    check_config: CheckConfig
+
+
+ENGINES: dict[str, EngineType] = {
+    "hf": EngineType(build_hf, check_hf),
+}
+
+
+def check_config(config: EngineConfig) -> None:
+    """ValueError for an engine that does not exist, or an option that it cannot honour. Builds nothing."""
+    if config.type not in ENGINES:
+        raise ValueError(f"engine type: expected {', '.join(ENGINES)}, got {config.type!r}")
+    ENGINES[config.type].check_config(config)
 
 
 def get_engine(config: EngineConfig | None, model: str | nn.Module, tokenizer: Any = None) -> Engine:
@@ -22,4 +73,4 @@ def get_engine(config: EngineConfig | None, model: str | nn.Module, tokenizer: A
     if tokenizer is None and isinstance(model, nn.Module):
         raise ValueError("tokenizer: expected one, got None: a module does not know its tokenizer")
     tokenizer = tokenizer or model_lib.load_tokenizer(str(model))
-    return hf(model_lib.load(model, quantize="none"), tokenizer, batch=config.batch, sleep=config.sleep)
+    return ENGINES[config.type].build(config, model, tokenizer)

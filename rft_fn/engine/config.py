@@ -1,4 +1,4 @@
-"""The options of an engine, and which engine can honour them."""
+"""The options of an engine."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from rft_fn import check
 from rft_fn.check import Count, Share
 from rft_fn.strategy.config import StrategyConfig
 
-__all__ = ["EngineConfig", "check_config", "config_of"]
+__all__ = ["EngineConfig", "config_of"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class EngineConfig:
     tp_size: Count = StrategyConfig.engine_tp_size
     """processes that share one engine"""
     mem_util: Share = StrategyConfig.engine_mem_util
-    """share of the device's memory that the engine may take; 0 is as much as it needs"""
+    """share of the device's memory that the engine may take; 0: as much as it needs"""
     sleep: bool = StrategyConfig.enable_engine_sleep
     """the engine leaves the device while the trainer works"""
 
@@ -36,14 +36,3 @@ def config_of(config: StrategyConfig) -> EngineConfig:
         mem_util=config.engine_mem_util,
         sleep=config.enable_engine_sleep,
     )
-
-
-def check_config(config: EngineConfig) -> None:
-    """ValueError for an engine that does not exist, or an option that it cannot honour. Builds nothing."""
-    if config.type != "hf":
-        raise ValueError(f"engine type: expected hf, got {config.type!r}")
-    if config.tp_size != 1 or config.mem_util:
-        raise ValueError(
-            f"engine_tp_size, engine_mem_util: expected 1 and 0 for hf, which has one process and takes "
-            f"what it needs, got {config.tp_size} and {config.mem_util}"
-        )

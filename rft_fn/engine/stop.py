@@ -1,4 +1,4 @@
-"""When a response ends: at a token, or at the token that completes a text. The same for every engine."""
+"""Where a response ends: at a token, or at the token that completes a text. Shared by all engines."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,10 @@ __all__ = ["Stop"]
 
 
 class Stop:
-    """`ends(tokens)`: whether a response ends with its last token.
+    """Decides whether a response ends with its last token.
 
-    It does where that token is one of `ends` or of the ids in `stop`, or where with it the decoded response
-    first contains one of the texts in `stop`. The token is part of the response, and is trained.
+    It does where that token is one of `ends` or of the ids in `stop`, and where it completes one of the texts
+    in `stop` in the decoded response. The token is part of the response, and is trained.
     """
 
     def __init__(self, tokenizer: Any, ends: frozenset[int], stop: Sequence[int | str]):
@@ -28,10 +28,10 @@ class Stop:
         return any(text in tail for text in self.texts)
 
     def _tail(self, tokens: Sequence[int]) -> str:
-        """The end of the decoded response: all that a text which the last token completes can reach into."""
+        """The end of the decoded response, long enough for any text that the last token completes."""
         reach = max(len(x) for x in self.texts) + len(self._text(tokens[-1:])) + 8
         size = reach
-        # tokens without text of their own (special ones, parts of a character) make the tail longer
+        # tokens that decode to no text (special ones, parts of a character) make the tail longer
         while size < len(tokens) and len(self._text(tokens[-size:])) < reach:
             size *= 2
         return self._text(tokens[-size:])

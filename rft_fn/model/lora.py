@@ -267,6 +267,21 @@ class Export(Iterator[tuple[str, Tensor]]):
             require_finite("weights", name, x)
         return name, x
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of the plain model's weights that are left out because nothing trains them."""
+        module = self.module
+        if module is None:
+            return frozenset()
+        trained = {name.partition(".lora_")[0] for name in self.params if ".lora_" in name}
+        merged_here = {f"{path}.base_layer.weight" for path in trained}
+        left_out = []
+        for name, p in module.named_parameters():
+            sent = name in self.params or name in merged_here or ".lora_" in name or is_low(p)
+            if not sent:
+                left_out.append(_plain(module, name))
+        return frozenset(left_out)
+
     def full(self, p: Tensor) -> Tensor:
         """A parameter put together, in full precision."""
         return self.gathered(whole(p))

@@ -7,18 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["append", "differences", "jsonable", "keep_until", "write_whole"]
+__all__ = ["append_row", "differences", "jsonable", "keep_until", "write_whole"]
 
 
 def jsonable(x: Any) -> Any:
-    """A config as JSON can hold it: dataclasses as dicts, tuples as lists."""
+    """A value as JSON can hold it: dataclasses as dicts, tuples as lists."""
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return {f.name: jsonable(getattr(x, f.name)) for f in dataclasses.fields(x)}
-    return list(x) if isinstance(x, tuple) else x
+    if isinstance(x, tuple):
+        return list(x)
+    return x
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that whoever reads it finds the old text or the new one, also after a full disk."""
+    """Write a file by one rename: its readers find the old text or the new one, also after a full disk."""
     tmp = path.with_name(f".{path.name}.tmp")
     try:
         with tmp.open("w") as file:
@@ -31,11 +33,11 @@ def write_whole(path: Path, text: str) -> None:
         raise _named(error, path) from error
 
 
-def append(path: Path, text: str) -> None:
-    """Write behind what a file has. OSError with its name, also for a full disk."""
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Append a line of JSON to a file. OSError with its name, also for a full disk."""
     try:
         with path.open("a") as file:
-            file.write(text)
+            file.write(json.dumps(row) + "\n")
     except OSError as error:
         raise _named(error, path) from error
 
@@ -45,7 +47,7 @@ def _named(error: OSError, path: Path) -> OSError:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Cut a file of rows back to those before `step`; a line that a kill cut short goes too."""
+    """Cut a file of rows back to those before `step`, without a last line that a kill cut short."""
     if not path.exists():
         return
     kept = []
@@ -59,11 +61,14 @@ def keep_until(path: Path, step: int) -> None:
     write_whole(path, "".join(kept))
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, tuple]:
-    """{"part.name": (old, new)} of what differs between two nested configs."""
-    out: dict[str, tuple] = {}
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
+) -> dict[str, tuple[Any, Any]]:
+    """{"part.name": (old, new)} of the options that differ between two nested configs."""
+    out: dict[str, tuple[Any, Any]] = {}
     for name in sorted(set(old) | set(new)):
-        a, b = old.get(name), new.get(name)
+        a = old.get(name)
+        b = new.get(name)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             out |= differences(a, b, f"{prefix}{name}.")
         elif a != b:

@@ -13,7 +13,10 @@ _held: dict[Path, int] = {}  # folder -> the open file that holds its lock; a pr
 
 
 def acquire(folder: Path) -> None:
-    """Lock `folder` for this process. ValueError that names the host, process and start of the holder."""
+    """Lock `folder` for this process.
+
+    ValueError that names the holder of the lock: its host, its process and when it began.
+    """
     folder = folder.resolve()
     if folder in _held:
         return
@@ -49,5 +52,5 @@ def _described(text: str) -> str:
     try:
         about = json.loads(text)
         return f"process {about['pid']} on {about['host']} since {about['since']}"
-    except (ValueError, KeyError, TypeError):  # it has the lock and has not written its name yet
+    except (ValueError, KeyError, TypeError):  # it has the lock and has not written who it is yet
         return "another process"

@@ -1,7 +1,9 @@
-"""Trackers by name: each makes a function that is given a step and its metrics."""
+"""Trackers by name: each is a function that takes a step and its metrics."""
 
 import hashlib
+import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ Track = Callable[[int, Mapping[str, float]], None]
 
 
 def identity(folder: Path) -> str:
-    """The id of a run at a tracker: its folder's name, and a digest of the path that tells it from others."""
+    """The id of a run at a tracker: its folder's name and a digest of the folder's path."""
     digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=5).hexdigest()
     return f"{folder.resolve().name}-{digest}"
 
@@ -31,19 +33,25 @@ def _tensorboard(folder: Path, pictures: Path, about: Mapping[str, Any]) -> Trac
 
 
 def _wandb(folder: Path, pictures: Path, about: Mapping[str, Any]) -> Track:
-    import wandb
-
-    run = wandb.init(**about, dir=str(pictures), id=identity(folder), resume="allow")
-    return lambda step, metrics: run.log(dict(metrics), step=step)
+    client = importlib.import_module("wandb")
+    return _logged(client.init(**about, dir=str(pictures), id=identity(folder), resume="allow"))
 
 
 def _trackio(folder: Path, pictures: Path, about: Mapping[str, Any]) -> Track:
-    import trackio
-
-    run = trackio.init(**about, resume="allow")
-    return lambda step, metrics: run.log(dict(metrics), step=step)
+    client = importlib.import_module("trackio")
+    return _logged(client.init(**about, resume="allow"))
 
 
+def _logged(run: Any) -> Track:
+    """The Track of a client's run; wandb and trackio share their interface."""
+
+    def track(step: int, metrics: Mapping[str, float]) -> None:
+        run.log(dict(metrics), step=step)
+
+    return track
+
+
+# the packages are optional, so each is imported when it is asked for
 _TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
 
 
@@ -59,14 +67,12 @@ def check(names: Sequence[str]) -> None:
 
 
 def _installed(name: str) -> bool:
-    import sys
-
     return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
 def start(
     names: Sequence[str], folder: Path, pictures: Path, config: Mapping[str, Any], project: str, name: str
 ) -> list[Track]:
-    """The trackers of a run. Its name there is that of the folder unless another is given."""
+    """Start the trackers of a run, under `name` or else the name of its folder."""
     about = {"project": project, "name": name or folder.name, "config": dict(config)}
     return [_TRACKERS[x](folder, pictures, about) for x in names]

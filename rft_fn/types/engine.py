@@ -1,14 +1,33 @@
-"""What samples from the policy: the record, and the signatures of its functions."""
+"""The engine, which samples from the policy: the record, and the signatures of its functions."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 from torch import Tensor
 
 from rft_fn.types.batch import Rollout
 from rft_fn.types.sampling import Sampling
 
-__all__ = ["Engine", "Generate", "Load", "Score"]
+__all__ = ["Delivered", "Engine", "EngineStatus", "Generate", "Load", "Score"]
+
+
+class Delivered(NamedTuple):
+    """The weights that an engine took in one load."""
+
+    tensors: int
+    bytes: int  # as they were sent, whatever type the engine keeps them in
+    seconds: float
+    version: int  # rollouts carry it from now on
+
+
+class EngineStatus(TypedDict):
+    """The state of an engine."""
+
+    engine: str  # its type
+    alive: bool  # False once it is closed, or `generate` or `load` has failed
+    version: int  # of its weights
+    asleep: bool
+    supported: frozenset[str]  # those of "load", "score" and "sleep" that do something
 
 
 class Generate(Protocol):
@@ -17,9 +36,9 @@ class Generate(Protocol):
     def __call__(
         self, prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling
     ) -> Rollout:
-        """n responses to each prompt: B = len(prompts) n rows, those of a prompt side by side.
+        """Sample n responses to each prompt: B = len(prompts) n rows, those of a prompt side by side.
 
-        `prompts` are lists of token ids, or objects with `.ids`. There is one key a prompt; sample j draws
+        `prompts` are lists of token ids, or objects with `.ids`. There is one key per prompt; sample j draws
         from fold_in(key, j), so that samples do not depend on how prompts are batched or shared out.
         ValueError for a prompt that is empty or too long for the model.
         """
@@ -29,19 +48,23 @@ class Generate(Protocol):
 class Score(Protocol):
     """Computes the log-probs of given tokens."""
 
-    def __call__(self, rollout: Rollout, *, sampling: Sampling) -> Tensor:
-        """[B, S] float32: log-probs of the rollout's tokens under the engine's weights, 0 outside mask."""
+    def __call__(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
+        """[B, S] float32: log-probs of the rollout's tokens under the engine's weights, 0 outside mask.
+
+        They are of the distribution that `sampling` draws from, by default the model's softmax.
+        """
         ...
 
 
 class Load(Protocol):
     """Gives an engine new weights."""
 
-    def __call__(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+    def __call__(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
         """Take full tensors by the plain model's names; rollouts carry `version` from now on.
 
-        On several ranks `weights` (`Strategy.export`) puts tensors together, so every rank has to call it.
-        ValueError for a name or a shape that the model does not have.
+        On several ranks `weights` (`Strategy.export`) puts tensors together, so every rank has to call it. An
+        attribute `weights.frozen` names weights that are not sent because they never change. ValueError for a
+        name or a shape that the model does not have, and for a weight that is neither sent nor frozen.
         """
         ...
 
@@ -53,15 +76,28 @@ class Move(Protocol):
 
 
 class Status(Protocol):
-    """Tells what an engine is and does."""
+    """Reports the state of an engine, also of one that is no longer alive."""
 
-    def __call__(self) -> dict[str, Any]:
-        """{"engine": its type, "version": of its weights, "asleep": bool}."""
-        ...
+    def __call__(self) -> EngineStatus: ...
+
+
+class Close(Protocol):
+    """Ends an engine and frees what it holds."""
+
+    def __call__(self) -> None: ...
+
+
+def _nothing_to_close() -> None:
+    """Close an engine that holds nothing."""
 
 
 class Engine(NamedTuple):
-    """What samples from the policy, with the weights that it was last given."""
+    """Samples from the policy, with the weights that it was last given.
+
+    After an exception out of `generate` or `load` an engine is dead: every later call but `status` and
+    `close` raises, until another one is built. A request that is refused before anything ran (too long a
+    prompt, say) leaves it alive.
+    """
 
     generate: Generate
     score: Score
@@ -69,3 +105,4 @@ class Engine(NamedTuple):
     sleep: Move
     wake: Move
     status: Status
+    close: Close = _nothing_to_close

@@ -17,7 +17,7 @@ import torch
 
 import rft_fn as rft
 from rft_fn import collect, data, dist, reward
-from rft_fn.collect import judging
+from rft_fn.collect import time_limit
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 from rft_fn.types import Rollout
 
@@ -108,12 +108,12 @@ def fill(st, fn):
         rollout = rollout_of()
         return rollout, collect.gather_and_judge(st, score, rollout, prompts, tiny.tokenizer(), timeout=60.0)
 
-    filled = collect.fill_groups(gathered, lambda i: (PROMPTS, range(5)), 3, rounds=2)
+    filled = collect.sample_varied_groups(gathered, lambda i: (PROMPTS, range(5)), 3, rounds=2)
     return [p.index for p in filled.prompts], filled.rounds, plain(filled.judged)
 
 
 def every_case(rank):
-    """What each rank gets and what it raises."""
+    """The results of each rank, and its errors."""
     st = get_strategy(StrategyConfig())
     out = {"whole": plain(judged_by(st, digits)), "zero": plain(judged_by(st, zero_on_rank_1))}
     out["few"] = plain(judged_by(st, digits, PROMPTS[:1], TEXTS[:G]))
@@ -314,12 +314,12 @@ def hangs_and_catches_all(completions):
     "fn", [hangs, hangs_on_a_lock, hangs_on_a_server, hangs_async, hangs_and_catches, hangs_and_catches_all]
 )
 def test_a_reward_that_hangs_is_interrupted_and_named(fn):
-    handler, began = signal.getsignal(judging._SIGNAL), time.monotonic()
+    handler, began = signal.getsignal(time_limit.SIGNAL), time.monotonic()
     message = "^reward 'mine': expected a result within 0.2 s, the limit for a batch, got none"
     with pytest.raises(TimeoutError, match=message):
         judged_by(get_fake_strategy(), fn, timeout=0.2)
     assert time.monotonic() - began < 10
-    assert signal.getsignal(judging._SIGNAL) == handler
+    assert signal.getsignal(time_limit.SIGNAL) == handler
     judged_by(get_fake_strategy(), digits)
 
 
@@ -337,10 +337,10 @@ def test_the_phase_is_the_reward():
 
 STUBBORN = """
 import re, time, test_judging
-from rft_fn.collect import judging
+from rft_fn.collect import time_limit
 from rft_fn.strategy import get_fake_strategy
 
-judging._GRACE = 0.3
+time_limit.GRACE = 0.3
 
 def stubborn(completions):
     end = time.monotonic() + 60
@@ -355,7 +355,7 @@ test_judging.judged_by(get_fake_strategy(), stubborn, timeout=0.2)
 
 
 def alone(code):
-    """Run the code in a process of its own, with what these tests can import."""
+    """Run the code in another process, which can import what these tests can."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env, check=False
@@ -371,10 +371,10 @@ def test_a_reward_that_cannot_be_interrupted_ends_the_process_with_a_line():
 
 GREEDY = """
 import ctypes, test_judging
-from rft_fn.collect import judging
+from rft_fn.collect import time_limit
 from rft_fn.strategy import get_fake_strategy
 
-judging._GRACE = 0.3
+time_limit.GRACE = 0.3
 
 def greedy(completions):
     ctypes.PyDLL(None).sleep(60)  # C code that keeps the lock of the interpreter

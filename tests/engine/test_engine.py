@@ -1,5 +1,4 @@
-"""The sampler: its log-probs are the trainer's, its samples belong to their keys, and
-bad input is said at once."""
+"""The sampler: its log-probs are the trainer's, its samples belong to their keys, bad input is refused."""
 
 import math
 
@@ -170,7 +169,7 @@ def test_gather_and_generate_shares_out_prompts():
     ("trainer", "word"),
     [({"temperature": 1.0}, "temperature"), ({"temperature": 0.6}, "top_p")],
 )
-def test_the_gap_is_explained(trainer, word):
+def test_the_mismatch_is_explained(trainer, word):
     """A trainer that does not know of the temperature, or of top_p, is told which of the two it is."""
     sampling = (
         rft.Sampling(max_new=9, temperature=0.6)
@@ -179,14 +178,14 @@ def test_the_gap_is_explained(trainer, word):
     )
     r = rollout(sampling)
     scored = trainer_logp(r, rft.Sampling(max_new=9, **trainer))
-    gap = collect.logp_gap(scored, r.logp, r.mask)
+    gap = collect.logp_mismatch(scored, r.logp, r.mask)
     assert gap > 0.01
     with pytest.raises(ValueError, match=f"Look at {word}"):
         check(gap, r, sampling, lambda: scored)
 
 
 def check(gap, r, sampling, trainer):
-    """check_gap with a trainer that is any function to log-probs [B, S]."""
+    """check_mismatch with a trainer that is any function to log-probs [B, S]."""
     exp = rft.experience(r, adv=torch.zeros(len(r.tokens)), w=weight.token_mean(r.mask))
     packs = packing.shard(exp, 64)[0]
 
@@ -195,7 +194,7 @@ def check(gap, r, sampling, trainer):
         return rft.TokenOut(logp=trainer()[rows, pack.pos + 1])
 
     eng = engine.hf(tiny.llama(), tiny.tokenizer())
-    collect.check_gap({"policy/logp_gap": gap}, 0.01, eng, r, sampling, apply, {}, packs)
+    collect.check_mismatch({"policy/logp_gap": gap}, 0.01, eng, r, sampling, apply, {}, packs)
 
 
 def test_dropout_positions_and_weights_are_told_apart():
@@ -208,7 +207,7 @@ def test_dropout_positions_and_weights_are_told_apart():
         check(1.0, r, sampling, lambda: r.logp + r.mask.cumsum(-1) ** 3 / 100.0)
     with pytest.raises(ValueError, match="Look at the weights"):
         check(float("nan"), r, sampling, lambda: trainer_logp(r, sampling, tiny.llama(9)))
-    check(0.009, r, sampling, noisy)  # within the limit nothing is scored and nothing is said
+    check(0.009, r, sampling, noisy)  # within the limit nothing is scored
 
 
 @pytest.mark.parametrize(

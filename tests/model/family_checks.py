@@ -17,7 +17,7 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import engine, metric, model, optim, packing, rng, tree, weight
-from rft_fn.engine import ways
+from rft_fn.engine.hf.probe import find_batching
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
 __all__ = ["BACKENDS", "BOUNDS", "CHECKS", "COLUMNS", "Measured", "on_two", "two", "write"]
@@ -141,7 +141,7 @@ def sampler(kind):
     trainer = packing.unpack(model.score(apply, params, packs), packs, exp.w)
     worst = max(_largest(r.logp, trainer), _largest(r.logp, eng.score(r, sampling=sampling)))
     _check_greedy(eng)
-    return Measured(worst, _way(ways.way_of(lm, 0)))
+    return Measured(worst, _way(find_batching(lm, 0)))
 
 
 def _check_greedy(eng):

@@ -1,6 +1,6 @@
 """Mutants of attention with sinks, of an engine's states and ways: each is killed by the test beside it."""
 
-_WAYS = "tests/engine/test_engine_ways.py::"
+_WAYS = "tests/engine/test_batching.py::"
 _ATTENTION = "tests/model/test_attention.py::"
 
 MUTANTS = [
@@ -34,58 +34,58 @@ MUTANTS = [
     ),
     (
         "tuples in a state are not looked into",
-        "rft_fn/engine/state.py",
+        "rft_fn/engine/hf/cache.py",
         "if isinstance(x, (list, tuple)):",
         "if isinstance(x, list):",
         _WAYS + "test_a_state_in_containers_of_every_kind",
     ),
     (
         "a tensor that stands in two places becomes two",
-        "rft_fn/engine/state.py",
+        "rft_fn/engine/hf/cache.py",
         "    seen[id(x)] = (x, new)",
         "    seen[id(new)] = (x, new)",
         _WAYS + "test_a_state_in_containers_of_every_kind",
     ),
     (
         "rows are always the first dimension",
-        "rft_fn/engine/state.py",
+        "rft_fn/engine/hf/cache.py",
         "rows[path] = sizes.index((1, 2))",
         "rows[path] = 0",
         _WAYS + "test_a_state_in_containers_of_every_kind",
     ),
     (
         "padding may get into a state",
-        "rft_fn/engine/ways.py",
+        "rft_fn/engine/hf/probe.py",
         "            return [even, single]",
         "            return [padded, even, single]",
         _WAYS + "test_what_padding_adds_to_a_state_is_found_in_16_bits",
     ),
     (
         "a state is trusted after one token",
-        "rft_fn/engine/ways.py",
+        "rft_fn/engine/hf/probe.py",
         "    return bool((got - want).abs().mean() <= most * spread)",
         "    return bool((got - want)[:, :1].abs().mean() <= most * spread)",
         _WAYS + "test_a_state_that_is_not_the_trainers_is_found[Zamba2]",
     ),
     (
         "the mask of a model without keys covers all tokens",
-        "rft_fn/engine/batch.py",
-        "mask if self.way.grows else mask[:, -width:]",
-        "mask",
+        "rft_fn/engine/hf/batch.py",
+        "                mask = mask[:, -width:]\n",
+        "                pass\n",
         _WAYS + "test_the_fastest_way_that_is_right_is_found[Mamba]",
     ),
     (
         "prompts of all lengths share a batch",
-        "rft_fn/engine/hf.py",
-        "    if not way.padded:",
-        "    if way.rows is None:",
+        "rft_fn/engine/hf/sampler.py",
+        "    if not batching.padded:",
+        "    if batching.rows is None:",
         _WAYS + "test_samples_are_those_of_each_prompt_alone_and_of_the_trainer[xLSTM]",
     ),
     (
         "rows that need to be alone share a batch",
-        "rft_fn/engine/hf.py",
-        "    if how.way.single:",
-        "    if not how:",
+        "rft_fn/engine/hf/sampler.py",
+        "        if self.batching.single:",
+        "        if not self.batching:",
         _WAYS + "test_samples_are_those_of_each_prompt_alone_and_of_the_trainer[Rwkv]",
     ),
     (

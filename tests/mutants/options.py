@@ -1,6 +1,7 @@
 """Mutants of limits, run folders, signals and scripts: each with the test that notices it."""
 
-CHECK, FOLDER, SIGNALS = "rft_fn/check.py", "rft_fn/run/folder.py", "rft_fn/run/signals.py"
+CHECK, SIGNALS = "rft_fn/check.py", "rft_fn/run/signals.py"
+CLAIM, RESUME = "rft_fn/run/claim.py", "rft_fn/run/resume.py"
 LOG = "tests/run/test_log.py::"
 
 MUTANTS = [
@@ -34,35 +35,35 @@ MUTANTS = [
     ),
     (
         "an override is not noted",
-        FOLDER,
-        'self._append("overrides.jsonl", {"step": step, "name": name, "old": old, "new": new})',
+        CLAIM,
+        'append_row(self.folder / "overrides.jsonl", row)',
         "pass",
         LOG + "test_an_override_is_noted_with_its_step",
     ),
     (
         "every change is refused, with --override too",
-        FOLDER,
-        "if self._changed and not override:",
-        "if self._changed:",
+        CLAIM,
+        "if self.changed and not override:",
+        "if self.changed:",
         LOG + "test_an_override_is_noted_with_its_step",
     ),
     (
         "rows are wiped when the checkpoints are gone",
-        FOLDER,
-        'if step == 0 and (self.folder / ".saved").exists():',
+        RESUME,
+        "if step == 0 and (folder / _SAVED).exists():",
         "if False:",
         LOG + "test_rows_are_not_wiped_when_the_checkpoints_are_gone",
     ),
     (
         "a run that never had a checkpoint cannot start again",
-        FOLDER,
-        'any(self.checkpoints.glob("step_*"))',
+        RESUME,
+        'any(checkpoints(folder).glob("step_*"))',
         "True",
         LOG + "test_a_run_that_had_no_checkpoint_yet_starts_again",
     ),
     (
         "the config is written at every start",
-        FOLDER,
+        CLAIM,
         "if not path.exists() or path.read_text() != text:",
         "if True:",
         LOG + "test_config_is_written_when_it_is_new_and_whole",

@@ -101,15 +101,15 @@ MUTANTS = [
     (
         "an answer leads to a flag that the script lacks",
         ELSEWHERE,
-        "if to.option in own and (not to.needs or to.needs in own):",
-        "if not to.needs or to.needs in own:",
+        "if to.option in own and meant:",
+        "if meant:",
         NAMES + "no_answer_leads_to_a_flag_that_is_not_there",
     ),
     (
         "an option means the same in all scripts",
         ELSEWHERE,
-        "if to.option in own and (not to.needs or to.needs in own):",
-        "if to.option in own:",
+        "meant = not to.needs or to.needs in own",
+        "meant = True",
         NAMES + "an_option_of_another_library_is_answered_in_one_line",
     ),
 ]

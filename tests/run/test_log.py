@@ -1,5 +1,4 @@
-"""What a run leaves behind: rows that can be cut back, refusals before anything is
-computed, pictures that show the data."""
+"""The folder of a run: rows that can be cut back, refusals before anything is computed, pictures."""
 
 import json
 import signal
@@ -42,7 +41,7 @@ def test_rows_and_their_cut(tmp_path, capsys):
         and rows[2]["reward/mean"] == 0.2
         and rows[0]["policy/entropy"] is None
     )
-    assert "seconds" not in rows[0]  # time is in a file of its own, so that equal runs have equal metrics
+    assert "seconds" not in rows[0]  # time is in another file, so that equal runs have equal metrics
     assert json.loads((run.folder / "timing.jsonl").read_text().splitlines()[1])["tokens_per_s"] > 0
     with (run.folder / "metrics.jsonl").open("a") as f:
         f.write('{"step": 4, "rew')  # a kill in the middle of a line

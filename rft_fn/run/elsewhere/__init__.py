@@ -1,4 +1,4 @@
-"""Options by the names that they have elsewhere: what an unknown flag of another library is called here."""
+"""Options by their names in other libraries: TRL, verl, OpenRLHF and LightRFT."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -17,44 +17,59 @@ SYSTEMS: dict[str, Mapping[str, Row]] = {
     "OpenRLHF": OPENRLHF | DOTTED,
     "LightRFT": LIGHTRFT,
 }
-"""Names elsewhere, with underscores, by system."""
+"""The options of each library, by name with underscores."""
 
 
 def answer(written: str, name: str, own: Collection[str]) -> str | None:
-    """One line about an option of another library, for a script that has the options `own`; None if unknown.
+    """One line that leads from an option of another library to that of ours; None for an unknown one.
 
-    `written` is how it was given, `name` the same without dashes in front and with underscores.
+    `written` is the option as it was given, `name` the same without dashes in front and with underscores.
+    `own` are the options of the script.
     """
     systems = [system for system, rows in SYSTEMS.items() if name in rows]
     if not systems:
         return None
     known = f"{written} of {', '.join(systems)}"
+
+    # the first meaning that this script has an option for
     for system in systems:
         row = SYSTEMS[system][name]
         if isinstance(row, str):
             return f"{known}: {row}"
         for to in row:
-            if to.option in own and (not to.needs or to.needs in own):
+            meant = not to.needs or to.needs in own
+            if to.option in own and meant:
                 flag = f"--{to.option.replace('_', '-')}"
-                return f"{known} is {flag} here" + f" ({to.remark})" * bool(to.remark)
+                remark = ""
+                if to.remark:
+                    remark = f" ({to.remark})"
+                return f"{known} is {flag} here{remark}"
     return f"{known} has no counterpart in this script"
 
 
 def check(args: Sequence[str], own: Collection[str]) -> None:
-    """ValueError, in one line, for options that are not the script's and that are known elsewhere.
+    """Refuse, in one line, options that other libraries have and the script has not.
 
-    `own` are the names of the script's options, with underscores. verl's options have no dashes in front.
+    ValueError for such options. `own` are the names of the script's options, with underscores.
     """
     lines = []
     for arg in args:
         found = re.match(r"(--|\+{0,2})([A-Za-z][\w.-]*)(=|$)", arg)
-        if found is None or not (found[1] == "--" or ("." in found[2] and found[3])):
+        if found is None:
             continue
-        name = found[2].replace("-", "_")
-        line = answer(found[1] + found[2], name, own) or answer(
-            found[1] + found[2], name.removeprefix("no_"), own
-        )
-        if line and name not in own:
+
+        # verl's options have no dashes in front: dotted names with a value
+        dashes, written, value = found[1], found[2], found[3]
+        dotted = "." in written and bool(value)
+        if dashes != "--" and not dotted:
+            continue
+        name = written.replace("-", "_")
+        if name in own:
+            continue
+        line = answer(dashes + written, name, own)
+        if line is None:
+            line = answer(dashes + written, name.removeprefix("no_"), own)
+        if line:
             lines.append(line)
     if lines:
         raise ValueError(f"{'; '.join(lines)}; --help lists the options")

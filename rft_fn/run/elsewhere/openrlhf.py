@@ -1,4 +1,7 @@
-"""Names of OpenRLHF: the flat ones until April 2026, many of them LightRFT's, and the dotted ones since."""
+"""Names of OpenRLHF and LightRFT.
+
+OpenRLHF's names were flat until April 2026, many of them LightRFT's, and are dotted since.
+"""
 
 from rft_fn.run.elsewhere.rows import (
     ALGORITHM,
@@ -42,7 +45,7 @@ SHARED: dict[str, Row] = {  # flat names of both
     "label_key": ANSWER,
     "input_template": (To("template", "columns stand in braces: {question}"),),
     "apply_chat_template": CHAT,
-    "max_len": (To("budget", "most tokens in a pack; a sequence has to fit into one"),),
+    "max_len": (To("budget", "max tokens per pack; a sequence has to fit into one"),),
     "prompt_max_len": (To("max_prompt", "counted in tokens"),),
     "target_modules": (To("lora_targets", "names separated by commas"),),
     "lora_dropout": "adapters are trained without dropout",
@@ -153,7 +156,7 @@ _FLAT = {  # the flat name of each dotted one
 DOTTED: dict[str, Row] = {
     **{name: (SHARED | OPENRLHF)[flat] for name, flat in _FLAT.items()},
     "train.batch_size": RESPONSES,
-    "train.micro_batch_size": (To("micro_train_batch_size", "most sequences in a pack"),),
+    "train.micro_batch_size": (To("micro_train_batch_size", "max sequences per pack"),),
     "train.max_tokens_per_gpu": (To("budget"),),
     "algo.advantage.gamma": (To("gamma"),),
     "algo.kl.target": (To("kl_target"),),

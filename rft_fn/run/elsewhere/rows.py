@@ -1,4 +1,4 @@
-"""What a row of the tables is, and the rows that several libraries share."""
+"""The type of a row in the tables, and the rows that several libraries share."""
 
 from typing import NamedTuple
 
@@ -31,14 +31,15 @@ __all__ = [
 
 
 class To(NamedTuple):
-    """An option of ours."""
+    """Our option of the same meaning."""
 
     option: str
     remark: str = ""  # where the unit or the meaning differs; a flag in it is one that the script has too
     needs: str = ""  # another option of the scripts in which it means this
 
 
-Row = tuple[To, ...] | str  # the first that a script has; a text is what is done otherwise, in any script
+# the options that it may mean: the first that a script has counts; or a text for an option that none has
+Row = tuple[To, ...] | str
 
 LR = (To("lr"),)
 ROLLOUT_EPOCHS = (To("epochs", "passes over a rollout", needs="group"),)
@@ -62,6 +63,6 @@ LORA = (To("lora_rank", "0 trains all weights"),)
 LOGGED = "every step is a row of metrics.jsonl in the folder of the run"
 RESUMED = "the same command continues from the newest checkpoint of its folder"
 CHAT = "the model's own chat template is always applied"
-ORDER = "each pass over the data has an order of its own, drawn from the seed"
+ORDER = "each pass over the data has another order, drawn from the seed"
 PROCESSES = "the processes are those that torchrun starts"
 TOGETHER = "trainer and engine share their processes"

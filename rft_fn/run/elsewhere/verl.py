@@ -57,7 +57,7 @@ VERL: Mapping[str, Row] = {
     _ACTOR + "ppo_mini_batch_size": (
         To("train_batch_size", "counted in responses: prompts times --group", needs="group"),
     ),
-    _ACTOR + "ppo_micro_batch_size_per_gpu": (To("micro_train_batch_size", "most sequences in a pack"),),
+    _ACTOR + "ppo_micro_batch_size_per_gpu": (To("micro_train_batch_size", "max sequences per pack"),),
     _ACTOR + "ppo_max_token_len_per_gpu": (To("budget"),),
     _ACTOR + "use_dynamic_bsz": (To("budget", "packs are always filled by tokens"),),
     _ACTOR + "ppo_epochs": ROLLOUT_EPOCHS,

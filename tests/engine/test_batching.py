@@ -11,8 +11,8 @@ from families import small
 
 import rft_fn as rft
 from rft_fn import engine, model, packing, rng, weight
-from rft_fn.engine import state, ways
-from rft_fn.engine.batch import Way, start
+from rft_fn.engine.hf import cache, probe
+from rft_fn.engine.hf.batch import Batching, start
 from rft_fn.model import attention
 
 PADDED = (
@@ -39,10 +39,10 @@ def _said():
     attention.warn_once.cache_clear()
 
 
-def way_of(lm):
+def batching_of(lm):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ways.way_of(lm, 0)
+        return probe.find_batching(lm, 0)
 
 
 def word(way):
@@ -58,13 +58,13 @@ def word(way):
 def test_the_fastest_way_that_is_right_is_found(kind):
     """With large weights, and with those that transformers starts from; in 16 bits too."""
     for dtype, std in ((torch.float32, 0.3), (torch.float32, 0), (torch.bfloat16, 0.3)):
-        assert word(way_of(small(kind, dtype, std=std))) == ROWS.get(kind, "")
+        assert word(batching_of(small(kind, dtype, std=std))) == ROWS.get(kind, "")
 
 
 @pytest.mark.parametrize("kind", ["Zamba2", "NemotronH"])
 def test_a_state_that_is_not_the_trainers_is_found(kind):
     """These bound time steps below where they read many tokens, and not where they read one."""
-    assert word(way_of(small(kind, torch.float32))) == "no cache"
+    assert word(batching_of(small(kind, torch.float32))) == "no cache"
 
 
 @pytest.mark.parametrize("kind", [*PADDED, *ROWS, "Zamba2", "NemotronH"])
@@ -96,11 +96,11 @@ def test_every_tensor_of_a_state_with_rows_is_selected(kind):
     """Keys, values, convolutions, recurrent states, in whatever they are kept: rows [1, 1, 0] of two."""
     lm = small(kind, torch.float32)
     with torch.no_grad():
-        one = start(lm, Way(rows={}), [[3, 4, 5]], 1, 0).state
-        two = start(lm, Way(rows={}), [[3, 4, 5], [6, 7, 8]], 1, 0).state
-    rows = state.compare(one, two)
-    before = {path: x.clone() for path, x in state.tensors(two).items()}
-    after = state.tensors(state.select(two, rows, torch.tensor([1, 1, 0])))
+        one = start(lm, Batching(rows={}), [[3, 4, 5]], 1, 0).cache
+        two = start(lm, Batching(rows={}), [[3, 4, 5], [6, 7, 8]], 1, 0).cache
+    rows = cache.compare(one, two)
+    before = {path: x.clone() for path, x in cache.tensors(two).items()}
+    after = cache.tensors(cache.select(two, rows, torch.tensor([1, 1, 0])))
     assert after.keys() == before.keys()
     held = [path for path, x in before.items() if x.numel() > 1]
     assert set(held) == set(rows)
@@ -119,10 +119,10 @@ class Kept:
 
 def test_a_state_in_containers_of_every_kind():
     one, two = Kept(1), Kept(2)
-    rows = state.compare(one, two)
+    rows = cache.compare(one, two)
     assert rows[("pair", 1, 0)] == 1
     assert sorted(map(len, rows)) == [2, 2, 3, 3]
-    got = state.select(two, rows, torch.tensor([1]))
+    got = cache.select(two, rows, torch.tensor([1]))
     want = torch.tensor([[3.0, 4, 5]])
     assert got is two and two.me is two
     assert torch.equal(two.list[0], want)
@@ -134,8 +134,8 @@ def test_a_state_in_containers_of_every_kind():
 
 
 def test_states_of_other_tensors_are_refused():
-    with pytest.raises(ValueError, match="state: expected the same tensors for one row and two, got 1, 2"):
-        state.compare([torch.zeros(1)], [torch.zeros(2), torch.zeros(2)])
+    with pytest.raises(ValueError, match="cache: expected the same tensors for one row and two, got 1, 2"):
+        cache.compare([torch.zeros(1)], [torch.zeros(2), torch.zeros(2)])
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,10 @@ def test_states_of_other_tensors_are_refused():
 def test_a_slower_way_is_said_once(kind, what):
     lm = small(kind, torch.float32)
     with pytest.warns(UserWarning, match=f"sampling: {what}"):
-        ways.way_of(lm, 0)
+        probe.find_batching(lm, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ways.way_of(lm, 0)
+        probe.find_batching(lm, 0)
 
 
 def test_what_padding_adds_to_a_state_is_found_in_16_bits():
@@ -160,13 +160,13 @@ def test_what_padding_adds_to_a_state_is_found_in_16_bits():
     lm = small("Mamba2", torch.bfloat16)
     mixer = lm.backbone.layers[0].mixer
     mixer.in_proj.bias = torch.nn.Parameter(torch.full((mixer.in_proj.out_features,), 1e-3).bfloat16())
-    assert word(way_of(lm)) == "by length"
+    assert word(batching_of(lm)) == "by length"
 
 
 def test_a_model_without_finite_weights_is_not_slowed_down():
     lm = small("Llama", torch.float32)
     lm.model.norm.weight.data[0] = torch.nan
-    assert way_of(lm).padded
+    assert batching_of(lm).padded
 
 
 def test_no_memory_is_no_answer(monkeypatch):
@@ -176,6 +176,6 @@ def test_no_memory_is_no_answer(monkeypatch):
         raise torch.OutOfMemoryError("full")
 
     lm = small("Llama", torch.float32)
-    monkeypatch.setattr(ways, "start", full)
+    monkeypatch.setattr(probe, "start", full)
     with pytest.raises(torch.OutOfMemoryError):
-        ways.way_of(lm, 0)
+        probe.find_batching(lm, 0)

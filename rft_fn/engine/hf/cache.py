@@ -1,8 +1,8 @@
-"""What a model keeps of the tokens that it has read: keys and values, convolutions, recurrent states.
+"""A model's cache of the tokens it has read: keys and values, convolutions, recurrent states.
 
-Every family of transformers has its own containers for it, so none is named here. A state is walked for its
-tensors, and which dimension of a tensor counts the rows of the batch is seen from two states of one and of
-two rows.
+Every family of transformers has its own containers for it, so none is named here. A cache is searched for
+tensors; comparing caches of one and of two rows shows which dimension of a tensor counts the rows of the
+batch.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,18 @@ Rows = dict[Path, int]  # the dimension of each tensor that counts rows
 
 
 def found_in(output: Any) -> tuple[str, Any] | None:
-    """(the name by which the model takes it, the state) of a model's output, None if it has none."""
+    """(the name by which the model takes it, the cache) of a model's output, None if it has none."""
     from transformers.generation.utils import ALL_CACHE_NAMES
 
     for name in ALL_CACHE_NAMES:
-        state = getattr(output, name, None)
-        if state is not None:
-            return name, state
+        cache = getattr(output, name, None)
+        if cache is not None:
+            return name, cache
     return None
 
 
 def _entries(x: Any) -> list[tuple[Any, Any]]:
-    """(name, part) of what may hold tensors."""
+    """(name, part) of everything in x that may hold tensors."""
     if isinstance(x, dict):
         return list(x.items())
     if isinstance(x, (list, tuple)):
@@ -40,17 +40,20 @@ def _entries(x: Any) -> list[tuple[Any, Any]]:
 
 
 def _replaced(x: Any, f: Callable[[Path, Tensor], Tensor], path: Path, seen: dict[int, Any]) -> Any:
-    """`x` with f(path, tensor) in place of each tensor: containers are written to, tuples made anew."""
+    """`x` with f(path, tensor) in place of each tensor; containers are changed in place, tuples rebuilt."""
     if id(x) in seen:
         return seen[id(x)][1]
+
+    # tensors and tuples become new objects
+    new = x
     if isinstance(x, Tensor):
-        new: Any = f(path, x)
+        new = f(path, x)
     elif isinstance(x, tuple):
         parts = [_replaced(part, f, (*path, name), seen) for name, part in _entries(x)]
         new = type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-    else:
-        new = x
-    seen[id(x)] = (x, new)  # with x itself: the name of an object that is gone is given to another
+    seen[id(x)] = (x, new)  # x itself too: Python gives the id of an object that is gone to another one
+
+    # everything else keeps its identity, so that one object in two places stays one
     if new is x and not isinstance(x, Tensor):
         for name, part in _entries(x):
             other = _replaced(part, f, (*path, name), seen)
@@ -66,25 +69,28 @@ def _write(x: Any, name: Any, part: Any) -> None:
         setattr(x, name, part)
 
 
-def tensors(state: Any) -> dict[Path, Tensor]:
-    """Every tensor of a state, by its place."""
+def tensors(cache: Any) -> dict[Path, Tensor]:
+    """Every tensor of a cache, by its place."""
     found: dict[Path, Tensor] = {}
 
     def noted(path: Path, x: Tensor) -> Tensor:
         found[path] = x
         return x
 
-    _replaced(state, noted, (), {})
+    _replaced(cache, noted, (), {})
     return found
 
 
 def compare(one: Any, two: Any) -> Rows:
-    """Where the rows of each tensor are, seen from states of one row and of two. ValueError where the states
-    differ in more than their sizes."""
-    first, second = tensors(one), tensors(two)
+    """The dimension of rows in each tensor, from caches of one row and of two.
+
+    ValueError where the caches differ in more than their sizes.
+    """
+    first = tensors(one)
+    second = tensors(two)
     if first.keys() != second.keys():
         raise ValueError(
-            f"state: expected the same tensors for one row and two, got {len(first)}, {len(second)}"
+            f"cache: expected the same tensors for one row and two, got {len(first)}, {len(second)}"
         )
     rows: Rows = {}
     for path, x in first.items():
@@ -94,21 +100,21 @@ def compare(one: Any, two: Any) -> Rows:
     return rows
 
 
-def select(state: Any, rows: Rows, index: Tensor) -> Any:
-    """The state of the rows `index` [R], which may repeat or leave out some."""
+def select(cache: Any, rows: Rows, index: Tensor) -> Any:
+    """The cache of the rows `index` [R], which may repeat or leave out some."""
 
     def selected(path: Path, x: Tensor) -> Tensor:
         if path not in rows:
             return x
         return x.index_select(rows[path], index.to(x.device))
 
-    return _replaced(state, selected, (), {})
+    return _replaced(cache, selected, (), {})
 
 
 def constant(short: Any, long: Any, rows: Rows) -> list[Path]:
-    """The tensors of a state that are as large after more tokens: recurrent states and convolutions, and not
-    keys and values."""
-    before, after = tensors(short), tensors(long)
+    """The tensors of a cache that do not grow with the tokens: recurrent states and convolutions."""
+    before = tensors(short)
+    after = tensors(long)
 
     def rest(path: Path, x: Tensor) -> list[int]:
         return [size for dim, size in enumerate(x.shape) if dim != rows[path]]

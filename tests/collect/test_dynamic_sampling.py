@@ -11,7 +11,7 @@ from rft_fn import collect, data, engine, model, packing, reward, tree, weight
 from rft_fn.reward_shaping import varied
 from rft_fn.types import Media, Rollout
 
-SIZE = 3  # responses a prompt
+SIZE = 3  # responses per prompt
 FLAT, SPREAD = [1.0, 1.0, 1.0], [0.0, 1.0, 0.5]
 
 
@@ -28,7 +28,7 @@ def media_of(names):
 
 
 class Source:
-    """Rounds of groups with given rewards. Each row says where it comes from; each round has its width."""
+    """Rounds of groups with given rewards. Each row names its origin; each round has its width."""
 
     def __init__(self, rewards, widths=(4, 6, 5, 7), media=()):
         self.rewards, self.widths, self.media, self.asked = rewards, widths, media, []
@@ -57,7 +57,7 @@ class Source:
 
 
 def fill(source, n, rounds):
-    return collect.fill_groups(source.collect, source.draw, n, rounds=rounds)
+    return collect.sample_varied_groups(source.collect, source.draw, n, rounds=rounds)
 
 
 def aligned(found, source):
@@ -119,7 +119,7 @@ def test_one_round_is_one_plain_collect():
     found = fill(source, 3, 1)
     prompts, keys = source.draw(0)
     rollout, judged = source.collect(prompts, keys)
-    same(found, collect.Filled(prompts, rollout, judged, 1, 3, 1))
+    same(found, collect.VariedGroups(prompts, rollout, judged, 1, 3, 1))
     assert aligned(found, source) == ["0.0", "0.1", "0.2"]
 
 
@@ -181,7 +181,7 @@ def images(found):
 
 
 def owned(name):
-    """What `media_of` gave to the row of that name: groups of three rows own 0, 1, 2 images."""
+    """The media that `media_of` gave to the row of that name: three rows of a group own 0, 1, 2 images."""
     count = int(name[-1])
     return count, [number(name)] if count else []
 
@@ -202,7 +202,7 @@ def test_media_go_with_their_rows(rewards, want):
 
 @pytest.mark.parametrize("media", [(0,), (1,)])
 def test_a_round_without_media_does_not_shift_those_of_the_others(media):
-    """What goes wrong elsewhere: a batch of text between batches of images moves every image by a row."""
+    """A known fault of other libraries: a batch of text between batches of images moves every image."""
     source = Source([[FLAT, SPREAD], [SPREAD, FLAT]], media=media)
     found = fill(source, 2, 2)
     none = (0, [])
@@ -226,7 +226,7 @@ SCORE, SAMPLING = reward.weighted(digit=(digit_first, 1.0)), rft.Sampling(max_ne
 
 
 def sampled(n, rounds):
-    """(Filled, index of a prompt -> its rows as they were collected): as a training script calls it."""
+    """(VariedGroups, index of a prompt -> its rows as they were collected): as a training script calls it."""
     tokenizer, collected = tiny.tokenizer(), {}
     eng = engine.hf(tiny.llama(), tokenizer)
     dataset = data.from_task("addition", tokenizer, level=2, template="{short}")
@@ -238,7 +238,7 @@ def sampled(n, rounds):
         return rollout, reward.judge(SCORE, rollout, prompts, tokenizer)
 
     draw = lambda i: data.draw(dataset, n, 3, 0, round=i)  # noqa: E731
-    return collect.fill_groups(gathered, draw, n, rounds=rounds), collected
+    return collect.sample_varied_groups(gathered, draw, n, rounds=rounds), collected
 
 
 def test_a_batch_of_a_model_is_full_of_groups_with_variance():

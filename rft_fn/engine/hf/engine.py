@@ -1,0 +1,169 @@
+"""The engine that needs nothing but transformers: batched sampling on a model in this process."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rft_fn import logprob
+from rft_fn import model as model_lib
+from rft_fn.engine import requests
+from rft_fn.engine.arrival import Arrival, manifest
+from rft_fn.engine.config import EngineConfig
+from rft_fn.engine.hf.batch import Batching
+from rft_fn.engine.hf.probe import find_batching
+from rft_fn.engine.hf.sampler import Sampler
+from rft_fn.engine.lifetime import dead_after_failure
+from rft_fn.engine.stop import Stop
+from rft_fn.model import quantize
+from rft_fn.types import Engine, Rollout, Sampling
+from rft_fn.types.engine import Delivered, EngineStatus
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["build", "check_config", "hf"]
+
+
+def check_config(config: EngineConfig) -> None:
+    """ValueError for options that an engine in this process cannot honour."""
+    if config.tp_size != 1 or config.mem_util:
+        raise ValueError(
+            f"engine_tp_size, engine_mem_util: expected 1 and 0 for hf, which has one process and takes "
+            f"what it needs, got {config.tp_size} and {config.mem_util}"
+        )
+
+
+def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
+    """The engine with weights of `model`, which is loaded by its name or taken over."""
+    lm = model_lib.load(model, quantize="none")
+    return hf(lm, tokenizer, batch=config.batch, sleep=config.sleep)
+
+
+def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True) -> Engine:
+    """An Engine over a transformers model that it owns: `load` copies weights into it.
+
+    `batch` is rows at a time. While it sleeps, its weights are in host memory; `sleep=False` disables that.
+    Adapters are merged into the model first.
+
+    Prompts are sorted by length, so that a batch holds little padding, or none where the model's cache does
+    not allow it (found by a few random tokens before the first sample). Rows that ended leave the batch at
+    once. ValueError for a quantised model, and for one that is not of transformers.
+    """
+    engine = _InProcess(_plain(lm), tokenizer, batch=batch, can_sleep=sleep)
+    return dead_after_failure(
+        Engine(
+            generate=engine.generate,
+            score=engine.score,
+            load=engine.load,
+            sleep=engine.sleep,
+            wake=engine.wake,
+            status=engine.status,
+        )
+    )
+
+
+def _plain(lm: nn.Module) -> "PreTrainedModel":
+    """The model without adapters, since weights arrive by the plain model's names."""
+    from transformers import PreTrainedModel
+
+    quantize.require_whole(lm, "an engine")
+    merge = getattr(lm, "merge_and_unload", None)
+    if merge is not None:
+        lm = merge()
+    if not isinstance(lm, PreTrainedModel):
+        raise ValueError(f"model: expected one of transformers, got {type(lm).__name__}")
+    return lm.eval()
+
+
+class _InProcess:
+    """A transformers model that samples, and all that changes about it."""
+
+    def __init__(self, lm: "PreTrainedModel", tokenizer: Any, *, batch: int, can_sleep: bool):
+        self.lm = lm
+        self.tokenizer = tokenizer
+        self.batch = batch
+        self.can_sleep = can_sleep
+        self.home: torch.device = lm.device
+        self.manifest = manifest(lm)
+        self.ends = requests.end_tokens(lm, tokenizer)
+        self.batching: Batching | None = None  # found before the first sample
+        self.version = 0
+        self.asleep = False
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling
+    ) -> Rollout:
+        """`Generate`, awake from then on."""
+        ids = requests.token_ids(prompts)
+        window = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
+        requests.check(ids, keys, n, sampling, window)
+
+        self.wake()
+        pad = self.tokenizer.pad_token_id
+        if self.batching is None:
+            self.batching = find_batching(self.lm, pad)
+        stop = Stop(self.tokenizer, self.ends, sampling.stop)
+        sampler = Sampler(self.lm, self.batching, sampling, stop, pad, self.batch)
+        responses = sampler.responses(ids, keys, n)
+        return requests.assemble(ids, responses, pad=pad, version=self.version)
+
+    @torch.no_grad()
+    def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
+        """`Score`, by one padded forward."""
+        self.wake()
+        device = self.lm.device
+        tokens = rollout.tokens.to(device)
+        position = torch.arange(tokens.shape[1], device=device).expand(tokens.shape)
+        seen = position < rollout.length.to(device).unsqueeze(-1)
+        out = self.lm(input_ids=tokens, attention_mask=seen.long(), position_ids=position, use_cache=False)
+
+        # a token outside of the cut keeps a finite log-prob; the first token of a row is scored by nothing
+        sampling = sampling or Sampling()
+        z = logprob.process_logits(out.logits[:, :-1], sampling, keep=tokens[:, 1:])
+        logp = F.pad(logprob.log_probs_from_logits(z, tokens[:, 1:]), (1, 0))
+        return torch.where(rollout.mask, logp.cpu(), 0)
+
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
+        """`Load`: copies each tensor into its place."""
+        places: dict[str, Tensor] = dict(self.lm.named_buffers())
+        places |= self.lm.named_parameters(remove_duplicate=False)
+        arrival = Arrival(self.manifest, weights)
+        for name, x in weights:
+            arrival.take(name, x)
+            places[name].copy_(x)
+        delivered = arrival.finish(version)
+        self.version = version
+        return delivered
+
+    def sleep(self) -> None:
+        """Move the weights to the host, where that is not disabled."""
+        if self.can_sleep and not self.asleep:
+            self._move(torch.device("cpu"))
+            self.asleep = True
+
+    def wake(self) -> None:
+        """Move the weights back to the device."""
+        if self.asleep:
+            self._move(self.home)
+            self.asleep = False
+
+    def _move(self, device: torch.device) -> None:
+        nn.Module.to(self.lm, device)  # transformers' own `to` has no signature
+
+    def status(self) -> EngineStatus:
+        """The state of the engine, which lives as long as the process."""
+        supported = {"load", "score"}
+        if self.can_sleep:
+            supported.add("sleep")
+        return {
+            "engine": "hf",
+            "alive": True,
+            "version": self.version,
+            "asleep": self.asleep,
+            "supported": frozenset(supported),
+        }

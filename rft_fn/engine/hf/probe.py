@@ -1,0 +1,148 @@
+"""Finds how rows may be batched such that each is the same as alone, by trying a few random tokens.
+
+The fastest correct batching is taken. Batching goes wrong where padding gets into a recurrent state, where a
+cache cannot be repeated for several samples of a prompt, and where the model does not return its cache.
+"""
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rft_fn.engine.hf import cache as caches
+from rft_fn.engine.hf.batch import Batching, start
+from rft_fn.model.attention import warn_once
+from rft_fn.model.probe import rounding, usual_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["find_batching"]
+
+LENGTHS = (5, 5, 3, 1)  # of the prompts that are tried: two of one length, and one of a single token
+MORE = 8  # tokens that each is continued by
+NO_CACHE = Batching(rows=None)
+
+
+@torch.no_grad()
+def find_batching(lm: "PreTrainedModel", pad: int) -> Batching:
+    """The fastest Batching under which every row is the same as alone.
+
+    In this order: padded, rows of one length, one row at a time, and without a cache, which always is
+    correct. Warns once where it is not the first.
+    """
+    rows = _prompts(lm)
+    want = torch.stack([_alone(lm, x) for x in rows])
+    for batching, note in _attempt(_with_cache, lm, pad) or []:
+        got = _attempt(_together, lm, batching, rows, pad)
+        if got is not None and _same(got, want, lm.dtype):
+            if note:
+                warn_once(f"sampling: {type(lm).__name__} {note}")
+            return batching
+    warn_once(f"sampling: {type(lm).__name__} reads all tokens anew for each new one")
+    return NO_CACHE
+
+
+def _attempt(f: Callable[..., Any], *args: Any) -> Any:
+    """f(*args), None where a model does not support it."""
+    try:
+        return f(*args)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError):
+        return None
+
+
+def _with_cache(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
+    """Each Batching that uses the model's cache, with the text of its warning; none without a cache."""
+
+    def cache_of(batching: Batching, prompts: list[list[int]]) -> Any:
+        return start(lm, batching, prompts, 1, pad).cache
+
+    short = cache_of(Batching(rows={}), [[pad] * 3])
+    if short is None:
+        return []
+
+    # one row is always possible; several need to know where the rows are in the cache
+    single = Batching(rows={}, single=True), "gets one row at a time"
+    long = _attempt(cache_of, Batching(rows={}), [[pad] * 4] * 2)
+    if long is None:
+        return [single]
+    rows = caches.compare(short, long)
+    even = Batching(rows), "gets prompts of one length at a time"
+    lasting = caches.constant(short, long, rows)
+    padded = Batching(rows, padded=True, grows=len(lasting) < len(rows)), ""
+
+    # Whatever padding adds to a state would pass for rounding in 16 bits: a row of nothing but padding has
+    # to leave it at zero.
+    if lasting:
+        nothing = _attempt(cache_of, padded[0], [[], [pad] * 3])
+        found = caches.tensors(nothing)
+        if nothing is None or any(found[path].select(rows[path], 0).any() for path in lasting):
+            return [even, single]
+    return [padded, even, single]
+
+
+def _prompts(lm: "PreTrainedModel") -> list[list[int]]:
+    """A prompt of each of `LENGTHS`, with `MORE` tokens that it is continued by."""
+    usual = usual_tokens(lm.config.get_text_config())
+    generator = torch.Generator().manual_seed(0)
+    draw = [torch.randint(len(usual), (n + MORE,), generator=generator) for n in LENGTHS]
+    return [usual[at].tolist() for at in draw]
+
+
+def _alone(lm: "PreTrainedModel", row: list[int]) -> Tensor:
+    """[MORE + 1, V]: logits after a prompt and after each later token, read as the trainer does."""
+    ids = torch.tensor([row], device=lm.device)
+    position = torch.arange(len(row), device=lm.device)[None]
+    out = lm(input_ids=ids, position_ids=position, attention_mask=torch.ones_like(ids), use_cache=False)
+    return out.logits[0, -MORE - 1 :]
+
+
+def _together(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pad: int) -> Tensor:
+    """[P, MORE + 1, V]: the same logits of all rows, in batches as they are sampled."""
+    groups = [rows]
+    if not batching.padded:
+        groups = [list(group) for _, group in groupby(rows, key=len)]
+    if batching.single:
+        groups = [[row] for row in rows]
+    return torch.cat([_read_on(lm, batching, group, pad) for group in groups])
+
+
+def _read_on(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pad: int) -> Tensor:
+    """[P, MORE + 1, V] of one batch.
+
+    It starts with two samples of each prompt, and the first of them is dropped on the way.
+    """
+    n = 2
+    if batching.single:
+        n = 1
+    device = lm.device
+    more = torch.tensor([row[-MORE:] for row in rows], device=device).repeat_interleave(n, 0)
+    kept = torch.arange(n - 1, len(more), n, device=device)
+
+    # with all rows for a token, then with those that are kept
+    batch = start(lm, batching, [row[:-MORE] for row in rows], n, pad)
+    logits = [batch.logits[kept]]
+    batch.append(lm, more[:, 0])
+    logits.append(batch.logits[kept])
+    batch.take(kept)
+    for token in more[kept].T[1:]:
+        batch.append(lm, token)
+        logits.append(batch.logits)
+    return torch.stack(logits, 1)
+
+
+def _same(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits differ only by the rounding of a model of `dtype`; NaN equals NaN."""
+    got = torch.nan_to_num(got.float(), posinf=0, neginf=0)
+    want = torch.nan_to_num(want.float(), posinf=0, neginf=0)
+    most = rounding(dtype, want.device)[1]
+    if want.device.type == "cpu" and dtype not in (torch.float16, torch.bfloat16):
+        # products of one size round alike here: 1e-6. Models that bound their time steps in only one of two
+        # ways of reading are 1e-4 off
+        most = 2e-5
+    spread = (want - want.mean(-1, keepdim=True)).abs().mean()
+    return bool((got - want).abs().mean() <= most * spread)

@@ -1,0 +1,102 @@
+"""The life of an engine: one that has failed, or was closed, stays so until another is built."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from rft_fn.engine.requests import BadRequest
+from rft_fn.types import Engine, Rollout, Sampling
+from rft_fn.types.engine import Delivered, EngineStatus
+
+__all__ = ["EngineDead", "dead_after_failure"]
+
+
+class EngineDead(RuntimeError):
+    """A call to an engine that has failed or was closed."""
+
+
+class _Lifetime:
+    """The functions of an engine, with `generate` and `load` fatal where they raise."""
+
+    def __init__(self, engine: Engine):
+        self.engine: Engine | None = engine
+        self.last: EngineStatus = engine.status()
+        self.ended = ""  # why it is not alive; empty while it is
+
+    def running(self) -> Engine:
+        """The engine itself. EngineDead, with the reason, for one that is not alive."""
+        if self.engine is None or self.ended:
+            raise EngineDead(
+                f"engine {self.last['engine']}: expected one that is alive, got one that {self.ended}; "
+                "build another with get_engine"
+            )
+        return self.engine
+
+    @contextmanager
+    def fatal(self, name: str) -> Iterator[Engine]:
+        """The engine, which is dead if the block raises; a refused request has not touched it."""
+        engine = self.running()
+        try:
+            yield engine
+        except BadRequest:
+            raise
+        except BaseException as error:
+            # the text alone: the error itself would keep the tensors of its frames in memory
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self.ended = f"failed in {name} ({reason})"
+            raise
+
+    def generate(
+        self, prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling
+    ) -> Rollout:
+        with self.fatal("generate") as engine:
+            return engine.generate(prompts, keys, n=n, sampling=sampling)
+
+    def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
+        return self.running().score(rollout, sampling=sampling)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
+        with self.fatal("load") as engine:
+            return engine.load(weights, version=version)
+
+    def sleep(self) -> None:
+        self.running().sleep()
+
+    def wake(self) -> None:
+        self.running().wake()
+
+    def status(self) -> EngineStatus:
+        if self.engine is not None:
+            self.last = self.engine.status()
+        if self.ended:
+            self.last["alive"] = False
+        return self.last
+
+    def close(self) -> None:
+        if self.engine is None:
+            return
+        self.status()
+        engine = self.engine
+        self.engine = None
+        self.ended = self.ended or "was closed"
+        self.last["alive"] = False
+        engine.close()
+
+
+def dead_after_failure(engine: Engine) -> Engine:
+    """`engine`, dead after an exception out of its `generate` or `load`, and after `close`.
+
+    A BadRequest leaves it alive. What a dead engine holds is freed by `close`, which may be called twice.
+    """
+    life = _Lifetime(engine)
+    return Engine(
+        generate=life.generate,
+        score=life.score,
+        load=life.load,
+        sleep=life.sleep,
+        wake=life.wake,
+        status=life.status,
+        close=life.close,
+    )

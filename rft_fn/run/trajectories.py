@@ -1,0 +1,30 @@
+"""Sampled responses with their rewards, to be read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rft_fn.reward import Judged
+
+__all__ = ["rows"]
+
+
+def rows(step: int, prompts: Sequence[Any], judged: Judged, *, count: int) -> list[dict[str, Any]]:
+    """The first response to each of the first `count` prompts, with its rewards, one row each.
+
+    Numbers that do not apply to a response (NaN) are left out.
+    """
+    found = []
+    group = judged.reward.shape[1]
+    for i, prompt in enumerate(prompts[:count]):
+        first = i * group  # the row of its first response
+        row = {
+            "step": step,
+            "prompt": prompt.text,
+            "response": judged.texts[first],
+            "reward": float(judged.reward[i, 0]),
+        }
+        numbers = {**judged.parts, **judged.metrics}
+        row |= {name: float(x[i, 0]) for name, x in numbers.items() if not x[i, 0].isnan()}
+        row |= {name: values[first] for name, values in judged.extra.items()}
+        found.append(row)
+    return found

@@ -1,0 +1,107 @@
+"""Mutants of engines, of weight sync and of dynamic sampling."""
+
+ARRIVAL, LIFETIME = "rft_fn/engine/arrival.py", "rft_fn/engine/lifetime.py"
+SYNC, GROUPS = "rft_fn/sync.py", "rft_fn/collect/dynamic_sampling.py"
+A, L = "tests/engine/test_arrival.py::test_", "tests/engine/test_lifetime.py::test_"
+S, G = "tests/test_sync.py::test_", "tests/collect/test_dynamic_sampling.py::test_"
+
+MUTANTS = [
+    (
+        "a weight may stay out of a load",
+        ARRIVAL,
+        "        if missing:",
+        "        if len(missing) > len(self.expected.required):",
+        A + "a_weight_that_does_not_arrive_is_named",
+    ),
+    (
+        "a tied weight has to arrive by its first name",
+        ARRIVAL,
+        "if not tied & present]",
+        "if name not in present]",
+        A + "a_tied_weight_may_arrive_by_either_name",
+    ),
+    (
+        "buffers are unknown",
+        ARRIVAL,
+        "    shape = {name: x.shape for name, x in module.named_buffers()}",
+        "    shape: dict[str, torch.Size] = {}",
+        A + "a_whole_state_dict_may_arrive_buffers_too",
+    ),
+    (
+        "frozen weights have to arrive",
+        ARRIVAL,
+        "        present = self.names | self.frozen",
+        "        present = self.names",
+        A + "weights_that_nothing_trains_need_not_arrive",
+    ),
+    (
+        "the weight under an adapter counts as frozen",
+        "rft_fn/model/lora.py",
+        "name in self.params or name in merged_here or",
+        "name in self.params or",
+        A + "adapters_arrive_as_the_weights_of_their_layers",
+    ),
+    (
+        "a failure is forgotten",
+        LIFETIME,
+        '            self.ended = f"failed in {name} ({reason})"',
+        "            self.last = engine.status()",
+        L + "a_failed_generate_is_the_last_one",
+    ),
+    (
+        "half a load may be sampled from",
+        LIFETIME,
+        '        with self.fatal("load") as engine:\n            return',
+        "        for engine in (self.running(),):\n            return",
+        L + "half_a_load_is_never_sampled_from",
+    ),
+    (
+        "a refused request is fatal",
+        LIFETIME,
+        "        except BadRequest:",
+        "        except KeyboardInterrupt:",
+        L + "a_refused_request_leaves_the_engine_alive",
+    ),
+    (
+        "a closed engine keeps its weights",
+        LIFETIME,
+        "        self.engine = None\n",
+        "        self.old = engine\n",
+        L + "a_closed_engine_says_so_and_holds_no_weights",
+    ),
+    (
+        "what an engine took is not compared with what was sent",
+        SYNC,
+        "    if delivered.tensors != sent or delivered.bytes != shipment.bytes:",
+        "    if delivered.tensors > sent:",
+        S + "an_engine_that_took_less_than_was_sent_is_refused",
+    ),
+    (
+        "a count hides what is frozen",
+        SYNC,
+        'frozenset(getattr(weights, "frozen", ()))',
+        "frozenset()",
+        S + "what_is_frozen_is_known_to_the_engine",
+    ),
+    (
+        "groups without variance come first",
+        GROUPS,
+        "if differs[g]] + [",
+        "if not differs[g]] + [",
+        G + "at_the_bound_the_first_of_the_flat_groups_fill_the_batch",
+    ),
+    (
+        "rows of a chosen group are those of its neighbours",
+        GROUPS,
+        '"(n g) -> n g", g=size)',
+        '"(g n) -> n g", g=size)',
+        G + "groups_are_taken_in_the_order_in_which_they_were_drawn",
+    ),
+    (
+        "an engine without scores is asked for them",
+        "rft_fn/collect/mismatch.py",
+        '    if "score" not in engine.status()["supported"]:',
+        '    if "score" in ():',
+        "tests/collect/test_file_engine.py::test_a_mismatch_is_explained_without_scores",
+    ),
+]
