@@ -14,10 +14,13 @@ import tyro
 
 import rft_fn as rft
 from rft_fn.check import Count
+from rft_fn.run.options import Options
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
+    """The options of an export."""
+
     run: tyro.conf.Positional[str]  # the folder of the run
     step: Count | None = None  # the checkpoint of this step; None is the newest
     best: bool = False  # the checkpoint with the highest reward
@@ -25,8 +28,6 @@ class Config:
     merge: bool = True  # merge adapters into the model; if not, they are saved alone
     critic: bool = False  # the critic of a ppo.py run instead of the actor
     out: str = ""  # the folder to write; if empty, RUN/model, or RUN/model_STEP if that exists
-
-    __post_init__ = rft.check.fields
 
 
 def chosen(cfg: Config) -> Path:
@@ -61,9 +62,11 @@ def weights_of(cfg: Config, options: dict, path: Path) -> dict:
         raise ValueError("critic: expected off, the run has none")
     if cfg.ema and (cfg.critic or not options.get("ema")):
         raise ValueError("ema: expected off, the run has no average of these weights")
-    name = None
+    name = None  # of the state, where the checkpoint holds several
     if two:
-        name = "critic" if cfg.critic else "actor"
+        name = "actor"
+    if cfg.critic:
+        name = "critic"
     try:
         return rft.ckpt.weights(path, ema=ema, name=name)
     except ValueError as error:
@@ -89,7 +92,9 @@ def main(cfg: Config) -> None:
     path = chosen(cfg)
 
     # what is there already stays as it is
-    name = "critic" if cfg.critic else "model"
+    name = "model"
+    if cfg.critic:
+        name = "critic"
     out = Path(cfg.out or Path(cfg.run) / name)
     if out.exists() and not cfg.out:
         out = out.with_name(f"{name}_{path.name.removeprefix('step_')}")
@@ -97,11 +102,14 @@ def main(cfg: Config) -> None:
         raise ValueError(f"out: {out} is there already; delete it, or give another --out")
     rft.run.check_results(out)
 
+    # the weights of the checkpoint in a module like the one that was trained
     weights = weights_of(cfg, options, path)
     module = module_of(cfg, options)
     if not cfg.merge and not hasattr(module, "peft_config"):
         raise ValueError(f"merge: expected on, the {name} of this run has no adapters")
-    tokenizer = None if cfg.critic else rft.model.load_tokenizer(options["model"])
+    tokenizer = None
+    if not cfg.critic:
+        tokenizer = rft.model.load_tokenizer(options["model"])
     rft.model.save(out, module, tokenizer, weights.items(), merge=cfg.merge)
     print(f"{path} as {out}")
 

@@ -16,19 +16,21 @@ __all__ = ["cli", "error_line", "fail", "guard", "without"]
 
 
 def error_line(error: BaseException) -> str:
-    """What went wrong, in one line: the message of an error and its notes."""
+    """The message of an error and its notes, in one line."""
     line = " ".join(str(error).split()) or type(error).__name__
     notes = [" ".join(note.split()) for note in getattr(error, "__notes__", ())]
-    return f"{line} ({'; '.join(notes)})" if notes else line
+    if notes:
+        line += f" ({'; '.join(notes)})"
+    return line
 
 
 def cli(main: Callable[[Any], None], config: type) -> None:
-    """Run a script: options from the dataclass `config` (tyro), errors of the user's as one line.
+    """Run a script with the options of the dataclass `config`, and show the user's mistakes as one line.
 
     An option of a part, as `--strategy.chunk-size`, may be named without the part (`--chunk_size`) where
     nothing else has the name. Mistakes in options, files or rewards exit with 2, lost processes with 3,
-    SIGTERM and SIGINT with 143 and 130; with RFT_FN_TRACEBACK=1 errors keep their traceback. Everything else
-    is a bug and keeps it too.
+    SIGTERM and SIGINT with 143 and 130. With RFT_FN_TRACEBACK=1 errors keep their traceback; any other error
+    is a bug and always keeps it.
     """
     with signals.unbroken(), signals.listen():
         options = guard(partial(parsing.parse, config), parsing.qualify(sys.argv[1:], config))
@@ -41,15 +43,15 @@ def without(part: Any, *names: str, prefix: str = "strategy", instead: str = "le
     `part` is a dataclass of options, `prefix` its name in the script's config (empty for the config itself),
     `instead` the remedy.
     """
-    of = f"{prefix}." if prefix else ""
     defaults = {f.name: f.default for f in dataclasses.fields(part)}
     for name in names:
         x = getattr(part, name)
-        if x != defaults[name]:
-            raise ValueError(
-                f"{of}{name}: expected {defaults[name]!r}, as this script does not read it, got {x!r}; "
-                f"{instead}"
-            )
+        if x == defaults[name]:
+            continue
+        option = f"{prefix}.{name}".lstrip(".")
+        raise ValueError(
+            f"{option}: expected {defaults[name]!r}, as this script does not read it, got {x!r}; {instead}"
+        )
 
 
 def guard(main: Callable[[Any], Any], config: Any) -> Any:
@@ -90,12 +92,16 @@ def _stop(stop: signals.Stopped) -> None:
 
 
 def fail(error: Exception) -> None:
-    """One line, and exit code 2. Ranks other than 0 wait before they speak: where all have the same to say,
-    rank 0 has said it, and torchrun has stopped them, by then."""
+    """Print an error in one line and exit with 2.
+
+    Ranks other than 0 wait first: if all have the same error, rank 0 has printed it by then, and torchrun
+    has stopped them.
+    """
     rank = dist.rank()
+    where = ""
     if rank:
         time.sleep(3)
-    where = f" on rank {rank}" if rank else ""
+        where = f" on rank {rank}"
     print(f"error{where}: {error_line(error)}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if dist.world() > 1:
