@@ -60,10 +60,13 @@ class Config(
 
 def check(cfg: Config) -> None:
     """ValueError for options that do not go together."""
+    # packs and batches hold whole pairs
     rft.check.at_most_one(steps=cfg.steps, epochs=cfg.epochs)
     rft.run.without(cfg.strategy, "train_batch_size", instead="use --batch, which counts pairs")
     if cfg.strategy.micro_train_batch_size == 1:
         raise ValueError("micro_train_batch_size: expected 0 or at least 2, a pair shares a pack, got 1")
+
+    # an option that the loss or the kind of data does not read
     if (cfg.loss == "cdpo") != (cfg.label_smoothing > 0):
         raise ValueError(
             "label_smoothing: expected above 0 with --loss cdpo, and 0 with others, got "
@@ -118,6 +121,8 @@ def policy_loss(cfg: Config, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, 
     return loss, metrics
 
 
+# The whole run is one function, as long as it is, so that it is read in the order in which it happens: setup,
+# then collect, learn and report in every step.
 def main(cfg: Config) -> None:
     # ---- setup: processes, pairs and folder; mistakes in them are found before a model is loaded
     check(cfg)

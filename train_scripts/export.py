@@ -36,6 +36,8 @@ def chosen(cfg: Config) -> Path:
     there = rft.ckpt.steps(folder)
     if not there:
         raise ValueError(f"run: expected checkpoints in {folder}, got none")
+
+    # one of them by its step
     if cfg.step is not None and cfg.best:
         raise ValueError(f"step, best: expected one of them, got {cfg.step} and True")
     if cfg.step is not None:
@@ -43,6 +45,8 @@ def chosen(cfg: Config) -> Path:
         if cfg.step not in named:
             raise ValueError(f"step: expected one of {', '.join(map(str, named))}, got {cfg.step}")
         return named[cfg.step]
+
+    # the newest, or the one with the highest reward
     if not cfg.best:
         return there[-1]
     scores = {path: rft.ckpt.folder.read_meta(path)["score"] for path in there}
@@ -57,6 +61,8 @@ def weights_of(cfg: Config, options: dict, path: Path) -> dict:
     ema = cfg.ema
     if ema is None:
         ema = bool(options.get("ema")) and not cfg.critic
+
+    # a checkpoint of ppo.py holds two models, of which only the actor has an average
     two = "critic" in options
     if cfg.critic and not two:
         raise ValueError("critic: expected off, the run has none")

@@ -74,16 +74,22 @@ class Config(
 def check(cfg: Config) -> None:
     """ValueError for options that do not go together."""
     rft.check.at_most_one(steps=cfg.steps, data_epochs=cfg.data_epochs)
+
+    # columns of messages take the place of a template
     if cfg.messages and not cfg.ptx:
         rft.run.without(cfg, "template", prefix="", instead="--messages takes its place")
     if cfg.ptx_messages:
         rft.run.without(cfg, "ptx_response", prefix="", instead="--ptx-messages takes its place")
+
+    # numbers that are limited by others, and options that need another
     for name, most in (("minibatches", cfg.prompts * cfg.group), ("overlong", cfg.max_new)):
         if getattr(cfg, name) > most:
             raise ValueError(f"{name}: expected at most {most}, got {getattr(cfg, name)}")
     for name, other in (("ptx", "ptx_data"), ("kl_target", "kl")):
         if getattr(cfg, name) and not getattr(cfg, other):
             raise ValueError(f"{other}: expected one, as {name} is {getattr(cfg, name)}, got none")
+
+    # each algorithm has one of the two ways to choose lambda
     foreign = "gae_alpha"
     if cfg.algorithm == "vapo":
         foreign = "gae_lambda"

@@ -23,6 +23,7 @@ class Config(
     options.Examples,
     options.Policy,
     options.Prompts,
+    options.Data,
     options.Model,
 ):
     """A resumed run may change the options that change no result; for others it needs --override."""

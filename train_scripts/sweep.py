@@ -100,6 +100,7 @@ def sweep(name: str, x: Tensor, stages: list) -> tuple[Tensor, Tensor]:
     total = None
     moving = 0
     tokens = 0
+    # the limits are swept by vmap, the packs one after the other: gradients add up over packs
     for b, logp, back in stages:
         slope = grad(lambda z, c: (b.w * at(name, z, b, c)).sum())  # noqa: B023
         to_logp = vmap(slope, (None, 0))(logp, x)  # [C, T]
@@ -154,11 +155,13 @@ def draw(found: dict, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    # norm and stopped share of each loss over its limit; the KL's coefficient has a panel for itself
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     for name, label in LABELS.items():
         axes[0].plot(found["x"], found[name]["grad_norm"], label=label)
         axes[1].plot(found["x"], found[name]["stopped"], label=label)
     axes[2].plot(found["x"], found["kl"]["grad_norm"], color="C3", label="ppo_clip + x kl(logp, ref_logp)")
+
     titles = ("gradient norm", "share of tokens whose gradient is stopped", "gradient norm")
     labels = ("limit x", "limit x", "coefficient x")
     for ax, title, label in zip(axes, titles, labels):

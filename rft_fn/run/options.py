@@ -13,7 +13,7 @@ behind it is its help. To change the default or the help of an inherited option,
 # config.json are then one name, and a config is a plain flat dataclass, which is all a reader has to know.
 #
 # A dataclass takes its fields from the last base to the first. So a script lists its bases from the last
-# subject of --help to the first, with the model at the end.
+# subject of --help to the first, and ends with Data and Model.
 
 from dataclasses import dataclass, field
 from typing import Literal

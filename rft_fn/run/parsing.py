@@ -36,12 +36,14 @@ def names(config: type) -> set[str]:
 
 def qualify(args: Sequence[str], config: type) -> list[str]:
     """Write --NAME as --PART.NAME for an option that only one dataclass within `config` has."""
+    # the parts that have an option of each name; "" is the config itself
     owners: dict[str, list[str]] = {}
     for part, inner in _parts(config):
         owners.setdefault(part, []).append("")
         for name in inner:
             owners.setdefault(name, []).append(f"{part}.")
 
+    # --no- stands between the part and the name
     def whole(match: re.Match[str]) -> str:
         no = match[1] or ""
         name = match[2]
@@ -91,6 +93,7 @@ def _sections(text: str) -> list[list[str]]:
 
 def _line(sections: list[list[str]]) -> str:
     """The error of the parser in the form of this project: name: expected X, got Y."""
+    # what is wrong with one option
     error = " ".join(sections[0])
     if found := re.match(r"Error parsing --(\S+): ", error):
         return _no_value(_name(found[1]), error, sections)

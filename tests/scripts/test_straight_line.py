@@ -41,7 +41,7 @@ def versions(monkeypatch):
         seen.extend(set(rollout.version.tolist()))
         return rollout
 
-    monkeypatch.setattr(rft.engine, "gather_and_generate", recorded)
+    monkeypatch.setattr(rft.collect, "gather_and_generate", recorded)
     return seen
 
 
