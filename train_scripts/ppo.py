@@ -62,7 +62,7 @@ class Config(
     prompts: Count = 512  # prompts per step
     group: Count = 1  # responses per prompt; a critic needs no group
     steps: Count | None = None  # rollouts, each with epochs x minibatches updates; None is 60
-    minibatches: Count = 4  # updates per pass, unless strategy.train_batch_size says how large they are
+    minibatches: Count = 4  # updates per pass, unless strategy.train_batch_size sets their size
     lr: Positive = 1e-3  # learning rate of the actor
     warmup: Whole = 0  # updates of linear warm-up
     eval_every: Free[Count] = 20  # steps between evaluations

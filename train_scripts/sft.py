@@ -35,7 +35,7 @@ class Config(
     # other defaults than those of the subjects
     messages: tuple[str, ...] = ()  # columns of messages to learn from, in place of template and response
     steps: Count | None = None  # updates; None is 30
-    batch: Count = 64  # examples per step, unless strategy.train_batch_size says how many
+    batch: Count = 64  # examples per step, unless strategy.train_batch_size sets the number
     lr_end: Share = 1.0  # final learning rate as a share of lr; 1 lets you add steps later
     warmup: Whole = 5  # steps of linear warm-up
     save_every: Free[Count] = 10  # steps between checkpoints

@@ -1,4 +1,4 @@
-"""What surrounds a training loop: options, setup, the folder of a run, trackers, signals, errors."""
+"""The surroundings of a training loop: options, setup, the run folder, trackers, signals, errors."""
 
 from rft_fn.run import options
 from rft_fn.run.cli import cli, error_line, guard, without

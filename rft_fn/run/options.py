@@ -152,7 +152,7 @@ class Updates(Rollouts, Length):
 
     data_epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
     epochs: Count = 1  # passes over a rollout
-    minibatches: Count = 1  # updates per pass, unless strategy.train_batch_size says how large they are
+    minibatches: Count = 1  # updates per pass, unless strategy.train_batch_size sets their size
     clip_low: AtLeast0 | None = None  # the ratio is clipped at 1 - this; None is the algorithm's default
     clip_high: AtLeast0 | None = None  # the ratio is clipped at 1 + this; None is the algorithm's default
     dual: Above1 | None = None  # bound of the loss at negative advantages; None is the algorithm's default

@@ -1,4 +1,4 @@
-"""What a policy learns from rewards: the prompts, and the judging of responses to them."""
+"""A task that a policy learns from rewards: its prompts, and the judging of responses to them."""
 
 from typing import Any, NamedTuple, TypeVar
 
