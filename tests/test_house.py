@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -170,14 +171,31 @@ def load_script(name):
     return module
 
 
+def readers_of(script):
+    """The source of a script, and of the functions of rft_fn.run that it calls, directly or not."""
+    import rft_fn
+
+    source = (ROOT / "train_scripts" / f"{script}.py").read_text()
+    found, waiting = {}, re.findall(r"rft\.run\.(\w+)", source)
+    while waiting:
+        name = waiting.pop()
+        function = getattr(rft_fn.run, name, None)
+        if name not in found and inspect.isfunction(function):
+            found[name] = inspect.getsource(function)
+            waiting += re.findall(r"\b(\w+)\(", found[name])
+    return source + "".join(found.values())
+
+
 @pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "ppo", "evaluate", "export", "sweep", "replay"])
 def test_every_option_has_a_reader_and_a_line_of_help(name):
-    source = (ROOT / "train_scripts" / f"{name}.py").read_text()
-    for field in dataclasses.fields(load_script(name).Config):
+    """The reader is the script, or what it calls of rft_fn.run; the help stands behind the option."""
+    config, source = load_script(name).Config, readers_of(name)
+    records = [inspect.getsource(base) for base in config.__mro__ if dataclasses.is_dataclass(base)]
+    for field in dataclasses.fields(config):
         assert re.search(rf"cfg\.{field.name}\b", source), f"{name}.py: nobody reads {field.name}"
-        assert re.search(rf"^    {field.name}: .*(  # \w|default_factory)", source, re.M), (
-            f"{name}.py: {field.name} has no help"
-        )
+        lines = (re.search(rf"^    {field.name}: .*", record, re.M) for record in records)
+        line = next(filter(None, lines)).group()
+        assert re.search(r"  # \w|default_factory", line), f"{name}.py: {field.name} has no help"
 
 
 @pytest.mark.parametrize("record", ["EngineConfig", "StrategyConfig"])

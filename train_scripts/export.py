@@ -14,10 +14,13 @@ import tyro
 
 import rft_fn as rft
 from rft_fn.check import Count
+from rft_fn.run.options import Options
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
+    """The options of an export."""
+
     run: tyro.conf.Positional[str]  # the folder of the run
     step: Count | None = None  # the checkpoint of this step; None is the newest
     best: bool = False  # the checkpoint with the highest reward
@@ -26,8 +29,6 @@ class Config:
     critic: bool = False  # the critic of a ppo.py run instead of the actor
     out: str = ""  # the folder to write; if empty, RUN/model, or RUN/model_STEP if that exists
 
-    __post_init__ = rft.check.fields
-
 
 def chosen(cfg: Config) -> Path:
     """The checkpoint that was asked for. ValueError if it is not there."""
@@ -35,6 +36,8 @@ def chosen(cfg: Config) -> Path:
     there = rft.ckpt.steps(folder)
     if not there:
         raise ValueError(f"run: expected checkpoints in {folder}, got none")
+
+    # one of them by its step
     if cfg.step is not None and cfg.best:
         raise ValueError(f"step, best: expected one of them, got {cfg.step} and True")
     if cfg.step is not None:
@@ -42,6 +45,8 @@ def chosen(cfg: Config) -> Path:
         if cfg.step not in named:
             raise ValueError(f"step: expected one of {', '.join(map(str, named))}, got {cfg.step}")
         return named[cfg.step]
+
+    # the newest, or the one with the highest reward
     if not cfg.best:
         return there[-1]
     scores = {path: rft.ckpt.folder.read_meta(path)["score"] for path in there}
@@ -56,14 +61,18 @@ def weights_of(cfg: Config, options: dict, path: Path) -> dict:
     ema = cfg.ema
     if ema is None:
         ema = bool(options.get("ema")) and not cfg.critic
+
+    # a checkpoint of ppo.py holds two models, of which only the actor has an average
     two = "critic" in options
     if cfg.critic and not two:
         raise ValueError("critic: expected off, the run has none")
     if cfg.ema and (cfg.critic or not options.get("ema")):
         raise ValueError("ema: expected off, the run has no average of these weights")
-    name = None
+    name = None  # of the state, where the checkpoint holds several
     if two:
-        name = "critic" if cfg.critic else "actor"
+        name = "actor"
+    if cfg.critic:
+        name = "critic"
     try:
         return rft.ckpt.weights(path, ema=ema, name=name)
     except ValueError as error:
@@ -89,7 +98,9 @@ def main(cfg: Config) -> None:
     path = chosen(cfg)
 
     # what is there already stays as it is
-    name = "critic" if cfg.critic else "model"
+    name = "model"
+    if cfg.critic:
+        name = "critic"
     out = Path(cfg.out or Path(cfg.run) / name)
     if out.exists() and not cfg.out:
         out = out.with_name(f"{name}_{path.name.removeprefix('step_')}")
@@ -97,11 +108,14 @@ def main(cfg: Config) -> None:
         raise ValueError(f"out: {out} is there already; delete it, or give another --out")
     rft.run.check_results(out)
 
+    # the weights of the checkpoint in a module like the one that was trained
     weights = weights_of(cfg, options, path)
     module = module_of(cfg, options)
     if not cfg.merge and not hasattr(module, "peft_config"):
         raise ValueError(f"merge: expected on, the {name} of this run has no adapters")
-    tokenizer = None if cfg.critic else rft.model.load_tokenizer(options["model"])
+    tokenizer = None
+    if not cfg.critic:
+        tokenizer = rft.model.load_tokenizer(options["model"])
     rft.model.save(out, module, tokenizer, weights.items(), merge=cfg.merge)
     print(f"{path} as {out}")
 

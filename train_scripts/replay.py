@@ -1,34 +1,40 @@
-"""Look at the sequence that stopped a run: token by token, and at the parts of the model that are not finite.
+"""Look at the sequence that stopped a run: its tokens, and the parts of the model that are not finite.
 
 `python train_scripts/replay.py --fault runs/grpo/fault_00000012` with the folder that the error named. Model,
 sampling and algorithm are those of the run (config.json beside it); the weights are those of that step.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import rft_fn as rft
 from rft_fn.check import Count
+from rft_fn.run.options import Options
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
+    """The options of a replay."""
+
     fault: str  # the folder fault_STEP that the run left
     model: str = ""  # what the run started from; if empty, as in the run's config.json
     algorithm: str = ""  # the algorithm whose loss is computed; if empty, as in config.json
     critic: bool = False  # the weights are a critic's
     rows: Count = 24  # tokens shown, around the first that is not finite
 
-    __post_init__ = rft.check.fields
 
-
-def settings(cfg: Config) -> dict:
-    """The run's config, with what the command line says instead."""
+def settings(cfg: Config) -> dict[str, Any]:
+    """The options of the run, with those of the command line in their place."""
     path = Path(cfg.fault).parent / "config.json"
-    run = json.loads(path.read_text()) if path.is_file() else {}
+    run = {}
+    if path.is_file():
+        run = json.loads(path.read_text())
     model = cfg.model or run.get("model", "")
     if not model:
         raise ValueError(f"model: expected one, there is no {path} that names it")
@@ -36,16 +42,30 @@ def settings(cfg: Config) -> dict:
     return {"temperature": 1.0, "top_p": 1.0, "max_new": 1} | run | {"model": model, "algorithm": algorithm}
 
 
+def first_tensor(output: Any) -> Tensor | None:
+    """The numbers that a part of a model puts out; None where the first of its outputs is no tensor."""
+    if isinstance(output, tuple):
+        output = output[0]
+    if isinstance(output, Tensor) and output.is_floating_point():
+        return output
+    return None
+
+
+def bad_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """name -> how many numbers are not finite, where there are any."""
+    counts = {name: int((~torch.isfinite(x)).sum()) for name, x in tensors.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
 def watched(module: torch.nn.Module) -> dict[str, int]:
-    """A dict that fills, in the forward, with the parts whose output is not finite: name -> bad numbers."""
+    """A dict that the forward fills with the parts whose output is not finite: name -> bad numbers."""
     bad: dict[str, int] = {}
 
-    def look(name):
+    def look(name: str):
         def hook(part, inputs, output):
-            first = output[0] if isinstance(output, tuple) else output
-            if isinstance(first, torch.Tensor) and first.is_floating_point():
-                count = int((~torch.isfinite(first)).sum())
-                bad.update({name: count} if count else {})
+            found = first_tensor(output)
+            if found is not None:
+                bad.update(bad_numbers({name: found}))
 
         return hook
 
@@ -54,62 +74,96 @@ def watched(module: torch.nn.Module) -> dict[str, int]:
     return bad
 
 
-def describe(name: str, bad: dict[str, int]) -> None:
-    """The first few names with numbers that are not finite."""
+def describe(name: str, bad: Mapping[str, int]) -> None:
+    """Print the first few names with numbers that are not finite."""
+    if not bad:
+        print(f"{name}: all finite")
+        return
     first = ", ".join(f"{n} ({c})" for n, c in list(bad.items())[:4])
-    print(f"{name}: {f'not finite in {len(bad)}: {first}' if bad else 'all finite'}")
+    print(f"{name}: not finite in {len(bad)}: {first}")
+
+
+def load_module(cfg: Config, name: str, weights: Mapping[str, Tensor]) -> torch.nn.Module:
+    """The model of the run with the weights of the fault."""
+    load = rft.model.load
+    if cfg.critic:
+        load = rft.model.load_critic
+    module = load(name)
+    own = dict(module.named_parameters())
+    if odd := sorted(set(weights) - set(own)):
+        raise ValueError(f"fault: expected weights of {name}, got {odd[:3]}; is it a critic's (--critic)?")
+    for part, x in weights.items():
+        own[part].data.copy_(x)
+    return module
 
 
 def main(cfg: Config) -> None:
+    # the model as it was, with its loss
     pack, weights, about = rft.strategy.load_fault(cfg.fault)
     run = settings(cfg)
     tokenizer = rft.model.load_tokenizer(run["model"])
     sampling = rft.Sampling(temperature=run["temperature"], top_p=run["top_p"], max_new=run["max_new"])
-    module = (rft.model.load_critic if cfg.critic else rft.model.load)(run["model"])
-    own = dict(module.named_parameters())
-    if odd := sorted(set(weights) - set(own)):
-        raise ValueError(
-            f"fault: expected weights of {run['model']}, got {odd[:3]}; is it a critic's (--critic)?"
-        )
-    for name, x in weights.items():
-        own[name].data.copy_(x)
+    module = load_module(cfg, run["model"], weights)
     st = rft.strategy.get_fake_strategy()
-    tx = rft.optim.adamw(0.0)
-    apply, state = st.init(module, tx, sampling=sampling, entropy=True)
+    apply, state = st.init(module, rft.optim.adamw(0.0), sampling=sampling, entropy=True)
     row = rft.algorithm.TABLE[run["algorithm"]]
-    loss_fn, seen, bad = row.value_loss if cfg.critic else row.loss, {}, watched(module)
+    loss_fn = row.loss
+    if cfg.critic:
+        loss_fn = row.value_loss
+
+    # one forward and one backward, with an eye on each part
+    bad = watched(module)
+    seen = {}
 
     def spied(out, b):
-        loss = loss_fn(out, b)
-        seen["out"], seen["loss"] = out, loss[0] if isinstance(loss, tuple) else loss
-        return loss
+        found = loss_fn(out, b)
+        seen["out"] = out
+        seen["loss"] = found
+        if isinstance(found, tuple):
+            seen["loss"] = found[0]
+        return found
 
     grads, _ = st.grad(state, apply, spied, [pack])
+
+    # what is not finite, and where
     print(f"step {about['step']}, rank {about['rank']}, row {about['row']}: {pack.tokens.numel()} tokens")
-    describe(
-        "weights", {n: int((~torch.isfinite(x)).sum()) for n, x in weights.items() if not x.isfinite().all()}
-    )
+    describe("weights", bad_numbers(weights))
     describe("outputs of the model's parts", bad)
-    describe(
-        "gradients", {n: int((~torch.isfinite(g)).sum()) for n, g in grads.items() if not g.isfinite().all()}
-    )
-    table(cfg, pack, seen, tokenizer)
+    describe("gradients", bad_numbers(grads))
+    table(cfg, pack, columns(cfg, pack, seen), tokenizer)
 
 
-def table(cfg, pack, seen, tokenizer) -> None:
-    """What the loss met at each token, around the first number that is not finite."""
-    value = seen["out"].value if cfg.critic else seen["out"].logp
-    columns = {"new": value, "old": pack.old_value if cfg.critic else pack.old_logp}
-    columns |= {"adv": pack.ret if cfg.critic else pack.adv, "w": pack.w, "loss": seen["loss"]}
-    columns = {name: x.detach() for name, x in columns.items() if x is not None}
-    odd = torch.stack([~torch.isfinite(x) for x in columns.values()]).any(0)
-    middle = int(odd.nonzero()[0]) if odd.any() else int(pack.mask.nonzero()[0]) if pack.mask.any() else 0
-    first = max(middle - cfg.rows // 3, 0)
-    print(f"{'pos':>5} {'target':<16}" + "".join(f"{name:>13}" for name in columns))
+def columns(cfg: Config, pack: rft.Packed, seen: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The numbers [T] that the loss met, by the head of their column."""
+    if cfg.critic:
+        found = {"new": seen["out"].value, "old": pack.old_value, "adv": pack.ret}
+    else:
+        found = {"new": seen["out"].logp, "old": pack.old_logp, "adv": pack.adv}
+    found |= {"w": pack.w, "loss": seen["loss"]}
+    return {name: x.detach() for name, x in found.items() if x is not None}
+
+
+def first_place(odd: Tensor, mask: Tensor) -> int:
+    """The first token that is not finite; if there is none, the first that has a weight."""
+    for where in (odd, mask):
+        if where.any():
+            return int(where.nonzero()[0])
+    return 0
+
+
+def table(cfg: Config, pack: rft.Packed, found: Mapping[str, Tensor], tokenizer: Any) -> None:
+    """Print the numbers of each token, around the first one that is not finite."""
+    odd = torch.stack([~torch.isfinite(x) for x in found.values()]).any(0)
+    first = max(first_place(odd, pack.mask) - cfg.rows // 3, 0)
+    print(f"{'pos':>5} {'target':<16}" + "".join(f"{name:>13}" for name in found))
     for t in range(first, min(first + cfg.rows, pack.tokens.numel())):
         text = repr(tokenizer.decode([int(pack.target[t])]))[:16]
-        numbers = "".join(f"{float(x[t]):>13.5g}" for x in columns.values())
-        marks = f"{'  <- not finite' if odd[t] else ''}{'' if pack.mask[t] else '  (no weight)'}"
+        numbers = "".join(f"{float(x[t]):>13.5g}" for x in found.values())
+        marks = ""
+        if odd[t]:
+            marks += "  <- not finite"
+        if not pack.mask[t]:
+            marks += "  (no weight)"
         print(f"{int(pack.pos[t]):>5} {text:<16}{numbers}{marks}")
 
 

@@ -1,4 +1,4 @@
-"""What a clip does, before a run is spent on it: one frozen buffer, and losses swept over their limits.
+"""Sweep losses over their limits on one frozen buffer, to see a clip before a run is spent on it.
 
     python train_scripts/sweep.py --out docs/sweep
 
@@ -18,10 +18,13 @@ from torch.func import grad, vjp, vmap
 
 import rft_fn as rft
 from rft_fn.check import Count, Positive, Seed, Several, Whole
+from rft_fn.run.options import Options
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Options):
+    """The options of a sweep."""
+
     model: str = "tiny"  # tiny or tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
     data: tuple[str, ...] = ("sort_digits:1",)  # tasks as TASK:LEVEL, files, folders, hub names; =SHARE
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
@@ -38,8 +41,6 @@ class Config:
     max_new: Count = 6  # most tokens in a response
     seed: Seed = 0  # of samples and prompts
     out: str = "runs/sweep"  # folder of the picture and the numbers
-
-    __post_init__ = rft.check.fields
 
 
 def check(cfg: Config) -> None:
@@ -60,22 +61,33 @@ def at(name: str, logp: Tensor, b: rft.Packed, x: Tensor) -> Tensor:
     return rft.loss.ppo_clip(logp, b.old_logp, b.adv, low=x, high=x)
 
 
+def cispo(out: rft.TokenOut, b: rft.Packed) -> Tensor:
+    """The loss of the updates before the sweep: it stops no gradient."""
+    return rft.loss.cispo(out.logp, b.old_logp, b.adv)
+
+
 def buffer(cfg: Config) -> tuple:
     """(apply, params, packs): the policy after `away` steps, and samples from before them."""
+    # samples of the policy as it is at first
     tokenizer = rft.model.load_tokenizer(cfg.model)
     sampling = rft.Sampling(max_new=cfg.max_new)
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, template=cfg.template)
     prompts, keys = rft.data.draw(dataset, cfg.prompts, 0, cfg.seed)
     eng = rft.engine.get_engine(rft.engine.EngineConfig(batch=512), cfg.model, tokenizer)
     rollout = eng.generate(prompts, keys, n=cfg.group, sampling=sampling)
+
+    # packs with the group's advantages; the first policy is also the reference
     reward = rft.reward.judge(rft.reward.parse(cfg.reward), rollout, prompts, tokenizer).reward
-    adv, w = rft.advantage.grpo(reward).view(-1, 1), rft.weight.seq_mean(rollout.mask)
+    adv = rft.advantage.grpo(reward).view(-1, 1)
+    w = rft.weight.seq_mean(rollout.mask)
     exp = rft.experience(rollout, adv=adv, w=w, ref_logp=rollout.logp)
+    packs = rft.packing.shard(exp, cfg.budget)[0]
+
+    # a few updates away from them
     st = rft.strategy.get_strategy()
     apply, state = st.init(rft.model.load(cfg.model), rft.optim.adamw(cfg.lr), sampling=sampling)
-    packs = rft.packing.shard(exp, cfg.budget)[0]
     for _ in range(cfg.away):
-        grads, _ = st.grad(state, apply, lambda out, b: rft.loss.cispo(out.logp, b.old_logp, b.adv), packs)
+        grads, _ = st.grad(state, apply, cispo, packs)
         state, _ = st.update(state, grads)
     return apply, rft.tree.map(lambda p: p.detach(), state.params), packs
 
@@ -85,24 +97,31 @@ def sweep(name: str, x: Tensor, stages: list) -> tuple[Tensor, Tensor]:
 
     A stage is (pack, its log-probs, their vjp to the parameters).
     """
-    total, moving, tokens = None, 0, 0
+    total = None
+    moving = 0
+    tokens = 0
+    # the limits are swept by vmap, the packs one after the other: gradients add up over packs
     for b, logp, back in stages:
         slope = grad(lambda z, c: (b.w * at(name, z, b, c)).sum())  # noqa: B023
         to_logp = vmap(slope, (None, 0))(logp, x)  # [C, T]
         (grads,) = vmap(back)(to_logp)
         total = grads if total is None else rft.tree.map(torch.add, total, grads)
         has = b.mask & (b.adv != 0)
-        moving, tokens = moving + ((to_logp != 0) & has).sum(-1), tokens + has.sum()
+        moving = moving + ((to_logp != 0) & has).sum(-1)
+        tokens = tokens + has.sum()
     squares = [g.flatten(1).square().sum(1) for g in rft.tree.leaves(total)]
     return torch.stack(squares).sum(0).sqrt(), 1 - moving / tokens
 
 
 def main(cfg: Config) -> None:
+    # one forward of each pack, which every limit is swept over
     check(cfg)
     warnings.filterwarnings("ignore", "There is a performance drop")  # attention has no batching rule: a loop
     apply, params, packs = buffer(cfg)
     stages = [(b, *vjp(lambda p: apply(p, b).logp, params)) for b in packs]  # noqa: B023
     x = torch.logspace(*torch.tensor([cfg.low, cfg.high]).log10().tolist(), cfg.points)
+
+    # the gradient of each loss at each limit
     found: dict = {"x": x.tolist(), "config": asdict(cfg)}
     for name in ("ppo_clip", "gspo", "dppo_tv", "kl"):
         parts = [sweep(name, part, stages) for part in x.split(cfg.at_once)]
@@ -110,16 +129,23 @@ def main(cfg: Config) -> None:
         found[name] = {"grad_norm": norm, "stopped": stopped}
     gap = torch.cat([(logp - b.old_logp)[b.mask] for b, logp, _ in stages])
     found["log_ratio_std"] = gap.std().item()
+
+    # numbers, a picture and a table
     folder = Path(cfg.out)
     (folder / "sweep.json").write_text(json.dumps(found, indent=1) + "\n")
     draw(found, folder / "sweep.png")
-    show = lambda n, i: f"{found[n]['grad_norm'][i]:8.4f} ({found[n]['stopped'][i]:5.1%})"  # noqa: E731
-    rows = {f"{c:.1e}": "   ".join(show(n, i) for n in LABELS) for i, c in enumerate(found["x"])}
+    rows = {f"{limit:.1e}": line(found, i) for i, limit in enumerate(found["x"])}
     rft.run.table(rows, title=f"limit: gradient norm (share of tokens stopped) of {', '.join(LABELS)}")
     print(f"{len(gap)} tokens, log-ratios of std {gap.std():.3f}; {folder / 'sweep.png'}")
 
 
 LABELS = {"ppo_clip": "ppo_clip(low=high=x)", "gspo": "gspo(low=high=x)", "dppo_tv": "dppo_tv(limit=x)"}
+
+
+def line(found: dict, i: int) -> str:
+    """The gradient norm and the share of stopped tokens of each loss at limit number i."""
+    numbers = [(found[name]["grad_norm"][i], found[name]["stopped"][i]) for name in LABELS]
+    return "   ".join(f"{norm:8.4f} ({stopped:5.1%})" for norm, stopped in numbers)
 
 
 def draw(found: dict, path: Path) -> None:
@@ -129,14 +155,17 @@ def draw(found: dict, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    # norm and stopped share of each loss over its limit; the KL's coefficient has a panel for itself
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     for name, label in LABELS.items():
         axes[0].plot(found["x"], found[name]["grad_norm"], label=label)
         axes[1].plot(found["x"], found[name]["stopped"], label=label)
     axes[2].plot(found["x"], found["kl"]["grad_norm"], color="C3", label="ppo_clip + x kl(logp, ref_logp)")
+
     titles = ("gradient norm", "share of tokens whose gradient is stopped", "gradient norm")
-    for ax, title in zip(axes, titles):
-        ax.set(xscale="log", title=title, xlabel="limit x" if ax is not axes[2] else "coefficient x")
+    labels = ("limit x", "limit x", "coefficient x")
+    for ax, title, label in zip(axes, titles, labels):
+        ax.set(xscale="log", title=title, xlabel=label)
         ax.grid(alpha=0.3)
         ax.legend(fontsize=8)
         ax.set_ylim(bottom=0)

@@ -1,13 +1,33 @@
-"""The surroundings of a training loop: its folder, trackers, signals, and the command line."""
+"""The surroundings of a training loop: options, setup, the run folder, trackers, signals, errors."""
 
+from rft_fn.run import options
 from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.folder import Run
 from rft_fn.run.progress import track
 from rft_fn.run.report import check_results, table, write_results
 from rft_fn.run.resume import last_model, settings
+from rft_fn.run.saving import checkpoint, final_weights, restore_latest
+from rft_fn.run.setup import (
+    data_options,
+    free_options,
+    gather_rows,
+    initial_scorer,
+    load_data,
+    load_policy,
+    open_folder,
+    optimizer,
+    plan_steps,
+    print_preflight,
+    start,
+    updates_per_pass,
+)
 from rft_fn.run.signals import Stopped
+from rft_fn.run.task import Task, check_rewards, evaluate, judge, load_task, plan_rollouts
 
 __all__ = [
-    "Run", "Stopped", "check_results", "cli", "error_line", "guard", "last_model", "settings", "table",
-    "track", "without", "write_results",
+    "Run", "Stopped", "Task", "check_results", "check_rewards", "checkpoint", "cli", "data_options",
+    "error_line", "evaluate", "final_weights", "free_options", "gather_rows", "guard", "initial_scorer",
+    "judge", "last_model", "load_data", "load_policy", "load_task", "open_folder", "optimizer", "options",
+    "plan_rollouts", "plan_steps", "print_preflight", "restore_latest", "settings", "start", "table", "track",
+    "updates_per_pass", "without", "write_results",
 ]  # fmt: skip

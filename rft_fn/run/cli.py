@@ -19,18 +19,18 @@ def error_line(error: BaseException) -> str:
     """The message of an error and its notes, in one line."""
     line = " ".join(str(error).split()) or type(error).__name__
     notes = [" ".join(note.split()) for note in getattr(error, "__notes__", ())]
-    if not notes:
-        return line
-    return f"{line} ({'; '.join(notes)})"
+    if notes:
+        line += f" ({'; '.join(notes)})"
+    return line
 
 
 def cli(main: Callable[[Any], None], config: type) -> None:
-    """Run a script: options from the dataclass `config` (tyro), errors of the user's as one line.
+    """Run a script with the options of the dataclass `config`, and show the user's mistakes as one line.
 
     An option of a part, as `--strategy.chunk-size`, may be named without the part (`--chunk_size`) where
     nothing else has the name. Mistakes in options, files or rewards exit with 2, lost processes with 3,
-    SIGTERM and SIGINT with 143 and 130; with RFT_FN_TRACEBACK=1 errors keep their traceback. Everything else
-    is a bug and keeps it too.
+    SIGTERM and SIGINT with 143 and 130. With RFT_FN_TRACEBACK=1 errors keep their traceback; any other error
+    is a bug and always keeps it.
     """
     with signals.unbroken(), signals.listen():
         options = guard(partial(parsing.parse, config), parsing.qualify(sys.argv[1:], config))
@@ -43,16 +43,15 @@ def without(part: Any, *names: str, prefix: str = "strategy", instead: str = "le
     `part` is a dataclass of options, `prefix` its name in the script's config (empty for the config itself),
     `instead` the remedy.
     """
-    if prefix:
-        prefix += "."
     defaults = {f.name: f.default for f in dataclasses.fields(part)}
     for name in names:
         x = getattr(part, name)
-        if x != defaults[name]:
-            raise ValueError(
-                f"{prefix}{name}: expected {defaults[name]!r}, as this script does not read it, got {x!r}; "
-                f"{instead}"
-            )
+        if x == defaults[name]:
+            continue
+        option = f"{prefix}.{name}".lstrip(".")
+        raise ValueError(
+            f"{option}: expected {defaults[name]!r}, as this script does not read it, got {x!r}; {instead}"
+        )
 
 
 def guard(main: Callable[[Any], Any], config: Any) -> Any:
@@ -92,10 +91,10 @@ def _stop(stop: signals.Stopped) -> None:
 
 
 def fail(error: Exception) -> None:
-    """Print one line, and exit with 2.
+    """Print an error in one line and exit with 2.
 
-    Ranks other than 0 wait first: if all have the same error, rank 0 has printed it, and torchrun has stopped
-    them, by then.
+    Ranks other than 0 wait first: if all have the same error, rank 0 has printed it by then, and torchrun
+    has stopped them.
     """
     rank = dist.rank()
     where = ""

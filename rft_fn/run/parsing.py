@@ -1,10 +1,10 @@
-"""From a command line to a config: options by their short names, and what is wrong with them in one line."""
+"""From a command line to a config: short names of options, and errors in one line."""
 
 import contextlib
 import dataclasses
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, get_type_hints
 
 from rft_fn.run import elsewhere
@@ -12,60 +12,75 @@ from rft_fn.run import elsewhere
 __all__ = ["names", "parse", "qualify"]
 
 _RULE = re.compile(r"[╭╮╰╯─-]+")
+_OPTION = re.compile(r"^--(no[-_])?([\w-]+)(?==|$)")
 _KINDS = {"INT": "an integer", "FLOAT": "a number", "STR": "a text"}
 _HELP = "--help lists the options"
 
 
-def qualify(args: Sequence[str], config: type) -> list[str]:
-    """args, with --NAME as --PART.NAME for an option that only one dataclass within `config` has."""
-    hints = get_type_hints(config)
-    owners = {name: [""] for name in hints}
-    for part, hint in hints.items():
-        for f in dataclasses.fields(hint) if dataclasses.is_dataclass(hint) else ():
-            owners.setdefault(f.name, []).append(f"{part}.")
+def _parts(config: type) -> Iterator[tuple[str, list[str]]]:
+    """(name of an option, its own options if it is a dataclass) for each option of a config."""
+    for name, hint in get_type_hints(config).items():
+        inner = []
+        if dataclasses.is_dataclass(hint):
+            inner = [f.name for f in dataclasses.fields(hint)]
+        yield name, inner
 
+
+def names(config: type) -> set[str]:
+    """The options of a config and of its parts, these with the part's name and without."""
+    found = {"help", "disable_engine_sleep"}
+    for name, inner in _parts(config):
+        found |= {name, *inner, *(f"{name}.{x}" for x in inner)}
+    return found
+
+
+def qualify(args: Sequence[str], config: type) -> list[str]:
+    """Write --NAME as --PART.NAME for an option that only one dataclass within `config` has."""
+    # the parts that have an option of each name; "" is the config itself
+    owners: dict[str, list[str]] = {}
+    for part, inner in _parts(config):
+        owners.setdefault(part, []).append("")
+        for name in inner:
+            owners.setdefault(name, []).append(f"{part}.")
+
+    # --no- stands between the part and the name
     def whole(match: re.Match[str]) -> str:
-        no, name = match[1] or "", match[2]
+        no = match[1] or ""
+        name = match[2]
         if name.replace("-", "_") == "disable_engine_sleep":
-            no, name = "no-", "enable-engine-sleep"
-        found = owners.get(name.replace("-", "_"), [""])
-        part = found[0] if len(found) == 1 else ""
+            no = "no-"
+            name = "enable-engine-sleep"
+        found = owners.get(name.replace("-", "_"), [])
+        part = ""
+        if len(found) == 1:
+            part = found[0]
         return f"--{part}{no}{name}"
 
-    return [re.sub(r"^--(no[-_])?([\w-]+)(?==|$)", whole, arg) for arg in args]
+    return [_OPTION.sub(whole, arg) for arg in args]
 
 
 def parse(config: type, args: Sequence[str]) -> Any:
-    """The config of a command line. ValueError, in one line, for options that are none or have no such value.
+    """The config of a command line.
 
-    For a value outside of an option's limits the line is the config's own, for an option of another library
-    it says what that is here.
+    ValueError, in one line, for unknown options and for values that an option does not take. For a value
+    outside of an option's limits the line is the config's own; for an option of another library it names the
+    option here.
     """
     elsewhere.check(args, names(config))
     import tyro
 
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(printed):
             return tyro.cli(config, args=args)
     except SystemExit as end:
         if end.code:
-            raise ValueError(_line(_sections(said.getvalue()))) from None
+            raise ValueError(_line(_sections(printed.getvalue()))) from None
         raise  # --help
 
 
-def names(config: type) -> set[str]:
-    """The options of a config: its fields, and those of its parts, with the part's name and without."""
-    found = {"help", "disable_engine_sleep"}
-    for name, hint in get_type_hints(config).items():
-        found.add(name)
-        for f in dataclasses.fields(hint) if dataclasses.is_dataclass(hint) else ():
-            found |= {f.name, f"{name}.{f.name}"}
-    return found
-
-
 def _sections(text: str) -> list[list[str]]:
-    """The lines within the box that tyro draws around what is wrong, without its title, from rule to rule."""
+    """The lines inside the box that tyro draws around an error, without its title, from rule to rule."""
     sections: list[list[str]] = [[]]
     for line in text.splitlines()[1:]:
         line = line.strip(" │")
@@ -77,30 +92,36 @@ def _sections(text: str) -> list[list[str]]:
 
 
 def _line(sections: list[list[str]]) -> str:
-    """What is wrong, as this project says it: name: expected X, got Y."""
-    said = " ".join(sections[0])
-    if found := re.match(r"Error parsing --(\S+): ", said):
-        return _no_value(_name(found[1]), said, sections)
-    if found := re.match(r"Error parsing \S+: (.*)", said):  # the config's own
+    """The error of the parser in the form of this project: name: expected X, got Y."""
+    # what is wrong with one option
+    error = " ".join(sections[0])
+    if found := re.match(r"Error parsing --(\S+): ", error):
+        return _no_value(_name(found[1]), error, sections)
+    if found := re.match(r"Error parsing \S+: (.*)", error):  # raised by the config itself
         return found[1]
-    if found := re.match(r"invalid choice '(.*)' for argument '--(.*)'. Expected one of \((.*?),?\)", said):
-        return f"{_name(found[2])}: expected one of {found[3].replace(chr(39), '')}, got {found[1]!r}"
-    if found := re.match(r"Missing value for argument '--(.*?)'", said):
+    if found := re.match(r"invalid choice '(.*)' for argument '--(.*)'. Expected one of \((.*?),?\)", error):
+        choices = found[3].replace("'", "")
+        return f"{_name(found[2])}: expected one of {choices}, got {found[1]!r}"
+    if found := re.match(r"Missing value for argument '--(.*?)'", error):
         return f"{_name(found[1])}: expected a value, got none"
-    if found := re.match(r"Missing from \S+: (.*?) \(required\)", said):
+    if found := re.match(r"Missing from \S+: (.*?) \(required\)", error):
         return f"missing: {found[1]}; {_HELP}"
+
+    # anything else, as an unknown option: the parser's line with the options that look like it
     like = [line.split()[0] for part in sections[1:] for line in part if line.startswith("--")]
-    remedy = f"did you mean {' or '.join(dict.fromkeys(like))}?" if like else _HELP
-    return f"{said[:1].lower()}{said[1:].rstrip('.')}; {remedy}"
+    remedy = _HELP
+    if like:
+        remedy = f"did you mean {' or '.join(dict.fromkeys(like))}?"
+    return f"{error[:1].lower()}{error[1:].rstrip('.')}; {remedy}"
 
 
-def _no_value(name: str, said: str, sections: list[list[str]]) -> str:
-    """The line for a text that is no value of the option `name`; its kind stands in the help below."""
+def _no_value(name: str, error: str, sections: list[list[str]]) -> str:
+    """The line for a text that is not a value of the option `name`; its kind stands in the help below."""
     kind = next(line.split()[-1] for part in sections[1:] for line in part if line.startswith("--"))
     want = _KINDS.get(kind.removeprefix("{None}|"), kind)
     if kind.startswith("{None}|"):
         want += ", or None"
-    got = re.search(r"'([^']*)'", said.split("could be instantiated from ")[-1])
+    got = re.search(r"'([^']*)'", error.split("could be instantiated from ")[-1])
     if got is None:
         return f"{name}: expected {want}"
     return f"{name}: expected {want}, got {got[1]!r}"

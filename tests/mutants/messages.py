@@ -91,9 +91,9 @@ MUTANTS = [
     ),
     (
         "evaluate does not give its keywords to the template",
-        "train_scripts/evaluate.py",
-        '"chat_template_kwargs": given}',
-        '"chat_template_kwargs": {}}',
+        "rft_fn/run/setup.py",
+        '"chat_template_kwargs": data.literals(cfg.chat_template_kwargs),',
+        '"chat_template_kwargs": {},',
         SCRIPTS + "prompts_of_messages_go_through_the_chat_template[evaluate]",
     ),
 ]

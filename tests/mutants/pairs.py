@@ -1,6 +1,7 @@
 """Mutants of preference pairs: rows into pairs, their weights and sums, and the script."""
 
 DPO = "train_scripts/dpo.py"
+SETUP = "rft_fn/run/setup.py"
 PAIRS, WRONG = "rft_fn/data/pairs.py", "rft_fn/data/wrong_answers.py"
 LINE = "tests/scripts/test_straight_line.py::test_dpo_is_its_definition"
 PLACES = "tests/data/test_pairs.py::test_a_row_that_cannot_be_used_is_named_by_its_place"
@@ -8,16 +9,16 @@ PLACES = "tests/data/test_pairs.py::test_a_row_that_cannot_be_used_is_named_by_i
 MUTANTS = [
     (
         "the reference is the current policy",
-        DPO,
-        "return scored(*initial, exp)",
-        "return scored(apply, state.params, exp)",
+        SETUP,
+        "return model.score(frozen, frozen_params, packs)",
+        "return model.score(apply, params, packs)",
         LINE,
     ),
     (
         "the reference of adapters has them on",
-        DPO,
-        "return scored(plain, state.params, exp)",
-        "return scored(apply, state.params, exp)",
+        SETUP,
+        "partial(model.score, model.without_adapters(module, apply))",
+        "partial(model.score, apply)",
         "tests/scripts/test_dpo.py::test_the_reference_of_adapters_is_the_model_without_them",
     ),
     (

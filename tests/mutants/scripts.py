@@ -1,6 +1,7 @@
 """Mutants of the wiring of the scripts, most of them found by the straight line from the definitions."""
 
 GRPO, PPO, SFT = (f"train_scripts/{name}.py" for name in ("grpo", "ppo", "sft"))
+SAVING, SETUP, TASK = (f"rft_fn/run/{name}.py" for name in ("saving", "setup", "task"))
 GRPO_LINE = "tests/scripts/test_straight_line.py::test_grpo_is_its_definition"
 PPO_LINE = "tests/scripts/test_straight_line.py::test_ppo_is_its_definition"
 SFT_LINE = "tests/scripts/test_straight_line.py::test_sft_is_its_definition"
@@ -46,9 +47,9 @@ MUTANTS = [
     ),
     (
         "the reference is the current policy",
-        GRPO,
-        "logp = rft.model.score(*initial, packs)",
-        "logp = rft.model.score(apply, state.params, packs)",
+        SETUP,
+        "return model.score(frozen, frozen_params, packs)",
+        "return model.score(apply, params, packs)",
         GRPO_LINE,
     ),
     (
@@ -81,16 +82,16 @@ MUTANTS = [
     ),
     (
         "the model that is saved is not the average",
-        GRPO,
-        "weights = rft.optim.ema_params(state.opt).items() if cfg.ema else st.export(state)",
-        "weights = st.export(state)",
+        SAVING,
+        "return optim.ema_params(state.opt).items()",
+        "return st.export(state)",
         GRPO_LINE,
     ),
     (
         "evaluations are of the questions of the training",
-        GRPO,
-        "prompts, keys = rft.data.take(unseen, cfg.eval_prompts",
-        "prompts, keys = rft.data.take(dataset, cfg.eval_prompts",
+        TASK,
+        "prompts, keys = data.take(task.unseen, cfg.eval_prompts",
+        "prompts, keys = data.take(task.dataset, cfg.eval_prompts",
         GRPO_LINE,
     ),
     (
@@ -100,7 +101,7 @@ MUTANTS = [
         '"clip_high": cfg.clip_low,',
         GRPO_LINE,
     ),
-    ("weights do not decay", GRPO, "weight_decay=cfg.weight_decay)", "weight_decay=0.0)", GRPO_LINE),
+    ("weights do not decay", SETUP, "weight_decay=cfg.weight_decay)", "weight_decay=0.0)", GRPO_LINE),
     (
         "a resumed run samples from the initial model",
         GRPO,
@@ -117,23 +118,25 @@ MUTANTS = [
     ),
     (
         "the moments of a resumed run begin anew",
-        GRPO,
-        "state, extra = st.restore(saved, state, extra)",
-        "state, found = st.restore(saved, state, extra)\n        extra['step'] = found['step']",
+        SAVING,
+        "return st.restore(saved, state, extra)",
+        "state, found = st.restore(saved, state, extra)\n"
+        "    extra['step'] = found['step']\n"
+        "    return state, extra",
         KILLED,
     ),
     (
         "the KL is steered as if by one response",
         PPO,
-        '"count": len(mask)}',
-        '"count": 1}',
+        "steered(cfg, coef, kl, len(mask))",
+        "steered(cfg, coef, kl, 1)",
         PPO_LINE,
     ),
     (
         "the coefficient of the KL stays as it was",
         PPO,
-        'extra["kl"] = shaping.adaptive_kl(',
-        "_ = shaping.adaptive_kl(",
+        'extra["kl"] = steered(',
+        "_ = steered(",
         PPO_LINE,
     ),
     (
@@ -192,7 +195,7 @@ MUTANTS = [
         "[*tokenizer.encode(response, add_special_tokens=False)]",
         SFT_LINE,
     ),
-    ("the warm-up is longer by a step", SFT, "cfg.warmup, max(", "cfg.warmup + 1, max(", SFT_LINE),
+    ("the warm-up is longer by a step", SETUP, "(lr, warmup, max(", "(lr, warmup + 1, max(", SFT_LINE),
     (
         "the trainer's log-prob of a token that fell out of top_p is -inf",
         "rft_fn/model/scorer.py",

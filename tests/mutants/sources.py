@@ -93,9 +93,9 @@ MUTANTS = [
     ),
     (
         "a run may go on with other epochs though its schedule has an end",
-        "train_scripts/sft.py",
-        'free = ("steps", "epochs") if extendable else ()',
-        'free = ("steps", "epochs")',
+        "rft_fn/run/setup.py",
+        "    return ()\n",
+        "    return names\n",
         SCRIPT + "where_the_schedule_has_an_end_epochs_are_part_of_the_run",
     ),
     (

@@ -51,8 +51,8 @@ MUTANTS = [
     (
         "a critic is exported with the actor's weights",
         EXPORT,
-        'name = "critic" if cfg.critic else "actor"',
-        'name = "actor"',
+        '    if cfg.critic:\n        name = "critic"\n    try:\n',
+        "    try:\n",
         f"{SCRIPTS}test_the_critic_of_a_run_is_exported",
     ),
     (
@@ -71,15 +71,15 @@ MUTANTS = [
     ),
     (
         "max_bytes is not read",
-        "train_scripts/grpo.py",
+        "rft_fn/run/saving.py",
         "limit = cfg.max_bytes or None",
         "limit = None",
         f"{SCRIPTS}test_the_checkpoints_that_are_kept",
     ),
     (
         "best is not read",
-        "train_scripts/grpo.py",
-        "keep=cfg.keep, best=cfg.best,",
+        "rft_fn/run/saving.py",
+        "keep=cfg.keep, best=best,",
         "keep=cfg.keep, best=0,",
         f"{SCRIPTS}test_the_checkpoints_that_are_kept",
     ),

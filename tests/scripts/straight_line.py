@@ -1,7 +1,7 @@
 """The train scripts once more, straight from the definitions: no packs, no masks, no weights, no engine.
 
 A test runs a script and this on the same small model in float64, and compares every number that the script
-logs. Rows are Python lists, every sequence has a forward of its own, and sampling runs the whole prefix again
+logs. Rows are Python lists, every sequence has a separate forward, and sampling runs the whole prefix again
 for each token. From the library come only the things that say *which* numbers are meant: keys, the generator
 of a task and its verifier.
 """
@@ -40,7 +40,7 @@ def logits_of(lm, tokens):
 
 
 def sample(lm, ids, key, *, temperature, top_p, max_new, stop):
-    """(tokens, their log-probs, whether max_new ended it): one uniform number a token, by inverse CDF."""
+    """(tokens, their log-probs, whether max_new ended it): one uniform number per token, by inverse CDF."""
     u = torch.rand(max_new, generator=rng.generator(key), dtype=torch.float64)
     tokens, logps = [], []
     for t in range(max_new):

@@ -107,7 +107,7 @@ def test_a_frozen_actor_does_not_change_and_its_critic_does(tmp_path):
     head = load_file(tmp_path / "a/critic/value_head.safetensors")
     assert head["weight"].abs().sum() > 0 and head["bias"] != 0
     assert all("policy/logp_gap" in r and r["policy/clip_frac"] == 0 for r in metrics)
-    small(tmp_path / "a", freeze_actor_steps=2, steps=3, save_critic=True, ema=0.5)  # the same run goes on
+    small(tmp_path / "a", freeze_actor_steps=2, steps=3, save_critic=True, ema=0.5)  # the same run continues
     assert not same(weights(tmp_path / "a"), before)
     plain = json.loads((tmp_path / "a/checkpoints/step_00000003/meta.json").read_text())["plain"]
     assert plain["state/actor/step"] == 2 and plain["state/critic/step"] == 6
@@ -204,7 +204,7 @@ def test_the_coefficient_of_kl_follows_the_kl(tmp_path):
 
 
 def test_weights_of_a_minibatch(tmp_path):
-    """Each minibatch has a mean of its own, and the good responses' tokens have one of theirs."""
+    """Each minibatch has a separate mean, and so have the tokens of its good responses."""
     g = torch.Generator().manual_seed(0)
     mask = torch.rand(6, 5, generator=g) < 0.7
     logp = -torch.rand(6, 5, generator=g) * mask
@@ -298,4 +298,4 @@ def test_the_command_line_says_it_in_one_line_too(tmp_path):
     err = run("ppo", "--minibatches", "1000", "--out", tmp_path / "r", code=2)
     assert err.strip().splitlines()[-1] == "error: minibatches: expected at most 512, got 1000"
     text = " ".join(run("ppo", "--help").replace("│", " ").split())
-    assert "so many steps at the start train the critic alone" in text and "--kl-horizon" in text
+    assert "steps at the start that train the critic alone" in text and "--kl-horizon" in text

@@ -59,11 +59,11 @@ def drawn(monkeypatch, dataset_index=0):
 
 
 def test_epochs_of_sft_are_so_many_steps(capsys):
-    """ceil(3 * 14 / 4) = 11; each row of a in as many passes as the line says."""
+    """ceil(3 * 14 / 4) = 11; each row of a is drawn in the passes that are printed."""
     metrics = run("sft", data=("a.jsonl=4", "b.jsonl=3"), epochs=3.0, out="r")
     assert len(metrics) == 11
-    said = capsys.readouterr().out
-    assert "data: 11 steps of 4 prompts, 25 of a.jsonl (8 rows, 3.125 passes), 19 of b.jsonl (6 rows" in said
+    text = capsys.readouterr().out
+    assert "data: 11 steps of 4 prompts, 25 of a.jsonl (8 rows, 3.125 passes), 19 of b.jsonl (6 rows" in text
     assert rft.run.settings("r")["steps"] == 11 and rft.run.settings("r")["epochs"] == 3.0
 
 
@@ -113,7 +113,7 @@ def test_passes_over_the_data_decide_the_rollouts(name, want, capsys, monkeypatc
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_no_row_is_trained_and_evaluated_on(name, monkeypatch, capsys):
-    """Unless that is asked for, and said then."""
+    """Unless that is asked for, and then it is printed."""
     seen = drawn(monkeypatch)
     run(name, data=("a.jsonl",), eval_share=0.25, steps=4, out="r")
     asked = set(seen["take"][2:])  # the first two are for the check of the reward

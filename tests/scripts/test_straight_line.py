@@ -41,7 +41,7 @@ def versions(monkeypatch):
         seen.extend(set(rollout.version.tolist()))
         return rollout
 
-    monkeypatch.setattr(rft.engine, "gather_and_generate", recorded)
+    monkeypatch.setattr(rft.collect, "gather_and_generate", recorded)
     return seen
 
 
@@ -74,7 +74,7 @@ GRPO = {
 
 
 def grpo_by_hand(cfg, lm, tokenizer):
-    """What grpo.py logs, and the weights that it saves."""
+    """The metrics that grpo.py logs, and the weights that it saves."""
     task = line.Task("sort_digits", 1, tokenizer, cfg.template)
     stop, ref = tokenizer.eos_token_id, line.copy_of(lm)
     opt, moments, log = line.AdamW(lm, cfg, cfg.ema), line.Moments(), []
@@ -324,7 +324,7 @@ def actor_update(rows, lm, cfg, ptx, opt, lr):
 
 
 def ppo_by_hand(cfg, lm, tokenizer):
-    """What ppo.py logs, and the weights that it saves."""
+    """The metrics that ppo.py logs, and the weights that it saves."""
     task = line.Task("sort_digits", 1, tokenizer, cfg.template)
     stop, ref, valuer = tokenizer.eos_token_id, line.copy_of(lm), Valuer(lm)
     opt, value_opt = line.AdamW(lm, cfg, cfg.ema), line.AdamW(valuer, cfg)
@@ -404,7 +404,7 @@ CHAT = [
 
 
 def said(tokenizer, row, loss_on):
-    """(what a model is asked with, what it says there) for each learned turn of a conversation, as ids."""
+    """(the prompt, the response) of each learned turn of a conversation, as ids."""
     turns = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(row)]
     spoken = range(1, len(turns), 2)
     for i in spoken if loss_on == "all" else spoken[-1:]:
@@ -508,7 +508,7 @@ def dpo_evaluation(cfg, task, tokenizer, lm, ref):
 
 
 def dpo_by_hand(cfg, lm, tokenizer):
-    """What dpo.py logs, and the weights that it saves."""
+    """The metrics that dpo.py logs, and the weights that it saves."""
     task, ref = line.Task("sort_digits", 1, tokenizer, "{short}"), line.copy_of(lm)
     opt, log = line.AdamW(lm, cfg), []
     for step in range(cfg.steps):

@@ -1,0 +1,230 @@
+"""Options by subject: frozen dataclasses that the Config of a script inherits.
+
+    @dataclass(frozen=True)
+    class Config(options.Run, options.Optimizer, options.Policy):
+        beta: Positive = 0.1  # an option of this script alone
+        lr: Positive = 3e-4  # learning rate
+
+A type holds the limits of an option, `Free` marks one that may change when a run is resumed, and the comment
+behind it is its help. To change the default or the help of an inherited option, repeat its whole line.
+"""
+
+# Why inheritance, and not one field for each subject: `cfg.lr`, `Config(lr=3e-4)`, `--lr` and the "lr" of
+# config.json are then one name, and a config is a plain flat dataclass, which is all a reader has to know.
+#
+# A dataclass takes its fields from the last base to the first. So a script lists its bases from the last
+# subject of --help to the first, and ends with Data and Model.
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rft_fn import check
+from rft_fn.check import (
+    Above1,
+    AtLeast0,
+    Count,
+    Decay,
+    Free,
+    Positive,
+    PositiveShare,
+    Seed,
+    Share,
+    Whole,
+)
+from rft_fn.strategy import StrategyConfig
+
+__all__ = [
+    "ENGINE", "Data", "Evaluation", "Examples", "HeldOut", "Length", "Model", "Optimizer", "Options",
+    "Policy", "Prompts", "Reinforcement", "Reward", "Rollouts", "Run", "Sampling", "ScoredRun", "Shaping",
+    "Updates",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """The base of every record of options, which checks each field against its type and limits."""
+
+    def __post_init__(self) -> None:
+        check.fields(self)
+
+
+# ---------- model and data
+
+
+@dataclass(frozen=True)
+class Model(Options):
+    """Which model."""
+
+    model: str = "tiny"  # tiny or tiny:TASK:LEVEL (built on the spot), smollm2-135m, a folder, or a hub name
+
+
+@dataclass(frozen=True)
+class Data(Options):
+    """Which rows, and how a row becomes a prompt."""
+
+    data: tuple[str, ...] = ("sort_digits:1",)  # tasks as TASK:LEVEL, files, folders, hub names; =SHARE
+    template: str = "{short}"  # the question; {NAME} stands for a column of the row
+    messages: tuple[str, ...] = ()  # columns of messages that are the prompt, in place of the template
+    chat_template_kwargs: tuple[str, ...] = ()  # arguments of the chat template, as enable_thinking=False
+    system: str | None = None  # the system prompt; an empty one removes that of the chat template
+
+
+@dataclass(frozen=True)
+class Prompts(Data):
+    """Data whose rows are prompts."""
+
+    max_prompt: Count = 512  # most tokens in a prompt; longer prompts of a file are left out
+
+
+@dataclass(frozen=True)
+class Policy(Model):
+    """The model that is trained: its adapters, its precision, and what it takes at a time."""
+
+    lora_rank: Whole = 0  # rank of the policy's low-rank adapters, its only trained weights; 0 trains all
+    lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
+    lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names separated by commas
+    lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
+    quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty: as stored
+    router_aux: AtLeast0 = 0.0  # coefficient of the load-balancing loss of a mixture of experts
+    budget: Free[Count] = 1024  # most tokens in a pack, which goes through the model at once
+    gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
+
+
+# ---------- rollouts and rewards
+
+
+@dataclass(frozen=True)
+class Sampling(Options):
+    """How tokens are drawn."""
+
+    temperature: AtLeast0 = 1.0  # of sampling, and of the log-probs
+    top_p: PositiveShare = 1.0  # sample from the smallest set of tokens with this mass; train on the same
+    max_new: Count = 6  # most tokens in a response
+
+
+@dataclass(frozen=True)
+class Rollouts(Sampling):
+    """How many responses a step learns from."""
+
+    prompts: Count = 32  # prompts per step
+    group: Count = 16  # responses per prompt
+    max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats per token]
+
+
+@dataclass(frozen=True)
+class Reward(Options):
+    """How responses are rewarded."""
+
+    reward: tuple[str, ...] = ("task:sort_digits",)  # math:COLUMN, task:NAME, FILE.py:FUNCTION=WEIGHT ...
+    reward_timeout: Free[Positive] = 300.0  # seconds that the rewards of a batch may take
+
+
+@dataclass(frozen=True)
+class Shaping(Reward):
+    """Which changes are made to a reward before it is learned."""
+
+    reward_clip: AtLeast0 = 0.0  # rewards are clipped to +- this; 0 is off
+    normalize_reward: bool = False  # subtract the running mean of rewards, divide by their running deviation
+    overlong: Whole = 0  # tokens before max_new over which a penalty rises to 1 (DAPO); 0 is off
+
+
+# ---------- learning
+
+
+@dataclass(frozen=True)
+class Length(Options):
+    """How long a run is."""
+
+    steps: Count | None = None  # updates; None is the usual number of the script
+
+
+@dataclass(frozen=True)
+class Examples(Length):
+    """How many examples an update learns from, where nothing is sampled."""
+
+    epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
+    batch: Count = 64  # examples per step
+
+
+@dataclass(frozen=True)
+class Updates(Rollouts, Length):
+    """How many updates a run makes of its rollouts, and how far one of them may go."""
+
+    data_epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
+    epochs: Count = 1  # passes over a rollout
+    minibatches: Count = 1  # updates per pass, unless strategy.train_batch_size sets their size
+    clip_low: AtLeast0 | None = None  # the ratio is clipped at 1 - this; None is the algorithm's default
+    clip_high: AtLeast0 | None = None  # the ratio is clipped at 1 + this; None is the algorithm's default
+    dual: Above1 | None = None  # bound of the loss at negative advantages; None is the algorithm's default
+    ema: Decay = 0.0  # decay of an average of the weights, which is then the model that is saved; 0 is off
+
+
+@dataclass(frozen=True)
+class Optimizer(Options):
+    """AdamW and its learning rate."""
+
+    lr: Positive = 1e-3  # learning rate
+    schedule: Literal["linear", "cosine", "constant"] = "linear"  # decay; constant ignores lr_end
+    lr_end: Share = 0.1  # final learning rate as a share of lr; 1 lets you add steps later
+    warmup: Whole = 0  # steps of linear warm-up
+    beta1: Decay = 0.9  # decay of AdamW's first moment
+    beta2: Decay = 0.999  # decay of AdamW's second moment
+    weight_decay: AtLeast0 = 0.0  # AdamW's weight decay, of matrices only
+    max_norm: Positive = 1.0  # the gradients of each model are clipped to this global norm
+
+
+# ---------- evaluation
+
+
+@dataclass(frozen=True)
+class HeldOut(Data):
+    """The data of evaluations."""
+
+    eval_data: tuple[str, ...] = ()  # data of the evaluation; if empty, a test split, or rows held out
+    eval_share: Share = 0.1  # share of the rows that is held out then; 0 evaluates on what is trained on
+    eval_every: Free[Count] = 30  # steps between evaluations
+
+
+@dataclass(frozen=True)
+class Evaluation(HeldOut):
+    """Evaluations that answer prompts."""
+
+    eval_prompts: Count = 128  # questions of an evaluation, answered greedily
+
+
+@dataclass(frozen=True)
+class Reinforcement(Evaluation, Updates, Shaping, Prompts, Model):
+    """Learning from the rewards of responses: all that rollouts, rewards and evaluations are made of."""
+
+
+# ---------- the run
+
+
+@dataclass(frozen=True)
+class Run(Length):
+    """The folder of a run, its checkpoints and trackers, and where it computes."""
+
+    seed: Seed = 0  # seed of everything random
+    out: Free[str] = "runs/run"  # folder of the run; the model goes to its subfolder model
+    override: Free[bool] = False  # resume with changed options; overrides.jsonl in the folder lists them
+    save_every: Free[Count] = 25  # steps between checkpoints
+    keep: Free[Count] = 1  # how many of the newest checkpoints are kept
+    max_bytes: Free[Whole] = 0  # bytes that all checkpoints may take; the newest always stays; 0 is no limit
+    trackers: Free[tuple[str, ...]] = ()  # any of tensorboard, wandb, trackio
+    project: Free[str] = "rft_fn"  # the project's name at the tracker
+    run_name: Free[str] = ""  # the run's name at the tracker; if empty, the folder's
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+
+
+@dataclass(frozen=True)
+class ScoredRun(Run):
+    """A run whose checkpoints have a reward."""
+
+    keep: Free[Count] = 2  # how many of the newest checkpoints are kept
+    best: Free[Whole] = 1  # checkpoints with the highest rewards, kept beside the newest
+
+
+ENGINE = (
+    "engine_type", "engine_batch", "engine_tp_size", "engine_mem_util", "enable_engine_sleep", "plot_every",
+)  # fmt: skip
+"""Options of `strategy` that only a script with rollouts reads."""

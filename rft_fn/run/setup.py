@@ -1,0 +1,228 @@
+"""The opening of a training script: processes, data, the run's folder, the model and its optimizer.
+
+Plain functions, which a script calls in the order that it chooses. None of them holds a loop over steps, a
+loss or an advantage.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from rft_fn import data, engine, model, optim, packing, strategy
+from rft_fn.run import options
+from rft_fn.run.cli import without
+from rft_fn.run.folder import Run
+from rft_fn.types import Apply, Packed, Sampling, Strategy, Transform
+
+__all__ = [
+    "data_options", "free_options", "gather_rows", "initial_scorer", "load_data", "load_policy",
+    "open_folder", "optimizer", "plan_steps", "print_preflight", "start", "updates_per_pass",
+]  # fmt: skip
+
+L = TypeVar("L", bound=options.Length)
+
+
+# ---------- processes and data
+
+
+def start(cfg: options.Run, *, unread: Iterable[str] = ()) -> Strategy:
+    """Start the strategy of a run, on every process.
+
+    `unread` names the options of `cfg.strategy` that the script does not read. ValueError for one of them
+    that is given, and for options that the machine or the engine cannot honour.
+    """
+    without(cfg.strategy, *unread)
+    without(cfg.strategy, "max_norm", instead="use --max-norm")
+    without(cfg.strategy, "seed", instead="use --seed")
+    st = strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
+    engine.check_config(engine.config_of(cfg.strategy))
+    return st
+
+
+def data_options(cfg: options.Data) -> dict[str, Any]:
+    """Keyword arguments of `data.load` for making a prompt of a row."""
+    return {
+        "template": cfg.template,
+        "messages": cfg.messages,
+        "system": cfg.system,
+        "chat_template_kwargs": data.literals(cfg.chat_template_kwargs),
+    }
+
+
+def load_data(
+    cfg: options.HeldOut, st: Strategy, tokenizer: Any, **more: Any
+) -> tuple[data.Dataset, data.Dataset]:
+    """Load (the rows to train on, the unseen rows to evaluate on), the same on every rank.
+
+    `more` are further arguments of `data.load`. ValueError for rows that cannot be used.
+    """
+    held_out = {"eval_data": cfg.eval_data, "eval_share": cfg.eval_share}
+    given = data_options(cfg) | held_out | more
+    dataset, unseen = data.load_for_training(cfg.data, tokenizer, seed=st.config.seed, **given)
+    strategy.check_data(st, dataset, unseen)
+    return dataset, unseen
+
+
+def plan_steps(
+    cfg: L,
+    st: Strategy,
+    dataset: data.Dataset,
+    unseen: data.Dataset | None = None,
+    *,
+    batch: int,
+    usual: int,
+    passes: str = "epochs",
+    what: str = "prompts",
+) -> L:
+    """Decide the number of steps of a run: as given, from passes over the data, or `usual`.
+
+    Returns the config with that number. Each step draws `batch` rows; `passes` is the name of the option for
+    passes over the data. Prints in one line how much of the data is drawn, with `what` a row makes.
+    """
+    given = {"steps": cfg.steps, "epochs": getattr(cfg, passes), "option": passes}
+    steps = data.decide_steps(dataset, batch, usual=usual, **given)
+    st.print(data.plan(dataset, steps, batch, unseen, what=what))
+    return replace(cfg, steps=steps)
+
+
+# ---------- the folder of the run
+
+
+def free_options(cfg: options.Optimizer, *names: str) -> tuple[str, ...]:
+    """`names` if the learning rate does not depend on the number of steps, else nothing.
+
+    A resumed run may then change them.
+    """
+    if cfg.lr_end == 1 or cfg.schedule == "constant":
+        return names
+    return ()
+
+
+def open_folder(cfg: options.Run, st: Strategy, *, free: Sequence[str] = ()) -> Run:
+    """Open the folder of a run whose number of steps is decided.
+
+    `free` are options that may differ from those of the steps that the folder holds, besides `check.Free`
+    ones. ValueError as `Run` raises it.
+    """
+    if cfg.steps is None:
+        raise ValueError("steps: expected a number, got None; plan_steps decides it")
+    return Run(
+        cfg.out,
+        cfg,
+        total=cfg.steps,
+        rank=st.rank,
+        session=st.session,
+        trackers=cfg.trackers,
+        project=cfg.project,
+        name=cfg.run_name,
+        free=free,
+        override=cfg.override,
+        **st.config.pictures(),
+    )
+
+
+# ---------- models and their optimizers
+
+
+def load_policy(cfg: options.Policy, st: Strategy) -> nn.Module:
+    """Load the module to train, with its adapters."""
+    module = model.load(
+        cfg.model,
+        meta=st.world > 1,
+        gradient_checkpointing=cfg.gradient_checkpointing,
+        quantize=cfg.quantize,
+    )
+    if not cfg.lora_rank:
+        return module
+    return model.apply_lora_configuration(
+        module, cfg.lora_rank, cfg.lora_alpha, target_modules=cfg.lora_targets, seed=st.config.seed
+    )
+
+
+def optimizer(
+    cfg: options.Optimizer, lr: float, *, updates: int, warmup: int, ema: float = 0.0
+) -> tuple[Transform, optim.Schedule]:
+    """(AdamW after gradient clipping, its learning rate as a function of the updates done).
+
+    `updates` is the number of updates of the run, `warmup` that until the rate has risen to `lr`. With `ema`
+    the optimizer also keeps an average of the weights.
+    """
+    # from lr / warmup up to lr, then down to lr_end * lr at the last update
+    decay = optim.warmup_linear
+    if cfg.schedule == "cosine":
+        decay = optim.warmup_cosine
+    floor = cfg.lr_end
+    if cfg.schedule == "constant":
+        floor = 1.0
+    schedule = decay(lr, warmup, max(updates, warmup), floor=floor)
+
+    adamw = optim.adamw(schedule, b1=cfg.beta1, b2=cfg.beta2, weight_decay=cfg.weight_decay)
+    parts = [optim.clip_by_global_norm(cfg.max_norm), adamw]
+    if ema:
+        parts.append(optim.ema(ema))
+    return optim.chain(*parts), schedule
+
+
+def print_preflight(
+    cfg: options.Policy,
+    st: Strategy,
+    *models: tuple[nn.Module, Transform | None],
+    initial: bool = False,
+    engine: bool = True,
+    length: int = 0,
+) -> None:
+    """Print how much memory the models will take, before they are laid out.
+
+    `initial` adds the initial model: a copy of the first model, or nothing with adapters, because then it is
+    the policy with its adapters off. ValueError if it cannot fit.
+    """
+    held = list(models)
+    if initial and not cfg.lora_rank:
+        held.append((models[0][0], None))
+    st.print(strategy.preflight(st, *held, budget=cfg.budget, engine=engine, length=length))
+
+
+def initial_scorer(
+    cfg: options.Policy,
+    st: Strategy,
+    module: nn.Module,
+    apply: Apply,
+    *,
+    sampling: Sampling | None = None,
+) -> Callable[[Any, Sequence[Packed]], list[Tensor]]:
+    """A function (params of the policy, packs) -> log-probs [T] of the initial model for each pack.
+
+    With adapters the initial model is the policy with its adapters off; otherwise it is a second model in
+    memory, and the params are not read. Computes no gradient.
+    """
+    if cfg.lora_rank:
+        return partial(model.score, model.without_adapters(module, apply))
+    copy = model.load(cfg.model, meta=st.world > 1)
+    frozen, frozen_params = st.bind(copy, sampling=sampling)
+
+    def score(params: Any, packs: Sequence[Packed]) -> list[Tensor]:
+        return model.score(frozen, frozen_params, packs)
+
+    return score
+
+
+# ---------- within a step
+
+
+def updates_per_pass(cfg: options.Updates, config: strategy.StrategyConfig) -> int:
+    """Minibatches of a rollout: by the strategy's train_batch_size where it has one."""
+    if config.train_batch_size:
+        return config.updates(cfg.prompts * cfg.group)
+    return cfg.minibatches
+
+
+def gather_rows(st: Strategy, found: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor:
+    """[B, S] on every rank, from the numbers [T] of each pack of this rank.
+
+    0 where no pack has a number. `like` is any [B, S] of the batch that the packs are made of.
+    """
+    mine = packing.unpack(found, packs, like)
+    return st.gather(mine[None]).sum(0)

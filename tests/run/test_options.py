@@ -1,0 +1,121 @@
+"""Options by subject: a script's Config inherits them, and stays one flat record with flat flags."""
+
+import dataclasses
+import inspect
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from test_house import load_script
+
+from rft_fn import check
+from rft_fn.check import Count, Free, Positive
+from rft_fn.run import files, options, parsing
+
+SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "train_scripts").glob("*.py"))
+CONFIGS = {name: load_script(name).Config for name in SCRIPTS}
+
+
+@dataclass(frozen=True)
+class Config(options.Run, options.Optimizer, options.Policy, options.Data, options.Model):
+    """A script of a user."""
+
+    beta: Positive = 0.1  # hold on the reference
+    lr: Positive = 3e-4  # learning rate of the policy
+    save_every: Free[Count] = 7  # steps between checkpoints
+
+
+def parsed(*args):
+    return parsing.parse(Config, parsing.qualify(args, Config))
+
+
+def test_a_composed_config_is_flat():
+    """One name on the command line, in Python and in config.json."""
+    cfg = parsed("--lr", "0.5", "--beta", "2", "--sp-size", "2", "--strategy.bf16", "--data", "a", "b")
+    assert (cfg.lr, cfg.beta, cfg.data, cfg.seed) == (0.5, 2.0, ("a", "b"), 0)
+    assert cfg.strategy.sp_size == 2 and cfg.strategy.bf16
+    assert cfg == Config(lr=0.5, beta=2.0, data=("a", "b"), strategy=cfg.strategy)
+    written = files.jsonable(cfg)
+    assert set(written) == {f.name for f in dataclasses.fields(Config)} and written["lr"] == 0.5
+
+
+def test_a_default_is_changed_for_one_script_alone():
+    assert Config().lr == 3e-4 and options.Optimizer().lr == 1e-3
+    assert Config().save_every == 7 and options.Run().save_every == 25
+
+
+def test_what_may_change_on_resume_is_inherited():
+    """Also for an option whose line was written again, and for those of the strategy."""
+    free = check.free(Config)
+    assert {"budget", "save_every", "out", "strategy.fsdp"} <= free
+    assert free.isdisjoint({"lr", "beta", "model", "seed", "strategy.bf16"})
+
+
+def numbers(config):
+    """Every number among the options, also those that may be None."""
+    for f in dataclasses.fields(config):
+        kinds = re.findall(r"float|Positive|PositiveShare|AtLeast0|Share|Decay|Above1|Finite", str(f.type))
+        if kinds or "float" in repr(f.type):
+            yield f.name
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_no_script_takes_a_number_that_is_none(name):
+    """NaN and inf are outside of every limit, and the error names the option."""
+    required = {f.name: "x" for f in dataclasses.fields(CONFIGS[name]) if is_required(f)}
+    tried = 0
+    for option in numbers(CONFIGS[name]):
+        for x in (math.nan, math.inf, -math.inf):
+            with pytest.raises(ValueError, match=rf"^{option}: expected a number in .*got {x}"):
+                CONFIGS[name](**required, **{option: x})
+            tried += 1
+    assert tried or name in ("export", "replay")
+
+
+def is_required(field):
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+BAD = [
+    ({"lr": 0.0}, "lr: expected a number in (0, inf), got 0.0"),
+    ({"beta": -1.0}, "beta: expected a number in (0, inf), got -1.0"),
+    ({"budget": 0}, "budget: expected an integer in [1, inf), got 0"),
+    ({"lr_end": 1.1}, "lr_end: expected a number in [0, 1], got 1.1"),
+    ({"beta1": 1.0}, "beta1: expected a number in [0, 1), got 1.0"),
+    ({"steps": 0}, "steps: expected an integer in [1, inf), or None, got 0"),
+    ({"schedule": "x"}, "schedule: expected one of linear, cosine, constant, got 'x'"),
+    ({"data": ("a", 1)}, "data[1]: expected a text, got 1"),
+]
+
+
+@pytest.mark.parametrize(("given", "line"), BAD)
+def test_limits_are_those_of_the_subject(given, line):
+    """In Python and on the command line alike."""
+    with pytest.raises(ValueError) as error:
+        Config(**given)
+    assert str(error.value) == line
+
+
+def comment(config, name):
+    """The comment behind an option, in the class that declares it last."""
+    for base in config.__mro__:
+        found = re.search(rf"^    {name}: .*?  # (.*)", inspect.getsource(base), re.M)
+        if found:
+            return found[1]
+    raise AssertionError(f"{name} has no help")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_has_a_line_for_every_option(name, capsys, monkeypatch):
+    """Inherited ones too; the model and the data come first, where a script has them."""
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit):
+        parsing.parse(CONFIGS[name], ["--help"])
+    text = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    own = [f.name for f in dataclasses.fields(CONFIGS[name]) if f.name != "strategy"]
+    places = [text.index(" ".join(comment(CONFIGS[name], option).split())) for option in own]
+    assert places == sorted(places)
+    if "data" in own:
+        assert own[:2] == ["model", "data"]
