@@ -39,8 +39,7 @@ def test_log_probs_and_entropy_against_the_definition(seed, temperature):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_have_log_probs_in_float32(dtype):
-    """What goes wrong elsewhere: a softmax in bf16, which under a bf16 trainer is the live branch:
-    off by up to 0.05 nats."""
+    """A softmax in bf16, which others compute under a bf16 trainer, is off by up to 0.05 nats."""
     g = torch.Generator().manual_seed(0)
     z = (3 * torch.randn(64, 4096, generator=g)).to(dtype)
     y = torch.randint(0, 4096, (64,), generator=g)
@@ -54,8 +53,7 @@ def test_half_precision_logits_have_log_probs_in_float32(dtype):
 
 
 def test_the_temperature_divides_the_training_logits_too():
-    """What goes wrong elsewhere: sampled at temperature 0.6, scored at 1: log-probs
-    of a distribution nobody drew from."""
+    """Scored at 1 after sampling at 0.6, log-probs are of a distribution that nobody drew from."""
     z, y = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
     assert log_probs_from_logits(z, y, temperature=0.5).item() == pytest.approx(
         -np.log1p(np.exp(-4)), abs=1e-6
@@ -196,7 +194,10 @@ def test_truncated_distribution_against_the_definition(seed, temperature, top_k,
 
 def test_the_token_that_crosses_top_p_stays():
     z = torch.tensor([0.5, 0.3, 0.2]).log()
-    kept = lambda p: process_logits(z, Sampling(top_p=p)).isfinite().tolist()  # noqa: E731
+
+    def kept(p):
+        return process_logits(z, Sampling(top_p=p)).isfinite().tolist()
+
     assert kept(0.4) == [True, False, False]
     assert kept(0.6) == [True, True, False]
     assert kept(0.9) == [True, True, True]
@@ -211,8 +212,7 @@ def test_nothing_is_cut_at_the_defaults_and_greedy_leaves_the_logits():
 
 @given(seed=seeds, top_k=st.integers(1, 4), top_p=st.sampled_from([0.3, 0.9]))
 def test_keep_makes_the_log_prob_of_the_target_finite_and_nothing_else(seed, top_k, top_p):
-    """After an update a token that the rollout did draw may leave the top k: its
-    log-prob has to stay a number."""
+    """A drawn token may leave the top k after an update: its log-prob has to stay a number."""
     z, y = (torch.from_numpy(x) for x in logits_and_target(seed))
     sampling = Sampling(top_k=top_k, top_p=top_p)
     plain, kept = process_logits(z, sampling), process_logits(z, sampling, keep=y)

@@ -1,7 +1,8 @@
-"""Compiles every kernel configuration that the engines can launch for sm_90, without a device; prints JSON.
+"""Compile every kernel configuration that the engines can launch for sm_90, and print JSON.
 
-Kernels over logits twice: for addresses and strides that are multiples of 16, and for those that are not (an
-odd vocabulary), whose loads are narrower. The kernels of `tile_kernels` only get the former: `triton._fits`.
+This needs no device. Kernels over logits are compiled twice: for addresses and strides that are multiples of
+16, and for those that are not (an odd vocabulary), whose loads are narrower. The kernels of `tile_kernels`
+only get the former: `triton._fits`.
 
 Runs in a separate process (test_sm90.py): triton decides once whether kernels are interpreted. A line of
 the result is {"kernel", "options", "registers", "stack", "shared"}; what is spilled lies on the stack.

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of callers of the fused log-probs: one graph, the values of eager mode."""
+"""torch.compile of callers of the fused log-probs: one graph, the values of eager mode."""
 
 import pytest
 import torch

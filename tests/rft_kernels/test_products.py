@@ -1,4 +1,4 @@
-"""Matrix products of float32 on a CPU: which library makes them, and that only their speed depends on it."""
+"""Matrix products of float32 on a CPU: the choice of a library changes only their speed."""
 
 import pytest
 import ref_kernels

@@ -1,4 +1,4 @@
-"""Every kernel that `engine="auto"` can launch compiles for sm_90, without a device, and without spilling."""
+"""Every kernel that `engine="auto"` can launch compiles for sm_90 without spilling."""
 
 import json
 import os

@@ -1,6 +1,7 @@
-"""The GPU engines: their cases (triton_cases.py) in triton's interpreter or on CUDA, and how one is chosen.
+"""The cases of the GPU engines (triton_cases.py), and how an engine is chosen.
 
-Triton decides when it is imported whether kernels are interpreted: the cases run in a separate process.
+The cases run in triton's interpreter or on CUDA, in a separate process: triton decides when it is imported
+whether kernels are interpreted.
 """
 
 import json
@@ -128,7 +129,10 @@ def test_bad_logits(args, options, message):
 def test_torch_checks_the_gradient_of_given_logits():
     z = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     y = torch.tensor([0, 6, 3, -100])
-    f = lambda z: tuple(logits_logprob(z, y, temperature=0.7, entropy=True))  # noqa: E731
+
+    def f(z):
+        return tuple(logits_logprob(z, y, temperature=0.7, entropy=True))
+
     assert torch.autograd.gradcheck(f, (z,)) and torch.autograd.gradgradcheck(f, (z,))
 
 

@@ -1,8 +1,9 @@
-"""A head whose vocabulary is sharded over ranks gives what the whole head gives: gloo, 2 and 4 processes.
+"""A sharded head gives the results of the whole head: gloo, 2 and 4 processes.
 
 The kernels of the GPU engines run in triton's interpreter here.
 """
 
+import copy
 import os
 import sys
 
@@ -35,28 +36,44 @@ CASES = {
 
 
 def inputs(vocab=33, dtype=torch.float64, narrow=False, spread=1.0, **options):
+    """((h, w, y, bias, temperature), the other options) of a case."""
     g = torch.Generator().manual_seed(vocab)
-    normal = lambda *s: torch.randn(s, generator=g, dtype=torch.float64)  # noqa: E731
-    h, w = spread * normal(9, 5), normal(vocab, 5)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    h = spread * normal(9, 5)
+    w = normal(vocab, 5)
     y = torch.randint(0, vocab, (9,), generator=g)
     y[2], y[5], y[6] = -100, 0, vocab - 1
-    bias, temperature = normal(vocab) if options.pop("bias", False) else None, 1.0
+    bias = None
+    if options.pop("bias", False):
+        bias = normal(vocab).to(dtype)
+    temperature = 1.0
     if options.pop("temperature", False):
         temperature = torch.rand(9, generator=g, dtype=torch.float64) + 0.5
-    w = w.to(torch.bfloat16) if narrow else w.to(dtype)
-    return (h.to(dtype), w, y, None if bias is None else bias.to(dtype), temperature), options
+    w_dtype = dtype
+    if narrow:
+        w_dtype = torch.bfloat16
+    return (h.to(dtype), w.to(w_dtype), y, bias, temperature), options
 
 
 def outputs(h, w, y, bias, temperature, frozen=False, **options):
     """(outputs, gradients) with a random upstream gradient for each output; DTensors as whole tensors."""
-    leaves = [h] if frozen else [x for x in (h, w, bias) if x is not None]
+    leaves = [h]
+    if not frozen:
+        leaves += [x for x in (w, bias) if x is not None]
     for x in leaves:
         x.requires_grad_()
     out = [x for x in linear_logprob(h, w, y, temperature=temperature, bias=bias, **options) if x is not None]
     g = torch.Generator().manual_seed(1)
     total = sum((torch.randn(9, generator=g).to(x.dtype) * x).sum() for x in out)
-    grads = torch.autograd.grad(total, leaves)
-    return [x.detach() for x in out], [x.full_tensor() if isinstance(x, DTensor) else x for x in grads]
+    grads = []
+    for grad in torch.autograd.grad(total, leaves):
+        if isinstance(grad, DTensor):
+            grad = grad.full_tensor()
+        grads.append(grad)
+    return [x.detach() for x in out], grads
 
 
 def check(name, mesh, engine):
@@ -65,12 +82,18 @@ def check(name, mesh, engine):
     options = dict(CASES[name])
     frozen = options.pop("frozen", False)
     args, options = inputs(**options)
-    want = outputs(*(x.clone() if isinstance(x, torch.Tensor) else x for x in args), frozen=frozen, **options)
+    want = outputs(*copy.deepcopy(args), frozen=frozen, **options)
     h, w, y, bias, temperature = args
-    shard = lambda x: None if x is None else distribute_tensor(x, mesh, [Shard(0)])  # noqa: E731
-    got = outputs(h, shard(w), y, shard(bias), temperature, frozen=frozen, engine=engine, **options)
-    tol = 1e-12 if h.dtype == torch.float64 else 1e-5
-    tol = 8e-3 if w.dtype == torch.bfloat16 else tol  # one rounding of dw
+    sharded_w = distribute_tensor(w, mesh, [Shard(0)])
+    sharded_bias = None
+    if bias is not None:
+        sharded_bias = distribute_tensor(bias, mesh, [Shard(0)])
+    got = outputs(h, sharded_w, y, sharded_bias, temperature, frozen=frozen, engine=engine, **options)
+    tol = 1e-5
+    if h.dtype == torch.float64:
+        tol = 1e-12
+    if w.dtype == torch.bfloat16:
+        tol = 8e-3  # one rounding of dw
     torch.testing.assert_close(got, want, rtol=tol, atol=tol)
 
 
