@@ -88,7 +88,7 @@ def _check_lora(module: nn.Module, rank: int, alpha: float, dropout: float) -> N
 
 
 @torch.no_grad()
-def _wrapped(module: nn.Module, config: Any, seed: int) -> nn.Module:
+def _wrapped(module: Any, config: Any, seed: int) -> nn.Module:
     """`module` inside peft, with adapters drawn from `seed`.
 
     The adapters have memory even if the module has none.
@@ -99,7 +99,7 @@ def _wrapped(module: nn.Module, config: Any, seed: int) -> nn.Module:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*fan_in_fan_out")  # Conv1D keeps its weight transposed
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft asks for it
-        model: Any = get_peft_model(module, config)  # type: ignore[arg-type]
+        model: Any = get_peft_model(module, config)
 
     # Draw them again: peft draws from the global generator, and on the meta device not at all.
     device = home(module)

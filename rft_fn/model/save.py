@@ -90,8 +90,8 @@ def _in_full(module: Any) -> Iterator[None]:
 def save(
     folder: str | Path,
     module: Any,
-    tokenizer: Any,
-    weights: Iterable[tuple[str, Tensor]] = (),
+    tokenizer: Any = None,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
     *,
     merge: bool = False,
     write: bool = True,
@@ -107,7 +107,7 @@ def save(
     module does not have, and for weights with NaN or inf.
     """
     # The module's whole state, with the given weights in it.
-    given = weights
+    given = weights or ()
     if isinstance(weights, Export):
         given = weights.own()
     new = _with_ties(module, {name: _whole(x) for name, x in given})

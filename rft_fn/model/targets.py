@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import Any
 
 from torch import nn
 
@@ -86,7 +87,7 @@ def _last_names(paths: Iterable[str]) -> str:
     return ", ".join(sorted({path.rpartition(".")[2] for path in paths}))
 
 
-def not_taken_for_experts(module: nn.Module, paths: Sequence[str]) -> list[str]:
+def not_taken_for_experts(module: Any, paths: Sequence[str]) -> list[str]:
     """The paths without those that peft takes for routed experts.
 
     Warns once where there are some. Routed experts had names in older files that shared experts and dense
@@ -96,7 +97,7 @@ def not_taken_for_experts(module: nn.Module, paths: Sequence[str]) -> list[str]:
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     config = LoraConfig(target_modules=list(paths))
-    convert_peft_config_for_transformers(config, module, None)  # type: ignore[arg-type]
+    convert_peft_config_for_transformers(config, module, None)
     kept = [path for path in paths if path in (config.target_modules or ())]
     names = _last_names(set(paths) - set(kept))
     if names:
