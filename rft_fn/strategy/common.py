@@ -127,10 +127,7 @@ def assemble(
             print(*args, **options)
 
     def close() -> None:
-        try:
-            backend.release()
-        finally:
-            session.close()
+        session.close(backend.release)
 
     # whatever waits for other processes describes the loss of one
     return Strategy(

@@ -1,5 +1,6 @@
 """The resources of a strategy, which it owns and closes."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -33,10 +34,17 @@ class Session:
         """Set the folder that dumps of gradients that are not finite go to."""
         self.dump_dir = Path(folder)
 
-    def close(self) -> None:
-        """Wait for the checkpoint writer, which may raise, and leave the processes. Twice is once."""
+    def close(self, release: Callable[[], None] | None = None) -> None:
+        """Wait for the checkpoint writer, which may raise, then leave the processes. Twice is once.
+
+        `release` is called between the two: the writer needs the other processes.
+        """
         try:
             with self.watch():
                 self.writer.finish()
         finally:
-            self.processes.close()
+            try:
+                if release is not None:
+                    release()
+            finally:
+                self.processes.close()

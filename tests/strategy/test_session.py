@@ -32,23 +32,32 @@ def trained(st, steps=2):
     return {n: x.clone() for n, x in st.export(state)}
 
 
+def checkpointed(st):
+    return st.init(tiny.llama(), conformance.adamw())[1], {"note": "x"}
+
+
 def left():
     """What a closed strategy must not leave: a process group, a thread that beats or writes."""
     names = [t.name for t in threading.enumerate()]
     return torch.distributed.is_initialized(), [n for n in names if n.startswith(("rft_fn", "write"))]
 
 
-def lives(rank, configs, bad):
-    """The weights that each strategy trains, one after the other, each after a start that failed."""
+def lives(rank, folder, configs, bad):
+    """The weights that each strategy trains, one after the other, each after a start that failed.
+
+    Each closes while a checkpoint is being written.
+    """
     out = []
-    for options in configs:
+    for i, options in enumerate(configs):
         with pytest.raises(ValueError, match="expected") as error:
             get_strategy(StrategyConfig(**bad))
         assert left() == (False, []), str(error.value)
         st = get_strategy(StrategyConfig(**options))
         assert torch.distributed.is_initialized()
         out.append(trained(st))
+        st.save(f"{folder}/step_{i:08d}", *checkpointed(st), wait=False)
         st.close()
+        assert rft.ckpt.folder.read_meta(Path(folder) / f"step_{i:08d}")["step"] == 0
         st.close()
         assert left() == (False, []) and dist.world() == 1
     return out
@@ -62,15 +71,15 @@ def same(found):
         assert float(off) < 1e-5 * float(torch.cat([x.flatten() for x in want.values()]).norm())
 
 
-def test_one_after_the_other_on_one_process():
+def test_one_after_the_other_on_one_process(tmp_path):
     """Each has its own group, of one process, and the last finds none."""
-    same(lives(0, [{"fsdp": True}, {"fsdp": True}], bad={"fsdp": True, "sp_size": 3}))
+    same(lives(0, tmp_path, [{"fsdp": True}, {"fsdp": True}], bad={"fsdp": True, "sp_size": 3}))
 
 
-def test_one_after_the_other_on_two_processes():
+def test_one_after_the_other_on_two_processes(tmp_path):
     """Rank 0 holds the store itself, which goes with each group and comes with the next."""
     configs = [{}, {"sp_size": 2}, {"zero_stage": 1}, {"zero_stage": 3}, {"shard_size": 1}]
-    for found in ranks.run(2, "test_session:lives", configs, {"sp_size": 3}):
+    for found in ranks.run(2, "test_session:lives", str(tmp_path), configs, {"sp_size": 3}):
         same(found)
 
 
@@ -90,10 +99,6 @@ def under_torchrun(folder):
             assert left() == (False, [])
     torch.save(found, f"{folder}/out{rank}.pt")
     sys.modules["__main__"].strategy = st  # it lives until the interpreter goes
-
-
-def checkpointed(st):
-    return st.init(tiny.llama(), conformance.adamw())[1], {"note": "x"}
 
 
 def test_one_after_the_other_under_torchrun_and_a_clean_exit_without_close(tmp_path):
