@@ -12,6 +12,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import measures
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,7 +20,7 @@ LAYERS = {
     0: "tree rng check precision types",
     1: "segment scan advantage weight loss reward_shaping logprob metric packing optim algorithm testing",
     2: "model modality reward data hub",
-    3: "dist memory strategy engine sync collect ckpt run",
+    3: "dist ckpt memory strategy engine sync collect run",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}
 FILES = sorted(p for p in (ROOT / "rft_fn").rglob("*.py") if p != ROOT / "rft_fn" / "__init__.py")
@@ -29,44 +30,97 @@ def module_of(path):
     return path.relative_to(ROOT / "rft_fn").with_suffix("").parts[0]
 
 
+# each room may use those before it
+FLOOR_3 = ["dist", "ckpt", "memory", "strategy", "engine", "sync", "collect", "run"]
+PACKAGES = {"rft_fn": ROOT / "rft_fn", "rft_kernels": ROOT / "kernels" / "rft_kernels"}
+
+
+def imported(node):
+    """The names that a statement imports, with `import_module("a.b")` and its kind as well."""
+    if isinstance(node, ast.Import):
+        return [a.name for a in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{a.name}" for a in node.names]
+    if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
+        "import_module",
+        "__import__",
+    ):
+        first = node.args[0] if node.args else None
+        return [first.value] if isinstance(first, ast.Constant) else [ast.unparse(node)]
+    return []
+
+
 def imports(path):
-    """(module of this project, line) for every import in a file, also those inside functions."""
+    """(room of this project, line) for every import in a file, also those inside functions."""
     for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [a.name for a in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{a.name}" for a in node.names]
-        for name in names:
+        for name in imported(node):
             if name.startswith("rft_fn."):
                 yield name.split(".")[1], node.lineno
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT / "rft_fn")))
 def test_no_arrow_points_up(path):
-    here = LAYER[module_of(path)]
+    room = module_of(path)
+    here = LAYER[room]
     for name, line in imports(path):
         assert name in LAYER, (
             f"{path.name}:{line} imports {name} from the package root: import it from its module"
         )
         assert LAYER[name] <= here, f"{path.name}:{line} (L{here}) imports {name} (L{LAYER[name]})"
+        if LAYER[name] == here == 3:
+            assert FLOOR_3.index(name) <= FLOOR_3.index(room), f"{path.name}:{line} ({room}) imports {name}"
+
+
+def modules():
+    """{the name of every module: its file}."""
+    found = {}
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    return found
 
 
 def test_no_import_cycle():
+    """Of files, with imports inside functions and by `import_module`.
+
+    The root, which gathers all rooms, does not count, nor does the way from a module to the package it lies in.
+    """
+    every = modules()
+
+    def module(name):
+        while name and name not in every:
+            name = name.rpartition(".")[0]
+        return name
+
     arrows = {}
-    for path in FILES:
-        arrows.setdefault(module_of(path), set()).update(n for n, _ in imports(path) if n != module_of(path))
+    for here, path in every.items():
+        names = [n for node in ast.walk(ast.parse(path.read_text())) for n in imported(node)]
+        arrows[here] = {module(n) for n in names} - {"", here, *PACKAGES}
     done = set()
 
     def visit(name, trail):
-        assert name not in trail, f"cycle: {' -> '.join([*trail, name])}"
+        assert name not in trail, f"cycle: {' -> '.join([*trail[trail.index(name) :], name])}"
         if name not in done:
-            for other in arrows.get(name, ()):
+            for other in sorted(arrows[name]):
                 visit(other, [*trail, name])
             done.add(name)
 
     for name in arrows:
-        visit(name, [])
+        if name not in PACKAGES:
+            visit(name, [])
+
+
+def test_each_floor_has_at_most_a_dozen_rooms_and_the_root_lists_them():
+    import rft_fn
+
+    text = (ROOT / "rft_fn" / "__init__.py").read_text()
+    rooms = {p.stem for p in (ROOT / "rft_fn").iterdir() if not p.name.startswith("__")}
+    assert rooms == set(LAYER)
+    for level, names in LAYERS.items():
+        assert len(names.split()) <= 13, level
+    for room in rooms:
+        assert hasattr(rft_fn, room) and re.search(rf"\b{room}\b", text), room
 
 
 def test_l0_and_l1_are_torch_and_optree_only():
@@ -136,31 +190,52 @@ def test_scripts_are_not_named_like_libraries():
         assert found is None or str(ROOT) in str(found.origin), f"{path.name} hides {found.origin}"
 
 
-def functions(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            doc = len((ast.get_docstring(node) or "").splitlines())
-            yield node, node.end_lineno - node.lineno + 1 - doc
+FOLDERS = [
+    "rft_kernels",
+    *sorted(p.name for p in (ROOT / "rft_fn").iterdir() if p.is_dir() and p.name[0] != "_"),
+]
 
 
-def test_sizes():
-    """No function over 60 lines (a record's constructor 80), no file over
-    400, half the functions within 10."""
-    sources = [*FILES, *(ROOT / "kernels" / "rft_kernels").glob("*.py")]
-    sizes = []
-    for path in sources:
+def sources(folder):
+    """The Python files of a room, of the kernels, or of the scripts; "" for the library's single modules."""
+    if not folder:
+        return sorted((ROOT / "rft_fn").glob("*.py"))
+    parent = {"rft_kernels": ROOT / "kernels", "bench": ROOT / "kernels", "train_scripts": ROOT}
+    return sorted((parent.get(folder, ROOT / "rft_fn") / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("folder", ["", *FOLDERS, "bench", "train_scripts"])
+def test_code_is_not_dense(folder):
+    """One idea a line: no puzzles to meet a limit, and summaries that fit on a line."""
+    found = measures.measure(sources(folder))
+    assert found.conditionals <= 0.02 * found.lines + 1, f"{found.conditionals} in {found.lines} lines"
+    assert found.characters <= 55
+    for name in ("nested", "in_arguments", "lambdas", "bad_summaries"):
+        assert not getattr(found, name), (name, getattr(found, name))
+    words = sorted(found.summaries)
+    assert words[len(words) // 2] <= 12, f"a median of {words[len(words) // 2]} words in a summary"
+
+
+@pytest.mark.parametrize("folder", ["", *FOLDERS])
+def test_sizes(folder):
+    """Nine in ten bodies within 30 lines; a longer one than 60 says why at its head; files within 400."""
+    for path in sources(folder):
         assert path.read_text().count("\n") <= 400, path.name
-        for node, size in functions(path):
-            sizes.append(size)
-            returns = ast.unparse(node.returns) if node.returns else ""
-            assert size <= (80 if returns in ("Engine", "Strategy") else 60), (
-                f"{path.name}:{node.lineno} {node.name}: {size}"
+    bodies = sorted(measures.measure(sources(folder)).bodies)
+    assert bodies[len(bodies) // 2] <= 10 and bodies[int(0.9 * (len(bodies) - 1))] <= 30
+
+
+@pytest.mark.parametrize(
+    "path", [*FILES, *sources("rft_kernels"), *sources("train_scripts")], ids=lambda p: p.name
+)
+def test_a_body_over_60_lines_says_why(path):
+    lines = path.read_text().splitlines()
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if isinstance(node, measures.FUNCTIONS) and measures.body_lines(node) > 60:
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            assert lines[first - 2].startswith("#"), (
+                f"{path.name}:{node.lineno} {node.name}: no comment says why"
             )
-    sizes.sort()
-    assert sizes[len(sizes) // 2] <= 10 and sizes[int(0.9 * len(sizes))] <= 35, (
-        sizes[len(sizes) // 2],
-        sizes[int(0.9 * len(sizes))],
-    )
 
 
 def load_script(name):

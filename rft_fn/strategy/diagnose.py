@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from rft_fn import dist, tree
+from rft_fn import dist, packing, tree
 from rft_fn.types import Apply, LossFn, Packed
 
 __all__ = ["NonFinite", "Source", "dump", "first_offender", "load_fault", "with_source"]
@@ -55,17 +54,6 @@ def _unit(b: Packed, first: int) -> Packed:
         members = [first + i for i in range(len(rows))]  # a placeholder has no rows, and no media
         media = b.media.take(members)
     return tree.replace(part, seq=part.seq - first, num_seqs=b.unit, rows=rows, media=media)
-
-
-def _silent_pack(b: Packed) -> Packed:
-    """A placeholder pack of one unit, like those of `b`: masked tokens, with finite data."""
-    part = tree.map(lambda x: x.new_zeros(b.unit, *x.shape[1:]), tree.replace(b, media=None))
-    media = None
-    if b.media is not None:
-        media = b.media.take([])
-    seq = torch.arange(b.unit, device=b.seq.device)
-    tokens = b.tokens[:1].repeat(b.unit)
-    return tree.replace(part, tokens=tokens, seq=seq, num_seqs=b.unit, rows=(), padding=0, media=media)
 
 
 def _smallest(count: int, bad: Callable[[int], bool]) -> int | None:
@@ -118,11 +106,11 @@ def _first(
 
     def broken(n: int) -> bool:
         """Whether the first n parts of all ranks are; placeholders stand for the others."""
-        mine = [_silent_pack(like)] * max(counts)
+        mine = [packing.placeholder(like)] * max(counts)
         for i, part in enumerate(parts):
             mine[i] = part
             if start + i >= n:
-                mine[i] = _silent_pack(part)
+                mine[i] = packing.placeholder(part)
         return probe(mine)
 
     # n counts to the first bad part, which lies on the last rank that begins before it
