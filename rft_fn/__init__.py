@@ -1,23 +1,29 @@
 """Reinforcement fine-tuning as pure functions over explicit state. `import rft_fn as rft`."""
 
-from rft_fn import (  # isort: skip
-    advantage, algorithm, check, ckpt, collect, data, dist, engine, logprob, loss, memory, metric,
-    modality, model, optim, packing, reward, reward_shaping, rng, run, scan, segment, strategy, sync,
-    testing, tree, types, weight,
-)  # fmt: skip
-from rft_fn.types import (  # isort: skip
-    Engine, Experience, Media, Packed, Rollout, Sampling, Strategy, TokenOut, TrainState, Transform,
-    experience,
-)  # fmt: skip
+# isort: skip_file
+# L0: values; torch and optree alone
+from rft_fn import check, precision, rng, tree, types
 
-# a name that programs are written against: generation over ranks belongs to `collect` now
+# L1: mathematics
+from rft_fn import advantage, algorithm, logprob, loss, metric, optim, packing, reward_shaping, scan, segment
+from rft_fn import testing, weight
+
+# L2: the model as a function, prompts, and what turns responses into numbers
+from rft_fn import data, hub, modality, model, reward
+
+# L3: effects; each room may use those before it
+from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run
+from rft_fn.types import Engine, Experience, Media, Packed, Rollout, Sampling, Strategy, TokenOut, TrainState
+from rft_fn.types import Transform, experience
+
+# programs are written against this name; generation over ranks belongs to `collect`
 engine.gather_and_generate = collect.gather_and_generate  # type: ignore[attr-defined]
 
 __version__ = "0.1.0"
 __all__ = [
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
     "Transform", "advantage", "algorithm", "check", "ckpt", "collect", "data", "dist", "engine", "experience",
-    "logprob", "loss", "memory", "metric", "modality", "model", "optim", "packing", "reward",
-    "reward_shaping", "rng", "run", "scan", "segment", "strategy", "sync", "testing", "tree", "types",
-    "weight",
+    "hub", "logprob", "loss", "memory", "metric", "modality", "model", "optim", "packing", "precision",
+    "reward", "reward_shaping", "rng", "run", "scan", "segment", "strategy", "sync", "testing", "tree",
+    "types", "weight",
 ]  # fmt: skip

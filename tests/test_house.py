@@ -84,7 +84,7 @@ def modules():
 def test_no_import_cycle():
     """Of files, with imports inside functions and by `import_module`.
 
-    The root, which gathers all rooms, does not count, nor does the way from a module to the package it lies in.
+    The root, which gathers all rooms, does not count, nor does the way from a module to its own package.
     """
     every = modules()
 
@@ -213,7 +213,7 @@ def test_code_is_not_dense(folder):
     for name in ("nested", "in_arguments", "lambdas", "bad_summaries"):
         assert not getattr(found, name), (name, getattr(found, name))
     words = sorted(found.summaries)
-    assert words[len(words) // 2] <= 12, f"a median of {words[len(words) // 2]} words in a summary"
+    assert words[len(words) // 2] <= 15, f"a median of {words[len(words) // 2]} words in a summary"
 
 
 @pytest.mark.parametrize("folder", ["", *FOLDERS])
