@@ -25,6 +25,21 @@ class Media:
             out[name] = torch.cat([parts[i] for i in index]) if index else x[:0]
         return Media(tensors=out, rows={name: r[index] for name, r in self.rows.items()})
 
+    @staticmethod
+    def concat(parts: "list[Media | None]", counts: list[int]) -> "Media | None":
+        kinds = dict.fromkeys(name for part in parts if part for name in part.tensors)
+        if not kinds:
+            return None
+        tensors = {k: torch.cat([p.tensors[k] for p in parts if p and k in p.tensors]) for k in kinds}
+        none = Media(tensors={}, rows={})
+        rows = {
+            k: torch.cat(
+                [(p or none).rows.get(k, torch.zeros(n, dtype=torch.long)) for p, n in zip(parts, counts)]
+            )
+            for k in kinds
+        }
+        return Media(tensors=tensors, rows=rows)
+
 
 @tree.struct
 class Rollout:
