@@ -2,7 +2,7 @@
 
 from rft_fn import (  # isort: skip
     advantage, algorithm, check, ckpt, collect, data, dist, engine, faults, logprob, loss, metric, modality,
-    model, optim, packing, reward, reward_shaping, rng, run, scan, segment, strategy, testing, tree,
+    model, optim, packing, reward, reward_shaping, rng, rollout, run, scan, segment, strategy, testing, tree,
     types, weight,
 )  # fmt: skip
 from rft_fn.types import (  # isort: skip
@@ -18,5 +18,5 @@ __all__ = [
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
     "Transform", "advantage", "algorithm", "check", "ckpt", "collect", "data", "dist", "engine", "experience",
     "faults", "logprob", "loss", "metric", "modality", "model", "optim", "packing", "reward",
-    "reward_shaping", "rng", "run", "scan", "segment", "strategy", "testing", "tree", "types", "weight",
+    "reward_shaping", "rng", "rollout", "run", "scan", "segment", "strategy", "testing", "tree", "types", "weight",
 ]  # fmt: skip

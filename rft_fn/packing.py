@@ -249,14 +249,14 @@ def shard(
 
 
 def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor:
-    """Label-aligned values [T] of each pack back to their tokens: [B, S] in the type of x, 0
-    where no pack has a value."""
+    """Label-aligned values [T, ...] of each pack back at their tokens: [B, S, ...], 0 where there is none."""
     if len(x) != len(packs):
         raise ValueError(f"x: expected {len(packs)} tensors, one for each pack, got {len(x)}")
     dtype = x[0].dtype if x else torch.float32
-    out = torch.zeros(like.shape, dtype=dtype, device=like.device)
+    further = x[0].shape[1:] if x else ()
+    out = torch.zeros(*like.shape, *further, dtype=dtype, device=like.device)
     for values, p in zip(x, packs):
-        check.shapes(x=(values, "T"), target=(p.target, "T"))
+        check.shapes(x=(values[(...,) + (0,) * len(further)], "T"), target=(p.target, "T"))
         if p.rows:
             size = p.target.shape[0] - p.padding
             values, seq, pos = (x[:size].to(like.device) for x in (values, p.seq, p.pos))

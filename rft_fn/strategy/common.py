@@ -11,6 +11,7 @@ from rft_fn.model import probe
 from rft_fn.model.text import ALONE
 from rft_fn.strategy import memory
 from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.scoring import scorer
 from rft_fn.types import Experience, Packed
 
 __all__ = ["Cut", "everywhere", "together"]
@@ -62,6 +63,7 @@ def together(cut: Cut) -> dict[str, Any]:
 
     return {
         "shard": mine,
+        "score": scorer(mine, dist.gather),
         "gather": dist.gather,
         "all_reduce": dist.all_reduce,
         "print": say,

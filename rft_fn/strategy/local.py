@@ -14,7 +14,8 @@ from rft_fn.model.lora import Export
 from rft_fn.strategy import memory, step
 from rft_fn.strategy.common import Cut
 from rft_fn.strategy.config import StrategyConfig
-from rft_fn.types import Apply, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
+from rft_fn.strategy.scoring import scorer
+from rft_fn.types import Apply, Experience, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
 __all__ = ["fork", "local", "unsupported"]
 
@@ -103,11 +104,19 @@ def local(config: StrategyConfig | None = None) -> Strategy:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     update = partial(step.update, max_skips=config.max_skips, host=config.adam_offload)
     grad, update = step.guarded(step.grad, update, partial(export, finite=False))
+
+    def shard(exp: Experience, budget: int, *, unit: int = 1) -> list[Packed]:
+        return cut.shard(exp, budget, unit=unit)[0]
+
+    def gather(x: Any) -> Any:
+        return x
+
     return Strategy(
         init=partial(init, config, cut=cut),
         bind=partial(bind, config, cut=cut),
-        shard=lambda exp, budget, **options: cut.shard(exp, budget, **options)[0],
-        gather=lambda x: x,
+        shard=shard,
+        score=scorer(shard, gather),
+        gather=gather,
         all_reduce=dist.all_reduce,
         grad=grad,
         update=update,
