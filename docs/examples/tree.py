@@ -10,7 +10,9 @@ import tyro
 import rft_fn as rft
 
 
-def main(steps: int = 60, n_prompts: int = 16, roots: int = 4, branches: int = 4, out: str = "runs/tree") -> None:
+def main(
+    steps: int = 60, n_prompts: int = 16, roots: int = 4, branches: int = 4, out: str = "runs/tree"
+) -> None:
     st = rft.strategy.get_strategy()
     sampling = rft.Sampling(max_new=6)
     tokenizer = rft.model.load_tokenizer("tiny")
@@ -51,7 +53,8 @@ def main(steps: int = 60, n_prompts: int = 16, roots: int = 4, branches: int = 4
         grads, metrics = st.grad(state, apply, loss_fn, st.shard(exp, 2048))
         state, more = st.update(state, grads)
         eng.load(st.export(state), version=state.step)
-        run.write(step, rft.metric.results(metrics | more) | rft.metric.rollout(leaves, judged.reward))
+        values = rft.metric.results(metrics | more) | rft.reward.means(judged, "reward")
+        run.write(step, values, tokens=int(leaves.length.sum()))
     run.finish()
 
 

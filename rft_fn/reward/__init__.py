@@ -12,7 +12,7 @@ from rft_fn.reward.combine import Score, Scored, Weighted, columns, weighted
 from rft_fn.reward.convention import RewardFn, TrainerState, text, trainer_state
 from rft_fn.reward.loading import load, parse
 from rft_fn.reward.preflight import check
-from rft_fn.reward.rollout import Judged, concat, judge, means, responses, select
+from rft_fn.reward.rollout import Judged, concat, judge, judge_rows, means, responses, select
 from rft_fn.reward.verifiable import (
     boxed_format,
     exact,
@@ -42,6 +42,7 @@ __all__ = [
     "extract_number",
     "extract_tag",
     "judge",
+    "judge_rows",
     "load",
     "math",
     "means",

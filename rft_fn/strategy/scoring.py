@@ -35,7 +35,9 @@ def scorer(shard: Shard, gather: Gather) -> ScoreRows:
         exp = _all_rows(batch)
         packs = shard(exp, budget)
         outs = [apply(params, pack) for pack in to_params_device(apply, params, packs)]
-        return TokenOut(**{name: _rows(name, outs, packs, exp, gather) for name in {"logp": 0, **dict.fromkeys(fields)}})
+        return TokenOut(
+            **{name: _rows(name, outs, packs, exp, gather) for name in {"logp": 0, **dict.fromkeys(fields)}}
+        )
 
     return score
 
@@ -48,10 +50,14 @@ def _all_rows(batch: Experience | Rollout) -> Experience:
     return tree.replace(batch, w=w)
 
 
-def _rows(name: str, outs: Sequence[TokenOut], packs: Sequence[Packed], exp: Experience, gather: Gather) -> Tensor:
+def _rows(
+    name: str, outs: Sequence[TokenOut], packs: Sequence[Packed], exp: Experience, gather: Gather
+) -> Tensor:
     """One field of all packs of all ranks as [B, S, ...], 0 outside mask."""
     found = [getattr(out, name) for out in outs]
     if any(x is None for x in found):
-        raise ValueError(f"fields: expected what the model was bound with, got {name!r}, which it does not have")
+        raise ValueError(
+            f"fields: expected what the model was bound with, got {name!r}, which it does not have"
+        )
     mine = packing.unpack([x.to(exp.tokens.device) for x in found], packs, exp.tokens)
     return gather(mine[None]).sum(0)

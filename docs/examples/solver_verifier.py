@@ -1,0 +1,64 @@
+"""A solver and a verifier, two models with a state each: one answers, the other says whether that is right.
+
+The verifier reads question and answer and says y or n; it is rewarded for being right. The solver is rewarded
+for right answers, and a little for those that the verifier believes (arXiv 2505.13445).
+"""
+
+import torch
+import tyro
+
+import rft_fn as rft
+
+
+def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs/solver_verifier") -> None:
+    st = rft.strategy.get_strategy()
+    tokenizer = rft.model.load_tokenizer("tiny")
+    samplings = {"solver": rft.Sampling(max_new=6), "verifier": rft.Sampling(max_new=1)}
+    apply, state, eng = {}, {}, {}
+    for name, sampling in samplings.items():
+        tx = rft.optim.chain(rft.optim.clip_by_global_norm(1.0), rft.optim.adamw(1e-3))
+        apply[name], state[name] = st.init(rft.model.load("tiny"), tx, sampling=sampling)
+        eng[name] = rft.engine.get_engine(None, "tiny", tokenizer)
+    dataset = rft.data.load("sort_digits:1", tokenizer, template="{short}")
+    score = rft.reward.weighted(correct=(rft.reward.task("sort_digits"), 1.0))
+    run = rft.run.Run(out, {"steps": steps}, total=steps, rank=st.rank)
+
+    def loss_fn(out, b):
+        return rft.loss.ppo_clip(out.logp, b.old_logp, b.adv)
+
+    def sample(name, prompts, keys, n):
+        how = samplings[name]
+        return rft.collect.gather_and_generate(eng[name], st, prompts, keys, n=n, sampling=how)
+
+    def learn(name, rollout, reward):
+        """One update of a model from its rewards [N, G]."""
+        adv = rft.advantage.grpo(reward).view(-1, 1)
+        exp = rft.experience(rollout, adv=adv, w=rft.weight.token_mean(rollout.mask))
+        grads, _ = st.grad(state[name], apply[name], loss_fn, st.shard(exp, 2048))
+        state[name], _ = st.update(state[name], grads)
+        eng[name].load(st.export(state[name]), version=state[name].step)
+
+    for step in range(steps):
+        prompts, keys = rft.data.draw(dataset, n_prompts, step, 0)
+        answers = sample("solver", prompts, keys, group)
+        right = rft.collect.gather_and_judge(st, score, answers, prompts, tokenizer).reward == 1
+
+        # each answer is a prompt of the verifier's
+        ids = [row + tokenizer.encode(":") for row in rft.rollout.prefixes(answers)]
+        again = [rft.rng.fold_in(0, "verify", step, row) for row in range(len(ids))]
+        verdicts = sample("verifier", ids, again, 4)
+        said = rft.reward.responses(verdicts, tokenizer)
+        yes = torch.tensor([text == "y" for text in said]).view(-1, 4)
+        no = torch.tensor([text == "n" for text in said]).view(-1, 4)
+        truth = right.view(-1, 1)
+
+        learn("verifier", verdicts, torch.where(truth, yes, no).float())
+        believed = yes.float().mean(-1).view(n_prompts, group)
+        learn("solver", answers, right.float() + 0.1 * believed)
+        run.write(step, {"reward/mean": float(right.float().mean()),
+                         "reward/verifier": float(torch.where(truth, yes, no).float().mean())})  # fmt: skip
+    run.finish()
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
