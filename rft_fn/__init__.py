@@ -18,5 +18,6 @@ __all__ = [
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
     "Transform", "advantage", "algorithm", "check", "ckpt", "collect", "data", "dist", "engine", "experience",
     "faults", "logprob", "loss", "metric", "modality", "model", "optim", "packing", "reward",
-    "reward_shaping", "rng", "rollout", "run", "scan", "segment", "strategy", "testing", "tree", "types", "weight",
+    "reward_shaping", "rng", "rollout", "run", "scan", "segment", "strategy", "testing", "tree", "types",
+    "weight",
 ]  # fmt: skip

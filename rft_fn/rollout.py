@@ -47,9 +47,9 @@ def _row_numbers(rollout: Rollout, index: Sequence[int] | Tensor) -> list[int]:
 def concat(parts: Sequence[Rollout], *, prompts: Sequence[int] | None = None) -> Rollout:
     """The rows of all parts in order, padded to the longest, with groups renumbered.
 
-    The groups of a part are counted on from those of the parts before it, so that they point into the lists of
-    prompts one after the other. `prompts` is how many prompts each part has; without it, one more than its
-    largest group. ValueError for no parts, another number of counts, or a count that is too small.
+    The groups of a part continue those of the part before it, so that they point into the parts' prompts, one
+    list after the other. `prompts` is how many prompts each part has; by default one more than its largest
+    group. ValueError for no parts, another number of counts, or a count that is too small.
     """
     if not parts:
         raise ValueError("parts: expected one rollout or more, got none")

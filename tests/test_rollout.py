@@ -11,7 +11,7 @@ from rft_fn.types import Media, Rollout
 
 
 def build(rows, media=False):
-    """A rollout of rows (tokens, how many of them were sampled, group, version); each row owns b % 3 images."""
+    """A rollout of rows (tokens, how many were sampled, group, version); row b owns b % 3 images."""
     size = max((len(tokens) for tokens, *_ in rows), default=1)
     count = len(rows)
     found = {
@@ -156,8 +156,8 @@ def test_a_branch_keeps_what_was_sampled_before_it(found, data, n):
     before, new = listed(r), listed(after)
     for b, row in enumerate(got):
         source, cut = b // n, at[b // n]
-        assert row[0] == before[source][0][:cut] + [8, 9]
-        assert row[1] == before[source][1][:cut] + [True, True]
+        assert row[0] == [*before[source][0][:cut], 8, 9]
+        assert row[1] == [*before[source][1][:cut], True, True]
         assert row[2] == before[source][2][:cut] + new[b][2][cut:]
         assert row[3] == new[b][3] and row[4] == before[source][4]
         assert row[5] == min(before[source][5], 9) and row[6] == before[source][6]

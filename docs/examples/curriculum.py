@@ -17,20 +17,19 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
     tx = rft.optim.chain(rft.optim.clip_by_global_norm(1.0), rft.optim.adamw(1e-3))
     apply, state = st.init(rft.model.load("tiny"), tx, sampling=sampling)
     eng = rft.engine.get_engine(None, "tiny", tokenizer)
-    dataset = rft.data.load("sort_digits:1", tokenizer, template="{short}")
+    levels = [rft.data.load(f"sort_digits:{n}", tokenizer, template="{short}") for n in (1, 2, 3, 4)]
     score = rft.reward.weighted(correct=(rft.reward.task("sort_digits"), 1.0))
     run = rft.run.Run(out, {"steps": steps}, total=steps, rank=st.rank)
 
     def loss_fn(out, b):
         return rft.loss.ppo_clip(out.logp, b.old_logp, b.adv), rft.metric.policy(out, b)
 
-    levels = [rft.data.load(f"sort_digits:{n}", tokenizer, template="{short}") for n in (1, 2, 3, 4)]
     success = torch.full((len(levels),), 0.5)
     for step in range(steps):
         # each prompt's level is drawn by the share of its level
         share = (success * (1 - success)).clamp(min=0.01)
-        generator = rft.rng.generator(rft.rng.fold_in(0, "levels", step))
-        chosen = torch.multinomial(share, n_prompts, replacement=True, generator=generator)
+        draws = rft.rng.generator(rft.rng.fold_in(0, "levels", step))
+        chosen = torch.multinomial(share, n_prompts, replacement=True, generator=draws)
         prompts, keys = [], []
         for n, count in enumerate(torch.bincount(chosen, minlength=len(levels)).tolist()):
             more = rft.data.draw(levels[n], max(count, 1), step, n)

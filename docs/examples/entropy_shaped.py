@@ -1,7 +1,7 @@
 """Advantages shaped by entropy: uncertain tokens of a good response learn more.
 
-Each token's advantage gets alpha times its entropy, at most half of the advantage's own size, so that its sign
-never changes (arXiv 2506.14758).
+Each token's advantage grows by its entropy, by half of the advantage's size at most, so that its sign never
+changes (arXiv 2506.14758).
 """
 
 import torch

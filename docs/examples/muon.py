@@ -1,6 +1,6 @@
 """Muon for the matrices of the blocks, AdamW for all else (arXiv 2502.16982).
 
-Both are plain pairs of functions; `optim.partition` gives each the parameters that a function of their names says.
+Both are pairs of functions; `optim.partition` divides the parameters between them by name.
 """
 
 import tyro

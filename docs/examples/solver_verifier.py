@@ -55,8 +55,8 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
         learn("verifier", verdicts, torch.where(truth, yes, no).float())
         believed = yes.float().mean(-1).view(n_prompts, group)
         learn("solver", answers, right.float() + 0.1 * believed)
-        run.write(step, {"reward/mean": float(right.float().mean()),
-                         "reward/verifier": float(torch.where(truth, yes, no).float().mean())})  # fmt: skip
+        verified = float(torch.where(truth, yes, no).float().mean())
+        run.write(step, {"reward/mean": float(right.float().mean()), "reward/verifier": verified})
     run.finish()
 
 

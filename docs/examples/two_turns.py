@@ -1,7 +1,6 @@
-"""Two turns with an environment: it answers the first try with how many places are right, the model tries again.
+"""Two turns with an environment: it says how many places of the first try are right, the model tries again.
 
-The environment's tokens are no samples, so they are in no loss; the reward is that of the last try, and both
-turns learn from it (multi-turn GRPO, as in RAGEN, arXiv 2504.20073).
+The environment's tokens are in no loss; both turns learn from the reward of the last try (RAGEN, arXiv 2504.20073).
 """
 
 import tyro
