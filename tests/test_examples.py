@@ -1,4 +1,4 @@
-"""Every script in docs/examples runs, with the same numbers on one process and on two, in under sixty lines."""
+"""Every script in docs/examples runs, with the same numbers on one process and on two."""
 
 import contextlib
 import importlib.util

@@ -37,7 +37,6 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
             keys += more[1][:count]
         rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, n=group, sampling=sampling)
         judged = rft.collect.gather_and_judge(st, score, rollout, prompts, tokenizer)
-
         # what each level's rows got moves its running mean
         level = chosen.sort().values.repeat_interleave(group)
         for n, rows in rft.rollout.split(rollout, level).items():
@@ -50,11 +49,8 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
         state, more = st.update(state, grads)
         eng.load(st.export(state), version=state.step)
         values = rft.metric.results(metrics | more) | rft.reward.means(judged, "reward")
-        run.write(
-            step,
-            values | {f"level/{n + 1}": float(x) for n, x in enumerate(success)},
-            tokens=int(rollout.length.sum()),
-        )
+        values |= {f"level/{n + 1}": float(x) for n, x in enumerate(success)}
+        run.write(step, values, tokens=int(rollout.length.sum()))
     run.finish()
 
 

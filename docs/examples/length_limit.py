@@ -39,11 +39,8 @@ def main(
         state, more = st.update(state, grads)
         eng.load(st.export(state), version=state.step)
         values = rft.metric.results(metrics | more) | rft.reward.means(judged, "reward")
-        run.write(
-            step,
-            values | {"length/price": price, "length/mean": float(length.mean())},
-            tokens=int(rollout.length.sum()),
-        )
+        values |= {"length/price": price, "length/mean": float(length.mean())}
+        run.write(step, values, tokens=int(rollout.length.sum()))
     run.finish()
 
 

@@ -46,11 +46,8 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
         state, more = st.update(state, grads)
         eng.load(st.export(state), version=state.step)
         values = rft.metric.results(metrics | more) | rft.reward.means(judged, "reward")
-        run.write(
-            step,
-            values | {"replay/rows": len(batch.tokens) - len(rollout.tokens)},
-            tokens=int(rollout.length.sum()),
-        )
+        values |= {"replay/rows": len(batch.tokens) - len(rollout.tokens)}
+        run.write(step, values, tokens=int(rollout.length.sum()))
     run.finish()
 
 

@@ -27,8 +27,7 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
         return rft.loss.ppo_clip(out.logp, b.old_logp, b.adv)
 
     def sample(name, prompts, keys, n):
-        how = samplings[name]
-        return rft.collect.gather_and_generate(eng[name], st, prompts, keys, n=n, sampling=how)
+        return rft.collect.gather_and_generate(eng[name], st, prompts, keys, n=n, sampling=samplings[name])
 
     def learn(name, rollout, reward):
         """One update of a model from its rewards [N, G]."""
@@ -48,15 +47,12 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
         again = [rft.rng.fold_in(0, "verify", step, row) for row in range(len(ids))]
         verdicts = sample("verifier", ids, again, 4)
         said = rft.reward.responses(verdicts, tokenizer)
-        yes = torch.tensor([text == "y" for text in said]).view(-1, 4)
-        no = torch.tensor([text == "n" for text in said]).view(-1, 4)
-        truth = right.view(-1, 1)
-
-        learn("verifier", verdicts, torch.where(truth, yes, no).float())
-        believed = yes.float().mean(-1).view(n_prompts, group)
-        learn("solver", answers, right.float() + 0.1 * believed)
-        verified = float(torch.where(truth, yes, no).float().mean())
-        run.write(step, {"reward/mean": float(right.float().mean()), "reward/verifier": verified})
+        yes, no = (torch.tensor([text == word for text in said]).view(-1, 4) for word in "yn")
+        verified = torch.where(right.view(-1, 1), yes, no).float()
+        learn("verifier", verdicts, verified)
+        learn("solver", answers, right.float() + 0.1 * yes.float().mean(-1).view_as(right))
+        rewards = {"reward/mean": float(right.float().mean()), "reward/verifier": float(verified.mean())}
+        run.write(step, rewards)
     run.finish()
 
 

@@ -45,10 +45,8 @@ def main(
         reward = judged.reward.view(n_prompts, roots, branches)
         worth = reward.mean(-1, keepdim=True)
         before = (worth - worth.mean(1, keepdim=True)).expand_as(reward).reshape(-1, 1)
-        behind = (reward - worth).reshape(-1, 1)
         new = torch.arange(leaves.mask.shape[1]) >= cut.repeat_interleave(branches)[:, None]
-
-        adv = (before + behind * new) * leaves.mask
+        adv = (before + (reward - worth).reshape(-1, 1) * new) * leaves.mask
         exp = rft.experience(leaves, adv=adv, w=rft.weight.token_mean(leaves.mask))
         grads, metrics = st.grad(state, apply, loss_fn, st.shard(exp, 2048))
         state, more = st.update(state, grads)

@@ -1,6 +1,6 @@
 """Two turns with an environment: it says how many places of the first try are right, the model tries again.
 
-The environment's tokens are in no loss; both turns learn from the reward of the last try (RAGEN, arXiv 2504.20073).
+The environment's tokens are in no loss, and both turns learn from the last reward (RAGEN, arXiv 2504.20073).
 """
 
 import tyro
@@ -45,7 +45,6 @@ def main(steps: int = 120, n_prompts: int = 32, group: int = 8, out: str = "runs
         last = rft.tree.replace(second, group=both.group)
         judged = rft.collect.gather_and_judge(st, score, last, prompts, tokenizer)
         adv = rft.advantage.grpo(judged.reward).view(-1, 1)
-
         exp = rft.experience(both, adv=adv, w=rft.weight.token_mean(both.mask))
         grads, metrics = st.grad(state, apply, loss_fn, st.shard(exp, 2048))
         state, more = st.update(state, grads)
