@@ -5,7 +5,6 @@ import importlib.util
 import inspect
 import io
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -61,5 +60,19 @@ def test_an_example_is_short_and_names_its_paper(path):
     text = path.read_text()
     assert len(text.splitlines()) < 60 and re.search(r"arXiv \d{4}\.\d{5}", text.split('"""')[1])
     picture = FOLDER / "pictures" / f"{path.stem}.png"
-    assert picture.is_file() or os.environ.get("RFT_NO_PICTURES")
+    assert picture.is_file()
     assert f"{path.name}]" in (FOLDER / "README.md").read_text()
+
+
+def test_the_table_is_made_of_the_results():
+    spec = importlib.util.spec_from_file_location(
+        "bench_examples", FOLDER.parents[1] / "tests/bench/examples.py"
+    )
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    found = json.loads(bench.RESULTS.read_text())
+    text = bench.PAGE.read_text()
+    assert bench.page(text, found) == text, "python tests/bench/examples.py --page"
+    assert set(found["scripts"]) == {p.stem for p in SCRIPTS}
+    for name, x in found["scripts"].items():
+        assert sum(x["reward"][-10:]) > 1.5 * sum(x["reward"][:10]), f"{name} does not learn"
