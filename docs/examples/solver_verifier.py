@@ -1,7 +1,7 @@
 """A solver and a verifier, two models with a state each: one answers, the other says whether that is right.
 
-The verifier reads question and answer and says y or n; it is rewarded for being right. The solver is rewarded
-for right answers, and a little for those that the verifier believes (arXiv 2505.13445).
+The verifier reads question and answer, says y or n, and is rewarded where that is so. The solver gets the
+task's reward, and a little for answers that the verifier believes (arXiv 2505.13445).
 """
 
 import torch
@@ -40,7 +40,7 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
     for step in range(steps):
         prompts, keys = rft.data.draw(dataset, n_prompts, step, 0)
         answers = sample("solver", prompts, keys, group)
-        right = rft.collect.gather_and_judge(st, score, answers, prompts, tokenizer).reward == 1
+        reward = rft.collect.gather_and_judge(st, score, answers, prompts, tokenizer).reward
 
         # each answer is a prompt of the verifier's
         ids = [row + tokenizer.encode(":") for row in rft.rollout.prefixes(answers)]
@@ -48,11 +48,10 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
         verdicts = sample("verifier", ids, again, 4)
         said = rft.reward.responses(verdicts, tokenizer)
         yes, no = (torch.tensor([text == word for text in said]).view(-1, 4) for word in "yn")
-        verified = torch.where(right.view(-1, 1), yes, no).float()
+        verified = torch.where(reward.view(-1, 1) == 1, yes, no).float()
         learn("verifier", verdicts, verified)
-        learn("solver", answers, right.float() + 0.1 * yes.float().mean(-1).view_as(right))
-        rewards = {"reward/mean": float(right.float().mean()), "reward/verifier": float(verified.mean())}
-        run.write(step, rewards)
+        learn("solver", answers, reward + 0.1 * yes.float().mean(-1).view_as(reward))
+        run.write(step, {"reward/mean": float(reward.mean()), "reward/verifier": float(verified.mean())})
     run.finish()
 
 
