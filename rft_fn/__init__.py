@@ -5,8 +5,8 @@
 from rft_fn import check, precision, rng, tree, types
 
 # L1: mathematics
-from rft_fn import advantage, algorithm, logprob, loss, metric, optim, packing, reward_shaping, scan, segment
-from rft_fn import testing, weight
+from rft_fn import advantage, algorithm, logprob, loss, metric, optim, packing, reward_shaping, rollout, scan
+from rft_fn import segment, testing, weight
 
 # L2: the model as a function, prompts, and what turns responses into numbers
 from rft_fn import data, hub, modality, model, reward
@@ -24,6 +24,6 @@ __all__ = [
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
     "Transform", "advantage", "algorithm", "check", "ckpt", "collect", "data", "dist", "engine", "experience",
     "hub", "logprob", "loss", "memory", "metric", "modality", "model", "optim", "packing", "precision",
-    "reward", "reward_shaping", "rng", "run", "scan", "segment", "strategy", "sync", "testing", "tree",
-    "types", "weight",
+    "reward", "reward_shaping", "rng", "rollout", "run", "scan", "segment", "strategy", "sync", "testing",
+    "tree", "types", "weight",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from rft_fn.types import Transform
 
 __all__ = [
     "adamw", "apply_updates", "chain", "clip_by_global_norm", "constant", "count", "ema", "ema_params",
-    "global_norm", "master_weights", "warmup_cosine", "warmup_linear",
+    "global_norm", "master_weights", "partition", "warmup_cosine", "warmup_linear",
 ]  # fmt: skip
 
 
@@ -265,6 +265,53 @@ def ema(decay: float) -> Transform:
     return Transform(init, update, {"name": "ema", "decay": decay})
 
 
+@tree.struct
+class PartitionState:
+    """Of `partition`: the state of each transform, by its label."""
+
+    inner: dict[str, Any]
+
+
+def partition(label: Callable[[str, Tensor], str], **txs: Transform) -> Transform:
+    """Each parameter by one of several transforms: the one that `label(name, parameter)` names.
+
+    Parameters are a mapping of names, as everywhere here. A transform sees only its own: a clip inside of
+    one clips by the norm of those. ValueError at init for a label that is none of the transforms', and for a
+    transform that gets no parameter.
+    """
+
+    def names_of(params: Any) -> dict[str, list[str]]:
+        out: dict[str, list[str]] = {name: [] for name in txs}
+        for name, p in params.items():
+            chosen = label(name, p)
+            if chosen not in txs:
+                raise ValueError(f"label: expected one of {', '.join(txs)} for {name}, got {chosen!r}")
+            out[chosen].append(name)
+        return out
+
+    def select(named: Any, names: list[str]) -> tree.Named:
+        return tree.Named((name, named[name]) for name in names)
+
+    def init(params: Any) -> PartitionState:
+        inner = {}
+        for chosen, names in names_of(params).items():
+            if not names:
+                raise ValueError(f"{chosen}: expected parameters with this label, got none")
+            inner[chosen] = txs[chosen].init(select(params, names))
+        return PartitionState(inner=inner)
+
+    def update(grads: Any, state: PartitionState, params: Any) -> tuple[Any, PartitionState]:
+        updates, inner = tree.Named(), {}
+        for chosen, names in names_of(params).items():
+            mine, own = select(grads, names), select(params, names)
+            found, inner[chosen] = txs[chosen].update(mine, state.inner[chosen], own)
+            updates.update(found)
+        in_order = tree.Named((name, updates[name]) for name in params)
+        return in_order, PartitionState(inner=inner)
+
+    return Transform(init, update, {"name": "partition", "txs": {name: tx.spec for name, tx in txs.items()}})
+
+
 def parts(opt: Any) -> tuple:
     """The states inside an optimizer state.
 
@@ -272,6 +319,8 @@ def parts(opt: Any) -> tuple:
     """
     if isinstance(opt, tuple):
         return opt
+    if isinstance(opt, PartitionState):
+        return tuple(opt.inner.values())
     if isinstance(opt, MasterState):
         return (opt.inner,)
     return ()

@@ -129,19 +129,20 @@ def stack(exp: Experience) -> Packed:
 
 
 def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor:
-    """Put values of packs back on their tokens, [B, S].
+    """Put values of packs back on their tokens, [B, S, ...].
 
-    Values [T] of each pack are label-aligned; the result has the shape of `like`. It has the type of x, and
-    is 0 on tokens of which no pack has a value.
+    Values [T, ...] of each pack are label-aligned; the first two dimensions are those of `like`. The result
+    has the type of x, and is 0 on tokens of which no pack has a value.
     """
     if len(x) != len(packs):
         raise ValueError(f"x: expected {len(packs)} tensors, one for each pack, got {len(x)}")
-    dtype = torch.float32
+    first = torch.zeros(0)
     if x:
-        dtype = x[0].dtype
-    out = torch.zeros(like.shape, dtype=dtype, device=like.device)
+        first = x[0]
+    out = torch.zeros(*like.shape, *first.shape[1:], dtype=first.dtype, device=like.device)
     for values, p in zip(x, packs):
-        check.shapes(x=(values, "T"), target=(p.target, "T"))
+        number = values[(..., *[0] * (values.dim() - 1))]  # of each token, whatever else there is of it
+        check.shapes(x=(number, "T"), target=(p.target, "T"))
         if p.rows:
             size = p.target.shape[0] - p.padding
             values, seq, pos = (x[:size].to(like.device) for x in (values, p.seq, p.pos))

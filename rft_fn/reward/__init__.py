@@ -13,7 +13,7 @@ from rft_fn.reward.combine import Weighted, columns, weighted
 from rft_fn.reward.convention import RewardFn, Score, Scored, TrainerState, text, trainer_state
 from rft_fn.reward.loading import load, parse
 from rft_fn.reward.preflight import check
-from rft_fn.reward.scoring import Judged, concat, judge, means, responses, select
+from rft_fn.reward.scoring import Judged, concat, judge, judge_rows, means, responses, select
 from rft_fn.reward.verifiable import (
     boxed_format,
     exact,
@@ -43,6 +43,7 @@ __all__ = [
     "extract_number",
     "extract_tag",
     "judge",
+    "judge_rows",
     "load",
     "math",
     "means",

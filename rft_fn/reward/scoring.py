@@ -8,11 +8,12 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from rft_fn import tree
 from rft_fn.data.prompts import Prompt
 from rft_fn.reward.convention import Score, TrainerState, as_messages, taken
 from rft_fn.types import Rollout
 
-__all__ = ["Judged", "concat", "judge", "means", "responses", "select"]
+__all__ = ["Judged", "concat", "judge", "judge_rows", "means", "responses", "select"]
 
 _REMEDY = "judge each rollout with its own prompts, before its rows are joined to others or moved"
 
@@ -166,6 +167,23 @@ def _group_size(group: Tensor, count: int) -> int:
 
 
 # ------------------------------------------------------------------------------------ rollouts put together
+
+
+def judge_rows(
+    score: Score,
+    rollout: Rollout,
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    *,
+    state: TrainerState | None = None,
+) -> Tensor:
+    """The reward of each row [B]: rows in any order, groups of any size.
+
+    `rollout.group[b]` is the prompt, out of `prompts`, that row b answers. Otherwise as `judge`.
+    """
+    alone = tree.replace(rollout, group=torch.arange(len(rollout.group)))
+    owners = [prompts[g] for g in rollout.group.tolist()]
+    return judge(score, alone, owners, tokenizer, state=state).reward.flatten()
 
 
 def concat(parts: Sequence[Judged]) -> Judged:

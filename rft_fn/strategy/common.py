@@ -13,6 +13,7 @@ from rft_fn.model.lora import Export
 from rft_fn.model.text import ALONE
 from rft_fn.strategy import diagnose
 from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.scoring import scorer
 from rft_fn.strategy.session import Session
 from rft_fn.types import Apply, Experience, LossFn, Packed, Strategy, TrainState
 from rft_fn.types.strategy import Bind, Gather, Grad, Init, MoveState, Restore, SavePretrained, Update
@@ -134,6 +135,7 @@ def assemble(
         init=_watched(backend.init, session),
         bind=_watched(backend.bind, session),
         shard=shard,
+        score=_watched(scorer(shard, gather), session),
         gather=_watched(gather, session),
         all_reduce=_watched(dist.all_reduce, session),
         grad=grad,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from rft_fn.types.batch import Experience, Packed, TokenOut
+from rft_fn.types.batch import Experience, Packed, Rollout, TokenOut
 from rft_fn.types.sampling import Sampling
 from rft_fn.types.training import TrainState, Transform
 
@@ -113,6 +113,26 @@ class Grad(Protocol):
         """(gradients, metrics) of the sum over all packs of all ranks of (w * loss).sum().
 
         The gradients are opaque: they go into `update`. Nothing is donated.
+        """
+        ...
+
+
+class ScoreRows(Protocol):
+    """Scores whole rows."""
+
+    def __call__(
+        self,
+        apply: Apply,
+        params: Any,
+        batch: Experience | Rollout,
+        budget: int,
+        *,
+        fields: Sequence[str] = ("logp",),
+    ) -> TokenOut:
+        """`fields` of TokenOut for every token in mask [B, S, ...], 0 elsewhere, the same on every rank.
+
+        Without gradient, in packs of at most `budget` tokens. Log-probs are always among them. ValueError
+        for a field that TokenOut or the model does not have.
         """
         ...
 
@@ -261,6 +281,7 @@ class Strategy(NamedTuple):
     shard: Shard
     gather: Gather
     all_reduce: AllReduce
+    score: ScoreRows
     grad: Grad
     update: Update
     export: ExportWeights

@@ -1,0 +1,51 @@
+"""DPO on the fly: the best and the worst response of each group, sampled by the policy itself, are a pair.
+
+The reference is the policy at the start of the step's updates, which is the sampler (online DPO,
+arXiv 2402.04792).
+"""
+
+import torch
+import tyro
+
+import rft_fn as rft
+
+
+def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs/dpo_on_the_fly") -> None:
+    st = rft.strategy.get_strategy()
+    sampling = rft.Sampling(max_new=6)
+    tokenizer = rft.model.load_tokenizer("tiny")
+    tx = rft.optim.chain(rft.optim.clip_by_global_norm(1.0), rft.optim.adamw(1e-3))
+    apply, state = st.init(rft.model.load("tiny"), tx, sampling=sampling)
+    eng = rft.engine.get_engine(None, "tiny", tokenizer)
+    dataset = rft.data.load("sort_digits:1", tokenizer, template="{short}")
+    score = rft.reward.weighted(correct=(rft.reward.task("sort_digits"), 1.0))
+    run = rft.run.Run(out, {"steps": steps}, total=steps, rank=st.rank)
+
+    def loss_fn(out, b):
+        sides = (*rft.packing.sides(out.logp, b), *rft.packing.sides(b.ref_logp, b))
+        loss = rft.loss.dpo(*sides, beta=0.5)
+        return loss[b.seq // 2], rft.metric.pairs("pairs", *sides, rft.packing.real(b), beta=0.5)
+
+    for step in range(steps):
+        prompts, keys = rft.data.draw(dataset, n_prompts, step, 0)
+        rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, n=group, sampling=sampling)
+        judged = rft.collect.gather_and_judge(st, score, rollout, prompts, tokenizer)
+        # rows 2i and 2i + 1 are the best and the worst of a group whose rewards differ
+        varied = rft.reward_shaping.varied(judged.reward)
+        best, worst = judged.reward.argmax(-1), judged.reward.argmin(-1)
+        rows = [g * group + int(x[g]) for g in range(n_prompts) if varied[g] for x in (best, worst)]
+        pairs = rft.rollout.take(rollout, rows or [0, 1])
+
+        w = rft.weight.pair_mean(pairs.mask) * bool(rows)
+        exp = rft.experience(pairs, adv=torch.zeros(len(pairs.tokens), 1), w=w, ref_logp=pairs.logp)
+        for _ in range(2):  # at the first update policy and reference are one
+            grads, metrics = st.grad(state, apply, loss_fn, st.shard(exp, 2048, unit=2))
+            state, more = st.update(state, grads)
+        eng.load(st.export(state), version=state.step)
+        values = rft.metric.results(metrics | more) | rft.reward.means(judged, "reward")
+        run.write(step, values | {"pairs": len(rows) / 2}, tokens=int(rollout.length.sum()))
+    run.finish()
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

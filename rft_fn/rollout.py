@@ -1,0 +1,167 @@
+"""Operations on rollouts: rows chosen, put together, cut, continued and told apart.
+
+All are pure, keep each row's tokens beside its mask and log-probs, and carry media along. `group` says which
+prompt a row is a response to; a list of prompts of one's own stays aligned with it as each docstring says.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rft_fn import check, tree
+from rft_fn.types import Media, Rollout
+
+__all__ = ["concat", "extend", "prefixes", "split", "take"]
+
+
+def take(rollout: Rollout, index: Sequence[int] | Tensor) -> Rollout:
+    """The rows `index`, in that order; a row may be taken more than once, and no row at all.
+
+    `index` holds row numbers, or is a mask [B] bool. Groups keep their numbers: `rollout.group` still points
+    into the list of prompts of the whole rollout. IndexError for a row that is not there.
+    """
+    rows = _row_numbers(rollout, index)
+    at = torch.tensor(rows, dtype=torch.long)
+    media = None
+    if rollout.media is not None:
+        media = rollout.media.take(rows)
+    plain = tree.replace(rollout, media=None)
+    return tree.replace(tree.map(lambda x: x[at.to(x.device)], plain), media=media)
+
+
+def _row_numbers(rollout: Rollout, index: Sequence[int] | Tensor) -> list[int]:
+    """The numbers of the rows of an index or a mask."""
+    size = len(rollout.tokens)
+    if isinstance(index, Tensor) and index.dtype == torch.bool:
+        check.shapes(tokens=(rollout.tokens, "B S"), index=(index, "B"))
+        return index.nonzero().flatten().tolist()
+    rows = [int(i) for i in index]
+    for i in rows:
+        if not 0 <= i < size:
+            raise IndexError(f"index: expected rows in [0, {size}), got {i}")
+    return rows
+
+
+def concat(parts: Sequence[Rollout], *, prompts: Sequence[int] | None = None) -> Rollout:
+    """The rows of all parts in order, padded to the longest, with groups renumbered.
+
+    The groups of a part continue those of the part before it, so that they point into the parts' prompts, one
+    list after the other. `prompts` is how many prompts each part has; by default one more than its largest
+    group. ValueError for no parts, another number of counts, or a count that is too small.
+    """
+    if not parts:
+        raise ValueError("parts: expected one rollout or more, got none")
+    least = [_prompts(part) for part in parts]
+    counts = least if prompts is None else list(prompts)
+    if len(counts) != len(parts):
+        raise ValueError(f"prompts: expected {len(parts)} counts, one for each part, got {len(counts)}")
+    for i, (count, needed) in enumerate(zip(counts, least)):
+        if count < needed:
+            raise ValueError(
+                f"prompts[{i}]: expected at least {needed}, the groups of that part, got {count}"
+            )
+
+    size = max(part.tokens.shape[1] for part in parts)
+    plain, start = [], 0
+    for part, count in zip(parts, counts):
+        numbered = tree.replace(part, group=part.group + start, media=None)
+        plain.append(tree.map(lambda x: _padded(x, size), numbered))
+        start += count
+    rows = [len(part.tokens) for part in parts]
+    media = Media.concat([part.media for part in parts], rows)
+    return tree.replace(tree.map(lambda *x: torch.cat(x), *plain), media=media)
+
+
+def _prompts(rollout: Rollout) -> int:
+    """The fewest prompts that the groups of a rollout can point into."""
+    if not len(rollout.group):
+        return 0
+    return int(rollout.group.max()) + 1
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    """A field [B, S] with 0 up to `size` columns; one of rows as it is."""
+    return F.pad(x, (0, size - x.shape[1])) if x.dim() == 2 else x
+
+
+def prefixes(rollout: Rollout, at: Sequence[int] | Tensor | None = None) -> list[list[int]]:
+    """The first `at[b]` tokens of each row [B], as prompts to continue from; whole rows by default.
+
+    ValueError unless 1 <= at[b] <= length[b].
+    """
+    length = rollout.length.tolist()
+    ends = length if at is None else [int(n) for n in at]
+    if len(ends) != len(length):
+        raise ValueError(f"at: expected {len(length)} numbers, one for each row, got {len(ends)}")
+    for b, (end, most) in enumerate(zip(ends, length)):
+        if not 1 <= end <= most:
+            raise ValueError(f"at[{b}]: expected 1 to {most}, the length of the row, got {end}")
+    return [row[:end].tolist() for row, end in zip(rollout.tokens, ends)]
+
+
+def extend(before: Rollout, after: Rollout) -> Rollout:
+    """The rows of `after`, whose prompts are rows of `before` or begin with them, with what both sampled.
+
+    `after.group[b]` is the row of `before` that row b continues: what an engine returns for
+    `prefixes(before)`, and for prompts that put more tokens behind those (an environment's answer). Up to the
+    first token that `after` sampled, mask and log-probs are those of `before`, from there those of `after`.
+    The version is the smaller of both. Groups are those of `before`, and so are media.
+
+    ValueError for a group that is no row of `before`, or a row that does not begin as its source does: with
+    as many of its tokens as the prompt of that row has.
+    """
+    source = after.group.tolist()
+    for b, row in enumerate(source):
+        if not 0 <= row < len(before.tokens):
+            raise ValueError(
+                f"after.group[{b}]: expected a row of before, below {len(before.tokens)}, got {row}"
+            )
+    old = take(before, source)
+
+    # the part of each row that came from its source
+    position = torch.arange(after.tokens.shape[1], device=after.tokens.device)
+    sampled = torch.where(after.mask, position, after.length[:, None]).amin(-1)
+    shared = torch.minimum(sampled, old.length)
+    inherited = position < shared[:, None]
+
+    # whatever is wider than the other is padding there
+    size = after.tokens.shape[1]
+    tokens, mask, logp = (_resized(x, size) for x in (old.tokens, old.mask, old.logp))
+    wrong = ((tokens != after.tokens) & inherited).any(-1)
+    for b in wrong.nonzero().flatten().tolist():
+        raise ValueError(
+            f"after: expected row {b} to begin with the first {int(shared[b])} tokens of row {source[b]} of "
+            f"before, got other tokens"
+        )
+    return Rollout(
+        tokens=after.tokens,
+        mask=torch.where(inherited, mask, after.mask),
+        logp=torch.where(inherited, logp, after.logp),
+        length=after.length,
+        truncated=after.truncated,
+        group=old.group,
+        version=torch.minimum(old.version, after.version),
+        media=old.media,
+    )
+
+
+def _resized(x: Tensor, size: int) -> Tensor:
+    """A field [B, S] with `size` columns: cut, or filled up with 0."""
+    return _padded(x[:, :size], size)
+
+
+def split(rollout: Rollout, by: Sequence[Hashable] | Tensor) -> Mapping[Hashable, Rollout]:
+    """The rows by their label `by[b]`, in the order in which labels first occur.
+
+    Labels are numbers, texts or anything hashable: the source of a prompt, its level, whether it was solved.
+    Groups keep their numbers, as in `take`. ValueError unless there is one label for each row.
+    """
+    labels = by.tolist() if isinstance(by, Tensor) else list(by)
+    if len(labels) != len(rollout.tokens):
+        raise ValueError(f"by: expected {len(rollout.tokens)} labels, one for each row, got {len(labels)}")
+    rows: dict[Hashable, list[int]] = {}
+    for b, label in enumerate(labels):
+        rows.setdefault(label, []).append(b)
+    return {label: take(rollout, index) for label, index in rows.items()}

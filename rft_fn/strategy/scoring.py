@@ -1,0 +1,64 @@
+"""Whole rows scored by a model: its outputs for every token of a batch, the same on every rank."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rft_fn import packing, tree
+from rft_fn.model.bind import to_params_device
+from rft_fn.types import Apply, Experience, Packed, Rollout, TokenOut, experience
+from rft_fn.types.strategy import Gather, ScoreRows, Shard
+
+__all__ = ["scorer"]
+
+FIELDS = tuple(f.name for f in dataclasses.fields(TokenOut))  # type: ignore[arg-type]
+
+
+def scorer(shard: Shard, gather: Gather) -> ScoreRows:
+    """`Strategy.score` for a strategy that cuts batches by `shard` and puts them together by `gather`."""
+
+    @torch.no_grad()
+    def score(
+        apply: Apply,
+        params: Any,
+        batch: Experience | Rollout,
+        budget: int,
+        *,
+        fields: Sequence[str] = ("logp",),
+    ) -> TokenOut:
+        for name in fields:
+            if name not in FIELDS:
+                raise ValueError(f"fields: expected some of {', '.join(FIELDS)}, got {name!r}")
+
+        # every rank scores its own packs, and gets the rows of all
+        exp = _all_rows(batch)
+        packs = shard(exp, budget)
+        outs = [apply(params, pack) for pack in to_params_device(apply, params, packs)]
+        rows = {name: _rows(name, outs, packs, exp, gather) for name in {"logp", *fields}}
+        return TokenOut(**rows)
+
+    return score
+
+
+def _all_rows(batch: Experience | Rollout) -> Experience:
+    """The batch with a weight on every token in mask, so that no row is left out."""
+    w = batch.mask.float()
+    if isinstance(batch, Rollout):
+        return experience(batch, adv=torch.zeros_like(w), w=w)
+    return tree.replace(batch, w=w)
+
+
+def _rows(
+    name: str, outs: Sequence[TokenOut], packs: Sequence[Packed], exp: Experience, gather: Gather
+) -> Tensor:
+    """One field of the packs of all ranks as [B, S, ...], 0 outside mask."""
+    mine = []
+    for out in outs:
+        found = getattr(out, name)
+        if found is None:
+            raise ValueError(f"fields: expected outputs that the model was bound with, got {name!r}")
+        mine.append(found.to(exp.tokens.device))
+    return gather(packing.unpack(mine, packs, exp.tokens)[None]).sum(0)
