@@ -91,8 +91,8 @@ MUTANTS = [
     (
         "the notes of an error are dropped",
         "rft_fn/run/cli.py",
-        "return f\"{line} ({'; '.join(notes)})\" if notes else line",
-        "return line",
+        "    if not notes:\n        return line",
+        "    if notes:\n        return line",
         LOG + "test_notes_of_an_error_are_in_its_line",
     ),
     (
