@@ -252,7 +252,7 @@ def test_a_rotation_without_the_writer_leaves_what_is_being_written(tmp_path, mo
     assert [p.name for p in ckpt.steps(tmp_path)] == ["step_00000001", "step_00000002"]
 
 
-def test_a_write_that_fails_later_is_raised_by_close_and_its_memory_is_free(tmp_path, monkeypatch):
+def test_a_write_that_fails_later_is_raised_by_close(tmp_path, monkeypatch):
     st, _, state = start()
     monkeypatch.setattr(ckpt.shards, "write_shard", full)
     st.save(tmp_path / "step_1", state, wait=False)

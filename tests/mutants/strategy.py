@@ -3,6 +3,7 @@
 STEP, READING, WRITING = "rft_fn/strategy/step.py", "rft_fn/ckpt/reading.py", "rft_fn/ckpt/writing.py"
 SAVING, FOLDER, SHAPE = "rft_fn/ckpt/__init__.py", "rft_fn/ckpt/folder.py", "rft_fn/ckpt/skeleton.py"
 CKPT, READ, MASTERS = "tests/ckpt/test_ckpt.py", "tests/ckpt/test_ckpt_reading.py", "tests/test_masters.py"
+SESSION = "tests/strategy/test_session.py"
 
 MUTANTS = [
     (
@@ -158,5 +159,47 @@ MUTANTS = [
         "        settle()\n",
         "",
         "tests/scripts/test_torchrun.py::test_an_exit_right_after_a_collective_waits_for_the_threads_of_gloo",
+    ),
+    (
+        "packs live as long as the name of the gradients",
+        "rft_fn/tree.py",
+        "            x.source = None\n",
+        "",
+        f"{SESSION}::test_no_pack_outlives_the_update[options0]",
+    ),
+    (
+        "a rotation deletes what its own process is writing",
+        FOLDER,
+        """ or p.suffix.startswith(f".{spare}")""",
+        "",
+        f"{CKPT}::test_a_rotation_without_the_writer_leaves_what_is_being_written",
+    ),
+    (
+        "a start that fails leaves its group behind",
+        "rft_fn/strategy/__init__.py",
+        "        session.close()\n",
+        "",
+        f"{SESSION}::test_one_after_the_other_on_one_process",
+    ),
+    (
+        "a strategy takes down a group that it found",
+        "rft_fn/dist/processes.py",
+        "    began = not torch_dist.is_initialized()\n    if began:",
+        "    began = True\n    if not torch_dist.is_initialized():",
+        f"{SESSION}::test_a_group_is_left_to_whoever_began_it",
+    ),
+    (
+        "a checkpoint that failed is not news when the strategy is closed",
+        "rft_fn/strategy/session.py",
+        "                self.writer.finish()\n",
+        "                pass\n",
+        f"{CKPT}::test_a_write_that_fails_later_is_raised_by_close",
+    ),
+    (
+        "an outer phase describes the loss again",
+        "rft_fn/dist/processes.py",
+        "        except lost.LostProcess:  # an inner block has described it\n            raise\n",
+        "",
+        "tests/dist/test_faults.py::test_a_phase_describes_the_loss_once",
     ),
 ]
