@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Track", "check", "identity", "start"]
+__all__ = ["TRACKERS", "Track", "check", "identity", "start"]
 
 Track = Callable[[int, Mapping[str, float]], None]
 
@@ -52,14 +52,14 @@ def _logged(run: Any) -> Track:
 
 
 # the packages are optional, so each is imported when it is asked for
-_TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
+TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
 
 
 def check(names: Sequence[str]) -> None:
     """ValueError for a tracker that is not known or not installed."""
     for name in names:
-        if name not in _TRACKERS:
-            raise ValueError(f"trackers: expected some of {', '.join(_TRACKERS)}, got {name!r}")
+        if name not in TRACKERS:
+            raise ValueError(f"trackers: expected some of {', '.join(TRACKERS)}, got {name!r}")
         if not _installed(name):
             raise ValueError(
                 f"trackers: {name} is not installed; pip install {name}, or leave it out of --trackers"
@@ -75,4 +75,4 @@ def start(
 ) -> list[Track]:
     """Start the trackers of a run, under `name` or else the name of its folder."""
     about = {"project": project, "name": name or folder.name, "config": dict(config)}
-    return [_TRACKERS[x](folder, pictures, about) for x in names]
+    return [TRACKERS[x](folder, pictures, about) for x in names]
