@@ -793,7 +793,7 @@ def test_prompts_of_messages_go_through_the_chat_template(name, chatty, tmp_path
         seen.extend(prompts)
         return generate(eng, st, prompts, *args, **options)
 
-    monkeypatch.setattr(rft.engine, "gather_and_generate", recorded)
+    monkeypatch.setattr(rft.collect, "gather_and_generate", recorded)
     options = chat_options(chatty) | {"reward": (f"{chatty / 'mine.py'}:place",), "max_new": 4}
     options["chat_template_kwargs"] = ("enable_thinking=False",)
     if name == "evaluate":
