@@ -145,7 +145,7 @@ def main(cfg: Config) -> None:
     extra = {"step": 0, "moments": rft.reward_shaping.moments()}
     state, extra = rft.run.restore_latest(st, run, state, extra)
     run.resume(extra["step"])
-    eng.load(st.export(state), version=extra["step"])
+    rft.sync.push(st, state, eng, version=extra["step"])
 
     def answer(prompts, keys, n=cfg.group, sampling=sampling):
         """Responses to the prompts and their rewards [N, n], the same on every rank."""
@@ -204,7 +204,7 @@ def main(cfg: Config) -> None:
                 state, metrics = st.update(state, grads)
                 logs[-1] |= rft.metric.results(metrics)
         with run.phase("sync"):
-            eng.load(st.export(state), version=step + 1)
+            rft.sync.push(st, state, eng, version=step + 1)
 
         # ---- report, save, and stop where a signal asked for it
         extra["step"] = step + 1

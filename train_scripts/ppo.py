@@ -231,7 +231,7 @@ def main(cfg: Config) -> None:
     states, extra = rft.run.restore_latest(st, run, states, extra)
     actor, critic = states["actor"], states["critic"]
     run.resume(extra["step"])
-    eng.load(st.export(actor), version=extra["step"])
+    rft.sync.push(st, actor, eng, version=extra["step"])
 
     for step in range(extra["step"], cfg.steps):
         values = {}
@@ -298,7 +298,7 @@ def main(cfg: Config) -> None:
                     actor, metrics = st.update(actor, grads)
                     logs[i] |= rft.metric.results(metrics)
         with run.phase("sync"):
-            eng.load(st.export(actor), version=step + 1)
+            rft.sync.push(st, actor, eng, version=step + 1)
 
         # ---- report, save, and stop where a signal asked for it
         extra["step"] = step + 1

@@ -62,7 +62,7 @@ def pick(name: str, h: Tensor, w: Tensor) -> str:
 
     Raises ValueError if it cannot run there.
     """
-    if name == "streamed":
+    if name in ENGINES and name not in _NEED_TRITON:
         return name
     has_triton = find_spec("triton") is not None
     if name == "auto":

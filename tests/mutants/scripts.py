@@ -55,14 +55,14 @@ MUTANTS = [
     (
         "the engine's version is that of the step before",
         GRPO,
-        "eng.load(st.export(state), version=step + 1)",
-        "eng.load(st.export(state), version=step)",
+        "rft.sync.push(st, state, eng, version=step + 1)",
+        "rft.sync.push(st, state, eng, version=step)",
         GRPO_LINE,
     ),
     (
         "the engine keeps its first weights",
         GRPO,
-        "eng.load(st.export(state), version=step + 1)",
+        "rft.sync.push(st, state, eng, version=step + 1)",
         "pass",
         GRPO_LINE,
     ),
@@ -105,7 +105,7 @@ MUTANTS = [
     (
         "a resumed run samples from the initial model",
         GRPO,
-        'run.resume(extra["step"])\n    eng.load(st.export(state), version=extra["step"])',
+        'run.resume(extra["step"])\n    rft.sync.push(st, state, eng, version=extra["step"])',
         'run.resume(extra["step"])',
         KILLED,
     ),
