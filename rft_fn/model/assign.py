@@ -24,9 +24,9 @@ def assign(params: Mapping[str, Tensor], source: Mapping[str, Tensor] | Iterable
     """
     pairs: Any = source
     if isinstance(source, Mapping):
-        pairs = source.items()
-        for name, x in pairs:
+        for name, x in source.items():
             _check(params, name, x)
+        pairs = source.items()
     count = 0
     for name, x in pairs:
         _check(params, name, x)
