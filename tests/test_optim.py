@@ -235,3 +235,30 @@ def test_the_count_is_of_updates_that_were_made():
     assert optim.count(state) == 2
     with pytest.raises(ValueError, match=r"opt: expected a state with optim.adamw in its chain, found none"):
         optim.count(optim.chain(optim.clip_by_global_norm(1.0)).init(params))
+
+
+def test_a_partition_is_each_transform_on_its_own_parameters():
+    params = tree.Named(a=torch.ones(3), b=torch.ones(2, 2), c=torch.ones(2))
+    grads = tree.Named((name, torch.full_like(p, 2.0)) for name, p in params.items())
+    txs = {"wide": optim.adamw(0.1), "flat": optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.01))}
+    both = optim.partition(lambda name, p: "wide" if p.dim() == 2 else "flat", **txs)
+    state = both.init(params)
+    for _ in range(3):
+        given = tree.Named((name, g.clone()) for name, g in grads.items())
+        updates, state = both.update(given, state, params)
+    assert list(updates) == list(params) and optim.count(state) == 3
+    for label, names in (("wide", "b"), ("flat", "ac")):
+        own = tree.Named((name, params[name]) for name in names)
+        alone = txs[label].init(own)
+        for _ in range(3):
+            want, alone = txs[label].update(tree.Named((n, grads[n].clone()) for n in names), alone, own)
+        for name in names:
+            assert torch.equal(updates[name], want[name])
+
+
+def test_a_partition_without_a_place_for_a_parameter_is_refused():
+    params = tree.Named(a=torch.ones(3))
+    with pytest.raises(ValueError, match="label: expected one of x for a, got 'y'"):
+        optim.partition(lambda name, p: "y", x=optim.adamw(0.1)).init(params)
+    with pytest.raises(ValueError, match="z: expected parameters with this label, got none"):
+        optim.partition(lambda name, p: "x", x=optim.adamw(0.1), z=optim.adamw(0.1)).init(params)

@@ -452,3 +452,14 @@ def test_prompts_without_text_are_refused(prompts, got):
 def test_no_prompts_are_refused():
     with pytest.raises(ValueError, match=r"^prompts: expected at least one, got none"):
         reward.judge(reward.weighted(mine=(digits, 1.0)), rollout_of([""], [0]), [], tiny.tokenizer())
+
+
+def test_rows_are_judged_in_any_order():
+    """As the whole rollout is, row by row; groups need not be of one size."""
+    score = reward.weighted(mine=(digits, 1.0))
+    rollout = rollout_of()
+    whole = reward.judge(score, rollout, PROMPTS, tiny.tokenizer()).reward.flatten()
+    some = [7, 0, 3, 3, 14]
+    part = rft.rollout.take(rollout, some)
+    assert torch.equal(reward.judge_rows(score, part, PROMPTS, tiny.tokenizer()), whole[some])
+    assert torch.equal(reward.judge_rows(score, rollout, PROMPTS, tiny.tokenizer()), whole)

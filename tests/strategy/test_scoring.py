@@ -1,0 +1,63 @@
+"""`Strategy.score`: whole rows, as each row alone has them."""
+
+import pytest
+import tiny
+import torch
+
+import rft_fn as rft
+from rft_fn import strategy, tree
+
+
+def bound(**options):
+    st = strategy.get_fake_strategy()
+    lm = tiny.llama()
+    return st, lm, *st.bind(lm, **options)
+
+
+@pytest.mark.parametrize("budget", [20, 1000])
+def test_rows_are_scored_as_each_alone(budget):
+    st, lm, apply, params = bound(entropy=True)
+    exp = tiny.experience()
+    out = st.score(apply, params, exp, budget, fields=("entropy",))
+    want = tiny.definition(lm, exp).detach()
+    torch.testing.assert_close(out.logp, want, rtol=0, atol=1e-5)
+    assert not out.logp.requires_grad and not out.logp[~exp.mask].any()
+    # the entropy of the distribution that each token was drawn from
+    for b, n in enumerate(exp.length.tolist()):
+        p = lm(input_ids=exp.tokens[b : b + 1, :n]).logits[0].softmax(-1).detach()
+        entropy = torch.cat([torch.zeros(1), -(p * p.log()).sum(-1)[:-1]])
+        torch.testing.assert_close(out.entropy[b, :n], entropy * exp.mask[b, :n], rtol=0, atol=1e-4)
+
+
+def test_rows_without_a_weight_are_scored_too():
+    st, _, apply, params = bound()
+    exp = tiny.experience()
+    none = tree.replace(exp, w=torch.zeros_like(exp.w))
+    assert torch.equal(st.score(apply, params, none, 100).logp, st.score(apply, params, exp, 100).logp)
+
+
+def test_a_rollout_needs_no_advantages_to_be_scored():
+    st, _, apply, params = bound()
+    eng = rft.engine.hf(tiny.llama(), tiny.tokenizer())
+    rollout = eng.generate([[3, 4, 5], [6]], [1, 2], n=2, sampling=rft.Sampling(max_new=5))
+    out = st.score(apply, params, rollout, 100)
+    torch.testing.assert_close(out.logp, rollout.logp, rtol=0, atol=1e-4)
+
+
+def test_words_have_a_number_each():
+    st, _, apply, params = bound()
+    exp = tiny.experience()
+    words = torch.stack([exp.tokens, (exp.tokens + 1) % len(tiny.tokenizer())], -1)
+    out = st.score(apply, params, tree.replace(exp, extra={"words": words}), 50, fields=("words_logp",))
+    assert out.words_logp.shape == words.shape
+    torch.testing.assert_close(out.words_logp[..., 0], out.logp, rtol=0, atol=1e-5)
+
+
+def test_fields_that_are_not_there_are_refused():
+    st, _, apply, params = bound()
+    with pytest.raises(ValueError, match=r"fields: expected some of logp, .* got 'entropi'"):
+        st.score(apply, params, tiny.experience(), 100, fields=("entropi",))
+    with pytest.raises(
+        ValueError, match="fields: expected outputs that the model was bound with, got 'entropy'"
+    ):
+        st.score(apply, params, tiny.experience(), 100, fields=("entropy",))
