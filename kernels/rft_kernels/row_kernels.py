@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rft_kernels.slices import ceil_div
 from rft_kernels.softmax import Cotangent, OnlineSoftmax
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -249,7 +250,7 @@ def differentiate(
     block, warps = _fixed(DIFFERENTIATE, columns)
     launch(
         differentiate_kernel,
-        (rows, triton.cdiv(columns, block)),
+        (rows, ceil_div(columns, block)),
         x.device,
         x,
         x.stride(0),

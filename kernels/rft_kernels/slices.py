@@ -1,8 +1,13 @@
-"""Slices of a range, and of tensors that may be absent."""
+"""Pieces of a range, and of tensors that may be absent."""
 
 from __future__ import annotations
 
 from torch import Tensor
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
 
 
 def cut(size: int, step: int) -> list[slice]:

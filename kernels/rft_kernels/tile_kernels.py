@@ -1,8 +1,10 @@
 """Triton kernels of the engine "triton", which compute logits and use them in registers.
 
 Blocks of h, w and the gradient are moved by tensor descriptors: on Hopper the hardware then copies them by
-itself, and no thread holds an address. Triton's loops are no Python iterators, which type checkers report.
+itself, and no thread holds an address. Type checkers misread the language of kernels.
 """
+
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def _products(
 ):
     """Tile (block, n) [BM, BN] of h wᵀ; 0 beyond the last row or column."""
     z = tl.zeros([BM, BN], dtype)
-    for k in tl.range(0, width, BK, num_stages=STAGES):  # pyright: ignore[reportGeneralTypeIssues]
+    for k in tl.range(0, width, BK, num_stages=STAGES):
         h = h_desc.load([block * BM, k])
         w = w_desc.load([n * BN, k])
         if UPCAST:
@@ -151,7 +153,7 @@ def forward_kernel(
             state = (row_max, row_sum, row_moment, target_logit)
             # A quarter of the columns at a time: all at once would not fit into the registers.
             pieces = _quarters(z)
-            for i in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
+            for i in tl.static_range(4):
                 state = _absorb(
                     state, pieces[i], n * BN + i * (BN // 4), bias_ptr, inner, outer, target, vocabulary,
                     BIAS, SOFTCAP, ENTROPY,
@@ -238,7 +240,7 @@ def backward_kernel(
     target = tl.load(y_ptr + rows, mask=live, other=-1) - first
 
     pieces = _quarters(z)
-    for i in tl.static_range(4):  # pyright: ignore[reportGeneralTypeIssues]
+    for i in tl.static_range(4):
         at = n * BN + i * (BN // 4)
         dz = _differentiate(
             pieces[i], at, bias_ptr, inner, outer, target, lse, p_factor, g_entropy, target_grad, grad_scale,

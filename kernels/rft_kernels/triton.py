@@ -15,7 +15,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rft_kernels import gemm, softmax
@@ -24,7 +23,7 @@ from rft_kernels.gemm import GradientTile, UnscaledHead, unscaled_head
 from rft_kernels.interface import Gradients, Outputs, Problem
 from rft_kernels.parallel import local_labels
 from rft_kernels.row_kernels import INTERPRETED, launch
-from rft_kernels.slices import cut, part
+from rft_kernels.slices import ceil_div, cut, part
 from rft_kernels.softmax import Cotangent, OnlineSoftmax
 
 
@@ -59,7 +58,7 @@ def _gradient_tiles(
     # Rows of the buffer are aligned, whatever the last slice is.
     columns = config.columns
     fit = head.workspace // (head.h.element_size() * tokens)
-    breadth = min(max(fit // columns * columns, columns), cdiv(vocabulary, columns) * columns)
+    breadth = min(max(fit // columns * columns, columns), ceil_div(vocabulary, columns) * columns)
     buffer = head.h.new_empty(tokens, breadth)
     flags = {
         "BIAS": head.bias is not None,
@@ -74,7 +73,7 @@ def _gradient_tiles(
         dx = buffer[:, : len(w)]
         launch(
             kernels.backward_kernel,
-            (cdiv(tokens, config.tokens) * cdiv(len(w), columns),),
+            (ceil_div(tokens, config.tokens) * ceil_div(len(w), columns),),
             head.h.device,
             TensorDescriptor.from_tensor(head.h, [config.tokens, config.depth]),
             TensorDescriptor.from_tensor(w, [columns, config.depth]),
@@ -125,7 +124,7 @@ def _partial(head: UnscaledHead, y: Tensor, *, entropy: bool) -> OnlineSoftmax:
     row_max, row_sum, row_moment, target_logit = head.inner.new_empty(4, kernels.SPLITS, tokens)
     launch(
         kernels.forward_kernel,
-        (_programs(head.h, cdiv(tokens, config.tokens)),),
+        (_programs(head.h, ceil_div(tokens, config.tokens)),),
         head.h.device,
         TensorDescriptor.from_tensor(head.h, [config.tokens, config.depth]),
         TensorDescriptor.from_tensor(head.w, [config.columns, config.depth]),

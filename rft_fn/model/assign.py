@@ -24,9 +24,10 @@ def assign(params: Mapping[str, Tensor], source: Mapping[str, Tensor] | Iterable
     """
     pairs: Any = source
     if isinstance(source, Mapping):
-        for name, x in source.items():
+        named: Any = source
+        for name, x in named.items():
             _check(params, name, x)
-        pairs = source.items()
+        pairs = named.items()
     count = 0
     for name, x in pairs:
         _check(params, name, x)
