@@ -167,7 +167,8 @@ def assume(root: nn.Module) -> None:
     root.way = POSITIONS
     if not root.fused:
         return
-    lm = copy.deepcopy(root.parts.model).float()  # of 16 bits the logits are a copy in float32
+    # of 16 bits the logits are a copy in float32; transformers' own `float` refuses low-precision bases
+    lm = nn.Module.float(copy.deepcopy(root.parts.model))
     text_config(lm)._attn_implementation = "eager"  # its masks are made without values
     ids: Tensor = torch.zeros(1, 2, dtype=torch.long, device=next(lm.parameters()).device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
