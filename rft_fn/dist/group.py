@@ -124,10 +124,19 @@ def store_client(timeout: float) -> torch_dist.Store | None:
     if not isinstance(inner, torch_dist.TCPStore):
         return None
 
+    # a connection of its own: two threads must not share one
     number = shared.add(f"rft/clients/{rank()}", 1)
-    client = shared.clone()
-    client.set_timeout(timedelta(seconds=timeout))
-    return torch_dist.PrefixStore(f"rft/client/{number}", client)
+    if rank() == 0:
+        shared.set(f"rft/space/{number}", uuid.uuid4().hex)
+    space = shared.get(f"rft/space/{number}").decode()
+    client = torch_dist.TCPStore(
+        inner.host,
+        inner.port,
+        is_master=False,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+    )
+    return torch_dist.PrefixStore(f"rft/client/{space}", client)
 
 
 def part() -> None:
