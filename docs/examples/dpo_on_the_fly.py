@@ -1,4 +1,4 @@
-"""DPO on the fly: the best and the worst response of each group, sampled by the policy itself, are a pair.
+"""DPO on the fly, on the best and the worst response of each group.
 
 The reference is the policy at the start of the step's updates, which is the sampler (online DPO,
 arXiv 2402.04792).

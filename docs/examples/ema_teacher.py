@@ -1,4 +1,4 @@
-"""A teacher that follows: exact reverse KL to an average of the student's own weights, beside the reward.
+"""Exact reverse KL to an average of the student's own weights, beside the reward.
 
 The teacher scores every word of the vocabulary, so that the KL is a sum and no estimate. It keeps the policy
 from moving faster than the average does (WARP's anchor, arXiv 2406.16768).

@@ -1,7 +1,7 @@
-"""Optimizers of one's own: a pair of functions each, which `optim.chain` and `optim.partition` take as ours.
+"""Lion and Muon as transforms: a pair of functions each.
 
-Parameters, gradients and states may be sharded tensors (DTensors): whatever is computed for each number works
-on them as it stands; Muon, which needs whole matrices, puts them together.
+`optim.chain` and `optim.partition` take them like the library's. Tensors may be sharded (DTensors): Lion works
+on each number alone, so it needs no change; Muon needs whole matrices, and puts them together.
 """
 
 import torch
@@ -28,19 +28,19 @@ def lion(lr, b1=0.9, b2=0.99, weight_decay=0.0):
 def orthogonal(g):
     """U V^T of a matrix g = U S V^T, nearly: five steps of a Newton-Schulz iteration."""
     x = g / (g.norm() + 1e-7)
-    tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x
+    if x.shape[0] > x.shape[1]:  # the products below are of the smaller side
+        return orthogonal(x.T).T
     for _ in range(5):
         a = x @ x.T
         x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    return x.T if tall else x
+    return x
 
 
 def step_of(m):
-    """`orthogonal` of a momentum, sharded or not, with the size that AdamW's steps have."""
-    whole = m.full_tensor() if isinstance(m, DTensor) else m
-    u = orthogonal(whole) * 0.2 * max(whole.shape) ** 0.5
-    return distribute_tensor(u, m.device_mesh, m.placements) if isinstance(m, DTensor) else u
+    """The step along a momentum, about as large as AdamW's. A sharded one is put together first."""
+    if isinstance(m, DTensor):
+        return distribute_tensor(step_of(m.full_tensor()), m.device_mesh, m.placements)
+    return 0.2 * max(m.shape) ** 0.5 * orthogonal(m)
 
 
 def muon(lr, momentum=0.95):

@@ -1,4 +1,4 @@
-"""A population of four: members with other learning rates, of which the worst takes the best one's place.
+"""A population of four learning rates, in which the worst member takes the place of the best.
 
 Every `every` steps the member with the lowest mean reward gets the weights of the best, and its learning rate
 times or divided by 1.5 (population based training, arXiv 1711.09846).

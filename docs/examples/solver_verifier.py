@@ -1,4 +1,4 @@
-"""A solver and a verifier, two models with a state each: one answers, the other says whether that is right.
+"""A solver answers and a verifier judges the answer: two models, each with its own state.
 
 The verifier reads question and answer, says y or n, and is rewarded where that is so. The solver gets the
 task's reward, and a little for answers that the verifier believes (arXiv 2505.13445).

@@ -1,7 +1,7 @@
-"""A tree of responses: each one is branched at a random token, and a prefix is worth the mean of its leaves.
+"""A tree of responses: branch each one at a random token.
 
-Tokens before the branch get its worth less the prompt's mean; tokens behind it get their own leaf's reward
-less that worth (TreeRL, arXiv 2506.11902).
+A prefix is worth the mean reward of its leaves. Tokens before the branch get that less the prompt's mean;
+tokens behind it get their leaf's reward less that worth (TreeRL, arXiv 2506.11902).
 """
 
 import torch

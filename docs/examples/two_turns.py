@@ -1,4 +1,4 @@
-"""Two turns with an environment: it says how many places of the first try are right, the model tries again.
+"""Two turns with an environment, which counts the places that the first try has right.
 
 The environment's tokens are in no loss, and both turns learn from the last reward (RAGEN, arXiv 2504.20073).
 """
