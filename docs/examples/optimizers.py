@@ -1,7 +1,7 @@
 """Lion and Muon as transforms: a pair of functions each.
 
-`optim.chain` and `optim.partition` take them like the library's. Tensors may be sharded (DTensors): Lion works
-on each number alone, so it needs no change; Muon needs whole matrices, and puts them together.
+`optim.chain` and `optim.partition` take them like the library's. Tensors may be sharded (DTensors): Lion
+works on each number alone, so it needs no change; Muon needs whole matrices, and puts them together.
 """
 
 import torch
