@@ -37,6 +37,7 @@ def start(world, target, *args, folder, env=None):
     path = os.pathsep.join([str(TESTS.parent), str(TESTS.parent / "kernels"), *FOLDERS])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    shared |= {"PYTHONFAULTHANDLER": "1"}  # a process that dies of a signal says where
     processes = []
     for rank in range(world):
         env_ = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (env or {})
@@ -62,7 +63,7 @@ def run(world, target, *args, timeout=800, env=None):
         codes = wait(start(world, target, *args, folder=folder, env=env), timeout)
         if any(codes):
             logs = [
-                f"--- rank {r}: {c}\n{(Path(folder) / f'log{r}').read_text()[-3000:]}"
+                f"--- rank {r}: {c}\n{(Path(folder) / f'log{r}').read_text()[-9000:]}"
                 for r, c in enumerate(codes)
             ]
             raise AssertionError("\n".join(logs))
