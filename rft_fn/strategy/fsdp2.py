@@ -4,16 +4,14 @@ Only the placement of tensors differs from one process: gradients and updates ar
 functions on the same names. Gradients are summed over ranks, never averaged: the average is in `w`.
 """
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rft_fn import ckpt, dist, memory, metric, tree
@@ -22,80 +20,15 @@ from rft_fn.model import quantize
 from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.lora import Export
 from rft_fn.strategy import step
-from rft_fn.strategy.common import Backend, Cut, assemble, everywhere
+from rft_fn.strategy.common import Backend, Cut, assemble, everywhere, nothing
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.local import layout as local_layout
+from rft_fn.strategy.mesh import shared_meshes
 from rft_fn.strategy.sequence import Sequence as SequenceAxis
 from rft_fn.strategy.session import Session
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
-__all__ = ["Meshes", "blocks", "fsdp2", "groups", "layout", "meshes"]
-
-
-def meshes(
-    config: StrategyConfig, shard_size: int = 0, *, name: str = ""
-) -> tuple[DeviceMesh, SequenceAxis | None]:
-    """(the mesh of a model's parameters (replicate, shard), the sequence axis or None without one).
-
-    The processes are a mesh (replicate, shard, sequence) with the sequence axis innermost; parameters are
-    sharded over shard and sequence together. The names of the axes end in `name`. ValueError for sizes that
-    do not divide the world.
-    """
-    # every size has to divide the next larger one
-    world = dist.world()
-    sp = config.sp_size
-    if world % sp:
-        raise ValueError(f"sp_size: expected a divisor of the {world} processes, got {sp}")
-    size = shard_size or config.shard_size or world
-    if world % size or size % sp:
-        raise ValueError(
-            f"shard_size: expected a divisor of the {world} processes and a multiple of sp_size {sp}, "
-            f"got {size}"
-        )
-
-    device = "cpu"
-    if torch.cuda.is_available():
-        device = "cuda"
-    replicate = f"replicate{name}"
-    shard = f"shard{name}"
-    sequence = None
-    if sp > 1:
-        names = (replicate, shard, f"sequence{name}")
-        whole = init_device_mesh(device, (world // size, size // sp, sp), mesh_dim_names=names)
-        sequence = SequenceAxis(whole[names[-1]])
-    if size == world:
-        return init_device_mesh(device, (size,), mesh_dim_names=(shard,)), sequence
-    mesh = init_device_mesh(device, (world // size, size), mesh_dim_names=(replicate, shard))
-    return mesh, sequence
-
-
-class Meshes:
-    """The meshes of one strategy: each is made once, for it has its own process groups.
-
-    DTensor keeps what it computed for a mesh, with its groups, and takes meshes of the same sizes and names
-    for one. So the names have a mark, the same on every rank, that no other strategy has.
-    """
-
-    def __init__(self, config: StrategyConfig):
-        self.config = config
-        self.name = f"_{dist.all_gather_object(uuid.uuid4().hex[:8])[0]}"
-        self.made: dict[int, tuple[DeviceMesh, SequenceAxis | None]] = {}
-
-    def of(self, shard_size: int | None = None) -> tuple[DeviceMesh, SequenceAxis | None]:
-        """`meshes` for modules with this shard_size, or the config's."""
-        size = shard_size or self.config.shard_size or dist.world()
-        if size not in self.made:
-            self.made[size] = meshes(self.config, size, name=self.name)
-        return self.made[size]
-
-    def close(self) -> None:
-        """Take the process groups of the meshes down, but not the one of all processes."""
-        groups = [mesh.get_all_groups() for mesh, _ in self.made.values()]
-        groups += [[sequence.mesh.get_group()] for _, sequence in self.made.values() if sequence is not None]
-        self.made = {}
-        for group in dict.fromkeys(group for found in groups for group in found):
-            if group is not torch_dist.group.WORLD:
-                torch_dist.destroy_process_group(group)
+__all__ = ["blocks", "fsdp2", "groups", "layout"]
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -216,7 +149,6 @@ def bind(
     module: nn.Module,
     *,
     cut: Cut,
-    made: Meshes,
     session: Session,
     sampling: Sampling | None = None,
     entropy: bool = False,
@@ -225,7 +157,7 @@ def bind(
 ) -> tuple[FSDPApply, tree.Named]:
     """(apply, params) of a module, which is sharded in place."""
     quantize.require_whole(module, "FSDP2")
-    mesh, sequence = made.of(shard_size)
+    mesh, sequence = shared_meshes(config, shard_size)
     module = step.cast(module, config)
     root = step.wrap_for_training(config, module, sampling=sampling, entropy=entropy, aux=aux)
     if sequence is not None:
@@ -316,12 +248,11 @@ def layout(config: StrategyConfig, world: int) -> memory.Layout:
 def fsdp2(config: StrategyConfig, session: Session) -> Strategy:
     """The Strategy of FSDP2 over the processes of a session, with sequence parallelism where asked."""
     # sizes that do not fit raise here, not when the first model is laid out
-    made = Meshes(config)
-    made.of()
+    shared_meshes(config)
     cut = Cut(config, everywhere)
     backend = Backend(
-        init=partial(init, config, cut=cut, made=made, session=session),
-        bind=partial(bind, config, cut=cut, made=made, session=session),
+        init=partial(init, config, cut=cut, session=session),
+        bind=partial(bind, config, cut=cut, session=session),
         grad=partial(grad, session=session),
         update=partial(step.update, config=config, session=session),
         export=partial(export, session=session),
@@ -331,6 +262,6 @@ def fsdp2(config: StrategyConfig, session: Session) -> Strategy:
         restore=ckpt.restore,
         offload=step.offload,
         reload=step.reload,
-        release=made.close,
+        release=nothing,
     )
     return assemble(backend, config, session, cut, rank=dist.rank(), world=dist.world(), gather=dist.gather)

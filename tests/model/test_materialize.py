@@ -198,12 +198,12 @@ def resident(field):
 
 def peak(rank, folder):
     """(bytes of this process's shards, most that it took to read them)."""
-    from rft_fn.strategy import fsdp2
+    from rft_fn.strategy import fsdp2, mesh
 
     config = StrategyConfig()
     get_strategy(config)
     lm = model.load(folder, meta=True)
-    fsdp2.shard_module(lm, fsdp2.meshes(config)[0], config)
+    fsdp2.shard_module(lm, mesh.meshes(config)[0], config)
     with open("/proc/self/clear_refs", "w") as f:
         f.write("5")  # forget the most that was resident
     before = resident("VmRSS")

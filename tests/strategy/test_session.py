@@ -131,6 +131,26 @@ def test_a_group_is_left_to_whoever_began_it():
     assert left() == (False, [])
 
 
+def many(rank):
+    """The number of process groups after each of several strategies, of which every second is closed."""
+    processes = dist.begin(60.0)
+    counts = []
+    for i in range(4):
+        st = get_strategy(StrategyConfig(fsdp=True, sp_size=2))
+        trained(st, steps=1)
+        if i % 2:
+            st.close()
+        counts.append(len(torch.distributed.distributed_c10d._world.pg_map))
+    processes.close()
+    return counts
+
+
+def test_many_strategies_share_their_process_groups():
+    """Groups have threads and connections, and torch keeps those that any tensor knows."""
+    for counts in ranks.run(2, "test_session:many"):
+        assert counts[0] > 1 and set(counts) == {counts[0]}
+
+
 @pytest.mark.parametrize("options", [{}, {"fsdp": True}, {"zero_stage": 2}])
 def test_no_pack_outlives_the_update(options):
     sharded = bool(options)  # DTensors and engines do not pickle
