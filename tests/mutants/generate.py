@@ -3,7 +3,7 @@
 REQUESTS, SAMPLER = "rft_fn/engine/requests.py", "rft_fn/engine/hf/sampler.py"
 STOP, GATHER = "rft_fn/engine/stop.py", "rft_fn/collect/generate.py"
 C, G = "tests/engine/test_continue.py::test_", "tests/collect/test_generate.py::test_"
-LAW = C + "a_sample_cut_anywhere_and_continued_equals_the_uncut_one"
+LAW = C + "the_law_holds_however_rows_are_batched[Llama]"
 
 MUTANTS = [
     (
