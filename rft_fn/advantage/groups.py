@@ -125,8 +125,17 @@ def pass_at_k(correct: Tensor, *, k: int) -> Tensor:
     if not 1 <= k <= size:
         raise ValueError(f"k: expected between 1 and the {size} responses of each prompt, got {k}")
     wrong = (~correct).double().sum(-1, keepdim=True)
+    return advantage_of_subsets(correct, wrong, wrong.new_tensor(size), k)
+
+
+def advantage_of_subsets(correct: Tensor, wrong: Tensor, size: Tensor, k: int) -> Tensor:
+    """`pass_at_k` from each response's group.
+
+    `wrong` and `size`, float64, count its wrong and its responses; they broadcast against correct [...].
+    """
     i = torch.arange(1, k, device=correct.device)
-    with_wrong = ((wrong - i).clamp(min=0) / (size - i)).prod(-1, keepdim=True)  # C(m-1, k-1) / C(G-1, k-1)
+    ratios = (wrong.unsqueeze(-1) - i).clamp(min=0) / (size.unsqueeze(-1) - i).clamp(min=1)
+    with_wrong = ratios.prod(-1)  # C(m-1, k-1) / C(G-1, k-1)
     none = with_wrong * wrong / size  # 1 - p
     sigma = (none * (1 - none)).sqrt()
     adv = torch.where(correct, none, -with_wrong * (1 - wrong / size)) / torch.where(sigma > 0, sigma, 1)
