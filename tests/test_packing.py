@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rft_fn import packing, testing, tree
-from rft_fn.types import Experience, Media, Rollout
+from rft_fn import packing, segment, testing, tree
+from rft_fn.types import Experience, Media, Rollout, experience
 
 FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
 seeds = st.integers(0, 2**32)
@@ -359,8 +359,6 @@ def test_extra_moves_with_its_tokens_whatever_its_width():
 
 
 def test_extra_of_a_rollout_is_checked_by_name():
-    from rft_fn.types import Rollout, experience
-
     exp = small()
     zero, false = torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.bool)
     rollout = Rollout(
@@ -374,9 +372,31 @@ def test_extra_of_a_rollout_is_checked_by_name():
     )
     kept = experience(rollout, adv=exp.adv, w=exp.w, extra={"top": torch.zeros(2, 6, 3)})
     assert kept.extra["top"].shape == (2, 6, 3)
-    for bad in (torch.zeros(2, 5), torch.zeros(2)):
+    for bad in (torch.zeros(2, 5), torch.zeros(3), torch.zeros(2, 1, 3)):
         with pytest.raises(ValueError, match=r"extra\['top'\]: expected \[B, S\] = \[2, 6\]"):
             experience(rollout, adv=exp.adv, w=exp.w, extra={"top": bad})
+    with pytest.raises(ValueError, match=r"words: expected \[B, S, K\] = \[2, 6, K\], got \[2, 6\]"):
+        experience(rollout, adv=exp.adv, w=exp.w, words=exp.tokens)
+
+
+@given(seed=seeds)
+def test_a_number_per_response_is_on_each_of_its_tokens_and_words_move_with_them(seed):
+    exp = testing.case(seed).exp
+    rows = len(exp.length)
+    same = dict.fromkeys(("truncated", "group", "version"), torch.zeros(rows))
+    rollout = Rollout(tokens=exp.tokens, mask=exp.mask, logp=exp.w, length=exp.length, **same)
+    x = torch.arange(1.0, rows + 1)
+    words = exp.tokens[..., None] + torch.tensor([0, 1, 100])
+    made = experience(rollout, adv=x, w=exp.w, words=words, extra={"flat": x, "column": x[:, None] + 1})
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
+    b = packing.pack(made, order)
+    own = segment.spread(x[order], b.seq) * b.mask
+    assert torch.equal(b.extra["flat"], own) and torch.equal(b.adv.to(own.dtype), own)
+    assert torch.equal(b.extra["column"], own + b.mask)
+    assert b.words.dtype == torch.long
+    want = b.target[:, None] + torch.tensor([0, 1, 100])
+    assert torch.equal(b.words, want * b.mask[:, None])
+    assert torch.equal(packing.unpack([b.words], [b], exp.tokens)[exp.mask], words[exp.mask])
 
 
 @given(seed=seeds, world=st.integers(1, 3), budget=st.integers(24, 50))

@@ -12,7 +12,7 @@ __all__ = ["evaluate"]
 _REMEDY = {
     "entropy": "bind or init the model with entropy=True",
     "value": "bind a model with a value head (model.Critic)",
-    "words_logp": 'name the words: rft_fn.experience(..., extra={"words": ids [B, S, K]})',
+    "words_logp": "name the words: rft_fn.experience(..., words=ids [B, S, K])",
     "aux": "bind or init a mixture of experts with aux=True",
     "expert_share": "bind or init a mixture of experts with aux=True",
     **{x: f"give {x} to rft_fn.experience" for x in ("ref_logp", "old_value", "ret", "extra", "media")},

@@ -12,7 +12,7 @@ from rft_fn.types import Experience, Packed
 
 __all__ = ["pack", "pad", "placeholder", "real", "reset_position_ids", "sides", "stack", "unpack"]
 
-_TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
+_TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret", "words")
 
 
 def reset_position_ids(seq: Tensor) -> Tensor:
