@@ -324,7 +324,8 @@ def test_a_placeholder_has_the_fields_of_its_pack_and_adds_nothing(unit):
     like = packing.pack(tree.replace(exp, media=media), [], unit=unit)
     assert got.rows == () and got.padding == 0 and got.num_seqs == got.unit == unit
     assert got.tokens.tolist() == [int(b.tokens[0])] * unit and got.seq.tolist() == list(range(unit))
-    assert not got.mask.any() and not packing.real(got).any() and len(got.media.tensors["x"]) == 0
+    assert not got.mask.any() and not packing.real(got).any()
+    assert len(got.media.tensors["x"]) == 0 and got.media.rows["x"].tolist() == [0] * unit
     shapes = [[(name, x.shape, x.dtype) for name, x in tree.leaves_with_path(p)] for p in (got, like)]
     assert shapes[0] == shapes[1]
     assert all((x == 0).all() for x in (got.adv, got.w, got.old_logp, got.extra["noise"]))
