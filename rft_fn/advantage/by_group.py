@@ -145,5 +145,4 @@ def pass_at_k_by(correct: Tensor, group: Tensor, *, k: int) -> Tensor:
     index = torch.unique(group, return_inverse=True)[1]
     wrong = (~correct).double()
     size = _size(index, wrong)
-    adv = advantage_of_subsets(correct, _within(segment.sum, wrong, index), size, k)
-    return torch.where(size >= k, adv, 0)
+    return advantage_of_subsets(correct, _within(segment.sum, wrong, index), size, k)

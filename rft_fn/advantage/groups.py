@@ -134,6 +134,7 @@ def advantage_of_subsets(correct: Tensor, wrong: Tensor, size: Tensor, k: int) -
     `wrong` and `size`, float64, count its wrong and its responses; they broadcast against correct [...].
     """
     i = torch.arange(1, k, device=correct.device)
+    # a group of fewer than k has a factor of 0, as all of its subsets are alike
     ratios = (wrong.unsqueeze(-1) - i).clamp(min=0) / (size.unsqueeze(-1) - i).clamp(min=1)
     with_wrong = ratios.prod(-1)  # C(m-1, k-1) / C(G-1, k-1)
     none = with_wrong * wrong / size  # 1 - p
