@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rft_fn import tree
+from rft_fn.loss.evaluate import REMEDY
 from rft_fn.model.dropout import checkpointed
 from rft_fn.model.materialize import materialize
 from rft_fn.model.reader import settle
@@ -121,10 +122,10 @@ def require_fields(names: Sequence[str]) -> None:
 
 
 def read_field(out: TokenOut, name: str) -> Tensor:
-    """One output of a model. ValueError where the model does not give it."""
+    """One output of a model. ValueError where it is absent, with what makes the model give it."""
     found = getattr(out, name)
     if found is None:
-        raise ValueError(f"field: expected an output that the model was bound with, got {name!r}")
+        raise ValueError(f"TokenOut.{name}: expected a value, got None; {REMEDY[name]}")
     return found
 
 

@@ -57,9 +57,11 @@ def test_fields_that_are_not_there_are_refused():
     st, _, apply, params = bound()
     with pytest.raises(ValueError, match=r"field: expected one of logp, .* got 'entropi'"):
         st.score(apply, params, tiny.experience(), 100, fields=("entropi",))
-    message = "field: expected an output that the model was bound with, got 'entropy'"
+    message = "TokenOut.entropy: expected a value, got None; bind or init the model with entropy=True"
     with pytest.raises(ValueError, match=message):
         st.score(apply, params, tiny.experience(), 100, fields=("entropy",))
+    with pytest.raises(ValueError, match=r"TokenOut.words_logp: .* rft_fn.experience\(..., words=ids"):
+        st.score(apply, params, tiny.experience(), 100, fields=("words_logp",))
     packs = st.shard(tiny.experience(), 100)
     with pytest.raises(ValueError, match=message):
         rft.model.score(apply, params, packs, field="entropy")
