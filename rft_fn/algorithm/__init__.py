@@ -15,6 +15,5 @@ from rft_fn.algorithm.rows import ActorCritic, Algorithm, Evaluated, LossWithMet
 from rft_fn.algorithm.table import TABLE, get_actor_critic, get_algorithm
 
 __all__ = [
-    "TABLE", "ActorCritic", "Algorithm", "Evaluated", "LossWithMetrics", "Stopped", "get_actor_critic",
-    "get_algorithm", "per_sequence", "per_token",
+    "TABLE", "ActorCritic", "Algorithm", "get_actor_critic", "get_algorithm", "per_sequence", "per_token",
 ]  # fmt: skip

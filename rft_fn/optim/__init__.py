@@ -16,7 +16,6 @@ from rft_fn.optim.updates import apply_updates
 from rft_fn.types import Transform
 
 __all__ = [
-    "AdamState", "Decays", "EmaState", "MasterState", "PartitionState", "Schedule", "Transform", "adamw",
-    "apply_updates", "chain", "clip_by_global_norm", "constant", "count", "ema", "ema_params", "global_norm",
-    "master_weights", "partition", "parts", "warmup_cosine", "warmup_linear",
+    "adamw", "apply_updates", "chain", "clip_by_global_norm", "constant", "count", "ema", "ema_params",
+    "global_norm", "partition", "warmup_cosine", "warmup_linear",
 ]  # fmt: skip
