@@ -1,6 +1,6 @@
-"""Reductions over the sequences of a flat stream.
+"""Reductions over the sequences of a flat stream, and their results back on its positions.
 
-Each function takes x [T], mask [T] bool, the sequence number seq [T] of each position, and the number of
+Each reduction takes x [T], mask [T] bool, the sequence number seq [T] of each position, and the number of
 sequences K = num_seqs, and returns [K]. Positions outside `mask` do not exist. A sequence without a
 position in mask gives 0 and no gradient, never NaN.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from rft_fn import check
 from rft_fn.precision import widen
 
-__all__ = ["max", "mean", "sum"]
+__all__ = ["max", "mean", "spread", "sum"]
 
 
 def sum(x: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
@@ -32,3 +32,13 @@ def max(x: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
     low = torch.where(mask, x, -torch.inf)
     top = x.new_full((num_seqs,), -torch.inf).scatter_reduce(0, seq, low, "amax")
     return torch.where(top == -torch.inf, 0, top)
+
+
+def spread(x: Tensor, seq: Tensor) -> Tensor:
+    """The number of its sequence on each position: x [K], seq [T] -> [T].
+
+    A loss per sequence as a loss per token, with the gradients of a sequence's tokens added up. Positions
+    outside a mask get the number too; `w` is 0 there. With `seq // 2` x has a number for each pair.
+    """
+    check.shapes(x=(x, "K"), seq=(seq, "T"))
+    return x[seq]

@@ -28,6 +28,10 @@ def segment_max(x, mask, seq, num_seqs):
     return np.array([part.max() if part.size else 0.0 for part in segments(x, mask, seq, num_seqs)])
 
 
+def segment_spread(x, seq):
+    return np.array([x[k] for k in seq], np.float64)
+
+
 def linear_scan(a, b):
     """[S]: y[t] = sum over u >= t of (a[t] a[t+1] ... a[u-1]) b[u]."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -109,6 +113,24 @@ def pass_at_k(correct, k):
             own = [x for subset, x in zip(subsets, best) if g in subset]
             out[n, g] = (sum(own) / len(own) - best.mean()) / best.std()
     return out
+
+
+def by_group(estimator, group, *columns, least=2):
+    """[B]: an estimator of [1, G] on the rows of each group alone, 0 in one of fewer rows than `least`."""
+    out = np.zeros(len(group))
+    for g in set(np.asarray(group).tolist()):
+        rows = [b for b, other in enumerate(group) if other == g]
+        if len(rows) >= least:
+            out[rows] = estimator(*(np.asarray(x)[None, rows] for x in columns))[0]
+    return out
+
+
+def remax_by(reward, group, greedy_reward):
+    return np.array([r - greedy_reward[g] for r, g in zip(reward, group)], np.float64)
+
+
+def gdpo_by(parts, group, weights):
+    return sum(w * by_group(grpo, group, part) for part, w in zip(parts, weights))
 
 
 def length_adaptive_lambda(length, alpha=0.05):

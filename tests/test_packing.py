@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rft_fn import packing, testing, tree
-from rft_fn.types import Experience, Media, Rollout
+from rft_fn import packing, segment, testing, tree
+from rft_fn.types import Experience, Media, Rollout, experience
 
 FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
 seeds = st.integers(0, 2**32)
@@ -324,7 +324,8 @@ def test_a_placeholder_has_the_fields_of_its_pack_and_adds_nothing(unit):
     like = packing.pack(tree.replace(exp, media=media), [], unit=unit)
     assert got.rows == () and got.padding == 0 and got.num_seqs == got.unit == unit
     assert got.tokens.tolist() == [int(b.tokens[0])] * unit and got.seq.tolist() == list(range(unit))
-    assert not got.mask.any() and not packing.real(got).any() and len(got.media.tensors["x"]) == 0
+    assert not got.mask.any() and not packing.real(got).any()
+    assert len(got.media.tensors["x"]) == 0 and got.media.rows["x"].tolist() == [0] * unit
     shapes = [[(name, x.shape, x.dtype) for name, x in tree.leaves_with_path(p)] for p in (got, like)]
     assert shapes[0] == shapes[1]
     assert all((x == 0).all() for x in (got.adv, got.w, got.old_logp, got.extra["noise"]))
@@ -359,8 +360,6 @@ def test_extra_moves_with_its_tokens_whatever_its_width():
 
 
 def test_extra_of_a_rollout_is_checked_by_name():
-    from rft_fn.types import Rollout, experience
-
     exp = small()
     zero, false = torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.bool)
     rollout = Rollout(
@@ -374,9 +373,31 @@ def test_extra_of_a_rollout_is_checked_by_name():
     )
     kept = experience(rollout, adv=exp.adv, w=exp.w, extra={"top": torch.zeros(2, 6, 3)})
     assert kept.extra["top"].shape == (2, 6, 3)
-    for bad in (torch.zeros(2, 5), torch.zeros(2)):
+    for bad in (torch.zeros(2, 5), torch.zeros(3), torch.zeros(2, 1, 3)):
         with pytest.raises(ValueError, match=r"extra\['top'\]: expected \[B, S\] = \[2, 6\]"):
             experience(rollout, adv=exp.adv, w=exp.w, extra={"top": bad})
+    with pytest.raises(ValueError, match=r"words: expected \[B, S, K\] = \[2, 6, K\], got \[2, 6\]"):
+        experience(rollout, adv=exp.adv, w=exp.w, words=exp.tokens)
+
+
+@given(seed=seeds)
+def test_a_number_per_response_is_on_each_of_its_tokens_and_words_move_with_them(seed):
+    exp = testing.case(seed).exp
+    rows = len(exp.length)
+    same = dict.fromkeys(("truncated", "group", "version"), torch.zeros(rows))
+    rollout = Rollout(tokens=exp.tokens, mask=exp.mask, logp=exp.w, length=exp.length, **same)
+    x = torch.arange(1.0, rows + 1)
+    words = exp.tokens[..., None] + torch.tensor([0, 1, 100])
+    made = experience(rollout, adv=x, w=exp.w, words=words, extra={"flat": x, "column": x[:, None] + 1})
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
+    b = packing.pack(made, order)
+    own = segment.spread(x[order], b.seq) * b.mask
+    assert torch.equal(b.extra["flat"], own) and torch.equal(b.adv.to(own.dtype), own)
+    assert torch.equal(b.extra["column"], own + b.mask)
+    assert b.words.dtype == torch.long
+    want = b.target[:, None] + torch.tensor([0, 1, 100])
+    assert torch.equal(b.words, want * b.mask[:, None])
+    assert torch.equal(packing.unpack([b.words], [b], exp.tokens)[exp.mask], words[exp.mask])
 
 
 @given(seed=seeds, world=st.integers(1, 3), budget=st.integers(24, 50))

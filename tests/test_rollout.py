@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rft_fn import experience, packing, tree
+from rft_fn import advantage, experience, packing, reward, segment, tree
+from rft_fn.data import Prompt
 from rft_fn.rollout import concat, extend, prefixes, split, take
 from rft_fn.types import Media, Rollout
 
@@ -198,6 +199,168 @@ def test_concat_commutes_with_packs(parts):
     halves = [packing.pack(learned(x), range(len(x.tokens))) for x in (a, b)]
     for name in ("tokens", "target", "pos", "mask", "adv", "w", "old_logp"):
         assert torch.equal(getattr(whole, name), torch.cat([getattr(h, name) for h in halves])), name
+
+
+# ---------- laws: rows that are chosen or put together are judged, compared and learned from as before
+
+
+class Numbers:
+    """A tokenizer that writes ids as they are."""
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return [self.decode(ids) for ids in rows]
+
+
+def points(prompts, completions, completion_ids, prompt_texts, scale, bonus):
+    """A reward that reads everything it can get of a row; `bonus` is a column that not every prompt has."""
+    rows = zip(prompts, completions, completion_ids, prompt_texts, scale, bonus, strict=True)
+    return [s * sum(ids) + len(a) / 7 + len(b) / 3 + len(c) + (x or 0) for a, b, ids, c, s, x in rows]
+
+
+SCORE = reward.weighted(points=(points, 1.0))
+
+
+def asked(count, start=0):
+    """Prompts that differ in all that a reward reads."""
+    out = []
+    for i in range(start, start + count):
+        columns = {"scale": i + 1}
+        if i % 2:
+            columns["bonus"] = 100 * i
+        out.append(Prompt(ids=[4] * (i + 1), text="a" * i, columns=columns, index=i))
+    return out
+
+
+def rewards(rollout, prompts):
+    return reward.judge_rows(SCORE, rollout, prompts, Numbers())
+
+
+@given(rows(), st.data())
+def test_take_commutes_with_judging(found, data):
+    r, prompts = build(found, media=True), asked(3)
+    index = data.draw(st.lists(st.integers(0, len(found) - 1), max_size=6))
+    assert torch.equal(rewards(take(r, index), prompts), rewards(r, prompts)[index])
+
+
+@given(rows(), rows())
+def test_concat_commutes_with_judging(one, other):
+    a, b = build(one), build(other)
+    both = rewards(concat([a, b], prompts=[3, 2 + 3]), asked(3) + asked(5, start=3))
+    assert torch.equal(both, torch.cat([rewards(a, asked(3)), rewards(b, asked(5, start=3))]))
+
+
+def test_rows_are_judged_by_the_prompts_that_are_there():
+    r = build([([1, 2, 3], 1, 2, 0)])
+    for prompts, count in ((asked(2), 2), ([], 0)):
+        message = f"rollout.group: expected numbers of {count} prompts, got 2 in row 0"
+        with pytest.raises(ValueError, match=message):
+            rewards(r, prompts)
+    none = tree.replace(r, group=torch.tensor([-1]))
+    with pytest.raises(ValueError, match="got -1 in row 0"):
+        rewards(none, asked(3))
+    assert rewards(take(r, []), []).tolist() == []
+
+
+ESTIMATORS = {
+    "grpo": lambda r, rollout: advantage.grpo_by(r, rollout.group),
+    "rloo": lambda r, rollout: advantage.rloo_by(r, rollout.group),
+    "opo": lambda r, rollout: advantage.opo_by(r, rollout.group, rollout.mask.sum(-1)),
+    "pass_at_2": lambda r, rollout: advantage.pass_at_k_by(r > 12, rollout.group, k=2),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@given(found=rows(), data=st.data())
+def test_take_of_whole_groups_commutes_with_advantages(name, found, data):
+    """In any order of the rows: a group keeps its rows, and no other group matters."""
+    r = build(found)
+    kept = data.draw(st.sets(st.integers(0, 2)))
+    index = data.draw(st.permutations([b for b, row in enumerate(found) if row[2] in kept]))
+    numbers = rewards(r, asked(3))
+    whole = ESTIMATORS[name](numbers, r)
+    part = ESTIMATORS[name](numbers[list(index)], take(r, index))
+    torch.testing.assert_close(part, whole[list(index)], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@given(one=rows(), other=rows())
+def test_concat_commutes_with_advantages(name, one, other):
+    """Groups of two rollouts stay apart, although both count theirs from 0."""
+    parts = [build(one), build(other)]
+    each = [rewards(part, asked(3)) for part in parts]
+    both = ESTIMATORS[name](torch.cat(each), concat(parts, prompts=[3, 3]))
+    want = torch.cat([ESTIMATORS[name](x, part) for x, part in zip(each, parts)])
+    torch.testing.assert_close(both, want, rtol=1e-5, atol=1e-5)
+
+
+def data_of(rollout):
+    """An experience with numbers of its own on every row."""
+    own = rollout.tokens.double().cumsum(-1) / 10
+    return experience(
+        rollout,
+        adv=own.sin(),
+        w=rollout.mask * (1 + own[:, :1]),
+        old_logp=-own,
+        extra={"row": rollout.length.double()},
+    )
+
+
+def model_of_pictures(params, b):
+    """Log-probs [T] that depend on token, target, position and the pictures of the sequence."""
+    seen = torch.zeros(b.num_seqs, dtype=torch.float64)
+    if b.media is not None:
+        owned = torch.repeat_interleave(torch.arange(b.num_seqs), b.media.rows["pixels"])
+        seen = seen.index_add(0, owned, b.media.tensors["pixels"][:, 0].double())
+    z = params["word"][b.tokens] * params["target"][b.target] + params["pos"][b.pos]
+    return -torch.nn.functional.softplus(z + params["picture"] * segment.spread(seen, b.seq))
+
+
+def learned_from(rollout, budget):
+    """(log-probs [B, S], gradients) of a rollout that is cut into packs of at most `budget` tokens."""
+    sizes = {"word": 10, "target": 10, "pos": 6, "picture": 1}
+    params = {name: torch.linspace(-1, 1.3, n, dtype=torch.float64) for name, n in sizes.items()}
+    params = {name: x.requires_grad_() for name, x in params.items()}
+    exp = data_of(rollout)
+    packs = [b for rank in packing.shard(exp, budget, 2) for b in rank]
+    logp = [torch.where(b.mask, model_of_pictures(params, b), 0) for b in packs]
+    loss = sum(
+        (b.w * (b.extra["row"] - torch.exp(x - b.old_logp) * b.adv * x)).sum() for x, b in zip(logp, packs)
+    )
+    grads = torch.autograd.grad(loss, list(params.values()))
+    return packing.unpack([x.detach() for x in logp], packs, exp.w), grads
+
+
+BUDGETS = st.integers(5, 20)
+
+
+@given(rows(shortest=2), st.data(), BUDGETS)
+def test_take_commutes_with_packs_and_what_is_learned_from_them(found, data, budget):
+    """Log-probs are those of the rows; gradients add up over rows, however often one is taken."""
+    r = build(found, media=True)
+    index = data.draw(st.lists(st.integers(0, len(found) - 1), min_size=1, max_size=6))
+    logp, grads = learned_from(take(r, index), budget)
+    whole, _ = learned_from(r, budget)
+    torch.testing.assert_close(logp, whole[index], rtol=1e-12, atol=1e-12)
+    alone = [learned_from(take(r, [i]), budget)[1] for i in index]
+    for mine, *others in zip(grads, *alone):
+        torch.testing.assert_close(mine, sum(others), rtol=1e-10, atol=1e-10)
+
+
+@given(rows(shortest=2), rows(shortest=2), st.booleans(), BUDGETS)
+def test_concat_commutes_with_packs_and_what_is_learned_from_them(one, other, media, budget):
+    """Also of a part with media and one without."""
+    parts = [build(one, media=True), build(other, media)]
+    logp, grads = learned_from(concat(parts), budget)
+    each = [learned_from(part, budget) for part in parts]
+    rows_of = [row for x, _ in each for row in x]
+    for mine, want in zip(logp, rows_of, strict=True):
+        torch.testing.assert_close(mine[: len(want)], want, rtol=1e-12, atol=1e-12)
+        assert not mine[len(want) :].any()
+    for mine, a, b in zip(grads, each[0][1], each[1][1]):
+        torch.testing.assert_close(mine, a + b, rtol=1e-10, atol=1e-10)
 
 
 R = build([([1, 2, 3], 1, 0, 0), ([4, 5], 1, 1, 0)])

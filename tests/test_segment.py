@@ -56,3 +56,28 @@ def test_gradient_of_the_mean_is_one_over_the_tokens_in_mask():
     mask, seq = torch.tensor([True, True, False, True, True]), torch.tensor([0, 0, 0, 1, 0])
     segment.mean(x, mask, seq, 2).sum().backward()
     torch.testing.assert_close(x.grad, torch.tensor([1 / 3, 1 / 3, 0, 1, 1 / 3]))
+
+
+@given(stream=streams())
+def test_spread_against_the_definition(stream):
+    _, _, seq, k = stream
+    x = np.arange(k) / 7 - 1
+    got = segment.spread(torch.from_numpy(x), torch.from_numpy(seq))
+    np.testing.assert_array_equal(got, ref.segment_spread(x, seq))
+
+
+@given(stream=streams())
+def test_the_gradient_of_spread_is_the_sum_over_a_sequence(stream):
+    """So a mean over the tokens of a loss that was spread is the mean over its sequences."""
+    up, mask, seq, k = stream
+    x = torch.zeros(k, dtype=torch.float64, requires_grad=True)
+    up, mask, seq = (torch.from_numpy(v) for v in (up, mask, seq))
+    (grad,) = torch.autograd.grad((segment.spread(x, seq) * torch.where(mask, up, 0)).sum(), x)
+    torch.testing.assert_close(grad, segment.sum(up, mask, seq, k), rtol=1e-12, atol=1e-9)
+
+
+def test_spread_names_what_is_wrong():
+    with pytest.raises(ValueError, match=r"x: expected \[K\] = \[K\], got \[2, 1\]"):
+        segment.spread(torch.zeros(2, 1), torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"seq: expected \[T\] = \[T\], got \[1, 1\]"):
+        segment.spread(torch.zeros(2), torch.tensor([[0]]))

@@ -37,12 +37,12 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
             rollout,
             adv=rft.advantage.grpo(judged.reward).view(-1, 1),
             w=rft.weight.token_mean(rollout.mask),
-            extra={"words": words},
+            words=words,
         )
         average = rft.tree.replace(state, params=rft.optim.ema_params(state.opt))
         rft.model.assign(teacher, st.export(average))
         scored = st.score(score_by_teacher, teacher, exp, 2048, fields=("words_logp",))
-        exp = rft.tree.replace(exp, extra={"words": words, "teacher": scored.words_logp})
+        exp = rft.tree.replace(exp, extra={"teacher": scored.words_logp})
         grads, metrics = st.grad(state, apply, loss_fn, st.shard(exp, 2048))
         state, more = st.update(state, grads)
         eng.load(st.export(state), version=state.step)

@@ -7,15 +7,18 @@ from torch import Tensor
 
 from rft_fn.types import LossFn, Packed, TokenOut
 
-__all__ = ["evaluate"]
+__all__ = ["REMEDY", "evaluate"]
 
-_REMEDY = {
+_GIVEN = ("ref_logp", "old_value", "ret", "words", "extra", "media")
+
+# of each field that may be absent: who gives it
+REMEDY = {
     "entropy": "bind or init the model with entropy=True",
     "value": "bind a model with a value head (model.Critic)",
-    "words_logp": 'name the words: rft_fn.experience(..., extra={"words": ids [B, S, K]})',
+    "words_logp": "name the words: rft_fn.experience(..., words=ids [B, S, K])",
     "aux": "bind or init a mixture of experts with aux=True",
     "expert_share": "bind or init a mixture of experts with aux=True",
-    **{x: f"give {x} to rft_fn.experience" for x in ("ref_logp", "old_value", "ret", "extra", "media")},
+    **{x: f"give {x} to rft_fn.experience" for x in _GIVEN},
 }
 
 
@@ -45,9 +48,9 @@ def _absent(error: Exception, out: TokenOut, b: Packed) -> list[str]:
     names = {name for frame, _ in frames for name in frame.f_code.co_names}
     found = []
     for kind, record in (("TokenOut", out), ("Packed", b)):
-        for name in sorted(names & _REMEDY.keys() & vars(record).keys()):
+        for name in sorted(names & REMEDY.keys() & vars(record).keys()):
             if getattr(record, name) is None:
-                found.append(f"{kind}.{name}: expected a value, got None; {_REMEDY[name]}")
+                found.append(f"{kind}.{name}: expected a value, got None; {REMEDY[name]}")
     if isinstance(error, KeyError) and error.args and b.extra is not None and error.args[0] not in b.extra:
-        found.append(f"Packed.extra: expected {error.args[0]!r} among {sorted(b.extra)}; {_REMEDY['extra']}")
+        found.append(f"Packed.extra: expected {error.args[0]!r} among {sorted(b.extra)}; {REMEDY['extra']}")
     return found

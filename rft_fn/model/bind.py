@@ -1,7 +1,7 @@
 """A module as `(apply, params)`: a function of parameters and a pack."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -9,13 +9,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rft_fn import tree
+from rft_fn.loss.evaluate import REMEDY
 from rft_fn.model.dropout import checkpointed
 from rft_fn.model.materialize import materialize
 from rft_fn.model.reader import settle
 from rft_fn.model.scorer import wrap_for_training
 from rft_fn.types import Apply, Packed, Sampling, TokenOut
 
-__all__ = ["applied", "bind", "own_parameters", "require_own", "score", "to_params_device"]
+__all__ = [
+    "applied", "bind", "own_parameters", "read_field", "require_fields", "require_own", "score",
+    "to_params_device",
+]  # fmt: skip
+
+FIELDS = tuple(f.name for f in fields(TokenOut))  # type: ignore[arg-type]
 
 
 def own_parameters(module: nn.Module) -> tree.Named:
@@ -94,15 +100,33 @@ def applied(root: nn.Module, module: nn.Module) -> tuple[ModuleApply, tree.Named
 
 
 @torch.no_grad()
-def score(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Tensor]:
+def score(apply: Apply, params: tree.Named, packs: Sequence[Packed], *, field: str = "logp") -> list[Tensor]:
     """The log-probs [T] of each pack, without gradient: old and reference log-probs.
 
-    `packing.unpack` makes them [B, S].
+    `field` names another output of the model: entropy, value, words_logp [T, K] ... `packing.unpack` makes
+    them [B, S]; `Strategy.score` does both, over all ranks, for several fields in one pass. ValueError for a
+    field that TokenOut or the model does not have.
     """
+    require_fields([field])
     out = []
     for pack, moved in zip(packs, to_params_device(apply, params, packs)):
-        out.append(apply(params, moved).logp.to(pack.tokens.device))
+        out.append(read_field(apply(params, moved), field).to(pack.tokens.device))
     return out
+
+
+def require_fields(names: Sequence[str]) -> None:
+    """ValueError for a name that is no field of TokenOut."""
+    for name in names:
+        if name not in FIELDS:
+            raise ValueError(f"field: expected one of {', '.join(FIELDS)}, got {name!r}")
+
+
+def read_field(out: TokenOut, name: str) -> Tensor:
+    """One output of a model. ValueError where it is absent, with what makes the model give it."""
+    found = getattr(out, name)
+    if found is None:
+        raise ValueError(f"TokenOut.{name}: expected a value, got None; {REMEDY[name]}")
+    return found
 
 
 def to_params_device(apply: Apply, params: tree.Named, packs: Sequence[Packed]) -> list[Packed]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rft_fn import logprob, tree
 from rft_fn.model import attention, router
@@ -21,7 +21,7 @@ __all__ = ["Scorer", "wrap_for_training"]
 class Scorer(Reader):
     """A causal language model that gives the log-probs of a pack's targets.
 
-    Where a pack has `extra["words"]` [T, K], the output also has the log-probs of K more words per target.
+    Where a pack has `words` [T, K], the output also has the log-probs of K more words per target.
     The head runs inside this forward, so that a sharded model has its weight gathered there. The `fused` head
     never holds logits [T, V]. Whole logits are for top_p and top_k (log-probs are of the cut distribution,
     which was sampled from), and for models that scale or cap their logits, which a probe finds. With `aux`
@@ -71,14 +71,13 @@ class Scorer(Reader):
         return tree.replace(out, aux=aux, expert_share=share)
 
     def _scored(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
-        words = (pack.extra or {}).get("words")
         score = self._whole
         if self.fused:
             score = self._fused
-        out = score(pack, bounds, words)
+        out = score(pack, bounds)
         return tree.replace(out, logp=torch.where(pack.mask, out.logp, 0))
 
-    def _fused(self, pack: Packed, bounds: SequenceBounds | None, words: Tensor | None) -> TokenOut:
+    def _fused(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
         hidden = run(self.parts.decoder, pack, bounds, way=self.way or POSITIONS).last_hidden_state[0]
         workspace: float | None = None
         if self.chunk_size:
@@ -90,11 +89,11 @@ class Scorer(Reader):
             temperature=self.sampling.temperature,
             bias=self.parts.head.bias,
             entropy=self.entropy,
-            words=words,
+            words=pack.words,
             workspace_mb=workspace,
         )
 
-    def _whole(self, pack: Packed, bounds: SequenceBounds | None, words: Tensor | None) -> TokenOut:
+    def _whole(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
         logits = run(self.lm, pack, bounds, way=self.way or POSITIONS).logits[0]
         z = logprob.process_logits(logits, self.sampling, keep=pack.target)
         # in place, without a copy: a where on the results alone leaves 0 * inf in the gradient
@@ -107,8 +106,8 @@ class Scorer(Reader):
         else:
             logp = logprob.log_probs_from_logits(z, pack.target)
         words_logp = None
-        if words is not None:
-            words_logp = torch.where(pack.mask[:, None], z.log_softmax(-1).gather(-1, words), 0)
+        if pack.words is not None:
+            words_logp = torch.where(pack.mask[:, None], z.log_softmax(-1).gather(-1, pack.words), 0)
         return TokenOut(logp=logp, entropy=entropy, words_logp=words_logp)
 
 

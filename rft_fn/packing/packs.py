@@ -12,7 +12,7 @@ from rft_fn.types import Experience, Packed
 
 __all__ = ["pack", "pad", "placeholder", "real", "reset_position_ids", "sides", "stack", "unpack"]
 
-_TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
+_TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret", "words")
 
 
 def reset_position_ids(seq: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def placeholder(like: Packed) -> Packed:
     """A masked pack that adds nothing.
 
     It has the fields of `like`, with one unit of sequences of one masked token each (the first of `like`,
-    if any), and no rows of media. It runs forward and backward, and `unpack` puts it nowhere.
+    if any), which own no rows of media. It runs forward and backward, and `unpack` puts it nowhere.
     """
     unit = like.unit
     zeros = tree.map(lambda x: x.new_zeros(unit, *x.shape[1:]), tree.replace(like, media=None))
@@ -95,7 +95,9 @@ def placeholder(like: Packed) -> Packed:
         tokens = like.tokens[:1].repeat(unit)
     media = like.media
     if media is not None:
-        media = media.take([])
+        none = media.take([])
+        owned = {name: count.new_zeros(unit) for name, count in none.rows.items()}
+        media = tree.replace(none, rows=owned)
     seq = torch.arange(unit, device=tokens.device)
     return tree.replace(zeros, tokens=tokens, seq=seq, num_seqs=unit, rows=(), padding=0, media=media)
 

@@ -8,9 +8,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from rft_fn import tree
 from rft_fn.data.prompts import Prompt
-from rft_fn.reward.convention import Score, TrainerState, as_messages, taken
+from rft_fn.reward.convention import Score, Scored, TrainerState, as_messages, taken
 from rft_fn.types import Rollout
 
 __all__ = ["Judged", "concat", "judge", "judge_rows", "means", "responses", "select"]
@@ -75,31 +74,9 @@ def judge(
     chosen = range(len(prompts))[part]
     rows = slice(chosen.start * size, chosen.stop * size)
     ids = _response_ids(rollout, rows)
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    owners = [i for i in chosen for _ in range(size)]
 
-    # one prompt per response; columns have the names of all prompts, whatever part is judged
-    owners: list[Prompt] = []
-    prompt_texts: list[str] = []
-    for i in chosen:
-        owners += [prompts[i]] * size
-        prompt_texts += [tokenizer.decode(prompts[i].ids)] * size
-    columns: dict[str, list[Any]] = {}
-    for name in _keys([p.columns for p in prompts]):
-        columns[name] = [p.columns.get(name) for p in owners]
-
-    # in the form of the data: texts, or messages
-    asked: list[Any] = []
-    answered: list[Any] = []
-    for p, text in zip(owners, texts, strict=True):
-        if p.messages is None:
-            asked.append(p.text)
-            answered.append(text)
-        else:
-            asked.append(list(p.messages))
-            answered.append(as_messages(text, "assistant"))
-
-    given = {"completion_ids": ids, "prompt_texts": prompt_texts, "trainer_state": state}
-    scored = score(asked, answered, columns, **taken(score, given))
+    scored, texts = _scored(score, ids, prompts, owners, tokenizer, state)
     return Judged(
         reward=_by_group(scored.total, size),
         parts={name: _by_group(x, size) for name, x in scored.parts.items()},
@@ -107,6 +84,40 @@ def judge(
         metrics={name: _by_group(x, size) for name, x in scored.metrics.items()},
         extra=scored.extra,
     )
+
+
+def _scored(
+    score: Score,
+    ids: Sequence[list[int]],
+    prompts: Sequence[Prompt],
+    owners: Sequence[int],
+    tokenizer: Any,
+    state: TrainerState | None,
+) -> tuple[Scored, list[str]]:
+    """(the scores of the responses `ids` [B], their texts); response b answers prompts[owners[b]]."""
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    decoded = {i: tokenizer.decode(prompts[i].ids) for i in dict.fromkeys(owners)}
+
+    # one prompt per response; columns have the names of all prompts, whichever are judged
+    columns: dict[str, list[Any]] = {}
+    for name in _keys([p.columns for p in prompts]):
+        columns[name] = [prompts[i].columns.get(name) for i in owners]
+
+    # in the form of the data: texts, or messages
+    asked: list[Any] = []
+    answered: list[Any] = []
+    for i, text in zip(owners, texts, strict=True):
+        p = prompts[i]
+        if p.messages is None:
+            asked.append(p.text)
+            answered.append(text)
+        else:
+            asked.append(list(p.messages))
+            answered.append(as_messages(text, "assistant"))
+
+    prompt_texts = [decoded[i] for i in owners]
+    given = {"completion_ids": ids, "prompt_texts": prompt_texts, "trainer_state": state}
+    return score(asked, answered, columns, **taken(score, given)), texts
 
 
 def _by_group(x: Tensor, size: int) -> Tensor:
@@ -182,11 +193,21 @@ def judge_rows(
 ) -> Tensor:
     """The reward of each row [B]: rows in any order, groups of any size.
 
-    `rollout.group[b]` is the prompt, out of `prompts`, that row b answers. Otherwise as `judge`.
+    `rollout.group[b]` is the prompt, out of `prompts`, that row b answers. A rollout without rows has no
+    rewards, and nothing is called. Otherwise as `judge`. `advantage.grpo_by` and its relatives take the
+    result. ValueError for a group that is no prompt, and for prompts without text and columns.
     """
-    alone = tree.replace(rollout, group=torch.arange(len(rollout.group)))
-    owners = [prompts[g] for g in rollout.group.tolist()]
-    return judge(score, alone, owners, tokenizer, state=state).reward.flatten()
+    _check_prompts(prompts)
+    owners = rollout.group.tolist()
+    for row, g in enumerate(owners):
+        if not 0 <= g < len(prompts):
+            raise ValueError(
+                f"rollout.group: expected numbers of {len(prompts)} prompts, got {g} in row {row}"
+            )
+    if not owners:
+        return torch.zeros(0)
+    scored, _ = _scored(score, _response_ids(rollout), prompts, owners, tokenizer, state)
+    return scored.total
 
 
 def concat(parts: Sequence[Judged]) -> Judged:

@@ -1,6 +1,5 @@
 """Whole rows scored by a model: its outputs for every token of a batch, the same on every rank."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,13 +7,11 @@ import torch
 from torch import Tensor
 
 from rft_fn import packing, tree
-from rft_fn.model.bind import to_params_device
+from rft_fn.model.bind import read_field, require_fields, to_params_device
 from rft_fn.types import Apply, Experience, Packed, Rollout, TokenOut, experience
 from rft_fn.types.strategy import Gather, ScoreRows, Shard
 
 __all__ = ["scorer"]
-
-FIELDS = tuple(f.name for f in dataclasses.fields(TokenOut))  # type: ignore[arg-type]
 
 
 def scorer(shard: Shard, gather: Gather) -> ScoreRows:
@@ -29,9 +26,7 @@ def scorer(shard: Shard, gather: Gather) -> ScoreRows:
         *,
         fields: Sequence[str] = ("logp",),
     ) -> TokenOut:
-        for name in fields:
-            if name not in FIELDS:
-                raise ValueError(f"fields: expected some of {', '.join(FIELDS)}, got {name!r}")
+        require_fields(fields)
 
         # every rank scores its own packs, and gets the rows of all
         exp = _all_rows(batch)
@@ -55,10 +50,5 @@ def _rows(
     name: str, outs: Sequence[TokenOut], packs: Sequence[Packed], exp: Experience, gather: Gather
 ) -> Tensor:
     """One field of the packs of all ranks as [B, S, ...], 0 outside mask."""
-    mine = []
-    for out in outs:
-        found = getattr(out, name)
-        if found is None:
-            raise ValueError(f"fields: expected outputs that the model was bound with, got {name!r}")
-        mine.append(found.to(exp.tokens.device))
+    mine = [read_field(out, name).to(exp.tokens.device) for out in outs]
     return gather(packing.unpack(mine, packs, exp.tokens)[None]).sum(0)

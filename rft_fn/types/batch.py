@@ -80,6 +80,7 @@ class Experience:
     ref_logp: Tensor | None = None  # [B, S], of the KL anchor
     old_value: Tensor | None = None  # [B, S]
     ret: Tensor | None = None  # [B, S]
+    words: Tensor | None = None  # [B, S, K] i64, words at each token whose log-probs the model gives too
     extra: dict[str, Tensor] | None = None  # name -> [B, S, ...], per-token data for a custom loss
     media: Media | None = None
 
@@ -102,6 +103,7 @@ class Packed:
     ref_logp: Tensor | None = None  # [T]
     old_value: Tensor | None = None  # [T]
     ret: Tensor | None = None  # [T]
+    words: Tensor | None = None  # [T, K] i64
     extra: dict[str, Tensor] | None = None  # name -> [T, ...]
     media: Media | None = None
     num_seqs: int = tree.static()  # K
@@ -119,7 +121,7 @@ class TokenOut:
     value: Tensor | None = None  # [T]
     aux: Tensor | None = None  # [T] balance of a mixture of experts: 1 if its sequence uses all evenly
     expert_share: Tensor | None = None  # [T] largest share of one expert in the choices of its sequence
-    words_logp: Tensor | None = None  # [T, K] of the words `extra["words"]` [T, K], if given
+    words_logp: Tensor | None = None  # [T, K] of the pack's `words`, if it has some
 
 
 def experience(
@@ -131,27 +133,31 @@ def experience(
     ref_logp: Tensor | None = None,
     old_value: Tensor | None = None,
     ret: Tensor | None = None,
+    words: Tensor | None = None,
     extra: dict[str, Tensor] | None = None,
 ) -> Experience:
     """Join a rollout with its advantages and weights [B, S].
 
     `old_logp` defaults to the sampler's log-probs. `adv` may also be [B, 1] or [B], one advantage per
-    response. `extra` maps names to per-token data [B, S, ...] for a custom loss, which finds it as
-    `b.extra[name]` [T, ...]. ValueError names the field whose shape disagrees.
+    response. `words` [B, S, K] are K words at each token (ids) whose log-probs are asked for beside that of
+    the token itself: the model gives them as `out.words_logp` [T, K]. `extra` maps names to data for a custom
+    loss, which finds it as `b.extra[name]` [T, ...]: per token [B, S, ...], or per response [B] or [B, 1].
+    ValueError names the field whose shape disagrees.
     """
     if old_logp is None:
         old_logp = rollout.logp
 
-    # an advantage per response holds for each of its tokens
-    if adv.dim() == 1:
-        adv = adv.unsqueeze(-1)
-    if adv.dim() == 2 and adv.shape[-1] == 1:
-        adv = adv.expand(-1, rollout.tokens.shape[-1])
+    # a number per response holds for each of its tokens
+    size = rollout.tokens.shape[-1]
+    adv = _on_tokens(adv, size)
+    if extra is not None:
+        extra = {name: _on_tokens(x, size) for name, x in extra.items()}
 
     # a wrong shape found here has a name; inside the loss it would only be a size
     spec = {"tokens": (rollout.tokens, "B S"), "adv": (adv, "B S"), "w": (w, "B S")}
     spec |= {"old_logp": (old_logp, "B S"), "ref_logp": (ref_logp, "B S")}
     spec |= {"old_value": (old_value, "B S"), "ret": (ret, "B S")}
+    spec |= {"words": (words, "B S K")}
     for name, x in (extra or {}).items():
         per_token = x[(...,) + (0,) * (x.dim() - 2)]
         spec[f"extra[{name!r}]"] = (per_token, "B S")
@@ -167,6 +173,16 @@ def experience(
         ref_logp=ref_logp,
         old_value=old_value,
         ret=ret,
+        words=words,
         extra=extra,
         media=rollout.media,
     )
+
+
+def _on_tokens(x: Tensor, size: int) -> Tensor:
+    """Numbers of responses [B] or [B, 1] on each of their tokens [B, S]; anything else as it is."""
+    if x.dim() == 1:
+        x = x.unsqueeze(-1)
+    if x.dim() == 2 and x.shape[-1] == 1:
+        x = x.expand(-1, size)
+    return x

@@ -24,17 +24,17 @@ def test_the_log_probs_of_words_are_those_of_whole_logits(sampling):
     lm, exp = tiny.llama(), tiny.experience()
     ids, _ = words_of(lm, exp, 5, sampling.temperature)
     apply, params = model.bind(lm, sampling=sampling)
-    b = packing.pack(tree.replace(exp, extra={"words": ids}), range(len(exp.length)))
+    b = packing.pack(tree.replace(exp, words=ids), range(len(exp.length)))
     got = apply(params, b)
     at = 0
     for n, row in zip(exp.length.tolist(), exp.tokens):
         z = logprob.process_logits(lm(row[None, :n]).logits[0, :-1], sampling, keep=row[1:n])
-        want = z.log_softmax(-1).gather(-1, b.extra["words"][at : at + n - 1])
+        want = z.log_softmax(-1).gather(-1, b.words[at : at + n - 1])
         m = b.mask[at : at + n - 1]
         torch.testing.assert_close(got.words_logp[at : at + n - 1][m], want[m], rtol=1e-5, atol=1e-5)
         at += n - 1
     assert (got.words_logp[~b.mask] == 0).all()
-    assert model.bind(lm)[0](params, tree.replace(b, extra=None)).words_logp is None
+    assert model.bind(lm)[0](params, tree.replace(b, words=None)).words_logp is None
 
 
 def test_their_gradient_is_that_of_whole_logits_with_bias_and_softcap():
@@ -59,7 +59,7 @@ def test_a_student_whose_words_are_cut_has_finite_gradients():
     lm, exp, sampling = tiny.llama(dtype=torch.float64), tiny.experience(), Sampling(top_k=2, top_p=0.5)
     ids, teacher = words_of(tiny.llama(seed=1), exp, 5)
     teacher[..., 3:] = -torch.inf
-    exp = tree.replace(exp, extra={"words": ids, "teacher": teacher.double()})
+    exp = tree.replace(exp, words=ids, extra={"teacher": teacher.double()})
     apply, params = model.bind(lm, sampling=sampling)
     b = packing.pack(exp, range(len(exp.length)))
     out = apply(params, b)
@@ -73,7 +73,7 @@ def test_a_student_comes_closer_to_its_teacher():
     """The reverse KL over 8 words falls, through Strategy.grad and update, and the sampled one with it."""
     teacher, student, exp = tiny.llama(seed=1), tiny.llama(seed=2), tiny.experience()
     ids, teacher_logp = words_of(teacher, exp, 8)
-    exp = tree.replace(exp, extra={"words": ids, "teacher": teacher_logp})
+    exp = tree.replace(exp, words=ids, extra={"teacher": teacher_logp})
     packs = packing.shard(exp, 64)[0]
     ref = model.score(*model.bind(teacher), packs)
     packs = [tree.replace(p, ref_logp=x) for p, x in zip(packs, ref)]

@@ -227,7 +227,7 @@ def test_gradients_under_vmap_equal_a_loop():
 
 ABSENT = [
     (lambda o, b: -0.1 * o.entropy, TypeError, "TokenOut.entropy: .* got None; bind .* entropy=True"),
-    (lambda o, b: o.words_logp.sum(-1), AttributeError, 'TokenOut.words_logp: .* extra={"words": ids'),
+    (lambda o, b: o.words_logp.sum(-1), AttributeError, r"TokenOut.words_logp: .* words=ids \[B, S, K\]"),
     (lambda o, b: (o.value - b.ret).square(), TypeError, "TokenOut.value: .* a value head"),
     (lambda o, b: o.logp - b.ref_logp, TypeError, "Packed.ref_logp: .* give ref_logp to rft_fn.experience"),
     (lambda o, b: b.extra["chosen"], KeyError, r"Packed.extra: expected 'chosen' among \['noise'\]"),

@@ -85,7 +85,7 @@ def test_whole_logits_and_fused_head_agree():
 def test_logits_that_overflow_outside_the_mask_reach_no_gradient(options):
     """Whole logits, with every number that is made of them: a where on the results alone leaves 0 * inf."""
     lm, pack = tiny.llama(), packing.pack(tiny.experience(), range(2))
-    pack = tree.replace(pack, extra={"words": torch.zeros(len(pack.tokens), 2, dtype=torch.long)})
+    pack = tree.replace(pack, words=torch.zeros(len(pack.tokens), 2, dtype=torch.long))
     apply, params = model.bind(lm, sampling=rft.Sampling(**options), entropy=True, fused=False)
     over = torch.where(pack.mask, 0.0, torch.inf)[:, None]
     lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits + over)

@@ -215,7 +215,7 @@ def test_a_unit_with_an_empty_sequence():
 
 def test_words_and_entropies_come_one_after_the_other_too():
     apply, params = model.bind(small("Mamba"), entropy=True)
-    exp = tree.replace(EXP, extra={"words": EXP.tokens[..., None] % 7 + torch.arange(3)})
+    exp = tree.replace(EXP, words=EXP.tokens[..., None] % 7 + torch.arange(3))
     whole = apply(params, packing.pack(exp, range(4), unit=4))
     parts = [apply(params, packing.pack(exp, [i])) for i in range(4)]
     for name in ("logp", "entropy", "words_logp"):

@@ -31,7 +31,7 @@ MUTANTS = [
     ),
     (
         "GAE reads the value behind the end of a sequence",
-        "rft_fn/advantage.py",
+        "rft_fn/advantage/tokens.py",
         "return step(reward, discount, _shift(value, end)) - value, value",
         "return reward + discount * _shift(value, end) - value, value",
         "tests/test_gae.py::test_a_sequence_of_a_flat_stream_does_not_see_a_broken_neighbour",

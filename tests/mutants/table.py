@@ -1,34 +1,36 @@
 """Rows of the table with another mean, limit, coefficient or baseline, each with a test that notices."""
 
-ALGORITHM, ADVANTAGE, LOSS = "rft_fn/algorithm.py", "rft_fn/advantage.py", "rft_fn/loss/policy.py"
+TABLE, LOSSES, ADVANTAGES = (f"rft_fn/algorithm/{x}.py" for x in ("table", "losses", "advantages"))
+ADVANTAGE, LOSS = "rft_fn/advantage/tokens.py", "rft_fn/loss/policy.py"
 GRADIENT = "tests/test_rows.py::test_the_gradient_of_the_logits_is_the_papers"
 
 MUTANTS = [
-    ("RLOO is a mean over tokens of a response", ALGORITHM,
-     "Algorithm(_rloo, _reinforce, weight.seq_sum", "Algorithm(_rloo, _reinforce, weight.seq_mean",
+    ("RLOO is a mean over tokens of a response", TABLE,
+     "(_rloo, losses.reinforce, weight.seq_sum", "(_rloo, losses.reinforce, weight.seq_mean",
      f"{GRADIENT}[0.3-rloo]"),
-    ("ReMax is a mean over the batch's tokens", ALGORITHM,
-     "Algorithm(_remax, _reinforce, weight.seq_sum", "Algorithm(_remax, _reinforce, weight.token_mean",
+    ("ReMax is a mean over the batch's tokens", TABLE,
+     "(advantages.remax, losses.reinforce, weight.seq_sum",
+     "(advantages.remax, losses.reinforce, weight.token_mean",
      f"{GRADIENT}[0.3-remax]"),
-    ("DAPO clips at 1.22", ALGORITHM,
+    ("DAPO clips at 1.22", TABLE,
      "_clip_higher = partial(_clip, high=0.28)", "_clip_higher = partial(_clip, high=0.22)",
      f"{GRADIENT}[0.3-dapo]"),
     ("PPO's lambda is 0.5", ADVANTAGE,
      "    lambda_: float | Tensor = 0.95,", "    lambda_: float | Tensor = 0.5,",
      "tests/test_rows.py::test_advantages_and_returns_are_the_papers[ppo]"),
-    ("OPO weighs rewards by the length of prompt and response", ALGORITHM,
+    ("OPO weighs rewards by the length of prompt and response", ADVANTAGES,
      "rearrange(rollout.mask.sum(-1), ", "rearrange(rollout.length, ", f"{GRADIENT}[0.3-opo]"),
-    ("REINFORCE++ does not whiten", ALGORITHM,
+    ("REINFORCE++ does not whiten", ADVANTAGES,
      "return advantage.whiten(returns, rollout.mask)", "return returns",
      f"{GRADIENT}[0.3-reinforce_pp]"),
-    ("a loss of tokens does not get its options", ALGORITHM,
+    ("a loss of tokens does not get its options", LOSSES,
      "fn(out.logp, b.old_logp, b.adv, **options)", "fn(out.logp, b.old_logp, b.adv)",
      "tests/test_rows.py::test_an_option_of_a_row_reaches_its_loss[cpgd-drift]"),
     ("GSPO's upper limit is its lower one", LOSS,
      'high: Scalar = 4e-4,\n) -> Tensor:\n    """GSPO\'s loss [T], ',
      'high: Scalar = 3e-4,\n) -> Tensor:\n    """GSPO\'s loss [T], ',
      f"{GRADIENT}[0.05-gspo]"),
-    ("VAPO's critic has the actor's lambda", ALGORITHM,
+    ("VAPO's critic has the actor's lambda", ADVANTAGES,
      "discount, policy_lambda=policy_lambda, mask=mask)",
      "discount, policy_lambda=policy_lambda, value_lambda=policy_lambda, mask=mask)",
      "tests/test_rows.py::test_the_critics_gradient_is_the_papers[0.3-vapo]"),

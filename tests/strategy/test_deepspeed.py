@@ -251,6 +251,7 @@ def refused(st):
         (lambda: start(st, late), "got adamw in place 1"),
         (lambda: start(st, optim.chain(custom, optim.adamw(1e-3))), "got lion in place 1"),
         (lambda: start(st, optim.master_weights(optim.adamw(1e-3))), "got master_weights last"),
+        (lambda: start(st, optim.partition(lambda n, p: "a", a=optim.adamw(1e-3))), "got partition last"),
         (lambda: start(st, optim.chain()), "tx: expected an adamw with zero_stage, got none"),
         (lambda: st.init(tiny.llama().requires_grad_(False), optim.adamw(1.0)), "trainable parameters, got"),
         (lambda: st.init(tiny.llama(dtype=torch.float64), optim.adamw(1.0)), "got one in float64"),

@@ -48,16 +48,36 @@ def test_words_have_a_number_each():
     st, _, apply, params = bound()
     exp = tiny.experience()
     words = torch.stack([exp.tokens, (exp.tokens + 1) % len(tiny.tokenizer())], -1)
-    out = st.score(apply, params, tree.replace(exp, extra={"words": words}), 50, fields=("words_logp",))
+    out = st.score(apply, params, tree.replace(exp, words=words), 50, fields=("words_logp",))
     assert out.words_logp.shape == words.shape
     torch.testing.assert_close(out.words_logp[..., 0], out.logp, rtol=0, atol=1e-5)
 
 
 def test_fields_that_are_not_there_are_refused():
     st, _, apply, params = bound()
-    with pytest.raises(ValueError, match=r"fields: expected some of logp, .* got 'entropi'"):
+    with pytest.raises(ValueError, match=r"field: expected one of logp, .* got 'entropi'"):
         st.score(apply, params, tiny.experience(), 100, fields=("entropi",))
-    with pytest.raises(
-        ValueError, match="fields: expected outputs that the model was bound with, got 'entropy'"
-    ):
+    message = "TokenOut.entropy: expected a value, got None; bind or init the model with entropy=True"
+    with pytest.raises(ValueError, match=message):
         st.score(apply, params, tiny.experience(), 100, fields=("entropy",))
+    with pytest.raises(ValueError, match=r"TokenOut.words_logp: .* rft_fn.experience\(..., words=ids"):
+        st.score(apply, params, tiny.experience(), 100, fields=("words_logp",))
+    packs = st.shard(tiny.experience(), 100)
+    with pytest.raises(ValueError, match=message):
+        rft.model.score(apply, params, packs, field="entropy")
+    with pytest.raises(ValueError, match=r"field: expected one of logp, .* got 'entropi'"):
+        rft.model.score(apply, params, packs, field="entropi")
+
+
+def test_every_output_of_packs_is_that_of_whole_rows():
+    """`model.score` and `packing.unpack` give what `Strategy.score` gives in one call."""
+    st, _, apply, params = bound(entropy=True)
+    exp = tiny.experience()
+    exp = tree.replace(exp, words=exp.tokens[..., None] % 5 + torch.arange(3))
+    fields = ("logp", "entropy", "words_logp")
+    whole = st.score(apply, params, exp, 50, fields=fields)
+    packs = st.shard(tree.replace(exp, w=exp.mask.float()), 50)
+    for name in fields:
+        x = rft.model.score(apply, params, packs, field=name)
+        assert torch.equal(rft.packing.unpack(x, packs, exp.tokens), getattr(whole, name)), name
+    assert (whole.words_logp[exp.mask] < 0).all()

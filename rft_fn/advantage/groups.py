@@ -1,0 +1,143 @@
+"""Advantages of responses from the rewards [N, G] of groups of equal size."""
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from rft_fn import check
+
+__all__ = ["cpgd", "gdpo", "grpo", "opo", "pass_at_k", "reinforce_pp_baseline", "remax", "rloo"]
+
+
+def _centre(reward: Tensor, share: Tensor | None = None) -> Tensor:
+    """Rewards [N, G] minus the mean of their group.
+
+    `share` [N, G] weights the mean, which is uniform without it. The result is exactly 0 in a group without
+    variance. ValueError for groups of one.
+    """
+    sizes = check.shapes(reward=(reward, "N G"))
+    if sizes["G"] < 2:
+        raise ValueError(
+            f"reward: expected [N, G] with G >= 2, got {list(reward.shape)}: a group of one has no baseline; "
+            "sample more per prompt (group >= 2) or use an advantage that is not normalised by group"
+        )
+    mean = reward.mean(-1, keepdim=True)
+    if share is not None:
+        mean = (share * reward).sum(-1, keepdim=True)
+    equal = reward.amax(-1, keepdim=True) == reward.amin(-1, keepdim=True)
+    return torch.where(equal, 0, reward - mean)
+
+
+def grpo(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
+    """GRPO's advantages [N, G], normalised per group.
+
+        (r - mean) / (std + eps)
+
+    std is the sample's, divided by G - 1. arXiv 2402.03300. `scale=False` leaves out the division: Dr. GRPO
+    (arXiv 2503.20783), without its bias towards easy and hard questions. ValueError for groups of one. Does
+    not whiten over the batch.
+    """
+    centred = _centre(reward)
+    if not scale:
+        return centred
+    return centred / (reward.std(-1, keepdim=True) + eps)
+
+
+def rloo(reward: Tensor) -> Tensor:
+    """Leave-one-out advantages, [N, G].
+
+        r - mean of the other G - 1 = (r - mean) G / (G - 1)
+
+    Unbiased, because the baseline of a sample does not depend on it. arXiv 2402.14740. ValueError for
+    groups of one.
+    """
+    group = reward.shape[-1]
+    return _centre(reward) * (group / max(group - 1, 1))
+
+
+def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
+    """ReMax's advantages, [N, G].
+
+    Subtracts the reward [N] of the prompt's greedy response. Unbiased, because the baseline does not depend
+    on the sample; also defined for G = 1. Not centred. arXiv 2310.10505.
+    """
+    check.shapes(reward=(reward, "N G"), greedy_reward=(greedy_reward, "N"))
+    return reward - greedy_reward.unsqueeze(-1)
+
+
+def opo(reward: Tensor, length: Tensor) -> Tensor:
+    """OPO's advantages, [N, G]: a length-weighted baseline.
+
+        r - sum(l r) / sum(l)    in each group, l [N, G] the tokens of a response
+
+    The baseline of least variance if the squared score of a response grows with its length. With equal
+    lengths it is `grpo(scale=False)`. Not divided by a deviation. arXiv 2505.23585. ValueError for groups
+    of one.
+    """
+    check.shapes(reward=(reward, "N G"), length=(length, "N G"))
+    share = length.to(reward.dtype) / length.sum(-1, keepdim=True).clamp(min=1)
+    return _centre(reward, share)
+
+
+def cpgd(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
+    """CPGD's advantages [N, G], which equal `grpo`'s.
+
+    CPGD (arXiv 2505.12504) differs in its loss, `loss.cpgd`.
+    """
+    return grpo(reward, scale=scale, eps=eps)
+
+
+def reinforce_pp_baseline(reward: Tensor) -> Tensor:
+    """Advantages of REINFORCE++ with baseline [N, G], which equal `grpo(scale=False)`'s.
+
+    The algorithm whitens them over the whole batch (arXiv 2501.03262). ValueError for groups of one.
+    """
+    return grpo(reward, scale=False)
+
+
+def gdpo(parts: Tensor, weights: Tensor) -> Tensor:
+    """GDPO's advantages for several rewards, [N, G].
+
+    Normalises each of the K rewards in `parts` [K, N, G] by `grpo`, and sums them by `weights` [K]. Rewards
+    of different spread then count by their weights alone. arXiv 2601.05242. The paper whitens the sum over
+    the batch; `whiten` does, this does not.
+    """
+    sizes = check.shapes(parts=(parts, "K N G"), weights=(weights, "K"))
+    each = grpo(rearrange(parts, "k n g -> (k n) g"))
+    each = rearrange(each, "(k n) g -> k n g", k=sizes["K"])
+    return (rearrange(weights, "k -> k 1 1") * each).sum(0)
+
+
+def pass_at_k(correct: Tensor, *, k: int) -> Tensor:
+    """Pass@k advantages [N, G] of responses, from correct [N, G] bool.
+
+    A subset of k responses has reward 1 if any of them is correct. The advantage is the mean reward of the
+    subsets with this response minus the mean over all, divided by the deviation over all. With m wrong
+    responses:
+
+        p = 1 - C(m, k) / C(G, k),    sigma = sqrt(p (1 - p))
+        correct: (1 - p) / sigma,    wrong: (1 - p - C(m - 1, k - 1) / C(G - 1, k - 1)) / sigma
+
+    It is 0 if all subsets are alike. k = 1 is `grpo` with the population's deviation. Computed in float64
+    from ratios, so large groups lose nothing. arXiv 2508.10751. ValueError unless 1 <= k <= G.
+    """
+    size = check.shapes(correct=(correct, "N G"))["G"]
+    if not 1 <= k <= size:
+        raise ValueError(f"k: expected between 1 and the {size} responses of each prompt, got {k}")
+    wrong = (~correct).double().sum(-1, keepdim=True)
+    return advantage_of_subsets(correct, wrong, wrong.new_tensor(size), k)
+
+
+def advantage_of_subsets(correct: Tensor, wrong: Tensor, size: Tensor, k: int) -> Tensor:
+    """`pass_at_k` from each response's group.
+
+    `wrong` and `size`, float64, count its wrong and its responses; they broadcast against correct [...].
+    """
+    i = torch.arange(1, k, device=correct.device)
+    # a group of fewer than k has a factor of 0, as all of its subsets are alike
+    ratios = (wrong.unsqueeze(-1) - i).clamp(min=0) / (size.unsqueeze(-1) - i).clamp(min=1)
+    with_wrong = ratios.prod(-1)  # C(m-1, k-1) / C(G-1, k-1)
+    none = with_wrong * wrong / size  # 1 - p
+    sigma = (none * (1 - none)).sqrt()
+    adv = torch.where(correct, none, -with_wrong * (1 - wrong / size)) / torch.where(sigma > 0, sigma, 1)
+    return adv.to(torch.get_default_dtype())

@@ -1,0 +1,45 @@
+"""Gradients before an update: their norm, and a limit to it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rft_fn import tree
+from rft_fn.types import Transform
+
+__all__ = ["clip_by_global_norm", "global_norm"]
+
+
+def global_norm(grads: Any) -> Tensor:
+    """The global norm [] of gradients.
+
+    This is the 2-norm of all of them together, 0 if there are none; a plain tensor, also for sharded
+    gradients.
+    """
+    leaves = tree.leaves(grads)
+    if not leaves:
+        return torch.zeros(())
+    norm = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(leaves))))
+    if hasattr(norm, "full_tensor"):  # sharded gradients: over all ranks
+        return norm.full_tensor()
+    return norm
+
+
+def clip_by_global_norm(max_norm: float) -> Transform:
+    """Clip gradients by their global norm.
+
+    Scales all of them by min(1, max_norm / norm). ValueError unless max_norm > 0.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm: expected > 0, got {max_norm}")
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        scale: Any = (max_norm / global_norm(grads).clamp(min=1e-30)).clamp(max=1.0)
+        leaves = tree.leaves(grads)
+        if any(hasattr(g, "full_tensor") for g in leaves):  # no mixing of sharded and plain tensors
+            scale = float(scale)
+        torch._foreach_mul_(leaves, scale)
+        return grads, state
+
+    return Transform(lambda params: (), update, {"name": "clip_by_global_norm", "max_norm": max_norm})

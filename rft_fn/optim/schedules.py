@@ -1,0 +1,61 @@
+"""Learning rates as functions of the step."""
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+__all__ = ["Schedule", "constant", "warmup_cosine", "warmup_linear"]
+
+
+class Schedule(Protocol):
+    """A learning rate that depends on the step."""
+
+    def __call__(self, step: int, /) -> float:
+        """The learning rate after `step` updates."""
+        ...
+
+
+def constant(lr: float) -> Schedule:
+    """The same learning rate at every step."""
+
+    def schedule(step: int, /) -> float:
+        return lr
+
+    return schedule
+
+
+def warmup_linear(lr: float, warmup: int, total: int, *, floor: float = 0.0) -> Schedule:
+    """A linear warmup followed by a linear decay.
+
+    From lr / warmup up to lr in `warmup` steps, then down to floor * lr at step `total`, where it stays.
+    """
+
+    def decay(x: float) -> float:
+        return floor + (1 - floor) * (1 - x)
+
+    return _warmup(lr, warmup, total, decay)
+
+
+def warmup_cosine(lr: float, warmup: int, total: int, *, floor: float = 0.1) -> Schedule:
+    """A linear warmup followed by a cosine decay.
+
+    From lr / warmup up to lr in `warmup` steps, then by half a cosine down to floor * lr at step `total`,
+    where it stays.
+    """
+
+    def decay(x: float) -> float:
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * x))
+
+    return _warmup(lr, warmup, total, decay)
+
+
+def _warmup(lr: float, warmup: int, total: int, decay: Callable[[float], float]) -> Schedule:
+    if not 0 <= warmup <= total:
+        raise ValueError(f"warmup: expected 0 <= warmup <= total = {total} steps, got {warmup}")
+
+    def schedule(step: int, /) -> float:
+        if step < warmup:
+            return lr * (step + 1) / warmup
+        return lr * decay(min((step - warmup) / max(total - warmup, 1), 1.0))
+
+    return schedule

@@ -1,0 +1,23 @@
+"""Updates added to parameters."""
+
+from typing import Any
+
+import torch
+
+from rft_fn import tree
+
+__all__ = ["apply_updates"]
+
+
+@torch.no_grad()
+def apply_updates(params: Any, updates: Any) -> Any:
+    """Add updates to parameters in place, and return the parameters."""
+    ps = [p.detach() for p in tree.leaves(params)]
+    us = tree.leaves(updates)
+    if any(p.dtype != u.dtype for p, u in zip(ps, us)):
+        # added in the wider type and rounded once
+        for p, u in zip(ps, us):
+            p.copy_(p.to(u.dtype) + u)
+    elif ps:
+        torch._foreach_add_(ps, us)
+    return params
