@@ -20,7 +20,7 @@ LAYERS = {
     0: "tree rng check precision types",
     1: "segment scan advantage weight loss reward_shaping logprob metric rollout packing optim algorithm "
     "testing",
-    2: "model modality reward data hub",
+    2: "model modality reward data environment hub",
     3: "dist ckpt memory strategy engine sync collect run",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}
