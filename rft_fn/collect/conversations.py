@@ -84,14 +84,8 @@ class Played(NamedTuple):
     def judged(self) -> Judged:
         """The rewards as those of any rollout, with the conversations to be read."""
         shape = self.reward.shape
-        metrics = {f"turns/{name}": x.view(shape) for name, x in self.numbers.items()}
+        metrics = {name: x.view(shape) for name, x in self.numbers.items()}
         return Judged(self.reward, {}, self.texts, metrics, {"conversation": self.talks})
-
-    def metrics(self) -> dict[str, float]:
-        """Turns of a conversation, shares cut by each limit, and the share of turns cut by max_new."""
-        turns = self.numbers["turns"].sum().clamp(min=1)
-        found = {f"turns/{name}": float(x.mean()) for name, x in self.numbers.items()}
-        return found | {"turns/unfinished": float(self.numbers["unfinished"].sum() / turns)}
 
 
 def assembled(

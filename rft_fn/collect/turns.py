@@ -182,8 +182,7 @@ def _step(
     """Give every environment the response that its policy has just sampled."""
     acts = []
     for episode in spoken:
-        last = episode.speaker.tokens[episode.speaker.spoke_at :]
-        text = renderer.tokenizer.decode(last, skip_special_tokens=True)
+        text = renderer.said(episode.speaker.tokens[episode.speaker.spoke_at :])
         episode.speaker.messages.append({"role": "assistant", "content": text})
         if episode.mine:
             call = partial(env.step, episode.state, text)
@@ -261,9 +260,7 @@ def _speak(
         ids = [row.tokens for row in part]
         keys = [rng.fold_in(row.key, row.sample, row.seat, row.turns) for row in part]
         limited = replace(sampling, max_new=limit)
-        found = gather_and_generate(
-            engine, strategy, ids, keys, n=1, sampling=limited, sleep_engine=False
-        )
+        found = gather_and_generate(engine, strategy, ids, keys, n=1, sampling=limited, sleep_engine=False)
         for b, row in enumerate(part):
             new = slice(len(row.tokens), int(found.length[b]))
             row.say(

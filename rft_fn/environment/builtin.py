@@ -7,16 +7,23 @@ from typing import Any
 
 from rft_fn import rng
 from rft_fn.data.dataset import Dataset
+from rft_fn.data.messages import Turn
 from rft_fn.data.prompts import Prompt, from_rows
 from rft_fn.data.rows import Endless
+from rft_fn.environment.calculator import calculator
 from rft_fn.environment.guess_number import guess_number
+from rft_fn.environment.kuhn_poker import kuhn_poker
 from rft_fn.environment.record import Environment, as_messages
+from rft_fn.environment.rendering import Renderer
 from rft_fn.reward import importing
+from rft_fn.reward.event_loop import EventLoop
 
 __all__ = ["ENVIRONMENTS", "get_environment", "lessons", "prompts"]
 
 ENVIRONMENTS: dict[str, Callable[[int], Environment]] = {
     "guess_number": guess_number,
+    "calculator": calculator,
+    "kuhn_poker": kuhn_poker,
 }
 """Name -> a function that makes the environment of a level."""
 
@@ -65,33 +72,52 @@ def prompts(env: Environment, tokenizer: Any, *, seed: int = 0, **options: Any) 
     return from_rows(rows, tokenizer, name=env.name, **options)
 
 
-def lessons(env: Environment, seed: int, index: int) -> list[tuple[str, str]]:
-    """(what stands before a response, the response) for each turn of an episode that the teacher plays.
+def lessons(env: Environment, renderer: Renderer, seed: int, index: int) -> list[tuple[list[int], list[int]]]:
+    """(the tokens before a response, those of the response) for each turn of an episode.
 
-    Texts of one seat for a model whose chat template is the bare text; `<end>` ends a response.
+    The teacher plays it, on the row of these numbers. ValueError for an environment without rows or teacher.
     """
     if env.rows is None or env.teacher is None:
         raise ValueError(f"environment {env.name!r}: it has no rows or no teacher to learn its form from")
     row = env.rows(seed, index)
     key = rng.fold_in(seed, "lesson", index)
-    state, observed = env.reset(row, key)
-    first = observed
-    if env.seats == 1:
-        first = [observed]
+    state, observed = _awaited(env.reset(row, key))
+    asked = [{"role": "user", "content": row["short"]}]
+    texts = [renderer.opening(messages or asked, env.tools) for messages in _each(env, observed)]
+    unread: list[list[Turn]] = [[] for _ in texts]
 
     # what each seat has read and said so far
-    texts = ["".join(m["content"] for m in as_messages(x)) or row["short"] for x in first]
     found = []
     for turn in range(_LONGEST):
         seat = env.seat(state)
-        response = env.teacher(state, rng.fold_in(key, turn))
+        if unread[seat]:
+            texts[seat] = [*texts[seat], *renderer.reply(texts[seat], unread[seat])]
+            unread[seat] = []
+        said = env.teacher(state, rng.fold_in(key, turn))
+        response = [*renderer.tokenizer.encode(said), renderer.tokenizer.eos_token_id]
         found.append((texts[seat], response))
-        state, observed, _, done = env.step(state, response)
-        texts[seat] += f"{response}<end>"
+        texts[seat] = [*texts[seat], *response]
+        state, observed, _, done = _awaited(env.step(state, said))
         if done:
             break
-        if env.seats == 1:
-            observed = [observed]
-        for i, x in enumerate(observed):
-            texts[i] += "".join(m["content"] for m in as_messages(x))
+        for i, messages in enumerate(_each(env, observed)):
+            unread[i] += messages
     return found
+
+
+def _each(env: Environment, observed: Any) -> list[list[Turn]]:
+    """The messages that each seat observes."""
+    if env.seats == 1:
+        return [as_messages(observed)]
+    return [as_messages(x) for x in observed]
+
+
+def _awaited(result: Any) -> Any:
+    """The result of a call of an environment, awaited where it has to be."""
+    if not inspect.isawaitable(result):
+        return result
+
+    async def wait() -> Any:
+        return await result
+
+    return EventLoop().run(wait())

@@ -119,5 +119,7 @@ def as_messages(observation: Observation) -> list[Turn]:
     for message in observation:
         known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         if not known or not isinstance(message.get("content"), str):
-            raise ValueError(f"expected messages with role and content as the observation, got {message!r:.80}")
+            raise ValueError(
+                f"expected messages with role and content as the observation, got {message!r:.80}"
+            )
     return [dict(message) for message in observation]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rft_fn.data.chat import Chat
+from rft_fn.data.chat import Chat, special_tokens
 from rft_fn.data.messages import Turn, opened
 
 __all__ = ["Renderer"]
@@ -65,9 +65,19 @@ class Renderer(NamedTuple):
             text = text.removeprefix(last)
         return self._encoded(text)
 
-    def _special(self) -> set[int]:
-        added = self.tokenizer.added_tokens_decoder
-        return {i for i, token in added.items() if token.special} | set(self.tokenizer.all_special_ids)
+    def said(self, response: Sequence[int]) -> str:
+        """The text of a sampled response, without the special tokens that end it.
+
+        Others stay: some models write calls of tools in them.
+        """
+        end = len(response)
+        special = self._special()
+        while end and response[end - 1] in special:
+            end -= 1
+        return self.tokenizer.decode(list(response[:end]), skip_special_tokens=False)
+
+    def _special(self) -> frozenset[int]:
+        return special_tokens(self.tokenizer)
 
     def _encoded(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)

@@ -46,9 +46,7 @@ def _import(source: str, what: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{source}.".startswith(f"{error.name}."):
             raise  # a module that this one imports
-        raise ValueError(
-            f"{what}: no module {error.name!r} is installed or lies in {Path.cwd()}"
-        ) from error
+        raise ValueError(f"{what}: no module {error.name!r} is installed or lies in {Path.cwd()}") from error
 
 
 def _find_beside(folder: Path) -> None:
