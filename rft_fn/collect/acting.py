@@ -88,6 +88,8 @@ class _Running:
 
 def _as_one_line(error: Exception, name: str) -> Exception:
     """The error with the act's name before it."""
+    if isinstance(error, _Failed):
+        return _as_one_line(error.error, error.name)
     text = " ".join(str(error).split())
     if isinstance(error, TimeoutError) and text.startswith(name):
         return TimeoutError(text)
@@ -96,6 +98,15 @@ def _as_one_line(error: Exception, name: str) -> Exception:
         made = ValueError(f"{name}: {text}")
     made.__cause__ = error
     return made
+
+
+class _Failed(Exception):
+    """An awaitable raised; others may have, or be cancelled, before the error is looked at."""
+
+    def __init__(self, name: str, error: Exception):
+        super().__init__(str(error))
+        self.name = name
+        self.error = error
 
 
 class _Wrong(ValueError):
@@ -131,9 +142,8 @@ async def _all(calls: Sequence[Awaitable[Any]], names: Sequence[str], running: _
     async def one(call: Awaitable[Any], name: str) -> Any:
         try:
             result = await call
-        except Exception:
-            running.name = name
-            raise
+        except Exception as error:
+            raise _Failed(name, error) from error
         left.remove(name)
         if left:
             running.name = left[0]

@@ -2,12 +2,13 @@
 
 import ast
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 from rft_fn.data.tasks.task import row_random
 from rft_fn.environment.record import Environment, Row, Stepped
+from rft_fn.environment.tool_calls import Call
 from rft_fn.environment.tools import Tooled, with_tools
 
 __all__ = ["calculate", "calculator"]
@@ -50,15 +51,16 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def calculator(level: int = 1) -> Environment:
-    """Two numbers of level + 1 digits to be added, subtracted or multiplied, and a calculator.
+    """Two numbers of `level` digits to be added, subtracted or multiplied, and a calculator.
 
-    The answer that ends the episode earns 1 if it is right, else half the share of its places that are, as in
-    the tasks of strings: so the answers of a group differ long before one of them is right.
+    The first call earns 0.3 if it holds the right expression, the answer that ends the episode 0.7 if it is
+    right and a call came before it. Where either is wrong it earns half of that times the share of its places
+    that are right, as in the tasks of strings: so the samples of a group differ long before one is right.
     """
 
     def rows(seed: int, index: int) -> dict[str, str]:
         random = row_random("calculator", seed, index, level)
-        a, b = (random.randrange(10**level, 10 ** (level + 1)) for _ in range(2))
+        a, b = (random.randrange(10 ** (level - 1), 10**level) for _ in range(2))
         expression = f"{a}{random.choice('+-*')}{b}"
         return {
             "question": f"What is {expression}? Use the calculator, then answer with the number alone.",
@@ -71,18 +73,36 @@ def calculator(level: int = 1) -> Environment:
     def reset(row: Row, key: int) -> tuple[Row, None]:
         return row, None
 
-    tooled = with_tools(Environment(f"calculator:{level}", reset, _step, rows=rows), [calculate])
-    return tooled._replace(teacher=_teacher, tokens=(_CALL, _END))
+    plain = Environment(f"calculator:{level}", reset, _step, rows=rows)
+    tooled = with_tools(plain, [calculate], reward=_call_reward)
+
+    async def step(state: Tooled, response: str) -> Stepped:
+        stepped = await tooled.step(state, response)
+        if stepped.done and not state.outputs:
+            return stepped._replace(reward=0.0)
+        return stepped
+
+    return tooled._replace(step=step, teacher=_teacher, tokens=(_CALL, _END))
+
+
+def _aligned(text: str, wanted: str) -> float:
+    """1 if exact, else half the share of right places."""
+    if text == wanted:
+        return 1.0
+    return 0.5 * sum(map(operator.eq, text, wanted)) / max(len(text), len(wanted))
 
 
 def _step(row: Row, response: str) -> Stepped:
     """Score the answer."""
-    text = response.strip()
-    answer = row["answer"]
-    if text == answer:
-        return Stepped(row, "right", 1.0, True)
-    right = sum(map(operator.eq, text, answer))
-    return Stepped(row, "wrong", 0.5 * right / max(len(text), len(answer)), True)
+    return Stepped(row, "", 0.7 * _aligned(response.strip(), row["answer"]), True)
+
+
+def _call_reward(state: Tooled, calls: Sequence[Call]) -> float:
+    """Score the first call."""
+    if state.outputs:
+        return 0.0
+    expression = calls[0].arguments.get("expression", "")
+    return 0.3 * _aligned(str(expression), state.inner["expression"])
 
 
 def _teacher(state: Tooled, key: int) -> str:

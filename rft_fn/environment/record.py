@@ -115,11 +115,9 @@ def as_messages(observation: Observation) -> list[Turn]:
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     if not isinstance(observation, Sequence):
-        raise ValueError(f"expected a text or messages as the observation, got {observation!r:.80}")
+        raise ValueError(f"expected a text or messages to observe, got {observation!r:.80}")
     for message in observation:
         known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         if not known or not isinstance(message.get("content"), str):
-            raise ValueError(
-                f"expected messages with role and content as the observation, got {message!r:.80}"
-            )
+            raise ValueError(f"expected messages with role and content to observe, got {message!r:.80}")
     return [dict(message) for message in observation]

@@ -92,8 +92,9 @@ class Renderer(NamedTuple):
             raise ValueError(
                 f"chat template: expected it to render {roles}, got {type(error).__name__}: {error}"
             ) from error
-        if text.count(_MARK) != 1:
+        count = text.count(_MARK)
+        if count != 1:
             raise ValueError(
-                f"chat template: expected a response once in the conversation, got it {text.count(_MARK)} times"
+                f"chat template: expected a response once in the conversation, got it {count} times"
             )
         return text.partition(_MARK)[2]

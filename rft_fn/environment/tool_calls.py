@@ -1,7 +1,7 @@
 """Calls of tools in a response, found in the form that the model's own chat template writes them in.
 
-The form is found by rendering one call of a stand-in: an object with the name and the arguments, a name with an
-object of arguments behind it, or a name with one piece of text per argument. Where the template writes no
+The form is found by rendering one call of a stand-in: an object with the name and the arguments, a name with
+an object of arguments behind it, or a name with one piece of text per argument. Where the template writes no
 calls, they are JSON objects in <tool_call> tags.
 """
 

@@ -7,7 +7,7 @@ import json
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Protocol, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
 from rft_fn.data.messages import Turn
@@ -71,7 +71,8 @@ def _fitted(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str,
     unknown = sorted(set(arguments) - set(known))
     missing = [name for name in schema["required"] if name not in arguments]
     if unknown or missing:
-        raise ValueError(f"expected the arguments {', '.join(known) or 'none'}, got {', '.join(arguments)}")
+        given = ", ".join(arguments) or "none"
+        raise ValueError(f"expected the arguments {', '.join(known) or 'none'}, got {given}")
     return {name: _value(name, x, known[name]) for name, x in arguments.items()}
 
 
@@ -227,6 +228,19 @@ class Tooled(NamedTuple):
     outputs: tuple[str, ...]  # of all calls so far
 
 
+class CallReward(Protocol):
+    """The reward of a turn that calls tools."""
+
+    def __call__(self, state: Tooled, calls: Sequence[Call], /) -> float:
+        """A number for these calls; `state` is that before them."""
+        ...
+
+
+def _no_reward(state: Tooled, calls: Sequence[Call], /) -> float:
+    """Nothing for calls: the answer alone counts."""
+    return 0.0
+
+
 def with_tools(
     env: Environment,
     tools: Sequence[Callable[..., Any]],
@@ -236,13 +250,14 @@ def with_tools(
     max_output: int = 2000,
     max_calls: int = 8,
     role: str = "tool",
+    reward: CallReward = _no_reward,
 ) -> Environment:
     """The environment, in which a response that calls tools is answered with their outputs.
 
     Any other response goes to `env`. Calls of a response run together, each within `timeout` [s]; those above
     `max_calls` in one response are errors. `parse` finds them: `call_parser(tokenizer)` in the form of the
-    model's chat template. Each output is a message of `role`, for templates without tools "user". The reward
-    of such a turn is 0. ValueError for tools without type hints, or two of one name.
+    model's chat template. Each output is a message of `role`, for templates without tools "user". The turn
+    earns `reward(state, calls)`. ValueError for tools without type hints, or two of one name.
     """
     schemas = [tool_schema(tool) for tool in tools]
     named = dict(zip([schema["function"]["name"] for schema in schemas], tools))
@@ -271,7 +286,9 @@ def with_tools(
         for message, call in zip(messages, calls):
             if role == "tool":
                 message["name"] = call.name
-        return Stepped(state._replace(outputs=(*state.outputs, *outputs)), messages, 0.0, False)
+        return Stepped(
+            state._replace(outputs=(*state.outputs, *outputs)), messages, reward(state, calls), False
+        )
 
     def close(state: Tooled) -> None:
         env.close(state.inner)

@@ -49,9 +49,7 @@ def gymnasium(
     def step(state: _State, response: str) -> Stepped:
         stage = state.stage
         if state.steps != stage.steps:
-            raise ValueError(
-                f"{name}: expected the state after step {stage.steps}, got that of {state.steps}"
-            )
+            raise ValueError(f"expected the state after step {stage.steps}, got that after {state.steps}")
         try:
             chosen = action(response)
         except ValueError as error:

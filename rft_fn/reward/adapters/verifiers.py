@@ -79,9 +79,7 @@ async def score_conversation(rubric: Any, state: Mapping[str, Any]) -> float:
     for one in _rubrics(rubric):
         for function in _functions(one):
             if function.takes_group:
-                raise ValueError(
-                    f"rubric: expected functions of one conversation, {function.name} takes a group"
-                )
+                raise ValueError(f"rubric: expected no function of a whole group, got {function.name}")
             total += function.weight * (await _call(function, row) or 0.0)
     return total
 
