@@ -26,8 +26,8 @@ class Stepped(NamedTuple):
 class Reset(Protocol):
     """Begins an episode."""
 
-    def __call__(self, row: Row, key: int, /) -> tuple[Any, Any]:
-        """(state, observation) at the beginning.
+    def __call__(self, row: Row, key: int, /) -> Any:
+        """(state, observation) at the beginning, or an awaitable of these.
 
         The observation is the prompt; None leaves it to the data set, whose prompt of this row is then the
         first thing that the policy reads. With several seats there is one for each. Everything random is

@@ -266,8 +266,11 @@ def with_tools(
     if env.seats > 1:
         raise ValueError(f"environment {env.name!r}: expected one seat for tools, got {env.seats}")
 
-    def reset(row: Row, key: int) -> tuple[Tooled, Any]:
-        state, observation = env.reset(row, key)
+    async def reset(row: Row, key: int) -> tuple[Tooled, Any]:
+        begun = env.reset(row, key)
+        if inspect.isawaitable(begun):
+            begun = await begun
+        state, observation = begun
         return Tooled(state, ()), observation
 
     async def step(state: Tooled, response: str) -> Stepped:

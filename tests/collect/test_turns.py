@@ -44,9 +44,8 @@ def rows(turns):
     ]
 
 
-def play(
-    prompts, keys, *, env=CHAIN, n=3, max_new=5, max_turns=6, max_tokens=80, st=None, speak=words, **how
-):
+def play(prompts, keys, *, env=CHAIN, n=3, max_new=5, max_turns=6, max_tokens=80, **how):
+    st, speak = how.pop("st", None), how.pop("speak", words)
     spoken = Spoken(speak)
     played = collect.play(
         spoken.engine(), st or get_strategy(), env, prompts, keys, Renderer(TOK), n=n,
@@ -165,9 +164,8 @@ def test_sampled_tokens_are_never_rendered_again():
 
 def test_the_rewards_of_turns_are_what_the_advantages_take():
     """Reinforce++ gives each token what its turn and later ones earn, and nothing of earlier turns."""
-    played, _ = play(
-        rows([3]), [1], n=1, speak=lambda ids, key, most: ([14] * (1 + len(ids) % 3) + [END], True)
-    )
+    speak = lambda ids, key, most: ([14] * (1 + len(ids) % 3) + [END], True)  # noqa: E731
+    played, _ = play(rows([3]), [1], n=1, speak=speak)
     mask = played.rollout.mask
     later = rft.advantage.reinforce_pp(played.token_reward, mask)[0]
     earned = played.token_reward[0]
@@ -203,7 +201,7 @@ def test_two_seats_have_tokens_and_rewards_of_their_own():
     assert r.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and played.reward.shape == (4, 2)
     assert [p.index for p in played.prompts] == [0, 0, 1, 1]
     first, second = (TOK.decode(r.tokens[b, : r.length[b]]) for b in (0, 2))
-    a, b, c, d = (played.texts[0].split("\n")[0], *played.texts[2].split("\n")[:1], *"  ")
+    a, b = (played.texts[row].split("\n")[0] for row in (0, 2))
     assert first.startswith(f"one:{a}") and second.startswith(f"{prompts[0].text}")
     assert f"{b}:" in first and f"{a}:" in second
     # the second seat is paid for the first turn too, before it has any token to put that on
@@ -256,12 +254,12 @@ STEP = "environment 'chain': row 0, sample 0, turn 1: "
 BAD = [
     (chained(step=raises), STEP + "KeyError: 'no such thing'"),
     (chained(step=fails_later), STEP + "OSError: gone"),
-    (chained(step=lambda s, t: (s, "x=")), STEP + r"expected (state, observation, reward, done) from step"),
-    (chained(step=lambda s, t: None), STEP + r"expected (state, observation, reward, done) from step, got None"),
-    (chained(step=lambda s, t: (s, "x=", float("nan"), False)), STEP + "expected a finite number as the reward"),
-    (chained(step=lambda s, t: (s, "x=", "1", False)), STEP + "expected a finite number as the reward, got '1'"),
+    (chained(step=lambda s, t: (s, "x=")), STEP + "expected (state, observation, reward, done) from step"),
+    (chained(step=lambda s, t: None), STEP + "expected (state, observation, reward, done) from step, got N"),
+    (chained(step=lambda s, t: (s, "x=", float("nan"), False)), STEP + "expected a finite number"),
+    (chained(step=lambda s, t: (s, "x=", "1", False)), STEP + "expected a finite number as the reward, got"),
     (chained(step=lambda s, t: (s, "x=", 1.0, 1)), STEP + "expected True or False as done, got 1"),
-    (chained(step=lambda s, t: (s, 5, 1.0, False)), STEP + "expected a text or messages to observe, got 5"),
+    (chained(step=lambda s, t: (s, 5, 1.0, False)), STEP + "expected a text or messages to observe"),
     (chained(step=lambda s, t: (s, [{"role": "user"}], 1.0, True)), STEP + "expected messages with role and"),
     (chained(step=lambda s, t: (s, "", 1.0, False)), STEP + "expected an observation for the next turn"),
     (chained(reset=lambda row, key: 3), "environment 'chain': row 0, sample 0, turn 0: expected (state, obs"),

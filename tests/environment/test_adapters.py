@@ -6,6 +6,7 @@ import importlib.util
 import pytest
 import tiny
 import torch
+from spoken import Spoken
 
 from rft_fn import collect, data
 from rft_fn.environment import Renderer, adapters
@@ -17,7 +18,6 @@ TOK = tiny.tokenizer()
 
 def play(env, rows, texts, n=1, max_turns=5):
     """The conversations of an engine that says these texts, turn after turn."""
-    from test_turns import Spoken
 
     def speak(ids, key, most):
         turn = ids.count(TOK.eos_token_id)
@@ -36,7 +36,7 @@ def play(env, rows, texts, n=1, max_turns=5):
 class Counter:
     """Counts up to the row's number: Gymnasium's API, by hand."""
 
-    made = []
+    made = []  # noqa: RUF012
 
     def reset(self, *, seed=None, options=None):
         self.goal, self.at, self.seed, self.closed = int(options["goal"]), 0, seed, False
@@ -79,7 +79,7 @@ def test_an_old_environment_of_gymnasium_is_refused():
 
     env = adapters.gymnasium(Old)
     state, _ = env.reset({"goal": "1"}, 1)
-    with pytest.raises(ValueError, match="expected .observation, reward, terminated, truncated, info. from"):
+    with pytest.raises(ValueError, match=r"expected .observation, reward, terminated, truncated, info. from"):
         env.step(state, "1")
 
 

@@ -11,10 +11,11 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as hs
+from spoken import Spoken
 
 import rft_fn as rft
 from rft_fn import collect, data, rng
-from rft_fn.environment import ENVIRONMENTS, Renderer, get_environment, kuhn_poker, lessons, prompts
+from rft_fn.environment import ENVIRONMENTS, Renderer, get_environment, lessons, prompts
 from rft_fn.environment.calculator import calculate, calculator
 from rft_fn.environment.guess_number import guess_number
 from rft_fn.environment.kuhn_poker import expected_payoff, hands, nash
@@ -26,7 +27,10 @@ TOK = tiny.tokenizer()
 
 
 def stepped(env, state, response):
-    result = env.step(state, response)
+    return awaited(env.step(state, response))
+
+
+def awaited(result):
     if inspect.isawaitable(result):
 
         async def wait():
@@ -130,8 +134,8 @@ def _tokens(expression):
 @pytest.mark.parametrize(
     "expression, line",
     [
-        ("__import__('os')", "expected numbers"), ("2**9**9", "expected numbers"), ("a+1", "expected numbers"),
-        ("1+", "expected an expression"), ("9" * 300, "expected at most 200 characters"), ("1<2", "expected num"),
+        ("__import__('os')", "expected numbers"), ("2**9**9", "expected num"), ("a+1", "expected num"),
+        ("1+", "expected an expression"), ("9" * 300, "expected at most 200"), ("1<2", "expected num"),
     ],
 )  # fmt: skip
 def test_the_calculator_computes_nothing_else(expression, line):
@@ -143,7 +147,7 @@ def test_the_rewards_of_the_calculator():
     env = calculator(2)
     row = {"expression": "37*46", "answer": "1702"}
     call = '<tool_call>{"name": "calculate", "arguments": {"expression": "%s"}}</tool_call>'
-    state, first = env.reset(row, 0)
+    state, first = awaited(env.reset(row, 0))
     right = stepped(env, state, call % "37*46")
     assert (
         first is None and right.observation[0]["content"] == "1702" and right.reward == 0.3 and not right.done
@@ -189,7 +193,7 @@ def one_key_per_deal(env):
 
 def test_best_play_pays_the_nash_value():
     """The first player loses 1/18 chip a hand: by the rules of the environment, and by the tree's formula."""
-    env = kuhn_poker.kuhn_poker() if inspect.ismodule(kuhn_poker) else kuhn_poker()
+    env = get_environment("kuhn_poker")
     value = tree_value(env, (nash, nash), deal_keys=one_key_per_deal(env))
     assert value.tolist() == pytest.approx([-1 / 18, 1 / 18], abs=1e-12)
     assert expected_payoff(nash, nash) == pytest.approx(-1 / 18, abs=1e-12)
@@ -207,6 +211,10 @@ def test_the_tree_and_the_environment_agree_for_any_play(bets):
     assert float(value.sum()) == pytest.approx(0, abs=1e-12)
 
 
+def _from(table):
+    return lambda card, actions: table[card, actions]
+
+
 def test_no_pure_play_beats_the_equilibrium():
     """All 64 pure strategies of either seat: none wins more than its seat is worth."""
     first = [(c, a) for c in "jqk" for a in ("", "01")]
@@ -214,8 +222,8 @@ def test_no_pure_play_beats_the_equilibrium():
     for choices in itertools.product([0.0, 1.0], repeat=6):
         one = dict(zip(first, choices))
         two = dict(zip(second, choices))
-        assert expected_payoff(lambda c, a: one[c, a], nash) <= -1 / 18 + 1e-12
-        assert expected_payoff(nash, lambda c, a: two[c, a]) >= -1 / 18 - 1e-12
+        assert expected_payoff(_from(one), nash) <= -1 / 18 + 1e-12
+        assert expected_payoff(nash, _from(two)) >= -1 / 18 - 1e-12
 
 
 def test_each_seat_sees_its_own_card_until_the_hand_ends():
@@ -239,7 +247,6 @@ def test_what_is_no_action_forfeits():
 
 def test_a_policy_plays_both_seats_with_the_payoff_of_its_strategy():
     """An engine that plays the equilibrium from the cards it reads: the mean is the tree's, within noise."""
-    from test_turns import Spoken
 
     def speak(ids, key, most):
         text = TOK.decode(ids, skip_special_tokens=True)
@@ -271,8 +278,6 @@ def test_a_policy_plays_both_seats_with_the_payoff_of_its_strategy():
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_a_lesson_is_an_episode_as_play_would_sample_it(name):
     """The turns of a lesson, put together, are a conversation of `play` whose engine says the same."""
-    from test_turns import Spoken
-
     env = get_environment(name)
     tok = rft.model.tiny.new_tokenizer(env.tokens)
     renderer = Renderer(tok)

@@ -1,6 +1,7 @@
 """Tools: schemas from signatures, calls in the form of chat templates, limits, and errors as text."""
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -89,7 +90,8 @@ HERMES = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 LISTED = """{% for m in messages %}{% if m.role == 'user' %}[Q]{{ m.content }}[/Q]{% elif m.tool_calls %}
-[TOOLS] [{% for c in m.tool_calls %}{{ {'name': c.function.name, 'parameters': c.function.arguments} | tojson }}
+[TOOLS] [{% for c in m.tool_calls %}{% set f = c.function %}
+{{- {'name': f.name, 'parameters': f.arguments} | tojson }}
 {%- if not loop.last %}, {% endif %}{% endfor %}]</s>{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"""
 BARE_JSON = """{% for m in messages %}<|head|>{{ m.role }}
 {% if m.tool_calls %}{{ {'name': m.tool_calls[0].function.name, 'parameters':
@@ -184,10 +186,8 @@ def hang() -> str:
 def spin() -> str:
     """Never end."""
     while True:
-        try:
+        with contextlib.suppress(Exception):
             sum(range(100))
-        except Exception:
-            pass
 
 
 async def hang_later() -> str:
@@ -304,7 +304,7 @@ def step(env, state, text):
 def test_calls_are_answered_and_other_responses_go_to_the_environment():
     env = with_tools(PLAIN_ENV, [calculate, search], max_calls=2)
     assert [t["function"]["name"] for t in env.tools] == ["calculate", "search"]
-    state, first = env.reset({}, 1)
+    state, first = asyncio.run(env.reset({}, 1))
     text = calls(("calculate", {"expression": "3+4"}), ("search", {"query": "x"}), ("search", {"query": "y"}))
     after = step(env, state, text)
     assert [m["content"] for m in after.observation] == ["7", "x/3/web/None", "error: too many calls at once"]
@@ -316,7 +316,7 @@ def test_calls_are_answered_and_other_responses_go_to_the_environment():
 
 def test_the_reward_of_calls_and_the_role_of_outputs():
     env = with_tools(PLAIN_ENV, [calculate], role="user", reward=lambda state, made: 0.25 * len(made))
-    state, _ = env.reset({}, 1)
+    state, _ = asyncio.run(env.reset({}, 1))
     after = step(env, state, calls(("calculate", {"expression": "3+4"}), ("no", {})))
     assert after.reward == 0.5 and after.observation[0] == {"role": "user", "content": "7"}
 
@@ -328,7 +328,7 @@ def test_slow_tools_of_many_episodes_run_at_the_same_time():
         return x
 
     env = with_tools(PLAIN_ENV, [slow])
-    state, _ = env.reset({}, 1)
+    state, _ = asyncio.run(env.reset({}, 1))
 
     async def all_at_once():
         return await asyncio.gather(*(env.step(state, calls(("slow", {"x": str(i)}))) for i in range(30)))
