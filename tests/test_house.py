@@ -262,7 +262,9 @@ def readers_of(script):
     return source + "".join(found.values())
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "ppo", "evaluate", "export", "sweep", "replay"])
+@pytest.mark.parametrize(
+    "name", ["sft", "dpo", "grpo", "ppo", "multi_turn", "evaluate", "export", "sweep", "replay"]
+)
 def test_every_option_has_a_reader_and_a_line_of_help(name):
     """The reader is the script, or what it calls of rft_fn.run; the help stands behind the option."""
     config, source = load_script(name).Config, readers_of(name)

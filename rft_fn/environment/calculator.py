@@ -82,7 +82,7 @@ def calculator(level: int = 1) -> Environment:
             return stepped._replace(reward=0.0)
         return stepped
 
-    return tooled._replace(step=step, teacher=_teacher, tokens=(_CALL, _END))
+    return tooled._replace(step=step, teacher=_teacher, tokens=(_CALL, _END), warm_up=36)
 
 
 def _aligned(text: str, wanted: str) -> float:

@@ -103,6 +103,7 @@ class Environment(NamedTuple):
     rows: Rows | None = None  # its own data, where it has any
     teacher: Teacher | None = None
     tokens: tuple[str, ...] = ()  # texts that are one token each in a built-in model made for it
+    warm_up: int = 20  # steps that such a model learns from the teacher, before reinforcement learning
 
 
 def as_messages(observation: Observation) -> list[Turn]:

@@ -41,7 +41,8 @@ def parse(name: str) -> tuple[str, int]:
 
 def cache_name(name: str) -> str:
     """A folder name that changes when anything does that the weights depend on."""
-    text = repr((parse(name), SIZE, STEPS, BATCH, LR, WINDOW, TEMPLATE, torch.__version__))
+    _, texts, steps = _teaching(*parse(name))
+    text = repr((parse(name), SIZE, steps, texts, BATCH, LR, WINDOW, TEMPLATE, torch.__version__))
     text += Path(__file__).read_text()
     return f"tiny-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
@@ -94,8 +95,8 @@ class _Teach(Protocol):
         ...
 
 
-def _teaching(task: str, level: int) -> tuple[_Teach, tuple[str, ...]]:
-    """(what is taught, the texts that are one token each) for a task or an environment."""
+def _teaching(task: str, level: int) -> tuple[_Teach, tuple[str, ...], int]:
+    """(what is taught, the texts that are one token each, the steps) for a task or an environment."""
     from rft_fn import environment
     from rft_fn.data.tasks import TASKS, get_task
 
@@ -105,7 +106,7 @@ def _teaching(task: str, level: int) -> tuple[_Teach, tuple[str, ...]]:
         def play(tokenizer: Any, seed: int, index: int) -> list[tuple[list[int], list[int]]]:
             return environment.lessons(env, environment.Renderer(tokenizer), seed, index)
 
-        return play, env.tokens
+        return play, env.tokens, env.warm_up
 
     generate = get_task(task).generate
 
@@ -113,7 +114,7 @@ def _teaching(task: str, level: int) -> tuple[_Teach, tuple[str, ...]]:
         row = generate(seed, index, level)
         return [(tokenizer.encode(row["short"]), [*tokenizer.encode(row["answer"]), tokenizer.eos_token_id])]
 
-    return answer, ()
+    return answer, (), STEPS
 
 
 def _batch(teach: _Teach, tokenizer: Any, seed: int, step: int) -> Experience:
@@ -130,18 +131,18 @@ def build(out: Path, name: str, *, seed: int = 0) -> None:
     The training loop is pure: torch.func.grad over the bound model.
     """
     # A new model for the alphabet of the tasks.
-    teach, texts = _teaching(*parse(name))
+    teach, texts, steps = _teaching(*parse(name))
     tokenizer = new_tokenizer(texts)
     lm = new_model(len(tokenizer), seed)
     apply, params = bind(lm, sampling=Sampling())
-    tx = optim.adamw(optim.warmup_cosine(LR, STEPS // 2, STEPS))
+    tx = optim.adamw(optim.warmup_cosine(LR, steps // 2, steps))
     opt = tx.init(params)
 
     def total(p: Any, pack: Any) -> torch.Tensor:
         return (pack.w * loss.nll(apply(p, pack).logp)).sum()
 
     # A few steps of supervised fine-tuning on questions and their answers.
-    for step in range(STEPS):
+    for step in range(steps):
         exp = _batch(teach, tokenizer, rng.fold_in(seed, "warm-up"), step)
         pack = packing.pack(exp, range(len(exp.tokens)))
         updates, opt = tx.update(torch.func.grad(total)(params, pack), opt, params)
