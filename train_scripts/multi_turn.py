@@ -1,4 +1,4 @@
-"""Learning in an environment over several turns: conversations, rewards of turns, advantages, loss, update.
+"""Learning in an environment over several turns: conversations, advantages, loss, update.
 
     python train_scripts/multi_turn.py --environment guess_number:1
     python train_scripts/multi_turn.py --environment my_environment.py:make --model MODEL --data rows.jsonl

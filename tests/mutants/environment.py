@@ -21,7 +21,7 @@ MUTANTS = [
         "rft_fn/collect/conversations.py",
         "self.mask += [False] * len(ids)",
         "self.mask += [True] * len(ids)",
-        TURNS + "sampled_tokens_are_never_rendered_again",
+        TURNS + "conversations_are_those_sampled_one_at_a_time",
     ),
     (
         "the reward of a turn is on its first token",
