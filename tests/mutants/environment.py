@@ -31,10 +31,10 @@ MUTANTS = [
         TURNS + "conversations_are_those_sampled_one_at_a_time",
     ),
     (
-        "the last token that fits is left out",
+        "a turn more than the limit",
         "rft_fn/collect/turns.py",
-        "if len(row.tokens) + len(ids) >= max_tokens:",
-        "if len(row.tokens) + len(ids) >= max_tokens - 1:",
+        "if row.turns == max_turns:",
+        "if row.turns > max_turns:",
         TURNS + "conversations_are_those_sampled_one_at_a_time",
     ),
     (
