@@ -38,13 +38,6 @@ MUTANTS = [
         TURNS + "conversations_are_those_sampled_one_at_a_time",
     ),
     (
-        "an error of another rank is dropped",
-        "rft_fn/collect/acting.py",
-        "        if answer.error:",
-        "        if answer.error and rank < 0:",
-        TURNS + "two_processes_give_the_numbers_of_one",
-    ),
-    (
         "rewards may be NaN",
         "rft_fn/collect/acting.py",
         " or not math.isfinite(x)",
