@@ -9,7 +9,7 @@ from rft_fn import advantage, algorithm, logprob, loss, metric, optim, packing, 
 from rft_fn import segment, testing, weight
 
 # L2: the model as a function, prompts, and what turns responses into numbers
-from rft_fn import data, hub, modality, model, reward
+from rft_fn import data, environment, hub, modality, model, reward
 
 # L3: effects; each room may use those before it
 from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run
@@ -22,8 +22,8 @@ engine.gather_and_generate = collect.gather_and_generate  # type: ignore[attr-de
 __version__ = "0.1.0"
 __all__ = [
     "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
-    "Transform", "advantage", "algorithm", "check", "ckpt", "collect", "data", "dist", "engine", "experience",
-    "hub", "logprob", "loss", "memory", "metric", "modality", "model", "optim", "packing", "precision",
-    "reward", "reward_shaping", "rng", "rollout", "run", "scan", "segment", "strategy", "sync", "testing",
-    "tree", "types", "weight",
+    "Transform", "advantage", "algorithm", "check", "ckpt", "collect", "data", "dist", "engine",
+    "environment", "experience", "hub", "logprob", "loss", "memory", "metric", "modality", "model", "optim",
+    "packing", "precision", "reward", "reward_shaping", "rng", "rollout", "run", "scan", "segment",
+    "strategy", "sync", "testing", "tree", "types", "weight",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ LAYERS = {
     0: "tree rng check precision types",
     1: "segment scan advantage weight loss reward_shaping logprob metric rollout packing optim algorithm "
     "testing",
-    2: "model modality reward data hub",
+    2: "model modality reward data environment hub",
     3: "dist ckpt memory strategy engine sync collect run",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}
@@ -262,7 +262,9 @@ def readers_of(script):
     return source + "".join(found.values())
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "grpo", "ppo", "evaluate", "export", "sweep", "replay"])
+@pytest.mark.parametrize(
+    "name", ["sft", "dpo", "grpo", "ppo", "multi_turn", "evaluate", "export", "sweep", "replay"]
+)
 def test_every_option_has_a_reader_and_a_line_of_help(name):
     """The reader is the script, or what it calls of rft_fn.run; the help stands behind the option."""
     config, source = load_script(name).Config, readers_of(name)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rft_fn.data.chat_template import MARK, reads
 from rft_fn.data.messages import Conversation, Turn
 
-__all__ = ["LOSS_ON", "Chat", "Lesson", "shared_prefix"]
+__all__ = ["LOSS_ON", "Chat", "Lesson", "shared_prefix", "special_tokens"]
 
 LOSS_ON = ("all", "last")
 
@@ -245,7 +245,7 @@ class Chat(NamedTuple):
 
         The token is the last one of the turn or follows it; None without one.
         """
-        special = _special(self.tokenizer)
+        special = special_tokens(self.tokenizer)
         last = self._filled(ids, start, end)
         if last > start and ids[last - 1] in special:
             return last
@@ -261,7 +261,7 @@ class Chat(NamedTuple):
 
     def _filled(self, ids: Sequence[int], start: int, end: int) -> int:
         """`end` without the tokens of spaces before it."""
-        special = _special(self.tokenizer)
+        special = special_tokens(self.tokenizer)
         while end > start:
             last = ids[end - 1]
             if last in special or self._text([last]).strip():
@@ -318,7 +318,7 @@ def _refusal(turns: Sequence[Mapping[str, Any]], error: Exception) -> ValueError
 
 
 @lru_cache(8)
-def _special(tokenizer: Any) -> frozenset[int]:
+def special_tokens(tokenizer: Any) -> frozenset[int]:
     """The special tokens, those that were added later among them."""
     added = tokenizer.added_tokens_decoder
     return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}

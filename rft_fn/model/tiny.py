@@ -5,8 +5,9 @@ while the content is right little more often than by chance. The rest is left to
 """
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,11 +23,14 @@ STEPS = 20
 BATCH = 64
 LR = 3e-3
 WINDOW = 128
-TEMPLATE = "{% for m in messages %}{% if m['role'] != 'system' %}{{ m['content'] }}{% endif %}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] != 'system' %}{{ m['content'] }}{% endif %}"
+    "{% if m['role'] == 'tool' %}={% endif %}{% endfor %}"
+)
 
 
 def parse(name: str) -> tuple[str, int]:
-    """(task, level) of "tiny:TASK:LEVEL"; "tiny" is sort_digits at level 1."""
+    """(task or environment, level) of "tiny:TASK:LEVEL"; "tiny" is sort_digits at level 1."""
     parts = name.split(":")[1:]
     defaults = ["sort_digits", "1"]
     parts += defaults[len(parts) :]
@@ -37,15 +41,17 @@ def parse(name: str) -> tuple[str, int]:
 
 def cache_name(name: str) -> str:
     """A folder name that changes when anything does that the weights depend on."""
-    text = repr((parse(name), SIZE, STEPS, BATCH, LR, WINDOW, TEMPLATE, torch.__version__))
+    _, texts, steps = _teaching(*parse(name))
+    text = repr((parse(name), SIZE, steps, texts, BATCH, LR, WINDOW, TEMPLATE, torch.__version__))
     text += Path(__file__).read_text()
     return f"tiny-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
-def new_tokenizer() -> Any:
-    """A tokenizer of one token per character of the tasks' alphabet.
+def new_tokenizer(texts: Sequence[str] = ()) -> Any:
+    """A tokenizer of one token per character of the tasks' alphabet, and of one for each of `texts`.
 
-    It has pad, end and unknown tokens besides. Its chat template is the bare question.
+    It has pad, end and unknown tokens besides. Its chat template is the bare question; what a tool says ends
+    with "=", as questions do.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -57,7 +63,9 @@ def new_tokenizer() -> Any:
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     core.decoder = decoders.Fuse()
     names = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=TEMPLATE, **names)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, chat_template=TEMPLATE, **names)
+    tokenizer.add_tokens(list(texts))
+    return tokenizer
 
 
 def new_model(vocab: int, seed: int) -> Any:
@@ -79,38 +87,64 @@ def new_model(vocab: int, seed: int) -> Any:
         return LlamaForCausalLM(config)
 
 
-def _batch(task: Any, level: int, tokenizer: Any, seed: int, step: int) -> Experience:
-    """Questions and answers of a task as an Experience; the mask is the answer."""
+class _Teach(Protocol):
+    """Makes examples to warm up on."""
+
+    def __call__(self, tokenizer: Any, seed: int, index: int, /) -> list[tuple[list[int], list[int]]]:
+        """(the tokens before a response, those of the response) for each response of one problem."""
+        ...
+
+
+def _teaching(task: str, level: int) -> tuple[_Teach, tuple[str, ...], int]:
+    """(what is taught, the texts that are one token each, the steps) for a task or an environment."""
+    from rft_fn import environment
+    from rft_fn.data.tasks import TASKS, get_task
+
+    if task in environment.ENVIRONMENTS and task not in TASKS:
+        env = environment.get_environment(f"{task}:{level}")
+
+        def play(tokenizer: Any, seed: int, index: int) -> list[tuple[list[int], list[int]]]:
+            return environment.lessons(env, environment.Renderer(tokenizer), seed, index)
+
+        return play, env.tokens, env.warm_up
+
+    generate = get_task(task).generate
+
+    def answer(tokenizer: Any, seed: int, index: int) -> list[tuple[list[int], list[int]]]:
+        row = generate(seed, index, level)
+        return [(tokenizer.encode(row["short"]), [*tokenizer.encode(row["answer"]), tokenizer.eos_token_id])]
+
+    return answer, (), STEPS
+
+
+def _batch(teach: _Teach, tokenizer: Any, seed: int, step: int) -> Experience:
+    """Questions and answers as an Experience; the mask is the answer."""
     pairs = []
     for i in range(BATCH):
-        row = task.generate(seed, step * BATCH + i, level)
-        answer = [*tokenizer.encode(row["answer"]), tokenizer.eos_token_id]
-        pairs.append((tokenizer.encode(row["short"]), answer))
+        pairs += teach(tokenizer, seed, step * BATCH + i)
     return packing.supervised(pairs)
 
 
 def build(out: Path, name: str, *, seed: int = 0) -> None:
-    """Build, warm up and save model and tokenizer for the task in `name`.
+    """Build, warm up and save model and tokenizer for the task or environment in `name`.
 
     The training loop is pure: torch.func.grad over the bound model.
     """
-    from rft_fn.data.tasks import get_task
-
     # A new model for the alphabet of the tasks.
-    task, level = parse(name)
-    tokenizer = new_tokenizer()
+    teach, texts, steps = _teaching(*parse(name))
+    tokenizer = new_tokenizer(texts)
     lm = new_model(len(tokenizer), seed)
     apply, params = bind(lm, sampling=Sampling())
-    tx = optim.adamw(optim.warmup_cosine(LR, STEPS // 2, STEPS))
+    tx = optim.adamw(optim.warmup_cosine(LR, steps // 2, steps))
     opt = tx.init(params)
 
     def total(p: Any, pack: Any) -> torch.Tensor:
         return (pack.w * loss.nll(apply(p, pack).logp)).sum()
 
     # A few steps of supervised fine-tuning on questions and their answers.
-    for step in range(STEPS):
-        exp = _batch(get_task(task), level, tokenizer, rng.fold_in(seed, "warm-up"), step)
-        pack = packing.pack(exp, range(BATCH))
+    for step in range(steps):
+        exp = _batch(teach, tokenizer, rng.fold_in(seed, "warm-up"), step)
+        pack = packing.pack(exp, range(len(exp.tokens)))
         updates, opt = tx.update(torch.func.grad(total)(params, pack), opt, params)
         optim.apply_updates(params, updates)
     save(out, lm, tokenizer)

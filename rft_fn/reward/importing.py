@@ -12,33 +12,33 @@ from rft_fn import rng
 __all__ = ["find"]
 
 
-def find(source: str, spec: str) -> ModuleType:
+def find(source: str, spec: str, *, kind: str = "reward") -> ModuleType:
     """The module of a file or of a dotted name.
 
-    `spec` is the reward, for errors. ValueError for one that does not exist or does not parse; errors that
-    the module itself raises get a note with the spec.
+    `spec` is what is loaded, and `kind` what that is, for errors. ValueError for one that does not exist or
+    does not parse; errors that the module itself raises get a note with the spec.
     """
     # a file may do anything while it runs: every error gets the name of the reward
     try:
         if not source.endswith(".py"):
-            return _import(source, spec)
+            return _import(source, f"{kind} {spec!r}")
         path = Path(source).resolve()
         if not path.is_file():
-            raise ValueError(f"reward {spec!r}: no such file: {path}")
+            raise ValueError(f"{kind} {spec!r}: no such file: {path}")
         return _run_file(path)
     except SyntaxError as error:
         where = f"{error.filename}, line {error.lineno}"
-        raise ValueError(f"reward {spec!r}: {where}: {error.msg}") from error
+        raise ValueError(f"{kind} {spec!r}: {where}: {error.msg}") from error
     except SystemExit as error:
         raise ValueError(
-            f"reward {spec!r}: expected a file that defines functions, got sys.exit({error.code!r})"
+            f"{kind} {spec!r}: expected a file that defines functions, got sys.exit({error.code!r})"
         ) from error
     except BaseException as error:
-        error.add_note(f"raised by the file of the reward {spec!r}")
+        error.add_note(f"raised by the file of the {kind} {spec!r}")
         raise
 
 
-def _import(source: str, spec: str) -> ModuleType:
+def _import(source: str, what: str) -> ModuleType:
     """The module of a dotted name, installed or in the working directory."""
     _find_beside(Path.cwd())
     try:
@@ -46,9 +46,7 @@ def _import(source: str, spec: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{source}.".startswith(f"{error.name}."):
             raise  # a module that this one imports
-        raise ValueError(
-            f"reward {spec!r}: no module {error.name!r} is installed or lies in {Path.cwd()}"
-        ) from error
+        raise ValueError(f"{what}: no module {error.name!r} is installed or lies in {Path.cwd()}") from error
 
 
 def _find_beside(folder: Path) -> None:

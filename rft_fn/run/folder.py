@@ -148,16 +148,25 @@ class Run:
         self._progress.show(step, metrics, timing["tokens_per_s"])
 
     def trajectories(
-        self, step: int, prompts: Sequence[Any], rollout: Rollout, judged: Judged, *, count: int = 4
+        self,
+        step: int,
+        prompts: Sequence[Any],
+        rollout: Rollout,
+        judged: Judged,
+        *,
+        count: int = 4,
+        split: str = "train",
     ) -> None:
         """Write the first response to each of the first `count` prompts with its reward, one JSON line each.
 
-        The lengths of all responses are kept for the picture.
+        The lengths of all responses are kept for the picture. Rows of another split than "train", such as
+        those of an evaluation, carry its name, and are not in the picture.
         """
         if not self.main:
             return
-        self._pictures.note_lengths(step, rollout.mask.sum(-1).tolist())
-        for row in trajectories.rows(step, prompts, judged, count=count):
+        if split == "train":
+            self._pictures.note_lengths(step, rollout.mask.sum(-1).tolist())
+        for row in trajectories.rows(step, prompts, judged, count=count, split=split):
             append_row(self.folder / "trajectories.jsonl", row)
 
     def stopping(self) -> bool:

@@ -8,10 +8,14 @@ from rft_fn.reward import Judged
 __all__ = ["rows"]
 
 
-def rows(step: int, prompts: Sequence[Any], judged: Judged, *, count: int) -> list[dict[str, Any]]:
+def rows(
+    step: int, prompts: Sequence[Any], judged: Judged, *, count: int, split: str
+) -> list[dict[str, Any]]:
     """The first response to each of the first `count` prompts, with its rewards, one row each.
 
-    Numbers that do not apply to a response (NaN) are left out.
+    `split` is "train", or the name that other rows carry. A conversation of several turns is whole in the
+    column of that name, where the rewards have it. Numbers that do not apply to a response (NaN) are left
+    out.
     """
     found = []
     group = judged.reward.shape[1]
@@ -23,6 +27,8 @@ def rows(step: int, prompts: Sequence[Any], judged: Judged, *, count: int) -> li
             "response": judged.texts[first],
             "reward": float(judged.reward[i, 0]),
         }
+        if split != "train":
+            row["split"] = split
         numbers = {**judged.parts, **judged.metrics}
         row |= {name: float(x[i, 0]) for name, x in numbers.items() if not x[i, 0].isnan()}
         row |= {name: values[first] for name, values in judged.extra.items()}

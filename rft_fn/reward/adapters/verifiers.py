@@ -24,7 +24,7 @@ from rft_fn.reward.convention import (
     taken,
 )
 
-__all__ = ["verifiers"]
+__all__ = ["score_conversation", "verifiers"]
 
 _FIELDS = ("prompt", "completion", "answer", "state", "task", "info")  # of a response; plural for a group
 
@@ -66,6 +66,22 @@ def verifiers(rubric: Any, answer: str = "answer") -> RewardFn:
         return {"rewards": total, **logs, "failed": failed}
 
     return reward
+
+
+async def score_conversation(rubric: Any, state: Mapping[str, Any]) -> float:
+    """The weighted sum of a rubric's functions for one conversation of several turns.
+
+    `state` is that of verifiers, with prompt, completion, answer, task and info. A function that raises adds
+    nothing. ValueError for a function of a whole group.
+    """
+    row = {**state.get("input", {}), **state, "state": state}
+    total = 0.0
+    for one in _rubrics(rubric):
+        for function in _functions(one):
+            if function.takes_group:
+                raise ValueError(f"rubric: expected no function of a whole group, got {function.name}")
+            total += function.weight * (await _call(function, row) or 0.0)
+    return total
 
 
 class _Function(NamedTuple):

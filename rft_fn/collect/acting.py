@@ -1,0 +1,208 @@
+"""Calls of an environment: many at once where they can be awaited, in a limit of time, checked."""
+
+import asyncio
+import inspect
+import math
+import numbers
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
+
+from rft_fn import dist
+from rft_fn.collect.time_limit import time_limit
+from rft_fn.data.messages import Turn
+from rft_fn.environment import Environment, as_messages
+from rft_fn.reward.event_loop import EventLoop
+from rft_fn.types import Strategy
+
+__all__ = ["Act", "Acted", "act_together", "read_reset", "read_step"]
+
+_LOOP = EventLoop()  # one for all, since the clients of an environment belong to the loop they were made in
+
+
+class Act(NamedTuple):
+    """One call of an environment."""
+
+    name: str  # for errors: the environment, the row and the turn
+    call: Callable[[], Any]  # gives the result, or an awaitable of it
+    read: Callable[[Any], tuple[Any, "Acted"]]  # the result as (the new state, what all ranks learn of it)
+
+
+class Acted(NamedTuple):
+    """What comes of a call, one entry per seat."""
+
+    observations: list[list[Turn]]
+    rewards: list[float]
+    done: bool
+    seat: int  # that speaks next
+
+
+class _Answer(NamedTuple):
+    """The answer of one rank to the others."""
+
+    found: list[Acted]
+    error: str  # what went wrong, in a line; "" for nothing
+
+
+def act_together(
+    strategy: Strategy, env: Environment, acts: Sequence[Act], *, timeout: float
+) -> tuple[list[Any], list[Acted]]:
+    """(the new states of this rank's acts, what came of the acts of all ranks in their order).
+
+    Acts that give awaitables are awaited together; `timeout` [s] limits all acts of a rank. Nothing is
+    changed if one fails: ValueError, or TimeoutError, with one line that names the environment, the row and
+    the turn, on every rank. Called by all ranks alike.
+    """
+    states: list[Any] = []
+    found: list[Acted] = []
+    failed: Exception | None = None
+    line = ""
+    running = _Running("")
+    try:
+        limit = time_limit(timeout, lambda: running.name)
+        with strategy.session.phase(f"environment {env.name}"), limit:
+            for state, acted in _results(acts, running):
+                states.append(state)
+                found.append(acted)
+    except Exception as error:  # raised below, once the others know
+        failed = _as_one_line(error, running.name)
+        line = str(failed)
+
+    everyone = [_Answer(found, line)]
+    if strategy.world > 1:
+        with strategy.session.phase(f"gather of environment {env.name}"):
+            everyone = dist.all_gather_object(everyone[0])
+    if failed is not None:
+        raise failed
+    for rank, answer in enumerate(everyone):
+        if answer.error:
+            raise ValueError(f"rank {rank}: {answer.error}")
+    return states, [acted for answer in everyone for acted in answer.found]
+
+
+class _Running:
+    """The name of the act that runs, which the clock's line and errors take."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+
+def _as_one_line(error: Exception, name: str) -> Exception:
+    """The error with the act's name before it."""
+    if isinstance(error, _Failed):
+        return _as_one_line(error.error, error.name)
+    text = " ".join(str(error).split())
+    if isinstance(error, TimeoutError) and text.startswith(name):
+        return TimeoutError(text)
+    made = ValueError(f"{name}: {type(error).__name__}: {text}")
+    if isinstance(error, _Wrong):
+        made = ValueError(f"{name}: {text}")
+    made.__cause__ = error
+    return made
+
+
+class _Failed(Exception):
+    """An awaitable raised; others may have, or be cancelled, before the error is looked at."""
+
+    def __init__(self, name: str, error: Exception):
+        super().__init__(str(error))
+        self.name = name
+        self.error = error
+
+
+class _Wrong(ValueError):
+    """A result that an environment may not give."""
+
+
+def _results(acts: Sequence[Act], running: _Running) -> list[tuple[Any, Acted]]:
+    """What each act gives, read."""
+    results = []
+    waiting: list[int] = []
+    for i, act in enumerate(acts):
+        running.name = act.name
+        results.append(act.call())
+        if inspect.isawaitable(results[i]):
+            waiting.append(i)
+    if waiting:
+        awaited = _LOOP.run(_all([results[i] for i in waiting], [acts[i].name for i in waiting], running))
+        for i, result in zip(waiting, awaited, strict=True):
+            results[i] = result
+
+    found = []
+    for act, result in zip(acts, results, strict=True):
+        running.name = act.name
+        found.append(act.read(result))
+    return found
+
+
+async def _all(calls: Sequence[Awaitable[Any]], names: Sequence[str], running: _Running) -> list[Any]:
+    """The results of awaitables that run together; `running` is the first that has not ended."""
+    left = list(names)
+    running.name = left[0]
+
+    async def one(call: Awaitable[Any], name: str) -> Any:
+        try:
+            result = await call
+        except Exception as error:
+            raise _Failed(name, error) from error
+        left.remove(name)
+        if left:
+            running.name = left[0]
+        return result
+
+    return list(await asyncio.gather(*map(one, calls, names)))
+
+
+# ---------- what an environment gives
+
+
+def read_reset(env: Environment, result: Any) -> tuple[Any, Acted]:
+    """The result of `reset` as (the state, what all ranks learn of it)."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise _Wrong(f"expected (state, observation) from reset, got {result!r:.80}")
+    state, observation = result
+    return state, Acted(_observations(env, observation), [0.0] * env.seats, False, _seat(env, state))
+
+
+def read_step(env: Environment, result: Any) -> tuple[Any, Acted]:
+    """The result of `step` as (the state, what all ranks learn of it)."""
+    if not isinstance(result, tuple) or len(result) != 4:
+        raise _Wrong(f"expected (state, observation, reward, done) from step, got {result!r:.80}")
+    state, observation, reward, done = result
+    if not isinstance(done, bool):
+        raise _Wrong(f"expected True or False as done, got {done!r:.80}")
+    rewards = [reward]
+    if env.seats > 1:
+        rewards = _per_seat(env, "rewards", reward)
+    for x in rewards:
+        if isinstance(x, bool) or not isinstance(x, numbers.Real) or not math.isfinite(x):
+            raise _Wrong(f"expected a finite number as the reward, got {x!r:.80}")
+    seat = 0
+    if not done:
+        seat = _seat(env, state)
+    return state, Acted(_observations(env, observation), [float(x) for x in rewards], done, seat)
+
+
+def _seat(env: Environment, state: Any) -> int:
+    """The seat that speaks next."""
+    seat = env.seat(state)
+    if seat not in range(env.seats):
+        raise _Wrong(f"expected a seat below {env.seats}, got {seat!r:.80}")
+    return seat
+
+
+def _observations(env: Environment, observation: Any) -> list[list[Turn]]:
+    """The messages for each seat."""
+    each = [observation]
+    if env.seats > 1:
+        each = _per_seat(env, "observations", observation)
+    try:
+        return [as_messages(x) for x in each]
+    except ValueError as error:
+        raise _Wrong(str(error)) from None
+
+
+def _per_seat(env: Environment, what: str, values: Any) -> list[Any]:
+    """The values for all seats."""
+    if not isinstance(values, (list, tuple)) or len(values) != env.seats:
+        raise _Wrong(f"expected {env.seats} {what}, one for each seat, got {values!r:.80}")
+    return list(values)

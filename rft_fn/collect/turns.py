@@ -1,0 +1,271 @@
+"""Conversations of a policy with environments, sampled by all ranks.
+
+In every round all conversations that wait for the policy get one turn, whichever turn that is for each, in
+one call of the engine; those that are done leave. An environment runs on the rank that owns its prompt.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from rft_fn import rng
+from rft_fn.collect.acting import Act, Acted, act_together, read_reset, read_step
+from rft_fn.collect.conversations import Conversation, Played, assembled
+from rft_fn.collect.generate import gather_and_generate
+from rft_fn.collect.part import part_of_rank
+from rft_fn.environment import Environment, Renderer
+from rft_fn.types import Engine, Sampling, Strategy
+
+__all__ = ["play"]
+
+
+@dataclass
+class _Episode:
+    """One sample of one prompt: a conversation for each seat."""
+
+    rows: list[Conversation]
+    mine: bool  # whether the environment runs on this rank
+    state: Any = None  # of the environment, on the rank that it runs on
+    seat: int = 0  # that speaks next
+    done: bool = False
+    cut: str = ""  # the limit that ended it: "turns" or "tokens"
+
+    @property
+    def speaker(self) -> Conversation:
+        """The conversation that the policy continues."""
+        return self.rows[self.seat]
+
+
+def play(
+    engine: Engine,
+    strategy: Strategy,
+    env: Environment,
+    prompts: Sequence[Any],
+    keys: Sequence[int],
+    renderer: Renderer,
+    *,
+    n: int,
+    sampling: Sampling,
+    max_turns: int,
+    max_tokens: int,
+    timeout: float = 60.0,
+    sleep_engine: bool = True,
+) -> Played:
+    """Sample n conversations for each prompt of the global batch; each ends when its environment is done.
+
+    `prompts` have `.columns`, the row for `reset`, and `.ids`, the first tokens where `reset` observes
+    nothing. A conversation also ends, truncated, after `max_turns` turns of the policy, and where
+    `max_tokens` leave no room for another token; a response has at most sampling.max_new tokens.
+
+    Tokens stay as they were sampled; what the environment says is rendered by `renderer` behind them,
+    outside of the mask. A response is drawn by fold_in(key of the prompt, sample, seat, turn), and `reset`
+    gets the key of the prompt, so that the result does not depend on how conversations are batched, shared
+    out or ordered. It is the same on every rank.
+
+    ValueError names the environment, the row and the turn of a call that raises or gives a wrong result, and
+    TimeoutError that of the first that has not ended after `timeout` [s] for all calls of a round and rank.
+    Either comes before anything was changed but the environment's own; states that are left are closed.
+    """
+    episodes = _episodes(env, strategy, prompts, keys, n)
+    try:
+        _reset(strategy, env, prompts, episodes, renderer, timeout)
+        _check_openings(env, prompts, episodes, max_tokens)
+        while waiting := [e for e in episodes if _may_speak(e, env, renderer, max_turns, max_tokens)]:
+            _speak(engine, strategy, waiting, sampling, max_tokens)
+            _step(strategy, env, prompts, waiting, renderer, timeout)
+    finally:
+        for episode in episodes:
+            if episode.mine and episode.state is not None:
+                env.close(episode.state)
+    if sleep_engine:
+        engine.sleep()
+
+    rows = [row for episode in episodes for row in episode.rows]
+    cuts = [episode.cut for episode in episodes for _ in episode.rows]
+    texts = [_said(row) for row in rows]
+    pad = renderer.tokenizer.pad_token_id
+    return assembled(rows, prompts, cuts, texts, seats=env.seats, pad=pad)
+
+
+def _said(row: Conversation) -> str:
+    """The turns of the policy in a conversation, one after the other."""
+    return "\n".join(m["content"] for m in row.messages if m["role"] == "assistant")
+
+
+def _episodes(
+    env: Environment, strategy: Strategy, prompts: Sequence[Any], keys: Sequence[int], n: int
+) -> list[_Episode]:
+    """The episodes of all ranks, before they begin."""
+    if not prompts or len(prompts) != len(keys) or n < 1:
+        raise ValueError(
+            f"prompts: expected one or more, a key for each, n >= 1; got {len(prompts)}, {len(keys)}, {n}"
+        )
+    part = part_of_rank(strategy, len(prompts))
+    found = []
+    for i, key in enumerate(keys):
+        for j in range(n):
+            rows = [Conversation(i, j, seat, key) for seat in range(env.seats)]
+            found.append(_Episode(rows, mine=part.start <= i < part.stop))
+    return found
+
+
+# ---------- the environment's side
+
+
+def _name(env: Environment, prompts: Sequence[Any], episode: _Episode) -> str:
+    """An episode's place, for errors."""
+    first = episode.rows[0]
+    row = getattr(prompts[first.prompt], "index", first.prompt)
+    turn = sum(conversation.turns for conversation in episode.rows)
+    return f"environment {env.name!r}: row {row}, sample {first.sample}, turn {turn}"
+
+
+def _reset(
+    strategy: Strategy,
+    env: Environment,
+    prompts: Sequence[Any],
+    episodes: Sequence[_Episode],
+    renderer: Renderer,
+    timeout: float,
+) -> None:
+    """Begin all episodes, and put their first tokens into place."""
+    acts = []
+    for episode in episodes:
+        if episode.mine:
+            first = episode.rows[0]
+            call = partial(env.reset, prompts[first.prompt].columns, first.key)
+            acts.append(Act(_name(env, prompts, episode), call, partial(read_reset, env)))
+    _take(strategy, env, acts, episodes, timeout)
+    for episode in episodes:
+        for row in episode.rows:
+            _open(row, prompts[row.prompt], env, renderer)
+
+
+def _open(row: Conversation, prompt: Any, env: Environment, renderer: Renderer) -> None:
+    """The first tokens of a conversation: what reset has observed, else the prompt of the data set."""
+    asked = list(row.unread)
+    row.unread.clear()
+    if asked:
+        row.read(renderer.opening(asked, env.tools))
+    elif env.tools and renderer.tokenizer.chat_template:
+        # the tools are told in the prompt, which the data set has rendered without them
+        asked = list(prompt.messages or [{"role": "user", "content": prompt.text}])
+        row.read(renderer.opening(asked, env.tools))
+    else:
+        row.read(prompt.ids)
+    if not row.messages:
+        row.messages += list(prompt.messages or [{"role": "user", "content": prompt.text}])
+
+
+def _check_openings(
+    env: Environment, prompts: Sequence[Any], episodes: Sequence[_Episode], max_tokens: int
+) -> None:
+    """ValueError for a first prompt that is empty or leaves no room for a response."""
+    for episode in episodes:
+        for row in episode.rows:
+            if not 1 <= len(row.tokens) < max_tokens:
+                raise ValueError(
+                    f"{_name(env, prompts, episode)}: expected a prompt of 1 to {max_tokens - 1} tokens, "
+                    f"below max_tokens, got {len(row.tokens)}"
+                )
+
+
+def _step(
+    strategy: Strategy,
+    env: Environment,
+    prompts: Sequence[Any],
+    spoken: Sequence[_Episode],
+    renderer: Renderer,
+    timeout: float,
+) -> None:
+    """Give every environment the response that its policy has just sampled."""
+    acts = []
+    for episode in spoken:
+        text = renderer.said(episode.speaker.tokens[episode.speaker.spoke_at :])
+        episode.speaker.messages.append({"role": "assistant", "content": text})
+        if episode.mine:
+            call = partial(env.step, episode.state, text)
+            acts.append(Act(_name(env, prompts, episode), call, partial(read_step, env)))
+    _take(strategy, env, acts, spoken, timeout)
+    for episode in spoken:
+        if not (episode.done or episode.speaker.unread):
+            raise ValueError(
+                f"{_name(env, prompts, episode)}: expected an observation for the next turn, since the "
+                "environment is not done, got none"
+            )
+
+
+def _take(
+    strategy: Strategy,
+    env: Environment,
+    acts: Sequence[Act],
+    episodes: Sequence[_Episode],
+    timeout: float,
+) -> None:
+    """Run the acts of this rank, and let every rank know what came of all."""
+    states, everything = act_together(strategy, env, acts, timeout=timeout)
+    mine = [episode for episode in episodes if episode.mine]
+    for episode, state in zip(mine, states, strict=True):
+        episode.state = state
+    for episode, acted in zip(episodes, everything, strict=True):
+        _note(episode, acted)
+
+
+def _note(episode: _Episode, acted: Acted) -> None:
+    """Take the rewards and the observations of an act."""
+    episode.done = acted.done
+    episode.seat = acted.seat
+    for row, messages, reward in zip(episode.rows, acted.observations, acted.rewards, strict=True):
+        row.earn(reward)
+        row.observe(messages)
+
+
+# ---------- the policy's side
+
+
+def _may_speak(
+    episode: _Episode, env: Environment, renderer: Renderer, max_turns: int, max_tokens: int
+) -> bool:
+    """Whether the policy has a turn; reads what is unread, or notes the limit that ends the episode."""
+    if episode.done or episode.cut:
+        return False
+    row = episode.speaker
+    if row.turns == max_turns:
+        episode.cut = "turns"
+        return False
+    ids = []
+    if row.unread:
+        ids = renderer.reply(row.tokens, row.unread)
+    if len(row.tokens) + len(ids) >= max_tokens:
+        episode.cut = "tokens"
+        return False
+    row.unread.clear()
+    row.read(ids)
+    return True
+
+
+def _speak(
+    engine: Engine,
+    strategy: Strategy,
+    waiting: Sequence[_Episode],
+    sampling: Sampling,
+    max_tokens: int,
+) -> None:
+    """Sample one response for each of these episodes."""
+    rows = [episode.speaker for episode in waiting]
+    limits = [min(sampling.max_new, max_tokens - len(row.tokens)) for row in rows]
+    for limit in sorted(set(limits)):
+        part = [row for row, most in zip(rows, limits) if most == limit]
+        ids = [row.tokens for row in part]
+        keys = [rng.fold_in(row.key, row.sample, row.seat, row.turns) for row in part]
+        limited = replace(sampling, max_new=limit)
+        found = gather_and_generate(engine, strategy, ids, keys, n=1, sampling=limited, sleep_engine=False)
+        for b, row in enumerate(part):
+            new = slice(len(row.tokens), int(found.length[b]))
+            row.say(
+                found.tokens[b, new].tolist(),
+                found.logp[b, new].tolist(),
+                version=int(found.version[b]),
+                cut=bool(found.truncated[b]),
+            )

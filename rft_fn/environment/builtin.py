@@ -1,0 +1,123 @@
+"""The built-in environments by name, and their prompts and lessons."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from rft_fn import rng
+from rft_fn.data.dataset import Dataset
+from rft_fn.data.messages import Turn
+from rft_fn.data.prompts import Prompt, from_rows
+from rft_fn.data.rows import Endless
+from rft_fn.environment.calculator import calculator
+from rft_fn.environment.guess_number import guess_number
+from rft_fn.environment.kuhn_poker import kuhn_poker
+from rft_fn.environment.record import Environment, as_messages
+from rft_fn.environment.rendering import Renderer
+from rft_fn.reward import importing
+from rft_fn.reward.event_loop import EventLoop
+
+__all__ = ["ENVIRONMENTS", "get_environment", "lessons", "prompts"]
+
+ENVIRONMENTS: dict[str, Callable[[int], Environment]] = {
+    "guess_number": guess_number,
+    "calculator": calculator,
+    "kuhn_poker": kuhn_poker,
+}
+"""Name -> a function that makes the environment of a level."""
+
+_LONGEST = 8  # turns of a lesson
+
+
+def get_environment(spec: str) -> Environment:
+    """The environment NAME, NAME:LEVEL, or FILE.py:NAME, an Environment or a function that makes one.
+
+    ValueError for one that does not exist.
+    """
+    source, _, name = spec.partition(":")
+    if source.endswith(".py"):
+        return _of_file(spec, source, name)
+    if source not in ENVIRONMENTS:
+        raise ValueError(
+            f"environment: expected one of {', '.join(ENVIRONMENTS)}, or FILE.py:NAME, got {spec!r}"
+        )
+    if not (name or "1").isdigit() or int(name or "1") < 1:
+        raise ValueError(f"environment: expected a level above 0 behind the colon, got {spec!r}")
+    return ENVIRONMENTS[source](int(name or "1"))
+
+
+def _of_file(spec: str, source: str, name: str) -> Environment:
+    """The environment that a file defines."""
+    found = getattr(importing.find(source, spec, kind="environment"), name or "environment", None)
+    if inspect.isfunction(found):
+        found = found()
+    if not isinstance(found, Environment):
+        raise ValueError(
+            f"environment {spec!r}: expected an Environment, or a function that makes one, got "
+            f"{type(found).__name__}"
+        )
+    return found
+
+
+def prompts(env: Environment, tokenizer: Any, *, seed: int = 0, **options: Any) -> Dataset[Prompt]:
+    """The rows of an environment as an endless data set.
+
+    The options are those of `data.from_rows`; the template "{short}" is the terse form of a question.
+    ValueError for an environment without rows.
+    """
+    if env.rows is None:
+        raise ValueError(f"environment {env.name!r}: it has no rows of its own; give it data")
+    rows = Endless(env.name, partial(env.rows, seed))
+    return from_rows(rows, tokenizer, name=env.name, **options)
+
+
+def lessons(env: Environment, renderer: Renderer, seed: int, index: int) -> list[tuple[list[int], list[int]]]:
+    """(the tokens before a response, those of the response) for each turn of an episode.
+
+    The teacher plays it, on the row of these numbers. ValueError for an environment without rows or teacher.
+    """
+    if env.rows is None or env.teacher is None:
+        raise ValueError(f"environment {env.name!r}: it has no rows or no teacher to learn its form from")
+    row = env.rows(seed, index)
+    key = rng.fold_in(seed, "lesson", index)
+    state, observed = _awaited(env.reset(row, key))
+    asked = [{"role": "user", "content": row["short"]}]
+    texts = [renderer.opening(messages or asked, env.tools) for messages in _each(env, observed)]
+    unread: list[list[Turn]] = [[] for _ in texts]
+
+    # what each seat has read and said so far
+    found = []
+    for turn in range(_LONGEST):
+        seat = env.seat(state)
+        if unread[seat]:
+            texts[seat] = [*texts[seat], *renderer.reply(texts[seat], unread[seat])]
+            unread[seat] = []
+        said = env.teacher(state, rng.fold_in(key, turn))
+        response = [*renderer.tokenizer.encode(said), renderer.tokenizer.eos_token_id]
+        found.append((texts[seat], response))
+        texts[seat] = [*texts[seat], *response]
+        state, observed, _, done = _awaited(env.step(state, said))
+        if done:
+            break
+        for i, messages in enumerate(_each(env, observed)):
+            unread[i] += messages
+    return found
+
+
+def _each(env: Environment, observed: Any) -> list[list[Turn]]:
+    """The messages that each seat observes."""
+    if env.seats == 1:
+        return [as_messages(observed)]
+    return [as_messages(x) for x in observed]
+
+
+def _awaited(result: Any) -> Any:
+    """The result of a call of an environment, awaited where it has to be."""
+    if not inspect.isawaitable(result):
+        return result
+
+    async def wait() -> Any:
+        return await result
+
+    return EventLoop().run(wait())

@@ -1,0 +1,100 @@
+"""Observations as tokens, put behind tokens that were sampled and stay as they are."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rft_fn.data.chat import Chat, special_tokens
+from rft_fn.data.messages import Turn, opened
+
+__all__ = ["Renderer"]
+
+_MARK = "rftfnresponse"  # stands for a response while the chat template is asked what follows one
+_ASKED: Turn = {"role": "user", "content": "rftfnquestion"}
+
+
+class Renderer(NamedTuple):
+    """A tokenizer, and how its chat template is used."""
+
+    tokenizer: Any
+    system: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = {}
+
+    def opening(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The ids of the messages that begin a conversation, ready for the policy to speak.
+
+        By the chat template, which gets `tools`; else the contents, one after the other.
+        """
+        turns = opened([dict(message) for message in messages], self.system)
+        if not self.tokenizer.chat_template:
+            return self.tokenizer.encode("".join(turn["content"] for turn in turns))
+        schemas = None
+        if tools:
+            schemas = [dict(tool) for tool in tools]
+        return Chat(self.tokenizer, self.chat_template_kwargs).ids(turns, schemas, ask=True)
+
+    def reply(self, response: Sequence[int], messages: Sequence[Turn]) -> list[int]:
+        """The ids of `messages` behind a sampled response, ready for the policy to speak again.
+
+        The chat template renders two conversations around a stand-in for the response, without and with the
+        messages. The second has to continue the first: the rest is what follows, the end of the response's
+        turn included, of which the token that was sampled already is left out. So whatever the template would
+        do to the response itself does not matter. Without a template, the contents.
+
+        ValueError for a template that refuses the messages, leaves them out, or changes what stood before.
+        """
+        if not self.tokenizer.chat_template:
+            return self._encoded("".join(message["content"] for message in messages))
+        answer: Turn = {"role": "assistant", "content": _MARK}
+        ended = self._behind_mark([_ASKED, answer], ask=False)
+        text = self._behind_mark([_ASKED, answer, *messages], ask=True)
+        if not text.startswith(ended):
+            raise ValueError(
+                f"chat template: expected what follows a response to begin with {ended!r:.40}, whatever is "
+                f"said next, got {text!r:.60}"
+            )
+        for message in messages:
+            if message["content"].strip() not in text:
+                raise ValueError(
+                    f"chat template: it leaves out a message of role {message['role']!r} behind a response; "
+                    "observe with another role"
+                )
+
+        # the token that ended the response is there already
+        last = self.tokenizer.decode(list(response[-1:]), skip_special_tokens=False)
+        if response and response[-1] in self._special():
+            text = text.removeprefix(last)
+        return self._encoded(text)
+
+    def said(self, response: Sequence[int]) -> str:
+        """The text of a sampled response, without the special tokens that end it.
+
+        Others stay: some models write calls of tools in them.
+        """
+        end = len(response)
+        special = self._special()
+        while end and response[end - 1] in special:
+            end -= 1
+        return self.tokenizer.decode(list(response[:end]), skip_special_tokens=False)
+
+    def _special(self) -> frozenset[int]:
+        return special_tokens(self.tokenizer)
+
+    def _encoded(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _behind_mark(self, turns: Sequence[Turn], *, ask: bool) -> str:
+        """What the chat template writes behind the stand-in of a response."""
+        how: dict[str, Any] = {"add_generation_prompt": ask, "tokenize": False, **self.chat_template_kwargs}
+        try:
+            text = self.tokenizer.apply_chat_template([dict(turn) for turn in turns], **how)
+        except Exception as error:  # whatever a template raises
+            roles = ", ".join(turn["role"] for turn in turns)
+            raise ValueError(
+                f"chat template: expected it to render {roles}, got {type(error).__name__}: {error}"
+            ) from error
+        count = text.count(_MARK)
+        if count != 1:
+            raise ValueError(
+                f"chat template: expected a response once in the conversation, got it {count} times"
+            )
+        return text.partition(_MARK)[2]

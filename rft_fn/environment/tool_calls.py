@@ -1,0 +1,219 @@
+"""Calls of tools in a response, found in the form that the model's own chat template writes them in.
+
+The form is found by rendering one call of a stand-in: an object with the name and the arguments, a name with
+an object of arguments behind it, or a name with one piece of text per argument. Where the template writes no
+calls, they are JSON objects in <tool_call> tags.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from rft_fn.data.chat import shared_prefix
+
+__all__ = ["Call", "ParseCalls", "call_parser", "tagged_calls"]
+
+_ASKED = "rftfnquestion"
+_NAME = "rftfnname"
+_KEYS = ("rftfnkeya", "rftfnkeyb")
+_VALUES = ("rftfnvaluea", "rftfnvalueb")
+_DECODER = json.JSONDecoder()
+
+
+class Call(NamedTuple):
+    """A call as the model wrote it; `error` says why it cannot be made, "" if it can."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    error: str = ""
+
+
+class ParseCalls(Protocol):
+    """Finds the calls in a response."""
+
+    def __call__(self, text: str, /) -> list[Call]:
+        """The calls in order; none for a response that calls nothing."""
+        ...
+
+
+def call_parser(tokenizer: Any) -> ParseCalls:
+    """The parser of a tokenizer's chat template; `tagged_calls` where that writes no calls."""
+    one = _rendered(tokenizer, 1)
+    if _NAME not in one:
+        return tagged_calls
+    found = _as_object(one) or _as_name_and_object(one) or _as_pieces(one, _rendered(tokenizer, 2))
+    return found or tagged_calls
+
+
+def _rendered(tokenizer: Any, count: int) -> str:
+    """A call with that many arguments, without what stands before any response; "" where that fails."""
+    if not tokenizer.chat_template:
+        return ""
+    arguments = dict(zip(_KEYS[:count], _VALUES))
+    call = {"type": "function", "id": "call00001", "function": {"name": _NAME, "arguments": arguments}}
+    asked = {"role": "user", "content": _ASKED}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    speaking = {"role": "assistant", "content": _NAME}
+    try:
+        text = tokenizer.apply_chat_template([asked, calling], tokenize=False)
+        plain = tokenizer.apply_chat_template([asked, speaking], tokenize=False)
+    except Exception:  # whatever a template raises: it writes no calls
+        return ""
+    return text[shared_prefix(text, plain.partition(_NAME)[0]) :]
+
+
+# ---------- an object with name and arguments
+
+
+class _Objects(NamedTuple):
+    """Calls as JSON objects behind an opening text."""
+
+    opening: str
+    name: str  # the key of the name
+    arguments: str  # the key of the arguments
+
+    def __call__(self, text: str, /) -> list[Call]:
+        if not self.opening:
+            # nothing marks a call but that it is the whole response
+            if not text.strip().startswith("{"):
+                return []
+            return self._objects(text.strip())
+        found = []
+        for part in text.split(self.opening)[1:]:
+            found += self._objects(part)
+        return found
+
+    def _objects(self, text: str) -> list[Call]:
+        """The objects that a text begins with; at least one, which may be an error."""
+        found: list[Call] = []
+        rest = text.lstrip()
+        while rest.startswith("{") or not found:
+            try:
+                value, end = _DECODER.raw_decode(rest)
+            except ValueError as error:
+                found.append(Call("", {}, f"the call is no JSON object: {error}"))
+                break
+            found.append(self._call(value))
+            rest = rest[end:].lstrip(" \t\r\n,;")
+        return found
+
+    def _call(self, value: Any) -> Call:
+        if isinstance(value, dict) and isinstance(value.get("function"), dict):
+            value = value["function"]
+        if not isinstance(value, dict) or not isinstance(value.get(self.name), str):
+            return Call("", {}, f"expected an object with {self.name!r} and {self.arguments!r}")
+        return _checked(value[self.name], value.get(self.arguments, {}))
+
+
+def _checked(name: str, arguments: Any) -> Call:
+    """The call with arguments that are an object, or JSON text of one."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return Call(name, {}, "the arguments are no JSON object")
+    if not isinstance(arguments, dict):
+        return Call(name, {}, "the arguments are no JSON object")
+    return Call(name, arguments)
+
+
+tagged_calls: ParseCalls = _Objects("<tool_call>", "name", "arguments")
+"""Calls as {"name": ..., "arguments": {...}} between <tool_call> and </tool_call>."""
+
+
+def _as_object(text: str) -> ParseCalls | None:
+    """The form of an object that holds name and arguments."""
+    for match in re.finditer(r"\{", text[: text.index(_NAME)]):
+        try:
+            value, _ = _DECODER.raw_decode(text[match.start() :])
+        except ValueError:
+            continue
+        if isinstance(value.get("function"), dict):
+            value = value["function"]
+        names = [key for key, x in value.items() if x == _NAME]
+        others = [key for key, x in value.items() if _VALUES[0] in json.dumps(x)]
+        if names and others:
+            return _Objects(text[: match.start()].strip(), names[0], others[0])
+    return None
+
+
+# ---------- a name, and an object of arguments behind it
+
+
+class _NameAndObject(NamedTuple):
+    """Calls as a name between two texts, with a JSON object behind."""
+
+    opening: str
+    between: str
+
+    def __call__(self, text: str, /) -> list[Call]:
+        found = []
+        pattern = re.escape(self.opening) + r"\s*([\w.\-]+)\s*" + re.escape(self.between) + r"\s*(?=\{)"
+        for match in re.finditer(pattern, text):
+            try:
+                value, _ = _DECODER.raw_decode(text[match.end() :])
+            except ValueError as error:
+                found.append(Call(match[1], {}, f"the arguments are no JSON object: {error}"))
+                continue
+            found.append(_checked(match[1], value))
+        return found
+
+
+def _as_name_and_object(text: str) -> ParseCalls | None:
+    """The form of a name with an object of arguments behind it."""
+    before, _, behind = text.partition(_NAME)
+    at = behind.find("{")
+    if at < 0 or not before.strip():
+        return None
+    try:
+        value, _ = _DECODER.raw_decode(behind[at:])
+    except ValueError:
+        return None
+    if value != {_KEYS[0]: _VALUES[0]}:
+        return None
+    return _NameAndObject(before.strip(), behind[:at].strip())
+
+
+# ---------- a name, and a piece of text for each argument
+
+
+class _Pieces(NamedTuple):
+    """Calls as a name behind an opening text, and each argument as a key and a value between texts."""
+
+    opening: str
+    head: str  # before a key
+    middle: str  # between a key and its value
+    tail: str  # behind a value
+
+    def __call__(self, text: str, /) -> list[Call]:
+        key = re.escape(self.head) + r"\s*([^\s<>=\"']+?)\s*" + re.escape(self.middle)
+        pattern = re.compile(key + r"\n?(.*?)\n?" + re.escape(self.tail), re.DOTALL)
+        found = []
+        for part in text.split(self.opening)[1:]:
+            name = re.match(r"\s*([\w.\-]+)", part)
+            if name is None:
+                found.append(Call("", {}, f"expected a name behind {self.opening!r}"))
+                continue
+            found.append(Call(name[1], {k: v for k, v in pattern.findall(part)}))
+        return found
+
+
+def _as_pieces(one: str, two: str) -> ParseCalls | None:
+    """The form of a key and a value per argument, told by how a second argument is written."""
+    if not all(x in two for x in (*_KEYS, *_VALUES)):
+        return None
+    opening, _, behind = one.partition(_NAME)
+    first = behind.partition(_KEYS[0])[0]
+    middle = two[two.index(_KEYS[0]) + len(_KEYS[0]) : two.index(_VALUES[0])]
+    between = two[two.index(_VALUES[0]) + len(_VALUES[0]) : two.index(_KEYS[1])]
+
+    # the end of one argument and the head of the next; the head stands before the first one too
+    size = 0
+    while size < min(len(first), len(between)) and first[-1 - size] == between[-1 - size]:
+        size += 1
+    head = between[len(between) - size :].strip()
+    tail = between[: len(between) - size].strip()
+    if not (opening.strip() and head and tail):
+        return None
+    return _Pieces(opening.strip(), head, middle.strip(), tail)

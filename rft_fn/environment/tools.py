@@ -1,0 +1,299 @@
+"""Tools: plain Python functions with type hints that a policy calls in an environment."""
+
+import asyncio
+import ctypes
+import inspect
+import json
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, Union, get_args, get_origin, get_type_hints
+from weakref import WeakKeyDictionary
+
+from rft_fn.data.messages import Turn
+from rft_fn.environment.record import Environment, Row, Stepped
+from rft_fn.environment.tool_calls import Call, ParseCalls, tagged_calls
+
+__all__ = ["Tooled", "run_tool", "tool_schema", "with_tools"]
+
+_AT_A_TIME = 16  # plain functions that run at once: more would eat each other's time
+_KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_KINDS |= {list: "array", tuple: "array", dict: "object"}
+
+
+# ---------- schemas
+
+
+def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a tool in OpenAI's form, from its signature and the first line of its docstring.
+
+    ValueError for an argument without a type hint, or with a hint that JSON has no type for.
+    """
+    name = getattr(tool, "__name__", type(tool).__name__)
+    hints = get_type_hints(tool)
+    properties: dict[str, Any] = {}
+    required = []
+    for parameter in inspect.signature(tool).parameters.values():
+        if parameter.name not in hints or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ValueError(f"tool {name}: expected a type hint for {parameter.name!r}, and no * arguments")
+        properties[parameter.name] = _schema(hints[parameter.name], f"tool {name}: {parameter.name}")
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    about = (inspect.getdoc(tool) or name).splitlines()[0]
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+
+
+def _schema(hint: Any, where: str) -> dict[str, Any]:
+    """The JSON schema of a type hint."""
+    origin = get_origin(hint)
+    if origin is Literal:
+        return {"type": _KINDS[type(get_args(hint)[0])], "enum": list(get_args(hint))}
+    if origin in (Union, types.UnionType):
+        some = [x for x in get_args(hint) if x is not type(None)]
+        if len(some) == 1:
+            return _schema(some[0], where) | {"nullable": True}
+        return {"anyOf": [_schema(x, where) for x in some]}
+    kind = _KINDS.get(origin or hint)
+    if kind is None:
+        known = ", ".join(x.__name__ for x in _KINDS)
+        raise ValueError(f"{where}: expected a type hint of {known}, Literal or a union, got {hint}")
+    found: dict[str, Any] = {"type": kind}
+    if kind == "array" and get_args(hint):
+        found["items"] = _schema(get_args(hint)[0], where)
+    return found
+
+
+def _fitted(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as the signature wants them. ValueError, for the model, if they do not fit."""
+    schema = tool_schema(tool)["function"]["parameters"]
+    known = schema["properties"]
+    unknown = sorted(set(arguments) - set(known))
+    missing = [name for name in schema["required"] if name not in arguments]
+    if unknown or missing:
+        given = ", ".join(arguments) or "none"
+        raise ValueError(f"expected the arguments {', '.join(known) or 'none'}, got {given}")
+    return {name: _value(name, x, known[name]) for name, x in arguments.items()}
+
+
+def _value(name: str, x: Any, schema: Mapping[str, Any]) -> Any:
+    """One argument; text is read as JSON where another type is wanted."""
+    kind = schema.get("type")
+    if isinstance(x, str) and kind not in ("string", None):
+        try:
+            x = json.loads(x)
+        except ValueError:
+            raise ValueError(f"{name}: expected {kind}, got {x!r:.80}") from None
+    if x is None and schema.get("nullable"):
+        return None
+    right = kind is None or any(
+        known == kind and isinstance(x, python) and not (isinstance(x, bool) and kind != "boolean")
+        for python, known in _KINDS.items()
+    )
+    if kind == "number" and isinstance(x, int) and not isinstance(x, bool):
+        right = True
+    if not right:
+        raise ValueError(f"{name}: expected {kind}, got {x!r:.80}")
+    if "enum" in schema and x not in schema["enum"]:
+        raise ValueError(f"{name}: expected one of {schema['enum']}, got {x!r:.80}")
+    return x
+
+
+# ---------- running them
+
+
+async def run_tool(
+    tools: Mapping[str, Callable[..., Any]], call: Call, *, timeout: float, max_output: int
+) -> str:
+    """The output of a call as text of at most `max_output` characters and a note of what was cut.
+
+    Never raises for what a tool does: unknown names, arguments that do not fit, exceptions, and more than
+    `timeout` seconds are texts that begin with "error: ", for the model to read. A plain function runs in a
+    thread, which is interrupted at the limit where it runs Python code, and left behind where it waits.
+    """
+    try:
+        if call.error:
+            raise ValueError(call.error)
+        if call.name not in tools:
+            raise ValueError(f"no tool {call.name!r}; there are {', '.join(tools)}")
+        tool = tools[call.name]
+        result = await _within(tool, _fitted(tool, call.arguments), timeout)
+        text = _as_text(result)
+    except _TimeUp:
+        text = f"error: {call.name} took longer than {timeout:g} s"
+    except Exception as error:  # the model is to read it
+        text = f"error: {' '.join(str(error).split()) or type(error).__name__}"
+    if len(text) > max_output:
+        text = f"{text[:max_output]}... ({len(text) - max_output} more characters)"
+    return text
+
+
+class _TimeUp(Exception):
+    """A tool ran into its limit; not what a tool itself may raise."""
+
+
+def _as_text(result: Any) -> str:
+    """A result as the model reads it."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(result)
+
+
+_GATES: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+async def _within(tool: Callable[..., Any], arguments: Mapping[str, Any], seconds: float) -> Any:
+    """The result of a tool, or _TimeUp."""
+    loop = asyncio.get_running_loop()
+    if inspect.iscoroutinefunction(tool):
+        task = asyncio.ensure_future(tool(**arguments))
+        done, _ = await asyncio.wait([task], timeout=seconds)
+        if not done:
+            task.cancel()
+            raise _TimeUp
+        return task.result()
+
+    # a thread for each call, since one that hangs is never given back; the clock starts with the thread
+    async with _GATES.setdefault(loop, asyncio.Semaphore(_AT_A_TIME)):
+        work = _Work(loop, tool, arguments)
+        work.thread.start()
+        done, _ = await asyncio.wait([work.future], timeout=seconds)
+        if not done:
+            work.interrupt()
+            raise _TimeUp
+        return work.future.result()
+
+
+class _Interrupted(BaseException):
+    """Raised inside a tool at its limit. No `Exception`: tools catch those."""
+
+
+class _Work:
+    """A call in a thread, with a future of its result."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, tool: Callable[..., Any], arguments: Mapping[str, Any]
+    ):
+        self.loop = loop
+        self.tool = tool
+        self.arguments = arguments
+        self.future: asyncio.Future[Any] = loop.create_future()
+        self.thread = threading.Thread(target=self._run, daemon=True, name="rft_fn tool")
+
+    def _run(self) -> None:
+        try:
+            result = self.tool(**self.arguments)
+        except _Interrupted:
+            return
+        except BaseException as error:  # SystemExit too: a tool does not end the run
+            self._tell(error, None)
+        else:
+            self._tell(None, result)
+
+    def _tell(self, error: BaseException | None, result: Any) -> None:
+        """Give the future its result, unless nobody waits any more."""
+
+        def tell() -> None:
+            if self.future.done():
+                return
+            if error is not None:
+                kind = type(error).__name__
+                self.future.set_exception(RuntimeError(f"{kind}: {error}"))
+            else:
+                self.future.set_result(result)
+
+        try:
+            self.loop.call_soon_threadsafe(tell)
+        except RuntimeError:  # the loop is closed
+            return
+
+    def interrupt(self) -> None:
+        """Raise `_Interrupted` in the thread at its next line of Python, so that it takes no more time."""
+        self.future.cancel()
+        if self.thread.ident is not None:
+            thread = ctypes.c_ulong(self.thread.ident)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Interrupted))
+
+
+# ---------- in an environment
+
+
+class Tooled(NamedTuple):
+    """The state of an environment with tools."""
+
+    inner: Any
+    outputs: tuple[str, ...]  # of all calls so far
+
+
+class CallReward(Protocol):
+    """The reward of a turn that calls tools."""
+
+    def __call__(self, state: Tooled, calls: Sequence[Call], /) -> float:
+        """A number for these calls; `state` is that before them."""
+        ...
+
+
+def _no_reward(state: Tooled, calls: Sequence[Call], /) -> float:
+    """Nothing for calls: the answer alone counts."""
+    return 0.0
+
+
+def with_tools(
+    env: Environment,
+    tools: Sequence[Callable[..., Any]],
+    *,
+    parse: ParseCalls = tagged_calls,
+    timeout: float = 5.0,
+    max_output: int = 2000,
+    max_calls: int = 8,
+    role: str = "tool",
+    reward: CallReward = _no_reward,
+) -> Environment:
+    """The environment, in which a response that calls tools is answered with their outputs.
+
+    Any other response goes to `env`. Calls of a response run together, each within `timeout` [s]; those above
+    `max_calls` in one response are errors. `parse` finds them: `call_parser(tokenizer)` in the form of the
+    model's chat template. Each output is a message of `role`, for templates without tools "user". The turn
+    earns `reward(state, calls)`. ValueError for tools without type hints, or two of one name.
+    """
+    schemas = [tool_schema(tool) for tool in tools]
+    named = dict(zip([schema["function"]["name"] for schema in schemas], tools))
+    if len(named) < len(tools) or not tools:
+        raise ValueError(f"tools: expected one or more with different names, got {', '.join(named)}")
+    if env.seats > 1:
+        raise ValueError(f"environment {env.name!r}: expected one seat for tools, got {env.seats}")
+
+    async def reset(row: Row, key: int) -> tuple[Tooled, Any]:
+        begun = env.reset(row, key)
+        if inspect.isawaitable(begun):
+            begun = await begun
+        state, observation = begun
+        return Tooled(state, ()), observation
+
+    async def step(state: Tooled, response: str) -> Stepped:
+        calls = parse(response)
+        if not calls:
+            stepped = env.step(state.inner, response)
+            if inspect.isawaitable(stepped):
+                stepped = await stepped
+            after, *rest = stepped
+            return Stepped(state._replace(inner=after), *rest)
+        calls = [*calls[:max_calls], *(x._replace(error="too many calls at once") for x in calls[max_calls:])]
+        outputs = await asyncio.gather(
+            *(run_tool(named, call, timeout=timeout, max_output=max_output) for call in calls)
+        )
+        messages: list[Turn] = [{"role": role, "content": text} for text in outputs]
+        for message, call in zip(messages, calls):
+            if role == "tool":
+                message["name"] = call.name
+        return Stepped(
+            state._replace(outputs=(*state.outputs, *outputs)), messages, reward(state, calls), False
+        )
+
+    def close(state: Tooled) -> None:
+        env.close(state.inner)
+
+    return env._replace(reset=reset, step=step, close=close, tools=tuple(schemas), teacher=None)

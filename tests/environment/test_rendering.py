@@ -1,0 +1,114 @@
+"""Observations as tokens, behind responses as they were sampled, by chat templates of many manners."""
+
+import chats
+import pytest
+import tiny
+
+from rft_fn.environment import Renderer
+
+TEMPLATES = ("CHATML", "LLAMA3", "QWEN3", "MARKED")
+USER = [{"role": "user", "content": "next?"}]
+
+
+def tokenizer(name, end="<|im_end|>"):
+    return chats.tokenizer(getattr(chats, name), end=end)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_a_reply_is_what_the_template_writes_behind_the_response(name, role):
+    """Prompt, response and reply together are the whole conversation as the template renders it."""
+    end = "<|eot|>" if name == "LLAMA3" else "<|im_end|>"
+    tok = tokenizer(name, end)
+    renderer = Renderer(tok)
+    asked = [{"role": "user", "content": "first"}]
+    observed = [{"role": role, "content": "42"}]
+    said = [*tok.encode("sure", add_special_tokens=False), tok.eos_token_id]
+    prompt = renderer.opening(asked)
+    ids = [*prompt, *said, *renderer.reply([*prompt, *said], observed)]
+    talk = [*asked, {"role": "assistant", "content": "sure"}, *observed]
+    whole = tok.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    text = tok.decode(ids)
+    # a template that drops thoughts of earlier turns would write this prompt without them
+    assert text.replace("<think>\n\n</think>\n\n", "") == whole.replace("<think>\n\n</think>\n\n", "")
+    assert ids[len(prompt) : len(prompt) + len(said)] == said
+
+
+def test_the_end_of_a_turn_is_written_once_and_added_where_it_is_missing():
+    tok = tokenizer("CHATML")
+    renderer = Renderer(tok)
+    letters = tok.encode("sure", add_special_tokens=False)
+    ended = tok.decode(renderer.reply([*letters, tok.eos_token_id], USER))
+    cut = tok.decode(renderer.reply(letters, USER))
+    assert ended == "\n<|im_start|>user\nnext?<|im_end|>\n<|im_start|>assistant\n"
+    assert cut == "<|im_end|>" + ended
+
+
+def test_a_response_that_the_template_would_change_does_not_matter():
+    """Thoughts, spaces and the template's own marks in a response leave the reply as it is."""
+    tok = tokenizer("QWEN3")
+    renderer = Renderer(tok)
+    plain = renderer.reply([*tok.encode("x"), tok.eos_token_id], USER)
+    for text in ("<think>\nhm\n</think>\n\nx ", "  x\n", "[f({})]"):
+        assert renderer.reply([*tok.encode(text), tok.eos_token_id], USER) == plain
+
+
+def test_without_a_template_observations_are_bare_text():
+    tok = chats.tokenizer(None)
+    renderer = Renderer(tok)
+    assert tok.decode(renderer.reply([5, tok.eos_token_id], USER)) == "next?"
+    assert (
+        tok.decode(renderer.opening([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]))
+        == "ab"
+    )
+
+
+def test_the_tiny_model_reads_text_and_what_tools_say():
+    renderer = Renderer(tiny.tokenizer())
+    said = [*tiny.tokenizer().encode("12"), tiny.tokenizer().eos_token_id]
+    assert tiny.tokenizer().decode(renderer.reply(said, [{"role": "user", "content": "lower="}])) == "lower="
+    assert tiny.tokenizer().decode(renderer.reply(said, [{"role": "tool", "content": "7"}])) == "7="
+
+
+FORGETFUL = "{% for m in messages %}{{ m.content if m.role != 'tool' else '' }};{% endfor %}"
+LOOKS_BACK = "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% else %};{% endif %}{% endfor %}"
+TWICE = "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template, role, line",
+    [
+        (
+            chats.GEMMA2,
+            "tool",
+            "expected it to render user, assistant, tool, got TemplateError: turns alternate",
+        ),
+        (FORGETFUL, "tool", "it leaves out a message of role 'tool' behind a response"),
+        (
+            LOOKS_BACK,
+            "user",
+            "expected what follows a response to begin with '!', whatever is said next, got ';",
+        ),
+        (TWICE, "user", "expected a response once in the conversation, got it 2 times"),
+    ],
+)
+def test_a_template_that_cannot_continue_a_conversation_is_refused(template, role, line):
+    renderer = Renderer(chats.tokenizer(template))
+    with pytest.raises(ValueError, match="chat template: ") as found:
+        renderer.reply([5], [{"role": role, "content": "next?"}])
+    assert line in str(found.value)
+
+
+def test_tools_and_the_system_prompt_are_in_the_opening():
+    tok = tokenizer("CHATML")
+    schema = {"type": "function", "function": {"name": "add"}}
+    text = tok.decode(Renderer(tok, "Be brief.").opening(USER, [schema]))
+    assert "Be brief." in text and "next?" in text
+    assert '"name": "add"' in tok.decode(Renderer(tok).opening(USER, [schema]))
+
+
+def test_a_response_is_read_without_the_token_that_ends_it():
+    tok = tokenizer("CHATML")
+    ids = tok.encode("<|head|>sure", add_special_tokens=False)
+    assert Renderer(tok).said([*ids, tok.eos_token_id]) == "<|head|>sure"
+    assert Renderer(tok).said([tok.eos_token_id]) == ""

@@ -1,0 +1,104 @@
+"""The script that learns in environments: it resumes to the bit and shows whole conversations."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SMALL = ["--prompts", "3", "--group", "4", "--max-new", "3", "--max-turns", "3", "--max-tokens", "40"]
+SMALL += ["--eval-prompts", "3", "--eval-every", "2", "--save-every", "2"]
+
+
+def run(out, *options, code=0):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CI": "true"}
+    command = [sys.executable, str(ROOT / "train_scripts/multi_turn.py"), "--out", str(out), *SMALL, *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == code, done.stderr[-2000:]
+    return done.stderr
+
+
+def rows(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def test_a_run_resumes_to_the_bit_and_shows_whole_conversations(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    how = ["--schedule", "constant"]
+    run(whole, "--steps", "4", *how)
+    run(cut, "--steps", "2", *how)
+    run(cut, "--steps", "4", *how)
+    straight = rows(whole)
+    assert len(straight) == 4 and straight[3]["reward/turns"] > 1
+    for a, b in zip(straight, rows(cut)):
+        same = {k for k in a if not k.startswith("eval/")}
+        assert {k: a[k] for k in same} == {k: b[k] for k in same}
+
+    # whole conversations, of training and of evaluations
+    talks = rows(whole, "trajectories.jsonl")
+    for split in (None, "eval"):
+        talk = next(r for r in talks if r.get("split") == split)
+        said = [m["content"] for m in talk["conversation"] if m["role"] == "assistant"]
+        assert "\n".join(said) == talk["response"] and len(said) == talk["turns"]
+        assert talk["conversation"][0] == {"role": "user", "content": "guess:9="}
+        assert talk["conversation"][2]["content"] in ("higher=", "lower=", "invalid=", "right")
+    assert "eval/mean" in straight[0] and "eval/turns" in straight[3]
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        (["--environment", "chess"], "environment: expected one of guess_number"),
+        (["--gamma", "0.9"], "gamma: expected 1 without --credit turn"),
+        (["--algorithm", "remax"], "algorithm: expected one without a greedy baseline"),
+        (["--eval-share", "0.5"], "eval_share: expected 0.1"),
+        (["--steps", "2", "--data-epochs", "1"], "steps, data_epochs: expected one of them"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_made(tmp_path, options, line):
+    error = run(tmp_path / "r", *options, code=2)
+    assert line in error and not (tmp_path / "r").exists() and "Traceback" not in error
+
+
+BAD = """
+from rft_fn.environment import Environment
+
+def step(state, response):
+    if state == 1:
+        raise RuntimeError("the world ended")
+    return state + 1, "more=", 0.0, False
+
+def rows(seed, index):
+    return {"question": "Go on.", "short": "go=", "index": str(index)}
+
+environment = Environment("world", lambda row, key: (0, None), step, rows=rows)
+"""
+
+
+def test_an_environment_that_breaks_in_a_run_is_one_line(tmp_path):
+    path = tmp_path / "world.py"
+    path.write_text(BAD)
+    error = run(tmp_path / "r", "--environment", str(path), "--steps", "2", code=2)
+    assert "environment 'world': row 0, sample 0, turn 2: RuntimeError: the world ended" in error
+    assert "Traceback" not in error
+
+
+def test_the_credit_of_turns_and_a_distance_to_the_initial_model_change_the_run(tmp_path):
+    run(tmp_path / "a", "--steps", "2")
+    run(tmp_path / "b", "--steps", "2", "--credit", "turn", "--gamma", "0.9")
+    run(tmp_path / "c", "--steps", "2", "--kl", "0.5")
+    a, b, c = (rows(tmp_path / name) for name in "abc")
+    assert a[0]["reward/mean"] == b[0]["reward/mean"] == c[0]["reward/mean"]
+    assert a[0]["grad/norm"] != b[0]["grad/norm"]
+    assert "policy/kl_ref" in c[1] and c[1]["policy/kl_ref"] > 0 and "policy/kl_ref" not in a[1]
+
+
+def test_rows_of_a_file_are_what_an_environment_gets(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"short": f"guess:{i}=", "answer": str(i)}) for i in range(1, 9)))
+    run(tmp_path / "r", "--steps", "1", "--data", str(path), "--eval-share", "0")
+    talks = rows(tmp_path / "r", "trajectories.jsonl")
+    assert {t["prompt"] for t in talks} <= {f"guess:{i}=" for i in range(1, 9)} and len(talks) > 3
