@@ -16,12 +16,13 @@ from rft_fn.engine.hf import build as build_hf
 from rft_fn.engine.hf import check_config as check_hf
 from rft_fn.engine.hf import hf
 from rft_fn.engine.lifetime import EngineDead, dead_after_failure
+from rft_fn.engine.process import own_process
 from rft_fn.engine.requests import BadRequest
 from rft_fn.types import Engine
 
 __all__ = [
     "ENGINES", "BadRequest", "Engine", "EngineConfig", "EngineDead", "EngineType", "check_config",
-    "config_of", "dead_after_failure", "get_engine", "hf",
+    "config_of", "dead_after_failure", "get_engine", "hf", "own_process",
 ]  # fmt: skip
 
 
@@ -73,4 +74,7 @@ def get_engine(config: EngineConfig | None, model: str | nn.Module, tokenizer: A
     if tokenizer is None and isinstance(model, nn.Module):
         raise ValueError("tokenizer: expected one, got None: a module does not know its tokenizer")
     tokenizer = tokenizer or model_lib.load_tokenizer(str(model))
-    return ENGINES[config.type].build(config, model, tokenizer)
+    build = ENGINES[config.type].build
+    if config.process:
+        return own_process(build, config, model, tokenizer)
+    return build(config, model, tokenizer)
