@@ -5,6 +5,7 @@ from typing import Any
 
 from rft_fn import tree
 from rft_fn.collect.part import part_of_rank
+from rft_fn.engine import requests
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
 __all__ = ["gather_and_generate"]
@@ -14,42 +15,38 @@ def gather_and_generate(
     engine: Engine,
     strategy: Strategy,
     prompts: Sequence[Any],
-    keys: Sequence[int],
+    keys: Sequence[Any],
     *,
     n: int,
     sampling: Sampling,
+    max_new: Sequence[int] | None = None,
+    start: Sequence[int] | None = None,
     sleep_engine: bool = True,
 ) -> Rollout:
     """Sample the rollout of the global batch; each rank samples its part of the prompts, in order.
 
-    The result is the same on every rank. Keys belong to prompts, so the samples do not depend on how the
-    prompts were shared out. The engine is woken before, and sent to sleep after unless `sleep_engine` is
-    False.
+    The arguments are those of `Generate`, for the rows of the global batch. The result is the same on every
+    rank. Keys belong to prompts, so the samples do not depend on how the prompts were shared out. The engine
+    is woken before, and sent to sleep after unless `sleep_engine` is False.
     """
+    requests.check_rows(len(prompts), keys, n, sampling, max_new=max_new, start=start)
     mine = part_of_rank(strategy, len(prompts))
-    idle = mine.start == mine.stop
-    asked = mine
-    if idle:
-        asked = slice(0, 1)  # more ranks than prompts: a rollout without rows needs the shapes of one with
+    rows = slice(mine.start * n, mine.stop * n)
+    of_rows = {name: x[rows] for name, x in requests.given(max_new, start).items()}
 
     engine.wake()
     with strategy.session.phase("generate"):
-        rollout = engine.generate(prompts[asked], keys[asked], n=n, sampling=sampling)
+        try:
+            if mine.start < mine.stop:
+                rollout = engine.generate(prompts[mine], keys[mine], n=n, sampling=sampling, **of_rows)
+            else:
+                rollout = requests.empty()  # more ranks than prompts
+        except requests.BadPrompt as error:
+            raise error.moved(mine.start) from None  # numbered in the global batch
     if sleep_engine:
         engine.sleep()
 
     # groups are numbered over the global batch
     rollout = tree.replace(rollout, group=rollout.group + mine.start)
-    if idle:
-        rollout = _without_rows(rollout)
     with strategy.session.phase("gather"):
         return strategy.gather(rollout)
-
-
-def _without_rows(rollout: Rollout) -> Rollout:
-    """The rollout with none of its rows."""
-    media = rollout.media
-    if media is not None:
-        media = media.take([])
-    plain = tree.map(lambda x: x[:0], tree.replace(rollout, media=None))
-    return tree.replace(plain, media=media)

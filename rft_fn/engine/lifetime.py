@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rft_fn.engine.requests import BadRequest
+from rft_fn.engine.requests import BadRequest, given
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
 
@@ -49,10 +49,17 @@ class _Lifetime:
             raise
 
     def generate(
-        self, prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling
+        self,
+        prompts: Sequence[Any],
+        keys: Sequence[Any],
+        *,
+        n: int = 1,
+        sampling: Sampling,
+        max_new: Sequence[int] | None = None,
+        start: Sequence[int] | None = None,
     ) -> Rollout:
         with self.fatal("generate") as engine:
-            return engine.generate(prompts, keys, n=n, sampling=sampling)
+            return engine.generate(prompts, keys, n=n, sampling=sampling, **given(max_new, start))
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
         return self.running().score(rollout, sampling=sampling)

@@ -1,19 +1,38 @@
 """Requests to an engine, and the rollout that answers them: shared by all engines."""
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
 from einops import repeat
 from torch import nn
 
+from rft_fn import rng
+from rft_fn.data.text_template import render
 from rft_fn.types import Rollout, Sampling
 
-__all__ = ["BadRequest", "Response", "assemble", "check", "end_tokens", "token_ids"]
+__all__ = [
+    "BadPrompt", "BadRequest", "Response", "Row", "assemble", "check", "check_rows", "empty", "end_tokens",
+    "given", "rows", "token_ids",
+]  # fmt: skip
 
 
 class BadRequest(ValueError):
     """A request that an engine refuses before it has done anything."""
+
+
+class BadPrompt(BadRequest):
+    """A request that is refused for one of its prompts."""
+
+    def __init__(self, number: int, expected: str, got: str, advice: str = ""):
+        super().__init__(f"prompts: expected {expected}, got {got} in prompt {number}{advice}")
+        self.number = number
+        self.reason = expected, got, advice
+
+    def moved(self, by: int) -> "BadPrompt":
+        """The same of a part of the prompts that begins at number `by`."""
+        return BadPrompt(self.number + by, *self.reason)
 
 
 class Response(NamedTuple):
@@ -24,50 +43,162 @@ class Response(NamedTuple):
     ended: bool  # by an end token or a stop text; False where max_new cut it off
 
 
-def token_ids(prompts: Sequence[Any]) -> list[list[int]]:
-    """The token ids of each prompt: of a list itself, of an object its `.ids`."""
-    return [list(getattr(p, "ids", p)) for p in prompts]
+class Row(NamedTuple):
+    """The part of a request that belongs to one row of the rollout."""
+
+    key: int  # of its stream
+    max_new: int  # tokens
+    start: int  # draws of the stream that are spent
+
+
+def token_ids(prompts: Sequence[Any], tokenizer: Any = None) -> list[list[int]]:
+    """The token ids of each prompt: of a list itself, of an object its `.ids`, of a text as `data` has it.
+
+    A text is the first turn of a chat where the tokenizer has a template. BadPrompt for a text without a
+    tokenizer, and for one that the template refuses.
+    """
+    return [_ids(i, prompt, tokenizer) for i, prompt in enumerate(prompts)]
+
+
+def _ids(number: int, prompt: Any, tokenizer: Any) -> list[int]:
+    if not isinstance(prompt, str):
+        return list(getattr(prompt, "ids", prompt))
+    if tokenizer is None:
+        raise BadPrompt(number, "token ids", "text", ": the engine has no tokenizer; encode it")
+    if not prompt:
+        raise BadPrompt(number, "at least one character", "an empty text")
+    try:
+        return render(tokenizer, prompt)
+    except ValueError as error:
+        raise BadPrompt(number, "text that can be encoded", f"{error!s:.200}") from None
+
+
+def given(max_new: Sequence[int] | None, start: Sequence[int] | None) -> dict[str, Sequence[int]]:
+    """Those of the two that are not None, by name: an engine without them can do the other requests."""
+    options = {"max_new": max_new, "start": start}
+    return {name: x for name, x in options.items() if x is not None}
 
 
 def check(
-    prompts: Sequence[Sequence[int]], keys: Sequence[int], n: int, sampling: Sampling, window: int | None
+    prompts: Sequence[Sequence[int]],
+    keys: Sequence[Any],
+    n: int,
+    sampling: Sampling,
+    window: int | None,
+    *,
+    max_new: Sequence[int] | None = None,
+    start: Sequence[int] | None = None,
 ) -> None:
     """BadRequest unless there is a key for each prompt and every response fits behind its prompt.
 
     `window` is the most tokens that the model reads, None without a limit.
     """
-    if not prompts or len(prompts) != len(keys) or n < 1:
-        raise BadRequest(
-            f"prompts: expected one or more, a key for each, n >= 1; got {len(prompts)}, {len(keys)}, {n}"
-        )
+    check_rows(len(prompts), keys, n, sampling, max_new=max_new, start=start)
+    longest = [sampling.max_new] * len(prompts)
+    if max_new is not None:
+        longest = [max(index(x) for x in max_new[i * n : i * n + n]) for i in range(len(prompts))]
 
     # one bad prompt is named by its number; a response that does not fit would be cut off in silence
-    for i, prompt in enumerate(prompts):
+    for i, (prompt, most) in enumerate(zip(prompts, longest, strict=True)):
         if any(isinstance(token, str) for token in prompt):
-            raise BadRequest(
-                f"prompts: expected token ids, got text in prompt {i}; encode it with the tokenizer"
-            )
+            raise BadPrompt(i, "token ids", "text", "; encode it with the tokenizer")
         if not prompt:
-            raise BadRequest(f"prompts: expected at least one token, got none in prompt {i}")
-        if window and len(prompt) + sampling.max_new > window:
-            raise BadRequest(
-                f"prompts: expected prompt + max_new <= the model's window of {window} tokens, got "
-                f"{len(prompt)} + {sampling.max_new} in prompt {i}; lower max_new, or "
-                "drop long prompts (max_prompt)"
+            raise BadPrompt(i, "at least one token", "none")
+        if window and len(prompt) + most > window:
+            raise BadPrompt(
+                i,
+                f"prompt + max_new <= the model's window of {window} tokens",
+                f"{len(prompt)} + {most}",
+                "; lower max_new, or drop long prompts (max_prompt)",
             )
+
+
+def check_rows(
+    count: int,
+    keys: Sequence[Any],
+    n: int,
+    sampling: Sampling,
+    *,
+    max_new: Sequence[int] | None = None,
+    start: Sequence[int] | None = None,
+) -> None:
+    """BadRequest unless `count` prompts have a key each, and B = count n rows a number each, in its range."""
+    if count != len(keys) or n < 1:
+        raise BadRequest(
+            f"prompts: expected a key for each and n >= 1, got {count} prompts, {len(keys)} keys, n = {n}"
+        )
+    for i, key in enumerate(keys):
+        parts = key if isinstance(key, tuple) else (key, 0)
+        if len(parts) != 2 or any(isinstance(x, bool) or not isinstance(x, int) for x in parts):
+            raise BadRequest(
+                f"keys: expected an int, or (int, number of the first sample), got {key!r} for prompt {i}"
+            )
+    limits = {"max_new": (1, sampling.max_new), "start": (0, None)}
+    for name, numbers in given(max_new, start).items():
+        _check_numbers(name, numbers, count * n, *limits[name])
+
+
+def _check_numbers(name: str, numbers: Sequence[int], size: int, least: int, most: int | None) -> None:
+    """BadRequest unless there are `size` integers from `least` to `most`."""
+    if len(numbers) != size:
+        raise BadRequest(f"{name}: expected [B] = [{size}], one number for each row, got [{len(numbers)}]")
+    expected = f"an integer >= {least}"
+    if most is not None:
+        expected = f"an integer from {least} to {most}, sampling.max_new"
+    for b, x in enumerate(numbers):
+        try:
+            value = index(x)
+        except TypeError:
+            value = None
+        if value is None or value < least or (most is not None and value > most):
+            raise BadRequest(f"{name}[{b}]: expected {expected}, got {x}")
+
+
+def rows(
+    keys: Sequence[Any],
+    n: int,
+    sampling: Sampling,
+    *,
+    max_new: Sequence[int] | None = None,
+    start: Sequence[int] | None = None,
+) -> list[Row]:
+    """The B = len(keys) n rows of a request that `check` has passed."""
+    size = len(keys) * n
+    streams = [_stream(key, j) for key in keys for j in range(n)]
+    limits = [sampling.max_new] * size if max_new is None else [index(x) for x in max_new]
+    starts = [0] * size if start is None else [index(x) for x in start]
+    return [Row(*row) for row in zip(streams, limits, starts, strict=True)]
+
+
+def _stream(key: Any, sample: int) -> int:
+    """The key of the stream of a prompt's sample."""
+    first = 0
+    if isinstance(key, tuple):
+        key, first = key
+    return rng.fold_in(key, first + sample)
+
+
+def empty(version: int = 0) -> Rollout:
+    """The rollout without rows."""
+    return assemble([], [], pad=0, version=version)
 
 
 def assemble(
     prompts: Sequence[Sequence[int]], responses: Sequence[Response], *, pad: int, version: int
 ) -> Rollout:
-    """The Rollout [B, S] of B = N G responses, the G responses to each of N prompts side by side."""
+    """The Rollout [B, S] of B = N G responses, the G responses to each of N prompts side by side.
+
+    No prompts give one without rows, B = S = 0.
+    """
     count = len(prompts)
-    group = repeat(torch.arange(count), "n -> (n g)", g=len(responses) // count)
+    group = torch.arange(0)
+    if count:
+        group = repeat(torch.arange(count), "n -> (n g)", g=len(responses) // count)
     owners = [prompts[i] for i in group.tolist()]
-    length = torch.tensor([len(p) + len(r.tokens) for p, r in zip(owners, responses, strict=True)])
+    lengths = [len(p) + len(r.tokens) for p, r in zip(owners, responses, strict=True)]
 
     # right-padded; log-probs stay 0 on prompts and padding
-    tokens = torch.full((len(responses), int(length.max())), pad)
+    tokens = torch.full((len(responses), max(lengths, default=0)), pad)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     logp = torch.zeros(tokens.shape)
     for b, (prompt, response) in enumerate(zip(owners, responses, strict=True)):
@@ -81,8 +212,8 @@ def assemble(
         tokens=tokens,
         mask=mask,
         logp=logp,
-        length=length,
-        truncated=torch.tensor([not response.ended for response in responses]),
+        length=torch.tensor(lengths, dtype=torch.long),
+        truncated=torch.tensor([not response.ended for response in responses], dtype=torch.bool),
         group=group,
         version=torch.full((len(responses),), version),
     )

@@ -1,5 +1,6 @@
 """Where a response ends: at a token, or at the token that completes a text. Shared by all engines."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,22 @@ class Stop:
             return False
         tail = self._tail(tokens)
         return any(text in tail for text in self.texts)
+
+    def unfinished(self, tokens: Sequence[int]) -> list[int]:
+        """The end of the tokens before a response in which a text may begin: it holds none as a whole.
+
+        Of a response that has not ended, these are all tokens. Nothing without texts.
+        """
+        first = 0
+        if not self.texts:
+            first = len(tokens)
+        elif self._holds_text(tokens):
+            first = bisect_left(range(len(tokens)), True, key=lambda i: not self._holds_text(tokens[i:]))
+        return list(tokens[first:])
+
+    def _holds_text(self, tokens: Sequence[int]) -> bool:
+        text = self._text(tokens)
+        return any(x in text for x in self.texts)
 
     def _tail(self, tokens: Sequence[int]) -> str:
         """The end of the decoded response, long enough for any text that the last token completes."""

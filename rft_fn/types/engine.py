@@ -27,20 +27,40 @@ class EngineStatus(TypedDict):
     alive: bool  # False once it is closed, or `generate` or `load` has failed
     version: int  # of its weights
     asleep: bool
-    supported: frozenset[str]  # those of "load", "score" and "sleep" that do something
+    supported: frozenset[str]  # those of "load", "score", "sleep" and "start" that do something
 
 
 class Generate(Protocol):
     """Samples responses."""
 
     def __call__(
-        self, prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling
+        self,
+        prompts: Sequence[Any],
+        keys: Sequence[Any],
+        *,
+        n: int = 1,
+        sampling: Sampling,
+        max_new: Sequence[int] | None = None,
+        start: Sequence[int] | None = None,
     ) -> Rollout:
         """Sample n responses to each prompt: B = len(prompts) n rows, those of a prompt side by side.
 
-        `prompts` are lists of token ids, or objects with `.ids`. There is one key per prompt; sample j draws
-        from fold_in(key, j), so that samples do not depend on how prompts are batched or shared out.
-        ValueError for a prompt that is empty or too long for the model.
+        `prompts` are lists of token ids, objects with `.ids`, or texts where the engine has a tokenizer. A
+        text is a question, encoded as `data` encodes one. No prompts give a rollout without rows: B = S = 0.
+
+        There is one key per prompt, an int; sample j draws from the stream fold_in(key, j), so that samples
+        do not depend on how prompts are batched or shared out. A pair (key, j) in place of a key numbers the
+        samples of that prompt from j on.
+
+        `max_new` and `start` hold one number for each row. `max_new[b]` is the limit of row b, at most
+        `sampling.max_new`. `start[b]` is the number of draws of its stream that are spent: one per token.
+        So sample j of a prompt, cut anywhere, equals the uncut one when it is continued with its tokens
+        behind the prompt, the key (key, j), and `start` the number of its tokens. The last `start[b]` tokens
+        of a prompt count as the response so far: a text of `sampling.stop` may begin in them.
+
+        BadRequest, before anything ran, names the prompt or the row that is refused: text without a
+        tokenizer, no tokens, more than fit into the model with the row's limit, another count, a number out
+        of range. An engine that cannot do `start` refuses it, and does not have it in `supported`.
         """
         ...
 

@@ -95,12 +95,21 @@ class _InProcess:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling
+        self,
+        prompts: Sequence[Any],
+        keys: Sequence[Any],
+        *,
+        n: int = 1,
+        sampling: Sampling,
+        max_new: Sequence[int] | None = None,
+        start: Sequence[int] | None = None,
     ) -> Rollout:
         """`Generate`, awake from then on."""
-        ids = requests.token_ids(prompts)
+        ids = requests.token_ids(prompts, self.tokenizer)
         window = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
-        requests.check(ids, keys, n, sampling, window)
+        requests.check(ids, keys, n, sampling, window, max_new=max_new, start=start)
+        if not ids:
+            return requests.empty(self.version)
 
         self.wake()
         pad = self.tokenizer.pad_token_id
@@ -108,12 +117,14 @@ class _InProcess:
             self.batching = find_batching(self.lm, pad)
         stop = Stop(self.tokenizer, self.ends, sampling.stop)
         sampler = Sampler(self.lm, self.batching, sampling, stop, pad, self.batch)
-        responses = sampler.responses(ids, keys, n)
-        return requests.assemble(ids, responses, pad=pad, version=self.version)
+        rows = requests.rows(keys, n, sampling, max_new=max_new, start=start)
+        return requests.assemble(ids, sampler.responses(ids, rows), pad=pad, version=self.version)
 
     @torch.no_grad()
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
         """`Score`, by one padded forward."""
+        if not len(rollout.tokens):
+            return torch.zeros(rollout.tokens.shape)
         self.wake()
         device = self.lm.device
         tokens = rollout.tokens.to(device)
@@ -157,7 +168,7 @@ class _InProcess:
 
     def status(self) -> EngineStatus:
         """The state of the engine, which lives as long as the process."""
-        supported = {"load", "score"}
+        supported = {"load", "score", "start"}
         if self.can_sleep:
             supported.add("sleep")
         return {

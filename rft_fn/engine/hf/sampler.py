@@ -1,7 +1,7 @@
-"""Batched sampling with a cache: one uniform number per token by inverse CDF, from the sample's key.
+"""Batched sampling with a cache: one uniform number per token by inverse CDF, from the sample's stream.
 
-So the same prompt and key give the same response in any company, order and batch size (up to the rounding of
-a matrix product, which changes about one token in a million).
+So the same prompt and key give the same response in any company, order and batch size, in one piece or in
+several (up to the rounding of a matrix product, which changes about one token in a million).
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rft_fn import logprob, rng
 from rft_fn.engine.hf.batch import Batch, Batching, start
-from rft_fn.engine.requests import Response
+from rft_fn.engine.requests import Response, Row
 from rft_fn.engine.stop import Stop
 from rft_fn.types import Sampling
 
@@ -25,12 +25,23 @@ __all__ = ["Sampler"]
 
 
 @dataclass
+class _Growing:
+    """A response while it is sampled."""
+
+    text: list[int]  # the tokens that a stop text is looked for in: those before the response, and its own
+    before: int  # tokens of `text` that are not its own
+    most: int  # tokens of `text` at the row's limit
+    logp: list[float]
+    ended: bool = False
+
+
+@dataclass
 class _Rows:
     """The rows of one batch while they are sampled; `live` are those of `batch`, in the order of all."""
 
     batch: Batch
     live: Tensor  # [live] i64
-    responses: list[Response]  # of each row, as far as it is sampled
+    responses: list[_Growing]  # of each row
 
 
 def _draw(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -56,52 +67,53 @@ class Sampler(NamedTuple):
     pad: int
     batch: int  # rows at a time
 
-    def responses(self, prompts: Sequence[Sequence[int]], keys: Sequence[int], n: int) -> list[Response]:
-        """The n responses to each prompt, side by side."""
+    def responses(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[Response]:
+        """The response of each of B = N G rows, the G rows of each of N prompts side by side."""
+        n = len(rows) // len(prompts)
         most = self.batch
         if self.batching.single:
             most = 1
         done: dict[int, Response] = {}
         for part in split(prompts, self.batching, max(most // n, 1)):
             for first in range(0, n, most):  # more samples than fit into a batch
-                wanted = range(first, min(first + most, n))
-                found = self._sample([prompts[i] for i in part], [keys[i] for i in part], wanted)
-                done |= zip([i * n + j for i in part for j in wanted], found)
-        return [done[row] for row in range(len(prompts) * n)]
+                numbers = [i * n + j for i in part for j in range(first, min(first + most, n))]
+                found = self._sample([prompts[i] for i in part], [rows[b] for b in numbers])
+                done |= zip(numbers, found)
+        return [done[b] for b in range(len(rows))]
 
-    def _sample(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[int], wanted: Sequence[int]
-    ) -> list[Response]:
-        """The samples of the numbers `wanted` of each prompt, in one batch."""
-        size = len(prompts) * len(wanted)
+    def _sample(self, prompts: Sequence[Sequence[int]], wanted: Sequence[Row]) -> list[Response]:
+        """The responses of the rows `wanted`, those of a prompt side by side, in one batch."""
+        n = len(wanted) // len(prompts)
         device = self.lm.device
         rows = _Rows(
-            batch=start(self.lm, self.batching, prompts, len(wanted), self.pad),
-            live=torch.arange(size, device=device),
-            responses=[Response([], [], False) for _ in range(size)],
+            batch=start(self.lm, self.batching, prompts, n, self.pad),
+            live=torch.arange(len(wanted), device=device),
+            responses=[self._begun(prompts[b // n], row) for b, row in enumerate(wanted)],
         )
 
-        # all numbers of a row are drawn at once, so that no row depends on when another one ends
-        longest = self.sampling.max_new
-        generators = [rng.generator(rng.fold_in(key, j)) for key in keys for j in wanted]
-        u = torch.stack([torch.rand(longest, generator=g, dtype=torch.float64) for g in generators])
-        for t in range(longest):
+        # one step for every token, until no row is left
+        u = _uniform(wanted)
+        for t in range(u.shape[1]):
             if not rows.live.numel():
                 break
             self._step(rows, u[:, t].to(device))
-        return rows.responses
+        return [Response(x.text[x.before :], x.logp, x.ended) for x in rows.responses]
+
+    def _begun(self, prompt: Sequence[int], row: Row) -> _Growing:
+        """A response without tokens; a stop text may begin in those that its stream gave before."""
+        before = self.stop.unfinished(prompt[max(len(prompt) - row.start, 0) :])
+        return _Growing(before, len(before), len(before) + row.max_new, [])
 
     def _step(self, rows: _Rows, u: Tensor) -> None:
         """Sample one token for every live row, and run those that have not ended one token further."""
         token, logp = _draw(rows.batch.logits, u[rows.live], self.sampling)
         keep = []
         for k, (i, t, p) in enumerate(zip(rows.live.tolist(), token.tolist(), logp.tolist())):
-            tokens = rows.responses[i].tokens
-            tokens.append(t)
-            rows.responses[i].logp.append(p)
-            if self.stop.ends(tokens):
-                rows.responses[i] = rows.responses[i]._replace(ended=True)
-            elif len(tokens) < self.sampling.max_new:
+            response = rows.responses[i]
+            response.text.append(t)
+            response.logp.append(p)
+            response.ended = self.stop.ends(response.text)
+            if not response.ended and len(response.text) < response.most:
                 keep.append(k)
 
         # a row that ended leaves the batch at once: it would cost as much as the others
@@ -113,6 +125,18 @@ class Sampler(NamedTuple):
                 rows.batch.take(index)
         if keep:
             rows.batch.append(self.lm, token)
+
+
+def _uniform(rows: Sequence[Row]) -> Tensor:
+    """[R, W] float64: the numbers of each row's stream from its start to its limit, then 0.
+
+    They are drawn at once, so that no row depends on when another one ends.
+    """
+    u = torch.zeros(len(rows), max(row.max_new for row in rows), dtype=torch.float64)
+    for r, row in enumerate(rows):
+        stream = torch.rand(row.start + row.max_new, generator=rng.generator(row.key), dtype=torch.float64)
+        u[r, : row.max_new] = stream[row.start :]
+    return u
 
 
 def split(prompts: Sequence[Sequence[int]], batching: Batching, most: int) -> list[list[int]]:
