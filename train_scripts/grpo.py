@@ -98,7 +98,10 @@ def minibatches(cfg: Config, algo: Any, exp: rft.Experience, step: int) -> Itera
     for epoch in range(cfg.epochs):
         key = rft.rng.fold_in(cfg.seed, "updates", step, epoch)
         for part in rft.packing.minibatches(exp, rft.run.updates_per_pass(cfg, cfg.strategy), key):
-            yield rft.tree.replace(part, w=algo.weight(part.mask))
+            w = algo.weight(part.mask)
+            if part.extra:
+                w = w * part.extra["correction"]
+            yield rft.tree.replace(part, w=w, extra=None)
 
 
 def policy_loss(cfg: Config, algo: Any, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, dict]:
@@ -142,7 +145,7 @@ def main(cfg: Config) -> None:
 
     # ---- setup: what samples, and everything that a checkpoint brings back
     eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), cfg.model, task.tokenizer)
-    extra = {"step": 0, "moments": rft.reward_shaping.moments()}
+    extra = {"step": 0, "floor": 0.0, "moments": rft.reward_shaping.moments()}
     state, extra = rft.run.restore_latest(st, run, state, extra)
     run.resume(extra["step"])
     rft.sync.push(st, state, eng, version=extra["step"])
@@ -181,13 +184,19 @@ def main(cfg: Config) -> None:
         if cfg.normalize_reward:
             reward, extra["moments"] = rft.reward_shaping.running_norm(reward, extra["moments"])
 
+        # ---- learn: the trainer's own log-probs, where weights make up for what the sampler's differ
+        with run.phase("score"):
+            how = {"budget": cfg.budget, "version": step}
+            own = rft.run.correct_mismatch(cfg, st, apply, state.params, rollout, **how)
+
         # ---- learn: the advantage and the weight of each token
         baseline = {}
         if algo.greedy:  # ReMax: the reward of the greedy answer, for which keys do not matter
             answers, graded = answer(prompts, range(len(prompts)), 1, greedy)
             baseline["greedy_reward"] = shaped(cfg, graded.reward, answers)[:, 0]
         adv = algo.advantage(reward, rollout, **baseline)
-        exp = rft.experience(rollout, adv=adv, w=algo.weight(mask), ref_logp=ref_logp)
+        how = {"old_logp": own.old_logp, "ref_logp": ref_logp, "extra": own.extra}
+        exp = rft.experience(rollout, adv=adv, w=algo.weight(mask), **how)
 
         # ---- learn: passes over the minibatches
         logs = []
@@ -197,8 +206,8 @@ def main(cfg: Config) -> None:
                 grads, metrics = st.grad(state, apply, loss_fn, packs)
                 logs.append(rft.metric.results(metrics))
             if len(logs) == 1:  # before the first update trainer and sampler have the same weights
-                params = state.params
-                rft.collect.check_mismatch(logs[0], cfg.max_gap, eng, rollout, sampling, apply, params, packs)
+                gap = logs[0] | own.metrics
+                gap = rft.run.check_gap(cfg, extra, gap, rollout, sampling, apply, state.params, packs)
             with run.phase("train"):
                 rate = schedule(rft.optim.count(state.opt))
                 state, metrics = st.update(state, grads)
@@ -209,7 +218,7 @@ def main(cfg: Config) -> None:
         # ---- report, save, and stop where a signal asked for it
         extra["step"] = step + 1
         values |= rft.metric.average(logs) | {"lr": rate}
-        values |= {name: x for name, x in logs[0].items() if "logp_gap" in name}
+        values |= own.metrics | gap
         values |= rft.metric.rollout(rollout, reward) | rft.metric.spread("adv", exp.adv, mask)
         values |= rft.reward.means(judged, "reward") | filled.metrics()
         if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:

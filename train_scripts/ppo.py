@@ -142,7 +142,7 @@ def minibatches(cfg: Config, row: Any, exp: rft.Experience, step: int) -> Iterat
             w = row.weight(part.mask)
             good = part.extra["positive"]
             share = torch.where(w > 0, cfg.positive_nll * good / (w * good.sum().clamp(min=1)), 0)
-            yield rft.tree.replace(part, w=w, extra={"positive": share})
+            yield rft.tree.replace(part, w=w, extra=part.extra | {"positive": share})
 
 
 def supervised(cfg: Config, examples: rft.data.Dataset, tokenizer: Any, update: int) -> rft.Experience:
@@ -184,6 +184,8 @@ def actor_loss(cfg: Config, row: Any, out: rft.TokenOut, b: rft.Packed) -> tuple
     if "ptx" in b.extra:
         return nll, {"ptx/nll": rft.metric.mean(nll, b.mask)}
     loss, metrics = row.loss(out, b)
+    if "correction" in b.extra:  # of the actor alone: the critic learns the returns of all samples alike
+        loss = loss * b.extra["correction"]
     metrics["policy/loss"] = rft.metric.sum(b.w * loss)
     if cfg.entropy:
         loss = loss + cfg.entropy * rft.loss.entropy_bonus(out.entropy)
@@ -226,7 +228,7 @@ def main(cfg: Config) -> None:
 
     # ---- setup: what samples, and everything that a checkpoint brings back
     eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), cfg.model, task.tokenizer)
-    extra = {"step": 0, "kl": cfg.kl, "moments": rft.reward_shaping.moments()}
+    extra = {"step": 0, "floor": 0.0, "kl": cfg.kl, "moments": rft.reward_shaping.moments()}
     states = {"actor": actor, "critic": critic}
     states, extra = rft.run.restore_latest(st, run, states, extra)
     actor, critic = states["actor"], states["critic"]
@@ -256,6 +258,8 @@ def main(cfg: Config) -> None:
             ref_logp = rollout.logp
             if cfg.kl:
                 ref_logp = rows(score_initial(actor.params, packs), packs, rollout.logp)
+            how = {"budget": cfg.budget, "version": step}
+            own = rft.run.correct_mismatch(cfg, st, apply, actor.params, rollout, **how)
 
         # ---- learn: rewards with the KL, advantages and returns of each token, all [B, S]
         coef = extra["kl"]
@@ -268,7 +272,8 @@ def main(cfg: Config) -> None:
         if cfg.whiten:
             adv = rft.advantage.whiten(adv, mask)
         good = {"positive": ((judged.reward >= cfg.positive_at).view(-1, 1) * mask).float()}
-        exp = rft.experience(rollout, adv=adv, w=row.weight(mask), old_value=value, ret=ret, extra=good)
+        how = {"old_logp": own.old_logp, "old_value": value, "ret": ret, "extra": good | own.extra}
+        exp = rft.experience(rollout, adv=adv, w=row.weight(mask), **how)
 
         # ---- learn: passes over the minibatches, in each the critic, then the actor
         logs = []
@@ -288,10 +293,8 @@ def main(cfg: Config) -> None:
                     grads, metrics = st.grad(actor, apply, loss_fn, mine)
                     logs[i] |= rft.metric.results(metrics)
             if i == 0:  # before the first update trainer and sampler have the same weights
-                start = {name: x for name, x in logs[0].items() if "logp_gap" in name}
-                rft.collect.check_mismatch(
-                    start, cfg.max_gap, eng, rollout, sampling, apply, actor.params, packs
-                )
+                gap = logs[0] | own.metrics
+                gap = rft.run.check_gap(cfg, extra, gap, rollout, sampling, apply, actor.params, packs)
             if learns:
                 with run.phase("train"):
                     rate = schedule(rft.optim.count(actor.opt))
@@ -302,7 +305,7 @@ def main(cfg: Config) -> None:
 
         # ---- report, save, and stop where a signal asked for it
         extra["step"] = step + 1
-        values |= rft.metric.average(logs) | start
+        values |= rft.metric.average(logs) | own.metrics | gap
         values |= {"value/explained_variance": rft.model.explained_variance(value, ret, mask)}
         values |= {"kl/coef": coef, "kl/ref": kl, "lr": rate}
         values |= rft.metric.rollout(rollout, reward) | rft.reward.means(judged, "reward")

@@ -3,9 +3,21 @@
 from rft_fn.collect.dynamic_sampling import VariedGroups, sample_varied_groups
 from rft_fn.collect.generate import gather_and_generate
 from rft_fn.collect.judging import check_reward, gather_and_judge
-from rft_fn.collect.mismatch import check_mismatch, explain_mismatch, logp_mismatch
+from rft_fn.collect.mismatch import (
+    CORRECTIONS,
+    MISMATCH,
+    check_mismatch,
+    correction,
+    explain_mismatch,
+    gap_limit,
+    logp_mismatch,
+    mismatch_metrics,
+    noise_floor,
+    staleness,
+)
 
 __all__ = [
-    "VariedGroups", "check_mismatch", "check_reward", "explain_mismatch", "gather_and_generate",
-    "gather_and_judge", "logp_mismatch", "sample_varied_groups",
+    "CORRECTIONS", "MISMATCH", "VariedGroups", "check_mismatch", "check_reward", "correction",
+    "explain_mismatch", "gap_limit", "gather_and_generate", "gather_and_judge", "logp_mismatch",
+    "mismatch_metrics", "noise_floor", "sample_varied_groups", "staleness",
 ]  # fmt: skip

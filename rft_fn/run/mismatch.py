@@ -1,0 +1,64 @@
+"""The mismatch of trainer and sampler within a run: corrected by an option, and limited."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from rft_fn import collect
+from rft_fn.run import options
+from rft_fn.types import Apply, Packed, Rollout, Sampling, Strategy
+
+__all__ = ["Corrected", "check_gap", "correct_mismatch"]
+
+
+class Corrected(NamedTuple):
+    """A rollout as the trainer sees it."""
+
+    old_logp: Tensor  # [B, S] of the policy that the update starts from
+    extra: dict[str, Tensor]  # "correction" [B, S], the factor of each weight; empty without a correction
+    metrics: dict[str, float]
+
+
+def correct_mismatch(
+    cfg: options.Rollouts, st: Strategy, apply: Apply, params: Any, rollout: Rollout, *, budget: int, version: int
+) -> Corrected:
+    """`old_logp` and the correction of each token's weight by the option `mismatch`.
+
+    Without one, old_logp is the sampler's. With one the trainer scores the rollout, so that the loss has its
+    ratio to the trainer's own policy, and the weights hold the ratio of that one to the sampler's. `version`
+    is of the trainer's weights.
+    """
+    metrics = collect.staleness(rollout, version)
+    if cfg.mismatch == "none":
+        return Corrected(rollout.logp, {}, metrics)
+    old_logp = st.score(apply, params, rollout, budget).logp
+    factor, cut = collect.correction(cfg.mismatch, old_logp, rollout, cap=cfg.cap)
+    metrics |= collect.mismatch_metrics(old_logp, rollout) | cut
+    return Corrected(old_logp, {"correction": factor}, metrics)
+
+
+def check_gap(
+    cfg: options.Rollouts,
+    extra: dict[str, Any],
+    values: Mapping[str, float],
+    rollout: Rollout,
+    sampling: Sampling,
+    apply: Apply,
+    params: Any,
+    packs: Sequence[Packed],
+) -> dict[str, float]:
+    """The numbers of `collect.MISMATCH` among `values`, within the limits of the options.
+
+    The first gap of a run is its noise floor, which `extra["floor"]` keeps for later steps and for a resumed
+    run. Stale rows differ by more than noise: where they are corrected they have no limit. ValueError, with an
+    explanation, for a gap above the limit.
+    """
+    found = {name: values[name] for name in collect.MISMATCH}
+    if cfg.mismatch != "none" and values["rollout/staleness_max"] > 0:
+        return found
+    floor = extra.get("floor", 0.0)
+    limit = collect.gap_limit(cfg.max_gap, cfg.gap_factor, floor)
+    collect.check_mismatch(found, limit, rollout, sampling, apply, params, packs)
+    extra["floor"] = floor or collect.noise_floor(found["policy/logp_gap"], sampling)
+    return found
