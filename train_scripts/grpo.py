@@ -144,24 +144,33 @@ def main(cfg: Config) -> None:
     loss_fn = partial(policy_loss, cfg, algo)
 
     # ---- setup: what samples, and everything that a checkpoint brings back
-    eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), cfg.model, task.tokenizer)
-    extra = {"step": 0, "floor": 0.0, "moments": rft.reward_shaping.moments()}
+    extra = {"step": 0, "floor": 0.0, "moments": rft.reward_shaping.moments(), "ahead": []}
     state, extra = rft.run.restore_latest(st, run, state, extra)
+    samples = rft.run.load_sampler(cfg, st, task, extra["ahead"])
+    eng = samples.engine
     run.resume(extra["step"])
     rft.sync.push(st, state, eng, version=extra["step"])
 
     def answer(prompts, keys, n=cfg.group, sampling=sampling):
         """Responses to the prompts and their rewards [N, n], the same on every rank."""
         with run.phase("generate"):
-            rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, n=n, sampling=sampling)
+            rollout = samples.generate(prompts, keys, n=n, sampling=sampling)
         with run.phase("judge"):
             judged = rft.run.judge(cfg, st, task, rollout, prompts, step=extra["step"])
         return rollout, judged
+
+    def save_ahead():
+        """Put the rollouts that are under way into the checkpoint."""
+        extra["ahead"] = samples.save()
 
     for step in range(extra["step"], cfg.steps):
         values = {}
         if step == 0:
             values |= rft.run.evaluate(cfg, st, run, task, eng, step=0)
+
+        # ---- collect: begin the rollouts of this step and of those ahead of it
+        for later in rft.collect.due(step, cfg.ahead, cfg.steps):
+            samples.begin(*draw_round(cfg, task.dataset, later, 0), n=cfg.group, sampling=sampling)
 
         # ---- collect: groups of responses; with several rounds those whose rewards differ come first
         draw = partial(draw_round, cfg, task.dataset, step)
@@ -223,14 +232,17 @@ def main(cfg: Config) -> None:
         values |= rft.reward.means(judged, "reward") | filled.metrics()
         if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
             values |= rft.run.evaluate(cfg, st, run, task, eng, step=step + 1)
+        run.beside("engine", samples.busy())
         run.write(step, values, tokens=int(rollout.length.sum()))
         run.trajectories(step, prompts, rollout, judged)
         mean = values["reward/mean"]
-        rft.run.checkpoint(cfg, st, run, step + 1, state, extra, score=mean, best=cfg.best)
+        how = {"score": mean, "best": cfg.best, "before": save_ahead}
+        rft.run.checkpoint(cfg, st, run, step + 1, state, extra, **how)
 
     # ---- the model that came out
     weights = rft.run.final_weights(cfg, st, state)
     st.save_pretrained(run.folder / "model", module, task.tokenizer, weights, merge=cfg.lora_merge)
+    samples.close()
     run.finish()
     st.close()
 

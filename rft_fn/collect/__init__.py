@@ -1,5 +1,6 @@
 """How rollouts come about: sampled and judged by all ranks, and checked against the trainer."""
 
+from rft_fn.collect.ahead import Ahead, due, version_of
 from rft_fn.collect.dynamic_sampling import VariedGroups, sample_varied_groups
 from rft_fn.collect.generate import gather_and_generate
 from rft_fn.collect.judging import check_reward, gather_and_judge
@@ -17,7 +18,8 @@ from rft_fn.collect.mismatch import (
 )
 
 __all__ = [
-    "CORRECTIONS", "MISMATCH", "VariedGroups", "check_mismatch", "check_reward", "correction",
+    "CORRECTIONS", "MISMATCH", "Ahead", "VariedGroups", "check_mismatch", "check_reward", "correction", "due",
     "explain_mismatch", "gap_limit", "gather_and_generate", "gather_and_judge", "logp_mismatch",
     "mismatch_metrics", "noise_floor", "sample_varied_groups", "staleness",
+    "version_of",
 ]  # fmt: skip

@@ -124,6 +124,10 @@ class Run:
         """Count the seconds of the block under `name` in the step's row of timing.jsonl."""
         return self._timing.phase(name)
 
+    def beside(self, name: str, seconds: float) -> None:
+        """Note the seconds of work that went on beside the phases, in the step's row of timing.jsonl."""
+        self._timing.beside[name] = seconds
+
     def write(self, step: int, metrics: Mapping[str, float], *, tokens: int = 0) -> None:
         """Write one step's metrics to every place; `tokens` were processed since the last call.
 

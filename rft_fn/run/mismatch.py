@@ -21,7 +21,14 @@ class Corrected(NamedTuple):
 
 
 def correct_mismatch(
-    cfg: options.Rollouts, st: Strategy, apply: Apply, params: Any, rollout: Rollout, *, budget: int, version: int
+    cfg: options.Rollouts,
+    st: Strategy,
+    apply: Apply,
+    params: Any,
+    rollout: Rollout,
+    *,
+    budget: int,
+    version: int,
 ) -> Corrected:
     """`old_logp` and the correction of each token's weight by the option `mismatch`.
 
@@ -30,10 +37,10 @@ def correct_mismatch(
     is of the trainer's weights.
     """
     metrics = collect.staleness(rollout, version)
-    if cfg.mismatch == "none":
+    if cfg.correction == "none":
         return Corrected(rollout.logp, {}, metrics)
     old_logp = st.score(apply, params, rollout, budget).logp
-    factor, cut = collect.correction(cfg.mismatch, old_logp, rollout, cap=cfg.cap)
+    factor, cut = collect.correction(cfg.correction, old_logp, rollout, cap=cfg.cap)
     metrics |= collect.mismatch_metrics(old_logp, rollout) | cut
     return Corrected(old_logp, {"correction": factor}, metrics)
 
@@ -51,11 +58,12 @@ def check_gap(
     """The numbers of `collect.MISMATCH` among `values`, within the limits of the options.
 
     The first gap of a run is its noise floor, which `extra["floor"]` keeps for later steps and for a resumed
-    run. Stale rows differ by more than noise: where they are corrected they have no limit. ValueError, with an
-    explanation, for a gap above the limit.
+    run. Stale rows differ by more than noise: where they are corrected, or sampled ahead, they have no limit.
+    ValueError, with an explanation, for a gap above the limit.
     """
     found = {name: values[name] for name in collect.MISMATCH}
-    if cfg.mismatch != "none" and values["rollout/staleness_max"] > 0:
+    expected = cfg.correction != "none" or cfg.ahead > 0
+    if expected and values["rollout/staleness_max"] > 0:
         return found
     floor = extra.get("floor", 0.0)
     limit = collect.gap_limit(cfg.max_gap, cfg.gap_factor, floor)

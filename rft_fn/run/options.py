@@ -108,12 +108,28 @@ class Rollouts(Sampling):
 
     prompts: Count = 32  # prompts per step
     group: Count = 16  # responses per prompt
+    ahead: Whole = 0  # steps by which sampling is ahead of learning, on an engine in a process of its own
     max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats per token]
-    gap_factor: Free[Above1] = 30.0  # stop too when they differ by more than this x the noise of the first step
-    mismatch: Literal["none", "tis", "mis", "icepop"] = "none"  # weights against the mismatch of the two
+    gap_factor: Free[Above1] = (
+        30.0  # stop too when they differ by more than this x the noise of the first step
+    )
+    mismatch: Literal["none", "tis", "mis", "icepop"] | None = (
+        None  # weights against it; None: tis when ahead
+    )
     cap: Above1 = 2.0  # ratio of trainer to sampler at which tis truncates, and mis and icepop drop a token
-    canary: Free[bool] = True  # at the start send weights with noise, and check that the engine samples from them
+    canary: Free[bool] = (
+        True  # at the start send weights with noise, and check that the engine samples from them
+    )
     rebuilds: Free[Whole] = 3  # how many times a run builds a new engine for one that died
+
+    @property
+    def correction(self) -> str:
+        """The option `mismatch`, by default tis where rollouts are stale by design, else none."""
+        if self.mismatch is not None:
+            return self.mismatch
+        if self.ahead:
+            return "tis"
+        return "none"
 
 
 @dataclass(frozen=True)

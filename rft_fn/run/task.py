@@ -1,14 +1,20 @@
 """A task that a policy learns from rewards: its prompts, and the judging of responses to them."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from rft_fn import collect, data, model, reward
+from rft_fn import engine as engines
+from rft_fn.collect import ahead
 from rft_fn.run import options
 from rft_fn.run.folder import Run
 from rft_fn.run.setup import load_data, plan_steps
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
-__all__ = ["Task", "check_rewards", "evaluate", "judge", "load_task", "plan_rollouts"]
+__all__ = ["Task", "check_rewards", "evaluate", "judge", "load_sampler", "load_task", "plan_rollouts"]
 
 R = TypeVar("R", bound=options.Reinforcement)
 
@@ -42,6 +48,21 @@ def check_rewards(cfg: options.Reward, st: Strategy, task: Task) -> None:
     prompts: list[Any]
     prompts, _ = data.take(task.dataset, 2, st.config.seed)
     collect.check_reward(st, task.score, prompts, timeout=cfg.reward_timeout)
+
+
+def load_sampler(
+    cfg: options.Reinforcement, st: Strategy, task: Task, saved: Sequence[dict[str, Any]] = ()
+) -> collect.Ahead:
+    """What samples the rollouts; `saved` are those that a checkpoint has kept.
+
+    With `ahead` the engine has a process of its own, and this process keeps the threads that it leaves.
+    """
+    config = engines.config_of(st.config)
+    if cfg.ahead:
+        config, threads = ahead.apart(config, torch.get_num_threads())
+        torch.set_num_threads(threads)
+    build = partial(engines.get_engine, config, cfg.model, task.tokenizer)
+    return collect.Ahead(build, st, ahead=cfg.ahead, saved=saved, rebuilds=cfg.rebuilds)
 
 
 def judge(

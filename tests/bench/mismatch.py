@@ -63,7 +63,9 @@ def run(wrap, correction, folder, grpo):
     """The rows of a run, which is made where it is not whole."""
     if not (folder / "model").exists():
         build = rft.engine.get_engine
-        cfg = grpo.Config(**OPTIONS, mismatch=correction, out=str(folder), strategy=StrategyConfig(engine_batch=512))
+        cfg = grpo.Config(
+            **OPTIONS, mismatch=correction, out=str(folder), strategy=StrategyConfig(engine_batch=512)
+        )
         with mock.patch.object(rft.engine, "get_engine", lambda *args: wrap(build(*args))):
             grpo.main(replace(cfg))
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -101,7 +103,9 @@ def draw(found, path):
         for i, name in enumerate(CASES):
             above.plot(smooth(found[case][name]["reward/mean"]), color=f"C{i}", label=name)
             below.plot(found[case][name]["policy/kl_sampler"], color=f"C{i}", label=name, linewidth=1)
-        title = {"bfloat16": "sampler's weights rounded to bfloat16"}.get(case, f"sampler's weights new {case}")
+        title = {"bfloat16": "sampler's weights rounded to bfloat16"}.get(
+            case, f"sampler's weights new {case}"
+        )
         above.set(title=title, ylim=(0, 1), ylabel="reward, mean of 8 steps")
         below.set(xlabel="step", ylabel="KL(sampler, trainer) [nats per token]", yscale="symlog")
         below.set_yscale("log")
