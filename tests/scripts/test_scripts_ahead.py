@@ -1,0 +1,123 @@
+"""`--ahead`: a run is a function of its seed and of the versions, whatever ends it, and whatever its engine does."""
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from test_house import load_script
+from test_scripts import start
+
+import rft_fn as rft
+from rft_fn.engine import process
+from rft_fn.run import options
+
+STEPS = 8
+SMALL = ["--prompts", "4", "--group", "4", "--steps", STEPS, "--save-every", "2", "--eval-every", "4"]
+SMALL += ["--eval-prompts", "8", "--ema", "0.9", "--rounds", "2"]
+
+
+def main(folder, ahead, **more):
+    """A run in this process, whose engine has its own."""
+    script = load_script("grpo")
+    few = {"prompts": 4, "group": 4, "steps": STEPS, "save_every": 2, "eval_every": 4, "eval_prompts": 8}
+    threads = torch.get_num_threads()
+    script.main(script.Config(out=str(folder), ahead=ahead, ema=0.9, rounds=2, **few | more))
+    torch.set_num_threads(threads)
+
+
+def rows(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def straight(request, tmp_path_factory):
+    """(how far ahead, the folder of a run that nothing interrupts)."""
+    folder = tmp_path_factory.mktemp("runs") / "straight"
+    main(folder, request.param)
+    return request.param, folder
+
+
+def same_files(a, b):
+    for name in ("metrics.jsonl", "trajectories.jsonl", "model/model.safetensors"):
+        assert (a / name).read_bytes() == (b / name).read_bytes(), name
+
+
+def test_staleness_and_correction_are_those_of_the_schedule(straight):
+    """A second round is drawn with the newest weights, so the mean can be smaller."""
+    ahead, folder = straight
+    metrics = rows(folder)
+    assert [r["rollout/staleness_max"] for r in metrics] == [min(k, ahead) for k in range(STEPS)]
+    assert all("mismatch/weight" in r for r in metrics)  # tis, which nobody asked for
+    assert all("beside/engine" in r for r in rows(folder, "timing.jsonl"))
+    assert metrics[0]["policy/logp_gap"] < 1e-5 < 1e-3 < metrics[2]["policy/logp_gap"]
+
+
+@pytest.mark.parametrize(
+    ("number", "after", "code"), [(signal.SIGKILL, 4, -9), (signal.SIGTERM, 2, 143), (signal.SIGINT, 3, 130)]
+)
+def test_a_resumed_run_equals_the_uninterrupted_one(straight, tmp_path, number, after, code):
+    """Killed between two checkpoints, or asked to stop with a rollout in flight, which the checkpoint keeps."""
+    ahead, folder = straight
+    if ahead == 2 and number == signal.SIGINT:
+        pytest.skip("the same as SIGTERM")
+    args = [*SMALL, "--out", tmp_path / "straight", "--ahead", ahead]
+    process = start("grpo", *args, interrupted=(number, after, 0.02))
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == code and "Traceback" not in err, err
+    done = len(rows(tmp_path / "straight"))
+    assert after < done < STEPS
+    if number != signal.SIGKILL:
+        assert os.listdir(tmp_path / "straight" / "checkpoints")
+    main(tmp_path / "straight", ahead)
+    same_files(folder, tmp_path / "straight")
+
+
+def test_a_killed_engine_is_built_again_and_the_run_is_the_same(straight, tmp_path, monkeypatch, capsys):
+    """Its process is killed in mid-rollout at steps 2 and 5: keys name the draw, so the tokens are the same."""
+    ahead, folder = straight
+    call, calls = process._Process.call, []
+
+    def killed(self, name, *args, **options):
+        calls.append(name)
+        if name == "generate" and calls.count("generate") in (4, 8):
+            os.kill(self.process.pid, signal.SIGSTOP)
+            threading.Timer(0.1, os.kill, (self.process.pid, signal.SIGKILL)).start()
+        return call(self, name, *args, **options)
+
+    monkeypatch.setattr(process._Process, "call", killed)
+    main(tmp_path / "straight", ahead)
+    same_files(folder, tmp_path / "straight")
+    assert calls.count("build") == 3
+    err = capsys.readouterr().err
+    assert err.count("was killed by SIGKILL in generate") == 2 and "building it again (2 left)" in err
+
+
+def test_without_an_engine_left_the_run_says_so_and_the_same_command_continues(
+    straight, tmp_path, monkeypatch
+):
+    ahead, folder = straight
+    call, calls = process._Process.call, []
+
+    def killed(self, name, *args, **options):
+        calls.append(name)
+        if calls.count("generate") >= 9:
+            os.kill(self.process.pid, signal.SIGKILL)
+        return call(self, name, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process._Process, "call", killed)
+        with pytest.raises(rft.engine.EngineDead, match="killed by SIGKILL"):
+            main(tmp_path / "straight", ahead, rebuilds=1)
+    assert calls.count("build") == 2
+    main(tmp_path / "straight", ahead)
+    same_files(folder, tmp_path / "straight")
+
+
+def test_the_correction_that_is_on_by_default():
+    assert options.Rollouts().correction == "none"
+    assert options.Rollouts(ahead=1).correction == "tis"
+    assert options.Rollouts(ahead=1, mismatch="none").correction == "none"
+    assert options.Rollouts(mismatch="icepop").correction == "icepop"
