@@ -1,7 +1,7 @@
 """Mutants of engines, of weight sync and of dynamic sampling."""
 
 ARRIVAL, LIFETIME = "rft_fn/engine/arrival.py", "rft_fn/engine/lifetime.py"
-SYNC, GROUPS = "rft_fn/sync.py", "rft_fn/collect/dynamic_sampling.py"
+SYNC, GROUPS = "rft_fn/sync/push.py", "rft_fn/collect/dynamic_sampling.py"
 A, L = "tests/engine/test_arrival.py::test_", "tests/engine/test_lifetime.py::test_"
 S, G = "tests/test_sync.py::test_", "tests/collect/test_dynamic_sampling.py::test_"
 
