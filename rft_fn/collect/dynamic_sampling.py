@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange, repeat
-from torch import Tensor
 
-from rft_fn import packing, reward_shaping, tree
+from rft_fn import reward_shaping, tree
+from rft_fn import rollout as rollouts
 from rft_fn.reward import Judged, concat, select
-from rft_fn.types import Media, Rollout
+from rft_fn.types import Rollout
 
 __all__ = ["Collect", "Draw", "VariedGroups", "sample_varied_groups"]
 
@@ -90,18 +89,8 @@ def sample_varied_groups(collect: Collect, draw: Draw, n: int, *, rounds: int = 
 
 
 def _concat(parts: Sequence[_Batch]) -> _Batch:
-    """The groups of all parts in order, padded to the longest; `_select` numbers them."""
-    size = max(p.rollout.tokens.shape[1] for p in parts)
-
-    def padded(x: Tensor) -> Tensor:
-        if x.dim() < 2:
-            return x
-        return F.pad(x, (0, size - x.shape[1]))
-
-    plain = [tree.map(padded, tree.replace(p.rollout, media=None)) for p in parts]
-    rollout = tree.map(lambda *x: torch.cat(x), *plain)
-    counts = [len(p.rollout.tokens) for p in parts]
-    rollout = tree.replace(rollout, media=Media.concat([p.rollout.media for p in parts], counts))
+    """The groups of all parts in order, padded to the longest and numbered on."""
+    rollout = rollouts.concat([p.rollout for p in parts], prompts=[len(p.prompts) for p in parts])
     judged = concat([p.judged for p in parts])
     return _Batch([x for p in parts for x in p.prompts], rollout, judged)
 
@@ -110,8 +99,7 @@ def _select(batch: _Batch, groups: Sequence[int]) -> _Batch:
     """Those groups, in that order, numbered from 0."""
     size = batch.judged.reward.shape[1]
     rows_of_group = rearrange(torch.arange(len(batch.rollout.tokens)), "(n g) -> n g", g=size)
-    rows = rearrange(rows_of_group[list(groups)], "n g -> (n g)")
-    rollout = packing.take(batch.rollout, rows)
+    rollout = rollouts.take(batch.rollout, rearrange(rows_of_group[list(groups)], "n g -> (n g)"))
     number = repeat(torch.arange(len(groups)), "n -> (n g)", g=size).to(rollout.group)
     rollout = tree.replace(rollout, group=number)
     return _Batch([batch.prompts[i] for i in groups], rollout, select(batch.judged, groups))

@@ -131,29 +131,40 @@ def check_rows(
             f"prompts: expected a key for each and n >= 1, got {count} prompts, {len(keys)} keys, n = {n}"
         )
     for i, key in enumerate(keys):
-        parts = key if isinstance(key, tuple) else (key, 0)
-        if len(parts) != 2 or any(isinstance(x, bool) or not isinstance(x, int) for x in parts):
+        if not _is_key(key):
             raise BadRequest(
-                f"keys: expected an int, or (int, number of the first sample), got {key!r} for prompt {i}"
+                f"keys: expected an int, or a pair (int, number of the first sample), got {key!r} "
+                f"for prompt {i}"
             )
-    limits = {"max_new": (1, sampling.max_new), "start": (0, None)}
-    for name, numbers in given(max_new, start).items():
-        _check_numbers(name, numbers, count * n, *limits[name])
+    if max_new is not None:
+        _check_numbers("max_new", max_new, count * n, 1, sampling.max_new)
+    if start is not None:
+        _check_numbers("start", start, count * n, 0)
 
 
-def _check_numbers(name: str, numbers: Sequence[int], size: int, least: int, most: int | None) -> None:
+def _is_key(key: Any) -> bool:
+    """Whether `key` is an int, or (int, int >= 0)."""
+    parts = (key, 0)
+    if isinstance(key, tuple):
+        parts = key
+    if len(parts) != 2 or any(isinstance(x, bool) or not isinstance(x, int) for x in parts):
+        return False
+    return parts[1] >= 0
+
+
+def _check_numbers(name: str, numbers: Sequence[int], size: int, least: int, most: int | None = None) -> None:
     """BadRequest unless there are `size` integers from `least` to `most`."""
     if len(numbers) != size:
-        raise BadRequest(f"{name}: expected [B] = [{size}], one number for each row, got [{len(numbers)}]")
+        raise BadRequest(f"{name}: expected one for each row, B = {size}, got B = {len(numbers)}")
     expected = f"an integer >= {least}"
     if most is not None:
-        expected = f"an integer from {least} to {most}, sampling.max_new"
+        expected = f"an integer from {least} to sampling.max_new = {most}"
     for b, x in enumerate(numbers):
         try:
-            value = index(x)
+            fits = least <= index(x) and (most is None or index(x) <= most)
         except TypeError:
-            value = None
-        if value is None or value < least or (most is not None and value > most):
+            fits = False
+        if not fits:
             raise BadRequest(f"{name}[{b}]: expected {expected}, got {x}")
 
 
@@ -166,10 +177,13 @@ def rows(
     start: Sequence[int] | None = None,
 ) -> list[Row]:
     """The B = len(keys) n rows of a request that `check` has passed."""
-    size = len(keys) * n
+    limits = [sampling.max_new] * (len(keys) * n)
+    if max_new is not None:
+        limits = [index(x) for x in max_new]
+    starts = [0] * len(limits)
+    if start is not None:
+        starts = [index(x) for x in start]
     streams = [_stream(key, j) for key in keys for j in range(n)]
-    limits = [sampling.max_new] * size if max_new is None else [index(x) for x in max_new]
-    starts = [0] * size if start is None else [index(x) for x in start]
     return [Row(*row) for row in zip(streams, limits, starts, strict=True)]
 
 

@@ -213,8 +213,10 @@ def test_dropout_positions_and_weights_are_told_apart():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: rollout(rft.Sampling(), prompts=[], keys=[]), "expected one or more, a key for each"),
-        (lambda: rollout(rft.Sampling(), keys=KEYS[:2]), "got 4, 2, 3"),
+        (
+            lambda: rollout(rft.Sampling(), keys=KEYS[:2]),
+            "prompts: expected a key for each and n >= 1, got 4 prompts, 2 keys, n = 3",
+        ),
         (lambda: rollout(rft.Sampling(), prompts=[[]], keys=[1]), "got none in prompt 0"),
         (
             lambda: rollout(rft.Sampling(max_new=125)),
@@ -325,10 +327,9 @@ def test_stop_is_ids_and_texts(stop, ok):
             rft.Sampling(stop=stop)
 
 
-def test_text_where_ids_are_expected_is_one_line():
-    for prompts in (["12"], [[3, 4], ["12", "3"]]):
-        with pytest.raises(ValueError, match="prompts: expected token ids, got text in prompt"):
-            rollout(rft.Sampling(max_new=4), prompts=prompts, keys=range(len(prompts)))
+def test_text_among_ids_is_one_line():
+    with pytest.raises(ValueError, match="prompts: expected token ids, got text in prompt 1"):
+        rollout(rft.Sampling(max_new=4), prompts=[[3, 4], ["12", "3"]], keys=range(2))
 
 
 @pytest.mark.parametrize(

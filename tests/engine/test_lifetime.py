@@ -68,7 +68,7 @@ def test_half_a_load_is_never_sampled_from():
 
 def test_a_refused_request_leaves_the_engine_alive():
     eng = made()
-    for prompts, sampling in (([[]], SAMPLING), ([[3]], rft.Sampling(max_new=1000)), (["12"], SAMPLING)):
+    for prompts, sampling in (([[]], SAMPLING), ([[3]], rft.Sampling(max_new=1000)), ([["12"]], SAMPLING)):
         with pytest.raises(engine.BadRequest, match=r"^prompts: expected"):
             eng.generate(prompts, [1], sampling=sampling)
     assert eng.status()["alive"]
@@ -99,9 +99,9 @@ def test_a_closed_engine_says_so_and_holds_no_weights():
 def test_the_status_says_what_is_supported():
     status = made().status()
     assert status["engine"] == "hf" and status["alive"] and not status["asleep"]
-    assert status["supported"] == {"load", "score", "sleep"}
+    assert status["supported"] == {"load", "score", "sleep", "start"}
     awake = engine.hf(tiny.llama(), tiny.tokenizer(), sleep=False)
-    assert awake.status()["supported"] == {"load", "score"}
+    assert awake.status()["supported"] == {"load", "score", "start"}
 
 
 def test_scores_are_of_the_plain_softmax_unless_asked_otherwise():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Sampler"]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Growing:
     """A response while it is sampled."""
 
