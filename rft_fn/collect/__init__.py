@@ -16,10 +16,11 @@ from rft_fn.collect.mismatch import (
     noise_floor,
     staleness,
 )
+from rft_fn.collect.partial import Waiting, sample_partial
 
 __all__ = [
-    "CORRECTIONS", "MISMATCH", "Ahead", "VariedGroups", "check_mismatch", "check_reward", "correction", "due",
+    "CORRECTIONS", "MISMATCH", "Ahead", "VariedGroups", "Waiting", "check_mismatch", "check_reward", "correction", "due",
     "explain_mismatch", "gap_limit", "gather_and_generate", "gather_and_judge", "logp_mismatch",
-    "mismatch_metrics", "noise_floor", "sample_varied_groups", "staleness",
+    "mismatch_metrics", "noise_floor", "sample_partial", "sample_varied_groups", "staleness",
     "version_of",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rollouts that are sampled ahead: versions, order, checkpoints and engines that die, on engines of plain Python."""
+"""Rollouts sampled ahead, by engines of plain Python: versions, order, checkpoints, engines that die."""
 
 import threading
 import time
@@ -43,8 +43,8 @@ class Plain:
     def generate(self, prompts, keys, *, n=1, sampling, max_new=None, start=None):
         self.step("generate")
         drawn = [
-            [3 + rng.fold_in(row.key, t, str(self.weights)) % 40 for t in range(row.max_new)]
-            for row in rows(keys, n, sampling)
+            [3 + rng.fold_in(row.key, row.start + t, str(self.weights)) % 40 for t in range(row.max_new)]
+            for row in rows(keys, n, sampling, max_new=max_new, start=start)
         ]
         responses = [Response(tokens, [self.weights - t for t in tokens], True) for tokens in drawn]
         return assemble([list(p) for p in prompts], responses, pad=0, version=self.version)

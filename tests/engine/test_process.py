@@ -137,7 +137,7 @@ def test_a_failure_ends_it_in_one_line(deed, error, line):
         assert "faulty.py" in str(caught.value.__cause__)
     assert not eng.status()["alive"] and gone(inner.process.pid)
     with pytest.raises(
-        engine.EngineDead, match="engine faulty: expected one that is alive, got one that fail"
+        engine.EngineDead, match="expected one that is alive, got one that failed in"
     ):
         eng.generate([[0]], [0], sampling=SAMPLING)
     eng.close()

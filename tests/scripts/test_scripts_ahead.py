@@ -1,4 +1,4 @@
-"""`--ahead`: a run is a function of its seed and of the versions, whatever ends it, and whatever its engine does."""
+"""`--ahead`: a run is a function of its seed and of the versions, whatever ends it or its engine."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def test_staleness_and_correction_are_those_of_the_schedule(straight):
     ("number", "after", "code"), [(signal.SIGKILL, 4, -9), (signal.SIGTERM, 2, 143), (signal.SIGINT, 3, 130)]
 )
 def test_a_resumed_run_equals_the_uninterrupted_one(straight, tmp_path, number, after, code):
-    """Killed between two checkpoints, or asked to stop with a rollout in flight, which the checkpoint keeps."""
+    """Killed between checkpoints, or asked to stop with a rollout in flight, which the checkpoint keeps."""
     ahead, folder = straight
     if ahead == 2 and number == signal.SIGINT:
         pytest.skip("the same as SIGTERM")
@@ -76,7 +76,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(straight, tmp_path, number, 
 
 
 def test_a_killed_engine_is_built_again_and_the_run_is_the_same(straight, tmp_path, monkeypatch, capsys):
-    """Its process is killed in mid-rollout at steps 2 and 5: keys name the draw, so the tokens are the same."""
+    """Its process is killed twice in mid-rollout: keys name the draw, so the tokens are the same."""
     ahead, folder = straight
     call, calls = process._Process.call, []
 
