@@ -46,7 +46,9 @@ class Plain:
             [3 + rng.fold_in(row.key, row.start + t, str(self.weights)) % 40 for t in range(row.max_new)]
             for row in rows(keys, n, sampling, max_new=max_new, start=start)
         ]
-        responses = [Response(tokens, [self.weights - t for t in tokens], True) for tokens in drawn]
+        responses = [
+            Response(tokens, [self.weights - t for t in range(len(tokens))], True) for tokens in drawn
+        ]
         return assemble([list(p) for p in prompts], responses, pad=0, version=self.version)
 
     def load(self, weights, *, version):

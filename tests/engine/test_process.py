@@ -136,9 +136,7 @@ def test_a_failure_ends_it_in_one_line(deed, error, line):
     if error is not engine.EngineDead:
         assert "faulty.py" in str(caught.value.__cause__)
     assert not eng.status()["alive"] and gone(inner.process.pid)
-    with pytest.raises(
-        engine.EngineDead, match="expected one that is alive, got one that failed in"
-    ):
+    with pytest.raises(engine.EngineDead, match="expected one that is alive, got one that failed in"):
         eng.generate([[0]], [0], sampling=SAMPLING)
     eng.close()
     eng.close()
@@ -148,7 +146,9 @@ def test_a_kill_in_mid_rollout_is_named_and_another_can_be_built():
     eng = made()
     inner = process_of(eng)
     threading.Timer(0.3, os.kill, (inner.process.pid, signal.SIGKILL)).start()
-    with pytest.raises(engine.EngineDead, match=r"process \d+ was killed by SIGKILL in generate; build another"):
+    with pytest.raises(
+        engine.EngineDead, match=r"process \d+ was killed by SIGKILL in generate; build another"
+    ):
         eng.generate([[1]], [0], sampling=SAMPLING)
     assert not eng.status()["alive"]
     eng.close()

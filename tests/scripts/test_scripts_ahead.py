@@ -1,5 +1,6 @@
 """`--ahead`: a run is a function of its seed and of the versions, whatever ends it or its engine."""
 
+import functools
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import rft_fn as rft
 from rft_fn.engine import process
 from rft_fn.run import options
 
-STEPS = 8
+STEPS = 6
 SMALL = ["--prompts", "4", "--group", "4", "--steps", STEPS, "--save-every", "2", "--eval-every", "4"]
 SMALL += ["--eval-prompts", "8", "--ema", "0.9", "--rounds", "2"]
 
@@ -32,12 +33,17 @@ def rows(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def straight(request, tmp_path_factory):
-    """(how far ahead, the folder of a run that nothing interrupts)."""
-    folder = tmp_path_factory.mktemp("runs") / "straight"
-    main(folder, request.param)
-    return request.param, folder
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The folders of runs that nothing interrupts, by how far ahead they sample."""
+
+    @functools.cache
+    def folder(ahead):
+        path = tmp_path_factory.mktemp("runs") / "straight"
+        main(path, ahead)
+        return path
+
+    return folder
 
 
 def same_files(a, b):
@@ -45,9 +51,10 @@ def same_files(a, b):
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
 
 
-def test_staleness_and_correction_are_those_of_the_schedule(straight):
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_staleness_and_correction_are_those_of_the_schedule(straight, ahead):
     """A second round is drawn with the newest weights, so the mean can be smaller."""
-    ahead, folder = straight
+    folder = straight(ahead)
     metrics = rows(folder)
     assert [r["rollout/staleness_max"] for r in metrics] == [min(k, ahead) for k in range(STEPS)]
     assert all("mismatch/weight" in r for r in metrics)  # tis, which nobody asked for
@@ -55,14 +62,12 @@ def test_staleness_and_correction_are_those_of_the_schedule(straight):
     assert metrics[0]["policy/logp_gap"] < 1e-5 < 1e-3 < metrics[2]["policy/logp_gap"]
 
 
-@pytest.mark.parametrize(
-    ("number", "after", "code"), [(signal.SIGKILL, 4, -9), (signal.SIGTERM, 2, 143), (signal.SIGINT, 3, 130)]
-)
-def test_a_resumed_run_equals_the_uninterrupted_one(straight, tmp_path, number, after, code):
+ENDS = [(signal.SIGKILL, 3, 1, -9), (signal.SIGTERM, 2, 1, 143), (signal.SIGINT, 2, 2, 130)]
+
+
+@pytest.mark.parametrize(("number", "after", "ahead", "code"), ENDS)
+def test_a_resumed_run_equals_the_uninterrupted_one(straight, tmp_path, number, after, ahead, code):
     """Killed between checkpoints, or asked to stop with a rollout in flight, which the checkpoint keeps."""
-    ahead, folder = straight
-    if ahead == 2 and number == signal.SIGINT:
-        pytest.skip("the same as SIGTERM")
     args = [*SMALL, "--out", tmp_path / "straight", "--ahead", ahead]
     process = start("grpo", *args, interrupted=(number, after, 0.02))
     _, err = process.communicate(timeout=600)
@@ -72,24 +77,24 @@ def test_a_resumed_run_equals_the_uninterrupted_one(straight, tmp_path, number, 
     if number != signal.SIGKILL:
         assert os.listdir(tmp_path / "straight" / "checkpoints")
     main(tmp_path / "straight", ahead)
-    same_files(folder, tmp_path / "straight")
+    same_files(straight(ahead), tmp_path / "straight")
 
 
 def test_a_killed_engine_is_built_again_and_the_run_is_the_same(straight, tmp_path, monkeypatch, capsys):
     """Its process is killed twice in mid-rollout: keys name the draw, so the tokens are the same."""
-    ahead, folder = straight
+    ahead = 1
     call, calls = process._Process.call, []
 
     def killed(self, name, *args, **options):
         calls.append(name)
-        if name == "generate" and calls.count("generate") in (4, 8):
+        if name == "generate" and calls.count("generate") in (4, 7):
             os.kill(self.process.pid, signal.SIGSTOP)
             threading.Timer(0.1, os.kill, (self.process.pid, signal.SIGKILL)).start()
         return call(self, name, *args, **options)
 
     monkeypatch.setattr(process._Process, "call", killed)
     main(tmp_path / "straight", ahead)
-    same_files(folder, tmp_path / "straight")
+    same_files(straight(ahead), tmp_path / "straight")
     assert calls.count("build") == 3
     err = capsys.readouterr().err
     assert err.count("was killed by SIGKILL in generate") == 2 and "building it again (2 left)" in err
@@ -98,12 +103,12 @@ def test_a_killed_engine_is_built_again_and_the_run_is_the_same(straight, tmp_pa
 def test_without_an_engine_left_the_run_says_so_and_the_same_command_continues(
     straight, tmp_path, monkeypatch
 ):
-    ahead, folder = straight
+    ahead = 1
     call, calls = process._Process.call, []
 
     def killed(self, name, *args, **options):
         calls.append(name)
-        if calls.count("generate") >= 9:
+        if calls.count("generate") >= 7:
             os.kill(self.process.pid, signal.SIGKILL)
         return call(self, name, *args, **options)
 
@@ -113,7 +118,7 @@ def test_without_an_engine_left_the_run_says_so_and_the_same_command_continues(
             main(tmp_path / "straight", ahead, rebuilds=1)
     assert calls.count("build") == 2
     main(tmp_path / "straight", ahead)
-    same_files(folder, tmp_path / "straight")
+    same_files(straight(ahead), tmp_path / "straight")
 
 
 def test_the_correction_that_is_on_by_default():
