@@ -49,6 +49,10 @@ def check(cfg: Config, algo: rft.algorithm.Algorithm) -> None:
         rft.run.without(cfg, "template", prefix="", instead="--messages takes its place")
     if cfg.overlong > cfg.max_new:
         raise ValueError(f"overlong: expected at most max_new = {cfg.max_new}, got {cfg.overlong}")
+    if cfg.partial and (cfg.ahead or cfg.rounds > 1):
+        raise ValueError(
+            f"partial: expected it without ahead and rounds, got ahead {cfg.ahead}, rounds {cfg.rounds}"
+        )
     most = cfg.prompts * cfg.group
     if cfg.minibatches > most:
         raise ValueError(f"minibatches: expected at most {most}, got {cfg.minibatches}")
@@ -144,7 +148,8 @@ def main(cfg: Config) -> None:
     loss_fn = partial(policy_loss, cfg, algo)
 
     # ---- setup: what samples, and everything that a checkpoint brings back
-    extra = {"step": 0, "floor": 0.0, "moments": rft.reward_shaping.moments(), "ahead": []}
+    extra = {"step": 0, "floor": 0.0, "moments": rft.reward_shaping.moments()}
+    extra |= {"ahead": [], "waiting": None}
     state, extra = rft.run.restore_latest(st, run, state, extra)
     samples = rft.run.load_sampler(cfg, st, task, extra["ahead"])
     eng = samples.engine
@@ -158,6 +163,17 @@ def main(cfg: Config) -> None:
         with run.phase("judge"):
             judged = rft.run.judge(cfg, st, task, rollout, prompts, step=extra["step"])
         return rollout, judged
+
+    def finished(step):
+        """The groups that are finished, after each response grew by `partial` tokens; the others wait."""
+        generate = partial(rft.collect.gather_and_generate, eng, st)
+        draw = partial(draw_round, cfg, task.dataset, i=0)
+        how = {"n": cfg.group, "sampling": sampling, "budget": cfg.partial, "waiting": extra["waiting"]}
+        with run.phase("generate"):
+            prompts, rollout, extra["waiting"] = rft.collect.sample_partial(generate, draw, step, **how)
+        with run.phase("judge"):
+            judged = rft.run.judge(cfg, st, task, rollout, prompts, step=step)
+        return rft.collect.judged_groups(prompts, rollout, judged)
 
     def save_ahead():
         """Put the rollouts that are under way into the checkpoint."""
@@ -173,8 +189,11 @@ def main(cfg: Config) -> None:
             samples.begin(*draw_round(cfg, task.dataset, later, 0), n=cfg.group, sampling=sampling)
 
         # ---- collect: groups of responses; with several rounds those whose rewards differ come first
-        draw = partial(draw_round, cfg, task.dataset, step)
-        filled = rft.collect.sample_varied_groups(answer, draw, cfg.prompts, rounds=cfg.rounds)
+        if cfg.partial:
+            filled = finished(step)
+        else:
+            draw = partial(draw_round, cfg, task.dataset, step)
+            filled = rft.collect.sample_varied_groups(answer, draw, cfg.prompts, rounds=cfg.rounds)
         prompts, rollout, judged = filled.prompts, filled.rollout, filled.judged
         reward = shaped(cfg, judged.reward, rollout)
         mask = rollout.mask

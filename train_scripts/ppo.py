@@ -74,6 +74,7 @@ class Config(
 def check(cfg: Config) -> None:
     """ValueError for options that do not go together."""
     rft.check.at_most_one(steps=cfg.steps, data_epochs=cfg.data_epochs)
+    rft.run.without(cfg, "partial", prefix="", instead="grpo.py has it")
 
     # columns of messages take the place of a template
     if cfg.messages and not cfg.ptx:
@@ -227,13 +228,18 @@ def main(cfg: Config) -> None:
     rows = partial(rft.run.gather_rows, st)
 
     # ---- setup: what samples, and everything that a checkpoint brings back
-    eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), cfg.model, task.tokenizer)
-    extra = {"step": 0, "floor": 0.0, "kl": cfg.kl, "moments": rft.reward_shaping.moments()}
+    extra = {"step": 0, "floor": 0.0, "kl": cfg.kl, "moments": rft.reward_shaping.moments(), "ahead": []}
     states = {"actor": actor, "critic": critic}
     states, extra = rft.run.restore_latest(st, run, states, extra)
     actor, critic = states["actor"], states["critic"]
+    samples = rft.run.load_sampler(cfg, st, task, extra["ahead"])
+    eng = samples.engine
     run.resume(extra["step"])
     rft.sync.push(st, actor, eng, version=extra["step"])
+
+    def save_ahead():
+        """Put the rollouts that are under way into the checkpoint."""
+        extra["ahead"] = samples.save()
 
     for step in range(extra["step"], cfg.steps):
         values = {}
@@ -241,10 +247,12 @@ def main(cfg: Config) -> None:
             values |= rft.run.evaluate(cfg, st, run, task, eng, step=0)
 
         # ---- collect: prompts, responses and rewards, the same on every rank
+        how = {"n": cfg.group, "sampling": sampling}
+        for later in rft.collect.due(step, cfg.ahead, cfg.steps):
+            samples.begin(*rft.data.draw(task.dataset, cfg.prompts, later, cfg.seed), **how)
         prompts, keys = rft.data.draw(task.dataset, cfg.prompts, step, cfg.seed)
         with run.phase("generate"):
-            how = {"n": cfg.group, "sampling": sampling}
-            rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, **how)
+            rollout = samples.generate(prompts, keys, **how)
         with run.phase("judge"):
             judged = rft.run.judge(cfg, st, task, rollout, prompts, step=step)
         mask = rollout.mask
@@ -311,17 +319,19 @@ def main(cfg: Config) -> None:
         values |= rft.metric.rollout(rollout, reward) | rft.reward.means(judged, "reward")
         if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
             values |= rft.run.evaluate(cfg, st, run, task, eng, step=step + 1)
+        run.beside("engine", samples.busy())
         run.write(step, values, tokens=int(rollout.length.sum()))
         run.trajectories(step, prompts, rollout, judged)
         states = {"actor": actor, "critic": critic}
-        mean = values["reward/mean"]
-        rft.run.checkpoint(cfg, st, run, step + 1, states, extra, score=mean, best=cfg.best)
+        how = {"score": values["reward/mean"], "best": cfg.best, "before": save_ahead}
+        rft.run.checkpoint(cfg, st, run, step + 1, states, extra, **how)
 
     # ---- the models that came out
     weights = rft.run.final_weights(cfg, st, actor)
     st.save_pretrained(run.folder / "model", module, task.tokenizer, weights, merge=cfg.lora_merge)
     if cfg.save_critic:
         st.save_pretrained(run.folder / "critic", valuer, None, st.export(critic))
+    samples.close()
     run.finish()
     st.close()
 

@@ -58,11 +58,11 @@ def check_gap(
     """The numbers of `collect.MISMATCH` among `values`, within the limits of the options.
 
     The first gap of a run is its noise floor, which `extra["floor"]` keeps for later steps and for a resumed
-    run. Stale rows differ by more than noise: where they are corrected, or sampled ahead, they have no limit.
+    run. Stale rows differ by more than noise: where they are corrected or asked for they have no limit.
     ValueError, with an explanation, for a gap above the limit.
     """
     found = {name: values[name] for name in collect.MISMATCH}
-    expected = cfg.correction != "none" or cfg.ahead > 0
+    expected = cfg.correction != "none" or cfg.stale
     if expected and values["rollout/staleness_max"] > 0:
         return found
     floor = extra.get("floor", 0.0)

@@ -109,12 +109,13 @@ class Rollouts(Sampling):
     prompts: Count = 32  # prompts per step
     group: Count = 16  # responses per prompt
     ahead: Whole = 0  # steps by which sampling is ahead of learning, on an engine in a process of its own
+    partial: Whole = 0  # most tokens by which a response grows in a step; longer ones wait; 0 is off
     max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats per token]
     gap_factor: Free[Above1] = (
         30.0  # stop too when they differ by more than this x the noise of the first step
     )
     mismatch: Literal["none", "tis", "mis", "icepop"] | None = (
-        None  # weights against it; None: tis when ahead
+        None  # weights against it; None: tis if stale
     )
     cap: Above1 = 2.0  # ratio of trainer to sampler at which tis truncates, and mis and icepop drop a token
     canary: Free[bool] = (
@@ -123,11 +124,16 @@ class Rollouts(Sampling):
     rebuilds: Free[Whole] = 3  # how many times a run builds a new engine for one that died
 
     @property
+    def stale(self) -> bool:
+        """Whether tokens may be older than the weights that learn from them, by these options."""
+        return self.ahead > 0 or self.partial > 0
+
+    @property
     def correction(self) -> str:
-        """The option `mismatch`, by default tis where rollouts are stale by design, else none."""
+        """The option `mismatch`, by default tis where rollouts are stale, else none."""
         if self.mismatch is not None:
             return self.mismatch
-        if self.ahead:
+        if self.stale:
             return "tis"
         return "none"
 

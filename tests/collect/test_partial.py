@@ -80,7 +80,8 @@ class Uneven(Plain):
 
     def generate(self, prompts, *args, **options):
         rollout = super().generate(prompts, *args, **options)
-        return rft.tree.replace(rollout, truncated=torch.tensor([p[0] == 4 for p in prompts]))
+        long = torch.tensor([prompts[i][0] == 4 for i in rollout.group.tolist()])
+        return rft.tree.replace(rollout, truncated=long)
 
 
 def test_a_response_over_several_versions_keeps_each_tokens_own_log_prob():

@@ -126,3 +126,53 @@ def test_the_correction_that_is_on_by_default():
     assert options.Rollouts(ahead=1).correction == "tis"
     assert options.Rollouts(ahead=1, mismatch="none").correction == "none"
     assert options.Rollouts(mismatch="icepop").correction == "icepop"
+
+
+class Interrupted(Exception):
+    """Ends a run between two checkpoints."""
+
+
+def test_partial_rollouts_wait_in_checkpoints_too(tmp_path, monkeypatch):
+    """Responses of six tokens grow by two in a step, over several versions; a resumed run has the same."""
+    options = {"partial": 2, "rounds": 1, "max_new": 6}
+    main(tmp_path / "whole", 0, **options)
+    metrics = rows(tmp_path / "whole")
+    assert max(r["rollout/staleness_max"] for r in metrics) == 2
+    assert all("mismatch/weight" in r for r in metrics)
+
+    write = rft.run.Run.write
+
+    def interrupted(self, step, *args, **more):
+        if step == 3:
+            raise Interrupted
+        write(self, step, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rft.run.Run, "write", interrupted)
+        with pytest.raises(Interrupted):
+            main(tmp_path / "cut", 0, **options)
+    (tmp_path / "cut").rename(tmp_path / "again")  # the lock of the run that was interrupted stays behind
+    main(tmp_path / "again", 0, **options)
+    same_files(tmp_path / "whole", tmp_path / "again")
+
+
+REFUSED = [
+    ({"partial": 2, "ahead": 1}, "partial: expected it without ahead and rounds, got ahead 1, rounds 2"),
+    ({"partial": 2}, "partial: expected it without ahead and rounds, got ahead 0, rounds 2"),
+]
+
+
+@pytest.mark.parametrize(("options", "line"), REFUSED)
+def test_options_that_do_not_go_together(tmp_path, options, line):
+    with pytest.raises(ValueError, match=line):
+        main(tmp_path / "r", **{"ahead": 0} | options)
+
+
+def test_ppo_samples_ahead(tmp_path):
+    """The same script lines: stale from the second step on, and equal files when it is run in two parts."""
+    script = load_script("ppo")
+    few = {"prompts": 4, "group": 2, "steps": 4, "save_every": 2, "eval_every": 9, "eval_prompts": 4}
+    script.main(script.Config(out=str(tmp_path / "r"), ahead=1, **few))
+    assert [r["rollout/staleness"] for r in rows(tmp_path / "r")] == [0, 1, 1, 1]
+    with pytest.raises(ValueError, match="partial: expected 0, as this script does not read it"):
+        script.main(script.Config(out=str(tmp_path / "p"), partial=1, **few))
