@@ -24,8 +24,9 @@ def main(folder, ahead, **more):
     """A run in this process, whose engine has its own."""
     script = load_script("grpo")
     few = {"prompts": 4, "group": 4, "steps": STEPS, "save_every": 2, "eval_every": 4, "eval_prompts": 8}
+    few |= {"ema": 0.9, "rounds": 2}
     threads = torch.get_num_threads()
-    script.main(script.Config(out=str(folder), ahead=ahead, ema=0.9, rounds=2, **few | more))
+    script.main(script.Config(out=str(folder), ahead=ahead, **few | more))
     torch.set_num_threads(threads)
 
 
