@@ -122,8 +122,8 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
 
     # the part of each row that came from its source
     position = torch.arange(after.tokens.shape[1], device=after.tokens.device)
-    sampled = torch.where(after.mask, position, after.length[:, None]).amin(-1)
-    shared = torch.minimum(sampled, old.length)
+    prompt = (after.mask.cumsum(-1) == 0) & (position < after.length[:, None])
+    shared = torch.minimum(prompt.sum(-1), old.length)
     inherited = position < shared[:, None]
 
     # whatever is wider than the other is padding there

@@ -55,29 +55,34 @@ class Row(NamedTuple):
 
 
 def token_ids(prompts: Sequence[Any], tokenizer: Any = None) -> list[list[int]]:
-    """The token ids of each prompt: of a list itself, of an object its `.ids`, of a text as `data` has it.
+    """The token ids of each prompt: a list itself, the `.ids` of an object, an encoded text.
 
-    A text is the first turn of a chat where the tokenizer has a template. BadPrompt for a text without a
-    tokenizer, and for one that the template refuses.
+    A text is a question, encoded as `data` encodes one: as the first turn of a chat where the tokenizer has
+    a template. BadPrompt for a text without a tokenizer, and for one that the template refuses.
     """
     return [_ids(i, prompt, tokenizer) for i, prompt in enumerate(prompts)]
 
 
 def _ids(number: int, prompt: Any, tokenizer: Any) -> list[int]:
+    """The token ids of the prompt of that number."""
     if not isinstance(prompt, str):
         return list(getattr(prompt, "ids", prompt))
     if tokenizer is None:
-        raise BadPrompt(number, "token ids", "text", ": the engine has no tokenizer; encode it")
+        raise BadPrompt(number, "token ids", "text without a tokenizer")
     if not prompt:
         raise BadPrompt(number, "at least one character", "an empty text")
     try:
         return render(tokenizer, prompt)
     except ValueError as error:
-        raise BadPrompt(number, "text that can be encoded", f"{error!s:.200}") from None
+        reason = " ".join(str(error).split())
+        raise BadPrompt(number, "text that can be encoded", reason) from None
 
 
 def given(max_new: Sequence[int] | None, start: Sequence[int] | None) -> dict[str, Sequence[int]]:
-    """Those of the two that are not None, by name: an engine without them can do the other requests."""
+    """Those of the two that are not None, by name.
+
+    They are handed on this way, so that an engine without them can do all other requests.
+    """
     options = {"max_new": max_new, "start": start}
     return {name: x for name, x in options.items() if x is not None}
 

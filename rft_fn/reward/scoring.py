@@ -34,7 +34,10 @@ def responses(rollout: Rollout, tokenizer: Any) -> list[str]:
 
     The prompt is never a part of them.
     """
-    return tokenizer.batch_decode(_response_ids(rollout), skip_special_tokens=True)
+    ids = _response_ids(rollout)
+    if not ids:
+        return []  # no list of responses would be read as one response without tokens
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 def _response_ids(rollout: Rollout, rows: slice = slice(None)) -> list[list[int]]:

@@ -1,5 +1,8 @@
 """The rollout of the global batch: shares of rows, ranks without prompts, and the law of cuts over ranks."""
 
+import re
+from pathlib import Path
+
 import pytest
 import ranks
 import tiny
@@ -129,3 +132,13 @@ def test_an_engine_that_cannot_continue_samples_all_the_same():
     assert asked == [5] and len(r.tokens) == 10
     with pytest.raises(TypeError, match="max_new"):
         collect.gather_and_generate(own, st, PROMPTS, KEYS, n=2, sampling=SAMPLING, max_new=CUTS)
+
+
+def test_the_page_runs_as_it_stands():
+    """docs/generation.md, whose blocks continue each other."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "generation.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    assert len(blocks) == 3
+    found = {}
+    exec(compile("\n".join(blocks), "docs/generation.md", "exec"), found)
+    assert len(found["cut"]) > 2 and len(found["branches"].tokens) == 4

@@ -1,4 +1,4 @@
-"""Batched sampling with a cache: one uniform number per token by inverse CDF, from the sample's stream.
+"""Batched sampling with a cache, by inverse CDF: one uniform number of the sample's stream per token.
 
 So the same prompt and key give the same response in any company, order and batch size, in one piece or in
 several (up to the rounding of a matrix product, which changes about one token in a million).
