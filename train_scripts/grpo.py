@@ -144,15 +144,15 @@ def main(cfg: Config) -> None:
     loss_fn = partial(policy_loss, cfg, algo)
 
     # ---- setup: what samples, and everything that a checkpoint brings back
-    eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), cfg.model, task.tokenizer)
+    eng, push = rft.run.start_engine(cfg, st, task)
     extra = {"step": 0, "floor": 0.0, "moments": rft.reward_shaping.moments()}
     state, extra = rft.run.restore_latest(st, run, state, extra)
     run.resume(extra["step"])
-    rft.sync.push(st, state, eng, version=extra["step"])
+    push(state, version=extra["step"])
 
     def answer(prompts, keys, n=cfg.group, sampling=sampling):
         """Responses to the prompts and their rewards [N, n], the same on every rank."""
-        with run.phase("generate"):
+        with run.phase("generate"), rft.run.saved_if_lost(run):
             rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, n=n, sampling=sampling)
         with run.phase("judge"):
             judged = rft.run.judge(cfg, st, task, rollout, prompts, step=extra["step"])
@@ -213,7 +213,7 @@ def main(cfg: Config) -> None:
                 state, metrics = st.update(state, grads)
                 logs[-1] |= rft.metric.results(metrics)
         with run.phase("sync"):
-            rft.sync.push(st, state, eng, version=step + 1)
+            push(state, version=step + 1)
 
         # ---- report, save, and stop where a signal asked for it
         extra["step"] = step + 1

@@ -227,13 +227,13 @@ def main(cfg: Config) -> None:
     rows = partial(rft.run.gather_rows, st)
 
     # ---- setup: what samples, and everything that a checkpoint brings back
-    eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), cfg.model, task.tokenizer)
+    eng, push = rft.run.start_engine(cfg, st, task)
     extra = {"step": 0, "floor": 0.0, "kl": cfg.kl, "moments": rft.reward_shaping.moments()}
     states = {"actor": actor, "critic": critic}
     states, extra = rft.run.restore_latest(st, run, states, extra)
     actor, critic = states["actor"], states["critic"]
     run.resume(extra["step"])
-    rft.sync.push(st, actor, eng, version=extra["step"])
+    push(actor, version=extra["step"])
 
     for step in range(extra["step"], cfg.steps):
         values = {}
@@ -242,7 +242,7 @@ def main(cfg: Config) -> None:
 
         # ---- collect: prompts, responses and rewards, the same on every rank
         prompts, keys = rft.data.draw(task.dataset, cfg.prompts, step, cfg.seed)
-        with run.phase("generate"):
+        with run.phase("generate"), rft.run.saved_if_lost(run):
             how = {"n": cfg.group, "sampling": sampling}
             rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, **how)
         with run.phase("judge"):
@@ -301,7 +301,7 @@ def main(cfg: Config) -> None:
                     actor, metrics = st.update(actor, grads)
                     logs[i] |= rft.metric.results(metrics)
         with run.phase("sync"):
-            rft.sync.push(st, actor, eng, version=step + 1)
+            push(actor, version=step + 1)
 
         # ---- report, save, and stop where a signal asked for it
         extra["step"] = step + 1

@@ -21,7 +21,14 @@ class Corrected(NamedTuple):
 
 
 def correct_mismatch(
-    cfg: options.Rollouts, st: Strategy, apply: Apply, params: Any, rollout: Rollout, *, budget: int, version: int
+    cfg: options.Rollouts,
+    st: Strategy,
+    apply: Apply,
+    params: Any,
+    rollout: Rollout,
+    *,
+    budget: int,
+    version: int,
 ) -> Corrected:
     """`old_logp` and the correction of each token's weight by the option `mismatch`.
 
@@ -51,8 +58,8 @@ def check_gap(
     """The numbers of `collect.MISMATCH` among `values`, within the limits of the options.
 
     The first gap of a run is its noise floor, which `extra["floor"]` keeps for later steps and for a resumed
-    run. Stale rows differ by more than noise: where they are corrected they have no limit. ValueError, with an
-    explanation, for a gap above the limit.
+    run. Stale rows differ by more than noise: where they are corrected they have no limit. ValueError,
+    with an explanation, for a gap above the limit.
     """
     found = {name: values[name] for name in collect.MISMATCH}
     if cfg.mismatch != "none" and values["rollout/staleness_max"] > 0:

@@ -109,10 +109,14 @@ class Rollouts(Sampling):
     prompts: Count = 32  # prompts per step
     group: Count = 16  # responses per prompt
     max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats per token]
-    gap_factor: Free[Above1] = 30.0  # stop too when they differ by more than this x the noise of the first step
+    gap_factor: Free[Above1] = (
+        30.0  # stop too when they differ by more than this x the noise of the first step
+    )
     mismatch: Literal["none", "tis", "mis", "icepop"] = "none"  # weights against the mismatch of the two
     cap: Above1 = 2.0  # ratio of trainer to sampler at which tis truncates, and mis and icepop drop a token
-    canary: Free[bool] = True  # at the start send weights with noise, and check that the engine samples from them
+    canary: Free[bool] = (
+        True  # at the start send weights with noise, and check that the engine samples from them
+    )
     rebuilds: Free[Whole] = 3  # how many times a run builds a new engine for one that died
 
 
