@@ -151,14 +151,14 @@ def main(cfg: Config) -> None:
     extra = {"step": 0, "floor": 0.0, "moments": rft.reward_shaping.moments()}
     extra |= {"ahead": [], "waiting": None}
     state, extra = rft.run.restore_latest(st, run, state, extra)
-    samples = rft.run.load_sampler(cfg, st, task, extra["ahead"])
+    samples, push = rft.run.start_sampler(cfg, st, task, extra["ahead"])
     eng = samples.engine
     run.resume(extra["step"])
-    rft.sync.push(st, state, eng, version=extra["step"])
+    push(state, version=extra["step"])
 
     def answer(prompts, keys, n=cfg.group, sampling=sampling):
         """Responses to the prompts and their rewards [N, n], the same on every rank."""
-        with run.phase("generate"):
+        with run.phase("generate"), rft.run.saved_if_lost(run):
             rollout = samples.generate(prompts, keys, n=n, sampling=sampling)
         with run.phase("judge"):
             judged = rft.run.judge(cfg, st, task, rollout, prompts, step=extra["step"])
@@ -169,7 +169,7 @@ def main(cfg: Config) -> None:
         generate = partial(rft.collect.gather_and_generate, eng, st)
         draw = partial(draw_round, cfg, task.dataset, i=0)
         how = {"n": cfg.group, "sampling": sampling, "budget": cfg.partial, "waiting": extra["waiting"]}
-        with run.phase("generate"):
+        with run.phase("generate"), rft.run.saved_if_lost(run):
             prompts, rollout, extra["waiting"] = rft.collect.sample_partial(generate, draw, step, **how)
         with run.phase("judge"):
             judged = rft.run.judge(cfg, st, task, rollout, prompts, step=step)
@@ -241,7 +241,7 @@ def main(cfg: Config) -> None:
                 state, metrics = st.update(state, grads)
                 logs[-1] |= rft.metric.results(metrics)
         with run.phase("sync"):
-            rft.sync.push(st, state, eng, version=step + 1)
+            push(state, version=step + 1)
 
         # ---- report, save, and stop where a signal asked for it
         extra["step"] = step + 1

@@ -232,10 +232,10 @@ def main(cfg: Config) -> None:
     states = {"actor": actor, "critic": critic}
     states, extra = rft.run.restore_latest(st, run, states, extra)
     actor, critic = states["actor"], states["critic"]
-    samples = rft.run.load_sampler(cfg, st, task, extra["ahead"])
+    samples, push = rft.run.start_sampler(cfg, st, task, extra["ahead"])
     eng = samples.engine
     run.resume(extra["step"])
-    rft.sync.push(st, actor, eng, version=extra["step"])
+    push(actor, version=extra["step"])
 
     def save_ahead():
         """Put the rollouts that are under way into the checkpoint."""
@@ -251,7 +251,7 @@ def main(cfg: Config) -> None:
         for later in rft.collect.due(step, cfg.ahead, cfg.steps):
             samples.begin(*rft.data.draw(task.dataset, cfg.prompts, later, cfg.seed), **how)
         prompts, keys = rft.data.draw(task.dataset, cfg.prompts, step, cfg.seed)
-        with run.phase("generate"):
+        with run.phase("generate"), rft.run.saved_if_lost(run):
             rollout = samples.generate(prompts, keys, **how)
         with run.phase("judge"):
             judged = rft.run.judge(cfg, st, task, rollout, prompts, step=step)
@@ -309,7 +309,7 @@ def main(cfg: Config) -> None:
                     actor, metrics = st.update(actor, grads)
                     logs[i] |= rft.metric.results(metrics)
         with run.phase("sync"):
-            rft.sync.push(st, actor, eng, version=step + 1)
+            push(actor, version=step + 1)
 
         # ---- report, save, and stop where a signal asked for it
         extra["step"] = step + 1

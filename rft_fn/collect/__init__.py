@@ -1,6 +1,6 @@
 """How rollouts come about: sampled and judged by all ranks, and checked against the trainer."""
 
-from rft_fn.collect.ahead import Ahead, due, version_of
+from rft_fn.collect.ahead import Ahead, InOrder, due, version_of
 from rft_fn.collect.dynamic_sampling import VariedGroups, judged_groups, sample_varied_groups
 from rft_fn.collect.generate import gather_and_generate
 from rft_fn.collect.judging import check_reward, gather_and_judge
@@ -19,8 +19,8 @@ from rft_fn.collect.mismatch import (
 from rft_fn.collect.partial import Waiting, sample_partial
 
 __all__ = [
-    "CORRECTIONS", "MISMATCH", "Ahead", "VariedGroups", "Waiting", "check_mismatch", "check_reward", "correction", "due",
-    "explain_mismatch", "gap_limit", "gather_and_generate", "gather_and_judge", "judged_groups", "logp_mismatch",
-    "mismatch_metrics", "noise_floor", "sample_partial", "sample_varied_groups", "staleness",
-    "version_of",
+    "CORRECTIONS", "MISMATCH", "Ahead", "InOrder", "VariedGroups", "Waiting", "check_mismatch",
+    "check_reward", "correction", "due", "explain_mismatch", "gap_limit", "gather_and_generate",
+    "gather_and_judge", "judged_groups", "logp_mismatch", "mismatch_metrics", "noise_floor",
+    "sample_partial", "sample_varied_groups", "staleness", "version_of",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,9 +25,9 @@ from rft_fn.collect.generate import gather_and_generate
 from rft_fn.collect.part import part_of_rank
 from rft_fn.engine import EngineConfig, EngineDead
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
-from rft_fn.types.engine import Delivered
+from rft_fn.types.engine import Delivered, EngineStatus
 
-__all__ = ["Ahead", "apart", "due", "version_of"]
+__all__ = ["Ahead", "InOrder", "apart", "due", "version_of"]
 
 T = TypeVar("T")
 
@@ -63,6 +64,15 @@ def apart(config: EngineConfig, threads: int) -> tuple[EngineConfig, int]:
 # ---------- the engine, called in order
 
 
+def _name(keys: Sequence[Any], n: int, sampling: Sampling) -> str:
+    """The name of a rollout: keys name what is drawn."""
+    return f"{rng.fold_in(0, *(str(key) for key in keys), n, repr(sampling)):016x}"
+
+
+def _nothing() -> None:
+    """Sleep or wake an engine that is always awake."""
+
+
 class _Weights(Iterable[tuple[str, Tensor]]):
     """A copy of weights on the host: the trainer changes its own in place."""
 
@@ -85,20 +95,21 @@ class _Weights(Iterable[tuple[str, Tensor]]):
         return Delivered(len(self.pairs), size, 0.0, self.version)
 
 
-class _InOrder:
+class InOrder:
     """A thread that calls an engine, in the order in which the calls were asked for.
 
     An engine that dies is built again, at most `rebuilds` times, and gets the weights that it had; then the
     call is made again. Keys name what is drawn, so the rollout is the same.
     """
 
-    def __init__(self, build: Callable[[], Engine], rebuilds: int):
+    def __init__(self, build: Callable[[], Engine], *, rebuilds: int = 0):
         self.build = build
         self.rebuilds = rebuilds
         self.target = build()
         self.loaded: _Weights | None = None  # what the engine has
         self.failed: BaseException | None = None  # the error after which it was given up
         self.seconds = 0.0  # in calls
+        self.begun: dict[str, Future[Rollout]] = {}
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="rft_fn engine").start()
 
@@ -118,6 +129,46 @@ class _InOrder:
 
         self.jobs.put(run)
         return future
+
+    # ---- the functions of an engine
+
+    def engine(self) -> Engine:
+        """The engine whose calls wait their turn; it is always awake."""
+        return Engine(
+            generate=self.generate,
+            score=self.score,
+            load=self.load,
+            sleep=_nothing,
+            wake=_nothing,
+            status=self.status,
+            close=self.close,
+        )
+
+    def begin(self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int, sampling: Sampling) -> None:
+        """Ask for a rollout with the weights that were loaded last; `generate` with its keys waits for it."""
+        self.begun[_name(keys, n, sampling)] = self.submit(
+            lambda engine: engine.generate(prompts, keys, n=n, sampling=sampling)
+        )
+
+    def generate(
+        self, prompts: Sequence[Any], keys: Sequence[Any], *, n: int = 1, sampling: Sampling, **rows: Any
+    ) -> Rollout:
+        """`Generate`: the rollout that was begun with these keys, or else a new one."""
+        part = None
+        if not rows:
+            part = self.begun.pop(_name(keys, n, sampling), None)
+        if part is None:
+            part = self.submit(lambda engine: engine.generate(prompts, keys, n=n, sampling=sampling, **rows))
+        return part.result()
+
+    def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
+        """`Score`."""
+        return self.submit(lambda engine: engine.score(rollout, sampling=sampling)).result()
+
+    def status(self) -> EngineStatus:
+        """The state of the engine, whatever it is doing; dead once it was given up."""
+        status = self.target.status()
+        return {**status, "alive": status["alive"] and self.failed is None}
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
         """Copy the weights, and load them when earlier calls are done; nobody waits for that."""
@@ -174,10 +225,6 @@ class _InOrder:
             self.target.close()
 
 
-def _nothing() -> None:
-    """Sleep or wake an engine that is always awake."""
-
-
 # ---------- the rollouts
 
 
@@ -190,72 +237,29 @@ class _Begun(NamedTuple):
     sampling: Sampling
 
 
-def _name(keys: Sequence[Any], n: int, sampling: Sampling) -> str:
-    """The name of a rollout: keys name what is drawn."""
-    return f"{rng.fold_in(0, *(str(key) for key in keys), n, repr(sampling)):016x}"
-
-
 class Ahead:
     """Samples the rollouts of coming steps while earlier ones are learned from.
 
-    With `ahead=0` nothing is begun early, and no thread is started. `engine` is for everything else:
-    evaluation, scores and weight sync, each after what was asked for before. A load there copies the weights
-    and returns at once.
+    `engine` is for everything else: evaluation, scores and weight sync, each after what was asked for before.
+    With `calls` rollouts can be begun early, and a load copies the weights and returns at once; without, the
+    rollout of a step is sampled when it is asked for.
     """
 
     def __init__(
         self,
-        build: Callable[[], Engine],
+        engine: Engine,
         strategy: Strategy,
         *,
-        ahead: int,
+        calls: InOrder | None = None,
         saved: Sequence[dict[str, Any]] = (),
-        rebuilds: int = 0,
     ):
-        """`build` makes the engine, up to `rebuilds` times again; `saved` is `save()` of a checkpoint."""
+        """`engine` calls `calls.engine()`, or is that; `saved` is `save()` of a checkpoint."""
+        self.engine = engine
         self.strategy = strategy
-        self.ahead = ahead
+        self._calls = calls
         self._begun: dict[str, _Begun] = {}
-        self._asked: set[str] = set()  # of those begun or saved, what this process has asked for
-        self._parts: dict[str, Future[Rollout]] = {}  # of this rank
         self._done: dict[str, Rollout] = {x["name"]: x["rollout"] for x in saved}  # of all ranks
-        self._in_order: _InOrder | None = None
-        if ahead:
-            self._in_order = _InOrder(build, rebuilds)
-            self.engine = self._record(self._in_order)
-        else:
-            self.engine = build()
-
-    def _record(self, calls: _InOrder) -> Engine:
-        """The engine as a record of functions that wait their turn."""
-
-        def generate(
-            prompts: Sequence[Any],
-            keys: Sequence[Any],
-            *,
-            n: int = 1,
-            sampling: Sampling,
-            **rows: Any,
-        ) -> Rollout:
-            part = None
-            if not rows:
-                part = self._parts.pop(_name(keys, n, sampling), None)
-            if part is None:
-                part = calls.submit(lambda e: e.generate(prompts, keys, n=n, sampling=sampling, **rows))
-            return part.result()
-
-        def score(rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
-            return calls.submit(lambda e: e.score(rollout, sampling=sampling)).result()
-
-        return Engine(
-            generate=generate,
-            score=score,
-            load=calls.load,
-            sleep=_nothing,
-            wake=_nothing,
-            status=lambda: calls.target.status(),
-            close=calls.close,
-        )
+        self._asked: set[str] = set()  # of those begun or saved, what this process has asked for
 
     def begin(self, prompts: Sequence[Any], keys: Sequence[int], *, n: int, sampling: Sampling) -> None:
         """Begin a rollout with the weights that were loaded last, unless it was begun or saved before.
@@ -264,17 +268,12 @@ class Ahead:
         """
         name = _name(keys, n, sampling)
         self._asked.add(name)
-        if self._in_order is None or name in self._begun or name in self._done:
+        if self._calls is None or name in self._begun or name in self._done:
             return
         self._begun[name] = _Begun(prompts, keys, n, sampling)
         mine = part_of_rank(self.strategy, len(prompts))
-        if mine.start == mine.stop:
-            return
-        part = prompts[mine]
-        drawn = keys[mine]
-        self._parts[_name(drawn, n, sampling)] = self._in_order.submit(
-            lambda engine: engine.generate(part, drawn, n=n, sampling=sampling)
-        )
+        if mine.start < mine.stop:
+            self._calls.begin(prompts[mine], keys[mine], n=n, sampling=sampling)
 
     def generate(self, prompts: Sequence[Any], keys: Sequence[int], *, n: int, sampling: Sampling) -> Rollout:
         """`gather_and_generate`: the rollout that was begun with these keys, or else a new one.
@@ -293,19 +292,22 @@ class Ahead:
         """The rollouts under way, for a checkpoint: waits until they are done. All ranks call it.
 
         They cannot be drawn again by a resumed run, which has no longer the weights that they are drawn with.
+        One that is lost with its engine is left out: a resumed run draws it with newer weights.
         """
-        for name, begun in list(self._begun.items()):
-            self._done[name] = self.generate(*begun[:2], n=begun.n, sampling=begun.sampling)
-            self._asked.add(name)
+        with suppress(EngineDead):
+            for name, begun in list(self._begun.items()):
+                how: dict[str, Any] = {"n": begun.n, "sampling": begun.sampling}
+                self._done[name] = self.generate(begun.prompts, begun.keys, **how)
+                self._asked.add(name)
         kept = self._asked & set(self._done)  # a run with other options does not ask for all that it found
         return [{"name": name, "rollout": self._done[name]} for name in sorted(kept)]
 
     def busy(self) -> float:
-        """Seconds that the engine has worked since the last call of this function; 0 with `ahead=0`."""
-        if self._in_order is None:
+        """Seconds that the engine has worked since the last call of this function; 0 without `calls`."""
+        if self._calls is None:
             return 0.0
-        seconds = self._in_order.seconds
-        self._in_order.seconds = 0.0
+        seconds = self._calls.seconds
+        self._calls.seconds = 0.0
         return seconds
 
     def close(self) -> None:

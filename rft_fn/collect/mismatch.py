@@ -1,7 +1,7 @@
 """Mismatch of trainer and sampler: how far two copies of one model disagree, why, and weights against it.
 
-The sampler's log-probs are `Rollout.logp`; the trainer's are of the same tokens. Where the two differ, samples
-are off-policy, though nobody asked for it: rounding does that a little, stale weights more.
+The sampler's log-probs are `Rollout.logp`; the trainer's are of the same tokens. Where the two differ,
+samples are off-policy: rounding makes them so a little, stale weights more.
 """
 
 import math

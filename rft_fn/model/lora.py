@@ -16,7 +16,15 @@ from rft_fn.model.targets import linear, not_taken_for_experts, target_paths, wa
 from rft_fn.precision import wide
 from rft_fn.types import Apply, Packed, TokenOut
 
-__all__ = ["Export", "apply_lora_configuration", "home", "merged", "plain_name", "with_adapter", "without_adapters"]
+__all__ = [
+    "Export",
+    "apply_lora_configuration",
+    "home",
+    "merged",
+    "plain_name",
+    "with_adapter",
+    "without_adapters",
+]
 
 _ADAPTER = "adapter_model.safetensors"
 _UNKNOWN = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "trainable_token_indices")

@@ -114,9 +114,7 @@ class Rollouts(Sampling):
     gap_factor: Free[Above1] = (
         30.0  # stop too when they differ by more than this x the noise of the first step
     )
-    mismatch: Literal["none", "tis", "mis", "icepop"] | None = (
-        None  # weights against it; None: tis if stale
-    )
+    mismatch: Literal["none", "tis", "mis", "icepop"] | None = None  # weights against it; None: tis if stale
     cap: Above1 = 2.0  # ratio of trainer to sampler at which tis truncates, and mis and icepop drop a token
     canary: Free[bool] = (
         True  # at the start send weights with noise, and check that the engine samples from them

@@ -49,17 +49,23 @@ def checkpoint(
     `Stopped`. Only the newest `keep` checkpoints stay, and the `best` ones by `score`. `before` is called
     before a checkpoint is written, to put into `extra` what only a checkpoint needs. All ranks call it.
     """
-    # a run that ends waits for its last files; in between they are written while training continues
-    done = step == run.total
-    stop = run.stopping()
-    if done or stop or step % cfg.save_every == 0:
+
+    def save(*, wait: bool = True) -> None:
         with run.phase("save"):
             if before is not None:
                 before()
             path = run.checkpoints / f"step_{step:08d}"
-            st.save(path, state, extra, score=score, wait=done or stop)
+            st.save(path, state, extra, score=score, wait=wait)
             limit = cfg.max_bytes or None
             st.rotate(run.checkpoints, keep=cfg.keep, best=best, max_bytes=limit)
+
+    # a run that ends waits for its last files; in between they are written while training continues
+    done = step == run.total
+    stop = run.stopping()
+    run.reach(step, save)
+    if done or stop or step % cfg.save_every == 0:
+        save(wait=done or stop)
+        run.reach(step, None)
 
     if stop and not done:
         run.stop(step)

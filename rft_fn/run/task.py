@@ -1,20 +1,15 @@
 """A task that a policy learns from rewards: its prompts, and the judging of responses to them."""
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from rft_fn import collect, data, model, reward
-from rft_fn import engine as engines
-from rft_fn.collect import ahead
+from rft_fn.engine import EngineDead
 from rft_fn.run import options
 from rft_fn.run.folder import Run
 from rft_fn.run.setup import load_data, plan_steps
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
-__all__ = ["Task", "check_rewards", "evaluate", "judge", "load_sampler", "load_task", "plan_rollouts"]
+__all__ = ["Task", "check_rewards", "evaluate", "judge", "load_task", "plan_rollouts"]
 
 R = TypeVar("R", bound=options.Reinforcement)
 
@@ -50,21 +45,6 @@ def check_rewards(cfg: options.Reward, st: Strategy, task: Task) -> None:
     collect.check_reward(st, task.score, prompts, timeout=cfg.reward_timeout)
 
 
-def load_sampler(
-    cfg: options.Reinforcement, st: Strategy, task: Task, saved: Sequence[dict[str, Any]] = ()
-) -> collect.Ahead:
-    """What samples the rollouts; `saved` are those that a checkpoint has kept.
-
-    With `ahead` the engine has a process of its own, and this process keeps the threads that it leaves.
-    """
-    config = engines.config_of(st.config)
-    if cfg.ahead:
-        config, threads = ahead.apart(config, torch.get_num_threads())
-        torch.set_num_threads(threads)
-    build = partial(engines.get_engine, config, cfg.model, task.tokenizer)
-    return collect.Ahead(build, st, ahead=cfg.ahead, saved=saved, rebuilds=cfg.rebuilds)
-
-
 def judge(
     cfg: options.Reinforcement,
     st: Strategy,
@@ -86,10 +66,16 @@ def judge(
 def evaluate(
     cfg: options.Reinforcement, st: Strategy, run: Run, task: Task, engine: Engine, *, step: int
 ) -> dict[str, float]:
-    """The mean rewards of greedy answers to unseen prompts, after `step` steps."""
+    """The mean rewards of greedy answers to unseen prompts, after `step` steps.
+
+    Nothing from a dead engine: the step is written, and the next rollout ends the run.
+    """
     greedy = Sampling(temperature=0, max_new=cfg.max_new)
     with run.phase("evaluate"):
         prompts, keys = data.take(task.unseen, cfg.eval_prompts, st.config.seed)
-        rollout = collect.gather_and_generate(engine, st, prompts, keys, n=1, sampling=greedy)
+        try:
+            rollout = collect.gather_and_generate(engine, st, prompts, keys, n=1, sampling=greedy)
+        except EngineDead:
+            return {}
         judged = judge(cfg, st, task, rollout, prompts, step=step)
     return reward.means(judged, "eval")

@@ -38,9 +38,9 @@ class Probe(NamedTuple):
 
 
 def with_noise(name: str, x: Tensor, key: int, *, scale: float = NOISE) -> Tensor:
-    """x plus normal noise of `scale` x its root mean square, drawn by (key, name). A tensor of zeros counts as 1.
+    """x plus normal noise of `scale` x its root mean square, drawn by (key, name).
 
-    The noise does not depend on the device or on how the tensor is sharded.
+    A tensor of zeros counts as one of ones. The noise does not depend on the device or on how the tensor is sharded.
     """
     wide = x.detach().cpu().float()
     size = float(wide.square().mean().sqrt()) or 1.0
@@ -114,8 +114,8 @@ def canary(
     if not max(noisy, floor) <= limit:
         raise CanaryError(
             f"canary: expected the engine to sample from the weights that it was sent, got log-probs that "
-            f"differ from the trainer's by {noisy:.3g} nats per token with noise on the weights and {floor:.3g} "
-            f"without (limit {limit:.3g}); some weight did not arrive or is in a wrong place (noise key {key})"
+            f"differ from the trainer's by {noisy:.3g} nats per token with noise on the weights, {floor:.3g} "
+            f"without (limit {limit:.3g}): some weight did not arrive, or is in a wrong place (key {key})"
         )
     return probe
 

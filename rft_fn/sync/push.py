@@ -53,6 +53,8 @@ class Shipment(Iterator[tuple[str, Tensor]]):
         except StopIteration:
             self._check_complete()
             raise
+        except ValueError as error:  # an export refuses NaN and inf itself
+            raise ManifestError(str(error)) from error
         if name in self.names:
             raise ManifestError(f"weights: {name}: expected each name once, got it twice")
         check_tensor(self.manifest, name, x)

@@ -99,6 +99,14 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
 
 
+def sampler(build, *, ahead, saved=(), rebuilds=0, strategy=STRATEGY):
+    """What `run.start_sampler` makes of an engine of plain Python."""
+    if not ahead:
+        return rft.collect.Ahead(build(), strategy, saved=saved)
+    calls = rft.collect.InOrder(build, rebuilds=rebuilds)
+    return rft.collect.Ahead(calls.engine(), strategy, calls=calls, saved=saved)
+
+
 def train(samples, first, total, ahead, *, evaluate=(), stop=None):
     """(the rollouts of the steps from `first` on, what a checkpoint has kept after step `stop`)."""
     found = []
@@ -121,12 +129,12 @@ def train(samples, first, total, ahead, *, evaluate=(), stop=None):
 @given(some.integers(0, 4), some.integers(1, 9), some.sets(some.integers(0, 8)), some.integers(0, 8))
 def test_each_rollout_is_of_the_version_that_the_schedule_says(ahead, total, evaluate, stop):
     """And with the tokens of that version, also when the run goes on from a checkpoint of any step."""
-    samples = rft.collect.Ahead(lambda: Plain().record(), STRATEGY, ahead=ahead)
+    samples = sampler(lambda: Plain().record(), ahead=ahead)
     found, kept = train(samples, 0, total, ahead, evaluate=evaluate, stop=stop)
     samples.close()
     assert len(kept) == max(0, min(ahead, total - 1 - stop))
     if stop < total - 1:
-        again = rft.collect.Ahead(lambda: Plain().record(), STRATEGY, ahead=ahead, saved=kept)
+        again = sampler(lambda: Plain().record(), ahead=ahead, saved=kept)
         more, kept = train(again, stop + 1, total, ahead, evaluate=evaluate)
         again.close()
         found += more
@@ -148,7 +156,7 @@ def test_a_rollout_is_due_when_the_weights_of_its_version_are_there(ahead, total
 
 def test_sampling_and_learning_overlap():
     """With one step ahead, five steps of 0.1 s on either side take little more than 0.5 s, not 1 s."""
-    samples = rft.collect.Ahead(lambda: Plain(seconds=0.1).record(), STRATEGY, ahead=1)
+    samples = sampler(lambda: Plain(seconds=0.1).record(), ahead=1)
     samples.begin(*draw(0), n=2, sampling=SAMPLING)
     samples.generate(*draw(0), n=2, sampling=SAMPLING)
     began = time.perf_counter()
@@ -165,7 +173,7 @@ def test_sampling_and_learning_overlap():
 def test_an_engine_that_dies_is_built_again_with_the_weights_it_had(dies, capsys):
     """In a rollout, in a load, and again while it is brought back: the rollouts are the same."""
     calls = []
-    samples = rft.collect.Ahead(lambda: Plain(dies, calls).record(), STRATEGY, ahead=2, rebuilds=3)
+    samples = sampler(lambda: Plain(dies, calls).record(), ahead=2, rebuilds=3)
     found, _ = train(samples, 0, 6, 2, evaluate={1})
     samples.close()
     assert all(same(x, expected(step, version_of(step, 2))) for step, x in enumerate(found))
@@ -173,10 +181,12 @@ def test_an_engine_that_dies_is_built_again_with_the_weights_it_had(dies, capsys
 
 
 def test_too_many_deaths_are_the_end(capsys):
-    samples = rft.collect.Ahead(lambda: Plain(range(1, 99), []).record(), STRATEGY, ahead=1, rebuilds=2)
+    samples = sampler(lambda: Plain(range(1, 99), []).record(), ahead=1, rebuilds=2)
     with pytest.raises((Lost, engine.EngineDead), match="gone"):
         train(samples, 0, 4, 1)
     assert capsys.readouterr().err.count("building it again") <= 2
+    samples.begin(*draw(9), n=2, sampling=SAMPLING)
+    assert samples.save() == [] and not samples.engine.status()["alive"]
     with pytest.raises(engine.EngineDead, match="gone"):
         samples.generate(*draw(9), n=2, sampling=SAMPLING)
     samples.close()
@@ -189,7 +199,7 @@ def test_an_engine_that_takes_too_little_is_not_sampled_from():
         def load(self, weights, *, version):
             return super().load(weights, version=version)._replace(tensors=0)
 
-    samples = rft.collect.Ahead(lambda: Forgetful().record(), STRATEGY, ahead=1)
+    samples = sampler(lambda: Forgetful().record(), ahead=1)
     samples.engine.load(weights_of(1), version=1)
     with pytest.raises(engine.EngineDead, match=r"sync: expected the engine to take Delivered\(tensors=1"):
         samples.generate(*draw(0), n=2, sampling=SAMPLING)
@@ -209,7 +219,7 @@ def test_an_engine_of_its_own_process_never_sleeps_and_has_half_of_the_threads()
 def test_what_a_run_no_longer_asks_for_leaves_its_checkpoints():
     """Another seed gives other keys."""
     old = [{"name": "0" * 16, "rollout": expected(3, 2)}]
-    samples = rft.collect.Ahead(lambda: Plain().record(), STRATEGY, ahead=1, saved=old)
+    samples = sampler(lambda: Plain().record(), ahead=1, saved=old)
     _, kept = train(samples, 0, 3, 1, stop=1)
     samples.close()
     assert len(kept) == 1 and kept[0]["name"] != old[0]["name"]
@@ -223,7 +233,7 @@ def test_the_threads_of_a_rollout_never_gather():
         gathered.append(threading.current_thread())
         return x
 
-    samples = rft.collect.Ahead(lambda: Plain().record(), STRATEGY._replace(gather=gather), ahead=2)
+    samples = sampler(lambda: Plain().record(), ahead=2, strategy=STRATEGY._replace(gather=gather))
     train(samples, 0, 4, 2, evaluate={0})
     samples.close()
     assert len(gathered) == 5 and set(gathered) == {threading.main_thread()}

@@ -97,11 +97,4 @@ MUTANTS = [
         '"(g n) -> n g", g=size)',
         G + "groups_are_taken_in_the_order_in_which_they_were_drawn",
     ),
-    (
-        "an engine without scores is asked for them",
-        "rft_fn/collect/mismatch.py",
-        '    if "score" not in engine.status()["supported"]:',
-        '    if "score" in ():',
-        "tests/collect/test_file_engine.py::test_a_mismatch_is_explained_without_scores",
-    ),
 ]

@@ -101,10 +101,10 @@ def test_a_killed_engine_is_built_again_and_the_run_is_the_same(straight, tmp_pa
     assert err.count("was killed by SIGKILL in generate") == 2 and "building it again (2 left)" in err
 
 
-def test_without_an_engine_left_the_run_says_so_and_the_same_command_continues(
+def test_without_an_engine_left_the_step_is_saved_and_the_same_command_continues(
     straight, tmp_path, monkeypatch
 ):
-    ahead = 1
+    """The rollout that was lost is drawn with the weights of the checkpoint, as its staleness says."""
     call, calls = process._Process.call, []
 
     def killed(self, name, *args, **options):
@@ -115,11 +115,17 @@ def test_without_an_engine_left_the_run_says_so_and_the_same_command_continues(
 
     with monkeypatch.context() as patch:
         patch.setattr(process._Process, "call", killed)
-        with pytest.raises(rft.engine.EngineDead, match="killed by SIGKILL"):
-            main(tmp_path / "straight", ahead, rebuilds=1)
+        with pytest.raises(
+            rft.engine.EngineDead, match="killed by SIGKILL.* steps are saved, the same command"
+        ):
+            main(tmp_path / "straight", 1, rebuilds=1, save_every=100)
     assert calls.count("build") == 2
-    main(tmp_path / "straight", ahead)
-    same_files(straight(ahead), tmp_path / "straight")
+    done = len(rows(tmp_path / "straight"))
+    assert os.listdir(tmp_path / "straight" / "checkpoints") == [f"step_{done:08d}"]
+    main(tmp_path / "straight", 1)
+    found, whole = rows(tmp_path / "straight"), rows(straight(1))
+    assert found[:done] == whole[:done] and len(found) == STEPS
+    assert [r["rollout/staleness_max"] for r in found[done:]] == [0] + [1] * (STEPS - done - 1)
 
 
 def test_the_correction_that_is_on_by_default():
@@ -152,9 +158,8 @@ def test_partial_rollouts_wait_in_checkpoints_too(tmp_path, monkeypatch):
         patch.setattr(rft.run.Run, "write", interrupted)
         with pytest.raises(Interrupted):
             main(tmp_path / "cut", 0, **options)
-    (tmp_path / "cut").rename(tmp_path / "again")  # the lock of the run that was interrupted stays behind
-    main(tmp_path / "again", 0, **options)
-    same_files(tmp_path / "whole", tmp_path / "again")
+    main(tmp_path / "cut", 0, **options)
+    same_files(tmp_path / "whole", tmp_path / "cut")
 
 
 REFUSED = [
