@@ -46,7 +46,7 @@ def version_of(step: int, ahead: int) -> int:
 
 
 def apart(config: EngineConfig, threads: int) -> tuple[EngineConfig, int]:
-    """(the config of an engine that samples while `threads` threads train, the threads left to the trainer).
+    """(the config of an engine that samples during training, how many of `threads` the trainer keeps).
 
     The engine has a process of its own, never sleeps, and takes half of the threads unless it was given a
     number. ValueError for an engine of several processes: its ranks would have to meet while they train.

@@ -9,7 +9,7 @@ from rft_fn import collect
 from rft_fn.run import options
 from rft_fn.types import Apply, Packed, Rollout, Sampling, Strategy
 
-__all__ = ["Corrected", "check_gap", "correct_mismatch"]
+__all__ = ["Corrected", "check_gap", "correct_mismatch", "correction_of"]
 
 
 class Corrected(NamedTuple):
@@ -18,6 +18,15 @@ class Corrected(NamedTuple):
     old_logp: Tensor  # [B, S] of the policy that the update starts from
     extra: dict[str, Tensor]  # "correction" [B, S], the factor of each weight; empty without a correction
     metrics: dict[str, float]
+
+
+def correction_of(cfg: options.Rollouts) -> str:
+    """The correction that the option `mismatch` names, by default tis where rollouts are stale, else none."""
+    if cfg.mismatch is not None:
+        return cfg.mismatch
+    if cfg.ahead or cfg.partial:
+        return "tis"
+    return "none"
 
 
 def correct_mismatch(
@@ -37,10 +46,10 @@ def correct_mismatch(
     is of the trainer's weights.
     """
     metrics = collect.staleness(rollout, version)
-    if cfg.correction == "none":
+    if correction_of(cfg) == "none":
         return Corrected(rollout.logp, {}, metrics)
     old_logp = st.score(apply, params, rollout, budget).logp
-    factor, cut = collect.correction(cfg.correction, old_logp, rollout, cap=cfg.cap)
+    factor, cut = collect.correction(correction_of(cfg), old_logp, rollout, cap=cfg.cap)
     metrics |= collect.mismatch_metrics(old_logp, rollout) | cut
     return Corrected(old_logp, {"correction": factor}, metrics)
 
@@ -62,7 +71,7 @@ def check_gap(
     ValueError, with an explanation, for a gap above the limit.
     """
     found = {name: values[name] for name in collect.MISMATCH}
-    expected = cfg.correction != "none" or cfg.stale
+    expected = correction_of(cfg) != "none" or cfg.ahead > 0 or cfg.partial > 0
     if expected and values["rollout/staleness_max"] > 0:
         return found
     floor = extra.get("floor", 0.0)

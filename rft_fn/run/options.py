@@ -111,29 +111,13 @@ class Rollouts(Sampling):
     ahead: Whole = 0  # steps by which sampling is ahead of learning, on an engine in a process of its own
     partial: Whole = 0  # most tokens by which a response grows in a step; longer ones wait; 0 is off
     max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats per token]
-    gap_factor: Free[Above1] = (
-        30.0  # stop too when they differ by more than this x the noise of the first step
-    )
+    gap_factor: Free[Above1] = 30.0  # or by more than this x the noise of the first step
     mismatch: Literal["none", "tis", "mis", "icepop"] | None = None  # weights against it; None: tis if stale
     cap: Above1 = 2.0  # ratio of trainer to sampler at which tis truncates, and mis and icepop drop a token
     canary: Free[bool] = (
-        True  # at the start send weights with noise, and check that the engine samples from them
+        True  # at the start check with noise on the weights that the engine samples from them
     )
     rebuilds: Free[Whole] = 3  # how many times a run builds a new engine for one that died
-
-    @property
-    def stale(self) -> bool:
-        """Whether tokens may be older than the weights that learn from them, by these options."""
-        return self.ahead > 0 or self.partial > 0
-
-    @property
-    def correction(self) -> str:
-        """The option `mismatch`, by default tis where rollouts are stale, else none."""
-        if self.mismatch is not None:
-            return self.mismatch
-        if self.stale:
-            return "tis"
-        return "none"
 
 
 @dataclass(frozen=True)

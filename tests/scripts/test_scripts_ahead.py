@@ -129,10 +129,11 @@ def test_without_an_engine_left_the_step_is_saved_and_the_same_command_continues
 
 
 def test_the_correction_that_is_on_by_default():
-    assert options.Rollouts().correction == "none"
-    assert options.Rollouts(ahead=1).correction == "tis"
-    assert options.Rollouts(ahead=1, mismatch="none").correction == "none"
-    assert options.Rollouts(mismatch="icepop").correction == "icepop"
+    found = {(): "none", ("ahead",): "tis", ("partial",): "tis"}
+    for names, expected in found.items():
+        assert rft.run.correction_of(options.Rollouts(**dict.fromkeys(names, 1))) == expected
+    assert rft.run.correction_of(options.Rollouts(ahead=1, mismatch="none")) == "none"
+    assert rft.run.correction_of(options.Rollouts(mismatch="icepop")) == "icepop"
 
 
 class Interrupted(Exception):
