@@ -61,6 +61,11 @@ def check_config(config: EngineConfig) -> None:
     """ValueError for an engine that does not exist, or an option that it cannot honour. Builds nothing."""
     if config.type not in ENGINES:
         raise ValueError(f"engine type: expected {', '.join(ENGINES)}, got {config.type!r}")
+    if config.process and config.tp_size != 1:
+        raise ValueError(
+            f"engine_process, engine_tp_size: expected one process for an engine that has its own, got "
+            f"{config.tp_size}: the ranks that share an engine sample together"
+        )
     ENGINES[config.type].check_config(config)
 
 

@@ -114,9 +114,7 @@ class Rollouts(Sampling):
     gap_factor: Free[Above1] = 30.0  # or by more than this x the noise of the first step
     mismatch: Literal["none", "tis", "mis", "icepop"] | None = None  # weights against it; None: tis if stale
     cap: Above1 = 2.0  # ratio of trainer to sampler at which tis truncates, and mis and icepop drop a token
-    canary: Free[bool] = (
-        True  # at the start check with noise on the weights that the engine samples from them
-    )
+    canary: Free[bool] = True  # check the engine at the start by noise on the weights that it is sent
     rebuilds: Free[Whole] = 3  # how many times a run builds a new engine for one that died
 
 

@@ -193,6 +193,11 @@ def test_one_that_cannot_be_built_leaves_no_process():
     assert children() == before
 
 
+def test_an_engine_that_ranks_share_is_refused():
+    with pytest.raises(ValueError, match="engine_process, engine_tp_size: expected one process .* got 2"):
+        engine.check_config(EngineConfig(process=True, tp_size=2))
+
+
 def children():
     """The numbers of the processes that this one has started."""
     text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
