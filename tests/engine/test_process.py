@@ -194,7 +194,7 @@ def test_one_that_cannot_be_built_leaves_no_process():
 
 
 def test_an_engine_that_ranks_share_is_refused():
-    with pytest.raises(ValueError, match="engine_process, engine_tp_size: expected one process .* got 2"):
+    with pytest.raises(ValueError, match=r"engine_process, engine_tp_size: expected one process .* got 2"):
         engine.check_config(EngineConfig(process=True, tp_size=2))
 
 
