@@ -39,7 +39,7 @@ MUTANTS = [
         SAMPLER,
         "return _Growing(before, len(before), len(before) + row.max_new, [])",
         "return _Growing(before, len(before), row.max_new, [])",
-        LAW,
+        G + "rows_that_were_cut_and_continued_are_the_uncut_ones",
     ),
     (
         "the samples of a prompt share one limit",
@@ -102,7 +102,7 @@ MUTANTS = [
         GATHER,
         "if mine.start < mine.stop:",
         "if mine.start <= mine.stop:",
-        "tests/collect/test_file_engine.py::test_a_rank_asks_for_its_part_and_an_idle_one_has_no_rows",
+        G + "an_engine_that_cannot_continue_samples_all_the_same",
     ),
     (
         "a text is encoded without the chat template",
