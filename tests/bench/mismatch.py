@@ -1,7 +1,7 @@
 """Corrections of a mismatch on the embedded default: `python tests/bench/mismatch.py --runs runs/mismatch`.
 
 Runs train_scripts/grpo.py with an engine that takes new weights only every few steps, and with engines that
-round them to bfloat16 or float8, without a correction and with each (a run that is there already is not made
+round them to bfloat16, without a correction and with each (a run that is there already is not made
 again). Writes docs/results/mismatch.json and mismatch.svg.
 """
 
@@ -60,7 +60,6 @@ ENGINES = {
     "fresh": plain,
     f"new every {STALE} steps": stale,
     "rounded to bfloat16": partial(rounded, dtype=torch.bfloat16),
-    "rounded to float8": partial(rounded, dtype=torch.float8_e4m3fn),
 }
 
 
@@ -100,7 +99,7 @@ def draw(found, path):
     from matplotlib import pyplot as plt
 
     cases = [name for name in ENGINES if name != "fresh"]
-    figure, axes = plt.subplots(2, len(cases), figsize=(13, 6.4), sharex=True, layout="constrained")
+    figure, axes = plt.subplots(2, len(cases), figsize=(10, 6.4), sharex=True, layout="constrained")
     for j, case in enumerate(cases):
         above, below = axes[:, j]
         above.plot(smooth(found["fresh"]["none"]["reward/mean"]), color="0.6", label="fresh weights")
