@@ -101,7 +101,9 @@ def canary(
     [nats per token].
     """
     began = time.perf_counter()
-    key = int(_agreed(st, secrets.randbits(48) if key is None else key))
+    if key is None:
+        key = secrets.randbits(48)
+    key = int(_agreed(st, key))
     copy: nn.Module | None = None
     if st.rank == 0:
         copy = model_lib.load(model, quantize="none")

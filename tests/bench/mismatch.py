@@ -1,6 +1,6 @@
-"""Corrections of a mismatch on the embedded default: `python tests/bench/mismatch.py --runs runs/mismatch`.
+"""Corrections of a mismatch: `python tests/bench/mismatch.py --runs runs/mismatch`.
 
-Runs train_scripts/grpo.py with an engine that takes new weights only every few steps, and with engines that
+Runs train_scripts/grpo.py on the embedded default with an engine that takes new weights only every few steps, and with engines that
 round them to bfloat16, without a correction and with each (a run that is there already is not made
 again). Writes docs/results/mismatch.json and mismatch.svg.
 """
