@@ -1,8 +1,8 @@
 """Corrections of a mismatch: `python tests/bench/mismatch.py --runs runs/mismatch`.
 
-Runs train_scripts/grpo.py on the embedded default with an engine that takes new weights only every few steps, and with engines that
-round them to bfloat16, without a correction and with each (a run that is there already is not made
-again). Writes docs/results/mismatch.json and mismatch.svg.
+Runs train_scripts/grpo.py on the embedded default with an engine that takes new weights only every few steps,
+and with one that rounds them to bfloat16, without a correction and with each (a run that is there already is
+not made again). Writes docs/results/mismatch.json and mismatch.svg.
 """
 
 import argparse
