@@ -274,7 +274,7 @@ def test_an_engine_gets_its_type_and_all_names_of_a_tied_weight():
 
 def on_two_ranks(rank, _):
     """Under FSDP2: a canary that passes, one that a bad engine fails, and an engine that breaks off."""
-    st = rft.strategy.get_strategy({"fsdp": True})
+    st = rft.strategy.get_strategy(rft.strategy.StrategyConfig(fsdp=True))
     _, state = st.init(rft.model.load("tiny"), optim.adamw(0.1))
     eng = engine.get_engine(None, "tiny")
     passed = sync.canary(st, state, eng, "tiny", PROMPTS, version=1)

@@ -24,7 +24,8 @@ from rft_fn.types.engine import Delivered
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 STALE = 4  # steps between two loads of the stale engine
-CASES = ("none", "tis", "mis", "icepop")
+STYLES = {"none": ("C0", "-"), "tis": ("C1", "-"), "mis": ("C2", "--"), "icepop": ("C3", ":")}
+CASES = tuple(STYLES)
 # no limit on the gap, since it is the subject here; no canary, since these engines would not pass it
 OPTIONS = {"prompts": 16, "group": 16, "steps": 96, "lr_end": 1.0, "max_gap": 100.0, "gap_factor": 1e9}
 OPTIONS |= {"eval_prompts": 64, "eval_every": 96, "canary": False}
@@ -103,12 +104,13 @@ def draw(found, path):
     for j, case in enumerate(cases):
         above, below = axes[:, j]
         above.plot(smooth(found["fresh"]["none"]["reward/mean"]), color="0.6", label="fresh weights")
-        for i, name in enumerate(CASES):
-            above.plot(smooth(found[case][name]["reward/mean"]), color=f"C{i}", label=name)
-            below.plot(smooth(found[case][name]["policy/kl_sampler"]), color=f"C{i}", label=name)
+        for name, (color, dashes) in STYLES.items():
+            style = {"color": color, "linestyle": dashes, "label": name}
+            above.plot(smooth(found[case][name]["reward/mean"]), **style)
+            kl = smooth(found[case][name]["policy/kl_sampler"])
+            below.plot(range(1, len(kl)), kl[1:], **style)  # at step 0 no engine is stale
         above.set(title=f"sampler's weights {case}", ylim=(0, 1), ylabel="reward, mean of 8 steps")
-        label = "KL(sampler, trainer) [nats per token], mean of 8"
-        below.set(xlabel="step", ylabel=label, yscale="log")
+        below.set(xlabel="step", ylabel="KL(sampler, trainer) [nats/token]", yscale="log")
         for ax in (above, below):
             ax.grid(alpha=0.3)
         above.legend(fontsize=8)
