@@ -1,4 +1,4 @@
-"""Mismatch of trainer and sampler: how far two copies of one model disagree, why, and weights against it.
+"""Mismatch of trainer and sampler: how far they disagree, why, and weights against it.
 
 The sampler's log-probs are `Rollout.logp`; the trainer's are of the same tokens. Where the two differ,
 samples are off-policy: rounding makes them so a little, stale weights more.

@@ -1,4 +1,4 @@
-"""The canary: weights with noise, which show in an engine's log-probs whether all of them are sampled from.
+"""The canary: weights with noise show whether an engine samples from all that it was sent.
 
 At the size of a real update a weight that stayed behind hides in rounding: a dropped norm moves log-probs by
 3e-7 at a relative update of 1e-4, and two copies of one model differ by as much. Noise of 5 % makes it 1e-3.
@@ -40,7 +40,8 @@ class Probe(NamedTuple):
 def with_noise(name: str, x: Tensor, key: int, *, scale: float = NOISE) -> Tensor:
     """x plus normal noise of `scale` x its root mean square, drawn by (key, name).
 
-    A tensor of zeros counts as one of ones. The noise does not depend on the device or on how the tensor is sharded.
+    A tensor of zeros counts as one of ones. The noise does not depend on the device or on how the tensor is
+    sharded.
     """
     wide = x.detach().cpu().float()
     size = float(wide.square().mean().sqrt()) or 1.0
@@ -100,7 +101,9 @@ def canary(
     [nats per token].
     """
     began = time.perf_counter()
-    key = int(_agreed(st, secrets.randbits(48) if key is None else key))
+    if key is None:
+        key = secrets.randbits(48)
+    key = int(_agreed(st, key))
     copy: nn.Module | None = None
     if st.rank == 0:
         copy = model_lib.load(model, quantize="none")

@@ -1,4 +1,4 @@
-"""The manifest: which tensors a sync has to send, known from the trainer's module before one is gathered."""
+"""The manifest: which tensors a sync has to send, by the trainer's own module."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Mismatch of trainer and sampler: measured as defined, limited by its own noise, corrected, and explained."""
+"""Mismatch of trainer and sampler: measured as defined, limited by its noise, corrected, and explained."""
 
 import json
 
@@ -61,7 +61,7 @@ def test_the_mismatch_is_its_definition(seed, spread):
 
 
 def test_the_kl_is_that_of_sampler_and_trainer():
-    """Over all tokens of a distribution, weighted by the sampler's probability, it is KL(sampler, trainer)."""
+    """Over all tokens, weighted by the sampler's probability, it is KL(sampler, trainer)."""
     g = torch.Generator().manual_seed(0)
     sampler, trainer = torch.randn(2, 50, generator=g, dtype=torch.float64).log_softmax(-1)
     p = sampler.exp()

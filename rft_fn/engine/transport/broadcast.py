@@ -1,4 +1,4 @@
-"""Weights by broadcast from one rank to all others of a process group: NCCL between GPUs, gloo on hosts.
+"""Weights by broadcast to all ranks of a process group: NCCL between GPUs, gloo on hosts.
 
 Run over gloo only. On a machine with two GPUs `RFT_FN_TRANSPORT=cuda pytest tests/engine/test_transport.py`
 runs the same tests over NCCL.

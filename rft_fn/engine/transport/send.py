@@ -93,7 +93,8 @@ def send(
 def receive(inbox: Inbox, load: Load) -> Delivered:
     """Receive one shipment into the `load` of an engine.
 
-    Raises what `load` raises, after the sender has been told. Tensors are views of a bucket, which keep its memory while they are kept.
+    Raises what `load` raises, after the sender has been told. Tensors are views of a bucket: while one is
+    kept, so is the memory of the bucket.
     """
     version = inbox.begin()
     arriving = inbox.buckets()

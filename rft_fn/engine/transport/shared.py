@@ -1,4 +1,4 @@
-"""Weights to another process of this machine without a copy: shared memory, or CUDA IPC for tensors on a GPU.
+"""Weights to another process of this machine through memory that both read: CUDA IPC on a GPU.
 
 torch.multiprocessing sends a handle of the memory, of either kind, through a connection. Run with tensors on
 the host only; on a GPU `RFT_FN_TRANSPORT=cuda pytest tests/engine/test_transport.py` runs the same tests.
