@@ -116,7 +116,7 @@ def test_without_an_engine_left_the_step_is_saved_and_the_same_command_continues
     with monkeypatch.context() as patch:
         patch.setattr(process._Process, "call", killed)
         with pytest.raises(
-            rft.engine.EngineDead, match="killed by SIGKILL.* steps are saved, the same command"
+            rft.engine.EngineDead, match=r"killed by SIGKILL.* steps are saved, the same command"
         ):
             main(tmp_path / "straight", 1, rebuilds=1, save_every=100)
     assert calls.count("build") == 2
