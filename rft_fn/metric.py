@@ -16,8 +16,8 @@ from rft_fn.reward_shaping import varied
 from rft_fn.types import Packed, Rollout, TokenOut
 
 __all__ = [
-    "Max", "Mean", "Metric", "Sum", "average", "max", "mean", "merge", "pairs", "pass_at_k", "policy",
-    "results", "rollout", "router", "spread", "sum",
+    "Max", "Mean", "Metric", "Sum", "average", "max", "mean", "merge", "mismatch", "pairs", "pass_at_k",
+    "policy", "results", "rollout", "router", "spread", "sum",
 ]  # fmt: skip
 
 
@@ -170,6 +170,22 @@ def pass_at_k(correct: Tensor, k: int) -> Tensor:
     return 1 - ((wrong - i).clamp(min=0) / (sizes["G"] - i)).prod(-1)
 
 
+def mismatch(logp: Tensor, sampler: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """Mismatch of two log-probs of the same tokens, all [*], in nats per token.
+
+    Mean and largest |logp - sampler|, and KL(sampler, policy) by k3: exp(d) - 1 - d with
+    d = logp - sampler in [-20, 20]. A token that both exclude adds 0.
+    """
+    d = log_ratio(logp.detach(), sampler)
+    near = d.clamp(-20, 20)
+    kl = torch.expm1(near) - near
+    return {
+        "policy/logp_gap": mean(d.abs(), mask),
+        "policy/logp_gap_max": max(d.abs(), mask),
+        "policy/kl_sampler": mean(kl, mask),
+    }
+
+
 def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
     """Mismatch of log-probs with `old_logp`, and entropy.
 
@@ -177,8 +193,7 @@ def policy(out: TokenOut, b: Packed) -> dict[str, Metric]:
     rollout whose old_logp is the sampler's, `policy/logp_gap` is the mismatch of trainer and sampler on the
     same tokens and weights: 1e-6 in float32, and a bug if it is not small.
     """
-    gap = log_ratio(out.logp.detach(), b.old_logp).abs()
-    found: dict[str, Metric] = {"policy/logp_gap": mean(gap, b.mask), "policy/logp_gap_max": max(gap, b.mask)}
+    found = mismatch(out.logp, b.old_logp, b.mask)
     if out.entropy is not None:
         found["policy/entropy"] = mean(out.entropy, b.mask)
     return found

@@ -240,6 +240,13 @@ def icepop(w, old_logp, logp, low=0.5, high=5.0):
     return np.array([x * r if low <= r <= high else 0.0 for x, r in zip(w, ratios)])
 
 
+def mismatch(trainer, sampler, mask):
+    """(mean and largest |difference|, KL by k3) over the tokens in mask."""
+    d = [t - s for t, s, m in zip(np.ravel(trainer), np.ravel(sampler), np.ravel(mask)) if m]
+    kl = [math.exp(x) - 1 - x for x in d]
+    return sum(map(abs, d)) / len(d), max(map(abs, d)), sum(kl) / len(kl)
+
+
 def importance(w, old_logp, logp):
     return np.array([x * math.exp(o) / math.exp(q) for x, o, q in zip(w, old_logp, logp)])
 

@@ -137,4 +137,4 @@ def test_the_gap_to_a_sampler_that_excludes_the_same_token_is_0():
     at = int(b.mask.nonzero()[0])
     old = torch.where(torch.arange(len(b.adv)) == at, -torch.inf, b.old_logp)
     got = metric.results(metric.policy(TokenOut(logp=old), tree.replace(b, old_logp=old)))
-    assert got == {"policy/logp_gap": 0.0, "policy/logp_gap_max": 0.0}
+    assert got == {"policy/logp_gap": 0.0, "policy/logp_gap_max": 0.0, "policy/kl_sampler": 0.0}

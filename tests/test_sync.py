@@ -1,6 +1,7 @@
 """A weight sync: the engine samples from the trained weights, and whatever got lost on the way is seen."""
 
 import pytest
+import ranks
 import tiny
 import torch
 
@@ -34,6 +35,9 @@ class Taking:
 
     def __init__(self, change):
         self.change = change
+
+    def status(self):
+        return {"version": 0}
 
     def load(self, weights, *, version):
         found = list(weights)
@@ -76,3 +80,239 @@ def test_what_is_frozen_is_known_to_the_engine():
     _, state = st.init(lm, optim.adamw(0.1))
     eng = engine.hf(tiny.llama(), tiny.tokenizer())
     assert sync.push(st, state, eng, version=1).tensors == len(state.params) < len(list(lm.parameters()))
+
+
+# ---------- guards, at updates as small as real ones
+
+
+def started(relative=1e-4):
+    """(strategy, the state of an engine's model after an update of this relative size, that engine)."""
+    lm = tiny.llama()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        for p in lm.parameters():
+            p.data += relative * p.data.square().mean().sqrt() * torch.randn(p.shape)
+    st = rft.strategy.get_fake_strategy()
+    _, state = st.init(lm, optim.adamw(0.1))
+    return st, state, engine.hf(tiny.llama(), tiny.tokenizer())
+
+
+NORM, Q, DOWN = (
+    "model.layers.1.input_layernorm.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.layers.0.mlp.down_proj.weight",
+)
+
+
+def without(name):
+    return lambda pairs: [(n, x) for n, x in pairs if n != name]
+
+
+def changed(name, change):
+    return lambda pairs: [(n, change(x)) if n == name else (n, x) for n, x in pairs]
+
+
+def with_nan(x):
+    return torch.where(torch.arange(x.numel()).view_as(x) == 3, torch.nan, x)
+
+
+def dies(pairs):
+    yield from list(pairs)[:4]
+    raise ConnectionError("the other process is gone")
+
+
+def swapped_layers(pairs):
+    other = {"0": "1", "1": "0"}
+    for name, x in pairs:
+        parts = name.split(".")
+        if parts[1] == "layers":
+            parts[2] = other[parts[2]]
+        yield ".".join(parts), x
+
+
+def faulty(st, fault):
+    return st._replace(export=lambda state: iter(fault(list(st.export(state)))))
+
+
+FAULTS = [
+    (without(NORM), NORM, "expected it among the weights that are sent"),
+    (without(Q), Q, "expected it among the weights that are sent"),
+    (changed(DOWN, lambda x: x.bfloat16()), DOWN, "expected torch.float32 or wider, got torch.bfloat16"),
+    (changed(DOWN, lambda x: x.to(torch.int8)), DOWN, "expected torch.float32 or wider, got torch.int8"),
+    (lambda pairs: [*pairs, pairs[2]], "", "expected each name once, got it twice"),
+    (changed(NORM, with_nan), NORM, "expected finite numbers, got NaN or inf"),
+    (changed(Q, lambda x: x[:-1]), Q, r"expected \[32, 32\], got \[31, 32\]"),
+    (
+        lambda pairs: [*pairs, ("model.extra", pairs[0][1])],
+        "model.extra",
+        "expected a parameter of the model",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fault", "name", "message"), FAULTS)
+def test_the_manifest_names_what_is_wrong_with_a_tensor(fault, name, message):
+    """And nothing is ever sampled from an engine that got some of the weights."""
+    st, state, eng = started()
+    with pytest.raises(sync.ManifestError, match=rf"^weights: {name}.*{message}"):
+        sync.push(faulty(st, fault), state, eng, version=1)
+    assert not eng.status()["alive"] and eng.status()["version"] == 0
+    sync.push(st, state, engine.hf(tiny.llama(), tiny.tokenizer()), version=1)
+
+
+@pytest.mark.parametrize(("fault", "name", "message"), [FAULTS[0], FAULTS[1], FAULTS[4], FAULTS[6]])
+def test_the_engine_alone_counts_what_arrives(fault, name, message):
+    """A source without a manifest meets the second guard."""
+    st, state, eng = started()
+    with pytest.raises(ValueError, match=f"^weights: {name}"):
+        eng.load(fault(list(st.export(state))), version=1)
+
+
+def test_an_iterator_that_dies_leaves_a_dead_engine():
+    st, state, eng = started()
+    with pytest.raises(ConnectionError):
+        sync.push(faulty(st, dies), state, eng, version=1)
+    with pytest.raises(engine.EngineDead, match="failed in load"):
+        eng.generate([[3, 4]], [7], sampling=rft.Sampling(max_new=2))
+
+
+# ---------- the canary
+
+
+PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """`model.load` gives the engine's model, as a plain copy."""
+    monkeypatch.setattr(rft.model, "load", lambda name, **how: tiny.llama())
+
+
+class Forgetful:
+    """An engine that takes all weights but does not use one of them, and says nothing."""
+
+    def __init__(self, eng, change):
+        self.inner = eng
+        self.change = change
+        self.status, self.wake, self.generate = eng.status, eng.wake, eng.generate
+
+    def load(self, weights, *, version):
+        found = list(weights)
+        size = sum(x.numel() * x.element_size() for _, x in found)
+        kept = self.change(found)
+        self.inner.load(kept, version=version)
+        return Delivered(len(found), size, 0.1, version)
+
+
+def kept_at(name):
+    """The engine's own old tensor in place of the one that was sent."""
+    old = dict(tiny.llama().named_parameters())[name].detach()
+    return changed(name, lambda x: old)
+
+
+@pytest.mark.parametrize("fault", [kept_at(NORM), kept_at(Q), kept_at("model.norm.weight"), swapped_layers])
+def test_the_canary_sees_a_tensor_that_an_engine_did_not_take(plain, fault):
+    """At a relative update of 1e-4, at which log-probs with the true weights differ by noise alone."""
+    st, state, eng = started()
+    with pytest.raises(sync.CanaryError, match="expected the engine to sample from the weights"):
+        sync.canary(st, state, Forgetful(eng, fault), "tiny", PROMPTS, version=1)
+
+
+def test_the_canary_passes_a_good_engine_and_leaves_it_with_the_true_weights(plain):
+    st, state, eng = started()
+    before = [x.clone() for _, x in st.export(state)]
+    probe = sync.canary(st, state, eng, "tiny", PROMPTS, version=3)
+    assert probe.noisy < 1e-5 and probe.floor < 1e-5 and probe.seconds > 0
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, st.export(state)))
+    sampling = rft.Sampling(max_new=6)
+    want = engine.hf(tiny.llama(), tiny.tokenizer())
+    sync.push(st, state, want, version=3)
+    got = eng.generate(PROMPTS, [1, 2, 3], n=2, sampling=sampling)
+    assert torch.equal(got.logp, want.generate(PROMPTS, [1, 2, 3], n=2, sampling=sampling).logp)
+    assert set(got.version.tolist()) == {3}
+
+
+def test_noise_is_new_in_every_canary_unless_a_key_is_given(plain):
+    st, state, eng = started()
+    keys = {sync.canary(st, state, eng, "tiny", PROMPTS[:1], version=1, max_new=1).key for _ in range(3)}
+    assert len(keys) == 3
+    assert sync.canary(st, state, eng, "tiny", PROMPTS[:1], version=1, max_new=1, key=5).key == 5
+
+
+def test_noise_is_5_percent_of_a_tensor_and_a_tensor_of_zeros_gets_some():
+    x = 3 * torch.randn(200, 100, generator=torch.Generator().manual_seed(0))
+    noise = sync.with_noise("a", x, 1) - x
+    assert noise.std() == pytest.approx(0.15, rel=0.02) and abs(noise.mean()) < 0.01
+    assert torch.equal(sync.with_noise("a", x, 1), x + noise)
+    assert not torch.equal(sync.with_noise("b", x, 1), x + noise)
+    assert sync.with_noise("a", torch.zeros(1000), 1).std() == pytest.approx(0.05, rel=0.1)
+
+
+# ---------- what an engine may ask for
+
+
+def test_an_engine_gets_its_type_and_all_names_of_a_tied_weight():
+    st, state, eng = started()
+    seen = {}
+
+    def load(weights, *, version):
+        seen.update(weights)
+        return Delivered(len(seen), sum(x.numel() * x.element_size() for x in seen.values()), 0.1, version)
+
+    def status():
+        return {**eng.status(), "dtype": torch.bfloat16, "tied": True}
+
+    delivered = sync.push(st, state, eng._replace(load=load, status=status), version=1)
+    assert torch.equal(seen["lm_head.weight"], seen["model.embed_tokens.weight"])
+    assert set(seen) == {*state.params, "lm_head.weight"}
+    assert all(x.dtype == torch.bfloat16 for x in seen.values())
+    assert delivered.bytes == 2 * sum(x.numel() for x in seen.values())
+
+
+# ---------- several processes
+
+
+def on_two_ranks(rank, _):
+    """Under FSDP2: a canary that passes, one that a bad engine fails, and an engine that breaks off."""
+    st = rft.strategy.get_strategy(rft.strategy.StrategyConfig(fsdp=True))
+    _, state = st.init(rft.model.load("tiny"), optim.adamw(0.1))
+    eng = engine.get_engine(None, "tiny")
+    passed = sync.canary(st, state, eng, "tiny", PROMPTS, version=1)
+    told = [max(passed.noisy, passed.floor), passed.key]
+
+    # one weight of one rank's engine stays behind
+    engine_of_rank = eng
+    if rank == 1:
+        engine_of_rank = Forgetful(eng, kept_back("model.layers.1.input_layernorm.weight", eng))
+    try:
+        sync.canary(st, state, engine_of_rank, "tiny", PROMPTS, version=2)
+    except sync.CanaryError as error:
+        told.append(str(error))
+
+    # one rank's engine fails in mid-load: the other rank's gets all of its weights
+    class Breaks(Forgetful):
+        def load(self, weights, *, version):
+            next(weights)
+            raise ConnectionError("gone")
+
+    try:
+        taken = sync.push(st, state, Breaks(eng, None) if rank == 1 else eng, version=3)
+        told.append(taken.version)
+    except ConnectionError as error:
+        told.append(str(error))
+    st.close()
+    return told
+
+
+def kept_back(name, eng):
+    """The tensor that the engine was built with, in place of the one that is sent."""
+    old = dict(rft.model.load("tiny").named_parameters())[name].detach().clone()
+    return changed(name, lambda x: old)
+
+
+def test_the_guards_hold_under_fsdp2():
+    first, second = ranks.run(2, "test_sync:on_two_ranks", None)
+    for told in (first, second):
+        assert told[0] < 1e-5 and told[1] == first[1]
+        assert told[2].startswith("canary: expected the engine to sample from the weights")
+    assert first[3] == 3 and second[3] == "gone"

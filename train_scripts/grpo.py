@@ -49,6 +49,10 @@ def check(cfg: Config, algo: rft.algorithm.Algorithm) -> None:
         rft.run.without(cfg, "template", prefix="", instead="--messages takes its place")
     if cfg.overlong > cfg.max_new:
         raise ValueError(f"overlong: expected at most max_new = {cfg.max_new}, got {cfg.overlong}")
+    if cfg.partial and (cfg.ahead or cfg.rounds > 1):
+        raise ValueError(
+            f"partial: expected it without ahead and rounds, got ahead {cfg.ahead}, rounds {cfg.rounds}"
+        )
     most = cfg.prompts * cfg.group
     if cfg.minibatches > most:
         raise ValueError(f"minibatches: expected at most {most}, got {cfg.minibatches}")
@@ -98,7 +102,10 @@ def minibatches(cfg: Config, algo: Any, exp: rft.Experience, step: int) -> Itera
     for epoch in range(cfg.epochs):
         key = rft.rng.fold_in(cfg.seed, "updates", step, epoch)
         for part in rft.packing.minibatches(exp, rft.run.updates_per_pass(cfg, cfg.strategy), key):
-            yield rft.tree.replace(part, w=algo.weight(part.mask))
+            w = algo.weight(part.mask)
+            if part.extra:
+                w = w * part.extra["correction"]
+            yield rft.tree.replace(part, w=w, extra=None)
 
 
 def policy_loss(cfg: Config, algo: Any, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, dict]:
@@ -141,28 +148,52 @@ def main(cfg: Config) -> None:
     loss_fn = partial(policy_loss, cfg, algo)
 
     # ---- setup: what samples, and everything that a checkpoint brings back
-    eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), cfg.model, task.tokenizer)
-    extra = {"step": 0, "moments": rft.reward_shaping.moments()}
+    extra = {"step": 0, "floor": 0.0, "moments": rft.reward_shaping.moments()}
+    extra |= {"ahead": [], "waiting": None}
     state, extra = rft.run.restore_latest(st, run, state, extra)
+    samples, push = rft.run.start_sampler(cfg, st, task, extra["ahead"])
+    eng = samples.engine
     run.resume(extra["step"])
-    rft.sync.push(st, state, eng, version=extra["step"])
+    push(state, version=extra["step"])
 
     def answer(prompts, keys, n=cfg.group, sampling=sampling):
         """Responses to the prompts and their rewards [N, n], the same on every rank."""
-        with run.phase("generate"):
-            rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, n=n, sampling=sampling)
+        with run.phase("generate"), rft.run.saved_if_lost(run):
+            rollout = samples.generate(prompts, keys, n=n, sampling=sampling)
         with run.phase("judge"):
             judged = rft.run.judge(cfg, st, task, rollout, prompts, step=extra["step"])
         return rollout, judged
+
+    def finished(step):
+        """The groups that are finished, after each response grew by `partial` tokens; the others wait."""
+        generate = partial(rft.collect.gather_and_generate, eng, st)
+        draw = partial(draw_round, cfg, task.dataset, i=0)
+        how = {"n": cfg.group, "sampling": sampling, "budget": cfg.partial, "waiting": extra["waiting"]}
+        with run.phase("generate"), rft.run.saved_if_lost(run):
+            prompts, rollout, extra["waiting"] = rft.collect.sample_partial(generate, draw, step, **how)
+        with run.phase("judge"):
+            judged = rft.run.judge(cfg, st, task, rollout, prompts, step=step)
+        return rft.collect.judged_groups(prompts, rollout, judged)
+
+    def save_ahead():
+        """Put the rollouts that are under way into the checkpoint."""
+        extra["ahead"] = samples.save()
 
     for step in range(extra["step"], cfg.steps):
         values = {}
         if step == 0:
             values |= rft.run.evaluate(cfg, st, run, task, eng, step=0)
 
+        # ---- collect: begin the rollouts of this step and of those ahead of it
+        for later in rft.collect.due(step, cfg.ahead, cfg.steps):
+            samples.begin(*draw_round(cfg, task.dataset, later, 0), n=cfg.group, sampling=sampling)
+
         # ---- collect: groups of responses; with several rounds those whose rewards differ come first
-        draw = partial(draw_round, cfg, task.dataset, step)
-        filled = rft.collect.sample_varied_groups(answer, draw, cfg.prompts, rounds=cfg.rounds)
+        if cfg.partial:
+            filled = finished(step)
+        else:
+            draw = partial(draw_round, cfg, task.dataset, step)
+            filled = rft.collect.sample_varied_groups(answer, draw, cfg.prompts, rounds=cfg.rounds)
         prompts, rollout, judged = filled.prompts, filled.rollout, filled.judged
         reward = shaped(cfg, judged.reward, rollout)
         mask = rollout.mask
@@ -181,13 +212,19 @@ def main(cfg: Config) -> None:
         if cfg.normalize_reward:
             reward, extra["moments"] = rft.reward_shaping.running_norm(reward, extra["moments"])
 
+        # ---- learn: the trainer's own log-probs, where weights make up for what the sampler's differ
+        with run.phase("score"):
+            how = {"budget": cfg.budget, "version": step}
+            own = rft.run.correct_mismatch(cfg, st, apply, state.params, rollout, **how)
+
         # ---- learn: the advantage and the weight of each token
         baseline = {}
         if algo.greedy:  # ReMax: the reward of the greedy answer, for which keys do not matter
             answers, graded = answer(prompts, range(len(prompts)), 1, greedy)
             baseline["greedy_reward"] = shaped(cfg, graded.reward, answers)[:, 0]
         adv = algo.advantage(reward, rollout, **baseline)
-        exp = rft.experience(rollout, adv=adv, w=algo.weight(mask), ref_logp=ref_logp)
+        how = {"old_logp": own.old_logp, "ref_logp": ref_logp, "extra": own.extra}
+        exp = rft.experience(rollout, adv=adv, w=algo.weight(mask), **how)
 
         # ---- learn: passes over the minibatches
         logs = []
@@ -197,31 +234,34 @@ def main(cfg: Config) -> None:
                 grads, metrics = st.grad(state, apply, loss_fn, packs)
                 logs.append(rft.metric.results(metrics))
             if len(logs) == 1:  # before the first update trainer and sampler have the same weights
-                params = state.params
-                rft.collect.check_mismatch(logs[0], cfg.max_gap, eng, rollout, sampling, apply, params, packs)
+                gap = logs[0] | own.metrics
+                gap = rft.run.check_gap(cfg, extra, gap, rollout, sampling, apply, state.params, packs)
             with run.phase("train"):
                 rate = schedule(rft.optim.count(state.opt))
                 state, metrics = st.update(state, grads)
                 logs[-1] |= rft.metric.results(metrics)
         with run.phase("sync"):
-            rft.sync.push(st, state, eng, version=step + 1)
+            push(state, version=step + 1)
 
         # ---- report, save, and stop where a signal asked for it
         extra["step"] = step + 1
         values |= rft.metric.average(logs) | {"lr": rate}
-        values |= {name: x for name, x in logs[0].items() if "logp_gap" in name}
+        values |= own.metrics | gap
         values |= rft.metric.rollout(rollout, reward) | rft.metric.spread("adv", exp.adv, mask)
         values |= rft.reward.means(judged, "reward") | filled.metrics()
         if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
             values |= rft.run.evaluate(cfg, st, run, task, eng, step=step + 1)
+        run.beside("engine", samples.busy())
         run.write(step, values, tokens=int(rollout.length.sum()))
         run.trajectories(step, prompts, rollout, judged)
         mean = values["reward/mean"]
-        rft.run.checkpoint(cfg, st, run, step + 1, state, extra, score=mean, best=cfg.best)
+        how = {"score": mean, "best": cfg.best, "before": save_ahead}
+        rft.run.checkpoint(cfg, st, run, step + 1, state, extra, **how)
 
     # ---- the model that came out
     weights = rft.run.final_weights(cfg, st, state)
     st.save_pretrained(run.folder / "model", module, task.tokenizer, weights, merge=cfg.lora_merge)
+    samples.close()
     run.finish()
     st.close()
 

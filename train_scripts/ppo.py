@@ -74,6 +74,7 @@ class Config(
 def check(cfg: Config) -> None:
     """ValueError for options that do not go together."""
     rft.check.at_most_one(steps=cfg.steps, data_epochs=cfg.data_epochs)
+    rft.run.without(cfg, "partial", prefix="", instead="grpo.py has it")
 
     # columns of messages take the place of a template
     if cfg.messages and not cfg.ptx:
@@ -142,7 +143,7 @@ def minibatches(cfg: Config, row: Any, exp: rft.Experience, step: int) -> Iterat
             w = row.weight(part.mask)
             good = part.extra["positive"]
             share = torch.where(w > 0, cfg.positive_nll * good / (w * good.sum().clamp(min=1)), 0)
-            yield rft.tree.replace(part, w=w, extra={"positive": share})
+            yield rft.tree.replace(part, w=w, extra=part.extra | {"positive": share})
 
 
 def supervised(cfg: Config, examples: rft.data.Dataset, tokenizer: Any, update: int) -> rft.Experience:
@@ -184,6 +185,8 @@ def actor_loss(cfg: Config, row: Any, out: rft.TokenOut, b: rft.Packed) -> tuple
     if "ptx" in b.extra:
         return nll, {"ptx/nll": rft.metric.mean(nll, b.mask)}
     loss, metrics = row.loss(out, b)
+    if "correction" in b.extra:  # of the actor alone: the critic learns the returns of all samples alike
+        loss = loss * b.extra["correction"]
     metrics["policy/loss"] = rft.metric.sum(b.w * loss)
     if cfg.entropy:
         loss = loss + cfg.entropy * rft.loss.entropy_bonus(out.entropy)
@@ -225,13 +228,18 @@ def main(cfg: Config) -> None:
     rows = partial(rft.run.gather_rows, st)
 
     # ---- setup: what samples, and everything that a checkpoint brings back
-    eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), cfg.model, task.tokenizer)
-    extra = {"step": 0, "kl": cfg.kl, "moments": rft.reward_shaping.moments()}
+    extra = {"step": 0, "floor": 0.0, "kl": cfg.kl, "moments": rft.reward_shaping.moments(), "ahead": []}
     states = {"actor": actor, "critic": critic}
     states, extra = rft.run.restore_latest(st, run, states, extra)
     actor, critic = states["actor"], states["critic"]
+    samples, push = rft.run.start_sampler(cfg, st, task, extra["ahead"])
+    eng = samples.engine
     run.resume(extra["step"])
-    rft.sync.push(st, actor, eng, version=extra["step"])
+    push(actor, version=extra["step"])
+
+    def save_ahead():
+        """Put the rollouts that are under way into the checkpoint."""
+        extra["ahead"] = samples.save()
 
     for step in range(extra["step"], cfg.steps):
         values = {}
@@ -239,10 +247,12 @@ def main(cfg: Config) -> None:
             values |= rft.run.evaluate(cfg, st, run, task, eng, step=0)
 
         # ---- collect: prompts, responses and rewards, the same on every rank
+        how = {"n": cfg.group, "sampling": sampling}
+        for later in rft.collect.due(step, cfg.ahead, cfg.steps):
+            samples.begin(*rft.data.draw(task.dataset, cfg.prompts, later, cfg.seed), **how)
         prompts, keys = rft.data.draw(task.dataset, cfg.prompts, step, cfg.seed)
-        with run.phase("generate"):
-            how = {"n": cfg.group, "sampling": sampling}
-            rollout = rft.collect.gather_and_generate(eng, st, prompts, keys, **how)
+        with run.phase("generate"), rft.run.saved_if_lost(run):
+            rollout = samples.generate(prompts, keys, **how)
         with run.phase("judge"):
             judged = rft.run.judge(cfg, st, task, rollout, prompts, step=step)
         mask = rollout.mask
@@ -256,6 +266,8 @@ def main(cfg: Config) -> None:
             ref_logp = rollout.logp
             if cfg.kl:
                 ref_logp = rows(score_initial(actor.params, packs), packs, rollout.logp)
+            how = {"budget": cfg.budget, "version": step}
+            own = rft.run.correct_mismatch(cfg, st, apply, actor.params, rollout, **how)
 
         # ---- learn: rewards with the KL, advantages and returns of each token, all [B, S]
         coef = extra["kl"]
@@ -268,7 +280,8 @@ def main(cfg: Config) -> None:
         if cfg.whiten:
             adv = rft.advantage.whiten(adv, mask)
         good = {"positive": ((judged.reward >= cfg.positive_at).view(-1, 1) * mask).float()}
-        exp = rft.experience(rollout, adv=adv, w=row.weight(mask), old_value=value, ret=ret, extra=good)
+        how = {"old_logp": own.old_logp, "old_value": value, "ret": ret, "extra": good | own.extra}
+        exp = rft.experience(rollout, adv=adv, w=row.weight(mask), **how)
 
         # ---- learn: passes over the minibatches, in each the critic, then the actor
         logs = []
@@ -288,37 +301,37 @@ def main(cfg: Config) -> None:
                     grads, metrics = st.grad(actor, apply, loss_fn, mine)
                     logs[i] |= rft.metric.results(metrics)
             if i == 0:  # before the first update trainer and sampler have the same weights
-                start = {name: x for name, x in logs[0].items() if "logp_gap" in name}
-                rft.collect.check_mismatch(
-                    start, cfg.max_gap, eng, rollout, sampling, apply, actor.params, packs
-                )
+                gap = logs[0] | own.metrics
+                gap = rft.run.check_gap(cfg, extra, gap, rollout, sampling, apply, actor.params, packs)
             if learns:
                 with run.phase("train"):
                     rate = schedule(rft.optim.count(actor.opt))
                     actor, metrics = st.update(actor, grads)
                     logs[i] |= rft.metric.results(metrics)
         with run.phase("sync"):
-            rft.sync.push(st, actor, eng, version=step + 1)
+            push(actor, version=step + 1)
 
         # ---- report, save, and stop where a signal asked for it
         extra["step"] = step + 1
-        values |= rft.metric.average(logs) | start
+        values |= rft.metric.average(logs) | own.metrics | gap
         values |= {"value/explained_variance": rft.model.explained_variance(value, ret, mask)}
         values |= {"kl/coef": coef, "kl/ref": kl, "lr": rate}
         values |= rft.metric.rollout(rollout, reward) | rft.reward.means(judged, "reward")
         if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
             values |= rft.run.evaluate(cfg, st, run, task, eng, step=step + 1)
+        run.beside("engine", samples.busy())
         run.write(step, values, tokens=int(rollout.length.sum()))
         run.trajectories(step, prompts, rollout, judged)
         states = {"actor": actor, "critic": critic}
-        mean = values["reward/mean"]
-        rft.run.checkpoint(cfg, st, run, step + 1, states, extra, score=mean, best=cfg.best)
+        how = {"score": values["reward/mean"], "best": cfg.best, "before": save_ahead}
+        rft.run.checkpoint(cfg, st, run, step + 1, states, extra, **how)
 
     # ---- the models that came out
     weights = rft.run.final_weights(cfg, st, actor)
     st.save_pretrained(run.folder / "model", module, task.tokenizer, weights, merge=cfg.lora_merge)
     if cfg.save_critic:
         st.save_pretrained(run.folder / "critic", valuer, None, st.export(critic))
+    samples.close()
     run.finish()
     st.close()
 

@@ -1,13 +1,28 @@
 """How rollouts come about: sampled and judged by all ranks, and checked against the trainer."""
 
+from rft_fn.collect.ahead import Ahead, InOrder, due, version_of
 from rft_fn.collect.conversations import Played
-from rft_fn.collect.dynamic_sampling import VariedGroups, sample_varied_groups
+from rft_fn.collect.dynamic_sampling import VariedGroups, judged_groups, sample_varied_groups
 from rft_fn.collect.generate import gather_and_generate
 from rft_fn.collect.judging import check_reward, gather_and_judge
-from rft_fn.collect.mismatch import check_mismatch, explain_mismatch, logp_mismatch
+from rft_fn.collect.mismatch import (
+    CORRECTIONS,
+    MISMATCH,
+    check_mismatch,
+    correction,
+    explain_mismatch,
+    gap_limit,
+    logp_mismatch,
+    mismatch_metrics,
+    noise_floor,
+    staleness,
+)
+from rft_fn.collect.partial import Waiting, sample_partial
 from rft_fn.collect.turns import play
 
 __all__ = [
-    "Played", "VariedGroups", "check_mismatch", "check_reward", "explain_mismatch", "gather_and_generate",
-    "gather_and_judge", "logp_mismatch", "play", "sample_varied_groups",
+    "CORRECTIONS", "MISMATCH", "Ahead", "InOrder", "Played", "VariedGroups", "Waiting", "check_mismatch",
+    "check_reward", "correction", "due", "explain_mismatch", "gap_limit", "gather_and_generate",
+    "gather_and_judge", "judged_groups", "logp_mismatch", "mismatch_metrics", "noise_floor", "play",
+    "sample_partial", "sample_varied_groups", "staleness", "version_of",
 ]  # fmt: skip

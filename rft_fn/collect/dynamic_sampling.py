@@ -11,7 +11,7 @@ from rft_fn import rollout as rollouts
 from rft_fn.reward import Judged, concat, select
 from rft_fn.types import Rollout
 
-__all__ = ["Collect", "Draw", "VariedGroups", "sample_varied_groups"]
+__all__ = ["Collect", "Draw", "VariedGroups", "judged_groups", "sample_varied_groups"]
 
 
 class Draw(Protocol):
@@ -49,6 +49,12 @@ class _Batch(NamedTuple):
     prompts: list[Any]
     rollout: Rollout
     judged: Judged
+
+
+def judged_groups(prompts: Sequence[Any], rollout: Rollout, judged: Judged) -> VariedGroups:
+    """The groups of one round, all of which are taken."""
+    varied = int(reward_shaping.varied(judged.reward).sum())
+    return VariedGroups(list(prompts), rollout, judged, 1, len(prompts), varied)
 
 
 def sample_varied_groups(collect: Collect, draw: Draw, n: int, *, rounds: int = 1) -> VariedGroups:

@@ -1,15 +1,29 @@
-"""Mismatch of trainer and sampler: why two copies of one model disagree about the same tokens."""
+"""Mismatch of trainer and sampler: how far they disagree, why, and weights against it.
+
+The sampler's log-probs are `Rollout.logp`; the trainer's are of the same tokens. Where the two differ,
+samples are off-policy: rounding makes them so a little, stale weights more.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from rft_fn import model, packing, tree
-from rft_fn.types import Apply, Engine, Packed, Rollout, Sampling
+from rft_fn import check, metric, model, packing, tree, weight
+from rft_fn.model.scorer import Scorer
+from rft_fn.types import Apply, Packed, Rollout, Sampling
 
-__all__ = ["check_mismatch", "explain_mismatch", "logp_mismatch"]
+__all__ = [
+    "CORRECTIONS", "MISMATCH", "check_mismatch", "correction", "explain_mismatch", "gap_limit",
+    "logp_mismatch", "mismatch_metrics", "noise_floor", "staleness",
+]  # fmt: skip
+
+MISMATCH = ("policy/logp_gap", "policy/logp_gap_max", "policy/kl_sampler")
+
+
+# ---------- how far they disagree
 
 
 def logp_mismatch(a: Tensor, b: Tensor, mask: Tensor) -> float:
@@ -17,8 +31,97 @@ def logp_mismatch(a: Tensor, b: Tensor, mask: Tensor) -> float:
     return _masked_mean((a - b).abs(), mask)
 
 
+def mismatch_metrics(trainer: Tensor, rollout: Rollout) -> dict[str, float]:
+    """The mismatch of the trainer's log-probs [B, S] with the sampler's, in nats per token.
+
+    Mean and largest |difference|, and KL(sampler, trainer), estimated by k3 on the sampler's own tokens. The
+    names are those of `MISMATCH`, which `metric.policy` gives for an update whose old_logp is the sampler's.
+    """
+    check.shapes(trainer=(trainer, "B S"), logp=(rollout.logp, "B S"), mask=(rollout.mask, "B S"))
+    return metric.results(metric.mismatch(trainer, rollout.logp, rollout.mask))
+
+
+def staleness(rollout: Rollout, version: int) -> dict[str, float]:
+    """How many versions older than `version` the weights of the rows are: mean, and the largest."""
+    behind = version - rollout.version.double()
+    return {"rollout/staleness": float(behind.mean()), "rollout/staleness_max": float(behind.max())}
+
+
 def _masked_mean(x: Tensor, mask: Tensor) -> float:
     return float((x * mask).double().sum() / mask.sum().clamp(min=1))
+
+
+# ---------- weights against it
+
+
+class Correction(Protocol):
+    """Changes the weight of each token."""
+
+    def __call__(self, w: Tensor, old_logp: Tensor, logp: Tensor, /, *, cap: float) -> Tensor:
+        """w [B, S] times a function of the ratio pi_old / pi_sampler; `old_logp` is the trainer's."""
+        ...
+
+
+def _icepop(w: Tensor, old_logp: Tensor, logp: Tensor, /, *, cap: float) -> Tensor:
+    """`weight.icepop` with the band [1 / cap, cap]."""
+    return weight.icepop(w, old_logp, logp, low=1 / cap, high=cap)
+
+
+CORRECTIONS: dict[str, Correction] = {
+    "tis": weight.truncated_is,
+    "mis": weight.masked_is,
+    "icepop": _icepop,
+}
+
+
+def correction(
+    name: str, old_logp: Tensor, rollout: Rollout, *, cap: float = 2.0
+) -> tuple[Tensor, dict[str, float]]:
+    """(the factor of each token's weight [B, S], metrics): a row of `CORRECTIONS` for a whole rollout.
+
+    `old_logp` [B, S] is the trainer's, and of the policy that the update starts from. Every row multiplies w,
+    so w times the factor is what it makes of w; the factor is 0 outside mask. The metrics are the mean factor
+    and the share of tokens whose ratio was capped or that were dropped.
+
+    tis: min(ratio, cap), as V-trace truncates it (arXiv 1802.01561). mis: 0 where the ratio exceeds the cap
+    (compared in arXiv 2510.26788). icepop: 0 outside [1 / cap, cap] (arXiv 2510.18855). All work per token,
+    which leaves a bias that `weight.importance_seq` does not have. ValueError for another name.
+    """
+    if name not in CORRECTIONS:
+        raise ValueError(f"mismatch: expected one of {', '.join(CORRECTIONS)}, got {name!r}")
+    inside = rollout.mask.to(old_logp.dtype)
+    factor = CORRECTIONS[name](inside, old_logp, rollout.logp, cap=cap)
+    plain = weight.importance(inside, old_logp, rollout.logp)
+    found: dict[str, metric.Metric] = {
+        "mismatch/weight": metric.mean(factor, rollout.mask),
+        "mismatch/cut": metric.mean((factor != plain).double(), rollout.mask),
+    }
+    return factor, metric.results(found)
+
+
+# ---------- how far they may disagree, and what explains it
+
+
+def noise_floor(gap: float, sampling: Sampling) -> float:
+    """The noise of a mean mismatch that was measured where trainer and sampler have the same weights.
+
+    It is `gap` itself, but no less than the rounding of float32, 1e-6 nats per token, or 1e-4 where top_p or
+    top_k cut the distribution: rounding then decides now and then which token is the last that stays.
+    """
+    least = 1e-6
+    if sampling.truncates:
+        least = 1e-4
+    return max(gap, least)
+
+
+def gap_limit(max_gap: float, factor: float, floor: float) -> float:
+    """The largest mismatch that passes: factor x the noise floor, and never more than `max_gap`.
+
+    Before the floor is known it is 0 here, and `max_gap` alone is the limit.
+    """
+    if not floor:
+        return max_gap
+    return min(max_gap, factor * floor)
 
 
 def _growth(x: Tensor, mask: Tensor) -> float:
@@ -30,31 +133,33 @@ def _growth(x: Tensor, mask: Tensor) -> float:
 
 
 def explain_mismatch(
-    engine: Engine,
     rollout: Rollout,
     trainer: Tensor,
     sampling: Sampling,
     *,
     again: Tensor | None = None,
+    rescored: Callable[[Sampling], Tensor] | None = None,
     limit: float,
 ) -> str:
     """One paragraph that names the cause of a mismatch above `limit` [nats per token].
 
     It tests instead of guessing: dropout, temperature, top_p, positions, then template or weights. `trainer`
-    and `again` [B, S] are two scorings by the trainer, which differ only by dropout. An engine that can score
-    does so as it sampled, without top_p / top_k and at temperature 1: the variant that agrees with the
-    trainer shows the option that the trainer was not given.
+    and `again` [B, S] are two scorings by the trainer, which differ only by dropout. `rescored` scores the
+    same tokens in the trainer under another Sampling: an option that only one side knows is found by leaving
+    it out.
     """
     mask = rollout.mask
     gap = logp_mismatch(trainer, rollout.logp, mask)
-    head = f"policy/logp_gap is {gap:.3g} nats per token, above the limit of {limit:g}. "
+    head = f"policy/logp_gap is {gap:.3g} nats per token, above the limit of {limit:.3g}. "
     if again is not None and logp_mismatch(trainer, again, mask) > limit / 10:
         return head + "Look at dropout: the trainer gives the same tokens different log-probs on every call."
 
-    # an option that only the sampler knows
-    option = _unknown_option(engine, rollout, trainer, sampling, limit)
+    # an option that only one of the two knows
+    option = ""
+    if rescored is not None:
+        option = _one_sided_option(rollout, trainer, sampling, rescored, limit)
     if option:
-        return head + f"Look at {option}: without it sampler and trainer agree; pass one Sampling to both."
+        return head + f"Look at {option}; pass one Sampling to both."
 
     # wrong positions differ more and more along a response; wrong weights or templates everywhere
     growth = _growth(trainer - rollout.logp, mask)
@@ -70,36 +175,41 @@ def explain_mismatch(
     )
 
 
-def _unknown_option(
-    engine: Engine, rollout: Rollout, trainer: Tensor, sampling: Sampling, limit: float
+def _one_sided_option(
+    rollout: Rollout,
+    trainer: Tensor,
+    sampling: Sampling,
+    rescored: Callable[[Sampling], Tensor],
+    limit: float,
 ) -> str:
-    """The option of `sampling` without which the engine agrees with the trainer; empty if there is none."""
-    if "score" not in engine.status()["supported"]:
-        return ""
-
+    """The option of `sampling` that only the sampler or only the trainer has; empty if there is none."""
     # greedy tokens are scored at temperature 1
     warm = sampling.temperature or 1.0
-    as_sampled = Sampling(temperature=warm, top_p=sampling.top_p, top_k=sampling.top_k)
-    own = engine.score(rollout, sampling=as_sampled)
-
+    own = rescored(Sampling(temperature=warm, top_p=sampling.top_p, top_k=sampling.top_k))
     variants = {
-        "temperature": Sampling(temperature=1.0, top_p=sampling.top_p, top_k=sampling.top_k),
+        "temperature": Sampling(top_p=sampling.top_p, top_k=sampling.top_k),
         "top_p / top_k": Sampling(temperature=warm),
         "temperature and top_p / top_k": Sampling(),
     }
+
+    def agree(a: Tensor, b: Tensor) -> bool:
+        return logp_mismatch(a, b, rollout.mask) <= limit
+
+    # with the option one of the two is right, and without it the other
     for name, other in variants.items():
-        scored = engine.score(rollout, sampling=other)
-        agrees = logp_mismatch(scored, trainer, rollout.mask) <= limit
-        differs = logp_mismatch(scored, own, rollout.mask) > limit
-        if agrees and differs:
-            return name
+        without = rescored(other)
+        if agree(without, own):
+            continue
+        if agree(without, trainer) and agree(own, rollout.logp):
+            return f"{name}: the trainer scores without it"
+        if agree(without, rollout.logp) and agree(own, trainer):
+            return f"{name}: the engine samples without it"
     return ""
 
 
 def check_mismatch(
     values: Mapping[str, float],
     limit: float,
-    engine: Engine,
     rollout: Rollout,
     sampling: Sampling,
     apply: Apply,
@@ -108,11 +218,46 @@ def check_mismatch(
 ) -> None:
     """ValueError with the explanation if `policy/logp_gap` of a step is above `limit` or NaN.
 
-    `packs` are all packs of the rollout, or this rank's. The trainer scores them, twice, only in that case.
+    `packs` are all packs of the rollout, or this rank's. The trainer scores them only in that case: twice,
+    and once for each option that could explain it.
     """
     if values["policy/logp_gap"] <= limit:
         return
-    scores = [packing.unpack(model.score(apply, params, packs), packs, rollout.logp) for _ in range(2)]
-    scored = packing.unpack([p.mask for p in packs], packs, rollout.mask)
-    mine = tree.replace(rollout, mask=scored)
-    raise ValueError(explain_mismatch(engine, mine, scores[0], sampling, again=scores[1], limit=limit))
+
+    def scored() -> Tensor:
+        return packing.unpack(model.score(apply, params, packs), packs, rollout.logp)
+
+    def rescored(other: Sampling) -> Tensor:
+        assert scorer is not None
+        with _under(scorer, other):
+            return scored()
+
+    scores = [scored() for _ in range(2)]
+    mine = tree.replace(rollout, mask=packing.unpack([p.mask for p in packs], packs, rollout.mask))
+    how: dict[str, Any] = {"again": scores[1], "limit": limit}
+    scorer = _scorer(apply)
+    if scorer is not None:
+        how["rescored"] = rescored
+    raise ValueError(explain_mismatch(mine, scores[0], sampling, **how))
+
+
+def _scorer(apply: Apply) -> Scorer | None:
+    """The module behind an apply that turns tokens into log-probs, None where it is not one of ours."""
+    root = getattr(apply, "root", None)
+    if isinstance(root, Scorer):
+        return root
+    return None
+
+
+@contextmanager
+def _under(scorer: Scorer, sampling: Sampling) -> Iterator[None]:
+    """Within it log-probs are of the distribution that `sampling` draws from."""
+    before = scorer.sampling
+    fused = scorer.fused
+    scorer.sampling = sampling
+    scorer.fused = fused and not sampling.truncates
+    try:
+        yield
+    finally:
+        scorer.sampling = before
+        scorer.fused = fused

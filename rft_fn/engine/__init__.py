@@ -16,12 +16,13 @@ from rft_fn.engine.hf import build as build_hf
 from rft_fn.engine.hf import check_config as check_hf
 from rft_fn.engine.hf import hf
 from rft_fn.engine.lifetime import EngineDead, dead_after_failure
+from rft_fn.engine.process import own_process
 from rft_fn.engine.requests import BadRequest
 from rft_fn.types import Engine
 
 __all__ = [
     "ENGINES", "BadRequest", "Engine", "EngineConfig", "EngineDead", "EngineType", "check_config",
-    "config_of", "dead_after_failure", "get_engine", "hf",
+    "config_of", "dead_after_failure", "get_engine", "hf", "own_process",
 ]  # fmt: skip
 
 
@@ -60,6 +61,11 @@ def check_config(config: EngineConfig) -> None:
     """ValueError for an engine that does not exist, or an option that it cannot honour. Builds nothing."""
     if config.type not in ENGINES:
         raise ValueError(f"engine type: expected {', '.join(ENGINES)}, got {config.type!r}")
+    if config.process and config.tp_size != 1:
+        raise ValueError(
+            f"engine_process, engine_tp_size: expected one process for an engine that has its own, got "
+            f"{config.tp_size}: the ranks that share an engine sample together"
+        )
     ENGINES[config.type].check_config(config)
 
 
@@ -73,4 +79,7 @@ def get_engine(config: EngineConfig | None, model: str | nn.Module, tokenizer: A
     if tokenizer is None and isinstance(model, nn.Module):
         raise ValueError("tokenizer: expected one, got None: a module does not know its tokenizer")
     tokenizer = tokenizer or model_lib.load_tokenizer(str(model))
-    return ENGINES[config.type].build(config, model, tokenizer)
+    build = ENGINES[config.type].build
+    if config.process:
+        return own_process(build, config, model, tokenizer)
+    return build(config, model, tokenizer)

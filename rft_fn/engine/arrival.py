@@ -41,7 +41,9 @@ class Arrival:
         self.began = time.perf_counter()
 
     def take(self, name: str, x: Tensor) -> None:
-        """Count one tensor. ValueError for a name or a shape that the model does not have."""
+        """Count one tensor. ValueError for a name or shape that the model lacks, or a repeated name."""
+        if name in self.names:
+            raise ValueError(f"weights: {name}: expected each name once, got it twice")
         want = self.expected.shape.get(name)
         if want is None:
             raise ValueError(f"weights: {name}: expected a parameter of the model, got {list(x.shape)}")

@@ -1,9 +1,10 @@
 """The options of an engine."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from rft_fn import check
-from rft_fn.check import Count, Share
+from rft_fn.check import Count, Range, Share, Whole
 from rft_fn.strategy.config import StrategyConfig
 
 __all__ = ["EngineConfig", "config_of"]
@@ -23,6 +24,12 @@ class EngineConfig:
     """share of the device's memory that the engine may take; 0: as much as it needs"""
     sleep: bool = StrategyConfig.enable_engine_sleep
     """the engine leaves the device while the trainer works"""
+    process: bool = StrategyConfig.engine_process
+    """the engine has a process of its own"""
+    threads: Whole = StrategyConfig.engine_threads
+    """threads of an engine in a process of its own; 0: as many as this process has"""
+    timeout: Annotated[float, Range(1)] = StrategyConfig.timeout
+    """seconds that a call of an engine in a process of its own may take"""
 
     __post_init__ = check.fields
 
@@ -35,4 +42,7 @@ def config_of(config: StrategyConfig) -> EngineConfig:
         tp_size=config.engine_tp_size,
         mem_util=config.engine_mem_util,
         sleep=config.enable_engine_sleep,
+        process=config.engine_process,
+        threads=config.engine_threads,
+        timeout=config.timeout,
     )

@@ -30,6 +30,9 @@ class BadPrompt(BadRequest):
         self.number = number
         self.reason = expected, got, advice
 
+    def __reduce__(self):
+        return BadPrompt, (self.number, *self.reason)
+
     def moved(self, by: int) -> "BadPrompt":
         """The same of a part of the prompts that begins at number `by`."""
         return BadPrompt(self.number + by, *self.reason)

@@ -16,7 +16,15 @@ from rft_fn.model.targets import linear, not_taken_for_experts, target_paths, wa
 from rft_fn.precision import wide
 from rft_fn.types import Apply, Packed, TokenOut
 
-__all__ = ["Export", "apply_lora_configuration", "home", "merged", "with_adapter", "without_adapters"]
+__all__ = [
+    "Export",
+    "apply_lora_configuration",
+    "home",
+    "merged",
+    "plain_name",
+    "with_adapter",
+    "without_adapters",
+]
 
 _ADAPTER = "adapter_model.safetensors"
 _UNKNOWN = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "trainable_token_indices")
@@ -208,7 +216,7 @@ def _product(layer: Any, base: Tensor, pairs: Sequence[tuple[str, Tensor, Tensor
     return out.to(base.dtype)
 
 
-def _plain(module: nn.Module, name: str) -> str:
+def plain_name(module: nn.Module, name: str) -> str:
     """The name that a parameter has in the model without adapters."""
     if hasattr(module, "get_base_model"):
         name = name.removeprefix("base_model.model.")
@@ -231,7 +239,7 @@ def merged(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor
                 pairs.append((adapter, a, b))
         base = f"{name}.base_layer.weight"
         out[base] = _product(layer, out[base], pairs)
-    return {_plain(module, name): x for name, x in out.items()}
+    return {plain_name(module, name): x for name, x in out.items()}
 
 
 class Export(Iterator[tuple[str, Tensor]]):
@@ -279,7 +287,7 @@ class Export(Iterator[tuple[str, Tensor]]):
         for name, p in module.named_parameters():
             sent = name in self.params or name in merged_here or ".lora_" in name or is_low(p)
             if not sent:
-                left_out.append(_plain(module, name))
+                left_out.append(plain_name(module, name))
         return frozenset(left_out)
 
     def full(self, p: Tensor) -> Tensor:
@@ -299,15 +307,15 @@ class Export(Iterator[tuple[str, Tensor]]):
         for name in self.params:
             path = name.partition(".base_layer.")[0].partition(".lora_")[0]
             if path not in layers or name.endswith(".base_layer.bias"):
-                yield _plain(module, name), self.full(every[name])
+                yield plain_name(module, name), self.full(every[name])
             elif path not in done:  # both of its matrices at once, at the first of them
                 done.add(path)
-                yield _plain(module, f"{path}.weight"), self._one_merged(layers[path], path, every)
+                yield plain_name(module, f"{path}.weight"), self._one_merged(layers[path], path, every)
 
         # Frozen weights in low precision go too: an engine that is not quantised gets the same numbers.
         for name, p in module.named_parameters():
             if is_low(p) and name.partition(".base_layer.")[0] not in done:
-                yield _plain(module, name), self.full(p)
+                yield plain_name(module, name), self.full(p)
 
     def _one_merged(self, layer: Any, path: str, every: Mapping[str, Tensor]) -> Tensor:
         """The weight of one layer with its active adapters in it."""

@@ -2,10 +2,13 @@
 
 from rft_fn.run import options
 from rft_fn.run.cli import cli, error_line, guard, without
+from rft_fn.run.engine import saved_if_lost, start_engine
 from rft_fn.run.folder import Run
+from rft_fn.run.mismatch import check_gap, correct_mismatch, correction_of
 from rft_fn.run.progress import track
 from rft_fn.run.report import check_results, table, write_results
 from rft_fn.run.resume import last_model, settings
+from rft_fn.run.sampler import start_sampler
 from rft_fn.run.saving import checkpoint, final_weights, restore_latest
 from rft_fn.run.setup import (
     data_options,
@@ -25,9 +28,10 @@ from rft_fn.run.signals import Stopped
 from rft_fn.run.task import Task, check_rewards, evaluate, judge, load_task, plan_rollouts
 
 __all__ = [
-    "Run", "Stopped", "Task", "check_results", "check_rewards", "checkpoint", "cli", "data_options",
-    "error_line", "evaluate", "final_weights", "free_options", "gather_rows", "guard", "initial_scorer",
-    "judge", "last_model", "load_data", "load_policy", "load_task", "open_folder", "optimizer", "options",
-    "plan_rollouts", "plan_steps", "print_preflight", "restore_latest", "settings", "start", "table", "track",
-    "updates_per_pass", "without", "write_results",
+    "Run", "Stopped", "Task", "check_gap", "check_results", "check_rewards", "checkpoint", "cli",
+    "correct_mismatch", "correction_of", "data_options", "error_line", "evaluate", "final_weights",
+    "free_options", "gather_rows", "guard", "initial_scorer", "judge", "last_model", "load_data",
+    "load_policy", "load_task", "open_folder", "optimizer", "options", "plan_rollouts", "plan_steps",
+    "print_preflight", "restore_latest", "saved_if_lost", "settings", "start", "start_engine",
+    "start_sampler", "table", "track", "updates_per_pass", "without", "write_results",
 ]  # fmt: skip

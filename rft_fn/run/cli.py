@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from rft_fn import dist
+from rft_fn.engine import EngineDead
 from rft_fn.run import parsing, signals
 
 __all__ = ["cli", "error_line", "fail", "guard", "without"]
@@ -71,7 +72,8 @@ def guard(main: Callable[[Any], Any], config: Any) -> Any:
 def _explain(error: Exception) -> None:
     """End with one line for a mistake of the user's and for lost processes; anything else is raised again."""
     lost = isinstance(error, dist.LostProcess) or dist.is_lost(error)
-    mistake = isinstance(error, (ValueError, OSError, ModuleNotFoundError, FloatingPointError))
+    ends = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, EngineDead)
+    mistake = isinstance(error, ends)
     if not lost and (not mistake or os.environ.get("RFT_FN_TRACEBACK")):
         raise error
     if mistake:

@@ -77,6 +77,8 @@ class Run:
         self._progress = Progress(self.folder.name, total)
         self._pictures = Pictures(self.folder, Path(log_dir or folder), every=plot_every)
         self._trackers: list[trackers_lib.Track] = []
+        self._reached = 0  # whole steps
+        self._save: Callable[[], None] | None = None  # what saves them, where they are not saved
         self._rewards: list[float] = []  # of all steps, for the curve at the end
 
         # ranks with other options would compute other things, or wait for each other for ever
@@ -116,6 +118,7 @@ class Run:
                 self._rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
 
         self._on_rank_0(continue_from)
+        self._reached = step
         signals.enter_steps()
         self._timing = Timing()
         self._progress.begin(step)
@@ -123,6 +126,10 @@ class Run:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Count the seconds of the block under `name` in the step's row of timing.jsonl."""
         return self._timing.phase(name)
+
+    def beside(self, name: str, seconds: float) -> None:
+        """Note the seconds of work that went on beside the phases, in the step's row of timing.jsonl."""
+        self._timing.beside[name] = seconds
 
     def write(self, step: int, metrics: Mapping[str, float], *, tokens: int = 0) -> None:
         """Write one step's metrics to every place; `tokens` were processed since the last call.
@@ -168,6 +175,18 @@ class Run:
             self._pictures.note_lengths(step, rollout.mask.sum(-1).tolist())
         for row in trajectories.rows(step, prompts, judged, count=count, split=split):
             append_row(self.folder / "trajectories.jsonl", row)
+
+    def reach(self, step: int, save: Callable[[], None] | None) -> None:
+        """Note that `step` steps are done, and what would save them; None if they are saved."""
+        self._reached = step
+        self._save = save
+
+    def save_now(self) -> int:
+        """Save the last whole step if it is not yet, before its state is updated; returns its number."""
+        if self._save is not None:
+            self._save()
+            self._save = None
+        return self._reached
 
     def stopping(self) -> bool:
         """Whether a signal asked any process to stop: the same on every rank, which all ask once a step."""

@@ -108,7 +108,14 @@ class Rollouts(Sampling):
 
     prompts: Count = 32  # prompts per step
     group: Count = 16  # responses per prompt
+    ahead: Whole = 0  # steps by which sampling is ahead of learning, on an engine in a process of its own
+    partial: Whole = 0  # most tokens by which a response grows in a step; longer ones wait; 0 is off
     max_gap: Free[Positive] = 0.01  # stop when trainer and sampler differ by more than this [nats per token]
+    gap_factor: Free[Above1] = 30.0  # or by more than this x the noise of the first step
+    mismatch: Literal["none", "tis", "mis", "icepop"] | None = None  # weights against it; None: tis if stale
+    cap: Above1 = 2.0  # ratio of trainer to sampler at which tis truncates, and mis and icepop drop a token
+    canary: Free[bool] = True  # check the engine at the start by noise on the weights that it is sent
+    rebuilds: Free[Whole] = 3  # how many times a run builds a new engine for one that died
 
 
 @dataclass(frozen=True)
@@ -225,6 +232,7 @@ class ScoredRun(Run):
 
 
 ENGINE = (
-    "engine_type", "engine_batch", "engine_tp_size", "engine_mem_util", "enable_engine_sleep", "plot_every",
+    "engine_type", "engine_batch", "engine_tp_size", "engine_mem_util", "enable_engine_sleep",
+    "engine_process", "engine_threads", "plot_every",
 )  # fmt: skip
 """Options of `strategy` that only a script with rollouts reads."""

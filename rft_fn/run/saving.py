@@ -1,6 +1,6 @@
 """Checkpoints of a run: restore the newest, save when it is time, and the weights at the end."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -41,21 +41,31 @@ def checkpoint(
     *,
     score: float | None = None,
     best: int = 0,
+    before: Callable[[], None] | None = None,
 ) -> None:
     """Save the state after `step` steps when it is time, and stop if a signal asked for that.
 
     It is time every `save_every` steps, at the end of the run, and before the process stops, which raises
-    `Stopped`. Only the newest `keep` checkpoints stay, and the `best` ones by `score`. All ranks call it.
+    `Stopped`. Only the newest `keep` checkpoints stay, and the `best` ones by `score`. `before` is called
+    before a checkpoint is written, to put into `extra` what only a checkpoint needs. All ranks call it.
     """
+
+    def save(*, wait: bool = True) -> None:
+        with run.phase("save"):
+            if before is not None:
+                before()
+            path = run.checkpoints / f"step_{step:08d}"
+            st.save(path, state, extra, score=score, wait=wait)
+            limit = cfg.max_bytes or None
+            st.rotate(run.checkpoints, keep=cfg.keep, best=best, max_bytes=limit)
+
     # a run that ends waits for its last files; in between they are written while training continues
     done = step == run.total
     stop = run.stopping()
+    run.reach(step, save)
     if done or stop or step % cfg.save_every == 0:
-        with run.phase("save"):
-            path = run.checkpoints / f"step_{step:08d}"
-            st.save(path, state, extra, score=score, wait=done or stop)
-            limit = cfg.max_bytes or None
-            st.rotate(run.checkpoints, keep=cfg.keep, best=best, max_bytes=limit)
+        save(wait=done or stop)
+        run.reach(step, None)
 
     if stop and not done:
         run.stop(step)

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple, TypeVar
 
 from rft_fn import collect, data, model, reward
+from rft_fn.engine import EngineDead
 from rft_fn.run import options
 from rft_fn.run.folder import Run
 from rft_fn.run.setup import load_data, plan_steps
@@ -65,10 +66,16 @@ def judge(
 def evaluate(
     cfg: options.Reinforcement, st: Strategy, run: Run, task: Task, engine: Engine, *, step: int
 ) -> dict[str, float]:
-    """The mean rewards of greedy answers to unseen prompts, after `step` steps."""
+    """The mean rewards of greedy answers to unseen prompts, after `step` steps.
+
+    Nothing from a dead engine: the step is written, and the next rollout ends the run.
+    """
     greedy = Sampling(temperature=0, max_new=cfg.max_new)
     with run.phase("evaluate"):
         prompts, keys = data.take(task.unseen, cfg.eval_prompts, st.config.seed)
-        rollout = collect.gather_and_generate(engine, st, prompts, keys, n=1, sampling=greedy)
+        try:
+            rollout = collect.gather_and_generate(engine, st, prompts, keys, n=1, sampling=greedy)
+        except EngineDead:
+            return {}
         judged = judge(cfg, st, task, rollout, prompts, step=step)
     return reward.means(judged, "eval")

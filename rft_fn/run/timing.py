@@ -14,6 +14,7 @@ class Timing:
     def __init__(self) -> None:
         self.since = time.perf_counter()  # the last row
         self.phases: dict[str, float] = {}  # seconds since then
+        self.beside: dict[str, float] = {}  # seconds since then of work that this process did not wait for
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -34,8 +35,10 @@ class Timing:
             "peak_gib": _peak_gib(),
         }
         row |= {f"phase/{name}": x for name, x in self.phases.items()}
+        row |= {f"beside/{name}": x for name, x in self.beside.items()}
         self.since = now
         self.phases = {}
+        self.beside = {}
         return row
 
 

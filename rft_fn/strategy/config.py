@@ -62,6 +62,10 @@ class StrategyConfig:
     """share of the device's memory that the engine may take; 0 is as much as it needs"""
     enable_engine_sleep: Free[bool] = True
     """the engine leaves the device while the trainer works"""
+    engine_process: Free[bool] = False
+    """the engine has a process of its own; on by itself where rollouts are sampled ahead"""
+    engine_threads: Free[Whole] = 0
+    """threads of an engine in a process of its own; 0 is as many as the trainer has, ahead half of them"""
     log_dir: Free[str] = ""
     """where pictures and tensorboard files go; if empty, the folder of the run"""
     plot_every: Free[Whole] = 0

@@ -1,8 +1,9 @@
 """The engine, which samples from the policy: the record, and the signatures of its functions."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
 
+import torch
 from torch import Tensor
 
 from rft_fn.types.batch import Rollout
@@ -28,6 +29,8 @@ class EngineStatus(TypedDict):
     version: int  # of its weights
     asleep: bool
     supported: frozenset[str]  # those of "load", "score", "sleep" and "start" that do something
+    dtype: NotRequired[torch.dtype]  # of its weights, where it is one: they are sent in it
+    tied: NotRequired[bool]  # whether a tied weight has to be sent under each of its names
 
 
 class Generate(Protocol):

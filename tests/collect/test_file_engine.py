@@ -120,7 +120,7 @@ def test_a_failure_is_final_where_it_asks_for_that(eng):
 def test_a_mismatch_is_explained_without_scores(eng):
     rollout = gathered(eng)
     trainer = rollout.logp - rollout.mask * 1.0
-    text = collect.explain_mismatch(eng, rollout, trainer, rft.Sampling(), limit=0.1)
+    text = collect.explain_mismatch(rollout, trainer, rft.Sampling(), limit=0.1)
     assert text.startswith("policy/logp_gap is 1 nats per token, above the limit of 0.1. ")
     assert "Look at the weights (the rollout is of version [0]" in text
 

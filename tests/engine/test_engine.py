@@ -166,51 +166,6 @@ def test_gather_and_generate_shares_out_prompts():
 
 
 @pytest.mark.parametrize(
-    ("trainer", "word"),
-    [({"temperature": 1.0}, "temperature"), ({"temperature": 0.6}, "top_p")],
-)
-def test_the_mismatch_is_explained(trainer, word):
-    """A trainer that does not know of the temperature, or of top_p, is told which of the two it is."""
-    sampling = (
-        rft.Sampling(max_new=9, temperature=0.6)
-        if word == "temperature"
-        else rft.Sampling(max_new=9, temperature=0.6, top_p=0.7)
-    )
-    r = rollout(sampling)
-    scored = trainer_logp(r, rft.Sampling(max_new=9, **trainer))
-    gap = collect.logp_mismatch(scored, r.logp, r.mask)
-    assert gap > 0.01
-    with pytest.raises(ValueError, match=f"Look at {word}"):
-        check(gap, r, sampling, lambda: scored)
-
-
-def check(gap, r, sampling, trainer):
-    """check_mismatch with a trainer that is any function to log-probs [B, S]."""
-    exp = rft.experience(r, adv=torch.zeros(len(r.tokens)), w=weight.token_mean(r.mask))
-    packs = packing.shard(exp, 64)[0]
-
-    def apply(params, pack):
-        rows = torch.tensor(pack.rows)[pack.seq]
-        return rft.TokenOut(logp=trainer()[rows, pack.pos + 1])
-
-    eng = engine.hf(tiny.llama(), tiny.tokenizer())
-    collect.check_mismatch({"policy/logp_gap": gap}, 0.01, eng, r, sampling, apply, {}, packs)
-
-
-def test_dropout_positions_and_weights_are_told_apart():
-    sampling = rft.Sampling(max_new=12)
-    r = rollout(sampling)
-    noisy = lambda: r.logp + torch.randn(r.logp.shape)  # noqa: E731
-    with pytest.raises(ValueError, match="Look at dropout"):
-        check(1.0, r, sampling, noisy)
-    with pytest.raises(ValueError, match="Look at positions"):
-        check(1.0, r, sampling, lambda: r.logp + r.mask.cumsum(-1) ** 3 / 100.0)
-    with pytest.raises(ValueError, match="Look at the weights"):
-        check(float("nan"), r, sampling, lambda: trainer_logp(r, sampling, tiny.llama(9)))
-    check(0.009, r, sampling, noisy)  # within the limit nothing is scored
-
-
-@pytest.mark.parametrize(
     ("call", "message"),
     [
         (

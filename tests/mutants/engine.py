@@ -1,7 +1,8 @@
 """Mutants of engines, of weight sync and of dynamic sampling."""
 
 ARRIVAL, LIFETIME = "rft_fn/engine/arrival.py", "rft_fn/engine/lifetime.py"
-SYNC, GROUPS = "rft_fn/sync.py", "rft_fn/collect/dynamic_sampling.py"
+SYNC, GROUPS = "rft_fn/sync/push.py", "rft_fn/collect/dynamic_sampling.py"
+MISMATCH, M = "rft_fn/collect/mismatch.py", "tests/collect/test_mismatch.py::test_"
 A, L = "tests/engine/test_arrival.py::test_", "tests/engine/test_lifetime.py::test_"
 S, G = "tests/test_sync.py::test_", "tests/collect/test_dynamic_sampling.py::test_"
 
@@ -98,10 +99,52 @@ MUTANTS = [
         G + "groups_are_taken_in_the_order_in_which_they_were_drawn",
     ),
     (
-        "an engine without scores is asked for them",
-        "rft_fn/collect/mismatch.py",
-        '    if "score" not in engine.status()["supported"]:',
-        '    if "score" in ():',
-        "tests/collect/test_file_engine.py::test_a_mismatch_is_explained_without_scores",
+        "a tensor that is not sent is not missed",
+        SYNC,
+        "        if left_out:",
+        "        if len(left_out) > 99:",
+        S + "the_manifest_names_what_is_wrong_with_a_tensor",
+    ),
+    (
+        "a tensor may be narrower than the trainer's",
+        "rft_fn/sync/manifest.py",
+        "torch.promote_types(want.dtype, x.dtype) != x.dtype:",
+        "x.dtype == torch.bool:",
+        S + "the_manifest_names_what_is_wrong_with_a_tensor",
+    ),
+    (
+        "the canary has the same noise each time",
+        "rft_fn/sync/canary.py",
+        "        key = secrets.randbits(48)",
+        "        key = 5",
+        S + "noise_is_new_in_every_canary_unless_a_key_is_given",
+    ),
+    (
+        "the canary looks at the true weights alone",
+        "rft_fn/sync/canary.py",
+        "    if not max(noisy, floor) <= limit:",
+        "    if not floor <= limit:",
+        S + "the_canary_sees_a_tensor_that_an_engine_did_not_take",
+    ),
+    (
+        "tensors of a bucket begin where the last one ended",
+        "rft_fn/engine/transport/bucket.py",
+        "        start += _aligned(size)",
+        "        start += size",
+        "tests/engine/test_transport.py::test_buckets_hold_every_tensor_bit_by_bit",
+    ),
+    (
+        "icepop has no lower bound",
+        MISMATCH,
+        "low=1 / cap, high=cap",
+        "low=0.0, high=cap",
+        M + "a_correction_is_a_factor_of_any_weight",
+    ),
+    (
+        "the larger of the two limits counts",
+        MISMATCH,
+        "    return min(max_gap, factor * floor)",
+        "    return max(max_gap, factor * floor)",
+        M + "the_limit_is_a_multiple_of_the_noise_floor",
     ),
 ]

@@ -41,8 +41,8 @@ MUTANTS = [
     (
         "a minibatch keeps the weights of the whole rollout",
         GRPO,
-        "yield rft.tree.replace(part, w=algo.weight(part.mask))",
-        "yield part",
+        "yield rft.tree.replace(part, w=w, extra=None)",
+        "yield rft.tree.replace(part, extra=None)",
         GRPO_LINE,
     ),
     (
@@ -55,14 +55,14 @@ MUTANTS = [
     (
         "the engine's version is that of the step before",
         GRPO,
-        "rft.sync.push(st, state, eng, version=step + 1)",
-        "rft.sync.push(st, state, eng, version=step)",
+        "push(state, version=step + 1)",
+        "push(state, version=step)",
         GRPO_LINE,
     ),
     (
         "the engine keeps its first weights",
         GRPO,
-        "rft.sync.push(st, state, eng, version=step + 1)",
+        "push(state, version=step + 1)",
         "pass",
         GRPO_LINE,
     ),
@@ -105,7 +105,7 @@ MUTANTS = [
     (
         "a resumed run samples from the initial model",
         GRPO,
-        'run.resume(extra["step"])\n    rft.sync.push(st, state, eng, version=extra["step"])',
+        'run.resume(extra["step"])\n    push(state, version=extra["step"])',
         'run.resume(extra["step"])',
         KILLED,
     ),
@@ -170,8 +170,8 @@ MUTANTS = [
     (
         "values are those of the last step",
         PPO,
-        "old_value=value, ret=ret",
-        "old_value=ret, ret=ret",
+        '"old_value": value, "ret": ret',
+        '"old_value": ret, "ret": ret',
         PPO_LINE,
     ),
     (

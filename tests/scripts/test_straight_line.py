@@ -88,7 +88,8 @@ def grpo_by_hand(cfg, lm, tokenizer):
             for part in torch.randperm(len(rows), generator=rng.generator(key)).tensor_split(updates):
                 lr = grpo_rate(cfg, updates, opt.count)
                 logs.append(grpo_update([rows[i] for i in part], lm, ref, cfg, opt, lr))
-        values |= line.averaged(logs) | {n: x for n, x in logs[0].items() if "logp_gap" in n}
+        values |= line.averaged(logs) | {n: logs[0][n] for n in rft.collect.MISMATCH}
+        values |= {"rollout/staleness": 0.0, "rollout/staleness_max": 0.0}
         values |= found | {"lr": lr}
         if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
             values |= line.evaluation(lm, task, cfg, stop)
@@ -158,6 +159,7 @@ def grpo_update(rows, lm, ref, cfg, opt, lr):
         "policy/kl_ref": line.mean(lists["kl_ref"]),
         "policy/logp_gap": line.mean(lists["gap"]),
         "policy/logp_gap_max": max(lists["gap"]),
+        "policy/kl_sampler": line.mean(lists["kl_old"]),
         "policy/entropy": line.mean(lists["entropy"]),
         "grad/norm": norm,
         "grad/skipped": 0.0,
@@ -315,6 +317,7 @@ def actor_update(rows, lm, cfg, ptx, opt, lr):
         "policy/ratio_max": max(lists["ratio"]),
         "policy/logp_gap": line.mean(lists["gap"]),
         "policy/logp_gap_max": max(lists["gap"]),
+        "policy/kl_sampler": line.mean(lists["kl_old"]),
         "policy/entropy": line.mean(lists["entropy"]),
         "ptx/nll": float(ptx.detach()),
     }
@@ -351,7 +354,8 @@ def ppo_by_hand(cfg, lm, tokenizer):
                     ptx = examples_nll(cfg, lm, task, tokenizer, number)
                     metrics |= actor_update(batch, lm, cfg, ptx, opt, None)
                 logs.append(metrics)
-        start = {n: x for n, x in logs[0].items() if "logp_gap" in n}
+        start = {n: logs[0][n] for n in rft.collect.MISMATCH}
+        start |= {"rollout/staleness": 0.0, "rollout/staleness_max": 0.0}
         values |= line.averaged(logs) | start | found | {"lr": lr}
         if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
             values |= line.evaluation(lm, task, cfg, stop)

@@ -1,0 +1,148 @@
+"""Partial rollouts: a response longer than a step's budget waits, and is continued in the next step.
+
+So no step waits for its longest responses. A group is learned from when all of its responses are finished;
+until then it waits, and that is all the state there is.
+
+Each token keeps the log-prob of the weights that sampled it, which is what corrections need. `version` stays
+one number for a row, that of its oldest tokens: it bounds how stale any of them is.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from rft_fn import tree
+from rft_fn.rollout import concat, extend, prefixes, take
+from rft_fn.types import Rollout, Sampling
+from rft_fn.types.engine import Generate
+
+__all__ = ["DrawStep", "Finished", "Waiting", "sample_partial"]
+
+
+class DrawStep(Protocol):
+    """Draws the prompts of a step."""
+
+    def __call__(self, step: int, /) -> tuple[Sequence[Any], Sequence[int]]:
+        """(prompts, a key for each): a function of the step alone, so that a prompt is found again by it."""
+        ...
+
+
+@tree.struct
+class Waiting:
+    """Groups that are not finished, M of n rows each: the state of partial rollouts, for checkpoints."""
+
+    rollout: Rollout  # B = M n rows, groups numbered from 0
+    born: Tensor  # [M, 2] i64, the step that drew the prompt of each group, and its place in that draw
+
+
+class Finished(NamedTuple):
+    """The groups that a step learns from, and those that it leaves."""
+
+    prompts: list[Any]  # M
+    rollout: Rollout  # of M groups, numbered from 0
+    waiting: Waiting | None  # for the next step; None where nothing waits
+
+
+def sample_partial(
+    generate: Generate,
+    draw: DrawStep,
+    step: int,
+    *,
+    n: int,
+    sampling: Sampling,
+    budget: int,
+    waiting: Waiting | None = None,
+) -> Finished:
+    """The groups that are finished after each of their responses grew by at most `budget` tokens.
+
+    Groups that wait are continued first, and come first; then the prompts of `draw(step)` begin, n responses
+    each. If no group is finished after that, all grow again, so that there is something to learn from. With
+    weights that do not change, a response is the one that would have been sampled at once: it continues its
+    own key's stream. ValueError unless budget >= 1.
+    """
+    if budget < 1:
+        raise ValueError(f"partial: expected a budget >= 1, got {budget}")
+    prompts, keys = draw(step)
+    limits = [min(budget, sampling.max_new)] * (len(prompts) * n)
+    fresh = generate(prompts, keys, n=n, sampling=sampling, max_new=limits)
+    places = torch.arange(len(prompts))
+    born = torch.stack([torch.full_like(places, step), places], -1)
+    groups = Waiting(rollout=fresh, born=born)
+
+    # a step's draw is needed again for the keys and the prompts of groups that wait
+    if waiting is not None:
+        older = _grown(generate, draw, waiting, n, sampling, budget)
+        groups = _joined(older, groups)
+    while not bool(_finished(groups, n, sampling).any()):
+        groups = _grown(generate, draw, groups, n, sampling, budget)
+
+    ready = _finished(groups, n, sampling)
+    done = _chosen(groups, ready, n)
+    rest = None
+    if not bool(ready.all()):
+        rest = _chosen(groups, ~ready, n)
+    return Finished(_prompts(draw, done.born), done.rollout, rest)
+
+
+def _open(groups: Waiting, sampling: Sampling) -> Tensor:
+    """[B] bool: the rows that may still grow."""
+    return groups.rollout.truncated & (groups.rollout.mask.sum(-1) < sampling.max_new)
+
+
+def _finished(groups: Waiting, n: int, sampling: Sampling) -> Tensor:
+    """[M] bool: the groups none of whose rows may grow."""
+    return ~_open(groups, sampling).view(-1, n).any(-1)
+
+
+def _chosen(groups: Waiting, which: Tensor, n: int) -> Waiting:
+    """Those groups, numbered from 0."""
+    rollout = take(groups.rollout, which.repeat_interleave(n))
+    number = torch.arange(int(which.sum())).repeat_interleave(n)
+    return Waiting(rollout=tree.replace(rollout, group=number), born=groups.born[which])
+
+
+def _joined(first: Waiting, second: Waiting) -> Waiting:
+    """The groups of both, in that order."""
+    counts = [len(first.born), len(second.born)]
+    rollout = concat([first.rollout, second.rollout], prompts=counts)
+    return Waiting(rollout=rollout, born=torch.cat([first.born, second.born]))
+
+
+def _grown(
+    generate: Generate, draw: DrawStep, groups: Waiting, n: int, sampling: Sampling, budget: int
+) -> Waiting:
+    """The groups after their unfinished rows have grown."""
+    rows = _open(groups, sampling).nonzero().flatten().tolist()
+    short = take(groups.rollout, rows)
+    spent = short.mask.sum(-1).tolist()
+    keys = _keys(draw, groups.born)
+    more = generate(
+        prefixes(short),
+        [(keys[b // n], b % n) for b in rows],
+        n=1,
+        sampling=sampling,
+        max_new=[min(budget, sampling.max_new - x) for x in spent],
+        start=spent,
+    )
+
+    # the longer rows take the places of the shorter ones
+    size = len(groups.rollout.tokens)
+    place = list(range(size))
+    for i, b in enumerate(rows):
+        place[b] = size + i
+    both = take(concat([groups.rollout, extend(short, more)]), place)
+    return Waiting(rollout=tree.replace(both, group=groups.rollout.group), born=groups.born)
+
+
+def _keys(draw: DrawStep, born: Tensor) -> list[int]:
+    """The key of each group."""
+    drawn = {step: draw(step)[1] for step in set(born[:, 0].tolist())}
+    return [drawn[step][place] for step, place in born.tolist()]
+
+
+def _prompts(draw: DrawStep, born: Tensor) -> list[Any]:
+    """The prompt of each group."""
+    drawn = {step: draw(step)[0] for step in set(born[:, 0].tolist())}
+    return [drawn[step][place] for step, place in born.tolist()]

@@ -1,0 +1,286 @@
+"""Any engine in a process of its own, so that it samples while this process trains.
+
+The process is started fresh and imports nothing of the script, so scripts need no `__main__` guard. Requests
+and rollouts are pickled; weights are written once, one tensor after the other, into memory that both
+processes share and that disappears with them. The process ends with `close`, at the first failure, and when
+it finds that its parent has gone, however that ended.
+"""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe, reduction
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+from rft_fn.engine.child import Answer, Place
+from rft_fn.engine.config import EngineConfig
+from rft_fn.engine.lifetime import EngineDead, dead_after_failure
+from rft_fn.types import Engine, Rollout, Sampling
+from rft_fn.types.engine import Delivered, EngineStatus
+
+__all__ = ["own_process"]
+
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rft_fn.engine import child; child.main()"
+)
+_LOOK = 0.2  # s between two looks at whether the process is alive
+_GOODBYE = 5.0  # s that the process has to end by itself
+_ALIGN = 64  # bytes
+# an engine is not one of the processes that torchrun started
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+
+
+def own_process(
+    build: Callable[[EngineConfig, Any, Any], Engine],
+    config: EngineConfig,
+    model: str | nn.Module,
+    tokenizer: Any,
+) -> Engine:
+    """The engine that `build` makes, in a process of its own; each call has `config.timeout` seconds.
+
+    It computes in `config.threads` threads, or in as many as this process does. A module is copied there; it
+    and `build` have to be picklable. EngineDead with one line if the process is killed or gives no answer in
+    time; what an engine raises is raised here, with its traceback as the cause. Either ends the process,
+    except for a refused request.
+    """
+    engine = _Process(config)
+    device = None
+    if torch.cuda.is_available():
+        device = torch.cuda.current_device()
+    how = {"threads": engine.threads, "device": device}
+    with engine.fatal("build"):
+        engine.call("build", build, config, model, tokenizer, **how)
+    return dead_after_failure(
+        Engine(
+            generate=engine.generate,
+            score=engine.score,
+            load=engine.load,
+            sleep=engine.sleep,
+            wake=engine.wake,
+            status=engine.status,
+            close=engine.close,
+        )
+    )
+
+
+class _RemoteTraceback(Exception):
+    """The traceback of an error in the engine's process, as the cause of the error here."""
+
+
+class _Process:
+    """The process of an engine, and the calls to it, one at a time."""
+
+    def __init__(self, config: EngineConfig):
+        self.timeout = config.timeout
+        self.threads = config.threads or torch.get_num_threads()
+        self.last: EngineStatus = {
+            "engine": config.type,
+            "alive": True,
+            "version": 0,
+            "asleep": False,
+            "supported": frozenset(),
+        }
+        self.ended = ""  # how the process ended; empty while it runs
+        self.busy = threading.Lock()
+
+        # a group of its own: Ctrl-C and torchrun's signals are for this process, which still needs the engine
+        self.pipe, theirs = Pipe()
+        arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _START, *arguments],
+            pass_fds=[theirs.fileno()],
+            env=_environment(self.threads),
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+        )
+        theirs.close()
+
+    # ---- the functions of the engine
+
+    def generate(
+        self, prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling, **rows: Any
+    ) -> Rollout:
+        """`Generate`; of prompts without media only the tokens are sent."""
+        plain = [_tokens_alone(p) for p in prompts]
+        with self.fatal("generate"):
+            return self.call("generate", plain, list(keys), n=n, sampling=sampling, **rows)
+
+    def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
+        """`Score`."""
+        with self.fatal("score"):
+            return self.call("score", rollout, sampling=sampling)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
+        """`Load`, by shared memory that is freed when the engine has read it."""
+        began = time.perf_counter()
+        with self.fatal("load"), _shared_memory() as memory:
+            places = _write(memory, weights)
+            frozen = frozenset(getattr(weights, "frozen", ()))
+            delivered = self.call("load", places, frozen, version=version, descriptor=memory.fileno())
+        return delivered._replace(seconds=time.perf_counter() - began)
+
+    def sleep(self) -> None:
+        """Move the weights to the host."""
+        with self.fatal("sleep"):
+            self.call("sleep")
+
+    def wake(self) -> None:
+        """Move the weights back to the device."""
+        with self.fatal("wake"):
+            self.call("wake")
+
+    def status(self) -> EngineStatus:
+        """The state after the last call, which the engine is not asked for: it may be busy."""
+        alive = not self.ended and self.process.poll() is None
+        return {**self.last, "alive": alive and self.last["alive"]}
+
+    def close(self) -> None:
+        """End the process: by itself if it is idle, at once if it is in the middle of a call."""
+        idle = self.busy.acquire(blocking=False)
+        if not idle:
+            self.end("was closed")
+            self.busy.acquire()  # the thread that waits for an answer finds out
+        self.pipe.close()
+        self.busy.release()
+        self.wait()
+        self.end("was closed")
+
+    # ---- calls
+
+    @contextmanager
+    def fatal(self, name: str) -> Iterator[None]:
+        """End the process if the block raises and leaves an engine that cannot be called again."""
+        try:
+            with self.busy:
+                yield
+        except _Refused as refused:
+            raise refused.error from _RemoteTraceback(refused.trace)
+        except EngineDead:
+            raise
+        except BaseException as error:
+            self.end(f"failed in {name} ({' '.join(f'{type(error).__name__}: {error}'.split())})")
+            raise
+
+    def call(self, name: str, *args: Any, descriptor: int | None = None, **options: Any) -> Any:
+        """The value of one call of the engine. EngineDead if the process is gone, or too slow."""
+        if self.ended:
+            raise self.dead(self.ended)
+        try:
+            self.pipe.send_bytes(pickle.dumps((name, args, options)))
+            if descriptor is not None:
+                reduction.send_handle(self.pipe, descriptor, self.process.pid)
+            answer = self.receive(name)
+        except (EOFError, OSError):
+            self.end(f"{self.wait()} in {name}")
+            raise self.dead(self.ended) from None
+        return self.opened(answer)
+
+    def receive(self, name: str) -> Answer:
+        """The answer to a call. EOFError where the process has ended without one."""
+        deadline = time.monotonic() + self.timeout
+        while not self.pipe.poll(_LOOK):
+            if self.process.poll() is not None:
+                raise EOFError
+            if time.monotonic() > deadline:
+                self.end(f"gave no answer to {name} within {self.timeout:g} s")
+                raise self.dead(self.ended)
+        return pickle.loads(self.pipe.recv_bytes())
+
+    def opened(self, answer: Answer) -> Any:
+        """The value of an answer. Raises the error of a call that failed."""
+        if answer.status is not None:
+            self.last = answer.status
+        if answer.error is None:
+            return answer.value
+        if answer.status is not None and answer.status["alive"]:
+            raise _Refused(answer.error, answer.trace)
+        raise answer.error from _RemoteTraceback(answer.trace)
+
+    def wait(self) -> str:
+        """How the process ended, by itself and within a short time."""
+        try:
+            code = self.process.wait(_GOODBYE)
+        except subprocess.TimeoutExpired:
+            return "closed its socket"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with code {code}"
+
+    def end(self, why: str) -> None:
+        """Kill the process and all that it started, unless that was done before."""
+        if self.ended:
+            return
+        self.ended = why
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def dead(self, why: str) -> EngineDead:
+        """The error of an engine whose process has ended."""
+        name = self.last["engine"]
+        return EngineDead(
+            f"engine {name}: its process {self.process.pid} {why}; build another with get_engine"
+        )
+
+
+class _Refused(Exception):
+    """An error after which the engine is alive: a request that was refused."""
+
+    def __init__(self, error: BaseException, trace: str):
+        super().__init__(str(error))
+        self.error = error
+        self.trace = trace
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """The environment of the process: this one's, without what torchrun says about ranks."""
+    plain = {
+        name: x
+        for name, x in os.environ.items()
+        if name not in _TORCHRUN and not name.startswith(_TORCHRUN_PREFIXES)
+    }
+    return plain | {"OMP_NUM_THREADS": str(threads)}
+
+
+def _tokens_alone(prompt: Any) -> Any:
+    """The token ids of a prompt that is nothing more for an engine; one with media as it is."""
+    if getattr(prompt, "media", None) is not None:
+        return prompt
+    return getattr(prompt, "ids", prompt)
+
+
+@contextmanager
+def _shared_memory() -> Iterator[IO[bytes]]:
+    """A file without a name, in memory where the system can."""
+    # not in /dev/shm: containers often give that 64 MB
+    if not hasattr(os, "memfd_create"):
+        with tempfile.TemporaryFile() as file:
+            yield file
+        return
+    with os.fdopen(os.memfd_create("rft_fn weights"), "wb") as file:
+        yield file
+
+
+def _write(memory: IO[bytes], weights: Iterable[tuple[str, Tensor]]) -> list[Place]:
+    """Write the weights one after the other; where each of them lies."""
+    places = []
+    for name, x in weights:
+        start = -(-memory.tell() // _ALIGN) * _ALIGN
+        memory.seek(start)
+        plain = x.detach().cpu().contiguous().flatten()
+        memory.write(plain.view(torch.uint8).numpy().data)
+        places.append(Place(name, x.dtype, x.shape, start))
+    memory.flush()
+    return places

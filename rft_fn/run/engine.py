@@ -1,0 +1,199 @@
+"""The engine of a run: checked by a canary when it is built, and built again when it dies.
+
+Keys name what is drawn, so a rollout that a new engine repeats has the same tokens, and the run goes on as if
+nothing had happened.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rft_fn import data, sync
+from rft_fn import engine as engine_lib
+from rft_fn.engine import BadRequest, EngineDead
+from rft_fn.run.folder import Run
+from rft_fn.run.task import Task
+from rft_fn.types import Engine, Rollout, Sampling, Strategy, TrainState
+from rft_fn.types.engine import Delivered, EngineStatus
+
+__all__ = ["Push", "saved_if_lost", "start_engine"]
+
+CANARY_PROMPTS = 4
+
+
+class Push(Protocol):
+    """Sends the trained weights to the engine of a run."""
+
+    def __call__(self, state: TrainState, *, version: int) -> None:
+        """Load the weights of `state` as `sync.push` does, into a new engine if the old one fails.
+
+        With the first call and with every new engine comes a canary. Every rank calls it. If engines keep
+        failing, the next `generate` raises EngineDead, so that a script can write its step and save.
+        """
+        ...
+
+
+class _Kept:
+    """An engine, what it is built from, and the weights that it was last sent."""
+
+    def __init__(self, build: Callable[[], Engine], load: Callable[..., None], st: Strategy, rebuilds: int):
+        self.build = build
+        self.load_weights = load
+        self.st = st
+        self.left = rebuilds
+        self.inner = build()
+        self.fresh = True  # it has not had any weights since it was built
+        self.pushed: tuple[TrainState, int] | None = None
+        self.lost = ""  # why the last engine died, once no new one is built
+
+    # ---------- what can fail
+
+    def push(self, state: TrainState, *, version: int) -> None:
+        self.pushed = (state, version)
+        first = self.fresh
+        error = self._try(self._send)
+        while error and self._rebuild(error):
+            error = self._try(self._send)
+        if error and first:
+            self._raise_lost()
+
+    def generate(
+        self, prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling, **more: Any
+    ) -> Rollout:
+        found: list[Rollout] = []
+
+        def answer() -> None:
+            found[:] = [self.inner.generate(prompts, keys, n=n, sampling=sampling, **more)]
+
+        # a new engine has the same weights, and the same keys draw the same tokens
+        if self.lost:
+            self._raise_lost()
+        error = self._try(answer)
+        while error:
+            if not self._rebuild(error):
+                self._raise_lost()
+            error = self._try(self._send) or self._try(answer)
+        return found[0]
+
+    def _send(self) -> None:
+        """The weights of the last push, with a canary where the engine is new on some rank."""
+        assert self.pushed is not None
+        state, version = self.pushed
+        fresh = bool(self._any(self.fresh))
+        self.load_weights(state, self.inner, version=version, fresh=fresh)
+        self.fresh = False
+
+    def _try(self, act: Callable[[], None]) -> str:
+        """The failure of an engine on any rank, empty where there is none. Other errors are raised.
+
+        All ranks agree, because the next thing that any of them does needs the others.
+        """
+        line = ""
+        try:
+            act()
+        except (BadRequest, sync.ManifestError, sync.CanaryError):
+            raise
+        except Exception as error:
+            if self.inner.status()["alive"]:
+                raise
+            line = " ".join(f"{type(error).__name__}: {error}".split()) or "unknown"
+        if self._any(bool(line)) and not line:
+            line = "the engine of another rank failed"
+        return line
+
+    def _any(self, x: bool) -> float:
+        return float(self.st.gather(torch.tensor([float(x)])).max())
+
+    def _rebuild(self, why: str) -> bool:
+        """Build an engine in place of one that died; False where that was done too often."""
+        if not self.left:
+            self.lost = why
+            return False
+        self.left -= 1
+        self.st.print(f"engine: it died ({why}); building another, {self.left} more after that")
+        if not self.inner.status()["alive"]:
+            with suppress(Exception):  # what is left of an engine that failed
+                self.inner.close()
+            self.inner = self.build()
+            self.fresh = True
+        return True
+
+    def _raise_lost(self) -> None:
+        raise EngineDead(
+            f"engine {self.inner.status()['engine']}: expected one that stays alive, got one that died again "
+            f"({self.lost}); --rebuilds says how often another is built"
+        )
+
+    # ---------- what is handed on
+
+    def score(self, rollout: Rollout, **options: Any) -> Tensor:
+        return self.inner.score(rollout, **options)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
+        return self.inner.load(weights, version=version)
+
+    def sleep(self) -> None:
+        with suppress(EngineDead):
+            self.inner.sleep()
+
+    def wake(self) -> None:
+        with suppress(EngineDead):
+            self.inner.wake()
+
+    def status(self) -> EngineStatus:
+        return self.inner.status()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def start_engine(
+    cfg: Any, st: Strategy, task: Task, *, build: Callable[[], Engine] | None = None
+) -> tuple[Engine, Push]:
+    """(the engine of a run, the function that sends it weights), by the options of the run.
+
+    An engine that dies in `generate` or in a push is built again, at most `rebuilds` times in a run, and gets
+    the weights of the last push. With `canary` each new one has to pass `sync.canary`, which its line on the
+    screen gives the numbers of. All ranks call both functions alike. `build` builds the engine of the options
+    unless it is given. EngineDead from `generate` when no engine stays alive.
+    """
+
+    def build_engine() -> Engine:
+        return engine_lib.get_engine(engine_lib.config_of(cfg.strategy), cfg.model, task.tokenizer)
+
+    def load(state: TrainState, engine: Engine, *, version: int, fresh: bool) -> None:
+        if not (fresh and cfg.canary):
+            sync.push(st, state, engine, version=version)
+            return
+        prompts: list[Any]
+        prompts, _ = data.take(task.dataset, CANARY_PROMPTS, st.config.seed)
+        probe = sync.canary(st, state, engine, cfg.model, prompts, version=version, max_gap=cfg.max_gap)
+        st.print(
+            f"canary: engine and trainer differ by {probe.noisy:.1e} nats per token with noise on the "
+            f"weights, {probe.floor:.1e} without ({probe.seconds:.1f} s)"
+        )
+
+    kept = _Kept(build or build_engine, load, st, cfg.rebuilds)
+    engine = Engine(
+        generate=kept.generate,
+        score=kept.score,
+        load=kept.load,
+        sleep=kept.sleep,
+        wake=kept.wake,
+        status=kept.status,
+        close=kept.close,
+    )
+    return engine, kept.push
+
+
+@contextmanager
+def saved_if_lost(run: Run) -> Iterator[None]:
+    """Save the last whole step of a run where the block raises EngineDead, and say so in its line."""
+    try:
+        yield
+    except EngineDead as error:
+        step = run.save_now()
+        raise EngineDead(f"{error}; {step} steps are saved, the same command continues from there") from None

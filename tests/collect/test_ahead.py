@@ -1,0 +1,239 @@
+"""Rollouts sampled ahead, by engines of plain Python: versions, order, checkpoints, engines that die."""
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+import rft_fn as rft
+from rft_fn import engine, rng, tree
+from rft_fn.collect import ahead as module
+from rft_fn.collect import due, version_of
+from rft_fn.engine import EngineConfig
+from rft_fn.engine.requests import Response, assemble, rows
+from rft_fn.types.engine import Delivered
+
+SAMPLING, GREEDY = rft.Sampling(max_new=3), rft.Sampling(max_new=2, temperature=0)
+STRATEGY = rft.strategy.get_strategy()
+
+
+class Lost(RuntimeError):
+    """What an engine dies of."""
+
+
+class Plain:
+    """An engine whose samples are a function of its weights and the keys; it dies at the calls `dies`."""
+
+    def __init__(self, dies=(), calls=None, seconds=0.0):
+        self.weights, self.version, self.alive = 0.0, 0, True
+        self.dies, self.seconds = set(dies), seconds
+        self.calls = [] if calls is None else calls  # of all engines of a test
+
+    def step(self, name):
+        assert threading.current_thread() is not threading.main_thread() or not self.seconds
+        time.sleep(self.seconds)
+        self.calls.append((name, self.version))
+        if len(self.calls) - 1 in self.dies:
+            self.alive = False
+            raise Lost("gone")
+
+    def generate(self, prompts, keys, *, n=1, sampling, max_new=None, start=None):
+        self.step("generate")
+        drawn = [
+            [3 + rng.fold_in(row.key, row.start + t, str(self.weights)) % 40 for t in range(row.max_new)]
+            for row in rows(keys, n, sampling, max_new=max_new, start=start)
+        ]
+        responses = [
+            Response(tokens, [self.weights - t for t in range(len(tokens))], True) for tokens in drawn
+        ]
+        return assemble([list(p) for p in prompts], responses, pad=0, version=self.version)
+
+    def load(self, weights, *, version):
+        self.step("load")
+        pairs = list(weights)
+        self.weights, self.version = float(pairs[0][1]), version
+        return Delivered(len(pairs), sum(x.numel() * x.element_size() for _, x in pairs), 1.0, version)
+
+    def score(self, rollout, *, sampling=None):
+        self.step("score")
+        return rollout.logp + self.weights
+
+    def status(self):
+        return {
+            "engine": "plain",
+            "alive": self.alive,
+            "version": self.version,
+            "asleep": False,
+            "supported": frozenset(),
+        }
+
+    def close(self):
+        self.alive = False
+
+    def record(self):
+        nothing = lambda: None  # noqa: E731
+        return rft.Engine(self.generate, self.score, self.load, nothing, nothing, self.status, self.close)
+
+
+def draw(step):
+    """The prompts of a step, and their keys."""
+    return [[3, 4 + step % 5], [5]], [rng.fold_in(0, step, i) for i in range(2)]
+
+
+def weights_of(version):
+    return [("w", torch.tensor(version * 0.5))]
+
+
+def expected(step, version, sampling=SAMPLING, n=2):
+    """The rollout of a step by an engine that does nothing else."""
+    own = Plain()
+    own.load(weights_of(version), version=version)
+    prompts, keys = draw(step)
+    return own.generate(prompts, keys, n=n, sampling=sampling)
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(tree.leaves(a), tree.leaves(b), strict=True))
+
+
+def sampler(build, *, ahead, saved=(), rebuilds=0, strategy=STRATEGY):
+    """What `run.start_sampler` makes of an engine of plain Python."""
+    if not ahead:
+        return rft.collect.Ahead(build(), strategy, saved=saved)
+    calls = rft.collect.InOrder(build, rebuilds=rebuilds)
+    return rft.collect.Ahead(calls.engine(), strategy, calls=calls, saved=saved)
+
+
+def train(samples, first, total, ahead, *, evaluate=(), stop=None):
+    """(the rollouts of the steps from `first` on, what a checkpoint has kept after step `stop`)."""
+    found = []
+    samples.engine.load(iter(weights_of(first)), version=first)
+    for step in range(first, total):
+        for later in due(step, ahead, total):
+            samples.begin(*draw(later), n=2, sampling=SAMPLING)
+        found.append(samples.generate(*draw(step), n=2, sampling=SAMPLING))
+        live = torch.tensor((step + 1) * 0.5)  # a trainer changes its weights in place, after the load too
+        samples.engine.load(iter([("w", live)]), version=step + 1)
+        live.fill_(torch.nan)
+        if step in evaluate:
+            mine = samples.generate(*draw(step), n=1, sampling=GREEDY)
+            assert same(mine, expected(step, step + 1, GREEDY, 1))
+        if step == stop:
+            return found, samples.save()
+    return found, samples.save()
+
+
+@given(some.integers(0, 4), some.integers(1, 9), some.sets(some.integers(0, 8)), some.integers(0, 8))
+def test_each_rollout_is_of_the_version_that_the_schedule_says(ahead, total, evaluate, stop):
+    """And with the tokens of that version, also when the run goes on from a checkpoint of any step."""
+    samples = sampler(lambda: Plain().record(), ahead=ahead)
+    found, kept = train(samples, 0, total, ahead, evaluate=evaluate, stop=stop)
+    samples.close()
+    assert len(kept) == max(0, min(ahead, total - 1 - stop))
+    if stop < total - 1:
+        again = sampler(lambda: Plain().record(), ahead=ahead, saved=kept)
+        more, kept = train(again, stop + 1, total, ahead, evaluate=evaluate)
+        again.close()
+        found += more
+    assert not kept and len(found) == total
+    for step, rollout in enumerate(found):
+        version = max(0, step - ahead)
+        assert version_of(step, ahead) == version and rollout.version.tolist() == [version] * 4
+        assert same(rollout, expected(step, version))
+
+
+@given(some.integers(0, 5), some.integers(1, 12))
+def test_a_rollout_is_due_when_the_weights_of_its_version_are_there(ahead, total):
+    begun = {}
+    for step in range(total):
+        for later in due(step, ahead, total):
+            begun.setdefault(later, step)
+    assert begun == {step: version_of(step, ahead) for step in range(total)}
+
+
+def test_sampling_and_learning_overlap():
+    """With one step ahead, five steps of 0.1 s on either side take little more than 0.5 s, not 1 s."""
+    samples = sampler(lambda: Plain(seconds=0.1).record(), ahead=1)
+    samples.begin(*draw(0), n=2, sampling=SAMPLING)
+    samples.generate(*draw(0), n=2, sampling=SAMPLING)
+    began = time.perf_counter()
+    for step in range(5):
+        samples.begin(*draw(step + 1), n=2, sampling=SAMPLING)
+        time.sleep(0.1)
+        samples.generate(*draw(step + 1), n=2, sampling=SAMPLING)
+    assert time.perf_counter() - began < 0.9
+    assert samples.busy() > 0.5 and samples.busy() == 0
+    samples.close()
+
+
+@pytest.mark.parametrize("dies", [{1}, {2, 3}, {4}, {6, 7, 8}, {1, 5, 9}])
+def test_an_engine_that_dies_is_built_again_with_the_weights_it_had(dies, capsys):
+    """In a rollout, in a load, and again while it is brought back: the rollouts are the same."""
+    calls = []
+    samples = sampler(lambda: Plain(dies, calls).record(), ahead=2, rebuilds=3)
+    found, _ = train(samples, 0, 6, 2, evaluate={1})
+    samples.close()
+    assert all(same(x, expected(step, version_of(step, 2))) for step, x in enumerate(found))
+    assert capsys.readouterr().err.count("gone; building it again") == len(dies)
+
+
+def test_too_many_deaths_are_the_end(capsys):
+    samples = sampler(lambda: Plain(range(1, 99), []).record(), ahead=1, rebuilds=2)
+    with pytest.raises((Lost, engine.EngineDead), match="gone"):
+        train(samples, 0, 4, 1)
+    assert capsys.readouterr().err.count("building it again") <= 2
+    samples.begin(*draw(9), n=2, sampling=SAMPLING)
+    assert samples.save() == [] and not samples.engine.status()["alive"]
+    with pytest.raises(engine.EngineDead, match="gone"):
+        samples.generate(*draw(9), n=2, sampling=SAMPLING)
+    samples.close()
+
+
+def test_an_engine_that_takes_too_little_is_not_sampled_from():
+    """Nobody waits for a load, so the next rollout has to say it."""
+
+    class Forgetful(Plain):
+        def load(self, weights, *, version):
+            return super().load(weights, version=version)._replace(tensors=0)
+
+    samples = sampler(lambda: Forgetful().record(), ahead=1)
+    samples.engine.load(weights_of(1), version=1)
+    with pytest.raises(engine.EngineDead, match=r"sync: expected the engine to take Delivered\(tensors=1"):
+        samples.generate(*draw(0), n=2, sampling=SAMPLING)
+    samples.close()
+
+
+def test_an_engine_of_its_own_process_never_sleeps_and_has_half_of_the_threads():
+    config, left = module.apart(EngineConfig(batch=7), 5)
+    assert (config.process, config.sleep, config.threads, config.batch, left) == (True, False, 2, 7, 3)
+    config, left = module.apart(EngineConfig(threads=4), 5)
+    assert (config.threads, left) == (4, 1)
+    assert module.apart(EngineConfig(), 1)[0].threads == module.apart(EngineConfig(), 1)[1] == 1
+    with pytest.raises(ValueError, match="ahead, engine_tp_size: expected one process"):
+        module.apart(EngineConfig(tp_size=2), 4)
+
+
+def test_what_a_run_no_longer_asks_for_leaves_its_checkpoints():
+    """Another seed gives other keys."""
+    old = [{"name": "0" * 16, "rollout": expected(3, 2)}]
+    samples = sampler(lambda: Plain().record(), ahead=1, saved=old)
+    _, kept = train(samples, 0, 3, 1, stop=1)
+    samples.close()
+    assert len(kept) == 1 and kept[0]["name"] != old[0]["name"]
+
+
+def test_the_threads_of_a_rollout_never_gather():
+    """Ranks meet in the thread that trains alone: two threads would meet them in different orders."""
+    gathered = []
+
+    def gather(x):
+        gathered.append(threading.current_thread())
+        return x
+
+    samples = sampler(lambda: Plain().record(), ahead=2, strategy=STRATEGY._replace(gather=gather))
+    train(samples, 0, 4, 2, evaluate={0})
+    samples.close()
+    assert len(gathered) == 5 and set(gathered) == {threading.main_thread()}

@@ -1,0 +1,278 @@
+"""Mismatch of trainer and sampler: measured as defined, limited by its noise, corrected, and explained."""
+
+import json
+
+import numpy as np
+import pytest
+import ref
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_house import load_script as script
+
+import rft_fn as rft
+from rft_fn import collect, engine, model, packing, tree, weight
+from rft_fn.run import options
+from rft_fn.run.mismatch import check_gap, correct_mismatch
+from rft_fn.types.engine import Delivered
+
+PROMPTS, KEYS = [[3, 4, 5], [6, 7], [8, 9, 10, 11], [12]], [1, 2, 3, 4]
+
+
+def rollout(sampling, *, n=3, lm=None):
+    return engine.hf(lm or tiny.llama(), tiny.tokenizer()).generate(PROMPTS, KEYS, n=n, sampling=sampling)
+
+
+def packs_of(r):
+    exp = rft.experience(r, adv=torch.zeros(len(r.tokens)), w=weight.token_mean(r.mask))
+    return packing.shard(exp, 64)[0]
+
+
+def random_rollout(seed, spread=1.0):
+    """(a rollout, the trainer's log-probs), which differ by `spread` nats."""
+    g = torch.Generator().manual_seed(seed)
+    exp = tiny.experience(seed)
+    logp = torch.where(exp.mask, -torch.rand(exp.tokens.shape, generator=g), 0)
+    trainer = torch.where(exp.mask, logp + spread * torch.randn(logp.shape, generator=g), 0)
+    rows = len(exp.length)
+    r = rft.Rollout(
+        tokens=exp.tokens,
+        mask=exp.mask,
+        logp=logp,
+        length=exp.length,
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        group=torch.arange(rows),
+        version=torch.arange(rows) % 3,
+    )
+    return r, trainer
+
+
+# ---------- how far they disagree
+
+
+@given(seed=st.integers(0, 10**6), spread=st.floats(0, 5))
+def test_the_mismatch_is_its_definition(seed, spread):
+    r, trainer = random_rollout(seed, spread)
+    found = collect.mismatch_metrics(trainer, r)
+    assert tuple(found) == collect.MISMATCH
+    want = ref.mismatch(trainer.double(), r.logp.double(), r.mask)
+    np.testing.assert_allclose(list(found.values()), want, rtol=1e-4, atol=1e-6)
+
+
+def test_the_kl_is_that_of_sampler_and_trainer():
+    """Over all tokens, weighted by the sampler's probability, it is KL(sampler, trainer)."""
+    g = torch.Generator().manual_seed(0)
+    sampler, trainer = torch.randn(2, 50, generator=g, dtype=torch.float64).log_softmax(-1)
+    p = sampler.exp()
+    each = [
+        rft.metric.results(rft.metric.mismatch(t[None], s[None], torch.ones(1, dtype=torch.bool)))
+        for t, s in zip(trainer, sampler)
+    ]
+    got = sum(float(x) * row["policy/kl_sampler"] for x, row in zip(p, each))
+    assert got == pytest.approx(float((p * (sampler - trainer)).sum()), rel=1e-9)
+
+
+def test_staleness_counts_versions():
+    r, _ = random_rollout(0)
+    assert r.version.tolist() == [0, 1, 2, 0, 1, 2]
+    assert collect.staleness(r, 5) == {"rollout/staleness": 4.0, "rollout/staleness_max": 5.0}
+
+
+# ---------- weights against it
+
+
+@given(seed=st.integers(0, 10**6), cap=st.floats(1.01, 5))
+def test_a_correction_is_a_factor_of_any_weight(seed, cap):
+    """What the definition makes of w is w times the factor, and the metrics count what was cut."""
+    r, trainer = random_rollout(seed)
+    w = weight.seq_mean(r.mask)
+    definitions = {
+        "tis": lambda *row: ref.truncated_is(*row, cap=cap),
+        "mis": lambda *row: ref.masked_is(*row, cap=cap),
+        "icepop": lambda *row: ref.icepop(*row, low=1 / cap, high=cap),
+    }
+    assert set(definitions) == set(collect.CORRECTIONS)
+    for name, define in definitions.items():
+        factor, metrics = collect.correction(name, trainer, r, cap=cap)
+        want = np.stack([define(*row) for row in zip(w.numpy(), trainer.numpy(), r.logp.numpy())])
+        np.testing.assert_allclose(w * factor, want, rtol=1e-4, atol=1e-7)
+        assert not factor[~r.mask].any()
+        ratio = (trainer - r.logp).exp()[r.mask]
+        cut = (ratio > cap) | ((name == "icepop") & (ratio < 1 / cap))
+        assert metrics["mismatch/cut"] == pytest.approx(float(cut.double().mean()), abs=1e-6)
+        assert metrics["mismatch/weight"] == pytest.approx(float(factor[r.mask].mean()), rel=1e-5)
+
+
+def test_an_unknown_correction_is_refused():
+    r, trainer = random_rollout(0)
+    with pytest.raises(ValueError, match="mismatch: expected one of tis, mis, icepop, got 'is'"):
+        collect.correction("is", trainer, r)
+
+
+def test_a_corrected_loss_starts_from_the_trainers_policy():
+    """old_logp is what the trainer scores, without a correction what the sampler says."""
+    sampling = rft.Sampling(max_new=6)
+    r = rollout(sampling, lm=tiny.llama(3))
+    strategy = rft.strategy.get_fake_strategy()
+    apply, params = strategy.bind(tiny.llama())
+    how = {"budget": 64, "version": 2}
+    plain = correct_mismatch(options.Rollouts(), strategy, apply, params, r, **how)
+    assert plain.old_logp is r.logp and plain.extra == {}
+    assert plain.metrics == {"rollout/staleness": 2.0, "rollout/staleness_max": 2.0}
+    cfg = options.Rollouts(mismatch="tis", cap=1.5)
+    found = correct_mismatch(cfg, strategy, apply, params, r, **how)
+    want = strategy.score(apply, params, r, 64).logp
+    assert torch.equal(found.old_logp, want) and (want - r.logp).abs().max() > 0.1
+    factor = (want - r.logp).exp().clamp(max=1.5) * r.mask
+    torch.testing.assert_close(found.extra["correction"], factor)
+    assert found.metrics["policy/logp_gap"] == pytest.approx(collect.logp_mismatch(want, r.logp, r.mask))
+
+
+SMALL = {"prompts": 4, "group": 4, "steps": 3, "warmup": 0, "eval_prompts": 4, "canary": False, "lr": 1e-2}
+SMALL |= {"max_gap": 100.0, "gap_factor": 1e9, "minibatches": 2}
+
+
+def stale(build):
+    """Engines that take no weights after the first."""
+
+    def built(*args):
+        inner = build(*args)
+
+        def load(weights, *, version):
+            if not version:
+                return inner.load(weights, version=version)
+            sizes = [x.numel() * x.element_size() for _, x in weights]
+            return Delivered(len(sizes), sum(sizes), 0.0, version)
+
+        return inner._replace(load=load)
+
+    return built
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_each_correction_trains_otherwise_on_stale_samples(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(engine, "get_engine", stale(engine.get_engine))
+    module = script(name)
+    losses = {}
+    for kind, cap in (("none", 2.0), ("tis", 1.02), ("tis", 1.1), ("mis", 1.02), ("icepop", 1.02)):
+        folder = tmp_path / f"{kind}{cap}"
+        module.main(module.Config(**SMALL, mismatch=kind, cap=cap, out=str(folder)))
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [r["rollout/staleness"] for r in rows] == [0, 1, 2]
+        assert rows[0]["policy/logp_gap"] < 1e-5 and rows[2]["policy/logp_gap"] > 1e-3
+        assert rows[2]["policy/kl_sampler"] > 0
+        if kind != "none":
+            assert rows[0]["mismatch/cut"] == 0 and rows[2]["mismatch/cut"] > 0
+        losses[kind, cap] = rows[2]["policy/loss"]
+    assert len(set(losses.values())) == len(losses), losses
+
+
+# ---------- how far they may disagree
+
+
+def test_the_limit_is_a_multiple_of_the_noise_floor():
+    assert collect.gap_limit(0.01, 30.0, 0.0) == 0.01
+    assert collect.gap_limit(0.01, 30.0, 1e-5) == pytest.approx(3e-4)
+    assert collect.gap_limit(0.01, 30.0, 1e-3) == 0.01
+    plain, cut = rft.Sampling(), rft.Sampling(top_p=0.9)
+    assert collect.noise_floor(1e-9, plain) == 1e-6 and collect.noise_floor(5e-6, plain) == 5e-6
+    assert collect.noise_floor(1e-9, cut) == 1e-4 and collect.noise_floor(5e-3, cut) == 5e-3
+
+
+def test_the_first_gap_of_a_run_limits_the_later_ones():
+    """Weights that are 1e-3 off pass a limit of 0.01, and not one that knows the noise of this run."""
+    sampling = rft.Sampling(max_new=6)
+    apply, params = model.bind(tiny.llama(), sampling=sampling)
+    off = tiny.llama()
+    for p in off.parameters():
+        p.data *= 1.001
+    fresh, late = rollout(sampling), rollout(sampling, lm=off)
+
+    def values(r, staleness=0.0):
+        scored = packing.unpack(model.score(apply, params, packs_of(r)), packs_of(r), r.logp)
+        return collect.mismatch_metrics(scored, r) | {"rollout/staleness_max": staleness, "loss": 1.0}
+
+    def check(cfg, extra, r, **how):
+        return check_gap(cfg, extra, values(r, **how), r, sampling, apply, params, packs_of(r))
+
+    assert 1e-4 < values(late)["policy/logp_gap"] < 0.01
+    cfg, extra = options.Rollouts(), {"floor": 0.0}
+    assert check(cfg, extra, fresh) == collect.mismatch_metrics(
+        packing.unpack(model.score(apply, params, packs_of(fresh)), packs_of(fresh), fresh.logp), fresh
+    )
+    assert extra["floor"] == 1e-6
+    with pytest.raises(ValueError, match=r"above the limit of 3e-05. .*Look at the weights"):
+        check(cfg, extra, late)
+    check(cfg, {}, late)  # a run that knows no floor yet
+    check(options.Rollouts(gap_factor=1e4), extra, late)
+    with pytest.raises(ValueError, match=r"above the limit of 0.0001"):
+        check(options.Rollouts(gap_factor=1e4, max_gap=1e-4), extra, late)
+
+    # corrected stale rows differ by design; rows that are not stale do not
+    corrected = options.Rollouts(mismatch="tis")
+    check(corrected, extra, late, staleness=1.0)
+    with pytest.raises(ValueError, match="above the limit"):
+        check(corrected, extra, late)
+    with pytest.raises(ValueError, match="above the limit"):
+        check(cfg, extra, late, staleness=1.0)
+
+
+# ---------- what explains it
+
+
+CUT = {"temperature": 0.6, "top_p": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("sampler", "trainer", "told", "line"),
+    [
+        ({"temperature": 0.6}, {}, {"temperature": 0.6}, "temperature: the trainer scores without it"),
+        ({}, {"temperature": 0.6}, {"temperature": 0.6}, "temperature: the engine samples without it"),
+        (CUT, {"temperature": 0.6}, CUT, "top_p / top_k: the trainer scores without it"),
+        ({"temperature": 0.6}, CUT, CUT, "top_p / top_k: the engine samples without it"),
+        (CUT, {}, CUT, "temperature and top_p / top_k: the trainer scores without it"),
+    ],
+)
+def test_an_option_that_one_side_does_not_know_is_named(sampler, trainer, told, line):
+    """The trainer scores the same tokens without it; an engine is asked for nothing."""
+    r = rollout(rft.Sampling(max_new=9, **sampler))
+    apply, params = model.bind(tiny.llama(), sampling=rft.Sampling(**trainer))
+    packs = packs_of(r)
+    before = model.score(apply, params, packs)
+    with pytest.raises(ValueError, match=f"Look at {line}"):
+        collect.check_mismatch(
+            {"policy/logp_gap": 1.0}, 0.01, r, rft.Sampling(max_new=9, **told), apply, params, packs
+        )
+    for a, b in zip(before, model.score(apply, params, packs), strict=True):
+        assert torch.equal(a, b)  # the trainer's own sampling is as it was
+
+
+def check(r, sampling, trainer, gap=1.0):
+    """check_mismatch with a trainer that is any function to log-probs [B, S]."""
+
+    def apply(params, pack):
+        rows = torch.tensor(pack.rows)[pack.seq]
+        return rft.TokenOut(logp=trainer()[rows, pack.pos + 1])
+
+    collect.check_mismatch({"policy/logp_gap": gap}, 0.01, r, sampling, apply, {}, packs_of(r))
+
+
+def test_dropout_positions_and_weights_are_told_apart():
+    sampling = rft.Sampling(max_new=12)
+    r = rollout(sampling)
+    with pytest.raises(ValueError, match="Look at dropout"):
+        check(r, sampling, lambda: r.logp + torch.randn(r.logp.shape))
+    with pytest.raises(ValueError, match="Look at positions"):
+        check(r, sampling, lambda: r.logp + r.mask.cumsum(-1) ** 3 / 100.0)
+    with pytest.raises(ValueError, match="Look at the weights"):
+        check(r, sampling, lambda: r.logp - 1.0, float("nan"))
+    check(r, sampling, lambda: 1 / 0, 0.009)  # within the limit nothing is scored
+
+
+def test_wrong_weights_are_told_from_options():
+    sampling = rft.Sampling(max_new=9, temperature=0.6, top_p=0.7)
+    r = tree.replace(rollout(sampling, lm=tiny.llama(9)), version=torch.full((12,), 4))
+    apply, params = model.bind(tiny.llama(), sampling=sampling)
+    with pytest.raises(ValueError, match=r"Look at the weights \(the rollout is of version \[4\]"):
+        collect.check_mismatch({"policy/logp_gap": 1.0}, 0.01, r, sampling, apply, params, packs_of(r))

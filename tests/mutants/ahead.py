@@ -1,0 +1,93 @@
+"""Mutants of rollouts that are sampled ahead or cut, and of engines in a process of their own."""
+
+AHEAD, PARTIAL = "rft_fn/collect/ahead.py", "rft_fn/collect/partial.py"
+PROCESS, CHILD = "rft_fn/engine/process.py", "rft_fn/engine/child.py"
+A, C = "tests/collect/test_ahead.py::test_", "tests/collect/test_partial.py::test_"
+P = "tests/engine/test_process.py::test_"
+
+MUTANTS = [
+    (
+        "sampling is one step less ahead",
+        AHEAD,
+        "min(step + ahead + 1, total)",
+        "min(step + max(ahead, 1), total)",
+        A + "a_rollout_is_due_when_the_weights_of_its_version_are_there",
+    ),
+    (
+        "weights that wait for the engine are the trainer's own",
+        AHEAD,
+        'x.detach().to("cpu", copy=True)',
+        "x.detach().cpu()",
+        A + "each_rollout_is_of_the_version_that_the_schedule_says",
+    ),
+    (
+        "an engine that was built again has no weights",
+        AHEAD,
+        "            if self.loaded is not None:\n",
+        "            if self.loaded is not None and self.rebuilds > 9:\n",
+        A + "an_engine_that_dies_is_built_again_with_the_weights_it_had",
+    ),
+    (
+        "an engine may take less than it was sent",
+        AHEAD,
+        "            if delivered._replace(seconds=0.0) != copy.delivered:",
+        "            if delivered.version != copy.version:",
+        A + "an_engine_that_takes_too_little_is_not_sampled_from",
+    ),
+    (
+        "rollouts that nobody asks for stay in checkpoints",
+        AHEAD,
+        "kept = self._asked & set(self._done)",
+        "kept = set(self._done)",
+        A + "what_a_run_no_longer_asks_for_leaves_its_checkpoints",
+    ),
+    (
+        "an engine ahead takes all threads",
+        AHEAD,
+        "config.threads or max(1, threads // 2)",
+        "config.threads or threads",
+        A + "an_engine_of_its_own_process_never_sleeps_and_has_half_of_the_threads",
+    ),
+    (
+        "a response is continued in the stream of another sample",
+        PARTIAL,
+        "(keys[b // n], b % n)",
+        "(keys[b // n], 0)",
+        C + "with_one_version_cut_and_continued_equals_uncut",
+    ),
+    (
+        "a group is learned from when its first response is finished",
+        PARTIAL,
+        "~_open(groups, sampling).view(-1, n).any(-1)",
+        "~_open(groups, sampling).view(-1, n)[:, 0]",
+        C + "with_one_version_cut_and_continued_equals_uncut",
+    ),
+    (
+        "a step may have nothing to learn from",
+        PARTIAL,
+        "    while not bool(_finished(groups, n, sampling).any()):",
+        "    while not len(groups.born):",
+        C + "a_step_has_something_to_learn_from",
+    ),
+    (
+        "an engine outlives its trainer",
+        CHILD,
+        "    while os.getppid() == parent:",
+        "    while parent:",
+        P + "no_process_is_left_however_the_script_ends[kill]",
+    ),
+    (
+        "an engine believes that it is a rank",
+        PROCESS,
+        "if name not in _TORCHRUN and not name",
+        "if not name",
+        P + "its_threads_and_environment",
+    ),
+    (
+        "an engine that failed keeps its process",
+        PROCESS,
+        "        if self.ended:\n            return\n        self.ended",
+        "        if why:\n            self.ended = why\n            return\n        self.ended",
+        P + "a_failure_ends_it_in_one_line[raises]",
+    ),
+]

@@ -1,0 +1,185 @@
+"""`--ahead`: a run is a function of its seed and of the versions, whatever ends it or its engine."""
+
+import functools
+import json
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from test_house import load_script
+from test_scripts import start
+
+import rft_fn as rft
+from rft_fn.engine import process
+from rft_fn.run import options
+
+STEPS = 6
+SMALL = ["--prompts", "4", "--group", "4", "--steps", STEPS, "--save-every", "2", "--eval-every", "4"]
+SMALL += ["--eval-prompts", "8", "--ema", "0.9", "--rounds", "2"]
+
+
+def main(folder, ahead, **more):
+    """A run in this process, whose engine has its own."""
+    script = load_script("grpo")
+    few = {"prompts": 4, "group": 4, "steps": STEPS, "save_every": 2, "eval_every": 4, "eval_prompts": 8}
+    few |= {"ema": 0.9, "rounds": 2}
+    threads = torch.get_num_threads()
+    script.main(script.Config(out=str(folder), ahead=ahead, **few | more))
+    torch.set_num_threads(threads)
+
+
+def rows(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The folders of runs that nothing interrupts, by how far ahead they sample."""
+
+    @functools.cache
+    def folder(ahead):
+        path = tmp_path_factory.mktemp("runs") / "straight"
+        main(path, ahead)
+        return path
+
+    return folder
+
+
+def same_files(a, b):
+    for name in ("metrics.jsonl", "trajectories.jsonl", "model/model.safetensors"):
+        assert (a / name).read_bytes() == (b / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_staleness_and_correction_are_those_of_the_schedule(straight, ahead):
+    """A second round is drawn with the newest weights, so the mean can be smaller."""
+    folder = straight(ahead)
+    metrics = rows(folder)
+    assert [r["rollout/staleness_max"] for r in metrics] == [min(k, ahead) for k in range(STEPS)]
+    assert all("mismatch/weight" in r for r in metrics)  # tis, which nobody asked for
+    assert all("beside/engine" in r for r in rows(folder, "timing.jsonl"))
+    assert metrics[0]["policy/logp_gap"] < 1e-5 < 1e-3 < metrics[2]["policy/logp_gap"]
+
+
+ENDS = [(signal.SIGKILL, 3, 1, -9), (signal.SIGTERM, 2, 1, 143), (signal.SIGINT, 2, 2, 130)]
+
+
+@pytest.mark.parametrize(("number", "after", "ahead", "code"), ENDS)
+def test_a_resumed_run_equals_the_uninterrupted_one(straight, tmp_path, number, after, ahead, code):
+    """Killed between checkpoints, or asked to stop with a rollout in flight, which the checkpoint keeps."""
+    args = [*SMALL, "--out", tmp_path / "straight", "--ahead", ahead]
+    process = start("grpo", *args, interrupted=(number, after, 0.02))
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == code and "Traceback" not in err, err
+    done = len(rows(tmp_path / "straight"))
+    assert after < done < STEPS
+    if number != signal.SIGKILL:
+        assert os.listdir(tmp_path / "straight" / "checkpoints")
+    main(tmp_path / "straight", ahead)
+    same_files(straight(ahead), tmp_path / "straight")
+
+
+def test_a_killed_engine_is_built_again_and_the_run_is_the_same(straight, tmp_path, monkeypatch, capsys):
+    """Its process is killed twice in mid-rollout: keys name the draw, so the tokens are the same."""
+    ahead = 1
+    call, calls = process._Process.call, []
+
+    def killed(self, name, *args, **options):
+        calls.append(name)
+        if name == "generate" and calls.count("generate") in (4, 7):
+            os.kill(self.process.pid, signal.SIGSTOP)
+            threading.Timer(0.1, os.kill, (self.process.pid, signal.SIGKILL)).start()
+        return call(self, name, *args, **options)
+
+    monkeypatch.setattr(process._Process, "call", killed)
+    main(tmp_path / "straight", ahead)
+    same_files(straight(ahead), tmp_path / "straight")
+    assert calls.count("build") == 3
+    err = capsys.readouterr().err
+    assert err.count("was killed by SIGKILL in generate") == 2 and "building it again (2 left)" in err
+
+
+def test_without_an_engine_left_the_step_is_saved_and_the_same_command_continues(
+    straight, tmp_path, monkeypatch
+):
+    """The rollout that was lost is drawn with the weights of the checkpoint, as its staleness says."""
+    call, calls = process._Process.call, []
+
+    def killed(self, name, *args, **options):
+        calls.append(name)
+        if calls.count("generate") >= 7:
+            os.kill(self.process.pid, signal.SIGKILL)
+        return call(self, name, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process._Process, "call", killed)
+        with pytest.raises(
+            rft.engine.EngineDead, match=r"killed by SIGKILL.* steps are saved, the same command"
+        ):
+            main(tmp_path / "straight", 1, rebuilds=1, save_every=100)
+    assert calls.count("build") == 2
+    done = len(rows(tmp_path / "straight"))
+    assert os.listdir(tmp_path / "straight" / "checkpoints") == [f"step_{done:08d}"]
+    main(tmp_path / "straight", 1)
+    found, whole = rows(tmp_path / "straight"), rows(straight(1))
+    assert found[:done] == whole[:done] and len(found) == STEPS
+    assert [r["rollout/staleness_max"] for r in found[done:]] == [0] + [1] * (STEPS - done - 1)
+
+
+def test_the_correction_that_is_on_by_default():
+    found = {(): "none", ("ahead",): "tis", ("partial",): "tis"}
+    for names, expected in found.items():
+        assert rft.run.correction_of(options.Rollouts(**dict.fromkeys(names, 1))) == expected
+    assert rft.run.correction_of(options.Rollouts(ahead=1, mismatch="none")) == "none"
+    assert rft.run.correction_of(options.Rollouts(mismatch="icepop")) == "icepop"
+
+
+class Interrupted(Exception):
+    """Ends a run between two checkpoints."""
+
+
+def test_partial_rollouts_wait_in_checkpoints_too(tmp_path, monkeypatch):
+    """Responses of six tokens grow by two in a step, over several versions; a resumed run has the same."""
+    options = {"partial": 2, "rounds": 1, "max_new": 6}
+    main(tmp_path / "whole", 0, **options)
+    metrics = rows(tmp_path / "whole")
+    assert max(r["rollout/staleness_max"] for r in metrics) == 2
+    assert all("mismatch/weight" in r for r in metrics)
+
+    write = rft.run.Run.write
+
+    def interrupted(self, step, *args, **more):
+        if step == 3:
+            raise Interrupted
+        write(self, step, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rft.run.Run, "write", interrupted)
+        with pytest.raises(Interrupted):
+            main(tmp_path / "cut", 0, **options)
+    main(tmp_path / "cut", 0, **options)
+    same_files(tmp_path / "whole", tmp_path / "cut")
+
+
+REFUSED = [
+    ({"partial": 2, "ahead": 1}, "partial: expected it without ahead and rounds, got ahead 1, rounds 2"),
+    ({"partial": 2}, "partial: expected it without ahead and rounds, got ahead 0, rounds 2"),
+]
+
+
+@pytest.mark.parametrize(("options", "line"), REFUSED)
+def test_options_that_do_not_go_together(tmp_path, options, line):
+    with pytest.raises(ValueError, match=line):
+        main(tmp_path / "r", **{"ahead": 0} | options)
+
+
+def test_ppo_samples_ahead(tmp_path):
+    """The same script lines: stale from the second step on, and equal files when it is run in two parts."""
+    script = load_script("ppo")
+    few = {"prompts": 4, "group": 2, "steps": 4, "save_every": 2, "eval_every": 9, "eval_prompts": 4}
+    script.main(script.Config(out=str(tmp_path / "r"), ahead=1, **few))
+    assert [r["rollout/staleness"] for r in rows(tmp_path / "r")] == [0, 1, 1, 1]
+    with pytest.raises(ValueError, match="partial: expected 0, as this script does not read it"):
+        script.main(script.Config(out=str(tmp_path / "p"), partial=1, **few))
