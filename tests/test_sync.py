@@ -251,6 +251,18 @@ def test_noise_is_5_percent_of_a_tensor_and_a_tensor_of_zeros_gets_some():
 # ---------- what an engine may ask for
 
 
+def test_the_engine_of_this_process_gets_its_own_type():
+    st, state = trained()
+    narrow = engine.hf(tiny.llama(dtype=torch.bfloat16), tiny.tokenizer())
+    assert sync.push(st, state, narrow, version=1).bytes == 2 * sum(
+        p.numel() for p in tiny.llama().parameters()
+    )
+    mixed = tiny.llama(dtype=torch.bfloat16)
+    mixed.model.norm.float()
+    whole = engine.hf(mixed, tiny.tokenizer())
+    assert sync.push(st, state, whole, version=1).bytes == 4 * sum(p.numel() for p in mixed.parameters())
+
+
 def test_an_engine_gets_its_type_and_all_names_of_a_tied_weight():
     st, state, eng = started()
     seen = {}

@@ -171,10 +171,15 @@ class _InProcess:
         supported = {"load", "score", "start"}
         if self.can_sleep:
             supported.add("sleep")
-        return {
+        found: EngineStatus = {
             "engine": "hf",
             "alive": True,
             "version": self.version,
             "asleep": self.asleep,
             "supported": frozenset(supported),
         }
+        # a model may keep some of its weights wider than the rest
+        types = {p.dtype for p in self.lm.parameters()}
+        if len(types) == 1:
+            found["dtype"] = types.pop()
+        return found
