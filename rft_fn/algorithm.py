@@ -25,8 +25,7 @@ from rft_fn.reward_shaping import last_token, on_last_token
 from rft_fn.types import AdvantageFn, CriticAdvantageFn, LossFn, Packed, Rollout, TokenOut, WeightFn
 
 __all__ = [
-    "TABLE", "ActorCritic", "Algorithm", "Evaluated", "LossWithMetrics", "Stopped", "get_actor_critic",
-    "get_algorithm", "per_sequence", "per_token",
+    "TABLE", "ActorCritic", "Algorithm", "get_actor_critic", "get_algorithm", "per_sequence", "per_token",
 ]  # fmt: skip
 
 R = TypeVar("R")

@@ -20,7 +20,7 @@ from rft_fn.types import Transform
 
 __all__ = [
     "adamw", "apply_updates", "chain", "clip_by_global_norm", "constant", "count", "ema", "ema_params",
-    "global_norm", "master_weights", "partition", "warmup_cosine", "warmup_linear",
+    "global_norm", "partition", "warmup_cosine", "warmup_linear",
 ]  # fmt: skip
 
 

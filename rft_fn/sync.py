@@ -11,7 +11,7 @@ from torch import Tensor
 from rft_fn.types import Engine, Strategy, TrainState
 from rft_fn.types.engine import Delivered
 
-__all__ = ["Shipment", "push"]
+__all__ = ["push"]
 
 
 class Shipment(Iterator[tuple[str, Tensor]]):

@@ -6,6 +6,5 @@ from rft_fn.collect.judging import check_reward, gather_and_judge
 from rft_fn.collect.mismatch import check_mismatch, explain_mismatch, logp_mismatch
 
 __all__ = [
-    "VariedGroups", "check_mismatch", "check_reward", "explain_mismatch", "gather_and_generate",
-    "gather_and_judge", "logp_mismatch", "sample_varied_groups",
+    "check_mismatch", "check_reward", "gather_and_generate", "gather_and_judge", "sample_varied_groups",
 ]  # fmt: skip

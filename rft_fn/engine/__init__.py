@@ -19,10 +19,7 @@ from rft_fn.engine.lifetime import EngineDead, dead_after_failure
 from rft_fn.engine.requests import BadRequest
 from rft_fn.types import Engine
 
-__all__ = [
-    "ENGINES", "BadRequest", "Engine", "EngineConfig", "EngineDead", "EngineType", "check_config",
-    "config_of", "dead_after_failure", "get_engine", "hf",
-]  # fmt: skip
+__all__ = ["ENGINES", "BadRequest", "Engine", "EngineConfig", "EngineDead", "config_of", "get_engine", "hf"]
 
 
 class Build(Protocol):

@@ -1,7 +1,7 @@
 """The surroundings of a training loop: options, setup, the run folder, trackers, signals, errors."""
 
 from rft_fn.run import options
-from rft_fn.run.cli import cli, error_line, guard, without
+from rft_fn.run.cli import cli, guard, without
 from rft_fn.run.folder import Run
 from rft_fn.run.progress import track
 from rft_fn.run.report import check_results, table, write_results
@@ -22,12 +22,11 @@ from rft_fn.run.setup import (
     updates_per_pass,
 )
 from rft_fn.run.signals import Stopped
-from rft_fn.run.task import Task, check_rewards, evaluate, judge, load_task, plan_rollouts
+from rft_fn.run.task import check_rewards, evaluate, judge, load_task, plan_rollouts
 
 __all__ = [
-    "Run", "Stopped", "Task", "check_results", "check_rewards", "checkpoint", "cli", "data_options",
-    "error_line", "evaluate", "final_weights", "free_options", "gather_rows", "guard", "initial_scorer",
-    "judge", "last_model", "load_data", "load_policy", "load_task", "open_folder", "optimizer", "options",
-    "plan_rollouts", "plan_steps", "print_preflight", "restore_latest", "settings", "start", "table", "track",
-    "updates_per_pass", "without", "write_results",
+    "Run", "check_results", "check_rewards", "checkpoint", "cli", "data_options", "evaluate", "final_weights",
+    "free_options", "gather_rows", "initial_scorer", "judge", "last_model", "load_data", "load_policy",
+    "load_task", "open_folder", "optimizer", "options", "plan_rollouts", "plan_steps", "print_preflight",
+    "restore_latest", "settings", "start", "table", "track", "updates_per_pass", "without", "write_results",
 ]  # fmt: skip
