@@ -13,7 +13,7 @@ from torch.func import grad
 import rft_fn as rft
 
 
-def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs/meta_clip") -> None:
+def main(steps: int = 60, n_prompts: int = 32, group: int = 8, out: str = "runs/meta_clip") -> None:
     st = rft.strategy.get_strategy()
     sampling = rft.Sampling(max_new=6)
     tokenizer = rft.model.load_tokenizer("tiny")
@@ -32,7 +32,7 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
         return rft.loss.cispo(out.logp, b.old_logp, b.adv, high=log_limit.exp())
 
     def one_step_ahead(log_limit, inner, outer):
-        """Minus the expected reward of the outer half after a step on the inner half."""
+        """Minus the expected reward of the outer prompts after a step on the inner ones."""
         slope = grad(lambda p: (inner.w * loss_fn(look(p, inner), inner, log_limit)).sum())(params)
         ahead = rft.tree.map(lambda p, g: p - 0.5 * g, params, slope)
         return -(outer.w * rft.loss.ratio(look(ahead, outer).logp, outer.old_logp) * outer.adv).sum()
@@ -48,8 +48,8 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
             state, _ = st.update(state, grads)
         eng.load(st.export(state), version=state.step)
         rft.model.assign(params, st.export(state))
-        halves = [rft.packing.pack(exp, (rollout.group % 2 == i).nonzero()[:, 0].tolist()) for i in (0, 1)]
-        change, meta_state = meta.update(grad(one_step_ahead)(log_limit, *halves), meta_state, log_limit)
+        parts = [rft.packing.pack(exp, (rollout.group % 4 == i).nonzero()[:, 0].tolist()) for i in (0, 1)]
+        change, meta_state = meta.update(grad(one_step_ahead)(log_limit, *parts), meta_state, log_limit)
         log_limit = log_limit + change
         run.write(step, {"limit": float(log_limit.exp())} | rft.reward.means(judged, "reward"))
     run.finish()

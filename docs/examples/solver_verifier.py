@@ -49,7 +49,7 @@ def main(steps: int = 200, n_prompts: int = 32, group: int = 8, out: str = "runs
         right = reward.flatten() == 1
         verified = torch.where(right[:, None], yes, no)
         alike = 0.5 / torch.where(right, right.float().mean(), (~right).float().mean())
-        learn("verifier", verdicts, rft.advantage.grpo(verified) * alike[:, None])
+        learn("verifier", verdicts, (verified - 0.5) * alike[:, None])  # verdicts that agree learn too
         learn("solver", answers, rft.advantage.grpo(reward + 0.1 * yes.mean(-1).view_as(reward)))
         run.write(step, {"reward/mean": float(reward.mean()), "verifier": float((verified.T * alike).mean())})
     run.finish()
