@@ -10,7 +10,7 @@ import tyro
 import rft_fn as rft
 
 
-def main(steps: int = 200, n_prompts: int = 32, group: int = 8, out: str = "runs/solver_verifier") -> None:
+def main(steps: int = 150, n_prompts: int = 16, group: int = 8, out: str = "runs/solver_verifier") -> None:
     st = rft.strategy.get_strategy()
     tokenizer = rft.model.load_tokenizer("tiny")
     samplings = {"solver": rft.Sampling(max_new=6), "verifier": rft.Sampling(max_new=1)}

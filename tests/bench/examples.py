@@ -131,17 +131,22 @@ def what_moved(name: str, found: dict) -> str:
     return ", ".join(parts)
 
 
+def measured(name: str, results: dict) -> list:
+    """The cells of an example's run: steps, what moved with a link to the curves, seconds."""
+    if name not in results:
+        return ["", "not run yet", ""]
+    found = results[name]
+    return [found["steps"], f"{what_moved(name, found)} ([curves](pictures/{name}.png))", found["seconds"]]
+
+
 def table() -> str:
     """A line for each example."""
     results = json.loads(RESULTS.read_text())
     lines = ["| script | idea | paper | lines | steps | what moved | seconds | processes |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for path in scripts():
-        found = results[path.stem]
-        count = len(path.read_text().splitlines())
-        link = f"[{path.name}]({path.name}), [curves](pictures/{path.stem}.png)"
-        cells = [link, summary(path), paper(path), count, found["steps"], what_moved(path.stem, found)]
-        cells += [found["seconds"], "1 and 2"]
+        cells = [f"[{path.name}]({path.name})", summary(path), paper(path)]
+        cells += [len(path.read_text().splitlines()), *measured(path.stem, results), "1 and 2"]
         lines.append("| " + " | ".join(str(x) for x in cells) + " |")
     return "\n".join(lines)
 
