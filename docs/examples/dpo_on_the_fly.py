@@ -1,8 +1,8 @@
 """DPO on the fly, on the best and the worst response of each group.
 
-The reference is the sampler (online DPO, arXiv 2402.04792). Steps are small: at a learning rate of 1e-3 and with
-the mean over the pairs, the policy gets sure of wrong answers too. At step 100 its reward is 0.6, and 3 of 32
-groups have a pair left to learn from.
+The reference is the sampler (online DPO, arXiv 2402.04792). Steps are small: at a learning rate of 1e-3 and
+with the mean over the pairs, the policy gets sure of wrong answers too; at step 100 its reward is 0.6, and 3
+of 32 groups have a pair left to learn from.
 """
 
 import torch

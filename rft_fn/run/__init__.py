@@ -1,7 +1,7 @@
 """The surroundings of a training loop: options, setup, the run folder, trackers, signals, errors."""
 
 from rft_fn.run import options
-from rft_fn.run.cli import cli, guard, without
+from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.folder import Run
 from rft_fn.run.progress import track
 from rft_fn.run.report import check_results, table, write_results
