@@ -1,6 +1,9 @@
 """Reinforcement fine-tuning as pure functions over explicit state. `import rft_fn as rft`."""
 
 # isort: skip_file
+from functools import partial
+from types import ModuleType
+
 # L0: values; torch and optree alone
 from rft_fn import check, precision, rng, tree, types
 
@@ -21,9 +24,14 @@ engine.gather_and_generate = collect.gather_and_generate  # type: ignore[attr-de
 
 __version__ = "0.1.0"
 __all__ = [
-    "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut", "TrainState",
-    "Transform", "advantage", "algorithm", "check", "ckpt", "collect", "data", "dist", "engine",
-    "environment", "experience", "hub", "logprob", "loss", "memory", "metric", "modality", "model", "optim",
-    "packing", "precision", "reward", "reward_shaping", "rng", "rollout", "run", "scan", "segment",
-    "strategy", "sync", "testing", "tree", "types", "weight",
+    "Engine", "Experience", "Media", "Packed", "Rollout", "Sampling", "Strategy", "TokenOut",
+    "TrainState", "Transform", "advantage", "algorithm", "check", "ckpt", "collect", "data", "engine",
+    "environment", "experience", "logprob", "loss", "memory", "metric", "modality", "model", "optim",
+    "packing", "reward", "reward_shaping", "rng", "rollout", "run", "scan", "segment", "strategy", "sync",
+    "testing", "tree", "types", "weight",
 ]  # fmt: skip
+
+# dir() and completion show the names that are listed; all others can be used too
+__dir__ = partial(sorted, __all__)
+for _room in [x for x in globals().values() if isinstance(x, ModuleType)]:
+    _room.__dir__ = partial(sorted, _room.__all__)

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 T = TypeVar("T")
 
 __all__ = [
-    "FREE", "Above1", "AtLeast0", "Count", "Decay", "Finite", "Free", "Positive", "PositiveShare", "Range",
-    "Seed", "Several", "Share", "Whole", "at_most_one", "fields", "free", "given", "shapes",
+    "AtLeast0", "Count", "Finite", "Free", "Positive", "PositiveShare", "Range", "Seed", "Several", "Share",
+    "Whole", "at_most_one",
 ]  # fmt: skip
 
 

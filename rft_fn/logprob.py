@@ -10,15 +10,7 @@ from rft_fn import check
 from rft_fn.precision import widen
 from rft_fn.types import Sampling, TokenOut
 
-__all__ = [
-    "default_workspace_mb",
-    "entropy_from_logits",
-    "linear_logprob",
-    "log_probs_and_entropy",
-    "log_probs_from_logits",
-    "log_ratio",
-    "process_logits",
-]
+__all__ = ["entropy_from_logits", "linear_logprob", "log_probs_from_logits", "process_logits"]
 
 
 def log_ratio(logp: Tensor, old_logp: Tensor, *, limit: float = math.inf) -> Tensor:

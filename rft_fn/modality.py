@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Iterable
 
-__all__ = ["MODALITY_PARAMETERS", "ActorModality", "check_parameters", "get_supported_parameters"]
+__all__ = ["MODALITY_PARAMETERS", "ActorModality", "get_supported_parameters"]
 
 
 class ActorModality(enum.Enum):

@@ -11,7 +11,7 @@ from rft_fn import check, tree
 from rft_fn.logprob import log_ratio
 
 __all__ = [
-    "Moments", "adaptive_kl", "clip", "gated", "kl_in_reward", "last_token", "length_penalty", "moments",
+    "adaptive_kl", "clip", "gated", "kl_in_reward", "last_token", "length_penalty", "moments",
     "on_last_token", "overlong_penalty", "running_norm", "varied",
 ]  # fmt: skip
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rft_fn import check
 
-__all__ = ["linear_scan", "step"]
+__all__ = ["linear_scan"]
 
 
 def step(b: Tensor, a: Tensor, y: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """DPO on the fly, on the best and the worst response of each group.
 
-The reference is the policy at the start of the step's updates, which is the sampler (online DPO,
-arXiv 2402.04792).
+The reference is the sampler (online DPO, arXiv 2402.04792). Steps are small: at a learning rate of 1e-3 and
+with the mean over the pairs, the policy gets sure of wrong answers too; at step 100 its reward is 0.6, and 3
+of 32 groups have a pair left to learn from.
 """
 
 import torch
@@ -10,11 +11,11 @@ import tyro
 import rft_fn as rft
 
 
-def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs/dpo_on_the_fly") -> None:
+def main(steps: int = 160, n_prompts: int = 32, group: int = 8, out: str = "runs/dpo_on_the_fly") -> None:
     st = rft.strategy.get_strategy()
     sampling = rft.Sampling(max_new=6)
     tokenizer = rft.model.load_tokenizer("tiny")
-    tx = rft.optim.chain(rft.optim.clip_by_global_norm(1.0), rft.optim.adamw(1e-3))
+    tx = rft.optim.chain(rft.optim.clip_by_global_norm(1.0), rft.optim.adamw(3e-4))
     apply, state = st.init(rft.model.load("tiny"), tx, sampling=sampling)
     eng = rft.engine.get_engine(None, "tiny", tokenizer)
     dataset = rft.data.load("sort_digits:1", tokenizer, template="{short}")
@@ -36,7 +37,8 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
         rows = [g * group + int(x[g]) for g in range(n_prompts) if varied[g] for x in (best, worst)]
         pairs = rft.rollout.take(rollout, rows or [0, 1])
 
-        w = rft.weight.pair_mean(pairs.mask) * bool(rows)
+        # the mean over all groups: one without a pair counts as 0, so that few pairs make a small step
+        w = rft.weight.pair_mean(pairs.mask) * (len(rows) / 2 / n_prompts)
         exp = rft.experience(pairs, adv=torch.zeros(len(pairs.tokens), 1), w=w, ref_logp=pairs.logp)
         for _ in range(2):  # at the first update policy and reference are one
             grads, metrics = st.grad(state, apply, loss_fn, st.shard(exp, 2048, unit=2))

@@ -10,7 +10,7 @@ import tyro
 import rft_fn as rft
 
 
-def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs/expert_iteration") -> None:
+def main(steps: int = 160, n_prompts: int = 32, group: int = 8, out: str = "runs/expert_iteration") -> None:
     st = rft.strategy.get_strategy()
     sampling = rft.Sampling(max_new=6)
     tokenizer = rft.model.load_tokenizer("tiny")

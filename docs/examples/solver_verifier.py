@@ -1,7 +1,7 @@
 """A solver answers and a verifier judges the answer: two models, each with its own state.
 
-The verifier reads question and answer, says y or n, and is rewarded where that is so. The solver gets the
-task's reward, and a little for answers that the verifier believes (arXiv 2505.13445).
+The verifier says y or n to an answer; right and wrong ones weigh alike, or it would learn the commoner word.
+The solver gets the task's reward, and a little for answers that are believed (arXiv 2505.13445).
 """
 
 import torch
@@ -10,7 +10,7 @@ import tyro
 import rft_fn as rft
 
 
-def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs/solver_verifier") -> None:
+def main(steps: int = 150, n_prompts: int = 16, group: int = 8, out: str = "runs/solver_verifier") -> None:
     st = rft.strategy.get_strategy()
     tokenizer = rft.model.load_tokenizer("tiny")
     samplings = {"solver": rft.Sampling(max_new=6), "verifier": rft.Sampling(max_new=1)}
@@ -29,10 +29,9 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
     def sample(name, prompts, keys, n):
         return rft.collect.gather_and_generate(eng[name], st, prompts, keys, n=n, sampling=samplings[name])
 
-    def learn(name, rollout, reward):
-        """One update of a model from its rewards [N, G]."""
-        adv = rft.advantage.grpo(reward).view(-1, 1)
-        exp = rft.experience(rollout, adv=adv, w=rft.weight.token_mean(rollout.mask))
+    def learn(name, rollout, adv):
+        """One update of a model from its advantages [N, G]."""
+        exp = rft.experience(rollout, adv=adv.view(-1, 1), w=rft.weight.token_mean(rollout.mask))
         grads, _ = st.grad(state[name], apply[name], loss_fn, st.shard(exp, 2048))
         state[name], _ = st.update(state[name], grads)
         eng[name].load(st.export(state[name]), version=state[name].step)
@@ -45,13 +44,14 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
         # each answer is a prompt of the verifier's
         ids = [row + tokenizer.encode(":") for row in rft.rollout.prefixes(answers)]
         again = [rft.rng.fold_in(0, "verify", step, row) for row in range(len(ids))]
-        verdicts = sample("verifier", ids, again, 4)
-        said = rft.reward.responses(verdicts, tokenizer)
-        yes, no = (torch.tensor([text == word for text in said]).view(-1, 4) for word in "yn")
-        verified = torch.where(reward.view(-1, 1) == 1, yes, no).float()
-        learn("verifier", verdicts, verified)
-        learn("solver", answers, reward + 0.1 * yes.float().mean(-1).view_as(reward))
-        run.write(step, {"reward/mean": float(reward.mean()), "reward/verifier": float(verified.mean())})
+        said = rft.reward.responses(verdicts := sample("verifier", ids, again, 4), tokenizer)
+        yes, no = (torch.tensor([text == word for text in said]).view(-1, 4).float() for word in "yn")
+        right = reward.flatten() == 1
+        verified = torch.where(right[:, None], yes, no)
+        alike = 0.5 / torch.where(right, right.float().mean(), (~right).float().mean())
+        learn("verifier", verdicts, (verified - 0.5) * alike[:, None])  # verdicts that agree learn too
+        learn("solver", answers, rft.advantage.grpo(reward + 0.1 * yes.mean(-1).view_as(reward)))
+        run.write(step, {"reward/mean": float(reward.mean()), "verifier": float((verified.T * alike).mean())})
     run.finish()
 
 

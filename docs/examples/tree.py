@@ -11,7 +11,7 @@ import rft_fn as rft
 
 
 def main(
-    steps: int = 60, n_prompts: int = 16, roots: int = 4, branches: int = 4, out: str = "runs/tree"
+    steps: int = 150, n_prompts: int = 16, roots: int = 4, branches: int = 4, out: str = "runs/tree"
 ) -> None:
     st = rft.strategy.get_strategy()
     sampling = rft.Sampling(max_new=6)
@@ -33,8 +33,7 @@ def main(
         # cut each root somewhere in its response, and continue it from there
         start = root.mask.int().argmax(-1)
         generator = rft.rng.generator(rft.rng.fold_in(0, "cut", step))
-        part = torch.rand(len(start), generator=generator)
-        cut = (start + 1 + part * (root.length - start - 1)).long()
+        cut = (start + 1 + torch.rand(len(start), generator=generator) * (root.length - start - 1)).long()
         again = [rft.rng.fold_in(0, "branch", step, row) for row in range(len(start))]
         ids = rft.rollout.prefixes(root, cut)
         grown = rft.collect.gather_and_generate(eng, st, ids, again, n=branches, sampling=sampling)

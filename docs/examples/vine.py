@@ -11,7 +11,7 @@ import rft_fn as rft
 
 
 def main(
-    steps: int = 60, n_prompts: int = 16, group: int = 4, tries: int = 4, out: str = "runs/vine"
+    steps: int = 200, n_prompts: int = 16, group: int = 4, tries: int = 4, out: str = "runs/vine"
 ) -> None:
     st = rft.strategy.get_strategy()
     sampling = rft.Sampling(max_new=6)

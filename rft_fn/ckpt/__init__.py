@@ -28,10 +28,7 @@ from rft_fn.ckpt.reading import States, each, planner, read, restore, weights
 from rft_fn.ckpt.skeleton import outline
 from rft_fn.ckpt.writing import Writer, Writing, agree, complete
 
-__all__ = [
-    "States", "Writer", "each", "latest", "read", "restore", "rotate", "save", "shards", "steps", "weights",
-    "write",
-]  # fmt: skip
+__all__ = ["latest", "restore", "save", "steps", "weights"]
 
 _OWN = uuid.uuid4().hex[:8]  # in the names of this process's temporary folders, which `rotate` leaves alone
 

@@ -21,8 +21,8 @@ from rft_fn.collect.partial import Waiting, sample_partial
 from rft_fn.collect.turns import play
 
 __all__ = [
-    "CORRECTIONS", "MISMATCH", "Ahead", "InOrder", "Played", "VariedGroups", "Waiting", "check_mismatch",
-    "check_reward", "correction", "due", "explain_mismatch", "gap_limit", "gather_and_generate",
-    "gather_and_judge", "judged_groups", "logp_mismatch", "mismatch_metrics", "noise_floor", "play",
-    "sample_partial", "sample_varied_groups", "staleness", "version_of",
+    "CORRECTIONS", "MISMATCH", "Ahead", "InOrder", "Played", "Waiting", "check_mismatch", "check_reward",
+    "correction", "due", "gap_limit", "gather_and_generate", "gather_and_judge", "judged_groups",
+    "mismatch_metrics", "noise_floor", "play", "sample_partial", "sample_varied_groups", "staleness",
+    "version_of",
 ]  # fmt: skip

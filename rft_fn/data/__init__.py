@@ -6,7 +6,7 @@ They come from files, the hub or the built-in tasks, as a pure function of the s
 and `drawing` takes the items of a step.
 """
 
-from rft_fn.data.chat import LOSS_ON, Chat, Lesson
+from rft_fn.data.chat import LOSS_ON
 from rft_fn.data.chat_template import literals
 from rft_fn.data.dataset import Dataset
 from rft_fn.data.drawing import draw, take
@@ -14,14 +14,13 @@ from rft_fn.data.lessons import lessons
 from rft_fn.data.loading import (
     PAIRS,
     PROMPTS,
-    Kind,
     decide_steps,
     load,
     load_for_training,
     mix,
     plan,
 )
-from rft_fn.data.messages import Conversation, conversation
+from rft_fn.data.messages import Conversation
 from rft_fn.data.pairs import Pair, pairs_from_rows, pairs_from_task
 from rft_fn.data.prompts import Prompt, from_rows, from_task
 from rft_fn.data.sources import read_rows
@@ -29,8 +28,6 @@ from rft_fn.data.tasks import TASKS, Task, get_task
 from rft_fn.data.text_template import fill, render
 
 __all__ = [
-    "LOSS_ON", "PAIRS", "PROMPTS", "TASKS", "Chat", "Conversation", "Dataset", "Kind", "Lesson", "Pair",
-    "Prompt", "Task", "conversation", "decide_steps", "draw", "fill", "from_rows", "from_task", "get_task",
-    "lessons", "literals", "load", "load_for_training", "mix", "pairs_from_rows", "pairs_from_task", "plan",
-    "read_rows", "render", "take",
+    "PAIRS", "TASKS", "Dataset", "Pair", "Prompt", "Task", "draw", "from_rows", "from_task", "get_task",
+    "lessons", "literals", "load", "mix", "pairs_from_rows", "pairs_from_task", "read_rows", "take",
 ]  # fmt: skip

@@ -21,8 +21,8 @@ from rft_fn.engine.requests import BadRequest
 from rft_fn.types import Engine
 
 __all__ = [
-    "ENGINES", "BadRequest", "Engine", "EngineConfig", "EngineDead", "EngineType", "check_config",
-    "config_of", "dead_after_failure", "get_engine", "hf", "own_process",
+    "ENGINES", "BadRequest", "Engine", "EngineConfig", "EngineDead", "config_of", "get_engine", "hf",
+    "own_process",
 ]  # fmt: skip
 
 

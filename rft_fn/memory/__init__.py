@@ -4,4 +4,4 @@ from rft_fn.memory.estimate import Estimate, Sampler, estimate
 from rft_fn.memory.layout import Layout
 from rft_fn.memory.report import host_memory, report, table
 
-__all__ = ["Estimate", "Layout", "Sampler", "estimate", "host_memory", "report", "table"]
+__all__ = ["Layout", "estimate"]

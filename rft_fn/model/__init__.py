@@ -6,7 +6,7 @@
 
 from rft_fn.model.assign import assign
 from rft_fn.model.bind import bind, score
-from rft_fn.model.builtin import cache_dir, resolve
+from rft_fn.model.builtin import resolve
 from rft_fn.model.critic import Critic, explained_variance, load_critic, save_critic, values
 from rft_fn.model.load import load, load_tokenizer
 from rft_fn.model.lora import apply_lora_configuration, without_adapters
@@ -18,25 +18,6 @@ from rft_fn.model.save import save
 from rft_fn.model.scorer import Scorer, wrap_for_training
 
 __all__ = [
-    "Critic",
-    "Scorer",
-    "apply_lora_configuration",
-    "assign",
-    "bind",
-    "cache_dir",
-    "check_quantize",
-    "explained_variance",
-    "load",
-    "load_critic",
-    "load_tokenizer",
-    "materialize",
-    "resolve",
-    "save",
-    "save_critic",
-    "score",
-    "split_over",
-    "text_model",
-    "values",
-    "without_adapters",
-    "wrap_for_training",
-]
+    "Critic", "apply_lora_configuration", "assign", "bind", "check_quantize", "explained_variance", "load",
+    "load_critic", "load_tokenizer", "save", "save_critic", "score", "values",
+]  # fmt: skip

@@ -11,6 +11,6 @@ from rft_fn.packing.packs import pack, pad, placeholder, real, reset_position_id
 from rft_fn.packing.plan import assign, waste
 
 __all__ = [
-    "assign", "conversations", "left_out", "minibatches", "pack", "pad", "placeholder", "real",
-    "reset_position_ids", "shard", "sides", "stack", "supervised", "take", "unpack", "waste",
+    "conversations", "minibatches", "pack", "real", "reset_position_ids", "shard", "sides", "stack",
+    "supervised", "take", "unpack",
 ]  # fmt: skip

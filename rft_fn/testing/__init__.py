@@ -15,14 +15,14 @@ function leaves rounding errors and nothing else.
 
 from collections.abc import Callable
 
-from rft_fn.testing.cases import LENGTH, ROWS, VOCAB, Case, ExtraFn, case, log_probs, tabular
+from rft_fn.testing.cases import VOCAB, ExtraFn, case, log_probs
 from rft_fn.testing.estimator import (
     check_deletion_invariance,
     check_estimator_gradient,
     check_group_estimator,
     check_kl_gradient,
 )
-from rft_fn.testing.importance import ImportanceBias, check_importance_bias, importance_bias
+from rft_fn.testing.importance import check_importance_bias, importance_bias
 from rft_fn.testing.invariance import (
     check_packing_invariance,
     check_padding_invariance,
@@ -35,11 +35,10 @@ from rft_fn.types import LossFn, WeightFn
 from rft_fn.weight import token_mean
 
 __all__ = [
-    "LENGTH", "ROWS", "VOCAB", "Case", "ImportanceBias", "case", "check_all",
-    "check_deletion_invariance", "check_estimator_gradient", "check_finite", "check_group_estimator",
-    "check_importance_bias", "check_kl_gradient", "check_on_policy_identity", "check_packing_invariance",
-    "check_padding_invariance", "check_partition_invariance", "check_permutation_invariance",
-    "importance_bias", "log_probs", "tabular", "total_and_grad",
+    "case", "check_all", "check_deletion_invariance", "check_estimator_gradient", "check_finite",
+    "check_group_estimator", "check_importance_bias", "check_kl_gradient", "check_on_policy_identity",
+    "check_packing_invariance", "check_padding_invariance", "check_partition_invariance",
+    "check_permutation_invariance", "importance_bias",
 ]  # fmt: skip
 
 

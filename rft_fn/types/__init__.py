@@ -12,7 +12,6 @@ from rft_fn.types.strategy import Apply, LossFn, Session, Strategy
 from rft_fn.types.training import TrainState, Transform
 
 __all__ = [
-    "AdvantageFn", "Apply", "CriticAdvantageFn", "Engine", "Experience", "LossFn", "Media", "Packed",
-    "Rollout", "Sampling", "Session", "Strategy", "TokenOut", "TrainState", "Transform", "WeightFn", 
-    "experience",
+    "AdvantageFn", "Apply", "Engine", "Experience", "LossFn", "Media", "Packed", "Rollout", "Sampling",
+    "Strategy", "TokenOut", "TrainState", "Transform", "WeightFn",
 ]  # fmt: skip

@@ -1,0 +1,138 @@
+"""The public names: what `rft.<tab>` and `rft.ROOM.<tab>` show, and that all of it is for somebody."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rft_fn as rft
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = [name for name in rft.__all__ if inspect.ismodule(getattr(rft, name))]
+
+# other programs are written against these
+CONTRACT = re.findall(
+    r"\S+",
+    """
+tree.struct tree.replace tree.map tree.donate rng.fold_in rng.generator segment.sum segment.mean segment.max
+scan.linear_scan advantage.grpo advantage.rloo advantage.remax advantage.opo advantage.cpgd
+advantage.reinforce_pp advantage.reinforce_pp_baseline advantage.gae advantage.discounted_return
+advantage.whiten weight.token_mean weight.seq_mean weight.seq_sum weight.constant weight.truncated_is
+weight.masked_is loss.ppo_clip loss.gspo loss.gspo_token loss.cispo loss.sapo loss.gmpo loss.cpgd
+loss.reinforce loss.kl_k1 loss.kl_k2 loss.kl_k3 loss.kl loss.value_clip loss.nll loss.bradley_terry loss.dpo
+logprob.log_probs_from_logits logprob.linear_logprob packing.pack packing.unpack packing.shard
+packing.minibatches packing.reset_position_ids metric.mean metric.max metric.merge metric.results optim.adamw
+optim.chain optim.clip_by_global_norm optim.apply_updates model.bind model.score model.load
+model.apply_lora_configuration modality.get_supported_parameters modality.ActorModality
+modality.MODALITY_PARAMETERS strategy.get_strategy strategy.get_fake_strategy strategy.StrategyConfig
+engine.get_engine collect.gather_and_generate ckpt.save ckpt.restore ckpt.latest
+testing.check_partition_invariance testing.check_padding_invariance testing.check_packing_invariance
+testing.check_on_policy_identity testing.check_kl_gradient Rollout Experience Packed Media TokenOut
+TrainState Sampling Transform Strategy Engine experience types.LossFn types.Sampling
+types.TrainState
+""",
+)
+
+
+def named_in(code):
+    """The names of this library that Python source uses: "room.name", and "name" of the root."""
+    try:
+        parsed = ast.parse(code)
+    except SyntaxError:  # a block that shows a part of something
+        return set()
+
+    # what the imports call them
+    found, alias = set(), {}
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.Import):
+            alias |= {a.asname or a.name: "" for a in node.names if a.name == "rft_fn"}
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rft_fn":
+            for a in node.names:
+                full = f"{node.module}.{a.name}".removeprefix("rft_fn.")
+                alias[a.asname or a.name] = full
+                found.add(full)
+
+    for node in ast.walk(parsed):
+        head, _, rest = ast.unparse(node).partition(".")
+        if isinstance(node, ast.Attribute) and head in alias:
+            found.add(f"{alias[head]}.{rest}".removeprefix("."))
+    return found
+
+
+def shown():
+    """The names that scripts, examples and pages of the docs use, and the text of the pages."""
+    sources = [p.read_text() for d in ("train_scripts", "docs") for p in (ROOT / d).rglob("*.py")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(p.read_text() for p in pages)
+    names = set()
+    for code in [*sources, *re.findall(r"```python\n(.*?)```", text, re.S)]:
+        names |= named_in(code)
+    return names, text
+
+
+NAMES, TEXT = shown()
+
+
+def is_shown(room, name):
+    """Whether a page, an example or a script uses `room.name`, or a page has it in code by its own name."""
+    full = f"{room}.{name}".removeprefix(".")
+    if full in NAMES or full in CONTRACT or any(x.startswith(full + ".") for x in NAMES):
+        return True
+    return bool(re.search(rf"(?<![\w.])(rft\.)?{re.escape(full)}\b|`{name}[`(:]", TEXT))
+
+
+@pytest.mark.parametrize("room", ["", *ROOMS])
+def test_every_public_name_is_for_somebody(room):
+    listed = rft.__all__ if not room else getattr(rft, room).__all__
+    lost = [name for name in listed if not is_shown(room, name)]
+    assert not lost, (
+        f"rft.{room}: {lost}: in no script, example, page or contract: show them in docs/scripts.md, or take "
+        "them off __all__; they can be imported all the same"
+    )
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_public_name_exists_and_says_what_it_is(room):
+    """Rooms, functions and classes have a docstring; a constant cannot, and a page names it."""
+    module = getattr(rft, room)
+    assert inspect.getdoc(module) and len(set(module.__all__)) == len(module.__all__)
+    for name in module.__all__:
+        x = getattr(module, name)
+        if inspect.isclass(x) or inspect.isfunction(x):
+            made_of_fields = f"{x.__name__}("  # a record's, where nobody wrote one
+            assert x.__doc__ and not x.__doc__.startswith(made_of_fields), f"{room}.{name}"
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_what_is_promised_can_be_found_by_completion(name):
+    room, _, name = name.rpartition(".")
+    assert name in dir(getattr(rft, room) if room else rft)
+
+
+def test_completion_shows_what_is_listed_and_nothing_else():
+    """In a process of its own, where no test has imported a module into a room."""
+    code = "import rft_fn as rft; print([dir(rft), *(dir(getattr(rft, x)) for x in sys.argv[1:])])"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; {code}", *ROOMS],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ast.literal_eval(done.stdout) == [
+        sorted(rft.__all__),
+        *(sorted(getattr(rft, x).__all__) for x in ROOMS),
+    ]
+    assert not {"Tensor", "torch", "Any", "annotations"} & set(dir(rft.loss))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["packing.assign", "metric.Mean", "model.without_adapters", "dist.rank", "hub.did_you_mean",
+     "tree.leaves_with_path", "check.shapes", "ckpt.write", "engine.gather_and_generate"],
+)  # fmt: skip
+def test_machinery_can_still_be_used(name):
+    room, name = name.split(".")
+    assert hasattr(getattr(rft, room), name)
+    assert room not in dir(rft) or name not in dir(getattr(rft, room))
