@@ -1,9 +1,10 @@
 """The options of an engine."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from rft_fn import check
-from rft_fn.check import Count, Share
+from rft_fn.check import Count, Range, Share
 from rft_fn.strategy.config import StrategyConfig
 
 __all__ = ["EngineConfig", "config_of"]
@@ -14,7 +15,7 @@ class EngineConfig:
     """The engine that samples. ValueError for values out of range."""
 
     type: str = StrategyConfig.engine_type
-    """hf: transformers in this process"""
+    """hf: transformers in this process; openai: servers of vLLM; sglang: servers of SGLang"""
     batch: Count = StrategyConfig.engine_batch
     """sequences sampled at a time"""
     tp_size: Count = StrategyConfig.engine_tp_size
@@ -23,6 +24,12 @@ class EngineConfig:
     """share of the device's memory that the engine may take; 0: as much as it needs"""
     sleep: bool = StrategyConfig.enable_engine_sleep
     """the engine leaves the device while the trainer works"""
+    servers: tuple[str, ...] = StrategyConfig.engine_servers
+    """addresses of the servers, http://HOST:PORT each"""
+    timeout: Annotated[float, Range(1)] = StrategyConfig.engine_timeout
+    """seconds that a server may take for one request"""
+    weights: str = StrategyConfig.engine_weights
+    """the folder that servers read weights from; if empty, a temporary one of this machine"""
 
     __post_init__ = check.fields
 
@@ -35,4 +42,7 @@ def config_of(config: StrategyConfig) -> EngineConfig:
         tp_size=config.engine_tp_size,
         mem_util=config.engine_mem_util,
         sleep=config.enable_engine_sleep,
+        servers=tuple(config.engine_servers),
+        timeout=config.engine_timeout,
+        weights=config.engine_weights,
     )
