@@ -1,4 +1,4 @@
-"""Several servers of one model as one: requests are spread over them, and moved away from one that fails."""
+"""Several servers of one model: requests are spread over them, and moved away from one that fails."""
 
 import random
 import threading

@@ -1,5 +1,6 @@
-"""The model that servers hold, as far as the trainer's side has to know it: its names, not its weights."""
+"""The model that servers hold: its names and sizes, not its weights."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,8 +50,6 @@ def _outline(name: str) -> Any:
         merged: Any = model_lib.load(folder, quantize="none")
         return merged.merge_and_unload()
     lm: Any = model_lib.load(folder, meta=True)
-    try:
+    with suppress(OSError):  # a model without one
         lm.generation_config = GenerationConfig.from_pretrained(folder)
-    except OSError:  # a model without one
-        pass
     return lm

@@ -5,7 +5,6 @@ the sample's own key as its seed, so that the same tokens come from any server a
 answer; weights by way of a folder; and servers that failed taken back once they are well.
 """
 
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +20,7 @@ from rft_fn import dist, rng
 from rft_fn.engine import requests, weight_folder
 from rft_fn.engine.arrival import Arrival
 from rft_fn.engine.config import EngineConfig
-from rft_fn.engine.dialect import Ask, Described, Dialect, Reply, probe
+from rft_fn.engine.dialect import Ask, Described, Dialect, Reply, check_reply, probe
 from rft_fn.engine.http import Client, Fault, Refused, check_url
 from rft_fn.engine.lifetime import dead_after_failure
 from rft_fn.engine.pool import Pool
@@ -45,13 +44,11 @@ def check_servers(config: EngineConfig) -> None:
     for server in config.servers:
         check_url(server)
     if len(set(config.servers)) < len(config.servers):
-        raise ValueError(
-            f"engine_servers: expected each address once, got {', '.join(config.servers)}"
-        )
+        raise ValueError(f"engine_servers: expected each address once, got {', '.join(config.servers)}")
     if config.tp_size != 1 or config.mem_util:
         raise ValueError(
-            f"engine_tp_size, engine_mem_util: expected 1 and 0 for {config.type}, whose servers have options "
-            f"for this, got {config.tp_size} and {config.mem_util}"
+            f"engine_tp_size, engine_mem_util: expected 1 and 0 for {config.type}, whose servers have such "
+            f"options, got {config.tp_size} and {config.mem_util}"
         )
 
 
@@ -88,9 +85,7 @@ class _Servers:
         self.client = client
         self.model = model
         self.tokenizer = tokenizer
-        self.pool = Pool(
-            config.servers, client, name=dialect.name, width=config.batch, revive=self.revive
-        )
+        self.pool = Pool(config.servers, client, name=dialect.name, width=config.batch, revive=self.revive)
         self.known: dict[str, Described] = {}
         self.labels: dict[str, str] = {}  # of the weights that each server should have
         self.run = uuid4().hex[:8]  # a version of another run is another one
@@ -126,7 +121,8 @@ class _Servers:
     def meet(self, server: str) -> Described:
         """What a server is. Refused for one that ignores an option."""
         known = self.dialect.describe(server)
-        probe(partial(self.dialect.sample, server, known))
+        dialect = self.dialect
+        probe(partial(dialect.sample, server, known), partial(dialect.score, server, known))
         return known
 
     def revive(self, server: str) -> None:
@@ -191,17 +187,7 @@ class _Servers:
     def reply(self, ask: Ask, server: str) -> Reply:
         """A server's answer. Fault for one that cannot be right."""
         reply = self.dialect.sample(server, self.known[server], ask)
-        if not 0 < len(reply.tokens) <= ask.max_new or len(reply.tokens) != len(reply.logp):
-            raise Fault(
-                f"expected 1 to {ask.max_new} tokens with a log-prob each, got {len(reply.tokens)} and "
-                f"{len(reply.logp)}"
-            )
-        if not all(0 <= token < self.model.vocabulary for token in reply.tokens):
-            raise Fault(f"expected tokens below {self.model.vocabulary}, got {max(reply.tokens)}")
-        if not all(math.isfinite(x) and x <= 1e-3 for x in reply.logp):
-            raise Fault(f"expected finite log-probs, none above 0, got {reply.logp[:4]}")
-        if reply.label is not None and reply.label != self.labels[server]:
-            raise Fault(f"expected weights {self.labels[server]!r}, got {reply.label!r}")
+        check_reply(reply, ask, vocabulary=self.model.vocabulary, label=self.labels[server])
         return reply
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
@@ -235,21 +221,23 @@ class _Servers:
         if dist.is_main():
             writer = weight_folder.Writer(Path(self.home()) / f"{self.run}-{version}")
 
-        # the other ranks read the weights too, because it takes all of them to put tensors together
+        # a full disk is raised at the end: it takes all ranks to put the tensors together
         problem: Exception | None = None
-        for name, x in weights:
-            arrival.take(name, x)
-            if writer is not None and problem is None:
-                try:
-                    writer.add(name, x)
-                except OSError as error:
-                    problem = error  # raised when all ranks are through
-        delivered = arrival.finish(version)
+        try:
+            for name, x in weights:
+                arrival.take(name, x)
+                if writer is not None and problem is None:
+                    problem = writer.add(name, x)
+            delivered = arrival.finish(version)
+        except BaseException:
+            if writer is not None:
+                writer.discard()
+            raise
 
         label = f"{self.run}:{version}"
         folder, working = _on_main(partial(self.publish, writer, arrival, label, problem))
         self.folder = folder
-        self.names = len(arrival.names) + len(self.tied(arrival))
+        self.names = len(arrival.names) + len(weight_folder.tied(self.model.manifest.required, arrival.names))
         self.labels = dict.fromkeys(self.config.servers, label)
         self.pool.leave(working, "did not take the weights")
         self.version = version
@@ -266,7 +254,7 @@ class _Servers:
         assert writer is not None  # on the first rank
         if problem:
             raise problem
-        tied = self.tied(arrival)
+        tied = weight_folder.tied(self.model.manifest.required, arrival.names)
         writer.finish(tied)
         folder = str(writer.folder.resolve())
         names = len(arrival.names) + len(tied)
@@ -280,15 +268,6 @@ class _Servers:
         if self.folder and self.folder != folder:
             weight_folder.remove(Path(self.folder))
         return folder, self.pool.working()
-
-    def tied(self, arrival: Arrival) -> dict[str, str]:
-        """{each name of a tied weight that was not sent: the one that was}."""
-        found = {}
-        for names in self.model.manifest.required.values():
-            sent = sorted(names & arrival.names)
-            if sent:
-                found |= dict.fromkeys(sorted(names - arrival.names), sent[0])
-        return found
 
     def home(self) -> str:
         """Where folders of weights are written."""

@@ -65,8 +65,8 @@ class _SGLang:
         """BadRequest for both cuts together, of which the server takes the mass before either."""
         if sampling.top_p < 1 and sampling.top_k:
             raise BadRequest(
-                "top_p, top_k: expected one of them for sglang, whose top_p counts the tokens that top_k left "
-                f"out, got {sampling.top_p:g} and {sampling.top_k}"
+                "top_p, top_k: expected one of them for sglang, whose top_p counts what top_k left out, "
+                f"got {sampling.top_p:g} and {sampling.top_k}"
             )
 
     def sample(self, server: str, known: Described, ask: Ask) -> Reply:

@@ -3,14 +3,14 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["TIED", "Writer", "read", "remove"]
+__all__ = ["TIED", "Writer", "read", "remove", "tied"]
 
 TIED = "rft_tied.json"  # {a tied name: the name that its tensor was sent by}
 BUCKET = 1 << 30  # bytes of one file
@@ -29,12 +29,20 @@ class Writer:
         self.bytes = 0
         self.files = 0
 
-    def add(self, name: str, x: Tensor) -> None:
-        """Take one tensor; it is copied."""
+    def add(self, name: str, x: Tensor) -> OSError | None:
+        """Take one tensor; it is copied. Returns the error of a disk that is full."""
         self.bucket[name] = x.detach().to("cpu", copy=True).contiguous()
         self.bytes += x.numel() * x.element_size()
         if self.bytes >= BUCKET:
-            self._flush()
+            try:
+                self._flush()
+            except OSError as error:
+                return error
+        return None
+
+    def discard(self) -> None:
+        """Delete what was written."""
+        remove(self.part)
 
     def finish(self, tied: Mapping[str, str]) -> None:
         """Put the folder in its place."""
@@ -67,6 +75,16 @@ def read(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, x
                 for alias in aliases.get(name, ()):
                     yield alias, x
+
+
+def tied(required: Mapping[str, Collection[str]], sent: Collection[str]) -> dict[str, str]:
+    """{each name of a tied weight that was not sent: the one that was}; `required` is a Manifest's."""
+    found = {}
+    for names in required.values():
+        by = sorted(name for name in names if name in sent)
+        if by:
+            found |= {name: by[0] for name in sorted(names) if name not in sent}
+    return found
 
 
 def remove(folder: Path) -> None:

@@ -1,5 +1,6 @@
-"""The part of a vLLM server that takes weights from a folder: `--worker-extension-cls
-rft_fn.engine.worker.WeightsFromFolder`. Nothing here is imported by the trainer.
+"""The part of a vLLM server that takes weights from a folder.
+
+`--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder`; the trainer does not import it.
 """
 
 from typing import Any
@@ -40,8 +41,8 @@ class WeightsFromFolder:
 
     def rft_count(self: Any, folder: str) -> tuple[int, dict[str, str]]:
         """(tensors, {module: elements loaded / all} of each that is short) of a load."""
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import layerwise
+        from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+        from vllm.model_executor.model_loader.reload import layerwise  # pyright: ignore[reportMissingImports]
 
         names = 0
 
