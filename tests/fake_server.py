@@ -66,10 +66,10 @@ class FakeServer:
     def end(self):
         """Refuse connections from now on."""
         self.closing.set()
-        if self.http is not None:
-            self.http.shutdown()
-            self.http.server_close()
-            self.http = None
+        http, self.http = self.http, None
+        if http is not None:
+            http.shutdown()
+            http.server_close()
 
     # ------------------------------------------------------------------------------ the model
 

@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 
 __all__ = ["Client", "Fault", "Refused", "check_url", "expected"]
 
+UNAUTHORIZED = 401
 AGAIN = (408, 425, 429)  # statuses below 500 that a later request may not meet
 KEY = "RFT_SERVER_KEY"  # the environment variable with the servers' API key
 CHUNK = 1 << 16  # bytes
@@ -52,6 +53,7 @@ class Client:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.sockets: set[socket.socket] = set()  # of the requests under way
+        self.broken_off = False
 
     def call(self, server: str, path: str, body: Any = None, *, seconds: float) -> Any:
         """The JSON answer to a POST of `body`, or to a GET without one; None for an empty answer.
@@ -72,6 +74,8 @@ class Client:
             line = f"{path}: status {status}: {' '.join(text.decode(errors='replace').split())[:300]}"
             if status >= 500 or status in AGAIN:
                 raise Fault(line)
+            if status == UNAUTHORIZED:
+                line += f"; its key belongs into the environment variable {KEY}"
             raise Refused(line)
         if not text:
             return None
@@ -98,7 +102,10 @@ class Client:
         sock = connection.sock
         with self.lock:
             self.sockets.add(sock)
+            broken_off = self.broken_off
         try:
+            if broken_off:
+                raise ConnectionAbortedError("broken off")
             sock.settimeout(_left(end))
             connection.request(method, where.path.rstrip("/") + path, payload, headers)
             sock.settimeout(_left(end))
@@ -109,9 +116,15 @@ class Client:
                 self.sockets.discard(sock)
             connection.close()
 
-    def abort(self) -> None:
-        """Break off the requests under way: each of them raises a Fault."""
+    def allow(self) -> None:
+        """Let requests be made again after `abort`."""
         with self.lock:
+            self.broken_off = False
+
+    def abort(self) -> None:
+        """Break off the requests under way, and those that begin before `allow`: each raises a Fault."""
+        with self.lock:
+            self.broken_off = True
             sockets = list(self.sockets)
         for sock in sockets:
             with suppress(OSError):

@@ -71,8 +71,7 @@ class Pool:
         A job that raises a Fault is tried again on another server, ATTEMPTS times in all. ServersFailed with
         the reasons when that is not enough; other exceptions end all jobs at once.
         """
-        self.stopped.clear()
-        self.rounds = 0
+        self._begin()
         threads = ThreadPoolExecutor(self.width * len(self.members), thread_name_prefix="servers")
         try:
             for member in self._due():
@@ -94,7 +93,7 @@ class Pool:
         ServersFailed if it does on none.
         """
         asked = [m for m in self.members if not servers or m.url in servers]
-        self.stopped.clear()
+        self._begin()
         found: dict[str, T] = {}
 
         def attempt(member: _Member) -> None:
@@ -131,6 +130,12 @@ class Pool:
         """Each server that is not used, with the reason."""
         with self.lock:
             return "; ".join(f"{m.url}: {m.why}" for m in self.members if m.why)
+
+    def _begin(self) -> None:
+        """Undo what ended the last call."""
+        self.stopped.clear()
+        self.rounds = 0
+        self.client.allow()
 
     def _answer(self, job: Callable[[str], T]) -> T:
         """The result of one job."""

@@ -16,7 +16,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from rft_fn import dist, rng
+from rft_fn import dist
 from rft_fn.engine import requests, weight_folder
 from rft_fn.engine.arrival import Arrival
 from rft_fn.engine.config import EngineConfig
@@ -141,7 +141,7 @@ class _Servers:
     def generate(
         self,
         prompts: Sequence[Any],
-        keys: Sequence[int],
+        keys: Sequence[Any],
         *,
         n: int = 1,
         sampling: Sampling,
@@ -149,20 +149,21 @@ class _Servers:
         start: Sequence[int] | None = None,
     ) -> Rollout:
         """`Generate`. A seed names a whole sample here, so none can `start` in its middle."""
-        ids = requests.token_ids(prompts)
+        ids = requests.token_ids(prompts, self.tokenizer)
+        requests.check(ids, keys, n, sampling, self.window(), max_new=max_new, start=start)
         if start is not None and any(start):
             raise BadRequest(f"start: expected zeros for {self.dialect.name}, got {list(start)}")
-        requests.check(ids, keys, n, sampling, self.window())
         self.dialect.check(sampling)
+        if not ids:
+            return requests.empty(self.version)
         self.wake()
 
-        # a request for each sample; the whole rollout does not depend on who answers
+        # a request for each sample; the rollout does not depend on who answers it
         stop = Stop(self.tokenizer, self.model.ends, sampling.stop)
-        limits = list(max_new or [sampling.max_new] * (len(ids) * n))
+        ends = sorted(stop.ids)
         asks = [
-            Ask(prompt, rng.fold_in(key, j), sampling, limits[i * n + j], sorted(stop.ids))
-            for i, (prompt, key) in enumerate(zip(ids, keys))
-            for j in range(n)
+            Ask(ids[b // n], row.key, sampling, row.max_new, ends)
+            for b, row in enumerate(requests.rows(keys, n, sampling, max_new=max_new))
         ]
         responses = self.pool.run([partial(self.response, ask, stop) for ask in asks])
         return requests.assemble(ids, responses, pad=self.tokenizer.pad_token_id, version=self.version)
@@ -175,9 +176,9 @@ class _Servers:
     def response(self, ask: Ask, stop: Stop, server: str) -> Response:
         """One sample. Fault for an answer that ends before it should."""
         reply = self.reply(ask, server)
-        for t in range(1, len(reply.tokens) + 1):
-            if stop.ends(reply.tokens[:t]):
-                return Response(reply.tokens[:t], reply.logp[:t], True)
+        size = stop.first_end(reply.tokens)
+        if size is not None:
+            return Response(reply.tokens[:size], reply.logp[:size], True)
         if len(reply.tokens) < ask.max_new:
             raise Fault(
                 f"expected {ask.max_new} tokens, or fewer that end with a stop; got {len(reply.tokens)}"
@@ -198,6 +199,8 @@ class _Servers:
                 f"sampling: expected temperature 1, top_p 1 and top_k 0 to score by {self.dialect.name}, got "
                 f"{sampling.temperature:g}, {sampling.top_p:g} and {sampling.top_k}; score by the trainer"
             )
+        if not len(rollout.tokens):
+            return torch.zeros(rollout.tokens.shape)
         self.wake()
 
         def one(tokens: list[int], server: str) -> list[float]:
