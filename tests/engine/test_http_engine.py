@@ -146,7 +146,7 @@ def test_when_every_server_fails_the_engine_says_so_in_a_line_and_is_dead(fault,
             eng.generate(PROMPTS, KEYS, n=2, sampling=SAMPLING)
         assert "\n" not in str(found.value) and "http://127.0.0.1:" in str(found.value)
         assert time.monotonic() - began < 40
-        with pytest.raises(engine.EngineDead, match="failed in generate .ServersFailed: engine openai"):
+        with pytest.raises(engine.EngineDead, match=r"failed in generate .ServersFailed: engine openai"):
             eng.generate(PROMPTS, KEYS, sampling=SAMPLING)
 
 
@@ -285,7 +285,9 @@ def test_scores_are_of_the_plain_softmax_alone(kind):
         eng = made(kind, *fakes)
         rollout = eng.generate(PROMPTS, KEYS, sampling=SAMPLING)
         assert (eng.score(rollout) - rollout.logp).abs().max() < 1e-5
-        with pytest.raises(engine.BadRequest, match="^sampling: expected temperature 1, top_p 1 and top_k 0"):
+        with pytest.raises(
+            engine.BadRequest, match=r"^sampling: expected temperature 1, top_p 1 and top_k 0"
+        ):
             eng.score(rollout, sampling=rft.Sampling(top_p=0.5))
         assert eng.score(tree.map(lambda x: x[:0], rollout)).shape[0] == 0
 
@@ -418,7 +420,7 @@ def test_options_come_from_the_command_line():
 def test_sglang_takes_one_cut_at_a_time():
     with serving(fake()) as fakes:
         eng = made("sglang", *fakes)
-        with pytest.raises(engine.BadRequest, match="^top_p, top_k: expected one of them for sglang"):
+        with pytest.raises(engine.BadRequest, match=r"^top_p, top_k: expected one of them for sglang"):
             eng.generate(PROMPTS, KEYS, sampling=rft.Sampling(top_p=0.9, top_k=4, max_new=3))
         assert eng.status()["alive"]
 
