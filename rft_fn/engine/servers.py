@@ -255,10 +255,7 @@ class _Servers:
     ) -> tuple[str, list[str]]:
         """Finish the folder, and have the servers read it. Returns it, and the servers that did."""
         assert writer is not None  # on the first rank
-        if problem:
-            raise problem
         tied = weight_folder.tied(self.model.manifest.required, arrival.names)
-        writer.finish(tied)
         folder = str(writer.folder.resolve())
         names = len(arrival.names) + len(tied)
 
@@ -267,7 +264,14 @@ class _Servers:
             self.dialect.load(server, folder, label, names)
             return known._replace(label=label)
 
-        self.known |= self.pool.each(take)
+        try:
+            if problem:
+                raise problem
+            writer.finish(tied)
+            self.known |= self.pool.each(take)
+        except BaseException:
+            writer.discard()
+            raise
         if self.folder and self.folder != folder:
             weight_folder.remove(Path(self.folder))
         return folder, self.pool.working()

@@ -43,6 +43,7 @@ class Writer:
     def discard(self) -> None:
         """Delete what was written."""
         remove(self.part)
+        remove(self.folder)
 
     def finish(self, tied: Mapping[str, str]) -> None:
         """Put the folder in its place."""

@@ -224,10 +224,10 @@ def test_a_load_that_is_refused_leaves_nothing_behind(tmp_path):
         ("nonsense", "expected the count of tensors, got nonsense"),
     ],
 )
-def test_a_server_that_did_not_take_all_is_not_used(problem, line, quick):
+def test_a_server_that_did_not_take_all_is_not_used(problem, line, quick, tmp_path):
     """By the other it is known what the rollout has to be; alone it ends the run."""
     with serving(fake(), fake()) as (well, bad):
-        eng = made("generate", well, bad)
+        eng = made("generate", well, bad, weights=str(tmp_path))
         bad.load_problem = problem
         eng.load(tiny.llama(5).named_parameters(), version=1)
         before = bad.samples
@@ -239,6 +239,7 @@ def test_a_server_that_did_not_take_all_is_not_used(problem, line, quick):
         well.load_problem = problem
         with pytest.raises(pool.ServersFailed, match=line):
             eng.load(tiny.llama(6).named_parameters(), version=2)
+        assert [x.name[-2:] for x in tmp_path.iterdir()] == ["-1"]
         assert not eng.status()["alive"]
 
 
@@ -277,6 +278,7 @@ def test_a_full_disk_is_said_when_all_weights_were_read(monkeypatch, tmp_path):
         eng = made("generate", *fakes, weights=str(tmp_path))
         with pytest.raises(OSError, match="No space left on device"):
             eng.load(weights(), version=1)
+    assert not list(tmp_path.iterdir())
     assert len(read) == len(list(tiny.llama().parameters()))
 
 
@@ -285,9 +287,7 @@ def test_scores_are_of_the_plain_softmax_alone(kind):
         eng = made(kind, *fakes)
         rollout = eng.generate(PROMPTS, KEYS, sampling=SAMPLING)
         assert (eng.score(rollout) - rollout.logp).abs().max() < 1e-5
-        with pytest.raises(
-            engine.BadRequest, match=r"^sampling: expected temperature 1, top_p 1 "
-        ):
+        with pytest.raises(engine.BadRequest, match=r"^sampling: expected temperature 1, top_p 1 "):
             eng.score(rollout, sampling=rft.Sampling(top_p=0.5))
         assert eng.score(tree.map(lambda x: x[:0], rollout)).shape[0] == 0
 
