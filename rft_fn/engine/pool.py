@@ -20,8 +20,8 @@ PAUSE = 0.5  # seconds before the first of them; the next are twice as long each
 LONGEST = 60.0  # seconds: the longest pause
 
 
-class ServersFailed(RuntimeError):
-    """No server gave what was asked for."""
+class ServersFailed(ConnectionError):
+    """No server gave what was asked for. A script ends with its line."""
 
 
 @dataclass
@@ -179,7 +179,7 @@ class Pool:
         """Try all servers again after a pause. One thread does, the others wait for it."""
         round_ = self.rounds
         with self.reviving:
-            if self.rounds != round_ or self.working():
+            if self.rounds != round_ or self.stopped.is_set() or self.working():
                 return
             self._rest(round_)
             for member in self.members:

@@ -222,6 +222,8 @@ def test_when_none_works_all_are_tried_again_for_some_rounds():
         pool.ServersFailed, match=r"^engine test: expected one of 2 servers to answer, got none"
     ):
         servers.run([run] * 50)
+    while any(t.name.startswith("servers") for t in threading.enumerate()):
+        time.sleep(0.01)
     assert tried.count("a") == tried.count("b") == pool.ROUNDS
 
 

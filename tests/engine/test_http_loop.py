@@ -9,7 +9,8 @@ from test_scripts import rows, start
 
 from rft_fn import model
 
-WORDS = "--prompts 4 --group 4 --steps 4 --save-every 1 --eval-every 100 --eval-prompts 4".split()
+OPTIONS = "--prompts 4 --group 4 --steps 4 --save-every 1 --eval-every 100 --eval-prompts 4"
+WORDS = OPTIONS.split()
 
 
 def fakes(count=2):
@@ -59,7 +60,7 @@ def test_a_run_without_servers_ends_with_a_line_and_the_same_command_resumes(in_
     with serving(*servers):
         for server in servers:
             server.fault, server.after = "500", 30
-        found, err = run(tmp_path / "run", *servers, code=1)
+        found, err = run(tmp_path / "run", *servers, code=2)
         assert 0 < len(found) < 4
         (line,) = [x for x in err.splitlines() if "engine openai" in x]
         assert re.search(r"expected .* got none", line) and "Traceback" not in err

@@ -97,7 +97,7 @@ def test_log_probs_of_a_cut_are_those_of_its_mask(types):
 
 def test_a_sample_that_was_broken_off_is_none(types):
     answer = answer_of(types, finish_reason=types.FinishAbort(message="mask too large"))
-    with pytest.raises(Fault, match="expected a sample, got one that was broken off: .*mask too large"):
+    with pytest.raises(Fault, match=r"expected a sample, got one that was broken off: .*mask too large"):
         sampled(answer)
 
 
@@ -144,11 +144,12 @@ def test_paths_and_fields_of_the_other_requests(types):
 
 
 # what the package's gate takes, for where it cannot be fetched
-OPTIONS = set(
+NAMES = (
     "max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty "
     "presence_penalty repetition_penalty min_new_tokens n ignore_eos skip_special_tokens "
-    "spaces_between_special_tokens no_stop_trim sampling_seed".split()
+    "spaces_between_special_tokens no_stop_trim sampling_seed"
 )
+OPTIONS = set(NAMES.split())
 FIELDS = {"input_ids", "sampling_params", "return_logprob", "logprob_start_len", "return_sampling_mask"}
 
 

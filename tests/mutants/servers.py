@@ -37,7 +37,7 @@ MUTANTS = [
     (
         "each waiting thread tries the servers again",
         POOL,
-        "if self.rounds != round_ or self.working():",
+        "if self.rounds != round_ or self.stopped.is_set() or self.working():",
         "if self.working():",
         H + "when_none_works_all_are_tried_again_for_some_rounds",
     ),
