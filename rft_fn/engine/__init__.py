@@ -2,8 +2,9 @@
 
 A new engine is one file beside `hf`, with a `build` and a `check_config`, and a row of `ENGINES`. What all
 engines share: `requests` (checks of prompts, assembly of a Rollout), `stop` (where a response ends),
-`arrival` (checks of the weights that are loaded), `lifetime` (dead after a failure). An engine that only one
-script needs can do without a row: every function that takes an Engine takes any such record.
+`arrival` (checks of the weights that are loaded), `lifetime` (dead after a failure). `openai` and `sglang`
+are dialects of `servers`, over `pool` (retries) and `http` (deadlines). An engine that only one script needs
+can do without a row: every function that takes an Engine takes any such record.
 """
 
 from typing import Any, NamedTuple, Protocol

@@ -7,6 +7,7 @@ answer; weights by way of a folder; and servers that failed taken back once they
 
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -91,6 +92,8 @@ class _Servers:
         self.run = uuid4().hex[:8]  # a version of another run is another one
         self.temporary: Any = None
         self.folder = ""  # of the weights that were loaded last
+        self.written: list[Path] = []  # folders of this rank
+        self.tidy = weakref.finalize(self, _delete, self.written)  # also where nobody calls `close`
         self.names = 0  # tensors in it
         self.version = 0
         self.asleep = False
@@ -272,8 +275,8 @@ class _Servers:
         except BaseException:
             writer.discard()
             raise
-        if self.folder and self.folder != folder:
-            weight_folder.remove(Path(self.folder))
+        _delete([old for old in self.written if str(old) != folder])
+        self.written[:] = [Path(folder)]
         return folder, self.pool.working()
 
     def home(self) -> str:
@@ -323,10 +326,14 @@ class _Servers:
     def close(self) -> None:
         """Break off what is under way, and delete the weights."""
         self.client.abort()
-        if self.folder and dist.is_main():
-            weight_folder.remove(Path(self.folder))
+        self.tidy()
         if self.temporary is not None:
             self.temporary.cleanup()
+
+
+def _delete(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        weight_folder.remove(folder)
 
 
 def _on_main(f: Callable[[], T]) -> T:

@@ -1,5 +1,6 @@
 """Engines on servers give what the hf engine gives, and give it through every fault of a server."""
 
+import gc
 import threading
 import time
 
@@ -198,6 +199,12 @@ def test_weights_arrive_by_path_and_rollouts_carry_their_version(kind, tmp_path)
             assert folder.name.endswith(f"-{version}")
             assert (eng.score(got) - hf(version).score(got)).abs().max() < 1e-5
         eng.close()
+        assert not list(tmp_path.iterdir())
+        forgotten = made(kind, *fakes, weights=str(tmp_path))
+        forgotten.load(tiny.llama().named_parameters(), version=1)
+        assert len(list(tmp_path.iterdir())) == 1
+        del forgotten
+        gc.collect()
         assert not list(tmp_path.iterdir())
 
 
