@@ -151,8 +151,9 @@ def test_when_every_server_fails_the_engine_says_so_in_a_line_and_is_dead(fault,
             eng.generate(PROMPTS, KEYS, sampling=SAMPLING)
 
 
-def test_a_server_that_comes_back_empty_is_given_the_weights(kind, quick):
+def test_a_server_that_comes_back_empty_is_given_the_weights(kind, quick, monkeypatch):
     """The only server restarts between two rollouts, with the weights of its checkpoint."""
+    monkeypatch.setattr(pool, "ROUNDS", 10)  # 20 s
     with serving(fake(**KINDS[kind][1])) as (server,):
         eng = made(kind, server)
         eng.load(tiny.llama(5).named_parameters(), version=4)
