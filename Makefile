@@ -42,14 +42,19 @@ lint: $(VENV)/test-installed
 check: lint
 	$(BIN)/python tests/changed.py --base $(or $(BASE),HEAD)
 
-test: lint test-low
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+test: lint test-low $(VENV)/sglang
+	SGLANG_TYPES=$(abspath $(VENV)/sglang) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 # Bases in low precision. Their libraries lie in a folder of their own: transformers imports torchao with every model,
 # and it prints.
 $(VENV)/low: $(VENV)/test-installed
 	$(PIP) --no-deps --upgrade --target $@ 'torchao>=0.18' 'bitsandbytes>=0.50' || \
 	  echo 'torchao and bitsandbytes have no builds for this system: their tests are skipped'
+	@mkdir -p $@ && touch $@
+
+# The request types of SGLang, which tests hold our requests against; they are skipped where it cannot be fetched.
+$(VENV)/sglang: $(VENV)/test-installed tests/engine/sglang_types.py
+	$(BIN)/python tests/engine/sglang_types.py $@ || echo 'SGLang has no wheel for this system: its types are not tested'
 	@mkdir -p $@ && touch $@
 
 LOW = tests/model/test_quantize.py tests/scripts/test_dpo.py::test_the_policy_is_the_reference_before_the_first_update

@@ -2,8 +2,9 @@
 
 A new engine is one file beside `hf`, with a `build` and a `check_config`, and a row of `ENGINES`. What all
 engines share: `requests` (checks of prompts, assembly of a Rollout), `stop` (where a response ends),
-`arrival` (checks of the weights that are loaded), `lifetime` (dead after a failure). An engine that only one
-script needs can do without a row: every function that takes an Engine takes any such record.
+`arrival` (checks of the weights that are loaded), `lifetime` (dead after a failure). `openai` and `sglang`
+are dialects of `servers`, over `pool` (retries) and `http` (deadlines). An engine that only one script needs
+can do without a row: every function that takes an Engine takes any such record.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from rft_fn import model as model_lib
+from rft_fn.engine import openai, sglang
 from rft_fn.engine.config import EngineConfig, config_of
 from rft_fn.engine.hf import build as build_hf
 from rft_fn.engine.hf import check_config as check_hf
@@ -54,6 +56,8 @@ class EngineType(NamedTuple):
 
 ENGINES: dict[str, EngineType] = {
     "hf": EngineType(build_hf, check_hf),
+    "openai": EngineType(openai.build, openai.check_config),
+    "sglang": EngineType(sglang.build, sglang.check_config),
 }
 
 

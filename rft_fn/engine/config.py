@@ -15,7 +15,7 @@ class EngineConfig:
     """The engine that samples. ValueError for values out of range."""
 
     type: str = StrategyConfig.engine_type
-    """hf: transformers in this process"""
+    """hf: transformers in this process; openai: servers of vLLM; sglang: servers of SGLang"""
     batch: Count = StrategyConfig.engine_batch
     """sequences sampled at a time"""
     tp_size: Count = StrategyConfig.engine_tp_size
@@ -28,8 +28,12 @@ class EngineConfig:
     """the engine has a process of its own"""
     threads: Whole = StrategyConfig.engine_threads
     """threads of an engine in a process of its own; 0: as many as this process has"""
-    timeout: Annotated[float, Range(1)] = StrategyConfig.timeout
-    """seconds that a call of an engine in a process of its own may take"""
+    servers: tuple[str, ...] = StrategyConfig.engine_servers
+    """addresses of the servers, http://HOST:PORT each"""
+    timeout: Annotated[float, Range(1)] = StrategyConfig.engine_timeout
+    """seconds that a call of an engine in a process of its own may take, or a request to a server"""
+    weights: str = StrategyConfig.engine_weights
+    """the folder that servers read weights from; if empty, a temporary one of this machine"""
 
     __post_init__ = check.fields
 
@@ -44,5 +48,7 @@ def config_of(config: StrategyConfig) -> EngineConfig:
         sleep=config.enable_engine_sleep,
         process=config.engine_process,
         threads=config.engine_threads,
-        timeout=config.timeout,
+        servers=tuple(config.engine_servers),
+        timeout=config.engine_timeout,
+        weights=config.engine_weights,
     )

@@ -28,6 +28,15 @@ class Stop:
         tail = self._tail(tokens)
         return any(text in tail for text in self.texts)
 
+    def first_end(self, tokens: Sequence[int]) -> int | None:
+        """The number of tokens up to the first one that ends a response, None if none does."""
+        size = len(tokens)
+        found = None
+        if self.texts and self._holds_text(tokens):
+            size = bisect_left(range(size), True, key=lambda i: self._holds_text(tokens[: i + 1])) + 1
+            found = size
+        return next((t for t, token in enumerate(tokens[:size], 1) if token in self.ids), found)
+
     def unfinished(self, tokens: Sequence[int]) -> list[int]:
         """The end of the tokens before a response in which a text may begin: it holds none as a whole.
 

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 from rft_fn import check, dist
 from rft_fn.check import AtLeast0, Count, Free, Range, Seed, Share, Whole
@@ -53,7 +53,7 @@ class StrategyConfig:
     chunk_size: Free[Whole] = 0
     """words of the vocabulary that the fused log-probs handle at a time; 0: chosen per device"""
     engine_type: Free[str] = "hf"
-    """what samples: hf is transformers in this process"""
+    """what samples: hf is transformers in this process, openai and sglang are servers"""
     engine_batch: Free[Count] = 64
     """sequences sampled at a time"""
     engine_tp_size: Free[Count] = 1
@@ -66,6 +66,12 @@ class StrategyConfig:
     """the engine has a process of its own; on by itself where rollouts are sampled ahead"""
     engine_threads: Free[Whole] = 0
     """threads of an engine in a process of its own; 0 is as many as the trainer has, ahead half of them"""
+    engine_servers: Free[tuple[str, ...]] = ()
+    """addresses of the servers that sample, http://HOST:PORT each"""
+    engine_timeout: Free[Annotated[float, Range(1)]] = 600.0
+    """seconds that a call of an engine in a process of its own may take, or a request to a server"""
+    engine_weights: Free[str] = ""
+    """the folder that servers read weights from; if empty, a temporary one of this machine"""
     log_dir: Free[str] = ""
     """where pictures and tensorboard files go; if empty, the folder of the run"""
     plot_every: Free[Whole] = 0
@@ -156,6 +162,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if types[f.name] in (bool, bool | None):
             action: Any = argparse.BooleanOptionalAction
             parser.add_argument(f"--{f.name}", action=action, default=f.default, help=docs[f.name])
+        elif get_origin(types[f.name]) is tuple:
+            parser.add_argument(f"--{f.name}", nargs="*", default=f.default, help=docs[f.name])
         else:
             parser.add_argument(f"--{f.name}", type=types[f.name], default=f.default, help=docs[f.name])
     parser.add_argument(

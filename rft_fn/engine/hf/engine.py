@@ -34,6 +34,10 @@ def check_config(config: EngineConfig) -> None:
             f"engine_tp_size, engine_mem_util: expected 1 and 0 for hf, which has one process and takes "
             f"what it needs, got {config.tp_size} and {config.mem_util}"
         )
+    if config.servers:
+        raise ValueError(
+            f"engine_servers: expected none for hf, got {', '.join(config.servers)}; choose openai or sglang"
+        )
 
 
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:

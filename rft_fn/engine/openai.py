@@ -1,0 +1,228 @@
+"""Rollouts by servers of vLLM, or of others that speak the OpenAI protocol with token ids.
+
+Start each of them with
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --enable-scale-out \\
+        --worker-extension-cls rft_fn.engine.worker.WeightsFromFolder
+
+where this package is installed and the folder of weights can be read. Without `--enable-scale-out` it is
+asked by `/v1/completions`, whose answers do not tell the version of the weights. Without the other two
+options it samples, and cannot be given weights.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from rft_fn.engine.config import EngineConfig
+from rft_fn.engine.dialect import Ask, Described, Reply
+from rft_fn.engine.http import Client, Fault, Refused, expected
+from rft_fn.engine.servers import check_servers, serve
+from rft_fn.types import Engine
+
+__all__ = ["build", "check_config"]
+
+GENERATE = "/inference/v1/generate"
+COMPLETIONS = "/v1/completions"
+QUICK = 60.0  # seconds for anything but samples and weights
+
+
+def check_config(config: EngineConfig) -> None:
+    """ValueError for options that servers cannot honour."""
+    check_servers(config)
+
+
+def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
+    """The engine on `config.servers`."""
+    client = Client()
+    return serve(config, _VLLM(client, config.timeout), client, model, tokenizer)
+
+
+class _VLLM:
+    """The dialect of vLLM's server."""
+
+    name = "openai"
+    hint = (
+        "VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, --enable-scale-out and "
+        "--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder"
+    )
+
+    def __init__(self, client: Client, seconds: float):
+        """`seconds` is the limit of one request."""
+        self.client = client
+        self.seconds = seconds
+
+    def get(self, server: str, path: str) -> Any:
+        """The answer to a GET."""
+        return self.client.call(server, path, seconds=min(QUICK, self.seconds))
+
+    def describe(self, server: str) -> Described:
+        """The model that is served, by the better of two routes, and what a trainer may ask for."""
+        answer = self.get(server, "/v1/models")
+        with expected("a list of models", answer):
+            name = str(answer["data"][0]["id"])
+            window = answer["data"][0].get("max_model_len")
+
+        # what a server lacks it answers with 404
+        route = GENERATE
+        try:
+            self.post(server, GENERATE, {"token_ids": [0], "model": name, "sampling_params": _plain(1)})
+        except Refused as error:
+            if "status 404" not in str(error):
+                raise
+            route = COMPLETIONS
+        supported = {"score"}
+        label = ""
+        try:
+            label = self.label(server)
+            worker = self.worker(server, "rft_describe", [])[0]
+            supported.add("load")
+            if worker["sleep"]:
+                supported.add("sleep")
+        except (Fault, Refused):
+            pass  # no development mode, or no extension: it samples and scores
+        return Described(route, name, window, label, frozenset(supported))
+
+    def check(self, sampling: Any) -> None:
+        """Every distribution is sampled from, and reported."""
+
+    def sample(self, server: str, known: Described, ask: Ask) -> Reply:
+        """One sample, by the route that the server has."""
+        if known.route == GENERATE:
+            return self.by_generate(server, known, ask)
+        return self.by_completions(server, known, ask)
+
+    def by_generate(self, server: str, known: Described, ask: Ask) -> Reply:
+        """Tokens in, tokens out."""
+        body = {
+            "token_ids": list(ask.prompt),
+            "model": known.model,
+            "sampling_params": _fields(ask) | {"logprobs": 0, "detokenize": bool(_texts(ask))},
+        }
+        answer = self.post(server, GENERATE, body)
+        with expected("choices with token_ids and logprobs", answer):
+            (choice,) = answer["choices"]
+            content = choice["logprobs"]["content"]
+            tokens = [int(x) for x in choice["token_ids"]]
+            if [x["token_id"] for x in content] != tokens:
+                raise ValueError("log-probs of other tokens")
+            spans = choice.get("weight_versions")
+            label = None
+            if known.label and spans is not None:
+                label = ", ".join(str(x["version"]) for x in spans)
+            return Reply(tokens, [float(x["logprob"]) for x in content], label)
+
+    def by_completions(self, server: str, known: Described, ask: Ask) -> Reply:
+        """The OpenAI protocol, with vLLM's fields for token ids."""
+        body = {"model": known.model, "prompt": list(ask.prompt), "logprobs": 0, "return_token_ids": True}
+        answer = self.post(server, COMPLETIONS, body | _fields(ask))
+        with expected("choices with token_ids and logprobs", answer):
+            (choice,) = answer["choices"]
+            tokens = [int(x) for x in choice["token_ids"]]
+            return Reply(tokens, [float(x) for x in choice["logprobs"]["token_logprobs"]], None)
+
+    def score(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
+        """The log-probs of a prompt, beside one new token."""
+        if known.route == GENERATE:
+            body = {"token_ids": tokens, "sampling_params": _plain(1) | {"prompt_logprobs": 0}}
+            answer = self.post(server, GENERATE, body | {"model": known.model})
+            found = answer
+        else:
+            body = {"prompt": tokens, "model": known.model, "prompt_logprobs": 0} | _plain(1)
+            answer = self.post(server, COMPLETIONS, body)
+            with expected("choices", answer):
+                found = answer["choices"][0]
+        with expected("prompt_logprobs", answer):
+            rows = found["prompt_logprobs"][1:]
+            return [float(row[str(token)]["logprob"]) for row, token in zip(rows, tokens[1:], strict=True)]
+
+    def load(self, server: str, folder: str, label: str, names: int) -> None:
+        """By the worker extension, in every worker; then the cache and the version."""
+        for worker in self.worker(server, "rft_load", [folder]):
+            with expected("the count of tensors", worker):
+                problem = worker.get("error")
+                if not problem and worker["names"] != names:
+                    problem = f"expected {names} tensors, got {worker['names']}"
+                if not problem and worker["short"]:
+                    problem = f"expected whole tensors, got {', '.join(worker['short'][:3])}"
+            if problem:
+                raise Fault(f"weights: {problem}")
+
+        # tokens that were read with the old weights must not serve the new ones
+        answer = self.post(server, "/reset_prefix_cache", {})
+        if answer != {"success": True}:
+            raise Fault(f"expected an empty cache after the load, got {answer}")
+        self.post(server, "/update_weight_version", {"new_version": label})
+        if self.label(server) != label:
+            raise Fault(f"expected weights {label!r} after the load, got {self.label(server)!r}")
+
+    def label(self, server: str) -> str:
+        """The version of the server's weights."""
+        answer = self.get(server, "/weight_info")
+        with expected("weight_version", answer):
+            return str(answer["weight_version"])
+
+    def worker(self, server: str, method: str, args: list[str]) -> list[Any]:
+        """The answers of the extension in every worker."""
+        answer = self.post(server, "/collective_rpc", {"method": method, "args": args})
+        with expected("results of the workers", answer):
+            if not answer["results"]:
+                raise ValueError("none")
+            return list(answer["results"])
+
+    def sleep(self, server: str) -> None:
+        """Weights to the host, the cache away."""
+        self.post(server, "/sleep?level=1", {})
+        self.confirm(server, asleep=True)
+
+    def wake(self, server: str) -> None:
+        """Weights back to the device."""
+        self.post(server, "/wake_up", {})
+        self.confirm(server, asleep=False)
+
+    def confirm(self, server: str, *, asleep: bool) -> None:
+        """Fault unless the server says so: the calls that ask for it succeed in any case."""
+        answer = self.get(server, "/is_sleeping")
+        if answer != {"is_sleeping": asleep}:
+            raise Fault(f"expected is_sleeping {asleep}, got {answer}")
+
+    def post(self, server: str, path: str, body: Mapping[str, Any]) -> Any:
+        """The answer to a POST."""
+        return self.client.call(server, path, body, seconds=self.seconds)
+
+
+def _texts(ask: Ask) -> list[str]:
+    """The texts that end a sample."""
+    return [x for x in ask.sampling.stop if isinstance(x, str)]
+
+
+def _plain(max_new: int) -> dict[str, Any]:
+    """Samples of the model's own distribution. A server has defaults of its own for what is not named."""
+    return {
+        "n": 1,
+        "max_tokens": max_new,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "ignore_eos": True,
+    }
+
+
+def _fields(ask: Ask) -> dict[str, Any]:
+    """The options of one sample; ends are all named, so the server's own are ignored."""
+    fields = _plain(ask.max_new) | {
+        "temperature": ask.sampling.temperature,
+        "top_p": ask.sampling.top_p,
+        "top_k": ask.sampling.top_k,
+        "seed": ask.seed,
+        "stop_token_ids": list(ask.ends),
+        "skip_special_tokens": False,
+    }
+    if _texts(ask):
+        fields |= {"stop": _texts(ask), "include_stop_str_in_output": True}
+    return fields

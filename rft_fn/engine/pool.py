@@ -1,0 +1,227 @@
+"""Several servers of one model: requests are spread over them, and moved away from one that fails."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rft_fn.engine.http import Client, Fault, Refused
+
+__all__ = ["Pool", "ServersFailed"]
+
+T = TypeVar("T")
+
+ATTEMPTS = 5  # of one request
+ROUNDS = 6  # of trying all servers again, when none works
+PAUSE = 0.5  # seconds before the first of them; the next are twice as long each
+LONGEST = 60.0  # seconds: the longest pause
+
+
+class ServersFailed(ConnectionError):
+    """No server gave what was asked for. A script ends with its line."""
+
+
+@dataclass
+class _Member:
+    """A server of the pool."""
+
+    url: str
+    busy: int = 0  # requests under way
+    why: str = ""  # it is not used; empty while it is
+    failures: int = 0  # in a row
+    retry_at: float = 0.0  # by the monotonic clock
+
+
+class Pool:
+    """The servers of one engine.
+
+    A server that fails is not used until `revive` has found it well. That is tried at the start of the next
+    `run`, and when no server works: in ROUNDS rounds, with pauses that double and have jitter.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        client: Client,
+        *,
+        name: str,
+        width: int,
+        revive: Callable[[str], None],
+        pause: float = PAUSE,
+    ):
+        """`width` is the requests at a time to each server. `revive` raises for a server that is not well."""
+        self.members = [_Member(url) for url in servers]
+        self.client = client
+        self.name = name
+        self.width = width
+        self.revive = revive
+        self.pause = pause
+        self.lock = threading.Lock()  # of the members
+        self.reviving = threading.Lock()
+        self.stopped = threading.Event()  # no request is worth another attempt
+        self.rounds = 0  # of trying all servers again, since one worked
+        self.jitter = random.Random()  # of pauses alone, so it needs no key
+
+    def run(self, jobs: Sequence[Callable[[str], T]]) -> list[T]:
+        """The result of each job, which gets the address of a server and may run on several of them.
+
+        A job that raises a Fault is tried again on another server, ATTEMPTS times in all. ServersFailed with
+        the reasons when that is not enough; other exceptions end all jobs at once.
+        """
+        self._begin()
+        threads = ThreadPoolExecutor(self.width * len(self.members), thread_name_prefix="servers")
+        try:
+            for member in self._due():
+                threads.submit(self._try_revive, member)
+            futures = [threads.submit(self._answer, job) for job in jobs]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+            return [future.result() for future in futures]
+        finally:
+            # whatever has raised, Ctrl-C too: nothing may wait for a server that hangs
+            self.stopped.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+            self.client.abort()
+
+    def each(self, job: Callable[[str], T], servers: Sequence[str] = ()) -> dict[str, T]:
+        """`job` on `servers`, by default all, also those that are not used; where it succeeds they are used.
+
+        ServersFailed if it does on none.
+        """
+        asked = [m for m in self.members if not servers or m.url in servers]
+        self._begin()
+        found: dict[str, T] = {}
+
+        def attempt(member: _Member) -> None:
+            try:
+                found[member.url] = job(member.url)
+            except (Fault, Refused) as error:
+                self._failed(member, error)
+            else:
+                self._well(member)
+
+        with ThreadPoolExecutor(len(asked)) as threads:
+            futures = [threads.submit(attempt, member) for member in asked]
+            wait(futures)
+        for future in futures:
+            future.result()
+        if not found:
+            raise ServersFailed(f"engine {self.name}: {self.reasons()}")
+        return found
+
+    def working(self) -> list[str]:
+        """The addresses of the servers that are used."""
+        with self.lock:
+            return [m.url for m in self.members if not m.why]
+
+    def leave(self, working: Sequence[str], why: str) -> None:
+        """Use no other servers than `working`."""
+        for member in self.members:
+            if member.url in working:
+                self._well(member)
+            elif not member.why:
+                self._failed(member, Fault(why))
+
+    def reasons(self) -> str:
+        """Each server that is not used, with the reason."""
+        with self.lock:
+            return "; ".join(f"{m.url}: {m.why}" for m in self.members if m.why)
+
+    def _begin(self) -> None:
+        """Undo what ended the last call."""
+        self.stopped.clear()
+        self.rounds = 0
+        self.client.allow()
+
+    def _answer(self, job: Callable[[str], T]) -> T:
+        """The result of one job."""
+        last = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                self._rest(attempt - 1)
+            member = self._take()
+            try:
+                return job(member.url)
+            except Fault as error:
+                last = f"{member.url}: {error}"
+                self._failed(member, error)
+            finally:
+                with self.lock:
+                    member.busy -= 1
+            if self.stopped.is_set():
+                break
+        raise ServersFailed(
+            f"engine {self.name}: expected an answer within {ATTEMPTS} attempts, got none; the last: {last}"
+        )
+
+    def _take(self) -> _Member:
+        """The least busy server that works. ServersFailed when none does, after all were tried again."""
+        while self.rounds < ROUNDS and not self.stopped.is_set():
+            with self.lock:
+                working = [m for m in self.members if not m.why]
+                if working:
+                    self.jitter.shuffle(working)  # several processes share the servers
+                    member = min(working, key=lambda m: m.busy)
+                    member.busy += 1
+                    return member
+            self._revive_any()
+        self.stopped.set()
+        raise ServersFailed(
+            f"engine {self.name}: expected one of {len(self.members)} servers to answer, got none after "
+            f"{ROUNDS} rounds: {self.reasons()}"
+        )
+
+    def _revive_any(self) -> None:
+        """Try all servers again after a pause. One thread does, the others wait for it."""
+        round_ = self.rounds
+        with self.reviving:
+            if self.rounds != round_ or self.stopped.is_set() or self.working():
+                return
+            self._rest(round_)
+            for member in self.members:
+                self._try_revive(member)
+            self.rounds += 1
+            if self.working():
+                self.rounds = 0
+
+    def _try_revive(self, member: _Member) -> None:
+        """Use a server again if it is well."""
+        if not member.why:
+            return
+        try:
+            self.revive(member.url)
+        except (Fault, Refused) as error:
+            if not self.stopped.is_set():  # else it was broken off
+                self._failed(member, error)
+        else:
+            self._well(member)
+
+    def _due(self) -> list[_Member]:
+        """The servers that are to be tried again, where another one works meanwhile."""
+        with self.lock:
+            if all(m.why for m in self.members):
+                return []
+            return [m for m in self.members if m.why and m.retry_at <= time.monotonic()]
+
+    def _failed(self, member: _Member, error: Exception) -> None:
+        with self.lock:
+            member.why = str(error)
+            member.failures += 1
+            member.retry_at = time.monotonic() + self._length(member.failures)
+
+    def _well(self, member: _Member) -> None:
+        with self.lock:
+            member.why = ""
+            member.failures = 0
+
+    def _length(self, attempt: int) -> float:
+        """Seconds to wait: twice as long each time, and up to half of it at random."""
+        return min(self.pause * 2**attempt, LONGEST) * self.jitter.uniform(0.5, 1.0)
+
+    def _rest(self, attempt: int) -> None:
+        """Wait before another attempt, unless all is over."""
+        self.stopped.wait(self._length(attempt))

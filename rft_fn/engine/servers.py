@@ -1,0 +1,350 @@
+"""An engine on servers that are reached over HTTP, whatever they speak.
+
+A dialect (`openai`, `sglang`) asks one server; here is what they share: a request of one sample each, with
+the sample's own key as its seed, so that the same tokens come from any server at any attempt; checks of every
+answer; weights by way of a folder; and servers that failed taken back once they are well.
+"""
+
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import torch
+from torch import Tensor, nn
+
+from rft_fn import dist
+from rft_fn.engine import requests, weight_folder
+from rft_fn.engine.arrival import Arrival
+from rft_fn.engine.config import EngineConfig
+from rft_fn.engine.dialect import Ask, Described, Dialect, Reply, check_reply, probe
+from rft_fn.engine.http import Client, Fault, Refused, check_url
+from rft_fn.engine.lifetime import dead_after_failure
+from rft_fn.engine.pool import Pool
+from rft_fn.engine.requests import BadRequest, Response
+from rft_fn.engine.served import ServedModel, served_model
+from rft_fn.engine.stop import Stop
+from rft_fn.types import Engine, Rollout, Sampling
+from rft_fn.types.engine import Delivered, EngineStatus
+
+__all__ = ["check_servers", "serve"]
+
+T = TypeVar("T")
+
+
+def check_servers(config: EngineConfig) -> None:
+    """ValueError for options that an engine on servers cannot honour."""
+    if not config.servers:
+        raise ValueError(
+            f"engine_servers: expected at least one address like http://HOST:8000 for {config.type}, got none"
+        )
+    for server in config.servers:
+        check_url(server)
+    if len(set(config.servers)) < len(config.servers):
+        raise ValueError(f"engine_servers: expected each address once, got {', '.join(config.servers)}")
+    if config.tp_size != 1 or config.mem_util:
+        raise ValueError(
+            f"engine_tp_size, engine_mem_util: expected 1 and 0 for {config.type}, whose servers have such "
+            f"options, got {config.tp_size} and {config.mem_util}"
+        )
+
+
+def serve(
+    config: EngineConfig, dialect: Dialect, client: Client, model: str | nn.Module, tokenizer: Any
+) -> Engine:
+    """The engine on `config.servers`, each of which was asked whether it honours every option.
+
+    ValueError for one that does not; a server that does not answer is tried again later.
+    """
+    engine = _Servers(config, dialect, client, served_model(model, tokenizer), tokenizer)
+    engine.begin()
+    return dead_after_failure(
+        Engine(
+            generate=engine.generate,
+            score=engine.score,
+            load=engine.load,
+            sleep=engine.sleep,
+            wake=engine.wake,
+            status=engine.status,
+            close=engine.close,
+        )
+    )
+
+
+class _Servers:
+    """Servers of one model, and all that changes about them."""
+
+    def __init__(
+        self, config: EngineConfig, dialect: Dialect, client: Client, model: ServedModel, tokenizer: Any
+    ):
+        self.config = config
+        self.dialect = dialect
+        self.client = client
+        self.model = model
+        self.tokenizer = tokenizer
+        self.pool = Pool(config.servers, client, name=dialect.name, width=config.batch, revive=self.revive)
+        self.known: dict[str, Described] = {}
+        self.labels: dict[str, str] = {}  # of the weights that each server should have
+        self.run = uuid4().hex[:8]  # a version of another run is another one
+        self.temporary: Any = None
+        self.folder = ""  # of the weights that were loaded last
+        self.written: list[Path] = []  # folders of this rank
+        self.tidy = weakref.finalize(self, _delete, self.written)  # also where nobody calls `close`
+        self.names = 0  # tensors in it
+        self.version = 0
+        self.asleep = False
+
+    def begin(self) -> None:
+        """Find out what each server is. The first rank does, for all."""
+
+        def find() -> tuple[dict[str, Described], list[str]]:
+            refused: dict[str, str] = {}
+
+            def meet(server: str) -> Described | None:
+                try:
+                    return self.meet(server)
+                except Refused as error:
+                    refused[server] = f"{error}; start it with {self.dialect.hint}"
+                    return None
+
+            found = self.pool.each(meet)
+            for server, reason in refused.items():
+                raise ValueError(f"engine_servers: {server}: {reason}")
+            return {server: x for server, x in found.items() if x}, self.pool.working()
+
+        self.known, working = _on_main(find)
+        self.labels = {server: x.label for server, x in self.known.items()}
+        self.run = _on_main(lambda: self.run)
+        self.pool.leave(working, "did not answer the first rank")
+
+    def meet(self, server: str) -> Described:
+        """What a server is. Refused for one that ignores an option."""
+        known = self.dialect.describe(server)
+        dialect = self.dialect
+        probe(partial(dialect.sample, server, known), partial(dialect.score, server, known))
+        return known
+
+    def revive(self, server: str) -> None:
+        """Make sure that a server answers, with the weights of this engine. Fault or Refused if not."""
+        known = self.dialect.describe(server)
+        want = self.labels.get(server, known.label)
+        if self.folder and known.label != want:
+            self.dialect.load(server, self.folder, want, self.names)
+        if server not in self.known:
+            self.meet(server)
+        self.known[server] = known
+        self.labels[server] = want
+        ask = Ask([min(self.model.ends, default=0)], 0, Sampling(), 1, ())
+        self.reply(ask, server)
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        keys: Sequence[Any],
+        *,
+        n: int = 1,
+        sampling: Sampling,
+        max_new: Sequence[int] | None = None,
+        start: Sequence[int] | None = None,
+    ) -> Rollout:
+        """`Generate`. A seed names a whole sample here, so none can `start` in its middle."""
+        ids = requests.token_ids(prompts, self.tokenizer)
+        requests.check(ids, keys, n, sampling, self.window(), max_new=max_new, start=start)
+        if start is not None and any(start):
+            raise BadRequest(f"start: expected zeros for {self.dialect.name}, got {list(start)}")
+        self.dialect.check(sampling)
+        if not ids:
+            return requests.empty(self.version)
+        self.wake()
+
+        # a request for each sample; the rollout does not depend on who answers it
+        stop = Stop(self.tokenizer, self.model.ends, sampling.stop)
+        ends = sorted(stop.ids)
+        asks = [
+            Ask(ids[b // n], row.key, sampling, row.max_new, ends)
+            for b, row in enumerate(requests.rows(keys, n, sampling, max_new=max_new))
+        ]
+        responses = self.pool.run([partial(self.response, ask, stop) for ask in asks])
+        return requests.assemble(ids, responses, pad=self.tokenizer.pad_token_id, version=self.version)
+
+    def window(self) -> int | None:
+        """The most tokens that every server reads."""
+        windows = [x.window for x in self.known.values()] + [self.model.window]
+        return min((x for x in windows if x), default=None)
+
+    def response(self, ask: Ask, stop: Stop, server: str) -> Response:
+        """One sample. Fault for an answer that ends before it should."""
+        reply = self.reply(ask, server)
+        size = stop.first_end(reply.tokens)
+        if size is not None:
+            return Response(reply.tokens[:size], reply.logp[:size], True)
+        if len(reply.tokens) < ask.max_new:
+            raise Fault(
+                f"expected {ask.max_new} tokens, or fewer that end with a stop; got {len(reply.tokens)}"
+            )
+        return Response(reply.tokens, reply.logp, False)
+
+    def reply(self, ask: Ask, server: str) -> Reply:
+        """A server's answer. Fault for one that cannot be right."""
+        reply = self.dialect.sample(server, self.known[server], ask)
+        check_reply(reply, ask, vocabulary=self.model.vocabulary, label=self.labels[server])
+        return reply
+
+    def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
+        """`Score`, at `Sampling()` alone: servers score prompts before they cut or cool anything."""
+        sampling = sampling or Sampling()
+        if sampling.temperature != 1 or sampling.truncates:
+            raise BadRequest(
+                f"sampling: expected temperature 1, top_p 1 and top_k 0 to score by {self.dialect.name}, got "
+                f"{sampling.temperature:g}, {sampling.top_p:g} and {sampling.top_k}; score by the trainer"
+            )
+        if not len(rollout.tokens):
+            return torch.zeros(rollout.tokens.shape)
+        self.wake()
+
+        def one(tokens: list[int], server: str) -> list[float]:
+            logp = self.dialect.score(server, self.known[server], tokens)
+            if len(logp) != len(tokens) - 1:
+                raise Fault(f"expected {len(tokens) - 1} log-probs, got {len(logp)}")
+            return logp
+
+        rows = [row[:size].tolist() for row, size in zip(rollout.tokens, rollout.length.tolist())]
+        found = self.pool.run([partial(one, row) for row in rows])
+        logp = torch.zeros(rollout.tokens.shape)
+        for b, row in enumerate(found):
+            logp[b, 1 : len(row) + 1] = torch.tensor(row)
+        return torch.where(rollout.mask, logp, 0)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
+        """`Load`: the first rank writes a folder, and has every server read it."""
+        began = time.perf_counter()
+        arrival = Arrival(self.model.manifest, weights)
+        writer = None
+        if dist.is_main():
+            writer = weight_folder.Writer(Path(self.home()) / f"{self.run}-{version}")
+
+        # a full disk is raised at the end: it takes all ranks to put the tensors together
+        problem: Exception | None = None
+        try:
+            for name, x in weights:
+                arrival.take(name, x)
+                if writer is not None and problem is None:
+                    problem = writer.add(name, x)
+            delivered = arrival.finish(version)
+        except BaseException:
+            if writer is not None:
+                writer.discard()
+            raise
+
+        label = f"{self.run}:{version}"
+        folder, working = _on_main(partial(self.publish, writer, arrival, label, problem))
+        self.folder = folder
+        self.names = len(arrival.names) + len(weight_folder.tied(self.model.manifest.required, arrival.names))
+        self.labels = dict.fromkeys(self.config.servers, label)
+        self.pool.leave(working, "did not take the weights")
+        self.version = version
+        return delivered._replace(seconds=time.perf_counter() - began)
+
+    def publish(
+        self,
+        writer: weight_folder.Writer | None,
+        arrival: Arrival,
+        label: str,
+        problem: Exception | None,
+    ) -> tuple[str, list[str]]:
+        """Finish the folder, and have the servers read it. Returns it, and the servers that did."""
+        assert writer is not None  # on the first rank
+        tied = weight_folder.tied(self.model.manifest.required, arrival.names)
+        folder = str(writer.folder.resolve())
+        names = len(arrival.names) + len(tied)
+
+        def take(server: str) -> Described:
+            known = self.known.get(server) or self.meet(server)
+            self.dialect.load(server, folder, label, names)
+            return known._replace(label=label)
+
+        try:
+            if problem:
+                raise problem
+            writer.finish(tied)
+            self.known |= self.pool.each(take)
+        except BaseException:
+            writer.discard()
+            raise
+        _delete([old for old in self.written if str(old) != folder])
+        self.written[:] = [Path(folder)]
+        return folder, self.pool.working()
+
+    def home(self) -> str:
+        """Where folders of weights are written."""
+        if self.config.weights:
+            return self.config.weights
+        if self.temporary is None:
+            self.temporary = tempfile.TemporaryDirectory(prefix="rft-weights-")
+        return self.temporary.name
+
+    def sleep(self) -> None:
+        """Have the servers give memory back, once no rank needs them."""
+        if self.asleep or not self.can_sleep():
+            return
+        dist.barrier()
+        _on_main(partial(self.move, self.dialect.sleep))
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Have the servers take their memory again."""
+        if not self.asleep:
+            return
+        _on_main(partial(self.move, self.dialect.wake))
+        self.asleep = False
+
+    def move(self, call: Callable[[str], None]) -> None:
+        """`call` on every server that works."""
+        self.pool.each(call, self.pool.working())
+
+    def can_sleep(self) -> bool:
+        """Whether servers can give memory back, and are to."""
+        return self.config.sleep and all("sleep" in x.supported for x in self.known.values())
+
+    def status(self) -> EngineStatus:
+        """The state of the engine, which lives while a server works. Asks none of them."""
+        supported = frozenset.intersection(*(x.supported for x in self.known.values()))
+        if not self.config.sleep:
+            supported -= {"sleep"}
+        return {
+            "engine": self.dialect.name,
+            "alive": bool(self.pool.working()),
+            "version": self.version,
+            "asleep": self.asleep,
+            "supported": supported,
+        }
+
+    def close(self) -> None:
+        """Break off what is under way, and delete the weights."""
+        self.client.abort()
+        self.tidy()
+        if self.temporary is not None:
+            self.temporary.cleanup()
+
+
+def _delete(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        weight_folder.remove(folder)
+
+
+def _on_main(f: Callable[[], T]) -> T:
+    """f() of the first rank, on every rank; what it raises too."""
+    answer: tuple[T | None, Exception | None] = None, None
+    if dist.is_main():
+        try:
+            answer = f(), None
+        except Exception as error:
+            answer = None, error
+    result, error = dist.all_gather_object(answer)[0]
+    if error is not None:
+        raise error
+    return result

@@ -1,0 +1,148 @@
+"""Rollouts by servers of SGLang.
+
+Start each of them with
+
+    python -m sglang.launch_server --model-path MODEL --enable-deterministic-inference
+
+where the folder of weights can be read, and with `--enable-memory-saver` to give memory back. Its plain
+log-probs are those before top_p and top_k, so a cut distribution is reported by its sampling mask.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from rft_fn.engine.config import EngineConfig
+from rft_fn.engine.dialect import Ask, Described, Reply
+from rft_fn.engine.http import Client, Fault, expected
+from rft_fn.engine.requests import BadRequest
+from rft_fn.engine.servers import check_servers, serve
+from rft_fn.types import Engine, Sampling
+
+__all__ = ["build", "check_config"]
+
+QUICK = 60.0  # seconds for anything but samples and weights
+TAGS = ["kv_cache", "weights"]
+
+
+def check_config(config: EngineConfig) -> None:
+    """ValueError for options that servers cannot honour."""
+    check_servers(config)
+
+
+def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
+    """The engine on `config.servers`."""
+    client = Client()
+    return serve(config, _SGLang(client, config.timeout), client, model, tokenizer)
+
+
+class _SGLang:
+    """The dialect of SGLang's server."""
+
+    name = "sglang"
+    hint = "--enable-deterministic-inference"
+
+    def __init__(self, client: Client, seconds: float):
+        """`seconds` is the limit of one request."""
+        self.client = client
+        self.seconds = seconds
+
+    def describe(self, server: str) -> Described:
+        """The model that is served, and what the server's own options allow."""
+        quick = min(QUICK, self.seconds)
+        model = self.client.call(server, "/model_info", seconds=quick)
+        options = self.client.call(server, "/server_info", seconds=quick)
+        with expected("the model and the options of a server", [model, options]):
+            window = options.get("max_context_length") or options.get("context_length")
+            supported = {"load", "score"}
+            if options.get("enable_memory_saver"):
+                supported.add("sleep")
+            name = str(model["served_model_name"])
+            return Described("/generate", name, window, str(model["weight_version"]), frozenset(supported))
+
+    def check(self, sampling: Sampling) -> None:
+        """BadRequest for both cuts together, of which the server takes the mass before either."""
+        if sampling.top_p < 1 and sampling.top_k:
+            raise BadRequest(
+                "top_p, top_k: expected one of them for sglang, whose top_p counts what top_k left out, "
+                f"got {sampling.top_p:g} and {sampling.top_k}"
+            )
+
+    def sample(self, server: str, known: Described, ask: Ask) -> Reply:
+        """One sample; under a cut with the log-probs of the sampling mask."""
+        cut = ask.sampling.truncates
+        answer = self.client.call(server, "/generate", request(ask), seconds=self.seconds)
+        with expected("output_ids and meta_info with log-probs", answer):
+            about = answer["meta_info"]
+            if about["finish_reason"]["type"] == "abort":
+                raise Fault(f"expected a sample, got one that was broken off: {about['finish_reason']}")
+            tokens = [int(x) for x in answer["output_ids"]]
+            entries = about["output_token_logprobs"]
+            if [x[1] for x in entries] != tokens:
+                raise ValueError("log-probs of other tokens")
+            logp = [float(x[0]) for x in entries]
+            if cut:
+                logp = [float(x) for x in about["output_token_sampling_logprobs"]]
+            return Reply(tokens, logp, str(about["weight_version"]))
+
+    def score(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
+        """The log-probs of a prompt, beside one new token."""
+        body = request(Ask(tokens, 0, Sampling(), 1, ()))
+        answer = self.client.call(server, "/generate", body | {"logprob_start_len": 0}, seconds=self.seconds)
+        with expected("input_token_logprobs", answer):
+            entries = answer["meta_info"]["input_token_logprobs"]
+            if [x[1] for x in entries] != list(tokens):
+                raise ValueError("log-probs of other tokens")
+            return [float(x[0]) for x in entries[1:]]
+
+    def load(self, server: str, folder: str, label: str, names: int) -> None:
+        """From disk, which empties the cache; the server counts no tensors, but says its version."""
+        body = {"model_path": folder, "load_format": "auto", "weight_version": label, "flush_cache": True}
+        answer = self.client.call(server, "/update_weights_from_disk", body, seconds=self.seconds)
+        with expected("success", answer):
+            if answer["success"] is not True:
+                raise Fault(f"weights: {answer['message']}")
+        found = self.describe(server).label
+        if found != label:
+            raise Fault(f"expected weights {label!r} after the load, got {found!r}")
+
+    def sleep(self, server: str) -> None:
+        """Give back the memory of the cache and the weights."""
+        self.client.call(server, "/release_memory_occupation", {"tags": TAGS}, seconds=self.seconds)
+
+    def wake(self, server: str) -> None:
+        """Take it again."""
+        self.client.call(server, "/resume_memory_occupation", {"tags": TAGS}, seconds=self.seconds)
+
+
+def request(ask: Ask) -> dict[str, Any]:
+    """The body of one sample. A server has defaults of its own for what is not named."""
+    sampling: dict[str, Any] = {
+        "n": 1,
+        "max_new_tokens": ask.max_new,
+        "temperature": ask.sampling.temperature,
+        "top_p": ask.sampling.top_p,
+        "top_k": ask.sampling.top_k or -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "sampling_seed": ask.seed,
+        "ignore_eos": True,
+        "stop_token_ids": list(ask.ends),
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+    }
+    texts = [x for x in ask.sampling.stop if isinstance(x, str)]
+    if texts:
+        sampling["stop"] = texts
+    body = {
+        "input_ids": list(ask.prompt),
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+    }
+    if ask.sampling.truncates:
+        body["return_sampling_mask"] = True
+    return body

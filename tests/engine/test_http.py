@@ -1,0 +1,282 @@
+"""The client's deadlines and errors, and the pool's way with servers that fail."""
+
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from rft_fn.engine import http, pool
+from rft_fn.engine.http import Client, Fault, Refused
+
+
+@contextmanager
+def raw(serve):
+    """The address of a socket on which serve(connection) answers each connection, in a thread of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept():
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def answering(text, status="200 OK", asked=None):
+    """Reads one request, and answers it."""
+
+    def serve(connection):
+        got = b""
+        while b"\r\n\r\n" not in got:
+            got += connection.recv(65536)
+        head, _, body = got.partition(b"\r\n\r\n")
+        size = [int(x.split(b":")[1]) for x in head.split(b"\r\n") if x.lower().startswith(b"content-length")]
+        while size and len(body) < size[0]:
+            body += connection.recv(65536)
+        if asked is not None:
+            asked.append((head.decode(), body))
+        connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
+        connection.close()
+
+    return serve
+
+
+def test_a_call_is_a_post_of_json_with_the_key(monkeypatch):
+    monkeypatch.setenv("RFT_SERVER_KEY", "secret")
+    asked = []
+    with raw(answering(b'{"a": [1]}', asked=asked)) as url:
+        assert Client().call(url + "/base/", "/x", {"b": 2}, seconds=5) == {"a": [1]}
+        assert Client().call(url, "/y", seconds=5) == {"a": [1]}
+    head, body = asked[0]
+    assert head.startswith("POST /base/x HTTP/1.1") and json.loads(body) == {"b": 2}
+    assert "Authorization: Bearer secret" in head
+    assert asked[1][0].startswith("GET /y HTTP/1.1")
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "kind", "line"),
+    [
+        (b"<html>", "200 OK", Fault, r"^/x: expected JSON, got b'<html>'$"),
+        (b"out\nof memory", "500 Oh", Fault, r"^/x: status 500: out of memory$"),
+        (b"busy", "429 Busy", Fault, r"^/x: status 429: busy$"),
+        (b'{"detail": "no"}', "404 No", Refused, r'^/x: status 404: {"detail": "no"}$'),
+        (b"too long", "400 No", Refused, r"^/x: status 400: too long$"),
+    ],
+)
+def test_what_is_no_answer_is_said_in_one_line(text, status, kind, line):
+    with raw(answering(text, status)) as url, pytest.raises(kind, match=line):
+        Client().call(url, "/x", {}, seconds=5)
+
+
+def test_nobody_listens():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(Fault, match=r"^/x: ConnectionRefusedError"):
+        Client().call(f"http://127.0.0.1:{port}", "/x", seconds=5)
+
+
+def hangs(connection):
+    connection.recv(65536)
+    time.sleep(20)
+
+
+def trickles(connection):
+    """Each byte comes well within any timeout of a socket."""
+    connection.recv(65536)
+    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n")
+    for _ in range(400):
+        try:
+            connection.sendall(b" ")
+        except OSError:
+            return
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("serve", [hangs, trickles])
+def test_a_deadline_is_of_the_whole_answer(serve):
+    with raw(serve) as url:
+        began = time.monotonic()
+        with pytest.raises(Fault, match=r"^/x: no answer within 0.5 s$"):
+            Client().call(url, "/x", {}, seconds=0.5)
+        assert time.monotonic() - began < 3
+
+
+def test_requests_under_way_can_be_broken_off():
+    client = Client()
+    with raw(hangs) as url:
+        threading.Timer(0.2, client.abort).start()
+        began = time.monotonic()
+        with pytest.raises(Fault, match="/x: "):
+            client.call(url, "/x", {}, seconds=15)
+        assert time.monotonic() - began < 5
+    assert not client.sockets
+    with raw(answering(b"1")) as url:
+        with pytest.raises(Fault, match="broken off"):
+            client.call(url, "/x", seconds=5)
+        client.allow()
+        assert client.call(url, "/x", seconds=5) == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://a:1", "http://", "http://a:b", "http://a:0", "http:/a:8000"]
+)
+def test_an_address_that_is_none(url):
+    with pytest.raises(ValueError, match=f"^engine_servers: expected addresses like .*got {url!r}$"):
+        http.check_url(url)
+
+
+# ---------------------------------------------------------------------------------- the pool
+
+
+def pool_of(*names, revive=lambda url: None, width=2, pause=0.001):
+    return pool.Pool(names, Client(), name="test", width=width, revive=revive, pause=pause)
+
+
+def test_results_are_in_the_order_of_the_jobs_and_servers_share_them():
+    seen = {}
+
+    def job(i):
+        def run(url):
+            time.sleep(0.01 * (i % 3))
+            seen.setdefault(url, []).append(i)
+            return i
+
+        return run
+
+    assert pool_of("a", "b").run([job(i) for i in range(40)]) == list(range(40))
+    assert set(seen) == {"a", "b"} and min(map(len, seen.values())) >= 10
+
+
+def test_no_more_than_width_at_a_time_on_one_server():
+    lock, busy, most = threading.Lock(), {}, {}
+
+    def run(url):
+        with lock:
+            busy[url] = busy.get(url, 0) + 1
+            most[url] = max(most.get(url, 0), busy[url])
+        time.sleep(0.01)
+        with lock:
+            busy[url] -= 1
+
+    pool_of("a", "b", width=3).run([run] * 30)
+    assert most == {"a": 3, "b": 3}
+
+
+def test_jobs_move_away_from_a_server_that_fails():
+    asked = []
+
+    def run(url):
+        asked.append(url)
+        if url == "a":
+            raise Fault("broken")
+        return url
+
+    servers = pool_of("a", "b", revive=lambda url: (_ for _ in ()).throw(Fault("still broken")))
+    assert servers.run([run] * 30) == ["b"] * 30
+    assert asked.count("a") <= 2  # those that were under way when it failed first
+    assert servers.working() == ["b"] and servers.reasons() == "a: broken"
+
+
+def test_a_server_that_is_well_again_is_used_again():
+    broken = {"a"}
+
+    def run(url):
+        if url in broken:
+            raise Fault("broken")
+        time.sleep(0.002)
+        return url
+
+    def revive(url):
+        if url in broken:
+            raise Fault("still broken")
+
+    servers = pool_of("a", "b", revive=revive)
+    servers.run([run] * 8)
+    assert servers.working() == ["b"]
+    broken.clear()
+    time.sleep(0.01)
+    assert "a" in servers.run([run] * 30) and servers.working() == ["a", "b"]
+
+
+def test_when_none_works_all_are_tried_again_for_some_rounds():
+    """One thread does, whatever the number of jobs: they do not add up."""
+    tried = []
+
+    def revive(url):
+        tried.append(url)
+        raise Fault("still down")
+
+    def run(url):
+        raise Fault("down")
+
+    servers = pool_of("a", "b", revive=revive, width=8)
+    with pytest.raises(
+        pool.ServersFailed, match=r"^engine test: expected one of 2 servers to answer, got none"
+    ):
+        servers.run([run] * 50)
+    while any(t.name.startswith("servers") for t in threading.enumerate()):
+        time.sleep(0.01)
+    assert tried.count("a") == tried.count("b") == pool.ROUNDS
+
+
+def test_a_request_that_no_server_answers_is_given_up():
+    """Servers that are well, but for it: each attempt finds them revived."""
+    attempts = []
+
+    def run(url):
+        attempts.append(url)
+        raise Fault("this one never")
+
+    with pytest.raises(
+        pool.ServersFailed, match=r"^engine test: expected an answer within 5 attempts, got none; the last: "
+    ):
+        pool_of("a", "b").run([run])
+    assert len(attempts) == pool.ATTEMPTS
+
+
+def test_pauses_double_have_jitter_and_an_end():
+    servers = pool_of("a", pause=1.0)
+    for attempt in range(12):
+        found = {servers._length(attempt) for _ in range(50)}
+        most = min(2**attempt, pool.LONGEST)
+        assert most / 2 <= min(found) < max(found) <= most
+
+
+def test_an_error_of_the_caller_ends_all_jobs_at_once():
+    def run(i):
+        def job(url):
+            if i == 3:
+                raise KeyError("mistake")
+            threading.Event().wait(0.05)
+            done.append(i)
+
+        return job
+
+    done = []
+    with pytest.raises(KeyError, match="mistake"):
+        pool_of("a").run([run(i) for i in range(400)])
+    assert len(done) < 20
+
+
+def test_each_asks_all_servers_and_needs_one():
+    def job(url):
+        if url in down:
+            raise Fault(f"{url} is down")
+        return url.upper()
+
+    servers = pool_of("a", "b")
+    down = {"a"}
+    assert servers.each(job) == {"b": "B"} and servers.working() == ["b"]
+    down = set()
+    assert servers.each(job) == {"a": "A", "b": "B"} and servers.working() == ["a", "b"]
+    down = {"a", "b"}
+    with pytest.raises(pool.ServersFailed, match=r"^engine test: a: a is down; b: b is down$"):
+        servers.each(job)

@@ -1,0 +1,343 @@
+"""A server of a small model for tests: it speaks as vLLM's and SGLang's do, and fails as it is told.
+
+Tokens are a function of the seed, by the same numbers as the hf engine draws from the same key.
+"""
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+
+from rft_fn import rng
+from rft_fn.engine import weight_folder
+from rft_fn.engine.hf.sampler import _draw
+from rft_fn.engine.stop import Stop
+from rft_fn.types import Sampling
+
+__all__ = ["FAULTS", "FakeServer", "serving"]
+
+# in the middle of a rollout; "die" is a killed process, "stop" one that refuses from then on
+FAULTS = ("die", "stop", "hang", "trickle", "500", "garbage", "few", "many", "count", "empty", "nan", "other")
+
+
+class FakeServer:
+    """One server. Attributes may be changed at any time."""
+
+    def __init__(self, lm, tokenizer, **options):
+        self.lm = lm
+        self.tokenizer = tokenizer
+        self.fault = ""  # one of FAULTS
+        self.after = 0  # samples that are answered well before it strikes
+        self.ignores = ()  # options that are skipped in silence
+        self.routes = ("generate", "dev")  # of vLLM: the better route, the development mode
+        self.window = 128
+        self.device = "cpu"
+        self.load_problem = None  # the answer to a load
+        self.forgets = False  # says that it has loaded, and has not
+        self.deterministic = True
+        self.key = ""  # that requests have to have
+        for name, value in options.items():
+            assert hasattr(self, name), name
+            setattr(self, name, value)
+        self.label = "default"
+        self.asleep = False
+        self.samples = 0
+        self.calls = []  # (path, body)
+        self.lock = threading.Lock()
+        self.closing = threading.Event()
+        self.http = None
+        self.port = 0
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
+
+    def begin(self):
+        """Listen; again on the same port after `end`."""
+        self.closing.clear()
+        handler = type("Handler", (_Handler,), {"fake": self})
+        self.http = _Listener(("127.0.0.1", self.port), handler)
+        self.port = self.http.server_port
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def end(self):
+        """Refuse connections from now on."""
+        self.closing.set()
+        http, self.http = self.http, None
+        if http is not None:
+            http.shutdown()
+            http.server_close()
+
+    # ------------------------------------------------------------------------------ the model
+
+    @torch.no_grad()
+    def sample(self, ids, seed, sampling, max_new, ends, texts):
+        """(tokens, log-probs) by the definition: all tokens are read again for each new one."""
+        if "seed" in self.ignores or (not self.deterministic):
+            seed = time.monotonic_ns()
+        u = torch.rand(max_new, generator=rng.generator(seed), dtype=torch.float64)
+        stop = Stop(self.tokenizer, frozenset(ends), texts)
+        tokens, logp = [], []
+        with self.lock:
+            for t in range(max_new):
+                z = self.lm(input_ids=torch.tensor([[*ids, *tokens]]), use_cache=False).logits[:, -1]
+                token, p = _draw(z, u[t : t + 1], sampling)
+                if "processed" in self.ignores:
+                    p = z.log_softmax(-1)[0, token]
+                tokens.append(int(token))
+                logp.append(float(p))
+                if stop.ends(tokens) and "stop" not in self.ignores:
+                    break
+        return tokens, logp
+
+    @torch.no_grad()
+    def prompt_logp(self, ids):
+        with self.lock:
+            z = self.lm(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
+        return z.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+    @torch.no_grad()
+    def load(self, folder):
+        """The number of tensors."""
+        places = dict(self.lm.named_parameters(remove_duplicate=False))
+        count = 0
+        with self.lock:
+            for name, x in weight_folder.read(folder):
+                count += 1
+                if not self.forgets:
+                    places[name].copy_(x)
+        return count
+
+    def strike(self):
+        """The fault that this sample has."""
+        self.samples += 1
+        if self.fault and self.samples > self.after:
+            return self.fault
+        return ""
+
+    def options(self, given, names):
+        """Sampling of a request's fields, without what is ignored."""
+        found = {}
+        for ours, theirs in names.items():
+            if ours not in self.ignores and theirs in given:
+                found[ours] = given[theirs]
+        if found.get("top_k", 0) < 0:
+            found["top_k"] = 0
+        return Sampling(**found)
+
+    # ------------------------------------------------------------------------------ vLLM
+
+    def vllm(self, path, body):
+        """(status, answer), None for a path that is not there."""
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "tiny", "max_model_len": self.window}]}
+        if path == "/inference/v1/generate" and "generate" in self.routes:
+            return self.vllm_generate(body)
+        if path == "/v1/completions":
+            return self.vllm_completions(body)
+        if "dev" in self.routes:
+            return self.vllm_dev(path, body)
+        return None
+
+    def vllm_sample(self, ids, given):
+        names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+        ends = given.get("stop_token_ids", [])
+        texts = given.get("stop", [])
+        sampling = self.options(given, names)
+        tokens, logp = self.sample(ids, given.get("seed", 0), sampling, given["max_tokens"], ends, texts)
+        return _wrong(self.strike(), tokens, logp)
+
+    def vllm_generate(self, body):
+        given = body["sampling_params"]
+        if "prompt_logprobs" in given:
+            return 200, {"prompt_logprobs": self.rows(body["token_ids"]), "choices": [{}]}
+        tokens, logp = self.vllm_sample(body["token_ids"], given)
+        content = [{"token_id": t, "logprob": p, "rank": 1} for t, p in zip(tokens, logp, strict=False)]
+        spans = [{"version": self.label, "start": 0, "end": len(tokens)}]
+        choice = {"index": 0, "token_ids": tokens, "logprobs": {"content": content}, "weight_versions": spans}
+        return 200, {"choices": [choice][: len(tokens)]}
+
+    def vllm_completions(self, body):
+        if "prompt_logprobs" in body:
+            return 200, {"choices": [{"prompt_logprobs": self.rows(body["prompt"])}]}
+        tokens, logp = self.vllm_sample(body["prompt"], body)
+        choice = {"index": 0, "text": "", "logprobs": {"token_logprobs": logp}}
+        if body.get("return_token_ids") and "return_token_ids" not in self.ignores:
+            choice["token_ids"] = tokens
+        return 200, {"choices": [choice][: len(tokens)]}
+
+    def rows(self, ids):
+        logp = self.prompt_logp(ids)
+        return [None, *({str(t): {"logprob": p, "rank": 1}} for t, p in zip(ids[1:], logp, strict=True))]
+
+    def vllm_dev(self, path, body):
+        if path == "/collective_rpc" and body["method"] == "rft_describe":
+            return 200, {"results": [{"device": self.device, "sleep": self.device != "cpu"}]}
+        if path == "/collective_rpc" and body["method"] == "rft_load":
+            if self.load_problem:
+                return 200, {"results": [self.load_problem]}
+            return 200, {"results": [{"names": self.load(body["args"][0]), "short": []}]}
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
+            return 200, {"success": True}
+        if path == "/weight_info":
+            return 200, {"weight_version": self.label}
+        if path == "/reset_prefix_cache":
+            return 200, {"success": "cache" not in self.ignores}
+        if path.startswith("/sleep") or path == "/wake_up":
+            self.asleep = path != "/wake_up" and "sleep" not in self.ignores
+            return 200, {"status": "well"}
+        if path == "/is_sleeping":
+            return 200, {"is_sleeping": self.asleep}
+        return None
+
+    # ------------------------------------------------------------------------------ SGLang
+
+    def sglang(self, path, body):
+        """(status, answer), None for a path that is not there."""
+        if path == "/model_info":
+            return 200, {"served_model_name": "tiny", "weight_version": self.label}
+        if path == "/server_info":
+            return 200, {"max_context_length": self.window, "enable_memory_saver": self.device != "cpu"}
+        if path == "/generate":
+            return self.sglang_generate(body)
+        if path == "/update_weights_from_disk":
+            if self.load_problem:
+                return 400, {"success": False, "message": str(self.load_problem)}
+            self.load(body["model_path"])
+            self.label = body["weight_version"]
+            return 200, {"success": True, "message": "Succeeded."}
+        if path in ("/release_memory_occupation", "/resume_memory_occupation"):
+            self.asleep = path.startswith("/release")
+            return 200, None
+        return None
+
+    def sglang_generate(self, body):
+        ids, given = body["input_ids"], body["sampling_params"]
+        if body.get("logprob_start_len") == 0:
+            entries = [[None, ids[0], None]]
+            entries += [[p, t, None] for t, p in zip(ids[1:], self.prompt_logp(ids), strict=True)]
+            about = {"input_token_logprobs": entries, "output_token_logprobs": [[-1.0, 3, None]]}
+            finish = {"type": "length", "length": 1}
+            return 200, {"output_ids": [3], "meta_info": about | {"finish_reason": finish}}
+        names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+        sampling = self.options(given, names)
+        ends, texts = given.get("stop_token_ids", []), given.get("stop", [])
+        tokens, cut = self.sample(ids, given["sampling_seed"], sampling, given["max_new_tokens"], ends, texts)
+        with self.lock, torch.no_grad():
+            z = self.lm(input_ids=torch.tensor([[*ids, *tokens]]), use_cache=False).logits[0]
+        z = (z[len(ids) - 1 : -1] / (sampling.temperature or 1)).log_softmax(-1)
+        plain = z.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+        tokens, plain = _wrong(self.strike(), tokens, plain)
+        about = {
+            "output_token_logprobs": [[p, t, None] for t, p in zip(tokens, plain, strict=False)],
+            "finish_reason": {"type": "length", "length": len(tokens)},
+            "weight_version": self.label,
+        }
+        if body.get("return_sampling_mask") and "mask" not in self.ignores:
+            about["output_token_sampling_logprobs"] = cut
+        return 200, {"output_ids": tokens, "meta_info": about}
+
+
+class _Struck(Exception):
+    """A fault that has no answer of the usual form."""
+
+
+def _wrong(fault, tokens, logp):
+    """(tokens, log-probs) with a fault of the values, or _Struck."""
+    if fault == "few":
+        return tokens[:-1], logp[:-1]
+    if fault == "many":
+        return [*tokens, 3], [*logp, -1.0]
+    if fault == "count":
+        return tokens, logp[:-1]
+    if fault == "empty":
+        return [], []
+    if fault == "nan":
+        return tokens, [float("nan"), *logp[1:]]
+    if fault == "other":
+        return [10**6, *tokens[1:]], logp
+    if fault:
+        raise _Struck(fault)
+    return tokens, logp
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 128
+
+    def handle_error(self, request, client_address):
+        """A client that went away is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    fake: FakeServer
+
+    def log_message(self, *_):
+        """Nothing on the terminal."""
+
+    def do_GET(self):
+        self.answer(None)
+
+    def do_POST(self):
+        size = int(self.headers.get("Content-Length", 0))
+        self.answer(json.loads(self.rfile.read(size) or "{}"))
+
+    def answer(self, body):
+        fake = self.fake
+        fake.calls.append((self.path, body))
+        if fake.key and self.headers.get("Authorization") != f"Bearer {fake.key}":
+            return self.send(401, b'{"error": "Unauthorized"}')
+        try:
+            found = fake.vllm(self.path, body) or fake.sglang(self.path, body)
+        except _Struck as struck:
+            return self.strike(str(struck))
+        if found is None:
+            return self.send(404, b'{"detail": "Not Found"}')
+        status, answer = found
+        self.send(status, b"" if answer is None else json.dumps(answer).encode())
+
+    def strike(self, fault):
+        """Break as a server does that is killed, hangs, fails, or talks nonsense."""
+        fake = self.fake
+        if fault == "500":
+            return self.send(500, b'{"error": {"message": "EngineCore encountered an issue"}}')
+        if fault == "garbage":
+            return self.send(200, b"<html>It works!</html>")
+        if fault == "hang":
+            fake.closing.wait(60)
+        elif fault == "trickle":
+            self.send_response(200)
+            self.end_headers()
+            while not fake.closing.wait(0.05):
+                self.wfile.write(b" ")
+                self.wfile.flush()
+        elif fault in ("die", "stop"):
+            threading.Thread(target=fake.end).start()
+            fake.closing.wait(5)
+            if fault == "stop":
+                return self.send(503, b"shutting down")
+        self.close_connection = True
+        self.connection.close()
+
+    def send(self, status, text):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@contextmanager
+def serving(*fakes):
+    """The fakes, listening."""
+    try:
+        for fake in fakes:
+            fake.begin()
+        yield fakes
+    finally:
+        for fake in fakes:
+            fake.end()

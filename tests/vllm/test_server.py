@@ -1,0 +1,234 @@
+"""Real vLLM servers on the CPU: two of the small model, started once for this file.
+
+They need an environment with vLLM; the trainer's side runs in the same one here.
+"""
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from test_scripts import rows, start
+
+import rft_fn as rft
+from rft_fn import engine, model, rng
+from rft_fn.engine import http, weight_folder
+from rft_fn.engine import openai as dialect
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed: make test-vllm has an environment with it", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16], [17]]
+KEYS = [rng.fold_in(0, i) for i in range(4)]
+SAMPLING = rft.Sampling(max_new=12)
+NOISE = 1e-5  # of log-probs in float32, ten times what was measured
+
+
+class Server:
+    """A process of vLLM's server, in a group of its own."""
+
+    def __init__(self, log, served="tiny"):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        env = os.environ | {
+            "PYTHONPATH": path,
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        options = "--dtype float32 --enforce-eager --block-size 32 --max-model-len 128 --enable-scale-out "
+        options += "--logprobs-mode processed_logprobs --host 127.0.0.1 "
+        options += "--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(self.port)]
+        command += ["--model", model.resolve(served), *options.split()]
+        with open(log, "w") as out:
+            self.process = subprocess.Popen(
+                command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self, seconds=420):
+        """Until it answers."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                urllib.request.urlopen(self.url + "/health", timeout=2)
+                return
+            except OSError:
+                time.sleep(0.5)
+        raise TimeoutError(self.log.read_text()[-3000:])
+
+    def kill(self):
+        """All of its processes at once, as a machine that is gone."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("servers")
+    found = [Server(folder / f"{i}.log") for i in range(2)]
+    try:
+        for server in found:
+            server.wait()
+        yield found
+    finally:
+        for server in found:
+            server.kill()
+
+
+def made(*servers, **options):
+    urls = tuple(s.url for s in servers)
+    config = engine.EngineConfig(type="openai", servers=urls, timeout=60.0, **options)
+    return engine.get_engine(config, "tiny", model.load_tokenizer("tiny"))
+
+
+@pytest.fixture(scope="module")
+def eng(servers):
+    found = made(*servers, batch=16)
+    yield found
+    found.close()
+
+
+def hf(lm=None):
+    return engine.hf(lm or model.load("tiny"), model.load_tokenizer("tiny"))
+
+
+def gap(rollout, sampling, lm=None):
+    return (hf(lm).score(rollout, sampling=sampling) - rollout.logp).abs().max()
+
+
+@pytest.fixture(params=["/inference/v1/generate", "/v1/completions"])
+def route(request, monkeypatch):
+    """Engines that are made ask by this route."""
+    describe = dialect._VLLM.describe
+    monkeypatch.setattr(
+        dialect._VLLM, "describe", lambda *args: describe(*args)._replace(route=request.param)
+    )
+
+
+def test_greedy_tokens_are_those_of_hf(servers, route):
+    eng = made(servers[0])
+    greedy = rft.Sampling(temperature=0, max_new=12, stop=("1", 20))
+    got = eng.generate(PROMPTS, KEYS, sampling=greedy)
+    want = hf().generate(PROMPTS, KEYS, sampling=greedy)
+    for name in ("tokens", "mask", "length", "truncated", "group"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert (got.logp - want.logp).abs().max() < NOISE
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.7}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 1.6, "stop": ("1",)}]
+)
+def test_log_probs_are_of_the_distribution_that_was_sampled_from(servers, route, options):
+    sampling = rft.Sampling(max_new=12, **options)
+    eng = made(*servers)
+    got = eng.generate(PROMPTS, KEYS, n=4, sampling=sampling)
+    assert gap(got, sampling) < NOISE and got.logp[got.mask].min() < -0.05
+    again = made(servers[1]).generate(PROMPTS, KEYS, n=4, sampling=sampling)
+    assert torch.equal(got.tokens, again.tokens)  # keys name the draw, whoever draws
+    assert (eng.score(got) - hf().score(got)).abs().max() < NOISE
+
+
+def test_only_the_embedding_changes_and_arrives(eng):
+    """It is the head too, of which vLLM keeps a packed copy on the CPU."""
+    lm = model.load("tiny")
+    with torch.no_grad():
+        weight = lm.get_input_embeddings().weight
+        weight.add_(0.05 * torch.randn(weight.shape, generator=rng.generator(0)))
+    eng.generate(PROMPTS, KEYS, sampling=SAMPLING)  # fills the prefix cache
+    delivered = eng.load(lm.named_parameters(), version=1)
+    assert delivered.tensors == len(list(lm.parameters())) and delivered.version == 1
+    for _ in range(2):  # each server
+        rollout = eng.generate(PROMPTS, KEYS, n=8, sampling=SAMPLING)
+        assert gap(rollout, SAMPLING, lm) < 1e-4 < gap(rollout, SAMPLING)
+        assert set(rollout.version.tolist()) == {1}
+
+
+def test_a_dropped_tensor_is_counted(eng, servers, tmp_path):
+    """q of a fused qkv, and a norm: by the count of the server itself."""
+    lm = model.load("tiny")
+    eng.load(lm.named_parameters(), version=2)
+    client = http.Client()
+    for dropped, module in (("layers.1.self_attn.q_proj", "qkv_proj"), ("layers.0.input_layernorm", "")):
+        writer = weight_folder.Writer(tmp_path / "weights")
+        for name, x in lm.named_parameters():
+            if dropped not in name:
+                writer.add(name, x)
+        writer.finish({"lm_head.weight": "model.embed_tokens.weight"})
+        body = {"method": "rft_load", "args": [str(tmp_path / "weights")]}
+        (worker,) = client.call(servers[0].url, "/collective_rpc", body, seconds=60)["results"]
+        (short,) = worker["short"]
+        assert module in short and dropped.split(".self_attn")[0] in short
+        body["args"] = ["/no"]
+        (worker,) = client.call(servers[0].url, "/collective_rpc", body, seconds=60)["results"]
+        assert "FileNotFoundError" in worker["error"]
+    eng.load(lm.named_parameters(), version=3)
+    assert gap(eng.generate(PROMPTS, KEYS, n=8, sampling=SAMPLING), SAMPLING, lm) < NOISE
+
+
+def test_a_cpu_gives_no_memory_back(eng):
+    assert eng.status()["supported"] == {"load", "score"}
+    eng.sleep()
+    assert not eng.status()["asleep"]
+
+
+def test_a_script_trains_on_two_servers(servers, tmp_path):
+    options = "--prompts 4 --group 4 --steps 4 --eval-every 100 --eval-prompts 4 --save-every 100"
+    words = [*options.split(), "--engine-type", "openai", "--engine-servers", *(s.url for s in servers)]
+    process = start("grpo", *words, "--out", tmp_path / "run")
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, out + err
+    found = rows(tmp_path / "run")
+    assert len(found) == 4 and all(row["policy/logp_gap"] < NOISE for row in found)
+
+
+def trained(eng):
+    """The rollouts of four steps, each with new weights."""
+    found = []
+    for step in range(4):
+        lm = model.load("tiny")
+        with torch.no_grad():
+            for p in lm.parameters():
+                p.mul_(1 + 0.02 * step)
+        eng.load(lm.named_parameters(), version=step)
+        keys = [rng.fold_in(step, i) for i in range(4)]
+        found.append(eng.generate(PROMPTS, keys, n=16, sampling=SAMPLING))
+        assert gap(found[-1], SAMPLING, lm) < NOISE
+    return found
+
+
+def test_one_of_two_is_killed_in_mid_run(servers, monkeypatch):
+    """Its workers die in the middle of the second rollout; the run goes on with the same tokens."""
+    bad, well = servers
+    want = trained(made(well))
+    eng = made(bad, well, batch=8)
+    call, asked = http.Client.call, []
+
+    def counted(self, server, path, *args, **options):
+        asked.append(server)
+        if path == dialect.GENERATE and asked.count(bad.url) == 50:
+            threading.Thread(target=bad.kill).start()
+        return call(self, server, path, *args, **options)
+
+    monkeypatch.setattr(http.Client, "call", counted)
+    got = trained(eng)
+    assert bad.process.poll() is not None and eng.status()["alive"]
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.version, other.version)
