@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from rft_fn import model as model_lib
+from rft_fn.engine import vllm
 from rft_fn.engine.config import EngineConfig, config_of
 from rft_fn.engine.hf import build as build_hf
 from rft_fn.engine.hf import check_config as check_hf
@@ -53,6 +54,7 @@ class EngineType(NamedTuple):
 
 ENGINES: dict[str, EngineType] = {
     "hf": EngineType(build_hf, check_hf),
+    "vllm": EngineType(vllm.build, vllm.check_config),
 }
 
 

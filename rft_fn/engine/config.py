@@ -1,9 +1,10 @@
 """The options of an engine."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from rft_fn import check
-from rft_fn.check import Count, Share
+from rft_fn.check import Count, Range, Share, Whole
 from rft_fn.strategy.config import StrategyConfig
 
 __all__ = ["EngineConfig", "config_of"]
@@ -14,7 +15,7 @@ class EngineConfig:
     """The engine that samples. ValueError for values out of range."""
 
     type: str = StrategyConfig.engine_type
-    """hf: transformers in this process"""
+    """hf: transformers in this process; vllm: vLLM in this process"""
     batch: Count = StrategyConfig.engine_batch
     """sequences sampled at a time"""
     tp_size: Count = StrategyConfig.engine_tp_size
@@ -23,6 +24,14 @@ class EngineConfig:
     """share of the device's memory that the engine may take; 0: as much as it needs"""
     sleep: bool = StrategyConfig.enable_engine_sleep
     """the engine leaves the device while the trainer works"""
+    max_model_len: Whole = StrategyConfig.engine_max_model_len
+    """most tokens of a prompt and its response; 0: the model's window"""
+    block_size: Whole = StrategyConfig.engine_block_size
+    """tokens of a block of the engine's cache; 0: the engine's choice"""
+    dtype: str = StrategyConfig.engine_dtype
+    """type of the engine's weights; auto: float32 on a CPU, bfloat16 on a GPU"""
+    timeout: Annotated[float, Range(1)] = StrategyConfig.engine_timeout
+    """seconds that one call of the engine may take"""
 
     __post_init__ = check.fields
 
@@ -35,4 +44,8 @@ def config_of(config: StrategyConfig) -> EngineConfig:
         tp_size=config.engine_tp_size,
         mem_util=config.engine_mem_util,
         sleep=config.enable_engine_sleep,
+        max_model_len=config.engine_max_model_len,
+        block_size=config.engine_block_size,
+        dtype=config.engine_dtype,
+        timeout=config.engine_timeout,
     )

@@ -225,6 +225,7 @@ class ScoredRun(Run):
 
 
 ENGINE = (
-    "engine_type", "engine_batch", "engine_tp_size", "engine_mem_util", "enable_engine_sleep", "plot_every",
+    "engine_type", "engine_batch", "engine_tp_size", "engine_mem_util", "enable_engine_sleep",
+    "engine_max_model_len", "engine_block_size", "engine_dtype", "engine_timeout", "plot_every",
 )  # fmt: skip
 """Options of `strategy` that only a script with rollouts reads."""

@@ -53,7 +53,7 @@ class StrategyConfig:
     chunk_size: Free[Whole] = 0
     """words of the vocabulary that the fused log-probs handle at a time; 0: chosen per device"""
     engine_type: Free[str] = "hf"
-    """what samples: hf is transformers in this process"""
+    """what samples: hf is transformers in this process, vllm is vLLM in this process"""
     engine_batch: Free[Count] = 64
     """sequences sampled at a time"""
     engine_tp_size: Free[Count] = 1
@@ -62,6 +62,14 @@ class StrategyConfig:
     """share of the device's memory that the engine may take; 0 is as much as it needs"""
     enable_engine_sleep: Free[bool] = True
     """the engine leaves the device while the trainer works"""
+    engine_max_model_len: Free[Whole] = 0
+    """most tokens of a prompt and its response in the engine; 0 is the model's window"""
+    engine_block_size: Free[Whole] = 0
+    """tokens of a block of the engine's cache; 0: vLLM's choice on a GPU, 32 on a CPU"""
+    engine_dtype: str = "auto"
+    """type of the engine's weights: float32, bfloat16, float16; auto: float32 on a CPU, else bfloat16"""
+    engine_timeout: Free[Annotated[float, Range(1)]] = 600.0
+    """seconds that one call of the engine may take"""
     log_dir: Free[str] = ""
     """where pictures and tensorboard files go; if empty, the folder of the run"""
     plot_every: Free[Whole] = 0

@@ -34,6 +34,11 @@ def check_config(config: EngineConfig) -> None:
             f"engine_tp_size, engine_mem_util: expected 1 and 0 for hf, which has one process and takes "
             f"what it needs, got {config.tp_size} and {config.mem_util}"
         )
+    usual = EngineConfig()
+    for name in ("max_model_len", "block_size", "dtype"):
+        got = getattr(config, name)
+        if got != getattr(usual, name):
+            raise ValueError(f"engine_{name}: expected {getattr(usual, name)!r} for hf, got {got!r}")
 
 
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
