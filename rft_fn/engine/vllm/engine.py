@@ -25,6 +25,8 @@ from rft_fn.types.engine import Delivered, EngineStatus
 __all__ = ["InProcess", "build", "check_config"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+HOTTEST = 2.0  # vLLM refuses temperatures above it
+STEP_TOKENS = 4096  # least that vLLM may read in a step, beside one whole prompt
 CPU_BLOCK = 32  # tokens of a block of the cache: the fewest that vLLM takes on a CPU, where it would use 128
 
 
@@ -64,23 +66,25 @@ class InProcess:
     """vLLM with a model, and all that changes about it."""
 
     def __init__(self, config: EngineConfig, model: str | nn.Module, tokenizer: Any):
-        vllm = part()
         self.tokenizer = tokenizer
         self.config = config
         self.device = usual_device(None)
         self.can_sleep = config.sleep and self.device.type == "cuda"
-        self.folder = ModelFolder(model, tokenizer)
-        self.window = self.folder.window(config.max_model_len)
         self.version = 0
         self.asleep = False
         self.short: reload.Short | None = None  # layers that got too little in the first whole load
         self.llm: Any = None
-        try:
-            with surroundings.kept():
+
+        # vLLM's import changes the process too, and comes first: it may not be there
+        with surroundings.kept():
+            vllm = part()
+            self.folder = ModelFolder(model, tokenizer)
+            self.window = self.folder.window(config.max_model_len)
+            try:
                 self.llm = vllm.LLM(**self._options())
-        except BaseException:
-            self.folder.close()
-            raise
+            except BaseException:
+                self.folder.close()
+                raise
         self.group = Group(config.tp_size)
         self.sampler = Sampler(self.llm.llm_engine, self.device, config.timeout)
 
@@ -94,6 +98,8 @@ class InProcess:
             "max_num_seqs": self.config.batch,
             "tensor_parallel_size": self.config.tp_size,
             "enable_prefix_caching": True,
+            # a prompt read in parts draws from its row's generator for each part, and a CPU's cannot go back
+            "enable_chunked_prefill": self.device.type != "cpu",
             "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
             "skip_tokenizer_init": True,  # prompts are tokens, and texts that stop are found by `Stop`
             "generation_config": "vllm",  # the model's own defaults are not those of Sampling
@@ -104,6 +110,7 @@ class InProcess:
         }
         if self.window:
             options["max_model_len"] = self.window
+            options["max_num_batched_tokens"] = max(self.window, self.config.batch, STEP_TOKENS)
         block = self.config.block_size
         if not block and self.device.type == "cpu":
             block = CPU_BLOCK
@@ -150,7 +157,7 @@ class InProcess:
             ids = requests.token_ids(prompts, self.tokenizer)
             requests.check(ids, keys, n, sampling, self.window, max_new=max_new, start=start)
             rows = requests.rows(keys, n, sampling, max_new=max_new, start=start)
-            self._check(ids, rows)
+            self._check(ids, rows, sampling)
         except requests.BadRequest as error:
             refused = error
 
@@ -164,8 +171,14 @@ class InProcess:
         responses = self.sampler.responses(everything, sampling, stop)[own]
         return requests.assemble(ids, responses, pad=self.tokenizer.pad_token_id, version=self.version)
 
-    def _check(self, prompts: Sequence[Sequence[int]], rows: Sequence[requests.Row]) -> None:
+    def _check(
+        self, prompts: Sequence[Sequence[int]], rows: Sequence[requests.Row], sampling: Sampling
+    ) -> None:
         """BadRequest for what vLLM would refuse only after it has begun, and for a row's `start`."""
+        if sampling.temperature > HOTTEST:
+            raise requests.BadRequest(
+                f"temperature: expected at most {HOTTEST} for vllm, got {sampling.temperature}"
+            )
         words = self.folder.config.vocab_size
         for i, prompt in enumerate(prompts):
             unknown = next((x for x in prompt if not 0 <= x < words), None)

@@ -25,7 +25,7 @@ def arriving(
     """Check weights on their way, and give a tied one by all of its names; those in `kept` come last.
 
     vLLM may hold a packed copy of a tied head, which only the head's own name renews. ValueError for a tensor
-    that the model does not have, that comes twice, or that has NaN or inf.
+    that the model does not have, that comes twice or not at all, or that has NaN or inf.
     """
     tied = _ties(arrival.expected)
     for name, x in weights:
@@ -36,6 +36,7 @@ def arriving(
             raise ValueError(f"weights: {name}: expected finite numbers, got NaN or inf")
         for each in tied.get(name, (name,)):
             yield each, x
+    arrival.finish(0)  # names a weight that is missing, which vLLM's layer would not
     for name, x in kept:
         for each in tied.get(name, (name,)):
             yield each, x
