@@ -13,6 +13,7 @@ from inprocess import NAME, build, gap, inside, needs_vllm, prompts_of, trained
 
 import rft_fn as rft
 from rft_fn import engine, model
+from rft_fn.strategy import StrategyConfig
 
 pytestmark = needs_vllm
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +46,7 @@ def test_grpo_learns_to_a_reward_of_09(tmp_path):
 
 def two_ranks(rank, tp_size):
     """What each of two ranks samples, before and after a sync, and how it answers mistakes."""
-    st = rft.strategy.get_strategy(rft.StrategyConfig(engine_tp_size=tp_size))
+    st = rft.strategy.get_strategy(StrategyConfig(engine_tp_size=tp_size))
     lm = trained(0.3)
     eng = build(tp_size=tp_size)
     found = {}
@@ -53,8 +54,7 @@ def two_ranks(rank, tp_size):
         eng.load(weights.named_parameters(), version=version)
         rollout = eng.generate(prompts_of(6)[rank::2], [rank, rank + 2, rank + 4], n=2, sampling=SAMPLING)
         found[version] = (gap(weights, rollout, SAMPLING), rollout.tokens, rollout.version.tolist())
-        scored = eng.score(rollout)
-        found["score"] = float((scored - rft.tree.replace(rollout, logp=scored).logp).abs().max())
+        found["score"] = gap(weights, rft.tree.replace(rollout, logp=eng.score(rollout)))
 
     # the global batch by the function that scripts call: more ranks than prompts too
     found["all"] = rft.collect.gather_and_generate(eng, st, prompts_of(5), range(5), n=2, sampling=SAMPLING)
@@ -89,7 +89,7 @@ def test_two_ranks_share_an_engine_or_have_one_each(tp_size, alone):
             assert own[version][0] < 1e-5 and own[version][2] == [version] * 6
         assert not torch.equal(first[version][1][:, :8], second[version][1][:, :8])
     for own in (first, second):
-        assert own["alive"] and own["group"]
+        assert own["alive"] and own["group"] and own["score"] < 1e-5
         assert torch.equal(own["all"].tokens, alone.tokens) and own["one"].group.tolist() == [0, 0]
     assert "expected tokens below 48, got 99" in second["refused"]
     if tp_size == 2:
