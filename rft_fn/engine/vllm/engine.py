@@ -15,7 +15,7 @@ from rft_fn.engine.lifetime import dead_after_failure
 from rft_fn.engine.stop import Stop
 from rft_fn.engine.vllm import reload, surroundings
 from rft_fn.engine.vllm.folder import ModelFolder
-from rft_fn.engine.vllm.group import Group
+from rft_fn.engine.vllm.group import Group, name_shared_memory
 from rft_fn.engine.vllm.package import part
 from rft_fn.engine.vllm.sampler import Asked, Sampler
 from rft_fn.model.load import usual_device
@@ -78,6 +78,8 @@ class InProcess:
         # vLLM's import changes the process too, and comes first: it may not be there
         with surroundings.kept():
             vllm = part()
+            if config.tp_size > 1 and self.device.type == "cpu":
+                name_shared_memory()
             self.folder = ModelFolder(model, tokenizer)
             self.window = self.folder.window(config.max_model_len)
             try:

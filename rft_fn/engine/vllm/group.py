@@ -1,5 +1,6 @@
 """The ranks that share one engine: requests of all of them are answered together, in order."""
 
+import secrets
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -8,7 +9,7 @@ from rft_fn.engine.requests import BadRequest
 from rft_fn.engine.vllm.package import part
 from rft_fn.types import Sampling
 
-__all__ = ["Group"]
+__all__ = ["Group", "name_shared_memory"]
 
 T = TypeVar("T")
 
@@ -47,3 +48,19 @@ class Group:
                 )
         first = sum(len(rows) for rows, *_ in parts[: self.rank])
         return [row for rows, *_ in parts for row in rows], slice(first, first + len(own))
+
+
+def name_shared_memory() -> None:
+    """Give this run's groups on CPUs shared memory of their own name, the same on all ranks.
+
+    vLLM names it alike in every run that another program has launched, so that what a killed run has left
+    behind, or one beside it, would stop this one.
+    """
+    own = dist.all_gather_object(secrets.token_hex(8))[0]
+    shared = part("distributed.device_communicators.cpu_communicator")._CPUSHMDistributed
+    named = shared.make_group_name
+
+    def make_group_name(communicator: Any) -> str:
+        return f"/{own}{named(communicator).lstrip('/')}"
+
+    shared.make_group_name = staticmethod(make_group_name)
