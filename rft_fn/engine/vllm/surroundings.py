@@ -91,9 +91,7 @@ def leave() -> None:
         return
     state = part("distributed.parallel_state")
     state.destroy_model_parallel()
-    if state._WORLD is not None:
-        state._WORLD.destroy()
-    # vLLM's own function for this ends the trainer's process group too
+    # vLLM's own function for this ends the trainer's process group too, and so does that of its world group
     state._WORLD = None
     state._NODE_COUNT = None
     if _Alive.began_group and torch_dist.is_initialized():
