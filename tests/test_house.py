@@ -147,6 +147,8 @@ def test_import_is_light():
     heavy = [
         "transformers",
         "vllm",
+        "sglang",
+        "ray",
         "deepspeed",
         "triton",
         "peft",
@@ -160,6 +162,13 @@ def test_import_is_light():
     code = "import torch, sys; old = set(sys.modules); import rft_fn; "
     code += f"print(sorted(set({heavy}) & (set(sys.modules) - old)))"
     assert run(code).strip() == "[]"
+
+
+def test_an_engine_of_transformers_imports_no_other():
+    """`vllm` has a row of the table of engines, and costs nothing until it is chosen."""
+    code = "import sys, rft_fn as rft; rft.engine.get_engine(rft.engine.EngineConfig(), 'tiny'); "
+    code += "print(sorted({'vllm', 'sglang', 'ray'} & set(sys.modules)))"
+    assert run(code).strip().splitlines()[-1] == "[]"
 
 
 def test_import_takes_under_a_second_beyond_torch():

@@ -4,6 +4,13 @@ from rft_fn.collect.ahead import Ahead, InOrder, due, version_of
 from rft_fn.collect.conversations import Played
 from rft_fn.collect.dynamic_sampling import VariedGroups, judged_groups, sample_varied_groups
 from rft_fn.collect.generate import gather_and_generate
+from rft_fn.collect.inference import (
+    inference_engine_status,
+    setup_inference_engine,
+    sleep_inference_engine,
+    update_engine_weights,
+    wakeup_inference_engine,
+)
 from rft_fn.collect.judging import check_reward, gather_and_judge
 from rft_fn.collect.mismatch import (
     CORRECTIONS,
@@ -22,7 +29,8 @@ from rft_fn.collect.turns import play
 
 __all__ = [
     "CORRECTIONS", "MISMATCH", "Ahead", "InOrder", "Played", "Waiting", "check_mismatch", "check_reward",
-    "correction", "due", "gap_limit", "gather_and_generate", "gather_and_judge", "judged_groups",
-    "mismatch_metrics", "noise_floor", "play", "sample_partial", "sample_varied_groups", "staleness",
-    "version_of",
+    "correction", "due", "gap_limit", "gather_and_generate", "gather_and_judge",
+    "inference_engine_status", "judged_groups", "mismatch_metrics", "noise_floor", "play",
+    "sample_partial", "sample_varied_groups", "setup_inference_engine", "sleep_inference_engine",
+    "staleness", "update_engine_weights", "version_of", "wakeup_inference_engine",
 ]  # fmt: skip

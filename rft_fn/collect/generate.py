@@ -37,7 +37,8 @@ def gather_and_generate(
     engine.wake()
     with strategy.session.phase("generate"):
         try:
-            if mine.start < mine.stop:
+            # the ranks of one engine sample together: one without prompts of its own has to take part
+            if mine.start < mine.stop or strategy.config.engine_tp_size > 1:
                 rollout = engine.generate(prompts[mine], keys[mine], n=n, sampling=sampling, **of_rows)
             else:
                 rollout = requests.empty()  # more ranks than prompts

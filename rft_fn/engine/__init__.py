@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from rft_fn import model as model_lib
-from rft_fn.engine import openai, sglang
+from rft_fn.engine import openai, sglang, vllm
 from rft_fn.engine.config import EngineConfig, config_of
 from rft_fn.engine.hf import build as build_hf
 from rft_fn.engine.hf import check_config as check_hf
@@ -58,6 +58,7 @@ ENGINES: dict[str, EngineType] = {
     "hf": EngineType(build_hf, check_hf),
     "openai": EngineType(openai.build, openai.check_config),
     "sglang": EngineType(sglang.build, sglang.check_config),
+    "vllm": EngineType(vllm.build, vllm.check_config),
 }
 
 

@@ -15,7 +15,7 @@ class EngineConfig:
     """The engine that samples. ValueError for values out of range."""
 
     type: str = StrategyConfig.engine_type
-    """hf: transformers in this process; openai: servers of vLLM; sglang: servers of SGLang"""
+    """hf: transformers in this process; vllm: vLLM in it; openai: servers of vLLM; sglang: those of SGLang"""
     batch: Count = StrategyConfig.engine_batch
     """sequences sampled at a time"""
     tp_size: Count = StrategyConfig.engine_tp_size
@@ -31,9 +31,15 @@ class EngineConfig:
     servers: tuple[str, ...] = StrategyConfig.engine_servers
     """addresses of the servers, http://HOST:PORT each"""
     timeout: Annotated[float, Range(1)] = StrategyConfig.engine_timeout
-    """seconds that a call of an engine in a process of its own may take, or a request to a server"""
+    """seconds that one call of the engine may take, or one request to a server"""
     weights: str = StrategyConfig.engine_weights
     """the folder that servers read weights from; if empty, a temporary one of this machine"""
+    max_model_len: Whole = StrategyConfig.engine_max_model_len
+    """most tokens of a prompt and its response; 0: the model's window"""
+    block_size: Whole = StrategyConfig.engine_block_size
+    """tokens of a block of the engine's cache; 0: the engine's choice"""
+    dtype: str = StrategyConfig.engine_dtype
+    """type of the engine's weights; auto: float32 on a CPU, bfloat16 on a GPU"""
 
     __post_init__ = check.fields
 
@@ -49,6 +55,9 @@ def config_of(config: StrategyConfig) -> EngineConfig:
         process=config.engine_process,
         threads=config.engine_threads,
         servers=tuple(config.engine_servers),
-        timeout=config.engine_timeout,
         weights=config.engine_weights,
+        max_model_len=config.engine_max_model_len,
+        block_size=config.engine_block_size,
+        dtype=config.engine_dtype,
+        timeout=config.engine_timeout,
     )

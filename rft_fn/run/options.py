@@ -233,6 +233,7 @@ class ScoredRun(Run):
 
 ENGINE = (
     "engine_type", "engine_batch", "engine_tp_size", "engine_mem_util", "enable_engine_sleep",
-    "engine_process", "engine_threads", "plot_every",
+    "engine_process", "engine_threads", "engine_servers", "engine_timeout", "engine_weights",
+    "engine_max_model_len", "engine_block_size", "engine_dtype", "plot_every",
 )  # fmt: skip
 """Options of `strategy` that only a script with rollouts reads."""

@@ -53,7 +53,7 @@ class StrategyConfig:
     chunk_size: Free[Whole] = 0
     """words of the vocabulary that the fused log-probs handle at a time; 0: chosen per device"""
     engine_type: Free[str] = "hf"
-    """what samples: hf is transformers in this process, openai and sglang are servers"""
+    """what samples: hf is transformers in this process, vllm is vLLM in it, openai and sglang are servers"""
     engine_batch: Free[Count] = 64
     """sequences sampled at a time"""
     engine_tp_size: Free[Count] = 1
@@ -69,9 +69,15 @@ class StrategyConfig:
     engine_servers: Free[tuple[str, ...]] = ()
     """addresses of the servers that sample, http://HOST:PORT each"""
     engine_timeout: Free[Annotated[float, Range(1)]] = 600.0
-    """seconds that a call of an engine in a process of its own may take, or a request to a server"""
+    """seconds that one call of the engine may take, or one request to a server"""
     engine_weights: Free[str] = ""
     """the folder that servers read weights from; if empty, a temporary one of this machine"""
+    engine_max_model_len: Free[Whole] = 0
+    """most tokens of a prompt and its response in the engine; 0 is the model's window"""
+    engine_block_size: Free[Whole] = 0
+    """tokens of a block of the engine's cache; 0: vLLM's choice on a GPU, 32 on a CPU"""
+    engine_dtype: str = "auto"
+    """type of the engine's weights: float32, bfloat16, float16; auto: float32 on a CPU, else bfloat16"""
     log_dir: Free[str] = ""
     """where pictures and tensorboard files go; if empty, the folder of the run"""
     plot_every: Free[Whole] = 0

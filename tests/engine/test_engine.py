@@ -179,7 +179,7 @@ def test_gather_and_generate_shares_out_prompts():
         ),
         (
             lambda: engine.get_engine(engine.EngineConfig(type="x"), "tiny"),
-            "engine type: expected hf, got 'x'",
+            "engine type: expected hf, .*got 'x'",
         ),
         (
             lambda: engine.get_engine(engine.EngineConfig(batch=0), "tiny"),
@@ -290,8 +290,13 @@ def test_text_among_ids_is_one_line():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"type": "nothing"}, "engine type: expected hf, got 'nothing'"),
+        ({"type": "nothing"}, "engine type: expected hf, .*got 'nothing'"),
         ({"tp_size": 2}, "engine_tp_size, engine_mem_util: expected 1 and 0 for hf"),
+        ({"max_model_len": 64}, "engine_max_model_len: expected 0 for hf, got 64"),
+        ({"block_size": 32}, "engine_block_size: expected 0 for hf, got 32"),
+        ({"dtype": "bfloat16"}, "engine_dtype: expected 'auto' for hf, got 'bfloat16'"),
+        ({"type": "vllm", "tp_size": 2}, "engine_tp_size: expected a divisor of the 1 processes .*, got 2"),
+        ({"type": "vllm", "dtype": "int8"}, "engine_dtype: expected one of auto, float32, .*, got 'int8'"),
     ],
 )
 def test_a_mistake_in_the_engines_config_comes_before_any_model(options, message):
