@@ -16,8 +16,8 @@ from rft_fn.reward_shaping import varied
 from rft_fn.types import Packed, Rollout, TokenOut
 
 __all__ = [
-    "average", "max", "mean", "merge", "mismatch", "pairs", "pass_at_k", "policy", "results", "rollout",
-    "router", "spread", "sum",
+    "average", "max", "mean", "merge", "pairs", "pass_at_k", "policy", "results", "rollout", "router",
+    "spread", "sum",
 ]  # fmt: skip
 
 

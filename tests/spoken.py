@@ -27,16 +27,16 @@ class Spoken:
         self.calls = []
         self.version = version
 
-    def generate(self, prompts, keys, *, n=1, sampling):
+    def generate(self, prompts, keys, *, n=1, sampling, max_new=None):
         ids = requests.token_ids(prompts)
-        requests.check(ids, keys, n, sampling, window=None)
+        requests.check(ids, keys, n, sampling, window=None, max_new=max_new)
         self.calls.append(ids)
         found = []
-        for prompt, key in zip(ids, keys):
-            for j in range(n):
-                tokens, ended = self.speak(prompt, rng.fold_in(key, j), sampling.max_new)
-                logp = [-(len(prompt) + i) / 100 for i in range(len(tokens))]
-                found.append(requests.Response(tokens, logp, ended))
+        for b, row in enumerate(requests.rows(keys, n, sampling, max_new=max_new)):
+            prompt = ids[b // n]
+            tokens, ended = self.speak(prompt, row.key, row.max_new)
+            logp = [-(len(prompt) + i) / 100 for i in range(len(tokens))]
+            found.append(requests.Response(tokens, logp, ended))
         return requests.assemble(ids, found, pad=0, version=self.version)
 
     def engine(self):

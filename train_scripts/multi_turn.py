@@ -57,6 +57,7 @@ class Config(
 def check(cfg: Config, algo: rft.algorithm.Algorithm) -> None:
     """ValueError for options that do not go together."""
     rft.check.at_most_one(steps=cfg.steps, data_epochs=cfg.data_epochs)
+    rft.run.without(cfg, "ahead", "partial", prefix="", instead="grpo.py has them")
     if algo.greedy:
         raise ValueError(f"algorithm: expected one without a greedy baseline, got {cfg.algorithm}")
     if cfg.credit == "conversation" and cfg.gamma != 1:
@@ -125,10 +126,10 @@ def main(cfg: Config) -> None:
     loss_fn = partial(policy_loss, cfg, algo)
 
     # ---- setup: what samples, and everything that a checkpoint brings back
-    eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), cfg.model, tokenizer)
-    state, extra = rft.run.restore_latest(st, run, state, {"step": 0})
+    eng, push = rft.run.start_engine(cfg, st, rft.run.Task(tokenizer, dataset, unseen, None))
+    state, extra = rft.run.restore_latest(st, run, state, {"step": 0, "floor": 0.0})
     run.resume(extra["step"])
-    rft.sync.push(st, state, eng, version=extra["step"])
+    push(state, version=extra["step"])
     renderer = rft.environment.Renderer(tokenizer, cfg.system, rft.data.literals(cfg.chat_template_kwargs))
 
     def converse(prompts: Sequence[Any], keys: Sequence[int], n=cfg.group, sampling=sampling):
@@ -149,31 +150,42 @@ def main(cfg: Config) -> None:
             values |= evaluate(step)
 
         # ---- collect: conversations; only what the policy sampled is in the mask
-        with run.phase("converse"):
+        with run.phase("converse"), rft.run.saved_if_lost(run):
             played = converse(*rft.data.draw(dataset, cfg.prompts, step, cfg.seed))
         rollout = played.rollout
-        exp = rft.experience(rollout, adv=advantages(cfg, algo, played), w=algo.weight(rollout.mask))
+
+        # ---- learn: the trainer's own log-probs, where weights make up for what the sampler's differ
+        with run.phase("score"):
+            how = {"budget": cfg.budget, "version": step}
+            own = rft.run.correct_mismatch(cfg, st, apply, state.params, rollout, **how)
+
+        # ---- learn: the advantage and the weight of each token
+        w = algo.weight(rollout.mask)
+        if own.extra:
+            w = w * own.extra["correction"]
+        exp = rft.experience(rollout, adv=advantages(cfg, algo, played), w=w, old_logp=own.old_logp)
         if cfg.kl:
             with run.phase("score"):
                 packs = st.shard(exp, cfg.budget)
                 ref_logp = rft.run.gather_rows(st, score_initial(state.params, packs), packs, rollout.logp)
             exp = rft.tree.replace(exp, ref_logp=ref_logp)
 
-        # ---- learn
+        # ---- learn: one update
         with run.phase("train"):
             packs = st.shard(exp, cfg.budget)
             grads, metrics = st.grad(state, apply, loss_fn, packs)
             logs = rft.metric.results(metrics)
-        rft.collect.check_mismatch(logs, cfg.max_gap, eng, rollout, sampling, apply, state.params, packs)
+        gap = logs | own.metrics
+        gap = rft.run.check_gap(cfg, extra, gap, rollout, sampling, apply, state.params, packs)
         with run.phase("train"):
             rate = schedule(rft.optim.count(state.opt))
             state, metrics = st.update(state, grads)
         with run.phase("sync"):
-            rft.sync.push(st, state, eng, version=step + 1)
+            push(state, version=step + 1)
 
         # ---- report, save, and stop where a signal asked for it
         extra["step"] = step + 1
-        values |= logs | rft.metric.results(metrics) | {"lr": rate}
+        values |= logs | rft.metric.results(metrics) | own.metrics | gap | {"lr": rate}
         values |= rft.metric.rollout(rollout, played.reward) | rft.reward.means(played.judged(), "reward")
         values |= rft.metric.spread("adv", exp.adv, rollout.mask)
         if step + 1 == cfg.steps or (step + 1) % cfg.eval_every == 0:
@@ -184,6 +196,7 @@ def main(cfg: Config) -> None:
 
     # ---- the model that came out
     st.save_pretrained(run.folder / "model", module, tokenizer, st.export(state), merge=cfg.lora_merge)
+    eng.close()
     run.finish()
     st.close()
 

@@ -28,9 +28,8 @@ from rft_fn.collect.partial import Waiting, sample_partial
 from rft_fn.collect.turns import play
 
 __all__ = [
-    "CORRECTIONS", "MISMATCH", "Ahead", "InOrder", "Played", "Waiting", "check_mismatch", "check_reward",
-    "correction", "due", "gap_limit", "gather_and_generate", "gather_and_judge",
-    "inference_engine_status", "judged_groups", "mismatch_metrics", "noise_floor", "play",
-    "sample_partial", "sample_varied_groups", "setup_inference_engine", "sleep_inference_engine",
-    "staleness", "update_engine_weights", "version_of", "wakeup_inference_engine",
+    "Played", "check_reward", "due", "gather_and_generate", "gather_and_judge",
+    "inference_engine_status", "judged_groups", "play", "sample_partial", "sample_varied_groups",
+    "setup_inference_engine", "sleep_inference_engine", "update_engine_weights", "version_of",
+    "wakeup_inference_engine",
 ]  # fmt: skip

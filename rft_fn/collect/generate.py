@@ -37,11 +37,8 @@ def gather_and_generate(
     engine.wake()
     with strategy.session.phase("generate"):
         try:
-            # the ranks of one engine sample together: one without prompts of its own has to take part
-            if mine.start < mine.stop or strategy.config.engine_tp_size > 1:
-                rollout = engine.generate(prompts[mine], keys[mine], n=n, sampling=sampling, **of_rows)
-            else:
-                rollout = requests.empty()  # more ranks than prompts
+            # also on a rank without prompts: ranks may share an engine, or agree on whether it lives
+            rollout = engine.generate(prompts[mine], keys[mine], n=n, sampling=sampling, **of_rows)
         except requests.BadPrompt as error:
             raise error.moved(mine.start) from None  # numbered in the global batch
     if sleep_engine:

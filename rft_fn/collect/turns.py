@@ -5,7 +5,7 @@ one call of the engine; those that are done leave. An environment runs on the ra
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -254,18 +254,21 @@ def _speak(
 ) -> None:
     """Sample one response for each of these episodes."""
     rows = [episode.speaker for episode in waiting]
-    limits = [min(sampling.max_new, max_tokens - len(row.tokens)) for row in rows]
-    for limit in sorted(set(limits)):
-        part = [row for row, most in zip(rows, limits) if most == limit]
-        ids = [row.tokens for row in part]
-        keys = [rng.fold_in(row.key, row.sample, row.seat, row.turns) for row in part]
-        limited = replace(sampling, max_new=limit)
-        found = gather_and_generate(engine, strategy, ids, keys, n=1, sampling=limited, sleep_engine=False)
-        for b, row in enumerate(part):
-            new = slice(len(row.tokens), int(found.length[b]))
-            row.say(
-                found.tokens[b, new].tolist(),
-                found.logp[b, new].tolist(),
-                version=int(found.version[b]),
-                cut=bool(found.truncated[b]),
-            )
+    found = gather_and_generate(
+        engine,
+        strategy,
+        [row.tokens for row in rows],
+        [rng.fold_in(row.key, row.sample, row.seat, row.turns) for row in rows],
+        n=1,
+        sampling=sampling,
+        max_new=[min(sampling.max_new, max_tokens - len(row.tokens)) for row in rows],
+        sleep_engine=False,
+    )
+    for b, row in enumerate(rows):
+        new = slice(len(row.tokens), int(found.length[b]))
+        row.say(
+            found.tokens[b, new].tolist(),
+            found.logp[b, new].tolist(),
+            version=int(found.version[b]),
+            cut=bool(found.truncated[b]),
+        )

@@ -22,10 +22,7 @@ from rft_fn.engine.process import own_process
 from rft_fn.engine.requests import BadRequest
 from rft_fn.types import Engine
 
-__all__ = [
-    "ENGINES", "BadRequest", "Engine", "EngineConfig", "EngineDead", "config_of", "get_engine", "hf",
-    "own_process",
-]  # fmt: skip
+__all__ = ["ENGINES", "BadRequest", "Engine", "EngineConfig", "EngineDead", "config_of", "get_engine", "hf"]
 
 
 class Build(Protocol):

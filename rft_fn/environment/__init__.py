@@ -15,8 +15,6 @@ from rft_fn.environment.tool_calls import Call, call_parser, tagged_calls
 from rft_fn.environment.tools import tool_schema, with_tools
 
 __all__ = [
-    "ENVIRONMENTS", "Call", "Environment", "Observation", "Renderer", "Row", "Stepped", "adapters",
-    "as_messages", "calculate", "calculator", "call_parser", "get_environment", "guess_number",
-    "kuhn_poker", "lessons", "prompts",
-    "tagged_calls", "tool_schema", "with_tools",
+    "ENVIRONMENTS", "Environment", "Renderer", "Stepped", "adapters", "calculator", "call_parser",
+    "get_environment", "guess_number", "kuhn_poker", "prompts", "with_tools",
 ]  # fmt: skip

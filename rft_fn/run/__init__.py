@@ -25,13 +25,13 @@ from rft_fn.run.setup import (
     updates_per_pass,
 )
 from rft_fn.run.signals import Stopped
-from rft_fn.run.task import check_rewards, evaluate, judge, load_task, plan_rollouts
+from rft_fn.run.task import Task, check_rewards, evaluate, judge, load_task, plan_rollouts
 
 __all__ = [
-    "Run", "check_gap", "check_results", "check_rewards", "checkpoint", "cli", "correct_mismatch",
-    "correction_of", "data_options", "evaluate", "final_weights", "free_options", "gather_rows",
-    "initial_scorer", "judge", "last_model", "load_data", "load_policy", "load_task", "open_folder",
-    "optimizer", "options", "plan_rollouts", "plan_steps", "print_preflight", "restore_latest",
-    "saved_if_lost", "settings", "start", "start_engine", "start_sampler", "table", "track",
-    "updates_per_pass", "without", "write_results",
+    "Run", "Task", "check_gap", "check_results", "check_rewards", "checkpoint", "cli", "correct_mismatch",
+    "data_options", "evaluate", "final_weights", "free_options", "gather_rows", "initial_scorer", "judge",
+    "last_model", "load_data", "load_policy", "load_task", "open_folder", "optimizer", "options",
+    "plan_rollouts", "plan_steps", "print_preflight", "restore_latest", "saved_if_lost", "settings",
+    "start", "start_engine", "start_sampler", "table", "track", "updates_per_pass", "without",
+    "write_results",
 ]  # fmt: skip

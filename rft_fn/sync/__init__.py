@@ -14,7 +14,4 @@ from rft_fn.sync.canary import CanaryError, Probe, canary, with_noise
 from rft_fn.sync.manifest import Expected, ManifestError, manifest_of
 from rft_fn.sync.push import Shipment, push
 
-__all__ = [
-    "CanaryError", "Expected", "ManifestError", "Probe", "Shipment", "canary", "manifest_of", "push",
-    "with_noise",
-]  # fmt: skip
+__all__ = ["canary", "push"]

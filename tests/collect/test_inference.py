@@ -53,7 +53,7 @@ def test_an_engine_without_its_weights_is_dead(trained):
 
 
 def test_an_engine_that_cannot_sleep_stays_awake():
-    st = rft.strategy.get_strategy(rft.StrategyConfig(enable_engine_sleep=False))
+    st = rft.strategy.get_strategy(rft.strategy.StrategyConfig(enable_engine_sleep=False))
     eng = collect.setup_inference_engine(st, "tiny")
     assert not collect.sleep_inference_engine(eng)
     assert collect.inference_engine_status(eng) == "awake" and "sleep" not in eng.status()["supported"]

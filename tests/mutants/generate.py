@@ -98,13 +98,6 @@ MUTANTS = [
         G + "a_bad_prompt_has_its_number_of_the_global_batch",
     ),
     (
-        "a rank without prompts asks its engine",
-        GATHER,
-        "if mine.start < mine.stop:",
-        "if mine.start <= mine.stop:",
-        G + "an_engine_that_cannot_continue_samples_all_the_same",
-    ),
-    (
         "a text is encoded without the chat template",
         REQUESTS,
         "return render(tokenizer, prompt)",

@@ -8,6 +8,7 @@ from test_house import load_script as script
 
 import rft_fn as rft
 from rft_fn import engine, sync
+from rft_fn.run.task import Task
 
 SMALL = {
     "prompts": 4,
@@ -111,7 +112,7 @@ def test_bad_weights_and_refused_requests_build_no_engine(monkeypatch):
     cfg = script("grpo").Config(model="tiny", canary=False)
     st = rft.strategy.get_fake_strategy()
     tokenizer = rft.model.load_tokenizer("tiny")
-    task = rft.run.Task(tokenizer, None, None, None)
+    task = Task(tokenizer, None, None, None)
 
     def build():
         made.append(engine.get_engine(None, "tiny", tokenizer))
