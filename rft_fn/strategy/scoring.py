@@ -32,7 +32,8 @@ def scorer(shard: Shard, gather: Gather) -> ScoreRows:
         exp = _all_rows(batch)
         packs = shard(exp, budget)
         outs = [apply(params, pack) for pack in to_params_device(apply, params, packs)]
-        rows = {name: _rows(name, outs, packs, exp, gather) for name in {"logp", *fields}}
+        names = list(dict.fromkeys(["logp", *fields]))  # in the same order on every rank, as a set is not
+        rows = {name: _rows(name, outs, packs, exp, gather) for name in names}
         return TokenOut(**rows)
 
     return score

@@ -27,7 +27,6 @@ FIRST = 2
 
 # what an idea is about, besides the reward: the metric, and its name in table and picture
 OWN = {
-    "curriculum": ("level/4", "success at level 4"),
     "dpo_on_the_fly": ("pairs", "pairs"),
     "ema_teacher": ("policy/kl_teacher", "KL to the teacher [nats]"),
     "expert_iteration": ("kept", "share kept"),
