@@ -23,8 +23,8 @@ def summary(log: str, failed: bool) -> tuple[str, bool]:
     if failed and not counts["failed"] and not counts["error"]:
         counts["error"] += 1
     order = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warning", "error")
-    plural = {"warning": "warnings", "error": "errors"}
-    parts = [f"{counts[kind]} {plural.get(kind, kind)}" for kind in order if counts[kind]]
+    parts = [f"{counts[kind]} {kind}" for kind in order if counts[kind]]
+    parts = [f"{part}s" if re.fullmatch(r"(?!1 )\d+ (warning|error)", part) else part for part in parts]
     sound = not failed and not counts["failed"] and not counts["error"] and counts["passed"] > 0
     return f" {', '.join(parts) or 'no tests ran'} in {seconds:.2f}s ".center(80, "="), sound
 
