@@ -87,7 +87,7 @@ def kept_random() -> Iterator[None]:
 def keep_groups() -> None:
     """Let an engine that ends, also by being collected, end no group of processes: `leave` does.
 
-    vLLM's own end of an engine takes down every group of the process, of the trainer and of other engines too.
+    vLLM's own end of an engine takes down every group of the process, those of the trainer included.
     """
     part("v1.engine.core").cleanup_dist_env_and_memory = _nothing
 
