@@ -79,7 +79,7 @@ $(VLLM_VENV)/installed: pyproject.toml
 	@touch $@
 
 test-vllm: $(VLLM_VENV)/installed
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -n 1 tests/vllm $(PYTEST_ARGS)
 
 # Small wrong changes of the library, each with the test that has to fail for it. Not part of `make test`.
 # MUTANTS=--new runs those without a result, MUTANTS=loss those that the word is in.

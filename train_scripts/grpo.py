@@ -185,8 +185,9 @@ def main(cfg: Config) -> None:
             values |= rft.run.evaluate(cfg, st, run, task, eng, step=0)
 
         # ---- collect: begin the rollouts of this step and of those ahead of it
-        for later in rft.collect.due(step, cfg.ahead, cfg.steps):
-            samples.begin(*draw_round(cfg, task.dataset, later, 0), n=cfg.group, sampling=sampling)
+        if cfg.ahead:
+            for later in rft.collect.due(step, cfg.ahead, cfg.steps):
+                samples.begin(*draw_round(cfg, task.dataset, later, 0), n=cfg.group, sampling=sampling)
 
         # ---- collect: groups of responses; with several rounds those whose rewards differ come first
         if cfg.partial:

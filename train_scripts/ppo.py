@@ -248,8 +248,9 @@ def main(cfg: Config) -> None:
 
         # ---- collect: prompts, responses and rewards, the same on every rank
         how = {"n": cfg.group, "sampling": sampling}
-        for later in rft.collect.due(step, cfg.ahead, cfg.steps):
-            samples.begin(*rft.data.draw(task.dataset, cfg.prompts, later, cfg.seed), **how)
+        if cfg.ahead:
+            for later in rft.collect.due(step, cfg.ahead, cfg.steps):
+                samples.begin(*rft.data.draw(task.dataset, cfg.prompts, later, cfg.seed), **how)
         prompts, keys = rft.data.draw(task.dataset, cfg.prompts, step, cfg.seed)
         with run.phase("generate"), rft.run.saved_if_lost(run):
             rollout = samples.generate(prompts, keys, **how)

@@ -114,11 +114,18 @@ class _Kept:
             return False
         self.left -= 1
         self.st.print(f"engine: it died ({why}); building another, {self.left} more after that")
+        failed = ""
         if not self.inner.status()["alive"]:
             with suppress(Exception):  # what is left of an engine that failed
                 self.inner.close()
-            self.inner = self.build()
-            self.fresh = True
+            try:
+                self.inner = self.build()
+                self.fresh = True
+            except Exception as error:  # its servers may all be gone
+                failed = " ".join(f"{type(error).__name__}: {error}".split()) or "unknown"
+        if self._any(bool(failed)):
+            self.lost = failed or "another rank could not build one"
+            return False
         return True
 
     def _raise_lost(self) -> None:

@@ -71,6 +71,15 @@ class _Copied(Iterator[tuple[str, Tensor]]):
         return name, x
 
 
+def _plain(model: str) -> nn.Module:
+    """The model of a name without adapters, since weights arrive by the plain model's names."""
+    lm = model_lib.load(model, quantize="none")
+    merge = getattr(lm, "merge_and_unload", None)
+    if merge is not None:
+        lm = merge()
+    return lm
+
+
 def _agreed(st: Strategy, x: float) -> float:
     """The number of rank 0, on every rank."""
     return float(st.gather(torch.tensor([x], dtype=torch.float64))[0])
@@ -106,7 +115,7 @@ def canary(
     key = int(_agreed(st, key))
     copy: nn.Module | None = None
     if st.rank == 0:
-        copy = model_lib.load(model, quantize="none")
+        copy = _plain(model)
     noisy = _gap(st, state, engine, copy, prompts, version=version, max_new=max_new, key=key)
     floor = _gap(st, state, engine, copy, prompts, version=version, max_new=max_new, key=None)
 

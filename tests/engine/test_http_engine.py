@@ -238,12 +238,12 @@ def test_a_server_that_did_not_take_all_is_not_used(problem, line, quick, tmp_pa
         eng = made("generate", well, bad, weights=str(tmp_path))
         bad.load_problem = problem
         eng.load(tiny.llama(5).named_parameters(), version=1)
-        before = bad.samples
+        before = well.samples
         same(
             eng.generate(PROMPTS, KEYS, n=3, sampling=SAMPLING),
             hf(5).generate(PROMPTS, KEYS, n=3, sampling=SAMPLING),
         )
-        assert bad.samples == before
+        assert well.samples - before >= 3 * len(PROMPTS)  # the bad one has no more than requests of one token
         well.load_problem = problem
         with pytest.raises(pool.ServersFailed, match=line):
             eng.load(tiny.llama(6).named_parameters(), version=2)

@@ -156,7 +156,11 @@ def test_a_kill_in_mid_rollout_is_named_and_another_can_be_built():
     assert again.generate([[0]], [0], sampling=SAMPLING).mask.any()
 
     os.kill(process_of(again).process.pid, signal.SIGKILL)  # while nobody waits for it
-    assert gone(process_of(again).process.pid) and not again.status()["alive"]
+    assert gone(process_of(again).process.pid)
+    end = time.monotonic() + 10
+    while again.status()["alive"] and time.monotonic() < end:
+        time.sleep(0.05)  # its threads end one after another
+    assert not again.status()["alive"]
     again.close()
 
 

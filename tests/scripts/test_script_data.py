@@ -35,7 +35,8 @@ def run(name, **options):
     """Metrics of a run in this process."""
     shared = {"sft": {"template": "{question}", "batch": 4, "warmup": 1}}.get(name, TINY)
     if name != "sft":
-        shared = {**shared, "reward": ("mine.py:size",), "warmup": 1}
+        # a canary takes rows for its prompts, which are not drawn for training or evaluation
+        shared = {**shared, "reward": ("mine.py:size",), "warmup": 1, "canary": False}
     if name == "ppo":
         shared = {**shared, "minibatches": 1}
     cfg = load[name].Config(**{**shared, **options})

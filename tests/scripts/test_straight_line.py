@@ -18,6 +18,7 @@ from test_house import load_script as script
 
 import rft_fn as rft
 from rft_fn import rng
+from rft_fn.collect import ahead
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -41,7 +42,8 @@ def versions(monkeypatch):
         seen.extend(set(rollout.version.tolist()))
         return rollout
 
-    monkeypatch.setattr(rft.collect, "gather_and_generate", recorded)
+    for caller in (rft.collect, ahead):  # of evaluations, and of what the sampler of a script calls
+        monkeypatch.setattr(caller, "gather_and_generate", recorded)
     return seen
 
 

@@ -3,7 +3,7 @@
 They need an environment with vLLM; the trainer's side runs in the same one here.
 """
 
-import importlib.util
+import itertools
 import os
 import signal
 import socket
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from inprocess import needs_vllm
 from test_scripts import rows, start
 
 import rft_fn as rft
@@ -23,8 +24,7 @@ from rft_fn import engine, model, rng
 from rft_fn.engine import http, weight_folder
 from rft_fn.engine import openai as dialect
 
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed: make test-vllm has an environment with it", allow_module_level=True)
+pytestmark = needs_vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16], [17]]
@@ -219,11 +219,10 @@ def test_one_of_two_is_killed_in_mid_run(servers, monkeypatch):
     bad, well = servers
     want = trained(made(well))
     eng = made(bad, well, batch=8)
-    call, asked = http.Client.call, []
+    call, asked = http.Client.call, itertools.count(1)
 
     def counted(self, server, path, *args, **options):
-        asked.append(server)
-        if path == dialect.GENERATE and asked.count(bad.url) == 50:
+        if server == bad.url and path == dialect.GENERATE and next(asked) == 50:
             threading.Thread(target=bad.kill).start()
         return call(self, server, path, *args, **options)
 

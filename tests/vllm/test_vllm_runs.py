@@ -17,7 +17,8 @@ from rft_fn.strategy import StrategyConfig
 
 pytestmark = needs_vllm
 ROOT = Path(__file__).resolve().parents[2]
-SAMPLING = rft.Sampling(temperature=0.8, top_p=0.95, max_new=8)
+# at top_p 0.95 the mass of some nucleus ends within 1e-7 of it: which token is the last is left to rounding
+SAMPLING = rft.Sampling(temperature=0.8, top_p=0.9, max_new=8)
 
 
 def script(*args, world=1):

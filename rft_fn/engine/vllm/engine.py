@@ -78,6 +78,7 @@ class InProcess:
         # vLLM's import changes the process too, and comes first: it may not be there
         with surroundings.kept():
             vllm = part()
+            surroundings.keep_groups()
             if config.tp_size > 1 and self.device.type == "cpu":
                 name_shared_memory()
             self.folder = ModelFolder(model, tokenizer)

@@ -18,7 +18,7 @@ import torch.distributed as torch_dist
 
 from rft_fn.engine.vllm.package import part
 
-__all__ = ["kept", "kept_random", "leave"]
+__all__ = ["keep_groups", "kept", "kept_random", "leave"]
 
 # of vLLM, where the user has not set them: the engine in this process, quiet, and reporting to nobody
 OPTIONS = {
@@ -84,6 +84,18 @@ def kept_random() -> Iterator[None]:
         yield
 
 
+def keep_groups() -> None:
+    """Let an engine that ends, also by being collected, end no group of processes: `leave` does.
+
+    vLLM's own end of an engine takes down every group of the process, those of the trainer included.
+    """
+    part("v1.engine.core").cleanup_dist_env_and_memory = _nothing
+
+
+def _nothing() -> None:
+    """The end of one engine, as far as the groups of the process go."""
+
+
 def leave() -> None:
     """Take down vLLM's groups of processes after its last engine, and the default one if vLLM began it."""
     _Alive.engines = max(_Alive.engines - 1, 0)
@@ -94,6 +106,7 @@ def leave() -> None:
     # vLLM's own function for this ends the trainer's process group too, and so does that of its world group
     state._WORLD = None
     state._NODE_COUNT = None
+    part("envs").disable_envs_cache()  # the next engine reads the environment afresh
     if _Alive.began_group and torch_dist.is_initialized():
         torch_dist.destroy_process_group()
     _Alive.began_group = False
