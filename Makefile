@@ -49,7 +49,7 @@ check: lint
 	$(BIN)/python tests/changed.py --base $(or $(BASE),HEAD)
 
 test: lint test-low $(VENV)/sglang
-	SGLANG_TYPES=$(abspath $(VENV)/sglang) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	SGLANG_TYPES=$(abspath $(VENV)/sglang) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/vllm -n 2 --dist loadfile $(PYTEST_ARGS)
 
 # Bases in low precision. Their libraries lie in a folder of their own: transformers imports torchao with every model,
 # and it prints.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import faulty
@@ -239,6 +240,7 @@ def test_no_process_is_left_however_the_script_ends(how):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # the shell may have it ignored
     )
     pid = int(script.stdout.readline())
     number = {"kill": signal.SIGKILL, "interrupt": signal.SIGINT}.get(how)
