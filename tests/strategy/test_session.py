@@ -39,7 +39,8 @@ def checkpointed(st):
 def left():
     """What a closed strategy must not leave: a process group, a thread that beats or writes."""
     names = [t.name for t in threading.enumerate()]
-    return torch.distributed.is_initialized(), [n for n in names if n.startswith(("rft_fn", "write"))]
+    threads = [n for n in names if n.startswith(("rft_fn heartbeat", "write"))]
+    return torch.distributed.is_initialized(), threads
 
 
 def lives(rank, folder, configs, bad):
