@@ -1,4 +1,4 @@
-"""A meta-gradient of the clip limit: it follows what one more step would do to the reward (arXiv 1805.09801).
+"""A meta-gradient of the clip limit, which follows the reward after one more step (arXiv 1805.09801).
 
 CISPO's limit scales gradients; PPO's turns them on and off, and has a derivative of 0. The step is plain
 gradient descent on a copy of the whole model, which every process holds: for small models only.

@@ -17,14 +17,8 @@ from rft_fn.precision import wide
 from rft_fn.types import Apply, Packed, TokenOut
 
 __all__ = [
-    "Export",
-    "apply_lora_configuration",
-    "home",
-    "merged",
-    "plain_name",
-    "with_adapter",
-    "without_adapters",
-]
+    "Export", "apply_lora_configuration", "home", "merged", "plain_name", "with_adapter", "without_adapters",
+]  # fmt: skip
 
 _ADAPTER = "adapter_model.safetensors"
 _UNKNOWN = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "trainable_token_indices")
