@@ -6,13 +6,17 @@ higher card wins. With best play the first player loses 1/18 of a chip per hand 
 """
 
 from collections.abc import Iterator
-from itertools import permutations
+from itertools import permutations, product
 from typing import NamedTuple, Protocol
 
 from rft_fn import rng
-from rft_fn.environment.record import Environment, Row, Stepped
+from rft_fn.environment.record import Environment, Row, Stepped, as_messages
+from rft_fn.environment.rendering import Renderer
 
-__all__ = ["Hand", "Strategy", "expected_payoff", "hands", "kuhn_poker", "nash"]
+__all__ = [
+    "Hand", "Strategy", "best_payoff", "expected_payoff", "exploitability", "hands", "kuhn_poker", "nash",
+    "situations",
+]  # fmt: skip
 
 CARDS = "jqk"
 _ENDS = {"00": 1, "10": 1, "11": 2, "010": 1, "011": 2}  # the actions of a hand -> chips that are won
@@ -135,3 +139,48 @@ _BETS = {
 def nash(card: str, actions: str, /) -> float:
     """One of the equilibria of Kuhn poker, as a `Strategy` for both seats."""
     return _BETS[card, actions]
+
+
+# ---------- how well a strategy plays
+
+
+_DECISIONS = ([(c, a) for c in CARDS for a in ("", "01")], [(c, a) for c in CARDS for a in ("0", "1")])
+
+
+def best_payoff(opponent: Strategy, seat: int) -> float:
+    """The chips per hand that the best response to `opponent` wins in a seat: the best of 64 pure ones."""
+    found = []
+    for bets in product((0.0, 1.0), repeat=len(_DECISIONS[seat])):
+        table = dict(zip(_DECISIONS[seat], bets, strict=True))
+
+        def pure(card: str, actions: str, /, table: dict[tuple[str, str], float] = table) -> float:
+            return table[card, actions]
+
+        if seat == 0:
+            found.append(expected_payoff(pure, opponent))
+        else:
+            found.append(-expected_payoff(opponent, pure))
+    return max(found)
+
+
+def exploitability(play: Strategy) -> float:
+    """The chips per hand that best responses win from a strategy that takes either seat equally often.
+
+    Half the sum of what the best response wins in each seat. 0 for an equilibrium and for nothing else; 11/24
+    for actions drawn blindly.
+    """
+    return (best_payoff(play, 0) + best_payoff(play, 1)) / 2
+
+
+def situations(renderer: Renderer) -> dict[tuple[str, str], list[int]]:
+    """(card, actions so far) -> the tokens that a policy reads there, whose own actions were digits."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for card in CARDS:
+        first = renderer.opening(as_messages(f"card:{card},your:"))
+        second = renderer.opening(as_messages(f"card:{card},"))
+        passed = [*first, *renderer.tokenizer.encode("0"), renderer.tokenizer.eos_token_id]
+        found[card, ""] = first
+        found[card, "01"] = [*passed, *renderer.reply(passed, as_messages("bet,your:"))]
+        found[card, "0"] = [*second, *renderer.reply(second, as_messages("pass,your:"))]
+        found[card, "1"] = [*second, *renderer.reply(second, as_messages("bet,your:"))]
+    return found

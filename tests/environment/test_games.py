@@ -18,7 +18,14 @@ from rft_fn import collect, data, rng
 from rft_fn.environment import ENVIRONMENTS, Renderer, get_environment, lessons, prompts
 from rft_fn.environment.calculator import calculate, calculator
 from rft_fn.environment.guess_number import guess_number
-from rft_fn.environment.kuhn_poker import expected_payoff, hands, nash
+from rft_fn.environment.kuhn_poker import (
+    best_payoff,
+    expected_payoff,
+    exploitability,
+    hands,
+    nash,
+    situations,
+)
 from rft_fn.strategy import get_strategy
 from rft_fn.types import Sampling
 
@@ -224,6 +231,47 @@ def test_no_pure_play_beats_the_equilibrium():
         two = dict(zip(second, choices))
         assert expected_payoff(_from(one), nash) <= -1 / 18 + 1e-12
         assert expected_payoff(nash, _from(two)) >= -1 / 18 - 1e-12
+
+
+SITUATIONS = [(c, a) for c in "jqk" for a in ("", "01", "0", "1")]
+
+
+SHARES = hs.lists(hs.floats(0, 1), min_size=12, max_size=12)
+
+
+@given(SHARES, SHARES)
+@SETTINGS
+def test_nobody_wins_more_than_the_best_response(bets, others):
+    play = _from(dict(zip(SITUATIONS, bets)))
+    other = _from(dict(zip(SITUATIONS, others)))
+    assert expected_payoff(other, play) <= best_payoff(play, 0) + 1e-12
+    assert -expected_payoff(play, other) <= best_payoff(play, 1) + 1e-12
+    assert exploitability(play) >= -1e-12
+
+
+def bluffing(often):
+    """The equilibrium in which the first player bets the jack this often: any share up to a third."""
+    first = {("j", ""): often, ("q", ""): 0.0, ("k", ""): 3 * often}
+    first |= {("j", "01"): 0.0, ("q", "01"): often + 1 / 3, ("k", "01"): 1.0}
+    return lambda card, actions: first.get((card, actions), nash(card, actions))
+
+
+def test_exploitability_of_plays_whose_value_is_known():
+    """Kuhn's equilibria lose nothing; 11/24 for blind play is what tests of OpenSpiel expect."""
+    for often in (0.0, 0.2, 1 / 3):
+        assert exploitability(bluffing(often)) == pytest.approx(0, abs=1e-12)
+    assert exploitability(bluffing(0.5)) > 0.01
+    assert exploitability(lambda card, actions: 0.5) == pytest.approx(11 / 24)
+    # who always passes loses the pot to every bet
+    assert exploitability(lambda card, actions: 0.0) == pytest.approx(1.0)
+
+
+def test_the_situations_are_what_a_policy_reads():
+    env = get_environment("kuhn_poker")
+    renderer = Renderer(TOK)
+    read = {tuple(ids) for i in range(60) for ids, _ in lessons(env, renderer, 1, i)}
+    found = {tuple(ids) for ids in situations(renderer).values()}
+    assert len(found) == 12 and found == read
 
 
 def test_each_seat_sees_its_own_card_until_the_hand_ends():

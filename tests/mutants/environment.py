@@ -80,6 +80,27 @@ MUTANTS = [
         GAMES + "best_play_pays_the_nash_value",
     ),
     (
+        "the best response of the second seat loses",
+        "rft_fn/environment/kuhn_poker.py",
+        "found.append(-expected_payoff(opponent, pure))",
+        "found.append(expected_payoff(opponent, pure))",
+        GAMES + "exploitability_of_plays_whose_value_is_known",
+    ),
+    (
+        "the best response never bets",
+        "rft_fn/environment/kuhn_poker.py",
+        "product((0.0, 1.0), repeat",
+        "product((0.0, 0.0), repeat",
+        GAMES + "nobody_wins_more_than_the_best_response",
+    ),
+    (
+        "a bet is read as a pass",
+        "rft_fn/environment/kuhn_poker.py",
+        "found[card, \"1\"] = [*second, *renderer.reply(second, as_messages(\"bet,your:\"))]",
+        "found[card, \"1\"] = [*second, *renderer.reply(second, as_messages(\"pass,your:\"))]",
+        GAMES + "the_situations_are_what_a_policy_reads",
+    ),
+    (
         "an answer needs no calculator",
         "rft_fn/environment/calculator.py",
         "if stepped.done and not state.outputs:",
