@@ -4,19 +4,12 @@ They need an environment with vLLM; the trainer's side runs in the same one here
 """
 
 import itertools
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
-import urllib.request
-from pathlib import Path
 
 import pytest
 import torch
 from inprocess import needs_vllm
+from serving import Server
 from test_scripts import rows, start
 
 import rft_fn as rft
@@ -26,58 +19,10 @@ from rft_fn.engine import openai as dialect
 
 pytestmark = needs_vllm
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16], [17]]
 KEYS = [rng.fold_in(0, i) for i in range(4)]
 SAMPLING = rft.Sampling(max_new=12)
 NOISE = 1e-5  # of log-probs in float32, ten times what was measured
-
-
-class Server:
-    """A process of vLLM's server, in a group of its own."""
-
-    def __init__(self, log, served="tiny"):
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = log
-        path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-        env = os.environ | {
-            "PYTHONPATH": path,
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        options = "--dtype float32 --enforce-eager --block-size 32 --max-model-len 128 --enable-scale-out "
-        options += "--logprobs-mode processed_logprobs --host 127.0.0.1 "
-        options += "--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(self.port)]
-        command += ["--model", model.resolve(served), *options.split()]
-        with open(log, "w") as out:
-            self.process = subprocess.Popen(
-                command, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-            )
-
-    def wait(self, seconds=420):
-        """Until it answers."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(self.url + "/health", timeout=2)
-                return
-            except OSError:
-                time.sleep(0.5)
-        raise TimeoutError(self.log.read_text()[-3000:])
-
-    def kill(self):
-        """All of its processes at once, as a machine that is gone."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 @pytest.fixture(scope="module")

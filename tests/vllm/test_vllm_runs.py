@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ SAMPLING = rft.Sampling(temperature=0.8, top_p=0.9, max_new=8)
 
 
 def script(*args, world=1):
-    """train_scripts/grpo.py with vLLM, to its end."""
+    """train_scripts/grpo.py with vLLM, to its end: its output."""
     launch = [sys.executable]
     if world > 1:
         launch += ["-m", "torch.distributed.run", "--nproc-per-node", str(world)]
@@ -32,6 +33,7 @@ def script(*args, world=1):
     command = [*launch, str(ROOT / "train_scripts" / "grpo.py"), "--engine-type", "vllm", *map(str, args)]
     done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=840)
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout + done.stderr
 
 
 def metrics(folder):
@@ -149,13 +151,28 @@ def test_a_language_model_answers_as_with_hf_and_a_sync_of_the_embedding_arrives
     eng.close()
 
 
+DIGITS = """
+def digits(completions, **columns):
+    return [sum(c.isdigit() for c in text) / (1 + len(text)) for text in completions]
+"""
+
+
 @pytest.mark.smollm2
-@pytest.mark.skipif(not os.environ.get("RFT_FN_SLOW"), reason="ten minutes: set RFT_FN_SLOW=1")
-def test_ten_steps_on_a_language_model(smollm2, tmp_path):
-    script(
-        *("--model", smollm2, "--data", "addition:1", "--reward", "numeric", "--steps", 10),
-        *("--template", "{question}", "--prompts", 4, "--group", 4, "--max-new", 8, "--budget", 512),
-        *("--eval-every", 100, "--eval-prompts", 4, "--lr", "1e-5", "--out", tmp_path / "run"),
+def test_ten_steps_on_a_language_model_with_all_guards(smollm2, tmp_path):
+    reward = tmp_path / "digits.py"  # one that differs in every group, so that every update moves all weights
+    reward.write_text(DIGITS)
+    said = script(
+        *("--model", smollm2, "--data", "addition:1", "--reward", f"{reward}:digits", "--steps", 10),
+        *("--template", "{question}", "--prompts", 2, "--group", 2, "--max-new", 8, "--budget", 512),
+        *("--eval-every", 100, "--eval-prompts", 2, "--save-every", 100, "--lr", "1e-4"),
+        *("--engine-max-model-len", 256, "--engine-batch", 8, "--out", tmp_path / "run"),
     )
+    found = re.search(r"differ by (\S+) nats per token with noise on the weights, (\S+) without", said)
+    assert max(float(x) for x in found.groups()) < 1e-4  # the canary ran
+
+    # noise of float32 in every step, while the weights move: one that stayed behind would show as a gap
     rows = metrics(tmp_path / "run")
     assert len(rows) == 10 and max(row["policy/logp_gap"] for row in rows) < 1e-4
+    before, after = (model.load(x).state_dict() for x in (smollm2, tmp_path / "run" / "model"))
+    moved = [name for name, x in before.items() if not torch.equal(x, after[name])]
+    assert len(moved) == len(before) and sum(row["grad/norm"] > 0 for row in rows) >= 5
