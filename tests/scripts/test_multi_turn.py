@@ -7,15 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = ["--prompts", "3", "--group", "4", "--max-new", "3", "--max-turns", "3", "--max-tokens", "40"]
 SMALL += ["--eval-prompts", "3", "--eval-every", "2", "--save-every", "2"]
 
 
-def run(out, *options, code=0):
+def run(out, *options, code=0, world=1):
+    """The script, to its end: what it wrote to stderr."""
+    launch = [sys.executable]
+    if world > 1:
+        launch += ["-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+        launch += ["--master-port", str(ranks.free_port())]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CI": "true"}
-    command = [sys.executable, str(ROOT / "train_scripts/multi_turn.py"), "--out", str(out), *SMALL, *options]
+    command = [*launch, str(ROOT / "train_scripts/multi_turn.py"), "--out", str(out), *SMALL, *options]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == code, done.stderr[-2000:]
     return done.stderr
@@ -46,6 +52,21 @@ def test_a_run_resumes_to_the_bit_and_shows_whole_conversations(tmp_path):
         assert talk["conversation"][0] == {"role": "user", "content": "guess:9="}
         assert talk["conversation"][2]["content"] in ("higher=", "lower=", "invalid=", "right")
     assert "eval/mean" in straight[0] and "eval/turns" in straight[3]
+
+
+def test_two_processes_play_and_learn_as_one(tmp_path):
+    """The environments of three prompts are shared out unevenly, and nothing changes but rounding."""
+    run(tmp_path / "one", "--steps", "3")
+    run(tmp_path / "two", "--steps", "3", world=2)
+    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
+    assert len(one) == len(two) == 3 and any(row["reward/mean"] > 0 for row in one)
+    for a, b in zip(one, two):
+        for name in ("reward/mean", "reward/turns", "rollout/length_mean"):
+            assert a[name] == b[name], name
+        assert a["grad/norm"] == pytest.approx(b["grad/norm"], rel=1e-4)
+    for name in ("response", "conversation", "reward"):
+        said = [[row[name] for row in rows(tmp_path / x, "trajectories.jsonl")] for x in ("one", "two")]
+        assert said[0] == said[1]
 
 
 @pytest.mark.parametrize(
