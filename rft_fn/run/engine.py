@@ -19,7 +19,7 @@ from rft_fn.run.task import Task
 from rft_fn.types import Engine, Rollout, Sampling, Strategy, TrainState
 from rft_fn.types.engine import Delivered, EngineStatus
 
-__all__ = ["Push", "saved_if_lost", "start_engine"]
+__all__ = ["Push", "checked", "saved_if_lost", "start_engine"]
 
 CANARY_PROMPTS = 4
 
@@ -157,6 +157,19 @@ class _Kept:
         self.inner.close()
 
 
+def checked(
+    cfg: Any, st: Strategy, task: Task, state: TrainState, engine: Engine, *, version: int
+) -> str:
+    """Send the engine its weights by `sync.canary`, with a few prompts of the task; a line about it."""
+    prompts: list[Any]
+    prompts, _ = data.take(task.dataset, CANARY_PROMPTS, st.config.seed)
+    probe = sync.canary(st, state, engine, cfg.model, prompts, version=version, max_gap=cfg.max_gap)
+    return (
+        f"canary: engine and trainer differ by {probe.noisy:.1e} nats per token with noise on the weights, "
+        f"{probe.floor:.1e} without ({probe.seconds:.1f} s)"
+    )
+
+
 def start_engine(
     cfg: Any, st: Strategy, task: Task, *, build: Callable[[], Engine] | None = None
 ) -> tuple[Engine, Push]:
@@ -175,13 +188,7 @@ def start_engine(
         if not (fresh and cfg.canary):
             sync.push(st, state, engine, version=version)
             return
-        prompts: list[Any]
-        prompts, _ = data.take(task.dataset, CANARY_PROMPTS, st.config.seed)
-        probe = sync.canary(st, state, engine, cfg.model, prompts, version=version, max_gap=cfg.max_gap)
-        st.print(
-            f"canary: engine and trainer differ by {probe.noisy:.1e} nats per token with noise on the "
-            f"weights, {probe.floor:.1e} without ({probe.seconds:.1f} s)"
-        )
+        st.print(checked(cfg, st, task, state, engine, version=version))
 
     kept = _Kept(build or build_engine, load, st, cfg.rebuilds)
     engine = Engine(
