@@ -6,7 +6,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from rft_fn import dist
 from rft_fn.collect.part import part_of_rank
-from rft_fn.collect.time_limit import time_limit
+from rft_fn.engine.time_limit import time_limit
 from rft_fn.reward import Judged, Score, Scored, TrainerState, check, concat, judge
 from rft_fn.types import Rollout, Strategy
 

@@ -6,14 +6,15 @@ nothing had happened.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rft_fn import data, sync
+from rft_fn import data, dist, sync
 from rft_fn import engine as engine_lib
-from rft_fn.engine import BadRequest, EngineDead
+from rft_fn.engine import BadRequest, EngineDead, deadline
 from rft_fn.run.folder import Run
 from rft_fn.run.task import Task
 from rft_fn.types import Engine, Rollout, Sampling, Strategy, TrainState
@@ -205,9 +206,24 @@ def start_engine(
 
 @contextmanager
 def saved_if_lost(run: Run) -> Iterator[None]:
-    """Save the last whole step of a run where the block raises EngineDead, and say so in its line."""
+    """Save the last whole step of a run where the block raises EngineDead, and say so in its line.
+
+    An engine that hangs in native code ends the process; one process alone saves before that too.
+    """
     try:
-        yield
+        with deadline.saving(partial(_save_alone, run)):
+            yield
     except EngineDead as error:
-        step = run.save_now()
-        raise EngineDead(f"{error}; {step} steps are saved, the same command continues from there") from None
+        raise EngineDead(f"{error}{_saved(run)}") from None
+
+
+def _saved(run: Run) -> str:
+    """Save the last whole step; the end of a line about it."""
+    return f"; {run.save_now()} steps are saved, the same command continues from there"
+
+
+def _save_alone(run: Run) -> str:
+    """The same where this process can save without the others."""
+    if dist.world() > 1:
+        return "; the same command continues from the last checkpoint"
+    return _saved(run)
