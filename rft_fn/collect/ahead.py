@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from rft_fn.collect.generate import gather_and_generate
+from rft_fn.collect.generate import check_prompts, gather_and_generate
 from rft_fn.collect.in_order import InOrder, Weights, name_of
 from rft_fn.collect.part import part_of_rank
 from rft_fn.engine import EngineConfig, EngineDead
@@ -103,6 +103,8 @@ class Ahead:
         calls = self._calls
         if calls is None or name in self._begun or name in self._done:
             return
+
+        check_prompts(self.engine, prompts, keys, n=n, sampling=sampling)
 
         # the weights that were loaded last come back behind the older ones
         newest = calls.newest

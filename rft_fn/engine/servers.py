@@ -321,6 +321,7 @@ class _Servers:
             "version": self.version,
             "asleep": self.asleep,
             "supported": supported,
+            "window": self.window(),
         }
 
     def close(self) -> None:

@@ -93,16 +93,21 @@ class _Kept:
         All ranks agree, because the next thing that any of them does needs the others.
         """
         line = ""
+        refused: BadRequest | None = None
         try:
             act()
-        except (BadRequest, sync.ManifestError, sync.CanaryError):
+        except (sync.ManifestError, sync.CanaryError):
             raise
+        except BadRequest as error:  # perhaps of this rank alone
+            refused = error
         except Exception as error:
             if self.inner.status()["alive"]:
                 raise
             line = " ".join(f"{type(error).__name__}: {error}".split()) or "unknown"
         if self._any(bool(line)) and not line:
             line = "the engine of another rank failed"
+        if refused is not None:
+            raise refused
         return line
 
     def _any(self, x: bool) -> float:
