@@ -291,7 +291,7 @@ def test_a_canary_with_nan_fails(plain):
     for bad in (1, 2):
         blind = Blind(eng, list)
         blind.bad = bad
-        with pytest.raises(sync.CanaryError, match="by nan nats per token|, nan without"):
+        with pytest.raises(sync.CanaryError, match=r"by nan nats per token|, nan without"):
             sync.canary(st, state, blind, "tiny", PROMPTS, version=1)
 
 

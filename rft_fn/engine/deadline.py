@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from rft_fn import dist
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered

@@ -102,9 +102,7 @@ class _Clock:
     def _watch(self) -> None:
         if self.over.wait(min(self.seconds, threading.TIMEOUT_MAX)):
             return
-        self.line = (
-            f"{self.name()}: expected a result within {self.seconds:g} s, {self.advice}"
-        )
+        self.line = f"{self.name()}: expected a result within {self.seconds:g} s, {self.advice}"
         owner = self.owner.ident
         if self.can_interrupt and owner is not None:
             signal.pthread_kill(owner, SIGNAL)

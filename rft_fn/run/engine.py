@@ -163,9 +163,7 @@ class _Kept:
         self.inner.close()
 
 
-def checked(
-    cfg: Any, st: Strategy, task: Task, state: TrainState, engine: Engine, *, version: int
-) -> str:
+def checked(cfg: Any, st: Strategy, task: Task, state: TrainState, engine: Engine, *, version: int) -> str:
     """Send the engine its weights by `sync.canary`, with a few prompts of the task; a line about it."""
     prompts: list[Any]
     prompts, _ = data.take(task.dataset, CANARY_PROMPTS, st.config.seed)

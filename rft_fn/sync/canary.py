@@ -68,9 +68,9 @@ def canary(
     call unless it is given: with noise that repeats, a tensor that was dropped last time too would pass. A
     sample of the engine depends on nothing but prompt, key and weights, so nothing else of a run changes.
 
-    Where both sides differ, the weights are sent again in parts, to find a tensor at which they do: this takes
-    log2(tensors) loads more, and the engine is left with some of these weights. Where all is well it costs
-    two loads, and one model in the host memory of rank 0.
+    Where both sides differ, the weights are sent again in parts, to find a tensor at which they do: this
+    takes log2(tensors) loads more, and the engine is left with some of these weights. Where all is well it
+    costs two loads, and one model in the host memory of rank 0.
 
     All ranks call it. CanaryError, which names the tensor where one was found, if the two gaps differ by more
     than noise, or the smaller is above `max_gap` [nats per token].

@@ -108,7 +108,7 @@ def test_a_bad_prompt_has_its_number_of_the_global_batch(rank):
     def sampled(prompts):
         return collect.gather_and_generate(eng, st, prompts, range(6), n=2, sampling=SAMPLING)
 
-    with pytest.raises(engine.BadRequest, match="got none in prompt 3$"):  # the same on every rank
+    with pytest.raises(engine.BadRequest, match=r"got none in prompt 3$"):  # the same on every rank
         sampled([[3], [2], [4], [], [5], []])
     texts = ["1+", "", "2+", "", "3+", ""]
     if rank < 3:

@@ -67,7 +67,8 @@ def judged(st):
     try:
         collect.gather_and_judge_rows(st, score, strange, prompts, tokenizer)
     except ValueError as error:
-        return found, count, str(error), len(asked) - count, reward.judge_rows(score, rollout, prompts, tokenizer)
+        alone = reward.judge_rows(score, rollout, prompts, tokenizer)
+        return found, count, str(error), len(asked) - count - len(alone), alone
 
 
 def on_ranks(rank, _):

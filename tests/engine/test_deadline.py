@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 
-import faulty
 import pytest
 import tiny
 import torch
@@ -46,10 +45,10 @@ def test_a_call_that_hangs_in_python_is_interrupted_and_leaves_a_dead_engine(han
     eng = made()
     want = eng.generate(PROMPTS, KEYS, sampling=SAMPLING)
     began = time.monotonic()
-    with pytest.raises(TimeoutError, match="^engine hf, generate: expected a result within 10 s, the time of"):
+    with pytest.raises(TimeoutError, match=r"^engine hf, generate: expected a result within 10 s"):
         eng.generate(PROMPTS, KEYS, sampling=SAMPLING)
     assert time.monotonic() - began < 60 and not eng.status()["alive"]
-    with pytest.raises(engine.EngineDead, match="failed in generate .*expected a result within 10 s"):
+    with pytest.raises(engine.EngineDead, match=r"failed in generate .*expected a result within 10 s"):
         eng.generate(PROMPTS, KEYS, sampling=SAMPLING)
     eng.close()
     assert torch.equal(made().generate(PROMPTS, KEYS, sampling=SAMPLING).tokens, want.tokens)
@@ -62,11 +61,11 @@ def test_loads_and_scores_have_the_limit_too():
 
     record = engine.hf(tiny.llama(), tiny.tokenizer())
     eng = deadline.limited(record, 0.5)
-    with pytest.raises(TimeoutError, match="^engine hf, load: expected"):
+    with pytest.raises(TimeoutError, match=r"^engine hf, load: expected"):
         eng.load(slow(), version=1)
     assert not eng.status()["alive"]
     stuck = deadline.limited(record._replace(score=lambda *_, **__: time.sleep(600)), 0.2)
-    with pytest.raises(TimeoutError, match="^engine hf, score: expected a result within 0.2 s"):
+    with pytest.raises(TimeoutError, match=r"^engine hf, score: expected a result within 0.2 s"):
         stuck.score(None)
 
 
@@ -95,7 +94,7 @@ def test_a_run_whose_engine_hangs_in_python_has_the_same_rows(hanging, tmp_path)
     script = load_script("grpo")
     for name, at in (("whole", -1), ("hung", 5)):
         hanging(at)
-        timeout = rft.strategy.StrategyConfig(engine_timeout=15, engine_batch=512)
+        timeout = rft.strategy.StrategyConfig(engine_timeout=30, engine_batch=512)
         script.main(script.Config(out=str(tmp_path / name), strategy=timeout, **few))
     for file in ("metrics.jsonl", "trajectories.jsonl"):
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "hung" / file).read_bytes()
@@ -108,7 +107,7 @@ def alone(code, *args):
     """Run the code in another process, which can import what these tests can."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", code, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
 
 
 HANGS = """
@@ -166,20 +165,20 @@ def stuck(self, *args):
 sampler.Sampler.responses = stuck
 few = {"prompts": 4, "group": 4, "steps": 4, "save_every": 100, "eval_every": 9, "eval_prompts": 4}
 script = load_script("grpo")
-short = rft.strategy.StrategyConfig(engine_timeout=15, engine_batch=512)
+short = rft.strategy.StrategyConfig(engine_timeout=float(sys.argv[3]), engine_batch=512)
 rft.run.guard(script.main, script.Config(out=sys.argv[1], strategy=short, **few))
 """
 
 
 def test_a_run_whose_engine_hangs_in_native_code_is_saved_and_the_same_command_continues(tmp_path):
     """Nothing was saved until then: the canary and the first evaluation make three calls, each step one."""
-    found = alone(RUN, tmp_path / "run", 6)
+    found = alone(RUN, tmp_path / "run", 6, 60)
     assert found.returncode == 2, found.stderr
     line = found.stderr.strip().splitlines()[-1]
-    assert line.endswith("(it cannot be interrupted); 2 steps are saved, the same command continues from there")
+    assert line.endswith("; 2 steps are saved, the same command continues from there")
     assert os.listdir(tmp_path / "run" / "checkpoints") == ["step_00000002"]
-    assert alone(RUN, tmp_path / "run", 0).returncode == 0
-    assert alone(RUN, tmp_path / "whole", 0).returncode == 0
+    assert alone(RUN, tmp_path / "run", 0, 600).returncode == 0
+    assert alone(RUN, tmp_path / "whole", 0, 600).returncode == 0
     for file in ("metrics.jsonl", "trajectories.jsonl"):
         got = (tmp_path / "run" / file).read_text()
         assert got == (tmp_path / "whole" / file).read_text()
@@ -193,6 +192,6 @@ def test_a_save_that_fails_is_shown_and_the_process_ends():
 
 
 def test_the_line_of_a_reward_is_its_own():
-    with pytest.raises(TimeoutError, match="the limit for a batch, got none; make it faster"):
-        with time_limit.time_limit(0.1, lambda: "reward"):
-            time.sleep(600)
+    limit = time_limit.time_limit(0.1, lambda: "reward")
+    with pytest.raises(TimeoutError, match="the limit for a batch, got none; make it faster"), limit:
+        time.sleep(600)
