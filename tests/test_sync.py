@@ -7,6 +7,7 @@ import torch
 
 import rft_fn as rft
 from rft_fn import engine, optim, sync
+from rft_fn.sync.locate import uniform
 from rft_fn.types.engine import Delivered
 
 
@@ -210,12 +211,109 @@ def kept_at(name):
     return changed(name, lambda x: old)
 
 
-@pytest.mark.parametrize("fault", [kept_at(NORM), kept_at(Q), kept_at("model.norm.weight"), swapped_layers])
-def test_the_canary_sees_a_tensor_that_an_engine_did_not_take(plain, fault):
-    """At a relative update of 1e-4, at which log-probs with the true weights differ by noise alone."""
-    st, state, eng = started()
-    with pytest.raises(sync.CanaryError, match="expected the engine to sample from the weights"):
+def kept_once(name):
+    """Every load but the first leaves the tensor of that first load."""
+    first = {}
+
+    def change(pairs):
+        kept = first.setdefault(name, dict(pairs)[name].clone())
+        return [(n, kept if n == name else x) for n, x in pairs]
+
+    return change
+
+
+def as_bfloat16(pairs):
+    return [(n, x.bfloat16().float() if n == Q else x) for n, x in pairs]
+
+
+EMBED, LAST = "model.embed_tokens.weight", "model.norm.weight"
+KEPT = {name: kept_at(name) for name in (EMBED, NORM, Q, DOWN, LAST)}
+STAY = [*((fault, name, 1e-4) for name, fault in KEPT.items()), (kept_once(NORM), NORM, 1e-4)]
+STAY += [(kept_at(Q), Q, 0.5), (kept_at(LAST), LAST, 0.5)]
+
+
+@pytest.mark.parametrize(("fault", "name", "update"), STAY)
+def test_the_canary_names_a_tensor_that_an_engine_did_not_take(plain, fault, name, update):
+    """At an update of 1e-4, whose effect is noise, and at a large one, as when a long run is continued."""
+    st, state, eng = started(update)
+    with pytest.raises(
+        sync.CanaryError, match=rf"^canary: {name}: expected .* without .*: it did not arrive, or"
+    ):
         sync.canary(st, state, Forgetful(eng, fault), "tiny", PROMPTS, version=1)
+
+
+def test_the_canary_names_a_layer_that_is_in_the_place_of_another(plain):
+    st, state, eng = started()
+    with pytest.raises(sync.CanaryError, match=r"^canary: model\.layers\.[01]\.") as caught:
+        sync.canary(st, state, Forgetful(eng, swapped_layers), "tiny", PROMPTS, version=1)
+    assert "is in a wrong place" in str(caught.value)
+
+
+def test_the_canary_names_a_tensor_that_an_engine_rounds(plain):
+    """Where that is all that engine and trainer differ by, and more is not allowed."""
+    st, state, eng = started()
+    with pytest.raises(sync.CanaryError, match=rf"^canary: {Q}: "):
+        sync.canary(st, state, Forgetful(eng, as_bfloat16), "tiny", PROMPTS, version=1, max_gap=2e-6)
+
+
+def test_a_fault_that_no_weights_are_free_of_has_no_name(plain):
+    st, state, eng = started()
+
+    class Shifted(Forgetful):
+        def __init__(self, eng):
+            super().__init__(eng, list)
+            self.generate = lambda *args, **how: moved(eng.generate(*args, **how))
+
+    def moved(rollout):
+        return rft.tree.replace(rollout, logp=rollout.logp - 0.1 * rollout.mask)
+
+    with pytest.raises(sync.CanaryError, match=r"^canary: expected .*: some weight did not arrive"):
+        sync.canary(st, state, Shifted(eng), "tiny", PROMPTS, version=1)
+
+
+def test_a_canary_with_nan_fails(plain):
+    """In either of its two loads."""
+    st, state, eng = started()
+
+    class Blind(Forgetful):
+        calls = 0
+
+        def load(self, weights, *, version):
+            self.calls += 1
+            self.generate = eng.generate
+            if self.calls == self.bad:
+                self.generate = lambda *args, **how: nowhere(eng.generate(*args, **how))
+            return super().load(weights, version=version)
+
+    def nowhere(rollout):
+        return rft.tree.replace(rollout, logp=rollout.logp * torch.nan)
+
+    for bad in (1, 2):
+        blind = Blind(eng, list)
+        blind.bad = bad
+        with pytest.raises(sync.CanaryError, match=r"by nan nats per token|, nan without"):
+            sync.canary(st, state, blind, "tiny", PROMPTS, version=1)
+
+
+def test_a_canary_that_passes_loads_twice(plain):
+    st, state, eng = started()
+    loads = []
+
+    class Counted(Forgetful):
+        def load(self, weights, *, version):
+            loads.append(version)
+            return super().load(weights, version=version)
+
+    sync.canary(st, state, Counted(eng, list), "tiny", PROMPTS, version=1)
+    assert len(loads) == 2
+
+
+def test_uniform_weights_are_the_same_by_shape_and_survive_rounding():
+    x = torch.randn(6, 16)
+    found = uniform("a", x)
+    assert torch.equal(found, uniform("b", -x)) and set(found.unique().tolist()) == {-0.25, 0.25}
+    assert torch.equal(found, found.bfloat16().float())
+    assert torch.equal(uniform("a", x[0]), torch.ones(16))
 
 
 def test_the_canary_passes_a_good_engine_and_leaves_it_with_the_true_weights(plain):
@@ -326,5 +424,5 @@ def test_the_guards_hold_under_fsdp2():
     first, second = ranks.run(2, "test_sync:on_two_ranks", None)
     for told in (first, second):
         assert told[0] < 1e-5 and told[1] == first[1]
-        assert told[2].startswith("canary: expected the engine to sample from the weights")
+        assert told[2].startswith("canary: model.layers.1.input_layernorm.weight: expected the engine to")
     assert first[3] == 3 and second[3] == "gone"

@@ -40,7 +40,7 @@ def main(steps: int = 100, n_prompts: int = 32, group: int = 8, out: str = "runs
         # what each level's rows got moves its running mean
         level = chosen.sort().values.repeat_interleave(group)
         for n, rows in rft.rollout.split(rollout, level).items():
-            got = rft.reward.judge_rows(score, rows, prompts, tokenizer).mean()
+            got = rft.collect.gather_and_judge_rows(st, score, rows, prompts, tokenizer).mean()
             success[n] = 0.9 * success[n] + 0.1 * got
 
         adv = rft.advantage.grpo(judged.reward).view(-1, 1)

@@ -50,7 +50,8 @@ def main(steps: int = 120, n_prompts: int = 32, group: int = 8, out: str = "runs
         state, more = st.update(state, grads)
         eng.load(st.export(state), version=state.step)
         values = rft.metric.results(metrics | more) | rft.reward.means(judged, "reward")
-        values["reward/first"] = float(rft.reward.judge_rows(score, first, prompts, tokenizer).mean())
+        first_reward = rft.collect.gather_and_judge_rows(st, score, first, prompts, tokenizer)
+        values["reward/first"] = float(first_reward.mean())
         run.write(step, values, tokens=int(both.length.sum()))
     run.finish()
 

@@ -38,7 +38,8 @@ def main(
         again = [rft.rng.fold_in(0, "vine", step, i) for i in range(len(ids))]
         tried = rft.collect.gather_and_generate(eng, st, ids, again, n=tries, sampling=sampling)
         tried = rft.rollout.extend(rft.rollout.take(rollout, rows), tried)
-        found = rft.reward.judge_rows(score, tried, prompts, tokenizer).view(-1, tries).mean(-1)
+        found = rft.collect.gather_and_judge_rows(st, score, tried, prompts, tokenizer)
+        found = found.view(-1, tries).mean(-1)
 
         # worth [B, S]: of the prefix before each token; behind the last one stands the reward
         worth = torch.zeros(rollout.tokens.shape[0], rollout.tokens.shape[1] + 1)

@@ -1,9 +1,10 @@
 """How rollouts come about: sampled and judged by all ranks, and checked against the trainer."""
 
-from rft_fn.collect.ahead import Ahead, InOrder, due, version_of
+from rft_fn.collect.ahead import Ahead, due, version_of
 from rft_fn.collect.conversations import Played
 from rft_fn.collect.dynamic_sampling import VariedGroups, judged_groups, sample_varied_groups
 from rft_fn.collect.generate import gather_and_generate
+from rft_fn.collect.in_order import InOrder, Weights
 from rft_fn.collect.inference import (
     inference_engine_status,
     setup_inference_engine,
@@ -11,7 +12,7 @@ from rft_fn.collect.inference import (
     update_engine_weights,
     wakeup_inference_engine,
 )
-from rft_fn.collect.judging import check_reward, gather_and_judge
+from rft_fn.collect.judging import check_reward, gather_and_judge, gather_and_judge_rows
 from rft_fn.collect.mismatch import (
     CORRECTIONS,
     MISMATCH,
@@ -28,7 +29,7 @@ from rft_fn.collect.partial import Waiting, sample_partial
 from rft_fn.collect.turns import play
 
 __all__ = [
-    "Played", "check_reward", "due", "gather_and_generate", "gather_and_judge",
+    "Played", "check_reward", "due", "gather_and_generate", "gather_and_judge", "gather_and_judge_rows",
     "inference_engine_status", "judged_groups", "play", "sample_partial", "sample_varied_groups",
     "setup_inference_engine", "sleep_inference_engine", "update_engine_weights", "version_of",
     "wakeup_inference_engine",

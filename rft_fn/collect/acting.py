@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from rft_fn import dist
-from rft_fn.collect.time_limit import time_limit
 from rft_fn.data.messages import Turn
+from rft_fn.engine.time_limit import time_limit
 from rft_fn.environment import Environment, as_messages
 from rft_fn.reward.event_loop import EventLoop
 from rft_fn.types import Strategy

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rft_fn import tree
+from rft_fn import dist, tree
 from rft_fn.collect.part import part_of_rank
 from rft_fn.engine import requests
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
-__all__ = ["gather_and_generate"]
+__all__ = ["check_prompts", "gather_and_generate"]
 
 
 def gather_and_generate(
@@ -28,19 +28,27 @@ def gather_and_generate(
     The arguments are those of `Generate`, for the rows of the global batch. The result is the same on every
     rank. Keys belong to prompts, so the samples do not depend on how the prompts were shared out. The engine
     is woken before, and sent to sleep after unless `sleep_engine` is False.
+
+    BadRequest as of `Generate`, on every rank the same: for token ids before anything is sampled, for texts,
+    which only an engine can encode, when each rank has done its part.
     """
-    requests.check_rows(len(prompts), keys, n, sampling, max_new=max_new, start=start)
+    check_prompts(engine, prompts, keys, n=n, sampling=sampling, max_new=max_new, start=start)
     mine = part_of_rank(strategy, len(prompts))
     rows = slice(mine.start * n, mine.stop * n)
     of_rows = {name: x[rows] for name, x in requests.given(max_new, start).items()}
 
     engine.wake()
+    refused: requests.BadRequest | None = None
+    rollout = requests.empty()
     with strategy.session.phase("generate"):
         try:
             # also on a rank without prompts: ranks may share an engine, or agree on whether it lives
             rollout = engine.generate(prompts[mine], keys[mine], n=n, sampling=sampling, **of_rows)
         except requests.BadPrompt as error:
-            raise error.moved(mine.start) from None  # numbered in the global batch
+            refused = error.moved(mine.start)  # numbered in the global batch
+        except requests.BadRequest as error:
+            refused = error
+    _raise_refused(strategy, refused)
     if sleep_engine:
         engine.sleep()
 
@@ -48,3 +56,35 @@ def gather_and_generate(
     rollout = tree.replace(rollout, group=rollout.group + mine.start)
     with strategy.session.phase("gather"):
         return strategy.gather(rollout)
+
+
+def check_prompts(
+    engine: Engine,
+    prompts: Sequence[Any],
+    keys: Sequence[Any],
+    *,
+    n: int,
+    sampling: Sampling,
+    max_new: Sequence[int] | None = None,
+    start: Sequence[int] | None = None,
+) -> None:
+    """BadRequest for a prompt of the global batch that is empty or too long, before anything is sampled.
+
+    Every rank has all of the prompts, so all ranks refuse the same one. Texts are left to the engine.
+    """
+    if any(isinstance(prompt, str) for prompt in prompts):
+        requests.check_rows(len(prompts), keys, n, sampling, max_new=max_new, start=start)
+        return
+    window = engine.status().get("window")
+    requests.check(requests.token_ids(prompts), keys, n, sampling, window, max_new=max_new, start=start)
+
+
+def _raise_refused(strategy: Strategy, refused: requests.BadRequest | None) -> None:
+    """Raise the refusal of the first rank that has one, on every rank."""
+    everyone = [refused]
+    if strategy.world > 1:
+        with strategy.session.phase("gather"):
+            everyone = dist.all_gather_object(refused)
+    for error in everyone:
+        if error is not None:
+            raise error

@@ -4,13 +4,17 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
+from torch import Tensor
+
 from rft_fn import dist
 from rft_fn.collect.part import part_of_rank
-from rft_fn.collect.time_limit import time_limit
-from rft_fn.reward import Judged, Score, Scored, TrainerState, check, concat, judge
+from rft_fn.engine.time_limit import time_limit
+from rft_fn.reward import Judged, Score, Scored, TrainerState, check, concat, judge, judge_rows
+from rft_fn.rollout import take
 from rft_fn.types import Rollout, Strategy
 
-__all__ = ["check_reward", "gather_and_judge"]
+__all__ = ["check_reward", "gather_and_judge", "gather_and_judge_rows"]
 
 Result = TypeVar("Result")
 
@@ -51,6 +55,43 @@ def gather_and_judge(
 
     everyone = _together(strategy, score, work, timeout, digest=_digest(prompts))
     return concat([judged for judged in everyone if judged is not None])
+
+
+def gather_and_judge_rows(
+    strategy: Strategy,
+    score: Score,
+    rollout: Rollout,
+    prompts: Sequence[Any],
+    tokenizer: Any,
+    *,
+    timeout: float = 300.0,
+    state: TrainerState | None = None,
+) -> Tensor:
+    """The reward of each row [B], in any order, with groups of any size; each is asked for once.
+
+    Each rank judges the rows of its part of the prompts, and all get the same numbers. Equal to
+    `reward.judge_rows` on one process for a reward that looks at one response at a time. The limit and the
+    errors are those of `gather_and_judge`. Called by all ranks alike.
+    """
+    owners = rollout.group.tolist()
+    parts: list[list[int]] = []
+    for rank in range(strategy.world):
+        own = part_of_rank(strategy._replace(rank=rank), len(prompts))
+        parts.append([row for row, g in enumerate(owners) if own.start <= g < own.stop])
+    known = sum(len(part) for part in parts) == len(owners)
+
+    def work() -> Tensor:
+        if not known:  # which raises, and asks for nothing
+            return judge_rows(score, rollout, prompts, tokenizer, state=state)
+        mine = take(rollout, parts[strategy.rank])
+        return judge_rows(score, mine, prompts, tokenizer, state=state)
+
+    everyone = _together(strategy, score, work, timeout, digest=_digest(prompts))
+    found = torch.zeros(len(owners))
+    for part, reward in zip(parts, everyone, strict=True):
+        if reward is not None:
+            found[part] = reward
+    return found
 
 
 def check_reward(

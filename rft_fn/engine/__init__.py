@@ -2,18 +2,21 @@
 
 A new engine is one file beside `hf`, with a `build` and a `check_config`, and a row of `ENGINES`. What all
 engines share: `requests` (checks of prompts, assembly of a Rollout), `stop` (where a response ends),
-`arrival` (checks of the weights that are loaded), `lifetime` (dead after a failure). `openai` and `sglang`
-are dialects of `servers`, over `pool` (retries) and `http` (deadlines). An engine that only one script needs
-can do without a row: every function that takes an Engine takes any such record.
+`arrival` (checks of the weights that are loaded), `lifetime` (dead after a failure), `deadline` (the time of
+a call in this process). `openai` and `sglang` are dialects of `servers`, over `pool` (retries) and `http`
+(deadlines). An engine that only one script needs can do without a row: every function that takes an Engine
+takes any such record.
 """
 
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
+from rft_fn import dist
 from rft_fn import model as model_lib
 from rft_fn.engine import openai, sglang, vllm
 from rft_fn.engine.config import EngineConfig, config_of
+from rft_fn.engine.deadline import limited
 from rft_fn.engine.hf import build as build_hf
 from rft_fn.engine.hf import check_config as check_hf
 from rft_fn.engine.hf import hf
@@ -49,13 +52,14 @@ class EngineType(NamedTuple):
 
     build: Build
     check_config: CheckConfig
+    overtime: float | None = None  # seconds beyond its time limit that a call may take; None: no matter
 
 
 ENGINES: dict[str, EngineType] = {
-    "hf": EngineType(build_hf, check_hf),
+    "hf": EngineType(build_hf, check_hf, overtime=0.0),
     "openai": EngineType(openai.build, openai.check_config),
     "sglang": EngineType(sglang.build, sglang.check_config),
-    "vllm": EngineType(vllm.build, vllm.check_config),
+    "vllm": EngineType(vllm.build, vllm.check_config, overtime=10.0),
 }
 
 
@@ -81,7 +85,12 @@ def get_engine(config: EngineConfig | None, model: str | nn.Module, tokenizer: A
     if tokenizer is None and isinstance(model, nn.Module):
         raise ValueError("tokenizer: expected one, got None: a module does not know its tokenizer")
     tokenizer = tokenizer or model_lib.load_tokenizer(str(model))
-    build = ENGINES[config.type].build
+    build, _, overtime = ENGINES[config.type]
     if config.process:
         return own_process(build, config, model, tokenizer)
-    return build(config, model, tokenizer)
+    engine = build(config, model, tokenizer)
+
+    # the ranks that share an engine wait for each other, which is for their process group to limit
+    if overtime is None or config.tp_size > 1:
+        return engine
+    return limited(engine, config.timeout + overtime, several=dist.started() > 1)

@@ -1,17 +1,20 @@
 """The model that servers hold: its names and sizes, not its weights."""
 
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from rft_fn import model as model_lib
 from rft_fn.engine import requests
 from rft_fn.engine.arrival import Manifest, manifest
 from rft_fn.model import quantize
+from rft_fn.model.convert import converted
+from rft_fn.model.stored import Stored, slices
 
-__all__ = ["ServedModel", "served_model"]
+__all__ = ["ServedModel", "served_model", "stored_tensors"]
 
 
 class ServedModel(NamedTuple):
@@ -21,6 +24,29 @@ class ServedModel(NamedTuple):
     ends: frozenset[int]  # tokens that end a response
     window: int | None  # tokens
     vocabulary: int
+    source: nn.Module  # of weights that are not sent; its own may have no memory
+
+    def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """The weights of these names, as the model was before any training."""
+        source = getattr(self.source, "rft_weights", None)
+        if source is not None:
+            yield from stored_tensors(source.stored, names)
+            return
+        own = dict(self.source.named_parameters(remove_duplicate=False))
+        for name in names:
+            yield name, own[name].detach()
+
+
+def stored_tensors(stored: Stored, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of these names, read from a model's files."""
+    wanted = set(names)
+    for made, group in stored.groups.items():
+        if not wanted & set(made):
+            continue
+        with slices(stored, group) as read:
+            for name, x in converted(group, read, stored.skeleton).items():
+                if name in wanted:
+                    yield name, x[...]  # of a slice, which is read only now
 
 
 def served_model(model: str | nn.Module, tokenizer: Any) -> ServedModel:
@@ -35,6 +61,7 @@ def served_model(model: str | nn.Module, tokenizer: Any) -> ServedModel:
         ends=requests.end_tokens(lm, tokenizer),
         window=getattr(config, "max_position_embeddings", None),
         vocabulary=config.vocab_size,
+        source=lm,
     )
 
 

@@ -22,35 +22,21 @@ from rft_fn.engine import requests, weight_folder
 from rft_fn.engine.arrival import Arrival
 from rft_fn.engine.config import EngineConfig
 from rft_fn.engine.dialect import Ask, Described, Dialect, Reply, check_reply, probe
-from rft_fn.engine.http import Client, Fault, Refused, check_url
+from rft_fn.engine.http import Client, Fault, Refused
 from rft_fn.engine.lifetime import dead_after_failure
 from rft_fn.engine.pool import Pool
 from rft_fn.engine.requests import BadRequest, Response
 from rft_fn.engine.served import ServedModel, served_model
+from rft_fn.engine.server_checks import compare_servers
 from rft_fn.engine.stop import Stop
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
 
-__all__ = ["check_servers", "serve"]
+__all__ = ["serve"]
 
 T = TypeVar("T")
 
-
-def check_servers(config: EngineConfig) -> None:
-    """ValueError for options that an engine on servers cannot honour."""
-    if not config.servers:
-        raise ValueError(
-            f"engine_servers: expected at least one address like http://HOST:8000 for {config.type}, got none"
-        )
-    for server in config.servers:
-        check_url(server)
-    if len(set(config.servers)) < len(config.servers):
-        raise ValueError(f"engine_servers: expected each address once, got {', '.join(config.servers)}")
-    if config.tp_size != 1 or config.mem_util:
-        raise ValueError(
-            f"engine_tp_size, engine_mem_util: expected 1 and 0 for {config.type}, whose servers have such "
-            f"options, got {config.tp_size} and {config.mem_util}"
-        )
+COMPARED = range(3, 19)  # tokens whose log-probs servers of one model agree on
 
 
 def serve(
@@ -93,7 +79,9 @@ class _Servers:
         self.temporary: Any = None
         self.folder = ""  # of the weights that were loaded last
         self.written: list[Path] = []  # folders of this rank
-        self.tidy = weakref.finalize(self, _delete, self.written)  # also where nobody calls `close`
+        self.tidy = weakref.finalize(
+            self, weight_folder.remove_all, self.written
+        )  # also where nobody calls `close`
         self.names = 0  # tensors in it
         self.version = 0
         self.asleep = False
@@ -114,7 +102,10 @@ class _Servers:
             found = self.pool.each(meet)
             for server, reason in refused.items():
                 raise ValueError(f"engine_servers: {server}: {reason}")
-            return {server: x for server, x in found.items() if x}, self.pool.working()
+            known = {server: x for server in self.config.servers if (x := found.get(server))}
+            tokens = [i % self.model.vocabulary for i in COMPARED]
+            compare_servers(known, self.pool.each(partial(self.scored, known, tokens), [*known]))
+            return known, self.pool.working()
 
         self.known, working = _on_main(find)
         self.labels = {server: x.label for server, x in self.known.items()}
@@ -127,6 +118,10 @@ class _Servers:
         dialect = self.dialect
         probe(partial(dialect.sample, server, known), partial(dialect.score, server, known))
         return known
+
+    def scored(self, known: dict[str, Described], tokens: list[int], server: str) -> list[float]:
+        """The log-probs of tokens by a server."""
+        return self.dialect.score(server, known[server], tokens)
 
     def revive(self, server: str) -> None:
         """Make sure that a server answers, with the weights of this engine. Fault or Refused if not."""
@@ -235,15 +230,21 @@ class _Servers:
                 if writer is not None and problem is None:
                     problem = writer.add(name, x)
             delivered = arrival.finish(version)
+            frozen = self.frozen(arrival)
+            if writer is not None:
+                for name, x in self.model.tensors(frozen):
+                    problem = problem or writer.add(name, x)
         except BaseException:
             if writer is not None:
                 writer.discard()
             raise
 
         label = f"{self.run}:{version}"
-        folder, working = _on_main(partial(self.publish, writer, arrival, label, problem))
+        present = arrival.names | frozen
+        tied = weight_folder.tied(self.model.manifest.required, present)
+        self.names = len(present) + len(tied)
+        folder, working = _on_main(partial(self.publish, writer, tied, label, problem))
         self.folder = folder
-        self.names = len(arrival.names) + len(weight_folder.tied(self.model.manifest.required, arrival.names))
         self.labels = dict.fromkeys(self.config.servers, label)
         self.pool.leave(working, "did not take the weights")
         self.version = version
@@ -252,19 +253,17 @@ class _Servers:
     def publish(
         self,
         writer: weight_folder.Writer | None,
-        arrival: Arrival,
+        tied: dict[str, str],
         label: str,
         problem: Exception | None,
     ) -> tuple[str, list[str]]:
         """Finish the folder, and have the servers read it. Returns it, and the servers that did."""
         assert writer is not None  # on the first rank
-        tied = weight_folder.tied(self.model.manifest.required, arrival.names)
         folder = str(writer.folder.resolve())
-        names = len(arrival.names) + len(tied)
 
         def take(server: str) -> Described:
             known = self.known.get(server) or self.meet(server)
-            self.dialect.load(server, folder, label, names)
+            self.dialect.load(server, folder, label, self.names)
             return known._replace(label=label)
 
         try:
@@ -275,9 +274,14 @@ class _Servers:
         except BaseException:
             writer.discard()
             raise
-        _delete([old for old in self.written if str(old) != folder])
+        weight_folder.remove_all([old for old in self.written if str(old) != folder])
         self.written[:] = [Path(folder)]
         return folder, self.pool.working()
+
+    def frozen(self, arrival: Arrival) -> set[str]:
+        """The weights that were not sent because they never change: a server loads whole layers."""
+        known = self.model.manifest.required.items()
+        return {name for name, tied in known if tied & arrival.frozen and not tied & arrival.names}
 
     def home(self) -> str:
         """Where folders of weights are written."""
@@ -321,6 +325,7 @@ class _Servers:
             "version": self.version,
             "asleep": self.asleep,
             "supported": supported,
+            "window": self.window(),
         }
 
     def close(self) -> None:
@@ -329,11 +334,6 @@ class _Servers:
         self.tidy()
         if self.temporary is not None:
             self.temporary.cleanup()
-
-
-def _delete(folders: Sequence[Path]) -> None:
-    for folder in folders:
-        weight_folder.remove(folder)
 
 
 def _on_main(f: Callable[[], T]) -> T:

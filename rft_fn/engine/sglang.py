@@ -17,7 +17,8 @@ from rft_fn.engine.config import EngineConfig
 from rft_fn.engine.dialect import Ask, Described, Reply
 from rft_fn.engine.http import Client, Fault, expected
 from rft_fn.engine.requests import BadRequest
-from rft_fn.engine.servers import check_servers, serve
+from rft_fn.engine.server_checks import check_servers
+from rft_fn.engine.servers import serve
 from rft_fn.types import Engine, Sampling
 
 __all__ = ["build", "check_config"]

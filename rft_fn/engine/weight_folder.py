@@ -1,17 +1,22 @@
-"""Weights in a folder of safetensors, which servers read from a path: written whole or not at all."""
+"""Weights in a folder of safetensors, which servers read from a path: written whole or not at all.
+
+The one definition of such a folder: servers' engines write one for each load, and `transport.Folder` is a
+channel through them.
+"""
 
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-__all__ = ["TIED", "Writer", "read", "remove", "tied"]
+__all__ = ["TIED", "Writer", "read", "remove", "remove_all", "tied"]
 
+INDEX = "model.safetensors.index.json"  # {"weight_map": {name: file}}, as transformers writes it
 TIED = "rft_tied.json"  # {a tied name: the name that its tensor was sent by}
 BUCKET = 1 << 30  # bytes of one file
 
@@ -27,7 +32,7 @@ class Writer:
         self.part.mkdir(parents=True)
         self.bucket: dict[str, Tensor] = {}
         self.bytes = 0
-        self.files = 0
+        self.files: dict[str, str] = {}  # the file of each tensor
 
     def add(self, name: str, x: Tensor) -> OSError | None:
         """Take one tensor; it is copied. Returns the error of a disk that is full."""
@@ -40,6 +45,10 @@ class Writer:
                 return error
         return None
 
+    def end_file(self) -> None:
+        """Begin another file."""
+        self._flush()
+
     def discard(self) -> None:
         """Delete what was written."""
         remove(self.part)
@@ -48,6 +57,7 @@ class Writer:
     def finish(self, tied: Mapping[str, str]) -> None:
         """Put the folder in its place."""
         self._flush()
+        (self.part / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": self.files}))
         (self.part / TIED).write_text(json.dumps(dict(tied)))
         remove(self.folder)
         os.replace(self.part, self.folder)
@@ -56,8 +66,9 @@ class Writer:
         from safetensors.torch import save_file
 
         if self.bucket:
-            save_file(self.bucket, str(self.part / f"model-{self.files:05d}.safetensors"))
-        self.files += 1
+            file = f"model-{len(set(self.files.values())):05d}.safetensors"
+            save_file(self.bucket, str(self.part / file), metadata={"format": "pt"})
+            self.files |= dict.fromkeys(self.bucket, file)
         self.bucket = {}
         self.bytes = 0
 
@@ -92,3 +103,9 @@ def remove(folder: Path) -> None:
     """Delete a folder, if it is there."""
     with suppress(FileNotFoundError):
         shutil.rmtree(folder)
+
+
+def remove_all(folders: Iterable[Path]) -> None:
+    """Delete folders, those that are there."""
+    for folder in folders:
+        remove(folder)

@@ -6,20 +6,21 @@ nothing had happened.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rft_fn import data, sync
+from rft_fn import data, dist, sync
 from rft_fn import engine as engine_lib
-from rft_fn.engine import BadRequest, EngineDead
+from rft_fn.engine import BadRequest, EngineDead, deadline
 from rft_fn.run.folder import Run
 from rft_fn.run.task import Task
 from rft_fn.types import Engine, Rollout, Sampling, Strategy, TrainState
 from rft_fn.types.engine import Delivered, EngineStatus
 
-__all__ = ["Push", "saved_if_lost", "start_engine"]
+__all__ = ["Push", "checked", "saved_if_lost", "start_engine"]
 
 CANARY_PROMPTS = 4
 
@@ -92,16 +93,21 @@ class _Kept:
         All ranks agree, because the next thing that any of them does needs the others.
         """
         line = ""
+        refused: BadRequest | None = None
         try:
             act()
-        except (BadRequest, sync.ManifestError, sync.CanaryError):
+        except (sync.ManifestError, sync.CanaryError):
             raise
+        except BadRequest as error:  # perhaps of this rank alone
+            refused = error
         except Exception as error:
             if self.inner.status()["alive"]:
                 raise
             line = " ".join(f"{type(error).__name__}: {error}".split()) or "unknown"
         if self._any(bool(line)) and not line:
             line = "the engine of another rank failed"
+        if refused is not None:
+            raise refused
         return line
 
     def _any(self, x: bool) -> float:
@@ -157,6 +163,17 @@ class _Kept:
         self.inner.close()
 
 
+def checked(cfg: Any, st: Strategy, task: Task, state: TrainState, engine: Engine, *, version: int) -> str:
+    """Send the engine its weights by `sync.canary`, with a few prompts of the task; a line about it."""
+    prompts: list[Any]
+    prompts, _ = data.take(task.dataset, CANARY_PROMPTS, st.config.seed)
+    probe = sync.canary(st, state, engine, cfg.model, prompts, version=version, max_gap=cfg.max_gap)
+    return (
+        f"canary: engine and trainer differ by {probe.noisy:.1e} nats per token with noise on the weights, "
+        f"{probe.floor:.1e} without ({probe.seconds:.1f} s)"
+    )
+
+
 def start_engine(
     cfg: Any, st: Strategy, task: Task, *, build: Callable[[], Engine] | None = None
 ) -> tuple[Engine, Push]:
@@ -175,13 +192,7 @@ def start_engine(
         if not (fresh and cfg.canary):
             sync.push(st, state, engine, version=version)
             return
-        prompts: list[Any]
-        prompts, _ = data.take(task.dataset, CANARY_PROMPTS, st.config.seed)
-        probe = sync.canary(st, state, engine, cfg.model, prompts, version=version, max_gap=cfg.max_gap)
-        st.print(
-            f"canary: engine and trainer differ by {probe.noisy:.1e} nats per token with noise on the "
-            f"weights, {probe.floor:.1e} without ({probe.seconds:.1f} s)"
-        )
+        st.print(checked(cfg, st, task, state, engine, version=version))
 
     kept = _Kept(build or build_engine, load, st, cfg.rebuilds)
     engine = Engine(
@@ -198,9 +209,24 @@ def start_engine(
 
 @contextmanager
 def saved_if_lost(run: Run) -> Iterator[None]:
-    """Save the last whole step of a run where the block raises EngineDead, and say so in its line."""
+    """Save the last whole step of a run where the block raises EngineDead, and say so in its line.
+
+    An engine that hangs in native code ends the process; one process alone saves before that too.
+    """
     try:
-        yield
+        with deadline.saving(partial(_save_alone, run)):
+            yield
     except EngineDead as error:
-        step = run.save_now()
-        raise EngineDead(f"{error}; {step} steps are saved, the same command continues from there") from None
+        raise EngineDead(f"{error}{_saved(run)}") from None
+
+
+def _saved(run: Run) -> str:
+    """Save the last whole step; the end of a line about it."""
+    return f"; {run.save_now()} steps are saved, the same command continues from there"
+
+
+def _save_alone(run: Run) -> str:
+    """The same where this process can save without the others."""
+    if dist.world() > 1:
+        return "; the same command continues from the last checkpoint"
+    return _saved(run)

@@ -6,16 +6,17 @@ At the size of a real update a weight that stayed behind hides in rounding: a dr
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rft_fn import model as model_lib
-from rft_fn import rng, strategy
-from rft_fn.sync.push import push
-from rft_fn.types import Engine, Rollout, Sampling, Strategy, TrainState
+from rft_fn import rng
+from rft_fn.sync.compare import Sides, agreed, unchanged
+from rft_fn.sync.locate import locate
+from rft_fn.types import Engine, Strategy, TrainState
 
 __all__ = ["CanaryError", "Probe", "canary", "with_noise"]
 
@@ -49,42 +50,6 @@ def with_noise(name: str, x: Tensor, key: int, *, scale: float = NOISE) -> Tenso
     return (wide + scale * size * noise).to(device=x.device, dtype=x.dtype)
 
 
-class _Copied(Iterator[tuple[str, Tensor]]):
-    """Weights on their way to an engine, which a plain model on the host gets too."""
-
-    def __init__(self, weights: Iterable[tuple[str, Tensor]], copy: nn.Module | None, key: int | None):
-        self.weights = iter(weights)
-        self.frozen: frozenset[str] = frozenset(getattr(weights, "frozen", ()))
-        self.key = key
-        self.places: dict[str, Tensor] = {}
-        if copy is not None:
-            self.places = dict(copy.named_parameters(remove_duplicate=False))
-
-    @torch.no_grad()
-    def __next__(self) -> tuple[str, Tensor]:
-        name, x = next(self.weights)
-        if self.key is not None:
-            x = with_noise(name, x, self.key)
-        place = self.places.get(name)
-        if place is not None and place.shape == x.shape:
-            place.copy_(x)
-        return name, x
-
-
-def _plain(model: str) -> nn.Module:
-    """The model of a name without adapters, since weights arrive by the plain model's names."""
-    lm = model_lib.load(model, quantize="none")
-    merge = getattr(lm, "merge_and_unload", None)
-    if merge is not None:
-        lm = merge()
-    return lm
-
-
-def _agreed(st: Strategy, x: float) -> float:
-    """The number of rank 0, on every rank."""
-    return float(st.gather(torch.tensor([x], dtype=torch.float64))[0])
-
-
 def canary(
     st: Strategy,
     state: TrainState,
@@ -103,67 +68,47 @@ def canary(
     call unless it is given: with noise that repeats, a tensor that was dropped last time too would pass. A
     sample of the engine depends on nothing but prompt, key and weights, so nothing else of a run changes.
 
-    The trainer's side is a plain copy of the model named `model`, on the host of rank 0: it takes each full
-    tensor as it is sent, and scores by functional_call. This holds for every strategy, also for FSDP2 and
-    ZeRO, whose own modules take no other parameters; it costs one model in host memory while it runs. All
-    ranks call it. CanaryError where the two gaps differ by more than noise, or the smaller is above `max_gap`
-    [nats per token].
+    Where both sides differ, the weights are sent again in parts, to find a tensor at which they do: this
+    takes log2(tensors) loads more, and the engine is left with some of these weights. Where all is well it
+    costs two loads, and one model in the host memory of rank 0.
+
+    All ranks call it. CanaryError, which names the tensor where one was found, if the two gaps differ by more
+    than noise, or the smaller is above `max_gap` [nats per token].
     """
     began = time.perf_counter()
     if key is None:
         key = secrets.randbits(48)
-    key = int(_agreed(st, key))
-    copy: nn.Module | None = None
-    if st.rank == 0:
-        copy = _plain(model)
-    noisy = _gap(st, state, engine, copy, prompts, version=version, max_new=max_new, key=key)
-    floor = _gap(st, state, engine, copy, prompts, version=version, max_new=max_new, key=None)
+    key = int(agreed(st, key))
+    noise = partial(with_noise, key=key)
+    sides = Sides(st, state, engine, model, prompts, version=version, max_new=max_new)
+    noisy = sides.gap(noise)
+    floor = sides.gap(unchanged)
 
     # either of the two syncs may have failed: the better one tells the noise. A fault that is in both does
     # not differ between them, and is larger than any noise
     probe = Probe(noisy, floor, time.perf_counter() - began, key)
     limit = min(max_gap, FACTOR * max(min(noisy, floor), LEAST))
-    if not max(noisy, floor) <= limit:
-        raise CanaryError(
-            f"canary: expected the engine to sample from the weights that it was sent, got log-probs that "
-            f"differ from the trainer's by {noisy:.3g} nats per token with noise on the weights, {floor:.3g} "
-            f"without (limit {limit:.3g}): some weight did not arrive, or is in a wrong place (key {key})"
-        )
-    return probe
+    if noisy <= limit and floor <= limit:  # neither is NaN
+        return probe
+
+    # the weights with noise show the fault, unless only the true ones do
+    wrong = noise
+    if noisy <= limit:
+        wrong = unchanged
+    name = locate(sides, wrong, noise, good=lambda gap: gap <= limit)
+    raise CanaryError(_line(name, probe, limit))
 
 
-def _gap(
-    st: Strategy,
-    state: TrainState,
-    engine: Engine,
-    copy: nn.Module | None,
-    prompts: Sequence[Any],
-    *,
-    version: int,
-    max_new: int,
-    key: int | None,
-) -> float:
-    """The mean |engine - trainer| of log-probs with noise by `key`, over the engines of all ranks."""
-
-    def export(state: TrainState, /) -> Iterable[tuple[str, Tensor]]:
-        return _Copied(st.export(state), copy, key)
-
-    push(st._replace(export=export), state, engine, version=version)
-    engine.wake()
-    sampling = Sampling(max_new=max_new)
-    rollout = engine.generate(prompts, range(len(prompts)), n=1, sampling=sampling)
-    every: Rollout = st.gather(rollout)
-    gap = 0.0
-    if copy is not None:
-        gap = _scored_gap(copy, every)
-    return _agreed(st, gap)
-
-
-@torch.no_grad()
-def _scored_gap(copy: nn.Module, rollout: Rollout) -> float:
-    """The mean |sampler - model| of the log-probs of a rollout."""
-    plain = strategy.get_fake_strategy()
-    apply, params = plain.bind(copy)
-    found = plain.score(apply, params, rollout, 4096).logp
-    gap = (found - rollout.logp).abs() * rollout.mask
-    return float(gap.double().sum() / rollout.mask.sum())
+def _line(name: str, probe: Probe, limit: float) -> str:
+    """The text of an error, about a tensor or about all of them."""
+    what = ""
+    which = "some weight"
+    if name:
+        what = f"{name}: "
+        which = "it"
+    return (
+        f"canary: {what}expected the engine to sample from the weights that it was sent, got log-probs that "
+        f"differ from the trainer's by {probe.noisy:.3g} nats per token with noise on the weights, "
+        f"{probe.floor:.3g} without (limit {limit:.3g}): {which} did not arrive, or is in a wrong place "
+        f"(key {probe.key})"
+    )

@@ -180,6 +180,95 @@ def test_an_engine_that_dies_is_built_again_with_the_weights_it_had(dies, capsys
     assert capsys.readouterr().err.count("gone; building it again") == len(dies)
 
 
+def checking(loads):
+    """A check by the values that the engine samples: two loads, the weights it should have at the end."""
+
+    def check(eng, weights):
+        for scale in (3.0, 1.0):
+            (name, x), *_ = weights
+            eng.load([(name, x * scale)], version=weights.version)
+            rollout = eng.generate([[3]], [1], n=1, sampling=GREEDY)
+            loads.append(float(x * scale))
+            if float(rollout.logp[rollout.mask][0]) != float(x * scale):
+                raise rft.sync.CanaryError(f"canary: {name}: expected {float(x * scale)}")
+
+    return check
+
+
+@pytest.mark.parametrize("dies", [{1}, {2, 3}, {4}, {6, 7, 8}, {3, 5, 9}])
+def test_an_engine_that_was_built_again_is_checked_before_its_rollouts_are_used(dies):
+    """And it goes on with the weights that it should have, also where it dies within the check."""
+    loads, calls = [], []
+    order = rft.collect.InOrder(lambda: Plain(dies, calls).record(), rebuilds=9, check=checking(loads))
+    samples = rft.collect.Ahead(order.engine(), STRATEGY, calls=order)
+    found, _ = train(samples, 0, 6, 2, evaluate={1})
+    samples.close()
+    assert all(same(x, expected(step, version_of(step, 2))) for step, x in enumerate(found))
+    assert len(loads) >= 2 and loads[1::2] == [x / 3 for x in loads[::2]]
+
+
+def test_an_engine_that_fails_its_check_is_not_sampled_from():
+    class Stuck(Plain):
+        """Takes no weights once it was built again."""
+
+        def load(self, weights, *, version):
+            kept = self.weights
+            delivered = super().load(weights, version=version)
+            if len(made) > 1:
+                self.weights = kept
+            return delivered
+
+    made, calls = [], []
+
+    def build():
+        made.append(Stuck({3}, calls))
+        return made[-1].record()
+
+    order = rft.collect.InOrder(build, rebuilds=5, check=checking([]))
+    samples = rft.collect.Ahead(order.engine(), STRATEGY, calls=order)
+    with pytest.raises(engine.EngineDead, match="canary: w: expected"):
+        train(samples, 0, 6, 1)
+    assert len(made) == 2 and not samples.engine.status()["alive"]
+    samples.close()
+
+
+@given(some.integers(1, 3), some.integers(2, 8), some.integers(1, 30))
+def test_what_is_lost_with_an_engine_is_drawn_again_with_the_weights_it_had(ahead, total, death):
+    """A run that goes on from what is saved then has the rollouts of one that nothing interrupts."""
+    calls = []
+    order = rft.collect.InOrder(lambda: Plain(range(death, 9999), calls).record())
+
+    def generate(*args, **options):  # as the engine of a run says it, on every rank
+        try:
+            return order.generate(*args, **options)
+        except Lost as error:
+            raise engine.EngineDead("lost") from error
+
+    samples = rft.collect.Ahead(order.engine()._replace(generate=generate), STRATEGY, calls=order)
+    found, done = [], 0
+    try:
+        samples.engine.load(iter(weights_of(0)), version=0)
+        for step in range(total):
+            for later in due(step, ahead, total):
+                samples.begin(*draw(later), n=2, sampling=SAMPLING)
+            part = samples.generate(*draw(step), n=2, sampling=SAMPLING)
+            samples.generate([[7]], [step], n=1, sampling=SAMPLING)  # a second round, with the newest weights
+            samples.engine.load(iter(weights_of(step + 1)), version=step + 1)
+            found.append(part)
+            done = step + 1
+    except engine.EngineDead:
+        pass
+    kept = samples.save()
+    samples.close()
+    if done < total:
+        again = sampler(lambda: Plain().record(), ahead=ahead, saved=kept)
+        more, kept = train(again, done, total, ahead)
+        again.close()
+        found += more
+    for step, rollout in enumerate(found):
+        assert same(rollout, expected(step, version_of(step, ahead)))
+
+
 def test_too_many_deaths_are_the_end(capsys):
     samples = sampler(lambda: Plain(range(1, 99), []).record(), ahead=1, rebuilds=2)
     with pytest.raises((Lost, engine.EngineDead), match="gone"):

@@ -101,19 +101,21 @@ def test_no_prompts_are_no_rows(alone):
 
 @pytest.mark.parametrize("rank", range(4))
 def test_a_bad_prompt_has_its_number_of_the_global_batch(rank):
-    """Two prompts for each of three ranks, and none for the last."""
-    prompts = [[3], [], [4], [], [5], []]
+    """Two prompts for each of three ranks, and none for the last; only the engine can encode texts."""
     eng = engine.hf(tiny.llama(), tiny.tokenizer())
     st = get_fake_strategy()._replace(rank=rank, world=4)
 
-    def sampled():
+    def sampled(prompts):
         return collect.gather_and_generate(eng, st, prompts, range(6), n=2, sampling=SAMPLING)
 
-    if rank == 3:
-        assert len(sampled().tokens) == 0
-        return
-    with pytest.raises(engine.BadRequest, match=f"got none in prompt {2 * rank + 1}$"):
-        sampled()
+    with pytest.raises(engine.BadRequest, match=r"got none in prompt 3$"):  # the same on every rank
+        sampled([[3], [2], [4], [], [5], []])
+    texts = ["1+", "", "2+", "", "3+", ""]
+    if rank < 3:
+        with pytest.raises(engine.BadRequest, match=f"got an empty text in prompt {2 * rank + 1}$"):
+            sampled(texts)
+    else:
+        assert len(sampled(texts).tokens) == 0
     assert eng.status()["alive"]
 
 

@@ -17,7 +17,7 @@ import torch
 
 import rft_fn as rft
 from rft_fn import collect, data, dist, reward
-from rft_fn.collect import time_limit
+from rft_fn.engine import time_limit
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 from rft_fn.types import Rollout
 
@@ -337,7 +337,7 @@ def test_the_phase_is_the_reward():
 
 STUBBORN = """
 import re, time, test_judging
-from rft_fn.collect import time_limit
+from rft_fn.engine import time_limit
 from rft_fn.strategy import get_fake_strategy
 
 time_limit.GRACE = 0.3
@@ -371,7 +371,7 @@ def test_a_reward_that_cannot_be_interrupted_ends_the_process_with_a_line():
 
 GREEDY = """
 import ctypes, test_judging
-from rft_fn.collect import time_limit
+from rft_fn.engine import time_limit
 from rft_fn.strategy import get_fake_strategy
 
 time_limit.GRACE = 0.3

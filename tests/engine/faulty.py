@@ -1,5 +1,6 @@
 """Engines that a process of their own builds for tests: they do what the name of their model says."""
 
+import ctypes
 import os
 import signal
 import time
@@ -11,7 +12,7 @@ from rft_fn.engine.requests import BadPrompt, Response, assemble
 from rft_fn.types import Engine
 from rft_fn.types.engine import Delivered
 
-__all__ = ["Unsendable", "build"]
+__all__ = ["Unsendable", "build", "hang"]
 
 
 class Unsendable(Exception):
@@ -19,6 +20,14 @@ class Unsendable(Exception):
 
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
+
+
+def hang(*, keeps_the_lock=False):
+    """Wait in C for ever, where no signal reaches; perhaps with the lock of the interpreter."""
+    library = ctypes.PyDLL if keeps_the_lock else ctypes.CDLL
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        library(None).pthread_mutex_lock(mutex)
 
 
 class Faulty:
@@ -33,6 +42,8 @@ class Faulty:
         deed = prompts[0][0]
         if deed == 1:
             time.sleep(1000)
+        elif deed in (7, 8):
+            hang(keeps_the_lock=deed == 8)
         elif deed == 2:
             raise Unsendable("one", "two")
         elif deed == 3:

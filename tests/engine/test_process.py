@@ -120,13 +120,18 @@ class Frozen(list):
 
 ENDS = [
     (1, engine.EngineDead, r"^engine faulty: its process \d+ gave no answer to generate within 1 s; build"),
+    (7, engine.EngineDead, r"its process \d+ gave no answer to generate within 1 s; build another"),
+    (8, engine.EngineDead, r"its process \d+ gave no answer to generate within 1 s; build another"),
     (2, RuntimeError, "Unsendable: one and two"),
     (3, FloatingPointError, "not finite"),
     (4, engine.EngineDead, r"its process \d+ ended with code 7 in generate; build another"),
 ]
 
 
-@pytest.mark.parametrize(("deed", "error", "line"), ENDS, ids=["hangs", "unsendable", "raises", "exits"])
+IDS = ["hangs", "hangs_in_c", "hangs_with_the_lock", "unsendable", "raises", "exits"]
+
+
+@pytest.mark.parametrize(("deed", "error", "line"), ENDS, ids=IDS)
 def test_a_failure_ends_it_in_one_line(deed, error, line):
     eng = made()
     inner = process_of(eng)

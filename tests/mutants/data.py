@@ -50,7 +50,7 @@ MUTANTS = [
     ),
     (
         "a reward that swallows its limit may make up a result",
-        "rft_fn/collect/time_limit.py",
+        "rft_fn/engine/time_limit.py",
         "    if clock.interrupted:  # the block has caught even this",
         "    if not clock.line and clock.interrupted:  # the block has caught even this",
         JUDGING + "a_reward_that_hangs_is_interrupted_and_named",

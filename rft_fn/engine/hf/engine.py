@@ -186,6 +186,7 @@ class _InProcess:
             "version": self.version,
             "asleep": self.asleep,
             "supported": frozenset(supported),
+            "window": getattr(self.lm.config.get_text_config(), "max_position_embeddings", None),
         }
         # a model may keep some of its weights wider than the rest
         types = {p.dtype for p in self.lm.parameters()}

@@ -266,6 +266,7 @@ class InProcess:
             "version": self.version,
             "asleep": self.asleep,
             "supported": frozenset(supported),
+            "window": self.window,
         }
 
     def close(self) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from rft_fn import model as model_lib
 from rft_fn.engine import requests
 from rft_fn.engine.arrival import Manifest, manifest
-from rft_fn.model.convert import converted
+from rft_fn.engine.served import stored_tensors
 from rft_fn.model.save import save
-from rft_fn.model.stored import folder_of, slices
+from rft_fn.model.stored import folder_of
 
 __all__ = ["ModelFolder"]
 
@@ -58,14 +58,7 @@ class ModelFolder:
 
     def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of these names, read from the files."""
-        wanted = set(names)
-        for made, group in self.stored.groups.items():
-            if not wanted & set(made):
-                continue
-            with slices(self.stored, group) as read:
-                for name, x in converted(group, read, self.stored.skeleton).items():
-                    if name in wanted:
-                        yield name, x[...]  # of a slice, which is read only now
+        return stored_tensors(self.stored, names)
 
     def close(self) -> None:
         """Remove a folder that was written here."""

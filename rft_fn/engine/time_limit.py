@@ -5,12 +5,15 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 __all__ = ["time_limit"]
 
+OF_A_BATCH = "the limit for a batch, got none; make it faster, or raise the limit"
+SAVING = 300.0  # seconds that saving may take before the process ends
 GRACE = 10.0  # seconds that a block has to give way once it has been interrupted
 FAILED = 2  # exit code of an error of the user's
 # nothing else uses it on Linux, unlike SIGALRM, which math-verify sets; 0 where a system has neither
@@ -22,17 +25,25 @@ class _Expired(BaseException):
 
 
 @contextmanager
-def time_limit(seconds: float, name: Callable[[], str]) -> Iterator[None]:
-    """Interrupt the block after `seconds`; it then raises TimeoutError with name() and the limit.
+def time_limit(
+    seconds: float,
+    name: Callable[[], str],
+    *,
+    advice: str = OF_A_BATCH,
+    before_end: Callable[[], str] | None = None,
+) -> Iterator[None]:
+    """Interrupt the block after `seconds`; it then raises TimeoutError with name(), the limit and `advice`.
 
     A thread watches the clock and sends this one a signal, whose handler raises: that ends a sleep, a wait
-    for a lock or a blocked read. A block that runs for `GRACE` seconds more ends the process. Where C code
-    keeps the interpreter from running any thread at all, faulthandler's own thread ends the process after
-    another `GRACE` seconds, with the stack of the block.
+    for a lock or a blocked read. A block that runs for `GRACE` seconds more ends the process, with the stack
+    of all threads and the line. Where C code keeps the interpreter from running any thread at all,
+    faulthandler's own thread ends the process after another `GRACE` seconds, with the stack alone.
 
-    Outside of the main thread nothing can be interrupted: the line is printed, and the block is waited for.
+    `before_end` is called by the watching thread before it ends the process, to save what can be saved within
+    `SAVING` seconds; what it returns ends the line. Outside of the main thread nothing can be interrupted.
+    Without `before_end` the line is printed there, and the block is waited for; with it the process ends.
     """
-    clock = _Clock(seconds, name)
+    clock = _Clock(seconds, name, advice, before_end)
     clock.start()
     try:
         try:
@@ -52,14 +63,18 @@ def time_limit(seconds: float, name: Callable[[], str]) -> Iterator[None]:
 class _Clock:
     """Watches the time of one block of the thread that it is made in."""
 
-    def __init__(self, seconds: float, name: Callable[[], str]):
+    def __init__(
+        self, seconds: float, name: Callable[[], str], advice: str, before_end: Callable[[], str] | None
+    ):
         self.seconds = seconds
         self.name = name
+        self.advice = advice
+        self.before_end = before_end
         self.line = ""  # written at the limit: later the score may be at its next reward
         self.over = threading.Event()
         self.owner = threading.current_thread()
         self.can_interrupt = bool(SIGNAL) and self.owner is threading.main_thread()
-        self.thread = threading.Thread(target=self._watch, daemon=True, name="rft_fn reward limit")
+        self.thread = threading.Thread(target=self._watch, daemon=True, name="rft_fn time limit")
         self.handler: Any = None  # of the signal before; None: one that is not Python's
 
     @property
@@ -87,22 +102,32 @@ class _Clock:
     def _watch(self) -> None:
         if self.over.wait(min(self.seconds, threading.TIMEOUT_MAX)):
             return
-        self.line = (
-            f"{self.name()}: expected a result within {self.seconds:g} s, the limit for a batch, got none; "
-            "make it faster, or raise the limit"
-        )
+        self.line = f"{self.name()}: expected a result within {self.seconds:g} s, {self.advice}"
         owner = self.owner.ident
-        if not self.can_interrupt or owner is None:
+        if self.can_interrupt and owner is not None:
+            signal.pthread_kill(owner, SIGNAL)
+        elif self.before_end is None:
             print(f"warning: {self.line}", file=sys.stderr, flush=True)
             return
 
         # the last resort is the end of the process: the other ranks wait for this one
-        signal.pthread_kill(owner, SIGNAL)
         if not self.over.wait(GRACE):
-            print(f"error: {self.line} (it cannot be interrupted)", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            os._exit(FAILED)
+            self._end()
+
+    def _end(self) -> None:
+        """End the process, after what can be saved was saved."""
+        faulthandler.dump_traceback_later(SAVING, exit=True, file=2)  # saving may hang too
+        faulthandler.dump_traceback(file=2)
+        saved = ""
+        if self.before_end is not None:
+            try:
+                saved = self.before_end()
+            except BaseException:
+                traceback.print_exc()
+        print(f"error: {self.line} (it cannot be interrupted){saved}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(FAILED)
 
     def _interrupt(self, *_: Any) -> None:
         if not self.over.is_set():
-            raise _Expired
+            raise _Expired(self.line)

@@ -1,0 +1,55 @@
+"""Checks of servers before anything is sampled: their addresses, and whether all of them hold one model."""
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from rft_fn.engine.config import EngineConfig
+from rft_fn.engine.dialect import Described
+from rft_fn.engine.http import check_url
+
+__all__ = ["check_servers", "compare_servers"]
+
+DIFFERENT = 0.1  # nats per token: more than rounding makes of one model, also in 16 bits
+
+
+def check_servers(config: EngineConfig) -> None:
+    """ValueError for options that an engine on servers cannot honour."""
+    if not config.servers:
+        raise ValueError(
+            f"engine_servers: expected at least one address like http://HOST:8000 for {config.type}, got none"
+        )
+    for server in config.servers:
+        check_url(server)
+    if len(set(config.servers)) < len(config.servers):
+        raise ValueError(f"engine_servers: expected each address once, got {', '.join(config.servers)}")
+    if config.tp_size != 1 or config.mem_util:
+        raise ValueError(
+            f"engine_tp_size, engine_mem_util: expected 1 and 0 for {config.type}, whose servers have such "
+            f"options, got {config.tp_size} and {config.mem_util}"
+        )
+
+
+def compare_servers(known: Mapping[str, Described], logp: Mapping[str, Sequence[float]]) -> None:
+    """ValueError for a server of another model than the first, by the log-probs `logp` of the same tokens.
+
+    Only servers whose weights have the same label are compared: others get the trainer's first. Where the
+    log-probs agree and names or windows differ, a line says so.
+    """
+    asked = [server for server in known if server in logp]
+    for server in asked[1:]:
+        first = next(x for x in asked if known[x].label == known[server].label)
+        one, other = known[first], known[server]
+        gaps = [abs(a - b) for a, b in zip(logp[first], logp[server], strict=True)]
+        gap = sum(gaps) / len(gaps)
+        models = (
+            f"{first} serves {one.model!r} with a window of {one.window} tokens, {server} {other.model!r} "
+            f"with {other.window}"
+        )
+        if not gap <= DIFFERENT:
+            raise ValueError(
+                f"engine_servers: expected servers of one model, got {server}, whose log-probs of the same "
+                f"tokens differ from those of {first} by {gap:.3g} nats per token: {models}"
+            )
+        if (one.model, one.window) != (other.model, other.window):
+            line = f"warning: engine_servers: {models}; their log-probs agree"
+            print(line, file=sys.stderr, flush=True)
