@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from rft_fn import segment
-from rft_fn.model.features import expected
+from rft_fn.model.features import expected_counts
 from rft_fn.model.parts import find, inside_adapters
 from rft_fn.types import Packed
 
@@ -149,7 +149,8 @@ def media_inputs(lm: nn.Module, pack: Packed) -> dict[str, Any]:
     _check_counts(model, sequences, places)
     inputs: dict[str, Any] = {}
     if family.prefix:
-        inputs["token_type_ids"] = _behind_prompt(pack)[None]
+        behind = [sampled.cumsum(0).clamp(max=1) for sampled in sequences.sampled]
+        inputs["token_type_ids"] = _padded(torch.cat(behind), pack, value=1)[None]
 
     # Tensors that nothing reads would be lost in silence.
     present = {name: x for name, x in sequences.tensors.items() if x.shape[0]}
@@ -180,18 +181,18 @@ def media_inputs(lm: nn.Module, pack: Packed) -> dict[str, Any]:
 
 
 def _sequences(pack: Packed) -> _Sequences:
+    # On the CPU, where each token is looked at in turn.
     size = pack.tokens.shape[0] - pack.padding
-    sizes = torch.bincount(pack.seq[:size], minlength=pack.num_seqs).tolist()
+    tokens, seq, pos, mask = (x[:size].cpu() for x in (pack.tokens, pack.seq, pack.pos, pack.mask))
+    sizes = torch.bincount(seq, minlength=pack.num_seqs).tolist()
     # The mask is about targets, so an input was sampled where the one before it is in the mask.
-    sampled = torch.cat([pack.mask.new_zeros(1), pack.mask[:-1]]) & (pack.pos > 0)
+    sampled = torch.cat([mask.new_zeros(1), mask[:-1]]) & (pos > 0)
     tensors: dict[str, Tensor] = {}
     counts = {}
     if pack.media is not None:
         tensors = pack.media.sequences()
         counts = {name: pack.media.count(name).tolist() for name in tensors}
-    return _Sequences(
-        list(pack.tokens[:size].split(sizes)), list(sampled[:size].split(sizes)), tensors, counts
-    )
+    return _Sequences(list(tokens.split(sizes)), list(sampled.split(sizes)), tensors, counts)
 
 
 def _read(ids: Tensor, sampled: Tensor, places: Mapping[int, str]) -> Tensor:
@@ -205,16 +206,9 @@ def _read(ids: Tensor, sampled: Tensor, places: Mapping[int, str]) -> Tensor:
     return torch.where(sampled, 0, ids)
 
 
-def _padded(x: Tensor, pack: Packed) -> Tensor:
-    """x [..., T - padding] with zeros for the padding."""
-    return torch.nn.functional.pad(x, (0, pack.padding))
-
-
-def _behind_prompt(pack: Packed) -> Tensor:
-    """1 from the first sampled token of a sequence on, 0 before it, [T]."""
-    sequences = _sequences(pack)
-    behind = [sampled.cumsum(0).clamp(max=1) for sampled in sequences.sampled]
-    return torch.nn.functional.pad(torch.cat(behind), (0, pack.padding), value=1)
+def _padded(x: Tensor, pack: Packed, value: int = 0) -> Tensor:
+    """x [..., T - padding] with `value` for the padding, on the device of the pack."""
+    return pad(x, (0, pack.padding), value=value).to(pack.tokens.device)
 
 
 def _given(model: Any, x: Tensor, leading: bool) -> Tensor:
@@ -240,7 +234,7 @@ def _check_counts(model: Any, sequences: _Sequences, places: Mapping[int, str]) 
     types = [token_types(ids, places) for ids in sequences.ids]
     for kind, number in TYPES.items():
         found = [int((each == number).sum()) for each in types]
-        wanted, rows = expected(model, kind, sequences.tensors, sequences.counts, found)
+        wanted, rows = expected_counts(model, kind, sequences.tensors, sequences.counts, found)
         for k, (got, want) in enumerate(zip(found, wanted)):
             if got == want:
                 continue
