@@ -45,6 +45,7 @@ class Family(NamedTuple):
     make: Callable[[], torch.nn.Module]
     items: dict[str, Callable[[random.Random, int], Item]]  # kind -> one of n of a prompt
     types: str | None = None  # the keyword of types that the plain model wants; "prefix": those of PaliGemma
+    counted: bool = False  # whether the plain model wants the number of images of each sequence
     leading: tuple[str, ...] = ()  # tensors of which the plain model takes one dimension more
 
     @property
@@ -125,6 +126,8 @@ def alone(family: Family, module: Any, exp: Experience, row: int) -> Any:
                 x = x[None]
             if x.shape[0]:
                 inputs[name] = x
+        if family.counted and "image_sizes" in inputs:
+            inputs["batch_num_images"] = torch.tensor([len(inputs["image_sizes"])])
     return module(**inputs, use_cache=False)
 
 
@@ -300,7 +303,7 @@ def _crops_of_one(draw: random.Random, n: int) -> Item:
 
 def _patched(draw: random.Random, n: int) -> Item:
     """An image of Pixtral: padded to the largest, its size beside it."""
-    h, w = (8 * draw.randint(1, 3) for _ in range(2))
+    h, w = (8 * draw.randint(2, 3) for _ in range(2))
     pixels = torch.zeros(1, 3, 24, 24, dtype=torch.float64)
     pixels[..., :h, :w] = _noise(draw, 1, 3, h, w)
     line = [*[IMAGE] * (w // 8), SEE]
@@ -393,6 +396,7 @@ FAMILIES = {
             video_token_index=VIDEO, vision_feature_select_strategy="full", **PINS,
         ),
         {"image": _crops_of_one},
+        counted=True,
     ),
     "InternVL": Family(
         _joined(
