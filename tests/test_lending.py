@@ -149,7 +149,7 @@ def test_the_row_with_the_fewest_read_tokens_is_lent_without_what_was_sampled():
         False,
         False,
     ]
-    assert b.rows == (0,) and b.num_seqs == 2 and b.padding == 3 and b.media.of.tolist() == [-1, 0]
+    assert b.rows == (0,) and b.num_seqs == 2 and b.padding == 0 and b.media.of.tolist() == [-1, 0]
     assert not b.w[3:].any() and b.media.count("pixels").tolist() == [0, 4]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rft_fn import tree
 from rft_fn.model import attention, probe
 from rft_fn.model.bounds import SequenceAxis, SequenceBounds
+from rft_fn.model.cut import cut_before
 from rft_fn.model.parts import Parts, find, text_config
 from rft_fn.model.probe import Found, Question
 from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS
@@ -107,6 +108,8 @@ def split_over(root: nn.Module, sequence: SequenceAxis) -> None:
     if why:
         raise ValueError(f"sp_size: expected 1 for {type(model).__name__}: {why}")
     root.parts = replace(root.parts, sequence=sequence)
+    if root.parts.towers:
+        cut_before(root.parts.text)
 
 
 def settle(

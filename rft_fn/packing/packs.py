@@ -24,8 +24,7 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
     run equally many packs.
 
     Where the batch has media of a kind that none of the rows has, the pack borrows the row with the fewest
-    tokens that has some. Its tokens stand at the end, mask False and w 0, and count as padding; it is not in
-    `rows`. So the towers of a model run in every pack. ValueError for a unit that does not divide the rows,
+    tokens that has some. Its tokens stand at the end, mask False and w 0, and it is not in `rows`. So the towers of a model run in every pack. ValueError for a unit that does not divide the rows,
     and for media that this process does not hold.
     """
     if unit < 1 or len(rows) % unit:
@@ -163,7 +162,8 @@ def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor
         number = values[(..., *[0] * (values.dim() - 1))]  # of each token, whatever else there is of it
         check.shapes(x=(number, "T"), target=(p.target, "T"))
         if p.rows:
-            size = p.target.shape[0] - p.padding
+            # padding and what is borrowed stand behind the rows
+            size = int((p.seq[: p.target.shape[0] - p.padding] < len(p.rows)).sum())
             values, seq, pos = (x[:size].to(like.device) for x in (values, p.seq, p.pos))
             out[torch.tensor(p.rows, device=like.device)[seq], pos + 1] = values
     return out

@@ -54,14 +54,13 @@ def masked(b: Packed) -> Packed:
 
 
 def join(b: Packed, borrowed: Packed) -> Packed:
-    """A pack and what it borrows, which stands after its rows and counts as padding."""
+    """A pack without padding, and behind it what it borrows."""
     plain = tree.replace(borrowed, seq=borrowed.seq + b.num_seqs, media=None)
     like = tree.replace(plain, num_seqs=b.num_seqs, rows=b.rows, padding=b.padding)  # static fields agree
     return tree.replace(
         tree.map(lambda x, y: torch.cat([x, y]), tree.replace(b, media=None), like),
         media=Media.concat([b.media, borrowed.media], [b.num_seqs, borrowed.num_seqs]),
         num_seqs=b.num_seqs + borrowed.num_seqs,
-        padding=b.padding + len(borrowed.tokens),
     )
 
 

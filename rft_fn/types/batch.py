@@ -67,7 +67,7 @@ class Packed:
     num_seqs: int = tree.static()  # K
     rows: tuple[int, ...] = tree.static(default=())  # rows of the Experience, behind the first sequences
     unit: int = tree.static(default=1)  # sequences that belong together: 2 in losses of pairs
-    padding: int = tree.static(default=0)  # masked tokens after those rows, also of a row that is borrowed
+    padding: int = tree.static(default=0)  # masked tokens after the last sequence
 
 
 @tree.struct
