@@ -53,4 +53,5 @@ def _cut(text: nn.Module, args: tuple, inputs: dict[str, Any]) -> tuple[tuple, d
 
 
 def _refuse(text: nn.Module, name: str) -> None:
-    raise ValueError(f"sp_size: expected 1 for {type(text).__name__} with media: it takes {name} of all tokens")
+    model = type(text).__name__
+    raise ValueError(f"sp_size: expected 1 for {model} with media: it takes {name} of all tokens")

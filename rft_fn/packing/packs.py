@@ -24,8 +24,9 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
     run equally many packs.
 
     Where the batch has media of a kind that none of the rows has, the pack borrows the row with the fewest
-    tokens that has some. Its tokens stand at the end, mask False and w 0, and it is not in `rows`. So the towers of a model run in every pack. ValueError for a unit that does not divide the rows,
-    and for media that this process does not hold.
+    tokens that has some. Its tokens stand at the end, mask False and w 0, and it is not in `rows`. So the
+    towers of a model run in every pack. ValueError for a unit that does not divide the rows, and for media
+    that this process does not hold.
     """
     if unit < 1 or len(rows) % unit:
         raise ValueError(f"unit: expected a divisor of the {len(rows)} rows of the pack, got {unit}")
