@@ -64,6 +64,11 @@ class Reader(nn.Module, ABC):
 
         Every unit is then equally many forwards on every process.
         """
+        if pack.num_seqs != pack.unit and pack.media is not None:
+            raise ValueError(
+                f"media: expected some in every row for {type(self.parts.decoder).__name__}, which mixes the "
+                "sequences of a pack, got a pack that borrowed a row for its media"
+            )
         if pack.num_seqs != pack.unit:
             raise ValueError(
                 f"pack: expected one sequence for {type(self.parts.decoder).__name__}, which mixes the "

@@ -12,12 +12,11 @@ from rft_fn import rng, tree, weight
 from rft_fn.packing import lending, plan
 from rft_fn.packing.packs import pack
 from rft_fn.types import Experience, Packed, Rollout
+from rft_fn.types.media import MEDIA_COST
 
-__all__ = ["MEDIA_COST", "conversations", "cut", "left_out", "minibatches", "shard", "supervised", "take"]
+__all__ = ["conversations", "cut", "left_out", "minibatches", "shard", "supervised", "take"]
 
 Batch = TypeVar("Batch", Experience, Rollout)
-
-MEDIA_COST = 1e-4  # tokens per number of media
 
 
 def take(exp: Batch, index: Tensor) -> Batch:

@@ -85,7 +85,7 @@ def _carried(exp: Experience, labels: Callable[[Tensor], Tensor], rows: Sequence
     found: dict[str, Any] = {name: labels(x) for name, x in fields.items() if x is not None}
     if exp.extra is not None:
         found["extra"] = {name: labels(x) for name, x in exp.extra.items()}
-    if lending.counts(exp.media):
+    if exp.media is not None and lending.counts(exp.media):
         found["media"] = exp.media.take(rows)
         found["media"].require_held()
     return found

@@ -16,6 +16,7 @@ from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.scoring import scorer
 from rft_fn.strategy.session import Session
 from rft_fn.types import Apply, Experience, LossFn, Packed, Strategy, TrainState
+from rft_fn.types.media import MEDIA_COST
 from rft_fn.types.strategy import Bind, Gather, Grad, Init, MoveState, Restore, SavePretrained, Update
 
 __all__ = ["Backend", "Cut", "assemble", "everywhere"]
@@ -41,7 +42,15 @@ class Cut:
         reader.settle(root, call=call, agree=self.agree)
         self.alone |= getattr(root, "way", None) == ALONE
 
-    def rows(self, exp: Experience, budget: int, *, world: int = 1, unit: int = 1) -> list[list[list[int]]]:
+    def rows(
+        self,
+        exp: Experience,
+        budget: int,
+        *,
+        world: int = 1,
+        unit: int = 1,
+        media_cost: float = MEDIA_COST,
+    ) -> list[list[list[int]]]:
         """`packing.cut` with the options of the config: the rows of each pack of each rank.
 
         Packs have at most `budget` tokens and micro_train_batch_size sequences; without packing_samples
@@ -53,7 +62,7 @@ class Cut:
             most = max(most, unit)
         if self.alone:
             most = unit
-        return packing.cut(exp, budget, world, unit=unit, most=most)
+        return packing.cut(exp, budget, world, unit=unit, most=most, media_cost=media_cost)
 
 
 def everywhere(x: bool) -> bool:
@@ -120,9 +129,9 @@ def assemble(
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
 
-    def shard(exp: Experience, budget: int, *, unit: int = 1) -> list[Packed]:
+    def shard(exp: Experience, budget: int, *, unit: int = 1, media_cost: float = MEDIA_COST) -> list[Packed]:
         # the plan is of numbers, which every rank has; of media it has those that its own packs read
-        packs = cut.rows(exp, budget, world=world, unit=unit)[rank]
+        packs = cut.rows(exp, budget, world=world, unit=unit, media_cost=media_cost)[rank]
         media = dist.fetch_media(exp.media, packing.owners(exp, packs))
         exp = tree.replace(exp, media=media)
         return [packing.pack(exp, rows, unit=unit) for rows in packs]
