@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rft_fn import tree
 from rft_fn.model import attention, probe
 from rft_fn.model.bounds import SequenceAxis, SequenceBounds
+from rft_fn.model.cut import cut_before
 from rft_fn.model.parts import Parts, find, text_config
 from rft_fn.model.probe import Found, Question
 from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS
@@ -63,6 +64,11 @@ class Reader(nn.Module, ABC):
 
         Every unit is then equally many forwards on every process.
         """
+        if pack.num_seqs != pack.unit and pack.media is not None:
+            raise ValueError(
+                f"media: expected some in every row for {type(self.parts.decoder).__name__}, which mixes the "
+                "sequences of a pack, got a pack that borrowed a row for its media"
+            )
         if pack.num_seqs != pack.unit:
             raise ValueError(
                 f"pack: expected one sequence for {type(self.parts.decoder).__name__}, which mixes the "
@@ -73,10 +79,10 @@ class Reader(nn.Module, ABC):
         size = torch.bincount(pack.seq.cpu(), minlength=pack.num_seqs)
         ends = size.cumsum(0).tolist()
         outs = []
-        for start, end in zip([0, *ends], ends):
+        for k, (start, end) in enumerate(zip([0, *ends], ends)):
             # an empty one at the end of the pack repeats its last token
             start = min(start, pack.tokens.shape[0] - 1)
-            outs.append(self.read(_alone(pack, start, max(end, start + 1)), None))
+            outs.append(self.read(_alone(pack, k, start, max(end, start + 1)), None))
 
         # The tokens that stood for empty sequences are no tokens of the pack.
         whole = tree.map(lambda *x: torch.cat(x), *outs)
@@ -84,10 +90,13 @@ class Reader(nn.Module, ABC):
         return tree.map(lambda x: x[real], whole)
 
 
-def _alone(pack: Packed, start: int, end: int) -> Packed:
-    """The tokens of one sequence of a pack, as a pack."""
+def _alone(pack: Packed, k: int, start: int, end: int) -> Packed:
+    """The tokens and media of sequence k of a pack, as a pack."""
     part: Packed = tree.map(lambda x: x[start:end], tree.replace(pack, media=None))
-    return tree.replace(part, seq=torch.zeros_like(part.seq), media=pack.media, num_seqs=1, rows=(), unit=1)
+    media = pack.media
+    if media is not None:
+        media = media.take([k])
+    return tree.replace(part, seq=torch.zeros_like(part.seq), media=media, num_seqs=1, rows=(), unit=1)
 
 
 def split_over(root: nn.Module, sequence: SequenceAxis) -> None:
@@ -104,6 +113,8 @@ def split_over(root: nn.Module, sequence: SequenceAxis) -> None:
     if why:
         raise ValueError(f"sp_size: expected 1 for {type(model).__name__}: {why}")
     root.parts = replace(root.parts, sequence=sequence)
+    if root.parts.towers:
+        cut_before(root.parts.text)
 
 
 def settle(
