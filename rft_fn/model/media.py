@@ -263,8 +263,8 @@ def _check_counts(model: Any, sequences: _Sequences, places: Mapping[int, str]) 
             sampled = int(((types[k] == number) & sequences.sampled[k]).sum())
             token = next((i for i, each in places.items() if each == kind), None)
             raise ValueError(
-                f"media: sequence {k} of the pack: expected {want} {kind} placeholders (token {token}) for its "
-                f"{rows[k]} {kind}s, got {got}, {sampled} of them sampled"
+                f"media: sequence {k} of the pack: expected {want} {kind} placeholders (token {token}) "
+                f"for its {rows[k]} {kind}s, got {got}, {sampled} of them sampled"
             )
 
 
