@@ -75,7 +75,7 @@ def _reason(note):
     note = re.sub(r"^(\w+Error: )+", "", note)
     note = re.sub(r"/tmp/\w+", "FOLDER", note)
     note = re.sub(r"(?<=missing: ).*", "...", note)
-    note = re.sub(r"\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration|Model)\b", "it", note)
+    note = re.sub(r"\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration)\b", "it", note)
     return note[:200]
 
 
