@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rft_fn import tree
 from rft_fn.model import attention, probe
 from rft_fn.model.bounds import SequenceAxis, SequenceBounds
+from rft_fn.model.cut import cut_before
 from rft_fn.model.media import placeholder_ids, sees_or_hears
 from rft_fn.model.parts import Parts, find, inside_adapters, text_config
 from rft_fn.model.probe import Found, Question
@@ -64,6 +65,11 @@ class Reader(nn.Module, ABC):
 
         Every unit is then equally many forwards on every process.
         """
+        if pack.num_seqs != pack.unit and pack.media is not None:
+            raise ValueError(
+                f"media: expected some in every row for {type(self.parts.decoder).__name__}, which mixes the "
+                "sequences of a pack, got a pack that borrowed a row for its media"
+            )
         if pack.num_seqs != pack.unit:
             raise ValueError(
                 f"pack: expected one sequence for {type(self.parts.decoder).__name__}, which mixes the "
@@ -108,6 +114,8 @@ def split_over(root: nn.Module, sequence: SequenceAxis) -> None:
     if why:
         raise ValueError(f"sp_size: expected 1 for {type(model).__name__}: {why}")
     root.parts = replace(root.parts, sequence=sequence)
+    if root.parts.towers:
+        cut_before(root.parts.text)
 
 
 def settle(

@@ -37,6 +37,10 @@ def text_inputs(
     `media_inputs` finds; `blind` takes placeholders without their media. ValueError for media of a text
     model, and for shapes that disagree.
     """
+    # The towers look at a whole pack; `cut_before` leaves the text model this process's part of it.
+    if bounds is not None and bounds.whole is not None:
+        pack = bounds.whole
+
     # The pack is a batch of one row.
     check.shapes(tokens=(pack.tokens, "T"), target=(pack.target, "T"), pos=(pack.pos, "T"))
     both = sees_or_hears(lm)
