@@ -8,9 +8,10 @@ from torch import Tensor
 
 from rft_fn.engine.requests import BadPrompt
 from rft_fn.model.media import media_inputs, placeholders
-from rft_fn.types import Media, Packed
+from rft_fn.rollout import prefixes
+from rft_fn.types import Media, Packed, Rollout
 
-__all__ = ["Sent", "Shown", "as_pack", "check", "refuse", "shown", "tensors", "text", "to_send"]
+__all__ = ["Sent", "Shown", "as_pack", "check", "of_rows", "refuse", "shown", "tensors", "text", "to_send"]
 
 
 class Shown(NamedTuple):
@@ -119,6 +120,14 @@ def refuse(prompts: Sequence[Any], why: str) -> None:
 def text(ids: Sequence[Sequence[int]]) -> list[Shown]:
     """Of prompts without media, none of which was sampled."""
     return [Shown(None, [False] * len(own)) for own in ids]
+
+
+def of_rows(rollout: Rollout, read: Tensor) -> list[Shown]:
+    """Of the first `read[b]` tokens of each row. ValueError for media that another process holds."""
+    rows = prefixes(rollout, read)
+    return [
+        Shown(getattr(row, "media", None), rollout.mask[b, : len(row)].tolist()) for b, row in enumerate(rows)
+    ]
 
 
 def tensors(shown: Sequence[Shown]) -> list[Mapping[str, Tensor] | None]:

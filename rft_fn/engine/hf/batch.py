@@ -57,9 +57,9 @@ class Batch:
         new = token[:, None]
         if self.batching.rows is None:
             new = torch.cat([self.tokens, new], -1)
+            self.shown = [own._replace(sampled=[*own.sampled, True]) for own in self.shown]
         self.tokens = new
         self.seen = torch.cat([self.seen, torch.ones_like(self.seen[:, :1])], -1)
-        self.shown = [own._replace(sampled=[*own.sampled, True]) for own in self.shown]
         self.read(lm)
 
     def read(self, lm: "PreTrainedModel") -> None:
