@@ -45,11 +45,21 @@ class Family(NamedTuple):
     make: Callable[[], torch.nn.Module]
     items: dict[str, Callable[[random.Random, int], Item]]  # kind -> one of n of a prompt
     types: str | None = None  # the keyword of types that the plain model wants; "prefix": those of PaliGemma
+    counted: bool = False  # whether the plain model wants the number of images of each sequence
     leading: tuple[str, ...] = ()  # tensors of which the plain model takes one dimension more
 
     @property
     def kinds(self) -> list[str]:
         return list(self.items)
+
+    def rows(self) -> list[list[str]]:
+        """Prompts with two media, one and none in turn; one of each kind, and one of all kinds."""
+        first = self.kinds[0]
+        rows = [[first, first], [], [first], [], [first]]
+        rows += [[kind] for kind in self.kinds[1:]]
+        if len(self.kinds) > 1:
+            rows.append(self.kinds)
+        return rows
 
     def build(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
         """The model, its weights large enough that positions and pixels matter."""
@@ -125,6 +135,8 @@ def alone(family: Family, module: Any, exp: Experience, row: int) -> Any:
                 x = x[None]
             if x.shape[0]:
                 inputs[name] = x
+        if family.counted and "image_sizes" in inputs:
+            inputs["batch_num_images"] = torch.tensor([len(inputs["image_sizes"])])
     return module(**inputs, use_cache=False)
 
 
@@ -152,9 +164,7 @@ def _qwen2_vl() -> torch.nn.Module:
 
     vision = {"embed_dim": 32, "hidden_size": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    config = Qwen2VLConfig(
-        text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **MARKS
-    )
+    config = Qwen2VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **MARKS)
     return Qwen2VLForConditionalGeneration(config)
 
 
@@ -300,11 +310,15 @@ def _crops_of_one(draw: random.Random, n: int) -> Item:
 
 def _patched(draw: random.Random, n: int) -> Item:
     """An image of Pixtral: padded to the largest, its size beside it."""
-    h, w = (8 * draw.randint(1, 3) for _ in range(2))
+    h, w = (8 * draw.randint(2, 3) for _ in range(2))
     pixels = torch.zeros(1, 3, 24, 24, dtype=torch.float64)
     pixels[..., :h, :w] = _noise(draw, 1, 3, h, w)
     line = [*[IMAGE] * (w // 8), SEE]
-    return {"pixel_values": pixels, "image_sizes": torch.tensor([[h, w]])}, [*line * (h // 8 - 1), *line[:-1], SEEN]
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([[h, w]])}, [
+        *line * (h // 8 - 1),
+        *line[:-1],
+        SEEN,
+    ]
 
 
 def _idefics(kind: str) -> Callable:
@@ -393,6 +407,7 @@ FAMILIES = {
             video_token_index=VIDEO, vision_feature_select_strategy="full", **PINS,
         ),
         {"image": _crops_of_one},
+        counted=True,
     ),
     "InternVL": Family(
         _joined(
