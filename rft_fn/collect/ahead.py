@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rft_fn import rng
 from rft_fn.collect.generate import gather_and_generate
+from rft_fn.collect.media import with_media, without_media
 from rft_fn.collect.part import part_of_rank
 from rft_fn.engine import EngineConfig, EngineDead
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
@@ -283,7 +284,7 @@ class Ahead:
         name = _name(keys, n, sampling)
         self._asked.discard(name)
         if name in self._done:
-            return self._done.pop(name)
+            return with_media(self.strategy, self._done.pop(name), prompts)
         self._begun.pop(name, None)
         how: dict[str, Any] = {"n": n, "sampling": sampling}
         return gather_and_generate(self.engine, self.strategy, prompts, keys, **how)
@@ -292,12 +293,13 @@ class Ahead:
         """The rollouts under way, for a checkpoint: waits until they are done. All ranks call it.
 
         They cannot be drawn again by a resumed run, which has no longer the weights that they are drawn with.
-        One that is lost with its engine is left out: a resumed run draws it with newer weights.
+        One that is lost with its engine is left out: a resumed run draws it with newer weights. Media are
+        left out too, and come back with the prompts.
         """
         with suppress(EngineDead):
             for name, begun in list(self._begun.items()):
                 how: dict[str, Any] = {"n": begun.n, "sampling": begun.sampling}
-                self._done[name] = self.generate(begun.prompts, begun.keys, **how)
+                self._done[name] = without_media(self.generate(begun.prompts, begun.keys, **how))
                 self._asked.add(name)
         kept = self._asked & set(self._done)  # a run with other options does not ask for all that it found
         return [{"name": name, "rollout": self._done[name]} for name in sorted(kept)]

@@ -13,8 +13,10 @@ from rft_fn import rng
 from rft_fn.collect.acting import Act, Acted, act_together, read_reset, read_step
 from rft_fn.collect.conversations import Conversation, Played, assembled
 from rft_fn.collect.generate import gather_and_generate
+from rft_fn.collect.media import has_media, with_media
 from rft_fn.collect.part import part_of_rank
 from rft_fn.environment import Environment, Renderer
+from rft_fn.rollout import Prefix
 from rft_fn.types import Engine, Sampling, Strategy
 
 __all__ = ["play"]
@@ -72,7 +74,7 @@ def play(
         _reset(strategy, env, prompts, episodes, renderer, timeout)
         _check_openings(env, prompts, episodes, max_tokens)
         while waiting := [e for e in episodes if _may_speak(e, env, renderer, max_turns, max_tokens)]:
-            _speak(engine, strategy, waiting, sampling, max_tokens)
+            _speak(engine, strategy, prompts, waiting, sampling, max_tokens)
             _step(strategy, env, prompts, waiting, renderer, timeout)
     finally:
         for episode in episodes:
@@ -85,7 +87,8 @@ def play(
     cuts = [episode.cut for episode in episodes for _ in episode.rows]
     texts = [_said(row) for row in rows]
     pad = renderer.tokenizer.pad_token_id
-    return assembled(rows, prompts, cuts, texts, seats=env.seats, pad=pad)
+    played = assembled(rows, prompts, cuts, texts, seats=env.seats, pad=pad)
+    return played._replace(rollout=with_media(strategy, played.rollout, played.prompts))
 
 
 def _said(row: Conversation) -> str:
@@ -146,9 +149,16 @@ def _open(row: Conversation, prompt: Any, env: Environment, renderer: Renderer) 
     """The first tokens of a conversation: what reset has observed, else the prompt of the data set."""
     asked = list(row.unread)
     row.unread.clear()
+    retold = asked or (env.tools and renderer.tokenizer.chat_template)
+    if retold and has_media(prompt):
+        raise ValueError(
+            f"environment {env.name!r}: row {getattr(prompt, 'index', row.prompt)}: expected a prompt without "
+            "media, since its first tokens are written anew (by reset, or to tell of tools), got "
+            f"{', '.join(getattr(prompt, 'media_names', ())) or 'media'}"
+        )
     if asked:
         row.read(renderer.opening(asked, env.tools))
-    elif env.tools and renderer.tokenizer.chat_template:
+    elif retold:
         # the tools are told in the prompt, which the data set has rendered without them
         asked = list(prompt.messages or [{"role": "user", "content": prompt.text}])
         row.read(renderer.opening(asked, env.tools))
@@ -248,6 +258,7 @@ def _may_speak(
 def _speak(
     engine: Engine,
     strategy: Strategy,
+    prompts: Sequence[Any],
     waiting: Sequence[_Episode],
     sampling: Sampling,
     max_tokens: int,
@@ -257,7 +268,7 @@ def _speak(
     found = gather_and_generate(
         engine,
         strategy,
-        [row.tokens for row in rows],
+        [_so_far(row, prompts[row.prompt]) for row in rows],
         [rng.fold_in(row.key, row.sample, row.seat, row.turns) for row in rows],
         n=1,
         sampling=sampling,
@@ -272,3 +283,10 @@ def _speak(
             version=int(found.version[b]),
             cut=bool(found.truncated[b]),
         )
+
+
+def _so_far(row: Conversation, prompt: Any) -> list[int]:
+    """The tokens of a conversation, with the media of its prompt."""
+    if not has_media(prompt):
+        return row.tokens
+    return Prefix(row.tokens, row.mask, prompt)

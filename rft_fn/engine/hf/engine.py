@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from rft_fn import logprob
 from rft_fn import model as model_lib
-from rft_fn.engine import requests
+from rft_fn.engine import prompt_media, requests
 from rft_fn.engine.arrival import Arrival, manifest
 from rft_fn.engine.config import EngineConfig
 from rft_fn.engine.hf.batch import Batching
@@ -117,6 +117,8 @@ class _InProcess:
         ids = requests.token_ids(prompts, self.tokenizer)
         window = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
         requests.check(ids, keys, n, sampling, window, max_new=max_new, start=start)
+        shown = prompt_media.shown(prompts, ids, start)
+        prompt_media.check(self.lm, ids, shown)
         if not ids:
             return requests.empty(self.version)
 
@@ -127,7 +129,9 @@ class _InProcess:
         stop = Stop(self.tokenizer, self.ends, sampling.stop)
         sampler = Sampler(self.lm, self.batching, sampling, stop, pad, self.batch)
         rows = requests.rows(keys, n, sampling, max_new=max_new, start=start)
-        return requests.assemble(ids, sampler.responses(ids, rows), pad=pad, version=self.version)
+        responses = sampler.responses(ids, shown, rows)
+        media = prompt_media.tensors(shown)
+        return requests.assemble(ids, responses, pad=pad, version=self.version, media=media)
 
     @torch.no_grad()
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
