@@ -156,6 +156,7 @@ class _InProcess:
         position = torch.arange(int(read.max()), device=device).expand(len(read), -1)
         tokens = rollout.tokens[:, : position.shape[1]].to(device)
         seen = position < read.to(device).unsqueeze(-1)
+        tokens = torch.where(seen, tokens, self.tokenizer.pad_token_id)
         inputs: dict[str, Any] = {"position_ids": position}
         inputs |= media.inputs(self.lm, tokens, seen, prompt_media.of_rows(rollout, read))
         out = self.lm(input_ids=tokens, attention_mask=seen.long(), use_cache=False, **inputs)
