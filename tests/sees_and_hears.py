@@ -4,8 +4,9 @@
     module = family.build()                                       float64, dropout off
     tensors, ids = family.sample(["image", "image"], seed=0)      one prompt: rows of media, expanded tokens
 
-`tensors` are rows as `types.Media` holds them, by the processor's names. `ids` are words with the placeholders
-in their places. `batch` makes a few rows of prompts and responses, `alone` calls the plain model with one row.
+`tensors` are rows as `types.Media` holds them, by the processor's names. `ids` are words with the
+placeholders in their places. `batch` makes a few rows of prompts and responses, `alone` calls the plain model
+with one row.
 """
 
 import random
@@ -46,6 +47,7 @@ class Family(NamedTuple):
     items: dict[str, Callable[[random.Random, int], Item]]  # kind -> one of n of a prompt
     types: str | None = None  # the keyword of types that the plain model wants; "prefix": those of PaliGemma
     counted: bool = False  # whether the plain model wants the number of images of each sequence
+    single: bool = False  # whether it computes in float32 only
     leading: tuple[str, ...] = ()  # tensors of which the plain model takes one dimension more
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from sees_and_hears import (
     AUDIO,
+    CLIP,
     HEAR,
     HEARD,
     IMAGE,
@@ -17,12 +18,10 @@ from sees_and_hears import (
     SEEN,
     SIGLIP,
     TEXT,
-    CLIP,
     VIDEO,
     VISION,
     Family,
     Item,
-    _crops,
     _grid,
     _joined,
     _noise,
@@ -158,7 +157,12 @@ def _llama4() -> torch.nn.Module:
 def _ovis2() -> torch.nn.Module:
     import transformers
 
-    vision = VISION | {"patch_size": 4, "vocab_size": 24, "num_visual_indicator_tokens": 5, "hidden_stride": 2}
+    vision = VISION | {
+        "patch_size": 4,
+        "vocab_size": 24,
+        "num_visual_indicator_tokens": 5,
+        "hidden_stride": 2,
+    }
     config = transformers.Ovis2Config(
         text_config=TEXT | {"model_type": "qwen2"}, vision_config=vision, image_token_id=IMAGE,
         visual_indicator_token_ids=[57, 58, 59, 60, 61], vocab_size=64, hidden_size=32,
@@ -206,6 +210,8 @@ def _conformer(real: int) -> int:
     return ((real - 1) // 2 + 1 - 2) // 2 + 1
 
 
+COHERE = TEXT | {"model_type": "cohere2"}
+
 MORE = {
     "AudioFlamingo3": Family(
         _by_size(
@@ -218,13 +224,17 @@ MORE = {
         {"audio": _heard(32, _conformer)},
     ),
     "AyaVision": Family(
-        _joined("AyaVision", SIGLIP | {"patch_size": 4}, TEXT | {"model_type": "cohere2"}, image_token_index=IMAGE,
-                alignment_intermediate_size=48),
+        _joined(
+            "AyaVision", SIGLIP | {"patch_size": 4}, COHERE, image_token_index=IMAGE,
+            alignment_intermediate_size=48,
+        ),
         {"image": _square(4)},
     ),
     "Cohere2Vision": Family(
-        _joined("Cohere2Vision", SIGLIP | {"patch_size": 4}, TEXT | {"model_type": "cohere2"}, image_token_id=IMAGE,
-                alignment_intermediate_size=48),
+        _joined(
+            "Cohere2Vision", SIGLIP | {"patch_size": 4}, COHERE, image_token_id=IMAGE,
+            alignment_intermediate_size=48,
+        ),
         {"image": _square(4)},
     ),
     "GlmAsr": Family(
@@ -247,7 +257,9 @@ MORE = {
     "Ovis2": Family(_ovis2, {"image": _square(4)}),
     "PaddleOCRVL": Family(_paddle, {"image": _paddled}, types="mm_token_type_ids"),
     "Qwen3.5": Family(_qwen3_5, {"image": GRID}, types="mm_token_type_ids"),
-    "Qwen3VLMoe": Family(lambda: _qwen3_vl(experts=True), {"image": GRID}, types="mm_token_type_ids"),
+    "Qwen3VLMoe": Family(
+        lambda: _qwen3_vl(experts=True), {"image": GRID}, types="mm_token_type_ids", single=True
+    ),
     "VipLlava": Family(
         _joined("VipLlava", CLIP, LLAMA, image_token_index=IMAGE, vision_feature_layers=[-2, -1]),
         {"image": _square(4)},

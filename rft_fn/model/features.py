@@ -51,7 +51,7 @@ def expected_counts(
 
 
 def kind_of(name: str) -> str:
-    """"image", "video" or "audio", by the processor's name of a tensor."""
+    """ "image", "video" or "audio", by the processor's name of a tensor."""
     if "video" in name or "second" in name:
         return "video"
     if name.startswith(("audio", "feature", "input")):

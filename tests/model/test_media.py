@@ -246,7 +246,11 @@ def sampled(token):
             without,
             "sequence 0 of the pack: expected 0 image placeholders (token 50) for its 0 images",
         ),
-        ("Llava", without, "sequence 0 of the pack: expected 0 image placeholders (token 50) for its 0 images"),
+        (
+            "Llava",
+            without,
+            "sequence 0 of the pack: expected 0 image placeholders (token 50) for its 0 images",
+        ),
         ("Qwen2Audio", without, "sequence 0 of the pack: expected 0 audio placeholders (token 52)"),
         ("Qwen2VL", one_of_two, "for its 1 images"),
         ("Llava", one_of_two, "expected 4 image placeholders (token 50) for its 1 images, got 8"),
@@ -326,7 +330,7 @@ def test_placeholders_are_found_in_the_config():
 def test_media_of_a_text_model():
     exp = batch(FAMILIES["Llava"], [["image"]])
     apply, params = model.bind(model.load("tiny"))
-    with pytest.raises(ValueError, match="media: expected None, .* is bound as a text model"):
+    with pytest.raises(ValueError, match=r"media: expected None, .* is bound as a text model"):
         apply(params, packing.pack(exp, [0]))
 
 
