@@ -15,7 +15,7 @@ from torch import Tensor
 from rft_fn import check, tree
 from rft_fn.types import Media, Rollout
 
-__all__ = ["Prefix", "concat", "extend", "prefixes", "split", "take"]
+__all__ = ["Owner", "Prefix", "concat", "extend", "prefixes", "split", "take"]
 
 
 def take(rollout: Rollout, index: Sequence[int] | Tensor) -> Rollout:
@@ -88,7 +88,7 @@ def _padded(x: Tensor, size: int) -> Tensor:
     return F.pad(x, (0, size - x.shape[1])) if x.dim() == 2 else x
 
 
-class _Owner:
+class Owner:
     """The media of one prompt, cut out of those of a batch when they are first read."""
 
     def __init__(self, media: Media, row: int):
@@ -143,7 +143,7 @@ def prefixes(rollout: Rollout, at: Sequence[int] | Tensor | None = None) -> list
 
     # rows of one prompt share its media, which are cut out once
     of = rollout.media.of.tolist()
-    owners = {owner: _Owner(rollout.media, b) for b, owner in enumerate(of) if owner >= 0}
+    owners = {owner: Owner(rollout.media, b) for b, owner in enumerate(of) if owner >= 0}
     found = list[list[int]](plain)
     for b, owner in enumerate(of):
         if owner >= 0:

@@ -3,12 +3,34 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rft_fn import tree
+from rft_fn import dist, tree
 from rft_fn.collect.part import part_of_rank
-from rft_fn.rollout import take
+from rft_fn.rollout import Owner, Prefix, take
 from rft_fn.types import Media, Rollout, Strategy
 
-__all__ = ["has_media", "with_media", "without_media"]
+__all__ = ["has_media", "own_part", "with_media", "without_media"]
+
+
+def own_part(strategy: Strategy, prompts: Sequence[Any]) -> list[Any]:
+    """The prompts of this rank, in order, with the media of those that continue a row. All ranks call it.
+
+    After a gather the rows of a prompt's media are on the rank that sampled it, which is not always the one
+    that continues it.
+    """
+    mine = part_of_rank(strategy, len(prompts))
+    part = list(prompts[mine])
+    if strategy.world == 1:
+        return part
+    gathered = [p.prompt.batch for p in prompts if isinstance(p, Prefix) and isinstance(p.prompt, Owner)]
+    for batch in {id(batch): batch for batch in gathered}.values():
+        rows = [i for i, p in enumerate(part) if getattr(getattr(p, "prompt", None), "batch", None) is batch]
+        of = [int(batch.of[part[i].prompt.row]) for i in rows]
+        fetched = dist.fetch_media(batch, of)
+        assert fetched is not None
+        owners = {owner: Owner(fetched, part[i].prompt.row) for i, owner in zip(rows, of)}
+        for i, owner in zip(rows, of):
+            part[i] = Prefix(part[i], part[i].sampled, owners[owner])
+    return part
 
 
 def has_media(prompt: Any) -> bool:

@@ -7,7 +7,7 @@ one call of the engine; those that are done leave. An environment runs on the ra
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rft_fn import rng
 from rft_fn.collect.acting import Act, Acted, act_together, read_reset, read_step
@@ -31,12 +31,20 @@ class _Episode:
     state: Any = None  # of the environment, on the rank that it runs on
     seat: int = 0  # that speaks next
     done: bool = False
-    cut: str = ""  # the limit that ended it: "turns" or "tokens"
+    cut: str = ""  # what ended it: the limit of "turns" or of "tokens", or a "placeholder" of media
 
     @property
     def speaker(self) -> Conversation:
         """The conversation that the policy continues."""
         return self.rows[self.seat]
+
+
+class _Limits(NamedTuple):
+    """What ends a conversation before its environment does."""
+
+    turns: int
+    tokens: int
+    placeholders: frozenset[int]  # of media, which stand for something to see only in a prompt
 
 
 def play(
@@ -57,8 +65,10 @@ def play(
     """Sample n conversations for each prompt of the global batch; each ends when its environment is done.
 
     `prompts` have `.columns`, the row for `reset`, and `.ids`, the first tokens where `reset` observes
-    nothing. A conversation also ends, truncated, after `max_turns` turns of the policy, and where
-    `max_tokens` leave no room for another token; a response has at most sampling.max_new tokens.
+    nothing. A conversation also ends, truncated, after `max_turns` turns of the policy, where `max_tokens`
+    leave no room for another token, and before a turn that would read a placeholder of media which the policy
+    or the environment has written; a response has at most sampling.max_new tokens. Media of a prompt stay
+    with its conversation.
 
     Tokens stay as they were sampled; what the environment says is rendered by `renderer` behind them,
     outside of the mask. A response is drawn by fold_in(key of the prompt, sample, seat, turn), and `reset`
@@ -73,7 +83,9 @@ def play(
     try:
         _reset(strategy, env, prompts, episodes, renderer, timeout)
         _check_openings(env, prompts, episodes, max_tokens)
-        while waiting := [e for e in episodes if _may_speak(e, env, renderer, max_turns, max_tokens)]:
+        places = engine.status().get("placeholders", frozenset())
+        limits = _Limits(max_turns, max_tokens, places)
+        while waiting := [e for e in episodes if _may_speak(e, renderer, limits)]:
             _speak(engine, strategy, prompts, waiting, sampling, max_tokens)
             _step(strategy, env, prompts, waiting, renderer, timeout)
     finally:
@@ -234,21 +246,22 @@ def _note(episode: _Episode, acted: Acted) -> None:
 # ---------- the policy's side
 
 
-def _may_speak(
-    episode: _Episode, env: Environment, renderer: Renderer, max_turns: int, max_tokens: int
-) -> bool:
+def _may_speak(episode: _Episode, renderer: Renderer, limits: _Limits) -> bool:
     """Whether the policy has a turn; reads what is unread, or notes the limit that ends the episode."""
     if episode.done or episode.cut:
         return False
     row = episode.speaker
-    if row.turns == max_turns:
+    if row.turns == limits.turns:
         episode.cut = "turns"
         return False
     ids = []
     if row.unread:
         ids = renderer.reply(row.tokens, row.unread)
-    if len(row.tokens) + len(ids) >= max_tokens:
+    if len(row.tokens) + len(ids) >= limits.tokens:
         episode.cut = "tokens"
+        return False
+    if row.turns and limits.placeholders.intersection(row.tokens[-1:] + ids):
+        episode.cut = "placeholder"
         return False
     row.unread.clear()
     row.read(ids)

@@ -19,6 +19,7 @@ from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.lifetime import dead_after_failure
 from rft_fn.engine.stop import Stop
 from rft_fn.model import quantize
+from rft_fn.model.media import placeholder_ids
 from rft_fn.rollout import take
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
@@ -207,6 +208,7 @@ class _InProcess:
             "version": self.version,
             "asleep": self.asleep,
             "supported": frozenset(supported),
+            "placeholders": placeholder_ids(self.lm.config),
         }
         # a model may keep some of its weights wider than the rest
         types = {p.dtype for p in self.lm.parameters()}
