@@ -73,7 +73,7 @@ def test_in_float64(family):
     ids = requests.token_ids(prompts)
     shown = prompt_media.shown(prompts, ids)
     batching = find_batching(lm, 0)
-    assert batching.padded
+    assert batching.padded or lm.config.model_type == "paligemma"  # which reads a prompt both ways
     sampler = Sampler(lm, batching, SAMPLING, Stop(None, requests.end_tokens(lm, tiny.tokenizer()), ()), 0, 64)
     with torch.no_grad():
         found = sampler.responses(ids, shown, requests.rows(KEYS, 2, SAMPLING))
