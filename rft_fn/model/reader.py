@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from rft_fn import tree
 from rft_fn.model import attention, probe
 from rft_fn.model.bounds import SequenceAxis, SequenceBounds
-from rft_fn.model.parts import Parts, find, text_config
+from rft_fn.model.media import placeholder_ids, sees_or_hears
+from rft_fn.model.parts import Parts, find, inside_adapters, text_config
 from rft_fn.model.probe import Found, Question
 from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS
 from rft_fn.types import Packed, TokenOut
@@ -146,15 +147,24 @@ def settle(
 def _way(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool], bool]) -> str:
     """The first way in which packs are right.
 
-    It also decides whether the head is fused.
+    It also decides whether the head is fused. A model that sees or hears is asked once more, with
+    placeholders; keywords for states are not for it, because its towers would get them too.
     """
-    config = text_config(root.parts.decoder)
+    config = inside_adapters(root.parts.decoder).config
     device = next(root.parameters()).device
-    for way in (POSITIONS, BOUNDARIES):
+    ways = [POSITIONS, BOUNDARIES]
+    places = []
+    if sees_or_hears(root.parts.decoder):
+        ways = [POSITIONS]
+        places = sorted(placeholder_ids(config))[:1]
+    for way in ways:
         found = call(probe.question(config, device, way))
         if way == POSITIONS:
             root.fused = root.fused and agree(bool(found.plain))
-        if agree(found.fits()):
+        fits = agree(found.fits())
+        for place in places:
+            fits = fits and agree(call(probe.question(config, device, way, place=place)).fits())
+        if fits:
             return way
     return ALONE
 
