@@ -4,7 +4,9 @@ All are pure, keep each row's tokens beside its mask and log-probs, and carry me
 prompt a row is a response to; a list of prompts of one's own stays aligned with it as each docstring says.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from torch import Tensor
 from rft_fn import check, tree
 from rft_fn.types import Media, Rollout
 
-__all__ = ["concat", "extend", "prefixes", "split", "take"]
+__all__ = ["Owner", "Prefix", "concat", "extend", "prefixes", "split", "take"]
 
 
 def take(rollout: Rollout, index: Sequence[int] | Tensor) -> Rollout:
@@ -86,10 +88,47 @@ def _padded(x: Tensor, size: int) -> Tensor:
     return F.pad(x, (0, size - x.shape[1])) if x.dim() == 2 else x
 
 
+class Owner:
+    """The media of one prompt, cut out of those of a batch when they are first read."""
+
+    def __init__(self, media: Media, row: int):
+        self.batch = media
+        self.row = row
+
+    @cached_property
+    def media(self) -> Mapping[str, Tensor]:
+        """The tensors that have rows. ValueError where another process holds them."""
+        own = self.batch.take([self.row])
+        own.require_held()
+        return {name: x for name, x in own.tensors.items() if len(x)}
+
+
+class Prefix(list[int]):
+    """The tokens of a prompt that sees or hears and of a response to it, to be continued.
+
+    Token ids behind it (`prefix + ids`) give a longer one. What the policy sampled is text whatever it says,
+    so an engine is told which tokens these are.
+    """
+
+    def __init__(self, ids: Iterable[int], sampled: Iterable[bool], prompt: Any):
+        """`prompt` has the processor's tensors as its `media`, which are read when they are needed."""
+        super().__init__(ids)
+        self.sampled = list(sampled)  # of each token, whether the policy sampled it
+        self.prompt = prompt
+
+    @property
+    def media(self) -> Mapping[str, Tensor]:
+        """The processor's tensors of the prompt, the same object for all of its responses."""
+        return self.prompt.media
+
+    def __add__(self, more: list[int]) -> "Prefix":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return Prefix([*self, *more], [*self.sampled, *[False] * len(more)], self.prompt)
+
+
 def prefixes(rollout: Rollout, at: Sequence[int] | Tensor | None = None) -> list[list[int]]:
     """The first `at[b]` tokens of each row [B], as prompts to continue from; whole rows by default.
 
-    ValueError unless 1 <= at[b] <= length[b].
+    A row with media gives a `Prefix`, a list that has them. ValueError unless 1 <= at[b] <= length[b].
     """
     length = rollout.length.tolist()
     ends = length if at is None else [int(n) for n in at]
@@ -98,7 +137,18 @@ def prefixes(rollout: Rollout, at: Sequence[int] | Tensor | None = None) -> list
     for b, (end, most) in enumerate(zip(ends, length)):
         if not 1 <= end <= most:
             raise ValueError(f"at[{b}]: expected 1 to {most}, the length of the row, got {end}")
-    return [row[:end].tolist() for row, end in zip(rollout.tokens, ends)]
+    plain = [row[:end].tolist() for row, end in zip(rollout.tokens, ends)]
+    if rollout.media is None:
+        return plain
+
+    # rows of one prompt share its media, which are cut out once
+    of = rollout.media.of.tolist()
+    owners = {owner: Owner(rollout.media, b) for b, owner in enumerate(of) if owner >= 0}
+    found = list[list[int]](plain)
+    for b, owner in enumerate(of):
+        if owner >= 0:
+            found[b] = Prefix(plain[b], rollout.mask[b, : ends[b]].tolist(), owners[owner])
+    return found
 
 
 def extend(before: Rollout, after: Rollout) -> Rollout:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from rft_fn.collect.generate import check_prompts, gather_and_generate
 from rft_fn.collect.in_order import InOrder, Weights, name_of
+from rft_fn.collect.media import with_media, without_media
 from rft_fn.collect.part import part_of_rank
 from rft_fn.engine import EngineConfig, EngineDead
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
@@ -124,8 +125,9 @@ class Ahead:
         All ranks call it.
         """
         name = name_of(keys, n, sampling)
-        rollout = self._done.pop(name, None)
-        if rollout is None:
+        if name in self._done:
+            rollout = with_media(self.strategy, self._done.pop(name), prompts)
+        else:
             rollout = self._sampled(prompts, keys, n, sampling)
         if name in self._asked:
             self._asked.remove(name)
@@ -147,7 +149,8 @@ class Ahead:
 
         They cannot be drawn again by a resumed run, which has no longer the weights that they are drawn with.
         For one that is lost with its engine these weights are saved, unless they are those of the checkpoint;
-        and as the engine was lost in the middle of a step, what that step has used is saved too.
+        and as the engine was lost in the middle of a step, what that step has used is saved too. Media are left
+        out, and come back with the prompts.
         """
         with suppress(EngineDead):
             for name, begun in list(self._begun.items()):
@@ -156,7 +159,8 @@ class Ahead:
         done = {name: self._done[name] for name in kept}
         if self._dead:
             done |= self._used
-        return [{"name": name, "rollout": done[name]} for name in sorted(done)] + self._lost()
+        saved = [{"name": name, "rollout": without_media(done[name])} for name in sorted(done)]
+        return saved + self._lost()
 
     def _lost(self) -> list[dict[str, Any]]:
         """The rollouts that are still under way, each with the older weights that sample it."""

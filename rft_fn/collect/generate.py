@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rft_fn import dist, tree
+from rft_fn.collect.media import own_part
 from rft_fn.collect.part import part_of_rank
 from rft_fn.engine import requests
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
@@ -37,13 +38,14 @@ def gather_and_generate(
     rows = slice(mine.start * n, mine.stop * n)
     of_rows = {name: x[rows] for name, x in requests.given(max_new, start).items()}
 
+    prompts = own_part(strategy, prompts)
     engine.wake()
     refused: requests.BadRequest | None = None
     rollout = requests.empty()
     with strategy.session.phase("generate"):
         try:
             # also on a rank without prompts: ranks may share an engine, or agree on whether it lives
-            rollout = engine.generate(prompts[mine], keys[mine], n=n, sampling=sampling, **of_rows)
+            rollout = engine.generate(prompts, keys[mine], n=n, sampling=sampling, **of_rows)
         except requests.BadPrompt as error:
             refused = error.moved(mine.start)  # numbered in the global batch
         except requests.BadRequest as error:

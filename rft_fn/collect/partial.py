@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from rft_fn import tree
-from rft_fn.rollout import concat, extend, prefixes, take
-from rft_fn.types import Rollout, Sampling
+from rft_fn.collect.media import has_media, with_media, without_media
+from rft_fn.rollout import Prefix, concat, extend, prefixes, take
+from rft_fn.strategy import get_fake_strategy
+from rft_fn.types import Rollout, Sampling, Strategy
 from rft_fn.types.engine import Generate
 
 __all__ = ["DrawStep", "Finished", "Waiting", "sample_partial"]
@@ -54,19 +56,21 @@ def sample_partial(
     sampling: Sampling,
     budget: int,
     waiting: Waiting | None = None,
+    strategy: Strategy | None = None,
 ) -> Finished:
     """The groups that are finished after each of their responses grew by at most `budget` tokens.
 
     Groups that wait are continued first, and come first; then the prompts of `draw(step)` begin, n responses
     each. If no group is finished after that, all grow again, so that there is something to learn from. With
     weights that do not change, a response is the one that would have been sampled at once: it continues its
-    own key's stream. ValueError unless budget >= 1.
+    own key's stream. Groups wait without their media, which come back with the prompts; `strategy` tells the
+    ranks which of them each reads, without it each reads all. ValueError unless budget >= 1.
     """
     if budget < 1:
         raise ValueError(f"partial: expected a budget >= 1, got {budget}")
     prompts, keys = draw(step)
     limits = [min(budget, sampling.max_new)] * (len(prompts) * n)
-    fresh = generate(prompts, keys, n=n, sampling=sampling, max_new=limits)
+    fresh = without_media(generate(prompts, keys, n=n, sampling=sampling, max_new=limits))
     places = torch.arange(len(prompts))
     born = torch.stack([torch.full_like(places, step), places], -1)
     groups = Waiting(rollout=fresh, born=born)
@@ -83,7 +87,8 @@ def sample_partial(
     rest = None
     if not bool(ready.all()):
         rest = _chosen(groups, ~ready, n)
-    return Finished(_prompts(draw, done.born), done.rollout, rest)
+    prompts = _prompts(draw, done.born)
+    return Finished(prompts, with_media(strategy or get_fake_strategy(), done.rollout, prompts), rest)
 
 
 def _open(groups: Waiting, sampling: Sampling) -> Tensor:
@@ -118,8 +123,12 @@ def _grown(
     short = take(groups.rollout, rows)
     spent = short.mask.sum(-1).tolist()
     keys = _keys(draw, groups.born)
+    begun = prefixes(short)
+    for i, prompt in enumerate(_prompts(draw, groups.born[[b // n for b in rows]])):
+        if has_media(prompt):
+            begun[i] = Prefix(begun[i], short.mask[i, : len(begun[i])].tolist(), prompt)
     more = generate(
-        prefixes(short),
+        begun,
         [(keys[b // n], b % n) for b in rows],
         n=1,
         sampling=sampling,
@@ -132,7 +141,8 @@ def _grown(
     place = list(range(size))
     for i, b in enumerate(rows):
         place[b] = size + i
-    both = take(concat([groups.rollout, extend(short, more)]), place)
+    longer = without_media(extend(short, more))
+    both = take(concat([groups.rollout, longer]), place)
     return Waiting(rollout=tree.replace(both, group=groups.rollout.group), born=groups.born)
 
 

@@ -7,14 +7,16 @@ one call of the engine; those that are done leave. An environment runs on the ra
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rft_fn import rng
 from rft_fn.collect.acting import Act, Acted, act_together, read_reset, read_step
 from rft_fn.collect.conversations import Conversation, Played, assembled
 from rft_fn.collect.generate import gather_and_generate
+from rft_fn.collect.media import has_media, with_media
 from rft_fn.collect.part import part_of_rank
 from rft_fn.environment import Environment, Renderer
+from rft_fn.rollout import Prefix
 from rft_fn.types import Engine, Sampling, Strategy
 
 __all__ = ["play"]
@@ -29,12 +31,20 @@ class _Episode:
     state: Any = None  # of the environment, on the rank that it runs on
     seat: int = 0  # that speaks next
     done: bool = False
-    cut: str = ""  # the limit that ended it: "turns" or "tokens"
+    cut: str = ""  # what ended it: the limit of "turns" or of "tokens", or a "placeholder" of media
 
     @property
     def speaker(self) -> Conversation:
         """The conversation that the policy continues."""
         return self.rows[self.seat]
+
+
+class _Limits(NamedTuple):
+    """What ends a conversation before its environment does."""
+
+    turns: int
+    tokens: int
+    placeholders: frozenset[int]  # of media, which stand for something to see only in a prompt
 
 
 def play(
@@ -55,8 +65,10 @@ def play(
     """Sample n conversations for each prompt of the global batch; each ends when its environment is done.
 
     `prompts` have `.columns`, the row for `reset`, and `.ids`, the first tokens where `reset` observes
-    nothing. A conversation also ends, truncated, after `max_turns` turns of the policy, and where
-    `max_tokens` leave no room for another token; a response has at most sampling.max_new tokens.
+    nothing. A conversation also ends, truncated, after `max_turns` turns of the policy, where `max_tokens`
+    leave no room for another token, and before a turn that would read a placeholder of media which the policy
+    or the environment has written; a response has at most sampling.max_new tokens. Media of a prompt stay
+    with its conversation.
 
     Tokens stay as they were sampled; what the environment says is rendered by `renderer` behind them,
     outside of the mask. A response is drawn by fold_in(key of the prompt, sample, seat, turn), and `reset`
@@ -71,8 +83,10 @@ def play(
     try:
         _reset(strategy, env, prompts, episodes, renderer, timeout)
         _check_openings(env, prompts, episodes, max_tokens)
-        while waiting := [e for e in episodes if _may_speak(e, env, renderer, max_turns, max_tokens)]:
-            _speak(engine, strategy, waiting, sampling, max_tokens)
+        places = engine.status().get("placeholders", frozenset())
+        limits = _Limits(max_turns, max_tokens, places)
+        while waiting := [e for e in episodes if _may_speak(e, renderer, limits)]:
+            _speak(engine, strategy, prompts, waiting, sampling, max_tokens)
             _step(strategy, env, prompts, waiting, renderer, timeout)
     finally:
         for episode in episodes:
@@ -85,7 +99,8 @@ def play(
     cuts = [episode.cut for episode in episodes for _ in episode.rows]
     texts = [_said(row) for row in rows]
     pad = renderer.tokenizer.pad_token_id
-    return assembled(rows, prompts, cuts, texts, seats=env.seats, pad=pad)
+    played = assembled(rows, prompts, cuts, texts, seats=env.seats, pad=pad)
+    return played._replace(rollout=with_media(strategy, played.rollout, played.prompts))
 
 
 def _said(row: Conversation) -> str:
@@ -146,9 +161,16 @@ def _open(row: Conversation, prompt: Any, env: Environment, renderer: Renderer) 
     """The first tokens of a conversation: what reset has observed, else the prompt of the data set."""
     asked = list(row.unread)
     row.unread.clear()
+    retold = asked or (env.tools and renderer.tokenizer.chat_template)
+    if retold and has_media(prompt):
+        raise ValueError(
+            f"environment {env.name!r}: row {getattr(prompt, 'index', row.prompt)}: expected a prompt without "
+            "media, since its first tokens are written anew (by reset, or to tell of tools), got "
+            f"{', '.join(getattr(prompt, 'media_names', ())) or 'media'}"
+        )
     if asked:
         row.read(renderer.opening(asked, env.tools))
-    elif env.tools and renderer.tokenizer.chat_template:
+    elif retold:
         # the tools are told in the prompt, which the data set has rendered without them
         asked = list(prompt.messages or [{"role": "user", "content": prompt.text}])
         row.read(renderer.opening(asked, env.tools))
@@ -224,21 +246,22 @@ def _note(episode: _Episode, acted: Acted) -> None:
 # ---------- the policy's side
 
 
-def _may_speak(
-    episode: _Episode, env: Environment, renderer: Renderer, max_turns: int, max_tokens: int
-) -> bool:
+def _may_speak(episode: _Episode, renderer: Renderer, limits: _Limits) -> bool:
     """Whether the policy has a turn; reads what is unread, or notes the limit that ends the episode."""
     if episode.done or episode.cut:
         return False
     row = episode.speaker
-    if row.turns == max_turns:
+    if row.turns == limits.turns:
         episode.cut = "turns"
         return False
     ids = []
     if row.unread:
         ids = renderer.reply(row.tokens, row.unread)
-    if len(row.tokens) + len(ids) >= max_tokens:
+    if len(row.tokens) + len(ids) >= limits.tokens:
         episode.cut = "tokens"
+        return False
+    if row.turns and limits.placeholders.intersection(row.tokens[-1:] + ids):
+        episode.cut = "placeholder"
         return False
     row.unread.clear()
     row.read(ids)
@@ -248,6 +271,7 @@ def _may_speak(
 def _speak(
     engine: Engine,
     strategy: Strategy,
+    prompts: Sequence[Any],
     waiting: Sequence[_Episode],
     sampling: Sampling,
     max_tokens: int,
@@ -257,7 +281,7 @@ def _speak(
     found = gather_and_generate(
         engine,
         strategy,
-        [row.tokens for row in rows],
+        [_so_far(row, prompts[row.prompt]) for row in rows],
         [rng.fold_in(row.key, row.sample, row.seat, row.turns) for row in rows],
         n=1,
         sampling=sampling,
@@ -272,3 +296,10 @@ def _speak(
             version=int(found.version[b]),
             cut=bool(found.truncated[b]),
         )
+
+
+def _so_far(row: Conversation, prompt: Any) -> list[int]:
+    """The tokens of a conversation, with the media of its prompt."""
+    if not has_media(prompt):
+        return row.tokens
+    return Prefix(row.tokens, row.mask, prompt)

@@ -23,11 +23,13 @@ from rft_fn.data.loading import (
 from rft_fn.data.messages import Conversation
 from rft_fn.data.pairs import Pair, pairs_from_rows, pairs_from_task
 from rft_fn.data.prompts import Prompt, from_rows, from_task
+from rft_fn.data.processing import MediaLimits, Processing
 from rft_fn.data.sources import read_rows
 from rft_fn.data.tasks import TASKS, Task, get_task
 from rft_fn.data.text_template import fill, render
 
 __all__ = [
-    "PAIRS", "TASKS", "Dataset", "Pair", "Prompt", "Task", "draw", "from_rows", "from_task", "get_task",
-    "lessons", "literals", "load", "mix", "pairs_from_rows", "pairs_from_task", "read_rows", "take",
+    "PAIRS", "TASKS", "Dataset", "MediaLimits", "Pair", "Processing", "Prompt", "Task", "draw", "from_rows",
+    "from_task", "get_task", "lessons", "literals", "load", "mix", "pairs_from_rows", "pairs_from_task",
+    "read_rows", "take",
 ]  # fmt: skip

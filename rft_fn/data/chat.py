@@ -4,31 +4,28 @@ Prompts are to be answered; lessons are sequences with turns to be learned.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, lru_cache
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from rft_fn.data.chat_template import MARK, reads
-from rft_fn.data.messages import Conversation, Turn
+from rft_fn.data.media import KINDS, media_of_turns
+from rft_fn.data.media.cache import Encoded
+from rft_fn.data.messages import Conversation, Turn, text_of
+from rft_fn.data.processing import Processing
+from rft_fn.data.spans import Lesson, cut, runs, shared_prefix, span, special_tokens
 
-__all__ = ["LOSS_ON", "Chat", "Lesson", "shared_prefix", "special_tokens"]
+__all__ = ["LOSS_ON", "Chat", "learned_turns"]
 
 LOSS_ON = ("all", "last")
 
 
-class Lesson(NamedTuple):
-    """One sequence to learn from."""
-
-    ids: list[int]
-    mask: list[bool]  # [ids] True for the tokens that are learned
-
-
 class Chat(NamedTuple):
-    """A tokenizer with the values for its chat template's variables."""
+    """A tokenizer with the values for its chat template's variables, and the processor of media if any."""
 
     tokenizer: Any
     kwargs: Mapping[str, Any]
+    processing: Processing | None = None
 
     def check(self, *, messages: Sequence[str] = ()) -> None:
         """Raise ValueError for options that do not fit the chat template.
@@ -74,7 +71,7 @@ class Chat(NamedTuple):
             raise ValueError(
                 f"turn {len(talk.turns)}: expected the last turn of a prompt from user or tool, got {role}"
             )
-        if not any(turn["content"].strip() for turn in talk.turns):
+        if not any(text_of(turn).strip() for turn in talk.turns):
             raise ValueError("the prompt is empty")
         self._check_read(talk)
         return self.ids(talk.turns, talk.tools, ask=True)
@@ -92,21 +89,19 @@ class Chat(NamedTuple):
 
         ValueError names a turn whose rendering does not begin with that prompt.
         """
-        spoken = [i for i in _assistant_turns(talk.turns) if i >= talk.start]
-        if not spoken:
-            raise ValueError("expected a turn of the assistant to learn, got none")
-        if loss_on == "last":
-            spoken = spoken[-1:]
+        spoken = learned_turns(talk, loss_on)
         if spoken[0] == 0:
             raise ValueError("turn 1: the assistant speaks first, so that no prompt asks for it")
         for i in spoken:
             turn = talk.turns[i]
-            if not (turn["content"].strip() or turn.get("tool_calls") or turn.get("reasoning_content")):
+            if not (text_of(turn).strip() or turn.get("tool_calls") or turn.get("reasoning_content")):
                 raise ValueError(f"turn {i + 1}: the response is empty")
 
         # nothing behind the last learned turn is read
         talk = talk._replace(turns=talk.turns[: spoken[-1] + 1])
         self._check_read(talk)
+        if self.processing is not None and media_of_turns(talk.turns):
+            return self._by_prefixes(talk, spoken)
         return self._by_marks(talk, spoken) or self._by_prefixes(talk, spoken)
 
     def ids(self, turns: Sequence[Mapping[str, Any]], tools: Any = None, *, ask: bool) -> list[int]:
@@ -115,12 +110,21 @@ class Chat(NamedTuple):
         A system turn that the template refuses is put before the user's first text, with a warning.
         ValueError for a template that fails.
         """
-        return list(self._rendered(turns, tools, ask, return_dict=False))
+        if self.processing is None or not media_of_turns(turns):
+            return list(self._rendered(turns, tools, ask, return_dict=False))
+        return self.encoded(turns, tools, ask=ask).ids
+
+    def encoded(self, turns: Sequence[Mapping[str, Any]], tools: Any = None, *, ask: bool) -> Encoded:
+        """The ids of turns with media, and the processor's tensors; errors as `ids`."""
+        assert self.processing is not None
+        text = self._rendered(turns, tools, ask, tokenize=False)
+        return self.processing.encode(text, media_of_turns(turns))
 
     def _rendered(self, turns: Any, tools: Any, ask: bool, **how: Any) -> Any:
         """The output of `apply_chat_template` with these options."""
         how = {"tools": tools, "add_generation_prompt": ask, **how, **self.kwargs}
         apply = self.tokenizer.apply_chat_template
+        turns = [self._for_template(turn) for turn in turns]
         try:
             return apply(list(turns), **how)
         except Exception as error:  # a template is a program: it may raise anything
@@ -135,6 +139,23 @@ class Chat(NamedTuple):
             raise _refusal(merged, error) from error
         _warn_of_merged_system(self.tokenizer.chat_template)
         return out
+
+    def _for_template(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A turn as the template reads it: with media as bare places.
+
+        Templates of processors mostly read a list of parts only, so that text becomes one.
+        """
+        content = turn["content"]
+        if self.processing is None or "'type'" not in self.tokenizer.chat_template.replace('"', "'"):
+            return turn
+        if isinstance(content, str):
+            return {**turn, "content": [{"type": "text", "text": content}]}
+        bare = []
+        for part in content:
+            if part["type"] in KINDS:
+                part = {"type": part["type"]}
+            bare.append(part)
+        return {**turn, "content": bare}
 
     def _check_read(self, talk: Conversation) -> None:
         """ValueError for parts of a row that the template would drop silently."""
@@ -161,7 +182,7 @@ class Chat(NamedTuple):
             talk.turns, talk.tools, False, return_dict=True, return_assistant_tokens_mask=True
         )
         ids = list(out["input_ids"])
-        spans = list(_runs(out["assistant_masks"]))
+        spans = list(runs(out["assistant_masks"]))
         speakers = _assistant_turns(talk.turns)
         if len(spans) != len(speakers):
             return []
@@ -177,7 +198,7 @@ class Chat(NamedTuple):
             if self._begins_in_prompt(talk, i, ids, start):
                 return []
             mask[start:end] = [True] * (end - start)
-        return [_cut(ids, mask)]
+        return [cut(ids, mask)]
 
     def _begins_in_prompt(self, talk: Conversation, i: int, ids: list[int], start: int) -> bool:
         """Whether the first token of a turn overlaps the prompt before it.
@@ -195,6 +216,7 @@ class Chat(NamedTuple):
         whole = self.ids(talk.turns, talk.tools, ask=False)
         mask = [False] * len(whole)  # of the turns that share the sequence of the whole conversation
         alone: list[Lesson] = []
+        shared = 0  # the last turn in the sequence that turns share
         for i in spoken:
             # the conversation up to the end of this turn, and where the turn begins in it
             through = whole
@@ -205,14 +227,22 @@ class Chat(NamedTuple):
             # it shares a sequence if it ends with a special token and later turns leave it as it is
             end = self._end(through, start, len(through))
             if end is None:
-                alone.append(self._ended(through, start))
+                alone.append(self._with_media(self._ended(through, start), talk, i))
             elif through[:end] == whole[:end]:
                 mask[start:end] = [True] * (end - start)
+                shared = i
             else:
-                alone.append(_cut(through, _span(len(through), start, end)))
+                alone.append(self._with_media(cut(through, span(len(through), start, end)), talk, i))
         if any(mask):
-            return [_cut(whole, mask), *alone]
+            return [self._with_media(cut(whole, mask), talk, shared), *alone]
         return alone
+
+    def _with_media(self, lesson: Lesson, talk: Conversation, i: int) -> Lesson:
+        """A lesson that ends with turn i, with the media up to there."""
+        turns = talk.turns[: i + 1]
+        if self.processing is None or not media_of_turns(turns):
+            return lesson
+        return lesson._replace(media=self.encoded(turns, talk.tools, ask=False).media)
 
     def _asked(self, talk: Conversation, i: int, through: list[int]) -> tuple[int, list[int]]:
         """(the start of turn i, the ids up to its end).
@@ -231,14 +261,14 @@ class Chat(NamedTuple):
         before = self._rendered(talk.turns[:i], talk.tools, True, tokenize=False)
         after = self._rendered(talk.turns[: i + 1], talk.tools, False, tokenize=False)
         same = shared_prefix(before, after)
-        cut = [*asked, *self.tokenizer.encode(after[len(before) :], add_special_tokens=False)]
-        if same < len(before) or self._text(cut) != self._text(through):
+        parted = [*asked, *self.tokenizer.encode(after[len(before) :], add_special_tokens=False)]
+        if same < len(before) or self._text(parted) != self._text(through):
             raise ValueError(
                 f"turn {i + 1}: the prompt that asks for it continues with {before[same:]!r:.60}, but the "
                 f"chat template renders it with {after[same:]!r:.60}: the learned turn would never be asked "
                 "for; other --chat-template-kwargs may make the two alike"
             )
-        return len(asked), cut
+        return len(asked), parted
 
     def _end(self, ids: Sequence[int], start: int, end: int) -> int | None:
         """The end of turn [start, end), its special token included.
@@ -257,7 +287,7 @@ class Chat(NamedTuple):
         """The sequence of a turn, its trailing spaces replaced by the end of sequence."""
         last = self._filled(ids, start, len(ids))
         ids = [*ids[:last], self.tokenizer.eos_token_id]
-        return Lesson(ids, _span(len(ids), start, len(ids)))
+        return Lesson(ids, span(len(ids), start, len(ids)))
 
     def _filled(self, ids: Sequence[int], start: int, end: int) -> int:
         """`end` without the tokens of spaces before it."""
@@ -273,19 +303,19 @@ class Chat(NamedTuple):
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def shared_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The number of elements that two sequences begin with in common."""
-    same = 0
-    for x, y in zip(a, b):
-        if x != y:
-            break
-        same += 1
-    return same
-
-
 def _assistant_turns(turns: Sequence[Turn]) -> list[int]:
     """The numbers of the assistant's turns, from 0."""
     return [i for i, turn in enumerate(turns) if turn["role"] == "assistant"]
+
+
+def learned_turns(talk: Conversation, loss_on: str | None) -> list[int]:
+    """The numbers of the turns that are learned. ValueError for none."""
+    spoken = [i for i in _assistant_turns(talk.turns) if i >= talk.start]
+    if not spoken:
+        raise ValueError("expected a turn of the assistant to learn, got none")
+    if loss_on == "last":
+        spoken = spoken[-1:]
+    return spoken
 
 
 def _without_system(turns: Sequence[Mapping[str, Any]]) -> list[Any] | None:
@@ -296,8 +326,13 @@ def _without_system(turns: Sequence[Mapping[str, Any]]) -> list[Any] | None:
     roles = [turn["role"] for turn in turns[:2]]
     if roles != ["system", "user"]:
         return None
-    texts = [turn["content"] for turn in turns[:2] if turn["content"]]
-    return [{**turns[1], "content": "\n\n".join(texts)}, *turns[2:]]
+    text = text_of(turns[0])
+    content = turns[1]["content"]
+    if not isinstance(content, str):
+        content = [{"type": "text", "text": f"{text}\n\n"}, *content]
+    else:
+        content = "\n\n".join(filter(None, (text, content)))
+    return [{**turns[1], "content": content}, *turns[2:]]
 
 
 @cache
@@ -315,33 +350,3 @@ def _refusal(turns: Sequence[Mapping[str, Any]], error: Exception) -> ValueError
         roles = [*roles[:5], "..."]
     kind = type(error).__name__
     return ValueError(f"chat template: expected it to render {', '.join(roles)}, got {kind}: {error}")
-
-
-@lru_cache(8)
-def special_tokens(tokenizer: Any) -> frozenset[int]:
-    """The special tokens, those that were added later among them."""
-    added = tokenizer.added_tokens_decoder
-    return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
-
-
-def _runs(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """[start, end) of each run of ones."""
-    at = 0
-    for one, group in groupby(mask):
-        size = len(list(group))
-        if one:
-            yield at, at + size
-        at += size
-
-
-def _span(size: int, start: int, end: int) -> list[bool]:
-    """[size] True in [start, end)."""
-    return [start <= i < end for i in range(size)]
-
-
-def _cut(ids: Sequence[int], mask: Sequence[bool]) -> Lesson:
-    """A lesson without the tokens behind the last learned one."""
-    size = len(mask)
-    while not mask[size - 1]:
-        size -= 1
-    return Lesson(list(ids[:size]), list(mask[:size]))

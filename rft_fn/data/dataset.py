@@ -7,9 +7,10 @@ import hashlib
 import warnings
 from array import array
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from rft_fn.data.making import outcomes
 from rft_fn.data.mixture import Mixture
 from rft_fn.data.rows import Endless, Row, Table, place_of
 from rft_fn.data.unfit import FirstFew, TooLong, Unfit, unfit_line
@@ -88,11 +89,14 @@ class Recipe(Protocol[ItemT_co]):
         ...
 
 
-def make_dataset(rows: Table | Endless, recipe: Recipe[ItemT], name: str) -> Dataset[ItemT]:
+def make_dataset(
+    rows: Table | Endless, recipe: Recipe[ItemT], name: str, *, workers: int = 0
+) -> Dataset[ItemT]:
     """The data set of the items that a recipe makes of rows.
 
-    Every row is made once now, the first one of endless rows. Items above the recipe's limit are left out,
-    with one warning.
+    Every row is made once now, the first one of endless rows; by `workers` processes, if there are any. Items
+    above the recipe's limit are left out, with one warning; another one names the first media that were
+    shrunk or resampled.
 
     ValueError for options that the recipe refuses, for no rows, for rows that cannot be used (with their
     count and the places of the first), and when all are too long. Endless rows raise it when they are drawn,
@@ -110,15 +114,18 @@ def make_dataset(rows: Table | Endless, recipe: Recipe[ItemT], name: str) -> Dat
     kept = array("q")
     long = FirstFew()
     unfit = FirstFew()
+    changed = FirstFew()
     content = hashlib.blake2b(digest_size=16)
-    for i in range(len(rows)):
-        try:
-            content.update(repr((i, *_values(make(i)))).encode())
+    for i, found in enumerate(outcomes(rows, recipe, name, workers=workers)):
+        if isinstance(found, Unfit):
+            unfit.add((found.place, found.reason))
+        elif isinstance(found, TooLong):
+            long.add(f"{place_of(rows, i, name)} with {found}")
+        else:
+            content.update(f"{i} {found.text}".encode())
             kept.append(i)
-        except Unfit as error:
-            unfit.add((error.place, error.reason))
-        except TooLong as error:
-            long.add(f"{place_of(rows, i, name)} with {error}")
+            for note in found.notes:
+                changed.add(f"{place_of(rows, i, name)}: {note}")
 
     # unfit rows are an error of the data or of the options; long ones are expected
     if unfit.count:
@@ -133,6 +140,8 @@ def make_dataset(rows: Table | Endless, recipe: Recipe[ItemT], name: str) -> Dat
             f"tokens, and are left out: {'; '.join(long.shown)}{long.more()}",
             stacklevel=3,
         )
+    if changed.count:
+        warnings.warn(f"data: {'; '.join(changed.shown)}{changed.more()}", stacklevel=3)
     return Dataset(name, len(kept), lambda i: make(kept[i]), content.hexdigest())
 
 
@@ -153,8 +162,3 @@ def _endless(rows: Endless, recipe: Recipe[ItemT], name: str) -> Dataset[ItemT]:
 
     make(0)  # wrong options are an error now, not when the first item is drawn
     return Dataset(name, None, make)
-
-
-def _values(item: Item) -> tuple[Any, ...]:
-    """The values of an item's fields."""
-    return tuple(getattr(item, field.name) for field in fields(item))

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Protocol
 from rft_fn.data.rows import Joined, Listed, Records, Row, Rows, Table, decode
 from rft_fn.data.unfit import Unfit
 
-__all__ = ["READERS", "quiet_datasets", "read_files", "suffix_of"]
+__all__ = ["READERS", "quiet_datasets", "read_files", "suffix_of", "undecoded"]
 
 _BEFORE_BRACKET = b"\xef\xbb\xbf \t\r\n"  # a byte order mark and spaces may stand before the first bracket
 
@@ -145,7 +145,7 @@ def _json(path: Path, file: BinaryIO, key: str | None) -> Rows:
     if first.startswith(b"["):
         if key is not None:
             raise ValueError(f"expected an object with a list {key!r}, got a list; leave out :{key}")
-        return _objects(json.loads(decode(file.read(), 0, f"{path}, line 1")), str(path))
+        return _objects(json.loads(decode(file.read(), 0, f"{path}, line 1")), str(path), path.parent)
     if key is None and second and _is_json(first):
         return _json_lines(path, file)
 
@@ -165,9 +165,9 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def _objects(rows: Sequence[Any], name: str) -> Listed:
+def _objects(rows: Sequence[Any], name: str, folder: Path) -> Listed:
     """A list of rows. Unfit for an element that is no object."""
-    found = Listed(rows, name)
+    found = Listed(rows, name, folder)
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise Unfit(found.place(i), f"expected an object of columns, got {type(row).__name__}")
@@ -181,7 +181,7 @@ def _wrapped(path: Path, whole: dict[str, Any], key: str | None) -> Listed:
     """
     lists = [name for name, x in whole.items() if _is_table(x)]
     if key is None and not lists:
-        return Listed([whole], str(path))
+        return Listed([whole], str(path), path.parent)
     if key is None and len(lists) > 1:
         raise ValueError(f"expected one list of rows, got {', '.join(lists)}; name one, as {path}:{lists[0]}")
     chosen = key
@@ -189,7 +189,7 @@ def _wrapped(path: Path, whole: dict[str, Any], key: str | None) -> Listed:
         chosen = lists[0]
     if not isinstance(whole.get(chosen), list):
         raise ValueError(f"expected a list {chosen!r}, got an object with {', '.join(map(repr, whole))}")
-    return _objects(whole[chosen], f"{path}, {chosen}")
+    return _objects(whole[chosen], f"{path}, {chosen}", path.parent)
 
 
 def _is_table(x: Any) -> bool:
@@ -288,7 +288,32 @@ def _read_parquet(paths: Sequence[Path], key: str | None) -> Table:
     whole = [str(path) for path in paths if path.stat().st_size]
     if not whole:
         return []
-    return datasets.load_dataset("parquet", data_files=whole, split="train")
+    return undecoded(datasets.load_dataset("parquet", data_files=whole, split="train"))
+
+
+def undecoded(table: Any) -> Any:
+    """A table of `datasets` whose columns of media give {"bytes", "path"}, as they are stored.
+
+    Its own decoders want further packages for audio, and decode what is in the cache already.
+    """
+    for name, feature in table.features.items():
+        stored = _stored(feature)
+        if stored is not None:
+            table = table.cast_column(name, stored)
+    return table
+
+
+def _stored(feature: Any) -> Any:
+    """The feature of a column of media, without decoding; None for other columns."""
+    import datasets
+
+    if isinstance(feature, (datasets.Image, datasets.Audio)):
+        return type(feature)(decode=False)
+    if isinstance(feature, datasets.List):
+        inner = _stored(feature.feature)
+        if inner is not None:
+            return datasets.List(inner)
+    return None
 
 
 def quiet_datasets() -> None:

@@ -6,9 +6,10 @@ They hold its response, or the assistant's turns of its conversation.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rft_fn.data.chat import Chat, Lesson
+from rft_fn.data.chat import Chat
 from rft_fn.data.messages import Conversation, tools_of, turns_of
 from rft_fn.data.prompts import Prompt
+from rft_fn.data.spans import Lesson
 from rft_fn.data.text_template import fill
 
 __all__ = ["lessons", "text_lesson"]
@@ -27,11 +28,13 @@ def lessons(
 
     The data set has to be loaded with the same options. Of text it is the prompt, then the filled-in
     `response` and the end of sequence, which are learned. Of a conversation it is turns of the assistant: see
-    `Chat.lessons`. ValueError for a row that cannot be used.
+    `Chat.lessons`. Each has the media that stand before its end. ValueError for a row that cannot be used.
     """
+    if prompt.learned:
+        return list(prompt.learned)
     if prompt.messages is None:
         text = fill(response, prompt.columns, f"row {prompt.index + 1}")
-        return [text_lesson(prompt.ids, text, tokenizer)]
+        return [text_lesson(prompt.ids, text, tokenizer)._replace(media=prompt.media)]
 
     # the learned turns are those of the last column; the ones before it are context
     turns = [dict(turn) for turn in prompt.messages]

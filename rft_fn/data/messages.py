@@ -2,17 +2,19 @@
 
 Those of OpenAI, TRL and sharegpt are read. All of them become turns {"role", "content", ...} with text as
 content, calls of tools as `{"type": "function", "function": {"name", "arguments"}}`, and no key that holds
-None. A new schema is read by `_turn`; its names of roles are rows of `_ROLES`.
+None. Content with images, audio or videos is a list of parts. A new schema is read by `_turn`; its names of roles are rows of `_ROLES`.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rft_fn.data.media.medium import KINDS, part_of
 from rft_fn.data.rows import Row
 
 __all__ = [
-    "Conversation", "Turn", "advice", "are_messages", "conversation", "opened", "tools_of", "turns_of",
+    "Conversation", "Turn", "advice", "are_messages", "conversation", "opened", "text_of", "tools_of",
+    "turns_of",
 ]  # fmt: skip
 
 Turn = dict[str, Any]
@@ -43,20 +45,23 @@ class Conversation(NamedTuple):
     tools: list[Any] | None
 
 
-def conversation(row: Row, columns: Sequence[str], system: str | None = None) -> Conversation:
+def conversation(
+    row: Row, columns: Sequence[str], system: str | None = None, *, media: bool = False
+) -> Conversation:
     """The conversation of a row.
 
     Its turns are the messages of `columns`, one column after the other; its tools are in the column `tools`.
     `system` is the content of a system turn that is added where there is none.
 
     ValueError names the column and the turn, counted from 1, of anything that is no message: no role or an
-    unknown one, no content in a turn that calls no tool, a part of the content that is not text.
+    unknown one, no content in a turn that calls no tool, a part of the content that is not text. With `media`
+    parts may be images, audio or videos; the content is then a list of parts.
     """
     turns: list[Turn] = []
     start = 0
     for name in columns:
         start = len(turns)
-        turns += turns_of(row, name)
+        turns += turns_of(row, name, media=media)
     more = opened(turns, system)
     return Conversation(more, start + len(more) - len(turns), tools_of(row))
 
@@ -71,7 +76,7 @@ def opened(turns: list[Turn], system: str | None) -> list[Turn]:
     return [{"role": "system", "content": system}, *turns]
 
 
-def turns_of(row: Row, name: str) -> list[Turn]:
+def turns_of(row: Row, name: str, *, media: bool = False) -> list[Turn]:
     """The messages of one column, a list or JSON text of one.
 
     ValueError as `conversation`.
@@ -93,7 +98,7 @@ def turns_of(row: Row, name: str) -> list[Turn]:
     turns = []
     for i, message in enumerate(found, 1):
         try:
-            turns.append(_turn(message))
+            turns.append(_turn(message, media))
         except ValueError as error:
             raise ValueError(f"column {name!r}, turn {i}: {error}") from None
     return turns
@@ -161,7 +166,7 @@ def _json(text: str) -> Any:
         return None
 
 
-def _turn(message: Any) -> Turn:
+def _turn(message: Any, media: bool) -> Turn:
     """One message as a turn. ValueError for anything else."""
     if not isinstance(message, Mapping):
         raise ValueError(f"expected a message with role and content, got {type(message).__name__}")
@@ -185,16 +190,16 @@ def _turn(message: Any) -> Turn:
     content = given.pop("content", None)
     if content is None and not calls:
         raise ValueError(f"{role}: expected content, got none")
-    turn = {"role": role, "content": _text(content), **given}
+    turn = {"role": role, "content": _content(content, media), **given}
     if calls:
         turn["tool_calls"] = calls
     return turn
 
 
-def _text(content: Any) -> str:
+def _content(content: Any, media: bool) -> str | list[Turn]:
     """Content as text: itself, or its parts put together.
 
-    ValueError for parts of another kind.
+    With `media` in it a list of its parts. ValueError for parts of another kind.
     """
     if content is None:
         return ""
@@ -203,19 +208,39 @@ def _text(content: Any) -> str:
     if not isinstance(content, (list, tuple)):
         raise ValueError(f"content: expected text, or a list of parts of text, got {type(content).__name__}")
 
-    # parts of text only: an image would be dropped silently
-    texts = []
-    for part in content:
-        if isinstance(part, str):
-            texts.append(part)
-        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
-            kind = type(part).__name__
-            if isinstance(part, Mapping):
-                kind = part.get("type")
-            raise ValueError(f"content: expected parts of text, got one of type {kind!r}")
-    return "".join(texts)
+    parts = [_part(part, media) for part in content]
+    if any(part["type"] in KINDS for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def _part(part: Any, media: bool) -> Turn:
+    """A part of content.
+
+    ValueError for one that the model would not be shown: an image would be dropped silently.
+    """
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind: Any = type(part).__name__
+    if isinstance(part, Mapping):
+        if isinstance(part.get("text"), str):
+            return {"type": "text", "text": part["text"]}
+        found = part_of(part)
+        if found is not None and media:
+            return found
+        kind = part.get("type")
+    expected = "text"
+    if media:
+        expected = f"text, {', '.join(KINDS)}"
+    raise ValueError(f"content: expected parts of {expected}, got one of type {kind!r}")
+
+
+def text_of(turn: Mapping[str, Any]) -> str:
+    """The text of a turn, with the mark "<image>" or the like for each medium."""
+    content = turn["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", f"<{part['type']}>") for part in content)
 
 
 def _calls(cell: Any) -> list[Turn]:

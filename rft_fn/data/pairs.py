@@ -12,11 +12,12 @@ from typing import Any, ClassVar
 
 from rft_fn import rng
 from rft_fn.data import tasks
-from rft_fn.data.chat import Chat, Lesson, shared_prefix
+from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import Dataset, make_dataset
 from rft_fn.data.lessons import text_lesson
 from rft_fn.data.messages import Conversation, Turn, are_messages, opened, tools_of, turns_of
 from rft_fn.data.rows import Endless, Row, Table
+from rft_fn.data.spans import Lesson, shared_prefix
 from rft_fn.data.text_template import fill, is_empty, render
 from rft_fn.data.unfit import TooLong, Unfit
 from rft_fn.data.wrong_answers import wrong_answer

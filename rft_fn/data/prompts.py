@@ -1,16 +1,23 @@
 """Prompts made of rows of text or of conversations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from rft_fn.data import tasks
-from rft_fn.data.chat import LOSS_ON, Chat
+from rft_fn.data.chat import LOSS_ON, Chat, learned_turns
 from rft_fn.data.column_path import value_at
 from rft_fn.data.dataset import Dataset, make_dataset
-from rft_fn.data.messages import Conversation, conversation
+from rft_fn.data.media import media_of_turns, placed
+from rft_fn.data.media.cache import Encoded
+from rft_fn.data.media.medium import shown_turns
+from rft_fn.data.messages import Conversation, Turn, conversation, opened, text_of
+from rft_fn.data.processing import Processing
 from rft_fn.data.rows import Endless, Row, Table
+from rft_fn.data.spans import Lesson
 from rft_fn.data.text_template import fill, is_empty, render
 from rft_fn.data.unfit import TooLong, Unfit
 
@@ -26,6 +33,10 @@ class Prompt:
     columns: Row  # the row that it was made of
     index: int  # in its data set
     messages: Sequence[Mapping[str, Any]] | None = None  # the conversation that it was made of, if any
+    media: Mapping[str, Tensor] | None = None  # the processor's tensors of its images, audio and videos
+    media_names: tuple[str, ...] = ()  # of its media, in their order
+    media_notes: tuple[str, ...] = ()  # which of them were shrunk or resampled
+    learned: tuple[Lesson, ...] = ()  # what `lessons` gives of a conversation with media
 
 
 def from_rows(
@@ -41,6 +52,8 @@ def from_rows(
     messages: Sequence[str] = (),
     loss_on: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    processing: Processing | None = None,
+    workers: int = 0,
     name: str = "rows",
 ) -> Dataset[Prompt]:
     """A data set of rows.
@@ -50,6 +63,10 @@ def from_rows(
     and the tools in the row's column `tools`; `template` and `response` are not read. It is to be answered,
     and must end with a user or a tool; with `loss_on` "all" or "last" it is to be learned (see `lessons`),
     and must have turns of the assistant.
+
+    With `processing` a row may have images, audio and videos: in columns of these names, or in the parts of
+    its messages; `docs/data.md` has the forms. Without it they are an error. `workers` processes make the
+    prompts of rows with media, and leave them in the cache of `processing`.
 
     Every row is looked at now, so that none stops a run later: the columns of the template and those of
     `columns` must be there and hold something (`reward.columns(score)` are those that a reward reads);
@@ -61,7 +78,7 @@ def from_rows(
     prompt fits, and for keywords that the chat template does not read.
     """
     recipe = PromptRecipe(
-        chat=Chat(tokenizer, chat_template_kwargs or {}),
+        chat=Chat(tokenizer, chat_template_kwargs or {}, processing),
         template=template,
         system=system,
         max_prompt=max_prompt,
@@ -71,7 +88,7 @@ def from_rows(
         messages=messages,
         loss_on=loss_on,
     )
-    return make_dataset(rows, recipe, name)
+    return make_dataset(rows, recipe, name, workers=workers)
 
 
 def from_task(task: str, tokenizer: Any, *, level: int = 1, seed: int = 0, **options: Any) -> Dataset[Prompt]:
@@ -146,15 +163,39 @@ class PromptRecipe:
 
     def _of_text(self, row: Row, place: str, index: int) -> Prompt:
         text = fill(self.template, row, place)
-        if is_empty(text):
+        turns = self._placed([{"role": "user", "content": text}], row, place)
+        if is_empty(text) and not media_of_turns(turns):
             raise Unfit(place, "the prompt is empty")
         if len(text) > self.max_prompt * self.widest:
             raise TooLong(f"{len(text)} characters")
+        if media_of_turns(turns):
+            return self._with_media(turns, text, row, place, index)
         ids = render(self.chat.tokenizer, text, system=self.system, chat_template_kwargs=self.chat.kwargs)
         if len(ids) > self.max_prompt:
             raise TooLong(f"{len(ids)} tokens")
         self._check_response(row, place, ids)
         return Prompt(ids, text, row, index)
+
+    def _placed(self, turns: list[Turn], row: Row, place: str) -> list[Turn]:
+        """Turns with the media of the row in their places. Unfit for media that do not fit."""
+        kinds: Collection[str] = ()
+        if self.chat.processing is not None:
+            kinds = self.chat.processing.kinds
+        try:
+            return placed(turns, row, kinds, getattr(place, "folder", None))
+        except ValueError as error:
+            raise Unfit(place, str(error)) from None
+
+    def _with_media(self, turns: list[Turn], text: str, row: Row, place: str, index: int) -> Prompt:
+        """The prompt of a question with media."""
+        try:
+            made = self.chat.encoded(opened(turns, self.system), ask=True)
+        except ValueError as error:
+            raise Unfit(place, str(error)) from None
+        if len(made.ids) > self.max_prompt:
+            raise TooLong(f"{len(made.ids)} tokens, those of its media among them")
+        self._check_response(row, place, made.ids)
+        return Prompt(made.ids, text, row, index, None, made.media, made.names, made.notes)
 
     def _check_response(self, row: Row, place: str, ids: Sequence[int]) -> None:
         """Raise Unfit for an empty response, and for more than max_tokens in all.
@@ -187,15 +228,32 @@ class PromptRecipe:
         no user speaks.
         """
         try:
-            talk = conversation(row, self.messages, self.system)
+            talk = conversation(row, self.messages, self.system, media=True)
+            talk = talk._replace(turns=self._placed(talk.turns, row, place))
             self._check_size(talk)
-            ids = self._ids(talk)
+            ids, learned = self._ids(talk)
+            made = self._media_before(talk, learned)
+        except Unfit:
+            raise
         except ValueError as error:
             raise Unfit(place, str(error)) from None
         if len(ids) > self.max_prompt:
             raise TooLong(f"{len(ids)} tokens")
         asked = [turn for turn in talk.turns if turn["role"] == "user"] or talk.turns
-        return Prompt(ids, asked[-1]["content"], row, index, talk.turns)
+        text = text_of(asked[-1])
+        if made is None:
+            return Prompt(ids, text, row, index, talk.turns)
+        turns = shown_turns(talk.turns, made.names)
+        return Prompt(ids, text, row, index, turns, made.media, made.names, made.notes, tuple(learned))
+
+    def _media_before(self, talk: Conversation, learned: Sequence[Lesson]) -> Encoded | None:
+        """The media of a conversation before its first learned token; None for one without any."""
+        if not media_of_turns(talk.turns):
+            return None
+        turns = talk.turns
+        if learned:
+            turns = turns[: learned_turns(talk, self.loss_on)[0]]
+        return self.chat.encoded(turns, talk.tools, ask=True)
 
     def _check_size(self, talk: Conversation) -> None:
         """Raise TooLong or ValueError for a conversation that cannot fit.
@@ -203,19 +261,19 @@ class PromptRecipe:
         It is then not tokenised. Turns of the assistant are not counted: a chat template may drop text of
         theirs.
         """
-        size = sum(len(turn["content"]) for turn in talk.turns if turn["role"] != "assistant")
+        size = sum(len(text_of(turn)) for turn in talk.turns if turn["role"] != "assistant")
         if self.loss_on is None and size > self.max_prompt * self.widest:
             raise TooLong(f"{size} characters")
         if self.loss_on is not None and self.max_tokens is not None and size > self.max_tokens * self.widest:
             raise ValueError(f"the conversation has {size} characters, above {self.max_tokens} tokens")
 
-    def _ids(self, talk: Conversation) -> list[int]:
-        """The tokens to answer, or those before the first learned token."""
+    def _ids(self, talk: Conversation) -> tuple[list[int], list[Lesson]]:
+        """(the tokens to answer, no lessons), or (those before the first learned token, the lessons)."""
         if self.loss_on is None:
-            return self.chat.prompt(talk)
+            return self.chat.prompt(talk), []
         found = self.chat.lessons(talk, self.loss_on)
         for lesson in found:
             if self.max_tokens is not None and len(lesson.ids) > self.max_tokens:
                 raise ValueError(f"the conversation has {len(lesson.ids)} tokens, above {self.max_tokens}")
         first = found[0]
-        return first.ids[: first.mask.index(True)]
+        return first.ids[: first.mask.index(True)], found

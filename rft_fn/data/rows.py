@@ -4,6 +4,7 @@ They are records of a text file, a list, several files as one, or a part of othe
 """
 
 import bisect
+import glob
 import itertools
 import os
 from abc import abstractmethod
@@ -14,7 +15,9 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from rft_fn.data.unfit import Unfit
 
-__all__ = ["Endless", "Joined", "Listed", "Part", "Records", "Row", "Rows", "Table", "decode", "place_of"]
+__all__ = [
+    "Endless", "Joined", "Listed", "Part", "Place", "Records", "Row", "Rows", "Table", "decode", "place_of",
+]  # fmt: skip
 
 Row = Mapping[str, Any]
 """One row of a data set: column -> value."""
@@ -43,22 +46,44 @@ class Endless(NamedTuple):
     row: GetRow
 
 
+class Place(str):
+    """The place of a row as text, with the folder that paths in the row begin from."""
+
+    folder: Path | None
+
+    def __new__(cls, text: str, folder: Path | None = None) -> "Place":
+        place = super().__new__(cls, text)
+        place.folder = folder
+        return place
+
+
 class Rows(Sequence):
     """Rows that know their places, for errors."""
 
     @abstractmethod
-    def place(self, i: int) -> str:
+    def place(self, i: int) -> Place:
         """The place of row i: FILE, line N or NAME, row N."""
 
 
-def place_of(rows: Table, i: int, name: str) -> str:
+def place_of(rows: Table, i: int, name: str) -> Place:
     """The place of row i, for an error.
 
-    As the rows know it, else their name and its number, counted from 1.
+    As the rows know it, else their name and its number, counted from 1; a name that is a file or a folder is
+    where its paths begin.
     """
     if isinstance(rows, Rows):
         return rows.place(i)
-    return f"{name}, row {i + 1}"
+    return Place(f"{name}, row {i + 1}", _folder_of(name))
+
+
+def _folder_of(name: str) -> Path | None:
+    """The folder that a name means: itself, or that of the file; None where neither is there."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.parent.is_dir() and (path.is_file() or glob.has_magic(path.name)):
+        return path.parent
+    return None
 
 
 class ParseRecord(Protocol):
@@ -101,17 +126,18 @@ class Records(Rows):
         place = self.place(i)
         return self._parse(decode(content, start, place), place)
 
-    def place(self, i: int) -> str:
+    def place(self, i: int) -> Place:
         """FILE, line N: the line where record i begins."""
-        return f"{self._path}, line {self._lines[i]}"
+        return Place(f"{self._path}, line {self._lines[i]}", self._path.parent)
 
 
 class Listed(Rows):
     """Rows in memory, with a name for their places."""
 
-    def __init__(self, rows: Table, name: str):
+    def __init__(self, rows: Table, name: str, folder: Path | None = None):
         self._rows = rows
         self._name = name
+        self._folder = folder
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -119,9 +145,9 @@ class Listed(Rows):
     def __getitem__(self, i: Any) -> Any:
         return self._rows[i]
 
-    def place(self, i: int) -> str:
+    def place(self, i: int) -> Place:
         """NAME, row N: counted from 1."""
-        return f"{self._name}, row {i + 1}"
+        return Place(f"{self._name}, row {i + 1}", self._folder)
 
 
 class Joined(Rows):
@@ -144,7 +170,7 @@ class Joined(Rows):
         rows, at = self._find(i)
         return rows[at]
 
-    def place(self, i: int) -> str:
+    def place(self, i: int) -> Place:
         """The place of row i in its own file."""
         rows, at = self._find(i)
         return rows.place(at)
@@ -164,7 +190,7 @@ class Part(Rows):
     def __getitem__(self, i: Any) -> Any:
         return self._rows[self._index[i]]
 
-    def place(self, i: int) -> str:
+    def place(self, i: int) -> Place:
         """The place of the row among all."""
         return place_of(self._rows, self._index[i], self._name)
 

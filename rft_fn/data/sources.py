@@ -139,12 +139,12 @@ def _saved(folder: Path) -> Tables | None:
     found = datasets.load_from_disk(str(folder))
     if isinstance(found, datasets.DatasetDict):
         return _by_split(found)
-    return {"": found}
+    return {"": file_formats.undecoded(found)}
 
 
 def _by_split(found: Mapping[Any, Table]) -> Tables:
     """The tables of a DatasetDict, by plain names."""
-    return {str(split): rows for split, rows in found.items()}
+    return {str(split): file_formats.undecoded(rows) for split, rows in found.items()}
 
 
 def _layout(folder: str, source: Source) -> Tables:

@@ -15,6 +15,9 @@ class Unfit(ValueError):
         self.place = place
         self.reason = reason
 
+    def __reduce__(self):
+        return Unfit, (self.place, self.reason)
+
 
 class TooLong(Exception):
     """A prompt or a pair above its limit.

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rft_fn import tree
 from rft_fn.types import Engine
 from rft_fn.types.engine import EngineStatus
 
@@ -110,7 +111,10 @@ class _Server:
             places, frozen = args
             weights = _Shared(places, frozen, reduction.recv_handle(self.pipe))
             return self.engine.load(weights, **options)
-        return getattr(self.engine, name)(*args, **options)
+        value = getattr(self.engine, name)(*args, **options)
+        if name == "generate":
+            value = tree.replace(value, media=None)  # the parent has them
+        return value
 
     def answer(self, request: bytes) -> Answer:
         """The answer to a request, also to one that fails."""

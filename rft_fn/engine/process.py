@@ -23,10 +23,12 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
+from rft_fn import tree
+from rft_fn.engine import prompt_media
 from rft_fn.engine.child import Answer, Place
 from rft_fn.engine.config import EngineConfig
 from rft_fn.engine.lifetime import EngineDead, dead_after_failure
-from rft_fn.types import Engine, Rollout, Sampling
+from rft_fn.types import Engine, Media, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
 
 __all__ = ["own_process"]
@@ -112,10 +114,12 @@ class _Process:
     def generate(
         self, prompts: Sequence[Any], keys: Sequence[int], *, n: int = 1, sampling: Sampling, **rows: Any
     ) -> Rollout:
-        """`Generate`; of prompts without media only the tokens are sent."""
-        plain = [_tokens_alone(p) for p in prompts]
+        """`Generate`; tokens and media are sent, and the media of a prompt once: none come back."""
+        sent = prompt_media.to_send(prompts)
         with self.fatal("generate"):
-            return self.call("generate", plain, list(keys), n=n, sampling=sampling, **rows)
+            rollout = self.call("generate", sent, list(keys), n=n, sampling=sampling, **rows)
+        media = [getattr(p, "media", None) for p in sent]
+        return tree.replace(rollout, media=Media.of_prompts(media, n))
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
         """`Score`."""
@@ -252,13 +256,6 @@ def _environment(threads: int) -> dict[str, str]:
         if name not in _TORCHRUN and not name.startswith(_TORCHRUN_PREFIXES)
     }
     return plain | {"OMP_NUM_THREADS": str(threads)}
-
-
-def _tokens_alone(prompt: Any) -> Any:
-    """The token ids of a prompt that is nothing more for an engine; one with media as it is."""
-    if getattr(prompt, "media", None) is not None:
-        return prompt
-    return getattr(prompt, "ids", prompt)
 
 
 @contextmanager

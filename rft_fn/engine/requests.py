@@ -1,16 +1,17 @@
 """Requests to an engine, and the rollout that answers them: shared by all engines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any, NamedTuple
 
 import torch
 from einops import repeat
-from torch import nn
+from torch import Tensor, nn
 
 from rft_fn import rng
 from rft_fn.data.text_template import render
-from rft_fn.types import Rollout, Sampling
+from rft_fn.model.media import placeholder_ids
+from rft_fn.types import Media, Rollout, Sampling
 
 __all__ = [
     "BadPrompt", "BadRequest", "Response", "Row", "assemble", "check", "check_rows", "empty", "end_tokens",
@@ -206,11 +207,17 @@ def empty(version: int = 0) -> Rollout:
 
 
 def assemble(
-    prompts: Sequence[Sequence[int]], responses: Sequence[Response], *, pad: int, version: int
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Response],
+    *,
+    pad: int,
+    version: int,
+    media: Sequence[Mapping[str, Tensor] | None] = (),
 ) -> Rollout:
     """The Rollout [B, S] of B = N G responses, the G responses to each of N prompts side by side.
 
-    No prompts give one without rows, B = S = 0.
+    `media` are the processor's tensors of each prompt, None for one without. No prompts give a rollout
+    without rows, B = S = 0.
     """
     count = len(prompts)
     group = torch.arange(0)
@@ -230,6 +237,9 @@ def assemble(
         mask[b, sampled] = True
         logp[b, sampled] = torch.tensor(response.logp)
 
+    shown = None
+    if count and media:
+        shown = Media.of_prompts(media, len(responses) // count)
     return Rollout(
         tokens=tokens,
         mask=mask,
@@ -238,13 +248,15 @@ def assemble(
         truncated=torch.tensor([not response.ended for response in responses], dtype=torch.bool),
         group=group,
         version=torch.full((len(responses),), version),
+        media=shown,
     )
 
 
 def end_tokens(lm: nn.Module, tokenizer: Any) -> frozenset[int]:
     """The tokens that end a response: the tokenizer's, and those of the model's generation config.
 
-    Chat models name several there.
+    Chat models name several there. So do the placeholders of media: after one the model would look for
+    something to see or hear that is not there, and the last token of a row is never read.
     """
     named = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
     ends = [tokenizer.eos_token_id]
@@ -252,4 +264,7 @@ def end_tokens(lm: nn.Module, tokenizer: Any) -> frozenset[int]:
         ends += named
     else:
         ends.append(named)
-    return frozenset(token for token in ends if token is not None)
+    places = frozenset[int]()
+    if hasattr(lm, "config"):
+        places = placeholder_ids(lm.config)
+    return places.union(token for token in ends if token is not None)

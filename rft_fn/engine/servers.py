@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import dist
-from rft_fn.engine import requests, weight_folder
+from rft_fn.engine import prompt_media, requests, weight_folder
 from rft_fn.engine.arrival import Arrival
 from rft_fn.engine.config import EngineConfig
 from rft_fn.engine.dialect import Ask, Described, Dialect, Reply, check_reply, probe
@@ -147,6 +147,7 @@ class _Servers:
         start: Sequence[int] | None = None,
     ) -> Rollout:
         """`Generate`. A seed names a whole sample here, so none can `start` in its middle."""
+        prompt_media.refuse(prompts, f"{self.dialect.name} servers get tokens; sample with hf or vllm")
         ids = requests.token_ids(prompts, self.tokenizer)
         requests.check(ids, keys, n, sampling, self.window(), max_new=max_new, start=start)
         if start is not None and any(start):

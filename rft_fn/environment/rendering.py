@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rft_fn.data.chat import Chat, special_tokens
+from rft_fn.data.chat import Chat
 from rft_fn.data.messages import Turn, opened
+from rft_fn.data.spans import special_tokens
 
 __all__ = ["Renderer"]
 

@@ -12,6 +12,7 @@ from rft_fn.model.load import load, load_tokenizer
 from rft_fn.model.lora import apply_lora_configuration, without_adapters
 from rft_fn.model.materialize import materialize
 from rft_fn.model.parts import text_model
+from rft_fn.model.processor import load_processor
 from rft_fn.model.quantize import check as check_quantize
 from rft_fn.model.reader import split_over
 from rft_fn.model.save import save
@@ -19,5 +20,5 @@ from rft_fn.model.scorer import Scorer, wrap_for_training
 
 __all__ = [
     "Critic", "apply_lora_configuration", "assign", "bind", "check_quantize", "explained_variance", "load",
-    "load_critic", "load_tokenizer", "save", "save_critic", "score", "values",
+    "load_critic", "load_processor", "load_tokenizer", "save", "save_critic", "score", "values",
 ]  # fmt: skip

@@ -100,14 +100,14 @@ def smollm2() -> Path:
 def resolve(name: str) -> str:
     """The path or hub name that transformers loads for a model's name.
 
-    "tiny" and "smollm2-135m" are made or fetched first. Where the hub cannot be reached, a hub name gives the
+    "tiny", "tiny-vl", "tiny-audio" and "smollm2-135m" are made or fetched first. Where the hub cannot be reached, a hub name gives the
     folder of its cached copy. ValueError, within seconds, where there is none, and for a name that is none of
     these.
     """
     # The built-in names.
     if name == "smollm2-135m":
         return str(smollm2())
-    if name.split(":")[0] == "tiny":
+    if name.split(":")[0] in ("tiny", *tiny.FORMS):
         return str(_built(tiny.cache_name(name), lambda out: tiny.build(out, name)))
 
     # A folder, or at least a name that could be on the hub.

@@ -14,7 +14,7 @@ from rft_fn.model.lora import with_adapter
 from rft_fn.model.materialize import on_meta
 from rft_fn.model.pretrained import from_pretrained, loaded
 
-__all__ = ["load", "load_tokenizer", "usual_device", "usual_dtype"]
+__all__ = ["base_folder", "load", "load_tokenizer", "usual_device", "usual_dtype"]
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
@@ -114,6 +114,14 @@ def _with_memory(name: str, device: torch.device, quantize: str, how: Mapping[st
     if quantize == "none":
         low.dequantize(module)
     return module
+
+
+def base_folder(folder: str) -> str:
+    """The folder or hub name of the base model, for a folder of adapters; else `folder` itself."""
+    adapter = Path(folder, "adapter_config.json")
+    if adapter.is_file():
+        return resolve(_base_of(adapter))
+    return folder
 
 
 def _base_of(adapter: Path) -> str:

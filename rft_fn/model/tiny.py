@@ -1,7 +1,8 @@
-"""The built-in default model: a character-level decoder of 0.33 M parameters.
+"""The built-in tiny models: a character-level decoder of 0.33 M parameters, and ones that see or hear.
 
 A few steps of supervised fine-tuning on generated examples warm it up: enough for the form of an answer,
 while the content is right little more often than by chance. The rest is left to reinforcement learning.
+Those of `tiny_vl` and `tiny_audio` learn more before: to look, or to listen.
 """
 
 import hashlib
@@ -11,12 +12,13 @@ from typing import Any, Protocol
 
 import torch
 
-from rft_fn import loss, optim, packing, rng
+from rft_fn import loss, optim, packing, rng, tree
+from rft_fn.model import tiny_audio, tiny_vl
 from rft_fn.model.bind import bind
 from rft_fn.model.save import save
-from rft_fn.types import Experience, Sampling
+from rft_fn.types import Experience, Media, Sampling
 
-__all__ = ["build", "cache_name", "new_model", "new_tokenizer"]
+__all__ = ["FORMS", "build", "cache_name", "new_model", "new_tokenizer"]
 
 SIZE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 STEPS = 20
@@ -27,24 +29,37 @@ TEMPLATE = (
     "{% for m in messages %}{% if m['role'] != 'system' %}{{ m['content'] }}{% endif %}"
     "{% if m['role'] == 'tool' %}={% endif %}{% endfor %}"
 )
+FORMS = {"tiny-vl": tiny_vl, "tiny-audio": tiny_audio}
+"""The tiny models with media, by name: modules with their task, tokens, model and processor."""
 
 
 def parse(name: str) -> tuple[str, int]:
-    """(task or environment, level) of "tiny:TASK:LEVEL"; "tiny" is sort_digits at level 1."""
-    parts = name.split(":")[1:]
-    defaults = ["sort_digits", "1"]
+    """(task or environment, level) of "tiny:TASK:LEVEL"; "tiny" is sort_digits at level 1.
+
+    "tiny-vl" is count_squares and "tiny-audio" is tone, at level 1.
+    """
+    form, *parts = name.split(":")
+    task = "sort_digits"
+    if form in FORMS:
+        task = FORMS[form].TASK
+    defaults = [task, "1"]
     parts += defaults[len(parts) :]
     if len(parts) != 2 or not parts[1].isdigit():
-        raise ValueError(f"model: expected tiny, tiny:TASK or tiny:TASK:LEVEL, got {name!r}")
+        raise ValueError(f"model: expected {form}, {form}:TASK or {form}:TASK:LEVEL, got {name!r}")
     return parts[0], int(parts[1])
 
 
 def cache_name(name: str) -> str:
     """A folder name that changes when anything does that the weights depend on."""
-    _, texts, steps = _teaching(*parse(name))
+    form = name.split(":")[0]
+    texts, steps = (), STEPS
+    if form not in FORMS:
+        _, texts, steps = _teaching(*parse(name))
     text = repr((parse(name), SIZE, steps, texts, BATCH, LR, WINDOW, TEMPLATE, torch.__version__))
     text += Path(__file__).read_text()
-    return f"tiny-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+    if form in FORMS:
+        text += Path(str(FORMS[form].__file__)).read_text()
+    return f"{form}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
 def new_tokenizer(texts: Sequence[str] = ()) -> Any:
@@ -125,15 +140,63 @@ def _batch(teach: _Teach, tokenizer: Any, seed: int, step: int) -> Experience:
     return packing.supervised(pairs)
 
 
-def build(out: Path, name: str, *, seed: int = 0) -> None:
-    """Build, warm up and save model and tokenizer for the task or environment in `name`.
+class _MakeBatch(Protocol):
+    """Makes the examples of a step of the warm-up."""
 
-    The training loop is pure: torch.func.grad over the bound model.
-    """
+    def __call__(self, seed: int, step: int, /) -> Experience:
+        """Questions and answers; the mask is the answers."""
+        ...
+
+
+def build(out: Path, name: str, *, seed: int = 0) -> None:
+    """Build, warm up and save model and tokenizer for the task or environment in `name`."""
+    if name.split(":")[0] in FORMS:
+        _build_with_media(out, name, seed)
+        return
+
     # A new model for the alphabet of the tasks.
     teach, texts, steps = _teaching(*parse(name))
     tokenizer = new_tokenizer(texts)
     lm = new_model(len(tokenizer), seed)
+    _warm_up(lm, lambda seed, step: _batch(teach, tokenizer, seed, step), steps=steps, seed=seed)
+    save(out, lm, tokenizer)
+
+
+def _build_with_media(out: Path, name: str, seed: int) -> None:
+    """Build, warm up and save a tiny model that sees or hears, with its processor."""
+    from rft_fn.data import MediaLimits, Processing, from_task
+
+    # The alphabet of the tasks, and the tokens that stand around media and for them.
+    form = FORMS[name.split(":")[0]]
+    tokenizer = new_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(form.TOKENS)})
+    tokenizer.chat_template = form.TEMPLATE
+    processor = form.new_processor(tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        lm = form.new_model(tokenizer)
+
+    # Prompts with media, as scripts draw them.
+    task, level = parse(name)
+    processing = Processing(processor, MediaLimits())
+    start = rng.fold_in(seed, "warm-up")
+    how = {"processing": processing, "template": "{short}", "max_prompt": WINDOW * 2}
+    prompts = from_task(task, tokenizer, level=level, seed=start, **how)
+
+    def batch(seed: int, step: int) -> Experience:
+        found = [prompts.prompt(step * BATCH + i) for i in range(BATCH)]
+        pairs = [(p.ids, [*tokenizer.encode(p.columns["answer"]), tokenizer.eos_token_id]) for p in found]
+        return tree.replace(packing.supervised(pairs), media=Media.of_prompts([p.media for p in found]))
+
+    _warm_up(lm, batch, steps=form.STEPS, seed=seed)
+    save(out, lm, processor)
+
+
+def _warm_up(lm: Any, batch: _MakeBatch, *, steps: int, seed: int) -> None:
+    """A few steps of supervised fine-tuning.
+
+    The training loop is pure: torch.func.grad over the bound model.
+    """
     apply, params = bind(lm, sampling=Sampling())
     tx = optim.adamw(optim.warmup_cosine(LR, steps // 2, steps))
     opt = tx.init(params)
@@ -141,10 +204,8 @@ def build(out: Path, name: str, *, seed: int = 0) -> None:
     def total(p: Any, pack: Any) -> torch.Tensor:
         return (pack.w * loss.nll(apply(p, pack).logp)).sum()
 
-    # A few steps of supervised fine-tuning on questions and their answers.
     for step in range(steps):
-        exp = _batch(teach, tokenizer, rng.fold_in(seed, "warm-up"), step)
+        exp = batch(rng.fold_in(seed, "warm-up"), step)
         pack = packing.pack(exp, range(len(exp.tokens)))
         updates, opt = tx.update(torch.func.grad(total)(params, pack), opt, params)
         optim.apply_updates(params, updates)
-    save(out, lm, tokenizer)

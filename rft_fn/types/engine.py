@@ -31,6 +31,7 @@ class EngineStatus(TypedDict):
     supported: frozenset[str]  # those of "load", "score", "sleep" and "start" that do something
     dtype: NotRequired[torch.dtype]  # of its weights, where it is one: they are sent in it
     window: NotRequired[int | None]  # tokens of a prompt and its response; None without a limit
+    placeholders: NotRequired[frozenset[int]]  # of media: no prompt may have one without its media
     tied: NotRequired[bool]  # whether a tied weight has to be sent under each of its names
 
 

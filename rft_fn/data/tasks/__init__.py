@@ -7,7 +7,7 @@ of `_ALL`.
 
 A row is a dict of strings: `question` for a chat model; `short` for a tiny character-level model, over
 `ALPHABET` alone and ending in "="; `answer`, one correct answer over `ALPHABET`; `level`; and whatever else
-the verifier reads.
+the verifier reads. Images and audio are data URIs in the columns `image`, `images` and `audio`.
 
 Verifiers are strict on content and ignore the whitespace around an answer. They see the answer and the row,
 never the prompt and never a whole response: `rft_fn.reward.task` cuts the answer out first.
@@ -15,13 +15,15 @@ never the prompt and never a whole response: `rft_fn.reward.task` cuts the answe
 
 from rft_fn.data.tasks.addition import ADDITION
 from rft_fn.data.tasks.alignment import REVERSE, SORT_DIGITS
+from rft_fn.data.tasks.count_squares import COUNT_SQUARES
 from rft_fn.data.tasks.countdown import COUNTDOWN
 from rft_fn.data.tasks.letter_count import LETTER_COUNT
 from rft_fn.data.tasks.task import ALPHABET, Task, TaskRow
+from rft_fn.data.tasks.tone import TONE
 
 __all__ = ["ALPHABET", "TASKS", "Task", "TaskRow", "get_task"]
 
-_ALL = (ADDITION, REVERSE, SORT_DIGITS, LETTER_COUNT, COUNTDOWN)
+_ALL = (ADDITION, REVERSE, SORT_DIGITS, LETTER_COUNT, COUNTDOWN, COUNT_SQUARES, TONE)
 
 TASKS: dict[str, Task] = {task.name: task for task in _ALL}
 

@@ -11,6 +11,8 @@ from einops import repeat
 from torch import Tensor, nn
 
 from rft_fn.engine.hf import cache as caches
+from rft_fn.engine.hf import media
+from rft_fn.engine.prompt_media import Shown, text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,6 +36,8 @@ class Batch:
     batching: Batching
     tokens: Tensor  # [R, w] not read yet: the last of W with a cache, else all
     seen: Tensor  # [R, W] bool, False on the padding
+    beyond: Tensor  # [axes, R], by how much positions are more than the number of tokens before them
+    shown: list[Shown]  # R, what is seen and heard of them
     logits: Tensor  # [R, V] of the next token
     name: str = ""  # by which the model takes its cache
     cache: Any = None
@@ -42,6 +46,8 @@ class Batch:
         """Keep only the rows `index` [R'], which may repeat."""
         self.tokens = self.tokens[index]
         self.seen = self.seen[index]
+        self.beyond = self.beyond[:, index]
+        self.shown = [self.shown[r] for r in index.tolist()]
         self.logits = self.logits[index]
         if self.batching.rows is not None:
             self.cache = caches.select(self.cache, self.batching.rows, index)
@@ -51,6 +57,7 @@ class Batch:
         new = token[:, None]
         if self.batching.rows is None:
             new = torch.cat([self.tokens, new], -1)
+            self.shown = [own._replace(sampled=[*own.sampled, True]) for own in self.shown]
         self.tokens = new
         self.seen = torch.cat([self.seen, torch.ones_like(self.seen[:, :1])], -1)
         self.read(lm)
@@ -71,13 +78,26 @@ class Batch:
         if _can_keep_last(type(lm)):
             options["logits_to_keep"] = 1
 
-        # positions count the tokens of a row, so padding on the left does not shift them
-        left = torch.arange(width, 0, -1, device=self.seen.device)
-        position = (self.seen.sum(-1, keepdim=True) - left).clamp(min=0)
-        out = lm(input_ids=self.tokens, position_ids=position, **options)
+        # with a cache media are read once: what became of them is in it
+        options["position_ids"] = self.position()
+        if width == self.seen.shape[1]:
+            options |= media.inputs(lm, self.tokens, self.seen, self.shown)
+            if options["position_ids"].dim() == 3:
+                self.beyond = media.beyond(options["position_ids"], self.seen)
+        out = lm(input_ids=self.tokens, **options)
         self.logits = out.logits[:, -1]
         if self.batching.rows is not None:
             self.name, self.cache = caches.found_in(out) or ("", None)
+
+    def position(self) -> Tensor:
+        """The positions of `tokens` where no media are among them: [R, w], or [axes, R, w] behind media."""
+        # they count the tokens of a row, so padding on the left does not shift them
+        width = self.tokens.shape[1]
+        left = torch.arange(width, 0, -1, device=self.seen.device)
+        found = (self.seen.sum(-1, keepdim=True) - left).clamp(min=0)
+        if len(self.beyond):
+            found = found + self.beyond.unsqueeze(-1)
+        return found
 
 
 @cache
@@ -87,16 +107,22 @@ def _can_keep_last(model: type[nn.Module]) -> bool:
 
 
 def start(
-    lm: "PreTrainedModel", batching: Batching, prompts: Sequence[Sequence[int]], n: int, pad: int
+    lm: "PreTrainedModel",
+    batching: Batching,
+    prompts: Sequence[Sequence[int]],
+    n: int,
+    pad: int,
+    shown: Sequence[Shown] | None = None,
 ) -> Batch:
-    """The batch of n rows of each prompt, side by side; each prompt is read once.
+    """The batch of n rows of each prompt, side by side; each prompt is read once, and so are its media.
 
     Prompts have to be of one length unless `batching.padded`.
     """
     width = max(len(p) for p in prompts)
     tokens = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=lm.device)
     seen = torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in prompts], device=lm.device)
-    batch = Batch(batching, tokens, seen, logits=torch.empty(0))
+    beyond = tokens.new_empty(0, len(prompts))  # without axes of their own
+    batch = Batch(batching, tokens, seen, beyond, list(shown or text(prompts)), logits=torch.empty(0))
     batch.read(lm)
     if n > 1:
         batch.take(repeat(torch.arange(len(prompts), device=lm.device), "p -> (p n)", n=n))

@@ -9,15 +9,18 @@ from torch.nn import functional as F
 
 from rft_fn import logprob
 from rft_fn import model as model_lib
-from rft_fn.engine import requests
+from rft_fn.engine import prompt_media, requests
 from rft_fn.engine.arrival import Arrival, manifest
 from rft_fn.engine.config import EngineConfig
+from rft_fn.engine.hf import media
 from rft_fn.engine.hf.batch import Batching
 from rft_fn.engine.hf.probe import find_batching
 from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.lifetime import dead_after_failure
 from rft_fn.engine.stop import Stop
 from rft_fn.model import quantize
+from rft_fn.model.media import placeholder_ids
+from rft_fn.rollout import take
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
 
@@ -117,6 +120,8 @@ class _InProcess:
         ids = requests.token_ids(prompts, self.tokenizer)
         window = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
         requests.check(ids, keys, n, sampling, window, max_new=max_new, start=start)
+        shown = prompt_media.shown(prompts, ids, start)
+        prompt_media.check(self.lm, ids, shown)
         if not ids:
             return requests.empty(self.version)
 
@@ -127,25 +132,42 @@ class _InProcess:
         stop = Stop(self.tokenizer, self.ends, sampling.stop)
         sampler = Sampler(self.lm, self.batching, sampling, stop, pad, self.batch)
         rows = requests.rows(keys, n, sampling, max_new=max_new, start=start)
-        return requests.assemble(ids, sampler.responses(ids, rows), pad=pad, version=self.version)
+        responses = sampler.responses(ids, shown, rows)
+        tensors = prompt_media.tensors(shown)
+        return requests.assemble(ids, responses, pad=pad, version=self.version, media=tensors)
 
     @torch.no_grad()
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
-        """`Score`, by one padded forward."""
+        """`Score`, by padded forwards: one of all rows, or of `batch` at a time where they have media."""
         if not len(rollout.tokens):
             return torch.zeros(rollout.tokens.shape)
         self.wake()
+        most = len(rollout.tokens)
+        if rollout.media is not None:
+            most = self.batch
+        every = torch.arange(len(rollout.tokens))
+        found = [self._score(take(rollout, part), sampling or Sampling()) for part in every.split(most)]
+        return torch.cat(found)
+
+    def _score(self, rollout: Rollout, sampling: Sampling) -> Tensor:
+        """`score`, by one forward."""
+        # the last token of a row is not read, as in training: it may be a placeholder of media
         device = self.lm.device
-        tokens = rollout.tokens.to(device)
-        position = torch.arange(tokens.shape[1], device=device).expand(tokens.shape)
-        seen = position < rollout.length.to(device).unsqueeze(-1)
-        out = self.lm(input_ids=tokens, attention_mask=seen.long(), position_ids=position, use_cache=False)
+        read = (rollout.length - 1).clamp(min=1)
+        position = torch.arange(int(read.max()), device=device).expand(len(read), -1)
+        tokens = rollout.tokens[:, : position.shape[1]].to(device)
+        seen = position < read.to(device).unsqueeze(-1)
+        tokens = torch.where(seen, tokens, self.tokenizer.pad_token_id)
+        inputs: dict[str, Any] = {"position_ids": position}
+        inputs |= media.inputs(self.lm, tokens, seen, prompt_media.of_rows(rollout, read))
+        out = self.lm(input_ids=tokens, attention_mask=seen.long(), use_cache=False, **inputs)
 
         # a token outside of the cut keeps a finite log-prob; the first token of a row is scored by nothing
-        sampling = sampling or Sampling()
-        z = logprob.process_logits(out.logits[:, :-1], sampling, keep=tokens[:, 1:])
-        logp = F.pad(logprob.log_probs_from_logits(z, tokens[:, 1:]), (1, 0))
-        return torch.where(rollout.mask, logp.cpu(), 0)
+        target = rollout.tokens[:, 1 : 1 + tokens.shape[1]].to(device)
+        z = logprob.process_logits(out.logits[:, : target.shape[1]], sampling, keep=target)
+        logp = logprob.log_probs_from_logits(z, target).cpu()
+        logp = F.pad(logp, (1, rollout.tokens.shape[1] - 1 - target.shape[1]))
+        return torch.where(rollout.mask, logp, 0)
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
@@ -187,6 +209,7 @@ class _InProcess:
             "asleep": self.asleep,
             "supported": frozenset(supported),
             "window": getattr(self.lm.config.get_text_config(), "max_position_embeddings", None),
+            "placeholders": placeholder_ids(self.lm.config),
         }
         # a model may keep some of its weights wider than the rest
         types = {p.dtype for p in self.lm.parameters()}

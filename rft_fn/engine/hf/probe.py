@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from rft_fn.engine.hf import cache as caches
+from rft_fn.engine.hf import media
 from rft_fn.engine.hf.batch import Batching, start
+from rft_fn.engine.prompt_media import Shown
 from rft_fn.model.attention import warn_once
+from rft_fn.model.media import placeholder_ids
 from rft_fn.model.probe import rounding, usual_tokens
 
 if TYPE_CHECKING:
@@ -96,8 +99,10 @@ def _prompts(lm: "PreTrainedModel") -> list[list[int]]:
 def _alone(lm: "PreTrainedModel", row: list[int]) -> Tensor:
     """[MORE + 1, V]: logits after a prompt and after each later token, read as the trainer does."""
     ids = torch.tensor([row], device=lm.device)
-    position = torch.arange(len(row), device=lm.device)[None]
-    out = lm(input_ids=ids, position_ids=position, attention_mask=torch.ones_like(ids), use_cache=False)
+    inputs: dict[str, Any] = {"position_ids": torch.arange(len(row), device=lm.device)[None]}
+    shown = Shown(None, [t >= len(row) - MORE for t in range(len(row))])
+    inputs |= media.inputs(lm, ids, torch.ones_like(ids, dtype=torch.bool), [shown])
+    out = lm(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs)
     return out.logits[0, -MORE - 1 :]
 
 

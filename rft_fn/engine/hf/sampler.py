@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rft_fn import logprob, rng
 from rft_fn.engine.hf.batch import Batch, Batching, start
+from rft_fn.engine.prompt_media import Shown
 from rft_fn.engine.requests import Response, Row
 from rft_fn.engine.stop import Stop
 from rft_fn.types import Sampling
@@ -67,7 +68,9 @@ class Sampler(NamedTuple):
     pad: int
     batch: int  # rows at a time
 
-    def responses(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[Response]:
+    def responses(
+        self, prompts: Sequence[Sequence[int]], shown: Sequence[Shown], rows: Sequence[Row]
+    ) -> list[Response]:
         """The response of each of B = N G rows, the G rows of each of N prompts side by side."""
         n = len(rows) // len(prompts)
         most = self.batch
@@ -77,16 +80,19 @@ class Sampler(NamedTuple):
         for part in split(prompts, self.batching, max(most // n, 1)):
             for first in range(0, n, most):  # more samples than fit into a batch
                 numbers = [i * n + j for i in part for j in range(first, min(first + most, n))]
-                found = self._sample([prompts[i] for i in part], [rows[b] for b in numbers])
+                own = [prompts[i] for i in part]
+                found = self._sample(own, [shown[i] for i in part], [rows[b] for b in numbers])
                 done |= zip(numbers, found)
         return [done[b] for b in range(len(rows))]
 
-    def _sample(self, prompts: Sequence[Sequence[int]], wanted: Sequence[Row]) -> list[Response]:
+    def _sample(
+        self, prompts: Sequence[Sequence[int]], shown: Sequence[Shown], wanted: Sequence[Row]
+    ) -> list[Response]:
         """The responses of the rows `wanted`, those of a prompt side by side, in one batch."""
         n = len(wanted) // len(prompts)
         device = self.lm.device
         rows = _Rows(
-            batch=start(self.lm, self.batching, prompts, n, self.pad),
+            batch=start(self.lm, self.batching, prompts, n, self.pad, shown),
             live=torch.arange(len(wanted), device=device),
             responses=[self._begun(prompts[b // n], row) for b, row in enumerate(wanted)],
         )

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import dist, memory
-from rft_fn.engine import requests
+from rft_fn.engine import prompt_media, requests
 from rft_fn.engine.arrival import Arrival
 from rft_fn.engine.config import EngineConfig
 from rft_fn.engine.lifetime import dead_after_failure
 from rft_fn.engine.stop import Stop
-from rft_fn.engine.vllm import reload, surroundings
+from rft_fn.engine.vllm import media, reload, surroundings
 from rft_fn.engine.vllm.folder import ModelFolder
 from rft_fn.engine.vllm.group import Group, name_shared_memory
 from rft_fn.engine.vllm.package import part
@@ -89,7 +89,17 @@ class InProcess:
                 self.folder.close()
                 raise
         self.group = Group(config.tp_size)
-        self.sampler = Sampler(self.llm.llm_engine, self.device, config.timeout)
+        self.fields: media.Fields | None = None
+        if self.folder.places:
+            self.fields = media.fields_of(self.llm.llm_engine.vllm_config.model_config)
+        self.sampler = Sampler(self.llm.llm_engine, self.device, config.timeout, self._request)
+
+    def _request(self, row: Asked) -> dict[str, Any]:
+        """vLLM's input of a row."""
+        if self.fields is None:
+            return {"prompt_token_ids": row.prompt}
+        dtype = getattr(torch, _dtype(self.config.dtype, self.device))
+        return media.request(self.folder.skeleton, self.fields, row.prompt, row.shown, dtype)
 
     def _options(self) -> dict[str, Any]:
         """The arguments of vLLM's constructor."""
@@ -104,13 +114,17 @@ class InProcess:
             # a prompt read in parts draws from its row's generator for each part, and a CPU's cannot go back
             "enable_chunked_prefill": self.device.type != "cpu",
             "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
-            "skip_tokenizer_init": True,  # prompts are tokens, and texts that stop are found by `Stop`
+            # prompts are tokens, and texts that stop are found by `Stop`; a processor wants the tokenizer
+            "skip_tokenizer_init": not self.folder.places,
             "generation_config": "vllm",  # the model's own defaults are not those of Sampling
             "enforce_eager": self.device.type == "cpu",
             "enable_sleep_mode": self.can_sleep,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
+        if self.folder.places:
+            options["skip_mm_profiling"] = True  # the cache has its size already
+            options["mm_processor_cache_gb"] = 0  # media come as tensors, and once
         if self.window:
             options["max_model_len"] = self.window
             options["max_num_batched_tokens"] = max(self.window, self.config.batch, STEP_TOKENS)
@@ -156,23 +170,26 @@ class InProcess:
         refused = None
         ids: list[list[int]] = []
         rows: list[requests.Row] = []
+        shown: list[prompt_media.Shown] = []
         try:
             ids = requests.token_ids(prompts, self.tokenizer)
             requests.check(ids, keys, n, sampling, self.window, max_new=max_new, start=start)
+            shown = prompt_media.shown(prompts, ids)
+            prompt_media.check(self.folder.skeleton, ids, shown)
             rows = requests.rows(keys, n, sampling, max_new=max_new, start=start)
             self._check(ids, rows, sampling)
         except requests.BadRequest as error:
             refused = error
 
         # the ranks of a group answer the requests of all of them together, and each keeps its own
-        owners = [prompt for prompt in ids for _ in range(n)]
-        asked = [Asked(prompt, row.key, row.max_new) for prompt, row in zip(owners, rows)]
+        asked = [Asked(ids[b // n], row.key, row.max_new, shown[b // n]) for b, row in enumerate(rows)]
         everything, own = self.group.together(asked, sampling, refused)
         if everything:
             self.wake()
         stop = Stop(self.tokenizer, self.folder.ends, sampling.stop)
         responses = self.sampler.responses(everything, sampling, stop)[own]
-        return requests.assemble(ids, responses, pad=self.tokenizer.pad_token_id, version=self.version)
+        how: dict[str, Any] = {"pad": self.tokenizer.pad_token_id, "version": self.version}
+        return requests.assemble(ids, responses, media=prompt_media.tensors(shown), **how)
 
     def _check(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[requests.Row], sampling: Sampling
@@ -207,7 +224,8 @@ class InProcess:
             refused = requests.BadRequest(
                 f"rollout: expected rows of fewer than {self.window} tokens, got {max(lengths)}"
             )
-        rows = [Asked(x[:length].tolist(), 0, 1) for x, length in zip(rollout.tokens, lengths)]
+        seen = prompt_media.of_rows(rollout, rollout.length)
+        rows = [Asked(x[:n].tolist(), 0, 1, own) for x, n, own in zip(rollout.tokens, lengths, seen)]
         everything, own = self.group.together(rows, Sampling(), refused)
         if everything:
             self.wake()
@@ -238,6 +256,8 @@ class InProcess:
         # keys and values of the old weights must not answer for the new ones
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("engine vllm: expected its prefix cache to be emptied after a load, got False")
+        if self.folder.places:
+            self.llm.llm_engine.reset_encoder_cache()
         self.version = version
         if asleep:
             self.sleep()
@@ -267,6 +287,7 @@ class InProcess:
             "asleep": self.asleep,
             "supported": frozenset(supported),
             "window": self.window,
+            "placeholders": self.folder.places,
         }
 
     def close(self) -> None:

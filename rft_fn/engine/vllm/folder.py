@@ -12,6 +12,7 @@ from rft_fn import model as model_lib
 from rft_fn.engine import requests
 from rft_fn.engine.arrival import Manifest, manifest
 from rft_fn.engine.served import stored_tensors
+from rft_fn.model.media import placeholder_ids
 from rft_fn.model.save import save
 from rft_fn.model.stored import folder_of
 
@@ -27,6 +28,8 @@ class ModelFolder:
         self.temporary: TemporaryDirectory[str] | None = None
         self.path = self._path(model)
         skeleton: Any = model_lib.load(str(self.path), meta=True)
+        self.skeleton = skeleton  # the model without weights
+        self.places = placeholder_ids(skeleton.config)  # of media; empty for a text model
         self.config: Any = skeleton.config.get_text_config()
         self.manifest: Manifest = manifest(skeleton)
         if (self.path / "generation_config.json").exists():

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rft_fn.engine.prompt_media import Shown
 from rft_fn.engine.requests import Response
 from rft_fn.engine.stop import Stop
 from rft_fn.engine.vllm.package import part
@@ -22,13 +23,17 @@ class Asked(NamedTuple):
     prompt: list[int]
     key: int  # seeds vLLM's generator, which keeps 32 bits of it on a CPU
     max_new: int
+    shown: Shown | None = None  # its media
 
 
 class Sampler:
     """Gives requests to an engine of vLLM and steps it until all are answered."""
 
-    def __init__(self, engine: Any, device: torch.device, timeout: float):
+    def __init__(
+        self, engine: Any, device: torch.device, timeout: float, request: Callable[[Asked], dict[str, Any]]
+    ):
         self.engine = engine
+        self.request = request  # makes vLLM's input of a row
         self.device = device
         self.timeout = timeout
         self.asked = 0  # requests so far, by which each has a name of its own
@@ -62,7 +67,7 @@ class Sampler:
             cut[i] = _response(found)._replace(ended=True)
             return True
 
-        answers = self._answers([row.prompt for row in rows], params, ended)
+        answers = self._answers(rows, params, ended)
         found = [cut.get(i) or _response(answers[i].outputs[0]) for i in range(len(rows))]
         self.cached = sum(answers[i].num_cached_tokens or 0 for i in range(len(rows)))
         return found
@@ -71,7 +76,7 @@ class Sampler:
         """The log-prob of each token of each row under the model's softmax; 0 for the first."""
         how = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         params = [part().SamplingParams(**how) for _ in rows]
-        answers = self._answers([row.prompt for row in rows], params, lambda i, out: False)
+        answers = self._answers(rows, params, lambda i, out: False)
         scored = []
         for i, row in enumerate(rows):
             # beside the token itself vLLM lists none, or the likeliest
@@ -80,24 +85,24 @@ class Sampler:
         return scored
 
     def _answers(
-        self, prompts: Sequence[list[int]], params: Sequence[Any], ended: Callable[[int, Any], bool]
+        self, rows: Sequence[Asked], params: Sequence[Any], ended: Callable[[int, Any], bool]
     ) -> Mapping[int, Any]:
         """vLLM's output for each request. TimeoutError when the time limit has passed between two steps."""
         limit = time.monotonic() + self.timeout
         numbers: dict[str, int] = {}
         answers: dict[int, Any] = {}
         with self._stepping():
-            for i, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
+            for i, (row, how) in enumerate(zip(rows, params, strict=True)):
                 name = f"{self.asked + i}"
                 numbers[name] = i
-                self.engine.add_request(name, {"prompt_token_ids": prompt}, how)
-            self.asked += len(prompts)
+                self.engine.add_request(name, self.request(row), how)
+            self.asked += len(rows)
 
             # after an error of its own vLLM steps for ever without an answer
-            while len(answers) < len(prompts):
+            while len(answers) < len(rows):
                 if time.monotonic() > limit:
                     raise TimeoutError(
-                        f"engine vllm: expected {len(prompts)} responses within {self.timeout:g} s, got "
+                        f"engine vllm: expected {len(rows)} responses within {self.timeout:g} s, got "
                         f"{len(answers)}; raise engine_timeout, or build another engine"
                     )
                 for out in self.engine.step():

@@ -1,0 +1,182 @@
+"""Makes tokens and tensors of text with media, by a model's processor, once for each content."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from rft_fn.data.media import Cache, Medium
+from rft_fn.data.media.cache import Encoded
+from rft_fn.data.media.images import image, video
+from rft_fn.data.media.sounds import sound
+from rft_fn.data.media.stored import Content, digest, name_of, read
+
+__all__ = ["MediaLimits", "Processing"]
+
+_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_BY_PROMPT = (
+    "Idefics2",
+    "Idefics3",
+    "SmolVLM",
+)  # their processors put one dimension of prompts before the tiles
+
+
+class MediaLimits(NamedTuple):
+    """Which media may be read, and how large images may be."""
+
+    max_pixels: int = 1 << 20  # larger images are shrunk; 0 is no limit
+    folder: str = ""  # relative paths begin here, and stay inside; empty: where the rows are
+    urls: bool = False  # whether URLs are fetched
+    cache: str = ""  # a folder of processed media; empty: in memory alone
+
+
+class Processing:
+    """A processor with limits and a cache.
+
+    `processor` is one of transformers, or of `model.load_processor`.
+    """
+
+    def __init__(self, processor: Any, limits: MediaLimits = MediaLimits()):  # noqa: B008, it is frozen
+        self.processor = processor
+        self.limits = limits
+        self.tokenizer = processor.tokenizer
+        self.kinds = _kinds(processor)
+        self._cache = Cache(limits.cache)
+        self._about = _about(processor, limits)
+        if not self.tokenizer.chat_template:  # older folders hold it beside the processor
+            self.tokenizer.chat_template = getattr(processor, "chat_template", None)
+
+    @property
+    def rate(self) -> int:
+        """The sampling rate [Hz] that audio is brought to."""
+        return int(self.processor.feature_extractor.sampling_rate)
+
+    def mark(self, kind: str) -> str:
+        """The text that stands for one medium before its place is widened to its tokens."""
+        for name in (f"{_BEGIN[kind]}_token", f"{kind}_token"):
+            found = getattr(self.processor, name, None)
+            if isinstance(found, str):
+                return found
+        raise ValueError(f"the processor {type(self.processor).__name__} has no token for {kind}s")
+
+    def encode(self, text: str, media: Sequence[Medium]) -> Encoded:
+        """The tokens of a text with its media, the places widened, and the processor's tensors.
+
+        Text and media that were seen before come from the cache. ValueError for media that cannot be read or
+        are too long for the model, for another number of places than of media, and for what the processor
+        refuses.
+        """
+        found = [self._read(medium) for medium in media]
+        names = tuple(name_of(medium, content) for medium, content in zip(media, found))
+        key = hashlib.blake2b(self._about.encode(), digest_size=16)
+        key.update(json.dumps([text, [x.kind for x in media], [digest(x) for x in found], names]).encode())
+        known = self._cache.get(key.hexdigest())
+        if known is not None:
+            return known
+
+        self._check_places(text, media)
+        given: dict[str, list[Any]] = {}
+        notes = []
+        for medium, name, content in zip(media, names, found):
+            decoded, note = self._decode(medium.kind, name, content)
+            given.setdefault(medium.kind, []).append(decoded)
+            if note:
+                notes.append(f"{name}: {note}")
+        ids, tensors = self._run(text, given)
+        made = Encoded(ids, tensors, names, tuple(notes))
+        self._cache.put(key.hexdigest(), made)
+        return made
+
+    def _read(self, medium: Medium) -> Content:
+        try:
+            return read(medium, root=self.limits.folder, urls=self.limits.urls)
+        except ValueError as error:
+            raise ValueError(f"{medium.kind}: {error}") from None
+
+    def _decode(self, kind: str, name: str, content: Content) -> tuple[Any, str]:
+        """(what the processor takes, how it was changed)."""
+        try:
+            if kind == "image":
+                return image(content, max_pixels=self.limits.max_pixels)
+            if kind == "video":
+                return video(content, max_pixels=self.limits.max_pixels)
+            samples, note = sound(content, rate=self.rate)
+            self._check_seconds(len(samples))
+            return samples, note
+        except ValueError as error:
+            raise ValueError(f"{kind} {name}: {error}") from None
+
+    def _check_seconds(self, count: int) -> None:
+        """ValueError for audio that the feature extractor would cut off silently."""
+        most = getattr(self.processor.feature_extractor, "n_samples", None)
+        if most is not None and count > most:
+            raise ValueError(f"expected at most {most / self.rate:g} s, got {count / self.rate:.4g} s")
+
+    def _check_places(self, text: str, media: Sequence[Medium]) -> None:
+        """ValueError where the rendered text has another number of places than there are media.
+
+        A chat template without media drops them, and text may hold the mark of a place by itself.
+        """
+        for kind in sorted(self.kinds):
+            have = sum(medium.kind == kind for medium in media)
+            places = text.count(self.mark(kind))
+            if places != have:
+                raise ValueError(
+                    f"expected the chat template to render {have} places of {kind}s ({self.mark(kind)}), "
+                    f"got {places}"
+                )
+
+    def _run(self, text: str, given: Mapping[str, list[Any]]) -> tuple[list[int], dict[str, torch.Tensor]]:
+        """(ids, tensors) by the processor."""
+        how: dict[str, Any] = {"add_special_tokens": False}
+        if "image" in given:
+            how["images"] = given["image"]
+        if "video" in given:
+            how["videos"] = given["video"]
+        if "audio" in given:
+            how |= {"audio": given["audio"], "sampling_rate": self.rate}
+        try:
+            out = dict(self.processor(text=[text], return_tensors="pt", **how))
+        except Exception as error:  # processors raise anything
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise ValueError(f"{type(self.processor).__name__} refuses the media: {lines[0]}") from error
+        ids = out["input_ids"][0].tolist()
+        tensors = {name: x for name, x in out.items() if name not in _OF_TEXT and torch.is_tensor(x)}
+        if given and not tensors:
+            raise ValueError(f"{type(self.processor).__name__} made no tensors of the media")
+        if type(self.processor).__name__.startswith(_BY_PROMPT):
+            tensors = {name: x[0] for name, x in tensors.items()}
+        return ids, tensors
+
+
+_BEGIN = {
+    "image": "boi",
+    "video": "bov",
+    "audio": "boa",
+}  # what stands before the soft tokens, as Gemma has it
+
+
+def _kinds(processor: Any) -> frozenset[str]:
+    """The kinds of media that a processor reads."""
+    found = set()
+    if getattr(processor, "image_processor", None) is not None:
+        found.add("image")
+    if getattr(processor, "video_processor", None) is not None:
+        found.add("video")
+    if getattr(processor, "feature_extractor", None) is not None:
+        found.add("audio")
+    return frozenset(found)
+
+
+def _about(processor: Any, limits: MediaLimits) -> str:
+    """All that the outcome depends on but text and media: a text for the cache's keys."""
+    parts = [type(processor).__name__, f"{limits.max_pixels}"]
+    for name in ("image_processor", "video_processor", "feature_extractor"):
+        part = getattr(processor, name, None)
+        if part is not None:
+            parts.append(json.dumps(part.to_dict(), sort_keys=True, default=str))
+    vocabulary = sorted(processor.tokenizer.get_vocab().items(), key=lambda x: x[1])
+    parts.append(hashlib.blake2b(repr(vocabulary).encode(), digest_size=16).hexdigest())
+    return "\n".join(parts)

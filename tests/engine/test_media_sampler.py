@@ -1,0 +1,208 @@
+"""Sampling by models that see and hear: the trainer's log-probs, in any company, in one piece or in several."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+from sees_and_hears import FAMILIES
+
+import rft_fn as rft
+from rft_fn import engine, model, packing, rng, weight
+from rft_fn.engine import prompt_media, requests
+from rft_fn.engine.hf.batch import Batching
+from rft_fn.engine.hf.probe import find_batching
+from rft_fn.engine.hf.sampler import Sampler
+from rft_fn.engine.prompt_media import Sent
+from rft_fn.engine.stop import Stop
+from rft_fn.model.media import placeholder_ids
+
+KEYS = [rng.fold_in(0, i) for i in range(5)]
+SAMPLING = rft.Sampling(max_new=7)
+
+
+def prompts_of(family, seed=0):
+    """One medium, none, two, one of each kind, and words alone, as objects with ids and media."""
+    kinds = family.kinds
+    rows = [kinds[:1], [], kinds[:1] * 2, list(kinds), []]
+    found = []
+    for i, row in enumerate(rows):
+        tensors, ids = family.sample(row, seed=seed + i)
+        found.append(Sent(ids, tensors, None) if tensors else ids)
+    return found
+
+
+def trained(lm, rollout, sampling=SAMPLING):
+    """[B, S]: the log-probs of a rollout by the trainer."""
+    st = rft.strategy.get_fake_strategy()
+    apply, params = st.bind(copy.deepcopy(lm), sampling=sampling)
+    exp = rft.experience(rollout, adv=torch.zeros(len(rollout.tokens)), w=weight.token_mean(rollout.mask))
+    packs = st.shard(exp, 128)
+    return packing.unpack(model.score(apply, params, packs), packs, exp.w)
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def family(request):
+    return FAMILIES[request.param]
+
+
+@pytest.fixture(scope="module")
+def lm(family):
+    return family.build(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def whole(family, lm):
+    """(engine, prompts, their rollout)."""
+    eng = engine.hf(copy.deepcopy(lm), tiny.tokenizer(), batch=4)
+    prompts = prompts_of(family)
+    return eng, prompts, eng.generate(prompts, KEYS, n=3, sampling=SAMPLING)
+
+
+def test_log_probs_are_the_trainers(lm, whole):
+    """Left padding, media in some rows, n samples of one prefill; by the trainer's packs and by `score`."""
+    eng, _, rollout = whole
+    assert (trained(lm, rollout) - rollout.logp).abs().max() < 2e-6
+    assert (eng.score(rollout) - rollout.logp).abs().max() < 2e-6
+    assert rollout.logp[rollout.mask].min() < -0.1  # there is something to agree about
+
+
+def test_in_float64(family):
+    lm = family.build(torch.float64)
+    prompts = prompts_of(family)
+    ids = requests.token_ids(prompts)
+    shown = prompt_media.shown(prompts, ids)
+    batching = find_batching(lm, 0)
+    assert batching.padded or lm.config.model_type == "paligemma"  # which reads a prompt both ways
+    sampler = Sampler(lm, batching, SAMPLING, Stop(None, requests.end_tokens(lm, tiny.tokenizer()), ()), 0, 64)
+    with torch.no_grad():
+        found = sampler.responses(ids, shown, requests.rows(KEYS, 2, SAMPLING))
+    rollout = requests.assemble(ids, found, pad=0, version=0, media=prompt_media.tensors(shown))
+    want = trained(lm, rollout)
+    got = torch.tensor([p for row in found for p in row.logp], dtype=torch.float64)
+    assert want.dtype == torch.float64
+    assert (want[rollout.mask] - got).abs().max() < 1e-10
+
+
+def test_samples_belong_to_their_keys(family, whole):
+    """Alone and with another batch size, the same tokens; and all samples read one copy of the media."""
+    eng, prompts, rollout = whole
+    for i, prompt in enumerate(prompts):
+        alone = eng.generate([prompt], KEYS[i : i + 1], n=3, sampling=SAMPLING)
+        for j in range(3):
+            b = 3 * i + j
+            assert alone.tokens[j, : alone.length[j]].tolist() == rollout.tokens[b, : rollout.length[b]].tolist()
+    owners = [0, -1, 1, 2, -1]
+    assert rollout.media.of.tolist() == [owner for owner in owners for _ in range(3)]
+    for name, x in prompts[2].media.items():
+        assert int(rollout.media.count(name)[6]) == len(x)
+
+
+def test_pieces_are_the_whole(whole):
+    """Cut after two tokens and continued: with the prompt's media, and as a prefix of the rollout."""
+    eng, prompts, rollout = whole
+    begun = eng.generate(prompts, KEYS, n=3, sampling=SAMPLING, max_new=[2] * 15)
+    rows = begun.truncated.nonzero().flatten().tolist()
+    short = rft.rollout.take(begun, rows)
+    how = {"sampling": SAMPLING, "max_new": [SAMPLING.max_new - 2] * len(rows), "start": [2] * len(rows)}
+    keys = [(KEYS[b // 3], b % 3) for b in rows]
+    plain = [Sent(ids.copy(), getattr(ids, "media", {}), None) for ids in rft.rollout.prefixes(short)]
+    for prefixes in (rft.rollout.prefixes(short), plain):
+        longer = rft.rollout.extend(short, eng.generate(prefixes, keys, **how))
+        for i, b in enumerate(rows):
+            size = int(rollout.length[b])
+            assert longer.tokens[i, :size].tolist() == rollout.tokens[b, :size].tolist()
+            torch.testing.assert_close(longer.logp[i, :size], rollout.logp[b, :size], rtol=0, atol=3e-6)
+        assert longer.media.of.tolist() == short.media.of.tolist()
+
+
+def test_every_way_to_batch_is_right(lm, whole):
+    """Whatever the probe may choose: rows of one length, one row, and no cache at all."""
+    _, prompts, rollout = whole
+    ids = requests.token_ids(prompts)
+    shown = prompt_media.shown(prompts, ids)
+    best = find_batching(lm, 0)
+    ends = requests.end_tokens(lm, tiny.tokenizer())
+    for batching in (best._replace(padded=False), best._replace(padded=False, single=True), Batching(None)):
+        sampler = Sampler(lm, batching, SAMPLING, Stop(None, ends, ()), 0, 64)
+        with torch.no_grad():
+            found = sampler.responses(ids, shown, requests.rows(KEYS, 3, SAMPLING))
+        for b, response in enumerate(found):
+            assert response.tokens == rollout.tokens[b][rollout.mask[b]].tolist()
+            want = rollout.logp[b][rollout.mask[b]]
+            torch.testing.assert_close(torch.tensor(response.logp), want, rtol=0, atol=3e-6)
+
+
+def test_a_sampled_placeholder_ends_a_response(family, lm, whole):
+    """It is the row's last token, and the trainer's log-probs are exact for it too."""
+    _, prompts, _ = whole
+    places = placeholder_ids(lm.config)
+    assert places
+    likely = copy.deepcopy(lm)
+    with torch.no_grad():
+        head = likely.get_output_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.clone())  # which may be tied
+        head.weight[sorted(places)] *= 3
+    eng = engine.hf(copy.deepcopy(likely), tiny.tokenizer(), batch=8)
+    rollout = eng.generate(prompts, KEYS, n=6, sampling=SAMPLING)
+    last = rollout.tokens[torch.arange(30), rollout.length - 1]
+    ended = torch.isin(last, torch.tensor(sorted(places)))
+    assert ended.sum() > 3
+    assert not rollout.truncated[ended].any()
+    inside = rollout.mask.clone()
+    inside[torch.arange(30), rollout.length - 1] = False
+    assert not torch.isin(rollout.tokens[inside], torch.tensor(sorted(places))).any()
+    assert (trained(likely, rollout) - rollout.logp).abs().max() < 5e-6
+    assert (eng.score(rollout) - rollout.logp).abs().max() < 5e-6
+
+
+# ---------------------------------------------------------------------------------- what is refused
+
+
+def test_media_that_do_not_fit_their_prompt_are_refused(family, whole):
+    """By the prompt's number, before anything ran; the engine lives on."""
+    eng, prompts, rollout = whole
+    tensors, ids = prompts[0].media, prompts[0].ids
+    place = next(x for x in ids if x in placeholder_ids(eng_config(family)))
+    bad = {
+        "prompts: expected text alone without media": ids,
+        "prompts: expected placeholders for its media": Sent([2, 3, 4], tensors, None),
+    }
+    if any(name.endswith("grid_thw") for name in tensors):
+        bad["prompts: expected placeholders for each of its media"] = Sent([*ids, place], tensors, None)
+    for message, prompt in bad.items():
+        with pytest.raises(requests.BadPrompt, match=message) as error:
+            eng.generate([prompts[1], prompt], KEYS[:2], sampling=SAMPLING)
+        assert "in prompt 1" in str(error.value)
+    long = Sent([*ids, *[2] * 250], tensors, None)
+    with pytest.raises(requests.BadPrompt, match="window of 256 tokens.*in prompt 0"):
+        eng.generate([long], KEYS[:1], sampling=SAMPLING)
+    again = eng.generate(prompts, KEYS, n=3, sampling=SAMPLING)
+    assert torch.equal(again.tokens, rollout.tokens)
+
+
+def eng_config(family):
+    return family.make().config
+
+
+def test_a_text_model_takes_no_media():
+    eng = engine.hf(tiny.llama(), tiny.tokenizer())
+    prompt = Sent([5, 6], {"pixel_values": torch.zeros(4, 3)}, None)
+    with pytest.raises(requests.BadPrompt, match=r"text alone for a text model, got media \(pixel_values\) in prompt 1"):
+        eng.generate([[3, 4], prompt], KEYS[:2], sampling=SAMPLING)
+
+
+class Torn:
+    """A prompt whose image has gone."""
+
+    ids = [5, 6]
+
+    @property
+    def media(self):
+        raise ValueError("squares.csv:3: image a.png: no such file")
+
+
+def test_media_that_cannot_be_read_are_told_with_the_prompt():
+    eng = engine.hf(tiny.llama(), tiny.tokenizer())
+    with pytest.raises(requests.BadPrompt, match="got squares.csv:3: image a.png: no such file in prompt 1"):
+        eng.generate([[3, 4], Torn()], KEYS[:2], sampling=SAMPLING)
