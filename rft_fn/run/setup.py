@@ -134,6 +134,7 @@ def load_policy(cfg: options.Policy, st: Strategy) -> nn.Module:
         meta=st.world > 1,
         gradient_checkpointing=cfg.gradient_checkpointing,
         quantize=cfg.quantize,
+        freeze=cfg.freeze,
     )
     if not cfg.lora_rank:
         return module
