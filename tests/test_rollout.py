@@ -25,16 +25,16 @@ def build(rows, media=False):
         found["mask"][b, len(tokens) - sampled : len(tokens)] = True
         found["logp"][b] = -found["tokens"][b] / 7 * found["mask"][b]
     owned = torch.arange(count) % 3
-    pixels = torch.tensor([[float(tokens[0])] for tokens, *_ in rows]).reshape(count, 1)
+    images = [
+        {"pixels": torch.full((n, 1), float(tokens[0]))} for (tokens, *_), n in zip(rows, owned.tolist())
+    ]
     return Rollout(
         **found,
         length=torch.tensor([len(tokens) for tokens, *_ in rows], dtype=torch.long),
         truncated=torch.tensor([len(tokens) % 2 == 0 for tokens, *_ in rows], dtype=torch.bool),
         group=torch.tensor([group for *_, group, _ in rows], dtype=torch.long),
         version=torch.tensor([version for *_, version in rows], dtype=torch.long),
-        media=Media(tensors={"pixels": pixels.repeat_interleave(owned, 0)}, rows={"pixels": owned})
-        if media
-        else None,
+        media=Media.of_prompts(images) if media else None,
     )
 
 
@@ -54,7 +54,7 @@ def listed(rollout):
     out = []
     images = None
     if rollout.media is not None:
-        images = rollout.media.tensors["pixels"].split(rollout.media.rows["pixels"].tolist())
+        images = rollout.media.sequences()["pixels"].split(rollout.media.count("pixels").tolist())
     for b, n in enumerate(rollout.length.tolist()):
         assert (
             not rollout.mask[b, n:].any()
@@ -115,8 +115,8 @@ def test_groups_point_into_the_prompts_one_after_the_other():
 def test_a_part_without_media_has_none_of_them():
     pictures, plain = build([([4, 2], 1, 0, 0)] * 3, media=True), build([([5, 5, 5], 1, 0, 0)] * 2)
     both = concat([plain, pictures])
-    assert both.media.rows["pixels"].tolist() == [0, 0, 0, 1, 2]
-    assert both.media.tensors["pixels"].tolist() == [[4.0]] * 3
+    assert both.media.count("pixels").tolist() == [0, 0, 0, 1, 2]
+    assert both.media.sequences()["pixels"].tolist() == [[4.0]] * 3
 
 
 @given(rows(), st.data())
@@ -312,8 +312,8 @@ def model_of_pictures(params, b):
     """Log-probs [T] that depend on token, target, position and the pictures of the sequence."""
     seen = torch.zeros(b.num_seqs, dtype=torch.float64)
     if b.media is not None:
-        owned = torch.repeat_interleave(torch.arange(b.num_seqs), b.media.rows["pixels"])
-        seen = seen.index_add(0, owned, b.media.tensors["pixels"][:, 0].double())
+        owned = torch.repeat_interleave(torch.arange(b.num_seqs), b.media.count("pixels"))
+        seen = seen.index_add(0, owned, b.media.sequences()["pixels"][:, 0].double())
     z = params["word"][b.tokens] * params["target"][b.target] + params["pos"][b.pos]
     return -torch.nn.functional.softplus(z + params["picture"] * segment.spread(seen, b.seq))
 

@@ -71,7 +71,8 @@ def gather(x: Any) -> Any:
     Numbers and [] become [world]. The input is left alone. Further dims may differ between processes: shorter
     ones are padded with 0 at the end, so rows [b, s] of each become [B, S]. The structure must be the same
     everywhere, except for the media of a struct: a process that lacks them, or some of their names, has no
-    rows of these. ValueError for another structure.
+    rows of these. Of media only the numbers travel; their rows stay on the process that has them, until
+    `Strategy.shard` or `Strategy.score` asks for some. ValueError for another structure.
     """
     if world() == 1:
         return _gather(x)
@@ -100,25 +101,26 @@ def _without_media(x: Any) -> Any:
 
 
 def _gather_media(x: Any) -> Media | None:
-    """The media of the structs `x` of all processes; no rows of the names that this one lacks."""
-    # which names there are, and whether any process has media at all
-    mine = x.media or Media(tensors={}, rows={})
-    kinds = {name: (tuple(t.shape[1:]), t.dtype) for name, t in mine.tensors.items()}
-    mark = None
+    """The numbers of the media of the structs `x` of all processes, with the rows of this one's."""
+    # a process without media has none of the names that others have
+    numbers = None
     if x.media is not None:
-        mark = kinds
-    everyone = all_gather_object(mark)
-    if all(found is None for found in everyone):
-        return None
+        numbers = tree.map(lambda v: v.cpu(), _empty(x.media))
+    count = len(tree.leaves(_without_media(x))[0])
+    everyone = all_gather_object((count, numbers))
 
-    # every process brings every name, with no rows of those that it lacks: so the trees are alike
-    every = {name: kind for found in everyone for name, kind in (found or {}).items()}
-    none = torch.zeros(len(tree.leaves(_without_media(x))[0]), dtype=torch.long)
-    whole = Media(
-        tensors={n: mine.tensors.get(n, torch.empty(0, *size, dtype=t)) for n, (size, t) in every.items()},
-        rows={n: mine.rows.get(n, none) for n in every},
-    )
-    return _gather(whole)
+    # rows stay where they are: other processes' owners are there by their numbers alone
+    parts = [part for _, part in everyone]
+    if x.media is not None:
+        parts = [tree.map(lambda v: v.to(x.media.of.device), part) for part in parts]
+        parts[rank()] = x.media
+    return Media.concat(parts, [n for n, _ in everyone])
+
+
+def _empty(media: Media) -> Media:
+    """Media of which nothing is held: the numbers, and tensors without rows."""
+    tensors = {name: torch.empty_like(x[:0]) for name, x in media.tensors.items()}  # a view would pickle all
+    return tree.replace(media, tensors=tensors, held=torch.zeros_like(media.held))
 
 
 def _gather(x: Any) -> Any:

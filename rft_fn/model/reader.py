@@ -73,10 +73,10 @@ class Reader(nn.Module, ABC):
         size = torch.bincount(pack.seq.cpu(), minlength=pack.num_seqs)
         ends = size.cumsum(0).tolist()
         outs = []
-        for start, end in zip([0, *ends], ends):
+        for k, (start, end) in enumerate(zip([0, *ends], ends)):
             # an empty one at the end of the pack repeats its last token
             start = min(start, pack.tokens.shape[0] - 1)
-            outs.append(self.read(_alone(pack, start, max(end, start + 1)), None))
+            outs.append(self.read(_alone(pack, k, start, max(end, start + 1)), None))
 
         # The tokens that stood for empty sequences are no tokens of the pack.
         whole = tree.map(lambda *x: torch.cat(x), *outs)
@@ -84,10 +84,13 @@ class Reader(nn.Module, ABC):
         return tree.map(lambda x: x[real], whole)
 
 
-def _alone(pack: Packed, start: int, end: int) -> Packed:
-    """The tokens of one sequence of a pack, as a pack."""
+def _alone(pack: Packed, k: int, start: int, end: int) -> Packed:
+    """The tokens and media of sequence k of a pack, as a pack."""
     part: Packed = tree.map(lambda x: x[start:end], tree.replace(pack, media=None))
-    return tree.replace(part, seq=torch.zeros_like(part.seq), media=pack.media, num_seqs=1, rows=(), unit=1)
+    media = pack.media
+    if media is not None:
+        media = media.take([k])
+    return tree.replace(part, seq=torch.zeros_like(part.seq), media=media, num_seqs=1, rows=(), unit=1)
 
 
 def split_over(root: nn.Module, sequence: SequenceAxis) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from rft_fn import check
 from rft_fn.model import attention
 from rft_fn.model.bounds import SequenceBounds
+from rft_fn.model.media import media_inputs, sees_or_hears
 from rft_fn.types import Packed
 
 __all__ = ["ALONE", "BOUNDARIES", "POSITIONS", "run", "text_inputs"]
@@ -32,7 +33,8 @@ def text_inputs(
     """
     # The pack is a batch of one row.
     check.shapes(tokens=(pack.tokens, "T"), target=(pack.target, "T"), pos=(pack.pos, "T"))
-    if pack.media is not None:
+    both = sees_or_hears(lm)
+    if pack.media is not None and not both:
         raise ValueError(f"media: expected None, {type(lm).__name__} is bound as a text model")
     inputs: dict[str, Any] = {
         "input_ids": pack.tokens[None],
@@ -50,6 +52,8 @@ def text_inputs(
         inputs["attention_mask"] = torch.ones(1, pack.tokens.shape[0], device=pack.tokens.device)
     if way == BOUNDARIES and pack.num_seqs > 1:
         inputs |= _state_boundaries(pack)
+    if both:
+        inputs |= media_inputs(lm, pack)
     return inputs
 
 

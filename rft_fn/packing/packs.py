@@ -95,9 +95,8 @@ def placeholder(like: Packed) -> Packed:
         tokens = like.tokens[:1].repeat(unit)
     media = like.media
     if media is not None:
-        none = media.take([])
-        owned = {name: count.new_zeros(unit) for name, count in none.rows.items()}
-        media = tree.replace(none, rows=owned)
+        media = media.take([])
+        media = tree.replace(media, of=media.of.new_full((unit,), -1))
     seq = torch.arange(unit, device=tokens.device)
     return tree.replace(zeros, tokens=tokens, seq=seq, num_seqs=unit, rows=(), padding=0, media=media)
 

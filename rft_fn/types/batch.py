@@ -1,56 +1,12 @@
 """The stages of a batch: sampled, scored, and packed into micro-batches."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from rft_fn import check, tree
+from rft_fn.types.media import Media
 
-__all__ = ["Experience", "Media", "Packed", "Rollout", "TokenOut", "experience"]
-
-
-@tree.struct
-class Media:
-    """Ragged tensors of one modality batch.
-
-    Tensors have the processor's names, and are concatenated along dim 0.
-    """
-
-    tensors: dict[str, Tensor]  # e.g. pixel_values [rows, ...], image_grid_thw [images, 3]
-    rows: dict[str, Tensor]  # name -> [B] i64: the number of rows of it that each sequence owns
-
-    def take(self, index: Sequence[int]) -> "Media":
-        """The media of the sequences `index`, in that order."""
-        index = list(index)
-        tensors = {}
-        for name, x in self.tensors.items():
-            parts = x.split(self.rows[name].tolist())
-            tensors[name] = torch.cat([x[:0], *(parts[i] for i in index)])
-        return Media(tensors=tensors, rows={name: count[index] for name, count in self.rows.items()})
-
-    @staticmethod
-    def concat(parts: Sequence["Media | None"], counts: Sequence[int]) -> "Media | None":
-        """Join the media of several batches.
-
-        `counts` are their numbers of sequences. The result is None if no batch has media. A batch that is
-        None, or has no tensor of some name, has no rows of that name.
-        """
-        present = [part for part in parts if part is not None]
-        if not present:
-            return None
-        names = dict.fromkeys(name for part in present for name in part.tensors)
-        tensors = {name: torch.cat([m.tensors[name] for m in present if name in m.tensors]) for name in names}
-
-        # every sequence has a count of every name, also those of batches without it
-        rows: dict[str, list[Tensor]] = {name: [] for name in names}
-        for part, count in zip(parts, counts, strict=True):
-            owned = {}
-            if part is not None:
-                owned = part.rows
-            for name in names:
-                rows[name].append(owned.get(name, torch.zeros(count, dtype=torch.long)))
-        return Media(tensors=tensors, rows={name: torch.cat(each) for name, each in rows.items()})
+__all__ = ["Experience", "Packed", "Rollout", "TokenOut", "experience"]
 
 
 @tree.struct
@@ -161,6 +117,8 @@ def experience(
     for name, x in (extra or {}).items():
         per_token = x[(...,) + (0,) * (x.dim() - 2)]
         spec[f"extra[{name!r}]"] = (per_token, "B S")
+    if rollout.media is not None:
+        spec["media.of"] = (rollout.media.of, "B")
     check.shapes(**spec)
 
     return Experience(

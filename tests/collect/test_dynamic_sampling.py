@@ -22,9 +22,7 @@ def number(name):
 
 def media_of(names):
     """Row i of a round owns i % 3 images, each of which holds the row's number."""
-    count = torch.arange(len(names)) % 3
-    return Media(tensors={"pixels": torch.tensor([[number(x)] for x in names]).repeat_interleave(count, 0)},
-                 rows={"pixels": count})  # fmt: skip
+    return Media.of_prompts([{"pixels": torch.full((i % 3, 1), number(x))} for i, x in enumerate(names)])
 
 
 class Source:
@@ -176,7 +174,7 @@ def test_bad_input(n, rounds, message):
 def images(found):
     """[(how many, of whom)] of each row."""
     media = found.rollout.media
-    parts = media.tensors["pixels"].split(media.rows["pixels"].tolist())
+    parts = media.sequences()["pixels"].split(media.count("pixels").tolist())
     return [(len(x), sorted(set(x.flatten().tolist()))) for x in parts]
 
 

@@ -138,7 +138,7 @@ def test_stacked_packs_say_what_they_cannot_hold():
     from rft_fn.types import Media
 
     exp = testing.case(0).exp
-    media = Media(tensors={"x": torch.zeros(8, 1)}, rows={"x": torch.ones(8, dtype=torch.long)})
+    media = Media.of_prompts([{"x": torch.zeros(1, 1)}] * 8)
     with pytest.raises(ValueError, match="media: expected None"):
         packing.stack(tree.replace(exp, media=media))
     b = packing.pack(exp, [3])

@@ -278,7 +278,7 @@ def test_bad_input(tmp_path):
         model.Critic(torch.nn.Linear(2, 2))
     critic = model.load_critic(tiny.llama())
     with pytest.raises(ValueError, match="media: expected None"):
-        critic(tree.replace(pack, media=rft.Media(tensors={}, rows={})))
+        critic(tree.replace(pack, media=rft.Media.of_prompts([{"pixels": torch.zeros(1)}] * 2)))
     with pytest.raises(ValueError, match=r"weights: expected names of the critic's .* got \['lm_head"):
         model.save_critic(tmp_path / "c", critic, [("lm_head.weight", torch.zeros(2))])
     with pytest.raises(ValueError, match=r"pos: expected \[T\]"):

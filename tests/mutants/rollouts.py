@@ -35,7 +35,7 @@ MUTANTS = [
      '"ret", "words")', '"ret")',
      f"tests/test_packing.py::test_{ON_TOKENS}"),
     ("a placeholder owns media of no sequence", PACKS,
-     "media = tree.replace(none, rows=owned)", "media = none",
+     "media = tree.replace(media, of=media.of.new_full((unit,), -1))", "media = media",
      "tests/test_packing.py::test_a_placeholder_has_the_fields_of_its_pack_and_adds_nothing"),
     ("media of packs are those of the first rows", PACKS,
      'found["media"] = exp.media.take(rows)', 'found["media"] = exp.media.take(range(len(rows)))',

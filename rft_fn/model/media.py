@@ -1,0 +1,246 @@
+"""The inputs of models that see or hear: tensors of media, types of tokens, and positions.
+
+A placeholder is a token in whose place the model puts a feature of an image, a video or an audio. Which
+keywords a model takes is read from its forward, which tokens are placeholders from its config. `_FAMILIES`
+holds what neither tells.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from rft_fn.model.features import expected_counts
+from rft_fn.model.parts import find, inside_adapters
+from rft_fn.types import Packed
+
+__all__ = ["media_inputs", "placeholder_ids", "placeholders", "positions", "sees_or_hears", "token_types"]
+
+TYPES = {"image": 1, "video": 2, "audio": 3}  # the types of tokens, as transformers counts them
+_PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
+
+# Names of one thing: the time between two frames of a video that the model sees, in seconds.
+_SECONDS = ("second_per_grid_ts", "video_second_per_grid", "second_per_grids")
+
+
+class _Family(NamedTuple):
+    """What a family needs that neither its forward nor its config tells."""
+
+    leading: bool = False  # tensors of images take one dimension more, of sequences
+    prefix: bool = False  # types of tokens tell the prompt (0), which sees itself both ways, from the rest
+
+
+_FAMILIES = {
+    "idefics2": _Family(leading=True),
+    "idefics3": _Family(leading=True),
+    "paligemma": _Family(prefix=True),
+    "smolvlm": _Family(leading=True),
+}
+
+
+# ------------------------------------------------------------------------------------------ placeholders
+
+
+def placeholders(config: Any) -> dict[int, str]:
+    """The placeholders of a model, id -> "image", "video" or "audio".
+
+    Empty for the config of a text model.
+    """
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    found: dict[int, str] = {}
+    for part in (config, *parts):
+        for name, value in getattr(part, "__dict__", {}).items():
+            match = _PLACEHOLDER.fullmatch(name)
+            if match and isinstance(value, int):
+                found.setdefault(value, match[1])
+    return found
+
+
+def placeholder_ids(config: Any) -> frozenset[int]:
+    """The tokens of a model that stand for media, and may not be sampled.
+
+    Sampled, one would ask for a feature that is not there: an engine ends the response with it.
+    """
+    return frozenset(placeholders(config))
+
+
+def sees_or_hears(lm: nn.Module) -> bool:
+    """Whether a model takes media."""
+    model = inside_adapters(lm)
+    return bool(placeholders(getattr(model, "config", None))) and bool(find(model).towers)
+
+
+def token_types(ids: Tensor, places: Mapping[int, str]) -> Tensor:
+    """0 for text, 1 for images, 2 for videos and 3 for audios, in the shape of `ids`."""
+    types = torch.zeros_like(ids)
+    for token, kind in places.items():
+        types = torch.where(ids == token, TYPES[kind], types)
+    return types
+
+
+# ---------------------------------------------------------------------------------------------- positions
+
+
+@torch.no_grad()
+def positions(lm: nn.Module, ids: Tensor, media: Mapping[str, Tensor] | None) -> Tensor:
+    """The positions [axes, T] of one sequence, by the model's own rule.
+
+    `media` are the rows that the sequence owns. Three axes (time, height, width) where the model has them,
+    else one. The rule takes every placeholder among `ids` [T] for media.
+    """
+    owner = _rule_of(lm)
+    if owner is None:
+        return torch.arange(ids.shape[0], device=ids.device)[None]
+
+    # On the CPU, for the rule looks at each token in turn; it reads sizes and times, no pixels.
+    own = ids.cpu()[None]
+    small = {name: x.cpu() for name, x in (media or {}).items() if x.shape[0] and x.dim() <= 2}
+    given = small | {
+        "attention_mask": torch.ones_like(own),
+        "mm_token_type_ids": token_types(own, placeholders(inside_adapters(lm).config)),
+    }
+    for name in _SECONDS:
+        if name in small:
+            given |= dict.fromkeys(_SECONDS, small[name])
+    if "feature_attention_mask" in small:
+        given["audio_seqlens"] = small["feature_attention_mask"].sum(-1)
+
+    takes = inspect.signature(owner.get_rope_index).parameters
+    found, _ = owner.get_rope_index(own, **{name: x for name, x in given.items() if name in takes})
+    return found[:, 0].to(ids.device)
+
+
+def _rule_of(lm: nn.Module) -> Any:
+    """The part of a model that knows the positions of media, None where they are those of text."""
+    return next((m for m in lm.modules() if hasattr(m, "get_rope_index")), None)
+
+
+# ------------------------------------------------------------------------------------------------- a pack
+
+
+class _Sequences(NamedTuple):
+    """The sequences of a pack, without its padding, and the media that each owns."""
+
+    ids: list[Tensor]  # K x [T_k]
+    sampled: list[Tensor]  # K x [T_k] bool, of the policy
+    tensors: dict[str, Tensor]  # rows of all sequences, in their order
+    counts: dict[str, list[int]]  # name -> K numbers of rows
+
+    def media(self, k: int) -> dict[str, Tensor]:
+        """The rows of sequence k."""
+        return {name: x.split(self.counts[name])[k] for name, x in self.tensors.items()}
+
+
+def media_inputs(lm: nn.Module, pack: Packed) -> dict[str, Any]:
+    """The keyword arguments with which a model that sees or hears takes the media of a pack.
+
+    These are the tensors of which the pack has rows, types of tokens, and positions [1 + axes, 1, T], of
+    which the first are those of text. Of most models it is empty for a pack without media. ValueError for a
+    sequence whose placeholders are not those of its media, and for tensors that the model does not take.
+    """
+    model = inside_adapters(lm)
+    family = _FAMILIES.get(model.config.model_type, _Family())
+    places = placeholders(model.config)
+    sequences = _sequences(pack)
+    _check_counts(model, sequences, places)
+    inputs: dict[str, Any] = {}
+    if family.prefix:
+        behind = [sampled.cumsum(0).clamp(max=1) for sampled in sequences.sampled]
+        inputs["token_type_ids"] = _padded(torch.cat(behind), pack, value=1)[None]
+
+    # Tensors that nothing reads would be lost in silence.
+    present = {name: x for name, x in sequences.tensors.items() if x.shape[0]}
+    if not present:
+        return inputs
+    takes = inspect.signature(model.forward).parameters
+    rule = _rule_of(model)
+    for name, x in present.items():
+        if name in takes:
+            inputs[name] = _given(model, x, family.leading)
+        elif name not in _SECONDS or rule is None:
+            raise ValueError(f"media: expected tensors that {type(model).__name__} takes, got {name}")
+    if "batch_num_images" in takes and "image_sizes" in present:
+        owned = [n for n in sequences.counts["image_sizes"] if n]
+        inputs["batch_num_images"] = torch.tensor(owned, device=pack.tokens.device)
+
+    # A token that the policy sampled is text, whatever it says.
+    read = [_read(ids, sampled, places) for ids, sampled in zip(sequences.ids, sequences.sampled)]
+    types = _padded(torch.cat([token_types(ids, places) for ids in read]), pack)
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in takes:
+            inputs.setdefault(name, types[None])
+    if rule is not None:
+        own = [positions(model, ids, sequences.media(k)) for k, ids in enumerate(read)]
+        axes = _padded(torch.cat(own, -1), pack)
+        inputs["position_ids"] = torch.cat([pack.pos[None], axes])[:, None]
+    return inputs
+
+
+def _sequences(pack: Packed) -> _Sequences:
+    # On the CPU, where each token is looked at in turn.
+    size = pack.tokens.shape[0] - pack.padding
+    tokens, seq, pos, mask = (x[:size].cpu() for x in (pack.tokens, pack.seq, pack.pos, pack.mask))
+    sizes = torch.bincount(seq, minlength=pack.num_seqs).tolist()
+    # The mask is about targets, so an input was sampled where the one before it is in the mask.
+    sampled = torch.cat([mask.new_zeros(1), mask[:-1]]) & (pos > 0)
+    tensors: dict[str, Tensor] = {}
+    counts = {}
+    if pack.media is not None:
+        tensors = pack.media.sequences()
+        counts = {name: pack.media.count(name).tolist() for name in tensors}
+    return _Sequences(list(tokens.split(sizes)), list(sampled.split(sizes)), tensors, counts)
+
+
+def _read(ids: Tensor, sampled: Tensor, places: Mapping[int, str]) -> Tensor:
+    """The tokens of a sequence, those that the policy sampled as 0.
+
+    Where a placeholder is in the mask, this is no response but a prompt that is trained too: it is read as it
+    stands.
+    """
+    if bool((sampled & (token_types(ids, places) > 0)).any()):
+        return ids
+    return torch.where(sampled, 0, ids)
+
+
+def _padded(x: Tensor, pack: Packed, value: int = 0) -> Tensor:
+    """x [..., T - padding] with `value` for the padding, on the device of the pack."""
+    return pad(x, (0, pack.padding), value=value).to(pack.tokens.device)
+
+
+def _given(model: Any, x: Tensor, leading: bool) -> Tensor:
+    """A tensor of media in the type of the towers, with the dimensions of the family."""
+    if x.is_floating_point():
+        x = x.to(_dtype(model))
+    if leading:
+        x = x[None]
+    return x
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """The type in which the towers of a model compute; weights of few bits have none."""
+    for part in (*find(model).towers, model):
+        for p in part.parameters():
+            if p.is_floating_point():
+                return p.dtype
+    return torch.get_default_dtype()
+
+
+def _check_counts(model: Any, sequences: _Sequences, places: Mapping[int, str]) -> None:
+    """ValueError for a sequence that has more or fewer placeholders than features of media."""
+    types = [token_types(ids, places) for ids in sequences.ids]
+    for kind, number in TYPES.items():
+        found = [int((each == number).sum()) for each in types]
+        wanted, rows = expected_counts(model, kind, sequences.tensors, sequences.counts, found)
+        for k, (got, want) in enumerate(zip(found, wanted)):
+            if got == want:
+                continue
+            sampled = int(((types[k] == number) & sequences.sampled[k]).sum())
+            token = next((i for i, each in places.items() if each == kind), None)
+            raise ValueError(
+                f"media: sequence {k} of the pack: expected {want} {kind} placeholders (token {token}) for its "
+                f"{rows[k]} rows of {kind}s, got {got}, {sampled} of them sampled"
+            )
