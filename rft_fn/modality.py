@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
-    "MODALITY_PARAMETERS", "ActorModality", "check_media", "check_parameters", "class_of",
-    "get_supported_parameters", "has_media_class", "of_config", "thinker",
+    "MODALITY_PARAMETERS", "ActorModality", "check_parameters", "class_of", "get_supported_parameters",
+    "has_media_class", "of_config", "thinker",
 ]  # fmt: skip
 
 
@@ -68,26 +68,12 @@ def check_parameters(modality: ActorModality | str, names: Iterable[str]) -> Non
     """
     supported = get_supported_parameters(modality)
     unknown = sorted(set(names) - supported)
-    if unknown:
-        raise ValueError(
-            f"media: expected some of {sorted(supported)} for {ActorModality(modality).value}, got {unknown}"
-        )
-
-
-def check_media(model: Any, names: Iterable[str]) -> None:
-    """ValueError that names the media which a model of transformers would not read.
-
-    `model` is the module that is called with them. Its own forward has the last word: a model that sees may
-    know images alone.
-    """
-    supported = _read_by(type(model), model.config)
-    unknown = sorted(set(names) - supported)
     if not unknown:
         return
-    kind = type(model).__name__
-    if not supported:
-        raise ValueError(f"media: expected none for {kind}, which is a text model, got {unknown}")
-    raise ValueError(f"media: expected some of {sorted(supported)} for {kind}, got {unknown}")
+    known = "none"
+    if supported:
+        known = f"some of {sorted(supported)}"
+    raise ValueError(f"media: expected {known} for {ActorModality(modality).value}, got {unknown}")
 
 
 def of_config(config: Any) -> ActorModality:

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 from sees_and_hears import FAMILIES as SmallFamilies
 from test_probe import quiet
 
+import rft_fn as rft
+from rft_fn import model
 from rft_fn.modality import (
     MODALITY_PARAMETERS,
     ActorModality,
-    check_media,
     check_parameters,
     class_of,
     get_supported_parameters,
@@ -27,10 +29,11 @@ def test_omni_reads_what_the_others_read():
     assert set(MODALITY_PARAMETERS) == set(ActorModality)
 
 
-# arguments of the models' forward that are no media: text, outputs, settings of the model, and values that are
-# made of the tokens or of other arguments
+# arguments of the models' forward that are no media: text, outputs, settings of the model, and values that
+# are made of the tokens or of other arguments
 TEXT = {
-    "self", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "labels", "use_cache",
+    "self", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "labels",
+    "use_cache",
     "logits_to_keep", "kwargs", "rope_deltas", "mm_token_type_ids", "token_type_ids", "mm_encoder_outputs",
     "output_router_logits", "vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio",
     "per_layer_inputs", "cross_attention_states", "downsample_mode", "cache_position", "return_dict",
@@ -110,23 +113,25 @@ def test_a_config_from_a_folder_with_code_tells_by_its_towers():
     assert of_config(Own(audio_config={}, vision_config={})) is ActorModality.OMNI
 
 
-def test_a_batch_brings_only_what_the_model_reads():
-    """By the forward of the very model: one that sees may know images alone."""
-    seeing = SmallFamilies["Qwen2VL"].build()
-    hearing = SmallFamilies["Qwen2Audio"].build()
-    check_media(seeing, ["pixel_values", "image_grid_thw", "pixel_values_videos"])
-    check_media(hearing, ["input_features", "feature_attention_mask"])
-    check_media(tiny.llama(), [])
-    with pytest.raises(
-        ValueError, match=r"media: expected none for LlamaForCausalLM, which is a text model, got"
-    ):
-        check_media(tiny.llama(), ["pixel_values"])
-    with pytest.raises(
-        ValueError, match=r"expected some of \['feature_att.*Qwen2Audio.*got \['pixel_values'\]"
-    ):
-        check_media(hearing, ["input_features", "pixel_values"])
-    with pytest.raises(ValueError, match=r"for Qwen2VLForConditionalGeneration, got \['image_sizes'\]"):
-        check_media(seeing, ["pixel_values", "image_sizes"])
+@pytest.mark.parametrize(
+    ("kind", "names", "message"),
+    [
+        (None, ["pixel_values"], r"media: expected none for language_only, got \['pixel_values'\]"),
+        ("Qwen2Audio", ["pixel_values"], r"some of \['audio_.* for audio_language, got \['pixel_values'\]"),
+        ("Qwen2VL", ["pixel_values", "input_features"], r"for vision_language, got \['input_features'\]"),
+    ],
+)
+def test_a_pack_brings_only_what_its_model_reads(kind, names, message):
+    """The boundary where packs meet a model: nothing is dropped in silence."""
+    lm = tiny.llama()
+    if kind:
+        lm = SmallFamilies[kind].build(torch.float32)
+    apply, params = quiet(model.bind, lm)
+    exp = rft.packing.supervised([([5, 6, 7], [8, 9])])
+    media = rft.Media.of_prompts([{name: torch.zeros(2, 3) for name in names}])
+    exp = rft.tree.replace(exp, media=media)
+    with pytest.raises(ValueError, match=message):
+        apply(params, rft.packing.pack(exp, [0]))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from rft_fn.model.save import save
 from rft_fn.model.scorer import Scorer, wrap_for_training
 
 __all__ = [
-    "ActorAL", "ActorLanguage", "ActorOmni", "ActorVL", "Critic", "apply_lora_configuration", "assign", "bind",
-    "check_quantize", "explained_variance", "freeze", "load", "load_critic", "load_tokenizer", "save",
+    "ActorAL", "ActorLanguage", "ActorOmni", "ActorVL", "Critic", "apply_lora_configuration", "assign",
+    "bind", "check_quantize", "explained_variance", "freeze", "load", "load_critic", "load_tokenizer", "save",
     "save_critic", "score", "values",
 ]  # fmt: skip

@@ -82,7 +82,7 @@ class Policy(Model):
 
     lora_rank: Whole = 0  # rank of the policy's low-rank adapters, its only trained weights; 0 trains all
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
-    lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names separated by commas
+    lora_targets: str = "auto"  # layers with adapters: auto, towers, all-linear, or names with commas
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
     freeze: tuple[
         str, ...

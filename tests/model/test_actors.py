@@ -1,5 +1,5 @@
-"""Models that see or hear, loaded by name: the class that their config asks for, whole, with or without memory,
-checkpointed, adapted, saved and loaded again."""
+"""Models that see or hear: of the class that their config asks for, with or without memory, checkpointed,
+adapted, saved and loaded again."""
 
 import json
 
@@ -7,18 +7,18 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import save_file
-from sees_and_hears import FAMILIES
-from test_probe import quiet, rows
+from sees_and_hears import FAMILIES, batch
+from test_probe import quiet
 
 import rft_fn as rft
 from rft_fn import engine, modality, model, packing
 from rft_fn.modality import ActorModality
 from rft_fn.strategy import get_fake_strategy
 
-EXP = rows([(2, 5), (3, 7), (1, 4), (2, 2)])
 KINDS = list(FAMILIES)
+TEXT = {"kinds": (0, 0, 0)}
 SMALL = ["Qwen2VL", "Qwen2Audio"]
-MODALITY = {"Qwen2Audio": "audio_language", "Voxtral": "audio_language", "Qwen2_5Omni": "omni"}
+MODALITY = {"Qwen2Audio": "audio_language", "Voxtral": "audio_language", "Qwen2.5Omni": "omni"}
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +30,24 @@ def folders(tmp_path_factory):
     return root
 
 
-def scores(lm):
+def rows(lm, kinds=(1, 0, 2, 0)):
+    """A batch with so many media in each row, for the family of a module."""
+    kind = {"Qwen2_5OmniThinker": "Qwen2.5Omni"}.get(name_of(lm), name_of(lm))
+    family = FAMILIES[kind]
+    exp = batch(family, [family.kinds[:1] * count for count in kinds])
+    number = (exp.tokens % 5 - 2.0) * exp.mask
+    return rft.tree.replace(exp, adv=number, old_logp=0 * number, w=exp.mask / exp.mask.sum())
+
+
+def name_of(lm):
+    return type(model.parts.inside_adapters(lm)).__name__.removesuffix("ForConditionalGeneration")
+
+
+def scores(lm, **how):
     apply, params = quiet(model.bind, lm)
-    packs = [packing.pack(EXP, range(4))]
-    return packing.unpack(model.score(apply, params, packs), packs, EXP.tokens)
+    exp = rows(lm, **how)
+    packs = [packing.pack(exp, range(len(exp.tokens)))]
+    return packing.unpack(model.score(apply, params, packs), packs, exp.tokens)
 
 
 # -------------------------------------------------------------------------------------------------- loaded
@@ -127,7 +141,7 @@ def test_a_text_actor(folders):
     [
         (
             lambda root: model.ActorVL(root / "text"),
-            "expected vision_language for ActorVL, got .*text, which is language_only; ActorLanguage takes it",
+            "vision_language for ActorVL, got .*text, which is language_only; ActorLanguage takes it",
         ),
         (lambda root: model.ActorAL(root / "Qwen2VL"), "which is vision_language; ActorVL takes it"),
         (lambda root: model.ActorVL(root / "Qwen2Audio"), "which is audio_language; ActorAL takes it"),
@@ -202,9 +216,8 @@ def loss_fn(out, b):
 def trained(lm, steps=2):
     st = get_fake_strategy()
     apply, state = quiet(st.init, lm, rft.optim.adamw(0.03))
-    exp = rft.tree.replace(EXP, adv=torch.where(EXP.mask, EXP.tokens % 5 - 2.0, 0))
     for _ in range(steps):
-        grads, _ = st.grad(state, apply, loss_fn, st.shard(exp, 1000))
+        grads, _ = st.grad(state, apply, loss_fn, st.shard(rows(lm), 1000))
         state, _ = st.update(state, grads)
     return st, state
 
@@ -275,22 +288,24 @@ def test_after_an_update_the_engine_scores_as_the_trainer(folders, kind, how):
     if how == "adapters":
         lm = model.apply_lora_configuration(lm, 2, 4)
     eng = engine.get_engine(None, str(folders / kind), tiny.tokenizer())
-    before = eng.score(rollout(), sampling=rft.Sampling())
+    before = eng.score(rollout(lm), sampling=rft.Sampling())
     st, state = trained(lm)
     delivered = eng.load(st.export(state), version=state.step)
     count = len([p for p in lm.parameters() if p.requires_grad])
     if how == "adapters":
         count //= 2
     assert delivered.tensors == count
-    want = scores(lm)
+    want = scores(lm, **TEXT)
     assert (before - want).abs().max() > 0.01
-    assert (eng.score(rollout(), sampling=rft.Sampling()) - want).abs().max() < 1e-5
+    assert (eng.score(rollout(lm), sampling=rft.Sampling()) - want).abs().max() < 1e-5
 
 
-def rollout():
-    count = len(EXP.tokens)
+def rollout(lm):
+    """Rows of text alone, as `scores` has them with TEXT."""
+    exp = rows(lm, **TEXT)
+    count = len(exp.tokens)
     return rft.Rollout(
-        tokens=EXP.tokens, mask=EXP.mask, logp=torch.zeros(EXP.tokens.shape), length=EXP.length,
+        tokens=exp.tokens, mask=exp.mask, logp=torch.zeros(exp.tokens.shape), length=exp.length,
         truncated=torch.zeros(count, dtype=torch.bool), group=torch.arange(count), version=torch.zeros(count),
     )  # fmt: skip
 

@@ -166,6 +166,11 @@ def test_auto_leaves_a_real_vision_tower_alone():
         (["visual.qkv"], (), 1, "visual"),
         ("auto", ["layers.1", "down_proj"], 6, "layers.0"),
         ("all-linear", ["other"], 16, ""),
+        ("towers", ["other"], 2, "visual"),
+        ("layers.*.q_proj", (), 2, "self_attn.q_proj"),
+        ("visual.*", (), 2, "visual"),
+        ("auto,towers", ["other"], 16, ""),
+        ("v_proj, visual.qkv", (), 3, "v"),
     ],
 )
 def test_targets(targets, exclude, count, within):
