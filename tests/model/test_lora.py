@@ -185,7 +185,7 @@ def test_targets(targets, exclude, count, within):
         (lambda m: model.apply_lora_configuration(m, 1, 1, target_modules="nope"), r"got \['nope'\]"),
         (
             lambda m: model.apply_lora_configuration(m, 1, 1, target_modules=[]),
-            "expected auto, all-linear or",
+            "expected auto, all-linear, towers or",
         ),
         (lambda m: model.apply_lora_configuration(m, 1, 1, exclude=["nope"]), r"exclude: .* got \['nope'\]"),
         (lambda m: model.apply_lora_configuration(m, 1, 1, exclude=["layers"]), "got none of 14"),
