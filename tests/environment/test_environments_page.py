@@ -1,4 +1,4 @@
-"""docs/environments.md shows the numbers of docs/results/kuhn_poker.json, and those follow from its strategies."""
+"""docs/environments.md shows docs/results/kuhn_poker.json, whose numbers follow from its strategies."""
 
 import importlib.util
 import json
