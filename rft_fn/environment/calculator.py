@@ -81,7 +81,7 @@ def calculator(level: int = 1) -> Environment:
             return stepped._replace(reward=0.0)
         return stepped
 
-    return tooled._replace(step=step, teacher=_teacher, tokens=(_CALL, _END), warm_up=60)
+    return tooled._replace(step=step, teacher=_teacher, tokens=(_CALL, _END), warm_up=35)
 
 
 def _step(row: Row, response: str) -> Stepped:

@@ -55,7 +55,8 @@ def kuhn_poker(level: int = 1) -> Environment:
     are the chips won: their sum is 0. The cards are drawn from the key, so the samples of a prompt play the
     same ones.
     """
-    return Environment("kuhn_poker", _reset, _step, seats=2, seat=_seat, rows=_rows, teacher=_teacher)
+    plain = Environment("kuhn_poker", _reset, _step, seats=2, seat=_seat)
+    return plain._replace(rows=_rows, teacher=_teacher, warm_up=60)
 
 
 def _rows(seed: int, index: int) -> dict[str, str]:
@@ -96,7 +97,9 @@ def _step(hand: Hand, response: str) -> Stepped:
 
 
 def _teacher(hand: Hand, key: int) -> str:
-    return str(rng.fold_in(key, "action") % 2)
+    """Bet more often with a higher card: who learns from it reads the cards, and plays badly."""
+    quarters = 1 + CARDS.index(hand.cards[hand.seat])
+    return str(int(rng.fold_in(key, "action") % 4 < quarters))
 
 
 # ---------- the game as a tree

@@ -96,8 +96,8 @@ MUTANTS = [
     (
         "a bet is read as a pass",
         "rft_fn/environment/kuhn_poker.py",
-        "found[card, \"1\"] = [*second, *renderer.reply(second, as_messages(\"bet,your:\"))]",
-        "found[card, \"1\"] = [*second, *renderer.reply(second, as_messages(\"pass,your:\"))]",
+        'found[card, "1"] = [*second, *renderer.reply(second, as_messages("bet,your:"))]',
+        'found[card, "1"] = [*second, *renderer.reply(second, as_messages("pass,your:"))]',
         GAMES + "the_situations_are_what_a_policy_reads",
     ),
     (
