@@ -1,5 +1,7 @@
 """A weight sync: the engine samples from the trained weights, and whatever got lost on the way is seen."""
 
+import copy
+
 import pytest
 import ranks
 import tiny
@@ -7,6 +9,7 @@ import torch
 
 import rft_fn as rft
 from rft_fn import engine, optim, sync
+from rft_fn.run import options
 from rft_fn.sync.locate import uniform
 from rft_fn.types.engine import Delivered
 
@@ -98,6 +101,7 @@ def started(relative=1e-4):
     return st, state, engine.hf(tiny.llama(), tiny.tokenizer())
 
 
+EMBED, LAST = "model.embed_tokens.weight", "model.norm.weight"
 NORM, Q, DOWN = (
     "model.layers.1.input_layernorm.weight",
     "model.layers.0.self_attn.q_proj.weight",
@@ -169,6 +173,52 @@ def test_the_engine_alone_counts_what_arrives(fault, name, message):
         eng.load(fault(list(st.export(state))), version=1)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_that_alone_has_changed_arrives(tied):
+    """Also as the head that is tied to it: trainer and engine agree to 1e-4 where they did not before."""
+    lm = tiny.llama()
+    if tied:
+        lm.lm_head.weight = lm.model.embed_tokens.weight
+    own = copy.deepcopy(lm)
+    st = rft.strategy.get_fake_strategy()
+    apply, state = st.init(lm, optim.adamw(0.1))
+    eng = engine.hf(own, tiny.tokenizer())
+    with torch.no_grad():
+        embed = state.params[EMBED]
+        embed += 0.3 * embed.square().mean().sqrt() * torch.randn(embed.shape)
+    rollout = eng.generate(PROMPTS, [1, 2, 3], n=4, sampling=rft.Sampling(max_new=6))
+    trainer = st.score(apply, state.params, rollout, 4096).logp
+    assert (trainer - rollout.logp).abs().max() > 1e-2
+    sync.push(st, state, eng, version=1)
+    assert (trainer - eng.score(rollout)).abs().max() < 1e-4
+
+
+def test_an_iterator_that_dies_once_is_followed_by_a_new_engine():
+    """The run goes on with the weights of the same push."""
+    st, state, _ = started()
+    deaths = [dies, list]
+
+    def export(state):
+        return iter(deaths.pop(0)(list(st.export(state))))
+
+    made = []
+
+    def build():
+        made.append(engine.hf(tiny.llama(), tiny.tokenizer()))
+        return made[-1]
+
+    cfg = options.Reinforcement(model="tiny", canary=False)
+    eng, push = rft.run.start_engine(cfg, st._replace(export=export), None, build=build)
+    push(state, version=7)
+    assert len(made) == 2 and eng.status()["alive"] and eng.status()["version"] == 7
+    want = engine.hf(tiny.llama(), tiny.tokenizer())
+    sync.push(st, state, want, version=7)
+    how = {"n": 2, "sampling": rft.Sampling(max_new=6)}
+    assert torch.equal(
+        eng.generate(PROMPTS, [1, 2, 3], **how).logp, want.generate(PROMPTS, [1, 2, 3], **how).logp
+    )
+
+
 def test_an_iterator_that_dies_leaves_a_dead_engine():
     st, state, eng = started()
     with pytest.raises(ConnectionError):
@@ -226,7 +276,6 @@ def as_bfloat16(pairs):
     return [(n, x.bfloat16().float() if n == Q else x) for n, x in pairs]
 
 
-EMBED, LAST = "model.embed_tokens.weight", "model.norm.weight"
 KEPT = {name: kept_at(name) for name in (EMBED, NORM, Q, DOWN, LAST)}
 STAY = [*((fault, name, 1e-4) for name, fault in KEPT.items()), (kept_once(NORM), NORM, 1e-4)]
 STAY += [(kept_at(Q), Q, 0.5), (kept_at(LAST), LAST, 0.5)]

@@ -1,4 +1,4 @@
-"""Deadlines of an engine in this process, whose calls cannot be ended by killing another process."""
+"""Time limits for the calls of an engine in this process."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,11 +38,12 @@ def _save() -> str:
 
 
 def limited(engine: Engine, seconds: float, *, several: bool = False) -> Engine:
-    """`engine`, whose `generate`, `score` and `load` raise TimeoutError after `seconds`, and leave it dead.
+    """An engine that is dead when a call has taken `seconds`.
 
-    This interrupts Python. A call that stays in native code for some seconds more ends the process, with the
-    stack of all threads and one line, and exit code 2; `saving` says what is saved before that. With
-    `several` a load waits for other processes, so it has the limit of their group and not this one.
+    `generate`, `score` and `load` raise TimeoutError then. This interrupts Python. A call that stays in
+    native code for some seconds more ends the process, with the stack of all threads and one line, and exit
+    code 2; `saving` says what is saved before that. With `several` a load waits for other processes, so it
+    has the limit of their group and not this one.
     """
     name = engine.status()["engine"]
 

@@ -1,4 +1,4 @@
-"""Checks of servers before anything is sampled: their addresses, and whether all of them hold one model."""
+"""Checks of the addresses of servers, and of whether all of them hold one model."""
 
 import sys
 from collections.abc import Mapping, Sequence

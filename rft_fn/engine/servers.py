@@ -79,9 +79,8 @@ class _Servers:
         self.temporary: Any = None
         self.folder = ""  # of the weights that were loaded last
         self.written: list[Path] = []  # folders of this rank
-        self.tidy = weakref.finalize(
-            self, weight_folder.remove_all, self.written
-        )  # also where nobody calls `close`
+        # also where nobody calls `close`
+        self.tidy = weakref.finalize(self, weight_folder.remove_all, self.written)
         self.names = 0  # tensors in it
         self.version = 0
         self.asleep = False

@@ -32,12 +32,13 @@ def time_limit(
     advice: str = OF_A_BATCH,
     before_end: Callable[[], str] | None = None,
 ) -> Iterator[None]:
-    """Interrupt the block after `seconds`; it then raises TimeoutError with name(), the limit and `advice`.
+    """Interrupt the block after `seconds`.
 
-    A thread watches the clock and sends this one a signal, whose handler raises: that ends a sleep, a wait
-    for a lock or a blocked read. A block that runs for `GRACE` seconds more ends the process, with the stack
-    of all threads and the line. Where C code keeps the interpreter from running any thread at all,
-    faulthandler's own thread ends the process after another `GRACE` seconds, with the stack alone.
+    It then raises TimeoutError with name(), the limit and `advice`. A thread watches the clock and sends this
+    one a signal, whose handler raises: that ends a sleep, a wait for a lock or a blocked read. A block that
+    runs for `GRACE` seconds more ends the process, with the stack of all threads and the line. Where C code
+    keeps the interpreter from running any thread at all, faulthandler's own thread ends the process after
+    another `GRACE` seconds, with the stack alone.
 
     `before_end` is called by the watching thread before it ends the process, to save what can be saved within
     `SAVING` seconds; what it returns ends the line. Outside of the main thread nothing can be interrupted.

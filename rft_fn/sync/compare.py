@@ -1,4 +1,4 @@
-"""The distance of an engine from its trainer, with any change of the weights that both get."""
+"""The distance between an engine and its trainer under changed weights."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def unchanged(name: str, x: Tensor) -> Tensor:
 
 
 def plain(model: str) -> nn.Module:
-    """The model of a name without adapters, since weights arrive by the plain model's names."""
+    """The model of a name, with adapters merged."""
     lm = model_lib.load(model, quantize="none")
     merge = getattr(lm, "merge_and_unload", None)
     if merge is not None:
@@ -89,9 +89,9 @@ class Sides:
             self.copy = plain(model)
 
     def gap(self, change: Change) -> float:
-        """The mean |engine - trainer| of log-probs with changed weights, over the engines of all ranks.
+        """The mean |engine - trainer| of log-probs with changed weights.
 
-        The engine keeps these weights. All ranks call it.
+        It is over the engines of all ranks. The engine keeps these weights. All ranks call it.
         """
 
         def export(state: TrainState, /) -> Iterable[tuple[str, Tensor]]:

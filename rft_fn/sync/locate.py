@@ -1,4 +1,4 @@
-"""The tensor that an engine does not sample from as it was sent, found by bisection over the names."""
+"""The tensor that an engine does not have as it was sent."""
 
 import math
 from collections.abc import Callable
@@ -13,9 +13,10 @@ __all__ = ["locate", "uniform"]
 
 
 def uniform(name: str, x: Tensor) -> Tensor:
-    """A weight that all tensors of one shape share: ones for a vector, else signs times a power of two.
+    """A weight that all tensors of one shape share.
 
-    Neither an exchange of two such tensors nor a narrower type changes what a model computes.
+    It is ones for a vector, else signs times a power of two. Neither an exchange of two such tensors nor a
+    narrower type changes what a model computes.
     """
     if x.ndim < 2:
         return torch.ones_like(x)
@@ -25,13 +26,14 @@ def uniform(name: str, x: Tensor) -> Tensor:
 
 
 def locate(sides: Sides, wrong: Change, noise: Change, *, good: Callable[[float], bool]) -> str:
-    """The name of a tensor that does not arrive, or arrives in a wrong place; "" where none is found.
+    """The name of a tensor that does not arrive where it belongs.
 
-    With the weights that `wrong` makes, engine and trainer differ; `good` says whether a gap is none. With
-    some other weights they agree: with the true ones or those of `noise` where a tensor was taken in one load
-    only, with the model's first ones where the engine still has one of these, and with `uniform` ones where
-    tensors changed places or were rounded. Of the weights between the two, the first names from one and the
-    rest from the other, some name is the first with which both sides differ: log2(names) loads find it.
+    "" where none is found. With the weights that `wrong` makes, engine and trainer differ; `good` says
+    whether a gap is none. With some other weights they agree: with the true ones or those of `noise` where a
+    tensor was taken in one load only, with the model's first ones where the engine still has one of these,
+    and with `uniform` ones where tensors changed places or were rounded. Of the weights between the two, the
+    first names from one and the rest from the other, some name is the first with which both sides differ:
+    log2(names) loads find it.
 
     The engine is left with some of these weights. All ranks call it, and each loads the model once more.
     """
@@ -47,7 +49,10 @@ def locate(sides: Sides, wrong: Change, noise: Change, *, good: Callable[[float]
 
 
 def _first_wrong(sides: Sides, right: Change, wrong: Change, good: Callable[[float], bool]) -> str:
-    """The first name from `wrong` with which both sides differ, all names after it being from `right`."""
+    """The first name from `wrong` with which both sides differ.
+
+    All names after it are from `right`.
+    """
     names = sides.names
     fine = 0  # so many from `wrong` do no harm
     bad = len(names)  # so many do

@@ -78,7 +78,7 @@ def on_ranks(rank, _):
     return found
 
 
-def test_all_ranks_refuse_the_same_prompt_and_share_the_rewards_of_rows():
+def test_ranks_refuse_the_same_prompt_and_share_the_rewards_of_rows():
     every = ranks.run(2, "test_refused:on_ranks", None)
     for rank, (refused, _) in enumerate(every):
         errors = {name: error for name, (error, _) in refused.items()}

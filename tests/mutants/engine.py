@@ -122,9 +122,9 @@ MUTANTS = [
     (
         "the canary looks at the true weights alone",
         "rft_fn/sync/canary.py",
-        "    if not max(noisy, floor) <= limit:",
-        "    if not floor <= limit:",
-        S + "the_canary_sees_a_tensor_that_an_engine_did_not_take",
+        "    if noisy <= limit and floor <= limit:",
+        "    if floor <= limit:",
+        S + "the_canary_names_a_tensor_that_an_engine_did_not_take",
     ),
     (
         "tensors of a bucket begin where the last one ended",
