@@ -1,7 +1,8 @@
-"""Rows that a pack without media borrows, so that the towers run in every pack of a batch that has some.
+"""Rows that packs without media borrow.
 
-Models whose parts are sharded run alike on all processes: a tower that only some packs need would stop the
-others. What is borrowed has nothing to learn: its mask is False and its w 0, and it is in no row.
+Where a batch has media, the towers run in every pack. Models whose parts are sharded run
+alike on all processes, so a tower that only some packs need would stop the others. What is borrowed has
+nothing to learn: its mask is False and its w 0, and it is in no row.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The post-mortem of gradients that are not finite, of a model that sees: the sequence at fault and its media."""
+"""The post-mortem of gradients that are not finite, of a model that sees."""
 
 import pytest
 import ranks
