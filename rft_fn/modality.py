@@ -124,8 +124,8 @@ def _classes(config: Any) -> tuple[type | None, type | None]:
     """(the causal language model, the model that sees or hears) of a config in transformers' tables."""
     from transformers.models.auto import modeling_auto as auto
 
-    text = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    whole = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    text: Any = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    whole: Any = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     return text, whole
 
 
