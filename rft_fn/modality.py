@@ -5,10 +5,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = [
-    "MODALITY_PARAMETERS", "ActorModality", "check_parameters", "class_of", "get_supported_parameters",
-    "has_media_class", "of_config", "thinker",
-]  # fmt: skip
+__all__ = ["MODALITY_PARAMETERS", "ActorModality", "get_supported_parameters", "of_config"]
 
 
 class ActorModality(enum.Enum):
