@@ -5,11 +5,13 @@ import warnings
 import pytest
 import torch
 from sees_and_hears import AUDIO, FAMILIES, IMAGE, SEE, alone, batch
+from sees_and_hears_more import MORE
 
 from rft_fn import model, packing, tree
 from rft_fn.model import media, text
 from rft_fn.model.parts import find
 from rft_fn.model.text import ALONE
+from rft_fn.strategy import get_fake_strategy
 from rft_fn.types import Media, Packed
 
 CLOSE = 1e-10
@@ -195,6 +197,19 @@ def test_a_model_whose_own_attention_leaks_gets_one_sequence_at_a_time():
     assert (got - torch.cat(want)[:, 0]).abs().max() <= 1e-5  # eager attention is in float32
     with pytest.raises(ValueError, match="expected one sequence"):
         apply(params, packing.pack(exp, range(len(want))))
+
+
+def test_a_model_with_states_takes_rows_with_and_without_media():
+    """Qwen3.5 gets one sequence at a time; behind one of words stands the borrowed row that has an image."""
+    family = MORE["Qwen3.5"]
+    module, exp, want = made(family)
+    st = get_fake_strategy()
+    apply, params = st.bind(module)
+    packs = st.shard(exp, 1000)
+    assert [b.num_seqs for b in packs if b.rows == (1,)] == [2]
+    got = packing.unpack([apply(params, b).logp for b in packs], packs, exp.tokens)
+    for row, x in enumerate(want):
+        assert (got[row, 1 : exp.length[row]] - x[:, 0]).abs().max() <= CLOSE
 
 
 # -------------------------------------------------------------------------------------------- what differs
