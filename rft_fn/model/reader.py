@@ -106,8 +106,8 @@ def _check_borrowed(name: str, pack: Packed, size: list[int]) -> None:
         )
     if int(pack.media.of[last]) >= 0 or not size[last]:
         raise ValueError(
-            f"media: expected rows with media of each kind, or of none, for {name}, which mixes the sequences "
-            "of a pack, got one that has some and borrowed a row for the others"
+            f"media: expected rows with media of each kind, or of none, for {name}, which mixes the "
+            "sequences of a pack, got one that has some and borrowed a row for the others"
         )
 
 
