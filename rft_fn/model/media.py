@@ -18,7 +18,10 @@ from rft_fn.model.features import expected_counts
 from rft_fn.model.parts import find, inside_adapters
 from rft_fn.types import Packed
 
-__all__ = ["media_inputs", "placeholder_ids", "placeholders", "positions", "sees_or_hears", "token_types"]
+__all__ = [
+    "described", "media_inputs", "placeholder_ids", "placeholders", "positions", "sees_or_hears",
+    "token_types",
+]  # fmt: skip
 
 TYPES = {"image": 1, "video": 2, "audio": 3}  # the types of tokens, as transformers counts them
 _PLACEHOLDER = re.compile(r"(image|video|audio)_token_(id|index)")
@@ -31,7 +34,8 @@ class _Family(NamedTuple):
     """What a family needs that neither its forward nor its config tells."""
 
     leading: bool = False  # tensors of images take one dimension more, of sequences
-    prefix: bool = False  # types of tokens tell the prompt (0), which sees itself both ways, from the rest
+    # Types of tokens tell the prompt (0), which sees itself both ways, from the rest; positions start at 1.
+    prefix: bool = False
 
 
 _FAMILIES = {
@@ -40,6 +44,10 @@ _FAMILIES = {
     "paligemma": _Family(prefix=True),
     "smolvlm": _Family(leading=True),
 }
+
+
+def _family(model: Any) -> _Family:
+    return _FAMILIES.get(model.config.model_type, _Family())
 
 
 # ------------------------------------------------------------------------------------------ placeholders
@@ -135,37 +143,27 @@ class _Sequences(NamedTuple):
         return {name: x.split(self.counts[name])[k] for name, x in self.tensors.items()}
 
 
-def media_inputs(lm: nn.Module, pack: Packed) -> dict[str, Any]:
+def media_inputs(lm: nn.Module, pack: Packed, *, blind: bool = False) -> dict[str, Any]:
     """The keyword arguments with which a model that sees or hears takes the media of a pack.
 
     These are the tensors of which the pack has rows, types of tokens, and positions [1 + axes, 1, T], of
-    which the first are those of text. Of most models it is empty for a pack without media. ValueError for a
+    which the first are those of text. Of most models it is empty for a pack without media. With `blind` the
+    pack has placeholders without media, for which there are types and axes all the same. ValueError for a
     sequence whose placeholders are not those of its media, and for tensors that the model does not take.
     """
     model = inside_adapters(lm)
-    family = _FAMILIES.get(model.config.model_type, _Family())
     places = placeholders(model.config)
     sequences = _sequences(pack)
-    _check_counts(model, sequences, places)
-    inputs: dict[str, Any] = {}
-    if family.prefix:
+    takes = inspect.signature(model.forward).parameters
+    inputs: dict[str, Any] = dict(_tensors(model, sequences, takes))
+    if not blind:
+        _check_counts(model, sequences, places)
+    if _family(model).prefix:
         behind = [sampled.cumsum(0).clamp(max=1) for sampled in sequences.sampled]
         inputs["token_type_ids"] = _padded(torch.cat(behind), pack, value=1)[None]
-
-    # Tensors that nothing reads would be lost in silence.
-    present = {name: x for name, x in sequences.tensors.items() if x.shape[0]}
-    if not present:
+        inputs["position_ids"] = pack.pos[None] + 1
+    if not inputs and not blind:
         return inputs
-    takes = inspect.signature(model.forward).parameters
-    rule = _rule_of(model)
-    for name, x in present.items():
-        if name in takes:
-            inputs[name] = _given(model, x, family.leading)
-        elif name not in _SECONDS or rule is None:
-            raise ValueError(f"media: expected tensors that {type(model).__name__} takes, got {name}")
-    if "batch_num_images" in takes and "image_sizes" in present:
-        owned = [n for n in sequences.counts["image_sizes"] if n]
-        inputs["batch_num_images"] = torch.tensor(owned, device=pack.tokens.device)
 
     # A token that the policy sampled is text, whatever it says.
     read = [_read(ids, sampled, places) for ids, sampled in zip(sequences.ids, sequences.sampled)]
@@ -173,17 +171,45 @@ def media_inputs(lm: nn.Module, pack: Packed) -> dict[str, Any]:
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in takes:
             inputs.setdefault(name, types[None])
-    if rule is not None:
-        own = [positions(model, ids, sequences.media(k)) for k, ids in enumerate(read)]
-        axes = _padded(torch.cat(own, -1), pack)
-        inputs["position_ids"] = torch.cat([pack.pos[None], axes])[:, None]
+    if _rule_of(model) is None:
+        return inputs
+    if blind:
+        read = [torch.zeros_like(ids) for ids in read]
+    own = [positions(model, ids, sequences.media(k)) for k, ids in enumerate(read)]
+    axes = _padded(torch.cat(own, -1), pack)
+    inputs["position_ids"] = torch.cat([pack.pos[None], axes])[:, None]
     return inputs
 
 
+def _tensors(model: Any, sequences: _Sequences, takes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a pack by the names that a model takes.
+
+    ValueError for others, which would be lost in silence.
+    """
+    found = {}
+    for name, x in sequences.tensors.items():
+        if not x.shape[0]:
+            continue
+        if name not in takes and (name not in _SECONDS or _rule_of(model) is None):
+            raise ValueError(f"media: expected tensors that {type(model).__name__} takes, got {name}")
+        if name in takes:
+            found[name] = _given(model, x, _family(model).leading)
+
+    # How many images each sequence has decides how they are cut.
+    if "batch_num_images" in takes and "image_sizes" in found:
+        owned = [n for n in sequences.counts["image_sizes"] if n]
+        found["batch_num_images"] = torch.tensor(owned, device=found["image_sizes"].device)
+    return found
+
+
 def _sequences(pack: Packed) -> _Sequences:
-    # On the CPU, where each token is looked at in turn.
-    size = pack.tokens.shape[0] - pack.padding
-    tokens, seq, pos, mask = (x[:size].cpu() for x in (pack.tokens, pack.seq, pack.pos, pack.mask))
+    # On the CPU, where each token is looked at in turn. Only padding is at 0 inside of a sequence; a row that
+    # the pack borrows counts as padding elsewhere, but the model has to see its media.
+    tokens, seq, pos, mask = (x.cpu() for x in (pack.tokens, pack.seq, pack.pos, pack.mask))
+    first = torch.ones_like(mask)
+    first[1:] = seq[1:] != seq[:-1]
+    size = int((first | (pos > 0)).sum())
+    tokens, seq, pos, mask = tokens[:size], seq[:size], pos[:size], mask[:size]
     sizes = torch.bincount(seq, minlength=pack.num_seqs).tolist()
     # The mask is about targets, so an input was sampled where the one before it is in the mask.
     sampled = torch.cat([mask.new_zeros(1), mask[:-1]]) & (pos > 0)
@@ -207,8 +233,8 @@ def _read(ids: Tensor, sampled: Tensor, places: Mapping[int, str]) -> Tensor:
 
 
 def _padded(x: Tensor, pack: Packed, value: int = 0) -> Tensor:
-    """x [..., T - padding] with `value` for the padding, on the device of the pack."""
-    return pad(x, (0, pack.padding), value=value).to(pack.tokens.device)
+    """x of all sequences with `value` for the padding behind them, on the device of the pack."""
+    return pad(x, (0, len(pack.tokens) - x.shape[-1]), value=value).to(pack.tokens.device)
 
 
 def _given(model: Any, x: Tensor, leading: bool) -> Tensor:
@@ -241,6 +267,21 @@ def _check_counts(model: Any, sequences: _Sequences, places: Mapping[int, str]) 
             sampled = int(((types[k] == number) & sequences.sampled[k]).sum())
             token = next((i for i, each in places.items() if each == kind), None)
             raise ValueError(
-                f"media: sequence {k} of the pack: expected {want} {kind} placeholders (token {token}) for its "
-                f"{rows[k]} rows of {kind}s, got {got}, {sampled} of them sampled"
+                f"media: sequence {k} of the pack: expected {want} {kind} placeholders (token {token}) "
+                f"for its {rows[k]} {kind}s, got {got}, {sampled} of them sampled"
             )
+
+
+def described(lm: nn.Module, pack: Packed) -> str:
+    """The placeholders and the media of each sequence of a pack, in words."""
+    model = inside_adapters(lm)
+    sequences = _sequences(pack)
+    types = [token_types(ids, placeholders(model.config)) for ids in sequences.ids]
+    words = []
+    for kind, number in TYPES.items():
+        found = [int((each == number).sum()) for each in types]
+        rows = expected_counts(model, kind, sequences.tensors, sequences.counts, found)[1]
+        for k, (got, n) in enumerate(zip(found, rows)):
+            if got or n:
+                words.append(f"sequence {k} of the pack: {got} {kind} placeholders for {n} {kind}s")
+    return ", ".join(words)

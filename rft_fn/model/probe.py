@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rft_fn.model.media import placeholder_ids
 from rft_fn.model.parts import Parts
 from rft_fn.model.text import POSITIONS, run, text_inputs
 from rft_fn.types import Packed
@@ -38,6 +39,7 @@ class Question:
     other: Packed  # the same sequences of BEHIND, other tokens in those of FRONT
     alone: Packed  # the first sequence of BEHIND
     way: str
+    blind: bool = False  # whether placeholders are among the tokens, without their media
 
 
 @dataclass(frozen=True)
@@ -62,26 +64,32 @@ class Found:
 
 
 def usual_tokens(config: Any) -> Tensor:
-    """The ids of a text config's vocabulary without a special meaning."""
-    special = set()
-    for name, value in vars(config).items():
-        if name.endswith("_token_id") and isinstance(value, int):
+    """The ids of a model's vocabulary without a special meaning."""
+    text = config.get_text_config()
+    special = set(placeholder_ids(config))
+    for name, value in [*vars(config).items(), *vars(text).items()]:
+        if name.endswith(("_token_id", "_token_index")) and isinstance(value, int):
             special.add(value)
-    usual = [i for i in range(min(config.vocab_size, 4096)) if i not in special]
+    usual = [i for i in range(min(text.vocab_size, 4096)) if i not in special]
     return torch.tensor(usual or [0])
 
 
-def question(config: Any, device: torch.device, way: str) -> Question:
-    """A question to a model with this text config.
+def question(config: Any, device: torch.device, way: str, *, place: int | None = None) -> Question:
+    """A question to a model with this config.
 
-    The tokens are the same on every process.
+    The tokens are the same on every process. A placeholder `place` stands at both ends of each sequence: the
+    media are not there, but the model treats their places as it would (masks, types of tokens, axes).
     """
     usual = usual_tokens(config)
     generator = torch.Generator().manual_seed(0)
 
     def draw(sizes: tuple[int, ...]) -> list[Tensor]:
         at = torch.randint(len(usual), (sum(sizes),), generator=generator)
-        return list(usual[at].split(list(sizes)))
+        rows = list(usual[at].split(list(sizes)))
+        if place is not None:
+            for x in rows:
+                x[[0, 1, -1]] = place
+        return rows
 
     def packed(front: list[Tensor]) -> Packed:
         rows = [x for pair in zip(front, behind) for x in pair]
@@ -92,7 +100,7 @@ def question(config: Any, device: torch.device, way: str) -> Question:
     first = draw(FRONT)
     second = draw(FRONT)
     alone = _pack(behind[0].to(device), [BEHIND[0]])
-    return Question(packed(first), packed(second), alone, way)
+    return Question(packed(first), packed(second), alone, way, place is not None)
 
 
 def _pack(tokens: Tensor, sizes: list[int]) -> Packed:
@@ -123,14 +131,14 @@ def measure(root: nn.Module, parts: Parts, asked: Question, *, head: bool) -> Fo
     # A sequence alone is what it should be; two packs differ only in the tokens of FRONT.
     with _untouched(root):
         plain = False
-        if head:
+        if head and not asked.blind:
             inputs = text_inputs(parts.model, asked.alone)
             alone, plain = plain_head(parts, inputs, same_value)
         else:
-            alone = _hidden(parts.decoder, asked.alone, POSITIONS)
+            alone = _hidden(parts.decoder, asked.alone, POSITIONS, asked.blind)
         try:
-            pack = _behind(_hidden(parts.decoder, asked.pack, asked.way))
-            other = _behind(_hidden(parts.decoder, asked.other, asked.way))
+            pack = _behind(_hidden(parts.decoder, asked.pack, asked.way, asked.blind))
+            other = _behind(_hidden(parts.decoder, asked.other, asked.way, asked.blind))
         except (TypeError, ValueError, RuntimeError, AssertionError):
             # It takes no packs, or not the keywords: as far off as can be.
             pack = [torch.zeros_like(alone)]
@@ -151,12 +159,12 @@ def measure(root: nn.Module, parts: Parts, asked: Question, *, head: bool) -> Fo
     )
 
 
-def _hidden(decoder: nn.Module, pack: Packed, way: str) -> Tensor:
+def _hidden(decoder: nn.Module, pack: Packed, way: str, blind: bool) -> Tensor:
     """The hidden states [T, D] of a pack.
 
     Of a model without a decoder, its logits.
     """
-    out = run(decoder, pack, way=way)
+    out = run(decoder, pack, way=way, blind=blind)
     hidden = getattr(out, "last_hidden_state", None)
     if hidden is None:
         return out.logits[0]

@@ -1,4 +1,4 @@
-"""A text model of transformers, called with a pack.
+"""A model of transformers, called with a pack.
 
 Each sequence is as if it were alone.
 """
@@ -11,7 +11,7 @@ from torch import nn
 from rft_fn import check, modality
 from rft_fn.model import attention
 from rft_fn.model.bounds import SequenceBounds
-from rft_fn.model.media import media_inputs, sees_or_hears
+from rft_fn.model.media import described, media_inputs, sees_or_hears
 from rft_fn.model.parts import inside_adapters
 from rft_fn.types import Packed
 
@@ -24,14 +24,24 @@ ALONE = "alone"  # not at all: one sequence at a time
 
 
 def text_inputs(
-    lm: nn.Module, pack: Packed, bounds: SequenceBounds | None = None, *, way: str = POSITIONS
+    lm: nn.Module,
+    pack: Packed,
+    bounds: SequenceBounds | None = None,
+    *,
+    way: str = POSITIONS,
+    blind: bool = False,
 ) -> dict[str, Any]:
-    """The keyword arguments with which a text model of transformers takes a pack.
+    """The keyword arguments with which a model of transformers takes a pack.
 
     They include the boundaries of its sequences (`bounds`, or those of the pack) where `attention.turn_on`
-    took effect, and with BOUNDARIES those that states read. ValueError for media, which a text model cannot
-    see, and for shapes that disagree.
+    took effect, and with BOUNDARIES those that states read. A model that sees or hears also gets what
+    `media_inputs` finds; `blind` takes placeholders without their media. ValueError for media of a text
+    model, and for shapes that disagree.
     """
+    # The towers look at a whole pack; `cut_before` leaves the text model this process's part of it.
+    if bounds is not None and bounds.whole is not None:
+        pack = bounds.whole
+
     # The pack is a batch of one row.
     check.shapes(tokens=(pack.tokens, "T"), target=(pack.target, "T"), pos=(pack.pos, "T"))
     both = sees_or_hears(lm)
@@ -57,7 +67,7 @@ def text_inputs(
     if way == BOUNDARIES and pack.num_seqs > 1:
         inputs |= _state_boundaries(pack)
     if both:
-        inputs |= media_inputs(lm, pack)
+        inputs |= media_inputs(lm, pack, blind=blind)
     return inputs
 
 
@@ -75,15 +85,26 @@ def _state_boundaries(pack: Packed) -> dict[str, Any]:
 
 
 def run(
-    module: nn.Module, pack: Packed, bounds: SequenceBounds | None = None, *, way: str = POSITIONS
+    module: nn.Module,
+    pack: Packed,
+    bounds: SequenceBounds | None = None,
+    *,
+    way: str = POSITIONS,
+    blind: bool = False,
 ) -> Any:
-    """The output of a text model, or of its decoder, for a pack.
+    """The output of a model, or of its decoder, for a pack.
 
     A model that loses the boundaries on the way runs again, with a mask. `bounds` are given for a pack of
     which `pack` is this process's part (sequence parallelism); ValueError for a model that loses these.
     """
-    inputs = text_inputs(module, pack, bounds, way=way)
-    out = module(**inputs)
+    inputs = text_inputs(module, pack, bounds, way=way, blind=blind)
+    try:
+        out = module(**inputs)
+    except ValueError as error:
+        if pack.media is None:
+            raise
+        # It compares the sums of a pack; whoever reads this needs to know which sequence.
+        raise ValueError(f"media: {error}: {described(module, pack)}") from error
     given = inputs.get("rft_bounds")
     if given is None or attention.complete(module, given):
         return out
@@ -93,4 +114,4 @@ def run(
         why = attention.unfit_model(module) or "not all of its layers get the boundaries of sequences"
         raise ValueError(f"sp_size: expected 1 for {type(module).__name__}: {why}")
     attention.turn_off(module, "not all of its layers got the boundaries")
-    return module(**text_inputs(module, pack, way=way))
+    return module(**text_inputs(module, pack, way=way, blind=blind))

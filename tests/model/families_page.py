@@ -36,19 +36,22 @@ def page(results):
     """The page in Markdown of what is in families.json."""
     from family_checks import BOUNDS
 
+    return "\n".join([HEAD.format(**BOUNDS), *table(results, TITLES)])
+
+
+def table(results, titles):
+    """The lines of a table of families x `titles`, with counts, reasons and where it was measured."""
     families = results["families"]
     reasons = []
     lines = [
-        "| family | " + " | ".join(TITLES.values()) + " |",
-        "|---" * (len(TITLES) + 1) + "|",
+        "| family | " + " | ".join(titles.values()) + " |",
+        "|---" * (len(titles) + 1) + "|",
     ]
     for kind in sorted(families, key=str.lower):
-        cells = [_cell(families[kind].get(column), reasons) for column in TITLES]
+        cells = [_cell(families[kind].get(column), reasons) for column in titles]
         lines.append(f"| {kind} | " + " | ".join(cells) + " |")
     why = [f"{i}. {reason}" for i, reason in enumerate(reasons, 1)]
-    return "\n".join(
-        [HEAD.format(**BOUNDS), *lines, "", _counts(families), "", *why, "", _where(results), ""]
-    )
+    return [*lines, "", _counts(families, titles), "", *why, "", _where(results), ""]
 
 
 def _cell(entry, reasons):
@@ -72,13 +75,13 @@ def _reason(note):
     note = re.sub(r"^(\w+Error: )+", "", note)
     note = re.sub(r"/tmp/\w+", "FOLDER", note)
     note = re.sub(r"(?<=missing: ).*", "...", note)
-    note = re.sub(r"\w+(ForCausalLM|LMHeadModel)\b", "it", note)
+    note = re.sub(r"\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration)\b", "it", note)
     return note[:200]
 
 
-def _counts(families):
+def _counts(families, titles):
     counts = []
-    for column, title in TITLES.items():
+    for column, title in titles.items():
         good = sum(cells.get(column, {}).get("ok", False) for cells in families.values())
         counts.append(f"{title} {good}")
     return f"Equal, of {len(families)} families: {', '.join(counts)}. The other cells:"

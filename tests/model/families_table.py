@@ -20,20 +20,37 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import families_page
 import family_checks
 import ranks
 from families import FAMILIES
-from family_checks import BACKENDS, BOUNDS, CHECKS, COLUMNS
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "docs" / "results" / "families.json"
-PAGE = ROOT / "docs" / "models.md"
 FORK = multiprocessing.get_context("fork")
+
+
+class Table(NamedTuple):
+    """A table of families x measurements."""
+
+    families: list[str]
+    checks: Any  # a module like `family_checks`
+    results: Path  # what is measured, as JSON
+    page: Path
+    write: Callable[[dict], str]  # the page of the results
+
+
+TEXT = Table(
+    families=list(FAMILIES),
+    checks=family_checks,
+    results=ROOT / "docs" / "results" / "families.json",
+    page=ROOT / "docs" / "models.md",
+    write=families_page.page,
+)
 
 
 class Cell(NamedTuple):
@@ -87,25 +104,25 @@ def told(f, *args):
         return f"{type(error).__name__}: {error}"
 
 
-def measure(kind, column, answer):
+def measure(checks, kind, column, answer):
     """One cell, in its own process group."""
     os.setpgrp()
     warnings.simplefilter("ignore")
-    if column in BACKENDS:
-        answer.send(told(family_checks.on_two, kind, column, forked))
+    if column in checks.BACKENDS:
+        answer.send(told(checks.on_two, kind, column, forked))
     else:
-        answer.send(told(CHECKS[column], kind))
+        answer.send(told(checks.CHECKS[column], kind))
 
 
-def begin(kind, column):
+def begin(checks, kind, column):
     here, there = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=measure, args=(kind, column, there))
+    process = FORK.Process(target=measure, args=(checks, kind, column, there))
     process.start()
     there.close()  # the other end is the process's alone: it is seen to end
     return Cell(kind, column, process, here, time.monotonic())
 
 
-def ended(cell, limit):
+def ended(checks, cell, limit):
     """The entry of a cell that is done, or has taken longer than `limit` seconds; else None."""
     seconds = time.monotonic() - cell.began
     if cell.answer.poll():
@@ -120,18 +137,22 @@ def ended(cell, limit):
     entry = {"date": date.today().isoformat(), "seconds": round(seconds, 1)}
     if isinstance(answer, str):
         return entry | {"ok": False, "note": answer}
-    return entry | {"ok": answer.value <= BOUNDS[cell.column], "value": answer.value, "note": answer.note}
+    return entry | {
+        "ok": answer.value <= checks.BOUNDS[cell.column],
+        "value": answer.value,
+        "note": answer.note,
+    }
 
 
-def run(cells, jobs, limit, keep):
+def run(checks, cells, jobs, limit, keep):
     """Measure (family, column) pairs, `jobs` at a time; `keep(kind, column, entry)` gets each when done."""
     waiting, busy = list(cells), []
     while waiting or busy:
         while waiting and len(busy) < jobs:
-            busy.append(begin(*waiting.pop(0)))
+            busy.append(begin(checks, *waiting.pop(0)))
         time.sleep(0.1)
         for cell in list(busy):
-            entry = ended(cell, limit)
+            entry = ended(checks, cell, limit)
             if entry is not None:
                 busy.remove(cell)
                 keep(cell.kind, cell.column, entry)
@@ -150,23 +171,24 @@ def about():
     return {"cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version(), **versions}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=list(FAMILIES), default=[], metavar="FAMILY")
-    parser.add_argument("--columns", nargs="*", choices=COLUMNS, default=COLUMNS)
+def main(table=TEXT, about_it=__doc__):
+    columns = table.checks.COLUMNS
+    parser = argparse.ArgumentParser(description=about_it, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=table.families, default=[], metavar="FAMILY")
+    parser.add_argument("--columns", nargs="*", choices=columns, default=columns)
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
     parser.add_argument("--limit", type=float, default=240, help="s that a cell may take")
     parser.add_argument("--again", action="store_true", help="also what is measured")
     parser.add_argument("--failed", action="store_true", help="also what is measured and not equal")
     args = parser.parse_args()
     found = {}
-    if RESULTS.exists():
-        found = json.loads(RESULTS.read_text())["families"]
+    if table.results.exists():
+        found = json.loads(table.results.read_text())["families"]
 
     def keep(kind, column, entry):
         found.setdefault(kind, {})[column] = entry
-        RESULTS.write_text(json.dumps({"about": about(), "families": found}, indent=1, sort_keys=True))
-        PAGE.write_text(families_page.page(json.loads(RESULTS.read_text())))
+        table.results.write_text(json.dumps({"about": about(), "families": found}, indent=1, sort_keys=True))
+        table.page.write_text(table.write(json.loads(table.results.read_text())))
         print(f"{kind:20} {column:10} {entry}", flush=True)
 
     def wanted(kind, column):
@@ -175,9 +197,9 @@ def main():
             return True
         return args.failed and not entry["ok"]
 
-    cells = [(kind, column) for kind in args.only or FAMILIES for column in args.columns]
+    cells = [(kind, column) for kind in args.only or table.families for column in args.columns]
     cells = [cell for cell in cells if wanted(*cell)]
-    run(cells, args.jobs, args.limit, keep)
+    run(table.checks, cells, args.jobs, args.limit, keep)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def _with_cache(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
 
 def _prompts(lm: "PreTrainedModel") -> list[list[int]]:
     """A prompt of each of `LENGTHS`, with `MORE` tokens that it is continued by."""
-    usual = usual_tokens(lm.config.get_text_config())
+    usual = usual_tokens(lm.config)
     generator = torch.Generator().manual_seed(0)
     draw = [torch.randint(len(usual), (n + MORE,), generator=generator) for n in LENGTHS]
     return [usual[at].tolist() for at in draw]
