@@ -76,6 +76,7 @@ def test_a_tied_tensor_is_frozen_by_either_name():
         ),
         (["visual", "audio_tower"], "got 'audio_tower'; it has lm_head, model.language_model, model.visual$"),
         (["vis"], "got 'vis'; it has"),
+        (["layer.0"], r"got 'layer.0'; it has layers$"),
         ([""], "got ''; it has lm_head"),
         (["*"], r"freeze: expected weights that are left to train, got \['\*'\]: all of them"),
         (["towers", "language_model", "lm_head"], "expected weights that are left to train"),
