@@ -5,10 +5,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = [
-    "MODALITY_PARAMETERS", "ActorModality", "check_parameters", "class_of", "get_supported_parameters",
-    "has_media_class", "of_config", "thinker",
-]  # fmt: skip
+__all__ = ["MODALITY_PARAMETERS", "ActorModality", "get_supported_parameters", "of_config"]
 
 
 class ActorModality(enum.Enum):
@@ -124,8 +121,8 @@ def _classes(config: Any) -> tuple[type | None, type | None]:
     """(the causal language model, the model that sees or hears) of a config in transformers' tables."""
     from transformers.models.auto import modeling_auto as auto
 
-    text = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    whole = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    text: Any = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    whole: Any = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     return text, whole
 
 

@@ -66,5 +66,5 @@ def _near(pattern: str, named: Mapping[str, Tensor]) -> list[str]:
         path = name.split(".")[:-1]
         parts |= dict.fromkeys(part for part in path if not part.isdigit())
         largest[".".join(path[:2])] = None
-    wanted = pattern.rpartition(".")[2]
-    return get_close_matches(wanted, parts, n=4) or sorted(largest)[:6]
+    words = [word for word in pattern.split(".") if not word.isdigit()]
+    return get_close_matches("".join(words[-1:]), parts, n=4) or sorted(largest)[:6]

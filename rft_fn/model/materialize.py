@@ -61,7 +61,7 @@ def on_meta(
     return module
 
 
-def skeleton(config: Any, factory: Any, **options: Any) -> nn.Module:
+def skeleton(config: Any, factory: Any, **options: Any) -> Any:
     """The model that an auto class makes of a config, without memory."""
     with torch.device("meta"):
         made = factory.from_config(config, **options)

@@ -84,9 +84,7 @@ class Policy(Model):
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
     lora_targets: str = "auto"  # layers with adapters: auto, towers, all-linear, or names with commas
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
-    freeze: tuple[
-        str, ...
-    ] = ()  # parts that are not trained, as visual or layers.0; towers: all but the text
+    freeze: tuple[str, ...] = ()  # parts that are not trained: visual, layers.0 ...; towers: all but the text
     quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty: as stored
     router_aux: AtLeast0 = 0.0  # coefficient of the load-balancing loss of a mixture of experts
     budget: Free[Count] = 1024  # most tokens in a pack, which goes through the model at once

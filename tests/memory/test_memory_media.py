@@ -52,6 +52,7 @@ def larger(kind):
     config = lm.config
     text = config.get_text_config()
     text.hidden_size, text.intermediate_size, text.num_hidden_layers = 128, 384, 4
+    text.layer_types = ["full_attention"] * 4
     if kind == "Qwen2VL":
         text.rope_parameters["mrope_section"] = [4, 6, 6]
         config.vision_config.embed_dim, config.vision_config.hidden_size = 128, 128
@@ -67,9 +68,8 @@ def larger(kind):
 @pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2Audio"])
 def test_towers_and_their_activations_are_counted(kind, size, frozen):
     """A pack full of images or sounds: 0.8 to 1.4 of what it allocates, and more than one of text."""
-    lm = larger(kind)
-    if size == "tiny":
-        lm = FAMILIES[kind].build(torch.float32)
+    made = {"tiny": lambda: FAMILIES[kind].build(torch.float32), "larger": lambda: larger(kind)}
+    lm = made[size]()
     if frozen:
         lm = rft.model.freeze(lm, ["towers"])
     tokens, shown = 256, example(kind, count=2)

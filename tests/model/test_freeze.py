@@ -76,6 +76,7 @@ def test_a_tied_tensor_is_frozen_by_either_name():
         ),
         (["visual", "audio_tower"], "got 'audio_tower'; it has lm_head, model.language_model, model.visual$"),
         (["vis"], "got 'vis'; it has"),
+        (["layer.0"], r"got 'layer.0'; it has layers$"),
         ([""], "got ''; it has lm_head"),
         (["*"], r"freeze: expected weights that are left to train, got \['\*'\]: all of them"),
         (["towers", "language_model", "lm_head"], "expected weights that are left to train"),
@@ -215,6 +216,18 @@ def test_two_processes_train_what_one_does(folder, tmp_path):
         for name, x in saved.items():
             torch.testing.assert_close(x, want.get(name, start[name]), rtol=0, atol=2e-4)
             assert torch.equal(x, start[name]) or not closed(name), name
+
+
+def test_a_critic_freezes_parts_of_its_decoder(folder, tmp_path):
+    """The same patterns, from the model's folder and from that of a saved critic; its head is trained."""
+    critic = quiet(model.load_critic, folder, freeze=SEEING)
+    assert frozen(critic) == {n for n, _ in critic.named_parameters() if closed(n)}
+    model.save_critic(tmp_path, critic)
+    for meta in (False, True):
+        again = quiet(model.load_critic, tmp_path, freeze=["visual"], meta=meta)
+        assert frozen(again) == {n for n, _ in again.named_parameters() if ".visual." in n}
+    with pytest.raises(ValueError, match="got 'lm_head'; it has"):
+        quiet(model.load_critic, folder, freeze=["lm_head"])
 
 
 # -------------------------------------------------------------------------------------------- in a script

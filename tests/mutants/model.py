@@ -55,8 +55,8 @@ MUTANTS = [
     (
         "an empty sequence of a unit is not run",
         "rft_fn/model/reader.py",
-        "outs.append(self.read(_alone(pack, k, start, max(end, start + 1)), None))",
-        "outs += [self.read(_alone(pack, k, start, end), None)] if end > start else []",
+        "outs.append(self.read(_alone(pack, owner, start, max(end, start + 1)), None))",
+        "outs += [self.read(_alone(pack, owner, start, end), None)] if end > start else []",
         _PROBE + "test_a_unit_with_an_empty_sequence",
     ),
     (
