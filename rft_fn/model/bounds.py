@@ -46,7 +46,7 @@ class SequenceBounds:
     """Where the sequences of a pack lie: their sizes in tokens, in order.
 
     `calls` counts the attention layers that got the boundaries, so that a model that drops them is found out.
-    `sequence` is the axis over which the tokens of the pack are split, if they are; `whole` is the pack itself,
+    `sequence` is the axis over which the tokens of the pack are split, if they are; `whole` is the pack,
     if it has media: every process looks at all of them.
     """
 

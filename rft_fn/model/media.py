@@ -77,9 +77,15 @@ def placeholder_ids(config: Any) -> frozenset[int]:
 
 
 def sees_or_hears(lm: nn.Module) -> bool:
-    """Whether a model takes media."""
+    """Whether a model puts features of media in the place of tokens.
+
+    One whose text attends to them across layers does not: all sequences of a pack would see them.
+    """
     model = inside_adapters(lm)
-    return bool(placeholders(getattr(model, "config", None))) and bool(find(model).towers)
+    if not placeholders(getattr(model, "config", None)):
+        return False
+    across = any(name.startswith("cross_attention") for name in inspect.signature(model.forward).parameters)
+    return bool(find(model).towers) and not across
 
 
 def token_types(ids: Tensor, places: Mapping[int, str]) -> Tensor:
