@@ -71,9 +71,11 @@ def placeholders(config: Any) -> dict[int, str]:
 def placeholder_ids(config: Any) -> frozenset[int]:
     """The tokens of a model that stand for media, and may not be sampled.
 
-    Sampled, one would ask for a feature that is not there: an engine ends the response with it.
+    Sampled, one would ask for a feature that is not there: an engine ends the response with it. So are those
+    around images that a model embeds in its own way wherever a pack has some (Ovis 2).
     """
-    return frozenset(placeholders(config))
+    around = getattr(config, "visual_indicator_token_ids", None) or ()
+    return frozenset(placeholders(config)) | frozenset(around)
 
 
 def sees_or_hears(lm: nn.Module) -> bool:

@@ -344,6 +344,7 @@ def test_placeholders_are_found_in_the_config():
     assert found["Qwen2.5Omni"] == {50, 51, 52}
     assert found["Qwen2Audio"] == found["Voxtral"] == {52}
     assert found["Gemma3"] == found["Llava"] == found["SmolVLM"] == {50}
+    assert media.placeholder_ids(MORE["Ovis2"].make().config) == {50, 57, 58, 59, 60, 61}
     assert not media.placeholder_ids(model.load("tiny").config)
 
 

@@ -27,8 +27,8 @@ MUTANTS = [
     (
         "a model that sees is not asked with placeholders",
         "rft_fn/model/reader.py",
-        "places = sorted(placeholder_ids(config))[:1]",
-        "places = sorted(placeholder_ids(config))[:0]",
+        "places = sorted(placeholders(config))[:1]",
+        "places = sorted(placeholders(config))[:0]",
         _MEDIA + "test_a_model_whose_own_attention_leaks_gets_one_sequence_at_a_time",
     ),
     (
