@@ -71,15 +71,23 @@ def placeholders(config: Any) -> dict[int, str]:
 def placeholder_ids(config: Any) -> frozenset[int]:
     """The tokens of a model that stand for media, and may not be sampled.
 
-    Sampled, one would ask for a feature that is not there: an engine ends the response with it.
+    Sampled, one would ask for a feature that is not there: an engine ends the response with it. So are those
+    around images that a model embeds in its own way wherever a pack has some (Ovis 2).
     """
-    return frozenset(placeholders(config))
+    around = getattr(config, "visual_indicator_token_ids", None) or ()
+    return frozenset(placeholders(config)) | frozenset(around)
 
 
 def sees_or_hears(lm: nn.Module) -> bool:
-    """Whether a model takes media."""
+    """Whether a model puts features of media in the place of tokens.
+
+    One whose text attends to them across layers does not: all sequences of a pack would see them.
+    """
     model = inside_adapters(lm)
-    return bool(placeholders(getattr(model, "config", None))) and bool(find(model).towers)
+    if not placeholders(getattr(model, "config", None)):
+        return False
+    across = any(name.startswith("cross_attention") for name in inspect.signature(model.forward).parameters)
+    return bool(find(model).towers) and not across
 
 
 def token_types(ids: Tensor, places: Mapping[int, str]) -> Tensor:

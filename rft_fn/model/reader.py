@@ -13,7 +13,7 @@ from rft_fn import tree
 from rft_fn.model import attention, probe
 from rft_fn.model.bounds import SequenceAxis, SequenceBounds
 from rft_fn.model.cut import cut_before
-from rft_fn.model.media import placeholder_ids, sees_or_hears
+from rft_fn.model.media import placeholders, sees_or_hears
 from rft_fn.model.parts import Parts, find, inside_adapters, text_config
 from rft_fn.model.probe import Found, Question
 from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS
@@ -186,7 +186,7 @@ def _way(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool]
     places = []
     if sees_or_hears(root.parts.decoder):
         ways = [POSITIONS]
-        places = sorted(placeholder_ids(config))[:1]
+        places = sorted(placeholders(config))[:1]
     for way in ways:
         found = call(probe.question(config, device, way))
         if way == POSITIONS:

@@ -10,7 +10,7 @@ from sees_and_hears_more import MORE
 from rft_fn import model, packing, tree
 from rft_fn.model import media, text
 from rft_fn.model.parts import find
-from rft_fn.model.text import ALONE
+from rft_fn.model.text import ALONE, text_inputs
 from rft_fn.strategy import get_fake_strategy
 from rft_fn.types import Media, Packed
 
@@ -344,6 +344,7 @@ def test_placeholders_are_found_in_the_config():
     assert found["Qwen2.5Omni"] == {50, 51, 52}
     assert found["Qwen2Audio"] == found["Voxtral"] == {52}
     assert found["Gemma3"] == found["Llava"] == found["SmolVLM"] == {50}
+    assert media.placeholder_ids(MORE["Ovis2"].make().config) == {50, 57, 58, 59, 60, 61}
     assert not media.placeholder_ids(model.load("tiny").config)
 
 
@@ -352,6 +353,19 @@ def test_media_of_a_text_model():
     apply, params = model.bind(model.load("tiny"))
     with pytest.raises(ValueError, match=r"media: expected None, .* is bound as a text model"):
         apply(params, packing.pack(exp, [0]))
+
+
+def test_a_model_with_attention_across_to_images_is_one_of_text():
+    import transformers
+
+    text = {"num_hidden_layers": 2, "cross_attention_layers": [1]}
+    with torch.device("meta"):
+        lm = transformers.MllamaForConditionalGeneration(transformers.MllamaConfig(text_config=text))
+    assert media.placeholder_ids(lm.config)
+    assert not media.sees_or_hears(lm)
+    pack = packing.pack(batch(FAMILIES["Llava"], [["image"]]), [0])
+    with pytest.raises(ValueError, match="media: expected None, MllamaForConditionalGeneration is bound as"):
+        text_inputs(lm, pack)
 
 
 def test_pixels_come_in_the_type_of_the_towers():

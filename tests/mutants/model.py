@@ -48,8 +48,8 @@ MUTANTS = [
     (
         "a pack by hand is run in turn",
         "rft_fn/model/reader.py",
-        "if pack.num_seqs != pack.unit:",
-        "if pack.num_seqs < pack.unit:",
+        "if borrowed and pack.media is None:",
+        "if borrowed < 0 and pack.media is None:",
         _PROBE + "test_packs_by_hand_are_refused_by_name",
     ),
     (
