@@ -49,7 +49,8 @@ def without_media(rollout: Rollout) -> Rollout:
 def with_media(strategy: Strategy, rollout: Rollout, prompts: Sequence[Any]) -> Rollout:
     """The rollout of the global batch with the media of its N prompts.
 
-    It has B = N G rows, those of a prompt side by side. Each rank reads the media of its part of the prompts, as after `gather_and_generate`. All ranks call it.
+    It has B = N G rows, those of a prompt side by side. Each rank reads the media of its part of the prompts,
+    as in `gather_and_generate`. All ranks call it.
     """
     if not any(has_media(prompt) for prompt in prompts):
         return rollout
