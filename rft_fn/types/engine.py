@@ -67,7 +67,8 @@ class Generate(Protocol):
 
         BadRequest, before anything ran, names the prompt or the row that is refused: text without a
         tokenizer, no tokens, more than fit into the model with the row's limit, media without placeholders or
-        placeholders without media, media that the model does not take, another count, a number out of range. An engine that cannot do `start` refuses it, and does not have it in `supported`.
+        placeholders without media, media that the model does not take, another count, a number out of range.
+        An engine that cannot do `start` refuses it, and does not have it in `supported`.
         """
         ...
 
