@@ -15,7 +15,7 @@ from rft_fn import collect, engine, rng
 from rft_fn.engine import EngineConfig, prompt_media
 from rft_fn.environment import Environment, Renderer, Stepped
 from rft_fn.model.media import placeholder_ids
-from rft_fn.rollout import extend, prefixes, take
+from rft_fn.rollout import prefixes, take
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
 SAMPLING = rft.Sampling(max_new=7)
@@ -207,13 +207,12 @@ def everything(st):
     chosen = take(first, [5, 4, 1, 0])  # of ranks 1 and 0, continued by 0 and 1
     begun = [ids + [9] for ids in prefixes(chosen, chosen.mask.int().argmax(-1))]  # noqa: RUF005, keeps media
     more = generate(begun, [3, 4, 5, 6], n=1, sampling=SAMPLING)
-    both = extend(chosen, more)
     how = {"n": 2, "sampling": SAMPLING, "budget": 2, "strategy": st}
     done = collect.sample_partial(generate, draw, 0, **how)
     later = collect.sample_partial(generate, draw, 1, waiting=done.waiting, **how)
     saved = [{"name": collect.ahead._name(keys, 2, SAMPLING), "rollout": rft.tree.replace(first, media=None)}]
     ahead = collect.Ahead(eng, st, saved=saved).generate(prompts, keys, n=2, sampling=SAMPLING)
-    found = {"first": first, "both": both, "done": done.rollout, "later": later.rollout, "ahead": ahead}
+    found = {"first": first, "more": more, "done": done.rollout, "later": later.rollout, "ahead": ahead}
     return {name: packed(st, x) for name, x in found.items()}
 
 
