@@ -209,3 +209,20 @@ def test_media_that_cannot_be_read_are_told_with_the_prompt():
     eng = engine.hf(tiny.llama(), tiny.tokenizer())
     with pytest.raises(requests.BadPrompt, match=r"got squares.csv:3: image a.png: no such file in prompt 1"):
         eng.generate([[3, 4], Torn()], KEYS[:2], sampling=SAMPLING)
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2Audio"])
+def test_weights_of_towers_have_to_arrive(name):
+    """All of them, or the load names the tensor; then the next samples are the new weights'."""
+    lm, other = (FAMILIES[name].build(torch.float32, seed=s) for s in (0, 1))
+    prompts = prompts_of(FAMILIES[name])
+    eng = engine.hf(copy.deepcopy(lm), tiny.tokenizer())
+    pairs = dict(other.named_parameters())
+    delivered = eng.load(pairs.items(), version=3)
+    assert delivered.tensors == len(pairs) and delivered.version == 3
+    rollout = eng.generate(prompts, KEYS, n=2, sampling=SAMPLING)
+    assert (trained(other, rollout) - rollout.logp).abs().max() < 5e-6
+    tower = next(x for x in pairs if "visual" in x or "audio_tower" in x)
+    missing = {x: w for x, w in pairs.items() if x != tower}
+    with pytest.raises(ValueError, match=tower.replace(".", r"\.")):
+        eng.load(missing.items(), version=4)
