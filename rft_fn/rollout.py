@@ -15,7 +15,7 @@ from torch import Tensor
 from rft_fn import check, tree
 from rft_fn.types import Media, Rollout
 
-__all__ = ["Owner", "Prefix", "concat", "extend", "prefixes", "split", "take"]
+__all__ = ["concat", "extend", "prefixes", "split", "take"]
 
 
 def take(rollout: Rollout, index: Sequence[int] | Tensor) -> Rollout:

@@ -170,6 +170,7 @@ def main(cfg: Config) -> None:
         generate = partial(rft.collect.gather_and_generate, eng, st)
         draw = partial(draw_round, cfg, task.dataset, i=0)
         how = {"n": cfg.group, "sampling": sampling, "budget": cfg.partial, "waiting": extra["waiting"]}
+        how |= {"strategy": st}  # whose ranks read the media of the prompts that wait
         with run.phase("generate"), rft.run.saved_if_lost(run):
             prompts, rollout, extra["waiting"] = rft.collect.sample_partial(generate, draw, step, **how)
         with run.phase("judge"):

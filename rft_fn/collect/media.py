@@ -42,14 +42,15 @@ def has_media(prompt: Any) -> bool:
 
 
 def without_media(rollout: Rollout) -> Rollout:
-    """The rollout without media: a checkpoint is the same on all ranks, and prompts have their media anyway."""
+    """The rollout without media, as a checkpoint has it, which is the same on all ranks."""
     return tree.replace(rollout, media=None)
 
 
 def with_media(strategy: Strategy, rollout: Rollout, prompts: Sequence[Any]) -> Rollout:
-    """The rollout of the global batch with the media of its N prompts: B = N G rows, those of one side by side.
+    """The rollout of the global batch with the media of its N prompts.
 
-    Each rank reads the media of its part of the prompts, as after `gather_and_generate`. All ranks call it.
+    It has B = N G rows, those of a prompt side by side. Each rank reads the media of its part of the prompts,
+    as in `gather_and_generate`. All ranks call it.
     """
     if not any(has_media(prompt) for prompt in prompts):
         return rollout

@@ -163,10 +163,10 @@ def _open(row: Conversation, prompt: Any, env: Environment, renderer: Renderer) 
     row.unread.clear()
     retold = asked or (env.tools and renderer.tokenizer.chat_template)
     if retold and has_media(prompt):
+        row_number = getattr(prompt, "index", row.prompt)
         raise ValueError(
-            f"environment {env.name!r}: row {getattr(prompt, 'index', row.prompt)}: expected a prompt without "
-            "media, since its first tokens are written anew (by reset, or to tell of tools), got "
-            f"{', '.join(getattr(prompt, 'media_names', ())) or 'media'}"
+            f"environment {env.name!r}: row {row_number}: expected a prompt without media, since its first "
+            "tokens are written anew (by reset, or to tell of tools), got one with media"
         )
     if asked:
         row.read(renderer.opening(asked, env.tools))

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rft_fn.engine.requests import BadPrompt
+from rft_fn.engine.requests import BadPrompt, token_ids
 from rft_fn.model.media import media_inputs, placeholders
 from rft_fn.rollout import prefixes
 from rft_fn.types import Media, Packed, Rollout
 
-__all__ = ["Sent", "Shown", "as_pack", "check", "of_rows", "refuse", "shown", "tensors", "text", "to_send"]
+__all__ = [
+    "Sent", "Shown", "as_pack", "check", "of_rows", "shown", "tensors", "text", "text_alone", "to_send",
+]  # fmt: skip
 
 
 class Shown(NamedTuple):
@@ -70,9 +72,7 @@ def _check_text(number: int, ids: Sequence[int], places: Mapping[int, str]) -> N
         raise BadPrompt(number, "text alone without media", f"{places[found]} placeholder {found}")
 
 
-def _check_media(
-    lm: Any, number: int, ids: Sequence[int], media: Shown, places: Mapping[int, str]
-) -> None:
+def _check_media(lm: Any, number: int, ids: Sequence[int], media: Shown, places: Mapping[int, str]) -> None:
     """BadPrompt unless a prompt has placeholders for its media, and none beside them."""
     assert media.tensors is not None
     names = ", ".join(media.tensors)
@@ -83,7 +83,8 @@ def _check_media(
     try:
         media_inputs(lm, as_pack([ids], [media]))
     except ValueError as error:
-        raise BadPrompt(number, "placeholders for each of its media", str(error)) from None
+        found = str(error).removeprefix("media: sequence 0 of the pack: ")
+        raise BadPrompt(number, "the placeholders of its media", f"others ({found})") from None
 
 
 def as_pack(ids: Sequence[Sequence[int]], shown: Sequence[Shown]) -> Packed:
@@ -109,12 +110,14 @@ def as_pack(ids: Sequence[Sequence[int]], shown: Sequence[Shown]) -> Packed:
     )
 
 
-def refuse(prompts: Sequence[Any], why: str) -> None:
-    """BadPrompt for the first prompt with media, for an engine that cannot show them to its model."""
+def text_alone(prompts: Sequence[Any], tokenizer: Any, name: str) -> list[list[int]]:
+    """The token ids of prompts for servers that get tokens alone. BadPrompt for the first one with media."""
     for i, prompt in enumerate(prompts):
         own = _read(i, prompt)
         if own is not None:
-            raise BadPrompt(i, "text alone", f"media ({', '.join(own)})", f"; {why}")
+            advice = f"; {name} servers get tokens alone, sample with hf or vllm"
+            raise BadPrompt(i, "text alone", f"media ({', '.join(own)})", advice)
+    return token_ids(prompts, tokenizer)
 
 
 def text(ids: Sequence[Sequence[int]]) -> list[Shown]:

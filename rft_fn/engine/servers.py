@@ -146,8 +146,7 @@ class _Servers:
         start: Sequence[int] | None = None,
     ) -> Rollout:
         """`Generate`. A seed names a whole sample here, so none can `start` in its middle."""
-        prompt_media.refuse(prompts, f"{self.dialect.name} servers get tokens; sample with hf or vllm")
-        ids = requests.token_ids(prompts, self.tokenizer)
+        ids = prompt_media.text_alone(prompts, self.tokenizer, self.dialect.name)
         requests.check(ids, keys, n, sampling, self.window(), max_new=max_new, start=start)
         if start is not None and any(start):
             raise BadRequest(f"start: expected zeros for {self.dialect.name}, got {list(start)}")

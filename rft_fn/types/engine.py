@@ -52,6 +52,9 @@ class Generate(Protocol):
 
         `prompts` are lists of token ids, objects with `.ids`, or texts where the engine has a tokenizer. A
         text is a question, encoded as `data` encodes one. No prompts give a rollout without rows: B = S = 0.
+        An object may have `.media`, the processor's tensors of what it shows, whose placeholders are expanded
+        among its ids, and `.sampled`, which of its tokens the policy has sampled: these are text whatever
+        they say. The rollout has the media once a prompt. A sampled placeholder ends a response.
 
         There is one key per prompt, an int; sample j draws from the stream fold_in(key, j), so that samples
         do not depend on how prompts are batched or shared out. A pair (key, j) in place of a key numbers the
@@ -64,8 +67,9 @@ class Generate(Protocol):
         of a prompt count as the response so far: a text of `sampling.stop` may begin in them.
 
         BadRequest, before anything ran, names the prompt or the row that is refused: text without a
-        tokenizer, no tokens, more than fit into the model with the row's limit, another count, a number out
-        of range. An engine that cannot do `start` refuses it, and does not have it in `supported`.
+        tokenizer, no tokens, more than fit into the model with the row's limit, media without placeholders or
+        placeholders without media, media that the model does not take, another count, a number out of range.
+        An engine that cannot do `start` refuses it, and does not have it in `supported`.
         """
         ...
 

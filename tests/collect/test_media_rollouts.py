@@ -1,4 +1,4 @@
-"""Media through everything that rollouts pass: ranks, steps ahead, budgets, conversations, another process."""
+"""Media through all that rollouts pass: ranks, steps ahead, budgets, conversations, another process."""
 
 import pickle
 from functools import partial
@@ -13,10 +13,9 @@ from sees_and_hears import FAMILIES
 import rft_fn as rft
 from rft_fn import collect, engine, rng
 from rft_fn.engine import EngineConfig, prompt_media
-from rft_fn.engine.prompt_media import Sent
 from rft_fn.environment import Environment, Renderer, Stepped
 from rft_fn.model.media import placeholder_ids
-from rft_fn.rollout import extend, prefixes, take
+from rft_fn.rollout import prefixes, take
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
 SAMPLING = rft.Sampling(max_new=7)
@@ -34,12 +33,8 @@ def prompts_of(count, seed=0):
     for i in range(count):
         tensors, ids = FAMILY.sample(["image"] * (i % 3 != 1) * (1 + i % 2), seed=seed + i)
         names = tuple(f"{i}.png" for _ in tensors)
-        columns = {"turns": "3"}
-        found.append(
-            SimpleNamespace(
-                ids=ids, media=tensors or None, media_names=names, text="x", index=i, columns=columns, messages=None
-            )
-        )
+        about = {"text": "x", "index": i, "columns": {}, "messages": None}
+        found.append(SimpleNamespace(ids=ids, media=tensors or None, media_names=names, **about))
     return found
 
 
@@ -81,7 +76,7 @@ def test_an_engine_in_its_own_process_samples_the_same(eng):
         same(got, want)
         assert (own.score(got) - want.logp).abs().max() < 3e-6
         cut = take(got, [0, 4])
-        longer = own.generate(prefixes(cut, [len(prompts[0].ids) + 1] * 2), [1, 2], sampling=SAMPLING)
+        longer = own.generate(prefixes(cut, cut.mask.int().argmax(-1)), [1, 2], sampling=SAMPLING)
         assert longer.media.of.tolist() == [0, 1]
         with pytest.raises(engine.BadRequest, match="in prompt 1"):
             own.generate([prompts[1], prompts[0].ids], keys[:2], sampling=SAMPLING)
@@ -168,9 +163,7 @@ def test_a_conversation_keeps_the_media_of_its_prompt(eng):
     assert rollout.media.of.tolist() == [0, 0, -1, -1, 1, 1]
     assert (played.numbers["turns"] == 3).any()
     assert (eng.score(rollout) - rollout.logp).abs().max() < 5e-6
-    blind = rft.tree.replace(
-        rollout, media=None, tokens=torch.where(rollout.tokens == 50, 9, rollout.tokens)
-    )
+    blind = rft.tree.replace(rollout, media=None, tokens=torch.where(rollout.tokens == 50, 9, rollout.tokens))
     assert (eng.score(blind) - rollout.logp).abs().max() > 0.01  # the image matters
 
 
@@ -212,15 +205,14 @@ def everything(st):
     prompts, keys = prompts_of(4), [rng.fold_in(2, i) for i in range(4)]
     first = generate(prompts, keys, n=2, sampling=SAMPLING, max_new=[2] * 8)
     chosen = take(first, [5, 4, 1, 0])  # of ranks 1 and 0, continued by 0 and 1
-    begun = [ids + [9] for ids in prefixes(chosen)]
+    begun = [ids + [9] for ids in prefixes(chosen, chosen.mask.int().argmax(-1))]  # noqa: RUF005, keeps media
     more = generate(begun, [3, 4, 5, 6], n=1, sampling=SAMPLING)
-    both = extend(chosen, more)
     how = {"n": 2, "sampling": SAMPLING, "budget": 2, "strategy": st}
     done = collect.sample_partial(generate, draw, 0, **how)
     later = collect.sample_partial(generate, draw, 1, waiting=done.waiting, **how)
     saved = [{"name": collect.ahead._name(keys, 2, SAMPLING), "rollout": rft.tree.replace(first, media=None)}]
     ahead = collect.Ahead(eng, st, saved=saved).generate(prompts, keys, n=2, sampling=SAMPLING)
-    found = {"first": first, "both": both, "done": done.rollout, "later": later.rollout, "ahead": ahead}
+    found = {"first": first, "more": more, "done": done.rollout, "later": later.rollout, "ahead": ahead}
     return {name: packed(st, x) for name, x in found.items()}
 
 

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -443,3 +444,19 @@ def test_the_first_end_is_that_of_asking_token_by_token():
         assert stop.first_end(tokens) == want
         ended += want is not None
     assert 20 < ended < 180
+
+
+def test_media_are_refused_before_anything_is_asked(quick):
+    """Servers get tokens alone; the engine lives on."""
+    with serving(fake()) as (one,):
+        eng = made("generate", one)
+        seen = SimpleNamespace(ids=PROMPTS[0], media={"pixel_values": torch.zeros(2, 3)})
+        before = one.samples
+        message = r"got media \(pixel_values\) in prompt 1; openai servers get tokens alone"
+        with pytest.raises(engine.BadRequest, match=message):
+            eng.generate([PROMPTS[1], seen], KEYS[:2], sampling=SAMPLING)
+        assert one.samples == before
+        same(
+            eng.generate(PROMPTS, KEYS, n=2, sampling=SAMPLING),
+            hf().generate(PROMPTS, KEYS, n=2, sampling=SAMPLING),
+        )

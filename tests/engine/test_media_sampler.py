@@ -1,4 +1,4 @@
-"""Sampling by models that see and hear: the trainer's log-probs, in any company, in one piece or in several."""
+"""Sampling by models that see and hear: the trainer's log-probs, in any company, whole or in pieces."""
 
 import copy
 
@@ -74,7 +74,8 @@ def test_in_float64(family):
     shown = prompt_media.shown(prompts, ids)
     batching = find_batching(lm, 0)
     assert batching.padded or lm.config.model_type == "paligemma"  # which reads a prompt both ways
-    sampler = Sampler(lm, batching, SAMPLING, Stop(None, requests.end_tokens(lm, tiny.tokenizer()), ()), 0, 64)
+    stop = Stop(None, requests.end_tokens(lm, tiny.tokenizer()), ())
+    sampler = Sampler(lm, batching, SAMPLING, stop, 0, 64)
     with torch.no_grad():
         found = sampler.responses(ids, shown, requests.rows(KEYS, 2, SAMPLING))
     rollout = requests.assemble(ids, found, pad=0, version=0, media=prompt_media.tensors(shown))
@@ -90,8 +91,8 @@ def test_samples_belong_to_their_keys(family, whole):
     for i, prompt in enumerate(prompts):
         alone = eng.generate([prompt], KEYS[i : i + 1], n=3, sampling=SAMPLING)
         for j in range(3):
-            b = 3 * i + j
-            assert alone.tokens[j, : alone.length[j]].tolist() == rollout.tokens[b, : rollout.length[b]].tolist()
+            want = rollout.tokens[3 * i + j, : rollout.length[3 * i + j]]
+            assert alone.tokens[j, : alone.length[j]].tolist() == want.tolist()
     owners = [0, -1, 1, 2, -1]
     assert rollout.media.of.tolist() == [owner for owner in owners for _ in range(3)]
     for name, x in prompts[2].media.items():
@@ -169,13 +170,14 @@ def test_media_that_do_not_fit_their_prompt_are_refused(family, whole):
         "prompts: expected placeholders for its media": Sent([2, 3, 4], tensors, None),
     }
     if any(name.endswith("grid_thw") for name in tensors):
-        bad["prompts: expected placeholders for each of its media"] = Sent([*ids, place], tensors, None)
+        more = Sent([*ids, place], tensors, None)
+        bad["prompts: expected the placeholders of its media, got others"] = more
     for message, prompt in bad.items():
         with pytest.raises(requests.BadPrompt, match=message) as error:
             eng.generate([prompts[1], prompt], KEYS[:2], sampling=SAMPLING)
         assert "in prompt 1" in str(error.value)
     long = Sent([*ids, *[2] * 250], tensors, None)
-    with pytest.raises(requests.BadPrompt, match="window of 256 tokens.*in prompt 0"):
+    with pytest.raises(requests.BadPrompt, match=r"window of 256 tokens.*in prompt 0"):
         eng.generate([long], KEYS[:1], sampling=SAMPLING)
     again = eng.generate(prompts, KEYS, n=3, sampling=SAMPLING)
     assert torch.equal(again.tokens, rollout.tokens)
@@ -188,14 +190,15 @@ def eng_config(family):
 def test_a_text_model_takes_no_media():
     eng = engine.hf(tiny.llama(), tiny.tokenizer())
     prompt = Sent([5, 6], {"pixel_values": torch.zeros(4, 3)}, None)
-    with pytest.raises(requests.BadPrompt, match=r"text alone for a text model, got media \(pixel_values\) in prompt 1"):
+    message = r"text alone for a text model, got media \(pixel_values\) in prompt 1"
+    with pytest.raises(requests.BadPrompt, match=message):
         eng.generate([[3, 4], prompt], KEYS[:2], sampling=SAMPLING)
 
 
 class Torn:
     """A prompt whose image has gone."""
 
-    ids = [5, 6]
+    ids = (5, 6)
 
     @property
     def media(self):
@@ -204,5 +207,22 @@ class Torn:
 
 def test_media_that_cannot_be_read_are_told_with_the_prompt():
     eng = engine.hf(tiny.llama(), tiny.tokenizer())
-    with pytest.raises(requests.BadPrompt, match="got squares.csv:3: image a.png: no such file in prompt 1"):
+    with pytest.raises(requests.BadPrompt, match=r"got squares.csv:3: image a.png: no such file in prompt 1"):
         eng.generate([[3, 4], Torn()], KEYS[:2], sampling=SAMPLING)
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2Audio"])
+def test_weights_of_towers_have_to_arrive(name):
+    """All of them, or the load names the tensor; then the next samples are the new weights'."""
+    lm, other = (FAMILIES[name].build(torch.float32, seed=s) for s in (0, 1))
+    prompts = prompts_of(FAMILIES[name])
+    eng = engine.hf(copy.deepcopy(lm), tiny.tokenizer())
+    pairs = dict(other.named_parameters())
+    delivered = eng.load(pairs.items(), version=3)
+    assert delivered.tensors == len(pairs) and delivered.version == 3
+    rollout = eng.generate(prompts, KEYS, n=2, sampling=SAMPLING)
+    assert (trained(other, rollout) - rollout.logp).abs().max() < 5e-6
+    tower = next(x for x in pairs if "visual" in x or "audio_tower" in x)
+    missing = {x: w for x, w in pairs.items() if x != tower}
+    with pytest.raises(ValueError, match=tower.replace(".", r"\.")):
+        eng.load(missing.items(), version=4)

@@ -6,7 +6,52 @@ MISMATCH, M = "rft_fn/collect/mismatch.py", "tests/collect/test_mismatch.py::tes
 A, L = "tests/engine/test_arrival.py::test_", "tests/engine/test_lifetime.py::test_"
 S, G = "tests/test_sync.py::test_", "tests/collect/test_dynamic_sampling.py::test_"
 
+SAMPLER = "tests/engine/test_media_sampler.py::test_"
+ROLLOUTS = "tests/collect/test_media_rollouts.py::test_"
+
 MUTANTS = [
+    (
+        "a token behind an image is at its number",
+        "rft_fn/engine/hf/media.py",
+        "more[1:] = after - seen.sum(-1)",
+        "more[1:] = 0 * after",
+        SAMPLER + "log_probs_are_the_trainers",
+    ),
+    (
+        "a placeholder may be sampled in the middle of a response",
+        "rft_fn/engine/requests.py",
+        "return places.union(",
+        "return frozenset(",
+        SAMPLER + "a_sampled_placeholder_ends_a_response",
+    ),
+    (
+        "scores read the last token of a row",
+        "rft_fn/engine/hf/engine.py",
+        "read = (rollout.length - 1).clamp(min=1)",
+        "read = rollout.length",
+        SAMPLER + "a_sampled_placeholder_ends_a_response",
+    ),
+    (
+        "a partial response is continued without its image",
+        "rft_fn/collect/partial.py",
+        "        if has_media(prompt):",
+        "        if has_media(prompt) and not rows:",
+        ROLLOUTS + "partial_rollouts_keep_their_media",
+    ),
+    (
+        "media are sent with each row",
+        "rft_fn/engine/prompt_media.py",
+        "if id(own) not in copies:",
+        "if own is not None:",
+        ROLLOUTS + "media_are_sent_once",
+    ),
+    (
+        "a checkpoint of rollouts ahead holds media",
+        "rft_fn/collect/ahead.py",
+        "self._done[name] = without_media(self.generate(begun.prompts, begun.keys, **how))",
+        "self._done[name] = self.generate(begun.prompts, begun.keys, **how)",
+        ROLLOUTS + "a_checkpoint_of_rollouts_ahead_brings_their_media_back",
+    ),
     (
         "a weight may stay out of a load",
         ARRIVAL,

@@ -33,8 +33,8 @@ MUTANTS = [
     (
         "a turn more than the limit",
         "rft_fn/collect/turns.py",
-        "if row.turns == max_turns:",
-        "if row.turns > max_turns:",
+        "if row.turns == limits.turns:",
+        "if row.turns > limits.turns:",
         TURNS + "conversations_are_those_sampled_one_at_a_time",
     ),
     (

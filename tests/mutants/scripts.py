@@ -206,7 +206,7 @@ MUTANTS = [
     (
         "the engine's log-prob of a token that fell out of top_p is -inf",
         "rft_fn/engine/hf/engine.py",
-        "sampling, keep=tokens[:, 1:])",
+        "sampling, keep=target)",
         "sampling)",
         "tests/engine/test_engine.py::test_a_token_outside_of_the_cut_keeps_a_finite_score",
     ),

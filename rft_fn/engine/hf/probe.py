@@ -16,7 +16,6 @@ from rft_fn.engine.hf import media
 from rft_fn.engine.hf.batch import Batching, start
 from rft_fn.engine.prompt_media import Shown
 from rft_fn.model.attention import warn_once
-from rft_fn.model.media import placeholder_ids
 from rft_fn.model.probe import rounding, usual_tokens
 
 if TYPE_CHECKING:

@@ -30,7 +30,9 @@ def fields_of(config: Any) -> Fields:
     return lambda tensors: processor._get_mm_fields_config(tensors, {})
 
 
-def request(model: Any, fields: Fields, ids: Sequence[int], shown: Shown | None, dtype: Any) -> dict[str, Any]:
+def request(
+    model: Any, fields: Fields, ids: Sequence[int], shown: Shown | None, dtype: torch.dtype
+) -> dict[str, Any]:
     """vLLM's input of one prompt; its tokens alone where it has no media.
 
     `model` may be without weights. BadRequest for tensors that vLLM's model does not take.
@@ -54,7 +56,7 @@ def request(model: Any, fields: Fields, ids: Sequence[int], shown: Shown | None,
     return part("inputs.engine").mm_input(list(ids), items, hashes, ranges)
 
 
-def _typed(x: Tensor, dtype: Any) -> Tensor:
+def _typed(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.is_floating_point():
         return x.to(dtype)
     return x
