@@ -9,10 +9,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from rft_fn.data.chat_template import MARK, reads
-from rft_fn.data.media import KINDS, media_of_turns
+from rft_fn.data.media import KINDS, media_of_turns, placed
 from rft_fn.data.media.cache import Encoded
 from rft_fn.data.messages import Conversation, Turn, text_of
 from rft_fn.data.processing import Processing
+from rft_fn.data.rows import Row
 from rft_fn.data.spans import Lesson, cut, runs, shared_prefix, span, special_tokens
 
 __all__ = ["LOSS_ON", "Chat", "learned_turns"]
@@ -54,6 +55,13 @@ class Chat(NamedTuple):
                     f"chat_template_kwargs: expected a name that the chat template reads "
                     f"({known or 'it reads none'}), got {name!r}"
                 )
+
+    def placed(self, turns: list[Turn], row: Row, place: str) -> list[Turn]:
+        """Turns with the media of the row in their places; ValueError for media that do not fit."""
+        kinds = frozenset()
+        if self.processing is not None:
+            kinds = self.processing.kinds
+        return placed(turns, row, kinds, getattr(place, "folder", None))
 
     def longest_token(self) -> int:
         """The number of characters of the longest token of the vocabulary."""

@@ -1,6 +1,6 @@
 """Prompts made of rows of text or of conversations."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from rft_fn.data import tasks
 from rft_fn.data.chat import LOSS_ON, Chat, learned_turns
 from rft_fn.data.column_path import value_at
 from rft_fn.data.dataset import Dataset, make_dataset
-from rft_fn.data.media import media_of_turns, placed
+from rft_fn.data.media import media_of_turns
 from rft_fn.data.media.cache import Encoded
 from rft_fn.data.media.medium import shown_turns
 from rft_fn.data.messages import Conversation, Turn, conversation, opened, text_of
@@ -163,7 +163,10 @@ class PromptRecipe:
 
     def _of_text(self, row: Row, place: str, index: int) -> Prompt:
         text = fill(self.template, row, place)
-        turns = self._placed([{"role": "user", "content": text}], row, place)
+        try:
+            turns = self.chat.placed([{"role": "user", "content": text}], row, place)
+        except ValueError as error:
+            raise Unfit(place, str(error)) from None
         if is_empty(text) and not media_of_turns(turns):
             raise Unfit(place, "the prompt is empty")
         if len(text) > self.max_prompt * self.widest:
@@ -175,16 +178,6 @@ class PromptRecipe:
             raise TooLong(f"{len(ids)} tokens")
         self._check_response(row, place, ids)
         return Prompt(ids, text, row, index)
-
-    def _placed(self, turns: list[Turn], row: Row, place: str) -> list[Turn]:
-        """Turns with the media of the row in their places. Unfit for media that do not fit."""
-        kinds: Collection[str] = ()
-        if self.chat.processing is not None:
-            kinds = self.chat.processing.kinds
-        try:
-            return placed(turns, row, kinds, getattr(place, "folder", None))
-        except ValueError as error:
-            raise Unfit(place, str(error)) from None
 
     def _with_media(self, turns: list[Turn], text: str, row: Row, place: str, index: int) -> Prompt:
         """The prompt of a question with media."""
@@ -229,12 +222,10 @@ class PromptRecipe:
         """
         try:
             talk = conversation(row, self.messages, self.system, media=True)
-            talk = talk._replace(turns=self._placed(talk.turns, row, place))
+            talk = talk._replace(turns=self.chat.placed(talk.turns, row, place))
             self._check_size(talk)
             ids, learned = self._ids(talk)
             made = self._media_before(talk, learned)
-        except Unfit:
-            raise
         except ValueError as error:
             raise Unfit(place, str(error)) from None
         if len(ids) > self.max_prompt:

@@ -69,9 +69,7 @@ def _check_text(number: int, ids: Sequence[int], places: Mapping[int, str]) -> N
         raise BadPrompt(number, "text alone without media", f"{places[found]} placeholder {found}")
 
 
-def _check_media(
-    lm: Any, number: int, ids: Sequence[int], media: Shown, places: Mapping[int, str]
-) -> None:
+def _check_media(lm: Any, number: int, ids: Sequence[int], media: Shown, places: Mapping[int, str]) -> None:
     """BadPrompt unless a prompt has placeholders for its media, and none beside them."""
     assert media.tensors is not None
     names = ", ".join(media.tensors)

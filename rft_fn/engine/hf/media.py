@@ -18,9 +18,7 @@ __all__ = ["beyond", "inputs"]
 _PER_TOKEN = ("position_ids", "mm_token_type_ids", "token_type_ids")
 
 
-def inputs(
-    lm: "PreTrainedModel", tokens: Tensor, seen: Tensor, shown: Sequence[Shown]
-) -> dict[str, Any]:
+def inputs(lm: "PreTrainedModel", tokens: Tensor, seen: Tensor, shown: Sequence[Shown]) -> dict[str, Any]:
     """The keyword arguments by which a model takes the media of rows [R, W], padded on either side.
 
     Positions [axes, R, W] are among them where they are not those of text. Empty for a text model.
