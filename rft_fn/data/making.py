@@ -1,4 +1,4 @@
-"""What becomes of each row: an item, or the reason for which there is none; by worker processes if asked for."""
+"""Makes the items of rows, in worker processes if asked for, or finds the reason why there is none."""
 
 import multiprocessing
 from collections.abc import Iterator, Mapping
