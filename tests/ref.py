@@ -618,7 +618,9 @@ def expert_balance(p, chosen, seq):
 
 
 def resample(x, rate, new):
-    """y[m] = sum_n x[n] c sinc(c t) cos^2(pi c t / 32) over |c t| < 16, with t = n - m rate / new."""
+    """y[m] = sum_n x[n] c sinc(c t) cos^2(pi c t / 32) over |c t| < 16; t = n - m rate / new. x at equal rates."""
+    if rate == new:
+        return x
     c = 0.99 * min(1.0, new / rate)
     y = np.zeros(-(-len(x) * new // rate))
     for m in range(len(y)):

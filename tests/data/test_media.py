@@ -53,7 +53,8 @@ def test_every_form_of_a_source_gives_the_same_image(tmp_path):
     array = np.asarray(Image.open(io.BytesIO(content)))
     text = base64.b64encode(content).decode()
     forms = [
-        "a.png", str(tmp_path / "a.png"), f"file://{tmp_path}/a.png", content, {"bytes": content, "path": None},
+        "a.png", str(tmp_path / "a.png"), f"file://{tmp_path}/a.png", content,
+        {"bytes": content, "path": None},
         {"bytes": None, "path": "a.png"}, {"image": "a.png"}, {"url": f"data:image/png;base64,{text}"},
         f"data:image/png;name=x.png;base64,{text}", Image.open(io.BytesIO(content)), array,
         torch.from_numpy(array.copy()), array / 255, array.transpose(2, 0, 1).copy(),
