@@ -57,7 +57,10 @@ def placed(
 
 
 def _refusal(kind: str, kinds: Collection[str]) -> str:
-    reads = " and ".join(["text", *(f"{known}s" for known in KINDS if known in kinds)])
+    *more, last = ["text", *(f"{known}s" for known in KINDS if known in kinds)]
+    reads = last
+    if more:
+        reads = f"{', '.join(more)} and {last}"
     return f"the row has {kind}s, and the model reads {reads} alone: take a model for {kind}s, or other rows"
 
 
