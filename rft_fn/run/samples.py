@@ -55,8 +55,13 @@ def _text(sample: Sample) -> str:
     if sample.answer:
         lines.append(("answer", sample.answer))
     lines.append(("reward", f"{sample.reward:.3g}"))
-    shown = [textwrap.shorten(f"{name + ':':<10}{text}", 4 * _WIDTH) for name, text in lines]
-    return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent=" " * 10) for line in shown)
+    return "\n".join(_filled(f"{name + ':':<10}", text) for name, text in lines)
+
+
+def _filled(name: str, text: str) -> str:
+    """A text of up to four lines beside its name."""
+    short = textwrap.shorten(text, 4 * _WIDTH)
+    return textwrap.fill(short, _WIDTH, initial_indent=name, subsequent_indent=" " * len(name))
 
 
 def _show(ax: Any, medium: Medium, name: str) -> None:
