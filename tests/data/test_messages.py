@@ -300,7 +300,7 @@ def test_marks_that_are_not_one_a_turn_are_not_followed():
     tokenizer = chats.tokenizer(chats.MARKED.replace("m.role == 'assistant'", "m.content == 'b'"))
     found = Chat(tokenizer, {}).lessons(talk(user("a"), says("b"), user("c"), says("d")), "all")
     assert (
-        len(found) == 1 and tokenizer.decode([t for t, m in zip(*found[0]) if m]) == "b<|im_end|>d<|im_end|>"
+        len(found) == 1 and tokenizer.decode([t for t, m in zip(*found[0][:2]) if m]) == "b<|im_end|>d<|im_end|>"
     )
 
 
