@@ -1,9 +1,11 @@
 """The modalities of an actor, and the names of the tensors that each takes."""
 
 import enum
+import inspect
 from collections.abc import Iterable
+from typing import Any
 
-__all__ = ["MODALITY_PARAMETERS", "ActorModality", "get_supported_parameters"]
+__all__ = ["MODALITY_PARAMETERS", "ActorModality", "get_supported_parameters", "of_config"]
 
 
 class ActorModality(enum.Enum):
@@ -15,10 +17,26 @@ class ActorModality(enum.Enum):
     OMNI = "omni"
 
 
-_VISION = frozenset(
-    {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"}
-)
-_AUDIO = frozenset({"input_features", "feature_attention_mask", "audio_values"})
+# The keyword arguments of the models' own forward. Positions, token types and precomputed features are no
+# media: they are made of these and of the tokens.
+_IMAGES = {
+    "pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "pixel_mask",
+    "image_position_ids", "image_pixel_values", "image_attention_mask", "image_patches", "spatial_shapes",
+    "target_sizes", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask", "batch_num_images",
+    "pixel_values_images",
+}  # fmt: skip
+_VIDEOS = {
+    "pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid",
+    "image_sizes_videos", "video_position_ids", "num_frames_per_video", "target_sizes_videos",
+    "use_audio_in_video",
+}  # fmt: skip
+_AUDIO = frozenset(
+    {
+        "input_features", "feature_attention_mask", "input_features_mask", "audio_feature_lengths",
+        "audio_input_features", "audio_embed_sizes", "audio_attention_mask", "audio_values",
+    }
+)  # fmt: skip
+_VISION = frozenset(_IMAGES | _VIDEOS)
 
 MODALITY_PARAMETERS: dict[ActorModality, frozenset[str]] = {
     ActorModality.LANGUAGE_ONLY: frozenset(),
@@ -47,7 +65,90 @@ def check_parameters(modality: ActorModality | str, names: Iterable[str]) -> Non
     """
     supported = get_supported_parameters(modality)
     unknown = sorted(set(names) - supported)
-    if unknown:
-        raise ValueError(
-            f"media: expected some of {sorted(supported)} for {ActorModality(modality).value}, got {unknown}"
-        )
+    if not unknown:
+        return
+    known = "none"
+    if supported:
+        known = f"some of {sorted(supported)}"
+    raise ValueError(f"media: expected {known} for {ActorModality(modality).value}, got {unknown}")
+
+
+def of_config(config: Any) -> ActorModality:
+    """The modality of the model that `model.load` makes of a config of transformers.
+
+    It is found by the arguments of the model's forward and by the towers that the config describes.
+    """
+    kind = class_of(config)
+    if kind is None:
+        names = _described(config)
+    else:
+        names = _read_by(kind, thinker(config))
+    sees = bool(names & _VISION)
+    hears = bool(names & _AUDIO)
+    if sees and hears:
+        return ActorModality.OMNI
+    if sees:
+        return ActorModality.VISION_LANGUAGE
+    if hears:
+        return ActorModality.AUDIO_LANGUAGE
+    return ActorModality.LANGUAGE_ONLY
+
+
+def thinker(config: Any) -> Any:
+    """The config of the part that reads and writes text, in a model that also speaks; else the config."""
+    return getattr(config, "thinker_config", None) or config
+
+
+def class_of(config: Any) -> type | None:
+    """The class of transformers for a config: one that sees or hears, else a causal language model.
+
+    None for a config that transformers does not know: its folder has Python code. A checkpoint of the text
+    model alone stays one: its config has the text model's type, or names the text model's class.
+    """
+    text, whole = _classes(thinker(config))
+    if whole is None or _is_named(text, config):
+        return text
+    return whole
+
+
+def has_media_class(config: Any) -> bool:
+    """Whether transformers makes the model of a config by its class for models that see or hear."""
+    text, whole = _classes(thinker(config))
+    return whole is not None and not _is_named(text, config)
+
+
+def _classes(config: Any) -> tuple[type | None, type | None]:
+    """(the causal language model, the model that sees or hears) of a config in transformers' tables."""
+    from transformers.models.auto import modeling_auto as auto
+
+    text: Any = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    whole: Any = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    return text, whole
+
+
+def _is_named(kind: type | None, config: Any) -> bool:
+    """Whether the config names this class as the one that was saved."""
+    named = getattr(config, "architectures", None) or []
+    return kind is not None and kind.__name__ in named
+
+
+def _read_by(kind: type, config: Any) -> frozenset[str]:
+    """The media that a class takes, less those of a tower that its config leaves out."""
+    names = frozenset(inspect.signature(kind.forward).parameters)  # type: ignore[attr-defined]
+    seen = names & _VISION
+    heard = names & _AUDIO
+    if getattr(config, "vision_config", config) is None:
+        seen = frozenset()
+    if getattr(config, "audio_config", config) is None:
+        heard = frozenset()
+    return seen | heard
+
+
+def _described(config: Any) -> frozenset[str]:
+    """The media of a model whose class is not known, by the towers in its config."""
+    names: frozenset[str] = frozenset()
+    if getattr(config, "vision_config", None) is not None:
+        names |= _VISION
+    if getattr(config, "audio_config", None) is not None:
+        names |= _AUDIO
+    return names

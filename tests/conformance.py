@@ -10,6 +10,7 @@ import io
 import tempfile
 import traceback
 
+import sees_and_hears
 import tiny
 import torch
 from torch import nn
@@ -203,6 +204,60 @@ def skipped(st, dtype):
     return {n: x for n, x in out.items() if not n.startswith("1 ")}
 
 
+def media(st, dtype, family):
+    """Weights, metrics and scores of a model that sees or hears. Each rank brings its share of the rows, so
+    some ranks have text alone; packs of one sequence, two packs a rank, an empty pack, a batch of text."""
+    family = sees_and_hears.FAMILIES[family]
+    one, two, text = family.kinds[:1], family.kinds[:1] * 2, []
+    batches = (
+        ([one, text, two, one, text, text, text, text], 60),
+        ([text, text, text, one, text, text, text, text], 24),
+        ([one, two, one, one, one, two, one, one], 400),
+        ([text] * 8, 60),
+    )
+    apply, state = st.init(family.build(dtype), optim.adamw(1e-2, eps=1e-2, weight_decay=0.1))
+    out = {}
+    for i, (rows, budget) in enumerate(batches):
+        exp = share(st, sees_and_hears.batch(family, rows, seed=i))
+        exp = tree.replace(exp, old_logp=exp.old_logp.to(dtype), adv=exp.adv.to(dtype), w=exp.w.to(dtype))
+        out[f"{i} scores"] = st.score(apply, state.params, exp, budget).logp
+        if i == 2:
+            exp = packing.take(exp, torch.arange(1))  # the other ranks have an empty pack
+        packs = st.shard(exp, budget)
+        assert len(packs) > 1 or i != 0 or st.world > 2
+        grads, metrics = st.grad(state, apply, loss_fn, packs)
+        state, more = st.update(state, grads)
+        out |= {f"{i} {name}": x for name, x in metric.results(metrics | more).items()}
+    return out | {n: x.clone() for n, x in st.export(state)}
+
+
+def share(st, exp):
+    """A batch of which this rank brought only its own rows: what it has after the gather."""
+    mine = torch.arange(len(exp.tokens)).chunk(st.world)[st.rank]
+    return st.gather(packing.take(exp, mine))
+
+
+def images(st, dtype):
+    """Three-axis positions; with sequence parallelism towers run on the whole pack."""
+    return media(st, dtype, "Qwen2VL")
+
+
+def deepstack(st, dtype):
+    """Features of the tower inside of the text model too."""
+    return media(st, dtype, "Qwen3VL")
+
+
+def audio(st, dtype):
+    """A model that takes a mask; it cannot share the tokens of a pack, and says so."""
+    if st.config.sp_size > 1:
+        try:
+            media(st, dtype, "Qwen2Audio")
+        except ValueError as error:
+            assert "sp_size: expected 1 for Qwen2AudioForConditionalGeneration" in str(error)
+            st = get_strategy(StrategyConfig(fsdp=True))
+    return media(st, dtype, "Qwen2Audio")
+
+
 class Table(nn.Module):
     """A model of one's own: log-probs of a table by the token before."""
 
@@ -377,9 +432,17 @@ CASES = {
     f.__name__: f
     for f in (
         grpo, untied, budgets, checkpointing, whole_logits, lora, ppo, pairs, reference, average, skipped,
-        own, files, adapters, options, narrow, unfilled, trees, average_scores,
+        own, files, adapters, options, narrow, unfilled, trees, average_scores, images, deepstack, audio,
     )
 }  # fmt: skip
+
+
+def tolerance(backend, case):
+    """The towers of the Qwen models turn queries and keys in float32, so a gradient that is computed in parts
+    is rounded in parts."""
+    if case in ("images", "deepstack") and "sp_size" in BACKENDS[backend][1]:
+        return 1e-9
+    return 1e-11
 
 
 def digest(out):

@@ -279,56 +279,15 @@ def test_minibatches_need_a_row_each(n):
         packing.minibatches(small(), n, 0)
 
 
-def test_media_go_with_their_rows():
-    """A fault of other systems: a packed row loses its images, or takes those of its neighbour."""
-    media = Media.of_prompts(
-        [{"pixels": torch.arange(4.0)[:, None]}, {"pixels": torch.tensor([[4.0], [5.0]])}]
-    )
-    exp = tree.replace(small(), media=media)
-    pixels = lambda m: m.sequences()["pixels"].flatten().tolist()  # noqa: E731
-    assert pixels(packing.pack(exp, [1, 0]).media) == [4, 5, 0, 1, 2, 3]
-    assert pixels(packing.pack(exp, [1]).media) == [4, 5]
-    assert pixels(packing.pack(exp, []).media) == []
-    for p in packing.minibatches(exp, 2, 0):
-        assert pixels(p.media) == ([0, 1, 2, 3] if p.tokens[0, 0] == 5 else [4, 5])
-
-
-def test_media_of_several_batches_join_and_come_apart_again():
-    """A batch without media, or without one kind of it, shifts no rows of the others."""
-
-    def media(**kinds):
-        tensors = {k: torch.arange(float(start), start + sum(rows)) for k, (start, rows) in kinds.items()}
-        own = zip(*(tensors[k].split(rows) for k, (_, rows) in kinds.items()))
-        return Media.of_prompts([dict(zip(kinds, parts)) for parts in own])
-
-    parts = [
-        media(pixels=(0, [2, 1])),
-        None,
-        media(audio=(10, [1, 0, 2])),
-        media(pixels=(20, [0]), audio=(30, [1])),
-    ]
-    whole = Media.concat(parts, [2, 2, 3, 1])
-    assert whole.count("pixels").tolist() == [2, 1, 0, 0, 0, 0, 0, 0]
-    assert whole.count("audio").tolist() == [0, 0, 0, 0, 1, 0, 2, 1]
-    got = whole.take([6, 0, 7, 2])
-    assert got.sequences()["pixels"].tolist() == [0, 1] and got.count("pixels").tolist() == [0, 2, 0, 0]
-    assert got.sequences()["audio"].tolist() == [11, 12, 30] and got.count("audio").tolist() == [2, 0, 1, 0]
-    assert Media.concat([None, None], [2, 3]) is None
-    with pytest.raises(ValueError):
-        Media.concat(parts, [2, 2, 3])
-
-
 @pytest.mark.parametrize("unit", [1, 2])
 def test_a_placeholder_has_the_fields_of_its_pack_and_adds_nothing(unit):
     exp = testing.case(0).exp
-    media = Media.of_prompts([{"x": torch.tensor([[float(i)]])} for i in range(8)])
-    b = packing.pack(tree.replace(exp, media=media), [2, 3, 4, 5], unit=unit)
+    b = packing.pack(exp, [2, 3, 4, 5], unit=unit)
     got = packing.placeholder(packing.pad(b, b.tokens.numel() + 3))
-    like = packing.pack(tree.replace(exp, media=media), [], unit=unit)
+    like = packing.pack(exp, [], unit=unit)
     assert got.rows == () and got.padding == 0 and got.num_seqs == got.unit == unit
     assert got.tokens.tolist() == [int(b.tokens[0])] * unit and got.seq.tolist() == list(range(unit))
     assert not got.mask.any() and not packing.real(got).any()
-    assert len(got.media.tensors["x"]) == 0 and got.media.count("x").tolist() == [0] * unit
     shapes = [[(name, x.shape, x.dtype) for name, x in tree.leaves_with_path(p)] for p in (got, like)]
     assert shapes[0] == shapes[1]
     assert all((x == 0).all() for x in (got.adv, got.w, got.old_logp, got.extra["noise"]))

@@ -37,7 +37,7 @@ class Config(options.Sampling, options.Reward, options.Prompts, options.Model):
 
 UNREAD = (  # nothing is trained here, so nothing is sharded either: every process has an engine
     "fsdp", "zero_stage", "sp_size", "shard_size", "fsdp_cpu_offload", "adam_offload", "use_mp_opt", "bf16",
-    "max_norm", "train_batch_size", "micro_train_batch_size", "packing_samples", "mixed_mm_data",
+    "max_norm", "train_batch_size", "micro_train_batch_size", "packing_samples",
     "fused_linear_logprob", "chunk_size", "log_dir", "plot_every", "max_skips",
 )  # fmt: skip
 

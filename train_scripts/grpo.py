@@ -141,7 +141,8 @@ def main(cfg: Config) -> None:
     module = rft.run.load_policy(cfg, st)
     tx, schedule = optimizer(cfg)
     anchored = cfg.kl > 0 or cfg.kl_in_reward > 0
-    rft.run.print_preflight(cfg, st, (module, tx), initial=anchored)
+    seen = {"dataset": task.dataset, "prompts": cfg.prompts}
+    rft.run.print_preflight(cfg, st, (module, tx), initial=anchored, **seen)
     apply, state = st.init(module, tx, sampling=sampling, entropy=True, aux=cfg.router_aux > 0)
     if anchored:
         score_initial = rft.run.initial_scorer(cfg, st, module, apply, sampling=sampling)

@@ -218,10 +218,11 @@ def main(cfg: Config) -> None:
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
     module = rft.run.load_policy(cfg, st)
     how = {"gradient_checkpointing": cfg.gradient_checkpointing, "meta": st.world > 1}
-    valuer = rft.model.load_critic(cfg.critic or cfg.model, **how)
+    valuer = rft.model.load_critic(cfg.critic or cfg.model, freeze=cfg.freeze, **how)
     tx, schedule = optimizer(cfg, cfg.lr, cfg.steps - cfg.freeze_actor_steps, ema=cfg.ema)
     critic_tx, _ = optimizer(cfg, cfg.critic_lr, cfg.steps)
     how = {"initial": cfg.kl > 0, "length": cfg.max_prompt + cfg.max_new}
+    how |= {"dataset": task.dataset, "prompts": cfg.prompts}
     rft.run.print_preflight(cfg, st, (module, tx), (valuer, critic_tx), **how)
     apply, actor = st.init(module, tx, sampling=sampling, entropy=True, aux=cfg.router_aux > 0)
     value_of, critic = st.init(valuer, critic_tx)

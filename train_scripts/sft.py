@@ -79,7 +79,7 @@ def main(cfg: Config) -> None:
     # ---- setup: the model and its optimizer, and where the last checkpoint left them
     module = rft.run.load_policy(cfg, st)
     tx, schedule = rft.run.optimizer(cfg, cfg.lr, updates=cfg.steps, warmup=cfg.warmup)
-    rft.run.print_preflight(cfg, st, (module, tx), engine=False)
+    rft.run.print_preflight(cfg, st, (module, tx), engine=False, dataset=dataset, prompts=batch)
     apply, state = st.init(module, tx, aux=cfg.router_aux > 0)
     state, _ = rft.run.restore_latest(st, run, state)
     run.resume(state.step)

@@ -14,6 +14,7 @@ from rft_fn.dist.collectives import (
 from rft_fn.dist.group import settle
 from rft_fn.dist.heartbeat import Heartbeat
 from rft_fn.dist.lost import LOST, LostProcess, abort, is_lost, lost_line
+from rft_fn.dist.media import fetch_media
 from rft_fn.dist.processes import Processes, begin
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "barrier",
     "begin",
     "differences",
+    "fetch_media",
     "gather",
     "is_lost",
     "is_main",

@@ -9,7 +9,7 @@ from rft_fn.types import LossFn, Packed, TokenOut
 
 __all__ = ["REMEDY", "evaluate"]
 
-_GIVEN = ("ref_logp", "old_value", "ret", "words", "extra", "media")
+_GIVEN = ("ref_logp", "old_value", "ret", "words", "extra")
 
 # of each field that may be absent: who gives it
 REMEDY = {
@@ -18,6 +18,7 @@ REMEDY = {
     "words_logp": "name the words: rft_fn.experience(..., words=ids [B, S, K])",
     "aux": "bind or init a mixture of experts with aux=True",
     "expert_share": "bind or init a mixture of experts with aux=True",
+    "media": "give the prompts media: Media.of_prompts",
     **{x: f"give {x} to rft_fn.experience" for x in _GIVEN},
 }
 

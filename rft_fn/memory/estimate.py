@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from rft_fn import tree
 from rft_fn.memory import trace
+from rft_fn.memory.example import Example
 from rft_fn.memory.layout import Layout
 from rft_fn.model import quantize
+from rft_fn.model.parts import find
 from rft_fn.types import Transform
 
 __all__ = ["Estimate", "Model", "Sampler", "estimate"]
@@ -42,12 +44,13 @@ class Estimate:
     engine: int  # its own weights and cache
     host: int  # of host memory, where something was moved there
     awake: bool  # whether the engine's weights are on the device while the trainer works
+    media: int = 0  # images and sounds of a pack; on a CPU, whose memory is the host's, of a step too
     unknown: tuple[str, ...] = ()  # parts that could not be computed, and why: they are not counted
 
     @property
     def training(self) -> int:
         """The peak of forward and backward."""
-        work = self.activations + self.head + self.backward + self.gathered
+        work = self.activations + self.head + self.backward + self.gathered + self.media
         return self._always + self.gradients + work
 
     @property
@@ -188,15 +191,42 @@ def _gathered(layout: Layout, module: nn.Module) -> int:
 
 def _work(layout: Layout, module: nn.Module, tokens: int, kind: str, options: dict[str, Any]) -> _Work:
     """Bytes of forward and backward of a pack of `tokens`."""
-    step = trace.step(
-        trace.on_meta(module, layout.computed),
-        -(-tokens // layout.sequence),
-        kind=kind,
-        groups=layout.groups,
-        shard=layout.gradients,
-        **options,
-    )
-    return _Work(*step, gathered=_gathered(layout, module))
+
+    def step(tokens: int, **more: Any) -> trace.Step:
+        copy = trace.on_meta(module, layout.computed)
+        how = {"kind": kind, "groups": layout.groups, "shard": layout.gradients, **options, **more}
+        return trace.step(copy, tokens, **how)
+
+    gathered = _gathered(layout, module)
+    if layout.sequence == 1:
+        return _Work(*step(tokens), gathered=gathered)
+
+    # each process has its part of the tokens, and all towers
+    part = step(-(-tokens // layout.sequence), example=None)
+    work = _Work(*part, gathered=gathered)
+    if options.get("example") is None:
+        return work
+    towers = max(step(tokens).activations - step(tokens, example=None).activations, 0)
+    return work._replace(activations=part.activations + towers)
+
+
+def _works(
+    layout: Layout,
+    module: nn.Module,
+    tokens: int,
+    kind: str,
+    options: dict[str, Any],
+    example: Example | None,
+    unknown: list[str],
+) -> _Work:
+    """`_work` of packs full of an example, for a model that reads media; else, or where it fails, of text."""
+    name = f"activations of {type(module).__name__}"
+    if example is not None and find(module).towers:
+        full = partial(_work, layout, module, tokens, kind, options | {"example": example})
+        found = _try(f"{name} with media", full, None, unknown)
+        if found is not None:
+            return found
+    return _try(name, partial(_work, layout, module, tokens, kind, options), _Work(), unknown)
 
 
 def _itemsize(kind: str) -> int:
@@ -238,12 +268,14 @@ def estimate(
     fused: bool = True,
     chunk_size: int = 0,
     sampler: Sampler | None = None,
+    example: Example | None = None,
 ) -> Estimate:
     """Memory of one process with these models and their optimizers.
 
     The optimizer of a model that only scores is None. A pack has `budget` tokens, and all of them count as
     responses; a model that takes one sequence at a time has at most that. kind: "cuda" or "cpu". `fused` and
-    `chunk_size` are those of the log-probs. `sampler` copies the first model. A part that cannot run without
+    `chunk_size` are those of the log-probs. `sampler` copies the first model. Packs are full of `example`, a
+    prompt with media, for models that read it; without one of text. A part that cannot run without
     values leaves a line in `unknown`. The modules may be on the meta device; they are left alone. ValueError
     without a model or tokens.
     """
@@ -254,10 +286,9 @@ def estimate(
 
     # models work one after the other: the largest counts
     work = _Work()
-    options = {"fused": fused, "chunk_size": chunk_size}
     for module in [module for module, tx in models if tx is not None]:
-        name = f"activations of {type(module).__name__}"
-        found = _try(name, partial(_work, layout, module, budget, kind, options), _Work(), unknown)
+        options = {"fused": fused, "chunk_size": chunk_size}
+        found = _works(layout, module, budget, kind, options, example, unknown)
         work = max(work, found, key=sum)
 
     engine = 0
@@ -274,11 +305,24 @@ def estimate(
         engine=engine,
         host=0,
         awake=engine > 0 and _stays(sampler, kind),
+        media=_media(example, budget, kind),
         unknown=tuple(unknown),
     )
     if kind == "cpu":
         return out
+    if example is not None:
+        out = replace(out, host=example.prompts * example.nbytes)
     return _moved(layout, out)
+
+
+def _media(example: Example | None, budget: int, kind: str) -> int:
+    """The media on the device [bytes]: those of a pack, on a CPU those of a step too."""
+    if example is None:
+        return 0
+    count = example.copies(budget)
+    if kind == "cpu":
+        count += example.prompts
+    return count * example.nbytes
 
 
 def _stays(sampler: Sampler | None, kind: str) -> bool:
@@ -288,7 +332,7 @@ def _stays(sampler: Sampler | None, kind: str) -> bool:
 
 def _moved(layout: Layout, x: Estimate) -> Estimate:
     """The estimate with what lives in host memory counted there."""
-    host = sum(getattr(x, name) for name in layout.on_host)
+    host = x.host + sum(getattr(x, name) for name in layout.on_host)
     if not x.awake:
         host += x.engine
     sizes = dict.fromkeys(layout.on_host, 0)

@@ -20,6 +20,7 @@ _NOTES = {
     "backward": "beside both, at its peak",
     "gathered": "whole blocks, and buffers of their gradients",
     "update": "instead of the four above, while the optimizer steps",
+    "media": "images and sounds",
 }
 
 

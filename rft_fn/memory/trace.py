@@ -17,15 +17,19 @@ from torch.utils._pytree import tree_leaves
 
 from rft_fn import logprob, optim, tree
 from rft_fn import model as model_lib
+from rft_fn.memory.example import Example
 from rft_fn.memory.layout import Groups
+from rft_fn.memory.without_values import Answers, Constants, Values
 from rft_fn.model import attention, reader
 from rft_fn.model.parts import find
 from rft_fn.model.reader import Reader
-from rft_fn.types import Packed, Sampling, Transform
+from rft_fn.types import Media, Packed, Sampling, Transform
 
 __all__ = ["Live", "Step", "dtype_of", "nbytes", "on_meta", "step", "update"]
 
 NAME = "rft_estimate"  # in transformers' table of attention functions
+TOWER = "rft_estimate_tower"
+MASKED = "rft_estimate_masked"
 
 
 def nbytes(*tensors: Tensor) -> int:
@@ -60,68 +64,6 @@ class Live(TorchDispatchMode):
                     self.add(storage.nbytes())
                     weakref.finalize(storage, self.add, -storage.nbytes())
         return out
-
-
-class _Answers(TorchDispatchMode):
-    """Answers for the meta device, for a pack of one sequence without padding.
-
-    Models with states ask whether their mask is all ones: yes. On the meta device the products of all experts
-    at once exist in bfloat16 alone: here they have a shape in any type. Where a model reads how many tokens
-    each expert has (JetMoE), the choices of all tokens are shared out evenly.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.choices = 0  # of experts, by all tokens
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        # is the mask all ones?
-        if func is torch.ops.aten._local_scalar_dense.default:
-            asked = args[0]
-            if asked.is_meta and asked.dtype == torch.bool:
-                return True
-
-        # products of all experts
-        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
-            return _grouped(*args[:3], **kwargs)
-
-        # a one for each choice of a token is scattered, then their sums by expert are read
-        if func is torch.ops.aten.scatter.value:
-            self.choices = args[2].numel()
-        if func is torch.ops.aten._to_copy.default and _is_list(args[0], kwargs):
-            return _even(self.choices, args[0])
-        return func(*args, **kwargs)
-
-
-def _is_list(x: Tensor, options: dict[str, Any]) -> bool:
-    """Whether a copy would read whole numbers [E] of the meta device."""
-    if not x.is_meta or x.dim() != 1:
-        return False
-    if x.is_floating_point() or x.dtype == torch.bool:
-        return False
-    to = options.get("device")
-    return to is not None and torch.device(to).type == "cpu"
-
-
-def _even(total: int, like: Tensor) -> Tensor:
-    """[E] whole numbers that add up to `total`, as equal as possible."""
-    parts = len(like)
-    return torch.tensor([(total + i) // parts for i in range(parts)], dtype=like.dtype, device="cpu")
-
-
-def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """The shape of a grouped product.
-
-    `offs` cuts the rows of a, the columns of b, or the dim that both are summed over.
-    """
-    shape = [*a.shape[:-1], b.shape[-1]]
-    if a.dim() == b.dim() == 2:
-        assert offs is not None
-        shape = [offs.shape[0], *shape]
-    elif a.dim() == 3 and b.dim() == 2:
-        shape = shape[1:]
-    return a.new_empty(shape)
 
 
 class Step(NamedTuple):
@@ -185,13 +127,19 @@ def _stand_in(loop: bool) -> Callable:
     return attention
 
 
-def _pack(tokens: int) -> Packed:
-    """A pack of one sequence, all of it responses, without memory."""
-    ids = torch.zeros(tokens, dtype=torch.long, device="meta")
-    number = torch.zeros(tokens, device="meta")
-    mask = torch.ones(tokens, dtype=torch.bool, device="meta")
-    same: dict[str, Any] = {"tokens": ids, "target": ids, "pos": ids, "seq": ids, "mask": mask}
-    return Packed(**same, old_logp=number, adv=number, w=number, num_seqs=1)
+def _pack(tokens: int, example: Example | None = None) -> Packed:
+    """A pack of one sequence, all of it responses; of as many examples as fit, if there is one."""
+    read: list[int] = []
+    media = None
+    if example is not None:
+        read, rows = example.repeated(example.copies(tokens))
+        media = Media.of_prompts([rows])
+    ids = torch.tensor(read + [0] * (tokens - len(read)))
+    zero = torch.zeros_like(ids)
+    number = torch.zeros(len(ids))
+    same: dict[str, Any] = {"tokens": ids, "target": ids, "pos": torch.arange(len(ids)), "seq": zero}
+    same["mask"] = torch.ones_like(ids, dtype=torch.bool)
+    return Packed(**same, old_logp=number, adv=number, w=number, media=media, num_seqs=1)
 
 
 def _decoder(root: nn.Module) -> nn.Module | None:
@@ -222,11 +170,56 @@ def _root(module: nn.Module, *, kind: str, tokens: int, fused: bool, chunk_size:
         if attention.keeps_scores(lm):
             name = "eager"
         attention.use(lm, name)
+    _stand_in_parts(lm)
 
     # packs are taken as usual: without values nothing can be compared
-    with _Answers():
+    with Answers():
         reader.assume(root)
     return root
+
+
+def _stand_in_parts(lm: nn.Module) -> None:
+    """Have all parts of a model that sees or hears keep what flash attention keeps.
+
+    On the meta device sdpa would keep all scores. A text model inside of one that takes no boundaries has its
+    [T, T] mask.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    parts = find(lm)
+    if not parts.towers:
+        return
+    AttentionInterface.register(TOWER, _stand_in(False))
+    AttentionInterface.register(MASKED, _stand_in(False))
+    AttentionMaskInterface.register(MASKED, sdpa_mask)
+    if getattr(parts.text, "_supports_attention_backend", False):
+        _rename(parts.text, MASKED)
+    for tower in parts.towers:
+        _rename(tower, TOWER)
+
+
+def _rename(part: nn.Module, name: str) -> None:
+    """Have a part that is on sdpa look up its attention by another name."""
+    for m in part.modules():
+        config: Any = getattr(m, "config", None)
+        if getattr(config, "_attn_implementation", None) == "sdpa":
+            config._attn_implementation = name
+
+
+def _moved(root: nn.Module, values: Values) -> Callable[[Tensor], Tensor]:
+    """A function that puts a tensor on the meta device.
+
+    For a model that sees or hears whole numbers have values there: it reads where media are.
+    """
+    reads = bool(find(root).towers)
+
+    def moved(x: Tensor) -> Tensor:
+        if reads and not x.is_floating_point() and not x.is_meta:
+            return values.on_meta(x)
+        return x.to("meta")
+
+    return moved
 
 
 class _Reduced:
@@ -294,15 +287,18 @@ def step(
     chunk_size: int = 0,
     groups: Groups | None = None,
     shard: int = 1,
+    example: Example | None = None,
 ) -> Step:
     """Bytes of forward and backward of a pack of `tokens`.
 
     The module is on the meta device, and consumed. kind: "cpu" or "cuda", on which attention and the head's
-    workspace differ. groups(root) are the parameters whose gradients are reduced together, to a `shard`-th.
-    An error that the module raises on the meta device (mostly because it reads a value) passes through.
+    workspace differ. `example` fills the pack, else it is text. groups(root) are the parameters whose
+    gradients are reduced together, to a `shard`-th. An error that the module raises on the meta device
+    (mostly because it reads a value) passes through.
     """
     root = _root(module, kind=kind, tokens=tokens, fused=fused, chunk_size=chunk_size)
-    pack = _pack(tokens)
+    values = Values()
+    pack = tree.map(_moved(root, values), _pack(tokens, example))
     live = Live([*root.parameters(), *root.buffers(), *tree.leaves(pack)])
     if groups is not None:
         for group in groups(root):
@@ -314,7 +310,7 @@ def step(
         part.register_forward_hook(phases.decoder_done)
 
     # a loss that depends on every output, as those with an entropy bonus or a value do
-    with live, _Answers():
+    with live, Answers(), values, Constants(values):
         out = root(pack)
         total = sum(x.sum() for x in (out.logp, out.entropy, out.value) if x is not None)
         phases.forward_done()

@@ -4,10 +4,12 @@
 `critic` put them inside a forward that takes packs, `reader` and `probe` find out how packs run in it.
 """
 
+from rft_fn.model.actors import ActorAL, ActorLanguage, ActorOmni, ActorVL
 from rft_fn.model.assign import assign
 from rft_fn.model.bind import bind, score
 from rft_fn.model.builtin import cache_dir, resolve
 from rft_fn.model.critic import Critic, explained_variance, load_critic, save_critic, values
+from rft_fn.model.freeze import freeze
 from rft_fn.model.load import load, load_tokenizer
 from rft_fn.model.lora import apply_lora_configuration, without_adapters
 from rft_fn.model.materialize import materialize
@@ -19,6 +21,7 @@ from rft_fn.model.save import save
 from rft_fn.model.scorer import Scorer, wrap_for_training
 
 __all__ = [
-    "Critic", "apply_lora_configuration", "assign", "bind", "check_quantize", "explained_variance", "load",
-    "load_critic", "load_processor", "load_tokenizer", "save", "save_critic", "score", "values",
+    "ActorAL", "ActorLanguage", "ActorOmni", "ActorVL", "Critic", "apply_lora_configuration", "assign",
+    "bind", "check_quantize", "explained_variance", "freeze", "load", "load_critic", "load_processor",
+    "load_tokenizer", "save", "save_critic", "score", "values",
 ]  # fmt: skip

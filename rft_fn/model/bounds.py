@@ -46,7 +46,8 @@ class SequenceBounds:
     """Where the sequences of a pack lie: their sizes in tokens, in order.
 
     `calls` counts the attention layers that got the boundaries, so that a model that drops them is found out.
-    `sequence` is the axis over which the tokens of the pack are split, if they are.
+    `sequence` is the axis over which the tokens of the pack are split, if they are; `whole` is the pack itself,
+    if it has media: every process looks at all of them.
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class SequenceBounds:
         device: torch.device | str = "cpu",
         *,
         sequence: SequenceAxis | None = None,
+        whole: Packed | None = None,
     ):
         self.sizes = list(sizes)
         self.sequence = sequence
+        self.whole = whole
         self.device = device
         self.longest = max(self.sizes)
         self.calls = 0

@@ -18,6 +18,7 @@ from rft_fn.model import attention
 from rft_fn.model.bind import to_params_device
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.dropout import disable_dropout
+from rft_fn.model.freeze import freeze as frozen
 from rft_fn.model.load import load, usual_device, usual_dtype
 from rft_fn.model.lora import home, merged
 from rft_fn.model.materialize import keep_part, on_meta
@@ -108,12 +109,14 @@ def load_critic(
     device: str | torch.device | None = None,
     gradient_checkpointing: bool = False,
     meta: bool = False,
+    freeze: Sequence[str] = (),
     **kwargs: Any,
 ) -> Critic:
     """A `Critic` of whatever `model.load` takes, or of a folder that `save_critic` wrote.
 
     Its head is zeros, or as it was saved. A module is taken over, not copied: an actor's own would be trained
-    by both. The other arguments are those of `model.load`. ValueError for a name or a module that is no
+    by both. `freeze` names parts of the decoder that are not trained; the other arguments are those of
+    `model.load`. ValueError for a name or a module that is no
     language model.
     """
     folder = path_or_module
@@ -146,6 +149,7 @@ def load_critic(
     critic = Critic(lm)
     if trained is not None:
         critic.head.load_state_dict(trained)
+    frozen(critic, freeze)
     return critic
 
 

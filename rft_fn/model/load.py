@@ -1,7 +1,7 @@
 """Models and tokenizers loaded by name."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,13 @@ from torch import nn
 
 from rft_fn.model import quantize as low
 from rft_fn.model.builtin import resolve
+from rft_fn.model.freeze import freeze as frozen
 from rft_fn.model.lora import with_adapter
-from rft_fn.model.materialize import on_meta
-from rft_fn.model.pretrained import from_pretrained, loaded
+from rft_fn.model.materialize import on_meta, skeleton
+from rft_fn.model.parts import find, path_of
+from rft_fn.model.pretrained import Kind, from_pretrained, kind_of, loaded
 
-__all__ = ["base_folder", "load", "load_tokenizer", "usual_device", "usual_dtype"]
+__all__ = ["base_folder", "load", "load_tokenizer", "read_config", "usual_device", "usual_dtype"]
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
@@ -43,23 +45,27 @@ def load(
     gradient_checkpointing: bool = False,
     meta: bool = False,
     quantize: str = "",
+    freeze: Sequence[str] = (),
     trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> nn.Module:
-    """A causal language model by name, or from a module.
+    """A language model by name, or from a module.
 
-    `path_or_module` is a folder, a hub name, "tiny", "smollm2-135m", or a module that exists. dtype defaults
+    `path_or_module` is a folder, a hub name, "tiny", "smollm2-135m", or a module that exists. A config with
+    towers gives a model that sees or hears, any other a causal language model; of a model that also speaks it
+    is the part that reads and writes text. dtype defaults
     to float32 on the CPU (where bf16 is unusably slow) and to bf16 on a GPU; a module keeps its own. A folder
     of adapters gives its base model with them, to be trained further. With `meta` the module comes without
     memory, and binding it reads its weights: a sharded strategy reads each process's shards only.
 
     `quantize` holds the linear layers in low precision, to be frozen under adapters: "int8" by torchao,
     "nf4" by bitsandbytes; "none" is in full, even where they were saved in low; else as they were saved.
+    Parts that see or hear stay in full. `freeze` names parts that are not trained, see `freeze.freeze`.
     `trust_remote_code` runs Python files of the model's folder. Further keywords go to transformers'
     `from_pretrained`.
 
     ValueError for a name that is none of these, for tensors that are missing, unexpected or of another shape
-    than the config's, and for weights with NaN or inf.
+    than the config's, for weights with NaN or inf, and for a pattern to freeze that matches nothing.
     """
     device = usual_device(device)
     if isinstance(path_or_module, nn.Module):
@@ -71,7 +77,7 @@ def load(
         module = _named(resolve(str(path_or_module)), device, meta, quantize, how)
     if gradient_checkpointing:
         _checkpoint(module)
-    return module
+    return frozen(module, freeze)
 
 
 def _checkpoint(module: Any) -> None:
@@ -102,12 +108,14 @@ def _named(name: str, device: torch.device, meta: bool, quantize: str, how: Mapp
 
 
 def _with_memory(name: str, device: torch.device, quantize: str, how: Mapping[str, Any]) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
+    made = kind_of(name, how["trust_remote_code"])
+    if made.is_part:
+        how = {"config": made.config, **how}
     kind = quantize.removeprefix("none")
     if kind:
-        how = {**how, **low.options(kind, dtype=how["dtype"], device=device)}
-    module: Any = loaded(AutoModelForCausalLM, name, **how).to(device)
+        whole = _kept_whole(made, how)
+        how = {**how, **low.options(kind, dtype=how["dtype"], device=device, whole=whole)}
+    module: Any = loaded(made.factory, name, **how).to(device)
     low.prepare(name, module)
     if kind and module.hf_quantizer.pre_quantized:
         raise ValueError(f"quantize: expected none for {name}, which is quantised already, got {kind}")
@@ -122,6 +130,25 @@ def base_folder(folder: str) -> str:
     if adapter.is_file():
         return resolve(_base_of(adapter))
     return folder
+
+
+def _kept_whole(kind: Kind, how: Mapping[str, Any]) -> list[str]:
+    """The paths of the parts that see or hear, which a quantised model has in full precision."""
+    options = {"dtype": how["dtype"], "trust_remote_code": how["trust_remote_code"]}
+    model = skeleton(kind.config, kind.factory, **options)
+    return [path_of(tower, model) for tower in find(model).towers]
+
+
+def read_config(name: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The config of a model, by the names that `load` takes; of adapters that of their base.
+
+    ValueError for a name that is none of these.
+    """
+    folder = resolve(str(name))
+    adapter = Path(folder, "adapter_config.json")
+    if adapter.is_file():
+        folder = resolve(_base_of(adapter))
+    return kind_of(folder, trust_remote_code).config
 
 
 def _base_of(adapter: Path) -> str:

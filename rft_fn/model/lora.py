@@ -42,8 +42,9 @@ def apply_lora_configuration(
     They have rank `rank` and are scaled by alpha / rank.
 
     `target_modules`: "auto" is every linear layer of the text model, never the head, never a part that sees
-    or hears; "all-linear" every one of the model but the head; else names, or one string of names with
-    commas. `exclude` names layers, or parts that hold some, without adapters. Routed experts, and layers
+    or hears; "towers" those of these parts; "all-linear" every one of the model but the head; else names of
+    layers or of parts that hold some, in which `*` stands for anything. Several are a list, or one string
+    with commas ("auto,visual.merger"). `exclude` names those without adapters. Routed experts, and layers
     whose weight a model reads without calling them, have none; a warning names them.
 
     B starts at 0; A is drawn from `seed` and the layer's name, so it is the same on every process, and with

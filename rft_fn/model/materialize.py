@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from rft_fn.model.convert import converted
 from rft_fn.model.finite import is_finite
 from rft_fn.model.parts import path_of
-from rft_fn.model.pretrained import from_pretrained
+from rft_fn.model.pretrained import kind_of
 from rft_fn.model.sharded import local, put
 from rft_fn.model.stored import Stored, aliases, files, folder_of, slices, stored
 
-__all__ = ["keep_part", "materialize", "on_meta"]
+__all__ = ["keep_part", "materialize", "on_meta", "skeleton"]
 
 
 class _Weights(NamedTuple):
@@ -35,34 +35,37 @@ def on_meta(
     factory: Any = None,
     **kwargs: Any,
 ) -> nn.Module:
-    """The causal language model of a folder or hub name on the meta device.
+    """The language model of a folder or hub name on the meta device.
 
     `factory` may be another auto class of transformers to make it with. `materialize` gives it memory on
     `device`, and its weights. ValueError for a model without safetensors, or whose files hold other tensors
     than it has.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     # The files are read again when the model gets memory.
     folder = folder_of(name)
     paths = files(folder)
-    config = from_pretrained(AutoConfig, str(folder), trust_remote_code=trust_remote_code)
-    if getattr(config, "quantization_config", None):
+    kind = kind_of(str(folder), trust_remote_code)
+    if getattr(kind.config, "quantization_config", None):
         raise ValueError(
             f"quantize: expected {folder} in full precision for several processes, got a quantised model; "
             "start one, or give a folder of it that is not quantised"
         )
 
     # The skeleton stays as transformers makes it; the module may be sharded or get adapters.
-    factory = factory or AutoModelForCausalLM
-    with torch.device("meta"):
-        skeleton = factory.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **kwargs)
-    skeleton.to("meta")  # tensors that a family makes of random numbers have memory even there
-    _keep_wide(skeleton, dtype)
-    found = stored(skeleton, paths)
-    module = copy.deepcopy(skeleton)
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **kwargs}
+    made = skeleton(kind.config, factory or kind.factory, **options)
+    _keep_wide(made, dtype)
+    found = stored(made, paths)
+    module = copy.deepcopy(made)
     module.rft_weights = _Weights(found, str(folder), device)
     return module
+
+
+def skeleton(config: Any, factory: Any, **options: Any) -> Any:
+    """The model that an auto class makes of a config, without memory."""
+    with torch.device("meta"):
+        made = factory.from_config(config, **options)
+    return made.to("meta")  # tensors that a family makes of random numbers have memory even there
 
 
 def _keep_wide(module: Any, dtype: torch.dtype) -> None:

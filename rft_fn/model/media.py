@@ -203,9 +203,13 @@ def _tensors(model: Any, sequences: _Sequences, takes: Mapping[str, Any]) -> dic
 
 
 def _sequences(pack: Packed) -> _Sequences:
-    # On the CPU, where each token is looked at in turn.
-    size = pack.tokens.shape[0] - pack.padding
-    tokens, seq, pos, mask = (x[:size].cpu() for x in (pack.tokens, pack.seq, pack.pos, pack.mask))
+    # On the CPU, where each token is looked at in turn. Only padding is at 0 inside of a sequence; a row that
+    # the pack borrows counts as padding elsewhere, but the model has to see its media.
+    tokens, seq, pos, mask = (x.cpu() for x in (pack.tokens, pack.seq, pack.pos, pack.mask))
+    first = torch.ones_like(mask)
+    first[1:] = seq[1:] != seq[:-1]
+    size = int((first | (pos > 0)).sum())
+    tokens, seq, pos, mask = tokens[:size], seq[:size], pos[:size], mask[:size]
     sizes = torch.bincount(seq, minlength=pack.num_seqs).tolist()
     # The mask is about targets, so an input was sampled where the one before it is in the mask.
     sampled = torch.cat([mask.new_zeros(1), mask[:-1]]) & (pos > 0)
@@ -229,8 +233,8 @@ def _read(ids: Tensor, sampled: Tensor, places: Mapping[int, str]) -> Tensor:
 
 
 def _padded(x: Tensor, pack: Packed, value: int = 0) -> Tensor:
-    """x [..., T - padding] with `value` for the padding, on the device of the pack."""
-    return pad(x, (0, pack.padding), value=value).to(pack.tokens.device)
+    """x of all sequences with `value` for the padding behind them, on the device of the pack."""
+    return pad(x, (0, len(pack.tokens) - x.shape[-1]), value=value).to(pack.tokens.device)
 
 
 def _given(model: Any, x: Tensor, leading: bool) -> Tensor:

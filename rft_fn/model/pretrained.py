@@ -2,14 +2,36 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from rft_fn import modality
 from rft_fn.model.finite import require_finite
 from rft_fn.model.save import quiet
 
-__all__ = ["from_pretrained", "incomplete", "loaded", "unreadable"]
+__all__ = ["Kind", "from_pretrained", "incomplete", "kind_of", "loaded", "unreadable"]
+
+
+class Kind(NamedTuple):
+    """The kind of a model: its config, and the auto class of transformers that makes it."""
+
+    config: Any  # of the part that reads and writes text, where the model also speaks
+    factory: Any
+    is_part: bool  # whether there are more parts, which are left out
+
+
+def kind_of(name: str, trust_remote_code: bool = False) -> Kind:
+    """The kind of the language model of a folder or hub name."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    whole = from_pretrained(AutoConfig, name, trust_remote_code=trust_remote_code)
+    config = modality.thinker(whole)
+    config.name_or_path = whole.name_or_path
+    factory: Any = AutoModelForCausalLM
+    if modality.has_media_class(config):
+        factory = AutoModelForMultimodalLM
+    return Kind(config, factory, config is not whole)
 
 
 def from_pretrained(factory: Any, name: str, *, what: str = "model", **kwargs: Any) -> Any:

@@ -4,6 +4,7 @@ int8 is torchao's: one scale per row, on the CPU too. nf4 is bitsandbytes' (arXi
 weight. A folder that was saved so is loaded so.
 """
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -60,20 +61,26 @@ def _require_library(kind: str) -> None:
         raise ValueError(f"quantize: {kind} needs {_LIBRARY[kind]}, which is not installed; pip install it")
 
 
-def options(kind: str, *, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """The keywords with which `from_pretrained` quantises.
+def options(
+    kind: str, *, dtype: torch.dtype, device: torch.device, whole: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The keywords with which `from_pretrained` quantises, the parts at the paths `whole` excepted.
 
     ValueError for an unknown kind, and for one whose library is not installed.
     """
     _require_library(kind)
+    kept = None  # the library's own choice: the head and what is tied to it
+    if whole:
+        kept = [*whole, "lm_head"]
     if kind == "int8":
         from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]
         from transformers import TorchAoConfig
 
-        return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+        return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=kept)}
     from transformers import BitsAndBytesConfig
 
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+    nf4["llm_int8_skip_modules"] = kept
     return {"quantization_config": BitsAndBytesConfig(**nf4), "device_map": {"": device}}
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rft_fn import tree
 from rft_fn.model import attention, probe
 from rft_fn.model.bounds import SequenceAxis, SequenceBounds
+from rft_fn.model.cut import cut_before
 from rft_fn.model.media import placeholder_ids, sees_or_hears
 from rft_fn.model.parts import Parts, find, inside_adapters, text_config
 from rft_fn.model.probe import Found, Question
@@ -64,20 +65,29 @@ class Reader(nn.Module, ABC):
 
         Every unit is then equally many forwards on every process.
         """
-        if pack.num_seqs != pack.unit:
+        name = type(self.parts.decoder).__name__
+        borrowed = pack.num_seqs - pack.unit
+        if borrowed and pack.media is None:
             raise ValueError(
-                f"pack: expected one sequence for {type(self.parts.decoder).__name__}, which mixes the "
-                f"sequences of a pack, got {pack.num_seqs}; cut the batch by st.shard after st.init and "
-                "st.bind, or by packing.shard(..., most=1)"
+                f"pack: expected one sequence for {name}, which mixes the sequences of a pack, got "
+                f"{pack.num_seqs}; cut the batch by st.shard after st.init and st.bind, or by "
+                "packing.shard(..., most=1)"
             )
         # Empty sequences have no token, not even at the end of the pack.
         size = torch.bincount(pack.seq.cpu(), minlength=pack.num_seqs)
         ends = size.cumsum(0).tolist()
+        if borrowed:
+            # Behind the last sequence, which a causal model scores as if nothing stood there.
+            _check_borrowed(name, pack, size.tolist())
+            ends[pack.unit - 1 :] = ends[-1:]
         outs = []
         for k, (start, end) in enumerate(zip([0, *ends], ends)):
+            owner = k
+            if borrowed and k == pack.unit - 1:
+                owner = pack.num_seqs - 1
             # an empty one at the end of the pack repeats its last token
             start = min(start, pack.tokens.shape[0] - 1)
-            outs.append(self.read(_alone(pack, k, start, max(end, start + 1)), None))
+            outs.append(self.read(_alone(pack, owner, start, max(end, start + 1)), None))
 
         # The tokens that stood for empty sequences are no tokens of the pack.
         whole = tree.map(lambda *x: torch.cat(x), *outs)
@@ -85,13 +95,31 @@ class Reader(nn.Module, ABC):
         return tree.map(lambda x: x[real], whole)
 
 
+def _check_borrowed(name: str, pack: Packed, size: list[int]) -> None:
+    """ValueError for a borrowed row that cannot stand behind the last sequence of its pack."""
+    assert pack.media is not None
+    last = pack.unit - 1
+    if len(pack.rows) > pack.unit or pack.num_seqs != pack.unit + 1:
+        raise ValueError(
+            f"pack: expected one sequence for {name}, which mixes the sequences of a pack, got "
+            f"{pack.num_seqs}; cut the batch by st.shard after st.init and st.bind"
+        )
+    if int(pack.media.of[last]) >= 0 or not size[last]:
+        raise ValueError(
+            f"media: expected rows with media of each kind, or of none, for {name}, which mixes the "
+            "sequences of a pack, got one that has some and borrowed a row for the others"
+        )
+
+
 def _alone(pack: Packed, k: int, start: int, end: int) -> Packed:
-    """The tokens and media of sequence k of a pack, as a pack."""
+    """Tokens of a pack as one sequence, with the media of sequence k."""
     part: Packed = tree.map(lambda x: x[start:end], tree.replace(pack, media=None))
     media = pack.media
     if media is not None:
         media = media.take([k])
-    return tree.replace(part, seq=torch.zeros_like(part.seq), media=media, num_seqs=1, rows=(), unit=1)
+    pos = torch.arange(end - start, device=part.pos.device)
+    seq = torch.zeros_like(part.seq)
+    return tree.replace(part, pos=pos, seq=seq, media=media, num_seqs=1, rows=(), unit=1)
 
 
 def split_over(root: nn.Module, sequence: SequenceAxis) -> None:
@@ -108,6 +136,8 @@ def split_over(root: nn.Module, sequence: SequenceAxis) -> None:
     if why:
         raise ValueError(f"sp_size: expected 1 for {type(model).__name__}: {why}")
     root.parts = replace(root.parts, sequence=sequence)
+    if root.parts.towers:
+        cut_before(root.parts.text)
 
 
 def settle(

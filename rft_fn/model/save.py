@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rft_fn import modality
+from rft_fn.modality import ActorModality
 from rft_fn.model import quantize
 from rft_fn.model.finite import require_finite
 from rft_fn.model.lora import Export, merged
@@ -15,6 +17,11 @@ from rft_fn.model.parts import inside_adapters
 from rft_fn.model.sharded import full
 
 __all__ = ["quiet", "save"]
+
+_PROCESSOR = (
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "audio_tokenizer_config.json", "chat_template.json", "chat_template.jinja",
+)  # fmt: skip
 
 
 @contextmanager
@@ -100,7 +107,8 @@ def save(
 
     transformers loads it, or `load_critic` where it is a critic. Of a module with adapters it holds these
     alone, for peft or `load` to put on the base model; with `merge` it is the plain model, adapters
-    multiplied into it. `tokenizer` may be None. `weights` are those of `Strategy.export`, or pairs by the
+    multiplied into it. `tokenizer` may be None, or a processor. The files of the processor that a model was
+    loaded with are kept. `weights` are those of `Strategy.export`, or pairs by the
     module's own names (with `merge` also by the plain model's).
 
     A sharded module is put together by all ranks; the one with `write` writes. ValueError for names that the
@@ -139,7 +147,43 @@ def save(
             module.save_pretrained(folder, state_dict=tensors)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
+            _keep_processor(module, Path(folder))
     return Path(folder)
+
+
+def _keep_processor(module: Any, folder: Path) -> None:
+    """Put the processor's files of the folder that a model was loaded from beside it.
+
+    Without them a model that sees or hears could not be given anything again. Files that are there stay.
+    """
+    config = getattr(module, "config", None)
+    if config is None or modality.of_config(config) is ActorModality.LANGUAGE_ONLY:
+        return
+    for name in _PROCESSOR:
+        source = _file_of(getattr(config, "name_or_path", ""), name)
+        if source is None or (folder / name).exists():
+            continue
+        if name.startswith("chat_template") and any(folder.glob("chat_template*")):
+            continue  # the tokenizer's own
+        if source.resolve() != (folder / name).resolve():
+            shutil.copyfile(source, folder / name)
+
+
+def _file_of(model: str, name: str) -> Path | None:
+    """A file of a model's folder, or of the cache of a hub name."""
+    if not model:
+        return None
+    path = Path(model, name)
+    if path.is_file():
+        return path
+    if Path(model).is_dir():
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, name)
+    if isinstance(found, str):
+        return Path(found)
+    return None
 
 
 @contextmanager

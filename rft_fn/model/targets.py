@@ -2,17 +2,20 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
 from torch import nn
 
 from rft_fn.model.attention import warn_once
+from rft_fn.model.freeze import TOWERS
 from rft_fn.model.parts import find, path_of
 
 __all__ = ["linear", "not_taken_for_experts", "target_paths", "warn_of_left_out"]
 
+AUTO = "auto"
 _HEADS = {"classifier", "embed_out", "lm_head", "score", "v_head", "value_head"}
 
 
@@ -33,16 +36,21 @@ def linear(module: nn.Module) -> list[str]:
     return found
 
 
+def _of_towers(module: nn.Module, paths: Sequence[str]) -> list[str]:
+    """The paths inside the parts that see or hear."""
+    towers = [path_of(m, module) for m in find(module).towers]
+    return [path for path in paths if any(path.startswith(f"{tower}.") for tower in towers)]
+
+
 def _of_text(module: nn.Module, paths: Sequence[str]) -> list[str]:
     """The paths inside the text model: no head, no tower."""
     parts = find(module)
     text = path_of(parts.text, module)
-    towers = [path_of(m, module) for m in parts.towers]
+    in_towers = set(_of_towers(module, paths))
     found = []
     for path in paths:
         in_text = not text or path.startswith(f"{text}.")
-        in_tower = any(path.startswith(f"{tower}.") for tower in towers)
-        if in_text and not in_tower and not set(path.split(".")) & _HEADS:
+        if in_text and path not in in_towers and not set(path.split(".")) & _HEADS:
             found.append(path)
     return found
 
@@ -150,8 +158,8 @@ def warn_of_left_out(module: nn.Module) -> None:
 
 
 def _matches(path: str, name: str) -> bool:
-    """Whether `name` is a path, its end, or a part that it leads through."""
-    return f".{name}." in f".{path}."
+    """Whether `name` is a path, its end, or a part that it leads through; `*` stands for anything."""
+    return fnmatchcase(f".{path}.", f"*.{name}.*")
 
 
 def _matching(paths: Sequence[str], names: Iterable[str]) -> list[str]:
@@ -171,12 +179,10 @@ def target_paths(
     text = _of_text(module, every)
 
     # Those that are asked for, less those that are excluded.
-    if target_modules == "auto":
-        chosen = text
-    elif target_modules == "all-linear":
-        chosen = every
-    else:
-        chosen = _named(every, text, target_modules)
+    groups = {AUTO: text, TOWERS: _of_towers(module, every), "all-linear": every}
+    if isinstance(target_modules, str):
+        target_modules = [name.strip() for name in target_modules.split(",")]
+    chosen = _named(every, groups, target_modules)
 
     unknown = [name for name in exclude if not _matching(every, [name])]
     if unknown:
@@ -188,17 +194,23 @@ def target_paths(
     return chosen
 
 
-def _named(every: Sequence[str], text: Sequence[str], names: str | Sequence[str]) -> list[str]:
-    """The paths of `every` that match the names.
+def _named(every: Sequence[str], groups: Mapping[str, Sequence[str]], names: Sequence[str]) -> list[str]:
+    """The paths of `every` that match the names, or are in the groups with these names.
 
     ValueError for a name that matches none. A name that the text model has is meant there: a tower is adapted
     only by a path that leads there.
     """
-    if isinstance(names, str):
-        names = [name.strip() for name in names.split(",")]
-    unknown = [name for name in names if not _matching(every, [name])]
+    text = groups[AUTO]
+    chosen: set[str] = set()
+    unknown = []
+    for name in names:
+        found = groups.get(name) or _matching(text, [name]) or _matching(every, [name])
+        chosen |= set(found)
+        if not found:
+            unknown.append(name)
     if unknown or not names:
         known = sorted({path.rpartition(".")[2] for path in text})
-        raise ValueError(f"target_modules: expected auto, all-linear or some of {known}, got {unknown}")
-    elsewhere = [name for name in names if not _matching(text, [name])]
-    return _matching(text, names) + _matching(every, elsewhere)
+        raise ValueError(
+            f"target_modules: expected auto, all-linear, towers or some of {known}, got {unknown}"
+        )
+    return [path for path in every if path in chosen]

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rft_fn import check
+from rft_fn import check, modality
 from rft_fn.model import attention
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.media import described, media_inputs, sees_or_hears
+from rft_fn.model.parts import inside_adapters
 from rft_fn.types import Packed
 
 __all__ = ["ALONE", "BOUNDARIES", "POSITIONS", "run", "text_inputs"]
@@ -37,9 +38,16 @@ def text_inputs(
     `media_inputs` finds; `blind` takes placeholders without their media. ValueError for media of a text
     model, and for shapes that disagree.
     """
+    # The towers look at a whole pack; `cut_before` leaves the text model this process's part of it.
+    if bounds is not None and bounds.whole is not None:
+        pack = bounds.whole
+
     # The pack is a batch of one row.
     check.shapes(tokens=(pack.tokens, "T"), target=(pack.target, "T"), pos=(pack.pos, "T"))
     both = sees_or_hears(lm)
+    if pack.media is not None:
+        kind = modality.of_config(inside_adapters(lm).config)
+        modality.check_parameters(kind, pack.media.tensors)
     if pack.media is not None and not both:
         raise ValueError(f"media: expected None, {type(lm).__name__} is bound as a text model")
     inputs: dict[str, Any] = {

@@ -8,25 +8,12 @@ from einops import rearrange
 from torch import Tensor
 
 from rft_fn import check, segment, tree
+from rft_fn.packing import lending, parts
 from rft_fn.types import Experience, Packed
 
-__all__ = ["pack", "pad", "placeholder", "real", "reset_position_ids", "sides", "stack", "unpack"]
+__all__ = ["alone", "pack", "pad", "placeholder", "real", "sides", "stack", "unpack"]
 
 _TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret", "words")
-
-
-def reset_position_ids(seq: Tensor) -> Tensor:
-    """Positions that restart at 0 with every sequence, [T] i64.
-
-    `seq` [T] has the sequence numbers, in contiguous runs. The function does not wait for a GPU.
-    """
-    check.shapes(seq=(seq, "T"))
-    index = torch.arange(seq.shape[0], device=seq.device)
-    if not seq.numel():
-        return index
-    starts = torch.ones_like(seq, dtype=torch.bool)
-    starts[1:] = seq[1:] != seq[:-1]
-    return index - torch.where(starts, index, 0).cummax(0).values
 
 
 def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
@@ -34,10 +21,35 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
 
     Their tokens stand one after the other. Every auxiliary field is 0 outside mask. `unit` consecutive rows
     belong together: 2 for losses of pairs. With no rows, or no tokens: a `placeholder`, so that all ranks
-    run equally many packs. ValueError for a unit that does not divide the rows.
+    run equally many packs.
+
+    Where the batch has media of a kind that none of the rows has, the pack borrows the row with the fewest
+    tokens that has some. Its tokens stand at the end, mask False and w 0, and it is not in `rows`. So the
+    towers of a model run in every pack. ValueError for a unit that does not divide the rows, and for media
+    that this process does not hold.
     """
     if unit < 1 or len(rows) % unit:
         raise ValueError(f"unit: expected a divisor of the {len(rows)} rows of the pack, got {unit}")
+    packed = _of_rows(exp, rows, unit)
+    empty = not len(packed.tokens)
+    if empty:
+        rows = ()
+
+    # a borrowed row stands for both sides of a pair
+    borrowed = [row for row in lending.lenders(exp, rows) for _ in range(unit)]
+    if borrowed:
+        lent = parts.masked(_of_rows(exp, borrowed, unit))
+        if empty:
+            return lent
+        return parts.join(packed, lent)
+    if empty:
+        # any token of the batch is one that the model knows
+        return placeholder(tree.replace(packed, tokens=exp.tokens.flatten()[:1]))
+    return packed
+
+
+def _of_rows(exp: Experience, rows: Sequence[int], unit: int) -> Packed:
+    """The tokens of some rows, one after the other."""
     device = exp.tokens.device
 
     # the row and position of each input; its target is one position later
@@ -54,7 +66,7 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
         return torch.where(mask.view(-1, *[1] * (moved.dim() - 1)), moved, 0)
 
     # `labels` shifts by one, so that everything at t is about target[t]
-    packed = Packed(
+    return Packed(
         tokens=exp.tokens[row, pos],
         target=exp.tokens[row, pos + 1],
         pos=pos,
@@ -65,10 +77,6 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
         unit=unit,
         **_carried(exp, labels, rows),
     )
-    if len(seq):
-        return packed
-    # any token of the batch is one that the model knows
-    return placeholder(tree.replace(packed, tokens=exp.tokens.flatten()[:1]))
 
 
 def _carried(exp: Experience, labels: Callable[[Tensor], Tensor], rows: Sequence[int]) -> dict[str, Any]:
@@ -77,8 +85,9 @@ def _carried(exp: Experience, labels: Callable[[Tensor], Tensor], rows: Sequence
     found: dict[str, Any] = {name: labels(x) for name, x in fields.items() if x is not None}
     if exp.extra is not None:
         found["extra"] = {name: labels(x) for name, x in exp.extra.items()}
-    if exp.media is not None:
+    if exp.media is not None and lending.counts(exp.media):
         found["media"] = exp.media.take(rows)
+        found["media"].require_held()
     return found
 
 
@@ -86,19 +95,28 @@ def placeholder(like: Packed) -> Packed:
     """A masked pack that adds nothing.
 
     It has the fields of `like`, with one unit of sequences of one masked token each (the first of `like`,
-    if any), which own no rows of media. It runs forward and backward, and `unpack` puts it nowhere.
+    if any). Of a pack with media it has the smallest units of sequences that have some, of each kind, so that
+    it runs the towers too. It runs forward and backward, and `unpack` puts it nowhere.
     """
+    found = lending.with_media(like, [])
+    if found:
+        return parts.masked(parts.units(like, found))
     unit = like.unit
     zeros = tree.map(lambda x: x.new_zeros(unit, *x.shape[1:]), tree.replace(like, media=None))
     tokens = zeros.tokens
     if like.tokens.numel():
         tokens = like.tokens[:1].repeat(unit)
-    media = like.media
-    if media is not None:
-        media = media.take([])
-        media = tree.replace(media, of=media.of.new_full((unit,), -1))
     seq = torch.arange(unit, device=tokens.device)
-    return tree.replace(zeros, tokens=tokens, seq=seq, num_seqs=unit, rows=(), padding=0, media=media)
+    return tree.replace(zeros, tokens=tokens, seq=seq, num_seqs=unit, rows=(), padding=0, media=None)
+
+
+def alone(b: Packed, unit: int) -> Packed:
+    """One unit of the sequences of a pack as a pack, which borrows media from the others."""
+    part = parts.units(b, [unit])
+    found = lending.with_media(b, [unit])
+    if found:
+        part = parts.join(part, parts.masked(parts.units(b, found)))
+    return part
 
 
 def pad(b: Packed, size: int) -> Packed:
@@ -145,7 +163,8 @@ def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor
         number = values[(..., *[0] * (values.dim() - 1))]  # of each token, whatever else there is of it
         check.shapes(x=(number, "T"), target=(p.target, "T"))
         if p.rows:
-            size = p.target.shape[0] - p.padding
+            # padding and what is borrowed stand behind the rows
+            size = int((p.seq[: p.target.shape[0] - p.padding] < len(p.rows)).sum())
             values, seq, pos = (x[:size].to(like.device) for x in (values, p.seq, p.pos))
             out[torch.tensor(p.rows, device=like.device)[seq], pos + 1] = values
     return out

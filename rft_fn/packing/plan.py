@@ -1,4 +1,4 @@
-"""Plans of packs, from sizes in tokens alone.
+"""Plans of packs, from sizes in tokens and costs alone.
 
 A plan tells which items share a pack, and which rank gets it.
 """
@@ -46,37 +46,43 @@ def assign(sizes: Sequence[int], budget: int, *, most: int = 0) -> list[list[int
     return packs
 
 
-def spread(sizes: Sequence[int], budget: int, count: int, most: int) -> list[list[int]] | None:
-    """Assign items to packs of nearly equal size.
+def spread(
+    sizes: Sequence[int], costs: Sequence[int], budget: int, count: int, most: int
+) -> list[list[int]] | None:
+    """Assign items to packs of nearly equal cost.
 
-    There are `count` packs. The largest item goes first, each to the emptiest pack that has fewer than
-    `most` items (if not 0). None if that makes a pack larger than the budget.
+    There are `count` packs of at most `budget` tokens; `sizes` are in tokens, `costs` in the work of a token
+    and 0 where the size is. The item of the largest cost goes first, each to the cheapest pack that has
+    tokens left for it and fewer than `most` items (if not 0). None where there is no such pack.
     """
     packs: list[list[int]] = [[] for _ in range(count)]
+    room = [budget] * count
     load = [0] * count
-    for i in _largest_first(sizes):
+    for i in _largest_first(costs):
         free = [k for k in range(count) if not most or len(packs[k]) < most]
+        free = [k for k in free if room[k] >= sizes[i]]
+        if not free:
+            return None
         k = min(free, key=lambda k: (load[k], k))
         packs[k].append(i)
-        load[k] += sizes[i]
-    if max(load) > budget:
-        return None
+        room[k] -= sizes[i]
+        load[k] += costs[i]
     return packs
 
 
-def deal(sizes: Sequence[int], packs: Sequence[list[int]], world: int) -> list[list[list[int]]]:
+def deal(costs: Sequence[int], packs: Sequence[list[int]], world: int) -> list[list[list[int]]]:
     """Deal packs to ranks, equally many to each.
 
-    The largest goes first, each to the rank with the fewest tokens that still takes one.
+    The one of the largest cost goes first, each to the rank of the smallest cost that still takes one.
     """
     each = len(packs) // world
     load = [0] * world
     ranks: list[list[list[int]]] = [[] for _ in range(world)]
-    for p in sorted(packs, key=lambda p: -sum(sizes[i] for i in p)):
+    for p in sorted(packs, key=lambda p: -sum(costs[i] for i in p)):
         free = [r for r in range(world) if len(ranks[r]) < each]
         rank = min(free, key=lambda r: (load[r], r))
         ranks[rank].append(p)
-        load[rank] += sum(sizes[i] for i in p)
+        load[rank] += sum(costs[i] for i in p)
     return ranks
 
 

@@ -89,12 +89,21 @@ class Policy(Model):
 
     lora_rank: Whole = 0  # rank of the policy's low-rank adapters, its only trained weights; 0 trains all
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
-    lora_targets: str = "auto"  # layers with adapters: auto, all-linear, or names separated by commas
+    lora_targets: str = "auto"  # layers with adapters: auto, towers, all-linear, or names with commas
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
+    freeze: tuple[str, ...] = ()  # parts that are not trained: visual, layers.0 ...; towers: all but the text
     quantize: Literal["", "int8", "nf4"] = ""  # precision of the frozen base under adapters; empty: as stored
     router_aux: AtLeast0 = 0.0  # coefficient of the load-balancing loss of a mixture of experts
     budget: Free[Count] = 1024  # most tokens in a pack, which goes through the model at once
     gradient_checkpointing: Free[bool] = False  # trade a second forward for memory
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.freeze and self.lora_rank:
+            raise ValueError(
+                f"freeze: expected none with lora_rank {self.lora_rank}, which freezes all but the adapters, "
+                f"got {', '.join(self.freeze)}; lora_targets chooses their layers"
+            )
 
 
 # ---------- rollouts and rewards

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from rft_fn import data, engine, model, optim, packing, strategy
+from rft_fn.memory.example import largest
 from rft_fn.run import options
 from rft_fn.run.cli import without
 from rft_fn.run.folder import Run
@@ -24,6 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 L = TypeVar("L", bound=options.Length)
+_LOOKED_AT = 16  # prompts, for the largest images and sounds
 
 
 # ---------- processes and data
@@ -160,6 +162,7 @@ def load_policy(cfg: options.Policy, st: Strategy) -> nn.Module:
         meta=st.world > 1,
         gradient_checkpointing=cfg.gradient_checkpointing,
         quantize=cfg.quantize,
+        freeze=cfg.freeze,
     )
     if not cfg.lora_rank:
         return module
@@ -199,16 +202,23 @@ def print_preflight(
     initial: bool = False,
     engine: bool = True,
     length: int = 0,
+    dataset: Any = None,
+    prompts: int = 0,
 ) -> None:
     """Print how much memory the models will take, before they are laid out.
 
     `initial` adds the initial model: a copy of the first model, or nothing with adapters, because then it is
-    the policy with its adapters off. ValueError if it cannot fit.
+    the policy with its adapters off. Images and sounds count as those of the largest of the first prompts of
+    `dataset`, of which a step has `prompts`. ValueError if it cannot fit.
     """
     held = list(models)
     if initial and not cfg.lora_rank:
         held.append((models[0][0], None))
-    st.print(strategy.preflight(st, *held, budget=cfg.budget, engine=engine, length=length))
+    example = None
+    if dataset is not None and st.rank == 0:
+        example = largest(data.take(dataset, _LOOKED_AT, seed=0)[0], -(-prompts // st.world))
+    how: dict[str, Any] = {"engine": engine, "length": length, "example": example}
+    st.print(strategy.preflight(st, *held, budget=cfg.budget, **how))
 
 
 def initial_scorer(

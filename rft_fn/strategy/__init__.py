@@ -62,7 +62,7 @@ def get_strategy(config: StrategyConfig | None = None) -> Strategy:
 
 def _require_supported(config: StrategyConfig, where: str, remedy: str) -> None:
     """ValueError for an option that only FSDP2 has."""
-    for name in ("sp_size", "shard_size", "fsdp_cpu_offload", "mixed_mm_data"):
+    for name in ("sp_size", "shard_size", "fsdp_cpu_offload"):
         neutral = getattr(StrategyConfig(), name)
         got = getattr(config, name)
         if got != neutral:

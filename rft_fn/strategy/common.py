@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch
 from torch import nn
 
-from rft_fn import ckpt, dist, memory, packing
+from rft_fn import ckpt, dist, memory, packing, tree
 from rft_fn.model import reader
 from rft_fn.model.lora import Export
 from rft_fn.model.text import ALONE
@@ -16,6 +16,7 @@ from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.scoring import scorer
 from rft_fn.strategy.session import Session
 from rft_fn.types import Apply, Experience, LossFn, Packed, Strategy, TrainState
+from rft_fn.types.media import MEDIA_COST
 from rft_fn.types.strategy import Bind, Gather, Grad, Init, MoveState, Restore, SavePretrained, Update
 
 __all__ = ["Backend", "Cut", "assemble", "everywhere"]
@@ -41,8 +42,16 @@ class Cut:
         reader.settle(root, call=call, agree=self.agree)
         self.alone |= getattr(root, "way", None) == ALONE
 
-    def shard(self, exp: Experience, budget: int, *, world: int = 1, unit: int = 1) -> list[list[Packed]]:
-        """`packing.shard` with the options of the config.
+    def rows(
+        self,
+        exp: Experience,
+        budget: int,
+        *,
+        world: int = 1,
+        unit: int = 1,
+        media_cost: float = MEDIA_COST,
+    ) -> list[list[list[int]]]:
+        """`packing.cut` with the options of the config: the rows of each pack of each rank.
 
         Packs have at most `budget` tokens and micro_train_batch_size sequences; without packing_samples
         exactly so many (the last one fewer), whatever their tokens.
@@ -53,7 +62,7 @@ class Cut:
             most = max(most, unit)
         if self.alone:
             most = unit
-        return packing.shard(exp, budget, world, unit=unit, most=most)
+        return packing.cut(exp, budget, world, unit=unit, most=most, media_cost=media_cost)
 
 
 def everywhere(x: bool) -> bool:
@@ -120,8 +129,12 @@ def assemble(
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
 
-    def shard(exp: Experience, budget: int, *, unit: int = 1) -> list[Packed]:
-        return cut.shard(exp, budget, world=world, unit=unit)[rank]
+    def shard(exp: Experience, budget: int, *, unit: int = 1, media_cost: float = MEDIA_COST) -> list[Packed]:
+        # the plan is of numbers, which every rank has; of media it has those that its own packs read
+        packs = cut.rows(exp, budget, world=world, unit=unit, media_cost=media_cost)[rank]
+        media = dist.fetch_media(exp.media, packing.owners(exp, packs))
+        exp = tree.replace(exp, media=media)
+        return [packing.pack(exp, rows, unit=unit) for rows in packs]
 
     def print_on_main(*args: Any, **options: Any) -> None:
         if rank == 0:
@@ -134,7 +147,7 @@ def assemble(
     return Strategy(
         init=_watched(backend.init, session),
         bind=_watched(backend.bind, session),
-        shard=shard,
+        shard=_watched(shard, session),
         score=_watched(scorer(shard, gather), session),
         gather=_watched(gather, session),
         all_reduce=_watched(dist.all_reduce, session),

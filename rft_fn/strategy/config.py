@@ -46,8 +46,6 @@ class StrategyConfig:
     """max sequences per pack; 0: limited by tokens only"""
     packing_samples: Free[bool] = True
     """as many sequences in a pack as fit; if not, micro_train_batch_size (at least 1) of any length"""
-    mixed_mm_data: Free[bool] = False
-    """FSDP2: only some packs have media, so only the blocks of the text model are sharded on their own"""
     fused_linear_logprob: Free[bool] = True
     """log-probs straight from hidden states; if not, all logits [T, V] are in memory at once"""
     chunk_size: Free[Whole] = 0

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from rft_fn import dist, packing, tree
-from rft_fn.types import Apply, LossFn, Packed
+from rft_fn.types import Apply, LossFn, Media, Packed
 
 __all__ = ["NonFinite", "Source", "dump", "first_offender", "load_fault", "with_source"]
 
@@ -39,21 +39,11 @@ def _units(packs: Sequence[Packed]) -> list[Packed]:
     """The packs cut into their units: one sequence each, or one pair where two belong together."""
     out: list[Packed] = []
     for b in packs:
-        for first in range(0, b.num_seqs, b.unit):
-            out.append(_unit(b, first))
+        count = len(b.rows) // b.unit
+        out += [packing.alone(b, i) for i in range(count)]
+        if not count:
+            out.append(b)
     return out
-
-
-def _unit(b: Packed, first: int) -> Packed:
-    """The unit of a pack that begins with the sequence `first`."""
-    mine = (b.seq >= first) & (b.seq < first + b.unit)
-    part = tree.map(lambda x: x[mine], tree.replace(b, media=None))
-    rows = b.rows[first : first + b.unit]
-    media = None
-    if b.media is not None:
-        members = [first + i for i in range(len(rows))]  # a placeholder has no rows, and no media
-        media = b.media.take(members)
-    return tree.replace(part, seq=part.seq - first, num_seqs=b.unit, rows=rows, media=media)
 
 
 def _smallest(count: int, bad: Callable[[int], bool]) -> int | None:
@@ -155,8 +145,9 @@ def _write(folder: Path, step: int, offender: tuple[int, Packed] | None, weights
     about: dict[str, Any] = {"step": step, "rank": None, "row": None}
     if offender is not None:
         rank, pack = offender
+        pack = packing.own(pack)  # the towers need not run where one process looks at it
         about |= {"rank": rank, "row": next(iter(pack.rows), None), "num_seqs": pack.num_seqs}
-        named = {n: x.contiguous() for n, x in tree.leaves_with_path(tree.replace(pack, media=None))}
+        named = {n: x.contiguous() for n, x in tree.leaves_with_path(pack)}
         save_file(named, folder / "sequence.safetensors")
     save_file({n: x.contiguous() for n, x in weights.items()}, folder / "weights.safetensors")
     (folder / "fault.json").write_text(json.dumps(about) + "\n")
@@ -173,12 +164,19 @@ def load_fault(folder: str | Path) -> tuple[Packed, dict[str, Tensor], dict[str,
     if not (folder / "sequence.safetensors").is_file():
         raise ValueError(f"fault: expected a folder fault_STEP with sequence.safetensors, got {folder}")
 
-    # media are not dumped, and columns of the user's lie under extra/
+    # columns of the user's lie under extra/, and media under media/
     flat: dict[str, Any] = load_file(folder / "sequence.safetensors")
-    extra = {}
-    for name in [n for n in flat if n.startswith("extra/")]:
-        extra[name.removeprefix("extra/")] = flat.pop(name)
+    extra = _below("extra", flat)
+    media = _below("media", flat)
+    if media:
+        flat["media"] = Media(tensors=_below("tensors", media), rows=_below("rows", media), **media)
     about = json.loads((folder / "fault.json").read_text())
     unit = about.get("num_seqs", 1)  # 2 where a loss of pairs broke
     pack = Packed(**flat, extra=extra or None, num_seqs=unit, unit=unit, rows=())
     return pack, load_file(folder / "weights.safetensors"), about
+
+
+def _below(name: str, flat: dict[str, Any]) -> dict[str, Any]:
+    """The entries NAME/..., taken out and named by the rest."""
+    names = [n for n in flat if n.startswith(f"{name}/")]
+    return {n.removeprefix(f"{name}/"): flat.pop(n) for n in names}

@@ -70,11 +70,8 @@ def shard_module(root: nn.Module, mesh: DeviceMesh, config: StrategyConfig) -> n
     if config.fsdp_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
 
-    # parts that only some packs use must not be gathered on their own: the other ranks would not join in
-    text = root
-    if config.mixed_mm_data:
-        text = model_lib.text_model(root)
-    for part in [*blocks(text), *_odd(root)]:
+    # towers too: packs without media borrow some, so all ranks join in
+    for part in [*blocks(root), *_odd(root)]:
         if not isinstance(part, FSDPModule):
             fully_shard(part, **options)
     fully_shard(root, **options)

@@ -3,10 +3,12 @@
 print(strategy.preflight(st, (module, tx), budget=8192))
 """
 
+from typing import Any
+
 import torch
 
 from rft_fn import memory
-from rft_fn.memory import Estimate, Layout
+from rft_fn.memory import Estimate, Example, Layout
 from rft_fn.memory.estimate import Model
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Strategy
@@ -37,12 +39,13 @@ def estimate(
     kind: str = "cuda",
     engine: bool = True,
     length: int = 0,
+    example: Example | None = None,
 ) -> Estimate:
     """Memory of one of `world` processes with these models and their optimizers.
 
     `memory.estimate` with the layout and options of a config; with sp_size each process has its part of a
     pack's tokens. `engine`: one samples with a copy of the first model, sequences of up to `length` tokens (0
-    leaves out its cache).
+    leaves out its cache). `example` is a prompt with media, of which packs are full.
     """
     sampler = None
     if engine:
@@ -55,6 +58,7 @@ def estimate(
         fused=config.fused_linear_logprob,
         chunk_size=config.chunk_size,
         sampler=sampler,
+        example=example,
     )
 
 
@@ -88,7 +92,14 @@ def remedy(config: StrategyConfig, x: Estimate, *, world: int, checkpointed: boo
     return "take more processes, or set fsdp_cpu_offload"
 
 
-def preflight(strategy: Strategy, *models: Model, budget: int, engine: bool = True, length: int = 0) -> str:
+def preflight(
+    strategy: Strategy,
+    *models: Model,
+    budget: int,
+    engine: bool = True,
+    length: int = 0,
+    example: Example | None = None,
+) -> str:
     """The table of `estimate` for a strategy on this machine, to print before `init`.
 
     "" on all ranks but the first.
@@ -96,7 +107,8 @@ def preflight(strategy: Strategy, *models: Model, budget: int, engine: bool = Tr
     if strategy.rank:
         return ""  # only the first prints it
     kind, config, world = strategy.device.type, strategy.config, strategy.world
-    x = estimate(config, *models, budget=budget, world=world, kind=kind, engine=engine, length=length)
+    how: dict[str, Any] = {"world": world, "kind": kind, "engine": engine, "length": length}
+    x = estimate(config, *models, budget=budget, example=example, **how)
 
     # without a GPU the host is the device
     available = host = memory.host_memory()

@@ -30,16 +30,17 @@ class Sequence:
     def split(self, pack: Packed) -> tuple[Packed, attention.SequenceBounds]:
         """(this process's tokens [T / k] of the pack, the sequence boundaries of all [T]).
 
-        T is padded to a multiple of k by masked tokens. ValueError with media, whose rows are not tokens.
+        T is padded to a multiple of k by masked tokens. Of a pack with media the boundaries have the whole,
+        for the towers are run on all of it by each process, and only the text model has a part.
         """
-        if pack.media is not None:
-            raise ValueError(
-                "sp_size: expected 1 for packs with media, whose rows cannot be split with tokens"
-            )
         whole = packing.pad(pack, -(-pack.tokens.shape[0] // self.size) * self.size)
         sizes = torch.unique_consecutive(whole.seq, return_counts=True)[1].tolist()
-        part = tree.map(lambda x: x.chunk(self.size)[self.rank], whole)
-        return part, attention.SequenceBounds(sizes, pack.seq.device, sequence=self)
+        plain = tree.replace(whole, media=None, padding=0)
+        part = tree.map(lambda x: x.chunk(self.size)[self.rank], plain)
+        seen = None
+        if pack.media is not None:
+            seen = whole
+        return part, attention.SequenceBounds(sizes, pack.seq.device, sequence=self, whole=seen)
 
     def join(self, out: TokenOut, size: int) -> TokenOut:
         """Values [T / k] of each process -> [size] of all.

@@ -46,6 +46,8 @@ class Packed:
     """One micro-batch, flat and label-aligned.
 
     Everything at t is about `target[t]`. Fields other than tokens, target, pos and seq are 0 outside mask.
+    Sequences after the first len(rows) are borrowed for their media, or stand in an empty pack: nothing of
+    them is in mask.
     """
 
     tokens: Tensor  # [T] i64, the inputs
@@ -63,7 +65,7 @@ class Packed:
     extra: dict[str, Tensor] | None = None  # name -> [T, ...]
     media: Media | None = None
     num_seqs: int = tree.static()  # K
-    rows: tuple[int, ...] = tree.static(default=())  # the row of the Experience behind each sequence
+    rows: tuple[int, ...] = tree.static(default=())  # rows of the Experience, behind the first sequences
     unit: int = tree.static(default=1)  # sequences that belong together: 2 in losses of pairs
     padding: int = tree.static(default=0)  # masked tokens after the last sequence
 

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from rft_fn import tree
 
-__all__ = ["Media"]
+__all__ = ["MEDIA_COST", "Media"]
+
+MEDIA_COST = 1e-4  # the work of one number of media in an encoder, in tokens of the text model
 
 
 @tree.struct

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn.types.batch import Experience, Packed, Rollout, TokenOut
+from rft_fn.types.media import MEDIA_COST
 from rft_fn.types.sampling import Sampling
 from rft_fn.types.training import TrainState, Transform
 
@@ -80,10 +81,14 @@ class Bind(Protocol):
 class Shard(Protocol):
     """Cuts a batch into packs."""
 
-    def __call__(self, exp: Experience, budget: int, *, unit: int = 1) -> list[Packed]:
+    def __call__(
+        self, exp: Experience, budget: int, *, unit: int = 1, media_cost: float = MEDIA_COST
+    ) -> list[Packed]:
         """This rank's packs of the global batch: at most `budget` tokens each, equally many on every rank.
 
-        `unit` rows in a row stay in one pack: 2 for losses of pairs.
+        `unit` rows in a row stay in one pack: 2 for losses of pairs. Packs and ranks are balanced by tokens +
+        media_cost * numbers of media, as in `packing.shard`. All ranks call it together where the batch has
+        media: each fetches the rows that its packs read.
         """
         ...
 
@@ -92,7 +97,10 @@ class Gather(Protocol):
     """Puts the batches of all ranks together."""
 
     def __call__(self, x: Any, /) -> Any:
-        """A tree of this rank -> that of all ranks, leaves concatenated along dim 0, on the host."""
+        """A tree of this rank -> that of all ranks, leaves concatenated along dim 0, on the host.
+
+        Rows of media stay on the rank that has them; only their numbers travel.
+        """
         ...
 
 

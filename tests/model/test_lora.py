@@ -166,6 +166,11 @@ def test_auto_leaves_a_real_vision_tower_alone():
         (["visual.qkv"], (), 1, "visual"),
         ("auto", ["layers.1", "down_proj"], 6, "layers.0"),
         ("all-linear", ["other"], 16, ""),
+        ("towers", ["other"], 2, "visual"),
+        ("layers.*.q_proj", (), 2, "self_attn.q_proj"),
+        ("visual.*", (), 2, "visual"),
+        ("auto,towers", ["other"], 16, ""),
+        ("v_proj, visual.qkv", (), 3, "v"),
     ],
 )
 def test_targets(targets, exclude, count, within):
@@ -180,7 +185,7 @@ def test_targets(targets, exclude, count, within):
         (lambda m: model.apply_lora_configuration(m, 1, 1, target_modules="nope"), r"got \['nope'\]"),
         (
             lambda m: model.apply_lora_configuration(m, 1, 1, target_modules=[]),
-            "expected auto, all-linear or",
+            "expected auto, all-linear, towers or",
         ),
         (lambda m: model.apply_lora_configuration(m, 1, 1, exclude=["nope"]), r"exclude: .* got \['nope'\]"),
         (lambda m: model.apply_lora_configuration(m, 1, 1, exclude=["layers"]), "got none of 14"),

@@ -5,11 +5,13 @@ import warnings
 import pytest
 import torch
 from sees_and_hears import AUDIO, FAMILIES, IMAGE, SEE, alone, batch
+from sees_and_hears_more import MORE
 
 from rft_fn import model, packing, tree
 from rft_fn.model import media, text
 from rft_fn.model.parts import find
 from rft_fn.model.text import ALONE
+from rft_fn.strategy import get_fake_strategy
 from rft_fn.types import Media, Packed
 
 CLOSE = 1e-10
@@ -89,8 +91,10 @@ def test_log_probs_and_entropies_are_those_of_each_sequence_alone_in_every_cut(f
             for pack in packs:
                 out = apply(params, packing.pack(exp, pack))
                 expected = torch.cat([want[row] for row in pack])
-                assert (out.logp - expected[:, 0]).abs().max() <= CLOSE
-                assert (out.entropy - expected[:, 1]).abs().max() <= CLOSE
+                own = len(expected)  # behind them are rows that the pack borrowed for their media
+                assert (out.logp[:own] - expected[:, 0]).abs().max() <= CLOSE
+                assert (out.entropy[:own] - expected[:, 1]).abs().max() <= CLOSE
+                assert not out.logp[own:].any()
     assert apply.root.way != ALONE
 
 
@@ -137,7 +141,9 @@ def test_padding_and_an_empty_pack_change_nothing(family):
     padded = packing.pad(pack, len(pack.tokens) + 5)
     want = torch.cat([rows[row][:, 0] for row in (1, 2, 0)])
     with torch.no_grad():
-        assert (apply(params, padded).logp[:-5] - want).abs().max() <= CLOSE
+        got = apply(params, padded).logp
+        assert (got[: len(want)] - want).abs().max() <= CLOSE
+        assert not got[len(want) :].any()
         assert not apply(params, packing.placeholder(pack)).logp.any()
 
 
@@ -155,7 +161,8 @@ def farthest(name, spoil, monkeypatch, rows=None):
     monkeypatch.setattr(text, "text_inputs", lambda lm, b, *a, **k: spoil(own(lm, b, *a, **k), b))
     every = rows or list(range(len(want)))
     got = apply(params, packing.pack(exp, every)).logp
-    return (got - torch.cat([want[row][:, 0] for row in every])).abs().max()
+    every = torch.cat([want[row][:, 0] for row in every])
+    return (got[: len(every)] - every).abs().max()
 
 
 @pytest.mark.parametrize("name", AXES)
@@ -195,6 +202,19 @@ def test_a_model_whose_own_attention_leaks_gets_one_sequence_at_a_time():
     assert (got - torch.cat(want)[:, 0]).abs().max() <= 1e-5  # eager attention is in float32
     with pytest.raises(ValueError, match="expected one sequence"):
         apply(params, packing.pack(exp, range(len(want))))
+
+
+def test_a_model_with_states_takes_rows_with_and_without_media():
+    """Qwen3.5 gets one sequence at a time; behind one of words stands the borrowed row that has an image."""
+    family = MORE["Qwen3.5"]
+    module, exp, want = made(family)
+    st = get_fake_strategy()
+    apply, params = st.bind(module)
+    packs = st.shard(exp, 1000)
+    assert [b.num_seqs for b in packs if b.rows == (1,)] == [2]
+    got = packing.unpack([apply(params, b).logp for b in packs], packs, exp.tokens)
+    for row, x in enumerate(want):
+        assert (got[row, 1 : exp.length[row]] - x[:, 0]).abs().max() <= CLOSE
 
 
 # -------------------------------------------------------------------------------------------- what differs

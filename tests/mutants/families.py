@@ -119,8 +119,8 @@ MUTANTS = [
     (
         "what a family makes of random numbers is kept instead of read",
         "rft_fn/model/materialize.py",
-        '    skeleton.to("meta")',
-        "    del config",
+        'return made.to("meta")',
+        "return made",
         "tests/model/test_materialize.py::test_without_memory_first_a_model_is_what_transformers_loads[DiffLlama-dtype0]",
     ),
 ]

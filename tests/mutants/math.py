@@ -81,8 +81,8 @@ MUTANTS = [
     (
         "padding is unpacked",
         "rft_fn/packing/packs.py",
-        "size = p.target.shape[0] - p.padding",
-        "size = p.target.shape[0]",
+        "(p.seq[: p.target.shape[0] - p.padding] < len(p.rows))",
+        "(p.seq < len(p.rows))",
         "tests/test_packing.py::test_a_padded_pack_unpacks_to_the_same_rows",
     ),
     (

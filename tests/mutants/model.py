@@ -27,15 +27,15 @@ MUTANTS = [
     (
         "the rows in front do not change",
         "rft_fn/model/probe.py",
-        "return Question(packed(first), packed(second), alone, way)",
-        "return Question(packed(first), packed(first), alone, way)",
+        "return Question(packed(first), packed(second), alone, way, place is not None)",
+        "return Question(packed(first), packed(first), alone, way, place is not None)",
         _PROBE + "test_the_question_changes_the_rows_in_front_and_no_other",
     ),
     (
         "boundaries of states are never tried",
         "rft_fn/model/reader.py",
-        "for way in (POSITIONS, BOUNDARIES):",
-        "for way in (POSITIONS,):",
+        "ways = [POSITIONS, BOUNDARIES]",
+        "ways = [POSITIONS]",
         _PROBE + "test_boundaries_of_states_are_used_where_they_work",
     ),
     (
@@ -55,8 +55,8 @@ MUTANTS = [
     (
         "an empty sequence of a unit is not run",
         "rft_fn/model/reader.py",
-        "outs.append(self.read(_alone(pack, start, max(end, start + 1)), None))",
-        "outs += [self.read(_alone(pack, start, end), None)] if end > start else []",
+        "outs.append(self.read(_alone(pack, owner, start, max(end, start + 1)), None))",
+        "outs += [self.read(_alone(pack, owner, start, end), None)] if end > start else []",
         _PROBE + "test_a_unit_with_an_empty_sequence",
     ),
     (

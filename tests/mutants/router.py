@@ -82,7 +82,7 @@ MUTANTS = [
     ),
     (
         "the products of experts take no memory",
-        "rft_fn/memory/trace.py",
+        "rft_fn/memory/without_values.py",
         "    return a.new_empty(shape)",
         "    return a.new_empty(1).expand(shape)",
         "tests/memory/test_memory.py::test_families_with_states_and_experts_are_counted[DeepseekV3]",

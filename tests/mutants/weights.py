@@ -29,7 +29,7 @@ MUTANTS = [
     (
         "all weights are as narrow as the model",
         MATERIALIZE,
-        "    _keep_wide(skeleton, dtype)\n",
+        "    _keep_wide(made, dtype)\n",
         "",
         f"{LOADED}[DeepseekV3-dtype1]",
     ),

@@ -354,7 +354,6 @@ def test_same_as_one_process(world, name, stage):
         ({"sp_size": 2}, "sp_size: expected 1 with zero_stage, got 2; FSDP2 has it"),
         ({"shard_size": 2}, "shard_size: expected 0 with zero_stage, got 2"),
         ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload: expected False with zero_stage, got True"),
-        ({"mixed_mm_data": True}, "mixed_mm_data: expected False with zero_stage, got True"),
     ],
 )
 def test_options_that_it_does_not_have_are_named(options, message):

@@ -33,7 +33,6 @@ class TwoParts(nn.Module):
 
 
 def test_the_text_model_of_two_parts():
-    """With mixed_mm_data only its blocks are sharded apart: a rank without images does not run the others."""
     both = TwoParts()
     assert len(fsdp2.blocks(both)) == 4
     assert fsdp2.blocks(model.text_model(both)) == list(both.language_model.layers)

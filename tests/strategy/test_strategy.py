@@ -186,12 +186,13 @@ def test_config():
     assert strategy.get_strategy().world == 1
 
 
-# what the usage guide of the system that this project replaces tells people to type
+# what the usage guide of the system that this project replaces tells people to type, but for --mixed_mm_data:
+# data with and without media need no option
 HIGH_THROUGHPUT = """--zero_stage 2 --engine_tp_size 4 --engine_mem_util 0.9 --enable_engine_sleep
     --micro_train_batch_size 1 --train_batch_size 128"""
 MEMORY_EFFICIENT = """--fsdp --fsdp_cpu_offload --use_mp_opt --engine_tp_size 2 --engine_mem_util 0.85
     --enable_engine_sleep --micro_train_batch_size 1 --train_batch_size 64"""
-VISION_LANGUAGE = """--fsdp --engine_tp_size 4 --mixed_mm_data --packing_samples --enable_engine_sleep
+VISION_LANGUAGE = """--fsdp --engine_tp_size 4 --packing_samples --enable_engine_sleep
     --plot_every 20"""
 
 
@@ -200,7 +201,7 @@ VISION_LANGUAGE = """--fsdp --engine_tp_size 4 --mixed_mm_data --packing_samples
     [
         (HIGH_THROUGHPUT, "deepspeed", {"zero_stage": 2, "engine_tp_size": 4, "train_batch_size": 128}),
         (MEMORY_EFFICIENT, "fsdp2", {"fsdp_cpu_offload": True, "use_mp_opt": True, "engine_mem_util": 0.85}),
-        (VISION_LANGUAGE, "fsdp2", {"mixed_mm_data": True, "packing_samples": True, "plot_every": 20}),
+        (VISION_LANGUAGE, "fsdp2", {"packing_samples": True, "plot_every": 20}),
         ("", "local", {}),
         ("--disable_engine_sleep --no-packing_samples", "local", {"enable_engine_sleep": False}),
     ],
@@ -261,7 +262,6 @@ def test_values_that_fit_are_taken():
         ({"sp_size": 2}, "sp_size: expected 1 on one process, got 2"),
         ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload: expected False on one process, got True"),
         ({"shard_size": 2}, "shard_size: expected 0 on one process, got 2"),
-        ({"mixed_mm_data": True}, "mixed_mm_data: expected False on one process, got True"),
     ],
 )
 def test_bad_options_are_named(options, message):

@@ -1,0 +1,243 @@
+"""Models on the meta device, where tensors have shapes and no values: answers to those who read some."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.fx.experimental import _config as config
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["Answers", "Constants", "Values"]
+
+_MOST = 2**24  # elements of a tensor whose values are computed
+_EQUAL = (torch.ops.aten.eq.Scalar, torch.ops.aten.ne.Scalar)
+_INDEXED = (
+    torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default,
+)  # fmt: skip
+
+
+class Answers(TorchDispatchMode):
+    """Answers for the meta device, for a pack of one sequence without padding.
+
+    Models with states ask whether their mask is all ones: yes. On the meta device the products of all experts
+    at once exist in bfloat16 alone: here they have a shape in any type. Where a model reads how many tokens
+    each expert has (JetMoE), the choices of all tokens are shared out evenly.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices = 0  # of experts, by all tokens
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # is the mask all ones?
+        if func is torch.ops.aten._local_scalar_dense.default:
+            asked = args[0]
+            if asked.is_meta and asked.dtype == torch.bool:
+                return True
+
+        # products of all experts
+        if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
+            return _grouped(*args[:3], **kwargs)
+
+        # a one for each choice of a token is scattered, then their sums by expert are read
+        if func is torch.ops.aten.scatter.value:
+            self.choices = args[2].numel()
+        if func is torch.ops.aten._to_copy.default and _is_list(args[0], kwargs):
+            return _even(self.choices, args[0])
+        return func(*args, **kwargs)
+
+
+def _is_list(x: Tensor, options: dict[str, Any]) -> bool:
+    """Whether a copy would read whole numbers [E] of the meta device."""
+    if not x.is_meta or x.dim() != 1:
+        return False
+    if x.is_floating_point() or x.dtype == torch.bool:
+        return False
+    to = options.get("device")
+    return to is not None and torch.device(to).type == "cpu"
+
+
+def _even(total: int, like: Tensor) -> Tensor:
+    """[E] whole numbers that add up to `total`, as equal as possible."""
+    parts = len(like)
+    return torch.tensor([(total + i) // parts for i in range(parts)], dtype=like.dtype, device="cpu")
+
+
+def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """The shape of a grouped product.
+
+    `offs` cuts the rows of a, the columns of b, or the dim that both are summed over.
+    """
+    shape = [*a.shape[:-1], b.shape[-1]]
+    if a.dim() == b.dim() == 2:
+        assert offs is not None
+        shape = [offs.shape[0], *shape]
+    elif a.dim() == 3 and b.dim() == 2:
+        shape = shape[1:]
+    return a.new_empty(shape)
+
+
+class Values(TorchDispatchMode):
+    """Keeps the values of some tensors of the meta device on the CPU, and computes with them.
+
+    Models that see or hear read the sizes of images and the places of tokens. A tensor that is made of such
+    tensors alone has its values too; whatever is made of a tensor without has none. A storage of the meta
+    device has a twin on the CPU, so that views and changes in place are those of the twin.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def on_meta(self, x: Tensor) -> Tensor:
+        """A tensor of the meta device with the values of `x`."""
+        out = torch.empty_like(x, device="meta")
+        with _disable_current_modes():
+            self._keep(out, x)
+        return out
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        with _disable_current_modes():
+            blind = any(self._value(x) is None for x in tensors)
+        if blind and func in _EQUAL and args[0].is_floating_point():
+            return self._compared(func, args)
+        if blind:
+            return self._shaped(func, args, kwargs)
+        if not any(x.is_meta for x in tensors) and torch.device("meta") not in leaves:
+            return func(*args, **kwargs)
+
+        # With all values, unless they are too many.
+        out = None
+        if not _depends_on_values(func):
+            to_cpu = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
+            if not to_cpu:
+                out = func(*args, **kwargs)
+            if isinstance(out, Tensor) and out.numel() > _MOST:
+                return out
+        with _disable_current_modes():
+            real_args, real_kwargs = tree_map_only(Tensor, self._value, (args, kwargs))
+            if _on_meta(real_kwargs):
+                real_kwargs = {**real_kwargs, "device": torch.device("cpu")}
+            found = func(*real_args, **real_kwargs)
+        return self._paired(out, found, kwargs)
+
+    def _paired(self, out: Any, found: Any, kwargs: Mapping[str, Any]) -> Any:
+        """What an operation gives on the meta device, with the values that it gave on the CPU."""
+        if not any(isinstance(x, Tensor) for x in tree_leaves(found)):
+            return found  # a number that was read
+        if out is None and kwargs.get("device") is not None:
+            return found  # a copy for the CPU
+        if out is None:
+            out = tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), found)
+        with _disable_current_modes():
+            for meta, real in zip(tree_leaves(out), tree_leaves(found)):
+                if isinstance(meta, Tensor) and meta.untyped_storage() not in self.twins:
+                    self._keep(meta, real)
+        return out
+
+    def _keep(self, meta: Tensor, real: Tensor) -> None:
+        """Give a tensor of the meta device a twin with the values of `real`."""
+        storage = meta.untyped_storage()
+        twin = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+        self.twins[storage] = twin
+        value = self._value(meta)
+        assert value is not None
+        value.copy_(real)
+
+    def _value(self, x: Tensor) -> Tensor | None:
+        """The values of a tensor, None where they are not known."""
+        if not x.is_meta:
+            return x
+        twin = self.twins.get(x.untyped_storage())
+        if twin is None:
+            return None
+        value = torch.empty(0, dtype=x.dtype)
+        return value.set_(twin, x.storage_offset(), x.shape, x.stride())
+
+    def _compared(self, func: Any, args: Any) -> Tensor:
+        """A comparison with one number, which no number without a value is equal to.
+
+        So images are not taken for padding.
+        """
+        out = func(*args)
+        if out.numel() <= _MOST:
+            with _disable_current_modes():
+                self._keep(out, torch.full(out.shape, func is not _EQUAL[0]))
+        return out
+
+    def _shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation without values, whose result may have as many rows as a mask has places."""
+        with _disable_current_modes():
+            if func is torch.ops.aten._to_copy.default and args[0].is_floating_point():
+                kwargs = {name: x for name, x in kwargs.items() if name != "device"}  # it stays without
+            if func is torch.ops.aten.masked_select.default:
+                func = torch.ops.aten.index.Tensor
+                args = (args[0], [args[1].expand(args[0].shape)])
+            if func in _INDEXED:
+                args = (args[0], self._places(args[1]), *args[2:])
+            args, kwargs = tree_map_only(Tensor, _empty, (args, kwargs))
+
+        # What is written to has no values any more.
+        for given, argument in zip(args, func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self.twins.pop(given.untyped_storage(), None)
+        # Of a mask without values all places count, for instance those of images that are not padding.
+        with config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
+            return func(*args, **kwargs)
+
+    def _places(self, index: Sequence[Any]) -> list[Any]:
+        """The indices of an indexing, a mask with values as the places that it is true at."""
+        found: list[Any] = []
+        for x in index:
+            value = None
+            if isinstance(x, Tensor) and x.dtype == torch.bool:
+                value = self._value(x)
+            if value is None:
+                found.append(x)
+            else:
+                found += value.nonzero().unbind(1)
+        return found
+
+
+class Constants(TorchFunctionMode):
+    """Gives tensors that are made of numbers for the meta device their values, in `values`."""
+
+    def __init__(self, values: Values):
+        super().__init__()
+        self.values = values
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.new_tensor and args[0].is_meta:
+            func = torch.tensor
+            args = args[1:]
+            kwargs = {"device": torch.device("meta"), **kwargs}
+        if func not in (torch.tensor, torch.as_tensor) or not _on_meta(kwargs):
+            return func(*args, **kwargs)
+        made = func(*args, **{**kwargs, "device": torch.device("cpu")})
+        return self.values.on_meta(made)
+
+
+def _depends_on_values(func: Any) -> bool:
+    """Whether the shape or the kind of an operation's result depends on values."""
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _on_meta(kwargs: Mapping[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "meta"
+
+
+def _empty(x: Tensor) -> Tensor:
+    """A tensor on the meta device in the place of one on the CPU."""
+    if x.is_meta:
+        return x
+    return torch.empty_like(x, device="meta")

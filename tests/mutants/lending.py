@@ -1,0 +1,56 @@
+"""Media: what sequences read, what packs borrow, and which rows travel."""
+
+MEDIA, LENDING, PARTS = "rft_fn/types/media.py", "rft_fn/packing/lending.py", "rft_fn/packing/parts.py"
+PACKS, BATCHES, TRAVEL = "rft_fn/packing/packs.py", "rft_fn/packing/batches.py", "rft_fn/dist/media.py"
+LAW = "tests/test_lending.py::test_no_cut_changes_gradients_metrics_or_values"
+UNITS = "tests/test_lending.py::test_a_pack_of_one_unit_and_one_of_none_run_the_same_towers"
+SHORTEST = "tests/test_lending.py::test_the_row_with_the_fewest_read_tokens_is_lent_without_what_was_sampled"
+
+MUTANTS = [
+    ("owners of a batch are numbered from 0 again", MEDIA,
+     "torch.where(part.of >= 0, part.of + start, -1)", "part.of",
+     "tests/test_media.py::test_concat_reads_what_its_parts_read"),
+    ("take keeps the old numbers of owners", MEDIA,
+     "of = of.masked_scatter(of >= 0, numbers)", "of = of.clone()",
+     "tests/test_media.py::test_take_reads_what_the_sequences_read_and_keeps_no_other_owner"),
+    ("a sequence without media has those of the last owner", MEDIA,
+     "return torch.cat([self.rows[name], none])[self.of]", "return self.rows[name][self.of]",
+     "tests/test_media.py::test_samples_of_one_prompt_share_its_rows"),
+    ("shorter sounds are padded at the front", MEDIA,
+     "for k in (0, m)]", "for k in (m, 0)]",
+     "tests/test_media.py::test_sounds_of_other_lengths_are_padded_with_0"),
+    ("a pack borrows one kind of media", LENDING,
+     "if bool(rows[[*have, *chosen]].any()):", "if chosen or bool(rows[[*have, *chosen]].any()):",
+     LAW),
+    ("the shortest row counts what was sampled", LENDING,
+     "return inputs - (exp.mask & (position < inputs[:, None])).sum(-1)", "return inputs",
+     SHORTEST),
+    ("what is borrowed teaches", PARTS,
+     "    nothing = tree.map(torch.zeros_like, part)\n", "    nothing = part\n",
+     LAW),
+    ("sampled tokens are lent", PARTS,
+     "tree.map(lambda x: x[~sampled]", "tree.map(lambda x: x",
+     SHORTEST),
+    ("what is borrowed is in the rows", PACKS,
+     "< len(p.rows)).sum())", "<= len(p.rows)).sum())",
+     LAW),
+    ("a unit alone does not borrow", PACKS,
+     "    found = lending.with_media(b, [unit])\n    if found:", "    found = lending.with_media(b, [unit])\n    if False:",
+     UNITS),
+    ("packs are balanced by tokens alone", BATCHES,
+     "packs = plan.spread(sizes, costs, room, each * world, most) or packs",
+     "packs = plan.spread(sizes, sizes, room, each * world, most) or packs",
+     "tests/test_lending.py::test_packs_and_ranks_are_balanced_by_media_as_well_as_tokens"),
+    ("the budget has no room for what is borrowed", BATCHES,
+     "room = min(budget, max(budget - lending.reserve(exp, unit), *sizes, 0))", "room = budget",
+     "tests/test_lending.py::test_the_budget_has_room_for_what_is_borrowed"),
+    ("a process keeps the rows that it had", TRAVEL,
+     "    held = torch.zeros_like(media.held)\n", "    held = media.held.clone()\n",
+     "tests/dist/test_media_travel.py::test_a_process_has_the_rows_that_its_packs_read_and_no_others"),
+    ("features inside of the text model are not cut", "rft_fn/model/cut.py",
+     "[x[first:last] for x in inputs[_FEATURES]]", "list(inputs[_FEATURES])",
+     "tests/strategy/test_conformance.py::test_same_as_one_process[fsdp2 sp x2-deepstack]"),
+    ("media of a sequence at fault are not kept", "rft_fn/strategy/diagnose.py",
+     'media = _below("media", flat)', '_below("media", flat)\n    media = {}',
+     "tests/strategy/test_media_faults.py::test_a_row_is_found_and_kept_with_its_own_media[5-1]"),
+]  # fmt: skip
