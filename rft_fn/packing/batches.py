@@ -169,9 +169,10 @@ def supervised(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Experienc
 def conversations(rows: Sequence[Sequence[Any]]) -> Experience:
     """A supervised batch of tokens and masks.
 
-    Each row is (ids, mask), or (ids, mask, media) with the tensors of its media or None. Any tokens may be in mask, such as all turns of one speaker. w is the mean over
-    the tokens in the masks. ValueError without rows, for a mask of another length than its ids, and for one
-    that holds the first token, which nothing predicts.
+    Each row is (ids, mask), or (ids, mask, media) with the tensors of its media or None. Any tokens may be in
+    mask, such as all turns of one speaker. w is the mean over the tokens in the masks. ValueError without
+    rows, for a mask of another length than its ids, and for one that holds the first token, which nothing
+    predicts.
     """
     if not rows:
         raise ValueError("rows: expected at least one (ids, mask), got none")

@@ -58,7 +58,7 @@ def load_processing(cfg: options.Data, name: str) -> data.Processing | None:
 
 
 def with_processor(tokenizer: Any, processing: data.Processing | None) -> Any:
-    """The part of a model's folder beside its weights: the processor, which has the tokenizer, or this alone."""
+    """The processor, which has the tokenizer, or this alone: what a model's folder holds beside weights."""
     if processing is None:
         return tokenizer
     return processing.processor
