@@ -67,9 +67,7 @@ class Data(Options):
     messages: tuple[str, ...] = ()  # columns of messages that are the prompt, in place of the template
     chat_template_kwargs: tuple[str, ...] = ()  # arguments of the chat template, as enable_thinking=False
     max_pixels: Whole = 1 << 20  # larger images are shrunk to as many pixels; 0 is no limit
-    media_folder: str = (
-        ""  # relative paths of media begin here, and stay inside; if empty, where the rows are
-    )
+    media_folder: str = ""  # where paths of media begin; if empty, the folder of the rows
     media_urls: bool = False  # fetch media that the rows have as URLs
     media_cache: Free[str] = ""  # a folder for processed media; if empty, they are in memory alone
     media_workers: Free[Whole] = 0  # processes that process the media of a file before the run

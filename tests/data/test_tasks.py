@@ -143,7 +143,7 @@ def pixels(uri):
 def squares(uri, colour):
     """The cells of 4 x 4 pixels whose first pixel is mostly of that colour."""
     cells = pixels(uri)[::4, ::4]
-    return int(((cells.argmax(-1) == "red green blue".split().index(colour)) & (cells.max(-1) > 150)).sum())
+    return int(((cells.argmax(-1) == ["red", "green", "blue"].index(colour)) & (cells.max(-1) > 150)).sum())
 
 
 def test_squares_are_as_many_as_the_answer_says():
