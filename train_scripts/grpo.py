@@ -263,7 +263,7 @@ def main(cfg: Config) -> None:
 
     # ---- the model that came out
     weights = rft.run.final_weights(cfg, st, state)
-    st.save_pretrained(run.folder / "model", module, task.tokenizer, weights, merge=cfg.lora_merge)
+    st.save_pretrained(run.folder / "model", module, task.saved, weights, merge=cfg.lora_merge)
     samples.close()
     run.finish()
     st.close()

@@ -70,7 +70,8 @@ def check(cfg: Config, algo: rft.algorithm.Algorithm) -> None:
 def load_prompts(cfg: Config, st: rft.Strategy, env: rft.environment.Environment, tokenizer: Any):
     """(the prompts to train on, the unseen ones to evaluate on)."""
     if cfg.data:
-        return rft.run.load_data(cfg, st, tokenizer, max_prompt=cfg.max_prompt)
+        processing = rft.run.load_processing(cfg, cfg.model)
+        return rft.run.load_data(cfg, st, tokenizer, processing, max_prompt=cfg.max_prompt)
     how = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
     how["chat_template_kwargs"] = rft.data.literals(cfg.chat_template_kwargs)
     seeds = [cfg.seed, rft.rng.fold_in(cfg.seed, "unseen")]

@@ -123,11 +123,14 @@ def optimizer(cfg: Config, lr: float, steps: int, *, ema: float = 0.0):
     return rft.run.optimizer(cfg, lr, updates=updates, warmup=cfg.warmup, ema=ema)
 
 
-def load_examples(cfg: Config, st: rft.Strategy, tokenizer: Any) -> rft.data.Dataset:
+def load_examples(cfg: Config, st: rft.Strategy, task: rft.run.Task) -> rft.data.Dataset:
     """The examples that the actor also learns from."""
-    how = rft.run.data_options(cfg) | {"messages": cfg.ptx_messages, "response": cfg.ptx_response}
+    how = rft.run.data_options(cfg, task.processing) | {
+        "messages": cfg.ptx_messages,
+        "response": cfg.ptx_response,
+    }
     how |= {"max_prompt": cfg.max_prompt, "loss_on": "all"}
-    examples = rft.data.load(cfg.ptx_data, tokenizer, seed=cfg.seed + 2, **how)
+    examples = rft.data.load(cfg.ptx_data, task.tokenizer, seed=cfg.seed + 2, **how)
     rft.strategy.check_data(st, examples)
     return examples
 
@@ -209,7 +212,7 @@ def main(cfg: Config) -> None:
     run = rft.run.open_folder(cfg, st, free=rft.run.free_options(cfg, "steps", "data_epochs"))
     rft.run.check_rewards(cfg, st, task)
     if cfg.ptx:
-        examples = load_examples(cfg, st, task.tokenizer)
+        examples = load_examples(cfg, st, task)
 
     # ---- setup: actor and critic with their optimizers, and the initial model where the KL asks for it
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
@@ -330,7 +333,7 @@ def main(cfg: Config) -> None:
 
     # ---- the models that came out
     weights = rft.run.final_weights(cfg, st, actor)
-    st.save_pretrained(run.folder / "model", module, task.tokenizer, weights, merge=cfg.lora_merge)
+    st.save_pretrained(run.folder / "model", module, task.saved, weights, merge=cfg.lora_merge)
     if cfg.save_critic:
         st.save_pretrained(run.folder / "critic", valuer, None, st.export(critic))
     samples.close()

@@ -65,9 +65,11 @@ def main(cfg: Config) -> None:
     st = rft.run.start(cfg, unread=options.ENGINE)
     rft.model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
     tokenizer = rft.model.load_tokenizer(cfg.model)
+    processing = rft.run.load_processing(cfg, cfg.model)
     learn = {"response": cfg.response, "messages": cfg.messages, "loss_on": cfg.loss_on}
     learn["chat_template_kwargs"] = rft.data.literals(cfg.chat_template_kwargs)
-    how = rft.run.data_options(cfg) | learn | {"max_prompt": cfg.max_prompt, "max_tokens": cfg.budget}
+    how = rft.run.data_options(cfg, processing) | learn
+    how |= {"max_prompt": cfg.max_prompt, "max_tokens": cfg.budget}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **how)
     rft.strategy.check_data(st, dataset)
     batch = cfg.strategy.train_batch_size or cfg.batch
@@ -102,7 +104,8 @@ def main(cfg: Config) -> None:
         rft.run.checkpoint(cfg, st, run, state.step, state)
 
     # ---- the model that came out
-    st.save_pretrained(run.folder / "model", module, tokenizer, st.export(state), merge=cfg.lora_merge)
+    saved = rft.run.with_processor(tokenizer, processing)
+    st.save_pretrained(run.folder / "model", module, saved, st.export(state), merge=cfg.lora_merge)
     run.finish()
     st.close()
 

@@ -22,8 +22,8 @@ from rft_fn.data.loading import (
 )
 from rft_fn.data.messages import Conversation
 from rft_fn.data.pairs import Pair, pairs_from_rows, pairs_from_task
-from rft_fn.data.prompts import Prompt, from_rows, from_task
 from rft_fn.data.processing import MediaLimits, Processing
+from rft_fn.data.prompts import Prompt, from_rows, from_task
 from rft_fn.data.sources import read_rows
 from rft_fn.data.tasks import TASKS, Task, get_task
 from rft_fn.data.text_template import fill, render

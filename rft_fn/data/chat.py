@@ -9,10 +9,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from rft_fn.data.chat_template import MARK, reads
-from rft_fn.data.media import KINDS, media_of_turns
+from rft_fn.data.media import media_of_turns, placed
 from rft_fn.data.media.cache import Encoded
+from rft_fn.data.media.places import for_template
 from rft_fn.data.messages import Conversation, Turn, text_of
 from rft_fn.data.processing import Processing
+from rft_fn.data.rows import Row
 from rft_fn.data.spans import Lesson, cut, runs, shared_prefix, span, special_tokens
 
 __all__ = ["LOSS_ON", "Chat", "learned_turns"]
@@ -54,6 +56,13 @@ class Chat(NamedTuple):
                     f"chat_template_kwargs: expected a name that the chat template reads "
                     f"({known or 'it reads none'}), got {name!r}"
                 )
+
+    def placed(self, turns: list[Turn], row: Row, place: str) -> list[Turn]:
+        """Turns with the media of the row in their places; ValueError for media that do not fit."""
+        kinds = frozenset()
+        if self.processing is not None:
+            kinds = self.processing.kinds
+        return placed(turns, row, kinds, getattr(place, "folder", None))
 
     def longest_token(self) -> int:
         """The number of characters of the longest token of the vocabulary."""
@@ -124,7 +133,8 @@ class Chat(NamedTuple):
         """The output of `apply_chat_template` with these options."""
         how = {"tools": tools, "add_generation_prompt": ask, **how, **self.kwargs}
         apply = self.tokenizer.apply_chat_template
-        turns = [self._for_template(turn) for turn in turns]
+        if self.processing is not None:
+            turns = [for_template(turn, self.tokenizer.chat_template) for turn in turns]
         try:
             return apply(list(turns), **how)
         except Exception as error:  # a template is a program: it may raise anything
@@ -139,23 +149,6 @@ class Chat(NamedTuple):
             raise _refusal(merged, error) from error
         _warn_of_merged_system(self.tokenizer.chat_template)
         return out
-
-    def _for_template(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A turn as the template reads it: with media as bare places.
-
-        Templates of processors mostly read a list of parts only, so that text becomes one.
-        """
-        content = turn["content"]
-        if self.processing is None or "'type'" not in self.tokenizer.chat_template.replace('"', "'"):
-            return turn
-        if isinstance(content, str):
-            return {**turn, "content": [{"type": "text", "text": content}]}
-        bare = []
-        for part in content:
-            if part["type"] in KINDS:
-                part = {"type": part["type"]}
-            bare.append(part)
-        return {**turn, "content": bare}
 
     def _check_read(self, talk: Conversation) -> None:
         """ValueError for parts of a row that the template would drop silently."""

@@ -1,4 +1,4 @@
-"""What becomes of each row: an item, or the reason for which there is none; by worker processes if asked for."""
+"""Makes the items of rows, in worker processes if asked for, or finds the reason why there is none."""
 
 import multiprocessing
 from collections.abc import Iterator, Mapping
@@ -62,7 +62,7 @@ def _plain(x: Any) -> Any:
     if hasattr(x, "convert") or isinstance(x, bytes):
         return digest(x)
     if isinstance(x, Mapping):
-        return {name: _plain(y) for name, y in x.items()}
+        return {name: _plain(y) for name, y in sorted(x.items())}  # a cache has its own order
     if isinstance(x, (list, tuple)) and not isinstance(next(iter(x), None), (int, bool)):
         return [_plain(y) for y in x]
     return x

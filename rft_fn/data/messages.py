@@ -2,7 +2,8 @@
 
 Those of OpenAI, TRL and sharegpt are read. All of them become turns {"role", "content", ...} with text as
 content, calls of tools as `{"type": "function", "function": {"name", "arguments"}}`, and no key that holds
-None. Content with images, audio or videos is a list of parts. A new schema is read by `_turn`; its names of roles are rows of `_ROLES`.
+None. Content with images, audio or videos is a list of parts. A new schema is read by `_turn`; its names of
+roles are rows of `_ROLES`.
 """
 
 import json

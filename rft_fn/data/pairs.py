@@ -15,7 +15,9 @@ from rft_fn.data import tasks
 from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import Dataset, make_dataset
 from rft_fn.data.lessons import text_lesson
+from rft_fn.data.media.medium import columns_of
 from rft_fn.data.messages import Conversation, Turn, are_messages, opened, tools_of, turns_of
+from rft_fn.data.processing import Processing
 from rft_fn.data.rows import Endless, Row, Table
 from rft_fn.data.spans import Lesson, shared_prefix
 from rft_fn.data.text_template import fill, is_empty, render
@@ -47,6 +49,8 @@ def pairs_from_rows(
     max_tokens: int | None = None,
     messages: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    processing: Processing | None = None,
+    workers: int = 0,
     name: str = "rows",
 ) -> Dataset[Pair]:
     """A data set of the pairs of rows.
@@ -65,7 +69,7 @@ def pairs_from_rows(
     pair fits.
     """
     recipe = PairRecipe(
-        chat=Chat(tokenizer, chat_template_kwargs or {}),
+        chat=Chat(tokenizer, chat_template_kwargs or {}, processing),
         template=template,
         chosen=chosen,
         rejected=rejected,
@@ -74,7 +78,7 @@ def pairs_from_rows(
         max_tokens=max_tokens,
         messages=messages,
     )
-    return make_dataset(rows, recipe, name)
+    return make_dataset(rows, recipe, name, workers=workers)
 
 
 def pairs_from_task(
@@ -145,9 +149,11 @@ class PairRecipe:
         """
         if self.messages:
             chosen, rejected = self._of_messages(row, place)
+        elif self.chat.processing is not None and columns_of(row):
+            chosen, rejected = self._with_media(row, place)
         else:
             chosen, rejected = self._of_text(row, place)
-        if chosen == rejected:
+        if chosen[:2] == rejected[:2]:
             raise Unfit(place, "the chosen and the rejected response are the same")
 
         # each side has its own limit, and both together have to fit into one pack
@@ -183,6 +189,19 @@ class PairRecipe:
             ids = list(tokenizer.encode(prompt))
         return text_lesson(ids, chosen, tokenizer), text_lesson(ids, rejected, tokenizer)
 
+    def _with_media(self, row: Row, place: str) -> tuple[Lesson, Lesson]:
+        """Both sides of a row of text with media."""
+        self._refuse_messages(row, place)
+        text, chosen, rejected = self._texts(row, place)
+        tokenizer = self.chat.tokenizer
+        try:
+            turns = self.chat.placed([{"role": "user", "content": text}], row, place)
+            made = self.chat.encoded(opened(turns, self.system), ask=True)
+        except ValueError as error:
+            raise Unfit(place, str(error)) from None
+        sides = [text_lesson(made.ids, response, tokenizer) for response in (chosen, rejected)]
+        return sides[0]._replace(media=made.media), sides[1]._replace(media=made.media)
+
     def _refuse_messages(self, row: Row, place: str) -> None:
         """Raise Unfit for messages in the columns of TRL's names.
 
@@ -215,6 +234,7 @@ class PairRecipe:
         """Both sides of a row of messages."""
         try:
             prompt, chosen, rejected = self._turns(row)
+            prompt = self.chat.placed(prompt, row, place)
             tools = tools_of(row)
             return (
                 self._side(prompt, chosen, tools, "chosen"),
@@ -228,7 +248,7 @@ class PairRecipe:
 
         Of two columns the prompt is the turns that both begin with.
         """
-        columns = [turns_of(row, name) for name in self.messages]
+        columns = [turns_of(row, name, media=True) for name in self.messages]
         if len(columns) == 3:
             prompt, chosen, rejected = columns
             return opened(prompt, self.system), chosen, rejected

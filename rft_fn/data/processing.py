@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,12 @@ class Processing:
                 return found
         raise ValueError(f"the processor {type(self.processor).__name__} has no token for {kind}s")
 
+    def rooted(self, medium: Medium) -> Medium:
+        """A medium whose path begins where the limits say."""
+        if not self.limits.folder:
+            return medium
+        return medium._replace(folder=Path(self.limits.folder))
+
     def encode(self, text: str, media: Sequence[Medium]) -> Encoded:
         """The tokens of a text with its media, the places widened, and the processor's tensors.
 
@@ -91,7 +98,7 @@ class Processing:
 
     def _read(self, medium: Medium) -> Content:
         try:
-            return read(medium, root=self.limits.folder, urls=self.limits.urls)
+            return read(self.rooted(medium), urls=self.limits.urls)
         except ValueError as error:
             raise ValueError(f"{medium.kind}: {error}") from None
 

@@ -1,6 +1,6 @@
 """Prompts made of rows of text or of conversations."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -11,9 +11,9 @@ from rft_fn.data import tasks
 from rft_fn.data.chat import LOSS_ON, Chat, learned_turns
 from rft_fn.data.column_path import value_at
 from rft_fn.data.dataset import Dataset, make_dataset
-from rft_fn.data.media import media_of_turns, placed
+from rft_fn.data.media import media_of_turns
 from rft_fn.data.media.cache import Encoded
-from rft_fn.data.media.medium import shown_turns
+from rft_fn.data.media.medium import Medium, shown_turns
 from rft_fn.data.messages import Conversation, Turn, conversation, opened, text_of
 from rft_fn.data.processing import Processing
 from rft_fn.data.rows import Endless, Row, Table
@@ -36,6 +36,7 @@ class Prompt:
     media: Mapping[str, Tensor] | None = None  # the processor's tensors of its images, audio and videos
     media_names: tuple[str, ...] = ()  # of its media, in their order
     media_notes: tuple[str, ...] = ()  # which of them were shrunk or resampled
+    sources: tuple[Medium, ...] = ()  # its media as the row has them
     learned: tuple[Lesson, ...] = ()  # what `lessons` gives of a conversation with media
 
 
@@ -163,7 +164,10 @@ class PromptRecipe:
 
     def _of_text(self, row: Row, place: str, index: int) -> Prompt:
         text = fill(self.template, row, place)
-        turns = self._placed([{"role": "user", "content": text}], row, place)
+        try:
+            turns = self.chat.placed([{"role": "user", "content": text}], row, place)
+        except ValueError as error:
+            raise Unfit(place, str(error)) from None
         if is_empty(text) and not media_of_turns(turns):
             raise Unfit(place, "the prompt is empty")
         if len(text) > self.max_prompt * self.widest:
@@ -176,16 +180,6 @@ class PromptRecipe:
         self._check_response(row, place, ids)
         return Prompt(ids, text, row, index)
 
-    def _placed(self, turns: list[Turn], row: Row, place: str) -> list[Turn]:
-        """Turns with the media of the row in their places. Unfit for media that do not fit."""
-        kinds: Collection[str] = ()
-        if self.chat.processing is not None:
-            kinds = self.chat.processing.kinds
-        try:
-            return placed(turns, row, kinds, getattr(place, "folder", None))
-        except ValueError as error:
-            raise Unfit(place, str(error)) from None
-
     def _with_media(self, turns: list[Turn], text: str, row: Row, place: str, index: int) -> Prompt:
         """The prompt of a question with media."""
         try:
@@ -195,7 +189,18 @@ class PromptRecipe:
         if len(made.ids) > self.max_prompt:
             raise TooLong(f"{len(made.ids)} tokens, those of its media among them")
         self._check_response(row, place, made.ids)
-        return Prompt(made.ids, text, row, index, None, made.media, made.names, made.notes)
+        return Prompt(made.ids, text, row, index, None, **self._media(made, turns))
+
+    def _media(self, made: Encoded, turns: Sequence[Turn]) -> dict[str, Any]:
+        """The fields of a prompt that are about its media."""
+        assert self.chat.processing is not None
+        sources = [self.chat.processing.rooted(medium) for medium in media_of_turns(turns)]
+        return {
+            "media": made.media,
+            "media_names": made.names,
+            "media_notes": made.notes,
+            "sources": tuple(sources),
+        }
 
     def _check_response(self, row: Row, place: str, ids: Sequence[int]) -> None:
         """Raise Unfit for an empty response, and for more than max_tokens in all.
@@ -229,12 +234,10 @@ class PromptRecipe:
         """
         try:
             talk = conversation(row, self.messages, self.system, media=True)
-            talk = talk._replace(turns=self._placed(talk.turns, row, place))
+            talk = talk._replace(turns=self.chat.placed(talk.turns, row, place))
             self._check_size(talk)
             ids, learned = self._ids(talk)
             made = self._media_before(talk, learned)
-        except Unfit:
-            raise
         except ValueError as error:
             raise Unfit(place, str(error)) from None
         if len(ids) > self.max_prompt:
@@ -244,7 +247,7 @@ class PromptRecipe:
         if made is None:
             return Prompt(ids, text, row, index, talk.turns)
         turns = shown_turns(talk.turns, made.names)
-        return Prompt(ids, text, row, index, turns, made.media, made.names, made.notes, tuple(learned))
+        return Prompt(ids, text, row, index, turns, **self._media(made, talk.turns), learned=tuple(learned))
 
     def _media_before(self, talk: Conversation, learned: Sequence[Lesson]) -> Encoded | None:
         """The media of a conversation before its first learned token; None for one without any."""

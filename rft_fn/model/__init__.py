@@ -7,7 +7,7 @@
 from rft_fn.model.actors import ActorAL, ActorLanguage, ActorOmni, ActorVL
 from rft_fn.model.assign import assign
 from rft_fn.model.bind import bind, score
-from rft_fn.model.builtin import resolve
+from rft_fn.model.builtin import cache_dir, resolve
 from rft_fn.model.critic import Critic, explained_variance, load_critic, save_critic, values
 from rft_fn.model.freeze import freeze
 from rft_fn.model.load import load, load_tokenizer

@@ -100,9 +100,9 @@ def smollm2() -> Path:
 def resolve(name: str) -> str:
     """The path or hub name that transformers loads for a model's name.
 
-    "tiny", "tiny-vl", "tiny-audio" and "smollm2-135m" are made or fetched first. Where the hub cannot be reached, a hub name gives the
-    folder of its cached copy. ValueError, within seconds, where there is none, and for a name that is none of
-    these.
+    "tiny", "tiny-vl", "tiny-audio" and "smollm2-135m" are made or fetched first. Where the hub cannot be
+    reached, a hub name gives the folder of its cached copy. ValueError, within seconds, where there is none,
+    and for a name that is none of these.
     """
     # The built-in names.
     if name == "smollm2-135m":

@@ -23,6 +23,7 @@ __all__ = ["FORMS", "build", "cache_name", "new_model", "new_tokenizer"]
 SIZE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 STEPS = 20
 BATCH = 64
+POOL = 2048  # problems with media of a warm-up: they are processed once, and come again
 LR = 3e-3
 WINDOW = 128
 TEMPLATE = (
@@ -55,7 +56,7 @@ def cache_name(name: str) -> str:
     texts, steps = (), STEPS
     if form not in FORMS:
         _, texts, steps = _teaching(*parse(name))
-    text = repr((parse(name), SIZE, steps, texts, BATCH, LR, WINDOW, TEMPLATE, torch.__version__))
+    text = repr((parse(name), SIZE, steps, texts, BATCH, POOL, LR, WINDOW, TEMPLATE, torch.__version__))
     text += Path(__file__).read_text()
     if form in FORMS:
         text += Path(str(FORMS[form].__file__)).read_text()
@@ -184,7 +185,7 @@ def _build_with_media(out: Path, name: str, seed: int) -> None:
     prompts = from_task(task, tokenizer, level=level, seed=start, **how)
 
     def batch(seed: int, step: int) -> Experience:
-        found = [prompts.prompt(step * BATCH + i) for i in range(BATCH)]
+        found = [prompts.prompt((step * BATCH + i) % POOL) for i in range(BATCH)]
         pairs = [(p.ids, [*tokenizer.encode(p.columns["answer"]), tokenizer.eos_token_id]) for p in found]
         return tree.replace(packing.supervised(pairs), media=Media.of_prompts([p.media for p in found]))
 

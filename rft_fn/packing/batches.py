@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from einops import reduce
@@ -11,7 +11,7 @@ from torch import Tensor
 from rft_fn import rng, tree, weight
 from rft_fn.packing import lending, plan
 from rft_fn.packing.packs import pack
-from rft_fn.types import Experience, Packed, Rollout
+from rft_fn.types import Experience, Media, Packed, Rollout
 from rft_fn.types.media import MEDIA_COST
 
 __all__ = ["conversations", "cut", "left_out", "minibatches", "shard", "supervised", "take"]
@@ -166,21 +166,23 @@ def supervised(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Experienc
     return conversations([([*p, *r], [False] * len(p) + [True] * len(r)) for p, r in rows])
 
 
-def conversations(rows: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> Experience:
+def conversations(rows: Sequence[Sequence[Any]]) -> Experience:
     """A supervised batch of tokens and masks.
 
-    Each row is (ids, mask). Any tokens may be in mask, such as all turns of one speaker. w is the mean over
-    the tokens in the masks. ValueError without rows, for a mask of another length than its ids, and for one
-    that holds the first token, which nothing predicts.
+    Each row is (ids, mask), or (ids, mask, media) with the tensors of its media or None. Any tokens may be in
+    mask, such as all turns of one speaker. w is the mean over the tokens in the masks. ValueError without
+    rows, for a mask of another length than its ids, and for one that holds the first token, which nothing
+    predicts.
     """
     if not rows:
         raise ValueError("rows: expected at least one (ids, mask), got none")
 
     # right-padded, as an engine's rollouts are
-    length = torch.tensor([len(ids) for ids, _ in rows])
+    length = torch.tensor([len(row[0]) for row in rows])
     tokens = torch.zeros(len(rows), int(length.max()), dtype=torch.long)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
-    for i, (ids, learned) in enumerate(rows):
+    for i, row in enumerate(rows):
+        ids, learned = row[:2]
         if len(ids) != len(learned):
             raise ValueError(
                 f"rows: expected a mask of {len(ids)} in row {i}, as its ids, got {len(learned)}"
@@ -192,5 +194,11 @@ def conversations(rows: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> Exper
 
     zero = torch.zeros(tokens.shape)
     return Experience(
-        tokens=tokens, mask=mask, length=length, old_logp=zero, adv=zero, w=weight.token_mean(mask)
+        tokens=tokens,
+        mask=mask,
+        length=length,
+        old_logp=zero,
+        adv=zero,
+        w=weight.token_mean(mask),
+        media=Media.of_prompts([next(iter(row[2:]), None) for row in rows]),
     )

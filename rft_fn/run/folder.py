@@ -5,6 +5,7 @@ runs/NAME/config.json         the options, of the last start that changed some
           metrics.jsonl       a row per step, a function of the config alone: a resumed run's is equal
           timing.jsonl        seconds, in all and by phase, tokens/s and peak memory
           trajectories.jsonl  sampled responses with their rewards, to be read
+          samples.png           responses beside the images or spectrograms that they are about, if any
           curve.png  lengths.png  phases.png  checkpoints/
 """
 
@@ -173,6 +174,7 @@ class Run:
             return
         if split == "train":
             self._pictures.note_lengths(step, rollout.mask.sum(-1).tolist())
+            self._pictures.note_samples(step, prompts, judged, count=count)
         for row in trajectories.rows(step, prompts, judged, count=count, split=split):
             append_row(self.folder / "trajectories.jsonl", row)
 

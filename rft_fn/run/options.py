@@ -55,7 +55,7 @@ class Options:
 class Model(Options):
     """Which model."""
 
-    model: str = "tiny"  # tiny or tiny:TASK:LEVEL (built on the spot), smollm2-135m, a folder, or a hub name
+    model: str = "tiny"  # tiny, tiny-vl or tiny-audio (:TASK:LEVEL), smollm2-135m, a folder, or a hub name
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,11 @@ class Data(Options):
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
     messages: tuple[str, ...] = ()  # columns of messages that are the prompt, in place of the template
     chat_template_kwargs: tuple[str, ...] = ()  # arguments of the chat template, as enable_thinking=False
+    max_pixels: Whole = 1 << 20  # larger images are shrunk to as many pixels; 0 is no limit
+    media_folder: str = ""  # where paths of media begin; if empty, the folder of the rows
+    media_urls: bool = False  # fetch media that the rows have as URLs
+    media_cache: Free[str] = ""  # a folder for processed media; if empty, they are in memory alone
+    media_workers: Free[Whole] = 0  # processes that process the media of a file before the run
     system: str | None = None  # the system prompt; an empty one removes that of the chat template
 
 
@@ -131,7 +136,7 @@ class Rollouts(Sampling):
 class Reward(Options):
     """How responses are rewarded."""
 
-    reward: tuple[str, ...] = ("task:sort_digits",)  # math:COLUMN, task:NAME, FILE.py:FUNCTION=WEIGHT ...
+    reward: tuple[str, ...] = ()  # math:COLUMN, task:NAME, FILE.py:FUNCTION=WEIGHT; empty: that of the task
     reward_timeout: Free[Positive] = 300.0  # seconds that the rewards of a batch may take
 
 

@@ -1,11 +1,17 @@
 """The pictures of a run: drawn at its end, and histograms of response lengths on the way."""
 
+import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rft_fn.run import plot
+from rft_fn.reward import Judged
+from rft_fn.run import plot, samples
 
 __all__ = ["Pictures"]
+
+_SECONDS = 20  # between two pictures of samples, of which each takes a good part of one
 
 
 class Pictures:
@@ -17,6 +23,9 @@ class Pictures:
         self.folder = folder
         self.every = every
         self.lengths: list[int] = []  # [tokens] of the responses of the last step
+        self._shown: list[samples.Sample] = []  # responses to prompts with media, of the last step
+        self._title = ""
+        self._drawn = -math.inf  # when they were drawn [seconds]
 
     @property
     def curve(self) -> Path:
@@ -29,8 +38,30 @@ class Pictures:
         if self.every and (step + 1) % self.every == 0:
             plot.length_histogram(self.lengths, self.folder / f"lengths_{step + 1:08d}.png")
 
+    def note_samples(self, step: int, prompts: Sequence[Any], judged: Judged, *, count: int) -> None:
+        """Keep the first responses to the first prompts with media, and draw them every 20 seconds."""
+        group = judged.reward.shape[1]
+        found = []
+        for i, prompt in enumerate(prompts[:count]):
+            if getattr(prompt, "sources", ()):
+                answer = str(prompt.columns.get("answer", ""))
+                texts = prompt.text, judged.texts[i * group], float(judged.reward[i, 0]), answer
+                found.append(samples.Sample(prompt.sources, prompt.media_names, *texts))
+        if not found:
+            return
+        self._shown = found
+        self._title = f"{self.run.name}, step {step + 1}"
+        if time.monotonic() - self._drawn > _SECONDS:
+            self._draw_samples()
+
+    def _draw_samples(self) -> None:
+        samples.draw(self._shown, self.folder / "samples.png", title=self._title)
+        self._drawn = time.monotonic()
+
     def draw(self) -> None:
         """Draw all of them."""
+        if self._shown:
+            self._draw_samples()
         metrics = self.run / "metrics.jsonl"
         if metrics.exists():
             plot.curve(metrics, self.curve, title=self.run.name)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["curve", "length_histogram", "phases", "read_metrics", "terminal_curve"]
+__all__ = ["curve", "figure", "length_histogram", "phases", "read_metrics", "save", "terminal_curve"]
 
 _PANELS = (
     ("reward", ("reward/mean",)),
@@ -44,7 +44,13 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _save(fig: Any, out: str | Path) -> Path:
+def figure(rows: int, widths: Sequence[float], *, height: float) -> tuple[Any, Any]:
+    """(a figure, its axes [rows][columns]) with columns of these widths and rows of a height [inches]."""
+    size = sum(widths), height * rows
+    return _pyplot().subplots(rows, len(widths), figsize=size, width_ratios=widths, squeeze=False)
+
+
+def save(fig: Any, out: str | Path) -> Path:
     """Write a figure as a PNG, and free it."""
     fig.tight_layout()
     fig.savefig(out, dpi=130)
@@ -71,7 +77,7 @@ def curve(metrics: str | Path, out: str | Path, *, title: str = "") -> Path:
     for ax in list(axes.flat)[len(panels) :]:
         ax.set_visible(False)
     fig.suptitle(title, fontsize=11, x=0.01, ha="left")
-    return _save(fig, out)
+    return save(fig, out)
 
 
 def _panels(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, list[str]]]:
@@ -145,7 +151,7 @@ def length_histogram(lengths: Sequence[int], out: str | Path) -> Path:
         ax.text(at, ax.get_ylim()[1], f" p{percent}", fontsize=8, va="top")
     ax.set_xlabel("response length [tokens]")
     ax.spines[["top", "right"]].set_visible(False)
-    return _save(fig, out)
+    return save(fig, out)
 
 
 def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | None:
@@ -179,7 +185,7 @@ def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | Non
     beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
     ax.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, **beside)
     ax.spines[["top", "right"]].set_visible(False)
-    return _save(fig, out)
+    return save(fig, out)
 
 
 def terminal_curve(y: Sequence[float], *, title: str, width: int = 72, height: int = 12) -> str:

@@ -20,7 +20,8 @@ from rft_fn.types import Apply, Packed, Sampling, Strategy, Transform
 
 __all__ = [
     "data_options", "free_options", "gather_rows", "initial_scorer", "load_data", "load_policy",
-    "open_folder", "optimizer", "plan_steps", "print_preflight", "start", "updates_per_pass",
+    "load_processing", "open_folder", "optimizer", "plan_steps", "print_preflight", "start",
+    "updates_per_pass", "with_processor",
 ]  # fmt: skip
 
 L = TypeVar("L", bound=options.Length)
@@ -44,9 +45,30 @@ def start(cfg: options.Run, *, unread: Iterable[str] = ()) -> Strategy:
     return st
 
 
-def data_options(cfg: options.Data) -> dict[str, Any]:
+def load_processing(cfg: options.Data, name: str) -> data.Processing | None:
+    """The processor of a model that sees or hears, with the limits of the options; None for text alone."""
+    processor = model.load_processor(name)
+    if processor is None:
+        return None
+    cache = cfg.media_cache
+    if cfg.media_workers and not cache:  # where the workers leave what they made
+        cache = str(model.cache_dir() / "media")
+    limits = {"max_pixels": cfg.max_pixels, "folder": cfg.media_folder, "urls": cfg.media_urls}
+    return data.Processing(processor, data.MediaLimits(cache=cache, **limits))
+
+
+def with_processor(tokenizer: Any, processing: data.Processing | None) -> Any:
+    """The processor, which has the tokenizer, or this alone: what a model's folder holds beside weights."""
+    if processing is None:
+        return tokenizer
+    return processing.processor
+
+
+def data_options(cfg: options.Data, processing: data.Processing | None = None) -> dict[str, Any]:
     """Keyword arguments of `data.load` for making a prompt of a row."""
     return {
+        "processing": processing,
+        "workers": cfg.media_workers,
         "template": cfg.template,
         "messages": cfg.messages,
         "system": cfg.system,
@@ -55,14 +77,18 @@ def data_options(cfg: options.Data) -> dict[str, Any]:
 
 
 def load_data(
-    cfg: options.HeldOut, st: Strategy, tokenizer: Any, **more: Any
+    cfg: options.HeldOut,
+    st: Strategy,
+    tokenizer: Any,
+    processing: data.Processing | None = None,
+    **more: Any,
 ) -> tuple[data.Dataset, data.Dataset]:
     """Load (the rows to train on, the unseen rows to evaluate on), the same on every rank.
 
     `more` are further arguments of `data.load`. ValueError for rows that cannot be used.
     """
     held_out = {"eval_data": cfg.eval_data, "eval_share": cfg.eval_share}
-    given = data_options(cfg) | held_out | more
+    given = data_options(cfg, processing) | held_out | more
     dataset, unseen = data.load_for_training(cfg.data, tokenizer, seed=st.config.seed, **given)
     strategy.check_data(st, dataset, unseen)
     return dataset, unseen

@@ -1,15 +1,16 @@
 """A task that a policy learns from rewards: its prompts, and the judging of responses to them."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from rft_fn import collect, data, model, reward
 from rft_fn.engine import EngineDead
 from rft_fn.run import options
 from rft_fn.run.folder import Run
-from rft_fn.run.setup import load_data, plan_steps
+from rft_fn.run.setup import load_data, load_processing, plan_steps, with_processor
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
-__all__ = ["Task", "check_rewards", "evaluate", "judge", "load_task", "plan_rollouts"]
+__all__ = ["Task", "check_rewards", "evaluate", "judge", "load_task", "plan_rollouts", "rewards_of"]
 
 R = TypeVar("R", bound=options.Reinforcement)
 
@@ -21,15 +22,33 @@ class Task(NamedTuple):
     dataset: data.Dataset  # the prompts to train on
     unseen: data.Dataset  # the prompts to evaluate on
     score: Any  # a reward.Score
+    processing: data.Processing | None = None  # of media, where the model takes any
+
+    @property
+    def saved(self) -> Any:
+        """The part of the model's folder beside its weights."""
+        return with_processor(self.tokenizer, self.processing)
+
+
+def rewards_of(cfg: options.Reward, sources: Sequence[str]) -> tuple[str, ...]:
+    """The rewards of the options; by default that of the only task among the sources, or of sort_digits."""
+    if cfg.reward:
+        return cfg.reward
+    names = {source.partition(":")[0].partition("=")[0] for source in sources}
+    known = names & set(data.TASKS)
+    if len(known) == 1:
+        return (f"task:{known.pop()}",)
+    return ("task:sort_digits",)
 
 
 def load_task(cfg: options.Reinforcement, st: Strategy) -> Task:
     """Load the task that the options name, the same on every rank. ValueError for an invalid one."""
     tokenizer = model.load_tokenizer(cfg.model)
-    score: Any = reward.parse(cfg.reward)
+    processing = load_processing(cfg, cfg.model)
+    score: Any = reward.parse(rewards_of(cfg, cfg.data))
     needed = {"max_prompt": cfg.max_prompt, "columns": reward.columns(score)}
-    dataset, unseen = load_data(cfg, st, tokenizer, **needed)
-    return Task(tokenizer, dataset, unseen, score)
+    dataset, unseen = load_data(cfg, st, tokenizer, processing, **needed)
+    return Task(tokenizer, dataset, unseen, score, processing)
 
 
 def plan_rollouts(cfg: R, st: Strategy, task: Task, *, usual: int) -> R:

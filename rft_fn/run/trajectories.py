@@ -5,7 +5,16 @@ from typing import Any
 
 from rft_fn.reward import Judged
 
-__all__ = ["rows"]
+__all__ = ["response_row", "rows"]
+
+
+def response_row(prompt: Any, response: str) -> dict[str, Any]:
+    """A prompt and a response to it, with the names of the prompt's media if it has any."""
+    row: dict[str, Any] = {"prompt": prompt.text, "response": response}
+    names = getattr(prompt, "media_names", ())
+    if names:
+        row["media"] = list(names)
+    return row
 
 
 def rows(
@@ -21,12 +30,8 @@ def rows(
     group = judged.reward.shape[1]
     for i, prompt in enumerate(prompts[:count]):
         first = i * group  # the row of its first response
-        row = {
-            "step": step,
-            "prompt": prompt.text,
-            "response": judged.texts[first],
-            "reward": float(judged.reward[i, 0]),
-        }
+        row = {"step": step, **response_row(prompt, judged.texts[first])}
+        row["reward"] = float(judged.reward[i, 0])
         if split != "train":
             row["split"] = split
         numbers = {**judged.parts, **judged.metrics}

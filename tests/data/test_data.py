@@ -495,5 +495,5 @@ def test_lessons_of_text_and_of_messages():
     prompt = chat_set([row], system="S", **options).prompt(0)
     (lesson,) = data.lessons(prompt, tokenizer, **options)
     assert lesson.ids[: lesson.mask.index(True)] == prompt.ids
-    assert tokenizer.decode([t for t, m in zip(*lesson) if m]) == "4<|im_end|>"  # not the prompt's own answer
+    assert tokenizer.decode([t for t, m in zip(lesson.ids, lesson.mask) if m]) == "4<|im_end|>"
     assert prompt.text == "3" and len(prompt.messages) == 5

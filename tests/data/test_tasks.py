@@ -1,16 +1,21 @@
 """Built-in tasks: rows are functions of (seed, index, level), verifiers are exact, chance is as stated."""
 
+import base64
+import io
 import json
 import math
 import os
 import random
 import subprocess
 import sys
+import wave
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from rft_fn.data.tasks import ALPHABET, TASKS, get_task
 
@@ -91,7 +96,7 @@ def test_the_rows_of_a_seed_never_change():
     assert [TASKS[name].generate(0, 0, 1)["short"] for name in NAMES] == GOLDEN
 
 
-GOLDEN = ["2+3=", "reverse:wyh=", "sort:744=", "count:k,kifykk=", "make:2,15,1,13="]
+GOLDEN = ["2+3=", "reverse:wyh=", "sort:744=", "count:k,kifykk=", "make:2,15,1,13=", "red=", "pitch="]
 
 
 @pytest.mark.parametrize("level", (1, 2, 3))
@@ -105,7 +110,7 @@ def test_chance_is_what_the_guesser_scores(name, level):
     # much again for countdown, whose chance is an estimate too.
     error = math.sqrt(chance * (1 - chance) / count)
     assert abs(mean - chance) < 4 * error * (1.5 if name == "countdown" else 1)
-    assert 0 < chance < 0.3
+    assert 0 < chance <= 0.5
 
 
 def test_addition_operands_are_below_the_bound_and_reach_it():
@@ -128,6 +133,40 @@ def test_answers_are_right_by_another_computation(level):
     for row in rows("letter_count", level):
         letter, word = row["short"].removeprefix("count:").removesuffix("=").split(",")
         assert len(word) == 2 * level + 4 and row["answer"] == str(word.count(letter))
+
+
+def pixels(uri):
+    content = base64.b64decode(uri.partition(",")[2])
+    return np.asarray(Image.open(io.BytesIO(content)))
+
+
+def squares(uri, colour):
+    """The cells of 4 x 4 pixels whose first pixel is mostly of that colour."""
+    cells = pixels(uri)[::4, ::4]
+    return int(((cells.argmax(-1) == ["red", "green", "blue"].index(colour)) & (cells.max(-1) > 150)).sum())
+
+
+def test_squares_are_as_many_as_the_answer_says():
+    for row in rows("count_squares", 1, 60):
+        assert squares(row["image"], row["short"][:-1]) == int(row["answer"])
+    for row in rows("count_squares", 3, 60):
+        counts = [squares(uri, row["short"][5:-1]) for uri in json.loads(row["images"])]
+        assert counts.count(max(counts)) == 1 and counts.index(max(counts)) == int(row["answer"]) - 1
+
+
+def samples(uri):
+    with wave.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))) as file:
+        return np.frombuffer(file.readframes(file.getnframes()), "<i2") / 32768
+
+
+def test_tones_have_the_pitch_and_beeps_the_number_of_the_answer():
+    for row in rows("tone", 1, 60):
+        x = samples(row["audio"])
+        hertz = np.abs(np.fft.rfft(x)).argmax() * 16000 / len(x)
+        assert round(np.log(hertz / 300) / np.log(1.5)) == int(row["answer"]) - 1
+    for row in rows("tone", 3, 60):
+        loud = np.abs(samples(row["audio"])).reshape(-1, 160).max(1) > 0.15
+        assert (np.diff(loud.astype(int), prepend=0) == 1).sum() == int(row["answer"])
 
 
 def test_letter_count_has_no_answer_that_is_better_than_chance():

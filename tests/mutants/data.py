@@ -5,7 +5,51 @@ JUDGING, REWARDS, ROWS, DATA = (
     for x in ("collect/test_judging", "reward/test_reward", "data/test_data_rows", "data/test_data")
 )
 
+MEDIA, PROCESSING = (f"tests/data/test_{x}.py::test_" for x in ("media", "processing"))
+
 MUTANTS = [
+    (
+        "a path may leave the data's folder",
+        "rft_fn/data/media/stored.py",
+        "if os.path.commonpath([base, path]) != base:",
+        "if False:",
+        MEDIA + "an_image_that_cannot_be_read_says_why",
+    ),
+    (
+        "one place for two images is enough",
+        "rft_fn/data/media/places.py",
+        "        if places[kind] != have:",
+        "        if places[kind] > have:",
+        MEDIA + "media_that_do_not_fit_are_refused",
+    ),
+    (
+        "the filter of a lower rate lets through all",
+        "rft_fn/data/media/sounds.py",
+        "cut = 0.99 * min(1.0, new / rate)",
+        "cut = 0.99",
+        MEDIA + "resampling_is_its_definition",
+    ),
+    (
+        "audio is cut off silently",
+        "rft_fn/data/processing.py",
+        "if most is not None and count > most:",
+        "if most is not None and count < 0:",
+        PROCESSING + "a_bad_row_is_one_line_with_its_file_and_line",
+    ),
+    (
+        "the cache does not look at pixels",
+        "rft_fn/data/processing.py",
+        "[digest(x) for x in found]",
+        "len(found)",
+        PROCESSING + "a_prompt_is_processed_once_for_its_content",
+    ),
+    (
+        "both frames of a patch are the first",
+        "rft_fn/model/patches.py",
+        "each[:, k, :, :, k]",
+        "each[:, 0, :, :, k]",
+        PROCESSING + "patches_of_a_video_are_those_of_its_frames",
+    ),
     (
         "judge takes rows in any order",
         "rft_fn/reward/scoring.py",

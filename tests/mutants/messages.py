@@ -29,7 +29,7 @@ MUTANTS = [
     (
         "a token over the border of a turn is not cut",
         "rft_fn/data/chat.py",
-        "        return len(asked), cut\n",
+        "        return len(asked), parted\n",
         "        return len(asked), through\n",
         MESSAGES + "an_answer_that_melts_into_its_header_is_cut_where_the_prompt_ends",
     ),
@@ -43,8 +43,8 @@ MUTANTS = [
     (
         "a system prompt that is refused is dropped",
         "rft_fn/data/chat.py",
-        'for turn in turns[:2] if turn["content"]]',
-        'for turn in turns[1:2] if turn["content"]]',
+        '"\\n\\n".join(filter(None, (text, content)))',
+        "content",
         MESSAGES + "a_system_prompt_that_a_template_refuses_is_put_before_the_first_question",
     ),
     (

@@ -1,7 +1,7 @@
 """Images, audio and videos of a row: found, read and decoded.
 
 `medium` finds them in the columns and the messages of a row, `places` puts them where the text names them,
-`stored` reads their bytes, `images` and `sounds` decode them, and `cache` keeps what a processor made of them.
+`stored` reads their bytes, `images` and `sounds` decode them, `cache` keeps what a processor made of them.
 """
 
 from rft_fn.data.media.cache import Cache

@@ -77,7 +77,7 @@ def _of_array(x: np.ndarray) -> Any:
         raise ValueError(f"expected an image [height, width, 3], got an array of shape {list(x.shape)}")
     if x.dtype != np.uint8:
         low, high = float(x.min()), float(x.max())
-        if not (0 <= low and high <= 1):
+        if not (low >= 0 and high <= 1):
             raise ValueError(f"expected an image of bytes or in [0, 1], got floats in [{low:g}, {high:g}]")
         x = np.round(x * 255).astype(np.uint8)
     return Image.fromarray(x).convert("RGB")

@@ -55,7 +55,7 @@ def _cells(kind: str, name: str, cell: Any) -> list[Any]:
         if kind != "video" and isinstance(cell, (list, tuple)) and len(cell) == 1:
             return list(cell)
         return [cell]
-    if hasattr(cell, "tolist") and getattr(cell, "dtype", None) == object:  # a list of a table
+    if hasattr(cell, "tolist") and str(getattr(cell, "dtype", "")) == "object":  # a list of a table
         cell = cell.tolist()
     if not isinstance(cell, (list, tuple)):
         raise ValueError(f"column {name!r}: expected a list, got {type(cell).__name__}; one is {kind!r}")

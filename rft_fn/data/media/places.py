@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rft_fn.data.media.medium import KINDS, Medium, columns_of, part_of
+from rft_fn.data.media.medium import KINDS, Medium, columns_of
 
-__all__ = ["marks", "placed"]
+__all__ = ["for_template", "marks", "placed"]
 
 Turn = dict[str, Any]
 
@@ -57,7 +57,10 @@ def placed(
 
 
 def _refusal(kind: str, kinds: Collection[str]) -> str:
-    reads = " and ".join(["text", *(f"{known}s" for known in KINDS if known in kinds)])
+    *more, last = ["text", *(f"{known}s" for known in KINDS if known in kinds)]
+    reads = last
+    if more:
+        reads = f"{', '.join(more)} and {last}"
     return f"the row has {kind}s, and the model reads {reads} alone: take a model for {kind}s, or other rows"
 
 
@@ -112,6 +115,19 @@ def _put_first(turns: list[Turn], cells: Mapping[str, Sequence[Any]]) -> None:
     user["content"] = [*places, {"type": "text", "text": user["content"]}]
 
 
-def is_medium(part: Any) -> bool:
-    """Whether a part of a message's content is an image, an audio or a video."""
-    return isinstance(part, Mapping) and part_of(part) is not None
+def for_template(turn: Mapping[str, Any], template: str) -> Mapping[str, Any]:
+    """A turn as a chat template reads it, with media as bare places.
+
+    Templates of processors mostly read lists of parts only, so that text becomes one.
+    """
+    content = turn["content"]
+    if isinstance(content, str):
+        if "'type'" not in template.replace('"', "'"):
+            return turn
+        return {**turn, "content": [{"type": "text", "text": content}]}
+    bare = []
+    for part in content:
+        if part["type"] in KINDS:
+            part = {"type": part["type"]}
+        bare.append(part)
+    return {**turn, "content": bare}

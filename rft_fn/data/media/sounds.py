@@ -92,8 +92,8 @@ def resample(x: Tensor, rate: int, new: int) -> Tensor:
     """x [n] at `rate` as [ceil(n new / rate)] at `new` [Hz].
 
     y[m] = sum_n x[n] c sinc(c t) cos^2(pi c t / 32) over |c t| < 16, with t = n - m rate / new in samples of
-    x, and c = 0.99 min(1, new / rate), which cuts off what the new rate cannot hold. Source: J. O. Smith,
-    "Digital Audio Resampling".
+    x, and c = 0.99 min(1, new / rate), which cuts off what the new rate cannot hold; x itself at equal rates.
+    Source: J. O. Smith, "Digital Audio Resampling".
     """
     if rate == new:
         return x

@@ -23,17 +23,14 @@ _SECONDS = 30  # that a URL may take
 _MOST = 1 << 28  # bytes of a file or a URL
 
 
-def read(medium: Medium, *, root: str = "", urls: bool = False) -> Content:
+def read(medium: Medium, *, urls: bool = False) -> Content:
     """The content of a medium, not yet decoded.
 
-    Relative paths begin from `root`, or from the folder of the medium, and must stay inside of it. A URL is
-    fetched only with `urls`. ValueError for a source that is none, for a path outside, and for a file that
-    is missing, empty or larger than 256 MiB.
+    Relative paths begin from the folder of the medium, and all must stay inside of it. A URL is fetched only
+    with `urls`. ValueError for a source that is none, for a path outside, and for a file that is missing,
+    empty or larger than 256 MiB.
     """
-    folder = medium.folder
-    if root:
-        folder = Path(root)
-    return _read(medium.source, medium.kind, folder, urls)
+    return _read(medium.source, medium.kind, medium.folder, urls)
 
 
 def _read(source: Any, kind: str, folder: Path | None, urls: bool) -> Content:

@@ -21,7 +21,9 @@ _BEEP = 0.05  # seconds of a beep
 
 
 def _tone(seed: int, index: int, level: int) -> dict[str, str]:
-    """A tone of 0.4 s, and which of 6 pitches it has; 1 is the lowest, 300 Hz, and each next one 1.5 times it.
+    """A tone of 0.4 s, and which of 6 pitches it has.
+
+    Pitch 1 is 300 Hz, and each next one 1.5 times that before.
 
     From level 2 on it is a row of beeps, and the question is how many: 0 to level + 2. Loudness, phase, noise
     and a detuning of up to 3 % tell nothing.

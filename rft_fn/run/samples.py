@@ -1,0 +1,93 @@
+"""A picture of responses to prompts with media: image or spectrogram, question, response and reward."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rft_fn.data.media.images import image, video
+from rft_fn.data.media.medium import Medium
+from rft_fn.data.media.sounds import sound
+from rft_fn.data.media.stored import read
+
+__all__ = ["Sample", "draw", "spectrogram"]
+
+_RATE = 16_000  # Hz, of the spectrograms
+_WINDOW = 400  # samples of a frame
+_HOP = 160  # samples from one frame to the next
+_WIDTH = 46  # characters of a line
+_MOST = 3  # media of a prompt that are shown
+
+
+class Sample(NamedTuple):
+    """One response, as the picture shows it."""
+
+    media: Sequence[Medium]
+    names: Sequence[str]
+    prompt: str
+    response: str
+    reward: float
+    answer: str = ""
+
+
+def draw(samples: Sequence[Sample], out: str | Path, *, title: str = "") -> Path:
+    """Draw samples as the rows of a PNG, the media on the left and the texts beside them."""
+    from rft_fn.run.plot import figure, save
+
+    columns = min(max(len(sample.media) for sample in samples), _MOST)
+    widths = [2.0] * columns + [4.2]
+    fig, axes = figure(len(samples), widths, height=1.9)
+    for row, sample in zip(axes, samples):
+        for ax in row:
+            ax.axis("off")
+        for ax, medium, name in zip(row, sample.media[:_MOST], sample.names):
+            _show(ax, medium, name)
+        row[-1].text(0, 0.95, _text(sample), va="top", fontsize=9, family="monospace", parse_math=False)
+    if title:
+        fig.suptitle(title, fontsize=10)
+    return save(fig, out)
+
+
+def _text(sample: Sample) -> str:
+    lines = [("prompt", sample.prompt), ("response", sample.response)]
+    if sample.answer:
+        lines.append(("answer", sample.answer))
+    lines.append(("reward", f"{sample.reward:.3g}"))
+    return "\n".join(_filled(f"{name + ':':<10}", text) for name, text in lines)
+
+
+def _filled(name: str, text: str) -> str:
+    """A text of up to four lines beside its name."""
+    short = textwrap.shorten(text, 4 * _WIDTH)
+    return textwrap.fill(short, _WIDTH, initial_indent=name, subsequent_indent=" " * len(name))
+
+
+def _show(ax: Any, medium: Medium, name: str) -> None:
+    """Draw one medium; the name alone of one that can no longer be read."""
+    ax.set_title(textwrap.shorten(name, 30), fontsize=7)
+    try:
+        content = read(medium)
+        if medium.kind == "audio":
+            samples, _ = sound(content, rate=_RATE)
+            ax.imshow(spectrogram(samples), aspect="auto", origin="lower", cmap="magma")
+        elif medium.kind == "video":
+            frames, _ = video(content)
+            ax.imshow(np.concatenate([np.asarray(frame) for frame in frames[:4]], 1), interpolation="nearest")
+        else:
+            ax.imshow(np.asarray(image(content)[0]), interpolation="nearest")
+    except ValueError as error:
+        ax.text(0, 0.5, textwrap.fill(str(error), 24), fontsize=6)
+
+
+def spectrogram(samples: np.ndarray) -> np.ndarray:
+    """The loudness [201, frames] in dB of samples [n] at 16 kHz, by frequencies from 0 to 8 kHz.
+
+    20 log10 |sum_n hann(n) x[160 m + n] exp(-2 pi i k n / 400)| for frame m and frequency 40 k Hz, at least
+    -60.
+    """
+    padded = np.pad(samples, (0, max(_WINDOW - len(samples), 0)))
+    frames = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::_HOP]
+    found = np.abs(np.fft.rfft(frames * np.hanning(_WINDOW), axis=1)).T
+    return 20 * np.log10(np.maximum(found, 1e-3))
