@@ -618,7 +618,7 @@ def expert_balance(p, chosen, seq):
 
 
 def resample(x, rate, new):
-    """y[m] = sum_n x[n] c sinc(c t) cos^2(pi c t / 32) over |c t| < 16; t = n - m rate / new. x at equal rates."""
+    """y[m] = sum_n x[n] c sinc(c t) cos^2(pi c t / 32) over |c t| < 16, t = n - m rate / new; or x itself."""
     if rate == new:
         return x
     c = 0.99 * min(1.0, new / rate)

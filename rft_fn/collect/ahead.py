@@ -149,8 +149,8 @@ class Ahead:
 
         They cannot be drawn again by a resumed run, which has no longer the weights that they are drawn with.
         For one that is lost with its engine these weights are saved, unless they are those of the checkpoint;
-        and as the engine was lost in the middle of a step, what that step has used is saved too. Media are left
-        out, and come back with the prompts.
+        and as the engine was lost in the middle of a step, what that step has used is saved too. Media are
+        left out, and come back with the prompts.
         """
         with suppress(EngineDead):
             for name, begun in list(self._begun.items()):

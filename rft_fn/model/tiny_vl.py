@@ -31,7 +31,12 @@ def new_processor(tokenizer: Any) -> PatchProcessor:
     """A processor of images of 16 x 16 pixels, which are 16 tokens."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    sizes = {"patch_size": PATCH, "merge_size": MERGE, "min_pixels": SIDE**2, "max_pixels": SIDE**2}
+    sizes: dict[str, Any] = {
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "min_pixels": SIDE**2,
+        "max_pixels": SIDE**2,
+    }
     return PatchProcessor(Qwen2VLImageProcessorPil(**sizes), tokenizer)
 
 

@@ -48,8 +48,8 @@ MUTANTS = [
     (
         "a checkpoint of rollouts ahead holds media",
         "rft_fn/collect/ahead.py",
-        "self._done[name] = without_media(self.generate(begun.prompts, begun.keys, **how))",
-        "self._done[name] = self.generate(begun.prompts, begun.keys, **how)",
+        '"rollout": without_media(done[name])',
+        '"rollout": done[name]',
         ROLLOUTS + "a_checkpoint_of_rollouts_ahead_brings_their_media_back",
     ),
     (

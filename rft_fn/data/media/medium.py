@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 __all__ = ["KINDS", "Medium", "columns_of", "media_of_turns", "part_of", "shown_turns"]
 
 KINDS = ("image", "video", "audio")
@@ -55,7 +57,7 @@ def _cells(kind: str, name: str, cell: Any) -> list[Any]:
         if kind != "video" and isinstance(cell, (list, tuple)) and len(cell) == 1:
             return list(cell)
         return [cell]
-    if hasattr(cell, "tolist") and str(getattr(cell, "dtype", "")) == "object":  # a list of a table
+    if isinstance(cell, np.ndarray) and cell.dtype == object:  # a list of a table
         cell = cell.tolist()
     if not isinstance(cell, (list, tuple)):
         raise ValueError(f"column {name!r}: expected a list, got {type(cell).__name__}; one is {kind!r}")

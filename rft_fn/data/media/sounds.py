@@ -76,7 +76,7 @@ def _wave(content: bytes) -> tuple[np.ndarray, int]:
 def _by_soundfile(content: bytes, got: str) -> tuple[np.ndarray, int]:
     """The samples of any audio file that the package soundfile reads."""
     try:
-        import soundfile
+        import soundfile  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ValueError(
             f"expected a WAV file of integers, got {got}; other audio needs pip install soundfile"
