@@ -52,6 +52,11 @@ class Arrival:
         self.names.add(name)
         self.bytes += x.numel() * x.element_size()
 
+    def unsent(self) -> set[str]:
+        """The weights that did not arrive because they never change, each by one of its names."""
+        known = self.expected.required.items()
+        return {name for name, tied in known if tied & self.frozen and not tied & self.names}
+
     def finish(self, version: int) -> Delivered:
         """The record of the load. ValueError for a weight that has not arrived and is not frozen."""
         present = self.names | self.frozen

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -22,21 +22,18 @@ from rft_fn.engine import prompt_media, requests, weight_folder
 from rft_fn.engine.arrival import Arrival
 from rft_fn.engine.config import EngineConfig
 from rft_fn.engine.dialect import Ask, Described, Dialect, Reply, check_reply, probe
+from rft_fn.engine.first_rank import on_first_rank
 from rft_fn.engine.http import Client, Fault, Refused
 from rft_fn.engine.lifetime import dead_after_failure
 from rft_fn.engine.pool import Pool
 from rft_fn.engine.requests import BadRequest, Response
 from rft_fn.engine.served import ServedModel, served_model
-from rft_fn.engine.server_checks import compare_servers
+from rft_fn.engine.server_checks import COMPARED, compare_servers
 from rft_fn.engine.stop import Stop
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
 
 __all__ = ["serve"]
-
-T = TypeVar("T")
-
-COMPARED = range(3, 19)  # tokens whose log-probs servers of one model agree on
 
 
 def serve(
@@ -84,6 +81,7 @@ class _Servers:
         self.names = 0  # tensors in it
         self.version = 0
         self.asleep = False
+        self.mixed = False  # servers had weights of different labels, and are to be compared again
 
     def begin(self) -> None:
         """Find out what each server is. The first rank does, for all."""
@@ -102,13 +100,13 @@ class _Servers:
             for server, reason in refused.items():
                 raise ValueError(f"engine_servers: {server}: {reason}")
             known = {server: x for server in self.config.servers if (x := found.get(server))}
-            tokens = [i % self.model.vocabulary for i in COMPARED]
-            compare_servers(known, self.pool.each(partial(self.scored, known, tokens), [*known]))
+            self.compare(known)
             return known, self.pool.working()
 
-        self.known, working = _on_main(find)
+        self.known, working = on_first_rank(find)
         self.labels = {server: x.label for server, x in self.known.items()}
-        self.run = _on_main(lambda: self.run)
+        self.mixed = len({*self.labels.values()}) > 1
+        self.run = on_first_rank(lambda: self.run)
         self.pool.leave(working, "did not answer the first rank")
 
     def meet(self, server: str) -> Described:
@@ -118,9 +116,14 @@ class _Servers:
         probe(partial(dialect.sample, server, known), partial(dialect.score, server, known))
         return known
 
-    def scored(self, known: dict[str, Described], tokens: list[int], server: str) -> list[float]:
-        """The log-probs of tokens by a server."""
-        return self.dialect.score(server, known[server], tokens)
+    def compare(self, known: dict[str, Described]) -> None:
+        """ValueError for servers of different models."""
+        tokens = [i % self.model.vocabulary for i in COMPARED]
+
+        def scored(server: str) -> list[float]:
+            return self.dialect.score(server, known[server], tokens)
+
+        compare_servers(known, self.pool.each(scored, [*known]))
 
     def revive(self, server: str) -> None:
         """Make sure that a server answers, with the weights of this engine. Fault or Refused if not."""
@@ -229,10 +232,10 @@ class _Servers:
                 if writer is not None and problem is None:
                     problem = writer.add(name, x)
             delivered = arrival.finish(version)
-            frozen = self.frozen(arrival)
-            if writer is not None:
-                for name, x in self.model.tensors(frozen):
-                    problem = problem or writer.add(name, x)
+            frozen = arrival.unsent()
+            if writer is not None and frozen and problem is None:
+                before = next(iter(self.written), None)
+                problem = writer.add_kept(frozen, before, self.model.tensors)
         except BaseException:
             if writer is not None:
                 writer.discard()
@@ -242,11 +245,12 @@ class _Servers:
         present = arrival.names | frozen
         tied = weight_folder.tied(self.model.manifest.required, present)
         self.names = len(present) + len(tied)
-        folder, working = _on_main(partial(self.publish, writer, tied, label, problem))
+        folder, working = on_first_rank(partial(self.publish, writer, tied, label, problem))
         self.folder = folder
         self.labels = dict.fromkeys(self.config.servers, label)
         self.pool.leave(working, "did not take the weights")
         self.version = version
+        self.mixed = False
         return delivered._replace(seconds=time.perf_counter() - began)
 
     def publish(
@@ -270,17 +274,14 @@ class _Servers:
                 raise problem
             writer.finish(tied)
             self.known |= self.pool.each(take)
+            if self.mixed:
+                self.compare({server: self.known[server] for server in self.pool.working()})
         except BaseException:
             writer.discard()
             raise
         weight_folder.remove_all([old for old in self.written if str(old) != folder])
         self.written[:] = [Path(folder)]
         return folder, self.pool.working()
-
-    def frozen(self, arrival: Arrival) -> set[str]:
-        """The weights that were not sent because they never change: a server loads whole layers."""
-        known = self.model.manifest.required.items()
-        return {name for name, tied in known if tied & arrival.frozen and not tied & arrival.names}
 
     def home(self) -> str:
         """Where folders of weights are written."""
@@ -295,14 +296,14 @@ class _Servers:
         if self.asleep or not self.can_sleep():
             return
         dist.barrier()
-        _on_main(partial(self.move, self.dialect.sleep))
+        on_first_rank(partial(self.move, self.dialect.sleep))
         self.asleep = True
 
     def wake(self) -> None:
         """Have the servers take their memory again."""
         if not self.asleep:
             return
-        _on_main(partial(self.move, self.dialect.wake))
+        on_first_rank(partial(self.move, self.dialect.wake))
         self.asleep = False
 
     def move(self, call: Callable[[str], None]) -> None:
@@ -333,17 +334,3 @@ class _Servers:
         self.tidy()
         if self.temporary is not None:
             self.temporary.cleanup()
-
-
-def _on_main(f: Callable[[], T]) -> T:
-    """f() of the first rank, on every rank; what it raises too."""
-    answer: tuple[T | None, Exception | None] = None, None
-    if dist.is_main():
-        try:
-            answer = f(), None
-        except Exception as error:
-            answer = None, error
-    result, error = dist.all_gather_object(answer)[0]
-    if error is not None:
-        raise error
-    return result

@@ -7,7 +7,7 @@ channel through them.
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +18,7 @@ __all__ = ["TIED", "Writer", "read", "remove", "remove_all", "tied"]
 
 INDEX = "model.safetensors.index.json"  # {"weight_map": {name: file}}, as transformers writes it
 TIED = "rft_tied.json"  # {a tied name: the name that its tensor was sent by}
+KEPT = "kept"  # begins the names of files that are the same in every load
 BUCKET = 1 << 30  # bytes of one file
 
 
@@ -32,6 +33,7 @@ class Writer:
         self.part.mkdir(parents=True)
         self.bucket: dict[str, Tensor] = {}
         self.bytes = 0
+        self.prefix = "model"  # of the files' names
         self.files: dict[str, str] = {}  # the file of each tensor
 
     def add(self, name: str, x: Tensor) -> OSError | None:
@@ -39,15 +41,55 @@ class Writer:
         self.bucket[name] = x.detach().to("cpu", copy=True).contiguous()
         self.bytes += x.numel() * x.element_size()
         if self.bytes >= BUCKET:
-            try:
-                self._flush()
-            except OSError as error:
-                return error
+            return self.end_file()
         return None
 
-    def end_file(self) -> None:
-        """Begin another file."""
-        self._flush()
+    def end_file(self) -> OSError | None:
+        """Begin another file. Returns the error of a disk that is full."""
+        try:
+            self._flush()
+        except OSError as error:
+            return error
+        return None
+
+    def add_kept(
+        self,
+        names: Collection[str],
+        before: Path | None,
+        tensors: Callable[[Collection[str]], Iterable[tuple[str, Tensor]]],
+    ) -> OSError | None:
+        """Take what is the same in every load, in files of its own.
+
+        They are those of the folder `before` by a second name, where it has kept just these names; else
+        `tensors(names)` are written. Returns the error of a disk that is full.
+        """
+        problem = self.end_file()
+        if problem or self._link(names, before):
+            return problem
+        self.prefix = KEPT
+        for name, x in tensors(names):
+            problem = problem or self.add(name, x)
+        problem = problem or self.end_file()
+        self.prefix = "model"
+        return problem
+
+    def _link(self, names: Collection[str], before: Path | None) -> bool:
+        """Whether all files of these names could be had from another folder."""
+        if before is None:
+            return False
+        try:
+            index = json.loads((before / INDEX).read_text())["weight_map"]
+            kept = {name: file for name, file in index.items() if file.startswith(KEPT)}
+            if kept.keys() != set(names):
+                return False
+            for file in sorted(set(kept.values())):
+                os.link(before / file, self.part / file)
+        except OSError:  # a disk without hard links, or a folder that is gone
+            for path in self.part.glob(f"{KEPT}-*"):
+                path.unlink()
+            return False
+        self.files |= kept
+        return True
 
     def discard(self) -> None:
         """Delete what was written."""
@@ -66,7 +108,7 @@ class Writer:
         from safetensors.torch import save_file
 
         if self.bucket:
-            file = f"model-{len(set(self.files.values())):05d}.safetensors"
+            file = f"{self.prefix}-{len(set(self.files.values())):05d}.safetensors"
             save_file(self.bucket, str(self.part / file), metadata={"format": "pt"})
             self.files |= dict.fromkeys(self.bucket, file)
         self.bucket = {}

@@ -12,6 +12,7 @@ from sees_and_hears import FAMILIES
 
 import rft_fn as rft
 from rft_fn import collect, engine, rng
+from rft_fn.collect.in_order import name_of
 from rft_fn.engine import EngineConfig, prompt_media
 from rft_fn.environment import Environment, Renderer, Stepped
 from rft_fn.model.media import placeholder_ids
@@ -210,7 +211,7 @@ def everything(st):
     how = {"n": 2, "sampling": SAMPLING, "budget": 2, "strategy": st}
     done = collect.sample_partial(generate, draw, 0, **how)
     later = collect.sample_partial(generate, draw, 1, waiting=done.waiting, **how)
-    saved = [{"name": collect.ahead._name(keys, 2, SAMPLING), "rollout": rft.tree.replace(first, media=None)}]
+    saved = [{"name": name_of(keys, 2, SAMPLING), "rollout": rft.tree.replace(first, media=None)}]
     ahead = collect.Ahead(eng, st, saved=saved).generate(prompts, keys, n=2, sampling=SAMPLING)
     found = {"first": first, "more": more, "done": done.rollout, "later": later.rollout, "ahead": ahead}
     return {name: packed(st, x) for name, x in found.items()}

@@ -7,6 +7,7 @@ from fake_server import FakeServer, serving
 
 import rft_fn as rft
 from rft_fn import engine, optim, sync
+from rft_fn.engine import served, weight_folder
 
 PROMPTS, KEYS, SAMPLING = [[3, 4, 5], [6, 7]], [1, 2], rft.Sampling(max_new=6)
 
@@ -42,16 +43,39 @@ def test_another_window_is_told_and_served(capsys):
     assert not capsys.readouterr().err
 
 
-def test_a_server_with_weights_of_another_run_is_not_compared():
-    """It gets ours before it samples."""
+def test_a_server_with_weights_of_another_run_is_told_and_gets_ours_before_it_samples(capsys):
     old = fake(seed=5)
     old.label = "other:7"
     with serving(*(fakes := [fake(), old])):
         eng = made(*fakes)
+        (line,) = [x for x in capsys.readouterr().err.splitlines() if "engine_servers" in x]
+        assert f"{old.url} 'other:7'; log-probs differ by" in line and "after the first load" in line
         eng.load(tiny.llama(3).named_parameters(), version=1)
         got = eng.generate(PROMPTS, KEYS, n=4, sampling=SAMPLING)
     want = engine.hf(tiny.llama(3), tiny.tokenizer()).generate(PROMPTS, KEYS, n=4, sampling=SAMPLING)
     assert torch.equal(got.tokens, want.tokens)
+
+
+class Rounded(FakeServer):
+    """Weights lose their digits on the way, as in a server that quantises what it loads."""
+
+    def load(self, folder):
+        names = super().load(folder)
+        with torch.no_grad():
+            for p in self.lm.parameters():
+                p.copy_((4 * p).round() / 4)
+        return names
+
+
+def test_servers_with_weights_of_other_runs_are_compared_after_the_first_load():
+    other = fake(cls=Rounded)
+    other.label = "other:7"
+    with serving(*(fakes := [fake(), other])):
+        eng = made(*fakes)  # they are equal until then
+        with pytest.raises(
+            ValueError, match=rf"^engine_servers: expected .* got {other.url}, whose log-probs"
+        ):
+            eng.load(tiny.llama(3).named_parameters(), version=1)
 
 
 # ---------- weights that are not sent
@@ -100,3 +124,52 @@ def test_what_is_frozen_reaches_the_servers_too(build, named, tmp_path):
     assert sync.push(st, state, plain, version=1)[:2] == delivered[:2]  # those that were sent are counted
     want = plain.generate(PROMPTS, KEYS, n=4, sampling=SAMPLING)
     assert torch.equal(got.tokens, want.tokens) and (got.logp - want.logp).abs().max() < 1e-5
+
+
+def inodes(folder):
+    """The files of the weights in the folder, by their names on the disk."""
+    return {path.name: path.stat().st_ino for path in folder.glob("*/*.safetensors")}
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_is_frozen_is_written_once(links, tmp_path, monkeypatch):
+    """Later loads have the same files of it, and read none of the model's; a new engine writes them anew."""
+    if not links:
+        monkeypatch.setattr(weight_folder.os, "link", refuse)
+    read = []
+    monkeypatch.setattr(served.ServedModel, "tensors", watched(served.ServedModel.tensors, read))
+    st = rft.strategy.get_fake_strategy()
+    _, state = st.init(adapted(), optim.adamw(0.1))
+    with serving(server := fake(cls=Layered)):
+        for built in (1, 2):
+            eng = made(server, weights=str(tmp_path))
+            found = []
+            for version in (1, 2, 3):
+                with torch.no_grad():
+                    for x in state.params.values():
+                        x += 0.05 * torch.randn(x.shape, generator=torch.Generator().manual_seed(version))
+                sync.push(st, state, eng, version=version)
+                found.append(inodes(tmp_path))
+                got = eng.generate(PROMPTS, KEYS, n=4, sampling=SAMPLING)
+                plain = engine.hf(tiny.llama(), tiny.tokenizer())
+                sync.push(st, state, plain, version=version)
+                assert torch.equal(got.tokens, plain.generate(PROMPTS, KEYS, n=4, sampling=SAMPLING).tokens)
+            eng.close()
+            kept = [{name: x for name, x in each.items() if name.startswith("kept")} for each in found]
+            assert kept[0]
+            if links:
+                assert kept[0] == kept[1] == kept[2] and len(read) == built
+            else:
+                assert len(read) == 3 * built
+
+
+def refuse(*args):
+    raise OSError("no links here")
+
+
+def watched(f, calls):
+    def call(self, names):
+        calls.append(names)
+        return f(self, names)
+
+    return call

@@ -34,6 +34,30 @@ def request(kinds, seed=0, **changes):
     return media.request(lm, fields, ids, shown._replace(**changes), torch.float32), ids, shown
 
 
+def test_a_family_without_a_place_for_our_names_is_refused():
+    """vLLM's own classes: Qwen2-Audio maps no names."""
+    with pytest.raises(
+        ValueError, match=r"got Qwen2AudioFor.* no mapper for names of transformers 5; sample with"
+    ):
+        media.check_family(FAMILIES["Qwen2Audio"].build(torch.float32))
+    with pytest.raises(ValueError, match="got Linear, which it does not have"):
+        media.check_family(torch.nn.Linear(1, 1))
+
+
+def test_a_family_whose_module_wants_a_missing_package_is_refused(monkeypatch):
+    registry = part("model_executor.models").ModelRegistry
+
+    class Missing:
+        def load_model_cls(self):
+            raise ModuleNotFoundError("No module named 'torchvision'")
+
+    monkeypatch.setitem(registry.models, "Qwen2VLForConditionalGeneration", Missing())
+    with pytest.raises(
+        ValueError, match=r"got Qwen2VLFor.* imported: No module named 'torchvision'; sample with"
+    ):
+        media.check_family(FAMILIES["Qwen2VL"].build(torch.float32))
+
+
 def test_tokens_alone_stay_tokens():
     found, ids, _ = request([])
     assert found == {"prompt_token_ids": ids}

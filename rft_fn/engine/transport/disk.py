@@ -36,7 +36,9 @@ class Folder:
             problem = self.writer.add(name, x)
             if problem is not None:
                 raise problem
-        self.writer.end_file()
+        problem = self.writer.end_file()
+        if problem is not None:
+            raise problem
         self.bytes += sum(entry.size for entry in bucket.entries)
 
     def end(self, error: str, /) -> list[Receipt]:

@@ -84,6 +84,8 @@ class InProcess:
             self.folder = ModelFolder(model, tokenizer)
             self.window = self.folder.window(config.max_model_len)
             try:
+                if self.folder.places:
+                    media.check_family(self.folder.skeleton)
                 self.llm = vllm.LLM(**self._options())
             except BaseException:
                 self.folder.close()

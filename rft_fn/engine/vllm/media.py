@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rft_fn.engine.prompt_media import Shown
 from rft_fn.engine.requests import BadRequest
@@ -18,10 +18,41 @@ from rft_fn.engine.vllm.package import part
 from rft_fn.model.features import expected_counts
 from rft_fn.model.media import placeholders
 
-__all__ = ["Fields", "fields_of", "request"]
+__all__ = ["Fields", "check_family", "fields_of", "request"]
+
+# where transformers 5 puts what stood beside the head before
+NEW_NAMES = ("model.language_model.", "model.visual.", "model.audio_tower.", "model.vision_tower.")
 
 Fields = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
 """How the tensors of some media are cut into items: vLLM's field of each name."""
+
+
+def check_family(model: nn.Module) -> None:
+    """ValueError for a model with media that vLLM lacks, cannot import, or knows by other names of weights.
+
+    `model` may be without weights, but has to know the names in its files.
+    """
+    name = type(model).__name__
+    line = f"engine vllm: expected a model with media that vLLM can sample from, got {name}"
+    found = part("model_executor.models").ModelRegistry.models.get(name)
+    if found is None:
+        raise ValueError(f"{line}, which it does not have; sample with --engine-type hf")
+    try:
+        own = found.load_model_cls()
+    except ImportError as error:
+        said = " ".join(str(error).split())
+        raise ValueError(
+            f"{line}, whose module cannot be imported: {said}; sample with --engine-type hf"
+        ) from None
+
+    # vLLM reads the files, whose names are older, and later the trainer's names
+    names = [own_name for own_name, _ in model.named_parameters()]
+    renamed = next((x for x in names if x.startswith(NEW_NAMES)), None)
+    if renamed and getattr(own, "hf_to_vllm_mapper", None) is None:
+        raise ValueError(
+            f"{line}, which has no place for {renamed}: it has no mapper for names of transformers 5; "
+            "sample with --engine-type hf"
+        )
 
 
 def fields_of(config: Any) -> Fields:
