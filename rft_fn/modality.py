@@ -111,10 +111,29 @@ def class_of(config: Any) -> type | None:
     return whole
 
 
-def has_media_class(config: Any) -> bool:
-    """Whether transformers makes the model of a config by its class for models that see or hear."""
-    text, whole = _classes(thinker(config))
-    return whole is not None and not _is_named(text, config)
+def auto_class(config: Any) -> str:
+    """The name of transformers' auto class that makes the model of a config."""
+    kind = class_of(config)
+    for name, table in _tables(thinker(config)).items():
+        if kind is not None and table.get(type(thinker(config)), None) is kind:
+            return name
+    return "AutoModelForCausalLM"  # a folder with Python code has a table of its own
+
+
+def _tables(config: Any) -> dict[str, Any]:
+    """transformers' tables of models that see or hear, by the auto class that reads each.
+
+    Some models that hear, such as Audio Flamingo 3, stand only among those of sequence to sequence, where the
+    rest are encoders with decoders.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    tables: dict[str, Any] = {"AutoModelForMultimodalLM": auto.MODEL_FOR_MULTIMODAL_LM_MAPPING}
+    towers = [getattr(config, name, None) for name in ("vision_config", "audio_config")]
+    has_text = getattr(config, "text_config", None) is not None
+    if has_text and any(tower is not None for tower in towers) and not config.is_encoder_decoder:
+        tables["AutoModelForSeq2SeqLM"] = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    return tables
 
 
 def _classes(config: Any) -> tuple[type | None, type | None]:
@@ -122,7 +141,8 @@ def _classes(config: Any) -> tuple[type | None, type | None]:
     from transformers.models.auto import modeling_auto as auto
 
     text: Any = auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    whole: Any = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    found = [table.get(type(config), None) for table in _tables(config).values()]
+    whole = next((kind for kind in found if kind is not None), None)
     return text, whole
 
 

@@ -15,10 +15,12 @@ from rft_fn import model
 from rft_fn.modality import (
     MODALITY_PARAMETERS,
     ActorModality,
+    auto_class,
     check_parameters,
     class_of,
     get_supported_parameters,
     of_config,
+    thinker,
 )
 
 
@@ -45,7 +47,9 @@ FAMILIES = {  # by the types of their configs
         "llava_next", "llava_next_video", "llava_onevision", "internvl", "gemma3", "mistral3", "paligemma",
         "aya_vision", "glm4v", "mllama", "llama4", "lfm2_vl", "cohere2_vision", "aria", "kimi_k25",
     ),
-    ActorModality.AUDIO_LANGUAGE: ("qwen2_audio", "voxtral", "granite_speech", "qwen3_asr"),
+    ActorModality.AUDIO_LANGUAGE: (
+        "qwen2_audio", "voxtral", "granite_speech", "qwen3_asr", "audioflamingo3", "musicflamingo",
+    ),
     ActorModality.OMNI: ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "gemma3n"),
     ActorModality.LANGUAGE_ONLY: ("llama", "qwen2", "gemma3_text", "llama4_text"),
 }  # fmt: skip
@@ -71,6 +75,28 @@ def test_the_modality_of_a_config_is_what_its_model_takes(kind, expected):
     assert found - TEXT <= known, f"{kind} takes {sorted(found - TEXT - known)} too"
     assert not known & TEXT
     assert bool(found & known) is (expected is not ActorModality.LANGUAGE_ONLY)
+
+
+def test_a_model_with_towers_is_made_by_a_class_that_takes_media():
+    """For every type of config that transformers has, no weights built: the auto class has a class for it."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    names = dict(auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)
+    names |= {kind: auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES[kind] for kind in ("audioflamingo3",)}
+    seen = 0
+    for kind in names:
+        config = config_of(kind)
+        factory = getattr(transformers, auto_class(config))
+        assert factory._model_mapping[type(thinker(config))] is class_of(config), kind
+        assert factory is not transformers.AutoModelForCausalLM, kind
+        seen += 1
+    assert seen > 20
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "t5", "bart", "whisper"])
+def test_a_config_without_towers_is_a_causal_language_model(kind):
+    assert auto_class(config_of(kind)) == "AutoModelForCausalLM"
 
 
 def test_no_name_is_one_that_no_model_takes():

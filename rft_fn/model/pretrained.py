@@ -1,9 +1,11 @@
 """transformers' from_pretrained with one-line errors and a check for whole weights."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from rft_fn import modality
@@ -23,14 +25,13 @@ class Kind(NamedTuple):
 
 def kind_of(name: str, trust_remote_code: bool = False) -> Kind:
     """The kind of the language model of a folder or hub name."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+    import transformers
+    from transformers import AutoConfig
 
     whole = from_pretrained(AutoConfig, name, trust_remote_code=trust_remote_code)
     config = modality.thinker(whole)
     config.name_or_path = whole.name_or_path
-    factory: Any = AutoModelForCausalLM
-    if modality.has_media_class(config):
-        factory = AutoModelForMultimodalLM
+    factory = getattr(transformers, modality.auto_class(config))
     return Kind(config, factory, config is not whole)
 
 
@@ -78,7 +79,8 @@ def loaded(factory: Any, name: str, **kwargs: Any) -> nn.Module:
     """The model `name`, with all of its weights.
 
     ValueError for tensors that are missing, unexpected or of another shape, unless the model's own code
-    explains them (a tied head, `_keys_to_ignore_*`), and for NaN or inf.
+    explains them (a tied head, `_keys_to_ignore_*`), and for NaN or inf. Weights that the model's class does
+    not train, such as sinusoids of positions, have no gradient.
     """
     module, info = from_pretrained(
         factory, name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
@@ -87,7 +89,21 @@ def loaded(factory: Any, name: str, **kwargs: Any) -> nn.Module:
     incomplete(name, info["missing_keys"], info["unexpected_keys"], shapes)
     for key, p in module.named_parameters():
         require_finite(f"model: {name}", key, p)
+    _keep_frozen(module)
     return module
+
+
+def _keep_frozen(module: Any) -> None:
+    """Freeze the parameters that the class of a model freezes when it is made.
+
+    from_pretrained replaces parameters, and forgets which of them were frozen.
+    """
+    with torch.device("meta"):
+        made = type(module)(copy.deepcopy(module.config))
+    fixed = {name for name, p in made.named_parameters() if not p.requires_grad}
+    for name, p in module.named_parameters():
+        if name in fixed:
+            p.requires_grad_(False)
 
 
 def incomplete(name: Any, missing: Any, unexpected: Any, shapes: Sequence[str]) -> None:

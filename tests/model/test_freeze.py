@@ -242,3 +242,17 @@ def test_a_run_freezes_what_its_option_names(folder):
         ValueError, match=r"freeze: expected none with lora_rank 4, .* got visual; lora_targets"
     ):
         options.Policy(lora_rank=4, freeze=("visual",))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_weights_that_the_class_keeps_fixed_are_fixed_either_way(tmp_path, kind):
+    """The same names are trained with memory first or without; sinusoids of positions are none of them."""
+    made = FAMILIES[kind].build(torch.float32)
+    made.save_pretrained(tmp_path)
+    want = [name for name, p in made.named_parameters() if p.requires_grad]
+    for meta in (False, True):
+        got = model.load(tmp_path, meta=meta)
+        assert [name for name, p in got.named_parameters() if p.requires_grad] == want
+    fixed = dict(made.named_parameters()).keys() - set(want)
+    assert bool(fixed) is (kind in ("Qwen2Audio", "Voxtral"))
+    assert all(name.endswith("audio_tower.embed_positions.weight") for name in fixed)

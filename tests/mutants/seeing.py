@@ -7,9 +7,23 @@ MUTANTS = [
     (
         "a config with towers gives the text model alone",
         LOADED,
-        "        factory = AutoModelForMultimodalLM\n",
-        "        pass\n",
+        "    factory = getattr(transformers, modality.auto_class(config))\n",
+        "    factory = transformers.AutoModelForCausalLM\n",
         "tests/model/test_actors.py::test_a_config_with_towers_gives_the_whole_model",
+    ),
+    (
+        "a model that hears is looked up in one table only",
+        MODALITY,
+        '        tables["AutoModelForSeq2SeqLM"] = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING\n',
+        "        pass\n",
+        "tests/test_modality.py::test_a_model_with_towers_is_made_by_a_class_that_takes_media",
+    ),
+    (
+        "a loaded model trains what its class keeps fixed",
+        LOADED,
+        "    _keep_frozen(module)\n",
+        "",
+        "tests/model/test_freeze.py::test_weights_that_the_class_keeps_fixed_are_fixed_either_way",
     ),
     (
         "a pattern that matches nothing is passed over",
