@@ -26,7 +26,8 @@ TEXT = {
     "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "initializer_range": SCALE,
 }  # fmt: skip
 VISION = {
-    "embed_dim": 32, "hidden_size": 64, "depth": 1, "num_heads": 2, "mlp_ratio": 2, "initializer_range": SCALE,
+    "embed_dim": 32, "hidden_size": 64, "depth": 1, "num_heads": 2, "mlp_ratio": 2,
+    "initializer_range": SCALE,
 }  # fmt: skip
 
 
