@@ -112,9 +112,9 @@ def positions(lm: nn.Module, ids: Tensor, media: Mapping[str, Tensor] | None) ->
     if owner is None:
         return torch.arange(ids.shape[0], device=ids.device)[None]
 
-    # On the CPU, for the rule looks at each token in turn; it reads sizes and times, no pixels.
+    # On the CPU, for the rule looks at each token in turn.
     own = ids.cpu()[None]
-    small = {name: x.cpu() for name, x in (media or {}).items() if x.shape[0] and x.dim() <= 2}
+    small = _small(media or {})
     given = small | {
         "attention_mask": torch.ones_like(own),
         "mm_token_type_ids": token_types(own, placeholders(inside_adapters(lm).config)),
@@ -128,6 +128,16 @@ def positions(lm: nn.Module, ids: Tensor, media: Mapping[str, Tensor] | None) ->
     takes = inspect.signature(owner.get_rope_index).parameters
     found, _ = owner.get_rope_index(own, **{name: x for name, x in given.items() if name in takes})
     return found[:, 0].to(ids.device)
+
+
+def _small(media: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The sizes and times of media, which rules of positions read, on the CPU; no pixels."""
+    found = {}
+    for name, x in media.items():
+        counts = name in _SECONDS or not x.is_floating_point()
+        if x.shape[0] and x.dim() <= 2 and (counts or name == "feature_attention_mask"):
+            found[name] = x.cpu()
+    return found
 
 
 def _rule_of(lm: nn.Module) -> Any:
@@ -183,10 +193,23 @@ def media_inputs(lm: nn.Module, pack: Packed, *, blind: bool = False) -> dict[st
         return inputs
     if blind:
         read = [torch.zeros_like(ids) for ids in read]
-    own = [positions(model, ids, sequences.media(k)) for k, ids in enumerate(read)]
-    axes = _padded(torch.cat(own, -1), pack)
+    axes = _padded(torch.cat(_axes(model, read, sequences), -1), pack)
     inputs["position_ids"] = torch.cat([pack.pos[None], axes])[:, None]
     return inputs
+
+
+def _axes(model: Any, read: list[Tensor], sequences: _Sequences) -> list[Tensor]:
+    """The positions [axes, T_k] of each sequence, found once for those that are alike."""
+    known: dict[str, Tensor] = {}
+    own = []
+    for k, ids in enumerate(read):
+        # Samples of one prompt differ in what was sampled, which is 0 here; the rule reads sizes, no pixels.
+        small = _small(sequences.media(k))
+        key = (ids.tolist(), {name: x.tolist() for name, x in small.items()})
+        if repr(key) not in known:
+            known[repr(key)] = positions(model, ids, small)
+        own.append(known[repr(key)])
+    return own
 
 
 def _tensors(model: Any, sequences: _Sequences, takes: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from typing import Any
 __all__ = ["STEPS", "TASK", "TEMPLATE", "TOKENS", "new_model", "new_processor"]
 
 TASK = "tone"
-STEPS = 120  # of the warm-up
+STEPS = 18  # of the warm-up
 MELS = 16  # bands of the spectrogram
 FRAMES = 100  # of a second
 TOKENS = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")

@@ -7,7 +7,8 @@ from rft_fn.model.patches import PatchProcessor
 __all__ = ["SIDE", "STEPS", "TASK", "TEMPLATE", "TOKENS", "new_model", "new_processor"]
 
 TASK = "count_squares"
-STEPS = 120  # of the warm-up
+STEPS = 100  # of the warm-up
+SCALE = 0.1  # deviation of the first weights; with the usual 0.02 layers this narrow learn ten times slower
 SIDE = 16  # pixels that images are brought to
 PATCH = 2
 MERGE = 2  # patches of a side of a token, which is then a cell of 4 x 4 pixels
@@ -22,9 +23,12 @@ TEXT = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 4, "max_position_embeddings": 256, "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
-    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
+    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "initializer_range": SCALE,
 }  # fmt: skip
-VISION = {"embed_dim": 32, "hidden_size": 64, "depth": 1, "num_heads": 2, "mlp_ratio": 2}
+VISION = {
+    "embed_dim": 32, "hidden_size": 64, "depth": 1, "num_heads": 2, "mlp_ratio": 2,
+    "initializer_range": SCALE,
+}  # fmt: skip
 
 
 def new_processor(tokenizer: Any) -> PatchProcessor:

@@ -1,0 +1,63 @@
+"""The scripts with models that see or hear: they learn, evaluate and resume to the bit."""
+
+import json
+
+import pytest
+from test_house import load_script as script
+
+CASES = [("tiny-vl", "count_squares"), ("tiny-audio", "tone")]
+
+
+def grpo(folder, model, task, steps):
+    grpo = script("grpo")
+    small = {"prompts": 4, "group": 4, "eval_every": 2, "eval_prompts": 64, "save_every": 2, "lr_end": 1.0}
+    grpo.main(grpo.Config(model=model, data=(task,), steps=steps, out=str(folder), **small))
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=["vl", "audio"])
+def trained(request, tmp_path_factory):
+    """(folder of a run of 4 steps, model, task)."""
+    model, task = request.param
+    folder = tmp_path_factory.mktemp("runs") / task
+    grpo(folder, model, task, 4)
+    return folder, model, task
+
+
+def test_a_warmed_up_model_knows_more_than_chance_and_has_more_to_learn(trained):
+    folder, _, task = trained
+    metrics = rows(folder / "metrics.jsonl")
+    assert 0.25 < metrics[0]["eval/mean"] < 0.75
+    assert all(row["policy/logp_gap"] < 1e-5 for row in metrics)
+    assert (folder / "samples.png").stat().st_size > 0
+    names = [name for row in rows(folder / "trajectories.jsonl") for name in row["media"]]
+    assert names and all(name.startswith(f"{task}-1-") for name in names)
+
+
+def test_a_run_that_sees_or_hears_resumes_to_the_bit(trained, tmp_path):
+    folder, model, task = trained
+    grpo(tmp_path / "again", model, task, 2)
+    grpo(tmp_path / "again", model, task, 4)
+    for name in ("metrics.jsonl", "model/model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes(), name
+
+
+def test_evaluate_reads_the_processor_of_a_run(trained, tmp_path):
+    folder, _, task = trained
+    evaluate = script("evaluate")
+    out = tmp_path / "eval.json"
+    evaluate.main(evaluate.Config(model=str(folder), data=(task,), count=64, out=str(out)))
+    assert 0.25 < json.loads(out.read_text())["result"]["pass@1"] < 0.9
+
+
+@pytest.mark.parametrize(("model", "task"), [("tiny-vl", "count_squares:2"), ("tiny-audio", "tone:2")])
+def test_sft_lowers_the_loss_of_the_second_level(model, task, tmp_path):
+    sft = script("sft")
+    sft.main(
+        sft.Config(model=model, data=(task,), steps=8, batch=16, lr=3e-3, warmup=0, out=str(tmp_path / "sft"))
+    )
+    losses = [row["loss"] for row in rows(tmp_path / "sft" / "metrics.jsonl")]
+    assert losses[-1] < 0.7 * losses[0]
