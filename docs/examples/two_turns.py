@@ -10,8 +10,7 @@ import rft_fn as rft
 
 def reply(row, text):
     """How many places of a first try are right, as the environment writes it."""
-    right = sum(a == b for a, b in zip(text, row["answer"]))
-    return f"{right}="
+    return f"{sum(a == b for a, b in zip(text, row['answer']))}="
 
 
 def main(steps: int = 120, n_prompts: int = 32, group: int = 8, out: str = "runs/two_turns") -> None:

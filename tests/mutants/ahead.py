@@ -2,7 +2,7 @@
 
 AHEAD, PARTIAL = "rft_fn/collect/ahead.py", "rft_fn/collect/partial.py"
 ORDER, LOCATE = "rft_fn/collect/in_order.py", "rft_fn/sync/locate.py"
-DEADLINE = "tests/engine/test_deadline.py::test_"
+DEADLINE = "tests/engine/test_engine_deadline.py::test_"
 NAMED = "tests/test_sync.py::test_the_canary_names_a_"
 TOGETHER = "tests/collect/test_refused.py::test_ranks_refuse_the_same_prompt_and_share_the_rewards_of_rows"
 START = "tests/engine/test_http_start.py::test_"

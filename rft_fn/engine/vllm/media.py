@@ -30,7 +30,7 @@ Fields = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
 def check_family(model: nn.Module) -> None:
     """ValueError for a model with media that vLLM lacks, cannot import, or knows by other names of weights.
 
-    `model` may be without weights, but has to know the names in its files.
+    `model` may be without weights.
     """
     name = type(model).__name__
     line = f"engine vllm: expected a model with media that vLLM can sample from, got {name}"

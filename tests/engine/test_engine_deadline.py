@@ -111,7 +111,7 @@ def alone(code, *args):
 
 
 HANGS = """
-import sys, faulty, test_deadline, threading
+import sys, faulty, test_engine_deadline, threading
 from rft_fn.engine import deadline, time_limit
 
 time_limit.GRACE = 0.3
@@ -121,9 +121,9 @@ def stuck(*args, **how):
 
 def call():
     with deadline.saving(lambda: "; all is saved"):
-        eng.generate([[3]], [1], sampling=test_deadline.SAMPLING)
+        eng.generate([[3]], [1], sampling=test_engine_deadline.SAMPLING)
 
-eng = deadline.limited(test_deadline.made()._replace(generate=stuck), 1.0)
+eng = deadline.limited(test_engine_deadline.made()._replace(generate=stuck), 1.0)
 if sys.argv[1] == "thread":
     thread = threading.Thread(target=call)
     thread.start()
