@@ -85,6 +85,7 @@ def load_pairs(
     """(the pairs to train on, the unseen ones to evaluate on)."""
     how = {"chosen": cfg.chosen, "rejected": cfg.rejected, "kind": rft.data.PAIRS}
     how |= {"max_length": cfg.max_length, "max_tokens": cfg.budget}
+    how["window"] = rft.model.read_window(cfg.model)
     return rft.run.load_data(cfg, st, tokenizer, processing, **how)
 
 

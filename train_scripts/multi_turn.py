@@ -71,7 +71,8 @@ def load_prompts(cfg: Config, st: rft.Strategy, env: rft.environment.Environment
     """(the prompts to train on, the unseen ones to evaluate on)."""
     if cfg.data:
         processing = rft.run.load_processing(cfg, cfg.model)
-        return rft.run.load_data(cfg, st, tokenizer, processing, max_prompt=cfg.max_prompt)
+        fits = {"window": rft.model.read_window(cfg.model), "max_new": cfg.max_new}
+        return rft.run.load_data(cfg, st, tokenizer, processing, max_prompt=cfg.max_prompt, **fits)
     how = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
     how["chat_template_kwargs"] = rft.data.literals(cfg.chat_template_kwargs)
     seeds = [cfg.seed, rft.rng.fold_in(cfg.seed, "unseen")]

@@ -129,7 +129,7 @@ def load_examples(cfg: Config, st: rft.Strategy, task: rft.run.Task) -> rft.data
         "messages": cfg.ptx_messages,
         "response": cfg.ptx_response,
     }
-    how |= {"max_prompt": cfg.max_prompt, "loss_on": "all"}
+    how |= {"max_prompt": cfg.max_prompt, "loss_on": "all", "window": rft.model.read_window(cfg.model)}
     examples = rft.data.load(cfg.ptx_data, task.tokenizer, seed=cfg.seed + 2, **how)
     rft.strategy.check_data(st, examples)
     return examples

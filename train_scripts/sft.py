@@ -70,6 +70,7 @@ def main(cfg: Config) -> None:
     learn["chat_template_kwargs"] = rft.data.literals(cfg.chat_template_kwargs)
     how = rft.run.data_options(cfg, processing) | learn
     how |= {"max_prompt": cfg.max_prompt, "max_tokens": cfg.budget}
+    how["window"] = rft.model.read_window(cfg.model)
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, **how)
     rft.strategy.check_data(st, dataset)
     batch = cfg.strategy.train_batch_size or cfg.batch

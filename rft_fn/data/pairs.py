@@ -21,7 +21,7 @@ from rft_fn.data.processing import Processing
 from rft_fn.data.rows import Endless, Row, Table
 from rft_fn.data.spans import Lesson, shared_prefix
 from rft_fn.data.text_template import fill, is_empty, render
-from rft_fn.data.unfit import TooLong, Unfit
+from rft_fn.data.unfit import TooLong, Unfit, check_window
 from rft_fn.data.wrong_answers import wrong_answer
 
 __all__ = ["Pair", "pairs_from_rows", "pairs_from_task", "shared_start"]
@@ -50,6 +50,7 @@ def pairs_from_rows(
     messages: Sequence[str] = (),
     chat_template_kwargs: Mapping[str, Any] | None = None,
     processing: Processing | None = None,
+    window: int | None = None,
     workers: int = 0,
     name: str = "rows",
 ) -> Dataset[Pair]:
@@ -62,7 +63,8 @@ def pairs_from_rows(
     which gets `chat_template_kwargs` and the row's `tools`.
 
     Every row is looked at now: the columns must be there and hold something, the responses must differ, and
-    both, each with the prompt, must fit into a pack of `max_tokens`. Pairs with more than `max_length` tokens
+    both, each with the prompt, must fit into a pack of `max_tokens`, and each into `window`, the most tokens
+    that the model reads. Pairs with more than `max_length` tokens
     in prompt and response are left out, with one warning.
 
     ValueError for no rows, with the count and the places of the first rows that cannot be used, or when no
@@ -77,6 +79,7 @@ def pairs_from_rows(
         max_length=max_length,
         max_tokens=max_tokens,
         messages=messages,
+        window=window,
     )
     return make_dataset(rows, recipe, name, workers=workers)
 
@@ -120,6 +123,7 @@ class PairRecipe:
     max_length: int
     max_tokens: int | None
     messages: Sequence[str]
+    window: int | None = None
 
     @property
     def most(self) -> int:
@@ -160,6 +164,7 @@ class PairRecipe:
         longest = max(len(chosen.ids), len(rejected.ids))
         if longest > self.max_length:
             raise TooLong(f"{longest} tokens")
+        check_window(place, longest, 0, self.window)
         inputs = len(chosen.ids) + len(rejected.ids) - 2  # the last token of each is only a target
         if self.max_tokens is not None and inputs > self.max_tokens:
             raise Unfit(

@@ -19,7 +19,7 @@ from rft_fn.data.processing import Processing
 from rft_fn.data.rows import Endless, Row, Table
 from rft_fn.data.spans import Lesson
 from rft_fn.data.text_template import fill, is_empty, render
-from rft_fn.data.unfit import TooLong, Unfit
+from rft_fn.data.unfit import TooLong, Unfit, check_window
 
 __all__ = ["Prompt", "from_rows", "from_task"]
 
@@ -54,6 +54,8 @@ def from_rows(
     loss_on: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     processing: Processing | None = None,
+    window: int | None = None,
+    max_new: int = 0,
     workers: int = 0,
     name: str = "rows",
 ) -> Dataset[Prompt]:
@@ -72,8 +74,9 @@ def from_rows(
     Every row is looked at now, so that none stops a run later: the columns of the template and those of
     `columns` must be there and hold something (`reward.columns(score)` are those that a reward reads);
     `response`, a template, must fill in, and prompt, response and its end fit into `max_tokens`. Prompts
-    longer than `max_prompt` tokens are left out, with one warning. Of rows of a file only their places are
-    kept in memory.
+    longer than `max_prompt` tokens are left out, with one warning; one that is not, and does not fit into
+    `window`, the most tokens that the model reads, with its response or `max_new` tokens is an error. Of rows
+    of a file only their places are kept in memory.
 
     ValueError for no rows, with the count and the places of the first rows that cannot be used, when no
     prompt fits, and for keywords that the chat template does not read.
@@ -88,6 +91,8 @@ def from_rows(
         max_tokens=max_tokens,
         messages=messages,
         loss_on=loss_on,
+        window=window,
+        max_new=max_new,
     )
     return make_dataset(rows, recipe, name, workers=workers)
 
@@ -120,6 +125,8 @@ class PromptRecipe:
     max_tokens: int | None
     messages: Sequence[str]
     loss_on: str | None
+    window: int | None = None
+    max_new: int = 0
 
     @property
     def most(self) -> int:
@@ -203,7 +210,7 @@ class PromptRecipe:
         }
 
     def _check_response(self, row: Row, place: str, ids: Sequence[int]) -> None:
-        """Raise Unfit for an empty response, and for more than max_tokens in all.
+        """Raise Unfit for an empty response, and for more than max_tokens or the window in all.
 
         All are the prompt, the response and its end.
         """
@@ -214,6 +221,7 @@ class PromptRecipe:
             subject = "prompt and response have"
         if self.max_tokens is not None and count > self.max_tokens:
             raise Unfit(place, f"{subject} {count} tokens, above {self.max_tokens}")
+        check_window(place, count, self.max_new, self.window)
 
     def _response_tokens(self, template: str, row: Row, place: str) -> int:
         """The tokens of the response and the one that ends it."""
@@ -242,6 +250,8 @@ class PromptRecipe:
             raise Unfit(place, str(error)) from None
         if len(ids) > self.max_prompt:
             raise TooLong(f"{len(ids)} tokens")
+        longest = max([len(ids), *(len(lesson.ids) for lesson in learned)])
+        check_window(place, longest, self.max_new, self.window)
         asked = [turn for turn in talk.turns if turn["role"] == "user"] or talk.turns
         text = text_of(asked[-1])
         if made is None:

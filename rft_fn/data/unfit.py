@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["FirstFew", "TooLong", "Unfit", "unfit_line"]
+__all__ = ["FirstFew", "TooLong", "Unfit", "check_window", "unfit_line"]
 
 _SHOWN = 3  # rows that an error or a warning names
 
@@ -24,6 +24,21 @@ class TooLong(Exception):
 
     The text is its length, as "600 tokens".
     """
+
+
+def check_window(place: str, count: int, max_new: int, window: int | None) -> None:
+    """Unfit for a row of `count` tokens, and `max_new` after them, that the model's window does not hold.
+
+    None is no limit. Tokens of images, audio and videos are counted as they are widened.
+    """
+    if window is None or count + max_new <= window:
+        return
+    size = f"{count} tokens, those of media among them"
+    remedy = "shorten it, or lower max_prompt"
+    if max_new:
+        size = f"{count} + {max_new} tokens with max_new, those of media among them"
+        remedy = "lower max_new, or max_prompt to leave it out"
+    raise Unfit(place, f"the row has {size}, above the model's window of {window}; {remedy}")
 
 
 class FirstFew:

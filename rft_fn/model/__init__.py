@@ -10,7 +10,7 @@ from rft_fn.model.bind import bind, score
 from rft_fn.model.builtin import cache_dir, resolve
 from rft_fn.model.critic import Critic, explained_variance, load_critic, save_critic, values
 from rft_fn.model.freeze import freeze
-from rft_fn.model.load import load, load_tokenizer
+from rft_fn.model.load import load, load_tokenizer, read_window
 from rft_fn.model.lora import apply_lora_configuration, without_adapters
 from rft_fn.model.materialize import materialize
 from rft_fn.model.parts import text_model
@@ -23,5 +23,5 @@ from rft_fn.model.scorer import Scorer, wrap_for_training
 __all__ = [
     "ActorAL", "ActorLanguage", "ActorOmni", "ActorVL", "Critic", "apply_lora_configuration", "assign",
     "bind", "check_quantize", "explained_variance", "freeze", "load", "load_critic", "load_processor",
-    "load_tokenizer", "save", "save_critic", "score", "values",
+    "load_tokenizer", "read_window", "save", "save_critic", "score", "values",
 ]  # fmt: skip

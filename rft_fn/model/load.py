@@ -16,7 +16,9 @@ from rft_fn.model.materialize import on_meta, skeleton
 from rft_fn.model.parts import find, path_of
 from rft_fn.model.pretrained import Kind, from_pretrained, kind_of, loaded
 
-__all__ = ["base_folder", "load", "load_tokenizer", "read_config", "usual_device", "usual_dtype"]
+__all__ = [
+    "base_folder", "load", "load_tokenizer", "read_config", "read_window", "usual_device", "usual_dtype",
+]  # fmt: skip
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
@@ -145,6 +147,14 @@ def read_config(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     ValueError for a name that is none of these.
     """
     return kind_of(base_folder(resolve(str(name))), trust_remote_code).config
+
+
+def read_window(name: str | Path) -> int | None:
+    """The most tokens that a model reads, by its config; None without a limit, or without a config."""
+    folder = base_folder(resolve(str(name)))
+    if Path(folder).is_dir() and not Path(folder, "config.json").is_file():
+        return None
+    return getattr(read_config(name).get_text_config(), "max_position_embeddings", None)
 
 
 def _base_of(adapter: Path) -> str:

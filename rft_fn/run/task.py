@@ -47,6 +47,7 @@ def load_task(cfg: options.Reinforcement, st: Strategy) -> Task:
     processing = load_processing(cfg, cfg.model)
     score: Any = reward.parse(rewards_of(cfg, cfg.data))
     needed = {"max_prompt": cfg.max_prompt, "columns": reward.columns(score)}
+    needed |= {"window": model.read_window(cfg.model), "max_new": cfg.max_new}
     dataset, unseen = load_data(cfg, st, tokenizer, processing, **needed)
     return Task(tokenizer, dataset, unseen, score, processing)
 

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sees_and_hears import FAMILIES
+from test_probe import quiet
 
 import rft_fn as rft
 from rft_fn import data, model
 from rft_fn.model import tiny, tiny_audio, tiny_vl
 from rft_fn.model.patches import PatchProcessor
+from rft_fn.types import Media
 
 
 def tokenizer_of(form):
@@ -188,6 +191,68 @@ def test_a_folder_with_towers_and_no_processor_is_refused(tmp_path, sees):
         model.load_processor(tmp_path / "vl")
 
 
+def places_of(mark):
+    """A chat template that puts a mark for each image."""
+    return (
+        "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+        "{% for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% else %}"
+        + mark
+        + "{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    )
+
+
+def llava(tokenizer):
+    from transformers import LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    images = CLIPImageProcessorPil(**sizes)
+    how = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return LlavaProcessor(images, tokenizer, **how)
+
+
+def idefics3(tokenizer):
+    from transformers import Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    sizes = {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 16}}
+    images = Idefics3ImageProcessorPil(**sizes, do_image_splitting=False)
+    return Idefics3Processor(images, tokenizer, image_seq_len=4)
+
+
+@pytest.mark.parametrize("make", [llava, idefics3])
+def test_processors_of_transformers_count_as_their_models_do(tmp_path, make):
+    """Saved with a small model of the family, loaded, and two images of a prompt read by that model."""
+    names = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    tokenizer = tiny.new_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    tokenizer.chat_template = places_of("<image>")
+    family = {llava: FAMILIES["Llava"], idefics3: FAMILIES["Idefics3"]}[make]
+    config = family.make().config
+    config.image_token_id = tokenizer.convert_tokens_to_ids("<image>")
+    config.text_config.vocab_size = len(tokenizer)
+    model.save(tmp_path / "model", type(family.make())(config), make(tokenizer))
+
+    # one prompt from a file, by the processor of the folder
+    red, blue = picture(tmp_path, "red.png"), picture(tmp_path, "blue.png", (0, 0, 255))
+    file = rows_file(tmp_path, {"q": "a<image>b<image>=", "images": [red, blue]}, {"q": "c="})
+    found = load(file, model.load_processor(tmp_path / "model"))
+    prompt = found.prompt(0)
+    assert prompt.ids.count(config.image_token_id) == 8 and found.prompt(1).media is None
+    assert prompt.media["pixel_values"].shape == (2, 3, 16, 16)
+    assert not torch.equal(*prompt.media["pixel_values"])
+
+    # the model counts them as well, and what it sees matters
+    apply, params = quiet(model.bind, model.load(tmp_path / "model"))
+    exp = rft.packing.supervised([(prompt.ids, [5, 6]), (found.prompt(1).ids, [7])])
+    swapped = {name: x.flip(0) for name, x in prompt.media.items()}
+    scores = []
+    for media in (prompt.media, swapped):
+        seen = rft.tree.replace(exp, media=Media.of_prompts([media, None]))
+        scores.append(apply(params, rft.packing.pack(seen, [0, 1])).logp)
+    assert scores[0].isfinite().all() and not torch.equal(*scores)
+
+
 def bad_rows(folder):
     picture(folder, "big.png", size=(300, 300))
     picture(folder, "ok.png")
@@ -240,6 +305,27 @@ def test_large_images_are_shrunk_and_long_prompts_left_out_each_with_a_warning(t
         load(file, sees, limits=data.MediaLimits(max_pixels=400))
     with pytest.warns(UserWarning, match="line 1 with 20 tokens, those of its media among them"):
         assert load(file, sees, max_prompt=10).size == 1
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_prompt_and_its_response_fit_into_the_models_window(tmp_path, sees, seen):
+    """An image of 16 tokens, its two marks and two of text, or the text alone, and 10 of the response."""
+    picture(tmp_path, "a.png")
+    rows, size = [{"q": "b="}, {"q": "a="}], 2
+    if seen:
+        rows, size = [{"q": "b="}, {"q": "a=", "image": "a.png"}], 20
+    processor = {True: sees, False: None}[seen]
+    file = rows_file(tmp_path, *rows)
+    assert load(file, processor, window=size + 10, max_new=10).size == 2
+    lines = {True: "line 2", False: "lines 1, 2"}[seen]
+    has = rf"{lines}: the row has {size} \+ 10 tokens with max_new, .*window of {size + 9}; lower max_new"
+    with pytest.raises(ValueError, match=f"rows.jsonl, {has}"):
+        load(file, processor, window=size + 9, max_new=10)
+
+    # a response that is there is counted too, with its end
+    assert load(file, processor, response="12", window=size + 3).size == 2
+    with pytest.raises(ValueError, match=rf"the row has {size + 3} tokens, .*window of {size + 2}; shorten"):
+        load(file, processor, response="12", window=size + 2)
 
 
 def test_a_task_that_is_seen_is_refused_by_a_text_model():

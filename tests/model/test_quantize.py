@@ -5,6 +5,8 @@ from importlib.util import find_spec
 import pytest
 import tiny
 import torch
+from sees_and_hears import FAMILIES, batch
+from test_probe import quiet
 
 import rft_fn as rft
 from rft_fn import engine, model, packing
@@ -161,6 +163,31 @@ def test_an_estimate_counts_its_bytes(folder, kind):
     assert weights + rest + adapters < want.parameters < 1.3 * weights + rest + adapters
     assert want.engine == was.engine and not want.unknown
     assert want.activations > 0.9 * was.activations
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_sees_is_quantised_but_for_its_tower(tmp_path, kind):
+    """Tower and projector are in full; one step through images changes the adapters, and nothing else."""
+    family = FAMILIES["Qwen2VL"]
+    family.build(torch.float32).save_pretrained(tmp_path)
+    full = dict(model.load(tmp_path).named_parameters())
+    lm = model.load(tmp_path, quantize=kind)
+    low = {name for name, p in lm.named_parameters() if quantize.is_low(p)}
+    assert low == {name for name in full if "language_model.layers" in name and name.endswith("proj.weight")}
+    assert all(torch.equal(p, full[name]) for name, p in lm.named_parameters() if name not in low)
+
+    lm = model.apply_lora_configuration(lm, 4, 8)
+    st = get_fake_strategy()
+    apply, state = quiet(st.init, lm, rft.optim.adamw(0.03))
+    before = {name: quantize.whole(p).clone() for name, p in lm.named_parameters()}
+    exp = batch(family, [["image", "image"], [], ["image"]])
+    grads, _ = st.grad(state, apply, loss_fn, st.shard(exp, 1000))
+    logp = torch.cat(model.score(apply, state.params, st.shard(exp, 1000)))
+    assert logp.isfinite().all() and logp.abs().max() > 0.1
+    st.update(state, grads)
+    after = {name: quantize.whole(p) for name, p in lm.named_parameters()}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "lora_B" in name}  # A has no gradient while B is 0
 
 
 def test_bad_input(folder, monkeypatch):
