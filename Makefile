@@ -41,7 +41,7 @@ train: $(VENV)/installed
 
 # Models that see and hear, on tasks that are generated; samples.png in the run's folder shows them with the responses.
 train-vl: $(VENV)/installed
-	$(BIN)/python train_scripts/grpo.py --model tiny-vl --data count_squares --prompts 64 --group 8 --lr 4e-4 \
+	$(BIN)/python train_scripts/grpo.py --model tiny-vl --data count_squares --prompts 64 --group 8 --lr 5e-4 --steps 220 \
 	  --out $(OUT)/vl
 
 train-audio: $(VENV)/installed
