@@ -208,6 +208,10 @@ def exact(column: str = "answer", *, boxed: bool = False) -> RewardFn:
     return _compare(same, column)
 
 
+# the columns of a task's rows that no verifier reads
+_OF_THE_QUESTION = {"question", "short", "level", "image", "images", "audio", "audios"}
+
+
 def task(name: str) -> RewardFn:
     r"""The score that a built-in task's verifier gives the answer, in [0, 1].
 
@@ -215,7 +219,7 @@ def task(name: str) -> RewardFn:
     columns that the task's rows have, so the dataset must carry them. Raises ValueError for an unknown task.
     """
     chosen = tasks.get_task(name)
-    needed = sorted(chosen.generate(0, 0, 1).keys() - {"question", "short", "level"})
+    needed = sorted(chosen.generate(0, 0, 1).keys() - _OF_THE_QUESTION)
 
     @reads(*needed)
     def reward(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rft_fn import data, engine, model, optim, packing, strategy
 from rft_fn.memory.example import largest
+from rft_fn.model.media import sees_or_hears
 from rft_fn.run import options
 from rft_fn.run.cli import without
 from rft_fn.run.folder import Run
@@ -215,7 +216,7 @@ def print_preflight(
     if initial and not cfg.lora_rank:
         held.append((models[0][0], None))
     example = None
-    if dataset is not None and st.rank == 0:
+    if dataset is not None and sees_or_hears(models[0][0]) and st.rank == 0:
         example = largest(data.take(dataset, _LOOKED_AT, seed=0)[0], -(-prompts // st.world))
     how: dict[str, Any] = {"engine": engine, "length": length, "example": example}
     st.print(strategy.preflight(st, *held, budget=cfg.budget, **how))

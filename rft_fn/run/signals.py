@@ -80,9 +80,14 @@ def asked() -> int:
 
 
 def stopping() -> int:
-    """The signal that asked any process to stop, or 0: the same on every rank. All ranks call it."""
-    _state["asked"] = max(dist.all_gather_object(_state["asked"]))
-    return _state["asked"]
+    """The signal that asked any process to stop, or 0: the same on every rank. All ranks call it.
+
+    One that arrives while the ranks ask each other is answered by the next call.
+    """
+    found = max(dist.all_gather_object(_state["asked"]))
+    if found:
+        _state["asked"] = found
+    return found
 
 
 class Unbroken:

@@ -277,7 +277,7 @@ def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match=r"lm: expected a causal language model .* got Linear"):
         model.Critic(torch.nn.Linear(2, 2))
     critic = model.load_critic(tiny.llama())
-    with pytest.raises(ValueError, match="media: expected None"):
+    with pytest.raises(ValueError, match="media: expected none for language_only"):
         critic(tree.replace(pack, media=rft.Media.of_prompts([{"pixels": torch.zeros(1)}] * 2)))
     with pytest.raises(ValueError, match=r"weights: expected names of the critic's .* got \['lm_head"):
         model.save_critic(tmp_path / "c", critic, [("lm_head.weight", torch.zeros(2))])

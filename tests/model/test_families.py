@@ -82,8 +82,9 @@ def test_a_family_on_two_processes(on_two, kind, column):
 
 
 def test_the_page_is_made_of_the_results():
-    results = json.loads(families_table.RESULTS.read_text())
-    assert families_table.PAGE.read_text() == families_page.page(results)
+    table = families_table.TEXT
+    results = json.loads(table.results.read_text())
+    assert table.page.read_text() == table.write(results)
     assert set(results["families"]) == set(FAMILIES)
     assert len(FAMILIES) >= 45
     for kind in MOST:
@@ -125,12 +126,12 @@ def test_a_cell_that_hangs_or_dies_is_ended(monkeypatch):
         "sampler": lambda kind: Measured(1.0),
         "lora": lambda kind: 1 / 0,
     }
-    monkeypatch.setattr(families_table, "CHECKS", checks)
+    monkeypatch.setattr(family_checks, "CHECKS", checks)
     found = {}
     began = time.monotonic()
-    families_table.run(
-        [("Llama", c) for c in checks], 4, 2.0, lambda _, column, entry: found.update({column: entry})
-    )
+    cells = [("Llama", column) for column in checks]
+    keep = lambda _, column, entry: found.update({column: entry})  # noqa: E731
+    families_table.run(family_checks, cells, 4, 2.0, keep)
     assert time.monotonic() - began < 30
     assert not any(entry["ok"] for entry in found.values())
     notes = {column: entry["note"] for column, entry in found.items()}

@@ -12,10 +12,10 @@ import pytest
 import torch
 from matplotlib import image
 
-from rft_fn import check
+from rft_fn import check, dist
 from rft_fn import run as runs
 from rft_fn.reward import Judged
-from rft_fn.run import plot
+from rft_fn.run import plot, signals
 from rft_fn.strategy import StrategyConfig
 
 
@@ -505,6 +505,21 @@ def waiting(steps):
     )
     assert process.stdout.readline() == "here\n"
     return process
+
+
+def test_a_signal_while_the_ranks_ask_each_other_is_not_lost(monkeypatch):
+    """It is answered by the next call, with which all ranks stop."""
+
+    def interrupted(x):
+        signals._state["asked"] = signal.SIGTERM  # as the handler does
+        return [x, 0]
+
+    with signals.listen():
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "all_gather_object", interrupted)
+            assert signals.stopping() == 0
+        assert signals.stopping() == signals.asked() == signal.SIGTERM
+    assert signals.asked() == 0
 
 
 def test_a_second_signal_stops_at_once():

@@ -435,7 +435,6 @@ BAD = {
     "an unknown algorithm": (lambda t: ["--algorithm", "ppo2"], "algorithm: expected one of grpo"),
     "no such data": (lambda t: ["--data", "nowhere.jsonl"], "could not read 'nowhere.jsonl': no such file"),
     "no such model": (lambda t: ["--model", "./nowhere"], "expected a folder, a hub name"),
-    "no reward": (lambda t: ["--reward"], "reward: expected at least one, got none"),
     "no such reward": (lambda t: ["--reward", "best"], "reward 'best': expected one of math"),
     "greedy sampling": (lambda t: ["--temperature", "0"], "temperature: expected > 0"),
     "a budget too small": (lambda t: ["--budget", "5"], "budget: expected at least"),
