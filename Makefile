@@ -41,12 +41,10 @@ train: $(VENV)/installed
 
 # Models that see and hear, on tasks that are generated; samples.png in the run's folder shows them with the responses.
 train-vl: $(VENV)/installed
-	$(BIN)/python train_scripts/grpo.py --model tiny-vl --data count_squares --prompts 64 --group 8 --lr 5e-4 --steps 220 \
-	  --out $(OUT)/vl
+	$(BIN)/python train_scripts/grpo.py --model tiny-vl --data count_squares --out $(OUT)/vl
 
 train-audio: $(VENV)/installed
-	$(BIN)/python train_scripts/grpo.py --model tiny-audio --data tone --group 8 --lr 4e-4 --steps 100 \
-	  --budget 256 --eval-every 20 --out $(OUT)/audio
+	$(BIN)/python train_scripts/grpo.py --model tiny-audio --data tone --out $(OUT)/audio
 
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .

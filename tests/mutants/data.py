@@ -5,7 +5,7 @@ JUDGING, REWARDS, ROWS, DATA = (
     for x in ("collect/test_judging", "reward/test_reward", "data/test_data_rows", "data/test_data")
 )
 
-MEDIA, PROCESSING = (f"tests/data/test_{x}.py::test_" for x in ("media", "processing"))
+MEDIA, PROCESSING = (f"tests/data/test_{x}.py::test_" for x in ("media_files", "processing"))
 
 MUTANTS = [
     (

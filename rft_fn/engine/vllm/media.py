@@ -28,9 +28,9 @@ Fields = Callable[[Mapping[str, Tensor]], Mapping[str, Any]]
 
 
 def check_family(model: nn.Module) -> None:
-    """ValueError for a model with media that vLLM lacks, cannot import, or knows by other names of weights.
+    """Raise a ValueError for a model with media that vLLM cannot load.
 
-    `model` may be without weights.
+    It lacks the model, cannot import it, or knows its weights by other names. `model` may be without weights.
     """
     name = type(model).__name__
     line = f"engine vllm: expected a model with media that vLLM can sample from, got {name}"
