@@ -270,8 +270,8 @@ def test_verifiers_score_any_text_within_bounds_and_raise_nothing(text, name):
     [
         (
             lambda: get_task("chess"),
-            "task: expected one of addition, reverse, sort_digits, letter_count, countdown, count_squares, tone, "
-            "got 'chess'",
+            "task: expected one of addition, reverse, sort_digits, letter_count, countdown, count_squares, "
+            "tone, got 'chess'",
         ),
         (lambda: TASKS["addition"].generate(0, 0, 0), "level: expected an integer in [1, 1000], got 0"),
         (

@@ -562,8 +562,8 @@ KNOWN = (
         ("{dir}/mine.py:SCALE", "reward '{dir}/mine.py:SCALE': 'SCALE' is int, not a function"),
         (
             "task:chess",
-            "task: expected one of addition, reverse, sort_digits, letter_count, countdown, count_squares, tone, "
-            "got 'chess'",
+            "task: expected one of addition, reverse, sort_digits, letter_count, countdown, count_squares, "
+            "tone, got 'chess'",
         ),
     ],
 )
