@@ -101,11 +101,11 @@ mutants: $(VENV)/low
 # docs/models.md: what every text family of transformers gives, 8 measurements each. Only what is not measured yet;
 #   make families FAMILIES='--only Mixtral GptOss --columns fsdp2 zero3'
 families: $(VENV)/test-installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/model/families_table.py $(FAMILIES)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/model/families_table.py $(FAMILIES)
 
 # docs/multimodal.md: the same of the families that see or hear, 6 measurements each.
 families-media: $(VENV)/test-installed
-	OMP_NUM_THREADS=1 $(BIN)/python tests/model/media_table.py $(FAMILIES)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/model/media_table.py $(FAMILIES)
 
 # A real language model: a short supervised warm-up on the form of the answer, then GRPO, both on held-out questions.
 smollm2: $(VENV)/gguf-installed
