@@ -413,7 +413,10 @@ BAD = {
         "error: --num-generations of TRL is --group here; --help lists the options",
     ),
     "a missing column": (lambda t: ["--template", "{query}"], "has no column 'query'"),
-    "a prompt longer than the window": (lambda t: ["--max-new", "200"], "window of 128 tokens"),
+    "a prompt longer than the window": (
+        lambda t: ["--max-new", "200"],
+        "the model's window of 128; lower max_new",
+    ),
     "a group of one": (lambda t: ["--group", "1"], "group: expected >= 2 responses per prompt for grpo"),
     "too few rewards": (lambda t: bad_reward(t, "[0.0]"), "expected 2 values, got 1"),
     "a reward that is NaN": (
