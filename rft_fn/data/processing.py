@@ -17,11 +17,8 @@ from rft_fn.data.media.stored import Content, digest, name_of, read
 __all__ = ["MediaLimits", "Processing"]
 
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-_BY_PROMPT = (
-    "Idefics2",
-    "Idefics3",
-    "SmolVLM",
-)  # their processors put one dimension of prompts before the tiles
+# their processors put one dimension of prompts before the tiles
+_BY_PROMPT = ("Idefics2", "Idefics3", "SmolVLM")
 
 
 class MediaLimits(NamedTuple):

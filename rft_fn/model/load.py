@@ -54,11 +54,11 @@ def load(
     """A language model by name, or from a module.
 
     `path_or_module` is a folder, a hub name, "tiny", "smollm2-135m", or a module that exists. A config with
-    towers gives a model that sees or hears, any other a causal language model; of a model that also speaks it
-    is the part that reads and writes text. dtype defaults
-    to float32 on the CPU (where bf16 is unusably slow) and to bf16 on a GPU; a module keeps its own. A folder
-    of adapters gives its base model with them, to be trained further. With `meta` the module comes without
-    memory, and binding it reads its weights: a sharded strategy reads each process's shards only.
+    towers gives a model that sees or hears, any other a causal language model. Of a model that also speaks,
+    only the part that reads and writes text is loaded. dtype defaults to float32 on the CPU (where bf16 is
+    unusably slow) and to bf16 on a GPU; a module keeps its own. A folder of adapters gives its base model
+    with them, to be trained further. With `meta` the module comes without memory, and binding it reads its
+    weights: a sharded strategy reads each process's shards only.
 
     `quantize` holds the linear layers in low precision, to be frozen under adapters: "int8" by torchao,
     "nf4" by bitsandbytes; "none" is in full, even where they were saved in low; else as they were saved.

@@ -230,14 +230,19 @@ def two(rank, column, folder):
     It is relative to the largest movement. Both start from files.
     """
     warnings.simplefilter("ignore")
-    got = moved(get_strategy(StrategyConfig(**BACKENDS[column])), _from(folder, meta=True))
-    want = moved(get_fake_strategy(), _from(folder))
+    got = moved(get_strategy(StrategyConfig(**BACKENDS[column])), from_folder(folder, meta=True))
+    want = moved(get_fake_strategy(), from_folder(folder))
+    return furthest(got, want)
+
+
+def furthest(got, want):
+    """The largest difference of the loss, and of a movement relative to the largest movement."""
     worst = abs(got.pop("loss") - want.pop("loss"))
     scale = max(float(x.abs().max()) for x in want.values())
     return max(worst, *(_largest(got.get(name, torch.zeros_like(x)), x) / scale for name, x in want.items()))
 
 
-def _from(folder, **options):
+def from_folder(folder, **options):
     return model.load(folder, dtype=torch.float32, **options)
 
 

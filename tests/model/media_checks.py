@@ -10,7 +10,7 @@ import warnings
 
 import tiny
 import torch
-from family_checks import Measured
+from family_checks import Measured, from_folder, furthest
 from sees_and_hears import FAMILIES, alone, batch
 from sees_and_hears_more import MORE
 from torch import nn
@@ -168,15 +168,8 @@ def two(rank, column, kind, folder):
     warnings.simplefilter("ignore")
     family = KINDS[kind]
     exp = _narrow(batch(family, [*family.rows(), [], []]))
-    got = moved(get_strategy(StrategyConfig(**BACKENDS[column])), _from(folder, meta=True), exp)
-    want = moved(get_fake_strategy(), _from(folder), exp)
-    worst = abs(got.pop("loss") - want.pop("loss"))
-    scale = max(float(x.abs().max()) for x in want.values())
-    return max(worst, *(_largest(got.get(name, torch.zeros_like(x)), x) / scale for name, x in want.items()))
-
-
-def _from(folder, **options):
-    return model.load(folder, dtype=torch.float32, **options)
+    got = moved(get_strategy(StrategyConfig(**BACKENDS[column])), from_folder(folder, meta=True), exp)
+    return furthest(got, moved(get_fake_strategy(), from_folder(folder), exp))
 
 
 def write(kind, folder):
