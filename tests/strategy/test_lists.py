@@ -30,7 +30,7 @@ def listwise(out, b):
     """Plackett-Luce of log-probs of the rows' last targets."""
     score = rft.segment.sum(out.logp, b.mask, b.seq, b.num_seqs)
     rank = rft.segment.sum(b.extra["rank"], b.mask, b.seq, b.num_seqs)
-    x = rft.loss.plackett_luce(score, rank, packing.unit_of(b)) + 0 * rank
+    x = rft.loss.plackett_luce(score, rank, packing.unit_of(b)) * (1 + 0 * rank)
     return x[b.seq], rft.metric.ranking("lists", score, rank, packing.unit_of(b))
 
 
