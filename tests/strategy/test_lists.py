@@ -75,7 +75,7 @@ def two(rank, folder):
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lists")
-    return folder, ranks.run(2, "test_lists:two", str(folder), timeout=400)
+    return folder, ranks.run(2, "test_lists:two", str(folder))
 
 
 @pytest.mark.parametrize("kind", KINDS)
