@@ -58,7 +58,7 @@ class RewardModel(Headed):
             self.query = zeros(self.decoder, 1, bias=False)
 
     def with_calibration(self, heads: Sequence[Head]) -> "RewardModel":
-        """This model with the calibration of its heads replaced; ValueError for other names."""
+        """This same model, its heads' calibration replaced in place; ValueError for other names."""
         own = [head.name for head in self.heads]
         given = [head.name for head in heads]
         if own != given:
