@@ -1,0 +1,178 @@
+"""Scalar reward models in folders: ours, and those of transformers' class for sequence classification."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rft_fn.model import classifier
+from rft_fn.model.builtin import resolve
+from rft_fn.model.calibration import Head
+from rft_fn.model.classifier import HEADS
+from rft_fn.model.freeze import freeze as frozen
+from rft_fn.model.headed import headless, save_headed, saved_heads
+from rft_fn.model.load import load, read_config
+from rft_fn.model.parts import inside_adapters
+from rft_fn.model.reward import RewardModel, named_heads
+from rft_fn.model.stored import files, folder_of
+
+__all__ = ["load_reward", "save_reward"]
+
+_SCORE = "score.weight"  # the name of the heads' matrix, in transformers' classes and in ours
+
+
+class _Source(NamedTuple):
+    """A model as it was saved: without heads, or with their tensors and descriptions."""
+
+    lm: Any  # what `load` takes
+    tensors: Mapping[str, Tensor] | None = None
+    heads: tuple[Head, ...] = ()
+    pool: str = "last"
+
+
+def load_reward(
+    path_or_module: str | Path | nn.Module,
+    *,
+    heads: Sequence[str | Head] = (),
+    pool: str = "",
+    new: bool = False,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    gradient_checkpointing: bool = False,
+    meta: bool = False,
+    freeze: Sequence[str] = (),
+    **kwargs: Any,
+) -> RewardModel:
+    """A `RewardModel` of a folder that `save_reward` or transformers wrote, or a new one.
+
+    Folders and modules of transformers' class for sequence classification have heads by the labels of their
+    config; labels without a name get those of `heads`. With `new` the heads are new ones of 0, named `heads`
+    ("score" unless given) over whatever `model.load` takes, and `pool` is how they pool ("last" unless
+    given). A module is taken over, not copied. `freeze` names parts that are not trained; the other
+    arguments are those of `model.load`.
+
+    ValueError for a folder without heads unless they are to be new, and for `heads` and a `pool` that are not
+    those of the folder.
+    """
+    how: dict[str, Any] = {"dtype": dtype, "device": device}
+    source = _source(path_or_module, meta, {**how, **kwargs})
+    if source.tensors is None and not new:
+        raise ValueError(
+            f"reward model: {_name(path_or_module)}: expected a model with heads, got one without; "
+            "new=True puts new ones on it"
+        )
+    if isinstance(source.lm, (str, Path)):
+        how |= {"meta": meta, **kwargs}
+    lm = load(source.lm, gradient_checkpointing=gradient_checkpointing, quantize="none", **how)
+
+    if new:
+        model = RewardModel(lm, heads=heads or ("score",), pool=pool or "last")
+    else:
+        _check_pool(path_or_module, pool, source.pool)
+        model = RewardModel(lm, heads=_renamed(path_or_module, source.heads, heads), pool=source.pool)
+        assert source.tensors is not None
+        model.load_state_dict(source.tensors, strict=False)
+    frozen(model, freeze)
+    return model
+
+
+def _source(given: Any, meta: bool, how: dict[str, Any]) -> _Source:
+    """What there is of a reward model in a module or a folder."""
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    if isinstance(given, nn.Module):
+        head = classifier.head_of(inside_adapters(given))
+        if head is None:
+            return _Source(given)
+        return _Source(given, {_SCORE: head.weight.detach()}, _labels(inside_adapters(given).config))
+
+    # A decoder with our heads beside it.
+    folder = resolve(str(given))
+    tensors = saved_heads(folder, RewardModel.file)
+    if tensors is not None:
+        heads, pool = _described(folder)
+        return _Source(headless(AutoModel, folder, meta=meta, **how), tensors, heads, pool)
+
+    # A model for sequence classification, ours or of others.
+    if classifier.class_name(read_config(folder)) is None:
+        return _Source(given)
+    lm: Any = headless(AutoModelForSequenceClassification, folder, meta=meta, **how)
+    head = classifier.head_of(lm)
+    assert head is not None
+    heads, pool = _labels(lm.config), "last"
+    if Path(folder, HEADS).is_file():
+        heads, pool = _described(folder)
+        if len(heads) != head.out_features:
+            names = [each.name for each in heads]
+            raise ValueError(
+                f"reward model: {Path(folder, HEADS)}: expected {head.out_features} heads, got {names}"
+            )
+    return _Source(lm, {_SCORE: _in_files(folder, head.weight.detach())}, heads, pool)
+
+
+def _labels(config: Any) -> tuple[Head, ...]:
+    return named_heads(classifier.labels(config))
+
+
+def _in_files(folder: str, read: Tensor) -> Tensor:
+    """The head in the precision of a folder's files; `read` where these are no safetensors."""
+    from safetensors import safe_open
+
+    if not read.is_meta and not any(Path(folder).glob("*.safetensors")):
+        return read
+    for path in files(folder_of(folder)):
+        with safe_open(path, "pt") as file:
+            if _SCORE in file.keys():  # noqa: SIM118
+                return file.get_tensor(_SCORE)
+    return read
+
+
+def _described(folder: str) -> tuple[tuple[Head, ...], str]:
+    """(heads, pool) as our file in a folder has them."""
+    path = Path(folder, HEADS)
+    try:
+        saved = json.loads(path.read_text())
+        return named_heads([Head(**head) for head in saved["heads"]]), saved["pool"]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"reward model: {path}: expected heads and their pool, got {error}") from error
+
+
+def _renamed(given: Any, saved: tuple[Head, ...], heads: Sequence[str | Head]) -> tuple[Head, ...]:
+    """The heads of a folder, with the names asked for if theirs are transformers' numbers."""
+    if not heads:
+        return saved
+    asked = named_heads(heads)
+    own = [head.name for head in saved]
+    names = [head.name for head in asked]
+    numbered = all(name in ("score", f"LABEL_{i}") for i, name in enumerate(own))
+    if len(own) == len(names) and (numbered or own == names):
+        return asked
+    raise ValueError(f"heads: expected {own} of {_name(given)}, got {names}; new=True puts new ones on it")
+
+
+def _check_pool(given: Any, pool: str, saved: str) -> None:
+    if pool not in ("", saved):
+        raise ValueError(
+            f"pool: expected {saved!r}, by which the heads of {_name(given)} were trained, got {pool!r}"
+        )
+
+
+def _name(given: Any) -> str:
+    if isinstance(given, nn.Module):
+        return type(given).__name__
+    return str(given)
+
+
+def save_reward(
+    folder: str | Path, reward_model: RewardModel, weights: Iterable[tuple[str, Tensor]] = ()
+) -> Path:
+    """Write a reward model, with `weights` substituted for its parameters, as a folder for `load_reward`.
+
+    `weights` are as `Strategy.export` gives them. Pooled by the last token, it is a folder of transformers'
+    AutoModelForSequenceClassification where that has a class for the decoder; a warning says where not.
+    ValueError for a weight that the model does not have.
+    """
+    return save_headed(folder, reward_model, weights)
