@@ -2,8 +2,8 @@
 
 They come from files, the hub or the built-in tasks, as a pure function of the step. Rows come from `sources`
 (texts of the command line), `file_formats` and `tasks`. Recipes turn a row into an item of a `dataset`:
-`prompts`, `pairs`, `lists`, `points`, `steps` and `lessons`, with `responses`, `messages`, `chat` and `text_template`. `loading` puts both together,
-and `drawing` takes the items of a step.
+`prompts`, `pairs`, `lists`, `points`, `steps` and `lessons`, with `responses`, `messages`, `chat` and
+`text_template`. `loading` puts both together, and `drawing` takes the items of a step.
 """
 
 from rft_fn.data.chat import LOSS_ON

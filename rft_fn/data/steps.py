@@ -48,9 +48,9 @@ def steps_from_rows(
 
     The column `completions` holds the texts of the steps, `labels` a boolean or a number for each; with
     `shares` it has to be in [0, 1], and true is 1. The prompt is the text that `template` makes. Each step is
-    encoded alone, with `separator` behind it (None is a new line), and ends at the last token of that; the last step ends with the
-    end of sequence in its place. The other options, and the errors, are those of `pairs_from_rows`, without
-    `messages`.
+    encoded alone, with `separator` behind it (None is a new line), and ends at the last token of that; the
+    last step ends with the end of sequence in its place. The other options, and the errors, are those of
+    `pairs_from_rows`, without `messages`.
     """
     if separator is None:
         separator = "\n"

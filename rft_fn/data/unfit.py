@@ -31,7 +31,8 @@ def check_window(
 ) -> None:
     """Unfit for a row of `count` tokens, and `max_new` after them, that the model's window does not hold.
 
-    None is no limit; `limit` is the option that leaves long rows out. Tokens of images, audio and videos are counted as they are widened.
+    None is no limit; `limit` is the option that leaves long rows out. Tokens of images, audio and videos are
+    counted as they are widened.
     """
     if window is None or count + max_new <= window:
         return

@@ -63,11 +63,13 @@ def mixture_of(texts: Sequence[str]) -> dict[str, float]:
 def _draw(mixture: Mapping[str, float], random_: random.Random) -> Negative:
     """The kind that a number in [0, 1) falls on, by shares."""
     at = random_.random() * sum(mixture.values())
+    found = ""
     for name, share in mixture.items():
+        found = name
         if at < share:
             break
         at -= share
-    return NEGATIVES[name]
+    return NEGATIVES[found]
 
 
 # ---------------------------------------------------------------------------------------------- the kinds
@@ -126,7 +128,7 @@ NEGATIVES: dict[str, Negative] = {
 """The kinds of wrong answers, by name."""
 
 COVERING = ("guess=2", "mistake=4", "ordered=2", "length=1", "noise=1")
-"""A mixture that resembles whatever a policy may emit: letters, sorted digits that are wrong, wrong lengths."""
+"""A mixture that resembles whatever a policy may emit: letters, sorted but wrong digits, wrong lengths."""
 
 _USUAL = {"guess": 0.5, "mistake": 0.5}
 

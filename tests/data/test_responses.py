@@ -124,7 +124,7 @@ BAD = [
     ("point", {}, {"labels": ("help",)}, "the row has no column 'help'; it has"),
     ("point", {"completion": ""}, {}, "a response is empty"),
     ("steps", {"labels": [True]}, {}, "expected a label for each step, got 1 labels of 2 steps"),
-    ("steps", {"labels": [True, 2]}, {"shares": True}, r"column 'labels': expected a number in \[0, 1\], got 2"),
+    ("steps", {"labels": [1, 2]}, {"shares": True}, r"column 'labels': expected a number in \[0, 1\], got 2"),
     ("steps", {"completions": ["1", ""]}, {}, "step 2: expected text, got ''"),
     ("steps", {}, {"max_tokens": 8}, "the response has 9 tokens, above 8"),
     ("pair", {"margin": "much"}, {"margin": "margin"}, "column 'margin': expected a number, got 'much'"),
