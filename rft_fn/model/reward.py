@@ -7,19 +7,26 @@ score = strategy.score(apply, state.params, rows, budget, fields=("score",)).sco
 model.final_scores(score, rows.mask)                               # [B, 2]
 """
 
+import json
+import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from rft_fn import check, scan, tree
+from rft_fn.model import classifier
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.calibration import Head
-from rft_fn.model.headed import Headed, zeros
+from rft_fn.model.headed import Headed, below, zeros
+from rft_fn.model.lora import merged
 from rft_fn.types import Packed, TokenOut
 
-__all__ = ["POOLS", "RewardModel", "prefix_mean"]
+__all__ = ["HEADS", "POOLS", "RewardModel", "named_heads", "prefix_mean"]
 
+HEADS = "reward_heads.json"  # names, calibration and pooling, in each folder that we write
 POOLS = ("last", "mean", "attention")
 
 
@@ -59,6 +66,32 @@ class RewardModel(Headed):
             raise ValueError(f"heads: expected a calibration of {own}, got one of {given}")
         self.heads = tuple(heads)
         return self
+
+    def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
+        """Write these weights, whole and by their names, as a folder for `load_reward`.
+
+        Where transformers has a class for the decoder, and its pooling is that by the last token, the folder
+        is one of that class. Else it is a decoder with the heads beside it, and a warning says so. Names,
+        pooling and calibration stand in a file of ours either way.
+        """
+        made = None
+        why = f"pooling by {self.pool}"
+        if self.pool == "last":
+            made = classifier.like(self.decoder, [head.name for head in self.heads])
+            why = f"heads on {type(self.decoder).__name__}"
+
+        if made is None:
+            super().save_pretrained(folder, state_dict)
+            warnings.warn(
+                f"reward model: {folder} is for model.load_reward alone: transformers has no "
+                f"class with {why}",
+                stacklevel=2,
+            )
+        else:
+            whole = merged(self, state_dict)
+            classifier.write(made, folder, below(whole, "decoder."), whole["score.weight"])
+        saved = {"pool": self.pool, "heads": [asdict(head) for head in self.heads]}
+        Path(folder, HEADS).write_text(json.dumps(saved, indent=1) + "\n")
 
     def read(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
         hidden = self.hidden(pack, bounds).to(self.score.weight.dtype)
