@@ -18,6 +18,7 @@ from rft_fn.data.loading import (
     POINTS,
     PROMPTS,
     STEPS,
+    Kind,
     decide_steps,
     load,
     load_for_training,
