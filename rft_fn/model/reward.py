@@ -24,7 +24,7 @@ from rft_fn.model.headed import Headed, below, zeros
 from rft_fn.model.lora import merged
 from rft_fn.types import Packed, TokenOut
 
-__all__ = ["HEADS", "POOLS", "RewardModel", "named_heads", "prefix_mean"]
+__all__ = ["HEADS", "POOLS", "RewardModel", "named_heads", "running_mean", "softmax_share"]
 
 HEADS = "reward_heads.json"  # names, calibration and pooling, in each folder that we write
 POOLS = ("last", "mean", "attention")
@@ -105,32 +105,43 @@ class RewardModel(Headed):
         # The tokens of a sequence may have been read by several processes; only here are they together.
         score = out.score[:, : len(self.heads)]
         if self.pool == "mean":
-            score = prefix_mean(score, torch.zeros_like(score[:, 0]), pack.seq)
+            score = running_mean(score, 1 / (pack.pos + 1).double())
         elif self.pool == "attention":
-            score = prefix_mean(score, out.score[:, -1], pack.seq)
+            score = running_mean(score, softmax_share(out.score[:, -1], pack.seq))
         return tree.replace(out, score=torch.where(pack.mask[:, None], score, 0))
 
 
-def prefix_mean(value: Tensor, logit: Tensor, seq: Tensor) -> Tensor:
-    """The means [T, H] of value [T, H] over the tokens up to each of the same sequence.
+def running_mean(value: Tensor, share: Tensor) -> Tensor:
+    """The weighted means [T, H] of value [T, H] over the tokens up to each of its sequence.
 
-    Weights are softmax(logit [T]) over these tokens, so of equal logits it is the plain mean. `seq` [T] is
-    the sequence of each token, one after the other. With L[t] = log sum_{s <= t} exp(logit[s]),
+        mean[t] = (1 - share[t]) mean[t-1] + share[t] value[t]
 
-        mean[t] = exp(L[t-1] - L[t]) mean[t-1] + exp(logit[t] - L[t]) value[t]
-
-    whose factors are at most 1, however far logits lie apart.
+    `share` [T] is the part of each token in the weight of all up to it, 1 for the first of a sequence. It is
+    in float64, as the recurrence is: in float32 1 - share has two digits of the share of one token in 1e5.
     """
-    check.shapes(value=(value, "T H"), logit=(logit, "T"), seq=(seq, "T"))
-    sizes = torch.unique_consecutive(seq, return_counts=True)[1].tolist()
-    total = torch.cat([x.logcumsumexp(0) for x in logit.split(sizes)])
+    check.shapes(value=(value, "T H"), share=(share, "T"))
+    kept = (1 - share).expand(value.shape[1], -1)
+    mean = scan.linear_scan(kept, (share[:, None] * value).T, reverse=False).T
+    return mean.to(value.dtype)
 
-    # Nothing of the sequence before reaches a first token.
-    first = seq != seq.roll(1)
-    first[:1] = True
-    kept = torch.where(first, -torch.inf, total.roll(1) - total).exp()
-    new = (logit - total).exp()[:, None] * value
-    return scan.linear_scan(kept.expand(new.shape[1], -1), new.T, reverse=False).T
+
+def softmax_share(logit: Tensor, seq: Tensor) -> Tensor:
+    """exp(logit[t]) / sum of exp(logit[s]) over the tokens s <= t of the same sequence, [T].
+
+    `seq` [T] is the sequence of each token, one after the other. However far logits lie apart, nothing
+    overflows, and a token's share is that among those before it alone. In float64, see `running_mean`.
+    """
+    check.shapes(logit=(logit, "T"), seq=(seq, "T"))
+    # After each round `total` is the log of the sum over twice as many tokens that end here.
+    logit = logit.double()
+    total = logit
+    reach = 1
+    while reach < len(logit):
+        same = seq[reach:] == seq[:-reach]
+        both = torch.logaddexp(total[reach:], total[:-reach])
+        total = torch.cat([total[:reach], torch.where(same, both, total[reach:])])
+        reach *= 2
+    return (logit - total).exp()
 
 
 def named_heads(heads: Sequence[str | Head]) -> tuple[Head, ...]:
