@@ -87,7 +87,7 @@ def pairs_loss(cfg: Config, name: str, out: rft.TokenOut, b: rft.Packed) -> tupl
     loss = total / told.sum(-1).clamp(min=1)
 
     metrics = rft.metric.preference(name, better, worse, told)
-    for h, head in enumerate(cfg.heads[1:] and cfg.heads):  # one alone is the whole already
+    for h, head in several(cfg):
         metrics |= rft.metric.preference(f"{name}/{head}", better[:, h], worse[:, h], told[:, h])
     return loss[b.seq // 2], metrics
 
@@ -160,12 +160,17 @@ def labels_loss(cfg: Config, name: str, out: rft.TokenOut, b: rft.Packed) -> tup
     mask = b.mask[:, None].expand(label.shape)
     if cfg.loss == "mse":
         each = rft.loss.score_mse(out.score, label)
-        return each.mean(-1), {f"{name}/mse": rft.metric.mean(each, mask)}
-    each = rft.loss.score_bce(out.score, label)
-    p = torch.sigmoid(out.score)
-    correct = (p > 0.5) == (label > 0.5)
-    metrics: dict[str, Any] = {f"{name}/correct": rft.metric.mean(correct.double(), mask)}
-    metrics[f"{name}/ece"] = rft.metric.calibration(p, label, mask)
+        right = {"mse": each}
+    else:
+        each = rft.loss.score_bce(out.score, label)
+        right = {"correct": ((out.score > 0) == (label > 0.5)).double()}
+
+    metrics: dict[str, Any] = {}
+    for key, x in right.items():
+        metrics[f"{name}/{key}"] = rft.metric.mean(x, mask)
+        metrics |= {f"{name}/{head}/{key}": rft.metric.mean(x[:, h], b.mask) for h, head in several(cfg)}
+    if cfg.loss == "bce":
+        metrics[f"{name}/ece"] = rft.metric.calibration(torch.sigmoid(out.score), label, mask)
     return each.mean(-1), metrics
 
 
@@ -195,6 +200,13 @@ KINDS = {
     "points": Kind(rft.data.POINTS, ("loss",), points_batch, labels_loss, labels_calibration),
     "steps": Kind(rft.data.STEPS, ("loss",), steps_batch, labels_loss, labels_calibration),
 }
+
+
+def several(cfg: Config) -> list[tuple[int, str]]:
+    """Number and name of each of several heads, which have metrics; one head has none but those of all."""
+    if len(cfg.heads) < 2:
+        return []
+    return list(enumerate(cfg.heads))
 
 
 def at_ends(exp: rft.Experience, x: Tensor) -> Tensor:
