@@ -13,7 +13,7 @@ from rft_fn.data import tasks
 from rft_fn.data.dataset import Dataset, make_dataset
 from rft_fn.data.responses import Reading, cells_of, number, prompt_of_text, reading
 from rft_fn.data.rows import Endless, Row, Table
-from rft_fn.data.spans import Lesson
+from rft_fn.data.spans import Lesson, span
 from rft_fn.data.text_template import fill, is_empty
 from rft_fn.data.unfit import Unfit
 from rft_fn.data.wrong_answers import mixture_of, wrong_answer
@@ -129,31 +129,31 @@ class StepsRecipe:
 
         Unfit for one that cannot be used, TooLong for one above max_length.
         """
-        texts = cells_of(row, self.completions, place)
-        labels = [
-            number(x, place, f"column {self.labels!r}", share=self.shares)
-            for x in cells_of(row, self.labels, place)
-        ]
-        if len(texts) != len(labels):
-            raise Unfit(
-                place, f"expected a label for each step, got {len(labels)} labels of {len(texts)} steps"
-            )
-        for i, text in enumerate(texts, 1):
-            if not isinstance(text, str) or is_empty(text):
-                raise Unfit(place, f"step {i}: expected text, got {text!r:.40}")
-
+        texts, labels = self._cells(row, place)
         prompt = fill(self.reading.template, row, place)
         self.reading.check_size(prompt, ["".join(texts)])
         ids, media = prompt_of_text(self.reading.chat, prompt, row, place, self.reading.system)
-        steps = self._steps(texts, place)
+        start = len(ids)
         ends = []
-        for step in steps:
+        for step in self._steps(texts, place):
             ids = [*ids, *step]
             ends.append(len(ids) - 1)
-        mask = [False] * (ends[0] + 1 - len(steps[0])) + [True] * sum(map(len, steps))
-        lesson = Lesson(ids, mask, media)
+        lesson = Lesson(ids, span(len(ids), start, len(ids)), media)
         self.reading.check_fit(place, [lesson], "response")
-        return Steps(lesson, tuple(ends), tuple(labels), row, index)
+        return Steps(lesson, tuple(ends), labels, row, index)
+
+    def _cells(self, row: Row, place: str) -> tuple[list[str], tuple[float, ...]]:
+        """(the texts of the steps, their labels)."""
+        texts = cells_of(row, self.completions, place)
+        cells = cells_of(row, self.labels, place)
+        if len(texts) != len(cells):
+            counts = f"{len(cells)} labels of {len(texts)} steps"
+            raise Unfit(place, f"expected a label for each step, got {counts}")
+        for i, text in enumerate(texts, 1):
+            if not isinstance(text, str) or is_empty(text):
+                raise Unfit(place, f"step {i}: expected text, got {text!r:.40}")
+        name = f"column {self.labels!r}"
+        return texts, tuple(number(x, place, name, share=self.shares) for x in cells)
 
     def _steps(self, texts: Sequence[str], place: str) -> list[list[int]]:
         """The ids of each step, with the separator or the end of sequence behind it."""
