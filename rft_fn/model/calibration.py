@@ -58,9 +58,10 @@ def calibrated(score: Tensor, heads: Sequence[Head]) -> Tensor:
 def standardized(score: Tensor, heads: Sequence[Head]) -> tuple[Head, ...]:
     """Heads whose calibrated scores of these held-out rows [N, H] have mean 0 and standard deviation 1.
 
-    ValueError for fewer than two rows, and for a head that scores all alike.
+    ValueError for fewer than two rows, for a head that scores all alike, and for NaN or inf.
     """
     _check(score, heads)
+    _check_finite(score, heads)
     if len(score) < 2:
         raise ValueError(f"score: expected two rows or more to calibrate heads, got {len(score)}")
     spread, mean = torch.std_mean(score.double(), 0)
@@ -78,10 +79,11 @@ def tempered(chosen: Tensor, rejected: Tensor, heads: Sequence[Head]) -> tuple[H
     The scale of each head is the temperature T > 0 with the least cross-entropy of sigmoid((chosen -
     rejected) / T) to the label (N + 1) / (N + 2), as in Platt (1999): with the label 1, pairs that are all in
     order would have T = 0. The shift is the mean of both sides. ValueError for a head that orders the pairs
-    no better than chance.
+    no better than chance, and for NaN or inf.
     """
     _check(chosen, heads)
     check.shapes(chosen=(chosen, "N H"), rejected=(rejected, "N H"))
+    _check_finite(torch.cat([chosen, rejected]), heads)
     shift = torch.cat([chosen, rejected]).double().mean(0).tolist()
     found = []
     for h, head in enumerate(heads):
@@ -97,7 +99,7 @@ def _temperature(name: str, margin: Tensor) -> float:
     if not margin.mean() * (label - 0.5) > 0:
         raise ValueError(
             f"score: {name}: expected pairs with a higher score for the chosen side on average, got a mean "
-            f"difference of {float(margin.nanmean()):.3g}"
+            f"difference of {float(margin.mean()):.3g}"
         )
 
     # In units of the mean margin the root lies far inside of these limits.
@@ -116,3 +118,9 @@ def _check(score: Tensor, heads: Sequence[Head]) -> None:
     if score.shape[-1] != len(heads):
         names = [head.name for head in heads]
         raise ValueError(f"score: expected [..., {len(heads)}] for heads {names}, got {list(score.shape)}")
+
+
+def _check_finite(score: Tensor, heads: Sequence[Head]) -> None:
+    for head, column in zip(heads, score.T):
+        if not column.isfinite().all():
+            raise ValueError(f"score: {head.name}: expected finite scores, got NaN or inf")

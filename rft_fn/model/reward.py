@@ -74,6 +74,7 @@ class RewardModel(Headed):
         is one of that class. Else it is a decoder with the heads beside it, and a warning says so. Names,
         pooling and calibration stand in a file of ours either way.
         """
+        Path(folder, self.file).unlink(missing_ok=True)  # of a model that stood here before
         made = None
         why = f"pooling by {self.pool}"
         if self.pool == "last":

@@ -104,6 +104,11 @@ def _source(given: Any, meta: bool, how: dict[str, Any]) -> _Source:
     heads, pool = _labels(lm.config), "last"
     if Path(folder, HEADS).is_file():
         heads, pool = _described(folder)
+        if len(heads) != head.out_features:
+            names = [each.name for each in heads]
+            raise ValueError(
+                f"reward model: {Path(folder, HEADS)}: expected {head.out_features} heads, got {names}"
+            )
     return _Source(lm, {_SCORE: _in_files(folder, head.weight.detach())}, heads, pool)
 
 
