@@ -91,10 +91,10 @@ def load_labelled(
 def load_reward_model(cfg: options.Heads, st: Strategy) -> model.RewardModel:
     """The model to train with its heads: new ones, or its own. ValueError for other heads than asked for."""
     how: dict[str, Any] = {"heads": cfg.heads, "pool": cfg.pool}
-    if not cfg.keep_heads:
+    if cfg.lora_rank:
         return model.load_reward(load_policy(cfg, st), new=True, **how)
     how |= {"meta": st.world > 1, "gradient_checkpointing": cfg.gradient_checkpointing}
-    module = model.load_reward(cfg.model, freeze=cfg.freeze, **how)
+    module = model.load_reward(cfg.model, new=not cfg.keep_heads, freeze=cfg.freeze, **how)
     if len(module.heads) != len(cfg.heads or ("score",)):
         names = " ".join(head.name for head in module.heads)
         raise ValueError(f"heads: expected those of {cfg.model}, --heads {names}, got none")

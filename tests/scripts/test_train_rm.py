@@ -432,4 +432,4 @@ def test_pairs_that_cannot_be_used_are_counted_and_named(tmp_path, monkeypatch):
     }
     for name, lines in bad.items():
         with pytest.raises(ValueError, match=messages[name]):
-            train(tmp_path / name, data=data_file(tmp_path, name, lines))
+            train(tmp_path / name, data=data_file(tmp_path, name, lines), eval_share=0.0)
