@@ -23,7 +23,7 @@ from rft_fn.data.rows import Endless, Row, Table
 from rft_fn.data.spans import Lesson, shared_prefix
 from rft_fn.data.text_template import fill, is_empty
 from rft_fn.data.unfit import TooLong, Unfit, check_window
-from rft_fn.data.wrong_answers import mixture_of, wrong_answer
+from rft_fn.data.wrong_answers import mixture_of, wrong_answer_of_kind
 
 __all__ = ["Pair", "pairs_from_rows", "pairs_from_task", "shared_start"]
 
@@ -56,6 +56,7 @@ def pairs_from_rows(
     window: int | None = None,
     margin: str = "",
     preferences: Sequence[str] = (),
+    unfinished: str = "",
     workers: int = 0,
     name: str = "rows",
 ) -> Dataset[Pair]:
@@ -70,6 +71,8 @@ def pairs_from_rows(
     `margin` names a column of numbers, by which the chosen response is better at least; rows without it have
     0. `preferences` names columns of numbers above 0 where the chosen response is the better one in that
     respect, below 0 where the rejected one is, and 0 where neither is: one for each head of a reward model.
+    `unfinished` names a column that is true where the rejected response of text was cut off, and gets no end
+    of sequence.
 
     Every row is looked at now: the columns must be there and hold something, the responses must differ, and
     both, each with the prompt, must fit into a pack of `max_tokens`, and each into `window`, the most tokens
@@ -91,6 +94,7 @@ def pairs_from_rows(
         window=window,
         margin=margin,
         preferences=preferences,
+        unfinished=unfinished,
     )
     return make_dataset(rows, recipe, name, workers=workers)
 
@@ -122,9 +126,11 @@ def pairs_from_task(
     def row(index: int) -> Row:
         made = found.generate(seed, index, level)
         random_ = random.Random(rng.fold_in(seed, "rejected", task, level, index))
-        rejected = wrong_answer(found, made, random_, mixture)
-        return {**made, "prompt": made["short"], "chosen": made["answer"], "rejected": rejected}
+        rejected, kind = wrong_answer_of_kind(found, made, random_, mixture)
+        sides = {"chosen": made["answer"], "rejected": rejected, "unfinished": kind == "cut"}
+        return {**made, "prompt": made["short"], **sides}
 
+    options = {"unfinished": "unfinished", **options}
     return pairs_from_rows(Endless(task, row), tokenizer, name=f"{task}:{level}", **options)
 
 
@@ -149,6 +155,7 @@ class PairRecipe:
     window: int | None = None
     margin: str = ""
     preferences: Sequence[str] = ()
+    unfinished: str = ""
 
     @property
     def most(self) -> int:
@@ -231,7 +238,10 @@ class PairRecipe:
         else:
             ids, media = list(tokenizer.encode(prompt)), None
         sides = [text_lesson(ids, text, tokenizer)._replace(media=media) for text in (chosen, rejected)]
-        return sides[0], sides[1]
+        chosen_side, rejected_side = sides
+        if self.unfinished and row.get(self.unfinished):
+            rejected_side = rejected_side._replace(ids=rejected_side.ids[:-1], mask=rejected_side.mask[:-1])
+        return chosen_side, rejected_side
 
     def _refuse_messages(self, row: Row, place: str) -> None:
         """Raise Unfit for messages in the columns of TRL's names.

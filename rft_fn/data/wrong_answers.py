@@ -7,7 +7,7 @@ from typing import Protocol
 
 from rft_fn.data import tasks
 
-__all__ = ["COVERING", "NEGATIVES", "Negative", "mixture_of", "wrong_answer"]
+__all__ = ["COVERING", "NEGATIVES", "Negative", "mixture_of", "wrong_answer", "wrong_answer_of_kind"]
 
 
 class Negative(Protocol):
@@ -30,11 +30,22 @@ def wrong_answer(
     others the right one with one mistake. A preference teaches only by the responses that it shows: a policy
     may learn to emit any text that no rejected response resembles. So a model of rewards needs `COVERING`.
     """
+    return wrong_answer_of_kind(task, row, random_, mixture)[0]
+
+
+def wrong_answer_of_kind(
+    task: tasks.Task,
+    row: tasks.TaskRow,
+    random_: random.Random,
+    mixture: Mapping[str, float] | None = None,
+) -> tuple[str, str]:
+    """(a `wrong_answer`, the name of its kind)."""
     mixture = mixture or _USUAL
     while True:
-        text = _draw(mixture, random_)(task, row, random_)
+        kind = _draw(mixture, random_)
+        text = NEGATIVES[kind](task, row, random_)
         if text and task.verify(text, row) < 1:
-            return text
+            return text, kind
 
 
 def mixture_of(texts: Sequence[str]) -> dict[str, float]:
@@ -60,7 +71,7 @@ def mixture_of(texts: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def _draw(mixture: Mapping[str, float], random_: random.Random) -> Negative:
+def _draw(mixture: Mapping[str, float], random_: random.Random) -> str:
     """The kind that a number in [0, 1) falls on, by shares."""
     at = random_.random() * sum(mixture.values())
     found = ""
@@ -69,7 +80,7 @@ def _draw(mixture: Mapping[str, float], random_: random.Random) -> Negative:
         if at < share:
             break
         at -= share
-    return NEGATIVES[found]
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- the kinds
@@ -118,17 +129,29 @@ def _noise(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
     return "".join(random_.choice(few) for _ in range(size))
 
 
+def _cut(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
+    """The right answer with more behind it, or noise: a response that was cut off before its end."""
+    if random_.random() < 0.5:
+        return _noise(task, row, random_)
+    more = [random_.choice(tasks.ALPHABET) for _ in range(random_.randint(1, 3))]
+    return row["answer"] + "".join(more)
+
+
 NEGATIVES: dict[str, Negative] = {
     "guess": _guess,
     "mistake": _mistake,
     "ordered": _ordered,
     "length": _length,
     "noise": _noise,
+    "cut": _cut,
 }
-"""The kinds of wrong answers, by name."""
+"""The kinds of wrong answers, by name. Pairs have no end of sequence behind one that is cut off."""
 
-COVERING = ("guess=2", "mistake=4", "ordered=2", "length=1", "noise=1")
-"""A mixture that resembles whatever a policy may emit: letters, sorted but wrong digits, wrong lengths."""
+COVERING = ("guess=2", "mistake=4", "ordered=2", "length=1", "noise=1", "cut=1")
+"""A mixture that resembles whatever a policy may emit.
+
+Letters, digits that are sorted but wrong, wrong lengths, and responses that are cut off before their end.
+"""
 
 _USUAL = {"guess": 0.5, "mistake": 0.5}
 

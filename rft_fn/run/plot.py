@@ -18,7 +18,7 @@ _PANELS = (
     ("correct labels", ("eval/correct", "points/correct", "steps/correct")),
     ("squared error", ("eval/mse", "points/mse", "steps/mse")),
     ("calibration error", ("eval/ece",)),
-    ("implicit reward", ("pairs/reward_chosen", "pairs/reward_rejected")),
+    ("reward of pairs", ("pairs/reward_chosen", "pairs/reward_rejected")),
     ("log-prob of a response [nats]", ("pairs/logp_chosen", "pairs/logp_rejected")),
     ("trainer - sampler log-prob [nats]", ("policy/logp_gap",)),
     ("entropy [nats]", ("policy/entropy",)),

@@ -209,10 +209,22 @@ def test_what_covers_a_policy_has_letters_sorted_digits_and_other_lengths():
     assert all(sorted(x) == list(x) for x in some)
 
 
+def test_a_response_that_was_cut_off_has_no_end():
+    """The rejected one of a row that says so, by the column that is named, or of a task's kind `cut`."""
+    rows = [{**PAIR, "stopped": False}, {**PAIR, "stopped": True}]
+    ended, cut = of("pair", rows, unfinished="stopped")
+    assert ended.rejected.ids[-1] == 1 and cut.rejected.ids == ended.rejected.ids[:-1]
+    assert cut.rejected.mask == ended.rejected.mask[:-1] and cut.chosen == ended.chosen
+    assert of("pair", rows)[1].rejected == ended.rejected
+    found = data.pairs_from_task("sort_digits", tiny.tokenizer(), negatives=("cut", "noise"))
+    ends = [found.prompt(i).rejected.ids[-1] == 1 for i in range(60)]
+    assert ends == [not found.prompt(i).columns["unfinished"] for i in range(60)] and 15 < sum(ends) < 45
+
+
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["gess"], "negatives: expected names of guess, mistake, ordered, length, noise, got 'gess'"),
+        (["gess"], "negatives: expected names of guess, mistake, ordered, length, noise, cut, got 'gess'"),
         (["guess", "guess=2"], "negatives: expected each name once, got 'guess' twice"),
         (["guess=0"], "negatives: expected a share above 0, as guess=0.5, got 'guess=0'"),
         (["guess="], "negatives: expected a share above 0"),

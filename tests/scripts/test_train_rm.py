@@ -394,7 +394,7 @@ REFUSED = [
     (["--router-aux", "0.1"], "router_aux: expected 0.0, as this script does not read it"),
     (["--no-lora-merge", "--lora-rank", "2"], "lora_merge: expected True"),
     (["--keep-heads", "--lora-rank", "2"], "keep_heads: expected False with adapters"),
-    (["--negatives", "gess"], "negatives: expected names of guess, mistake, ordered, length, noise"),
+    (["--negatives", "gess"], "negatives: expected names of guess, mistake, ordered, length, noise, cut"),
     (["--data", "x.jsonl", "--negatives", "noise"], "negatives: expected ('guess=2', "),
     (["--template", "", "--kind", "points"], "template: expected a text; an empty one is for pairs"),
     (["--messages", "a", "b", "c", "--chosen", "{x}"], "chosen: expected '{chosen}', as this script"),
