@@ -281,6 +281,52 @@ def audio(st, dtype):
     return media(st, dtype, "Qwen2Audio")
 
 
+def reward_model(st, rm, batches, dtype, tx):
+    """Scores before each of three steps on pairs, by two heads with a loss of their own, and the weights."""
+    with torch.no_grad():
+        for name, p in rm.named_parameters():
+            if not name.startswith("decoder."):
+                p.copy_(torch.linspace(-0.3, 0.5, p.numel(), dtype=torch.float64).view_as(p))
+    apply, state = st.init(rm, tx)
+
+    def loss(out, b):
+        pairs = rft.loss.bradley_terry(*packing.sides(out.score[:, 0], b), margin=0.1)
+        return pairs[b.seq // 2] + 0.1 * (out.score[:, 1] - b.pos % 3) ** 2
+
+    out = {}
+    for i, exp in enumerate(batches):
+        budget = int(exp.length.max()) * (2 + i)
+        scored = st.score(apply, state.params, exp, budget, fields=("score",)).score
+        out[f"{i} scores"] = model.final_scores(scored, exp.mask)
+        exp = tree.replace(exp, w=rft.weight.pair_mean(exp.mask).to(dtype), old_logp=exp.old_logp.to(dtype))
+        grads, metrics = st.grad(state, apply, loss, st.shard(exp, budget, unit=2))
+        state, more = st.update(state, grads)
+        out |= {f"{i} {name}": x for name, x in metric.results(metrics | more).items()}
+    return out | {n: x.clone() for n, x in st.export(state)}
+
+
+def rewards(st, dtype):
+    """A reward model with attention pooling and several scores a row; some ranks have no pair."""
+    batches = []
+    for i, rows in enumerate((8, 6, 2)):
+        exp = tiny.experience(i, rows)
+        texts = [exp.tokens[k, :n].tolist() for k, n in enumerate(exp.length.tolist())]
+        batches.append(packing.scored(texts, ends=[sorted({0, len(x) // 2, len(x) - 1}) for x in texts]))
+    rm = model.load_reward(tiny.llama(dtype=dtype), new=True, heads=("pair", "point"), pool="attention")
+    return reward_model(st, rm, batches, dtype, adamw())
+
+
+@wide()
+def rewards_of_images(st, dtype):
+    """A reward model that sees, pooled by mean: pairs of rows with and without images."""
+    family = sees_and_hears.FAMILIES["Qwen2VL"]
+    one, two, text = family.kinds[:1], family.kinds[:1] * 2, []
+    kinds = ([one, text, two, one, text, text], [one, one, text, two], [text] * 4)
+    batches = [share(st, sees_and_hears.batch(family, rows, seed=i)) for i, rows in enumerate(kinds)]
+    rm = model.load_reward(family.build(dtype), new=True, heads=("pair", "point"), pool="mean")
+    return reward_model(st, rm, batches, dtype, optim.adamw(1e-2, eps=1e-2))
+
+
 class Table(nn.Module):
     """A model of one's own: log-probs of a table by the token before."""
 
@@ -456,6 +502,7 @@ CASES = {
     for f in (
         grpo, untied, budgets, checkpointing, whole_logits, lora, ppo, pairs, reference, average, skipped,
         own, files, adapters, options, narrow, unfilled, trees, average_scores, images, deepstack, audio,
+        rewards, rewards_of_images,
     )
 }  # fmt: skip
 

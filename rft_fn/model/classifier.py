@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from rft_fn.model.parts import text_config
 
-__all__ = ["SUFFIX", "class_name", "head_of", "labels", "like", "write"]
+__all__ = ["HEADS", "SUFFIX", "class_name", "head_of", "labels", "like", "write"]
 
+HEADS = "reward_heads.json"  # names, calibration and pooling, in each folder that we write
 SUFFIX = "ForSequenceClassification"
 _SCORE = "score.weight"
 

@@ -114,6 +114,8 @@ def _named(name: str, device: torch.device, meta: bool, quantize: str, how: Mapp
 def _require_language(name: str, trust_remote_code: bool) -> None:
     """ValueError for a reward model, of which transformers would make a language model with a new head."""
     found = classifier.class_name(kind_of(name, trust_remote_code).config)
+    if Path(name, classifier.HEADS).is_file():
+        found = "a decoder with heads of scores"
     if found is not None:
         raise ValueError(
             f"model: {name}: expected a language model, got {found}; "

@@ -24,9 +24,8 @@ from rft_fn.model.headed import Headed, below, zeros
 from rft_fn.model.lora import merged
 from rft_fn.types import Packed, TokenOut
 
-__all__ = ["HEADS", "POOLS", "RewardModel", "named_heads", "running_mean", "softmax_share"]
+__all__ = ["POOLS", "RewardModel", "named_heads", "running_mean", "softmax_share"]
 
-HEADS = "reward_heads.json"  # names, calibration and pooling, in each folder that we write
 POOLS = ("last", "mean", "attention")
 
 
@@ -92,7 +91,7 @@ class RewardModel(Headed):
             whole = merged(self, state_dict)
             classifier.write(made, folder, below(whole, "decoder."), whole["score.weight"])
         saved = {"pool": self.pool, "heads": [asdict(head) for head in self.heads]}
-        Path(folder, HEADS).write_text(json.dumps(saved, indent=1) + "\n")
+        Path(folder, classifier.HEADS).write_text(json.dumps(saved, indent=1) + "\n")
 
     def read(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
         hidden = self.hidden(pack, bounds).to(self.score.weight.dtype)

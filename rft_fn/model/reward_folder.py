@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from rft_fn.model import classifier
 from rft_fn.model.builtin import resolve
 from rft_fn.model.calibration import Head
+from rft_fn.model.classifier import HEADS
 from rft_fn.model.freeze import freeze as frozen
 from rft_fn.model.headed import headless, save_headed, saved_heads
 from rft_fn.model.load import load, read_config
 from rft_fn.model.parts import inside_adapters
-from rft_fn.model.reward import HEADS, RewardModel, named_heads
+from rft_fn.model.reward import RewardModel, named_heads
 from rft_fn.model.stored import files, folder_of
 
 __all__ = ["load_reward", "save_reward"]

@@ -69,7 +69,7 @@ def wide_softmax():
 
 
 FAMILIES = (
-    "Llama", "Qwen2", "Qwen3", "Mistral", "GPT2", "Gemma2", "Gemma3Text", "Phi3", "GPTNeoX", "GPTJ", "OPT",
+    "Llama", "Qwen2", "Qwen3", "Mistral", "GPT2", "Gemma2", "Gemma3Text", "Phi3", "GPTNeoX", "OPT",
     "Falcon", "Bloom", "Glm", "StableLm", "Olmo", "SmolLM3", "Zamba2",
 )  # fmt: skip
 
@@ -152,7 +152,7 @@ def test_what_transformers_cannot_hold_is_said(tmp_path):
         ):
             model.save_reward(tmp_path / pool, trained_like(pool))
         assert (tmp_path / pool / "reward_head.safetensors").is_file()
-        with pytest.raises(ValueError, match="expected the tensors of a causal"):
+        with pytest.raises(ValueError, match="expected a language model, got a decoder with heads"):
             model.load(tmp_path / pool)
     with pytest.warns(UserWarning, match="no class with heads on MambaModel"):
         model.save_reward(tmp_path / "mamba", model.load_reward(small("Mamba"), new=True))
@@ -252,9 +252,7 @@ def test_folders_that_do_not_fit(folders, tmp_path):
         model.load_reward(tmp_path / "lm")
     assert model.load_reward(tmp_path / "lm", new=True).heads == (Head("score"),)
     for name in ("theirs", "last"):
-        with pytest.raises(
-            ValueError, match=r"language model, got LlamaForSequenceClassification; .*load_reward"
-        ):
+        with pytest.raises(ValueError, match=r"language model, got .*; model.load_reward"):
             model.load(folders / name)
     with pytest.raises(ValueError, match=r"model: expected a folder, a hub name .* got './nowhere'"):
         model.load_reward("./nowhere")

@@ -115,7 +115,7 @@ MUTANTS = [
     ),
     (
         "a float among the metrics is taken",
-        "rft_fn/metric.py",
+        "rft_fn/metric/metrics.py",
         'if not hasattr(m, "merge"):',
         "if m is NotImplemented:",
         "tests/test_metric.py::test_a_value_that_is_no_metric_is_named",

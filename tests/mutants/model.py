@@ -117,7 +117,7 @@ MUTANTS = [
     ),
     (
         "the mark of a model without memory stays on its head",
-        "rft_fn/model/critic.py",
+        "rft_fn/model/headed.py",
         "        keep_part(lm, self.decoder)\n",
         "",
         "tests/model/test_critic.py::test_a_critic_without_memory_gets_its_weights_when_it_is_bound[whole]",

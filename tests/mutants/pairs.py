@@ -65,7 +65,7 @@ MUTANTS = [
     ),
     (
         "equal rewards agree with a preference",
-        "rft_fn/metric.py",
+        "rft_fn/metric/metrics.py",
         "(better > worse)",
         "(better >= worse)",
         "tests/test_metric.py::test_what_one_reads_of_pairs",

@@ -19,7 +19,7 @@ MUTANTS = [
     ),
     (
         "a metric that nobody uses is public again",
-        "rft_fn/metric.py",
+        "rft_fn/metric/__init__.py",
         "__all__ = [",
         '__all__ = ["Mean", ',
         "tests/test_public.py::test_every_public_name_is_for_somebody[metric]",

@@ -11,7 +11,7 @@ from rft_fn.strategy import StrategyConfig, common, get_fake_strategy, get_strat
 from rft_fn.types import Media
 
 LISTS = [3, 1, 4, 2]
-KINDS = {"Llama": "packs", "Mamba": "one sequence at a time"}
+KINDS = {"Llama": "packs", "Bloom": "one sequence at a time"}
 
 
 def batch(bad=None):
@@ -63,7 +63,7 @@ def two(rank, folder):
     st = get_strategy(StrategyConfig(max_skips=1, fsdp=True))
     out = {kind: trained(get_strategy(StrategyConfig(fsdp=True)), kind) for kind in KINDS}
     st.session.set_dump_dir(folder)
-    apply, state = st.init(small("Mamba", torch.float32), optim.adamw(1e-3))
+    apply, state = st.init(small("Bloom", torch.float32), optim.adamw(1e-3))
     grads, _ = st.grad(state, apply, listwise, st.shard(batch(bad=9), 60, unit=LISTS))
     try:
         st.update(state, grads)
@@ -104,7 +104,7 @@ def test_every_pack_of_one_list_has_as_many_sequences_where_each_is_a_forward():
     st = get_fake_strategy()
     packs = st.shard(batch(), 1000, unit=LISTS)
     assert [b.unit for b in packs] == [tuple(LISTS)]
-    st.bind(small("Mamba"))
+    st.bind(small("Bloom"))
     packs = st.shard(batch(), 1000, unit=LISTS)
     assert sorted(b.unit for b in packs) == [(1, 1, 1, 1), (2, 1, 1), (3, 1), (4,)]
     assert {b.num_seqs for b in packs} == {4}
@@ -112,8 +112,8 @@ def test_every_pack_of_one_list_has_as_many_sequences_where_each_is_a_forward():
 
 
 def test_several_lists_by_hand_are_refused_by_name():
-    apply, params = model.bind(small("Mamba"))
-    with pytest.raises(ValueError, match=r"expected one sequence for MambaModel, which mixes .* got 4"):
+    apply, params = model.bind(small("Bloom"))
+    with pytest.raises(ValueError, match=r"expected one sequence for BloomModel, which mixes .* got 4"):
         apply(params, packing.pack(batch(), [3, 0, 1, 2], unit=[1, 3]))
     one = packing.pack(batch(), [0, 1, 2], unit=[3])
     want = torch.cat([apply(params, packing.pack(batch(), [i])).logp for i in range(3)])

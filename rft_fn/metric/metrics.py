@@ -1,7 +1,4 @@
-"""Metrics that merge over packs and ranks.
-
-They merge in any order, without a mean of means.
-"""
+"""Kinds of metrics, and those of policies, pairs, reward models and rollouts."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -11,14 +8,14 @@ import torch
 from torch import Tensor
 
 from rft_fn import check, tree
-from rft_fn.calibration import calibration, reliability
 from rft_fn.logprob import log_ratio
+from rft_fn.metric.bins import calibration
 from rft_fn.reward_shaping import varied
 from rft_fn.types import Packed, Rollout, TokenOut
 
 __all__ = [
-    "average", "calibration", "max", "mean", "merge", "pairs", "pass_at_k", "policy",
-    "preference", "ranking", "reliability", "results", "rollout", "router", "spread", "sum",
+    "Max", "Mean", "Metric", "Sum", "average", "max", "mean", "merge", "mismatch", "pairs", "pass_at_k",
+    "policy", "preference", "ranking", "results", "rollout", "router", "spread", "sum",
 ]  # fmt: skip
 
 
