@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rft_fn import check, dist
-from rft_fn.calibration import Calibration
+from rft_fn.metric import Calibration
 from rft_fn.reward import Judged
 from rft_fn.run import plot, resume, signals, trajectories
 from rft_fn.run import trackers as trackers_lib

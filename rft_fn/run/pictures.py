@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rft_fn.calibration import Calibration, reliability
+from rft_fn.metric import Calibration, reliability
 from rft_fn.reward import Judged
 from rft_fn.run import plot, samples
 
