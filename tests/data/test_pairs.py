@@ -9,7 +9,7 @@ import tiny
 
 from rft_fn import data
 from rft_fn.data import pairs as pairs_lib
-from rft_fn.data import tasks
+from rft_fn.data import tasks, wrong_answers
 
 ROW = {"prompt": "sort:312=", "chosen": "123", "rejected": "132"}
 
@@ -249,7 +249,7 @@ def test_mistakes_are_of_every_kind():
     task, wrong = tasks.get_task("sort_digits"), []
     for i in range(400):
         row = task.generate(0, i, 1)
-        wrong.append((row["answer"], pairs_lib.wrong_answer(task, row, random.Random(i))))
+        wrong.append((row["answer"], wrong_answers.wrong_answer(task, row, random.Random(i))))
     sizes = [len(b) - len(a) for a, b in wrong]
     assert set(sizes) == {-1, 0, 1} and sizes.count(-1) > 20 < sizes.count(1)
     assert sum(not b.isdigit() for _, b in wrong) > 20
