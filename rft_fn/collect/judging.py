@@ -56,9 +56,7 @@ def gather_and_judge(
         mine = part_of_rank(strategy, len(prompts))
         if prompts and mine.start == mine.stop:  # more ranks than prompts
             return None
-        return judge(
-            score, rollout, prompts, tokenizer, part=mine, state=state, seed=seed, joint=joint
-        )
+        return judge(score, rollout, prompts, tokenizer, part=mine, state=state, seed=seed, joint=joint)
 
     everyone = _together(strategy, score, work, timeout, digest=_digest(prompts), joint=joint)
     return concat([judged for judged in everyone if judged is not None])
@@ -93,9 +91,7 @@ def gather_and_judge_rows(
         mine = None
         if known:  # otherwise it raises, and asks for nothing
             mine = parts[strategy.rank]
-        return judge_rows(
-            score, rollout, prompts, tokenizer, rows=mine, state=state, seed=seed, joint=joint
-        )
+        return judge_rows(score, rollout, prompts, tokenizer, rows=mine, state=state, seed=seed, joint=joint)
 
     everyone = _together(strategy, score, work, timeout, digest=_digest(prompts), joint=joint)
     found = torch.zeros(len(owners))

@@ -16,8 +16,8 @@ from rft_fn.types import Rollout
 
 __all__ = [
     "GIVEN", "Columns", "JointReward", "Messages", "RewardFn", "Score", "Scored", "TrainerState",
-    "as_messages", "asks_for", "column_names", "columns_of", "is_joint", "parameters", "reads", "required", "taken",
-    "takes_all", "text", "trainer_state",
+    "as_messages", "asks_for", "column_names", "columns_of", "is_joint", "parameters", "reads", "required",
+    "taken", "takes_all", "text", "trainer_state",
 ]  # fmt: skip
 
 Messages = Sequence[Mapping[str, Any]]

@@ -4,7 +4,7 @@ import io
 import mimetypes
 import wave
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from rft_fn.data.media import Medium, stored
 from rft_fn.data.media.images import image
 from rft_fn.data.media.medium import label
 
-__all__ = ["MediaRecord", "records"]
+__all__ = ["records"]
 
 _BEGINNINGS = {
     b"\x89PNG": "image/png",
@@ -25,30 +25,22 @@ _BEGINNINGS = {
 """How files of a type begin."""
 
 
-class MediaRecord(NamedTuple):
-    """One image, audio or video of a prompt."""
+def records(media: Sequence[Medium]) -> list[dict[str, Any]]:
+    """One record for each medium, in their order: its kind, its type, and the bytes of its file.
 
-    kind: str  # image, audio or video
-    mime: str  # such as image/png; application/octet-stream for an unknown one
-    bytes: bytes  # of a file; empty for a URL
-    url: str = ""  # of a medium that is not here
-
-
-def records(media: Sequence[Medium]) -> list[MediaRecord]:
-    """One record for each medium, in their order: the bytes of its file, or a URL, which is not fetched.
-
-    An array becomes a PNG or a WAV file, a video of frames an animated PNG. ValueError as the data's own
-    reader raises it.
+    {"kind": "image", "mime": "image/png", "bytes": ...}; of a URL, which is not fetched, {"kind", "mime",
+    "url"}. The kind is image, video or audio; an unknown type is application/octet-stream. An array becomes
+    a PNG or a WAV file, a video of frames an animated PNG. ValueError as the data's own reader raises it.
     """
     return [_record(medium) for medium in media]
 
 
-def _record(medium: Medium) -> MediaRecord:
+def _record(medium: Medium) -> dict[str, Any]:
     name = label(medium.source)
     if name.startswith(("http://", "https://")):
-        return MediaRecord(medium.kind, _mime(b"", name), b"", name)
+        return {"kind": medium.kind, "mime": _mime(b"", name), "url": name}
     found = _file(medium.kind, stored.read(medium))
-    return MediaRecord(medium.kind, _mime(found, name), found)
+    return {"kind": medium.kind, "mime": _mime(found, name), "bytes": found}
 
 
 def _file(kind: str, content: stored.Content) -> bytes:

@@ -276,8 +276,9 @@ def judge_rows(
     """The reward of each row [B]: rows in any order, groups of any size.
 
     `rollout.group[b]` is the prompt, out of `prompts`, that row b answers. With `rows` only those are judged.
-    Without rows there are no rewards, and nothing is called. Otherwise as `judge`. `advantage.grpo_by` and its relatives take the
-    result. ValueError for a group that is no prompt, and for prompts without text and columns.
+    Without rows there are no rewards, and nothing is called. Otherwise as `judge`. `advantage.grpo_by` and
+    its relatives take the result. ValueError for a group that is no prompt, and for prompts without text and
+    columns.
     """
     _check_prompts(prompts)
     owners = rollout.group.tolist()
