@@ -63,7 +63,7 @@ def check_rewards(cfg: options.Reward, st: Strategy, task: Task) -> None:
     """Try the rewards on two prompts. ValueError for rewards that cannot judge them."""
     prompts: list[Any]
     prompts, _ = data.take(task.dataset, 2, st.config.seed)
-    collect.check_reward(st, task.score, prompts, timeout=cfg.reward_timeout)
+    collect.check_reward(st, task.score, prompts, tokenizer=task.tokenizer, timeout=cfg.reward_timeout)
 
 
 def judge(
