@@ -312,7 +312,7 @@ def step(
     # a loss that depends on every output, as those with an entropy bonus or a value do
     with live, Answers(), values, Constants(values):
         out = root(pack)
-        total = sum(x.sum() for x in (out.logp, out.entropy, out.value) if x is not None)
+        total = sum(x.sum() for x in (out.logp, out.entropy, out.value, out.score) if x is not None)
         phases.forward_done()
         if isinstance(total, Tensor) and total.requires_grad:
             torch.autograd.backward(total)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch
 from torch import nn
 
-from rft_fn import ckpt, dist, memory, packing, tree
+from rft_fn import check, ckpt, dist, memory, packing, tree
 from rft_fn.model import reader
 from rft_fn.model.lora import Export
 from rft_fn.model.text import ALONE
@@ -48,7 +48,7 @@ class Cut:
         budget: int,
         *,
         world: int = 1,
-        unit: int = 1,
+        unit: int | Sequence[int] = 1,
         media_cost: float = MEDIA_COST,
     ) -> list[list[list[int]]]:
         """`packing.cut` with the options of the config: the rows of each pack of each rank.
@@ -59,10 +59,31 @@ class Cut:
         most = self.config.micro_train_batch_size
         if not self.config.packing_samples:
             budget = 0
-            most = max(most, unit)
+            most = max([most, *check.units(unit, len(exp.tokens))])
         if self.alone:
-            most = unit
-        return packing.cut(exp, budget, world, unit=unit, most=most, media_cost=media_cost)
+            most = 0
+        options = {"unit": unit, "most": most, "alone": self.alone, "media_cost": media_cost}
+        return packing.cut(exp, budget, world, **options)
+
+    def sequences(
+        self, exp: Experience, plans: Sequence[Sequence[Sequence[int]]], unit: int | Sequence[int]
+    ) -> int:
+        """The sequences that every pack of some plans must have; 0 if they may differ.
+
+        They must not where lists of different lengths meet a model that takes one sequence at a time: each
+        is a forward then, and processes that share a model run equally many. ValueError for media in only
+        some rows: towers would run more often on one process than on another.
+        """
+        if not self.alone or isinstance(unit, int):
+            return 0
+        for name, count in packing.counts(exp.media).items():
+            if not bool(count.all()):
+                row = int((count == 0).nonzero()[0])
+                raise ValueError(
+                    f"media: expected {name} in every row or in none, for lists of different lengths and a "
+                    f"model that mixes the sequences of a pack, got none in row {row}"
+                )
+        return max(len(rows) for part in plans for rows in part)
 
 
 def everywhere(x: bool) -> bool:
@@ -129,12 +150,22 @@ def assemble(
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
 
-    def shard(exp: Experience, budget: int, *, unit: int = 1, media_cost: float = MEDIA_COST) -> list[Packed]:
+    def shard(
+        exp: Experience,
+        budget: int,
+        *,
+        unit: int | Sequence[int] = 1,
+        media_cost: float = MEDIA_COST,
+    ) -> list[Packed]:
+        plans = cut.rows(exp, budget, world=world, unit=unit, media_cost=media_cost)
+        least = cut.sequences(exp, plans, unit)
+
         # the plan is of numbers, which every rank has; of media it has those that its own packs read
-        packs = cut.rows(exp, budget, world=world, unit=unit, media_cost=media_cost)[rank]
+        packs = plans[rank]
         media = dist.fetch_media(exp.media, packing.owners(exp, packs))
         exp = tree.replace(exp, media=media)
-        return [packing.pack(exp, rows, unit=unit) for rows in packs]
+        made = [packing.pack(exp, rows, unit=packing.among(unit, rows)) for rows in packs]
+        return [packing.fill(b, least) for b in made]
 
     def print_on_main(*args: Any, **options: Any) -> None:
         if rank == 0:

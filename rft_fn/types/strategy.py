@@ -82,13 +82,20 @@ class Shard(Protocol):
     """Cuts a batch into packs."""
 
     def __call__(
-        self, exp: Experience, budget: int, *, unit: int = 1, media_cost: float = MEDIA_COST
+        self,
+        exp: Experience,
+        budget: int,
+        *,
+        unit: int | Sequence[int] = 1,
+        media_cost: float = MEDIA_COST,
     ) -> list[Packed]:
         """This rank's packs of the global batch: at most `budget` tokens each, equally many on every rank.
 
-        `unit` rows in a row stay in one pack: 2 for losses of pairs. Packs and ranks are balanced by tokens +
-        media_cost * numbers of media, as in `packing.shard`. All ranks call it together where the batch has
-        media: each fetches the rows that its packs read.
+        `unit` rows in a row stay in one pack: 2 for losses of pairs; for ranked lists of any length it is the
+        number of rows of each. Packs and ranks are balanced by tokens + media_cost * numbers of media, as in
+        `packing.shard`. All ranks call it together where the batch has media: each fetches the rows that its
+        packs read. ValueError for lists of different lengths with media in only some rows, where a model
+        takes one sequence at a time.
         """
         ...
 

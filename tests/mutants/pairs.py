@@ -59,8 +59,8 @@ MUTANTS = [
     (
         "pairs without a token are in the mean",
         "rft_fn/weight.py",
-        "pairs = (tokens > 0).sum().clamp(min=1)",
-        "pairs = len(tokens)",
+        "return m, tokens[of, None], (tokens > 0).sum().clamp(min=1)",
+        "return m, tokens[of, None], tokens.new_tensor(len(tokens))",
         "tests/test_weight.py::test_a_mean_over_pairs",
     ),
     (
