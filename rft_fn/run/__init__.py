@@ -8,6 +8,13 @@ from rft_fn.run.mismatch import check_gap, correct_mismatch, correction_of
 from rft_fn.run.progress import track
 from rft_fn.run.report import check_results, table, write_results
 from rft_fn.run.resume import last_model, settings
+from rft_fn.run.reward_model import (
+    as_one_pack,
+    calibrate,
+    check_labelled,
+    load_labelled,
+    load_reward_model,
+)
 from rft_fn.run.rewards import load_rewards
 from rft_fn.run.sampler import start_sampler
 from rft_fn.run.saving import checkpoint, final_weights, restore_latest
@@ -34,7 +41,10 @@ from rft_fn.run.trajectories import response_row
 __all__ = [
     "Run",
     "Task",
+    "as_one_pack",
+    "calibrate",
     "check_gap",
+    "check_labelled",
     "check_results",
     "check_rewards",
     "checkpoint",
@@ -49,8 +59,10 @@ __all__ = [
     "judge",
     "last_model",
     "load_data",
+    "load_labelled",
     "load_policy",
     "load_processing",
+    "load_reward_model",
     "load_rewards",
     "load_task",
     "open_folder",

@@ -101,8 +101,8 @@ MUTANTS = [
     (
         "all rejected answers are guesses",
         WRONG,
-        "if random_.random() < 0.5:",
-        "if random_.random() < 1.5:",
+        "at = random_.random() * sum(mixture.values())",
+        "at = 0.0 * sum(mixture.values())",
         "tests/data/test_pairs.py::test_mistakes_are_of_every_kind",
     ),
 ]
