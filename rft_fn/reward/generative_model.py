@@ -8,7 +8,8 @@ what judges, `voting` takes several answers together. A judge has an engine of i
 rank's share. Rewards are in [0, 1].
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -120,7 +121,7 @@ def generative_by_name(
         form=made,
         sampling=Sampling(temperature=temperature, top_p=top_p, max_new=max_new or made.max_new),
         votes=votes,
-        vote=_vote(vote),
+        vote=voting.named(vote),
         against=against,
         both_orders=both_orders,
         unparsable=unparsable,
@@ -128,13 +129,6 @@ def generative_by_name(
         patience=patience,
         processing=processing,
     )
-
-
-def _vote(name: str) -> voting.Vote:
-    """The vote of a name. ValueError for another."""
-    if name not in voting.VOTES:
-        raise ValueError(f"vote: expected one of {', '.join(voting.VOTES)}, got {name!r}")
-    return voting.VOTES[name]
 
 
 def _check(
@@ -194,6 +188,10 @@ class _Judge:
         batch = make_batch(prompts, completions, keys, columns, none)
         return self.judge(batch, log_metric or _drop, log_extra or _drop)
 
+    def close(self) -> None:
+        """End the judge's engine."""
+        self.engine.close()
+
     def judge(self, batch: Batch, log_metric: Log, log_extra: Log) -> list[float | None]:
         """The verdicts on a batch: asked, read, voted on, and added up by response."""
         # the questions, and the judge's answers
@@ -243,25 +241,16 @@ class _Judge:
     def _answers(self, asked: Sequence[Prompt], keys: Sequence[int]) -> Answers:
         """The judge's answers; questions that are too long for its window are not asked."""
         # the questions that fit
-        window = self.engine.status().get("window")
-        most = (window or float("inf")) - self.options.sampling.max_new
-        fits = [i for i, prompt in enumerate(asked) if len(prompt.ids) <= most]
         k = self.options.votes
         said: list[list[str]] = [[] for _ in asked]
         verdicts = torch.full((len(asked), k), torch.nan, dtype=torch.float64)
-        if not fits:
-            return Answers(verdicts, said, 0, len(asked))
-
-        # the judge is on the device while it is asked
-        prompts = [asked[i] for i in fits]
-        self.engine.wake()
-        try:
-            rollout = self.engine.generate(
-                prompts, [keys[i] for i in fits], n=k, sampling=self.options.sampling
-            )
-        finally:
-            if self.engine.status()["alive"]:
-                self.engine.sleep()
+        with self._awake():
+            window = self.engine.status().get("window") or float("inf")
+            most = window - self.options.sampling.max_new
+            fits = [i for i, prompt in enumerate(asked) if len(prompt.ids) <= most]
+            prompts = [asked[i] for i in fits]
+            own = [keys[i] for i in fits]
+            rollout = self.engine.generate(prompts, own, n=k, sampling=self.options.sampling)
 
         # only what the judge itself has sampled is read
         truncated = rollout.truncated.tolist()
@@ -272,6 +261,16 @@ class _Judge:
             if verdict is not None:
                 verdicts[i, row % k] = verdict
         return Answers(verdicts, said, sum(truncated), len(asked) - len(fits))
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """The judge's weights are on the device within the block alone, where its engine can sleep."""
+        self.engine.wake()
+        try:
+            yield
+        finally:
+            if self.engine.status()["alive"]:
+                self.engine.sleep()
 
     def _verdict(self, said: str, *, cut: bool) -> float | None:
         """The verdict in one answer; the last number of one that was cut off may lack its end."""

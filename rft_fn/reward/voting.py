@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "VOTES", "Match", "Vote", "alone", "consistent", "majority", "mean", "median", "round_robin", "shares",
-    "spread", "versus",
+    "VOTES", "Match", "Vote", "alone", "consistent", "majority", "mean", "median", "named", "round_robin",
+    "shares", "spread", "versus",
 ]  # fmt: skip
 
 
@@ -43,6 +43,13 @@ def majority(verdicts: Tensor) -> Tensor:
 
 VOTES: dict[str, Vote] = {"mean": mean, "majority": majority, "median": median}
 """The votes by their names on the command line."""
+
+
+def named(name: str) -> Vote:
+    """The vote of a name. ValueError for another, with those that there are."""
+    if name not in VOTES:
+        raise ValueError(f"vote: expected one of {', '.join(VOTES)}, got {name!r}")
+    return VOTES[name]
 
 
 def spread(verdicts: Tensor) -> float:

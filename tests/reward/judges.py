@@ -21,8 +21,8 @@ def engine(answer, tokenizer, *, window=None, asked=None):
                 new = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
                 new += [tokenizer.eos_token_id] * (not cut)
                 rows.append((i, list(prompt.ids), new, cut))
-        length = torch.tensor([len(ids) + len(new) for _, ids, new, _ in rows])
-        tokens = torch.zeros(len(rows), int(length.max()), dtype=torch.long)
+        length = torch.tensor([len(ids) + len(new) for _, ids, new, _ in rows], dtype=torch.long)
+        tokens = torch.zeros(len(rows), max(length.tolist(), default=0), dtype=torch.long)
         mask = torch.zeros(tokens.shape, dtype=torch.bool)
         for b, (_, ids, new, _) in enumerate(rows):
             tokens[b, : int(length[b])] = torch.tensor(ids + new)
@@ -32,8 +32,8 @@ def engine(answer, tokenizer, *, window=None, asked=None):
             mask=mask,
             logp=torch.zeros(tokens.shape),
             length=length,
-            truncated=torch.tensor([cut for *_, cut in rows]),
-            group=torch.tensor([i for i, *_ in rows]),
+            truncated=torch.tensor([cut for *_, cut in rows], dtype=torch.bool),
+            group=torch.tensor([i for i, *_ in rows], dtype=torch.long),
             version=torch.zeros(len(rows), dtype=torch.long),
         )
 

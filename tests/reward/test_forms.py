@@ -14,7 +14,23 @@ from rft_fn.reward.verdicts import Choice, JsonNumber, TaggedNumber, TerseNumber
 PARSERS = [TaggedNumber(), TaggedNumber(1, 5), JsonNumber(), JsonNumber(-1, 1, "reward"), TerseNumber(0, 4)]
 any_text = st.text(max_size=60) | st.lists(
     st.sampled_from(
-        ["<score>", "</score>", "10", "7", "{", "}", '"score"', ":", " ", "score=", "A", "<better>", "\\", '"', "-"]
+        [
+            "<score>",
+            "</score>",
+            "10",
+            "7",
+            "{",
+            "}",
+            '"score"',
+            ":",
+            " ",
+            "score=",
+            "A",
+            "<better>",
+            "\\",
+            '"',
+            "-",
+        ]
     ),
     max_size=14,
 ).map("".join)
@@ -41,8 +57,9 @@ def test_a_verdict_is_in_range_whatever_is_said(said, parse):
 
 NUMBERS = {
     "7": 7.0, "0": 0.0, "-3": -3.0, "+2.50": 2.5, "007": 7.0, "9.999": 9.999,
-    "nan": None, "inf": None, "1e1": None, "1_0": None, "٧": None, "７": None, "": None, ".5": None, "5.": None,
-    "1,000": None, "7/10": None, "0x7": None, "²": None, " 7": None, "7\n": None, "1" * 5000: None, "--1": None,
+    "nan": None, "inf": None, "1e1": None, "1_0": None, "٧": None, "７": None, "": None, ".5": None,
+    "5.": None, "1,000": None, "7/10": None, "0x7": None, "²": None, " 7": None, "7\n": None,
+    "1" * 5000: None, "--1": None,
 }  # fmt: skip
 
 
@@ -103,18 +120,26 @@ def test_verdicts(parse, said, share):
 
 @pytest.mark.parametrize(
     ("said", "answer"),
-    [("a", "a"), ("<think>x</think>a", "a"), ("x</think>a", "a"), ("<think>x", None), ("</think><think>", None)],
+    [
+        ("a", "a"),
+        ("<think>x</think>a", "a"),
+        ("x</think>a", "a"),
+        ("<think>x", None),
+        ("</think><think>", None),
+    ],
 )
 def test_thoughts_have_no_verdict(said, answer):
     assert verdicts.behind_thoughts(said) == answer
 
 
-# ------------------------------------------------------------------------------------------------------ quotes
+# ---------------------------------------- quotes
 
 
 @given(st.text() | st.sampled_from(list(ATTACKS.values())))
 def test_quotes_keep_the_text_and_hold_no_delimiter(text):
-    assert html.unescape(quoting.markup(text)) == text or "&" in text  # other entities of the text stay as they are
+    assert (
+        html.unescape(quoting.markup(text)) == text or "&" in text
+    )  # other entities of the text stay as they are
     assert quoting.markup(text).replace("&lt;", "<").replace("&amp;", "&") == text
     assert "<" not in quoting.markup(text)
     assert json.loads(quoting.as_json(text)) == text
@@ -122,7 +147,7 @@ def test_quotes_keep_the_text_and_hold_no_delimiter(text):
     assert ":" not in quoting.flat(text) and len(quoting.flat(text)) == len(text)
 
 
-# ------------------------------------------------------------------------------------------------------- forms
+# ---------------------------------------- forms
 
 
 def test_the_usual_forms_show_what_is_judged_and_what_is_asked():
@@ -132,9 +157,11 @@ def test_the_usual_forms_show_what_is_judged_and_what_is_asked():
     assert asked.startswith("Be strict about sums.\n\n10: right. 0: wrong.\n\n")
     assert "<question>\n1+1?\n</question>\n\n<reference_answer>\n2\n</reference_answer>" in asked
     assert "<response>\na&lt;b &amp; 2\n</response>" in asked
-    assert "from 0 to 5" in asked and asked.endswith("nothing but the number in a tag, such as <score>2.5</score>")
-    assert forms.rating().question(values).endswith("Reason briefly first. End with the number in a tag, such as "
-                                                    "<score>5</score>")  # fmt: skip
+    assert "from 0 to 5" in asked and asked.endswith(
+        "nothing but the number in a tag, such as <score>2.5</score>"
+    )
+    ending = "Reason briefly first. End with the number in a tag, such as <score>5</score>"
+    assert forms.rating().question(values).endswith(ending)
 
     asked = forms.json_rating(**options, key="mark").question(values)
     (line,) = [x for x in asked.splitlines() if x.startswith('{"question"')]
@@ -157,7 +184,7 @@ def test_a_form_of_ones_own_says_which_columns_it_reads():
 
 @pytest.mark.parametrize("template", ["{prompt}", "{response} {a} {b}", "{a}", ""])
 def test_a_template_has_one_response_or_a_pair(template):
-    with pytest.raises(ValueError, match="expected the place {response}, or {a} and {b}"):
+    with pytest.raises(ValueError, match=r"expected the place {response}, or {a} and {b}"):
         forms.Form(template, TaggedNumber())
 
 
@@ -165,7 +192,7 @@ def test_a_template_has_one_response_or_a_pair(template):
     ("make", "message"),
     [
         (lambda: forms.named("stars"), "form: expected one of score, json, pair, terse, got 'stars'"),
-        (lambda: forms.named("terse", reasoning=True), "form 'terse': .*reasoning"),
+        (lambda: forms.named("terse", reasoning=True), r"form 'terse': .*reasoning"),
         (lambda: forms.named("score", low=5, high=5), "low < high, got 5, 5"),
         (lambda: forms.named("score", high=float("nan")), "expected finite numbers"),
         (lambda: forms.rating(reference="key").question({"prompt": "", "response": ""}), "no column 'key'"),
