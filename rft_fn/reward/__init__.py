@@ -13,6 +13,7 @@ from rft_fn.reward.combine import columns, weighted
 from rft_fn.reward.convention import RewardFn, Score, Scored, TrainerState, text, trainer_state
 from rft_fn.reward.loading import load, parse
 from rft_fn.reward.preflight import check
+from rft_fn.reward.remote import served_at
 from rft_fn.reward.scoring import Judged, concat, judge, judge_rows, means, responses, select
 from rft_fn.reward.verifiable import (
     boxed_format,
@@ -30,5 +31,5 @@ from rft_fn.reward.verifiable import (
 __all__ = [
     "Judged", "RewardFn", "boxed_format", "check", "columns", "concat", "exact", "extract_boxed",
     "extract_number", "extract_tag", "judge", "judge_rows", "load", "math", "means", "numeric", "parse",
-    "pattern_format", "responses", "tag_format", "task", "text", "trainer_state", "weighted",
+    "pattern_format", "responses", "served_at", "tag_format", "task", "text", "trainer_state", "weighted",
 ]  # fmt: skip

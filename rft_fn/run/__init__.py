@@ -10,6 +10,7 @@ from rft_fn.run.report import check_results, table, write_results
 from rft_fn.run.resume import last_model, settings
 from rft_fn.run.sampler import start_sampler
 from rft_fn.run.saving import checkpoint, final_weights, restore_latest
+from rft_fn.run.serving import serve
 from rft_fn.run.setup import (
     data_options,
     free_options,
@@ -61,6 +62,7 @@ __all__ = [
     "restore_latest",
     "rewards_of",
     "saved_if_lost",
+    "serve",
     "settings",
     "start",
     "start_engine",
