@@ -446,3 +446,70 @@ def test_supervised_without_rows_says_so():
 def test_conversations_that_cannot_be_learned(rows, message):
     with pytest.raises(ValueError, match=message):
         packing.conversations(rows)
+
+
+# ---------- rows that a reward model scores
+
+
+texts = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=7), min_size=1, max_size=6)
+
+
+@given(rows=texts, budget=st.integers(8, 30), world=st.integers(1, 3))
+def test_every_token_of_a_scored_row_is_an_input(rows, budget, world):
+    """A fault of other systems: the score is read one token before the end of the text."""
+    exp = packing.scored(rows)
+    assert exp.w.sum() == pytest.approx(1.0)
+    seen = []
+    for b in (b for rank in packing.shard(exp, budget, world) for b in rank):
+        for k, row in enumerate(b.rows):
+            own = b.seq == k
+            assert b.tokens[own].tolist() == rows[row]
+            assert b.mask[own].tolist() == [False] * (len(rows[row]) - 1) + [True]
+            assert b.w[own].tolist() == pytest.approx([0] * (len(rows[row]) - 1) + [1 / len(rows)])
+            seen.append(row)
+    assert sorted(seen) == list(range(len(rows)))
+
+
+@given(data=st.data())
+def test_steps_are_scored_at_their_ends(data):
+    """In a pack mask[t] is at the last tokens of steps, also at the end of the row."""
+    rows = data.draw(texts)
+    ends = [sorted(data.draw(st.sets(st.integers(0, len(row) - 1), min_size=1))) for row in rows]
+    b = packing.pack(packing.scored(rows, ends=ends), range(len(rows)))
+    for k, row in enumerate(rows):
+        own = b.seq == k
+        assert b.tokens[own].tolist() == row
+        assert b.mask[own].nonzero().flatten().tolist() == ends[k]
+    assert b.w[b.mask].tolist() == pytest.approx([1 / len(rows)] * sum(map(len, ends)))
+
+
+def test_scored_rows_keep_their_media_and_may_be_tensors():
+    picture = {"pixel_values": torch.arange(6.0).view(3, 2)}
+    exp = packing.scored([([5, 6], picture), ([7], None), (torch.tensor([8, 9]), None)])
+    assert exp.length.tolist() == [3, 2, 3] and exp.media.of.tolist() == [0, -1, -1]
+    assert torch.equal(exp.media.sequences()["pixel_values"], picture["pixel_values"])
+    plain = packing.scored([torch.tensor([5, 6]), (7,), [8, 9]])
+    assert torch.equal(plain.tokens, exp.tokens) and plain.media is None
+    assert exp.tokens[:, :2].tolist() == [[5, 6], [7, 7], [8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "ends", "message"),
+    [
+        ([], None, "rows: expected at least one row of ids, got none"),
+        ([[1], []], None, "rows: expected at least one token in row 1, got none"),
+        ([([], None)], None, "rows: expected at least one token in row 0, got none"),
+        ([[1]], [[0], [0]], "ends: expected those of 1 rows, got 2"),
+        ([[1, 2], [3, 4]], [[1], [2]], r"ends: expected rising positions from 0 to 1 in row 1, got \[2\]"),
+        ([[1, 2]], [[-1]], r"ends: expected rising positions from 0 to 1 in row 0, got \[-1\]"),
+        ([[1, 2]], [[1, 1]], r"ends: expected rising positions from 0 to 1 in row 0, got \[1, 1\]"),
+    ],
+)
+def test_rows_that_cannot_be_scored(rows, ends, message):
+    with pytest.raises(ValueError, match=message):
+        packing.scored(rows, ends=ends)
+
+
+def test_a_row_without_steps_is_left_out():
+    exp = packing.scored([[1, 2], [3]], ends=[[], [0]])
+    assert packing.left_out(exp) == [0] and exp.w.sum() == 1

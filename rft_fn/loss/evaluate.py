@@ -15,6 +15,7 @@ _GIVEN = ("ref_logp", "old_value", "ret", "words", "extra")
 REMEDY = {
     "entropy": "bind or init the model with entropy=True",
     "value": "bind a model with a value head (model.Critic)",
+    "score": "bind a scalar reward model (model.RewardModel)",
     "words_logp": "name the words: rft_fn.experience(..., words=ids [B, S, K])",
     "aux": "bind or init a mixture of experts with aux=True",
     "expert_share": "bind or init a mixture of experts with aux=True",

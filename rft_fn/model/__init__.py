@@ -1,13 +1,15 @@
-"""The model as a function: load, bind and score it; and the critic.
+"""The model as a function: load, bind and score it; critics and reward models.
 
-`parts` finds the text model, the towers and the head of a module. `load` to `lora` make modules, `scorer` and
-`critic` put them inside a forward that takes packs, `reader` and `probe` find out how packs run in it.
+`parts` finds the text model, the towers and the head of a module. `load` to `lora` make modules, `scorer`,
+`critic` and `reward` put them inside a forward that takes packs, `reader` and `probe` find out how packs run
+in it.
 """
 
 from rft_fn.model.actors import ActorAL, ActorLanguage, ActorOmni, ActorVL
 from rft_fn.model.assign import assign
 from rft_fn.model.bind import bind, score
 from rft_fn.model.builtin import cache_dir, resolve
+from rft_fn.model.calibration import Head, calibrated, final_scores, standardized, tempered
 from rft_fn.model.critic import Critic, explained_variance, load_critic, save_critic, values
 from rft_fn.model.freeze import freeze
 from rft_fn.model.load import load, load_tokenizer, read_window
@@ -17,11 +19,14 @@ from rft_fn.model.parts import text_model
 from rft_fn.model.processor import load_processor
 from rft_fn.model.quantize import check as check_quantize
 from rft_fn.model.reader import split_over
+from rft_fn.model.reward import RewardModel
+from rft_fn.model.reward_folder import load_reward, save_reward
 from rft_fn.model.save import save
 from rft_fn.model.scorer import Scorer, wrap_for_training
 
 __all__ = [
-    "ActorAL", "ActorLanguage", "ActorOmni", "ActorVL", "Critic", "apply_lora_configuration", "assign",
-    "bind", "check_quantize", "explained_variance", "freeze", "load", "load_critic", "load_processor",
-    "load_tokenizer", "read_window", "save", "save_critic", "score", "values",
+    "ActorAL", "ActorLanguage", "ActorOmni", "ActorVL", "Critic", "Head", "RewardModel",
+    "apply_lora_configuration", "assign", "bind", "calibrated", "check_quantize", "explained_variance",
+    "final_scores", "freeze", "load", "load_critic", "load_processor", "load_reward", "load_tokenizer",
+    "read_window", "save", "save_critic", "save_reward", "score", "standardized", "tempered", "values",
 ]  # fmt: skip

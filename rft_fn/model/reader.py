@@ -25,7 +25,8 @@ __all__ = ["Reader", "assume", "settle", "split_over"]
 class Reader(nn.Module, ABC):
     """A text model inside a forward that maps a Packed to a TokenOut.
 
-    Subclasses set `parts`, and have `read` for a pack as their model takes it. `way` is how a pack of several
+    Subclasses set `parts`, and have `read` for a pack as their model takes it, and `finish` for what takes
+    whole sequences. `way` is how a pack of several
     sequences runs, None until `settle` has asked. A model that mixes the sequences of a pack gets them one
     after the other where they belong together (`pack.unit`), for then every process has equally many;
     ValueError for any other pack of several.
@@ -43,11 +44,18 @@ class Reader(nn.Module, ABC):
         """
         ...
 
+    def finish(self, out: TokenOut, pack: Packed) -> TokenOut:
+        """The outputs of a pack, given what `read` found for each of its tokens."""
+        return out
+
     def forward(self, pack: Packed | Question) -> TokenOut | Found:
         if isinstance(pack, Question):
             return self.answer(pack)
         if self.way is None:
             settle(self, call=self.answer)
+        return self.finish(self._read_whole(pack), pack)
+
+    def _read_whole(self, pack: Packed) -> TokenOut:
         if self.way == ALONE and pack.num_seqs > 1:
             return self._in_turn(pack)
         axis = self.parts.sequence

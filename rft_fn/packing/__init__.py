@@ -6,13 +6,14 @@ and every auxiliary field moves with its target. Everything here is a pure funct
 every rank computes the same plan and takes its part of it.
 """
 
-from rft_fn.packing.batches import conversations, cut, left_out, minibatches, shard, supervised, take
+from rft_fn.packing.batches import cut, left_out, minibatches, shard, take
 from rft_fn.packing.lending import owners
 from rft_fn.packing.packs import alone, pack, pad, placeholder, real, sides, stack, unpack
 from rft_fn.packing.parts import own, reset_position_ids
 from rft_fn.packing.plan import assign, waste
+from rft_fn.packing.rows import conversations, scored, supervised
 
 __all__ = [
-    "conversations", "minibatches", "pack", "real", "reset_position_ids", "shard", "sides", "stack",
-    "supervised", "take", "unpack",
+    "conversations", "minibatches", "pack", "real", "reset_position_ids", "scored", "shard", "sides",
+    "stack", "supervised", "take", "unpack",
 ]  # fmt: skip

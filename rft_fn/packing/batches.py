@@ -2,19 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from einops import reduce
 from torch import Tensor
 
-from rft_fn import rng, tree, weight
+from rft_fn import rng, tree
 from rft_fn.packing import lending, plan
 from rft_fn.packing.packs import pack
-from rft_fn.types import Experience, Media, Packed, Rollout
+from rft_fn.types import Experience, Packed, Rollout
 from rft_fn.types.media import MEDIA_COST
 
-__all__ = ["conversations", "cut", "left_out", "minibatches", "shard", "supervised", "take"]
+__all__ = ["cut", "left_out", "minibatches", "shard", "take"]
 
 Batch = TypeVar("Batch", Experience, Rollout)
 
@@ -153,52 +153,3 @@ def minibatches(exp: Experience, n: int, key: int, *, unit: int = 1) -> list[Exp
     order = torch.randperm(units, generator=rng.generator(key)).to(exp.tokens.device)
     members = order[:, None] * unit + torch.arange(unit, device=order.device)
     return [take(exp, part.flatten()) for part in members.tensor_split(n)]
-
-
-def supervised(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Experience:
-    """A supervised batch of prompts and responses.
-
-    Each row is (prompt ids, response ids). The responses are in mask and w is the mean over their tokens;
-    old_logp and adv are 0. ValueError without rows.
-    """
-    if not rows:
-        raise ValueError("rows: expected at least one (prompt ids, response ids), got none")
-    return conversations([([*p, *r], [False] * len(p) + [True] * len(r)) for p, r in rows])
-
-
-def conversations(rows: Sequence[Sequence[Any]]) -> Experience:
-    """A supervised batch of tokens and masks.
-
-    Each row is (ids, mask), or (ids, mask, media) with the tensors of its media or None. Any tokens may be in
-    mask, such as all turns of one speaker. w is the mean over the tokens in the masks. ValueError without
-    rows, for a mask of another length than its ids, and for one that holds the first token, which nothing
-    predicts.
-    """
-    if not rows:
-        raise ValueError("rows: expected at least one (ids, mask), got none")
-
-    # right-padded, as an engine's rollouts are
-    length = torch.tensor([len(row[0]) for row in rows])
-    tokens = torch.zeros(len(rows), int(length.max()), dtype=torch.long)
-    mask = torch.zeros_like(tokens, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        ids, learned = row[:2]
-        if len(ids) != len(learned):
-            raise ValueError(
-                f"rows: expected a mask of {len(ids)} in row {i}, as its ids, got {len(learned)}"
-            )
-        if learned and learned[0]:
-            raise ValueError(f"rows: expected a token before the first one in mask in row {i}, got none")
-        tokens[i, : len(ids)] = torch.tensor(ids)
-        mask[i, : len(ids)] = torch.tensor(learned)
-
-    zero = torch.zeros(tokens.shape)
-    return Experience(
-        tokens=tokens,
-        mask=mask,
-        length=length,
-        old_logp=zero,
-        adv=zero,
-        w=weight.token_mean(mask),
-        media=Media.of_prompts([next(iter(row[2:]), None) for row in rows]),
-    )

@@ -9,11 +9,12 @@ and `scoring` the way from a rollout to rewards. `completions` are the *response
 prompt and response together can be satisfied by the instructions in the prompt, and is then a constant.
 """
 
-from rft_fn.reward.combine import columns, weighted
-from rft_fn.reward.convention import RewardFn, Score, Scored, TrainerState, text, trainer_state
+from rft_fn.reward.combine import Weighted, columns, weighted
+from rft_fn.reward.convention import JointReward, RewardFn, Score, Scored, TrainerState, text, trainer_state
 from rft_fn.reward.loading import load, parse
 from rft_fn.reward.preflight import check
 from rft_fn.reward.remote import served_at
+from rft_fn.reward.scalar_model import Reading, ScalarReward, scalar
 from rft_fn.reward.scoring import Judged, concat, judge, judge_rows, means, responses, select
 from rft_fn.reward.verifiable import (
     boxed_format,
@@ -29,7 +30,8 @@ from rft_fn.reward.verifiable import (
 )
 
 __all__ = [
-    "Judged", "RewardFn", "boxed_format", "check", "columns", "concat", "exact", "extract_boxed",
+    "Judged", "Reading", "RewardFn", "boxed_format", "check", "columns", "concat", "exact", "extract_boxed",
     "extract_number", "extract_tag", "judge", "judge_rows", "load", "math", "means", "numeric", "parse",
-    "pattern_format", "responses", "served_at", "tag_format", "task", "text", "trainer_state", "weighted",
+    "pattern_format", "responses", "scalar", "served_at", "tag_format", "task", "text", "trainer_state",
+    "weighted",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import math
 import numbers
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,27 +15,36 @@ from rft_fn.reward import results
 from rft_fn.reward.convention import (
     GIVEN,
     Columns,
+    JointReward,
     Messages,
     RewardFn,
     Score,
     Scored,
     TrainerState,
+    asks_for,
     column_names,
     columns_of,
+    is_joint,
     required,
     taken,
 )
 from rft_fn.reward.event_loop import EventLoop
 from rft_fn.reward.results import Result
 
-__all__ = ["Weighted", "columns", "weighted"]
+__all__ = ["Known", "Weighted", "columns", "joint_names", "weighted"]
+
+Known = Callable[[], Mapping[str, Tensor]]
+"""The values [B] of the joint rewards of a score by name; called once, after the async ones have begun."""
 
 
 class Weighted:
     """A weighted sum of rewards: a `Score`, made by `weighted` or `parse`."""
 
     def __init__(
-        self, components: Mapping[str, tuple[RewardFn, float]], *, specs: Mapping[str, str] | None = None
+        self,
+        components: Mapping[str, tuple[RewardFn | JointReward, float]],
+        *,
+        specs: Mapping[str, str] | None = None,
     ):
         _check_components(components)
         self.components = dict(components)
@@ -51,22 +60,32 @@ class Weighted:
         *,
         completion_ids: Sequence[Sequence[int]] | None = None,
         prompt_texts: Sequence[str] | None = None,
+        prompt_ids: Sequence[Sequence[int]] | None = None,
+        truncated: Sequence[bool] | None = None,
+        keys: Sequence[int] | None = None,
+        media: Sequence[Sequence[Mapping[str, Any]]] | None = None,
         trainer_state: TrainerState | None = None,
+        known: Known | None = None,
     ) -> Scored:
-        """The rewards of a batch, as `Score` has them."""
+        """The rewards of a batch, as `Score` has them.
+
+        `known` gives the values of the joint rewards, which need all ranks.
+        """
         # the arguments that every reward may name
         _check_batch(prompts, completions, columns)
         batch: dict[str, Any] = {**columns, "prompts": list(prompts), "completions": list(completions)}
         batch["trainer_state"] = trainer_state or TrainerState()
-        if completion_ids is not None:
-            batch["completion_ids"] = list(completion_ids)
-        if prompt_texts is not None:
-            batch["prompt_texts"] = list(prompt_texts)
+        given = {"completion_ids": completion_ids, "prompt_texts": prompt_texts, "prompt_ids": prompt_ids}
+        given |= {"truncated": truncated, "keys": keys, "media": media}
+        for name, values in given.items():
+            if values is not None:
+                batch[name] = list(values)
 
         # call all of them before any result is read: async ones run together
         count = len(completions)
         logs = {name: _Log(name, count) for name in self.components}
-        found = self._call(batch, logs)
+        found = self._known(known)
+        found |= self._call(batch, logs)
         read: dict[str, Result] = {}
         for name in self.components:
             self.running = name
@@ -76,6 +95,18 @@ class Weighted:
         parts = {name: x.values for name, x in read.items()}
         metrics, extra = _further(read, logs)
         return Scored(self._total(parts, prompts), parts, metrics, extra)
+
+    def _known(self, known: Known | None) -> dict[str, object]:
+        """The values of the joint rewards. ValueError where nobody has computed them."""
+        joint = joint_names(self)
+        if not joint:
+            return {}
+        if known is None:
+            raise ValueError(
+                f"reward {joint[0]!r}: expected `known`, its values, which all ranks compute together; "
+                "reward.judge and collect.gather_and_judge do that"
+            )
+        return dict(known())
 
     def _call(self, batch: Mapping[str, Any], logs: Mapping[str, "_Log"]) -> dict[str, object]:
         """The results of all functions, by name.
@@ -87,7 +118,9 @@ class Weighted:
 
         # when a plain one raises, the coroutines of others were never started: close them
         try:
-            for name in self.components:
+            for name, (fn, _) in self.components.items():
+                if is_joint(fn):
+                    continue
                 result = self._start(name, batch, logs[name])
                 if inspect.isawaitable(result):
                     waiting[name] = result
@@ -106,11 +139,14 @@ class Weighted:
     def _start(self, name: str, batch: Mapping[str, Any], log: "_Log") -> object:
         """The result of a function, an awaitable if it is async."""
         self.running = name
-        fn = self.components[name][0]
+        fn: Any = self.components[name][0]
         given = {**batch, "log_metric": log.metric, "log_extra": log.further}
         _check_arguments(name, fn, given)
-        with self._named(name):
-            result = fn(**taken(fn, given))
+        with self.named(name):
+            arguments = taken(fn, given)
+            if not asks_for(fn, "media"):
+                arguments.pop("media", None)
+            result = fn(**arguments)
             if isinstance(result, Iterator) and not inspect.isawaitable(result):  # computes when it is read
                 result = list(result)
         return result
@@ -119,14 +155,14 @@ class Weighted:
         """The results of async functions, which run together."""
 
         async def wait(name: str) -> object:
-            with self._named(name):
+            with self.named(name):
                 return await waiting[name]
 
         values = await asyncio.gather(*(wait(name) for name in waiting))
         return dict(zip(waiting, values, strict=True))
 
     @contextmanager
-    def _named(self, name: str) -> Iterator[None]:
+    def named(self, name: str) -> Iterator[None]:
         """Add a note with the reward's name to any error.
 
         A call of sys.exit becomes ValueError.
@@ -171,7 +207,7 @@ class Weighted:
         return total
 
 
-def weighted(**components: tuple[RewardFn, float]) -> Weighted:
+def weighted(**components: tuple[RewardFn | JointReward, float]) -> Weighted:
     """score = sum of weight * component: `weighted(accuracy=(math(), 0.9), format=(boxed_format(), 0.1))`.
 
     Each component is called with keywords, as TRL does it: `fn(prompts=..., completions=..., **columns)`.
@@ -197,7 +233,13 @@ def columns(score: Score) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _check_components(components: Mapping[str, tuple[RewardFn, float]]) -> None:
+def joint_names(score: Score) -> list[str]:
+    """The joint rewards among the components of a score."""
+    components = getattr(score, "components", {})
+    return [name for name, (fn, _) in components.items() if is_joint(fn)]
+
+
+def _check_components(components: Mapping[str, tuple[RewardFn | JointReward, float]]) -> None:
     if not components:
         raise ValueError("weighted: expected at least one component, as name=(reward function, weight)")
     for name, component in components.items():

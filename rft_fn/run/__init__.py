@@ -8,6 +8,7 @@ from rft_fn.run.mismatch import check_gap, correct_mismatch, correction_of
 from rft_fn.run.progress import track
 from rft_fn.run.report import check_results, table, write_results
 from rft_fn.run.resume import last_model, settings
+from rft_fn.run.rewards import load_rewards
 from rft_fn.run.sampler import start_sampler
 from rft_fn.run.saving import checkpoint, final_weights, restore_latest
 from rft_fn.run.serving import serve
@@ -51,6 +52,7 @@ __all__ = [
     "load_data",
     "load_policy",
     "load_processing",
+    "load_rewards",
     "load_task",
     "open_folder",
     "optimizer",

@@ -80,6 +80,7 @@ class TokenOut:
     aux: Tensor | None = None  # [T] balance of a mixture of experts: 1 if its sequence uses all evenly
     expert_share: Tensor | None = None  # [T] largest share of one expert in the choices of its sequence
     words_logp: Tensor | None = None  # [T, K] of the pack's `words`, if it has some
+    score: Tensor | None = None  # [T, H] of H heads of a reward model, the sequence up to this token
 
 
 def experience(

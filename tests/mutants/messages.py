@@ -84,9 +84,9 @@ MUTANTS = [
     ),
     (
         "a mask is read from the front",
-        "rft_fn/packing/batches.py",
-        "        mask[i, : len(ids)] = torch.tensor(learned)",
-        "        mask[i, : len(ids)] = torch.tensor(learned).flip(0)",
+        "rft_fn/packing/rows.py",
+        "        mask[i, : len(row)] = torch.tensor(learned)",
+        "        mask[i, : len(row)] = torch.tensor(learned).flip(0)",
         "tests/loss/test_supervised_loss.py::test_a_conversation_with_two_turns_has_the_gradient_of_the_definition",
     ),
     (

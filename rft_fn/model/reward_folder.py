@@ -1,0 +1,190 @@
+"""Scalar reward models in folders: ours, and those of transformers' class for sequence classification."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rft_fn.model.builtin import resolve
+from rft_fn.model.calibration import Head
+from rft_fn.model.freeze import freeze as frozen
+from rft_fn.model.headed import headless, save_headed, saved_heads
+from rft_fn.model.load import load, read_config
+from rft_fn.model.parts import inside_adapters
+from rft_fn.model.reward import RewardModel, named_heads
+from rft_fn.model.stored import files, folder_of
+
+__all__ = ["load_reward", "save_reward"]
+
+_HEADS = "reward_heads.json"  # names, calibration and pooling, in each folder that we write
+
+
+class _Source(NamedTuple):
+    """A model as it was saved: without heads, or with their tensors and descriptions."""
+
+    lm: Any  # what `load` takes
+    tensors: Mapping[str, Tensor] | None = None
+    heads: tuple[Head, ...] = ()
+    pool: str = "last"
+
+
+def load_reward(
+    path_or_module: str | Path | nn.Module,
+    *,
+    heads: Sequence[str | Head] = (),
+    pool: str = "",
+    new: bool = False,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    gradient_checkpointing: bool = False,
+    meta: bool = False,
+    freeze: Sequence[str] = (),
+    **kwargs: Any,
+) -> RewardModel:
+    """A `RewardModel` of a folder that `save_reward` or transformers wrote, or a new one.
+
+    Folders and modules of transformers' class for sequence classification have heads by the labels of their
+    config; labels without a name get those of `heads`. With `new` the heads are new ones of 0, named `heads`
+    ("score" unless given) over whatever `model.load` takes, and `pool` is how they pool ("last" unless
+    given). A module is taken over, not copied. `freeze` names parts that are not trained; the other
+    arguments are those of `model.load`.
+
+    ValueError for a folder without heads unless they are to be new, and for `heads` and a `pool` that are not
+    those of the folder.
+    """
+    how: dict[str, Any] = {"dtype": dtype, "device": device}
+    source = _source(path_or_module, meta, {**how, **kwargs})
+    if source.tensors is None and not new:
+        raise ValueError(
+            f"reward model: {_name(path_or_module)}: expected a model with heads, got one without; "
+            "new=True puts new ones on it"
+        )
+    if isinstance(source.lm, (str, Path)):
+        how |= {"meta": meta, **kwargs}
+    lm = load(source.lm, gradient_checkpointing=gradient_checkpointing, quantize="none", **how)
+
+    if new:
+        model = RewardModel(lm, heads=heads or ("score",), pool=pool or "last")
+    else:
+        _check_pool(path_or_module, pool, source.pool)
+        model = RewardModel(lm, heads=_renamed(path_or_module, source.heads, heads), pool=source.pool)
+        assert source.tensors is not None
+        model.load_state_dict(source.tensors, strict=False)
+    frozen(model, freeze)
+    return model
+
+
+def _source(given: Any, meta: bool, how: dict[str, Any]) -> _Source:
+    """What there is of a reward model in a module or a folder."""
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    if isinstance(given, nn.Module):
+        return _classifier(given, given, None)
+    folder = resolve(str(given))
+    tensors = saved_heads(folder, RewardModel.file)
+    if tensors is not None:
+        heads, pool = _described(folder)
+        return _Source(headless(AutoModel, folder, meta=meta, **how), tensors, heads, pool)
+    if not _is_classifier(read_config(folder)):
+        return _Source(given)
+    lm = headless(AutoModelForSequenceClassification, folder, meta=meta, **how)
+    return _classifier(given, lm, folder)
+
+
+def _is_classifier(config: Any) -> bool:
+    names = getattr(config, "architectures", None) or []
+    return any(name.endswith("ForSequenceClassification") for name in names)
+
+
+def _classifier(given: Any, lm: Any, folder: str | None) -> _Source:
+    """A module of transformers for sequence classification, read from `folder` if it was."""
+    whole = inside_adapters(lm)
+    if not type(whole).__name__.endswith("ForSequenceClassification"):
+        return _Source(lm)
+    head = getattr(whole, "score", None)
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise ValueError(
+            f"reward model: {_name(given)}: expected a head `score` of one matrix, as decoders have, got "
+            f"{type(whole).__name__}"
+        )
+    weight = head.weight.detach()
+    heads, pool = _labels(whole.config), "last"
+    if folder is not None:
+        weight = _in_files(folder, "score.weight", weight)
+        if Path(folder, _HEADS).is_file():
+            heads, pool = _described(folder)
+    return _Source(lm, {"score.weight": weight}, heads, pool)
+
+
+def _in_files(folder: str, name: str, read: Tensor) -> Tensor:
+    """A tensor in the precision of a folder's files; `read` where these are no safetensors."""
+    from safetensors import safe_open
+
+    if not read.is_meta and not any(Path(folder).glob("*.safetensors")):
+        return read
+    for path in files(folder_of(folder)):
+        with safe_open(path, "pt") as file:
+            if name in file.keys():  # noqa: SIM118
+                return file.get_tensor(name)
+    return read
+
+
+def _labels(config: Any) -> tuple[Head, ...]:
+    """The heads of a config's labels; a single one without a name is the score."""
+    labels = [config.id2label[i] for i in range(config.num_labels)]
+    if labels == ["LABEL_0"]:
+        labels = ["score"]
+    return named_heads(labels)
+
+
+def _described(folder: str) -> tuple[tuple[Head, ...], str]:
+    """(heads, pool) as our file in a folder has them."""
+    path = Path(folder, _HEADS)
+    try:
+        saved = json.loads(path.read_text())
+        return named_heads([Head(**head) for head in saved["heads"]]), saved["pool"]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"reward model: {path}: expected heads and their pool, got {error}") from error
+
+
+def _renamed(given: Any, saved: tuple[Head, ...], heads: Sequence[str | Head]) -> tuple[Head, ...]:
+    """The heads of a folder, with the names asked for if theirs are transformers' numbers."""
+    if not heads:
+        return saved
+    asked = named_heads(heads)
+    own = [head.name for head in saved]
+    names = [head.name for head in asked]
+    numbered = all(name in ("score", f"LABEL_{i}") for i, name in enumerate(own))
+    if len(own) == len(names) and (numbered or own == names):
+        return asked
+    raise ValueError(f"heads: expected {own} of {_name(given)}, got {names}; new=True puts new ones on it")
+
+
+def _check_pool(given: Any, pool: str, saved: str) -> None:
+    if pool not in ("", saved):
+        raise ValueError(
+            f"pool: expected {saved!r}, by which the heads of {_name(given)} were trained, got {pool!r}"
+        )
+
+
+def _name(given: Any) -> str:
+    if isinstance(given, nn.Module):
+        return type(given).__name__
+    return str(given)
+
+
+def save_reward(
+    folder: str | Path, reward_model: RewardModel, weights: Iterable[tuple[str, Tensor]] = ()
+) -> Path:
+    """Write a reward model, with `weights` substituted for its parameters, as a folder for `load_reward`.
+
+    `weights` are as `Strategy.export` gives them. ValueError for one that the model does not have.
+    """
+    path = save_headed(folder, reward_model, weights)
+    saved = {"pool": reward_model.pool, "heads": [asdict(head) for head in reward_model.heads]}
+    (path / _HEADS).write_text(json.dumps(saved, indent=1) + "\n")
+    return path
