@@ -106,8 +106,15 @@ def check_reward(
 ) -> dict[str, Scored]:
     """Check a reward on rank 0 as `reward.check` does, for all ranks: a remote judge is asked once.
 
-    The limit and the errors are those of `gather_and_judge`.
+    The limit and the errors are those of `gather_and_judge`. ValueError also for a reward with a deadline
+    beyond `timeout`: it would be interrupted in the middle of its tries.
     """
+    for name, (fn, _) in getattr(score, "components", {}).items():
+        deadline = getattr(fn, "deadline", 0.0)
+        if deadline >= timeout:
+            raise ValueError(
+                f"reward {name!r}: expected a deadline below reward_timeout = {timeout:g} s, got {deadline:g}"
+            )
 
     def work() -> dict[str, Scored] | None:
         if strategy.rank:

@@ -123,20 +123,14 @@ def test_an_image_in_a_column_is_sent_whole():
     assert found["mime"] == "image/png" and back.tobytes() == image.tobytes()
 
 
-def test_every_medium_is_sent_and_each_once(tmp_path):
-    sound = tmp_path / "a.wav"
-    sound.write_bytes(b"RIFF")
+def test_every_medium_is_sent_and_each_once():
     one = {"kind": "image", "mime": "image/jpeg", "bytes": b"one"}
     two = {"kind": "image", "mime": "image/png", "bytes": b"two"}
-    heard = {"kind": "audio", "path": sound}
-    media = [[one, two], [one, two], [], [heard, one]]
-    batch = Batch(["p"] * 4, ["c"] * 4, {"n": [1] * 4}, {"media": media})
-    data = protocol.request(batch)
+    far = {"kind": "audio", "mime": "audio/wav", "url": "https://host/a.wav"}
+    media = [[one, two], [one, two], [], [far, one]]
+    data = protocol.request(Batch(["p"] * 4, ["c"] * 4, {"n": [1] * 4}, {"media": media}))
     assert len(values.load(data)["files"]) == 3
-    records = protocol.read_request(data).given["media"]
-    assert records[:3] == media[:3]
-    assert [r["bytes"] for r in records[3]] == [b"RIFF", b"one"]
-    assert records[3][0]["kind"] == "audio" and records[3][0]["mime"] in ("audio/x-wav", "audio/wav")
+    assert protocol.read_request(data).given["media"] == media
 
 
 def test_media_are_not_sent_again_in_their_columns():

@@ -7,7 +7,6 @@ import decimal
 import io
 import json
 import math
-import mimetypes
 import numbers
 import uuid
 from collections.abc import Mapping, Sequence
@@ -111,37 +110,39 @@ def media_out(media: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[dict[s
     """(files, each medium once; the numbers of those of each completion, in order).
 
     The completions of a prompt share its media, which are so sent once. `media` holds the records of each
-    completion, {"kind", "mime", "bytes" or "path"}.
+    completion, as `reward.media.records` makes them; a file is {"kind", "mime", "base64" or "url"}.
     """
     files: list[dict[str, str]] = []
-    known: dict[tuple[str, bytes], int] = {}
+    known: dict[tuple[str, Any], int] = {}
     of: list[list[int]] = []
     for records in media:
         places: list[int] = []
         for record in records:
-            content = _content(record)
-            key = (record["kind"], content)
+            key = (record["kind"], record.get("url", record.get("bytes")))
             if key not in known:
                 known[key] = len(files)
-                files.append({"kind": record["kind"], "mime": _mime(record), "base64": _encoded(content)})
+                files.append(_file(record))
             places.append(known[key])
         of.append(places)
     return files, of
 
 
+def _file(record: Mapping[str, Any]) -> dict[str, str]:
+    """A record as JSON can hold it."""
+    file = {name: record[name] for name in ("kind", "mime", "url") if name in record}
+    if "bytes" in record:
+        file["base64"] = _encoded(record["bytes"])
+    return file
+
+
 def media_in(files: Any, of: Any, count: int) -> list[list[dict[str, Any]]]:
-    """The records {"kind", "mime", "bytes"} of each of `count` completions; see `media_out`.
+    """The records of each of `count` completions; see `media_out`.
 
     ValueError for files that are none, and for numbers of others.
     """
     if not isinstance(files, list):
         raise ValueError(f"files: expected a list, got {type(files).__name__}")
-    read: list[dict[str, Any]] = []
-    for i, file in enumerate(files):
-        if not isinstance(file, dict) or not {"kind", "mime", "base64"} <= set(file):
-            raise ValueError(f"files: expected objects with 'kind', 'mime' and 'base64', got another at {i}")
-        read.append({"kind": file["kind"], "mime": file["mime"], "bytes": _decoded(file["base64"], i)})
-
+    read = [_record(file, i) for i, file in enumerate(files)]
     found: list[list[dict[str, Any]]] = []
     for places in entries("media", of, count):
         if not isinstance(places, list):
@@ -153,25 +154,20 @@ def media_in(files: Any, of: Any, count: int) -> list[list[dict[str, Any]]]:
     return found
 
 
-def _content(record: Mapping[str, Any]) -> bytes:
-    """The bytes of a medium."""
-    if record.get("bytes") is not None:
-        return record["bytes"]
-    return Path(record["path"]).read_bytes()
-
-
-def _mime(record: Mapping[str, Any]) -> str:
-    """The type of a medium: as it says, or by the name of its file."""
-    guess, _ = mimetypes.guess_type(str(record.get("path") or ""))
-    return record.get("mime") or guess or "application/octet-stream"
+def _record(file: Any, i: int) -> dict[str, Any]:
+    """The record of a file. ValueError for another thing."""
+    if not isinstance(file, dict) or not {"kind", "mime"} <= set(file) or not {"url", "base64"} & set(file):
+        raise ValueError(
+            f"files: expected objects with 'kind', 'mime' and 'base64' or 'url', got another at {i}"
+        )
+    record = {name: file[name] for name in ("kind", "mime", "url") if name in file}
+    if "base64" in file:
+        try:
+            record["bytes"] = base64.b64decode(file["base64"], validate=True)
+        except (binascii.Error, TypeError, ValueError):
+            raise ValueError(f"files: expected base64, got another text at {i}") from None
+    return record
 
 
 def _encoded(content: bytes) -> str:
     return base64.b64encode(content).decode()
-
-
-def _decoded(text: Any, i: int) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, TypeError, ValueError):
-        raise ValueError(f"files: expected base64, got another text at {i}") from None

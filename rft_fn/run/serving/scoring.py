@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from rft_fn.reward.combine import Weighted
 from rft_fn.reward.convention import taken
 from rft_fn.reward.remote.protocol import Batch
 from rft_fn.run.serving.jobs import Job, Jobs, join
+from rft_fn.run.serving.models import joint_values
 
 __all__ = ["Partial", "rows_of", "score_jobs", "work"]
 
@@ -85,7 +87,8 @@ def _score(score: Any, batch: Batch, timeout: float) -> Scored:
     def name() -> str:
         return f"reward {getattr(score, 'running', '')!r}"
 
-    given = {**batch.given, "trainer_state": batch.state}
+    given: dict[str, Any] = {**batch.given, "trainer_state": batch.state}
+    given["known"] = partial(joint_values, score, batch)
     with time_limit(timeout, name):
         return score(batch.prompts, batch.completions, batch.columns, **taken(score, given))
 
