@@ -114,8 +114,15 @@ def check_reward(
     """Check a reward on rank 0 as `reward.check` does, for all ranks: a remote judge is asked once.
 
     Joint rewards are computed by all ranks, for which `rows` are prompts and `tokenizer` is theirs. The limit
-    and the errors are those of `gather_and_judge`.
+    and the errors are those of `gather_and_judge`. ValueError also for a reward with a deadline beyond
+    `timeout`: it would be interrupted in the middle of its tries.
     """
+    for name, (fn, _) in getattr(score, "components", {}).items():
+        deadline = getattr(fn, "deadline", 0.0)
+        if deadline >= timeout:
+            raise ValueError(
+                f"reward {name!r}: expected a deadline below reward_timeout = {timeout:g} s, got {deadline:g}"
+            )
     joints: dict[str, Joint] | None = None
     if joint_names(score):
         joints = made_up(score, rows, tokenizer)

@@ -17,6 +17,7 @@ from rft_fn.reward.generative_model import generative, generative_by_name
 from rft_fn.reward.loading import load, parse
 from rft_fn.reward.normalize import normalized
 from rft_fn.reward.preflight import check
+from rft_fn.reward.remote import served_at
 from rft_fn.reward.scalar_model import Reading, ScalarReward, scalar
 from rft_fn.reward.scoring import Judged, concat, judge, judge_rows, means, responses, select
 from rft_fn.reward.verifiable import (
@@ -37,5 +38,5 @@ __all__ = [
     "Judged", "Reading", "RewardFn", "Veto", "boxed_format", "by_column", "check", "columns", "concat",
     "exact", "extract_boxed", "extract_number", "extract_tag", "generative", "generative_by_name", "judge",
     "judge_rows", "load", "math", "means", "normalized", "numeric", "parse", "pattern_format", "responses",
-    "scalar", "tag_format", "task", "text", "trainer_state", "weighted",
+    "scalar", "served_at", "tag_format", "task", "text", "trainer_state", "weighted",
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Loads reward functions by their names on the command line."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from rft_fn.reward import importing, verifiable
 from rft_fn.reward.adapters import ADAPTERS
 from rft_fn.reward.combine import Weighted
 from rft_fn.reward.convention import GIVEN, JointReward, RewardFn, parameters, takes_all
+from rft_fn.reward.remote.served import served_at
 from rft_fn.reward.row_weights import RowWeights, Weight
 from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_rows, split_weight
 
@@ -47,7 +49,7 @@ _NAMED: dict[str, Factory] = {
     "tags": verifiable.tag_format,
 }
 
-_SOURCES: dict[str, Source] = {}
+_SOURCES: dict[str, Source] = {"http": served_at, "https": served_at}
 """The sources that need nothing of a run."""
 
 _NAMELESS = "<lambda>"  # Python's name for a function without one
@@ -77,6 +79,9 @@ def load(spec: str) -> RewardFn:
     or "verifiers:" (see `reward.adapters`), with ":COLUMN" behind it where the answer has another column than
     there. "messages:" and "text:" give a function prompts and completions in that form, whatever the data
     has.
+
+    "https://HOST/score", or several with commas between them: what servers say, with the options of
+    `served_at` as arguments.
 
     ValueError, with the remedy, for a wrong spec; errors of the file itself are passed on with its name.
     """
@@ -165,7 +170,8 @@ def _made_by(source: Source, spec: Spec) -> RewardFn | JointReward:
     try:
         return source(spec.target, *places, **named)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"reward {spec.text!r}: {error}") from error
+        text = re.sub("//[^/]*@", "//***@", spec.text)  # a password in an address
+        raise ValueError(f"reward {text!r}: {error}") from error
 
 
 def _adapt(spec: Spec, fn: Any) -> RewardFn:

@@ -18,6 +18,7 @@ from rft_fn.run.reward_model import (
 from rft_fn.run.rewards import load_rewards
 from rft_fn.run.sampler import start_sampler
 from rft_fn.run.saving import checkpoint, final_weights, restore_latest
+from rft_fn.run.serving import serve
 from rft_fn.run.setup import (
     data_options,
     free_options,
@@ -75,6 +76,7 @@ __all__ = [
     "restore_latest",
     "rewards_of",
     "saved_if_lost",
+    "serve",
     "settings",
     "start",
     "start_engine",
