@@ -24,6 +24,8 @@ class Host:
         """x in memory of numpy."""
         if isinstance(x, DTensor):
             return like(x, self.to_host(x.to_local()))
+        if not x.numel():  # of a parameter that stage 3 of ZeRO has cut
+            return x
         memory = np.empty(x.numel() * x.element_size(), np.uint8)
         self.bytes += memory.nbytes
         return torch.from_numpy(memory).view(x.dtype).view(x.shape).copy_(x)
