@@ -155,6 +155,7 @@ def main(cfg: Config) -> None:
     samples, push = rft.run.start_sampler(cfg, st, task, extra["ahead"])
     eng = samples.engine
     run.resume(extra["step"])
+    state = rft.run.to_host(st, apply, state)  # with offload_models, until it is time to learn
     push(state, version=extra["step"])
 
     def answer(prompts, keys, n=cfg.group, sampling=sampling):
@@ -202,6 +203,7 @@ def main(cfg: Config) -> None:
         mask = rollout.mask
 
         # ---- collect: log-probs of the initial model, which the reward may pay for leaving
+        state = rft.run.to_device(st, apply, state)
         ref_logp = None
         if anchored:
             with run.phase("score"):
@@ -243,6 +245,7 @@ def main(cfg: Config) -> None:
                 rate = schedule(rft.optim.count(state.opt))
                 state, metrics = st.update(state, grads)
                 logs[-1] |= rft.metric.results(metrics)
+        state = rft.run.to_host(st, apply, state)
         with run.phase("sync"):
             push(state, version=step + 1)
 
@@ -262,6 +265,7 @@ def main(cfg: Config) -> None:
         rft.run.checkpoint(cfg, st, run, step + 1, state, extra, **how)
 
     # ---- the model that came out
+    state = rft.run.to_device(st, apply, state)
     weights = rft.run.final_weights(cfg, st, state)
     st.save_pretrained(run.folder / "model", module, task.saved, weights, merge=cfg.lora_merge)
     samples.close()

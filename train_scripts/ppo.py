@@ -239,6 +239,8 @@ def main(cfg: Config) -> None:
     samples, push = rft.run.start_sampler(cfg, st, task, extra["ahead"])
     eng = samples.engine
     run.resume(extra["step"])
+    actor = rft.run.to_host(st, apply, actor)  # with offload_models, until it is time to learn
+    critic = rft.run.to_host(st, value_of, critic)
     push(actor, version=extra["step"])
 
     def save_ahead():
@@ -264,6 +266,8 @@ def main(cfg: Config) -> None:
         reward, extra["moments"] = learned_reward(cfg, judged.reward, rollout, extra["moments"])
 
         # ---- collect: values and the initial model's log-probs, each [B, S]
+        actor = rft.run.to_device(st, apply, actor)
+        critic = rft.run.to_device(st, value_of, critic)
         with run.phase("score"):
             exp = rft.experience(rollout, adv=torch.zeros_like(rollout.logp), w=row.weight(mask))
             packs = st.shard(exp, cfg.budget)
@@ -313,6 +317,8 @@ def main(cfg: Config) -> None:
                     rate = schedule(rft.optim.count(actor.opt))
                     actor, metrics = st.update(actor, grads)
                     logs[i] |= rft.metric.results(metrics)
+        actor = rft.run.to_host(st, apply, actor)
+        critic = rft.run.to_host(st, value_of, critic)
         with run.phase("sync"):
             push(actor, version=step + 1)
 
@@ -332,6 +338,8 @@ def main(cfg: Config) -> None:
         rft.run.checkpoint(cfg, st, run, step + 1, states, extra, **how)
 
     # ---- the models that came out
+    actor = rft.run.to_device(st, apply, actor)
+    critic = rft.run.to_device(st, value_of, critic)
     weights = rft.run.final_weights(cfg, st, actor)
     st.save_pretrained(run.folder / "model", module, task.saved, weights, merge=cfg.lora_merge)
     if cfg.save_critic:

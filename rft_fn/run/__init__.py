@@ -5,6 +5,7 @@ from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.engine import saved_if_lost, start_engine
 from rft_fn.run.folder import Run
 from rft_fn.run.mismatch import check_gap, correct_mismatch, correction_of
+from rft_fn.run.placing import placed, to_device, to_host
 from rft_fn.run.progress import track
 from rft_fn.run.report import check_results, table, write_results
 from rft_fn.run.resume import last_model, settings
@@ -69,6 +70,7 @@ __all__ = [
     "open_folder",
     "optimizer",
     "options",
+    "placed",
     "plan_rollouts",
     "plan_steps",
     "print_preflight",
@@ -82,6 +84,8 @@ __all__ = [
     "start_engine",
     "start_sampler",
     "table",
+    "to_device",
+    "to_host",
     "track",
     "updates_per_pass",
     "with_processor",
