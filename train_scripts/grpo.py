@@ -56,6 +56,8 @@ def check(cfg: Config, algo: rft.algorithm.Algorithm) -> None:
     most = cfg.prompts * cfg.group
     if cfg.minibatches > most:
         raise ValueError(f"minibatches: expected at most {most}, got {cfg.minibatches}")
+    if algo.greedy and cfg.reward_norm:
+        raise ValueError(f"reward_norm: expected none with {cfg.algorithm}: its baseline is a raw reward")
     if algo.greedy and cfg.normalize_reward:
         raise ValueError(f"normalize_reward: expected off with {cfg.algorithm}: its baseline is a raw reward")
 
@@ -141,7 +143,7 @@ def main(cfg: Config) -> None:
     module = rft.run.load_policy(cfg, st)
     tx, schedule = optimizer(cfg)
     anchored = cfg.kl > 0 or cfg.kl_in_reward > 0
-    seen = {"dataset": task.dataset, "prompts": cfg.prompts}
+    seen = {"dataset": task.dataset, "prompts": cfg.prompts, "rewards": rft.run.reward_modules(task.score)}
     rft.run.print_preflight(cfg, st, (module, tx), initial=anchored, **seen)
     apply, state = st.init(module, tx, sampling=sampling, entropy=True, aux=cfg.router_aux > 0)
     if anchored:
@@ -199,7 +201,7 @@ def main(cfg: Config) -> None:
             draw = partial(draw_round, cfg, task.dataset, step)
             filled = rft.collect.sample_varied_groups(answer, draw, cfg.prompts, rounds=cfg.rounds)
         prompts, rollout, judged = filled.prompts, filled.rollout, filled.judged
-        reward = shaped(cfg, judged.reward, rollout)
+        reward = shaped(cfg, rft.run.normalized_reward(cfg, task, judged, prompts), rollout)
         mask = rollout.mask
 
         # ---- collect: log-probs of the initial model, which the reward may pay for leaving
@@ -269,6 +271,7 @@ def main(cfg: Config) -> None:
     weights = rft.run.final_weights(cfg, st, state)
     st.save_pretrained(run.folder / "model", module, task.saved, weights, merge=cfg.lora_merge)
     samples.close()
+    task.score.close()
     run.finish()
     st.close()
 

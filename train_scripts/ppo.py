@@ -222,7 +222,7 @@ def main(cfg: Config) -> None:
     tx, schedule = optimizer(cfg, cfg.lr, cfg.steps - cfg.freeze_actor_steps, ema=cfg.ema)
     critic_tx, _ = optimizer(cfg, cfg.critic_lr, cfg.steps)
     how = {"initial": cfg.kl > 0, "length": cfg.max_prompt + cfg.max_new}
-    how |= {"dataset": task.dataset, "prompts": cfg.prompts}
+    how |= {"dataset": task.dataset, "prompts": cfg.prompts, "rewards": rft.run.reward_modules(task.score)}
     rft.run.print_preflight(cfg, st, (module, tx), (valuer, critic_tx), **how)
     apply, actor = st.init(module, tx, sampling=sampling, entropy=True, aux=cfg.router_aux > 0)
     value_of, critic = st.init(valuer, critic_tx)
@@ -263,7 +263,8 @@ def main(cfg: Config) -> None:
         with run.phase("judge"):
             judged = rft.run.judge(cfg, st, task, rollout, prompts, step=step)
         mask = rollout.mask
-        reward, extra["moments"] = learned_reward(cfg, judged.reward, rollout, extra["moments"])
+        reward = rft.run.normalized_reward(cfg, task, judged, prompts)
+        reward, extra["moments"] = learned_reward(cfg, reward, rollout, extra["moments"])
 
         # ---- collect: values and the initial model's log-probs, each [B, S]
         actor = rft.run.to_device(st, apply, actor)
@@ -345,6 +346,7 @@ def main(cfg: Config) -> None:
     if cfg.save_critic:
         st.save_pretrained(run.folder / "critic", valuer, None, st.export(critic))
     samples.close()
+    task.score.close()
     run.finish()
     st.close()
 

@@ -148,6 +148,7 @@ class ScalarReward:
         self._model = model
         self._index = index
         self.heads = tuple(heads)
+        self.module: Any = None  # the model, where a forecast of memory asks for it
         self.__name__ = heads[index].name
 
     def __call__(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any, /) -> Tensor:

@@ -16,7 +16,7 @@ from rft_fn.run.reward_model import (
     load_labelled,
     load_reward_model,
 )
-from rft_fn.run.rewards import load_rewards
+from rft_fn.run.rewards import load_rewards, reward_modules
 from rft_fn.run.sampler import start_sampler
 from rft_fn.run.saving import checkpoint, final_weights, restore_latest
 from rft_fn.run.serving import serve
@@ -37,7 +37,16 @@ from rft_fn.run.setup import (
     with_processor,
 )
 from rft_fn.run.signals import Stopped
-from rft_fn.run.task import Task, check_rewards, evaluate, judge, load_task, plan_rollouts, rewards_of
+from rft_fn.run.task import (
+    Task,
+    check_rewards,
+    evaluate,
+    judge,
+    load_task,
+    normalized_reward,
+    plan_rollouts,
+    rewards_of,
+)
 from rft_fn.run.trajectories import response_row
 
 __all__ = [
@@ -67,6 +76,7 @@ __all__ = [
     "load_reward_model",
     "load_rewards",
     "load_task",
+    "normalized_reward",
     "open_folder",
     "optimizer",
     "options",
@@ -76,6 +86,7 @@ __all__ = [
     "print_preflight",
     "response_row",
     "restore_latest",
+    "reward_modules",
     "rewards_of",
     "saved_if_lost",
     "serve",
