@@ -161,7 +161,8 @@ def _together(
     if not timeout > 0:
         raise ValueError(f"timeout: expected > 0 seconds, got {timeout}")
     if joint is not None and joint_names(score) and strategy.world > 1:
-        _together(strategy, score, lambda: None, timeout, digest=digest)  # the same batch on every rank
+        # the same batch on every rank, and nothing that one of them fails in alone
+        _together(strategy, score, joint.prepare, timeout, digest=digest)
     result = None
     failed: Exception | None = None
     line = ""

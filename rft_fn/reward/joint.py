@@ -35,26 +35,48 @@ class Joint:
             self._found = {name: self._one(name) for name in joint_names(self._score)}
         return self._found
 
+    def prepare(self) -> None:
+        """Do what each rank does by itself, so that its errors are shared before the ranks meet."""
+        for name in joint_names(self._score):
+            prepare = getattr(self._fn(name), "prepare", None)
+            rows = self._rows(name)
+            if prepare is not None and rows:
+                self._named(name, prepare, rows)
+
     def _one(self, name: str) -> Tensor:
         """The values [B] of one reward, which is asked for the rows that it applies to."""
-        score: Any = self._score
-        score.running = name
-        rollout, prompts, tokenizer = self._batch
-        fn, weight = score.components[name]
-        owners = rollout.group.tolist()
-        column = getattr(weight, "column", "")
-        asked = {column: [prompts[i].columns.get(column) for i in owners]}
-        rows = (~weights_of(name, weight, asked, len(owners)).isnan()).nonzero().flatten()
-        values = torch.full((len(owners),), math.nan)
-        if not len(rows):
+        values = torch.full((len(self._batch[0].group),), math.nan)
+        rows = self._rows(name)
+        if not rows:
             return values
-
-        with noted(name):
-            found = fn(self._part(tuple(rows.tolist())), prompts, tokenizer)
+        found = self._named(name, self._fn(name), rows)
         if not isinstance(found, Tensor) or found.shape != (len(rows),):
             got = list(getattr(found, "shape", ())) or type(found).__name__
             raise ValueError(f"reward {name!r}: expected [B] = [{len(rows)}], got {got}")
-        return values.index_copy(0, rows, found.detach().cpu().float())
+        return values.index_copy(0, torch.tensor(rows), found.detach().cpu().float())
+
+    def _fn(self, name: str) -> Any:
+        score: Any = self._score
+        return score.components[name][0]
+
+    def _rows(self, name: str) -> tuple[int, ...]:
+        """The rows that a reward applies to."""
+        score: Any = self._score
+        weight = score.components[name][1]
+        prompts = self._batch[1]
+        owners = self._batch[0].group.tolist()
+        column = getattr(weight, "column", "")
+        asked = {column: [prompts[i].columns.get(column) for i in owners]}
+        applies = ~weights_of(name, weight, asked, len(owners)).isnan()
+        return tuple(applies.nonzero().flatten().tolist())
+
+    def _named(self, name: str, call: Any, rows: tuple[int, ...]) -> Any:
+        """What a reward makes of those rows; its errors name it."""
+        score: Any = self._score
+        score.running = name
+        _, prompts, tokenizer = self._batch
+        with noted(name):
+            return call(self._part(rows), prompts, tokenizer)
 
     def _part(self, rows: tuple[int, ...]) -> Rollout:
         """Those rows of the rollout: the same object for all rewards of the same rows."""

@@ -353,4 +353,6 @@ def test_limits(how, line):
 def test_a_column_that_json_cannot_hold_is_named_with_the_remedy():
     with hosting([rewards()]) as [host], pytest.raises(TypeError) as caught:
         score(host.url, ["a"], columns={"x": [object()]})
-    assert "column 'x': expected a value that JSON can hold, got object; name the columns" in str(caught.value)
+    assert "column 'x': expected a value that JSON can hold, got object; name the columns" in str(
+        caught.value
+    )

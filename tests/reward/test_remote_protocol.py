@@ -29,7 +29,9 @@ def batches(draw):
     columns = draw(st.dictionaries(st.sampled_from(["answer", "a b", "ä"]), cells))
     lists = {"completion_ids": st.lists(st.integers(0, 9), max_size=3), "truncated": st.booleans()}
     lists |= {"keys": st.integers(0, 2**63 - 1), "prompt_texts": texts}
-    given = {k: draw(st.lists(x, min_size=size, max_size=size)) for k, x in lists.items() if draw(st.booleans())}
+    given = {
+        k: draw(st.lists(x, min_size=size, max_size=size)) for k, x in lists.items() if draw(st.booleans())
+    }
     state = draw(st.none() | st.builds(rft.reward.trainer_state, st.integers(0, 5), st.integers(5, 9)))
     return Batch(draw(rows), draw(rows), columns, given, state)
 
@@ -73,7 +75,10 @@ def test_cuts_keep_groups_whole_and_lose_nothing(sizes, most):
 
 def test_answers_are_joined_and_what_a_part_lacks_is_null():
     found = joined(
-        [{"rewards": [1.0], "extra_logs": {"x": [2.0]}}, {"rewards": [None, 3.0], "extra_logs": {"y": ["a", "b"]}}],
+        [
+            {"rewards": [1.0], "extra_logs": {"x": [2.0]}},
+            {"rewards": [None, 3.0], "extra_logs": {"y": ["a", "b"]}},
+        ],
         [1, 2],
     )
     logs = {"x": [2.0, None, None], "y": [None, "a", "b"]}
@@ -134,9 +139,16 @@ def test_every_medium_is_sent_and_each_once():
 
 
 def test_media_are_not_sent_again_in_their_columns():
-    given = {"image": [b"x", b"x"], "answer": ["1", "2"], "media": [[{"kind": "image", "mime": "", "bytes": b"x"}]] * 2}
+    given = {
+        "image": [b"x", b"x"],
+        "answer": ["1", "2"],
+        "media": [[{"kind": "image", "mime": "", "bytes": b"x"}]] * 2,
+    }
     assert set(protocol.batch_of(["p"] * 2, ["c"] * 2, given).columns) == {"answer"}
-    assert set(protocol.batch_of(["p"] * 2, ["c"] * 2, given | {"media": None}).columns) == {"answer", "image"}
+    assert set(protocol.batch_of(["p"] * 2, ["c"] * 2, given | {"media": None}).columns) == {
+        "answer",
+        "image",
+    }
     assert set(protocol.batch_of(["p"] * 2, ["c"] * 2, given, ["answer"]).columns) == {"answer"}
 
 
