@@ -1,14 +1,14 @@
 """Rewards over HTTP, against servers that fail in every way: what is tried again, and what never is."""
 
 import asyncio
-import gc
+import itertools
 import random
 import socket
 import time
 
 import pytest
 import torch
-from fake_host import drip, endless, forever, hosting, rewards, rst, status, text, within, zipped
+from fake_host import drip, endless, forever, head, hosting, rewards, rst, status, text, within, zipped
 
 import rft_fn as rft
 from rft_fn.reward.remote import client, hosts
@@ -112,8 +112,7 @@ def test_connections_are_kept_from_call_to_call_and_closed_with_the_loop():
         one = next(c.cell_contents for c in loop if isinstance(c.cell_contents, client.Client))
         kept = one._client
         assert not kept.is_closed
-        del made  # whose event loop ends with it
-        gc.collect()
+        made.close()  # and its event loop
         assert kept.is_closed
 
         # and a reward may be used from another loop
@@ -147,8 +146,8 @@ BAD = {
     "no list": (text('{"rewards": 3}'), "rewards: expected a list of 3 entries, got int"),
     "few parts": (text('{"rewards": [1, 2, 3], "parts": {"x": [1]}}'), "parts.x: expected 3 entries"),
     "deep": (text("[" * 100_000), "brackets too deep"),
-    "not utf-8": (lambda c, *_: c.sendall(b"HTTP/1.1 200 X\r\nContent-Length: 2\r\n\r\n\xff\xfe"), "expected JSON"),
-    "10 GB": (lambda c, *_: c.sendall(b"HTTP/1.1 200 X\r\nContent-Length: 10000000000\r\n\r\n"), "got one of 10000000000"),
+    "not utf-8": (head(2, b"\xff\xfe"), "expected JSON"),
+    "10 GB": (head(10**10), "expected an answer of at most 16777216 bytes, got one of 10000000000"),
     "without end": (endless, "expected an answer of at most 16777216 bytes, got more"),
     "a bomb": (zipped(1 << 28), "expected an answer of at most 16777216 bytes, got more"),
     "brotli": (text("x", Content_Encoding="br"), "plain or gzip, got 'br'"),
@@ -182,7 +181,7 @@ def test_a_redirect_is_refused_and_the_other_address_never_asked(code):
 AGAIN = {
     "500": status(500, "oops"), "502": status(502), "503": status(503), "408": status(408),
     "425": status(425), "429": status(429), "reset": rst, "cut off": zipped(1 << 20, cut=-20),
-    "half": lambda c, *_: (c.sendall(b"HTTP/1.1 200 X\r\nContent-Length: 99\r\n\r\n{"), c.close()),
+    "half": lambda c, *_: (head(99, b"{")(c), c.close()),
     "no http": lambda c, *_: (c.sendall(b"hello there\r\n\r\n"), c.close()),
 }  # fmt: skip
 
@@ -220,7 +219,7 @@ def test_waits_double_and_have_a_random_part():
 
     with hosting([reply]) as [host]:
         refused(host.url, tries=5)
-    gaps = [b - a for a, b in zip(times, times[1:])]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     for i, gap in enumerate(gaps):
         assert gap >= 0.5 * 0.02 * 2**i
 
@@ -297,7 +296,7 @@ def test_the_token_is_sent_and_never_shown(monkeypatch):
     monkeypatch.setenv("MY_TOKEN", f"{TOKEN}\n")  # as `export MY_TOKEN=$(cat file)` has it in some shells
     with hosting([rewards(), status(403, f"bad token {TOKEN}")]) as [host]:
         score(host.url, token_env="MY_TOKEN")
-        kind, line = refused(host.url, token_env="MY_TOKEN")
+        _, line = refused(host.url, token_env="MY_TOKEN")
     assert host.seen[0][1]["authorization"] == f"Bearer {TOKEN}"
     assert TOKEN not in line and "bad token ***" in line
 
@@ -305,7 +304,7 @@ def test_the_token_is_sent_and_never_shown(monkeypatch):
 def test_a_token_that_no_header_can_hold_is_refused_without_showing_it(monkeypatch):
     monkeypatch.setenv("RFT_REWARD_TOKEN", f"{TOKEN}\r\nX-Other: 1")
     with hosting([rewards()]) as [host]:
-        kind, line = refused(host.url)
+        _, line = refused(host.url)
     assert line == "RFT_REWARD_TOKEN: expected a token of printable ASCII characters" and host.seen == []
 
 
@@ -329,7 +328,7 @@ def test_addresses(where, line):
 
 def test_a_query_is_sent_and_not_shown():
     with hosting([status(404)]) as [host]:
-        kind, line = refused(f"{host.url}?key={TOKEN}")
+        _, line = refused(f"{host.url}?key={TOKEN}")
     assert host.seen[0][0] == f"/score?key={TOKEN}" and TOKEN not in line
 
 
@@ -356,3 +355,45 @@ def test_a_column_that_json_cannot_hold_is_named_with_the_remedy():
     assert "column 'x': expected a value that JSON can hold, got object; name the columns" in str(
         caught.value
     )
+
+
+def test_a_deadline_beyond_the_time_of_rewards_is_refused_before_anything_is_asked():
+    with hosting([rewards()]) as [host]:
+        made = rft.reward.parse([f"{host.url}(deadline=60,name='far')=0.5"])
+        st, rows = rft.strategy.get_strategy(), [{"prompt": "p", "answer": "1"}]
+        with pytest.raises(
+            ValueError, match="reward 'far': expected a deadline below reward_timeout = 60 s, got"
+        ):
+            rft.collect.check_reward(st, made, rows, timeout=60)
+        assert host.seen == []
+        rft.collect.check_reward(st, made, rows, timeout=61)
+        assert host.seen and made.components["far"][1] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "weight"),
+    [
+        ("http://a:8000/score", "a:8000", 1.0),
+        ("https://a/score=0.7", "a", 0.7),
+        ("https://a/score,https://b/score?x=1,2=0.5", "a", 0.5),
+        ("https://a/score(tries=2)=0.25", "a", 0.25),
+        ("https://a/score(name='helpful', deadline=9)", "helpful", 1.0),
+        ("http://a/get_reward(form='openrlhf', label='gold')=2", "a", 2.0),
+    ],
+)
+def test_addresses_on_the_command_line(spec, name, weight):
+    made = rft.reward.parse([spec])
+    assert [(n, w) for n, (_, w) in made.components.items()] == [(name, weight)]
+
+
+def test_two_rewards_of_one_host_have_names_of_their_own():
+    made = rft.reward.parse(["http://a/x", "http://a/y", "http://b/x"])
+    assert list(made.components) == ["http://a/x", "http://a/y", "b"]
+
+
+def test_a_password_in_an_address_is_not_shown():
+    with pytest.raises(ValueError, match="without a name and a password") as caught:
+        rft.reward.parse(["https://me:hunter2@host/score=0.5"])
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(ValueError, match="unexpected keyword argument 'x'"):
+        rft.reward.parse(["https://host/score(x=1)"])
