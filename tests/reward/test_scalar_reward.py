@@ -81,6 +81,16 @@ def test_another_tokenizer_reads_the_text_with_an_end_unless_it_was_truncated():
     assert not reads_alike(other, tokenizer) and reads_alike(tokenizer, model.load_tokenizer("tiny"))
 
 
+def test_tokenizers_of_other_vocabularies_are_told_apart():
+    a, b = Other(), Other()
+    assert reads_alike(a, b)
+    b.get_vocab = lambda: {"a": 100, "b": 101}
+    assert not reads_alike(a, b)
+    b.get_vocab = a.get_vocab
+    b.chat_template = "{{ messages }}"
+    assert not reads_alike(a, b)
+
+
 def test_a_row_beyond_the_window_is_an_error_that_names_it():
     tokenizer = tiny.tokenizer()
     rollout = rollout_of(tokenizer, ["1", "22222"], [False, False])
