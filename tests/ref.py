@@ -663,3 +663,21 @@ def resample(x, rate, new):
             if abs(at) < 16:
                 y[m] += x[n] * c * np.sinc(at) * np.cos(np.pi * at / 32) ** 2
     return y
+
+
+def standardized(x, over, eps=1e-6):
+    """(x - mean) / (sample std + eps) of x [N, G], of each row or of all; NaN counts nowhere."""
+    x = np.asarray(x, np.float64)
+    out = np.full_like(x, np.nan)
+    rows = [[(n, g) for g in range(x.shape[1])] for n in range(x.shape[0])]
+    if over == "batch":
+        rows = [[c for row in rows for c in row]]
+    for cells in rows:
+        there = [c for c in cells if x[c] == x[c]]
+        if not there:
+            continue
+        mean = sum(x[c] for c in there) / len(there)
+        square = sum((x[c] - mean) ** 2 for c in there)
+        for c in there:
+            out[c] = (x[c] - mean) / ((square / max(len(there) - 1, 1)) ** 0.5 + eps)
+    return out

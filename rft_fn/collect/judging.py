@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -11,7 +12,9 @@ from rft_fn import dist
 from rft_fn.collect.part import part_of_rank
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.reward import Judged, Score, Scored, TrainerState, check, concat, judge, judge_rows
-from rft_fn.rollout import take
+from rft_fn.reward.combine import joint_names
+from rft_fn.reward.joint import Joint
+from rft_fn.reward.preflight import made_up
 from rft_fn.types import Rollout, Strategy
 
 __all__ = ["check_reward", "gather_and_judge", "gather_and_judge_rows"]
@@ -28,14 +31,16 @@ def gather_and_judge(
     *,
     timeout: float = 300.0,
     state: TrainerState | None = None,
+    seed: int = 0,
 ) -> Judged:
     """Judge the rollout of the global batch; each rank scores its part of the groups.
 
     The result is the same on every rank. Whole groups stay on one rank, in order, as in
     `gather_and_generate`, and rewards, parts and texts are shared: a reward that differs from rank to rank
     cannot make the ranks differ, and a remote judge is asked once for each response. Equal to `reward.judge`
-    on one process, to the bit, for a reward that looks at one response, or one group, at a time. Called by
-    all ranks alike.
+    on one process, to the bit, for a reward that looks at one response, or one group, at a time. Joint
+    rewards (`JointReward`) are computed by all ranks together, while async ones wait for their answers.
+    Called by all ranks alike.
 
     A reward that has not answered after `timeout` [s] is interrupted, and TimeoutError names it and the
     limit; one that cannot be interrupted ends the process with that line. Keep `timeout` below the
@@ -47,13 +52,15 @@ def gather_and_judge(
     differ, and for a timeout that is not above 0.
     """
 
+    joint = Joint(score, rollout, prompts, tokenizer)
+
     def work() -> Judged | None:
         mine = part_of_rank(strategy, len(prompts))
         if prompts and mine.start == mine.stop:  # more ranks than prompts
             return None
-        return judge(score, rollout, prompts, tokenizer, part=mine, state=state)
+        return judge(score, rollout, prompts, tokenizer, part=mine, state=state, seed=seed, joint=joint)
 
-    everyone = _together(strategy, score, work, timeout, digest=_digest(prompts))
+    everyone = _together(strategy, score, work, timeout, digest=_digest(prompts), joint=joint)
     return concat([judged for judged in everyone if judged is not None])
 
 
@@ -66,6 +73,7 @@ def gather_and_judge_rows(
     *,
     timeout: float = 300.0,
     state: TrainerState | None = None,
+    seed: int = 0,
 ) -> Tensor:
     """The reward of each row [B], in any order, with groups of any size; each is asked for once.
 
@@ -79,14 +87,15 @@ def gather_and_judge_rows(
         own = part_of_rank(strategy._replace(rank=rank), len(prompts))
         parts.append([row for row, g in enumerate(owners) if own.start <= g < own.stop])
     known = sum(len(part) for part in parts) == len(owners)
+    joint = Joint(score, rollout, prompts, tokenizer)
 
     def work() -> Tensor:
-        if not known:  # which raises, and asks for nothing
-            return judge_rows(score, rollout, prompts, tokenizer, state=state)
-        mine = take(rollout, parts[strategy.rank])
-        return judge_rows(score, mine, prompts, tokenizer, state=state)
+        mine = None
+        if known:  # otherwise it raises, and asks for nothing
+            mine = parts[strategy.rank]
+        return judge_rows(score, rollout, prompts, tokenizer, rows=mine, state=state, seed=seed, joint=joint)
 
-    everyone = _together(strategy, score, work, timeout, digest=_digest(prompts))
+    everyone = _together(strategy, score, work, timeout, digest=_digest(prompts), joint=joint)
     found = torch.zeros(len(owners))
     for part, reward in zip(parts, everyone, strict=True):
         if reward is not None:
@@ -95,17 +104,35 @@ def gather_and_judge_rows(
 
 
 def check_reward(
-    strategy: Strategy, score: Score, rows: Sequence[Mapping[str, Any]], *, timeout: float = 300.0
+    strategy: Strategy,
+    score: Score,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    tokenizer: Any = None,
+    timeout: float = 300.0,
 ) -> dict[str, Scored]:
     """Check a reward on rank 0 as `reward.check` does, for all ranks: a remote judge is asked once.
 
-    The limit and the errors are those of `gather_and_judge`.
+    Joint rewards are computed by all ranks, for which `rows` are prompts and `tokenizer` is theirs. The limit
+    and the errors are those of `gather_and_judge`. ValueError also for a reward with a deadline beyond
+    `timeout`: it would be interrupted in the middle of its tries.
     """
+    for name, (fn, _) in getattr(score, "components", {}).items():
+        deadline = getattr(fn, "deadline", 0.0)
+        if deadline >= timeout:
+            raise ValueError(
+                f"reward {name!r}: expected a deadline below reward_timeout = {timeout:g} s, got {deadline:g}"
+            )
+    joints: dict[str, Joint] | None = None
+    if joint_names(score):
+        joints = made_up(score, rows, tokenizer)
 
     def work() -> dict[str, Scored] | None:
+        for joint in (joints or {}).values():
+            joint.values()
         if strategy.rank:
             return None
-        return check(score, rows)
+        return check(score, rows, joints=joints)
 
     return _together(strategy, score, work, timeout)[0] or {}
 
@@ -119,18 +146,36 @@ class _Answer(NamedTuple, Generic[Result]):
 
 
 def _together(
-    strategy: Strategy, score: Score, work: Callable[[], Result], timeout: float, *, digest: str = ""
+    strategy: Strategy,
+    score: Score,
+    work: Callable[[], Result],
+    timeout: float,
+    *,
+    digest: str = "",
+    joint: Joint | None = None,
 ) -> list[Result | None]:
-    """The result of work() on each rank, within the limit; an error of one rank is raised on all."""
+    """The result of work() on each rank, within the limit; an error of one rank is raised on all.
+
+    Every rank computes the joint rewards, whatever becomes of its work: the others wait for it there.
+    """
     if not timeout > 0:
         raise ValueError(f"timeout: expected > 0 seconds, got {timeout}")
+    if joint is not None and joint_names(score) and strategy.world > 1:
+        # the same batch on every rank, and nothing that one of them fails in alone
+        _together(strategy, score, joint.prepare, timeout, digest=digest)
     result = None
     failed: Exception | None = None
     line = ""
     names = ", ".join(getattr(score, "components", {})) or "score"
     try:
         with strategy.session.phase(f"reward {names}"), time_limit(timeout, lambda: _name(score)):
-            result = work()
+            try:
+                result = work()
+            except BaseException:
+                with suppress(Exception):  # what has failed before it counts
+                    _computed(joint)
+                raise
+            _computed(joint)
     except Exception as error:  # raised below, once the others know
         failed = error
         line = _describe(score, error)
@@ -152,6 +197,12 @@ def _together(
                 f"{strategy.rank}; give all ranks the same data file and options"
             )
     return [answer.result for answer in everyone]
+
+
+def _computed(joint: Joint | None) -> None:
+    """Compute the joint rewards, unless this rank has begun to."""
+    if joint is not None and not joint.begun:
+        joint.values()
 
 
 def _digest(prompts: Sequence[Any]) -> str:

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from rft_fn.types import Rollout
+
 __all__ = [
-    "GIVEN", "Columns", "Messages", "RewardFn", "Score", "Scored", "TrainerState", "as_messages",
-    "column_names", "columns_of", "parameters", "reads", "required", "taken", "takes_all", "text",
-    "trainer_state",
+    "GIVEN", "Columns", "JointReward", "Messages", "RewardFn", "Score", "Scored", "TrainerState",
+    "as_messages", "asks_for", "column_names", "columns_of", "is_joint", "parameters", "reads", "required",
+    "taken", "takes_all", "text", "trainer_state",
 ]  # fmt: skip
 
 Messages = Sequence[Mapping[str, Any]]
@@ -29,6 +31,10 @@ GIVEN = (
     "completions",  # the same form; the response only
     "completion_ids",  # the tokens of each response
     "prompt_texts",  # the prompts as the model read them, special tokens included
+    "prompt_ids",  # the tokens of each prompt
+    "truncated",  # whether each response was cut at max_new, before an end token
+    "keys",  # an int for each response: what a judge draws by; the same on any number of processes
+    "media",  # the media of each prompt, as `media.records` has them; for a function that names it
     "trainer_state",
     "log_metric",  # log_metric(name, value): a number for the batch
     "log_extra",  # log_extra(column, values): one value per completion, for trajectories.jsonl
@@ -59,6 +65,24 @@ class RewardFn(Protocol):
         ...
 
 
+class JointReward(Protocol):
+    """A reward that all ranks compute together, such as that of a sharded model."""
+
+    @property
+    def together(self) -> bool:
+        """True; see `is_joint`."""
+        ...
+
+    def __call__(self, rollout: Rollout, prompts: Sequence[Any], tokenizer: Any, /) -> Tensor:
+        """The values [B] of a rollout, the same on every rank; NaN where the reward does not apply.
+
+        All ranks call it alike, in the main thread, with the whole rollout and its prompts: row b answers
+        `prompts[rollout.group[b]]`. `tokenizer` is that of the rollout. A function `prepare` with the same
+        arguments, if there is one, is called first, and its errors on one rank are raised on all.
+        """
+        ...
+
+
 class Scored(NamedTuple):
     """The rewards of B completions."""
 
@@ -84,8 +108,8 @@ class Score(Protocol):
         """The rewards of B completions; every list has B values.
 
         `judge` calls it once for a rollout, on each rank for its share of the prompts. It may name further
-        arguments, by keyword: completion_ids, prompt_texts, trainer_state. ValueError for values that are
-        no finite numbers, and for lists of other lengths.
+        arguments, by keyword: those of `GIVEN` but for the logs. ValueError for values that are no finite
+        numbers, and for lists of other lengths.
         """
         ...
 
@@ -178,6 +202,11 @@ def takes_all(fn: Callable[..., Any]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(fn).parameters.values())
 
 
+def asks_for(fn: Callable[..., Any], argument: str) -> bool:
+    """Whether a function names an argument, which **kwargs does not."""
+    return any(p.name == argument for p in parameters(fn))
+
+
 def taken(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The given arguments that a function takes.
 
@@ -188,12 +217,19 @@ def taken(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {p.name: given[p.name] for p in parameters(fn) if p.name in given}
 
 
-def columns_of(fn: RewardFn) -> tuple[str, ...]:
-    """The columns that a reward function cannot do without.
+def is_joint(fn: object) -> bool:
+    """Whether a reward is a `JointReward`."""
+    return bool(getattr(fn, "together", False))
 
-    Those of its attribute `columns`; without one, its parameters without a default.
+
+def columns_of(fn: RewardFn | JointReward) -> tuple[str, ...]:
+    """The columns that a reward cannot do without.
+
+    Those of its attribute `columns`; without one, the parameters of a function that have no default.
     """
     named = getattr(fn, "columns", None)
+    if named is None and is_joint(fn):
+        return ()
     if named is None:
         named = required(fn)
     return tuple(name for name in named if name not in GIVEN)

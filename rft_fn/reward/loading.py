@@ -1,17 +1,20 @@
 """Loads reward functions by their names on the command line."""
 
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from rft_fn.reward import importing, verifiable
 from rft_fn.reward.adapters import ADAPTERS
 from rft_fn.reward.combine import Weighted
-from rft_fn.reward.convention import GIVEN, RewardFn, parameters, takes_all
-from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_weight
+from rft_fn.reward.convention import GIVEN, JointReward, RewardFn, parameters, takes_all
+from rft_fn.reward.remote.served import served_at
+from rft_fn.reward.row_weights import RowWeights, Weight
+from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_rows, split_weight
 
-__all__ = ["load", "parse"]
+__all__ = ["Source", "load", "parse"]
 
 
 class Factory(Protocol):
@@ -25,6 +28,18 @@ class Factory(Protocol):
         ...
 
 
+class Source(Protocol):
+    """Makes the reward of a spec SOURCE:TARGET(ARGUMENTS): a model, a judge, a server."""
+
+    def __call__(self, target: str, /, *places: Any, **named: Any) -> RewardFn | JointReward:
+        """The reward of what stands behind "SOURCE:", with the literal arguments of the spec.
+
+        The part is called by its attribute `__name__`, if it has one. ValueError for a target or an argument
+        that it cannot take; the spec is put in front of the line.
+        """
+        ...
+
+
 _NAMED: dict[str, Factory] = {
     "math": verifiable.math,
     "numeric": verifiable.numeric,
@@ -33,6 +48,9 @@ _NAMED: dict[str, Factory] = {
     "format": verifiable.boxed_format,
     "tags": verifiable.tag_format,
 }
+
+_SOURCES: dict[str, Source] = {"http": served_at, "https": served_at}
+"""The sources that need nothing of a run."""
 
 _NAMELESS = "<lambda>"  # Python's name for a function without one
 
@@ -62,40 +80,64 @@ def load(spec: str) -> RewardFn:
     there. "messages:" and "text:" give a function prompts and completions in that form, whatever the data
     has.
 
+    "https://HOST/score", or several with commas between them: what servers say, with the options of
+    `served_at` as arguments.
+
     ValueError, with the remedy, for a wrong spec; errors of the file itself are passed on with its name.
     """
-    named = split(spec, _NAMED, ADAPTERS)
-    return _adapt(named, _function(named))
+    named = split(spec, _NAMED, ADAPTERS, _SOURCES)
+    return _adapt(named, _function(named, _SOURCES))
 
 
-def parse(specs: Sequence[str]) -> Weighted:
+def parse(specs: Sequence[str], sources: Mapping[str, Source] | None = None) -> Weighted:
     """The weighted sum of the rewards on a command line.
 
     Each spec is as in `load`, with =WEIGHT behind it if that is not 1. `parse(["boxed", "format=0.1"])`. The
     parts are called by their functions: "accuracy" for "path/file.py:accuracy"; where two have the same name,
     by file and function. Only a number behind the last "=" is a weight, so a path or a URL may hold one (one
     that ends in "=2" needs "=1" behind it). ValueError for no reward, and for one that is named twice.
+
+    "[COLUMN=VALUE]SPEC" is a reward for the rows with that value in a column; with another value the same
+    spec may have another weight: `parse(["[label=math]boxed=0.9", "[label=chat]boxed=0.1"])`.
+
+    `sources` make the rewards that are no functions, by the first word of their specs: with {"model": make},
+    "model:FOLDER(budget=512)" is `make("FOLDER", budget=512)`.
     """
     if not specs:
         raise ValueError("reward: expected at least one, got none")
-    weights: dict[str, float] = {}
+    weights: dict[str, Weight] = {}
     for spec in specs:
-        text, weight = split_weight(spec)
-        if text in weights:
-            raise ValueError(
-                f"reward {text!r}: expected it once, got it twice; give it one weight, NAME=WEIGHT"
-            )
-        weights[text] = weight
+        _add(weights, spec)
 
     # functions first: a made one brings its name
-    found = [split(text, _NAMED, ADAPTERS) for text in weights]
-    functions = [_function(spec) for spec in found]
+    known = {**_SOURCES, **(sources or {})}
+    found = [split(text, _NAMED, ADAPTERS, known) for text in weights]
+    functions = [_function(spec, known) for spec in found]
     names = distinct([_names(spec, fn) for spec, fn in zip(found, functions, strict=True)])
 
-    components: dict[str, tuple[RewardFn, float]] = {}
+    components: dict[str, tuple[RewardFn | JointReward, Weight]] = {}
     for name, spec, fn in zip(names, found, functions, strict=True):
         components[name] = (_adapt(spec, fn), weights[spec.text])
     return Weighted(components, specs=dict(zip(names, weights, strict=True)))
+
+
+def _add(weights: dict[str, Weight], spec: str) -> None:
+    """Add the weight of a spec. ValueError for a reward that is named twice for the same rows."""
+    column, value, rest = split_rows(spec)
+    text, number = split_weight(rest)
+    weight: Weight = number
+    if column:
+        weight = RowWeights(column, {value: number})
+    if text not in weights:
+        weights[text] = weight
+        return
+    before = weights[text]
+    if not isinstance(before, RowWeights) or not isinstance(weight, RowWeights):
+        raise ValueError(f"reward {text!r}: expected it once, got it twice; give it one weight, NAME=WEIGHT")
+    try:
+        weights[text] = before.joined(weight)
+    except ValueError as error:
+        raise ValueError(f"reward {text!r}: {error}") from None
 
 
 def _names(spec: Spec, fn: Any) -> Names:
@@ -104,18 +146,32 @@ def _names(spec: Spec, fn: Any) -> Names:
     A function that a factory made has the name that it was given there.
     """
     own = getattr(fn, "__name__", _NAMELESS)
+    if spec.target and own != _NAMELESS:
+        return Names(own, spec.long)
     if spec.call is None or not spec.name or own == _NAMELESS:
         return Names(spec.short, spec.long)
     return Names(own, f"{spec.long}:{own}")
 
 
-def _function(spec: Spec) -> Any:
-    """The function, or the rubric, that the spec names before its adapter."""
+def _function(spec: Spec, sources: Mapping[str, Source]) -> Any:
+    """The function, the rubric or the model that the spec names before its adapter."""
+    if spec.target:
+        return _made_by(sources[spec.source], spec)
     if spec.source in _NAMED and not spec.name:
         return _make(spec, _NAMED[spec.source])
     if spec.source == "task":
         return verifiable.task(spec.name)
     return _find(spec)
+
+
+def _made_by(source: Source, spec: Spec) -> RewardFn | JointReward:
+    """The reward of a source. ValueError where it refuses the target or the arguments."""
+    places, named = arguments(spec)
+    try:
+        return source(spec.target, *places, **named)
+    except (TypeError, ValueError) as error:
+        text = re.sub("//[^/]*@", "//***@", spec.text)  # a password in an address
+        raise ValueError(f"reward {text!r}: {error}") from error
 
 
 def _adapt(spec: Spec, fn: Any) -> RewardFn:

@@ -1,6 +1,7 @@
 """From a rollout to rewards [N, G]: decode, score, arrange by group."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,8 +9,11 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from rft_fn import rng
 from rft_fn.data.prompts import Prompt
-from rft_fn.reward.convention import Score, Scored, TrainerState, as_messages, taken
+from rft_fn.reward.convention import Score, Scored, TrainerState, as_messages, asks_for, taken
+from rft_fn.reward.joint import Joint
+from rft_fn.reward.media import records
 from rft_fn.types import Rollout
 
 __all__ = ["Judged", "concat", "judge", "judge_rows", "means", "responses", "select"]
@@ -33,15 +37,15 @@ def responses(rollout: Rollout, tokenizer: Any) -> list[str]:
 
     The prompt is never a part of them.
     """
-    ids = _response_ids(rollout)
+    ids = _response_ids(rollout, range(len(rollout.tokens)))
     if not ids:
         return []  # no list of responses would be read as one response without tokens
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
-def _response_ids(rollout: Rollout, rows: slice = slice(None)) -> list[list[int]]:
+def _response_ids(rollout: Rollout, rows: Sequence[int]) -> list[list[int]]:
     """The tokens of each response."""
-    pairs = zip(rollout.tokens[rows], rollout.mask[rows], strict=True)
+    pairs = zip(rollout.tokens[list(rows)], rollout.mask[list(rows)], strict=True)
     return [tokens[mask].tolist() for tokens, mask in pairs]
 
 
@@ -53,6 +57,8 @@ def judge(
     *,
     part: slice = slice(None),
     state: TrainerState | None = None,
+    seed: int = 0,
+    joint: Joint | None = None,
 ) -> Judged:
     """The rewards of a rollout [N, G]: reward[i, j] of row i G + j.
 
@@ -62,7 +68,8 @@ def judge(
     groups prompts[part] are judged.
 
     A prompt that was made of messages is given to the rewards as messages, and its responses too. `state` is
-    their `trainer_state`.
+    their `trainer_state`; their `keys` are drawn from `seed`, the step, the prompt and the place of the
+    response in its group. Joint rewards are computed here, for the whole rollout, unless `joint` has them.
 
     ValueError for rows in another order (nothing is reordered: `reward` could then not be spread over the
     rows), for groups of different sizes, for more or fewer groups than prompts, and for prompts without text
@@ -72,11 +79,10 @@ def judge(
     _check_prompts(prompts)
     size = _group_size(rollout.group, len(prompts))
     chosen = range(len(prompts))[part]
-    rows = slice(chosen.start * size, chosen.stop * size)
-    ids = _response_ids(rollout, rows)
-    owners = [i for i in chosen for _ in range(size)]
+    rows = range(chosen.start * size, chosen.stop * size)
 
-    scored, texts = _scored(score, ids, prompts, owners, tokenizer, state)
+    given = _Batch(rollout, prompts, tokenizer, state, seed)
+    scored, texts = _scored(score, given, list(rows), joint)
     return Judged(
         reward=_by_group(scored.total, size),
         parts={name: _by_group(x, size) for name, x in scored.parts.items()},
@@ -86,19 +92,25 @@ def judge(
     )
 
 
-def _scored(
-    score: Score,
-    ids: Sequence[list[int]],
-    prompts: Sequence[Prompt],
-    owners: Sequence[int],
-    tokenizer: Any,
-    state: TrainerState | None,
-) -> tuple[Scored, list[str]]:
-    """(the scores of the responses `ids` [B], their texts); response b answers prompts[owners[b]]."""
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    decoded = {i: tokenizer.decode(prompts[i].ids) for i in dict.fromkeys(owners)}
+class _Batch(NamedTuple):
+    """A rollout to be judged, and where the run is."""
 
-    # one prompt per response; columns have the names of all prompts, whichever are judged
+    rollout: Rollout
+    prompts: Sequence[Prompt]
+    tokenizer: Any
+    state: TrainerState | None
+    seed: int
+
+
+def _scored(
+    score: Score, batch: _Batch, rows: Sequence[int], joint: Joint | None
+) -> tuple[Scored, list[str]]:
+    """(the scores of those rows of the rollout, the texts of their responses)."""
+    # the responses, and the prompt of each; columns have the names of all prompts, whichever are judged
+    prompts = batch.prompts
+    owners = batch.rollout.group[list(rows)].tolist()
+    ids = _response_ids(batch.rollout, rows)
+    texts = batch.tokenizer.batch_decode(ids, skip_special_tokens=True)
     columns: dict[str, list[Any]] = {}
     for name in _keys([p.columns for p in prompts]):
         columns[name] = [prompts[i].columns.get(name) for i in owners]
@@ -115,9 +127,39 @@ def _scored(
             asked.append(list(p.messages))
             answered.append(as_messages(text, "assistant"))
 
-    prompt_texts = [decoded[i] for i in owners]
-    given = {"completion_ids": ids, "prompt_texts": prompt_texts, "trainer_state": state}
+    given = _further(score, batch, owners) | {"completion_ids": ids}
+    given["truncated"] = batch.rollout.truncated[list(rows)].tolist()
+    joint = joint or Joint(score, batch.rollout, prompts, batch.tokenizer)
+    given["known"] = joint.of_rows(rows)
     return score(asked, answered, columns, **taken(score, given)), texts
+
+
+def _further(score: Score, batch: _Batch, owners: Sequence[int]) -> dict[str, Any]:
+    """The arguments of rewards that are about prompts, one for each of their responses."""
+    found = dict.fromkeys(owners)
+    decoded = {i: batch.tokenizer.decode(batch.prompts[i].ids) for i in found}
+    given: dict[str, Any] = {"trainer_state": batch.state}
+    given["prompt_texts"] = [decoded[i] for i in owners]
+    given["prompt_ids"] = [list(batch.prompts[i].ids) for i in owners]
+    given["keys"] = _row_keys(batch, owners)
+
+    # files are read for a reward that wants them
+    components: Mapping[str, Any] = getattr(score, "components", {})
+    if any(asks_for(fn, "media") for fn, _ in components.values()):
+        media = {i: records(batch.prompts[i].sources) for i in found}
+        given["media"] = [media[i] for i in owners]
+    return given
+
+
+def _row_keys(batch: _Batch, owners: Sequence[int]) -> list[int]:
+    """A key for each response: of the seed, the step, the prompt and its place among the prompt's."""
+    step = (batch.state or TrainerState()).global_step
+    seen: Counter[int] = Counter()
+    keys = []
+    for i in owners:
+        keys.append(rng.fold_in(batch.seed, "reward", step, batch.prompts[i].index, seen[i]))
+        seen[i] += 1
+    return keys
 
 
 def _by_group(x: Tensor, size: int) -> Tensor:
@@ -190,12 +232,16 @@ def judge_rows(
     tokenizer: Any,
     *,
     state: TrainerState | None = None,
+    seed: int = 0,
+    rows: Sequence[int] | None = None,
+    joint: Joint | None = None,
 ) -> Tensor:
     """The reward of each row [B]: rows in any order, groups of any size.
 
-    `rollout.group[b]` is the prompt, out of `prompts`, that row b answers. A rollout without rows has no
-    rewards, and nothing is called. Otherwise as `judge`. `advantage.grpo_by` and its relatives take the
-    result. ValueError for a group that is no prompt, and for prompts without text and columns.
+    `rollout.group[b]` is the prompt, out of `prompts`, that row b answers. With `rows` only those are judged.
+    Without rows there are no rewards, and nothing is called. Otherwise as `judge`. `advantage.grpo_by` and
+    its relatives take the result. ValueError for a group that is no prompt, and for prompts without text and
+    columns.
     """
     _check_prompts(prompts)
     owners = rollout.group.tolist()
@@ -204,10 +250,12 @@ def judge_rows(
             raise ValueError(
                 f"rollout.group: expected numbers of {len(prompts)} prompts, got {g} in row {row}"
             )
-    if not owners:
+    if rows is None:
+        rows = range(len(owners))
+    if not rows:
         return torch.zeros(0)
-    scored, _ = _scored(score, _response_ids(rollout), prompts, owners, tokenizer, state)
-    return scored.total
+    given = _Batch(rollout, prompts, tokenizer, state, seed)
+    return _scored(score, given, rows, joint)[0].total
 
 
 def concat(parts: Sequence[Judged]) -> Judged:

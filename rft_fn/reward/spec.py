@@ -6,11 +6,14 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Names", "Spec", "arguments", "distinct", "split", "split_weight"]
+__all__ = ["Names", "Spec", "arguments", "distinct", "split", "split_rows", "split_weight"]
 
 
 class Spec(NamedTuple):
-    """A reward as a command line names it: [ADAPTER:]SOURCE[:NAME][:COLUMN][(ARGUMENTS)]."""
+    """A reward as a command line names it: [ADAPTER:]SOURCE[:NAME][:COLUMN][(ARGUMENTS)].
+
+    That of a model, a judge or a server is SOURCE:TARGET[(ARGUMENTS)].
+    """
 
     text: str  # all of it
     adapter: str  # "" for none
@@ -18,6 +21,7 @@ class Spec(NamedTuple):
     name: str  # the function, or the task; "" for the named ones
     column: str  # of the answer; "" where none is named
     call: ast.Call | None  # the arguments
+    target: str = ""  # a folder or an address, of a source that is no function
 
     @property
     def short(self) -> str:
@@ -29,10 +33,22 @@ class Spec(NamedTuple):
     @property
     def long(self) -> str:
         """The name of the reward where another one has the short name."""
+        if self.target:
+            return f"{self.source}:{self.target.removeprefix(f'{self.source}:')}"
         parts = [self.source, self.name, self.column]
         if self.source.endswith(".py"):
             parts[0] = Path(self.source).stem
         return ":".join(part for part in parts if part)
+
+
+def split_rows(spec: str) -> tuple[str, str, str]:
+    """(column, value, rest) of [COLUMN=VALUE]REST, a reward for some rows; ("", "", spec) of any other."""
+    if not spec.startswith("["):
+        return "", "", spec
+    found = re.fullmatch(r"\[(?P<column>[^=\]]+)=(?P<value>[^\]]*)\](?P<rest>.+)", spec)
+    if found is None:
+        raise ValueError(f"reward {spec!r}: expected [COLUMN=VALUE]NAME, for the rows with that value")
+    return found["column"], found["value"], found["rest"]
 
 
 def split_weight(spec: str) -> tuple[str, float]:
@@ -51,12 +67,24 @@ def split_weight(spec: str) -> tuple[str, float]:
     raise ValueError(f"reward {spec!r}: expected NAME=WEIGHT with a number, got {weight!r}")
 
 
-def split(text: str, named: Collection[str], adapters: Collection[str]) -> Spec:
+def split(
+    text: str, named: Collection[str], adapters: Collection[str], sources: Collection[str] = ()
+) -> Spec:
     """The parts of a spec without its weight. ValueError for any other text.
 
-    `named` are the rewards that have a name, `adapters` the words that may stand in front.
+    `named` are the rewards that have a name, `adapters` the words that may stand in front, and `sources` the
+    first words of those that are no functions.
     """
     target, call = _split_call(text)
+
+    # a model, a judge or a server, and where it is
+    word, colon, rest = target.partition(":")
+    if colon and word in sources:
+        if not rest.strip("/"):
+            raise ValueError(f"reward {text!r}: expected {word}:TARGET, got nothing behind {word!r}")
+        if rest.startswith("//"):  # an address, whole
+            rest = target
+        return Spec(text, "", word, "", "", call, rest)
 
     # an adapter in front
     first, _, rest = target.partition(":")

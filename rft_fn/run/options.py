@@ -137,7 +137,8 @@ class Rollouts(Sampling):
 class Reward(Options):
     """How responses are rewarded."""
 
-    reward: tuple[str, ...] = ()  # math:COLUMN, task:NAME, FILE.py:FUNCTION=WEIGHT; empty: that of the task
+    reward: tuple[str, ...] = ()  # math, task:NAME, FILE.py:FN, model:FOLDER, judge:FOLDER, URL; =WEIGHT
+    reward_veto: tuple[str, ...] = ()  # PART<LIMIT=TOTAL: the reward where a part is below a limit
     reward_timeout: Free[Positive] = 300.0  # seconds that the rewards of a batch may take
 
 
@@ -145,6 +146,7 @@ class Reward(Options):
 class Shaping(Reward):
     """Which changes are made to a reward before it is learned."""
 
+    reward_norm: Literal["", "batch", "group"] = ""  # each part is normalised over these before its weight
     reward_clip: AtLeast0 = 0.0  # rewards are clipped to +- this; 0 is off
     normalize_reward: bool = False  # subtract the running mean of rewards, divide by their running deviation
     overlong: Whole = 0  # tokens before max_new over which a penalty rises to 1 (DAPO); 0 is off

@@ -3,14 +3,20 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from torch import Tensor
+
 from rft_fn import collect, data, model, reward
 from rft_fn.engine import EngineDead
 from rft_fn.run import options
 from rft_fn.run.folder import Run
+from rft_fn.run.rewards import load_rewards
 from rft_fn.run.setup import load_data, load_processing, plan_steps, with_processor
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
-__all__ = ["Task", "check_rewards", "evaluate", "judge", "load_task", "plan_rollouts", "rewards_of"]
+__all__ = [
+    "Task", "check_rewards", "evaluate", "judge", "load_task", "normalized_reward", "plan_rollouts",
+    "rewards_of",
+]  # fmt: skip
 
 R = TypeVar("R", bound=options.Reinforcement)
 
@@ -21,7 +27,7 @@ class Task(NamedTuple):
     tokenizer: Any
     dataset: data.Dataset  # the prompts to train on
     unseen: data.Dataset  # the prompts to evaluate on
-    score: Any  # a reward.Score
+    score: reward.Weighted
     processing: data.Processing | None = None  # of media, where the model takes any
 
     @property
@@ -45,7 +51,7 @@ def load_task(cfg: options.Reinforcement, st: Strategy) -> Task:
     """Load the task that the options name, the same on every rank. ValueError for an invalid one."""
     tokenizer = model.load_tokenizer(cfg.model)
     processing = load_processing(cfg, cfg.model)
-    score: Any = reward.parse(rewards_of(cfg, cfg.data))
+    score = load_rewards(rewards_of(cfg, cfg.data), cfg, st)
     needed = {"max_prompt": cfg.max_prompt, "columns": reward.columns(score)}
     needed |= {"window": model.read_window(cfg.model), "max_new": cfg.max_new}
     dataset, unseen = load_data(cfg, st, tokenizer, processing, **needed)
@@ -62,7 +68,7 @@ def check_rewards(cfg: options.Reward, st: Strategy, task: Task) -> None:
     """Try the rewards on two prompts. ValueError for rewards that cannot judge them."""
     prompts: list[Any]
     prompts, _ = data.take(task.dataset, 2, st.config.seed)
-    collect.check_reward(st, task.score, prompts, timeout=cfg.reward_timeout)
+    collect.check_reward(st, task.score, prompts, tokenizer=task.tokenizer, timeout=cfg.reward_timeout)
 
 
 def judge(
@@ -79,8 +85,17 @@ def judge(
     A reward function is told that `step` of the config's steps are done.
     """
     now = reward.trainer_state(step, cfg.steps or 0, prompts=cfg.prompts, size=task.dataset.size)
-    how = {"timeout": cfg.reward_timeout, "state": now}
+    how = {"timeout": cfg.reward_timeout, "state": now, "seed": st.config.seed}
     return collect.gather_and_judge(st, task.score, rollout, prompts, task.tokenizer, **how)
+
+
+def normalized_reward(
+    cfg: options.Shaping, task: Task, judged: reward.Judged, prompts: Sequence[data.Prompt]
+) -> Tensor:
+    """The rewards [N, G] to learn from, their parts normalised where the options ask for it."""
+    if not cfg.reward_norm:
+        return judged.reward
+    return reward.normalized(task.score, judged, prompts, over=cfg.reward_norm)
 
 
 def evaluate(

@@ -13,11 +13,22 @@ from rft_fn.model.lora import Export
 from rft_fn.model.text import ALONE
 from rft_fn.strategy import diagnose
 from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.placing import place, require_device
 from rft_fn.strategy.scoring import scorer
 from rft_fn.strategy.session import Session
 from rft_fn.types import Apply, Experience, LossFn, Packed, Strategy, TrainState
 from rft_fn.types.media import MEDIA_COST
-from rft_fn.types.strategy import Bind, Gather, Grad, Init, MoveState, Restore, SavePretrained, Update
+from rft_fn.types.strategy import (
+    Bind,
+    ExportWeights,
+    Gather,
+    Grad,
+    Init,
+    MoveState,
+    Restore,
+    SavePretrained,
+    Update,
+)
 
 __all__ = ["Backend", "Cut", "assemble", "everywhere"]
 
@@ -184,13 +195,14 @@ def assemble(
         all_reduce=_watched(dist.all_reduce, session),
         grad=grad,
         update=update,
-        export=backend.export,
+        export=_export(backend),
         save_pretrained=_watched(backend.save_pretrained, session),
         save=save,
         restore=restore,
         rotate=rotate,
         offload=backend.offload,
         reload=backend.reload,
+        place=_watched(place, session),
         print=print_on_main,
         report_memory=_watched(memory.report, session),
         close=close,
@@ -225,6 +237,7 @@ def _train_step(backend: Backend, session: Session) -> tuple[Grad, Update]:
 
     # the backend's own gradients are tried again, in parts, when an update raises
     def update(state: TrainState, grads: Any, /) -> tuple[TrainState, dict[str, Any]]:
+        require_device(state)
         source = getattr(grads, "source", None)
         try:
             return backend.update(state, grads)
@@ -236,6 +249,16 @@ def _train_step(backend: Backend, session: Session) -> tuple[Grad, Update]:
             raise diagnose.NonFinite(f"{error}; {found}") from None
 
     return grad, update
+
+
+def _export(backend: Backend) -> ExportWeights:
+    """The export of a backend, for weights on the device."""
+
+    def export(state: TrainState, /) -> Export:
+        require_device(state)
+        return backend.export(state)
+
+    return export
 
 
 def _diagnosed(backend: Backend, session: Session, state: TrainState, source: diagnose.Source) -> str:

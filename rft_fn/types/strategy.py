@@ -6,7 +6,7 @@ Every function of a strategy is called by all ranks alike, in the same order.
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -238,6 +238,19 @@ class MoveState(Protocol):
         ...
 
 
+class Place(Protocol):
+    """Moves the weights of a model between the device and the host."""
+
+    def __call__(self, apply: Apply, where: Literal["device", "host"], /) -> None:
+        """Move all parameters and buffers of the model that `init` or `bind` gave `apply` for.
+
+        On the host its weights can be neither used, updated nor exported: ValueError. They are the same to
+        the bit when they are back. Where the device is a CPU both are one memory, and nothing is copied.
+        ValueError for an apply of another kind, and for a model that ZeRO trains.
+        """
+        ...
+
+
 class Print(Protocol):
     """Prints on rank 0 alone, as `print` does."""
 
@@ -306,6 +319,7 @@ class Strategy(NamedTuple):
     rotate: Rotate
     offload: MoveState  # the optimizer's state to the host
     reload: MoveState  # and back
+    place: Place  # a model's weights
     print: Print
     report_memory: ReportMemory
     close: Close

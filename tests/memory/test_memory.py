@@ -9,7 +9,7 @@ import ranks
 import test_probe
 import tiny
 import torch
-from torch.profiler import profile
+from places import allocated
 
 import rft_fn as rft
 from rft_fn import memory, optim, packing, tree
@@ -19,19 +19,6 @@ from rft_fn.model import tiny as embedded
 from rft_fn.strategy import StrategyConfig, estimate, get_strategy
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def allocated(f):
-    """(what f returned, the peak of its allocations, what of them is left), by torch's own allocator on the
-    CPU."""
-    with profile(profile_memory=True) as prof:
-        out = f()
-    now = peak = 0
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return out, peak, now
 
 
 def qwen2(**changes):

@@ -1,0 +1,200 @@
+"""Scalar reward models as rewards: prompts and responses in the form that a model was trained on.
+
+apply, params = st.bind(rm)
+score_rows = partial(st.score, apply, params, fields=("score",))
+helpful = rft.reward.scalar(score_rows, rm.heads, reading=rft.reward.Reading(own), head="helpful")
+score = rft.reward.weighted(helpful=(helpful, 1.0))
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from rft_fn import packing, tree
+from rft_fn.data.chat import Chat
+from rft_fn.data.messages import opened
+from rft_fn.data.processing import Processing
+from rft_fn.data.prompts import Prompt
+from rft_fn.data.text_template import render
+from rft_fn.model import Head, calibrated, final_scores
+from rft_fn.types import Experience, Rollout, TokenOut
+
+__all__ = ["Reading", "ScalarReward", "reads_alike", "scalar"]
+
+
+class ScoreRows(Protocol):
+    """Scores rows by a model, on all ranks together."""
+
+    def __call__(self, rows: Experience, budget: int, /) -> TokenOut:
+        """Outputs [B, S] with `score` [B, S, H], the same on every rank; `Strategy.score` makes them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a reward model reads a prompt and a response.
+
+    Where its tokenizer, `tokenizer`, makes the same ids of a text as that of the rollout, these are read as
+    they are: the prompt as the policy saw it, then the sampled tokens. Otherwise the prompt is made anew by
+    this tokenizer's chat template, and the text of the response follows, with the end token unless the
+    response was truncated. Text in a response is never a special token.
+    """
+
+    tokenizer: Any
+    system: str | None = None  # the system prompt of questions, as data.from_rows has it
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    processing: Processing | None = None  # of a model that sees or hears; without it media are left out
+    window: int | None = None  # most tokens of a row
+
+    def rows(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any) -> Experience:
+        """The rows [B, S] to be scored. ValueError for one that does not fit into the window."""
+        shown = any(p.sources for p in prompts)
+        if reads_alike(self.tokenizer, tokenizer) and (self.processing is not None or not shown):
+            lengths = rollout.length.tolist()
+            ids = [row[:n].tolist() for row, n in zip(rollout.tokens, lengths, strict=True)]
+            self._check(ids)
+            return tree.replace(packing.scored(ids), media=rollout.media)
+        rows = self._rendered(rollout, prompts, tokenizer)
+        self._check([ids for ids, _ in rows])
+        return packing.scored(rows)
+
+    def _rendered(
+        self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any
+    ) -> list[tuple[list[int], Any]]:
+        """(ids, tensors of media or None) of each row, made by the model's own tokenizer."""
+        owners = rollout.group.tolist()
+        asked = {i: self._prompt(prompts[i]) for i in dict.fromkeys(owners)}
+        rows = []
+        pairs = zip(owners, rollout.tokens, rollout.mask, rollout.truncated.tolist(), strict=True)
+        for i, tokens, mask, truncated in pairs:
+            text = tokenizer.decode(tokens[mask], skip_special_tokens=True)
+            ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+            if not truncated:
+                ids = [*ids, self.tokenizer.eos_token_id]
+            before, media = asked[i]
+            rows.append(([*before, *ids], media))
+        return rows
+
+    def _prompt(self, prompt: Prompt) -> tuple[list[int], Any]:
+        """(ids, tensors of media or None) of a prompt that is to be answered."""
+        how = {"system": self.system, "chat_template_kwargs": self.chat_template_kwargs}
+        seen = bool(prompt.sources) and self.processing is not None
+        if prompt.messages is None and not seen:
+            return render(self.tokenizer, prompt.text, **how), None
+
+        turns = [dict(turn) for turn in prompt.messages or ()]
+        if not turns:
+            content: list[dict[str, Any]] = [{"type": x.kind, x.kind: x} for x in prompt.sources]
+            content.append({"type": "text", "text": prompt.text})
+            turns = list(opened([{"role": "user", "content": content}], self.system))
+        chat = Chat(self.tokenizer, self.chat_template_kwargs, self.processing)
+        if not seen:
+            return chat.ids(turns, ask=True), None
+        made = chat.encoded(turns, ask=True)
+        return list(made.ids), made.media
+
+    def _check(self, rows: Sequence[Sequence[int]]) -> None:
+        for row, ids in enumerate(rows):
+            if self.window is not None and len(ids) > self.window:
+                raise ValueError(
+                    f"reward model: expected at most {self.window} tokens, its window, got {len(ids)} of row "
+                    f"{row}; shorten prompts or max_new"
+                )
+
+
+def reads_alike(a: Any, b: Any) -> bool:
+    """Whether two tokenizers make the same ids of a conversation: their vocabulary, template and end."""
+    if a is b:
+        return True
+    if a.eos_token_id != b.eos_token_id or a.chat_template != b.chat_template:
+        return False
+    return a.get_vocab() == b.get_vocab()
+
+
+class _Model:
+    """The calibrated scores [B, H] of the heads of a model, of the last rollout that it was asked about."""
+
+    def __init__(self, score: ScoreRows, reading: Reading, budget: int):
+        self.score = score
+        self.reading = reading
+        self.budget = budget
+        self.last: weakref.ref[Rollout] | None = None
+        self.rows: Experience | None = None
+        self.found: Tensor | None = None
+
+    def read(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any) -> Experience:
+        """The rows of a rollout."""
+        if self.rows is None or self.last is None or self.last() is not rollout:
+            self.found = None
+            self.rows = self.reading.rows(rollout, prompts, tokenizer)
+            self.last = weakref.ref(rollout)
+        return self.rows
+
+    def scores(
+        self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any, heads: Sequence[Head]
+    ) -> Tensor:
+        # one forward pass serves all heads
+        rows = self.read(rollout, prompts, tokenizer)
+        if self.found is None:
+            out = self.score(rows, self.budget)
+            if out.score is None:
+                raise ValueError("score: expected the outputs of a reward model, got one without scores")
+            self.found = calibrated(final_scores(out.score, rows.mask), heads)
+        return self.found
+
+
+class ScalarReward:
+    """One head of a scalar reward model: a `JointReward`, made by `scalar`."""
+
+    together = True
+    columns: tuple[str, ...] = ()
+
+    def __init__(self, model: _Model, heads: Sequence[Head], index: int):
+        self._model = model
+        self._index = index
+        self.heads = tuple(heads)
+        self.module: Any = None  # the model, where a forecast of memory asks for it
+        self.__name__ = heads[index].name
+
+    def __call__(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any, /) -> Tensor:
+        """The calibrated scores [B] of the responses; see `convention.JointReward`."""
+        return self._model.scores(rollout, prompts, tokenizer, self.heads)[:, self._index].float()
+
+    def prepare(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any, /) -> None:
+        """Make the rows that are scored: what a rank may fail in by itself."""
+        self._model.read(rollout, prompts, tokenizer)
+
+    def head(self, name: str) -> "ScalarReward":
+        """Another head of the same model: both together need one forward pass."""
+        return ScalarReward(self._model, self.heads, head_index(self.heads, name))
+
+
+def scalar(
+    score: ScoreRows,
+    heads: Sequence[Head],
+    *,
+    reading: Reading,
+    head: str = "",
+    budget: int = 4096,
+) -> ScalarReward:
+    """The reward that a scalar reward model gives: (raw score - shift) / scale of one of its heads.
+
+    `score` is a function (rows, budget) of `Strategy.score`, whose ranks share the rows out. `heads` are
+    those of the model. `head` names one, and may be left out of a model with one. `reading` says how prompts
+    and responses become rows. At most `budget` tokens go through the model at once. ValueError for an unknown
+    head.
+    """
+    return ScalarReward(_Model(score, reading, budget), heads, head_index(heads, head))
+
+
+def head_index(heads: Sequence[Head], name: str) -> int:
+    """The index of a head by its name, which only one that is alone may lack. ValueError without it."""
+    names = [head.name for head in heads]
+    if not name and len(names) == 1:
+        return 0
+    if name not in names:
+        raise ValueError(f"head: expected one of {', '.join(names)}, got {name!r}")
+    return names.index(name)

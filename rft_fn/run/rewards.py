@@ -1,0 +1,169 @@
+"""The rewards of a command line, those of models among them, which a run loads once and closes at its end."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rft_fn import data, engine, model, reward
+from rft_fn.reward.veto import read_veto
+from rft_fn.run import options
+from rft_fn.run.placing import placed
+from rft_fn.run.resume import last_model
+from rft_fn.run.setup import load_processing
+from rft_fn.types import Engine, Experience, Strategy, TokenOut
+
+__all__ = ["load_rewards", "reward_modules"]
+
+_BUDGET = 4096  # tokens that go through a reward model at once, where no option says
+
+
+def load_rewards(specs: Sequence[str], cfg: options.Data, st: Strategy) -> reward.Weighted:
+    """The rewards of a command line: what `reward.parse` knows, and models.
+
+    model:FOLDER[:HEAD](budget=N)   one head of a scalar reward model, whose ranks share the rows out. It
+                                    reads prompts with the system prompt and the chat template's arguments of
+                                    `cfg`; see `reward.Reading`.
+
+    judge:FOLDER(...)               a generative one, in an engine on each rank. The arguments are those of
+                                    `reward.generative_by_name`, and engine_type, servers and batch of its
+                                    engine; see `engine.EngineConfig`.
+    http://..., https://...         a server: `reward.served_at`.
+
+    FOLDER may be that of a run. The weights of a folder are loaded once for all its heads, when the rewards
+    are called first; what is wrong with a folder is found here. Vetoes are those of `cfg`, if it has any.
+    `Weighted.close` ends it all. ValueError as `reward.parse` raises it.
+    """
+    sources = _Sources(cfg, st)
+    score = reward.parse(specs, {"model": sources.model, "judge": sources.judge})
+    vetoes = [read_veto(text) for text in getattr(cfg, "reward_veto", ())]
+    return score.with_vetoes(*vetoes)
+
+
+def reward_modules(score: reward.Weighted) -> list[nn.Module]:
+    """The scalar reward models among the parts of a score, each once and without weights: for forecasts."""
+    modules = [getattr(fn, "module", None) for fn, _ in score.components.values()]
+    return list({id(module): module for module in modules if module is not None}.values())
+
+
+class _Sources:
+    """Makes rewards of models for one run."""
+
+    def __init__(self, cfg: options.Data, st: Strategy):
+        self.cfg = cfg
+        self.st = st
+        self.scalars: dict[str, _Scalar] = {}
+
+    def model(self, target: str, /, *, budget: int | None = None) -> reward.ScalarReward:
+        """A head of the scalar reward model in a folder."""
+        folder, head = _folder_and_head(target)
+        if folder not in self.scalars:
+            self.scalars[folder] = _Scalar(folder, self.cfg, self.st)
+        return self.scalars[folder].head(head, budget or getattr(self.cfg, "budget", _BUDGET))
+
+    def judge(
+        self,
+        target: str,
+        /,
+        *,
+        engine_type: str = "hf",
+        servers: Sequence[str] = (),
+        batch: int | None = None,
+        **options: Any,
+    ) -> reward.RewardFn:
+        """A generative reward model in a folder, or on servers that have it."""
+        folder = last_model(target)
+        config = replace(engine.config_of(self.st.config), type=engine_type, servers=tuple(servers))
+        config = replace(config, batch=batch or config.batch, process=False)
+        engine.check_config(config)
+        tokenizer = model.load_tokenizer(folder)
+        lazy = _Lazy(lambda: engine.get_engine(config, folder, tokenizer))
+        processing = load_processing(self.cfg, folder)
+        return reward.generative_by_name(lazy.engine, tokenizer, processing=processing, **options)
+
+
+class _Lazy:
+    """An engine that is built when it is called first."""
+
+    def __init__(self, build: Callable[[], Engine]):
+        self._build = build
+        self._built: Engine | None = None
+        self.engine = Engine(
+            generate=self._of("generate"),
+            score=self._of("score"),
+            load=self._of("load"),
+            sleep=self._of("sleep"),
+            wake=self._of("wake"),
+            status=self._of("status"),
+            close=self.close,
+        )
+
+    def _of(self, name: str) -> Any:
+        """A function of the engine, by its name."""
+
+        def call(*args: Any, **given: Any) -> Any:
+            if self._built is None:
+                self._built = self._build()
+            return getattr(self._built, name)(*args, **given)
+
+        return call
+
+    def close(self) -> None:
+        """Close the engine, if there is one."""
+        if self._built is not None:
+            self._built.close()
+
+
+class _Scalar:
+    """A scalar reward model in a folder, loaded when it is called first."""
+
+    def __init__(self, folder: str, cfg: options.Data, st: Strategy):
+        self.folder = folder
+        self.st = st
+        self.module = model.load_reward(folder, meta=True)  # without weights, which may be large
+        self.heads = self.module.heads
+        self.reading = _reading(folder, cfg)
+        self.first: reward.ScalarReward | None = None
+        self.bound: tuple[Any, Any] | None = None
+
+    def head(self, name: str, budget: int) -> reward.ScalarReward:
+        """The reward of one head; all heads share a forward pass, with the budget of the first."""
+        names = [head.name for head in self.heads]
+        if not name and len(names) > 1:
+            raise ValueError(f"expected model:FOLDER:HEAD, with one of its heads {', '.join(names)}")
+        if self.first is None:
+            how = {"reading": self.reading, "budget": budget}
+            self.first = reward.scalar(self.score, self.heads, head=names[0], **how)
+        made = self.first.head(name or names[0])
+        made.module = self.module
+        return made
+
+    def score(self, rows: Experience, budget: int, /) -> TokenOut:
+        """The scores of rows, by all ranks together."""
+        if self.bound is None:
+            self.bound = self.st.bind(model.load_reward(self.folder, meta=self.st.world > 1))
+        apply, params = self.bound
+        with placed(self.st, apply):
+            return self.st.score(apply, params, rows, budget, fields=("score",))
+
+
+def _folder_and_head(target: str) -> tuple[str, str]:
+    """(folder, head) of FOLDER[:HEAD]; a folder may have a colon in its name."""
+    folder, colon, head = target.rpartition(":")
+    if not colon or Path(target).is_dir():
+        folder = target
+        head = ""
+    return last_model(folder), head
+
+
+def _reading(folder: str, cfg: options.Data) -> reward.Reading:
+    """How the model of a folder reads prompts and responses."""
+    return reward.Reading(
+        tokenizer=model.load_tokenizer(folder),
+        system=cfg.system,
+        chat_template_kwargs=data.literals(cfg.chat_template_kwargs),
+        processing=load_processing(cfg, folder),
+        window=model.read_window(folder),
+    )

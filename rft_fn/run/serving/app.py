@@ -1,0 +1,235 @@
+"""The HTTP side of a reward server: requests in, rewards out, and everything else refused in one line."""
+
+import asyncio
+import hmac
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from rft_fn.data.column_path import value_at
+from rft_fn.reward import Scored
+from rft_fn.reward.remote import openrlhf, protocol
+from rft_fn.reward.remote.protocol import Batch
+from rft_fn.run.serving.jobs import Job, Jobs
+
+__all__ = ["Metrics", "Rules", "application"]
+
+_ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+_LEFT = 499  # nobody is there to read this one
+
+
+class Rules(NamedTuple):
+    """The limits of a server, and its secret."""
+
+    max_bytes: int  # of a request
+    seconds: float  # that a request may take to arrive
+    token: str  # "" for none
+    columns: tuple[str, ...]  # that the reward cannot do without
+
+
+class Metrics:
+    """The numbers that /metrics has."""
+
+    def __init__(self, jobs: Jobs):
+        self.registry = CollectorRegistry()
+        made: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("rft_reward_requests", "Requests", ["path", "status"], **made)
+        self.rows = Counter("rft_reward_completions", "Completions that were scored", **made)
+        self.seconds = Histogram("rft_reward_request_seconds", "Time of a request that was scored", **made)
+        self.calls = Histogram(
+            "rft_reward_call_completions", "Completions of a call of the reward", buckets=_ROWS, **made
+        )
+        Gauge("rft_reward_waiting", "Completions that wait", **made).set_function(jobs.rows)
+
+    def observe(self, rows: int) -> None:
+        """Count a call of the reward."""
+        self.rows.inc(rows)
+        self.calls.observe(rows)
+
+
+class Problem(Exception):
+    """A request that is refused: a status, a line, and headers."""
+
+    def __init__(self, status: int, line: str, **headers: str):
+        super().__init__(line)
+        self.status = status
+        self.headers = {name.replace("_", "-"): x for name, x in headers.items()}
+
+
+class Read(Protocol):
+    """Reads a request."""
+
+    def __call__(self, data: bytes, /) -> Batch:
+        """The batch. ValueError for anything else."""
+        ...
+
+
+class Write(Protocol):
+    """Writes an answer."""
+
+    def __call__(self, scored: Scored, /) -> bytes:
+        """The body."""
+        ...
+
+
+def application(names: Sequence[str], jobs: Jobs, rules: Rules, metrics: Metrics) -> Starlette:
+    """The application: /score, /get_reward (OpenRLHF's), /health and /metrics. `names` are the rewards."""
+
+    def scores(read: Read, write: Write) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            began = time.monotonic()
+            response = await _answered(request, read, write, jobs, rules)
+            if response.status_code == 200:
+                metrics.seconds.observe(time.monotonic() - began)
+            metrics.requests.labels(request.url.path, response.status_code).inc()
+            return response
+
+        return endpoint
+
+    async def health(request: Request) -> Response:
+        found = {"status": "ok", "rewards": list(names), "waiting": jobs.rows()}
+        if jobs.closed:
+            return JSONResponse(found | {"status": "stopping"}, 503)
+        return JSONResponse(found)
+
+    async def numbers(request: Request) -> Response:
+        return PlainTextResponse(generate_latest(metrics.registry))
+
+    return Starlette(
+        routes=[
+            Route("/score", scores(protocol.read_request, protocol.answer), methods=["POST"]),
+            Route("/get_reward", scores(openrlhf.read_request, _openrlhf_answer), methods=["POST"]),
+            Route("/health", health),
+            Route("/metrics", numbers),
+        ]
+    )
+
+
+def _openrlhf_answer(scored: Scored) -> bytes:
+    return openrlhf.answer(scored.total, {**scored.parts, **scored.metrics})
+
+
+async def _answered(request: Request, read: Read, write: Write, jobs: Jobs, rules: Rules) -> Response:
+    """The rewards of a request, or why it has none."""
+    try:
+        scored = await _scored(request, read, jobs, rules)
+        return Response(write(scored), media_type="application/json")
+    except Problem as problem:
+        body = {"error": " ".join(str(problem).split())}
+        return JSONResponse(body, problem.status, problem.headers)
+    except ClientDisconnect:
+        return Response(status_code=_LEFT)
+
+
+async def _scored(request: Request, read: Read, jobs: Jobs, rules: Rules) -> Scored:
+    """The rewards of a request. Problem for one that is refused, and for a reward that fails."""
+    _authorize(request, rules)
+    _check_open(jobs)
+    try:
+        async with asyncio.timeout(rules.seconds):
+            data = await _body(request, rules)
+    except TimeoutError:
+        raise Problem(
+            408, f"expected a whole request within {rules.seconds:g} s", Connection="close"
+        ) from None
+    try:
+        batch = read(data)
+        _check_columns(batch, rules)
+    except (ValueError, RecursionError) as error:
+        raise Problem(400, str(error)) from None
+
+    # into the queue, or back to the client
+    job = Job(batch)
+    if not jobs.put(job):
+        _check_open(jobs)
+        raise Problem(
+            429, f"expected at most {jobs.limit} completions to wait", Retry_After=str(jobs.patience())
+        )
+    return await _result(request, job, jobs)
+
+
+def _check_open(jobs: Jobs) -> None:
+    """Problem for a server that is about to stop."""
+    if jobs.closed:
+        raise Problem(503, "the server is stopping", Retry_After="1", Connection="close")
+
+
+def _authorize(request: Request, rules: Rules) -> None:
+    """Problem for a request without the server's token."""
+    given = request.headers.get("Authorization", "")
+    if rules.token and not hmac.compare_digest(given.encode(), f"Bearer {rules.token}".encode()):
+        raise Problem(401, "expected the server's token as a bearer", WWW_Authenticate="Bearer")
+
+
+async def _body(request: Request, rules: Rules) -> bytes:
+    """The body of a request. Problem for one that is too large, or zipped."""
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        raise Problem(415, "expected a body that is not zipped")
+    declared = request.headers.get("Content-Length", "")
+    parts: list[bytes] = []
+    size = 0
+    if declared.isdigit():
+        size = int(declared)
+    if size <= rules.max_bytes:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size > rules.max_bytes:
+                break
+            parts.append(part)
+    if size > rules.max_bytes:
+        raise Problem(413, f"expected at most {rules.max_bytes} bytes, got more", Connection="close")
+    return b"".join(parts)
+
+
+def _check_columns(batch: Batch, rules: Rules) -> None:
+    """ValueError for a column that the reward cannot do without."""
+    first = {name: column[0] for name, column in batch.columns.items()}
+    for path in rules.columns:
+        if value_at(first, path, None) is None:
+            known = ", ".join(batch.columns) or "none"
+            raise ValueError(f"columns: the reward reads {path!r}, which is not among those sent: {known}")
+
+
+async def _result(request: Request, job: Job, jobs: Jobs) -> Scored:
+    """The rewards of a request that waits; it is forgotten if its client leaves."""
+    found = asyncio.wrap_future(job.future)
+    left = asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((found, left), return_when=asyncio.FIRST_COMPLETED)
+        if not found.done():
+            jobs.drop(job)
+            found.cancel()
+            raise ClientDisconnect
+        return found.result()
+    except TimeoutError as error:
+        raise Problem(504, str(error)) from error
+    except OSError as error:  # of a reward that asks others
+        raise Problem(502, _named(error)) from error
+    except Exception as error:
+        if isinstance(error, ClientDisconnect):
+            raise
+        raise Problem(422, _named(error)) from error
+    finally:
+        left.cancel()
+
+
+async def _left(request: Request) -> None:
+    """Return when the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _named(error: Exception) -> str:
+    """What a reward raised, with its name, which is in the notes."""
+    notes = "; ".join(getattr(error, "__notes__", ()))
+    line = f"{type(error).__name__}: {error}"
+    if notes:
+        line += f" ({notes})"
+    return line

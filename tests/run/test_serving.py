@@ -1,0 +1,347 @@
+"""The server of rewards: what it answers, what it refuses, and what it scores together."""
+
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx2
+import pytest
+import tiny
+import torch
+import uvicorn
+
+import rft_fn as rft
+from rft_fn.reward.remote.protocol import Batch
+from rft_fn.run.serving import app, jobs, models
+from rft_fn.run.serving.scoring import Partial, work
+
+
+class Served:
+    """A server in two threads of this process."""
+
+    def __init__(self, rows=256, wait=0.0, queue=4096, max_bytes=1 << 20, token="", arrival=30.0, **parts):
+        self.score = Partial(parts)
+        self.jobs = jobs.Jobs(queue)
+        self.metrics = app.Metrics(self.jobs)
+        rules = app.Rules(max_bytes, arrival, token, rft.reward.columns(self.score))
+        self.sock = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
+        made = app.application(list(parts), self.jobs, rules, self.metrics)
+        self.server = uvicorn.Server(uvicorn.Config(made, log_level="warning", lifespan="off"))
+        limits = {"rows": rows, "wait": wait, "timeout": 30.0, "observe": self.metrics.observe}
+        self.work = lambda: work(self.jobs, self.score, alive=lambda: True, **limits)
+
+    @contextmanager
+    def running(self):
+        threads = [threading.Thread(target=self.server.run, args=([self.sock],)), threading.Thread(target=self.work)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            self.jobs.closed = True
+            self.server.should_exit = True
+            for thread in threads:
+                thread.join()
+
+    def post(self, body, path="/score", **how):
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx2.post(self.url + path, content=data, trust_env=False, timeout=20, **how)
+
+    def ask(self, *completions, **more):
+        return self.post({"prompts": ["p"] * len(completions), "completions": completions, **more})
+
+
+def serving(**how):
+    return Served(**how).running()
+
+
+def length(completions, **columns):
+    return [float(len(c)) for c in completions]
+
+
+def answer_is(completions, answer):
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+
+# ------------------------------------------------------------------------------------------------ answers
+
+
+def test_rewards_parts_metrics_and_texts():
+    def judged(completions, log_metric, truncated):
+        log_metric("n", 2.0)
+        return [{"score": None if c == "" else 1.0, "why": c, "cut": t} for c, t in zip(completions, truncated)]
+
+    with serving(len=(length, 0.5), judged=(judged, 2.0)) as served:
+        found = served.ask("a", "", truncated=[True, False]).json()
+    assert found["rewards"] == [2.5, 0.0]
+    assert found["parts"] == {"len": [1.0, 0.0], "judged": [1.0, None]}
+    assert found["metrics"] == {"judged/cut": [1.0, 0.0], "judged/n": [2.0, 2.0]}
+    assert found["extra"] == {"judged/why": ["a", ""]}
+
+
+def test_a_row_to_which_nothing_applies_is_null():
+    """Not 0, and no error: the trainer may have another reward for it."""
+    with serving(some=(lambda completions: [None if c == "a" else 2.0 for c in completions], 3.0)) as served:
+        assert served.ask("a", "b").json()["rewards"] == [None, 6.0]
+
+
+def test_openrlhfs_clients_are_answered():
+    with serving(answer=(lambda completions, label: answer_is(completions, label), 2.0)) as served:
+        found = served.post({"query": ["p: 1", "p: 2"], "prompts": ["p: ", "p: "], "labels": ["1", "1"]}, "/get_reward")
+    assert found.json() == {"rewards": [2.0, 0.0], "scores": [2.0, 0.0], "extra_logs": {"answer": [1.0, 0.0]}}
+
+
+def test_the_same_rewards_as_in_the_trainers_process():
+    state = rft.reward.trainer_state(2, 9)
+
+    def curriculum(completions, answer, trainer_state, keys):
+        right = answer_is(completions, answer)
+        return [trainer_state.global_step * x + k % 7 / 3 for x, k in zip(right, keys)]
+
+    texts = ["1", "2", "1"]
+    given = {"answer": ["1", "1", "3"]}, {"trainer_state": state, "keys": [5, 2**62 + 1, 3]}
+    local = rft.reward.weighted(r=(curriculum, 0.3))(["p"] * 3, texts, given[0], **given[1])
+    with serving(r=(curriculum, 0.3)) as served:
+        remote = rft.reward.weighted(r=(rft.reward.served_at(f"{served.url}/score"), 1.0))
+        assert torch.equal(remote(["p"] * 3, texts, given[0], **given[1]).total, local.total)
+
+
+# ----------------------------------------------------------------------------------------------- refusals
+
+
+BAD = [
+    ({"prompts": ["p"]}, 400, "completions: expected a list, got NoneType"),
+    (b"<html>", 400, "expected JSON, got '<html>'"),
+    (b"[" * 100_000, 400, "brackets too deep"),
+    ({"prompts": ["p"], "completions": ["a"]}, 400, "the reward reads 'answer', which is not among those sent: none"),
+    ({"prompts": ["p"], "completions": ["a"], "columns": {"answer": [None]}}, 400, "the reward reads 'answer'"),
+    ({"prompts": ["p"], "completions": ["x" * (1 << 20)]}, 413, "expected at most 1048576 bytes"),
+]
+
+
+@pytest.fixture(scope="module")
+def strict():
+    with serving(answer=(answer_is, 1.0), token="t0ken") as served:
+        yield served
+
+
+@pytest.mark.parametrize(("body", "status", "line"), BAD)
+def test_bad_requests_are_refused_in_one_line(strict, body, status, line):
+    found = strict.post(body, headers={"Authorization": "Bearer t0ken"})
+    assert found.status_code == status and line in found.json()["error"] and "\n" not in found.json()["error"]
+
+
+def test_a_body_without_a_length_is_cut_at_the_limit(strict):
+    sent = []
+
+    def parts():
+        for _ in range(1000):
+            sent.append(1)
+            yield b"x" * (1 << 16)
+
+    with pytest.raises((httpx2.TransportError, AssertionError)):
+        found = httpx2.post(
+            f"{strict.url}/score", content=parts(), headers={"Authorization": "Bearer t0ken"}, trust_env=False
+        )
+        assert found.status_code != 413
+    assert len(sent) < 1000
+
+
+@pytest.mark.parametrize("given", ["", "Bearer other", "Bearer t0ke", "Bearer t0ken1", "t0ken", "Bearer ü"])
+def test_the_token_is_asked_of_every_request_for_rewards(strict, given):
+    body = {"prompts": ["p"], "completions": ["1"], "columns": {"answer": ["1"]}}
+    assert strict.post(body, headers={"Authorization": given.encode()}).status_code == 401
+    assert strict.post(body, headers={"Authorization": "Bearer t0ken"}).json() == {"rewards": [1.0]}
+    for path in ("/health", "/metrics"):
+        assert httpx2.get(strict.url + path, trust_env=False).status_code == 200
+
+
+def test_other_paths_methods_and_zipped_bodies(strict):
+    good = {"Authorization": "Bearer t0ken"}
+    assert strict.post({}, "/other").status_code == 404
+    assert httpx2.get(f"{strict.url}/score", trust_env=False).status_code == 405
+    assert strict.post(b"x", headers=good | {"Content-Encoding": "gzip"}).status_code == 415
+
+
+def test_a_request_that_drips_is_cut():
+    with serving(len=(length, 1.0), arrival=0.3) as served:
+        with socket.create_connection(served.sock.getsockname()) as client:
+            client.sendall(b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            client.settimeout(10)
+            assert b"408" in client.recv(100)
+
+
+def test_what_a_reward_raises_is_told_with_its_name_and_the_server_lives():
+    def broken(completions):
+        if "bad" in completions:
+            raise KeyError("x")
+        return length(completions)
+
+    def away(completions):
+        raise ConnectionError("no database")
+
+    with serving(len=(broken, 1.0)) as served:
+        found = served.ask("bad")
+        assert found.status_code == 422
+        assert found.json()["error"] == "KeyError: 'x' (raised by the reward 'len')"
+        assert served.ask("a").json()["rewards"] == [1.0]
+    with serving(away=(away, 1.0)) as served:
+        found = served.ask("a")
+        assert found.status_code == 502 and "no database" in found.json()["error"]
+
+
+# ------------------------------------------------------------------------------- many clients, one reward
+
+
+def test_requests_that_wait_are_scored_together_and_each_gets_its_own():
+    calls = []
+
+    def slow(completions):
+        calls.append(len(completions))
+        time.sleep(0.2)
+        return length(completions)
+
+    with serving(len=(slow, 1.0)) as served, ThreadPoolExecutor(16) as pool:
+        asked = [["x" * i, "y" * (2 * i)] for i in range(16)]
+        found = list(pool.map(lambda c: served.ask(*c).json()["rewards"], asked))
+        text = httpx2.get(f"{served.url}/metrics", trust_env=False).text
+    assert found == [[float(i), 2.0 * i] for i in range(16)]
+    assert sum(calls) == 32 and len(calls) <= 8
+    assert 'rft_reward_requests_total{path="/score",status="200"} 16.0' in text
+    assert "rft_reward_completions_total 32.0" in text
+    assert f"rft_reward_call_completions_count {len(calls)}.0" in text
+
+
+def test_a_request_that_fails_fails_alone():
+    def picky(completions):
+        time.sleep(0.1)
+        if "bad" in completions:
+            raise ValueError("bad")
+        return length(completions)
+
+    with serving(len=(picky, 1.0), wait=0.3) as served, ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda c: served.ask(c).status_code, ["a", "bad", "c", "bad", "e"]))
+    assert found == [200, 422, 200, 422, 200]
+
+
+def test_requests_of_other_columns_forms_and_steps_are_not_joined():
+    one = Batch(["p"], ["c"], {"a": [1]}, {"keys": [1]}, rft.reward.trainer_state(1, 2))
+    others = [
+        one._replace(columns={"b": [1]}), one._replace(given={}), one._replace(state=rft.reward.trainer_state(2, 2)),
+        one._replace(prompts=[[{"role": "user", "content": "p"}]]),
+    ]  # fmt: skip
+    queue = jobs.Jobs(100)
+    for batch in [one, others[0], one, others[1], one, others[2], others[3]]:
+        assert queue.put(jobs.Job(batch))
+    assert [len(queue.take(2, 0)) for _ in range(6)] == [2, 1, 1, 1, 1, 1]
+    assert queue.take(2, 0) == [] and queue.rows() == 0
+
+
+def test_joined_rows_stand_in_order():
+    parts = [Batch(["p"] * n, [f"{n}{i}" for i in range(n)], {"a": list(range(n))}, {"keys": [n] * n}) for n in (1, 3)]
+    found = jobs.join(parts)
+    assert found == Batch(["p"] * 4, ["10", "30", "31", "32"], {"a": [0, 0, 1, 2]}, {"keys": [1, 3, 3, 3]})
+
+
+def test_a_full_queue_answers_429_and_the_client_comes_again():
+    def slow(completions):
+        time.sleep(0.1)
+        return length(completions)
+
+    with serving(len=(slow, 1.0), queue=3, rows=1) as served, ThreadPoolExecutor(12) as pool:
+        found = list(pool.map(lambda c: served.ask(c), ["x"] * 12))
+        refused = [x for x in found if x.status_code == 429]
+        assert refused and {x.status_code for x in found} == {200, 429}
+        assert all(1 <= int(x.headers["Retry-After"]) <= 30 for x in refused)
+        assert "at most 3 completions to wait" in refused[0].json()["error"]
+
+        # the library's own client loses nothing, with a single try
+        how = {"batch": 1, "connections": 12, "tries": 1}
+        remote = rft.reward.weighted(r=(rft.reward.served_at(f"{served.url}/score", **how), 1.0))
+        texts = ["x" * i for i in range(12)]
+        assert remote(list("abcdefghijkl"), texts, {}).total.tolist() == [float(i) for i in range(12)]
+
+
+def test_a_request_larger_than_the_queue_is_taken_when_nothing_waits():
+    with serving(len=(length, 1.0), queue=3) as served:
+        assert served.ask(*["x"] * 10).status_code == 200
+
+
+def test_a_client_that_leaves_is_forgotten():
+    scored = []
+    held = threading.Event()
+
+    def slow(completions):
+        scored.extend(completions)
+        held.wait(10)
+        return length(completions)
+
+    with serving(len=(slow, 1.0), rows=1) as served, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(served.ask, "first")
+        while not scored:
+            time.sleep(0.01)
+        with pytest.raises(httpx2.TimeoutException):
+            body = json.dumps({"prompts": ["p"], "completions": ["left"]}).encode()
+            httpx2.post(f"{served.url}/score", content=body, timeout=0.3, trust_env=False)
+        end = time.monotonic() + 10
+        while served.jobs.rows() and time.monotonic() < end:
+            time.sleep(0.01)
+        held.set()
+        assert first.result().status_code == 200
+        served.ask("last")
+    assert scored == ["first", "last"]
+
+
+def test_a_server_that_stops_answers_what_it_has_and_refuses_the_rest():
+    held = threading.Event()
+
+    def slow(completions):
+        held.wait(10)
+        return length(completions)
+
+    with serving(len=(slow, 1.0), rows=1) as served, ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(served.ask, "x" * i) for i in range(3)]
+        while served.jobs.rows() < 2:
+            time.sleep(0.01)
+        served.jobs.closed = True
+        late = served.ask("late")
+        assert late.status_code == 503 and late.headers["Retry-After"] == "1"
+        health = httpx2.get(f"{served.url}/health", trust_env=False)
+        assert health.status_code == 503 and health.json()["status"] == "stopping"
+        held.set()
+        assert [x.result().json()["rewards"] for x in asked] == [[0.0], [1.0], [2.0]]
+
+
+# --------------------------------------------------------------------------------------------- models
+
+
+def test_a_scalar_model_scores_texts_as_it_scores_a_rollout(tmp_path):
+    """Of prompts and responses that its own tokenizer makes the same ids of, to the bit."""
+    module = rft.model.load_reward(tiny.llama(), heads=("good", "short"), new=True)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+    rft.model.save_reward(tmp_path, module)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    st = rft.strategy.get_strategy()
+    specs = [f"model:{tmp_path}:good", f"model:{tmp_path}:short=0.5"]
+    score = rft.run.load_rewards(specs, rft.run.options.Data(), st)
+
+    asked = ["31=", "2="]
+    batch = Batch(asked, ["13", "2"], {}, {"truncated": [False, True]})
+    found = models.joint_values(score, batch)
+    rollout, prompts, texts = models.as_rollout(batch)
+    assert texts.decode(rollout.tokens[1]) == "2" and [p.text for p in prompts] == asked
+
+    tokenizer = tiny.tokenizer()
+    rows = [tokenizer.encode("31=") + tokenizer.encode("13") + [1], tokenizer.encode("2=") + tokenizer.encode("2")]
+    apply, params = st.bind(module)
+    scored = rft.packing.scored(rows)
+    expected = st.score(apply, params, scored, 64, fields=("score",)).score
+    last = scored.mask.int().argmax(-1)
+    for head, name in enumerate(("good", "short")):
+        assert torch.equal(found[name], expected[torch.arange(2), last, head].float())

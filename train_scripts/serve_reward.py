@@ -1,0 +1,66 @@
+"""Serve rewards over HTTP, for runs elsewhere: `--reward http://HOST:8000/score` is then all of them.
+
+    python train_scripts/serve_reward.py --reward task:sort_digits
+    python train_scripts/serve_reward.py --reward math format=0.1 --host 0.0.0.0 --port 8000
+    python train_scripts/serve_reward.py --reward model:runs/rm
+
+Requests of several clients are scored together. /health says whether it is well, /metrics what it does; the
+token in RFT_REWARD_TOKEN, if there is one, is asked of every client. SIGTERM finishes what has arrived.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import rft_fn as rft
+from rft_fn.check import AtLeast0, Count, Range
+from rft_fn.run import options
+from rft_fn.strategy import StrategyConfig
+
+
+@dataclass(frozen=True)
+class Config(options.Reward):
+    """The options of a server."""
+
+    # where it listens, and to whom
+    host: str = "127.0.0.1"  # the address to listen at; 0.0.0.0 is every address of the machine
+    port: Annotated[int, Range(0, 65535)] = 8000  # 0 is any free one
+    token_env: str = "RFT_REWARD_TOKEN"  # the environment variable with the token that clients have to send
+
+    # how much it takes
+    rows: Count = 256  # most completions of a call that several requests share; 1 makes one call of each
+    wait: AtLeast0 = 0.002  # seconds to wait for more requests after the first one
+    queue: Count = 4096  # most completions that wait; what comes on top is told to come again later
+    max_bytes: Count = 1 << 26  # of a request
+
+    # how a reward model reads prompts
+    system: str | None = None  # its system prompt; an empty one removes that of the chat template
+    chat_template_kwargs: tuple[str, ...] = ()  # arguments of its chat template, as enable_thinking=False
+    strategy: StrategyConfig = field(
+        default_factory=StrategyConfig
+    )  # of the process, and of a judge's engine
+
+
+UNREAD = (  # nothing is trained here
+    "fsdp", "zero_stage", "sp_size", "shard_size", "fsdp_cpu_offload", "adam_offload", "use_mp_opt",
+    "max_norm", "train_batch_size", "micro_train_batch_size", "packing_samples",
+    "fused_linear_logprob", "chunk_size", "log_dir", "plot_every", "max_skips",
+)  # fmt: skip
+
+
+def main(cfg: Config) -> None:
+    if not cfg.reward:
+        raise ValueError("reward: expected at least one to serve, got none")
+    rft.run.without(cfg.strategy, *UNREAD)
+    st = rft.strategy.get_strategy(cfg.strategy)
+    if st.world > 1:
+        raise ValueError(f"world: expected one process, got {st.world}; start a server for each device")
+    reading = options.Data(system=cfg.system, chat_template_kwargs=cfg.chat_template_kwargs)
+    score = rft.run.load_rewards(cfg.reward, reading, st)
+    limits = {"rows": cfg.rows, "wait": cfg.wait, "queue": cfg.queue, "max_bytes": cfg.max_bytes}
+    where = {"host": cfg.host, "port": cfg.port, "token_env": cfg.token_env}
+    rft.run.serve(score, **where, **limits, timeout=cfg.reward_timeout)
+    st.close()
+
+
+if __name__ == "__main__":
+    rft.run.cli(main, Config)
