@@ -70,8 +70,8 @@ MUTANTS = [
     (
         "frozen models stay in all phases",
         PHASES,
-        '            there |= {"trained", "frozen", "rewards"}\n        if self.awake:',
-        '            there |= {"trained", "rewards"}\n        there |= {"frozen"}\n        if self.awake:',
+        "        if self.awake:",
+        '        there |= {"frozen"}\n        if self.awake:',
         f"{FORECAST}::test_a_phase_holds_the_models_that_it_uses_and_no_others",
     ),
     (
