@@ -119,11 +119,12 @@ def test_frozen_models_that_outweigh_the_trained_one_are_to_leave():
 
 def test_the_table_has_a_line_for_each_phase():
     gib = 2**30
+    names = ("Actor", "Actor", "Reference", "Scalar", "Judge", "engine")
     x = memory.Estimate(
         parameters=6 * gib, gradients=2 * gib, optimizer=8 * gib, activations=gib, head=0, backward=0,
         gathered=0, update=gib, engine=4 * gib, host=20 * gib, awake=False, frozen=2 * gib, rewards=3 * gib,
         judges=5 * gib, policy=4 * gib, delivered=3 * gib, scored=gib, judged=gib, placed=True,
-        models=memory.phases.Models(*[(kind,) for kind in "Actor Actor Reference Scalar Judge engine".split()]),
+        models=memory.phases.Models(*[(name,) for name in names]),
     )  # fmt: skip
     lines = memory.table(x, available=16 * gib, host=64 * gib, remedy="").splitlines()
     found = [line.split(maxsplit=4) for line in lines if line.startswith("  in ")]
