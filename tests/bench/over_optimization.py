@@ -63,9 +63,14 @@ def call(script, folder, **options):
         words += [f"--{name.replace('_', '-')}", *(str(x) for x in value)]
     began = time.perf_counter()
     command = [sys.executable, str(ROOT / "train_scripts" / f"{script}.py"), *words, "--out", str(folder)]
-    with open(folder.with_suffix(".log"), "a") as log:
+    with open(beside(folder, ".log"), "a") as log:
         subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
     return time.perf_counter() - began
+
+
+def beside(folder, ending):
+    """A file with the name of a folder; the name may have a dot."""
+    return folder.parent / f"{folder.name}{ending}"
 
 
 def single(options):
@@ -81,10 +86,10 @@ def rows_of(folder):
 def reward_model(folder, pairs, seed, steps):
     """The record of the reward model that learned from some pairs: trained here, or before."""
     out = folder / f"rm-pairs{pairs}-seed{seed}"
-    kept = out.with_suffix(".json")
+    kept = beside(out, ".json")
     if kept.exists():
         return json.loads(kept.read_text())
-    train, held_out = out.with_suffix(".train.jsonl"), out.with_suffix(".held_out.jsonl")
+    train, held_out = beside(out, ".train.jsonl"), beside(out, ".held_out.jsonl")
     write_pairs(train, 1000 + seed, pairs)
     write_pairs(held_out, 2000 + seed, HELD_OUT)
     files = {"data": [train], "eval-data": [held_out]}
@@ -99,7 +104,7 @@ def reward_model(folder, pairs, seed, steps):
 def policy(folder, cell, steps):
     """The record of a cell: run here, or before."""
     out = folder / cell.name
-    kept = out.with_suffix(".json")
+    kept = beside(out, ".json")
     if kept.exists():
         return json.loads(kept.read_text())
     model = folder / f"rm-pairs{cell.pairs}-seed{cell.seed}"
@@ -108,9 +113,8 @@ def policy(folder, cell, steps):
     seconds = call("grpo", out, **rewards, **single(options))
     rows = []
     for row in rows_of(out):
-        (proxy,) = [x for name, x in row.items() if name.startswith("reward/model")]
         kl = row["policy/kl_ref"] * row["rollout/length_mean"]  # of a response [nats]
-        rows.append({"gold": row[f"reward/task:{TASK}"], "proxy": proxy, "kl": kl})
+        rows.append({"gold": row[f"reward/task:{TASK}"], "proxy": row["reward/mean"], "kl": kl})
     record = {**cell._asdict(), "seconds": seconds, "rows": rows}
     kept.write_text(json.dumps(record))
     return record

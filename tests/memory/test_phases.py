@@ -138,7 +138,7 @@ def test_the_table_has_a_line_for_each_phase():
     ]
     assert lines[-1].split()[1:5] == ["15.00", "GiB", "in", "training,"]
     apart = dataclasses.replace(x, placed=False)
-    assert apart.total == 23 * gib and "  in " not in memory.table(apart, available=1, host=1, remedy="")
+    assert apart.total == 23 * gib and "\n  in " not in memory.table(apart, available=1, host=1, remedy="")
 
 
 def test_every_phase_takes_what_the_forecast_says():

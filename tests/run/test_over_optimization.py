@@ -24,7 +24,7 @@ def bench(monkeypatch):
         made.calls.append((script, options))
         folder.mkdir(parents=True)
         row = {"eval/loss": 0.5, "policy/kl_ref": 0.25, "rollout/length_mean": 4.0}
-        row |= {"reward/model": 2.0, "reward/task:sort_digits": 0.125}
+        row |= {"reward/mean": 2.0, "reward/task:sort_digits": 0.125}
         (folder / "metrics.jsonl").write_text(2 * (json.dumps(row) + "\n"))
         return 7.0
 
