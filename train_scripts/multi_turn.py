@@ -131,6 +131,7 @@ def main(cfg: Config) -> None:
     eng, push = rft.run.start_engine(cfg, st, rft.run.Task(tokenizer, dataset, unseen, None))
     state, extra = rft.run.restore_latest(st, run, state, {"step": 0, "floor": 0.0})
     run.resume(extra["step"])
+    state = rft.run.to_host(st, apply, state)  # with offload_models, until it is time to learn
     push(state, version=extra["step"])
     renderer = rft.environment.Renderer(tokenizer, cfg.system, rft.data.literals(cfg.chat_template_kwargs))
 
@@ -157,6 +158,7 @@ def main(cfg: Config) -> None:
         rollout = played.rollout
 
         # ---- learn: the trainer's own log-probs, where weights make up for what the sampler's differ
+        state = rft.run.to_device(st, apply, state)
         with run.phase("score"):
             how = {"budget": cfg.budget, "version": step}
             own = rft.run.correct_mismatch(cfg, st, apply, state.params, rollout, **how)
@@ -182,6 +184,7 @@ def main(cfg: Config) -> None:
         with run.phase("train"):
             rate = schedule(rft.optim.count(state.opt))
             state, metrics = st.update(state, grads)
+        state = rft.run.to_host(st, apply, state)
         with run.phase("sync"):
             push(state, version=step + 1)
 
@@ -197,6 +200,7 @@ def main(cfg: Config) -> None:
         rft.run.checkpoint(cfg, st, run, step + 1, state, extra, score=values["reward/mean"], best=cfg.best)
 
     # ---- the model that came out
+    state = rft.run.to_device(st, apply, state)
     st.save_pretrained(run.folder / "model", module, tokenizer, st.export(state), merge=cfg.lora_merge)
     eng.close()
     run.finish()

@@ -237,6 +237,7 @@ def estimate(
         awake=stays([sampler, *(judge for _, judge in judges)], kind),
         media=_media(example, budget, kind),
         frozen=sum(x.parameters for x, (_, tx) in zip(held, models) if tx is None),
+        policy=held[0].parameters,
         rewards=sum(_parameters(layout, module) for module in rewards),
         judges=sum(size_of(module, kind, judge, unknown) for module, judge in judges),
         delivered=delivered,
@@ -275,6 +276,7 @@ def _names(
     if sampler is not None:
         engine = ("engine",)
     return Models(
+        policy=classes([models[0][0]]),
         trained=classes([module for module, tx in models if tx is not None]),
         frozen=classes([module for module, tx in models if tx is None]),
         rewards=classes(rewards),
@@ -285,12 +287,16 @@ def _names(
 
 def _moved(layout: Layout, x: Estimate) -> Estimate:
     """The estimate with what lives in host memory counted there."""
-    host = x.host + sum(getattr(x, name) for name in layout.on_host)
-    if not x.awake:
-        host += x.engine + x.judges
-    if x.placed:  # each of them rests there in some phase
-        host += sum(getattr(x, name) for name in {"parameters", "optimizer"} - layout.on_host) + x.rewards
+    resting = set(layout.on_host)
     sizes = dict.fromkeys(layout.on_host, 0)
+    if "parameters" in resting:  # those of all models
+        resting |= {"rewards"}
+        sizes |= dict.fromkeys(("frozen", "policy", "rewards"), 0)
+    if x.placed:  # each of them rests there in some phase
+        resting |= {"parameters", "optimizer", "rewards"}
+    if not x.awake:
+        resting |= {"engine", "judges"}
+    host = x.host + sum(getattr(x, name) for name in resting)
     if layout.copied_for_update:
         host += x.parameters + x.gradients
         sizes["update"] = x.gradients  # the updates, as they come back

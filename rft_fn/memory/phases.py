@@ -12,13 +12,14 @@ PHASES: dict[str, tuple[str, ...]] = {
     "score": ("trained", "frozen"),
     "train": ("trained",),
     "update": ("trained",),
-    "sync": ("trained", "engine"),
+    "sync": ("policy", "engine"),
 }
 
 
 class Models(NamedTuple):
     """The names of the models of a run, by how they are used."""
 
+    policy: tuple[str, ...] = ()  # the model that the engine copies, trained or not
     trained: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()  # that score
     rewards: tuple[str, ...] = ()
@@ -63,6 +64,7 @@ class Estimate:
     media: int = 0  # images and sounds of a pack; on a CPU, whose memory is the host's, of a step too
     unknown: tuple[str, ...] = ()  # parts that could not be computed, and why: they are not counted
     frozen: int = 0  # of the parameters, those of models that only score
+    policy: int = 0  # of the parameters, those of the model that the engine copies
     rewards: int = 0  # parameters of scalar reward models
     judges: int = 0  # the weights and caches of the engines of judges
     delivered: int = 0  # of the engine, its weights
@@ -105,6 +107,7 @@ class Estimate:
     def _phase(self, name: str) -> Phase:
         kinds = self._on_device(name)
         sizes = {
+            "policy": self.policy,
             "trained": self.parameters - self.frozen + self.optimizer,
             "frozen": self.frozen,
             "rewards": self.rewards,
@@ -127,8 +130,8 @@ class Estimate:
     def _on_device(self, phase: str) -> list[str]:
         """The kinds of models that are on the device in a phase."""
         there = set(PHASES[phase])
-        if not self.placed:
-            there |= {"trained", "frozen", "rewards"}
+        if not self.placed:  # the policy is one of these
+            there = there - {"policy"} | {"trained", "frozen", "rewards"}
         if self.awake:
             there |= {"engine", "judges"}
         return [kind for kind in Models._fields if kind in there]

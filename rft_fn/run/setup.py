@@ -246,8 +246,8 @@ def initial_scorer(
         return partial(model.score, model.without_adapters(module, apply))
     copy = model.load(cfg.model, meta=st.world > 1)
     frozen, frozen_params = st.bind(copy, sampling=sampling)
-    with placed(st, frozen):
-        pass  # it waits for the first call where the block ends
+    if st.config.offload_models:
+        st.place(frozen, "host")
 
     def score(params: Any, packs: Sequence[Packed]) -> list[Tensor]:
         with placed(st, frozen):

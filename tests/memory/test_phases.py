@@ -66,7 +66,7 @@ def test_a_phase_holds_the_models_that_it_uses_and_no_others():
         "score": 3 * trained + size(m["reference"]),  # weights and two moments
         "train": 3 * trained,
         "update": 3 * trained,
-        "sync": 3 * trained,
+        "sync": size(m["actor"]),
     }
     whole = 3 * trained + size(m["reference"], *m["scalars"], m["judge"])
     apart = forecast(m, placed=False)
@@ -97,6 +97,11 @@ def test_what_rests_on_the_host_is_counted_there():
     assert away.host == size(a, b) + 2 * size(a) and away.placed
     assert plain.total - away.total == size(b)
     assert not of(StrategyConfig(offload_models=True), (a, tx), kind="cpu").placed
+    host = of(StrategyConfig(fsdp=True, fsdp_cpu_offload=True), (a, tx), (b, None), rewards=[b])
+    assert (
+        host.host - size(b) == of(StrategyConfig(fsdp=True, fsdp_cpu_offload=True), (a, tx), (b, None)).host
+    )
+    assert {phase.name: phase.held for phase in host.phases} == dict.fromkeys(memory.phases.PHASES, 0)
     adam = of(StrategyConfig(offload_models=True, adam_offload=True), (a, tx), (b, None))
     without = of(StrategyConfig(adam_offload=True), (a, tx), (b, None))
     assert adam.host - without.host == size(a, b)
@@ -114,11 +119,12 @@ def test_frozen_models_that_outweigh_the_trained_one_are_to_leave():
 
 def test_the_table_has_a_line_for_each_phase():
     gib = 2**30
+    names = ("Actor", "Actor", "Reference", "Scalar", "Judge", "engine")
     x = memory.Estimate(
         parameters=6 * gib, gradients=2 * gib, optimizer=8 * gib, activations=gib, head=0, backward=0,
         gathered=0, update=gib, engine=4 * gib, host=20 * gib, awake=False, frozen=2 * gib, rewards=3 * gib,
-        judges=5 * gib, delivered=3 * gib, scored=gib, judged=gib, placed=True,
-        models=memory.phases.Models(("Actor",), ("Reference",), ("Scalar",), ("Judge",), ("engine",)),
+        judges=5 * gib, policy=4 * gib, delivered=3 * gib, scored=gib, judged=gib, placed=True,
+        models=memory.phases.Models(*[(name,) for name in names]),
     )  # fmt: skip
     lines = memory.table(x, available=16 * gib, host=64 * gib, remedy="").splitlines()
     found = [line.split(maxsplit=4) for line in lines if line.startswith("  in ")]
@@ -128,11 +134,11 @@ def test_the_table_has_a_line_for_each_phase():
         ("score", "15.00", "Actor, Reference (14.00 GiB)"),
         ("train", "15.00", "Actor (12.00 GiB)"),
         ("update", "15.00", "Actor (12.00 GiB)"),
-        ("sync", "15.00", "Actor, engine (15.00 GiB)"),
+        ("sync", "7.00", "Actor, engine (7.00 GiB)"),
     ]
     assert lines[-1].split()[1:5] == ["15.00", "GiB", "in", "training,"]
     apart = dataclasses.replace(x, placed=False)
-    assert apart.total == 23 * gib and "  in " not in memory.table(apart, available=1, host=1, remedy="")
+    assert apart.total == 23 * gib and "\n  in " not in memory.table(apart, available=1, host=1, remedy="")
 
 
 def test_every_phase_takes_what_the_forecast_says():

@@ -78,5 +78,6 @@ def test_the_measured_activations_fall_with_sequence_parallelism(bench):
 def test_every_knob_of_memory_is_in_the_docs(bench):
     _, _, text = bench
     knobs = "fsdp shard_size sp_size zero_stage fsdp_cpu_offload adam_offload bf16 use_mp_opt chunk_size"
+    knobs += " offload_models"
     for name in (*knobs.split(), "fused_linear_logprob", "packing_samples", "enable_engine_sleep"):
         assert hasattr(StrategyConfig(), name) and f"`{name}`" in text, name

@@ -105,8 +105,8 @@ MUTANTS = [
     (
         "a resumed run samples from the initial model",
         GRPO,
-        'run.resume(extra["step"])\n    push(state, version=extra["step"])',
-        'run.resume(extra["step"])',
+        '    push(state, version=extra["step"])\n',
+        "",
         KILLED,
     ),
     (
