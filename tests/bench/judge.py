@@ -85,11 +85,12 @@ NEGATIVES = {
 
 
 def wrong(make, row, drawn):
-    """A response of that kind which is not right."""
-    while True:
+    """A response of that kind which is not right; one with a mistake where there is none, as for 777."""
+    for _ in range(20):
         text = make(row, drawn)
         if text != row["answer"]:
             return text
+    return mistaken(row, drawn)
 
 
 def examples(kinds, count):
