@@ -22,7 +22,7 @@ from rft_fn.data.text_template import fill
 from rft_fn.reward import forms, voting
 from rft_fn.reward.asking import Asker
 from rft_fn.reward.convention import Messages, RewardFn
-from rft_fn.reward.judged import Answers, Batch, first_said, key_of, make_batch, read_flags, row_of
+from rft_fn.reward.questions import Answers, Batch, first_said, key_of, make_batch, read_flags, row_of
 from rft_fn.reward.scoring import responses
 from rft_fn.reward.unparsable import Watch, error
 from rft_fn.reward.verdicts import behind_thoughts

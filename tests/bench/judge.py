@@ -29,7 +29,7 @@ DATA = ROOT / "docs" / "results" / "judge.json"
 PAGE = ROOT / "docs" / "judges.md"
 TASK = TASKS["sort_digits"]
 FORM = forms.terse()
-OPTIONS = {"steps": 300, "batch": 64, "lr": 1e-3, "warmup": 10, "lr_end": 0.1, "seed": 0}
+OPTIONS = {"steps": 200, "batch": 64, "lr": 3e-3, "warmup": 10, "lr_end": 0.1, "seed": 0}
 
 
 # ---------------------------------------- problems and answers
@@ -79,17 +79,18 @@ def mistaken(row, drawn):
 
 WRONG = {"one mistake": mistaken, "one digit changed": changed, "another order": shuffled}
 NEGATIVES = {
-    "one mistake": [mistaken],
     "what a policy may write": [mistaken, changed, shuffled, lengthened, babble],
+    "one mistake": [mistaken],
 }
 
 
 def wrong(make, row, drawn):
-    """A response of that kind which is not right."""
-    while True:
+    """A response of that kind which is not right; one with a mistake where there is none, as for 777."""
+    for _ in range(20):
         text = make(row, drawn)
         if text != row["answer"]:
             return text
+    return mistaken(row, drawn)
 
 
 def examples(kinds, count):
@@ -183,6 +184,7 @@ def run(kinds, folder, count):
     lines = [json.dumps(row) for row in examples(kinds, size)]
     (folder / "judge.jsonl").write_text("\n".join(lines) + "\n")
     options = OPTIONS | {"data": (str(folder / "judge.jsonl"),), "out": str(folder / "run")}
+    options["save_every"] = OPTIONS["steps"]
     sft.main(sft.Config(template="{question}", response="{verdict}", **options))
     trained = time.perf_counter()
     found = measures(folder / "run" / "model", count)
@@ -221,7 +223,7 @@ def tables(found):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "judge")
-    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--steps", type=int, default=OPTIONS["steps"])
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--draw", action="store_true")
@@ -234,7 +236,7 @@ def main():
         found |= {"torch": torch.__version__, "options": OPTIONS, "count": args.count, "judges": {}}
         for i, (case, kinds) in enumerate(NEGATIVES.items()):
             found["judges"][case] = run(kinds, args.runs / f"{i}-{args.steps}", args.count)
-        args.data.write_text(json.dumps(found, indent=1) + "\n")
+            args.data.write_text(json.dumps(found, indent=1) + "\n")
     found = json.loads(args.data.read_text())
     print(tables(found))
     if args.data == DATA:

@@ -49,7 +49,11 @@ def test_nothing_in_front_of_a_verdict_changes_it(before, other, parse, share):
     assert parse(before + parse.write(1 - share) + other + parse.write(share)) == share
 
 
-@given(any_text, st.sampled_from([*PARSERS, Choice()]))
+spoken = st.sampled_from(["<score>{}</score>", '{{"score": {}}}', '{{"reward": {}}}', "score={}"])
+numbers = st.integers(-30, 30) | st.floats(-20, 20).map(lambda x: f"{x:.3f}")
+
+
+@given(any_text | st.builds(str.format, spoken, numbers), st.sampled_from([*PARSERS, Choice()]))
 def test_a_verdict_is_in_range_whatever_is_said(said, parse):
     found = parse(said)
     assert found is None or 0 <= found <= 1

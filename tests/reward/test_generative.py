@@ -1,8 +1,10 @@
 """Judges: what they are asked, by which keys, how their answers become rewards, and when they stop a run."""
 
+import io
 import itertools
 import re
 import warnings
+from types import SimpleNamespace
 
 import chats
 import judges
@@ -11,9 +13,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 import rft_fn as rft
 from rft_fn import reward, rng
+from rft_fn.data.chat import Chat
+from rft_fn.data.media import Medium
 from rft_fn.reward import forms, voting
 from rft_fn.types import Sampling
 
@@ -395,6 +400,35 @@ def test_bad_options_are_refused(options, message):
 def test_bad_names_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         reward.generative_by_name(judges.engine(length_of, TOKENIZER), TOKENIZER, **options)
+
+
+def picture(colour):
+    """A small PNG of one colour."""
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16), colour).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_a_judge_that_sees_gets_every_image_and_no_place_of_one_by_text():
+    processing = rft.data.Processing(rft.model.load_processor("tiny-vl"), rft.data.MediaLimits())
+    tokenizer, form, asked = processing.tokenizer, forms.terse(), []
+    engine = judges.engine(lambda *_: "score=1", tokenizer, asked=asked)
+    fn = reward.generative(engine, tokenizer, form=form, processing=processing)
+    media = [SimpleNamespace(kind="image", bytes=picture(c), url="") for c in ("red", "blue")]
+    mark = processing.mark("image")
+    found = fn(["3", "3", "3"], ["5", f"5{mark}", "5"], media=[media, media, []])
+    assert found == [1.0] * 3
+
+    # the same as a question with two images that has no quoted text
+    own = [{"type": "image", "image": Medium("image", x.bytes)} for x in media]
+    text = {"type": "text", "text": form.question({"prompt": "3", "response": "5"})}
+    want = Chat(tokenizer, {}, processing).encoded([{"role": "user", "content": [*own, text]}], ask=True)
+    whole, attacked, blind = (prompt for prompt, _ in asked)
+    assert whole.ids == want.ids
+    assert all(torch.equal(whole.media[name], x) for name, x in want.media.items())
+    place = tokenizer.convert_tokens_to_ids(mark)
+    assert attacked.ids.count(place) == whole.ids.count(place) > 0
+    assert blind.media is None and place not in blind.ids
 
 
 # ---------------------------------------- engines

@@ -1,0 +1,43 @@
+"""docs/judges.md: its code runs in order, and its tables and numbers are those of what is there."""
+
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+
+from rft_fn import reward
+from rft_fn.reward import forms, voting
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "judges.md").read_text()
+
+
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for code in re.findall(r"```python\n(.*?)```", TEXT, re.S):
+        exec(compile(code, "judges.md", "exec"), names)
+    rows = [json.loads(line) for line in Path("judge.jsonl").read_text().splitlines()]
+    assert [row["verdict"] for row in rows] == ["score=1", "score=0"]
+
+
+def test_the_tables_have_every_option_form_and_vote():
+    options = inspect.signature(reward.generative_by_name).parameters.values()
+    named = {p.name for p in options if p.kind != p.VAR_KEYWORD} - {"engine", "tokenizer", "processing"}
+    lines = [line for line in TEXT.splitlines() if line.startswith("| `")]
+    found = {name for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert named | set(forms.FORMS) <= found
+    for vote in voting.VOTES:
+        assert f"`{vote}`" in TEXT
+
+
+def test_the_numbers_are_those_of_the_data():
+    spec = importlib.util.spec_from_file_location("bench_judge", ROOT / "tests" / "bench" / "judge.py")
+    bench = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = bench
+    spec.loader.exec_module(bench)
+    found = json.loads((ROOT / "docs" / "results" / "judge.json").read_text())
+    table = TEXT.partition("<!-- judge:begin -->\n")[2].partition("\n<!-- judge:end -->")[0]
+    assert table == bench.tables(found)
