@@ -2,13 +2,14 @@
 
 import asyncio
 import gc
+import itertools
 import random
 import socket
 import time
 
 import pytest
 import torch
-from fake_host import drip, endless, forever, hosting, rewards, rst, status, text, within, zipped
+from fake_host import drip, endless, forever, head, hosting, rewards, rst, status, text, within, zipped
 
 import rft_fn as rft
 from rft_fn.reward.remote import client, hosts
@@ -147,8 +148,8 @@ BAD = {
     "no list": (text('{"rewards": 3}'), "rewards: expected a list of 3 entries, got int"),
     "few parts": (text('{"rewards": [1, 2, 3], "parts": {"x": [1]}}'), "parts.x: expected 3 entries"),
     "deep": (text("[" * 100_000), "brackets too deep"),
-    "not utf-8": (lambda c, *_: c.sendall(b"HTTP/1.1 200 X\r\nContent-Length: 2\r\n\r\n\xff\xfe"), "expected JSON"),
-    "10 GB": (lambda c, *_: c.sendall(b"HTTP/1.1 200 X\r\nContent-Length: 10000000000\r\n\r\n"), "got one of 10000000000"),
+    "not utf-8": (head(2, b"\xff\xfe"), "expected JSON"),
+    "10 GB": (head(10**10), "expected an answer of at most 16777216 bytes, got one of 10000000000"),
     "without end": (endless, "expected an answer of at most 16777216 bytes, got more"),
     "a bomb": (zipped(1 << 28), "expected an answer of at most 16777216 bytes, got more"),
     "brotli": (text("x", Content_Encoding="br"), "plain or gzip, got 'br'"),
@@ -182,7 +183,7 @@ def test_a_redirect_is_refused_and_the_other_address_never_asked(code):
 AGAIN = {
     "500": status(500, "oops"), "502": status(502), "503": status(503), "408": status(408),
     "425": status(425), "429": status(429), "reset": rst, "cut off": zipped(1 << 20, cut=-20),
-    "half": lambda c, *_: (c.sendall(b"HTTP/1.1 200 X\r\nContent-Length: 99\r\n\r\n{"), c.close()),
+    "half": lambda c, *_: (head(99, b"{")(c), c.close()),
     "no http": lambda c, *_: (c.sendall(b"hello there\r\n\r\n"), c.close()),
 }  # fmt: skip
 
@@ -220,7 +221,7 @@ def test_waits_double_and_have_a_random_part():
 
     with hosting([reply]) as [host]:
         refused(host.url, tries=5)
-    gaps = [b - a for a, b in zip(times, times[1:])]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     for i, gap in enumerate(gaps):
         assert gap >= 0.5 * 0.02 * 2**i
 
@@ -297,7 +298,7 @@ def test_the_token_is_sent_and_never_shown(monkeypatch):
     monkeypatch.setenv("MY_TOKEN", f"{TOKEN}\n")  # as `export MY_TOKEN=$(cat file)` has it in some shells
     with hosting([rewards(), status(403, f"bad token {TOKEN}")]) as [host]:
         score(host.url, token_env="MY_TOKEN")
-        kind, line = refused(host.url, token_env="MY_TOKEN")
+        _, line = refused(host.url, token_env="MY_TOKEN")
     assert host.seen[0][1]["authorization"] == f"Bearer {TOKEN}"
     assert TOKEN not in line and "bad token ***" in line
 
@@ -305,7 +306,7 @@ def test_the_token_is_sent_and_never_shown(monkeypatch):
 def test_a_token_that_no_header_can_hold_is_refused_without_showing_it(monkeypatch):
     monkeypatch.setenv("RFT_REWARD_TOKEN", f"{TOKEN}\r\nX-Other: 1")
     with hosting([rewards()]) as [host]:
-        kind, line = refused(host.url)
+        _, line = refused(host.url)
     assert line == "RFT_REWARD_TOKEN: expected a token of printable ASCII characters" and host.seen == []
 
 
@@ -329,7 +330,7 @@ def test_addresses(where, line):
 
 def test_a_query_is_sent_and_not_shown():
     with hosting([status(404)]) as [host]:
-        kind, line = refused(f"{host.url}?key={TOKEN}")
+        _, line = refused(f"{host.url}?key={TOKEN}")
     assert host.seen[0][0] == f"/score?key={TOKEN}" and TOKEN not in line
 
 
@@ -353,4 +354,6 @@ def test_limits(how, line):
 def test_a_column_that_json_cannot_hold_is_named_with_the_remedy():
     with hosting([rewards()]) as [host], pytest.raises(TypeError) as caught:
         score(host.url, ["a"], columns={"x": [object()]})
-    assert "column 'x': expected a value that JSON can hold, got object; name the columns" in str(caught.value)
+    assert "column 'x': expected a value that JSON can hold, got object; name the columns" in str(
+        caught.value
+    )

@@ -132,7 +132,10 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_what_has_arrived(folder, number):
-    with serving("--reward", "slow.py:slow", "--rows", "1", cwd=folder) as (process, url), ThreadPoolExecutor(4) as pool:
+    with (
+        serving("--reward", "slow.py:slow", "--rows", "1", cwd=folder) as (process, url),
+        ThreadPoolExecutor(4) as pool,
+    ):
         asked = [pool.submit(post, url, "x" * i) for i in range(4)]
         end = time.monotonic() + 20
         while time.monotonic() < end:
@@ -192,7 +195,11 @@ def test_grpo_refuses_a_server_that_it_cannot_use_before_a_model_is_loaded(tmp_p
     gone = f"http://127.0.0.1:{free_port()}/score"
     out = ["--out", tmp_path / "run"]
     code, _, err = finished(start("grpo", *SMALL, *out, "--reward", f"{gone}(tries=1)"))
-    assert code == 2 and "expected an answer within 1 tries, got none" in err and not (tmp_path / "run/model").exists()
+    assert (
+        code == 2
+        and "expected an answer within 1 tries, got none" in err
+        and not (tmp_path / "run/model").exists()
+    )
     code, _, err = finished(start("grpo", *SMALL, *out, "--reward", f"{gone}(deadline=400)"))
     assert code == 2 and "expected a deadline below reward_timeout = 300 s, got 400" in err
     code, _, err = finished(start("grpo", *SMALL, *out, "--reward", "https://me:hunter2@host/score"))

@@ -1,6 +1,6 @@
 """The requests and answers that reward servers for OpenRLHF have.
 
-    {"query": prompts with responses, "prompts": ..., "labels": ...} -> {"rewards": [...]}
+{"query": prompts with responses, "prompts": ..., "labels": ...} -> {"rewards": [...]}
 """
 
 from typing import Any

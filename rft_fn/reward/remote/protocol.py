@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     prompts: Sequence[Any]  # texts, or lists of messages
     completions: Sequence[Any]
     columns: Columns
-    given: Mapping[str, Sequence[Any]] = {}  # noqa: RUF012  never written to; LISTS and media
+    given: Mapping[str, Sequence[Any]] = {}
     state: TrainerState | None = None
 
     def rows(self, part: slice) -> "Batch":

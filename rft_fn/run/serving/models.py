@@ -65,7 +65,9 @@ def as_rollout(batch: Batch) -> tuple[Rollout, list[Prompt], Texts]:
         group=rows,
         version=torch.zeros(count, dtype=torch.long),
     )
-    prompts = [_prompt(x, i, records) for i, (x, records) in enumerate(zip(batch.prompts, media, strict=True))]
+    prompts = [
+        _prompt(x, i, records) for i, (x, records) in enumerate(zip(batch.prompts, media, strict=True))
+    ]
     return rollout, prompts, Texts([text(x) for x in batch.completions])
 
 
