@@ -357,3 +357,45 @@ def test_a_column_that_json_cannot_hold_is_named_with_the_remedy():
     assert "column 'x': expected a value that JSON can hold, got object; name the columns" in str(
         caught.value
     )
+
+
+def test_a_deadline_beyond_the_time_of_rewards_is_refused_before_anything_is_asked():
+    with hosting([rewards()]) as [host]:
+        made = rft.reward.parse([f"{host.url}(deadline=60,name='far')=0.5"])
+        st, rows = rft.strategy.get_strategy(), [{"prompt": "p", "answer": "1"}]
+        with pytest.raises(
+            ValueError, match="reward 'far': expected a deadline below reward_timeout = 60 s, got"
+        ):
+            rft.collect.check_reward(st, made, rows, timeout=60)
+        assert host.seen == []
+        rft.collect.check_reward(st, made, rows, timeout=61)
+        assert host.seen and made.components["far"][1] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "weight"),
+    [
+        ("http://a:8000/score", "a:8000", 1.0),
+        ("https://a/score=0.7", "a", 0.7),
+        ("https://a/score,https://b/score?x=1,2=0.5", "a", 0.5),
+        ("https://a/score(tries=2)=0.25", "a", 0.25),
+        ("https://a/score(name='helpful', deadline=9)", "helpful", 1.0),
+        ("http://a/get_reward(form='openrlhf', label='gold')=2", "a", 2.0),
+    ],
+)
+def test_addresses_on_the_command_line(spec, name, weight):
+    made = rft.reward.parse([spec])
+    assert [(n, w) for n, (_, w) in made.components.items()] == [(name, weight)]
+
+
+def test_two_rewards_of_one_host_have_names_of_their_own():
+    made = rft.reward.parse(["http://a/x", "http://a/y", "http://b/x"])
+    assert list(made.components) == ["http://a/x", "http://a/y", "b"]
+
+
+def test_a_password_in_an_address_is_not_shown():
+    with pytest.raises(ValueError, match="without a name and a password") as caught:
+        rft.reward.parse(["https://me:hunter2@host/score=0.5"])
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(ValueError, match="unexpected keyword argument 'x'"):
+        rft.reward.parse(["https://host/score(x=1)"])

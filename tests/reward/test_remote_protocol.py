@@ -177,7 +177,8 @@ FURTHER = {  # beside one prompt and one completion
     '"state": 3': "state: expected an object, got int",
     '"state": {"epoch": "x"}': "state.epoch: expected a number, got 'x'",
 }
-BAD = WHOLE | {f'{{"prompts": ["a"], "completions": ["a"], {x}}}': line for x, line in FURTHER.items()}
+ONE = '{"prompts": ["a"], "completions": ["a"], '
+BAD = WHOLE | {ONE + x + "}": line for x, line in FURTHER.items()}
 
 
 @pytest.mark.parametrize("data", BAD)
