@@ -27,8 +27,6 @@ from pathlib import Path
 
 import httpx2
 
-import rft_fn as rft
-
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "remote.json"
 PAGE = ROOT / "docs" / "remote_rewards.md"
@@ -175,6 +173,8 @@ def numbers(rates, took):
 
 def killed(folder, hosts, calls):
     """Calls of 256 completions of the library's client, while the first host is killed and restarted."""
+    import rft_fn as rft  # not at the head: the servers that do less start without it
+
     ports = [free_port() for _ in range(hosts)]
     servers = [begin("serve_reward.py", port, folder) for port in ports]
     where = [f"http://127.0.0.1:{port}/score" for port in ports]

@@ -160,7 +160,7 @@ WHOLE = {
     '{"prompts": ["a"]}': "completions: expected a list, got NoneType",
     '{"prompts": [], "completions": []}': "completions: expected at least one, got none",
     '{"prompts": ["a"], "completions": ["a", "b"]}': "prompts: expected 2 entries",
-    '{"prompts": [1], "completions": ["a"]}': "prompts: expected texts, or lists of messages with a role, got 1",
+    '{"prompts": [1], "completions": ["a"]}': "prompts: expected texts, or lists of messages with a role",
     '{"prompts": ["a"], "completions": [["a"]]}': "completions: expected texts, or lists of messages",
 }
 FURTHER = {  # beside one prompt and one completion
