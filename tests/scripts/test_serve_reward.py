@@ -61,7 +61,7 @@ def post(url, *completions, **how):
 
 
 def finished(process):
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=400)
     return process.returncode, out, err
 
 
