@@ -72,6 +72,24 @@ def shapes(**args: tuple[Any, str]) -> dict[str, int]:
     return known
 
 
+def units(unit: int | Sequence[int], rows: int, where: str = "") -> list[int]:
+    """Check that units make up all rows, and return the number of rows of each.
+
+    `unit` is the number of rows of every unit, or of each. `where` tells what the rows are of. Raises
+    `ValueError("unit: expected a divisor of the 7 rows, got 2")`.
+    """
+    if isinstance(unit, int):
+        if unit < 1 or rows % unit:
+            raise ValueError(f"unit: expected a divisor of the {rows} rows{where}, got {unit}")
+        return [unit] * (rows // unit)
+    sizes = [int(size) for size in unit]
+    if any(size < 1 for size in sizes):
+        raise ValueError(f"unit: expected at least 1 row in each of {len(sizes)} units, got {min(sizes)}")
+    if sum(sizes) != rows:
+        raise ValueError(f"unit: expected units of {rows} rows{where} together, got {sum(sizes)}")
+    return sizes
+
+
 def given(**args: T | None) -> tuple[T, ...]:
     """Check that no argument is None, and return them all.
 

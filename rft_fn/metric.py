@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from rft_fn import check, tree
+from rft_fn.calibration import calibration, reliability
 from rft_fn.logprob import log_ratio
 from rft_fn.reward_shaping import varied
 from rft_fn.types import Packed, Rollout, TokenOut
 
 __all__ = [
-    "average", "max", "mean", "merge", "pairs", "pass_at_k", "policy", "results", "rollout", "router",
-    "spread", "sum",
+    "average", "calibration", "max", "mean", "merge", "pairs", "pass_at_k", "policy",
+    "preference", "ranking", "reliability", "results", "rollout", "router", "spread", "sum",
 ]  # fmt: skip
 
 
@@ -231,6 +232,51 @@ def pairs(
         "logp_rejected": rejected,
     }
     return {f"{name}/{key}": mean(x, real) for key, x in values.items()}
+
+
+def preference(name: str, chosen: Tensor, rejected: Tensor, mask: Tensor) -> dict[str, Metric]:
+    """Scores, margin, accuracy and calibration of a reward model on pairs, all [*].
+
+    Means over the pairs in mask (`packing.real(b)`): the scores of both sides, their difference, and the
+    share of pairs whose chosen response has the higher score. `ece` is the calibration error of
+    sigmoid(chosen - rejected), with each pair shown in both orders; `metric.reliability` has its bins.
+    """
+    check.shapes(chosen=(chosen, "..."), rejected=(rejected, "..."), mask=(mask, "..."))
+    values = {
+        "reward_chosen": chosen,
+        "reward_rejected": rejected,
+        "margin": chosen - rejected,
+        "accuracy": (chosen > rejected).double(),
+    }
+    found: dict[str, Metric] = {f"{name}/{key}": mean(x, mask) for key, x in values.items()}
+
+    # the second order says the same as the first, so that no choice of sides moves the bins
+    p = torch.sigmoid(_f64(chosen) - _f64(rejected))
+    both = torch.stack([mask, mask])
+    label = torch.stack([torch.ones_like(p), torch.zeros_like(p)])
+    found[f"{name}/ece"] = calibration(torch.stack([p, 1 - p]), label, both)
+    return found
+
+
+def ranking(name: str, score: Tensor, rank: Tensor, unit: Tensor) -> dict[str, Metric]:
+    """Metrics of a reward model on ranked lists.
+
+    They are those of `preference` over all pairs of a list whose ranks differ, and `top`: the share of lists
+    whose highest score is that of a response of the best rank. Scores, ranks (lower is better) and lists
+    (`packing.unit_of`) are all [N]. A list without two ranks does not count, nor does a placeholder.
+    """
+    check.shapes(score=(score, "N"), rank=(rank, "N"), unit=(unit, "N"))
+    same = unit[:, None] == unit
+    better = same & (rank[:, None] < rank)
+    found = preference(name, score[:, None].expand(same.shape), score.expand(same.shape), better)
+
+    # of equal scores the first is the highest
+    index = torch.arange(len(score), device=score.device)
+    above = (score > score[:, None]) | ((score == score[:, None]) & (index < index[:, None]))
+    highest = ~(same & above).any(-1)
+    listed = (same & better.any(-1)).any(-1)
+    best = ~better.any(0)
+    return found | {f"{name}/top": mean(best.double(), highest & listed)}
 
 
 def router(out: TokenOut, b: Packed) -> dict[str, Metric]:

@@ -5,6 +5,7 @@ sum) and `gated` (one counts only where another holds).
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rft_fn import check, tree
@@ -12,7 +13,7 @@ from rft_fn.logprob import log_ratio
 
 __all__ = [
     "adaptive_kl", "clip", "gated", "kl_in_reward", "last_token", "length_penalty", "moments",
-    "on_last_token", "overlong_penalty", "running_norm", "varied",
+    "on_last_token", "overlong_penalty", "running_norm", "steps_last", "steps_min", "steps_product", "varied",
 ]  # fmt: skip
 
 
@@ -147,6 +148,40 @@ def on_last_token(reward: Tensor, mask: Tensor) -> Tensor:
     """
     check.shapes(reward=(reward, "B"), mask=(mask, "B S"))
     return torch.where(last_token(mask), reward.unsqueeze(-1), 0)
+
+
+def steps_last(score: Tensor, mask: Tensor) -> Tensor:
+    """The score of the last step of each response, [B].
+
+    `score` [B, S] has those of its steps, where `mask` is True, as a process reward model gives them
+    (`packing.scored(ends=)`). A response without a step gets 0.
+    """
+    check.shapes(score=(score, "B S"), mask=(mask, "B S"))
+    return torch.where(last_token(mask), score, 0).sum(-1)
+
+
+def steps_min(score: Tensor, mask: Tensor) -> Tensor:
+    """The lowest score of the steps of each response, [B].
+
+    A chain of thought is as good as its worst step: arXiv 2305.20050, 2312.08935. Arguments as in
+    `steps_last`.
+    """
+    check.shapes(score=(score, "B S"), mask=(mask, "B S"))
+    lowest = torch.where(mask, score, torch.inf).amin(-1)
+    return torch.where(mask.any(-1), lowest, 0)
+
+
+def steps_product(logit: Tensor, mask: Tensor) -> Tensor:
+    """The probability that all steps of each response are right, [B].
+
+        product over its steps of sigmoid(logit)
+
+    The steps are taken to be independent: arXiv 2305.20050. Arguments as in `steps_last`; the scores are
+    logits, as `loss.score_bce` trains them. A response without a step gets 0.
+    """
+    check.shapes(logit=(logit, "B S"), mask=(mask, "B S"))
+    logp = torch.where(mask, F.logsigmoid(logit), 0).sum(-1)
+    return torch.where(mask.any(-1), logp.exp(), 0)
 
 
 def kl_in_reward(reward: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, *, coef: float) -> Tensor:

@@ -18,9 +18,9 @@ pi_sampler. Log-ratios are bounded to +-20 before exp.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
-from einops import reduce, repeat
 from torch import Tensor
 
 from rft_fn import check, rng
@@ -30,7 +30,7 @@ from rft_fn.loss.policy import MAX_LOG_RATIO, ratio
 __all__ = [
     "clip_cov", "constant", "covariance", "high_entropy", "icepop", "importance", "importance_seq",
     "masked_is", "masked_is_seq", "off_policy_mask", "pair_mean", "seq_mean", "seq_sum", "token_mean",
-    "top_share", "truncated_is", "truncated_is_seq",
+    "top_share", "truncated_is", "truncated_is_seq", "unit_mean", "unit_sum",
 ]  # fmt: skip
 
 _MOST = 1e6  # nats, beyond every log-ratio of tokens that both policies can draw
@@ -82,11 +82,37 @@ def pair_mean(mask: Tensor) -> Tensor:
     """
     if len(mask) % 2:
         raise ValueError(f"mask: expected an even number of rows, two per pair, got {len(mask)}")
+    return unit_mean(mask, 2)
+
+
+def unit_mean(mask: Tensor, unit: int | Sequence[int]) -> Tensor:
+    """Mean over units of the mean over the tokens of each.
+
+    A unit is `unit` rows that follow each other; its rows may also be given for each unit, such as ranked
+    lists of any length. The weight is 1 / (units tokens of the unit). One without a token in mask does not
+    count. ValueError for units that do not make up the rows.
+    """
+    m, tokens, units = _of_units(mask, unit)
+    return m / (tokens.clamp(min=1) * units)
+
+
+def unit_sum(mask: Tensor, unit: int | Sequence[int]) -> Tensor:
+    """Mean over units of the sum over the tokens of each.
+
+    The weight is 1 / units: that of losses whose terms add up over a list (`loss.plackett_luce`). Units are
+    those of `unit_mean`.
+    """
+    m, _, units = _of_units(mask, unit)
+    return m / units
+
+
+def _of_units(mask: Tensor, unit: int | Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """(mask as float [B, S], tokens of each row's unit [B, 1], units with a token [] >= 1)."""
     m, _, _ = _counts(mask)
-    tokens = reduce(m, "(pair side) token -> pair", "sum", side=2)
-    pairs = (tokens > 0).sum().clamp(min=1)
-    each = 1 / (tokens.clamp(min=1) * pairs)
-    return m * repeat(each, "pair -> (pair side) 1", side=2)
+    sizes = torch.tensor(check.units(unit, len(mask)), dtype=torch.long, device=mask.device)
+    of = torch.repeat_interleave(torch.arange(len(sizes), device=mask.device), sizes)
+    tokens = m.new_zeros(len(sizes)).index_add(0, of, m.sum(-1))
+    return m, tokens[of, None], (tokens > 0).sum().clamp(min=1)
 
 
 def constant(mask: Tensor, length: int) -> Tensor:

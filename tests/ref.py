@@ -39,6 +39,40 @@ def linear_scan(a, b):
     return np.array([sum(np.prod(a[t:u]) * b[u] for u in range(t, size)) for t in range(size)])
 
 
+# ---------- reward models
+
+
+def pooled(value, seq, pool, logit=None):
+    """[T, H]: last value, mean or softmax-weighted mean over the tokens up to each of its sequence."""
+    value, seq = np.asarray(value, np.float64), np.asarray(seq)
+    out = np.zeros_like(value)
+    for t in range(len(value)):
+        before = [s for s in range(t + 1) if seq[s] == seq[t]]
+        weight = np.zeros(len(before))
+        weight[-1] = 1
+        if pool == "mean":
+            weight[:] = 1
+        elif pool == "attention":
+            x = np.asarray(logit, np.float64)[before]
+            weight = np.exp(x - x.max())
+        out[t] = weight @ value[before] / weight.sum()
+    return out
+
+
+def scores(lm, heads, rows, ends, pool, query=None):
+    """[[E, H] of each row]: the pooled values at the ends of a row, which the model reads alone."""
+    import torch
+
+    found = []
+    for row, at in zip(rows, ends):
+        with torch.no_grad():
+            hidden = lm(input_ids=torch.tensor([row]), output_hidden_states=True).hidden_states[-1][0]
+        hidden = hidden.double().numpy()
+        logit = hidden @ (np.zeros(hidden.shape[1]) if query is None else query)
+        found.append(pooled(hidden @ heads.T, np.zeros(len(row)), pool, logit)[at])
+    return found
+
+
 # ---------- advantages
 
 
@@ -629,3 +663,21 @@ def resample(x, rate, new):
             if abs(at) < 16:
                 y[m] += x[n] * c * np.sinc(at) * np.cos(np.pi * at / 32) ** 2
     return y
+
+
+def standardized(x, over, eps=1e-6):
+    """(x - mean) / (sample std + eps) of x [N, G], of each row or of all; NaN counts nowhere."""
+    x = np.asarray(x, np.float64)
+    out = np.full_like(x, np.nan)
+    rows = [[(n, g) for g in range(x.shape[1])] for n in range(x.shape[0])]
+    if over == "batch":
+        rows = [[c for row in rows for c in row]]
+    for cells in rows:
+        there = [c for c in cells if x[c] == x[c]]
+        if not there:
+            continue
+        mean = sum(x[c] for c in there) / len(there)
+        square = sum((x[c] - mean) ** 2 for c in there)
+        for c in there:
+            out[c] = (x[c] - mean) / ((square / max(len(there) - 1, 1)) ** 0.5 + eps)
+    return out

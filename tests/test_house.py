@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {
     0: "tree rng check precision types",
-    1: "segment scan advantage weight loss reward_shaping logprob metric rollout packing optim algorithm "
-    "testing",
+    1: "segment scan advantage weight loss reward_shaping logprob calibration metric rollout packing optim "
+    "algorithm testing",
     2: "model modality reward data environment hub",
     3: "dist ckpt memory strategy engine sync collect run",
 }

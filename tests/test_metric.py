@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import ref_rewards
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,3 +139,97 @@ def test_the_gap_to_a_sampler_that_excludes_the_same_token_is_0():
     old = torch.where(torch.arange(len(b.adv)) == at, -torch.inf, b.old_logp)
     got = metric.results(metric.policy(TokenOut(logp=old), tree.replace(b, old_logp=old)))
     assert got == {"policy/logp_gap": 0.0, "policy/logp_gap_max": 0.0, "policy/kl_sampler": 0.0}
+
+
+# ---------- reward models
+
+chances = st.lists(st.tuples(st.floats(0, 1), st.booleans(), st.booleans()), min_size=0, max_size=15)
+
+
+@given(data=chances, cut=st.integers(0, 15), bins=st.integers(1, 12))
+def test_calibration_is_its_definition_however_it_is_cut(data, cut, bins):
+    def part(rows):
+        p, label, mask = ([row[i] for row in rows] for i in range(3))
+        kinds = (torch.float64, torch.bool, torch.bool)
+        return metric.calibration(
+            *(torch.tensor(x, dtype=k) for x, k in zip((p, label, mask), kinds)), bins=bins
+        )
+
+    both_ = metric.merge({"ece": part(data[cut:])}, {"ece": part(data[:cut])})
+    p, label = [row[0] for row in data if row[2]], [row[1] for row in data if row[2]]
+    want = ref_rewards.calibration_error(p, label, bins)
+    assert metric.results(both_)["ece"] == pytest.approx(want, rel=1e-12, abs=1e-14)
+    got = metric.reliability(both_["ece"])
+    for row, expected in zip(got, ref_rewards.bins_of(p, label, bins), strict=True):
+        assert row == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+def test_a_probability_of_one_is_in_the_last_bin_and_what_is_masked_in_none():
+    p = torch.tensor([1.0, 0.0, 0.95, torch.nan])
+    found = metric.calibration(p, torch.tensor([1.0, 0, 0, 1]), torch.tensor([True, True, True, False]))
+    assert found.count.tolist() == [1, *[0] * 8, 2]
+    assert float(found.value()) == pytest.approx(0.95 / 3)
+    with pytest.raises(ValueError, match="bins: expected >= 1, got 0"):
+        metric.calibration(p, p, p > 0, bins=0)
+    with pytest.raises(ValueError, match=r"count: expected|other: expected \[bins\] = \[10\], got \[5\]"):
+        found.merge(metric.calibration(p, p, p > 0, bins=5))
+
+
+sides = st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.booleans()), min_size=1, max_size=10)
+
+
+@given(data=sides)
+def test_preferences_are_shown_in_both_orders(data):
+    """With each label 1 the error would be 1 - mean p whatever the model knows."""
+    chosen, rejected, real = (torch.tensor(x) for x in zip(*data))
+    kept = [(c, r) for c, r, m in zip(chosen.double().tolist(), rejected.double().tolist(), real) if m]
+    p = [1 / (1 + np.exp(r - c)) for c, r in kept]
+    want = {
+        "x/reward_chosen": sum(c for c, _ in kept) / max(len(kept), 1),
+        "x/reward_rejected": sum(r for _, r in kept) / max(len(kept), 1),
+        "x/margin": sum(c - r for c, r in kept) / max(len(kept), 1),
+        "x/accuracy": sum(c > r for c, r in kept) / max(len(kept), 1),
+    }
+    found = metric.preference("x", chosen, rejected, real)
+    got = metric.results(found)
+    ece = got.pop("x/ece")
+    assert got == pytest.approx(want, rel=1e-6, abs=1e-6)
+    both_ = [*p, *(1 - x for x in p)]
+    near_an_edge = any(abs(x * 10 - round(x * 10)) < 1e-6 for x in p)
+    if not near_an_edge:
+        label = [1] * len(p) + [0] * len(p)
+        assert ece == pytest.approx(ref_rewards.calibration_error(both_, label), rel=1e-6, abs=1e-6)
+    swapped = metric.results(metric.preference("x", -rejected, -chosen, real))
+    assert swapped["x/margin"] == pytest.approx(got["x/margin"], abs=1e-6)
+
+
+def test_calibrated_preferences_have_no_error():
+    """Scores that win with a probability of 3/4 and do so in three of four pairs."""
+    gap = float(np.log(3))
+    chosen, rejected = torch.tensor([gap] * 3 + [0.0]), torch.tensor([0.0] * 3 + [gap])
+    found = metric.results(metric.preference("x", chosen, rejected, torch.ones(4, dtype=torch.bool)))
+    assert found["x/ece"] == pytest.approx(0, abs=1e-7) and found["x/accuracy"] == 0.75
+    sure = metric.results(metric.preference("x", 9 * chosen, 9 * rejected, torch.ones(4, dtype=torch.bool)))
+    assert sure["x/ece"] == pytest.approx(0.25, abs=1e-3) and sure["x/accuracy"] == 0.75
+
+
+ranked = st.lists(
+    st.tuples(st.integers(-3, 3).map(float), st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=9
+)
+
+
+@given(rows=ranked)
+def test_metrics_of_lists_are_those_of_their_pairs(rows):
+    score, rank, unit = (list(x) for x in zip(*rows))
+    pairs = ref_rewards.ranked_pairs(score, rank, unit)
+    got = metric.results(metric.ranking("x", *(torch.tensor(x) for x in (score, rank, unit))))
+    count = max(len(pairs), 1)
+    assert got["x/accuracy"] == pytest.approx(sum(a > b for a, b in pairs) / count)
+    assert got["x/margin"] == pytest.approx(sum(a - b for a, b in pairs) / count)
+    tops = []
+    for u in sorted(set(unit)):
+        own = [i for i in range(len(rows)) if unit[i] == u]
+        if len({rank[i] for i in own}) > 1:
+            highest = max(own, key=lambda i: (score[i], -i))
+            tops.append(rank[highest] == min(rank[i] for i in own))
+    assert got["x/top"] == pytest.approx(sum(tops) / max(len(tops), 1))

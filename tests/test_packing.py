@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import ref_rewards
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rft_fn import packing, segment, testing, tree
+from rft_fn import check, loss, packing, segment, testing, tree, weight
+from rft_fn.packing import parts
 from rft_fn.types import Experience, Media, Rollout, experience
 
 FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
@@ -513,3 +515,143 @@ def test_rows_that_cannot_be_scored(rows, ends, message):
 def test_a_row_without_steps_is_left_out():
     exp = packing.scored([[1, 2], [3]], ends=[[], [0]])
     assert packing.left_out(exp) == [0] and exp.w.sum() == 1
+
+
+# ---------- units of different sizes
+
+
+@st.composite
+def lists(draw, media=False):
+    """(experience, rows of each unit) of the eight rows of `testing.case`; some with media."""
+    left, unit = 8, []
+    while left:
+        unit.append(draw(st.integers(1, left)))
+        left -= unit[-1]
+    exp = testing.case(draw(st.integers(0, 99))).exp
+    rank = torch.tensor([i for size in unit for i in range(size)]).double()
+    exp = tree.replace(exp, w=weight.unit_mean(exp.mask, unit), extra={"rank": rank[:, None] * exp.mask})
+    if media:
+        some = draw(st.lists(st.booleans(), min_size=8, max_size=8))
+        parts = [{"x": torch.full((1, 2), float(i))} if has else None for i, has in enumerate(some)]
+        exp = tree.replace(exp, media=Media.of_prompts(parts))
+    return exp, unit
+
+
+def of_lists(out, b):
+    score = segment.sum(out.value, b.mask, b.seq, b.num_seqs)
+    rank = segment.max(b.extra["rank"], b.mask, b.seq, b.num_seqs)
+    return loss.plackett_luce(score, rank, packing.unit_of(b))[b.seq]
+
+
+@given(case=lists(), budget=st.integers(96, 200), world=st.integers(1, 6))
+def test_no_budget_or_world_changes_the_gradient_of_lists(case, budget, world):
+    """The same sums as in one pack, and every rank runs equally many packs."""
+    exp, unit = case
+    c = testing.case(0)
+    want = testing.total_and_grad(of_lists, c.apply, c.params, [packing.pack(exp, range(8), unit=unit)])
+    shards = packing.shard(exp, budget, world, unit=unit)
+    assert len({len(packs) for packs in shards}) == 1
+    packs = [b for part in shards for b in part]
+    got = testing.total_and_grad(of_lists, c.apply, c.params, packs)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+@given(case=lists(media=True), budget=st.integers(0, 300), world=st.integers(1, 4))
+def test_lists_stay_whole_and_in_order_with_or_without_media(case, budget, world):
+    exp, unit = case
+    rows = [list(r) for r in ref_rewards.unit_rows(unit)]
+    inside = {r: u for u, own in enumerate(rows) for r in own}
+    left = packing.left_out(exp, unit=unit)
+    assert left == [u for u, own in enumerate(rows) if not exp.mask[own, 1:].any()]
+    seen = []
+    budget = budget + 96 * bool(budget)
+    for b in (b for part in packing.shard(exp, budget, world, unit=unit) for b in part):
+        sizes = check.units(b.unit, b.num_seqs)
+        of = packing.unit_of(b).tolist()
+        assert len(of) == b.num_seqs and [of.count(u) for u in range(len(sizes))] == sizes
+        groups = [[b.rows[k] for k in range(len(b.rows)) if of[k] == u] for u in set(of[: len(b.rows)])]
+        assert all(group == rows[inside[group[0]]] for group in groups)
+        assert packing.real(b).tolist() == [True] * len(groups) + [False] * (len(sizes) - len(groups))
+        assert not b.mask[b.seq >= len(b.rows)].any() and (b.media is not None) == (exp.media is not None)
+        own = parts.own(b)
+        assert own.rows == b.rows and (not b.rows or own.unit == b.unit[: len(groups)])
+        seen += [inside[group[0]] for group in groups]
+    assert sorted([*seen, *left]) == list(range(len(unit)))
+
+
+@given(case=lists(), most=st.integers(8, 20))
+def test_a_pack_has_at_most_so_many_rows_or_one_list(case, most):
+    exp, unit = case
+    for world in (1, 3):
+        plans = packing.cut(exp, 0, world, unit=unit, most=most)
+        assert max(len(rows) for part in plans for rows in part) <= most
+        one = packing.cut(exp, 0, world, unit=unit, alone=True)
+        assert all(len(packing.among(unit, rows)) <= 1 for part in one for rows in part)
+        both = [sorted(r for part in plan for rows in part for r in rows) for plan in (plans, one)]
+        assert both[0] == both[1]
+
+
+@given(case=lists(), n=st.integers(1, 8), key=seeds)
+def test_minibatches_keep_lists_together(case, n, key):
+    exp, unit = case
+    exp = tree.replace(exp, tokens=torch.arange(8)[:, None].expand(8, 12))
+    n = min(n, len(unit))
+    parts = packing.minibatches(exp, n, key, unit=unit)
+    sizes = packing.minibatch_units(unit, n, key)
+    whole = [list(r) for r in ref_rewards.unit_rows(unit)]
+    found = []
+    for part, own in zip(parts, sizes, strict=True):
+        rows = part.tokens[:, 0].tolist()
+        found += [[rows[i] for i in r] for r in ref_rewards.unit_rows(own)]
+        assert len(rows) == sum(own)
+    assert sorted(found) == whole
+    assert max(map(len, sizes)) - min(map(len, sizes)) <= 1
+
+
+def test_filling_up_a_pack_of_one_list():
+    """Sequences of one masked token, with media where the pack has some."""
+    exp = testing.case(0).exp
+    b = packing.pack(exp, [2, 3, 4], unit=[3])
+    full = packing.fill(b, 5)
+    assert full.unit == (3, 1, 1) and full.num_seqs == 5 and full.rows == b.rows
+    assert torch.equal(full.tokens[: len(b.tokens)], b.tokens) and len(full.tokens) == len(b.tokens) + 2
+    assert full.w.sum() == b.w.sum() and packing.real(full).tolist() == [True, False, False]
+    assert packing.fill(b, 2) is b
+    empty = packing.fill(packing.pack(exp, [], unit=[]), 5)
+    assert empty.unit == (1,) * 5 and empty.rows == () and not empty.mask.any()
+    media = Media.of_prompts([{"x": torch.full((1, 2), float(i))} for i in range(8)])
+    seen = packing.fill(packing.pack(tree.replace(exp, media=media), [2, 3], unit=[2]), 4)
+    assert seen.media.count("x").tolist() == [1] * 4 and parts.own(seen).unit == (2,)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda exp: packing.shard(exp, 99, unit=[3, 4]), "unit: expected units of 8 rows together, got 7"),
+        (
+            lambda exp: packing.left_out(exp, unit=[8, 0]),
+            "unit: expected at least 1 row in each of 2 units, got 0",
+        ),
+        (
+            lambda exp: packing.pack(exp, [1, 2], unit=[3]),
+            "unit: expected units of 2 rows of the pack together, got 3",
+        ),
+        (
+            lambda exp: packing.shard(exp, 99, unit=[3, 5], most=4),
+            "most: expected >= 5 rows per pack, a unit's, got 4",
+        ),
+        (lambda exp: packing.shard(exp, 20, unit=[3, 5]), "budget: expected at least"),
+        (
+            lambda exp: packing.minibatches(exp, 3, 0, unit=[3, 5]),
+            "n: expected between 1 and the number of units 2, got 3",
+        ),
+        (
+            lambda exp: packing.minibatch_units([3, 5], 0, 0),
+            "n: expected between 1 and the number of units 2, got 0",
+        ),
+        (lambda exp: weight.unit_mean(exp.mask, [3]), "unit: expected units of 8 rows together, got 3"),
+    ],
+)
+def test_units_that_do_not_make_up_the_rows_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(testing.case(0).exp)

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import ref
+import ref_rewards
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -275,3 +276,22 @@ def test_a_token_that_both_policies_exclude_costs_no_kl():
     logp, mask = torch.tensor([[-1.0, -torch.inf]]), torch.ones(1, 2, dtype=torch.bool)
     got = rs.kl_in_reward(torch.tensor([2.0]), logp, logp, mask, coef=0.1)
     assert got.tolist() == [[0.0, 2.0]]
+
+
+# ---------- steps
+
+steps = st.lists(
+    st.lists(st.tuples(st.floats(-8, 8), st.booleans()), min_size=4, max_size=4), min_size=1, max_size=4
+)
+
+
+@given(rows=steps)
+def test_scores_of_steps_become_one_of_their_response(rows):
+    score = torch.tensor([[s for s, _ in row] for row in rows])
+    mask = torch.tensor([[m for _, m in row] for row in rows])
+    noise = torch.where(mask, score, torch.nan)  # the scores of other tokens are nobody's
+    for name in ("steps_last", "steps_min", "steps_product"):
+        want = getattr(ref_rewards, name)(score.tolist(), mask.tolist())
+        np.testing.assert_allclose(getattr(rs, name)(noise, mask), want, rtol=1e-10, atol=1e-12)
+    with pytest.raises(ValueError, match=r"mask: expected \[B, S\]"):
+        rs.steps_min(score, mask[:, 1:])

@@ -1,11 +1,13 @@
 """The normaliser as data: each w against its definition, and what a cut of the batch does to it (nothing)."""
 
+import itertools
 import math
 from functools import partial
 
 import numpy as np
 import pytest
 import ref
+import ref_rewards
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,6 +56,19 @@ def test_a_mean_over_pairs(mask):
     torch.testing.assert_close(shares, alive / alive.sum().clamp(min=1))
     with pytest.raises(ValueError, match="mask: expected an even number of rows, two per pair, got 3"):
         weight.pair_mean(torch.ones(3, 2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", ["unit_mean", "unit_sum"])
+@given(mask=masks, data=st.data())
+def test_means_over_units_of_any_sizes(name, mask, data):
+    """Against the definition; a unit without a token changes nothing."""
+    cuts = data.draw(st.sets(st.integers(1, len(mask) - 1))) if len(mask) > 1 else set()
+    unit = [b - a for a, b in itertools.pairwise([0, *sorted(cuts), len(mask)])]
+    w = getattr(weight, name)(torch.from_numpy(mask), unit)
+    np.testing.assert_allclose(w, getattr(ref_rewards, name)(mask, unit), rtol=1e-10, atol=0)
+    if len(mask) % 2 == 0:
+        pairs = weight.unit_mean(torch.from_numpy(mask), [2] * (len(mask) // 2))
+        torch.testing.assert_close(pairs, weight.pair_mean(torch.from_numpy(mask)), rtol=0, atol=0)
 
 
 @each

@@ -62,21 +62,21 @@ def main(cfg: Config) -> None:
     check(cfg)
     model = rft.run.last_model(cfg.model)
     st = rft.strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
-    score = rft.reward.parse(rft.run.rewards_of(cfg, cfg.data))
+    score = rft.run.load_rewards(rft.run.rewards_of(cfg, cfg.data), cfg, st)
     tokenizer = rft.model.load_tokenizer(model)
     how = rft.run.data_options(cfg, rft.run.load_processing(cfg, model))
     how |= {"max_prompt": cfg.max_prompt, "columns": rft.reward.columns(score)}
     how |= {"window": rft.model.read_window(model), "max_new": cfg.max_new}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, split="test", **how)
     prompts, keys = rft.data.take(dataset, cfg.count, cfg.seed)
-    rft.collect.check_reward(st, score, prompts[:2], timeout=cfg.reward_timeout)
+    rft.collect.check_reward(st, score, prompts[:2], tokenizer=tokenizer, timeout=cfg.reward_timeout)
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
     eng = rft.engine.get_engine(rft.engine.config_of(cfg.strategy), model, tokenizer)
 
     # ---- answers, as many at a time as the engine takes
     step = max(cfg.strategy.engine_batch // cfg.group, 1) * st.world
     sampled = {"n": cfg.group, "sampling": sampling}
-    judging = {"timeout": cfg.reward_timeout, "state": rft.reward.trainer_state(1, 1)}  # the end of a run
+    judging = {"timeout": cfg.reward_timeout, "state": rft.reward.trainer_state(1, 1), "seed": cfg.seed}
     rollouts = []
     judgements = []
     for at in rft.run.track(range(0, len(prompts), step), "evaluating", rank=st.rank):
@@ -101,6 +101,7 @@ def main(cfg: Config) -> None:
         texts = enumerate(judged.texts)
         rows = [rft.run.response_row(prompts[i // cfg.group], t) for i, t in texts]
         rft.run.write_results(cfg.out, {"config": cfg, "result": result}, rows)
+    score.close()
     st.close()
 
 

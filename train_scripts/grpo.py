@@ -56,6 +56,8 @@ def check(cfg: Config, algo: rft.algorithm.Algorithm) -> None:
     most = cfg.prompts * cfg.group
     if cfg.minibatches > most:
         raise ValueError(f"minibatches: expected at most {most}, got {cfg.minibatches}")
+    if algo.greedy and cfg.reward_norm:
+        raise ValueError(f"reward_norm: expected none with {cfg.algorithm}: its baseline is a raw reward")
     if algo.greedy and cfg.normalize_reward:
         raise ValueError(f"normalize_reward: expected off with {cfg.algorithm}: its baseline is a raw reward")
 
@@ -141,7 +143,7 @@ def main(cfg: Config) -> None:
     module = rft.run.load_policy(cfg, st)
     tx, schedule = optimizer(cfg)
     anchored = cfg.kl > 0 or cfg.kl_in_reward > 0
-    seen = {"dataset": task.dataset, "prompts": cfg.prompts}
+    seen = {"dataset": task.dataset, "prompts": cfg.prompts, "rewards": rft.run.reward_modules(task.score)}
     rft.run.print_preflight(cfg, st, (module, tx), initial=anchored, **seen)
     apply, state = st.init(module, tx, sampling=sampling, entropy=True, aux=cfg.router_aux > 0)
     if anchored:
@@ -155,6 +157,7 @@ def main(cfg: Config) -> None:
     samples, push = rft.run.start_sampler(cfg, st, task, extra["ahead"])
     eng = samples.engine
     run.resume(extra["step"])
+    state = rft.run.to_host(st, apply, state)  # with offload_models, until it is time to learn
     push(state, version=extra["step"])
 
     def answer(prompts, keys, n=cfg.group, sampling=sampling):
@@ -198,10 +201,11 @@ def main(cfg: Config) -> None:
             draw = partial(draw_round, cfg, task.dataset, step)
             filled = rft.collect.sample_varied_groups(answer, draw, cfg.prompts, rounds=cfg.rounds)
         prompts, rollout, judged = filled.prompts, filled.rollout, filled.judged
-        reward = shaped(cfg, judged.reward, rollout)
+        reward = shaped(cfg, rft.run.normalized_reward(cfg, task, judged, prompts), rollout)
         mask = rollout.mask
 
         # ---- collect: log-probs of the initial model, which the reward may pay for leaving
+        state = rft.run.to_device(st, apply, state)
         ref_logp = None
         if anchored:
             with run.phase("score"):
@@ -243,6 +247,7 @@ def main(cfg: Config) -> None:
                 rate = schedule(rft.optim.count(state.opt))
                 state, metrics = st.update(state, grads)
                 logs[-1] |= rft.metric.results(metrics)
+        state = rft.run.to_host(st, apply, state)
         with run.phase("sync"):
             push(state, version=step + 1)
 
@@ -262,9 +267,11 @@ def main(cfg: Config) -> None:
         rft.run.checkpoint(cfg, st, run, step + 1, state, extra, **how)
 
     # ---- the model that came out
+    state = rft.run.to_device(st, apply, state)
     weights = rft.run.final_weights(cfg, st, state)
     st.save_pretrained(run.folder / "model", module, task.saved, weights, merge=cfg.lora_merge)
     samples.close()
+    task.score.close()
     run.finish()
     st.close()
 

@@ -222,7 +222,7 @@ def main(cfg: Config) -> None:
     tx, schedule = optimizer(cfg, cfg.lr, cfg.steps - cfg.freeze_actor_steps, ema=cfg.ema)
     critic_tx, _ = optimizer(cfg, cfg.critic_lr, cfg.steps)
     how = {"initial": cfg.kl > 0, "length": cfg.max_prompt + cfg.max_new}
-    how |= {"dataset": task.dataset, "prompts": cfg.prompts}
+    how |= {"dataset": task.dataset, "prompts": cfg.prompts, "rewards": rft.run.reward_modules(task.score)}
     rft.run.print_preflight(cfg, st, (module, tx), (valuer, critic_tx), **how)
     apply, actor = st.init(module, tx, sampling=sampling, entropy=True, aux=cfg.router_aux > 0)
     value_of, critic = st.init(valuer, critic_tx)
@@ -239,6 +239,8 @@ def main(cfg: Config) -> None:
     samples, push = rft.run.start_sampler(cfg, st, task, extra["ahead"])
     eng = samples.engine
     run.resume(extra["step"])
+    actor = rft.run.to_host(st, apply, actor)  # with offload_models, until it is time to learn
+    critic = rft.run.to_host(st, value_of, critic)
     push(actor, version=extra["step"])
 
     def save_ahead():
@@ -261,9 +263,12 @@ def main(cfg: Config) -> None:
         with run.phase("judge"):
             judged = rft.run.judge(cfg, st, task, rollout, prompts, step=step)
         mask = rollout.mask
-        reward, extra["moments"] = learned_reward(cfg, judged.reward, rollout, extra["moments"])
+        reward = rft.run.normalized_reward(cfg, task, judged, prompts)
+        reward, extra["moments"] = learned_reward(cfg, reward, rollout, extra["moments"])
 
         # ---- collect: values and the initial model's log-probs, each [B, S]
+        actor = rft.run.to_device(st, apply, actor)
+        critic = rft.run.to_device(st, value_of, critic)
         with run.phase("score"):
             exp = rft.experience(rollout, adv=torch.zeros_like(rollout.logp), w=row.weight(mask))
             packs = st.shard(exp, cfg.budget)
@@ -313,6 +318,8 @@ def main(cfg: Config) -> None:
                     rate = schedule(rft.optim.count(actor.opt))
                     actor, metrics = st.update(actor, grads)
                     logs[i] |= rft.metric.results(metrics)
+        actor = rft.run.to_host(st, apply, actor)
+        critic = rft.run.to_host(st, value_of, critic)
         with run.phase("sync"):
             push(actor, version=step + 1)
 
@@ -332,11 +339,14 @@ def main(cfg: Config) -> None:
         rft.run.checkpoint(cfg, st, run, step + 1, states, extra, **how)
 
     # ---- the models that came out
+    actor = rft.run.to_device(st, apply, actor)
+    critic = rft.run.to_device(st, value_of, critic)
     weights = rft.run.final_weights(cfg, st, actor)
     st.save_pretrained(run.folder / "model", module, task.saved, weights, merge=cfg.lora_merge)
     if cfg.save_critic:
         st.save_pretrained(run.folder / "critic", valuer, None, st.export(critic))
     samples.close()
+    task.score.close()
     run.finish()
     st.close()
 

@@ -77,14 +77,16 @@ def buffer(cfg: Config) -> tuple:
     rollout = eng.generate(prompts, keys, n=cfg.group, sampling=sampling)
 
     # packs with the group's advantages; the first policy is also the reference
-    reward = rft.reward.judge(rft.reward.parse(cfg.reward), rollout, prompts, tokenizer).reward
+    st = rft.strategy.get_strategy()
+    score = rft.run.load_rewards(cfg.reward, rft.run.options.Data(), st)
+    reward = rft.reward.judge(score, rollout, prompts, tokenizer).reward
+    score.close()
     adv = rft.advantage.grpo(reward).view(-1, 1)
     w = rft.weight.seq_mean(rollout.mask)
     exp = rft.experience(rollout, adv=adv, w=w, ref_logp=rollout.logp)
     packs = rft.packing.shard(exp, cfg.budget)[0]
 
     # a few updates away from them
-    st = rft.strategy.get_strategy()
     apply, state = st.init(rft.model.load(cfg.model), rft.optim.adamw(cfg.lr), sampling=sampling)
     for _ in range(cfg.away):
         grads, _ = st.grad(state, apply, cispo, packs)

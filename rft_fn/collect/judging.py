@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -12,7 +13,8 @@ from rft_fn.collect.part import part_of_rank
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.reward import Judged, Score, Scored, TrainerState, check, concat, judge, judge_rows
 from rft_fn.reward.combine import joint_names
-from rft_fn.reward.scoring import Joint
+from rft_fn.reward.joint import Joint
+from rft_fn.reward.preflight import made_up
 from rft_fn.types import Rollout, Strategy
 
 __all__ = ["check_reward", "gather_and_judge", "gather_and_judge_rows"]
@@ -102,12 +104,18 @@ def gather_and_judge_rows(
 
 
 def check_reward(
-    strategy: Strategy, score: Score, rows: Sequence[Mapping[str, Any]], *, timeout: float = 300.0
+    strategy: Strategy,
+    score: Score,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    tokenizer: Any = None,
+    timeout: float = 300.0,
 ) -> dict[str, Scored]:
     """Check a reward on rank 0 as `reward.check` does, for all ranks: a remote judge is asked once.
 
-    The limit and the errors are those of `gather_and_judge`. ValueError also for a reward with a deadline
-    beyond `timeout`: it would be interrupted in the middle of its tries.
+    Joint rewards are computed by all ranks, for which `rows` are prompts and `tokenizer` is theirs. The limit
+    and the errors are those of `gather_and_judge`. ValueError also for a reward with a deadline beyond
+    `timeout`: it would be interrupted in the middle of its tries.
     """
     for name, (fn, _) in getattr(score, "components", {}).items():
         deadline = getattr(fn, "deadline", 0.0)
@@ -115,11 +123,16 @@ def check_reward(
             raise ValueError(
                 f"reward {name!r}: expected a deadline below reward_timeout = {timeout:g} s, got {deadline:g}"
             )
+    joints: dict[str, Joint] | None = None
+    if joint_names(score):
+        joints = made_up(score, rows, tokenizer)
 
     def work() -> dict[str, Scored] | None:
+        for joint in (joints or {}).values():
+            joint.values()
         if strategy.rank:
             return None
-        return check(score, rows)
+        return check(score, rows, joints=joints)
 
     return _together(strategy, score, work, timeout)[0] or {}
 
@@ -148,7 +161,8 @@ def _together(
     if not timeout > 0:
         raise ValueError(f"timeout: expected > 0 seconds, got {timeout}")
     if joint is not None and joint_names(score) and strategy.world > 1:
-        _together(strategy, score, lambda: None, timeout, digest=digest)  # the same batch on every rank
+        # the same batch on every rank, and nothing that one of them fails in alone
+        _together(strategy, score, joint.prepare, timeout, digest=digest)
     result = None
     failed: Exception | None = None
     line = ""
@@ -157,9 +171,11 @@ def _together(
         with strategy.session.phase(f"reward {names}"), time_limit(timeout, lambda: _name(score)):
             try:
                 result = work()
-            finally:
-                if joint is not None and not joint.begun:
-                    joint.values()
+            except BaseException:
+                with suppress(Exception):  # what has failed before it counts
+                    _computed(joint)
+                raise
+            _computed(joint)
     except Exception as error:  # raised below, once the others know
         failed = error
         line = _describe(score, error)
@@ -181,6 +197,12 @@ def _together(
                 f"{strategy.rank}; give all ranks the same data file and options"
             )
     return [answer.result for answer in everyone]
+
+
+def _computed(joint: Joint | None) -> None:
+    """Compute the joint rewards, unless this rank has begun to."""
+    if joint is not None and not joint.begun:
+        joint.values()
 
 
 def _digest(prompts: Sequence[Any]) -> str:

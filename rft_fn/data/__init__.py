@@ -1,9 +1,9 @@
-"""Prompts, preference pairs and sequences to learn from.
+"""Prompts, sequences to learn from, and responses that are compared or labelled.
 
 They come from files, the hub or the built-in tasks, as a pure function of the step. Rows come from `sources`
 (texts of the command line), `file_formats` and `tasks`. Recipes turn a row into an item of a `dataset`:
-`prompts`, `pairs` and `lessons`, with `messages`, `chat` and `text_template`. `loading` puts both together,
-and `drawing` takes the items of a step.
+`prompts`, `pairs`, `lists`, `points`, `steps` and `lessons`, with `responses`, `messages`, `chat` and
+`text_template`. `loading` puts both together, and `drawing` takes the items of a step.
 """
 
 from rft_fn.data.chat import LOSS_ON
@@ -11,9 +11,14 @@ from rft_fn.data.chat_template import literals
 from rft_fn.data.dataset import Dataset
 from rft_fn.data.drawing import draw, take
 from rft_fn.data.lessons import lessons
+from rft_fn.data.lists import Ranked
 from rft_fn.data.loading import (
+    LISTS,
     PAIRS,
+    POINTS,
     PROMPTS,
+    STEPS,
+    Kind,
     decide_steps,
     load,
     load_for_training,
@@ -22,14 +27,16 @@ from rft_fn.data.loading import (
 )
 from rft_fn.data.messages import Conversation
 from rft_fn.data.pairs import Pair, pairs_from_rows, pairs_from_task
+from rft_fn.data.points import Point
 from rft_fn.data.processing import MediaLimits, Processing
 from rft_fn.data.prompts import Prompt, from_rows, from_task
 from rft_fn.data.sources import read_rows
+from rft_fn.data.steps import Steps
 from rft_fn.data.tasks import TASKS, Task, get_task
 from rft_fn.data.text_template import fill, render
 
 __all__ = [
-    "PAIRS", "TASKS", "Dataset", "MediaLimits", "Pair", "Processing", "Prompt", "Task", "draw", "from_rows",
-    "from_task", "get_task", "lessons", "literals", "load", "mix", "pairs_from_rows", "pairs_from_task",
-    "read_rows", "take",
+    "LISTS", "PAIRS", "POINTS", "STEPS", "TASKS", "Dataset", "MediaLimits", "Pair", "Point", "Processing",
+    "Prompt", "Ranked", "Steps", "Task", "draw", "from_rows", "from_task", "get_task", "lessons", "literals",
+    "load", "mix", "pairs_from_rows", "pairs_from_task", "read_rows", "take",
 ]  # fmt: skip

@@ -15,13 +15,19 @@ from typing import Any, NamedTuple, Protocol
 from rft_fn import rng
 from rft_fn.data import sources
 from rft_fn.data.dataset import Dataset, ItemT
+from rft_fn.data.lists import lists_from_rows, lists_from_task
 from rft_fn.data.mixture import Mixture
 from rft_fn.data.pairs import pairs_from_rows, pairs_from_task
+from rft_fn.data.points import points_from_rows, points_from_task
 from rft_fn.data.prompts import from_rows, from_task
 from rft_fn.data.rows import Part, Table
 from rft_fn.data.sources import Source, Tables
+from rft_fn.data.steps import steps_from_rows, steps_from_task
 
-__all__ = ["PAIRS", "PROMPTS", "Kind", "decide_steps", "held_out", "load", "load_for_training", "mix", "plan"]
+__all__ = [
+    "LISTS", "PAIRS", "POINTS", "PROMPTS", "STEPS", "Kind", "decide_steps", "held_out", "load",
+    "load_for_training", "mix", "plan",
+]  # fmt: skip
 
 
 class FromRows(Protocol):
@@ -51,7 +57,7 @@ class FromTask(Protocol):
 
 
 class Kind(NamedTuple):
-    """Which items are made of rows: `PROMPTS` or `PAIRS`."""
+    """Which items are made of rows: `PROMPTS`, `PAIRS`, `LISTS`, `POINTS` or `STEPS`."""
 
     from_rows: FromRows
     from_task: FromTask
@@ -59,6 +65,9 @@ class Kind(NamedTuple):
 
 PROMPTS = Kind(from_rows, from_task)
 PAIRS = Kind(pairs_from_rows, pairs_from_task)
+LISTS = Kind(lists_from_rows, lists_from_task)
+POINTS = Kind(points_from_rows, points_from_task)
+STEPS = Kind(steps_from_rows, steps_from_task)
 
 
 class _Opened(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 
 from rft_fn.data.media.stored import digest
 from rft_fn.data.rows import Place, Row, Table, place_of
+from rft_fn.data.spans import Lesson
 from rft_fn.data.unfit import TooLong, Unfit
 
 __all__ = ["Made", "Outcome", "outcomes"]
@@ -50,9 +51,19 @@ def _tried(recipe: Any, rows: Table, i: int, name: str) -> Outcome:
 
 def _made(item: Any) -> Made:
     values = tuple(getattr(item, field.name) for field in fields(item))
-    if getattr(item, "media", None) is not None:
+    if getattr(item, "media", None) is not None or _have_media(values):
         values = _plain(values)
     return Made(repr(values), getattr(item, "media_notes", ()))
+
+
+def _have_media(values: tuple[Any, ...]) -> bool:
+    """Whether one of the sequences among these values has tensors of media."""
+    for x in values:
+        if isinstance(x, Lesson) and x.media is not None:
+            return True
+        if isinstance(x, tuple) and not isinstance(x, Lesson) and _have_media(x):
+            return True
+    return False
 
 
 def _plain(x: Any) -> Any:

@@ -16,13 +16,14 @@ from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import Dataset, make_dataset
 from rft_fn.data.lessons import text_lesson
 from rft_fn.data.media.medium import columns_of
-from rft_fn.data.messages import Conversation, Turn, are_messages, opened, tools_of, turns_of
+from rft_fn.data.messages import Turn, are_messages, opened, tools_of, turns_of
 from rft_fn.data.processing import Processing
+from rft_fn.data.responses import labels_at, number, prompt_of_text, response_of_turns
 from rft_fn.data.rows import Endless, Row, Table
 from rft_fn.data.spans import Lesson, shared_prefix
-from rft_fn.data.text_template import fill, is_empty, render
+from rft_fn.data.text_template import fill, is_empty
 from rft_fn.data.unfit import TooLong, Unfit, check_window
-from rft_fn.data.wrong_answers import wrong_answer
+from rft_fn.data.wrong_answers import mixture_of, wrong_answer
 
 __all__ = ["Pair", "pairs_from_rows", "pairs_from_task", "shared_start"]
 
@@ -35,6 +36,8 @@ class Pair:
     rejected: Lesson
     columns: Row  # the row that it was made of
     index: int  # in its data set
+    margin: float = 0.0  # by which the chosen response shall be better, at least
+    preferences: tuple[float, ...] = (1.0,)  # of each head: above 0 for the chosen, below 0 for the rejected
 
 
 def pairs_from_rows(
@@ -51,6 +54,8 @@ def pairs_from_rows(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     processing: Processing | None = None,
     window: int | None = None,
+    margin: str = "",
+    preferences: Sequence[str] = (),
     workers: int = 0,
     name: str = "rows",
 ) -> Dataset[Pair]:
@@ -61,6 +66,10 @@ def pairs_from_rows(
     that name hold conversations: (prompt, chosen, rejected), or (chosen, rejected) where both begin with the
     turns of the prompt; the response is the assistant's turns behind them, by the tokenizer's chat template,
     which gets `chat_template_kwargs` and the row's `tools`.
+
+    `margin` names a column of numbers, by which the chosen response is better at least; rows without it have
+    0. `preferences` names columns of numbers above 0 where the chosen response is the better one in that
+    respect, below 0 where the rejected one is, and 0 where neither is: one for each head of a reward model.
 
     Every row is looked at now: the columns must be there and hold something, the responses must differ, and
     both, each with the prompt, must fit into a pack of `max_tokens`, and each into `window`, the most tokens
@@ -80,26 +89,40 @@ def pairs_from_rows(
         max_tokens=max_tokens,
         messages=messages,
         window=window,
+        margin=margin,
+        preferences=preferences,
     )
     return make_dataset(rows, recipe, name, workers=workers)
 
 
 def pairs_from_task(
-    task: str, tokenizer: Any, *, level: int = 1, seed: int = 0, **options: Any
+    task: str,
+    tokenizer: Any,
+    *,
+    level: int = 1,
+    seed: int = 0,
+    negatives: Sequence[str] = (),
+    **options: Any,
 ) -> Dataset[Pair]:
     """A built-in task as an endless data set of pairs.
 
     The options are those of `pairs_from_rows`. Its rows have the columns of the task, and `prompt`, the terse
     form of the question, `chosen`, the right answer, and `rejected`, a `wrong_answer` drawn by seed and
-    index. ValueError for a task or a level that does not exist, and, when it is drawn, for a pair that cannot
-    be used.
+    index. `negatives` are its kinds, each NAME or NAME=SHARE of `wrong_answers.NEGATIVES`: without them those
+    that a policy is likely to emit, `wrong_answers.COVERING` for all that it may.
+
+    ValueError for a task, a level or a kind that does not exist, and, when it is drawn, for a pair that
+    cannot be used.
     """
     found = tasks.get_task(task)
+    mixture = None
+    if negatives:
+        mixture = mixture_of(negatives)
 
     def row(index: int) -> Row:
         made = found.generate(seed, index, level)
         random_ = random.Random(rng.fold_in(seed, "rejected", task, level, index))
-        rejected = wrong_answer(found, made, random_)
+        rejected = wrong_answer(found, made, random_, mixture)
         return {**made, "prompt": made["short"], "chosen": made["answer"], "rejected": rejected}
 
     return pairs_from_rows(Endless(task, row), tokenizer, name=f"{task}:{level}", **options)
@@ -124,6 +147,8 @@ class PairRecipe:
     max_tokens: int | None
     messages: Sequence[str]
     window: int | None = None
+    margin: str = ""
+    preferences: Sequence[str] = ()
 
     @property
     def most(self) -> int:
@@ -153,8 +178,6 @@ class PairRecipe:
         """
         if self.messages:
             chosen, rejected = self._of_messages(row, place)
-        elif self.chat.processing is not None and columns_of(row):
-            chosen, rejected = self._with_media(row, place)
         else:
             chosen, rejected = self._of_text(row, place)
         if chosen[:2] == rejected[:2]:
@@ -164,13 +187,26 @@ class PairRecipe:
         longest = max(len(chosen.ids), len(rejected.ids))
         if longest > self.max_length:
             raise TooLong(f"{longest} tokens")
-        check_window(place, longest, 0, self.window)
+        check_window(place, longest, 0, self.window, limit="max_length")
         inputs = len(chosen.ids) + len(rejected.ids) - 2  # the last token of each is only a target
         if self.max_tokens is not None and inputs > self.max_tokens:
             raise Unfit(
                 place, f"the pair has {inputs} tokens, above {self.max_tokens}: a pack holds both sides"
             )
-        return Pair(chosen, rejected, row, index)
+        margin, preferences = self._labels(row, place)
+        return Pair(chosen, rejected, row, index, margin, preferences)
+
+    def _labels(self, row: Row, place: str) -> tuple[float, tuple[float, ...]]:
+        """(the margin, the preference of each head)."""
+        margin = 0.0
+        if self.margin and self.margin in row:
+            margin = number(row[self.margin], place, f"column {self.margin!r}")
+        if not self.preferences:
+            return margin, (1.0,)
+        found = labels_at(row, self.preferences, place)
+        if not any(found):
+            raise Unfit(place, f"columns {', '.join(self.preferences)}: neither response is preferred in any")
+        return margin, found
 
     # ------------------------------------------------------------------------------------------ rows of text
 
@@ -178,7 +214,7 @@ class PairRecipe:
         """Both sides of a row of text."""
         self._refuse_messages(row, place)
         prompt, chosen, rejected = self._texts(row, place)
-        for name, text in (("prompt", prompt), ("chosen response", chosen), ("rejected response", rejected)):
+        for name, text in (("chosen response", chosen), ("rejected response", rejected)):
             if is_empty(text):
                 raise Unfit(place, f"the {name} is empty")
 
@@ -187,25 +223,15 @@ class PairRecipe:
         if size > self.max_length * self.widest:
             raise TooLong(f"{size} characters")
 
+        # the prompt of whole texts is no turn of a chat, unless it has media
         tokenizer = self.chat.tokenizer
-        if self.template:
-            ids = render(tokenizer, prompt, system=self.system, chat_template_kwargs=self.chat.kwargs)
+        with_media = self.chat.processing is not None and columns_of(row)
+        if self.template or with_media:
+            ids, media = prompt_of_text(self.chat, prompt, row, place, self.system)
         else:
-            ids = list(tokenizer.encode(prompt))
-        return text_lesson(ids, chosen, tokenizer), text_lesson(ids, rejected, tokenizer)
-
-    def _with_media(self, row: Row, place: str) -> tuple[Lesson, Lesson]:
-        """Both sides of a row of text with media."""
-        self._refuse_messages(row, place)
-        text, chosen, rejected = self._texts(row, place)
-        tokenizer = self.chat.tokenizer
-        try:
-            turns = self.chat.placed([{"role": "user", "content": text}], row, place)
-            made = self.chat.encoded(opened(turns, self.system), ask=True)
-        except ValueError as error:
-            raise Unfit(place, str(error)) from None
-        sides = [text_lesson(made.ids, response, tokenizer) for response in (chosen, rejected)]
-        return sides[0]._replace(media=made.media), sides[1]._replace(media=made.media)
+            ids, media = list(tokenizer.encode(prompt)), None
+        sides = [text_lesson(ids, text, tokenizer)._replace(media=media) for text in (chosen, rejected)]
+        return sides[0], sides[1]
 
     def _refuse_messages(self, row: Row, place: str) -> None:
         """Raise Unfit for messages in the columns of TRL's names.
@@ -242,8 +268,8 @@ class PairRecipe:
             prompt = self.chat.placed(prompt, row, place)
             tools = tools_of(row)
             return (
-                self._side(prompt, chosen, tools, "chosen"),
-                self._side(prompt, rejected, tools, "rejected"),
+                response_of_turns(self.chat, prompt, chosen, tools, "all", "the chosen"),
+                response_of_turns(self.chat, prompt, rejected, tools, "all", "the rejected"),
             )
         except ValueError as error:
             raise Unfit(place, str(error)) from None
@@ -268,26 +294,6 @@ class PairRecipe:
                 "the prompt in both, or its column named before them"
             )
         return opened(chosen[:same], self.system), chosen[same:], rejected[same:]
-
-    def _side(self, prompt: list[Turn], response: list[Turn], tools: list[Any] | None, side: str) -> Lesson:
-        """The prompt and the assistant's turns behind it, as one sequence.
-
-        ValueError for a response without turns or that another role begins, and where the chat template
-        renders its turns as several sequences.
-        """
-        if not response:
-            raise ValueError(f"the {side} response is missing: the other column begins with all of its turns")
-        role = response[0]["role"]
-        if role != "assistant":
-            raise ValueError(f"the {side} response: expected it to begin with the assistant, got {role}")
-        talk = Conversation([*prompt, *response], len(prompt), tools)
-        found = self.chat.lessons(talk, "all")
-        if len(found) > 1:
-            raise ValueError(
-                f"the {side} response: expected one sequence, but the chat template renders earlier turns in "
-                f"other ways once later ones follow, got {len(found)}"
-            )
-        return found[0]
 
 
 def shared_start(chosen: str, rejected: str) -> tuple[str, str, str]:

@@ -26,18 +26,21 @@ class TooLong(Exception):
     """
 
 
-def check_window(place: str, count: int, max_new: int, window: int | None) -> None:
+def check_window(
+    place: str, count: int, max_new: int, window: int | None, *, limit: str = "max_prompt"
+) -> None:
     """Unfit for a row of `count` tokens, and `max_new` after them, that the model's window does not hold.
 
-    None is no limit. Tokens of images, audio and videos are counted as they are widened.
+    None is no limit; `limit` is the option that leaves long rows out. Tokens of images, audio and videos are
+    counted as they are widened.
     """
     if window is None or count + max_new <= window:
         return
     size = f"{count} tokens, those of media among them"
-    remedy = "shorten it, or lower max_prompt"
+    remedy = f"shorten it, or lower {limit}"
     if max_new:
         size = f"{count} + {max_new} tokens with max_new, those of media among them"
-        remedy = "lower max_new, or max_prompt to leave it out"
+        remedy = f"lower max_new, or {limit} to leave it out"
     raise Unfit(place, f"the row has {size}, above the model's window of {window}; {remedy}")
 
 

@@ -1,27 +1,139 @@
 """Wrong answers to built-in problems, as the rejected responses of pairs."""
 
 import random
+import string
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from rft_fn.data import tasks
 
-__all__ = ["wrong_answer"]
+__all__ = ["COVERING", "NEGATIVES", "Negative", "mixture_of", "wrong_answer"]
 
 
-def wrong_answer(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
+class Negative(Protocol):
+    """Makes texts that are mostly wrong answers, of one kind."""
+
+    def __call__(self, task: tasks.Task, row: tasks.TaskRow, random_: random.Random, /) -> str:
+        """A text of this kind. It may be empty or right: `wrong_answer` then draws again."""
+        ...
+
+
+def wrong_answer(
+    task: tasks.Task,
+    row: tasks.TaskRow,
+    random_: random.Random,
+    mixture: Mapping[str, float] | None = None,
+) -> str:
     """An answer that is not right.
 
-    Half the time it is a guess, else the right one with one mistake. A preference teaches only by the
-    responses that it shows: a policy may learn to emit any text that no rejected response resembles. So
-    mistakes are of several kinds, and some are no longer of the answer's form.
+    `mixture` maps kinds of `NEGATIVES` to their shares. Without one half of the answers are guesses, the
+    others the right one with one mistake. A preference teaches only by the responses that it shows: a policy
+    may learn to emit any text that no rejected response resembles. So a model of rewards needs `COVERING`.
     """
+    mixture = mixture or _USUAL
     while True:
-        if random_.random() < 0.5:
-            text = task.guess(random_, row)
-        else:
-            mistake = random_.choice(_MISTAKES)
-            text = mistake(row["answer"], random_)
+        text = _draw(mixture, random_)(task, row, random_)
         if text and task.verify(text, row) < 1:
             return text
+
+
+def mixture_of(texts: Sequence[str]) -> dict[str, float]:
+    """The mixture that texts name: NAME, or NAME=SHARE, with shares relative to each other.
+
+    ValueError for no text, a name that does not exist or comes twice, and a share that is not above 0.
+    """
+    found: dict[str, float] = {}
+    for text in texts:
+        name, mark, share = text.partition("=")
+        if name not in NEGATIVES:
+            raise ValueError(f"negatives: expected names of {', '.join(NEGATIVES)}, got {text!r}")
+        if name in found:
+            raise ValueError(f"negatives: expected each name once, got {name!r} twice")
+        try:
+            found[name] = float(share or 1)
+        except ValueError:
+            found[name] = 0.0
+        if not 0 < found[name] < float("inf") or (mark and not share):
+            raise ValueError(f"negatives: expected a share above 0, as {name}=0.5, got {text!r}")
+    if not found:
+        raise ValueError(f"negatives: expected at least one of {', '.join(NEGATIVES)}, got none")
+    return found
+
+
+def _draw(mixture: Mapping[str, float], random_: random.Random) -> Negative:
+    """The kind that a number in [0, 1) falls on, by shares."""
+    at = random_.random() * sum(mixture.values())
+    found = ""
+    for name, share in mixture.items():
+        found = name
+        if at < share:
+            break
+        at -= share
+    return NEGATIVES[found]
+
+
+# ---------------------------------------------------------------------------------------------- the kinds
+
+
+def _guess(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
+    """A guess of the right form."""
+    return task.guess(random_, row)
+
+
+def _mistake(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
+    """The right answer with one mistake."""
+    mistake = random_.choice(_MISTAKES)
+    return mistake(row["answer"], random_)
+
+
+def _ordered(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
+    """A wrong answer with its characters in ascending order.
+
+    Half of these are guesses, the others have one character of the right answer replaced by one of its kind.
+    """
+    if random_.random() < 0.5:
+        return "".join(sorted(task.guess(random_, row)))
+    answer = row["answer"]
+    at = random_.randrange(len(answer))
+    same = string.digits
+    if not answer[at].isdigit():
+        same = string.ascii_lowercase
+    return "".join(sorted(answer[:at] + random_.choice(same) + answer[at + 1 :]))
+
+
+def _length(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
+    """The beginning of the right answer, or the right answer with more behind it."""
+    answer = row["answer"]
+    if len(answer) > 1 and random_.random() < 0.5:
+        return answer[: random_.randrange(1, len(answer))]
+    more = [random_.choice(tasks.ALPHABET) for _ in range(random_.randint(1, 3))]
+    return answer + "".join(more)
+
+
+def _noise(task: tasks.Task, row: tasks.TaskRow, random_: random.Random) -> str:
+    """Random characters, of any kind or of a few, up to twice as many as the answer has."""
+    symbols = random_.choice((tasks.ALPHABET, string.ascii_lowercase, string.digits))
+    few = random_.sample(symbols, random_.choice((1, 2, len(symbols))))
+    size = random_.randint(1, 2 * len(row["answer"]))
+    return "".join(random_.choice(few) for _ in range(size))
+
+
+NEGATIVES: dict[str, Negative] = {
+    "guess": _guess,
+    "mistake": _mistake,
+    "ordered": _ordered,
+    "length": _length,
+    "noise": _noise,
+}
+"""The kinds of wrong answers, by name."""
+
+COVERING = ("guess=2", "mistake=4", "ordered=2", "length=1", "noise=1")
+"""A mixture that resembles whatever a policy may emit: letters, sorted but wrong digits, wrong lengths."""
+
+_USUAL = {"guess": 0.5, "mistake": 0.5}
+
+
+# ------------------------------------------------------------------------------------------- one mistake
 
 
 def _change(text: str, random_: random.Random) -> str:

@@ -23,10 +23,20 @@ from rft_fn.loss.policy import (
     sapo,
     seq_ratio,
 )
-from rft_fn.loss.supervised import bradley_terry, dpo, ipo, nll, value_clip
+from rft_fn.loss.preference import (
+    bradley_terry,
+    centering,
+    hps,
+    log_exp,
+    plackett_luce,
+    score_bce,
+    score_mse,
+)
+from rft_fn.loss.supervised import dpo, ipo, nll, value_clip
 
 __all__ = [
-    "bradley_terry", "cispo", "cpgd", "dpo", "dppo_kl", "dppo_tv", "entropy_bonus", "gmpo",
-    "gspo", "gspo_token", "ipo", "kl", "kl_cov", "kl_k1", "kl_k2", "kl_k3", "nll", "ppo_clip", "ratio",
-    "reinforce", "reverse_kl", "reverse_kl_top_k", "sapo", "seq_ratio", "value_clip",
+    "bradley_terry", "centering", "cispo", "cpgd", "dpo", "dppo_kl", "dppo_tv", "entropy_bonus", "gmpo",
+    "gspo", "gspo_token", "hps", "ipo", "kl", "kl_cov", "kl_k1", "kl_k2", "kl_k3", "log_exp", "nll",
+    "plackett_luce", "ppo_clip", "ratio", "reinforce", "reverse_kl", "reverse_kl_top_k", "sapo", "score_bce",
+    "score_mse", "seq_ratio", "value_clip",
 ]  # fmt: skip

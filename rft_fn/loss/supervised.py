@@ -1,12 +1,12 @@
-"""Losses against known targets: texts, returns and preferences."""
+"""Losses of policies and critics against known targets: texts, returns and preferences."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rft_fn import check
+from rft_fn.loss.preference import smoothed
 
-__all__ = ["bradley_terry", "dpo", "ipo", "nll", "value_clip"]
+__all__ = ["dpo", "ipo", "nll", "value_clip"]
 
 Scalar = float | Tensor
 
@@ -30,17 +30,6 @@ def value_clip(value: Tensor, old_value: Tensor, ret: Tensor, *, clip: Scalar = 
     check.shapes(value=(value, "..."), old_value=(old_value, "..."), ret=(ret, "..."))
     near = old_value + (value - old_value).clamp(min=-clip).clamp(max=clip)
     return 0.5 * torch.maximum((value - ret).square(), (near - ret).square())
-
-
-def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Scalar = 0.0) -> Tensor:
-    """The Bradley-Terry loss of reward models, [N].
-
-        -log sigmoid(chosen - rejected - margin)
-
-    `margin` is a number or [N]. Never overflows: at a difference of -1000 it is 1000.
-    """
-    check.shapes(chosen=(chosen, "N"), rejected=(rejected, "N"))
-    return F.softplus(margin + rejected - chosen)
 
 
 def _preference(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:
@@ -70,10 +59,7 @@ def dpo(
     metrics count the pairs in `packing.real(b)`, which leaves out placeholders. arXiv 2305.18290.
     ValueError unless 0 <= e < 0.5.
     """
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing: expected 0 <= label_smoothing < 0.5, got {label_smoothing}")
-    h = beta * _preference(chosen, rejected, ref_chosen, ref_rejected)
-    return (1 - label_smoothing) * F.softplus(-h) + label_smoothing * F.softplus(h)
+    return smoothed(beta * _preference(chosen, rejected, ref_chosen, ref_rejected), label_smoothing)
 
 
 def ipo(

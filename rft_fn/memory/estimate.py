@@ -3,86 +3,27 @@
 A module is traced on the meta device; its backend's `Layout` tells what each process keeps of it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rft_fn import tree
 from rft_fn.memory import trace
+from rft_fn.memory.engines import Sampler, attempt, size_of, stays, weights_of
 from rft_fn.memory.example import Example
 from rft_fn.memory.layout import Layout
+from rft_fn.memory.phases import Estimate, Models
 from rft_fn.model import quantize
 from rft_fn.model.parts import find
 from rft_fn.types import Transform
 
-__all__ = ["Estimate", "Model", "Sampler", "estimate"]
+__all__ = ["Model", "Sampler", "estimate"]
 
-T = TypeVar("T")
 Model = tuple[nn.Module, Transform | None]  # None: it only scores
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Bytes of one rank.
-
-    Parameters, gradients and the optimizer's state last as long as the run (the gradients from the first pack
-    to the update); the rest is working memory of one phase each.
-    """
-
-    parameters: int
-    gradients: int  # sums over packs
-    optimizer: int  # moments, averages, master weights
-    activations: int  # of one pack, when the decoder is done
-    head: int  # at its peak, beside the activations: logits, or the workspace instead of them
-    backward: int  # at its peak, beside both: the gradients of one pack
-    gathered: int  # whole blocks of sharded parameters, copies in bfloat16, and buffers of their gradients
-    update: int  # temporary tensors of the optimizer's arithmetic
-    engine: int  # its own weights and cache
-    host: int  # of host memory, where something was moved there
-    awake: bool  # whether the engine's weights are on the device while the trainer works
-    media: int = 0  # images and sounds of a pack; on a CPU, whose memory is the host's, of a step too
-    unknown: tuple[str, ...] = ()  # parts that could not be computed, and why: they are not counted
-
-    @property
-    def training(self) -> int:
-        """The peak of forward and backward."""
-        work = self.activations + self.head + self.backward + self.gathered + self.media
-        return self._always + self.gradients + work
-
-    @property
-    def updating(self) -> int:
-        """The peak of an update."""
-        return self._always + self.gradients + self.update
-
-    @property
-    def sampling(self) -> int:
-        """The peak while the engine samples."""
-        return self.parameters + self.optimizer + self.engine
-
-    @property
-    def total(self) -> int:
-        """The peak of all phases."""
-        return max(self.training, self.updating, self.sampling)
-
-    @property
-    def _always(self) -> int:
-        always = self.parameters + self.optimizer
-        if self.awake:
-            always += self.engine
-        return always
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """An engine in the trainer's process, with a copy of the first model's weights."""
-
-    batch: int  # sequences sampled at a time
-    length: int = 0  # tokens of the longest; 0 leaves out the cache
-    sleeps: bool = True  # its weights leave the device while the trainer works
 
 
 class _Held(NamedTuple):
@@ -124,20 +65,6 @@ def _sums(layout: Layout, trained: dict[str, nn.Parameter], n: int) -> tree.Name
     return sums
 
 
-def _try(name: str, f: Callable[[], T], default: T, unknown: list[str]) -> T:
-    """f(), or the default and a line in `unknown`.
-
-    Custom models and transforms may read values, which the meta device has not; an estimate must not stop a
-    run.
-    """
-    try:
-        return f()
-    except Exception as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        unknown.append(f"{name}: {lines[0]}")
-        return default
-
-
 def _parameters(layout: Layout, module: nn.Module) -> int:
     """The parameters of a model [bytes]."""
     total = 0
@@ -163,14 +90,14 @@ def _held(layout: Layout, module: nn.Module, tx: Transform | None, unknown: list
     # the optimizer's state is what its own `init` makes of parameters without memory
     params = _shards(trained, layout.optimizer, layout.stepped)
     wrapped = layout.wrap_optimizer(tx, params)
-    opt = _try("optimizer", lambda: wrapped.init(params), None, unknown)
+    opt = attempt("optimizer", lambda: wrapped.init(params), None, unknown)
     optimizer = trace.nbytes(*(x for x in tree.leaves(opt) if isinstance(x, Tensor)))
     if layout.flat_copy:
         optimizer += trace.nbytes(*params.values())
 
     # a rank steps with the part of the gradients that belongs to its part of the optimizer
     stepped = _sums(layout, trained, layout.optimizer)
-    update = _try("update", lambda: trace.update(wrapped, opt, params, stepped), 0, unknown)
+    update = attempt("update", lambda: trace.update(wrapped, opt, params, stepped), 0, unknown)
     return _Held(parameters, trace.nbytes(*gradients.values()), optimizer, update)
 
 
@@ -223,41 +150,36 @@ def _works(
     name = f"activations of {type(module).__name__}"
     if example is not None and find(module).towers:
         full = partial(_work, layout, module, tokens, kind, options | {"example": example})
-        found = _try(f"{name} with media", full, None, unknown)
+        found = attempt(f"{name} with media", full, None, unknown)
         if found is not None:
             return found
-    return _try(name, partial(_work, layout, module, tokens, kind, options), _Work(), unknown)
+    return attempt(name, partial(_work, layout, module, tokens, kind, options), _Work(), unknown)
 
 
-def _itemsize(kind: str) -> int:
-    """Bytes per number of an engine: bfloat16 on a GPU, float32 on a CPU."""
-    if kind == "cuda":
-        return 2
-    return 4
+def _forward(
+    layout: Layout,
+    module: nn.Module,
+    budget: int,
+    kind: str,
+    options: dict[str, Any],
+    example: Example | None,
+    unknown: list[str],
+) -> int:
+    """Bytes of a forward without a backward of a pack, beside the parameters."""
 
-
-def _weights(module: nn.Module, kind: str) -> int:
-    """The weights of an engine of this process, in full precision [bytes]."""
-    total = 0
-    for p in module.parameters():
-        size = p.element_size()
-        if p.is_floating_point() or quantize.is_low(p):
-            size = _itemsize(kind)
-        total += quantize.count(p) * size
-    return total
-
-
-def _cache(module: nn.Module, kind: str, sampler: Sampler) -> int:
-    """The keys and values of the sequences that an engine samples [bytes]."""
-    if not sampler.length or not hasattr(module, "config"):
+    name = type(module).__name__
+    if any(line.startswith(f"activations of {name}: ") for line in unknown):
         return 0
-    config: Any = module.config
-    text = config.get_text_config()
-    length = min(sampler.length, getattr(text, "max_position_embeddings", sampler.length))
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * heads * width  # keys and values
-    return _itemsize(kind) * token * length * sampler.batch
+
+    def peak() -> int:
+        reads = None
+        if find(module).towers:
+            reads = example
+        tokens = -(-budget // layout.sequence)
+        copy = trace.on_meta(module, layout.computed)
+        return trace.forward(copy, tokens, kind=kind, example=reads, **options)
+
+    return attempt(f"forward of {name}", peak, 0, unknown) + _gathered(layout, module)
 
 
 def estimate(
@@ -269,15 +191,19 @@ def estimate(
     chunk_size: int = 0,
     sampler: Sampler | None = None,
     example: Example | None = None,
+    rewards: Sequence[nn.Module] = (),
+    judges: Sequence[tuple[nn.Module, Sampler]] = (),
+    placed: bool = False,
 ) -> Estimate:
     """Memory of one process with these models and their optimizers.
 
     The optimizer of a model that only scores is None. A pack has `budget` tokens, and all of them count as
     responses; a model that takes one sequence at a time has at most that. kind: "cuda" or "cpu". `fused` and
     `chunk_size` are those of the log-probs. `sampler` copies the first model. Packs are full of `example`, a
-    prompt with media, for models that read it; without one of text. A part that cannot run without
-    values leaves a line in `unknown`. The modules may be on the meta device; they are left alone. ValueError
-    without a model or tokens.
+    prompt with media, for models that read it; without one of text. `rewards` are scalar reward models, and
+    `judges` generative ones, each with an engine. With `placed` a model is on the device only in the phases
+    that use it. A part that cannot run without values leaves a line in `unknown`. The modules may be on the
+    meta device; they are left alone. ValueError without a model or tokens.
     """
     if not models or budget < 1:
         raise ValueError(f"models, budget: expected at least one of each, got {len(models)} and {budget}")
@@ -285,17 +211,21 @@ def estimate(
     held = [_held(layout, module, tx, unknown) for module, tx in models]
 
     # models work one after the other: the largest counts
+    trained = [module for module, tx in models if tx is not None]
     work = _Work()
-    for module in [module for module, tx in models if tx is not None]:
-        options = {"fused": fused, "chunk_size": chunk_size}
+    options = {"fused": fused, "chunk_size": chunk_size}
+    for module in trained:
         found = _works(layout, module, budget, kind, options, example, unknown)
         work = max(work, found, key=sum)
+    forward = partial(_forward, layout, budget=budget, kind=kind, options=options, example=example)
 
-    engine = 0
+    # a forward alone is more than a training step only for a model that is not trained
+    scorers = {id(module): module for module, _ in models if placed or module not in trained}
+
+    engine = delivered = 0
     if sampler is not None:
-        first = models[0][0]
-        engine = _weights(first, kind)
-        engine += _try("cache of the engine", partial(_cache, first, kind, sampler), 0, unknown)
+        engine = size_of(models[0][0], kind, sampler, unknown)
+        delivered = weights_of(models[0][0], kind)
     out = Estimate(
         parameters=sum(x.parameters for x in held),
         gradients=max(x.gradients for x in held),  # one model's after the other's
@@ -304,10 +234,18 @@ def estimate(
         update=max(x.update for x in held),
         engine=engine,
         host=0,
-        awake=engine > 0 and _stays(sampler, kind),
+        awake=stays([sampler, *(judge for _, judge in judges)], kind),
         media=_media(example, budget, kind),
-        unknown=tuple(unknown),
+        frozen=sum(x.parameters for x, (_, tx) in zip(held, models) if tx is None),
+        rewards=sum(_parameters(layout, module) for module in rewards),
+        judges=sum(size_of(module, kind, judge, unknown) for module, judge in judges),
+        delivered=delivered,
+        scored=max((forward(module, unknown=unknown) for module in scorers.values()), default=0),
+        judged=max((forward(module, unknown=unknown) for module in rewards), default=0),
+        placed=placed,
+        models=_names(models, rewards, [module for module, _ in judges], sampler),
     )
+    out = replace(out, unknown=tuple(unknown))
     if kind == "cpu":
         return out
     if example is not None:
@@ -325,16 +263,33 @@ def _media(example: Example | None, budget: int, kind: str) -> int:
     return count * example.nbytes
 
 
-def _stays(sampler: Sampler | None, kind: str) -> bool:
-    """Whether the engine's weights never leave the device, as on a CPU."""
-    return sampler is not None and (kind == "cpu" or not sampler.sleeps)
+def _names(
+    models: Sequence[Model], rewards: Sequence[nn.Module], judges: Sequence[nn.Module], sampler: Any
+) -> Models:
+    """The classes of the models, by their use; the engine by that of the model that it copies."""
+
+    def classes(modules: Sequence[nn.Module]) -> tuple[str, ...]:
+        return tuple(type(module).__name__ for module in modules)
+
+    engine: tuple[str, ...] = ()
+    if sampler is not None:
+        engine = ("engine",)
+    return Models(
+        trained=classes([module for module, tx in models if tx is not None]),
+        frozen=classes([module for module, tx in models if tx is None]),
+        rewards=classes(rewards),
+        judges=classes(judges),
+        engine=engine,
+    )
 
 
 def _moved(layout: Layout, x: Estimate) -> Estimate:
     """The estimate with what lives in host memory counted there."""
     host = x.host + sum(getattr(x, name) for name in layout.on_host)
     if not x.awake:
-        host += x.engine
+        host += x.engine + x.judges
+    if x.placed:  # each of them rests there in some phase
+        host += sum(getattr(x, name) for name in {"parameters", "optimizer"} - layout.on_host) + x.rewards
     sizes = dict.fromkeys(layout.on_host, 0)
     if layout.copied_for_update:
         host += x.parameters + x.gradients

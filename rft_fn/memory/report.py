@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from rft_fn import dist
-from rft_fn.memory.estimate import Estimate
+from rft_fn.memory.phases import Estimate, Phase
 
 __all__ = ["host_memory", "report", "table"]
 
@@ -21,6 +21,16 @@ _NOTES = {
     "gathered": "whole blocks, and buffers of their gradients",
     "update": "instead of the four above, while the optimizer steps",
     "media": "images and sounds",
+    "rewards": "weights of reward models",
+    "judges": "engines of judges",
+}
+_VERBS = {
+    "generate": "sampling",
+    "judge": "judging",
+    "score": "scoring",
+    "train": "training",
+    "update": "updating",
+    "sync": "weight sync",
 }
 
 
@@ -46,10 +56,12 @@ def table(x: Estimate, *, available: int, host: int, remedy: str) -> str:
     for name, note in notes.items():
         if getattr(x, name):
             lines.append(f"  {name:<12}{_size(getattr(x, name)):>11}  {note}")
+    if x.placed:
+        lines += [_line(phase) for phase in x.phases]
     lines += [f"  not known, and not counted: {line}" for line in x.unknown]
 
     # the last line compares the largest phase with what there is
-    phase = next(name for name in ("training", "updating", "sampling") if getattr(x, name) == x.total)
+    phase = _VERBS[x.largest.name]
     if x.host > host:
         verdict = "does not fit the host"
     elif x.total > available:
@@ -58,6 +70,12 @@ def table(x: Estimate, *, available: int, host: int, remedy: str) -> str:
         verdict = "fits"
     lines.append(f"  {'peak':<12}{_size(x.total):>11}  in {phase}, of {_size(available)}: {verdict}")
     return "\n".join(lines)
+
+
+def _line(phase: Phase) -> str:
+    """The peak of a phase, and the models that are on the device in it."""
+    models = ", ".join(phase.models) or "no model"
+    return f"  {'in ' + phase.name:<12}{_size(phase.total):>11}  {models} ({_size(phase.held)})"
 
 
 def host_memory() -> int:

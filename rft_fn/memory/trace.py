@@ -278,6 +278,16 @@ class _Phases:
         return Step(activations, head - activations, max(self.live.peak - head, 0))
 
 
+def _ready(
+    module: nn.Module, tokens: int, example: Example | None, how: dict[str, Any]
+) -> tuple[nn.Module, Packed, Values, Live]:
+    """(the root of a module, a full pack on the meta device, its values, a counter that knows them)."""
+    root = _root(module, tokens=tokens, **how)
+    values = Values()
+    pack = tree.map(_moved(root, values), _pack(tokens, example))
+    return root, pack, values, Live([*root.parameters(), *root.buffers(), *tree.leaves(pack)])
+
+
 def step(
     module: nn.Module,
     tokens: int,
@@ -296,10 +306,8 @@ def step(
     gradients are reduced together, to a `shard`-th. An error that the module raises on the meta device
     (mostly because it reads a value) passes through.
     """
-    root = _root(module, kind=kind, tokens=tokens, fused=fused, chunk_size=chunk_size)
-    values = Values()
-    pack = tree.map(_moved(root, values), _pack(tokens, example))
-    live = Live([*root.parameters(), *root.buffers(), *tree.leaves(pack)])
+    how: dict[str, Any] = {"kind": kind, "fused": fused, "chunk_size": chunk_size}
+    root, pack, values, live = _ready(module, tokens, example, how)
     if groups is not None:
         for group in groups(root):
             _Reduced(group, shard, live)  # their hooks keep it
@@ -312,11 +320,31 @@ def step(
     # a loss that depends on every output, as those with an entropy bonus or a value do
     with live, Answers(), values, Constants(values):
         out = root(pack)
-        total = sum(x.sum() for x in (out.logp, out.entropy, out.value) if x is not None)
+        total = sum(x.sum() for x in (out.logp, out.entropy, out.value, out.score) if x is not None)
         phases.forward_done()
         if isinstance(total, Tensor) and total.requires_grad:
             torch.autograd.backward(total)
     return phases.step()
+
+
+def forward(
+    module: nn.Module,
+    tokens: int,
+    *,
+    kind: str,
+    fused: bool = True,
+    chunk_size: int = 0,
+    example: Example | None = None,
+) -> int:
+    """The peak of a forward of a pack of `tokens` without gradients [bytes].
+
+    The arguments are those of `step`, and the module is consumed too.
+    """
+    how: dict[str, Any] = {"kind": kind, "fused": fused, "chunk_size": chunk_size}
+    root, pack, values, live = _ready(module, tokens, example, how)
+    with torch.no_grad(), live, Answers(), values, Constants(values):
+        root(pack)
+    return live.peak
 
 
 def update(tx: Transform, opt: Any, params: tree.Named, grads: tree.Named) -> int:

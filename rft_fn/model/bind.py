@@ -12,6 +12,7 @@ from rft_fn import tree
 from rft_fn.loss.evaluate import REMEDY
 from rft_fn.model.dropout import checkpointed
 from rft_fn.model.materialize import materialize
+from rft_fn.model.placing import Residence
 from rft_fn.model.reader import settle
 from rft_fn.model.scorer import wrap_for_training
 from rft_fn.types import Apply, Packed, Sampling, TokenOut
@@ -47,8 +48,10 @@ class ModuleApply:
     own: tree.Named
     device: torch.device | None  # where packs of a frozen model belong
     checkpointed: bool  # then a second forward reads the module's own parameters
+    residence: Residence
 
     def __call__(self, params: tree.Named, pack: Packed) -> TokenOut:
+        self.residence.require_device("apply")
         if self.checkpointed:
             why = (
                 "with gradient checkpointing it takes no others; load it with gradient_checkpointing=False "
@@ -95,7 +98,8 @@ def applied(root: nn.Module, module: nn.Module) -> tuple[ModuleApply, tree.Named
         device = first.device
     own = own_parameters(module)
     # a copy of `own`, for whoever gets it may change it
-    apply = ModuleApply(root, prefix, tree.Named(own), device, bool(checkpointed(module)))
+    residence = Residence(root, module)
+    apply = ModuleApply(root, prefix, tree.Named(own), device, bool(checkpointed(module)), residence)
     return apply, own
 
 

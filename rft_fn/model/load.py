@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rft_fn.model import classifier
 from rft_fn.model import quantize as low
 from rft_fn.model.builtin import resolve
 from rft_fn.model.freeze import freeze as frozen
@@ -100,6 +101,7 @@ def _named(name: str, device: torch.device, meta: bool, quantize: str, how: Mapp
     if adapter.is_file():
         base = _base_of(adapter)
         return with_adapter(_named(resolve(base), device, meta, quantize, how), name)
+    _require_language(name, how["trust_remote_code"])
     if not meta:
         return _with_memory(name, device, quantize, how)
 
@@ -107,6 +109,16 @@ def _named(name: str, device: torch.device, meta: bool, quantize: str, how: Mapp
     if quantize not in ("", "none"):
         raise ValueError(f"quantize: expected none on several processes, got {quantize}; start one")
     return on_meta(name, device=device, **how)
+
+
+def _require_language(name: str, trust_remote_code: bool) -> None:
+    """ValueError for a reward model, of which transformers would make a language model with a new head."""
+    found = classifier.class_name(kind_of(name, trust_remote_code).config)
+    if found is not None:
+        raise ValueError(
+            f"model: {name}: expected a language model, got {found}; "
+            "model.load_reward loads it as a reward model"
+        )
 
 
 def _with_memory(name: str, device: torch.device, quantize: str, how: Mapping[str, Any]) -> nn.Module:

@@ -74,7 +74,8 @@ class Reader(nn.Module, ABC):
         Every unit is then equally many forwards on every process.
         """
         name = type(self.parts.decoder).__name__
-        borrowed = pack.num_seqs - pack.unit
+        together = _together(pack)
+        borrowed = pack.num_seqs - together
         if borrowed and pack.media is None:
             raise ValueError(
                 f"pack: expected one sequence for {name}, which mixes the sequences of a pack, got "
@@ -86,12 +87,12 @@ class Reader(nn.Module, ABC):
         ends = size.cumsum(0).tolist()
         if borrowed:
             # Behind the last sequence, which a causal model scores as if nothing stood there.
-            _check_borrowed(name, pack, size.tolist())
-            ends[pack.unit - 1 :] = ends[-1:]
+            _check_borrowed(name, pack, size.tolist(), together)
+            ends[together - 1 :] = ends[-1:]
         outs = []
         for k, (start, end) in enumerate(zip([0, *ends], ends)):
             owner = k
-            if borrowed and k == pack.unit - 1:
+            if borrowed and k == together - 1:
                 owner = pack.num_seqs - 1
             # an empty one at the end of the pack repeats its last token
             start = min(start, pack.tokens.shape[0] - 1)
@@ -103,11 +104,20 @@ class Reader(nn.Module, ABC):
         return tree.map(lambda x: x[real], whole)
 
 
-def _check_borrowed(name: str, pack: Packed, size: list[int]) -> None:
+def _together(pack: Packed) -> int:
+    """The sequences that belong together; all of a pack of one list and placeholders."""
+    if isinstance(pack.unit, int):
+        return pack.unit
+    if len(pack.rows) <= pack.unit[0]:
+        return pack.num_seqs
+    return pack.unit[0]
+
+
+def _check_borrowed(name: str, pack: Packed, size: list[int], together: int) -> None:
     """ValueError for a borrowed row that cannot stand behind the last sequence of its pack."""
     assert pack.media is not None
-    last = pack.unit - 1
-    if len(pack.rows) > pack.unit or pack.num_seqs != pack.unit + 1:
+    last = together - 1
+    if len(pack.rows) > together or pack.num_seqs != together + 1:
         raise ValueError(
             f"pack: expected one sequence for {name}, which mixes the sequences of a pack, got "
             f"{pack.num_seqs}; cut the batch by st.shard after st.init and st.bind"

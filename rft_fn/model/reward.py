@@ -7,19 +7,26 @@ score = strategy.score(apply, state.params, rows, budget, fields=("score",)).sco
 model.final_scores(score, rows.mask)                               # [B, 2]
 """
 
+import json
+import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from rft_fn import check, scan, tree
+from rft_fn.model import classifier
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.calibration import Head
-from rft_fn.model.headed import Headed, zeros
+from rft_fn.model.headed import Headed, below, zeros
+from rft_fn.model.lora import merged
 from rft_fn.types import Packed, TokenOut
 
-__all__ = ["POOLS", "RewardModel", "prefix_mean"]
+__all__ = ["HEADS", "POOLS", "RewardModel", "named_heads", "running_mean", "softmax_share"]
 
+HEADS = "reward_heads.json"  # names, calibration and pooling, in each folder that we write
 POOLS = ("last", "mean", "attention")
 
 
@@ -60,6 +67,32 @@ class RewardModel(Headed):
         self.heads = tuple(heads)
         return self
 
+    def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
+        """Write these weights, whole and by their names, as a folder for `load_reward`.
+
+        Where transformers has a class for the decoder, and its pooling is that by the last token, the folder
+        is one of that class. Else it is a decoder with the heads beside it, and a warning says so. Names,
+        pooling and calibration stand in a file of ours either way.
+        """
+        made = None
+        why = f"pooling by {self.pool}"
+        if self.pool == "last":
+            made = classifier.like(self.decoder, [head.name for head in self.heads])
+            why = f"heads on {type(self.decoder).__name__}"
+
+        if made is None:
+            super().save_pretrained(folder, state_dict)
+            warnings.warn(
+                f"reward model: {folder} is for model.load_reward alone: transformers has no "
+                f"class with {why}",
+                stacklevel=2,
+            )
+        else:
+            whole = merged(self, state_dict)
+            classifier.write(made, folder, below(whole, "decoder."), whole["score.weight"])
+        saved = {"pool": self.pool, "heads": [asdict(head) for head in self.heads]}
+        Path(folder, HEADS).write_text(json.dumps(saved, indent=1) + "\n")
+
     def read(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
         hidden = self.hidden(pack, bounds).to(self.score.weight.dtype)
         columns = [self.score(hidden)]
@@ -72,32 +105,43 @@ class RewardModel(Headed):
         # The tokens of a sequence may have been read by several processes; only here are they together.
         score = out.score[:, : len(self.heads)]
         if self.pool == "mean":
-            score = prefix_mean(score, torch.zeros_like(score[:, 0]), pack.seq)
+            score = running_mean(score, 1 / (pack.pos + 1).double())
         elif self.pool == "attention":
-            score = prefix_mean(score, out.score[:, -1], pack.seq)
+            score = running_mean(score, softmax_share(out.score[:, -1], pack.seq))
         return tree.replace(out, score=torch.where(pack.mask[:, None], score, 0))
 
 
-def prefix_mean(value: Tensor, logit: Tensor, seq: Tensor) -> Tensor:
-    """The means [T, H] of value [T, H] over the tokens up to each of the same sequence.
+def running_mean(value: Tensor, share: Tensor) -> Tensor:
+    """The weighted means [T, H] of value [T, H] over the tokens up to each of its sequence.
 
-    Weights are softmax(logit [T]) over these tokens, so of equal logits it is the plain mean. `seq` [T] is
-    the sequence of each token, one after the other. With L[t] = log sum_{s <= t} exp(logit[s]),
+        mean[t] = (1 - share[t]) mean[t-1] + share[t] value[t]
 
-        mean[t] = exp(L[t-1] - L[t]) mean[t-1] + exp(logit[t] - L[t]) value[t]
-
-    whose factors are at most 1, however far logits lie apart.
+    `share` [T] is the part of each token in the weight of all up to it, 1 for the first of a sequence. It is
+    in float64, as the recurrence is: in float32 1 - share has two digits of the share of one token in 1e5.
     """
-    check.shapes(value=(value, "T H"), logit=(logit, "T"), seq=(seq, "T"))
-    sizes = torch.unique_consecutive(seq, return_counts=True)[1].tolist()
-    total = torch.cat([x.logcumsumexp(0) for x in logit.split(sizes)])
+    check.shapes(value=(value, "T H"), share=(share, "T"))
+    kept = (1 - share).expand(value.shape[1], -1)
+    mean = scan.linear_scan(kept, (share[:, None] * value).T, reverse=False).T
+    return mean.to(value.dtype)
 
-    # Nothing of the sequence before reaches a first token.
-    first = seq != seq.roll(1)
-    first[:1] = True
-    kept = torch.where(first, -torch.inf, total.roll(1) - total).exp()
-    new = (logit - total).exp()[:, None] * value
-    return scan.linear_scan(kept.expand(new.shape[1], -1), new.T, reverse=False).T
+
+def softmax_share(logit: Tensor, seq: Tensor) -> Tensor:
+    """exp(logit[t]) / sum of exp(logit[s]) over the tokens s <= t of the same sequence, [T].
+
+    `seq` [T] is the sequence of each token, one after the other. However far logits lie apart, nothing
+    overflows, and a token's share is that among those before it alone. In float64, see `running_mean`.
+    """
+    check.shapes(logit=(logit, "T"), seq=(seq, "T"))
+    # After each round `total` is the log of the sum over twice as many tokens that end here.
+    logit = logit.double()
+    total = logit
+    reach = 1
+    while reach < len(logit):
+        same = seq[reach:] == seq[:-reach]
+        both = torch.logaddexp(total[reach:], total[:-reach])
+        total = torch.cat([total[:reach], torch.where(same, both, total[reach:])])
+        reach *= 2
+    return (logit - total).exp()
 
 
 def named_heads(heads: Sequence[str | Head]) -> tuple[Head, ...]:

@@ -2,25 +2,25 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from rft_fn.model import classifier
 from rft_fn.model.builtin import resolve
 from rft_fn.model.calibration import Head
 from rft_fn.model.freeze import freeze as frozen
 from rft_fn.model.headed import headless, save_headed, saved_heads
 from rft_fn.model.load import load, read_config
 from rft_fn.model.parts import inside_adapters
-from rft_fn.model.reward import RewardModel, named_heads
+from rft_fn.model.reward import HEADS, RewardModel, named_heads
 from rft_fn.model.stored import files, folder_of
 
 __all__ = ["load_reward", "save_reward"]
 
-_HEADS = "reward_heads.json"  # names, calibration and pooling, in each folder that we write
+_SCORE = "score.weight"  # the name of the heads' matrix, in transformers' classes and in ours
 
 
 class _Source(NamedTuple):
@@ -83,67 +83,50 @@ def _source(given: Any, meta: bool, how: dict[str, Any]) -> _Source:
     from transformers import AutoModel, AutoModelForSequenceClassification
 
     if isinstance(given, nn.Module):
-        return _classifier(given, given, None)
+        head = classifier.head_of(inside_adapters(given))
+        if head is None:
+            return _Source(given)
+        return _Source(given, {_SCORE: head.weight.detach()}, _labels(inside_adapters(given).config))
+
+    # A decoder with our heads beside it.
     folder = resolve(str(given))
     tensors = saved_heads(folder, RewardModel.file)
     if tensors is not None:
         heads, pool = _described(folder)
         return _Source(headless(AutoModel, folder, meta=meta, **how), tensors, heads, pool)
-    if not _is_classifier(read_config(folder)):
+
+    # A model for sequence classification, ours or of others.
+    if classifier.class_name(read_config(folder)) is None:
         return _Source(given)
-    lm = headless(AutoModelForSequenceClassification, folder, meta=meta, **how)
-    return _classifier(given, lm, folder)
+    lm: Any = headless(AutoModelForSequenceClassification, folder, meta=meta, **how)
+    head = classifier.head_of(lm)
+    assert head is not None
+    heads, pool = _labels(lm.config), "last"
+    if Path(folder, HEADS).is_file():
+        heads, pool = _described(folder)
+    return _Source(lm, {_SCORE: _in_files(folder, head.weight.detach())}, heads, pool)
 
 
-def _is_classifier(config: Any) -> bool:
-    names = getattr(config, "architectures", None) or []
-    return any(name.endswith("ForSequenceClassification") for name in names)
+def _labels(config: Any) -> tuple[Head, ...]:
+    return named_heads(classifier.labels(config))
 
 
-def _classifier(given: Any, lm: Any, folder: str | None) -> _Source:
-    """A module of transformers for sequence classification, read from `folder` if it was."""
-    whole = inside_adapters(lm)
-    if not type(whole).__name__.endswith("ForSequenceClassification"):
-        return _Source(lm)
-    head = getattr(whole, "score", None)
-    if type(head) is not nn.Linear or head.bias is not None:
-        raise ValueError(
-            f"reward model: {_name(given)}: expected a head `score` of one matrix, as decoders have, got "
-            f"{type(whole).__name__}"
-        )
-    weight = head.weight.detach()
-    heads, pool = _labels(whole.config), "last"
-    if folder is not None:
-        weight = _in_files(folder, "score.weight", weight)
-        if Path(folder, _HEADS).is_file():
-            heads, pool = _described(folder)
-    return _Source(lm, {"score.weight": weight}, heads, pool)
-
-
-def _in_files(folder: str, name: str, read: Tensor) -> Tensor:
-    """A tensor in the precision of a folder's files; `read` where these are no safetensors."""
+def _in_files(folder: str, read: Tensor) -> Tensor:
+    """The head in the precision of a folder's files; `read` where these are no safetensors."""
     from safetensors import safe_open
 
     if not read.is_meta and not any(Path(folder).glob("*.safetensors")):
         return read
     for path in files(folder_of(folder)):
         with safe_open(path, "pt") as file:
-            if name in file.keys():  # noqa: SIM118
-                return file.get_tensor(name)
+            if _SCORE in file.keys():  # noqa: SIM118
+                return file.get_tensor(_SCORE)
     return read
-
-
-def _labels(config: Any) -> tuple[Head, ...]:
-    """The heads of a config's labels; a single one without a name is the score."""
-    labels = [config.id2label[i] for i in range(config.num_labels)]
-    if labels == ["LABEL_0"]:
-        labels = ["score"]
-    return named_heads(labels)
 
 
 def _described(folder: str) -> tuple[tuple[Head, ...], str]:
     """(heads, pool) as our file in a folder has them."""
-    path = Path(folder, _HEADS)
+    path = Path(folder, HEADS)
     try:
         saved = json.loads(path.read_text())
         return named_heads([Head(**head) for head in saved["heads"]]), saved["pool"]
@@ -182,9 +165,8 @@ def save_reward(
 ) -> Path:
     """Write a reward model, with `weights` substituted for its parameters, as a folder for `load_reward`.
 
-    `weights` are as `Strategy.export` gives them. ValueError for one that the model does not have.
+    `weights` are as `Strategy.export` gives them. Pooled by the last token, it is a folder of transformers'
+    AutoModelForSequenceClassification where that has a class for the decoder; a warning says where not.
+    ValueError for a weight that the model does not have.
     """
-    path = save_headed(folder, reward_model, weights)
-    saved = {"pool": reward_model.pool, "heads": [asdict(head) for head in reward_model.heads]}
-    (path / _HEADS).write_text(json.dumps(saved, indent=1) + "\n")
-    return path
+    return save_headed(folder, reward_model, weights)

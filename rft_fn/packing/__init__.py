@@ -6,14 +6,15 @@ and every auxiliary field moves with its target. Everything here is a pure funct
 every rank computes the same plan and takes its part of it.
 """
 
-from rft_fn.packing.batches import cut, left_out, minibatches, shard, take
-from rft_fn.packing.lending import owners
-from rft_fn.packing.packs import alone, pack, pad, placeholder, real, sides, stack, unpack
+from rft_fn.packing.batches import cut, left_out, minibatch_units, minibatches, shard, take
+from rft_fn.packing.lending import counts, owners
+from rft_fn.packing.packs import alone, fill, pack, pad, placeholder, real, sides, stack, unpack
 from rft_fn.packing.parts import own, reset_position_ids
 from rft_fn.packing.plan import assign, waste
 from rft_fn.packing.rows import conversations, scored, supervised
+from rft_fn.packing.units import among, filled, members, unit_of
 
 __all__ = [
-    "conversations", "minibatches", "pack", "real", "reset_position_ids", "scored", "shard", "sides",
-    "stack", "supervised", "take", "unpack",
+    "conversations", "minibatch_units", "minibatches", "pack", "real", "reset_position_ids", "scored",
+    "shard", "sides", "stack", "supervised", "take", "unit_of", "unpack",
 ]  # fmt: skip

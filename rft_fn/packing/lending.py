@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from rft_fn import check
+from rft_fn.packing import units
 from rft_fn.types import Experience, Packed
 from rft_fn.types.media import Media
 
@@ -58,12 +60,13 @@ def _read(exp: Experience) -> Tensor:
     return inputs - (exp.mask & (position < inputs[:, None])).sum(-1)
 
 
-def reserve(exp: Experience, unit: int) -> int:
+def reserve(exp: Experience, unit: int | Sequence[int]) -> int:
     """The tokens that a pack may have to borrow: 0 if every unit of rows has each kind of media."""
-    lacking = [c for c in counts(exp.media).values() if not bool(c.view(-1, unit).any(-1).all())]
+    sizes = check.units(unit, len(exp.tokens))
+    lacking = [c for c in counts(exp.media).values() if not bool(units.total(c, sizes).all())]
     if not lacking:
         return 0
-    return unit * int(_read(exp)[lenders(exp, [])].sum())
+    return units.smallest(unit) * int(_read(exp)[lenders(exp, [])].sum())
 
 
 def owners(exp: Experience, packs: Sequence[Sequence[int]]) -> list[int]:
@@ -77,6 +80,7 @@ def owners(exp: Experience, packs: Sequence[Sequence[int]]) -> list[int]:
 
 def with_media(b: Packed, which: Sequence[int]) -> list[int]:
     """The units of a pack that `which` of them borrow: the smallest of each kind that they lack."""
-    size = torch.bincount(b.seq // b.unit, minlength=b.num_seqs // b.unit)
-    count = {name: c.view(-1, b.unit).sum(-1) for name, c in counts(b.media).items()}
+    sizes = check.units(b.unit, b.num_seqs)
+    size = units.total(torch.bincount(b.seq, minlength=b.num_seqs), sizes)
+    count = {name: units.total(c, sizes) for name, c in counts(b.media).items()}
     return _cheapest(count, size, which)

@@ -8,37 +8,38 @@ from einops import rearrange
 from torch import Tensor
 
 from rft_fn import check, segment, tree
-from rft_fn.packing import lending, parts
+from rft_fn.packing import lending, parts, units
 from rft_fn.types import Experience, Packed
 
-__all__ = ["alone", "pack", "pad", "placeholder", "real", "sides", "stack", "unpack"]
+__all__ = ["alone", "fill", "pack", "pad", "placeholder", "real", "sides", "stack", "unpack"]
 
 _TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret", "words")
 
 
-def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
+def pack(exp: Experience, rows: Sequence[int], *, unit: int | Sequence[int] = 1) -> Packed:
     """Pack rows of a batch into one micro-batch.
 
     Their tokens stand one after the other. Every auxiliary field is 0 outside mask. `unit` consecutive rows
-    belong together: 2 for losses of pairs. With no rows, or no tokens: a `placeholder`, so that all ranks
-    run equally many packs.
+    belong together: 2 for losses of pairs; for ranked lists of any length it is the number of rows of each.
+    With no rows, or no tokens: a `placeholder`, so that all ranks run equally many packs.
 
     Where the batch has media of a kind that none of the rows has, the pack borrows the row with the fewest
     tokens that has some. Its tokens stand at the end, mask False and w 0, and it is not in `rows`. So the
-    towers of a model run in every pack. ValueError for a unit that does not divide the rows, and for media
+    towers of a model run in every pack. ValueError for units that do not make up the rows, and for media
     that this process does not hold.
     """
-    if unit < 1 or len(rows) % unit:
-        raise ValueError(f"unit: expected a divisor of the {len(rows)} rows of the pack, got {unit}")
+    sizes = check.units(unit, len(rows), " of the pack")
+    if not isinstance(unit, int):
+        unit = tuple(sizes)
     packed = _of_rows(exp, rows, unit)
     empty = not len(packed.tokens)
     if empty:
         rows = ()
 
     # a borrowed row stands for both sides of a pair
-    borrowed = [row for row in lending.lenders(exp, rows) for _ in range(unit)]
+    borrowed = [row for row in lending.lenders(exp, rows) for _ in range(units.smallest(unit))]
     if borrowed:
-        lent = parts.masked(_of_rows(exp, borrowed, unit))
+        lent = parts.masked(_of_rows(exp, borrowed, units.singles(unit, len(borrowed))))
         if empty:
             return lent
         return parts.join(packed, lent)
@@ -48,7 +49,7 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int = 1) -> Packed:
     return packed
 
 
-def _of_rows(exp: Experience, rows: Sequence[int], unit: int) -> Packed:
+def _of_rows(exp: Experience, rows: Sequence[int], unit: int | tuple[int, ...]) -> Packed:
     """The tokens of some rows, one after the other."""
     device = exp.tokens.device
 
@@ -95,19 +96,33 @@ def placeholder(like: Packed) -> Packed:
     """A masked pack that adds nothing.
 
     It has the fields of `like`, with one unit of sequences of one masked token each (the first of `like`,
-    if any). Of a pack with media it has the smallest units of sequences that have some, of each kind, so that
-    it runs the towers too. It runs forward and backward, and `unpack` puts it nowhere.
+    if any); where units differ in size, of one sequence. Of a pack with media it has the smallest units of
+    sequences that have some, of each kind, so that it runs the towers too. It runs forward and backward, and
+    `unpack` puts it nowhere.
     """
-    found = lending.with_media(like, [])
+    unit = units.smallest(like.unit)
+    each = tree.replace(like, unit=unit)
+    found = lending.with_media(each, [])
     if found:
-        return parts.masked(parts.units(like, found))
-    unit = like.unit
+        lent = parts.masked(parts.units(each, found))
+        return tree.replace(lent, unit=units.singles(like.unit, lent.num_seqs))
     zeros = tree.map(lambda x: x.new_zeros(unit, *x.shape[1:]), tree.replace(like, media=None))
     tokens = zeros.tokens
     if like.tokens.numel():
         tokens = like.tokens[:1].repeat(unit)
     seq = torch.arange(unit, device=tokens.device)
-    return tree.replace(zeros, tokens=tokens, seq=seq, num_seqs=unit, rows=(), padding=0, media=None)
+    kept = {"unit": units.singles(like.unit, unit), "num_seqs": unit, "rows": (), "padding": 0}
+    return tree.replace(zeros, tokens=tokens, seq=seq, media=None, **kept)
+
+
+def fill(b: Packed, count: int) -> Packed:
+    """A pack of units of different sizes with placeholders behind it, up to `count` sequences.
+
+    So packs of one list each are equally many forwards of a model that takes one sequence at a time.
+    """
+    while b.num_seqs < count:
+        b = parts.join(b, placeholder(b))
+    return b
 
 
 def alone(b: Packed, unit: int) -> Packed:
@@ -171,14 +186,15 @@ def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor
 
 
 def real(b: Packed) -> Tensor:
-    """Whether each unit of sequences has targets, [K / unit] bool.
+    """Whether each unit of sequences has targets, [U] bool.
 
     A target is a token in mask. The other units teach nothing: placeholders, and units that `shard` would
     have left out. A metric of pairs (unit 2) counts only the real ones: `metric.mean(chosen > rejected,
     packing.real(b))`.
     """
-    tokens = torch.zeros(b.num_seqs // b.unit, dtype=torch.long, device=b.mask.device)
-    return tokens.index_add(0, b.seq // b.unit, b.mask.long()) > 0
+    tokens = torch.zeros(b.num_seqs, dtype=torch.long, device=b.mask.device)
+    tokens = tokens.index_add(0, b.seq, b.mask.long())
+    return units.total(tokens, check.units(b.unit, b.num_seqs)) > 0
 
 
 def sides(x: Tensor, b: Packed) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rft_fn import check, tree
 from rft_fn.packing import lending
+from rft_fn.packing import units as groups
 from rft_fn.types import Packed
 from rft_fn.types.media import Media
 
@@ -56,35 +57,40 @@ def masked(b: Packed) -> Packed:
 def join(b: Packed, borrowed: Packed) -> Packed:
     """A pack without padding, and behind it what it borrows."""
     plain = tree.replace(borrowed, seq=borrowed.seq + b.num_seqs, media=None)
-    like = tree.replace(plain, num_seqs=b.num_seqs, rows=b.rows, padding=b.padding)  # static fields agree
+
+    # static fields agree
+    like = tree.replace(plain, num_seqs=b.num_seqs, rows=b.rows, padding=b.padding, unit=b.unit)
     return tree.replace(
         tree.map(lambda x, y: torch.cat([x, y]), tree.replace(b, media=None), like),
         media=Media.concat([b.media, borrowed.media], [b.num_seqs, borrowed.num_seqs]),
         num_seqs=b.num_seqs + borrowed.num_seqs,
+        unit=groups.joined(b.unit, borrowed.unit),
     )
 
 
 def units(b: Packed, which: Sequence[int]) -> Packed:
     """Some units of the sequences of a pack, in the order of the pack; without padding."""
-    number = torch.tensor(sorted(which), device=b.seq.device)
-    members = [int(u) * b.unit + i for u in sorted(which) for i in range(b.unit)]
+    which = sorted(which)
+    members = groups.members(check.units(b.unit, b.num_seqs), which)
 
     # a token at position 0 that does not begin its sequence is padding
-    at = torch.isin(b.seq // b.unit, number) & (_begins(b.seq) | (b.pos > 0))
+    number = torch.tensor(which, device=b.seq.device)
+    at = torch.isin(groups.unit_of(b)[b.seq], number) & (_begins(b.seq) | (b.pos > 0))
     part = tree.map(lambda x: x[at], tree.replace(b, media=None))
     media = None
     if b.media is not None:
         media = b.media.take(members)
     seq = torch.searchsorted(torch.tensor(members, device=b.seq.device), part.seq)
     rows = tuple(b.rows[i] for i in members if i < len(b.rows))
-    return tree.replace(part, seq=seq, media=media, num_seqs=len(members), rows=rows, padding=0)
+    unit = groups.chosen(b.unit, which)
+    return tree.replace(part, seq=seq, media=media, num_seqs=len(members), rows=rows, unit=unit, padding=0)
 
 
 def own(b: Packed) -> Packed:
     """A pack without what it borrowed and its padding; an empty one as it is."""
     if not b.rows:
         return b
-    part = units(b, range(len(b.rows) // b.unit))
+    part = units(b, range(groups.filled(b)))
     if not lending.counts(part.media):
         part = tree.replace(part, media=None)
     return part

@@ -16,16 +16,21 @@ def _largest_first(sizes: Sequence[int]) -> list[int]:
     return sorted((i for i, n in enumerate(sizes) if n), key=lambda i: (-sizes[i], i))
 
 
-def assign(sizes: Sequence[int], budget: int, *, most: int = 0) -> list[list[int]]:
+def assign(
+    sizes: Sequence[int], budget: int, *, most: int = 0, rows: Sequence[int] | None = None
+) -> list[list[int]]:
     """Assign items to packs by best fit decreasing.
 
     Packs hold at most `budget` tokens, and `sizes` are in tokens. Each pack is a list of indices, of at
-    most `most` items if that is not 0; items of size 0 are in none. Ties go by index. Never needs more than
-    11/9 of the fewest possible packs + 1 (Johnson 1973); on GSM8K's lengths under 1 % of the tokens stays
-    empty. ValueError for an item that is larger than the budget.
+    most `most` rows if that is not 0, and an item is one row unless `rows` has the number of each. Items of
+    size 0 are in no pack. Ties go by index. Never needs more than 11/9 of the fewest possible packs + 1
+    (Johnson 1973); on GSM8K's lengths under 1 % of the tokens stays empty. ValueError for an item that
+    is larger than the budget.
     """
     packs: list[list[int]] = []
     room: list[int] = []  # tokens that each pack still takes
+    held: list[int] = []  # rows that each pack has
+    rows = rows or [1] * len(sizes)
     for i in _largest_first(sizes):
         if sizes[i] > budget:
             raise ValueError(
@@ -34,32 +39,42 @@ def assign(sizes: Sequence[int], budget: int, *, most: int = 0) -> list[list[int
             )
 
         # the fullest pack that takes the item leaves the larger gaps to others
-        free = [k for k in range(len(packs)) if not most or len(packs[k]) < most]
+        free = [k for k in range(len(packs)) if not most or held[k] + rows[i] <= most]
         fits = [(room[k] - sizes[i], k) for k in free if room[k] >= sizes[i]]
         if fits:
             _, k = min(fits)
             packs[k].append(i)
             room[k] -= sizes[i]
+            held[k] += rows[i]
         else:
             packs.append([i])
             room.append(budget - sizes[i])
+            held.append(rows[i])
     return packs
 
 
 def spread(
-    sizes: Sequence[int], costs: Sequence[int], budget: int, count: int, most: int
+    sizes: Sequence[int],
+    costs: Sequence[int],
+    budget: int,
+    count: int,
+    *,
+    most: int = 0,
+    rows: Sequence[int] | None = None,
 ) -> list[list[int]] | None:
     """Assign items to packs of nearly equal cost.
 
     There are `count` packs of at most `budget` tokens; `sizes` are in tokens, `costs` in the work of a token
     and 0 where the size is. The item of the largest cost goes first, each to the cheapest pack that has
-    tokens left for it and fewer than `most` items (if not 0). None where there is no such pack.
+    tokens left for it, and rows of at most `most` (see `assign`). None where there is no such pack.
     """
     packs: list[list[int]] = [[] for _ in range(count)]
     room = [budget] * count
     load = [0] * count
+    held = [0] * count
+    rows = rows or [1] * len(sizes)
     for i in _largest_first(costs):
-        free = [k for k in range(count) if not most or len(packs[k]) < most]
+        free = [k for k in range(count) if not most or held[k] + rows[i] <= most]
         free = [k for k in free if room[k] >= sizes[i]]
         if not free:
             return None
@@ -67,6 +82,7 @@ def spread(
         packs[k].append(i)
         room[k] -= sizes[i]
         load[k] += costs[i]
+        held[k] += rows[i]
     return packs
 
 

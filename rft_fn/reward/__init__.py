@@ -4,14 +4,18 @@
 
 Lists with one value per completion. Prompts and completions are texts, or lists of messages where the data
 has messages; `convention` has the other arguments that a function may name, `results` the values that it may
-return, `verifiable` the built-in functions, `adapters` those of other libraries, `combine` their weighted sum
-and `scoring` the way from a rollout to rewards. `completions` are the *response only*: a reward that scores
-prompt and response together can be satisfied by the instructions in the prompt, and is then a constant.
+return, `verifiable` the built-in functions, `generative_model` judges, `adapters` the functions of other
+libraries, `combine` their weighted sum and `scoring` the way from a rollout to rewards. `completions` are the
+*response only*: a reward that scores prompt and response together can be satisfied by the instructions in the
+prompt, and is then a constant.
 """
 
+from rft_fn.reward.by_column import by_column
 from rft_fn.reward.combine import Weighted, columns, weighted
 from rft_fn.reward.convention import JointReward, RewardFn, Score, Scored, TrainerState, text, trainer_state
+from rft_fn.reward.generative_model import generative, generative_by_name
 from rft_fn.reward.loading import load, parse
+from rft_fn.reward.normalize import normalized
 from rft_fn.reward.preflight import check
 from rft_fn.reward.remote import served_at
 from rft_fn.reward.scalar_model import Reading, ScalarReward, scalar
@@ -28,10 +32,11 @@ from rft_fn.reward.verifiable import (
     tag_format,
     task,
 )
+from rft_fn.reward.veto import Veto
 
 __all__ = [
-    "Judged", "Reading", "RewardFn", "boxed_format", "check", "columns", "concat", "exact", "extract_boxed",
-    "extract_number", "extract_tag", "judge", "judge_rows", "load", "math", "means", "numeric", "parse",
-    "pattern_format", "responses", "scalar", "served_at", "tag_format", "task", "text", "trainer_state",
-    "weighted",
+    "Judged", "Reading", "RewardFn", "Veto", "boxed_format", "by_column", "check", "columns", "concat",
+    "exact", "extract_boxed", "extract_number", "extract_tag", "generative", "generative_by_name", "judge",
+    "judge_rows", "load", "math", "means", "normalized", "numeric", "parse", "pattern_format", "responses",
+    "scalar", "served_at", "tag_format", "task", "text", "trainer_state", "weighted",
 ]  # fmt: skip

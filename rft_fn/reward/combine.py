@@ -1,17 +1,14 @@
 """Several rewards as one weighted sum; every value is checked."""
 
-import asyncio
-import inspect
 import math
-import numbers
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rft_fn.reward import results
+from rft_fn.reward.calling import Call, Caller, Log
 from rft_fn.reward.convention import (
     GIVEN,
     Columns,
@@ -21,15 +18,12 @@ from rft_fn.reward.convention import (
     Score,
     Scored,
     TrainerState,
-    asks_for,
-    column_names,
     columns_of,
     is_joint,
-    required,
-    taken,
 )
-from rft_fn.reward.event_loop import EventLoop
 from rft_fn.reward.results import Result
+from rft_fn.reward.row_weights import RowWeights, Weight, check_weight, weights_of
+from rft_fn.reward.veto import Veto, vetoed
 
 __all__ = ["Known", "Weighted", "columns", "joint_names", "weighted"]
 
@@ -38,19 +32,44 @@ Known = Callable[[], Mapping[str, Tensor]]
 
 
 class Weighted:
-    """A weighted sum of rewards: a `Score`, made by `weighted` or `parse`."""
+    """A weighted sum of rewards: a `Score`, made by `weighted`, `by_column` or `parse`."""
 
     def __init__(
         self,
-        components: Mapping[str, tuple[RewardFn | JointReward, float]],
+        components: Mapping[str, tuple[RewardFn | JointReward, Weight]],
         *,
         specs: Mapping[str, str] | None = None,
+        vetoes: Sequence[Veto] = (),
     ):
         _check_components(components)
+        for veto in vetoes:
+            if veto.part not in components:
+                raise ValueError(f"veto: expected one of {', '.join(components)}, got {veto.part!r}")
         self.components = dict(components)
         self.specs = dict(specs or {})  # their texts on the command line
-        self.running = ""  # the reward that is being computed, or the one that raised
-        self._loop = EventLoop()
+        self.vetoes = tuple(vetoes)
+        self._caller = Caller()
+
+    @property
+    def running(self) -> str:
+        """The reward that is being computed, or the one that raised."""
+        return self._caller.running
+
+    @running.setter
+    def running(self, name: str) -> None:
+        self._caller.running = name
+
+    def with_vetoes(self, *vetoes: Veto) -> "Weighted":
+        """This sum with further vetoes. ValueError for a part that it does not have."""
+        return Weighted(self.components, specs=self.specs, vetoes=[*self.vetoes, *vetoes])
+
+    def close(self) -> None:
+        """Close what the parts hold: engines, connections, the event loop."""
+        self._caller.close()
+        for fn, _ in self.components.values():
+            close = getattr(fn, "close", None)
+            if close is not None:
+                close()
 
     def __call__(
         self,
@@ -81,22 +100,34 @@ class Weighted:
             if values is not None:
                 batch[name] = list(values)
 
-        # call all of them before any result is read: async ones run together
+        # a reward is asked for the rows that it applies to
         count = len(completions)
-        logs = {name: _Log(name, count) for name in self.components}
-        found = self._known(known)
-        found |= self._call(batch, logs)
+        weights: dict[str, Tensor] = {}
+        calls: dict[str, Call] = {}
+        for name, (fn, weight) in self.components.items():
+            self.running = name
+            weights[name] = weights_of(name, weight, columns, count)
+            rows = (~weights[name].isnan()).nonzero().flatten().tolist()
+            if rows and not is_joint(fn):
+                calls[name] = Call(name, fn, batch, rows)
+
+        # call all of them before any result is read: async ones run together
+        found = self._caller.results(list(calls.values()), lambda: self._known(known))
         read: dict[str, Result] = {}
         for name in self.components:
             self.running = name
-            read[name] = results.read(name, found[name], count)
+            read[name] = self._read(name, found.get(name), calls.get(name), weights[name])
         self.running = ""
 
         parts = {name: x.values for name, x in read.items()}
-        metrics, extra = _further(read, logs)
-        return Scored(self._total(parts, prompts), parts, metrics, extra)
+        total = self._total(parts, weights, prompts)
+        total, decided = vetoed(total, parts, self.vetoes)
+        metrics, extra = _further(read)
+        for name, x in decided.items():
+            metrics[f"{name}/vetoed"] = x
+        return Scored(total, parts, metrics, extra)
 
-    def _known(self, known: Known | None) -> dict[str, object]:
+    def _known(self, known: Known | None) -> Mapping[str, object]:
         """The values of the joint rewards. ValueError where nobody has computed them."""
         joint = joint_names(self)
         if not joint:
@@ -106,94 +137,30 @@ class Weighted:
                 f"reward {joint[0]!r}: expected `known`, its values, which all ranks compute together; "
                 "reward.judge and collect.gather_and_judge do that"
             )
-        return dict(known())
+        return known()
 
-    def _call(self, batch: Mapping[str, Any], logs: Mapping[str, "_Log"]) -> dict[str, object]:
-        """The results of all functions, by name.
+    def _read(self, name: str, found: Any, call: Call | None, weight: Tensor) -> Result:
+        """The result of a reward for all rows; nothing applies to those that it was not asked for."""
+        count = len(weight)
+        if call is None and not is_joint(self.components[name][0]):  # it was asked for none
+            return Result(torch.full((count,), math.nan), {}, {})
+        if call is None:
+            result = results.read(name, [_or_none(x) for x in found.tolist()], count)
+            return result._replace(values=torch.where(weight.isnan(), math.nan, result.values))
+        rows = (~weight.isnan()).nonzero().flatten()
+        result = results.read(name, found, len(rows))
+        return results.spread(_with_log(result, call.log), rows.tolist(), count)
 
-        Plain ones run one after the other, then async ones together.
-        """
-        found: dict[str, object] = {}
-        waiting: dict[str, Awaitable[object]] = {}
-
-        # when a plain one raises, the coroutines of others were never started: close them
-        try:
-            for name, (fn, _) in self.components.items():
-                if is_joint(fn):
-                    continue
-                result = self._start(name, batch, logs[name])
-                if inspect.isawaitable(result):
-                    waiting[name] = result
-                else:
-                    found[name] = result
-        except BaseException:
-            for awaitable in waiting.values():
-                if inspect.iscoroutine(awaitable):
-                    awaitable.close()
-            raise
-        if waiting:
-            self.running = ", ".join(waiting)
-            found |= self._loop.run(self._gather(waiting))
-        return found
-
-    def _start(self, name: str, batch: Mapping[str, Any], log: "_Log") -> object:
-        """The result of a function, an awaitable if it is async."""
-        self.running = name
-        fn: Any = self.components[name][0]
-        given = {**batch, "log_metric": log.metric, "log_extra": log.further}
-        _check_arguments(name, fn, given)
-        with self.named(name):
-            arguments = taken(fn, given)
-            if not asks_for(fn, "media"):
-                arguments.pop("media", None)
-            result = fn(**arguments)
-            if isinstance(result, Iterator) and not inspect.isawaitable(result):  # computes when it is read
-                result = list(result)
-        return result
-
-    async def _gather(self, waiting: Mapping[str, Awaitable[object]]) -> dict[str, object]:
-        """The results of async functions, which run together."""
-
-        async def wait(name: str) -> object:
-            with self.named(name):
-                return await waiting[name]
-
-        values = await asyncio.gather(*(wait(name) for name in waiting))
-        return dict(zip(waiting, values, strict=True))
-
-    @contextmanager
-    def named(self, name: str) -> Iterator[None]:
-        """Add a note with the reward's name to any error.
-
-        A call of sys.exit becomes ValueError.
-        """
-        # a reward must not end the run without its name
-        try:
-            yield
-        except SystemExit as error:
-            self.running = name
-            exit_ = ValueError(
-                f"reward {name!r}: expected a list of numbers, got sys.exit({error.code!r}); raise an error "
-                "to stop the run, return 0.0 for a completion that cannot be scored"
-            )
-            exit_.add_note(f"raised by the reward {name!r}")
-            raise exit_ from error
-        except KeyboardInterrupt:  # the user's, not the reward's
-            raise
-        except BaseException as error:
-            if not isinstance(error, asyncio.CancelledError):  # another one has failed
-                self.running = name
-            error.add_note(f"raised by the reward {name!r}")
-            raise
-
-    def _total(self, parts: Mapping[str, Tensor], prompts: Sequence[str | Messages]) -> Tensor:
+    def _total(
+        self, parts: Mapping[str, Tensor], weights: Mapping[str, Tensor], prompts: Sequence[str | Messages]
+    ) -> Tensor:
         """The weighted sum [B] of the parts that apply.
 
         ValueError for a row to which none does.
         """
         total = torch.zeros(len(prompts))
-        for name, (_, weight) in self.components.items():
-            total = total + float(weight) * parts[name].nan_to_num()
+        for name, part in parts.items():
+            total = total + (weights[name] * part).nan_to_num()
 
         # a row without any reward is not worth 0
         nothing = torch.stack(list(parts.values())).isnan().all(0).nonzero().flatten().tolist()
@@ -207,10 +174,11 @@ class Weighted:
         return total
 
 
-def weighted(**components: tuple[RewardFn | JointReward, float]) -> Weighted:
+def weighted(**components: tuple[RewardFn | JointReward, Weight]) -> Weighted:
     """score = sum of weight * component: `weighted(accuracy=(math(), 0.9), format=(boxed_format(), 0.1))`.
 
-    Each component is called with keywords, as TRL does it: `fn(prompts=..., completions=..., **columns)`.
+    Each component is called with keywords, as TRL does it: `fn(prompts=..., completions=..., **columns)`. A
+    weight of 0 only logs a part. A weight may be `RowWeights`, one for each value of a column.
     Raises ValueError here for no component or a weight that is not finite. `score` raises ValueError that
     names the component for the wrong number of values, for a value that is not a finite number (nothing is
     replaced silently: a NaN reward would turn a whole group's advantages into NaN), for a column that is
@@ -228,7 +196,9 @@ def columns(score: Score) -> tuple[str, ...]:
     () for a score that is not made by `weighted` or `parse`.
     """
     names: dict[str, None] = {}
-    for fn, _ in getattr(score, "components", {}).values():
+    for fn, weight in getattr(score, "components", {}).values():
+        if isinstance(weight, RowWeights):
+            names |= {weight.column: None}
         names |= dict.fromkeys(columns_of(fn))
     return tuple(names)
 
@@ -239,14 +209,13 @@ def joint_names(score: Score) -> list[str]:
     return [name for name, (fn, _) in components.items() if is_joint(fn)]
 
 
-def _check_components(components: Mapping[str, tuple[RewardFn | JointReward, float]]) -> None:
+def _check_components(components: Mapping[str, tuple[RewardFn | JointReward, Weight]]) -> None:
     if not components:
         raise ValueError("weighted: expected at least one component, as name=(reward function, weight)")
     for name, component in components.items():
         if not (isinstance(component, tuple) and len(component) == 2 and callable(component[0])):
             raise ValueError(f"reward {name!r}: expected (reward function, weight), got {component!r}")
-        if not isinstance(component[1], numbers.Real) or not math.isfinite(component[1]):
-            raise ValueError(f"reward {name!r}: expected a finite weight, got {component[1]!r}")
+        check_weight(name, component[1])
 
 
 def _check_batch(prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> None:
@@ -263,62 +232,26 @@ def _check_batch(prompts: Sequence[Any], completions: Sequence[Any], columns: Co
             )
 
 
-def _check_arguments(name: str, fn: RewardFn, given: Mapping[str, Any]) -> None:
-    """ValueError for a parameter without a default that is no column."""
-    for column in required(fn):
-        if column not in given:
-            raise ValueError(
-                f"reward {name!r}: column {column!r} is not in the dataset; "
-                f"its columns are: {column_names(given)}"
-            )
+def _or_none(x: float) -> float | None:
+    """A value of a joint reward as functions give it: None for NaN."""
+    if math.isnan(x):
+        return None
+    return x
 
 
-class _Log:
-    """The numbers and values that a reward function logs, by `log_metric` and `log_extra`."""
-
-    def __init__(self, reward: str, count: int):
-        self._reward = reward
-        self._count = count
-        self._numbers: dict[str, list[float]] = {}
-        self.extra: dict[str, list[Any]] = {}
-
-    def metric(self, name: str, value: float) -> None:
-        """Add a number for the batch.
-
-        The mean of those with one name is logged.
-        """
-        self._numbers.setdefault(name, []).append(float(value))
-
-    def further(self, column: str, values: Sequence[Any]) -> None:
-        """Set one value per completion. ValueError for another count."""
-        values = list(values)
-        if len(values) != self._count:
-            raise ValueError(
-                f"reward {self._reward!r}: log_extra({column!r}): expected {self._count} values, one per "
-                f"completion, got {len(values)}"
-            )
-        self.extra[column] = values
-
-    @property
-    def metrics(self) -> dict[str, Tensor]:
-        """The means by name, as the same number for every completion [B]."""
-        found = {}
-        for name, values in self._numbers.items():
-            mean = sum(values) / len(values)
-            found[name] = torch.full((self._count,), mean)
-        return found
+def _with_log(result: Result, log: Log) -> Result:
+    """A result with what its function has logged."""
+    return result._replace(metrics={**result.metrics, **log.metrics}, extra={**result.extra, **log.extra})
 
 
-def _further(
-    read: Mapping[str, Result], logs: Mapping[str, _Log]
-) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
+def _further(read: Mapping[str, Result]) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
     """The metrics and the other values of all rewards, as PART/NAME."""
     metrics: dict[str, Tensor] = {}
     extra: dict[str, list[Any]] = {}
-    for part in read:
-        for name, x in {**read[part].metrics, **logs[part].metrics}.items():
+    for part, result in read.items():
+        for name, x in result.metrics.items():
             metrics[f"{part}/{name}"] = x
-        for name, values in {**read[part].extra, **logs[part].extra}.items():
+        for name, values in result.extra.items():
             extra[f"{part}/{name}"] = [_readable(x) for x in values]
     return metrics, extra
 

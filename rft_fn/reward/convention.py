@@ -77,7 +77,8 @@ class JointReward(Protocol):
         """The values [B] of a rollout, the same on every rank; NaN where the reward does not apply.
 
         All ranks call it alike, in the main thread, with the whole rollout and its prompts: row b answers
-        `prompts[rollout.group[b]]`. `tokenizer` is that of the rollout.
+        `prompts[rollout.group[b]]`. `tokenizer` is that of the rollout. A function `prepare` with the same
+        arguments, if there is one, is called first, and its errors on one rank are raised on all.
         """
         ...
 

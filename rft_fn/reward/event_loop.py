@@ -1,51 +1,66 @@
-"""One event loop for all async reward functions.
+"""One event loop for all async reward functions, in a thread of its own.
 
-A client belongs to the loop that it was made in.
+A client belongs to the loop that it was made in. What waits for a network there does so while the calling
+thread computes.
 """
 
 import asyncio
+import threading
 import weakref
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 __all__ = ["EventLoop"]
 
 T = TypeVar("T")
 
+_PATIENCE = 2.0  # seconds for coroutines to end once they are cancelled
+
 
 class EventLoop:
     """Runs coroutines, all of them in one event loop."""
 
     def __init__(self) -> None:
-        self._runner: asyncio.Runner | None = None
+        self._thread: _Thread | None = None
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of the coroutine.
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin to run the coroutine; the result is that of the future."""
+        if self._thread is None:
+            self._thread = _Thread()
+            self._thread.start()
+            weakref.finalize(self, self._thread.end)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._thread.loop)
 
-        If it fails, everything else that it has started is cancelled.
-        """
-        if self._runner is None:
-            # with a factory it does not become the loop of this thread, which plain rewards take and close
-            self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-            weakref.finalize(self, _outside_loops, self._runner.close)
+    def close(self) -> None:
+        """Cancel everything that has not ended, and end the loop; the next start makes another."""
+        if self._thread is not None:
+            self._thread.end()
+        self._thread = None
+
+
+class _Thread(threading.Thread):
+    """A thread that runs an event loop until its end."""
+
+    def __init__(self) -> None:
+        super().__init__(name="rft_fn rewards", daemon=True)
+        self.loop = asyncio.new_event_loop()
+
+    def run(self) -> None:
+        asyncio.set_event_loop(self.loop)
         try:
-            return _outside_loops(partial(self._runner.run, coroutine))
-        except BaseException:
-            _outside_loops(self._runner.close)
-            self._runner = None
-            raise
+            self.loop.run_forever()
+            self.loop.run_until_complete(asyncio.sleep(0))  # one that never ran could not end what it awaits
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        finally:
+            self.loop.close()
 
-
-def _outside_loops(call: Callable[[], T]) -> T:
-    """call(), in another thread if this one runs an event loop.
-
-    Notebooks do.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return call()
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(call).result()
+    def end(self) -> None:
+        """End the loop; one that is blocked is left behind, for it cannot be interrupted."""
+        if self.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.join(_PATIENCE)

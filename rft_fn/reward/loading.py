@@ -11,7 +11,8 @@ from rft_fn.reward.adapters import ADAPTERS
 from rft_fn.reward.combine import Weighted
 from rft_fn.reward.convention import GIVEN, JointReward, RewardFn, parameters, takes_all
 from rft_fn.reward.remote.served import served_at
-from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_weight
+from rft_fn.reward.row_weights import RowWeights, Weight
+from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_rows, split_weight
 
 __all__ = ["Source", "load", "parse"]
 
@@ -96,19 +97,17 @@ def parse(specs: Sequence[str], sources: Mapping[str, Source] | None = None) -> 
     by file and function. Only a number behind the last "=" is a weight, so a path or a URL may hold one (one
     that ends in "=2" needs "=1" behind it). ValueError for no reward, and for one that is named twice.
 
+    "[COLUMN=VALUE]SPEC" is a reward for the rows with that value in a column; with another value the same
+    spec may have another weight: `parse(["[label=math]boxed=0.9", "[label=chat]boxed=0.1"])`.
+
     `sources` make the rewards that are no functions, by the first word of their specs: with {"model": make},
     "model:FOLDER(budget=512)" is `make("FOLDER", budget=512)`.
     """
     if not specs:
         raise ValueError("reward: expected at least one, got none")
-    weights: dict[str, float] = {}
+    weights: dict[str, Weight] = {}
     for spec in specs:
-        text, weight = split_weight(spec)
-        if text in weights:
-            raise ValueError(
-                f"reward {text!r}: expected it once, got it twice; give it one weight, NAME=WEIGHT"
-            )
-        weights[text] = weight
+        _add(weights, spec)
 
     # functions first: a made one brings its name
     known = {**_SOURCES, **(sources or {})}
@@ -116,10 +115,29 @@ def parse(specs: Sequence[str], sources: Mapping[str, Source] | None = None) -> 
     functions = [_function(spec, known) for spec in found]
     names = distinct([_names(spec, fn) for spec, fn in zip(found, functions, strict=True)])
 
-    components: dict[str, tuple[RewardFn | JointReward, float]] = {}
+    components: dict[str, tuple[RewardFn | JointReward, Weight]] = {}
     for name, spec, fn in zip(names, found, functions, strict=True):
         components[name] = (_adapt(spec, fn), weights[spec.text])
     return Weighted(components, specs=dict(zip(names, weights, strict=True)))
+
+
+def _add(weights: dict[str, Weight], spec: str) -> None:
+    """Add the weight of a spec. ValueError for a reward that is named twice for the same rows."""
+    column, value, rest = split_rows(spec)
+    text, number = split_weight(rest)
+    weight: Weight = number
+    if column:
+        weight = RowWeights(column, {value: number})
+    if text not in weights:
+        weights[text] = weight
+        return
+    before = weights[text]
+    if not isinstance(before, RowWeights) or not isinstance(weight, RowWeights):
+        raise ValueError(f"reward {text!r}: expected it once, got it twice; give it one weight, NAME=WEIGHT")
+    try:
+        weights[text] = before.joined(weight)
+    except ValueError as error:
+        raise ValueError(f"reward {text!r}: {error}") from None
 
 
 def _names(spec: Spec, fn: Any) -> Names:

@@ -6,25 +6,31 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from rft_fn import rng
+from rft_fn import packing, rng
 from rft_fn.data.column_path import value_at
 from rft_fn.reward.adapters import Adapter, messages, texts
-from rft_fn.reward.combine import Weighted, columns
+from rft_fn.reward.combine import Known, Weighted, columns
 from rft_fn.reward.convention import Columns, RewardFn, Score, Scored, as_messages
+from rft_fn.reward.convention import text as text_of
+from rft_fn.reward.joint import Joint
+from rft_fn.reward.media import records
+from rft_fn.types import Rollout
 
-__all__ = ["check"]
+__all__ = ["check", "made_up"]
 
 _ANSWERS = ("answer", "solution", "ground_truth", "reward_model.ground_truth", "label", "reference", "target")
 
 
-def check(score: Score, rows: Sequence[Any], *, answer: str = "") -> dict[str, Scored]:
+def check(
+    score: Score, rows: Sequence[Any], *, answer: str = "", joints: Mapping[str, Joint] | None = None
+) -> dict[str, Scored]:
     r"""Score made-up completions, so that a broken reward fails early.
 
     `rows` are prompts (`data.Prompt`) or rows of the data. Completions: "empty"; "garbage", letters and
     punctuation drawn by the index of the row; and, where the rows have an answer, "answer", the reference
     itself, "boxed", the reference in \boxed{}, and "tags", in <think> and <answer>. The answer is at the path
     `answer`; without one, at the first of a few usual names that the rows have. Returns the scores by these
-    names.
+    names. `joints` are the values of joint rewards, as `made_up` gives them.
 
     Raises what `score` raises, and ValueError for no rows. A reward that cannot read completions in the form
     of the data, but could in the other (text or messages), is a ValueError with that advice. Warns of a
@@ -43,7 +49,13 @@ def check(score: Score, rows: Sequence[Any], *, answer: str = "") -> dict[str, S
     tries = _tries([x.row for x in asked], answer, columns(score))
 
     def run(scorer: Score) -> dict[str, Scored]:
-        return {name: _score(scorer, asked, made, table) for name, made in tries.items()}
+        found = {}
+        for name, made in tries.items():
+            known = None
+            if joints is not None:
+                known = joints[name].of_rows(range(len(rows)))
+            found[name] = _score(scorer, asked, made, table, known)
+        return found
 
     scored = _run_or_explain(score, run, asked)
     constant = False
@@ -54,11 +66,48 @@ def check(score: Score, rows: Sequence[Any], *, answer: str = "") -> dict[str, S
     return scored
 
 
+def made_up(score: Score, prompts: Sequence[Any], tokenizer: Any, *, answer: str = "") -> dict[str, Joint]:
+    """The joint rewards of the completions that `check` makes up, by their names; nothing is computed yet.
+
+    ValueError for rows that are no prompts, and without a tokenizer.
+    """
+    if tokenizer is None or not all(hasattr(p, "ids") for p in prompts):
+        raise ValueError("check: expected prompts (data.Prompt) and their tokenizer, which a model needs")
+    tries = _tries([_question(p).row for p in prompts], answer, columns(score))
+    return {
+        name: Joint(score, _rollout(prompts, made, tokenizer), prompts, tokenizer)
+        for name, made in tries.items()
+    }
+
+
+def _rollout(prompts: Sequence[Any], made: Sequence[str], tokenizer: Any) -> Rollout:
+    """One made-up response to each prompt, with its end token."""
+    rows = []
+    for p, text in zip(prompts, made, strict=True):
+        ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        mask = [False] * len(p.ids) + [True] * len(ids)
+        rows.append(([*p.ids, *ids], mask, p.media))
+    exp = packing.conversations(rows)
+    none = torch.zeros(len(rows), dtype=torch.long)
+    return Rollout(
+        tokens=exp.tokens,
+        mask=exp.mask,
+        logp=exp.old_logp,
+        length=exp.length,
+        truncated=none.bool(),
+        group=torch.arange(len(rows)),
+        version=none,
+        media=exp.media,
+    )
+
+
 class _Question(NamedTuple):
     """A row, and its prompt in the form of the data."""
 
     row: Mapping[str, Any]
     prompt: Any  # text or messages
+    ids: Sequence[int] = ()
+    media: Sequence[Mapping[str, Any]] = ()
 
     @property
     def in_messages(self) -> bool:
@@ -71,9 +120,10 @@ def _question(row: Any) -> _Question:
     The latter is in its column "prompt" or "question".
     """
     if hasattr(row, "columns") and hasattr(row, "text"):
+        asked = row.text
         if row.messages is not None:
-            return _Question(row.columns, list(row.messages))
-        return _Question(row.columns, row.text)
+            asked = list(row.messages)
+        return _Question(row.columns, asked, getattr(row, "ids", ()), records(getattr(row, "sources", ())))
     prompt = row.get("prompt", row.get("question", ""))
     if isinstance(prompt, (list, tuple)) and all(isinstance(turn, Mapping) for turn in prompt):
         return _Question(row, list(prompt))
@@ -113,7 +163,9 @@ def _garbage(index: int) -> str:
     return "".join(pieces)
 
 
-def _score(score: Score, asked: Sequence[_Question], made: Sequence[str], table: Columns) -> Scored:
+def _score(
+    score: Score, asked: Sequence[_Question], made: Sequence[str], table: Columns, known: Known | None
+) -> Scored:
     """The rewards of made-up completions, in the form of the data."""
     completions: list[Any] = []
     for question, text in zip(asked, made, strict=True):
@@ -125,7 +177,10 @@ def _score(score: Score, asked: Sequence[_Question], made: Sequence[str], table:
     if not isinstance(score, Weighted):
         return score(prompts, completions, table)
     ids = [list(map(ord, text)) for text in made]  # one per character: there is no tokenizer yet
-    return score(prompts, completions, table, completion_ids=ids)
+    given: dict[str, Any] = {"completion_ids": ids, "truncated": [False] * len(made)}
+    given |= {"prompt_ids": [x.ids for x in asked], "prompt_texts": [text_of(x.prompt) for x in asked]}
+    given |= {"keys": list(range(len(made))), "media": [x.media for x in asked]}
+    return score(prompts, completions, table, known=known, **given)
 
 
 # --------------------------------------------------------------------------------------------- the other form

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Result", "read"]
+__all__ = ["Result", "read", "spread"]
 
 _VALUES = ("rewards", "reward", "scores", "score")  # of a dict for the whole batch, the first that is there
 _VALUE = ("score", "reward")  # of a dict for one completion
@@ -42,6 +42,24 @@ def read(name: str, result: Any, count: int) -> Result:
         rewards, logs = result
         return _of_batch(name, rewards, logs, count)
     return _of_completions(name, _entries(name, result, count))
+
+
+def spread(result: Result, rows: Sequence[int], count: int) -> Result:
+    """The result for some rows of a batch as one for all `count`: NaN and None elsewhere."""
+    if len(rows) == count:
+        return result
+
+    def numbers_of(x: Tensor) -> Tensor:
+        return torch.full((count,), math.nan).index_copy(0, torch.tensor(rows), x)
+
+    extra: dict[str, list[Any]] = {}
+    for name, values in result.extra.items():
+        whole: list[Any] = [None] * count
+        for row, value in zip(rows, values, strict=True):
+            whole[row] = value
+        extra[name] = whole
+    metrics = {name: numbers_of(x) for name, x in result.metrics.items()}
+    return Result(numbers_of(result.values), metrics, extra)
 
 
 def _is_rewards_and_logs(rewards: Any, logs: Any) -> bool:

@@ -122,19 +122,27 @@ class _Model:
         self.reading = reading
         self.budget = budget
         self.last: weakref.ref[Rollout] | None = None
+        self.rows: Experience | None = None
         self.found: Tensor | None = None
+
+    def read(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any) -> Experience:
+        """The rows of a rollout."""
+        if self.rows is None or self.last is None or self.last() is not rollout:
+            self.found = None
+            self.rows = self.reading.rows(rollout, prompts, tokenizer)
+            self.last = weakref.ref(rollout)
+        return self.rows
 
     def scores(
         self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any, heads: Sequence[Head]
     ) -> Tensor:
         # one forward pass serves all heads
-        if self.found is None or self.last is None or self.last() is not rollout:
-            rows = self.reading.rows(rollout, prompts, tokenizer)
+        rows = self.read(rollout, prompts, tokenizer)
+        if self.found is None:
             out = self.score(rows, self.budget)
             if out.score is None:
                 raise ValueError("score: expected the outputs of a reward model, got one without scores")
             self.found = calibrated(final_scores(out.score, rows.mask), heads)
-            self.last = weakref.ref(rollout)
         return self.found
 
 
@@ -148,11 +156,16 @@ class ScalarReward:
         self._model = model
         self._index = index
         self.heads = tuple(heads)
+        self.module: Any = None  # the model, where a forecast of memory asks for it
         self.__name__ = heads[index].name
 
     def __call__(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any, /) -> Tensor:
         """The calibrated scores [B] of the responses; see `convention.JointReward`."""
         return self._model.scores(rollout, prompts, tokenizer, self.heads)[:, self._index].float()
+
+    def prepare(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any, /) -> None:
+        """Make the rows that are scored: what a rank may fail in by itself."""
+        self._model.read(rollout, prompts, tokenizer)
 
     def head(self, name: str) -> "ScalarReward":
         """Another head of the same model: both together need one forward pass."""

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rft_fn import rng
 from rft_fn.data.prompts import Prompt
-from rft_fn.reward.combine import Known, joint_names
 from rft_fn.reward.convention import Score, Scored, TrainerState, as_messages, asks_for, taken
+from rft_fn.reward.joint import Joint
 from rft_fn.reward.media import records
 from rft_fn.types import Rollout
 
-__all__ = ["Joint", "Judged", "concat", "judge", "judge_rows", "means", "responses", "select"]
+__all__ = ["Judged", "concat", "judge", "judge_rows", "means", "responses", "select"]
 
 _REMEDY = "judge each rollout with its own prompts, before its rows are joined to others or moved"
 
@@ -47,34 +47,6 @@ def _response_ids(rollout: Rollout, rows: Sequence[int]) -> list[list[int]]:
     """The tokens of each response."""
     pairs = zip(rollout.tokens[list(rows)], rollout.mask[list(rows)], strict=True)
     return [tokens[mask].tolist() for tokens, mask in pairs]
-
-
-class Joint:
-    """The values [B] of the joint rewards of a score for a rollout, which are computed once."""
-
-    def __init__(self, score: Score, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any):
-        self._score = score
-        self._batch = (rollout, prompts, tokenizer)
-        self._found: dict[str, Tensor] | None = None
-        self.begun = False  # it may have failed
-
-    def values(self) -> dict[str, Tensor]:
-        """The values by name. ValueError for a reward that gives another number of them."""
-        if self._found is None:
-            self.begun = True
-            self._found = {name: self._one(name) for name in joint_names(self._score)}
-        return self._found
-
-    def _one(self, name: str) -> Tensor:
-        score: Any = self._score
-        score.running = name
-        count = len(self._batch[0].group)
-        with score.named(name):
-            found = score.components[name][0](*self._batch)
-        if not isinstance(found, Tensor) or found.shape != (count,):
-            got = list(getattr(found, "shape", ())) or type(found).__name__
-            raise ValueError(f"reward {name!r}: expected [B] = [{count}], got {got}")
-        return found
 
 
 def judge(
@@ -158,7 +130,7 @@ def _scored(
     given = _further(score, batch, owners) | {"completion_ids": ids}
     given["truncated"] = batch.rollout.truncated[list(rows)].tolist()
     joint = joint or Joint(score, batch.rollout, prompts, batch.tokenizer)
-    given["known"] = _of_rows(joint, rows)
+    given["known"] = joint.of_rows(rows)
     return score(asked, answered, columns, **taken(score, given)), texts
 
 
@@ -188,15 +160,6 @@ def _row_keys(batch: _Batch, owners: Sequence[int]) -> list[int]:
         keys.append(rng.fold_in(batch.seed, "reward", step, batch.prompts[i].index, seen[i]))
         seen[i] += 1
     return keys
-
-
-def _of_rows(joint: Joint, rows: Sequence[int]) -> Known:
-    """The values of the joint rewards for those rows, once they are asked for."""
-
-    def known() -> dict[str, Tensor]:
-        return {name: x[list(rows)] for name, x in joint.values().items()}
-
-    return known
 
 
 def _by_group(x: Tensor, size: int) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Names", "Spec", "arguments", "distinct", "split", "split_weight"]
+__all__ = ["Names", "Spec", "arguments", "distinct", "split", "split_rows", "split_weight"]
 
 
 class Spec(NamedTuple):
@@ -39,6 +39,16 @@ class Spec(NamedTuple):
         if self.source.endswith(".py"):
             parts[0] = Path(self.source).stem
         return ":".join(part for part in parts if part)
+
+
+def split_rows(spec: str) -> tuple[str, str, str]:
+    """(column, value, rest) of [COLUMN=VALUE]REST, a reward for some rows; ("", "", spec) of any other."""
+    if not spec.startswith("["):
+        return "", "", spec
+    found = re.fullmatch(r"\[(?P<column>[^=\]]+)=(?P<value>[^\]]*)\](?P<rest>.+)", spec)
+    if found is None:
+        raise ValueError(f"reward {spec!r}: expected [COLUMN=VALUE]NAME, for the rows with that value")
+    return found["column"], found["value"], found["rest"]
 
 
 def split_weight(spec: str) -> tuple[str, float]:

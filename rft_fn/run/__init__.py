@@ -5,10 +5,18 @@ from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.engine import saved_if_lost, start_engine
 from rft_fn.run.folder import Run
 from rft_fn.run.mismatch import check_gap, correct_mismatch, correction_of
+from rft_fn.run.placing import placed, to_device, to_host
 from rft_fn.run.progress import track
 from rft_fn.run.report import check_results, table, write_results
 from rft_fn.run.resume import last_model, settings
-from rft_fn.run.rewards import load_rewards
+from rft_fn.run.reward_model import (
+    as_one_pack,
+    calibrate,
+    check_labelled,
+    load_labelled,
+    load_reward_model,
+)
+from rft_fn.run.rewards import load_rewards, reward_modules
 from rft_fn.run.sampler import start_sampler
 from rft_fn.run.saving import checkpoint, final_weights, restore_latest
 from rft_fn.run.serving import serve
@@ -29,13 +37,25 @@ from rft_fn.run.setup import (
     with_processor,
 )
 from rft_fn.run.signals import Stopped
-from rft_fn.run.task import Task, check_rewards, evaluate, judge, load_task, plan_rollouts, rewards_of
+from rft_fn.run.task import (
+    Task,
+    check_rewards,
+    evaluate,
+    judge,
+    load_task,
+    normalized_reward,
+    plan_rollouts,
+    rewards_of,
+)
 from rft_fn.run.trajectories import response_row
 
 __all__ = [
     "Run",
     "Task",
+    "as_one_pack",
+    "calibrate",
     "check_gap",
+    "check_labelled",
     "check_results",
     "check_rewards",
     "checkpoint",
@@ -50,18 +70,23 @@ __all__ = [
     "judge",
     "last_model",
     "load_data",
+    "load_labelled",
     "load_policy",
     "load_processing",
+    "load_reward_model",
     "load_rewards",
     "load_task",
+    "normalized_reward",
     "open_folder",
     "optimizer",
     "options",
+    "placed",
     "plan_rollouts",
     "plan_steps",
     "print_preflight",
     "response_row",
     "restore_latest",
+    "reward_modules",
     "rewards_of",
     "saved_if_lost",
     "serve",
@@ -70,6 +95,8 @@ __all__ = [
     "start_engine",
     "start_sampler",
     "table",
+    "to_device",
+    "to_host",
     "track",
     "updates_per_pass",
     "with_processor",

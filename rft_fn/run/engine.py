@@ -16,6 +16,7 @@ from rft_fn import data, dist, sync
 from rft_fn import engine as engine_lib
 from rft_fn.engine import BadRequest, EngineDead, deadline
 from rft_fn.run.folder import Run
+from rft_fn.run.placing import with_weights
 from rft_fn.run.task import Task
 from rft_fn.types import Engine, Rollout, Sampling, Strategy, TrainState
 from rft_fn.types.engine import Delivered, EngineStatus
@@ -84,7 +85,8 @@ class _Kept:
         assert self.pushed is not None
         state, version = self.pushed
         fresh = bool(self._any(self.fresh))
-        self.load_weights(state, self.inner, version=version, fresh=fresh)
+        with with_weights(state):
+            self.load_weights(state, self.inner, version=version, fresh=fresh)
         self.fresh = False
 
     def _try(self, act: Callable[[], None]) -> str:

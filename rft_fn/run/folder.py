@@ -6,6 +6,7 @@ runs/NAME/config.json         the options, of the last start that changed some
           timing.jsonl        seconds, in all and by phase, tokens/s and peak memory
           trajectories.jsonl  sampled responses with their rewards, to be read
           samples.png           responses beside the images or spectrograms that they are about, if any
+          reliability.png       how often the predictions of a reward model come true on held-out rows
           curve.png  lengths.png  phases.png  checkpoints/
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rft_fn import check, dist
+from rft_fn.calibration import Calibration
 from rft_fn.reward import Judged
 from rft_fn.run import plot, resume, signals, trajectories
 from rft_fn.run import trackers as trackers_lib
@@ -177,6 +179,11 @@ class Run:
             self._pictures.note_samples(step, prompts, judged, count=count)
         for row in trajectories.rows(step, prompts, judged, count=count, split=split):
             append_row(self.folder / "trajectories.jsonl", row)
+
+    def reliability(self, found: Calibration) -> None:
+        """Keep how often predictions on held-out rows come true, for reliability.png."""
+        if self.main:
+            self._pictures.note_reliability(found)
 
     def reach(self, step: int, save: Callable[[], None] | None) -> None:
         """Note that `step` steps are done, and what would save them; None if they are saved."""

@@ -31,12 +31,13 @@ from rft_fn.check import (
     Share,
     Whole,
 )
+from rft_fn.data.wrong_answers import COVERING
 from rft_fn.strategy import StrategyConfig
 
 __all__ = [
-    "ENGINE", "Data", "Evaluation", "Examples", "HeldOut", "Length", "Model", "Optimizer", "Options",
-    "Policy", "Prompts", "Reinforcement", "Reward", "Rollouts", "Run", "Sampling", "ScoredRun", "Shaping",
-    "Updates",
+    "ENGINE", "Data", "Evaluation", "Examples", "Heads", "HeldOut", "Labelled", "Length", "Model",
+    "Optimizer", "Options", "Policy", "Prompts", "Reinforcement", "Reward", "Rollouts", "Run", "Sampling",
+    "ScoredRun", "Shaping", "Updates",
 ]  # fmt: skip
 
 
@@ -136,7 +137,8 @@ class Rollouts(Sampling):
 class Reward(Options):
     """How responses are rewarded."""
 
-    reward: tuple[str, ...] = ()  # math:COLUMN, task:NAME, FILE.py:FUNCTION=WEIGHT; empty: that of the task
+    reward: tuple[str, ...] = ()  # math, task:NAME, FILE.py:FN, model:FOLDER, judge:FOLDER, URL; =WEIGHT
+    reward_veto: tuple[str, ...] = ()  # PART<LIMIT=TOTAL: the reward where a part is below a limit
     reward_timeout: Free[Positive] = 300.0  # seconds that the rewards of a batch may take
 
 
@@ -144,6 +146,7 @@ class Reward(Options):
 class Shaping(Reward):
     """Which changes are made to a reward before it is learned."""
 
+    reward_norm: Literal["", "batch", "group"] = ""  # each part is normalised over these before its weight
     reward_clip: AtLeast0 = 0.0  # rewards are clipped to +- this; 0 is off
     normalize_reward: bool = False  # subtract the running mean of rewards, divide by their running deviation
     overlong: Whole = 0  # tokens before max_new over which a penalty rises to 1 (DAPO); 0 is off
@@ -216,6 +219,39 @@ class Evaluation(HeldOut):
 @dataclass(frozen=True)
 class Reinforcement(Evaluation, Updates, Shaping, Prompts, Model):
     """Learning from the rewards of responses: all that rollouts, rewards and evaluations are made of."""
+
+
+# ---------- reward models
+
+
+@dataclass(frozen=True)
+class Labelled(HeldOut):
+    """Data whose rows are responses that are compared or labelled."""
+
+    kind: Literal["pairs", "lists", "points", "steps"] = "pairs"  # what a row holds
+    template: str = "{prompt}"  # the prompt; {NAME} stands for a column; "" (pairs): what both begin with
+    messages: tuple[str, ...] = ()  # columns of messages: prompt chosen rejected; prompt completion(s)
+    chosen: str = "{chosen}"  # pairs: the better response; {NAME} stands for a column of the row
+    rejected: str = "{rejected}"  # pairs: the worse response
+    margin: str = "margin"  # pairs: column by how much the better one shall win; 0 in rows without it
+    completion: str = "{completion}"  # points: the response
+    completions: str = "completions"  # lists, steps: column of the responses, or of the steps of one
+    ranks: str = "ranks"  # lists: column of ranks, of which the lowest is the best
+    scores: str = "scores"  # lists: column of scores, read where there are no ranks: the highest is the best
+    labels: str = "labels"  # steps: column of a boolean or a number for each step
+    separator: str | None = None  # steps: text behind a step; None is a new line, and nothing for tasks
+    negatives: tuple[str, ...] = COVERING  # tasks: kinds of wrong answers, NAME or NAME=SHARE
+    max_length: Count = 512  # most tokens in a prompt with one response; longer ones of a file are left out
+    eval_items: Count = 256  # rows of an evaluation; all of a file that has fewer
+
+
+@dataclass(frozen=True)
+class Heads(Policy):
+    """A model with heads in place of log-probs."""
+
+    heads: tuple[str, ...] = ()  # names; pairs, points: each learns the column of its name; none: score
+    pool: Literal["", "last", "mean", "attention"] = ""  # tokens that a score is of; empty: last, or as saved
+    keep_heads: bool = False  # go on with the heads that the model has, in place of new ones
 
 
 # ---------- the run

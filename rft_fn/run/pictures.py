@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rft_fn.calibration import Calibration, reliability
 from rft_fn.reward import Judged
 from rft_fn.run import plot, samples
 
@@ -25,6 +26,7 @@ class Pictures:
         self.lengths: list[int] = []  # [tokens] of the responses of the last step
         self._shown: list[samples.Sample] = []  # responses to prompts with media, of the last step
         self._title = ""
+        self._calibration: Calibration | None = None  # of held-out rows
         self._drawn = -math.inf  # when they were drawn [seconds]
 
     @property
@@ -54,6 +56,10 @@ class Pictures:
         if time.monotonic() - self._drawn > _SECONDS:
             self._draw_samples()
 
+    def note_reliability(self, found: Calibration) -> None:
+        """Keep how often predictions on held-out rows come true."""
+        self._calibration = found
+
     def _draw_samples(self) -> None:
         samples.draw(self._shown, self.folder / "samples.png", title=self._title)
         self._drawn = time.monotonic()
@@ -68,3 +74,7 @@ class Pictures:
             plot.phases(self.run / "timing.jsonl", self.folder / "phases.png")
         if self.lengths:
             plot.length_histogram(self.lengths, self.folder / "lengths.png")
+        if self._calibration is not None:
+            found = self._calibration
+            given = {"ece": float(found.value()), "title": self.run.name}
+            plot.reliability(reliability(found), self.folder / "reliability.png", **given)

@@ -6,13 +6,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["curve", "figure", "length_histogram", "phases", "read_metrics", "save", "terminal_curve"]
+__all__ = [
+    "curve", "figure", "length_histogram", "phases", "read_metrics", "reliability", "save", "terminal_curve",
+]  # fmt: skip
 
 _PANELS = (
     ("reward", ("reward/mean",)),
     ("evaluation", ("eval/mean",)),
-    ("accuracy of pairs", ("eval/accuracy", "pairs/accuracy")),
-    ("margin of pairs", ("eval/margin", "pairs/margin")),
+    ("accuracy of pairs", ("eval/accuracy", "pairs/accuracy", "lists/accuracy")),
+    ("margin of pairs", ("eval/margin", "pairs/margin", "lists/margin")),
+    ("correct labels", ("eval/correct", "points/correct", "steps/correct")),
+    ("squared error", ("eval/mse", "points/mse", "steps/mse")),
+    ("calibration error", ("eval/ece",)),
     ("implicit reward", ("pairs/reward_chosen", "pairs/reward_rejected")),
     ("log-prob of a response [nats]", ("pairs/logp_chosen", "pairs/logp_rejected")),
     ("trainer - sampler log-prob [nats]", ("policy/logp_gap",)),
@@ -21,7 +26,7 @@ _PANELS = (
     ("gradient norm", ("grad/norm",)),
 )
 _LOSS = ("loss", ("eval/loss", "loss"))  # of runs without a reward
-_SHARES = ("reward", "evaluation", "accuracy of pairs")  # panels from 0 to 1
+_SHARES = ("reward", "evaluation", "accuracy of pairs", "correct labels")  # panels from 0 to 1
 _PHASE = "phase/"  # before the name of a phase in timing.jsonl
 _COLUMNS = 3  # panels side by side
 _SHORT = 20  # steps: shorter curves have markers, longer ones of rewards a running mean
@@ -151,6 +156,36 @@ def length_histogram(lengths: Sequence[int], out: str | Path) -> Path:
         ax.text(at, ax.get_ylim()[1], f" p{percent}", fontsize=8, va="top")
     ax.set_xlabel("response length [tokens]")
     ax.spines[["top", "right"]].set_visible(False)
+    return save(fig, out)
+
+
+def reliability(
+    bins: Sequence[tuple[float, float, float]], out: str | Path, *, ece: float, title: str = ""
+) -> Path:
+    """Draw how often predictions come true: the observed share over the predicted probability.
+
+    `bins` are those of `metric.reliability`: (predictions, their mean probability, the share that came true).
+    A calibrated model lies on the diagonal. `ece` is the expected calibration error, the mean distance from
+    the diagonal, and stands in the title.
+    """
+    fig, axes = figure(2, (4.6,), height=2.8)
+    ax, below = axes[0][0], axes[1][0]
+    predicted = [p for _, p, _ in bins]
+    ax.plot((0, 1), (0, 1), color=_GREY, lw=0.9, ls="--", label="calibrated")
+    ax.plot(predicted, [share for *_, share in bins], color=_BLUE, lw=1.4, marker="o", ms=4, label="model")
+    ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), ylabel="observed share")
+    ax.legend(frameon=False, fontsize=8, loc="upper left")
+    ax.set_title(f"{title}  ECE {ece:.3f}".strip(), fontsize=10, loc="left")
+
+    # the number of predictions of each bin stands on its bar
+    counts = [int(count) for count, *_ in bins]
+    bars = below.bar(predicted, counts, width=0.05, color=_BLUE, alpha=0.6)
+    below.bar_label(bars, fontsize=7, padding=1)
+    below.set(xlim=(-0.03, 1.03), ylim=(0, 1.2 * max(counts, default=1)))
+    below.set(xlabel="predicted probability", ylabel="predictions")
+    for each in (ax, below):
+        each.spines[["top", "right"]].set_visible(False)
+        each.grid(alpha=0.25, lw=0.5)
     return save(fig, out)
 
 

@@ -1,16 +1,21 @@
 """The rewards of a command line, those of models among them, which a run loads once and closes at its end."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rft_fn import data, model, reward
+from torch import nn
+
+from rft_fn import data, engine, model, reward
+from rft_fn.reward.veto import read_veto
 from rft_fn.run import options
+from rft_fn.run.placing import placed
 from rft_fn.run.resume import last_model
 from rft_fn.run.setup import load_processing
-from rft_fn.types import Experience, Strategy, TokenOut
+from rft_fn.types import Engine, Experience, Strategy, TokenOut
 
-__all__ = ["load_rewards"]
+__all__ = ["load_rewards", "reward_modules"]
 
 _BUDGET = 4096  # tokens that go through a reward model at once, where no option says
 
@@ -22,12 +27,25 @@ def load_rewards(specs: Sequence[str], cfg: options.Data, st: Strategy) -> rewar
                                     reads prompts with the system prompt and the chat template's arguments of
                                     `cfg`; see `reward.Reading`.
 
+    judge:FOLDER(...)               a generative one, in an engine on each rank. The arguments are those of
+                                    `reward.generative_by_name`, and engine_type, servers and batch of its
+                                    engine; see `engine.EngineConfig`.
+    http://..., https://...         a server: `reward.served_at`.
+
     FOLDER may be that of a run. The weights of a folder are loaded once for all its heads, when the rewards
-    are called first; what is wrong with a folder is found here. `Weighted.close` ends it all. ValueError as
-    `reward.parse` raises it.
+    are called first; what is wrong with a folder is found here. Vetoes are those of `cfg`, if it has any.
+    `Weighted.close` ends it all. ValueError as `reward.parse` raises it.
     """
     sources = _Sources(cfg, st)
-    return reward.parse(specs, {"model": sources.model})
+    score = reward.parse(specs, {"model": sources.model, "judge": sources.judge})
+    vetoes = [read_veto(text) for text in getattr(cfg, "reward_veto", ())]
+    return score.with_vetoes(*vetoes)
+
+
+def reward_modules(score: reward.Weighted) -> list[nn.Module]:
+    """The scalar reward models among the parts of a score, each once and without weights: for forecasts."""
+    modules = [getattr(fn, "module", None) for fn, _ in score.components.values()]
+    return list({id(module): module for module in modules if module is not None}.values())
 
 
 class _Sources:
@@ -45,6 +63,58 @@ class _Sources:
             self.scalars[folder] = _Scalar(folder, self.cfg, self.st)
         return self.scalars[folder].head(head, budget or getattr(self.cfg, "budget", _BUDGET))
 
+    def judge(
+        self,
+        target: str,
+        /,
+        *,
+        engine_type: str = "hf",
+        servers: Sequence[str] = (),
+        batch: int | None = None,
+        **options: Any,
+    ) -> reward.RewardFn:
+        """A generative reward model in a folder, or on servers that have it."""
+        folder = last_model(target)
+        config = replace(engine.config_of(self.st.config), type=engine_type, servers=tuple(servers))
+        config = replace(config, batch=batch or config.batch, process=False)
+        engine.check_config(config)
+        tokenizer = model.load_tokenizer(folder)
+        lazy = _Lazy(lambda: engine.get_engine(config, folder, tokenizer))
+        processing = load_processing(self.cfg, folder)
+        return reward.generative_by_name(lazy.engine, tokenizer, processing=processing, **options)
+
+
+class _Lazy:
+    """An engine that is built when it is called first."""
+
+    def __init__(self, build: Callable[[], Engine]):
+        self._build = build
+        self._built: Engine | None = None
+        self.engine = Engine(
+            generate=self._of("generate"),
+            score=self._of("score"),
+            load=self._of("load"),
+            sleep=self._of("sleep"),
+            wake=self._of("wake"),
+            status=self._of("status"),
+            close=self.close,
+        )
+
+    def _of(self, name: str) -> Any:
+        """A function of the engine, by its name."""
+
+        def call(*args: Any, **given: Any) -> Any:
+            if self._built is None:
+                self._built = self._build()
+            return getattr(self._built, name)(*args, **given)
+
+        return call
+
+    def close(self) -> None:
+        """Close the engine, if there is one."""
+        if self._built is not None:
+            self._built.close()
+
 
 class _Scalar:
     """A scalar reward model in a folder, loaded when it is called first."""
@@ -52,7 +122,8 @@ class _Scalar:
     def __init__(self, folder: str, cfg: options.Data, st: Strategy):
         self.folder = folder
         self.st = st
-        self.heads = model.load_reward(folder, meta=True).heads  # without weights, which may be large
+        self.module = model.load_reward(folder, meta=True)  # without weights, which may be large
+        self.heads = self.module.heads
         self.reading = _reading(folder, cfg)
         self.first: reward.ScalarReward | None = None
         self.bound: tuple[Any, Any] | None = None
@@ -65,13 +136,17 @@ class _Scalar:
         if self.first is None:
             how = {"reading": self.reading, "budget": budget}
             self.first = reward.scalar(self.score, self.heads, head=names[0], **how)
-        return self.first.head(name or names[0])
+        made = self.first.head(name or names[0])
+        made.module = self.module
+        return made
 
     def score(self, rows: Experience, budget: int, /) -> TokenOut:
         """The scores of rows, by all ranks together."""
         if self.bound is None:
             self.bound = self.st.bind(model.load_reward(self.folder, meta=self.st.world > 1))
-        return self.st.score(*self.bound, rows, budget, fields=("score",))
+        apply, params = self.bound
+        with placed(self.st, apply):
+            return self.st.score(apply, params, rows, budget, fields=("score",))
 
 
 def _folder_and_head(target: str) -> tuple[str, str]:

@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from rft_fn import data, engine, model, optim, packing, strategy
+from rft_fn.memory import Sampler
 from rft_fn.memory.example import largest
 from rft_fn.model.media import sees_or_hears
 from rft_fn.run import options
 from rft_fn.run.cli import without
 from rft_fn.run.folder import Run
+from rft_fn.run.placing import placed
 from rft_fn.types import Apply, Packed, Sampling, Strategy, Transform
 
 __all__ = [
@@ -205,12 +207,15 @@ def print_preflight(
     length: int = 0,
     dataset: Any = None,
     prompts: int = 0,
+    rewards: Sequence[nn.Module] = (),
+    judges: Sequence[tuple[nn.Module, Sampler]] = (),
 ) -> None:
     """Print how much memory the models will take, before they are laid out.
 
     `initial` adds the initial model: a copy of the first model, or nothing with adapters, because then it is
     the policy with its adapters off. Images and sounds count as those of the largest of the first prompts of
-    `dataset`, of which a step has `prompts`. ValueError if it cannot fit.
+    `dataset`, of which a step has `prompts`. `rewards` are scalar reward models; `judges` are generative
+    ones, each with the engine that it answers by.
     """
     held = list(models)
     if initial and not cfg.lora_rank:
@@ -219,6 +224,7 @@ def print_preflight(
     if dataset is not None and sees_or_hears(models[0][0]) and st.rank == 0:
         example = largest(data.take(dataset, _LOOKED_AT, seed=0)[0], -(-prompts // st.world))
     how: dict[str, Any] = {"engine": engine, "length": length, "example": example}
+    how |= {"rewards": rewards, "judges": judges}
     st.print(strategy.preflight(st, *held, budget=cfg.budget, **how))
 
 
@@ -233,15 +239,19 @@ def initial_scorer(
     """A function (params of the policy, packs) -> log-probs [T] of the initial model for each pack.
 
     With adapters the initial model is the policy with its adapters off; otherwise it is a second model in
-    memory, and the params are not read. Computes no gradient.
+    memory, and the params are not read; with offload_models it is on the device only while it scores.
+    Computes no gradient.
     """
     if cfg.lora_rank:
         return partial(model.score, model.without_adapters(module, apply))
     copy = model.load(cfg.model, meta=st.world > 1)
     frozen, frozen_params = st.bind(copy, sampling=sampling)
+    with placed(st, frozen):
+        pass  # it waits for the first call where the block ends
 
     def score(params: Any, packs: Sequence[Packed]) -> list[Tensor]:
-        return model.score(frozen, frozen_params, packs)
+        with placed(st, frozen):
+            return model.score(frozen, frozen_params, packs)
 
     return score
 

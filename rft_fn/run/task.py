@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from torch import Tensor
+
 from rft_fn import collect, data, model, reward
 from rft_fn.engine import EngineDead
 from rft_fn.run import options
@@ -11,7 +13,10 @@ from rft_fn.run.rewards import load_rewards
 from rft_fn.run.setup import load_data, load_processing, plan_steps, with_processor
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
-__all__ = ["Task", "check_rewards", "evaluate", "judge", "load_task", "plan_rollouts", "rewards_of"]
+__all__ = [
+    "Task", "check_rewards", "evaluate", "judge", "load_task", "normalized_reward", "plan_rollouts",
+    "rewards_of",
+]  # fmt: skip
 
 R = TypeVar("R", bound=options.Reinforcement)
 
@@ -63,7 +68,7 @@ def check_rewards(cfg: options.Reward, st: Strategy, task: Task) -> None:
     """Try the rewards on two prompts. ValueError for rewards that cannot judge them."""
     prompts: list[Any]
     prompts, _ = data.take(task.dataset, 2, st.config.seed)
-    collect.check_reward(st, task.score, prompts, timeout=cfg.reward_timeout)
+    collect.check_reward(st, task.score, prompts, tokenizer=task.tokenizer, timeout=cfg.reward_timeout)
 
 
 def judge(
@@ -82,6 +87,15 @@ def judge(
     now = reward.trainer_state(step, cfg.steps or 0, prompts=cfg.prompts, size=task.dataset.size)
     how = {"timeout": cfg.reward_timeout, "state": now, "seed": st.config.seed}
     return collect.gather_and_judge(st, task.score, rollout, prompts, task.tokenizer, **how)
+
+
+def normalized_reward(
+    cfg: options.Shaping, task: Task, judged: reward.Judged, prompts: Sequence[data.Prompt]
+) -> Tensor:
+    """The rewards [N, G] to learn from, their parts normalised where the options ask for it."""
+    if not cfg.reward_norm:
+        return judged.reward
+    return reward.normalized(task.score, judged, prompts, over=cfg.reward_norm)
 
 
 def evaluate(

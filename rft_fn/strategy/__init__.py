@@ -40,7 +40,7 @@ def get_strategy(config: StrategyConfig | None = None) -> Strategy:
 
     # the library of a backend is looked for before any process waits for another
     if config.backend == "deepspeed":
-        _require_supported(config, "with zero_stage", "FSDP2 has it")
+        _require_supported(config, "with zero_stage", "FSDP2 has it", "offload_models")
         from rft_fn.strategy.zero.engine import library
         from rft_fn.strategy.zero.strategy import deepspeed as over_processes
 
@@ -60,9 +60,9 @@ def get_strategy(config: StrategyConfig | None = None) -> Strategy:
     return strategy
 
 
-def _require_supported(config: StrategyConfig, where: str, remedy: str) -> None:
-    """ValueError for an option that only FSDP2 has."""
-    for name in ("sp_size", "shard_size", "fsdp_cpu_offload"):
+def _require_supported(config: StrategyConfig, where: str, remedy: str, *others: str) -> None:
+    """ValueError for an option that only FSDP2 has, and for `others`."""
+    for name in ("sp_size", "shard_size", "fsdp_cpu_offload", *others):
         neutral = getattr(StrategyConfig(), name)
         got = getattr(config, name)
         if got != neutral:

@@ -7,17 +7,28 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch
 from torch import nn
 
-from rft_fn import ckpt, dist, memory, packing, tree
+from rft_fn import check, ckpt, dist, memory, packing, tree
 from rft_fn.model import reader
 from rft_fn.model.lora import Export
 from rft_fn.model.text import ALONE
 from rft_fn.strategy import diagnose
 from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.placing import place, require_device
 from rft_fn.strategy.scoring import scorer
 from rft_fn.strategy.session import Session
 from rft_fn.types import Apply, Experience, LossFn, Packed, Strategy, TrainState
 from rft_fn.types.media import MEDIA_COST
-from rft_fn.types.strategy import Bind, Gather, Grad, Init, MoveState, Restore, SavePretrained, Update
+from rft_fn.types.strategy import (
+    Bind,
+    ExportWeights,
+    Gather,
+    Grad,
+    Init,
+    MoveState,
+    Restore,
+    SavePretrained,
+    Update,
+)
 
 __all__ = ["Backend", "Cut", "assemble", "everywhere"]
 
@@ -48,7 +59,7 @@ class Cut:
         budget: int,
         *,
         world: int = 1,
-        unit: int = 1,
+        unit: int | Sequence[int] = 1,
         media_cost: float = MEDIA_COST,
     ) -> list[list[list[int]]]:
         """`packing.cut` with the options of the config: the rows of each pack of each rank.
@@ -59,10 +70,31 @@ class Cut:
         most = self.config.micro_train_batch_size
         if not self.config.packing_samples:
             budget = 0
-            most = max(most, unit)
+            most = max([most, *check.units(unit, len(exp.tokens))])
         if self.alone:
-            most = unit
-        return packing.cut(exp, budget, world, unit=unit, most=most, media_cost=media_cost)
+            most = 0
+        options = {"unit": unit, "most": most, "alone": self.alone, "media_cost": media_cost}
+        return packing.cut(exp, budget, world, **options)
+
+    def sequences(
+        self, exp: Experience, plans: Sequence[Sequence[Sequence[int]]], unit: int | Sequence[int]
+    ) -> int:
+        """The sequences that every pack of some plans must have; 0 if they may differ.
+
+        They must not where lists of different lengths meet a model that takes one sequence at a time: each
+        is a forward then, and processes that share a model run equally many. ValueError for media in only
+        some rows: towers would run more often on one process than on another.
+        """
+        if not self.alone or isinstance(unit, int):
+            return 0
+        for name, count in packing.counts(exp.media).items():
+            if not bool(count.all()):
+                row = int((count == 0).nonzero()[0])
+                raise ValueError(
+                    f"media: expected {name} in every row or in none, for lists of different lengths and a "
+                    f"model that mixes the sequences of a pack, got none in row {row}"
+                )
+        return max(len(rows) for part in plans for rows in part)
 
 
 def everywhere(x: bool) -> bool:
@@ -129,12 +161,22 @@ def assemble(
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
 
-    def shard(exp: Experience, budget: int, *, unit: int = 1, media_cost: float = MEDIA_COST) -> list[Packed]:
+    def shard(
+        exp: Experience,
+        budget: int,
+        *,
+        unit: int | Sequence[int] = 1,
+        media_cost: float = MEDIA_COST,
+    ) -> list[Packed]:
+        plans = cut.rows(exp, budget, world=world, unit=unit, media_cost=media_cost)
+        least = cut.sequences(exp, plans, unit)
+
         # the plan is of numbers, which every rank has; of media it has those that its own packs read
-        packs = cut.rows(exp, budget, world=world, unit=unit, media_cost=media_cost)[rank]
+        packs = plans[rank]
         media = dist.fetch_media(exp.media, packing.owners(exp, packs))
         exp = tree.replace(exp, media=media)
-        return [packing.pack(exp, rows, unit=unit) for rows in packs]
+        made = [packing.pack(exp, rows, unit=packing.among(unit, rows)) for rows in packs]
+        return [packing.fill(b, least) for b in made]
 
     def print_on_main(*args: Any, **options: Any) -> None:
         if rank == 0:
@@ -153,13 +195,14 @@ def assemble(
         all_reduce=_watched(dist.all_reduce, session),
         grad=grad,
         update=update,
-        export=backend.export,
+        export=_export(backend),
         save_pretrained=_watched(backend.save_pretrained, session),
         save=save,
         restore=restore,
         rotate=rotate,
         offload=backend.offload,
         reload=backend.reload,
+        place=_watched(place, session),
         print=print_on_main,
         report_memory=_watched(memory.report, session),
         close=close,
@@ -194,6 +237,7 @@ def _train_step(backend: Backend, session: Session) -> tuple[Grad, Update]:
 
     # the backend's own gradients are tried again, in parts, when an update raises
     def update(state: TrainState, grads: Any, /) -> tuple[TrainState, dict[str, Any]]:
+        require_device(state)
         source = getattr(grads, "source", None)
         try:
             return backend.update(state, grads)
@@ -205,6 +249,16 @@ def _train_step(backend: Backend, session: Session) -> tuple[Grad, Update]:
             raise diagnose.NonFinite(f"{error}; {found}") from None
 
     return grad, update
+
+
+def _export(backend: Backend) -> ExportWeights:
+    """The export of a backend, for weights on the device."""
+
+    def export(state: TrainState, /) -> Export:
+        require_device(state)
+        return backend.export(state)
+
+    return export
 
 
 def _diagnosed(backend: Backend, session: Session, state: TrainState, source: diagnose.Source) -> str:

@@ -32,6 +32,8 @@ class StrategyConfig:
     """FSDP2: parameters, gradients and optimizer live in host memory"""
     adam_offload: Free[bool] = False
     """the optimizer state lives in host memory, and steps there"""
+    offload_models: Free[bool] = False
+    """each model is on the device only in the phases of a step that use it, and on the host in the others"""
     use_mp_opt: bool | None = None
     """bfloat16 parameters with float32 master weights in the optimizer; None: wherever they are in 16 bits"""
     bf16: bool = False

@@ -36,10 +36,10 @@ def with_source(grads: Any, source: Source) -> Any:
 
 
 def _units(packs: Sequence[Packed]) -> list[Packed]:
-    """The packs cut into their units: one sequence each, or one pair where two belong together."""
+    """The packs cut into their units: one sequence each, or the sequences that belong together."""
     out: list[Packed] = []
     for b in packs:
-        count = len(b.rows) // b.unit
+        count = packing.filled(b)
         out += [packing.alone(b, i) for i in range(count)]
         if not count:
             out.append(b)
@@ -94,6 +94,11 @@ def _first(
     starts = [sum(counts[:r]) for r in range(len(counts))]
     start = starts[dist.rank()]
 
+    # where each sequence is a forward, lists of any length were filled up to one number of sequences
+    least = 0
+    if not isinstance(like.unit, int):
+        least = like.num_seqs
+
     def broken(n: int) -> bool:
         """Whether the first n parts of all ranks are; placeholders stand for the others."""
         mine = [packing.placeholder(like)] * max(counts)
@@ -101,7 +106,7 @@ def _first(
             mine[i] = part
             if start + i >= n:
                 mine[i] = packing.placeholder(part)
-        return probe(mine)
+        return probe([packing.fill(part, least) for part in mine])
 
     # n counts to the first bad part, which lies on the last rank that begins before it
     n = _smallest(sum(counts), broken)

@@ -19,6 +19,7 @@ from rft_fn import model as model_lib
 from rft_fn.model import quantize
 from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.lora import Export
+from rft_fn.model.placing import Residence
 from rft_fn.strategy import step
 from rft_fn.strategy.common import Backend, Cut, assemble, everywhere, nothing
 from rft_fn.strategy.config import StrategyConfig
@@ -112,6 +113,7 @@ class FSDPApply:
     own: tree.Named
     sequence: SequenceAxis | None
     session: Session
+    residence: Residence
 
     @property
     def device(self) -> torch.device:
@@ -125,6 +127,7 @@ class FSDPApply:
             "model.assign(params, source) puts them there"
         )
         require_own(self.own, params, why)
+        self.residence.require_device("apply")
         out = self.root(pack)
         if not torch.is_grad_enabled():
             _reshard(self.root)  # otherwise only a backward does, and the next forward has old weights
@@ -166,7 +169,8 @@ def bind(
     cut.settle(root)
     _reshard(*root.modules())
     own = own_parameters(module)
-    return FSDPApply(root, own, sequence, session), tree.map(lambda p: p, own)
+    apply = FSDPApply(root, own, sequence, session, Residence(root, module))
+    return apply, tree.map(lambda p: p, own)
 
 
 def init(
@@ -174,7 +178,7 @@ def init(
 ) -> tuple[Apply, TrainState]:
     """(apply, state) of a module that is trained with `tx`."""
     apply, params = bind(config, module, **options)
-    return apply, step.start(params, tx, config, module)
+    return apply, step.start(params, tx, config, module, apply.residence)
 
 
 def grad(

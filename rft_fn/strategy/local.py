@@ -15,6 +15,7 @@ from rft_fn.model.lora import Export
 from rft_fn.strategy import step
 from rft_fn.strategy.common import Backend, Cut, assemble, nothing
 from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.placing import residence_of
 from rft_fn.strategy.session import Session
 from rft_fn.types import Apply, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
@@ -49,6 +50,7 @@ def bind(
         return apply(tree.map(lambda p: p.bfloat16(), params), pack)
 
     narrow.device = apply.device  # type: ignore[attr-defined]
+    narrow.residence = apply.residence  # type: ignore[attr-defined]
     for p in module.parameters():
         if not p.requires_grad:  # the others are cast in each forward
             p.data = p.data.bfloat16()
@@ -66,7 +68,7 @@ def init(
     """(apply, state) of a module that is trained with `tx`."""
     quantize.require_adapters(module)
     apply, params = bind(config, module, cut=cut, **options)
-    return apply, step.start(params, tx, config, module)
+    return apply, step.start(params, tx, config, module, residence_of(apply))
 
 
 def export(state: TrainState, *, finite: bool = True) -> Export:
@@ -95,7 +97,7 @@ def fork(state: TrainState) -> TrainState:
             return x
         return x.detach().clone()
 
-    copy = tree.map(cloned, state)
+    copy = tree.map(cloned, tree.replace(state, residence=None))
     for p in copy.params.values():
         p.requires_grad_()
     return copy

@@ -3,12 +3,15 @@
 print(strategy.preflight(st, (module, tx), budget=8192))
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from rft_fn import memory
 from rft_fn.memory import Estimate, Example, Layout
+from rft_fn.memory.engines import Sampler
 from rft_fn.memory.estimate import Model
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Strategy
@@ -40,12 +43,15 @@ def estimate(
     engine: bool = True,
     length: int = 0,
     example: Example | None = None,
+    rewards: Sequence[nn.Module] = (),
+    judges: Sequence[tuple[nn.Module, Sampler]] = (),
 ) -> Estimate:
     """Memory of one of `world` processes with these models and their optimizers.
 
     `memory.estimate` with the layout and options of a config; with sp_size each process has its part of a
     pack's tokens. `engine`: one samples with a copy of the first model, sequences of up to `length` tokens (0
-    leaves out its cache). `example` is a prompt with media, of which packs are full.
+    leaves out its cache). `example` is a prompt with media, of which packs are full. With offload_models a
+    model is on the device only in the phases that use it, unless the device is a CPU.
     """
     sampler = None
     if engine:
@@ -59,6 +65,9 @@ def estimate(
         chunk_size=config.chunk_size,
         sampler=sampler,
         example=example,
+        rewards=rewards,
+        judges=judges,
+        placed=config.offload_models and kind != "cpu",
     )
 
 
@@ -81,6 +90,11 @@ def remedy(config: StrategyConfig, x: Estimate, *, world: int, checkpointed: boo
             return "lower budget, or raise sp_size"
         return "set gradient_checkpointing"
 
+    # models that are not trained, beside those that are
+    others = x.frozen + x.rewards
+    if not x.placed and not config.zero_stage and others >= x.parameters - x.frozen + x.optimizer:
+        return "set offload_models"
+
     # the state: shard more of it, then move it to the host
     if config.shard_size and config.shard_size < world:
         return "raise shard_size, or set it to 0"
@@ -99,6 +113,8 @@ def preflight(
     engine: bool = True,
     length: int = 0,
     example: Example | None = None,
+    rewards: Sequence[nn.Module] = (),
+    judges: Sequence[tuple[nn.Module, Sampler]] = (),
 ) -> str:
     """The table of `estimate` for a strategy on this machine, to print before `init`.
 
@@ -108,6 +124,7 @@ def preflight(
         return ""  # only the first prints it
     kind, config, world = strategy.device.type, strategy.config, strategy.world
     how: dict[str, Any] = {"world": world, "kind": kind, "engine": engine, "length": length}
+    how |= {"rewards": rewards, "judges": judges}
     x = estimate(config, *models, budget=budget, example=example, **how)
 
     # without a GPU the host is the device

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from rft_fn import dist, metric, optim, tree
 from rft_fn import model as model_lib
 from rft_fn.loss.evaluate import evaluate
+from rft_fn.model.placing import Residence
 from rft_fn.precision import wide
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite
@@ -89,12 +90,15 @@ def wrap_for_training(
     )
 
 
-def start(params: tree.Named, tx: Transform, config: StrategyConfig, module: nn.Module) -> TrainState:
+def start(
+    params: tree.Named, tx: Transform, config: StrategyConfig, module: nn.Module, residence: Residence
+) -> TrainState:
     """The state of the parameters of a module before the first update; ValueError without any."""
     if not params:
         raise ValueError("module: expected trainable parameters, got none with requires_grad")
     tx = optimizer(tx, config, params)
-    state = TrainState(params=params, opt=tx.init(params), step=0, tx=tx, module=module)
+    opt = tx.init(params)
+    state = TrainState(params=params, opt=opt, step=0, tx=tx, module=module, residence=residence)
     if config.adam_offload:
         return move_opt(state, "cpu")
     return state

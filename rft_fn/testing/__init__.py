@@ -15,7 +15,7 @@ function leaves rounding errors and nothing else.
 
 from collections.abc import Callable
 
-from rft_fn.testing.cases import VOCAB, ExtraFn, case, log_probs
+from rft_fn.testing.cases import VOCAB, ExtraFn, Unit, case, log_probs
 from rft_fn.testing.estimator import (
     check_deletion_invariance,
     check_estimator_gradient,
@@ -48,7 +48,7 @@ def check_all(
     weight: WeightFn = token_mean,
     extra: ExtraFn | None = None,
     seed: int = 0,
-    unit: int = 1,
+    unit: Unit = 1,
     on_policy: bool = False,
 ) -> None:
     """Run all checks of a loss.
@@ -57,7 +57,7 @@ def check_all(
     identity of policy losses. `weight(mask [B, S]) -> w [B, S]` is the normaliser that the loss is used
     with. `extra(exp) -> {name: [B, S, ...]}` makes the data that it reads from `b.extra` (see `case`).
     `unit` consecutive rows belong together: 2 for losses of pairs, whose rows 2i and 2i + 1 are sequences
-    2i and 2i + 1 of a pack.
+    2i and 2i + 1 of a pack; of listwise losses it is the number of rows of each list, such as (3, 1, 2, 2).
     """
     checks: list[Callable[..., None]] = [check_partition_invariance, check_padding_invariance]
     checks += [check_packing_invariance, check_permutation_invariance, check_finite]

@@ -3,19 +3,22 @@
 Losses are checked on them in float64. The batch can be cut in several ways.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rft_fn import packing, rng, tree
+from rft_fn import check, packing, rng, tree
 from rft_fn.types import Apply, Experience, Packed, TokenOut, WeightFn
 from rft_fn.weight import token_mean
 
 __all__ = [
-    "FIELDS", "LENGTH", "ROWS", "VOCAB", "Case", "ExtraFn", "by_unit", "case", "log_probs", "normal",
-    "ragged", "reweigh", "tabular", "uniform", "whole",
+    "FIELDS", "LENGTH", "ROWS", "VOCAB", "Case", "ExtraFn", "Unit", "by_unit", "case", "log_probs", "normal",
+    "packed", "ragged", "reweigh", "rows_of", "tabular", "uniform", "whole",
 ]  # fmt: skip
+
+Unit = int | Sequence[int]  # rows that belong together, of every unit or of each
 
 VOCAB = 7
 ROWS = 8
@@ -130,14 +133,25 @@ def _checked(extra: ExtraFn, exp: Experience) -> dict[str, Tensor]:
     return found
 
 
-def whole(exp: Experience, unit: int = 1) -> list[Packed]:
+def whole(exp: Experience, unit: Unit = 1) -> list[Packed]:
     """All rows in one pack."""
     return [packing.pack(exp, range(exp.tokens.shape[0]), unit=unit)]
 
 
-def by_unit(exp: Experience, unit: int = 1) -> list[Packed]:
+def rows_of(unit: Unit, count: int = ROWS) -> list[list[int]]:
+    """The rows of each unit of `count` rows."""
+    sizes = check.units(unit, count)
+    return [packing.members(sizes, [u]) for u in range(len(sizes))]
+
+
+def packed(exp: Experience, rows: Sequence[int], unit: Unit) -> Packed:
+    """Whole units of a batch in one pack."""
+    return packing.pack(exp, rows, unit=packing.among(unit, rows))
+
+
+def by_unit(exp: Experience, unit: Unit = 1) -> list[Packed]:
     """One pack per unit of rows."""
-    return [packing.pack(exp, range(i, i + unit), unit=unit) for i in range(0, exp.tokens.shape[0], unit)]
+    return [packed(exp, rows, unit) for rows in rows_of(unit, exp.tokens.shape[0])]
 
 
 def _weigh(mask: Tensor, weight: WeightFn) -> Tensor:

@@ -1,6 +1,7 @@
 """Checks of invariance to cutting, padding, packing and order."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,9 +14,12 @@ from rft_fn.testing.cases import (
     VOCAB,
     Case,
     ExtraFn,
+    Unit,
     by_unit,
     case,
+    packed,
     reweigh,
+    rows_of,
     uniform,
     whole,
 )
@@ -29,35 +33,46 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _order(seed: int, unit: int, *name: str | int) -> Tensor:
-    """Rows of each unit, in random order, [ROWS / unit, unit].
+def _order(seed: int, unit: Unit, *name: str | int) -> list[list[int]]:
+    """Rows of each unit, in random order.
 
     The order of the units is drawn by `name`.
     """
-    rows = torch.arange(ROWS).view(-1, unit)
-    return rows[torch.randperm(len(rows), generator=rng.generator(rng.fold_in(seed, *name)))]
+    rows = rows_of(unit)
+    order = torch.randperm(len(rows), generator=rng.generator(rng.fold_in(seed, *name)))
+    return [rows[u] for u in order.tolist()]
 
 
-def _cuts(exp: Experience, seed: int, unit: int) -> dict[str, list[Packed]]:
+def _minibatches(exp: Experience, n: int, seed: int, unit: Unit) -> list[Packed]:
+    """One pack of each of n minibatches."""
+    key = rng.fold_in(seed, n)
+    small = packing.minibatches(exp, n, key, unit=unit)
+    units = [unit] * n
+    if not isinstance(unit, int):
+        units = packing.minibatch_units(unit, n, key)
+    return [p for part, own in zip(small, units) for p in whole(part, own)]
+
+
+def _cuts(exp: Experience, seed: int, unit: Unit) -> dict[str, list[Packed]]:
     """Name -> packs of the same rows, cut differently.
 
     There is one entry for every way in which a run may cut them.
     """
+    largest = max(map(len, rows_of(unit)))
     one = "one row"
-    if unit > 1:
+    if largest > 1:
         one = f"one unit of {unit} rows"
     cuts = {f"{one} per micro-batch": by_unit(exp, unit)}
 
     # by micro-batches and minibatches
     order = _order(seed, unit, "cut")
-    for n in (2, 3):
-        parts = [order[i::n].flatten().sort().values.tolist() for i in range(n)]
-        cuts[f"{n} random micro-batches"] = [packing.pack(exp, rows, unit=unit) for rows in parts]
-        small = packing.minibatches(exp, n, rng.fold_in(seed, n), unit=unit)
-        cuts[f"{n} minibatches that keep their w"] = [p for part in small for p in whole(part, unit)]
+    for n in (2, 3)[: len(order) - 1]:
+        parts = [sorted(chain(*order[i::n])) for i in range(n)]
+        cuts[f"{n} random micro-batches"] = [packed(exp, rows, unit) for rows in parts]
+        cuts[f"{n} minibatches that keep their w"] = _minibatches(exp, n, seed, unit)
 
     # by packs and ranks, more of these than packs too
-    for budget in (unit * LENGTH, 2 * unit * LENGTH, ROWS * LENGTH):
+    for budget in (largest * LENGTH, 2 * largest * LENGTH, ROWS * LENGTH):
         for world in (1, 2, 5):
             shards = packing.shard(exp, budget, world, unit=unit)
             cuts[f"packs of {budget} tokens on {world} ranks"] = [p for rank in shards for p in rank]
@@ -70,7 +85,7 @@ def check_partition_invariance(
     weight: WeightFn = token_mean,
     extra: ExtraFn | None = None,
     seed: int = 0,
-    unit: int = 1,
+    unit: Unit = 1,
     rtol: float = 1e-12,
 ) -> None:
     """Check that no cut of the batch changes the results.
@@ -119,7 +134,10 @@ def _tail(b: Packed, count: int) -> Packed:
     """
     longer = tree.map(lambda x: torch.cat([x, x.new_zeros(count, *x.shape[1:])]), b)
     seq = torch.cat([b.seq, torch.full((count,), b.num_seqs)])
-    return tree.replace(longer, seq=seq, pos=packing.reset_position_ids(seq), num_seqs=b.num_seqs + b.unit)
+    pos = packing.reset_position_ids(seq)
+    if isinstance(b.unit, int):
+        return tree.replace(longer, seq=seq, pos=pos, num_seqs=b.num_seqs + b.unit)
+    return tree.replace(longer, seq=seq, pos=pos, num_seqs=b.num_seqs + 1, unit=(*b.unit, 1))
 
 
 def check_padding_invariance(
@@ -128,7 +146,7 @@ def check_padding_invariance(
     weight: WeightFn = token_mean,
     extra: ExtraFn | None = None,
     seed: int = 0,
-    unit: int = 1,
+    unit: Unit = 1,
     rtol: float = 1e-12,
 ) -> None:
     """Check that padding changes nothing.
@@ -158,7 +176,7 @@ def check_packing_invariance(
     weight: WeightFn = token_mean,
     extra: ExtraFn | None = None,
     seed: int = 0,
-    unit: int = 1,
+    unit: Unit = 1,
     rtol: float = 1e-12,
 ) -> None:
     """Check that sequences of a pack do not interact.
@@ -167,10 +185,12 @@ def check_packing_invariance(
     """
     c = case(seed, weight=weight, extra=extra)
     alone = _table(loss_fn, c, by_unit(c.exp, unit))
-    backwards = torch.arange(ROWS).view(-1, unit).flip(0).flatten().tolist()
+    units = rows_of(unit)
+    backwards = list(chain(*reversed(units)))
+    largest = max(map(len, units))
     ways = {"all rows in one pack": whole(c.exp, unit)}
-    ways["all rows backwards in one pack"] = [packing.pack(c.exp, backwards, unit=unit)]
-    for n in (unit * LENGTH, 3 * unit * LENGTH):
+    ways["all rows backwards in one pack"] = [packed(c.exp, backwards, unit)]
+    for n in (largest * LENGTH, 3 * largest * LENGTH):
         ways[f"packs of {n} tokens"] = packing.shard(c.exp, n, unit=unit)[0]
 
     # per token, so that the message names the row that sees its neighbour
@@ -190,7 +210,7 @@ def check_permutation_invariance(
     weight: WeightFn = token_mean,
     extra: ExtraFn | None = None,
     seed: int = 0,
-    unit: int = 1,
+    unit: Unit = 1,
     rtol: float = 1e-12,
 ) -> None:
     """Check that the order of rows changes nothing.
@@ -200,7 +220,9 @@ def check_permutation_invariance(
     apply, params, exp = case(seed, weight=weight, extra=extra)
     want = run(loss_fn, apply, params, whole(exp, unit))
     for n in range(3):
-        order = _order(seed, unit, "rows", n).flatten()
-        moved = packing.take(exp, order)
-        got = run(loss_fn, apply, params, whole(reweigh(moved, moved.mask, weight), unit))
-        assert_same(f"rows in the order {order.tolist()}", want, got, rtol)
+        order = list(chain(*_order(seed, unit, "rows", n)))
+        moved = packing.take(exp, torch.tensor(order))
+        if isinstance(unit, int):  # the weight of units of different sizes is known for their order alone
+            moved = reweigh(moved, moved.mask, weight)
+        got = run(loss_fn, apply, params, whole(moved, packing.among(unit, order)))
+        assert_same(f"rows in the order {order}", want, got, rtol)

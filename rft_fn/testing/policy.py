@@ -8,8 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rft_fn import packing, tree
-from rft_fn.testing.cases import ROWS, Case, ExtraFn, case, log_probs, normal, reweigh, whole
+from rft_fn import tree
+from rft_fn.testing.cases import (
+    ROWS,
+    Case,
+    ExtraFn,
+    Unit,
+    case,
+    log_probs,
+    normal,
+    packed,
+    reweigh,
+    rows_of,
+    whole,
+)
 from rft_fn.testing.run import Run, flat, gap, run
 from rft_fn.types import Apply, Experience, LossFn, Packed, TokenOut, WeightFn
 from rft_fn.weight import token_mean
@@ -90,12 +102,13 @@ def _assert_finite(varied: str, found: Run) -> None:
         raise AssertionError(f"{varied}: {'; '.join(bad)}")
 
 
-def _masked(exp: Experience, weight: WeightFn, unit: int) -> dict[str, list[Packed]]:
+def _masked(exp: Experience, weight: WeightFn, unit: Unit) -> dict[str, list[Packed]]:
     """Name -> packs without a token in mask."""
     nothing = reweigh(exp, torch.zeros_like(exp.mask), weight)
-    rows = [packing.pack(nothing, range(2 * unit), unit=unit)]
+    first = rows_of(unit)[:2]
+    rows = [packed(nothing, [row for rows in first for row in rows], unit)]
     packs = {"masked rows": rows, "a batch of masked rows": whole(nothing, unit)}
-    return packs | {"an empty pack": [packing.pack(exp, [], unit=unit)]}
+    return packs | {"an empty pack": [packed(exp, [], unit)]}
 
 
 def check_finite(
@@ -104,7 +117,7 @@ def check_finite(
     weight: WeightFn = token_mean,
     extra: ExtraFn | None = None,
     seed: int = 0,
-    unit: int = 1,
+    unit: Unit = 1,
 ) -> None:
     """Check that value and gradient are always finite.
 

@@ -66,7 +66,8 @@ class Packed:
     media: Media | None = None
     num_seqs: int = tree.static()  # K
     rows: tuple[int, ...] = tree.static(default=())  # rows of the Experience, behind the first sequences
-    unit: int = tree.static(default=1)  # sequences that belong together: 2 in losses of pairs
+    # sequences that belong together: 2 in losses of pairs; of each unit, where ranked lists differ in length
+    unit: int | tuple[int, ...] = tree.static(default=1)
     padding: int = tree.static(default=0)  # masked tokens after the last sequence
 
 

@@ -6,7 +6,7 @@ Every function of a strategy is called by all ranks alike, in the same order.
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -82,13 +82,20 @@ class Shard(Protocol):
     """Cuts a batch into packs."""
 
     def __call__(
-        self, exp: Experience, budget: int, *, unit: int = 1, media_cost: float = MEDIA_COST
+        self,
+        exp: Experience,
+        budget: int,
+        *,
+        unit: int | Sequence[int] = 1,
+        media_cost: float = MEDIA_COST,
     ) -> list[Packed]:
         """This rank's packs of the global batch: at most `budget` tokens each, equally many on every rank.
 
-        `unit` rows in a row stay in one pack: 2 for losses of pairs. Packs and ranks are balanced by tokens +
-        media_cost * numbers of media, as in `packing.shard`. All ranks call it together where the batch has
-        media: each fetches the rows that its packs read.
+        `unit` rows in a row stay in one pack: 2 for losses of pairs; for ranked lists of any length it is the
+        number of rows of each. Packs and ranks are balanced by tokens + media_cost * numbers of media, as in
+        `packing.shard`. All ranks call it together where the batch has media: each fetches the rows that its
+        packs read. ValueError for lists of different lengths with media in only some rows, where a model
+        takes one sequence at a time.
         """
         ...
 
@@ -231,6 +238,19 @@ class MoveState(Protocol):
         ...
 
 
+class Place(Protocol):
+    """Moves the weights of a model between the device and the host."""
+
+    def __call__(self, apply: Apply, where: Literal["device", "host"], /) -> None:
+        """Move all parameters and buffers of the model that `init` or `bind` gave `apply` for.
+
+        On the host its weights can be neither used, updated nor exported: ValueError. They are the same to
+        the bit when they are back. Where the device is a CPU both are one memory, and nothing is copied.
+        ValueError for an apply of another kind, and for a model that ZeRO trains.
+        """
+        ...
+
+
 class Print(Protocol):
     """Prints on rank 0 alone, as `print` does."""
 
@@ -299,6 +319,7 @@ class Strategy(NamedTuple):
     rotate: Rotate
     offload: MoveState  # the optimizer's state to the host
     reload: MoveState  # and back
+    place: Place  # a model's weights
     print: Print
     report_memory: ReportMemory
     close: Close

@@ -52,3 +52,4 @@ class TrainState:
     skipped: int = 0  # latest updates in a row whose gradients were not finite
     tx: Transform = tree.static()
     module: Any = tree.static(default=None)  # the owner of the params: an export reads its frozen weights
+    residence: Any = tree.static(default=None)  # a model.placing.Residence; None: always on the device

@@ -9,29 +9,16 @@ import ranks
 import test_probe
 import tiny
 import torch
-from torch.profiler import profile
+from places import allocated
 
 import rft_fn as rft
 from rft_fn import memory, optim, packing, tree
 from rft_fn.memory.trace import nbytes
-from rft_fn.model import apply_lora_configuration
+from rft_fn.model import apply_lora_configuration, load_reward
 from rft_fn.model import tiny as embedded
 from rft_fn.strategy import StrategyConfig, estimate, get_strategy
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def allocated(f):
-    """(what f returned, the peak of its allocations, what of them is left), by torch's own allocator on the
-    CPU."""
-    with profile(profile_memory=True) as prof:
-        out = f()
-    now = peak = 0
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return out, peak, now
 
 
 def qwen2(**changes):
@@ -135,6 +122,27 @@ def test_one_process(name, options, how):
     close(guess, held, "training", "update")
     if not options:
         close(guess, held, "activations")
+
+
+@pytest.mark.parametrize("pool", ["last", "mean", "attention"])
+def test_a_reward_models_heads_are_counted(pool):
+    """Three heads of 64 numbers and the query, in float32 over the decoder's own."""
+    rm = load_reward(qwen2(), new=True, heads=("a", "b", "c"), pool=pool)
+    count = sum(p.numel() for p in rm.decoder.parameters()) + 64 * (3 + (pool == "attention"))
+    tx, st = optim.adamw(1e-3), get_strategy(StrategyConfig())
+    x = estimate(st.config, (rm, tx), budget=64, kind="cpu", engine=False)
+    assert x.unknown == () and (x.parameters, x.gradients) == (4 * count, 4 * count)
+
+    def loss(out, b):
+        return out.score.square().sum(-1)
+
+    apply, state = st.init(rm, tx)
+    rows = torch.randint(3, 48, (2, 31), generator=torch.Generator().manual_seed(0)).tolist()
+    data = [packing.pack(packing.scored(rows), [0, 1])] * 2
+    st.grad(state, apply, loss, data)
+    _, peak, _ = allocated(partial(st.grad, state, apply, loss, data))
+    guess = x.gradients + x.activations + x.head + x.backward + x.gathered
+    assert guess == pytest.approx(peak, rel=0.2)
 
 
 FAMILIES = (

@@ -88,22 +88,22 @@ MUTANTS = [
     (
         "the placeholder of a batch of pairs is one sequence",
         "rft_fn/packing/packs.py",
-        "    unit = like.unit\n    zeros",
-        "    unit = 1\n    zeros",
+        "unit = units.smallest(like.unit)",
+        "unit = 1",
         "tests/test_packing.py::test_a_placeholder_for_pairs_is_a_pair",
     ),
     (
         "a placeholder counts as a pair in the metrics",
         "rft_fn/packing/packs.py",
-        "return tokens.index_add(0, b.seq // b.unit, b.mask.long()) > 0",
-        "return tokens.index_add(0, b.seq // b.unit, b.mask.long()) >= 0",
+        "return units.total(tokens, check.units(b.unit, b.num_seqs)) > 0",
+        "return units.total(tokens, check.units(b.unit, b.num_seqs)) >= 0",
         "tests/loss/test_supervised_loss.py::test_more_ranks_than_pairs",
     ),
     (
         "minibatches tear pairs apart",
         "rft_fn/packing/batches.py",
-        "members = order[:, None] * unit + torch.arange(unit, device=order.device)",
-        "members = (order[:, None] + len(order) * torch.arange(unit, device=order.device))",
+        "index = [torch.tensor(units.members(rows, part), device=exp.tokens.device) for part in parts]",
+        "index = torch.tensor(units.members(rows, sum(parts, []))).view(2, -1).T.flatten().tensor_split(n)",
         "tests/loss/test_supervised_loss.py::test_minibatches_keep_pairs_together",
     ),
     (

@@ -59,8 +59,8 @@ MUTANTS = [
     (
         "pairs without a token are in the mean",
         "rft_fn/weight.py",
-        "pairs = (tokens > 0).sum().clamp(min=1)",
-        "pairs = len(tokens)",
+        "return m, tokens[of, None], (tokens > 0).sum().clamp(min=1)",
+        "return m, tokens[of, None], tokens.new_tensor(len(tokens))",
         "tests/test_weight.py::test_a_mean_over_pairs",
     ),
     (
@@ -101,8 +101,8 @@ MUTANTS = [
     (
         "all rejected answers are guesses",
         WRONG,
-        "if random_.random() < 0.5:",
-        "if random_.random() < 1.5:",
+        "at = random_.random() * sum(mixture.values())",
+        "at = 0.0 * sum(mixture.values())",
         "tests/data/test_pairs.py::test_mistakes_are_of_every_kind",
     ),
 ]

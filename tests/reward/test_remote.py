@@ -1,7 +1,6 @@
 """Rewards over HTTP, against servers that fail in every way: what is tried again, and what never is."""
 
 import asyncio
-import gc
 import itertools
 import random
 import socket
@@ -113,8 +112,7 @@ def test_connections_are_kept_from_call_to_call_and_closed_with_the_loop():
         one = next(c.cell_contents for c in loop if isinstance(c.cell_contents, client.Client))
         kept = one._client
         assert not kept.is_closed
-        del made  # whose event loop ends with it
-        gc.collect()
+        made.close()  # and its event loop
         assert kept.is_closed
 
         # and a reward may be used from another loop

@@ -9,6 +9,7 @@ from torch import Tensor
 from rft_fn.data import Prompt
 from rft_fn.data.media import Medium
 from rft_fn.reward import text
+from rft_fn.reward.calling import noted
 from rft_fn.reward.combine import Weighted, joint_names
 from rft_fn.reward.convention import Messages
 from rft_fn.reward.remote.protocol import Batch
@@ -45,7 +46,7 @@ def joint_values(score: Weighted, batch: Batch) -> dict[str, Tensor]:
     for name in joint_names(score):
         score.running = name
         fn: Any = score.components[name][0]
-        with score.named(name):
+        with noted(name):
             found[name] = fn(rollout, prompts, tokenizer)
     return found
 
@@ -65,9 +66,8 @@ def as_rollout(batch: Batch) -> tuple[Rollout, list[Prompt], Texts]:
         group=rows,
         version=torch.zeros(count, dtype=torch.long),
     )
-    prompts = [
-        _prompt(x, i, records) for i, (x, records) in enumerate(zip(batch.prompts, media, strict=True))
-    ]
+    pairs = enumerate(zip(batch.prompts, media, strict=True))
+    prompts = [_prompt(x, i, records) for i, (x, records) in pairs]
     return rollout, prompts, Texts([text(x) for x in batch.completions])
 
 

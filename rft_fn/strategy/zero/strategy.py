@@ -28,6 +28,7 @@ from rft_fn.strategy.session import Session
 from rft_fn.strategy.zero import engine, stages
 from rft_fn.strategy.zero import state as zero_state
 from rft_fn.strategy.zero.engine import Root, ZeroModel
+from rft_fn.strategy.zero.placing import ZeroResidence
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
 __all__ = ["deepspeed", "layout"]
@@ -40,6 +41,7 @@ class ZeroApply:
     run: nn.Module  # pack -> the fields of a TokenOut
     params: tree.Named
     session: Session
+    residence: ZeroResidence
     model: ZeroModel | None = None  # None for one that only scores
 
     @property
@@ -53,6 +55,7 @@ class ZeroApply:
             "model.assign(params, source) puts them there"
         )
         require_own(self.params, params, why)
+        self.residence.require_device("apply")
         with self.session.watch():
             return TokenOut(**self.run(pack))
 
@@ -107,7 +110,8 @@ def bind(
             p.data = p.data.bfloat16()
     _settle(cut, root, run)
     params = own_parameters(module)
-    return ZeroApply(run, params, session), tree.map(lambda p: p, params)
+    residence = ZeroResidence(run, module)
+    return ZeroApply(run, params, session, residence), tree.map(lambda p: p, params)
 
 
 def _settle(cut: Cut, root: Root, run: Callable[[Any], dict[str, Tensor]]) -> None:
@@ -139,7 +143,8 @@ def init(
     root = engine.wrap_for_training(config, module, sampling, entropy, aux)
     model = ZeroModel(config, module, root, tx)
     _settle(cut, root, model.deepspeed_engine)
-    apply = ZeroApply(model.deepspeed_engine, model.params, session, model)
+    residence = ZeroResidence(model.deepspeed_engine, module, trained=True)
+    apply = ZeroApply(model.deepspeed_engine, model.params, session, residence, model)
     return apply, zero_state.state_of(model, count=0, done=0, skipped=0)
 
 

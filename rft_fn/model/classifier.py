@@ -1,0 +1,88 @@
+"""Transformers' classes for sequence classification, the form in which reward models are shared.
+
+Such a class is a decoder and `score`, a matrix on the hidden state of the last token.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rft_fn.model.parts import text_config
+
+__all__ = ["SUFFIX", "class_name", "head_of", "labels", "like", "write"]
+
+SUFFIX = "ForSequenceClassification"
+_SCORE = "score.weight"
+
+
+def class_name(config: Any) -> str | None:
+    """The class for sequence classification that a config names; None if it names another."""
+    names = getattr(config, "architectures", None) or []
+    return next((name for name in names if name.endswith(SUFFIX)), None)
+
+
+def head_of(lm: Any) -> nn.Linear | None:
+    """The head of a model for sequence classification; None for any other model.
+
+    ValueError for a head that is not one matrix, as encoders have.
+    """
+    name = type(lm).__name__
+    if not name.endswith(SUFFIX):
+        return None
+    head = getattr(lm, "score", None)
+    if type(head) is not nn.Linear or head.bias is not None:
+        raise ValueError(
+            f"reward model: expected a decoder with a head `score` of one matrix, got {name}, whose head is "
+            "another"
+        )
+    return head
+
+
+def labels(config: Any) -> list[str]:
+    """The names of a config's labels; a single one without a name is the score."""
+    found = [config.id2label[i] for i in range(config.num_labels)]
+    if found == ["LABEL_0"]:
+        return ["score"]
+    return found
+
+
+def like(decoder: Any, names: Sequence[str]) -> Any:
+    """The model for sequence classification over such a decoder, with these labels and without memory.
+
+    None where transformers has none.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    kind: Any = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(decoder.config), None)
+    if kind is None:
+        return None
+    config = copy.deepcopy(decoder.config)
+    config._attn_implementation = "eager"  # a name of ours is not for its class to check
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: i for i, name in enumerate(names)}
+    with torch.device("meta"):
+        made = kind(config).to(next(decoder.parameters()).dtype)
+
+    # It may be an encoder's class, or have a head of more layers.
+    prefix = f"{made.base_model_prefix}."
+    own = {prefix + name for name in _plain(decoder)} | {_SCORE}
+    width = text_config(decoder).hidden_size
+    if set(made.state_dict()) != own or made.score.weight.shape != (len(names), width):
+        return None
+    return made
+
+
+def _plain(decoder: nn.Module) -> set[str]:
+    """The names of a decoder's tensors without its adapters."""
+    names = decoder.state_dict()
+    return {name.replace(".base_layer.", ".") for name in names if ".lora_" not in name}
+
+
+def write(made: Any, folder: str | Path, decoder: Mapping[str, Tensor], score: Tensor) -> None:
+    """Write the weights of a decoder and of its head as the folder of a model that `like` made."""
+    tensors = {f"{made.base_model_prefix}.{name}": x for name, x in decoder.items()}
+    made.save_pretrained(folder, state_dict={**tensors, _SCORE: score})

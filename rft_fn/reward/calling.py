@@ -1,0 +1,186 @@
+"""Calls reward functions: those that wait for a network begin first, and wait while the others compute."""
+
+import asyncio
+import concurrent.futures as futures
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rft_fn.reward.convention import RewardFn, asks_for, column_names, required, taken
+from rft_fn.reward.event_loop import EventLoop
+
+__all__ = ["Call", "Caller", "Log", "noted"]
+
+
+class Log:
+    """The numbers and values that a reward function logs, by `log_metric` and `log_extra`."""
+
+    def __init__(self, reward: str, count: int):
+        self._reward = reward
+        self._count = count
+        self._numbers: dict[str, list[float]] = {}
+        self.extra: dict[str, list[Any]] = {}
+
+    def metric(self, name: str, value: float) -> None:
+        """Add a number for the batch.
+
+        The mean of those with one name is logged.
+        """
+        self._numbers.setdefault(name, []).append(float(value))
+
+    def further(self, column: str, values: Sequence[Any]) -> None:
+        """Set one value per completion. ValueError for another count."""
+        values = list(values)
+        if len(values) != self._count:
+            raise ValueError(
+                f"reward {self._reward!r}: log_extra({column!r}): expected {self._count} values, one per "
+                f"completion, got {len(values)}"
+            )
+        self.extra[column] = values
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """The means by name, as the same number for every completion [B]."""
+        found = {}
+        for name, values in self._numbers.items():
+            mean = sum(values) / len(values)
+            found[name] = torch.full((self._count,), mean)
+        return found
+
+
+class Call:
+    """A reward function, and the rows of a batch that it is to score."""
+
+    def __init__(self, name: str, fn: RewardFn, batch: Mapping[str, Any], rows: Sequence[int]):
+        self.name = name
+        self.fn = fn
+        self.log = Log(name, len(rows))
+        self._batch = batch
+        self._rows = rows
+
+    @property
+    def waits(self) -> bool:
+        """Whether the function is async, and so can begin before others compute."""
+        call = getattr(self.fn, "__call__", None)  # noqa: B004  that of an object with one
+        return inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(call)
+
+    def start(self) -> object:
+        """The result of the function, an awaitable if it is async."""
+        given: dict[str, Any] = {}
+        for name, values in self._batch.items():
+            given[name] = values
+            if isinstance(values, list):
+                given[name] = [values[row] for row in self._rows]
+        given |= {"log_metric": self.log.metric, "log_extra": self.log.further}
+        _check_arguments(self.name, self.fn, given)
+        arguments = taken(self.fn, given)
+        if not asks_for(self.fn, "media"):  # **kwargs is not enough to have files sent along
+            arguments.pop("media", None)
+        with noted(self.name):
+            result = self.fn(**arguments)
+            if isinstance(result, Iterator) and not inspect.isawaitable(result):  # computes when it is read
+                result = list(result)
+        return result
+
+
+class Caller:
+    """Calls the functions of a score, batch after batch, with one event loop for the async ones."""
+
+    def __init__(self) -> None:
+        self.running = ""  # the reward that is being computed, or the one that raised
+        self._loop = EventLoop()
+
+    def results(
+        self, calls: Sequence[Call], meanwhile: Callable[[], Mapping[str, object]]
+    ) -> dict[str, object]:
+        """The results of all functions by name, and those of `meanwhile`.
+
+        Async functions begin first. While they wait, `meanwhile` computes, and then the plain ones, one after
+        the other. What any of them raises ends the others.
+        """
+        waiting: dict[str, futures.Future[object]] = {}
+        found: dict[str, object] = {}
+        try:
+            self._start([call for call in calls if call.waits], found, waiting)
+            found |= meanwhile()
+            self._start([call for call in calls if not call.waits], found, waiting)
+            return found | self._wait(waiting)
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def _start(
+        self, calls: Sequence[Call], found: dict[str, object], waiting: dict[str, futures.Future[object]]
+    ) -> None:
+        """Call functions: results are `found`, and those that are awaited are `waiting`."""
+        for call in calls:
+            self.running = call.name
+            result = call.start()
+            if inspect.isawaitable(result):
+                waiting[call.name] = self._loop.start(_awaited(call.name, result))
+            else:
+                found[call.name] = result
+
+    def _wait(self, waiting: Mapping[str, futures.Future[object]]) -> dict[str, object]:
+        """The results of the async functions, or the first error of one."""
+        if not waiting:
+            return {}
+        self.running = ", ".join(waiting)
+        done, _ = futures.wait(waiting.values(), return_when=futures.FIRST_EXCEPTION)
+        for name, future in waiting.items():
+            if future not in done:
+                continue
+            if future.cancelled():
+                self.running = name
+                raise ValueError(f"reward {name!r}: expected a list of numbers, got a cancelled task")
+            error = future.exception()
+            if error is not None:
+                self.running = name
+                raise error
+        return {name: future.result() for name, future in waiting.items()}
+
+    def close(self) -> None:
+        """End the event loop."""
+        self._loop.close()
+
+
+async def _awaited(name: str, result: Awaitable[object]) -> object:
+    """The result of an async function."""
+    with noted(name):
+        return await result
+
+
+@contextmanager
+def noted(name: str) -> Iterator[None]:
+    """Add a note with the reward's name to any error.
+
+    A call of sys.exit becomes ValueError: a reward must not end the run without its name.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        exit_ = ValueError(
+            f"reward {name!r}: expected a list of numbers, got sys.exit({error.code!r}); raise an error "
+            "to stop the run, return 0.0 for a completion that cannot be scored"
+        )
+        exit_.add_note(f"raised by the reward {name!r}")
+        raise exit_ from error
+    except (KeyboardInterrupt, asyncio.CancelledError):  # not the reward's
+        raise
+    except BaseException as error:
+        error.add_note(f"raised by the reward {name!r}")
+        raise
+
+
+def _check_arguments(name: str, fn: RewardFn, given: Mapping[str, Any]) -> None:
+    """ValueError for a parameter without a default that is no column."""
+    for column in required(fn):
+        if column not in given:
+            raise ValueError(
+                f"reward {name!r}: column {column!r} is not in the dataset; "
+                f"its columns are: {column_names(given)}"
+            )

@@ -1,0 +1,217 @@
+"""Scalar reward models as rewards: the rows that they read, their heads, and where they come from."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import tiny
+import torch
+
+from rft_fn import data, model, packing, reward
+from rft_fn.reward.scalar_model import reads_alike
+from rft_fn.run import load_rewards, options, reward_modules
+from rft_fn.strategy import get_strategy
+from rft_fn.types import Rollout, TokenOut
+
+PROMPTS = [data.Prompt([3, 4], "12", {"answer": "12"}, 0), data.Prompt([5], "3", {"answer": "3"}, 1)]
+
+
+@dataclass(frozen=True)
+class Config(options.Shaping, options.Prompts, options.Model):
+    """The options that rewards of models are loaded by."""
+
+
+def rollout_of(tokenizer, said, truncated):
+    """Rows of prompt and response; those that are not truncated have an end token."""
+    rows = []
+    for i, (text, cut) in enumerate(zip(said, truncated, strict=True)):
+        end = [] if cut else [tokenizer.eos_token_id]
+        rows.append((PROMPTS[i // 2].ids, tokenizer.encode(text, add_special_tokens=False) + end))
+    exp = packing.supervised(rows)
+    zero = torch.zeros(len(rows), dtype=torch.long)
+    return Rollout(
+        tokens=exp.tokens, mask=exp.mask, logp=exp.old_logp, length=exp.length, version=zero,
+        truncated=torch.tensor(truncated), group=torch.arange(len(rows)) // 2,
+    )  # fmt: skip
+
+
+def rows_of(exp):
+    """The ids that are scored, without the appended target."""
+    return [row[: n - 1].tolist() for row, n in zip(exp.tokens, exp.length.tolist(), strict=True)]
+
+
+class Other:
+    """A tokenizer with other ids: the tiny one's, 100 higher."""
+
+    eos_token_id = 7
+    chat_template = None
+    asked: list = []  # noqa: RUF012
+
+    def get_vocab(self):
+        return {"a": 100}
+
+    def encode(self, text, add_special_tokens=True, split_special_tokens=False):
+        ids = tiny.tokenizer().encode(text, add_special_tokens=add_special_tokens)
+        self.asked.append((text, split_special_tokens))
+        return [i + 100 for i in ids]
+
+
+def test_the_ids_of_the_rollout_are_read_where_the_tokenizer_makes_the_same():
+    tokenizer = tiny.tokenizer()
+    rollout = rollout_of(tokenizer, ["1", "22", "3", "4"], [False, True, False, False])
+    rows = rows_of(reward.Reading(tokenizer).rows(rollout, PROMPTS, tokenizer))
+    expected = [row[:n].tolist() for row, n in zip(rollout.tokens, rollout.length.tolist(), strict=True)]
+    assert rows == expected
+    end = tokenizer.eos_token_id
+    assert [row[-1] == end for row in rows] == [True, False, True, True]
+
+
+def test_another_tokenizer_reads_the_text_with_an_end_unless_it_was_truncated():
+    tokenizer, other = tiny.tokenizer(), Other()
+    other.asked.clear()
+    rollout = rollout_of(tokenizer, ["1", "22", "3", "4"], [False, True, False, False])
+    rows = rows_of(reward.Reading(other).rows(rollout, PROMPTS, tokenizer))
+
+    def ids(text):
+        return [i + 100 for i in tokenizer.encode(text, add_special_tokens=False)]
+
+    assert rows == [
+        [*ids("12"), *ids("1"), 7], [*ids("12"), *ids("22")], [*ids("3"), *ids("3"), 7], [*ids("3"), *ids("4"), 7]
+    ]  # fmt: skip
+    assert [split for text, split in other.asked if text in ("1", "22", "4")] == [True, True, True]
+    assert not reads_alike(other, tokenizer) and reads_alike(tokenizer, model.load_tokenizer("tiny"))
+
+
+def test_a_row_beyond_the_window_is_an_error_that_names_it():
+    tokenizer = tiny.tokenizer()
+    rollout = rollout_of(tokenizer, ["1", "22222"], [False, False])
+    with pytest.raises(ValueError, match="expected at most 5 tokens, its window, got 8 of row 1"):
+        reward.Reading(tokenizer, window=5).rows(rollout, PROMPTS[:1], tokenizer)
+
+
+def test_heads_are_calibrated_and_share_one_forward():
+    tokenizer = tiny.tokenizer()
+    rollout = rollout_of(tokenizer, ["1", "22", "3", "4"], [False, True, False, False])
+    calls = []
+
+    def score(rows, budget):
+        calls.append(budget)
+        raw = torch.stack([rows.length.float(), -rows.length.float()], -1)
+        return TokenOut(logp=rows.old_logp, score=rows.mask[..., None] * raw[:, None])
+
+    heads = (model.Head("long", shift=2.0, scale=4.0), model.Head("short"))
+    long = reward.scalar(score, heads, reading=reward.Reading(tokenizer), head="long", budget=9)
+    both = reward.weighted(long=(long, 1.0), short=(long.head("short"), 0.5))
+    judged = reward.judge(both, rollout, PROMPTS, tokenizer)
+    length = (rollout.length.float() + 1).view(2, 2)  # with the appended target
+    assert judged.parts["long"].equal((length - 2) / 4) and judged.parts["short"].equal(-length)
+    assert calls == [9]
+    reward.judge(both, rollout_of(tokenizer, ["1", "2"], [False, False]), PROMPTS[:1], tokenizer)
+    assert calls == [9, 9]
+
+
+def test_a_head_that_is_not_there_and_one_that_is_not_chosen_are_errors():
+    heads = (model.Head("a"), model.Head("b"))
+    for head in ("", "c"):
+        with pytest.raises(ValueError, match=f"head: expected one of a, b, got {head!r}"):
+            reward.scalar(None, heads, reading=reward.Reading(tiny.tokenizer()), head=head)
+
+
+# -------------------------------------------------------------------------------------- on the command line
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A reward model with two heads."""
+    path = tmp_path_factory.mktemp("models") / "rm"
+    made = model.load_reward("tiny", new=True, heads=("a", "b"))
+    torch.manual_seed(0)
+    torch.nn.init.normal_(made.score.weight)
+    made.with_calibration([model.Head("a", 1.0, 2.0), model.Head("b")])
+    model.save_reward(path, made)
+    model.load_tokenizer("tiny").save_pretrained(path)
+    return str(path)
+
+
+def test_a_folder_is_a_reward_by_its_heads_and_loaded_once(folder, monkeypatch):
+    loads = []
+    load = model.load_reward
+
+    def counted(*args, **how):
+        loads.append(how.get("meta"))
+        return load(*args, **how)
+
+    monkeypatch.setattr(model, "load_reward", counted)
+    st = get_strategy()
+    specs = [f"model:{folder}:a=0.5", f"model:{folder}:b(budget=64)", "exact=0"]
+    score = load_rewards(specs, Config(), st)
+    assert list(score.components) == ["a", "b", "exact"] and loads == [True]
+    assert len(reward_modules(score)) == 1
+
+    # the scores are those of the model alone
+    tokenizer = model.load_tokenizer("tiny")
+    rollout = rollout_of(tokenizer, ["12", "22", "3", "4"], [False, True, False, False])
+    judged = reward.judge(score, rollout, PROMPTS, tokenizer)
+    assert loads == [True, False]
+    whole = load(folder)
+    rows = packing.scored(
+        [row[:n].tolist() for row, n in zip(rollout.tokens, rollout.length.tolist(), strict=True)]
+    )
+    apply, params = st.bind(whole)
+    raw = model.final_scores(partial(st.score, apply, params, fields=("score",))(rows, 1024).score, rows.mask)
+    torch.testing.assert_close(judged.parts["a"].flatten(), (raw[:, 0] - 1) / 2)
+    torch.testing.assert_close(judged.parts["b"].flatten(), raw[:, 1])
+    torch.testing.assert_close(judged.reward, 0.5 * judged.parts["a"] + judged.parts["b"])
+
+    # a part of weight 0 is computed, and logged
+    assert judged.parts["exact"].tolist() == [[1, 0], [1, 0]]
+    assert reward.means(judged, "reward")["reward/exact"] == 0.5
+
+
+def test_a_folder_that_is_no_reward_model_is_one_line(folder, tmp_path):
+    model.save(tmp_path / "lm", model.load("tiny"), model.load_tokenizer("tiny"))
+    st = get_strategy()
+    lines = {
+        f"model:{tmp_path / 'lm'}": "expected a model with heads, got one without",
+        f"model:{folder}": "expected model:FOLDER:HEAD, with one of its heads a, b",
+        f"model:{folder}:c": "head: expected one of a, b, got 'c'",
+        f"model:{folder}:a(budgte=3)": "unexpected keyword argument 'budgte'",
+        "model:": "expected model:TARGET",
+    }
+    for spec, line in lines.items():
+        with pytest.raises(ValueError, match=line) as error:
+            load_rewards([spec], Config(), st)
+        assert str(error.value).startswith(f"reward {spec!r}: ") and "\n" not in str(error.value)
+
+
+def test_the_options_have_vetoes(folder):
+    cfg = Config(reward_veto=("exact<1=-3",))
+    score = load_rewards([f"model:{folder}:a", "exact=0"], cfg, get_strategy())
+    assert score.vetoes == (reward.Veto("exact", 1.0, -3.0),)
+    with pytest.raises(ValueError, match="veto: expected one of exact, got 'nope'"):
+        load_rewards(["exact"], Config(reward_veto=("nope<1",)), get_strategy())
+
+
+def test_the_check_before_a_run_scores_made_up_responses_by_the_model(folder):
+    from rft_fn import collect
+
+    st = get_strategy()
+    score = load_rewards([f"model:{folder}:a", "exact=0"], Config(), st)
+    tokenizer = model.load_tokenizer("tiny")
+    checked = collect.check_reward(st, score, PROMPTS, tokenizer=tokenizer)
+    assert not checked["answer"].parts["a"].equal(checked["garbage"].parts["a"])
+    said = rollout_of(tokenizer, ["12", "12", "3", "3"], [False] * 4)
+    judged = reward.judge(score, said, PROMPTS, tokenizer)
+    torch.testing.assert_close(checked["answer"].parts["a"], judged.parts["a"][:, 0])
+    with pytest.raises(ValueError, match="expected prompts .* and their tokenizer"):
+        collect.check_reward(st, score, PROMPTS)
+
+
+def test_a_judge_is_built_when_it_is_asked_and_closed_with_the_score():
+    st = get_strategy()
+    score = load_rewards(["judge:tiny(form='bare', max_new=4)"], Config(), st)
+    fn = score.components["judge"][0]
+    assert fn.engine is not None
+    assert len(score(["12", "3"], ["12", "1"], {}).parts["judge"]) == 2
+    score.close()
+    assert not fn.engine.status()["alive"]

@@ -1,0 +1,83 @@
+"""Runs whose models share the device: each is there only in its phases, and the run is the same."""
+
+import json
+
+import pytest
+import torch
+from places import Host
+from test_house import load_script as script
+from test_kept_engine import Fragile
+
+import rft_fn as rft
+from rft_fn import engine, optim
+from rft_fn.model import placing
+from rft_fn.strategy import StrategyConfig
+from rft_fn.strategy.placing import residence_of
+
+SMALL = {"prompts": 2, "group": 4, "steps": 2, "eval_prompts": 4, "eval_every": 2, "save_every": 1, "kl": 0.1}
+PLACED = StrategyConfig(engine_batch=512, offload_models=True)
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """A host apart from the device, for every model that is bound."""
+    host = Host()
+    monkeypatch.setattr(placing, "mover_of", lambda device: host.mover)
+    return host
+
+
+def run(name, folder, **options):
+    module = script(name)
+    module.main(module.Config(**SMALL | options, out=str(folder)))
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_run_is_the_same_with_models_that_leave_the_device(name, tmp_path, host):
+    """Any use of a model outside of its phases would raise."""
+    want = run(name, tmp_path / "together")
+    assert not host.bytes
+    got = run(name, tmp_path / "apart", strategy=PLACED)
+    assert got == want
+    # actor and reference leave several times in each step, and the critic of ppo too
+    weights = sum(p.numel() * 4 for p in rft.model.load("tiny").parameters())
+    assert host.bytes > 5 * weights
+
+
+def test_an_engine_that_dies_gets_weights_that_are_away(tmp_path, host, monkeypatch):
+    """It is built again while the policy is on the host, and the run is the one that it would have been."""
+    want = run("grpo", tmp_path / "run")
+    monkeypatch.setattr(engine, "get_engine", Fragile("generate", {4}))
+    assert run("grpo", tmp_path / "again", strategy=PLACED) == want
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_models_on_the_host(tmp_path, host):
+    """The files hold what they hold without placement."""
+    folder = tmp_path / "run"
+    run("grpo", folder, strategy=PLACED, lr_end=1.0)
+    got = run("grpo", folder, strategy=PLACED, lr_end=1.0, steps=3)
+    assert got == run("grpo", tmp_path / "straight", lr_end=1.0, steps=3)
+
+
+def test_only_the_option_moves_anything(host):
+    st = rft.strategy.get_fake_strategy()
+    apply, state = st.init(rft.model.load("tiny"), optim.adamw(1e-3))
+    assert rft.run.to_host(st, apply, state) is state and rft.run.to_device(st, apply, state) is state
+    with rft.run.placed(st, apply):
+        pass
+    assert not host.bytes and not residence_of(apply).on_host
+
+
+def test_a_block_has_its_models_and_leaves_none(host):
+    """Also where the block fails; the state on the device can still be saved as it came."""
+    st = rft.strategy.get_strategy(PLACED)
+    apply, state = st.init(rft.model.load("tiny"), optim.adamw(1e-3))
+    with pytest.raises(RuntimeError, match="lost"), rft.run.placed(st, apply):
+        assert not residence_of(apply).on_host
+        raise RuntimeError("lost")
+    assert residence_of(apply).on_host
+    away = rft.run.to_host(st, apply, state)
+    with pytest.raises(rft.tree.UseAfterDonate):
+        _ = state.opt
+    back = rft.run.to_device(st, apply, away)
+    assert all(torch.equal(x, back.params[n]) for n, x in away.params.items())  # not donated

@@ -1,0 +1,435 @@
+"""train_rm.py as a user runs it: each kind of rows is learned, resumed to the bit, refused in one line."""
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from ranks import free_port
+from test_house import load_script
+from test_scripts import ROOT, rows, run
+
+import rft_fn as rft
+
+SMALL = {"steps": 4, "batch": 8, "eval_items": 8, "eval_every": 2, "save_every": 2, "warmup": 0}
+FLAGS = ["--steps", 5, "--batch", 8, "--eval-items", 8, "--eval-every", 3, "--save-every", 2,
+         "--centering", 0.01]  # fmt: skip
+train_rm = load_script("train_rm")
+
+
+@pytest.fixture(autouse=True)
+def few_pictures(request, monkeypatch):
+    """Pictures take most of the time of so short a run."""
+    if request.node.name != "test_it_learns_from_the_built_in_pairs":
+        for name in ("curve", "phases", "reliability"):
+            monkeypatch.setattr(f"rft_fn.run.plot.{name}", lambda *_, **__: None)
+
+
+def train(folder, **options):
+    """The rows of a run in this process."""
+    train_rm.main(train_rm.Config(**{**SMALL, **options}, out=str(folder)))
+    return rows(folder)
+
+
+def weights(folder):
+    return (folder / "model" / "model.safetensors").read_bytes()
+
+
+def data_file(folder, name, lines):
+    path = folder / f"{name}.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return (str(path),)
+
+
+# ---------- it learns
+
+
+def test_it_learns_from_the_built_in_pairs(tmp_path):
+    """Unseen pairs are ordered; the saved model has the accuracy that was logged, and a calibration."""
+    options = {"steps": 50, "batch": 32, "eval_items": 64, "eval_every": 50, "warmup": 5, "save_every": 99}
+    found = train(tmp_path / "r", **options)
+    first, last = found[0], found[-1]
+    assert first["eval/accuracy"] == first["eval/margin"] == first["pairs/ece"] == 0
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-6) == first["eval/loss"]
+    assert last["eval/accuracy"] > 0.7 and last["eval/loss"] < 0.6 and last["eval/margin"] > 0.3
+    assert {"curve.png", "phases.png", "reliability.png", "config.json"} <= set(os.listdir(tmp_path / "r"))
+
+    # the pairs of the evaluation, by the folder alone
+    module = rft.model.load_reward(str(tmp_path / "r/model"))
+    (head,) = module.heads
+    assert head.name == "score" and head.scale != 1 and head.shift != 0
+    st = rft.strategy.get_strategy()
+    apply, params = st.bind(module)
+    tokenizer = rft.model.load_tokenizer(str(tmp_path / "r/model"))
+    negatives = train_rm.Config().negatives
+    pairs = rft.data.pairs_from_task("sort_digits", tokenizer, seed=1, negatives=negatives)
+    exp, _ = train_rm.pairs_batch([pairs.prompt(i) for i in range(64)])
+    score = st.score(apply, params, exp, 2048, fields=("score",)).score
+    raw = rft.model.final_scores(score, exp.mask)[:, 0].view(-1, 2)
+    assert (raw[:, 0] > raw[:, 1]).double().mean() == pytest.approx(last["eval/accuracy"])
+    assert (raw[:, 0] - raw[:, 1]).mean() == pytest.approx(last["eval/margin"], rel=1e-4)
+
+    # calibrated differences are the logits that fit these pairs best, so no other scale has a lower loss
+    def loss(scale):
+        h = (raw[:, 0] - raw[:, 1]).double() / scale
+        right = 65 / 66  # Platt's label of 64 pairs
+        return float(-(right * torch.nn.functional.logsigmoid(h) +
+                       (1 - right) * torch.nn.functional.logsigmoid(-h)).mean())  # fmt: skip
+
+    assert loss(head.scale) < min(loss(head.scale * 1.2), loss(head.scale / 1.2))
+    assert head.shift == pytest.approx(float(raw.mean()), rel=1e-3)
+
+
+LEARNED = {
+    "lists": ({}, "accuracy", 0.7),
+    "points": ({"loss": "mse"}, "mse", 0.12),
+    "steps": ({}, "correct", 0.85),
+}
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+def test_it_learns_from_lists_points_and_steps(tmp_path, kind):
+    options, name, wanted = LEARNED[kind]
+    more = {"steps": 60, "batch": 32, "eval_items": 64, "eval_every": 60, "save_every": 99, "lr": 2e-3}
+    found = train(tmp_path / "r", kind=kind, warmup=5, **more, **options)
+    first, last = found[0][f"eval/{name}"], found[-1][f"eval/{name}"]
+    if name == "mse":
+        assert last < wanted < first
+    else:
+        assert first < wanted < last
+    assert found[-1]["eval/loss"] < 0.85 * found[0]["eval/loss"]
+    (head,) = rft.model.load_reward(str(tmp_path / "r/model")).heads
+    assert head.scale != 1
+
+
+# ---------- the losses are their definitions
+
+PAIRS = [
+    {"prompt": "sort:312=", "chosen": "123", "rejected": "312", "margin": 0.5, "a": 1, "b": -1},
+    {"prompt": "sort:21=", "chosen": "12", "rejected": "x", "a": 2, "b": 0},
+    {"prompt": "sort:9=", "chosen": "9", "rejected": "99", "margin": -0.25, "a": 0, "b": 1},
+]
+LISTS = [
+    {"prompt": "sort:312=", "completions": ["132", "123", "aaa"], "ranks": [2, 1, 3]},
+    {"prompt": "sort:21=", "completions": ["2", "12", "1", "21"], "scores": [0.5, 1, 0.5, 0]},
+]
+POINTS = [
+    {"prompt": "sort:312=", "completion": text, "score": i / 3, "format": i % 2}
+    for i, text in enumerate(["a", "132", "213", "123"])
+]
+STEPS = [
+    {"prompt": "3+4+5=", "completions": ["3+4=7", "7+5", "12"], "labels": [True, True, False]},
+    {"prompt": "1=", "completions": ["1"], "labels": [0.25]},
+]
+
+
+@pytest.fixture(scope="module")
+def two_heads(tmp_path_factory):
+    """A folder with a reward model of two heads that score something."""
+    folder = tmp_path_factory.mktemp("two") / "model"
+    module = rft.model.load_reward("tiny", new=True, heads=("a", "b"))
+    with torch.no_grad():
+        module.score.weight.copy_(torch.randn(module.score.weight.shape, generator=rft.rng.generator(3)))
+    rft.model.save_reward(folder, module)
+    rft.model.load_tokenizer("tiny").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def score_of(two_heads):
+    """text -> the scores [H] of both heads at its end, by transformers' own class, one text at a time."""
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(two_heads).double()
+    tokenizer = rft.model.load_tokenizer("tiny")
+
+    def score(prompt, response, *, end=True):
+        ids = [*tokenizer.encode(prompt), *tokenizer.encode(response)] + [tokenizer.eos_token_id] * end
+        with torch.no_grad():
+            return model(input_ids=torch.tensor([ids])).logits[0].numpy()
+
+    return score
+
+
+def log_sigmoid(x):
+    return -np.log1p(np.exp(-x))
+
+
+def one_step(folder, model, kind, lines, **options):
+    """(the loss that the first step logs, the whole row)."""
+    found = train(folder, model=model, kind=kind, data=data_file(folder.parent, kind, lines), steps=1,
+                  batch=len(lines), eval_share=0.0, keep_heads=True, **options)  # fmt: skip
+    return found[0]["loss"], found[0]
+
+
+def test_the_loss_of_pairs_is_its_definition(tmp_path, two_heads, score_of):
+    """Each head has its own better side, none where it has no opinion; the mean over heads, then pairs."""
+    options = {"heads": ("a", "b"), "margin": "margin", "label_smoothing": 0.1, "centering": 0.05}
+    loss, row = one_step(tmp_path / "r", two_heads, "pairs", PAIRS, **options)
+    total, right, told = 0.0, 0, 0
+    for pair in PAIRS:
+        chosen, rejected = (score_of(pair["prompt"], pair[side]) for side in ("chosen", "rejected"))
+        each = []
+        for h, name in enumerate("ab"):
+            if pair[name] == 0:
+                continue
+            better, worse = (chosen[h], rejected[h]) if pair[name] > 0 else (rejected[h], chosen[h])
+            x = better - worse - pair.get("margin", 0)
+            each.append(-0.9 * log_sigmoid(x) - 0.1 * log_sigmoid(-x) + 0.05 * (better + worse) ** 2)
+            right, told = right + (better > worse), told + 1
+        total += np.mean(each) / len(PAIRS)
+    assert loss == pytest.approx(total, rel=1e-5)
+    assert row["pairs/accuracy"] == pytest.approx(right / told)
+    assert row["eval/loss"] == pytest.approx(total, rel=1e-5)  # before the update, on the same rows
+    assert {"eval/a/accuracy", "eval/b/margin"} <= set(row)
+
+
+@pytest.fixture(scope="module")
+def one_head(two_heads, tmp_path_factory):
+    """The first head of `two_heads` alone."""
+    folder = tmp_path_factory.mktemp("one") / "model"
+    both = rft.model.load_reward(two_heads)
+    module = rft.model.load_reward("tiny", new=True)
+    with torch.no_grad():
+        module.score.weight.copy_(both.score.weight[:1])
+    rft.model.save_reward(folder, module)
+    rft.model.load_tokenizer("tiny").save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_loss_of_lists_is_its_definition(tmp_path, one_head, score_of):
+    """Each response against those that are not better; a sum over a list, a mean over lists of any length."""
+    loss, row = one_step(tmp_path / "r", one_head, "lists", LISTS)
+    total, right, pairs = 0.0, 0, 0
+    for one in LISTS:
+        score = [score_of(one["prompt"], text)[0] for text in one["completions"]]
+        rank = one.get("ranks") or [-x for x in one["scores"]]
+        for i in range(len(score)):
+            left = [score[j] for j in range(len(score)) if rank[j] >= rank[i]]
+            total += (np.log(np.sum(np.exp(left))) - score[i]) / len(LISTS)
+        for i, j in itertools.permutations(range(len(score)), 2):
+            if rank[i] < rank[j]:
+                right, pairs = right + (score[i] > score[j]), pairs + 1
+    assert loss == pytest.approx(total, rel=1e-5) == row["eval/loss"]
+    assert row["lists/accuracy"] == pytest.approx(right / pairs)
+
+
+@pytest.mark.parametrize("loss", ["mse", "bce"])
+def test_the_loss_of_points_is_its_definition(tmp_path, two_heads, score_of, loss):
+    """A mean over responses and heads, each with the column of its name."""
+    named = [{**row, "a": row["score"], "b": row["format"]} for row in POINTS]
+    found, row = one_step(tmp_path / "r", two_heads, "points", named, heads=("a", "b"), loss=loss)
+    score = np.array([score_of(row["prompt"], row["completion"]) for row in POINTS])
+    label = np.array([[row["score"], row["format"]] for row in POINTS])
+    each = (score - label) ** 2
+    if loss == "bce":
+        each = -label * log_sigmoid(score) - (1 - label) * log_sigmoid(-score)
+        assert row["points/correct"] == pytest.approx(np.mean((score > 0) == (label > 0.5)))
+    else:
+        assert row["points/mse"] == pytest.approx(each.mean(), rel=1e-5)
+    assert found == pytest.approx(each.mean(), rel=1e-5) == row["eval/loss"]
+
+
+def test_the_loss_of_steps_is_its_definition(tmp_path, one_head, score_of):
+    """The score after each step, which sees nothing behind it; a mean over all steps."""
+    found, row = one_step(tmp_path / "r", one_head, "steps", STEPS, separator=",")
+    each, correct = [], []
+    for one in STEPS:
+        texts, said = one["completions"], ""
+        for k, (text, label) in enumerate(zip(texts, one["labels"])):
+            last = k == len(texts) - 1
+            said += text if last else text + ","
+            score = score_of(one["prompt"], said, end=last)[0]
+            each.append(-label * log_sigmoid(score) - (1 - label) * log_sigmoid(-score))
+            correct.append((score > 0) == (label > 0.5))
+    assert found == pytest.approx(np.mean(each), rel=1e-5) == row["eval/loss"]
+    assert row["steps/correct"] == pytest.approx(np.mean(correct))
+
+
+# ---------- one run, however it is cut
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kind": "lists", "pool": "attention"}, {"kind": "steps", "pool": "mean", "lora_rank": 2}],
+    ids=["pairs", "lists", "steps"],
+)
+def test_a_run_in_two_parts_is_a_run_in_one(tmp_path, options):
+    """Metrics, evaluations, weights and calibration, to the bit."""
+    options = {**options, "lr_end": 1.0}
+    whole = train(tmp_path / "whole", **options, steps=4)
+    train(tmp_path / "parts", **options, steps=2)
+    parts = train(tmp_path / "parts", **options, steps=4)
+    assert parts == whole
+    for name in os.listdir(tmp_path / "whole/model"):
+        both = [(tmp_path / run / "model" / name).read_bytes() for run in ("whole", "parts")]
+        assert both[0] == both[1], name
+
+
+def test_what_changes_no_result_changes_none(tmp_path):
+    """Packs of one pair, and of all; how often one looks."""
+    whole = train(tmp_path / "a", budget=4096)
+    small = train(tmp_path / "b", budget=40, eval_every=1)
+    assert small[-1] == pytest.approx(whole[-1], rel=1e-4, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run of one process, without a stop."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    run("train_rm", *FLAGS, "--out", folder)
+    return folder
+
+
+TWO = {"fsdp2": [], "zero1": ["--zero-stage", 1]}
+
+
+@pytest.mark.parametrize("kind", TWO)
+def test_two_processes_log_what_one_logs(tmp_path, alone, kind):
+    """Every number, to rounding, whatever the packs; and the same model comes out."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
+    script = [ROOT / "train_scripts" / "train_rm.py", *FLAGS, "--budget", 60, *TWO[kind]]
+    command = [*torchrun, "--master-port", free_port(), *script, "--out", tmp_path / "run"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run([str(x) for x in command], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    both, one = rows(tmp_path / "run"), rows(alone)
+    assert len(both) == len(one)
+    for a, b in zip(both, one):
+        assert a == pytest.approx(b, rel=5e-4, abs=5e-5)
+    heads = [rft.model.load_reward(str(folder / "model")).heads[0] for folder in (tmp_path / "run", alone)]
+    assert heads[0].scale == pytest.approx(heads[1].scale, rel=1e-2) != 1
+
+
+# ---------- options
+
+
+OPTIONS = {
+    "pool": {"pool": "mean"},
+    "attention": {"pool": "attention"},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "centering": {"centering": 0.5},
+    "negatives": {"negatives": ("noise",)},
+    "shares": {"negatives": ("guess=3", "mistake")},
+    "chosen": {"chosen": "{chosen}+"},
+    "template": {"template": "{prompt}("},
+    "seed": {"seed": 1},
+    "batch": {"batch": 4},
+    "lora_rank": {"lora_rank": 2},
+    "freeze": {"freeze": ("layers.0",)},
+    "lists": {"kind": "lists"},
+    "points": {"kind": "points"},
+    "mse": {"kind": "points", "loss": "mse"},
+    "steps": {"kind": "steps"},
+    "separator": {"kind": "steps", "separator": ","},
+    "mse of steps": {"kind": "steps", "loss": "mse"},
+}
+
+
+def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path):
+    found = {}
+    for name, change in {"none": {}, "again": {}, **OPTIONS}.items():
+        train(tmp_path / name, **{"steps": 2, "eval_every": 9, **change})
+        path = tmp_path / name / "model"
+        heads = path / "reward_head.safetensors"
+        found[name] = weights(tmp_path / name) + (heads.read_bytes() if heads.exists() else b"")
+    assert found["none"] == found.pop("again")
+    assert len(set(found.values())) == len(found)
+
+
+def test_margins_of_the_data_are_read(tmp_path):
+    """A column of them changes what is learned, unless another column is named."""
+    plain = [{k: v for k, v in pair.items() if k in ("prompt", "chosen", "rejected")} for pair in PAIRS]
+    lines = {"with": [{**x, "margin": 2} for x in plain], "without": plain}
+    options = {"steps": 2, "batch": 3, "eval_share": 0.0}
+    found = []
+    for name, column in (("with", "margin"), ("without", "margin"), ("with", "other")):
+        files = data_file(tmp_path, name, lines[name])
+        train(tmp_path / f"{name} {column}", data=files, margin=column, **options)
+        found.append(weights(tmp_path / f"{name} {column}"))
+    assert found[0] != found[1] == found[2]
+
+
+def test_heads_have_the_names_of_their_columns_and_are_kept(tmp_path):
+    """Two heads of one model; a second run goes on with them, or begins with new ones."""
+    files = data_file(tmp_path, "points", POINTS * 4)
+    options = {"data": files, "kind": "points", "eval_share": 0.5, "heads": ("format", "score")}
+    train(tmp_path / "a", **options)
+    saved = rft.model.load_reward(str(tmp_path / "a/model"))
+    assert [head.name for head in saved.heads] == ["format", "score"]
+    kept = train(tmp_path / "b", model=str(tmp_path / "a/model"), keep_heads=True, **options)
+    assert kept[0]["eval/loss"] == pytest.approx(rows(tmp_path / "a")[-1]["eval/loss"], rel=1e-4)
+    new = train(tmp_path / "c", model=str(tmp_path / "a/model"), **options)
+    assert new[0]["eval/loss"] == pytest.approx(math.log(2), rel=1e-6)
+    with pytest.raises(ValueError, match="heads: expected .*, --heads format score, got none"):
+        train(tmp_path / "d", model=str(tmp_path / "a/model"), keep_heads=True, kind="pairs")
+
+
+def test_images_are_read_and_the_model_is_saved(tmp_path):
+    """The right count against a wrong one, of a model that sees."""
+    options = {"model": "tiny-vl", "data": ("count_squares:1",), "steps": 3, "batch": 4, "eval_items": 4}
+    found = train(tmp_path / "r", **options)
+    assert found[-1]["loss"] != found[0]["loss"] and found[-1]["grad/norm"] > 0
+    module = rft.model.load_reward(str(tmp_path / "r/model"))
+    assert module.heads[0].name == "score"
+
+
+REFUSED = [
+    (["--kind", "lists", "--chosen", "{x}"], "chosen: expected '{chosen}', as this script does not read it"),
+    (["--kind", "lists", "--centering", "0.1"], "centering: expected 0.0, as this script does not read it"),
+    (["--kind", "points", "--label-smoothing", "0.1"], "label_smoothing: expected 0.0"),
+    (["--loss", "mse"], "loss: expected 'bce', as this script does not read it, got 'mse'; --kind pairs has"),
+    (["--label-smoothing", "0.5"], "label_smoothing: expected a number in [0, 0.5), got 0.5"),
+    (["--kind", "steps", "--heads", "a", "b"], "heads: expected one with --kind steps, got a, b"),
+    (["--kind", "lists", "--micro-train-batch-size", "8"], "micro_train_batch_size: expected 0, a list"),
+    (["--micro-train-batch-size", "1"], "micro_train_batch_size: expected 0 or at least 2, a pair shares"),
+    (["--train-batch-size", "8"], "strategy.train_batch_size: expected 0, as this script"),
+    (["--router-aux", "0.1"], "router_aux: expected 0.0, as this script does not read it"),
+    (["--no-lora-merge", "--lora-rank", "2"], "lora_merge: expected True"),
+    (["--keep-heads", "--lora-rank", "2"], "keep_heads: expected False with adapters"),
+    (["--negatives", "gess"], "negatives: expected names of guess, mistake, ordered, length, noise"),
+    (["--data", "x.jsonl", "--negatives", "noise"], "negatives: expected ('guess=2', "),
+    (["--template", "", "--kind", "points"], "template: expected a text; an empty one is for pairs"),
+    (["--messages", "a", "b", "c", "--chosen", "{x}"], "chosen: expected '{chosen}', as this script"),
+    (["--kind", "steps", "--messages", "a"], "messages: expected none for steps"),
+    (["--kind", "points", "--heads", "score", "style"], "the row has no column 'style'; it has"),
+    (["--budget", "20"], "data: sort_digits, pair 0: the pair has "),
+    (["--data", "nowhere.jsonl"], "could not read 'nowhere.jsonl': no such file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("args", "message"), REFUSED)
+def test_a_mistake_is_one_line_before_a_model_is_loaded(args, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["train_rm.py", *args, "--out", str(tmp_path / "r")])
+    monkeypatch.setattr(rft.model, "load", None)
+    with pytest.raises(SystemExit) as end:
+        rft.run.cli(train_rm.main, train_rm.Config)
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and line.count("\n") == 1 and message in line
+    assert not (tmp_path / "r/metrics.jsonl").exists()
+
+
+def test_pairs_that_cannot_be_used_are_counted_and_named(tmp_path, monkeypatch):
+    """Equal sides, an empty one, one longer than the model's window, a column missing: all in one line."""
+    monkeypatch.setattr(rft.model, "load", None)
+    good = PAIRS[1]
+    bad = {
+        "same": [good, {**good, "rejected": "12"}, {**good, "rejected": " "}],
+        "long": [good, {**good, "rejected": "1" * 140}],
+        "missing": [good, {"prompt": "a", "chosen": "b"}],
+    }
+    messages = {
+        "same": r"line 2: .* are the same; .*line 3: the rejected response is empty. 2 of 3 rows cannot be",
+        "long": r"line 2: the row has 149 tokens.* above the model's window of 128; .*1 of 2 rows cannot",
+        "missing": r"line 2: the row has no column 'rejected'; it has 'prompt', 'chosen'.*1 of 2 rows cannot",
+    }
+    for name, lines in bad.items():
+        with pytest.raises(ValueError, match=messages[name]):
+            train(tmp_path / name, data=data_file(tmp_path, name, lines))

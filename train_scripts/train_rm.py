@@ -1,0 +1,303 @@
+"""Training a scalar reward model: labelled responses, packs, scores, loss, gradients, update.
+
+    python train_scripts/train_rm.py                                     # pairs of a built-in task
+    python train_scripts/train_rm.py --model MODEL --data pairs.jsonl=0.7 hub/pairs=0.3
+    python train_scripts/train_rm.py --model MODEL --data rated.jsonl --kind points --heads helpful format
+
+`--kind` is the form of the rows: pairs (prompt, chosen, rejected), lists (prompt, completions, ranks or
+scores), points (prompt, completion, a number for each head), steps (prompt, completions, labels).
+Run the same command again to resume from the last checkpoint, to the bit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+import rft_fn as rft
+from rft_fn.check import AtLeast0, Count, Free, Positive, Range, Whole
+from rft_fn.run import options
+
+
+@dataclass(frozen=True)
+class Config(
+    options.Run,
+    options.Labelled,
+    options.Optimizer,
+    options.Examples,
+    options.Heads,
+    options.Data,
+    options.Model,
+):
+    """A resumed run may change the options that change no result; for others it needs --override."""
+
+    # the loss
+    label_smoothing: Annotated[float, Range(0, 0.5, open_high=True)] = 0.0  # pairs: the share of wrong labels
+    centering: AtLeast0 = 0.0  # pairs: coefficient of the squared sum of both scores, as 0.01
+    loss: Literal["mse", "bce"] = "bce"  # points, steps: of numbers, or of shares and booleans in [0, 1]
+
+    # other defaults than those of the subjects
+    model: str = "tiny"  # tiny, tiny-vl ..., smollm2-135m, a folder, or a hub name, under the heads
+    budget: Free[Count] = 2048  # most tokens in a pack, which goes through the model at once; a unit must fit
+    steps: Count | None = None  # updates; None is 300
+    epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
+    batch: Count = 64  # rows per step: pairs, lists, points or responses of steps
+    lr: Positive = 1e-3  # learning rate
+    warmup: Whole = 10  # steps of linear warm-up
+    eval_every: Free[Count] = 50  # steps between evaluations
+    out: Free[str] = "runs/rm"  # folder of the run; the model goes to its subfolder model
+
+
+# ------------------------------------------------------------------------------------ pairs
+
+
+def pairs_batch(items: Sequence[rft.data.Pair]) -> tuple[rft.Experience, Any]:
+    """Pairs as rows 2i, chosen, and 2i + 1, rejected; w is the mean over pairs."""
+    sides = [side for pair in items for side in (pair.chosen, pair.rejected)]
+    exp = rft.packing.scored([(side.ids, side.media) for side in sides])
+    preference = torch.tensor([pair.preferences for pair in items]).repeat_interleave(2, 0)
+    margin = torch.tensor([pair.margin for pair in items]).repeat_interleave(2)
+    extra = {"preference": at_ends(exp, preference), "margin": at_ends(exp, margin)}
+    return rft.tree.replace(exp, w=rft.weight.pair_mean(exp.mask), extra=extra), 2
+
+
+def pairs_sides(out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, Tensor, Tensor]:
+    """(scores of the better side, of the worse one, whether there is one), each [P, H]."""
+    chosen, rejected = both_sides(out.score, b)
+    preference, _ = both_sides(b.extra["preference"], b)
+    better = torch.where(preference < 0, rejected, chosen)
+    worse = torch.where(preference < 0, chosen, rejected)
+    return better, worse, preference != 0
+
+
+def pairs_loss(cfg: Config, name: str, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, dict]:
+    """The Bradley-Terry loss of a pair [T], a mean over its heads, and what one reads of pairs."""
+    better, worse, told = pairs_sides(out, b)
+    margin, _ = rft.packing.sides(b.extra["margin"], b)
+    total = torch.zeros_like(margin)
+    for h in range(better.shape[1]):
+        sides = better[:, h], worse[:, h]
+        each = rft.loss.bradley_terry(*sides, margin=margin, label_smoothing=cfg.label_smoothing)
+        if cfg.centering:
+            each = each + cfg.centering * rft.loss.centering(*sides)
+        total = total + torch.where(told[:, h], each, 0)
+    loss = total / told.sum(-1).clamp(min=1)
+
+    metrics = rft.metric.preference(name, better, worse, told)
+    for h, head in enumerate(cfg.heads[1:] and cfg.heads):  # one alone is the whole already
+        metrics |= rft.metric.preference(f"{name}/{head}", better[:, h], worse[:, h], told[:, h])
+    return loss[b.seq // 2], metrics
+
+
+def pairs_calibration(heads: Sequence[rft.model.Head], out: rft.TokenOut, b: rft.Packed) -> list:
+    """Heads whose differences of scores are logits of a preference."""
+    better, worse, told = pairs_sides(out, b)
+    found = []
+    for h, head in enumerate(heads):
+        sides = better[told[:, h], h, None], worse[told[:, h], h, None]
+        found += rft.model.tempered(*sides, [head])
+    return found
+
+
+# ------------------------------------------------------------------------------------ ranked lists
+
+
+def lists_batch(items: Sequence[rft.data.Ranked]) -> tuple[rft.Experience, Any]:
+    """The responses of each list one after the other; w is the mean over lists."""
+    exp = rft.packing.scored([(x.ids, x.media) for item in items for x in item.responses])
+    unit = [len(item.responses) for item in items]
+    rank = torch.tensor([float(rank) for item in items for rank in item.ranks])
+    w = rft.weight.unit_sum(exp.mask, unit)
+    return rft.tree.replace(exp, w=w, extra={"rank": at_ends(exp, rank)}), unit
+
+
+def lists_rows(out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, Tensor, Tensor]:
+    """(score, rank, list) of each response, [K]."""
+    score = rft.segment.sum(out.score[:, 0], b.mask, b.seq, b.num_seqs)
+    rank = rft.segment.sum(b.extra["rank"], b.mask, b.seq, b.num_seqs)
+    return score, rank, rft.packing.unit_of(b)
+
+
+def lists_loss(cfg: Config, name: str, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, dict]:
+    """The Plackett-Luce loss of each response [T], and what one reads of lists."""
+    rows = lists_rows(out, b)
+    return rft.loss.plackett_luce(*rows)[b.seq], rft.metric.ranking(name, *rows)
+
+
+def lists_calibration(heads: Sequence[rft.model.Head], out: rft.TokenOut, b: rft.Packed) -> list:
+    """The head whose differences of scores are logits of a preference, by all pairs of a list."""
+    score, rank, unit = lists_rows(out, b)
+    i, j = ((unit[:, None] == unit) & (rank[:, None] < rank)).nonzero(as_tuple=True)
+    return list(rft.model.tempered(score[i, None], score[j, None], heads))
+
+
+# ------------------------------------------------------------------------------------ points and steps
+
+
+def points_batch(items: Sequence[rft.data.Point]) -> tuple[rft.Experience, Any]:
+    """A row for each response; w is the mean over them."""
+    exp = rft.packing.scored([(item.response.ids, item.response.media) for item in items])
+    label = torch.tensor([item.labels for item in items])
+    return rft.tree.replace(exp, extra={"label": at_ends(exp, label)}), 1
+
+
+def steps_batch(items: Sequence[rft.data.Steps]) -> tuple[rft.Experience, Any]:
+    """A row for each response, with a score at the end of each step; w is the mean over all steps."""
+    rows = [(item.response.ids, item.response.media) for item in items]
+    exp = rft.packing.scored(rows, ends=[item.ends for item in items])
+    label = torch.zeros(exp.mask.shape)
+    label[exp.mask] = torch.tensor([x for item in items for x in item.labels])
+    w = rft.weight.token_mean(exp.mask)
+    return rft.tree.replace(exp, w=w, extra={"label": label[..., None]}), 1
+
+
+def labels_loss(cfg: Config, name: str, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, dict]:
+    """The loss of each score [T], a mean over heads, and how far scores are from their labels."""
+    label = b.extra["label"]
+    mask = b.mask[:, None].expand(label.shape)
+    if cfg.loss == "mse":
+        each = rft.loss.score_mse(out.score, label)
+        return each.mean(-1), {f"{name}/mse": rft.metric.mean(each, mask)}
+    each = rft.loss.score_bce(out.score, label)
+    p = torch.sigmoid(out.score)
+    correct = (p > 0.5) == (label > 0.5)
+    metrics: dict[str, Any] = {f"{name}/correct": rft.metric.mean(correct.double(), mask)}
+    metrics[f"{name}/ece"] = rft.metric.calibration(p, label, mask)
+    return each.mean(-1), metrics
+
+
+def labels_calibration(heads: Sequence[rft.model.Head], out: rft.TokenOut, b: rft.Packed) -> list:
+    """Heads whose scores have mean 0 and deviation 1."""
+    return list(rft.model.standardized(out.score[b.mask], heads))
+
+
+# ------------------------------------------------------------------------------------ the table
+
+
+class Kind(NamedTuple):
+    """All that differs between the forms of rows."""
+
+    items: rft.data.Kind
+    reads: tuple[str, ...]  # options of its loss that some other kind does not read
+    batch: Callable[..., tuple[rft.Experience, Any]]  # (items) -> rows, and how many belong together
+    loss: Callable[..., tuple[Tensor, dict]]  # (cfg, name of metrics, out, b) -> [T], metrics
+    calibration: Callable[..., list]  # (heads, out, b) -> heads
+
+
+KINDS = {
+    "pairs": Kind(
+        rft.data.PAIRS, ("label_smoothing", "centering"), pairs_batch, pairs_loss, pairs_calibration
+    ),
+    "lists": Kind(rft.data.LISTS, (), lists_batch, lists_loss, lists_calibration),
+    "points": Kind(rft.data.POINTS, ("loss",), points_batch, labels_loss, labels_calibration),
+    "steps": Kind(rft.data.STEPS, ("loss",), steps_batch, labels_loss, labels_calibration),
+}
+
+
+def at_ends(exp: rft.Experience, x: Tensor) -> Tensor:
+    """x [B] or [B, H] at the tokens in mask, [B, S] or [B, S, H]."""
+    mask = exp.mask.view(*exp.mask.shape, *[1] * (x.dim() - 1))
+    return torch.where(mask, x[:, None], 0)
+
+
+def both_sides(x: Tensor, b: rft.Packed) -> tuple[Tensor, Tensor]:
+    """The numbers of both rows of each pair: x [T, H] -> ([P, H], [P, H])."""
+    sides = [rft.packing.sides(column, b) for column in x.unbind(-1)]
+    return torch.stack([first for first, _ in sides], -1), torch.stack([second for _, second in sides], -1)
+
+
+# ------------------------------------------------------------------------------------ the run
+
+
+def check(cfg: Config) -> None:
+    """ValueError for options that do not go together."""
+    rft.check.at_most_one(steps=cfg.steps, epochs=cfg.epochs)
+    rft.run.without(cfg.strategy, "train_batch_size", instead="use --batch, which counts rows")
+    rft.run.check_labelled(cfg)
+
+    # options of the losses of other kinds of rows
+    reads = KINDS[cfg.kind].reads
+    others = [name for kind in KINDS.values() for name in kind.reads if name not in reads]
+    rft.run.without(cfg, *others, prefix="", instead=f"--kind {cfg.kind} has no use for it")
+    if len(cfg.heads) > 1 and cfg.kind in ("lists", "steps"):
+        raise ValueError(f"heads: expected one with --kind {cfg.kind}, got {', '.join(cfg.heads)}")
+
+
+# The whole run is one function, as long as it is, so that it is read in the order in which it happens: setup,
+# then learn and report in every step.
+def main(cfg: Config) -> None:
+    # ---- setup: processes, rows and folder; mistakes in them are found before a model is loaded
+    check(cfg)
+    kind = KINDS[cfg.kind]
+    st = rft.run.start(cfg, unread=options.ENGINE)
+    rft.model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
+    tokenizer = rft.model.load_tokenizer(cfg.model)
+    processing = rft.run.load_processing(cfg, cfg.model)
+    shares = cfg.loss == "bce"
+    dataset, unseen = rft.run.load_labelled(cfg, st, tokenizer, processing, kind.items, shares=shares)
+    cfg = rft.run.plan_steps(cfg, st, dataset, unseen, batch=cfg.batch, usual=300, what=cfg.kind)
+    run = rft.run.open_folder(cfg, st, free=rft.run.free_options(cfg, "steps", "epochs"))
+
+    # ---- setup: the model with its heads and its optimizer, and where the last checkpoint left them
+    module = rft.run.load_reward_model(cfg, st)
+    tx, schedule = rft.run.optimizer(cfg, cfg.lr, updates=cfg.steps, warmup=cfg.warmup)
+    rft.run.print_preflight(cfg, st, (module, tx), engine=False)
+    apply, state = st.init(module, tx)
+    state, _ = rft.run.restore_latest(st, run, state)
+    run.resume(state.step)
+    loss_fn = partial(kind.loss, cfg, cfg.kind)
+
+    # ---- setup: the rows of the evaluations
+    items, _ = rft.data.take(unseen, cfg.eval_items, cfg.seed)
+    held_out, unit_of_held_out = kind.batch(items)
+
+    def score_held_out():
+        """(the outputs, the rows) of the evaluation as one pack, the same on every rank."""
+        with run.phase("evaluate"):
+            found = st.score(apply, state.params, held_out, cfg.budget, fields=("score",))
+        return rft.run.as_one_pack(held_out, unit_of_held_out, found.score)
+
+    def evaluate():
+        """The loss and the metrics of unseen rows."""
+        out, b = score_held_out()
+        loss, metrics = kind.loss(cfg, "eval", out, b)
+        return rft.metric.results(metrics | {"eval/loss": rft.metric.sum(b.w * loss)})
+
+    for step in range(state.step, cfg.steps):
+        values = {}
+        if step == 0:
+            values |= evaluate()
+
+        # ---- learn
+        items, _ = rft.data.draw(dataset, cfg.batch, step, cfg.seed)
+        exp, unit = kind.batch(items)
+        with run.phase("train"):
+            packs = st.shard(exp, cfg.budget, unit=unit)
+            rate = schedule(rft.optim.count(state.opt))
+            grads, metrics = st.grad(state, apply, loss_fn, packs)
+            state, more = st.update(state, grads)
+
+        # ---- report, save, and stop where a signal asked for it
+        values |= rft.metric.results(metrics | more) | {"lr": rate}
+        if state.step == cfg.steps or state.step % cfg.eval_every == 0:
+            values |= evaluate()
+        run.write(step, values, tokens=int(exp.length.sum()))
+        rft.run.checkpoint(cfg, st, run, state.step, state)
+
+    # ---- the model that came out, with the calibration and its picture by held-out rows
+    shown = score_held_out()
+    rft.run.calibrate(st, module, partial(kind.calibration, module.heads, *shown))
+    _, metrics = kind.loss(cfg, "eval", *shown)
+    if "eval/ece" in metrics:
+        run.reliability(metrics["eval/ece"])
+    saved = rft.run.with_processor(tokenizer, processing)
+    st.save_pretrained(run.folder / "model", module, saved, st.export(state))
+    run.finish()
+    st.close()
+
+
+if __name__ == "__main__":
+    rft.run.cli(main, Config)
