@@ -80,7 +80,10 @@ def standard(port):
         def log_message(self, *_):
             pass
 
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 128  # 5 would reset connections
+
+    Server(("127.0.0.1", port), Handler).serve_forever()
 
 
 def free_port():
@@ -155,6 +158,7 @@ def loads(folder, requests, rounds):
         for kind in kinds:
             with running(kind, folder) as url:
                 for clients, (rates, took) in found[kind].items():
+                    print(f"{kind}, {clients} at a time", file=sys.stderr)
                     rate, seconds = asyncio.run(load(url, requests, clients))
                     rates.append(rate)
                     took += seconds

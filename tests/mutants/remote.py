@@ -91,6 +91,13 @@ MUTANTS = [
         FORM + "failures_of_requests_that_were_under_way_together_count_once",
     ),
     (
+        "one host of several is asked alone",
+        "rft_fn/reward/remote/hosts.py",
+        "return self.failures, self.busy, self.asked",
+        "return self.failures, 0, 0",
+        CLIENT + "the_load_is_shared",
+    ),
+    (
         "the groups of prompts are cut apart",
         "rft_fn/reward/remote/served.py",
         "prompts[i] == prompts[i - 1]",

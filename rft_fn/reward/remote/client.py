@@ -100,6 +100,7 @@ class Client:
                 host = await self.hosts.next(end)
                 began = time.monotonic()
                 host.busy += 1
+                host.asked += 1
                 try:
                     async with asyncio.timeout(self.limits.attempt):
                         found = await self._attempt(host, question)
