@@ -272,7 +272,8 @@ def readers_of(script):
 
 
 @pytest.mark.parametrize(
-    "name", ["sft", "dpo", "grpo", "ppo", "multi_turn", "evaluate", "export", "sweep", "replay", "serve_reward"]
+    "name",
+    ["sft", "dpo", "grpo", "ppo", "multi_turn", "evaluate", "export", "sweep", "replay", "serve_reward"],
 )
 def test_every_option_has_a_reader_and_a_line_of_help(name):
     """The reader is the script, or what it calls of rft_fn.run; the help stands behind the option."""

@@ -9,7 +9,7 @@ import time
 import zlib
 from contextlib import contextmanager
 
-__all__ = ["drip", "endless", "forever", "hosting", "rewards", "rst", "status", "text", "zipped"]
+__all__ = ["drip", "endless", "forever", "head", "hosting", "rewards", "rst", "status", "text", "zipped"]
 
 
 class Host:
@@ -97,6 +97,12 @@ def text(data, **headers):
 
 def status(code, data="", **headers):
     return lambda connection, body, closing: _answer(connection, data.encode(), code, **headers)
+
+
+def head(length, data=b""):
+    """The head of an answer of this length, and then only this."""
+    said = f"HTTP/1.1 200 X\r\nContent-Length: {length}\r\n\r\n".encode()
+    return lambda connection, *_: connection.sendall(said + data)
 
 
 def forever(connection, body, closing):

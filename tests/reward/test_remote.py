@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import random
 import socket
+import threading
 import time
 
 import pytest
@@ -276,9 +277,28 @@ def test_other_hosts_answer_for_one_that_is_gone_or_wants_to_wait():
 
 
 def test_the_load_is_shared():
+    """In turn by calls of one request, and the least busy one where they are many."""
     with hosting([rewards()], [rewards()]) as pair:
-        score(",".join(h.url for h in pair), ["x"] * 64, [str(i) for i in range(64)], batch=2)
-    assert min(len(h.seen) for h in pair) >= 8
+        made = rft.reward.weighted(r=(rft.reward.served_at([h.url for h in pair]), 1.0))
+        for _ in range(6):
+            made(["p"], ["a"], {})
+        assert [len(h.seen) for h in pair] == [3, 3]
+
+    started = threading.Event()
+
+    def slow(*args):
+        started.wait(10)
+        rewards()(*args)
+
+    def quick(*args):
+        rewards()(*args)
+        if len(pair[1].seen) == 15:
+            started.set()
+
+    with hosting([slow], [quick]) as pair:
+        where = ",".join(h.url for h in pair)
+        score(where, ["x"] * 16, [str(i) for i in range(16)], batch=1, connections=2)
+        assert [len(h.seen) for h in pair] == [1, 15]
 
 
 def test_rewards_do_not_depend_on_the_waits_nor_move_the_runs_own_draws():

@@ -36,7 +36,10 @@ class Served:
 
     @contextmanager
     def running(self):
-        threads = [threading.Thread(target=self.server.run, args=([self.sock],)), threading.Thread(target=self.work)]
+        threads = [
+            threading.Thread(target=self.server.run, args=([self.sock],)),
+            threading.Thread(target=self.work),
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -73,7 +76,9 @@ def answer_is(completions, answer):
 def test_rewards_parts_metrics_and_texts():
     def judged(completions, log_metric, truncated):
         log_metric("n", 2.0)
-        return [{"score": None if c == "" else 1.0, "why": c, "cut": t} for c, t in zip(completions, truncated)]
+        return [
+            {"score": None if c == "" else 1.0, "why": c, "cut": t} for c, t in zip(completions, truncated)
+        ]
 
     with serving(len=(length, 0.5), judged=(judged, 2.0)) as served:
         found = served.ask("a", "", truncated=[True, False]).json()
@@ -91,7 +96,9 @@ def test_a_row_to_which_nothing_applies_is_null():
 
 def test_openrlhfs_clients_are_answered():
     with serving(answer=(lambda completions, label: answer_is(completions, label), 2.0)) as served:
-        found = served.post({"query": ["p: 1", "p: 2"], "prompts": ["p: ", "p: "], "labels": ["1", "1"]}, "/get_reward")
+        found = served.post(
+            {"query": ["p: 1", "p: 2"], "prompts": ["p: ", "p: "], "labels": ["1", "1"]}, "/get_reward"
+        )
     assert found.json() == {"rewards": [2.0, 0.0], "scores": [2.0, 0.0], "extra_logs": {"answer": [1.0, 0.0]}}
 
 
@@ -117,8 +124,16 @@ BAD = [
     ({"prompts": ["p"]}, 400, "completions: expected a list, got NoneType"),
     (b"<html>", 400, "expected JSON, got '<html>'"),
     (b"[" * 100_000, 400, "brackets too deep"),
-    ({"prompts": ["p"], "completions": ["a"]}, 400, "the reward reads 'answer', which is not among those sent: none"),
-    ({"prompts": ["p"], "completions": ["a"], "columns": {"answer": [None]}}, 400, "the reward reads 'answer'"),
+    (
+        {"prompts": ["p"], "completions": ["a"]},
+        400,
+        "the reward reads 'answer', which is not among those sent: none",
+    ),
+    (
+        {"prompts": ["p"], "completions": ["a"], "columns": {"answer": [None]}},
+        400,
+        "the reward reads 'answer'",
+    ),
     ({"prompts": ["p"], "completions": ["x" * (1 << 20)]}, 413, "expected at most 1048576 bytes"),
 ]
 
@@ -168,11 +183,11 @@ def test_other_paths_methods_and_zipped_bodies(strict):
 
 
 def test_a_request_that_drips_is_cut():
-    with serving(len=(length, 1.0), arrival=0.3) as served:
-        with socket.create_connection(served.sock.getsockname()) as client:
-            client.sendall(b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-            client.settimeout(10)
-            assert b"408" in client.recv(100)
+    with serving(len=(length, 1.0), arrival=0.3) as served, socket.socket() as client:
+        client.connect(served.sock.getsockname())
+        client.sendall(b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        client.settimeout(10)
+        assert b"408" in client.recv(100)
 
 
 def test_what_a_reward_raises_is_told_with_its_name_and_the_server_lives():
@@ -231,7 +246,8 @@ def test_a_request_that_fails_fails_alone():
 def test_requests_of_other_columns_forms_and_steps_are_not_joined():
     one = Batch(["p"], ["c"], {"a": [1]}, {"keys": [1]}, rft.reward.trainer_state(1, 2))
     others = [
-        one._replace(columns={"b": [1]}), one._replace(given={}), one._replace(state=rft.reward.trainer_state(2, 2)),
+        one._replace(columns={"b": [1]}), one._replace(given={}),
+        one._replace(state=rft.reward.trainer_state(2, 2)),
         one._replace(prompts=[[{"role": "user", "content": "p"}]]),
     ]  # fmt: skip
     queue = jobs.Jobs(100)
@@ -242,7 +258,10 @@ def test_requests_of_other_columns_forms_and_steps_are_not_joined():
 
 
 def test_joined_rows_stand_in_order():
-    parts = [Batch(["p"] * n, [f"{n}{i}" for i in range(n)], {"a": list(range(n))}, {"keys": [n] * n}) for n in (1, 3)]
+    parts = [
+        Batch(["p"] * n, [f"{n}{i}" for i in range(n)], {"a": list(range(n))}, {"keys": [n] * n})
+        for n in (1, 3)
+    ]
     found = jobs.join(parts)
     assert found == Batch(["p"] * 4, ["10", "30", "31", "32"], {"a": [0, 0, 1, 2]}, {"keys": [1, 3, 3, 3]})
 
@@ -338,7 +357,10 @@ def test_a_scalar_model_scores_texts_as_it_scores_a_rollout(tmp_path):
     assert texts.decode(rollout.tokens[1]) == "2" and [p.text for p in prompts] == asked
 
     tokenizer = tiny.tokenizer()
-    rows = [tokenizer.encode("31=") + tokenizer.encode("13") + [1], tokenizer.encode("2=") + tokenizer.encode("2")]
+    rows = [
+        tokenizer.encode("31=") + tokenizer.encode("13") + [1],
+        tokenizer.encode("2=") + tokenizer.encode("2"),
+    ]
     apply, params = st.bind(module)
     scored = rft.packing.scored(rows)
     expected = st.score(apply, params, scored, 64, fields=("score",)).score

@@ -39,7 +39,7 @@ class Question(NamedTuple):
     """A request, and the number of rewards that it asks for."""
 
     body: bytes
-    count: int
+    rows: int
 
 
 class Again(Exception):
@@ -100,6 +100,7 @@ class Client:
                 host = await self.hosts.next(end)
                 began = time.monotonic()
                 host.busy += 1
+                host.asked += 1
                 try:
                     async with asyncio.timeout(self.limits.attempt):
                         found = await self._attempt(host, question)
@@ -142,7 +143,7 @@ class Client:
                 text = text.replace(token, "***")
             _refuse(host, status, received, text)
         try:
-            return self.read(data, question.count)
+            return self.read(data, question.rows)
         except ValueError as error:
             raise ValueError(f"{host.shown}: {error}") from None
 

@@ -75,6 +75,7 @@ class Host:
         self.failures = 0  # in a row
         self.awake_at = 0.0  # of the monotonic clock; until then it is left alone
         self.busy = 0  # requests under way
+        self.asked = 0  # requests so far
         self.problem = ""  # the last one
 
     def rest(self, began: float, seconds: float, problem: str) -> None:
@@ -98,9 +99,9 @@ class Host:
         self.failures = 0
         self.awake_at = 0.0
 
-    def turn(self) -> tuple[int, int]:
-        """The order in which hosts are asked: those without failures first, then the least busy."""
-        return self.failures, self.busy
+    def turn(self) -> tuple[int, int, int]:
+        """The order in which hosts are asked: without failures, least busy, least asked."""
+        return self.failures, self.busy, self.asked
 
 
 class Hosts:

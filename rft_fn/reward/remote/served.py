@@ -1,7 +1,6 @@
 """The reward function of one or more servers."""
 
 import math
-import numbers
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -71,7 +70,7 @@ def served_at(
         whole = batch_of(prompts, completions, given | {"media": media}, columns)
         parts = [whole.rows(part) for part in cuts(prompts, batch)]
         asked = [Question(how.request(part), len(part.completions)) for part in parts]
-        return joined(await client.ask(asked), [question.count for question in asked])
+        return joined(await client.ask(asked), [question.rows for question in asked])
 
     reward.__name__ = name or urlsplit(found[0]).netloc
     reward.__dict__["deadline"] = deadline
@@ -93,7 +92,7 @@ def _check(limits: Limits, batch: int, form: str, label: str | None) -> None:
     """ValueError for limits that are none."""
     given = {**limits._asdict(), "batch": batch}
     for name, x in given.items():
-        if isinstance(x, bool) or not isinstance(x, numbers.Real) or not (0 < x < math.inf):
+        if isinstance(x, bool) or not isinstance(x, (int, float)) or not (0 < x < math.inf):
             raise ValueError(f"{name}: expected a number above 0, got {x!r}")
         if name not in ("deadline", "attempt") and not isinstance(x, int):
             raise ValueError(f"{name}: expected a whole number, got {x!r}")

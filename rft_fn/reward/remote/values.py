@@ -7,7 +7,6 @@ import decimal
 import io
 import json
 import math
-import numbers
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -98,7 +97,7 @@ def finite(name: str, values: Any, count: int) -> list[float | None]:
 
 def _is_number(x: Any) -> bool:
     """Whether x is a number that float32 can hold; True and False are none."""
-    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
         return False
     return abs(x) <= torch.finfo(torch.float32).max  # False for NaN
 

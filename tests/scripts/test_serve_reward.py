@@ -1,0 +1,206 @@
+"""serve_reward.py as a process: GRPO against it while it is killed and restarted, and the ways it ends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = "s3cret-t0ken"
+ENV = {name: x for name, x in os.environ.items() if not name.lower().endswith("_proxy")}
+ENV |= {"OMP_NUM_THREADS": "1", "RFT_REWARD_TOKEN": SECRET}
+HEADERS = {"Authorization": f"Bearer {SECRET}"}
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start(script, *args, **how):
+    command = [sys.executable, str(ROOT / "train_scripts" / f"{script}.py"), *map(str, args)]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=ENV, **streams, **how)
+
+
+def serve(port, *args, **how):
+    """A server that listens."""
+    process = start("serve_reward", "--port", port, *args, **how)
+    line = process.stdout.readline()
+    assert line.startswith("serving ") and line.endswith(f" at http://127.0.0.1:{port}/score\n"), (
+        line,
+        process.stderr.read(),
+    )
+    return process
+
+
+@contextmanager
+def serving(*args, **how):
+    port = free_port()
+    process = serve(port, *args, **how)
+    try:
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def post(url, *completions, **how):
+    body = json.dumps({"prompts": ["p"] * len(completions), "completions": completions}).encode()
+    return httpx2.post(f"{url}/score", content=body, headers=HEADERS, trust_env=False, timeout=30, **how)
+
+
+def finished(process):
+    out, err = process.communicate(timeout=400)
+    return process.returncode, out, err
+
+
+SMALL = ["--steps", "10", "--prompts", "4", "--group", "4", "--eval-every", "5", "--eval-prompts", "8"]
+SMALL += ["--save-every", "5", "--warmup", "2"]
+
+
+def test_grpo_over_http_with_the_server_killed_and_restarted_is_the_run_without_http(tmp_path):
+    """Equal metrics, trajectories and weights, to the byte; and the token stands in no file and no line."""
+    local = start("grpo", *SMALL, "--out", tmp_path / "local", "--reward", "task:sort_digits")
+    code, _, err = finished(local)
+    assert code == 0, err
+
+    # the same rewards from a server, which is killed after a few steps, in whatever it does
+    port = free_port()
+    server = serve(port, "--reward", "task:sort_digits")
+    spec = f"http://127.0.0.1:{port}/score(name='task:sort_digits',batch=4)"
+    run = start("grpo", *SMALL, "--out", tmp_path / "remote", "--reward", spec)
+    metrics = tmp_path / "remote" / "metrics.jsonl"
+    try:
+        while run.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+            time.sleep(0.005)
+        server.kill()
+        server.communicate()
+        steps = metrics.read_text().count("\n")
+        assert 3 <= steps < 9, "the run was too quick to be interrupted"
+        server = serve(port, "--reward", "task:sort_digits")
+        code, out, err = finished(run)
+        asked = httpx2.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
+    finally:
+        run.kill()
+        server.kill()
+        server.communicate()
+
+    assert code == 0, err
+    assert err.count("trying again") >= 1 and err.count("answers again") >= 1
+    assert 'path="/score",status="200"' in asked
+    for name in ("metrics.jsonl", "trajectories.jsonl", "model/model.safetensors"):
+        found = [(tmp_path / run / name).read_bytes() for run in ("local", "remote")]
+        assert found[0] == found[1], name
+
+    # the token is nowhere
+    assert SECRET not in out + err
+    for path in (tmp_path / "remote").rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+    assert "RFT_REWARD" not in (tmp_path / "remote" / "config.json").read_text()
+
+
+SLOW = """
+import time
+
+def slow(completions):
+    time.sleep(0.4)
+    return [float(len(c)) for c in completions]
+
+def hang(completions):
+    if "hang" in completions:
+        time.sleep(60)
+    return [1.0] * len(completions)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    return tmp_path
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_what_has_arrived(folder, number):
+    with (
+        serving("--reward", "slow.py:slow", "--rows", "1", cwd=folder) as (process, url),
+        ThreadPoolExecutor(4) as pool,
+    ):
+        asked = [pool.submit(post, url, "x" * i) for i in range(4)]
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            if httpx2.get(f"{url}/health", trust_env=False).json()["waiting"] == 3:
+                break
+        process.send_signal(number)
+        assert [x.result().json()["rewards"] for x in asked] == [[0.0], [1.0], [2.0], [3.0]]
+        code, out, err = finished(process)
+        assert code == 0 and out == f"{url}: stopped, everything answered\n" and "Traceback" not in err
+        with pytest.raises(httpx2.ConnectError):
+            post(url, "x")
+
+
+def test_a_second_signal_ends_it_at_once(folder):
+    with serving("--reward", "slow.py:hang", cwd=folder) as (process, url), ThreadPoolExecutor(1) as pool:
+        pool.submit(post, url, "hang")
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.5)
+        process.send_signal(signal.SIGTERM)
+        code, _, err = finished(process)
+    assert code == 128 + signal.SIGTERM and "again to stop at once" in err
+
+
+def test_a_reward_that_hangs_is_interrupted_and_the_server_lives(folder):
+    args = ["--reward", "slow.py:hang", "--reward-timeout", "0.5"]
+    with serving(*args, cwd=folder) as (_, url):
+        found = post(url, "hang")
+        assert found.status_code == 504
+        assert found.json()["error"].startswith("reward 'hang': expected a result within 0.5 s")
+        assert post(url, "a").json()["rewards"] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ([], "error: reward: expected at least one to serve, got none"),
+        (["--reward", "nothing"], "error: reward 'nothing': expected one of"),
+        (["--reward", "math", "--port", "99999"], "port: expected"),
+        (["--reward", "math", "--rows", "0"], "rows: expected"),
+        (["--reward", "math", "--fsdp"], "strategy.fsdp: expected False, as this script does not read it"),
+    ],
+)
+def test_bad_options_are_one_line(args, line):
+    code, _, err = finished(start("serve_reward", *args))
+    assert code == 2 and line in err and err.count("\n") == 1
+
+
+def test_a_port_that_is_taken_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = finished(start("serve_reward", "--reward", "math", "--port", port))
+    assert code == 2 and err == f"error: 127.0.0.1:{port}: Address already in use\n"
+
+
+def test_grpo_refuses_a_server_that_it_cannot_use_before_a_model_is_loaded(tmp_path):
+    gone = f"http://127.0.0.1:{free_port()}/score"
+    out = ["--out", tmp_path / "run"]
+    code, _, err = finished(start("grpo", *SMALL, *out, "--reward", f"{gone}(tries=1)"))
+    assert (
+        code == 2
+        and "expected an answer within 1 tries, got none" in err
+        and not (tmp_path / "run/model").exists()
+    )
+    code, _, err = finished(start("grpo", *SMALL, *out, "--reward", f"{gone}(deadline=400)"))
+    assert code == 2 and "expected a deadline below reward_timeout = 300 s, got 400" in err
+    code, _, err = finished(start("grpo", *SMALL, *out, "--reward", "https://me:hunter2@host/score"))
+    assert code == 2 and "without a name and a password" in err and "hunter2" not in err
