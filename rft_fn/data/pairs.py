@@ -178,9 +178,7 @@ class PairRecipe:
         """Both sides of a row of text."""
         self._refuse_messages(row, place)
         prompt, chosen, rejected = self._texts(row, place)
-        for name, text in (("prompt", prompt), ("chosen response", chosen), ("rejected response", rejected)):
-            if is_empty(text):
-                raise Unfit(place, f"the {name} is empty")
+        _refuse_empty(place, {"prompt": prompt, "chosen response": chosen, "rejected response": rejected})
 
         # a text that could not fit whatever its tokens are is not tokenised
         size = len(prompt) + max(len(chosen), len(rejected))
@@ -197,7 +195,10 @@ class PairRecipe:
     def _with_media(self, row: Row, place: str) -> tuple[Lesson, Lesson]:
         """Both sides of a row of text with media."""
         self._refuse_messages(row, place)
+        if not self.template:
+            raise Unfit(place, "the row has media, for which the empty template has no place")
         text, chosen, rejected = self._texts(row, place)
+        _refuse_empty(place, {"chosen response": chosen, "rejected response": rejected})
         tokenizer = self.chat.tokenizer
         try:
             turns = self.chat.placed([{"role": "user", "content": text}], row, place)
@@ -288,6 +289,13 @@ class PairRecipe:
                 f"other ways once later ones follow, got {len(found)}"
             )
         return found[0]
+
+
+def _refuse_empty(place: str, texts: Mapping[str, str]) -> None:
+    """Raise Unfit for the first text that is empty, by its name."""
+    for name, text in texts.items():
+        if is_empty(text):
+            raise Unfit(place, f"the {name} is empty")
 
 
 def shared_start(chosen: str, rejected: str) -> tuple[str, str, str]:

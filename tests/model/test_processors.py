@@ -1,4 +1,4 @@
-"""Processors of model folders: saved with a small model of the family, loaded, and what it counts is right."""
+"""Processors of model folders: saved with a small model of the family, and loaded; the model counts alike."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,9 @@ def sound(seconds):
 
 def rows(processor, *found):
     processing = data.Processing(processor, data.MediaLimits())
-    made = data.from_rows(list(found), processor.tokenizer, template="{q}", name="rows", processing=processing)
+    made = data.from_rows(
+        list(found), processor.tokenizer, template="{q}", name="rows", processing=processing
+    )
     return [made.prompt(i) for i in range(made.size)]
 
 
