@@ -221,19 +221,19 @@ class PairRecipe:
         """Both sides of a row of text."""
         self._refuse_messages(row, place)
         prompt, chosen, rejected = self._texts(row, place)
-        for name, text in (("chosen response", chosen), ("rejected response", rejected)):
-            if is_empty(text):
-                raise Unfit(place, f"the {name} is empty")
+        _refuse_empty(place, {"chosen response": chosen, "rejected response": rejected})
 
         # a text that could not fit whatever its tokens are is not tokenised
         size = len(prompt) + max(len(chosen), len(rejected))
         if size > self.max_length * self.widest:
             raise TooLong(f"{size} characters")
 
-        # the prompt of whole texts is no turn of a chat, unless it has media
+        # the prompt of whole texts is no turn of a chat
         tokenizer = self.chat.tokenizer
         with_media = self.chat.processing is not None and columns_of(row)
-        if self.template or with_media:
+        if with_media and not self.template:
+            raise Unfit(place, "the row has media, for which the empty template has no place")
+        if self.template:
             ids, media = prompt_of_text(self.chat, prompt, row, place, self.system)
         else:
             ids, media = list(tokenizer.encode(prompt)), None
@@ -304,6 +304,13 @@ class PairRecipe:
                 "the prompt in both, or its column named before them"
             )
         return opened(chosen[:same], self.system), chosen[same:], rejected[same:]
+
+
+def _refuse_empty(place: str, texts: Mapping[str, str]) -> None:
+    """Raise Unfit for the first text that is empty, by its name."""
+    for name, text in texts.items():
+        if is_empty(text):
+            raise Unfit(place, f"the {name} is empty")
 
 
 def shared_start(chosen: str, rejected: str) -> tuple[str, str, str]:

@@ -23,6 +23,7 @@ from rft_fn.engine.hf import hf
 from rft_fn.engine.lifetime import EngineDead, dead_after_failure
 from rft_fn.engine.process import own_process
 from rft_fn.engine.requests import BadRequest
+from rft_fn.engine.server_checks import refuse_media
 from rft_fn.types import Engine
 
 __all__ = ["ENGINES", "BadRequest", "Engine", "EngineConfig", "EngineDead", "config_of", "get_engine", "hf"]
@@ -47,19 +48,32 @@ class CheckConfig(Protocol):
         ...
 
 
+class CheckMedia(Protocol):
+    """Refuses prompts with media that an engine cannot take."""
+
+    def __call__(self, config: EngineConfig, model: str) -> None:
+        """ValueError where it cannot take those of the model of this name. Loads no weights."""
+        ...
+
+
+def _any_media(config: EngineConfig, model: str) -> None:
+    """The prompts of every model are taken, or refused one by one."""
+
+
 class EngineType(NamedTuple):
     """A row of the table of engines."""
 
     build: Build
     check_config: CheckConfig
     overtime: float | None = None  # seconds beyond its time limit that a call may take; None: no matter
+    check_media: CheckMedia = _any_media
 
 
 ENGINES: dict[str, EngineType] = {
     "hf": EngineType(build_hf, check_hf, overtime=0.0),
-    "openai": EngineType(openai.build, openai.check_config),
-    "sglang": EngineType(sglang.build, sglang.check_config),
-    "vllm": EngineType(vllm.build, vllm.check_config, overtime=10.0),
+    "openai": EngineType(openai.build, openai.check_config, check_media=refuse_media),
+    "sglang": EngineType(sglang.build, sglang.check_config, check_media=refuse_media),
+    "vllm": EngineType(vllm.build, vllm.check_config, overtime=10.0, check_media=vllm.check_media),
 }
 
 
@@ -75,6 +89,11 @@ def check_config(config: EngineConfig) -> None:
     ENGINES[config.type].check_config(config)
 
 
+def check_media(config: EngineConfig, model: str) -> None:
+    """ValueError for an engine that cannot take the prompts with media of a model. Loads no weights."""
+    ENGINES[config.type].check_media(config, model)
+
+
 def get_engine(config: EngineConfig | None, model: str | nn.Module, tokenizer: Any = None) -> Engine:
     """The engine of `config` with weights of `model`, a name or a module that it may overwrite.
 
@@ -85,7 +104,7 @@ def get_engine(config: EngineConfig | None, model: str | nn.Module, tokenizer: A
     if tokenizer is None and isinstance(model, nn.Module):
         raise ValueError("tokenizer: expected one, got None: a module does not know its tokenizer")
     tokenizer = tokenizer or model_lib.load_tokenizer(str(model))
-    build, _, overtime = ENGINES[config.type]
+    build, overtime = ENGINES[config.type].build, ENGINES[config.type].overtime
     if config.process:
         return own_process(build, config, model, tokenizer)
     engine = build(config, model, tokenizer)

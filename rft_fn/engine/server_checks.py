@@ -7,7 +7,7 @@ from rft_fn.engine.config import EngineConfig
 from rft_fn.engine.dialect import Described
 from rft_fn.engine.http import check_url
 
-__all__ = ["COMPARED", "check_servers", "compare_servers"]
+__all__ = ["COMPARED", "check_servers", "compare_servers", "refuse_media"]
 
 COMPARED = range(3, 19)  # tokens whose log-probs servers of one model agree on
 DIFFERENT = 0.1  # nats per token: more than rounding makes of one model, also in 16 bits
@@ -28,6 +28,14 @@ def check_servers(config: EngineConfig) -> None:
             f"engine_tp_size, engine_mem_util: expected 1 and 0 for {config.type}, whose servers have such "
             f"options, got {config.tp_size} and {config.mem_util}"
         )
+
+
+def refuse_media(config: EngineConfig, model: str) -> None:
+    """ValueError: servers get tokens alone."""
+    raise ValueError(
+        f"engine_type: expected one that takes prompts with media ({model} reads them, and the data has "
+        f"them), got {config.type}, whose servers get tokens alone; sample with hf or vllm"
+    )
 
 
 def compare_servers(known: Mapping[str, Described], logp: Mapping[str, Sequence[float]]) -> None:

@@ -114,6 +114,7 @@ def _panel(ax: Any, rows: Sequence[Mapping[str, float]], title: str, keys: Seque
     ax.grid(alpha=0.25, lw=0.5)
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_xlabel("step", fontsize=8)
+    ax.yaxis.set_major_formatter("{x:.4g}")  # no power of ten above the panel, where the title is
     ax.tick_params(labelsize=8)
 
 

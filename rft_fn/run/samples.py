@@ -18,6 +18,7 @@ _RATE = 16_000  # Hz, of the spectrograms
 _WINDOW = 400  # samples of a frame
 _HOP = 160  # samples from one frame to the next
 _WIDTH = 46  # characters of a line
+_INCHES = 0.077  # of a character
 _MOST = 3  # media of a prompt that are shown
 
 
@@ -36,15 +37,18 @@ def draw(samples: Sequence[Sample], out: str | Path, *, title: str = "") -> Path
     """Draw samples as the rows of a PNG, the media on the left and the texts beside them."""
     from rft_fn.run.plot import figure, save
 
+    # as wide as the longest line of text asks for
     columns = min(max(len(sample.media) for sample in samples), _MOST)
-    widths = [2.0] * columns + [4.2]
+    texts = [_text(sample) for sample in samples]
+    longest = max(len(line) for text in texts for line in text.splitlines())
+    widths = [2.0] * columns + [_INCHES * longest + 0.3]
     fig, axes = figure(len(samples), widths, height=1.9)
-    for row, sample in zip(axes, samples):
+    for row, sample, text in zip(axes, samples, texts):
         for ax in row:
             ax.axis("off")
         for ax, medium, name in zip(row, sample.media[:_MOST], sample.names):
             _show(ax, medium, name)
-        row[-1].text(0, 0.95, _text(sample), va="top", fontsize=9, family="monospace", parse_math=False)
+        row[-1].text(0, 0.95, text, va="top", fontsize=9, family="monospace", parse_math=False)
     if title:
         fig.suptitle(title, fontsize=10)
     return save(fig, out)
@@ -70,8 +74,7 @@ def _show(ax: Any, medium: Medium, name: str) -> None:
     try:
         content = read(medium)
         if medium.kind == "audio":
-            samples, _ = sound(content, rate=_RATE)
-            ax.imshow(spectrogram(samples), aspect="auto", origin="lower", cmap="magma")
+            _show_sound(ax, sound(content, rate=_RATE)[0])
         elif medium.kind == "video":
             frames, _ = video(content)
             ax.imshow(np.concatenate([np.asarray(frame) for frame in frames[:4]], 1), interpolation="nearest")
@@ -79,6 +82,16 @@ def _show(ax: Any, medium: Medium, name: str) -> None:
             ax.imshow(np.asarray(image(content)[0]), interpolation="nearest")
     except ValueError as error:
         ax.text(0, 0.5, textwrap.fill(str(error), 24), fontsize=6)
+
+
+def _show_sound(ax: Any, samples: np.ndarray) -> None:
+    """Draw a spectrogram over seconds and kilohertz."""
+    extent = (0, len(samples) / _RATE, 0, _RATE / 2000)
+    ax.imshow(spectrogram(samples), aspect="auto", origin="lower", cmap="magma", extent=extent)
+    ax.axis("on")
+    ax.set_xlabel("s", fontsize=6, labelpad=1)
+    ax.set_ylabel("kHz", fontsize=6, labelpad=1)
+    ax.tick_params(labelsize=6, length=2, pad=1)
 
 
 def spectrogram(samples: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from rft_fn import collect, data, model, reward
+from rft_fn import engine as engine_lib
 from rft_fn.engine import EngineDead
 from rft_fn.run import options
 from rft_fn.run.folder import Run
@@ -17,6 +18,8 @@ __all__ = [
     "Task", "check_rewards", "evaluate", "judge", "load_task", "normalized_reward", "plan_rollouts",
     "rewards_of",
 ]  # fmt: skip
+
+_LOOKED_AT = 16  # prompts, for whether the data has media
 
 R = TypeVar("R", bound=options.Reinforcement)
 
@@ -55,7 +58,17 @@ def load_task(cfg: options.Reinforcement, st: Strategy) -> Task:
     needed = {"max_prompt": cfg.max_prompt, "columns": reward.columns(score)}
     needed |= {"window": model.read_window(cfg.model), "max_new": cfg.max_new}
     dataset, unseen = load_data(cfg, st, tokenizer, processing, **needed)
+    if processing is not None:
+        _check_engine(cfg, st, dataset)
     return Task(tokenizer, dataset, unseen, score, processing)
+
+
+def _check_engine(cfg: options.Reinforcement, st: Strategy, dataset: data.Dataset) -> None:
+    """ValueError where the engine cannot take media, and the first prompts have some."""
+    prompts: list[Any]
+    prompts, _ = data.take(dataset, _LOOKED_AT, st.config.seed)
+    if any(prompt.media_names for prompt in prompts):
+        engine_lib.check_media(engine_lib.config_of(st.config), cfg.model)
 
 
 def plan_rollouts(cfg: R, st: Strategy, task: Task, *, usual: int) -> R:

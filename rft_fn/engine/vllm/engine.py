@@ -18,11 +18,12 @@ from rft_fn.engine.vllm.folder import ModelFolder
 from rft_fn.engine.vllm.group import Group, name_shared_memory
 from rft_fn.engine.vllm.package import part
 from rft_fn.engine.vllm.sampler import Asked, Sampler
-from rft_fn.model.load import usual_device
+from rft_fn.model.builtin import resolve
+from rft_fn.model.load import base_folder, load, usual_device
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
 
-__all__ = ["InProcess", "build", "check_config"]
+__all__ = ["InProcess", "build", "check_config", "check_media"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 HOTTEST = 2.0  # vLLM refuses temperatures above it
@@ -40,6 +41,15 @@ def check_config(config: EngineConfig) -> None:
             f"engine_tp_size: expected a divisor of the {world} processes of this run, got {config.tp_size}; "
             "start as many with torchrun"
         )
+
+
+def check_media(config: EngineConfig, model: str) -> None:
+    """ValueError for a model whose media vLLM cannot take; an engine in its own process asks there."""
+    if config.process:
+        return
+    with surroundings.kept(engine=False):
+        part()
+        media.check_family(load(base_folder(resolve(model)), meta=True))
 
 
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:

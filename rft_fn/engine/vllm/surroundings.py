@@ -36,8 +36,11 @@ class _Alive:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """Put back, after building an engine, what vLLM has changed about the process."""
+def kept(*, engine: bool = True) -> Iterator[None]:
+    """Put back, after building an engine, what vLLM has changed about the process.
+
+    Without `engine` none is built: vLLM is only imported.
+    """
     import numpy
 
     environment = dict(os.environ)
@@ -57,7 +60,7 @@ def kept() -> Iterator[None]:
         with warnings.catch_warnings(), kept_random():
             warnings.simplefilter("ignore")
             yield
-        _Alive.engines += 1
+        _Alive.engines += int(engine)
     finally:
         # the thread count goes back by torch's own function: vLLM's does nothing
         torch.set_num_threads = set_num_threads

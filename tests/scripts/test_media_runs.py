@@ -1,0 +1,189 @@
+"""Each script with a model that sees or hears: what it learns from, freezes, refuses and finds at fault."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from ranks import free_port
+from test_house import load_script as script
+from test_scripts import ROOT
+
+import rft_fn as rft
+from rft_fn.strategy import StrategyConfig, get_fake_strategy
+
+CASES = [("tiny-vl", "count_squares"), ("tiny-audio", "tone")]
+IDS = ["vl", "audio"]
+TOWERS = {"tiny-vl": "visual", "tiny-audio": "audio_tower"}
+GRPO = {
+    "steps": 2,
+    "prompts": 4,
+    "group": 4,
+    "eval_prompts": 4,
+    "eval_every": 2,
+    "save_every": 2,
+    "warmup": 0,
+}
+
+
+def run(name, folder, **options):
+    """Run a script in this process; its rows of metrics."""
+    module = script(name)
+    module.main(module.Config(**options, out=str(folder)))
+    return rows(folder / "metrics.jsonl")
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def weights(model):
+    """What a model trains, by the names that it has in memory; those of its file are older."""
+    return trained(rft.model.load(model))
+
+
+def trained(module):
+    """The parameters that learn: the positions of a tower that hears do not."""
+    return {name: x.detach() for name, x in module.named_parameters() if x.requires_grad}
+
+
+def tower(model, found):
+    """The parameters of what sees or hears, by their names below it."""
+    part = TOWERS[model]
+    return {name.split(part)[1]: x for name, x in found.items() if part in name}
+
+
+# ------------------------------------------------------------------------------------------------ dpo.py
+
+
+@pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
+def test_dpo_learns_which_answer_an_image_or_a_sound_has(model, task, tmp_path):
+    how = {"steps": 8, "batch": 16, "eval_pairs": 32, "eval_every": 8, "warmup": 0, "lr": 3e-4}
+    found = run("dpo", tmp_path / "dpo", model=model, data=(task,), **how, nll=0.2, lr_end=1.0)
+    first, last = found[0], found[-1]
+    assert first["eval/accuracy"] == first["policy/ref_gap"] == 0
+    assert last["eval/accuracy"] > 0.75 and last["eval/loss"] < first["eval/loss"] - 0.01
+    assert last["eval/logp_chosen"] > first["eval/logp_chosen"] + 0.02
+
+    # the processor is saved, so that the model can be asked
+    assert rft.model.load_processor(tmp_path / "dpo" / "model") is not None
+
+
+# ------------------------------------------------------------------------------------------------ ppo.py
+
+
+@pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
+def test_ppo_has_a_critic_that_sees_or_hears(model, task, tmp_path):
+    """The critic's tower learns as well; its value of a prompt depends on what it sees."""
+    how = {"steps": 2, "prompts": 8, "group": 2, "minibatches": 1, "eval_prompts": 4, "eval_every": 2}
+    found = run("ppo", tmp_path / "ppo", model=model, data=(task,), **how, save_critic=True)
+    assert len(found) == 2 and all(row["policy/logp_gap"] < 1e-5 for row in found)
+    critic = rft.model.load_critic(tmp_path / "ppo" / "critic")
+    after = tower(model, trained(critic))
+    before = tower(model, weights(model))
+    assert before and after.keys() == before.keys()
+    assert not any(torch.equal(after[name], before[name]) for name in before)
+
+    # two prompts of other media have other values of their first token
+    dataset = rft.data.load(task, rft.model.load_tokenizer(model), template="{short}", processing=of(model))
+    prompts, _ = rft.data.take(dataset, 8, seed=0)
+    same = [p for p in prompts if p.ids == prompts[0].ids][:2]
+    exp = rft.packing.supervised([(p.ids, [5, 1]) for p in same])
+    exp = rft.tree.replace(exp, media=rft.types.Media.of_prompts([p.media for p in same]))
+    st = get_fake_strategy()
+    apply, params = st.bind(critic)
+    value = st.score(apply, params, exp, 512, fields=("value",)).value
+    assert len(same) == 2 and value[0][exp.mask[0]][0] != value[1][exp.mask[1]][0]
+
+
+def of(model):
+    return rft.data.Processing(rft.model.load_processor(model))
+
+
+# ----------------------------------------------------------------------------------------------- grpo.py
+
+
+@pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
+def test_a_frozen_tower_stays_to_the_bit_and_all_others_move(model, task, tmp_path):
+    run("grpo", tmp_path / "r", model=model, data=(task,), **GRPO, freeze=(TOWERS[model],))
+    after, before = weights(tmp_path / "r" / "model"), weights(model)
+    frozen = {name for name in before if TOWERS[model] in name}
+    stayed = {name for name in after if torch.equal(after[name], before[name])}
+    assert frozen and stayed == frozen
+
+
+@pytest.mark.parametrize("engine", ["openai", "sglang"])
+def test_servers_that_take_tokens_alone_are_refused_before_anything_is_loaded(engine, tmp_path, monkeypatch):
+    """No server is asked, and no folder opened."""
+    grpo = script("grpo")
+    strategy = StrategyConfig(engine_type=engine, engine_servers=("http://127.0.0.1:9",))
+    monkeypatch.setattr(rft.model, "load", lambda *_, **__: pytest.fail("the model is loaded"))
+    cfg = {"model": "tiny-vl", "strategy": strategy, "out": str(tmp_path / "r"), **GRPO}
+    with pytest.raises(
+        ValueError, match=f"prompts with media .tiny-vl reads them.*got {engine}, whose servers"
+    ):
+        grpo.main(grpo.Config(data=("count_squares",), **cfg))
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_prompt_that_leaves_no_room_for_its_response_stops_before_a_model_is_loaded(tmp_path, monkeypatch):
+    """tiny-vl reads 256 tokens, an image is 18 of them."""
+    grpo = script("grpo")
+    monkeypatch.setattr(rft.model, "load", lambda *_, **__: pytest.fail("the model is loaded"))
+    cfg = {"model": "tiny-vl", "out": str(tmp_path / "r"), **GRPO}
+    with pytest.raises(
+        ValueError, match=r"2\d \+ 240 tokens with max_new, .*above the model's window of 256"
+    ):
+        grpo.main(grpo.Config(data=("count_squares",), max_new=240, template="1234{short}", **cfg))
+
+
+# ------------------------------------------------------------------------------------------------ sft.py
+
+
+@pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
+def test_two_processes_of_fsdp2_learn_what_one_does(model, task, tmp_path):
+    """The same losses, and weights that moved alike."""
+    flags = ["--model", model, "--data", task, "--steps", 2, "--batch", 8, "--warmup", 0, "--lr-end", 1]
+    sft = [str(ROOT / "train_scripts" / "sft.py"), *map(str, flags)]
+    port = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    several = ["torch.distributed.run", "--nproc-per-node", "2", *port]
+    runs = {"one": [], "two": ["-m", *several]}
+    for name, before in runs.items():
+        more = ["--out", str(tmp_path / name)]
+        if before:
+            more.append("--fsdp")
+        done = subprocess.run([sys.executable, *before, *sft, *more], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (rows(tmp_path / name / "metrics.jsonl") for name in runs)
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-5)
+    start, a, b = (weights(name) for name in (model, *(tmp_path / run / "model" for run in runs)))
+    assert a.keys() == b.keys()
+    for name, x in a.items():
+        moved = (x - start[name]).norm()
+        assert moved > 0 and (b[name] - x).norm() < 1e-2 * moved, name
+
+
+# --------------------------------------------------------------------------------------------- replay.py
+
+
+@pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
+def test_replay_shows_the_row_at_fault_with_its_media(model, task, tmp_path, capsys, monkeypatch):
+    """A loss that is no number stops the run, which keeps the row, its media and the weights."""
+    row = rft.algorithm.TABLE["grpo"]
+
+    def broken(out, b):
+        loss, metrics = row.loss(out, b)
+        return loss / (b.target != 1), metrics  # 1 ends a response
+
+    monkeypatch.setitem(rft.algorithm.TABLE, "grpo", row._replace(loss=broken))
+    with pytest.raises(rft.strategy.NonFinite, match=r"look at it with replay\.py"):
+        run("grpo", tmp_path / "r", model=model, data=(task,), **GRPO, strategy=StrategyConfig(max_skips=1))
+    (fault,) = (tmp_path / "r").glob("fault_*")
+    pack, _, _ = rft.strategy.load_fault(fault)
+    assert pack.media is not None
+    replay = script("replay")
+    capsys.readouterr()
+    replay.main(replay.Config(fault=str(fault)))
+    out = capsys.readouterr().out
+    assert "gradients: not finite in" in out and "<- not finite" in out
