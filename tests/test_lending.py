@@ -165,11 +165,12 @@ def test_packs_and_ranks_are_balanced_by_media_as_well_as_tokens():
     exp = exp_of([11] * 8, [4] * 8, {0: 5, 2: 5, 4: 5, 6: 5})
     cost = {i: 10 + 50 * (i % 2 == 0) for i in range(8)}
 
-    def loads(media_cost):
-        plans = batches.cut(exp, 40, 2, media_cost=media_cost)
+    def loads(media_cost, budget=40):
+        plans = batches.cut(exp, budget, 2, media_cost=media_cost)
         return sorted(sum(cost[i] for p in part for i in p) for part in plans)
 
     assert loads(1.0) == [140, 140] and loads(0.0) == [40, 240]
+    assert loads(1.0, 50) == [140, 140] and loads(0.0, 50) == [40, 240]  # one pack a rank: the packs alone
     with pytest.raises(ValueError, match="media_cost: expected >= 0 tokens per number of media, got -1"):
         packing.shard(exp, 40, media_cost=-1)
 
