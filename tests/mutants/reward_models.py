@@ -55,11 +55,11 @@ MUTANTS = [
         _POOL + "test_scores_are_those_of_each_row_alone[14-last]",
     ),
     (
-        "sequences read one at a time are not pooled",
+        "what was read of a sequence is not pooled",
         "rft_fn/model/reader.py",
         "return self.finish(self._read_whole(pack), pack)",
         "return self._read_whole(pack)",
-        _POOL + "test_a_model_that_mixes_sequences_gets_one_at_a_time[mean]",
+        _POOL + "test_scores_are_those_of_each_row_alone[14-mean]",
     ),
     (
         "the score of a row is that of its first step",
