@@ -147,7 +147,7 @@ NEGATIVES: dict[str, Negative] = {
 }
 """The kinds of wrong answers, by name. Pairs have no end of sequence behind one that is cut off."""
 
-COVERING = ("guess=2", "mistake=4", "ordered=2", "length=1", "noise=1", "cut=1")
+COVERING = ("guess=2", "mistake=4", "ordered=2", "length=1", "noise=1", "cut=0.5")
 """A mixture that resembles whatever a policy may emit.
 
 Letters, digits that are sorted but wrong, wrong lengths, and responses that are cut off before their end.

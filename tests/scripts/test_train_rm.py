@@ -52,6 +52,7 @@ def data_file(folder, name, lines):
 def test_it_learns_from_the_built_in_pairs(tmp_path):
     """Unseen pairs are ordered; the saved model has the accuracy that was logged, and a calibration."""
     options = {"steps": 50, "batch": 32, "eval_items": 64, "eval_every": 50, "warmup": 5, "save_every": 99}
+    options |= {"lr": 1e-3, "beta2": 0.999}
     found = train(tmp_path / "r", **options)
     first, last = found[0], found[-1]
     assert first["eval/accuracy"] == first["eval/margin"] == first["pairs/ece"] == 0
@@ -110,6 +111,7 @@ def test_it_learns_from_lists_points_and_steps(tmp_path, kind, options):
     options = {**options, "negatives": ("noise=2", "guess")}
     constant = constant_loss(kind, options["negatives"])
     more = {"steps": 80, "batch": 32, "eval_items": 64, "eval_every": 80, "save_every": 99, "lr": 2e-3}
+    more["beta2"] = 0.999
     found = train(tmp_path / "r", kind=kind, warmup=10, **more, **options)
     first, last = found[0], found[-1]
     assert last["eval/loss"] < 0.9 * constant
