@@ -26,10 +26,12 @@ class Partial(Weighted):
     The trainer that asks may have other rewards for them.
     """
 
-    def _total(self, parts: Mapping[str, Tensor], prompts: Sequence[Any]) -> Tensor:
+    def _total(
+        self, parts: Mapping[str, Tensor], weights: Mapping[str, Tensor], prompts: Sequence[Any]
+    ) -> Tensor:
         nothing = torch.stack(list(parts.values())).isnan().all(0)
         filled = {name: torch.where(nothing, 0.0, x) for name, x in parts.items()}
-        return torch.where(nothing, math.nan, super()._total(filled, prompts))
+        return torch.where(nothing, math.nan, super()._total(filled, weights, prompts))
 
 
 def work(
