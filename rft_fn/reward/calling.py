@@ -1,4 +1,4 @@
-"""Calls reward functions: those that wait for a network begin first, and wait while the others compute."""
+"""Calls reward functions; async ones wait for a network while the others compute."""
 
 import asyncio
 import concurrent.futures as futures

@@ -1,19 +1,21 @@
-"""The rewards of a command line, those of models among them, which a run loads once and closes at its end."""
+"""The rewards of a command line: functions, models, judges and servers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from rft_fn import data, engine, model, reward
+from rft_fn.engine.deferred import deferred
 from rft_fn.reward.veto import read_veto
 from rft_fn.run import options
 from rft_fn.run.placing import placed
 from rft_fn.run.resume import last_model
 from rft_fn.run.setup import load_processing
-from rft_fn.types import Engine, Experience, Strategy, TokenOut
+from rft_fn.types import Experience, Strategy, TokenOut
 
 __all__ = ["load_rewards", "reward_modules"]
 
@@ -38,8 +40,9 @@ def load_rewards(specs: Sequence[str], cfg: options.Data, st: Strategy) -> rewar
     """
     sources = _Sources(cfg, st)
     score = reward.parse(specs, {"model": sources.model, "judge": sources.judge})
-    vetoes = [read_veto(text) for text in getattr(cfg, "reward_veto", ())]
-    return score.with_vetoes(*vetoes)
+    if isinstance(cfg, options.Reward):
+        score = score.with_vetoes(*(read_veto(text) for text in cfg.reward_veto))
+    return score
 
 
 def reward_modules(score: reward.Weighted) -> list[nn.Module]:
@@ -79,41 +82,9 @@ class _Sources:
         config = replace(config, batch=batch or config.batch, process=False)
         engine.check_config(config)
         tokenizer = model.load_tokenizer(folder)
-        lazy = _Lazy(lambda: engine.get_engine(config, folder, tokenizer))
+        built_later = deferred(partial(engine.get_engine, config, folder, tokenizer))
         processing = load_processing(self.cfg, folder)
-        return reward.generative_by_name(lazy.engine, tokenizer, processing=processing, **options)
-
-
-class _Lazy:
-    """An engine that is built when it is called first."""
-
-    def __init__(self, build: Callable[[], Engine]):
-        self._build = build
-        self._built: Engine | None = None
-        self.engine = Engine(
-            generate=self._of("generate"),
-            score=self._of("score"),
-            load=self._of("load"),
-            sleep=self._of("sleep"),
-            wake=self._of("wake"),
-            status=self._of("status"),
-            close=self.close,
-        )
-
-    def _of(self, name: str) -> Any:
-        """A function of the engine, by its name."""
-
-        def call(*args: Any, **given: Any) -> Any:
-            if self._built is None:
-                self._built = self._build()
-            return getattr(self._built, name)(*args, **given)
-
-        return call
-
-    def close(self) -> None:
-        """Close the engine, if there is one."""
-        if self._built is not None:
-            self._built.close()
+        return reward.generative_by_name(built_later, tokenizer, processing=processing, **options)
 
 
 class _Scalar:
