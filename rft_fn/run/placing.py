@@ -1,4 +1,4 @@
-"""Models on the device only in the phases of a step that use them, where the option offload_models asks."""
+"""Models that are on the device only in the phases that use them, with offload_models."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,9 +28,10 @@ def placed(st: Strategy, *applies: Apply) -> Iterator[None]:
 
 
 def to_host(st: Strategy, apply: Apply, state: TrainState) -> TrainState:
-    """The state of a model whose weights and optimizer are on the host, with offload_models. Donates `state`.
+    """The state with the weights and the optimizer of its model on the host. Donates `state`.
 
-    Until `to_device` it is neither used nor updated; the `Push` of a run exports it all the same.
+    Until `to_device` it is neither used nor updated; the `Push` of a run exports it all the same. Without
+    offload_models it is returned as it is.
     """
     if not st.config.offload_models:
         return state
@@ -39,7 +40,7 @@ def to_host(st: Strategy, apply: Apply, state: TrainState) -> TrainState:
 
 
 def to_device(st: Strategy, apply: Apply, state: TrainState) -> TrainState:
-    """The state of a model whose weights and optimizer are where they work.
+    """The state with the weights and the optimizer of its model where they work.
 
     With adam_offload or fsdp_cpu_offload the optimizer works on the host. `state` is not donated: until the
     next update it can still be saved.
