@@ -40,6 +40,11 @@ class Config(options.Reward):
     )  # of the process, and of a judge's engine
 
 
+@dataclass(frozen=True)
+class Reading(options.Reward, options.Data):
+    """What the rewards read of the options: vetoes, and how a prompt is made for a model."""
+
+
 UNREAD = (  # nothing is trained here
     "fsdp", "zero_stage", "sp_size", "shard_size", "fsdp_cpu_offload", "adam_offload", "use_mp_opt",
     "max_norm", "train_batch_size", "micro_train_batch_size", "packing_samples",
@@ -54,7 +59,8 @@ def main(cfg: Config) -> None:
     st = rft.strategy.get_strategy(cfg.strategy)
     if st.world > 1:
         raise ValueError(f"world: expected one process, got {st.world}; start a server for each device")
-    reading = options.Data(system=cfg.system, chat_template_kwargs=cfg.chat_template_kwargs)
+    how = {"system": cfg.system, "chat_template_kwargs": cfg.chat_template_kwargs}
+    reading = Reading(reward_veto=cfg.reward_veto, **how)
     score = rft.run.load_rewards(cfg.reward, reading, st)
     limits = {"rows": cfg.rows, "wait": cfg.wait, "queue": cfg.queue, "max_bytes": cfg.max_bytes}
     where = {"host": cfg.host, "port": cfg.port, "token_env": cfg.token_env}
