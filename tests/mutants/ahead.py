@@ -196,8 +196,8 @@ MUTANTS = [
     (
         "every rank asks for the rewards of all rows",
         "rft_fn/collect/judging.py",
-        "        mine = take(rollout, parts[strategy.rank])",
-        "        mine = take(rollout, range(len(owners)))",
+        "            mine = parts[strategy.rank]",
+        "            mine = range(len(owners))",
         TOGETHER,
     ),
 ]

@@ -67,8 +67,8 @@ MUTANTS = [
     (
         "a part is judged by the rows of the first groups",
         "rft_fn/reward/scoring.py",
-        "rows = slice(chosen.start * size, chosen.stop * size)",
-        "rows = slice(0, len(chosen) * size)",
+        "rows = range(chosen.start * size, chosen.stop * size)",
+        "rows = range(len(chosen) * size)",
         JUDGING + "a_part_is_those_rows_of_the_whole",
     ),
     (
@@ -101,16 +101,16 @@ MUTANTS = [
     ),
     (
         "only Exceptions have the note",
-        "rft_fn/reward/combine.py",
-        "        except BaseException as error:\n            if not isinstance",
-        "        except Exception as error:\n            if not isinstance",
+        "rft_fn/reward/calling.py",
+        "    except BaseException as error:\n        error.add_note",
+        "    except Exception as error:\n        error.add_note",
         REWARDS + "every_exception_out_of_a_reward_has_the_note",
     ),
     (
         "the last of two weights of a reward wins",
         "rft_fn/reward/loading.py",
-        "if text in weights:",
-        "if text in ():",
+        "if text not in weights:",
+        "if text:",
         REWARDS + "a_reward_is_named_once_on_the_command_line",
     ),
     (

@@ -36,15 +36,15 @@ MUTANTS = [
     ),
     (
         "async rewards run one after the other",
-        "rft_fn/reward/combine.py",
-        "values = await asyncio.gather(*(wait(name) for name in waiting))",
-        "values = [await wait(name) for name in waiting]",
+        "rft_fn/reward/calling.py",
+        "waiting[call.name] = self._loop.start(_awaited(call.name, result))",
+        "found[call.name] = self._loop.start(_awaited(call.name, result)).result()",
         BROUGHT + "async_rewards_run_together_beside_plain_ones",
     ),
     (
         "each batch has an event loop of its own",
         "rft_fn/reward/event_loop.py",
-        "if self._runner is None:",
+        "if self._thread is None:",
         "if True:",
         BROUGHT + "every_batch_has_the_same_event_loop",
     ),
@@ -86,8 +86,8 @@ MUTANTS = [
     (
         "the preflight shows texts, whatever the data has",
         "rft_fn/reward/preflight.py",
-        "return _Question(row.columns, list(row.messages))",
-        "return _Question(row.columns, row.text)",
+        "asked = list(row.messages)",
+        "asked = row.text",
         BROUGHT + "the_preflight_follows_the_data",
     ),
     (

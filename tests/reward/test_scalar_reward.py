@@ -75,11 +75,20 @@ def test_another_tokenizer_reads_the_text_with_an_end_unless_it_was_truncated():
     def ids(text):
         return [i + 100 for i in tokenizer.encode(text, add_special_tokens=False)]
 
-    assert rows == [
-        [*ids("12"), *ids("1"), 7], [*ids("12"), *ids("22")], [*ids("3"), *ids("3"), 7], [*ids("3"), *ids("4"), 7]
-    ]  # fmt: skip
+    assert rows[:2] == [[*ids("12"), *ids("1"), 7], [*ids("12"), *ids("22")]]
+    assert rows[2:] == [[*ids("3"), *ids("3"), 7], [*ids("3"), *ids("4"), 7]]
     assert [split for text, split in other.asked if text in ("1", "22", "4")] == [True, True, True]
     assert not reads_alike(other, tokenizer) and reads_alike(tokenizer, model.load_tokenizer("tiny"))
+
+
+def test_tokenizers_of_other_vocabularies_are_told_apart():
+    a, b = Other(), Other()
+    assert reads_alike(a, b)
+    b.get_vocab = lambda: {"a": 100, "b": 101}
+    assert not reads_alike(a, b)
+    b.get_vocab = a.get_vocab
+    b.chat_template = "{{ messages }}"
+    assert not reads_alike(a, b)
 
 
 def test_a_row_beyond_the_window_is_an_error_that_names_it():
@@ -203,13 +212,13 @@ def test_the_check_before_a_run_scores_made_up_responses_by_the_model(folder):
     said = rollout_of(tokenizer, ["12", "12", "3", "3"], [False] * 4)
     judged = reward.judge(score, said, PROMPTS, tokenizer)
     torch.testing.assert_close(checked["answer"].parts["a"], judged.parts["a"][:, 0])
-    with pytest.raises(ValueError, match="expected prompts .* and their tokenizer"):
+    with pytest.raises(ValueError, match=r"expected prompts .* and their tokenizer"):
         collect.check_reward(st, score, PROMPTS)
 
 
 def test_a_judge_is_built_when_it_is_asked_and_closed_with_the_score():
     st = get_strategy()
-    score = load_rewards(["judge:tiny(form='bare', max_new=4)"], Config(), st)
+    score = load_rewards(["judge:tiny(form='terse', max_new=4)"], Config(), st)
     fn = score.components["judge"][0]
     assert fn.engine is not None
     assert len(score(["12", "3"], ["12", "1"], {}).parts["judge"]) == 2
