@@ -35,9 +35,7 @@ class Config(options.Reward):
     # how a reward model reads prompts
     system: str | None = None  # its system prompt; an empty one removes that of the chat template
     chat_template_kwargs: tuple[str, ...] = ()  # arguments of its chat template, as enable_thinking=False
-    strategy: StrategyConfig = field(
-        default_factory=StrategyConfig
-    )  # of the process, and of a judge's engine
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
 
 
 @dataclass(frozen=True)
