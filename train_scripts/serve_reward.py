@@ -35,7 +35,12 @@ class Config(options.Reward):
     # how a reward model reads prompts
     system: str | None = None  # its system prompt; an empty one removes that of the chat template
     chat_template_kwargs: tuple[str, ...] = ()  # arguments of its chat template, as enable_thinking=False
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)  # and of a judge's engine
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+
+
+@dataclass(frozen=True)
+class Reading(options.Reward, options.Data):
+    """What the rewards read of the options: vetoes, and how a prompt is made for a model."""
 
 
 UNREAD = (  # nothing is trained here
@@ -52,7 +57,8 @@ def main(cfg: Config) -> None:
     st = rft.strategy.get_strategy(cfg.strategy)
     if st.world > 1:
         raise ValueError(f"world: expected one process, got {st.world}; start a server for each device")
-    reading = options.Data(system=cfg.system, chat_template_kwargs=cfg.chat_template_kwargs)
+    how = {"system": cfg.system, "chat_template_kwargs": cfg.chat_template_kwargs}
+    reading = Reading(reward_veto=cfg.reward_veto, **how)
     score = rft.run.load_rewards(cfg.reward, reading, st)
     limits = {"rows": cfg.rows, "wait": cfg.wait, "queue": cfg.queue, "max_bytes": cfg.max_bytes}
     where = {"host": cfg.host, "port": cfg.port, "token_env": cfg.token_env}

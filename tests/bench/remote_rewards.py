@@ -1,6 +1,6 @@
 """Rewards over HTTP under load: `python tests/bench/remote_rewards.py`.
 
-Batches of 64 completions, 160 kB, are sent to train_scripts/serve_reward.py, and in turn to two servers that
+Batches of 64 completions, 161 kB, are sent to train_scripts/serve_reward.py, and in turn to two servers that
 do less: a bare starlette that reads the JSON and answers zeros, and the standard library's, which has the
 same reward.
 Then the library's own client asks while a server is killed and restarted, with a second host and without.

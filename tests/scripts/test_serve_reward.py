@@ -161,12 +161,13 @@ def test_a_second_signal_ends_it_at_once(folder):
 
 
 def test_a_reward_that_hangs_is_interrupted_and_the_server_lives(folder):
-    args = ["--reward", "slow.py:hang", "--reward-timeout", "0.5"]
+    """And vetoes are those of the server's options."""
+    args = ["--reward", "slow.py:hang", "--reward-timeout", "0.5", "--reward-veto", "hang<2=-5"]
     with serving(*args, cwd=folder) as (_, url):
         found = post(url, "hang")
         assert found.status_code == 504
         assert found.json()["error"].startswith("reward 'hang': expected a result within 0.5 s")
-        assert post(url, "a").json()["rewards"] == [1.0]
+        assert post(url, "a").json()["rewards"] == [-5.0]
 
 
 @pytest.mark.parametrize(

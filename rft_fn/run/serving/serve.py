@@ -71,8 +71,8 @@ def serve(
         thread.start()
         print(f"serving {', '.join(score.components)} at {where}/score", flush=True)
         limits: dict[str, Any] = {"rows": rows, "wait": wait, "timeout": timeout}
+        partial = Partial(score.components, specs=score.specs, vetoes=score.vetoes)
         try:
-            partial = Partial(score.components, specs=score.specs, vetoes=score.vetoes)
             work(jobs, partial, alive=thread.is_alive, observe=metrics.observe, **limits)
         finally:
             server.should_exit = True
