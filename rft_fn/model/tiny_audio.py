@@ -1,4 +1,4 @@
-"""The tiny model that hears: Qwen2-Audio with 0.15 M parameters, for up to a second of audio."""
+"""The tiny model that hears: Qwen2-Audio with 0.12 M parameters, for up to a second of audio."""
 
 from typing import Any
 

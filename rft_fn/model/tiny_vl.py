@@ -1,4 +1,4 @@
-"""The tiny model that sees: Qwen2-VL with 0.14 M parameters, for images of 16 x 16 pixels."""
+"""The tiny model that sees: Qwen2-VL with 0.12 M parameters, for images of 16 x 16 pixels."""
 
 from typing import Any
 

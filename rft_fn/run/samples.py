@@ -65,7 +65,8 @@ def _text(sample: Sample) -> str:
 def _filled(name: str, text: str) -> str:
     """A text of up to four lines beside its name."""
     short = textwrap.shorten(text, 4 * _WIDTH)
-    return textwrap.fill(short, _WIDTH, initial_indent=name, subsequent_indent=" " * len(name))
+    filled = textwrap.fill(short, _WIDTH, initial_indent=name, subsequent_indent=" " * len(name))
+    return filled or name  # of an empty text textwrap leaves nothing
 
 
 def _show(ax: Any, medium: Medium, name: str) -> None:

@@ -10,7 +10,7 @@ from rft_fn.data.media import Medium
 from rft_fn.data.prompts import Prompt
 from rft_fn.data.tasks import TASKS
 from rft_fn.reward import Judged
-from rft_fn.run import trajectories
+from rft_fn.run import samples, trajectories
 from rft_fn.run.pictures import Pictures
 from rft_fn.run.samples import spectrogram
 
@@ -55,6 +55,19 @@ def test_samples_are_drawn_where_there_are_media_and_at_the_end(tmp_path):
     assert out.read_bytes() == first  # drawn a moment ago
     pictures.draw()
     assert out.read_bytes() != first
+
+
+def test_a_picture_is_as_wide_as_its_texts_and_names_an_empty_response(tmp_path):
+    """The longest line of a short response is its name's, of a long one it is filled up to."""
+    one = prompts()[0]
+    texts = {"empty": "", "short": "2", "long": "many words " * 20}
+    made = {}
+    for name, text in texts.items():
+        sample = samples.Sample(one.sources, one.media_names, "q", text, 1.0, "2")
+        made[name] = np.asarray(Image.open(samples.draw([sample], tmp_path / f"{name}.png")))
+    assert made["empty"].shape[1] == made["short"].shape[1] < made["long"].shape[1] - 100
+    lines = samples._text(samples.Sample((), (), "q", "", 0.5)).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["prompt", "response", "reward"]
 
 
 def test_a_spectrogram_is_loudest_at_the_pitch_of_a_tone():
