@@ -32,6 +32,17 @@ class EventLoop:
             weakref.finalize(self, self._thread.end)
         return asyncio.run_coroutine_threadsafe(coroutine, self._thread.loop)
 
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of the coroutine.
+
+        If it fails, or the calling thread is interrupted, everything else that it has started is cancelled.
+        """
+        try:
+            return self.start(coroutine).result()
+        except BaseException:
+            self.close()
+            raise
+
     def close(self) -> None:
         """Cancel everything that has not ended, and end the loop; the next start makes another."""
         if self._thread is not None:
