@@ -1,4 +1,4 @@
-"""An engine that is built when it is first used, so that a run can refuse its options before it loads it."""
+"""An engine that is built when it is first used, after the options of a run are checked."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

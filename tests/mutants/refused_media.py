@@ -28,8 +28,8 @@ MUTANTS = [
     (
         "a pair has the length of its better side",
         "rft_fn/data/pairs.py",
-        "        check_window(place, longest, 0, self.window, limit="max_length")\n",
-        "        check_window(place, len(chosen.ids), 0, self.window, limit="max_length")\n",
+        '        check_window(place, longest, 0, self.window, limit="max_length")\n',
+        '        check_window(place, len(chosen.ids), 0, self.window, limit="max_length")\n',
         _WINDOW + "test_a_row_fits_to_the_last_token",
     ),
     (
