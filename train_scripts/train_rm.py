@@ -29,6 +29,7 @@ class Config(
     options.Optimizer,
     options.Examples,
     options.Heads,
+    options.Policy,
     options.Data,
     options.Model,
 ):

@@ -97,7 +97,7 @@ def test_a_classifier_is_no_language_model(tmp_path, tied, meta):
 
     config = tiny.llama(tie_word_embeddings=tied).config
     LlamaForSequenceClassification(config).save_pretrained(tmp_path / "m")
-    with pytest.raises(ValueError, match=r"expected the tensors of a causal .* unexpected: score\.weight"):
+    with pytest.raises(ValueError, match="expected a language model, got LlamaForSequenceClassification"):
         model.load(tmp_path / "m", meta=meta)
 
 
