@@ -220,6 +220,9 @@ class PairRecipe:
     def _of_text(self, row: Row, place: str) -> tuple[Lesson, Lesson]:
         """Both sides of a row of text."""
         self._refuse_messages(row, place)
+        with_media = self.chat.processing is not None and columns_of(row)
+        if with_media and not self.template:
+            raise Unfit(place, "the row has media, for which the empty template has no place")
         prompt, chosen, rejected = self._texts(row, place)
         _refuse_empty(place, {"chosen response": chosen, "rejected response": rejected})
 
@@ -230,9 +233,6 @@ class PairRecipe:
 
         # the prompt of whole texts is no turn of a chat
         tokenizer = self.chat.tokenizer
-        with_media = self.chat.processing is not None and columns_of(row)
-        if with_media and not self.template:
-            raise Unfit(place, "the row has media, for which the empty template has no place")
         if self.template:
             ids, media = prompt_of_text(self.chat, prompt, row, place, self.system)
         else:
