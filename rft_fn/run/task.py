@@ -15,8 +15,8 @@ from rft_fn.run.setup import load_data, load_processing, plan_steps, with_proces
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
 __all__ = [
-    "Task", "check_engine_media", "check_rewards", "evaluate", "judge", "load_task", "normalized_reward", "plan_rollouts",
-    "rewards_of",
+    "Task", "check_engine_media", "check_rewards", "evaluate", "judge", "load_task", "normalized_reward",
+    "plan_rollouts", "rewards_of",
 ]  # fmt: skip
 
 _LOOKED_AT = 16  # prompts, for whether the data has media
