@@ -336,7 +336,7 @@ class _SeeingJudge(_Judge):
         log_extra: Log | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """The verdicts on a batch; `media` are records {"kind", "bytes"} or {"kind", "url"}, as rewards get them."""
+        """The verdicts on a batch; `media` are records as rewards get them: kind, and bytes or url."""
         shown: list[list[Medium]] = [[] for _ in completions]
         for own, records in zip(shown, media or ()):
             own += [Medium(x["kind"], x.get("bytes") or x["url"]) for x in records]
