@@ -319,7 +319,18 @@ def rewards(st, dtype):
 @wide()
 def rewards_of_images(st, dtype):
     """A reward model that sees, pooled by mean: pairs of rows with and without images."""
-    family = sees_and_hears.FAMILIES["Qwen2VL"]
+    return media_rewards(st, dtype, "Qwen2VL")
+
+
+@wide()
+def rewards_of_sounds(st, dtype):
+    """A reward model that hears; its ranks can share the tokens of a pack."""
+    return media_rewards(st, dtype, "Voxtral")
+
+
+def media_rewards(st, dtype, family):
+    """Pairs of rows with two media, one and none; some ranks have text alone, and a batch has none."""
+    family = sees_and_hears.FAMILIES[family]
     one, two, text = family.kinds[:1], family.kinds[:1] * 2, []
     kinds = ([one, text, two, one, text, text], [one, one, text, two], [text] * 4)
     batches = [share(st, sees_and_hears.batch(family, rows, seed=i)) for i, rows in enumerate(kinds)]
@@ -502,7 +513,7 @@ CASES = {
     for f in (
         grpo, untied, budgets, checkpointing, whole_logits, lora, ppo, pairs, reference, average, skipped,
         own, files, adapters, options, narrow, unfilled, trees, average_scores, images, deepstack, audio,
-        rewards, rewards_of_images,
+        rewards, rewards_of_images, rewards_of_sounds,
     )
 }  # fmt: skip
 

@@ -68,6 +68,7 @@ def main(cfg: Config) -> None:
     how |= {"max_prompt": cfg.max_prompt, "columns": rft.reward.columns(score)}
     how |= {"window": rft.model.read_window(model), "max_new": cfg.max_new}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, split="test", **how)
+    rft.run.check_engine_media(st, model, dataset)
     prompts, keys = rft.data.take(dataset, cfg.count, cfg.seed)
     rft.collect.check_reward(st, score, prompts[:2], tokenizer=tokenizer, timeout=cfg.reward_timeout)
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)

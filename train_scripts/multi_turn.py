@@ -72,7 +72,9 @@ def load_prompts(cfg: Config, st: rft.Strategy, env: rft.environment.Environment
     if cfg.data:
         processing = rft.run.load_processing(cfg, cfg.model)
         fits = {"window": rft.model.read_window(cfg.model), "max_new": cfg.max_new}
-        return rft.run.load_data(cfg, st, tokenizer, processing, max_prompt=cfg.max_prompt, **fits)
+        found = rft.run.load_data(cfg, st, tokenizer, processing, max_prompt=cfg.max_prompt, **fits)
+        rft.run.check_engine_media(st, cfg.model, found[0])
+        return found
     how = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
     how["chat_template_kwargs"] = rft.data.literals(cfg.chat_template_kwargs)
     seeds = [cfg.seed, rft.rng.fold_in(cfg.seed, "unseen")]

@@ -8,7 +8,7 @@ what judges, `voting` takes several answers together. A judge has an engine of i
 rank's share. Rewards are in [0, 1].
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -331,15 +331,15 @@ class _SeeingJudge(_Judge):
         completions: Sequence[str | Messages],
         *,
         keys: Sequence[int] | None = None,
-        media: Sequence[Sequence[Any]] | None = None,
+        media: Sequence[Sequence[Mapping[str, Any]]] | None = None,
         log_metric: Log | None = None,
         log_extra: Log | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """The verdicts on a batch; `media` are records with a kind, and bytes or a URL."""
+        """The verdicts on a batch; `media` are records as rewards get them: kind, and bytes or url."""
         shown: list[list[Medium]] = [[] for _ in completions]
         for own, records in zip(shown, media or ()):
-            own += [Medium(x.kind, x.bytes or x.url) for x in records]
+            own += [Medium(x["kind"], x.get("bytes") or x["url"]) for x in records]
         batch = make_batch(prompts, completions, keys, columns, shown)
         return self.judge(batch, log_metric or _drop, log_extra or _drop)
 

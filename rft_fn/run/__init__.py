@@ -39,6 +39,7 @@ from rft_fn.run.setup import (
 from rft_fn.run.signals import Stopped
 from rft_fn.run.task import (
     Task,
+    check_engine_media,
     check_rewards,
     evaluate,
     judge,
@@ -54,6 +55,7 @@ __all__ = [
     "Task",
     "as_one_pack",
     "calibrate",
+    "check_engine_media",
     "check_gap",
     "check_labelled",
     "check_results",

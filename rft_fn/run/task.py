@@ -15,8 +15,8 @@ from rft_fn.run.setup import load_data, load_processing, plan_steps, with_proces
 from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
 __all__ = [
-    "Task", "check_rewards", "evaluate", "judge", "load_task", "normalized_reward", "plan_rollouts",
-    "rewards_of",
+    "Task", "check_engine_media", "check_rewards", "evaluate", "judge", "load_task", "normalized_reward",
+    "plan_rollouts", "rewards_of",
 ]  # fmt: skip
 
 _LOOKED_AT = 16  # prompts, for whether the data has media
@@ -59,16 +59,16 @@ def load_task(cfg: options.Reinforcement, st: Strategy) -> Task:
     needed |= {"window": model.read_window(cfg.model), "max_new": cfg.max_new}
     dataset, unseen = load_data(cfg, st, tokenizer, processing, **needed)
     if processing is not None:
-        _check_engine(cfg, st, dataset)
+        check_engine_media(st, cfg.model, dataset)
     return Task(tokenizer, dataset, unseen, score, processing)
 
 
-def _check_engine(cfg: options.Reinforcement, st: Strategy, dataset: data.Dataset) -> None:
-    """ValueError where the engine cannot take media, and the first prompts have some."""
+def check_engine_media(st: Strategy, model_name: str, dataset: data.Dataset) -> None:
+    """ValueError where the engine cannot take media, and the first prompts have some. Loads no weights."""
     prompts: list[Any]
     prompts, _ = data.take(dataset, _LOOKED_AT, st.config.seed)
     if any(prompt.media_names for prompt in prompts):
-        engine_lib.check_media(engine_lib.config_of(st.config), cfg.model)
+        engine_lib.check_media(engine_lib.config_of(st.config), model_name)
 
 
 def plan_rollouts(cfg: R, st: Strategy, task: Task, *, usual: int) -> R:

@@ -6,6 +6,14 @@ FORMS, ASKED, ATTACKS = (
 
 MUTANTS = [
     (
+        "a judge that sees gets the first image alone",
+        "rft_fn/reward/generative_model.py",
+        'x["url"]) for x in records]',
+        'x["url"]) for x in records[:1]]',
+        "tests/reward/test_generative.py::"
+        "test_a_judge_that_sees_gets_every_image_and_no_place_of_one_by_text",
+    ),
+    (
         "the first verdict counts, which may be quoted from the response",
         "rft_fn/reward/verdicts.py",
         'behind = said.rpartition(f"<{tag}>")',

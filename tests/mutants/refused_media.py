@@ -19,6 +19,20 @@ MUTANTS = [
         _RUNS + "test_servers_that_take_tokens_alone_are_refused_before_anything_is_loaded",
     ),
     (
+        "evaluate.py does not ask whether the engine takes the media",
+        "train_scripts/evaluate.py",
+        "    rft.run.check_engine_media(st, model, dataset)\n",
+        "",
+        _RUNS + "test_servers_that_take_tokens_alone_are_refused_before_anything_is_loaded",
+    ),
+    (
+        "multi_turn.py does not ask whether the engine takes the media",
+        "train_scripts/multi_turn.py",
+        "        rft.run.check_engine_media(st, cfg.model, found[0])\n",
+        "",
+        _RUNS + "test_servers_that_take_tokens_alone_are_refused_before_anything_is_loaded",
+    ),
+    (
         "a side of a pair with an image may be empty",
         "rft_fn/data/pairs.py",
         '        _refuse_empty(place, {"chosen response": chosen, "rejected response": rejected})\n',

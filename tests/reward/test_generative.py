@@ -4,7 +4,6 @@ import io
 import itertools
 import re
 import warnings
-from types import SimpleNamespace
 
 import chats
 import judges
@@ -414,13 +413,13 @@ def test_a_judge_that_sees_gets_every_image_and_no_place_of_one_by_text():
     tokenizer, form, asked = processing.tokenizer, forms.terse(), []
     engine = judges.engine(lambda *_: "score=1", tokenizer, asked=asked)
     fn = reward.generative(engine, tokenizer, form=form, processing=processing)
-    media = [SimpleNamespace(kind="image", bytes=picture(c), url="") for c in ("red", "blue")]
+    media = [{"kind": "image", "mime": "image/png", "bytes": picture(c)} for c in ("red", "blue")]
     mark = processing.mark("image")
     found = fn(["3", "3", "3"], ["5", f"5{mark}", "5"], media=[media, media, []])
     assert found == [1.0] * 3
 
     # the same as a question with two images that has no quoted text
-    own = [{"type": "image", "image": Medium("image", x.bytes)} for x in media]
+    own = [{"type": "image", "image": Medium("image", x["bytes"])} for x in media]
     text = {"type": "text", "text": form.question({"prompt": "3", "response": "5"})}
     want = Chat(tokenizer, {}, processing).encoded([{"role": "user", "content": [*own, text]}], ask=True)
     whole, attacked, blind = (prompt for prompt, _ in asked)

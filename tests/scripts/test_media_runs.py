@@ -114,16 +114,22 @@ def test_a_frozen_tower_stays_to_the_bit_and_all_others_move(model, task, tmp_pa
 
 
 @pytest.mark.parametrize("engine", ["openai", "sglang"])
-def test_servers_that_take_tokens_alone_are_refused_before_anything_is_loaded(engine, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["grpo", "evaluate", "multi_turn"])
+def test_servers_that_take_tokens_alone_are_refused_before_anything_is_loaded(
+    name, engine, tmp_path, monkeypatch
+):
     """No server is asked, and no folder opened."""
-    grpo = script("grpo")
+    module = script(name)
     strategy = StrategyConfig(engine_type=engine, engine_servers=("http://127.0.0.1:9",))
     monkeypatch.setattr(rft.model, "load", lambda *_, **__: pytest.fail("the model is loaded"))
-    cfg = {"model": "tiny-vl", "strategy": strategy, "out": str(tmp_path / "r"), **GRPO}
+    monkeypatch.setattr(rft.engine, "get_engine", lambda *_, **__: pytest.fail("an engine is built"))
+    cfg = {"model": "tiny-vl", "strategy": strategy}
+    if name != "evaluate":
+        cfg |= {"out": str(tmp_path / "r"), **GRPO}
     with pytest.raises(
         ValueError, match=f"prompts with media .tiny-vl reads them.*got {engine}, whose servers"
     ):
-        grpo.main(grpo.Config(data=("count_squares",), **cfg))
+        module.main(module.Config(data=("count_squares",), **cfg))
     assert not (tmp_path / "r").exists()
 
 

@@ -1,0 +1,205 @@
+"""Rewards of prompts with two images each: of a model, of a judge that sees, and of a server."""
+
+import base64
+import json
+from functools import partial
+
+import pytest
+import ranks
+import torch
+from fake_host import hosting, rewards
+
+import rft_fn as rft
+from rft_fn import collect, data, model, packing, reward, tree
+from rft_fn.model import tiny, tiny_vl
+from rft_fn.reward import forms
+from rft_fn.reward.remote import protocol
+from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
+from rft_fn.types import Media, Rollout, Sampling
+
+G = 3  # responses to each prompt
+N = 5  # prompts
+
+
+def seeing():
+    """The processing of tiny-vl, with no model."""
+    tokenizer = tiny.new_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tiny_vl.TOKENS)})
+    tokenizer.chat_template = tiny_vl.TEMPLATE
+    return data.Processing(tiny_vl.new_processor(tokenizer), data.MediaLimits())
+
+
+def untrained(tokenizer):
+    """A model of tiny-vl's size, its weights large enough that pixels matter."""
+    torch.manual_seed(0)
+    lm = tiny_vl.new_model(tokenizer).eval()
+    with torch.no_grad():
+        for p in lm.parameters():
+            if p.dim() > 1:
+                p.normal_(std=p[0].numel() ** -0.5)
+    return lm
+
+
+def asked(processing):
+    """Prompts with two images, most of which ask the same in words."""
+    how = {"template": "{short}", "processing": processing, "columns": ("answer",)}
+    dataset = data.load("count_squares:2", processing.tokenizer, **how)
+    return data.take(dataset, N, 0)[0]
+
+
+def answered(prompts, tokenizer):
+    """G responses to each prompt: its answer, the other one, and neither."""
+    rows = []
+    for p in prompts:
+        right = p.columns["answer"]
+        texts = [right, {"1": "2", "2": "1"}[right], "3"]
+        rows += [(p.ids, [*tokenizer.encode(x, add_special_tokens=False), 1]) for x in texts]
+    exp = packing.supervised(rows)
+    none = torch.zeros(len(rows), dtype=torch.long)
+    return Rollout(
+        tokens=exp.tokens, mask=exp.mask, logp=exp.old_logp, length=exp.length, version=none,
+        truncated=none.bool(), group=torch.arange(len(rows)) // G,
+        media=Media.of_prompts([p.media for p in prompts], G),
+    )  # fmt: skip
+
+
+def sizes(completions, media):
+    """How many bytes the files of each prompt have."""
+    return [float(sum(len(x["bytes"]) for x in files)) for files in media]
+
+
+class Alone:
+    """A reward model, the prompts, the responses, and their score on some ranks."""
+
+    def __init__(self, st):
+        self.st = st
+        self.processing = seeing()
+        self.tokenizer = self.processing.tokenizer
+        rm = model.load_reward(untrained(self.tokenizer), new=True)
+        torch.nn.init.normal_(rm.score.weight)
+        self.apply, self.params = st.bind(rm)
+        scored = partial(st.score, self.apply, self.params, fields=("score",))
+        reading = reward.Reading(self.tokenizer, processing=self.processing)
+        self.score = reward.weighted(
+            model=(reward.scalar(scored, rm.heads, reading=reading), 1.0), sizes=(sizes, 1.0)
+        )
+        self.prompts = asked(self.processing)
+        self.rollout = answered(self.prompts, self.tokenizer)
+
+
+def on_ranks(rank, world=1):
+    st = get_fake_strategy()
+    if world > 1:
+        st = get_strategy(StrategyConfig())
+    assert st.world == world
+    it = Alone(st)
+    judged = collect.gather_and_judge(st, it.score, it.rollout, it.prompts, it.tokenizer)
+    checked = collect.check_reward(st, it.score, it.prompts[:2], tokenizer=it.tokenizer)
+    return {"parts": judged.parts, "reward": judged.reward, "checked": checked["answer"].parts}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return on_ranks(0)
+
+
+# ------------------------------------------------------------------------------------------ a scalar model
+
+
+def test_a_model_that_sees_gives_each_row_the_score_of_that_row_alone(alone):
+    it = Alone(get_fake_strategy())
+    want = []
+    for i, p in enumerate(it.prompts):
+        for j in range(G):
+            k = G * i + j
+            exp = packing.scored([it.rollout.tokens[k, : it.rollout.length[k]].tolist()])
+            exp = tree.replace(exp, media=Media.of_prompts([p.media]))
+            out = it.st.score(it.apply, it.params, exp, 512, fields=("score",)).score
+            want.append(model.final_scores(out, exp.mask)[0, 0])
+    got = alone["parts"]["model"]
+    torch.testing.assert_close(got, torch.stack(want).view(N, G), atol=1e-5, rtol=0)
+
+    # prompts of the same words differ by what is seen
+    words = {}
+    for p, x in zip(it.prompts, got[:, 2].tolist(), strict=True):
+        words.setdefault(tuple(p.ids), []).append(x)
+    same = [xs for xs in words.values() if len(xs) > 1]
+    assert same and all(max(xs) - min(xs) > 1e-2 for xs in same)
+
+
+def test_two_ranks_have_the_rewards_of_one_process(alone):
+    both = ranks.run(2, "test_rewards_of_media:on_ranks", 2)
+    for name in ("model", "sizes"):
+        torch.testing.assert_close(both[0]["parts"][name], alone["parts"][name], atol=1e-5, rtol=0)
+        assert both[0]["parts"][name].equal(both[1]["parts"][name])
+        torch.testing.assert_close(both[1]["checked"][name], alone["checked"][name], atol=1e-5, rtol=0)
+    assert both[0]["reward"].equal(both[1]["reward"])
+
+
+def test_the_check_before_a_run_shows_the_media(alone):
+    """The reference as a response is scored as a response that says it."""
+    for name in ("model", "sizes"):
+        want = alone["parts"][name][:2, 0]
+        torch.testing.assert_close(alone["checked"][name], want, atol=1e-5, rtol=0)
+    assert (alone["checked"]["sizes"] > 0).all()
+
+
+# ------------------------------------------------------------------------------------------ a server
+
+
+def test_a_server_gets_both_images_of_each_prompt_each_once():
+    processing = seeing()
+    prompts = asked(processing)
+    rollout = answered(prompts, processing.tokenizer)
+    with hosting([rewards(len)]) as [host]:
+        score = reward.weighted(r=(reward.served_at(host.url, deadline=9), 1.0))
+        judged = reward.judge(score, rollout, prompts, processing.tokenizer)
+        body = host.seen[0][2]
+    assert judged.reward.tolist() == [[1.0] * G] * N
+    assert len(body["files"]) == 2 * N and "images" not in body["columns"]
+    got = protocol.read_request(json.dumps(body).encode()).given["media"]
+    files = [[base64.b64decode(x.split(",")[1]) for x in json.loads(p.columns["images"])] for p in prompts]
+    assert [[x["bytes"] for x in row] for row in got] == [row for row in files for _ in range(G)]
+    assert {(x["kind"], x["mime"]) for row in got for x in row} == {("image", "image/png")}
+
+
+# ------------------------------------------------------------------------------------------ a judge
+
+
+def test_a_judge_in_an_engine_of_transformers_sees_both_images():
+    """Its log-probs are those of the model for the question with the images of the prompt, in their order."""
+    processing = seeing()
+    tokenizer = processing.tokenizer
+    lm = untrained(tokenizer)
+    st = get_fake_strategy()
+    sampling = Sampling(temperature=1.0, max_new=4)
+    apply, params = st.bind(lm, sampling=sampling)
+    engine = rft.engine.get_engine(None, untrained(tokenizer), tokenizer)
+    kept = []
+
+    def generate(*given, **more):
+        kept.append(engine.generate(*given, **more))
+        return kept[-1]
+
+    how = {"form": forms.terse(), "sampling": sampling, "processing": processing, "unparsable": -1.0}
+    fn = reward.generative(engine._replace(generate=generate), tokenizer, **how)
+    prompts = asked(processing)
+    rollout = answered(prompts, tokenizer)
+    score = reward.weighted(judge=(fn, 1.0))
+    with pytest.warns(UserWarning, match="expected answers with a verdict"):
+        judged = collect.gather_and_judge(st, score, rollout, prompts, tokenizer)
+    assert judged.metrics["judge/too_long"].sum() == 0 and len(judged.extra["judge/said"]) == G * N
+
+    said = kept[0]
+    want = torch.cat([p.media["pixel_values"] for p in prompts for _ in range(G)])
+    assert said.media.count("image_grid_thw").tolist() == [2] * G * N
+    torch.testing.assert_close(said.media.sequences()["pixel_values"], want)
+
+    # with the media of other prompts it would have said something else
+    none = torch.zeros(said.tokens.shape)
+    exp = rft.experience(said, adv=none, w=none)
+    logp = st.score(apply, params, exp, 1024).logp
+    torch.testing.assert_close(logp[said.mask], said.logp[said.mask], atol=1e-4, rtol=0)
+    swapped = Media.of_prompts([p.media for p in reversed(prompts)], G)
+    other = st.score(apply, params, tree.replace(exp, media=swapped), 1024).logp
+    assert (other - logp)[said.mask].abs().max() > 1e-2
