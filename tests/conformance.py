@@ -256,7 +256,7 @@ def media(st, dtype, family):
 
 def share(st, exp):
     """A batch of which this rank brought only its own rows: what it has after the gather."""
-    mine = torch.arange(len(exp.tokens)).chunk(st.world)[st.rank]
+    mine = torch.arange(len(exp.tokens)).tensor_split(st.world)[st.rank]
     return st.gather(packing.take(exp, mine))
 
 
