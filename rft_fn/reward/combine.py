@@ -81,6 +81,7 @@ class Weighted:
         prompt_texts: Sequence[str] | None = None,
         prompt_ids: Sequence[Sequence[int]] | None = None,
         truncated: Sequence[bool] | None = None,
+        groups: Sequence[int] | None = None,
         keys: Sequence[int] | None = None,
         media: Sequence[Sequence[Mapping[str, Any]]] | None = None,
         trainer_state: TrainerState | None = None,
@@ -95,7 +96,7 @@ class Weighted:
         batch: dict[str, Any] = {**columns, "prompts": list(prompts), "completions": list(completions)}
         batch["trainer_state"] = trainer_state or TrainerState()
         given = {"completion_ids": completion_ids, "prompt_texts": prompt_texts, "prompt_ids": prompt_ids}
-        given |= {"truncated": truncated, "keys": keys, "media": media}
+        given |= {"truncated": truncated, "groups": groups, "keys": keys, "media": media}
         for name, values in given.items():
             if values is not None:
                 batch[name] = list(values)

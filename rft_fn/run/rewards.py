@@ -16,6 +16,7 @@ from rft_fn.run import options
 from rft_fn.run.placing import placed
 from rft_fn.run.resume import last_model
 from rft_fn.run.setup import load_processing
+from rft_fn.strategy import StrategyConfig
 from rft_fn.types import Experience, Strategy, TokenOut
 
 __all__ = ["judges_here", "load_rewards", "reward_modules"]
@@ -92,16 +93,14 @@ class _Sources:
         It sleeps while it is not asked, with enable_engine_sleep or offload_models.
         """
         folder = last_model(target)
-        config = replace(engine.config_of(self.st.config), type=engine_type, servers=tuple(servers))
-        sleep = config.sleep or self.st.config.offload_models
-        config = replace(config, batch=batch or config.batch, process=False, sleep=sleep)
+        config = _engine_config(self.st.config, engine_type, servers, batch)
         engine.check_config(config)
         tokenizer = model.load_tokenizer(folder)
         built_later = deferred(partial(engine.get_engine, config, folder, tokenizer))
         processing = load_processing(self.cfg, folder)
         made = reward.generative_by_name(built_later, tokenizer, processing=processing, **options)
         if not config.servers:
-            made.__dict__["sampled_here"] = folder, Sampler(config.batch, config.max_model_len, sleep)
+            made.__dict__["sampled_here"] = folder, Sampler(config.batch, config.max_model_len, config.sleep)
         return made
 
 
@@ -136,6 +135,21 @@ class _Scalar:
         apply, params = self.bound
         with placed(self.st, apply):
             return self.st.score(apply, params, rows, budget, fields=("score",))
+
+
+def _engine_config(
+    config: StrategyConfig, engine_type: str, servers: Sequence[str], batch: int | None
+) -> engine.EngineConfig:
+    """The engine of a judge, which each rank asks alone.
+
+    It has the policy's options of engines where it is of the same type, otherwise those of any type.
+    """
+    own = engine.config_of(config)
+    if own.type != engine_type:
+        own = engine.EngineConfig(batch=own.batch, timeout=own.timeout)
+    sleep = config.enable_engine_sleep or config.offload_models
+    own = replace(own, type=engine_type, servers=tuple(servers), sleep=sleep, alone=True)
+    return replace(own, batch=batch or own.batch, process=False, tp_size=1)
 
 
 def _folder_and_head(target: str) -> tuple[str, str]:

@@ -135,9 +135,11 @@ def test_reward_models_and_judges_are_in_the_forecast_and_judges_sleep_while_oth
 
 
 def test_judges_on_servers_take_no_memory_here():
-    st = rft.strategy.get_strategy(StrategyConfig(engine_batch=7, engine_max_model_len=64))
+    st = rft.strategy.get_strategy(
+        StrategyConfig(engine_type="vllm", engine_batch=7, engine_max_model_len=64)
+    )
     specs = ["judge:tiny(batch=3)", "judge:tiny(form='terse',engine_type='openai',servers=('http://h:1',))"]
     score = rft.run.load_rewards(specs, rft.run.options.Data(), st)
-    ((module, sampler),) = rft.run.judges_here(score)
-    assert sampler == rft.memory.Sampler(3, 64, sleeps=StrategyConfig.enable_engine_sleep)
+    ((module, sampler),) = rft.run.judges_here(score)  # the other type's options are not the judge's
+    assert sampler == rft.memory.Sampler(3, 0, sleeps=StrategyConfig.enable_engine_sleep)
     assert all(p.is_meta for p in module.parameters())
