@@ -1,4 +1,4 @@
-"""Judges over two ranks: the numbers of one process, each response asked about once, and one error for all."""
+"""Judges over two ranks: the numbers of one process, one question a response, and one error for all."""
 
 import dataclasses
 

@@ -74,7 +74,7 @@ def coin(folder):
     for _ in range(60):
         packs = st.shard(exp, 2048)
         grads, _ = st.grad(state, apply, lambda out, b: rft.loss.nll(out.logp), packs)
-        state, metrics = st.update(state, grads)
+        state, _ = st.update(state, grads)
     st.save_pretrained(folder, module, tokenizer, st.export(state))
     return str(folder)
 

@@ -106,7 +106,7 @@ def saved_reward_model(folder):
 def test_reward_models_and_judges_are_in_the_forecast_and_judges_sleep_while_others_work(
     name, tmp_path, monkeypatch, capsys
 ):
-    """Also without enable_engine_sleep: with offload_models a judge is on the device while it judges alone."""
+    """Also without enable_engine_sleep: offload_models has a judge on the device while it judges alone."""
     built, asleep = [], []
     get_engine, to_device = engine.get_engine, rft.run.to_device
 
@@ -128,7 +128,7 @@ def test_reward_models_and_judges_are_in_the_forecast_and_judges_sleep_while_oth
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     table = {line[0]: line for line in lines if len(line) > 3}
     weights = sum(p.numel() * 4 for p in rft.model.load("tiny").parameters()) / 2**20
-    assert table["rewards"][3:] == "weights of reward models".split()
+    assert table["rewards"][3:] == ["weights", "of", "reward", "models"]
     assert table["judges"] == ["judges", f"{weights:.1f}", "MiB", "engines", "of", "judges"]
     # the judge is built first, and the policy's own engine does not sleep without the option
     assert asleep and all(found == [True, False] for found in asleep)
