@@ -37,6 +37,6 @@ from rft_fn.reward.veto import Veto
 __all__ = [
     "Judged", "Reading", "RewardFn", "Veto", "boxed_format", "by_column", "check", "columns", "concat",
     "exact", "extract_boxed", "extract_number", "extract_tag", "generative", "generative_by_name", "judge",
-    "judge_rows", "label_values", "load", "math", "means", "normalized", "numeric", "parse", "pattern_format", "responses",
-    "scalar", "served_at", "tag_format", "task", "text", "trainer_state", "weighted",
+    "judge_rows", "label_values", "load", "math", "means", "normalized", "numeric", "parse", "pattern_format",
+    "responses", "scalar", "served_at", "tag_format", "task", "text", "trainer_state", "weighted",
 ]  # fmt: skip
