@@ -66,6 +66,7 @@ def main(cfg: Config) -> None:
     tokenizer = rft.model.load_tokenizer(model)
     how = rft.run.data_options(cfg, rft.run.load_processing(cfg, model))
     how |= {"max_prompt": cfg.max_prompt, "columns": rft.reward.columns(score)}
+    how |= {"values": rft.reward.label_values(score)}
     how |= {"window": rft.model.read_window(model), "max_new": cfg.max_new}
     dataset = rft.data.load(cfg.data, tokenizer, seed=cfg.seed, split="test", **how)
     rft.run.check_engine_media(st, model, dataset)

@@ -143,8 +143,9 @@ def main(cfg: Config) -> None:
     module = rft.run.load_policy(cfg, st)
     tx, schedule = optimizer(cfg)
     anchored = cfg.kl > 0 or cfg.kl_in_reward > 0
-    seen = {"dataset": task.dataset, "prompts": cfg.prompts, "rewards": rft.run.reward_modules(task.score)}
-    rft.run.print_preflight(cfg, st, (module, tx), initial=anchored, **seen)
+    how = {"initial": anchored, "dataset": task.dataset, "prompts": cfg.prompts}
+    how |= {"rewards": rft.run.reward_modules(task.score), "judges": rft.run.judges_here(task.score)}
+    rft.run.print_preflight(cfg, st, (module, tx), **how)
     apply, state = st.init(module, tx, sampling=sampling, entropy=True, aux=cfg.router_aux > 0)
     if anchored:
         score_initial = rft.run.initial_scorer(cfg, st, module, apply, sampling=sampling)

@@ -221,9 +221,9 @@ def main(cfg: Config) -> None:
     valuer = rft.model.load_critic(cfg.critic or cfg.model, freeze=cfg.freeze, **how)
     tx, schedule = optimizer(cfg, cfg.lr, cfg.steps - cfg.freeze_actor_steps, ema=cfg.ema)
     critic_tx, _ = optimizer(cfg, cfg.critic_lr, cfg.steps)
-    how = {"initial": cfg.kl > 0, "length": cfg.max_prompt + cfg.max_new}
-    how |= {"dataset": task.dataset, "prompts": cfg.prompts, "rewards": rft.run.reward_modules(task.score)}
-    rft.run.print_preflight(cfg, st, (module, tx), (valuer, critic_tx), **how)
+    how = {"initial": cfg.kl > 0, "length": cfg.max_prompt + cfg.max_new, "dataset": task.dataset}
+    how |= {"rewards": rft.run.reward_modules(task.score), "judges": rft.run.judges_here(task.score)}
+    rft.run.print_preflight(cfg, st, (module, tx), (valuer, critic_tx), prompts=cfg.prompts, **how)
     apply, actor = st.init(module, tx, sampling=sampling, entropy=True, aux=cfg.router_aux > 0)
     value_of, critic = st.init(valuer, critic_tx)
     if cfg.kl:

@@ -48,18 +48,23 @@ UNREAD = (  # nothing is trained here
     "max_norm", "train_batch_size", "micro_train_batch_size", "packing_samples",
     "fused_linear_logprob", "chunk_size", "log_dir", "plot_every", "max_skips",
 )  # fmt: skip
+SHARED = (  # of engines that a trainer and its ranks share; a judge names its servers itself
+    "engine_servers", "engine_process", "engine_threads", "engine_tp_size", "engine_weights",
+)  # fmt: skip
 
 
 def main(cfg: Config) -> None:
     if not cfg.reward:
         raise ValueError("reward: expected at least one to serve, got none")
-    rft.run.without(cfg.strategy, *UNREAD)
+    rft.run.without(cfg.strategy, *UNREAD, *SHARED)
     st = rft.strategy.get_strategy(cfg.strategy)
     if st.world > 1:
         raise ValueError(f"world: expected one process, got {st.world}; start a server for each device")
     how = {"system": cfg.system, "chat_template_kwargs": cfg.chat_template_kwargs}
     reading = Reading(reward_veto=cfg.reward_veto, **how)
     score = rft.run.load_rewards(cfg.reward, reading, st)
+    if not any(hasattr(fn, "engine") for fn, _ in score.components.values()):
+        rft.run.without(cfg.strategy, *options.ENGINE, instead="no judge is served")
     limits = {"rows": cfg.rows, "wait": cfg.wait, "queue": cfg.queue, "max_bytes": cfg.max_bytes}
     where = {"host": cfg.host, "port": cfg.port, "token_env": cfg.token_env}
     rft.run.serve(score, **where, **limits, timeout=cfg.reward_timeout)

@@ -1,6 +1,6 @@
 """Prompts made of rows of text or of conversations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -48,6 +48,7 @@ def from_rows(
     system: str | None = None,
     max_prompt: int = 512,
     columns: Sequence[str] = (),
+    values: Mapping[str, Collection[str]] | None = None,
     response: str | None = None,
     max_tokens: int | None = None,
     messages: Sequence[str] = (),
@@ -72,7 +73,9 @@ def from_rows(
     prompts of rows with media, and leave them in the cache of `processing`.
 
     Every row is looked at now, so that none stops a run later: the columns of the template and those of
-    `columns` must be there and hold something (`reward.columns(score)` are those that a reward reads);
+    `columns` must be there and hold something (`reward.columns(score)` are those that a reward reads), those
+    of `values` hold, as text, one of the values there (`reward.label_values(score)` are the labels that have
+    a reward);
     `response`, a template, must fill in, and prompt, response and its end fit into `max_tokens`. Prompts
     longer than `max_prompt` tokens are left out, with one warning; one that is not, and does not fit into
     `window`, the most tokens that the model reads, with its response or `max_new` tokens is an error. Of rows
@@ -87,6 +90,7 @@ def from_rows(
         system=system,
         max_prompt=max_prompt,
         columns=columns,
+        values=values or {},
         response=response,
         max_tokens=max_tokens,
         messages=messages,
@@ -121,6 +125,7 @@ class PromptRecipe:
     system: str | None
     max_prompt: int
     columns: Sequence[str]
+    values: Mapping[str, Collection[str]]
     response: str | None
     max_tokens: int | None
     messages: Sequence[str]
@@ -157,7 +162,7 @@ class PromptRecipe:
         return self._of_text(row, place, index)
 
     def _check_columns(self, row: Row, place: str) -> None:
-        """Unfit for a column of `columns` that is missing or empty."""
+        """Unfit for a column of `columns` that is missing or empty, and for a value not among `values`."""
         for path in self.columns:
             try:
                 value = value_at(row, path)
@@ -166,6 +171,11 @@ class PromptRecipe:
                 raise Unfit(place, f"the row has no column {path!r}; it has {known}") from None
             if is_empty(value):
                 raise Unfit(place, f"column {path!r} is empty")
+        for name, known in self.values.items():
+            value = str(row.get(name))
+            if value not in known:
+                expected = ", ".join(map(repr, known))
+                raise Unfit(place, f"column {name!r}: expected one of {expected}, got {value!r:.80}")
 
     # ------------------------------------------------------------------------------------------ rows of text
 

@@ -40,6 +40,8 @@ class EngineConfig:
     """tokens of a block of the engine's cache; 0: the engine's choice"""
     dtype: str = StrategyConfig.engine_dtype
     """type of the engine's weights; auto: float32 on a CPU, bfloat16 on a GPU"""
+    alone: bool = False
+    """a process asks its servers without the others; their weights stay as they are, and they stay awake"""
 
     __post_init__ = check.fields
 

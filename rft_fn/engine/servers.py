@@ -84,7 +84,7 @@ class _Servers:
         self.mixed = False  # servers had weights of different labels, and are to be compared again
 
     def begin(self) -> None:
-        """Find out what each server is. The first rank does, for all."""
+        """Find out what each server is. The first rank does, for all that share them."""
 
         def find() -> tuple[dict[str, Described], list[str]]:
             refused: dict[str, str] = {}
@@ -103,10 +103,18 @@ class _Servers:
             self.compare(known)
             return known, self.pool.working()
 
+        if self.config.alone:
+            self.known, working = find()
+            self.mark(working)
+            return
         self.known, working = on_first_rank(find)
+        self.run = on_first_rank(lambda: self.run)
+        self.mark(working)
+
+    def mark(self, working: Sequence[str]) -> None:
+        """Remember the labels of the servers that are known, and leave those that do not work."""
         self.labels = {server: x.label for server, x in self.known.items()}
         self.mixed = len({*self.labels.values()}) > 1
-        self.run = on_first_rank(lambda: self.run)
         self.pool.leave(working, "did not answer the first rank")
 
     def meet(self, server: str) -> Described:
@@ -217,7 +225,9 @@ class _Servers:
         return torch.where(rollout.mask, logp, 0)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
-        """`Load`: the first rank writes a folder, and has every server read it."""
+        """`Load`: the first rank writes a folder, and has every server read it. BadRequest if alone."""
+        if self.config.alone:
+            raise BadRequest("load: expected an engine that the ranks share, got one that is alone")
         began = time.perf_counter()
         arrival = Arrival(self.model.manifest, weights)
         writer = None
@@ -312,12 +322,13 @@ class _Servers:
 
     def can_sleep(self) -> bool:
         """Whether servers can give memory back, and are to."""
-        return self.config.sleep and all("sleep" in x.supported for x in self.known.values())
+        may = self.config.sleep and not self.config.alone  # others may be asking
+        return may and all("sleep" in x.supported for x in self.known.values())
 
     def status(self) -> EngineStatus:
         """The state of the engine, which lives while a server works. Asks none of them."""
         supported = frozenset.intersection(*(x.supported for x in self.known.values()))
-        if not self.config.sleep:
+        if not self.can_sleep():
             supported -= {"sleep"}
         return {
             "engine": self.dialect.name,

@@ -25,7 +25,7 @@ from rft_fn.reward.results import Result
 from rft_fn.reward.row_weights import RowWeights, Weight, check_weight, weights_of
 from rft_fn.reward.veto import Veto, vetoed
 
-__all__ = ["Known", "Weighted", "columns", "joint_names", "weighted"]
+__all__ = ["Known", "Weighted", "columns", "joint_names", "label_values", "weighted"]
 
 Known = Callable[[], Mapping[str, Tensor]]
 """The values [B] of the joint rewards of a score by name; called once, after the async ones have begun."""
@@ -81,6 +81,7 @@ class Weighted:
         prompt_texts: Sequence[str] | None = None,
         prompt_ids: Sequence[Sequence[int]] | None = None,
         truncated: Sequence[bool] | None = None,
+        groups: Sequence[int] | None = None,
         keys: Sequence[int] | None = None,
         media: Sequence[Sequence[Mapping[str, Any]]] | None = None,
         trainer_state: TrainerState | None = None,
@@ -95,7 +96,7 @@ class Weighted:
         batch: dict[str, Any] = {**columns, "prompts": list(prompts), "completions": list(completions)}
         batch["trainer_state"] = trainer_state or TrainerState()
         given = {"completion_ids": completion_ids, "prompt_texts": prompt_texts, "prompt_ids": prompt_ids}
-        given |= {"truncated": truncated, "keys": keys, "media": media}
+        given |= {"truncated": truncated, "groups": groups, "keys": keys, "media": media}
         for name, values in given.items():
             if values is not None:
                 batch[name] = list(values)
@@ -201,6 +202,21 @@ def columns(score: Score) -> tuple[str, ...]:
             names |= {weight.column: None}
         names |= dict.fromkeys(columns_of(fn))
     return tuple(names)
+
+
+def label_values(score: Score) -> dict[str, list[str]]:
+    """The values that a column has in every row to which some reward applies, for `data.load(values=...)`.
+
+    {} where a reward applies to all rows, and where rewards look at more than one column.
+    """
+    found: dict[str, dict[str, None]] = {}
+    for _, weight in getattr(score, "components", {}).values():
+        if not isinstance(weight, RowWeights):
+            return {}
+        found.setdefault(weight.column, {}).update(dict.fromkeys(weight.of))
+    if len(found) != 1:
+        return {}
+    return {column: list(values) for column, values in found.items()}
 
 
 def joint_names(score: Score) -> list[str]:

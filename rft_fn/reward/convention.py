@@ -33,6 +33,7 @@ GIVEN = (
     "prompt_texts",  # the prompts as the model read them, special tokens included
     "prompt_ids",  # the tokens of each prompt
     "truncated",  # whether each response was cut at max_new, before an end token
+    "groups",  # an int for each response: which prompt of the batch it answers, also where texts are equal
     "keys",  # an int for each response: what a judge draws by; the same on any number of processes
     "media",  # the media of each prompt, as `media.records` has them; for a function that names it
     "trainer_state",

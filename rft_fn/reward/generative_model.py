@@ -178,6 +178,7 @@ class _Judge:
         prompts: Sequence[str | Messages],
         completions: Sequence[str | Messages],
         *,
+        groups: Sequence[int] | None = None,
         keys: Sequence[int] | None = None,
         log_metric: Log | None = None,
         log_extra: Log | None = None,
@@ -185,7 +186,7 @@ class _Judge:
     ) -> list[float | None]:
         """The verdicts on a batch, in TRL's convention."""
         none: list[list[Medium]] = [[] for _ in completions]
-        batch = make_batch(prompts, completions, keys, columns, none)
+        batch = make_batch(prompts, completions, groups, keys, columns, none)
         return self.judge(batch, log_metric or _drop, log_extra or _drop)
 
     def close(self) -> None:
@@ -218,7 +219,7 @@ class _Judge:
             return voting.alone(count)
         if self.options.against:
             return voting.versus(count, both_orders=self.options.both_orders)
-        return voting.round_robin(batch.prompts, both_orders=self.options.both_orders)
+        return voting.round_robin(batch.groups, both_orders=self.options.both_orders)
 
     def _prompt(self, match: voting.Match, batch: Batch) -> Prompt:
         """The prompt of one question."""
@@ -330,6 +331,7 @@ class _SeeingJudge(_Judge):
         prompts: Sequence[str | Messages],
         completions: Sequence[str | Messages],
         *,
+        groups: Sequence[int] | None = None,
         keys: Sequence[int] | None = None,
         media: Sequence[Sequence[Mapping[str, Any]]] | None = None,
         log_metric: Log | None = None,
@@ -340,7 +342,7 @@ class _SeeingJudge(_Judge):
         shown: list[list[Medium]] = [[] for _ in completions]
         for own, records in zip(shown, media or ()):
             own += [Medium(x["kind"], x.get("bytes") or x["url"]) for x in records]
-        batch = make_batch(prompts, completions, keys, columns, shown)
+        batch = make_batch(prompts, completions, groups, keys, columns, shown)
         return self.judge(batch, log_metric or _drop, log_extra or _drop)
 
 

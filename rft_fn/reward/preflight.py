@@ -179,7 +179,8 @@ def _score(
     ids = [list(map(ord, text)) for text in made]  # one per character: there is no tokenizer yet
     given: dict[str, Any] = {"completion_ids": ids, "truncated": [False] * len(made)}
     given |= {"prompt_ids": [x.ids for x in asked], "prompt_texts": [text_of(x.prompt) for x in asked]}
-    given |= {"keys": list(range(len(made))), "media": [x.media for x in asked]}
+    given |= {"groups": list(range(len(made))), "keys": list(range(len(made)))}
+    given |= {"media": [x.media for x in asked]}
     return score(prompts, completions, table, known=known, **given)
 
 

@@ -1,6 +1,6 @@
 """What a judge is asked about, and what it answered: records, and functions of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,6 +21,7 @@ class Batch(NamedTuple):
     prompts: Sequence[str]
     completions: Sequence[str]
     columns: Mapping[str, Sequence[Any]]
+    groups: Sequence[Hashable]  # equal for completions of one prompt
     keys: Sequence[int]
     media: Sequence[Sequence[Medium]]
 
@@ -37,16 +38,17 @@ class Answers(NamedTuple):
 def make_batch(
     prompts: Sequence[str | Messages],
     completions: Sequence[str | Messages],
+    groups: Sequence[int] | None,
     keys: Sequence[int] | None,
     columns: Mapping[str, Any],
     media: Sequence[Sequence[Medium]],
 ) -> Batch:
-    """A batch as texts; without keys they are made of the texts."""
+    """A batch as texts; without keys they are made of the texts, without groups equal prompts are one."""
     asked = [_transcript(prompt) for prompt in prompts]
     answered = [text(completion) for completion in completions]
     if keys is None:
         keys = [rng.fold_in(0, *both) for both in zip(asked, answered, strict=True)]
-    return Batch(asked, answered, columns, keys, media)
+    return Batch(asked, answered, columns, groups or asked, keys, media)
 
 
 def _transcript(prompt: str | Messages) -> str:

@@ -141,6 +141,7 @@ def _further(score: Score, batch: _Batch, owners: Sequence[int]) -> dict[str, An
     given: dict[str, Any] = {"trainer_state": batch.state}
     given["prompt_texts"] = [decoded[i] for i in owners]
     given["prompt_ids"] = [list(batch.prompts[i].ids) for i in owners]
+    given["groups"] = list(owners)
     given["keys"] = _row_keys(batch, owners)
 
     # files are read for a reward that wants them

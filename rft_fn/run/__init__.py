@@ -16,7 +16,7 @@ from rft_fn.run.reward_model import (
     load_labelled,
     load_reward_model,
 )
-from rft_fn.run.rewards import load_rewards, reward_modules
+from rft_fn.run.rewards import judges_here, load_rewards, reward_modules
 from rft_fn.run.sampler import start_sampler
 from rft_fn.run.saving import checkpoint, final_weights, restore_latest
 from rft_fn.run.serving import serve
@@ -70,6 +70,7 @@ __all__ = [
     "gather_rows",
     "initial_scorer",
     "judge",
+    "judges_here",
     "last_model",
     "load_data",
     "load_labelled",

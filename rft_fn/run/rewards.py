@@ -10,14 +10,16 @@ from torch import nn
 
 from rft_fn import data, engine, model, reward
 from rft_fn.engine.deferred import deferred
+from rft_fn.memory import Sampler
 from rft_fn.reward.veto import read_veto
 from rft_fn.run import options
 from rft_fn.run.placing import placed
 from rft_fn.run.resume import last_model
 from rft_fn.run.setup import load_processing
+from rft_fn.strategy import StrategyConfig
 from rft_fn.types import Experience, Strategy, TokenOut
 
-__all__ = ["load_rewards", "reward_modules"]
+__all__ = ["judges_here", "load_rewards", "reward_modules"]
 
 _BUDGET = 4096  # tokens that go through a reward model at once, where no option says
 
@@ -51,6 +53,16 @@ def reward_modules(score: reward.Weighted) -> list[nn.Module]:
     return list({id(module): module for module in modules if module is not None}.values())
 
 
+def judges_here(score: reward.Weighted) -> list[tuple[nn.Module, Sampler]]:
+    """The judges of this process among the parts of a score, without weights: for forecasts.
+
+    Each has an engine, and so a copy of its weights, however many parts have the same folder. Judges on
+    servers are left out.
+    """
+    places = [getattr(fn, "sampled_here", None) for fn, _ in score.components.values()]
+    return [(model.load(folder, meta=True), sampler) for folder, sampler in filter(None, places)]
+
+
 class _Sources:
     """Makes rewards of models for one run."""
 
@@ -76,15 +88,20 @@ class _Sources:
         batch: int | None = None,
         **options: Any,
     ) -> reward.RewardFn:
-        """A generative reward model in a folder, or on servers that have it."""
+        """A generative reward model in a folder, or on servers that have it.
+
+        It sleeps while it is not asked, with enable_engine_sleep or offload_models.
+        """
         folder = last_model(target)
-        config = replace(engine.config_of(self.st.config), type=engine_type, servers=tuple(servers))
-        config = replace(config, batch=batch or config.batch, process=False)
+        config = _engine_config(self.st.config, engine_type, servers, batch)
         engine.check_config(config)
         tokenizer = model.load_tokenizer(folder)
         built_later = deferred(partial(engine.get_engine, config, folder, tokenizer))
         processing = load_processing(self.cfg, folder)
-        return reward.generative_by_name(built_later, tokenizer, processing=processing, **options)
+        made = reward.generative_by_name(built_later, tokenizer, processing=processing, **options)
+        if not config.servers:
+            made.__dict__["sampled_here"] = folder, Sampler(config.batch, config.max_model_len, config.sleep)
+        return made
 
 
 class _Scalar:
@@ -118,6 +135,21 @@ class _Scalar:
         apply, params = self.bound
         with placed(self.st, apply):
             return self.st.score(apply, params, rows, budget, fields=("score",))
+
+
+def _engine_config(
+    config: StrategyConfig, engine_type: str, servers: Sequence[str], batch: int | None
+) -> engine.EngineConfig:
+    """The engine of a judge, which each rank asks alone.
+
+    It has the policy's options of engines where it is of the same type, otherwise those of any type.
+    """
+    own = engine.config_of(config)
+    if own.type != engine_type:
+        own = engine.EngineConfig(batch=own.batch, timeout=own.timeout)
+    sleep = config.enable_engine_sleep or config.offload_models
+    own = replace(own, type=engine_type, servers=tuple(servers), sleep=sleep, alone=True)
+    return replace(own, batch=batch or own.batch, process=False, tp_size=1)
 
 
 def _folder_and_head(target: str) -> tuple[str, str]:

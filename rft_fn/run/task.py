@@ -55,7 +55,8 @@ def load_task(cfg: options.Reinforcement, st: Strategy) -> Task:
     tokenizer = model.load_tokenizer(cfg.model)
     processing = load_processing(cfg, cfg.model)
     score = load_rewards(rewards_of(cfg, cfg.data), cfg, st)
-    needed = {"max_prompt": cfg.max_prompt, "columns": reward.columns(score)}
+    needed = {"columns": reward.columns(score), "values": reward.label_values(score)}
+    needed |= {"max_prompt": cfg.max_prompt}
     needed |= {"window": model.read_window(cfg.model), "max_new": cfg.max_new}
     dataset, unseen = load_data(cfg, st, tokenizer, processing, **needed)
     if processing is not None:

@@ -100,8 +100,8 @@ MUTANTS = [
     (
         "the groups of prompts are cut apart",
         "rft_fn/reward/remote/served.py",
-        "prompts[i] == prompts[i - 1]",
-        "prompts[i] is None",
+        "groups[i] == groups[i - 1]",
+        "groups[i] is None",
         CLIENT + "many_completions_are_asked_for_in_parts_that_keep_groups_whole",
     ),
     (

@@ -2,7 +2,10 @@
 
 import torch
 
+import rft_fn as rft
 from rft_fn import types
+from rft_fn.reward import forms
+from rft_fn.reward.asking import Asker
 from rft_fn.types.engine import Engine
 
 
@@ -49,6 +52,31 @@ def engine(answer, tokenizer, *, window=None, asked=None):
         return {**state, "window": window}
 
     return Engine(generate, None, None, sleep=sleep, wake=wake, status=status)
+
+
+def coin(folder):
+    """Write a small judge that says score=0 or score=1 about anything, as its key has it."""
+    tokenizer = rft.model.load_tokenizer("tiny")
+    form = forms.terse()
+    asker = Asker(form, tokenizer)
+    rows = []
+    for i in range(32):
+        question = asker.prompt({"prompt": f"{i}=", "response": f"{i * i}"}, 0)
+        rows += [
+            (question.ids, [*tokenizer.encode(form.parse.write(x)), tokenizer.eos_token_id])
+            for x in (0.0, 1.0)
+        ]
+    exp = rft.packing.supervised(rows)
+    exp = rft.tree.replace(exp, w=rft.weight.token_mean(exp.mask))
+    st = rft.strategy.get_strategy()
+    module = rft.model.load("tiny")
+    apply, state = st.init(module, rft.optim.adamw(3e-3))
+    for _ in range(60):
+        packs = st.shard(exp, 2048)
+        grads, _ = st.grad(state, apply, lambda out, b: rft.loss.nll(out.logp), packs)
+        state, _ = st.update(state, grads)
+    st.save_pretrained(folder, module, tokenizer, st.export(state))
+    return str(folder)
 
 
 ATTACKS = {

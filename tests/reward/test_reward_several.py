@@ -12,10 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rft_fn import data, reward
+from rft_fn import collect, data, reward
+from rft_fn.reward import adapters
 from rft_fn.reward.normalize import standardized
 from rft_fn.reward.row_weights import RowWeights
 from rft_fn.reward.veto import read_veto, vetoed
+from rft_fn.strategy import get_fake_strategy
 from rft_fn.types import Rollout
 
 PROMPTS = [data.Prompt([3, 4], f"{i}=", {"label": "ab"[i % 2], "row": i}, i) for i in range(4)]
@@ -87,6 +89,44 @@ def test_recipes_of_specs_are_the_same_as_on_the_command_line():
     assert two(["p"] * 3, said, columns).total.tolist() == pytest.approx([0.9, 2.0, 0.1])
     assert one.components["exact"][1] == RowWeights("level", {"1": 0.9, "2": 2})
     assert reward.columns(one) == reward.columns(two) == ("level", "answer")
+
+
+def test_labels_without_a_recipe_are_found_when_the_rows_are_read():
+    """Only where no reward applies to all rows; a row says where it stands."""
+    score = reward.parse(["[label=a]exact=0.9", "[label=1]format=0.1"])
+    assert reward.label_values(score) == {"label": ["a", "1"]}
+    assert reward.label_values(reward.parse(["[label=a]exact", "format"])) == {}
+    assert reward.label_values(reward.parse(["[label=a]exact", "[level=1]format"])) == {}
+    rows = [{"question": "q", "label": x} for x in ("a", 1, "b", "a", "c")]
+    how = {"values": reward.label_values(score), "name": "rows.jsonl"}
+    assert data.from_rows(rows[:2], tiny.tokenizer(), **how).size == 2
+    line = r"column 'label': expected one of 'a', '1', got 'b'; .*2 of 5 rows cannot be used"
+    with pytest.raises(ValueError, match=line):
+        data.from_rows(rows, tiny.tokenizer(), **how)
+
+
+def test_a_remote_keeps_its_deadline_behind_labels_recipes_and_forms():
+    spec = "https://host/score(deadline=400)"
+    remote = reward.served_at("https://host/score", deadline=400)
+    scores = [
+        reward.parse([f"[label=a]{spec}"]),
+        reward.by_column("label", {"a": {spec: 1.0}}),
+        reward.by_column("label", {"a": reward.weighted(remote=(remote, 1.0))}),
+        reward.weighted(remote=(adapters.messages(adapters.texts(remote)), 1.0)),
+    ]
+    for score in scores:
+        with pytest.raises(ValueError, match="expected a deadline below reward_timeout = 300 s, got 400"):
+            collect.check_reward(get_fake_strategy(), score, [{"label": "a"}])
+
+
+def test_a_form_closes_what_it_wraps():
+    closed = []
+    length.__dict__["close"] = lambda: closed.append(1)
+    try:
+        reward.weighted(length=(adapters.messages(length), 1.0)).close()
+    finally:
+        del length.__dict__["close"]
+    assert closed == [1]
 
 
 def test_what_a_reward_logs_for_some_rows_is_nothing_for_the_others():

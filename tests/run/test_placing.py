@@ -90,3 +90,56 @@ def test_a_block_has_its_models_and_leaves_none(host):
         _ = state.opt
     back = rft.run.to_device(st, apply, away)
     assert all(torch.equal(x, back.params[n]) for n, x in away.params.items())  # not donated
+
+
+# ---------------------------------------- reward models and judges
+
+
+def saved_reward_model(folder):
+    model = rft.model.load_reward("tiny", new=True)
+    rft.model.save_reward(folder, model)
+    rft.model.load_tokenizer("tiny").save_pretrained(folder)
+    return f"model:{folder}"
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_reward_models_and_judges_are_in_the_forecast_and_judges_sleep_while_others_work(
+    name, tmp_path, monkeypatch, capsys
+):
+    """Also without enable_engine_sleep: offload_models has a judge on the device while it judges alone."""
+    built, asleep = [], []
+    get_engine, to_device = engine.get_engine, rft.run.to_device
+
+    def noted_engine(*given, **how):
+        built.append(get_engine(*given, **how))
+        return built[-1]
+
+    def noted_phase(*given):
+        asleep.append([one.status()["asleep"] for one in built])
+        return to_device(*given)
+
+    monkeypatch.setattr(engine, "get_engine", noted_engine)
+    monkeypatch.setattr(rft.run, "to_device", noted_phase)
+    rewards = (saved_reward_model(tmp_path / "rm"), "judge:tiny(patience=99,max_new=2)", "task:sort_digits")
+    strategy = StrategyConfig(engine_batch=512, offload_models=True, enable_engine_sleep=False)
+    with pytest.warns(UserWarning, match="expected answers with a verdict"):
+        run(name, tmp_path / "run", reward=rewards, strategy=strategy, steps=1)
+
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    table = {line[0]: line for line in lines if len(line) > 3}
+    weights = sum(p.numel() * 4 for p in rft.model.load("tiny").parameters()) / 2**20
+    assert table["rewards"][3:] == ["weights", "of", "reward", "models"]
+    assert table["judges"] == ["judges", f"{weights:.1f}", "MiB", "engines", "of", "judges"]
+    # the judge is built first, and the policy's own engine does not sleep without the option
+    assert asleep and all(found == [True, False] for found in asleep)
+
+
+def test_judges_on_servers_take_no_memory_here():
+    st = rft.strategy.get_strategy(
+        StrategyConfig(engine_type="vllm", engine_batch=7, engine_max_model_len=64)
+    )
+    specs = ["judge:tiny(batch=3)", "judge:tiny(form='terse',engine_type='openai',servers=('http://h:1',))"]
+    score = rft.run.load_rewards(specs, rft.run.options.Data(), st)
+    ((module, sampler),) = rft.run.judges_here(score)  # the other type's options are not the judge's
+    assert sampler == rft.memory.Sampler(3, 0, sleeps=StrategyConfig.enable_engine_sleep)
+    assert all(p.is_meta for p in module.parameters())

@@ -266,6 +266,11 @@ def test_joined_rows_stand_in_order():
     assert found == Batch(["p"] * 4, ["10", "30", "31", "32"], {"a": [0, 0, 1, 2]}, {"keys": [1, 3, 3, 3]})
 
 
+def test_prompts_of_two_requests_are_two_groups_whatever_their_numbers():
+    parts = [Batch(["p"] * 3, ["a", "b", "c"], {}, {"groups": groups}) for groups in ([4, 4, 7], [7, 4, 7])]
+    assert jobs.join(parts).given["groups"] == [0, 0, 1, 2, 3, 2]
+
+
 def test_a_full_queue_answers_429_and_the_client_comes_again():
     def slow(completions):
         time.sleep(0.1)

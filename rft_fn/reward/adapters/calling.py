@@ -3,13 +3,16 @@
 Columns have the library's names, and texts its form.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from rft_fn.data.column_path import column_at
 from rft_fn.reward.convention import Columns, column_names, parameters, required, taken, text
 
-__all__ = ["ForeignFn", "call", "missing", "read_columns", "required_columns", "whole_texts"]
+__all__ = ["ForeignFn", "call", "like", "missing", "read_columns", "required_columns", "whole_texts"]
+
+
+Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
 
 
 class ForeignFn(Protocol):
@@ -51,6 +54,19 @@ def call(fn: ForeignFn, given: Mapping[str, Any]) -> Any:
         return fn(**taken(fn, given))
     places = [p for p in parameters(fn) if p.kind is not p.KEYWORD_ONLY]
     return fn(*list(given.values())[: len(places)])
+
+
+_KEPT = ("close", "deadline")
+
+
+def like(fn: object) -> Callable[[Wrapper], Wrapper]:
+    """Give a wrapper of `fn` what others ask of a reward beside its numbers, as a decorator."""
+
+    def keep(wrapper: Wrapper) -> Wrapper:
+        wrapper.__dict__.update({name: getattr(fn, name) for name in _KEPT if hasattr(fn, name)})
+        return wrapper
+
+    return keep
 
 
 def missing(path: str, name: str, columns: Columns) -> str:

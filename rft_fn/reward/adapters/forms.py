@@ -6,6 +6,7 @@ Some functions read only messages, or only texts, whatever the data has.
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from rft_fn.reward.adapters.calling import like
 from rft_fn.reward.convention import Messages, RewardFn, as_messages, columns_of, reads, taken, text
 
 __all__ = ["messages", "texts"]
@@ -35,6 +36,7 @@ def _as_text(x: str | Messages, role: str) -> str:
 
 def _formed(fn: RewardFn, form: _Form) -> RewardFn:
     @reads(*columns_of(fn))
+    @like(fn)
     def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **given: Any) -> Any:
         given["prompts"] = [form(x, "user") for x in prompts]
         given["completions"] = [form(x, "assistant") for x in completions]

@@ -12,7 +12,7 @@ from rft_fn.reward.remote import values
 
 __all__ = ["LISTS", "Batch", "ReadAnswer", "answer", "batch_of", "read_answer", "read_request", "request"]
 
-LISTS = ("completion_ids", "prompt_ids", "prompt_texts", "truncated", "keys")
+LISTS = ("completion_ids", "prompt_ids", "prompt_texts", "truncated", "groups", "keys")
 """The lists beside prompts and completions, with an entry for each completion; `media` is one more."""
 
 

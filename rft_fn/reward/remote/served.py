@@ -68,7 +68,8 @@ def served_at(
     # named, for what takes every argument does not get media
     async def reward(*, prompts: Any, completions: Any, media: Any = None, **given: Any) -> dict[str, Any]:
         whole = batch_of(prompts, completions, given | {"media": media}, columns)
-        parts = [whole.rows(part) for part in cuts(prompts, batch)]
+        groups = given.get("groups") or prompts
+        parts = [whole.rows(part) for part in cuts(groups, batch)]
         asked = [Question(how.request(part), len(part.completions)) for part in parts]
         return joined(await client.ask(asked), [question.rows for question in asked])
 
@@ -102,16 +103,16 @@ def _check(limits: Limits, batch: int, form: str, label: str | None) -> None:
         raise ValueError("label: expected it with form='openrlhf' alone; columns=[...] names what is sent")
 
 
-def cuts(prompts: Sequence[Any], size: int) -> list[slice]:
+def cuts(groups: Sequence[Any], size: int) -> list[slice]:
     """Slices of about `size` rows, at most that where groups allow it.
 
-    Rows that stand together with the same prompt are a group, and stay in one slice.
+    Rows that stand together with the same group, a number or a prompt, stay in one slice.
     """
     found: list[slice] = []
     start = 0
     end = 0
-    for i in range(1, len(prompts) + 1):
-        if i < len(prompts) and prompts[i] == prompts[i - 1]:
+    for i in range(1, len(groups) + 1):
+        if i < len(groups) and groups[i] == groups[i - 1]:
             continue
         if end > start and i - start > size:  # the group that ends here goes into the next slice
             found.append(slice(start, end))

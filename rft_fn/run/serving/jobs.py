@@ -111,4 +111,8 @@ def join(batches: Sequence[Batch]) -> Batch:
     given = {name: [x for b in batches for x in b.given[name]] for name in first.given}
     prompts = [x for b in batches for x in b.prompts]
     completions = [x for b in batches for x in b.completions]
+    if "groups" in given:  # those of two requests are two, whatever their numbers
+        both = [(i, group) for i, b in enumerate(batches) for group in b.given["groups"]]
+        number = {group: i for i, group in enumerate(dict.fromkeys(both))}
+        given["groups"] = [number[group] for group in both]
     return Batch(prompts, completions, columns, given, first.state)
