@@ -64,7 +64,9 @@ class _Sources:
         folder, head = _folder_and_head(target)
         if folder not in self.scalars:
             self.scalars[folder] = _Scalar(folder, self.cfg, self.st)
-        return self.scalars[folder].head(head, budget or getattr(self.cfg, "budget", _BUDGET))
+        if budget is None:
+            budget = getattr(self.cfg, "budget", _BUDGET)
+        return self.scalars[folder].head(head, budget)
 
     def judge(
         self,
