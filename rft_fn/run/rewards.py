@@ -64,9 +64,10 @@ class _Sources:
         folder, head = _folder_and_head(target)
         if folder not in self.scalars:
             self.scalars[folder] = _Scalar(folder, self.cfg, self.st)
-        if budget is None:
-            budget = getattr(self.cfg, "budget", _BUDGET)
-        return self.scalars[folder].head(head, budget)
+        most: int = getattr(self.cfg, "budget", _BUDGET)
+        if budget is not None:
+            most = budget
+        return self.scalars[folder].head(head, most)
 
     def judge(
         self,
