@@ -197,8 +197,8 @@ def test_what_cannot_be_a_reward_is_said(mine, spec, message):
 
 def test_a_word_that_nearly_names_a_source_brings_it_to_mind():
     with pytest.raises(ValueError, match="no module 'modle'") as error:
-        reward.parse(["modle:runs/rm"], {"model": lambda target: None})
-    assert "did you mean 'model:runs/rm'?" in error.value.__notes__
+        reward.parse(["modle:rm"], {"model": lambda target: None})
+    assert "did you mean 'model:rm'?" in error.value.__notes__
     with pytest.raises(ValueError, match="no module 'zzz'") as error:
         reward.parse(["zzz:fn"], {"model": lambda target: None})
     assert not any("did you mean" in note for note in error.value.__notes__)
