@@ -213,7 +213,8 @@ def _field(name: str, x: Any, hint: Any) -> None:
     elif get_origin(hint) in (Union, UnionType):
         _union(name, x, get_args(hint))
     elif get_origin(hint) is Literal and x not in get_args(hint):
-        raise ValueError(f"{name}: expected one of {', '.join(map(str, get_args(hint)))}, got {x!r}")
+        known = ", ".join(str(choice) or "''" for choice in get_args(hint))
+        raise ValueError(f"{name}: expected one of {known}, got {x!r}")
     elif get_origin(hint) is tuple:
         _tuple(name, x, get_args(hint))
     elif hint in _KINDS:

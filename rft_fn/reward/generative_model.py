@@ -80,7 +80,7 @@ def generative(
     """
     form = form or forms.rating()
     if sampling is None:
-        sampling = Sampling(temperature=float(votes > 1), max_new=form.max_new)
+        sampling = Sampling(temperature=voting.temperature_for(votes), max_new=form.max_new)
     _check(form, sampling, votes, against, unparsable)
     options = _Options(form, sampling, votes, vote, against, both_orders, unparsable)
     made = _Judge
@@ -114,7 +114,7 @@ def generative_by_name(
     """
     made = forms.named(form, **options)
     if temperature is None:
-        temperature = float(votes > 1)
+        temperature = voting.temperature_for(votes)
     return generative(
         engine,
         tokenizer,
@@ -135,8 +135,7 @@ def _check(
     form: forms.Form, sampling: Sampling, votes: int, against: str, unparsable: float | str | None
 ) -> None:
     """ValueError for options that do not go together."""
-    if votes < 1:
-        raise ValueError(f"votes: expected at least 1, got {votes}")
+    voting.check_count(votes)
     if votes > 1 and sampling.temperature == 0:
         raise ValueError(f"votes: expected a temperature above 0 for {votes} votes, got 0: all are alike")
     if against and not form.is_pair:

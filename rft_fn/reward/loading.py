@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Protocol
 
@@ -161,7 +162,7 @@ def _function(spec: Spec, sources: Mapping[str, Source]) -> Any:
         return _make(spec, _NAMED[spec.source])
     if spec.source == "task":
         return verifiable.task(spec.name)
-    return _find(spec)
+    return _find(spec, [*sources, *ADAPTERS, "task"])
 
 
 def _made_by(source: Source, spec: Spec) -> RewardFn | JointReward:
@@ -199,17 +200,22 @@ def _make(spec: Spec, factory: Callable[..., Any]) -> Any:
         raise ValueError(f"reward {spec.text!r}: {error}") from error
 
 
-def _find(spec: Spec) -> Any:
+def _find(spec: Spec, words: Sequence[str]) -> Any:
     """The function of a file or a module, or what its factory makes.
 
-    ValueError for what is neither.
+    ValueError for what is neither; it names the one of `words` that was perhaps meant in place of a module.
     """
     if spec.column and spec.adapter in _OWN_COLUMNS:
         raise ValueError(
             f"reward {spec.text!r}: expected no column, the function names those that it reads, got "
             f"{spec.column!r}"
         )
-    module = importing.find(spec.source, spec.text)
+    try:
+        module = importing.find(spec.source, spec.text)
+    except ValueError as error:
+        for word in get_close_matches(spec.source, words, n=1):
+            error.add_note(f"did you mean {spec.text.replace(spec.source, word, 1)!r}?")
+        raise
     if not hasattr(module, spec.name):
         functions = ", ".join(n for n, x in vars(module).items() if inspect.isfunction(x)) or "none"
         raise ValueError(f"reward {spec.text!r}: no {spec.name!r} in the file; its functions: {functions}")

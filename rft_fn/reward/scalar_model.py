@@ -185,8 +185,10 @@ def scalar(
     `score` is a function (rows, budget) of `Strategy.score`, whose ranks share the rows out. `heads` are
     those of the model. `head` names one, and may be left out of a model with one. `reading` says how prompts
     and responses become rows. At most `budget` tokens go through the model at once. ValueError for an unknown
-    head.
+    head, and for a budget that is no whole number above 0.
     """
+    if not isinstance(budget, int) or budget < 1:
+        raise ValueError(f"budget: expected a whole number above 0, got {budget!r}")
     return ScalarReward(_Model(score, reading, budget), heads, head_index(heads, head))
 
 

@@ -31,11 +31,13 @@ class Veto:
 def read_veto(text: str) -> Veto:
     """The veto of a text PART<LIMIT or PART<LIMIT=TOTAL. ValueError for any other."""
     found = re.fullmatch(r"(?P<part>.+)<(?P<limit>[^<=]+)(?:=(?P<total>[^<=]+))?", text)
+    wrong = ValueError(f"veto {text!r}: expected PART<LIMIT=TOTAL with finite numbers")
+    if found is None:
+        raise wrong
     try:
-        assert found is not None
         return Veto(found["part"], float(found["limit"]), float(found["total"] or 0))
-    except (AssertionError, ValueError):
-        raise ValueError(f"veto {text!r}: expected PART<LIMIT=TOTAL with finite numbers") from None
+    except ValueError:
+        raise wrong from None
 
 
 def vetoed(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "VOTES", "Match", "Vote", "alone", "consistent", "majority", "mean", "median", "named", "round_robin",
-    "shares", "spread", "versus",
+    "VOTES", "Match", "Vote", "alone", "check_count", "consistent", "majority", "mean", "median", "named",
+    "round_robin", "shares", "spread", "temperature_for", "versus",
 ]  # fmt: skip
 
 
@@ -50,6 +50,18 @@ def named(name: str) -> Vote:
     if name not in VOTES:
         raise ValueError(f"vote: expected one of {', '.join(VOTES)}, got {name!r}")
     return VOTES[name]
+
+
+def check_count(votes: int) -> None:
+    """ValueError unless `votes`, the samples of each question, is a whole number above 0."""
+    if not isinstance(votes, int) or votes < 1:
+        raise ValueError(f"votes: expected a whole number, at least 1, got {votes!r}")
+
+
+def temperature_for(votes: int) -> float:
+    """The usual temperature of the samples: 0 for one, 1 for several. ValueError for no such number."""
+    check_count(votes)
+    return float(votes > 1)
 
 
 def spread(verdicts: Tensor) -> float:

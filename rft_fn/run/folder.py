@@ -218,8 +218,8 @@ class Run:
             last = self._rewards[-10:]
             print(plot.terminal_curve(self._rewards, title="reward"))
             print(f"reward: {sum(last) / len(last):.3f}, the mean of the last {len(last)} steps")
-        files = f"(metrics.jsonl, trajectories.jsonl)  {self._pictures.curve}"
-        print(f"run: {self.folder}  {files}", flush=True)
+        rows = [name for name in ("metrics.jsonl", "trajectories.jsonl") if (self.folder / name).exists()]
+        print(f"run: {self.folder}  ({', '.join(rows)})  {self._pictures.curve}", flush=True)
 
     def _close(self) -> None:
         self._progress.stop()

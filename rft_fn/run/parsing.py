@@ -100,7 +100,7 @@ def _line(sections: list[list[str]]) -> str:
     if found := re.match(r"Error parsing \S+: (.*)", error):  # raised by the config itself
         return found[1]
     if found := re.match(r"invalid choice '(.*)' for argument '--(.*)'. Expected one of \((.*?),?\)", error):
-        choices = found[3].replace("'", "")
+        choices = re.sub(r"'(\w[^']*)'", r"\1", found[3])
         return f"{_name(found[2])}: expected one of {choices}, got {found[1]!r}"
     if found := re.match(r"Missing value for argument '--(.*?)'", error):
         return f"{_name(found[1])}: expected a value, got none"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rft_fn import data, model, packing, tree
 from rft_fn.data import sources
+from rft_fn.model.reward import named_heads
 from rft_fn.run import options
 from rft_fn.run.cli import without
 from rft_fn.run.setup import load_data, load_policy
@@ -34,6 +35,9 @@ def check_labelled(cfg: Any) -> None:
     without(cfg, "lora_merge", prefix="", instead="a reward model is saved whole")
     if cfg.keep_heads and (cfg.lora_rank or cfg.quantize):
         raise ValueError("keep_heads: expected False with adapters, which are put under new heads, got True")
+
+    if cfg.heads:
+        named_heads(cfg.heads)
 
     # options that this kind of rows does not read
     reads = _READ[cfg.kind]

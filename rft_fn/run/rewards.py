@@ -76,7 +76,10 @@ class _Sources:
         folder, head = _folder_and_head(target)
         if folder not in self.scalars:
             self.scalars[folder] = _Scalar(folder, self.cfg, self.st)
-        return self.scalars[folder].head(head, budget or getattr(self.cfg, "budget", _BUDGET))
+        most: int = getattr(self.cfg, "budget", _BUDGET)
+        if budget is not None:
+            most = budget
+        return self.scalars[folder].head(head, most)
 
     def judge(
         self,

@@ -371,17 +371,21 @@ def test_the_limit_is_a_share_and_calls_in_a_row():
         patient, _ = judge(sometimes, limit=0.51, patience=1)
         patient(*mixed)
         long, _ = judge(length_of, window=10, patience=1)
-        with pytest.raises(ValueError, match="it said nothing"):
+        with pytest.raises(ValueError, match="it said nothing; take shorter criteria or a judge with"):
             long(["q"], ["a"])
 
 
 BAD = [
-    ({"votes": 0}, "votes: expected at least 1, got 0"),
+    ({"votes": 0}, "votes: expected a whole number, at least 1, got 0"),
     ({"votes": 2, "sampling": Sampling(temperature=0)}, "votes: expected a temperature above 0 for 2 votes"),
     ({"against": "answer"}, "against: expected a form for pairs"),
     ({"unparsable": "skip"}, "unparsable: expected a number, None or 'error', got 'skip'"),
+    ({"votes": 2.5}, "votes: expected a whole number, at least 1, got 2.5"),
+    ({"votes": "3"}, "votes: expected a whole number, at least 1, got '3'"),
     ({"limit": 0}, "limit: expected a share"),
+    ({"limit": "a"}, r"limit: expected a share of answers in \(0, 1\], got 'a'"),
     ({"patience": 0}, "patience: expected at least 1"),
+    ({"patience": 1.5}, "patience: expected at least 1 call, got 1.5"),
 ]
 
 

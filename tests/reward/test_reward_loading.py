@@ -195,6 +195,15 @@ def test_what_cannot_be_a_reward_is_said(mine, spec, message):
     assert str(error.value).startswith(f"reward {spec!r}: {message.format(mine)}")
 
 
+def test_a_word_that_nearly_names_a_source_brings_it_to_mind():
+    with pytest.raises(ValueError, match="no module 'modle'") as error:
+        reward.parse(["modle:rm"], {"model": lambda target: None})
+    assert "did you mean 'model:rm'?" in error.value.__notes__
+    with pytest.raises(ValueError, match="no module 'zzz'") as error:
+        reward.parse(["zzz:fn"], {"model": lambda target: None})
+    assert not any("did you mean" in note for note in error.value.__notes__)
+
+
 def test_a_factory_that_takes_anything_is_found_when_it_is_called(mine):
     line = "reward 'anything': expected a list of 1 numbers, got the function 'length'; if 'anything' makes "
     with pytest.raises(ValueError, match=line + "reward functions, call it: NAME"):

@@ -184,6 +184,8 @@ def test_a_folder_that_is_no_reward_model_is_one_line(folder, tmp_path):
         f"model:{tmp_path / 'lm'}": "expected a model with heads, got one without",
         f"model:{folder}": "expected model:FOLDER:HEAD, with one of its heads a, b",
         f"model:{folder}:c": "head: expected one of a, b, got 'c'",
+        f"model:{folder}:a(budget=0)": "budget: expected a whole number above 0, got 0",
+        f"model:{folder}:a(budget='x')": "budget: expected a whole number above 0, got 'x'",
         f"model:{folder}:a(budgte=3)": "unexpected keyword argument 'budgte'",
         "model:": "expected model:TARGET",
     }

@@ -415,6 +415,8 @@ REFUSED = [
     (["--messages", "a", "b", "c", "--chosen", "{x}"], "chosen: expected '{chosen}', as this script"),
     (["--kind", "steps", "--messages", "a"], "messages: expected none for steps"),
     (["--kind", "points", "--heads", "score", "style"], "the row has no column 'style'; it has"),
+    (["--heads", "a", "a"], "heads: expected names that differ, got 'a' twice"),
+    (["--pool", "max"], "pool: expected one of '', last, mean, attention, got 'max'"),
     (["--budget", "20"], "data: sort_digits, pair 0: the pair has "),
     (["--data", "nowhere.jsonl"], "could not read 'nowhere.jsonl': no such file"),
 ]  # fmt: skip

@@ -117,7 +117,7 @@ class Client:
             wait = pause(host.failures + 1, self.jitter.random())
             if trouble.wait is not None:
                 wait = max(wait, trouble.wait)
-            host.rest(began, wait, str(trouble))
+            host.rest(began, wait, str(trouble), f" for up to {max(end - began, 0):.0f} s")
             tries += trouble.wait is None
             if tries >= self.limits.tries * len(self.hosts.all):
                 raise ConnectionError(f"expected an answer within {tries} tries, got none{self._why()}")

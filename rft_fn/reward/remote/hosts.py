@@ -78,17 +78,17 @@ class Host:
         self.asked = 0  # requests so far
         self.problem = ""  # the last one
 
-    def rest(self, began: float, seconds: float, problem: str) -> None:
+    def rest(self, began: float, seconds: float, problem: str, limit: str = "") -> None:
         """Leave it alone for a while, after a request that `began` then.
 
-        Requests that failed together count once.
+        Requests that failed together count once. `limit` tells how long it is tried again, for the warning.
         """
         self.problem = problem
         now = time.monotonic()
         if began < self.awake_at:
             return
         if not self.failures:
-            print(f"warning: {self.shown}: {problem}; trying again", file=sys.stderr, flush=True)
+            print(f"warning: {self.shown}: {problem}; trying again{limit}", file=sys.stderr, flush=True)
         self.failures += 1
         self.awake_at = now + seconds
 
