@@ -52,7 +52,7 @@ RM = $(OUT)/rm
 SEED ?= 0
 
 train-rm: $(VENV)/installed
-	$(BIN)/python train_scripts/train_rm.py --pool attention --seed $(SEED) --out $(RM)
+	$(BIN)/python train_scripts/train_rm.py --pool attention --lr 2e-3 --steps 400 --seed $(SEED) --out $(RM)
 	set -e; rm -f $(RM)/server.log; \
 	$(BIN)/python train_scripts/serve_reward.py --reward model:$(RM) --port 0 >$(RM)/server.log & server=$$!; \
 	trap "kill $$server 2>/dev/null || true; wait $$server || true" EXIT; trap 'exit 1' INT TERM; \
