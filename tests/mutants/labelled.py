@@ -61,4 +61,11 @@ MUTANTS = [
         "label_smoothing",
         f"{DEFINED}pairs_is_its_definition",
     ),
+    (
+        "the accuracy for a kind of wrong answer is that of all pairs",
+        SCRIPT,
+        "rft.metric.mean(right, told & of)",
+        "rft.metric.mean(right, told)",
+        "tests/scripts/test_train_rm.py::test_it_learns_from_the_built_in_pairs",
+    ),
 ]

@@ -68,12 +68,21 @@ def test_it_learns_from_the_built_in_pairs(tmp_path):
     apply, params = st.bind(module)
     tokenizer = rft.model.load_tokenizer(str(tmp_path / "r/model"))
     negatives = train_rm.Config().negatives
-    pairs = rft.data.pairs_from_task("sort_digits", tokenizer, seed=1, negatives=negatives)
-    exp, _ = train_rm.pairs_batch([pairs.prompt(i) for i in range(64)])
+    source = rft.data.pairs_from_task("sort_digits", tokenizer, seed=1, negatives=negatives)
+    pairs = [source.prompt(i) for i in range(64)]
+    exp, _ = train_rm.pairs_batch(pairs)
     score = st.score(apply, params, exp, 2048, fields=("score",)).score
     raw = rft.model.final_scores(score, exp.mask)[:, 0].view(-1, 2)
     assert (raw[:, 0] > raw[:, 1]).double().mean() == pytest.approx(last["eval/accuracy"])
     assert (raw[:, 0] - raw[:, 1]).mean() == pytest.approx(last["eval/margin"], rel=1e-4)
+
+    # the accuracy for each kind of wrong answer
+    drawn = [pair.columns["negative"] for pair in pairs]
+    assert {"guess", "mistake", "ordered"} <= set(drawn)
+    for kind in set(drawn):
+        of = torch.tensor([name == kind for name in drawn])
+        right = (raw[of, 0] > raw[of, 1]).double().mean()
+        assert right == pytest.approx(last[f"eval/accuracy/{kind}"])
 
     # calibrated differences are the logits that fit these pairs best, so no other scale has a lower loss
     def loss(scale):
