@@ -36,6 +36,10 @@ $(VENV)/gguf-installed: $(VENV)/installed
 	$(PIP) -e '.[gguf]' '$(TORCH)'
 	@touch $@
 
+$(VENV)/serve-installed: $(VENV)/installed
+	$(PIP) -e '.[serve]' '$(TORCH)'
+	@touch $@
+
 train: $(VENV)/installed
 	$(BIN)/python train_scripts/grpo.py --out $(OUT)/grpo
 
@@ -51,7 +55,7 @@ train-audio: $(VENV)/installed
 RM = $(OUT)/rm
 SEED ?= 0
 
-train-rm: $(VENV)/installed
+train-rm: $(VENV)/serve-installed
 	$(BIN)/python train_scripts/train_rm.py --pool attention --lr 2e-3 --steps 400 --seed $(SEED) --out $(RM)
 	set -e; rm -f $(RM)/server.log; \
 	$(BIN)/python train_scripts/serve_reward.py --reward model:$(RM) --port 0 >$(RM)/server.log & server=$$!; \

@@ -69,7 +69,8 @@ def save(fig: Any, out: str | Path) -> Path:
 def curve(metrics: str | Path, out: str | Path, *, title: str = "") -> Path:
     """Draw the curves of a metrics.jsonl, one panel for each quantity that it has.
 
-    Reward or loss, evaluation, pairs, log-prob gap, entropy, lengths and gradient norm.
+    Reward or loss, evaluation, the parts of a reward that has several, pairs, log-prob gap, entropy, lengths
+    and gradient norm.
     """
     plt = _pyplot()
     rows = read_metrics(metrics)
@@ -90,8 +91,22 @@ def _panels(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, list[str]]]:
     wanted = _PANELS
     if not any("reward/mean" in row for row in rows):
         wanted = (_LOSS, *_PANELS)
+    wanted = (*wanted[:2], *_parts(rows), *wanted[2:])
     found = [(title, [key for key in keys if _series(rows, key)[0]]) for title, keys in wanted]
     return [(title, keys) for title, keys in found if keys]
+
+
+def _parts(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, tuple[str, ...]]]:
+    """The panels of the parts of a reward, which training and evaluation both have; none of a single part."""
+    names: dict[str, None] = {}
+    for row in rows:
+        for key in row:
+            name = key.removeprefix("eval/")
+            if name != key and name != "mean" and "/" not in name and f"reward/{name}" in row:
+                names[name] = None
+    if len(names) < 2:
+        return []
+    return [(f"reward: {name}", (f"eval/{name}", f"reward/{name}")) for name in names]
 
 
 def _panel(ax: Any, rows: Sequence[Mapping[str, float]], title: str, keys: Sequence[str]) -> None:
@@ -109,7 +124,8 @@ def _panel(ax: Any, rows: Sequence[Mapping[str, float]], title: str, keys: Seque
     if len(keys) > 1:
         ax.legend(frameon=False, fontsize=8)
     if title in _SHARES:
-        ax.set_ylim(-0.03, max(1.05, ax.get_ylim()[1]))
+        low, high = ax.get_ylim()
+        ax.set_ylim(min(-0.03, low), max(1.05, high))
     ax.set_title(title, fontsize=10, loc="left")
     ax.grid(alpha=0.25, lw=0.5)
     ax.spines[["top", "right"]].set_visible(False)
@@ -135,10 +151,10 @@ def _running_mean(y: Sequence[float], span: int) -> list[float]:
 
 def _label(key: str) -> str:
     """The name of a curve among others in its panel: mean, max, chosen; held out or training."""
-    if "_" in key:
-        return key.split("_")[-1]
     if key.startswith("eval/"):
         return "held out"
+    if "_" in key and not key.startswith("reward/"):
+        return key.split("_")[-1]
     return "training"
 
 

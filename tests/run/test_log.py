@@ -294,6 +294,28 @@ def test_the_panels_are_those_of_what_a_run_has(tmp_path):
     assert [plot._label(key) for key in named] == ["held out", "training", "training", "chosen", "max"]
 
 
+def test_a_reward_of_several_parts_has_a_panel_for_each():
+    """Training and held out side by side; a single part is the reward itself."""
+    row = {"step": 0, "reward/mean": -3.0, "eval/mean": -2.0, "reward/std": 1.0}
+    row |= {"reward/model": -3.0, "eval/model": -2.0, "reward/model/skipped": 0.1, "eval/model/skipped": 0.1}
+    assert [title for title, _ in plot._panels([row])] == ["reward", "evaluation"]
+    true = {"reward/task:sort_digits": 0.1, "eval/task:sort_digits": 0.3}
+    assert plot._panels([row | true])[2:] == [
+        ("reward: model", ["eval/model", "reward/model"]),
+        ("reward: task:sort_digits", ["eval/task:sort_digits", "reward/task:sort_digits"]),
+    ]
+    assert plot._label("reward/task:sort_digits") == "training"
+
+
+@pytest.mark.parametrize("reward", [-3.0, 7.0])
+def test_the_axis_of_rewards_holds_all_of_them(reward):
+    """It is from 0 to 1 for shares, and wider for the scores of a reward model."""
+    fig, axes = plot.figure(1, [4], height=3)
+    plot._panel(axes[0, 0], [{"step": 0, "reward/mean": reward}], "reward", ["reward/mean"])
+    low, high = axes[0, 0].get_ylim()
+    assert low < min(reward, 0) and high > max(reward, 1)
+
+
 def test_pictures_go_where_they_are_asked_for(tmp_path):
     """log_dir moves them, plot_every draws more of them; the files of rows stay in the folder."""
     many = [[0] * n for n in (1, 2, 5)]
