@@ -62,7 +62,7 @@ def load_reward(
     if source.tensors is None and not new:
         raise ValueError(
             f"reward model: {_name(path_or_module)}: expected a model with heads, got one without; "
-            "new=True puts new ones on it"
+            "new=True (train_rm.py without --keep-heads) puts new ones on it"
         )
     if isinstance(source.lm, (str, Path)):
         how |= {"meta": meta, **kwargs}
@@ -150,7 +150,10 @@ def _renamed(given: Any, saved: tuple[Head, ...], heads: Sequence[str | Head]) -
     numbered = all(name in ("score", f"LABEL_{i}") for i, name in enumerate(own))
     if len(own) == len(names) and (numbered or own == names):
         return asked
-    raise ValueError(f"heads: expected {own} of {_name(given)}, got {names}; new=True puts new ones on it")
+    raise ValueError(
+        f"heads: expected {own} of {_name(given)}, got {names}; "
+        "new=True (train_rm.py without --keep-heads) puts new ones on it"
+    )
 
 
 def _check_pool(given: Any, pool: str, saved: str) -> None:

@@ -187,9 +187,14 @@ def scalar(
     and responses become rows. At most `budget` tokens go through the model at once. ValueError for an unknown
     head, and for a budget that is no whole number above 0.
     """
+    check_budget(budget)
+    return ScalarReward(_Model(score, reading, budget), heads, head_index(heads, head))
+
+
+def check_budget(budget: Any) -> None:
+    """ValueError for a budget that is no whole number above 0."""
     if not isinstance(budget, int) or budget < 1:
         raise ValueError(f"budget: expected a whole number above 0, got {budget!r}")
-    return ScalarReward(_Model(score, reading, budget), heads, head_index(heads, head))
 
 
 def head_index(heads: Sequence[Head], name: str) -> int:

@@ -103,8 +103,8 @@ def split(
     if found is None or (found["column"] and call):
         known = ", ".join(named)
         raise ValueError(
-            f"reward {text!r}: expected one of {known}, task:NAME, path/file.py:function or "
-            "package.module:function"
+            f"reward {text!r}: expected one of {known}, task:NAME, path/file.py:function, "
+            "package.module:function, model:FOLDER, judge:FOLDER or https://HOST/PATH"
         )
     return Spec(text, adapter, found["source"], found["name"], found["column"] or "", call)
 

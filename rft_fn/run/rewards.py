@@ -11,6 +11,7 @@ from torch import nn
 from rft_fn import data, engine, model, reward
 from rft_fn.engine.deferred import deferred
 from rft_fn.memory import Sampler
+from rft_fn.reward.scalar_model import check_budget
 from rft_fn.reward.veto import read_veto
 from rft_fn.run import options
 from rft_fn.run.placing import placed
@@ -76,10 +77,7 @@ class _Sources:
         folder, head = _folder_and_head(target)
         if folder not in self.scalars:
             self.scalars[folder] = _Scalar(folder, self.cfg, self.st)
-        most: int = getattr(self.cfg, "budget", _BUDGET)
-        if budget is not None:
-            most = budget
-        return self.scalars[folder].head(head, most)
+        return self.scalars[folder].head(head, budget)
 
     def judge(
         self,
@@ -96,6 +94,8 @@ class _Sources:
         It sleeps while it is not asked, with enable_engine_sleep or offload_models.
         """
         folder = last_model(target)
+        if not servers:
+            model.load(folder, meta=True)  # without weights: what is no language model is found here
         config = _engine_config(self.st.config, engine_type, servers, batch)
         engine.check_config(config)
         tokenizer = model.load_tokenizer(folder)
@@ -117,27 +117,35 @@ class _Scalar:
         self.heads = self.module.heads
         self.reading = _reading(folder, cfg)
         self.first: reward.ScalarReward | None = None
+        self.usual: int = getattr(cfg, "budget", _BUDGET)  # tokens that go through it at once
+        self.budget: int | None = None  # in place of it, where a head was given one
         self.bound: tuple[Any, Any] | None = None
 
-    def head(self, name: str, budget: int) -> reward.ScalarReward:
-        """The reward of one head; all heads share a forward pass, with the budget of the first."""
+    def head(self, name: str, budget: int | None) -> reward.ScalarReward:
+        """The reward of one head; all heads share a forward pass, and so its budget."""
         names = [head.name for head in self.heads]
         if not name and len(names) > 1:
             raise ValueError(f"expected model:FOLDER:HEAD, with one of its heads {', '.join(names)}")
+        if budget is not None:
+            check_budget(budget)
+            if self.budget not in (None, budget):
+                raise ValueError(
+                    f"budget: expected one for all heads of {self.folder}, got {self.budget} and {budget}"
+                )
+            self.budget = budget
         if self.first is None:
-            how = {"reading": self.reading, "budget": budget}
-            self.first = reward.scalar(self.score, self.heads, head=names[0], **how)
+            self.first = reward.scalar(self.score, self.heads, head=names[0], reading=self.reading)
         made = self.first.head(name or names[0])
         made.module = self.module
         return made
 
-    def score(self, rows: Experience, budget: int, /) -> TokenOut:
-        """The scores of rows, by all ranks together."""
+    def score(self, rows: Experience, _: int, /) -> TokenOut:
+        """The scores of rows, by all ranks together, in packs of this model's budget."""
         if self.bound is None:
             self.bound = self.st.bind(model.load_reward(self.folder, meta=self.st.world > 1))
         apply, params = self.bound
         with placed(self.st, apply):
-            return self.st.score(apply, params, rows, budget, fields=("score",))
+            return self.st.score(apply, params, rows, self.budget or self.usual, fields=("score",))
 
 
 def _engine_config(

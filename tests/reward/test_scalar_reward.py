@@ -172,6 +172,10 @@ def test_a_folder_is_a_reward_by_its_heads_and_loaded_once(folder, monkeypatch):
     torch.testing.assert_close(judged.parts["b"].flatten(), raw[:, 1])
     torch.testing.assert_close(judged.reward, 0.5 * judged.parts["a"] + judged.parts["b"])
 
+    # the heads have one forward, whose budget is that of either
+    with pytest.raises(ValueError, match=r"budget: expected one for all heads of .*, got 64 and 32"):
+        load_rewards([f"model:{folder}:a(budget=32)", f"model:{folder}:b(budget=64)"][::-1], Config(), st)
+
     # a part of weight 0 is computed, and logged
     assert judged.parts["exact"].tolist() == [[1, 0], [1, 0]]
     assert reward.means(judged, "reward")["reward/exact"] == 0.5
@@ -188,6 +192,7 @@ def test_a_folder_that_is_no_reward_model_is_one_line(folder, tmp_path):
         f"model:{folder}:a(budget='x')": "budget: expected a whole number above 0, got 'x'",
         f"model:{folder}:a(budgte=3)": "unexpected keyword argument 'budgte'",
         "model:": "expected model:TARGET",
+        f"judge:{folder}": "expected a language model, got .*model.load_reward loads it",
     }
     for spec, line in lines.items():
         with pytest.raises(ValueError, match=line) as error:

@@ -310,7 +310,7 @@ def test_a_reward_of_several_parts_has_a_panel_for_each():
 @pytest.mark.parametrize("reward", [-3.0, 7.0])
 def test_the_axis_of_rewards_holds_all_of_them(reward):
     """It is from 0 to 1 for shares, and wider for the scores of a reward model."""
-    fig, axes = plot.figure(1, [4], height=3)
+    _, axes = plot.figure(1, [4], height=3)
     plot._panel(axes[0, 0], [{"step": 0, "reward/mean": reward}], "reward", ["reward/mean"])
     low, high = axes[0, 0].get_ylim()
     assert low < min(reward, 0) and high > max(reward, 1)
