@@ -53,13 +53,27 @@ class Reading:
         """The rows [B, S] to be scored. ValueError for one that does not fit into the window."""
         shown = any(p.sources for p in prompts)
         if reads_alike(self.tokenizer, tokenizer) and (self.processing is not None or not shown):
-            lengths = rollout.length.tolist()
-            ids = [row[:n].tolist() for row, n in zip(rollout.tokens, lengths, strict=True)]
+            ids = self._sampled(rollout)
             self._check(ids)
             return tree.replace(packing.scored(ids), media=rollout.media)
         rows = self._rendered(rollout, prompts, tokenizer)
         self._check([ids for ids, _ in rows])
         return packing.scored(rows)
+
+    def _sampled(self, rollout: Rollout) -> list[list[int]]:
+        """The ids of each row of a rollout.
+
+        A placeholder of an image or a sound ends a response that samples it, but here it would ask for one
+        more: such a response has the end token in its place, as it has in training.
+        """
+        special = {*self.tokenizer.all_special_ids}
+        rows = []
+        for tokens, mask, n in zip(rollout.tokens, rollout.mask, rollout.length.tolist(), strict=True):
+            ids = tokens[:n].tolist()
+            if mask[n - 1] and ids[-1] in special:
+                ids[-1] = self.tokenizer.eos_token_id
+            rows.append(ids)
+        return rows
 
     def _rendered(
         self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any

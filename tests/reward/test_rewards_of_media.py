@@ -127,6 +127,17 @@ def test_a_model_that_sees_gives_each_row_the_score_of_that_row_alone(alone):
     assert same and all(max(xs) - min(xs) > 1e-2 for xs in same)
 
 
+def test_a_response_that_ends_in_a_placeholder_ends_as_others_do(alone):
+    """The placeholder of an image ends a response that samples it, and asks for no third image."""
+    it = Alone(get_fake_strategy())
+    ends = it.rollout.length - 1
+    place = it.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert place in it.tokenizer.all_special_ids
+    tokens = it.rollout.tokens.scatter(1, ends[:, None], place)
+    judged = reward.judge(it.score, tree.replace(it.rollout, tokens=tokens), it.prompts, it.tokenizer)
+    torch.testing.assert_close(judged.parts["model"], alone["parts"]["model"])
+
+
 def test_two_ranks_have_the_rewards_of_one_process(alone):
     both = ranks.run(2, "test_rewards_of_media:on_ranks", 2)
     for name in ("model", "sizes"):
