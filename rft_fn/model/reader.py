@@ -25,11 +25,10 @@ __all__ = ["Reader", "assume", "settle", "split_over"]
 class Reader(nn.Module, ABC):
     """A text model inside a forward that maps a Packed to a TokenOut.
 
-    Subclasses set `parts`, and have `read` for a pack as their model takes it, and `finish` for what takes
-    whole sequences. `way` is how a pack of several
-    sequences runs, None until `settle` has asked. A model that mixes the sequences of a pack gets them one
-    after the other where they belong together (`pack.unit`), for then every process has equally many;
-    ValueError for any other pack of several.
+    Subclasses set `parts`, and have `read` for a pack as their model takes it, and `finish` for outputs that
+    depend on whole sequences. `way` is how a pack of several sequences runs, None until `settle` has asked. A
+    model that mixes the sequences of a pack gets them one after the other where they belong together
+    (`pack.unit`), for then every process has equally many; ValueError for any other pack of several.
     """
 
     parts: Parts
