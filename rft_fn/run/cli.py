@@ -101,7 +101,7 @@ def fail(error: Exception) -> None:
     rank = dist.rank()
     where = ""
     if rank:
-        time.sleep(3)
+        time.sleep(10)
         where = f" on rank {rank}"
     print(f"error{where}: {error_line(error)}", file=sys.stderr, flush=True)
     sys.stdout.flush()
