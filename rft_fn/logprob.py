@@ -12,6 +12,8 @@ from rft_fn.types import Sampling, TokenOut
 
 __all__ = ["entropy_from_logits", "linear_logprob", "log_probs_from_logits", "process_logits"]
 
+_FIRST = 64  # ranks that are looked at before more, for top_p
+
 
 def log_ratio(logp: Tensor, old_logp: Tensor, *, limit: float = math.inf) -> Tensor:
     """[*] nats: log(pi / pi_old) = logp - old_logp, clamped to +-limit.
@@ -83,22 +85,64 @@ def process_logits(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = 
     stays whatever its rank: the trainer's target, which the policy of the rollout did draw, so that its
     log-prob stays finite after an update. The exclusion carries no gradient.
     """
-    z = widen(logits) / (sampling.temperature or 1.0)
+    z = widen(logits)
+    if sampling.temperature not in (0, 1):
+        z = z / sampling.temperature
     if not sampling.truncates:
         return z
-
-    # Excluded tokens by rank, and then by their place in the vocabulary.
-    ranked, index = z.detach().sort(-1, descending=True)
-    drop = torch.zeros_like(ranked, dtype=torch.bool)
-    if sampling.top_k:
-        drop[..., sampling.top_k :] = True
-    if sampling.top_p < 1:
-        p = ranked.masked_fill(drop, -torch.inf).softmax(-1)
-        drop |= p.cumsum(-1) - p >= sampling.top_p  # the token that crosses top_p is kept
-    drop = torch.zeros_like(drop).scatter(-1, index, drop)
+    rows = z.detach().reshape(-1, z.shape[-1])
+    drop = _excluded(rows, sampling).view(z.shape)
     if keep is not None:
         drop = drop.scatter(-1, keep.unsqueeze(-1), False)
     return z.masked_fill(drop, -torch.inf)
+
+
+def _excluded(z: Tensor, sampling: Sampling) -> Tensor:
+    """[R, V] bool: what top_k and top_p exclude, by rank, and among equals by place in the vocabulary."""
+    can_branch = _can_branch(z)
+    most = min(sampling.top_k or z.shape[-1], z.shape[-1])
+    if sampling.top_p == 1:
+        least = z.topk(most).values[:, -1]
+        count = torch.full_like(least, most, dtype=torch.long)
+    elif sampling.top_k or not can_branch:
+        ranked = z.topk(most).values
+        least, count = _nucleus(ranked, ranked.logsumexp(-1, keepdim=True), sampling.top_p)
+    else:
+        least, count = _growing_nucleus(z, z.logsumexp(-1, keepdim=True), sampling.top_p, _FIRST)
+
+    # without equals of the last one that stays, a comparison decides
+    least = least.unsqueeze(-1)
+    drop = z < least
+    if can_branch and bool((drop.sum(-1) + count == z.shape[-1]).all()):
+        return drop
+    equal = z == least
+    room = count - (z > least).sum(-1)
+    return drop | (equal & (equal.cumsum(-1) > room.unsqueeze(-1)))
+
+
+def _growing_nucleus(z: Tensor, norm: Tensor, top_p: float, size: int) -> tuple[Tensor, Tensor]:
+    """`_nucleus` of logits z [R, V]: of the first `size` ranks, and of more in the rows that need them."""
+    size = min(size, z.shape[-1])
+    least, count = _nucleus(z.topk(size).values, norm, top_p)
+    wider = count == size
+    if size < z.shape[-1] and bool(wider.any()):
+        least[wider], count[wider] = _growing_nucleus(z[wider], norm[wider], top_p, 16 * size)
+    return least, count
+
+
+def _nucleus(ranked: Tensor, norm: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """[R] the last logit that stays and [R] how many do, of ranked logits [R, K] with normaliser [R, 1]."""
+    p = (ranked - norm).exp()
+    count = (p.cumsum(-1) - p < top_p).sum(-1).clamp(min=1)  # the token that crosses top_p is kept
+    return ranked.gather(-1, count.unsqueeze(-1) - 1).squeeze(-1), count
+
+
+def _can_branch(z: Tensor) -> bool:
+    """Whether values of z can be read, which they cannot under vmap and on the meta device."""
+    try:
+        return bool(z[:0].sum() == 0)
+    except RuntimeError:
+        return False
 
 
 def default_workspace_mb(device_type: str) -> float:

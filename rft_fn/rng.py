@@ -6,10 +6,12 @@ live in the state.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-__all__ = ["fold_in", "generator"]
+__all__ = ["fold_in", "generator", "uniform"]
 
 _TWISTER_WORDS = 624  # of 32 bits: the state of MT19937
 
@@ -37,16 +39,45 @@ def generator(key: int, device: str | torch.device = "cpu") -> torch.Generator:
     torch's Philox. torch's CPU seed keeps only 32 bits, so there SHAKE-256 of the key fills the whole state
     of the Mersenne twister. TypeError for a key that is no int, RuntimeError for one beyond 64 bits.
     """
-    if isinstance(key, bool) or not isinstance(key, int):
-        raise TypeError(f"key: expected int, got {type(key).__name__} ({key!r})")
+    _check(key)
     drawn = torch.Generator(device=device).manual_seed(key)
     if drawn.device.type != "cpu":
         return drawn
-
-    # torch keeps each 32-bit word of the twister in 64 bits, after 24 bytes of counters
-    digest = hashlib.shake_256(f"{key}".encode()).digest(4 * _TWISTER_WORDS)
-    words = torch.frombuffer(bytearray(digest), dtype=torch.int32)
     state = drawn.get_state()
-    state[24 : 24 + 8 * _TWISTER_WORDS].view(torch.int32)[::2] = words
+    _twister(state).copy_(_words(key))
     drawn.set_state(state)
     return drawn
+
+
+def uniform(keys: Sequence[int], count: int) -> Tensor:
+    """`count` uniform numbers in [0, 1) of each key: [K, count] float64, on the CPU.
+
+    Row k has the first numbers of `generator(keys[k])`. One generator draws them all, which takes half the
+    time of one for each key. TypeError for a key that is no int.
+    """
+    numbers = torch.empty(len(keys), count, dtype=torch.float64)
+    drawn = torch.Generator()
+    state = drawn.get_state()
+    twister = _twister(state)
+    for key, row in zip(keys, numbers):
+        _check(key)
+        twister.copy_(_words(key))
+        drawn.set_state(state)
+        torch.rand(count, generator=drawn, dtype=torch.float64, out=row)
+    return numbers
+
+
+def _check(key: int) -> None:
+    if isinstance(key, bool) or not isinstance(key, int):
+        raise TypeError(f"key: expected int, got {type(key).__name__} ({key!r})")
+
+
+def _words(key: int) -> Tensor:
+    """The state of the twister of a key: 624 words of 32 bits."""
+    digest = hashlib.shake_256(f"{key}".encode()).digest(4 * _TWISTER_WORDS)
+    return torch.frombuffer(bytearray(digest), dtype=torch.int32)
+
+
+def _twister(state: Tensor) -> Tensor:
+    """The twister's words in a state of torch: the lower half of 64 bits each, after 24 bytes of counters."""
+    return state[24 : 24 + 8 * _TWISTER_WORDS].view(torch.int32)[::2]

@@ -1,8 +1,8 @@
 """Functions on several processes over gloo: `run(world, "test_module:function", *args)` -> what each
 returned.
 
-Each process imports the named function of a test module and calls it with (rank, *args). One process that
-fails takes the others down; its output is in the error.
+Each process, a fork of one that has imported torch, imports the named function of a test module and calls it
+with (rank, *args). One process that fails takes the others down; its output is in the error.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import forks
 import torch
 
 TESTS = Path(__file__).resolve().parent
@@ -43,7 +44,7 @@ def start(world, target, *args, folder, env=None):
         env_ = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (env or {})
         log = open(Path(folder) / f"log{rank}", "w")  # noqa: SIM115
         command = [sys.executable, __file__, target, str(folder)]
-        processes.append(subprocess.Popen(command, env=env_, stdout=log, stderr=subprocess.STDOUT))
+        processes.append(forks.Popen(command, env=env_, stdout=log, stderr=subprocess.STDOUT))
     return processes
 
 

@@ -216,6 +216,16 @@ def decoupled_gae(reward, value, discount, policy_lambda, value_lambda, mask, bo
     return np.array(adv), np.array(ret)
 
 
+def curriculum(prompts, weights, window, floor):
+    """(success, share of the next draw) of each source, after prompts (source, rewards) one by one."""
+    success = [0.5] * len(weights)
+    for k, rewards in prompts:
+        mean = sum(min(max(r, 0.0), 1.0) for r in rewards) / len(rewards)
+        success[k] = (1 - 1 / window) * success[k] + mean / window
+    size = [w * max(p * (1 - p), floor) for w, p in zip(weights, success)]
+    return success, [x / sum(size) for x in size]
+
+
 def whiten(adv, mask, eps=1e-8):
     adv, mask = np.asarray(adv, np.float64), np.asarray(mask, bool)
     out, x = np.zeros_like(adv), adv[mask]
@@ -330,6 +340,19 @@ def ppo_clip(logp, old_logp, adv, low=0.2, high=0.2, dual=None):
         if dual is not None and a < 0:
             objective = max(objective, dual * a)
         out.append(-objective)
+    return np.array(out)
+
+
+def ppo_clip_gradient(logp, old_logp, adv, w, low=0.2, high=0.2, dual=None):
+    """d (w * ppo_clip) / d logp: - w adv rho, or 0 where the ratio has left the limits on the side of adv."""
+    out = []
+    for p, o, a, v in zip(logp, old_logp, adv, w):
+        rho = math.exp(p - o)
+        if a >= 0:
+            free = rho < 1 + high
+        else:
+            free = rho > 1 - low and (dual is None or rho < dual)
+        out.append(-v * a * rho if free else 0.0)
     return np.array(out)
 
 
@@ -460,6 +483,35 @@ def kl_k2(logp, ref_logp):
 
 def kl_k3(logp, ref_logp):
     return np.array([math.exp(r) / math.exp(p) - 1 - (r - p) for p, r in zip(logp, ref_logp)])
+
+
+# ---------- draws
+
+
+def drawn(p, u):
+    """The token that is drawn with probabilities p / sum(p) by numbers u, and its probability by the choices.
+
+    The tokens are folded into two, four ... classes: of w classes the second half is laid onto the first,
+    class j + ceil(w / 2) onto class j. From the one class that holds all of them, each number chooses
+    between the two classes that were laid onto each other, by their masses.
+    """
+    p = np.asarray(p, np.float64)
+    place = [np.arange(len(p))]  # of each token among the classes
+    widths = [len(p)]
+    while widths[-1] > 1:
+        half = math.ceil(widths[-1] / 2)
+        place.append(np.where(place[-1] < half, place[-1], place[-1] - half))
+        widths.append(half)
+    inside = np.ones(len(p), bool)
+    chance = 1.0
+    for number, at, width in zip(u, place[-2::-1], widths[-2::-1]):
+        first = inside & (at < math.ceil(width / 2))
+        share = p[first].sum() / p[inside].sum()
+        if number < share:
+            inside, chance = first, chance * share
+        else:
+            inside, chance = inside & ~first, chance * (1 - share)
+    return int(np.flatnonzero(inside)[0]), chance
 
 
 # ---------- expectations by enumeration

@@ -5,7 +5,7 @@ import pytest
 import ref
 import tiny
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -190,6 +190,45 @@ def test_truncated_distribution_against_the_definition(seed, temperature, top_k,
     got = process_logits(torch.from_numpy(z), sampling).softmax(-1)
     want = [ref.truncated(row, temperature, top_k, top_p) for row in z]
     np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+def by_sorting(z, sampling):
+    """Which of the logits [R, V] stay, by one stable sort of all of them."""
+    ranked, index = z.sort(dim=-1, descending=True, stable=True)
+    stays = torch.ones_like(ranked, dtype=torch.bool)
+    if sampling.top_k:
+        stays[:, sampling.top_k :] = False
+    p = ranked.double().masked_fill(~stays, -torch.inf).softmax(-1)
+    before = p.cumsum(-1) - p
+    if sampling.top_p < 1:
+        assume((before - sampling.top_p).abs().min() > 1e-5)  # not a matter of rounding
+        stays &= before < sampling.top_p
+    return torch.zeros_like(stays).scatter(-1, index, stays)
+
+
+@given(
+    seed=seeds,
+    vocab=st.sampled_from([7, 70, 1500]),
+    levels=st.sampled_from([2, 10, 1000]),
+    spread=st.sampled_from([0.01, 1.0, 5.0]),
+    top_k=st.sampled_from([0, 1, 6, 64, 900]),
+    top_p=st.sampled_from([0.05, 0.31, 0.9, 0.999, 1.0]),
+)
+def test_what_stays_is_what_a_sort_leaves(seed, vocab, levels, spread, top_k, top_p):
+    """Also among many equal logits, where the first of them in the vocabulary stay."""
+    generator = torch.Generator().manual_seed(seed)
+    z = spread * torch.randn(5, vocab, generator=generator)
+    z = (z * levels / spread).round() / levels * spread
+    sampling = Sampling(top_k=top_k, top_p=top_p)
+    want = by_sorting(z, sampling)
+    assert torch.equal(process_logits(z, sampling).isfinite(), want)
+    mapped = torch.func.vmap(lambda row: process_logits(row, sampling))(z)
+    assert torch.equal(mapped.isfinite(), want)
+
+
+def test_logits_without_values_are_cut_too():
+    z = torch.empty(3, 100, device="meta")
+    assert process_logits(z, Sampling(top_p=0.9)).shape == z.shape
 
 
 def test_the_token_that_crosses_top_p_stays():

@@ -94,6 +94,14 @@ def test_a_step_leaves_parameters_alone_until_it_is_applied():
     assert not torch.equal(params["w"], before["w"])
 
 
+def test_the_updates_of_adamw_lie_where_the_gradients_did():
+    grads, params = draw(1), draw(0)
+    tx = optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(0.1, weight_decay=0.1))
+    places = {n: g.data_ptr() for n, g in grads.items()}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert {n: u.data_ptr() for n, u in updates.items()} == places
+
+
 # ---------- clipping
 
 

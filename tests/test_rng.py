@@ -50,6 +50,14 @@ def test_the_stream_of_a_key_against_its_definition(key):
     assert got.tolist() == want
 
 
+@given(st.lists(st.integers(-(2**62), 2**63 - 1), max_size=4), st.integers(0, 700))
+def test_rows_of_uniform_numbers_are_the_streams_of_their_keys(keys, count):
+    got = rng.uniform(keys, count)
+    assert got.shape == (len(keys), count) and got.dtype == torch.float64
+    for key, row in zip(keys, got):
+        assert row.tolist() == torch.rand(count, generator=rng.generator(key), dtype=torch.float64).tolist()
+
+
 @given(key=st.integers(0, 2**63 - 1), bit=st.integers(0, 62))
 def test_every_bit_of_the_key_is_drawn_from(key, bit):
     """torch's own CPU seed drops all but 32: 512 rows of 140 steps would share a stream with 45 %."""
@@ -69,6 +77,8 @@ def test_every_bit_of_the_key_is_drawn_from_on_a_gpu():
 def test_a_generator_takes_an_int(key):
     with pytest.raises(TypeError, match="key: expected int, got"):
         rng.generator(key)
+    with pytest.raises(TypeError, match="key: expected int, got"):
+        rng.uniform([3, key], 2)
 
 
 items = st.lists(st.integers(-(2**65), 2**65) | st.text(max_size=4), min_size=1, max_size=4)

@@ -7,6 +7,7 @@ repeats its number on each token: under `weight.seq_mean` they add up to the mea
 coefficients may be tensors [], so that `torch.func.vmap` can sweep them.
 """
 
+from rft_fn.loss.gradient import token_gradient, without_gradient
 from rft_fn.loss.kl import entropy_bonus, kl, kl_k1, kl_k2, kl_k3, reverse_kl, reverse_kl_top_k
 from rft_fn.loss.policy import (
     cispo,
@@ -38,5 +39,5 @@ __all__ = [
     "bradley_terry", "centering", "cispo", "cpgd", "dpo", "dppo_kl", "dppo_tv", "entropy_bonus", "gmpo",
     "gspo", "gspo_token", "hps", "ipo", "kl", "kl_cov", "kl_k1", "kl_k2", "kl_k3", "log_exp", "nll",
     "plackett_luce", "ppo_clip", "ratio", "reinforce", "reverse_kl", "reverse_kl_top_k", "sapo", "score_bce",
-    "score_mse", "seq_ratio", "value_clip",
+    "score_mse", "seq_ratio", "token_gradient", "value_clip", "without_gradient",
 ]  # fmt: skip

@@ -69,6 +69,7 @@ def bind(
     aux: bool = False,
     fused: bool = True,
     chunk_size: int = 0,
+    fast_linear: bool = True,
 ) -> tuple[Apply, tree.Named]:
     """(apply, params) of a module: `apply(params, packed) -> TokenOut`, params the trainable ones.
 
@@ -80,9 +81,10 @@ def bind(
     Log-probs are at `sampling`'s temperature, cut like its top_p / top_k, and 0 outside mask. `aux` asks for
     how evenly experts are used, see `model.router`; ValueError for a model without any. `fused` runs the head
     without logits [T, V], over `chunk_size` columns of the vocabulary at a time (0: chosen per device).
+    `fast_linear`: large linear layers of float32 are oneDNN's, on a CPU where MKL would be slow.
     """
     options: dict[str, Any] = {"entropy": entropy, "aux": aux, "fused": fused, "chunk_size": chunk_size}
-    root = wrap_for_training(materialize(module), sampling=sampling, **options)
+    root = wrap_for_training(materialize(module), sampling=sampling, fast_linear=fast_linear, **options)
     settle(root)
     return applied(root, module)
 

@@ -1,6 +1,7 @@
 """The boundaries of a pack's sequences, and the axis that splits its tokens."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -45,9 +46,10 @@ class SequenceAxis(Protocol):
 class SequenceBounds:
     """Where the sequences of a pack lie: their sizes in tokens, in order.
 
-    `calls` counts the attention layers that got the boundaries, so that a model that drops them is found out.
-    `sequence` is the axis over which the tokens of the pack are split, if they are. `whole` is the pack
-    itself, if it has media: every process looks at all of them.
+    `runs` are (sequences, tokens of each) of neighbours of one size; `groups` are the sequences of each size,
+    where it pays to bring them together first. `calls` counts the attention layers that got the boundaries,
+    so that a model that drops them is found out. `sequence` is the axis over which the tokens of the pack are
+    split, if they are. `whole` is the pack itself, if it has media: every process looks at all of them.
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class SequenceBounds:
         by_length: dict[int, list[int]] = {}
         for i, size in enumerate(self.sizes):
             by_length.setdefault(size, []).append(i)
-        # Reordering copies q, k and v, so it pays only where many sequences have the same length.
+        self.runs = [(len(list(run)), size) for size, run in groupby(self.sizes)]
+
+        # Reordering copies q, k and v, so it pays only where many sequences have the same length, apart.
         self.groups: dict[int, list[int]] | None = None
-        if 2 * len(by_length) <= len(self.sizes):
+        if 2 * len(by_length) <= len(self.sizes) and len(by_length) < len(self.runs):
             self.groups = by_length
 
     @property

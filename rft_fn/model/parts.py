@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from rft_fn.model.bounds import SequenceAxis
+from rft_fn.model.linear import is_plain
 
 __all__ = ["Parts", "find", "inside_adapters", "path_of", "text_config", "text_model"]
 
@@ -33,7 +34,7 @@ class Parts:
     @property
     def has_linear_head(self) -> bool:
         """Whether the head is one matrix, without adapters on it, apart from the decoder."""
-        return type(self.head) is nn.Linear and self.decoder is not self.model
+        return is_plain(self.head) and self.decoder is not self.model
 
 
 def find(module: nn.Module) -> Parts:

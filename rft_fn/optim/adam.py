@@ -1,10 +1,9 @@
-"""AdamW, by torch's functional update."""
+"""AdamW, in the memory of the gradients."""
 
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw as torch_adamw
 
 from rft_fn import tree
 from rft_fn.optim.schedules import Schedule, constant
@@ -43,13 +42,13 @@ def adamw(
     weight_decay: float = 0.0,
     mask: Decays | None = None,
 ) -> Transform:
-    """AdamW, by torch's functional update.
+    """AdamW, whose updates lie in the memory of the gradients.
 
         -lr (m_hat / (sqrt(v_hat) + eps) + weight_decay p)
 
     arXiv 1711.05101. `mask(name, parameter)` chooses the parameters that decay, by default those of two
     dimensions or more, so neither norms nor biases. The moments have the parameters' type. Equals
-    torch.optim.AdamW to rounding.
+    torch.optim.AdamW to rounding. An update needs no memory beside its arguments but a copy of one tensor.
     """
     schedule = lr if callable(lr) else constant(lr)
     decays = mask or _is_matrix
@@ -59,33 +58,29 @@ def adamw(
 
     def update(grads: Any, state: AdamState, params: Any) -> tuple[Any, AdamState]:
         rate = float(schedule(state.count))
+        count = state.count + 1
+        updates = tree.map(torch.Tensor.detach, grads)  # a gradient by torch.func may still have a graph
+        steps, m, v = tree.leaves(updates), tree.leaves(state.m), tree.leaves(state.v)
+        if steps:
+            torch._foreach_lerp_(m, steps, 1 - b1)
+            torch._foreach_mul_(v, b2)
+            torch._foreach_addcmul_(v, steps, steps, 1 - b2)
 
-        # torch's update adds to the "parameters" that it gets: on zeros the sum is the step alone
-        delta = tree.map(torch.zeros_like, params)
-        torch_adamw(
-            tree.leaves(delta),
-            tree.leaves(grads),
-            tree.leaves(state.m),
-            tree.leaves(state.v),
-            [],
-            [torch.tensor(float(state.count)) for _ in tree.leaves(delta)],
-            foreach=True,
-            amsgrad=False,
-            beta1=b1,
-            beta2=b2,
-            lr=rate,
-            weight_decay=0.0,
-            eps=eps,
-            maximize=False,
-        )
+            # the gradients are used up: the updates take their memory, after the denominators
+            for step, moment in zip(steps, v):
+                step.copy_(moment)
+            torch._foreach_sqrt_(steps)
+            torch._foreach_div_(steps, (1 - b2**count) ** 0.5)
+            torch._foreach_add_(steps, eps)
+        for step, moment in zip(steps, m):
+            step.copy_((moment * (-rate / (1 - b1**count))).div_(step))
 
-        # torch's decay would shrink the zeros, not the parameters
         if weight_decay:
             named = list(tree.leaves_with_path(params))
-            pairs = [(d, p) for (name, p), d in zip(named, tree.leaves(delta)) if decays(name, p)]
-            steps = [d for d, _ in pairs]
-            torch._foreach_add_(steps, [p.detach() for _, p in pairs], alpha=-rate * weight_decay)
-        return delta, tree.replace(state, count=state.count + 1)
+            pairs = [(d, p) for (name, p), d in zip(named, steps) if decays(name, p)]
+            decayed = [d for d, _ in pairs]
+            torch._foreach_add_(decayed, [p.detach() for _, p in pairs], alpha=-rate * weight_decay)
+        return updates, tree.replace(state, count=count)
 
     # for backends that have their own AdamW
     spec = {

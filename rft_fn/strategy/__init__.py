@@ -6,6 +6,8 @@ from pathlib import Path
 from rft_fn import dist
 from rft_fn.data import Dataset
 from rft_fn.memory import Estimate
+from rft_fn.model.blocks import require_compiler
+from rft_fn.model.load import usual_device
 from rft_fn.strategy.config import StrategyConfig, add_arguments
 from rft_fn.strategy.diagnose import NonFinite, load_fault
 from rft_fn.strategy.local import fork, local
@@ -33,6 +35,8 @@ def get_strategy(config: StrategyConfig | None = None) -> Strategy:
 
     # new adapters and heads are drawn from torch's global generator, the same on every rank
     config = config or StrategyConfig()
+    if config.compile_blocks:
+        require_compiler(usual_device(None))
     torch.manual_seed(config.seed)
     if config.backend == "local":
         _require_supported(config, "on one process", "start several with torchrun, or set fsdp")
@@ -40,7 +44,7 @@ def get_strategy(config: StrategyConfig | None = None) -> Strategy:
 
     # the library of a backend is looked for before any process waits for another
     if config.backend == "deepspeed":
-        _require_supported(config, "with zero_stage", "FSDP2 has it", "offload_models")
+        _require_supported(config, "with zero_stage", "FSDP2 has it", "offload_models", "compile_blocks")
         from rft_fn.strategy.zero.engine import library
         from rft_fn.strategy.zero.strategy import deepspeed as over_processes
 

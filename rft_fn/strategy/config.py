@@ -5,10 +5,11 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 from rft_fn import check, dist
 from rft_fn.check import AtLeast0, Count, Free, Range, Seed, Share, Whole
+from rft_fn.types import hints
 
 __all__ = ["StrategyConfig", "add_arguments"]
 
@@ -52,6 +53,10 @@ class StrategyConfig:
     """log-probs straight from hidden states; if not, all logits [T, V] are in memory at once"""
     chunk_size: Free[Whole] = 0
     """words of the vocabulary that the fused log-probs handle at a time; 0: chosen per device"""
+    fast_linear: Free[bool] = True
+    """large linear layers of float32 by oneDNN, on a CPU that MKL leaves half unused; in hf's sampling too"""
+    compile_blocks: Free[bool] = False
+    """torch.compile of each decoder block, for packs of any length; not with zero_stage"""
     engine_type: Free[str] = "hf"
     """what samples: hf is transformers in this process, vllm is vLLM in it, openai and sglang are servers"""
     engine_batch: Free[Count] = 64
@@ -98,6 +103,12 @@ class StrategyConfig:
                 "bf16, use_mp_opt: expected one of them: float32 parameters that are computed with in "
                 "bfloat16, or bfloat16 parameters with float32 masters, got both"
             )
+
+    if not TYPE_CHECKING:  # where every name would be an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """AttributeError, with a hint for an option that other systems have here."""
+            hints.unknown("StrategyConfig", hints.CONFIG, name)
 
     @property
     def backend(self) -> str:

@@ -18,6 +18,7 @@ from rft_fn import ckpt, dist, memory, metric, tree
 from rft_fn import model as model_lib
 from rft_fn.model import quantize
 from rft_fn.model.bind import own_parameters, require_own
+from rft_fn.model.blocks import blocks
 from rft_fn.model.lora import Export
 from rft_fn.model.placing import Residence
 from rft_fn.strategy import step
@@ -29,25 +30,7 @@ from rft_fn.strategy.sequence import Sequence as SequenceAxis
 from rft_fn.strategy.session import Session
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
-__all__ = ["blocks", "fsdp2", "groups", "layout"]
-
-
-def blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a module.
-
-    These are the children of every outermost list of two or more modules of one class that hold parameters.
-    """
-    found: list[nn.Module] = []
-    for child in module.children():
-        parts: list[nn.Module] = []
-        if isinstance(child, nn.ModuleList):
-            parts = list(child)
-        heavy = [part for part in parts if any(True for _ in part.parameters())]
-        if len(heavy) > 1 and len({type(part) for part in heavy}) == 1:
-            found += heavy
-        else:
-            found += blocks(child)
-    return found
+__all__ = ["fsdp2", "groups", "layout"]
 
 
 def _odd(module: nn.Module) -> list[nn.Module]:
@@ -168,6 +151,7 @@ def bind(
     # a forward of the probe may have ended inside of any part, and left it gathered
     cut.settle(root)
     _reshard(*root.modules())
+    step.compile_blocks(config, root)
     own = own_parameters(module)
     apply = FSDPApply(root, own, sequence, session, Residence(root, module))
     return apply, tree.map(lambda p: p, own)

@@ -41,6 +41,7 @@ def bind(
     module = model_lib.materialize(step.cast(module, config))
     root = step.wrap_for_training(config, module, sampling=sampling, entropy=entropy, aux=aux)
     cut.settle(root)
+    step.compile_blocks(config, root)
     apply, params = applied(root, module)
     if not config.bf16:
         return apply, params

@@ -55,7 +55,8 @@ def estimate(
     """
     sampler = None
     if engine:
-        sampler = memory.Sampler(config.engine_batch, length, sleeps=config.enable_engine_sleep)
+        packs = config.fast_linear and config.engine_type == "hf"
+        sampler = memory.Sampler(config.engine_batch, length, config.enable_engine_sleep, packs)
     return memory.estimate(
         layout(config, world),
         *models,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from rft_fn import dist, metric, optim, tree
 from rft_fn import model as model_lib
 from rft_fn.loss.evaluate import evaluate
+from rft_fn.model import blocks
 from rft_fn.model.placing import Residence
 from rft_fn.precision import wide
 from rft_fn.strategy.config import StrategyConfig
@@ -17,8 +18,8 @@ from rft_fn.strategy.session import Session
 from rft_fn.types import Apply, LossFn, Packed, Sampling, TokenOut, TrainState, Transform
 
 __all__ = [
-    "cast", "finite", "grad", "loss_and_metrics", "masters", "merge_metrics", "move_opt", "offload",
-    "optimizer", "reload", "start", "update", "wrap_for_training",
+    "cast", "compile_blocks", "finite", "grad", "loss_and_metrics", "masters", "merge_metrics", "move_opt",
+    "offload", "optimizer", "reload", "start", "update", "wrap_for_training",
 ]  # fmt: skip
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -87,7 +88,17 @@ def wrap_for_training(
         aux=aux,
         fused=config.fused_linear_logprob,
         chunk_size=config.chunk_size,
+        fast_linear=config.fast_linear,
     )
+
+
+def compile_blocks(config: StrategyConfig, root: nn.Module) -> None:
+    """Compile the decoder blocks of a bound module, if the config requests it.
+
+    After `reader.settle`, so that its short questions are not compiled.
+    """
+    if config.compile_blocks:
+        blocks.compile_blocks(root)
 
 
 def start(

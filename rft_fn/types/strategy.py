@@ -6,11 +6,12 @@ Every function of a strategy is called by all ranks alike, in the same order.
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from rft_fn.types import hints
 from rft_fn.types.batch import Experience, Packed, Rollout, TokenOut
 from rft_fn.types.media import MEDIA_COST
 from rft_fn.types.sampling import Sampling
@@ -328,3 +329,9 @@ class Strategy(NamedTuple):
     world: int
     device: torch.device
     config: Any  # the StrategyConfig
+
+    if not TYPE_CHECKING:  # where every name would be an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """AttributeError, with a hint for a method that the strategies of other systems have."""
+            hints.unknown("Strategy", hints.STRATEGY, name)

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import tiny
 import torch
@@ -305,7 +306,7 @@ def test_exit_waits_for_the_write(tmp_path):
     """
     for kind, names in {"whole": ["step_1"], "full": []}.items():
         command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / kind), kind]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
+        done = forks.run(command, env=environment(), capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         assert [p.name for p in (tmp_path / kind).iterdir()] == names
         assert ("step_1 was not saved: No space left on device" in done.stderr) == (kind == "full")
@@ -379,7 +380,7 @@ def test_kill_9_during_writes_loses_nothing_that_was_saved(tmp_path):
     for i, wait in enumerate((0.2, 0.53, 0.91)):
         folder = tmp_path / str(i)
         command = [sys.executable, "-c", textwrap.dedent(WRITER), str(folder), here]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=env)
+        process = forks.Popen(command, stdout=subprocess.PIPE, env=env)
         assert process.stdout.readline() == b"ready\n"
         while not ckpt.steps(folder):  # on a busy machine one takes longer than the first wait
             time.sleep(0.01)

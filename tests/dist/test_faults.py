@@ -283,7 +283,9 @@ def test_replay_shows_what_is_not_finite(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "step 5, rank 0, row 5:" in out and "weights: all finite" in out
     assert "gradients: not finite in" in out and "<- not finite" in out
-    with pytest.raises(ValueError, match=r"model: expected one, there is no .*config.json that names it"):
+    with pytest.raises(
+        ValueError, match=r"model: expected one, got none: there is no .*config.json that names it"
+    ):
         replay.main(replay.Config(fault=fault))
     with pytest.raises(ValueError, match=r"expected weights of .*, got .*is it a critic's"):
         replay.main(replay.Config(fault=fault, model="tiny", critic=True))

@@ -100,6 +100,20 @@ def test_gradients_of_by_sequence_are_those_of_differences(sizes):
     assert torch.autograd.gradcheck(lambda *x: attention.by_sequence(*x, packs), inputs)
 
 
+@pytest.mark.parametrize("sizes, apart", [([3, 3, 5, 5], False), ([3, 5, 3, 5], True), ([2, 2, 2], False)])
+def test_sequences_of_one_length_are_one_call_and_neighbours_are_not_moved(monkeypatch, sizes, apart):
+    calls = []
+    sdpa = kernels.scaled_dot_product_attention
+    monkeypatch.setattr(
+        kernels, "scaled_dot_product_attention", lambda *x, **o: calls.append(1) or sdpa(*x, **o)
+    )
+    packs = SequenceBounds(sizes)
+    q, k, v = qkv(sizes)
+    got = attention.by_sequence(q, k, v, packs)
+    assert len(calls) == len(set(sizes)) and (packs.groups is not None) == apart
+    np.testing.assert_allclose(got.numpy(), reference(q, k, v, sizes, 8**-0.5), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("sizes", [[3, 1, 5], [4, 2, 4, 4, 2, 1, 1, 4]])
 @pytest.mark.parametrize("value", [7.0, math.nan, math.inf])
 def test_what_one_sequence_holds_changes_no_bit_of_another(sizes, value):
@@ -299,6 +313,37 @@ def agree(lm, exp, atol, tail=0, references=(definition, padded)):
             torch.testing.assert_close(
                 g, w, rtol=0, atol=30 * atol * scale, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_every_layer_calls_the_kernel_with_the_same_boundaries(monkeypatch, checkpointing):
+    """One tensor of boundaries a pack, also when layers are computed again; values are those of the rows."""
+    lengths = [5, 1, 9, 3]
+    seen = []
+
+    def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, scale, enable_gqa):
+        assert tuple(window_size) == (-1, 0) and enable_gqa
+        assert max_q == max_k == int(cu_seq_q.diff().max())
+        seen.append((cu_seq_q, cu_seq_k))
+        return attention.by_sequence(query, key, value, SequenceBounds(cu_seq_q.diff().tolist()), scale=scale)
+
+    monkeypatch.setattr(kernels, "_kernels", lambda: {"varlen": kernel})
+    monkeypatch.setattr(kernels, "choose", lambda *_: ("varlen", None))
+    lm = model.load(small("Qwen2", num_hidden_layers=3), gradient_checkpointing=checkpointing)
+    apply, params = model.bind(lm)
+    seen.clear()  # those of the probe
+    got = packed_logp(apply, params, rows(lengths))
+    grads = torch.autograd.grad(mixed(got), list(params.values()))
+    assert len(seen) == 3 * (1 + checkpointing)
+    first = seen[0][0]
+    assert all(cu is first for pair in seen for cu in pair)
+    assert first.dtype == torch.int32 and first.tolist() == [0, 5, 6, 15, 18]
+
+    monkeypatch.undo()
+    want = packed_logp(apply, params, rows(lengths))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    for g, w in zip(grads, torch.autograd.grad(mixed(want), list(params.values()))):
+        torch.testing.assert_close(g, w, rtol=0, atol=1e-10)
 
 
 @settings(max_examples=15, deadline=None)

@@ -289,7 +289,7 @@ OWN = {
     )
 }
 ONLY_ZERO = {"narrow", "refused"}  # these have nothing to be compared with
-SHARED = [c for c in conformance.CASES if c not in ("narrow", "trees")]  # gradients cannot be looked at
+SHARED = [c for c in conformance.CASES if c != "narrow"]  # gradients cannot be looked at
 # ppo: the critic's first gradients are rounding, which Adam makes steps of
 # pairs: a reward of 0.2 is the difference of two sums of log-probs, tens of nats, in float32
 CUTS = dict.fromkeys(("sums", "broken_off", "unused"), 2e-6) | {"ppo": 2e-4, "pairs": 1e-4}
@@ -297,7 +297,11 @@ CUTS = dict.fromkeys(("sums", "broken_off", "unused"), 2e-6) | {"ppo": 2e-4, "pa
 
 def attempt(name, stage):
     if name not in OWN:
-        return conformance.attempt(name, {"zero_stage": stage, "extra": SHARDED} if stage else {}, F32)
+        st = strategy(stage)
+        try:
+            return conformance.attempt(st, name, F32)
+        finally:
+            st.close()
     try:
         return OWN[name](strategy(stage))
     except Exception:

@@ -3,13 +3,13 @@
 import gc
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import weakref
 from pathlib import Path
 
 import conformance
+import forks
 import pytest
 import ranks
 import tiny
@@ -110,7 +110,7 @@ def test_one_after_the_other_under_torchrun_and_a_clean_exit_without_close(tmp_p
     env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--master-port", str(ranks.free_port()), str(script)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    done = forks.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(2):
         same(torch.load(tmp_path / f"out{rank}.pt"))

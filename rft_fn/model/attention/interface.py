@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ __all__ = [
     "complete",
     "eager_attention",
     "keeps_scores",
+    "leave_graphs",
     "sdpa_attention",
     "turn_off",
     "turn_on",
@@ -28,6 +30,8 @@ __all__ = [
 # names in transformers' table of attention functions
 SDPA = "rft_bounds"
 EAGER = "rft_bounds_eager"
+APART = {SDPA: "rft_bounds_apart", EAGER: "rft_bounds_eager_apart"}  # of compiled blocks
+OURS = (*APART, *APART.values())
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -188,7 +192,7 @@ def unfit_model(lm: nn.Module) -> str | None:
     if not getattr(model, "_supports_attention_backend", False):
         return "it does not hand keyword arguments to its attention"
     config = text_config(model)
-    if config._attn_implementation not in (_usual(model), SDPA, EAGER):
+    if config._attn_implementation not in (_usual(model), *OURS):
         return f"its attention is {config._attn_implementation!r}, not {_usual(model)!r}"
     other = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     if other:
@@ -215,11 +219,35 @@ def turn_on(lm: nn.Module) -> None:
     for name, function in {SDPA: sdpa_attention, EAGER: eager_attention}.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, sdpa_mask)
+    if text_config(inside_adapters(lm))._attn_implementation in APART.values():
+        return  # its blocks are compiled
     if unfit_model(lm) is None:
         name = SDPA
         if keeps_scores(lm):
             name = EAGER
         use(lm, name)
+
+
+def leave_graphs(lm: nn.Module) -> None:
+    """Have torch.compile run the attention of a model that is turned on between its graphs.
+
+    A graph would hold the boundaries of one pack, and be compiled again for the next one.
+    """
+    name = APART.get(text_config(lm)._attn_implementation)
+    if name is not None:
+        _register_apart()
+        use(lm, name)
+
+
+@cache
+def _register_apart() -> None:
+    # once, because graphs are made for one function by this name
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    for plain, function in {SDPA: sdpa_attention, EAGER: eager_attention}.items():
+        AttentionInterface.register(APART[plain], torch.compiler.disable(function))
+        AttentionMaskInterface.register(APART[plain], sdpa_mask)
 
 
 def use(lm: nn.Module, name: str) -> None:
@@ -251,7 +279,7 @@ def bounds_of(lm: nn.Module, pack: Packed) -> SequenceBounds | None:
     """
     if pack.num_seqs == 1:
         return None
-    if text_config(lm)._attn_implementation not in (SDPA, EAGER):
+    if text_config(lm)._attn_implementation not in OURS:
         why = unfit_model(lm)
         if why:  # else it was turned off, with a warning
             _warn_of_mask(inside_adapters(lm), why)

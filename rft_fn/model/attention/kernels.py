@@ -99,9 +99,8 @@ def by_sequence(
     its own tokens only, in the same order whatever its neighbours hold. Differentiable, on any device.
     """
     # Put sequences of one length together, so that they are one batch.
-    if bounds.groups is None:
-        parts = [(1, size) for size in bounds.sizes]
-    else:
+    parts = bounds.runs
+    if bounds.groups is not None:
         q, k, v = (torch.zeros_like(x).index_copy(0, bounds.inverse, x) for x in (q, k, v))
         parts = [(len(group), size) for size, group in bounds.groups.items()]
 
@@ -114,6 +113,8 @@ def by_sequence(
         y = _causal(batch[0], batch[1], batch[2], scale, sinks)
         out.append(rearrange(y, "n h s d -> (n s) h d"))
         start = end
+    if len(out) == 1:
+        return out[0]
 
     # Back to the order of the pack.
     y = torch.cat(out)
@@ -147,7 +148,7 @@ def by_varlen(
     Shapes are those of `by_sequence`. `f` is torch's varlen_attn or flash-attn's flash_attn_varlen_func.
     Their keywords differ by version, so they are read from the signature.
     """
-    knows = inspect.signature(f).parameters
+    knows = _keywords(f)
     options: dict[str, Any] = {}
 
     # How a causal mask is asked for.
@@ -178,6 +179,12 @@ def by_varlen(
     if isinstance(out, tuple):
         return out[0]
     return out
+
+
+@cache
+def _keywords(f: Callable) -> frozenset[str]:
+    """The names of a function's parameters; looked up once, not in every layer."""
+    return frozenset(inspect.signature(f).parameters)
 
 
 def packed(

@@ -1,0 +1,135 @@
+"""A linear layer whose large products, forward and backward, are by the faster library of this CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import Parameter
+from torch.nn import functional as F
+
+from rft_kernels import products
+
+_LARGE = 1 << 22  # multiplications, and rows: below these oneDNN is not faster, or hardly
+_ROWS = 4
+_PACKED_FOR = 64  # rows; packs for others are as fast, and serve any number
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., K] weightᵀ [K, N] + bias [N], as [..., N].
+
+    It has derivatives of any order, in both directions, and works under torch.func's transforms. Where
+    `products` knows that oneDNN is faster, large products of float32 are its own; all others are torch's
+    `linear`, and so are those that torch.compile traces.
+    """
+    if not _pays(x, weight):
+        return F.linear(x, weight, bias)
+    out = _Product.apply(x.reshape(-1, x.shape[-1]), weight).unflatten(0, x.shape[:-1])
+    if bias is None:
+        return out
+    return out + bias
+
+
+class Packed:
+    """A weight [N, K] in the order in which oneDNN reads it, from the first large product on.
+
+    For a weight that does not change meanwhile, and that needs no gradient.
+    """
+
+    def __init__(self, weight: Tensor):
+        self.weight = weight.detach()
+        self.packed: Tensor | None = None
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`linear` of the weight, bit for bit."""
+        rows = x.reshape(-1, x.shape[-1])
+        if not (_pays(x, self.weight) and _dense(rows) and _dense(self.weight)):
+            return linear(x, self.weight, bias)
+        if self.packed is None:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR)
+        out = torch.ops.mkldnn._linear_pointwise(rows, self.packed, None, "none", [], "")
+        out = out.unflatten(0, x.shape[:-1])
+        if bias is None:
+            return out
+        return out + bias
+
+
+def _pays(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN wins in the forward of a layer.
+
+    Subclasses of tensors have their own products, and autocast has its own types.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    plain = type(x) in (Tensor, Parameter) and type(weight) in (Tensor, Parameter)
+    if not plain or weight.dtype != torch.float32 or not products.by_onednn(x):
+        return False
+    rows = x.numel() // max(x.shape[-1], 1)
+    return rows >= _ROWS and rows * weight.numel() >= _LARGE and not torch.is_autocast_enabled("cpu")
+
+
+class _Product(Function):
+    """a [M, K] bᵀ [K, N]. Each derivative is a product of the same kind, so that it has derivatives too."""
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        if _dense(a) and _dense(b):
+            return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+        return F.linear(a, b)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        # each factor is read by the gradient of the other: under a frozen weight nothing of x is kept
+        a, b = inputs
+        of_a, of_b = ctx.needs_input_grad
+        kept = [None, None]
+        if of_b:
+            kept[0] = a
+        if of_a:
+            kept[1] = b
+        ctx.save_for_backward(*kept)
+        ctx.save_for_forward(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None]:
+        (grad,) = grads
+        a, b = ctx.saved_tensors
+        of_a, of_b = ctx.needs_input_grad
+        grad_a = grad_b = None
+        if of_a:
+            grad_a = _Product.apply(grad, b.T)
+        if of_b:
+            grad_b = _Product.apply(grad.T, a.T)
+        return grad_a, grad_b
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        along_a, along_b = tangents
+        a, b = ctx.saved_tensors
+        parts = []
+        if along_a is not None:
+            parts.append(_Product.apply(along_a, b))
+        if along_b is not None:
+            parts.append(_Product.apply(a, along_b))
+        return sum(parts[1:], parts[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *factors: Any) -> tuple[Tensor, int]:
+        # one larger product where only one factor varies; a product for each where both do
+        a, b = factors
+        of_a, of_b = in_dims
+        if of_b is None:
+            a = a.movedim(of_a, 0)
+            return _Product.apply(a.flatten(0, 1), b).unflatten(0, a.shape[:2]), 0
+        b = b.movedim(of_b, 0)
+        if of_a is None:
+            return _Product.apply(a, b.flatten(0, 1)).unflatten(1, b.shape[:2]), 1
+        pairs = zip(a.movedim(of_a, 0), b)
+        return torch.stack([_Product.apply(each, other) for each, other in pairs]), 0
+
+
+def _dense(x: Tensor) -> bool:
+    """Whether a matrix has elements, and no gaps between them; for others oneDNN has only plain loops."""
+    return x.numel() > 0 and (x.is_contiguous() or x.T.is_contiguous())

@@ -1,0 +1,184 @@
+"""A linear layer by oneDNN: its values and derivatives are those of float64, under every transform."""
+
+import pytest
+import torch
+from torch.func import functional_call, grad, hessian, jvp, vmap
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from rft_kernels import linear as fast
+from rft_kernels import products
+
+SHAPES = {"rows": (9, 7), "batch": (2, 5, 7), "one": (7,), "none": (0, 7)}
+
+
+@pytest.fixture(autouse=True)
+def products_seen(monkeypatch):
+    """The shapes of oneDNN's products, all of which are large enough."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch was built without oneDNN")
+    seen = []
+    by_onednn = torch.ops.mkldnn._linear_pointwise
+
+    def record(a, b, *options):
+        seen.append((*a.shape, b.shape[0]))
+        return by_onednn(a, b, *options)
+
+    monkeypatch.setattr(products, "mkl_is_half", lambda: True)
+    monkeypatch.setattr(fast, "_LARGE", 1)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", record, raising=False)
+    return seen
+
+
+def _inputs(shape=(9, 7), wide=5, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=g), torch.randn(wide, 7, generator=g), torch.randn(wide, generator=g)
+
+
+def _loss(layer, x, weight, bias):
+    """A scalar with derivatives of every order, none alike."""
+    out = layer(x, weight, bias)
+    return (out.tanh() * torch.arange(1, out.numel() + 1, dtype=x.dtype).view_as(out).sin()).sum()
+
+
+def _same(got, want):
+    torch.testing.assert_close([x.double() for x in got], list(want), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_values_and_gradients_are_those_of_float64(shape, has_bias, products_seen):
+    leaves = [t.requires_grad_() for t in _inputs(shape)][: 2 + has_bias]
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    bias = [None] * (not has_bias)
+    _same([fast.linear(*leaves, *bias)], [F.linear(*doubles, *bias)])
+    got = torch.autograd.grad(_loss(fast.linear, *leaves, *bias), leaves)
+    _same(got, torch.autograd.grad(_loss(F.linear, *doubles, *bias), doubles))
+    rows = leaves[0].numel() // 7
+    want = [(rows, 7, 5)] * 2 + [(rows, 5, 7), (5, rows, 7)]
+    if rows < 4:
+        want = []
+    assert sorted(products_seen) == sorted(want)
+
+
+@pytest.mark.parametrize("order", ["reverse", "forward", "vmap of grad", "hessian", "per weight"])
+def test_transforms_of_torch_func_agree_with_float64(order, products_seen):
+    x, weight, bias = _inputs()
+    many, weights = torch.randn(3, 9, 7), torch.randn(3, 5, 7)
+
+    def found(layer, cast):
+        x_, w_, b_, many_, weights_ = map(cast, (x, weight, bias, many, weights))
+        loss = lambda x, w, b: _loss(layer, x, w, b)  # noqa: E731
+        return {
+            "reverse": lambda: grad(loss, (0, 1, 2))(x_, w_, b_),
+            "forward": lambda: jvp(loss, (x_, w_, b_), (x_ + 1, w_.flip(0), b_)),
+            "vmap of grad": lambda: vmap(grad(loss, (0, 1, 2)), (0, None, None))(many_, w_, b_),
+            "hessian": lambda: (hessian(loss, 1)(x_, w_, b_),),
+            "per weight": lambda: vmap(grad(loss, (0, 1)), (None, 0, None))(x_, weights_, b_),
+        }[order]()
+
+    _same(found(fast.linear, lambda t: t), found(F.linear, torch.Tensor.double))
+    assert len(products_seen) >= 2
+
+
+@pytest.mark.parametrize("dims", [(0, None), (None, 0), (0, 0), (1, 2), (2, None), (None, 1)])
+def test_each_factor_may_vary_under_vmap(dims):
+    x, weight = torch.randn(6, 6, 6), torch.randn(6, 6, 6)
+    args = [t if d is not None else t[0] for t, d in zip((x, weight), dims)]
+    want = vmap(F.linear, dims)(*[t.double() for t in args])
+    torch.testing.assert_close(vmap(fast.linear, dims)(*args).double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_second_derivatives_by_autograd_are_those_of_float64():
+    leaves = [t.requires_grad_() for t in _inputs()]
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+
+    def second(layer, args):
+        first = torch.autograd.grad(_loss(layer, *args), args, create_graph=True)
+        return torch.autograd.grad(sum((g * g).sum() for g in first), args)
+
+    got, want = second(fast.linear, leaves), second(F.linear, doubles)
+    torch.testing.assert_close([g.double() for g in got], list(want), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_changes_no_bit(reentrant):
+    leaves = [t.requires_grad_() for t in _inputs()]
+    want = torch.autograd.grad(_loss(fast.linear, *leaves), leaves)
+    loss = checkpoint(_loss, fast.linear, *leaves, use_reentrant=reentrant)
+    loss.backward()
+    for leaf, g in zip(leaves, want):
+        assert torch.equal(leaf.grad, g)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "input"])
+def test_a_frozen_factor_costs_neither_a_product_nor_what_that_would_keep(frozen, products_seen):
+    x, weight, _ = _inputs()
+    kept = []
+    {"weight": x, "input": weight}[frozen].requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        out = fast.linear(x, weight)
+    out.tanh().sum().backward()
+    assert len(products_seen) == 2
+    assert kept[0] == {"weight": weight, "input": x}[frozen].shape
+    assert {"weight": x, "input": weight}[frozen].shape not in kept
+
+
+def test_what_is_small_or_of_another_kind_is_torchs(products_seen, monkeypatch):
+    x, weight, bias = _inputs()
+    fast.linear(x[:3], weight, bias)
+    for dtype in (torch.float64, torch.bfloat16):
+        assert fast.linear(x.to(dtype), weight.to(dtype)).dtype == dtype
+    assert fast.linear(x.to("meta"), weight.to("meta")).shape == (9, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fast.linear(x, weight, bias).dtype == torch.bfloat16
+    monkeypatch.setattr(fast, "_LARGE", 9 * 7 * 5 + 1)
+    fast.linear(x, weight, bias)
+    monkeypatch.setattr(products, "mkl_is_half", lambda: False)
+    monkeypatch.setattr(fast, "_LARGE", 1)
+    fast.linear(x, weight, bias)
+    assert products_seen == []
+
+
+def test_matrices_with_gaps_are_torchs(products_seen):
+    _, weight, _ = _inputs()
+    wide = torch.randn(9, 14)
+    got = fast.linear(wide[:, :7], weight)
+    torch.testing.assert_close(got, F.linear(wide[:, :7], weight))
+    assert products_seen == []
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_packed_weight_changes_no_bit(has_bias, monkeypatch):
+    sizes = []
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_reorder_linear_weight", lambda *a: sizes.append(1) or reorder(*a), raising=False
+    )
+    weight, bias = torch.randn(96, 130), [torch.randn(96)][: int(has_bias)]
+    packed = fast.Packed(weight)
+    # fewer than four rows are no large product, and nothing is packed for them
+    for shape in ((2, 130), (4, 130), (64, 130), (3, 50, 130), (1000, 130)):
+        x = torch.randn(shape)
+        assert torch.equal(packed.linear(x, *bias), fast.linear(x, weight, *bias))
+        assert len(sizes) == (shape != (2, 130))
+    wide = torch.randn(9, 200)
+    assert torch.equal(packed.linear(wide[:, :130], *bias), fast.linear(wide[:, :130], weight, *bias))
+
+
+def test_torch_compile_traces_it_whole():
+    x, weight, bias = _inputs()
+    compiled = torch.compile(fast.linear, backend="aot_eager", fullgraph=True)
+    for rows in (9, 8, 5):
+        torch.testing.assert_close(compiled(x[:rows], weight, bias), F.linear(x[:rows], weight, bias))
+
+
+def test_parameters_that_are_given_are_those_that_are_read():
+    class Layer(torch.nn.Linear):
+        def forward(self, x):
+            return fast.linear(x, self.weight, self.bias)
+
+    layer = Layer(7, 5)
+    x, weight, bias = _inputs()
+    got = functional_call(layer, {"weight": weight, "bias": bias}, (x,))
+    torch.testing.assert_close(got, F.linear(x, weight, bias))
