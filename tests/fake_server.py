@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
-from rft_fn import rng
 from rft_fn.engine import weight_folder
-from rft_fn.engine.hf.sampler import _draw
+from rft_fn.engine.hf.sampler import draw_token, uniform_numbers
+from rft_fn.engine.requests import Row
 from rft_fn.engine.stop import Stop
 from rft_fn.types import Sampling
 
@@ -78,13 +78,13 @@ class FakeServer:
         """(tokens, log-probs) by the definition: all tokens are read again for each new one."""
         if "seed" in self.ignores or (not self.deterministic):
             seed = time.monotonic_ns()
-        u = torch.rand(max_new, generator=rng.generator(seed), dtype=torch.float64)
+        u = uniform_numbers([Row(seed, max_new, 0)], self.lm.config.vocab_size)[0]
         stop = Stop(self.tokenizer, frozenset(ends), texts)
         tokens, logp = [], []
         with self.lock:
             for t in range(max_new):
                 z = self.lm(input_ids=torch.tensor([[*ids, *tokens]]), use_cache=False).logits[:, -1]
-                token, p = _draw(z, u[t : t + 1], sampling)
+                token, p = draw_token(z, u[t : t + 1], sampling)
                 if "processed" in self.ignores:
                     p = z.log_softmax(-1)[0, token]
                 tokens.append(int(token))

@@ -24,6 +24,7 @@ from rft_fn.engine.lifetime import EngineDead, dead_after_failure
 from rft_fn.engine.process import own_process
 from rft_fn.engine.requests import BadRequest
 from rft_fn.engine.server_checks import refuse_media
+from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Engine
 
 __all__ = ["ENGINES", "BadRequest", "Engine", "EngineConfig", "EngineDead", "config_of", "get_engine", "hf"]
@@ -94,11 +95,16 @@ def check_media(config: EngineConfig, model: str) -> None:
     ENGINES[config.type].check_media(config, model)
 
 
-def get_engine(config: EngineConfig | None, model: str | nn.Module, tokenizer: Any = None) -> Engine:
+def get_engine(
+    config: EngineConfig | StrategyConfig | None, model: str | nn.Module, tokenizer: Any = None
+) -> Engine:
     """The engine of `config` with weights of `model`, a name or a module that it may overwrite.
 
-    ValueError for what `check_config` refuses, before anything is loaded.
+    Of a StrategyConfig the options that begin with `engine_` are read. ValueError for what `check_config`
+    refuses, before anything is loaded.
     """
+    if isinstance(config, StrategyConfig):
+        config = config_of(config)
     config = config or EngineConfig()
     check_config(config)
     if tokenizer is None and isinstance(model, nn.Module):

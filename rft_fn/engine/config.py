@@ -26,10 +26,14 @@ class EngineConfig:
     """the engine leaves the device while the trainer works"""
     process: bool = StrategyConfig.engine_process
     """the engine has a process of its own"""
+    fast_linear: bool = StrategyConfig.fast_linear
+    """large linear layers by oneDNN, on a CPU where that is faster; hf's alone"""
     threads: Whole = StrategyConfig.engine_threads
     """threads of an engine in a process of its own; 0: as many as this process has"""
     servers: tuple[str, ...] = StrategyConfig.engine_servers
     """addresses of the servers, http://HOST:PORT each"""
+    key_env: str = "RFT_SERVER_KEY"
+    """the environment variable with the servers' API key, if they ask for one"""
     timeout: Annotated[float, Range(1)] = StrategyConfig.engine_timeout
     """seconds that one call of the engine may take, or one request to a server"""
     weights: str = StrategyConfig.engine_weights
@@ -55,6 +59,7 @@ def config_of(config: StrategyConfig) -> EngineConfig:
         mem_util=config.engine_mem_util,
         sleep=config.enable_engine_sleep,
         process=config.engine_process,
+        fast_linear=config.fast_linear,
         threads=config.engine_threads,
         servers=tuple(config.engine_servers),
         weights=config.engine_weights,

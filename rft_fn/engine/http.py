@@ -15,7 +15,7 @@ __all__ = ["Client", "Fault", "Refused", "check_url", "expected"]
 
 UNAUTHORIZED = 401
 AGAIN = (408, 425, 429)  # statuses below 500 that a later request may not meet
-KEY = "RFT_SERVER_KEY"  # the environment variable with the servers' API key
+KEY = "RFT_SERVER_KEY"  # the environment variable with the servers' API key, unless another one is named
 CHUNK = 1 << 16  # bytes
 
 
@@ -48,9 +48,10 @@ def check_url(server: str) -> None:
 
 
 class Client:
-    """Sends requests to servers; any thread may call it."""
+    """Sends requests to servers, with the key in an environment variable; any thread may call it."""
 
-    def __init__(self) -> None:
+    def __init__(self, key_env: str = KEY) -> None:
+        self.key_env = key_env
         self.lock = threading.Lock()
         self.sockets: set[socket.socket] = set()  # of the requests under way
         self.broken_off = False
@@ -75,7 +76,7 @@ class Client:
             if status >= 500 or status in AGAIN:
                 raise Fault(line)
             if status == UNAUTHORIZED:
-                line += f"; its key belongs into the environment variable {KEY}"
+                line += f"; its key belongs into the environment variable {self.key_env}"
             raise Refused(line)
         if not text:
             return None
@@ -95,8 +96,8 @@ class Client:
             method = "POST"
             payload = json.dumps(body).encode()
             headers["Content-Type"] = "application/json"
-        if KEY in os.environ:
-            headers["Authorization"] = f"Bearer {os.environ[KEY]}"
+        if self.key_env in os.environ:
+            headers["Authorization"] = f"Bearer {os.environ[self.key_env]}"
 
         connection.connect()
         sock = connection.sock

@@ -36,7 +36,7 @@ def check_config(config: EngineConfig) -> None:
 
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
     """The engine on `config.servers`."""
-    client = Client()
+    client = Client(config.key_env)
     return serve(config, _VLLM(client, config.timeout), client, model, tokenizer)
 
 

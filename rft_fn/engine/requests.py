@@ -1,6 +1,7 @@
 """Requests to an engine, and the rollout that answers them: shared by all engines."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from operator import index
 from typing import Any, NamedTuple
 
@@ -217,25 +218,29 @@ def assemble(
     """The Rollout [B, S] of B = N G responses, the G responses to each of N prompts side by side.
 
     `media` are the processor's tensors of each prompt, None for one without. No prompts give a rollout
-    without rows, B = S = 0.
+    without rows, B = S = 0. ValueError for a response without a log-prob for each token.
     """
     count = len(prompts)
     group = torch.arange(0)
     if count:
         group = repeat(torch.arange(count), "n -> (n g)", g=len(responses) // count)
     owners = [prompts[i] for i in group.tolist()]
-    lengths = [len(p) + len(r.tokens) for p, r in zip(owners, responses, strict=True)]
+    for response in responses:
+        tokens, logp = len(response.tokens), len(response.logp)
+        if logp != tokens:
+            raise ValueError(f"response: expected a log-prob for each of {tokens} tokens, got {logp}")
 
     # right-padded; log-probs stay 0 on prompts and padding
-    tokens = torch.full((len(responses), max(lengths, default=0)), pad)
-    mask = torch.zeros_like(tokens, dtype=torch.bool)
-    logp = torch.zeros(tokens.shape)
-    for b, (prompt, response) in enumerate(zip(owners, responses, strict=True)):
-        sampled = slice(len(prompt), len(prompt) + len(response.tokens))
-        tokens[b, : sampled.start] = torch.tensor(prompt)
-        tokens[b, sampled] = torch.tensor(response.tokens)
-        mask[b, sampled] = True
-        logp[b, sampled] = torch.tensor(response.logp)
+    first = torch.tensor([len(prompt) for prompt in owners], dtype=torch.long)
+    length = first + torch.tensor([len(response.tokens) for response in responses], dtype=torch.long)
+    column = torch.arange(max(length.tolist(), default=0))
+    real = column < length[:, None]
+    mask = real & (column >= first[:, None])
+    tokens = torch.full(mask.shape, pad)
+    texts = ([*prompt, *response.tokens] for prompt, response in zip(owners, responses, strict=True))
+    tokens[real] = _joined(texts, tokens.dtype)
+    logp = torch.zeros(mask.shape)
+    logp[mask] = _joined((response.logp for response in responses), logp.dtype)
 
     shown = None
     if count and media:
@@ -244,12 +249,17 @@ def assemble(
         tokens=tokens,
         mask=mask,
         logp=logp,
-        length=torch.tensor(lengths, dtype=torch.long),
+        length=length,
         truncated=torch.tensor([not response.ended for response in responses], dtype=torch.bool),
         group=group,
         version=torch.full((len(responses),), version),
         media=shown,
     )
+
+
+def _joined(lists: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    """The numbers of all lists, one list behind the other."""
+    return torch.tensor(list(chain.from_iterable(lists)), dtype=dtype)
 
 
 def end_tokens(lm: nn.Module, tokenizer: Any) -> frozenset[int]:

@@ -34,7 +34,7 @@ def check_config(config: EngineConfig) -> None:
 
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
     """The engine on `config.servers`."""
-    client = Client()
+    client = Client(config.key_env)
     return serve(config, _SGLang(client, config.timeout), client, model, tokenizer)
 
 

@@ -3,9 +3,11 @@
 A sample that is cut anywhere and continued equals the uncut one.
 """
 
+import math
 import warnings
 
 import pytest
+import ref
 import tiny
 import torch
 from families import small
@@ -137,11 +139,13 @@ def test_a_pair_in_place_of_a_key_numbers_the_samples(llama):
     same(last, take(five, rows))
 
 
-def drawn_by(lm, prompt, u):
-    """The definition: the first token whose cumulative probability is above u."""
+def drawn_by(lm, prompt, stream, at):
+    """The definition: the token that the numbers of one draw choose, from `at` draws into the stream."""
     with torch.no_grad():
         p = lm(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
-    return int((p.cumsum(-1) <= u).sum())
+    depth = math.ceil(math.log2(len(p)))
+    u = torch.rand((at + 1) * depth, generator=stream, dtype=torch.float64)[-depth:]
+    return ref.drawn(p.numpy(), u.numpy())[0]
 
 
 def test_a_row_draws_from_its_start_in_its_stream(llama):
@@ -150,8 +154,7 @@ def test_a_row_draws_from_its_start_in_its_stream(llama):
     r = llama.generate(PROMPTS[:3], KEYS[:3], n=2, sampling=sampling, start=start)
     for b, at in enumerate(start):
         stream = rng.generator(rng.fold_in(KEYS[b // 2], b % 2))
-        u = torch.rand(at + 1, generator=stream, dtype=torch.float64)[-1]
-        assert r.tokens[b, r.length[b] - 1] == drawn_by(tiny.llama(), PROMPTS[b // 2], u)
+        assert r.tokens[b, r.length[b] - 1] == drawn_by(tiny.llama(), PROMPTS[b // 2], stream, at)
 
 
 def test_a_row_ends_at_its_own_limit(llama):

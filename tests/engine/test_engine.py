@@ -305,3 +305,9 @@ def test_a_mistake_in_the_engines_config_comes_before_any_model(options, message
         engine.check_config(config)
     with pytest.raises(ValueError, match=message):
         engine.get_engine(config, "./nowhere")
+
+
+def test_the_options_of_a_strategy_make_an_engine():
+    config = rft.strategy.StrategyConfig(engine_type="nobody")
+    with pytest.raises(ValueError, match=r"engine type: expected hf.*got 'nobody'"):
+        engine.get_engine(config, "tiny")

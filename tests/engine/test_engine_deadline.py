@@ -1,10 +1,10 @@
 """An engine in this process that hangs: interrupted where it can be, else the process ends and says so."""
 
 import os
-import subprocess
 import sys
 import time
 
+import forks
 import pytest
 import tiny
 import torch
@@ -107,7 +107,7 @@ def alone(code, *args):
     """Run the code in another process, which can import what these tests can."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", code, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
+    return forks.run(command, capture_output=True, text=True, timeout=600, env=env, check=False)
 
 
 HANGS = """

@@ -369,6 +369,15 @@ def test_the_key_is_sent(monkeypatch):
         made("generate", *fakes).generate(PROMPTS, KEYS, sampling=SAMPLING)
 
 
+def test_other_servers_may_have_a_key_of_their_own(monkeypatch):
+    monkeypatch.setenv("RFT_SERVER_KEY", "of the policy's servers")
+    with serving(fake(key="secret")) as fakes:
+        with pytest.raises(ValueError, match=r"status 401: .*variable JUDGE_KEY"):
+            made("generate", *fakes, key_env="JUDGE_KEY")
+        monkeypatch.setenv("JUDGE_KEY", "secret")
+        made("generate", *fakes, key_env="JUDGE_KEY").generate(PROMPTS, KEYS, sampling=SAMPLING)
+
+
 def test_sleep_is_not_supported_on_a_cpu_and_confirmed_elsewhere(kind):
     with serving(fake(**KINDS[kind][1])) as (server,):
         eng = made(kind, server)

@@ -62,8 +62,8 @@ def whole(family, lm):
 def test_log_probs_are_the_trainers(lm, whole):
     """Left padding, media in some rows, n samples of one prefill; by the trainer's packs and by `score`."""
     eng, _, rollout = whole
-    assert (trained(lm, rollout) - rollout.logp).abs().max() < 2e-6
-    assert (eng.score(rollout) - rollout.logp).abs().max() < 2e-6
+    assert (trained(lm, rollout) - rollout.logp).abs().max() < 5e-6
+    assert (eng.score(rollout) - rollout.logp).abs().max() < 5e-6
     assert rollout.logp[rollout.mask].min() < -0.1  # there is something to agree about
 
 

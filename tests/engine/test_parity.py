@@ -50,3 +50,17 @@ def test_trainer_and_sampler_agree_to_1e_4(name, sampled):
     assert len(packs) > 1 and rollout.mask.sum() > 40
     assert (scored - rollout.logp).abs().max() < 1e-4
     assert rollout.logp.min() < -1  # there is something to agree about
+
+
+def test_a_sample_does_not_depend_on_its_company(name):
+    """32 rows at once and 4 at a time: 768 tokens of a vocabulary of 49,152 words, at temperature 1."""
+    tokenizer = model.load_tokenizer(name)
+    prompts = [data.Prompt(data.render(tokenizer, q), q, {}, i) for i, q in enumerate(QUESTIONS)]
+    sampling = rft.Sampling(max_new=24)
+    found = []
+    for batch in (32, 4):
+        eng = engine.get_engine(engine.EngineConfig(batch=batch), name, tokenizer)
+        found.append(eng.generate(prompts, [7, 8, 9, 10], n=8, sampling=sampling))
+    together, apart = found
+    assert together.tokens.equal(apart.tokens)
+    torch.testing.assert_close(together.logp, apart.logp, rtol=0, atol=1e-3)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from einops import repeat
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rft_fn.engine.hf import cache as caches
 from rft_fn.engine.hf import media
@@ -27,6 +28,8 @@ class Batching(NamedTuple):
     padded: bool = False  # rows of different lengths together, padded on the left
     grows: bool = True  # whether the cache has a place for each token, padding too
     single: bool = False  # one row at a time
+    room: bool = False  # whether plain keys and values are kept in buffers with room for more
+    joins: bool = False  # whether all of the cache is (needs `room`), so that rows may join longer ones
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Batch:
     logits: Tensor  # [R, V] of the next token
     name: str = ""  # by which the model takes its cache
     cache: Any = None
+    ragged: bool = True  # whether some row has padding
 
     def take(self, index: Tensor) -> None:
         """Keep only the rows `index` [R'], which may repeat."""
@@ -51,6 +55,29 @@ class Batch:
         self.logits = self.logits[index]
         if self.batching.rows is not None:
             self.cache = caches.select(self.cache, self.batching.rows, index)
+        self._trim()
+
+    def join(self, other: "Batch") -> None:
+        """Add the rows of another batch behind its prompts; both have to be of a model that `joins`."""
+        width = max(self.seen.shape[1], other.seen.shape[1])
+        self.seen = torch.cat([F.pad(x, (width - x.shape[1], 0)) for x in (self.seen, other.seen)])
+        self.tokens = torch.cat([self.tokens[:, -1:], other.tokens[:, -1:]])
+        self.beyond = torch.cat([self.beyond, other.beyond], 1)
+        self.shown = [*self.shown, *other.shown]
+        self.logits = torch.cat([self.logits, other.logits])
+        caches.join(self.cache, other.cache)
+        self._trim()
+
+    def _trim(self) -> None:
+        """Drop the first columns where they are padding in every row."""
+        if not self.batching.joins:
+            return
+        empty = int(self.seen.any(0).int().argmax())
+        if empty:
+            self.seen = self.seen[:, empty:]
+            for part in caches.own(self.cache):
+                part.crop_left(empty)
+        self.ragged = not bool(self.seen.all())
 
     def append(self, lm: "PreTrainedModel", token: Tensor) -> None:
         """Read one more token [R] of each row."""
@@ -69,8 +96,8 @@ class Batch:
         if self.cache is not None:
             options[self.name] = self.cache
 
-        # the mask covers what the cache holds beside the new tokens
-        if self.batching.padded:
+        # the mask covers what the cache holds beside the new tokens; without padding there is none
+        if self.batching.padded and self.ragged:
             mask = self.seen.long()
             if not self.batching.grows:
                 mask = mask[:, -width:]
@@ -87,7 +114,12 @@ class Batch:
         out = lm(input_ids=self.tokens, **options)
         self.logits = out.logits[:, -1]
         if self.batching.rows is not None:
+            first = self.cache is None
             self.name, self.cache = caches.found_in(out) or ("", None)
+            if first and self.batching.room:
+                from rft_fn.engine.hf.buffers import make_room  # with transformers
+
+                make_room(self.cache)
 
     def position(self) -> Tensor:
         """The positions of `tokens` where no media are among them: [R, w], or [axes, R, w] behind media."""
@@ -123,6 +155,8 @@ def start(
     seen = torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in prompts], device=lm.device)
     beyond = tokens.new_empty(0, len(prompts))  # without axes of their own
     batch = Batch(batching, tokens, seen, beyond, list(shown or text(prompts)), logits=torch.empty(0))
+    if batching.joins:
+        batch.ragged = min(len(p) for p in prompts) < width
     batch.read(lm)
     if n > 1:
         batch.take(repeat(torch.arange(len(prompts), device=lm.device), "p -> (p n)", n=n))

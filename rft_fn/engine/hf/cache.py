@@ -5,16 +5,45 @@ tensors; comparing caches of one and of two rows shows which dimension of a tens
 batch.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["Path", "Rows", "compare", "constant", "found_in", "select", "tensors"]
+__all__ = ["OwnRows", "Path", "Rows", "compare", "constant", "found_in", "join", "own", "select", "tensors"]
 
 Path = tuple[Any, ...]  # of attributes, keys and indices
 Rows = dict[Path, int]  # the dimension of each tensor that counts rows
+
+
+class OwnRows(ABC):
+    """A part of a cache that selects and adds rows itself, and is not searched for tensors."""
+
+    @abstractmethod
+    def take(self, index: Tensor, moved: Tensor) -> None:
+        """Keep the rows `index` [R']; `moved` are the places whose row comes from another place."""
+
+    @abstractmethod
+    def join(self, other: Any) -> None:
+        """Add the rows of another part of this kind."""
+
+    @abstractmethod
+    def crop_left(self, count: int) -> None:
+        """Forget the first `count` columns."""
+
+
+def own(cache: Any) -> list[OwnRows]:
+    """The parts of a cache that select their rows themselves."""
+    return [layer for layer in getattr(cache, "layers", []) if isinstance(layer, OwnRows)]
+
+
+def join(cache: Any, other: Any) -> None:
+    """Add the rows of another cache to one of which every part is `own`."""
+    for mine, new in zip(own(cache), own(other), strict=True):
+        mine.join(new)
 
 
 def found_in(output: Any) -> tuple[str, Any] | None:
@@ -34,7 +63,8 @@ def _entries(x: Any) -> list[tuple[Any, Any]]:
         return list(x.items())
     if isinstance(x, (list, tuple)):
         return list(enumerate(x))
-    if isinstance(x, (Tensor, nn.Module, type, FunctionType, ModuleType)) or not hasattr(x, "__dict__"):
+    closed = (Tensor, nn.Module, type, FunctionType, ModuleType, OwnRows)
+    if isinstance(x, closed) or not hasattr(x, "__dict__"):
         return []
     return list(vars(x).items())
 
@@ -108,6 +138,11 @@ def select(cache: Any, rows: Rows, index: Tensor) -> Any:
             return x
         return x.index_select(rows[path], index.to(x.device))
 
+    parts = own(cache)
+    if parts:
+        moved = (index != torch.arange(len(index), device=index.device)).nonzero().squeeze(-1)
+        for part in parts:
+            part.take(index, moved)
     return _replaced(cache, selected, (), {})
 
 

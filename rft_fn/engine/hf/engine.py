@@ -19,6 +19,7 @@ from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.lifetime import dead_after_failure
 from rft_fn.engine.stop import Stop
 from rft_fn.model import quantize
+from rft_fn.model.linear import packed, set_fast
 from rft_fn.model.media import placeholder_ids
 from rft_fn.rollout import take
 from rft_fn.types import Engine, Rollout, Sampling
@@ -51,20 +52,24 @@ def check_config(config: EngineConfig) -> None:
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
     """The engine with weights of `model`, which is loaded by its name or taken over."""
     lm = model_lib.load(model, quantize="none")
-    return hf(lm, tokenizer, batch=config.batch, sleep=config.sleep)
+    return hf(lm, tokenizer, batch=config.batch, sleep=config.sleep, fast_linear=config.fast_linear)
 
 
-def hf(lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True) -> Engine:
+def hf(
+    lm: nn.Module, tokenizer: Any, *, batch: int = 64, sleep: bool = True, fast_linear: bool = True
+) -> Engine:
     """An Engine over a transformers model that it owns: `load` copies weights into it.
 
     `batch` is rows at a time. While it sleeps, its weights are in host memory; `sleep=False` disables that.
-    Adapters are merged into the model first.
+    Adapters are merged into the model first. With `fast_linear` its linear layers are as in training.
 
     Prompts are sorted by length, so that a batch holds little padding, or none where the model's cache does
     not allow it (found by a few random tokens before the first sample). Rows that ended leave the batch at
     once. ValueError for a quantised model, and for one that is not of transformers.
     """
-    engine = _InProcess(_plain(lm), tokenizer, batch=batch, can_sleep=sleep)
+    plain = _plain(lm)
+    set_fast(plain, fast_linear)
+    engine = _InProcess(plain, tokenizer, batch=batch, can_sleep=sleep)
     return dead_after_failure(
         Engine(
             generate=engine.generate,
@@ -132,7 +137,8 @@ class _InProcess:
         stop = Stop(self.tokenizer, self.ends, sampling.stop)
         sampler = Sampler(self.lm, self.batching, sampling, stop, pad, self.batch)
         rows = requests.rows(keys, n, sampling, max_new=max_new, start=start)
-        responses = sampler.responses(ids, shown, rows)
+        with packed(self.lm):
+            responses = sampler.responses(ids, shown, rows)
         tensors = prompt_media.tensors(shown)
         return requests.assemble(ids, responses, pad=pad, version=self.version, media=tensors)
 

@@ -34,6 +34,10 @@ def find_batching(lm: "PreTrainedModel", pad: int) -> Batching:
 
     In this order: padded, rows of one length, one row at a time, and without a cache, which always is
     correct. Warns once where it is not the first.
+
+    Each is tried with buffers before it is tried without: layers of a cache that hold nothing but keys and
+    values of all tokens are put into them, windows and states are left as they are. Prompts may join only
+    where the whole cache is in buffers.
     """
     rows = _prompts(lm)
     want = torch.stack([_alone(lm, x) for x in rows])
@@ -58,6 +62,20 @@ def _attempt(f: Callable[..., Any], *args: Any) -> Any:
 
 
 def _with_cache(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
+    """`_plain`, and before each the same with buffers, where all of its cache is in them also with joins."""
+    plain = _plain(lm, pad)
+    roomy = _attempt(start, lm, Batching(rows={}, room=True), [[pad] * 3], 1, pad)
+    found: list[tuple[Batching, str]] = []
+    for batching, note in plain:
+        if roomy is not None and caches.own(roomy.cache):
+            if batching.padded and not caches.tensors(roomy.cache).keys() & (batching.rows or {}).keys():
+                found.append((batching._replace(room=True, joins=True), note))
+            found.append((batching._replace(room=True), note))
+        found.append((batching, note))
+    return found
+
+
+def _plain(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
     """Each Batching that uses the model's cache, with the text of its warning; none without a cache."""
 
     def cache_of(batching: Batching, prompts: list[list[int]]) -> Any:
@@ -107,6 +125,8 @@ def _alone(lm: "PreTrainedModel", row: list[int]) -> Tensor:
 
 def _together(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pad: int) -> Tensor:
     """[P, MORE + 1, V]: the same logits of all rows, in batches as they are sampled."""
+    if batching.joins:
+        return _joined(lm, batching, rows, pad)
     groups = [rows]
     if not batching.padded:
         groups = [list(group) for _, group in groupby(rows, key=len)]
@@ -137,6 +157,31 @@ def _read_on(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], p
         batch.append(lm, token)
         logits.append(batch.logits)
     return torch.stack(logits, 1)
+
+
+def _joined(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pad: int) -> Tensor:
+    """[P, MORE + 1, V]: the same, where the longer prompts join the others behind their first token."""
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    early, late = order[: len(rows) // 2], order[len(rows) // 2 :]
+    batch = start(lm, batching, [rows[i][:-MORE] for i in early], 1, pad)
+    live = early
+    logits: list[list[Tensor]] = [[] for _ in rows]
+    while True:
+        for i, x in zip(live, batch.logits):
+            logits[i].append(x)
+
+        # rows leave when they have been continued by all of their tokens
+        kept = [k for k, i in enumerate(live) if len(logits[i]) <= MORE]
+        if not kept:
+            return torch.stack([torch.stack(own) for own in logits])
+        if len(kept) < len(live):
+            batch.take(torch.tensor(kept, device=lm.device))
+            live = [live[k] for k in kept]
+        at = [rows[i][-MORE - 1 + len(logits[i])] for i in live]
+        batch.append(lm, torch.tensor(at, device=lm.device))
+        if live == early and len(logits[live[0]]) == 1:
+            batch.join(start(lm, batching, [rows[i][:-MORE] for i in late], 1, pad))
+            live = [*early, *late]
 
 
 def _same(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:

@@ -1,9 +1,12 @@
-"""Batched sampling with a cache, by inverse CDF: one uniform number of the sample's stream per token.
+"""Batched sampling with a cache: each token is drawn by numbers of its sample's own stream.
 
-So the same prompt and key give the same response in any company, order and batch size, in one piece or in
-several (up to the rounding of a matrix product, which changes about one token in a million).
+Where a model's cache allows it, the next prompts join the batch as rows end, so that a few long responses do
+not run alone. The same prompt and key give the same response in any company, order and batch size, in one
+piece or in several. What is left is the rounding of the products, which may decide between two tokens
+(`draw`).
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,15 +17,20 @@ from torch import Tensor
 
 from rft_fn import logprob, rng
 from rft_fn.engine.hf.batch import Batch, Batching, start
+from rft_fn.engine.hf.draw import draw, numbers_per_draw
 from rft_fn.engine.prompt_media import Shown
 from rft_fn.engine.requests import Response, Row
 from rft_fn.engine.stop import Stop
+from rft_fn.model.media import placeholders
 from rft_fn.types import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "draw_token", "uniform_numbers"]
+
+
+_SHARE = 8  # prompts join when one in so many rows is free, so that few are read at a time of one row
 
 
 @dataclass(slots=True)
@@ -33,29 +41,36 @@ class _Growing:
     before: int  # tokens of `text` that are not its own
     most: int  # tokens of `text` at the row's limit
     logp: list[float]
+    row: Row
     ended: bool = False
+
+
+class _Job(NamedTuple):
+    """Rows of one prompt, which is read once for all of them."""
+
+    prompt: Sequence[int]
+    shown: Shown
+    responses: Sequence[_Growing]
 
 
 @dataclass
 class _Rows:
-    """The rows of one batch while they are sampled; `live` are those of `batch`, in the order of all."""
+    """The rows that are sampled together, in the order of `batch`."""
 
     batch: Batch
-    live: Tensor  # [live] i64
-    responses: list[_Growing]  # of each row
+    live: list[_Growing]
+    u: list[Tensor]  # [max_new, D] of each
 
 
-def _draw(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """(token [B], logp [B]) drawn by uniform numbers u [B]; the likeliest token at temperature 0."""
+def draw_token(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """(token [B], logp [B]) drawn by uniform numbers u [B, D]; the likeliest token at temperature 0."""
     z = logprob.process_logits(logits, sampling)
-    logp = z.log_softmax(-1)
     if sampling.temperature == 0:
-        token = z.argmax(-1)
-    else:
-        cdf = logp.double().exp().cumsum(-1)
-        token = torch.searchsorted(cdf, (u * cdf[:, -1]).unsqueeze(-1), right=True).squeeze(-1)
-        token = token.clamp(max=z.shape[-1] - 1)
-    return token, logp.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+        largest, token = z.max(-1)
+        return token, largest - z.logsumexp(-1)
+    p = z.softmax(-1)
+    token = draw(p, u)
+    return token, p.gather(-1, token.unsqueeze(-1)).squeeze(-1).log()
 
 
 class Sampler(NamedTuple):
@@ -76,73 +91,108 @@ class Sampler(NamedTuple):
         most = self.batch
         if self.batching.single:
             most = 1
-        done: dict[int, Response] = {}
-        for part in split(prompts, self.batching, max(most // n, 1)):
-            for first in range(0, n, most):  # more samples than fit into a batch
-                numbers = [i * n + j for i in part for j in range(first, min(first + most, n))]
-                own = [prompts[i] for i in part]
-                found = self._sample(own, [shown[i] for i in part], [rows[b] for b in numbers])
-                done |= zip(numbers, found)
-        return [done[b] for b in range(len(rows))]
+        growing = [self._begun(prompts[b // n], row) for b, row in enumerate(rows)]
+        parts = [
+            [_Job(prompts[i], shown[i], growing[i * n : (i + 1) * n][first : first + most]) for i in part]
+            for part in split(prompts, self.batching, max(most // n, 1))
+            for first in range(0, n, most)  # more samples than fit into a batch
+        ]
+        if self._joins():
+            parts = [[job for part in parts for job in part]]
+        for part in parts:
+            self._run(deque(part), most)
+        return [Response(x.text[x.before :], x.logp, x.ended) for x in growing]
 
-    def _sample(
-        self, prompts: Sequence[Sequence[int]], shown: Sequence[Shown], wanted: Sequence[Row]
-    ) -> list[Response]:
-        """The responses of the rows `wanted`, those of a prompt side by side, in one batch."""
-        n = len(wanted) // len(prompts)
-        device = self.lm.device
-        rows = _Rows(
-            batch=start(self.lm, self.batching, prompts, n, self.pad, shown),
-            live=torch.arange(len(wanted), device=device),
-            responses=[self._begun(prompts[b // n], row) for b, row in enumerate(wanted)],
-        )
+    def _joins(self) -> bool:
+        """Whether prompts may join rows that are sampled."""
+        return self.batching.joins and not placeholders(self.lm.config)
 
-        # one step for every token, until no row is left
-        u = _uniform(wanted)
-        for t in range(u.shape[1]):
-            if not rows.live.numel():
-                break
-            self._step(rows, u[:, t].to(device))
-        return [Response(x.text[x.before :], x.logp, x.ended) for x in rows.responses]
+    def _run(self, waiting: "deque[_Job]", most: int) -> None:
+        """Sample the responses of all jobs, at most `most` rows at a time."""
+        rows = None
+        while waiting or rows is not None:
+            rows = self._admitted(rows, waiting, most)
+            rows = self._step(rows)
+
+    def _admitted(self, rows: _Rows | None, waiting: "deque[_Job]", most: int) -> _Rows:
+        """The rows with those of the next jobs for which there is room."""
+        room = most
+        if rows is not None:
+            room -= len(rows.live)
+            if not self._joins() or room * _SHARE < most:
+                return rows
+        jobs: list[_Job] = []
+        while waiting and len(waiting[0].responses) <= room:
+            jobs.append(waiting.popleft())
+            room -= len(jobs[-1].responses)
+        if not jobs and rows is not None:
+            return rows
+
+        # each prompt is read once; its rows are repeated then
+        prompts = [job.prompt for job in jobs]
+        batch = start(self.lm, self.batching, prompts, 1, self.pad, [job.shown for job in jobs])
+        counts = torch.tensor([len(job.responses) for job in jobs], device=self.lm.device)
+        if int(counts.sum()) > len(jobs):
+            batch.take(torch.arange(len(jobs), device=self.lm.device).repeat_interleave(counts))
+        live = [x for job in jobs for x in job.responses]
+        numbers = uniform_numbers([x.row for x in live], batch.logits.shape[-1]).to(self.lm.device)
+        if rows is None:
+            return _Rows(batch, live, list(numbers))
+        rows.batch.join(batch)
+        return _Rows(rows.batch, [*rows.live, *live], [*rows.u, *numbers])
 
     def _begun(self, prompt: Sequence[int], row: Row) -> _Growing:
         """A response without tokens; a stop text may begin in those that its stream gave before."""
         before = self.stop.unfinished(prompt[max(len(prompt) - row.start, 0) :])
-        return _Growing(before, len(before), len(before) + row.max_new, [])
+        return _Growing(before, len(before), len(before) + row.max_new, [], row)
 
-    def _step(self, rows: _Rows, u: Tensor) -> None:
-        """Sample one token for every live row, and run those that have not ended one token further."""
-        token, logp = _draw(rows.batch.logits, u[rows.live], self.sampling)
+    def _step(self, rows: _Rows) -> _Rows | None:
+        """Sample one token for every row, and run those that have not ended one token further."""
+        u = torch.stack([u[len(x.logp)] for x, u in zip(rows.live, rows.u)])
+        token, logp = draw_token(rows.batch.logits, u, self.sampling)
         keep = []
-        for k, (i, t, p) in enumerate(zip(rows.live.tolist(), token.tolist(), logp.tolist())):
-            response = rows.responses[i]
+        for k, (response, t, p) in enumerate(zip(rows.live, token.tolist(), logp.tolist())):
             response.text.append(t)
             response.logp.append(p)
             response.ended = self.stop.ends(response.text)
             if not response.ended and len(response.text) < response.most:
                 keep.append(k)
+        if not keep:
+            return None
 
         # a row that ended leaves the batch at once: it would cost as much as the others
         if len(keep) < len(token):
+            keep = filled(keep)
             index = torch.tensor(keep, dtype=torch.long, device=token.device)
-            rows.live = rows.live[index]
             token = token[index]
-            if keep:
-                rows.batch.take(index)
-        if keep:
-            rows.batch.append(self.lm, token)
+            rows.batch.take(index)
+            rows = _Rows(rows.batch, [rows.live[k] for k in keep], [rows.u[k] for k in keep])
+        rows.batch.append(self.lm, token)
+        return rows
 
 
-def _uniform(rows: Sequence[Row]) -> Tensor:
-    """[R, W] float64: the numbers of each row's stream from its start to its limit, then 0.
+def uniform_numbers(rows: Sequence[Row], vocab: int) -> Tensor:
+    """The uniform numbers of each row's tokens: [R, W, D] float64, D for each token.
 
-    They are drawn at once, so that no row depends on when another one ends.
+    Those of the row's stream from its start to its limit, then 0. They are drawn at once, so that no row
+    depends on when another one ends.
     """
-    u = torch.zeros(len(rows), max(row.max_new for row in rows), dtype=torch.float64)
-    for r, row in enumerate(rows):
-        stream = torch.rand(row.start + row.max_new, generator=rng.generator(row.key), dtype=torch.float64)
-        u[r, : row.max_new] = stream[row.start :]
+    depth = numbers_per_draw(vocab)
+    drawn = max(row.start + row.max_new for row in rows)
+    streams = rng.uniform([row.key for row in rows], drawn * depth)
+    u = torch.zeros(len(rows), max(row.max_new for row in rows), depth, dtype=torch.float64)
+    for r, (row, stream) in enumerate(zip(rows, streams.unflatten(-1, (drawn, depth)))):
+        u[r, : row.max_new] = stream[row.start : row.start + row.max_new]
     return u
+
+
+def filled(keep: Sequence[int]) -> list[int]:
+    """The rows `keep`, of which the last fill the places of the rows that leave, so that few rows move."""
+    found = list(range(len(keep)))
+    behind = [k for k in keep if k >= len(keep)]
+    for gap, k in zip(sorted(set(found) - set(keep)), behind):
+        found[gap] = k
+    return found
 
 
 def split(prompts: Sequence[Sequence[int]], batching: Batching, most: int) -> list[list[int]]:

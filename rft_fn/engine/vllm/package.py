@@ -7,14 +7,14 @@ __all__ = ["part"]
 
 
 def part(name: str = "") -> Any:
-    """A module of vLLM by its name within the package. ImportError, with the remedy, without vLLM."""
+    """A module of vLLM by its name within the package. ModuleNotFoundError without vLLM."""
     full = f"vllm.{name}".rstrip(".")
     try:
         return import_module(full)
     except ModuleNotFoundError as error:
         if error.name != "vllm" and not (error.name or "").startswith("vllm."):
             raise
-        raise ImportError(
+        raise ModuleNotFoundError(
             f"engine vllm: expected the package vllm, got no module {error.name}; install it as "
             "docs/engines.md says"
         ) from None
