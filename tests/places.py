@@ -1,9 +1,11 @@
 """A host for tests on a CPU: numpy's memory, so what leaves the device is missed by torch's allocator."""
 
 import weakref
+from operator import itemgetter
 
 import numpy as np
 import torch
+from torch._C._profiler import _EventType
 from torch.distributed.tensor import DTensor
 from torch.profiler import profile
 
@@ -62,15 +64,34 @@ class Storages:
 
 def allocated(f):
     """(what f returned, the peak of its allocations, what of them is left), by torch's own allocator on the
-    CPU."""
+    CPU.
+
+    What f frees of others' memory does not count: threads of gloo free the buffers of a collective when they
+    get to it, and the profiler knows those of an earlier call of this function.
+    """
     with profile(profile_memory=True) as prof:
         out = f()
     now = peak = 0
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
+    blocks = {}
+    for block, size in _allocations(prof.profiler.kineto_results.experimental_event_tree()):
+        if size > 0:
+            blocks[block] = size
+            now += size
+        else:
+            now -= blocks.pop(block, 0)
         peak = max(peak, now)
     return out, peak, now
+
+
+def _allocations(roots):
+    """(address, bytes) of each allocation, and (address, -bytes) of each release, in the order of time."""
+    found, waiting = [], list(roots)
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    return [(block, size) for _, block, size in sorted(found, key=itemgetter(0))]
 
 
 def like(x, local):

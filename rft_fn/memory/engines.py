@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rft_fn.model import quantize
+from rft_fn.model.linear import is_plain
 
 __all__ = ["Sampler", "attempt", "size_of", "stays", "weights_of"]
 
@@ -21,6 +22,7 @@ class Sampler:
     batch: int  # sequences sampled at a time
     length: int = 0  # tokens of the longest; 0 leaves out the cache
     sleeps: bool = True  # its weights leave the device while the trainer works
+    packs: bool = False  # its large weights are a second time in memory, where `model.linear` packs them
 
 
 def attempt(name: str, f: Callable[[], T], default: T, unknown: list[str]) -> T:
@@ -68,6 +70,21 @@ def _cache(module: nn.Module, kind: str, sampler: Sampler) -> int:
     return _itemsize(kind) * token * length * sampler.batch
 
 
+def _packs(module: nn.Module, kind: str) -> int:
+    """The second copies of an engine's weights, in oneDNN's order [bytes]."""
+    from rft_kernels import products
+
+    if kind != "cpu" or not products.mkl_is_half():
+        return 0
+    # the engine's own layers are in full precision, whatever those of the trainer are
+    packed = 0
+    for layer in module.modules():
+        weight = layer._parameters.get("weight")
+        if weight is not None and (is_plain(layer) or quantize.is_low(weight)):
+            packed += quantize.count(weight)
+    return _itemsize(kind) * packed
+
+
 def stays(samplers: Sequence[Sampler | None], kind: str) -> bool:
     """Whether the weights of engines never leave the device, as on a CPU."""
     found = [sampler for sampler in samplers if sampler is not None]
@@ -75,6 +92,9 @@ def stays(samplers: Sequence[Sampler | None], kind: str) -> bool:
 
 
 def size_of(module: nn.Module, kind: str, sampler: Sampler, unknown: list[str]) -> int:
-    """The weights and the cache of an engine [bytes]."""
+    """The weights and the cache of an engine, and its packs [bytes]."""
+    packs = 0
+    if sampler.packs:
+        packs = _packs(module, kind)
     cache = attempt("cache of the engine", partial(_cache, module, kind, sampler), 0, unknown)
-    return weights_of(module, kind) + cache
+    return weights_of(module, kind) + packs + cache

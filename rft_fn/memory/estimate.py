@@ -98,6 +98,8 @@ def _held(layout: Layout, module: nn.Module, tx: Transform | None, unknown: list
     # a rank steps with the part of the gradients that belongs to its part of the optimizer
     stepped = _sums(layout, trained, layout.optimizer)
     update = attempt("update", lambda: trace.update(wrapped, opt, params, stepped), 0, unknown)
+    if layout.flat_copy:
+        update += trace.nbytes(*params.values())  # the denominators of torch's AdamW
     return _Held(parameters, trace.nbytes(*gradients.values()), optimizer, update)
 
 
@@ -222,10 +224,7 @@ def estimate(
     # a forward alone is more than a training step only for a model that is not trained
     scorers = {id(module): module for module, _ in models if placed or module not in trained}
 
-    engine = delivered = 0
-    if sampler is not None:
-        engine = size_of(models[0][0], kind, sampler, unknown)
-        delivered = weights_of(models[0][0], kind)
+    engine, delivered = _engine(models[0][0], kind, sampler, unknown)
     out = Estimate(
         parameters=sum(x.parameters for x in held),
         gradients=max(x.gradients for x in held),  # one model's after the other's
@@ -252,6 +251,13 @@ def estimate(
     if example is not None:
         out = replace(out, host=example.prompts * example.nbytes)
     return _moved(layout, out)
+
+
+def _engine(module: nn.Module, kind: str, sampler: Sampler | None, unknown: list[str]) -> tuple[int, int]:
+    """(bytes of the engine that copies a model, bytes of the weights that it is given); 0 without one."""
+    if sampler is None:
+        return 0, 0
+    return size_of(module, kind, sampler, unknown), weights_of(module, kind)
 
 
 def _media(example: Example | None, budget: int, kind: str) -> int:

@@ -17,19 +17,16 @@ from torch.utils._pytree import tree_leaves
 
 from rft_fn import logprob, optim, tree
 from rft_fn import model as model_lib
+from rft_fn.memory import stand_in
 from rft_fn.memory.example import Example
 from rft_fn.memory.layout import Groups
 from rft_fn.memory.without_values import Answers, Constants, Values
-from rft_fn.model import attention, reader
+from rft_fn.model import reader
 from rft_fn.model.parts import find
 from rft_fn.model.reader import Reader
 from rft_fn.types import Media, Packed, Sampling, Transform
 
 __all__ = ["Live", "Step", "dtype_of", "nbytes", "on_meta", "step", "update"]
-
-NAME = "rft_estimate"  # in transformers' table of attention functions
-TOWER = "rft_estimate_tower"
-MASKED = "rft_estimate_masked"
 
 
 def nbytes(*tensors: Tensor) -> int:
@@ -93,40 +90,6 @@ def on_meta(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-class _Attention(torch.autograd.Function):
-    """Shapes of flash attention.
-
-    It keeps its inputs, its output and one float32 number per row. With `loop` it also keeps the copies of
-    one call per sequence.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, loop: bool) -> Tensor:
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        kept = [q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32)]
-        if not loop:
-            ctx.save_for_backward(*kept)
-            return out
-        # q, k, v and the output are copied where many sequences have one length, else not: half of that
-        ctx.save_for_backward(*kept, torch.empty_like(q), torch.empty_like(k))
-        return out.clone()  # the outputs of all sequences are joined
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors[:3]
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
-
-
-def _stand_in(loop: bool) -> Callable:
-    """An attention function of transformers: three of [1, H, T, D] -> ([1, T, H, D], None)."""
-
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple:
-        out: Any = _Attention.apply(*(x.transpose(1, 2) for x in (query, key, value)), loop)
-        return out, None
-
-    return attention
-
-
 def _pack(tokens: int, example: Example | None = None) -> Packed:
     """A pack of one sequence, all of it responses; of as many examples as fit, if there is one."""
     read: list[int] = []
@@ -150,61 +113,19 @@ def _decoder(root: nn.Module) -> nn.Module | None:
 
 
 def _root(module: nn.Module, *, kind: str, tokens: int, fused: bool, chunk_size: int) -> nn.Module:
-    """The module as it is trained, with the stand-in for attention.
-
-    Attention that keeps scores [T, T] stays.
-    """
-    from transformers import AttentionInterface
-
+    """The module as it is trained, with the stand-in for attention."""
     # the workspace that suits the device, which is not the meta device
     if kind == "cpu" and not chunk_size:
         chunk_size = max(int(logprob.default_workspace_mb(kind) * 2**20 / 4 / tokens), 1)
     options: dict[str, Any] = {"fused": fused, "chunk_size": chunk_size, "sampling": Sampling()}
     root = model_lib.wrap_for_training(module, entropy=True, **options)
 
-    # a model whose attention keeps the scores is counted as it is, with its [T, T] mask
-    lm = find(root).model
-    if attention.unfit_model(lm) is None:
-        AttentionInterface.register(NAME, _stand_in(kind == "cpu"))
-        name = NAME
-        if attention.keeps_scores(lm):
-            name = "eager"
-        attention.use(lm, name)
-    _stand_in_parts(lm)
+    stand_in.put_into(find(root).model, kind=kind)
 
     # packs are taken as usual: without values nothing can be compared
     with Answers():
         reader.assume(root)
     return root
-
-
-def _stand_in_parts(lm: nn.Module) -> None:
-    """Have all parts of a model that sees or hears keep what flash attention keeps.
-
-    On the meta device sdpa would keep all scores. A text model inside of one that takes no boundaries has its
-    [T, T] mask.
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    parts = find(lm)
-    if not parts.towers:
-        return
-    AttentionInterface.register(TOWER, _stand_in(False))
-    AttentionInterface.register(MASKED, _stand_in(False))
-    AttentionMaskInterface.register(MASKED, sdpa_mask)
-    if getattr(parts.text, "_supports_attention_backend", False):
-        _rename(parts.text, MASKED)
-    for tower in parts.towers:
-        _rename(tower, TOWER)
-
-
-def _rename(part: nn.Module, name: str) -> None:
-    """Have a part that is on sdpa look up its attention by another name."""
-    for m in part.modules():
-        config: Any = getattr(m, "config", None)
-        if getattr(config, "_attn_implementation", None) == "sdpa":
-            config._attn_implementation = name
 
 
 def _moved(root: nn.Module, values: Values) -> Callable[[Tensor], Tensor]:

@@ -17,6 +17,7 @@ from rft_fn.memory.trace import nbytes
 from rft_fn.model import apply_lora_configuration, load_reward
 from rft_fn.model import tiny as embedded
 from rft_fn.strategy import StrategyConfig, estimate, get_strategy
+from rft_kernels import products
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,19 +75,26 @@ def step_of(name, options, tokens, **how):
     apply, state = st.init(model, tx, entropy=True)
     data = packs(tokens, 2 * st.world)[st.rank :: st.world]
     st.grad(state, apply, loss_fn, data)  # the first makes what is kept for good
-    out, _, forward = allocated(partial(getattr(apply, "together", apply), state.params, data[0]))
-    del out
-    # what a collective of gloo still holds when the next one starts differs from time to time
+    # a collective of gloo may still hold its buffers when the next one starts, on a busy machine often
+    again = range(8 if st.world > 1 else 1)
+    activations = []
+    for _ in again:
+        out, _, forward = allocated(partial(getattr(apply, "together", apply), state.params, data[0]))
+        activations.append(forward)
+        del out
     (grads, _), peak, _ = min(
-        (allocated(partial(st.grad, state, apply, loss_fn, data)) for _ in range(2)), key=second
+        (allocated(partial(st.grad, state, apply, loss_fn, data)) for _ in again), key=second
     )
     held = {
         "gradients": local(grads),
         "optimizer": local(state.opt),
         "parameters": local(dict(model.named_parameters())),
     }
-    _, update, _ = allocated(partial(st.update, state, grads))
-    return guess, held | {"training": peak, "update": update, "activations": forward}
+    updates = []
+    for _ in again:
+        (state, *_), update, _ = allocated(partial(st.update, state, tree.map(torch.clone, grads)))
+        updates.append(update)
+    return guess, held | {"training": peak, "update": min(updates), "activations": min(activations)}
 
 
 def second(x):
@@ -279,7 +287,8 @@ def test_an_engine_without_keys_and_values_is_estimated_too():
     from transformers import MambaConfig, MambaForCausalLM
 
     lm = MambaForCausalLM(MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, state_size=4))
-    x = estimate(StrategyConfig(), (lm, optim.adamw(1e-3)), budget=64, kind="cpu", length=32)
+    config = StrategyConfig(fast_linear=False)  # whose engine has no packs, on any processor
+    x = estimate(config, (lm, optim.adamw(1e-3)), budget=64, kind="cpu", length=32)
     assert x.engine == x.parameters and x.activations > 0
     assert [line.partition(":")[0] for line in x.unknown] == ["cache of the engine"]
 
@@ -288,7 +297,23 @@ def test_the_cache_of_the_engine_is_bounded_by_the_window():
     """48 tokens a sequence or 1000: keys and values of 2 layers, 4 heads of 32, 64 sequences, a window of
     128."""
     model = module("default")
-    size = lambda n: estimate(StrategyConfig(), (model, None), budget=8, kind="cpu", length=n).engine  # noqa: E731
+    config = StrategyConfig(fast_linear=False)  # whose engine has no packs, on any processor
+    size = lambda n: estimate(config, (model, None), budget=8, kind="cpu", length=n).engine  # noqa: E731
     assert size(48) - size(0) == 2 * 2 * 128 * 4 * 48 * 64
     assert size(1000) - size(0) == 2 * 2 * 128 * 4 * 128 * 64
     assert size(0) == nbytes(*model.parameters())
+
+
+def test_packs_of_the_engine_are_a_second_copy_of_its_linear_weights(monkeypatch):
+    lm = tiny.llama()
+    weights = [m.weight.numel() for m in lm.modules() if isinstance(m, torch.nn.Linear)]
+
+    def size(**config):
+        return estimate(StrategyConfig(**config), (lm, None), budget=8, kind="cpu", length=8).engine
+
+    monkeypatch.setattr(products, "mkl_is_half", lambda: True)
+    more = size() - size(fast_linear=False)
+    assert more == 4 * sum(weights)
+    assert size(engine_type="vllm") == size(fast_linear=False)
+    monkeypatch.setattr(products, "mkl_is_half", lambda: False)
+    assert size() == size(fast_linear=False)
