@@ -11,15 +11,15 @@ __all__ = ["did_you_mean", "unreachable"]
 _PATIENCE = 5  # seconds that the hub has to answer, where its own client would try for a minute
 
 
-def unreachable() -> str:
-    """The reason why the hub cannot be reached; empty where it can."""
+def unreachable(*, patience: float = _PATIENCE) -> str:
+    """The reason why the hub cannot be reached within `patience` seconds; empty where it can."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
     try:
-        urllib.request.urlopen(request, timeout=_PATIENCE).close()
+        urllib.request.urlopen(request, timeout=patience).close()
     except urllib.error.HTTPError:
         return ""  # an answer
     except OSError as error:

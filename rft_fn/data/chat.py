@@ -46,7 +46,10 @@ class Chat(NamedTuple):
 
         # names that the template gets anyway would be given twice
         if not self.tokenizer.chat_template:
-            raise ValueError("chat_template_kwargs: expected none, as the tokenizer has no chat template")
+            raise ValueError(
+                "chat_template_kwargs: expected none, as the tokenizer has no chat template, got "
+                f"{', '.join(self.kwargs)}"
+            )
         own = {"add_generation_prompt", "messages", "tools", *self.tokenizer.special_tokens_map}
         read = reads(self.tokenizer.get_chat_template()) - own
         for name in self.kwargs:

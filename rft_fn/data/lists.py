@@ -4,19 +4,19 @@ A list is drawn like a prompt: `data.draw(data.load(..., kind=data.LISTS), n, st
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rft_fn import rng
 from rft_fn.data import tasks
 from rft_fn.data.dataset import Dataset, make_dataset
 from rft_fn.data.messages import turns_of
 from rft_fn.data.responses import Reading, cells_of, number, reading
 from rft_fn.data.rows import Endless, Row, Table
 from rft_fn.data.spans import Lesson
+from rft_fn.data.task_rows import task_rows
 from rft_fn.data.unfit import Unfit
-from rft_fn.data.wrong_answers import mixture_of, wrong_answer
+from rft_fn.data.wrong_answers import wrong_answer
 
 __all__ = ["Ranked", "lists_from_rows", "lists_from_task"]
 
@@ -73,24 +73,23 @@ def lists_from_task(
     A list has the right answer and one to four wrong ones, in a drawn order, and the verifier's scores of
     them as `scores`. `negatives` are the kinds of wrong answers, as in `pairs_from_task`.
     """
-    found = tasks.get_task(task)
-    mixture = None
-    if negatives:
-        mixture = mixture_of(negatives)
+    how: dict[str, Any] = {"level": level, "seed": seed, "negatives": negatives}
+    rows = task_rows(task, _list_of_answers, purpose="list", **how)
+    return lists_from_rows(rows, tokenizer, name=f"{task}:{level}", **options)
 
-    def row(index: int) -> Row:
-        made = found.generate(seed, index, level)
-        random_ = random.Random(rng.fold_in(seed, "list", task, level, index))
-        texts = [made["answer"]]
-        for _ in range(random_.randint(1, _LONGEST - 1)):
-            text = wrong_answer(found, made, random_, mixture)
-            if text not in texts:
-                texts.append(text)
-        random_.shuffle(texts)
-        scores = [found.verify(text, made) for text in texts]
-        return {**made, "prompt": made["short"], "completions": texts, "scores": scores}
 
-    return lists_from_rows(Endless(task, row), tokenizer, name=f"{task}:{level}", **options)
+def _list_of_answers(
+    task: tasks.Task, row: tasks.TaskRow, random_: random.Random, mixture: Mapping[str, float] | None
+) -> Row:
+    """The right answer and one to four wrong ones, in a drawn order, with their scores."""
+    texts = [row["answer"]]
+    for _ in range(random_.randint(1, _LONGEST - 1)):
+        text = wrong_answer(task, row, random_, mixture)
+        if text not in texts:
+            texts.append(text)
+    random_.shuffle(texts)
+    scores = [task.verify(text, row) for text in texts]
+    return {"completions": texts, "scores": scores}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from rft_fn import rng
 from rft_fn.data import tasks
 from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import Dataset, make_dataset
@@ -21,9 +20,10 @@ from rft_fn.data.processing import Processing
 from rft_fn.data.responses import labels_at, number, prompt_of_text, response_of_turns
 from rft_fn.data.rows import Endless, Row, Table
 from rft_fn.data.spans import Lesson, shared_prefix
+from rft_fn.data.task_rows import task_rows
 from rft_fn.data.text_template import fill, is_empty
 from rft_fn.data.unfit import TooLong, Unfit, check_window
-from rft_fn.data.wrong_answers import mixture_of, wrong_answer_of_kind
+from rft_fn.data.wrong_answers import wrong_answer_of_kind
 
 __all__ = ["Pair", "pairs_from_rows", "pairs_from_task", "shared_start"]
 
@@ -119,20 +119,19 @@ def pairs_from_task(
     ValueError for a task, a level or a kind that does not exist, and, when it is drawn, for a pair that
     cannot be used.
     """
-    found = tasks.get_task(task)
-    mixture = None
-    if negatives:
-        mixture = mixture_of(negatives)
-
-    def row(index: int) -> Row:
-        made = found.generate(seed, index, level)
-        random_ = random.Random(rng.fold_in(seed, "rejected", task, level, index))
-        rejected, kind = wrong_answer_of_kind(found, made, random_, mixture)
-        sides = {"chosen": made["answer"], "rejected": rejected, "unfinished": kind == "cut"}
-        return {**made, "prompt": made["short"], **sides, "negative": kind}
-
+    how: dict[str, Any] = {"level": level, "seed": seed, "negatives": negatives}
+    rows = task_rows(task, _both_answers, purpose="rejected", **how)
     options = {"unfinished": "unfinished", **options}
-    return pairs_from_rows(Endless(task, row), tokenizer, name=f"{task}:{level}", **options)
+    return pairs_from_rows(rows, tokenizer, name=f"{task}:{level}", **options)
+
+
+def _both_answers(
+    task: tasks.Task, row: tasks.TaskRow, random_: random.Random, mixture: Mapping[str, float] | None
+) -> Row:
+    """The right answer and a wrong one, and which kind of mistake that is."""
+    rejected, kind = wrong_answer_of_kind(task, row, random_, mixture)
+    sides = {"chosen": row["answer"], "rejected": rejected, "unfinished": kind == "cut"}
+    return {**sides, "negative": kind}
 
 
 @dataclass(frozen=True)

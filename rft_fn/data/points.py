@@ -4,20 +4,20 @@ A point is drawn like a prompt: `data.draw(data.load(..., kind=data.POINTS), n, 
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rft_fn import rng
 from rft_fn.data import tasks
 from rft_fn.data.dataset import Dataset, make_dataset
 from rft_fn.data.messages import Turn, turns_of
 from rft_fn.data.responses import Reading, labels_at, reading
 from rft_fn.data.rows import Endless, Row, Table
 from rft_fn.data.spans import Lesson
+from rft_fn.data.task_rows import task_rows
 from rft_fn.data.text_template import fill
 from rft_fn.data.unfit import Unfit
-from rft_fn.data.wrong_answers import mixture_of, wrong_answer
+from rft_fn.data.wrong_answers import right_or_wrong
 
 __all__ = ["Point", "points_from_rows", "points_from_task"]
 
@@ -68,21 +68,18 @@ def points_from_task(
     Half of the responses are right, the others a `wrong_answer`; `score` is the verifier's. `negatives` are
     the kinds of wrong answers, as in `pairs_from_task`.
     """
-    found = tasks.get_task(task)
-    mixture = None
-    if negatives:
-        mixture = mixture_of(negatives)
+    how: dict[str, Any] = {"level": level, "seed": seed, "negatives": negatives}
+    rows = task_rows(task, _one_answer, purpose="point", **how)
+    return points_from_rows(rows, tokenizer, name=f"{task}:{level}", **options)
 
-    def row(index: int) -> Row:
-        made = found.generate(seed, index, level)
-        random_ = random.Random(rng.fold_in(seed, "point", task, level, index))
-        text = made["answer"]
-        if random_.random() < 0.5:
-            text = wrong_answer(found, made, random_, mixture)
-        score = found.verify(text, made)
-        return {**made, "prompt": made["short"], "completion": text, "score": score}
 
-    return points_from_rows(Endless(task, row), tokenizer, name=f"{task}:{level}", **options)
+def _one_answer(
+    task: tasks.Task, row: tasks.TaskRow, random_: random.Random, mixture: Mapping[str, float] | None
+) -> Row:
+    """The right answer or a wrong one, with its score."""
+    text = right_or_wrong(task, row, random_, mixture)
+    score = task.verify(text, row)
+    return {"completion": text, "score": score}
 
 
 @dataclass(frozen=True)

@@ -4,21 +4,24 @@ They are drawn like prompts: `data.draw(data.load(..., kind=data.STEPS), n, step
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rft_fn import rng
 from rft_fn.data import tasks
 from rft_fn.data.dataset import Dataset, make_dataset
 from rft_fn.data.responses import Reading, cells_of, number, prompt_of_text, reading
 from rft_fn.data.rows import Endless, Row, Table
 from rft_fn.data.spans import Lesson, span
+from rft_fn.data.task_rows import task_rows
 from rft_fn.data.text_template import fill, is_empty
 from rft_fn.data.unfit import Unfit
-from rft_fn.data.wrong_answers import mixture_of, wrong_answer
+from rft_fn.data.wrong_answers import right_or_wrong
 
-__all__ = ["Steps", "steps_from_rows", "steps_from_task"]
+__all__ = ["NEW_LINE", "Steps", "steps_from_rows", "steps_from_task"]
+
+NEW_LINE = "\n"
+"""What separates steps where nothing else is said."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def steps_from_rows(
     `pairs_from_rows`, without `messages`.
     """
     if separator is None:
-        separator = "\n"
+        separator = NEW_LINE
     recipe = StepsRecipe(reading(tokenizer, **options), completions, labels, separator, shares)
     return make_dataset(rows, recipe, name, workers=workers)
 
@@ -74,23 +77,20 @@ def steps_from_task(
     responses are right, the others a `wrong_answer`. Without `separator` nothing separates the characters.
     `negatives` are the kinds of wrong answers, as in `pairs_from_task`.
     """
-    found = tasks.get_task(task)
-    mixture = None
-    if negatives:
-        mixture = mixture_of(negatives)
-
-    def row(index: int) -> Row:
-        made = found.generate(seed, index, level)
-        random_ = random.Random(rng.fold_in(seed, "steps", task, level, index))
-        text = made["answer"]
-        if random_.random() < 0.5:
-            text = wrong_answer(found, made, random_, mixture)
-        good = [made["answer"].startswith(text[: i + 1]) for i in range(len(text))]
-        good[-1] = text == made["answer"]  # the last step ends the response
-        return {**made, "prompt": made["short"], "completions": list(text), "labels": good}
-
+    how: dict[str, Any] = {"level": level, "seed": seed, "negatives": negatives}
+    rows = task_rows(task, _answer_in_steps, purpose="steps", **how)
     options["separator"] = separator or ""
-    return steps_from_rows(Endless(task, row), tokenizer, name=f"{task}:{level}", **options)
+    return steps_from_rows(rows, tokenizer, name=f"{task}:{level}", **options)
+
+
+def _answer_in_steps(
+    task: tasks.Task, row: tasks.TaskRow, random_: random.Random, mixture: Mapping[str, float] | None
+) -> Row:
+    """The characters of the right answer or of a wrong one, and whether each is good."""
+    text = right_or_wrong(task, row, random_, mixture)
+    good = [row["answer"].startswith(text[: i + 1]) for i in range(len(text))]
+    good[-1] = text == row["answer"]  # the last step ends the response
+    return {"completions": list(text), "labels": good}
 
 
 @dataclass(frozen=True)

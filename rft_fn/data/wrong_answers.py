@@ -7,7 +7,15 @@ from typing import Protocol
 
 from rft_fn.data import tasks
 
-__all__ = ["COVERING", "NEGATIVES", "Negative", "mixture_of", "wrong_answer", "wrong_answer_of_kind"]
+__all__ = [
+    "COVERING",
+    "NEGATIVES",
+    "Negative",
+    "mixture_of",
+    "right_or_wrong",
+    "wrong_answer",
+    "wrong_answer_of_kind",
+]
 
 
 class Negative(Protocol):
@@ -31,6 +39,15 @@ def wrong_answer(
     may learn to emit any text that no rejected response resembles. So a model of rewards needs `COVERING`.
     """
     return wrong_answer_of_kind(task, row, random_, mixture)[0]
+
+
+def right_or_wrong(
+    task: tasks.Task, row: tasks.TaskRow, random_: random.Random, mixture: Mapping[str, float] | None
+) -> str:
+    """The right answer, or with probability one half a `wrong_answer`."""
+    if random_.random() < 0.5:
+        return wrong_answer(task, row, random_, mixture)
+    return row["answer"]
 
 
 def wrong_answer_of_kind(

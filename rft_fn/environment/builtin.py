@@ -67,7 +67,7 @@ def prompts(env: Environment, tokenizer: Any, *, seed: int = 0, **options: Any) 
     ValueError for an environment without rows.
     """
     if env.rows is None:
-        raise ValueError(f"environment {env.name!r}: it has no rows of its own; give it data")
+        raise ValueError(f"environment {env.name!r}: expected rows of its own, got none; give it data")
     rows = Endless(env.name, partial(env.rows, seed))
     return from_rows(rows, tokenizer, name=env.name, **options)
 
@@ -78,7 +78,9 @@ def lessons(env: Environment, renderer: Renderer, seed: int, index: int) -> list
     The teacher plays it, on the row of these numbers. ValueError for an environment without rows or teacher.
     """
     if env.rows is None or env.teacher is None:
-        raise ValueError(f"environment {env.name!r}: it has no rows or no teacher to learn its form from")
+        raise ValueError(
+            f"environment {env.name!r}: expected rows and a teacher to learn its form from, got none"
+        )
     row = env.rows(seed, index)
     key = rng.fold_in(seed, "lesson", index)
     state, observed = _awaited(env.reset(row, key))

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rft_fn.model.linear import is_plain
 from rft_fn.model.parts import text_config
 
-__all__ = ["HEADS", "SUFFIX", "class_name", "head_of", "labels", "like", "write"]
+__all__ = ["HEADS", "SUFFIX", "class_name", "head_of", "labels", "like", "usual_labels", "write"]
 
 HEADS = "reward_heads.json"  # names, calibration and pooling, in each folder that we write
 SUFFIX = "ForSequenceClassification"
@@ -35,12 +36,19 @@ def head_of(lm: Any) -> nn.Linear | None:
     if not name.endswith(SUFFIX):
         return None
     head = getattr(lm, "score", None)
-    if type(head) is not nn.Linear or head.bias is not None:
+    if not is_plain(head) or head.bias is not None:
         raise ValueError(
             f"reward model: expected a decoder with a head `score` of one matrix, got {name}, whose head is "
             "another"
         )
     return head
+
+
+def usual_labels(count: int) -> list[str]:
+    """The names of labels that nobody named."""
+    if count == 1:
+        return ["score"]
+    return [f"LABEL_{i}" for i in range(count)]
 
 
 def labels(config: Any) -> list[str]:

@@ -10,9 +10,9 @@ from torch import nn
 
 from rft_fn.model import classifier
 from rft_fn.model import quantize as low
+from rft_fn.model.adapter_folder import with_adapter
 from rft_fn.model.builtin import resolve
 from rft_fn.model.freeze import freeze as frozen
-from rft_fn.model.lora import with_adapter
 from rft_fn.model.materialize import on_meta, skeleton
 from rft_fn.model.parts import find, path_of
 from rft_fn.model.pretrained import Kind, from_pretrained, kind_of, loaded
@@ -100,6 +100,8 @@ def _named(name: str, device: torch.device, meta: bool, quantize: str, how: Mapp
     adapter = Path(name, "adapter_config.json")
     if adapter.is_file():
         base = _base_of(adapter)
+        if json.loads(adapter.read_text()).get("task_type") == "SEQ_CLS":
+            raise _not_language(name, "adapters of a reward model")
         return with_adapter(_named(resolve(base), device, meta, quantize, how), name)
     _require_language(name, how["trust_remote_code"])
     if not meta:
@@ -117,10 +119,13 @@ def _require_language(name: str, trust_remote_code: bool) -> None:
     if Path(name, classifier.HEADS).is_file():
         found = "a decoder with heads of scores"
     if found is not None:
-        raise ValueError(
-            f"model: {name}: expected a language model, got {found}; "
-            "model.load_reward loads it as a reward model"
-        )
+        raise _not_language(name, found)
+
+
+def _not_language(name: str, found: str) -> ValueError:
+    return ValueError(
+        f"model: {name}: expected a language model, got {found}; model.load_reward loads it as a reward model"
+    )
 
 
 def _with_memory(name: str, device: torch.device, quantize: str, how: Mapping[str, Any]) -> nn.Module:

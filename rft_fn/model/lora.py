@@ -1,9 +1,8 @@
-"""Low-rank adapters through peft: made, loaded, merged, and turned off."""
+"""Low-rank adapters through peft: made, merged, and turned off."""
 
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ from rft_fn.precision import wide
 from rft_fn.types import Apply, Packed, TokenOut
 
 __all__ = [
-    "Export", "apply_lora_configuration", "home", "merged", "plain_name", "with_adapter", "without_adapters",
+    "BELOW", "Export", "apply_lora_configuration", "home", "merged", "plain_name", "without_adapters",
+    "wrapped",
 ]  # fmt: skip
 
-_ADAPTER = "adapter_model.safetensors"
-_UNKNOWN = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "trainable_token_indices")
+BELOW = "base_model.model."  # in front of the name of every tensor that peft saves
 
 
 # ------------------------------------------------------------------------------------------- new adapters
@@ -71,7 +70,7 @@ def apply_lora_configuration(
         "exclude_modules": also or None,
         "task_type": "CAUSAL_LM",
     }
-    return _wrapped(module, LoraConfig(**options), seed)
+    return wrapped(module, LoraConfig(**options), seed)
 
 
 def _check_lora(module: nn.Module, rank: int, alpha: float, dropout: float) -> None:
@@ -91,7 +90,7 @@ def _check_lora(module: nn.Module, rank: int, alpha: float, dropout: float) -> N
 
 
 @torch.no_grad()
-def _wrapped(module: Any, config: Any, seed: int) -> nn.Module:
+def wrapped(module: Any, config: Any, seed: int) -> nn.Module:
     """`module` inside peft, with adapters drawn from `seed`.
 
     The adapters have memory even if the module has none.
@@ -132,68 +131,6 @@ def _adapted(module: nn.Module) -> list[tuple[str, Any]]:
     return [(name, m) for name, m in module.named_modules() if len(getattr(m, "lora_A", ()))]
 
 
-# ----------------------------------------------------------------------------------------- saved adapters
-
-
-@torch.no_grad()
-def with_adapter(module: nn.Module, folder: str | Path) -> nn.Module:
-    """`module` with the adapters that were saved in `folder`, to be trained further.
-
-    ValueError for adapters that are more than LoRA of linear layers, and for tensors that are missing,
-    unexpected or of another shape.
-    """
-    from peft import PeftConfig
-
-    # Make adapters by the saved config, to be filled.
-    path = Path(folder, _ADAPTER)
-    config: Any = PeftConfig.from_pretrained(str(folder))
-    _require_plain_lora(config, folder)
-    stored = _read_adapters(path)
-    config.inference_mode = False
-    config.lora_dropout = 0.0
-    model = _wrapped(module, config, 0)
-
-    # The names in the file are without that of the adapter.
-    named = dict(model.named_parameters())
-    own = {name.replace(".default.", "."): name for name in named if ".lora_" in name}
-    wrong = sorted(own.keys() ^ stored.keys())
-    for name in own.keys() & stored.keys():
-        if stored[name].shape != named[own[name]].shape:
-            wrong.append(name)
-    if wrong:
-        raise ValueError(
-            f"model: {path}: expected the {len(own)} tensors of its config and base model, missing, "
-            f"unexpected or of another shape are {len(wrong)}: {', '.join(sorted(wrong)[:3])}"
-        )
-    for name, x in stored.items():
-        require_finite(f"model: {path}", name, x)
-        named[own[name]].copy_(x)
-    return model
-
-
-def _require_plain_lora(config: Any, folder: str | Path) -> None:
-    """ValueError for the config of adapters that are more than LoRA of linear layers."""
-    from peft import LoraConfig
-
-    odd = [name for name in _UNKNOWN if getattr(config, name, None)]
-    if type(config) is LoraConfig and not odd and config.bias == "none":
-        return
-    what = ", ".join(odd) or f"{config.peft_type} with bias {getattr(config, 'bias', None)!r}"
-    raise ValueError(f"model: {folder}: expected plain LoRA adapters, got {what}; merge them first")
-
-
-def _read_adapters(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not path.is_file():
-        raise ValueError(f"model: {path.parent}: expected {_ADAPTER}, got none")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"model: {path}: expected a whole safetensors file, got {error}") from error
-
-
 # ------------------------------------------------------------------------------------------------- merged
 
 
@@ -214,7 +151,7 @@ def _product(layer: Any, base: Tensor, pairs: Sequence[tuple[str, Tensor, Tensor
 def plain_name(module: nn.Module, name: str) -> str:
     """The name that a parameter has in the model without adapters."""
     if hasattr(module, "get_base_model"):
-        name = name.removeprefix("base_model.model.")
+        name = name.removeprefix(BELOW)
     return name.replace(".base_layer.", ".")
 
 

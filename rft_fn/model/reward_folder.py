@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn.model import classifier
+from rft_fn.model.adapter_folder import read_adapters, with_adapter
 from rft_fn.model.builtin import resolve
 from rft_fn.model.calibration import Head
 from rft_fn.model.classifier import HEADS
 from rft_fn.model.freeze import freeze as frozen
 from rft_fn.model.headed import headless, save_headed, saved_heads
-from rft_fn.model.load import load, read_config
+from rft_fn.model.load import base_folder, load, read_config
+from rft_fn.model.lora import BELOW
 from rft_fn.model.parts import inside_adapters
 from rft_fn.model.reward import RewardModel, named_heads
 from rft_fn.model.stored import files, folder_of
@@ -31,6 +33,7 @@ class _Source(NamedTuple):
     tensors: Mapping[str, Tensor] | None = None
     heads: tuple[Head, ...] = ()
     pool: str = "last"
+    why: str = ""  # there are no heads
 
 
 def load_reward(
@@ -49,19 +52,21 @@ def load_reward(
     """A `RewardModel` of a folder that `save_reward` or transformers wrote, or a new one.
 
     Folders and modules of transformers' class for sequence classification have heads by the labels of their
-    config; labels without a name get those of `heads`. With `new` the heads are new ones of 0, named `heads`
-    ("score" unless given) over whatever `model.load` takes, and `pool` is how they pool ("last" unless
-    given). A module is taken over, not copied. `freeze` names parts that are not trained; the other
-    arguments are those of `model.load`.
+    config; labels without a name get those of `heads`. A folder of peft's LoRA adapters for such a model
+    (task_type SEQ_CLS) gives its base model with them, to be trained further. With `new` the heads are new
+    ones of 0, named `heads` ("score" unless given) over whatever `model.load` takes, and `pool` is how they
+    pool ("last" unless given). A module is taken over, not copied. `freeze` names parts that are not
+    trained; the other arguments are those of `model.load`.
 
-    ValueError for a folder without heads unless they are to be new, and for `heads` and a `pool` that are not
-    those of the folder.
+    ValueError for a folder without heads unless they are to be new, for `heads` and a `pool` that are not
+    those of the folder, and for adapters whose base model is not there.
     """
     how: dict[str, Any] = {"dtype": dtype, "device": device}
     source = _source(path_or_module, meta, {**how, **kwargs})
     if source.tensors is None and not new:
         raise ValueError(
-            f"reward model: {_name(path_or_module)}: expected a model with heads, got one without; "
+            f"reward model: {_name(path_or_module)}: expected a model with heads, "
+            f"got one without{source.why}; "
             "new=True (train_rm.py without --keep-heads) puts new ones on it"
         )
     if isinstance(source.lm, (str, Path)):
@@ -96,6 +101,10 @@ def _source(given: Any, meta: bool, how: dict[str, Any]) -> _Source:
         heads, pool = _described(folder)
         return _Source(headless(AutoModel, folder, meta=meta, **how), tensors, heads, pool)
 
+    # Adapters and a head, whose base model is elsewhere.
+    if Path(folder, "adapter_config.json").is_file():
+        return _adapted(folder, meta, how)
+
     # A model for sequence classification, ours or of others.
     if classifier.class_name(read_config(folder)) is None:
         return _Source(given)
@@ -111,6 +120,32 @@ def _source(given: Any, meta: bool, how: dict[str, Any]) -> _Source:
                 f"reward model: {Path(folder, HEADS)}: expected {head.out_features} heads, got {names}"
             )
     return _Source(lm, {_SCORE: _in_files(folder, head.weight.detach())}, heads, pool)
+
+
+def _adapted(folder: str, meta: bool, how: dict[str, Any]) -> _Source:
+    """What peft saved of a reward model: adapters for its base model, and the head whole.
+
+    Adapters of other task types have no head.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    base = base_folder(folder)
+    config = json.loads(Path(folder, "adapter_config.json").read_text())
+    kind = config.get("task_type")
+    if kind != "SEQ_CLS":
+        return _Source(folder, why=f" (adapters with task_type {kind}, not SEQ_CLS)")
+    name = f"{BELOW}{_SCORE}"
+    head = read_adapters(folder).get(name)
+    if head is None:
+        raise ValueError(f"reward model: {folder}: expected a head {name} beside its adapters, got none")
+
+    # The base may have a head as well; that of the adapters takes its place.
+    if classifier.class_name(read_config(base)) is None:
+        lm = load(base, meta=meta, quantize="none", **how)
+    else:
+        lm = headless(AutoModelForSequenceClassification, base, meta=meta, **how)
+    names = classifier.usual_labels(len(head))
+    return _Source(with_adapter(lm, folder, without="score"), {_SCORE: head}, named_heads(names))
 
 
 def _labels(config: Any) -> tuple[Head, ...]:

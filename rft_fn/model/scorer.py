@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rft_fn import logprob, tree
-from rft_fn.model import attention, router
+from rft_fn.model import attention, linear, router
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.dropout import disable_dropout
 from rft_fn.model.parts import find
@@ -119,12 +119,15 @@ def wrap_for_training(
     aux: bool = False,
     fused: bool = True,
     chunk_size: int = 0,
+    fast_linear: bool = True,
 ) -> nn.Module:
     """The module whose forward maps a Packed to a TokenOut.
 
     A causal language model of transformers, with or without peft adapters, inside a `Scorer`, its dropout
-    off; any other module itself. ValueError for `aux` of a module that has no routers of experts.
+    off; any other module itself. With `fast_linear` its linear layers are those of `linear.set_fast`.
+    ValueError for `aux` of a module that has no routers of experts.
     """
+    linear.set_fast(module, fast_linear)
     if not hasattr(module, "get_output_embeddings"):
         if aux:
             raise ValueError(f"aux: expected False for {type(module).__name__}, whose TokenOut is its own")

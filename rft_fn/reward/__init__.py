@@ -12,7 +12,16 @@ prompt, and is then a constant.
 
 from rft_fn.reward.by_column import by_column
 from rft_fn.reward.combine import Weighted, columns, label_values, weighted
-from rft_fn.reward.convention import JointReward, RewardFn, Score, Scored, TrainerState, text, trainer_state
+from rft_fn.reward.convention import (
+    JointReward,
+    RewardFn,
+    Score,
+    Scored,
+    TrainerState,
+    stateless,
+    text,
+    trainer_state,
+)
 from rft_fn.reward.generative_model import generative, generative_by_name
 from rft_fn.reward.loading import load, parse
 from rft_fn.reward.normalize import normalized
@@ -38,5 +47,6 @@ __all__ = [
     "Judged", "Reading", "RewardFn", "Veto", "boxed_format", "by_column", "check", "columns", "concat",
     "exact", "extract_boxed", "extract_number", "extract_tag", "generative", "generative_by_name", "judge",
     "judge_rows", "label_values", "load", "math", "means", "normalized", "numeric", "parse", "pattern_format",
-    "responses", "scalar", "served_at", "tag_format", "task", "text", "trainer_state", "weighted",
+    "responses", "scalar", "served_at", "stateless", "tag_format", "task", "text", "trainer_state",
+    "weighted",
 ]  # fmt: skip

@@ -64,9 +64,13 @@ class Call:
 
     @property
     def waits(self) -> bool:
-        """Whether the function is async, and so can begin before others compute."""
+        """Whether the function is async, and so can begin before others compute.
+
+        An object that returns an awaitable from a plain `__call__` says so by its attribute `waits`.
+        """
         call = getattr(self.fn, "__call__", None)  # noqa: B004  that of an object with one
-        return inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(call)
+        asynchronous = inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(call)
+        return asynchronous or getattr(self.fn, "waits", False) is True
 
     def start(self) -> object:
         """The result of the function, an awaitable if it is async."""

@@ -16,8 +16,8 @@ from rft_fn.types import Rollout
 
 __all__ = [
     "GIVEN", "Columns", "JointReward", "Messages", "RewardFn", "Score", "Scored", "TrainerState",
-    "as_messages", "asks_for", "column_names", "columns_of", "is_joint", "parameters", "reads", "required",
-    "taken", "takes_all", "text", "trainer_state",
+    "as_messages", "asks_for", "column_names", "columns_of", "is_joint", "parameters", "reads",
+    "reads_state", "required", "stateless", "taken", "takes_all", "text", "trainer_state",
 ]  # fmt: skip
 
 Messages = Sequence[Mapping[str, Any]]
@@ -185,6 +185,22 @@ def reads(*columns: str) -> Callable[[Fn], Fn]:
         return fn
 
     return declare
+
+
+def stateless(fn: Fn) -> Fn:
+    """Declare that a reward does not read `trainer_state`, though it takes any keyword, as a decorator."""
+    fn.__dict__["stateless"] = True
+    return fn
+
+
+def reads_state(fn: "RewardFn | JointReward") -> bool:
+    """Whether a reward may read `trainer_state`.
+
+    A function that takes any keyword may, unless it is `stateless`. A joint one does not get it.
+    """
+    if is_joint(fn) or getattr(fn, "stateless", False):
+        return False
+    return takes_all(fn) or asks_for(fn, "trainer_state")
 
 
 def parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:

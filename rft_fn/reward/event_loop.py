@@ -7,11 +7,11 @@ thread computes.
 import asyncio
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["EventLoop"]
+__all__ = ["EventLoop", "in_thread"]
 
 T = TypeVar("T")
 
@@ -48,6 +48,29 @@ class EventLoop:
         if self._thread is not None:
             self._thread.end()
         self._thread = None
+
+
+async def in_thread(call: Callable[[], T], interrupt: Callable[[], None]) -> T:
+    """The result of a plain function that waits for a network, from a thread of its own.
+
+    Where this is cancelled, `interrupt` is called, which has to make the function return or raise. Nobody
+    waits for the thread, not even the end of the process.
+    """
+    found: Future[T] = Future()
+
+    def work() -> None:
+        found.set_running_or_notify_cancel()  # from here on it cannot be cancelled under this thread
+        try:
+            found.set_result(call())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, daemon=True, name="rft_fn waiting reward").start()
+    try:
+        return await asyncio.wrap_future(found)
+    except asyncio.CancelledError:
+        interrupt()
+        raise
 
 
 class _Thread(threading.Thread):

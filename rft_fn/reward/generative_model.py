@@ -8,8 +8,9 @@ what judges, `voting` takes several answers together. A judge has an engine of i
 rank's share. Rewards are in [0, 1].
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from rft_fn.data.text_template import fill
 from rft_fn.reward import forms, voting
 from rft_fn.reward.asking import Asker
 from rft_fn.reward.convention import Messages, RewardFn
+from rft_fn.reward.event_loop import in_thread
 from rft_fn.reward.questions import Answers, Batch, first_said, key_of, make_batch, read_flags, row_of
 from rft_fn.reward.scoring import responses
 from rft_fn.reward.unparsable import Watch, error
@@ -51,6 +53,7 @@ def generative(
     limit: float = 0.9,
     patience: int = 3,
     processing: Processing | None = None,
+    served: bool = False,
 ) -> RewardFn:
     """A reward function that asks a judge, in [0, 1].
 
@@ -76,13 +79,16 @@ def generative(
 
     With `processing`, for a judge that sees or hears, a question has the media of the prompt in front.
 
+    With `served`, for an engine on servers, the function returns an awaitable: other rewards compute, and
+    other judges are asked, while it waits for the answers.
+
     ValueError for options that do not go together.
     """
     form = form or forms.rating()
     if sampling is None:
         sampling = Sampling(temperature=voting.temperature_for(votes), max_new=form.max_new)
     _check(form, sampling, votes, against, unparsable)
-    options = _Options(form, sampling, votes, vote, against, both_orders, unparsable)
+    options = _Options(form, sampling, votes, vote, against, both_orders, unparsable, served)
     made = _Judge
     if processing is not None:
         made = _SeeingJudge
@@ -105,6 +111,7 @@ def generative_by_name(
     limit: float = 0.9,
     patience: int = 3,
     processing: Processing | None = None,
+    served: bool = False,
     **options: Any,
 ) -> RewardFn:
     """`generative` with literal arguments, as a command line has them.
@@ -128,6 +135,7 @@ def generative_by_name(
         limit=limit,
         patience=patience,
         processing=processing,
+        served=served,
     )
 
 
@@ -154,10 +162,13 @@ class _Options(NamedTuple):
     against: str
     both_orders: bool
     unparsable: float | str | None
+    served: bool
 
 
 class _Judge:
     """A judge, as a reward function. It counts the calls in which hardly anything could be read."""
+
+    stateless = True  # it takes any column, but does not read trainer_state
 
     def __init__(
         self, engine: Engine, tokenizer: Any, options: _Options, watch: Watch, processing: Processing | None
@@ -170,6 +181,7 @@ class _Judge:
         self.columns = options.form.columns
         if options.against:
             self.columns += (forms.column_of(options.against),)
+        self.waits = options.served
         self.__name__ = "judge"
 
     def __call__(
@@ -182,7 +194,7 @@ class _Judge:
         log_metric: Log | None = None,
         log_extra: Log | None = None,
         **columns: Any,
-    ) -> list[float | None]:
+    ) -> list[float | None] | Awaitable[list[float | None]]:
         """The verdicts on a batch, in TRL's convention."""
         none: list[list[Medium]] = [[] for _ in completions]
         batch = make_batch(prompts, completions, groups, keys, columns, none)
@@ -192,18 +204,39 @@ class _Judge:
         """End the judge's engine."""
         self.engine.close()
 
-    def judge(self, batch: Batch, log_metric: Log, log_extra: Log) -> list[float | None]:
+    def judge(
+        self, batch: Batch, log_metric: Log, log_extra: Log
+    ) -> list[float | None] | Awaitable[list[float | None]]:
         """The verdicts on a batch: asked, read, voted on, and added up by response."""
-        # the questions, and the judge's answers
         matches = self._matches(batch)
         asked = [self._prompt(match, batch) for match in matches]
-        answers = self._answers(asked, [key_of(match, batch.keys) for match in matches])
+        ask = partial(self._answers, asked, [key_of(match, batch.keys) for match in matches])
+        decide = partial(self._decide, matches, len(batch.completions), log_metric, log_extra)
+        if not self.options.served:
+            return decide(ask())
+        self.engine.wake()  # here, where it may be built: models are loaded by one thread alone
+        return self._decide_later(ask, decide)
+
+    async def _decide_later(
+        self, ask: Callable[[], Answers], decide: Callable[[Answers], list[float | None]]
+    ) -> list[float | None]:
+        """The verdicts, once the servers have answered; an engine whose answers nobody awaits is closed."""
+        return decide(await in_thread(ask, self.engine.close))
+
+    def _decide(
+        self,
+        matches: Sequence[voting.Match],
+        count: int,
+        log_metric: Log,
+        log_extra: Log,
+        answers: Answers,
+    ) -> list[float | None]:
+        """The verdicts on `count` responses by the answers to all questions."""
         said = [answer for texts in answers.said for answer in texts]
         self.watch.see(said, read_flags(answers), too_long=answers.too_long)
 
         # one verdict for each question, then for each response
         verdict = self.options.vote(answers.verdicts)
-        count = len(batch.completions)
         share = voting.shares(verdict, matches, count)
         for name, value in self._metrics(answers, matches, verdict).items():
             log_metric(name, value)
@@ -336,7 +369,7 @@ class _SeeingJudge(_Judge):
         log_metric: Log | None = None,
         log_extra: Log | None = None,
         **columns: Any,
-    ) -> list[float | None]:
+    ) -> list[float | None] | Awaitable[list[float | None]]:
         """The verdicts on a batch; `media` are records as rewards get them: kind, and bytes or url."""
         shown: list[list[Medium]] = [[] for _ in completions]
         for own, records in zip(shown, media or ()):

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from typing import Any, Protocol
+from urllib.parse import parse_qsl, urlsplit
 
 from rft_fn.reward import importing, verifiable
 from rft_fn.reward.adapters import ADAPTERS
 from rft_fn.reward.combine import Weighted
 from rft_fn.reward.convention import GIVEN, JointReward, RewardFn, parameters, takes_all
-from rft_fn.reward.remote.served import served_at
+from rft_fn.reward.remote.served import TOKEN_ENV, served_at
 from rft_fn.reward.row_weights import RowWeights, Weight
 from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_rows, split_weight
 
@@ -52,6 +53,9 @@ _NAMED: dict[str, Factory] = {
 
 _SOURCES: dict[str, Source] = {"http": served_at, "https": served_at}
 """The sources that need nothing of a run."""
+
+# names of a query's words that hold secrets
+_SECRET = re.compile(r"(?i)(^|[_.-]|api|access)key$|token|secret|passw|signature|^sig$|^auth(orization)?$")
 
 _NAMELESS = "<lambda>"  # Python's name for a function without one
 
@@ -114,6 +118,7 @@ def parse(specs: Sequence[str], sources: Mapping[str, Source] | None = None) -> 
     known = {**_SOURCES, **(sources or {})}
     found = [split(text, _NAMED, ADAPTERS, known) for text in weights]
     functions = [_function(spec, known) for spec in found]
+    _check_given_names(found)
     names = distinct([_names(spec, fn) for spec, fn in zip(found, functions, strict=True)])
 
     components: dict[str, tuple[RewardFn | JointReward, Weight]] = {}
@@ -139,6 +144,14 @@ def _add(weights: dict[str, Weight], spec: str) -> None:
         weights[text] = before.joined(weight)
     except ValueError as error:
         raise ValueError(f"reward {text!r}: {error}") from None
+
+
+def _check_given_names(specs: Sequence[Spec]) -> None:
+    """ValueError for two parts that were given one name: other rewards and metrics would mean either."""
+    given = [arguments(spec)[1].get("name") for spec in specs if spec.target]
+    for name in given:
+        if name is not None and given.count(name) > 1:
+            raise ValueError(f"reward: expected different names, got name={name!r} twice")
 
 
 def _names(spec: Spec, fn: Any) -> Names:
@@ -168,11 +181,29 @@ def _function(spec: Spec, sources: Mapping[str, Source]) -> Any:
 def _made_by(source: Source, spec: Spec) -> RewardFn | JointReward:
     """The reward of a source. ValueError where it refuses the target or the arguments."""
     places, named = arguments(spec)
+    secret = _secret(spec.target)
+    if secret:
+        address = spec.target.split("?")[0]
+        raise ValueError(
+            f"reward {address!r}: expected an address without a secret, which a run would write into its "
+            f"config.json, got {secret!r} in its query; a token belongs into the environment variable "
+            f"{TOKEN_ENV}, or into the one that token_env names"
+        )
     try:
         return source(spec.target, *places, **named)
     except (TypeError, ValueError) as error:
         text = re.sub("//[^/]*@", "//***@", spec.text)  # a password in an address
         raise ValueError(f"reward {text!r}: {error}") from error
+
+
+def _secret(target: str) -> str:
+    """The name of a word of an address's query that is called like a secret, or ""."""
+    if "://" not in target:
+        return ""
+    for name, _ in parse_qsl(urlsplit(target).query, keep_blank_values=True):
+        if _SECRET.search(name):
+            return name
+    return ""
 
 
 def _adapt(spec: Spec, fn: Any) -> RewardFn:
@@ -197,7 +228,12 @@ def _make(spec: Spec, factory: Callable[..., Any]) -> Any:
     try:
         return factory(*places, **named)
     except TypeError as error:
-        raise ValueError(f"reward {spec.text!r}: {error}") from error
+        hint = ""
+        if "completions" in inspect.signature(factory).parameters:
+            hint = (
+                f"; {spec.name}(...) is called once and has to return a reward, but {spec.name} is one itself"
+            )
+        raise ValueError(f"reward {spec.text!r}: {error}{hint}") from error
 
 
 def _find(spec: Spec, words: Sequence[str]) -> Any:
@@ -248,7 +284,9 @@ def _bound(spec: Spec, fn: Callable[..., Any]) -> Callable[..., Any]:
     """
     places, named = arguments(spec)
     if places:
-        raise ValueError(f"reward {spec.text!r}: expected NAME=VALUE, as in verl's reward_kwargs")
+        raise ValueError(
+            f"reward {spec.text!r}: expected NAME=VALUE, as in verl's reward_kwargs, got {places[0]!r} alone"
+        )
     return partial(fn, **named)
 
 

@@ -11,18 +11,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from rft_fn import packing, tree
+from rft_fn import packing, reward_shaping, tree
 from rft_fn.data.chat import Chat
 from rft_fn.data.messages import opened
 from rft_fn.data.processing import Processing
 from rft_fn.data.prompts import Prompt
 from rft_fn.data.text_template import render
-from rft_fn.model import Head, calibrated, final_scores
+from rft_fn.model import Head, calibrated
 from rft_fn.types import Experience, Rollout, TokenOut
 
-__all__ = ["Reading", "ScalarReward", "reads_alike", "scalar"]
+__all__ = ["Reading", "ScalarReward", "check_budget", "reads_alike", "scalar", "steps_of"]
+
+_STEPS = {
+    "last": reward_shaping.steps_last,
+    "min": reward_shaping.steps_min,
+    "product": reward_shaping.steps_product,
+}
 
 
 class ScoreRows(Protocol):
@@ -41,6 +48,9 @@ class Reading:
     they are: the prompt as the policy saw it, then the sampled tokens. Otherwise the prompt is made anew by
     this tokenizer's chat template, and the text of the response follows, with the end token unless the
     response was truncated. Text in a response is never a special token.
+
+    With `separator`, for a process reward model, the response is always made anew: each of its steps is
+    encoded alone, as `data.steps_from_rows` does it, and scored at its last token.
     """
 
     tokenizer: Any
@@ -48,17 +58,19 @@ class Reading:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     processing: Processing | None = None  # of a model that sees or hears; without it media are left out
     window: int | None = None  # most tokens of a row
+    separator: str | None = None  # between steps; "": each character is one; None: no steps
 
     def rows(self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any) -> Experience:
         """The rows [B, S] to be scored. ValueError for one that does not fit into the window."""
         shown = any(p.sources for p in prompts)
-        if reads_alike(self.tokenizer, tokenizer) and (self.processing is not None or not shown):
+        alike = reads_alike(self.tokenizer, tokenizer) and (self.processing is not None or not shown)
+        if alike and self.separator is None:
             ids = self._sampled(rollout)
             self._check(ids)
             return tree.replace(packing.scored(ids), media=rollout.media)
-        rows = self._rendered(rollout, prompts, tokenizer)
+        rows, ends = self._rendered(rollout, prompts, tokenizer)
         self._check([ids for ids, _ in rows])
-        return packing.scored(rows)
+        return packing.scored(rows, ends=ends)
 
     def _sampled(self, rollout: Rollout) -> list[list[int]]:
         """The ids of each row of a rollout.
@@ -77,20 +89,36 @@ class Reading:
 
     def _rendered(
         self, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any
-    ) -> list[tuple[list[int], Any]]:
-        """(ids, tensors of media or None) of each row, made by the model's own tokenizer."""
+    ) -> tuple[list[tuple[list[int], Any]], list[list[int]]]:
+        """((ids, tensors of media or None), the positions that are scored) of each row.
+
+        The ids are made by the model's own tokenizer.
+        """
         owners = rollout.group.tolist()
         asked = {i: self._prompt(prompts[i]) for i in dict.fromkeys(owners)}
         rows = []
+        ends = []
         pairs = zip(owners, rollout.tokens, rollout.mask, rollout.truncated.tolist(), strict=True)
         for i, tokens, mask, truncated in pairs:
             text = tokenizer.decode(tokens[mask], skip_special_tokens=True)
-            ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-            if not truncated:
-                ids = [*ids, self.tokenizer.eos_token_id]
             before, media = asked[i]
-            rows.append(([*before, *ids], media))
-        return rows
+            ids = list(before)
+            at = []
+            for step in self._steps(text, truncated):
+                ids += step
+                at.append(len(ids) - 1)
+            rows.append((ids, media))
+            ends.append(at or [len(ids) - 1])  # a response of no tokens
+        return rows, ends
+
+    def _steps(self, text: str, truncated: bool) -> list[list[int]]:
+        """The ids of each step of a response, which are one without a separator; none is empty."""
+        steps = []
+        for part in steps_of(text, self.separator):
+            steps.append(self.tokenizer.encode(part, add_special_tokens=False, split_special_tokens=True))
+        if not truncated:
+            steps[-1] = [*steps[-1], self.tokenizer.eos_token_id]
+        return [ids for ids in steps if ids]
 
     def _prompt(self, prompt: Prompt) -> tuple[list[int], Any]:
         """(ids, tensors of media or None) of a prompt that is to be answered."""
@@ -119,6 +147,27 @@ class Reading:
                 )
 
 
+def steps_of(text: str, separator: str | None) -> list[str]:
+    """The steps of a text, at least one, each with the separators behind it; together they are the text.
+
+    Each character is a step with the separator "", and the whole text with None.
+    """
+    if separator is None:
+        return [text]
+    if not separator:
+        return list(text) or [text]
+    steps = [""]
+    begun = False  # the last step has text that is no separator
+    for number, part in enumerate(text.split(separator)):
+        if number:
+            steps[-1] += separator
+        if part and begun:
+            steps.append("")
+        steps[-1] += part
+        begun = begun or bool(part)
+    return steps
+
+
 def reads_alike(a: Any, b: Any) -> bool:
     """Whether two tokenizers make the same ids of a conversation: their vocabulary, template and end."""
     if a is b:
@@ -131,10 +180,11 @@ def reads_alike(a: Any, b: Any) -> bool:
 class _Model:
     """The calibrated scores [B, H] of the heads of a model, of the last rollout that it was asked about."""
 
-    def __init__(self, score: ScoreRows, reading: Reading, budget: int):
+    def __init__(self, score: ScoreRows, reading: Reading, budget: int, steps: str):
         self.score = score
         self.reading = reading
         self.budget = budget
+        self.steps = steps
         self.last: weakref.ref[Rollout] | None = None
         self.rows: Experience | None = None
         self.found: Tensor | None = None
@@ -156,8 +206,15 @@ class _Model:
             out = self.score(rows, self.budget)
             if out.score is None:
                 raise ValueError("score: expected the outputs of a reward model, got one without scores")
-            self.found = calibrated(final_scores(out.score, rows.mask), heads)
+            self.found = self._of_rows(out.score, rows.mask, heads)
         return self.found
+
+    def _of_rows(self, score: Tensor, mask: Tensor, heads: Sequence[Head]) -> Tensor:
+        """The scores [B, H] of whole rows by those of their steps, [B, S, H] in mask."""
+        if self.steps != "product":  # of probabilities, which are those of raw scores
+            score = calibrated(score, heads)
+        together = _STEPS[self.steps]
+        return torch.stack([together(own, mask) for own in score.unbind(-1)], -1)
 
 
 class ScalarReward:
@@ -193,16 +250,32 @@ def scalar(
     reading: Reading,
     head: str = "",
     budget: int = 4096,
+    steps: str = "last",
 ) -> ScalarReward:
     """The reward that a scalar reward model gives: (raw score - shift) / scale of one of its heads.
 
     `score` is a function (rows, budget) of `Strategy.score`, whose ranks share the rows out. `heads` are
     those of the model. `head` names one, and may be left out of a model with one. `reading` says how prompts
-    and responses become rows. At most `budget` tokens go through the model at once. ValueError for an unknown
-    head, and for a budget that is no whole number above 0.
+    and responses become rows. At most `budget` tokens go through the model at once.
+
+    The reward of a process reward model is the score of the `last` step, the `min` over all steps, or the
+    `product` of the probabilities that they are right, sigmoid(raw score); see `reward_shaping.steps_min`.
+    `reading.separator` says what a step is. ValueError for an unknown head, for a budget that is no whole
+    number above 0, and for steps without a separator.
     """
     check_budget(budget)
-    return ScalarReward(_Model(score, reading, budget), heads, head_index(heads, head))
+    _check_steps(steps, reading.separator)
+    return ScalarReward(_Model(score, reading, budget, steps), heads, head_index(heads, head))
+
+
+def _check_steps(steps: str, separator: str | None) -> None:
+    """ValueError for an unknown name, and for steps without what separates them."""
+    if steps not in _STEPS:
+        raise ValueError(f"steps: expected one of {', '.join(_STEPS)}, got {steps!r}")
+    if separator is None and steps != "last":
+        raise ValueError(f"steps: expected a separator of the steps beside {steps!r}, got none")
+    if separator is not None and not isinstance(separator, str):
+        raise ValueError(f"separator: expected text, got {separator!r}")
 
 
 def check_budget(budget: Any) -> None:

@@ -32,9 +32,13 @@ class Spec(NamedTuple):
 
     @property
     def long(self) -> str:
-        """The name of the reward where another one has the short name."""
+        """The name of the reward where another one has the short name; metrics show it."""
         if self.target:
-            return f"{self.source}:{self.target.removeprefix(f'{self.source}:')}"
+            # without the query of an address, which may be long, and is no part of what is scored
+            target = self.target
+            if target.startswith(f"{self.source}://"):
+                target = target.split("?")[0]
+            return f"{self.source}:{target.removeprefix(f'{self.source}:')}"
         parts = [self.source, self.name, self.column]
         if self.source.endswith(".py"):
             parts[0] = Path(self.source).stem

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from rft_fn.data import tasks
 from rft_fn.data.column_path import column_at
-from rft_fn.reward.convention import Columns, Messages, RewardFn, column_names, reads, text
+from rft_fn.reward.convention import Columns, Messages, RewardFn, column_names, reads, stateless, text
 
 __all__ = [
     "boxed_format",
@@ -149,6 +149,7 @@ class Same(Protocol):
 def _compare(same: Same, column: str) -> RewardFn:
     """The reward function that scores each completion with `same(completion, reference)`."""
 
+    @stateless
     @reads(column)
     def reward(
         prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
@@ -221,6 +222,7 @@ def task(name: str) -> RewardFn:
     chosen = tasks.get_task(name)
     needed = sorted(chosen.generate(0, 0, 1).keys() - _OF_THE_QUESTION)
 
+    @stateless
     @reads(*needed)
     def reward(
         prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
@@ -253,7 +255,10 @@ def math(column: str = "answer", *, timeout: int = 5) -> RewardFn:
     try:
         import math_verify
     except ImportError as error:
-        raise ImportError("reward 'math': pip install 'math-verify[antlr4_13_2]'") from error
+        raise ModuleNotFoundError(
+            "reward 'math': expected the package math-verify, got none; "
+            "pip install 'math-verify[antlr4_13_2]'"
+        ) from error
 
     def same(completion: str, reference: str) -> bool:
         # its limit is a signal, which only the main thread gets
@@ -283,6 +288,7 @@ def math(column: str = "answer", *, timeout: int = 5) -> RewardFn:
 def boxed_format() -> RewardFn:
     r"""1 if the response has a complete, non-empty \boxed{}; else 0."""
 
+    @stateless
     def reward(
         prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
     ) -> list[float]:
@@ -303,6 +309,7 @@ def pattern_format(pattern: str) -> RewardFn:
     """
     compiled = re.compile(pattern, re.DOTALL)
 
+    @stateless
     def reward(
         prompts: Sequence[Any], completions: Sequence[str | Messages], **columns: Sequence[Any]
     ) -> list[float]:

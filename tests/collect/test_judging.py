@@ -5,11 +5,11 @@ import dataclasses
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 
+import forks
 import pytest
 import ranks
 import tiny
@@ -357,7 +357,7 @@ test_judging.judged_by(get_fake_strategy(), stubborn, timeout=0.2)
 def alone(code):
     """Run the code in another process, which can import what these tests can."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run(
+    return forks.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env, check=False
     )
 

@@ -231,7 +231,7 @@ def test_literals():
         (chats.GEMMA2, {"enable_thinking": False}, r"reads \(it reads none\), got"),
         (chats.MARKED, {"messages": []}, "got 'messages'"),
         (chats.LLAMA3, {"bos_token": "x"}, "got 'bos_token'"),
-        (None, {"a": 1}, "expected none, as the tokenizer has no chat template"),
+        (None, {"a": 1}, "expected none, as the tokenizer has no chat template, got a"),
     ],
 )
 def test_a_keyword_that_a_template_does_not_read_is_refused(template, kwargs, message):

@@ -3,6 +3,7 @@
 import io
 import itertools
 import re
+import threading
 import warnings
 
 import chats
@@ -18,6 +19,7 @@ import rft_fn as rft
 from rft_fn import reward, rng
 from rft_fn.data.chat import Chat
 from rft_fn.data.media import Medium
+from rft_fn.engine.time_limit import time_limit
 from rft_fn.reward import forms, voting
 from rft_fn.types import Sampling
 
@@ -453,6 +455,87 @@ def test_the_judge_sleeps_between_calls_and_after_an_error():
     with pytest.raises(RuntimeError, match="lost"):
         fn(["q"], ["a"])
     assert engine.status()["asleep"] and awake == [False, False]
+
+
+def served(engine, **options):
+    """A judge whose engine is on servers."""
+    return reward.generative(engine, TOKENIZER, form=forms.rating(reasoning=False), served=True, **options)
+
+
+def test_judges_on_servers_are_asked_at_the_same_time_and_while_others_compute():
+    """Each of the three waits until the others have begun."""
+    together = threading.Barrier(3, timeout=20)
+    main = threading.current_thread()
+
+    def answered(question, *_):
+        assert threading.current_thread() is not main
+        together.wait()
+        return length_of(question)
+
+    def computes(completions):
+        together.wait()
+        return [0.25] * len(completions)
+
+    parts = {name: (served(judges.engine(answered, TOKENIZER)), 1.0) for name in ("first", "second")}
+    score = reward.weighted(computed=(computes, 1.0), **parts)
+    found = score(["q"], ["abc"], {})
+    assert {name: x.tolist() for name, x in found.parts.items()} == {
+        "first": [pytest.approx(0.3)], "second": [pytest.approx(0.3)], "computed": [0.25]
+    }  # fmt: skip
+    assert found.metrics["first/unparsable"].tolist() == [0] and "second/said" in found.extra
+    score.close()
+
+
+def test_a_judge_on_servers_says_what_one_here_says_and_is_made_by_the_calling_thread():
+    """Also pairs and votes; `wake` is where an engine is built that a run has not used yet."""
+    made_by = []
+    engine = judges.engine(lambda _, key, j: f"<score>{(key + j) % 11}</score>", TOKENIZER)
+    wake = lambda: made_by.append(threading.current_thread())  # noqa: E731
+    options = {"votes": 3, "unparsable": None}
+    rows = (["q", "q", "r"], ["abc", "de", "f"], {})
+    here = reward.generative(engine, TOKENIZER, form=forms.rating(reasoning=False), **options)
+    there = served(engine._replace(wake=wake), **options)
+    want, found = (reward.weighted(judge=(fn, 2.0))(*rows) for fn in (here, there))
+    assert torch.equal(found.total, want.total) and found.extra == want.extra
+    assert made_by[0] is threading.current_thread()
+
+
+@pytest.mark.parametrize("limit", [False, True], ids=["another part raises", "the time is over"])
+def test_a_judge_on_servers_that_nobody_waits_for_is_closed(limit):
+    """What interrupts the score ends the request that is under way, and with it the thread."""
+    asked, closed = threading.Event(), threading.Event()
+    threads = []
+
+    def generate(*given, **more):
+        threads.append(threading.current_thread())
+        asked.set()
+        assert closed.wait(20)
+        raise ConnectionError("broken off")
+
+    def raises(completions):
+        assert asked.wait(20)
+        if limit:
+            threading.Event().wait(20)
+        raise ValueError("no such file")
+
+    engine = judges.engine(length_of, TOKENIZER)._replace(generate=generate, close=closed.set)
+    score = reward.weighted(judge=(served(engine), 1.0), other=(raises, 1.0))
+    message = "expected a result within 0.5 s" if limit else "no such file"
+    with pytest.raises((TimeoutError, ValueError), match=message), time_limit(0.5 if limit else 60, str):
+        score(["q"], ["a"], {})
+    assert asked.wait(20)  # at the latest when the loop is closed
+    threads[0].join(20)
+    assert closed.is_set() and not threads[0].is_alive()
+
+
+def test_an_error_of_a_judge_on_servers_has_its_name():
+    def lost(*given, **more):
+        raise ConnectionError("no server answers")
+
+    engine = judges.engine(length_of, TOKENIZER)._replace(generate=lost)
+    with pytest.raises(ConnectionError, match="no server answers") as caught:
+        reward.weighted(careful=(served(engine), 1.0))(["q"], ["a"], {})
+    assert caught.value.__notes__ == ["raised by the reward 'careful'"]
 
 
 def test_a_judge_in_an_engine_of_transformers_judges_a_rollout():

@@ -182,8 +182,8 @@ def test_a_redirect_is_refused_and_the_other_address_never_asked(code):
 AGAIN = {
     "500": status(500, "oops"), "502": status(502), "503": status(503), "408": status(408),
     "425": status(425), "429": status(429), "reset": rst, "cut off": zipped(1 << 20, cut=-20),
-    "half": lambda c, *_: (head(99, b"{")(c), c.close()),
-    "no http": lambda c, *_: (c.sendall(b"hello there\r\n\r\n"), c.close()),
+    "half": lambda c, *_: (head(99, b"{")(c), c.shutdown(socket.SHUT_RDWR)),
+    "no http": lambda c, *_: (c.sendall(b"hello there\r\n\r\n"), c.shutdown(socket.SHUT_RDWR)),
 }  # fmt: skip
 
 
@@ -360,7 +360,7 @@ def test_a_query_is_sent_and_not_shown():
         ({"tries": 1.5}, "tries: expected a whole number, got 1.5"),
         ({"batch": True}, "batch: expected a number above 0, got True"),
         ({"form": "soap"}, "form: expected 'rft' or 'openrlhf', got 'soap'"),
-        ({"label": "x"}, "label: expected it with form='openrlhf' alone"),
+        ({"label": "x"}, "label: expected it with form='openrlhf' alone, got it with form='rft'"),
     ],
 )
 def test_limits(how, line):

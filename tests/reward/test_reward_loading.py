@@ -137,6 +137,35 @@ def test_adapters_by_name(mine, spec, name, columns, values):
     assert found(["p", "p"], ["7", "8"], rows).total.tolist() == values
 
 
+def test_rewards_of_one_host_are_named_by_their_paths():
+    """A query may be long, and names are keys of metrics."""
+    found = reward.parse(["http://h:1/a?model=x", "http://h:1/b?model=y", "https://g/s?model=x"])
+    assert list(found.components) == ["http://h:1/a", "http://h:1/b", "g"]
+
+
+def test_a_name_is_given_once():
+    with pytest.raises(ValueError, match="reward: expected different names, got name='x' twice"):
+        reward.parse(["http://a/s(name='x')", "http://b/s(name='x')"])
+    assert list(reward.parse(["http://a/s(name='x')", "http://b/s"]).components) == ["x", "b"]
+
+
+@pytest.mark.parametrize(
+    "word", ["key", "api_key", "apiKey", "access_token", "X-Amz-Signature", "sig", "auth"]
+)
+@pytest.mark.parametrize(
+    "hosts", ["http://a/s?n=1&{}=S1", "http://a/s?n=1&{}=S1,http://b/s", "http://a/s,http://b/s?{}="]
+)
+def test_a_secret_does_not_get_into_a_runs_files(word, hosts):
+    with pytest.raises(ValueError, match="expected an address without a secret") as error:
+        reward.parse([hosts.format(word) + "=0.5"])
+    assert repr(word) in str(error.value) and "S1" not in str(error.value)
+    assert "RFT_REWARD_TOKEN" in str(error.value)
+
+
+def test_other_words_of_a_query_are_no_secrets():
+    reward.parse(["http://a/s?keyword=x&monkey=y&author=z&significance=1"])
+
+
 def test_two_rewards_of_one_name_are_told_apart(tmp_path, mine):
     (tmp_path / "other.py").write_text(FILE)
     (tmp_path / "sub").mkdir()
@@ -181,7 +210,7 @@ def test_two_rewards_of_one_name_are_told_apart(tmp_path, mine):
         ("{}:exact_answer", "it takes completion, as functions for verifiers do; write verifiers:"),
         ("{}:rubric", "'rubric' is Rubric, not a function"),
         ("{}:length:gold", "expected no column, the function names those that it reads, got 'gold'"),
-        ("verl:{}:compute_score(1)", "expected NAME=VALUE, as in verl's reward_kwargs"),
+        ("verl:{}:compute_score(1)", "expected NAME=VALUE, as in verl's reward_kwargs, got 1 alone"),
         ("format:gold", "format reads no column"),
         ("no_such_package.mod:fn", "no module 'no_such_package' is installed or lies in "),
         ("json.no_such:fn", "no module 'json.no_such' is installed or lies in "),
@@ -208,6 +237,13 @@ def test_a_factory_that_takes_anything_is_found_when_it_is_called(mine):
     line = "reward 'anything': expected a list of 1 numbers, got the function 'length'; if 'anything' makes "
     with pytest.raises(ValueError, match=line + "reward functions, call it: NAME"):
         run(f"{mine}:anything")
+
+
+def test_a_call_of_a_function_that_is_a_reward_itself_says_so(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def short(completions, *, limit=4):\n    return [0.0 for x in completions]\n")
+    with pytest.raises(ValueError, match="called once and has to return a reward, but short is one itself"):
+        reward.parse([f"{file}:short(limit=2)"])
 
 
 def test_a_path_may_have_parentheses(tmp_path):

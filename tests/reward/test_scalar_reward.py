@@ -3,13 +3,18 @@
 from dataclasses import dataclass
 from functools import partial
 
+import chats
+import numpy as np
 import pytest
+import ref_rewards
 import tiny
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rft_fn import data, model, packing, reward
-from rft_fn.reward.scalar_model import reads_alike
-from rft_fn.run import load_rewards, options, reward_modules
+from rft_fn import data, engine, model, packing, reward
+from rft_fn.reward.scalar_model import reads_alike, steps_of
+from rft_fn.run import judges_here, load_rewards, options, reward_modules
 from rft_fn.strategy import get_strategy
 from rft_fn.types import Rollout, TokenOut
 
@@ -126,6 +131,81 @@ def test_a_head_that_is_not_there_and_one_that_is_not_chosen_are_errors():
             reward.scalar(None, heads, reading=reward.Reading(tiny.tokenizer()), head=head)
 
 
+# ---------------------------------------------------------------------------------------------------- steps
+
+
+@given(text=st.text("ab\n ", max_size=12), separator=st.sampled_from(["\n", "\n\n", "ab", "", None]))
+def test_steps_are_the_text_and_end_with_what_separates_them(text, separator):
+    steps = steps_of(text, separator)
+    assert "".join(steps) == text and len(steps) >= 1
+    if separator:
+        assert all(step.endswith(separator) for step in steps[:-1])
+        bare = [step.replace(separator, "") for step in steps]
+        assert len(steps) == 1 or all(bare)  # two separators in a row end one step
+        assert sum(map(bool, text.split(separator))) in (len(steps), 0)
+    elif separator == "":
+        assert steps == (list(text) or [""])
+
+
+@pytest.mark.parametrize("separator", ["\n", ""])
+def test_steps_are_read_as_they_were_learned(separator):
+    """The ids and the ends of the rows of training, whatever tokens the policy has sampled."""
+    tokenizer = chats.tokenizer(chats.CHATML, end="<|im_end|>")
+    texts = [["one", "and two", "3"], ["4"]] if separator else [["a", "b", "c"], ["d"]]
+    prompts = [data.Prompt([1], question, {}, i) for i, question in enumerate(("1+1?", "2?"))]
+    columns = [
+        {"prompt": p.text, "completions": parts, "labels": [1.0] * len(parts)}
+        for p, parts in zip(prompts, texts, strict=True)
+    ]
+    taught = data.steps.steps_from_rows(columns, tokenizer, separator=separator, template="{prompt}")
+    items = [taught.prompt(i) for i in range(2)]
+
+    said = [[*tokenizer.encode(separator.join(parts)), tokenizer.eos_token_id] for parts in texts]
+    exp = packing.supervised([(p.ids, ids) for p, ids in zip(prompts, said, strict=True)])
+    rollout = Rollout(
+        tokens=exp.tokens, mask=exp.mask, logp=exp.old_logp, length=exp.length, group=torch.arange(2),
+        version=torch.zeros(2, dtype=torch.long), truncated=torch.zeros(2, dtype=torch.bool),
+    )  # fmt: skip
+    rows = reward.Reading(tokenizer, separator=separator).rows(rollout, prompts, tokenizer)
+    assert rows_of(rows) == [item.response.ids for item in items]
+    ends = [(row.nonzero()[:, 0] - 1).tolist() for row in rows.mask]
+    assert ends == [list(item.ends) for item in items] and len(ends[0]) == 3
+
+
+def test_a_truncated_response_ends_in_the_middle_of_its_step_and_an_empty_one_at_the_prompt():
+    tokenizer = tiny.tokenizer()
+    rollout = rollout_of(tokenizer, ["12", "", "3"], [True, True, False])
+    rows = reward.Reading(tokenizer, separator="").rows(rollout, PROMPTS, tokenizer)
+    asked = [len(tokenizer.encode(p.text, add_special_tokens=False)) for p in PROMPTS]
+    ends = [(row.nonzero()[:, 0] - 1).tolist() for row in rows.mask]
+    assert ends == [[asked[0], asked[0] + 1], [asked[0] - 1], [asked[1] + 1]]
+
+
+@pytest.mark.parametrize("steps", ["last", "min", "product"])
+def test_the_reward_of_steps_is_its_definition(steps):
+    tokenizer = tiny.tokenizer()
+    rollout = rollout_of(tokenizer, ["123", "4", "55", "6"], [False, True, False, False])
+    raw = torch.randn(4, 12, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    asked = []
+
+    def score(rows, budget):
+        asked.append(rows)
+        found = raw[:, : rows.tokens.shape[1]]
+        return TokenOut(logp=rows.old_logp, score=torch.where(rows.mask[..., None], found, 0))
+
+    heads = (model.Head("a", shift=0.5, scale=2.0), model.Head("b"))
+    how = {"reading": reward.Reading(tokenizer, separator=""), "head": "a", "steps": steps}
+    a = reward.scalar(score, heads, **how)
+    found = [fn(rollout, PROMPTS, tokenizer).double() for fn in (a, a.head("b"))]
+    ((rows,), scale, shift) = asked, (2.0, 1.0), (0.5, 0.0)
+    if steps == "product":
+        scale, shift = (1.0, 1.0), (0.0, 0.0)
+    for h in range(2):
+        own = (raw[:, : rows.tokens.shape[1], h] - shift[h]) / scale[h]
+        want = getattr(ref_rewards, f"steps_{steps}")(own.tolist(), rows.mask.tolist())
+        np.testing.assert_allclose(found[h], want, rtol=1e-6)
+
+
 # -------------------------------------------------------------------------------------- on the command line
 
 
@@ -176,6 +256,15 @@ def test_a_folder_is_a_reward_by_its_heads_and_loaded_once(folder, monkeypatch):
     with pytest.raises(ValueError, match=r"budget: expected one for all heads of .*, got 64 and 32"):
         load_rewards([f"model:{folder}:a(budget=32)", f"model:{folder}:b(budget=64)"][::-1], Config(), st)
 
+    # steps are read by a forward of their own, by the same weights
+    by_steps = load_rewards(
+        [f"model:{folder}:a(steps='{steps}',separator='')" for steps in ("min", "last")], Config(), st
+    )
+    found = reward.judge(by_steps, rollout, PROMPTS, tokenizer).parts
+    assert len(reward_modules(by_steps)) == 1 and len(found) == 2
+    least, last = found.values()
+    assert (least <= last + 1e-5).all() and (least < last - 1e-3).any()
+
     # a part of weight 0 is computed, and logged
     assert judged.parts["exact"].tolist() == [[1, 0], [1, 0]]
     assert reward.means(judged, "reward")["reward/exact"] == 0.5
@@ -186,11 +275,14 @@ def test_a_folder_that_is_no_reward_model_is_one_line(folder, tmp_path):
     st = get_strategy()
     lines = {
         f"model:{tmp_path / 'lm'}": "expected a model with heads, got one without",
-        f"model:{folder}": "expected model:FOLDER:HEAD, with one of its heads a, b",
+        f"model:{folder}": "expected model:FOLDER:HEAD, with one of its heads a, b, got none",
         f"model:{folder}:c": "head: expected one of a, b, got 'c'",
         f"model:{folder}:a(budget=0)": "budget: expected a whole number above 0, got 0",
         f"model:{folder}:a(budget='x')": "budget: expected a whole number above 0, got 'x'",
         f"model:{folder}:a(budgte=3)": "unexpected keyword argument 'budgte'",
+        f"model:{folder}:a(steps='worst')": "steps: expected one of last, min, product, got 'worst'",
+        f"model:{folder}:a(separator='x')": "separator: expected steps beside it, as steps='min', got 'x'",
+        f"model:{folder}:a(steps='min',separator=2)": "separator: expected text, got 2",
         "model:": "expected model:TARGET",
         f"judge:{folder}": "expected a language model, got .*model.load_reward loads it",
     }
@@ -221,6 +313,29 @@ def test_the_check_before_a_run_scores_made_up_responses_by_the_model(folder):
     torch.testing.assert_close(checked["answer"].parts["a"], judged.parts["a"][:, 0])
     with pytest.raises(ValueError, match=r"expected prompts .* and their tokenizer"):
         collect.check_reward(st, score, PROMPTS)
+
+
+def test_judges_of_one_folder_share_an_engine_and_those_on_servers_do_not(monkeypatch):
+    """Two questions to one model: its weights are loaded once. Another engine is another one."""
+    built = []
+    get_engine = engine.get_engine
+    monkeypatch.setattr(engine, "get_engine", lambda *given: built.append(given) or get_engine(*given))
+    how = "form='terse',max_new=4,patience=99"
+    specs = [f"judge:tiny({how}{more})" for more in ("", ",votes=2", ",batch=3")]
+    score = load_rewards(specs, Config(), get_strategy())
+    first, second, other = (fn for fn, _ in score.components.values())
+    assert first.engine is second.engine is not other.engine and len(judges_here(score)) == 2
+    with pytest.warns(UserWarning, match="expected answers with a verdict"):
+        score(["12", "3"], ["12", "1"], {})
+    assert len(built) == 2
+    score.close()
+
+    servers = f"{how},engine_type='openai',servers=('http://h:1',)"
+    apart = load_rewards(
+        [f"judge:tiny({servers})", f"judge:tiny({servers},votes=2)"], Config(), get_strategy()
+    )
+    a, b = (fn for fn, _ in apart.components.values())
+    assert a.engine is not b.engine
 
 
 def test_a_judge_is_built_when_it_is_asked_and_closed_with_the_score():

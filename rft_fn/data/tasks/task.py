@@ -34,7 +34,8 @@ class Verify(Protocol):
     def __call__(self, text: str, row: TaskRow, /) -> float:
         """A score in [0, 1], 1 for a right answer.
 
-        It never raises, whatever the text is.
+        It never raises, whatever the text is. As a reward, `row` has the columns of `generate` except those
+        of the question: `question`, `short`, `level` and media.
         """
         ...
 

@@ -100,7 +100,10 @@ def _check(limits: Limits, batch: int, form: str, label: str | None) -> None:
     if form not in ("rft", "openrlhf"):
         raise ValueError(f"form: expected 'rft' or 'openrlhf', got {form!r}")
     if label is not None and form != "openrlhf":
-        raise ValueError("label: expected it with form='openrlhf' alone; columns=[...] names what is sent")
+        raise ValueError(
+            f"label: expected it with form='openrlhf' alone, got it with form={form!r}; columns=[...] names "
+            "what is sent"
+        )
 
 
 def cuts(groups: Sequence[Any], size: int) -> list[slice]:
