@@ -3,6 +3,7 @@
 # isort: skip_file
 from functools import partial
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 # L0: values; torch and optree alone
 from rft_fn import check, precision, rng, tree, types
@@ -15,7 +16,7 @@ from rft_fn import segment, testing, weight
 from rft_fn import data, environment, hub, modality, model, reward
 
 # L3: effects; each room may use those before it
-from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run
+from rft_fn import dist, ckpt, memory, strategy, engine, sync, collect, run, migrate
 from rft_fn.types import Engine, Experience, Media, Packed, Rollout, Sampling, Strategy, TokenOut, TrainState
 from rft_fn.types import Transform, experience
 
@@ -33,5 +34,7 @@ __all__ = [
 
 # dir() and completion show the names that are listed; all others can be used too
 __dir__ = partial(sorted, __all__)
+if not TYPE_CHECKING:
+    __getattr__ = types.hints.answers("rft_fn", types.hints.ROOT)
 for _room in [x for x in globals().values() if isinstance(x, ModuleType)]:
     _room.__dir__ = partial(sorted, _room.__all__)

@@ -22,7 +22,7 @@ from rft_fn.run import options
 
 @dataclass(frozen=True)
 class Config(
-    options.Run,
+    options.Recorded,
     options.HeldOut,
     options.Optimizer,
     options.Examples,
@@ -146,6 +146,9 @@ def main(cfg: Config) -> None:
     state, _ = rft.run.restore_latest(st, run, state)
     run.resume(state.step)
     loss_fn = partial(policy_loss, cfg)
+    how = {"every": cfg.tokens_every, "group": 2, "unit": 2, "budget": cfg.budget}
+    sides = "chosen", "rejected"
+    tokens = rft.run.TokenLog(st, run, apply, loss_fn, tokenizer, **how, names=sides)
 
     def scored(exp, score):
         """Log-probs [B, S], the same on every rank."""
@@ -179,12 +182,14 @@ def main(cfg: Config) -> None:
         with run.phase("score"):
             exp = rft.tree.replace(exp, ref_logp=scored(exp, score_initial))
 
-        # ---- learn
+        # ---- learn, and note what that does to single tokens
+        tokens.before(step, state.params, exp)
         with run.phase("train"):
             packs = st.shard(exp, cfg.budget, unit=2)
             rate = schedule(rft.optim.count(state.opt))
             grads, metrics = st.grad(state, apply, loss_fn, packs)
             state, more = st.update(state, grads)
+        tokens.after(step, state.params, exp)
 
         # ---- report, save, and stop where a signal asked for it
         values |= rft.metric.results(metrics | more) | {"lr": rate}

@@ -38,7 +38,7 @@ class Config(options.Sampling, options.Reward, options.Prompts, options.Model):
 UNREAD = (  # nothing is trained here, so nothing is sharded either: every process has an engine
     "fsdp", "zero_stage", "sp_size", "shard_size", "fsdp_cpu_offload", "adam_offload", "use_mp_opt", "bf16",
     "max_norm", "train_batch_size", "micro_train_batch_size", "packing_samples",
-    "fused_linear_logprob", "chunk_size", "log_dir", "plot_every", "max_skips",
+    "fused_linear_logprob", "chunk_size", "compile_blocks", "log_dir", "plot_every", "max_skips",
 )  # fmt: skip
 
 
@@ -51,7 +51,8 @@ def check(cfg: Config) -> None:
     alike = cfg.temperature == 0 and cfg.group > 1  # greedy answers to one question are all the same
     if max(cfg.k) > cfg.group or alike:
         raise ValueError(
-            f"k {cfg.k}, group {cfg.group}: expected k <= group, and temperature > 0 for a group above 1"
+            f"k, group: expected k <= group, and temperature > 0 for a group above 1, got {cfg.k}, "
+            f"{cfg.group} and {cfg.temperature}"
         )
     if cfg.out:
         rft.run.check_results(cfg.out)

@@ -65,9 +65,9 @@ def weights_of(cfg: Config, options: dict, path: Path) -> dict:
     # a checkpoint of ppo.py holds two models, of which only the actor has an average
     two = "critic" in options
     if cfg.critic and not two:
-        raise ValueError("critic: expected off, the run has none")
+        raise ValueError(f"critic: expected off, got on: {cfg.run} has no critic")
     if cfg.ema and (cfg.critic or not options.get("ema")):
-        raise ValueError("ema: expected off, the run has no average of these weights")
+        raise ValueError(f"ema: expected off, got on: {cfg.run} has no average of these weights")
     name = None  # of the state, where the checkpoint holds several
     if two:
         name = "actor"
@@ -112,7 +112,7 @@ def main(cfg: Config) -> None:
     weights = weights_of(cfg, options, path)
     module = module_of(cfg, options)
     if not cfg.merge and not hasattr(module, "peft_config"):
-        raise ValueError(f"merge: expected on, the {name} of this run has no adapters")
+        raise ValueError(f"merge: expected on, got off: the {name} of {cfg.run} has no adapters")
     tokenizer = None
     if not cfg.critic:
         tokenizer = rft.model.load_tokenizer(options["model"])

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Free, Whole
+from rft_fn.check import AtLeast0, Count, Free, Positive, Whole
+from rft_fn.data import curriculum
 from rft_fn.run import options
 from rft_fn.strategy import StrategyConfig
 
@@ -34,6 +35,8 @@ class Config(
     rounds: Count = 1  # most sampling rounds of a step, to fill it with groups whose rewards differ (DAPO)
     kl: AtLeast0 = 0.0  # coefficient of KL(policy, initial model) in the loss
     kl_in_reward: AtLeast0 = 0.0  # coefficient of log(policy / initial model), off the reward of a response
+    curriculum: Whole = 0  # prompts in the mean success p of a source, whose share is p (1 - p); 0: off
+    curriculum_floor: Positive = 0.02  # least p (1 - p)
 
     # other defaults than those of the subjects
     steps: Count | None = None  # rollouts, each with epochs x minibatches updates; None is 140
@@ -52,6 +55,15 @@ def check(cfg: Config, algo: rft.algorithm.Algorithm) -> None:
     if cfg.partial and (cfg.ahead or cfg.rounds > 1):
         raise ValueError(
             f"partial: expected it without ahead and rounds, got ahead {cfg.ahead}, rounds {cfg.rounds}"
+        )
+    if cfg.curriculum and (cfg.ahead or cfg.partial):
+        raise ValueError(
+            "curriculum: expected it without ahead and partial, which draw prompts before the rewards that "
+            f"decide their shares, got ahead {cfg.ahead}, partial {cfg.partial}"
+        )
+    if cfg.curriculum_floor > 0.25:
+        raise ValueError(
+            f"curriculum_floor: expected at most 0.25, the largest p (1 - p), got {cfg.curriculum_floor}"
         )
     most = cfg.prompts * cfg.group
     if cfg.minibatches > most:
@@ -88,15 +100,12 @@ def draw_round(cfg: Config, dataset: rft.data.Dataset, step: int, i: int):
     return rft.data.draw(dataset, cfg.prompts, step, cfg.seed, round=i)
 
 
-def shaped(cfg: Config, reward: Tensor, rollout: rft.Rollout) -> Tensor:
-    """The rewards [N, G] clipped, less the penalty of long responses."""
-    if cfg.reward_clip:
-        reward = rft.reward_shaping.clip(reward, cfg.reward_clip)
-    if cfg.overlong:
-        length = rollout.mask.sum(-1).view_as(reward)
-        limits = {"max_new": cfg.max_new, "buffer": cfg.overlong}
-        reward = reward + rft.reward_shaping.overlong_penalty(length, **limits)
-    return reward
+def weighted(algo: Any, exp: rft.Experience) -> rft.Experience:
+    """A batch weighted by its own mask, and by the correction of the sampler's mismatch if it has one."""
+    w = algo.weight(exp.mask)
+    if exp.extra:
+        w = w * exp.extra["correction"]
+    return rft.tree.replace(exp, w=w, extra=None)
 
 
 def minibatches(cfg: Config, algo: Any, exp: rft.Experience, step: int) -> Iterator[rft.Experience]:
@@ -104,10 +113,7 @@ def minibatches(cfg: Config, algo: Any, exp: rft.Experience, step: int) -> Itera
     for epoch in range(cfg.epochs):
         key = rft.rng.fold_in(cfg.seed, "updates", step, epoch)
         for part in rft.packing.minibatches(exp, rft.run.updates_per_pass(cfg, cfg.strategy), key):
-            w = algo.weight(part.mask)
-            if part.extra:
-                w = w * part.extra["correction"]
-            yield rft.tree.replace(part, w=w, extra=None)
+            yield weighted(algo, part)
 
 
 def policy_loss(cfg: Config, algo: Any, out: rft.TokenOut, b: rft.Packed) -> tuple[Tensor, dict]:
@@ -127,15 +133,15 @@ def policy_loss(cfg: Config, algo: Any, out: rft.TokenOut, b: rft.Packed) -> tup
 # The whole run is one function, as long as it is, so that it is read in the order in which it happens: setup,
 # then collect, learn and report in every step.
 def main(cfg: Config) -> None:
-    # ---- setup: processes, data, folder and rewards; mistakes in them are found before a model is loaded
+    # ---- setup: processes, data, rewards and folder; mistakes in them are found before a model is loaded
     st = rft.run.start(cfg)
     algo = limited(rft.algorithm.get_algorithm(cfg.algorithm, group=cfg.group), cfg)
     check(cfg, algo)
     rft.model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
     task = rft.run.load_task(cfg, st)
     cfg = rft.run.plan_rollouts(cfg, st, task, usual=140)
-    run = rft.run.open_folder(cfg, st, free=rft.run.free_options(cfg, "steps", "data_epochs"))
     rft.run.check_rewards(cfg, st, task)
+    run = rft.run.open_folder(cfg, st, free=rft.run.free_options(cfg, "steps", "data_epochs"))
 
     # ---- setup: the policy, its optimizer, and the initial model where a KL asks for it
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
@@ -150,15 +156,23 @@ def main(cfg: Config) -> None:
     if anchored:
         score_initial = rft.run.initial_scorer(cfg, st, module, apply, sampling=sampling)
     loss_fn = partial(policy_loss, cfg, algo)
+    how = {"every": cfg.tokens_every, "group": cfg.group, "budget": cfg.budget}
+    tokens = rft.run.TokenLog(st, run, apply, loss_fn, task.tokenizer, **how)
 
     # ---- setup: what samples, and everything that a checkpoint brings back
     extra = {"step": 0, "floor": 0.0, "moments": rft.reward_shaping.moments()}
-    extra |= {"ahead": [], "waiting": None}
+    extra |= {"ahead": [], "waiting": None, "curriculum": None}
+    following = cfg.curriculum > 0 and len(task.dataset.parts) > 1
+    if following:
+        extra["curriculum"] = curriculum.init(task.dataset)
+    elif cfg.curriculum:
+        st.print(f"curriculum: off, for there is one source of data, {task.dataset.name}")
     state, extra = rft.run.restore_latest(st, run, state, extra)
     samples, push = rft.run.start_sampler(cfg, st, task, extra["ahead"])
     eng = samples.engine
     run.resume(extra["step"])
     state = rft.run.to_host(st, apply, state)  # with offload_models, until it is time to learn
+    levels = extra["curriculum"]  # enters the checkpoint at the end of a step
     push(state, version=extra["step"])
 
     def answer(prompts, keys, n=cfg.group, sampling=sampling):
@@ -167,6 +181,24 @@ def main(cfg: Config) -> None:
             rollout = samples.generate(prompts, keys, n=n, sampling=sampling)
         with run.phase("judge"):
             judged = rft.run.judge(cfg, st, task, rollout, prompts, step=extra["step"])
+        return rollout, judged
+
+    def draw_level(step, i):
+        """The prompts of round i of a step, and a key for each; with a curriculum by its shares."""
+        nonlocal levels
+        if not following:
+            return draw_round(cfg, task.dataset, step, i)
+        how = {"floor": cfg.curriculum_floor}
+        prompts, keys, levels = curriculum.draw(levels, task.dataset, cfg.prompts, step, cfg.seed, **how)
+        return prompts, keys
+
+    def answer_level(prompts, keys):
+        """Responses and rewards of a round, from which the curriculum learns how hard its sources are."""
+        nonlocal levels
+        rollout, judged = answer(prompts, keys)
+        if following:
+            how = {"window": cfg.curriculum}
+            levels = curriculum.observe(levels, task.dataset, prompts, judged.reward, **how)
         return rollout, judged
 
     def finished(step):
@@ -199,10 +231,11 @@ def main(cfg: Config) -> None:
         if cfg.partial:
             filled = finished(step)
         else:
-            draw = partial(draw_round, cfg, task.dataset, step)
-            filled = rft.collect.sample_varied_groups(answer, draw, cfg.prompts, rounds=cfg.rounds)
+            draw = partial(draw_level, step)
+            filled = rft.collect.sample_varied_groups(answer_level, draw, cfg.prompts, rounds=cfg.rounds)
         prompts, rollout, judged = filled.prompts, filled.rollout, filled.judged
-        reward = shaped(cfg, rft.run.normalized_reward(cfg, task, judged, prompts), rollout)
+        reward = rft.run.normalized_reward(cfg, task, judged, prompts)
+        reward = rft.run.shaped_reward(cfg, reward, rollout)
         mask = rollout.mask
 
         # ---- collect: log-probs of the initial model, which the reward may pay for leaving
@@ -229,12 +262,13 @@ def main(cfg: Config) -> None:
         baseline = {}
         if algo.greedy:  # ReMax: the reward of the greedy answer, for which keys do not matter
             answers, graded = answer(prompts, range(len(prompts)), 1, greedy)
-            baseline["greedy_reward"] = shaped(cfg, graded.reward, answers)[:, 0]
+            baseline["greedy_reward"] = rft.run.shaped_reward(cfg, graded.reward, answers)[:, 0]
         adv = algo.advantage(reward, rollout, **baseline)
         how = {"old_logp": own.old_logp, "ref_logp": ref_logp, "extra": own.extra}
         exp = rft.experience(rollout, adv=adv, w=algo.weight(mask), **how)
 
-        # ---- learn: passes over the minibatches
+        # ---- learn: passes over the minibatches, and what they do to single tokens
+        tokens.before(step, state.params, rollout)
         logs = []
         for part in minibatches(cfg, algo, exp, step):
             with run.phase("train"):
@@ -248,12 +282,15 @@ def main(cfg: Config) -> None:
                 rate = schedule(rft.optim.count(state.opt))
                 state, metrics = st.update(state, grads)
                 logs[-1] |= rft.metric.results(metrics)
+        tokens.after(step, state.params, weighted(algo, exp), prompts, judged, rollout)
         state = rft.run.to_host(st, apply, state)
         with run.phase("sync"):
             push(state, version=step + 1)
 
         # ---- report, save, and stop where a signal asked for it
-        extra["step"] = step + 1
+        extra |= {"step": step + 1, "curriculum": levels}
+        if following:
+            values |= curriculum.metrics(levels, task.dataset, floor=cfg.curriculum_floor)
         values |= rft.metric.average(logs) | {"lr": rate}
         values |= own.metrics | gap
         values |= rft.metric.rollout(rollout, reward) | rft.metric.spread("adv", exp.adv, mask)

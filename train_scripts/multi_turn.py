@@ -128,6 +128,8 @@ def main(cfg: Config) -> None:
     if cfg.kl:
         score_initial = rft.run.initial_scorer(cfg, st, module, apply, sampling=sampling)
     loss_fn = partial(policy_loss, cfg, algo)
+    how = {"every": cfg.tokens_every, "group": cfg.group, "budget": cfg.budget}
+    tokens = rft.run.TokenLog(st, run, apply, loss_fn, tokenizer, **how)
 
     # ---- setup: what samples, and everything that a checkpoint brings back
     eng, push = rft.run.start_engine(cfg, st, rft.run.Task(tokenizer, dataset, unseen, None))
@@ -176,7 +178,8 @@ def main(cfg: Config) -> None:
                 ref_logp = rft.run.gather_rows(st, score_initial(state.params, packs), packs, rollout.logp)
             exp = rft.tree.replace(exp, ref_logp=ref_logp)
 
-        # ---- learn: one update
+        # ---- learn: one update, and what it does to single tokens
+        tokens.before(step, state.params, rollout)
         with run.phase("train"):
             packs = st.shard(exp, cfg.budget)
             grads, metrics = st.grad(state, apply, loss_fn, packs)
@@ -186,6 +189,7 @@ def main(cfg: Config) -> None:
         with run.phase("train"):
             rate = schedule(rft.optim.count(state.opt))
             state, metrics = st.update(state, grads)
+        tokens.after(step, state.params, exp, played.prompts, played.judged(), rollout)
         state = rft.run.to_host(st, apply, state)
         with run.phase("sync"):
             push(state, version=step + 1)

@@ -135,18 +135,20 @@ def load_examples(cfg: Config, st: rft.Strategy, task: rft.run.Task) -> rft.data
     return examples
 
 
-def minibatches(cfg: Config, row: Any, exp: rft.Experience, step: int) -> Iterator[rft.Experience]:
-    """The minibatches of a step, each with its own w.
+def weighted(cfg: Config, row: Any, exp: rft.Experience) -> rft.Experience:
+    """A batch with its own w; w positive, of the good responses, adds up to `positive_nll`."""
+    w = row.weight(exp.mask)
+    good = exp.extra["positive"]
+    share = torch.where(w > 0, cfg.positive_nll * good / (w * good.sum().clamp(min=1)), 0)
+    return rft.tree.replace(exp, w=w, extra=exp.extra | {"positive": share})
 
-    w positive, of the good responses, adds up to the coefficient of `positive_nll`.
-    """
+
+def minibatches(cfg: Config, row: Any, exp: rft.Experience, step: int) -> Iterator[rft.Experience]:
+    """The minibatches of a step, pass after pass, each with its own w."""
     for epoch in range(cfg.epochs):
         key = rft.rng.fold_in(cfg.seed, "minibatch", step, epoch)
         for part in rft.packing.minibatches(exp, rft.run.updates_per_pass(cfg, cfg.strategy), key):
-            w = row.weight(part.mask)
-            good = part.extra["positive"]
-            share = torch.where(w > 0, cfg.positive_nll * good / (w * good.sum().clamp(min=1)), 0)
-            yield rft.tree.replace(part, w=w, extra=part.extra | {"positive": share})
+            yield weighted(cfg, row, part)
 
 
 def supervised(cfg: Config, examples: rft.data.Dataset, tokenizer: Any, update: int) -> rft.Experience:
@@ -156,22 +158,6 @@ def supervised(cfg: Config, examples: rft.data.Dataset, tokenizer: Any, update: 
     how["chat_template_kwargs"] = rft.data.literals(cfg.chat_template_kwargs)
     exp = rft.packing.conversations([x for p in prompts for x in rft.data.lessons(p, tokenizer, **how)])
     return rft.tree.replace(exp, w=cfg.ptx * exp.w, extra={"ptx": exp.mask.float()})
-
-
-def learned_reward(cfg: Config, reward: Tensor, rollout: rft.Rollout, moments: Any) -> tuple[Tensor, Any]:
-    """(the rewards [N, G] that are learned, the moments of all rewards so far).
-
-    They are clipped, less the penalty of long responses, and normalised.
-    """
-    shaping = rft.reward_shaping
-    if cfg.reward_clip:
-        reward = shaping.clip(reward, cfg.reward_clip)
-    if cfg.overlong:
-        length = rollout.mask.sum(-1).view_as(reward)
-        reward = reward + shaping.overlong_penalty(length, max_new=cfg.max_new, buffer=cfg.overlong)
-    if cfg.normalize_reward:
-        reward, moments = shaping.running_norm(reward, moments)
-    return reward, moments
 
 
 def steered(cfg: Config, coef: float, kl: float, count: int) -> float:
@@ -202,17 +188,17 @@ def actor_loss(cfg: Config, row: Any, out: rft.TokenOut, b: rft.Packed) -> tuple
 # The whole run is one function, as long as it is, so that it is read in the order in which it happens: setup,
 # then collect, learn and report in every step.
 def main(cfg: Config) -> None:
-    # ---- setup: processes, data, folder and rewards; mistakes in them are found before a model is loaded
+    # ---- setup: processes, data, rewards and folder; mistakes in them are found before a model is loaded
     check(cfg)
     st = rft.run.start(cfg)
     rft.model.check_quantize(cfg.quantize, cfg.model, rank=cfg.lora_rank, world=st.world, config=st.config)
     row = with_options(cfg, rft.algorithm.get_actor_critic(cfg.algorithm))
     task = rft.run.load_task(cfg, st)
     cfg = rft.run.plan_rollouts(cfg, st, task, usual=60)
-    run = rft.run.open_folder(cfg, st, free=rft.run.free_options(cfg, "steps", "data_epochs"))
     rft.run.check_rewards(cfg, st, task)
     if cfg.ptx:
         examples = load_examples(cfg, st, task)
+    run = rft.run.open_folder(cfg, st, free=rft.run.free_options(cfg, "steps", "data_epochs"))
 
     # ---- setup: actor and critic with their optimizers, and the initial model where the KL asks for it
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)
@@ -229,6 +215,8 @@ def main(cfg: Config) -> None:
     if cfg.kl:
         score_initial = rft.run.initial_scorer(cfg, st, module, apply, sampling=sampling)
     loss_fn = partial(actor_loss, cfg, row)
+    how = {"every": cfg.tokens_every, "group": cfg.group, "budget": cfg.budget}
+    tokens = rft.run.TokenLog(st, run, apply, loss_fn, task.tokenizer, **how)
     rows = partial(rft.run.gather_rows, st)
 
     # ---- setup: what samples, and everything that a checkpoint brings back
@@ -264,7 +252,9 @@ def main(cfg: Config) -> None:
             judged = rft.run.judge(cfg, st, task, rollout, prompts, step=step)
         mask = rollout.mask
         reward = rft.run.normalized_reward(cfg, task, judged, prompts)
-        reward, extra["moments"] = learned_reward(cfg, reward, rollout, extra["moments"])
+        reward = rft.run.shaped_reward(cfg, reward, rollout)
+        if cfg.normalize_reward:
+            reward, extra["moments"] = rft.reward_shaping.running_norm(reward, extra["moments"])
 
         # ---- collect: values and the initial model's log-probs, each [B, S]
         actor = rft.run.to_device(st, apply, actor)
@@ -294,6 +284,7 @@ def main(cfg: Config) -> None:
         exp = rft.experience(rollout, adv=adv, w=row.weight(mask), **how)
 
         # ---- learn: passes over the minibatches, in each the critic, then the actor
+        tokens.before(step, actor.params, rollout)
         logs = []
         learns = step >= cfg.freeze_actor_steps
         rate = schedule(rft.optim.count(actor.opt))
@@ -318,6 +309,7 @@ def main(cfg: Config) -> None:
                     rate = schedule(rft.optim.count(actor.opt))
                     actor, metrics = st.update(actor, grads)
                     logs[i] |= rft.metric.results(metrics)
+        tokens.after(step, actor.params, weighted(cfg, row, exp), prompts, judged, rollout)
         actor = rft.run.to_host(st, apply, actor)
         critic = rft.run.to_host(st, value_of, critic)
         with run.phase("sync"):

@@ -37,7 +37,7 @@ def settings(cfg: Config) -> dict[str, Any]:
         run = json.loads(path.read_text())
     model = cfg.model or run.get("model", "")
     if not model:
-        raise ValueError(f"model: expected one, there is no {path} that names it")
+        raise ValueError(f"model: expected one, got none: there is no {path} that names it")
     algorithm = cfg.algorithm or run.get("algorithm", "grpo")
     return {"temperature": 1.0, "top_p": 1.0, "max_new": 1} | run | {"model": model, "algorithm": algorithm}
 

@@ -46,7 +46,7 @@ class Reading(options.Reward, options.Data):
 UNREAD = (  # nothing is trained here
     "fsdp", "zero_stage", "sp_size", "shard_size", "fsdp_cpu_offload", "adam_offload", "use_mp_opt",
     "max_norm", "train_batch_size", "micro_train_batch_size", "packing_samples",
-    "fused_linear_logprob", "chunk_size", "log_dir", "plot_every", "max_skips",
+    "fused_linear_logprob", "chunk_size", "compile_blocks", "log_dir", "plot_every", "max_skips",
 )  # fmt: skip
 SHARED = (  # of engines that a trainer and its ranks share; a judge names its servers itself
     "engine_servers", "engine_process", "engine_threads", "engine_tp_size", "engine_weights",

@@ -18,7 +18,7 @@ from rft_fn.run import options
 
 @dataclass(frozen=True)
 class Config(
-    options.Run,
+    options.Recorded,
     options.Optimizer,
     options.Examples,
     options.Policy,
@@ -85,6 +85,8 @@ def main(cfg: Config) -> None:
     state, _ = rft.run.restore_latest(st, run, state)
     run.resume(state.step)
     loss_fn = partial(nll, cfg)
+    how = {"every": cfg.tokens_every, "budget": cfg.budget}
+    tokens = rft.run.TokenLog(st, run, apply, loss_fn, tokenizer, **how)
 
     for step in range(state.step, cfg.steps):
         # ---- examples: a question and its answer, or a conversation of which some turns are learned
@@ -92,12 +94,14 @@ def main(cfg: Config) -> None:
         lessons = [x for p in prompts for x in rft.data.lessons(p, tokenizer, **learn)]
         exp = rft.packing.conversations(lessons)
 
-        # ---- learn
+        # ---- learn, and note what that does to single tokens
+        tokens.before(step, state.params, exp)
         with run.phase("train"):
             packs = st.shard(exp, cfg.budget)
             rate = schedule(rft.optim.count(state.opt))
             grads, metrics = st.grad(state, apply, loss_fn, packs)
             state, more = st.update(state, grads)
+        tokens.after(step, state.params, exp)
 
         # ---- report, save, and stop where a signal asked for it
         values = rft.metric.results(metrics | more) | {"lr": rate}

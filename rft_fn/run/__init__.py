@@ -47,12 +47,15 @@ from rft_fn.run.task import (
     normalized_reward,
     plan_rollouts,
     rewards_of,
+    shaped_reward,
 )
+from rft_fn.run.tokens import TokenLog
 from rft_fn.run.trajectories import response_row
 
 __all__ = [
     "Run",
     "Task",
+    "TokenLog",
     "as_one_pack",
     "calibrate",
     "check_engine_media",
@@ -94,6 +97,7 @@ __all__ = [
     "saved_if_lost",
     "serve",
     "settings",
+    "shaped_reward",
     "start",
     "start_engine",
     "start_sampler",

@@ -5,7 +5,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,11 +33,30 @@ def cli(main: Callable[[Any], None], config: type) -> None:
     An option of a part, as `--strategy.chunk-size`, may be named without the part (`--chunk_size`) where
     nothing else has the name. Mistakes in options, files or rewards exit with 2, lost processes with 3,
     SIGTERM and SIGINT with 143 and 130. With RFT_FN_TRACEBACK=1 errors keep their traceback; any other error
-    is a bug and always keeps it.
+    is a bug and always keeps it. Warnings to the user are one line each.
     """
-    with signals.unbroken(), signals.listen():
+    with signals.unbroken(), signals.listen(), _plain_warnings():
         options = guard(partial(parsing.parse, config), parsing.qualify(sys.argv[1:], config))
         guard(main, options)
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings to the user are one line within the block, without the line of source that gave them."""
+    usual = warnings.formatwarning
+
+    def plain(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if category is not UserWarning:  # those to programmers say where they come from
+            return usual(message, category, filename, lineno, line)
+        return f"warning: {' '.join(str(message).split())}\n"
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def without(part: Any, *names: str, prefix: str = "strategy", instead: str = "leave it out") -> None:

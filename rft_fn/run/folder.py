@@ -5,6 +5,8 @@ runs/NAME/config.json         the options, of the last start that changed some
           metrics.jsonl       a row per step, a function of the config alone: a resumed run's is equal
           timing.jsonl        seconds, in all and by phase, tokens/s and peak memory
           trajectories.jsonl  sampled responses with their rewards, to be read
+          distributions.jsonl   quantiles of the lengths and rewards of each step
+          tokens.jsonl          single tokens of some responses, and what the loss did to them
           samples.png           responses beside the images or spectrograms that they are about, if any
           reliability.png       how often the predictions of a reward model come true on held-out rows
           curve.png  lengths.png  phases.png  checkpoints/
@@ -21,7 +23,7 @@ from typing import Any
 from rft_fn import check, dist
 from rft_fn.metric import Calibration
 from rft_fn.reward import Judged
-from rft_fn.run import plot, resume, signals, trajectories
+from rft_fn.run import plot, resume, signals, trajectories, warnings
 from rft_fn.run import trackers as trackers_lib
 from rft_fn.run.claim import Claim
 from rft_fn.run.files import append_row, jsonable
@@ -83,6 +85,7 @@ class Run:
         self._reached = 0  # whole steps
         self._save: Callable[[], None] | None = None  # what saves them, where they are not saved
         self._rewards: list[float] = []  # of all steps, for the curve at the end
+        self._warnings = warnings.Warnings()
 
         # ranks with other options would compute other things, or wait for each other for ever
         with self._watch():
@@ -119,6 +122,7 @@ class Run:
             if path.exists():
                 rows = plot.read_metrics(path)
                 self._rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+                self._warnings = warnings.Warnings(rows)
 
         self._on_rank_0(continue_from)
         self._reached = step
@@ -148,14 +152,18 @@ class Run:
         # JSON has no NaN
         row: dict[str, float | None] = {name: float(value) for name, value in metrics.items()}
         row |= {name: None for name, value in metrics.items() if not math.isfinite(value)}
+        lines, notes = self._warnings.note(row)
+        row |= notes
         append_row(self.folder / "metrics.jsonl", {"step": step, **row})
         append_row(self.folder / "timing.jsonl", {"step": step, **timing})
         for track in self._trackers:
-            track(step, {**metrics, **{f"time/{k}": v for k, v in timing.items()}})
+            track(step, {**metrics, **notes, **{f"time/{k}": v for k, v in timing.items()}})
 
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
         self._progress.show(step, metrics, timing["tokens_per_s"])
+        for line in lines:
+            self._progress.say(line)
 
     def trajectories(
         self,
@@ -169,7 +177,8 @@ class Run:
     ) -> None:
         """Write the first response to each of the first `count` prompts with its reward, one JSON line each.
 
-        The lengths of all responses are kept for the picture. Rows of another split than "train", such as
+        Of the lengths and rewards of all responses quantiles go to distributions.jsonl, and the lengths are
+        kept for the picture. Rows of another split than "train", such as
         those of an evaluation, carry its name, and are not in the picture.
         """
         if not self.main:
@@ -177,8 +186,16 @@ class Run:
         if split == "train":
             self._pictures.note_lengths(step, rollout.mask.sum(-1).tolist())
             self._pictures.note_samples(step, prompts, judged, count=count)
+            spread = trajectories.distribution(step, rollout, judged)
+            append_row(self.folder / "distributions.jsonl", spread)
         for row in trajectories.rows(step, prompts, judged, count=count, split=split):
             append_row(self.folder / "trajectories.jsonl", row)
+
+    def tokens(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows of single tokens, one JSON line each, as `TokenLog` makes them."""
+        if self.main:
+            for row in rows:
+                append_row(self.folder / "tokens.jsonl", row)
 
     def reliability(self, found: Calibration) -> None:
         """Keep how often predictions on held-out rows come true, for reliability.png."""
@@ -219,7 +236,8 @@ class Run:
             print(plot.terminal_curve(self._rewards, title="reward"))
             print(f"reward: {sum(last) / len(last):.3f}, the mean of the last {len(last)} steps")
         rows = [name for name in ("metrics.jsonl", "trajectories.jsonl") if (self.folder / name).exists()]
-        print(f"run: {self.folder}  ({', '.join(rows)})  {self._pictures.curve}", flush=True)
+        print(f"run: {self.folder}  ({', '.join(rows)})  {self._pictures.curve}")
+        print(f"page of all of it: rft report {self.folder}", flush=True)
 
     def _close(self) -> None:
         self._progress.stop()

@@ -7,7 +7,7 @@ import socket
 import time
 from pathlib import Path
 
-__all__ = ["acquire", "release"]
+__all__ = ["acquire", "held", "release"]
 
 _held: dict[Path, int] = {}  # folder -> the open file that holds its lock; a process shares its own lock
 
@@ -39,6 +39,21 @@ def acquire(folder: Path) -> None:
     os.ftruncate(file, 0)
     os.write(file, json.dumps(about).encode())
     _held[folder] = file
+
+
+def held(folder: Path) -> bool:
+    """Whether a process of this machine holds the lock of `folder`; it is not taken."""
+    try:
+        file = os.open(folder / ".lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 def release(folder: Path) -> None:

@@ -36,8 +36,8 @@ from rft_fn.strategy import StrategyConfig
 
 __all__ = [
     "ENGINE", "Data", "Evaluation", "Examples", "Heads", "HeldOut", "Labelled", "Length", "Model",
-    "Optimizer", "Options", "Policy", "Prompts", "Reinforcement", "Reward", "Rollouts", "Run", "Sampling",
-    "ScoredRun", "Shaping", "Updates",
+    "Optimizer", "Options", "Policy", "Prompts", "Recorded", "Reinforcement", "Reward", "Rollouts", "Run",
+    "Sampling", "ScoredRun", "Shaping", "Updates",
 ]  # fmt: skip
 
 
@@ -274,7 +274,14 @@ class Run(Length):
 
 
 @dataclass(frozen=True)
-class ScoredRun(Run):
+class Recorded(Run):
+    """A run that records single tokens of some responses."""
+
+    tokens_every: Free[Whole] = 10  # steps between records of single tokens, which rft report shows; 0: none
+
+
+@dataclass(frozen=True)
+class ScoredRun(Recorded):
     """A run whose checkpoints have a reward."""
 
     keep: Free[Count] = 2  # how many of the newest checkpoints are kept

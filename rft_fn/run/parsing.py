@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from rft_fn.run import elsewhere
 
-__all__ = ["names", "parse", "qualify"]
+__all__ = ["names", "owners", "parse", "qualify"]
 
 _RULE = re.compile(r"[╭╮╰╯─-]+")
 _OPTION = re.compile(r"^--(no[-_])?([\w-]+)(?==|$)")
@@ -34,14 +34,19 @@ def names(config: type) -> set[str]:
     return found
 
 
+def owners(config: type) -> dict[str, list[str]]:
+    """The parts that have an option of each name, as "PART."; "" is the config itself."""
+    found: dict[str, list[str]] = {}
+    for part, inner in _parts(config):
+        found.setdefault(part, []).append("")
+        for name in inner:
+            found.setdefault(name, []).append(f"{part}.")
+    return found
+
+
 def qualify(args: Sequence[str], config: type) -> list[str]:
     """Write --NAME as --PART.NAME for an option that only one dataclass within `config` has."""
-    # the parts that have an option of each name; "" is the config itself
-    owners: dict[str, list[str]] = {}
-    for part, inner in _parts(config):
-        owners.setdefault(part, []).append("")
-        for name in inner:
-            owners.setdefault(name, []).append(f"{part}.")
+    found_in = owners(config)
 
     # --no- stands between the part and the name
     def whole(match: re.Match[str]) -> str:
@@ -50,7 +55,7 @@ def qualify(args: Sequence[str], config: type) -> list[str]:
         if name.replace("-", "_") == "disable_engine_sleep":
             no = "no-"
             name = "enable-engine-sleep"
-        found = owners.get(name.replace("-", "_"), [])
+        found = found_in.get(name.replace("-", "_"), [])
         part = ""
         if len(found) == 1:
             part = found[0]
@@ -59,8 +64,8 @@ def qualify(args: Sequence[str], config: type) -> list[str]:
     return [_OPTION.sub(whole, arg) for arg in args]
 
 
-def parse(config: type, args: Sequence[str]) -> Any:
-    """The config of a command line.
+def parse(config: type, args: Sequence[str], *, prog: str | None = None) -> Any:
+    """The config of a command line, of the program `prog`, by default this process.
 
     ValueError, in one line, for unknown options and for values that an option does not take. For a value
     outside of an option's limits the line is the config's own; for an option of another library it names the
@@ -72,7 +77,7 @@ def parse(config: type, args: Sequence[str]) -> Any:
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(config, args=args)
+            return tyro.cli(config, args=args, prog=prog)
     except SystemExit as end:
         if end.code:
             raise ValueError(_line(_sections(printed.getvalue()))) from None

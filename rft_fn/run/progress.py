@@ -45,6 +45,13 @@ class Progress:
             left = per_step * (self.total - done)
             print(f"step {done}/{self.total}  {text}  {left:.0f} s left", flush=True)
 
+    def say(self, line: str) -> None:
+        """Print a line, above the bar where there is one."""
+        if self.bar is not None:
+            self.bar.console.print(line, style="yellow", markup=False, highlight=False)
+        else:
+            print(line, flush=True)
+
     def _started(self) -> "Bar":
         if self.bar is None:
             from rich.console import Console

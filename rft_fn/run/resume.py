@@ -9,7 +9,7 @@ from rft_fn.run.files import keep_until, write_whole
 __all__ = ["checkpoints", "cut_back", "last_model", "mark_saved", "settings"]
 
 _SAVED = ".saved"  # exists once a checkpoint has existed
-_ROWS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl")
+_ROWS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl", "distributions.jsonl", "tokens.jsonl")
 
 
 def checkpoints(folder: Path) -> Path:
@@ -44,8 +44,8 @@ def last_model(name: str) -> str:
         return name
     if not (folder / "model").is_dir():
         raise ValueError(
-            f"model: the run {folder} has left no model yet; python train_scripts/export.py {folder} makes "
-            "one of its newest checkpoint"
+            f"model: the run {folder} has left no model yet; rft export {folder} makes one of its newest "
+            "checkpoint"
         )
     return str(folder / "model")
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from rft_fn import data, engine, model, reward
+from rft_fn.data.steps import NEW_LINE
 from rft_fn.engine.deferred import deferred
 from rft_fn.memory import Sampler
 from rft_fn.reward.scalar_model import check_budget
@@ -18,7 +19,7 @@ from rft_fn.run.placing import placed
 from rft_fn.run.resume import last_model
 from rft_fn.run.setup import load_processing
 from rft_fn.strategy import StrategyConfig
-from rft_fn.types import Experience, Strategy, TokenOut
+from rft_fn.types import Engine, Experience, Strategy, TokenOut
 
 __all__ = ["judges_here", "load_rewards", "reward_modules"]
 
@@ -30,11 +31,14 @@ def load_rewards(specs: Sequence[str], cfg: options.Data, st: Strategy) -> rewar
 
     model:FOLDER[:HEAD](budget=N)   one head of a scalar reward model, whose ranks share the rows out. It
                                     reads prompts with the system prompt and the chat template's arguments of
-                                    `cfg`; see `reward.Reading`.
+                                    `cfg`; see `reward.Reading`. Of a process reward model, `steps` is "last",
+                                    "min" or "product", and `separator` what separates steps, a new line if it
+                                    is not given.
 
     judge:FOLDER(...)               a generative one, in an engine on each rank. The arguments are those of
-                                    `reward.generative_by_name`, and engine_type, servers and batch of its
-                                    engine; see `engine.EngineConfig`.
+                                    `reward.generative_by_name`, and engine_type, servers, key_env and batch
+                                    of its engine; see `engine.EngineConfig`. Judges on servers are asked at
+                                    the same time.
     http://..., https://...         a server: `reward.served_at`.
 
     FOLDER may be that of a run. The weights of a folder are loaded once for all its heads, when the rewards
@@ -57,11 +61,12 @@ def reward_modules(score: reward.Weighted) -> list[nn.Module]:
 def judges_here(score: reward.Weighted) -> list[tuple[nn.Module, Sampler]]:
     """The judges of this process among the parts of a score, without weights: for forecasts.
 
-    Each has an engine, and so a copy of its weights, however many parts have the same folder. Judges on
-    servers are left out.
+    Each has an engine, and so a copy of its weights; those of one folder and equal engines share it. Judges
+    on servers are left out.
     """
-    places = [getattr(fn, "sampled_here", None) for fn, _ in score.components.values()]
-    return [(model.load(folder, meta=True), sampler) for folder, sampler in filter(None, places)]
+    judges: list[Any] = [fn for fn, _ in score.components.values() if hasattr(fn, "sampled_here")]
+    places = {id(fn.engine): fn.sampled_here for fn in judges}
+    return [(model.load(folder, meta=True), sampler) for folder, sampler in places.values()]
 
 
 class _Sources:
@@ -71,13 +76,26 @@ class _Sources:
         self.cfg = cfg
         self.st = st
         self.scalars: dict[str, _Scalar] = {}
+        self.engines: dict[tuple[str, engine.EngineConfig], Engine] = {}  # of judges in this process
 
-    def model(self, target: str, /, *, budget: int | None = None) -> reward.ScalarReward:
+    def model(
+        self,
+        target: str,
+        /,
+        *,
+        budget: int | None = None,
+        steps: str = "",
+        separator: str | None = None,
+    ) -> reward.ScalarReward:
         """A head of the scalar reward model in a folder."""
+        if steps and separator is None:
+            separator = NEW_LINE
+        if not steps and separator is not None:
+            raise ValueError(f"separator: expected steps beside it, as steps='min', got {separator!r} alone")
         folder, head = _folder_and_head(target)
         if folder not in self.scalars:
             self.scalars[folder] = _Scalar(folder, self.cfg, self.st)
-        return self.scalars[folder].head(head, budget)
+        return self.scalars[folder].head(head, budget, steps or "last", separator)
 
     def judge(
         self,
@@ -86,6 +104,7 @@ class _Sources:
         *,
         engine_type: str = "hf",
         servers: Sequence[str] = (),
+        key_env: str = engine.EngineConfig.key_env,
         batch: int | None = None,
         **options: Any,
     ) -> reward.RewardFn:
@@ -96,14 +115,19 @@ class _Sources:
         folder = last_model(target)
         if not servers:
             model.load(folder, meta=True)  # without weights: what is no language model is found here
-        config = _engine_config(self.st.config, engine_type, servers, batch)
+        config = replace(_engine_config(self.st.config, engine_type, servers, batch), key_env=key_env)
         engine.check_config(config)
         tokenizer = model.load_tokenizer(folder)
-        built_later = deferred(partial(engine.get_engine, config, folder, tokenizer))
+        judge_engine = deferred(partial(engine.get_engine, config, folder, tokenizer))
+        if not config.servers:  # judges on servers are asked at the same time, each by requests of its own
+            judge_engine = self.engines.setdefault((folder, config), judge_engine)
         processing = load_processing(self.cfg, folder)
-        made = reward.generative_by_name(built_later, tokenizer, processing=processing, **options)
+        how: dict[str, Any] = {"processing": processing, "served": bool(config.servers)}
+        made = reward.generative_by_name(judge_engine, tokenizer, **how, **options)
         if not config.servers:
-            made.__dict__["sampled_here"] = folder, Sampler(config.batch, config.max_model_len, config.sleep)
+            packs = config.fast_linear and config.type == "hf"
+            sampler = Sampler(config.batch, config.max_model_len, config.sleep, packs)
+            made.__dict__["sampled_here"] = folder, sampler
         return made
 
 
@@ -116,16 +140,18 @@ class _Scalar:
         self.module = model.load_reward(folder, meta=True)  # without weights, which may be large
         self.heads = self.module.heads
         self.reading = _reading(folder, cfg)
-        self.first: reward.ScalarReward | None = None
+        self.made: dict[tuple[str, str | None], reward.ScalarReward] = {}  # by how steps are read
         self.usual: int = getattr(cfg, "budget", _BUDGET)  # tokens that go through it at once
         self.budget: int | None = None  # in place of it, where a head was given one
         self.bound: tuple[Any, Any] | None = None
 
-    def head(self, name: str, budget: int | None) -> reward.ScalarReward:
-        """The reward of one head; all heads share a forward pass, and so its budget."""
+    def head(self, name: str, budget: int | None, steps: str, separator: str | None) -> reward.ScalarReward:
+        """The reward of one head; all that read steps alike share a forward pass, and all its budget."""
         names = [head.name for head in self.heads]
         if not name and len(names) > 1:
-            raise ValueError(f"expected model:FOLDER:HEAD, with one of its heads {', '.join(names)}")
+            raise ValueError(
+                f"expected model:FOLDER:HEAD, with one of its heads {', '.join(names)}, got none"
+            )
         if budget is not None:
             check_budget(budget)
             if self.budget not in (None, budget):
@@ -133,9 +159,12 @@ class _Scalar:
                     f"budget: expected one for all heads of {self.folder}, got {self.budget} and {budget}"
                 )
             self.budget = budget
-        if self.first is None:
-            self.first = reward.scalar(self.score, self.heads, head=names[0], reading=self.reading)
-        made = self.first.head(name or names[0])
+        how = steps, separator
+        if how not in self.made:
+            reading = replace(self.reading, separator=separator)
+            options: dict[str, Any] = {"head": names[0], "reading": reading, "steps": steps}
+            self.made[how] = reward.scalar(self.score, self.heads, **options)
+        made = self.made[how].head(name or names[0])
         made.module = self.module
         return made
 
@@ -157,7 +186,7 @@ def _engine_config(
     """
     own = engine.config_of(config)
     if own.type != engine_type:
-        own = engine.EngineConfig(batch=own.batch, timeout=own.timeout)
+        own = engine.EngineConfig(batch=own.batch, timeout=own.timeout, fast_linear=own.fast_linear)
     sleep = config.enable_engine_sleep or config.offload_models
     own = replace(own, type=engine_type, servers=tuple(servers), sleep=sleep, alone=True)
     return replace(own, batch=batch or own.batch, process=False, tp_size=1)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from rft_fn import collect, data, model, reward
+from rft_fn import collect, data, model, reward, reward_shaping
 from rft_fn import engine as engine_lib
 from rft_fn.engine import EngineDead
 from rft_fn.run import options
@@ -16,7 +16,7 @@ from rft_fn.types import Engine, Rollout, Sampling, Strategy
 
 __all__ = [
     "Task", "check_engine_media", "check_rewards", "evaluate", "judge", "load_task", "normalized_reward",
-    "plan_rollouts", "rewards_of",
+    "plan_rollouts", "rewards_of", "shaped_reward",
 ]  # fmt: skip
 
 _LOOKED_AT = 16  # prompts, for whether the data has media
@@ -110,6 +110,17 @@ def normalized_reward(
     if not cfg.reward_norm:
         return judged.reward
     return reward.normalized(task.score, judged, prompts, over=cfg.reward_norm)
+
+
+def shaped_reward(cfg: options.Reinforcement, reward: Tensor, rollout: Rollout) -> Tensor:
+    """The rewards [N, G] clipped, less the penalty of long responses."""
+    if cfg.reward_clip:
+        reward = reward_shaping.clip(reward, cfg.reward_clip)
+    if cfg.overlong:
+        length = rollout.mask.sum(-1).view_as(reward)
+        limits = {"max_new": cfg.max_new, "buffer": cfg.overlong}
+        reward = reward + reward_shaping.overlong_penalty(length, **limits)
+    return reward
 
 
 def evaluate(

@@ -3,9 +3,26 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rft_fn.reward import Judged
+import torch
 
-__all__ = ["response_row", "rows"]
+from rft_fn.reward import Judged
+from rft_fn.types import Rollout
+
+__all__ = ["QUANTILES", "distribution", "response_row", "rows"]
+
+QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+"""The quantiles of `distribution`."""
+
+
+def distribution(step: int, rollout: Rollout, judged: Judged) -> dict[str, Any]:
+    """A row with the `QUANTILES` of the lengths [tokens] and of the rewards of a step's responses."""
+    levels = torch.tensor(QUANTILES, dtype=torch.float64)
+    row: dict[str, Any] = {"step": step}
+    for name, x in (("length", rollout.mask.sum(-1)), ("reward", judged.reward.flatten())):
+        finite = x.double()[x.double().isfinite()]
+        if len(finite):
+            row[name] = finite.quantile(levels).tolist()
+    return row
 
 
 def response_row(prompt: Any, response: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from rft_fn import engine, optim
 from rft_fn.model import placing
 from rft_fn.strategy import StrategyConfig
 from rft_fn.strategy.placing import residence_of
+from rft_kernels import products
 
 SMALL = {"prompts": 2, "group": 4, "steps": 2, "eval_prompts": 4, "eval_every": 2, "save_every": 1, "kl": 0.1}
 PLACED = StrategyConfig(engine_batch=512, offload_models=True)
@@ -95,11 +96,36 @@ def test_a_block_has_its_models_and_leaves_none(host):
 # ---------------------------------------- reward models and judges
 
 
-def saved_reward_model(folder):
+def saved_reward_model(folder, seed=0):
     model = rft.model.load_reward("tiny", new=True)
+    torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(seed))
     rft.model.save_reward(folder, model)
     rft.model.load_tokenizer("tiny").save_pretrained(folder)
     return f"model:{folder}"
+
+
+def test_actor_critic_reference_and_two_reward_models_take_turns(tmp_path, host, monkeypatch):
+    """Each reward model is on the device alone, and the run is the one that has all of them there."""
+    rewards = [saved_reward_model(tmp_path / name, seed) for seed, name in enumerate(("rm", "other"))]
+    options = {"reward": (rewards[0], f"{rewards[1]}=0.5", "judge:tiny(patience=99,max_new=2)=0")}
+    with pytest.warns(UserWarning, match="expected answers with a verdict"):
+        want = run("ppo", tmp_path / "together", **options)
+    move = placing.Residence.move
+    moving = {}  # every model that leaves the device, by the order in which they first do
+    together = []  # those that are there, after each move
+
+    def moved(self, where):
+        move(self, where)
+        moving[id(self)] = self
+        together.append([x.name.split()[0] for x in moving.values() if not x.on_host])
+
+    monkeypatch.setattr(placing.Residence, "move", moved)
+    with pytest.warns(UserWarning, match="expected answers with a verdict"):
+        got = run("ppo", tmp_path / "apart", **options, strategy=PLACED)
+    assert got == want and len(moving) == 5
+    judging = [names for names in together if "RewardModel" in names]
+    assert judging and all(names == ["RewardModel"] for names in judging)
+    assert max(map(len, together)) == 3  # actor, critic and reference
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
@@ -107,6 +133,7 @@ def test_reward_models_and_judges_are_in_the_forecast_and_judges_sleep_while_oth
     name, tmp_path, monkeypatch, capsys
 ):
     """Also without enable_engine_sleep: offload_models has a judge on the device while it judges alone."""
+    monkeypatch.setattr(products, "mkl_is_half", lambda: False)  # engines have no packs, on any processor
     built, asleep = [], []
     get_engine, to_device = engine.get_engine, rft.run.to_device
 
@@ -141,5 +168,5 @@ def test_judges_on_servers_take_no_memory_here():
     specs = ["judge:tiny(batch=3)", "judge:tiny(form='terse',engine_type='openai',servers=('http://h:1',))"]
     score = rft.run.load_rewards(specs, rft.run.options.Data(), st)
     ((module, sampler),) = rft.run.judges_here(score)  # the other type's options are not the judge's
-    assert sampler == rft.memory.Sampler(3, 0, sleeps=StrategyConfig.enable_engine_sleep)
+    assert sampler == rft.memory.Sampler(3, 0, sleeps=StrategyConfig.enable_engine_sleep, packs=True)
     assert all(p.is_meta for p in module.parameters())

@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import httpx2
+import judges
 import pytest
 import tiny
 import torch
 import uvicorn
 
 import rft_fn as rft
+from rft_fn.reward.convention import reads_state
 from rft_fn.reward.remote.protocol import Batch
 from rft_fn.run.serving import app, jobs, models
 from rft_fn.run.serving.scoring import Partial, work
@@ -255,6 +257,27 @@ def test_requests_of_other_columns_forms_and_steps_are_not_joined():
         assert queue.put(jobs.Job(batch))
     assert [len(queue.take(2, 0)) for _ in range(6)] == [2, 1, 1, 1, 1, 1]
     assert queue.take(2, 0) == [] and queue.rows() == 0
+
+
+def test_steps_are_joined_for_rewards_that_do_not_read_them():
+    batches = [Batch(["p"], ["c"], {}, {}, rft.reward.trainer_state(step, 9)) for step in (1, 2, 2)]
+    queue = jobs.Jobs(100, by_state=False)
+    assert all(queue.put(jobs.Job(batch)) for batch in batches)
+    assert len(queue.take(9, 0)) == 3
+
+
+def test_which_rewards_may_read_the_step_of_a_run():
+    def named(completions, trainer_state): ...
+
+    def anything(completions, **columns): ...
+
+    def neither(completions, answer): ...
+
+    parts = rft.reward.parse(["numeric", "boxed", "format", "tags", "exact", "task:sort_digits"]).components
+    judge = rft.reward.generative_by_name(judges.engine(str, tiny.tokenizer()), tiny.tokenizer(), "terse")
+    assert [*map(reads_state, [named, anything, neither, judge])] == [True, True, False, False]
+    assert not any(reads_state(fn) for fn, _ in parts.values())
+    assert reads_state(rft.reward.served_at("http://h:1/score"))  # it passes the step on
 
 
 def test_joined_rows_stand_in_order():

@@ -9,6 +9,7 @@ of a task and its verifier.
 import copy
 import math
 
+import ref
 import torch
 
 import rft_fn as rft
@@ -40,19 +41,21 @@ def logits_of(lm, tokens):
 
 
 def sample(lm, ids, key, *, temperature, top_p, max_new, stop):
-    """(tokens, their log-probs, whether max_new ended it): one uniform number per token, by inverse CDF."""
-    u = torch.rand(max_new, generator=rng.generator(key), dtype=torch.float64)
+    """(tokens, their log-probs, whether max_new ended it): D uniform numbers per token, for D choices."""
+    u = None
     tokens, logps = [], []
     for t in range(max_new):
         with torch.no_grad():
             z = logits_of(lm, [*ids, *tokens])[-1]
+        if u is None:
+            size = (max_new, math.ceil(math.log2(len(z))))
+            u = torch.rand(size, generator=rng.generator(key), dtype=torch.float64)
         if temperature == 0:
             logp = z.log_softmax(-1)
             token = int(z.argmax())
         else:
             logp = truncated(z, temperature, top_p)
-            cdf = logp.exp().cumsum(-1)
-            token = int(torch.searchsorted(cdf, u[t] * cdf[-1], right=True))
+            token, _ = ref.drawn(logp.exp().numpy(), u[t].numpy())
         tokens.append(token)
         logps.append(float(logp[token]))
         if token == stop:

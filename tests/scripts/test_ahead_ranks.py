@@ -3,10 +3,10 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import ranks
 
@@ -28,7 +28,7 @@ def run(world, folder, *args, script="grpo", interrupted=(), code=0):
     if interrupted:
         command += [str(ROOT / "tests" / "scripts" / "interrupted.py"), *map(str, interrupted)]
     command += [str(ROOT / "train_scripts" / f"{script}.py"), *FEW, *args, "--out", str(folder)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800, check=False)
+    done = forks.run(command, env=env, capture_output=True, text=True, timeout=800, check=False)
     assert (done.returncode == 0) == (code == 0), done.stderr[-3000:]
     return done
 

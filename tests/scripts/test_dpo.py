@@ -4,13 +4,14 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 from importlib.util import find_spec
 
 import chats
+import forks
 import pytest
 import torch
+from mistakes import check_one_line
 from ranks import free_port
 from test_house import load_script
 from test_scripts import ROOT, rows, run, start
@@ -142,7 +143,7 @@ def test_two_processes_log_what_one_logs(tmp_path, alone, kind):
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run([str(x) for x in command], env=env, capture_output=True, text=True, timeout=600)
+    done = forks.run([str(x) for x in command], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     both = rows(tmp_path / "run")
     one = rows(alone)
@@ -232,10 +233,4 @@ REFUSED = [
 
 @pytest.mark.parametrize(("args", "message"), REFUSED)
 def test_a_mistake_is_one_line_before_a_model_is_loaded(args, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["dpo.py", *args, "--out", str(tmp_path / "r")])
-    monkeypatch.setattr(rft.model, "load", None)
-    with pytest.raises(SystemExit) as end:
-        rft.run.cli(dpo.main, dpo.Config)
-    line = capsys.readouterr().err
-    assert end.value.code == 2 and line.count("\n") == 1 and message in line
-    assert not (tmp_path / "r/metrics.jsonl").exists()
+    check_one_line(dpo, args, message, tmp_path / "r", monkeypatch, capsys)

@@ -12,9 +12,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import chats
+import forks
 import pytest
 import torch
 from test_house import load_script as script
@@ -51,9 +53,7 @@ def start(script, *args, interrupted=(), **options):
         signal_, step, seconds = interrupted
         between = [Path(__file__).with_name("interrupted.py"), int(signal_), step, seconds]
         command[1:1] = map(str, between)
-    return subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
+    return forks.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
 def run(script, *args, code=0):
@@ -97,6 +97,30 @@ def test_a_run_leaves_everything(straight):
         2,
         3,
     )  # the two newest, and the best where it is neither
+
+
+LOUD = """
+def even(completions, **columns):
+    return [float(sum(c in "02468" for c in text)) for text in completions]
+
+def loud(completions, **columns):
+    return [1000 * x for x in even(completions)]
+"""
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_normalised_parts_train_alike_whatever_their_scale(tmp_path, script):
+    """The gradient of the first step is that of quieter parts; without the option it is another."""
+    (tmp_path / "loud.py").write_text(LOUD)
+    norms = {}
+    for part, over in (("even", "batch"), ("loud", "batch"), ("loud", "")):
+        folder = tmp_path / f"{part}_{over}"
+        args = ["--prompts", "4", "--group", "4", "--steps", "1", "--eval-every", "100", "--warmup", "0"]
+        args += ["--reward", f"{tmp_path}/loud.py:{part}", "task:sort_digits", "--reward-norm", over]
+        run(script, *args, "--out", folder)
+        norms[part, over] = rows(folder)[0]["grad/norm"]
+    assert norms["loud", "batch"] == pytest.approx(norms["even", "batch"], rel=1e-4)
+    assert norms["loud", "batch"] != pytest.approx(norms["loud", ""], rel=1e-2)
 
 
 @pytest.mark.parametrize(("after", "seconds"), [(0, 0.0), (1, 0.02), (4, 0.07)])
@@ -188,15 +212,18 @@ def test_a_checkpoint_becomes_a_model(straight, tmp_path):
     for options, message in (
         ({"step": 3}, "step: expected one of .*8, got 3"),
         ({"step": 8, "best": True}, "step, best: expected one of them"),
-        ({"critic": True}, "critic: expected off, the run has none"),
-        ({"merge": False, "out": str(tmp_path / "x")}, "merge: expected on, the model of this run has no"),
+        ({"critic": True}, "critic: expected off, got on: .* has no critic"),
+        (
+            {"merge": False, "out": str(tmp_path / "x")},
+            "merge: expected on, got off: the model of .* has no adapters",
+        ),
         ({"out": str(folder / "config.json/x")}, "out: .*config.json cannot be made"),
         ({"out": str(tmp_path / "six")}, "out: .*six is there already"),
     ):
         with pytest.raises(ValueError, match=message):
             export.main(export.Config(run=str(folder), **options))
     (folder / "config.json").write_text(json.dumps(rft.run.settings(folder) | {"ema": 0.0}))
-    with pytest.raises(ValueError, match="ema: expected off, the run has no average"):
+    with pytest.raises(ValueError, match=r"ema: expected off, got on: .* has no average"):
         export.main(export.Config(run=str(folder), ema=True, out=str(tmp_path / "x")))
     assert not (tmp_path / "x").exists()
     with pytest.raises(ValueError, match="run: expected the folder of a run"):
@@ -210,7 +237,7 @@ def test_evaluate_takes_the_model_of_a_run(straight, tmp_path):
     assert rft.run.last_model(str(folder)) == str(folder / "model")
     assert rft.run.last_model(str(folder / "model")) == str(folder / "model")
     shutil.rmtree(folder / "model")
-    with pytest.raises(ValueError, match=r"has left no model yet; python train_scripts/export.py .*straight"):
+    with pytest.raises(ValueError, match=r"has left no model yet; rft export .*straight"):
         rft.run.last_model(str(folder))
     evaluate = script("evaluate")
     with pytest.raises(ValueError, match=r"out: expected a file such as x.json"):
@@ -281,8 +308,8 @@ def test_dynamic_sampling_and_the_overlong_penalty_do_something(tmp_path):
 OPTIONS = {
     "epochs": {"epochs": 2},
     "minibatches": {"minibatches": 3},
-    "clip_low": {"epochs": 2, "clip_low": 1e-3},
-    "clip_high": {"epochs": 2, "clip_high": 1e-3},
+    "clip_low": {"epochs": 2, "clip_low": 0.9},
+    "clip_high": {"epochs": 2, "clip_high": 9.0},
     "dual": {"epochs": 3, "dual": 1.0001},
     "kl": {"epochs": 2, "kl": 0.5},
     "kl_in_reward": {"epochs": 2, "kl_in_reward": 0.5, "steps": 2},
@@ -434,6 +461,10 @@ BAD = {
     "remax on normalised rewards": (
         lambda t: ["--algorithm", "remax", "--normalize-reward"],
         "normalize_reward: expected off with remax",
+    ),
+    "remax on normalised parts": (
+        lambda t: ["--algorithm", "remax", "--reward-norm", "group"],
+        "reward_norm: expected none with remax",
     ),
     "an unknown algorithm": (lambda t: ["--algorithm", "ppo2"], "algorithm: expected one of grpo"),
     "no such data": (lambda t: ["--data", "nowhere.jsonl"], "could not read 'nowhere.jsonl': no such file"),
@@ -624,7 +655,7 @@ def test_a_reward_file_written_for_trl_runs_unchanged(script, tmp_path):
         assert [r["reward/accuracy_reward/step"] for r in rows(out)] == [0, 1]
         assert row["eval/accuracy_reward/step"] == 2  # after the last step
     assert 0.5 <= row["reward/accuracy_reward"] <= 1.5
-    assert 0 < row["reward/short_reward/skipped"] <= 1 or row["reward/short_reward/length"] <= 4
+    assert 0 < row.get("reward/short_reward/skipped", 0) <= 1 or row["reward/short_reward/length"] <= 4
     assert row.get("reward/short_reward", 1.0) == 1.0
 
 
@@ -664,7 +695,8 @@ def test_the_learning_rate_on_record_is_the_one_that_was_used(tmp_path, monkeypa
         return nll(logp) * (torch.nan if len(calls) == 2 else 1)
 
     monkeypatch.setattr(rft.loss, "nll", once_nan)
-    cfg = sft.Config(out=str(tmp_path / "run"), steps=4, batch=2, warmup=4, lr=0.004, budget=4096)
+    options = {"steps": 4, "batch": 2, "warmup": 4, "lr": 0.004, "budget": 4096, "tokens_every": 0}
+    cfg = sft.Config(out=str(tmp_path / "run"), **options)
     sft.main(cfg)
     found = rows(tmp_path / "run")
     assert [r["grad/skipped"] for r in found] == [0, 1, 0, 0]
@@ -715,7 +747,7 @@ def test_the_critic_of_a_run_is_exported(tmp_path):
     export.main(export.Config(run=str(folder), out=str(tmp_path / "actor")))
     own = (folder / "model/model.safetensors").read_bytes()
     assert (tmp_path / "actor/model.safetensors").read_bytes() == own
-    with pytest.raises(ValueError, match="ema: expected off, the run has no average of these weights"):
+    with pytest.raises(ValueError, match=r"ema: expected off, got on: .* has no average of these weights"):
         export.main(export.Config(run=str(folder), critic=True, ema=True, out=str(tmp_path / "x")))
 
 
@@ -754,6 +786,21 @@ def test_a_request_to_stop_that_a_library_catches_still_stops(monkeypatch, capsy
         assert end.value.code == 143
         assert capsys.readouterr().err == "stopped by SIGTERM before the first step\n"
         assert not rft.run.signals.asked()  # the next main in this process starts afresh
+
+
+def test_a_warning_to_the_user_is_one_line(monkeypatch):
+    """One to a programmer still says where it comes from, and so do all after the script."""
+    told = []
+
+    def main(cfg):
+        for category in (UserWarning, DeprecationWarning):
+            told.append(warnings.formatwarning("judge: it said\n nothing", category, "x.py", 7, "x = 1"))
+
+    monkeypatch.setattr("sys.argv", ["x.py"])
+    usual = warnings.formatwarning
+    rft.run.cli(main, Nothing)
+    assert told[0] == "warning: judge: it said nothing\n"
+    assert told[1].startswith("x.py:7: DeprecationWarning") and warnings.formatwarning is usual
 
 
 @dataclasses.dataclass(frozen=True)

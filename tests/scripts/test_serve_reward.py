@@ -11,16 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import forks
 import httpx2
 import judges
 import pytest
+import torch
 
+from rft_fn.model import load_reward, load_tokenizer, save_reward
 from rft_fn.run import load_rewards, options
 from rft_fn.strategy import get_strategy
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "s3cret-t0ken"
 ENV = {name: x for name, x in os.environ.items() if not name.lower().endswith("_proxy")}
+ENV |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
 ENV |= {"OMP_NUM_THREADS": "1", "RFT_REWARD_TOKEN": SECRET}
 HEADERS = {"Authorization": f"Bearer {SECRET}"}
 
@@ -34,7 +38,7 @@ def free_port():
 def start(script, *args, **how):
     command = [sys.executable, str(ROOT / "train_scripts" / f"{script}.py"), *map(str, args)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=ENV, **streams, **how)
+    return forks.Popen(command, env=ENV, **streams, **how)
 
 
 def serve(port, *args, **how):
@@ -73,16 +77,43 @@ SMALL = ["--steps", "10", "--prompts", "4", "--group", "4", "--eval-every", "5",
 SMALL += ["--save-every", "5", "--warmup", "2"]
 
 
-def test_grpo_over_http_with_the_server_killed_and_restarted_is_the_run_without_http(tmp_path):
-    """Equal metrics, trajectories and weights, to the byte; and the token stands in no file and no line."""
-    local = start("grpo", *SMALL, "--out", tmp_path / "local", "--reward", "task:sort_digits")
+def saved_reward_model(folder):
+    """A reward of the embedded default with a head of random numbers."""
+    model = load_reward("tiny", new=True)
+    generator = torch.Generator().manual_seed(0)
+    for name, p in model.named_parameters():
+        if not name.startswith("decoder."):
+            torch.nn.init.normal_(p, generator=generator)
+    save_reward(folder, model)
+    load_tokenizer("tiny").save_pretrained(folder)
+    return f"model:{folder}"
+
+
+KINDS = {
+    "task": lambda folder: "task:sort_digits",
+    "model": lambda folder: saved_reward_model(folder / "rm"),
+    "judge": lambda folder: f"judge:{judges.coin(folder / 'coin')}({COIN})",
+}
+COIN = "form='terse',temperature=1.0,max_new=10,patience=99"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grpo_over_http_with_the_server_killed_and_restarted_is_the_run_without_http(tmp_path, kind):
+    """Equal metrics, trajectories and weights, to the byte; and the token stands in no file and no line.
+
+    The scores of a model are equal to rounding, because the server packs other responses together; after some
+    updates that changes a token.
+    """
+    served = KINDS[kind](tmp_path)
+    local = start("grpo", *SMALL, "--out", tmp_path / "local", "--reward", served)
     code, _, err = finished(local)
     assert code == 0, err
 
     # the same rewards from a server, which is killed after a few steps, in whatever it does
     port = free_port()
-    server = serve(port, "--reward", "task:sort_digits")
-    spec = f"http://127.0.0.1:{port}/score(name='task:sort_digits',batch=4)"
+    server = serve(port, "--reward", served)
+    name = {"task": "task:sort_digits"}.get(kind, kind)
+    spec = f"http://127.0.0.1:{port}/score(name={name!r},batch=4)"
     run = start("grpo", *SMALL, "--out", tmp_path / "remote", "--reward", spec)
     metrics = tmp_path / "remote" / "metrics.jsonl"
     try:
@@ -92,7 +123,7 @@ def test_grpo_over_http_with_the_server_killed_and_restarted_is_the_run_without_
         server.communicate()
         steps = metrics.read_text().count("\n")
         assert 3 <= steps < 9, "the run was too quick to be interrupted"
-        server = serve(port, "--reward", "task:sort_digits")
+        server = serve(port, "--reward", served)
         code, out, err = finished(run)
         asked = httpx2.get(f"http://127.0.0.1:{port}/metrics", trust_env=False).text
     finally:
@@ -103,15 +134,26 @@ def test_grpo_over_http_with_the_server_killed_and_restarted_is_the_run_without_
     assert code == 0, err
     assert err.count("trying again") >= 1 and err.count("answers again") >= 1
     assert 'path="/score",status="200"' in asked
-    for name in ("metrics.jsonl", "trajectories.jsonl", "model/model.safetensors"):
-        found = [(tmp_path / run / name).read_bytes() for run in ("local", "remote")]
-        assert found[0] == found[1], name
+    if kind == "task":
+        for name in ("metrics.jsonl", "trajectories.jsonl", "model/model.safetensors"):
+            found = [(tmp_path / run / name).read_bytes() for run in ("local", "remote")]
+            assert found[0] == found[1], name
+    here, there = (rewards_of(tmp_path / run) for run in ("local", "remote"))
+    assert len(here) == 10 and len(set(here)) > 3
+    same = {"model": 2}.get(kind, 10)
+    assert len(there) == 10 and there[:same] == pytest.approx(here[:same], rel=1e-5)
 
     # the token is nowhere
     assert SECRET not in out + err
     for path in (tmp_path / "remote").rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
     assert "RFT_REWARD" not in (tmp_path / "remote" / "config.json").read_text()
+
+
+def rewards_of(folder):
+    """The mean reward of each step."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["reward/mean"] for line in lines]
 
 
 SLOW = """
@@ -219,9 +261,7 @@ def test_grpo_refuses_a_server_that_it_cannot_use_before_a_model_is_loaded(tmp_p
     out = ["--out", tmp_path / "run"]
     code, _, err = finished(start("grpo", *SMALL, *out, "--reward", f"{gone}(tries=1)"))
     assert (
-        code == 2
-        and "expected an answer within 1 tries, got none" in err
-        and not (tmp_path / "run/model").exists()
+        code == 2 and "expected an answer within 1 tries, got none" in err and not (tmp_path / "run").exists()
     )
     code, _, err = finished(start("grpo", *SMALL, *out, "--reward", f"{gone}(deadline=400)"))
     assert code == 2 and "expected a deadline below reward_timeout = 300 s, got 400" in err

@@ -66,12 +66,13 @@ def same_weights(folder, want, tolerance=1e-6):
         torch.testing.assert_close(p.detach(), want[name].to(p.dtype), rtol=tolerance, atol=tolerance)
 
 
+# With this seed no reward is its group's mean but for rounding, which would choose the sign of its advantage.
 GRPO = {
     "prompts": 3, "group": 4, "steps": 10, "epochs": 2, "lr": 2e-3, "schedule": "cosine", "lr_end": 0.2,
     "warmup": 3, "beta1": 0.8, "beta2": 0.95, "weight_decay": 0.1, "max_norm": 0.7, "kl": 0.3,
     "kl_in_reward": 0.05, "clip_low": 0.15, "clip_high": 0.25, "dual": 1.4, "reward_clip": 0.4, "ema": 0.8,
     "rounds": 2, "overlong": 4, "normalize_reward": True, "temperature": 0.9, "top_p": 0.9, "eval_every": 4,
-    "eval_prompts": 3, "budget": 64, "seed": 5,
+    "eval_prompts": 3, "budget": 64, "seed": 7,
 }  # fmt: skip
 
 

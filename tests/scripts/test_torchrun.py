@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import ranks
 import tiny
@@ -33,7 +34,7 @@ def command(world, *args, restarts=0):
 
 
 def run(world, tmp_path, *args, **options):
-    done = subprocess.run(
+    done = forks.run(
         command(world, *args, **options),
         env=environment(tmp_path),
         capture_output=True,
@@ -152,16 +153,16 @@ def test_a_first_start_leaves_a_whole_model_in_the_cache(tmp_path):
     """Both processes find the cache empty; one of them builds, and a later process can load what it left."""
     env = environment(tmp_path) | {"RFT_FN_CACHE": str(tmp_path / "cache")}
     args = command(2, "--steps", 1, "--out", tmp_path / "run")
-    done = subprocess.run(args, env=env, capture_output=True, text=True, timeout=800)
+    done = forks.run(args, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     (built,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     code = f"from rft_fn import model; model.load({str(built)!r}); model.load_tokenizer({str(built)!r})"
-    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=600)
+    forks.run([sys.executable, "-c", code], env=env, check=True, timeout=600)
 
 
 def test_a_mistake_is_one_line_from_rank_0(tmp_path):
     options = ["--out", tmp_path / "run", "--strategy.sp-size", 3]
-    done = subprocess.run(
+    done = forks.run(
         command(2, *options), env=environment(tmp_path), capture_output=True, text=True, timeout=600
     )
     lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
@@ -173,7 +174,7 @@ def test_a_signal_to_torchrun_stops_all_ranks_after_one_step(tmp_path):
     """The step at which they stop is the same, its checkpoint is whole, and the run ends as a whole one."""
     args = ("--steps", 12, "--save-every", 100)
     run(2, tmp_path, *args, "--out", tmp_path / "whole")
-    process = subprocess.Popen(
+    process = forks.Popen(
         command(2, *args, "--out", tmp_path / "run"),
         env=environment(tmp_path),
         stdout=subprocess.DEVNULL,
@@ -203,7 +204,7 @@ def test_a_folder_in_use_is_one_line_on_every_rank(tmp_path):
     folder.mkdir()
     lock.acquire(folder)
     try:
-        done = subprocess.run(
+        done = forks.run(
             command(2, "--out", folder),
             env=environment(tmp_path),
             capture_output=True,

@@ -4,12 +4,14 @@ import itertools
 import json
 import math
 import os
-import subprocess
 import sys
 
+import forks
 import numpy as np
 import pytest
 import torch
+from mistakes import check_one_line
+from PIL import Image
 from ranks import free_port
 from test_house import load_script
 from test_scripts import ROOT, rows, run
@@ -322,7 +324,7 @@ def test_two_processes_log_what_one_logs(tmp_path, alone, kind):
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run([str(x) for x in command], env=env, capture_output=True, text=True, timeout=600)
+    done = forks.run([str(x) for x in command], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     both, one = rows(tmp_path / "run"), rows(alone)
     assert len(both) == len(one)
@@ -405,6 +407,44 @@ def test_images_are_read_and_the_model_is_saved(tmp_path):
     assert module.heads[0].name == "score"
 
 
+def said(text):
+    return [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
+
+
+@pytest.mark.parametrize("form", ["conversations", "texts beside a task"])
+def test_pairs_about_images_of_a_file(tmp_path, form):
+    """TRL's conversations with a place for the image, and texts mixed with a task: images are seen."""
+    lines = []
+    for i, colour in enumerate(("red", "blue", "green", "black")):
+        Image.new("RGB", (16, 16), colour).save(tmp_path / f"{i}.png")
+        row = {"image": f"{i}.png", "prompt": "count=", "chosen": str(i), "rejected": str(i + 3)}
+        if form == "conversations":
+            asked = [{"type": "image"}, {"type": "text", "text": row["prompt"]}]
+            row = {"images": [f"{i}.png"], "prompt": [{"role": "user", "content": asked}]}
+            row |= {"chosen": said(str(i)), "rejected": said(str(i + 3))}
+        lines.append(row)
+    (file,) = data_file(tmp_path, "pairs", lines)
+    options = {
+        "model": "tiny-vl",
+        "data": (file, "count_squares:1=2"),
+        "eval_share": 0.5,
+        "steps": 2,
+        "batch": 6,
+    }
+    if form == "conversations":
+        options |= {"data": (file,), "messages": ("prompt", "chosen", "rejected")}
+    found = train(tmp_path / "r", **options)
+    assert found[-1]["grad/norm"] > 0 and found[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
+
+    # both sides of a pair have the pixels of their own image
+    processing = rft.data.Processing(rft.model.load_processor("tiny-vl"), rft.data.MediaLimits())
+    how = {"messages": options.get("messages", ()), "processing": processing}
+    pairs = rft.data.load(file, processing.tokenizer, kind=rft.data.PAIRS, **how)
+    one, other = (pairs.prompt(i) for i in range(2))
+    assert one.chosen.media["pixel_values"].equal(one.rejected.media["pixel_values"])
+    assert not one.chosen.media["pixel_values"].equal(other.chosen.media["pixel_values"])
+
+
 REFUSED = [
     (["--kind", "lists", "--chosen", "{x}"], "chosen: expected '{chosen}', as this script does not read it"),
     (["--kind", "lists", "--centering", "0.1"], "centering: expected 0.0, as this script does not read it"),
@@ -433,13 +473,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("args", "message"), REFUSED)
 def test_a_mistake_is_one_line_before_a_model_is_loaded(args, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["train_rm.py", *args, "--out", str(tmp_path / "r")])
-    monkeypatch.setattr(rft.model, "load", None)
-    with pytest.raises(SystemExit) as end:
-        rft.run.cli(train_rm.main, train_rm.Config)
-    line = capsys.readouterr().err
-    assert end.value.code == 2 and line.count("\n") == 1 and message in line
-    assert not (tmp_path / "r/metrics.jsonl").exists()
+    check_one_line(train_rm, args, message, tmp_path / "r", monkeypatch, capsys)
 
 
 def test_pairs_that_cannot_be_used_are_counted_and_named(tmp_path, monkeypatch):

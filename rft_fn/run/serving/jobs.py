@@ -25,17 +25,24 @@ class Job:
         self.rows = len(batch.completions)
         self.future: Future[Scored] = Future()
 
-    def key(self) -> Hashable:
-        """Equal for requests that may be scored in one call: the same arguments in the same form."""
+    def key(self, *, by_state: bool) -> Hashable:
+        """Equal for requests that may be scored in one call: the same arguments in the same form.
+
+        Those of different steps of runs have the same key unless `by_state`.
+        """
         forms = isinstance(self.batch.prompts[0], str), isinstance(self.batch.completions[0], str)
-        return forms, frozenset(self.batch.columns), frozenset(self.batch.given), self.batch.state
+        state = None
+        if by_state:
+            state = self.batch.state
+        return forms, frozenset(self.batch.columns), frozenset(self.batch.given), state
 
 
 class Jobs:
     """A queue with a limit: one thread puts requests, another one takes them."""
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int, *, by_state: bool = True):
         self.limit = limit  # completions that may wait
+        self.by_state = by_state  # requests are taken together only where their trainers are at one step
         self.closed = False  # set by a signal, so without a lock
         self.speed = 0.0  # completions per s
         self._waiting: deque[Job] = deque()
@@ -81,7 +88,7 @@ class Jobs:
         found: list[Job] = []
         rows = 0
         for job in list(self._waiting):
-            if found and (rows + job.rows > most or job.key() != found[0].key()):
+            if found and (rows + job.rows > most or self._key(job) != self._key(found[0])):
                 continue
             found.append(job)
             rows += job.rows
@@ -89,6 +96,9 @@ class Jobs:
             if rows >= most:
                 break
         return found
+
+    def _key(self, job: Job) -> Hashable:
+        return job.key(by_state=self.by_state)
 
     def done(self, rows: int, seconds: float) -> None:
         """Remember how long a call took."""
@@ -105,7 +115,7 @@ class Jobs:
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """The rows of all batches, which have the same key, in order."""
+    """The rows of all batches, which have the same key, in order; the state is that of the first."""
     first = batches[0]
     columns = {name: [x for b in batches for x in b.columns[name]] for name in first.columns}
     given = {name: [x for b in batches for x in b.given[name]] for name in first.given}

@@ -12,6 +12,7 @@ from typing import Any
 
 from rft_fn.reward import columns
 from rft_fn.reward.combine import Weighted
+from rft_fn.reward.convention import reads_state
 from rft_fn.run.serving.jobs import Jobs
 from rft_fn.run.serving.scoring import Partial, work
 
@@ -37,7 +38,8 @@ def serve(
 ) -> None:
     """Serve the rewards of `score` at http://HOST:PORT/score, until SIGTERM or SIGINT.
 
-    Requests that arrive together are scored in one call of at most `rows` completions, after `wait` s. More
+    Requests that arrive together are scored in one call of at most `rows` completions, after `wait` s; those
+    of trainers at different steps too, unless a reward may read `trainer_state`. More
     than `queue` waiting completions are refused with status 429 and a Retry-After. A request may have
     `max_bytes`, a call may take `timeout` s. The token in the environment variable `token_env`, if there is
     one, is asked of every request for rewards. A signal ends the process once all that was accepted is
@@ -59,7 +61,8 @@ def serve(
     where = f"http://{host}:{listening.getsockname()[1]}"
 
     # HTTP in a thread; rewards here, since their time limits need the main thread
-    jobs = Jobs(queue)
+    by_state = any(reads_state(fn) for fn, _ in score.components.values())
+    jobs = Jobs(queue, by_state=by_state)
     metrics = app.Metrics(jobs)
     rules = app.Rules(max_bytes, _ARRIVAL, token, columns(score))
     made = app.application(list(score.components), jobs, rules, metrics)

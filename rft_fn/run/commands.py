@@ -1,0 +1,241 @@
+"""The command `rft`: scripts, and what can be done with runs. A new command is a row of `COMMANDS`."""
+
+import difflib
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import tyro
+
+from rft_fn.run import completion, doctor, parsing, scripts, watch
+from rft_fn.run.cli import guard
+from rft_fn.run.page import write_page
+
+__all__ = ["COMMANDS", "Command", "Script", "main"]
+
+
+@dataclass(frozen=True)
+class New:
+    """Copy a whole script, to be changed; without one, list them."""
+
+    script: tyro.conf.Positional[str] = ""  # a name of the list
+    to: tyro.conf.Positional[str] = ""  # the file or the folder of the copy; if empty, SCRIPT.py here
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run a script with options of its own; rft run SCRIPT --help lists them.
+
+    On several processes, here two, either of
+
+        torchrun --nproc-per-node 2 --no-python rft run grpo ...
+
+        torchrun --nproc-per-node 2 -m rft_fn run grpo ...
+    """
+
+    script: tyro.conf.Positional[str]  # a name that rft new lists, or a .py file; its options follow
+
+
+@dataclass(frozen=True)
+class Where:
+    """Print the file of a script, for programs that want a path."""
+
+    script: tyro.conf.Positional[str]  # a name that rft new lists
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write one page about runs that needs no server: curves, time, options, and every token with colours."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]]  # folders of runs; those that differ only in seed are a group
+    out: str = "report.html"  # the page
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Show a run in the terminal until it ends: metrics, phases, and the last responses in colour."""
+
+    run: tyro.conf.Positional[str]  # folder of the run
+    every: float = 2.0  # seconds between two looks
+    once: bool = False  # show it as it stands, and end
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Show versions, devices, engines and room, with a remedy for each thing that is wrong or missing."""
+
+    json: bool = False  # as JSON, for a bug report
+    imports: bool = False  # also import each package, to find broken ones, which takes a minute
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Print the completion of rft for a shell: commands, scripts, and the options of each."""
+
+    shell: tyro.conf.Positional[Literal["bash", "zsh", "fish"]]  # docs/commands.md says where it goes
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No further options."""
+
+
+class Script(NamedTuple):
+    """A script that is to run."""
+
+    path: Path
+    arguments: Sequence[str]
+
+
+class Command(NamedTuple):
+    """One command: what it does with its arguments, and their form."""
+
+    start: Callable[[Sequence[str]], Script | None]  # does it, or answers which script is to run
+    options: type | None = None  # None: those of the script of the same name
+
+
+def new(options: New) -> None:
+    """Copy the script and say how to run it, or list the scripts."""
+    if not options.script:
+        print(_script_list())
+        return
+    path = scripts.copy(options.script, options.to)
+    print(f"{path}: a copy of {options.script}\nrun it:  rft run {path}")
+
+
+def where(options: Where) -> None:
+    """Print the path of a script."""
+    print(scripts.find(options.script))
+
+
+def report(options: Report) -> None:
+    """Write the page and say where it is."""
+    if not options.runs:
+        raise ValueError("runs: expected the folder of at least one run, got none")
+    path = write_page(options.runs, options.out)
+    print(f"report: {path}  ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+def watch_run(options: Watch) -> None:
+    """Show the run until it ends, or until Ctrl-C."""
+    try:
+        watch.follow(options.run, every=options.every, once=options.once)
+    except KeyboardInterrupt:
+        print()
+
+
+def examine(options: Doctor) -> None:
+    """Show what the doctor finds; exit with 1 if a required part is wrong."""
+    found = doctor.examine(imports=options.imports)
+    if options.json:
+        print(doctor.as_json(found))
+    else:
+        doctor.show(found)
+    if doctor.wrong(found):
+        sys.exit(1)
+
+
+def complete(options: Completion) -> None:
+    """Print the completion."""
+    print(completion.text(options.shell, words()))
+
+
+def words() -> completion.Words:
+    """All that may follow `rft`: commands, and the names of scripts where a command takes one."""
+    configs = {name: scripts.config(path) for name, path in scripts.named().items()}
+    words: dict[str, completion.Options | dict[str, completion.Options]] = {}
+    for name, command in COMMANDS.items():
+        words[name] = command.options or configs[name]
+    names = dict.fromkeys(configs, Nothing)
+    words |= {"new": names, "run": configs, "where": names}
+    words["completion"] = dict.fromkeys(completion.SHELLS, Nothing)
+    return words
+
+
+def run_script(args: Sequence[str]) -> Script:
+    """The script that `rft run` names, with all that follows its name."""
+    if args and args[0] in ("-h", "--help"):
+        parsing.parse(Run, args, prog="rft run")
+    if args and not args[0].startswith("-"):
+        return Script(scripts.find(args[0]), args[1:])
+    got = "".join(args[:1]) or "none"
+    raise ValueError(f"script: expected first one of {', '.join(scripts.named())}, or a .py file, got {got}")
+
+
+def _script(name: str, args: Sequence[str]) -> Script:
+    return Script(scripts.find(name), args)
+
+
+def _own(options: type, run: Callable[[Any], None], args: Sequence[str]) -> None:
+    """Run a command with options of its own."""
+    prog = f"rft {options.__name__.lower()}"
+    run(parsing.parse(options, parsing.qualify(args, options), prog=prog))
+
+
+COMMANDS = {
+    "new": Command(partial(_own, New, new), New),
+    "run": Command(run_script, Run),
+    "where": Command(partial(_own, Where, where), Where),
+    "watch": Command(partial(_own, Watch, watch_run), Watch),
+    "report": Command(partial(_own, Report, report), Report),
+    "export": Command(partial(_script, "export")),
+    "evaluate": Command(partial(_script, "evaluate")),
+    "doctor": Command(partial(_own, Doctor, examine), Doctor),
+    "completion": Command(partial(_own, Completion, complete), Completion),
+}
+"""Every command by its name; the help is the docstring of its options, or that of the script it is."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command that `args` name, by default those of this process.
+
+    A user's mistake is one line, and exits with 2. A script runs outside of that: its errors are its own.
+    """
+    if args is None:
+        args = sys.argv[1:]
+    if not args or args[0] in ("-h", "--help"):
+        print(_usage())
+        return
+    script = guard(_start, args)
+    if script is not None:
+        scripts.execute(script.path, script.arguments)
+
+
+def _start(args: Sequence[str]) -> Script | None:
+    name = args[0]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        like = "".join(f"; did you mean {other}?" for other in near)
+        raise ValueError(f"command: expected one of {', '.join(COMMANDS)}, got {name!r}{like}")
+    return COMMANDS[name].start(args[1:])
+
+
+def _usage() -> str:
+    """The commands, each with its first line."""
+    about = {}
+    for name, command in COMMANDS.items():
+        if command.options is None:
+            about[name] = scripts.summary(scripts.find(name))
+        else:
+            about[name] = (command.options.__doc__ or "").partition("\n")[0]
+    return "usage: rft COMMAND ...; rft COMMAND --help lists the options\n\n" + _listed(about)
+
+
+def _script_list() -> str:
+    """The scripts, each with its first line."""
+    about = {name: scripts.summary(path) for name, path in scripts.named().items()}
+    return "rft new SCRIPT copies one of these, rft run SCRIPT runs it:\n\n" + _listed(about)
+
+
+def _listed(about: Mapping[str, str]) -> str:
+    """Names and what they are, in lines of at most 80 characters."""
+    width = max(map(len, about))
+    lines = []
+    for name, text in about.items():
+        behind = " " * (width + 4)
+        lines += textwrap.wrap(text, 80, initial_indent=f"  {name:<{width}}  ", subsequent_indent=behind)
+    return "\n".join(lines)

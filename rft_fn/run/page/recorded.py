@@ -1,0 +1,104 @@
+"""Runs as their folders hold them, also while they go on, and the groups that differ only in seed."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rft_fn.run.resume import settings
+
+__all__ = ["Recorded", "config_differences", "flattened", "grouped", "read", "read_all", "rows_of"]
+
+_PICTURES = ("samples.png", "reliability.png")  # what the page does not draw itself
+_APART = ("seed", "strategy.seed", "out", "override", "run_name", "project", "strategy.log_dir")
+
+
+class Recorded(NamedTuple):
+    """What a run has written so far."""
+
+    folder: Path
+    name: str
+    config: dict[str, Any]  # flat: "strategy.fsdp"
+    metrics: list[dict[str, Any]]
+    timing: list[dict[str, Any]]
+    distributions: list[dict[str, Any]]
+    trajectories: list[dict[str, Any]]
+    tokens: list[dict[str, Any]]
+    pictures: list[Path]
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl file up to a line that is not whole; none of a file that is not there."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The options of a nested config by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, x in config.items():
+        if isinstance(x, Mapping) and x:
+            found |= flattened(x, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = x
+    return found
+
+
+def read(folder: str | Path, name: str = "") -> Recorded:
+    """The run in a folder. ValueError for a folder without a config or without a finished step."""
+    folder = Path(folder)
+    config = flattened(settings(folder))
+    metrics = rows_of(folder / "metrics.jsonl")
+    if not metrics:
+        raise ValueError(f"run: expected a run with at least one finished step, got {folder}")
+    places = [folder, Path(config.get("strategy.log_dir") or folder)]
+    pictures = [p / file for file in _PICTURES for p in places if (p / file).exists()]
+    return Recorded(
+        folder=folder,
+        name=name or folder.resolve().name,
+        config=config,
+        metrics=metrics,
+        timing=rows_of(folder / "timing.jsonl"),
+        distributions=rows_of(folder / "distributions.jsonl"),
+        trajectories=rows_of(folder / "trajectories.jsonl"),
+        tokens=rows_of(folder / "tokens.jsonl"),
+        pictures=pictures[: len(_PICTURES)],
+    )
+
+
+def read_all(folders: Sequence[str | Path]) -> list[Recorded]:
+    """The runs in some folders, each by a name of its own: as much of the path as tells them apart."""
+    paths = [Path(folder).resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise ValueError(f"run: expected different folders, got {', '.join(map(str, folders))}")
+    depth = 1
+    while len({path.parts[-depth:] for path in paths}) < len(paths):
+        depth += 1
+    return [read(path, "/".join(path.parts[-depth:])) for path in paths]
+
+
+def grouped(runs: Sequence[Recorded]) -> list[list[int]]:
+    """The numbers of the runs of each group: their configs differ only in seed, folder and name."""
+    groups: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        same = {name: x for name, x in run.config.items() if name not in _APART}
+        groups.setdefault(json.dumps(same, sort_keys=True, default=str), []).append(i)
+    return list(groups.values())
+
+
+def config_differences(runs: Sequence[Recorded]) -> list[tuple[str, list[str]]]:
+    """(option, its value in each run as text) of the options that are not the same in all runs."""
+    names = sorted({name for run in runs for name in run.config})
+    found = []
+    for name in names:
+        values = [json.dumps(run.config[name]) if name in run.config else "" for run in runs]
+        if len(set(values)) > 1:
+            found.append((name, values))
+    return found

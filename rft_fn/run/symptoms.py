@@ -1,0 +1,233 @@
+"""Symptoms of a run that does not learn: each is a stated rule over its metrics, with a remedy.
+
+Windows are of 20 steps. A rule whose metrics a run does not have, or that needs more steps than there are
+yet, finds nothing.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+__all__ = ["RULES", "WINDOW", "Rule", "Symptom", "symptoms"]
+
+WINDOW = 20  # steps of a mean
+FEW = 5  # steps in a row that are no accident
+SHARE = 0.9  # of groups or responses that counts as nearly all
+ENTROPY_FLOOR = 0.02  # nats per token
+CLIPPED = 0.5  # of the tokens
+GAP_GROWTH = 10.0  # of the mismatch, since the first window
+GAP_FLOOR = 1e-3  # nats per token, below which a mismatch is rounding
+LENGTH_GROWTH = 1.5  # of the responses, over three windows
+GRADIENT_SHARE = 1e-3  # of the norm in the first window
+FALL = 0.02  # of an evaluation, as a share of its best value
+RISE = 0.02  # of a reward, as a share of its value before
+
+Row = Mapping[str, float | None]
+
+
+class Symptom(NamedTuple):
+    """A sign that a run does not learn."""
+
+    name: str
+    sentence: str  # the numbers that show it
+    remedy: str
+
+    @property
+    def line(self) -> str:
+        """The symptom as one line of a terminal."""
+        return f"warning: {self.name}: {self.sentence}; {self.remedy}"
+
+
+class Find(Protocol):
+    """The condition of a rule."""
+
+    def __call__(self, rows: Sequence[Row], /) -> str:
+        """A sentence with the numbers if the metrics meet the condition, or nothing."""
+        ...
+
+
+class Rule(NamedTuple):
+    """A condition on the metrics of a run, and the remedy where they meet it."""
+
+    name: str
+    condition: str  # in words, as the documentation has it
+    remedy: str
+    find: Find
+
+
+def symptoms(rows: Sequence[Row]) -> list[Symptom]:
+    """The symptoms of a run after the last of `rows`, the metrics of its steps; a pure function."""
+    found = [(rule, rule.find(rows)) for rule in RULES]
+    return [Symptom(rule.name, sentence, rule.remedy) for rule, sentence in found if sentence]
+
+
+# ---------- parts of the conditions
+
+
+def _mean(rows: Sequence[Row], name: str) -> float:
+    """The mean of a metric over a whole window of rows; NaN where some have none."""
+    values = [row.get(name) for row in rows]
+    numbers = [x for x in values if x is not None]
+    if len(numbers) < WINDOW:
+        return math.nan
+    return sum(numbers) / len(numbers)
+
+
+def _last(rows: Sequence[Row], name: str, back: int = 0) -> float:
+    """The mean of a metric over the last window, or over the one `back` windows before it."""
+    end = len(rows) - back * WINDOW
+    return _mean(rows[max(end - WINDOW, 0) : max(end, 0)], name)
+
+
+def _rises(before: float, after: float) -> bool:
+    """Whether a reward is clearly higher than before."""
+    return after > before + RISE * abs(before)
+
+
+# ---------- the conditions
+
+
+def _flat(rows: Sequence[Row]) -> str:
+    share = _last(rows, "reward/flat_groups")
+    if not share >= SHARE:
+        return ""
+    reward = _last(rows, "reward/mean")
+    return f"{share:.0%} of the groups have equal rewards (mean {reward:.3g}), so there is nothing to compare"
+
+
+def _truncated(rows: Sequence[Row]) -> str:
+    share = _last(rows, "rollout/truncated")
+    if not share >= SHARE:
+        return ""
+    return f"{share:.0%} of the responses are cut off before they end"
+
+
+def _entropy(rows: Sequence[Row]) -> str:
+    entropy = _last(rows, "policy/entropy")
+    if not entropy < ENTROPY_FLOOR:
+        return ""
+    return f"the entropy is {entropy:.2g} nats per token, so that samples of a prompt are nearly all alike"
+
+
+def _clipped(rows: Sequence[Row]) -> str:
+    share = _last(rows, "policy/clip_frac")
+    if not share > CLIPPED:
+        return ""
+    return f"{share:.0%} of the tokens are clipped and have no gradient"
+
+
+def _mismatch(rows: Sequence[Row]) -> str:
+    first = _mean(rows[:WINDOW], "policy/logp_gap")
+    last = _last(rows, "policy/logp_gap")
+    if not last > max(GAP_GROWTH * first, GAP_FLOOR):
+        return ""
+    return f"trainer and sampler differ by {last:.2g} nats per token, {first:.2g} in the first steps"
+
+
+def _length(rows: Sequence[Row]) -> str:
+    before = _last(rows, "rollout/length_mean", back=2)
+    after = _last(rows, "rollout/length_mean")
+    rewarded = _rises(_last(rows, "reward/mean", back=2), _last(rows, "reward/mean"))
+    if rewarded or not after > LENGTH_GROWTH * before:
+        return ""
+    steps = 3 * WINDOW
+    return f"responses grew from {before:.0f} to {after:.0f} tokens in {steps} steps, the reward did not"
+
+
+def _overfitted(rows: Sequence[Row]) -> str:
+    # only a new evaluation can change the answer, and only then is the whole history searched
+    if not rows or rows[-1].get("eval/mean") is None:
+        return ""
+    places = [i for i, row in enumerate(rows) if row.get("eval/mean") is not None][-3:]
+    scores = [float(rows[i]["eval/mean"] or 0) for i in places]
+    if len(scores) < 3 or not scores[0] > scores[1] > scores[2]:
+        return ""
+    if scores[0] - scores[2] < FALL * abs(scores[0]):
+        return ""
+
+    # the training reward over the same time
+    before = _last(rows[: places[0] + 1], "reward/mean")
+    after = _last(rows, "reward/mean")
+    if not _rises(before, after):
+        return ""
+    numbers = f"from {scores[0]:.3g} to {scores[2]:.3g}"
+    return f"the evaluation fell twice, {numbers}, while the reward rose from {before:.3g} to {after:.3g}"
+
+
+def _rate(rows: Sequence[Row]) -> str:
+    rates = [row.get("lr") for row in rows[-FEW:]]
+    if len(rates) < FEW or any(x != 0 for x in rates):
+        return ""
+    return f"the learning rate of the last {FEW} steps is 0"
+
+
+def _gradient(rows: Sequence[Row]) -> str:
+    first = _mean(rows[:WINDOW], "grad/norm")
+    last = _last(rows, "grad/norm")
+    if not last < GRADIENT_SHARE * first:
+        return ""
+    return f"the norm of the gradients is {last:.2g}, {first:.2g} in the first steps"
+
+
+RULES = (
+    Rule(
+        "flat_groups",
+        f"at least {SHARE:.0%} of the groups have equal rewards, over {WINDOW} steps",
+        "take easier prompts (harder ones where all are solved), a larger --group or --rounds, or a reward "
+        "with more than two values",
+        _flat,
+    ),
+    Rule(
+        "truncated",
+        f"at least {SHARE:.0%} of the responses are truncated, over {WINDOW} steps",
+        "raise --max-new, or begin with a model that ends its responses, as rft run sft makes one",
+        _truncated,
+    ),
+    Rule(
+        "entropy",
+        f"the entropy is below {ENTROPY_FLOOR} nats per token, over {WINDOW} steps",
+        "lower --lr, raise --clip-high or --temperature, add --kl, or stop here if the task is solved",
+        _entropy,
+    ),
+    Rule(
+        "clipped",
+        f"more than {CLIPPED:.0%} of the tokens are clipped, over {WINDOW} steps",
+        "lower --lr, or take fewer --epochs or --minibatches from a rollout",
+        _clipped,
+    ),
+    Rule(
+        "mismatch",
+        f"trainer and sampler differ by over {GAP_GROWTH:.0f} times as much as in the first {WINDOW} steps, "
+        f"and by over {GAP_FLOOR} nats per token",
+        "give --mismatch tis, and look for what the engine computes otherwise: precision, sampling, stale "
+        "weights",
+        _mismatch,
+    ),
+    Rule(
+        "length",
+        f"responses grew by over half within {3 * WINDOW} steps, and the reward did not",
+        "give --overlong, lower --max-new, or weight tokens as --algorithm dr_grpo does",
+        _length,
+    ),
+    Rule(
+        "overfitted",
+        "of three evaluations each is below the one before, while the reward of training rises",
+        "take the best checkpoint instead of the last, give more prompts or --kl, and read responses with "
+        "high rewards",
+        _overfitted,
+    ),
+    Rule(
+        "learning_rate",
+        f"the learning rate is 0 for {FEW} steps",
+        "raise --lr or --lr-end, or give the --steps that the run is to have",
+        _rate,
+    ),
+    Rule(
+        "gradient",
+        f"the norm of the gradients is below {GRADIENT_SHARE} of that in the first {WINDOW} steps",
+        "see whether groups still differ in reward (reward/flat_groups), and whether tokens are clipped "
+        "(policy/clip_frac)",
+        _gradient,
+    ),
+)
+"""Every rule, in the order in which symptoms are listed."""

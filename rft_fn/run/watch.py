@@ -1,0 +1,154 @@
+"""A run in the terminal while it goes on: metrics, phases, and the last responses in colour."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from rft_fn.run import lock
+from rft_fn.run.page.recorded import Recorded, read
+from rft_fn.run.page.series import metric_names, phases
+from rft_fn.run.symptoms import symptoms
+
+__all__ = ["follow", "frame", "sparkline"]
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDTH = 40  # characters of a sparkline or a bar
+_RECENT = 20  # steps whose phases are shown
+_RESPONSES = 6
+_GOOD = (31, 111, 178)
+_BAD = (214, 90, 20)
+
+
+def sparkline(y: Sequence[float], width: int = _WIDTH) -> str:
+    """Numbers as a line of blocks from the least to the largest, each the mean of a stretch."""
+    if not y:
+        return ""
+    count = min(width, len(y))
+    parts = [y[k * len(y) // count : (k + 1) * len(y) // count] for k in range(count)]
+    means = [sum(part) / len(part) for part in parts]
+    low = min(means)
+    span = max(means) - low or 1.0
+    return "".join(_BLOCKS[int((x - low) / span * (len(_BLOCKS) - 1) + 0.5)] for x in means)
+
+
+def frame(run: Recorded) -> Group:
+    """All of a run as it stands, for a terminal."""
+    last = run.metrics[-1]["step"] + 1
+    of = run.config.get("steps")
+    head = f"{run.name}  step {last}"
+    if of:
+        head += f" of {of}"
+    parts: list[Any] = [Text(head, style="bold")]
+    parts += [Text(x.line, style="yellow") for x in symptoms(run.metrics)]
+
+    # a low terminal cuts off the end, where the metrics of least interest are
+    if run.tokens:
+        parts.append(_responses(run.tokens))
+    return Group(*parts, _phases(run.timing), _metrics(run.metrics))
+
+
+def _metrics(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("metric", "last", "", "least", "largest"):
+        table.add_column(name)
+    for name in metric_names([rows]):
+        y = [float(row[name]) for row in rows if row.get(name) is not None]
+        if y:
+            table.add_row(name, f"{y[-1]:.4g}", sparkline(y), f"{min(y):.4g}", f"{max(y):.4g}")
+    return table
+
+
+def _phases(timing: Sequence[Mapping[str, Any]]) -> Table:
+    """The mean seconds of each phase over the last steps, as bars."""
+    table = Table(box=None, pad_edge=False)
+    for name in (f"seconds per step, last {_RECENT}", "", ""):
+        table.add_column(name)
+    rows = timing[-_RECENT:]
+    if not rows:
+        return table
+    found = phases(rows)
+    bars = found["seconds"]
+    means = [sum(bar[k] for bar in bars) / len(bars) for k in range(len(found["names"]))]
+    most = max(*means, 1e-9)
+    for name, seconds in zip(found["names"], means):
+        table.add_row(name, f"{seconds:.3g}", "█" * round(_WIDTH * seconds / most))
+    return table
+
+
+def _responses(rows: Sequence[Mapping[str, Any]]) -> Group:
+    """The last group whose rewards differ, or else the last, each token on the colour of its push."""
+    step = rows[-1]["step"]
+    groups: dict[int, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["step"] == step:
+            groups.setdefault(row["group"], []).append(row)
+    shown = list(groups.values())[-1]
+    for group in groups.values():
+        if len({row.get("reward") for row in group}) > 1:
+            shown = group
+
+    # the colours are those of the page: blue becomes more probable, orange less
+    sizes = sorted(abs(x) for row in shown for x in row.get("push", ()) if x)
+    full = 1.0
+    if sizes:
+        full = sizes[int(0.95 * (len(sizes) - 1))]
+    lines = [Text(f"step {step + 1}  {shown[0].get('prompt', '')}", style="bold")]
+    lines += [_tokens(row, full) for row in shown[:_RESPONSES]]
+    return Group(*lines)
+
+
+def _tokens(row: Mapping[str, Any], full: float) -> Text:
+    text = Text()
+    if "name" in row:
+        text.append(f"{row['name']:>8}  ")
+    if "reward" in row:
+        text.append(f"{row['reward']:8.3g}  ")
+    push = row.get("push") or [None] * len(row["pieces"])
+    for piece, learned, x in zip(row["pieces"], row["mask"], push):
+        style = ""
+        if not learned:
+            style = "dim italic"
+        elif x:
+            style = _background(x, full)
+        text.append(piece.replace("\n", "↵"), style=style)
+    return text
+
+
+def _background(x: float, full: float) -> str:
+    """A darker colour for a smaller push."""
+    base = _GOOD
+    if x < 0:
+        base = _BAD
+    share = 0.25 + 0.75 * min(abs(x) / full, 1.0)
+    red, green, blue = (round(share * c) for c in base)
+    return f"white on rgb({red},{green},{blue})"
+
+
+def follow(folder: str | Path, *, every: float = 2.0, once: bool = False) -> None:
+    """Show a run until it ends, or only as it stands with `once`.
+
+    The folder is read every `every` seconds. ValueError for a folder without a run; a run that has begun and
+    finished no step yet is waited for.
+    """
+    if not math.isfinite(every) or every <= 0:
+        raise ValueError(f"every: expected above 0, got {every}")
+    folder = Path(folder)
+    console = Console()
+    if once or not lock.held(folder):
+        console.print(frame(read(folder)))
+        return
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        going = True
+        while going:
+            going = lock.held(folder)  # asked first, so that the last frame has the last rows
+            if (folder / "metrics.jsonl").exists() or not going:
+                live.update(frame(read(folder)), refresh=True)
+            if going:
+                time.sleep(every)

@@ -1,0 +1,329 @@
+"""The page of runs: what it computes, what it holds, and what a real browser makes of it."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import headless
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from rft_fn.data.media.medium import Medium
+from rft_fn.run import commands
+from rft_fn.run.media import data_uri
+from rft_fn.run.page import recorded, series, write_page
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "docs" / "results" / "tiny"
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def token_row(step, group, sample, **more):
+    """A response of three tokens of which two are sampled."""
+    sign = (-1) ** sample
+    row = {"step": step, "group": group, "sample": sample, "prompt": f"2+{step}=", "reward": 0.5 + sign / 2}
+    row |= {"pieces": ["5", " ok", "<end>"], "mask": [1, 0, 1], "adv": [sign, None, sign]}
+    row |= {"w": [0.5, None, 0.5], "push": [0.25 * sign, None, 0.5 * sign], "clipped": [0, None, 1]}
+    row |= {"ratio": [1.25, None, 0.8], "entropy": [0.7, None, 0.1], "mismatch": [0, None, 1e-6]}
+    return row | more
+
+
+def write_run(folder, *, steps=12, seed=0, lr=1e-3, offset=0.0):
+    """A run of its own folder; its reward is (step % 10) / 10 + offset."""
+    folder.mkdir(parents=True)
+    config = {"seed": seed, "lr": lr, "out": str(folder), "strategy": {"fsdp": False, "seed": seed}}
+    (folder / "config.json").write_text(json.dumps(config))
+    metrics = [
+        {"step": i, "reward/mean": i % 10 / 10 + offset, "loss": -i, "grad/norm": None} for i in range(steps)
+    ]
+    write_rows(folder / "metrics.jsonl", metrics)
+    phases = {"phase/generate": 1.0, "phase/train": 0.5}
+    write_rows(folder / "timing.jsonl", [{"step": i, "seconds": 2.0, **phases} for i in range(steps)])
+    spread = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    rows = [{"step": i, "length": spread, "reward": spread} for i in range(steps)]
+    write_rows(folder / "distributions.jsonl", rows)
+    tokens = [token_row(i, g, s) for i in range(0, steps, 5) for g in range(2) for s in range(3)]
+    write_rows(folder / "tokens.jsonl", tokens)
+    rows = [
+        {"step": i, "prompt": f"2+{i}=", "response": "</script><b>5", "reward": 1.0} for i in range(steps)
+    ]
+    write_rows(folder / "trajectories.jsonl", rows)
+    return folder
+
+
+def blocks(page):
+    """{id: data} of the JSON inside a page."""
+    found = re.findall(r'<script type="application/json" id="([^"]+)">(.*?)</script>', page.read_text(), re.S)
+    return {name: json.loads(text) for name, text in found}
+
+
+# ---------- what is computed
+
+
+@given(some.lists(some.integers(-50, 50), min_size=1, max_size=300), some.integers(2, 40))
+def test_thinning_keeps_the_extremes_the_order_and_the_limit(y, most):
+    kept = series.thinned(y, most)
+    assert len(kept) <= max(most, 1) and kept == sorted(set(kept))
+    assert min(y[i] for i in kept) == min(y) and max(y[i] for i in kept) == max(y)
+    if len(y) <= most:
+        assert kept == list(range(len(y)))
+
+
+def test_a_spike_of_one_step_among_ten_thousand_is_on_the_curve():
+    rows = [{"step": i, "x": float(i == 7777)} for i in range(10_000)]
+    found = series.curve([rows], "x")
+    assert len(found["x"]) <= series.MOST and found["y"][found["x"].index(7777)] == 1.0
+
+
+def test_seeds_are_a_mean_and_a_band_at_each_step():
+    runs = [[{"step": i, "x": float(i * k)} for i in range(k)] for k in (1, 2, 3)]
+    found = series.curve(runs, "x")
+    assert found == {"x": [0, 1, 2], "y": [0, 2.5, 6], "lo": [0, 2, 6], "hi": [0, 3, 6]}
+    assert "lo" not in series.curve(runs[:1], "x") and series.curve(runs, "y") is None
+
+
+def test_the_band_of_a_thinned_curve_holds_every_value():
+    runs = [[{"step": i, "x": (i * 37 % 101) * k} for i in range(10_000)] for k in (-1, 2)]
+    found = series.curve(runs, "x")
+    assert min(found["lo"]) == -100 and max(found["hi"]) == 200
+
+
+def test_phases_are_means_of_bars_with_the_rest():
+    rows = [{"step": i, "seconds": 3.0, "phase/a": float(i % 2), "phase/b": 1.0} for i in range(120)]
+    found = series.phases(rows)
+    assert found["names"] == ["a", "b", "other"] and found["size"] == 2 and len(found["x"]) == 60
+    assert found["seconds"][0] == [0.5, 1.0, 1.5]
+
+
+def test_fans_keep_the_extremes_of_what_they_join():
+    rows = [{"step": i, "length": [-float(i), 1.0, float(i)]} for i in range(600)]
+    found = series.fan(rows, "length")
+    assert found["x"][:2] == [0, 2] and found["q"][0][1] == -3 and found["q"][2][1] == 3
+    assert series.fan(rows, "reward") is None
+
+
+def test_symptoms_of_a_run_are_found_where_they_begin_and_end():
+    rows = [{"step": i, "lr": float(not 30 <= i < 60)} for i in range(90)]
+    (found,) = series.found_symptoms(rows)
+    assert (found["name"], found["first"], found["last"]) == ("learning_rate", 34, 59)
+
+
+# ---------- runs and groups
+
+
+def test_runs_that_differ_only_in_seed_are_a_group(tmp_path):
+    folders = [write_run(tmp_path / f"s{k}", seed=k) for k in range(2)]
+    folders.append(write_run(tmp_path / "other", lr=2e-3))
+    runs = recorded.read_all(folders)
+    assert recorded.grouped(runs) == [[0, 1], [2]]
+    differing = dict(recorded.config_differences(runs))
+    assert differing["lr"] == ["0.001", "0.001", "0.002"] and "strategy.fsdp" not in differing
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    folders = [write_run(tmp_path / k / "run") for k in ("a", "b")]
+    assert [run.name for run in recorded.read_all(folders)] == ["a/run", "b/run"]
+    with pytest.raises(ValueError, match="run: expected different folders"):
+        recorded.read_all([folders[0], folders[0]])
+
+
+def test_a_run_that_is_being_written_is_read_to_its_last_whole_row(tmp_path):
+    folder = write_run(tmp_path / "r", steps=3)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')
+    assert len(recorded.read(folder).metrics) == 3
+
+
+# ---------- the page
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(tmp_path):
+    page = write_page([write_run(tmp_path / "r"), TINY], tmp_path / "deep" / "p.html")
+    text = page.read_text()
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"<link|@import|\bfetch\(|XMLHttpRequest|<script src|<!--[A-Z]+-->", text)
+    found = blocks(page)
+    assert found["samples-0-11"][0]["response"] == "</script><b>5"
+    assert [row["sample"] for row in found["tokens-0-10"]] == [0, 1, 2, 0, 1, 2]
+    assert found["data"]["runs"][0]["tokens"] == [0, 5, 10] and found["data"]["runs"][1]["tokens"] == []
+
+
+def test_a_page_stays_below_its_size(tmp_path):
+    folder = write_run(tmp_path / "r", steps=400)
+    rows = [token_row(i, 0, 0, prompt="é" * 3000) for i in range(0, 400, 2)]
+    write_rows(folder / "tokens.jsonl", rows)
+    page = write_page([folder], tmp_path / "p.html", most_bytes=600_000)
+    assert 300_000 < page.stat().st_size <= 600_000
+    steps = blocks(page)["data"]["runs"][0]["tokens"]
+    assert steps[0] == 0 and steps[-1] == 398 and 20 < len(steps) < 200
+
+
+def test_mistakes_are_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    run = write_run(tmp_path / "r")
+    cases = [
+        (["report"], "runs: expected the folder of at least one run"),
+        (["report", str(tmp_path / "no")], "run: expected the folder of a run"),
+        (["report", str(run), "--out", str(tmp_path / "file" / "p.html")], "cannot be written"),
+        (["report", str(run), "--ot", "x"], "did you mean --out?"),
+        (["watch", str(run), "--every", "0"], "every: expected above 0"),
+        (["rport", str(run)], "got 'rport'; did you mean report?"),
+    ]
+    for args, line in cases:
+        with pytest.raises(SystemExit, match="2"):
+            commands.main(args)
+        error = capsys.readouterr().err
+        assert line in error and error.count("\n") == 1, error
+
+
+def test_the_command_writes_the_page_and_the_usage_names_all(tmp_path, capsys):
+    run = write_run(tmp_path / "r")
+    commands.main(["report", str(run), "--out", str(tmp_path / "p.html")])
+    assert f"report: {tmp_path / 'p.html'}" in capsys.readouterr().out
+    commands.main([])
+    out = capsys.readouterr().out
+    assert all(f"  {name}" in out for name in commands.COMMANDS)
+    assert 'rft = "rft_fn.run.commands:main"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_scripts_of_the_page_are_whole():
+    for path in sorted((ROOT / "rft_fn" / "run" / "page").glob("*.js")):
+        subprocess.run(["node", "--check", str(path)], check=True, capture_output=True)
+
+
+# ---------- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if headless.BROWSER is None:
+        pytest.skip("needs chromium")
+    found = headless.Browser(tmp_path_factory.mktemp("browser"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Two seeds of 10,000 steps, another run, and one with a conversation and media."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [write_run(folder / f"seed{k}", seed=k, steps=10_000, offset=k / 10) for k in range(2)]
+    runs.append(write_run(folder / "other", lr=2e-3))
+    talk = [{"role": "user", "content": "guess"}, {"role": "assistant", "content": "5"}]
+    picture = np.zeros((2, 2, 3), np.uint8)
+    found = [Medium("image", picture), Medium("audio", {"array": np.zeros(80), "sampling_rate": 16_000})]
+    media = [[medium.kind, medium.kind, data_uri(medium)] for medium in found]
+    sides = [{"name": name, "conversation": talk, "media": media} for name in ("chosen", "rejected")]
+    write_rows(runs[2] / "tokens.jsonl", [token_row(0, 0, s, **side) for s, side in enumerate(sides)])
+    (runs[1] / "tokens.jsonl").unlink()
+    return write_page(runs, folder / "page.html")
+
+
+def test_a_browser_shows_curves_with_bands_and_numbers(browser, page):
+    assert page.stat().st_size < 10_000_000
+    browser.open(page)
+    browser.until("document.querySelectorAll('#curves path.line').length >= 2")
+    assert browser.value("document.querySelectorAll('#curves .chart h4')[0].textContent") == "reward/mean"
+    assert browser.value("document.querySelectorAll('#curves .chart:nth-child(1) path.band').length") >= 1
+    points = browser.value(
+        "Math.max(...[...document.querySelectorAll('path.line')]"
+        ".map((p) => p.getAttribute('d').split(/[ML]/).length - 1))"
+    )
+    assert 1000 < points <= 2000
+
+    # the numbers of both groups are at the pointer: the mean of the seeds with its band, and the other run
+    browser.point("#curves .chart svg", 0.5)
+    tip = browser.value("document.getElementById('tip').textContent")
+    step, first, second = tip.splitlines()
+    assert browser.value("document.getElementById('tip').style.display") == "block"
+    assert re.fullmatch(r"step \d+", step) and 3000 < int(step.split()[1]) < 7000
+    number = r"[\d.e-]+"
+    assert re.fullmatch(rf"{number}  \[{number}, {number}\]  seed0 \(2 seeds\)", first), first
+    assert second.startswith("0.1  other (step 11)")
+
+    # a group can be hidden, and metrics filtered
+    browser.value("document.querySelector('#legend input').click()")
+    browser.until("document.querySelectorAll('#curves path.band').length === 0")
+    browser.value("document.querySelector('#legend input').click()")
+    browser.value("document.getElementById('filter').value = 'loss'")
+    browser.value("document.getElementById('filter').dispatchEvent(new Event('input'))")
+    browser.until("document.querySelectorAll('#curves .chart h4').length === 1")
+    assert browser.value("document.querySelector('#curves h4').textContent") == "loss"
+    assert not browser.errors
+
+
+def choose(browser, label, option):
+    """Choose an option of a menu of the responses, by the texts that a reader sees."""
+    find = "const all = (x, s) => [...x.querySelectorAll(s)];"
+    find += f"const menu = all(document, '#responses label').find((x) => x.textContent.startsWith('{label}'))"
+    find += ".querySelector('select');"
+    find += f"const index = all(menu, 'option').findIndex((x) => x.textContent === '{option}');"
+    change = "menu.selectedIndex = index; menu.dispatchEvent(new Event('change')); return index;"
+    assert browser.value(f"(() => {{ {find} {change} }})()") >= 0
+
+
+def test_a_browser_shows_each_token_with_its_numbers(browser, page):
+    browser.open(page)
+    assert browser.value("document.querySelectorAll('#responses .card').length") == 3
+    assert browser.value("document.querySelector('#responses .prompt').textContent") == "2+9995="
+    rewards = browser.value("[...document.querySelectorAll('#responses .reward')].map((x) => x.textContent)")
+    assert rewards == ["reward 1", "reward 0", "reward 1"]
+
+    # the last token of the second response: orange by its push, and all numbers on hover
+    last = "#responses .card:nth-child(2) .tok:nth-child(3)"
+    style = f"document.querySelector('{last}').style.background"
+    assert "--rgb-bad" in browser.value(style) and "0.7" in browser.value(style)
+    browser.point(last)
+    tip = browser.value("document.getElementById('tip').textContent").splitlines()
+    assert (
+        tip[0] == '"<end>"' and "push      -0.5" in tip and "ratio     0.8" in tip and "adv       -1" in tip
+    )
+    browser.point("#responses .card .tok.unlearned")
+    assert "not in the mask" in browser.value("document.getElementById('tip').textContent")
+
+    # coloured by another number: only the clipped token is
+    choose(browser, "Colour by", "clipped or not")
+    tokens = "[...document.querySelectorAll('#responses .card:first-child .tok')]"
+    assert browser.value(f"{tokens}.map((t) => t.style.background !== '')") == [False, False, True]
+
+    # another step, and the run with a conversation and media
+    choose(browser, "Step", "step 0")
+    assert browser.value("document.querySelector('#responses .prompt').textContent") == "2+0="
+    heads = "[...document.querySelectorAll('#responses .head > span:first-child')].map((x) => x.textContent)"
+    assert browser.value(heads) == ["response 0", "response 1", "response 2"]
+    choose(browser, "Run", "other")
+    assert browser.value(heads) == ["chosen", "rejected"]
+    assert browser.value("document.querySelector('#responses .role').textContent") == "user"
+    assert browser.value("document.querySelectorAll('#responses .media img').length") == 2
+    assert browser.value("document.querySelectorAll('#responses .media audio').length") == 2
+    assert not browser.errors
+
+
+def test_a_browser_shows_the_rest(browser, page):
+    browser.open(page)
+    for selector in ("#spread .chart path.band", "#phases .chart rect.bar"):
+        section = selector.split()[0]
+        browser.value(f"document.querySelector('{section}').scrollIntoView()")
+        browser.until(f"document.querySelectorAll('{selector}').length > 0")
+    browser.point("#phases .chart svg")
+    tip = browser.value("document.getElementById('tip').textContent")
+    assert "1 s  generate" in tip and "0.5 s  train" in tip and "0.5 s  other" in tip
+    browser.point("#spread .chart svg")
+    assert "50%  4" in browser.value("document.getElementById('tip').textContent")
+    cells = browser.value(
+        "[...document.querySelectorAll('#options > .body > .wide td')].map((x) => x.textContent)"
+    )
+    assert cells[cells.index("lr") : cells.index("lr") + 4] == ["lr", "0.001", "0.001", "0.002"]
+    why = browser.value("document.querySelector('#responses .without').textContent")
+    assert why.startswith("seed1: single tokens were not recorded") and "--tokens-every" in why
+    texts = browser.value("[...document.querySelectorAll('#samples .text')].map((x) => x.textContent)")
+    assert texts == ["</script><b>5"]
+    assert not browser.errors
