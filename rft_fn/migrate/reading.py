@@ -1,0 +1,95 @@
+"""The options in a file of another system: YAML, JSON, or a shell script."""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["read"]
+
+_ASSIGNED = re.compile(r"\+{0,2}([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
+
+
+def read(path: str) -> dict[str, Any]:
+    """{name: value}; the names of nested options have dots.
+
+    .yaml, .yml and .json hold a mapping. Any other file is a shell script: `--name value`, `--name=value`
+    and `name=value` are options, wherever they stand. ValueError for a file that is not there, or cannot be
+    read, or holds no option.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"{path}: expected a file, and there is none")
+    text = file.read_text()
+    if file.suffix in (".yaml", ".yml", ".json"):
+        options = _flat(_parsed(file, text))
+    else:
+        options = _of_shell(file, text)
+    if not options:
+        raise ValueError(f"{path}: expected options, and there are none")
+    return options
+
+
+def _parsed(file: Path, text: str) -> Mapping[str, Any]:
+    """The mapping in a text of JSON or YAML."""
+    import yaml
+
+    try:
+        if file.suffix == ".json":
+            found = json.loads(text)
+        else:
+            found = yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{file}: expected {file.suffix[1:]}, which cannot be read: {reason}") from None
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{file}: expected a mapping of options, got {type(found).__name__}")
+    return found
+
+
+def _flat(options: Mapping[str, Any], head: str = "") -> dict[str, Any]:
+    """Nested options by names with dots; a mapping without entries is none."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping) and not str(name).endswith("kwargs"):
+            found |= _flat(value, f"{head}{name}.")
+        else:
+            found[f"{head}{name}"] = value
+    return found
+
+
+def _of_shell(file: Path, text: str) -> dict[str, Any]:
+    """The options of the commands in a shell script."""
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ValueError(f"{file}: expected a shell script, which cannot be read: {error}") from None
+
+    # an option without a value is true, one with several values has a list
+    found: dict[str, Any] = {}
+    name = ""
+    for word in words:
+        assigned = _ASSIGNED.fullmatch(word)
+        if word.startswith("--"):
+            name, _, value = word[2:].replace("-", "_").partition("=")
+            _, _, value = word.partition("=")
+            found[name] = value or True
+            if value:
+                name = ""
+        elif assigned and ("." in assigned[1] or not name):
+            found[assigned[1]] = assigned[2]
+            name = ""
+        elif name:
+            found[name] = _with(found[name], word)
+    return found
+
+
+def _with(value: Any, word: str) -> Any:
+    """The value of an option that one more word belongs to."""
+    if value is True:
+        return word
+    if isinstance(value, list):
+        return [*value, word]
+    return [value, word]

@@ -1,0 +1,233 @@
+"""Configs of other systems in our words, and hints: every name on our side exists."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_house import load_script
+
+import rft_fn as rft
+from rft_fn import migrate
+from rft_fn.migrate.__main__ import main, table
+from rft_fn.run import parsing
+from rft_fn.types import hints
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted((ROOT / "docs" / "coming_from").glob("*.md"))
+
+
+NAME = re.compile(r"\b(?:rft_fn(?!\.migrate)|Strategy|StrategyConfig)(?:\.\w+)+")
+
+
+def exists(name):
+    """Whether a dotted name, of the library or of a strategy, leads to something."""
+    first, *rest = name.split(".")
+    found = {
+        "rft_fn": rft,
+        "rft": rft,
+        "Strategy": rft.Strategy,
+        "StrategyConfig": rft.strategy.StrategyConfig,
+    }
+    here = found[first]
+    for part in rest:
+        known = getattr(here, "__dataclass_fields__", {})
+        if part not in known and not hasattr(here, part):
+            return False
+        here = getattr(here, part, None)
+    return True
+
+
+def options_of(name):
+    """The names of a script's options, as typed."""
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "train_scripts" / f"{name}.py"), "--help"],
+        capture_output=True, text=True, check=True, env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    return set(re.findall(r"--[a-z][a-z0-9.\-]+", run.stdout))
+
+
+@pytest.fixture(scope="module")
+def known():
+    return options_of("grpo") | options_of("ppo")
+
+
+@pytest.mark.parametrize("name", migrate.SYSTEMS)
+def test_every_option_on_our_side_exists(name, known):
+    for theirs, row in migrate.SYSTEMS[name].rows.items():
+        texts = [row.ours, row.note, *(row.values or {}).values()]
+        for option in re.findall(r"--[a-z][a-z0-9.\-]+", " ".join(texts)):
+            assert option in known or option.startswith("--nproc") or option == "--nnodes", (theirs, option)
+        assert row.ours or row.note, theirs
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_every_name_on_a_page_exists(page, known):
+    text = page.read_text()
+    names = set(
+        re.findall(r"\b(?:rft_fn|Strategy|StrategyConfig)(?:\.\w+)+", text.replace("rft_fn.migrate", ""))
+    )
+    assert names
+    assert [name for name in sorted(names) if not exists(name)] == []
+    ours = [row.split("|")[-2] for row in text.splitlines() if re.match(r"\| \d+ \|", row)]
+    options = set(re.findall(r"--[a-z][a-z0-9.\-]+", " ".join(ours)))
+    assert options <= known
+
+
+def test_the_page_of_lightrft_has_all_that_it_promises():
+    text = (ROOT / "docs" / "coming_from" / "lightrft.md").read_text()
+    assert re.findall(r"^\| (\d+) \|", text, re.M) == [str(i) for i in range(1, 115)]
+
+
+@pytest.mark.parametrize("name", ["trl", "verl", "openrlhf"])
+def test_the_page_has_the_table_of_the_code(name):
+    assert table(migrate.SYSTEMS[name]) in (ROOT / "docs" / "coming_from" / f"{name}.md").read_text()
+
+
+# ------------------------------------------------------------------------------ translations
+
+
+TRL = """
+model_name_or_path: my/model
+learning_rate: 2.0e-6
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 4
+steps_per_generation: 8
+num_generations: 4
+max_steps: 200
+loss_type: dr_grpo
+scale_rewards: none
+use_vllm: true
+min_p: 0.1
+reward_funcs: [my.py:first, "my.py:second(a b)"]
+wibble: 3
+"""
+VERL = r"""
+# a comment
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$HOME/train.parquet \
+    data.train_batch_size=1024 actor_rollout_ref.actor.ppo_mini_batch_size=256 \
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.002 \
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean actor_rollout_ref.rollout.n=5 \
+    trainer.total_epochs=15
+"""
+OPENRLHF = """
+ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --ds.packing_samples \
+   --actor.eps_clip_low_high 0.2 0.28 --algo.advantage.estimator group_norm --algo.kl.use_loss \
+   --algo.kl.init_coef=1e-3 --rollout.n_samples_per_prompt 8 --reward.clip_range -5 5
+"""
+LIGHTRFT = """
+torchrun train_colocate.py --pretrain m --advantage_estimator gae --rollout_batch_size 64 \
+  --n_samples_per_prompt 2   --adam_betas 0.9 0.95 --bf16 --use_fire --eps_clip 0.1
+"""
+CASES = {
+    "trl": ("a.yaml", TRL, "grpo", {
+        "model": "my/model", "lr": 2e-6, "prompts": 16, "group": 4, "steps": 100, "algorithm": "dr_grpo",
+        "reward": ("my.py:first", "my.py:second(a b)"), "clip_low": 0.2, "clip_high": 0.2, "max_new": 512,
+    }),
+    "verl": ("a.sh", VERL, "grpo", {
+        "data": ("$HOME/train.parquet",), "prompts": 1024, "group": 5, "kl": 0.002, "algorithm": "grpo",
+        "lr": 1e-6, "data_epochs": 15.0, "dual": 3.0, "schedule": "constant",
+    }),
+    "openrlhf": ("a.sh", OPENRLHF, "grpo", {
+        "model": "m", "clip_low": 0.2, "clip_high": 0.28, "kl": 1e-3, "kl_in_reward": 0.0, "group": 8,
+        "reward_clip": 5.0, "prompts": 1024, "lr": 1e-6, "schedule": "cosine",
+    }),
+    "lightrft": ("a.sh", LIGHTRFT, "ppo", {
+        "model": "m", "prompts": 64, "group": 2, "beta1": 0.9, "beta2": 0.95, "clip_low": 0.1,
+        "clip_high": 0.1, "kl": 0.01,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_becomes_a_command_that_the_script_takes(name, tmp_path, capsys):
+    file, text, script, wanted = CASES[name]
+    (tmp_path / file).write_text(text)
+    assert main([name, str(tmp_path / file)]) == 0
+    printed = capsys.readouterr().out
+    words = shlex.split(printed.replace("\\\n", " "), comments=True)
+    assert words[:2] == ["python", f"train_scripts/{script}.py"]
+    config = load_script(script).Config
+    found = parsing.parse(config, parsing.qualify(words[2:], config))
+    assert {field: getattr(found, field) for field in wanted} == wanted
+
+
+def test_what_cannot_be_said_is_listed(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text(TRL)
+    main(["trl", str(tmp_path / "a.yaml")])
+    printed = capsys.readouterr().out
+    assert "# not translated: min_p=0.1: " in printed and "# not known: wibble" in printed
+    (tmp_path / "a.sh").write_text(VERL)
+    main(["verl", str(tmp_path / "a.sh")])
+    assert "# --reward: add FILE.py:FN" in capsys.readouterr().out
+
+
+def test_sizes_of_updates_are_in_responses():
+    """A rollout of 1,024 x 5 in updates of 256 prompts; of 8 x 8 responses in updates of 8 x 4."""
+    options = {"data.train_batch_size": "1024", "actor_rollout_ref.rollout.n": "5"}
+    found = migrate.translate(migrate.SYSTEMS["verl"], options)
+    assert "--strategy.train-batch-size 1280" in found.command
+    options = {"gradient_accumulation_steps": 4, "steps_per_generation": 8}
+    found = migrate.translate(migrate.SYSTEMS["trl"], options)
+    assert "--strategy.train-batch-size 32" in found.command
+    assert "--strategy.train-batch-size" not in " ".join(
+        migrate.translate(migrate.SYSTEMS["trl"], {}).command
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", None, "a.yaml: expected a file, and there is none"),
+        ("a.yaml", "a: [1", "a.yaml: expected yaml, which cannot be read"),
+        ("a.json", "{", "a.json: expected json, which cannot be read"),
+        ("a.yaml", "- 1", "a.yaml: expected a mapping of options, got list"),
+        ("a.sh", "echo 'x", "a.sh: expected a shell script, which cannot be read"),
+        ("a.sh", "echo hello", "a.sh: expected options, and there are none"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(name, text, message, tmp_path, capsys):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["trl", str(tmp_path / name)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------ hints
+
+
+@pytest.mark.parametrize("name", hints.STRATEGY)
+def test_a_method_of_another_strategy_is_answered(name):
+    st = rft.strategy.get_fake_strategy()
+    assert name not in rft.Strategy._fields
+    with pytest.raises(AttributeError, match=f"Strategy has no attribute '{name}'; "):
+        getattr(st, name)
+
+
+@pytest.mark.parametrize("name", hints.CONFIG)
+def test_an_option_of_another_config_is_answered(name):
+    with pytest.raises(AttributeError, match=f"StrategyConfig has no attribute '{name}'; "):
+        getattr(rft.strategy.StrategyConfig(), name)
+
+
+@pytest.mark.parametrize("name", hints.ROOT)
+def test_a_class_of_another_system_is_answered(name):
+    with pytest.raises(AttributeError, match=f"rft_fn has no attribute '{name}'; "):
+        getattr(rft, name)
+
+
+def test_hints_name_what_exists(known):
+    for hint in [*hints.STRATEGY.values(), *hints.CONFIG.values(), *hints.ROOT.values()]:
+        for name in re.findall(
+            r"\b(?:rft_fn|Strategy|StrategyConfig)(?:\.\w+)+", hint.replace("rft_fn.migrate", "")
+        ):
+            assert exists(name), name
+        assert set(re.findall(r"--[a-z][a-z0-9.\-]+", hint)) <= known, hint
+
+
+def test_other_names_have_no_hint():
+    with pytest.raises(AttributeError, match=r"^Strategy has no attribute 'wibble'$"):
+        getattr(rft.strategy.get_fake_strategy(), "wib" + "ble")
