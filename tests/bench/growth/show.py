@@ -1,0 +1,153 @@
+"""What the growth bench found: tables, a picture, and their places in the documents."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import comm
+
+GIB = 2**30
+
+
+def power(points: list[dict[str, float]], y: str) -> float:
+    """The exponent between the last two points: 1 where twice the size costs twice as much."""
+    a, b = points[-2:]
+    return math.log(b[y] / a[y]) / math.log(b["x"] / a["x"])
+
+
+def growth_table(found: dict[str, Any]) -> str:
+    """A row for each axis."""
+    lines = [
+        "| | sizes | seconds | the last doubling, seconds x | MiB at the peak | the last doubling, bytes x |"
+    ]
+    lines.append("|---" * 6 + "|")
+    for name, points in found.items():
+        first, last = points[0], points[-1]
+        cells = [name, f"{first['x']:,} to {last['x']:,}", f"{first['seconds']:.2f} to {last['seconds']:.2f}"]
+        cells += [
+            f"{2 ** power(points, 'seconds'):.2f}",
+            f"{first['bytes'] / 2**20:.1f} to {last['bytes'] / 2**20:.1f}",
+        ]
+        cells.append(f"{2 ** power(points, 'bytes'):.2f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def ranks_table(found: dict[str, list[dict[str, Any]]]) -> str:
+    """A row for each strategy and number of ranks: the slowest rank."""
+    lines = ["| | ranks | gradients of 4 packs a rank | update | export | gradients, over one rank |"]
+    lines.append("|---" * 6 + "|")
+    for name in found["1"][0]:
+        one = found["1"][0][name]["gradients"]
+        for world, rows in found.items():
+            worst = {k: max(r[name][k] for r in rows) for k in ("gradients", "update", "export")}
+            cells = [name, world, *(f"{worst[k]:.2f}" for k in worst), f"{worst['gradients'] / one:.2f}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def gather_table(found: list[dict[str, Any]]) -> str:
+    """A row for each size of the rollout, and one that is extrapolated."""
+    phases = list(found[0]["cpu"])
+    lines = ["| responses x tokens | GiB | " + " | ".join(phases) + " | peak GiB | |"]
+    lines.append("|---" * (len(phases) + 4) + "|")
+    last = found[-1]
+    more = {"responses": 100 * last["responses"], "bytes": 100 * last["bytes"], "peak": 100 * last["peak"]}
+    more |= {"cpu": {k: 100 * x for k, x in last["cpu"].items()}, "tokens": last["tokens"]}
+    for x, word in [*((x, "measured") for x in found), (more, "extrapolated, x 100")]:
+        cells = [f"{x['responses']:,} x {x['tokens']:,}", f"{x['bytes'] / GIB:.3g}"]
+        cells += [f"{x['cpu'][k]:.3g} s" for k in phases]
+        lines.append("| " + " | ".join([*cells, f"{x['peak'] / GIB:.3g}", word]) + " |")
+    return "\n".join(lines)
+
+
+def counted_table(found: dict[str, Any]) -> str:
+    """A row for each kind of collective, in units of the parameters."""
+    lines = ["| four ranks | collective | calls a pack | bytes a pack | over the bytes of all parameters |"]
+    lines.append("|---" * 5 + "|")
+    for name, x in found.items():
+        steps = x["packs"] * x["sp"]  # the ranks of a group work on the packs of all of them
+        for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all"):
+            if kind in x:
+                calls, size = x[kind]
+                share = size / steps / (4 * x["parameters"])
+                lines.append(f"| {name} | {kind} | {calls / steps:g} | {size / steps:,.0f} | {share:.3f} |")
+    return "\n".join(lines)
+
+
+def comm_table(rows: list[dict[str, Any]]) -> str:
+    """A row for each model, scheme and number of GPUs."""
+    head = ["model", "scheme", "GPUs", "GB a GPU sends a pack", "compute, s", "communication, s"]
+    head += ["not hidden, s", "of the time in compute", "hidden from tokens a GPU"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for x in rows:
+        cells = [x["model"], x["scheme"], f"{x['gpus']:,}", f"{x['bytes'] / 1e9:.1f}"]
+        cells += [f"{x[k]:.2f}" for k in ("compute", "communication", "exposed")]
+        cells += [f"{100 * x['efficiency']:.1f} %", f"{x['hidden_from']:,.0f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def tables(found: dict[str, Any]) -> dict[str, str]:
+    """The tables of what has been measured, by their marks in the document."""
+    out = {}
+    makers = {
+        "axes": ("growth", growth_table),
+        "ranks": ("ranks", ranks_table),
+        "gather": ("gather", gather_table),
+    }
+    for part, (mark, make) in makers.items():
+        if part in found:
+            out[mark] = make(found[part]["found"])
+    if "comm" in found:
+        x = found["comm"]["found"]
+        out["counted"] = counted_table(x["counted"])
+        usual, slower = x["tables"].values()
+        out["network"] = comm_table(usual)
+        out["slower"] = comm_table([row for row in slower if row["gpus"] == max(comm.WORLDS)])
+    return out
+
+
+def picture(found: dict[str, Any], path: Path) -> None:
+    """A panel for each axis, seconds and bytes over their first point."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    series = found["axes"]["found"]
+    fig, panels = plt.subplots(2, 3, figsize=(11, 6), layout="constrained")
+    for ax, (name, points) in zip(panels.flat, series.items()):
+        x = [p["x"] for p in points]
+        for y, word in (("seconds", "seconds of the processor"), ("bytes", "bytes at the peak")):
+            ax.plot(x, [p[y] / points[0][y] for p in points], "o-", label=word)
+        ax.plot(x, [v / x[0] for v in x], ":", color="grey", label="in proportion")
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log", base=2)
+        ax.set_xticks(x, [f"{v:,}" for v in x], fontsize=8)
+        ax.minorticks_off()
+        ax.set_title(name, fontsize=10)
+        ax.grid(alpha=0.3)
+    panels[0, 0].set_ylabel("over the first point")
+    panels[1, 0].set_ylabel("over the first point")
+    panels[0, 0].legend(fontsize=8)
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+def write(found: dict[str, Any], out: Path, root: Path) -> None:
+    """Put the data and the picture into docs/results/growth, and the tables between their marks."""
+    folder = root / "docs" / "results" / "growth"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "growth.json").write_text(json.dumps(found, indent=1) + "\n")
+    if (out / "growth.png").exists():
+        shutil.copyfile(out / "growth.png", folder / "growth.png")
+    page = root / "docs" / "scaling.md"
+    text = page.read_text()
+    for mark, made in tables(found).items():
+        begin, end = f"<!-- {mark}:begin -->", f"<!-- {mark}:end -->"
+        head, rest = text.split(begin)
+        text = f"{head}{begin}\n\n{made}\n\n{end}{rest.split(end)[1]}"
+    page.write_text(text)
