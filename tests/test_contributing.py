@@ -2,10 +2,10 @@
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,11 +18,8 @@ TABLE = [line for line in TEXT.splitlines() if line.startswith("| [")]
 @pytest.mark.parametrize(("title", "code"), EXAMPLES, ids=[title for title, _ in EXAMPLES])
 def test_an_example_runs_as_it_stands(title, code, tmp_path):
     """In a process of its own: some of them add to tables."""
-    env_path = ":".join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": env_path, "PATH": "/usr/bin:/bin"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    env = {"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    done = forks.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -21,10 +21,11 @@ LAYERS = {
     1: "segment scan advantage weight loss reward_shaping logprob metric rollout packing optim algorithm "
     "testing",
     2: "model modality reward data environment hub",
-    3: "dist ckpt memory strategy engine sync collect run",
+    3: "dist ckpt memory strategy engine sync collect run migrate",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}
-FILES = sorted(p for p in (ROOT / "rft_fn").rglob("*.py") if p != ROOT / "rft_fn" / "__init__.py")
+ABOVE = [ROOT / "rft_fn" / name for name in ("__init__.py", "__main__.py")]  # all rooms
+FILES = sorted(p for p in (ROOT / "rft_fn").rglob("*.py") if p not in ABOVE)
 
 
 def module_of(path):
@@ -32,7 +33,7 @@ def module_of(path):
 
 
 # each room may use those before it
-FLOOR_3 = ["dist", "ckpt", "memory", "strategy", "engine", "sync", "collect", "run"]
+FLOOR_3 = ["dist", "ckpt", "memory", "strategy", "engine", "sync", "collect", "run", "migrate"]
 PACKAGES = {"rft_fn": ROOT / "rft_fn", "rft_kernels": ROOT / "kernels" / "rft_kernels"}
 
 
@@ -182,7 +183,8 @@ def test_the_wheel_holds_everything(tmp_path):
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
-    want = {str(p.relative_to(ROOT)) for p in (ROOT / "rft_fn").rglob("*.py")}
+    kinds = ("*.py", "*.js", "*.css", "*.html")  # the parts of a report are files too
+    want = {str(p.relative_to(ROOT)) for kind in kinds for p in (ROOT / "rft_fn").rglob(kind)}
     want |= {str(p.relative_to(ROOT / "kernels")) for p in (ROOT / "kernels" / "rft_kernels").rglob("*.py")}
     assert want <= names
     assert not any(n.startswith(("kernels/", "tests/", "train_scripts/")) for n in names)

@@ -4,20 +4,33 @@ REQUESTS, SAMPLER = "rft_fn/engine/requests.py", "rft_fn/engine/hf/sampler.py"
 STOP, GATHER = "rft_fn/engine/stop.py", "rft_fn/collect/generate.py"
 C, G = "tests/engine/test_continue.py::test_", "tests/collect/test_generate.py::test_"
 LAW = C + "the_law_holds_however_rows_are_batched[Llama]"
+_B = "tests/engine/test_batching.py::test_"
+JOINS = _B + "samples_are_the_same_whenever_a_prompt_joins[Llama]"
+BUFFERS = _B + "buffers_give_what_transformers_own_layers_give[Llama]"
+HOLD = "tests/engine/test_buffers.py::test_buffers_hold_what_tensors_put_together_anew_hold"
+ROWS = "tests/engine/test_requests.py::test_each_row_has_its_prompt_its_response_and_padding"
+SORT = "tests/test_logprob.py::test_what_stays_is_what_a_sort_leaves"
 
 MUTANTS = [
     (
+        "a row that repeats is written once",
+        "rft_fn/engine/hf/buffers.py",
+        "place[start : start + size] = x[number]",
+        "place[start : start + 1] = x[number]",
+        HOLD,
+    ),
+    (
         "a stream begins anew in each piece",
         SAMPLER,
-        "u[r, : row.max_new] = stream[row.start :]",
-        "u[r, : row.max_new] = stream[: row.max_new]",
+        "stream[row.start : row.start + row.max_new]",
+        "stream[: row.max_new]",
         LAW,
     ),
     (
         "a start is one draw late",
         SAMPLER,
-        "u[r, : row.max_new] = stream[row.start :]",
-        "u[r, : row.max_new] = stream.roll(-1 if row.start else 0)[row.start :]",
+        "stream[row.start : row.start + row.max_new]",
+        "stream.roll(-1 if row.start else 0)[row.start : row.start + row.max_new]",
         C + "a_row_draws_from_its_start_in_its_stream",
     ),
     (
@@ -37,15 +50,15 @@ MUTANTS = [
     (
         "tokens before a response count as its own",
         SAMPLER,
-        "return _Growing(before, len(before), len(before) + row.max_new, [])",
-        "return _Growing(before, len(before), row.max_new, [])",
+        "return _Growing(before, len(before), len(before) + row.max_new, [], row)",
+        "return _Growing(before, len(before), row.max_new, [], row)",
         G + "rows_that_were_cut_and_continued_are_the_uncut_ones",
     ),
     (
         "the samples of a prompt share one limit",
         SAMPLER,
-        "for b, row in enumerate(wanted)],",
-        "for b, row in enumerate([wanted[b // n * n] for b in range(len(wanted))])],",
+        "for b, row in enumerate(rows)]",
+        "for b, row in enumerate([rows[b // n * n] for b in range(len(rows))])]",
         C + "a_row_ends_at_its_own_limit",
     ),
     (
@@ -103,5 +116,131 @@ MUTANTS = [
         "return render(tokenizer, prompt)",
         "return list(tokenizer.encode(prompt))",
         C + "prompts_are_ids_or_prompts_or_text",
+    ),
+    (
+        "the middle of an odd level counts twice",
+        "rft_fn/engine/hf/draw.py",
+        "above[:, : below.shape[-1] - half] += below[:, half:]",
+        "above += below[:, -half:]",
+        "tests/engine/test_draw.py::test_a_draw_is_its_definition",
+    ),
+    (
+        "a number on the border chooses the first half",
+        "rft_fn/engine/hf/draw.py",
+        "* (first + second) < first,",
+        "* (first + second) <= first,",
+        "tests/engine/test_draw.py::test_a_token_of_probability_0_is_never_drawn",
+    ),
+    (
+        "every choice is made by the same number",
+        "rft_fn/engine/hf/draw.py",
+        "u[:, depth : depth + 1]",
+        "u[:, :1]",
+        "tests/engine/test_draw.py::test_draws_have_the_distribution",
+    ),
+    (
+        "rows that join are put at the first columns",
+        "rft_fn/engine/hf/buffers.py",
+        "buffer[rows:total, :, self.end - x.shape[2] : self.end] = x",
+        "buffer[rows:total, :, self.first : self.first + x.shape[2]] = x",
+        JOINS,
+    ),
+    (
+        "columns before rows that join are what they were",
+        "rft_fn/engine/hf/buffers.py",
+        "buffer[rows:total, :, first : self.end - x.shape[2]] = 0",
+        "buffer[rows:total, :, first:first] = 0",
+        HOLD,
+    ),
+    (
+        "columns before rows that are joined are what they were",
+        "rft_fn/engine/hf/buffers.py",
+        "buffer[:rows, :, first : self.end - width] = 0",
+        "buffer[:rows, :, first:first] = 0",
+        HOLD,
+    ),
+    (
+        "many tokens at once find no room",
+        "rft_fn/engine/hf/buffers.py",
+        "room = max(_ROOM, width // 2, more)",
+        "room = max(_ROOM, width // 2)",
+        HOLD,
+    ),
+    (
+        "each token makes a new buffer",
+        "rft_fn/engine/hf/buffers.py",
+        "room = max(_ROOM, width // 2, more)",
+        "room = more",
+        "tests/engine/test_buffers.py::test_a_token_is_written_in_place",
+    ),
+    (
+        "a layer that forgets is put into buffers",
+        "rft_fn/engine/hf/buffers.py",
+        "type(layer) is not DynamicLayer",
+        "not isinstance(layer, DynamicLayer)",
+        "tests/engine/test_buffers.py::test_only_keys_and_values_of_all_tokens_fit",
+    ),
+    (
+        "rows move to the gaps in part",
+        "rft_fn/engine/hf/buffers.py",
+        "if len(moved):",
+        "if len(moved) > 1:",
+        BUFFERS,
+    ),
+    (
+        "joined rows are padded on the right",
+        "rft_fn/engine/hf/batch.py",
+        "(width - x.shape[1], 0)",
+        "(0, width - x.shape[1])",
+        JOINS,
+    ),
+    (
+        "columns are forgotten by the mask alone",
+        "rft_fn/engine/hf/batch.py",
+        "part.crop_left(empty)",
+        "part.crop_left(0)",
+        JOINS,
+    ),
+    (
+        "prompts wait until all rows have ended",
+        "rft_fn/engine/hf/sampler.py",
+        "room * _SHARE < most",
+        "room < most",
+        _B + "a_long_row_does_not_run_alone",
+    ),
+    (
+        "the last of equal logits stay",
+        "rft_fn/logprob.py",
+        "(equal.cumsum(-1) > room.unsqueeze(-1))",
+        "(equal.flip(-1).cumsum(-1).flip(-1) > room.unsqueeze(-1))",
+        SORT,
+    ),
+    (
+        "top_p looks at the first ranks alone",
+        "rft_fn/logprob.py",
+        "    wider = count == size",
+        "    wider = count > size",
+        SORT,
+    ),
+    (
+        "all rows draw from one stream",
+        "rft_fn/rng.py",
+        "        drawn.set_state(state)\n        torch.rand",
+        "        torch.rand",
+        "tests/test_rng.py::test_rows_of_uniform_numbers_are_the_streams_of_their_keys",
+    ),
+    (
+        "a prompt has log-probs",
+        REQUESTS,
+        "(column >= first[:, None])",
+        "(column >= first[:, None] - 1)",
+        ROWS,
+    ),
+    (
+        "log-probs may be of the next row",
+        REQUESTS,
+        "        if logp != tokens:",
+        "        if logp > tokens:",
+        "tests/engine/test_requests.py::test_a_log_prob_too_few_is_not_given_to_the_next_row",
     ),
 ]

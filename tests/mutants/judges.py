@@ -6,6 +6,30 @@ FORMS, ASKED, ATTACKS = (
 
 MUTANTS = [
     (
+        "judges on servers wait one after the other",
+        "rft_fn/reward/calling.py",
+        'return asynchronous or getattr(self.fn, "waits", False) is True',
+        "return asynchronous",
+        "tests/reward/test_generative.py::"
+        "test_judges_on_servers_are_asked_at_the_same_time_and_while_others_compute",
+    ),
+    (
+        "a request that nobody awaits goes on",
+        "rft_fn/reward/event_loop.py",
+        "        interrupt()\n        raise\n",
+        "        raise\n",
+        "tests/reward/test_generative.py::"
+        "test_a_judge_on_servers_that_nobody_waits_for_is_closed[another part raises]",
+    ),
+    (
+        "the engine of a judge on servers is built by another thread",
+        "rft_fn/reward/generative_model.py",
+        "        self.engine.wake()  # here",
+        "        pass  # here",
+        "tests/reward/test_generative.py::"
+        "test_a_judge_on_servers_says_what_one_here_says_and_is_made_by_the_calling_thread",
+    ),
+    (
         "a judge that sees gets the first image alone",
         "rft_fn/reward/generative_model.py",
         'x["url"]) for x in records]',

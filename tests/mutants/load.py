@@ -62,7 +62,7 @@ MUTANTS = [
     ),
     (
         "a saved adapter starts again from new values",
-        LORA,
+        "rft_fn/model/adapter_folder.py",
         "        named[own[name]].copy_(x)\n",
         "",
         "tests/model/test_lora.py::test_a_saved_adapter_is_trained_further",

@@ -126,10 +126,17 @@ MUTANTS = [
         SERVER + "the_token_is_asked_of_every_request_for_rewards",
     ),
     (
+        "a reward that takes any keyword is taken for one that does not read the step",
+        "rft_fn/reward/convention.py",
+        'return takes_all(fn) or asks_for(fn, "trainer_state")',
+        'return asks_for(fn, "trainer_state")',
+        SERVER + "which_rewards_may_read_the_step_of_a_run",
+    ),
+    (
         "requests of different steps are scored in one call",
         "rft_fn/run/serving/jobs.py",
-        "frozenset(self.batch.given), self.batch.state",
-        "frozenset(self.batch.given)",
+        "            state = self.batch.state\n",
+        "            pass\n",
         SERVER + "requests_of_other_columns_forms_and_steps_are_not_joined",
     ),
     (

@@ -2,9 +2,24 @@
 
 _POOL = "tests/model/test_reward_model.py::"
 _FOLDER = "tests/model/test_reward_model_folders.py::"
+_ADAPTERS = "tests/model/test_reward_model_adapters.py::"
 _CALIBRATION = "tests/model/test_reward_model_calibration.py::"
 
 MUTANTS = [
+    (
+        "the head beside adapters is read as that of another task",
+        "rft_fn/model/reward_folder.py",
+        'if kind != "SEQ_CLS":',
+        "if not kind:",
+        _ADAPTERS + "test_a_config_that_does_not_fit",
+    ),
+    (
+        "the base model of adapters is scored without them",
+        "rft_fn/model/reward_folder.py",
+        'with_adapter(lm, folder, without="score")',
+        "lm",
+        _ADAPTERS + "test_scores_are_those_of_pefts_class",
+    ),
     (
         "a mean is over one token more than there are",
         "rft_fn/model/reward.py",

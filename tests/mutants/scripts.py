@@ -8,13 +8,20 @@ SFT_LINE = "tests/scripts/test_straight_line.py::test_sft_is_its_definition"
 KILLED = "tests/scripts/test_scripts.py::test_kill_9_and_the_same_command_again"
 
 MUTANTS = [
+    (
+        "a warning to the user shows a line of source",
+        "rft_fn/run/cli.py",
+        "if category is not UserWarning:",
+        "if True:",
+        "tests/scripts/test_scripts.py::test_a_warning_to_the_user_is_one_line",
+    ),
     ("the KL in the loss has the other sign", GRPO, "loss + cfg.kl * kl", "loss - cfg.kl * kl", GRPO_LINE),
     ("the KL is logged and not learned from", GRPO, "loss = loss + cfg.kl * kl", "pass", GRPO_LINE),
     (
         "long responses are rewarded",
-        GRPO,
-        "reward = reward + rft.reward_shaping.overlong_penalty(",
-        "reward = reward - rft.reward_shaping.overlong_penalty(",
+        "rft_fn/run/task.py",
+        "reward = reward + reward_shaping.overlong_penalty(",
+        "reward = reward - reward_shaping.overlong_penalty(",
         GRPO_LINE,
     ),
     (
@@ -41,7 +48,7 @@ MUTANTS = [
     (
         "a minibatch keeps the weights of the whole rollout",
         GRPO,
-        "yield rft.tree.replace(part, w=w, extra=None)",
+        "yield weighted(algo, part)",
         "yield rft.tree.replace(part, extra=None)",
         GRPO_LINE,
     ),
@@ -75,8 +82,8 @@ MUTANTS = [
     ),
     (
         "the reward is not clipped",
-        GRPO,
-        "reward = rft.reward_shaping.clip(reward, cfg.reward_clip)",
+        "rft_fn/run/task.py",
+        "reward = reward_shaping.clip(reward, cfg.reward_clip)",
         "pass",
         GRPO_LINE,
     ),

@@ -7,6 +7,13 @@ H, E = "tests/engine/test_http.py::test_", "tests/engine/test_http_engine.py::te
 
 MUTANTS = [
     (
+        "every server gets the key of the policy's servers",
+        HTTP,
+        'headers["Authorization"] = f"Bearer {os.environ[self.key_env]}"',
+        'headers["Authorization"] = f"Bearer {os.environ[KEY]}"',
+        E + "other_servers_may_have_a_key_of_their_own",
+    ),
+    (
         "a deadline is of each read",
         HTTP,
         "        sock.settimeout(_left(end))\n        part",

@@ -8,6 +8,27 @@ VETO, READING = "rft_fn/reward/veto.py", "rft_fn/reward/scalar_model.py"
 
 MUTANTS = [
     (
+        "a step ends without its separator",
+        READING,
+        "            steps[-1] += separator\n",
+        "            pass\n",
+        SCALAR + "steps_are_the_text_and_end_with_what_separates_them",
+    ),
+    (
+        "the probability of a step is that of a calibrated score",
+        READING,
+        'if self.steps != "product":',
+        "if True:",
+        SCALAR + "the_reward_of_steps_is_its_definition[product]",
+    ),
+    (
+        "a truncated response has an end as its last step",
+        READING,
+        "        if not truncated:\n            steps[-1]",
+        "        if True:\n            steps[-1]",
+        SCALAR + "a_truncated_response_ends_in_the_middle_of_its_step_and_an_empty_one_at_the_prompt",
+    ),
+    (
         "values of a column are compared as they are",
         "rft_fn/reward/row_weights.py",
         "weight.of.get(str(value), math.nan)",
@@ -110,8 +131,8 @@ MUTANTS = [
     (
         "a truncated response has an end",
         READING,
-        "            if not truncated:\n",
-        "            if True:\n",
+        "        if not truncated:\n",
+        "        if True:\n",
         SCALAR + "another_tokenizer_reads_the_text_with_an_end_unless_it_was_truncated",
     ),
     (

@@ -6,6 +6,8 @@ ELSEWHERE = "rft_fn/run/elsewhere/__init__.py"
 S, M = "tests/data/test_sources.py::test_", "tests/data/test_mixture.py::test_"
 SCRIPT, NAMES = "tests/scripts/test_script_data.py::test_", "tests/run/test_elsewhere.py::test_"
 
+C = "tests/data/test_curriculum.py::test_"
+
 MUTANTS = [
     (
         "files of a pattern come in any order",
@@ -111,5 +113,33 @@ MUTANTS = [
         "meant = not to.needs or to.needs in own",
         "meant = True",
         NAMES + "an_option_of_another_library_is_answered_in_one_line",
+    ),
+    (
+        "a source that is solved leaves the curriculum",
+        "rft_fn/data/curriculum.py",
+        ".clamp(min=floor)",
+        ".clamp(min=1e-9)",
+        C + "what_is_learned_changes_the_draw_and_the_floor_keeps_all",
+    ),
+    (
+        "the prompts of a step count as one",
+        "rft_fn/data/curriculum.py",
+        "(1 - 1 / window) ** len(mine)",
+        "(1 - 1 / window)",
+        C + "a_step_with_equal_means_is_as_many_single_updates",
+    ),
+    (
+        "a source begins again in each step",
+        "rft_fn/data/curriculum.py",
+        "start = int(state.drawn[k])",
+        "start = 0",
+        C + "a_source_hands_out_its_rows_in_passes_and_samples_each_anew",
+    ),
+    (
+        "shares forget what a source is owed",
+        "rft_fn/data/curriculum.py",
+        "owed = (state.owed + n * shares",
+        "owed = (n * shares",
+        C + "each_source_has_its_share_of_any_number_of_prompts",
     ),
 ]

@@ -1,0 +1,275 @@
+"""Python processes that have torch and transformers from the start: forks of a server that imported them.
+
+    forks.Popen([sys.executable, "script.py", ...], env=..., stdout=...)       as subprocess.Popen
+    forks.run([sys.executable, "-m", "module", ...], capture_output=True)      as subprocess.run
+
+A fork is a process as any other: arguments, environment, folder and streams of its own, exit codes, signals.
+Two servers with other seeds of hash() take turns, so processes that have to agree see sets in other orders.
+The workers of torchrun are forks too. A command of another program, or one with an environment that a library
+reads at its import, starts as ever.
+"""
+
+import atexit
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import inspect
+import itertools
+import os
+import pickle
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import types
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ADDRESSES = "RFT_FN_TEST_FORKS"  # of the servers, for the workers of torchrun
+TORCHRUN = ["-m", "torch.distributed.run"]
+# None of these starts a thread at its import.
+LIBRARIES = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.run",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation.utils",
+    "transformers.integrations.accelerate",
+    "peft",
+    "tyro",
+    "rich.progress",
+    "safetensors.torch",
+    "matplotlib.pyplot",
+    "rft_fn",
+    "rft_fn.strategy.fsdp2",
+    "rft_kernels",
+)
+OPTIONAL = ("deepspeed",)  # transformers imports it to save a model, wherever it is installed
+# read when Python or a library starts; everything else of an environment is a fork's own
+EARLY = ("PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "HF_", "TRANSFORMERS_")
+LATE = ("PYTHONPATH", "PYTHONFAULTHANDLER", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+
+
+def early(env):
+    """The variables that are read too early for a fork to have its own."""
+    return {name: x for name, x in env.items() if name.startswith(EARLY) and name not in LATE}
+
+
+# ---------- the side of the tests
+
+
+@cache
+def servers():
+    """The addresses of two servers, which end with this process."""
+    if ADDRESSES in os.environ:
+        return os.environ[ADDRESSES].split(",")
+    started = []
+    for _ in range(2):
+        address = f"rft-fn-{os.getpid()}-{random.SystemRandom().randrange(2**32)}"
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+        env |= {"PYTHONHASHSEED": str(random.SystemRandom().randrange(1, 2**32)), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, address]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        started.append((address, subprocess.Popen(command, env=env, **pipes)))
+    for _, process in started:
+        assert process.stdout.readline() == b"ready\n"
+        atexit.register(process.wait)
+        atexit.register(process.stdin.close)
+    return [address for address, _ in started]
+
+
+TURNS = itertools.count()
+
+
+def can_fork(argv, env, given):
+    """Whether a fork would be what a new interpreter is."""
+    plain = sys.platform == "linux" and len(argv) > 1 and argv[0] == sys.executable
+    plain = plain and (not argv[1].startswith("-") or argv[1] in ("-c", "-m", "-u"))
+    own = given["preexec_fn"] is None and not given["pass_fds"] and not given["shell"]
+    mine = early(os.environ | {"OMP_NUM_THREADS": "1"})
+    paths = env.get("PYTHONPATH", "").split(os.pathsep)
+    return plain and own and early(env) == mine and str(ROOT) in paths
+
+
+class Popen(subprocess.Popen):
+    """subprocess.Popen, by a fork of a server where that is the same."""
+
+    connection = None
+
+    def _execute_child(self, *args):
+        names = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
+        given = dict(zip(names, args))
+        argv = [os.fspath(x) for x in given["args"]]
+        env = dict(os.environ if given["env"] is None else given["env"])
+        if not can_fork(argv, env, given):
+            return super()._execute_child(*args)
+        self.ask(argv, env, given)
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[name] for name in ends))
+
+    def ask(self, argv, env, given):
+        """Have a server fork, and learn the process's id."""
+        addresses = servers()
+        if argv[1:3] == TORCHRUN:
+            env[ADDRESSES] = ",".join(addresses)
+        request = {"argv": argv[1:], "env": env, "cwd": given["cwd"] or os.getcwd()}
+        request |= {"session": given["start_new_session"]}
+        memory = os.memfd_create("request")
+        os.write(memory, pickle.dumps(request))
+        streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        streams = [own if own != -1 else number for number, own in enumerate(streams)]
+        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.connection.connect(f"\0{addresses[next(TURNS) % 2]}")
+        socket.send_fds(self.connection, [b"?"], [memory, *streams])
+        os.close(memory)
+        self.pid, self._child_created = int(self.connection.recv(16)), True
+
+    def ended(self, seconds):
+        return bool(select.select([self.connection], [], [], seconds)[0])
+
+    def status(self):
+        said = self.connection.recv(16)
+        self.connection.close()
+        return int(said or signal.SIGKILL)
+
+    def _internal_poll(self, *args, **kwargs):
+        if self.connection is None:
+            return super()._internal_poll(*args, **kwargs)
+        if self.returncode is None and self.ended(0):
+            self.returncode = os.waitstatus_to_exitcode(self.status())
+        return self.returncode
+
+    def _try_wait(self, flags):
+        if self.connection is None:
+            return super()._try_wait(flags)
+        if flags & os.WNOHANG and not self.ended(0):
+            return 0, 0
+        return self.pid, self.status()
+
+
+def run(command, *, capture_output=False, timeout=None, check=False, **options):
+    """As subprocess.run."""
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen(command, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(command, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+# ---------- the server's side
+
+
+def serve(address):
+    """Fork for every connection; in a fork, what it has to run. Ends with the process that holds stdin."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"\0{address}")
+    listener.listen(64)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # a fork copies the memory that it writes to, and a collection writes to all
+    atexit.register(gc.unfreeze)  # nanobind reports what is not collected at the end
+    os.write(1, b"ready\n")
+    while True:
+        ready, _, _ = select.select([listener, 0], [], [])
+        if listener not in ready:
+            return None
+        connection, _ = listener.accept()
+        _, fds, _, _ = socket.recv_fds(connection, 1, 4)
+        if os.fork() == 0:
+            listener.close()
+            return watch(connection, fds)
+        for fd in fds:
+            os.close(fd)
+        connection.close()
+
+
+def watch(connection, fds):
+    """Between server and process: tells the process's status when it ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.fork()
+    if pid == 0:
+        return begin(connection, *fds)
+    for fd in (*fds, 0, 1, 2):
+        os.close(fd)
+    status = os.waitpid(pid, 0)[1]
+    try:
+        connection.send(str(status).encode())
+    finally:
+        os._exit(0)
+
+
+def begin(connection, memory, *streams):
+    """Become the process of a request: everything that a new interpreter would have of its own."""
+    request = pickle.loads(os.pread(memory, os.fstat(memory).st_size, 0))
+    os.close(memory)
+    for number, fd in enumerate(streams):
+        os.dup2(fd, number)
+        os.close(fd)
+    if request["session"]:
+        os.setsid()
+    connection.send(str(os.getpid()).encode())
+    connection.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    if os.environ.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    sys.modules["numpy"].random.seed()
+    return request["argv"]
+
+
+def become(argv):
+    """Run a script, a module or code as the main program."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:3] = ["", *dict.fromkeys(filter(None, paths))]  # for this file's folder and two of the server
+    sys.orig_argv[1:] = argv
+    if argv[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)
+        argv = argv[1:]
+    if argv[:2] == TORCHRUN:
+        handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+        importlib.import_module(handler).Popen = Popen
+    if argv[0] == "-m":
+        sys.argv[:] = argv[1:]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if argv[0] == "-c":
+        sys.argv[:] = ["-c", *argv[2:]]
+        code = compile(argv[1], "<string>", "exec")
+    else:
+        sys.argv[:] = argv
+        sys.path[0] = str(Path(argv[0]).resolve().parent)
+        main.__file__ = argv[0]
+        code = compile(Path(argv[0]).read_bytes(), argv[0], "exec")
+    exec(code, vars(main))
+
+
+if __name__ == "__main__":
+    answers = os.dup(1)
+    os.dup2(2, 1)  # what a library prints is no answer
+    for library in (*LIBRARIES, *filter(importlib.util.find_spec, OPTIONAL)):
+        importlib.import_module(library)
+    sys.stdout.flush()
+    os.dup2(answers, 1)
+    os.close(answers)
+    asked = serve(sys.argv[1])
+    if asked:
+        become(asked)

@@ -1,0 +1,158 @@
+"""The documentation's code runs and its command lines are understood, on every page.
+
+All Python blocks of a page run in one process, one after the other, as a reader would type them. A block that
+cannot run here says so in the line above it, `<!-- not run: REASON -->`, with a reason of `REASONS`: it is
+compiled, and the names of the library in it have to exist.
+"""
+
+import importlib.util
+import re
+import sys
+import textwrap
+
+import forks
+import page_setups
+import pages
+import pytest
+from test_house import load_script
+from test_public import named_in
+
+import rft_fn as rft
+from rft_fn.run import commands, parsing
+
+REASONS = ("a GPU", "several processes", "vLLM", "a server", "weights of the hub")
+# pages whose code another test runs, and checks more of
+ELSEWHERE = {
+    "README.md": "test_readme.py",
+    "CONTRIBUTING.md": "test_contributing.py",
+    "docs/scripts.md": "test_scripts_page.py",
+    "docs/generation.md": "collect/test_generate.py",
+    "docs/judges.md": "reward/test_generative_page.py",
+}
+TEXTS = {page: pages.read(page) for page in pages.PAGES}
+CODE = {page: [b for b in pages.blocks(text) if b.language == "python"] for page, text in TEXTS.items()}
+RUN = [page for page in CODE if page not in ELSEWHERE and any(not b.reason for b in CODE[page])]
+NOT_RUN = [(page, b) for page in CODE for b in CODE[page] if b.reason]
+LINES = [(page, words) for page, text in TEXTS.items() for words in pages.commands(text)]
+SCRIPT = re.compile(r"(?:.*/)?train_scripts/(\w+)\.py")
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_code_of_a_page_runs(page, tmp_path):
+    code = page_setups.whole(page, [b.text for b in CODE[page] if not b.reason])
+    env = {"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    env |= {"RFT_FN_CACHE": str(tmp_path / "cache")}
+    (tmp_path / "page.py").write_text(code)
+    done = forks.run([sys.executable, "page.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("page", "block"), NOT_RUN)
+def test_a_block_that_is_not_run_says_why_and_names_what_exists(page, block):
+    assert block.reason.startswith(REASONS), f"{page}: expected one of {REASONS}, got {block.reason!r}"
+    compile(textwrap.dedent(block.text), page, "exec")
+    names = named_in(textwrap.dedent(block.text))
+    names |= set(re.findall(r"\brft\.((?:\w+\.)?\w+)", block.text))
+    for name in names:
+        assert resolves(name), f"{page}: {name}"
+
+
+def resolves(name):
+    """Whether a dotted name of the library leads to something."""
+    here = rft
+    for part in name.split("."):
+        if not hasattr(here, part):
+            return isinstance(here, type)  # an instance's field
+        here = getattr(here, part)
+    return True
+
+
+@pytest.mark.parametrize(("page", "file"), ELSEWHERE.items())
+def test_a_page_that_another_test_runs_is_run_there(page, file):
+    text = (pages.ROOT / "tests" / file).read_text()
+    assert f'"{page.rpartition("/")[2]}"' in text and "exec(" in text + text.replace("forks.run(", "exec(")
+
+
+def test_every_setup_is_for_a_page_and_its_block():
+    for page, number in page_setups.BEFORE:
+        assert number < len(CODE[page]), (page, number)
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in LINES}))
+def test_every_command_line_is_understood(page):
+    """Options by the scripts' own parsers, targets by the Makefile, files and modules by being there."""
+    for there, words in LINES:
+        if there == page:
+            check(words)
+
+
+def check(words):
+    """AssertionError, or the parser's own error, for a command line that would not start."""
+    script = next((i for i, word in enumerate(words) if SCRIPT.fullmatch(word)), None)
+    if words[0] == "make":
+        for target in (word for word in words[1:] if re.fullmatch(r"[\w./-]+", word)):
+            assert target in targets(), f"make {target}: the Makefile has no such target"
+    elif words[0] == "rft":
+        check_rft(words[1:])
+    elif script is not None:
+        parsed(SCRIPT.fullmatch(words[script])[1], words[script + 1 :])
+    elif "-m" in words:
+        module = words[words.index("-m") + 1]
+        assert not module.startswith("rft_fn") or importlib.util.find_spec(module), module
+    else:
+        file = next((x for x in words[1:] if "/" in x and not x.startswith("-")), None)
+        assert file is None or (pages.ROOT / file).exists(), words
+
+
+def targets():
+    """What `make` can be asked for; files of the environments too."""
+    text = (pages.ROOT / "Makefile").read_text()
+    found = set(re.findall(r"^([\w-]+):", text, re.M))
+    return found | {x.replace("$(VLLM_VENV)", ".venv-vllm") for x in re.findall(r"^(\$\S+):", text, re.M)}
+
+
+def parsed(name, args):
+    """The config of a script from a command line; one with `...` is not whole, and none of it is parsed."""
+    config = load_script(name).Config
+    if "..." not in args:
+        parsing.parse(config, parsing.qualify(args, config))
+
+
+def check_rft(words):
+    """A command of `rft`; placeholders in capitals stand for values."""
+    if not words or words[0].startswith("-") or words[0].isupper():
+        return
+    assert words[0] in commands.COMMANDS, f"rft {words[0]}: expected one of {list(commands.COMMANDS)}"
+    if words[0] == "run" and len(words) > 2 and (pages.ROOT / f"train_scripts/{words[1]}.py").exists():
+        parsed(words[1], words[2:])
+    options = commands.COMMANDS[words[0]].options
+    if words[0] != "run" and options is not None and words[1:] and "[" not in "".join(words):
+        parsing.parse(options, parsing.qualify(words[1:], options))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "make no-such-target",
+        "rft wibble",
+        "python train_scripts/grpo.py --no-such-option 1",
+        "python train_scripts/grpo.py --steps many",
+        "python tests/bench/nothing.py",
+        "python -m rft_fn.nothing",
+    ],
+)
+def test_a_command_line_that_would_not_start_is_found(line):
+    (words,) = pages.commands(f"```\n{line}\n```\n")
+    with pytest.raises((AssertionError, ValueError, SystemExit, FileNotFoundError)):
+        check(words)
+
+
+def test_lines_and_arrays_are_joined():
+    text = "```bash\nX=(--steps 3\n  --group 4)\ntorchrun --nproc-per-node 2 train_scripts/grpo.py \\\n"
+    text += '  "${X[@]}" --ahead 1  # why\n```\nsee `make\ntrain`.\n'
+    found = list(pages.commands(text))
+    assert found[0][-6:] == ["--steps", "3", "--group", "4", "--ahead", "1"] and found[1] == ["make", "train"]
+
+
+def test_pages_have_code_and_commands():
+    assert len(RUN) >= 12 and len(LINES) >= 60 and sum(map(len, CODE.values())) >= 57
