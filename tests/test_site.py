@@ -125,7 +125,7 @@ def test_the_search_finds_a_function_without_a_server(site, browser):
     browser.send("Emulation.setDeviceMetricsOverride", **size)
     browser.open(site / "index.html")
     browser.value("document.querySelector('[data-md-component=search-query]').focus()")
-    browser.send("Input.insertText", text="length_adaptive_lambda")
+    browser.type("length_adaptive_lambda")
     browser.until("document.querySelectorAll('.md-search-result__item a').length > 0")
     found = browser.value("document.querySelector('.md-search-result__item a').href")
     assert "reference/advantage.html" in found

@@ -88,6 +88,12 @@ class Browser:
         where = {"x": x + share * width, "y": y + height / 2}
         self.send("Input.dispatchMouseEvent", type="mouseMoved", **where)
 
+    def type(self, text):
+        """Press and let go of one key after the other: pages may wait for any of the events of typing."""
+        for letter in text:
+            self.send("Input.dispatchKeyEvent", type="keyDown", key=letter, text=letter)
+            self.send("Input.dispatchKeyEvent", type="keyUp", key=letter)
+
     def close(self):
         self.process.kill()
         self.process.wait()
