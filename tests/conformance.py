@@ -11,6 +11,7 @@ import tempfile
 import traceback
 from contextlib import contextmanager
 
+import families
 import sees_and_hears
 import tiny
 import torch
@@ -79,6 +80,26 @@ def untied(st, dtype):
 def budgets(st, dtype):
     """Packs of other sizes at every step; a pack a sequence; the strategy's own cut."""
     return train(st, tiny.llama(dtype=dtype), budgets=(24, 200, 33), dtype=dtype)[0]
+
+
+def one_prompt(st, dtype):
+    """Responses to the same prompts, whose tokens are computed once in each pack; norms are in float64."""
+
+    def grouped(i, dtype):
+        exp = experience(i, dtype=dtype)
+        rows = [exp.tokens[k, :n].tolist() for k, n in enumerate(exp.length.tolist())]
+        of = [rows[0] * 2, rows[4] * 2]
+        both = packing.supervised([(of[k // 4][:12], row) for k, row in enumerate(rows)])
+        w = rft.weight.token_mean(both.mask).to(dtype)
+        return tree.replace(
+            both, w=w, old_logp=both.old_logp.to(dtype) - 3, adv=exp.adv[:, :1] + 0.5 * both.mask
+        )
+
+    lm = families.small("GPTNeoX", dtype)
+    out, _, apply = train(st, lm, budgets=(60, 200), experiences=grouped, dtype=dtype)
+    root = getattr(apply, "root", None)
+    assert root is None or root.shared == (st.config.sp_size == 1)
+    return out
 
 
 def checkpointing(st, dtype):
@@ -510,7 +531,8 @@ def gathers_media(st):
 CASES = {
     f.__name__: f
     for f in (
-        grpo, untied, budgets, checkpointing, whole_logits, lora, ppo, pairs, reference, average, skipped,
+        grpo, untied, budgets, one_prompt, checkpointing, whole_logits, lora, ppo, pairs, reference, average,
+        skipped,
         own, files, adapters, options, narrow, unfilled, trees, average_scores, images, deepstack, audio,
         rewards, rewards_of_images, rewards_of_sounds,
     )

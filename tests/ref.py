@@ -733,3 +733,19 @@ def standardized(x, over, eps=1e-6):
         for c in there:
             out[c] = (x[c] - mean) / ((square / max(len(there) - 1, 1)) ** 0.5 + eps)
     return out
+
+
+def beginnings(tokens, pos, sizes):
+    """What the hidden state of each token of a pack depends on: the ids of its sequence up to it.
+
+    A token whose position is not its place in the sequence is like no other.
+    """
+    found = []
+    start = 0
+    for size in sizes:
+        for t in range(size):
+            ids = tuple(int(x) for x in tokens[start : start + t + 1])
+            counted = [int(x) for x in pos[start : start + t + 1]] == list(range(t + 1))
+            found.append(ids if counted else start + t)
+        start += size
+    return found

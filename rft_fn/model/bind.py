@@ -70,6 +70,7 @@ def bind(
     fused: bool = True,
     chunk_size: int = 0,
     fast_linear: bool = True,
+    share_prefixes: bool = True,
 ) -> tuple[Apply, tree.Named]:
     """(apply, params) of a module: `apply(params, packed) -> TokenOut`, params the trainable ones.
 
@@ -82,9 +83,11 @@ def bind(
     how evenly experts are used, see `model.router`; ValueError for a model without any. `fused` runs the head
     without logits [T, V], over `chunk_size` columns of the vocabulary at a time (0: chosen per device).
     `fast_linear`: large linear layers of float32 are oneDNN's, on a CPU where MKL would be slow.
+    `share_prefixes`: tokens of a pack that begin alike, as the responses to one prompt do, are computed once.
     """
     options: dict[str, Any] = {"entropy": entropy, "aux": aux, "fused": fused, "chunk_size": chunk_size}
-    root = wrap_for_training(materialize(module), sampling=sampling, fast_linear=fast_linear, **options)
+    options |= {"fast_linear": fast_linear, "share_prefixes": share_prefixes}
+    root = wrap_for_training(materialize(module), sampling=sampling, **options)
     settle(root)
     return applied(root, module)
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rft_fn.model.prefixes import Prefixes
 from rft_fn.types import Packed, TokenOut
 
 __all__ = ["SequenceAxis", "SequenceBounds"]
@@ -49,7 +50,9 @@ class SequenceBounds:
     `runs` are (sequences, tokens of each) of neighbours of one size; `groups` are the sequences of each size,
     where it pays to bring them together first. `calls` counts the attention layers that got the boundaries,
     so that a model that drops them is found out. `sequence` is the axis over which the tokens of the pack are
-    split, if they are. `whole` is the pack itself, if it has media: every process looks at all of them.
+    split, if they are. `whole` is the pack itself, if it has media: every process looks at all of them. With
+    `prefixes` a model computes only the tokens that these keep, and `refused` is what one of its layers asks
+    for that needs them all.
     """
 
     def __init__(
@@ -59,10 +62,13 @@ class SequenceBounds:
         *,
         sequence: SequenceAxis | None = None,
         whole: Packed | None = None,
+        prefixes: Prefixes | None = None,
     ):
         self.sizes = list(sizes)
         self.sequence = sequence
         self.whole = whole
+        self.prefixes = prefixes
+        self.refused: str | None = None
         self.device = device
         self.longest = max(self.sizes)
         self.calls = 0

@@ -59,7 +59,8 @@ class Headed(Reader):
 
     def hidden(self, pack: Packed, bounds: SequenceBounds | None) -> Tensor:
         """The hidden states [T, D] of a pack."""
-        return run(self.decoder, pack, bounds, way=self.way or POSITIONS).last_hidden_state[0]
+        way = self.way or POSITIONS
+        return run(self.decoder, pack, bounds, way=way, share=self.shared).last_hidden_state[0]
 
     def save_pretrained(self, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
         """Write these weights, whole and by their names, as a decoder with the heads beside it.

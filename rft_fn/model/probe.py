@@ -1,8 +1,8 @@
 """Questions to a model, asked with a few random tokens.
 
-Does a sequence of a pack depend on those before it? Are the logits head(hidden) and nothing more? `reader`
-asks when a model is bound, and decides by the answers how packs run and whether the head can be fused, so no
-list of families is kept.
+Does a sequence of a pack depend on those before it? Does it matter whether tokens that begin alike are
+computed once? Are the logits head(hidden) and nothing more? `reader` asks when a model is bound, and decides
+by the answers how packs run and whether the head can be fused, so no list of families is kept.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +38,7 @@ class Question:
     pack: Packed  # sequences of FRONT and BEHIND in turn
     other: Packed  # the same sequences of BEHIND, other tokens in those of FRONT
     alone: Packed  # the first sequence of BEHIND
+    twins: Packed  # sequences that begin alike
     way: str
     blind: bool = False  # whether placeholders are among the tokens, without their media
 
@@ -53,11 +54,16 @@ class Found:
     shift: Tensor  # mean difference of the hidden states in a pack and alone, relative to them
     most_leak: Tensor  # the largest leak that is rounding
     most_shift: Tensor
+    twins: Tensor  # largest difference of a hidden state that is computed once for several tokens, relative
     plain: Tensor  # 1 where logits are head(hidden), else 0
 
     def fits(self) -> bool:
         """Whether sequences score the same in a pack and alone."""
         return bool(self.leak <= self.most_leak) and bool(self.shift <= self.most_shift)
+
+    def shares(self) -> bool:
+        """Whether tokens that begin alike may be computed once."""
+        return bool(self.twins <= self.most_shift)
 
 
 # ------------------------------------------------------------------------------------------------ asking
@@ -100,7 +106,12 @@ def question(config: Any, device: torch.device, way: str, *, place: int | None =
     first = draw(FRONT)
     second = draw(FRONT)
     alone = _pack(behind[0].to(device), [BEHIND[0]])
-    return Question(packed(first), packed(second), alone, way, place is not None)
+
+    # three responses to one prompt
+    prompt, *responses = torch.cat([*behind, *first]).split([9, 5, 7, 9])
+    rows = [torch.cat([prompt, x]) for x in responses]
+    twins = _pack(torch.cat(rows).to(device), [len(x) for x in rows])
+    return Question(packed(first), packed(second), alone, twins, way, place is not None)
 
 
 def _pack(tokens: Tensor, sizes: list[int]) -> Packed:
@@ -123,8 +134,11 @@ def _pack(tokens: Tensor, sizes: list[int]) -> Packed:
 
 
 @torch.no_grad()
-def measure(root: nn.Module, parts: Parts, asked: Question, *, head: bool) -> Found:
-    """The answer to a question, and with `head` also whether the head is plain.
+def measure(root: nn.Module, parts: Parts, asked: Question, *, head: bool, share: bool = False) -> Found:
+    """The answer to a question.
+
+    With `head` also whether the head is plain, and with `share` whether tokens that begin alike may be
+    computed once.
 
     `root` holds the model. It is called inside the forward of `root`, where a sharded model has its weights.
     """
@@ -143,32 +157,49 @@ def measure(root: nn.Module, parts: Parts, asked: Question, *, head: bool) -> Fo
             # It takes no packs, or not the keywords: as far off as can be.
             pack = [torch.zeros_like(alone)]
             other = [torch.full_like(alone, torch.inf)]
+        twins = alone.new_zeros(1)
+        if share and asked.way == POSITIONS and not asked.blind:
+            twins = _of_twins(parts.decoder, asked)
+            if head and not plain:  # its logits are computed whole, for all tokens
+                twins = torch.full_like(twins, torch.inf)
 
     # Relative to the hidden states, whose scale differs between families.
     leak = torch.stack([_relative(a, b).max() for a, b in zip(other, pack)]).max()
     shift = _relative(pack[0], alone).mean()
     if not alone.isfinite().all():  # weights that are not finite tell nothing
         leak = shift = torch.zeros_like(shift)
+        twins = torch.zeros_like(twins)
     most_leak, most_shift = rounding(alone.dtype, alone.device)
     return Found(
         leak=leak,
         shift=shift,
         most_leak=leak.new_tensor(most_leak),
         most_shift=leak.new_tensor(most_shift),
+        twins=twins.max().to(leak.dtype),
         plain=leak.new_tensor(float(plain)),
     )
 
 
-def _hidden(decoder: nn.Module, pack: Packed, way: str, blind: bool) -> Tensor:
+def _hidden(decoder: nn.Module, pack: Packed, way: str, blind: bool, *, share: bool = False) -> Tensor:
     """The hidden states [T, D] of a pack.
 
     Of a model without a decoder, its logits.
     """
-    out = run(decoder, pack, way=way, blind=blind)
+    out = run(decoder, pack, way=way, blind=blind, share=share)
     hidden = getattr(out, "last_hidden_state", None)
     if hidden is None:
         return out.logits[0]
     return hidden[0]
+
+
+def _of_twins(decoder: nn.Module, asked: Question) -> Tensor:
+    """Differences [T] of hidden states if tokens that begin alike are computed once, relative to them."""
+    try:
+        each = _hidden(decoder, asked.twins, asked.way, asked.blind)
+        shared = _hidden(decoder, asked.twins, asked.way, asked.blind, share=True)
+    except (TypeError, ValueError, RuntimeError, AssertionError):  # it takes no packs, or needs all tokens
+        return torch.full((1,), torch.inf, device=asked.twins.tokens.device)
+    return _relative(shared, each)
 
 
 def _behind(x: Tensor) -> Sequence[Tensor]:

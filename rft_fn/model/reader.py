@@ -34,6 +34,7 @@ class Reader(nn.Module, ABC):
     parts: Parts
     way: str | None = None
     fused: bool = False  # whether the head runs without logits
+    shared: bool = False  # whether tokens of a pack that begin alike are computed once
 
     @abstractmethod
     def read(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
@@ -65,7 +66,7 @@ class Reader(nn.Module, ABC):
 
     def answer(self, asked: Question) -> Found:
         """The measurement of this model that a question asks for."""
-        return probe.measure(self, self.parts, asked, head=self.fused)
+        return probe.measure(self, self.parts, asked, head=self.fused, share=self.shared)
 
     def _in_turn(self, pack: Packed) -> TokenOut:
         """Each sequence of a unit by itself; an empty one as one token.
@@ -165,10 +166,10 @@ def settle(
 ) -> None:
     """Ask the model of a `Reader` how it takes packs.
 
-    The model must have its weights; a module that is no `Reader` is skipped. Takes three short forwards, six
-    for a model that mixes sequences. `call` is the module as it is run (under ZeRO by its engine), `agree(x)`
-    whether x is true on every process. ValueError for a model that mixes sequences and was to share its
-    tokens with other processes.
+    The model must have its weights; a module that is no `Reader` is skipped. Takes five short forwards, three
+    more for a model that mixes sequences. `call` is the module as it is run (under ZeRO by its engine),
+    `agree(x)` whether x is true on every process. ValueError for a model that mixes sequences and was to
+    share its tokens with other processes.
     """
     if not isinstance(root, Reader):
         return
@@ -177,8 +178,13 @@ def settle(
         assume(root)
         return
 
+    if sees_or_hears(root.parts.decoder) or root.parts.sequence is not None:
+        root.shared = False
+    if attention.needs_all_tokens(root.parts.model):
+        root.shared = False
     with warnings.catch_warnings(record=True) as heard:
         root.way = _way(root, call or root, agree or bool)
+    root.shared = root.shared and root.way == POSITIONS
 
     # Warnings are about packs, so they matter only to a model that gets some.
     name = type(root.parts.decoder).__name__
@@ -194,8 +200,9 @@ def settle(
 def _way(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool], bool]) -> str:
     """The first way in which packs are right.
 
-    It also decides whether the head is fused. A model that sees or hears is asked once more, with
-    placeholders; keywords for states are not for it, because its towers would get them too.
+    It also decides whether the head is fused, and whether tokens that begin alike are computed once. A model
+    that sees or hears is asked once more, with placeholders; keywords for states are not for it, because its
+    towers would get them too.
     """
     config = inside_adapters(root.parts.decoder).config
     device = next(root.parameters()).device
@@ -208,6 +215,7 @@ def _way(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool]
         found = call(probe.question(config, device, way))
         if way == POSITIONS:
             root.fused = root.fused and agree(bool(found.plain))
+            root.shared = root.shared and agree(found.shares())
         fits = agree(found.fits())
         for place in places:
             fits = fits and agree(call(probe.question(config, device, way, place=place)).fits())

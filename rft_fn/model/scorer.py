@@ -78,7 +78,8 @@ class Scorer(Reader):
         return tree.replace(out, logp=torch.where(pack.mask, out.logp, 0))
 
     def _fused(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
-        hidden = run(self.parts.decoder, pack, bounds, way=self.way or POSITIONS).last_hidden_state[0]
+        way = self.way or POSITIONS
+        hidden = run(self.parts.decoder, pack, bounds, way=way, share=self.shared).last_hidden_state[0]
         workspace: float | None = None
         if self.chunk_size:
             workspace = max(len(hidden), 1) * self.chunk_size * 4 / 2**20  # in float32
@@ -120,18 +121,25 @@ def wrap_for_training(
     fused: bool = True,
     chunk_size: int = 0,
     fast_linear: bool = True,
+    share_prefixes: bool = True,
 ) -> nn.Module:
     """The module whose forward maps a Packed to a TokenOut.
 
     A causal language model of transformers, with or without peft adapters, inside a `Scorer`, its dropout
-    off; any other module itself. With `fast_linear` its linear layers are those of `linear.set_fast`.
-    ValueError for `aux` of a module that has no routers of experts.
+    off; any other module itself. With `fast_linear` its linear layers are those of `linear.set_fast`; with
+    `share_prefixes` tokens that begin alike in a pack are computed once, where `reader.settle` finds that it
+    changes nothing. ValueError for `aux` of a module that has no routers of experts.
     """
     linear.set_fast(module, fast_linear)
     if not hasattr(module, "get_output_embeddings"):
         if aux:
             raise ValueError(f"aux: expected False for {type(module).__name__}, whose TokenOut is its own")
+        if isinstance(module, Reader):
+            module.shared = share_prefixes
         return module
     disable_dropout(module)
     options: dict[str, Any] = {"entropy": entropy, "aux": aux, "fused": fused, "chunk_size": chunk_size}
-    return Scorer(module, sampling or Sampling(), **options)
+    scorer = Scorer(module, sampling or Sampling(), **options)
+    # the balance of experts counts every token of every sequence
+    scorer.shared = share_prefixes and scorer.fused and not aux
+    return scorer

@@ -30,13 +30,15 @@ def text_inputs(
     *,
     way: str = POSITIONS,
     blind: bool = False,
+    share: bool = False,
 ) -> dict[str, Any]:
     """The keyword arguments with which a model of transformers takes a pack.
 
     They include the boundaries of its sequences (`bounds`, or those of the pack) where `attention.turn_on`
     took effect, and with BOUNDARIES those that states read. A model that sees or hears also gets what
-    `media_inputs` finds; `blind` takes placeholders without their media. ValueError for media of a text
-    model, and for shapes that disagree.
+    `media_inputs` finds; `blind` takes placeholders without their media. With `share` tokens that begin alike
+    are there once, where the model is a text model that tells sequences apart by their boundaries.
+    ValueError for media of a text model, and for shapes that disagree.
     """
     # The towers look at a whole pack; `cut_before` leaves the text model this process's part of it.
     if bounds is not None and bounds.whole is not None:
@@ -50,20 +52,21 @@ def text_inputs(
         modality.check_parameters(kind, pack.media.tensors)
     if pack.media is not None and not both:
         raise ValueError(f"media: expected None, {type(lm).__name__} is bound as a text model")
-    inputs: dict[str, Any] = {
-        "input_ids": pack.tokens[None],
-        "position_ids": pack.pos[None],
-        "use_cache": False,
-    }
 
     # The boundaries, so that each sequence attends to itself alone.
+    tokens = pack.tokens
+    pos = pack.pos
     if bounds is None:
-        bounds = attention.bounds_of(lm, pack)
+        bounds = attention.bounds_of(lm, pack, share=share and way == POSITIONS and not both)
+    if bounds is not None and bounds.prefixes is not None:
+        tokens = tokens[bounds.prefixes.kept]
+        pos = pos[bounds.prefixes.kept]
+    inputs: dict[str, Any] = {"input_ids": tokens[None], "position_ids": pos[None], "use_cache": False}
     if bounds is not None:
         inputs["rft_bounds"] = bounds
     if pack.num_seqs == 1 or bounds is not None:
         # With a mask transformers does not look for sequences in the values of pos, which vmap does not have.
-        inputs["attention_mask"] = torch.ones(1, pack.tokens.shape[0], device=pack.tokens.device)
+        inputs["attention_mask"] = torch.ones(1, tokens.shape[0], device=tokens.device)
     if way == BOUNDARIES and pack.num_seqs > 1:
         inputs |= _state_boundaries(pack)
     if both:
@@ -91,13 +94,16 @@ def run(
     *,
     way: str = POSITIONS,
     blind: bool = False,
+    share: bool = False,
 ) -> Any:
     """The output of a model, or of its decoder, for a pack.
 
     A model that loses the boundaries on the way runs again, with a mask. `bounds` are given for a pack of
-    which `pack` is this process's part (sequence parallelism); ValueError for a model that loses these.
+    which `pack` is this process's part (sequence parallelism); ValueError for a model that loses these. With
+    `share` a decoder computes tokens that begin alike once; its hidden states are those of all tokens.
+    ValueError for one with a layer that needs them all.
     """
-    inputs = text_inputs(module, pack, bounds, way=way, blind=blind)
+    inputs = text_inputs(module, pack, bounds, way=way, blind=blind, share=share)
     try:
         out = module(**inputs)
     except ValueError as error:
@@ -106,7 +112,15 @@ def run(
         # It compares the sums of a pack; whoever reads this needs to know which sequence.
         raise ValueError(f"media: {error}: {described(module, pack)}") from error
     given = inputs.get("rft_bounds")
-    if given is None or attention.complete(module, given):
+    if given is None:
+        return out
+    if attention.complete(module, given):
+        if given.refused:
+            raise ValueError(
+                f"share_prefixes: expected False for {type(module).__name__}: it asks for {given.refused}"
+            )
+        if given.prefixes is not None:
+            out.last_hidden_state = out.last_hidden_state[:, given.prefixes.of]
         return out
 
     # A mask over this process's tokens alone would be wrong.

@@ -1,8 +1,9 @@
 """Whole batches, cut into packs or minibatches."""
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from rft_fn.types import Experience, Packed, Rollout
 from rft_fn.types.media import MEDIA_COST
 
 __all__ = ["cut", "left_out", "minibatch_units", "minibatches", "shard", "take"]
+
+MORE = 1.25  # packs in place of one, at most, to keep the rows of a prompt together
 
 Batch = TypeVar("Batch", Experience, Rollout)
 
@@ -73,6 +76,7 @@ def cut(
     most: int = 0,
     alone: bool = False,
     media_cost: float = MEDIA_COST,
+    share_prefixes: bool = False,
 ) -> list[list[list[int]]]:
     """The rows of each pack of each rank, as `shard` packs them.
 
@@ -98,14 +102,50 @@ def cut(
     # a pack may have to borrow; only a unit that fills the budget alone leaves no room for that
     room = min(budget, max(budget - lending.reserve(exp, unit), *sizes, 0))
 
-    # best fit tells how many packs are needed; equal packs run faster than a few full ones and a small one
-    packs = plan.assign(sizes, room, most=most, rows=counted)
-    each = max(math.ceil(len(packs) / world), 1)
-    packs = plan.spread(sizes, costs, room, each * world, most=most, rows=counted) or packs
-    packs = packs + [[] for _ in range(each * world - len(packs))]
+    packs = _packs(sizes, costs, counted, room, world, most)
+    if share_prefixes and not alone:
+        families, saved = _families(exp, sizes, rows)
+        lists = plan.bundle(sizes, families, room, most=most, rows=counted)
+        cheaper = list(costs)
+        for i in itertools.chain.from_iterable(items[1:] for items in lists):
+            cheaper[i] -= saved[i]
+
+        # a list is packed as one item
+        totals = [[sum(x[i] for i in items) for items in lists] for x in (sizes, cheaper, counted)]
+        found = _packs(totals[0], totals[1], totals[2], room, world, most)
+        if len(found) <= MORE * len(packs):
+            packs = [[i for k in pack for i in lists[k]] for pack in found]
+            costs = cheaper
 
     # a unit stays whole, and its rows in order
     return [[units.members(rows, sorted(p)) for p in part] for part in plan.deal(costs, packs, world)]
+
+
+def _packs(
+    sizes: Sequence[int], costs: Sequence[int], rows: Sequence[int], room: int, world: int, most: int
+) -> list[list[int]]:
+    """Items in as few packs as best fit needs, rounded up to a multiple of `world`."""
+    # best fit tells how many packs are needed; equal packs run faster than a few full ones and a small one
+    packs = plan.assign(sizes, room, most=most, rows=rows)
+    count = max(math.ceil(len(packs) / world), 1) * world
+    packs = plan.spread(sizes, costs, room, count, most=most, rows=rows) or packs
+    return packs + [[] for _ in range(count - len(packs))]
+
+
+def _families(exp: Experience, sizes: Sequence[int], rows: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(family, tokens saved) of each unit: its prompt, up to the first token that its first row sampled.
+
+    Beside another unit of its family a unit has that many tokens fewer to compute.
+    """
+    starts = [0, *itertools.accumulate(rows)][: len(rows)]
+    first = torch.tensor(starts, dtype=torch.long, device=exp.tokens.device)
+    prompts = exp.mask[first].int().argmax(-1).tolist()
+    known: dict[bytes | int, int] = {}
+    families = []
+    for i, (row, size) in enumerate(zip(exp.tokens[first].cpu(), prompts)):
+        prompt = row[:size].numpy().tobytes() or i  # without a prompt it is a family of its own
+        families.append(known.setdefault(prompt, len(known)))
+    return families, [min(n, size) for n, size in zip(prompts, sizes)]
 
 
 def shard(
@@ -116,6 +156,7 @@ def shard(
     unit: int | Sequence[int] = 1,
     most: int = 0,
     media_cost: float = MEDIA_COST,
+    share_prefixes: bool = False,
 ) -> list[list[Packed]]:
     """Cut a batch into equally many packs for each rank.
 
@@ -126,12 +167,17 @@ def shard(
     up to a multiple of `world`; rows are spread over them evenly if the budget allows it. ValueError for a
     row (or unit) that is larger than the budget, units that do not make up the rows, or a `most` below one.
 
+    With `share_prefixes` units of one prompt stay in one pack where they can, for models that compute tokens
+    that begin alike once: that may take a quarter more packs, each of fewer tokens to compute. Packs and
+    ranks are then balanced by these.
+
     With media, packs and ranks are balanced by tokens + media_cost * numbers of media. The default, 1e-4, is
     the work of an encoder of a tenth of the text model: Qwen2-VL's 0.675 B parameters beside 7.6 B make 0.09
     tokens of a patch of 1,176 numbers. The budget stays in tokens; it has room for a row that a pack without
     media borrows (see `pack`), except beside a row (or unit) that is nearly as large as the budget.
     """
-    plans = cut(exp, budget, world, unit=unit, most=most, media_cost=media_cost)
+    options: dict[str, Any] = {"most": most, "media_cost": media_cost, "share_prefixes": share_prefixes}
+    plans = cut(exp, budget, world, unit=unit, **options)
     return [[pack(exp, rows, unit=units.among(unit, rows)) for rows in part] for part in plans]
 
 

@@ -5,7 +5,7 @@ A plan tells which items share a pack, and which rank gets it.
 
 from collections.abc import Sequence
 
-__all__ = ["assign", "deal", "spread", "waste"]
+__all__ = ["assign", "bundle", "deal", "spread", "waste"]
 
 
 def _largest_first(sizes: Sequence[int]) -> list[int]:
@@ -51,6 +51,37 @@ def assign(
             room.append(budget - sizes[i])
             held.append(rows[i])
     return packs
+
+
+def bundle(
+    sizes: Sequence[int],
+    families: Sequence[int],
+    budget: int,
+    *,
+    most: int = 0,
+    rows: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Put items of one family together, in lists that each fit a pack.
+
+    `families` has a number for each item. A list has at most `budget` tokens and `most` rows (see `assign`);
+    an item that is larger has a list of its own. Items of size 0 are in no list.
+    """
+    rows = rows or [1] * len(sizes)
+    lists: list[list[int]] = []
+    last: dict[int, int] = {}  # family -> its list that is being filled
+    for i, size in enumerate(sizes):
+        if not size:
+            continue
+        k = last.get(families[i])
+        if k is not None:
+            tokens = sum(sizes[j] for j in lists[k]) + size
+            held = sum(rows[j] for j in lists[k]) + rows[i]
+            if tokens <= budget and (not most or held <= most):
+                lists[k].append(i)
+                continue
+        last[families[i]] = len(lists)
+        lists.append([i])
+    return lists
 
 
 def spread(

@@ -39,19 +39,22 @@ T = TypeVar("T")
 class Cut:
     """How a strategy cuts batches into packs.
 
-    A pack has one sequence (one unit) once a model of the strategy mixes those of a pack; each model is
-    tested for that when it is bound.
+    A pack has one sequence (one unit) once a model of the strategy mixes those of a pack, and the rows of a
+    prompt together once one computes tokens that begin alike once; each model is tested for that when it is
+    bound.
     """
 
     def __init__(self, config: StrategyConfig, agree: Callable[[bool], bool] = bool):
         self.config = config
         self.agree = agree
         self.alone = False
+        self.shared = False
 
     def settle(self, root: nn.Module, call: Callable[..., Any] | None = None) -> None:
         """`reader.settle`, by all processes alike; `call` is the module as it is run."""
         reader.settle(root, call=call, agree=self.agree)
         self.alone |= getattr(root, "way", None) == ALONE
+        self.shared |= getattr(root, "shared", False)
 
     def rows(
         self,
@@ -74,6 +77,7 @@ class Cut:
         if self.alone:
             most = 0
         options = {"unit": unit, "most": most, "alone": self.alone, "media_cost": media_cost}
+        options["share_prefixes"] = self.shared and self.config.packing_samples
         return packing.cut(exp, budget, world, **options)
 
     def sequences(

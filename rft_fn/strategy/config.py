@@ -55,6 +55,8 @@ class StrategyConfig:
     """words of the vocabulary that the fused log-probs handle at a time; 0: chosen per device"""
     fast_linear: Free[bool] = True
     """large linear layers of float32 by oneDNN, on a CPU that MKL leaves half unused; in hf's sampling too"""
+    share_prefixes: Free[bool] = True
+    """tokens of a pack that begin alike, as responses to one prompt do, are computed once"""
     compile_blocks: Free[bool] = False
     """torch.compile of each decoder block, for packs of any length; not with zero_stage"""
     engine_type: Free[str] = "hf"

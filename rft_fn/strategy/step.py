@@ -89,6 +89,7 @@ def wrap_for_training(
         fused=config.fused_linear_logprob,
         chunk_size=config.chunk_size,
         fast_linear=config.fast_linear,
+        share_prefixes=config.share_prefixes,
     )
 
 

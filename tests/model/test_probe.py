@@ -140,6 +140,7 @@ def test_a_leak_and_a_shift_are_each_enough():
     """A model whose rows look at those in front may have the mean of a row alone, and the other way round."""
     small_, large = torch.tensor(1e-9), torch.tensor(1.0)
     bounds = {"most_leak": torch.tensor(1e-5), "most_shift": torch.tensor(1e-4), "plain": torch.tensor(1.0)}
+    bounds["twins"] = torch.tensor(0.0)
     assert probe.Found(leak=small_, shift=small_, **bounds).fits()
     assert not probe.Found(leak=large, shift=small_, **bounds).fits()
     assert not probe.Found(leak=small_, shift=large, **bounds).fits()

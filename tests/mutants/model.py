@@ -27,8 +27,8 @@ MUTANTS = [
     (
         "the rows in front do not change",
         "rft_fn/model/probe.py",
-        "return Question(packed(first), packed(second), alone, way, place is not None)",
-        "return Question(packed(first), packed(first), alone, way, place is not None)",
+        "return Question(packed(first), packed(second), alone, twins, way, place is not None)",
+        "return Question(packed(first), packed(first), alone, twins, way, place is not None)",
         _PROBE + "test_the_question_changes_the_rows_in_front_and_no_other",
     ),
     (
@@ -41,8 +41,8 @@ MUTANTS = [
     (
         "boundaries of states are tried and then not used",
         "rft_fn/model/scorer.py",
-        "hidden = run(self.parts.decoder, pack, bounds, way=self.way or POSITIONS).last_hidden_state[0]",
-        "hidden = run(self.parts.decoder, pack, bounds).last_hidden_state[0]",
+        "hidden = run(self.parts.decoder, pack, bounds, way=way, share=self.shared).last_hidden_state[0]",
+        "hidden = run(self.parts.decoder, pack, bounds, share=self.shared).last_hidden_state[0]",
         _PROBE + "test_boundaries_of_states_are_used_where_they_work",
     ),
     (

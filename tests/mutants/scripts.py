@@ -220,15 +220,15 @@ MUTANTS = [
     (
         "best fit takes any number of rows",
         "rft_fn/packing/batches.py",
-        "packs = plan.assign(sizes, room, most=most, rows=counted)",
+        "packs = plan.assign(sizes, room, most=most, rows=rows)",
         "packs = plan.assign(sizes, room)",
         "tests/test_packing.py::test_at_most_so_many_rows_in_a_pack_whatever_the_budget",
     ),
     (
         "spreading takes any number of rows",
         "rft_fn/packing/batches.py",
-        "packs = plan.spread(sizes, costs, room, each * world, most=most, rows=counted) or packs",
-        "packs = plan.spread(sizes, costs, room, each * world) or packs",
+        "packs = plan.spread(sizes, costs, room, count, most=most, rows=rows) or packs",
+        "packs = plan.spread(sizes, costs, room, count) or packs",
         "tests/test_packing.py::test_at_most_so_many_rows_in_a_pack_whatever_the_budget",
     ),
     (

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rft_fn.model.attention.kernels import packed, warn_once
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.parts import inside_adapters, text_config
+from rft_fn.model.prefixes import Prefixes, find_prefixes
 from rft_fn.types import Packed
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "eager_attention",
     "keeps_scores",
     "leave_graphs",
+    "needs_all_tokens",
     "sdpa_attention",
     "turn_off",
     "turn_on",
@@ -123,6 +125,10 @@ def _attend(
     why = _unfit(module, query, key, mask, options)
     if sinks is not None and usual is not _eager:
         why = "s_aux, which sdpa does not know"
+    if why and bounds.prefixes is not None:
+        # told to the caller once the forward is over, which processes may run together
+        bounds.refused = why
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     if why and bounds.sequence is not None:
         raise ValueError(f"sp_size: expected 1 for {type(module).__name__}: it asks for {why}")
     if why:
@@ -142,6 +148,11 @@ def _by_sequences(
     q, k, v = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
     if sinks is not None:
         sinks = sinks.to(q.dtype)
+    if bounds.prefixes is not None:
+        # each sequence attends to its own tokens, also to those that another one keeps
+        kept, of = bounds.prefixes
+        out = packed(q[of], k[of], v[of], bounds, scale=scale, sinks=sinks)
+        return out[kept][None]
     axis = bounds.sequence
     if axis is None:
         return packed(q, k, v, bounds, scale=scale, sinks=sinks)[None]
@@ -198,6 +209,15 @@ def unfit_model(lm: nn.Module) -> str | None:
     if other:
         return f"it has layers of {sorted(other)}"
     return None
+
+
+def needs_all_tokens(lm: nn.Module) -> bool:
+    """Whether layers have a window, whose mask depends on the places of tokens in a whole pack."""
+    config = text_config(inside_adapters(lm))
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return set(kinds) != {"full_attention"}
+    return bool(getattr(config, "sliding_window", None))
 
 
 def _usual(model: Any) -> str:
@@ -271,11 +291,11 @@ def _warn_of_mask(model: nn.Module, why: str) -> None:
     warn_once(f"attention: packs of {type(model).__name__} take a [T, T] mask: {why}")
 
 
-def bounds_of(lm: nn.Module, pack: Packed) -> SequenceBounds | None:
+def bounds_of(lm: nn.Module, pack: Packed, *, share: bool = False) -> SequenceBounds | None:
     """The boundaries of a pack, for a model that is turned on; else None.
 
     None for a pack of one sequence, and for a model that is not turned on; warns once where it cannot be.
-    Costs one host sync.
+    With `share` they have the tokens that begin alike, if they are many. Costs one host sync.
     """
     if pack.num_seqs == 1:
         return None
@@ -284,8 +304,18 @@ def bounds_of(lm: nn.Module, pack: Packed) -> SequenceBounds | None:
         if why:  # else it was turned off, with a warning
             _warn_of_mask(inside_adapters(lm), why)
         return None
-    counts = torch.unique_consecutive(pack.seq, return_counts=True)[1]
-    return SequenceBounds(counts.tolist(), pack.seq.device)
+    if not share:
+        counts = torch.unique_consecutive(pack.seq, return_counts=True)[1]
+        return SequenceBounds(counts.tolist(), pack.seq.device)
+
+    # what a device holds is read once, for all that is decided on the host
+    device = pack.seq.device
+    seq, tokens, pos = torch.stack([pack.seq, pack.tokens, pack.pos]).cpu()
+    sizes = torch.unique_consecutive(seq, return_counts=True)[1].tolist()
+    found = find_prefixes(tokens, pos, sizes)
+    if found is not None:
+        found = Prefixes(found.kept.to(device), found.of.to(device))
+    return SequenceBounds(sizes, device, prefixes=found)
 
 
 def complete(lm: nn.Module, bounds: SequenceBounds) -> bool:

@@ -74,6 +74,7 @@ def wrap_for_training(
             got = str(dtype).removeprefix("torch.")
             raise ValueError(f"zero_stage: expected a module in float32 or bfloat16, got one in {got}")
     how: dict[str, Any] = {"fused": config.fused_linear_logprob, "chunk_size": config.chunk_size}
+    how["share_prefixes"] = config.share_prefixes
     how["fast_linear"] = False  # stage 3 has a linear function instead of torch's, which frees weights
     return Root(model_lib.wrap_for_training(module, sampling=sampling, entropy=entropy, aux=aux, **how))
 

@@ -1,0 +1,305 @@
+"""Tokens of a pack that begin alike are computed once, and nothing else changes."""
+
+import dataclasses
+
+import families
+import pytest
+import ref
+import sees_and_hears
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+from rft_fn import loss, model, optim, packing, tree
+from rft_fn.model import attention
+from rft_fn.model.attention import interface
+from rft_fn.model.prefixes import find_prefixes
+from rft_fn.packing import supervised
+from rft_fn.strategy import StrategyConfig, get_strategy
+
+sequences = some.lists(some.lists(some.integers(0, 2), min_size=1, max_size=12), min_size=2, max_size=8)
+
+
+def groups(prompts=2, group=4, read=12, longest=6, dtype=torch.float64):
+    """Rows of several responses to each prompt, with advantages."""
+    g = torch.Generator().manual_seed(0)
+
+    def draw(n):
+        return torch.randint(3, len(tiny.tokenizer()), (n,), generator=g).tolist()
+
+    rows = []
+    for _ in range(prompts):
+        prompt = draw(read)
+        rows += [(prompt, draw(1 + i % longest)) for i in range(group)]
+    exp = supervised(rows)
+    adv = torch.randn(exp.mask.shape, generator=g, dtype=torch.float64).to(dtype) * exp.mask
+    return tree.replace(exp, old_logp=exp.old_logp.to(dtype), adv=adv, w=exp.mask.to(dtype))
+
+
+def ppo(out, b):
+    return loss.ppo_clip(out.logp, b.old_logp, b.adv), {}
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """The number of tokens of each forward of a decoder."""
+    from rft_fn.model import text
+
+    seen = []
+    own = text.text_inputs
+
+    def inputs(*args, **kwargs):
+        found = own(*args, **kwargs)
+        seen.append(found["input_ids"].shape[1])
+        return found
+
+    monkeypatch.setattr(text, "text_inputs", inputs)
+    return seen
+
+
+# ---------- which tokens
+
+
+def arrays(rows, padding=0):
+    tokens = torch.tensor([x for row in rows for x in row] + [rows[-1][0]] * padding)
+    pos = torch.cat([torch.arange(len(row)) for row in rows] + [torch.zeros(padding, dtype=torch.long)])
+    sizes = [len(row) for row in rows]
+    sizes[-1] += padding
+    return tokens, pos, sizes
+
+
+@given(rows=sequences, padding=some.integers(0, 3))
+def test_tokens_share_a_state_exactly_where_they_begin_alike(rows, padding):
+    tokens, pos, sizes = arrays(rows, padding)
+    alike = ref.beginnings(tokens, pos, sizes)
+    found = find_prefixes(tokens, pos, sizes)
+    few = len(set(alike)) > 0.9 * len(alike)
+    assert (found is None) == few
+    if found is None:
+        return
+    kept, of = found.kept.tolist(), found.of.tolist()
+    assert kept == sorted(set(kept)) and len(kept) == len(set(alike))
+    assert [alike[kept[i]] for i in of] == alike
+    assert all(of[t] == i for i, t in enumerate(kept))
+
+
+def test_padding_behind_a_sequence_is_no_continuation_of_it():
+    tokens, pos, sizes = arrays([[1, 1, 1, 1], [1, 1]], padding=2)
+    found = find_prefixes(tokens, pos, sizes)
+    assert found is not None and found.of.tolist()[:2] == found.of.tolist()[4:6]
+    assert found.kept.tolist()[-2:] == [6, 7]
+
+
+# ---------- the same numbers
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen3", "Mixtral", "DeepseekV3", "GPTNeoX"])
+def test_log_probs_and_gradients_are_those_of_each_row_alone(kind, computed):
+    lm = families.small(kind)
+    exp = groups()
+    (pack,) = packing.shard(exp, 500)[0]
+    grads = []
+    for share in (True, False):
+        apply, params = model.bind(lm, entropy=True, share_prefixes=share)
+        computed.clear()
+        out = apply(params, pack)
+        grads.append(torch.autograd.grad((out.logp * pack.adv + out.entropy).sum(), list(params.values())))
+        assert computed == [len(set(ref.beginnings(pack.tokens, pack.pos, sizes(pack))))] or not share
+        rows = packing.unpack([out.logp], [pack], exp.adv)
+        torch.testing.assert_close(rows, tiny.definition(lm, exp), atol=2e-6, rtol=0)
+    # norms of some families are in float32 whatever the model is in
+    for a, b in zip(*grads):
+        assert float((a - b).abs().max()) <= 1e-5 * max(float(b.abs().max()), 1e-3)
+
+
+def sizes(pack):
+    return torch.unique_consecutive(pack.seq, return_counts=True)[1].tolist()
+
+
+def test_in_float64_throughout_the_gradient_is_the_same_to_thirteen_digits():
+    """GPT-NeoX computes nothing in float32 by itself."""
+    lm = families.small("GPTNeoX")
+    pack = packing.shard(groups(), 500)[0][0]
+    grads = []
+    for share in (True, False):
+        apply, params = model.bind(lm, share_prefixes=share)
+        grads.append(torch.autograd.grad((apply(params, pack).logp * pack.adv).sum(), list(params.values())))
+    most = max(float(b.abs().max()) for b in grads[1])
+    assert max(float((a - b).abs().max()) for a, b in zip(*grads)) <= 1e-13 * most
+
+
+def test_values_and_scores_are_those_of_each_row_alone(computed):
+    exp = groups()
+    pack = packing.shard(exp, 500)[0][0]
+    made = {
+        "value": lambda: model.Critic(tiny.llama(dtype=torch.float64)),
+        "score": lambda: model.load_reward(tiny.llama(dtype=torch.float64), new=True, pool="attention"),
+    }
+    for field, make in made.items():
+        found = []
+        for share in (True, False):
+            torch.manual_seed(0)
+            module = make()
+            for name, p in module.named_parameters():
+                if not name.startswith("decoder."):
+                    p.data.copy_(torch.linspace(-0.3, 0.5, p.numel()).view_as(p))
+            apply, params = model.bind(module, share_prefixes=share)
+            computed.clear()
+            found.append(getattr(apply(params, pack), field))
+            assert (computed[0] < len(pack.tokens)) == share
+        torch.testing.assert_close(found[0], found[1], atol=1e-6, rtol=0)
+
+
+def test_it_works_under_checkpointing_and_transforms_of_functions():
+    exp = groups()
+    pack = packing.shard(exp, 500)[0][0]
+    lm = tiny.llama(dtype=torch.float64)
+    apply, params = model.bind(lm)
+
+    def total(params):
+        return (apply(params, pack).logp * pack.adv).sum()
+
+    want = torch.autograd.grad(total(params), list(params.values()))
+    by_function = torch.func.grad(total)(params)
+    for a, b in zip(by_function.values(), want):
+        torch.testing.assert_close(a, b)
+
+    lm.gradient_checkpointing_enable({"use_reentrant": False})
+    apply, params = model.bind(lm.train())
+    for a, b in zip(torch.autograd.grad(total(params), list(params.values())), want):
+        torch.testing.assert_close(a, b)
+
+
+# ---------- models that need all tokens
+
+
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("Mistral", {"sliding_window": 8}),  # a window without a list of layers, or with one
+        ("Gemma3Text", {}),
+        ("Mamba", {}),  # mixes the sequences of a pack
+        ("Bloom", {}),  # its positions are a mask
+        ("Gemma2", {"layer_types": ["full_attention"] * 2}),  # caps its scores
+        ("Granite", {}),  # scales its logits, which are computed whole
+    ],
+)
+def test_models_that_need_all_tokens_get_them(kind, changes):
+    """Masks of transformers depend on the places of tokens in a pack."""
+    lm = families.small(kind, **changes)
+    exp = groups()
+    apply, params = model.bind(lm, fused=True)
+    assert apply.root.shared is False
+    if apply.root.way == "alone":
+        return
+    pack = packing.shard(exp, 500)[0][0]
+    rows = packing.unpack([apply(params, pack).logp], [pack], exp.adv)
+    torch.testing.assert_close(rows, tiny.definition(lm, exp), atol=2e-6, rtol=0)
+
+
+def test_a_layer_that_asks_for_more_after_the_question_is_named():
+    lm = tiny.llama(dtype=torch.float64)
+    apply, params = model.bind(lm)
+    assert apply.root.shared
+    lm.model.layers[1].self_attn.is_causal = False
+    pack = packing.shard(groups(), 500)[0][0]
+    why = "share_prefixes: expected False for LlamaModel: it asks for attention that is not causal"
+    with pytest.raises(ValueError, match=why):
+        apply(params, pack)
+
+
+def test_a_model_whose_states_differ_when_tokens_are_shared_gets_them_all(monkeypatch):
+
+    def wrong(*args):
+        found = find_prefixes(*args)
+        return found and found._replace(of=found.of.clamp(max=3))
+
+    monkeypatch.setattr(interface, "find_prefixes", wrong)
+    assert model.bind(tiny.llama())[0].root.shared is False
+
+
+def test_the_balance_of_experts_counts_every_token():
+    lm = families.small("Mixtral")
+    assert model.bind(lm, aux=True)[0].root.shared is False
+    assert model.bind(lm)[0].root.shared is True
+
+
+def test_models_that_see_get_all_tokens():
+    module = sees_and_hears.FAMILIES["Qwen2VL"].build(torch.float64)
+    assert model.bind(module)[0].root.shared is False
+
+
+def test_windows_are_known_by_the_config():
+    assert not attention.needs_all_tokens(families.small("Qwen2"))
+    assert attention.needs_all_tokens(families.small("Mistral", sliding_window=8))
+    assert attention.needs_all_tokens(families.small("Olmo3"))
+
+
+# ---------- packs
+
+
+def rows_of(packs):
+    return [sorted(p.rows) for p in packs]
+
+
+@given(
+    seed=some.integers(0, 2**32),
+    world=some.integers(1, 3),
+    most=some.integers(0, 5),
+    budget=some.integers(24, 80),
+)
+def test_rows_of_a_prompt_share_packs_and_no_limit_is_broken(seed, world, most, budget):
+    g = torch.Generator().manual_seed(seed)
+    rows = []
+    for _ in range(4):
+        prompt = torch.randint(3, 40, (int(torch.randint(1, 12, (1,), generator=g)),), generator=g).tolist()
+        for _ in range(int(torch.randint(1, 5, (1,), generator=g))):
+            rows.append((prompt, [1] * int(torch.randint(1, 9, (1,), generator=g))))
+    exp = supervised([rows[i] for i in torch.randperm(len(rows), generator=g).tolist()])
+    ranks = packing.shard(exp, budget, world, most=most, share_prefixes=True)
+    usual = packing.shard(exp, budget, world, most=most)
+    packs = [p for part in ranks for p in part]
+    assert sorted(row for p in packs for row in p.rows) == list(range(len(rows)))
+    assert all(len(p.tokens) <= budget and (not most or len(p.rows) <= most) for p in packs)
+    assert len({len(part) for part in ranks}) == 1
+    assert len(packs) <= 1.25 * sum(len(part) for part in usual)
+
+
+def test_prompts_that_fit_are_whole_and_packs_have_equal_work():
+    exp = groups(prompts=6, group=4, read=20, longest=1)
+    scattered = packing.shard(exp, 180)[0]
+    together = packing.shard(exp, 180, share_prefixes=True)[0]
+    assert len(together) == len(scattered) == 3
+    assert all(len({row // 4 for row in p.rows}) == 2 and len(p.rows) == 8 for p in together)
+    assert any(len({row // 4 for row in p.rows}) > 2 for p in scattered)
+
+
+def test_rows_without_a_prompt_are_packed_as_ever():
+    exp = tree.replace(tiny.experience(0, 9), mask=torch.ones_like(tiny.experience(0, 9).mask))
+    usual, shared = (packing.shard(exp, 40, share_prefixes=x)[0] for x in (False, True))
+    assert rows_of(usual) == rows_of(shared)
+
+
+def test_a_strategy_keeps_prompts_together_for_a_model_that_shares():
+    exp = groups(prompts=6, group=4, read=20, longest=1, dtype=torch.float32)
+    st = get_strategy()
+    assert any(len({row // 4 for row in p.rows}) > 2 for p in st.shard(exp, 180))
+    st.init(tiny.llama(), optim.adamw(1e-3))
+    assert all(len({row // 4 for row in p.rows}) == 2 for p in st.shard(exp, 180))
+    for off in ({"share_prefixes": False}, {"packing_samples": False, "micro_train_batch_size": 8}):
+        st = get_strategy(dataclasses.replace(StrategyConfig(), **off))
+        st.init(tiny.llama(), optim.adamw(1e-3))
+        usual = packing.shard(exp, 0 if "packing_samples" in off else 180, most=8)[0]
+        assert rows_of(st.shard(exp, 180)) == rows_of(usual)
+
+
+def test_a_step_computes_the_tokens_of_a_prompt_once(computed):
+    exp = groups(prompts=6, group=4, read=20, longest=1, dtype=torch.float32)
+    st = get_strategy()
+    apply, state = st.init(tiny.llama(), optim.adamw(1e-3))
+    packs = st.shard(exp, 180)
+    computed.clear()
+    st.grad(state, apply, ppo, packs)
+    # inputs: the prompt once, and no response of one token
+    assert sum(computed) == 6 * 20 and sum(len(p.tokens) for p in packs) == 24 * 20
