@@ -46,7 +46,7 @@ def run(*options):
 
 def test_a_step_is_measured_without_trl_and_its_ratio_is_read_back(tmp_path, bench):
     _, report = bench
-    sides = ["--sides", "rft_fn", "products", "--lengths", "tailed", "--rounds", "1"]
+    sides = ["--sides", "rft_fn", "every_token", "products", "--lengths", "tailed", "--rounds", "1"]
     done = run(*SMALL, *sides, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
 
@@ -63,9 +63,10 @@ def test_a_step_is_measured_without_trl_and_its_ratio_is_read_back(tmp_path, ben
 
     # the lines that were printed are those of the data
     lines = [x for x in map(report.parse, done.stdout.splitlines()) if x]
-    assert [x["kind"] for x in lines] == ["on the wall", "of the processor"]
+    assert [x["kind"] for x in lines] == ["on the wall", "of the processor"] * 2
+    assert [x["over"] for x in lines] == ["every_token"] * 2 + ["products"] * 2
     ratio = report.seconds(turns["products"], "wall") / report.seconds(turns["rft_fn"], "wall")
-    assert lines[0]["middle"] == pytest.approx(ratio, abs=0.006)
+    assert lines[2]["middle"] == pytest.approx(ratio, abs=0.006)
     assert (tmp_path / "step.png").stat().st_size > 1000
 
 
@@ -144,8 +145,8 @@ def test_long_tailed_lengths_are_quantiles(bench):
     ("options", "message"),
     [
         ({"lengths": ("short",)}, "lengths: expected equal, tailed, got short"),
-        ({"sides": ("verl",)}, "sides: expected rft_fn, trl, products, got verl"),
-        ({"sides": ()}, "sides: expected rft_fn, trl, products, got none"),
+        ({"sides": ("verl",)}, "sides: expected rft_fn, every_token, trl, products, got verl"),
+        ({"sides": ()}, "sides: expected rft_fn, every_token, trl, products, got none"),
         ({"micro": 3}, "micro: expected a divisor of prompts x group = 32, got 3"),
         ({"device": "tpu"}, "device: expected cpu, cuda, got tpu"),
     ],

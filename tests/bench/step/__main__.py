@@ -4,6 +4,7 @@
     make bench-step STEP='--lengths equal tailed --prompts 8 --rounds 5 --write'
     make bench-step STEP='--rounds 1 --append'               # one more round, beside those in the folder
     python tests/bench/step --sides rft_fn products          # without TRL
+    python tests/bench/step --sides rft_fn every_token       # with and without shared prompts
 
 Same weights, prompts, number and length of responses. Each turn is a process: it loads the model, makes a
 short step that is not counted, and measures the next one. All seconds stand in the results by the clock on

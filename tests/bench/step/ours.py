@@ -16,10 +16,11 @@ def no_end(lm: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset()
 
 
-def steps(case: Case, clock: Clock) -> list[dict]:
+def steps(case: Case, clock: Clock, *, share_prefixes: bool = True) -> list[dict]:
     """The row of each step, the first of which warms up."""
     requests.end_tokens = no_end  # before the engine reads it
-    st = get_strategy(StrategyConfig(engine_batch=case.prompts * case.group))
+    size = case.prompts * case.group
+    st = get_strategy(StrategyConfig(engine_batch=size, share_prefixes=share_prefixes))
     algo = rft.algorithm.get_algorithm("grpo", group=case.group)
     tokenizer = rft.model.load_tokenizer(case.model)
     sampling = rft.Sampling(temperature=1.0)

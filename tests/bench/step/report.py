@@ -14,7 +14,12 @@ from typing import Any
 from clock import PHASES
 
 KINDS = {"wall": "on the wall", "cpu": "of the processor"}
-NAMES = {"rft_fn": "rft_fn", "trl": "TRL GRPOTrainer", "products": "the products alone"}
+NAMES = {
+    "rft_fn": "rft_fn",
+    "every_token": "rft_fn, no shared prompts",
+    "trl": "TRL GRPOTrainer",
+    "products": "the products alone",
+}
 RATIO = re.compile(
     r"^(?P<lengths>\w+): (?P<over>\w+) / (?P<under>\w+) (?P<middle>[\d.]+) "
     r"\((?P<least>[\d.]+) to (?P<most>[\d.]+) in (?P<rounds>\d+) rounds\), "
@@ -81,7 +86,7 @@ def seconds(x: dict[str, Any], kind: str) -> float:
 
 def line(side: str, x: dict[str, Any]) -> str:
     """A turn."""
-    own = f"{side:<9}{seconds(x, 'wall'):8.2f} s, of the processor {seconds(x, 'cpu'):8.2f} s"
+    own = f"{side:<12}{seconds(x, 'wall'):8.2f} s, of the processor {seconds(x, 'cpu'):8.2f} s"
     return f"{own}, peak {x['peak'] / 2**30:.2f} GiB, others had {x['others']} of the machine"
 
 

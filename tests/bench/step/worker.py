@@ -8,7 +8,7 @@ from typing import Any
 from case import Case
 from clock import Clock, allocator, peak_bytes
 
-SIDES = {"rft_fn": "ours", "trl": "peer", "products": "limit"}
+SIDES = {"rft_fn": "ours", "every_token": "every_token", "trl": "peer", "products": "limit"}
 
 
 def measure(side: str, case: Case) -> dict[str, Any]:
