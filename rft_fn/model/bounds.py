@@ -1,8 +1,8 @@
 """The boundaries of a pack's sequences, and the axis that splits its tokens."""
 
 from collections.abc import Sequence
-from itertools import groupby
-from typing import Protocol
+from itertools import accumulate, groupby
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,14 @@ class SequenceAxis(Protocol):
         ...
 
 
+class Tail(NamedTuple):
+    """Sequences of one size of which the last tokens are computed, and the first are those of others."""
+
+    queries: Tensor  # [n, own] i64, among the kept tokens of the pack
+    keys: Tensor  # [n, size] i64, among the kept tokens of the pack
+    mask: Tensor | None  # [own, size] bool, the keys of each query; None if all tokens are its own
+
+
 class SequenceBounds:
     """Where the sequences of a pack lie: their sizes in tokens, in order.
 
@@ -74,6 +82,7 @@ class SequenceBounds:
         self.calls = 0
         self._made: dict[str, Tensor] = {}
         self._cut: tuple[Tensor | None, bool, Tensor] | None = None
+        self._tails: list[Tail] | None = None
 
         by_length: dict[int, list[int]] = {}
         for i, size in enumerate(self.sizes):
@@ -111,6 +120,41 @@ class SequenceBounds:
         if "inverse" not in self._made:
             self._made["inverse"] = self.order.argsort()
         return self._made["inverse"]
+
+    @property
+    def tails(self) -> list[Tail]:
+        """The sequences of each size of which as many tokens are kept; without those that keep none."""
+        if self._tails is None:
+            self._tails = self._find_tails()
+        return self._tails
+
+    def _find_tails(self) -> list[Tail]:
+        assert self.prefixes is not None
+        _, of, own = self.prefixes
+        starts = [0, *accumulate(self.sizes)]
+        firsts = [0, *accumulate(own)]
+        kinds: dict[tuple[int, int], list[int]] = {}
+        for i, kind in enumerate(zip(self.sizes, own)):
+            if kind[1]:
+                kinds.setdefault(kind, []).append(i)
+
+        tails = []
+        for (size, count), members in kinds.items():
+            keys = torch.tensor([starts[i] for i in members])[:, None] + torch.arange(size)
+            queries = torch.tensor([firsts[i] for i in members])[:, None] + torch.arange(count)
+            mask = None
+            if count < size:
+                mask = torch.ones(count, size, dtype=torch.bool, device=self.device).tril(size - count)
+            tails.append(Tail(queries.to(self.device), of[keys.to(self.device)], mask))
+        return tails
+
+    @property
+    def untangled(self) -> Tensor:
+        """The place [U] i64 of each kept token among the queries of all `tails`."""
+        if "untangled" not in self._made:
+            queries = torch.cat([tail.queries.flatten() for tail in self.tails])
+            self._made["untangled"] = queries.argsort()
+        return self._made["untangled"]
 
     @property
     def same(self) -> Tensor:

@@ -22,6 +22,7 @@ class Prefixes(NamedTuple):
 
     kept: Tensor  # [U] i64, the tokens that are computed, in order
     of: Tensor  # [T] i64, the place among `kept` of a token with the same beginning
+    own: list[int]  # how many of `kept` are of each sequence: its last ones
 
 
 def find_prefixes(tokens: Tensor, pos: Tensor, sizes: Sequence[int]) -> Prefixes | None:
@@ -53,7 +54,8 @@ def find_prefixes(tokens: Tensor, pos: Tensor, sizes: Sequence[int]) -> Prefixes
         return None
     place = np.zeros(len(ids), dtype=np.int64)
     place[kept] = np.arange(len(kept))
-    return Prefixes(torch.from_numpy(kept), torch.from_numpy(place[owner]))
+    own = [int(np.sum((kept >= start) & (kept < start + size))) for start, size in zip(starts, sizes)]
+    return Prefixes(torch.from_numpy(kept), torch.from_numpy(place[owner]), own)
 
 
 def _leading(true: np.ndarray) -> int:

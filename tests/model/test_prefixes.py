@@ -8,12 +8,12 @@ import ref
 import sees_and_hears
 import tiny
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as some
 
 from rft_fn import loss, model, optim, packing, tree
 from rft_fn.model import attention
-from rft_fn.model.attention import interface
+from rft_fn.model.attention import SequenceBounds, interface, kernels
 from rft_fn.model.prefixes import find_prefixes
 from rft_fn.packing import supervised
 from rft_fn.strategy import StrategyConfig, get_strategy
@@ -89,6 +89,46 @@ def test_padding_behind_a_sequence_is_no_continuation_of_it():
     found = find_prefixes(tokens, pos, sizes)
     assert found is not None and found.of.tolist()[:2] == found.of.tolist()[4:6]
     assert found.kept.tolist()[-2:] == [6, 7]
+
+
+# ---------- attention
+
+
+@given(rows=sequences, padding=some.integers(0, 2), sinks=some.booleans(), seed=some.integers(0, 99))
+def test_kept_tokens_attend_as_all_tokens_do(rows, padding, sinks, seed):
+    """Values and gradients of the tokens that are kept are those of attention over whole sequences."""
+    tokens, pos, sizes = arrays(rows + rows[:2], padding)
+    found = find_prefixes(tokens, pos, sizes)
+    assume(found is not None)
+    shared = SequenceBounds(sizes, prefixes=found)
+    g = torch.Generator().manual_seed(seed)
+    heads = (4, 2, 2)
+    qkv = [torch.randn(len(found.kept), h, 8, generator=g, dtype=torch.float64) for h in heads]
+    qkv = [x.requires_grad_() for x in qkv]
+    sink = torch.randn(4, generator=g, dtype=torch.float64) if sinks else None
+    got = attention.packed(*qkv, shared, sinks=sink)
+    whole = (x[found.of] for x in qkv)
+    want = attention.by_sequence(*whole, SequenceBounds(sizes), sinks=sink)[found.kept]
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+    for a, b in zip(*(torch.autograd.grad(tiny.mixed(x), qkv) for x in (got, want))):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+
+
+def test_a_kernel_of_whole_sequences_gets_them(monkeypatch):
+    tokens, pos, sizes = arrays([[1, 2, 3], [1, 2, 4]])
+    found = find_prefixes(tokens, pos, sizes)
+    shared = SequenceBounds(sizes, prefixes=found)
+    q = torch.randn(4, 2, 8)
+
+    def varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, window_size):
+        assert cu_q.tolist() == [0, 3, 6] and longest_k == 3
+        return attention.by_sequence(q, k, v, SequenceBounds(sizes))
+
+    monkeypatch.setattr(kernels, "choose", lambda *args: ("varlen", None))
+    monkeypatch.setattr(kernels, "_kernels", lambda: {"varlen": varlen})
+    got = attention.packed(q, q, q, shared)
+    monkeypatch.setattr(kernels, "choose", lambda *args: ("sequence", None))
+    torch.testing.assert_close(got, attention.packed(q, q, q, shared))
 
 
 # ---------- the same numbers

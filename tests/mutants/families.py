@@ -7,15 +7,15 @@ MUTANTS = [
     (
         "sinks are left out of the softmax",
         "rft_fn/model/attention/kernels.py",
-        "sinks[:, None, None].expand(-1, size, 1)",
-        "sinks[:, None, None].expand(-1, size, 1) - 1e9",
+        "sinks[:, None, None].expand(-1, count, 1)",
+        "sinks[:, None, None].expand(-1, count, 1) - 1e9",
         _ATTENTION + "test_sinks_are_in_the_denominator",
     ),
     (
         "a token sees those behind it where there are sinks",
         "rft_fn/model/attention/kernels.py",
-        "device=q.device).triu(1)",
-        "device=q.device).triu(2)",
+        "device=q.device).triu(1 + size - count)",
+        "device=q.device).triu(2 + size - count)",
         _ATTENTION + "test_sinks_are_in_the_denominator",
     ),
     (

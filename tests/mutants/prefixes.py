@@ -2,6 +2,7 @@
 
 FIND, TEXT, BATCHES = "rft_fn/model/prefixes.py", "rft_fn/model/text.py", "rft_fn/packing/batches.py"
 ATTENTION, READER, PROBE = (f"rft_fn/model/{x}.py" for x in ("attention/interface", "reader", "probe"))
+BOUNDS, KERNELS = "rft_fn/model/bounds.py", "rft_fn/model/attention/kernels.py"
 T = "tests/model/test_prefixes.py::test_"
 
 MUTANTS = [
@@ -35,10 +36,38 @@ MUTANTS = [
     ),
     (
         "the keys of a prompt are those of one response alone",
-        ATTENTION,
-        "packed(q[of], k[of], v[of], bounds, scale=scale, sinks=sinks)",
-        "packed(q[of], k[of.sort().values], v[of], bounds, scale=scale, sinks=sinks)",
-        T + "log_probs_and_gradients_are_those_of_each_row_alone[GPT2]",
+        BOUNDS,
+        "tails.append(Tail(queries.to(self.device), of[keys.to(self.device)], mask))",
+        "tails.append(Tail(queries.to(self.device), keys.to(self.device) % len(of.unique()), mask))",
+        T + "kept_tokens_attend_as_all_tokens_do",
+    ),
+    (
+        "a kept token sees those behind it",
+        BOUNDS,
+        "device=self.device).tril(size - count)",
+        "device=self.device)",
+        T + "kept_tokens_attend_as_all_tokens_do",
+    ),
+    (
+        "kept tokens stay in the order of lengths",
+        KERNELS,
+        "return torch.cat(out)[bounds.untangled]",
+        "return torch.cat(out)",
+        T + "kept_tokens_attend_as_all_tokens_do",
+    ),
+    (
+        "with sinks a kept token sees those behind it",
+        KERNELS,
+        ".triu(1 + size - count)",
+        ".triu(1)",
+        T + "kept_tokens_attend_as_all_tokens_do",
+    ),
+    (
+        "a kernel of whole sequences returns all tokens",
+        KERNELS,
+        "bounds, scale=scale)[shared.kept]",
+        "bounds, scale=scale)[shared.of]",
+        T + "a_kernel_of_whole_sequences_gets_them",
     ),
     (
         "a layer that needs all tokens gets some",

@@ -18,7 +18,7 @@ from rft_fn.model.attention.interface import (
     unfit_model,
     use,
 )
-from rft_fn.model.attention.kernels import Device, by_sequence, by_varlen, choose, warn_once
+from rft_fn.model.attention.kernels import Device, by_sequence, by_varlen, choose, packed, warn_once
 from rft_fn.model.bounds import SequenceBounds
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "keeps_scores",
     "leave_graphs",
     "needs_all_tokens",
+    "packed",
     "turn_off",
     "turn_on",
     "unfit_model",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rft_fn.model.attention.kernels import packed, warn_once
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.parts import inside_adapters, text_config
-from rft_fn.model.prefixes import Prefixes, find_prefixes
+from rft_fn.model.prefixes import find_prefixes
 from rft_fn.types import Packed
 
 __all__ = [
@@ -148,11 +148,6 @@ def _by_sequences(
     q, k, v = (rearrange(x, "1 h t d -> t h d") for x in (query, key, value))
     if sinks is not None:
         sinks = sinks.to(q.dtype)
-    if bounds.prefixes is not None:
-        # each sequence attends to its own tokens, also to those that another one keeps
-        kept, of = bounds.prefixes
-        out = packed(q[of], k[of], v[of], bounds, scale=scale, sinks=sinks)
-        return out[kept][None]
     axis = bounds.sequence
     if axis is None:
         return packed(q, k, v, bounds, scale=scale, sinks=sinks)[None]
@@ -314,7 +309,7 @@ def bounds_of(lm: nn.Module, pack: Packed, *, share: bool = False) -> SequenceBo
     sizes = torch.unique_consecutive(seq, return_counts=True)[1].tolist()
     found = find_prefixes(tokens, pos, sizes)
     if found is not None:
-        found = Prefixes(found.kept.to(device), found.of.to(device))
+        found = found._replace(kept=found.kept.to(device), of=found.of.to(device))
     return SequenceBounds(sizes, device, prefixes=found)
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rft_fn.model.bounds import SequenceBounds
 
-__all__ = ["Device", "by_sequence", "by_varlen", "choose", "packed", "warn_once"]
+__all__ = ["Device", "by_sequence", "by_tail", "by_varlen", "choose", "packed", "warn_once"]
 
 _FLASH = {"flash3": "flash_attn_interface", "flash2": "flash_attn"}  # kernel -> package
 
@@ -123,21 +123,55 @@ def by_sequence(
     return torch.zeros_like(y).index_copy(0, bounds.order, y)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None, sinks: Tensor | None) -> Tensor:
-    """Causal attention for a batch of sequences of one length.
+def by_tail(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: SequenceBounds,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`by_sequence` for the tokens that a pack keeps.
 
-    q [N, H, S, D], k and v [N, H', S, D] -> [N, H, S, D].
+    q [U, H, D], k and v [U, H', D] -> [U, H, D]: each kept token attends to its whole sequence, with the keys
+    and values of those that begin alike. One sdpa for each length and number of kept tokens.
     """
-    size = q.shape[2]
+    out = []
+    for queries, keys, mask in bounds.tails:
+        batch = [rearrange(x, "n s h d -> n h s d") for x in (q[queries], k[keys], v[keys])]
+        y = _causal(batch[0], batch[1], batch[2], scale, sinks, mask)
+        out.append(rearrange(y, "n h s d -> (n s) h d"))
+    return torch.cat(out)[bounds.untangled]
+
+
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    sinks: Tensor | None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Causal attention for a batch of sequences of one length, from their last tokens.
+
+    q [N, H, Q, D], k and v [N, H', S, D] -> [N, H, Q, D]. `mask` [Q, S] has the keys of each query, where
+    Q < S.
+    """
+    count = q.shape[2]
+    size = k.shape[2]
     gqa = q.shape[1] != k.shape[1]
+    how: dict[str, Any] = {"scale": scale, "enable_gqa": gqa}
+    if sinks is None and mask is None:
+        return scaled_dot_product_attention(q, k, v, is_causal=size > 1, **how)
     if sinks is None:
-        return scaled_dot_product_attention(q, k, v, is_causal=size > 1, scale=scale, enable_gqa=gqa)
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, **how)
     # The sink is one more key of zeros, whose score is all in the mask.
     k = pad(k, (0, 0, 0, 1))
     v = pad(v, (0, 0, 0, 1))
-    score = torch.full((size, size), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
-    mask = torch.cat([score.expand(len(sinks), -1, -1), sinks[:, None, None].expand(-1, size, 1)], -1)
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask[None], scale=scale, enable_gqa=gqa)
+    score = torch.full((count, size), -torch.inf, dtype=q.dtype, device=q.device).triu(1 + size - count)
+    whole = torch.cat([score.expand(len(sinks), -1, -1), sinks[:, None, None].expand(-1, count, 1)], -1)
+    return scaled_dot_product_attention(q, k, v, attn_mask=whole[None], **how)
 
 
 def by_varlen(
@@ -198,7 +232,8 @@ def packed(
 ) -> Tensor:
     """`by_sequence` or `by_varlen`, chosen for these tensors.
 
-    Warns once where it is not the fast one.
+    Warns once where it is not the fast one. Of a pack whose tokens that begin alike are computed once, they
+    are [U, H, D] of the tokens that it keeps, and so is the result.
     """
     kernel, why = choose(_device(q.device), q.dtype, q.shape[-1])
     if kernel != "sequence" and sinks is not None:
@@ -209,6 +244,14 @@ def packed(
         why = f"heads of {q.shape[-1]} for keys, of {v.shape[-1]} for values"
     if why:
         warn_once(f"attention: packs take one sdpa for each sequence: {why}")
-    if kernel == "sequence":
+    shared = bounds.prefixes
+    if kernel == "sequence" and shared is None:
         return by_sequence(q, k, v, bounds, scale=scale, sinks=sinks)
-    return by_varlen(_kernels()[kernel], q, k, v, bounds, scale=scale)
+    if kernel == "sequence":
+        return by_tail(q, k, v, bounds, scale=scale, sinks=sinks)
+    if shared is None:
+        return by_varlen(_kernels()[kernel], q, k, v, bounds, scale=scale)
+
+    # a kernel of whole sequences computes the tokens that begin alike once more
+    q, k, v = (x[shared.of] for x in (q, k, v))
+    return by_varlen(_kernels()[kernel], q, k, v, bounds, scale=scale)[shared.kept]
