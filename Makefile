@@ -53,7 +53,7 @@ docs-serve: $(VENV)/docs-installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --livereload --watch rft_fn --watch README.md --watch CONTRIBUTING.md
 
 train: $(VENV)/installed
-	$(BIN)/python train_scripts/grpo.py --out $(OUT)/grpo
+	$(BIN)/python train_scripts/grpo.py --budget 4096 --out $(OUT)/grpo
 
 # Models that see and hear, on tasks that are generated; samples.png in the run's folder shows them with the responses.
 train-vl: $(VENV)/installed
