@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
-__all__ = ["Prefixes", "find_prefixes"]
+__all__ = ["Prefixes", "find_prefixes", "take_rows"]
 
 LEAST = 0.1  # share of a pack's tokens that has to be saved: attention gathers what the others save
 
@@ -56,6 +57,14 @@ def find_prefixes(tokens: Tensor, pos: Tensor, sizes: Sequence[int]) -> Prefixes
     place[kept] = np.arange(len(kept))
     own = [int(np.sum((kept >= start) & (kept < start + size))) for start, size in zip(starts, sizes)]
     return Prefixes(torch.from_numpy(kept), torch.from_numpy(place[owner]), own)
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[index] of rows x [U, ...], whose gradient adds rows up in one order.
+
+    The gradient of plain indexing adds them as threads come along, and is not the same bits twice.
+    """
+    return embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:])
 
 
 def _leading(true: np.ndarray) -> int:

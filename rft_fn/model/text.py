@@ -13,6 +13,7 @@ from rft_fn.model import attention
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.media import described, media_inputs, sees_or_hears
 from rft_fn.model.parts import inside_adapters
+from rft_fn.model.prefixes import take_rows
 from rft_fn.types import Packed
 
 __all__ = ["ALONE", "BOUNDARIES", "POSITIONS", "run", "text_inputs"]
@@ -120,7 +121,7 @@ def run(
                 f"share_prefixes: expected False for {type(module).__name__}: it asks for {given.refused}"
             )
         if given.prefixes is not None:
-            out.last_hidden_state = out.last_hidden_state[:, given.prefixes.of]
+            out.last_hidden_state = take_rows(out.last_hidden_state[0], given.prefixes.of)[None]
         return out
 
     # A mask over this process's tokens alone would be wrong.

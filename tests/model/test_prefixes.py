@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 from rft_fn import loss, model, optim, packing, tree
 from rft_fn.model import attention
 from rft_fn.model.attention import SequenceBounds, interface, kernels
-from rft_fn.model.prefixes import find_prefixes
+from rft_fn.model.prefixes import find_prefixes, take_rows
 from rft_fn.packing import supervised
 from rft_fn.strategy import StrategyConfig, get_strategy
 
@@ -343,3 +343,19 @@ def test_a_step_computes_the_tokens_of_a_prompt_once(computed):
     st.grad(state, apply, ppo, packs)
     # inputs: the prompt once, and no response of one token
     assert sum(computed) == 6 * 20 and sum(len(p.tokens) for p in packs) == 24 * 20
+
+
+def test_gradients_of_rows_are_the_same_bits_on_several_threads():
+    """Rows that many take are added up in one order, whatever threads do."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 4, 64, generator=g, requires_grad=True)
+    index = torch.randint(0, 60, (40, 60), generator=g)
+    of_rows = torch.randn(40, 60, 4, 64, generator=g)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        assert torch.equal(take_rows(x, index), x[index])
+        found = [torch.autograd.grad(take_rows(x, index), x, of_rows)[0] for _ in range(20)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found[1:])

@@ -51,7 +51,7 @@ MUTANTS = [
     (
         "kept tokens stay in the order of lengths",
         KERNELS,
-        "return torch.cat(out)[bounds.untangled]",
+        "return take_rows(torch.cat(out), bounds.untangled)",
         "return torch.cat(out)",
         T + "kept_tokens_attend_as_all_tokens_do",
     ),
@@ -63,10 +63,17 @@ MUTANTS = [
         T + "kept_tokens_attend_as_all_tokens_do",
     ),
     (
+        "gradients of rows are added as threads come along",
+        FIND,
+        "return embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:])",
+        "return x[index]",
+        T + "gradients_of_rows_are_the_same_bits_on_several_threads",
+    ),
+    (
         "a kernel of whole sequences returns all tokens",
         KERNELS,
-        "bounds, scale=scale)[shared.kept]",
-        "bounds, scale=scale)[shared.of]",
+        "bounds, scale=scale), shared.kept)",
+        "bounds, scale=scale), shared.of)",
         T + "a_kernel_of_whole_sequences_gets_them",
     ),
     (

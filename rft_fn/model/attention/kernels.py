@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rft_fn.model.bounds import SequenceBounds
+from rft_fn.model.prefixes import take_rows
 
 __all__ = ["Device", "by_sequence", "by_tail", "by_varlen", "choose", "packed", "warn_once"]
 
@@ -139,10 +140,11 @@ def by_tail(
     """
     out = []
     for queries, keys, mask in bounds.tails:
-        batch = [rearrange(x, "n s h d -> n h s d") for x in (q[queries], k[keys], v[keys])]
+        each = (take_rows(q, queries), take_rows(k, keys), take_rows(v, keys))
+        batch = [rearrange(x, "n s h d -> n h s d") for x in each]
         y = _causal(batch[0], batch[1], batch[2], scale, sinks, mask)
         out.append(rearrange(y, "n h s d -> (n s) h d"))
-    return torch.cat(out)[bounds.untangled]
+    return take_rows(torch.cat(out), bounds.untangled)
 
 
 def _causal(
@@ -253,5 +255,5 @@ def packed(
         return by_varlen(_kernels()[kernel], q, k, v, bounds, scale=scale)
 
     # a kernel of whole sequences computes the tokens that begin alike once more
-    q, k, v = (x[shared.of] for x in (q, k, v))
-    return by_varlen(_kernels()[kernel], q, k, v, bounds, scale=scale)[shared.kept]
+    q, k, v = (take_rows(x, shared.of) for x in (q, k, v))
+    return take_rows(by_varlen(_kernels()[kernel], q, k, v, bounds, scale=scale), shared.kept)
