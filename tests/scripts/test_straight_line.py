@@ -15,6 +15,8 @@ import pytest
 import straight_line as line
 import torch
 from test_house import load_script as script
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 import rft_fn as rft
 from rft_fn import rng
@@ -30,6 +32,15 @@ def wide(monkeypatch):
     monkeypatch.setattr(
         rft.model, "load_critic", partial(rft.model.load_critic, dtype=torch.float64), raising=True
     )
+    # their norms compute in float32 whatever the type of a model, and then the gradients of tokens that are
+    # computed once for several sequences differ from the sums of theirs by 1e-8, which Adam makes 1e-6
+    for norm in (LlamaRMSNorm, Qwen3MoeRMSNorm):
+        monkeypatch.setattr(norm, "forward", norm_of_any_type)
+
+
+def norm_of_any_type(self, hidden):
+    variance = hidden.pow(2).mean(-1, keepdim=True)
+    return self.weight * (hidden * torch.rsqrt(variance + self.variance_epsilon))
 
 
 @pytest.fixture
@@ -51,7 +62,7 @@ def logged(folder):
     return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def same(found, wanted, tolerance=1e-6):
+def same(found, wanted, tolerance=1e-9):
     """Every number of every step, and no name more or less."""
     assert len(found) == len(wanted)
     for step, (row, want) in enumerate(zip(found, wanted)):
@@ -588,5 +599,5 @@ def test_sft_of_experts_is_its_definition(wide, monkeypatch, tmp_path):
         wanted.append({"loss": float(total.detach()), "grad/norm": norm, "grad/skipped": 0.0, "lr": lr})
         wanted[-1] |= {"router/aux": line.mean(balances), "router/max_share": line.mean(shares)}
     sft.main(cfg)
-    same(logged(tmp_path / "run"), wanted, tolerance=1e-5)
-    same_weights(tmp_path / "run" / "model", opt.params, tolerance=1e-5)
+    same(logged(tmp_path / "run"), wanted)
+    same_weights(tmp_path / "run" / "model", opt.params)
