@@ -78,7 +78,7 @@ class FakeServer:
         """(tokens, log-probs) by the definition: all tokens are read again for each new one."""
         if "seed" in self.ignores or (not self.deterministic):
             seed = time.monotonic_ns()
-        u = uniform_numbers([Row(seed, max_new, 0)], self.lm.config.vocab_size)[0]
+        u = uniform_numbers([Row(seed, max_new, 0)], max_new, self.lm.config.vocab_size)[0]
         stop = Stop(self.tokenizer, frozenset(ends), texts)
         tokens, logp = [], []
         with self.lock:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +46,10 @@ def responses(rollout: Rollout, tokenizer: Any) -> list[str]:
 
 def _response_ids(rollout: Rollout, rows: Sequence[int]) -> list[list[int]]:
     """The tokens of each response."""
-    pairs = zip(rollout.tokens[list(rows)], rollout.mask[list(rows)], strict=True)
-    return [tokens[mask].tolist() for tokens, mask in pairs]
+    mask = rollout.mask[list(rows)]
+    ends = list(accumulate(mask.sum(-1).tolist(), initial=0))
+    ids = rollout.tokens[list(rows)][mask].tolist()
+    return [ids[start:end] for start, end in pairwise(ends)]
 
 
 def judge(

@@ -162,16 +162,30 @@ MUTANTS = [
     (
         "many tokens at once find no room",
         "rft_fn/engine/hf/buffers.py",
-        "room = max(_ROOM, width // 2, more)",
-        "room = max(_ROOM, width // 2)",
+        "room = max(min(max(_ROOM, width // 2), self.most), more)",
+        "room = min(max(_ROOM, width // 2), self.most)",
         HOLD,
     ),
     (
         "each token makes a new buffer",
         "rft_fn/engine/hf/buffers.py",
-        "room = max(_ROOM, width // 2, more)",
+        "room = max(min(max(_ROOM, width // 2), self.most), more)",
         "room = more",
         "tests/engine/test_buffers.py::test_a_token_is_written_in_place",
+    ),
+    (
+        "buffers have room for tokens that cannot come",
+        "rft_fn/engine/hf/buffers.py",
+        "room = max(min(max(_ROOM, width // 2), self.most), more)",
+        "room = max(_ROOM, width // 2, more)",
+        "tests/engine/test_buffers.py::test_a_token_is_written_in_place",
+    ),
+    (
+        "a row draws the numbers of the row that was in its place",
+        SAMPLER,
+        "rows.places[index]",
+        "rows.places[: len(index)]",
+        LAW,
     ),
     (
         "a layer that forgets is put into buffers",

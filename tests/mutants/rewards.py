@@ -16,8 +16,8 @@ MUTANTS = [
     (
         "the ids of a response are those of prompt and response",
         "rft_fn/reward/scoring.py",
-        "return [tokens[mask].tolist() for tokens, mask in pairs]",
-        "return [tokens.tolist() for tokens, mask in pairs]",
+        "ids = rollout.tokens[list(rows)][mask].tolist()",
+        "ids = rollout.tokens[list(rows)].flatten().tolist()",
         BROUGHT + "a_reward_gets_the_ids_of_the_response_and_the_state_of_the_run",
     ),
     (

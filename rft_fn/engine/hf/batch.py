@@ -45,6 +45,7 @@ class Batch:
     name: str = ""  # by which the model takes its cache
     cache: Any = None
     ragged: bool = True  # whether some row has padding
+    most: int = 64  # tokens that a row may still be given, for the room of buffers
 
     def take(self, index: Tensor) -> None:
         """Keep only the rows `index` [R'], which may repeat."""
@@ -119,7 +120,7 @@ class Batch:
             if first and self.batching.room:
                 from rft_fn.engine.hf.buffers import make_room  # with transformers
 
-                make_room(self.cache)
+                make_room(self.cache, self.most)
 
     def position(self) -> Tensor:
         """The positions of `tokens` where no media are among them: [R, w], or [axes, R, w] behind media."""
@@ -145,16 +146,18 @@ def start(
     n: int,
     pad: int,
     shown: Sequence[Shown] | None = None,
+    most: int = 64,
 ) -> Batch:
     """The batch of n rows of each prompt, side by side; each prompt is read once, and so are its media.
 
-    Prompts have to be of one length unless `batching.padded`.
+    Prompts have to be of one length unless `batching.padded`. Buffers have room for `most` tokens of a row
+    at the start, and grow where more come.
     """
     width = max(len(p) for p in prompts)
     tokens = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=lm.device)
     seen = torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in prompts], device=lm.device)
     beyond = tokens.new_empty(0, len(prompts))  # without axes of their own
-    batch = Batch(batching, tokens, seen, beyond, list(shown or text(prompts)), logits=torch.empty(0))
+    batch = Batch(batching, tokens, seen, beyond, list(shown or text(prompts)), torch.empty(0), most=most)
     if batching.joins:
         batch.ragged = min(len(p) for p in prompts) < width
     batch.read(lm)

@@ -16,7 +16,7 @@ from rft_fn.engine.hf.cache import OwnRows
 
 __all__ = ["Buffers", "fits", "make_room"]
 
-_ROOM = 64  # tokens that a new buffer has room for, at least
+_ROOM = 64  # tokens that a new buffer has room for, at least, where so many may come
 
 
 def fits(layer: object) -> bool:
@@ -26,18 +26,19 @@ def fits(layer: object) -> bool:
     return layer.keys.dim() == layer.values.dim() == 4 and layer.keys.shape[:3] == layer.values.shape[:3]
 
 
-def make_room(cache: Any) -> None:
-    """Put buffers with room for more tokens in place of a cache's plain keys and values."""
+def make_room(cache: Any, most: int) -> None:
+    """Put buffers in place of a cache's plain keys and values, for at most `most` more tokens of a row."""
     layers = getattr(cache, "layers", None)
     if isinstance(layers, list):
-        layers[:] = [Buffers(layer) if fits(layer) else layer for layer in layers]
+        layers[:] = [Buffers(layer, most) if fits(layer) else layer for layer in layers]
 
 
 class Buffers(DynamicLayer, OwnRows):
     """A layer of R rows of W tokens in buffers [R', H, W', D], between the columns `first` and `end`."""
 
-    def __init__(self, plain: DynamicLayer):
+    def __init__(self, plain: DynamicLayer, most: int):
         super().__init__()
+        self.most = most  # more tokens than this come to no row
         assert plain.keys is not None and plain.values is not None
         self.dtype, self.device = plain.dtype, plain.device
         self.is_initialized = True
@@ -54,7 +55,7 @@ class Buffers(DynamicLayer, OwnRows):
 
         With `index` the rows are those of these numbers.
         """
-        room = max(_ROOM, width // 2, more)
+        room = max(min(max(_ROOM, width // 2), self.most), more)
         count = len(held[0])
         if index is not None:
             count = len(index)
@@ -128,11 +129,14 @@ class Buffers(DynamicLayer, OwnRows):
 
 
 def _copy_rows(place: Tensor, x: Tensor, index: Tensor) -> None:
-    """place[r] = x[index[r]] for every r, without a tensor in between.
+    """place[r] = x[index[r]] for every r.
 
     Rows that repeat one after the other, as the samples of a prompt do, are one write.
     """
     row, count = torch.unique_consecutive(index, return_counts=True)
+    if len(row) == len(index):
+        place.copy_(x[index])
+        return
     start = 0
     for number, size in zip(row.tolist(), count.tolist()):
         place[start : start + size] = x[number]

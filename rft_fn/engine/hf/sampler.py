@@ -59,7 +59,8 @@ class _Rows:
 
     batch: Batch
     live: list[_Growing]
-    u: list[Tensor]  # [max_new, D] of each
+    u: Tensor  # [R', W, D], for each of W tokens that a row may get, also of rows that have left
+    places: Tensor  # [R], the row of `u` of each
 
 
 def draw_token(logits: Tensor, u: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -92,6 +93,7 @@ class Sampler(NamedTuple):
         if self.batching.single:
             most = 1
         growing = [self._begun(prompts[b // n], row) for b, row in enumerate(rows)]
+        longest = max(row.max_new for row in rows)
         parts = [
             [_Job(prompts[i], shown[i], growing[i * n : (i + 1) * n][first : first + most]) for i in part]
             for part in split(prompts, self.batching, max(most // n, 1))
@@ -100,21 +102,21 @@ class Sampler(NamedTuple):
         if self._joins():
             parts = [[job for part in parts for job in part]]
         for part in parts:
-            self._run(deque(part), most)
+            self._run(deque(part), most, longest)
         return [Response(x.text[x.before :], x.logp, x.ended) for x in growing]
 
     def _joins(self) -> bool:
         """Whether prompts may join rows that are sampled."""
         return self.batching.joins and not placeholders(self.lm.config)
 
-    def _run(self, waiting: "deque[_Job]", most: int) -> None:
-        """Sample the responses of all jobs, at most `most` rows at a time."""
+    def _run(self, waiting: "deque[_Job]", most: int, longest: int) -> None:
+        """Sample the responses of all jobs, at most `most` rows at a time, of at most `longest` tokens."""
         rows = None
         while waiting or rows is not None:
-            rows = self._admitted(rows, waiting, most)
+            rows = self._admitted(rows, waiting, most, longest)
             rows = self._step(rows)
 
-    def _admitted(self, rows: _Rows | None, waiting: "deque[_Job]", most: int) -> _Rows:
+    def _admitted(self, rows: _Rows | None, waiting: "deque[_Job]", most: int, longest: int) -> _Rows:
         """The rows with those of the next jobs for which there is room."""
         room = most
         if rows is not None:
@@ -130,16 +132,18 @@ class Sampler(NamedTuple):
 
         # each prompt is read once; its rows are repeated then
         prompts = [job.prompt for job in jobs]
-        batch = start(self.lm, self.batching, prompts, 1, self.pad, [job.shown for job in jobs])
+        shown = [job.shown for job in jobs]
+        batch = start(self.lm, self.batching, prompts, 1, self.pad, shown, most=longest)
         counts = torch.tensor([len(job.responses) for job in jobs], device=self.lm.device)
         if int(counts.sum()) > len(jobs):
             batch.take(torch.arange(len(jobs), device=self.lm.device).repeat_interleave(counts))
         live = [x for job in jobs for x in job.responses]
-        numbers = uniform_numbers([x.row for x in live], batch.logits.shape[-1]).to(self.lm.device)
+        u = uniform_numbers([x.row for x in live], longest, batch.logits.shape[-1]).to(self.lm.device)
         if rows is None:
-            return _Rows(batch, live, list(numbers))
+            return _Rows(batch, live, u, torch.arange(len(u), device=u.device))
         rows.batch.join(batch)
-        return _Rows(rows.batch, [*rows.live, *live], [*rows.u, *numbers])
+        u = torch.cat([rows.u[rows.places], u])
+        return _Rows(rows.batch, [*rows.live, *live], u, torch.arange(len(u), device=u.device))
 
     def _begun(self, prompt: Sequence[int], row: Row) -> _Growing:
         """A response without tokens; a stop text may begin in those that its stream gave before."""
@@ -148,7 +152,8 @@ class Sampler(NamedTuple):
 
     def _step(self, rows: _Rows) -> _Rows | None:
         """Sample one token for every row, and run those that have not ended one token further."""
-        u = torch.stack([u[len(x.logp)] for x, u in zip(rows.live, rows.u)])
+        drawn = torch.tensor([len(x.logp) for x in rows.live], device=rows.u.device)
+        u = rows.u[rows.places, drawn]
         token, logp = draw_token(rows.batch.logits, u, self.sampling)
         keep = []
         for k, (response, t, p) in enumerate(zip(rows.live, token.tolist(), logp.tolist())):
@@ -166,13 +171,13 @@ class Sampler(NamedTuple):
             index = torch.tensor(keep, dtype=torch.long, device=token.device)
             token = token[index]
             rows.batch.take(index)
-            rows = _Rows(rows.batch, [rows.live[k] for k in keep], [rows.u[k] for k in keep])
+            rows = _Rows(rows.batch, [rows.live[k] for k in keep], rows.u, rows.places[index])
         rows.batch.append(self.lm, token)
         return rows
 
 
-def uniform_numbers(rows: Sequence[Row], vocab: int) -> Tensor:
-    """The uniform numbers of each row's tokens: [R, W, D] float64, D for each token.
+def uniform_numbers(rows: Sequence[Row], longest: int, vocab: int) -> Tensor:
+    """The uniform numbers of each row's tokens: [R, `longest`, D] float64, D for each token.
 
     Those of the row's stream from its start to its limit, then 0. They are drawn at once, so that no row
     depends on when another one ends.
@@ -180,7 +185,7 @@ def uniform_numbers(rows: Sequence[Row], vocab: int) -> Tensor:
     depth = numbers_per_draw(vocab)
     drawn = max(row.start + row.max_new for row in rows)
     streams = rng.uniform([row.key for row in rows], drawn * depth)
-    u = torch.zeros(len(rows), max(row.max_new for row in rows), depth, dtype=torch.float64)
+    u = torch.zeros(len(rows), longest, depth, dtype=torch.float64)
     for r, (row, stream) in enumerate(zip(rows, streams.unflatten(-1, (drawn, depth)))):
         u[r, : row.max_new] = stream[row.start : row.start + row.max_new]
     return u
