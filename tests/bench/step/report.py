@@ -216,7 +216,7 @@ def picture(found: dict[str, Any], path: Path) -> None:
         for y, (side, end) in enumerate(zip(names, at)):
             peak = max(x["peak"] for x in turns(found, lengths, side)) / 2**30
             ax.text(end, y, f" {end:.3g} s, {peak:.1f} GiB", va="center", fontsize=8)
-        ax.set_xlim(0, 1.3 * max(at))
+        ax.set_xlim(0, 1.45 * max(at))
         ax.invert_yaxis()
         ax.set_title(f"{lengths} lengths", fontsize=10)
         ax.set_xlabel("seconds of the processor, a step")
