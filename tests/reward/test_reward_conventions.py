@@ -290,25 +290,37 @@ def test_what_is_no_result_is_said(result, message):
 # ------------------------------------------------------------------------------------------------------ async
 
 
-def slow(seconds, log, name):
-    async def fn(completions):
-        log.append(f"{name} starts")
-        await asyncio.sleep(seconds)
-        log.append(f"{name} ends")
-        return [float(len(c)) for c in completions]
-
-    return fn
+async def later(completions):
+    await asyncio.sleep(0)
+    return [float(len(c)) for c in completions]
 
 
 def test_async_rewards_run_together_beside_plain_ones():
-    log = []
-    three = reward.weighted(
-        a=(slow(0.1, log, "a"), 1.0),
-        plain=(lambda completions: [log.append("plain") or 1.0 for _ in completions], 1.0),
-        b=(slow(0.02, log, "b"), 10.0),
-    )
+    """Each waits until the other two have begun."""
+    begun = set()
+
+    def alone(name, until):
+        begun.add(name)
+        assert time.monotonic() < until, f"expected three that run together, got {sorted(begun)}"
+        return len(begun) < 3
+
+    def waits(name):
+        async def fn(completions):
+            until = time.monotonic() + 60
+            while alone(name, until):
+                await asyncio.sleep(0.001)
+            return [float(len(c)) for c in completions]
+
+        return fn
+
+    def plain(completions):
+        until = time.monotonic() + 60
+        while alone("plain", until):
+            time.sleep(0.001)
+        return [1.0 for _ in completions]
+
+    three = reward.weighted(a=(waits("a"), 1.0), plain=(plain, 1.0), b=(waits("b"), 10.0))
     found = three(["p"], ["xy"], {})
-    assert log == ["plain", "a starts", "b starts", "b ends", "a ends"]
     assert list(found.parts) == ["a", "plain", "b"] and found.total.tolist() == [23.0]
 
 
@@ -330,7 +342,7 @@ def test_async_rewards_run_where_a_loop_runs_already():
     """As in a notebook."""
 
     async def notebook():
-        return score(slow(0.0, [], "a"), ["abc"]).total.tolist()
+        return score(later, ["abc"]).total.tolist()
 
     assert asyncio.run(notebook()) == [3.0]
 
@@ -361,12 +373,12 @@ def test_a_plain_reward_that_raises_leaves_no_async_one_unawaited():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ZeroDivisionError):
-            reward.weighted(a=(slow(0, [], "a"), 1.0), b=(lambda completions: [1 / 0], 1.0))(["p"], ["a"], {})
+            reward.weighted(a=(later, 1.0), b=(lambda completions: [1 / 0], 1.0))(["p"], ["a"], {})
 
 
 def test_async_rewards_run_outside_of_the_main_thread():
     found = []
-    thread = threading.Thread(target=lambda: found.append(score(slow(0, [], "a"), ["ab"]).total.tolist()))
+    thread = threading.Thread(target=lambda: found.append(score(later, ["ab"]).total.tolist()))
     thread.start()
     thread.join()
     assert found == [[2.0]]
