@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from rft_kernels import products
 
-_LARGE = 1 << 22  # multiplications, and rows: below these oneDNN is not faster, or hardly
+_LARGE = 1 << 22  # multiplications by a packed weight, and rows: below these oneDNN is not faster, or hardly
 _ROWS = 4
 _PACKED_FOR = 64  # rows; packs for others are as fast, and serve any number
 
@@ -24,7 +24,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     `products` knows that oneDNN is faster, large products of float32 are its own; all others are torch's
     `linear`, and so are those that torch.compile traces.
     """
-    if not _pays(x, weight):
+    if not _pays(x, weight, products.large_layer()):
         return F.linear(x, weight, bias)
     out = _Product.apply(x.reshape(-1, x.shape[-1]), weight).unflatten(0, x.shape[:-1])
     if bias is None:
@@ -35,7 +35,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class Packed:
     """A weight [N, K] in the order in which oneDNN reads it, from the first large product on.
 
-    For a weight that does not change meanwhile, and that needs no gradient.
+    For a weight that does not change meanwhile, and that needs no gradient. Its shapes come again with every
+    token of a rollout, so smaller products are large enough than of `linear`.
     """
 
     def __init__(self, weight: Tensor):
@@ -43,9 +44,9 @@ class Packed:
         self.packed: Tensor | None = None
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`linear` of the weight, bit for bit."""
+        """`linear` of the weight, bit for bit where both are oneDNN's."""
         rows = x.reshape(-1, x.shape[-1])
-        if not (_pays(x, self.weight) and _dense(rows) and _dense(self.weight)):
+        if not (_pays(x, self.weight, _LARGE) and _dense(rows) and _dense(self.weight)):
             return linear(x, self.weight, bias)
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR)
@@ -56,8 +57,8 @@ class Packed:
         return out + bias
 
 
-def _pays(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN wins in the forward of a layer.
+def _pays(x: Tensor, weight: Tensor, large: int) -> bool:
+    """Whether oneDNN wins in the forward of a layer: from so many multiplications on.
 
     Subclasses of tensors have their own products, and autocast has its own types.
     """
@@ -67,7 +68,7 @@ def _pays(x: Tensor, weight: Tensor) -> bool:
     if not plain or weight.dtype != torch.float32 or not products.by_onednn(x):
         return False
     rows = x.numel() // max(x.shape[-1], 1)
-    return rows >= _ROWS and rows * weight.numel() >= _LARGE and not torch.is_autocast_enabled("cpu")
+    return rows >= _ROWS and rows * weight.numel() >= large and not torch.is_autocast_enabled("cpu")
 
 
 class _Product(Function):

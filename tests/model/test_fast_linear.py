@@ -28,6 +28,7 @@ def forced():
     by_onednn = torch.ops.mkldnn._linear_pointwise
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "mkl_is_half", lambda: True)
+        patch.setattr(products, "large_layer", lambda: 1)
         patch.setattr(linear, "_LARGE", 1)
         patch.setattr(
             torch.ops.mkldnn, "_linear_pointwise", lambda *x: seen.append(1) or by_onednn(*x), raising=False

@@ -25,6 +25,7 @@ def products_seen(monkeypatch):
         return by_onednn(a, b, *options)
 
     monkeypatch.setattr(products, "mkl_is_half", lambda: True)
+    monkeypatch.setattr(products, "large_layer", lambda: 1)
     monkeypatch.setattr(fast, "_LARGE", 1)
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", record, raising=False)
     return seen
@@ -132,12 +133,26 @@ def test_what_is_small_or_of_another_kind_is_torchs(products_seen, monkeypatch):
     assert fast.linear(x.to("meta"), weight.to("meta")).shape == (9, 5)
     with torch.autocast("cpu", torch.bfloat16):
         assert fast.linear(x, weight, bias).dtype == torch.bfloat16
-    monkeypatch.setattr(fast, "_LARGE", 9 * 7 * 5 + 1)
+    monkeypatch.setattr(products, "large_layer", lambda: 9 * 7 * 5 + 1)
     fast.linear(x, weight, bias)
+    monkeypatch.setattr(fast, "_LARGE", 9 * 7 * 5 + 1)
+    fast.Packed(weight).linear(x, bias)
     monkeypatch.setattr(products, "mkl_is_half", lambda: False)
+    monkeypatch.setattr(products, "large_layer", lambda: 1)
     monkeypatch.setattr(fast, "_LARGE", 1)
     fast.linear(x, weight, bias)
+    fast.Packed(weight).linear(x, bias)
     assert products_seen == []
+
+
+def test_what_comes_again_is_large_from_fewer_multiplications_on(products_seen, monkeypatch):
+    """Every token of a rollout has the shapes of the one before; a pack has a shape of its own."""
+    x, weight, bias = _inputs()
+    monkeypatch.setattr(products, "large_layer", lambda: 9 * 7 * 5 + 1)
+    want = fast.linear(x, weight, bias)
+    assert products_seen == []
+    torch.testing.assert_close(fast.Packed(weight).linear(x, bias), want)
+    assert len(products_seen) == 1
 
 
 def test_matrices_with_gaps_are_torchs(products_seen):

@@ -85,21 +85,29 @@ def test_small_products_and_those_of_matrices_with_gaps_are_torchs(onednn, monke
     ],
 )
 def test_when_mkl_leaves_half_of_the_vector_alone(monkeypatch, maker, capability, mkl, onednn, want):
-    monkeypatch.setattr(products, "_maker", lambda: maker)
+    monkeypatch.setattr(products, "_processor", {"vendor_id": maker}.get)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
     assert products._found.__wrapped__() is want
 
 
-def test_the_maker_of_the_processor(monkeypatch, tmp_path):
+def test_the_maker_and_the_family_of_the_processor(monkeypatch, tmp_path):
     info = tmp_path / "cpuinfo"
     monkeypatch.setattr(products, "Path", lambda _: info)
-    assert products._maker() is None
-    info.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\n")
-    assert products._maker() == "AuthenticAMD"
+    assert products._processor("vendor_id") is None
+    info.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nmodel name\t: A: B\n\n")
+    assert products._processor("vendor_id") == "AuthenticAMD"
+    assert products._processor("cpu family") == "26"
+    assert products._processor("model name") == "A: B"
     info.write_text("processor\t: 0\nCPU implementer\t: 0x41\n")
-    assert products._maker() is None
+    assert products._processor("vendor_id") is None
+
+
+@pytest.mark.parametrize(("family", "want"), [("25", 1 << 29), ("26", 1 << 22), (None, 1 << 22)])
+def test_a_layer_is_large_where_the_processor_gains_more_than_a_new_shape_costs(monkeypatch, family, want):
+    monkeypatch.setattr(products, "_processor", {"cpu family": family}.get)
+    assert products._large_layer.__wrapped__() == want
 
 
 @pytest.mark.parametrize("softcap", [None, 100.0])
