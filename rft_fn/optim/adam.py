@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rft_fn import tree
 from rft_fn.optim.schedules import Schedule, constant
+from rft_fn.optim.shards import local_parts
 from rft_fn.types import Transform
 
 __all__ = ["AdamState", "Decays", "adamw"]
@@ -60,7 +61,7 @@ def adamw(
         rate = float(schedule(state.count))
         count = state.count + 1
         updates = tree.map(torch.Tensor.detach, grads)  # a gradient by torch.func may still have a graph
-        steps, m, v = tree.leaves(updates), tree.leaves(state.m), tree.leaves(state.v)
+        steps, m, v = local_parts(updates), local_parts(state.m), local_parts(state.v)
         if steps:
             torch._foreach_lerp_(m, steps, 1 - b1)
             torch._foreach_mul_(v, b2)
@@ -76,10 +77,9 @@ def adamw(
             step.copy_((moment * (-rate / (1 - b1**count))).div_(step))
 
         if weight_decay:
-            named = list(tree.leaves_with_path(params))
-            pairs = [(d, p) for (name, p), d in zip(named, steps) if decays(name, p)]
-            decayed = [d for d, _ in pairs]
-            torch._foreach_add_(decayed, [p.detach() for _, p in pairs], alpha=-rate * weight_decay)
+            named, values = tree.leaves_with_path(params), local_parts(params)
+            pairs = [(d, x) for (name, p), d, x in zip(named, steps, values) if decays(name, p)]
+            torch._foreach_add_([d for d, _ in pairs], [x for _, x in pairs], alpha=-rate * weight_decay)
         return updates, tree.replace(state, count=count)
 
     # for backends that have their own AdamW

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import tree
+from rft_fn.optim.shards import local_parts
 from rft_fn.optim.updates import apply_updates
 from rft_fn.precision import widen
 from rft_fn.types import Transform
@@ -44,10 +45,10 @@ def ema(decay: float) -> Transform:
     @torch.no_grad()
     def update(updates: Any, state: EmaState, params: Any) -> tuple[Any, EmaState]:
         # params + updates are the parameters after this update, added in two parts to need no copy
-        average = tree.leaves(state.average)
+        average = local_parts(state.average)
         torch._foreach_mul_(average, decay)
-        torch._foreach_add_(average, [p.detach() for p in tree.leaves(params)], alpha=1 - decay)
-        torch._foreach_add_(average, tree.leaves(updates), alpha=1 - decay)
+        torch._foreach_add_(average, local_parts(params), alpha=1 - decay)
+        torch._foreach_add_(average, local_parts(updates), alpha=1 - decay)
         return updates, state
 
     def start(p: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import tree
+from rft_fn.optim.shards import local_parts
 from rft_fn.types import Transform
 
 __all__ = ["clip_by_global_norm", "global_norm"]
@@ -35,11 +36,8 @@ def clip_by_global_norm(max_norm: float) -> Transform:
         raise ValueError(f"max_norm: expected > 0, got {max_norm}")
 
     def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        scale: Any = (max_norm / global_norm(grads).clamp(min=1e-30)).clamp(max=1.0)
-        leaves = tree.leaves(grads)
-        if any(hasattr(g, "full_tensor") for g in leaves):  # no mixing of sharded and plain tensors
-            scale = float(scale)
-        torch._foreach_mul_(leaves, scale)
+        scale = (max_norm / global_norm(grads).clamp(min=1e-30)).clamp(max=1.0)
+        torch._foreach_mul_(local_parts(grads), scale)
         return grads, state
 
     return Transform(lambda params: (), update, {"name": "clip_by_global_norm", "max_norm": max_norm})

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from rft_fn import tree
+from rft_fn.optim.shards import local_parts
 
 __all__ = ["apply_updates"]
 
@@ -12,8 +12,7 @@ __all__ = ["apply_updates"]
 @torch.no_grad()
 def apply_updates(params: Any, updates: Any) -> Any:
     """Add updates to parameters in place, and return the parameters."""
-    ps = [p.detach() for p in tree.leaves(params)]
-    us = tree.leaves(updates)
+    ps, us = local_parts(params), local_parts(updates)
     if any(p.dtype != u.dtype for p, u in zip(ps, us)):
         # added in the wider type and rounded once
         for p, u in zip(ps, us):
