@@ -57,7 +57,10 @@ def figure(rows: int, widths: Sequence[float], *, height: float) -> tuple[Any, A
 
 def save(fig: Any, out: str | Path) -> Path:
     """Write a figure as a PNG, and free it."""
-    fig.tight_layout()
+    from matplotlib.layout_engine import TightLayoutEngine
+
+    # fig.tight_layout() would leave an engine behind, for which savefig draws everything twice
+    TightLayoutEngine().execute(fig)
     fig.savefig(out, dpi=130)
     _pyplot().close(fig)
     return Path(out)
