@@ -26,7 +26,8 @@ def step(monkeypatch):
 
 
 def test_every_part_runs_and_is_written(step, tmp_path, capsys):
-    found = step.main(step.arguments(["--dry", "--rounds", "1", "--seconds", "1e9", "--out", str(tmp_path)]))
+    given = ["--dry", "--rounds", "1", "--seconds", "1e9", "--sizes", "7B", "--out", str(tmp_path)]
+    found = step.main(step.arguments(given))
     written = json.loads((tmp_path / "gpu_step.json").read_text())
     assert written["parts"].keys() == found["parts"].keys()
     assert (tmp_path / "gpu_step.png").stat().st_size > 1000
@@ -48,6 +49,9 @@ def test_every_part_runs_and_is_written(step, tmp_path, capsys):
     for row in parts["gradients"]:
         assert row["mfu"] == pytest.approx(row["tflops"] / 989)
         assert row["tokens_s"] > 0
+    # A step of the largest model went through the meta device at its full shapes.
+    eager, checkpointing = parts["shapes"]
+    assert eager["gradient_gib"] > 2 * checkpointing["gradient_gib"] > 60
     rules = json.loads((tmp_path / "auto.json").read_text())["engine"]["dry"]["rules"]
     assert rules == parts["auto"][0]["rules"]
     assert {row["operation"] for row in parts["head"][0]["rows"]} >= {"forward", "forward+backward"}
@@ -65,7 +69,7 @@ def test_a_case_that_fails_is_a_row_and_the_next_one_runs(step, tmp_path, monkey
         yield {"case": 2}, full
         yield {"case": 3}, lambda: {"value": 4.0}
 
-    monkeypatch.setattr(step, "parts_of", lambda setting, out: {"some": cases, "others": cases})
+    monkeypatch.setattr(step, "parts_of", lambda setting, out, names: {"some": cases, "others": cases})
     args = ["--dry", "--out", str(tmp_path)]
     rows = step.main(step.arguments([*args, "--only", "some"]))["parts"]
     assert list(rows) == ["some"]

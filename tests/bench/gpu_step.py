@@ -5,7 +5,8 @@
 Models have Qwen2.5's shapes and random weights, packs have 16k tokens. What is measured is written after each
 case, into gpu_step.json and gpu_step.png in the folder; a case that fails or does not fit is a row with its
 error. `--only` names parts, in the order in which they run; none begins a case after `--seconds`. `--dry`
-runs every part on the CPU with tiny shapes: it shows that the call works, and its numbers say nothing.
+runs every part on the CPU with tiny shapes, and traces a step of the full ones on the meta device: it shows
+that the call works, and its times say nothing.
 """
 
 import argparse
@@ -44,13 +45,14 @@ def beside_trl(setting: model.Setting) -> Cases:
     yield {"with": "trl"}, lambda: found
 
 
-def parts_of(setting: model.Setting, out: Path) -> dict[str, Callable[[], Cases]]:
-    """The parts in their order: those that everything rests on come first."""
+def parts_of(setting: model.Setting, out: Path, names: list[str]) -> dict[str, Callable[[], Cases]]:
+    """The parts in their order: those that everything rests on come first. `names` are of full sizes."""
     return {
         "products": partial(ops.products, setting),
         "numerics": partial(model.numerics, setting),
         "attention": partial(ops.attend, setting),
         "gradients": partial(model.gradients, setting),
+        "shapes": partial(model.shapes, setting, names),
         "memory": partial(model.memory, setting),
         "head": partial(ops.fused_head, setting),
         "auto": partial(ops.auto, setting, out),
@@ -187,7 +189,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     args.out.mkdir(parents=True, exist_ok=True)
     setting = setting_of(args)
     found = provenance(setting)
-    parts = parts_of(setting, args.out)
+    parts = parts_of(setting, args.out, args.sizes)
     file = args.out / "gpu_step.json"
     print(f"{found['device']}, {found['dtype']}, {found['versions']}", flush=True)
     for name in args.only or parts:
@@ -213,7 +215,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = list(parts_of(None, Path()))  # type: ignore[arg-type]
+    names = list(parts_of(None, Path(), []))  # type: ignore[arg-type]
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}")
     parser.add_argument("--sizes", nargs="+", choices=list(model.SHAPES), default=list(model.SHAPES))
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a pack")

@@ -1,6 +1,7 @@
 """Parts of gpu_step.py that run a whole model: gradients, memory, numerics, sampling, sync."""
 
 import copy
+import dataclasses
 import gc
 import importlib.util
 import statistics
@@ -42,6 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {  # name -> options of a strategy, and whethe
     "logits": {"fused_linear_logprob": False},
     "logits, checkpointing": {"fused_linear_logprob": False, "checkpointing": True},
 }
+PACK = 16384  # tokens of a pack at full size
 FORMULA = "6 T (matrices of the layers) + 6 (targets) D V + 6 layers heads head_dim sum of squared lengths"
 
 
@@ -208,6 +210,30 @@ def forecast(setting: Setting, shape: dict[str, Any], options: dict[str, Any]) -
         row["measured_gib"] = torch.cuda.max_memory_allocated() / 2**30
         row["ratio"] = row["forecast_gib"] / row["measured_gib"]
     return row
+
+
+def traced(setting: Setting, shape: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """A step at full size without memory: a shape that does not go through it is an error, here as there."""
+    full = dataclasses.replace(setting, device=torch.device("meta"), dtype=torch.bfloat16)
+    lm = module_of(full, shape, checkpointing=options.get("checkpointing", False))
+    config = strategy_of(options).config
+    tx = rft.optim.adamw(1e-6)
+    x = rft.strategy.estimate(config, (lm, tx), budget=PACK, kind="cuda", engine=False)
+    if x.unknown:
+        raise RuntimeError("; ".join(x.unknown))
+    gib = {"step_gib": x.total / 2**30, "gradient_gib": (x.training - x.optimizer) / 2**30}
+    if setting.device.type == "cuda":
+        gib["device_gib"] = torch.cuda.get_device_properties(setting.device).total_memory / 2**30
+    return gib
+
+
+def shapes(
+    setting: Setting, names: list[str]
+) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
+    """The full sizes on the meta device, in a dry run too: what a step needs, and a gradient alone."""
+    for name in names:
+        for way in ("eager", "checkpointing"):
+            yield {"size": name, "way": way}, lambda s=SHAPES[name], w=way: traced(setting, s, WAYS[w])
 
 
 def memory(setting: Setting) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
