@@ -16,6 +16,7 @@ from rft_fn.data.media.medium import Medium
 from rft_fn.run import commands
 from rft_fn.run.media import data_uri
 from rft_fn.run.page import recorded, series, write_page
+from rft_fn.run.warnings import Warnings
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "docs" / "results" / "tiny"
@@ -35,14 +36,22 @@ def token_row(step, group, sample, **more):
     return row | more
 
 
-def write_run(folder, *, steps=12, seed=0, lr=1e-3, offset=0.0):
-    """A run of its own folder; its reward is (step % 10) / 10 + offset."""
+def noted(rows):
+    """Rows as a run writes them: with the warnings of each step."""
+    warnings = Warnings()
+    return [row | warnings.note(row)[1] for row in rows]
+
+
+def write_run(folder, *, steps=12, seed=0, lr=1e-3, offset=0.0, idle=()):
+    """A run in its folder: the reward (step % 10) / 10 + offset, a learning rate of 0 in `idle` steps."""
     folder.mkdir(parents=True)
     config = {"seed": seed, "lr": lr, "out": str(folder), "strategy": {"fsdp": False, "seed": seed}}
     (folder / "config.json").write_text(json.dumps(config))
     metrics = [
         {"step": i, "reward/mean": i % 10 / 10 + offset, "loss": -i, "grad/norm": None} for i in range(steps)
     ]
+    if idle:
+        metrics = noted([row | {"lr": lr * (row["step"] not in idle)} for row in metrics])
     write_rows(folder / "metrics.jsonl", metrics)
     phases = {"phase/generate": 1.0, "phase/train": 0.5}
     write_rows(folder / "timing.jsonl", [{"step": i, "seconds": 2.0, **phases} for i in range(steps)])
@@ -109,10 +118,17 @@ def test_fans_keep_the_extremes_of_what_they_join():
     assert series.fan(rows, "reward") is None
 
 
-def test_symptoms_of_a_run_are_found_where_they_begin_and_end():
-    rows = [{"step": i, "lr": float(not 30 <= i < 60)} for i in range(90)]
+def test_symptoms_of_a_run_are_those_that_it_noted():
+    """A stretch of 17 steps in 10,000 is found, with its first and its last step."""
+    rows = noted([{"step": i, "lr": float(not 5003 <= i < 5020)} for i in range(10_000)])
     (found,) = series.found_symptoms(rows)
-    assert (found["name"], found["first"], found["last"]) == ("learning_rate", 34, 59)
+    assert (found["name"], found["first"], found["last"]) == ("learning_rate", 5007, 5019)
+    assert found["sentence"] == "the learning rate of the last 5 steps is 0" and "--lr" in found["remedy"]
+
+
+def test_a_symptom_of_an_older_rule_is_said_by_its_condition():
+    (found,) = series.found_symptoms([{"step": 3, "warning/truncated": 1.0, "warning/gone": 1.0}])
+    assert (found["first"], found["last"]) == (3, 3) and "are truncated, over 20" in found["sentence"]
 
 
 # ---------- runs and groups
@@ -215,7 +231,8 @@ def browser(tmp_path_factory):
 def page(tmp_path_factory):
     """Two seeds of 10,000 steps, another run, and one with a conversation and media."""
     folder = tmp_path_factory.mktemp("runs")
-    runs = [write_run(folder / f"seed{k}", seed=k, steps=10_000, offset=k / 10) for k in range(2)]
+    how = {"steps": 10_000, "idle": range(5003, 5020)}
+    runs = [write_run(folder / f"seed{k}", seed=k, offset=k / 10, **how) for k in range(2)]
     runs.append(write_run(folder / "other", lr=2e-3))
     talk = [{"role": "user", "content": "guess"}, {"role": "assistant", "content": "5"}]
     picture = np.zeros((2, 2, 3), np.uint8)
@@ -309,6 +326,9 @@ def test_a_browser_shows_each_token_with_its_numbers(browser, page):
 
 def test_a_browser_shows_the_rest(browser, page):
     browser.open(page)
+    symptoms = browser.value("[...document.querySelectorAll('#symptoms .symptom')].map((x) => x.textContent)")
+    said = "learning_rate (steps 5007 to 5019): the learning rate of the last 5 steps is 0. raise --lr or"
+    assert [line.startswith(f"seed{k} {said}") for k, line in enumerate(symptoms)] == [True, True]
     for selector in ("#spread .chart path.band", "#phases .chart rect.bar"):
         section = selector.split()[0]
         browser.value(f"document.querySelector('{section}').scrollIntoView()")
