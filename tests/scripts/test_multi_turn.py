@@ -8,6 +8,7 @@ from pathlib import Path
 import forks
 import pytest
 import ranks
+from test_symptoms import check_written
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = ["--prompts", "3", "--group", "4", "--max-new", "3", "--max-turns", "3", "--max-tokens", "40"]
@@ -54,6 +55,7 @@ def test_a_run_resumes_to_the_bit_and_shows_whole_conversations(tmp_path):
         assert talk["conversation"][0] == {"role": "user", "content": "guess:9="}
         assert talk["conversation"][2]["content"] in ("higher=", "lower=", "invalid=", "right")
     assert "eval/mean" in straight[0] and "eval/turns" in straight[3]
+    check_written(straight)
 
 
 def test_two_processes_play_and_learn_as_one(tmp_path):
