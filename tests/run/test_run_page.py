@@ -16,10 +16,13 @@ from rft_fn.data.media.medium import Medium
 from rft_fn.run import commands
 from rft_fn.run.media import data_uri
 from rft_fn.run.page import recorded, series, write_page
+from rft_fn.run.page.fields import FIELDS
 from rft_fn.run.warnings import Warnings
+from rft_fn.run.watch import HUES
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "docs" / "results" / "tiny"
+NONE = "rgba(0, 0, 0, 0)"  # a browser's word for no colour
 
 
 def write_rows(path, rows):
@@ -31,9 +34,25 @@ def token_row(step, group, sample, **more):
     sign = (-1) ** sample
     row = {"step": step, "group": group, "sample": sample, "prompt": f"2+{step}=", "reward": 0.5 + sign / 2}
     row |= {"pieces": ["5", " ok", "<end>"], "mask": [1, 0, 1], "adv": [sign, None, sign]}
-    row |= {"w": [0.5, None, 0.5], "push": [0.25 * sign, None, 0.5 * sign], "clipped": [0, None, 1]}
+    row |= {"w": [0.25, None, 0.5], "push": [0.25 * sign, None, 0.5 * sign], "clipped": [0, None, 1]}
     row |= {"ratio": [1.25, None, 0.8], "entropy": [0.7, None, 0.1], "mismatch": [0, None, 1e-6]}
+    row |= {"change": [0.02, None, -0.01], "logp": [-2, None, -0.5], "ref_gap": [-0.3, None, 0.1]}
     return row | more
+
+
+# (colour, share of its full strength) of both sampled tokens of a `token_row` with sample 1, by the number
+COLORED = {
+    "push": [("bad", 0.5), ("bad", 1)],
+    "adv": [("bad", 1), ("bad", 1)],
+    "ratio": [("good", 1), ("bad", 1)],
+    "clipped": [("", 0), ("bad", 1)],
+    "entropy": [("much", 1), ("much", 1 / 7)],
+    "mismatch": [("", 0), ("good", 1)],
+    "w": [("much", 0.5), ("much", 1)],
+    "change": [("good", 1), ("bad", 0.5)],
+    "logp": [("much", 1), ("much", 0.25)],
+    "ref_gap": [("bad", 1), ("good", 1 / 3)],
+}
 
 
 def noted(rows):
@@ -294,22 +313,30 @@ def test_a_browser_shows_each_token_with_its_numbers(browser, page):
     rewards = browser.value("[...document.querySelectorAll('#responses .reward')].map((x) => x.textContent)")
     assert rewards == ["reward 1", "reward 0", "reward 1"]
 
-    # the last token of the second response: orange by its push, and all numbers on hover
-    last = "#responses .card:nth-child(2) .tok:nth-child(3)"
-    style = f"document.querySelector('{last}').style.background"
-    assert "--rgb-bad" in browser.value(style) and "0.7" in browser.value(style)
-    browser.point(last)
+    # all numbers of the last token of the second response on hover
+    browser.point("#responses .card:nth-child(2) .tok:nth-child(3)")
     tip = browser.value("document.getElementById('tip').textContent").splitlines()
-    assert (
-        tip[0] == '"<end>"' and "push      -0.5" in tip and "ratio     0.8" in tip and "adv       -1" in tip
-    )
+    shown = ["push      -0.5", "ratio     0.8", "adv       -1", "w         0.5", "change    -0.01"]
+    shown += ["logp      -0.5", "clipped   1", "entropy   0.1", "mismatch  1.00e-6", "ref_gap   0.1"]
+    assert tip[0] == '"<end>"' and set(shown) == set(tip[1:])
     browser.point("#responses .card .tok.unlearned")
     assert "not in the mask" in browser.value("document.getElementById('tip').textContent")
 
-    # coloured by another number: only the clipped token is
-    choose(browser, "Colour by", "clipped or not")
-    tokens = "[...document.querySelectorAll('#responses .card:first-child .tok')]"
-    assert browser.value(f"{tokens}.map((t) => t.style.background !== '')") == [False, False, True]
+    # coloured by each of the numbers
+    assert list(COLORED) == list(FIELDS)
+    for name, field in FIELDS.items():
+        choose(browser, "Colour by", field.label)
+        key = browser.value("document.querySelector('#responses .scale').textContent")
+        assert key.startswith(f"{field.label}: {field.meaning}. ")
+        first, read, last = browser.value(
+            "[...document.querySelectorAll('#responses .card:nth-child(2) .tok')]"
+            ".map((t) => getComputedStyle(t).backgroundColor)"
+        )
+        assert read == NONE
+        for found, (hue, share) in zip((first, last), COLORED[name]):
+            *rgb, alpha = (float(x) for x in re.findall(r"[\d.]+", found))
+            assert alpha == pytest.approx(0.7 * share, abs=5e-3), name
+            assert found == NONE if not hue else tuple(rgb) == HUES[hue], (name, found)
 
     # another step, and the run with a conversation and media
     choose(browser, "Step", "step 0")

@@ -10,6 +10,7 @@ from typing import Any
 
 from rft_fn.run.files import write_whole
 from rft_fn.run.page import recorded, series
+from rft_fn.run.page.fields import FIELDS
 from rft_fn.run.page.recorded import Recorded
 
 __all__ = ["write_page"]
@@ -29,7 +30,8 @@ def write_page(folders: Sequence[str | Path], out: str | Path, *, most_bytes: in
     out = Path(out)
     runs = recorded.read_all(folders)
     about, parts = _data(runs, most_bytes)
-    blocks = [_block("data", about), *(_block(name, part) for name, part in parts.items())]
+    blocks = [_block("fields", FIELDS), _block("data", about)]
+    blocks += [_block(name, part) for name, part in parts.items()]
     title = " · ".join(run.name for run in runs)
     text = (_HERE / "page.html").read_text()
     filled = {
