@@ -374,3 +374,22 @@ def test_a_browser_shows_the_rest(browser, page):
     texts = browser.value("[...document.querySelectorAll('#samples .text')].map((x) => x.textContent)")
     assert texts == ["</script><b>5"]
     assert not browser.errors
+
+
+def test_what_decides_the_speed_of_a_page_is_bounded(browser, page):
+    """Runs of 10,000 steps: the points of each chart, the elements of each and of the page, and its bytes."""
+    browser.open(page)
+    for section in ("curves", "spread", "phases"):
+        for i in range(browser.value(f"document.querySelectorAll('#{section} .chart').length")):
+            browser.value(f"document.querySelectorAll('#{section} .chart')[{i}].scrollIntoView()")
+            browser.until(f"!document.querySelectorAll('#{section} .chart')[{i}].matches('.waiting')")
+    charts = browser.value(
+        "[...document.querySelectorAll('.chart')].map((chart) => [chart.querySelectorAll('*').length,"
+        " ...[...chart.querySelectorAll('path')].map((p) => p.getAttribute('d').split(/[ML]/).length - 1)])"
+    )
+    elements, points = zip(*((n, sum(paths)) for n, *paths in charts))
+    assert len(charts) == 13 and max(elements) < 250 and max(points) < 3.1 * series.MOST
+    steps = blocks(page)["data"]["runs"][0]["samples"]
+    assert (len(steps), steps[0], steps[-1]) == (1000, 0, 9999)
+    assert browser.value("document.querySelectorAll('*').length") < 6_000
+    assert page.stat().st_size < 2_500_000
