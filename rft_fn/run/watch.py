@@ -166,7 +166,7 @@ def _turns(conversation: Sequence[Mapping[str, Any]]) -> Text:
 
 
 def follow(folder: str | Path, *, every: float = 2.0, once: bool = False, color: Name = "push") -> None:
-    """Show a run until it ends, or only as it stands with `once`, its tokens coloured by the number `color`.
+    """Show a run until it ends, or only as it stands with `once`; tokens are coloured by `color`.
 
     The folder is read every `every` seconds. ValueError for a folder without a run; a run that has begun and
     finished no step yet is waited for.
