@@ -14,6 +14,7 @@ import tyro
 from rft_fn.run import completion, doctor, parsing, scripts, watch
 from rft_fn.run.cli import guard
 from rft_fn.run.page import write_page
+from rft_fn.run.page.fields import Name
 
 __all__ = ["COMMANDS", "Command", "Script", "main"]
 
@@ -57,11 +58,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Watch:
-    """Show a run in the terminal until it ends: metrics, phases, and the last responses in colour."""
+    """Show a run in the terminal until it ends: the last responses in colour, quantiles, phases, metrics."""
 
     run: tyro.conf.Positional[str]  # folder of the run
     every: float = 2.0  # seconds between two looks
     once: bool = False  # show it as it stands, and end
+    color: Name = "push"  # the number of each token that it is coloured by; docs/reports.md has what each is
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def report(options: Report) -> None:
 def watch_run(options: Watch) -> None:
     """Show the run until it ends, or until Ctrl-C."""
     try:
-        watch.follow(options.run, every=options.every, once=options.once)
+        watch.follow(options.run, every=options.every, once=options.once, color=options.color)
     except KeyboardInterrupt:
         print()
 

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 from rft_fn.run.symptoms import Row, symptoms
 
-__all__ = ["Warnings"]
+__all__ = ["WARNING", "Warnings"]
 
-_NAME = "warning/"
+WARNING = "warning/"
+"""How the name of a symptom's metric begins."""
 
 
 class Warnings:
@@ -17,8 +18,8 @@ class Warnings:
         self.shown: dict[str, None] = {}  # names, in the order in which they were found
         for row in rows:
             for name in row:
-                if name.startswith(_NAME):
-                    self.shown[name.removeprefix(_NAME)] = None
+                if name.startswith(WARNING):
+                    self.shown[name.removeprefix(WARNING)] = None
 
     def note(self, row: Row) -> tuple[list[str], dict[str, float]]:
         """(lines to show, metrics to add) after a step with the metrics `row`.
@@ -30,4 +31,4 @@ class Warnings:
         lines = [x.line for x in found if x.name not in self.shown]
         self.shown |= dict.fromkeys(x.name for x in found)
         here = {x.name for x in found}
-        return lines, {_NAME + name: float(name in here) for name in self.shown}
+        return lines, {WARNING + name: float(name in here) for name in self.shown}

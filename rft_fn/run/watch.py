@@ -1,5 +1,6 @@
-"""A run in the terminal while it goes on: metrics, phases, and the last responses in colour."""
+"""A run in the terminal while it goes on: the last responses in colour, quantiles, phases and metrics."""
 
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -12,18 +13,20 @@ from rich.table import Table
 from rich.text import Text
 
 from rft_fn.run import lock
+from rft_fn.run.page.fields import FIELDS, Name, full_scale, hue, level
 from rft_fn.run.page.recorded import Recorded, read
 from rft_fn.run.page.series import metric_names, phases
 from rft_fn.run.symptoms import symptoms
+from rft_fn.run.trajectories import QUANTILES
 
-__all__ = ["follow", "frame", "sparkline"]
+__all__ = ["HUES", "follow", "frame", "sparkline"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40  # characters of a sparkline or a bar
 _RECENT = 20  # steps whose phases are shown
 _RESPONSES = 6
-_GOOD = (31, 111, 178)
-_BAD = (214, 90, 20)
+HUES = {"good": (31, 111, 178), "bad": (214, 90, 20), "much": (120, 60, 170)}  # as on the page
+_BEHIND = "          "  # under a response, where its reward ends
 
 
 def sparkline(y: Sequence[float], width: int = _WIDTH) -> str:
@@ -38,8 +41,8 @@ def sparkline(y: Sequence[float], width: int = _WIDTH) -> str:
     return "".join(_BLOCKS[int((x - low) / span * (len(_BLOCKS) - 1) + 0.5)] for x in means)
 
 
-def frame(run: Recorded) -> Group:
-    """All of a run as it stands, for a terminal."""
+def frame(run: Recorded, color: Name = "push") -> Group:
+    """A run as it stands, for a terminal; `color` is the number that tokens are coloured by."""
     last = run.metrics[-1]["step"] + 1
     of = run.config.get("steps")
     head = f"{run.name}  step {last}"
@@ -50,7 +53,9 @@ def frame(run: Recorded) -> Group:
 
     # a low terminal cuts off the end, where the metrics of least interest are
     if run.tokens:
-        parts.append(_responses(run.tokens))
+        parts.append(_responses(run.tokens, color))
+    if run.distributions:
+        parts.append(_spread(run.distributions[-1]))
     return Group(*parts, _phases(run.timing), _metrics(run.metrics))
 
 
@@ -61,7 +66,8 @@ def _metrics(rows: Sequence[Mapping[str, Any]]) -> Table:
     for name in metric_names([rows]):
         y = [float(row[name]) for row in rows if row.get(name) is not None]
         if y:
-            table.add_row(name, f"{y[-1]:.4g}", sparkline(y), f"{min(y):.4g}", f"{max(y):.4g}")
+            # as a text: brackets in a name are no markup
+            table.add_row(Text(name), f"{y[-1]:.4g}", sparkline(y), f"{min(y):.4g}", f"{max(y):.4g}")
     return table
 
 
@@ -78,12 +84,23 @@ def _phases(timing: Sequence[Mapping[str, Any]]) -> Table:
     means = [sum(bar[k] for bar in bars) / len(bars) for k in range(len(found["names"]))]
     most = max(*means, 1e-9)
     for name, seconds in zip(found["names"], means):
-        table.add_row(name, f"{seconds:.3g}", "█" * round(_WIDTH * seconds / most))
+        table.add_row(Text(name), f"{seconds:.3g}", "█" * round(_WIDTH * seconds / most))
     return table
 
 
-def _responses(rows: Sequence[Mapping[str, Any]]) -> Group:
-    """The last group whose rewards differ, or else the last, each token on the colour of its push."""
+def _spread(row: Mapping[str, Any]) -> Table:
+    """The quantiles of the lengths and the rewards of a step."""
+    table = Table(box=None, pad_edge=False)
+    for name in (f"step {row['step'] + 1}", "min", *(f"{q:.0%}" for q in QUANTILES[1:-1]), "max"):
+        table.add_column(name)
+    for name, label in (("length", "lengths [tokens]"), ("reward", "rewards")):
+        if name in row:
+            table.add_row(Text(label), *(f"{x:.4g}" for x in row[name]))
+    return table
+
+
+def _responses(rows: Sequence[Mapping[str, Any]], color: Name) -> Group:
+    """The last group whose rewards differ, or else the last, each token on the colour of its number."""
     step = rows[-1]["step"]
     groups: dict[int, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -94,45 +111,62 @@ def _responses(rows: Sequence[Mapping[str, Any]]) -> Group:
         if len({row.get("reward") for row in group}) > 1:
             shown = group
 
-    # the colours are those of the page: blue becomes more probable, orange less
-    sizes = sorted(abs(x) for row in shown for x in row.get("push", ()) if x)
-    full = 1.0
-    if sizes:
-        full = sizes[int(0.95 * (len(sizes) - 1))]
-    lines = [Text(f"step {step + 1}  {shown[0].get('prompt', '')}", style="bold")]
-    lines += [_tokens(row, full) for row in shown[:_RESPONSES]]
+    # media stand as their names before the text that is about them
+    media = [f"[{kind} {name}] " for row in shown for kind, name, _ in row.get("media", ())]
+    head = f"step {step + 1}  {''.join(media)}{shown[0].get('prompt', '')}"
+    field = FIELDS[color]
+    key = f"coloured by {color}, {field.label}: {field.meaning}"
+    if not any(color in row for row in shown):
+        key = f"{color}, {field.label}: not recorded in this run"
+    lines = [Text(head, style="bold"), Text(key, style="dim")]
+    full = full_scale(shown, color)
+    for row in shown[:_RESPONSES]:
+        lines.append(_tokens(row, color, full))
+        if row.get("conversation"):
+            lines.append(_turns(row["conversation"]))
     return Group(*lines)
 
 
-def _tokens(row: Mapping[str, Any], full: float) -> Text:
+def _tokens(row: Mapping[str, Any], color: Name, full: float) -> Text:
     text = Text()
     if "name" in row:
         text.append(f"{row['name']:>8}  ")
     if "reward" in row:
         text.append(f"{row['reward']:8.3g}  ")
-    push = row.get("push") or [None] * len(row["pieces"])
-    for piece, learned, x in zip(row["pieces"], row["mask"], push):
+    values = row.get(color) or [None] * len(row["pieces"])
+    for piece, learned, x in zip(row["pieces"], row["mask"], values):
         style = ""
         if not learned:
             style = "dim italic"
-        elif x:
-            style = _background(x, full)
+        elif x is not None:
+            style = _background(color, level(color, x), full)
         text.append(piece.replace("\n", "↵"), style=style)
     return text
 
 
-def _background(x: float, full: float) -> str:
-    """A darker colour for a smaller push."""
-    base = _GOOD
-    if x < 0:
-        base = _BAD
-    share = 0.25 + 0.75 * min(abs(x) / full, 1.0)
-    red, green, blue = (round(share * c) for c in base)
+def _background(color: Name, size: float, full: float) -> str:
+    """A darker colour for a smaller level, none for 0."""
+    if not size:
+        return ""
+    share = 0.25 + 0.75 * min(abs(size) / full, 1.0)
+    red, green, blue = (round(share * c) for c in HUES[hue(color, size)])
     return f"white on rgb({red},{green},{blue})"
 
 
-def follow(folder: str | Path, *, every: float = 2.0, once: bool = False) -> None:
-    """Show a run until it ends, or only as it stands with `once`.
+def _turns(conversation: Sequence[Mapping[str, Any]]) -> Text:
+    """The turns of a conversation, each behind its role."""
+    text = Text(_BEHIND)
+    for turn in conversation:
+        said = turn.get("content")
+        if not isinstance(said, str):
+            said = json.dumps(said)
+        text.append(f"{turn.get('role', '')}: ", style="dim")
+        text.append(said.replace("\n", "↵") + "  ")
+    return text
+
+
+def follow(folder: str | Path, *, every: float = 2.0, once: bool = False, color: Name = "push") -> None:
+    """Show a run until it ends, or only as it stands with `once`; tokens are coloured by `color`.
 
     The folder is read every `every` seconds. ValueError for a folder without a run; a run that has begun and
     finished no step yet is waited for.
@@ -142,13 +176,13 @@ def follow(folder: str | Path, *, every: float = 2.0, once: bool = False) -> Non
     folder = Path(folder)
     console = Console()
     if once or not lock.held(folder):
-        console.print(frame(read(folder)))
+        console.print(frame(read(folder), color))
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         going = True
         while going:
             going = lock.held(folder)  # asked first, so that the last frame has the last rows
             if (folder / "metrics.jsonl").exists() or not going:
-                live.update(frame(read(folder)), refresh=True)
+                live.update(frame(read(folder), color), refresh=True)
             if going:
                 time.sleep(every)

@@ -11,7 +11,7 @@ BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:
-    """One page in a browser."""
+    """One page in a browser, which `close` or the end of a `with` ends."""
 
     def __init__(self, folder, width=1280, height=900):
         there, self.answers = os.pipe()
@@ -38,6 +38,12 @@ class Browser:
         self.session = attached["sessionId"]
         self.send("Runtime.enable")
         self.send("Page.enable")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
 
     def receive(self):
         while b"\0" not in self.buffer:

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from matplotlib import image
@@ -229,22 +230,33 @@ def test_other_ranks_write_nothing(tmp_path):
     assert not (tmp_path / "r").exists()
 
 
-def test_trajectories_are_the_first_of_each_group(tmp_path):
+def test_trajectories_are_the_first_of_each_group_and_distributions_of_all(tmp_path):
     class Prompt:
         def __init__(self, text):
             self.text = text
 
     class Batch:
-        mask = torch.ones(4, 3)
+        mask = torch.arange(9) < torch.tensor([[9], [1], [4], [2]])
 
-    reward = torch.tensor([[1.0, 0.0], [0.5, 0.0]])
+    reward = torch.tensor([[1.0, 0.0], [0.5, 0.25]])
+    judged = Judged(reward, {"exact": reward}, ["a", "b", "c", "d"])
     run = runs.Run(tmp_path / "r", Config(), total=4)
     run.resume(0)
-    run.trajectories(
-        3, [Prompt("p"), Prompt("q")], Batch(), Judged(reward, {"exact": reward}, ["a", "b", "c", "d"])
-    )
+    run.trajectories(3, [Prompt("p"), Prompt("q")], Batch(), judged)
     rows = plot.read_metrics(run.folder / "trajectories.jsonl")
     assert rows[1] == {"step": 3, "prompt": "q", "response": "c", "reward": 0.5, "exact": 0.5}
+
+    # rewards that are no number are left out, evaluations have no row
+    reward[0, 1] = torch.nan
+    run.trajectories(4, [], Batch(), judged)
+    run.trajectories(4, [], Batch(), judged, split="eval")
+    spread = plot.read_metrics(run.folder / "distributions.jsonl")
+    levels = [0, 0.1, 0.25, 0.5, 0.75, 0.9, 1]
+    lengths = np.quantile([9, 1, 4, 2], levels)
+    for row, step, rewards in zip(spread, (3, 4), ([1, 0, 0.5, 0.25], [1, 0.5, 0.25]), strict=True):
+        assert row["step"] == step
+        np.testing.assert_allclose(row["length"], lengths)
+        np.testing.assert_allclose(row["reward"], np.quantile(rewards, levels))
 
 
 def test_trajectories_have_what_rewards_said_of_a_response(tmp_path):

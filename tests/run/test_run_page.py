@@ -16,9 +16,13 @@ from rft_fn.data.media.medium import Medium
 from rft_fn.run import commands
 from rft_fn.run.media import data_uri
 from rft_fn.run.page import recorded, series, write_page
+from rft_fn.run.page.fields import FIELDS
+from rft_fn.run.warnings import Warnings
+from rft_fn.run.watch import HUES
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "docs" / "results" / "tiny"
+NONE = "rgba(0, 0, 0, 0)"  # a browser's word for no colour
 
 
 def write_rows(path, rows):
@@ -30,19 +34,43 @@ def token_row(step, group, sample, **more):
     sign = (-1) ** sample
     row = {"step": step, "group": group, "sample": sample, "prompt": f"2+{step}=", "reward": 0.5 + sign / 2}
     row |= {"pieces": ["5", " ok", "<end>"], "mask": [1, 0, 1], "adv": [sign, None, sign]}
-    row |= {"w": [0.5, None, 0.5], "push": [0.25 * sign, None, 0.5 * sign], "clipped": [0, None, 1]}
+    row |= {"w": [0.25, None, 0.5], "push": [0.25 * sign, None, 0.5 * sign], "clipped": [0, None, 1]}
     row |= {"ratio": [1.25, None, 0.8], "entropy": [0.7, None, 0.1], "mismatch": [0, None, 1e-6]}
+    row |= {"change": [0.02, None, -0.01], "logp": [-2, None, -0.5], "ref_gap": [-0.3, None, 0.1]}
     return row | more
 
 
-def write_run(folder, *, steps=12, seed=0, lr=1e-3, offset=0.0):
-    """A run of its own folder; its reward is (step % 10) / 10 + offset."""
+# (colour, share of its full strength) of both sampled tokens of a `token_row` with sample 1, by the number
+COLORED = {
+    "push": [("bad", 0.5), ("bad", 1)],
+    "adv": [("bad", 1), ("bad", 1)],
+    "ratio": [("good", 1), ("bad", 1)],
+    "clipped": [("", 0), ("bad", 1)],
+    "entropy": [("much", 1), ("much", 1 / 7)],
+    "mismatch": [("", 0), ("good", 1)],
+    "w": [("much", 0.5), ("much", 1)],
+    "change": [("good", 1), ("bad", 0.5)],
+    "logp": [("much", 1), ("much", 0.25)],
+    "ref_gap": [("bad", 1), ("good", 1 / 3)],
+}
+
+
+def noted(rows):
+    """Rows as a run writes them: with the warnings of each step."""
+    warnings = Warnings()
+    return [row | warnings.note(row)[1] for row in rows]
+
+
+def write_run(folder, *, steps=12, seed=0, lr=1e-3, offset=0.0, idle=()):
+    """A run in its folder: the reward (step % 10) / 10 + offset, a learning rate of 0 in `idle` steps."""
     folder.mkdir(parents=True)
     config = {"seed": seed, "lr": lr, "out": str(folder), "strategy": {"fsdp": False, "seed": seed}}
     (folder / "config.json").write_text(json.dumps(config))
     metrics = [
         {"step": i, "reward/mean": i % 10 / 10 + offset, "loss": -i, "grad/norm": None} for i in range(steps)
     ]
+    if idle:
+        metrics = noted([row | {"lr": lr * (row["step"] not in idle)} for row in metrics])
     write_rows(folder / "metrics.jsonl", metrics)
     phases = {"phase/generate": 1.0, "phase/train": 0.5}
     write_rows(folder / "timing.jsonl", [{"step": i, "seconds": 2.0, **phases} for i in range(steps)])
@@ -109,10 +137,17 @@ def test_fans_keep_the_extremes_of_what_they_join():
     assert series.fan(rows, "reward") is None
 
 
-def test_symptoms_of_a_run_are_found_where_they_begin_and_end():
-    rows = [{"step": i, "lr": float(not 30 <= i < 60)} for i in range(90)]
+def test_symptoms_of_a_run_are_those_that_it_noted():
+    """A stretch of 17 steps in 10,000 is found, with its first and its last step."""
+    rows = noted([{"step": i, "lr": float(not 5003 <= i < 5020)} for i in range(10_000)])
     (found,) = series.found_symptoms(rows)
-    assert (found["name"], found["first"], found["last"]) == ("learning_rate", 34, 59)
+    assert (found["name"], found["first"], found["last"]) == ("learning_rate", 5007, 5019)
+    assert found["sentence"] == "the learning rate of the last 5 steps is 0" and "--lr" in found["remedy"]
+
+
+def test_a_symptom_of_an_older_rule_is_said_by_its_condition():
+    (found,) = series.found_symptoms([{"step": 3, "warning/truncated": 1.0, "warning/gone": 1.0}])
+    assert (found["first"], found["last"]) == (3, 3) and "are truncated, over 20" in found["sentence"]
 
 
 # ---------- runs and groups
@@ -215,7 +250,8 @@ def browser(tmp_path_factory):
 def page(tmp_path_factory):
     """Two seeds of 10,000 steps, another run, and one with a conversation and media."""
     folder = tmp_path_factory.mktemp("runs")
-    runs = [write_run(folder / f"seed{k}", seed=k, steps=10_000, offset=k / 10) for k in range(2)]
+    how = {"steps": 10_000, "idle": range(5003, 5020)}
+    runs = [write_run(folder / f"seed{k}", seed=k, offset=k / 10, **how) for k in range(2)]
     runs.append(write_run(folder / "other", lr=2e-3))
     talk = [{"role": "user", "content": "guess"}, {"role": "assistant", "content": "5"}]
     picture = np.zeros((2, 2, 3), np.uint8)
@@ -277,22 +313,30 @@ def test_a_browser_shows_each_token_with_its_numbers(browser, page):
     rewards = browser.value("[...document.querySelectorAll('#responses .reward')].map((x) => x.textContent)")
     assert rewards == ["reward 1", "reward 0", "reward 1"]
 
-    # the last token of the second response: orange by its push, and all numbers on hover
-    last = "#responses .card:nth-child(2) .tok:nth-child(3)"
-    style = f"document.querySelector('{last}').style.background"
-    assert "--rgb-bad" in browser.value(style) and "0.7" in browser.value(style)
-    browser.point(last)
+    # all numbers of the last token of the second response on hover
+    browser.point("#responses .card:nth-child(2) .tok:nth-child(3)")
     tip = browser.value("document.getElementById('tip').textContent").splitlines()
-    assert (
-        tip[0] == '"<end>"' and "push      -0.5" in tip and "ratio     0.8" in tip and "adv       -1" in tip
-    )
+    shown = ["push      -0.5", "ratio     0.8", "adv       -1", "w         0.5", "change    -0.01"]
+    shown += ["logp      -0.5", "clipped   1", "entropy   0.1", "mismatch  1.00e-6", "ref_gap   0.1"]
+    assert tip[0] == '"<end>"' and set(shown) == set(tip[1:])
     browser.point("#responses .card .tok.unlearned")
     assert "not in the mask" in browser.value("document.getElementById('tip').textContent")
 
-    # coloured by another number: only the clipped token is
-    choose(browser, "Colour by", "clipped or not")
-    tokens = "[...document.querySelectorAll('#responses .card:first-child .tok')]"
-    assert browser.value(f"{tokens}.map((t) => t.style.background !== '')") == [False, False, True]
+    # coloured by each of the numbers
+    assert list(COLORED) == list(FIELDS)
+    for name, field in FIELDS.items():
+        choose(browser, "Colour by", field.label)
+        key = browser.value("document.querySelector('#responses .scale').textContent")
+        assert key.startswith(f"{field.label}: {field.meaning}. ")
+        first, read, last = browser.value(
+            "[...document.querySelectorAll('#responses .card:nth-child(2) .tok')]"
+            ".map((t) => getComputedStyle(t).backgroundColor)"
+        )
+        assert read == NONE
+        for found, (hue, share) in zip((first, last), COLORED[name]):
+            *rgb, alpha = (float(x) for x in re.findall(r"[\d.]+", found))
+            assert alpha == pytest.approx(0.7 * share, abs=5e-3), name
+            assert found == NONE if not hue else tuple(rgb) == HUES[hue], (name, found)
 
     # another step, and the run with a conversation and media
     choose(browser, "Step", "step 0")
@@ -309,6 +353,9 @@ def test_a_browser_shows_each_token_with_its_numbers(browser, page):
 
 def test_a_browser_shows_the_rest(browser, page):
     browser.open(page)
+    symptoms = browser.value("[...document.querySelectorAll('#symptoms .symptom')].map((x) => x.textContent)")
+    said = "learning_rate (steps 5007 to 5019): the learning rate of the last 5 steps is 0. raise --lr or"
+    assert [line.startswith(f"seed{k} {said}") for k, line in enumerate(symptoms)] == [True, True]
     for selector in ("#spread .chart path.band", "#phases .chart rect.bar"):
         section = selector.split()[0]
         browser.value(f"document.querySelector('{section}').scrollIntoView()")
@@ -327,3 +374,22 @@ def test_a_browser_shows_the_rest(browser, page):
     texts = browser.value("[...document.querySelectorAll('#samples .text')].map((x) => x.textContent)")
     assert texts == ["</script><b>5"]
     assert not browser.errors
+
+
+def test_what_decides_the_speed_of_a_page_is_bounded(browser, page):
+    """Runs of 10,000 steps: the points of each chart, the elements of each and of the page, and its bytes."""
+    browser.open(page)
+    for section in ("curves", "spread", "phases"):
+        for i in range(browser.value(f"document.querySelectorAll('#{section} .chart').length")):
+            browser.value(f"document.querySelectorAll('#{section} .chart')[{i}].scrollIntoView()")
+            browser.until(f"!document.querySelectorAll('#{section} .chart')[{i}].matches('.waiting')")
+    charts = browser.value(
+        "[...document.querySelectorAll('.chart')].map((chart) => [chart.querySelectorAll('*').length,"
+        " ...[...chart.querySelectorAll('path')].map((p) => p.getAttribute('d').split(/[ML]/).length - 1)])"
+    )
+    elements, points = zip(*((n, sum(paths)) for n, *paths in charts))
+    assert len(charts) == 13 and max(elements) < 250 and max(points) < 3.1 * series.MOST
+    steps = blocks(page)["data"]["runs"][0]["samples"]
+    assert (len(steps), steps[0], steps[-1]) == (1000, 0, 9999)
+    assert browser.value("document.querySelectorAll('*').length") < 6_000
+    assert page.stat().st_size < 2_500_000

@@ -3,11 +3,16 @@
 import json
 import re
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from test_house import load_script
+from test_run_page import blocks
 
 from rft_fn import run as runs
 from rft_fn.run import plot
+from rft_fn.run.page import write_page
+from rft_fn.run.page.series import found_symptoms
 from rft_fn.run.symptoms import RULES, symptoms
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +30,10 @@ HEALTHY = {
 
 
 def history(steps, **changes):
-    """Rows of a healthy run, in which some metrics (a_b for a/b) are functions of the step."""
+    """Rows of a healthy run; some metrics (a__b for a/b) are functions of the step, absent where None."""
     changes = {name.replace("__", "/"): f for name, f in changes.items()}
-    return [HEALTHY | {name: f(i) for name, f in changes.items()} for i in range(steps)]
+    rows = [HEALTHY | {name: f(i) for name, f in changes.items()} for i in range(steps)]
+    return [{name: x for name, x in row.items() if x is not None} for row in rows]
 
 
 def names(rows):
@@ -90,6 +96,36 @@ CASES = {
         history(60, grad__norm=late(7.1e-4, 0.7)),
     ),
 }
+SAME = """
+def same(completions, **columns):
+    return [0.5] * len(completions)
+"""
+
+
+class Asked(dict):
+    """A row that notes which metrics are asked for."""
+
+    asked: ClassVar[set[str]] = set()
+
+    def get(self, name, default=None):
+        self.asked.add(name)
+        return super().get(name, default)
+
+
+def read_by_rules():
+    """The metrics that the rules read: a script that does not write one of them switches a rule off."""
+    for name in CASES:
+        symptoms([Asked(row) for row in CASES[name][0]])
+    return sorted(Asked.asked)
+
+
+def check_written(rows):
+    """Each metric that a rule reads is in each of a script's rows; that of evaluations in one of them."""
+    names = read_by_rules()
+    assert len(names) == 10 and any(row.get("eval/mean") is not None for row in rows)
+    for name in names:
+        here = [row.get(name) is not None for row in rows]
+        assert all(here) or name == "eval/mean", (name, here)
 
 
 @pytest.mark.parametrize("name", [rule.name for rule in RULES])
@@ -123,25 +159,56 @@ def test_recorded_runs_that_learned_have_no_symptom_at_any_step(name):
     assert all(names(rows[:n]) == [] for n in range(1, len(rows) + 1))
 
 
-def test_a_run_shows_each_symptom_once_and_notes_it_in_every_row(tmp_path, capsys):
-    run = runs.Run(tmp_path / "r", {"lr": 1}, total=60)
+@pytest.mark.parametrize("name", [rule.name for rule in RULES])
+def test_a_run_shows_each_symptom_once_notes_it_in_every_row_and_reports_it(name, tmp_path, capsys):
+    """The terminal, metrics.jsonl and the page, against the rules themselves at every step."""
+    found = CASES[name][0] + history(25)
+    found_at = [names(found[: n + 1]) for n in range(len(found))]
+    hits = [step for step, those in enumerate(found_at) if name in those]
+    cut = hits[0] + 2
+    run = runs.Run(tmp_path / "r", {"lr": 1}, total=85)
     run.resume(0)
-    found = history(60, lr=lambda i: 0.0 if 10 <= i < 30 else 1e-3)
-    for step, row in enumerate(found[:20]):
+    for step, row in enumerate(found[:cut]):
         run.write(step, row)
-    out = capsys.readouterr().out
-    assert out.count("warning: learning_rate: the learning rate of the last 5 steps is 0; raise --lr") == 1
+    (rule,) = (rule for rule in RULES if rule.name == name)
+    said = re.findall(r"^warning: (.*)$", capsys.readouterr().out, re.M)
+    assert said == [f"{name}: {rule.find(found[: hits[0] + 1])}; {rule.remedy}"]
 
     # a run that continues knows of it, and says nothing twice
-    run.finish()
-    run = runs.Run(tmp_path / "r", {"lr": 1}, total=60)
-    run.resume(20)
-    for step, row in enumerate(found[20:], 20):
+    run = runs.Run(tmp_path / "r", {"lr": 1}, total=85)
+    run.resume(cut)
+    for step, row in enumerate(found[cut:], cut):
         run.write(step, row)
     assert "warning:" not in capsys.readouterr().out
-    notes = [row.get("warning/learning_rate") for row in plot.read_metrics(run.folder / "metrics.jsonl")]
-    assert notes == [None] * 14 + [1.0] * 16 + [0.0] * 30
-    run.finish()
+    notes = [row.get(f"warning/{name}") for row in plot.read_metrics(run.folder / "metrics.jsonl")]
+    here = [float(name in those) for those in found_at]
+    assert notes == [None] * hits[0] + here[hits[0] :] and notes[-1] == 0
+
+    # the report has where it was, the last sentence and the remedy
+    page = write_page([run.folder], tmp_path / "page.html")
+    (entry,) = blocks(page)["data"]["runs"][0]["symptoms"]
+    assert (entry["name"], entry["first"], entry["last"]) == (name, hits[0], hits[-1])
+    assert entry["sentence"] == rule.find(found[: hits[-1] + 1]) and entry["remedy"] == rule.remedy
+
+
+def test_a_script_whose_run_cannot_learn_says_why(tmp_path, capsys, monkeypatch):
+    """Rewards that are all equal, one token a response, and a rate that is 0 until half of its warm-up."""
+    (tmp_path / "same.py").write_text(SAME)
+    grpo = load_script("grpo")
+    cfg = {"prompts": 2, "group": 2, "steps": 20, "eval_prompts": 1, "tokens_every": 0}
+    cfg |= {"reward": (f"{tmp_path / 'same.py'}:same",), "max_new": 1, "lr": 5e-324, "warmup": 15}
+    for picture in ("curve", "length_histogram", "phases"):
+        monkeypatch.setattr(plot, picture, lambda *_, **__: None)
+    with pytest.warns(UserWarning, match="reward 'same': it scores 0.5 for nothing"):
+        grpo.main(grpo.Config(**cfg, out=str(tmp_path / "r")))
+    said = re.findall(r"^warning: (\w+): ", capsys.readouterr().out, re.M)
+    assert said == ["learning_rate", "flat_groups", "truncated"]
+    entries = found_symptoms(plot.read_metrics(tmp_path / "r" / "metrics.jsonl"))
+    assert [(x["name"], x["first"], x["last"]) for x in entries] == [
+        ("learning_rate", 4, 6),
+        ("flat_groups", 19, 19),
+        ("truncated", 19, 19),
+    ]
 
 
 def test_every_rule_is_in_the_documentation():
@@ -151,8 +218,6 @@ def test_every_rule_is_in_the_documentation():
 
 
 def test_options_that_remedies_name_exist():
-    from test_house import load_script
-
     fields = load_script("grpo").Config.__dataclass_fields__
     for rule in RULES:
         for option in re.findall(r"--([\w-]+)", rule.remedy):

@@ -3,22 +3,24 @@
 import re
 import shutil
 import threading
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 from rich.console import Console
-from test_run_page import TINY, token_row, write_rows, write_run
+from test_run_page import COLORED, TINY, token_row, write_rows, write_run
 
 from rft_fn.run import commands, lock
+from rft_fn.run.page.fields import FIELDS, Name
 from rft_fn.run.page.recorded import read
-from rft_fn.run.watch import follow, frame, sparkline
+from rft_fn.run.watch import HUES, follow, frame, sparkline
 
 
-def printed(run, **how):
+def printed(run, color="push", **how):
     console = Console(record=True, width=120, **how)
     with console.capture() as found:
-        console.print(frame(run))
+        console.print(frame(run, color))
     return found.get()
 
 
@@ -32,14 +34,57 @@ def test_a_sparkline_goes_from_the_least_to_the_largest():
     assert sparkline([0.0, 0.0, 7.0, 7.0], 2) == "▁█" and sparkline([3.0, 3.0]) == "▁▁"
 
 
-def test_a_frame_has_metrics_phases_and_tokens_in_the_colours_of_their_push(tmp_path):
+def test_a_frame_has_metrics_phases_and_tokens(tmp_path):
     folder = write_run(tmp_path / "r")
     text = printed(read(folder))
     assert "r  step 12" in text and "reward/mean" in text and "generate" in text and "2+10=" in text
     assert "0.1 " in text and "▁▂▃▄▅▅▆▇██" not in text
-    colored = printed(read(folder), force_terminal=True, color_system="truecolor")
-    assert "48;2;31;111;178" in colored and "48;2;214;90;20" in colored  # the largest pushes of both signs
-    assert "rgb" not in colored
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_tokens_are_coloured_by_any_of_their_numbers_as_on_the_page(name, tmp_path):
+    run = read(write_run(tmp_path / "r"))
+    text = printed(run, name, force_terminal=True, color_system="truecolor")
+    (line,) = (line for line in text.splitlines() if line.startswith("       0  "))
+    wanted = [
+        tuple(round((0.25 + 0.75 * share) * c) for c in HUES[hue]) for hue, share in COLORED[name] if hue
+    ]
+    found = [tuple(map(int, rgb)) for rgb in re.findall(r"48;2;(\d+);(\d+);(\d+)m", line)]
+    assert found == wanted and f"coloured by {name}, {FIELDS[name].label}: " in text
+
+
+def test_a_number_that_is_not_recorded_is_said(tmp_path):
+    folder = write_run(tmp_path / "r")
+    rows = [{k: x for k, x in token_row(10, 0, s).items() if k != "ref_gap"} for s in range(2)]
+    write_rows(folder / "tokens.jsonl", rows)
+    assert "ref_gap, distance from the reference: not recorded in this run" in printed(
+        read(folder), "ref_gap"
+    )
+
+
+def test_a_frame_has_the_quantiles_of_the_last_step(tmp_path):
+    folder = write_run(tmp_path / "r")
+    rows = [
+        {"step": i, "length": [i + k for k in range(7)], "reward": [k / 8 for k in range(7)]} for i in (0, 9)
+    ]
+    write_rows(folder / "distributions.jsonl", rows)
+    cells = [line.split() for line in printed(read(folder)).splitlines()]
+    assert ["step", "10", "min", "10%", "25%", "50%", "75%", "90%", "max"] in cells
+    assert ["lengths", "[tokens]", *(str(9 + k) for k in range(7))] in cells
+    assert ["rewards", "0", "0.125", "0.25", "0.375", "0.5", "0.625", "0.75"] in cells
+
+
+def test_conversations_have_their_roles_and_media_their_names(tmp_path):
+    folder = write_run(tmp_path / "r")
+    said = [("user", "guess"), ("assistant", "5\n"), ("user", [{"type": "text", "text": "higher"}])]
+    talk = [{"role": role, "content": content} for role, content in said]
+    media = [["image", "squares-1", "data:image/png;base64,"], ["audio", "tone-2", ""]]
+    write_rows(
+        folder / "tokens.jsonl", [token_row(10, 0, 0, conversation=talk, media=media, prompt="how many?")]
+    )
+    text = printed(read(folder))
+    assert "step 11  [image squares-1] [audio tone-2] how many?\n" in text
+    assert '\n          user: guess  assistant: 5↵  user: [{"type": "text", "text": "higher"}]' in text
 
 
 def test_the_group_whose_rewards_differ_is_shown(tmp_path):
@@ -60,13 +105,23 @@ def test_both_sides_of_a_pair_have_their_names(tmp_path):
 
 def test_symptoms_are_shown(tmp_path):
     folder = write_run(tmp_path / "r")
-    write_rows(folder / "metrics.jsonl", [{"step": i, "lr": 0.0} for i in range(6)])
-    assert "warning: learning_rate" in printed(read(folder))
+    write_rows(folder / "metrics.jsonl", [{"step": i, "lr": 0.0, "reward/a[b]": 1.0} for i in range(6)])
+    text = printed(read(folder))
+    assert "warning: learning_rate" in text and "reward/a[b]" in text
 
 
 def test_a_finished_run_is_shown_once(capsys):
     commands.main(["watch", str(TINY)])
     assert "step 140 of 140" in capsys.readouterr().out
+
+
+def test_the_colour_is_an_option_of_the_command(tmp_path, capsys):
+    assert get_args(Name) == tuple(FIELDS)
+    commands.main(["watch", str(write_run(tmp_path / "r")), "--color", "entropy"])
+    assert "coloured by entropy, entropy: of the distribution" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        commands.main(["watch", str(tmp_path / "r"), "--color", "reward"])
+    assert "reward" in capsys.readouterr().err
 
 
 def test_watching_ends_with_the_run(tmp_path, capsys):

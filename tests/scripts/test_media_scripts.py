@@ -2,10 +2,14 @@
 
 import json
 
+import headless
 import pytest
 from test_house import load_script as script
 
+from rft_fn.run.page import write_page
+
 CASES = [("tiny-vl", "count_squares"), ("tiny-audio", "tone")]
+KINDS = {"count_squares": "image", "tone": "audio"}
 
 
 def grpo(folder, model, task, steps):
@@ -35,6 +39,28 @@ def test_a_warmed_up_model_knows_more_than_chance_and_has_more_to_learn(trained)
     assert (folder / "samples.png").stat().st_size > 0
     names = [name for row in rows(folder / "trajectories.jsonl") for name in row["media"]]
     assert names and all(name.startswith(f"{task}-1-") for name in names)
+
+    # what was seen or heard lies beside the tokens of the first response to each prompt
+    recorded = rows(folder / "tokens.jsonl")
+    assert [row["sample"] for row in recorded if "media" in row] == [0, 0]
+    for row in recorded[::4]:
+        ((kind, name, uri),) = row["media"]
+        assert kind == KINDS[task] and name.startswith(f"{task}-1-") and uri.startswith(f"data:{kind}/")
+
+
+@pytest.mark.skipif(headless.BROWSER is None, reason="needs chromium")
+def test_the_page_of_a_run_shows_the_image_and_plays_the_sound(trained, tmp_path):
+    folder, _, task = trained
+    ((_, name, uri),) = rows(folder / "tokens.jsonl")[0]["media"]
+    page = write_page([folder], tmp_path / "page.html")
+    with headless.Browser(tmp_path / "browser") as browser:
+        browser.open(page)
+        figure = "document.querySelector('#responses .media figure')"
+        assert browser.value(f"{figure}.textContent") == name
+        assert browser.value(f"{figure}.firstChild.src") == uri
+        read = {"image": "naturalWidth >= 8", "audio": "duration > 0.05"}[KINDS[task]]
+        browser.until(f"{figure}.firstChild.{read}")
+        assert not browser.errors
 
 
 def test_a_run_that_sees_or_hears_resumes_to_the_bit(trained, tmp_path):

@@ -3,11 +3,17 @@
 import json
 import os
 import sys
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import forks
+import headless
 import pytest
 import ranks
+from test_symptoms import check_written
+
+from rft_fn.run.page import write_page
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = ["--prompts", "3", "--group", "4", "--max-new", "3", "--max-turns", "3", "--max-tokens", "40"]
@@ -54,6 +60,36 @@ def test_a_run_resumes_to_the_bit_and_shows_whole_conversations(tmp_path):
         assert talk["conversation"][0] == {"role": "user", "content": "guess:9="}
         assert talk["conversation"][2]["content"] in ("higher=", "lower=", "invalid=", "right")
     assert "eval/mean" in straight[0] and "eval/turns" in straight[3]
+    check_written(straight)
+
+    # single tokens: a stretch of the mask is a turn of the policy, what lies between one of the environment
+    recorded = rows(whole, "tokens.jsonl")
+    assert len(recorded) == 8
+    for row in recorded:
+        stretches = [list(part) for _, part in groupby(zip(row["mask"], row["pieces"]), itemgetter(0))]
+        turns = row["conversation"][1 : 1 + len(stretches)]
+        for part, turn in zip(stretches, turns, strict=True):
+            assert turn["role"] == ("assistant" if part[0][0] else "user")
+            assert "".join(piece for _, piece in part).removesuffix("<end>") == turn["content"]
+    if headless.BROWSER:
+        check_page(write_page([whole], tmp_path / "page.html"), recorded, tmp_path)
+
+
+def check_page(page, recorded, folder):
+    """The conversation of each response of the first group is on the page, what the policy read in grey."""
+    group = [row for row in recorded if row["group"] == 0]
+    with headless.Browser(folder / "browser") as browser:
+        browser.open(page)
+        for i, row in enumerate(group, 1):
+            texts = f"((s) => [...document.querySelectorAll('#responses .card:nth-child({i}) ' + s)]"
+            texts += ".map((x) => x.textContent))"
+            assert browser.value(f"{texts}('.role')") == [turn["role"] for turn in row["conversation"]]
+            assert browser.value(f"{texts}('.turn')") == [
+                turn["role"] + turn["content"] for turn in row["conversation"]
+            ]
+            read = [piece for m, piece in zip(row["mask"], row["pieces"]) if not m]
+            assert browser.value(f"{texts}('.tok.unlearned')") == read
+        assert not browser.errors
 
 
 def test_two_processes_play_and_learn_as_one(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_scripts import rows, run, start
+from test_symptoms import check_written
 
 import rft_fn as rft
 
@@ -69,6 +70,7 @@ def test_a_run_leaves_everything(straight):
     assert all(r["policy/logp_gap"] < 1e-4 and r["kl/coef"] > 0 for r in metrics)
     assert [i for i, r in enumerate(metrics) if "eval/mean" in r] == [0, 2, 5]
     assert ["grad/norm" in r for r in metrics] == [False, *[True] * 5]  # the first step froze the actor
+    check_written(metrics[1:])
     assert metrics[0]["kl/ref"] == pytest.approx(0, abs=1e-6)  # the policy is the initial model
     assert metrics[0]["kl/coef"] == 0.05 != metrics[-1]["kl/coef"]
     assert {"curve.png", "timing.jsonl", "config.json", "model", "critic", "checkpoints"} <= {

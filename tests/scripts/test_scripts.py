@@ -20,6 +20,7 @@ import forks
 import pytest
 import torch
 from test_house import load_script as script
+from test_symptoms import check_written
 
 import rft_fn as rft
 from rft_fn import algorithm
@@ -89,6 +90,7 @@ def test_a_run_leaves_everything(straight):
         assert all(name in r for r in metrics), name
     assert all(r["policy/logp_gap"] < 1e-4 for r in metrics)
     assert [i for i, r in enumerate(metrics) if "eval/mean" in r] == [0, 3, 7]
+    check_written(metrics)
     assert {"curve.png", "lengths.png", "timing.jsonl", "config.json", "model", "checkpoints"} <= set(
         os.listdir(straight)
     )

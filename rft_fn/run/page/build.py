@@ -10,11 +10,13 @@ from typing import Any
 
 from rft_fn.run.files import write_whole
 from rft_fn.run.page import recorded, series
+from rft_fn.run.page.fields import FIELDS
 from rft_fn.run.page.recorded import Recorded
 
 __all__ = ["write_page"]
 
 MOST_BYTES = 9_500_000  # of a page
+_MOST_STEPS = 1000  # of a run whose responses are on the page: each is an entry of a menu
 _PICTURE_BYTES = 600_000
 _SCRIPTS = ("charts.js", "tokens.js", "page.js")
 _HERE = Path(__file__).parent
@@ -23,13 +25,15 @@ _HERE = Path(__file__).parent
 def write_page(folders: Sequence[str | Path], out: str | Path, *, most_bytes: int = MOST_BYTES) -> Path:
     """Write the page of the runs in some folders, and return its path.
 
-    It is one file of at most `most_bytes`: responses of fewer steps are in it where all would not fit.
+    It is one file of at most `most_bytes`: responses of fewer steps are in it where all would not fit, and of
+    at most 1,000 of a run.
     ValueError for a folder that holds no run, and for an `out` that cannot be written.
     """
     out = Path(out)
     runs = recorded.read_all(folders)
     about, parts = _data(runs, most_bytes)
-    blocks = [_block("data", about), *(_block(name, part) for name, part in parts.items())]
+    blocks = [_block("fields", FIELDS), _block("data", about)]
+    blocks += [_block(name, part) for name, part in parts.items()]
     title = " · ".join(run.name for run in runs)
     text = (_HERE / "page.html").read_text()
     filled = {
@@ -113,7 +117,7 @@ def _pictures(paths: Sequence[Path]) -> list[tuple[str, str]]:
 
 
 def _fitting(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> dict[int, list[Mapping[str, Any]]]:
-    """The rows by step: of all steps, or evenly of as many as fit, the first and the last among them."""
+    """The rows by step: of all steps, or evenly of as many as may be, the first and the last among them."""
     steps: dict[int, list[Mapping[str, Any]]] = {}
     for row in rows:
         steps.setdefault(row["step"], []).append(row)
@@ -122,7 +126,7 @@ def _fitting(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> dict[int, li
     def too_large(count: int) -> bool:
         return sum(sizes[step] for step in _even(list(steps), count)) > most_bytes
 
-    count = bisect.bisect_left(range(1, len(steps) + 1), True, key=too_large)
+    count = bisect.bisect_left(range(1, min(len(steps), _MOST_STEPS) + 1), True, key=too_large)
     return {step: steps[step] for step in _even(list(steps), count)}
 
 

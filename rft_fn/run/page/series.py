@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from rft_fn.run.symptoms import WINDOW, symptoms
+from rft_fn.run.symptoms import RULES
+from rft_fn.run.warnings import WARNING
 
 __all__ = ["MOST", "curve", "fan", "found_symptoms", "metric_names", "phases", "thinned"]
 
 MOST = 2000  # points of a curve
 _BARS = 60
 _BANDS = 300  # steps of a band of quantiles
-_LOOKS = 400  # steps at which symptoms are looked for
 
 
 def short(x: float) -> float:
@@ -108,16 +108,14 @@ def fan(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any] | None:
 
 
 def found_symptoms(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each symptom of a run: where it first and last showed, the last sentence and the remedy."""
-    stride = max(len(rows) // _LOOKS, 1)
-    found: dict[str, dict[str, Any]] = {}
-    for n in range(1, len(rows) + 1):
-        # evaluations are rare, and one of the rules looks at nothing else
-        evaluated = rows[n - 1].get("eval/mean") is not None
-        if not evaluated and n != len(rows) and (n % stride or n < min(WINDOW, 5)):
-            continue
-        for symptom in symptoms(rows[:n]):
-            step = rows[n - 1]["step"]
-            entry = found.setdefault(symptom.name, {"name": symptom.name, "first": step})
-            entry |= {"last": step, "sentence": symptom.sentence, "remedy": symptom.remedy}
-    return list(found.values())
+    """Each symptom that a run noted: its first and last step, the sentence of the last one and the remedy."""
+    found = []
+    for rule in RULES:
+        places = [i for i, row in enumerate(rows) if row.get(WARNING + rule.name)]
+        if places:
+            first, last = places[0], places[-1]
+            entry = {"name": rule.name, "first": rows[first]["step"], "last": rows[last]["step"]}
+            # a rule that has changed since the run finds nothing there
+            sentence = rule.find(rows[: last + 1]) or rule.condition
+            found.append(entry | {"sentence": sentence, "remedy": rule.remedy})
+    return sorted(found, key=lambda entry: entry["first"])

@@ -2,18 +2,7 @@
 // Responses with every token coloured by a number that the run recorded for it.
 
 // name: [label, how it is coloured, what it is]
-const FIELDS = {
-  push: ["push of the loss", "signed", "how the first update pushed the log-prob: - w dloss/dlogp; blue makes the token more probable"],
-  adv: ["advantage", "signed", "blue is better than the rest of the group"],
-  ratio: ["ratio", "ratio", "probability after the updates over that before them; blue grew"],
-  clipped: ["clipped or not", "flag", "the loss has no gradient left at this token, though it has an advantage"],
-  entropy: ["entropy", "amount", "of the distribution that the token was drawn from [nats]"],
-  mismatch: ["mismatch with the sampler", "signed", "log-prob of the trainer less the sampler's, at equal weights"],
-  w: ["weight", "amount", "share of the token in the loss of the batch"],
-  change: ["change of the log-prob", "signed", "through the updates of this step"],
-  logp: ["surprise", "surprise", "- log-prob before the updates [nats]"],
-  ref_gap: ["distance from the reference", "signed", "log-prob less the initial model's"],
-};
+const FIELDS = JSON.parse(document.getElementById("fields").textContent);
 const ORDER = ["logp", "old_logp", "ratio", "change", "adv", "w", "push", "clipped", "entropy", "mismatch", "ref_gap"];
 
 // The number that a token is coloured by, 0 for no colour.
