@@ -1,5 +1,7 @@
 """Configs of other systems in our words, and hints: every name on our side exists."""
 
+import dataclasses
+import inspect
 import re
 import shlex
 import subprocess
@@ -19,7 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs" / "coming_from").glob("*.md"))
 
 
+ROOMS = [name for name in rft.__all__ if inspect.ismodule(getattr(rft, name))]
 NAME = re.compile(r"\b(?:rft_fn(?!\.migrate)|Strategy|StrategyConfig)(?:\.\w+)+")
+SHORT = re.compile(rf"(?<![\w./*-])(?:{'|'.join(ROOMS)})\.(?!py\b|md\b)[a-z]\w*(?:\.\w+)*")
+PATH = re.compile(r"(?<![\w.-])(?:[\w.]+/)*\w+\.(?:py|md|jsonl|json)\b")
+THEIR_FILES = {"my.py", "FILE.py", "a.jsonl", "b.jsonl", "trajectories.jsonl", "timing.jsonl", "config.json"}
 
 
 def exists(name):
@@ -75,17 +81,35 @@ def test_every_option_on_our_side_exists(name, kind, by_kind):
         assert row.ours or row.note, theirs
 
 
+def tables(page):
+    """(theirs, ours, kind of trainer) of each row of a page's tables, without those of options."""
+    text, _, options = page.read_text().partition("## Option by option")
+    for row in re.findall(r"^\| .*", text, re.M):
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+        yield cells[-2], cells[-1], ""
+    kind = ""
+    for row in re.findall(r"^\| .*", options, re.M):
+        theirs, ours, note = (cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1])
+        if ours == "rft_fn":
+            kind = theirs.split(", ")[1]
+        yield "", f"{ours} {note}", kind
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_every_name_on_a_page_exists(page, known):
+def test_every_name_on_a_page_exists(page, by_kind):
+    """Names of the library, of its rooms, paths and options, anywhere on our side."""
+    every = set().union(*by_kind.values())
     text = page.read_text()
-    names = set(
-        re.findall(r"\b(?:rft_fn|Strategy|StrategyConfig)(?:\.\w+)+", text.replace("rft_fn.migrate", ""))
-    )
+    names = set(NAME.findall(text))
     assert names
+    for _, ours, kind in tables(page):
+        names |= {f"rft_fn.{name}" for name in SHORT.findall(ours)}
+        options = set(OPTION.findall(ours)) - {"--nproc-per-node", "--nnodes"}
+        assert options <= by_kind.get(kind, every), (ours, options - every)
+        for path in PATH.findall(ours):
+            places = (ROOT, ROOT / "train_scripts", page.parent, ROOT / "docs")
+            assert any((place / path).exists() for place in places) or path in THEIR_FILES, path
     assert [name for name in sorted(names) if not exists(name)] == []
-    ours = [row.split("|")[-2] for row in text.splitlines() if re.match(r"\| \d+ \|", row)]
-    options = set(re.findall(r"--[a-z][a-z0-9.\-]+", " ".join(ours)))
-    assert options <= known
 
 
 def test_the_page_of_lightrft_has_all_that_it_promises():
@@ -367,13 +391,59 @@ def test_a_class_of_another_system_is_answered(name):
         getattr(rft, name)
 
 
-def test_hints_name_what_exists(known):
+@pytest.mark.parametrize("room", ROOMS)
+def test_each_room_answers_as_the_root_does(room):
+    module = getattr(rft, room)
+    with pytest.raises(AttributeError, match=r"^rft_fn\.\w+ has no attribute 'PolicyLoss'; rft_fn\.loss\."):
+        _ = module.PolicyLoss
+    with pytest.raises(AttributeError, match="; gradients enter in one place"):
+        getattr(module, "back" + "ward")
+    with pytest.raises(AttributeError, match=rf"^rft_fn\.{room} has no attribute 'wibble'$") as caught:
+        getattr(module, "wib" + "ble")
+    assert (caught.value.name, caught.value.obj) == ("wibble", module)  # by which Python suggests others
+    with pytest.raises(ImportError):
+        exec(f"from rft_fn.{room} import wibble")
+
+
+def test_hints_name_what_exists(known, by_kind):
+    every = set().union(*by_kind.values())
     for hint in [*hints.STRATEGY.values(), *hints.CONFIG.values(), *hints.ROOT.values()]:
-        for name in re.findall(
-            r"\b(?:rft_fn|Strategy|StrategyConfig)(?:\.\w+)+", hint.replace("rft_fn.migrate", "")
-        ):
+        for name in NAME.findall(hint):
             assert exists(name), name
-        assert set(re.findall(r"--[a-z][a-z0-9.\-]+", hint)) <= known, hint
+        assert set(OPTION.findall(hint)) <= every, hint
+
+
+def test_hints_and_translations_lead_to_the_same_option():
+    rows = migrate.SYSTEMS["lightrft"].trainers["rl"].rows
+    for name in set(hints.CONFIG) & set(rows):
+        theirs = set(OPTION.findall(rows[name].ours)) - {"--trackers", "--algorithm", "--strategy.log-dir"}
+        if "an option of the scripts" in hints.CONFIG[name]:
+            assert theirs <= set(OPTION.findall(hints.CONFIG[name])), name
+
+
+# names in the left columns that are options of their commands, data, or parts of a sentence
+NOT_ATTRIBUTES = {
+    "all_images", "device_map", "forward", "sleep_engine", "train", "reward_func", "train_ppo_ray",
+    "train_sft", "train_dpo", "train_rm", "serve_rm", "main_ppo", "fsdp_sft_trainer", "sft_trainer",
+    "per_device_train_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_each_name_of_another_system_is_answered(page):
+    """What a page says that they have exists under that name, or has a hint."""
+    names = set()
+    for theirs, _, _ in tables(page):
+        for code in re.findall(r"`([A-Za-z_][^`]*)`", theirs):
+            name = re.split(r"[(=> ]", code.removeprefix("strategy."))[0]
+            names |= set(name.split(".")[:1])
+    assert names
+    ours = set(rft.Strategy._fields) | {f.name for f in dataclasses.fields(rft.strategy.StrategyConfig)}
+    ours |= set(vars(rft.strategy.StrategyConfig)) | set(rft.Engine._fields) | set(dir(rft))
+    for room in ROOMS:
+        ours |= set(vars(getattr(rft, room)))
+    found = names - ours - set(hints.STRATEGY) - set(hints.CONFIG) - set(hints.ROOT) - NOT_ATTRIBUTES
+    assert not found
 
 
 def test_other_names_have_no_hint():

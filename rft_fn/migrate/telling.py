@@ -20,7 +20,8 @@ def kind_of(
 ) -> str:
     """The kind of a config's trainer: as named, by its programs, or by its options.
 
-    Options tell a trainer if no other one has them. ValueError where the system has no such trainer, and where neither programs nor options tell one.
+    Options tell a trainer if no other one has them. ValueError where the system has no such trainer, and
+    where neither programs nor options tell one.
     """
     kinds = ", ".join(system.trainers)
     if named is not None:

@@ -110,7 +110,7 @@ ROWS: dict[str, Row] = {
     "sapo_temperature_neg": nothing(_SAPO),
     "sapo_temperature_pos": nothing(_SAPO),
     "mask_truncated_completions": nothing("weight the rollout's mask by ~truncated in a copy of the script"),
-    "top_entropy_quantile": nothing("weight.py has the functions: use one in a copy of the script"),
+    "top_entropy_quantile": nothing("rft_fn.weight.high_entropy, in a copy of the script"),
     "entropy_coef": nothing(_ENTROPY),
     "use_adaptive_entropy": nothing(_ENTROPY),
     "sync_ref_model": nothing("the reference is the initial model; docs/examples/ema_teacher.py moves it"),
