@@ -2,6 +2,7 @@
 
 # isort: skip_file
 from functools import partial
+from sys import modules
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,11 @@ __all__ = [
 
 # dir() and completion show the names that are listed; all others can be used too
 __dir__ = partial(sorted, __all__)
-if not TYPE_CHECKING:
-    __getattr__ = types.hints.answers("rft_fn", types.hints.ROOT)
-for _room in [x for x in globals().values() if isinstance(x, ModuleType)]:
+_rooms = [x for x in globals().values() if isinstance(x, ModuleType)]
+for _room in _rooms:
     _room.__dir__ = partial(sorted, _room.__all__)
+
+# a name that only another system has is answered with ours
+if not TYPE_CHECKING:
+    for _room in [modules[__name__], *_rooms]:
+        _room.__getattr__ = types.hints.answers(_room)

@@ -1,5 +1,7 @@
 """Configs of other systems in our words, and hints: every name on our side exists."""
 
+import dataclasses
+import inspect
 import re
 import shlex
 import subprocess
@@ -19,7 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs" / "coming_from").glob("*.md"))
 
 
+ROOMS = [name for name in rft.__all__ if inspect.ismodule(getattr(rft, name))]
 NAME = re.compile(r"\b(?:rft_fn(?!\.migrate)|Strategy|StrategyConfig)(?:\.\w+)+")
+SHORT = re.compile(rf"(?<![\w./*-])(?:{'|'.join(ROOMS)})\.(?!py\b|md\b)[a-z]\w*(?:\.\w+)*")
+PATH = re.compile(r"(?<![\w.-])(?:[\w.]+/)*\w+\.(?:py|md|jsonl|json)\b")
+THEIR_FILES = {"my.py", "FILE.py", "a.jsonl", "b.jsonl", "trajectories.jsonl", "timing.jsonl", "config.json"}
 
 
 def exists(name):
@@ -49,31 +55,61 @@ def options_of(name):
     return set(re.findall(r"--[a-z][a-z0-9.\-]+", run.stdout))
 
 
+OPTION = re.compile(r"--[a-z][a-z0-9.\-]+")
+SCRIPTS = {"sft": ["sft"], "dpo": ["dpo"], "rm": ["train_rm"], "rl": ["grpo", "ppo"]}
+EVERY = [(name, kind) for name, system in migrate.SYSTEMS.items() for kind in system.trainers]
+
+
 @pytest.fixture(scope="module")
-def known():
-    return options_of("grpo") | options_of("ppo")
+def by_kind():
+    """The options of the scripts of each kind of trainer."""
+    return {kind: set().union(*map(options_of, names)) for kind, names in SCRIPTS.items()}
 
 
-@pytest.mark.parametrize("name", migrate.SYSTEMS)
-def test_every_option_on_our_side_exists(name, known):
-    for theirs, row in migrate.SYSTEMS[name].rows.items():
+@pytest.fixture(scope="module")
+def known(by_kind):
+    return by_kind["rl"]
+
+
+@pytest.mark.parametrize(("name", "kind"), EVERY)
+def test_every_option_on_our_side_exists(name, kind, by_kind):
+    for theirs, row in migrate.SYSTEMS[name].trainers[kind].rows.items():
         texts = [row.ours, row.note, *(row.values or {}).values()]
-        for option in re.findall(r"--[a-z][a-z0-9.\-]+", " ".join(texts)):
-            assert option in known or option.startswith("--nproc") or option == "--nnodes", (theirs, option)
+        for option in OPTION.findall(" ".join(texts)):
+            started = option.startswith("--nproc") or option == "--nnodes"
+            assert option in by_kind[kind] or started, (theirs, option)
         assert row.ours or row.note, theirs
 
 
+def tables(page):
+    """(theirs, ours, kind of trainer) of each row of a page's tables, without those of options."""
+    text, _, options = page.read_text().partition("## Option by option")
+    for row in re.findall(r"^\| .*", text, re.M):
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+        yield cells[-2], cells[-1], ""
+    kind = ""
+    for row in re.findall(r"^\| .*", options, re.M):
+        theirs, ours, note = (cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1])
+        if ours == "rft_fn":
+            kind = theirs.split(", ")[1]
+        yield "", f"{ours} {note}", kind
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_every_name_on_a_page_exists(page, known):
+def test_every_name_on_a_page_exists(page, by_kind):
+    """Names of the library, of its rooms, paths and options, anywhere on our side."""
+    every = set().union(*by_kind.values())
     text = page.read_text()
-    names = set(
-        re.findall(r"\b(?:rft_fn|Strategy|StrategyConfig)(?:\.\w+)+", text.replace("rft_fn.migrate", ""))
-    )
+    names = set(NAME.findall(text))
     assert names
+    for _, ours, kind in tables(page):
+        names |= {f"rft_fn.{name}" for name in SHORT.findall(ours)}
+        options = set(OPTION.findall(ours)) - {"--nproc-per-node", "--nnodes"}
+        assert options <= by_kind.get(kind, every), (ours, options - every)
+        for path in PATH.findall(ours):
+            places = (ROOT, ROOT / "train_scripts", page.parent, ROOT / "docs")
+            assert any((place / path).exists() for place in places) or path in THEIR_FILES, path
     assert [name for name in sorted(names) if not exists(name)] == []
-    ours = [row.split("|")[-2] for row in text.splitlines() if re.match(r"\| \d+ \|", row)]
-    options = set(re.findall(r"--[a-z][a-z0-9.\-]+", " ".join(ours)))
-    assert options <= known
 
 
 def test_the_page_of_lightrft_has_all_that_it_promises():
@@ -81,9 +117,11 @@ def test_the_page_of_lightrft_has_all_that_it_promises():
     assert re.findall(r"^\| (\d+) \|", text, re.M) == [str(i) for i in range(1, 115)]
 
 
-@pytest.mark.parametrize("name", ["trl", "verl", "openrlhf"])
-def test_the_page_has_the_table_of_the_code(name):
-    assert table(migrate.SYSTEMS[name]) in (ROOT / "docs" / "coming_from" / f"{name}.md").read_text()
+@pytest.mark.parametrize(("name", "kind"), [pair for pair in EVERY if pair[0] != "lightrft"])
+def test_the_page_has_the_table_of_the_code(name, kind):
+    system = migrate.SYSTEMS[name]
+    page = (ROOT / "docs" / "coming_from" / f"{name}.md").read_text()
+    assert table(f"{system.title}, {kind}", system.trainers[kind]) in page
 
 
 # ------------------------------------------------------------------------------ translations
@@ -121,6 +159,59 @@ LIGHTRFT = """
 torchrun train_colocate.py --pretrain m --advantage_estimator gae --rollout_batch_size 64 \
   --n_samples_per_prompt 2   --adam_betas 0.9 0.95 --bf16 --use_fire --eps_clip 0.1
 """
+TRL_SFT = """
+model_name_or_path: my/model
+dataset_name: my/data
+dataset_config: main
+dataset_train_split: train
+packing: true
+learning_rate: 2.0e-4
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 8
+num_train_epochs: 2
+max_length: 2048
+use_peft: true
+lora_target_modules: [q_proj, v_proj]
+seed: 3
+output_dir: runs/mine
+"""
+TRL_DPO = """
+loss_type: sigmoid
+beta: 0.2
+label_smoothing: 0.1
+max_length: 2048
+max_steps: 200
+num_train_epochs: 3
+warmup_ratio: 0.1
+rpo_alpha: 1.0
+precompute_ref_log_probs: true
+"""
+TRL_RM = """
+trl reward --model_name_or_path my/model --dataset_name my/pairs --learning_rate 1e-5 --output_dir runs/mine
+"""
+OPENRLHF_SFT = r"""
+deepspeed --module openrlhf.cli.train_sft --max_len 2048 --dataset my/data --input_key question \
+   --output_key response --train_batch_size 256 --pretrain m --learning_rate 2e-6 --packing_samples --bf16
+"""
+OPENRLHF_DPO = r"""
+deepspeed --module openrlhf.cli.train_dpo --model.model_name_or_path m --data.dataset my/pairs \
+   --data.apply_chat_template --model.beta 0.3 --model.ipo_enable --ds.lora.rank 8 --data.max_len 1024
+"""
+OPENRLHF_RM = """
+deepspeed --module openrlhf.cli.train_rm --pretrain m --dataset my/pairs --prompt_key ask --max_epochs 2
+"""
+VERL_SFT = r"""
+torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer data.train_files=train.parquet \
+   data.prompt_key=extra_info data.response_key=extra_info data.prompt_dict_keys=['question'] \
+   +data.response_dict_keys=['answer'] model.partial_pretrain=m optim.lr=3e-5 trainer.total_epochs=2
+"""
+TRL_SERVER = """
+num_generations: 4
+use_vllm: true
+vllm_mode: server
+vllm_server_base_url: http://10.0.0.3:8001
+vllm_tensor_parallel_size: 2
+"""
 CASES = {
     "trl": ("a.yaml", TRL, "grpo", {
         "model": "my/model", "lr": 2e-6, "prompts": 16, "group": 4, "steps": 100, "algorithm": "dr_grpo",
@@ -138,6 +229,34 @@ CASES = {
         "model": "m", "prompts": 64, "group": 2, "beta1": 0.9, "beta2": 0.95, "clip_low": 0.1,
         "clip_high": 0.1, "kl": 0.01,
     }),
+    "trl sft": ("a.yaml", TRL_SFT, "sft", {
+        "model": "my/model", "data": ("my/data:main@train",), "lr": 2e-4, "batch": 32, "epochs": 2.0,
+        "budget": 2048, "max_prompt": 2048, "lora_rank": 16, "lora_alpha": 32.0, "seed": 3, "warmup": 0,
+        "lora_targets": "q_proj,v_proj", "out": "runs/mine", "steps": None, "lr_end": 0.0,
+    }),
+    "trl dpo": ("a.yaml", TRL_DPO, "dpo", {
+        "loss": "cdpo", "label_smoothing": 0.1, "beta": 0.2, "max_length": 2048, "budget": 4096, "lr": 1e-6,
+        "steps": 200, "epochs": None, "warmup": 20, "nll": 1.0, "batch": 8,
+    }),
+    "trl rm": ("a.sh", TRL_RM, "train_rm", {
+        "model": "my/model", "data": ("my/pairs",), "lr": 1e-5, "out": "runs/mine", "epochs": 3.0,
+    }),
+    "openrlhf sft": ("a.sh", OPENRLHF_SFT, "sft", {
+        "model": "m", "data": ("my/data",), "template": "{question}", "response": "{response}", "batch": 256,
+        "lr": 2e-6, "epochs": 2.0, "budget": 2048, "beta2": 0.95, "schedule": "cosine", "lr_end": 0.1,
+    }),
+    "openrlhf dpo": ("a.sh", OPENRLHF_DPO, "dpo", {
+        "model": "m", "messages": ("chosen", "rejected"), "beta": 0.3, "loss": "ipo", "lora_rank": 8,
+        "lora_alpha": 16.0, "lora_targets": "all-linear", "max_length": 1024, "budget": 2048, "lr": 1e-5,
+    }),
+    "openrlhf rm": ("a.sh", OPENRLHF_RM, "train_rm", {
+        "model": "m", "template": "{ask}", "chosen": "{chosen}", "epochs": 2.0, "lr": 9e-6, "batch": 128,
+    }),
+    "verl sft": ("a.sh", VERL_SFT, "sft", {
+        "model": "m", "data": ("train.parquet",), "template": "{extra_info[question]}", "lr": 3e-5,
+        "response": "{extra_info[answer]}", "epochs": 2.0, "batch": 256, "schedule": "cosine",
+    }),
+    "trl server": ("a.yaml", TRL_SERVER, "grpo", {"group": 4, "lr": 1e-6}),
 }  # fmt: skip
 
 
@@ -145,13 +264,66 @@ CASES = {
 def test_a_config_becomes_a_command_that_the_script_takes(name, tmp_path, capsys):
     file, text, script, wanted = CASES[name]
     (tmp_path / file).write_text(text)
-    assert main([name, str(tmp_path / file)]) == 0
+    assert main([name.split()[0], str(tmp_path / file)]) == 0
     printed = capsys.readouterr().out
     words = shlex.split(printed.replace("\\\n", " "), comments=True)
     assert words[:2] == ["python", f"train_scripts/{script}.py"]
     config = load_script(script).Config
     found = parsing.parse(config, parsing.qualify(words[2:], config))
     assert {field: getattr(found, field) for field in wanted} == wanted
+
+
+def test_a_server_of_vllm_stays_a_server(tmp_path, capsys):
+    """TRL's own server is to be replaced, and its options are the server's."""
+    (tmp_path / "a.yaml").write_text(TRL_SERVER)
+    main(["trl", str(tmp_path / "a.yaml")])
+    printed = capsys.readouterr().out
+    words = shlex.split(printed.replace("\\\n", " "), comments=True)
+    config = load_script("grpo").Config
+    found = parsing.parse(config, parsing.qualify(words[2:], config)).strategy
+    assert (found.engine_type, found.engine_servers) == ("openai", ("http://10.0.0.3:8001",))
+    assert "start `vllm serve`" in printed and "vllm_tensor_parallel_size: " in printed
+    assert "not known" not in printed
+
+    # by host and port, and in the process
+    options = {"num_generations": 4, "use_vllm": True, "vllm_server_host": "10.0.0.4"}
+    server = migrate.translate(migrate.SYSTEMS["trl"], options).command
+    assert "--strategy.engine-servers http://10.0.0.4:8000" in server
+    options = {"num_generations": 4, "use_vllm": True, "vllm_mode": "colocate"}
+    assert "--strategy.engine-type vllm" in migrate.translate(migrate.SYSTEMS["trl"], options).command
+
+
+@pytest.mark.parametrize(
+    ("system", "file", "text", "message"),
+    [
+        ("trl", "a.yaml", "learning_rate: 1.0e-5", "one of sft, dpo, rm, rl, or --trainer to name it"),
+        ("trl", "a.yaml", "packing: true\nrpo_alpha: 1.0", "got those of sft, dpo"),
+        ("trl", "a.sh", "trl kto --learning_rate 1e-5", "got kto; dpo.py learns from pairs"),
+        ("openrlhf", "a.sh", "python -m openrlhf.cli.train_kd --pretrain m", "got train_kd; rft_fn.loss"),
+        ("verl", "a.yaml", "data: {train_files: a}", "one of sft, rl, or --trainer"),
+    ],
+)
+def test_a_trainer_that_cannot_be_told_is_one_line(system, file, text, message, tmp_path, capsys):
+    (tmp_path / file).write_text(text)
+    assert main([system, str(tmp_path / file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: trainer: expected ") and message in error and error.count("\n") == 1
+
+
+def test_a_trainer_can_be_named(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("learning_rate: 1.0e-5")
+    for kind, script in (("sft", "sft"), ("dpo", "dpo"), ("rm", "train_rm"), ("rl", "grpo")):
+        assert main(["trl", str(tmp_path / "a.yaml"), "--trainer", kind]) == 0
+        assert f"train_scripts/{script}.py" in capsys.readouterr().out
+    assert main(["verl", str(tmp_path / "a.yaml"), "--trainer", "dpo"]) == 2
+    assert "trainer: expected one of sft, rl for verl, got dpo" in capsys.readouterr().err
+
+
+def test_a_key_of_wandb_is_not_printed(tmp_path, capsys):
+    (tmp_path / "a.sh").write_text("python train_ppo_ray.py --pretrain m --use_wandb SECRET")
+    assert main(["openrlhf", str(tmp_path / "a.sh")]) == 0
+    printed = capsys.readouterr().out
+    assert "--trackers wandb" in printed and "SECRET" not in printed
 
 
 def test_what_cannot_be_said_is_listed(tmp_path, capsys):
@@ -173,7 +345,7 @@ def test_sizes_of_updates_are_in_responses():
     found = migrate.translate(migrate.SYSTEMS["trl"], options)
     assert "--strategy.train-batch-size 32" in found.command
     assert "--strategy.train-batch-size" not in " ".join(
-        migrate.translate(migrate.SYSTEMS["trl"], {}).command
+        migrate.translate(migrate.SYSTEMS["trl"], {"num_generations": 8}).command
     )
 
 
@@ -219,13 +391,59 @@ def test_a_class_of_another_system_is_answered(name):
         getattr(rft, name)
 
 
-def test_hints_name_what_exists(known):
+@pytest.mark.parametrize("room", ROOMS)
+def test_each_room_answers_as_the_root_does(room):
+    module = getattr(rft, room)
+    with pytest.raises(AttributeError, match=r"^rft_fn\.\w+ has no attribute 'PolicyLoss'; rft_fn\.loss\."):
+        _ = module.PolicyLoss
+    with pytest.raises(AttributeError, match="; gradients enter in one place"):
+        getattr(module, "back" + "ward")
+    with pytest.raises(AttributeError, match=rf"^rft_fn\.{room} has no attribute 'wibble'$") as caught:
+        getattr(module, "wib" + "ble")
+    assert (caught.value.name, caught.value.obj) == ("wibble", module)  # by which Python suggests others
+    with pytest.raises(ImportError):
+        exec(f"from rft_fn.{room} import wibble")
+
+
+def test_hints_name_what_exists(known, by_kind):
+    every = set().union(*by_kind.values())
     for hint in [*hints.STRATEGY.values(), *hints.CONFIG.values(), *hints.ROOT.values()]:
-        for name in re.findall(
-            r"\b(?:rft_fn|Strategy|StrategyConfig)(?:\.\w+)+", hint.replace("rft_fn.migrate", "")
-        ):
+        for name in NAME.findall(hint):
             assert exists(name), name
-        assert set(re.findall(r"--[a-z][a-z0-9.\-]+", hint)) <= known, hint
+        assert set(OPTION.findall(hint)) <= every, hint
+
+
+def test_hints_and_translations_lead_to_the_same_option():
+    rows = migrate.SYSTEMS["lightrft"].trainers["rl"].rows
+    for name in set(hints.CONFIG) & set(rows):
+        theirs = set(OPTION.findall(rows[name].ours)) - {"--trackers", "--algorithm", "--strategy.log-dir"}
+        if "an option of the scripts" in hints.CONFIG[name]:
+            assert theirs <= set(OPTION.findall(hints.CONFIG[name])), name
+
+
+# names in the left columns that are options of their commands, data, or parts of a sentence
+NOT_ATTRIBUTES = {
+    "all_images", "device_map", "forward", "sleep_engine", "train", "reward_func", "train_ppo_ray",
+    "train_sft", "train_dpo", "train_rm", "serve_rm", "main_ppo", "fsdp_sft_trainer", "sft_trainer",
+    "per_device_train_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_each_name_of_another_system_is_answered(page):
+    """What a page says that they have exists under that name, or has a hint."""
+    names = set()
+    for theirs, _, _ in tables(page):
+        for code in re.findall(r"`([A-Za-z_][^`]*)`", theirs):
+            name = re.split(r"[(=> ]", code.removeprefix("strategy."))[0]
+            names |= set(name.split(".")[:1])
+    assert names
+    ours = set(rft.Strategy._fields) | {f.name for f in dataclasses.fields(rft.strategy.StrategyConfig)}
+    ours |= set(vars(rft.strategy.StrategyConfig)) | set(rft.Engine._fields) | set(dir(rft))
+    for room in ROOMS:
+        ours |= set(vars(getattr(rft, room)))
+    found = names - ours - set(hints.STRATEGY) - set(hints.CONFIG) - set(hints.ROOT) - NOT_ATTRIBUTES
+    assert not found
 
 
 def test_other_names_have_no_hint():

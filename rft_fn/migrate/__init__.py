@@ -4,16 +4,19 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rft_fn.migrate.lightrft import SYSTEM as LIGHTRFT
-from rft_fn.migrate.openrlhf import SYSTEM as OPENRLHF
-from rft_fn.migrate.reading import read
+from rft_fn.migrate import lightrft, openrlhf, openrlhf_examples, trl, trl_examples, verl, verl_examples
+from rft_fn.migrate.reading import Config, read
 from rft_fn.migrate.row import Row, System
-from rft_fn.migrate.trl import SYSTEM as TRL
-from rft_fn.migrate.verl import SYSTEM as VERL
+from rft_fn.migrate.telling import KINDS, kind_of
 
-__all__ = ["SYSTEMS", "Translation", "read", "translate"]
+__all__ = ["KINDS", "SYSTEMS", "Config", "Translation", "read", "translate"]
 
-SYSTEMS: dict[str, System] = {"trl": TRL, "verl": VERL, "openrlhf": OPENRLHF, "lightrft": LIGHTRFT}
+SYSTEMS: dict[str, System] = {
+    "trl": System("TRL", {**trl_examples.TRAINERS, "rl": trl.RL}, trl.OTHERS),
+    "verl": System("verl", {"sft": verl_examples.SFT, "rl": verl.RL}),
+    "openrlhf": System("OpenRLHF", {**openrlhf_examples.TRAINERS, "rl": openrlhf.RL}, openrlhf.OTHERS),
+    "lightrft": System("LightRFT", {"rl": lightrft.RL}),
+}
 
 
 class Translation(NamedTuple):
@@ -25,15 +28,22 @@ class Translation(NamedTuple):
     unknown: list[str]  # names that are not in the table
 
 
-def translate(system: System, options: Mapping[str, Any]) -> Translation:
-    """Our command for the options of another system, where they are not set with their own defaults."""
-    whole = {**system.defaults, **options}
-    arguments, used, notes = system.combine(whole)
+def translate(
+    system: System, options: Mapping[str, Any], programs: Sequence[str] = (), kind: str | None = None
+) -> Translation:
+    """Our command for the options of another system, where they are not set with their own defaults.
+
+    `kind` is that of the trainer, one of KINDS; None: what the programs or the options tell. ValueError where
+    they tell none.
+    """
+    trainer = system.trainers[kind_of(system, options, programs, kind)]
+    whole = {**trainer.defaults, **options}
+    arguments, used, notes = trainer.combine(whole)
     without: dict[str, str] = {}
     unknown: list[str] = []
     for name, value in whole.items():
-        row = system.rows.get(name)
-        section = next((why for head, why in system.sections.items() if name.startswith(head)), None)
+        row = trainer.rows.get(name)
+        section = next((why for head, why in trainer.sections.items() if name.startswith(head)), None)
         if value in (None, "", [], {}) or name in used:
             continue
         if row is not None:
@@ -47,11 +57,16 @@ def translate(system: System, options: Mapping[str, Any]) -> Translation:
         else:
             unknown.append(name)
 
-    # the reward is what nobody can do without, and what few configs name
+    # what nobody can do without, and what few configs name
     arguments = _once(arguments)
-    if not any(text.startswith("--reward ") for text in arguments):
-        notes = [*notes, "--reward: add FILE.py:FN, or one of docs/rewards.md"]
-    command = [f"python train_scripts/{system.script(whole)}.py", *arguments]
+    script = trainer.script(whole)
+    wanted = {"--data": "add a file or a hub name; without it the rows are those of a built-in task"}
+    if script in ("grpo", "ppo"):
+        wanted["--reward"] = "add FILE.py:FN, or one of docs/rewards.md"
+    for name, what in wanted.items():
+        if not any(text.startswith(f"{name} ") for text in arguments):
+            notes = [*notes, f"{name}: {what}"]
+    command = [f"python train_scripts/{script}.py", *arguments]
     return Translation(command, notes, without, unknown)
 
 
@@ -59,7 +74,7 @@ def _arguments(row: Row, value: Any) -> str | None:
     """Our arguments for a value; None where there are none."""
     text = str(value)
     if row.values is not None:
-        found = row.values.get(text.lower())
+        found = row.values.get(text.lower(), row.values.get("*"))
         if found is not None or "{x}" not in row.ours:
             return found
     elif not row.ours:

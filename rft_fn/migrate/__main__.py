@@ -4,13 +4,13 @@ import argparse
 import sys
 
 from rft_fn import migrate
-from rft_fn.migrate.row import System
+from rft_fn.migrate.row import Trainer
 
 
-def table(system: System) -> str:
-    """A table in Markdown: each option, and ours."""
-    lines = [f"| {system.title} | rft_fn | |", "|---|---|---|"]
-    for name, row in system.rows.items():
+def table(title: str, trainer: Trainer) -> str:
+    """A table in Markdown: each option of a trainer, and ours."""
+    lines = [f"| {title} | rft_fn | |", "|---|---|---|"]
+    for name, row in trainer.rows.items():
         ours = "none"
         if row.ours:
             ours = f"`{row.ours.replace('{x}', 'X').replace('{{', '{').replace('}}', '}')}`"
@@ -28,24 +28,30 @@ def show(found: migrate.Translation) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 0, or 2 for a file that cannot be read."""
+    """The exit status: 0, or 2 for a file that cannot be read or translated."""
     parser = argparse.ArgumentParser(prog="python -m rft_fn.migrate", description=migrate.__doc__)
     parser.add_argument("system", choices=sorted(migrate.SYSTEMS), help="where the config is from")
     parser.add_argument("file", nargs="?", help="a .yaml, a .json, or a shell script with the options")
+    kinds = "; ".join(f"{kind}: {what}" for kind, what in migrate.KINDS.items())
+    parser.add_argument("--trainer", choices=migrate.KINDS, help=f"{kinds}; if left out, as the file tells")
     parser.add_argument("--table", action="store_true", help="print all options that are known of the system")
     args = parser.parse_args(arguments)
     system = migrate.SYSTEMS[args.system]
     if args.table:
-        print(table(system))
+        kinds = list(system.trainers)
+        if args.trainer in kinds:
+            kinds = [args.trainer]
+        print("\n\n".join(table(f"{system.title}, {x}", system.trainers[x]) for x in kinds))
         return 0
     if args.file is None:
         parser.error("expected a file, or --table")
     try:
-        options = migrate.read(args.file)
+        config = migrate.read(args.file)
+        found = migrate.translate(system, config.options, config.programs, args.trainer)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(show(migrate.translate(system, options)))
+    print(show(found))
     return 0
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.migrate.row import Combined, Row, System, choice, commas, flag, nothing, same, switch
+from rft_fn.migrate.row import Combined, Row, Trainer, choice, commas, flag, nothing, same, switch
 
-__all__ = ["ROWS", "SYSTEM", "combine", "script"]
+__all__ = ["RL", "ROWS", "combine", "pair", "script"]
 
 _FOLDER = "trajectories.jsonl in the folder of the run has prompts, responses and rewards"
 _NO_READER = "no code of that library reads it"
@@ -117,7 +117,7 @@ ROWS: dict[str, Row] = {
     "num_trajectories_to_save": nothing(_FOLDER),
     "log_dir": same("--strategy.log-dir"),
     "plot_every": same("--strategy.plot-every"),
-    "use_wandb": choice("the key comes from wandb's own login", true="--trackers wandb", false=""),
+    "use_wandb": choice("the key comes from wandb's own login", **{"false": "", "*": "--trackers wandb"}),
     "wandb_project": same("--project"),
     "wandb_run_name": same("--run-name"),
     "use_tensorboard": Row("--trackers tensorboard --strategy.log-dir {x}", ""),
@@ -173,12 +173,12 @@ def combine(options: Mapping[str, Any]) -> Combined:
     arguments.append(f"{ours} {options['init_kl_coef']}")
 
     # pairs of numbers
-    limits = _pair(options.get("eps_clip_low_high"))
+    limits = pair(options.get("eps_clip_low_high"))
     if not limits and "eps_clip" in options:
         limits = [options["eps_clip"]] * 2
     arguments += [f"{name} {x}" for name, x in zip(("--clip-low", "--clip-high"), limits)]
-    arguments += [f"{name} {x}" for name, x in zip(("--beta1", "--beta2"), _pair(options.get("adam_betas")))]
-    bounds = _pair(options.get("reward_clip_range"))
+    arguments += [f"{name} {x}" for name, x in zip(("--beta1", "--beta2"), pair(options.get("adam_betas")))]
+    bounds = pair(options.get("reward_clip_range"))
     if bounds and float(bounds[0]) == -float(bounds[1]):
         arguments.append(f"--reward-clip {bounds[1]}")
     elif bounds:
@@ -186,7 +186,7 @@ def combine(options: Mapping[str, Any]) -> Combined:
     return Combined(arguments, used, notes)
 
 
-def _pair(value: Any) -> list[Any]:
+def pair(value: Any) -> list[Any]:
     """The two numbers of a list, or of a text; none of None."""
     if value is None:
         return []
@@ -202,4 +202,4 @@ def script(options: Mapping[str, Any]) -> str:
     return "grpo"
 
 
-SYSTEM = System("LightRFT", ROWS, DEFAULTS, combine, script, {})
+RL = Trainer(ROWS, DEFAULTS, combine, script, {}, ("train_colocate",))

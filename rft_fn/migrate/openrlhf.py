@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rft_fn.migrate import lightrft
-from rft_fn.migrate.row import Combined, Row, System, choice, flag, nothing, same, switch
+from rft_fn.migrate.row import Combined, Row, Trainer, choice, flag, nothing, same, switch
 
-__all__ = ["SYSTEM"]
+__all__ = ["OTHERS", "RL", "ROWS"]
 
 _COLOCATED = "models always share the devices of the processes; --strategy.offload-models moves them by phase"
 
@@ -93,7 +93,9 @@ ROWS: dict[str, Row] = {
     "ckpt.save_steps": Row("--save-every {x}", "", {"-1": "--save-every 1000000"}),
     "ckpt.max_num": same("--keep"),
     "ckpt.load_enable": nothing("run the same command again to resume"),
-    "logger.wandb.key": choice("the key comes from wandb's own login", **{"true": "--trackers wandb"}),
+    "logger.wandb.key": choice(
+        "the key comes from wandb's own login", **{"false": "", "*": "--trackers wandb"}
+    ),
     "logger.wandb.project": same("--project"),
     "logger.wandb.run_name": same("--run-name"),
     "logger.tensorboard_dir": Row("--trackers tensorboard --strategy.log-dir {x}", ""),
@@ -146,4 +148,18 @@ SECTIONS = {
     "reward.num_": "torchrun --nnodes and --nproc-per-node",
 }
 
-SYSTEM = System("OpenRLHF", {**lightrft.ROWS, **ROWS}, DEFAULTS, _combine, _script, SECTIONS)
+OTHERS = {
+    "train_kd": "rft_fn.loss.reverse_kl and reverse_kl_top_k are losses of distillation",
+    "train_kto": "dpo.py learns from pairs",
+    "train_prm": "train_rm.py --kind steps learns process rewards",
+}
+
+RL = Trainer(
+    {**lightrft.ROWS, **ROWS},
+    DEFAULTS,
+    _combine,
+    _script,
+    SECTIONS,
+    ("train_ppo_ray", "train_ppo"),
+    ("actor.", "algo.", "critic.", "rollout.", "reward.", "vllm.", *(f"{name}=" for name in OLDER.values())),
+)

@@ -3,17 +3,26 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["read"]
+__all__ = ["Config", "read"]
 
+_MODULE = re.compile(r"(?:trl|verl|openrlhf|lightrft)(?:\.\w+)+")
 _ASSIGNED = re.compile(r"\+{0,2}([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
 
 
-def read(path: str) -> dict[str, Any]:
-    """{name: value}; the names of nested options have dots.
+class Config(NamedTuple):
+    """What a file says."""
+
+    options: dict[str, Any]  # by name; the names of nested options have dots
+    programs: list[str]  # files and modules that a shell script starts, without folders, packages and .py
+
+
+def read(path: str) -> Config:
+    """The options of a file, and the programs that it starts.
 
     .yaml, .yml and .json hold a mapping. Any other file is a shell script: `--name value`, `--name=value`
     and `name=value` are options, wherever they stand. ValueError for a file that is not there, or cannot be
@@ -23,13 +32,16 @@ def read(path: str) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{path}: expected a file, and there is none")
     text = file.read_text()
+    programs: list[str] = []
     if file.suffix in (".yaml", ".yml", ".json"):
         options = _flat(_parsed(file, text))
     else:
-        options = _of_shell(file, text)
+        words = _words(file, text)
+        options = _of_shell(words)
+        programs = _programs(words)
     if not options:
         raise ValueError(f"{path}: expected options, and there are none")
-    return options
+    return Config(options, programs)
 
 
 def _parsed(file: Path, text: str) -> Mapping[str, Any]:
@@ -60,13 +72,29 @@ def _flat(options: Mapping[str, Any], head: str = "") -> dict[str, Any]:
     return found
 
 
-def _of_shell(file: Path, text: str) -> dict[str, Any]:
-    """The options of the commands in a shell script."""
+def _words(file: Path, text: str) -> list[str]:
+    """The words of a shell script."""
     try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
+        return shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise ValueError(f"{file}: expected a shell script, which cannot be read: {error}") from None
 
+
+def _programs(words: Sequence[str]) -> list[str]:
+    """The names of Python's files and modules, and of subcommands of `trl`."""
+    found = []
+    for before, word in pairwise(["", *words]):
+        if word.endswith(".py"):
+            found.append(Path(word).stem)
+        elif before in ("-m", "--module") or _MODULE.fullmatch(word):
+            found.append(word.split(".")[-1])
+        elif Path(before).name == "trl":
+            found.append(word.replace("-", "_"))
+    return found
+
+
+def _of_shell(words: Sequence[str]) -> dict[str, Any]:
+    """The options of the commands in a shell script."""
     # an option without a value is true, one with several values has a list
     found: dict[str, Any] = {}
     name = ""
@@ -83,6 +111,7 @@ def _of_shell(file: Path, text: str) -> dict[str, Any]:
             name = ""
         elif name:
             found[name] = _with(found[name], word)
+    found.pop("module", None)  # of a launcher
     return found
 
 

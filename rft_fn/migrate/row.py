@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Combined", "Row", "System", "choice", "commas", "flag", "nothing", "same", "switch"]
+__all__ = [
+    "Combined", "Row", "System", "Trainer", "choice", "commas", "flag", "nothing", "same", "switch",
+]  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -11,7 +13,7 @@ class Row(NamedTuple):
 
     ours: str  # our arguments, {x} is the value; empty where there is no counterpart
     note: str  # what differs, or why there is none
-    values: Mapping[str, str] | None = None  # our arguments for each value; others have no counterpart
+    values: Mapping[str, str] | None = None  # our arguments for each value, "*" for all others
     separator: str = " "  # between the items of a list
 
 
@@ -23,15 +25,24 @@ class Combined(NamedTuple):
     notes: list[str]
 
 
-class System(NamedTuple):
-    """Another system, by the names of its options."""
+class Trainer(NamedTuple):
+    """One kind of training by another system, by the names of its options."""
 
-    title: str
     rows: Mapping[str, Row]
     defaults: Mapping[str, Any]  # of its options, where ours differ
     combine: Callable[[Mapping[str, Any]], Combined]
     script: Callable[[Mapping[str, Any]], str]  # the name of ours, without .py
     sections: Mapping[str, str]  # the beginning of a name -> why nothing under it has a counterpart
+    programs: tuple[str, ...]  # files and modules that start it, without .py
+    tells: tuple[str, ...] = ()  # beginnings of NAME=VALUE that no other trainer has, beside its own rows
+
+
+class System(NamedTuple):
+    """Another system, and its kinds of training: rl, sft, dpo, rm."""
+
+    title: str
+    trainers: Mapping[str, Trainer]
+    others: Mapping[str, str] = {}  # programs that train in a way that has no script -> what comes closest
 
 
 def same(ours: str, note: str = "") -> Row:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rft_fn.migrate.row import Combined, Row, System, choice, commas, nothing, same, switch
+from rft_fn.migrate.row import Combined, Row, Trainer, choice, commas, nothing, same, switch
 
-__all__ = ["SYSTEM"]
+__all__ = ["RL", "ROWS"]
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.model."
 _BUDGET = "--budget bounds the tokens of a pack; the gradient does not depend on it"
@@ -225,4 +225,12 @@ SECTIONS = {
     "global_profiler.": "timing.jsonl has the seconds of each phase",
 }
 
-SYSTEM = System("verl", ROWS, DEFAULTS, _combine, _script, SECTIONS)
+RL = Trainer(
+    ROWS,
+    DEFAULTS,
+    _combine,
+    _script,
+    SECTIONS,
+    ("main_ppo", "main_dapo"),
+    ("actor_rollout_ref.", "algorithm.", "critic.", "reward_model.", "custom_reward_function."),
+)
