@@ -1,9 +1,9 @@
 """The error lines of the library, read from its source: what `docs/troubleshooting` has to explain.
 
 A line is a template, in which each placeholder is `{}`. It is read wherever an exception with a message is
-made, raised there or not, and wherever a warning is given. A name or a call of a helper as the message is
-followed to the texts that it may be. Messages without words of the library's own (`raise`, `raise error`,
-`ValueError(str(error))`) are no lines: they pass on what another raised.
+made, raised there or not, wherever one gets a note, and wherever a warning or an error is printed. A name or
+a call of a helper as the message is followed to the texts that it may be. Messages without words of the
+library's own (`raise`, `raise error`, `ValueError(str(error))`) are no lines: another wrote them.
 """
 
 import ast
@@ -23,6 +23,7 @@ _MOST = 12  # texts that one message may be, before it counts as text of its cal
 _BUILTIN = {n for n, x in vars(builtins).items() if isinstance(x, type) and issubclass(x, BaseException)}
 _NO_NAME = {"for", "in", "if", "else", "not", "x", "i", "str", "map", "repr"}
 _WARN = {"warn", "warn_once"}
+_PRINTED = ("warning: ", "error: ")
 SILENT = {"StopIteration", "SystemExit", "KeyError", "NotImplementedError"}
 SILENT |= {"TooLong"}  # parts of lines that others write
 
@@ -247,7 +248,7 @@ def imported_makers(module: Module) -> set[str]:
 
 
 def _messages(module: Module) -> Iterator[tuple[ast.Call, list[str]]]:
-    """Every exception that is made with a message, and every warning, with the texts that it may have."""
+    """Every exception that is made with a message, every note, warning and printed error, with its texts."""
     reader = Reader(module)
     own = forms()
     for node in ast.walk(module.tree):
@@ -269,11 +270,11 @@ def _messages(module: Module) -> Iterator[tuple[ast.Call, list[str]]]:
                 yield node, reader.texts(node.args[0], node, {})
         elif name == "OSError":
             yield node, reader.texts(node.args[-1], node, {})  # behind the number
-        elif name in _BUILTIN or name in _WARN:
+        elif name in _BUILTIN or name in _WARN or name == "add_note":
             yield node, reader.texts(node.args[0], node, {})
         elif name == "print":
             said = reader.texts(node.args[0], node, {})
-            yield node, [t.removeprefix("warning: ") for t in said if t.startswith("warning: ")]
+            yield node, [t.partition(": ")[2] for t in said if t.startswith(_PRINTED)]
 
 
 @cache

@@ -11,6 +11,8 @@ PAGES = [*TOP, *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("
 FENCE = re.compile(
     r"(?:^ *<!-- not run: ([^\n]*?) -->\n\s*)?^( *)```([\w-]*)[^\n]*\n(.*?)^\2``` *$", re.S | re.M
 )
+# a block that is indented by four spaces, and the mark of one that is wrong on purpose
+INDENTED = re.compile(r"(?:^<!-- (refused): [^\n]* -->\n)?^\n((?: {4}[^\n]*\n)(?:(?: {4}[^\n]*)?\n)*)", re.M)
 COMMAND = re.compile(r"(?:\$ )?((?:\w+=\S+ )*)(?:\S*/bin/)?(python3?|torchrun|make|rft) ")
 
 
@@ -41,6 +43,11 @@ def prose(text):
     return FENCE.sub("", text)
 
 
+def indented(text):
+    """The blocks of a page that four spaces make code, but for those that are marked as refused."""
+    return [code for refused, code in INDENTED.findall(prose(text) + "\n") if not refused]
+
+
 def slug(heading):
     """The anchor of a heading, by the rule of GitHub, which the site's configuration follows."""
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
@@ -64,6 +71,7 @@ def commands(text):
     """The words of each command line of a page, also of those in sentences; bash arrays are filled in."""
     arrays = dict(re.findall(r"^(\w+)=\(([^)]*)\)$", text, re.M))
     shells = [b.text for b in blocks(text) if b.language in ("", "bash", "sh", "shell", "console")]
+    shells += indented(text)
     spans = [" ".join(x.split()) for x in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(text))]
     lines = "\n".join([*shells, *spans]).replace("\\\n", " ").split("\n")
     for line in lines:

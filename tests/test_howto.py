@@ -2,7 +2,9 @@
 
 import importlib.util
 import re
+import sys
 
+import forks
 import pytest
 from test_house import ROOT
 
@@ -32,6 +34,28 @@ def test_the_drawings_are_those_of_their_script(tmp_path, monkeypatch):
     assert [x.name for x in written] == [f"idea{i}.svg" for i in range(1, 6)]
     for file in written:
         assert file.read_text() == (committed / file.name).read_text(), file.name
+
+
+def test_the_edits_of_a_copied_script_run(tmp_path):
+    """Those of the pages about a loss and an advantage, in one copy, at the lines that the pages name."""
+    text = (ROOT / "train_scripts" / "grpo.py").read_text()
+    texts = {name: (HOWTO / f"own_{name}.md").read_text() for name in ("loss", "advantage")}
+    (loss,) = re.findall(r"^    (algo = .*)$", texts["loss"], re.M)
+    (advantage,) = re.findall(r"^    (adv = .*)$", texts["advantage"], re.M)
+    (made,) = re.findall(r"^ +algo = .*get_algorithm\(.*\n", text, re.M)
+    text = text.replace(made, f"{made}    {loss}\n")
+    text, count = re.subn(r"adv = algo\.advantage\(.*\)", advantage, text)
+    assert count == 1
+    own = "".join(re.search(r"```python\n(.*?)```", page, re.S)[1] for page in texts.values())
+    text = text.replace("\ndef main(", f"\n{own}\n\ndef main(")
+    (tmp_path / "my_grpo.py").write_text(text)
+    env = {"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    small = ["--steps", "1", "--warmup", "1", "--prompts", "4", "--group", "4", "--eval-prompts", "4"]
+    command = [sys.executable, "my_grpo.py", *small, "--out", "run"]
+    done = forks.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (row,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert '"trust": ' in row  # the metric of the page's loss
 
 
 @pytest.mark.parametrize("page", sorted(HOWTO.glob("[!R]*.md")), ids=lambda page: page.stem)

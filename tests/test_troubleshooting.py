@@ -128,7 +128,10 @@ def act(x):
     try:
         act(0)
     except Odd as error:
+        error.add_note(f"raised in row {x}")
         raise ValueError(str(error)) from error
+    print(f"error: row {x} was not saved")
+    print(f"row {x} is done")
     raise
 """
 
@@ -148,6 +151,8 @@ def test_the_collector_reads_texts_as_they_are_made(tmp_path, monkeypatch):
         "data: here: nothing in row {}",
         "name: expected one of these, got {}",
         "name: expected one of these, got {}; see the page",
+        "raised in row {}",
+        "row {} was not saved",
     }
 
 

@@ -221,7 +221,8 @@ class InOrder:
             self.failed = self.failed or error
             raise error
         self.rebuilds -= 1
-        print(f"{error}; building it again ({self.rebuilds} left)", file=sys.stderr, flush=True)
+        line = f"warning: {error}; building it again ({self.rebuilds} left)"
+        print(line, file=sys.stderr, flush=True)
         self.target.close()
         try:
             self.target = self.build()

@@ -33,26 +33,23 @@ def evaluate(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict[st
     try:
         result = loss_fn(out, b)
     except (TypeError, AttributeError, KeyError) as error:
-        for note in _absent(error, out, b):
-            error.add_note(note)
+        _note_absent(error, out, b)
         raise
     if isinstance(result, tuple):
         return result
     return result, {}
 
 
-def _absent(error: Exception, out: TokenOut, b: Packed) -> list[str]:
-    """Notes on absent fields that the loss reads.
+def _note_absent(error: Exception, out: TokenOut, b: Packed) -> None:
+    """Add a note to the error for each absent field that the loss reads.
 
     These are None, and their names occur in the code that was running.
     """
     frames = list(traceback.walk_tb(error.__traceback__))[1:]  # the first is `evaluate`
     names = {name for frame, _ in frames for name in frame.f_code.co_names}
-    found = []
     for kind, record in (("TokenOut", out), ("Packed", b)):
         for name in sorted(names & REMEDY.keys() & vars(record).keys()):
             if getattr(record, name) is None:
-                found.append(f"{kind}.{name}: expected a value, got None; {REMEDY[name]}")
+                error.add_note(f"{kind}.{name}: expected a value, got None; {REMEDY[name]}")
     if isinstance(error, KeyError) and error.args and b.extra is not None and error.args[0] not in b.extra:
-        found.append(f"Packed.extra: expected {error.args[0]!r} among {sorted(b.extra)}; {REMEDY['extra']}")
-    return found
+        error.add_note(f"Packed.extra: expected {error.args[0]!r} among {sorted(b.extra)}; {REMEDY['extra']}")

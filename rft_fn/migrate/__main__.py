@@ -27,15 +27,20 @@ def show(found: migrate.Translation) -> str:
     return "\n".join(lines).rstrip()
 
 
+def parser() -> argparse.ArgumentParser:
+    """The arguments of the command line."""
+    made = argparse.ArgumentParser(prog="python -m rft_fn.migrate", description=migrate.__doc__)
+    made.add_argument("system", choices=sorted(migrate.SYSTEMS), help="where the config is from")
+    made.add_argument("file", nargs="?", help="a .yaml, a .json, or a shell script with the options")
+    kinds = "; ".join(f"{kind}: {what}" for kind, what in migrate.KINDS.items())
+    made.add_argument("--trainer", choices=migrate.KINDS, help=f"{kinds}; if left out, as the file tells")
+    made.add_argument("--table", action="store_true", help="print all options that are known of the system")
+    return made
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0, or 2 for a file that cannot be read or translated."""
-    parser = argparse.ArgumentParser(prog="python -m rft_fn.migrate", description=migrate.__doc__)
-    parser.add_argument("system", choices=sorted(migrate.SYSTEMS), help="where the config is from")
-    parser.add_argument("file", nargs="?", help="a .yaml, a .json, or a shell script with the options")
-    kinds = "; ".join(f"{kind}: {what}" for kind, what in migrate.KINDS.items())
-    parser.add_argument("--trainer", choices=migrate.KINDS, help=f"{kinds}; if left out, as the file tells")
-    parser.add_argument("--table", action="store_true", help="print all options that are known of the system")
-    args = parser.parse_args(arguments)
+    args = parser().parse_args(arguments)
     system = migrate.SYSTEMS[args.system]
     if args.table:
         kinds = list(system.trainers)
@@ -44,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n\n".join(table(f"{system.title}, {x}", system.trainers[x]) for x in kinds))
         return 0
     if args.file is None:
-        parser.error("expected a file, or --table")
+        parser().error("expected a file, or --table")
     try:
         config = migrate.read(args.file)
         found = migrate.translate(system, config.options, config.programs, args.trainer)

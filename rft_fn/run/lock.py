@@ -32,7 +32,7 @@ def acquire(folder: Path) -> None:
         ) from None
     except OSError as error:  # a file system without locks: the run is still worth starting
         os.close(file)
-        print(f"{folder}: not locked ({error.strerror}); start no second run here", flush=True)
+        print(f"warning: {folder}: not locked ({error.strerror}); start no second run here", flush=True)
         return
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}

@@ -109,7 +109,7 @@ MUTANTS = [
     (
         "a loss that reads an absent field gets no note",
         "rft_fn/loss/evaluate.py",
-        "error.add_note(note)",
+        "_note_absent(error, out, b)",
         "pass",
         "tests/loss/test_loss.py::test_a_loss_that_reads_an_absent_field_has_a_note_of_where_it_comes_from",
     ),

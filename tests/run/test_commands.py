@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from ranks import free_port
 
-from rft_fn.run import commands, parsing, scripts
+from rft_fn.run import commands, scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_RUN = ["--steps", "2", "--prompts", "4", "--group", "4", "--eval-prompts", "4", "--warmup", "1"]
@@ -142,24 +141,6 @@ def test_a_script_of_ones_own_is_python(tmp_path):
     done = rft("run", "own/mine.py", "--a", "1", cwd=tmp_path)
     assert done.stdout.strip() == "__main__ 7 ['own/mine.py', '--a', '1'] own/mine.py"
     assert done.returncode == 1 and "Traceback" in done.stderr and 'own/mine.py", line 6' in done.stderr
-
-
-@pytest.mark.parametrize(("page", "least"), [("commands.md", 8), ("walk.md", 4), ("reports.md", 2)])
-def test_commands_of_the_docs_are_understood(page, least):
-    """Each line that begins with rft, and each in a table, with its options."""
-    text = (ROOT / "docs" / page).read_text()
-    lines = re.findall(r"^    (rft .*)$", text, re.M) + re.findall(r"`(rft [a-z]+ [^`|]+)`", text)
-    assert len(lines) >= least
-    for line in lines:
-        _, name, *args = shlex.split(line.partition(" > ")[0], comments=True)
-        config = commands.COMMANDS[name].options
-        if name in ("run", "export", "evaluate"):
-            script = name
-            if name == "run":
-                script = args.pop(0).removeprefix("my_").removesuffix(".py")
-            config = scripts.config(scripts.find(script))
-        if args and args != ["SCRIPT", "--help"] and "..." not in args:
-            parsing.parse(config, parsing.qualify(args, config))
 
 
 def test_where_is_a_path_for_other_programs(tmp_path):
