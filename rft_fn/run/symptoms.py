@@ -6,6 +6,7 @@ yet, finds nothing.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 __all__ = ["RULES", "WINDOW", "Rule", "Symptom", "symptoms"]
@@ -79,6 +80,12 @@ def _last(rows: Sequence[Row], name: str, back: int = 0) -> float:
     return _mean(rows[max(end - WINDOW, 0) : max(end, 0)], name)
 
 
+def _first(rows: Sequence[Row], name: str) -> float:
+    """The mean of a metric over the first window that has it: a policy may be frozen in the first steps."""
+    having = (row for row in rows if row.get(name) is not None)
+    return _mean(list(islice(having, WINDOW)), name)
+
+
 def _rises(before: float, after: float) -> bool:
     """Whether a reward is clearly higher than before."""
     return after > before + RISE * abs(before)
@@ -117,7 +124,7 @@ def _clipped(rows: Sequence[Row]) -> str:
 
 
 def _mismatch(rows: Sequence[Row]) -> str:
-    first = _mean(rows[:WINDOW], "policy/logp_gap")
+    first = _first(rows, "policy/logp_gap")
     last = _last(rows, "policy/logp_gap")
     if not last > max(GAP_GROWTH * first, GAP_FLOOR):
         return ""
@@ -162,7 +169,7 @@ def _rate(rows: Sequence[Row]) -> str:
 
 
 def _gradient(rows: Sequence[Row]) -> str:
-    first = _mean(rows[:WINDOW], "grad/norm")
+    first = _first(rows, "grad/norm")
     last = _last(rows, "grad/norm")
     if not last < GRADIENT_SHARE * first:
         return ""

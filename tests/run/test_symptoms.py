@@ -141,6 +141,11 @@ def test_a_window_has_to_be_whole():
     assert names(history(20, **every)) == ["flat_groups", "entropy"]
 
 
+def test_the_first_gradients_may_come_after_steps_with_a_frozen_policy():
+    collapsing = lambda step: None if step < 7 else late(0.001, 1.0)(step)  # noqa: E731
+    assert names(history(60, grad__norm=collapsing)) == ["gradient"]
+
+
 def test_mismatch_of_rounding_is_none():
     assert names(history(60, policy__logp_gap=late(9e-4, 1e-8))) == []
 
