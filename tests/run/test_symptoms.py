@@ -142,7 +142,7 @@ def test_a_window_has_to_be_whole():
 
 
 def test_the_first_gradients_may_come_after_steps_with_a_frozen_policy():
-    collapsing = lambda step: None if step < 7 else late(0.001, 1.0)(step)  # noqa: E731
+    collapsing = lambda step: None if step < 7 else late(0.0009, 1.0)(step)  # noqa: E731
     assert names(history(60, grad__norm=collapsing)) == ["gradient"]
 
 
