@@ -1,4 +1,4 @@
-"""Checks at public boundaries: shapes of tensors and limits of options.
+"""Checks at public boundaries: shapes of tensors, limits of options, and addresses.
 
 The values of tensors are never read, because that would stop a GPU. The limits of an option stand in its
 type, and `fields` checks a whole record of options against them.
@@ -6,18 +6,20 @@ type, and `fields` checks a whole record of options against them.
 
 import dataclasses
 import numbers
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from urllib.parse import unquote
 
 T = TypeVar("T")
 
 __all__ = [
     "AtLeast0", "Count", "Finite", "Free", "Positive", "PositiveShare", "Range", "Seed", "Several", "Share",
-    "Whole", "at_most_one",
+    "Whole", "at_most_one", "no_secret", "shown_without_secrets",
 ]  # fmt: skip
 
 
@@ -115,6 +117,47 @@ def at_most_one(**options: Any) -> None:
         raise ValueError(
             f"{', '.join(found)}: expected one of them, got {' and '.join(map(repr, found.values()))}"
         )
+
+
+# names of a query's words that hold secrets
+_SECRET = re.compile(r"(?i)(^|[_.-]|api|access)key$|token|secret|passw|signature|^sig$|^auth(orization)?$")
+
+
+def _secret(address: str) -> str:
+    """What is secret in an address, or in several with commas between them; "" for nothing."""
+    if "://" not in address:
+        return ""
+    if re.search("//[^/?#]*@", address):
+        return "a name and a password in front of the host"
+    for word in map(unquote, re.findall("[?&;]([^?&;=#]+)", address)):
+        if _SECRET.search(word):
+            return f"{word!r} in its query"
+    return ""
+
+
+def no_secret(name: str, address: str, instead: str) -> None:
+    """Check that an address has no secret, which would stand in the files of a run.
+
+    `instead` says where a secret belongs. The ValueError does not show the secret.
+    """
+    found = _secret(address)
+    if found:
+        raise ValueError(
+            f"{name}: expected an address without a secret, which a run would write into its config.json, "
+            f"got {found}; {instead}"
+        )
+
+
+def shown_without_secrets(text: str) -> str:
+    """A text with *** in place of the secrets of the addresses in it."""
+
+    def hidden(word: re.Match[str]) -> str:
+        if _SECRET.search(unquote(word["name"])):
+            return f"{word['name']}=***"
+        return word[0]
+
+    text = re.sub("//[^/]*@", "//***@", text)
+    return re.sub(r"(?<=[?&;])(?P<name>[^?&;=#]+)=[^&;,#'\"\s]*", hidden, text)
 
 
 @dataclass(frozen=True)

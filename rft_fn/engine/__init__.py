@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
-from rft_fn import dist
+from rft_fn import check, dist
 from rft_fn import model as model_lib
 from rft_fn.engine import openai, sglang, vllm
 from rft_fn.engine.config import EngineConfig, config_of
@@ -80,6 +80,9 @@ ENGINES: dict[str, EngineType] = {
 
 def check_config(config: EngineConfig) -> None:
     """ValueError for an engine that does not exist, or an option that it cannot honour. Builds nothing."""
+    for server in config.servers:
+        instead = f"a server's key belongs into the environment variable {config.key_env}"
+        check.no_secret("engine_servers", server, instead)
     if config.type not in ENGINES:
         raise ValueError(f"engine type: expected {', '.join(ENGINES)}, got {config.type!r}")
     if config.process and config.tp_size != 1:

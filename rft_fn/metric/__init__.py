@@ -5,6 +5,7 @@ They merge in any order, without a mean of means.
 
 from rft_fn.metric.bins import Calibration, calibration, reliability
 from rft_fn.metric.metrics import (
+    OF_REWARD,
     Max,
     Mean,
     Metric,
@@ -27,6 +28,6 @@ from rft_fn.metric.metrics import (
 )
 
 __all__ = [
-    "average", "calibration", "max", "mean", "merge", "pairs", "pass_at_k", "policy", "preference",
-    "ranking", "reliability", "results", "rollout", "router", "spread", "sum",
+    "OF_REWARD", "average", "calibration", "max", "mean", "merge", "pairs", "pass_at_k", "policy",
+    "preference", "ranking", "reliability", "results", "rollout", "router", "spread", "sum",
 ]  # fmt: skip

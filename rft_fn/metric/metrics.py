@@ -286,6 +286,10 @@ def router(out: TokenOut, b: Packed) -> dict[str, Metric]:
     return {"router/aux": mean(out.aux, b.mask), "router/max_share": mean(out.expert_share, b.mask)}
 
 
+OF_REWARD = ("mean", "std", "flat_groups")
+"""What `rollout` and `reward.means` say of a whole reward, as reward/NAME: no part of one is called so."""
+
+
 def rollout(batch: Rollout, reward: Tensor) -> dict[str, float]:
     """Diagnostics of a rollout with rewards [N, G].
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rft_fn.metric import OF_REWARD
 from rft_fn.reward import results
 from rft_fn.reward.calling import Call, Caller, Log
 from rft_fn.reward.convention import (
@@ -229,6 +230,11 @@ def _check_components(components: Mapping[str, tuple[RewardFn | JointReward, Wei
     if not components:
         raise ValueError("weighted: expected at least one component, as name=(reward function, weight)")
     for name, component in components.items():
+        if name in OF_REWARD:
+            raise ValueError(
+                f"reward {name!r}: expected another name than {', '.join(OF_REWARD)}, which metrics of the "
+                f"whole reward have, got {name!r}"
+            )
         if not (isinstance(component, tuple) and len(component) == 2 and callable(component[0])):
             raise ValueError(f"reward {name!r}: expected (reward function, weight), got {component!r}")
         check_weight(name, component[1])

@@ -1,17 +1,17 @@
 """Loads reward functions by their names on the command line."""
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from typing import Any, Protocol
-from urllib.parse import parse_qsl, urlsplit
 
+from rft_fn import check
 from rft_fn.reward import importing, verifiable
 from rft_fn.reward.adapters import ADAPTERS
 from rft_fn.reward.combine import Weighted
 from rft_fn.reward.convention import GIVEN, JointReward, RewardFn, parameters, takes_all
+from rft_fn.reward.remote.hosts import shown
 from rft_fn.reward.remote.served import TOKEN_ENV, served_at
 from rft_fn.reward.row_weights import RowWeights, Weight
 from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_rows, split_weight
@@ -54,8 +54,7 @@ _NAMED: dict[str, Factory] = {
 _SOURCES: dict[str, Source] = {"http": served_at, "https": served_at}
 """The sources that need nothing of a run."""
 
-# names of a query's words that hold secrets
-_SECRET = re.compile(r"(?i)(^|[_.-]|api|access)key$|token|secret|passw|signature|^sig$|^auth(orization)?$")
+_TOKEN = f"a token belongs into the environment variable {TOKEN_ENV}, or into the one that token_env names"
 
 _NAMELESS = "<lambda>"  # Python's name for a function without one
 
@@ -118,8 +117,9 @@ def parse(specs: Sequence[str], sources: Mapping[str, Source] | None = None) -> 
     known = {**_SOURCES, **(sources or {})}
     found = [split(text, _NAMED, ADAPTERS, known) for text in weights]
     functions = [_function(spec, known) for spec in found]
-    _check_given_names(found)
-    names = distinct([_names(spec, fn) for spec, fn in zip(found, functions, strict=True)])
+    known_as = [_names(spec, fn) for spec, fn in zip(found, functions, strict=True)]
+    names = distinct(known_as)
+    _check_given_names(found, known_as, names)
 
     components: dict[str, tuple[RewardFn | JointReward, Weight]] = {}
     for name, spec, fn in zip(names, found, functions, strict=True):
@@ -146,12 +146,27 @@ def _add(weights: dict[str, Weight], spec: str) -> None:
         raise ValueError(f"reward {text!r}: {error}") from None
 
 
-def _check_given_names(specs: Sequence[Spec]) -> None:
-    """ValueError for two parts that were given one name: other rewards and metrics would mean either."""
-    given = [arguments(spec)[1].get("name") for spec in specs if spec.target]
-    for name in given:
-        if name is not None and given.count(name) > 1:
+def _check_given_names(specs: Sequence[Spec], known_as: Sequence[Names], names: Sequence[str]) -> None:
+    """ValueError for a name that a part was given and another has: vetoes and metrics would mean either.
+
+    `known_as` are the names that the parts may have, and `names` those that they have.
+    """
+    given = [_given_name(spec) for spec in specs]
+    for i, name in enumerate(given):
+        if name is None:
+            continue
+        if given.count(name) > 1:
             raise ValueError(f"reward: expected different names, got name={name!r} twice")
+        others = [*known_as[:i], *known_as[i + 1 :]]
+        if name != names[i] or any(name in other for other in others):
+            raise ValueError(f"reward: expected a name that no other reward has, got name={name!r}")
+
+
+def _given_name(spec: Spec) -> str | None:
+    """The name in the arguments of a model, a judge or a server; None without one."""
+    if not spec.target:
+        return None
+    return arguments(spec)[1].get("name") or None
 
 
 def _names(spec: Spec, fn: Any) -> Names:
@@ -181,29 +196,12 @@ def _function(spec: Spec, sources: Mapping[str, Source]) -> Any:
 def _made_by(source: Source, spec: Spec) -> RewardFn | JointReward:
     """The reward of a source. ValueError where it refuses the target or the arguments."""
     places, named = arguments(spec)
-    secret = _secret(spec.target)
-    if secret:
-        address = spec.target.split("?")[0]
-        raise ValueError(
-            f"reward {address!r}: expected an address without a secret, which a run would write into its "
-            f"config.json, got {secret!r} in its query; a token belongs into the environment variable "
-            f"{TOKEN_ENV}, or into the one that token_env names"
-        )
+    check.no_secret(f"reward {shown(spec.target)!r}", spec.target, _TOKEN)
     try:
         return source(spec.target, *places, **named)
     except (TypeError, ValueError) as error:
-        text = re.sub("//[^/]*@", "//***@", spec.text)  # a password in an address
+        text = check.shown_without_secrets(spec.text)
         raise ValueError(f"reward {text!r}: {error}") from error
-
-
-def _secret(target: str) -> str:
-    """The name of a word of an address's query that is called like a secret, or ""."""
-    if "://" not in target:
-        return ""
-    for name, _ in parse_qsl(urlsplit(target).query, keep_blank_values=True):
-        if _SECRET.search(name):
-            return name
-    return ""
 
 
 def _adapt(spec: Spec, fn: Any) -> RewardFn:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -23,6 +23,8 @@ from rft_fn.types import Engine, Experience, Strategy, TokenOut
 
 __all__ = ["judges_here", "load_rewards", "reward_modules"]
 
+R = TypeVar("R", bound=Any)
+
 _BUDGET = 4096  # tokens that go through a reward model at once, where no option says
 
 
@@ -39,6 +41,8 @@ def load_rewards(specs: Sequence[str], cfg: options.Data, st: Strategy) -> rewar
                                     `reward.generative_by_name`, and engine_type, servers, key_env and batch
                                     of its engine; see `engine.EngineConfig`. Judges on servers are asked at
                                     the same time.
+
+    Both take `name`, by default that of the head and "judge".
     http://..., https://...         a server: `reward.served_at`.
 
     FOLDER may be that of a run. The weights of a folder are loaded once for all its heads, when the rewards
@@ -86,6 +90,7 @@ class _Sources:
         budget: int | None = None,
         steps: str = "",
         separator: str | None = None,
+        name: str = "",
     ) -> reward.ScalarReward:
         """A head of the scalar reward model in a folder."""
         if steps and separator is None:
@@ -95,7 +100,8 @@ class _Sources:
         folder, head = _folder_and_head(target)
         if folder not in self.scalars:
             self.scalars[folder] = _Scalar(folder, self.cfg, self.st)
-        return self.scalars[folder].head(head, budget, steps or "last", separator)
+        made = self.scalars[folder].head(head, budget, steps or "last", separator)
+        return _called(name, made)
 
     def judge(
         self,
@@ -106,6 +112,7 @@ class _Sources:
         servers: Sequence[str] = (),
         key_env: str = engine.EngineConfig.key_env,
         batch: int | None = None,
+        name: str = "",
         **options: Any,
     ) -> reward.RewardFn:
         """A generative reward model in a folder, or on servers that have it.
@@ -128,7 +135,14 @@ class _Sources:
             packs = config.fast_linear and config.type == "hf"
             sampler = Sampler(config.batch, config.max_model_len, config.sleep, packs)
             made.__dict__["sampled_here"] = folder, sampler
-        return made
+        return _called(name, made)
+
+
+def _called(name: str, made: R) -> R:
+    """A reward by the name that it was given, if any."""
+    if name:
+        made.__name__ = name
+    return made
 
 
 class _Scalar:

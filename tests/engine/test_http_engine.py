@@ -421,6 +421,17 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_asked(options, l
         engine.check_config(engine.EngineConfig(**options))
 
 
+@pytest.mark.parametrize("kind", ["openai", "sglang", "hf", "vllm"])
+@pytest.mark.parametrize("server", ["http://me:S1@h:1", "http://S1@h:1", "http://h:1/?api_key=S1"])
+def test_an_address_has_no_secret_which_a_run_would_write_down(kind, server):
+    """Of engines that have no servers too: the options are written all the same."""
+    config = engine.EngineConfig(type=kind, servers=("http://h:2", server), key_env="MINE")
+    with pytest.raises(ValueError, match=r"^engine_servers: expected an address without a secret") as error:
+        engine.check_config(config)
+    assert str(error.value).endswith("a server's key belongs into the environment variable MINE")
+    assert "S1" not in str(error.value)
+
+
 def test_options_come_from_the_command_line():
     import argparse
 

@@ -14,6 +14,13 @@ MUTANTS = [
         CLIENT + "the_deadline_is_that_of_the_whole_call",
     ),
     (
+        "waits have no random part",
+        "rft_fn/reward/remote/client.py",
+        "self.jitter.random()",
+        "0.5",
+        CLIENT + "waits_double_and_have_a_random_part",
+    ),
+    (
         "an attempt has no limit",
         "rft_fn/reward/remote/client.py",
         "asyncio.timeout(self.limits.attempt)",

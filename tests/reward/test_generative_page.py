@@ -46,3 +46,9 @@ def test_the_numbers_are_those_of_the_data():
     found = json.loads((ROOT / "docs" / "results" / "judge.json").read_text())
     table = TEXT.partition("<!-- judge:begin -->\n")[2].partition("\n<!-- judge:end -->")[0]
     assert table == bench.tables(found)
+
+    # the seconds, which two pages tell
+    train, ask = ([round(judge[x]) for judge in found["judges"].values()] for x in ("train_s", "ask_s"))
+    assert f"{train[0]} and {train[1]} s of training, {ask[0]} and {ask[1]} s of asking." in TEXT
+    rewards = (ROOT / "docs" / "rewards.md").read_text()
+    assert f"two small judges took {ask[0]} and {ask[1]} s of asking, " in rewards

@@ -210,9 +210,16 @@ def test_the_tries_are_counted_and_the_last_problem_is_told():
     assert line == f"expected an answer within 4 tries, got none ({host.url}: status 500: out of memory)"
 
 
-def test_waits_double_and_have_a_random_part():
-    """The times of the requests, not only the function that they should follow."""
+def test_waits_double_and_have_a_random_part(monkeypatch):
+    """The times of the requests, and the draws that the function gets which they should follow."""
     times = []
+    given = []
+
+    def pause(failures, draw):
+        given.append((failures, draw))
+        return hosts.pause(failures, draw)
+
+    monkeypatch.setattr(client, "pause", pause)
 
     def reply(connection, *_):
         times.append(time.monotonic())
@@ -222,7 +229,10 @@ def test_waits_double_and_have_a_random_part():
         refused(host.url, tries=5)
     gaps = [b - a for a, b in itertools.pairwise(times)]
     for i, gap in enumerate(gaps):
-        assert gap >= 0.5 * 0.02 * 2**i
+        assert gap >= hosts.pause(*given[i]) >= 0.5 * 0.02 * 2**i
+    assert [failures for failures, _ in given] == [1, 2, 3, 4, 5]
+    draws = [draw for _, draw in given]
+    assert len(set(draws)) == 5 and all(0 <= draw < 1 for draw in draws)
 
 
 @pytest.mark.parametrize("reply", [forever, drip], ids=["hangs", "drips"])
@@ -412,7 +422,7 @@ def test_two_rewards_of_one_host_have_names_of_their_own():
 
 
 def test_a_password_in_an_address_is_not_shown():
-    with pytest.raises(ValueError, match="without a name and a password") as caught:
+    with pytest.raises(ValueError, match="got a name and a password in front of") as caught:
         rft.reward.parse(["https://me:hunter2@host/score=0.5"])
     assert "hunter2" not in str(caught.value)
     with pytest.raises(ValueError, match="unexpected keyword argument 'x'"):

@@ -3,7 +3,9 @@
 import datetime
 import decimal
 import math
+import re
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,6 +56,15 @@ def test_numbers_come_back_to_the_bit(numbers, more):
     back = torch.tensor([math.nan if x is None else x for x in found["rewards"]])
     assert torch.equal(back.view(torch.int32), total.view(torch.int32))
     assert {k: v for k, v in found["extra_logs"].items() if k != "b"} == logs and "b" in found["extra_logs"]
+
+
+def test_the_request_and_the_answer_of_the_page_are_read():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text()
+    asked, answered = re.findall(r"```json\n(.*?)```", page, re.S)
+    batch = protocol.read_request(asked.encode())
+    assert batch.completions == ["13", "31"] and not batch.columns and not batch.given
+    found = protocol.read_answer(answered.encode(), len(batch.completions))
+    assert found == {"rewards": [1.0, None], "extra_logs": {}}
 
 
 def test_the_only_part_is_not_told_twice():

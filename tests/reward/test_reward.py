@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rft_fn import reward
+from rft_fn import metric, reward
 from rft_fn.data.tasks import TASKS
+from rft_fn.types import Rollout
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=100)
 
@@ -405,6 +406,28 @@ def test_every_exception_out_of_a_reward_has_the_note(fn, kind, message):
     assert str(error.value) == message and error.value.__notes__ == ["raised by the reward 'mine'"]
 
 
+def test_no_part_has_the_name_of_a_metric_of_the_whole_reward(tmp_path):
+    """The names that are refused are all that a step logs as reward/NAME beside its parts."""
+    same = {"tokens": torch.zeros(4, 2, dtype=torch.long), "logp": torch.zeros(4, 2)}
+    rollout = Rollout(
+        **same,
+        mask=torch.ones(4, 2, dtype=torch.bool),
+        length=torch.full((4,), 2),
+        truncated=torch.zeros(4, dtype=torch.bool),
+        group=torch.tensor([0, 0, 1, 1]),
+        version=torch.zeros(4, dtype=torch.long),
+    )
+    part = reward.Judged(torch.ones(2, 2), {}, [""] * 4)
+    logged = metric.rollout(rollout, part.reward) | reward.means(part, "reward")
+    own = {name.removeprefix("reward/") for name in logged if name.startswith("reward/")}
+    assert own == set(metric.OF_REWARD)
+    file = tmp_path / "mine.py"
+    for name in own:
+        file.write_text(f"def {name}(completions):\n    return [0.0 for _ in completions]\n")
+        with pytest.raises(ValueError, match=f"^reward {name!r}: expected another name than mean, std"):
+            reward.parse(["exact", f"{file}:{name}"])
+
+
 def test_ctrl_c_in_a_reward_is_not_the_rewards():
     with pytest.raises(KeyboardInterrupt) as error:
         reward.weighted(mine=(raises(KeyboardInterrupt()), 1.0))([""], [""], {})
@@ -419,6 +442,11 @@ def test_ctrl_c_in_a_reward_is_not_the_rewards():
         ({"a": (len, "1")}, "reward 'a': expected a finite weight, got '1'"),
         ({"a": ("math", 1.0)}, "reward 'a': expected (reward function, weight), got ('math', 1.0)"),
         ({"a": 3}, "reward 'a': expected (reward function, weight), got 3"),
+        (
+            {"std": (len, 1.0)},
+            "reward 'std': expected another name than mean, std, flat_groups, which metrics of the whole "
+            "reward have, got 'std'",
+        ),
     ],
 )
 def test_bad_components(components, message):

@@ -149,6 +149,21 @@ def test_a_name_is_given_once():
     assert list(reward.parse(["http://a/s(name='x')", "http://b/s"]).components) == ["x", "b"]
 
 
+@pytest.mark.parametrize("other", ["math", "math:gold", "https://b/s", "{}:length", "task:sort_digits"])
+def test_a_given_name_is_no_other_rewards(mine, other):
+    """A veto on it would bind to either, and one of them would be renamed without a word."""
+    specs = [other.format(mine), "numeric:a", "numeric:b"]
+    taken = reward.parse(specs).components
+    for name in taken:
+        named = f"http://a/s(name={name!r})"
+        line = f"^reward: expected a name that no other reward has, got name={name!r}$"
+        for order in ([named, *specs], [*specs, named]):
+            with pytest.raises(ValueError, match=line):
+                reward.parse(order)
+    both = reward.parse([*specs, "http://a/s(name='free')"])
+    assert list(both.components) == [*taken, "free"]
+
+
 @pytest.mark.parametrize(
     "word", ["key", "api_key", "apiKey", "access_token", "X-Amz-Signature", "sig", "auth"]
 )
@@ -164,6 +179,20 @@ def test_a_secret_does_not_get_into_a_runs_files(word, hosts):
 
 def test_other_words_of_a_query_are_no_secrets():
     reward.parse(["http://a/s?keyword=x&monkey=y&author=z&significance=1"])
+
+
+def test_a_secret_of_a_later_address_or_in_an_argument_is_not_shown():
+    with pytest.raises(ValueError, match="got 'api_key' in its query") as error:
+        reward.parse(["http://a/s?n=1,http://b/s?n=2&api%5Fkey=S1"])
+    assert "S1" not in str(error.value)
+
+    def refuses(target, servers):
+        raise ValueError("no")
+
+    spec = "judge:tiny(servers=('http://me:S1@h:1/?n=2&api_key=S1','http://g?token=S1'))"
+    with pytest.raises(ValueError) as error:
+        reward.parse([spec], {"judge": refuses})
+    assert str(error.value) == f"reward {spec.replace('me:S1', '***').replace('S1', '***')!r}: no"
 
 
 def test_two_rewards_of_one_name_are_told_apart(tmp_path, mine):

@@ -338,6 +338,31 @@ def test_judges_of_one_folder_share_an_engine_and_those_on_servers_do_not(monkey
     assert a.engine is not b.engine
 
 
+def test_judges_and_heads_may_have_names():
+    how = "form='terse',max_new=4"
+    specs = [f"judge:tiny({how},name={name!r})" for name in ("polite", "right")]
+    score = load_rewards([*specs, f"judge:tiny({how},votes=2)"], Config(), get_strategy())
+    assert list(score.components) == ["polite", "right", "judge"]
+    polite, right, _ = (fn for fn, _ in score.components.values())
+    assert polite.engine is right.engine and len(judges_here(score)) == 1  # a name is no other engine
+    with pytest.raises(ValueError, match="expected a name that no other reward has, got name='judge'"):
+        load_rewards([f"judge:tiny({how})", f"judge:tiny({how},name='judge')"], Config(), get_strategy())
+
+
+def test_a_head_may_have_another_name(folder):
+    score = load_rewards([f"model:{folder}:a(name='mine')", f"model:{folder}:a"], Config(), get_strategy())
+    assert list(score.components) == ["mine", "a"] and len(reward_modules(score)) == 1
+
+
+@pytest.mark.parametrize("server", ["http://me:S1@h:1", "http://h:1/?api_key=S1"])
+def test_a_judges_servers_have_no_secret_in_their_addresses(server):
+    """Its text is written into the config of a run."""
+    spec = f"judge:tiny(engine_type='openai',servers=({server!r},),key_env='JUDGE_KEY')"
+    with pytest.raises(ValueError, match="engine_servers: expected an address without a secret") as error:
+        load_rewards([spec], Config(), get_strategy())
+    assert "JUDGE_KEY" in str(error.value) and "S1" not in str(error.value)
+
+
 def test_a_judge_is_built_when_it_is_asked_and_closed_with_the_score():
     st = get_strategy()
     score = load_rewards(["judge:tiny(form='terse', max_new=4)"], Config(), st)

@@ -90,6 +90,27 @@ def test_rewards_parts_metrics_and_texts():
     assert found["extra"] == {"judged/why": ["a", ""]}
 
 
+@pytest.mark.parametrize("form", ["rft", "openrlhf"])
+def test_what_the_only_reward_logs_has_the_clients_name_alone_in_front(form):
+    """With the server's name too it would be polite/judged/n, and here judged/judged/n."""
+
+    def judged(completions, log_metric, log_extra):
+        log_metric("n", 2.0)
+        log_extra("why", ["x"] * len(completions))
+        return [1.0 for _ in completions]
+
+    paths = {"rft": "score", "openrlhf": "get_reward"}
+    with serving(judged=(judged, 2.0)) as served:
+        address = f"{served.url}/{paths[form]}"
+        for name in ("judged", "polite"):
+            spec = f"{address}(form={form!r}, name={name!r})"
+            found = rft.reward.parse([spec])(["p"] * 2, ["a", "b"], {})
+            assert found.metrics[f"{name}/n"].tolist() == [2.0, 2.0]
+            assert found.metrics[f"{name}/judged"].tolist() == [1.0, 1.0]  # before its weight
+            assert set(found.metrics) <= {f"{name}/{x}" for x in ("n", "judged", "scores")}
+            assert found.extra == {"rft": {f"{name}/why": ["x", "x"]}}.get(form, {})
+
+
 def test_a_row_to_which_nothing_applies_is_null():
     """Not 0, and no error: the trainer may have another reward for it."""
     with serving(some=(lambda completions: [None if c == "a" else 2.0 for c in completions], 3.0)) as served:

@@ -246,7 +246,7 @@ def test_a_judge_that_is_served_says_what_it_says_in_the_run(tmp_path):
         body = json.dumps({"prompts": prompts, "completions": completions} | given).encode()
         how = {"headers": HEADERS, "trust_env": False, "timeout": 60}
         found = httpx2.post(f"{url}/score", content=body, **how).json()
-    assert found["rewards"] == want and len(found["extra"]["judge/said"]) == 12
+    assert found["rewards"] == want and len(found["extra"]["said"]) == 12
 
 
 def test_a_port_that_is_taken_is_one_line():
@@ -266,4 +266,4 @@ def test_grpo_refuses_a_server_that_it_cannot_use_before_a_model_is_loaded(tmp_p
     code, _, err = finished(start("grpo", *SMALL, *out, "--reward", f"{gone}(deadline=400)"))
     assert code == 2 and "expected a deadline below reward_timeout = 300 s, got 400" in err
     code, _, err = finished(start("grpo", *SMALL, *out, "--reward", "https://me:hunter2@host/score"))
-    assert code == 2 and "without a name and a password" in err and "hunter2" not in err
+    assert code == 2 and "got a name and a password" in err and "hunter2" not in err

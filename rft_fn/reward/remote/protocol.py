@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -10,7 +10,11 @@ from rft_fn.data.media import KINDS
 from rft_fn.reward.convention import GIVEN, Columns, Scored, TrainerState
 from rft_fn.reward.remote import values
 
-__all__ = ["LISTS", "Batch", "ReadAnswer", "answer", "batch_of", "read_answer", "read_request", "request"]
+__all__ = [
+    "LISTS", "Batch", "ReadAnswer", "answer", "batch_of", "logs_of", "read_answer", "read_request", "request",
+]  # fmt: skip
+
+L = TypeVar("L")
 
 LISTS = ("completion_ids", "prompt_ids", "prompt_texts", "truncated", "groups", "keys")
 """The lists beside prompts and completions, with an entry for each completion; `media` is one more."""
@@ -152,10 +156,21 @@ def answer(scored: Scored) -> bytes:
     if list(parts.values()) != [body["rewards"]]:
         body["parts"] = parts
     if scored.metrics:
-        body["metrics"] = {name: numbers_of(x) for name, x in scored.metrics.items()}
+        body["metrics"] = {name: numbers_of(x) for name, x in logs_of(scored, scored.metrics).items()}
     if scored.extra:
-        body["extra"] = {name: values.plain(x) for name, x in scored.extra.items()}
+        body["extra"] = {name: values.plain(x) for name, x in logs_of(scored, scored.extra).items()}
     return values.dump(body)
+
+
+def logs_of(scored: Scored, logs: Mapping[str, L]) -> dict[str, L]:
+    """What the parts have logged, without the name of the part where it is the only one.
+
+    The client puts the name of its reward in front of everything.
+    """
+    if len(scored.parts) != 1:
+        return dict(logs)
+    prefix = f"{next(iter(scored.parts))}/"
+    return {name.removeprefix(prefix): x for name, x in logs.items()}
 
 
 def numbers_of(x: Tensor) -> list[float | None]:

@@ -112,7 +112,7 @@ def application(names: Sequence[str], jobs: Jobs, rules: Rules, metrics: Metrics
 
 
 def _openrlhf_answer(scored: Scored) -> bytes:
-    return openrlhf.answer(scored.total, {**scored.parts, **scored.metrics})
+    return openrlhf.answer(scored.total, {**scored.parts, **protocol.logs_of(scored, scored.metrics)})
 
 
 async def _answered(request: Request, read: Read, write: Write, jobs: Jobs, rules: Rules) -> Response:
