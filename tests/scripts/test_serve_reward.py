@@ -147,7 +147,9 @@ def test_grpo_over_http_with_the_server_killed_and_restarted_is_the_run_without_
         found = rows(tmp_path / "remote" / "trajectories.jsonl")
         assert [row["step"] for row in found] == [step for step in range(10) for _ in range(4)]
         want = scores_of(tmp_path / "rm", found)
-        assert len(set(want)) > 20 and [row["reward"] for row in found] == pytest.approx(want, rel=1e-5, abs=1e-5)
+        assert len(set(want)) > 20 and [row["reward"] for row in found] == pytest.approx(
+            want, rel=1e-5, abs=1e-5
+        )
 
     # the token is nowhere
     assert SECRET not in out + err
