@@ -55,7 +55,7 @@ def reread(folder, dtype=torch.float64):
 
 @contextlib.contextmanager
 def wide_softmax():
-    """Gemma 2 and others take the softmax of attention in float32 whatever their type; here in the type."""
+    """Gemma 2 takes the softmax of attention in float32 whatever its type; here in the type."""
     plain = torch.nn.functional.softmax
 
     def softmax(x, dim=None, _stacklevel=3, dtype=None):
@@ -79,10 +79,12 @@ FAMILIES = (
 def test_folders_of_transformers_load_and_score_the_same_and_back(kind, tmp_path):
     """A folder of theirs in packs is each row alone in their class; ours is read by it with the same scores.
 
-    Gemma 2's softmax in float32 alone makes 1e-7: it adds up in another order in rows of another length.
+    Gemma 2's softmax in float32 alone makes 3e-7: it adds up in another order in rows of another length. All
+    others are as transformers has them.
     """
     classifier(kind).save_pretrained(tmp_path / "theirs")
-    with wide_softmax():
+    softmax = {"Gemma2": wide_softmax}.get(kind, contextlib.nullcontext)
+    with softmax():
         want = theirs(reread(tmp_path / "theirs"))
         rm = model.load_reward(tmp_path / "theirs", dtype=torch.float64)
         for budget in (48, 1000):

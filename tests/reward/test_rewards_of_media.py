@@ -8,12 +8,14 @@ import pytest
 import ranks
 import torch
 from fake_host import hosting, rewards
+from test_serving import serving
 
 import rft_fn as rft
 from rft_fn import collect, data, model, packing, reward, tree
 from rft_fn.model import tiny, tiny_vl
 from rft_fn.reward import forms
 from rft_fn.reward.remote import protocol
+from rft_fn.run import load_rewards, options
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 from rft_fn.types import Media, Rollout, Sampling
 
@@ -75,7 +77,7 @@ class Alone:
         self.st = st
         self.processing = seeing()
         self.tokenizer = self.processing.tokenizer
-        rm = model.load_reward(untrained(self.tokenizer), new=True)
+        self.module = rm = model.load_reward(untrained(self.tokenizer), new=True)
         torch.nn.init.normal_(rm.score.weight)
         self.apply, self.params = st.bind(rm)
         scored = partial(st.score, self.apply, self.params, fields=("score",))
@@ -172,6 +174,27 @@ def test_a_server_gets_both_images_of_each_prompt_each_once():
     files = [[base64.b64decode(x.split(",")[1]) for x in json.loads(p.columns["images"])] for p in prompts]
     assert [[x["bytes"] for x in row] for row in got] == [row for row in files for _ in range(G)]
     assert {(x["kind"], x["mime"]) for row in got for x in row} == {("image", "image/png")}
+
+
+def test_a_model_and_a_judge_that_see_say_the_same_behind_a_server(alone, tmp_path):
+    """The images come to them as they do in this process; the model is named by its folder."""
+    it = Alone(get_fake_strategy())
+    model.save_reward(tmp_path, it.module, it.params)
+    it.processing.processor.save_pretrained(tmp_path)
+    ((fn, _),) = load_rewards([f"model:{tmp_path}"], options.Data(), it.st).components.values()
+
+    engine = rft.engine.get_engine(None, untrained(it.tokenizer), it.tokenizer)
+    how = {"form": forms.terse(), "sampling": Sampling(temperature=1.0, max_new=4), "unparsable": -1.0}
+    judge = reward.generative(engine, it.tokenizer, processing=it.processing, patience=99, **how)
+    batch = it.rollout, it.prompts, it.tokenizer
+    with pytest.warns(UserWarning, match="expected answers with a verdict"):
+        want = reward.judge(reward.weighted(judge=(judge, 1.0)), *batch, seed=3)
+    with serving(model=(fn, 1.0), judge=(judge, 2.0)) as served:
+        score = reward.weighted(r=(reward.served_at(f"{served.url}/score"), 1.0))
+        got = reward.judge(score, *batch, seed=3)
+    local = alone["parts"]["model"] + 2 * want.parts["judge"]
+    torch.testing.assert_close(got.reward, local, atol=1e-5, rtol=0)
+    assert got.extra["r/judge/said"] == want.extra["judge/said"] and len(set(want.extra["judge/said"])) > 9
 
 
 # ------------------------------------------------------------------------------------------ a judge

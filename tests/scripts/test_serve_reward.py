@@ -16,6 +16,7 @@ import httpx2
 import judges
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from rft_fn.model import load_reward, load_tokenizer, save_reward
 from rft_fn.run import load_rewards, options
@@ -102,7 +103,7 @@ def test_grpo_over_http_with_the_server_killed_and_restarted_is_the_run_without_
     """Equal metrics, trajectories and weights, to the byte; and the token stands in no file and no line.
 
     The scores of a model are equal to rounding, because the server packs other responses together; after some
-    updates that changes a token.
+    updates that changes a token. So they are also compared with the model's, for the texts of the run.
     """
     served = KINDS[kind](tmp_path)
     local = start("grpo", *SMALL, "--out", tmp_path / "local", "--reward", served)
@@ -142,6 +143,13 @@ def test_grpo_over_http_with_the_server_killed_and_restarted_is_the_run_without_
     assert len(here) == 10 and len(set(here)) > 3
     same = {"model": 2}.get(kind, 10)
     assert len(there) == 10 and there[:same] == pytest.approx(here[:same], rel=1e-5)
+    if kind == "model":
+        found = rows(tmp_path / "remote" / "trajectories.jsonl")
+        assert [row["step"] for row in found] == [step for step in range(10) for _ in range(4)]
+        want = scores_of(tmp_path / "rm", found)
+        assert len(set(want)) > 20 and [row["reward"] for row in found] == pytest.approx(
+            want, rel=1e-5, abs=1e-5
+        )
 
     # the token is nowhere
     assert SECRET not in out + err
@@ -150,10 +158,27 @@ def test_grpo_over_http_with_the_server_killed_and_restarted_is_the_run_without_
     assert "RFT_REWARD" not in (tmp_path / "remote" / "config.json").read_text()
 
 
+def rows(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def rewards_of(folder):
     """The mean reward of each step."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["reward/mean"] for line in lines]
+    return [row["reward/mean"] for row in rows(folder / "metrics.jsonl")]
+
+
+def scores_of(folder, found):
+    """The score of each row's text by transformers' own class in float64, one text at a time."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    tokenizer = load_tokenizer(str(folder))
+    scores = []
+    for row in found:
+        ids = tokenizer.encode(row["prompt"] + row["response"])
+        if len(row["response"]) < 6:  # it was not cut off at --max-new
+            ids.append(tokenizer.eos_token_id)
+        with torch.no_grad():
+            scores.append(model(input_ids=torch.tensor([ids])).logits.item())
+    return scores
 
 
 SLOW = """

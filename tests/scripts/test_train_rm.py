@@ -5,22 +5,23 @@ import json
 import math
 import os
 import sys
+from functools import cache
 
 import forks
 import numpy as np
 import pytest
+import ranks
 import torch
 from mistakes import check_one_line
 from PIL import Image
 from ranks import free_port
 from test_house import load_script
-from test_scripts import ROOT, rows, run
+from test_scripts import ROOT, rows
 
 import rft_fn as rft
 
 SMALL = {"steps": 4, "batch": 8, "eval_items": 8, "eval_every": 2, "save_every": 2, "warmup": 0}
-FLAGS = ["--steps", 5, "--batch", 8, "--eval-items", 8, "--eval-every", 3, "--save-every", 2,
-         "--centering", 0.01]  # fmt: skip
+PICTURES = ("curve", "phases", "reliability")
 train_rm = load_script("train_rm")
 
 
@@ -28,7 +29,7 @@ train_rm = load_script("train_rm")
 def few_pictures(request, monkeypatch):
     """Pictures take most of the time of so short a run."""
     if request.node.name != "test_it_learns_from_the_built_in_pairs":
-        for name in ("curve", "phases", "reliability"):
+        for name in PICTURES:
             monkeypatch.setattr(f"rft_fn.run.plot.{name}", lambda *_, **__: None)
 
 
@@ -280,21 +281,30 @@ def test_the_loss_of_steps_is_its_definition(tmp_path, one_head, score_of):
 # ---------- one run, however it is cut
 
 
+def check_same(whole, parts):
+    """Two runs are equal to the bit."""
+    assert rows(parts) == rows(whole)
+    for name in os.listdir(whole / "model"):
+        assert (whole / "model" / name).read_bytes() == (parts / "model" / name).read_bytes(), name
+
+
 @pytest.mark.parametrize(
     "options",
-    [{}, {"kind": "lists", "pool": "attention"}, {"kind": "steps", "pool": "mean", "lora_rank": 2}],
-    ids=["pairs", "lists", "steps"],
+    [
+        {},
+        {"kind": "lists", "pool": "attention"},
+        {"kind": "points", "loss": "mse"},
+        {"kind": "steps", "pool": "mean", "lora_rank": 2},
+    ],
+    ids=["pairs", "lists", "points", "steps"],
 )
 def test_a_run_in_two_parts_is_a_run_in_one(tmp_path, options):
     """Metrics, evaluations, weights and calibration, to the bit."""
     options = {**options, "lr_end": 1.0}
-    whole = train(tmp_path / "whole", **options, steps=4)
+    train(tmp_path / "whole", **options, steps=4)
     train(tmp_path / "parts", **options, steps=2)
-    parts = train(tmp_path / "parts", **options, steps=4)
-    assert parts == whole
-    for name in os.listdir(tmp_path / "whole/model"):
-        both = [(tmp_path / run / "model" / name).read_bytes() for run in ("whole", "parts")]
-        assert both[0] == both[1], name
+    train(tmp_path / "parts", **options, steps=4)
+    check_same(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_what_changes_no_result_changes_none(tmp_path):
@@ -304,34 +314,85 @@ def test_what_changes_no_result_changes_none(tmp_path):
     assert small[-1] == pytest.approx(whole[-1], rel=1e-4, abs=1e-5)
 
 
+TWO = {
+    "pairs": ({"centering": 0.01}, {"zero_stage": 1}),
+    "lists": ({}, {"sp_size": 2}),
+    "points": ({}, {"zero_stage": 3}),
+    "steps": ({}, {"shard_size": 1}),
+}
+LEAST = {"pairs": 60, "lists": 100, "points": 60, "steps": 60}  # budget of packs, which hold a list
+
+
+def on_two_ranks(rank, folder, ports):
+    """A run of each kind of rows by another strategy; points also in two parts. Each has its own group."""
+
+    def go(name, steps=4):
+        os.environ["MASTER_PORT"] = str(ports.pop())
+        kind = name.split()[0]
+        options = {"kind": kind, "steps": steps, "budget": LEAST[kind], "lr_end": 1.0, **TWO[kind][0]}
+        how = rft.strategy.StrategyConfig(**TWO[kind][1])
+        train_rm.main(train_rm.Config(**{**SMALL, **options}, strategy=how, out=str(folder / name)))
+
+    for picture in PICTURES:
+        setattr(rft.run.plot, picture, lambda *_, **__: None)
+    for kind in TWO:
+        go(kind)
+    for steps in (2, 4):
+        go("points in parts", steps)
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """A run of one process, without a stop."""
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    run("train_rm", *FLAGS, "--out", folder)
+def two(tmp_path_factory):
+    """The folder of those runs."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    ranks.run(2, "test_train_rm:on_two_ranks", folder, [free_port() for _ in range(len(TWO) + 2)])
     return folder
 
 
-TWO = {"fsdp2": [], "zero1": ["--zero-stage", 1]}
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """kind -> the folder of the run of one process, without a stop."""
+    folder = tmp_path_factory.mktemp("alone")
+
+    @cache
+    def found(kind):
+        train(folder / kind, kind=kind, lr_end=1.0, **TWO[kind][0])
+        return folder / kind
+
+    return found
+
+
+def check_close(one, both):
+    """Every number is equal to rounding, whatever the packs; and the same model comes out."""
+    assert len(rows(both)) == len(rows(one)) == 4
+    for a, b in zip(rows(both), rows(one)):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-5)
+    heads = [rft.model.load_reward(str(folder / "model")).heads[0] for folder in (both, one)]
+    assert heads[0].scale == pytest.approx(heads[1].scale, rel=1e-2) != 1
 
 
 @pytest.mark.parametrize("kind", TWO)
-def test_two_processes_log_what_one_logs(tmp_path, alone, kind):
-    """Every number, to rounding, whatever the packs; and the same model comes out."""
+def test_two_processes_log_what_one_logs(two, alone, kind):
+    """ZeRO that shards the optimizer or all, ranks that share a pack, and replicas."""
+    check_close(alone(kind), two / kind)
+
+
+def test_two_processes_in_two_parts_are_in_one(two):
+    check_same(two / "points", two / "points in parts")
+
+
+def test_torchrun_logs_what_one_process_logs(tmp_path, alone):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
-    script = [ROOT / "train_scripts" / "train_rm.py", *FLAGS, "--budget", 60, *TWO[kind]]
-    command = [*torchrun, "--master-port", free_port(), *script, "--out", tmp_path / "run"]
+    flags = [x for name, value in SMALL.items() for x in (f"--{name}", value)]
+    flags += ["--budget", 60, "--lr-end", 1, "--centering", 0.01, "--out", tmp_path / "run"]
+    script = [ROOT / "train_scripts" / "train_rm.py", *flags]
+    command = [*torchrun, "--master-port", free_port(), *script]
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = forks.run([str(x) for x in command], env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    both, one = rows(tmp_path / "run"), rows(alone)
-    assert len(both) == len(one)
-    for a, b in zip(both, one):
-        assert a == pytest.approx(b, rel=5e-4, abs=5e-5)
-    heads = [rft.model.load_reward(str(folder / "model")).heads[0] for folder in (tmp_path / "run", alone)]
-    assert heads[0].scale == pytest.approx(heads[1].scale, rel=1e-2) != 1
+    check_close(alone("pairs"), tmp_path / "run")
 
 
 # ---------- options
