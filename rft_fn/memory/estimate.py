@@ -16,7 +16,7 @@ from rft_fn.memory import trace
 from rft_fn.memory.engines import Sampler, attempt, size_of, stays, weights_of
 from rft_fn.memory.example import Example
 from rft_fn.memory.layout import Layout
-from rft_fn.memory.phases import Estimate, Models
+from rft_fn.memory.phases import Asked, Estimate, Models
 from rft_fn.model import quantize
 from rft_fn.model.parts import find
 from rft_fn.types import Transform
@@ -224,6 +224,12 @@ def estimate(
     # a forward alone is more than a training step only for a model that is not trained
     scorers = {id(module): module for module, _ in models if placed or module not in trained}
 
+    asked: list[Asked] = []
+    for module in rewards:
+        own = forward(module, unknown=unknown)
+        asked.append(Asked("rewards", type(module).__name__, _parameters(layout, module), own))
+    for module, judge in judges:
+        asked.append(Asked("judges", type(module).__name__, size_of(module, kind, judge, unknown)))
     engine, delivered = _engine(models[0][0], kind, sampler, unknown)
     out = Estimate(
         parameters=sum(x.parameters for x in held),
@@ -237,11 +243,11 @@ def estimate(
         media=_media(example, budget, kind),
         frozen=sum(x.parameters for x, (_, tx) in zip(held, models) if tx is None),
         policy=held[0].parameters,
-        rewards=sum(_parameters(layout, module) for module in rewards),
-        judges=sum(size_of(module, kind, judge, unknown) for module, judge in judges),
+        rewards=sum(x.held for x in asked if x.kind == "rewards"),
+        judges=sum(x.held for x in asked if x.kind == "judges"),
         delivered=delivered,
         scored=max((forward(module, unknown=unknown) for module in scorers.values()), default=0),
-        judged=max((forward(module, unknown=unknown) for module in rewards), default=0),
+        asked=tuple(asked),
         placed=placed,
         models=_names(models, rewards, [module for module, _ in judges], sampler),
     )
@@ -294,10 +300,11 @@ def _names(
 def _moved(layout: Layout, x: Estimate) -> Estimate:
     """The estimate with what lives in host memory counted there."""
     resting = set(layout.on_host)
-    sizes = dict.fromkeys(layout.on_host, 0)
+    sizes: dict[str, Any] = dict.fromkeys(layout.on_host, 0)
     if "parameters" in resting:  # those of all models
         resting |= {"rewards"}
         sizes |= dict.fromkeys(("frozen", "policy", "rewards"), 0)
+        sizes["asked"] = tuple(_without_weights(asked) for asked in x.asked)
     if x.placed:  # each of them rests there in some phase
         resting |= {"parameters", "optimizer", "rewards"}
     if not x.awake:
@@ -307,3 +314,10 @@ def _moved(layout: Layout, x: Estimate) -> Estimate:
         host += x.parameters + x.gradients
         sizes["update"] = x.gradients  # the updates, as they come back
     return replace(x, host=host, **sizes)
+
+
+def _without_weights(x: Asked) -> Asked:
+    """A reward model whose weights are on the host also while it works; a judge has an engine of its own."""
+    if x.kind == "judges":
+        return x
+    return x._replace(held=0)

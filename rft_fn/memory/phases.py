@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["PHASES", "Estimate", "Models", "Phase"]
+__all__ = ["PHASES", "Asked", "Estimate", "Models", "Phase"]
 
 # the models that a phase uses; with placement no others are on the device
 PHASES: dict[str, tuple[str, ...]] = {
@@ -25,6 +25,15 @@ class Models(NamedTuple):
     rewards: tuple[str, ...] = ()
     judges: tuple[str, ...] = ()
     engine: tuple[str, ...] = ()
+
+
+class Asked(NamedTuple):
+    """A model that is asked for rewards: such models are asked one after the other."""
+
+    kind: str  # "rewards" or "judges"
+    name: str
+    held: int  # bytes of its weights, of a judge with the cache of its engine
+    work: int = 0  # of its forward, beside them
 
 
 class Phase(NamedTuple):
@@ -69,7 +78,7 @@ class Estimate:
     judges: int = 0  # the weights and caches of the engines of judges
     delivered: int = 0  # of the engine, its weights
     scored: int = 0  # work of the largest forward without a backward, of the trained and frozen models
-    judged: int = 0  # the same of the reward models
+    asked: tuple[Asked, ...] = ()  # the reward models and the judges
     placed: bool = False  # whether a model leaves the device in the phases that do not use it
     models: Models = field(default_factory=Models)
 
@@ -106,7 +115,46 @@ class Estimate:
 
     def _phase(self, name: str) -> Phase:
         kinds = self._on_device(name)
-        sizes = {
+        if name == "judge":
+            return self._judging(kinds)
+        pack = self.activations + self.head + self.backward + self.gathered + self.media
+        work = {
+            "score": self.scored,
+            "train": self.gradients + pack,
+            "update": self.gradients + self.update,
+        }
+        sizes = self._sizes()
+        if name == "sync":  # nothing is sampled
+            sizes["engine"] = self.delivered
+        return Phase(name, self._names(kinds), sum(sizes[kind] for kind in kinds), work.get(name, 0))
+
+    def _judging(self, kinds: list[str]) -> Phase:
+        """The phase of the rewards, while the model is asked that takes most.
+
+        With placement each reward model is alone on the device, and so is each judge that sleeps.
+        """
+        sizes = self._sizes()
+        alone = set()
+        if self.placed:
+            alone.add("rewards")
+        if not self.awake:
+            alone.add("judges")
+        others = [kind for kind in kinds if kind not in alone]
+        held = sum(sizes[kind] for kind in others)
+        phases = [Phase("judge", self._names(others), held, 0)]
+        for x in self.asked:
+            phase = phases[0]._replace(work=x.work)
+            if x.kind in alone:
+                phase = phase._replace(models=(*phase.models, x.name), held=held + x.held)
+            phases.append(phase)
+        return max(phases, key=lambda phase: phase.total)
+
+    def _names(self, kinds: list[str]) -> tuple[str, ...]:
+        return tuple(model for kind in kinds for model in getattr(self.models, kind))
+
+    def _sizes(self) -> dict[str, int]:
+        """The bytes of all models of each kind."""
+        return {
             "policy": self.policy,
             "trained": self.parameters - self.frozen + self.optimizer,
             "frozen": self.frozen,
@@ -114,18 +162,6 @@ class Estimate:
             "judges": self.judges,
             "engine": self.engine,
         }
-        if name == "sync":  # nothing is sampled
-            sizes["engine"] = self.delivered
-
-        pack = self.activations + self.head + self.backward + self.gathered + self.media
-        work = {
-            "judge": self.judged,
-            "score": self.scored,
-            "train": self.gradients + pack,
-            "update": self.gradients + self.update,
-        }
-        names = tuple(model for kind in kinds for model in getattr(self.models, kind))
-        return Phase(name, names, sum(sizes[kind] for kind in kinds), work.get(name, 0))
 
     def _on_device(self, phase: str) -> list[str]:
         """The kinds of models that are on the device in a phase."""
