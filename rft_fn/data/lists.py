@@ -149,11 +149,12 @@ class ListRecipe:
 
     def _ranks(self, row: Row, place: str) -> tuple[int, ...]:
         """The rank of each response: how many different numbers are better than its own."""
+        there = [name for name, cell in row.items() if cell is not None]  # a table has None in other rows
         column, sign = self.ranks, 1
-        if self.ranks not in row:
+        if self.ranks not in there:
             column, sign = self.scores, -1
-        if column not in row:
-            known = ", ".join(map(repr, row))
+        if column not in there:
+            known = ", ".join(map(repr, there))
             raise Unfit(
                 place, f"the row has neither column {self.ranks!r} nor {self.scores!r}; it has {known}"
             )

@@ -206,7 +206,7 @@ class PairRecipe:
     def _labels(self, row: Row, place: str) -> tuple[float, tuple[float, ...]]:
         """(the margin, the preference of each head)."""
         margin = 0.0
-        if self.margin and self.margin in row:
+        if self.margin and row.get(self.margin) is not None:  # a table has None where a row has no number
             margin = number(row[self.margin], place, f"column {self.margin!r}")
         if not self.preferences:
             return margin, (1.0,)

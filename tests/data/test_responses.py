@@ -1,8 +1,10 @@
 """Rows into ranked lists, points and steps; the labels of pairs; and what is wrong with a row."""
 
+import dataclasses
 import json
 
 import chats
+import datasets
 import pytest
 import tiny
 
@@ -98,6 +100,82 @@ def test_conversations_are_what_text_is():
              messages=("prompt", "completion"))  # fmt: skip
     one = of("point", [{"messages": [*ASKED, *said[1]], "score": 0.5}], chat, messages=("messages",))
     assert one[0].response == two[0].response == of_turns.responses[1]
+
+
+# ---------- files
+
+SCORED = {"prompt": "a=", "completions": ["1", "2"], "scores": [0.5, 1.5]}
+SHARES = {**STEPS, "labels": [1.0, 0.25]}  # a column of a table has one type
+OF_FILES = {
+    "list": (data.LISTS, [LIST | {"scores": None}, SCORED], {}),
+    "point": (data.POINTS, [POINT, {**POINT, "prompt": "sort:21="}], {"labels": ("format", "score")}),
+    "steps": (
+        data.STEPS,
+        [SHARES, {**SHARES, "completions": ["7"], "labels": [0.0]}],
+        {"separator": ","},
+    ),
+    "pair": (data.PAIRS, [{**PAIR, "margin": 0.5}, {**PAIR, "rejected": "1"}], {"margin": "margin"}),
+}
+MESSAGES = {
+    "list": (LIST, ("prompt", "completions")),
+    "point": (POINT, ("prompt", "completion")),
+    "pair": (PAIR, ("prompt", "chosen", "rejected")),
+}
+
+
+def in_turns(row, columns):
+    """A row of text as a row of messages."""
+    prompt, *answers = columns
+    found = {**row, prompt: [turn("user", row[prompt])]}
+    for name in answers:
+        if isinstance(row[name], list):
+            found[name] = [[turn("assistant", x)] for x in row[name]]
+        else:
+            found[name] = [turn("assistant", row[name])]
+    return found
+
+
+CARD = "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n---\n"
+
+
+def saved(form, folder, rows):
+    """The name of rows in a file, or in a folder as the hub has it: a card, and shards of parquet."""
+    if form == "jsonl":
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(folder / "rows.jsonl")
+    if form == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
+        return str(folder / "rows.parquet")
+    (folder / "README.md").write_text(CARD)
+    (folder / "main").mkdir()
+    table = datasets.Dataset.from_list(rows)
+    for i in range(2):
+        shard = table.shard(2, i, contiguous=True)
+        shard.to_parquet(folder / "main" / f"train-0000{i}-of-00002.parquet")
+    return f"{folder}:main"
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "hub"])
+@pytest.mark.parametrize("kind", [*OF_FILES, *(f"{kind} in turns" for kind in MESSAGES)])
+def test_the_rows_of_every_file_make_the_items_of_rows(kind, form, tmp_path):
+    """Also where some rows lack a column, which a table fills with nothing."""
+    kind, *turns = kind.split(maxsplit=1)
+    loaded, rows, options = OF_FILES[kind]
+    tokenizer = tiny.tokenizer()
+    if turns:
+        row, columns = MESSAGES[kind]
+        rows = [in_turns(row, columns), in_turns({**row, "prompt": "a="}, columns)]
+        tokenizer, options = chats.tokenizer(chats.CHATML), {"messages": columns}
+    want = of(kind, rows, tokenizer, **options)
+    dataset = data.load(saved(form, tmp_path, rows), tokenizer, kind=loaded, **options)
+    found = [dataset.prompt(i) for i in range(dataset.size)]
+    plain = [[dataclasses.replace(x, columns={}) for x in items] for items in (want, found)]
+    assert plain[0] == plain[1] and len(found) == 2
+    columns = [
+        [{name: x for name, x in item.columns.items() if x is not None} for item in items]
+        for items in (want, found)
+    ]
+    assert columns[0] == columns[1]
 
 
 # ---------- what is wrong with a row

@@ -36,9 +36,23 @@ MUTANTS = [
     (
         "a row without a margin is an error",
         "rft_fn/data/pairs.py",
-        "if self.margin and self.margin in row:",
+        "if self.margin and row.get(self.margin) is not None:",
         "if self.margin:",
         f"{BY_HAND}::test_a_pair_has_a_margin_and_a_preference_of_each_head",
+    ),
+    (
+        "a row of a table without a margin is an error",
+        "rft_fn/data/pairs.py",
+        "if self.margin and row.get(self.margin) is not None:",
+        "if self.margin and self.margin in row:",
+        f"{BY_HAND}::test_the_rows_of_every_file_make_the_items_of_rows[pair-parquet]",
+    ),
+    (
+        "a row of a table without ranks is an error",
+        "rft_fn/data/lists.py",
+        "if self.ranks not in there:",
+        "if self.ranks not in row:",
+        f"{BY_HAND}::test_the_rows_of_every_file_make_the_items_of_rows[list-hub]",
     ),
     (
         "the rejected side is never the better one",
