@@ -32,6 +32,24 @@ def test_the_table_of_the_curriculum_is_what_its_files_say():
     assert curriculum().table() in (FOLDER / "README.md").read_text()
 
 
+def test_what_grpo_changed_at_each_level_is_what_the_page_says():
+    module, page = curriculum(), " ".join((FOLDER / "README.md").read_text().split())
+    for level, (won, lost, p) in {1: (85, 4, "< 1e-15"), 2: (46, 25, "= 0.017"), 3: (29, 19, "= 0.19")}.items():
+        assert f"greedy {won} won and {lost} lost" in module.changes(level)
+        assert f"{module.LEVELS[level]}, {won} won and {lost} lost (p {p}" in page
+        assert f"{module.mcnemar(won, lost):.2g}" == p.split()[1] or module.mcnemar(won, lost) < 1e-15
+    assert [module.changes(level).split("p = ")[-1] for level in (2, 3)] == ["1.9e-06)", "2.3e-05)"]
+    assert "test: p < 1e-15, 2e-6 and 2e-5" in page
+
+
+def test_exact_tests_of_two_shares_are_those_of_small_tables():
+    module = curriculum()
+    assert module.mcnemar(3, 0) == 2 / 8 and module.mcnemar(2, 2) == 1
+    # 3 of 3 against 0 of 3: two of the 20 ways to choose three of six
+    assert module.fisher(3, 0, 3) == pytest.approx(2 / 20)
+    assert module.fisher(2, 2, 4) == pytest.approx(1)
+
+
 def rows(name):
     return [json.loads(line) for line in (FOLDER / "rm" / name).read_text().splitlines()]
 

@@ -1,12 +1,14 @@
-"""Prints the share of right answers by level, with Wilson's 95 % intervals.
+"""Prints the share of right answers by level, with Wilson's 95 % intervals, and what GRPO changed.
 
-It reads the evaluations that lie beside this file.
+It reads the evaluations that lie beside this file. A greedy answer is compared with that to the same question
+after SFT, by McNemar's exact test; of sampled ones there are only counts, so they are compared by Fisher's.
 
 python docs/results/curriculum/table.py
 """
 
 import json
 import math
+import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -42,5 +44,42 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def mcnemar(won: int, lost: int) -> float:
+    """The probability that chance alone divides the questions that changed so unevenly, or more so."""
+    changed = won + lost
+    tail = sum(math.comb(changed, k) for k in range(min(won, lost) + 1)) / 2**changed
+    return min(2 * tail, 1.0)
+
+
+def fisher(right: int, other: int, count: int) -> float:
+    """The probability of tables no likelier than this one: right answers of two models to `count` questions."""
+    both = right + other
+
+    def chance(k: int) -> float:
+        return math.comb(count, k) * math.comb(count, both - k) / math.comb(2 * count, both)
+
+    seen = chance(right) * (1 + 1e-9)
+    return sum(chance(k) for k in range(max(both - count, 0), min(both, count) + 1) if chance(k) <= seen)
+
+
+def answers(stage: str, level: int) -> list[bool]:
+    """Whether each greedy answer is the sum that its question asks for, and nothing else."""
+    rows = [json.loads(line) for line in (HERE / f"{stage}_{level}_0.jsonl").read_text().splitlines()]
+    sums = [sum(map(int, re.findall(r"\d+", row["prompt"]))) for row in rows]
+    return [row["response"].strip() == str(total) for row, total in zip(rows, sums, strict=True)]
+
+
+def changes(level: int) -> str:
+    """What GRPO changed at a level, as a line of text."""
+    pairs = list(zip(answers("after_sft", level), answers("after_grpo", level), strict=True))
+    won, lost = pairs.count((False, True)), pairs.count((True, False))
+    counts = [json.loads((HERE / f"{stage}_{level}_1.json").read_text())["result"] for stage in STAGES]
+    _, before, after = (round(x["avg@1"] * x["questions"]) for x in counts)
+    sampled = fisher(after, before, int(counts[0]["questions"]))
+    greedy = f"{won} won and {lost} lost (p = {mcnemar(won, lost):.2g})"
+    return f"{LEVELS[level]}: greedy {greedy}; sampled {before} to {after} right (p = {sampled:.2g})"
+
+
 if __name__ == "__main__":
     print(table())
+    print(*map(changes, LEVELS), sep="\n")
