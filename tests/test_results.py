@@ -34,7 +34,11 @@ def test_the_table_of_the_curriculum_is_what_its_files_say():
 
 def test_what_grpo_changed_at_each_level_is_what_the_page_says():
     module, page = curriculum(), " ".join((FOLDER / "README.md").read_text().split())
-    for level, (won, lost, p) in {1: (85, 4, "< 1e-15"), 2: (46, 25, "= 0.017"), 3: (29, 19, "= 0.19")}.items():
+    for level, (won, lost, p) in {
+        1: (85, 4, "< 1e-15"),
+        2: (46, 25, "= 0.017"),
+        3: (29, 19, "= 0.19"),
+    }.items():
         assert f"greedy {won} won and {lost} lost" in module.changes(level)
         assert f"{module.LEVELS[level]}, {won} won and {lost} lost (p {p}" in page
         assert f"{module.mcnemar(won, lost):.2g}" == p.split()[1] or module.mcnemar(won, lost) < 1e-15

@@ -52,7 +52,7 @@ def mcnemar(won: int, lost: int) -> float:
 
 
 def fisher(right: int, other: int, count: int) -> float:
-    """The probability of tables no likelier than this one: right answers of two models to `count` questions."""
+    """The probability of tables no likelier than this one: right answers of two models of `count` each."""
     both = right + other
 
     def chance(k: int) -> float:
