@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 __all__ = [
     "AtLeast0", "Count", "Finite", "Free", "Positive", "PositiveShare", "Range", "Seed", "Several", "Share",
-    "Whole", "at_most_one", "no_secret", "shown_without_secrets",
+    "Whole", "at_most_one",
 ]  # fmt: skip
 
 

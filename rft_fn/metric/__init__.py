@@ -28,6 +28,6 @@ from rft_fn.metric.metrics import (
 )
 
 __all__ = [
-    "OF_REWARD", "average", "calibration", "max", "mean", "merge", "pairs", "pass_at_k", "policy",
-    "preference", "ranking", "reliability", "results", "rollout", "router", "spread", "sum",
+    "average", "calibration", "max", "mean", "merge", "pairs", "pass_at_k", "policy", "preference",
+    "ranking", "reliability", "results", "rollout", "router", "spread", "sum",
 ]  # fmt: skip
