@@ -79,3 +79,17 @@ def test_the_table_of_a_policy_on_a_reward_model_is_what_its_files_say(seed, mod
     line = f"| {' | '.join(map(str, cells))} |"
     assert line in (ROOT / "docs" / "reward_models.md").read_text().splitlines()
     assert greedy[-1] > greedy[0] + 0.1
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_table_of_a_reward_model_that_sees_is_what_its_files_say(seed):
+    """Means of the first and the last ten steps; greedy before the first update and after the last."""
+    true = "task:count_squares"
+    model, policy = rows(f"../vl_rm/seed_{seed}/model.jsonl"), rows(f"../vl_rm/seed_{seed}/policy.jsonl")
+    accuracy = [row["eval/accuracy"] for row in model if "eval/accuracy" in row][-1]
+    first, last = (sum(row[f"reward/{true}"] for row in ten) / 10 for ten in (policy[:10], policy[-10:]))
+    greedy = [row[f"eval/{true}"] for row in policy if f"eval/{true}" in row]
+    cells = [seed, len(policy), f"{accuracy:.3f}", f"{first:.3f} -> {last:.3f}"]
+    cells += [f"{greedy[0]:.3f} -> {greedy[-1]:.3f}"]
+    line = f"| {' | '.join(map(str, cells))} |"
+    assert line in (ROOT / "docs" / "multimodal.md").read_text().splitlines()
