@@ -224,12 +224,11 @@ def estimate(
     # a forward alone is more than a training step only for a model that is not trained
     scorers = {id(module): module for module, _ in models if placed or module not in trained}
 
-    asked: list[Asked] = []
-    for module in rewards:
-        own = forward(module, unknown=unknown)
-        asked.append(Asked("rewards", type(module).__name__, _parameters(layout, module), own))
-    for module, judge in judges:
-        asked.append(Asked("judges", type(module).__name__, size_of(module, kind, judge, unknown)))
+    scalars = [
+        Asked("rewards", type(module).__name__, _parameters(layout, module), forward(module, unknown=unknown))
+        for module in rewards
+    ]
+    asked = (*scalars, *_judges(judges, kind, unknown))
     engine, delivered = _engine(models[0][0], kind, sampler, unknown)
     out = Estimate(
         parameters=sum(x.parameters for x in held),
@@ -247,7 +246,7 @@ def estimate(
         judges=sum(x.held for x in asked if x.kind == "judges"),
         delivered=delivered,
         scored=max((forward(module, unknown=unknown) for module in scorers.values()), default=0),
-        asked=tuple(asked),
+        asked=asked,
         placed=placed,
         models=_names(models, rewards, [module for module, _ in judges], sampler),
     )
@@ -274,6 +273,14 @@ def _media(example: Example | None, budget: int, kind: str) -> int:
     if kind == "cpu":
         count += example.prompts
     return count * example.nbytes
+
+
+def _judges(judges: Sequence[tuple[nn.Module, Sampler]], kind: str, unknown: list[str]) -> list[Asked]:
+    """The judges, with the weights and caches of their engines."""
+    return [
+        Asked("judges", type(module).__name__, size_of(module, kind, judge, unknown))
+        for module, judge in judges
+    ]
 
 
 def _names(
