@@ -35,8 +35,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class Packed:
     """A weight [N, K] in the order in which oneDNN reads it, from the first large product on.
 
-    For a weight that does not change meanwhile, and that needs no gradient. Its shapes come again with every
-    token of a rollout, so smaller products are large enough than of `linear`.
+    For a weight that does not change meanwhile, and that needs no gradient. Its shapes recur with every token
+    of a rollout, so oneDNN pays for smaller products here than in `linear`.
     """
 
     def __init__(self, weight: Tensor):
@@ -58,7 +58,7 @@ class Packed:
 
 
 def _pays(x: Tensor, weight: Tensor, large: int) -> bool:
-    """Whether oneDNN wins in the forward of a layer: from so many multiplications on.
+    """Whether oneDNN wins in the forward of a layer, given the least multiplications for which it does.
 
     Subclasses of tensors have their own products, and autocast has its own types.
     """
