@@ -13,8 +13,8 @@ def local_parts(tensors: Any) -> list[Tensor]:
     """The leaves of a tree: plain tensors as they are, of sharded ones the shard of this process.
 
     A shard shares the memory of its tensor, so what is done to it in place is done to the tensor. Operations
-    on single elements need no more, and a sharded tensor would work out anew, for every list of shapes, how the
-    result is sharded. For use without gradients.
+    on single elements need no more, and a sharded tensor would work out anew, for every list of shapes, how
+    the result is sharded. For use without gradients.
     """
     return [_local_part(x) for x in tree.leaves(tensors)]
 
