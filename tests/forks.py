@@ -4,6 +4,9 @@
     forks.run([sys.executable, "-m", "module", ...], capture_output=True)      as subprocess.run
 
 A fork is a process as any other: arguments, environment, folder and streams of its own, exit codes, signals.
+Only its memory goes to the system as it is, once all exit handlers have run: to take torch apart object by
+object lasts over a second. With WHOLE in its environment that is done too.
+
 Two servers with other seeds of hash() take turns, so processes that have to agree see sets in other orders.
 The workers of torchrun are forks too. A command of another program, or one with an environment that a library
 reads at its import, starts as ever.
@@ -25,6 +28,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import types
 from functools import cache
 from pathlib import Path
@@ -55,6 +59,7 @@ LIBRARIES = (
 OPTIONAL = ("deepspeed",)  # transformers imports it to save a model, wherever it is installed
 # read when Python or a library starts; everything else of an environment is a fork's own
 EARLY = ("PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "HF_", "TRANSFORMERS_")
+WHOLE = {"RFT_FN_TEST_WHOLE_EXIT": "1"}
 LATE = ("PYTHONPATH", "PYTHONFAULTHANDLER", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
@@ -262,6 +267,34 @@ def become(argv):
     exec(code, vars(main))
 
 
+def end(argv):
+    """Run it, and end this process as an interpreter would, but for its last step."""
+    code = 0
+    try:
+        become(argv)
+    except SystemExit as error:
+        code = error.code
+        if not (code is None or isinstance(code, int)):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+        if isinstance(error, KeyboardInterrupt):
+            code = -signal.SIGINT
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        code = code or 120  # Python's, for output that could not be written
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(int(code or 0) & 0xFF)
+
+
 if __name__ == "__main__":
     answers = os.dup(1)
     os.dup2(2, 1)  # what a library prints is no answer
@@ -271,5 +304,7 @@ if __name__ == "__main__":
     os.dup2(answers, 1)
     os.close(answers)
     asked = serve(sys.argv[1])
-    if asked:
+    if asked and "RFT_FN_TEST_WHOLE_EXIT" in os.environ:
         become(asked)
+    elif asked:
+        end(asked)
