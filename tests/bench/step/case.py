@@ -65,8 +65,15 @@ def lengths(case: Case) -> list[int]:
 
 
 def warm_up(case: Case) -> tuple[list[str], list[int]]:
-    """(prompts, lengths) of the short step before those that are measured."""
-    return ["1+2="] * case.prompts, [2] * (case.prompts * case.group)
+    """(prompts, lengths) of the step before those that are measured: one group as long as theirs.
+
+    The others are a few tokens. Memory of the size of a pack is touched by then, as in every step but a
+    run's first.
+    """
+    longest = max(texts(case), key=len)
+    prompts = [longest] + ["1+2="] * (case.prompts - 1)
+    most = [max(lengths(case))] * case.group + [2] * (case.group * (case.prompts - 1))
+    return prompts, most
 
 
 def reward(text: str) -> float:
