@@ -66,15 +66,54 @@ def train(st, lm, steps=3, *, tx=None, budgets=(40,), loss=loss_fn, dtype, exper
     return {n: x.clone() for n, x in st.export(state)} | out, state, apply
 
 
+def once(make):
+    """`make(st, dtype)`, run once for all cases of one strategy."""
+    made = {}
+
+    def get(st, dtype):
+        if st.session not in made:
+            made.clear()  # of another strategy
+            made[st.session] = make(st, dtype)
+        return made[st.session]
+
+    return get
+
+
+@once
+def plain(st, dtype):
+    """(the module, what came out of its training, state, apply) of a small model."""
+    lm = tiny.llama(dtype=dtype)
+    return lm, *train(st, lm, dtype=dtype)
+
+
+@once
+def adapted(st, dtype):
+    """The same of adapters on a frozen model, which start as no zeros."""
+    torch.manual_seed(3)
+    lm = model.apply_lora_configuration(tiny.llama(dtype=dtype), rank=2, alpha=4).to(dtype)
+    for name, p in lm.named_parameters():
+        if "lora_B" in name:
+            p.data.copy_(torch.linspace(-0.2, 0.2, p.numel(), dtype=dtype).view_as(p))
+    return lm, *train(st, lm, 2, dtype=dtype)
+
+
+@once
+def averaged(st, dtype):
+    """The state of a model with an average of the weights, its optimizer in host memory and back."""
+    tx = optim.chain(adamw(), optim.ema(0.9))
+    _, state, _ = train(st, tiny.llama(dtype=dtype), 2, tx=tx, dtype=dtype)
+    return st.reload(st.offload(state))
+
+
 def grpo(st, dtype):
     """Clip active, tied embeddings, weight decay, a schedule."""
-    return train(st, tiny.llama(dtype=dtype), dtype=dtype)[0]
+    return plain(st, dtype)[1]
 
 
 def untied(st, dtype):
     """A head of its own, one key-value head for all queries."""
     lm = tiny.llama(1, dtype=dtype, tie_word_embeddings=False, num_key_value_heads=1)
-    return train(st, lm, dtype=dtype, entropy=True)[0]
+    return train(st, lm, 2, dtype=dtype, entropy=True)[0]
 
 
 def budgets(st, dtype):
@@ -98,7 +137,7 @@ def one_prompt(st, dtype):
     lm = families.small(
         "GPTNeoX", dtype, attention_bias=False
     )  # the gradient of keys' biases is all rounding
-    out, _, apply = train(st, lm, budgets=(60, 200), experiences=grouped, dtype=dtype)
+    out, _, apply = train(st, lm, 2, budgets=(60, 200), experiences=grouped, dtype=dtype)
     root = getattr(apply, "root", None)
     assert root is None or root.shared == (st.config.sp_size == 1)
     return out
@@ -108,22 +147,18 @@ def checkpointing(st, dtype):
     """Layers that are computed again in the backward."""
     lm = tiny.llama(dtype=dtype)
     lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return train(st, lm, dtype=dtype)[0]
+    return train(st, lm, 2, dtype=dtype)[0]
 
 
 def whole_logits(st, dtype):
     """The way over [T, V], with top_k in the distribution."""
-    return train(st, tiny.llama(dtype=dtype), sampling=rft.Sampling(temperature=0.8, top_k=9), dtype=dtype)[0]
+    sampling = rft.Sampling(temperature=0.8, top_k=9)
+    return train(st, tiny.llama(dtype=dtype), 2, sampling=sampling, dtype=dtype)[0]
 
 
 def lora(st, dtype):
     """Adapters on a frozen model."""
-    torch.manual_seed(3)
-    lm = model.apply_lora_configuration(tiny.llama(dtype=dtype), rank=2, alpha=4)
-    for name, p in lm.named_parameters():
-        if "lora_B" in name:
-            p.data.copy_(torch.linspace(-0.2, 0.2, p.numel(), dtype=dtype).view_as(p))
-    return train(st, lm.to(dtype), dtype=dtype)[0]
+    return adapted(st, dtype)[1]
 
 
 def ppo(st, dtype):
@@ -194,19 +229,15 @@ def reference(st, dtype):
 
 def average(st, dtype):
     """An average of the weights in the optimizer's state, and the optimizer in host memory and back."""
-    tx = optim.chain(adamw(), optim.ema(0.9))
-    _, state, _ = train(st, tiny.llama(dtype=dtype), tx=tx, dtype=dtype)
-    state = st.reload(st.offload(state))
+    state = averaged(st, dtype)
     ema = tree.replace(state, params=optim.ema_params(state.opt))
     return {n: x.clone() for n, x in st.export(ema)}
 
 
 def average_scores(st, dtype):
     """The average scores, in a second model that it was put into: a sharded one takes no other parameters."""
-    tx = optim.chain(adamw(), optim.ema(0.9))
-    _, state, _ = train(st, tiny.llama(dtype=dtype), tx=tx, dtype=dtype)
     apply, params = st.bind(tiny.llama(1, dtype=dtype))
-    model.assign(params, optim.ema_params(state.opt))
+    model.assign(params, optim.ema_params(averaged(st, dtype).opt))
     exp = experience(5, dtype=dtype)
     packs = st.shard(exp, 40)
     rows = packing.unpack(model.score(apply, params, packs), packs, exp.adv)
@@ -382,15 +413,14 @@ def own(st, dtype):
         except ValueError as error:
             assert "sp_size: expected 1 for Table" in str(error)
             st = get_strategy(StrategyConfig(fsdp=True))
-    return train(st, Table(dtype), dtype=dtype)[0]
+    return train(st, Table(dtype), 2, dtype=dtype)[0]
 
 
 def files(st, dtype):
     """The folder that transformers loads gives the trained model's log-probs."""
     from transformers import AutoModelForCausalLM
 
-    lm = tiny.llama(dtype=dtype)
-    _, state, apply = train(st, lm, dtype=dtype)
+    lm, _, state, apply = plain(st, dtype)
     folder = shared_folder(st)
     st.save_pretrained(folder, lm, tiny.tokenizer(), st.export(state))
     rft.dist.barrier()
@@ -409,9 +439,7 @@ def adapters(st, dtype):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(3)
-    lm = model.apply_lora_configuration(tiny.llama(dtype=dtype), rank=2, alpha=4)
-    _, state, apply = train(st, lm.to(dtype), dtype=dtype)
+    lm, _, state, apply = adapted(st, dtype)
     folder, weights = shared_folder(st), {n: x.clone() for n, x in st.export(state)}
     st.save_pretrained(f"{folder}/adapters", lm, tiny.tokenizer(), st.export(state))
     st.save_pretrained(f"{folder}/merged", lm, tiny.tokenizer(), weights.items(), merge=True)
@@ -435,7 +463,7 @@ def options(st, dtype):
     more |= {"packing_samples": False, "fsdp_cpu_offload": st.config.backend == "fsdp2"}
     st = get_strategy(dataclasses.replace(st.config, **more))
     assert all(b.num_seqs <= 3 for b in st.shard(experience(0), 1))
-    return train(st, tiny.llama(dtype=dtype), tx=optim.adamw(1e-2), dtype=dtype)[0]
+    return train(st, tiny.llama(dtype=dtype), 2, tx=optim.adamw(1e-2), dtype=dtype)[0]
 
 
 def narrow(st, dtype):
@@ -476,7 +504,7 @@ def unfilled(st, dtype):
     rft.dist.barrier()
     lm = model.load(folder, meta=True, dtype=dtype)
     assert all(p.is_meta for p in lm.parameters())
-    return train(st, lm, dtype=dtype)[0]
+    return train(st, lm, 2, dtype=dtype)[0]
 
 
 def shared_folder(st):

@@ -21,9 +21,27 @@ def global_norm(grads: Any) -> Tensor:
     leaves = tree.leaves(grads)
     if not leaves:
         return torch.zeros(())
-    norm = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(leaves))))
-    if hasattr(norm, "full_tensor"):  # sharded gradients: over all ranks
-        return norm.full_tensor()
+    by_groups: dict[tuple[Any, ...], list[Any]] = {}
+    for x in leaves:
+        by_groups.setdefault(_sharded_over(x), []).append(x)
+    norms = [_norm_of(some, groups) for groups, some in by_groups.items()]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _sharded_over(x: Any) -> tuple[Any, ...]:
+    """The process groups that have a tensor in shards; () for a plain one."""
+    if not hasattr(x, "device_mesh"):
+        return ()
+    return tuple(x.device_mesh.get_group(i) for i, place in enumerate(x.placements) if place.is_shard())
+
+
+def _norm_of(tensors: list[Any], groups: tuple[Any, ...]) -> Tensor:
+    """The 2-norm [] of tensors that the same groups share."""
+    norm = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(local_parts(tensors)))))
+    for group in groups:
+        square = norm.square()
+        torch.distributed.all_reduce(square, group=group)
+        norm = square.sqrt()
     return norm
 
 

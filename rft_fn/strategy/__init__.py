@@ -1,6 +1,7 @@
 """Where a train step runs: a `Strategy` record for each backend, selected by a config."""
 
 import sys
+from functools import cache
 from pathlib import Path
 
 from rft_fn import dist
@@ -92,14 +93,17 @@ def _require_agreement(config: StrategyConfig) -> None:
     }
 
     # machines may have other versions of the package
-    for path in sorted(_ROOT.rglob("*.py")):
-        facts[f"rft_fn/{path.relative_to(_ROOT)}"] = path.read_text()
-
-    lines = dist.differences(facts)
+    lines = dist.differences(facts | _sources())
     if lines:
         raise ValueError(
             f"ranks: expected the same options and code on all, got {len(lines)} differences: {lines[0]}"
         )
+
+
+@cache
+def _sources() -> dict[str, str]:
+    """The text of each file of the package, read once: a process goes on with what it has imported."""
+    return {f"rft_fn/{path.relative_to(_ROOT)}": path.read_text() for path in sorted(_ROOT.rglob("*.py"))}
 
 
 def check_data(strategy: Strategy, *datasets: Dataset) -> None:

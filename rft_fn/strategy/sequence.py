@@ -10,6 +10,7 @@ from math import gcd
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rft_fn import dist, packing, tree
@@ -73,7 +74,12 @@ class Sequence:
         if repeat > 1:
             k = k.repeat_interleave(repeat, dim=1)
             v = v.repeat_interleave(repeat, dim=1)
-        return self._exchange(q, 0, 1), self._exchange(k, 0, 1), self._exchange(v, 0, 1)
+        # each process's share of all three is a row of [k, T / k, numbers], so they travel at once
+        shares = [x.unflatten(1, (self.size, -1)).flatten(2) for x in (q, k, v)]
+        got = self._exchange(torch.cat(shares, -1).transpose(0, 1)).flatten(0, 1)
+        mine = got.split([x.shape[-1] for x in shares], -1)
+        q, k, v = (x.unflatten(-1, (-1, old.shape[-1])) for x, old in zip(mine, (q, k, v)))
+        return q, k, v
 
     def share(self, x: Tensor) -> Tensor:
         """Numbers of all heads [H] -> those of this process's share [H / k], split as `heads` splits."""
@@ -81,11 +87,13 @@ class Sequence:
 
     def tokens(self, x: Tensor) -> Tensor:
         """All tokens of some heads [T, H / k, D] -> all heads of some tokens [T / k, H, D]."""
-        return self._exchange(x, 1, 0)
+        got = self._exchange(x.unflatten(0, (self.size, -1)))
+        return got.transpose(0, 1).flatten(1, 2)
 
-    def _exchange(self, x: Tensor, now: int, then: int) -> Tensor:
-        spread = DTensor.from_local(x.contiguous(), self.mesh, [Shard(now)], run_check=False)
-        return spread.redistribute(placements=[Shard(then)]).to_local()
+    def _exchange(self, x: Tensor) -> Tensor:
+        """Row i of x [k, ...] goes to process i; what each of them sent here, in their order."""
+        x = x.contiguous()
+        return all_to_all_single(torch.empty_like(x), x, group=self.mesh.get_group())
 
     def exchange(self, packs: Seq[Packed]) -> list[Packed]:
         """The packs of all processes of the group, which work on each of them together."""

@@ -11,6 +11,7 @@ from rft_fn import model as model_lib
 from rft_fn.loss.evaluate import evaluate
 from rft_fn.model import blocks
 from rft_fn.model.placing import Residence
+from rft_fn.optim.shards import local_parts
 from rft_fn.precision import wide
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite
@@ -123,7 +124,8 @@ def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     part = part.to(wide(part.dtype))
     if total is None:
         return part
-    return total.add_(part)
+    torch._foreach_add_(local_parts([total]), local_parts([part]))
+    return total
 
 
 def grad(

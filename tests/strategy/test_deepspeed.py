@@ -1,6 +1,7 @@
 """DeepSpeed ZeRO 1, 2, 3 over gloo: the same weights, metrics, scores and files as one plain process."""
 
 import dataclasses
+import gc
 import re
 from functools import cache
 
@@ -289,19 +290,16 @@ OWN = {
     )
 }
 ONLY_ZERO = {"narrow", "refused"}  # these have nothing to be compared with
-SHARED = [c for c in conformance.CASES if c != "narrow"]  # gradients cannot be looked at
+SHARED = [c for c in conformance.CASES if c not in OWN]  # `narrow`: gradients cannot be looked at
 # ppo: the critic's first gradients are rounding, which Adam makes steps of
 # pairs: a reward of 0.2 is the difference of two sums of log-probs, tens of nats, in float32
 CUTS = dict.fromkeys(("sums", "broken_off", "unused"), 2e-6) | {"ppo": 2e-4, "pairs": 1e-4}
 
 
-def attempt(name, stage):
+def attempt(name, stage, shared=None):
+    """What a case returns, or how it failed; cases of all backends have the strategy `shared`, if given."""
     if name not in OWN:
-        st = strategy(stage)
-        try:
-            return conformance.attempt(st, name, F32)
-        finally:
-            st.close()
+        return conformance.attempt(shared or strategy(stage), name, F32)
     try:
         return OWN[name](strategy(stage))
     except Exception:
@@ -310,14 +308,19 @@ def attempt(name, stage):
 
 def on_ranks(rank, stages, names):
     """{(stage, case): results}; ranks that disagree are an error."""
+    processes = rft.dist.begin(600.0)  # one group for all strategies, which come and go
     out = {}
     for stage in stages:
+        shared = strategy(stage)
         for name in names:
-            found = attempt(name, stage)
+            gc.freeze()  # stage 3 collects whenever an engine starts, and would look at those of all cases
+            found = attempt(name, stage, shared)
             same = rft.dist.all_gather_object(conformance.digest(found))
             if len(set(same)) > 1 and "error" not in found:
                 found = {"error": f"ranks disagree: {same}"}
             out[stage, name] = found
+        shared.close()
+    processes.close()
     return out
 
 
