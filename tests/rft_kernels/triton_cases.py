@@ -25,7 +25,7 @@ ENGINES = pytest.mark.parametrize("engine", ["gemm", "triton"])
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_calls():
-    """The interpreter changes triton's language at every call within a kernel: here at the first of a function.
+    """The interpreter changes triton's language at every call within a kernel: here at the first of each.
 
     Later calls find nothing to change, and to look for it is two fifths of all work.
     """
