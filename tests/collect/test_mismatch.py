@@ -13,7 +13,7 @@ from test_house import load_script as script
 
 import rft_fn as rft
 from rft_fn import collect, engine, model, packing, tree, weight
-from rft_fn.run import options
+from rft_fn.run import options, pictures
 from rft_fn.run.mismatch import check_gap, correct_mismatch
 from rft_fn.types.engine import Delivered
 
@@ -153,6 +153,7 @@ def stale(build):
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_each_correction_trains_otherwise_on_stale_samples(monkeypatch, tmp_path, name):
     monkeypatch.setattr(engine, "get_engine", stale(engine.get_engine))
+    monkeypatch.setattr(pictures.Pictures, "draw", lambda self: None)  # nobody looks at them
     module = script(name)
     losses = {}
     for kind, cap in (("none", 2.0), ("tis", 1.02), ("tis", 1.1), ("mis", 1.02), ("icepop", 1.02)):

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +39,12 @@ def made(kind, *fakes, timeout=20.0, batch=4, **options):
 
 def hf(seed=0):
     return engine.hf(tiny.llama(seed), tiny.tokenizer())
+
+
+@cache
+def expected(seed=0, *, n=1, sampling=SAMPLING):
+    """What the hf engine answers to all prompts."""
+    return hf(seed).generate(PROMPTS, KEYS, n=n, sampling=sampling)
 
 
 def same(got, want):
@@ -76,7 +83,7 @@ def test_rollouts_are_those_of_the_hf_engine(kind, options):
     with serving(fake(**KINDS[kind][1]), fake(**KINDS[kind][1])) as fakes:
         got = made(kind, *fakes).generate(PROMPTS, KEYS, n=3, sampling=sampling)
         assert all(f.samples > 14 for f in fakes)  # those of the probe, and a part of the 12
-    want = hf().generate(PROMPTS, KEYS, n=3, sampling=sampling)
+    want = expected(n=3, sampling=sampling)
     same(got, want)
     if "stop" in options:
         assert not want.truncated.all()
@@ -115,7 +122,7 @@ def test_a_fault_in_mid_rollout_changes_no_token(kind, fault, quick):
         bad.after = bad.samples + 2
         bad.fault = fault
         got = eng.generate(PROMPTS, KEYS, n=6, sampling=SAMPLING)
-        same(got, hf().generate(PROMPTS, KEYS, n=6, sampling=SAMPLING))
+        same(got, expected(n=6))
         assert bad.samples > bad.after
         assert eng.status()["alive"]
 
@@ -130,7 +137,7 @@ def test_weights_of_another_version_are_not_sampled_from(quick):
         for _ in range(3):
             got = eng.generate(PROMPTS, KEYS, n=6, sampling=SAMPLING)
             time.sleep(0.05)
-            same(got, hf(5).generate(PROMPTS, KEYS, n=6, sampling=SAMPLING))
+            same(got, expected(5, n=6))
         assert other.label == well.label
         before = other.samples
         eng.generate(PROMPTS, KEYS, n=6, sampling=SAMPLING)
@@ -163,7 +170,7 @@ def test_a_server_that_comes_back_empty_is_given_the_weights(kind, quick, monkey
         server.label = "default"
         threading.Timer(0.1, server.begin).start()
         got = eng.generate(PROMPTS, KEYS, n=3, sampling=SAMPLING)
-        same(got, hf(5).generate(PROMPTS, KEYS, n=3, sampling=SAMPLING))
+        same(got, expected(5, n=3))
         assert set(got.version.tolist()) == {4} and server.label.endswith(":4")
 
 
@@ -193,7 +200,7 @@ def test_weights_arrive_by_path_and_rollouts_carry_their_version(kind, tmp_path)
             assert delivered.tensors == len(parameters) and delivered.version == version
             assert delivered.bytes == sum(4 * p.numel() for p in parameters)
             got = eng.generate(PROMPTS, KEYS, n=3, sampling=SAMPLING)
-            want = hf(version).generate(PROMPTS, KEYS, n=3, sampling=SAMPLING)
+            want = expected(version, n=3)
             same(got, want)
             assert set(got.version.tolist()) == {version} == {eng.status()["version"]}
             # one folder, whole, and the old one gone
@@ -242,7 +249,7 @@ def test_a_server_that_did_not_take_all_is_not_used(problem, line, quick, tmp_pa
         before = well.samples
         same(
             eng.generate(PROMPTS, KEYS, n=3, sampling=SAMPLING),
-            hf(5).generate(PROMPTS, KEYS, n=3, sampling=SAMPLING),
+            expected(5, n=3),
         )
         assert well.samples - before >= 3 * len(PROMPTS)  # the bad one has no more than requests of one token
         well.load_problem = problem
@@ -264,7 +271,7 @@ def test_a_tied_weight_is_sent_by_all_its_names():
         server.lm = tiny.llama(tie_word_embeddings=False)
         eng = made("generate", server)
         eng.load(tiny.llama(5).named_parameters(), version=1)
-        want = hf(5).generate(PROMPTS, KEYS, n=3, sampling=SAMPLING)
+        want = expected(5, n=3)
         same(eng.generate(PROMPTS, KEYS, n=3, sampling=SAMPLING), want)
 
 
@@ -339,7 +346,7 @@ def test_a_server_that_is_down_at_the_start_joins_later(quick):
         for _ in range(4):
             time.sleep(0.05)
             got = eng.generate(PROMPTS, KEYS, n=6, sampling=SAMPLING)
-        same(got, hf(5).generate(PROMPTS, KEYS, n=6, sampling=SAMPLING))
+        same(got, expected(5, n=6))
         assert late.label == well.label and late.samples > 20
 
 
@@ -355,7 +362,7 @@ def test_a_server_without_the_development_mode_only_samples(quick):
     with serving(fake(routes=("generate",))) as fakes:
         eng = made("generate", *fakes)
         assert eng.status()["supported"] == {"score"}
-        want = hf().generate(PROMPTS, KEYS, sampling=SAMPLING)
+        want = expected()
         same(eng.generate(PROMPTS, KEYS, sampling=SAMPLING), want)
         with pytest.raises(pool.ServersFailed, match=r"/collective_rpc: status 404"):
             eng.load(tiny.llama(5).named_parameters(), version=1)
@@ -478,5 +485,5 @@ def test_media_are_refused_before_anything_is_asked(quick):
         assert one.samples == before
         same(
             eng.generate(PROMPTS, KEYS, n=2, sampling=SAMPLING),
-            hf().generate(PROMPTS, KEYS, n=2, sampling=SAMPLING),
+            expected(n=2),
         )

@@ -1,11 +1,15 @@
 """A script on servers: the same run as in process, through a server that dies, and resumed after all did."""
 
+import os
 import re
 import socket
+import subprocess
+import sys
 
+import forks
 import pytest
 from fake_server import FakeServer, serving
-from test_scripts import rows, start
+from test_scripts import ROOT, rows, start
 
 from rft_fn import model
 
@@ -17,7 +21,25 @@ def fakes(count=2):
     return [FakeServer(model.load("tiny"), model.load_tokenizer("tiny")) for _ in range(count)]
 
 
-def run(folder, *servers, code=0):
+# a script whose pauses before servers are tried again are a tenth as long
+HASTY = """
+import runpy, sys
+from rft_fn.engine import pool
+
+pool.Pool.__init__.__kwdefaults__["pause"] = pool.PAUSE / 10
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def hasty(script, *words):
+    """As `start`."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    command = [sys.executable, "-c", HASTY, str(ROOT / "train_scripts" / f"{script}.py"), *map(str, words)]
+    return forks.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(folder, *servers, code=0, start=start):
     """(metrics, what went wrong) of the script in a folder."""
     words = [*WORDS, "--out", folder]
     if servers:
@@ -60,7 +82,7 @@ def test_a_run_without_servers_ends_with_a_line_and_the_same_command_resumes(in_
     with serving(*servers):
         for server in servers:
             server.fault, server.after = "500", 30
-        found, err = run(tmp_path / "run", *servers, code=2)
+        found, err = run(tmp_path / "run", *servers, code=2, start=hasty)
         assert 0 < len(found) < 4
         (line,) = [x for x in err.splitlines() if "engine openai" in x]
         assert re.search(r"expected one that stays alive, got .*status 500", line) and "Traceback" not in err

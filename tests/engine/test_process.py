@@ -6,10 +6,10 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import faulty
+import forks
 import pytest
 import tiny
 import torch
@@ -85,9 +85,17 @@ def test_a_refused_request_is_named_and_leaves_it_alive(pair):
     assert pair[0].generate(PROMPTS, KEYS, sampling=SAMPLING).tokens.shape[0] == 2
 
 
-def test_weights_of_every_kind_arrive_whole_and_stay():
-    """What an engine keeps of one load is not what the next one brings, and nobody shares it."""
+@pytest.fixture(scope="module")
+def unharmed():
+    """An engine in its own process that no test makes fail."""
     eng = made()
+    yield eng
+    eng.close()
+
+
+def test_weights_of_every_kind_arrive_whole_and_stay(unharmed):
+    """What an engine keeps of one load is not what the next one brings, and nobody shares it."""
+    eng = unharmed
     sent = {
         "float": torch.randn(3, 5).T,
         "half": torch.randn(7).to(torch.bfloat16),
@@ -109,7 +117,6 @@ def test_weights_of_every_kind_arrive_whole_and_stay():
         kept = {n: x + 1 for n, x in kept.items()}
     eng.load(rft.sync.Shipment(Frozen(sent.items())), version=4)
     assert eng.score(0)[1] == {"base"}
-    eng.close()
 
 
 class Frozen(list):
@@ -170,10 +177,9 @@ def test_a_kill_in_mid_rollout_is_named_and_another_can_be_built():
     again.close()
 
 
-def test_what_is_not_fatal_is_not():
+def test_what_is_not_fatal_is_not(unharmed):
     """A refused prompt with its number, a score that fails, and the Ctrl-C of a terminal."""
-    eng = made()
-    pid = process_of(eng).process.pid
+    eng = unharmed
     with pytest.raises(engine.BadRequest, match="in prompt 3") as caught:
         eng.generate([[5]], [0], sampling=SAMPLING)
     assert caught.value.number == 3
@@ -181,8 +187,6 @@ def test_what_is_not_fatal_is_not():
         eng.score(None)
     eng.generate([[6]], [0], sampling=SAMPLING)
     assert eng.status()["alive"]
-    eng.close()
-    assert gone(pid) and not eng.status()["alive"]
 
 
 def test_its_threads_and_environment(monkeypatch):
@@ -193,7 +197,9 @@ def test_its_threads_and_environment(monkeypatch):
         eng = made(threads=threads)
         rollout = eng.generate([[0]], [0], sampling=SAMPLING)
         assert rollout.tokens[rollout.mask][:2].tolist() == [expected, 0]
+        pid = process_of(eng).process.pid
         eng.close()
+        assert gone(pid) and not eng.status()["alive"]
 
 
 def test_one_that_cannot_be_built_leaves_no_process():
@@ -239,13 +245,12 @@ def test_no_process_is_left_however_the_script_ends(how):
     """It ends by itself, with an error in mid-rollout, by kill -9 and by Ctrl-C."""
     mode = "wait" if how in ("kill", "interrupt") else how
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "engine")]
-    script = subprocess.Popen(
+    script = forks.Popen(
         [sys.executable, str(ROOT / "tests" / "engine" / "process_parent.py"), mode],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        env=os.environ | forks.WHOLE | {"PYTHONPATH": os.pathsep.join(paths)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # the shell may have it ignored
     )
     pid = int(script.stdout.readline())
     number = {"kill": signal.SIGKILL, "interrupt": signal.SIGINT}.get(how)
