@@ -180,11 +180,11 @@ def step(
     if group < world:
         summed = all_reduce(4 * block / group, world // group, net)
 
-    # q, k, v of 16 bits on the way in, the result on the way out; keys repeated where there are too few
+    # q, k, v of 16 bits at once on the way in, the result on the way out; keys repeated where there are too few
     exchanged = sent = 0.0
     if sp > 1:
         kv = shape.kv * sp // math.gcd(shape.kv, sp)
-        parts = [own * heads * shape.head * 2 for heads in (shape.heads, kv, kv, shape.heads)]
+        parts = [own * heads * shape.head * 2 for heads in (shape.heads + 2 * kv, shape.heads)]
         exchanged = 3 * sum(exchange(x, sp, net) for x in parts)  # forward, forward again, backward
         sent = 3 * sum(parts) * (sp - 1) / sp
 
