@@ -1,6 +1,7 @@
 """CONTRIBUTING.md: every example runs as it stands, and every file and name of its table is there."""
 
 import importlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ TABLE = [line for line in TEXT.splitlines() if line.startswith("| [")]
 @pytest.mark.parametrize(("title", "code"), EXAMPLES, ids=[title for title, _ in EXAMPLES])
 def test_an_example_runs_as_it_stands(title, code, tmp_path):
     """In a process of its own: some of them add to tables."""
-    env = {"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    env = forks.early(os.environ) | {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    env |= {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     done = forks.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -35,11 +35,12 @@ def script():
 
 
 def small(folder, **options):
-    """Metrics of a run in this process, without pictures."""
+    """Metrics of a run in this process, without pictures and without an estimate of its memory."""
     cfg = script().Config(**{"steps": 2, "lr_end": 1.0, **SMALL, **options, "out": str(folder)})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rft.run.plot, "curve", lambda *_, **__: None)
-        patch.setattr(rft.run.plot, "length_histogram", lambda *_, **__: None)
+        for picture in ("curve", "length_histogram", "phases"):
+            patch.setattr(rft.run.plot, picture, lambda *_, **__: None)
+        patch.setattr(rft.run, "print_preflight", lambda *_, **__: None)
         script().main(cfg)
     return rows(Path(folder))
 

@@ -24,9 +24,6 @@ from rft_fn.strategy import get_strategy
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "s3cret-t0ken"
-ENV = {name: x for name, x in os.environ.items() if not name.lower().endswith("_proxy")}
-ENV |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
-ENV |= {"OMP_NUM_THREADS": "1", "RFT_REWARD_TOKEN": SECRET}
 HEADERS = {"Authorization": f"Bearer {SECRET}"}
 
 
@@ -36,10 +33,17 @@ def free_port():
         return free.getsockname()[1]
 
 
+def environment():
+    """That of this process as it is now, so that a script can be a fork; without proxies, with the token."""
+    env = {name: x for name, x in os.environ.items() if not name.lower().endswith("_proxy")}
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    return env | {"OMP_NUM_THREADS": "1", "RFT_REWARD_TOKEN": SECRET}
+
+
 def start(script, *args, **how):
     command = [sys.executable, str(ROOT / "train_scripts" / f"{script}.py"), *map(str, args)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return forks.Popen(command, env=ENV, **streams, **how)
+    return forks.Popen(command, env=environment(), **streams, **how)
 
 
 def serve(port, *args, **how):
