@@ -101,7 +101,7 @@ def _space(fig: Any, rows: int, columns: int) -> None:
     These have known sizes, so nothing has to be measured: that takes as long as to draw.
     """
     wide, high = fig.get_size_inches()
-    left, right, top, bottom = 0.72, 0.12, 0.62, 0.5  # [inches]
+    left, right, top, bottom = 0.8, 0.12, 0.62, 0.5  # [inches]
     across, down = left + right, 0.8  # between two panels
     panel_width = (wide - columns * across) / columns
     panel_height = (high - top - bottom - (rows - 1) * down) / rows

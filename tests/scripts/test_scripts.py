@@ -272,6 +272,14 @@ def test_low_rank_adapters_learn_and_are_exported_both_ways(tmp_path):
     assert (tmp_path / "adapters/adapter_model.safetensors").exists()
 
 
+@pytest.fixture
+def plainly(monkeypatch):
+    """Runs in this process draw nothing and estimate no memory, which other tests look at."""
+    for picture in ("curve", "length_histogram", "phases"):
+        monkeypatch.setattr(rft.run.plot, picture, lambda *_, **__: None)
+    monkeypatch.setattr(rft.run, "print_preflight", lambda *_, **__: None)
+
+
 FREE = [name for name, row in algorithm.TABLE.items() if isinstance(row, algorithm.Algorithm)]
 
 
@@ -291,7 +299,7 @@ def test_a_row_with_a_critic_is_sent_to_its_script(tmp_path):
     )
 
 
-def test_dynamic_sampling_and_the_overlong_penalty_do_something(tmp_path):
+def test_dynamic_sampling_and_the_overlong_penalty_do_something(tmp_path, plainly):
     grpo = script("grpo")
     options = {"prompts": 4, "group": 2, "steps": 2, "eval_prompts": 4, "seed": 2}
     changes = {"plain": {}, "rounds": {"rounds": 6}, "again": {"rounds": 6}, "overlong": {"overlong": 6}}
@@ -329,7 +337,7 @@ OPTIONS = {
 }
 
 
-def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path):
+def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path, plainly):
     grpo, found = script("grpo"), {}
     small = {
         "prompts": 4,
@@ -720,7 +728,7 @@ def test_adapters_are_saved_alone_and_trained_further_as_they_are(tmp_path):
     assert weights and all("lora_" in name for name in weights)
 
 
-def test_the_checkpoints_that_are_kept(tmp_path):
+def test_the_checkpoints_that_are_kept(tmp_path, plainly):
     """The newest, the best beside them, and no more than fit into max_bytes."""
     grpo = script("grpo")
     options = {"prompts": 2, "group": 2, "steps": 5, "eval_prompts": 2, "save_every": 1}
