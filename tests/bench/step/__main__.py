@@ -7,7 +7,7 @@
     python tests/bench/step --sides rft_fn every_token       # with and without shared prompts
 
 Same weights, prompts, number and length of responses. Each turn is a process: it loads the model, makes a
-short step that is not counted, and measures the next one. All seconds stand in the results by the clock on
+step that is not counted, and measures the next one. All seconds stand in the results by the clock on
 the wall and by the processor: on a machine with other work the second is the better one.
 """
 

@@ -24,7 +24,7 @@ class Case:
     micro: int  # responses a backward of TRL
     budget: int  # tokens a pack of rft_fn
     liger: bool
-    steps: int  # measured ones, after a short one that is not
+    steps: int  # measured ones, after one that is not
     short: bool = False  # prompts of a few characters, for models with a small window
 
 
@@ -65,15 +65,11 @@ def lengths(case: Case) -> list[int]:
 
 
 def warm_up(case: Case) -> tuple[list[str], list[int]]:
-    """(prompts, lengths) of the step before those that are measured: one group as long as theirs.
+    """(prompts, lengths) of the step before those that are measured: as large as they are, with other texts.
 
-    The others are a few tokens. Memory of the size of a pack is touched by then, as in every step but a
-    run's first.
+    All memory of a step has been touched by then, as in every step of a run but its first ones.
     """
-    longest = max(texts(case), key=len)
-    prompts = [longest] + ["1+2="] * (case.prompts - 1)
-    most = [max(lengths(case))] * case.group + [2] * (case.group * (case.prompts - 1))
-    return prompts, most
+    return texts(case, case.steps), lengths(case)
 
 
 def reward(text: str) -> float:
