@@ -40,7 +40,7 @@ class Buffers(DynamicLayer, OwnRows):
         super().__init__()
         self.most = most  # more tokens than this come to no row
         assert plain.keys is not None and plain.values is not None
-        self.dtype, self.device = plain.dtype, plain.device
+        self.dtype, self.device = plain.keys.dtype, plain.keys.device
         self.is_initialized = True
 
         # the first new token, or the samples of each prompt, will need more room than any that is made here
