@@ -35,7 +35,7 @@ def test_omni_reads_what_the_others_read():
 # are made of the tokens or of other arguments
 TEXT = {
     "self", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "labels",
-    "use_cache",
+    "use_cache", "cache",
     "logits_to_keep", "kwargs", "rope_deltas", "mm_token_type_ids", "token_type_ids", "mm_encoder_outputs",
     "output_router_logits", "vision_feature_layer", "vision_feature_select_strategy", "vision_aspect_ratio",
     "per_layer_inputs", "cross_attention_states", "downsample_mode", "cache_position", "return_dict",

@@ -1,6 +1,7 @@
 """Models whose forward maps a Packed to a TokenOut, and how packs run."""
 
 import copy
+import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -209,6 +210,12 @@ def _way(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool]
     ways = [POSITIONS, BOUNDARIES]
     places = []
     if sees_or_hears(root.parts.decoder):
+        # by token types an image is seen whole: attention that is not this library's may join those of two
+        # sequences, which no question shows
+        forward = type(inside_adapters(root.parts.model)).forward
+        by_types = "token_type_ids" in inspect.signature(forward).parameters
+        if by_types and attention.unfit_model(root.parts.model) is not None:
+            return ALONE
         ways = [POSITIONS]
         places = sorted(placeholders(config))[:1]
     for way in ways:

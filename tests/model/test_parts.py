@@ -129,8 +129,8 @@ def test_the_sequence_axis_is_a_part():
             r"sp_size: expected 1 for Lfm2ForCausalLM: it has layers of \['conv'\]",
         ),
         (
-            lambda: model.load_critic(small("GPTJ", torch.float32)),
-            "sp_size: expected 1 for GPTJModel: it does not hand keyword arguments to its attention",
+            lambda: model.load_critic(small("Bloom", torch.float32)),
+            "sp_size: expected 1 for BloomModel: it does not hand keyword arguments to its attention",
         ),
     ],
 )
