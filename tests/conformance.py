@@ -94,14 +94,14 @@ def adapted(st, dtype):
     for name, p in lm.named_parameters():
         if "lora_B" in name:
             p.data.copy_(torch.linspace(-0.2, 0.2, p.numel(), dtype=dtype).view_as(p))
-    return lm, *train(st, lm, 2, dtype=dtype)
+    return lm, *train(st, lm, dtype=dtype)
 
 
 @once
 def averaged(st, dtype):
     """The state of a model with an average of the weights, its optimizer in host memory and back."""
     tx = optim.chain(adamw(), optim.ema(0.9))
-    _, state, _ = train(st, tiny.llama(dtype=dtype), 2, tx=tx, dtype=dtype)
+    _, state, _ = train(st, tiny.llama(dtype=dtype), tx=tx, dtype=dtype)
     return st.reload(st.offload(state))
 
 
@@ -113,7 +113,7 @@ def grpo(st, dtype):
 def untied(st, dtype):
     """A head of its own, one key-value head for all queries."""
     lm = tiny.llama(1, dtype=dtype, tie_word_embeddings=False, num_key_value_heads=1)
-    return train(st, lm, 2, dtype=dtype, entropy=True)[0]
+    return train(st, lm, dtype=dtype, entropy=True)[0]
 
 
 def budgets(st, dtype):
@@ -137,7 +137,7 @@ def one_prompt(st, dtype):
     lm = families.small(
         "GPTNeoX", dtype, attention_bias=False
     )  # the gradient of keys' biases is all rounding
-    out, _, apply = train(st, lm, 2, budgets=(60, 200), experiences=grouped, dtype=dtype)
+    out, _, apply = train(st, lm, budgets=(60, 200), experiences=grouped, dtype=dtype)
     root = getattr(apply, "root", None)
     assert root is None or root.shared == (st.config.sp_size == 1)
     return out
@@ -147,13 +147,13 @@ def checkpointing(st, dtype):
     """Layers that are computed again in the backward."""
     lm = tiny.llama(dtype=dtype)
     lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return train(st, lm, 2, dtype=dtype)[0]
+    return train(st, lm, dtype=dtype)[0]
 
 
 def whole_logits(st, dtype):
     """The way over [T, V], with top_k in the distribution."""
     sampling = rft.Sampling(temperature=0.8, top_k=9)
-    return train(st, tiny.llama(dtype=dtype), 2, sampling=sampling, dtype=dtype)[0]
+    return train(st, tiny.llama(dtype=dtype), sampling=sampling, dtype=dtype)[0]
 
 
 def lora(st, dtype):
@@ -413,7 +413,7 @@ def own(st, dtype):
         except ValueError as error:
             assert "sp_size: expected 1 for Table" in str(error)
             st = get_strategy(StrategyConfig(fsdp=True))
-    return train(st, Table(dtype), 2, dtype=dtype)[0]
+    return train(st, Table(dtype), dtype=dtype)[0]
 
 
 def files(st, dtype):
@@ -463,7 +463,7 @@ def options(st, dtype):
     more |= {"packing_samples": False, "fsdp_cpu_offload": st.config.backend == "fsdp2"}
     st = get_strategy(dataclasses.replace(st.config, **more))
     assert all(b.num_seqs <= 3 for b in st.shard(experience(0), 1))
-    return train(st, tiny.llama(dtype=dtype), 2, tx=optim.adamw(1e-2), dtype=dtype)[0]
+    return train(st, tiny.llama(dtype=dtype), tx=optim.adamw(1e-2), dtype=dtype)[0]
 
 
 def narrow(st, dtype):
@@ -504,7 +504,7 @@ def unfilled(st, dtype):
     rft.dist.barrier()
     lm = model.load(folder, meta=True, dtype=dtype)
     assert all(p.is_meta for p in lm.parameters())
-    return train(st, lm, 2, dtype=dtype)[0]
+    return train(st, lm, dtype=dtype)[0]
 
 
 def shared_folder(st):

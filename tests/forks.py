@@ -4,8 +4,8 @@
     forks.run([sys.executable, "-m", "module", ...], capture_output=True)      as subprocess.run
 
 A fork is a process as any other: arguments, environment, folder and streams of its own, exit codes, signals.
-Only its memory goes to the system as it is, once all exit handlers have run: to take torch apart object by
-object lasts over a second. With WHOLE in its environment that is done too.
+One difference: once all exit handlers have run, it is gone. Python would first free torch object by object,
+which takes over a second; with WHOLE in its environment a fork does that too.
 
 Two servers with other seeds of hash() take turns, so processes that have to agree see sets in other orders.
 The workers of torchrun are forks too. A command of another program, or one with an environment that a library
@@ -59,8 +59,8 @@ LIBRARIES = (
 OPTIONAL = ("deepspeed",)  # transformers imports it to save a model, wherever it is installed
 # read when Python or a library starts; everything else of an environment is a fork's own
 EARLY = ("PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "HF_", "TRANSFORMERS_")
-WHOLE = {"RFT_FN_TEST_WHOLE_EXIT": "1"}
 LATE = ("PYTHONPATH", "PYTHONFAULTHANDLER", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+WHOLE = {"RFT_FN_TEST_WHOLE_EXIT": "1"}  # for tests of what happens while an interpreter ends
 
 
 def early(env):
@@ -304,7 +304,7 @@ if __name__ == "__main__":
     os.dup2(answers, 1)
     os.close(answers)
     asked = serve(sys.argv[1])
-    if asked and "RFT_FN_TEST_WHOLE_EXIT" in os.environ:
+    if asked and WHOLE.items() <= os.environ.items():
         become(asked)
     elif asked:
         end(asked)

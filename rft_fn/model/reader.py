@@ -210,8 +210,8 @@ def _way(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool]
     ways = [POSITIONS, BOUNDARIES]
     places = []
     if sees_or_hears(root.parts.decoder):
-        # by token types an image is seen whole: attention that is not this library's may join those of two
-        # sequences, which no question shows
+        # With token types an image is attended to in both directions. An attention that is not this library's
+        # may then mix images of two sequences, and the question has no image that would show it.
         forward = type(inside_adapters(root.parts.model)).forward
         by_types = "token_type_ids" in inspect.signature(forward).parameters
         if by_types and attention.unfit_model(root.parts.model) is not None:

@@ -98,7 +98,7 @@ def curve(metrics: str | Path, out: str | Path, *, title: str = "") -> Path:
 def _space(fig: Any, rows: int, columns: int) -> None:
     """Leave room around each panel for its title and its numbers.
 
-    These have known sizes, so nothing has to be measured: that takes as long as to draw.
+    Their sizes are known. To measure them would take as long as to draw the figure.
     """
     wide, high = fig.get_size_inches()
     left, right, top, bottom = 0.8, 0.12, 0.62, 0.5  # [inches]
@@ -149,7 +149,7 @@ def _panel(ax: Any, rows: Sequence[Mapping[str, float]], title: str, keys: Seque
     if title in _SHARES:
         low, high = ax.get_ylim()
         ax.set_ylim(min(-0.03, low), max(1.05, high))
-    ax.set_title(title, fontsize=10, loc="left", y=1.0)  # a given y is not searched for
+    ax.set_title(title, fontsize=10, loc="left", y=1.0)  # without y matplotlib looks for one
     ax.grid(alpha=0.25, lw=0.5)
     ax.spines[["top", "right"]].set_visible(False)
     ax.set_xlabel("step", fontsize=8)

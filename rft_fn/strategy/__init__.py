@@ -102,7 +102,7 @@ def _require_agreement(config: StrategyConfig) -> None:
 
 @cache
 def _sources() -> dict[str, str]:
-    """The text of each file of the package, read once: a process goes on with what it has imported."""
+    """The text of each file of the package, as it was when the first strategy was made."""
     return {f"rft_fn/{path.relative_to(_ROOT)}": path.read_text() for path in sorted(_ROOT.rglob("*.py"))}
 
 

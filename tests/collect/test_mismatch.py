@@ -9,11 +9,12 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_runs import plain_runs
 from test_house import load_script as script
 
 import rft_fn as rft
 from rft_fn import collect, engine, model, packing, tree, weight
-from rft_fn.run import options, pictures
+from rft_fn.run import options
 from rft_fn.run.mismatch import check_gap, correct_mismatch
 from rft_fn.types.engine import Delivered
 
@@ -153,12 +154,12 @@ def stale(build):
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_each_correction_trains_otherwise_on_stale_samples(monkeypatch, tmp_path, name):
     monkeypatch.setattr(engine, "get_engine", stale(engine.get_engine))
-    monkeypatch.setattr(pictures.Pictures, "draw", lambda self: None)  # nobody looks at them
     module = script(name)
     losses = {}
     for kind, cap in (("none", 2.0), ("tis", 1.02), ("tis", 1.1), ("mis", 1.02), ("icepop", 1.02)):
         folder = tmp_path / f"{kind}{cap}"
-        module.main(module.Config(**SMALL, mismatch=kind, cap=cap, out=str(folder)))
+        with plain_runs():
+            module.main(module.Config(**SMALL, mismatch=kind, cap=cap, out=str(folder)))
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [r["rollout/staleness"] for r in rows] == [0, 1, 2]
         assert rows[0]["policy/logp_gap"] < 1e-5 and rows[2]["policy/logp_gap"] > 1e-3

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_runs import plain_runs
 from safetensors.torch import load_file
 from test_scripts import rows, run, start
 from test_symptoms import check_written
@@ -37,10 +38,7 @@ def script():
 def small(folder, **options):
     """Metrics of a run in this process, without pictures and without an estimate of its memory."""
     cfg = script().Config(**{"steps": 2, "lr_end": 1.0, **SMALL, **options, "out": str(folder)})
-    with pytest.MonkeyPatch.context() as patch:
-        for picture in ("curve", "length_histogram", "phases"):
-            patch.setattr(rft.run.plot, picture, lambda *_, **__: None)
-        patch.setattr(rft.run, "print_preflight", lambda *_, **__: None)
+    with plain_runs():
         script().main(cfg)
     return rows(Path(folder))
 

@@ -19,6 +19,7 @@ import chats
 import forks
 import pytest
 import torch
+from plain_runs import plain_runs
 from test_house import load_script as script
 from test_symptoms import check_written
 
@@ -273,11 +274,9 @@ def test_low_rank_adapters_learn_and_are_exported_both_ways(tmp_path):
 
 
 @pytest.fixture
-def plainly(monkeypatch):
-    """Runs in this process draw nothing and estimate no memory, which other tests look at."""
-    for picture in ("curve", "length_histogram", "phases"):
-        monkeypatch.setattr(rft.run.plot, picture, lambda *_, **__: None)
-    monkeypatch.setattr(rft.run, "print_preflight", lambda *_, **__: None)
+def plainly():
+    with plain_runs():
+        yield
 
 
 FREE = [name for name, row in algorithm.TABLE.items() if isinstance(row, algorithm.Algorithm)]

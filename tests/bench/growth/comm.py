@@ -180,7 +180,7 @@ def step(
     if group < world:
         summed = all_reduce(4 * block / group, world // group, net)
 
-    # of 16 bits: q, k, v at once on the way in, the result on the way out; keys repeated if there are too few
+    # 16-bit q, k and v travel together, the result by itself; keys are repeated if there are too few
     exchanged = sent = 0.0
     if sp > 1:
         kv = shape.kv * sp // math.gcd(shape.kv, sp)
