@@ -749,3 +749,15 @@ def beginnings(tokens, pos, sizes):
             found.append(ids if counted else start + t)
         start += size
     return found
+
+
+def attention(query, keys, values):
+    """One token's attention [H, D]: of query [H, D], each to one of keys and values [H', W, D]."""
+    query, keys, values = (np.asarray(x, dtype=np.float64) for x in (query, keys, values))
+    found = []
+    for h, q in enumerate(query):
+        of = h * len(keys) // len(query)
+        score = keys[of] @ q / np.sqrt(len(q))
+        p = np.exp(score - score.max())
+        found.append(p / p.sum() @ values[of])
+    return np.stack(found)

@@ -134,7 +134,11 @@ def main():
     sampling = Sampling(max_new=given.tokens, top_p=given.top_p)
     rows = requests.rows(range(count), SAMPLES, sampling, max_new=limits)
     way = find_batching(lm, 0)
-    ways = {"transformers' cache": way._replace(room=False, joins=False), "buffers": way}
+    ways = {
+        "transformers' cache": way._replace(room=False, joins=False, shares=False),
+        "buffers": way._replace(shares=False),
+        "prompts held once": way,
+    }
 
     @torch.no_grad()
     def sample(batching):

@@ -105,7 +105,8 @@ def test_samples_are_those_of_each_prompt_alone_and_of_the_trainer(kind):
 def test_buffers_give_what_transformers_own_layers_give(kind):
     """The same tokens and log-probs, bit for bit, while rows end at different times."""
     lm = small(kind, torch.float32)
-    way = batching_of(lm)._replace(joins=False)  # which drops columns of padding, and so moves the rounding
+    # joins drop columns of padding, which moves the rounding
+    way = batching_of(lm)._replace(joins=False, shares=False)
     assert way.room
     sampling = rft.Sampling(temperature=0.9, max_new=90)
     ids, shown = [list(p) for p in PROMPTS], prompt_media.text(PROMPTS)
@@ -140,7 +141,7 @@ def test_samples_are_the_same_whenever_a_prompt_joins(kind, monkeypatch):
     assert way.joins
     joined = []
     monkeypatch.setattr(Batch, "join", lambda own, new: joined.append(own.seen.shape) or join(own, new))
-    want = sampled(lm, way._replace(joins=False), 10)
+    want = sampled(lm, way._replace(joins=False, shares=False), 10)
     assert not joined
     for batch in (2, 3, 5):
         got = sampled(lm, way, batch)
@@ -166,7 +167,7 @@ def test_a_long_row_does_not_run_alone(monkeypatch):
     sampled(lm, way, 4)
     steps = len(widths)
     widths.clear()
-    sampled(lm, way._replace(joins=False), 4)
+    sampled(lm, way._replace(joins=False, shares=False), 4)
     assert steps < 0.8 * len(widths)
 
 
@@ -192,8 +193,8 @@ def test_every_tensor_of_a_state_with_rows_is_selected(kind):
     """Keys, values, convolutions, recurrent states, in whatever they are kept: rows [1, 1, 0] of two."""
     lm = small(kind, torch.float32)
     with torch.no_grad():
-        one = start(lm, Batching(rows={}), [[3, 4, 5]], 1, 0).cache
-        two = start(lm, Batching(rows={}), [[3, 4, 5], [6, 7, 8]], 1, 0).cache
+        one = start(lm, Batching(rows={}), [[3, 4, 5]], [1], 0).cache
+        two = start(lm, Batching(rows={}), [[3, 4, 5], [6, 7, 8]], [1, 1], 0).cache
     rows = cache.compare(one, two)
     before = {path: x.clone() for path, x in cache.tensors(two).items()}
     after = cache.tensors(cache.select(two, rows, torch.tensor([1, 1, 0])))

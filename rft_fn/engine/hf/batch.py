@@ -7,12 +7,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from einops import repeat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rft_fn.engine.hf import cache as caches
 from rft_fn.engine.hf import media
+from rft_fn.engine.hf.prompts import OPTION, Layer, Prompts
+from rft_fn.engine.hf.prompts import reading as prompts_read
 from rft_fn.engine.prompt_media import Shown, text
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Batching(NamedTuple):
     single: bool = False  # one row at a time
     room: bool = False  # whether plain keys and values are kept in buffers with room for more
     joins: bool = False  # whether all of the cache is (needs `room`), so that rows may join longer ones
+    shares: bool = False  # whether the samples of a prompt read it in one place (needs `joins`)
 
 
 @dataclass
@@ -39,6 +41,7 @@ class Batch:
     batching: Batching
     tokens: Tensor  # [R, w] not read yet: the last of W with a cache, else all
     seen: Tensor  # [R, W] bool, False on the padding
+    before: Tensor  # [R], tokens of each that stand before those W
     beyond: Tensor  # [axes, R], by how much positions are more than the number of tokens before them
     shown: list[Shown]  # R, what is seen and heard of them
     logits: Tensor  # [R, V] of the next token
@@ -46,32 +49,57 @@ class Batch:
     cache: Any = None
     ragged: bool = True  # whether some row has padding
     most: int = 64  # tokens that a row may still be given, for the room of buffers
+    prompts: Prompts | None = None  # which the rows share: `seen` and the cache are of their own tokens then
+
+    def repeat(self, counts: Tensor) -> None:
+        """Have `counts` [R] rows, side by side, in place of each; shares the prompts where the model can."""
+        of = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        if not self.batching.shares:
+            if len(of) > len(counts):
+                self.take(of)
+            return
+        layers = [Layer(*part.lift(len(of))) for part in caches.own(self.cache)]
+        self.prompts = Prompts(layers, self.seen, of)
+        self.before = self.seen.sum(-1)
+        self._pick(of)
+        self.seen = self.seen.new_empty(len(of), 0)
+        self.ragged = False
 
     def take(self, index: Tensor) -> None:
         """Keep only the rows `index` [R'], which may repeat."""
-        self.tokens = self.tokens[index]
+        self._pick(index)
         self.seen = self.seen[index]
+        if self.batching.rows is not None:
+            self.cache = caches.select(self.cache, self.batching.rows, index)
+        if self.prompts is not None:
+            self.prompts.take(index)
+        self._trim()
+
+    def _pick(self, index: Tensor) -> None:
+        """What is not of columns of the rows `index`."""
+        self.tokens = self.tokens[index]
+        self.before = self.before[index]
         self.beyond = self.beyond[:, index]
         self.shown = [self.shown[r] for r in index.tolist()]
         self.logits = self.logits[index]
-        if self.batching.rows is not None:
-            self.cache = caches.select(self.cache, self.batching.rows, index)
-        self._trim()
 
     def join(self, other: "Batch") -> None:
         """Add the rows of another batch behind its prompts; both have to be of a model that `joins`."""
         width = max(self.seen.shape[1], other.seen.shape[1])
         self.seen = torch.cat([F.pad(x, (width - x.shape[1], 0)) for x in (self.seen, other.seen)])
         self.tokens = torch.cat([self.tokens[:, -1:], other.tokens[:, -1:]])
+        self.before = torch.cat([self.before, other.before])
         self.beyond = torch.cat([self.beyond, other.beyond], 1)
         self.shown = [*self.shown, *other.shown]
         self.logits = torch.cat([self.logits, other.logits])
         caches.join(self.cache, other.cache)
+        if self.prompts is not None and other.prompts is not None:
+            self.prompts.join(other.prompts)
         self._trim()
 
     def _trim(self) -> None:
         """Drop the first columns where they are padding in every row."""
-        if not self.batching.joins:
+        if not self.batching.joins or not self.seen.shape[1]:
             return
         empty = int(self.seen.any(0).int().argmax())
         if empty:
@@ -87,7 +115,7 @@ class Batch:
             new = torch.cat([self.tokens, new], -1)
             self.shown = [own._replace(sampled=[*own.sampled, True]) for own in self.shown]
         self.tokens = new
-        self.seen = torch.cat([self.seen, torch.ones_like(self.seen[:, :1])], -1)
+        self.seen = torch.cat([self.seen, self.seen.new_ones(len(self.seen), 1)], -1)
         self.read(lm)
 
     def read(self, lm: "PreTrainedModel") -> None:
@@ -108,11 +136,15 @@ class Batch:
 
         # with a cache media are read once: what became of them is in it
         options["position_ids"] = self.position()
-        if width == self.seen.shape[1]:
+        if self.cache is None:
             options |= media.inputs(lm, self.tokens, self.seen, self.shown)
             if options["position_ids"].dim() == 3:
                 self.beyond = media.beyond(options["position_ids"], self.seen)
-        out = lm(input_ids=self.tokens, **options)
+        if self.prompts is None:
+            out = lm(input_ids=self.tokens, **options)
+        else:
+            with prompts_read(lm):
+                out = lm(input_ids=self.tokens, **options, **{OPTION: self.prompts})
         self.logits = out.logits[:, -1]
         if self.batching.rows is not None:
             first = self.cache is None
@@ -127,7 +159,8 @@ class Batch:
         # they count the tokens of a row, so padding on the left does not shift them
         width = self.tokens.shape[1]
         left = torch.arange(width, 0, -1, device=self.seen.device)
-        found = (self.seen.sum(-1, keepdim=True) - left).clamp(min=0)
+        count = self.before + self.seen.sum(-1)
+        found = (count.unsqueeze(-1) - left).clamp(min=0)
         if len(self.beyond):
             found = found + self.beyond.unsqueeze(-1)
         return found
@@ -143,12 +176,12 @@ def start(
     lm: "PreTrainedModel",
     batching: Batching,
     prompts: Sequence[Sequence[int]],
-    n: int,
+    counts: Sequence[int],
     pad: int,
     shown: Sequence[Shown] | None = None,
     most: int = 64,
 ) -> Batch:
-    """The batch of n rows of each prompt, side by side; each prompt is read once, and so are its media.
+    """The batch of `counts` rows of each prompt, side by side; prompts and their media are read once.
 
     Prompts have to be of one length unless `batching.padded`. Buffers have room for `most` tokens of a row
     at the start, and grow where more come.
@@ -156,11 +189,13 @@ def start(
     width = max(len(p) for p in prompts)
     tokens = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=lm.device)
     seen = torch.tensor([[False] * (width - len(p)) + [True] * len(p) for p in prompts], device=lm.device)
+    before = tokens.new_zeros(len(prompts))
     beyond = tokens.new_empty(0, len(prompts))  # without axes of their own
-    batch = Batch(batching, tokens, seen, beyond, list(shown or text(prompts)), torch.empty(0), most=most)
+    batch = Batch(
+        batching, tokens, seen, before, beyond, list(shown or text(prompts)), torch.empty(0), most=most
+    )
     if batching.joins:
         batch.ragged = min(len(p) for p in prompts) < width
     batch.read(lm)
-    if n > 1:
-        batch.take(repeat(torch.arange(len(prompts), device=lm.device), "p -> (p n)", n=n))
+    batch.repeat(torch.tensor(counts, device=lm.device))
     return batch

@@ -31,6 +31,10 @@ class OwnRows(ABC):
         """Add the rows of another part of this kind."""
 
     @abstractmethod
+    def lift(self, rows: int) -> tuple[Tensor, Tensor]:
+        """The keys and values [R, H, W, D] of all rows; `rows` rows without any are left."""
+
+    @abstractmethod
     def crop_left(self, count: int) -> None:
         """Forget the first `count` columns."""
 

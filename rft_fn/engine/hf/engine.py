@@ -134,8 +134,11 @@ class _InProcess:
         pad = self.tokenizer.pad_token_id
         if self.batching is None:
             self.batching = find_batching(self.lm, pad)
+        batching = self.batching
+        if n == 1:
+            batching = batching._replace(shares=False)
         stop = Stop(self.tokenizer, self.ends, sampling.stop)
-        sampler = Sampler(self.lm, self.batching, sampling, stop, pad, self.batch)
+        sampler = Sampler(self.lm, batching, sampling, stop, pad, self.batch)
         rows = requests.rows(keys, n, sampling, max_new=max_new, start=start)
         with packed(self.lm):
             responses = sampler.responses(ids, shown, rows)

@@ -14,6 +14,7 @@ from torch import Tensor
 from rft_fn.engine.hf import cache as caches
 from rft_fn.engine.hf import media
 from rft_fn.engine.hf.batch import Batching, start
+from rft_fn.engine.hf.prompts import can_share
 from rft_fn.engine.prompt_media import Shown
 from rft_fn.model.attention import warn_once
 from rft_fn.model.probe import rounding, usual_tokens
@@ -33,11 +34,11 @@ def find_batching(lm: "PreTrainedModel", pad: int) -> Batching:
     """The fastest Batching under which every row is the same as alone.
 
     In this order: padded, rows of one length, one row at a time, and without a cache, which always is
-    correct. Warns once where it is not the first.
+    correct. Warns once where it is not the first of these.
 
     Each is tried with buffers before it is tried without: layers of a cache that hold nothing but keys and
     values of all tokens are put into them, windows and states are left as they are. Prompts may join only
-    where the whole cache is in buffers.
+    where the whole cache is in buffers, and samples share their prompt where attention can be ours.
     """
     rows = _prompts(lm)
     want = torch.stack([_alone(lm, x) for x in rows])
@@ -64,12 +65,15 @@ def _attempt(f: Callable[..., Any], *args: Any) -> Any:
 def _with_cache(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
     """`_plain`, and before each the same with buffers, where all of its cache is in them also with joins."""
     plain = _plain(lm, pad)
-    roomy = _attempt(start, lm, Batching(rows={}, room=True), [[pad] * 3], 1, pad)
+    roomy = _attempt(start, lm, Batching(rows={}, room=True), [[pad] * 3], [1], pad)
     found: list[tuple[Batching, str]] = []
     for batching, note in plain:
         if roomy is not None and caches.own(roomy.cache):
             if batching.padded and not caches.tensors(roomy.cache).keys() & (batching.rows or {}).keys():
-                found.append((batching._replace(room=True, joins=True), note))
+                joining = batching._replace(room=True, joins=True)
+                if can_share(lm):
+                    found.append((joining._replace(shares=True), note))
+                found.append((joining, note))
             found.append((batching._replace(room=True), note))
         found.append((batching, note))
     return found
@@ -79,7 +83,7 @@ def _plain(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
     """Each Batching that uses the model's cache, with the text of its warning; none without a cache."""
 
     def cache_of(batching: Batching, prompts: list[list[int]]) -> Any:
-        return start(lm, batching, prompts, 1, pad).cache
+        return start(lm, batching, prompts, [1] * len(prompts), pad).cache
 
     short = cache_of(Batching(rows={}), [[pad] * 3])
     if short is None:
@@ -148,7 +152,7 @@ def _read_on(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], p
     kept = torch.arange(n - 1, len(more), n, device=device)
 
     # with all rows for a token, then with those that are kept
-    batch = start(lm, batching, [row[:-MORE] for row in rows], n, pad)
+    batch = start(lm, batching, [row[:-MORE] for row in rows], [n] * len(rows), pad)
     logits = [batch.logits[kept]]
     batch.append(lm, more[:, 0])
     logits.append(batch.logits[kept])
@@ -160,28 +164,35 @@ def _read_on(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], p
 
 
 def _joined(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pad: int) -> Tensor:
-    """[P, MORE + 1, V]: the same, where the longer prompts join the others behind their first token."""
+    """[P, MORE + 1, V]: the same, where the longer prompts join the others behind their first token.
+
+    Samples of a prompt that share it are two, of which the second leaves a token earlier.
+    """
+    n = 1
+    if batching.shares:
+        n = 2
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     early, late = order[: len(rows) // 2], order[len(rows) // 2 :]
-    batch = start(lm, batching, [rows[i][:-MORE] for i in early], 1, pad)
-    live = early
-    logits: list[list[Tensor]] = [[] for _ in rows]
+    first = [(i, j) for i in early for j in range(n)]
+    batch = start(lm, batching, [rows[i][:-MORE] for i in early], [n] * len(early), pad)
+    live = first
+    logits: dict[tuple[int, int], list[Tensor]] = {(i, j): [] for i in order for j in range(n)}
     while True:
-        for i, x in zip(live, batch.logits):
-            logits[i].append(x)
+        for row, x in zip(live, batch.logits):
+            logits[row].append(x)
 
         # rows leave when they have been continued by all of their tokens
-        kept = [k for k, i in enumerate(live) if len(logits[i]) <= MORE]
+        kept = [k for k, (i, j) in enumerate(live) if len(logits[i, j]) <= MORE - j]
         if not kept:
-            return torch.stack([torch.stack(own) for own in logits])
+            return torch.stack([torch.stack(logits[i, 0]) for i in range(len(rows))])
         if len(kept) < len(live):
             batch.take(torch.tensor(kept, device=lm.device))
             live = [live[k] for k in kept]
-        at = [rows[i][-MORE - 1 + len(logits[i])] for i in live]
+        at = [rows[i][-MORE - 1 + len(logits[i, j])] for i, j in live]
         batch.append(lm, torch.tensor(at, device=lm.device))
-        if live == early and len(logits[live[0]]) == 1:
-            batch.join(start(lm, batching, [rows[i][:-MORE] for i in late], 1, pad))
-            live = [*early, *late]
+        if live == first and len(logits[live[0]]) == 1:
+            batch.join(start(lm, batching, [rows[i][:-MORE] for i in late], [n] * len(late), pad))
+            live = [*first, *((i, j) for i in late for j in range(n))]
 
 
 def _same(got: Tensor, want: Tensor, dtype: torch.dtype) -> bool:

@@ -130,13 +130,10 @@ class Sampler(NamedTuple):
         if not jobs and rows is not None:
             return rows
 
-        # each prompt is read once; its rows are repeated then
         prompts = [job.prompt for job in jobs]
         shown = [job.shown for job in jobs]
-        batch = start(self.lm, self.batching, prompts, 1, self.pad, shown, most=longest)
-        counts = torch.tensor([len(job.responses) for job in jobs], device=self.lm.device)
-        if int(counts.sum()) > len(jobs):
-            batch.take(torch.arange(len(jobs), device=self.lm.device).repeat_interleave(counts))
+        counts = [len(job.responses) for job in jobs]
+        batch = start(self.lm, self.batching, prompts, counts, self.pad, shown, most=longest)
         live = [x for job in jobs for x in job.responses]
         u = uniform_numbers([x.row for x in live], longest, batch.logits.shape[-1]).to(self.lm.device)
         if rows is None:
