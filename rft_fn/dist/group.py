@@ -6,6 +6,7 @@ import time
 import uuid
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = ["join", "part", "settle", "store_client"]
 
 _START = 180.0  # seconds that a process is given to start, at least: others import faster
 _GLOO_THREAD = "pt_gloo_runloop"
+_GLOO = "gloo_serial"
 
 
 def join(timeout: float) -> None:
@@ -25,16 +27,44 @@ def join(timeout: float) -> None:
 
     timeout [s] bounds every wait for another process, once all have started.
     """
-    backend = "gloo"
     if torch.cuda.is_available():
-        backend = "cpu:gloo,cuda:nccl"
+        backend = "cpu:gloo,cuda:nccl"  # sharded tensors are put together by NCCL
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    else:
+        _register_gloo()
+        backend = _GLOO
 
     store: torch_dist.Store = torch_dist.HashStore()
     if "RANK" in os.environ:
         store = _meet(max(timeout, _START))
     wait = timedelta(seconds=timeout)
     torch_dist.init_process_group(backend, store=store, rank=rank(), world_size=started(), timeout=wait)
+
+
+@cache
+def _register_gloo() -> None:
+    """Register gloo with one thread per group with torch; groups of some of the processes inherit it.
+
+    Torch's own has two threads per group, and each writes the name of what it completed into one string
+    without a lock (torch 2.13). A name of more than 15 characters, as of the gather of a DTensor, is on the
+    heap: two threads that write at once free it twice, and some later `free` aborts the process. The
+    collectives of a group begin in one order everywhere, so one thread is all they need.
+    """
+    torch_dist.Backend.register_backend(_GLOO, _make_gloo, extended_api=True, devices=["cpu"])
+
+
+def _make_gloo(place: Any, _: Any) -> Any:
+    """Gloo for a group, as torch makes it but for the number of threads."""
+    gloo: Any = torch_dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._threads = 1
+    options._devices = [gloo.create_default_device()]
+    if names := os.environ.get("GLOO_SOCKET_IFNAME"):
+        options._devices = [gloo.create_device(interface=name) for name in names.split(",")]
+    options._timeout = place.timeout
+    options.group_name = place.group_id
+    options.global_ranks_in_group = place.global_ranks_in_group
+    return gloo(place.store, place.group_rank, place.group_size, options)
 
 
 def _meet(patience: float) -> torch_dist.Store:

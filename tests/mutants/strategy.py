@@ -161,6 +161,13 @@ MUTANTS = [
         "tests/scripts/test_torchrun.py::test_an_exit_right_after_a_collective_waits_for_the_threads_of_gloo",
     ),
     (
+        "a group has two threads of gloo, which write one string",
+        "rft_fn/dist/group.py",
+        "    options._threads = 1\n",
+        "",
+        "tests/dist/test_group.py::test_each_group_has_one_thread_of_gloo",
+    ),
+    (
         "packs live as long as the name of the gradients",
         "rft_fn/tree.py",
         "            x.source = None\n",

@@ -1,0 +1,40 @@
+"""The process group of a run."""
+
+from pathlib import Path
+
+import ranks
+import torch
+import torch.distributed as torch_dist
+
+from rft_fn import dist
+from rft_fn.dist.group import _GLOO_THREAD, settle
+
+
+def gloo_threads():
+    names = [(thread / "comm").read_text().strip() for thread in Path("/proc/self/task").glob("*")]
+    return names.count(_GLOO_THREAD)
+
+
+def begin_groups(rank):
+    """The threads of gloo with the group of all, and with one more; what many gathers at once get."""
+    dist.begin(60.0)
+    dist.barrier()
+    threads = [gloo_threads()]
+    group = torch_dist.new_group([0, 1])
+
+    # a DTensor is put together by this operation
+    ops = torch.ops._c10d_functional
+    mine = torch.arange(3.0) + 10 * rank
+    found = [ops.all_gather_into_tensor(mine + i, 2, group.group_name) for i in range(64)]
+    found = [ops.wait_tensor(x).tolist() for x in found]
+    settle()
+    return [*threads, gloo_threads()], found
+
+
+def test_each_group_has_one_thread_of_gloo(monkeypatch):
+    """Torch's two write one string without a lock: a rare abort in the gather of a DTensor."""
+    whole = [[float(i + n) for n in (0, 1, 2, 10, 11, 12)] for i in range(64)]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert ranks.run(2, "test_group:begin_groups") == [([1, 2], whole)] * 2
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert ranks.run(2, "test_group:begin_groups") == [([1, 2], whole)] * 2
