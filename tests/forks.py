@@ -62,6 +62,7 @@ OPTIONAL = ("deepspeed",)  # transformers imports it to save a model, wherever i
 EARLY = ("PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "HF_", "TRANSFORMERS_")
 LATE = ("PYTHONPATH", "PYTHONFAULTHANDLER", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 WHOLE = {"RFT_FN_TEST_WHOLE_EXIT": "1"}  # for tests of what happens while an interpreter ends
+PIDS = "RFT_FN_TEST_PIDS"  # a folder where the ranks of torchrun write their ids: forks are nobody's children
 CHILDREN = {"RFT_FN_TEST_FORK_CHILDREN": "1"}  # for scripts that start themselves again
 
 
@@ -235,6 +236,8 @@ def begin(connection, memory, *streams):
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    if PIDS in os.environ and "RANK" in os.environ:
+        Path(os.environ[PIDS], os.environ["RANK"]).write_text(str(os.getpid()))
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     sys.modules["numpy"].random.seed()
