@@ -8,7 +8,8 @@ One difference: once all exit handlers have run, it is gone. Python would first 
 which takes over a second; with WHOLE in its environment a fork does that too.
 
 Two servers with other seeds of hash() take turns, so processes that have to agree see sets in other orders.
-The workers of torchrun are forks too. A command of another program, or one with an environment that a library
+The workers of torchrun are forks too, and with CHILDREN in its environment the Python processes that a fork
+starts. A command of another program, or one with an environment that a library
 reads at its import, starts as ever.
 """
 
@@ -61,6 +62,8 @@ OPTIONAL = ("deepspeed",)  # transformers imports it to save a model, wherever i
 EARLY = ("PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "HF_", "TRANSFORMERS_")
 LATE = ("PYTHONPATH", "PYTHONFAULTHANDLER", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 WHOLE = {"RFT_FN_TEST_WHOLE_EXIT": "1"}  # for tests of what happens while an interpreter ends
+PIDS = "RFT_FN_TEST_PIDS"  # a folder where the ranks of torchrun write their ids: forks are nobody's children
+CHILDREN = {"RFT_FN_TEST_FORK_CHILDREN": "1"}  # for scripts that start themselves again
 
 
 def early(env):
@@ -110,7 +113,7 @@ class Popen(subprocess.Popen):
     connection = None
 
     def _execute_child(self, *args):
-        names = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
+        names = list(inspect.signature(super()._execute_child).parameters)
         given = dict(zip(names, args))
         argv = [os.fspath(x) for x in given["args"]]
         env = dict(os.environ if given["env"] is None else given["env"])
@@ -123,7 +126,7 @@ class Popen(subprocess.Popen):
     def ask(self, argv, env, given):
         """Have a server fork, and learn the process's id."""
         addresses = servers()
-        if argv[1:3] == TORCHRUN:
+        if argv[1:3] == TORCHRUN or CHILDREN.items() <= env.items():
             env[ADDRESSES] = ",".join(addresses)
         request = {"argv": argv[1:], "env": env, "cwd": given["cwd"] or os.getcwd()}
         request |= {"session": given["start_new_session"]}
@@ -233,6 +236,8 @@ def begin(connection, memory, *streams):
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    if PIDS in os.environ and "RANK" in os.environ:
+        Path(os.environ[PIDS], os.environ["RANK"]).write_text(str(os.getpid()))
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     sys.modules["numpy"].random.seed()
@@ -250,6 +255,8 @@ def become(argv):
     if argv[:2] == TORCHRUN:
         handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
         importlib.import_module(handler).Popen = Popen
+    if CHILDREN.items() <= os.environ.items():
+        subprocess.Popen = Popen
     if argv[0] == "-m":
         sys.argv[:] = argv[1:]
         sys.path[0] = os.getcwd()

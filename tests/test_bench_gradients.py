@@ -3,10 +3,10 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,12 +16,8 @@ BENCH = ROOT / "tests" / "bench" / "gradients.py"
 def test_each_side_is_measured_on_the_same_packs():
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     sizes = ["--rounds", "1", "--layers", "1", "--vocab", "128", "--rows", "2"]
-    done = subprocess.run(
-        [sys.executable, str(BENCH), *sizes],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path},
-    )
+    env = os.environ | forks.CHILDREN | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = forks.run([sys.executable, str(BENCH), *sizes], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     sides = [line.split(" | ")[0].strip("| ") for line in done.stdout.splitlines() if line.startswith("| ")]
     assert sides == ["side", "plain", "fast", "products"]

@@ -176,7 +176,7 @@ def test_import_takes_under_a_second_beyond_torch():
     """Of the processor's time: others may be busy beside it."""
     code = "import torch, optree, time; t = time.process_time(); import rft_fn; "
     code += "print(time.process_time() - t)"
-    assert min(float(run(code)) for _ in range(3)) < 1.0
+    assert any(float(run(code)) < 1.0 for _ in range(3))  # the second and third only where one was late
 
 
 def test_the_wheel_holds_everything(tmp_path):

@@ -1,6 +1,7 @@
 """docs/howto and the drawings of docs/ideas.md: nothing is left out, nothing is stale."""
 
 import importlib.util
+import os
 import re
 import sys
 
@@ -49,7 +50,8 @@ def test_the_edits_of_a_copied_script_run(tmp_path):
     own = "".join(re.search(r"```python\n(.*?)```", page, re.S)[1] for page in texts.values())
     text = text.replace("\ndef main(", f"\n{own}\n\ndef main(")
     (tmp_path / "my_grpo.py").write_text(text)
-    env = {"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    env = forks.early(os.environ) | {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    env |= {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     small = ["--steps", "1", "--warmup", "1", "--prompts", "4", "--group", "4", "--eval-prompts", "4"]
     command = [sys.executable, "my_grpo.py", *small, "--out", "run"]
     done = forks.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)

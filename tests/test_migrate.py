@@ -2,12 +2,13 @@
 
 import dataclasses
 import inspect
+import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 from test_house import load_script
 
@@ -48,10 +49,10 @@ def exists(name):
 
 def options_of(name):
     """The names of a script's options, as typed."""
-    run = subprocess.run(
-        [sys.executable, str(ROOT / "train_scripts" / f"{name}.py"), "--help"],
-        capture_output=True, text=True, check=True, env={"COLUMNS": "200", "PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
+    env = os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    command = [sys.executable, str(ROOT / "train_scripts" / f"{name}.py"), "--help"]
+    run = forks.run(command, capture_output=True, text=True, check=True, env=env)
     return set(re.findall(r"--[a-z][a-z0-9.\-]+", run.stdout))
 
 

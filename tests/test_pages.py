@@ -6,6 +6,7 @@ compiled, and the names of the library in it have to exist.
 """
 
 import importlib.util
+import os
 import re
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from test_public import named_in
 
 import rft_fn as rft
 from rft_fn.migrate import __main__ as migrate
+from rft_fn.model import builtin
 from rft_fn.run import commands, parsing
 
 REASONS = ("a GPU", "several processes", "vLLM", "a server", "weights of the hub")
@@ -41,8 +43,8 @@ SCRIPT = re.compile(r"(?:.*/)?train_scripts/(\w+)\.py")
 @pytest.mark.parametrize("page", RUN)
 def test_the_code_of_a_page_runs(page, tmp_path):
     code = page_setups.whole(page, [b.text for b in CODE[page] if not b.reason])
-    env = {"PYTHONPATH": ":".join(filter(None, sys.path)), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    env |= {"RFT_FN_CACHE": str(tmp_path / "cache")}
+    env = forks.early(os.environ) | {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    env |= {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "RFT_FN_CACHE": str(builtin.cache_dir())}
     (tmp_path / "page.py").write_text(code)
     done = forks.run([sys.executable, "page.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -3,17 +3,19 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 
 from rft_kernels import engines
 
 BENCH = Path(__file__).resolve().parents[2] / "kernels" / "bench"
+PATHS = os.pathsep.join([str(BENCH.parent.parent), str(BENCH.parent)])
+ENV = os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -135,8 +137,7 @@ def test_the_table_of_errors_holds_the_bars():
         "--device",
         "cpu",
     ]
-    env = os.environ | {"PYTHONPATH": str(BENCH.parent)}
-    out = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    out = forks.run(command, check=True, capture_output=True, text=True, env=ENV).stdout
     head, *lines = out.splitlines()
     assert head.split()[:2] == ["inputs", "std"] and len(lines) in (6, 12)
     for line in lines:
@@ -147,8 +148,7 @@ def test_the_table_of_errors_holds_the_bars():
 
 def test_a_variant_that_is_not_there_is_said_before_anything_is_measured():
     command = [sys.executable, str(BENCH / "linear_logprob.py"), "--cpu", "--only", "ours", "theirs"]
-    env = os.environ | {"PYTHONPATH": str(BENCH.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    done = forks.run(command, capture_output=True, text=True, env=ENV)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "--only: expected some of" in done.stderr and done.stderr.rstrip().endswith("got theirs")
 
@@ -157,8 +157,8 @@ def test_a_gradient_with_the_head_fused_and_not_has_one_loss():
     root = BENCH.parent.parent
     options = ["--rows", "4", "--length", "8", "--budget", "32", "--rounds", "1"]
     command = [sys.executable, str(root / "tests" / "bench" / "head.py"), *options]
-    env = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{BENCH.parent}"}
-    out = subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
+    env = ENV | forks.CHILDREN
+    out = forks.run(command, check=True, capture_output=True, text=True, env=env).stdout
     rows = [line.split() for line in out.splitlines() if line.startswith(("logits", "fused  "))]
     assert [row[0] for row in rows] == ["logits", "fused"]
     for row in rows:

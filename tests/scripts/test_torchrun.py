@@ -110,26 +110,15 @@ def test_a_reward_file_and_chat_data_of_trl_as_they_are(tmp_path, chat_data):
         assert told["reward"] == pytest.approx(right + 0.125 * told["token_length_reward"])
 
 
-def workers(process):
-    """The processes that torchrun started, by rank."""
-    found = {}
-    for pid in subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
-    ).stdout.split():
-        env = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        names = dict(e.split(b"=", 1) for e in env if b"=" in e)
-        if b"RANK" in names:
-            found[int(names[b"RANK"])] = int(pid)
-    return found
-
-
 def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path):
     """Rank 1 is killed in the middle; the restarted run ends with the metrics and weights of a whole one."""
     args = ("--steps", 14, "--save-every", 3)
     run(2, tmp_path, *args, "--out", tmp_path / "whole")
-    process = subprocess.Popen(
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    process = forks.Popen(
         command(2, *args, "--out", tmp_path / "run", restarts=1),
-        env=environment(tmp_path),
+        env=environment(tmp_path) | {forks.PIDS: str(pids)},
         stdout=(tmp_path / "log").open("w"),
         stderr=subprocess.STDOUT,
     )
@@ -138,7 +127,7 @@ def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path):
         while not (tmp_path / "run/metrics.jsonl").exists() or len(rows(tmp_path / "run")) < 5:
             assert time.monotonic() < end and process.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.05)
-        os.kill(workers(process)[1], signal.SIGKILL)
+        os.kill(int((pids / "1").read_text()), signal.SIGKILL)
         assert process.wait(timeout=600) == 0, (tmp_path / "log").read_text()
     finally:
         process.kill()

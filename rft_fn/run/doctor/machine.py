@@ -15,8 +15,6 @@ from rft_fn import hub
 from rft_fn.engine import ENGINES
 from rft_fn.run.doctor.fact import Fact
 from rft_fn.run.doctor.packages import EXTRAS, numbers, version
-from rft_kernels import engines as kernels
-from rft_kernels import products
 
 __all__ = ["devices", "engines", "network", "room", "without_password"]
 
@@ -39,6 +37,9 @@ def devices() -> list[Fact]:
 
 
 def _products() -> str:
+    # it imports torch._dynamo, which takes over a second: other commands do not wait for that
+    from rft_kernels import products
+
     if products.mkl_is_half():
         return "oneDNN where they are large (MKL leaves AVX-512 unused on this processor), else MKL"
     if torch.backends.mkl.is_available():
@@ -48,6 +49,8 @@ def _products() -> str:
 
 def _log_probs() -> str:
     """The engine of the fused log-probs that a model of usual width gets here."""
+    from rft_kernels import engines as kernels
+
     name = "streamed"
     if torch.cuda.is_available():
         h = torch.empty(1, 2048, device="cuda", dtype=torch.bfloat16)
