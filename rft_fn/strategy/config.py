@@ -57,6 +57,8 @@ class StrategyConfig:
     """large linear layers of float32 by oneDNN, on a CPU that MKL leaves half unused; in hf's sampling too"""
     share_prefixes: Free[bool] = True
     """tokens of a pack that begin alike, as responses to one prompt do, are computed once"""
+    keep_memory: Free[bool] = True
+    """on a CPU the process keeps memory that it frees, for the next pack; if not, glibc hands it back"""
     compile_blocks: Free[bool] = False
     """torch.compile of each decoder block, for packs of any length; not with zero_stage"""
     engine_type: Free[str] = "hf"
