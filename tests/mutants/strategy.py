@@ -209,4 +209,18 @@ MUTANTS = [
         "",
         "tests/dist/test_faults.py::test_a_phase_describes_the_loss_once",
     ),
+    (
+        "large blocks are handed back",
+        "rft_fn/strategy/malloc.py",
+        "mallopt(_MMAP_THRESHOLD, _LARGE) and mallopt(_TRIM_THRESHOLD, _NEVER)",
+        "mallopt(_TRIM_THRESHOLD, _NEVER)",
+        "tests/strategy/test_malloc.py::test_what_was_freed_is_used_again",
+    ),
+    (
+        "the end of the heap is handed back",
+        "rft_fn/strategy/malloc.py",
+        "mallopt(_MMAP_THRESHOLD, _LARGE) and mallopt(_TRIM_THRESHOLD, _NEVER)",
+        "mallopt(_MMAP_THRESHOLD, _LARGE)",
+        "tests/strategy/test_malloc.py::test_what_was_freed_is_used_again",
+    ),
 ]
