@@ -12,11 +12,11 @@ _LARGE = 1 << 30  # bytes from which on an allocation is the system's own, and g
 
 
 def keep_freed() -> bool:
-    """Have this process keep the memory that it frees, up to blocks of 1 GiB; whether it does from then on.
+    """Have this process keep the memory that it frees, in blocks of up to 1 GiB.
 
-    A gradient frees its activations, and the next pack needs as much. By default glibc hands large blocks
-    back to the system, which gives them out again page by page, each filled with zeros. Only for glibc, and
-    for the rest of the process.
+    Returns whether it does from then on: only with glibc. A gradient frees its activations, and the next pack
+    needs as much. By default glibc hands large blocks back to the system, which gives them out again page by
+    page, each filled with zeros.
     """
     if not sys.platform.startswith("linux"):
         return False
