@@ -216,11 +216,4 @@ MUTANTS = [
         "mallopt(_TRIM_THRESHOLD, _NEVER)",
         "tests/strategy/test_malloc.py::test_what_was_freed_is_used_again",
     ),
-    (
-        "the end of the heap is handed back",
-        "rft_fn/strategy/malloc.py",
-        "mallopt(_MMAP_THRESHOLD, _LARGE) and mallopt(_TRIM_THRESHOLD, _NEVER)",
-        "mallopt(_MMAP_THRESHOLD, _LARGE)",
-        "tests/strategy/test_malloc.py::test_what_was_freed_is_used_again",
-    ),
 ]
