@@ -9,8 +9,8 @@ which takes over a second; with WHOLE in its environment a fork does that too.
 
 Two servers with other seeds of hash() take turns, so processes that have to agree see sets in other orders.
 The workers of torchrun are forks too, and with CHILDREN in its environment the Python processes that a fork
-starts. A command of another program, or one with an environment that a library
-reads at its import, starts as ever.
+starts. A command of another program, or one with an environment that a library reads at its import, starts
+as ever.
 """
 
 import atexit

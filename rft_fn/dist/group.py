@@ -28,7 +28,7 @@ def join(timeout: float) -> None:
     timeout [s] bounds every wait for another process, once all have started.
     """
     if torch.cuda.is_available():
-        backend = "cpu:gloo,cuda:nccl"  # sharded tensors are put together by NCCL
+        backend = "cpu:gloo,cuda:nccl"  # here NCCL gathers sharded tensors, and gloo none
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     else:
         _register_gloo()

@@ -1,9 +1,10 @@
 """Sampling against its matrix products: `python tests/bench/sampling.py --batch 64 --tokens 64`.
 
 A model of the shape of SmolLM2-135M with random weights (or `--model`) samples in turns with the cache of
-transformers and with buffers. In the same turn its linear layers run alone, by the library that the engine
-uses, on inputs of the same shapes. One thread, processor seconds, which other programs change little.
-Prints each side's seconds and its ratio to the products, with the least and the largest of all turns.
+transformers, with buffers, and with prompts that their samples share. In the same turn its linear layers run
+alone, by the library that the engine uses, on inputs of the same shapes. One thread, processor seconds, which
+other programs change little. Prints each side's seconds and its ratio to the products, with the least and the
+largest of all turns.
 `--long-tail` ends every second row after a quarter of the tokens, with two batches of prompts. `--profile`
 prints the largest operators, and `--write FILE` adds the figures to a file of results.
 """
@@ -108,7 +109,8 @@ def write(file, given, found):
     file.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def main():
+def options():
+    """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a name or a folder instead of random weights")
     parser.add_argument("--layers", type=int, default=30, help="of the model with random weights")
@@ -120,7 +122,11 @@ def main():
     parser.add_argument("--runs", type=int, default=3, help="turns of each side")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--write", type=Path, help="a file of results")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main():
+    given = options()
     torch.set_num_threads(1)
     lm = (models.load(given.model) if given.model else shaped(given.layers)).eval()
     set_fast(lm, True)

@@ -76,7 +76,7 @@ class Batch:
         self._trim()
 
     def _pick(self, index: Tensor) -> None:
-        """What is not of columns of the rows `index`."""
+        """Keep the rows `index` of all that has no columns."""
         self.tokens = self.tokens[index]
         self.before = self.before[index]
         self.beyond = self.beyond[:, index]

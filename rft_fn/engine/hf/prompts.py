@@ -140,8 +140,9 @@ def attention(
     """
     prompts: Prompts = options[OPTION]
     for name in ("sliding_window", "softcap", "s_aux", "position_bias", "dropout"):
-        if options.get(name):
-            raise ValueError(f"attention of shared prompts: expected no {name}, got {options[name]}")
+        given = options.get(name)
+        if given is not None and not (name == "dropout" and given == 0):
+            raise ValueError(f"attention of shared prompts: expected no {name}, got {given}")
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     rows = rearrange(query * scale, "r (h n) 1 d -> r h n d", h=key.shape[1])
     scores = rows @ key.mT
@@ -162,7 +163,7 @@ def can_share(lm: nn.Module) -> bool:
 
 @contextmanager
 def reading(lm: nn.Module) -> Iterator[None]:
-    """Attention of a text model is ours meanwhile."""
+    """Have a text model use this attention meanwhile."""
     _register()
     config = text_config(lm)
     usual = config._attn_implementation
