@@ -12,7 +12,6 @@ from rft_fn.model.load import usual_device
 from rft_fn.strategy.config import StrategyConfig, add_arguments
 from rft_fn.strategy.diagnose import NonFinite, load_fault
 from rft_fn.strategy.local import fork, local
-from rft_fn.strategy.malloc import keep_freed
 from rft_fn.strategy.preflight import estimate, preflight
 from rft_fn.strategy.session import Session
 from rft_fn.types import Strategy
@@ -40,8 +39,6 @@ def get_strategy(config: StrategyConfig | None = None) -> Strategy:
     if config.compile_blocks:
         require_compiler(usual_device(None))
     torch.manual_seed(config.seed)
-    if config.keep_memory and usual_device(None).type == "cpu":
-        keep_freed()
     if config.backend == "local":
         _require_supported(config, "on one process", "start several with torchrun, or set fsdp")
         return local(config)

@@ -13,6 +13,7 @@ from rft_fn.model.lora import Export
 from rft_fn.model.text import ALONE
 from rft_fn.strategy import diagnose
 from rft_fn.strategy.config import StrategyConfig
+from rft_fn.strategy.malloc import keep_freed
 from rft_fn.strategy.placing import place, require_device
 from rft_fn.strategy.scoring import scorer
 from rft_fn.strategy.session import Session
@@ -158,12 +159,13 @@ def assemble(
     gather: Gather,
 ) -> Strategy:
     """The strategy of a backend, whose functions run inside the phases of the session."""
-    # functions with phases of their parts, then the small ones that no backend changes
-    grad, update = _train_step(backend, session)
-    save, restore, rotate = _checkpoints(backend, session)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
+
+    # functions with phases of their parts, then the small ones that no backend changes
+    grad, update = _train_step(backend, session, keep=config.keep_memory and device.type == "cpu")
+    save, restore, rotate = _checkpoints(backend, session)
 
     def shard(
         exp: Experience,
@@ -228,14 +230,21 @@ def _watched(f: Callable[P, T], session: Session) -> Callable[P, T]:
     return watched
 
 
-def _train_step(backend: Backend, session: Session) -> tuple[Grad, Update]:
-    """(grad, update) of a backend; gradients that are not finite are diagnosed when they stop the run."""
+def _train_step(backend: Backend, session: Session, *, keep: bool) -> tuple[Grad, Update]:
+    """(grad, update) of a backend; gradients that are not finite are diagnosed when they stop the run.
+
+    With `keep` the process keeps the memory that it frees, from the first gradient on.
+    """
 
     def grad(
         state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed], /
     ) -> tuple[Any, dict[str, Any]]:
         with session.watch():
             session.writer.poll()  # a checkpoint that could not be written is news now, not at the next one
+        if (
+            keep
+        ):  # not before: what the loading of models frees would fall into pieces, and be held for nothing
+            keep_freed()
         grads, metrics = backend.grad(state, apply, loss_fn, packs)
         return diagnose.with_source(grads, diagnose.Source(apply, loss_fn, packs)), metrics
 

@@ -16,7 +16,7 @@ def keep_freed() -> bool:
 
     Returns whether it does from then on: only with glibc. A gradient frees its activations, and the next pack
     needs as much. By default glibc hands large blocks back to the system, which gives them out again page by
-    page, each filled with zeros.
+    page, each filled with zeros. Again is no different.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -1,8 +1,11 @@
 """Memory for people: the phases and the table of an estimate, and the line of a process."""
 
+import contextlib
 import dataclasses
+import io
 
 import pytest
+import ranks
 import torch
 
 from rft_fn import memory
@@ -34,18 +37,27 @@ def test_the_table():
     assert memory.table(much, available=2**40, host=1, remedy="pray").endswith("does not fit the host")
 
 
-def test_report(capsys):
-    """Resident memory grows by the size of a tensor that is written, and the peak stays."""
-    before = memory.report("before")
-    block = torch.ones(2**26)
-    with_block = memory.report("with 256 MiB")
-    del block
-    after = memory.report()
+def written(rank):
+    """What `report` returns and prints before, beside and after 256 MiB."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        before = memory.report("before")
+        block = torch.ones(2**26)
+        with_block = memory.report("with 256 MiB")
+        del block
+        after = memory.report()
+    return before, with_block, after, printed.getvalue().splitlines()
+
+
+def test_report():
+    """Resident memory grows by the size of a tensor that is written, and the peak stays.
+
+    In a process of its own: this one may hold what earlier tests have freed.
+    """
+    [(before, with_block, after, lines)] = ranks.run(1, "test_report:written")
     assert with_block["resident"] - before["resident"] == pytest.approx(2**28, rel=0.1)
     assert (
         after["resident"] < with_block["resident"] - 2**27 and after["peak"] > 0.99 * with_block["resident"]
     )
-    lines = capsys.readouterr().out.splitlines()
     gib = {name: f"{n / 2**30:.2f} GiB" for name, n in with_block.items()}
     assert lines[1] == f"with 256 MiB: resident {gib['resident']}, peak {gib['peak']}"
     assert lines[2].startswith("resident ")

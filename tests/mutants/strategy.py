@@ -216,4 +216,11 @@ MUTANTS = [
         "mallopt(_TRIM_THRESHOLD, _NEVER)",
         "tests/strategy/test_malloc.py::test_what_was_freed_is_used_again",
     ),
+    (
+        "freed memory is kept from the start",
+        "rft_fn/strategy/common.py",
+        "    def grad(\n        state: TrainState, apply",
+        "    if keep:\n        keep_freed()\n\n    def grad(\n        state: TrainState, apply",
+        "tests/strategy/test_malloc.py::test_what_was_freed_is_used_again",
+    ),
 ]

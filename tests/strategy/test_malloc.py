@@ -1,43 +1,45 @@
 """Memory that is freed stays with the process on a CPU, so that the next pack touches no new page of it."""
 
 import ctypes
-import json
+import resource
 import sys
 
-import forks
 import pytest
+import ranks
 import torch
+from families import small
+from test_probe import rows
 
 import rft_fn as rft
-from rft_fn.strategy import StrategyConfig
+from rft_fn.strategy import StrategyConfig, common, get_strategy
 from rft_fn.strategy.malloc import keep_freed
 
 GLIBC = sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
-# The most page faults of 64 MiB, which is above every threshold that glibc chooses by itself, once the heap
-# has found a place for them.
-CODE = """
-import json, resource, sys, torch
-import rft_fn as rft
-st = rft.strategy.get_strategy(rft.strategy.StrategyConfig(keep_memory=sys.argv[1] == "on"))
-found = []
-for _ in range(12):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
-    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(json.dumps(max(found[6:])))
-"""
 
 
-def faults(option):
-    done = forks.run([sys.executable, "-c", CODE, option], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+def faults(rank, option):
+    """The most page faults of 64 MiB, once the heap has found a place for them.
+
+    That is above every threshold that glibc chooses by itself.
+    """
+    st = get_strategy(StrategyConfig(keep_memory=option != "off"))
+    apply, state = st.init(small("Llama"), rft.optim.adamw(0.1))
+    if option != "before":
+        st.grad(state, apply, lambda out, b: -out.logp, st.shard(rows([(2, 3)]), 100))
+    found = []
+    for _ in range(12):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.empty(64 << 20, dtype=torch.uint8).fill_(1)
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return max(found[6:])
 
 
 @pytest.mark.skipif(not GLIBC, reason="other allocators decide for themselves")
 def test_what_was_freed_is_used_again():
-    """With the option no page is new; without it all are, in pages of at most 2 MiB."""
-    assert faults("on") < 8
-    assert faults("off") >= 32
+    """From the first gradient on no page is new; without the option all are, in pages of at most 2 MiB."""
+    found = {option: ranks.run(1, "test_malloc:faults", option)[0] for option in ("on", "before", "off")}
+    assert found["on"] < 8
+    assert found["before"] >= 32 and found["off"] >= 32
 
 
 def test_elsewhere_nothing_is_promised(monkeypatch):
@@ -52,9 +54,15 @@ def test_elsewhere_nothing_is_promised(monkeypatch):
 def test_memory_beside_a_gpu_is_left_alone(monkeypatch):
     """The tensors of a step are not in it."""
     asked = []
-    monkeypatch.setattr(rft.strategy, "keep_freed", lambda: asked.append(True))
-    rft.strategy.get_strategy(StrategyConfig())
+    monkeypatch.setattr(common, "keep_freed", lambda: asked.append(True))
+    strategy = get_strategy()
+    apply, state = strategy.init(small("Llama"), rft.optim.adamw(0.1))
+    packs = strategy.shard(rows([(2, 3)]), 100)
+    strategy.grad(state, apply, lambda out, b: -out.logp, packs)
     assert asked
-    monkeypatch.setattr(rft.strategy, "usual_device", lambda _: torch.device("cuda"))
-    rft.strategy.get_strategy(StrategyConfig())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        beside = get_strategy()
+    beside.grad(state, apply, lambda out, b: -out.logp, packs)
     assert len(asked) == 1
