@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from rft_kernels import products
 
-_LARGE = 1 << 22  # multiplications by a packed weight, and rows: below these oneDNN is not faster, or hardly
-_ROWS = 4
+_ROWS = 4  # below, oneDNN takes as long as for four, or longer
 _PACKED_FOR = 64  # rows; packs for others are as fast, and serve any number
 
 
@@ -24,7 +23,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     `products` knows that oneDNN is faster, large products of float32 are its own; all others are torch's
     `linear`, and so are those that torch.compile traces.
     """
-    if not _pays(x, weight, products.large_layer()):
+    if not (_has_both(x, weight) and _pays(x, weight)):
         return F.linear(x, weight, bias)
     out = _Product.apply(x.reshape(-1, x.shape[-1]), weight).unflatten(0, x.shape[:-1])
     if bias is None:
@@ -46,19 +45,24 @@ class Packed:
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`linear` of the weight, bit for bit where both are oneDNN's."""
         rows = x.reshape(-1, x.shape[-1])
-        if not (_pays(x, self.weight, _LARGE) and _dense(rows) and _dense(self.weight)):
+        count = len(rows)
+        fits = _has_both(x, self.weight) and _dense(rows) and _dense(self.weight)
+        if not fits or self.weight.numel() < products.WORTH_PACKING:
             return linear(x, self.weight, bias)
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR)
+
+        if count < _ROWS:
+            rows = F.pad(rows, (0, 0, 0, _ROWS - count))
         out = torch.ops.mkldnn._linear_pointwise(rows, self.packed, None, "none", [], "")
-        out = out.unflatten(0, x.shape[:-1])
+        out = out[:count].reshape(*x.shape[:-1], len(self.weight))
         if bias is None:
             return out
         return out + bias
 
 
-def _pays(x: Tensor, weight: Tensor, large: int) -> bool:
-    """Whether oneDNN wins in the forward of a layer, given the least multiplications for which it does.
+def _has_both(x: Tensor, weight: Tensor) -> bool:
+    """Whether both libraries have the product of a layer.
 
     Subclasses of tensors have their own products, and autocast has its own types.
     """
@@ -67,8 +71,13 @@ def _pays(x: Tensor, weight: Tensor, large: int) -> bool:
     plain = type(x) in (Tensor, Parameter) and type(weight) in (Tensor, Parameter)
     if not plain or weight.dtype != torch.float32 or not products.by_onednn(x):
         return False
+    return not torch.is_autocast_enabled("cpu")
+
+
+def _pays(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN wins in a layer of a pack."""
     rows = x.numel() // max(x.shape[-1], 1)
-    return rows >= _ROWS and rows * weight.numel() >= large and not torch.is_autocast_enabled("cpu")
+    return rows >= _ROWS and rows * weight.numel() >= products.large_layer()
 
 
 class _Product(Function):

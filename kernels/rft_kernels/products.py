@@ -21,6 +21,11 @@ _LARGE_LAYER = {25: 1 << 29}
 _LARGE_LAYER_ELSEWHERE = 1 << 22
 
 
+# From so many elements on, a weight that comes from memory is worth packing, with any number of rows: few
+# rows do little but read it, and MKL takes 1.1 to 6 times as long for that as oneDNN with a packed one.
+WORTH_PACKING = 1 << 16
+
+
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a [M, K] b [K, N] as [M, N]: in out, or in new memory."""
     if not (by_onednn(a) and _suits(a, b)):

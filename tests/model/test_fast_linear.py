@@ -15,7 +15,7 @@ import rft_fn as rft
 from rft_fn import engine, model, packing
 from rft_fn.model.linear import FastLinear, is_plain, packed, set_fast
 from rft_fn.strategy import StrategyConfig, get_strategy
-from rft_kernels import linear, products
+from rft_kernels import products
 
 EXP = tiny.experience()
 EXP = rft.tree.replace(EXP, adv=torch.where(EXP.mask, EXP.tokens % 5 - 2.0, 0))
@@ -29,7 +29,7 @@ def forced():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "mkl_is_half", lambda: True)
         patch.setattr(products, "large_layer", lambda: 1)
-        patch.setattr(linear, "_LARGE", 1)
+        patch.setattr(products, "WORTH_PACKING", 1)
         patch.setattr(
             torch.ops.mkldnn, "_linear_pointwise", lambda *x: seen.append(1) or by_onednn(*x), raising=False
         )

@@ -26,7 +26,7 @@ def products_seen(monkeypatch):
 
     monkeypatch.setattr(products, "mkl_is_half", lambda: True)
     monkeypatch.setattr(products, "large_layer", lambda: 1)
-    monkeypatch.setattr(fast, "_LARGE", 1)
+    monkeypatch.setattr(products, "WORTH_PACKING", 1)
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", record, raising=False)
     return seen
 
@@ -135,11 +135,11 @@ def test_what_is_small_or_of_another_kind_is_torchs(products_seen, monkeypatch):
         assert fast.linear(x, weight, bias).dtype == torch.bfloat16
     monkeypatch.setattr(products, "large_layer", lambda: 9 * 7 * 5 + 1)
     fast.linear(x, weight, bias)
-    monkeypatch.setattr(fast, "_LARGE", 9 * 7 * 5 + 1)
-    fast.Packed(weight).linear(x, bias)
+    with monkeypatch.context() as patch:
+        patch.setattr(products, "WORTH_PACKING", 7 * 5 + 1)
+        fast.Packed(weight).linear(x, bias)
     monkeypatch.setattr(products, "mkl_is_half", lambda: False)
     monkeypatch.setattr(products, "large_layer", lambda: 1)
-    monkeypatch.setattr(fast, "_LARGE", 1)
     fast.linear(x, weight, bias)
     fast.Packed(weight).linear(x, bias)
     assert products_seen == []
@@ -172,13 +172,24 @@ def test_a_packed_weight_changes_no_bit(has_bias, monkeypatch):
     )
     weight, bias = torch.randn(96, 130), [torch.randn(96)][: int(has_bias)]
     packed = fast.Packed(weight)
-    # fewer than four rows are no large product, and nothing is packed for them
-    for shape in ((2, 130), (4, 130), (64, 130), (3, 50, 130), (1000, 130)):
+    for shape in ((4, 130), (64, 130), (3, 50, 130), (1000, 130)):
         x = torch.randn(shape)
         assert torch.equal(packed.linear(x, *bias), fast.linear(x, weight, *bias))
-        assert len(sizes) == (shape != (2, 130))
+    assert len(sizes) == 1
     wide = torch.randn(9, 200)
     assert torch.equal(packed.linear(wide[:, :130], *bias), fast.linear(wide[:, :130], weight, *bias))
+
+
+def test_rows_by_a_packed_weight_have_the_same_bits_in_any_company(products_seen):
+    """Also fewer rows than oneDNN likes, which are filled up with zeros."""
+    weight, bias, x = torch.randn(96, 130), torch.randn(96), torch.randn(9, 130)
+    packed = fast.Packed(weight)
+    want = packed.linear(x, bias)
+    for rows in range(1, 9):
+        assert torch.equal(packed.linear(x[:rows], bias), want[:rows])
+    assert torch.equal(packed.linear(x[4], bias), want[4])
+    assert packed.linear(x[:0], bias).shape == (0, 96)
+    assert [seen[0] for seen in products_seen] == [9, 4, 4, 4, 4, 5, 6, 7, 8, 4]
 
 
 def test_torch_compile_traces_it_whole():

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 import rft_fn as rft
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x [M, K], w [N, K] -> [M, N]
-ROWS = 8  # live rows are rounded up to multiples of it
 
 
-def libraries(device: str) -> dict[str, Product]:
-    """The ways to multiply on this device."""
+def libraries(device: str, *, fixed: bool = False) -> dict[str, Product]:
+    """The ways to multiply on this device; weights that stay fixed can be packed once."""
     found: dict[str, Product] = {"torch.mm": plain}
     if device == "cpu" and torch.backends.mkldnn.is_available():
         found["oneDNN"] = onednn
+        if fixed:
+            found["oneDNN, packed"] = by_packs({})
     return found
 
 
@@ -30,6 +31,17 @@ def plain(x: Tensor, w: Tensor) -> Tensor:
 def onednn(x: Tensor, w: Tensor) -> Tensor:
     """x wᵀ by oneDNN."""
     return torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+
+
+def by_packs(packs: dict[int, Tensor]) -> Product:
+    """x wᵀ by oneDNN and packs of the weights, which the first product of each makes."""
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        if w.data_ptr() not in packs:
+            packs[w.data_ptr()] = torch.ops.mkldnn._reorder_linear_weight(w, 64)
+        return torch.ops.mkldnn._linear_pointwise(x, packs[w.data_ptr()], None, "none", [], "")
+
+    return product
 
 
 def steps(case: Case, clock: Clock) -> list[dict]:
@@ -46,8 +58,7 @@ def steps(case: Case, clock: Clock) -> list[dict]:
     timed.add("generate", layers, sum(read))
     live = [sum(size > t for size in limits) for t in range(max(limits))]
     for rows in sorted(set(live)):
-        padded = -(-rows // ROWS) * ROWS
-        timed.add("generate", [*layers, head.weight.detach()], padded, times=live.count(rows))
+        timed.add("generate", [*layers, head.weight.detach()], rows, times=live.count(rows))
 
     # gradients: forward, and both of the backward, in packs; the head for the labels alone
     tokens = case.group * sum(read) + sum(limits)
@@ -70,24 +81,29 @@ class Timed:
         self.flops = 0.0
         self.fastest: dict[str, str] = {}
         self.seen: dict[Any, tuple[float, float]] = {}
+        self.sampling = libraries(device, fixed=True)
+        self.training = libraries(device)
 
     def add(
         self, phase: str, weights: list[Tensor], rows: int, *, times: float = 1.0, backward: bool = False
     ) -> None:
         """`times` products of [rows, K] with every weight [N, K], and those of its backward if asked for."""
         kinds = ["forward"] + ["dx", "dw"] * backward
+        ways = self.training if backward else self.sampling
         for kind in kinds:
-            wall, cpu = self._seconds(kind, weights, rows)
+            wall, cpu = self._seconds(kind, weights, rows, ways)
             self.wall[phase] += wall * times
             self.cpu[phase] += cpu * times
             self.flops += 2 * rows * sum(w.numel() for w in weights) * times
 
-    def _seconds(self, kind: str, weights: list[Tensor], rows: int) -> tuple[float, float]:
+    def _seconds(
+        self, kind: str, weights: list[Tensor], rows: int, ways: dict[str, Product]
+    ) -> tuple[float, float]:
         """The fastest library's seconds (on the wall, of the processor), the lesser of two passes."""
-        key = (kind, rows, len(weights))
+        key = (kind, rows, len(weights), len(ways))
         if key not in self.seen:
             found = {}
-            for name, product in libraries(self.device).items():
+            for name, product in ways.items():
                 passes = [self._once(kind, weights, rows, product) for _ in range(3)]
                 found[name] = min(passes[1:], key=sum)
             best = min(found, key=lambda name: found[name][1])
