@@ -41,24 +41,26 @@ class Packed:
     def __init__(self, weight: Tensor):
         self.weight = weight.detach()
         self.packed: Tensor | None = None
+        self.pays = self.weight.numel() >= products.WORTH_PACKING and _dense(self.weight)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`linear` of the weight, bit for bit where both are oneDNN's."""
-        rows = x.reshape(-1, x.shape[-1])
-        count = len(rows)
-        fits = _has_both(x, self.weight) and _dense(rows) and _dense(self.weight)
-        if not fits or self.weight.numel() < products.WORTH_PACKING:
+        count = x.numel() // max(x.shape[-1], 1)
+        if count == 0 or not (self.pays and _has_both(x, self.weight)):
             return linear(x, self.weight, bias)
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR)
-
-        if count < _ROWS:
-            rows = F.pad(rows, (0, 0, 0, _ROWS - count))
-        out = torch.ops.mkldnn._linear_pointwise(rows, self.packed, None, "none", [], "")
-        out = out[:count].reshape(*x.shape[:-1], len(self.weight))
+        if count >= _ROWS:
+            out = self._product(x)
+        else:
+            filled = F.pad(x.reshape(count, -1), (0, 0, 0, _ROWS - count))
+            out = self._product(filled)[:count].reshape(*x.shape[:-1], len(self.weight))
         if bias is None:
             return out
         return out + bias
+
+    def _product(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
 
 
 def _has_both(x: Tensor, weight: Tensor) -> bool:

@@ -18,10 +18,10 @@ class FastLinear(nn.Linear):
     pack: "Packed | None" = None  # of the weight, inside of `packed`
 
     def forward(self, input: Tensor) -> Tensor:
-        from rft_kernels.linear import linear
-
         if self.pack is not None:
             return self.pack.linear(input, self.bias)
+        from rft_kernels.linear import linear
+
         return linear(input, self.weight, self.bias)
 
     def __reduce_ex__(self, protocol: Any, /) -> Any:

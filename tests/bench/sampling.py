@@ -26,6 +26,7 @@ from rft_fn.engine.hf.probe import find_batching
 from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.stop import Stop
 from rft_fn.model.linear import packed, set_fast
+from rft_fn.strategy.malloc import keep_freed
 from rft_fn.types import Sampling
 
 SAMPLES = 8  # of each prompt
@@ -128,6 +129,7 @@ def options():
 def main():
     given = options()
     torch.set_num_threads(1)
+    keep_freed()  # as from the first gradient of a training run on
     lm = (models.load(given.model) if given.model else shaped(given.layers)).eval()
     set_fast(lm, True)
 

@@ -97,7 +97,6 @@ step = st.one_of(
 def test_rows_attend_to_all_of_their_tokens(seed, first, steps):
     """Prompts of many lengths and numbers of samples; rows that leave, repeat and move; prompts that join."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffers, "_COLUMNS", 2)
         patch.setattr(buffers, "_ROOM", 2)
         rows = Rows(seed, *zip(*first))
         rows.add()
@@ -127,8 +126,8 @@ def test_samples_are_those_without(kind, monkeypatch):
     way = batching_of(lm)
     assert way.shares
     read = []
-    attend = Prompts.attend
-    monkeypatch.setattr(Prompts, "attend", lambda own, *args: read.append(len(own.of)) or attend(own, *args))
+    scores = Prompts.scores
+    monkeypatch.setattr(Prompts, "scores", lambda own, *args: read.append(len(own.of)) or scores(own, *args))
     want = sampled(lm, way._replace(shares=False), 4)
     assert not read
     got = sampled(lm, way, 4)
@@ -146,8 +145,8 @@ def test_one_sample_shares_with_nobody(monkeypatch):
     lm = small("Llama", torch.float32)
     eng = engine.hf(lm, tiny.tokenizer(), batch=4)
     read = []
-    attend = Prompts.attend
-    monkeypatch.setattr(Prompts, "attend", lambda own, *args: read.append(len(own.of)) or attend(own, *args))
+    scores = Prompts.scores
+    monkeypatch.setattr(Prompts, "scores", lambda own, *args: read.append(len(own.of)) or scores(own, *args))
     eng.generate(PROMPTS, KEYS, n=1, sampling=rft.Sampling(max_new=1))
     read.clear()  # what was tried before the first sample
     eng.generate(PROMPTS, KEYS, n=1, sampling=rft.Sampling(max_new=3))

@@ -118,10 +118,10 @@ MUTANTS = [
         C + "prompts_are_ids_or_prompts_or_text",
     ),
     (
-        "the middle of an odd level counts twice",
+        "the middle of an odd level is another node",
         "rft_fn/engine/hf/draw.py",
-        "above[:, : below.shape[-1] - half] += below[:, half:]",
-        "above += below[:, -half:]",
+        "above = torch.cat([above, below[:, pairs:half]], -1)",
+        "above = torch.cat([above, below[:, :1]], -1)",
         "tests/engine/test_draw.py::test_a_draw_is_its_definition",
     ),
     (

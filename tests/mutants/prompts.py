@@ -14,17 +14,17 @@ MUTANTS = [
         ALL,
     ),
     (
-        "both parts of attention weigh the same",
+        "the prompt and the own tokens have a softmax each",
         PROMPTS,
-        "    y = (two.largest - largest).exp_()",
-        "    y = (one.largest - largest).exp_()",
+        "    p = torch.cat([scores, own], -1).softmax(-1)",
+        "    p = torch.cat([scores.softmax(-1), own.softmax(-1)], -1)",
         ALL,
     ),
     (
         "the rank of a row is that of another one",
         PROMPTS,
-        "        self.groups[self.of, rank] = rows\n",
-        "        self.groups[self.of, rank] = by_prompt\n",
+        "        self.groups[self.of, self.rank] = rows\n",
+        "        self.groups[self.of, self.rank] = by_prompt\n",
         ALL,
     ),
     (
@@ -75,6 +75,13 @@ MUTANTS = [
         "        if n == 1:\n            batching",
         "        if n == 0:\n            batching",
         _P + "one_sample_shares_with_nobody",
+    ),
+    (
+        "places are kept when rows leave",
+        PROMPTS,
+        "        self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}",
+        "        self._known = vars(self).get('_known', {})",
+        ALL,
     ),
     (
         "a window is overlooked",

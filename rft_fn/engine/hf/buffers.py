@@ -16,7 +16,6 @@ from rft_fn.engine.hf.cache import OwnRows
 
 __all__ = ["Buffers", "fits", "make_room"]
 
-_COLUMNS = 40  # tokens from which values column by column are faster; from 16 to 32 they are slower
 _ROOM = 64  # tokens that a new buffer has room for, at least, where so many may come
 
 
@@ -43,7 +42,6 @@ class Buffers(DynamicLayer, OwnRows):
         assert plain.keys is not None and plain.values is not None
         self.dtype, self.device = plain.keys.dtype, plain.keys.device
         self.is_initialized = True
-        self.columns = False
 
         # the first new token, or the samples of each prompt, will need more room than any that is made here
         self.buffers: list[Tensor] = [plain.keys, plain.values]
@@ -64,8 +62,6 @@ class Buffers(DynamicLayer, OwnRows):
         self.buffers = []
         for x in held:
             buffer = x.new_empty(rows, x.shape[1], width + room, x.shape[3])
-            if x is held[1] and self.columns and width >= _COLUMNS:
-                buffer = x.new_empty(rows, x.shape[1], x.shape[3], width + room).mT
             place = buffer[:count, :, width - x.shape[2] : width]
             if index is None:
                 place.copy_(x)
@@ -128,13 +124,8 @@ class Buffers(DynamicLayer, OwnRows):
         self._show(total, first)
 
     def lift(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of all rows; `rows` rows without any are left.
-
-        Buffers of some length have values column by column from then on: a product of few rows with such
-        ones reads them at the speed of memory.
-        """
+        """The keys and values of all rows; `rows` rows without any are left."""
         lifted = self.held()
-        self.columns = True
         self.buffers = [x.new_empty(rows, x.shape[1], 0, x.shape[3]) for x in lifted]
         self.end = 0
         self._show(rows, 0)

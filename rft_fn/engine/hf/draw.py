@@ -29,8 +29,10 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
     while levels[-1].shape[-1] > 1:
         below = levels[-1]
         half = (below.shape[-1] + 1) // 2
-        above = below[:, :half].clone()
-        above[:, : below.shape[-1] - half] += below[:, half:]
+        pairs = below.shape[-1] - half
+        above = below[:, :pairs] + below[:, half:]
+        if pairs < half:  # the node in the middle has none
+            above = torch.cat([above, below[:, pairs:half]], -1)
         levels.append(above)
 
     # from the root, which is one node, to a token

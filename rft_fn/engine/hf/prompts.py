@@ -45,13 +45,13 @@ class Prompts:
         counts = self.of.bincount(minlength=len(self.seen))
         by_prompt = self.of.argsort(stable=True)
         first = counts.cumsum(0) - counts
-        rank = torch.empty_like(rows)
-        rank[by_prompt] = rows - first[self.of[by_prompt]]
+        self.rank = torch.empty_like(rows)  # [R], the number of each row among those of its prompt
+        self.rank[by_prompt] = rows - first[self.of[by_prompt]]
 
         # [P, G]: a prompt with fewer rows than another one is asked by row 0 too, and nobody reads the answer
         self.groups = rows.new_zeros(len(counts), int(counts.max()))
-        self.groups[self.of, rank] = rows
-        self.places = self.of * self.groups.shape[1] + rank  # [R], of each row in `groups`
+        self.groups[self.of, self.rank] = rows
+        self._known: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # `_places` of so many heads
         self.bias: Tensor | None = None  # [P, 1, 1, W]
         if not self.seen.all():
             bias = torch.zeros_like(self.seen, dtype=self.layers[0].keys.dtype)
@@ -85,42 +85,38 @@ class Prompts:
         ]
         self._group()
 
-    def attend(self, layer: int, query: Tensor) -> "Attended":
-        """What rows [R, H, N, D] of queries get from their prompts, N heads to one of keys."""
-        keys, values = self.layers[layer]
-        count = self.groups.shape[1]
-        asked = rearrange(query[self.groups.flatten()], "(p g) h n d -> p h (g n) d", g=count)
-        scores = asked @ keys.mT
+    def scores(self, layer: int, query: Tensor) -> Tensor:
+        """[R, H, N, W]: queries [R, H, N, D] by the keys of their prompts, N heads to one of keys."""
+        scores = self._by_prompt(query) @ self.layers[layer].keys.mT
         if self.bias is not None:
             scores += self.bias
-        found = _attended(scores, values)
-        return Attended(*(rearrange(x, "p h (g n) d -> (p g) h n d", g=count)[self.places] for x in found))
+        return self._by_row(scores, query.shape[:3])
 
+    def sums(self, layer: int, p: Tensor) -> Tensor:
+        """[R, H, N, D']: the values of their prompts, weighted by p [R, H, N, W]."""
+        return self._by_row(self._by_prompt(p) @ self.layers[layer].values, p.shape[:3])
 
-class Attended(NamedTuple):
-    """Attention to some of the tokens, which can be added to that to others."""
+    def _by_prompt(self, x: Tensor) -> Tensor:
+        """[P, H, G N, X] of x [R, H, N, X]."""
+        there, _ = self._places(*x.shape[1:3])
+        found = x.flatten(0, 2).index_select(0, there)
+        return found.view(len(self.groups), x.shape[1], -1, x.shape[-1])
 
-    sum: Tensor  # [R, H, N, D'] of values times exp(score - largest)
-    mass: Tensor  # [R, H, N, 1] of exp(score - largest)
-    largest: Tensor  # [R, H, N, 1] score
+    def _by_row(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """[R, H, N, X] of x [P, H, G N, X], with `shape` (R, H, N)."""
+        _, back = self._places(*shape[1:])
+        return x.flatten(0, 2).index_select(0, back).view(*shape, -1)
 
-
-def _attended(scores: Tensor, values: Tensor) -> Attended:
-    """Attention by scores [R, H, N, W], which are overwritten, to values [R, H, W, D]."""
-    largest = scores.amax(-1, keepdim=True)
-    p = scores.sub_(largest).exp_()
-    mass = p.sum(-1, keepdim=True)
-    if values.stride(-1) == 1:
-        return Attended(p @ values, mass, largest)
-    return Attended((values.mT @ p.mT).mT, mass, largest)  # twice as fast for values column by column
-
-
-def _both(one: Attended, two: Attended) -> Tensor:
-    """[R, H, N, D'], attention to the tokens of both."""
-    largest = torch.maximum(one.largest, two.largest)
-    x = (one.largest - largest).exp_()
-    y = (two.largest - largest).exp_()
-    return (one.sum * x + two.sum * y) / (one.mass * x + two.mass * y)
+    def _places(self, heads: int, each: int) -> tuple[Tensor, Tensor]:
+        """The place in [R, H, N] of each of [P, H, G, N], and the place there of each of [R, H, N]."""
+        if (heads, each) not in self._known:
+            head = torch.arange(heads)[:, None]
+            query = torch.arange(each)
+            there = (self.groups[:, None, :, None] * heads + head[:, None]) * each + query
+            of, rank = self.of[:, None, None], self.rank[:, None, None]
+            back = ((of * heads + head) * self.groups.shape[1] + rank) * each + query
+            self._known[heads, each] = there.flatten(), back.flatten()
+        return self._known[heads, each]
 
 
 def _padded(x: Tensor, width: int, dim: int) -> Tensor:
@@ -145,11 +141,16 @@ def attention(
             raise ValueError(f"attention of shared prompts: expected no {name}, got {given}")
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     rows = rearrange(query * scale, "r (h n) 1 d -> r h n d", h=key.shape[1])
-    scores = rows @ key.mT
+    own = rows @ key.mT
     if mask is not None:
-        scores.masked_fill_(~mask, -torch.inf)
+        own.masked_fill_(~mask, -torch.inf)
+
+    # one softmax over the tokens of the prompt and the row's own
     layer: Any = module.layer_idx
-    out = _both(prompts.attend(layer, rows), _attended(scores, value))
+    scores = prompts.scores(layer, rows)
+    width = scores.shape[-1]
+    p = torch.cat([scores, own], -1).softmax(-1)
+    out = p[..., width:] @ value + prompts.sums(layer, p[..., :width])
     return rearrange(out, "r h n d -> r 1 (h n) d"), None
 
 
