@@ -49,15 +49,15 @@ MUTANTS = [
     (
         "one row by a packed weight is not filled up to four",
         KERNEL,
-        "        if count < _ROWS:\n",
-        "        if 1 < count < _ROWS:\n",
+        "        if count >= _ROWS:\n",
+        "        if count >= _ROWS or count == 1:\n",
         K + "rows_by_a_packed_weight_have_the_same_bits_in_any_company",
     ),
     (
         "a small weight is packed too",
         KERNEL,
-        "self.weight.numel() < products.WORTH_PACKING",
-        "self.weight.numel() < 0",
+        "self.weight.numel() >= products.WORTH_PACKING and",
+        "",
         K + "what_is_small_or_of_another_kind_is_torchs",
     ),
     (
