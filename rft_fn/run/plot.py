@@ -190,10 +190,10 @@ def length_histogram(lengths: Sequence[int], out: str | Path) -> Path:
     ranked = sorted(lengths)
     fig, ax = plt.subplots(figsize=(5, 3))
     ax.hist(ranked, bins=min(40, max(len(set(ranked)), 1)), color=_BLUE)
-    for percent in (50, 90):
+    for percent, side in ((50, "right"), (90, "left")):  # to the sides of their lines, which may be one
         at = ranked[min(percent * len(ranked) // 100, len(ranked) - 1)]
         ax.axvline(at, color="black", lw=0.8, ls=":")
-        ax.text(at, ax.get_ylim()[1], f" p{percent}", fontsize=8, va="top")
+        ax.text(at, 1, f" p{percent} ", fontsize=8, ha=side, va="bottom", transform=ax.get_xaxis_transform())
     ax.set_xlabel("response length [tokens]")
     ax.spines[["top", "right"]].set_visible(False)
     return save(fig, out)

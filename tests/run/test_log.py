@@ -353,6 +353,15 @@ def test_lengths(tmp_path):
     assert image.imread(path).std() > 0.05
 
 
+def test_marks_of_one_length_stand_beside_each_other(monkeypatch):
+    figures = []
+    monkeypatch.setattr(plot, "save", lambda figure, out: figures.append(figure))
+    plot.length_histogram([3] * 9 + [4], "unused")
+    figures[0].canvas.draw()
+    median, high = (text.get_window_extent() for text in figures[0].axes[0].texts)
+    assert median.x1 <= high.x0
+
+
 def test_tensorboard_gets_every_step(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
