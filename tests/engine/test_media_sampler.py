@@ -131,8 +131,9 @@ def test_every_way_to_batch_is_right(lm, whole):
             found = sampler.responses(ids, shown, requests.rows(KEYS, 3, SAMPLING))
         for b, response in enumerate(found):
             assert response.tokens == rollout.tokens[b][rollout.mask[b]].tolist()
+            # each way is up to 3e-6 from float64
             want = rollout.logp[b][rollout.mask[b]]
-            torch.testing.assert_close(torch.tensor(response.logp), want, rtol=0, atol=3e-6)
+            torch.testing.assert_close(torch.tensor(response.logp), want, rtol=0, atol=6e-6)
 
 
 def test_a_sampled_placeholder_ends_a_response(family, lm, whole):

@@ -110,8 +110,8 @@ class Prompts:
     def _places(self, heads: int, each: int) -> tuple[Tensor, Tensor]:
         """The place in [R, H, N] of each of [P, H, G, N], and the place there of each of [R, H, N]."""
         if (heads, each) not in self._known:
-            head = torch.arange(heads)[:, None]
-            query = torch.arange(each)
+            head = torch.arange(heads, device=self.of.device)[:, None]
+            query = torch.arange(each, device=self.of.device)
             there = (self.groups[:, None, :, None] * heads + head[:, None]) * each + query
             of, rank = self.of[:, None, None], self.rank[:, None, None]
             back = ((of * heads + head) * self.groups.shape[1] + rank) * each + query
