@@ -2,7 +2,9 @@
 CI run, one thread a worker."""
 
 import os
+import subprocess
 
+import forks
 import pytest
 import torch
 from hypothesis import settings
@@ -73,3 +75,10 @@ def float64():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def forked_children(monkeypatch):
+    """The Python processes that a test's own process starts are forks: `usefixtures("forked_children")`."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(forks.ROOT), str(forks.ROOT / "kernels")]))
+    monkeypatch.setattr(subprocess, "Popen", forks.Popen)

@@ -3,18 +3,20 @@
     forks.Popen([sys.executable, "script.py", ...], env=..., stdout=...)       as subprocess.Popen
     forks.run([sys.executable, "-m", "module", ...], capture_output=True)      as subprocess.run
 
-A fork is a process as any other: arguments, environment, folder and streams of its own, exit codes, signals.
-One difference: once all exit handlers have run, it is gone. Python would first free torch object by object,
-which takes over a second; with WHOLE in its environment a fork does that too.
+A fork is a process as any other: arguments, environment, folder and streams of its own, files that it is
+passed, exit codes, signals, a parent that may be gone. One difference: once all exit handlers have run, it is
+gone. Python would first free torch object by object, which takes over a second; with WHOLE in its environment
+a fork does that too.
 
 Two servers with other seeds of hash() take turns, so processes that have to agree see sets in other orders.
 The workers of torchrun are forks too, and with CHILDREN in its environment the Python processes that a fork
-starts. A command of another program, or one with an environment that a library reads at its import, starts
-as ever.
+starts, engines among them; those that a test's own process starts are with the fixture `forked_children`. A
+command of another program, or one with an environment that a library reads at its import, starts as ever.
 """
 
 import atexit
 import faulthandler
+import fcntl
 import gc
 import importlib
 import importlib.util
@@ -101,7 +103,7 @@ def can_fork(argv, env, given):
     """Whether a fork would be what a new interpreter is."""
     plain = sys.platform == "linux" and len(argv) > 1 and argv[0] == sys.executable
     plain = plain and (not argv[1].startswith("-") or argv[1] in ("-c", "-m", "-u"))
-    own = given["preexec_fn"] is None and not given["pass_fds"] and not given["shell"]
+    own = given["preexec_fn"] is None and not given["shell"] and given["process_group"] in (-1, 0)
     mine = early(os.environ | {"OMP_NUM_THREADS": "1"})
     paths = env.get("PYTHONPATH", "").split(os.pathsep)
     return plain and own and early(env) == mine and str(ROOT) in paths
@@ -129,14 +131,15 @@ class Popen(subprocess.Popen):
         if argv[1:3] == TORCHRUN or CHILDREN.items() <= env.items():
             env[ADDRESSES] = ",".join(addresses)
         request = {"argv": argv[1:], "env": env, "cwd": given["cwd"] or os.getcwd()}
-        request |= {"session": given["start_new_session"]}
+        request |= {"session": given["start_new_session"], "group": given["process_group"] == 0}
+        request |= {"parent": os.getpid(), "passed": list(given["pass_fds"])}
         memory = os.memfd_create("request")
         os.write(memory, pickle.dumps(request))
         streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
         streams = [own if own != -1 else number for number, own in enumerate(streams)]
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.connection.connect(f"\0{addresses[next(TURNS) % 2]}")
-        socket.send_fds(self.connection, [b"?"], [memory, *streams])
+        socket.send_fds(self.connection, [b"?"], [memory, *streams, *given["pass_fds"]])
         os.close(memory)
         self.pid, self._child_created = int(self.connection.recv(16)), True
 
@@ -197,7 +200,7 @@ def serve(address):
         if listener not in ready:
             return None
         connection, _ = listener.accept()
-        _, fds, _, _ = socket.recv_fds(connection, 1, 4)
+        _, fds, _, _ = socket.recv_fds(connection, 1, 16)
         if os.fork() == 0:
             listener.close()
             return watch(connection, fds)
@@ -221,17 +224,18 @@ def watch(connection, fds):
         os._exit(0)
 
 
-def begin(connection, memory, *streams):
+def begin(connection, memory, *files):
     """Become the process of a request: everything that a new interpreter would have of its own."""
     request = pickle.loads(os.pread(memory, os.fstat(memory).st_size, 0))
     os.close(memory)
-    for number, fd in enumerate(streams):
-        os.dup2(fd, number)
-        os.close(fd)
     if request["session"]:
         os.setsid()
+    if request["group"]:
+        os.setpgid(0, 0)
     connection.send(str(os.getpid()).encode())
     connection.close()
+    take([0, 1, 2, *request["passed"]], files)
+    os.getppid = parent(request["parent"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(request["cwd"])
     os.environ.clear()
@@ -242,6 +246,23 @@ def begin(connection, memory, *streams):
         faulthandler.enable()
     sys.modules["numpy"].random.seed()
     return request["argv"]
+
+
+def parent(pid):
+    """os.getppid where `pid` asked for this fork, which is a child of the server's: 1 once it has ended."""
+    alive = os.pidfd_open(pid)
+    return lambda: 1 if select.select([alive], [], [], 0)[0] else pid
+
+
+def take(numbers, files):
+    """Have the files that came under the numbers that they have where they came from."""
+    above = max(numbers) + 1  # no number is that of a file that still has to move
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in files]
+    for fd in files:
+        os.close(fd)
+    for number, fd in zip(numbers, moved, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
 
 
 def become(argv):
@@ -307,6 +328,8 @@ if __name__ == "__main__":
     os.dup2(2, 1)  # what a library prints is no answer
     for library in (*LIBRARIES, *filter(importlib.util.find_spec, OPTIONAL)):
         importlib.import_module(library)
+    # it compiles a thousand expressions at its first call, for every model that is loaded
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     sys.stdout.flush()
     os.dup2(answers, 1)
     os.close(answers)

@@ -39,6 +39,34 @@ def test_a_signal_ends_it():
     assert process.wait() == process.poll() == -signal.SIGKILL
 
 
+def test_it_has_the_files_that_it_is_passed_and_a_group_of_its_own():
+    """Under their numbers, and nobody else holds them: the reader sees the end."""
+    pipes = [os.pipe() for _ in range(3)]
+    ends = [write for _, write in pipes]
+    code = "import os, sys; [os.write(int(fd), fd.encode()) for fd in sys.argv[1:]]; print(os.getpgid(0))"
+    command = [sys.executable, "-c", code, *map(str, ends)]
+    process = forks.Popen(command, env=ENV, stdout=subprocess.PIPE, pass_fds=ends, process_group=0)
+    for end in ends:
+        os.close(end)
+    for (read, _), end in zip(pipes, ends, strict=True):
+        with open(read) as file:
+            assert file.read() == str(end)
+    assert process.communicate()[0] == b"%d\n" % process.pid and process.returncode == 0
+
+
+def test_its_parent_is_who_started_it_until_that_has_gone():
+    """Started by another fork, which is killed."""
+    code = "import os, time\nparent = os.getppid(); print(parent, flush=True)\n"
+    code += "while os.getppid() == parent: time.sleep(0.01)\nprint(os.getppid(), flush=True)"
+    start = "import subprocess, sys; process = subprocess.Popen([sys.executable, '-c', sys.argv[1]])\n"
+    start += "import time; time.sleep(600)"
+    command = [sys.executable, "-c", start, code]
+    process = forks.Popen(command, env=ENV | forks.CHILDREN, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"%d\n" % process.pid
+    process.kill()
+    assert process.communicate()[0] == b"1\n"
+
+
 def test_two_in_a_row_differ_in_what_chance_gives_an_interpreter():
     code = "import random, numpy; print(hash('a'), random.random(), numpy.random.rand())"
     first, second = (alone(code).stdout.split() for _ in range(2))

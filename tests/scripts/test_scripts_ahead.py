@@ -15,6 +15,8 @@ import rft_fn as rft
 from rft_fn.engine import process
 from rft_fn.run import options
 
+pytestmark = pytest.mark.usefixtures("forked_children")  # so engines start in a moment
+
 STEPS = 6
 SMALL = ["--prompts", "4", "--group", "4", "--steps", STEPS, "--save-every", "2", "--eval-every", "4"]
 SMALL += ["--eval-prompts", "8", "--ema", "0.9", "--rounds", "2"]
