@@ -3,6 +3,7 @@
 That holds for experts that it fuses, older names, persistent buffers, and types that it keeps wide.
 """
 
+import ctypes
 import json
 
 import pytest
@@ -191,6 +192,9 @@ def test_what_two_processes_save_is_what_they_loaded(folders, two, kind, backend
 # ---------------------------------------------------------------------------------------- host memory
 
 
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+
+
 def resident(field):
     with open("/proc/self/status") as f:
         return next(int(line.split()[1]) * 1024 for line in f if line.startswith(field))
@@ -200,6 +204,8 @@ def peak(rank, folder):
     """(bytes of this process's shards, most that it took to read them)."""
     from rft_fn.strategy import fsdp2, mesh
 
+    # a mapping for each tensor: what the heap keeps in pieces depends on the order of the threads
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20) == 1
     config = StrategyConfig()
     get_strategy(config)
     lm = model.load(folder, meta=True)
@@ -212,7 +218,7 @@ def peak(rank, folder):
 
 
 def test_a_process_holds_its_shards_and_one_group(tmp_path):
-    """Of 96 MiB of experts in separate tensors each process keeps 48, and never has 72.
+    """Of 96 MiB of experts in separate tensors each process keeps 48, and never has 64.
 
     (Two processes, 2909 MiB of a Mixtral in bfloat16: 1591 MiB for shards of 1455 and experts of 112 per
     tensor.)
@@ -225,8 +231,8 @@ def test_a_process_holds_its_shards_and_one_group(tmp_path):
     total = sum(p.nbytes for p in lm.parameters())
     lm.save_pretrained(tmp_path)
     for shards, most in ranks.run(2, "test_materialize:peak", str(tmp_path)):
-        assert shards < 0.51 * total and 6 * largest < total - shards
-        assert most < shards + 6 * largest, (shards, most, largest)
+        assert shards < 0.51 * total and 4 * largest < total - shards
+        assert most < shards + 4 * largest, (shards, most, largest)
 
 
 # ----------------------------------------------------------------------------------------- what is wrong
