@@ -241,9 +241,8 @@ def _train_step(backend: Backend, session: Session, *, keep: bool) -> tuple[Grad
     ) -> tuple[Any, dict[str, Any]]:
         with session.watch():
             session.writer.poll()  # a checkpoint that could not be written is news now, not at the next one
-        if (
-            keep
-        ):  # not before: what the loading of models frees would fall into pieces, and be held for nothing
+        # not before: what the loading of models frees would fall into pieces, and be held for nothing
+        if keep:
             keep_freed()
         grads, metrics = backend.grad(state, apply, loss_fn, packs)
         return diagnose.with_source(grads, diagnose.Source(apply, loss_fn, packs)), metrics
