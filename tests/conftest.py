@@ -80,5 +80,5 @@ def float64():
 @pytest.fixture
 def forked_children(monkeypatch):
     """The Python processes that a test's own process starts are forks: `usefixtures("forked_children")`."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(forks.ROOT), str(forks.ROOT / "kernels")]))
+    monkeypatch.setenv("PYTHONPATH", forks.PATH)
     monkeypatch.setattr(subprocess, "Popen", forks.Popen)

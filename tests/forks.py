@@ -37,6 +37,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PATH = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])  # PYTHONPATH of a process that may be a fork
 ADDRESSES = "RFT_FN_TEST_FORKS"  # of the servers, for the workers of torchrun
 TORCHRUN = ["-m", "torch.distributed.run"]
 # None of these starts a thread at its import.
@@ -84,7 +85,7 @@ def servers():
     started = []
     for _ in range(2):
         address = f"rft-fn-{os.getpid()}-{random.SystemRandom().randrange(2**32)}"
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+        env = os.environ | {"PYTHONPATH": PATH}
         env |= {"PYTHONHASHSEED": str(random.SystemRandom().randrange(1, 2**32)), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, address]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -249,14 +250,17 @@ def begin(connection, memory, *files):
 
 
 def parent(pid):
-    """os.getppid where `pid` asked for this fork, which is a child of the server's: 1 once it has ended."""
+    """A getppid that gives the process which asked for this fork, and 1 once that has ended.
+
+    The system's gives the server's process that waits for the fork.
+    """
     alive = os.pidfd_open(pid)
     return lambda: 1 if select.select([alive], [], [], 0)[0] else pid
 
 
 def take(numbers, files):
-    """Have the files that came under the numbers that they have where they came from."""
-    above = max(numbers) + 1  # no number is that of a file that still has to move
+    """Move received files to the given numbers."""
+    above = max(numbers) + 1  # so that no file lies where another one goes
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in files]
     for fd in files:
         os.close(fd)
@@ -328,7 +332,7 @@ if __name__ == "__main__":
     os.dup2(2, 1)  # what a library prints is no answer
     for library in (*LIBRARIES, *filter(importlib.util.find_spec, OPTIONAL)):
         importlib.import_module(library)
-    # it compiles a thousand expressions at its first call, for every model that is loaded
+    # loading a model needs this table, whose first use compiles a thousand regular expressions
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     sys.stdout.flush()
     os.dup2(answers, 1)

@@ -192,9 +192,6 @@ def test_what_two_processes_save_is_what_they_loaded(folders, two, kind, backend
 # ---------------------------------------------------------------------------------------- host memory
 
 
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-
-
 def resident(field):
     with open("/proc/self/status") as f:
         return next(int(line.split()[1]) * 1024 for line in f if line.startswith(field))
@@ -202,10 +199,10 @@ def resident(field):
 
 def peak(rank, folder):
     """(bytes of this process's shards, most that it took to read them)."""
-    from rft_fn.strategy import fsdp2, mesh
+    from rft_fn.strategy import fsdp2, malloc, mesh
 
     # a mapping for each tensor: what the heap keeps in pieces depends on the order of the threads
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20) == 1
+    assert ctypes.CDLL(None).mallopt(malloc._MMAP_THRESHOLD, 1 << 20) == 1
     config = StrategyConfig()
     get_strategy(config)
     lm = model.load(folder, meta=True)

@@ -47,8 +47,7 @@ SMALL = [
 
 def start(script, *args, interrupted=(), **options):
     """The process of a script; `interrupted` is (signal, step, seconds), see interrupted.py."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    env = os.environ | forks.CHILDREN | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    env = os.environ | forks.CHILDREN | {"OMP_NUM_THREADS": "1", "PYTHONPATH": forks.PATH}
     command = [sys.executable, str(ROOT / "train_scripts" / f"{script}.py"), *map(str, args)]
     if interrupted:
         signal_, step, seconds = interrupted
