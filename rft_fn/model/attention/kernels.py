@@ -105,15 +105,15 @@ def by_sequence(
         q, k, v = (torch.zeros_like(x).index_copy(0, bounds.inverse, x) for x in (q, k, v))
         parts = [(len(group), size) for size, group in bounds.groups.items()]
 
-    # Each part is [n sequences, size tokens].
+    # Each part is [n sequences, size tokens]. The gradient of one split is one copy, that of a slice a whole
+    # tensor of zeros.
+    cuts = [n * size for n, size in parts]
+    split = [x.split(cuts) for x in (q, k, v)]
     out = []
-    start = 0
-    for n, size in parts:
-        end = start + n * size
-        batch = [rearrange(x[start:end], "(n s) h d -> n h s d", n=n) for x in (q, k, v)]
+    for (n, _), *part in zip(parts, *split):
+        batch = [rearrange(x, "(n s) h d -> n h s d", n=n) for x in part]
         y = _causal(batch[0], batch[1], batch[2], scale, sinks)
         out.append(rearrange(y, "n h s d -> (n s) h d"))
-        start = end
     if len(out) == 1:
         return out[0]
 
