@@ -87,7 +87,7 @@ class _Product(Function):
 
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
-        if _dense(a) and _dense(b):
+        if _dense(a) and _dense(b) and products.wins(a):
             return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
         return F.linear(a, b)
 

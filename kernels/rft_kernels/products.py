@@ -2,8 +2,9 @@
 
 MKL, which `torch.mm` calls, picks its kernels by the maker of the processor: where that is not Intel, it
 leaves AVX-512 alone and runs at half the rate of a Zen 5, or less. On a Zen 4, whose vector units are 256
-bits wide, it is about as fast as oneDNN. That other library inside torch asks what the processor can do;
-`mkldnn::_linear_pointwise` is the operator through which inductor calls it.
+bits wide, it takes a tenth longer than oneDNN, and a tenth less for gradients of weights. That other library
+inside torch asks what the processor can do; `mkldnn::_linear_pointwise` is the operator through which
+inductor calls it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor
 
 _LARGE = 1 << 26  # multiplications; below, oneDNN does not win back the millisecond that a new shape costs
-# The same for layers of a pack, by the family of AMD's processors: a Zen 4 (25) gains a tenth of a product, a
-# Zen 5 half.
-_LARGE_LAYER = {25: 1 << 29}
+# The same for layers of a pack: a Zen 4 gains a tenth of a product, a Zen 5 half.
+_LARGE_LAYER_ZEN4 = 1 << 26
 _LARGE_LAYER_ELSEWHERE = 1 << 22
+_ZEN4 = 25  # the family of AMD's processors with 256 bits a vector unit and AVX-512
 
 
 # From so many elements on, a weight that comes from memory is worth packing, with any number of rows: few
@@ -57,13 +58,22 @@ def sums_are_long(a: Tensor, b: Tensor) -> bool:
 
 
 def _suits(a: Tensor, b: Tensor) -> bool:
-    """Whether a b is large, and of matrices without gaps.
+    """Whether a b is large, a product that oneDNN wins, and of matrices without gaps.
 
-    For others oneDNN has only plain loops.
+    For those with gaps oneDNN has only plain loops.
     """
     dense = all(x.is_contiguous() or x.T.is_contiguous() for x in (a, b))
     multiplications = a.shape[0] * a.shape[1] * b.shape[1]
-    return dense and multiplications >= _LARGE
+    return dense and multiplications >= _LARGE and wins(a)
+
+
+def wins(a: Tensor) -> bool:
+    """Whether oneDNN is the faster one in a large product of a [M, K] and anything [K, N].
+
+    It is, unless a has to be read by columns. So it is in the gradient of a weight, whose a is the transposed
+    gradient of the outputs: there a Zen 4 is faster with MKL.
+    """
+    return a.is_contiguous() or not is_zen4()
 
 
 @torch.compiler.assume_constant_result  # it reads a file, which torch.compile cannot trace
@@ -82,12 +92,20 @@ def _found() -> bool:
 @torch.compiler.assume_constant_result
 def large_layer() -> int:
     """The multiplications from which on a layer of a pack is faster by oneDNN, its shape being new."""
-    return _large_layer()
+    if is_zen4():
+        return _LARGE_LAYER_ZEN4
+    return _LARGE_LAYER_ELSEWHERE
+
+
+@torch.compiler.assume_constant_result
+def is_zen4() -> bool:
+    """Whether this is a Zen 4, or of its family."""
+    return _family() == _ZEN4
 
 
 @cache
-def _large_layer() -> int:
-    return _LARGE_LAYER.get(int(_processor("cpu family") or 0), _LARGE_LAYER_ELSEWHERE)
+def _family() -> int:
+    return int(_processor("cpu family") or 0)
 
 
 def _processor(what: str) -> str | None:

@@ -1,13 +1,14 @@
 """One gradient of a model of SmolLM2-135M's shape, against its matrix products alone.
 
-    OMP_NUM_THREADS=1 python tests/bench/gradients.py                # a table
-    OMP_NUM_THREADS=1 python tests/bench/gradients.py --write        # docs/results/gradients.json too
+    python tests/bench/gradients.py                                  # a table
+    python tests/bench/gradients.py --threads 2                      # of two threads
+    python tests/bench/gradients.py --write                          # docs/results/gradients.json too
     python tests/bench/gradients.py --allocator usual thresholds     # what glibc's thresholds cost, and save
 
-Random weights, packs of random tokens, one thread. Each turn is a process of its own: the gradient with
+Random weights, packs of random tokens. Each turn is a process of its own: the gradient with
 torch's linear layers (plain), with `fast_linear` (fast), or the products that no gradient can do without, in
 the same packs (products, each by the faster of torch.mm and oneDNN). Sides take turns; ratios are taken in a
-round. Seconds are those of the processor, the kernel's among them; the peak is that of the process.
+round. Seconds are those of the processor, of all threads and the kernel; the peak is that of the process.
 """
 
 import argparse
@@ -120,9 +121,9 @@ def worker(side: str, cfg: argparse.Namespace) -> None:
     print(json.dumps(found | {"peak": peak_bytes("cpu"), "allocator": allocator()}))
 
 
-def turn(side: str, settings: str, given: list[str]) -> dict[str, Any]:
+def turn(side: str, settings: str, threads: int, given: list[str]) -> dict[str, Any]:
     """A side measured in a process that starts with these settings of malloc."""
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | ALLOCATORS[settings]
+    env = os.environ | {"OMP_NUM_THREADS": str(threads)} | ALLOCATORS[settings]
     before = report.processor()
     command = [sys.executable, __file__, *given, "--worker", side]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
@@ -153,6 +154,7 @@ def main() -> None:
     """Measure all sides in turns."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--vocab", type=int, default=49152)
     parser.add_argument("--rows", type=int, default=6, help="sequences")
@@ -168,12 +170,12 @@ def main() -> None:
     # the order of sides alternates, so that none is always the one after another
     sizes = {name: getattr(cfg, name) for name in ("layers", "vocab", "rows", "budget")}
     given = [x for name, n in sizes.items() for x in (f"--{name}", str(n))]
-    found: dict[str, Any] = {"made": report.made("cpu") | {"threads": 1}, "sizes": sizes}
+    found: dict[str, Any] = {"made": report.made("cpu") | {"threads": cfg.threads}, "sizes": sizes}
     found |= {"allocators": {name: ALLOCATORS[name] for name in cfg.allocator}, "turns": []}
     order = [(side, settings) for settings in cfg.allocator for side in SIDES]
     for i in range(cfg.rounds):
         for side, settings in order[:: 1 - 2 * (i % 2)]:
-            found["turns"].append({"round": i} | turn(side, settings, given))
+            found["turns"].append({"round": i} | turn(side, settings, cfg.threads, given))
             print(found["turns"][-1], flush=True)
             if cfg.write:
                 RESULTS.write_text(json.dumps(found, indent=1) + "\n")

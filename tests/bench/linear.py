@@ -1,7 +1,8 @@
 """What `rft_kernels.products` knows of a processor: `python tests/bench/linear.py [--threads 1]`.
 
 Times one layer's product by torch's linear, by oneDNN and by oneDNN with packed weights, in turns, for each
-number of rows. Every call reads other weights of the same shape, so that they come from memory as in a model.
+number of rows, and both products of its gradient by both libraries. Every call reads other weights of the
+same shape, so that they come from memory as in a model.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 SHAPES = [(64, 64), (256, 256), (576, 192), (576, 576), (576, 1536), (1536, 576), (576, 49152)]  # K x N
 ROWS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 1024)
+PACKS = (128, 256, 512, 1024, 2048)  # rows of a gradient
 BYTES = 64 << 20  # of the weights of a shape: more than a processor caches
 TURNS = 5
 
@@ -50,6 +52,30 @@ def of_shape(k: int, n: int) -> dict[int, list[float]]:
     return found
 
 
+def gradients_of_shape(k: int, n: int) -> dict[tuple[str, int], float]:
+    """Seconds by torch over those by oneDNN, for each gradient and number of rows."""
+    count = max(2, BYTES // (4 * k * n))
+    weights = [torch.randn(n, k) for _ in range(count)]
+    ratios = {}
+    for rows in PACKS:
+        x, g = torch.randn(rows, k), torch.randn(rows, n)
+        ways = [
+            lambda g=g: [torch.mm(g, w) for w in weights],
+            lambda g=g: [by_onednn(g, w.T) for w in weights],
+            lambda g=g, x=x: [torch.mm(g.T, x) for _ in weights],
+            lambda g=g, x=x: [by_onednn(g.T, x.T) for _ in weights],
+        ]
+        of_input, of_input_onednn, of_weight, of_weight_onednn = seconds(ways)
+        ratios["input", rows] = of_input / of_input_onednn
+        ratios["weight", rows] = of_weight / of_weight_onednn
+    return ratios
+
+
+def head(found) -> str:
+    """The first two lines of a table with a column for each shape."""
+    return "| rows | " + " | ".join(found) + " |\n" + "|---" * (len(found) + 1) + "|"
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, default=1)
@@ -60,10 +86,17 @@ def main():
         found = {f"{k} x {n}": of_shape(k, n) for k, n in SHAPES}
     for title, way in (("torch / oneDNN", 1), ("torch / oneDNN with packed weights", 2)):
         print(f"\n{title}; above 1 oneDNN is faster\n")
-        print("| rows | " + " | ".join(found) + " |\n" + "|---" * (len(found) + 1) + "|")
+        print(head(found))
         for rows in ROWS:
             ratios = [times[rows][0] / times[rows][way] for times in found.values()]
             print(f"| {rows:,} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
+
+    ratios = {f"{k} x {n}": gradients_of_shape(k, n) for k, n in SHAPES[:-1]}
+    for what in ("input", "weight"):
+        print(f"\ntorch / oneDNN, gradient of the {what}\n")
+        print(head(ratios))
+        for rows in PACKS:
+            print(f"| {rows:,} | " + " | ".join(f"{x[what, rows]:.2f}" for x in ratios.values()) + " |")
 
 
 if __name__ == "__main__":

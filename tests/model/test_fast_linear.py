@@ -28,6 +28,7 @@ def forced():
     by_onednn = torch.ops.mkldnn._linear_pointwise
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "mkl_is_half", lambda: True)
+        patch.setattr(products, "is_zen4", lambda: False)
         patch.setattr(products, "large_layer", lambda: 1)
         patch.setattr(products, "WORTH_PACKING", 1)
         patch.setattr(

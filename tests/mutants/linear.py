@@ -5,6 +5,20 @@ K, M = "tests/rft_kernels/test_linear.py::test_", "tests/model/test_fast_linear.
 
 MUTANTS = [
     (
+        "a Zen 4 multiplies gradients of weights by oneDNN",
+        KERNEL,
+        " and products.wins(a)",
+        "",
+        K + "the_gradient_of_a_weight_is_torchs_on_a_zen4",
+    ),
+    (
+        "a Zen 4 multiplies the head's gradients of weights by oneDNN",
+        "kernels/rft_kernels/products.py",
+        "multiplications >= _LARGE and wins(a)",
+        "multiplications >= _LARGE",
+        "tests/rft_kernels/test_products.py::test_a_factor_that_is_read_by_columns_is_torchs_on_a_zen4",
+    ),
+    (
         "the gradient of a weight has no derivative",
         KERNEL,
         "grad_b = _Product.apply(grad.T, a.T)",

@@ -25,6 +25,7 @@ def products_seen(monkeypatch):
         return by_onednn(a, b, *options)
 
     monkeypatch.setattr(products, "mkl_is_half", lambda: True)
+    monkeypatch.setattr(products, "is_zen4", lambda: False)
     monkeypatch.setattr(products, "large_layer", lambda: 1)
     monkeypatch.setattr(products, "WORTH_PACKING", 1)
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", record, raising=False)
@@ -60,6 +61,15 @@ def test_values_and_gradients_are_those_of_float64(shape, has_bias, products_see
     if rows < 4:
         want = []
     assert sorted(products_seen) == sorted(want)
+
+
+def test_the_gradient_of_a_weight_is_torchs_on_a_zen4(products_seen, monkeypatch):
+    monkeypatch.setattr(products, "is_zen4", lambda: True)
+    leaves = [t.requires_grad_() for t in _inputs()]
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    got = torch.autograd.grad(_loss(fast.linear, *leaves), leaves)
+    _same(got, torch.autograd.grad(_loss(F.linear, *doubles), doubles))
+    assert products_seen == [(9, 7, 5), (9, 5, 7)]
 
 
 @pytest.mark.parametrize("order", ["reverse", "forward", "vmap of grad", "hessian", "per weight"])

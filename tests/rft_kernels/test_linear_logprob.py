@@ -23,6 +23,7 @@ def library(request, monkeypatch):
     if request.param == "oneDNN" and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch was built without oneDNN")
     monkeypatch.setattr(products, "mkl_is_half", lambda: request.param == "oneDNN")
+    monkeypatch.setattr(products, "is_zen4", lambda: False)
     monkeypatch.setattr(products, "_LARGE", 1)
 
 

@@ -19,6 +19,7 @@ def onednn(monkeypatch):
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch was built without oneDNN")
     monkeypatch.setattr(products, "mkl_is_half", lambda: True)
+    monkeypatch.setattr(products, "is_zen4", lambda: False)
     monkeypatch.setattr(products, "_LARGE", 1)
 
 
@@ -73,6 +74,18 @@ def test_small_products_and_those_of_matrices_with_gaps_are_torchs(onednn, monke
     assert seen == [(3, 4)] * 4
 
 
+def test_a_factor_that_is_read_by_columns_is_torchs_on_a_zen4(onednn, monkeypatch):
+    monkeypatch.setattr(products, "is_zen4", lambda: True)
+    seen = []
+    monkeypatch.setattr(torch, "mm", lambda a, b, mm=torch.mm, out=None: seen.append(a.shape) or mm(a, b))
+    by_columns, b, total = torch.randn(4, 3).T, torch.randn(4, 5), torch.zeros(3, 5)
+    product = products.mm(by_columns, b)
+    assert seen == [(3, 4)]
+    products.mm(by_columns.contiguous(), b), products.mm(torch.ones(3, 5), b.T)
+    assert seen == [(3, 4)]
+    torch.testing.assert_close(products.add_mm(total, by_columns, b), product)
+
+
 @pytest.mark.parametrize(
     ("maker", "capability", "mkl", "onednn", "want"),
     [
@@ -104,10 +117,11 @@ def test_the_maker_and_the_family_of_the_processor(monkeypatch, tmp_path):
     assert products._processor("vendor_id") is None
 
 
-@pytest.mark.parametrize(("family", "want"), [("25", 1 << 29), ("26", 1 << 22), (None, 1 << 22)])
+@pytest.mark.parametrize(("family", "want"), [("25", 1 << 26), ("26", 1 << 22), (None, 1 << 22)])
 def test_a_layer_is_large_where_the_processor_gains_more_than_a_new_shape_costs(monkeypatch, family, want):
     monkeypatch.setattr(products, "_processor", {"cpu family": family}.get)
-    assert products._large_layer.__wrapped__() == want
+    monkeypatch.setattr(products, "_family", products._family.__wrapped__)
+    assert products.large_layer() == want
 
 
 @pytest.mark.parametrize("softcap", [None, 100.0])
