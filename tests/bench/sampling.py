@@ -2,9 +2,9 @@
 
 A model of the shape of SmolLM2-135M with random weights (or `--model`) samples in turns with the cache of
 transformers, with buffers, and with prompts that their samples share. In the same turn its linear layers run
-alone, by the library that the engine uses, on inputs of the same shapes. One thread, processor seconds, which
-other programs change little. Prints each side's seconds and its ratio to the products, with the least and the
-largest of all turns.
+alone, by the library that the engine uses, on inputs of the same shapes. One thread unless `--threads` says
+more; processor seconds, which other programs change little. Prints each side's seconds and its ratio to the
+products, with the least and the largest of all turns.
 `--long-tail` ends every second row after a quarter of the tokens, with two batches of prompts. `--profile`
 prints the largest operators, and `--write FILE` adds the figures to a file of results.
 """
@@ -99,7 +99,7 @@ def write(file, given, found):
     if file.exists():
         results = json.loads(file.read_text())
     results |= {
-        "about": "processor seconds of one thread, and ratios to the matrix products: median, least, largest",
+        "about": "processor seconds, and ratios to the matrix products: median, least, largest",
         "date": datetime.date.today().isoformat(),
         "hardware": processor(),
         "torch": torch.__version__,
@@ -115,6 +115,7 @@ def options():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a name or a folder instead of random weights")
     parser.add_argument("--layers", type=int, default=30, help="of the model with random weights")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=92, help="tokens of the longest prompt")
     parser.add_argument("--tokens", type=int, default=64, help="of each response")
@@ -128,7 +129,7 @@ def options():
 
 def main():
     given = options()
-    torch.set_num_threads(1)
+    torch.set_num_threads(given.threads)
     keep_freed()  # as from the first gradient of a training run on
     lm = (models.load(given.model) if given.model else shaped(given.layers)).eval()
     set_fast(lm, True)
