@@ -2,8 +2,8 @@
 
 MKL, which `torch.mm` calls, picks its kernels by the maker of the processor: where that is not Intel, it
 leaves AVX-512 alone and runs at half the rate of a Zen 5, or less. On a Zen 4, whose vector units are 256
-bits wide, it takes a tenth longer than oneDNN, and a tenth less for gradients of weights. That other library
-inside torch asks what the processor can do; `mkldnn::_linear_pointwise` is the operator through which
+bits wide, it takes a tenth longer than oneDNN, and up to a tenth less for gradients of weights. That other
+library inside torch asks what the processor can do; `mkldnn::_linear_pointwise` is the operator through which
 inductor calls it.
 """
 
@@ -70,8 +70,8 @@ def _suits(a: Tensor, b: Tensor) -> bool:
 def wins(a: Tensor) -> bool:
     """Whether oneDNN is the faster one in a large product of a [M, K] and anything [K, N].
 
-    It is, unless a has to be read by columns. So it is in the gradient of a weight, whose a is the transposed
-    gradient of the outputs: there a Zen 4 is faster with MKL.
+    It always is, but for a Zen 4 where a has to be read by columns: MKL is faster there. So it is in the
+    gradient of a weight, whose a is the transposed gradient of the outputs.
     """
     return a.is_contiguous() or not is_zen4()
 
