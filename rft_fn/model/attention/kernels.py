@@ -105,8 +105,8 @@ def by_sequence(
         q, k, v = (torch.zeros_like(x).index_copy(0, bounds.inverse, x) for x in (q, k, v))
         parts = [(len(group), size) for size, group in bounds.groups.items()]
 
-    # Each part is [n sequences, size tokens]. They are split at once, because the gradient of each slice would
-    # be a tensor of zeros of the whole pack.
+    # Each part is [n sequences, size tokens]. They are split at once, because the gradient of a slice is a
+    # tensor of zeros of the whole pack.
     cuts = [n * size for n, size in parts]
     split = [x.split(cuts) for x in (q, k, v)]
     out = []
