@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
 ALWAYS = "tests/test_house.py"
-MIRRORS = {"rft_fn": "tests", "kernels": "tests", "train_scripts": "tests/scripts"}
+MIRRORS = {"rft_fn": "tests", "kernels/rft_kernels": "tests/kernel", "train_scripts": "tests/scripts"}
 
 
 def changed(base: str) -> list[str]:
@@ -32,9 +32,10 @@ def tests_of(name: str, tests: list[str]) -> list[str]:
     path = PurePosixPath(name)
     if name in tests:
         return [name]
-    if path.suffix != ".py" or path.parts[0] not in MIRRORS:
+    source = next((folder for folder in MIRRORS if path.is_relative_to(folder)), None)
+    if path.suffix != ".py" or source is None:
         return []
-    mirror = PurePosixPath(MIRRORS[path.parts[0]], *path.parts[1:-1])
+    mirror = PurePosixPath(MIRRORS[source]) / path.parent.relative_to(source)
     word = path.stem
     if word == "__init__":
         word = path.parent.name

@@ -6,7 +6,7 @@ import pytest
 TESTS = [
     "tests/test_house.py", "tests/test_scan.py", "tests/test_gae.py", "tests/data/test_pairs.py",
     "tests/data/test_data.py", "tests/data/test_sources.py", "tests/scripts/test_ppo.py",
-    "tests/rft_kernels/test_triton.py", "tests/rft_kernels/test_products.py",
+    "tests/kernel/test_triton.py", "tests/kernel/test_products.py",
 ]  # fmt: skip
 
 
@@ -18,7 +18,7 @@ TESTS = [
         ("rft_fn/data/__init__.py", {"tests/data/test_data.py"}),
         # no test has its name: all of the room's
         ("rft_fn/data/chat.py", {t for t in TESTS if "/data/" in t}),
-        ("kernels/rft_kernels/products.py", {"tests/rft_kernels/test_products.py"}),
+        ("kernels/rft_kernels/products.py", {"tests/kernel/test_products.py"}),
         ("train_scripts/ppo.py", {"tests/scripts/test_ppo.py"}),
         ("tests/test_gae.py", {"tests/test_gae.py"}),
         ("README.md", set()),

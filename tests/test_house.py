@@ -202,6 +202,12 @@ def test_scripts_are_not_named_like_libraries():
         assert found is None or str(ROOT) in str(found.origin), f"{path.name} hides {found.origin}"
 
 
+def test_folders_of_tests_are_not_named_like_our_packages():
+    """With tests/ on the path such a folder hides an editable installation: it is a package without files."""
+    hidden = PACKAGES.keys() & {p.name for p in (ROOT / "tests").rglob("*") if p.is_dir()}
+    assert not hidden, f"tests/{', '.join(hidden)} would be imported in place of the package"
+
+
 FOLDERS = [
     "rft_kernels",
     *sorted(p.name for p in (ROOT / "rft_fn").iterdir() if p.is_dir() and p.name[0] != "_"),

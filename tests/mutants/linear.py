@@ -1,7 +1,7 @@
 """Mutants of linear layers by oneDNN."""
 
 KERNEL, LAYER = "kernels/rft_kernels/linear.py", "rft_fn/model/linear.py"
-K, M = "tests/rft_kernels/test_linear.py::test_", "tests/model/test_fast_linear.py::test_"
+K, M = "tests/kernel/test_linear.py::test_", "tests/model/test_fast_linear.py::test_"
 
 MUTANTS = [
     (
@@ -16,7 +16,7 @@ MUTANTS = [
         "kernels/rft_kernels/products.py",
         "multiplications >= _LARGE and wins(a)",
         "multiplications >= _LARGE",
-        "tests/rft_kernels/test_products.py::test_a_factor_that_is_read_by_columns_is_torchs_on_a_zen4",
+        "tests/kernel/test_products.py::test_a_factor_that_is_read_by_columns_is_torchs_on_a_zen4",
     ),
     (
         "the gradient of a weight has no derivative",

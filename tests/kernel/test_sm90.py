@@ -23,7 +23,7 @@ def test_registers_spills_and_shared_memory(tmp_path):
         "TRITON_CACHE_DIR": str(tmp_path),
         "TRITON_INTERPRET": "0",
     }
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/rft_kernels/sm90.py")]
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/kernel/sm90.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = [json.loads(line) for line in done.stdout.splitlines()]

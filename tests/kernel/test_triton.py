@@ -28,7 +28,7 @@ def python(*args, interpret):
 
 def run_cases(*, interpret):
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::RuntimeWarning"]
-    done = python("-m", "pytest", "tests/rft_kernels/triton_cases.py", *options, interpret=interpret)
+    done = python("-m", "pytest", "tests/kernel/triton_cases.py", *options, interpret=interpret)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
