@@ -1,5 +1,6 @@
 """A host for tests on a CPU: numpy's memory, so what leaves the device is missed by torch's allocator."""
 
+import os
 import weakref
 from operator import itemgetter
 
@@ -13,6 +14,7 @@ from rft_fn.model.placing import Mover
 from rft_fn.strategy.placing import residence_of
 
 MARK = 77_654_321  # bytes that no tensor of a test has
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below, each profile prints two lines that nobody reads
 
 
 class Host:

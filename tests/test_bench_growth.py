@@ -6,6 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+
+from rft_fn.model.prefixes import find_prefixes
+from rft_fn.strategy import get_strategy
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = ROOT / "tests" / "bench" / "growth"
@@ -91,6 +95,16 @@ def test_what_was_counted_is_what_the_model_assumes():
         assert x["reduce-scatter"][1] / packs == pytest.approx(4 * x["parameters"], rel=0.001), name
     x = counted["HSDP"]
     assert x["all-reduce"][1] / x["packs"] == pytest.approx(4 * x["parameters"] / 2, rel=0.001)
+
+
+def test_every_token_of_a_pack_is_computed(bench):
+    """Of rows that begin alike a pack computes one beginning, and cost would not grow with tokens."""
+    import axes
+
+    for pack in get_strategy().shard(axes.batch(128, 128), 1024):
+        sizes = torch.unique_consecutive(pack.seq, return_counts=True)[1].tolist()
+        assert len(sizes) >= 8
+        assert find_prefixes(pack.tokens, pack.pos, sizes) is None
 
 
 def test_the_tables_of_the_page_are_those_of_the_data(bench):

@@ -41,6 +41,11 @@ def loss_fn(out: rft.TokenOut, b: rft.Packed) -> torch.Tensor:
     return rft.loss.nll(out.logp)
 
 
+def batch(count: int, length: int) -> rft.Experience:
+    """`count` rows of `length` tokens, no two of which begin alike: packs compute what rows share once."""
+    return supervised([([3 + k], [3 + (k + i) % 1000 for i in range(length - 1)]) for k in range(count)])
+
+
 def point(axis: str, x: int) -> dict[str, float]:
     """{"x", "seconds" of the processor in a gradient, "bytes" that it allocates at its peak}."""
     sizes = USUAL | {axis: x}
@@ -52,8 +57,7 @@ def point(axis: str, x: int) -> dict[str, float]:
     lm = model(sizes["width"], sizes["layers"], sizes["vocab"])
     parameters = sum(p.numel() for p in lm.parameters())
     apply, state = st.init(lm, rft.optim.adamw(1e-3))
-    row = ([3], [3 + i % 1000 for i in range(sizes["length"] - 1)])
-    packs = st.shard(supervised([row] * sizes["responses"]), sizes["tokens"])
+    packs = st.shard(batch(sizes["responses"], sizes["length"]), sizes["tokens"])
 
     def gradient() -> Any:
         return st.grad(state, apply, loss_fn, packs)
@@ -91,8 +95,7 @@ def rank(number: int, packs: int = 4) -> dict[str, dict[str, float]]:
     for name, options in {"FSDP2": {"fsdp": True}, "ZeRO 1": {"zero_stage": 1}}.items():
         st = get_strategy(StrategyConfig(**options))
         apply, state = st.init(model(256, 4, 1024), rft.optim.adamw(1e-3))
-        row = ([3], [3 + i % 1000 for i in range(127)])
-        mine = st.shard(supervised([row] * (8 * packs * st.world)), 1024)
+        mine = st.shard(batch(8 * packs * st.world, 128), 1024)
         seconds: dict[str, list[float]] = {"gradients": [], "update": [], "export": []}
         for _ in range(4):
             at = [time.process_time()]
