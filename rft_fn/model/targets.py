@@ -22,18 +22,22 @@ _HEADS = {"classifier", "embed_out", "lm_head", "score", "v_head", "value_head"}
 def linear(module: nn.Module) -> list[str]:
     """The paths of all linear layers but the head over the vocabulary.
 
-    GPT-2's Conv1D is one. A linear layer of a class from a family's own file, which a router may be, computes
-    more than a product and is none.
+    GPT-2's Conv1D is one. A linear layer of a class from a family's own file is one if it is made as torch's
+    is: others are routers, or have more than one matrix.
     """
     from transformers.pytorch_utils import Conv1D
 
     head = find(module).head
     found = []
     for name, m in module.named_modules():
-        is_plain = not type(m).__module__.startswith("transformers.models.")
-        if isinstance(m, (nn.Linear, Conv1D)) and is_plain and m is not head:
+        if isinstance(m, (nn.Linear, Conv1D)) and _is_product(type(m)) and m is not head:
             found.append(name)
     return found
+
+
+def _is_product(kind: type[nn.Module]) -> bool:
+    """Whether a class of linear layers is torch's, or one of a family that is made in the same way."""
+    return not kind.__module__.startswith("transformers.models.") or kind.__init__ is nn.Linear.__init__
 
 
 def _of_towers(module: nn.Module, paths: Sequence[str]) -> list[str]:

@@ -490,6 +490,18 @@ def test_layers_that_share_their_weights_get_no_adapters(kind):
     assert all(uses.count(id(w)) == 1 for w in bases)
 
 
+def test_a_linear_layer_of_a_family_that_only_multiplies_otherwise_gets_an_adapter():
+    """Falcon's own class computes what torch's does, in an order of its own."""
+    lm = family("Falcon")
+    module = model.apply_lora_configuration(lm, 4, 8.0)
+    adapted = [m for m in module.modules() if hasattr(m, "lora_A")]
+    assert len(adapted) == 8
+    for layer in adapted:
+        base = layer.get_base_layer()
+        x = torch.randn(3, base.in_features)
+        torch.testing.assert_close(base(x), torch.nn.functional.linear(x, base.weight, base.bias))
+
+
 @pytest.mark.parametrize(
     ("kind", "layers"), [("Qwen3Next", 9), ("DeepseekV3", 10), ("Llama4Text", 14), ("Phimoe", 8)]
 )

@@ -112,9 +112,16 @@ MUTANTS = [
     (
         "routers that are linear layers get adapters",
         "rft_fn/model/targets.py",
-        'is_plain = not type(m).__module__.startswith("transformers.models.")',
-        "is_plain = True",
+        " or kind.__init__ is nn.Linear.__init__",
+        " or True",
         "tests/model/test_lora.py::test_names_of_experts_and_routers_are_no_targets[Llama4Text-14]",
+    ),
+    (
+        "Falcon's linear layers get no adapters",
+        "rft_fn/model/targets.py",
+        " or kind.__init__ is nn.Linear.__init__",
+        "",
+        "tests/model/test_lora.py::test_a_linear_layer_of_a_family_that_only_multiplies_otherwise_gets_an_adapter",
     ),
     (
         "what a family makes of random numbers is kept instead of read",
