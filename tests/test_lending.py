@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 
 from rft_fn import metric, packing, segment, testing, tree
 from rft_fn.packing import batches
@@ -176,6 +176,9 @@ def test_packs_and_ranks_are_balanced_by_media_as_well_as_tokens():
 
 
 @given(experiences(), st.integers(16, 40))
+@example(
+    exp_of([9, 9, 9, 9, 11], [2, 2, 2, 2, 8], {4: 2}), 20
+)  # two rows of text and what they borrow are 24
 def test_the_budget_has_room_for_what_is_borrowed(exp, budget):
     largest = int((exp.length - 1).max())
     borrowed = sum(len(b.tokens) for b in [packing.pack(exp, [])]) if exp.media is not None else 0

@@ -133,12 +133,24 @@ def sampled(lm, batching, batch, prompts=PROMPTS, keys=KEYS, limits=LIMITS):
         )
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Bloom", "GPT2", "DeepseekV3"])
-def test_samples_are_the_same_whenever_a_prompt_joins(kind, monkeypatch):
-    """Beside shorter rows and longer ones, as soon as there is room, and in any order."""
+@pytest.mark.parametrize(
+    ("kind", "shares"),
+    [
+        ("Llama", True),
+        ("Llama", False),
+        ("Bloom", False),
+        ("GPT2", True),
+        ("GPT2", False),
+        ("DeepseekV3", False),
+    ],
+)
+def test_samples_are_the_same_whenever_a_prompt_joins(kind, shares, monkeypatch):
+    """Beside shorter rows and longer ones, as soon as there is room, and in any order; with and without
+    prompts that are held once, of whose rows a cache has only their own tokens."""
     lm = small(kind, torch.float32)
     way = batching_of(lm)
-    assert way.joins
+    assert way.joins and way.shares >= shares
+    way = way._replace(shares=shares)
     joined = []
     monkeypatch.setattr(Batch, "join", lambda own, new: joined.append(own.seen.shape) or join(own, new))
     want = sampled(lm, way._replace(joins=False, shares=False), 10)
