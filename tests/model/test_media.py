@@ -204,6 +204,19 @@ def test_a_model_whose_own_attention_leaks_gets_one_sequence_at_a_time():
         apply(params, packing.pack(exp, range(len(want))))
 
 
+def test_a_model_that_mixes_sequences_where_placeholders_stand_gets_one_at_a_time():
+    """Words alone would not show it."""
+    module, _, _ = made(FAMILIES["Qwen2VL"])
+    place = min(media.placeholders(module.config))
+
+    def leaks(embedding, args, out):
+        return out + 0.1 * (args[0] == place).sum()
+
+    assert model.bind(module)[0].root.way != ALONE
+    module.get_input_embeddings().register_forward_hook(leaks)
+    assert model.bind(module)[0].root.way == ALONE
+
+
 def test_a_model_with_states_takes_rows_with_and_without_media():
     """Qwen3.5 gets one sequence at a time; behind one of words stands the borrowed row that has an image."""
     family = MORE["Qwen3.5"]

@@ -29,7 +29,7 @@ MUTANTS = [
         "rft_fn/model/reader.py",
         "places = sorted(placeholders(config))[:1]",
         "places = sorted(placeholders(config))[:0]",
-        _MEDIA + "test_a_model_whose_own_attention_leaks_gets_one_sequence_at_a_time",
+        _MEDIA + "test_a_model_that_mixes_sequences_where_placeholders_stand_gets_one_at_a_time",
     ),
     (
         "of two counts of features the larger is right",
