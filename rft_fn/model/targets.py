@@ -30,12 +30,12 @@ def linear(module: nn.Module) -> list[str]:
     head = find(module).head
     found = []
     for name, m in module.named_modules():
-        if isinstance(m, (nn.Linear, Conv1D)) and _is_product(type(m)) and m is not head:
+        if isinstance(m, (nn.Linear, Conv1D)) and _made_as_torchs(type(m)) and m is not head:
             found.append(name)
     return found
 
 
-def _is_product(kind: type[nn.Module]) -> bool:
+def _made_as_torchs(kind: type[nn.Module]) -> bool:
     """Whether a class of linear layers is torch's, or one of a family that is made in the same way."""
     return not kind.__module__.startswith("transformers.models.") or kind.__init__ is nn.Linear.__init__
 

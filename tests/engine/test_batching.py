@@ -149,7 +149,7 @@ def test_samples_are_the_same_whenever_a_prompt_joins(kind, shares, monkeypatch)
     prompts that are held once, of whose rows a cache has only their own tokens."""
     lm = small(kind, torch.float32)
     way = batching_of(lm)
-    assert way.joins and way.shares >= shares
+    assert way.joins and (way.shares or not shares)
     way = way._replace(shares=shares)
     joined = []
     monkeypatch.setattr(Batch, "join", lambda own, new: joined.append(own.seen.shape) or join(own, new))

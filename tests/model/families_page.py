@@ -73,7 +73,6 @@ def _reason(note):
     """The message of an error, without what differs between families that answer alike."""
     note = " ".join(note.replace("|", "/").split())
     note = re.sub(r"^(\w+Error: )+", "", note)
-    note = re.sub(r"/tmp/\w+", "FOLDER", note)
     note = re.sub(r"(?<=missing: ).*", "...", note)
     note = re.sub(r"\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration)\b", "it", note)
     return note[:200]

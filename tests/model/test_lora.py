@@ -490,7 +490,7 @@ def test_layers_that_share_their_weights_get_no_adapters(kind):
     assert all(uses.count(id(w)) == 1 for w in bases)
 
 
-def test_a_linear_layer_of_a_family_that_only_multiplies_otherwise_gets_an_adapter():
+def test_the_linear_layers_of_falcons_own_class_get_adapters():
     """Falcon's own class computes what torch's does, in an order of its own."""
     lm = family("Falcon")
     module = model.apply_lora_configuration(lm, 4, 8.0)

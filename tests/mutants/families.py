@@ -121,7 +121,7 @@ MUTANTS = [
         "rft_fn/model/targets.py",
         " or kind.__init__ is nn.Linear.__init__",
         "",
-        "tests/model/test_lora.py::test_a_linear_layer_of_a_family_that_only_multiplies_otherwise_gets_an_adapter",
+        "tests/model/test_lora.py::test_the_linear_layers_of_falcons_own_class_get_adapters",
     ),
     (
         "what a family makes of random numbers is kept instead of read",

@@ -42,7 +42,7 @@ def loss_fn(out: rft.TokenOut, b: rft.Packed) -> torch.Tensor:
 
 
 def batch(count: int, length: int) -> rft.Experience:
-    """`count` rows of `length` tokens, no two of which begin alike: packs compute what rows share once."""
+    """`count` rows of `length` tokens that all begin differently: a pack computes equal beginnings once."""
     return supervised([([3 + k], [3 + (k + i) % 1000 for i in range(length - 1)]) for k in range(count)])
 
 
