@@ -1,7 +1,9 @@
 """The process group of a run."""
 
+import os
 from pathlib import Path
 
+import pytest
 import ranks
 import torch
 import torch.distributed as torch_dist
@@ -38,3 +40,29 @@ def test_each_group_has_one_thread_of_gloo(monkeypatch):
     assert ranks.run(2, "test_group:begin_groups") == [([1, 2], whole)] * 2
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     assert ranks.run(2, "test_group:begin_groups") == [([1, 2], whole)] * 2
+
+
+def forbidden(*_):
+    raise PermissionError(1, "Operation not permitted")
+
+
+def policies(rank):
+    """How the system schedules this thread, and each thread of gloo of two groups."""
+    before = os.sched_getscheduler(0)
+    if os.environ["RFT_FN_TEST_FORBIDDEN"]:
+        os.sched_setscheduler = forbidden
+    dist.begin(60.0)
+    torch_dist.new_group([0])
+    threads = {thread: (thread / "comm").read_text().strip() for thread in Path("/proc/self/task").glob("*")}
+    gloo = [os.sched_getscheduler(int(thread.name)) for thread, name in threads.items() if "gloo" in name]
+    return before, os.sched_getscheduler(0), gloo
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has it")
+def test_threads_of_gloo_take_no_core_from_one_that_runs(monkeypatch):
+    """The caller is scheduled as before; where the system forbids a change, there is a group all the same."""
+    for allowed in (True, False):
+        monkeypatch.setenv("RFT_FN_TEST_FORBIDDEN", "" if allowed else "1")
+        [(before, after, threads)] = ranks.run(1, "test_group:policies")
+        assert before == after == os.SCHED_OTHER
+        assert len(threads) == 4 and set(threads) == {os.SCHED_BATCH if allowed else os.SCHED_OTHER}

@@ -3,6 +3,7 @@
 STEP, READING, WRITING = "rft_fn/strategy/step.py", "rft_fn/ckpt/reading.py", "rft_fn/ckpt/writing.py"
 SAVING, FOLDER, SHAPE = "rft_fn/ckpt/__init__.py", "rft_fn/ckpt/folder.py", "rft_fn/ckpt/skeleton.py"
 CKPT, READ, MASTERS = "tests/ckpt/test_ckpt.py", "tests/ckpt/test_ckpt_reading.py", "tests/test_masters.py"
+GROUP = "tests/dist/test_group.py::test_threads_of_gloo_take_no_core_from_one_that_runs"
 SESSION = "tests/strategy/test_session.py"
 
 MUTANTS = [
@@ -166,6 +167,27 @@ MUTANTS = [
         "    options._threads = 1\n",
         "",
         "tests/dist/test_group.py::test_each_group_has_one_thread_of_gloo",
+    ),
+    (
+        "threads of gloo take the core of whom they answer",
+        "rft_fn/dist/group.py",
+        "        os.sched_setscheduler(0, batch, plain)\n",
+        "        pass\n",
+        GROUP,
+    ),
+    (
+        "who makes a group waits for cores like its threads",
+        "rft_fn/dist/group.py",
+        "            os.sched_setscheduler(0, os.SCHED_OTHER, plain)\n",
+        "            pass\n",
+        GROUP,
+    ),
+    (
+        "a system that refuses another policy has no group",
+        "rft_fn/dist/group.py",
+        "with suppress(PermissionError):\n        os.sched_setscheduler(0, batch, plain)",
+        "if True:\n        os.sched_setscheduler(0, batch, plain)",
+        GROUP,
     ),
     (
         "packs live as long as the name of the gradients",
