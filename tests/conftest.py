@@ -5,6 +5,7 @@ import os
 import subprocess
 
 import forks
+import plain_runs
 import pytest
 import torch
 from hypothesis import settings
@@ -82,3 +83,14 @@ def forked_children(monkeypatch):
     """The Python processes that a test's own process starts are forks: `usefixtures("forked_children")`."""
     monkeypatch.setenv("PYTHONPATH", forks.PATH)
     monkeypatch.setattr(subprocess, "Popen", forks.Popen)
+
+
+@pytest.fixture(name="plain_runs")
+def leave_out_pictures(request, monkeypatch):
+    """Scripts in this process draw no curves and forecast no memory: `usefixtures("plain_runs")`.
+
+    A test of such a module that looks at those is marked `whole_run`.
+    """
+    if not request.node.get_closest_marker("whole_run"):
+        for name in plain_runs.PARTS:
+            monkeypatch.setattr(f"rft_fn.run.{name}", plain_runs.nothing)

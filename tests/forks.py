@@ -36,6 +36,8 @@ import types
 from functools import cache
 from pathlib import Path
 
+import plain_runs
+
 ROOT = Path(__file__).resolve().parents[1]
 PATH = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])  # PYTHONPATH of a process that may be a fork
 ADDRESSES = "RFT_FN_TEST_FORKS"  # of the servers, for the workers of torchrun
@@ -67,6 +69,7 @@ LATE = ("PYTHONPATH", "PYTHONFAULTHANDLER", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 WHOLE = {"RFT_FN_TEST_WHOLE_EXIT": "1"}  # for tests of what happens while an interpreter ends
 PIDS = "RFT_FN_TEST_PIDS"  # a folder where the ranks of torchrun write their ids: forks are nobody's children
 CHILDREN = {"RFT_FN_TEST_FORK_CHILDREN": "1"}  # for scripts that start themselves again
+PLAIN = {"RFT_FN_TEST_PLAIN": "1"}  # for scripts whose pictures and forecasts no test looks at
 
 
 def early(env):
@@ -283,6 +286,8 @@ def become(argv):
         importlib.import_module(handler).Popen = Popen
     if CHILDREN.items() <= os.environ.items():
         subprocess.Popen = Popen
+    if PLAIN.items() <= os.environ.items():
+        plain_runs.leave_out()
     if argv[0] == "-m":
         sys.argv[:] = argv[1:]
         sys.path[0] = os.getcwd()

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("plain_runs")
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "experiments"
 sys.path.insert(0, str(FOLDER))

@@ -9,7 +9,6 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_runs import plain_runs
 from test_house import load_script as script
 
 import rft_fn as rft
@@ -151,6 +150,7 @@ def stale(build):
     return built
 
 
+@pytest.mark.usefixtures("plain_runs")
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_each_correction_trains_otherwise_on_stale_samples(monkeypatch, tmp_path, name):
     monkeypatch.setattr(engine, "get_engine", stale(engine.get_engine))
@@ -158,8 +158,7 @@ def test_each_correction_trains_otherwise_on_stale_samples(monkeypatch, tmp_path
     losses = {}
     for kind, cap in (("none", 2.0), ("tis", 1.02), ("tis", 1.1), ("mis", 1.02), ("icepop", 1.02)):
         folder = tmp_path / f"{kind}{cap}"
-        with plain_runs():
-            module.main(module.Config(**SMALL, mismatch=kind, cap=cap, out=str(folder)))
+        module.main(module.Config(**SMALL, mismatch=kind, cap=cap, out=str(folder)))
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [r["rollout/staleness"] for r in rows] == [0, 1, 2]
         assert rows[0]["policy/logp_gap"] < 1e-5 and rows[2]["policy/logp_gap"] > 1e-3

@@ -16,6 +16,8 @@ import rft_fn as rft
 from rft_fn import data, tree
 from rft_fn.data import curriculum
 
+pytestmark = pytest.mark.usefixtures("plain_runs")
+
 grpo = load_script("grpo")
 LEVELS = ("sort_digits:1", "sort_digits:2", "sort_digits:3")
 SMALL = {"prompts": 6, "group": 4, "eval_prompts": 4, "steps": 4, "lr_end": 1.0, "canary": False}

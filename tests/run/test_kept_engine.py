@@ -10,6 +10,8 @@ import rft_fn as rft
 from rft_fn import engine, sync
 from rft_fn.run.task import Task
 
+pytestmark = pytest.mark.usefixtures("plain_runs")
+
 SMALL = {
     "prompts": 4,
     "group": 4,

@@ -15,6 +15,8 @@ from rft_fn.strategy import StrategyConfig
 from rft_fn.strategy.placing import residence_of
 from rft_kernels import products
 
+pytestmark = pytest.mark.usefixtures("plain_runs")
+
 SMALL = {"prompts": 2, "group": 4, "steps": 2, "eval_prompts": 4, "eval_every": 2, "save_every": 1, "kl": 0.1}
 PLACED = StrategyConfig(engine_batch=512, offload_models=True)
 
@@ -128,6 +130,7 @@ def test_actor_critic_reference_and_two_reward_models_take_turns(tmp_path, host,
     assert max(map(len, together)) == 3  # actor, critic and reference
 
 
+@pytest.mark.whole_run
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_reward_models_and_judges_are_in_the_forecast_and_judges_sleep_while_others_work(
     name, tmp_path, monkeypatch, capsys

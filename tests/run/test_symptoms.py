@@ -196,14 +196,13 @@ def test_a_run_shows_each_symptom_once_notes_it_in_every_row_and_reports_it(name
     assert entry["sentence"] == rule.find(found[: hits[-1] + 1]) and entry["remedy"] == rule.remedy
 
 
-def test_a_script_whose_run_cannot_learn_says_why(tmp_path, capsys, monkeypatch):
+@pytest.mark.usefixtures("plain_runs")
+def test_a_script_whose_run_cannot_learn_says_why(tmp_path, capsys):
     """Rewards that are all equal, one token a response, and a rate that is 0 until half of its warm-up."""
     (tmp_path / "same.py").write_text(SAME)
     grpo = load_script("grpo")
     cfg = {"prompts": 2, "group": 2, "steps": 20, "eval_prompts": 1, "tokens_every": 0}
     cfg |= {"reward": (f"{tmp_path / 'same.py'}:same",), "max_new": 1, "lr": 5e-324, "warmup": 15}
-    for picture in ("curve", "length_histogram", "phases"):
-        monkeypatch.setattr(plot, picture, lambda *_, **__: None)
     with pytest.warns(UserWarning, match="reward 'same': it scores 0.5 for nothing"):
         grpo.main(grpo.Config(**cfg, out=str(tmp_path / "r")))
     said = re.findall(r"^warning: (\w+): ", capsys.readouterr().out, re.M)

@@ -19,6 +19,8 @@ from test_scripts import ROOT, rows, run, start
 import rft_fn as rft
 from rft_fn import packing
 
+pytestmark = pytest.mark.usefixtures("plain_runs")
+
 SMALL = {"steps": 4, "batch": 8, "eval_pairs": 8, "eval_every": 2, "save_every": 2, "warmup": 0}
 FLAGS = ["--steps", 6, "--batch", 8, "--eval-pairs", 8, "--eval-every", 3, "--save-every", 2,
          "--nll", 0.2]  # fmt: skip
@@ -35,6 +37,7 @@ def weights(folder):
     return (folder / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.whole_run
 def test_it_learns_from_the_built_in_pairs(tmp_path):
     """From the odds of the first model to pairs that were not seen: 0.95 of them at these options."""
     options = {"steps": 40, "batch": 32, "lr": 1e-3, "nll": 0.5, "eval_pairs": 128, "eval_every": 40}

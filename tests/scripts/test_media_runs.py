@@ -14,6 +14,8 @@ from test_scripts import ROOT
 import rft_fn as rft
 from rft_fn.strategy import StrategyConfig, get_fake_strategy
 
+pytestmark = pytest.mark.usefixtures("plain_runs")
+
 CASES = [("tiny-vl", "count_squares"), ("tiny-audio", "tone")]
 IDS = ["vl", "audio"]
 TOWERS = {"tiny-vl": "visual", "tiny-audio": "audio_tower"}

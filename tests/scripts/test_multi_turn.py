@@ -28,7 +28,7 @@ def run(out, *options, code=0, world=1):
         launch += ["-m", "torch.distributed.run", "--nproc-per-node", str(world)]
         launch += ["--master-port", str(ranks.free_port())]
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "CI": "true"}
-    env |= {"OMP_NUM_THREADS": "1"}
+    env |= forks.PLAIN | {"OMP_NUM_THREADS": "1"}
     command = [*launch, str(ROOT / "train_scripts/multi_turn.py"), "--out", str(out), *SMALL, *options]
     done = forks.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == code, done.stderr[-2000:]

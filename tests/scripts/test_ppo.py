@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain_runs import plain_runs
 from safetensors.torch import load_file
 from test_scripts import rows, run, start
 from test_symptoms import check_written
 
 import rft_fn as rft
+
+pytestmark = pytest.mark.usefixtures("plain_runs")
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train_scripts" / "ppo.py"
 SMALL = {"prompts": 4, "group": 4, "minibatches": 2, "eval_prompts": 4, "eval_every": 100, "save_every": 100}
@@ -36,10 +37,9 @@ def script():
 
 
 def small(folder, **options):
-    """Metrics of a run in this process, without pictures and without an estimate of its memory."""
+    """Metrics of a run in this process."""
     cfg = script().Config(**{"steps": 2, "lr_end": 1.0, **SMALL, **options, "out": str(folder)})
-    with plain_runs():
-        script().main(cfg)
+    script().main(cfg)
     return rows(Path(folder))
 
 
@@ -55,7 +55,7 @@ def same(a, b):
 def straight(tmp_path_factory):
     """One uninterrupted run with all that has a state."""
     folder = tmp_path_factory.mktemp("runs") / "straight"
-    run("ppo", *FULL, "--out", folder)
+    run("ppo", *FULL, "--out", folder, whole=True)
     return folder
 
 

@@ -8,6 +8,8 @@ from test_house import load_script
 
 import rft_fn as rft
 
+pytestmark = pytest.mark.usefixtures("plain_runs")
+
 load = {name: load_script(name) for name in ("sft", "grpo", "ppo")}
 TINY = {"prompts": 4, "group": 2, "eval_prompts": 8, "template": "{question}", "lr_end": 1.0, "max_new": 3}
 

@@ -19,7 +19,6 @@ import chats
 import forks
 import pytest
 import torch
-from plain_runs import plain_runs
 from safetensors.torch import load_file
 from test_house import load_script as script
 from test_symptoms import check_written
@@ -27,6 +26,8 @@ from test_symptoms import check_written
 import rft_fn as rft
 from rft_fn import algorithm
 from rft_fn.run import parsing
+
+pytestmark = pytest.mark.usefixtures("plain_runs")
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
@@ -45,9 +46,12 @@ SMALL = [
 ]
 
 
-def start(script, *args, interrupted=(), **options):
-    """The process of a script; `interrupted` is (signal, step, seconds), see interrupted.py."""
+def start(script, *args, interrupted=(), whole=False, **options):
+    """The process of a script; `interrupted` is (signal, step, seconds), see interrupted.py. Only a whole run
+    draws curves and forecasts its memory."""
     env = os.environ | forks.CHILDREN | {"OMP_NUM_THREADS": "1", "PYTHONPATH": forks.PATH}
+    if not whole:
+        env |= forks.PLAIN
     command = [sys.executable, str(ROOT / "train_scripts" / f"{script}.py"), *map(str, args)]
     if interrupted:
         signal_, step, seconds = interrupted
@@ -56,8 +60,8 @@ def start(script, *args, interrupted=(), **options):
     return forks.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
-def run(script, *args, code=0):
-    process = start(script, *args)
+def run(script, *args, code=0, whole=False):
+    process = start(script, *args, whole=whole)
     out, err = process.communicate(timeout=600)
     assert process.returncode == code, out + err
     return out if code == 0 else err
@@ -71,7 +75,8 @@ def rows(folder, name="metrics.jsonl"):
 def straight(tmp_path_factory):
     """One uninterrupted run with all that has a state: EMA, KL to the initial model, reward moments."""
     folder = tmp_path_factory.mktemp("runs") / "straight"
-    run("grpo", *SMALL, "--out", folder, "--ema", "0.9", "--kl", "0.01", "--normalize-reward")
+    options = ["--ema", "0.9", "--kl", "0.01", "--normalize-reward"]
+    run("grpo", *SMALL, "--out", folder, *options, whole=True)
     return folder
 
 
@@ -271,12 +276,6 @@ def test_low_rank_adapters_learn_and_are_exported_both_ways(tmp_path):
     assert (tmp_path / "adapters/adapter_model.safetensors").exists()
 
 
-@pytest.fixture
-def plainly():
-    with plain_runs():
-        yield
-
-
 FREE = [name for name, row in algorithm.TABLE.items() if isinstance(row, algorithm.Algorithm)]
 
 
@@ -298,7 +297,7 @@ def test_a_row_with_a_critic_is_sent_to_its_script(tmp_path):
     )
 
 
-def test_dynamic_sampling_and_the_overlong_penalty_do_something(tmp_path, plainly):
+def test_dynamic_sampling_and_the_overlong_penalty_do_something(tmp_path):
     grpo = script("grpo")
     options = {"prompts": 4, "group": 2, "steps": 2, "eval_prompts": 4, "seed": 2}
     changes = {"plain": {}, "rounds": {"rounds": 6}, "again": {"rounds": 6}, "overlong": {"overlong": 6}}
@@ -336,7 +335,7 @@ OPTIONS = {
 }
 
 
-def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path, plainly):
+def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path):
     grpo, found = script("grpo"), {}
     small = {
         "prompts": 4,
@@ -727,7 +726,7 @@ def test_adapters_are_saved_alone_and_trained_further_as_they_are(tmp_path):
     assert weights and all("lora_" in name for name in weights)
 
 
-def test_the_checkpoints_that_are_kept(tmp_path, plainly):
+def test_the_checkpoints_that_are_kept(tmp_path):
     """The newest, the best beside them, and no more than fit into max_bytes."""
     grpo = script("grpo")
     options = {"prompts": 2, "group": 2, "steps": 5, "eval_prompts": 2, "save_every": 1}

@@ -9,6 +9,7 @@ from functools import cache
 
 import forks
 import numpy as np
+import plain_runs
 import pytest
 import ranks
 import torch
@@ -20,17 +21,10 @@ from test_scripts import ROOT, rows
 
 import rft_fn as rft
 
+pytestmark = pytest.mark.usefixtures("plain_runs")
+
 SMALL = {"steps": 4, "batch": 8, "eval_items": 8, "eval_every": 2, "save_every": 2, "warmup": 0}
-PICTURES = ("curve", "phases", "reliability")
 train_rm = load_script("train_rm")
-
-
-@pytest.fixture(autouse=True)
-def few_pictures(request, monkeypatch):
-    """Pictures take most of the time of so short a run."""
-    if request.node.name != "test_it_learns_from_the_built_in_pairs":
-        for name in PICTURES:
-            monkeypatch.setattr(f"rft_fn.run.plot.{name}", lambda *_, **__: None)
 
 
 def train(folder, **options):
@@ -52,6 +46,7 @@ def data_file(folder, name, lines):
 # ---------- it learns
 
 
+@pytest.mark.whole_run
 def test_it_learns_from_the_built_in_pairs(tmp_path):
     """Unseen pairs are ordered; the saved model has the accuracy that was logged, and a calibration."""
     options = {"steps": 50, "batch": 32, "eval_items": 64, "eval_every": 50, "warmup": 5, "save_every": 99}
@@ -333,8 +328,7 @@ def on_two_ranks(rank, folder, ports):
         how = rft.strategy.StrategyConfig(**TWO[kind][1])
         train_rm.main(train_rm.Config(**{**SMALL, **options}, strategy=how, out=str(folder / name)))
 
-    for picture in PICTURES:
-        setattr(rft.run.plot, picture, lambda *_, **__: None)
+    plain_runs.leave_out()
     for kind in TWO:
         go(kind)
     for steps in (2, 4):
