@@ -3,10 +3,10 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,14 +37,13 @@ def script(bench):
 
 
 def run(*options):
-    command = [sys.executable, str(BENCH), *options]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}
-    )
+    command = [sys.executable, str(BENCH / "__main__.py"), *options]
+    env = os.environ | forks.CHILDREN | {"PYTHONPATH": forks.PATH}
+    return forks.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
 
 
-def test_a_step_is_measured_without_trl_and_its_ratio_is_read_back(tmp_path, bench):
+def test_a_step_is_measured_without_trl_and_its_ratio_is_read_back(tmp_path, bench, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the bench sets it: its processes can be forks
     _, report = bench
     sides = ["--sides", "rft_fn", "every_token", "products", "--lengths", "tailed", "--rounds", "1"]
     done = run(*SMALL, *sides, "--out", str(tmp_path))
