@@ -85,12 +85,15 @@ def forked_children(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", forks.Popen)
 
 
-@pytest.fixture(name="plain_runs")
-def leave_out_pictures(request, monkeypatch):
-    """Scripts in this process draw no curves and forecast no memory: `usefixtures("plain_runs")`.
+@pytest.fixture(scope="module", name="plain_runs")
+def leave_out_pictures():
+    """Scripts of a module that has `usefixtures("plain_runs")` draw no curves and forecast no memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield plain_runs.leave_out(patch.setattr)
 
-    A test of such a module that looks at those is marked `whole_run`.
-    """
-    if not request.node.get_closest_marker("whole_run"):
-        for name in plain_runs.PARTS:
-            monkeypatch.setattr(f"rft_fn.run.{name}", plain_runs.nothing)
+
+@pytest.fixture
+def whole_run(plain_runs, monkeypatch):
+    """A test of such a module that looks at what the others leave out."""
+    for owner, name, function in plain_runs:
+        monkeypatch.setattr(owner, name, function)

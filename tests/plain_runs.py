@@ -2,7 +2,7 @@
 
 import importlib
 
-__all__ = ["PARTS", "leave_out", "nothing"]
+__all__ = ["leave_out"]
 
 PARTS = ("plot.curve", "plot.length_histogram", "plot.phases", "plot.reliability", "print_preflight")
 
@@ -11,12 +11,13 @@ def nothing(*_, **__):
     """What a part does that is left out."""
 
 
-def leave_out():
-    """Scripts draw no curves and forecast no memory from now on; for a process that ends with its run."""
+def leave_out(put=setattr):
+    """Scripts draw no curves and forecast no memory from now on: (owner, name, function) of each part."""
     run = importlib.import_module("rft_fn.run")
-    for name in PARTS:
-        *modules, function = name.split(".")
-        owner = run
-        for module in modules:
-            owner = getattr(owner, module)
-        setattr(owner, function, nothing)
+    parts = []
+    for path in PARTS:
+        module, _, name = path.rpartition(".")
+        owner = getattr(run, module) if module else run
+        parts.append((owner, name, getattr(owner, name)))
+        put(owner, name, nothing)
+    return parts

@@ -130,7 +130,7 @@ def test_actor_critic_reference_and_two_reward_models_take_turns(tmp_path, host,
     assert max(map(len, together)) == 3  # actor, critic and reference
 
 
-@pytest.mark.whole_run
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_reward_models_and_judges_are_in_the_forecast_and_judges_sleep_while_others_work(
     name, tmp_path, monkeypatch, capsys

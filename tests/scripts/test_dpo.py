@@ -37,7 +37,7 @@ def weights(folder):
     return (folder / "model" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.whole_run
+@pytest.mark.usefixtures("whole_run")
 def test_it_learns_from_the_built_in_pairs(tmp_path):
     """From the odds of the first model to pairs that were not seen: 0.95 of them at these options."""
     options = {"steps": 40, "batch": 32, "lr": 1e-3, "nll": 0.5, "eval_pairs": 128, "eval_every": 40}

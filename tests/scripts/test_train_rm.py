@@ -46,7 +46,7 @@ def data_file(folder, name, lines):
 # ---------- it learns
 
 
-@pytest.mark.whole_run
+@pytest.mark.usefixtures("whole_run")
 def test_it_learns_from_the_built_in_pairs(tmp_path):
     """Unseen pairs are ordered; the saved model has the accuracy that was logged, and a calibration."""
     options = {"steps": 50, "batch": 32, "eval_items": 64, "eval_every": 50, "warmup": 5, "save_every": 99}
