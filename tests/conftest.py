@@ -3,6 +3,8 @@ CI run, one thread a worker."""
 
 import os
 import subprocess
+import threading
+import time
 
 import forks
 import plain_runs
@@ -67,6 +69,21 @@ def pytest_collection_modifyitems(items):
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers share the cores
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_thread_is_left_busy():
+    """A thread that still runs when its module ends would take half of the time of all tests after it."""
+    yield
+    if all(work_while_asleep() > 0.5 for _ in range(10)):
+        pytest.fail(f"a thread is busy: one of {[thread.name for thread in threading.enumerate()]}")
+
+
+def work_while_asleep(seconds=0.02):
+    """The share of a core that this process takes while this thread sleeps."""
+    before = time.process_time()
+    time.sleep(seconds)
+    return (time.process_time() - before) / seconds
 
 
 @pytest.fixture(scope="module")

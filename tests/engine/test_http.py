@@ -31,12 +31,15 @@ def raw(serve):
 
 
 def answering(text, status="200 OK", asked=None):
-    """Reads one request, and answers it."""
+    """Reads one request, and answers it; nothing where the client leaves before."""
 
     def serve(connection):
         got = b""
         while b"\r\n\r\n" not in got:
-            got += connection.recv(65536)
+            part = connection.recv(65536)
+            if not part:
+                return
+            got += part
         head, _, body = got.partition(b"\r\n\r\n")
         size = [int(x.split(b":")[1]) for x in head.split(b"\r\n") if x.lower().startswith(b"content-length")]
         while size and len(body) < size[0]:
