@@ -365,14 +365,16 @@ def test_a_client_that_leaves_is_forgotten():
 
 
 def test_a_server_that_stops_answers_what_it_has_and_refuses_the_rest():
-    held = threading.Event()
+    begun, held = threading.Event(), threading.Event()
 
     def slow(completions):
+        begun.set()
         held.wait(10)
         return length(completions)
 
     with serving(len=(slow, 1.0), rows=1) as served, ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(served.ask, "x" * i) for i in range(3)]
+        begun.wait(10)  # one is being scored; then two wait
         while served.jobs.rows() < 2:
             time.sleep(0.01)
         served.jobs.closed = True
