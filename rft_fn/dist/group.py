@@ -77,7 +77,7 @@ def _threads_of_batches() -> Iterator[None]:
 
     Gloo writes to a connection under a lock. Where processes share cores, the reader that this wakes takes
     the core of the writer, which still holds the lock, and the writer's own reading thread, which needs the
-    lock too, asks for it without a pause. Half of the time of four processes on two cores went there.
+    lock too, asks for it without a pause: up to half of the time of four processes on two cores.
     """
     batch = getattr(os, "SCHED_BATCH", None)  # Linux has it
     if batch is None or os.sched_getscheduler(0) != os.SCHED_OTHER:

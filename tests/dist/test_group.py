@@ -1,6 +1,7 @@
 """The process group of a run."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -47,14 +48,20 @@ def forbidden(*_):
 
 
 def policies(rank):
-    """How the system schedules this thread, and each thread of gloo of two groups."""
+    """How the system schedules this thread, before and after, and each thread of gloo of two groups."""
     before = os.sched_getscheduler(0)
     if os.environ["RFT_FN_TEST_FORBIDDEN"]:
         os.sched_setscheduler = forbidden
     dist.begin(60.0)
     torch_dist.new_group([0])
-    threads = {thread: (thread / "comm").read_text().strip() for thread in Path("/proc/self/task").glob("*")}
-    gloo = [os.sched_getscheduler(int(thread.name)) for thread, name in threads.items() if "gloo" in name]
+
+    # a thread takes its name only once it runs
+    end = time.monotonic() + 30
+    gloo = []
+    while len(gloo) < 4 and time.monotonic() < end:
+        names = {thread.name: (thread / "comm").read_text() for thread in Path("/proc/self/task").glob("*")}
+        gloo = [os.sched_getscheduler(int(thread)) for thread, name in names.items() if "gloo" in name]
+        time.sleep(0.01)
     return before, os.sched_getscheduler(0), gloo
 
 
