@@ -64,7 +64,7 @@ def _make_gloo(place: Any, _: Any) -> Any:
     options.global_ranks_in_group = place.global_ranks_in_group
 
     # a device starts a thread, and a group does
-    with _threads_of_batches():
+    with _batch_threads():
         options._devices = [gloo.create_default_device()]
         if names := os.environ.get("GLOO_SOCKET_IFNAME"):
             options._devices = [gloo.create_device(interface=name) for name in names.split(",")]
@@ -72,14 +72,14 @@ def _make_gloo(place: Any, _: Any) -> Any:
 
 
 @contextmanager
-def _threads_of_batches() -> Iterator[None]:
+def _batch_threads() -> Iterator[None]:
     """Threads that start within take no core from a thread that runs, where the system can do that.
 
     Gloo writes to a connection under a lock. Where processes share cores, the reader that this wakes takes
     the core of the writer, which still holds the lock, and the writer's own reading thread, which needs the
     lock too, asks for it without a pause: up to half of the time of four processes on two cores.
     """
-    batch = getattr(os, "SCHED_BATCH", None)  # Linux has it
+    batch = getattr(os, "SCHED_BATCH", None)  # only Linux has it
     if batch is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
         return

@@ -47,10 +47,10 @@ def forbidden(*_):
     raise PermissionError(1, "Operation not permitted")
 
 
-def policies(rank):
+def policies(rank, allowed):
     """How the system schedules this thread, before and after, and each thread of gloo of two groups."""
     before = os.sched_getscheduler(0)
-    if os.environ["RFT_FN_TEST_FORBIDDEN"]:
+    if not allowed:
         os.sched_setscheduler = forbidden
     dist.begin(60.0)
     torch_dist.new_group([0])
@@ -66,10 +66,9 @@ def policies(rank):
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has it")
-def test_threads_of_gloo_take_no_core_from_one_that_runs(monkeypatch):
+def test_threads_of_gloo_take_no_core_from_one_that_runs():
     """The caller is scheduled as before; where the system forbids a change, there is a group all the same."""
     for allowed in (True, False):
-        monkeypatch.setenv("RFT_FN_TEST_FORBIDDEN", "" if allowed else "1")
-        [(before, after, threads)] = ranks.run(1, "test_group:policies")
+        [(before, after, threads)] = ranks.run(1, "test_group:policies", allowed)
         assert before == after == os.SCHED_OTHER
         assert len(threads) == 4 and set(threads) == {os.SCHED_BATCH if allowed else os.SCHED_OTHER}

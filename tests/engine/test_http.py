@@ -30,20 +30,24 @@ def raw(serve):
         listener.shutdown(socket.SHUT_RDWR)
 
 
+def is_whole(request):
+    """Whether the head of a request has come, and as much of its body as that says."""
+    head, end, body = request.partition(b"\r\n\r\n")
+    lines = [x for x in head.split(b"\r\n") if x.lower().startswith(b"content-length")]
+    return bool(end) and all(len(body) >= int(x.split(b":")[1]) for x in lines)
+
+
 def answering(text, status="200 OK", asked=None):
     """Reads one request, and answers it; nothing where the client leaves before."""
 
     def serve(connection):
         got = b""
-        while b"\r\n\r\n" not in got:
+        while not is_whole(got):
             part = connection.recv(65536)
             if not part:
                 return
             got += part
         head, _, body = got.partition(b"\r\n\r\n")
-        size = [int(x.split(b":")[1]) for x in head.split(b"\r\n") if x.lower().startswith(b"content-length")]
-        while size and len(body) < size[0]:
-            body += connection.recv(65536)
         if asked is not None:
             asked.append((head.decode(), body))
         connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)

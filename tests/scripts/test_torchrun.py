@@ -22,8 +22,8 @@ SMALL = ["--prompts", "8", "--group", "4", "--eval-every", "100", "--eval-prompt
 def environment(tmp_path):
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     more = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    whole = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return whole | more | forks.PLAIN
+    own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return own | more | forks.PLAIN
 
 
 def command(world, *args, restarts=0):
