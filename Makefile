@@ -89,10 +89,11 @@ lint: $(VENV)/test-installed
 check: lint
 	$(BIN)/python tests/changed.py --base $(or $(BASE),HEAD)
 
-# Style and types are one process, and so are the tests of low precision: both at once.
+# Style and types are one process, and so are the tests of low precision: both at once. The tests write bytecode, also
+# where a machine forbids it: hundreds of their processes import the same files.
 test: $(VENV)/test-installed $(VENV)/low $(VENV)/sglang
 	$(MAKE) --jobs=2 lint test-low
-	SGLANG_TYPES=$(abspath $(VENV)/sglang) OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/vllm -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	SGLANG_TYPES=$(abspath $(VENV)/sglang) OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --ignore tests/vllm -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Bases in low precision. Their libraries lie in a folder of their own: transformers imports torchao with every model,
 # and it prints.

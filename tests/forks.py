@@ -15,6 +15,7 @@ command of another program, or one with an environment that a library reads at i
 """
 
 import atexit
+import contextlib
 import faulthandler
 import fcntl
 import gc
@@ -49,20 +50,27 @@ LIBRARIES = (
     "torch.distributed.tensor",
     "torch.distributed.run",
     "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.processing_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
     "transformers.generation.utils",
     "transformers.integrations.accelerate",
     "peft",
-    "tyro",
+    "tyro._backends._tyro_backend",
+    "typeguard",
     "rich.progress",
     "safetensors.torch",
     "matplotlib.pyplot",
+    "plotext",
+    "hypothesis",
+    "pytest",
     "rft_fn",
     "rft_fn.strategy.fsdp2",
     "rft_kernels",
 )
-OPTIONAL = ("deepspeed",)  # transformers imports it to save a model, wherever it is installed
+# transformers imports the first to save a model, wherever it is installed; an engine of ZeRO imports the
+# second at its start, and with it torch's inductor
+OPTIONAL = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 # read when Python or a library starts; everything else of an environment is a fork's own
 EARLY = ("PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "HF_", "TRANSFORMERS_")
 LATE = ("PYTHONPATH", "PYTHONFAULTHANDLER", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
@@ -194,39 +202,43 @@ def serve(address):
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0{address}")
     listener.listen(64)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()  # a fork copies the memory that it writes to, and a collection writes to all
     gc.enable()
     atexit.register(gc.unfreeze)  # nanobind reports what is not collected at the end
     os.write(1, b"ready\n")
+    running = {}  # what becomes readable when a fork ends -> its id, and who asked for it
     while True:
-        ready, _, _ = select.select([listener, 0], [], [])
-        if listener not in ready:
+        ready, _, _ = select.select([listener, 0, *running], [], [])
+        for ended in running.keys() & ready:
+            tell(*running.pop(ended))
+            os.close(ended)
+        if 0 in ready:
             return None
+        if listener not in ready:
+            continue
         connection, _ = listener.accept()
         _, fds, _, _ = socket.recv_fds(connection, 1, 16)
-        if os.fork() == 0:
-            listener.close()
-            return watch(connection, fds)
-        for fd in fds:
-            os.close(fd)
-        connection.close()
+        pid = os.fork()
+        if pid == 0:
+            close(listener, *running, *(asked for _, asked in running.values()))
+            return begin(connection, *fds)
+        running[os.pidfd_open(pid)] = pid, connection
+        close(*fds)
 
 
-def watch(connection, fds):
-    """Between server and process: tells the process's status when it ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    pid = os.fork()
-    if pid == 0:
-        return begin(connection, *fds)
-    for fd in (*fds, 0, 1, 2):
-        os.close(fd)
+def close(*files):
+    """Close sockets and file descriptors."""
+    for file in files:
+        os.close(file if isinstance(file, int) else file.detach())
+
+
+def tell(pid, connection):
+    """Send the status of a fork that has ended to the process that asked for it, if that is still there."""
     status = os.waitpid(pid, 0)[1]
-    try:
+    with contextlib.suppress(OSError):
         connection.send(str(status).encode())
-    finally:
-        os._exit(0)
+    connection.close()
 
 
 def begin(connection, memory, *files):
@@ -256,7 +268,7 @@ def begin(connection, memory, *files):
 def parent(pid):
     """A getppid that gives the process which asked for this fork, and 1 once that has ended.
 
-    The system's gives the server's process that waits for the fork.
+    The system's gives the server.
     """
     alive = os.pidfd_open(pid)
     return lambda: 1 if select.select([alive], [], [], 0)[0] else pid
@@ -337,8 +349,11 @@ if __name__ == "__main__":
     answers = os.dup(1)
     os.dup2(2, 1)  # what a library prints is no answer
     gc.disable()  # imports leave no garbage, and looking for it takes a quarter of their time
-    for library in (*LIBRARIES, *filter(importlib.util.find_spec, OPTIONAL)):
+    for library in LIBRARIES:
         importlib.import_module(library)
+    for library in OPTIONAL:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(library)
     # loading a model needs this table, whose first use compiles a thousand regular expressions
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     sys.stdout.flush()
