@@ -23,7 +23,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     `products` knows that oneDNN is faster, large products of float32 are its own; all others are torch's
     `linear`, and so are those that torch.compile traces.
     """
-    if not (_has_both(x, weight) and _pays(x, weight)):
+    if not (_has_both(x, weight) and products.mkl_is_half() and _pays(x, weight)):
         return F.linear(x, weight, bias)
     out = _Product.apply(x.reshape(-1, x.shape[-1]), weight).unflatten(0, x.shape[:-1])
     if bias is None:
@@ -41,7 +41,7 @@ class Packed:
     def __init__(self, weight: Tensor):
         self.weight = weight.detach()
         self.packed: Tensor | None = None
-        self.pays = self.weight.numel() >= products.WORTH_PACKING and _dense(self.weight)
+        self.pays = self.weight.numel() >= products.packs_from() and _dense(self.weight)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`linear` of the weight, bit for bit where both are oneDNN's."""
@@ -71,7 +71,7 @@ def _has_both(x: Tensor, weight: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     plain = type(x) in (Tensor, Parameter) and type(weight) in (Tensor, Parameter)
-    if not plain or weight.dtype != torch.float32 or not products.by_onednn(x):
+    if not plain or weight.dtype != torch.float32 or not products.both_multiply(x):
         return False
     return not torch.is_autocast_enabled("cpu")
 

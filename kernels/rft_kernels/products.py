@@ -5,10 +5,14 @@ leaves AVX-512 alone and runs at half the rate of a Zen 5, or less. On a Zen 4, 
 bits wide, it takes a tenth longer than oneDNN, and up to a tenth less for gradients of weights. That other
 library inside torch asks what the processor can do; `mkldnn::_linear_pointwise` is the operator through which
 inductor calls it.
+
+Sampling is another matter: its products have few rows, and every weight comes from memory. MKL copies the
+weight for its kernels at each call, and oneDNN can keep a copy in its order.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 
@@ -20,11 +24,10 @@ _LARGE = 1 << 26  # multiplications; below, oneDNN does not win back the millise
 _LARGE_LAYER_ZEN4 = 1 << 26
 _LARGE_LAYER_ELSEWHERE = 1 << 22
 _ZEN4 = 25  # the family of AMD's processors with 256 bits a vector unit and AVX-512
-
-
-# From so many elements on, a weight that comes from memory is worth packing, with any number of rows: few
-# rows do little but read it, and MKL takes 1.1 to 6 times as long for that as oneDNN with a packed one.
-WORTH_PACKING = 1 << 16
+# The elements from which on a weight is worth packing, by the vectors of AMD's processors. Few rows do little
+# but read it, and MKL takes up to 6 times as long for that as oneDNN with a packed one on AVX-512, up to 4 on
+# AVX2. There a single row alone is slower by it, down to 0.4 of MKL's rate.
+_PACKS_FROM = {"AVX512": 1 << 16, "AVX2": 1 << 19}
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -46,7 +49,12 @@ def add_mm(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def by_onednn(a: Tensor) -> bool:
     """Whether large products of a are oneDNN's, which allocates each result."""
-    return a.dtype == torch.float32 and a.device.type == "cpu" and mkl_is_half()
+    return both_multiply(a) and mkl_is_half()
+
+
+def both_multiply(a: Tensor) -> bool:
+    """Whether both libraries have products of a: of its type, on its device."""
+    return a.dtype == torch.float32 and a.device.type == "cpu"
 
 
 def sums_are_long(a: Tensor, b: Tensor) -> bool:
@@ -79,14 +87,23 @@ def wins(a: Tensor) -> bool:
 @torch.compiler.assume_constant_result  # it reads a file, which torch.compile cannot trace
 def mkl_is_half() -> bool:
     """Whether this processor has AVX-512, which MKL does not use because of who made it."""
-    return _found()
+    return _vectors() == "AVX512"
+
+
+@torch.compiler.assume_constant_result
+def packs_from() -> float:
+    """The elements from which on a weight [N, K] is worth packing for sampling; inf where none is."""
+    return _PACKS_FROM.get(_vectors(), math.inf)
 
 
 @cache
-def _found() -> bool:
-    available = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    is_amd = _processor("vendor_id") == "AuthenticAMD"
-    return available and torch.backends.cpu.get_cpu_capability() == "AVX512" and is_amd
+def _vectors() -> str:
+    """The vectors that torch finds in a processor of AMD, where both libraries are there; "" elsewhere."""
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return ""
+    if _processor("vendor_id") != "AuthenticAMD":
+        return ""
+    return torch.backends.cpu.get_cpu_capability()
 
 
 @torch.compiler.assume_constant_result

@@ -74,13 +74,16 @@ def _packs(module: nn.Module, kind: str) -> int:
     """The second copies of an engine's weights, in oneDNN's order [bytes]."""
     from rft_kernels import products
 
-    if kind != "cpu" or not products.mkl_is_half():
+    if kind != "cpu":
         return 0
+    least = products.packs_from()
     # the engine's own layers are in full precision, whatever those of the trainer are
     packed = 0
     for layer in module.modules():
         weight = layer._parameters.get("weight")
-        if weight is not None and (is_plain(layer) or quantize.is_low(weight)):
+        if weight is None or not (is_plain(layer) or quantize.is_low(weight)):
+            continue
+        if quantize.count(weight) >= least:
             packed += quantize.count(weight)
     return _itemsize(kind) * packed
 

@@ -11,7 +11,7 @@ import time
 import torch
 from torch.nn import functional as F
 
-SHAPES = [(64, 64), (256, 256), (576, 192), (576, 576), (576, 1536), (1536, 576), (576, 49152)]  # K x N
+SHAPES = ("64x64", "256x256", "576x192", "576x576", "576x1536", "1536x576", "576x49152")  # inputs x outputs
 ROWS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 1024)
 PACKS = (128, 256, 512, 1024, 2048)  # rows of a gradient
 BYTES = 64 << 20  # of the weights of a shape: more than a processor caches
@@ -79,11 +79,14 @@ def head(found) -> str:
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="inputs x outputs")
+    parser.add_argument("--no-gradients", dest="gradients", action="store_false")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    shapes = [tuple(int(size) for size in shape.split("x")) for shape in options.shapes]
 
     with torch.no_grad():
-        found = {f"{k} x {n}": of_shape(k, n) for k, n in SHAPES}
+        found = {f"{k} x {n}": of_shape(k, n) for k, n in shapes}
     for title, way in (("torch / oneDNN", 1), ("torch / oneDNN with packed weights", 2)):
         print(f"\n{title}; above 1 oneDNN is faster\n")
         print(head(found))
@@ -91,7 +94,9 @@ def main():
             ratios = [times[rows][0] / times[rows][way] for times in found.values()]
             print(f"| {rows:,} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
 
-    ratios = {f"{k} x {n}": gradients_of_shape(k, n) for k, n in SHAPES[:-1]}
+    if not options.gradients:
+        return
+    ratios = {f"{k} x {n}": gradients_of_shape(k, n) for k, n in shapes if n < 2**15}  # a head's take minutes
     for what in ("input", "weight"):
         print(f"\ntorch / oneDNN, gradient of the {what}\n")
         print(head(ratios))

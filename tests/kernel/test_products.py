@@ -1,5 +1,7 @@
 """Matrix products of float32 on a CPU: the choice of a library changes only their speed."""
 
+import math
+
 import pytest
 import ref_kernels
 import torch
@@ -87,22 +89,28 @@ def test_a_factor_that_is_read_by_columns_is_torchs_on_a_zen4(onednn, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("maker", "capability", "mkl", "onednn", "want"),
+    ("maker", "capability", "mkl", "onednn", "half", "packs"),
     [
-        ("AuthenticAMD", "AVX512", True, True, True),
-        ("GenuineIntel", "AVX512", True, True, False),
-        ("AuthenticAMD", "AVX2", True, True, False),
-        ("AuthenticAMD", "AVX512", False, True, False),
-        ("AuthenticAMD", "AVX512", True, False, False),
-        (None, "AVX512", True, True, False),
+        ("AuthenticAMD", "AVX512", True, True, True, 1 << 16),
+        ("GenuineIntel", "AVX512", True, True, False, math.inf),
+        ("AuthenticAMD", "AVX2", True, True, False, 1 << 19),
+        ("GenuineIntel", "AVX2", True, True, False, math.inf),
+        ("AuthenticAMD", "DEFAULT", True, True, False, math.inf),
+        ("AuthenticAMD", "AVX512", False, True, False, math.inf),
+        ("AuthenticAMD", "AVX512", True, False, False, math.inf),
+        (None, "AVX512", True, True, False, math.inf),
     ],
 )
-def test_when_mkl_leaves_half_of_the_vector_alone(monkeypatch, maker, capability, mkl, onednn, want):
+def test_where_mkl_leaves_half_of_the_vector_alone_and_where_packs_win(
+    monkeypatch, maker, capability, mkl, onednn, half, packs
+):
     monkeypatch.setattr(products, "_processor", {"vendor_id": maker}.get)
+    monkeypatch.setattr(products, "_vectors", products._vectors.__wrapped__)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
-    assert products._found.__wrapped__() is want
+    assert products.mkl_is_half() is half
+    assert products.packs_from() == packs
 
 
 def test_the_maker_and_the_family_of_the_processor(monkeypatch, tmp_path):

@@ -70,7 +70,7 @@ MUTANTS = [
     (
         "a small weight is packed too",
         KERNEL,
-        "self.weight.numel() >= products.WORTH_PACKING and",
+        "self.weight.numel() >= products.packs_from() and",
         "",
         K + "what_is_small_or_of_another_kind_is_torchs",
     ),
@@ -92,8 +92,8 @@ MUTANTS = [
     (
         "an option that is off leaves the layers as an earlier binding made them",
         LAYER,
-        "    if on and products.mkl_is_half():\n        old, new = new, old\n",
-        "    if not (on and products.mkl_is_half()):\n        return\n    old, new = new, old\n",
+        "    if on and products.packs_from() < math.inf:",
+        "    if not on:\n        return\n    if products.packs_from() < math.inf:",
         M + "the_option_chooses_and_is_read_again_at_each_binding",
     ),
     (

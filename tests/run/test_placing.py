@@ -136,7 +136,7 @@ def test_reward_models_and_judges_are_in_the_forecast_and_judges_sleep_while_oth
     name, tmp_path, monkeypatch, capsys
 ):
     """Also without enable_engine_sleep: offload_models has a judge on the device while it judges alone."""
-    monkeypatch.setattr(products, "mkl_is_half", lambda: False)  # engines have no packs, on any processor
+    monkeypatch.setattr(products, "_vectors", lambda: "")  # engines have no packs, on any processor
     built, asleep = [], []
     get_engine, to_device = engine.get_engine, rft.run.to_device
 

@@ -1,5 +1,6 @@
 """The machine: processor, GPUs, engines, processes, memory and disk, and the hub."""
 
+import math
 import os
 import re
 import shutil
@@ -42,6 +43,8 @@ def _products() -> str:
 
     if products.mkl_is_half():
         return "oneDNN where they are large (MKL leaves AVX-512 unused on this processor), else MKL"
+    if products.packs_from() < math.inf:
+        return "MKL, and in sampling oneDNN by large weights"
     if torch.backends.mkl.is_available():
         return "MKL"
     return "the BLAS of this build of torch"
