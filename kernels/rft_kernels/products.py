@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +25,19 @@ _LARGE = 1 << 26  # multiplications; below, oneDNN does not win back the millise
 _LARGE_LAYER_ZEN4 = 1 << 26
 _LARGE_LAYER_ELSEWHERE = 1 << 22
 _ZEN4 = 25  # the family of AMD's processors with 256 bits a vector unit and AVX-512
-# The elements from which on a weight is worth packing, by the vectors of AMD's processors. Few rows do little
-# but read it, and MKL takes up to 6 times as long for that as oneDNN with a packed one on AVX-512, up to 4 on
-# AVX2. There a single row alone is slower by it, down to 0.4 of MKL's rate.
-_PACKS_FROM = {"AVX512": 1 << 16, "AVX2": 1 << 19}
+
+
+class Packing(NamedTuple):
+    """What oneDNN is to multiply in sampling, by a weight that it has packed once."""
+
+    elements: float  # of a weight, at least
+    rows: int  # of a product, at least
+
+
+# By the vectors of AMD's processors. Few rows do little but read the weight, and MKL takes up to 6 times as
+# long for that as oneDNN with a packed one on AVX-512, and up to 4 times on AVX2. There MKL is up to twice as
+# fast by one row.
+_PACKING = {"AVX512": Packing(1 << 16, rows=1), "AVX2": Packing(1 << 19, rows=2)}
 
 
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -91,9 +101,9 @@ def mkl_is_half() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def packs_from() -> float:
-    """The elements from which on a weight [N, K] is worth packing for sampling; inf where none is."""
-    return _PACKS_FROM.get(_vectors(), math.inf)
+def packing() -> Packing:
+    """What is worth packing on this processor; nothing has infinitely many elements."""
+    return _PACKING.get(_vectors(), Packing(math.inf, rows=1))
 
 
 @cache

@@ -76,7 +76,7 @@ def _packs(module: nn.Module, kind: str) -> int:
 
     if kind != "cpu":
         return 0
-    least = products.packs_from()
+    least = products.packing().elements
     # the engine's own layers are in full precision, whatever those of the trainer are
     packed = 0
     for layer in module.modules():

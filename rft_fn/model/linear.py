@@ -44,7 +44,7 @@ def set_fast(module: nn.Module, on: bool) -> None:
 
     old: type[nn.Module] = FastLinear
     new: type[nn.Module] = nn.Linear
-    if on and products.packs_from() < math.inf:  # also what gains in sampling alone
+    if on and products.packing().elements < math.inf:  # also what gains in sampling alone
         old, new = new, old
     for layer in module.modules():
         kind = type(layer)

@@ -27,7 +27,7 @@ def products_seen(monkeypatch):
     monkeypatch.setattr(products, "mkl_is_half", lambda: True)
     monkeypatch.setattr(products, "is_zen4", lambda: False)
     monkeypatch.setattr(products, "large_layer", lambda: 1)
-    monkeypatch.setattr(products, "packs_from", lambda: 1)
+    monkeypatch.setattr(products, "packing", lambda: products.Packing(1, 1))
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", record, raising=False)
     return seen
 
@@ -146,7 +146,7 @@ def test_what_is_small_or_of_another_kind_is_torchs(products_seen, monkeypatch):
     monkeypatch.setattr(products, "large_layer", lambda: 9 * 7 * 5 + 1)
     fast.linear(x, weight, bias)
     with monkeypatch.context() as patch:
-        patch.setattr(products, "packs_from", lambda: 7 * 5 + 1)
+        patch.setattr(products, "packing", lambda: products.Packing(7 * 5 + 1, 1))
         fast.Packed(weight).linear(x, bias)
     monkeypatch.setattr(products, "mkl_is_half", lambda: False)
     monkeypatch.setattr(products, "large_layer", lambda: 1)
@@ -202,6 +202,17 @@ def test_rows_by_a_packed_weight_have_the_same_bits_in_any_company(products_seen
     assert torch.equal(packed.linear(x[4], bias), want[4])
     assert packed.linear(x[:0], bias).shape == (0, 96)
     assert [seen[0] for seen in products_seen] == [9, 4, 4, 4, 4, 5, 6, 7, 8, 4]
+
+
+def test_fewer_rows_than_win_by_a_pack_are_torchs(products_seen, monkeypatch):
+    monkeypatch.setattr(products, "packing", lambda: products.Packing(1, rows=2))
+    monkeypatch.setattr(products, "mkl_is_half", lambda: False)
+    weight, x = torch.randn(96, 130), torch.randn(2, 130)
+    packed = fast.Packed(weight)
+    one = packed.linear(x[:1])
+    assert products_seen == [] and torch.equal(one, F.linear(x[:1], weight))
+    torch.testing.assert_close(packed.linear(x)[:1], one)
+    assert len(products_seen) == 1
 
 
 def test_torch_compile_traces_it_whole():

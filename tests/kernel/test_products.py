@@ -91,14 +91,14 @@ def test_a_factor_that_is_read_by_columns_is_torchs_on_a_zen4(onednn, monkeypatc
 @pytest.mark.parametrize(
     ("maker", "capability", "mkl", "onednn", "half", "packs"),
     [
-        ("AuthenticAMD", "AVX512", True, True, True, 1 << 16),
-        ("GenuineIntel", "AVX512", True, True, False, math.inf),
-        ("AuthenticAMD", "AVX2", True, True, False, 1 << 19),
-        ("GenuineIntel", "AVX2", True, True, False, math.inf),
-        ("AuthenticAMD", "DEFAULT", True, True, False, math.inf),
-        ("AuthenticAMD", "AVX512", False, True, False, math.inf),
-        ("AuthenticAMD", "AVX512", True, False, False, math.inf),
-        (None, "AVX512", True, True, False, math.inf),
+        ("AuthenticAMD", "AVX512", True, True, True, (1 << 16, 1)),
+        ("GenuineIntel", "AVX512", True, True, False, (math.inf, 1)),
+        ("AuthenticAMD", "AVX2", True, True, False, (1 << 19, 2)),
+        ("GenuineIntel", "AVX2", True, True, False, (math.inf, 1)),
+        ("AuthenticAMD", "DEFAULT", True, True, False, (math.inf, 1)),
+        ("AuthenticAMD", "AVX512", False, True, False, (math.inf, 1)),
+        ("AuthenticAMD", "AVX512", True, False, False, (math.inf, 1)),
+        (None, "AVX512", True, True, False, (math.inf, 1)),
     ],
 )
 def test_where_mkl_leaves_half_of_the_vector_alone_and_where_packs_win(
@@ -110,7 +110,7 @@ def test_where_mkl_leaves_half_of_the_vector_alone_and_where_packs_win(
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
     assert products.mkl_is_half() is half
-    assert products.packs_from() == packs
+    assert products.packing() == packs
 
 
 def test_the_maker_and_the_family_of_the_processor(monkeypatch, tmp_path):

@@ -305,19 +305,19 @@ def test_the_cache_of_the_engine_is_bounded_by_the_window():
 
 
 def test_packs_of_the_engine_are_a_second_copy_of_its_linear_weights(monkeypatch):
-    lm, packs_from = tiny.llama(), products.packs_from
+    lm, packing = tiny.llama(), products.packing
     weights = [m.weight.numel() for m in lm.modules() if isinstance(m, torch.nn.Linear)]
 
     def size(**config):
         return estimate(StrategyConfig(**config), (lm, None), budget=8, kind="cpu", length=8).engine
 
-    monkeypatch.setattr(products, "packs_from", lambda: 1)
+    monkeypatch.setattr(products, "packing", lambda: products.Packing(1, 1))
     more = size() - size(fast_linear=False)
     assert more == 4 * sum(weights)
     assert size(engine_type="vllm") == size(fast_linear=False)
-    monkeypatch.setattr(products, "packs_from", lambda: max(weights))
+    monkeypatch.setattr(products, "packing", lambda: products.Packing(max(weights), 1))
     more = size() - size(fast_linear=False)
     assert more == 4 * sum(n for n in weights if n == max(weights)) < 4 * sum(weights)
     monkeypatch.setattr(products, "_vectors", lambda: "")
-    monkeypatch.setattr(products, "packs_from", packs_from)
+    monkeypatch.setattr(products, "packing", packing)
     assert size() == size(fast_linear=False)

@@ -31,7 +31,7 @@ def forced():
         patch.setattr(products, "mkl_is_half", lambda: True)
         patch.setattr(products, "is_zen4", lambda: False)
         patch.setattr(products, "large_layer", lambda: 1)
-        patch.setattr(products, "packs_from", lambda: 1)
+        patch.setattr(products, "packing", lambda: products.Packing(1, 1))
         patch.setattr(
             torch.ops.mkldnn, "_linear_pointwise", lambda *x: seen.append(1) or by_onednn(*x), raising=False
         )
@@ -105,7 +105,7 @@ def test_the_option_chooses_and_is_read_again_at_each_binding(seen):
 
 
 def test_nothing_changes_where_the_processor_would_not_gain(monkeypatch):
-    monkeypatch.setattr(products, "packs_from", lambda: math.inf)
+    monkeypatch.setattr(products, "packing", lambda: products.Packing(math.inf, 1))
     lm = tiny.llama()
     model.bind(lm)
     assert fast_layers(lm) == 0

@@ -70,9 +70,30 @@ MUTANTS = [
     (
         "a small weight is packed too",
         KERNEL,
-        "self.weight.numel() >= products.packs_from() and",
+        "self.weight.numel() >= self.wins.elements and",
         "",
         K + "what_is_small_or_of_another_kind_is_torchs",
+    ),
+    (
+        "a processor without AVX-512 packs nothing",
+        "kernels/rft_kernels/products.py",
+        ', "AVX2": Packing(1 << 19, rows=2)}',
+        "}",
+        "tests/kernel/test_products.py::test_where_mkl_leaves_half_of_the_vector_alone_and_where_packs_win",
+    ),
+    (
+        "a trainer multiplies by oneDNN wherever a sampler's packs win",
+        KERNEL,
+        "_has_both(x, weight) and products.mkl_is_half() and _pays",
+        "_has_both(x, weight) and _pays",
+        K + "what_is_small_or_of_another_kind_is_torchs",
+    ),
+    (
+        "a single row is packed where MKL is faster",
+        KERNEL,
+        "count < self.wins.rows or",
+        "count < 1 or",
+        K + "fewer_rows_than_win_by_a_pack_are_torchs",
     ),
     (
         "packs outlive their rollout, and with it the weights that they were made of",
@@ -92,8 +113,8 @@ MUTANTS = [
     (
         "an option that is off leaves the layers as an earlier binding made them",
         LAYER,
-        "    if on and products.packs_from() < math.inf:",
-        "    if not on:\n        return\n    if products.packs_from() < math.inf:",
+        "    if on and products.packing().elements < math.inf:",
+        "    if not on:\n        return\n    if products.packing().elements < math.inf:",
         M + "the_option_chooses_and_is_read_again_at_each_binding",
     ),
     (
@@ -115,6 +136,13 @@ MUTANTS = [
         "rft_fn/memory/engines.py",
         "    return weights_of(module, kind) + packs + cache",
         "    return weights_of(module, kind) + cache",
+        "tests/memory/test_memory.py::test_packs_of_the_engine_are_a_second_copy_of_its_linear_weights",
+    ),
+    (
+        "the forecast of memory counts packs of weights that are too small for one",
+        "rft_fn/memory/engines.py",
+        "        if quantize.count(weight) >= least:\n",
+        "        if quantize.count(weight) >= 0:\n",
         "tests/memory/test_memory.py::test_packs_of_the_engine_are_a_second_copy_of_its_linear_weights",
     ),
     (

@@ -61,7 +61,8 @@ def hf(
     """An Engine over a transformers model that it owns: `load` copies weights into it.
 
     `batch` is rows at a time. While it sleeps, its weights are in host memory; `sleep=False` disables that.
-    Adapters are merged into the model first. With `fast_linear` its linear layers are as in training.
+    Adapters are merged into the model first. With `fast_linear` its linear layers are as in training, and
+    large weights are packed for oneDNN, where that is faster, while it samples.
 
     Prompts are sorted by length, so that a batch holds little padding, or none where the model's cache does
     not allow it (found by a few random tokens before the first sample). Rows that ended leave the batch at

@@ -43,7 +43,7 @@ def _products() -> str:
 
     if products.mkl_is_half():
         return "oneDNN where they are large (MKL leaves AVX-512 unused on this processor), else MKL"
-    if products.packs_from() < math.inf:
+    if products.packing().elements < math.inf:
         return "MKL, and in sampling oneDNN by large weights"
     if torch.backends.mkl.is_available():
         return "MKL"
