@@ -253,7 +253,9 @@ def test_a_text_ends_a_response_at_the_token_that_completes_it(texts):
         assert truncated == (size is None and a[-1] not in ids)
         stopped += size is not None
     assert stopped > 3
-    assert (trainer_logp(cut, rft.Sampling()) - cut.logp).abs().max() < 1e-5
+    # of float64: after 40 tokens the rounding of two sides in float32 adds up to 1e-5 on some processors
+    exact = trainer_logp(cut, rft.Sampling(), tiny.llama(dtype=torch.float64))
+    assert (exact - cut.logp).abs().max() < 2e-5
 
 
 def test_a_text_is_found_across_tokens_without_text_of_their_own():
