@@ -417,7 +417,7 @@ def test_other_implementations_stay_as_they_are():
     lm = small("Llama", attn_implementation="eager")
     seen = seen_masks(lm)
     with pytest.warns(UserWarning, match="LlamaModel take a \\[T, T\\] mask: its attention is 'eager'"):
-        agree(lm, rows([4, 5, 2]), 1e-6)
+        agree(lm, rows([4, 5, 2]), 1e-5)  # transformers' own softmax is in float32
     assert lm.config._attn_implementation == "eager"
     assert (11, 11) in [tuple(mask.shape[-2:]) for mask in seen]
 

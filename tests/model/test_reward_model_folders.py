@@ -195,7 +195,7 @@ def test_a_saved_model_with_adapters_is_a_plain_one(pool, tmp_path):
     rm.score.weight.data.normal_()
     again = model.load_reward(saved(tmp_path / "rm", rm))
     assert not any("lora" in n or "base_layer" in n for n, _ in again.named_parameters())
-    torch.testing.assert_close(ours(again), ours(rm), rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours(again), ours(rm), rtol=1e-5, atol=1e-5)  # merged weights are rounded
     assert (pool == "last") == (tmp_path / "rm/model.safetensors").read_bytes().__contains__(b"score.weight")
 
 
