@@ -35,8 +35,8 @@ class Packing(NamedTuple):
 
 
 # By the vectors of AMD's processors. Few rows do little but read the weight, and MKL takes up to 6 times as
-# long for that as oneDNN with a packed one on AVX-512, and up to 4 times on AVX2. There MKL is up to twice as
-# fast by one row.
+# long for that as oneDNN with a packed one on AVX-512, and up to 4 times on AVX2. There MKL is up to 2.5
+# times as fast by one row.
 _PACKING = {"AVX512": Packing(1 << 16, rows=1), "AVX2": Packing(1 << 19, rows=2)}
 
 
@@ -100,7 +100,6 @@ def mkl_is_half() -> bool:
     return _vectors() == "AVX512"
 
 
-@torch.compiler.assume_constant_result
 def packing() -> Packing:
     """What is worth packing on this processor; nothing has infinitely many elements."""
     return _PACKING.get(_vectors(), Packing(math.inf, rows=1))
