@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ref_kernels as ref
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -56,12 +56,15 @@ def definition(h, w, y, g, **options):
     return [*values, *(grads if options.get("bias") is not None else grads[:2])]
 
 
-def assert_close(got, want, tolerance):
-    """Values: absolute error. Gradients: Frobenius error over norm."""
+CAP = 0.01  # `least` under a cap of logits: where it is reached, 1 - tanh² is the difference of two ones
+
+
+def assert_close(got, want, tolerance, least=1e-30):
+    """Values: absolute error. Gradients: Frobenius error over norm, and over `least` where that is larger."""
     for x, r in zip(got[:3], want[:3], strict=True):
         np.testing.assert_allclose(x.double().numpy(), r, rtol=tolerance, atol=tolerance)
     for x, r in zip(got[3:], want[3:], strict=True):
-        assert np.linalg.norm(x.double().numpy() - r) <= tolerance * (np.linalg.norm(r) + 1e-30)
+        assert np.linalg.norm(x.double().numpy() - r) <= tolerance * max(np.linalg.norm(r), least)
 
 
 def assert_same(a, b):
@@ -103,13 +106,14 @@ def test_values_and_gradients_float64(shape, workspace_mb):
     with_bias=st.booleans(),
     softcap=st.sampled_from([None, 2.0]),
 )
+@example(T=1, D=3, V=1, seed=8470, sharpness=20.0, temperature=0.3, with_bias=False, softcap=2.0)
 def test_definition(engine, T, D, V, seed, sharpness, temperature, with_bias, softcap):
     h, w, y, g = problem(T, D, V, dtype=torch.float64, seed=seed, sharpness=sharpness)
     options = {"temperature": temperature or torch.linspace(0.4, 3, T), "softcap": softcap}
     if with_bias:
         options["bias"] = torch.linspace(-2, 1, V, dtype=torch.float64)
     got = run(h, w, y, g, engine=engine, workspace_mb=TINY, **options)
-    assert_close(got, definition(h, w, y, g, **options), 1e-10)
+    assert_close(got, definition(h, w, y, g, **options), 1e-10, least=CAP)
 
 
 @settings(deadline=None, max_examples=20)
