@@ -3,6 +3,7 @@
 Both are timed in the same run, in turn, so that a busy machine slows both. OMP_NUM_THREADS=1 for one core.
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -77,4 +78,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # for --help
     main()

@@ -3,6 +3,7 @@
 python tests/bench/ideas.py
 """
 
+import argparse
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -167,4 +168,5 @@ def main():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # for --help
     main()

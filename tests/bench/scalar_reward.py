@@ -5,6 +5,7 @@ SmolLM2-135M whose weights are random. Seconds grow with the tokens, so the larg
 Writes docs/results/scalar_reward.json.
 """
 
+import argparse
 import json
 import platform
 import statistics
@@ -59,4 +60,5 @@ def main():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # for --help
     main()
