@@ -103,8 +103,8 @@ def forked_children(monkeypatch):
 
 
 @pytest.fixture(scope="module", name="plain_runs")
-def leave_out_pictures():
-    """Scripts of a module that has `usefixtures("plain_runs")` draw no curves and forecast no memory."""
+def leave_out_parts():
+    """`usefixtures("plain_runs")`: scripts of a module draw no curves, forecast no memory, have no canary."""
     with pytest.MonkeyPatch.context() as patch:
         yield plain_runs.leave_out(patch.setattr)
 

@@ -77,7 +77,7 @@ LATE = ("PYTHONPATH", "PYTHONFAULTHANDLER", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 WHOLE = {"RFT_FN_TEST_WHOLE_EXIT": "1"}  # for tests of what happens while an interpreter ends
 PIDS = "RFT_FN_TEST_PIDS"  # a folder where the ranks of torchrun write their ids: forks are nobody's children
 CHILDREN = {"RFT_FN_TEST_FORK_CHILDREN": "1"}  # for scripts that start themselves again
-PLAIN = {"RFT_FN_TEST_PLAIN": "1"}  # for scripts whose pictures and forecasts no test looks at
+PLAIN = {"RFT_FN_TEST_PLAIN": "1"}  # for scripts whose pictures, forecasts and canaries no test looks at
 
 
 def early(env):

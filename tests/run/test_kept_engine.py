@@ -62,15 +62,17 @@ def run(name, folder, **options):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    return run("grpo", tmp_path_factory.mktemp("runs") / "run")
+    return run("grpo", tmp_path_factory.mktemp("runs") / "run", canary=False)
 
 
-def test_a_run_without_a_canary_has_the_same_rows(undisturbed, tmp_path, capsys):
+@pytest.mark.usefixtures("whole_run")
+def test_a_run_with_a_canary_has_the_same_rows(undisturbed, tmp_path, capsys):
     """The canary changes the engine's weights for a moment and nothing else."""
-    assert run("grpo", tmp_path / "run", canary=False) == undisturbed
-    assert "canary: " not in capsys.readouterr().out
+    assert run("grpo", tmp_path / "run") == undisturbed
+    assert "canary: engine and trainer differ" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("whole_run")
 @pytest.mark.parametrize(
     ("name", "at", "canaries"),
     [("generate", {3}, 2), ("generate", {6, 8}, 2), ("load", {1}, 1), ("load", {4}, 2)],
@@ -88,6 +90,7 @@ def test_a_run_whose_engine_dies_has_the_same_rows(
     assert out.count("canary: engine and trainer differ") == canaries
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_an_engine_that_stays_dead_ends_the_run_saved_and_the_same_command_continues(
     undisturbed, tmp_path, monkeypatch
 ):

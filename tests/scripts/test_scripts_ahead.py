@@ -83,6 +83,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(straight, tmp_path, number, 
     same_files(straight(ahead), tmp_path / "straight")
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_a_killed_engine_is_built_again_and_the_run_is_the_same(straight, tmp_path, monkeypatch, capsys):
     """Its process is killed twice in mid-rollout: keys name the draw, so the tokens are the same."""
     ahead = 1
@@ -105,6 +106,7 @@ def test_a_killed_engine_is_built_again_and_the_run_is_the_same(straight, tmp_pa
     assert "canary: engine and trainer differ" in err  # of an engine that was built again
 
 
+@pytest.mark.usefixtures("whole_run")
 def test_without_an_engine_left_the_step_is_saved_and_the_same_command_continues(
     straight, tmp_path, monkeypatch
 ):
