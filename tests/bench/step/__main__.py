@@ -137,12 +137,13 @@ def main(cfg: Config) -> None:
         for i in range(before, before + cfg.rounds):
             # the order of sides alternates, so that none is always the one after another
             order = cfg.sides[:: 1 - 2 * (i % 2)]
-            rows = {side: turn(side, case) for side in order}
+            rows = {}
+            for side in order:
+                rows[side] = turn(side, case)
+                print(f"{lengths} {i + 1}/{before + cfg.rounds} {report.line(side, rows[side])}", flush=True)
             same_tokens(rows)
             found["turns"] += [{"lengths": lengths, "round": i, "side": side} | x for side, x in rows.items()]
             (out / "step.json").write_text(json.dumps(found, indent=1) + "\n")
-            for side, x in rows.items():
-                print(f"{lengths} {i + 1}/{before + cfg.rounds} {report.line(side, x)}", flush=True)
 
     for lengths in dict.fromkeys(x["lengths"] for x in found["turns"]):
         print("\n" + report.table(found, lengths))

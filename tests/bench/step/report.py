@@ -39,6 +39,8 @@ def made(device: str) -> dict[str, Any]:
             continue
     found = {"date": str(date.today()), "processor": _processor_name(), "cores": os.cpu_count()}
     found |= {"threads": torch.get_num_threads(), "system": platform.platform(), "versions": known}
+    if device == "cpu":
+        found["vectors"] = torch.backends.cpu.get_cpu_capability()  # Zen 3 and Zen 4 are of one family
     if device == "cuda":
         found["gpu"] = torch.cuda.get_device_name()
     return found
