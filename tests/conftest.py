@@ -1,6 +1,8 @@
 """What every test stands on: hypothesis without deadlines, the same examples in every
 CI run, one thread a worker."""
 
+import atexit
+import gc
 import os
 import subprocess
 import threading
@@ -65,6 +67,12 @@ def pytest_collection_modifyitems(items):
     order = {name: number for number, name in enumerate(LONGEST)}
     named = lambda item: "/".join(item.path.with_suffix("").parts[-2:])  # noqa: E731
     items.sort(key=lambda item: order.get(named(item), len(order)))
+
+
+def pytest_collection_finish():
+    """No search for garbage goes through what is there before the first test: libraries, and all tests."""
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # nanobind reports what is not collected at the end
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:
