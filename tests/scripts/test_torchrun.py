@@ -19,11 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--prompts", "8", "--group", "4", "--eval-every", "100", "--eval-prompts", "8"]
 
 
-def environment(tmp_path):
+def environment(whole=False):
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     more = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return own | more | forks.PLAIN
+    if not whole:
+        more |= forks.PLAIN
+    return own | more
 
 
 def command(world, *args, restarts=0):
@@ -34,10 +36,10 @@ def command(world, *args, restarts=0):
     return [*torchrun, "--max-restarts", str(restarts), "--master-port", str(free_port()), *script]
 
 
-def run(world, tmp_path, *args, **options):
+def run(world, *args, whole=False):
     done = forks.run(
-        command(world, *args, **options),
-        env=environment(tmp_path),
+        command(world, *args),
+        env=environment(whole),
         capture_output=True,
         text=True,
         timeout=800,
@@ -59,14 +61,15 @@ def weights(folder):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone") / "run"
-    run(1, folder, "--steps", 10, "--out", folder)
+    run(1, "--steps", 10, "--out", folder)
     return rows(folder)
 
 
 @pytest.mark.parametrize("options", [[], ["--strategy.sp-size", "2"]], ids=["fsdp2", "sp"])
 def test_two_processes_log_what_one_logs(tmp_path, alone, options):
-    """The same samples at every step: rewards are equal, and the rest to rounding."""
-    run(2, tmp_path, "--steps", 10, "--out", tmp_path / "run", *options)
+    """The same samples at every step, rewards equal, the rest to rounding. Both check their engine."""
+    done = run(2, "--steps", 10, "--out", tmp_path / "run", *options, whole=True)
+    assert "canary: engine and trainer differ" in done.stdout
     both = rows(tmp_path / "run")
     assert [r["reward/mean"] for r in both] == [r["reward/mean"] for r in alone] and len(both) == 10
     assert [r["eval/mean"] for r in both if "eval/mean" in r] == [
@@ -95,7 +98,7 @@ def test_a_reward_file_and_chat_data_of_trl_as_they_are(tmp_path, chat_data):
     rewards = [f"{file}:sorted_digits_reward", f"{file}:token_length_reward=0.125"]
     args = ["--data", chat_data, "--messages", "prompt", "--reward", *rewards, "--steps", 3]
     for world in (1, 2):
-        run(world, tmp_path, *args, "--out", tmp_path / str(world))
+        run(world, *args, "--out", tmp_path / str(world))
     one, two = rows(tmp_path / "1"), rows(tmp_path / "2")
     names = ("reward/mean", "reward/sorted_digits_reward", "reward/token_length_reward")
     for name in names:
@@ -114,12 +117,12 @@ def test_a_reward_file_and_chat_data_of_trl_as_they_are(tmp_path, chat_data):
 def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path):
     """Rank 1 is killed in the middle; the restarted run ends with the metrics and weights of a whole one."""
     args = ("--steps", 14, "--save-every", 3)
-    run(2, tmp_path, *args, "--out", tmp_path / "whole")
+    run(2, *args, "--out", tmp_path / "whole")
     pids = tmp_path / "pids"
     pids.mkdir()
     process = forks.Popen(
         command(2, *args, "--out", tmp_path / "run", restarts=1),
-        env=environment(tmp_path) | {forks.PIDS: str(pids)},
+        env=environment() | {forks.PIDS: str(pids)},
         stdout=(tmp_path / "log").open("w"),
         stderr=subprocess.STDOUT,
     )
@@ -141,7 +144,7 @@ def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path):
 
 def test_a_first_start_leaves_a_whole_model_in_the_cache(tmp_path):
     """Both processes find the cache empty; one of them builds, and a later process can load what it left."""
-    env = environment(tmp_path) | {"RFT_FN_CACHE": str(tmp_path / "cache")}
+    env = environment() | {"RFT_FN_CACHE": str(tmp_path / "cache")}
     args = command(2, "--steps", 1, "--out", tmp_path / "run")
     done = forks.run(args, env=env, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -152,9 +155,7 @@ def test_a_first_start_leaves_a_whole_model_in_the_cache(tmp_path):
 
 def test_a_mistake_is_one_line_from_rank_0(tmp_path):
     options = ["--out", tmp_path / "run", "--strategy.sp-size", 3]
-    done = forks.run(
-        command(2, *options), env=environment(tmp_path), capture_output=True, text=True, timeout=600
-    )
+    done = forks.run(command(2, *options), env=environment(), capture_output=True, text=True, timeout=600)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert done.returncode != 0 and lines == ["error: sp_size: expected a divisor of the 2 processes, got 3"]
     assert not (tmp_path / "run").exists()
@@ -163,10 +164,10 @@ def test_a_mistake_is_one_line_from_rank_0(tmp_path):
 def test_a_signal_to_torchrun_stops_all_ranks_after_one_step(tmp_path):
     """The step at which they stop is the same, its checkpoint is whole, and the run ends as a whole one."""
     args = ("--steps", 12, "--save-every", 100)
-    run(2, tmp_path, *args, "--out", tmp_path / "whole")
+    run(2, *args, "--out", tmp_path / "whole")
     process = forks.Popen(
         command(2, *args, "--out", tmp_path / "run"),
-        env=environment(tmp_path),
+        env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=(tmp_path / "log").open("w"),
     )
@@ -183,7 +184,7 @@ def test_a_signal_to_torchrun_stops_all_ranks_after_one_step(tmp_path):
     text = (tmp_path / "log").read_text()
     assert f"stopped by SIGTERM after step {done}" in text and 3 <= done < 12, text
     assert [p.name for p in (tmp_path / "run/checkpoints").iterdir()] == [f"step_{done:08d}"]
-    run(2, tmp_path, *args, "--out", tmp_path / "run")
+    run(2, *args, "--out", tmp_path / "run")
     assert (tmp_path / "run/metrics.jsonl").read_text() == (tmp_path / "whole/metrics.jsonl").read_text()
 
 
@@ -196,7 +197,7 @@ def test_a_folder_in_use_is_one_line_on_every_rank(tmp_path):
     try:
         done = forks.run(
             command(2, "--out", folder),
-            env=environment(tmp_path),
+            env=environment(),
             capture_output=True,
             text=True,
             timeout=600,
