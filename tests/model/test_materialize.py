@@ -104,7 +104,7 @@ def names_in(folder):
     return {name for file in folder.glob("*.safetensors") for name in load_file(file)}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_memory_first_a_model_is_what_transformers_loads(folders, tmp_path, kind, dtype):
     """Every parameter and buffer, and its type, is the same, also when it is saved.

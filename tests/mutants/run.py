@@ -106,6 +106,8 @@ def passes(folder: Path, *tests: str) -> tuple[bool, str]:
     said = done.stdout[-600:] + done.stderr[-400:]
     if done.returncode not in (0, 1):  # 2 interrupted, 3 internal, 4 usage, 5 no such test
         raise ValueError(f"{' '.join(tests)}: pytest ended with {done.returncode}: {said}")
+    if done.returncode == 0 and " passed" not in said:
+        raise ValueError(f"{' '.join(tests)}: all skipped; make mutants installs what they need: {said}")
     return done.returncode == 0, said
 
 

@@ -31,7 +31,7 @@ MUTANTS = [
         MATERIALIZE,
         "    _keep_wide(made, dtype)\n",
         "",
-        f"{LOADED}[DeepseekV3-dtype1]",
+        f"{LOADED}[GptOss-dtype2]",
     ),
     (
         "a persistent buffer may be missing",
