@@ -22,7 +22,7 @@ def only_sent(st, state, engine, *_, version, **__):
 def leave_out(put=setattr):
     """Scripts draw no curves, forecast no memory and have no canary from now on.
 
-    (owner, name, function) of each part, to be put back.
+    Gives (owner, name, function) of each part, to put it back.
     """
     instead = {f"run.{path}": nothing for path in SILENT} | {"sync.canary": only_sent}
     parts = []

@@ -41,13 +41,13 @@ class Packed:
     def __init__(self, weight: Tensor):
         self.weight = weight.detach()
         self.packed: Tensor | None = None
-        self.worth = products.packing()
-        self.pays = self.weight.numel() >= self.worth.elements and _dense(self.weight)
+        self.least = products.packing()
+        self.pays = self.weight.numel() >= self.least.elements and _dense(self.weight)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`linear` of the weight, bit for bit where both are oneDNN's."""
         count = x.numel() // max(x.shape[-1], 1)
-        if count < self.worth.rows or not (self.pays and _has_both(x, self.weight)):
+        if count < self.least.rows or not (self.pays and _has_both(x, self.weight)):
             return linear(x, self.weight, bias)
         if self.packed is None:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR)

@@ -69,7 +69,7 @@ def skeleton(config: Any, factory: Any, **options: Any) -> Any:
 
 
 def _keep_wide(module: Any, dtype: torch.dtype) -> None:
-    """Keep in float32 whatever transformers loads so: in float16 the norms of some models."""
+    """Keep in float32 what transformers loads in float32: the norms of some models in float16."""
     plan = [re.compile(x.replace("*", ".*")) for x in module._get_dtype_plan(dtype)]
     for name, x in module.state_dict(keep_vars=True).items():
         if any(pattern.search(name) for pattern in plan):

@@ -70,7 +70,7 @@ MUTANTS = [
     (
         "a small weight is packed too",
         KERNEL,
-        "self.weight.numel() >= self.worth.elements and",
+        "self.weight.numel() >= self.least.elements and",
         "",
         K + "what_is_small_or_of_another_kind_is_torchs",
     ),
@@ -91,7 +91,7 @@ MUTANTS = [
     (
         "a single row is packed where MKL is faster",
         KERNEL,
-        "count < self.worth.rows or",
+        "count < self.least.rows or",
         "count < 1 or",
         K + "fewer_rows_than_win_by_a_pack_are_torchs",
     ),

@@ -67,7 +67,7 @@ def alone(tmp_path_factory):
 
 @pytest.mark.parametrize("options", [[], ["--strategy.sp-size", "2"]], ids=["fsdp2", "sp"])
 def test_two_processes_log_what_one_logs(tmp_path, alone, options):
-    """The same samples at every step, rewards equal, the rest to rounding. Both check their engine."""
+    """Rewards are equal at every step, the rest to rounding, and the engines pass their canary."""
     done = run(2, "--steps", 10, "--out", tmp_path / "run", *options, whole=True)
     assert "canary: engine and trainer differ" in done.stdout
     both = rows(tmp_path / "run")
