@@ -3,8 +3,9 @@
 A model of the shape of SmolLM2-135M with random weights (or `--model`) samples in turns with the cache of
 transformers, with buffers, and with prompts that their samples share. In the same turn its linear layers run
 alone, by the library that the engine uses, on inputs of the same shapes. One thread unless `--threads` says
-more; processor seconds, which other programs change little. Prints each side's seconds and its ratio to the
-products, with the least and the largest of all turns.
+more; seconds of the processor, which other programs change little, or with `--wall` those on the wall, which
+several threads need. Prints each side's seconds and its ratio to the products, with the least and the largest
+of all turns.
 `--long-tail` ends every second row after a quarter of the tokens, with two batches of prompts. `--profile`
 prints the largest operators, and `--write FILE` adds the figures to a file of results.
 """
@@ -32,13 +33,13 @@ from rft_fn.types import Sampling
 SAMPLES = 8  # of each prompt
 
 
-def shaped(layers):
+def shaped(layers, vocab):
     """A model of the shape of SmolLM2-135M, with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=49152,
+        vocab_size=vocab,
         hidden_size=576,
         intermediate_size=1536,
         num_hidden_layers=layers,
@@ -50,11 +51,11 @@ def shaped(layers):
     return LlamaForCausalLM(config)
 
 
-def seconds(f, *args):
-    """The processor's seconds of one call."""
-    start = time.process_time()
+def seconds(clock, f, *args):
+    """The seconds of one call by a clock."""
+    start = clock()
     f(*args)
-    return time.process_time() - start
+    return clock() - start
 
 
 class Products:
@@ -99,7 +100,7 @@ def write(file, given, found):
     if file.exists():
         results = json.loads(file.read_text())
     results |= {
-        "about": "processor seconds, and ratios to the matrix products: median, least, largest",
+        "about": "seconds, and ratios to the matrix products: median, least, largest",
         "date": datetime.date.today().isoformat(),
         "hardware": processor(),
         "torch": torch.__version__,
@@ -115,6 +116,7 @@ def options():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a name or a folder instead of random weights")
     parser.add_argument("--layers", type=int, default=30, help="of the model with random weights")
+    parser.add_argument("--vocab", type=int, default=49152, help="of the model with random weights")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=92, help="tokens of the longest prompt")
@@ -122,6 +124,7 @@ def options():
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--long-tail", action="store_true")
     parser.add_argument("--runs", type=int, default=3, help="turns of each side")
+    parser.add_argument("--wall", action="store_true", help="seconds on the wall")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--write", type=Path, help="a file of results")
     return parser.parse_args()
@@ -130,13 +133,15 @@ def options():
 def main():
     given = options()
     torch.set_num_threads(given.threads)
+    clock = time.perf_counter if given.wall else time.process_time
     keep_freed()  # as from the first gradient of a training run on
-    lm = (models.load(given.model) if given.model else shaped(given.layers)).eval()
+    lm = (models.load(given.model) if given.model else shaped(given.layers, given.vocab)).eval()
     set_fast(lm, True)
 
     # prompts of different lengths, and limits of the rows
     count = given.batch // SAMPLES * (2 if given.long_tail else 1)
-    prompts = [torch.randint(3, 1000, (given.prompt - 5 * (i % 8),)).tolist() for i in range(count)]
+    words = min(lm.config.vocab_size, 1000)
+    prompts = [torch.randint(3, words, (given.prompt - 5 * (i % 8),)).tolist() for i in range(count)]
     limits = [given.tokens] * (count * SAMPLES)
     if given.long_tail:
         limits[::2] = [max(given.tokens // 4, 1)] * len(limits[::2])
@@ -158,7 +163,7 @@ def main():
     @torch.no_grad()
     def multiply(name):
         with packed(lm):
-            return seconds(products[name].run)  # packing once is no product
+            return seconds(clock, products[name].run)  # packs each weight once, as sampling does
 
     # the products of each side, which differ where prompts join
     products = {}
@@ -170,7 +175,7 @@ def main():
     turns = {name: [] for name in ways}
     for _ in range(given.runs):
         for name, batching in ways.items():
-            turns[name].append((seconds(sample, batching), multiply(name)))
+            turns[name].append((seconds(clock, sample, batching), multiply(name)))
     found = {}
     for name, pairs in turns.items():
         whole, alone = zip(*pairs)
