@@ -140,7 +140,7 @@ def main():
 
     # prompts of different lengths, and limits of the rows
     count = given.batch // SAMPLES * (2 if given.long_tail else 1)
-    words = min(lm.config.vocab_size, 1000)
+    words = min(lm.config.get_text_config().vocab_size, 1000)
     prompts = [torch.randint(3, words, (given.prompt - 5 * (i % 8),)).tolist() for i in range(count)]
     limits = [given.tokens] * (count * SAMPLES)
     if given.long_tail:
