@@ -1,6 +1,7 @@
 """Golden numbers: losses, gradients and advantages of other systems against our calls, and the table of which
 equals which."""
 
+import itertools
 import json
 import re
 
@@ -18,39 +19,60 @@ ENTRIES, SCALED = compare.GOLDEN["entries"], compare.SCALED["entries"]
 OTHER_ROWS = [row for rows in OTHERS.values() for row in rows]
 AT_SCALES = [row for row in [*ROWS.values(), *OTHER_ROWS] if row.key in SCALED]
 STOPPED = [0.0, 0.24, 0.44]  # in docs/algorithms.md
-at_each_scale = pytest.mark.parametrize("scale", batch.SCALES)
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_our_call_gives_their_number(row):
+def part(row):
+    """The part of another system that a row's key begins with: "grpo", "verl" ..."""
+    return row.key.split("/")[0]
+
+
+def by_part(rows):
+    """One case for each part, with the list of its rows."""
+    parts = {}
+    for row in rows:
+        parts.setdefault(part(row), []).append(row)
+    return pytest.mark.parametrize("rows", parts.values(), ids=parts)
+
+
+@by_part(ROWS.values())
+def test_our_call_gives_their_number(rows):
     """The value, and the gradient of every leaf: log-probs, entropies, values, scores, logits."""
-    (theirs, their_grads), (ours, our_grads) = compare.recorded(row), compare.evaluate(row, row.ours)
-    if row.value:
-        torch.testing.assert_close(ours, theirs, rtol=row.tol, atol=row.tol * theirs.abs().max().item())
-    for name, grad in their_grads.items():
-        assert grad.norm() > 0
-        torch.testing.assert_close(our_grads[name], grad, rtol=0, atol=row.tol * grad.abs().max().item())
+    for row in rows:
+        (theirs, their_grads), (ours, our_grads) = compare.recorded(row), compare.evaluate(row, row.ours)
+        if row.value:
+            close(ours, theirs, row.tol, row.key, relative=row.tol)
+        for name, grad in their_grads.items():
+            assert grad.norm() > 0, row.key
+            close(our_grads[name], grad, row.tol, f"{row.key}, {name}")
 
 
-@pytest.mark.parametrize("row", [r for r in ROWS.values() if r.paper], ids=lambda r: r.key)
-def test_where_they_differ_they_differ(row):
+def close(ours, theirs, tol, title, relative=0.0):
+    """Raise where two vectors differ by more than `tol` times the largest entry of theirs."""
+    bound = tol * theirs.abs().max().item()
+    torch.testing.assert_close(ours, theirs, rtol=relative, atol=bound, msg=lambda said: f"{title}: {said}")
+
+
+def test_where_they_differ_they_differ():
     """A row that names the paper's call as another one is not the same in disguise, and says in words why."""
-    assert compare.against(row, row.paper).error > 1e-5 and row.differs
+    rows = [row for row in ROWS.values() if row.paper]
+    assert rows
+    offenders = [r.key for r in rows if compare.against(r, r.paper).error <= 1e-5 or not r.differs]
+    assert not offenders, offenders
 
 
-@at_each_scale
-@pytest.mark.parametrize("row", AT_SCALES, ids=lambda r: r.key)
-def test_our_call_gives_their_gradient_at_every_scale(row, scale):
+@by_part(AT_SCALES)
+def test_our_call_gives_their_gradient_at_every_scale(rows):
     """With tool tokens in the middle of responses and a response without any token of the policy."""
-    theirs, ours = compare.at_scale(row, row.ours, scale)
-    assert theirs.norm() > 0
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=row.tol * theirs.abs().max().item())
+    for row, scale in itertools.product(rows, batch.SCALES):
+        theirs, ours = compare.at_scale(row, row.ours, scale)
+        assert theirs.norm() > 0, row.key
+        close(ours, theirs, row.tol, f"{row.key} at scale {scale}")
 
 
-@pytest.mark.parametrize("row", [r for r in OTHER_ROWS if r.paper], ids=lambda r: r.key)
-def test_where_other_systems_differ_they_differ(row):
-    errors = [compare.relation(*compare.at_scale(row, row.paper, scale)).error for scale in batch.SCALES]
-    assert max(errors) > 1e-2 and row.differs
+def test_where_other_systems_differ_they_differ():
+    for row in (row for row in OTHER_ROWS if row.paper):
+        errors = [compare.relation(*compare.at_scale(row, row.paper, scale)).error for scale in batch.SCALES]
+        assert max(errors) > 1e-2 and row.differs, row.key
 
 
 def test_verl_clips_twice_and_small_ratios_do_not_show_it():
@@ -62,13 +84,15 @@ def test_verl_clips_twice_and_small_ratios_do_not_show_it():
         assert max(small.error, middle.error) <= row.tol and large.error > 0.5
 
 
-@pytest.mark.parametrize("row", AT_SCALES, ids=lambda r: r.key)
-def test_a_response_without_tokens_counts_where_the_table_says_so(row):
+@by_part(AT_SCALES)
+def test_a_response_without_tokens_counts_where_the_table_says_so(rows):
     """A dagger is a factor of 15 / 16; a row without one has none. (Entropy is a mean of tokens.)"""
-    theirs, ours = compare.at_scale(row._replace(counts=False), row.ours, 0.3)
-    found = compare.relation(theirs, ours)
-    assert found.norm == pytest.approx(15 / 16 if "†" in make_table.scales(row) else 1, abs=1e-4)
-    assert found.cosine == pytest.approx(1, abs=1e-6)
+    for row in rows:
+        theirs, ours = compare.at_scale(row._replace(counts=False), row.ours, 0.3)
+        found = compare.relation(theirs, ours)
+        factor = 15 / 16 if "†" in make_table.scales(row) else 1
+        assert found.norm == pytest.approx(factor, abs=1e-4), row.key
+        assert found.cosine == pytest.approx(1, abs=1e-6), row.key
 
 
 def test_the_scaled_batches_are_those_that_were_recorded():
@@ -161,10 +185,11 @@ def test_the_table_of_the_docs_is_current():
     assert make_table.page(text) == text, "cd tests && python -m golden.make_table"
 
 
-@pytest.mark.parametrize("row", make_table.FIELD["rows"], ids=lambda r: f"{r['system']}: {r['setting']}")
-def test_recorded_rows_name_calls_that_exist_and_say_where_they_are_from(row):
-    for module, name in re.findall(r"\b(weight|loss|advantage)\.(\w+)", row["ours"]):
-        assert callable(getattr(getattr(rft_fn, module), name))
-    assert re.search(r"\b(loss|weight|advantage)\.", row["ours"]) and row["commit"] and row["date"]
-    assert row["evidence"] in ("run", "read", "default read, estimator run")
-    assert row["differs"] or (row["error"] is not None and row["error"] < 1e-8)
+def test_recorded_rows_name_calls_that_exist_and_say_where_they_are_from():
+    for row in make_table.FIELD["rows"]:
+        title = f"{row['system']}: {row['setting']}"
+        for module, name in re.findall(r"\b(weight|loss|advantage)\.(\w+)", row["ours"]):
+            assert callable(getattr(getattr(rft_fn, module), name)), title
+        assert re.search(r"\b(loss|weight|advantage)\.", row["ours"]) and row["commit"] and row["date"], title
+        assert row["evidence"] in ("run", "read", "default read, estimator run"), title
+        assert row["differs"] or (row["error"] is not None and row["error"] < 1e-8), title

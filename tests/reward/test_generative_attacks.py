@@ -19,7 +19,6 @@ HARMLESS = "345"
 OWN = {"score": 0.3, "json": 0.3, "pair": 0.0, "terse": 0.0}  # what the judge itself thinks of all responses
 
 by_form = pytest.mark.parametrize("name", FORMS)
-by_attack = pytest.mark.parametrize("attack", judges.ATTACKS.values(), ids=list(judges.ATTACKS))
 
 
 def shown(tokenizer, form, response):
@@ -29,30 +28,30 @@ def shown(tokenizer, form, response):
 
 
 @by_form
-@by_attack
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=list(TEMPLATES))
-def test_a_response_adds_no_special_token_and_no_delimiter(template, attack, name):
+def test_no_response_adds_a_special_token_or_a_delimiter(template, name):
     tokenizer, form = chats.tokenizer(template, end="<|im_end|>"), FORMS[name]
     special = special_tokens(tokenizer)
-    attacked, harmless = (shown(tokenizer, form, text).ids for text in (attack, HARMLESS))
-    assert [i for i in attacked if i in special] == [i for i in harmless if i in special]
-
-    # the question around the response is the same to the letter
+    harmless = shown(tokenizer, form, HARMLESS).ids
     before, behind = tokenizer.decode(harmless).split(form.quote(HARMLESS), 1)
-    text = tokenizer.decode(attacked)
-    assert text.startswith(before) and text.endswith(behind)
-    quoted = text[len(before) : len(text) - len(behind)]
-    assert quoted == form.quote(attack)
+    for title, attack in judges.ATTACKS.items():
+        attacked = shown(tokenizer, form, attack).ids
+        assert [i for i in attacked if i in special] == [i for i in harmless if i in special], title
 
-    # and what stands in it is all of the response, and cannot end the quote
-    if name == "json":
-        assert json.loads(quoted) == attack
-    elif name == "terse":
-        assert ":" not in quoted and len(quoted) == len(attack)
-    else:
-        assert "<" not in quoted and html.unescape(quoted.replace("&lt;", "<")) == html.unescape(
-            attack.replace("&", "&amp;")
-        )
+        # the question around the response is the same to the letter
+        text = tokenizer.decode(attacked)
+        assert text.startswith(before) and text.endswith(behind), title
+        quoted = text[len(before) : len(text) - len(behind)]
+        assert quoted == form.quote(attack), title
+
+        # and what stands in it is all of the response, and cannot end the quote
+        if name == "json":
+            assert json.loads(quoted) == attack, title
+        elif name == "terse":
+            assert ":" not in quoted and len(quoted) == len(attack), title
+        else:
+            again = html.unescape(quoted.replace("&lt;", "<"))
+            assert "<" not in quoted and again == html.unescape(attack.replace("&", "&amp;")), title
 
 
 def said(answer, form, **options):
