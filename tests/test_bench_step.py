@@ -9,6 +9,8 @@ from pathlib import Path
 import forks
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = ROOT / "tests" / "bench" / "step"
 SIZES = {"prompts": 2, "group": 4, "micro": 4, "tokens": 6, "budget": 256}

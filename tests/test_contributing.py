@@ -9,6 +9,8 @@ from pathlib import Path
 import forks
 import pytest
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 SECTIONS = [section.partition("\n") for section in TEXT.split("\n## ")[1:]]

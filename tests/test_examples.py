@@ -16,6 +16,8 @@ from torch.func import grad
 
 import rft_fn as rft
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "examples"
 SCRIPTS = sorted(p for p in FOLDER.glob("*.py") if "def main(" in p.read_text())

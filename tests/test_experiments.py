@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.usefixtures("plain_runs")
+pytestmark = [pytest.mark.docs, pytest.mark.usefixtures("plain_runs")]
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "experiments"

@@ -9,6 +9,8 @@ import torch
 
 from rft_fn.model import blocks
 
+pytestmark = pytest.mark.slow
+
 BENCH = Path(__file__).resolve().parent / "bench"
 
 

@@ -9,6 +9,8 @@ import forks
 import pytest
 from test_house import ROOT
 
+pytestmark = pytest.mark.docs
+
 HOWTO = ROOT / "docs" / "howto"
 
 

@@ -5,6 +5,8 @@ from pathlib import PurePosixPath
 import pages
 import pytest
 
+pytestmark = pytest.mark.docs
+
 
 def test_every_link_and_anchor_leads_to_one_place():
     """The second heading of a name has another anchor on the site than on GitHub."""

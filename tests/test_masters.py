@@ -12,6 +12,8 @@ import rft_fn as rft
 from rft_fn import ckpt, optim
 from rft_fn.strategy import StrategyConfig, get_strategy
 
+pytestmark = pytest.mark.slow
+
 STEPS, LR = 20, 1e-6
 BACKENDS = {"fsdp2": {"fsdp": True}}
 if importlib.util.find_spec("deepspeed"):

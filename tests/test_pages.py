@@ -23,6 +23,8 @@ from rft_fn.migrate import __main__ as migrate
 from rft_fn.model import builtin
 from rft_fn.run import commands, parsing
 
+pytestmark = pytest.mark.docs
+
 REASONS = ("a GPU", "several processes", "vLLM", "a server", "weights of the hub")
 # pages whose code another test runs, and checks more of
 ELSEWHERE = {

@@ -11,6 +11,8 @@ from test_readme import BLOCKS, README, ROOT
 import rft_fn as rft
 from rft_fn.run import options
 
+pytestmark = pytest.mark.docs
+
 RESULTS = ROOT / "docs" / "results"
 TEXT = " ".join(README.split())
 WORDS = dict(zip(("four", "eight", "ten", "twelve", "fourteen"), ("4", "8", "10", "12", "14"), strict=True))

@@ -7,6 +7,8 @@ import pytest
 
 import rft_fn as rft
 
+pytestmark = pytest.mark.docs
+
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "scripts.md"
 TEXT = PAGE.read_text()
 SECTIONS = [section.partition("\n") for section in TEXT.split("\n## ")[1:]]

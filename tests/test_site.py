@@ -14,7 +14,10 @@ import pytest
 
 import rft_fn as rft
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="mkdocs is not installed")
+pytestmark = [
+    pytest.mark.docs,
+    pytest.mark.skipif(not importlib.util.find_spec("mkdocs"), reason="mkdocs is not installed"),
+]
 ROOMS = [name for name in rft.__all__ if hasattr(getattr(rft, name), "__all__")]
 
 

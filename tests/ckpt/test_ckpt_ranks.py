@@ -16,6 +16,8 @@ import rft_fn as rft
 from rft_fn import ckpt, dist, model, optim, tree
 from rft_fn.strategy import StrategyConfig, get_strategy
 
+pytestmark = pytest.mark.slow
+
 CASES = {  # name -> options of the strategy, given the number of processes
     "adamw": lambda world: {},
     "hsdp": lambda world: {"shard_size": world // 2},

@@ -16,6 +16,8 @@ from rft_fn.reward import forms
 from rft_fn.run import load_rewards, options
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
+pytestmark = pytest.mark.slow
+
 TWINS = [dataclasses.replace(p, text=f"{i % 3}=") for i, p in enumerate(PROMPTS)]  # 0 and 3, 1 and 4 alike
 TOKENIZER = chats.tokenizer(chats.CHATML, end="<|im_end|>")
 HOW = "form='terse',temperature=1.0,max_new=10,patience=99"

@@ -17,6 +17,8 @@ import rft_fn as rft
 from rft_fn import dist, packing, tree
 from rft_fn.strategy import NonFinite, StrategyConfig, diagnose, get_strategy, load_fault
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

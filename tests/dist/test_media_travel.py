@@ -11,6 +11,8 @@ from rft_fn import dist, packing, tree
 from rft_fn.strategy import StrategyConfig, get_strategy
 from rft_fn.types import Media
 
+pytestmark = pytest.mark.slow
+
 WORLD, PROMPTS, SAMPLES = 3, 4, 2
 
 

@@ -16,6 +16,8 @@ from rft_fn.engine import deadline, time_limit
 from rft_fn.engine.hf import sampler
 from rft_fn.engine.requests import BadRequest
 
+pytestmark = pytest.mark.slow
+
 PROMPTS, KEYS, SAMPLING = [[3, 4, 5], [6, 7]], [1, 2], rft.Sampling(max_new=3)
 
 

@@ -16,6 +16,8 @@ from rft_fn import engine, rng, tree
 from rft_fn.engine import pool
 from rft_fn.engine.stop import Stop
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16], [17]]
 KEYS = [rng.fold_in(0, i) for i in range(4)]
 SAMPLING = rft.Sampling(max_new=9)

@@ -13,6 +13,8 @@ from test_scripts import ROOT, rows, start
 
 from rft_fn import model
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = "--prompts 4 --group 4 --steps 4 --save-every 1 --eval-every 100 --eval-prompts 4"
 WORDS = OPTIONS.split()
 

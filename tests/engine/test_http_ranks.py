@@ -10,6 +10,8 @@ import rft_fn as rft
 from rft_fn import collect, engine, optim, rng, strategy, sync
 from rft_fn.engine import weight_folder
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16], [17]]
 KEYS = [rng.fold_in(0, i) for i in range(4)]
 SAMPLING = rft.Sampling(max_new=9)

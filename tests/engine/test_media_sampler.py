@@ -17,6 +17,8 @@ from rft_fn.engine.prompt_media import Sent
 from rft_fn.engine.stop import Stop
 from rft_fn.model.media import placeholder_ids
 
+pytestmark = pytest.mark.slow
+
 KEYS = [rng.fold_in(0, i) for i in range(5)]
 SAMPLING = rft.Sampling(max_new=7)
 

@@ -6,7 +6,7 @@ import torch
 import rft_fn as rft
 from rft_fn import data, engine, model, packing, weight
 
-pytestmark = pytest.mark.smollm2
+pytestmark = [pytest.mark.slow, pytest.mark.smollm2]
 QUESTIONS = [
     "What is 2 + 2?",
     "What is the capital of France?",

@@ -18,7 +18,8 @@ import rft_fn as rft
 from rft_fn import engine
 from rft_fn.engine import EngineConfig
 
-pytestmark = pytest.mark.usefixtures("forked_children")  # the engines of fixtures are fresh interpreters
+# the engines of fixtures are fresh interpreters
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, KEYS, SAMPLING = [[3, 4, 5], [6, 7]], [1, 2], rft.Sampling(max_new=5)

@@ -8,6 +8,8 @@ import pytest
 
 from rft_fn.environment.kuhn_poker import best_payoff, exploitability
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parents[2]
 DATA = json.loads((ROOT / "docs" / "results" / "kuhn_poker.json").read_text())
 

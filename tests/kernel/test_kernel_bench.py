@@ -13,6 +13,8 @@ import torch
 
 from rft_kernels import engines
 
+pytestmark = pytest.mark.slow
+
 BENCH = Path(__file__).resolve().parents[2] / "kernels" / "bench"
 PATHS = os.pathsep.join([str(BENCH.parent.parent), str(BENCH.parent)])
 ENV = os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 REGISTERS = {"absorb_kernel": 64, "differentiate_kernel": 64, "rescale_kernel": 40}
 REGISTERS |= {"forward_kernel": 240, "backward_kernel": 255}

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from rft_kernels import linear_logprob, products
 
+pytestmark = pytest.mark.slow
+
 CASES = {
     "plain": {},
     "entropy and lse": {"entropy": True, "lse": True},

@@ -19,6 +19,8 @@ from rft_fn.model import tiny as embedded
 from rft_fn.strategy import StrategyConfig, estimate, get_strategy
 from rft_kernels import products
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -16,6 +16,8 @@ from rft_fn.memory.trace import nbytes
 from rft_fn.memory.without_values import Constants, Values
 from rft_fn.strategy import StrategyConfig, estimate, get_fake_strategy
 
+pytestmark = pytest.mark.slow
+
 
 def example(kind, count=1, seed=3, prompts=0):
     family = FAMILIES[kind]

@@ -12,6 +12,8 @@ import tyro
 
 from rft_fn.strategy import StrategyConfig
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SHELL = "python() { printf '%s\\0' \"$@\"; printf '\\n'; }\ntorchrun() { python \"$@\"; }\n"
 

@@ -16,6 +16,8 @@ from rft_fn.model import blocks
 from rft_fn.model.attention import interface
 from rft_fn.strategy import StrategyConfig, get_strategy, step
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = ([5, 1, 9, 3], [4, 7, 4, 4, 7, 1, 1, 4, 2], [8, 2, 2], [6, 6, 21, 3])
 
 

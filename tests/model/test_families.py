@@ -14,6 +14,8 @@ import ranks
 from families import FAMILIES
 from family_checks import BACKENDS, BOUNDS, CHECKS, COLUMNS, Measured
 
+pytestmark = pytest.mark.slow
+
 MOST = (
     "Llama",
     "Qwen2",

@@ -17,6 +17,8 @@ import rft_fn as rft
 from rft_fn import model, packing
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
+pytestmark = pytest.mark.slow
+
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GROUPED = ROUTED | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 LATENT = {

@@ -14,6 +14,8 @@ from rft_fn.model.text import ALONE, text_inputs
 from rft_fn.strategy import get_fake_strategy
 from rft_fn.types import Media, Packed
 
+pytestmark = pytest.mark.slow
+
 CLOSE = 1e-10
 
 

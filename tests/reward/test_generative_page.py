@@ -7,8 +7,12 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from rft_fn import reward
 from rft_fn.reward import forms, voting
+
+pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "judges.md").read_text()

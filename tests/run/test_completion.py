@@ -7,6 +7,8 @@ import pytest
 
 from rft_fn.run import commands, completion, parsing, scripts
 
+pytestmark = pytest.mark.slow
+
 # the words that bash offers behind a line: its function for rft, or files where that has none
 ASK = """
 source rft.bash

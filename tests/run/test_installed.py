@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY_RUN = ["--steps", "1", "--prompts", "4", "--group", "4", "--eval-prompts", "4", "--warmup", "0"]
 

@@ -10,7 +10,7 @@ import rft_fn as rft
 from rft_fn import engine, sync
 from rft_fn.run.task import Task
 
-pytestmark = pytest.mark.usefixtures("plain_runs")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
 SMALL = {
     "prompts": 4,

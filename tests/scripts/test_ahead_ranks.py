@@ -10,6 +10,8 @@ import forks
 import pytest
 import ranks
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 FEW = ["--prompts", "4", "--group", "2", "--steps", "4", "--save-every", "100", "--eval-every", "9"]
 FEW += ["--eval-prompts", "4", "--ahead", "1"]

@@ -19,7 +19,7 @@ from test_scripts import ROOT, rows, run, start
 import rft_fn as rft
 from rft_fn import packing
 
-pytestmark = pytest.mark.usefixtures("plain_runs")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
 SMALL = {"steps": 4, "batch": 8, "eval_pairs": 8, "eval_every": 2, "save_every": 2, "warmup": 0}
 FLAGS = ["--steps", 6, "--batch", 8, "--eval-pairs", 8, "--eval-every", 3, "--save-every", 2,

@@ -14,7 +14,7 @@ from test_scripts import ROOT
 import rft_fn as rft
 from rft_fn.strategy import StrategyConfig, get_fake_strategy
 
-pytestmark = pytest.mark.usefixtures("plain_runs")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
 CASES = [("tiny-vl", "count_squares"), ("tiny-audio", "tone")]
 IDS = ["vl", "audio"]

@@ -8,7 +8,7 @@ from test_house import load_script as script
 
 from rft_fn.run.page import write_page
 
-pytestmark = pytest.mark.usefixtures("plain_runs")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
 CASES = [("tiny-vl", "count_squares"), ("tiny-audio", "tone")]
 KINDS = {"count_squares": "image", "tone": "audio"}

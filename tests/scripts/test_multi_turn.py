@@ -15,6 +15,8 @@ from test_symptoms import check_written
 
 from rft_fn.run.page import write_page
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = ["--prompts", "3", "--group", "4", "--max-new", "3", "--max-turns", "3", "--max-tokens", "40"]
 REWARDED = ["--seed", "3"]  # somebody guesses right in the first step

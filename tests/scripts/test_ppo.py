@@ -15,7 +15,7 @@ from test_symptoms import check_written
 
 import rft_fn as rft
 
-pytestmark = pytest.mark.usefixtures("plain_runs")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train_scripts" / "ppo.py"
 SMALL = {"prompts": 4, "group": 4, "minibatches": 2, "eval_prompts": 4, "eval_every": 100, "save_every": 100}

@@ -27,7 +27,7 @@ import rft_fn as rft
 from rft_fn import algorithm
 from rft_fn.run import parsing
 
-pytestmark = pytest.mark.usefixtures("plain_runs")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [

@@ -15,7 +15,8 @@ import rft_fn as rft
 from rft_fn.engine import process
 from rft_fn.run import options
 
-pytestmark = pytest.mark.usefixtures("forked_children", "plain_runs")  # engines start in a moment
+# engines start in a moment
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children", "plain_runs")]
 
 STEPS = 6
 SMALL = ["--prompts", "4", "--group", "4", "--steps", STEPS, "--save-every", "2", "--eval-every", "4"]

@@ -22,6 +22,8 @@ from rft_fn.model import load_reward, load_tokenizer, save_reward
 from rft_fn.run import load_rewards, options
 from rft_fn.strategy import get_strategy
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "s3cret-t0ken"
 HEADERS = {"Authorization": f"Bearer {SECRET}"}

@@ -22,7 +22,7 @@ import rft_fn as rft
 from rft_fn import rng
 from rft_fn.collect import ahead
 
-pytestmark = pytest.mark.usefixtures("float64", "plain_runs")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("float64", "plain_runs")]
 
 
 @pytest.fixture

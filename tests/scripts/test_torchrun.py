@@ -15,6 +15,8 @@ import tiny
 import torch
 from ranks import free_port
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--prompts", "8", "--group", "4", "--eval-every", "100", "--eval-prompts", "8"]
 

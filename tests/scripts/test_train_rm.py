@@ -21,7 +21,7 @@ from test_scripts import ROOT, rows
 
 import rft_fn as rft
 
-pytestmark = pytest.mark.usefixtures("plain_runs")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
 SMALL = {"steps": 4, "batch": 8, "eval_items": 8, "eval_every": 2, "save_every": 2, "warmup": 0}
 train_rm = load_script("train_rm")

@@ -7,6 +7,8 @@ import pytest
 import ranks
 import torch
 
+pytestmark = pytest.mark.slow
+
 
 @cache
 def expected(case, dtype):

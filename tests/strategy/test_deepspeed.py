@@ -16,6 +16,8 @@ import rft_fn as rft
 from rft_fn import ckpt, model, optim, tree
 from rft_fn.strategy import StrategyConfig, get_strategy
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("deepspeed", reason="deepspeed is not installed: pip install rft-fn[deepspeed]")
 
 F32 = torch.float32

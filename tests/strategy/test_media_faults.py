@@ -9,6 +9,8 @@ import rft_fn as rft
 from rft_fn import optim, packing
 from rft_fn.strategy import StrategyConfig, get_strategy, load_fault
 
+pytestmark = pytest.mark.slow
+
 ROWS = [[], ["image"], [], [], [], ["image", "image"]]
 
 
