@@ -1,7 +1,6 @@
 """Weights in a folder of safetensors, which servers read from a path: written whole or not at all.
 
-The one definition of such a folder: servers' engines write one for each load, and `transport.Folder` is a
-channel through them.
+Servers' engines write one for each load.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Engines, measured on one machine: `.venv-vllm/bin/python tests/bench/engines.py --measure --write`.
 
 SmolLM2-135M in float32, the same prompts for all: tokens/s of each engine in turns, the seconds of a step
-with an update and a sync, those of a sync by each transport, and those of each guard. `--measure` writes
+with an update and a sync, those of a sync, and those of each guard. `--measure` writes
 docs/results/engines.json, `--write` the tables of docs/engines.md from it.
 """
 
@@ -20,8 +20,6 @@ import torch
 import rft_fn as rft
 from rft_fn import collect, engine, model, sync
 from rft_fn.collect import ahead
-from rft_fn.engine import transport
-from rft_fn.types.engine import Delivered
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "vllm"), str(ROOT / "tests" / "bench")]
@@ -138,42 +136,13 @@ def measure_rollouts(trainer, engines, calls, args):
 # ---------- weights and guards
 
 
-def receive(rank, folder, times):
-    """One end of a broadcast over gloo: rank 0 sends the model's weights, rank 1 copies them."""
-    torch.distributed.init_process_group("gloo")
-    channel = transport.Broadcast(device=torch.device("cpu"))
-    lm = model.load(folder)
-    places = dict(lm.named_parameters())
-
-    @torch.no_grad()
-    def load(weights, *, version):
-        count = size = 0
-        for name, x in weights:
-            places[name].copy_(x)
-            count += 1
-            size += x.numel() * x.element_size()
-        return Delivered(count, size, 0.0, version)
-
-    if rank == 0:
-        return [transport.send(places.items(), channel, version=i).seconds for i in range(times)]
-    for _ in range(times):
-        transport.receive(channel, load)
-    return []
-
-
 def measure_sync(trainer, engines, folder, times):
-    """What one sync sends, and its seconds, by each transport."""
-    import ranks
-
+    """What one sync sends to each engine, and its seconds."""
     found = {}
     for name, eng in engines.items():
         delivered = [trainer.push(eng, 100 + i) for i in range(times)]
         about = {"tensors": delivered[0].tensors, "bytes": delivered[0].bytes}
         found[name] = about | {"seconds": [x.seconds for x in delivered]}
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "bench")])
-    seconds = ranks.run(2, "engines:receive", folder, times, env={"PYTHONPATH": path})[0]
-    plain = next(iter(found.values()))
-    found["broadcast over gloo to a process"] = plain | {"seconds": seconds}
     return found
 
 

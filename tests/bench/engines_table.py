@@ -63,17 +63,15 @@ SYNCS = {
     "vLLM in process": ("vLLM in process", "its layerwise reload"),
     "vLLM in its own process": ("vLLM in its own process", "shared memory, then the reload"),
     "vLLM server": ("a vLLM server", "a folder of safetensors, then the reload"),
-    "broadcast over gloo to a process": ("two processes", "broadcast over gloo, then a copy"),
 }
 
 
 def syncs(found):
-    """A row for each transport."""
+    """A row for each engine."""
     lines = ["| to | by | tensors | MB | seconds |", "|---|---|---|---|---|"]
     for name, (to, by) in SYNCS.items():
         x = found["sync"][name]
         lines.append(f"| {to} | {by} | {x['tensors']} | {x['bytes'] / 1e6:.0f} | {seconds(x['seconds'])} |")
-    lines.append("| processes on GPUs | CUDA IPC, broadcast over NCCL | | | not run here |")
     return lines
 
 
