@@ -9,6 +9,7 @@ import pytest
 from test_readme import BLOCKS, README, ROOT
 
 import rft_fn as rft
+from bench import record
 from rft_fn.run import options
 
 pytestmark = pytest.mark.docs
@@ -25,8 +26,7 @@ def read(name):
 
 def column(name, key):
     """The values of a metric over the steps of a run that has it."""
-    rows = map(json.loads, (RESULTS / name).read_text().splitlines())
-    return [row[key] for row in rows if row.get(key) is not None]
+    return [row[key] for row in record.rows_of(RESULTS / name) if row.get(key) is not None]
 
 
 def first_and_last(values):
@@ -46,20 +46,20 @@ def times(lengths):
 
 
 def tiny():
-    reward = first_and_last(column("tiny/metrics.jsonl", "reward/mean"))
+    reward = first_and_last(column("tiny/run.json", "reward/mean"))
     chance = rft.data.TASKS["sort_digits"].chance(1)
-    return [*reward, column("tiny/metrics.jsonl", "eval/mean")[-1], chance]
+    return [*reward, column("tiny/run.json", "eval/mean")[-1], chance]
 
 
 def tiny_time():
-    seconds = column("tiny/timing.jsonl", "seconds")
-    return [len(seconds), sum(seconds)]
+    found = read("tiny/run.json")
+    return [found["steps"], found["seconds"]]
 
 
 def served():
     true = "task:sort_digits"
-    greedy = column("rm/policy/metrics.jsonl", f"eval/{true}")
-    sampled = first_and_last(column("rm/policy/metrics.jsonl", f"reward/{true}"))
+    greedy = column("rm/policy/run.json", f"eval/{true}")
+    sampled = first_and_last(column("rm/policy/run.json", f"reward/{true}"))
     return [*sampled, greedy[0], greedy[-1]]
 
 

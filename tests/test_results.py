@@ -1,10 +1,11 @@
 """docs/results: tables are what their scripts make of the files, and intervals are their definition."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
+
+from bench import record
 
 pytestmark = pytest.mark.docs
 
@@ -57,13 +58,13 @@ def test_exact_tests_of_two_shares_are_those_of_small_tables():
 
 
 def rows(name):
-    return [json.loads(line) for line in (FOLDER / "rm" / name).read_text().splitlines()]
+    return record.rows_of(FOLDER / "rm" / name)
 
 
 @pytest.mark.parametrize(
     ("seed", "model", "policy"),
-    [(0, "metrics.jsonl", "policy/metrics.jsonl")]
-    + [(seed, f"seed_{seed}/model.jsonl", f"seed_{seed}/policy.jsonl") for seed in (1, 2)],
+    [(0, "run.json", "policy/run.json")]
+    + [(seed, f"seed_{seed}/model.json", f"seed_{seed}/policy.json") for seed in (1, 2)],
 )
 def test_the_table_of_a_policy_on_a_reward_model_is_what_its_files_say(seed, model, policy):
     """Of the page of reward models: the model's last evaluation, and the policy's first and last steps."""
@@ -87,7 +88,7 @@ def test_the_table_of_a_policy_on_a_reward_model_is_what_its_files_say(seed, mod
 def test_the_table_of_a_reward_model_that_sees_is_what_its_files_say(seed):
     """Means of the first and the last ten steps; greedy before the first update and after the last."""
     true = "task:count_squares"
-    model, policy = rows(f"../vl_rm/seed_{seed}/model.jsonl"), rows(f"../vl_rm/seed_{seed}/policy.jsonl")
+    model, policy = rows(f"../vl_rm/seed_{seed}/model.json"), rows(f"../vl_rm/seed_{seed}/policy.json")
     accuracy = [row["eval/accuracy"] for row in model if "eval/accuracy" in row][-1]
     first, last = (sum(row[f"reward/{true}"] for row in ten) / 10 for ten in (policy[:10], policy[-10:]))
     greedy = [row[f"eval/{true}"] for row in policy if f"eval/{true}" in row]

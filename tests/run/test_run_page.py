@@ -21,7 +21,6 @@ from rft_fn.run.warnings import Warnings
 from rft_fn.run.watch import HUES
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = ROOT / "docs" / "results" / "tiny"
 NONE = "rgba(0, 0, 0, 0)"  # a browser's word for no colour
 
 
@@ -180,7 +179,9 @@ def test_a_run_that_is_being_written_is_read_to_its_last_whole_row(tmp_path):
 
 
 def test_the_page_is_one_file_that_asks_for_nothing(tmp_path):
-    page = write_page([write_run(tmp_path / "r"), TINY], tmp_path / "deep" / "p.html")
+    plain = write_run(tmp_path / "plain")
+    (plain / "tokens.jsonl").unlink()
+    page = write_page([write_run(tmp_path / "r"), plain], tmp_path / "deep" / "p.html")
     text = page.read_text()
     assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"<link|@import|\bfetch\(|XMLHttpRequest|<script src|<!--[A-Z]+-->", text)

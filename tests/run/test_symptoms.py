@@ -9,6 +9,7 @@ import pytest
 from test_house import load_script
 from test_run_page import blocks
 
+from bench import record
 from rft_fn import run as runs
 from rft_fn.run import plot
 from rft_fn.run.page import write_page
@@ -160,7 +161,7 @@ def test_metrics_that_are_absent_or_not_finite_show_nothing():
     "name", ["tiny", "audio", "vl", "guess_number", "calculator", "smollm2", "rm/policy"]
 )
 def test_recorded_runs_that_learned_have_no_symptom_at_any_step(name):
-    rows = plot.read_metrics(ROOT / "docs" / "results" / name / "metrics.jsonl")
+    rows = record.rows_of(ROOT / "docs" / "results" / name / "run.json")
     assert all(names(rows[:n]) == [] for n in range(1, len(rows) + 1))
 
 

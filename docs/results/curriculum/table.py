@@ -1,6 +1,6 @@
 """Prints the share of right answers by level, with Wilson's 95 % intervals, and what GRPO changed.
 
-It reads the evaluations that lie beside this file. A greedy answer is compared with that to the same question
+It reads evaluations.json beside this file. A greedy answer is compared with that to the same question
 after SFT, by McNemar's exact test; of sampled ones there are only counts, so they are compared by Fisher's.
 
 python docs/results/curriculum/table.py
@@ -8,10 +8,9 @@ python docs/results/curriculum/table.py
 
 import json
 import math
-import re
 from pathlib import Path
 
-HERE = Path(__file__).parent
+DATA = json.loads((Path(__file__).parent / "evaluations.json").read_text())
 STAGES = {"before": "as it comes", "after_sft": "after SFT", "after_grpo": "after GRPO"}
 LEVELS = {1: "one digit", 2: "two digits", 3: "three digits"}
 Z = 1.959964  # of 95 %
@@ -28,7 +27,7 @@ def wilson(right: int, count: int) -> tuple[float, float]:
 
 def cell(stage: str, level: int, temperature: int) -> str:
     """The share of right answers in percent, with its interval."""
-    found = json.loads((HERE / f"{stage}_{level}_{temperature}.json").read_text())["result"]
+    found = DATA["results"][f"{stage}_{level}_{temperature}"]
     count = int(found["questions"])
     low, high = wilson(round(found["avg@1"] * count), count)
     return f"{100 * found['avg@1']:.1f} ({100 * low:.1f} to {100 * high:.1f})"
@@ -64,16 +63,14 @@ def fisher(right: int, other: int, count: int) -> float:
 
 def answers(stage: str, level: int) -> list[bool]:
     """Whether each greedy answer is the sum that its question asks for, and nothing else."""
-    rows = [json.loads(line) for line in (HERE / f"{stage}_{level}_0.jsonl").read_text().splitlines()]
-    sums = [sum(map(int, re.findall(r"\d+", row["prompt"]))) for row in rows]
-    return [row["response"].strip() == str(total) for row, total in zip(rows, sums, strict=True)]
+    return [answer == "1" for answer in DATA["right"][f"{stage}_{level}"]]
 
 
 def changes(level: int) -> str:
     """What GRPO changed at a level, as a line of text."""
     pairs = list(zip(answers("after_sft", level), answers("after_grpo", level), strict=True))
     won, lost = pairs.count((False, True)), pairs.count((True, False))
-    counts = [json.loads((HERE / f"{stage}_{level}_1.json").read_text())["result"] for stage in STAGES]
+    counts = [DATA["results"][f"{stage}_{level}_1"] for stage in STAGES]
     _, before, after = (round(x["avg@1"] * x["questions"]) for x in counts)
     sampled = fisher(after, before, int(counts[0]["questions"]))
     greedy = f"{won} won and {lost} lost (p = {mcnemar(won, lost):.2g})"
