@@ -1,5 +1,7 @@
 """Contracts on shapes and options: one line, with the name of the argument first, then expected and got."""
 
+import json
+import time
 from dataclasses import dataclass, field
 from math import inf, nan
 from typing import Annotated, Literal
@@ -179,3 +181,56 @@ def test_limits_hold_what_is_inside_and_free_options_are_known():
     Options(lr=1, end=1.0, decay=0.99, warmup=0, angle=1.0, high=None, shape="cosine", k=(1, 8))
     Options(high=0.5, shift=-3.0, part=Part(7))
     assert check.free(Options) == {"out", "part.size"}
+
+
+# ---------------------------------------------------------------------------------------- json of others
+
+
+def nested(levels, inner="1"):
+    return "[" * levels + inner + "]" * levels
+
+
+def test_json_is_read_as_python_reads_it_up_to_the_limit_of_depth():
+    for text in ('{"a": [1, 2.5, null, "[[[{\\"["]}', "3", ' "x" ', nested(100), '[{"a": {}}, []]', "[NaN]"):
+        assert repr(check.parse_json(text)) == repr(json.loads(text)), text
+        assert repr(check.parse_json(text.encode())) == repr(json.loads(text)), text
+    assert check.parse_json(nested(3), depth=3) == [[[1]]]
+    assert check.parse_json("[" + "[]," * 500 + "[]]", depth=2) == [[]] * 501  # many, and none is deep
+    assert check.parse_json(json.dumps("{[" * 5000)) == "{[" * 5000  # brackets in a text are none
+    for encoding in ("utf-8-sig", "utf-16"):
+        assert check.parse_json('{"a": "ä"}'.encode(encoding)) == {"a": "ä"}
+
+
+@pytest.mark.parametrize("levels", [101, 1_200, 100_000])
+@pytest.mark.parametrize("opening", ["[", '{"a":', '["\\"]",{"a":'])
+@pytest.mark.parametrize("around", [0, 700])
+def test_brackets_beyond_the_limit_are_an_error_wherever_the_caller_stands(levels, opening, around):
+    def call():
+        with pytest.raises(ValueError, match="brackets at most 100 deep, got deeper ones"):
+            check.parse_json(opening * levels)
+        with pytest.raises(ValueError, match="brackets at most 100 deep, got deeper ones"):
+            check.json_at("call " + opening * levels, 5)
+
+    def stand(depth):
+        return call() if depth == 0 else stand(depth - 1)
+
+    stand(around)
+
+
+def test_a_value_at_a_place_ends_there_whatever_stands_behind():
+    text = 'x{"a": [1]} ' + "[" * 5000
+    assert check.json_at(text, 1) == ({"a": [1]}, 11)
+    assert check.json_at("3 " + "[" * 5000) == (3, 1)
+    for broken in ("", "{", '{"a', "nul", '"' + "\\" * 4001):
+        with pytest.raises(ValueError):
+            check.json_at(broken)
+        with pytest.raises(ValueError):
+            check.parse_json(broken)
+
+
+@pytest.mark.parametrize("text", ['"' + '\\"' * 300_000, '{"a' * 300_000, '"' * 300_001, "\\" * 300_000])
+def test_the_time_for_broken_json_grows_with_its_length(text):
+    start = time.process_time()
+    with pytest.raises(ValueError):
+        check.parse_json(text)
+    assert time.process_time() - start < 2  # an hour, were it the square
