@@ -180,7 +180,7 @@ def parse_json(text: str | bytes, *, depth: int = 100, decoder: json.JSONDecoder
     try:
         return decoder.decode(text)
     except RecursionError:  # the caller itself stands deep
-        raise ValueError("expected JSON, got brackets too deep to read") from None
+        raise ValueError("brackets nest too deep to be read here") from None
 
 
 def json_at(
@@ -192,7 +192,7 @@ def json_at(
     try:
         return decoder.raw_decode(text, start)
     except RecursionError:
-        raise ValueError("expected JSON, got brackets too deep to read") from None
+        raise ValueError("brackets nest too deep to be read here") from None
 
 
 def _check_depth(text: str, start: int, depth: int) -> None:
@@ -202,7 +202,7 @@ def _check_depth(text: str, start: int, depth: int) -> None:
         if found[0] in ("{", "["):
             level += 1
             if level > depth:
-                raise ValueError(f"expected JSON with brackets at most {depth} deep, got deeper ones")
+                raise ValueError(f"brackets nest deeper than {depth}")
         elif found[0] in ("}", "]"):
             level -= 1
             if level <= 0:

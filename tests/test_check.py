@@ -206,9 +206,9 @@ def test_json_is_read_as_python_reads_it_up_to_the_limit_of_depth():
 @pytest.mark.parametrize("around", [0, 700])
 def test_brackets_beyond_the_limit_are_an_error_wherever_the_caller_stands(levels, opening, around):
     def call():
-        with pytest.raises(ValueError, match="brackets at most 100 deep, got deeper ones"):
+        with pytest.raises(ValueError, match="brackets nest deeper than 100"):
             check.parse_json(opening * levels)
-        with pytest.raises(ValueError, match="brackets at most 100 deep, got deeper ones"):
+        with pytest.raises(ValueError, match="brackets nest deeper than 100"):
             check.json_at("call " + opening * levels, 5)
 
     def stand(depth):

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from rft_fn import check
 from rft_fn.data.rows import Joined, Listed, Records, Row, Rows, Table, decode
 from rft_fn.data.unfit import Unfit
 
@@ -120,12 +121,12 @@ def _json_lines(path: Path, file: BinaryIO) -> Records:
 
 def _parse_object(text: str, place: str) -> Row:
     try:
-        row = json.loads(text.rstrip())
+        row = check.parse_json(text.rstrip())
     except json.JSONDecodeError as error:
         raise Unfit(
             place, f"expected an object in one line, got broken JSON: {error.msg} at column {error.colno}"
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Unfit(place, f"expected an object in one line, got broken JSON: {error}") from None
     if not isinstance(row, dict):
         raise Unfit(place, f"expected an object of columns, got {type(row).__name__}")
@@ -145,22 +146,24 @@ def _json(path: Path, file: BinaryIO, key: str | None) -> Rows:
     if first.startswith(b"["):
         if key is not None:
             raise ValueError(f"expected an object with a list {key!r}, got a list; leave out :{key}")
-        return _objects(json.loads(decode(file.read(), 0, f"{path}, line 1")), str(path), path.parent)
+        return _objects(check.parse_json(decode(file.read(), 0, f"{path}, line 1")), str(path), path.parent)
     if key is None and second and _is_json(first):
         return _json_lines(path, file)
 
     # one object over several lines, or broken lines: reading them as lines names the broken one
     try:
-        whole = json.loads(decode(file.read(), 0, f"{path}, line 1"))
-    except (ValueError, RecursionError):
+        whole = check.parse_json(decode(file.read(), 0, f"{path}, line 1"))
+    except ValueError:
         return _json_lines(path, file)
+    if not isinstance(whole, dict):
+        raise ValueError(f"expected a list of rows, or an object with one, got {type(whole).__name__}")
     return _wrapped(path, whole, key)
 
 
 def _is_json(text: bytes) -> bool:
     try:
-        json.loads(text)
-    except (ValueError, RecursionError):
+        check.parse_json(text)
+    except ValueError:
         return False
     return True
 

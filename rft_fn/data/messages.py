@@ -6,10 +6,10 @@ None. Content with images, audio or videos is a list of parts. A new schema is r
 roles are rows of `_ROLES`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rft_fn import check
 from rft_fn.data.media.medium import KINDS, part_of
 from rft_fn.data.rows import Row
 
@@ -162,8 +162,8 @@ def _listed(cell: Any) -> list[Any] | None:
 def _json(text: str) -> Any:
     """The value of JSON text; None for other text."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return check.parse_json(text)
+    except ValueError:
         return None
 
 

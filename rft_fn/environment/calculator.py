@@ -30,9 +30,9 @@ def calculate(expression: str) -> str:
         raise ValueError(f"expected at most {_MOST} characters, got {len(expression)}")
     try:
         body = ast.parse(expression.strip(), mode="eval").body
-    except SyntaxError:
+        value = _value(body)
+    except (SyntaxError, RecursionError, MemoryError):  # the last two for deep nesting
         raise ValueError(f"expected an expression, got {expression!r}") from None
-    value = _value(body)
     if value.denominator == 1:
         return str(value.numerator)
     return f"{float(value):.6g}"

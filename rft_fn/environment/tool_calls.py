@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from rft_fn import check
 from rft_fn.data.chat import shared_prefix
 
 __all__ = ["Call", "ParseCalls", "call_parser", "tagged_calls"]
@@ -18,7 +19,7 @@ _ASKED = "rftfnquestion"
 _NAME = "rftfnname"
 _KEYS = ("rftfnkeya", "rftfnkeyb")
 _VALUES = ("rftfnvaluea", "rftfnvalueb")
-_DECODER = json.JSONDecoder()
+_BETWEEN_OBJECTS = re.compile(r"[ \t\r\n,;]*")
 
 
 class Call(NamedTuple):
@@ -87,15 +88,16 @@ class _Objects(NamedTuple):
     def _objects(self, text: str) -> list[Call]:
         """The objects that a text begins with; at least one, which may be an error."""
         found: list[Call] = []
-        rest = text.lstrip()
-        while rest.startswith("{") or not found:
+        text = text.lstrip()
+        at = 0
+        while text.startswith("{", at) or not found:
             try:
-                value, end = _DECODER.raw_decode(rest)
+                value, end = check.json_at(text, at)
             except ValueError as error:
                 found.append(Call("", {}, f"the call is no JSON object: {error}"))
                 break
             found.append(self._call(value))
-            rest = rest[end:].lstrip(" \t\r\n,;")
+            at = _BETWEEN_OBJECTS.match(text, end).end()
         return found
 
     def _call(self, value: Any) -> Call:
@@ -110,7 +112,7 @@ def _checked(name: str, arguments: Any) -> Call:
     """The call with arguments that are an object, or JSON text of one."""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = check.parse_json(arguments)
         except ValueError:
             return Call(name, {}, "the arguments are no JSON object")
     if not isinstance(arguments, dict):
@@ -126,7 +128,7 @@ def _as_object(text: str) -> ParseCalls | None:
     """The form of an object that holds name and arguments."""
     for match in re.finditer(r"\{", text[: text.index(_NAME)]):
         try:
-            value, _ = _DECODER.raw_decode(text[match.start() :])
+            value, _ = check.json_at(text, match.start())
         except ValueError:
             continue
         if isinstance(value.get("function"), dict):
@@ -152,7 +154,7 @@ class _NameAndObject(NamedTuple):
         pattern = re.escape(self.opening) + r"\s*([\w.\-]+)\s*" + re.escape(self.between) + r"\s*(?=\{)"
         for match in re.finditer(pattern, text):
             try:
-                value, _ = _DECODER.raw_decode(text[match.end() :])
+                value, _ = check.json_at(text, match.end())
             except ValueError as error:
                 found.append(Call(match[1], {}, f"the arguments are no JSON object: {error}"))
                 continue
@@ -167,7 +169,7 @@ def _as_name_and_object(text: str) -> ParseCalls | None:
     if at < 0 or not before.strip():
         return None
     try:
-        value, _ = _DECODER.raw_decode(behind[at:])
+        value, _ = check.json_at(behind, at)
     except ValueError:
         return None
     if value != {_KEYS[0]: _VALUES[0]}:
@@ -187,15 +189,26 @@ class _Pieces(NamedTuple):
     tail: str  # behind a value
 
     def __call__(self, text: str, /) -> list[Call]:
-        key = re.escape(self.head) + r"\s*([^\s<>=\"']+?)\s*" + re.escape(self.middle)
-        pattern = re.compile(key + r"\n?(.*?)\n?" + re.escape(self.tail), re.DOTALL)
+        key = re.compile(re.escape(self.head) + r"\s*([^\s<>=\"']+?)\s*" + re.escape(self.middle) + r"\n?")
         found = []
         for part in text.split(self.opening)[1:]:
             name = re.match(r"\s*([\w.\-]+)", part)
             if name is None:
                 found.append(Call("", {}, f"expected a name behind {self.opening!r}"))
                 continue
-            found.append(Call(name[1], {k: v for k, v in pattern.findall(part)}))
+            found.append(Call(name[1], self._arguments(part, key)))
+        return found
+
+    def _arguments(self, text: str, key: re.Pattern[str]) -> dict[str, str]:
+        """The arguments that have an end, each part of the text read once."""
+        found: dict[str, str] = {}
+        begin = key.search(text)
+        while begin is not None:
+            end = text.find(self.tail, begin.end())
+            if end < 0:  # so has no argument behind this one
+                break
+            found[begin[1]] = text[begin.end() : end].removesuffix("\n")
+            begin = key.search(text, end + len(self.tail))
         return found
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
+from rft_fn import check
 from rft_fn.data.messages import Turn
 from rft_fn.environment.record import Environment, Row, Stepped
 from rft_fn.environment.tool_calls import Call, ParseCalls, tagged_calls
@@ -81,7 +82,7 @@ def _value(name: str, x: Any, schema: Mapping[str, Any]) -> Any:
     kind = schema.get("type")
     if isinstance(x, str) and kind not in ("string", None):
         try:
-            x = json.loads(x)
+            x = check.parse_json(x)
         except ValueError:
             raise ValueError(f"{name}: expected {kind}, got {x!r:.80}") from None
     if x is None and schema.get("nullable"):

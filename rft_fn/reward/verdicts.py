@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rft_fn import check
+
 __all__ = ["Choice", "JsonNumber", "Parser", "TaggedNumber", "TerseNumber", "behind_thoughts", "number"]
 
 _SPACES = " \t\r\n"
@@ -146,10 +148,10 @@ class JsonNumber(_Range):
         # nothing that looks like a further verdict may stand behind the last whole one
         last = None
         rest = said
-        for found, behind in _objects(said):
+        for found, end in _objects(said):
             if self.key in found:
                 last = found[self.key]
-                rest = behind
+                rest = said[end:]
         if json.dumps(self.key) in rest:
             return None
         if isinstance(last, _Written):
@@ -168,15 +170,15 @@ class _Written(str):
 _DECODER = json.JSONDecoder(parse_int=_Written, parse_float=_Written, parse_constant=_Written)
 
 
-def _objects(text: str) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """The JSON objects of a text that stand in no other, each with the text behind it."""
+def _objects(text: str) -> Iterator[tuple[Mapping[str, Any], int]]:
+    """The JSON objects of a text that stand in no other, each with the place where it ends."""
     at = text.find("{")
     while at >= 0:
         end = at + 1
         try:
-            found, end = _DECODER.raw_decode(text, at)
-        except (ValueError, RecursionError):
+            found, end = check.json_at(text, at, decoder=_DECODER)
+        except ValueError:
             pass
         else:
-            yield found, text[end:]
+            yield found, end
         at = text.find("{", end)

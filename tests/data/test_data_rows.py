@@ -85,7 +85,17 @@ def test_places_are_lines_as_an_editor_counts_them(tmp_path, name, text, lines):
             "line 3: .* broken JSON: Expecting ',' .* column 15",
         ),
         ("a.jsonl", '{"question": "1"}\n[1]\n', "line 2: expected an object of columns, got list"),
-        ("a.jsonl", "[" * 100_000, "line 1: expected an object in one line, got broken JSON"),
+        (
+            "a.jsonl",
+            "[" * 100_000,
+            "line 1: expected an object in one line, got broken JSON: brackets nest deep",
+        ),
+        ("a.json", "[" * 1_200 + "]" * 1_200, r"could not read .*a.json': brackets nest deeper than 100"),
+        (
+            "a.json",
+            '"x"',
+            r"could not read .*a.json': expected a list of rows, or an object with one, got str",
+        ),
         ("a.json", '[{"question": "1"}, 2]', "row 2: expected an object of columns, got int"),
         ("a.json", '[{"question": "1"},\n x]', r"could not read .*a.json': Expecting value: line 2 column 2"),
         ("a.csv", "question,answer\n1,2\n1,2,3\n", "line 3: expected 2 cells as the first line has, got 3"),

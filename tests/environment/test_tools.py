@@ -156,6 +156,39 @@ def test_a_broken_call_is_an_error_for_the_model(text, line):
     assert line in call.error
 
 
+NESTED = {"of lists": "[" * 1_200 + "]" * 1_200, "of objects": '{"a":' * 1_200 + "1" + "}" * 1_200}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+@pytest.mark.parametrize("form", [*FORMS, "bare"])
+def test_brackets_without_end_are_an_error_for_the_model(form, kind):
+    parse = _parser(FORMS.get(form, BARE_JSON))
+    plain = f'<tool_call>[TOOLS] [{{"name": "f", "arguments": {NESTED[kind]}, "parameters": {NESTED[kind]}}}]'
+    for text in (plain, NESTED[kind], rendered_with(form, NESTED[kind])):
+        for call in parse(text):
+            assert isinstance(call, Call)
+    (call,) = tagged_calls(f'<tool_call>{{"name": "f", "arguments": {NESTED[kind]}}}')
+    assert "brackets nest deeper than 100" in call.error
+    text = json.dumps({"name": "f", "arguments": NESTED[kind]})
+    (call,) = tagged_calls(f"<tool_call>{text}")
+    assert call.error == "the arguments are no JSON object"
+
+
+def rendered_with(form, value):
+    """What a template writes for a call, with a value in place of its arguments."""
+    text = rendered(chats.tokenizer(FORMS.get(form, BARE_JSON)), [("f", {"q": "VALUE"})])
+    return text.replace('{"q": "VALUE"}', value).replace("VALUE", value)
+
+
+def test_arguments_without_an_end_are_none_and_take_no_time():
+    parse = _parser(PIECES)
+    begin = time.process_time()
+    assert parse("<tool_call>\n<function=f" + ">\n<parameter=a>\nb" * 20_000) == [Call("f", {})]
+    assert time.process_time() - begin < 2  # minutes, were each read to the end
+    whole = "<parameter=a>\n<parameter=b>\n\n</parameter>\n<parameter=c>x\n\n</parameter>\n<parameter=d>\n1"
+    assert parse(f"<tool_call>\n<function=f>\n{whole}") == [Call("f", {"a": "<parameter=b>\n", "c": "x\n"})]
+
+
 @given(hs.text(max_size=60))
 @SETTINGS
 def test_a_parser_takes_any_text(text):
@@ -237,6 +270,9 @@ def output(name, arguments=None, error="", timeout=0.2, max_output=100):
         ("search", {"query": 3}, "error: query: expected string, got 3"),
         ("search", {"query": "a", "top": "many"}, "error: top: expected integer, got 'many'"),
         ("search", {"query": "a", "top": True}, "error: top: expected integer, got True"),
+        ("search", {"query": "a", "tags": "[" * 9999}, "error: tags: expected array, got '[[["),
+        ("calculate", {"expression": "(" * 199 + "1"}, "error: ValueError: expected an expression, got '((("),
+        ("calculate", {"expression": "-" * 199 + "1"}, "-1"),
         ("search", {"query": "a", "kind": "old"}, "error: kind: expected one of ['web', 'news'], got 'old'"),
         ("nothing", {}, "error: no tool 'nothing'; there are search, hang"),
         ("leave", {}, "error: SystemExit: 3"),

@@ -4,12 +4,13 @@ A row has them in the columns `image`, `images`, `audio`, `audios`, `video` and 
 of a message's content.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from rft_fn import check
 
 __all__ = ["KINDS", "Medium", "columns_of", "media_of_turns", "part_of", "shown_turns"]
 
@@ -50,7 +51,7 @@ def _cells(kind: str, name: str, cell: Any) -> list[Any]:
     """The media of one cell. ValueError for one that is no list where a list is due."""
     if isinstance(cell, str) and cell.lstrip().startswith("["):
         try:
-            cell = json.loads(cell)
+            cell = check.parse_json(cell)
         except ValueError:
             raise ValueError(f"column {name!r}: expected JSON text of a list, got {cell!r:.40}") from None
     if name == kind:
