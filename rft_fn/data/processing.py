@@ -17,6 +17,7 @@ from rft_fn.data.media.stored import Content, digest, name_of, read
 __all__ = ["MediaLimits", "Processing"]
 
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+_DECODING = "decoded 2"  # another number where files give other pixels or samples than before
 # their processors put one dimension of prompts before the tiles
 _BY_PROMPT = ("Idefics2", "Idefics3", "SmolVLM")
 
@@ -178,7 +179,7 @@ def _kinds(processor: Any) -> frozenset[str]:
 
 def _about(processor: Any, limits: MediaLimits) -> str:
     """All that the outcome depends on but text and media: a text for the cache's keys."""
-    parts = [type(processor).__name__, f"{limits.max_pixels}"]
+    parts = [type(processor).__name__, f"{limits.max_pixels}", _DECODING]
     for name in ("image_processor", "video_processor", "feature_extractor"):
         part = getattr(processor, name, None)
         if part is not None:

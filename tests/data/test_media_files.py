@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+import subprocess
+import sys
 import wave
 
 import numpy as np
@@ -92,6 +94,35 @@ def test_resampling_is_its_definition(rate, new, size):
     assert np.abs(found - ref.resample(x, rate, new)).max() < 1e-12
 
 
+@pytest.mark.parametrize(
+    ("rate", "new", "size"),
+    [(44_101, 16_000, 9), (16_000, 44_101, 9), (7, 16_000, 2), (2**24, 16_000, 3_000)],
+)
+def test_rates_whose_offsets_hardly_repeat_are_resampled_by_the_same_definition(rate, new, size):
+    x = np.random.default_rng(size).normal(size=size)
+    found = resample(torch.from_numpy(x), rate, new).numpy()
+    assert found.shape == ref.resample(x, rate, new).shape
+    assert np.abs(found - ref.resample(x, rate, new)).max() < 1e-9  # the offsets reach 10^4 samples
+
+
+def test_audio_of_an_odd_rate_takes_no_more_memory_than_a_few_times_its_own():
+    """A second, in a process whose memory is limited: all filters of these rates would be gigabytes."""
+    code = """
+import resource
+import numpy as np
+from rft_fn.data.media.sounds import sound
+sound((np.zeros(8), 44_101), rate=16000)
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (400 << 20),) * 2)
+for rate in (44_101, 96_001, 15_999):
+    found = sound((np.sin(2 * np.pi * 440 * np.arange(rate) / rate), rate), rate=16000)[0]
+    want = np.sin(2 * np.pi * 440 * np.arange(len(found)) / 16000)
+    assert len(found) == 16000 and np.abs(found - want)[200:-200].max() < 1e-2
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(("rate", "new"), [(8000, 16000), (44100, 16000), (48000, 16000)])
 def test_a_resampled_sine_is_the_sine_at_the_new_rate(rate, new):
     """Away from the ends, where silence comes in."""
@@ -100,6 +131,68 @@ def test_a_resampled_sine_is_the_sine_at_the_new_rate(rate, new):
     want = np.sin(2 * np.pi * 440 * np.arange(len(found)) / new)
     assert np.abs(found - want)[200:-200].max() < 1e-2
     assert note == f"{rate} Hz are resampled to {new} Hz"
+
+
+GREY = np.array([[0, 1000, 32768, 65535]])  # of 16 bits, and 0, 3, 128 and 255 of 8
+
+
+def saved(picture, kind, **options):
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        Image.fromarray(GREY.astype(np.uint16)),
+        Image.fromarray(GREY.astype(np.int32)),
+        Image.fromarray((GREY * 2**15).astype(np.int32)),
+        Image.fromarray((GREY / 65535).astype(np.float32)),
+        GREY.astype(np.uint16),
+        GREY.astype(np.uint32) * 65537,
+        GREY / 65535,
+        *(
+            saved(Image.fromarray(GREY.astype(np.uint16)), kind)
+            for kind in ("PNG", "TIFF", "PPM", "JPEG2000")
+        ),
+        saved(Image.fromarray((GREY * 2**15).astype(np.int32)), "TIFF"),
+        saved(Image.fromarray((GREY / 65535).astype(np.float32)), "TIFF"),
+    ],
+    ids=lambda x: f"{type(x).__name__} {getattr(x, 'mode', getattr(x, 'dtype', ''))}",
+)
+def test_grey_of_more_than_8_bits_is_scaled_by_its_mode(content):
+    found = np.asarray(image(content)[0]).astype(int)
+    assert np.abs(found - np.array([0, 3, 128, 255])[None, :, None]).max() <= 1
+    assert found[0, 0, 0] == 0 and found[0, 3, 0] == 255
+
+
+def test_a_dark_file_of_16_bits_stays_dark():
+    """Its numbers are below 256, and PIL opens it in a mode of 32 bits."""
+    assert not np.asarray(image(saved(Image.fromarray(GREY.astype(np.uint16) // 999), "PPM"))[0]).any()
+
+
+def test_what_is_transparent_is_put_on_white():
+    half = Image.new("RGBA", (2, 1), (255, 0, 0, 128))
+    clear = Image.new("RGBA", (2, 1), (255, 0, 0, 0))
+    for content in (half, saved(half, "PNG"), saved(half, "TIFF")):
+        found = np.asarray(image(content)[0]).astype(int)
+        assert np.abs(found - [255, 127, 127]).max() <= 1
+    holes = [
+        clear, saved(clear, "PNG"), saved(clear, "WEBP", lossless=True), saved(clear, "GIF"),
+        clear.quantize(), saved(clear.quantize(), "PNG"), *(clear.convert(mode) for mode in ("LA", "RGBa")),
+        saved(Image.new("RGB", (2, 1), (5, 6, 7)), "PNG", transparency=(5, 6, 7)),
+        saved(Image.new("L", (2, 1), 9), "PNG", transparency=9),
+        saved(Image.fromarray(np.full((1, 2), 900, np.uint16)), "PNG", transparency=900),
+    ]  # fmt: skip
+    for content in holes:
+        assert (np.asarray(image(content)[0]) == 255).all()
+
+
+def test_colours_of_other_modes_are_those_that_pillow_knows():
+    for mode in ("1", "L", "P", "RGBX", "CMYK", "YCbCr", "HSV"):
+        picture = Image.new("RGB", (2, 1), (255, 255, 255)).convert(mode)
+        assert np.abs(np.asarray(image(picture)[0]).astype(int) - 255).max() <= 1, mode
 
 
 def test_a_large_image_is_shrunk_to_the_limit_and_says_so():
@@ -130,6 +223,26 @@ BROKEN = [
     (np.zeros((2, 3, 5)), "expected an image [height, width, 3], got an array of shape [2, 3, 5]"),
     (np.full((2, 2, 3), 7.0), "expected an image of bytes or in [0, 1], got floats in [7, 7]"),
     (3, "expected a path, bytes or an array, got int"),
+    ({"base64": 5}, "expected base64, got int"),
+    ("a\0.png", r"expected a path, got 'a\x00.png'"),
+    (b"BLP2" + bytes(200), "expected an image, got 204 bytes that begin with b'BLP2"),
+    (
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "no AVIF, BMP, GIF, JPEG, JPEG2000, PNG, PPM, TIFF",
+    ),
+    (Image.new("LAB", (2, 1)), "mode LAB, of which no colours are known; save it as RGB"),
+    (
+        Image.fromarray(np.array([[0, 255]], np.int32)),
+        "a known white, got mode I in [0, 255]; save it as uint8",
+    ),
+    (
+        Image.fromarray(np.array([[0, -5]], np.int32)),
+        "a known white, got mode I in [-5, 0]; save it as uint8",
+    ),
+    (Image.fromarray(np.array([[0, 255]], np.float32)), "in [0, 1], got floats in [0, 255]"),
+    (np.array([[0, 255]]), "a known white, got mode int64 in [0, 255]; save it as uint8"),
+    (np.array([["a"]]), "expected an image of numbers, got an array of <U1"),
+    ([[10**400]], "expected an array of numbers, got a list of other things"),
 ]
 
 
@@ -140,6 +253,32 @@ def test_an_image_that_cannot_be_read_says_why(source, message, tmp_path):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path):
+    data, other = tmp_path / "data", tmp_path / "other"
+    data.mkdir()
+    other.mkdir()
+    (other / "a.png").write_bytes(png())
+    (data / "b.png").write_bytes(png())
+    (data / "file.png").symlink_to(other / "a.png")
+    (data / "folder").symlink_to(other)
+    (data / "inside.png").symlink_to("b.png")
+    (tmp_path / "linked").symlink_to(data)
+    for name in ("file.png", "folder/a.png"):
+        with pytest.raises(
+            ValueError, match=f"{name} is a link to {other}/a.png, outside of the data's folder"
+        ):
+            read(Medium("image", name, data))
+    assert read(Medium("image", "inside.png", data)) == read(Medium("image", "b.png", tmp_path / "linked"))
+
+
+@pytest.mark.parametrize("rate", [float("inf"), float("nan"), 16000.5, "fast", [8], 10**400, "1" * 5000])
+def test_a_rate_that_is_no_whole_number_is_refused(rate):
+    with pytest.raises(ValueError, match=r"^expected 'sampling_rate' as a whole number of Hz, got .{3,42}$"):
+        read(Medium("audio", {"array": [0.0], "sampling_rate": rate}))
+    for same in (16000, 16000.0, np.int64(16000), "16000"):
+        assert read(Medium("audio", {"array": [0.0], "sampling_rate": same}))[1] == 16000
+
+
 SILENT = [
     (b"ID3 something", "expected a WAV file of integers, got 13 bytes that begin with b'ID3 some'"),
     (wav([0.1] * 9)[:-4], "a WAV file that Python cannot read"),
@@ -147,7 +286,9 @@ SILENT = [
     (np.zeros(8, np.float32), "{'array', 'sampling_rate'}: an array has no rate"),
     (([], 16000), "expected samples [n], got shape [0]"),
     (([float("nan")], 16000), "expected finite samples"),
-    (([0.0], 0), "expected a sampling rate >= 1 Hz, got 0"),
+    (([0.0], 0), "expected a sampling rate of 1 to 16,777,216 Hz, got 0"),
+    (([0.0], 2**32 - 1), "expected a sampling rate of 1 to 16,777,216 Hz, got 4294967295"),
+    ((np.zeros(100_000), 1), "expected at most 67,108,864 samples at 16000 Hz, got 100,000 samples at 1 Hz"),
 ]
 
 

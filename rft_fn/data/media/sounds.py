@@ -14,6 +14,9 @@ from rft_fn.data.media.stored import Content
 __all__ = ["resample", "sound"]
 
 _ZEROS = 16  # zero crossings of the filter on each side
+_HIGHEST = 1 << 24  # Hz
+_LONGEST = 1 << 26  # resampled samples: 70 minutes at 16 kHz
+_AT_ONCE = 1 << 20  # numbers of filters in memory
 
 
 def sound(content: Content, *, rate: int) -> tuple[np.ndarray, str]:
@@ -29,11 +32,15 @@ def sound(content: Content, *, rate: int) -> tuple[np.ndarray, str]:
         raise ValueError(f"expected samples [n], got shape {list(samples.shape)}")
     if not np.isfinite(samples).all():
         raise ValueError("expected finite samples, got NaN or inf")
-    if found < 1:
-        raise ValueError(f"expected a sampling rate >= 1 Hz, got {found}")
+    if not 1 <= found <= _HIGHEST:
+        raise ValueError(f"expected a sampling rate of 1 to {_HIGHEST:,} Hz, got {found}")
     samples = samples.astype(np.float32)
     if found == rate:
         return samples, ""
+    if len(samples) * rate > _LONGEST * found:
+        raise ValueError(
+            f"expected at most {_LONGEST:,} samples at {rate} Hz, got {len(samples):,} samples at {found} Hz"
+        )
     resampled = resample(torch.from_numpy(samples), found, rate).numpy()
     return resampled, f"{found} Hz are resampled to {rate} Hz"
 
@@ -102,15 +109,37 @@ def resample(x: Tensor, rate: int, new: int) -> Tensor:
     phases = new // divisor
     cut = 0.99 * min(1.0, new / rate)
     reach = math.ceil(_ZEROS / cut)
+    if phases * (2 * reach + step) > _AT_ONCE:
+        return _resample_at_odd_rates(x, rate, new, cut, reach)
 
     # one filter for each offset between an output and the inputs beside it
     at = torch.arange(-reach, reach + step, dtype=torch.float64)
-    t = (at - torch.arange(phases, dtype=torch.float64)[:, None] * step / phases) * cut
-    window = torch.cos(math.pi * t / (2 * _ZEROS)).square() * (t.abs() < _ZEROS)
-    filters = (cut * torch.sinc(t) * window).to(x.dtype)
+    filters = _filter(at - torch.arange(phases, dtype=torch.float64)[:, None] * step / phases, cut).to(
+        x.dtype
+    )
 
     # each stride of the convolution gives `phases` outputs
     size = math.ceil(len(x) * phases / step)
     padded = torch.nn.functional.pad(x, (reach, reach + step))
     out = torch.nn.functional.conv1d(padded[None, None], filters[:, None], stride=step)
     return out[0].T.flatten()[:size]
+
+
+def _filter(t: Tensor, cut: float) -> Tensor:
+    """The filter at times t [samples of x]."""
+    t = t * cut
+    return cut * torch.sinc(t) * torch.cos(math.pi * t / (2 * _ZEROS)).square() * (t.abs() < _ZEROS)
+
+
+def _resample_at_odd_rates(x: Tensor, rate: int, new: int, cut: float, reach: int) -> Tensor:
+    """`resample` where hardly an offset repeats: a filter for each output, some at once."""
+    size = -(-len(x) * new // rate)
+    width = min(2 * reach + 2, len(x))
+    out = torch.empty(size, dtype=x.dtype)
+    beside = torch.arange(width)
+    for chunk in torch.arange(size).split(max(_AT_ONCE // width, 1)):
+        near = chunk * rate // new  # the sample of x before each output
+        at = (near - reach).clamp(0, len(x) - width)[:, None] + beside
+        filters = _filter(at - near[:, None] - (chunk * rate % new).double()[:, None] / new, cut)
+        out[chunk] = (filters.to(x.dtype) * x[at]).sum(-1)
+    return out

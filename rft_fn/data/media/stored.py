@@ -61,7 +61,7 @@ def _mapped(source: Mapping[str, Any], kind: str, folder: Path | None, urls: boo
     if "array" in given:
         if "sampling_rate" not in given:
             raise ValueError("expected 'sampling_rate' beside 'array', got none")
-        return _array(given["array"]), int(given["sampling_rate"])
+        return _array(given["array"]), _rate(given["sampling_rate"])
     for name in ("path", "url", kind):
         if name in given:
             return _read(given[name], kind, folder, urls)
@@ -72,10 +72,19 @@ def _mapped(source: Mapping[str, Any], kind: str, folder: Path | None, urls: boo
     raise ValueError(f"expected an object with 'bytes' or 'path', got one with {known or 'nothing'}")
 
 
+def _rate(x: Any) -> int:
+    try:
+        if int(x) == float(x):
+            return int(x)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ValueError(f"expected 'sampling_rate' as a whole number of Hz, got {x!r:.40}")
+
+
 def _array(x: Any) -> np.ndarray:
     try:
         return np.asarray(x, dtype=np.float32)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError("expected an array of numbers, got a list of other things") from None
 
 
@@ -90,22 +99,32 @@ def _named(text: str, folder: Path | None, urls: bool) -> bytes:
     return _file(_inside(text.removeprefix("file://"), folder))
 
 
-def _decoded(text: str) -> bytes:
+def _decoded(text: Any) -> bytes:
+    if not isinstance(text, (str, bytes)):
+        raise ValueError(f"expected base64, got {type(text).__name__}")
     try:
-        return _filled(base64.b64decode(text, validate=True), "it")
+        found = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"expected base64, got {error}") from None
+    return _filled(found, "it")
 
 
 def _inside(text: str, folder: Path | None) -> Path:
-    """The path that a text names. ValueError for one outside of the folder."""
+    """The path that a text names, without links. ValueError for one outside of the folder."""
     if folder is None:
         raise ValueError(f"{text} is a path, and the rows come from no folder: give --media-folder")
+    if "\0" in text:
+        raise ValueError(f"expected a path, got {text!r:.80}")
     base = os.path.abspath(folder)
-    path = os.path.abspath(os.path.join(base, os.path.expanduser(text)))
-    if os.path.commonpath([base, path]) != base:
+    named = os.path.abspath(os.path.join(base, os.path.expanduser(text)))
+    found = os.path.realpath(named)
+    if os.path.commonpath([base, named]) != base:
         raise ValueError(f"{text} is outside of the data's folder {base}: --media-folder names another")
-    return Path(path)
+    if os.path.commonpath([os.path.realpath(base), found]) != os.path.realpath(base):
+        raise ValueError(
+            f"{text} is a link to {found}, outside of the data's folder {base}: --media-folder names another"
+        )
+    return Path(found)
 
 
 def _file(path: Path) -> bytes:
