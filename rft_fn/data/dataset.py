@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from rft_fn.data.making import outcomes
 from rft_fn.data.mixture import Mixture
-from rft_fn.data.rows import Endless, Row, Table, place_of
+from rft_fn.data.rows import Endless, Row, Table, place_of, row_at
 from rft_fn.data.unfit import FirstFew, TooLong, Unfit, unfit_line
 
 __all__ = ["Dataset", "Item", "ItemT", "Make", "Recipe", "make_dataset"]
@@ -107,7 +107,7 @@ def make_dataset(
         return _endless(rows, recipe, name)
 
     def make(i: int) -> ItemT:
-        return recipe.make(dict(rows[i]), place_of(rows, i, name), i)
+        return recipe.make(*row_at(rows, i, name), i)
 
     if not len(rows):
         raise ValueError(f"data: expected at least one row, got none in {name!r}")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rft_fn.data.media.stored import digest
-from rft_fn.data.rows import Place, Row, Table, place_of
+from rft_fn.data.rows import Place, Row, Table, place_of, row_at
 from rft_fn.data.spans import Lesson
 from rft_fn.data.unfit import TooLong, Unfit
 
@@ -44,7 +44,7 @@ def outcomes(rows: Table, recipe: Any, name: str, *, workers: int = 0) -> Iterat
 
 def _tried(recipe: Any, rows: Table, i: int, name: str) -> Outcome:
     try:
-        return _made(recipe.make(dict(rows[i]), place_of(rows, i, name), i))
+        return _made(recipe.make(*row_at(rows, i, name), i))
     except (Unfit, TooLong) as error:
         return error
 
@@ -94,11 +94,10 @@ def _start(recipe: Any) -> None:
 def _read(rows: Table, name: str) -> Iterator[tuple[int, Row | Unfit, Place]]:
     """(index, row, place) of each row; the error of one that cannot be read."""
     for i in range(len(rows)):
-        place = place_of(rows, i, name)
         try:
-            yield i, dict(rows[i]), place
+            yield i, *row_at(rows, i, name)
         except Unfit as error:
-            yield i, error, place
+            yield i, error, place_of(rows, i, name)
 
 
 def _in_worker(given: tuple[int, Row | Unfit, Place]) -> Outcome:

@@ -17,6 +17,7 @@ from rft_fn.data.unfit import Unfit
 
 __all__ = [
     "Endless", "Joined", "Listed", "Part", "Place", "Records", "Row", "Rows", "Table", "decode", "place_of",
+    "row_at",
 ]  # fmt: skip
 
 Row = Mapping[str, Any]
@@ -74,6 +75,15 @@ def place_of(rows: Table, i: int, name: str) -> Place:
     if isinstance(rows, Rows):
         return rows.place(i)
     return Place(f"{name}, row {i + 1}", _folder_of(name))
+
+
+def row_at(rows: Table, i: int, name: str) -> tuple[dict[str, Any], Place]:
+    """(the columns of row i, its place). Unfit for a broken row, and for a value that Python cannot hold."""
+    place = place_of(rows, i, name)
+    try:
+        return dict(rows[i]), place
+    except OverflowError as error:  # of a table: Arrow's dates and durations reach further
+        raise Unfit(place, f"a date or duration is out of Python's range: {error}") from None
 
 
 def _folder_of(name: str) -> Path | None:

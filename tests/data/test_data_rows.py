@@ -4,6 +4,7 @@ import csv
 import json
 import time
 
+import pyarrow.parquet
 import pytest
 import tiny
 
@@ -197,3 +198,18 @@ def test_a_file_that_is_none_of_these_is_one_line(name, message, tmp_path, capfd
     with pytest.raises(ValueError, match=message):
         data.read_rows(write(tmp_path / name, "1234567890123"))
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [(pyarrow.duration("ms"), 2**62), (pyarrow.date32(), 2**31 - 1), (pyarrow.timestamp("us"), 2**62)],
+)
+def test_a_date_beyond_python_is_a_row_that_cannot_be_used(kind, number, workers, tmp_path):
+    width = pyarrow.int32() if kind == pyarrow.date32() else pyarrow.int64()
+    x = pyarrow.array([1, number], width).cast(kind)
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["a", "b"], "x": x}), tmp_path / "a.parquet")
+    message = "a.parquet, row 2: a date or duration is out of Python's range: .* 1 of 2 rows cannot be used"
+    with pytest.raises(ValueError, match=message) as error:
+        data.load(str(tmp_path / "a.parquet"), tiny.tokenizer(), workers=workers)
+    assert "\n" not in str(error.value)
