@@ -161,6 +161,15 @@ def shown_without_secrets(text: str) -> str:
     return re.sub(r"(?<=[?&;])(?P<name>[^?&;=#]+)=[^&;,#'\"\s]*", hidden, text)
 
 
+def error_text(error: BaseException) -> str:
+    """Return the text of an error of code that is not ours in one line; its type where it gives none."""
+    try:
+        text = " ".join(str(error).split())
+    except BaseException:  # its text is code that is not ours, too
+        text = ""
+    return text or type(error).__name__
+
+
 # ------------------------------------------------------------------------------------------------------- json
 
 # a text in quotes, also one without its end, or a bracket outside of such texts; it never goes back

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from rft_fn import dist
+from rft_fn.check import error_text
 from rft_fn.data.messages import Turn
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.environment import Environment, as_messages
@@ -63,7 +64,7 @@ def act_together(
             for state, acted in _results(acts, running):
                 states.append(state)
                 found.append(acted)
-    except Exception as error:  # raised below, once the others know
+    except (Exception, SystemExit) as error:  # raised below, once the others know
         failed = _as_one_line(error, running.name)
         line = str(failed)
 
@@ -86,11 +87,11 @@ class _Running:
         self.name = name
 
 
-def _as_one_line(error: Exception, name: str) -> Exception:
+def _as_one_line(error: BaseException, name: str) -> Exception:
     """The error with the act's name before it."""
     if isinstance(error, _Failed):
         return _as_one_line(error.error, error.name)
-    text = " ".join(str(error).split())
+    text = error_text(error)
     if isinstance(error, TimeoutError) and text.startswith(name):
         return TimeoutError(text)
     made = ValueError(f"{name}: {type(error).__name__}: {text}")
@@ -103,8 +104,8 @@ def _as_one_line(error: Exception, name: str) -> Exception:
 class _Failed(Exception):
     """An awaitable raised; others may have, or be cancelled, before the error is looked at."""
 
-    def __init__(self, name: str, error: Exception):
-        super().__init__(str(error))
+    def __init__(self, name: str, error: BaseException):
+        super().__init__(error_text(error))
         self.name = name
         self.error = error
 
@@ -142,7 +143,7 @@ async def _all(calls: Sequence[Awaitable[Any]], names: Sequence[str], running: _
     async def one(call: Awaitable[Any], name: str) -> Any:
         try:
             result = await call
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _Failed(name, error) from error
         left.remove(name)
         if left:

@@ -10,14 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
-from rft_fn import check
+from rft_fn.check import error_text, parse_json
 from rft_fn.data.messages import Turn
 from rft_fn.environment.record import Environment, Row, Stepped
 from rft_fn.environment.tool_calls import Call, ParseCalls, tagged_calls
+from rft_fn.reward.event_loop import EventLoop
 
 __all__ = ["Tooled", "run_tool", "tool_schema", "with_tools"]
 
 _AT_A_TIME = 16  # plain functions that run at once: more would eat each other's time
+_LOOP = EventLoop()  # of all async tools, apart from the environments, which a tool that blocks would stop
 _KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _KINDS |= {list: "array", tuple: "array", dict: "object"}
 
@@ -82,7 +84,7 @@ def _value(name: str, x: Any, schema: Mapping[str, Any]) -> Any:
     kind = schema.get("type")
     if isinstance(x, str) and kind not in ("string", None):
         try:
-            x = check.parse_json(x)
+            x = parse_json(x)
         except ValueError:
             raise ValueError(f"{name}: expected {kind}, got {x!r:.80}") from None
     if x is None and schema.get("nullable"):
@@ -110,7 +112,8 @@ async def run_tool(
 
     Never raises for what a tool does: unknown names, arguments that do not fit, exceptions, and more than
     `timeout` seconds are texts that begin with "error: ", for the model to read. A plain function runs in a
-    thread, which is interrupted at the limit where it runs Python code, and left behind where it waits.
+    thread of its own, async ones share an event loop in another. At the limit a thread that runs Python code
+    is interrupted, and one that waits is left behind.
     """
     try:
         if call.error:
@@ -118,12 +121,11 @@ async def run_tool(
         if call.name not in tools:
             raise ValueError(f"no tool {call.name!r}; there are {', '.join(tools)}")
         tool = tools[call.name]
-        result = await _within(tool, _fitted(tool, call.arguments), timeout)
-        text = _as_text(result)
+        text = await _within(tool, _fitted(tool, call.arguments), timeout)
     except _TimeUp:
         text = f"error: {call.name} took longer than {timeout:g} s"
     except Exception as error:  # the model is to read it
-        text = f"error: {' '.join(str(error).split()) or type(error).__name__}"
+        text = f"error: {error_text(error)}"
     if len(text) > max_output:
         text = f"{text[:max_output]}... ({len(text) - max_output} more characters)"
     return text
@@ -146,16 +148,21 @@ def _as_text(result: Any) -> str:
 _GATES: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
-async def _within(tool: Callable[..., Any], arguments: Mapping[str, Any], seconds: float) -> Any:
-    """The result of a tool, or _TimeUp."""
+async def _within(tool: Callable[..., Any], arguments: Mapping[str, Any], seconds: float) -> str:
+    """The result of a tool as text, or _TimeUp."""
     loop = asyncio.get_running_loop()
     if inspect.iscoroutinefunction(tool):
-        task = asyncio.ensure_future(tool(**arguments))
-        done, _ = await asyncio.wait([task], timeout=seconds)
-        if not done:
-            task.cancel()
-            raise _TimeUp
-        return task.result()
+        found = asyncio.wrap_future(_LOOP.start(_awaited(tool, arguments)))
+        done, _ = await asyncio.wait([found], timeout=seconds)
+        if found.cancelled():
+            raise RuntimeError("CancelledError")
+        if done:
+            return found.result()
+        found.cancel()
+        blocked = await asyncio.to_thread(_LOOP.leave_if_blocked)
+        if blocked is not None:
+            _interrupt(blocked)
+        raise _TimeUp
 
     # a thread for each call, since one that hangs is never given back; the clock starts with the thread
     async with _GATES.setdefault(loop, asyncio.Semaphore(_AT_A_TIME)):
@@ -168,8 +175,28 @@ async def _within(tool: Callable[..., Any], arguments: Mapping[str, Any], second
         return work.future.result()
 
 
+async def _awaited(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """The result of an async tool as text."""
+    try:
+        return _as_text(await tool(**arguments))
+    except (asyncio.CancelledError, GeneratorExit):  # of the loop
+        raise
+    except Exception as error:
+        raise RuntimeError(error_text(error)) from None
+    except BaseException as error:  # SystemExit too: a tool does not end the run
+        raise RuntimeError(f"{type(error).__name__}: {error_text(error)}") from None
+
+
 class _Interrupted(BaseException):
     """Raised inside a tool at its limit. No `Exception`: tools catch those."""
+
+
+def _interrupt(thread: threading.Thread) -> None:
+    """Raise `_Interrupted` in a thread at its next line of Python, so that it takes no more time."""
+    if thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(_Interrupted)
+        )
 
 
 class _Work:
@@ -186,23 +213,20 @@ class _Work:
 
     def _run(self) -> None:
         try:
-            result = self.tool(**self.arguments)
+            self._tell(_as_text(self.tool(**self.arguments)), "")
         except _Interrupted:
             return
         except BaseException as error:  # SystemExit too: a tool does not end the run
-            self._tell(error, None)
-        else:
-            self._tell(None, result)
+            self._tell("", f"{type(error).__name__}: {error_text(error)}")
 
-    def _tell(self, error: BaseException | None, result: Any) -> None:
+    def _tell(self, result: str, error: str) -> None:
         """Give the future its result, unless nobody waits any more."""
 
         def tell() -> None:
             if self.future.done():
                 return
-            if error is not None:
-                kind = type(error).__name__
-                self.future.set_exception(RuntimeError(f"{kind}: {error}"))
+            if error:
+                self.future.set_exception(RuntimeError(error))
             else:
                 self.future.set_result(result)
 
@@ -212,11 +236,9 @@ class _Work:
             return
 
     def interrupt(self) -> None:
-        """Raise `_Interrupted` in the thread at its next line of Python, so that it takes no more time."""
+        """Let the thread take no more time."""
         self.future.cancel()
-        if self.thread.ident is not None:
-            thread = ctypes.c_ulong(self.thread.ident)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Interrupted))
+        _interrupt(self.thread)
 
 
 # ---------- in an environment

@@ -1,4 +1,4 @@
-"""One event loop for all async reward functions, in a thread of its own.
+"""One event loop for all async functions of a kind, such as rewards or tools, in a thread of its own.
 
 A client belongs to the loop that it was made in. What waits for a network there does so while the calling
 thread computes.
@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 __all__ = ["EventLoop", "in_thread"]
@@ -16,6 +17,7 @@ __all__ = ["EventLoop", "in_thread"]
 T = TypeVar("T")
 
 _PATIENCE = 2.0  # seconds for coroutines to end once they are cancelled
+_ANSWERS = 0.5  # seconds in which a loop that nothing blocks does anything
 
 
 class EventLoop:
@@ -26,7 +28,7 @@ class EventLoop:
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin to run the coroutine; the result is that of the future."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():  # a task that exits ends its thread
             self._thread = _Thread()
             self._thread.start()
             weakref.finalize(self, self._thread.end)
@@ -42,6 +44,19 @@ class EventLoop:
         except BaseException:
             self.close()
             raise
+
+    def leave_if_blocked(self) -> threading.Thread | None:
+        """Leave a loop that a coroutine blocks, and return its thread; the next start makes another."""
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return None
+        answered = threading.Event()
+        thread.loop.call_soon_threadsafe(answered.set)
+        if answered.wait(_ANSWERS) or self._thread is not thread:
+            return None
+        self._thread = None
+        thread.loop.call_soon_threadsafe(thread.loop.stop)
+        return thread
 
     def close(self) -> None:
         """Cancel everything that has not ended, and end the loop; the next start makes another."""
@@ -77,13 +92,14 @@ class _Thread(threading.Thread):
     """A thread that runs an event loop until its end."""
 
     def __init__(self) -> None:
-        super().__init__(name="rft_fn rewards", daemon=True)
+        super().__init__(name="rft_fn event loop", daemon=True)
         self.loop = asyncio.new_event_loop()
 
     def run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            self.loop.run_forever()
+            with suppress(SystemExit):  # of a task, which ends what runs beside it and not the process
+                self.loop.run_forever()
             self.loop.run_until_complete(asyncio.sleep(0))  # one that never ran could not end what it awaits
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:

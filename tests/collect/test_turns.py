@@ -250,8 +250,28 @@ async def fails_later(state, text):
     raise OSError("gone")
 
 
+def leaves(state, text):
+    raise SystemExit(3)
+
+
+async def leaves_later(state, text):
+    raise SystemExit(3)
+
+
+class Untold(Exception):
+    def __str__(self):
+        raise SystemExit(4)
+
+
+def fails_untold(state, text):
+    raise Untold
+
+
 STEP = "environment 'chain': row 0, sample 0, turn 1: "
 BAD = [
+    (chained(step=leaves), STEP + "SystemExit: 3"),
+    (chained(step=leaves_later), STEP + "SystemExit: 3"),
+    (chained(step=fails_untold), STEP + "Untold: Untold"),
     (chained(step=raises), STEP + "KeyError: 'no such thing'"),
     (chained(step=fails_later), STEP + "OSError: gone"),
     (chained(step=lambda s, t: (s, "x=")), STEP + "expected (state, observation, reward, done) from step"),

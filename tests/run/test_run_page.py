@@ -201,6 +201,17 @@ def test_a_page_stays_below_its_size(tmp_path):
     assert steps[0] == 0 and steps[-1] == 398 and 20 < len(steps) < 200
 
 
+def test_a_picture_that_is_a_link_is_not_followed(tmp_path):
+    """A folder of strangers must not put files of this machine into a page that goes to others."""
+    write_run(tmp_path / "run")
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "run" / "samples.png").symlink_to(tmp_path / "secret")
+    (tmp_path / "run" / "reliability.png").write_bytes(b"picture")
+    assert recorded.read(tmp_path / "run").pictures == [tmp_path / "run" / "reliability.png"]
+    (tmp_path / "linked").symlink_to(tmp_path / "run")  # the folder itself is what the user named
+    assert recorded.read(tmp_path / "linked").pictures == [tmp_path / "linked" / "reliability.png"]
+
+
 def test_mistakes_are_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     run = write_run(tmp_path / "r")

@@ -110,8 +110,8 @@ def _pictures(paths: Sequence[Path]) -> list[tuple[str, str]]:
     """(name, data URI) of pictures that are not too large."""
     found = []
     for path in paths:
-        content = path.read_bytes()
-        if len(content) <= _PICTURE_BYTES:
+        if path.stat().st_size <= _PICTURE_BYTES:
+            content = path.read_bytes()
             found.append((path.stem, f"data:image/png;base64,{base64.b64encode(content).decode()}"))
     return found
 

@@ -58,8 +58,10 @@ def read(folder: str | Path, name: str = "") -> Recorded:
     metrics = rows_of(folder / "metrics.jsonl")
     if not metrics:
         raise ValueError(f"run: expected a run with at least one finished step, got {folder}")
-    places = [folder, Path(config.get("strategy.log_dir") or folder)]
-    pictures = [p / file for file in _PICTURES for p in places if (p / file).exists()]
+    places = dict.fromkeys([folder, Path(config.get("strategy.log_dir") or folder)])
+    # a page goes to others: a link in a folder that came from somewhere may lead to any file of this machine
+    found = [p / file for file in _PICTURES for p in places]
+    pictures = [path for path in found if path.is_file() and not path.is_symlink()]
     return Recorded(
         folder=folder,
         name=name or folder.resolve().name,
