@@ -4,8 +4,11 @@ Such a class is a decoder and `score`, a matrix on the hidden state of the last 
 """
 
 import copy
+import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,7 +17,10 @@ from torch import Tensor, nn
 from rft_fn.model.linear import is_plain
 from rft_fn.model.parts import text_config
 
-__all__ = ["HEADS", "SUFFIX", "class_name", "head_of", "labels", "like", "usual_labels", "write"]
+__all__ = [
+    "HEADS", "SUFFIX", "class_name", "head_of", "labels", "like", "pad_alike", "usual_labels",
+    "warn_of_padding", "write",
+]  # fmt: skip
 
 HEADS = "reward_heads.json"  # names, calibration and pooling, in each folder that we write
 SUFFIX = "ForSequenceClassification"
@@ -73,6 +79,9 @@ def like(decoder: Any, names: Sequence[str]) -> Any:
     config._attn_implementation = "eager"  # a name of ours is not for its class to check
     config.id2label = dict(enumerate(names))
     config.label2id = {name: i for i, name in enumerate(names)}
+    text = config.get_text_config()
+    if text.pad_token_id in _ends(text):
+        text.pad_token_id = _other_padding(text)
     with torch.device("meta"):
         made = kind(config).to(next(decoder.parameters()).dtype)
 
@@ -95,3 +104,67 @@ def write(made: Any, folder: str | Path, decoder: Mapping[str, Tensor], score: T
     """Write the weights of a decoder and of its head as the folder of a model that `like` made."""
     tensors = {f"{made.base_model_prefix}.{name}": x for name, x in decoder.items()}
     made.save_pretrained(folder, state_dict={**tensors, _SCORE: score})
+
+
+# --------------------------------------------------------------------------------------------- padding
+
+# A class of transformers scores the rightmost token that is not padding. Where padding also ends a text, that
+# is the token before the end.
+
+
+def _ends(config: Any) -> set[int]:
+    """The ids of the tokens that end a text, by a config."""
+    found = getattr(config, "eos_token_id", None)
+    if found is None:
+        return set()
+    return set(found) if isinstance(found, (list, tuple)) else {found}
+
+
+def _other_padding(config: Any) -> int:
+    """The id of a token that no text ends with: the first of a text, else the last of the vocabulary."""
+    ends = _ends(config)
+    first = getattr(config, "bos_token_id", None)
+    if first is not None and first not in ends:
+        return first
+    return next(i for i in reversed(range(config.vocab_size)) if i not in ends)
+
+
+def warn_of_padding(name: str, config: Any) -> None:
+    """Warn of a class whose padding ends texts, so that it scores another token than this library."""
+    text = config.get_text_config()
+    if text.pad_token_id in _ends(text):
+        warnings.warn(
+            f"reward model: {name}: expected a pad_token_id that ends no text, got {text.pad_token_id}, "
+            "which is also its eos_token_id: transformers scores the token before the end of a text, here "
+            "the last one is scored; leave the end token out for the same scores, save_reward writes "
+            "another padding",
+            stacklevel=4,
+        )
+
+
+def pad_alike(folder: str | Path, tokenizer: Any) -> None:
+    """Have the tokenizer and the config of a written folder pad with one token, which ends no text.
+
+    Nothing is done to folders of other classes.
+    """
+    from transformers import AutoConfig
+
+    path = Path(folder, "config.json")
+    if not path.is_file() or class_name(SimpleNamespace(**json.loads(path.read_text()))) is None:
+        return
+    config = AutoConfig.from_pretrained(folder)
+    text = config.get_text_config()
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    if tokenizer.pad_token_id in {None, tokenizer.eos_token_id, *_ends(text)}:
+        tokenizer = copy.deepcopy(tokenizer)
+        own = text.pad_token_id
+        if own in {None, tokenizer.eos_token_id}:
+            own = _other_padding(text)
+        if own < len(tokenizer):
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(own)
+        else:  # the model has more words than the tokenizer: one of them gets a name
+            tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+        tokenizer.save_pretrained(folder)
+    if text.pad_token_id != tokenizer.pad_token_id:
+        text.pad_token_id = tokenizer.pad_token_id
+        config.save_pretrained(folder)

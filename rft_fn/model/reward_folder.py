@@ -55,8 +55,9 @@ def load_reward(
     config; labels without a name get those of `heads`. A folder of peft's LoRA adapters for such a model
     (task_type SEQ_CLS) gives its base model with them, to be trained further. With `new` the heads are new
     ones of 0, named `heads` ("score" unless given) over whatever `model.load` takes, and `pool` is how they
-    pool ("last" unless given). A module is taken over, not copied. `freeze` names parts that are not
-    trained; the other arguments are those of `model.load`.
+    pool ("last" unless given). Warns of a class whose padding also ends texts, which transformers scores one
+    token earlier. A module is taken over, not copied. `freeze` names parts that are not trained; the other
+    arguments are those of `model.load`.
 
     ValueError for a folder without heads unless they are to be new, for `heads` and a `pool` that are not
     those of the folder, and for adapters whose base model is not there.
@@ -92,7 +93,9 @@ def _source(given: Any, meta: bool, how: dict[str, Any]) -> _Source:
         head = classifier.head_of(inside_adapters(given))
         if head is None:
             return _Source(given)
-        return _Source(given, {_SCORE: head.weight.detach()}, _labels(inside_adapters(given).config))
+        config = inside_adapters(given).config
+        classifier.warn_of_padding(_name(given), config)
+        return _Source(given, {_SCORE: head.weight.detach()}, _labels(config))
 
     # A decoder with our heads beside it.
     folder = resolve(str(given))
@@ -111,6 +114,7 @@ def _source(given: Any, meta: bool, how: dict[str, Any]) -> _Source:
     lm: Any = headless(AutoModelForSequenceClassification, folder, meta=meta, **how)
     head = classifier.head_of(lm)
     assert head is not None
+    classifier.warn_of_padding(folder, lm.config)
     heads, pool = _labels(lm.config), "last"
     if Path(folder, HEADS).is_file():
         heads, pool = _described(folder)
@@ -145,6 +149,7 @@ def _adapted(folder: str, meta: bool, how: dict[str, Any]) -> _Source:
     else:
         lm = headless(AutoModelForSequenceClassification, base, meta=meta, **how)
     names = classifier.usual_labels(len(head))
+    classifier.warn_of_padding(folder, inside_adapters(lm).config)
     return _Source(with_adapter(lm, folder, without="score"), {_SCORE: head}, named_heads(names))
 
 
@@ -210,7 +215,8 @@ def save_reward(
     """Write a reward model, with `weights` substituted for its parameters, as a folder for `load_reward`.
 
     `weights` are as `Strategy.export` gives them. Pooled by the last token, it is a folder of transformers'
-    AutoModelForSequenceClassification where that has a class for the decoder; a warning says where not.
+    AutoModelForSequenceClassification where that has a class for the decoder; a warning says where not. That
+    class looks for the last token that is no padding: padding that also ends texts is replaced by another.
     ValueError for a weight that the model does not have.
     """
     return save_headed(folder, reward_model, weights)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rft_fn import modality
 from rft_fn.modality import ActorModality
 from rft_fn.model import quantize
+from rft_fn.model.classifier import pad_alike
 from rft_fn.model.finite import require_finite
 from rft_fn.model.lora import Export, merged
 from rft_fn.model.parts import inside_adapters
@@ -147,6 +148,7 @@ def save(
             module.save_pretrained(folder, state_dict=tensors)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
+                pad_alike(folder, tokenizer)
             _keep_processor(module, Path(folder))
     return Path(folder)
 

@@ -53,6 +53,62 @@ def reread(folder, dtype=torch.float64):
     return AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype).eval()
 
 
+ENDED = [[5, 8, 3, 1], [7, 3, 3, 12, 6, 1], [17, 1], [4, 9, 20]]  # the end token of `tiny` is 1
+
+
+@pytest.mark.parametrize("ends", [1, [30, 1]], ids=["one", "several"])
+@pytest.mark.parametrize("first", [None, 2, 1])
+def test_a_class_whose_padding_ends_texts_is_told_of_and_not_written(first, ends, tmp_path):
+    """A fault that was found: 6.88 here and 0.69 in transformers' class, which scores the token before."""
+    lm = classifier("Llama", labels=1)
+    lm.config.update({"pad_token_id": 1, "eos_token_id": ends, "bos_token_id": first})
+    lm.save_pretrained(tmp_path / "theirs")
+    with pytest.warns(UserWarning, match=r"theirs: expected a pad_token_id that ends no text, got 1, which"):
+        rm = model.load_reward(tmp_path / "theirs", dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"LlamaForSequenceClassification: expected a pad_token_id"):
+        model.load_reward(copy.deepcopy(lm))
+    want = ours(rm, ENDED)
+    assert (theirs(reread(tmp_path / "theirs"), ENDED) - want).abs()[:3].min() > 0.1
+    without_end = [row[:-1] for row in ENDED[:3]]
+    torch.testing.assert_close(theirs(lm, ENDED[:3]), ours(rm, without_end), rtol=0, atol=1e-10)
+
+    model.save_reward(tmp_path / "ours", rm)
+    again = reread(tmp_path / "ours")
+    torch.testing.assert_close(theirs(again, ENDED), want, rtol=0, atol=1e-10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(ours(model.load_reward(tmp_path / "ours", dtype=torch.float64), ENDED), want)
+
+
+def padded(folder, side):
+    """[B, H]: the rows of ENDED in one batch, padded by the tokenizer of the folder."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side=side)
+    batch = tokenizer.pad({"input_ids": ENDED}, return_tensors="pt")
+    with torch.no_grad():
+        return reread(folder)(**batch).logits
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pad", [None, 0, 1])
+@pytest.mark.parametrize("more", [0, 9], ids=["as wide as the tokenizer", "wider"])
+def test_tokenizer_and_config_of_a_written_class_pad_alike(more, pad, side, tmp_path):
+    """Tokenizers without padding are given their end token, by this library too.
+
+    On the left padding moves a row's positions, whose angles transformers takes in float32.
+    """
+    tokenizer = copy.deepcopy(tiny.tokenizer())
+    tokenizer.pad_token = "<end>"
+    rm = model.load_reward(
+        tiny.llama(vocab_size=len(tokenizer) + more, pad_token_id=pad, dtype=torch.float64), new=True
+    )
+    rm.score.weight.data.normal_(generator=torch.Generator().manual_seed(0))
+    model.save(tmp_path / "rm", rm, tokenizer)
+    torch.testing.assert_close(padded(tmp_path / "rm", side), ours(rm, ENDED), rtol=0, atol=5e-6)
+    assert tokenizer.pad_token == "<end>"  # the caller's is as it was
+
+
 @contextlib.contextmanager
 def wide_softmax():
     """Gemma 2 takes the softmax of attention in float32 whatever its type; here in the type."""
