@@ -1,5 +1,7 @@
 """Folders of low-rank adapters as peft saves them: read, and put into a module."""
 
+import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -7,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn.model.finite import require_finite
-from rft_fn.model.lora import BELOW, wrapped
+from rft_fn.model.lora import BELOW, require_plain_lora, wrapped
 
-__all__ = ["read_adapters", "with_adapter"]
+__all__ = ["CONFIG", "read_adapter_config", "read_adapters", "with_adapter"]
 
+CONFIG = "adapter_config.json"
 _ADAPTER = "adapter_model.safetensors"
 _HEADS = ("score", "classifier")  # peft's own guesses at the name of a head, both of which it saves
-_UNKNOWN = ("use_dora", "modules_to_save", "lora_bias", "target_parameters", "trainable_token_indices")
 
 
 @torch.no_grad()
@@ -25,20 +27,15 @@ def with_adapter(module: nn.Module, folder: str | Path, *, without: str = "") ->
     ValueError for adapters that are more than LoRA of linear layers, and for tensors that are missing,
     unexpected or of another shape.
     """
-    from peft import PeftConfig
-
     # Make adapters by the saved config, to be filled.
     path = Path(folder, _ADAPTER)
-    config: Any = PeftConfig.from_pretrained(str(folder))
+    saved = read_adapter_config(folder)
     stored = read_adapters(folder)
     if without:
-        config.task_type = None  # by which peft would look for that layer
-        config.modules_to_save = [x for x in config.modules_to_save or () if x not in _HEADS] or None
+        saved["task_type"] = None  # by which peft would look for that layer
+        saved["modules_to_save"] = [x for x in saved.get("modules_to_save") or () if x not in _HEADS] or None
         stored = {name: x for name, x in stored.items() if name != f"{BELOW}{without}.weight"}
-    _require_plain_lora(config, folder)
-    config.inference_mode = False
-    config.lora_dropout = 0.0
-    model = wrapped(module, config, 0)
+    model = _made(module, saved, folder)
 
     # The names in the file are without that of the adapter.
     named = dict(model.named_parameters())
@@ -58,15 +55,33 @@ def with_adapter(module: nn.Module, folder: str | Path, *, without: str = "") ->
     return model
 
 
-def _require_plain_lora(config: Any, folder: str | Path) -> None:
-    """ValueError for the config of adapters that are more than LoRA of linear layers."""
+def _made(module: nn.Module, saved: dict[str, Any], folder: str | Path) -> nn.Module:
+    """`module` with new adapters by a saved config. ValueError for one that peft makes no plain LoRA of."""
     from peft import LoraConfig
 
-    odd = [name for name in _UNKNOWN if getattr(config, name, None)]
-    if type(config) is LoraConfig and not odd and config.bias == "none":
-        return
-    what = ", ".join(odd) or f"{config.peft_type} with bias {getattr(config, 'bias', None)!r}"
-    raise ValueError(f"model: {folder}: expected plain LoRA adapters, got {what}; merge them first")
+    require_plain_lora(folder, saved)
+    known = {field.name for field in fields(LoraConfig)}
+    config = {key: x for key, x in saved.items() if key in known - {"runtime_config"}}
+    config |= {"inference_mode": False, "lora_dropout": 0.0, "init_lora_weights": True}
+    try:
+        return wrapped(module, LoraConfig(**config), 0)
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"model: {Path(folder, CONFIG)}: expected adapters that peft can make, got {reason}"
+        ) from error
+
+
+def read_adapter_config(folder: str | Path) -> dict[str, Any]:
+    """The config of a folder of adapters. ValueError for one that is no mapping in JSON."""
+    path = Path(folder, CONFIG)
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"model: {path}: expected JSON, got {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"model: {path}: expected a mapping, got {type(found).__name__}")
+    return found
 
 
 def read_adapters(folder: str | Path) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from rft_fn.model import attention
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.dropout import disable_dropout
 from rft_fn.model.load import usual_device, usual_dtype
-from rft_fn.model.lora import home, merged
+from rft_fn.model.lora import home, merged, require_plain_adapters
 from rft_fn.model.materialize import keep_part, on_meta
 from rft_fn.model.parts import find, text_config
 from rft_fn.model.pretrained import loaded
@@ -38,6 +38,7 @@ class Headed(Reader):
     def __init__(self, lm: nn.Module):
         super().__init__()
         # Without a decoder apart from the head there are no hidden states to put another head on.
+        require_plain_adapters(lm)
         found = find(lm)
         if not hasattr(found.model, "base_model"):
             raise ValueError(f"lm: expected a causal language model of transformers, got {type(lm).__name__}")

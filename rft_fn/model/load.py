@@ -1,6 +1,5 @@
 """Models and tokenizers loaded by name."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ from torch import nn
 
 from rft_fn.model import classifier
 from rft_fn.model import quantize as low
-from rft_fn.model.adapter_folder import with_adapter
+from rft_fn.model.adapter_folder import CONFIG, read_adapter_config, with_adapter
 from rft_fn.model.builtin import resolve
 from rft_fn.model.freeze import freeze as frozen
+from rft_fn.model.lora import require_plain_adapters
 from rft_fn.model.materialize import on_meta, skeleton
 from rft_fn.model.parts import find, path_of
 from rft_fn.model.pretrained import Kind, from_pretrained, kind_of, loaded
@@ -73,6 +73,7 @@ def load(
     device = usual_device(device)
     if isinstance(path_or_module, nn.Module):
         module = path_or_module
+        require_plain_adapters(module)
         if not any(p.is_meta for p in module.parameters()):  # one without memory gets it later, as it is
             module = module.to(device=device, dtype=dtype)
     else:
@@ -97,10 +98,9 @@ def _named(name: str, device: torch.device, meta: bool, quantize: str, how: Mapp
 
     Of a folder of adapters it is the base model with these.
     """
-    adapter = Path(name, "adapter_config.json")
-    if adapter.is_file():
-        base = _base_of(adapter)
-        if json.loads(adapter.read_text()).get("task_type") == "SEQ_CLS":
+    if Path(name, CONFIG).is_file():
+        base = _base_of(name)
+        if read_adapter_config(name).get("task_type") == "SEQ_CLS":
             raise _not_language(name, "adapters of a reward model")
         return with_adapter(_named(resolve(base), device, meta, quantize, how), name)
     _require_language(name, how["trust_remote_code"])
@@ -147,9 +147,8 @@ def _with_memory(name: str, device: torch.device, quantize: str, how: Mapping[st
 
 def base_folder(folder: str) -> str:
     """The folder or hub name of the base model, for a folder of adapters; else `folder` itself."""
-    adapter = Path(folder, "adapter_config.json")
-    if adapter.is_file():
-        return resolve(_base_of(adapter))
+    if Path(folder, CONFIG).is_file():
+        return resolve(_base_of(folder))
     return folder
 
 
@@ -176,16 +175,21 @@ def read_window(name: str | Path) -> int | None:
     return getattr(read_config(name).get_text_config(), "max_position_embeddings", None)
 
 
-def _base_of(adapter: Path) -> str:
+def _base_of(folder: str) -> str:
     """The model that a folder of adapters is for."""
-    try:
-        base = json.loads(adapter.read_text()).get("base_model_name_or_path")
-    except ValueError as error:
-        raise ValueError(f"model: {adapter}: expected JSON, got {error}") from error
-    if not base:
-        raise ValueError(f"model: {adapter}: expected base_model_name_or_path, got none")
+    config = read_adapter_config(folder)
+    path = Path(folder, CONFIG)
+    base = config.get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        raise ValueError(f"model: {path}: expected base_model_name_or_path, got none")
     if not Path(base).exists() and Path(base).is_absolute():
-        raise ValueError(f"model: {adapter.parent}: its base model {base} is not there")
+        raise ValueError(f"model: {folder}: its base model {base} is not there")
+    revision = config.get("revision")
+    if revision not in (None, "", "main") and not Path(base).exists():
+        raise ValueError(
+            f"model: {path}: expected a base model without a revision, got {base} of revision {revision}; "
+            "fetch it, and name its folder as base_model_name_or_path"
+        )
     return base
 
 
@@ -201,10 +205,9 @@ def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> Any:
     # A folder of adapters has mostly no tokenizer.
     folder = resolve(str(name))
     if not _has_tokenizer(folder):
-        adapter = Path(folder, "adapter_config.json")
-        if not adapter.is_file():
+        if not Path(folder, CONFIG).is_file():
             raise ValueError(f"tokenizer: expected one in {folder}, got no tokenizer.json or the like")
-        folder = resolve(_base_of(adapter))
+        folder = resolve(_base_of(folder))
 
     # Without an end token no response ends, and batches of prompts are padded.
     tokenizer = from_pretrained(AutoTokenizer, folder, what="tokenizer", trust_remote_code=trust_remote_code)

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,11 +17,25 @@ from rft_fn.precision import wide
 from rft_fn.types import Apply, Packed, TokenOut
 
 __all__ = [
-    "BELOW", "Export", "apply_lora_configuration", "home", "merged", "plain_name", "without_adapters",
-    "wrapped",
+    "BELOW", "Export", "apply_lora_configuration", "home", "merged", "plain_name", "require_plain_adapters",
+    "require_plain_lora", "without_adapters", "wrapped",
 ]  # fmt: skip
 
 BELOW = "base_model.model."  # in front of the name of every tensor that peft saves
+
+# Fields of peft's config that leave adapters what `_product` computes, whatever is in them. A field that is
+# not here has to be empty, or as peft has it by default: it may make of adapters more than their weights.
+_PLAIN = frozenset({
+    # where they come from and which layers they are on
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    # their size and scale, which peft's layers have
+    "r", "rank_pattern", "lora_alpha", "alpha_pattern", "use_rslora", "lora_dropout", "fan_in_fan_out",
+    # how A and B began (`init_lora_weights` is looked at apart), and options of what is refused by itself
+    "init_lora_weights", "eva_config", "corda_config", "loftq_config", "lora_ga_config", "qalora_group_size",
+    "megatron_core", "runtime_config",
+})  # fmt: skip
+_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")  # of A and B; others change the base too
 
 
 # ------------------------------------------------------------------------------------------- new adapters
@@ -108,6 +123,8 @@ def wrapped(module: Any, config: Any, seed: int) -> nn.Module:
     for name, layer in _adapted(model):
         dtype = wide(layer.get_base_layer().weight.dtype)
         for adapter in layer.active_adapters:
+            if not 0 < layer.scaling[adapter] < math.inf:
+                raise ValueError(f"alpha: expected a number > 0, got {layer.lora_alpha[adapter]}")
             a = layer.lora_A[adapter]
             b = layer.lora_B[adapter]
             bound = 1 / math.sqrt(a.in_features)  # as peft draws it
@@ -129,6 +146,32 @@ def home(module: nn.Module) -> torch.device:
 def _adapted(module: nn.Module) -> list[tuple[str, Any]]:
     """(name, layer) of every layer with adapters."""
     return [(name, m) for name, m in module.named_modules() if len(getattr(m, "lora_A", ()))]
+
+
+def require_plain_lora(name: Any, config: Mapping[str, Any]) -> None:
+    """ValueError for the fields of peft's config of adapters that are more than LoRA of linear layers.
+
+    They may be those of a file, written by a peft that knows more of them.
+    """
+    from peft import LoraConfig
+
+    usual = {field.name: field.default for field in fields(LoraConfig)}
+    odd = [key for key, x in config.items() if key not in _PLAIN and x and x != usual.get(key)]
+    start = config.get("init_lora_weights")
+    if start not in _STARTS:
+        odd.append(f"init_lora_weights {start!r}")
+    if config.get("peft_type") != "LORA":
+        odd = [f"peft_type {config.get('peft_type')}"]
+    if odd:
+        raise ValueError(
+            f"model: {name}: expected plain LoRA adapters, got {', '.join(odd)}; merge them first"
+        )
+
+
+def require_plain_adapters(module: Any) -> None:
+    """ValueError for a module with adapters of peft that are more than LoRA of linear layers."""
+    for config in getattr(module, "peft_config", {}).values():
+        require_plain_lora(type(module).__name__, vars(config))
 
 
 # ------------------------------------------------------------------------------------------------- merged

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn.model import classifier
-from rft_fn.model.adapter_folder import read_adapters, with_adapter
+from rft_fn.model.adapter_folder import CONFIG, read_adapter_config, read_adapters, with_adapter
 from rft_fn.model.builtin import resolve
 from rft_fn.model.calibration import Head
 from rft_fn.model.classifier import HEADS
@@ -105,7 +105,7 @@ def _source(given: Any, meta: bool, how: dict[str, Any]) -> _Source:
         return _Source(headless(AutoModel, folder, meta=meta, **how), tensors, heads, pool)
 
     # Adapters and a head, whose base model is elsewhere.
-    if Path(folder, "adapter_config.json").is_file():
+    if Path(folder, CONFIG).is_file():
         return _adapted(folder, meta, how)
 
     # A model for sequence classification, ours or of others.
@@ -134,8 +134,7 @@ def _adapted(folder: str, meta: bool, how: dict[str, Any]) -> _Source:
     from transformers import AutoModelForSequenceClassification
 
     base = base_folder(folder)
-    config = json.loads(Path(folder, "adapter_config.json").read_text())
-    kind = config.get("task_type")
+    kind = read_adapter_config(folder).get("task_type")
     if kind != "SEQ_CLS":
         return _Source(folder, why=f" (adapters with task_type {kind}, not SEQ_CLS)")
     name = f"{BELOW}{_SCORE}"

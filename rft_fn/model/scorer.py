@@ -9,6 +9,7 @@ from rft_fn import logprob, tree
 from rft_fn.model import attention, linear, router
 from rft_fn.model.bounds import SequenceBounds
 from rft_fn.model.dropout import disable_dropout
+from rft_fn.model.lora import require_plain_adapters
 from rft_fn.model.parts import find
 from rft_fn.model.probe import Found, Question
 from rft_fn.model.reader import Reader
@@ -128,7 +129,8 @@ def wrap_for_training(
     A causal language model of transformers, with or without peft adapters, inside a `Scorer`, its dropout
     off; any other module itself. With `fast_linear` its linear layers are those of `linear.set_fast`; with
     `share_prefixes` tokens that begin alike in a pack are computed once, where `reader.settle` finds that it
-    changes nothing. ValueError for `aux` of a module that has no routers of experts.
+    changes nothing. ValueError for `aux` of a module without routers of experts, and for adapters that are
+    more than LoRA.
     """
     linear.set_fast(module, fast_linear)
     if not hasattr(module, "get_output_embeddings"):
@@ -137,6 +139,7 @@ def wrap_for_training(
         if isinstance(module, Reader):
             module.shared = share_prefixes
         return module
+    require_plain_adapters(module)
     disable_dropout(module)
     options: dict[str, Any] = {"entropy": entropy, "aux": aux, "fused": fused, "chunk_size": chunk_size}
     scorer = Scorer(module, sampling or Sampling(), **options)

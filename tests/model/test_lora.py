@@ -1,5 +1,6 @@
 """Adapters: target layers, export to an engine, saving and further training, the reference."""
 
+import dataclasses
 import json
 import re
 import warnings
@@ -14,7 +15,7 @@ from torch import nn
 import rft_fn as rft
 from rft_fn import model, packing
 from rft_fn.model import attention
-from rft_fn.model.lora import Export
+from rft_fn.model.lora import Export, require_plain_lora
 from rft_fn.model.targets import target_paths
 from rft_fn.strategy import StrategyConfig
 
@@ -387,7 +388,30 @@ def edited(saved, tmp_path, **changes):
     [
         ({"use_dora": True}, "expected plain LoRA adapters, got use_dora"),
         ({"modules_to_save": ["lm_head"]}, "got modules_to_save"),
-        ({"bias": "all"}, "got LORA with bias 'all'|PeftType.LORA with bias 'all'"),
+        ({"bias": "all"}, "got bias; merge them first"),
+        ({"alora_invocation_tokens": [8, 9]}, "expected plain LoRA adapters, got alora_invocation_tokens"),
+        ({"kasa_config": {"beta": 1e-4}}, "got kasa_config"),
+        ({"velora_config": {}, "monteclora_config": {"x": 1}}, "got monteclora_config; merge"),
+        ({"arrow_config": {}, "use_qalora": True}, "got use_qalora; merge"),
+        ({"use_bdlora": {"nblocks": 2}}, "got use_bdlora"),
+        ({"layer_replication": [[0, 1], [0, 2]]}, "got layer_replication"),
+        ({"ensure_weight_tying": True, "megatron_config": {"a": 1}}, "ensure_weight_tying, megatron_config"),
+        ({"of_next_year": {"more": 1}}, "got of_next_year"),
+        ({"init_lora_weights": "pissa"}, "got init_lora_weights 'pissa'"),
+        ({"peft_type": "IA3"}, "got peft_type IA3"),
+        ({"peft_type": None}, "got peft_type None"),
+        ({"r": "8"}, "adapter_config.json: expected adapters that peft can make, got"),
+        ({"r": -1}, "expected adapters that peft can make, got .*-1"),
+        ({"lora_alpha": "8"}, "expected adapters that peft can make, got unsupported operand"),
+        ({"lora_alpha": float("nan")}, "expected adapters that peft can make, got alpha: .*, got nan"),
+        ({"rank_pattern": {"q_proj": 0}}, "expected adapters that peft can make, got .* 0"),
+        ({"target_modules": 5}, "expected adapters that peft can make, got"),
+        ({"target_modules": ["nowhere"]}, "expected adapters that peft can make, got .*nowhere"),
+        ({"base_model_name_or_path": 5}, "expected base_model_name_or_path, got none"),
+        (
+            {"base_model_name_or_path": "of/hub", "revision": "v2"},
+            "expected a base model without a revision, got of/hub of revision v2",
+        ),
         ({"r": 2}, "missing, unexpected or of another shape are 28"),
         ({"target_modules": ["q_proj"]}, "missing, unexpected or of another shape are 24"),
         ({"base_model_name_or_path": "/nowhere"}, "its base model /nowhere is not there"),
@@ -395,8 +419,52 @@ def edited(saved, tmp_path, **changes):
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(saved, tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         model.load(edited(saved, tmp_path, **changes))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text, message", [("[]", "expected a mapping, got list"), ("{", "expected JSON")])
+def test_a_config_of_adapters_that_is_none(saved, tmp_path, text, message):
+    folder = edited(saved, tmp_path)
+    (folder / "adapter_config.json").write_text(text)
+    for load in (model.load, model.load_reward, model.read_window):
+        with pytest.raises(ValueError, match=f"adapter_config.json: {message}"):
+            load(folder)
+
+
+def test_every_field_of_pefts_config_was_decided_on(saved, tmp_path):
+    """A field that a later peft adds is refused where it is set, until it was looked at here."""
+    from peft import LoraConfig
+
+    left_alone = {f.name for f in dataclasses.fields(LoraConfig) if not refuses(f.name)}
+    assert left_alone <= {
+        "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+        "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "r", "rank_pattern",
+        "lora_alpha", "alpha_pattern", "use_rslora", "lora_dropout", "fan_in_fan_out", "eva_config",
+        "corda_config", "loftq_config", "lora_ga_config", "qalora_group_size", "megatron_core",
+        "runtime_config",
+    }  # fmt: skip
+    plain = model.load(edited(saved, tmp_path, qalora_group_size=32, init_lora_weights="eva", revision="v2"))
+    assert torch.equal(scores(plain), scores(saved[1]))
+
+
+def refuses(field):
+    try:
+        require_plain_lora("a", {"peft_type": "LORA", field: "something"})
+    except ValueError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("take", [model.bind, model.load, model.Critic])
+def test_a_module_whose_adapters_are_more_is_refused(take):
+    """An engine gets base + scale B A; peft's forward of DoRA is another."""
+    from peft import LoraConfig, get_peft_model
+
+    module = get_peft_model(tiny.llama(), LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    with pytest.raises(ValueError, match="PeftModel: expected plain LoRA adapters, got use_dora"):
+        take(module)
 
 
 # ------------------------------------------------------------------------------------------ other families
