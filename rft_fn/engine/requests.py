@@ -1,5 +1,7 @@
 """Requests to an engine, and the rollout that answers them: shared by all engines."""
 
+import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import index
@@ -214,11 +216,13 @@ def assemble(
     pad: int,
     version: int,
     media: Sequence[Mapping[str, Tensor] | None] = (),
+    tokenizer: Any = None,
 ) -> Rollout:
     """The Rollout [B, S] of B = N G responses, the G responses to each of N prompts side by side.
 
     `media` are the processor's tensors of each prompt, None for one without. No prompts give a rollout
-    without rows, B = S = 0. ValueError for a response without a log-prob for each token.
+    without rows, B = S = 0. Warns of tokens of responses that `tokenizer` has no text for, where it is given.
+    ValueError for a response without a log-prob for each token.
     """
     count = len(prompts)
     group = torch.arange(0)
@@ -242,6 +246,8 @@ def assemble(
     logp = torch.zeros(mask.shape)
     logp[mask] = _joined((response.logp for response in responses), logp.dtype)
 
+    if tokenizer is not None:
+        _announce_nameless(tokens[mask], tokenizer)
     shown = None
     if count and media:
         shown = Media.of_prompts(media, len(responses) // count)
@@ -255,6 +261,26 @@ def assemble(
         version=torch.full((len(responses),), version),
         media=shown,
     )
+
+
+def _announce_nameless(tokens: Tensor, tokenizer: Any) -> None:
+    """Warn of the share of sampled tokens [T] that a tokenizer has no text for.
+
+    Models often have more ids than their tokenizer, to fill blocks of 64 or 128. Such an id is a token of the
+    distribution like any other, for the sampler and in training, but no reward reads it.
+    """
+    behind = tokens[tokens >= len(tokenizer)]
+    nameless = [x for x in behind.unique().tolist() if tokenizer.convert_ids_to_tokens(x) is None]
+    count = int(torch.isin(behind, torch.tensor(nameless, dtype=torch.long)).sum())
+    if count:
+        # a power of ten, so that a run says it once and again only where the share has changed
+        share = 10 ** round(math.log10(count / len(tokens)))
+        warnings.warn(
+            f"engine: about {share:.0e} of the sampled tokens are ids that the tokenizer has no text for "
+            f"(it has {len(tokenizer)}): they are trained on, and no reward reads them; cut the model's "
+            "vocabulary to the tokenizer's (resize_token_embeddings), or fill it with tokens",
+            stacklevel=3,
+        )
 
 
 def _joined(lists: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:

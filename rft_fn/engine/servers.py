@@ -174,7 +174,13 @@ class _Servers:
             for b, row in enumerate(requests.rows(keys, n, sampling, max_new=max_new))
         ]
         responses = self.pool.run([partial(self.response, ask, stop) for ask in asks])
-        return requests.assemble(ids, responses, pad=self.tokenizer.pad_token_id, version=self.version)
+        return requests.assemble(
+            ids,
+            responses,
+            pad=self.tokenizer.pad_token_id,
+            version=self.version,
+            tokenizer=self.tokenizer,
+        )
 
     def window(self) -> int | None:
         """The most tokens that every server reads."""

@@ -40,6 +40,29 @@ def test_trainer_and_sampler_agree(options):
     assert ((eng.score(r, sampling=sampling) - r.logp) * r.mask).abs().max() < 1e-5
 
 
+def test_ids_without_text_are_announced():
+    """A fault that was found: a model with more ids than its tokenizer learned them in silence."""
+    lm = tiny.llama(vocab_size=2 * len(tiny.tokenizer()))
+    with pytest.warns(
+        UserWarning, match=r"engine: about .* of the sampled tokens are ids that the tokenizer"
+    ):
+        r = rollout(rft.Sampling(max_new=9), lm=lm)
+    assert (r.tokens >= len(tiny.tokenizer())).any()
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 2}, {"top_p": 0.7}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_greedy_token_has_the_log_prob_of_temperature_one(cut, dtype):
+    """The likeliest token of the cut distribution, with its own probability there, which is not 1."""
+    r = rollout(rft.Sampling(max_new=9, temperature=0, **cut), n=1, lm=tiny.llama(dtype=dtype))
+    at_one = rft.Sampling(max_new=9, **cut)
+    assert (trainer_logp(r, at_one, tiny.llama(dtype=dtype)) - r.logp).abs().max() < 1e-5
+    assert r.logp[r.mask].min() < (-0.05 if cut else -0.5) and r.logp.max() <= 0
+    with torch.no_grad():
+        z = tiny.llama(dtype=dtype)(r.tokens, use_cache=False).logits[:, :-1]
+    assert (r.tokens[:, 1:] == z.argmax(-1))[r.mask[:, 1:]].all()
+
+
 def test_a_token_outside_of_the_cut_keeps_a_finite_score():
     """Such a token is added to the set: p / (mass of the two likeliest + p), for engine and trainer."""
     r, cut = rollout(rft.Sampling(max_new=9)), rft.Sampling(top_k=2)

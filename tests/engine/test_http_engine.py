@@ -489,3 +489,12 @@ def test_media_are_refused_before_anything_is_asked(quick):
             eng.generate(PROMPTS, KEYS, n=2, sampling=SAMPLING),
             expected(n=2),
         )
+
+
+def test_servers_announce_ids_without_text(kind):
+    wide = tiny.llama(vocab_size=2 * len(tiny.tokenizer()))
+    with serving(FakeServer(wide, tiny.tokenizer(), **KINDS[kind][1])) as fakes:
+        config = engine.EngineConfig(type=KINDS[kind][0], servers=tuple(f.url for f in fakes))
+        eng = engine.get_engine(config, wide, tiny.tokenizer())
+        with pytest.warns(UserWarning, match="engine: about .* are ids that the tokenizer has no text for"):
+            eng.generate(PROMPTS, KEYS, n=3, sampling=SAMPLING)

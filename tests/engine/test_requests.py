@@ -1,6 +1,10 @@
 """A rollout is what an engine's responses say, row by row."""
 
+import copy
+import warnings
+
 import pytest
+import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,3 +51,26 @@ def test_a_log_prob_too_few_is_not_given_to_the_next_row():
     responses = [Response([3, 4], [-1.0], True), Response([5], [-2.0, -3.0], True)]
     with pytest.raises(ValueError, match="response: expected a log-prob for each of 2 tokens, got 1"):
         assemble([[1], [2]], responses, pad=PAD, version=0)
+
+
+@pytest.mark.parametrize("count, share", [(1, "1e-02"), (2, "1e-02"), (10, "1e-01"), (60, "1e\\+00")])
+def test_the_share_of_sampled_ids_without_text_is_said(count, share):
+    """Ids of prompts do not count, nor does the last one that the tokenizer knows."""
+    size = len(tiny.tokenizer())
+    tokens = [size + k % 3 for k in range(count)] + [size - 1] * (100 - count)
+    responses = [Response(tokens[:70], [0.0] * 70, True), Response(tokens[70:], [0.0] * 30, True)]
+    with pytest.warns(UserWarning, match=f"about {share} of the sampled tokens .*it has {size}"):
+        assemble([[size + 9] * 900], responses, pad=0, version=0, tokenizer=tiny.tokenizer())
+
+
+def test_ids_that_the_tokenizer_knows_are_not_announced():
+    """Also ids behind its length, where it has gaps."""
+    tokenizer = copy.deepcopy(tiny.tokenizer())
+    size = len(tokenizer)
+    tokenizer.convert_ids_to_tokens = lambda x: "far" if x == size + 1 else None
+    responses = [Response([3, size - 1, size + 1], [0.0] * 3, True)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assemble([[size + 9]], responses, pad=0, version=0, tokenizer=tokenizer)
+    with pytest.warns(UserWarning, match="about 1e-01"):
+        assemble([[3]], [Response([size] + [3] * 8, [0.0] * 9, True)], pad=0, version=0, tokenizer=tokenizer)

@@ -143,8 +143,14 @@ class _InProcess:
         rows = requests.rows(keys, n, sampling, max_new=max_new, start=start)
         with packed(self.lm):
             responses = sampler.responses(ids, shown, rows)
-        tensors = prompt_media.tensors(shown)
-        return requests.assemble(ids, responses, pad=pad, version=self.version, media=tensors)
+        return requests.assemble(
+            ids,
+            responses,
+            pad=pad,
+            version=self.version,
+            media=prompt_media.tensors(shown),
+            tokenizer=self.tokenizer,
+        )
 
     @torch.no_grad()
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:

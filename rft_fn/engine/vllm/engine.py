@@ -200,8 +200,14 @@ class InProcess:
             self.wake()
         stop = Stop(self.tokenizer, self.folder.ends, sampling.stop)
         responses = self.sampler.responses(everything, sampling, stop)[own]
-        how: dict[str, Any] = {"pad": self.tokenizer.pad_token_id, "version": self.version}
-        return requests.assemble(ids, responses, media=prompt_media.tensors(shown), **how)
+        return requests.assemble(
+            ids,
+            responses,
+            pad=self.tokenizer.pad_token_id,
+            version=self.version,
+            media=prompt_media.tensors(shown),
+            tokenizer=self.tokenizer,
+        )
 
     def _check(
         self, prompts: Sequence[Sequence[int]], rows: Sequence[requests.Row], sampling: Sampling
