@@ -150,6 +150,15 @@ def checkpointing(st, dtype):
     return train(st, lm, dtype=dtype)[0]
 
 
+def snapshot(st, dtype):
+    """Weights that were exported before an update, which does not change them."""
+    apply, state = st.init(tiny.llama(1, dtype=dtype), adamw())
+    kept = dict(st.export(state))
+    grads, _ = st.grad(state, apply, loss_fn, st.shard(experience(0, dtype=dtype), 40))
+    state, _ = st.update(state, grads)
+    return kept | {f"new {name}": x for name, x in st.export(state)}
+
+
 def whole_logits(st, dtype):
     """The way over [T, V], with top_k in the distribution."""
     sampling = rft.Sampling(temperature=0.8, top_k=9)
@@ -561,7 +570,7 @@ def gathers_media(st):
 CASES = {
     f.__name__: f
     for f in (
-        grpo, untied, budgets, one_prompt, checkpointing, whole_logits, lora, ppo, pairs, reference, average,
+        grpo, untied, budgets, one_prompt, checkpointing, snapshot, whole_logits, lora, ppo, pairs, reference, average,
         skipped,
         own, files, adapters, options, narrow, unfilled, trees, average_scores, images, deepstack, audio,
         rewards, rewards_of_images, rewards_of_sounds,

@@ -98,7 +98,7 @@ def reinforce(arm: Arm, seed: int, steps: int) -> list[dict[str, float]]:
 
     def snapshot():
         """A copy of the weights that the sampler may be given later."""
-        return [(name, x.clone()) for name, x in rounded(st.export(state), arm.levels)]
+        return list(rounded(st.export(state), arm.levels))
 
     waiting = [snapshot()]
     logs = []

@@ -13,6 +13,7 @@ from rft_fn import rng
 from rft_fn.model.finite import require_finite
 from rft_fn.model.quantize import is_low, whole
 from rft_fn.model.targets import linear, not_taken_for_experts, target_paths, warn_of_left_out
+from rft_fn.optim.shards import local_parts
 from rft_fn.precision import wide
 from rft_fn.types import Apply, Packed, TokenOut
 
@@ -222,7 +223,8 @@ class Export(Iterator[tuple[str, Tensor]]):
 
     Of a module with adapters the names are those of the plain model, and an adapted layer's weight is its
     base weight plus scale B A; frozen weights are left out. `own` gives the same weights by the module's
-    names, adapters too. `full` puts one parameter together: where that takes all ranks, all have to iterate.
+    names, adapters too, and may be the parameters themselves; what is iterated over is always a copy, which no
+    later update changes. `full` puts one parameter together: where that takes all ranks, all have to iterate.
     With `finite`, ValueError at a tensor with NaN or inf.
     """
 
@@ -238,7 +240,7 @@ class Export(Iterator[tuple[str, Tensor]]):
         self.module = module
         self.gathered = full
         self.finite = finite
-        self._found = self.own()
+        self._found = self._copies()
         if module is not None:
             layers = dict(_adapted(module))
             if layers:
@@ -269,11 +271,24 @@ class Export(Iterator[tuple[str, Tensor]]):
         """A parameter put together, in full precision."""
         return self.gathered(whole(p))
 
+    def copied(self, p: Tensor) -> Tensor:
+        """A parameter put together, in memory that is not its own: an update is in place."""
+        x = self.full(p)
+        (mine,) = local_parts([p])
+        if x.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr():
+            return x.clone()
+        return x
+
     @torch.no_grad()
     def own(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors by the module's own names."""
         for name, p in self.params.items():
             yield name, self.full(p)
+
+    @torch.no_grad()
+    def _copies(self) -> Iterator[tuple[str, Tensor]]:
+        for name, p in self.params.items():
+            yield name, self.copied(p)
 
     @torch.no_grad()
     def _merged(self, module: nn.Module, layers: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -282,7 +297,7 @@ class Export(Iterator[tuple[str, Tensor]]):
         for name in self.params:
             path = name.partition(".base_layer.")[0].partition(".lora_")[0]
             if path not in layers or name.endswith(".base_layer.bias"):
-                yield plain_name(module, name), self.full(every[name])
+                yield plain_name(module, name), self.copied(every[name])
             elif path not in done:  # both of its matrices at once, at the first of them
                 done.add(path)
                 yield plain_name(module, f"{path}.weight"), self._one_merged(layers[path], path, every)
@@ -290,11 +305,12 @@ class Export(Iterator[tuple[str, Tensor]]):
         # Frozen weights in low precision go too: an engine that is not quantised gets the same numbers.
         for name, p in module.named_parameters():
             if is_low(p) and name.partition(".base_layer.")[0] not in done:
-                yield plain_name(module, name), self.full(p)
+                yield plain_name(module, name), self.copied(p)
 
     def _one_merged(self, layer: Any, path: str, every: Mapping[str, Tensor]) -> Tensor:
         """The weight of one layer with its active adapters in it."""
-        base = self.full(every[f"{path}.base_layer.weight"])
+        read = self.full if layer.active_adapters else self.copied
+        base = read(every[f"{path}.base_layer.weight"])
         pairs = []
         for adapter in layer.active_adapters:
             a = self.full(every[f"{path}.lora_A.{adapter}.weight"])

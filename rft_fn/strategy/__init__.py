@@ -19,7 +19,7 @@ from rft_fn.types import Strategy
 _ROOT = Path(__file__).resolve().parent.parent
 
 __all__ = [
-    "StrategyConfig", "check_data", "estimate", "get_fake_strategy", "get_strategy", "load_fault",
+    "StrategyConfig", "check_data", "estimate", "fork", "get_fake_strategy", "get_strategy", "load_fault",
     "preflight",
 ]  # fmt: skip
 

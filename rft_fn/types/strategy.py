@@ -169,7 +169,10 @@ class ExportWeights(Protocol):
     """Puts trained weights together."""
 
     def __call__(self, state: TrainState, /) -> Iterable[tuple[str, Tensor]]:
-        """Full tensors by the plain model's names, adapters merged. Every rank has to iterate to the end."""
+        """Full tensors by the plain model's names, adapters merged. Every rank has to iterate to the end.
+
+        They are copies, on every backend: a later update does not change them.
+        """
         ...
 
 

@@ -99,6 +99,27 @@ def test_the_module_is_the_state():
     assert torch.equal(exported["model.norm.weight"], lm.model.norm.weight)
 
 
+@pytest.mark.parametrize("kind", ["plain", "trained beside adapters", "adapters off"])
+def test_an_export_is_a_copy(kind):
+    """No update changes a snapshot, whatever way a weight takes into it."""
+    lm = tiny.llama()
+    if kind != "plain":
+        lm = model.apply_lora_configuration(lm, rank=2, alpha=4)
+        for p in lm.parameters():
+            p.requires_grad_()
+    if kind == "adapters off":
+        for layer in lm.modules():
+            if hasattr(layer, "lora_A"):
+                layer._active_adapter = []
+    st = strategy.get_fake_strategy()
+    _, state = st.init(lm, optim.adamw(1e-2))
+    kept = dict(st.export(state))
+    want = {name: x.clone() for name, x in kept.items()}
+    state, _ = st.update(state, tree.map(torch.ones_like, state.params))
+    assert all(torch.equal(x, want[name]) for name, x in kept.items())
+    assert not any(torch.equal(x, want[name]) for name, x in st.export(state))
+
+
 def test_a_gradient_that_is_not_finite_changes_nothing_but_the_step():
     st, _, state = start()
     before = tree.map(torch.clone, state.params)
