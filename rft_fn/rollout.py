@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rft_fn import check, tree
-from rft_fn.types import Media, Rollout
+from rft_fn.types import Media, Rollout, Sampling
 
 __all__ = ["concat", "extend", "prefixes", "split", "take"]
 
@@ -51,7 +51,8 @@ def concat(parts: Sequence[Rollout], *, prompts: Sequence[int] | None = None) ->
 
     The groups of a part continue those of the part before it, so that they point into the parts' prompts, one
     list after the other. `prompts` is how many prompts each part has; by default one more than its largest
-    group. ValueError for no parts, another number of counts, or a count that is too small.
+    group. ValueError for no parts, another number of counts, a count that is too small, and for parts that
+    were drawn from different distributions: one model is trained on all of them.
     """
     if not parts:
         raise ValueError("parts: expected one rollout or more, got none")
@@ -66,14 +67,27 @@ def concat(parts: Sequence[Rollout], *, prompts: Sequence[int] | None = None) ->
             )
 
     size = max(part.tokens.shape[1] for part in parts)
+    sampling = _common_sampling([part.sampling for part in parts])
     plain, start = [], 0
     for part, count in zip(parts, counts):
-        numbered = tree.replace(part, group=part.group + start, media=None)
+        numbered = tree.replace(part, group=part.group + start, media=None, sampling=sampling)
         plain.append(tree.map(lambda x: _padded(x, size), numbered))
         start += count
     rows = [len(part.tokens) for part in parts]
     media = Media.concat([part.media for part in parts], rows)
     return tree.replace(tree.map(lambda *x: torch.cat(x), *plain), media=media)
+
+
+def _common_sampling(samplings: Sequence[Sampling | None]) -> Sampling | None:
+    """The first that is known. ValueError where log-probs of another are of another distribution."""
+    known = [sampling for sampling in samplings if sampling is not None]
+    for sampling in known:
+        if sampling.distribution != known[0].distribution:
+            raise ValueError(
+                f"sampling: expected rollouts of one distribution, got {known[0].described} and "
+                f"{sampling.described}; tree.replace(rollout, sampling=None) where that is meant"
+            )
+    return known[0] if known else None
 
 
 def _prompts(rollout: Rollout) -> int:
@@ -160,7 +174,7 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
     The version is the smaller of both. Groups are those of `before`, and so are media.
 
     ValueError for a group that is no row of `before`, or a row that does not begin as its source does: with
-    as many of its tokens as the prompt of that row has.
+    as many of its tokens as the prompt of that row has. ValueError for rollouts of different distributions.
     """
     source = after.group.tolist()
     for b, row in enumerate(source):
@@ -194,6 +208,7 @@ def extend(before: Rollout, after: Rollout) -> Rollout:
         group=old.group,
         version=torch.minimum(old.version, after.version),
         media=old.media,
+        sampling=_common_sampling([before.sampling, after.sampling]),
     )
 
 

@@ -342,6 +342,51 @@ def test_extra_of_a_rollout_is_checked_by_name():
             experience(rollout, adv=exp.adv, w=exp.w, extra={"top": bad})
     with pytest.raises(ValueError, match=r"words: expected \[B, S, K\] = \[2, 6, K\], got \[2, 6\]"):
         experience(rollout, adv=exp.adv, w=exp.w, words=exp.tokens)
+    message = r"^extra\['i'\]: expected a tensor \[B\], \[B, 1\] or \[B, S, ...\], got float; a constant belongs "
+    with pytest.raises(ValueError, match=message):
+        experience(rollout, adv=exp.adv, w=exp.w, extra={"i": 0.3})
+
+
+DATA = ("adv", "w", "old_logp", "ref_logp", "old_value", "ret")
+
+
+def of_two_rows(**data):
+    """An experience of the batch `small`, with other data."""
+    exp = small()
+    zero, false = torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.bool)
+    rollout = Rollout(
+        tokens=exp.tokens, mask=exp.mask, logp=exp.w, length=exp.length, truncated=false, group=zero,
+        version=zero,
+    )  # fmt: skip
+    return exp, experience(rollout, **{"adv": exp.adv, "w": exp.w} | data)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_what_an_experience_is_joined_of_is_data(name):
+    """No number that is none, where the policy sampled; no gradient from whatever it was computed by."""
+    exp = small()
+    row, column = exp.mask.nonzero()[-1].tolist()
+    outside = (~exp.mask).nonzero()[0].tolist()
+    for value, at, fine in (
+        (torch.nan, (row, column), False),
+        (torch.inf, (row, column), name not in ("adv", "w")),
+        (-torch.inf, (row, column), name not in ("adv", "w")),
+        (torch.nan, tuple(outside), True),
+    ):
+        x = torch.ones(exp.mask.shape)
+        x[at] = value
+        if fine:
+            of_two_rows(**{name: x})
+            continue
+        where = f"at token {column} of row {row}, which the policy sampled"
+        with pytest.raises(ValueError, match=f"^{name}: expected numbers, got {value} {where}$"):
+            of_two_rows(**{name: x})
+    learned = torch.ones(exp.mask.shape, requires_grad=True)
+    _, made = of_two_rows(**{name: 2 * learned}, extra={"mine": 2 * learned})
+    assert not any(x.requires_grad for x in tree.leaves(made))
+    assert torch.equal(getattr(made, name)[exp.mask], torch.full((int(exp.mask.sum()),), 2.0))
+    with pytest.raises(ValueError, match="^adv: expected numbers, got nan at token"):
+        of_two_rows(adv=torch.tensor([1.0, torch.nan]))
 
 
 @given(seed=seeds)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rft_fn import advantage, experience, packing, reward, segment, tree
 from rft_fn.data import Prompt
 from rft_fn.rollout import concat, extend, prefixes, split, take
-from rft_fn.types import Media, Rollout
+from rft_fn.types import Media, Rollout, Sampling
 
 
 def build(rows, media=False):
@@ -104,6 +104,26 @@ def test_concat_is_all_rows_with_groups_counted_on(parts, media):
     if len(parts) == 3:
         left = concat([concat(rollouts[:2], prompts=[3, 3]), rollouts[2]], prompts=[6, 3])
         same(left, concat(rollouts, prompts=counts))
+
+
+def test_rollouts_say_what_they_were_drawn_with():
+    """One that is not known is no other; limits and greedy tokens leave log-probs as they are."""
+    warm = Sampling(temperature=0.5, top_p=0.9, max_new=4)
+    rows = [([1, 2, 3], 1, 0, 0), ([1, 4], 1, 1, 0)]
+    unknown = build(rows)
+    known = tree.replace(unknown, sampling=warm)
+    longer = tree.replace(unknown, sampling=tree.replace(warm, max_new=9))
+    assert unknown.sampling is None
+    for found in (take(known, [1]), concat([known, longer]), concat([unknown, known])):
+        assert found.sampling == warm
+    assert split(known, [0, 1])[1].sampling == warm and extend(known, known).sampling == warm
+    other = tree.replace(unknown, sampling=Sampling(temperature=1.0))
+    message = "got temperature 0.5, top_p 0.9, top_k 0 and temperature 1, top_p 1, top_k 0"
+    for join in (lambda: concat([known, unknown, other]), lambda: extend(known, other)):
+        with pytest.raises(ValueError, match=f"^sampling: expected rollouts of one distribution, {message}"):
+            join()
+    greedy = tree.replace(unknown, sampling=Sampling(temperature=0))
+    assert concat([greedy, other]).sampling == greedy.sampling
 
 
 def test_groups_point_into_the_prompts_one_after_the_other():

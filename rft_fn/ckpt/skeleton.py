@@ -1,5 +1,6 @@
 """The structure of a tree as JSON, from which a checkpoint's extra is rebuilt without a template."""
 
+import dataclasses
 import json
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -67,9 +68,16 @@ def _static(x: Any) -> dict[str, Any]:
         return {}
     try:
         found = {name: getattr(x, name) for name in tree.field_names(type(x))[1]}
-        return json.loads(json.dumps(found))
+        return json.loads(json.dumps(found, default=_record))
     except (TypeError, ValueError):
         return {}
+
+
+def _record(x: Any) -> dict[str, Any]:
+    """A plain frozen dataclass, such as a Sampling: its class and its fields."""
+    if not dataclasses.is_dataclass(x) or isinstance(x, type):
+        raise TypeError(f"static: expected plain data, got {type(x).__name__}")
+    return {"kind": f"{type(x).__module__}:{type(x).__qualname__}", "fields": vars(x)}
 
 
 def build(saved: Any, leaf: Callable[[str, Any], Any], like: Any = None, path: str = "extra") -> Any:
@@ -145,23 +153,36 @@ def _made(saved: dict[str, Any], parts: list[Any], like: Any) -> Any:
 
 def _instance(saved: dict[str, Any], parts: list[Any], fields: dict[Any, Any]) -> Any:
     """A struct or a named tuple of the class that was saved, where that is defined; else its fields."""
-    module, _, name = saved["kind"].partition(":")
-    cls: Any = sys.modules.get(module)
-    for part in name.split("."):
-        cls = getattr(cls, part, None)
+    cls = _class_of(saved["kind"])
     if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return cls(*parts)
     if not isinstance(cls, type) or not hasattr(cls, "__dataclass_fields__"):
         return fields
     children, statics = tree.field_names(cls)
     static = {k: _frozen(v) for k, v in saved.get("static", {}).items()}
-    if set(children) != set(fields) or set(statics) != set(static):
+    # a field that a later version brought has its default
+    optional = {f.name for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
+    if set(children) != set(fields) or set(statics) - optional - set(static) or set(static) - set(statics):
         return fields
     return cls(**fields, **static)
 
 
+def _class_of(kind: str) -> Any:
+    """The class that was saved, None where it is not defined."""
+    module, _, name = kind.partition(":")
+    cls: Any = sys.modules.get(module)
+    for part in name.split("."):
+        cls = getattr(cls, part, None)
+    return cls
+
+
 def _frozen(x: Any) -> Any:
-    """Static fields are hashable: what JSON made a list was a tuple."""
+    """Static fields are hashable: what JSON made a list was a tuple, and a record one of its class."""
     if isinstance(x, list):
         return tuple(_frozen(part) for part in x)
+    if isinstance(x, dict) and set(x) == {"kind", "fields"}:
+        cls = _class_of(x["kind"])
+        if not dataclasses.is_dataclass(cls):
+            return None
+        return cls(**{name: _frozen(part) for name, part in x["fields"].items()})  # pyright: ignore
     return x

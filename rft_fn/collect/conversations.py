@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rft_fn.data.messages import Turn
 from rft_fn.reward import Judged
-from rft_fn.types import Rollout
+from rft_fn.types import Rollout, Sampling
 
 __all__ = ["Conversation", "Played", "assembled"]
 
@@ -96,6 +96,7 @@ def assembled(
     *,
     seats: int,
     pad: int,
+    sampling: Sampling,
 ) -> Played:
     """The rollout of conversations in the order of (prompt, sample, seat); cuts [B] name the limits met."""
     order = sorted(range(len(rows)), key=lambda b: (rows[b].prompt, rows[b].seat, rows[b].sample))
@@ -125,6 +126,7 @@ def assembled(
         truncated=torch.tensor([bool(cut) for cut in cuts]),
         group=torch.tensor([row.prompt * seats + row.seat for row in rows]),
         version=torch.tensor([row.version for row in rows]),
+        sampling=sampling,
     )
     numbers = {
         "turns": [row.turns for row in rows],

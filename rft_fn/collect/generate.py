@@ -54,8 +54,8 @@ def gather_and_generate(
     if sleep_engine:
         engine.sleep()
 
-    # groups are numbered over the global batch
-    rollout = tree.replace(rollout, group=rollout.group + mine.start)
+    # groups are numbered over the global batch; an engine of a user's need not know of the field
+    rollout = tree.replace(rollout, group=rollout.group + mine.start, sampling=sampling)
     with strategy.session.phase("gather"):
         return strategy.gather(rollout)
 

@@ -99,7 +99,7 @@ def play(
     cuts = [episode.cut for episode in episodes for _ in episode.rows]
     texts = [_said(row) for row in rows]
     pad = renderer.tokenizer.pad_token_id
-    played = assembled(rows, prompts, cuts, texts, seats=env.seats, pad=pad)
+    played = assembled(rows, prompts, cuts, texts, seats=env.seats, pad=pad, sampling=sampling)
     return played._replace(rollout=with_media(strategy, played.rollout, played.prompts))
 
 

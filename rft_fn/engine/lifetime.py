@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rft_fn import tree
 from rft_fn.engine.requests import BadRequest, given
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
@@ -59,7 +60,8 @@ class _Lifetime:
         start: Sequence[int] | None = None,
     ) -> Rollout:
         with self.fatal("generate") as engine:
-            return engine.generate(prompts, keys, n=n, sampling=sampling, **given(max_new, start))
+            rollout = engine.generate(prompts, keys, n=n, sampling=sampling, **given(max_new, start))
+        return tree.replace(rollout, sampling=sampling)
 
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
         return self.running().score(rollout, sampling=sampling)

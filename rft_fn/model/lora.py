@@ -222,10 +222,10 @@ class Export(Iterator[tuple[str, Tensor]]):
     """The trained weights for an engine: (name, full tensor) pairs, once.
 
     Of a module with adapters the names are those of the plain model, and an adapted layer's weight is its
-    base weight plus scale B A; frozen weights are left out. `own` gives the same weights by the module's
-    names, adapters too, and may be the parameters themselves; what is iterated over is always a copy, which no
-    later update changes. `full` puts one parameter together: where that takes all ranks, all have to iterate.
-    With `finite`, ValueError at a tensor with NaN or inf.
+    base weight plus scale B A; frozen weights are left out. These are copies, which no later update changes.
+    `own` gives the same weights by the module's names, adapters too; they may be the parameters themselves.
+    `full` puts one parameter together: where that takes all ranks, all have to iterate. With `finite`,
+    ValueError at a tensor with NaN or inf.
     """
 
     def __init__(

@@ -76,6 +76,7 @@ def _of_rows(exp: Experience, rows: Sequence[int], unit: int | tuple[int, ...]) 
         num_seqs=len(rows),
         rows=tuple(rows),
         unit=unit,
+        sampling=exp.sampling,
         **_carried(exp, labels, rows),
     )
 

@@ -8,10 +8,25 @@ from torch import Tensor
 
 from rft_fn import packing, tree
 from rft_fn.model.bind import read_field, require_fields, to_params_device
-from rft_fn.types import Apply, Experience, Packed, Rollout, TokenOut, experience
+from rft_fn.model.scorer import Scorer
+from rft_fn.types import Apply, Experience, Packed, Rollout, Sampling, TokenOut, experience
 from rft_fn.types.strategy import Gather, ScoreRows, Shard
 
-__all__ = ["scorer"]
+__all__ = ["require_same_sampling", "scorer"]
+
+
+def require_same_sampling(apply: Apply, drawn: Sampling | None) -> None:
+    """ValueError for a language model that scores another distribution than a rollout was drawn from."""
+    residence = getattr(apply, "residence", None)
+    if drawn is None or residence is None:
+        return
+    for part in residence.root.modules():
+        if isinstance(part, Scorer) and part.sampling.distribution != drawn.distribution:
+            raise ValueError(
+                f"sampling: expected a model bound with that of the rollout, {drawn.described}, got "
+                f"{part.sampling.described}; give st.init and st.bind sampling=rollout.sampling, or "
+                "tree.replace(rollout, sampling=None) where that is meant"
+            )
 
 
 def scorer(shard: Shard, gather: Gather) -> ScoreRows:
@@ -27,6 +42,7 @@ def scorer(shard: Shard, gather: Gather) -> ScoreRows:
         fields: Sequence[str] = ("logp",),
     ) -> TokenOut:
         require_fields(fields)
+        require_same_sampling(apply, batch.sampling)
 
         # every rank scores its own packs, and gets the rows of all
         exp = _all_rows(batch)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from rft_fn import check, tree
 from rft_fn.types.media import Media
+from rft_fn.types.sampling import Sampling
 
 __all__ = ["Experience", "Packed", "Rollout", "TokenOut", "experience"]
 
@@ -21,6 +22,7 @@ class Rollout:
     group: Tensor  # [B] i64, which prompt
     version: Tensor  # [B] i64, of the weights that sampled
     media: Media | None = None
+    sampling: Sampling | None = tree.static(default=None)  # that it was drawn with; None: not known
 
 
 @tree.struct
@@ -39,6 +41,7 @@ class Experience:
     words: Tensor | None = None  # [B, S, K] i64, words at each token whose log-probs the model gives too
     extra: dict[str, Tensor] | None = None  # name -> [B, S, ...], per-token data for a custom loss
     media: Media | None = None
+    sampling: Sampling | None = tree.static(default=None)  # of the rollout
 
 
 @tree.struct
@@ -69,6 +72,7 @@ class Packed:
     # sequences that belong together: 2 in losses of pairs; of each unit, where ranked lists differ in length
     unit: int | tuple[int, ...] = tree.static(default=1)
     padding: int = tree.static(default=0)  # masked tokens after the last sequence
+    sampling: Sampling | None = tree.static(default=None)  # of the rollout
 
 
 @tree.struct
@@ -102,16 +106,23 @@ def experience(
     response. `words` [B, S, K] are K words at each token (ids) whose log-probs are asked for beside that of
     the token itself: the model gives them as `out.words_logp` [T, K]. `extra` maps names to data for a custom
     loss, which finds it as `b.extra[name]` [T, ...]: per token [B, S, ...], or per response [B] or [B, 1].
-    ValueError names the field whose shape disagrees.
+    All of these are data: a gradient that they carry is cut off. ValueError names the field whose shape
+    disagrees, or which has NaN (`adv` and `w` also inf) where the policy sampled.
     """
     if old_logp is None:
         old_logp = rollout.logp
+    for name, x in (extra or {}).items():
+        if not isinstance(x, Tensor):
+            raise ValueError(
+                f"extra[{name!r}]: expected a tensor [B], [B, 1] or [B, S, ...], got {type(x).__name__}; a "
+                "constant belongs into the loss itself: functools.partial(loss_fn, name=value)"
+            )
 
     # a number per response holds for each of its tokens
     size = rollout.tokens.shape[-1]
     adv = _on_tokens(adv, size)
     if extra is not None:
-        extra = {name: _on_tokens(x, size) for name, x in extra.items()}
+        extra = {name: _on_tokens(x, size).detach() for name, x in extra.items()}
 
     # a wrong shape found here has a name; inside the loss it would only be a size
     spec = {"tokens": (rollout.tokens, "B S"), "adv": (adv, "B S"), "w": (w, "B S")}
@@ -124,21 +135,41 @@ def experience(
     if rollout.media is not None:
         spec["media.of"] = (rollout.media.of, "B")
     check.shapes(**spec)
+    for name in ("adv", "w", "old_logp", "ref_logp", "old_value", "ret"):
+        _require_numbers(name, spec[name][0], rollout.mask)
 
     return Experience(
         tokens=rollout.tokens,
         mask=rollout.mask,
         length=rollout.length,
-        old_logp=old_logp,
-        adv=torch.where(rollout.mask, adv.to(w.dtype), 0),
-        w=w,
-        ref_logp=ref_logp,
-        old_value=old_value,
-        ret=ret,
+        old_logp=old_logp.detach(),
+        adv=torch.where(rollout.mask, adv.detach().to(w.dtype), 0),
+        w=w.detach(),
+        ref_logp=_detached(ref_logp),
+        old_value=_detached(old_value),
+        ret=_detached(ret),
         words=words,
         extra=extra,
         media=rollout.media,
+        sampling=rollout.sampling,
     )
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
+
+
+def _require_numbers(name: str, x: Tensor | None, mask: Tensor) -> None:
+    """ValueError for NaN in the mask. Log-probs may be -inf: of a word that top_p leaves out."""
+    if x is None:
+        return
+    wrong = (~x.isfinite() if name in ("adv", "w") else x.isnan()) & mask
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}: expected numbers, got {float(x[row, column])} at token {column} of row {row}, which the "
+            "policy sampled"
+        )
 
 
 def _on_tokens(x: Tensor, size: int) -> Tensor:

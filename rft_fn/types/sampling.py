@@ -29,6 +29,17 @@ class Sampling:
             raise ValueError(f"stop: expected token ids and texts that are not empty, got {self.stop}")
 
     @property
+    def distribution(self) -> tuple[float, float, int]:
+        """(temperature, top_p, top_k) that log-probs are of; greedy tokens have those of temperature 1."""
+        return self.temperature or 1.0, self.top_p, self.top_k
+
+    @property
+    def described(self) -> str:
+        """The distribution, for an error."""
+        temperature, top_p, top_k = self.distribution
+        return f"temperature {temperature:g}, top_p {top_p:g}, top_k {top_k}"
+
+    @property
     def truncates(self) -> bool:
         """Whether top_p or top_k leave out any token."""
         return self.top_p < 1 or self.top_k > 0

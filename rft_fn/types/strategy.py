@@ -128,7 +128,8 @@ class Grad(Protocol):
     ) -> tuple[Any, dict[str, Any]]:
         """(gradients, metrics) of the sum over all packs of all ranks of (w * loss).sum().
 
-        The gradients are opaque: they go into `update`. Nothing is donated.
+        The gradients are opaque: they go into `update`. Nothing is donated. ValueError for packs of a rollout
+        that was drawn from another distribution than `apply` scores.
         """
         ...
 
@@ -148,7 +149,8 @@ class ScoreRows(Protocol):
         """`fields` of TokenOut for every token in mask [B, S, ...], 0 elsewhere, the same on every rank.
 
         Without gradient, in packs of at most `budget` tokens. Log-probs are always among them. ValueError
-        for a field that TokenOut or the model does not have.
+        for a field that TokenOut or the model does not have, and for a rollout that was drawn from another
+        distribution than a language model was bound with.
         """
         ...
 

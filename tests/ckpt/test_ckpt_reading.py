@@ -8,6 +8,7 @@ import tiny
 import torch
 
 from rft_fn import ckpt, optim, reward_shaping, strategy, tree, types
+from rft_fn.ckpt import skeleton
 
 
 @tree.struct
@@ -49,6 +50,16 @@ EXTRAS = {
     "a struct": {"step": 3, "moments": reward_shaping.moments()},
     "a replay buffer": {"buffer": [torch.arange(n) for n in (3, 1, 4)], "seen": deque([1, 2], maxlen=5)},
     "one of structs": Buffer(rows=[torch.ones(2), torch.zeros(0)], last=None, size=7),
+    "a rollout": types.Rollout(
+        tokens=torch.ones(2, 3, dtype=torch.long),
+        mask=torch.ones(2, 3, dtype=torch.bool),
+        logp=torch.zeros(2, 3),
+        length=torch.tensor([3, 3]),
+        truncated=torch.zeros(2, dtype=torch.bool),
+        group=torch.arange(2),
+        version=torch.zeros(2, dtype=torch.long),
+        sampling=types.Sampling(temperature=0.5, stop=(7, "end")),
+    ),
     "tuples": (1, (2.5, "x"), Pair(a=1, b=torch.ones(2)), []),
     "names": tree.Named({"b": torch.ones(1), "a": torch.zeros(1)}),
     "keys": {"z": {3: torch.ones(2, dtype=torch.bool), 1: None}, "a/b": 1, "empty": {}},
@@ -63,6 +74,15 @@ def test_an_extra_comes_back_as_it_was(tmp_path, what):
     state, extra = st.restore(tmp_path / "step_1", state)
     assert same(extra, EXTRAS[what])
     assert same(st.restore(tmp_path / "step_1", state, EXTRAS[what])[1], EXTRAS[what])
+
+
+def test_a_field_that_a_later_version_brought_has_its_default():
+    """A rollout that was saved before it said how it was drawn is one still."""
+    rollout = tree.replace(EXTRAS["a rollout"], sampling=None)
+    saved = skeleton.outline(rollout)
+    del saved["static"]
+    leaves = {f"extra/{name}": x for name, x in tree.leaves_with_path(rollout)}
+    assert same(skeleton.build(saved, lambda path, like: leaves[path]), rollout)
 
 
 def test_the_lengths_are_those_saved_and_the_fields_the_template_s(tmp_path):

@@ -44,6 +44,39 @@ def test_a_rollout_needs_no_advantages_to_be_scored():
     torch.testing.assert_close(out.logp, rollout.logp, rtol=0, atol=1e-4)
 
 
+def test_a_model_that_scores_another_distribution_is_refused():
+    """Drawn at 0.5 and trained at 1.0 is another policy: `score` and `grad` name both."""
+    half = rft.Sampling(temperature=0.5, max_new=5)
+    eng = rft.engine.hf(tiny.llama(), tiny.tokenizer())
+    st = strategy.get_fake_strategy()
+    prompts, keys = [[3, 4, 5], [6]], [1, 2]
+    message = (
+        r"^sampling: expected a model bound with that of the rollout, temperature 0.5, top_p 1, top_k 0, got "
+        r"temperature 1, top_p 1, top_k 0; give st.init and st.bind sampling=rollout.sampling, or "
+    )
+    for rollout in (
+        eng.generate(prompts, keys, n=2, sampling=half),
+        rft.collect.gather_and_generate(eng, st, prompts, keys, n=2, sampling=half, sleep_engine=False),
+    ):
+        assert rollout.sampling == half
+        exp = rft.experience(rollout, adv=torch.ones(4), w=rft.weight.token_mean(rollout.mask))
+        apply, state = st.init(tiny.llama(), rft.optim.adamw(1e-3))
+        with pytest.raises(ValueError, match=message):
+            st.score(apply, state.params, rollout, 100)
+        with pytest.raises(ValueError, match=message):
+            st.grad(state, apply, lambda out, b: -out.logp, st.shard(exp, 100))
+        meant = tree.replace(exp, sampling=None)
+        st.grad(state, apply, lambda out, b: -out.logp, st.shard(meant, 100))
+
+        # the right one, and a model without log-probs of its own
+        apply, state = st.init(tiny.llama(), rft.optim.adamw(1e-3), sampling=rollout.sampling)
+        found = st.score(apply, state.params, rollout, 100).logp
+        torch.testing.assert_close(found, rollout.logp, rtol=0, atol=1e-4)
+        st.grad(state, apply, lambda out, b: -out.logp, st.shard(exp, 100))
+    critic, params = st.bind(rft.model.Critic(tiny.llama()))
+    st.score(critic, params, rollout, 100, fields=("value",))
+
+
 def test_words_have_a_number_each():
     st, _, apply, params = bound()
     exp = tiny.experience()
