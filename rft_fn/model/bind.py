@@ -52,6 +52,12 @@ class ModuleApply:
 
     def __call__(self, params: tree.Named, pack: Packed) -> TokenOut:
         self.residence.require_device("apply")
+        for name, p in params.items():
+            if hasattr(p, "device_mesh") and not hasattr(self.own.get(name), "device_mesh"):
+                raise ValueError(
+                    f"params: expected plain tensors, got {name} in the shards of FSDP2; score them with the "
+                    "apply of their own st.init, or model.assign(params, st.export(state)) here"
+                )
         if self.checkpointed:
             why = (
                 "with gradient checkpointing it takes no others; load it with gradient_checkpointing=False "

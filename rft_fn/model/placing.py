@@ -35,6 +35,7 @@ class Residence:
 
     def __init__(self, root: nn.Module, module: nn.Module):
         self.root = root  # the module behind the apply
+        self.module = module  # that was bound
         self.name = _name(module)
         self.on_host = False
         self.mover: Mover | None = None  # chosen by the device of the weights when they first leave it

@@ -14,7 +14,7 @@ from rft_fn.model.text import ALONE
 from rft_fn.strategy import diagnose
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.malloc import keep_freed
-from rft_fn.strategy.placing import place, require_device
+from rft_fn.strategy.placing import place, require_device, require_own_apply
 from rft_fn.strategy.scoring import require_same_sampling, scorer
 from rft_fn.strategy.session import Session
 from rft_fn.types import Apply, Experience, LossFn, Packed, Strategy, TrainState
@@ -244,6 +244,7 @@ def _train_step(backend: Backend, session: Session, *, keep: bool) -> tuple[Grad
         # not before: what the loading of models frees would fall into pieces, and be held for nothing
         if keep:
             keep_freed()
+        require_own_apply(state, apply)
         for pack in packs:
             require_same_sampling(apply, pack.sampling)
         grads, metrics = backend.grad(state, apply, loss_fn, packs)

@@ -128,8 +128,9 @@ class Grad(Protocol):
     ) -> tuple[Any, dict[str, Any]]:
         """(gradients, metrics) of the sum over all packs of all ranks of (w * loss).sum().
 
-        The gradients are opaque: they go into `update`. Nothing is donated. ValueError for packs of a rollout
-        that was drawn from another distribution than `apply` scores.
+        The gradients are opaque: they go into `update`. Nothing is donated. ValueError for an `apply` that
+        `init` did not give with this state (or with the one that it forks), and for packs of a rollout that
+        was drawn from another distribution than `apply` scores.
         """
         ...
 

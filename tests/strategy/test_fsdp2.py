@@ -44,6 +44,14 @@ def test_parts_of_another_type_are_found():
     assert fsdp2._odd(critic) == [critic.head] and fsdp2._odd(critic.decoder) == []
 
 
+# the same on one process
+ANOTHER_APPLY = [
+    f"apply: expected the one that init gave with this state, got {found}; a model that computes something "
+    "else is a module of its own: apply, state = st.init(module, tx)"
+    for found in ("<lambda>", "that of another LlamaForCausalLM")
+]
+
+
 def refusals(rank):
     """Messages of what does not fit two processes."""
 
@@ -73,6 +81,9 @@ def refusals(rank):
         said(lambda: st.all_reduce(1, "median")),
         said(lambda: fork(state)),
         said(lambda: st.grad(tree.replace(state, params=copies), apply, conformance.loss_fn, [b])),
+        said(lambda: model.bind(tiny.llama())[0](state.params, b)),
+        said(lambda: st.grad(state, lambda p, b: apply(p, b), conformance.loss_fn, [b])),
+        said(lambda: st.grad(state, st.bind(tiny.llama())[0], conformance.loss_fn, [b])),
     ]
 
 
@@ -115,6 +126,9 @@ def test_what_does_not_fit_is_refused_on_every_rank(two):
         "params: expected model.embed_tokens.weight to be a parameter that requires a gradient, got a copy "
         "or a frozen one, which never learns; st.init a second module and model.assign(its.params, "
         "st.export(state))",
+        "params: expected plain tensors, got model.embed_tokens.weight in the shards of FSDP2; score them "
+        "with the apply of their own st.init, or model.assign(params, st.export(state)) here",
+        *ANOTHER_APPLY,
     ]
     assert [found for found, _ in two] == [want, want]
 

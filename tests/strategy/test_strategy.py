@@ -6,6 +6,7 @@ import re
 import pytest
 import tiny
 import torch
+from test_fsdp2 import ANOTHER_APPLY
 
 import rft_fn as rft
 from rft_fn import model, optim, packing, strategy, tree, weight
@@ -128,6 +129,19 @@ def test_a_gradient_that_is_not_finite_changes_nothing_but_the_step():
     assert rft.metric.results(metrics)["grad/skipped"] == 1 and state.step == 1
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(before), tree.leaves(state.params)))
     assert state.opt.count == 0
+
+
+def test_only_the_apply_of_its_own_init_is_taken():
+    """As on several processes: a script that works on one has to go on there."""
+    st, apply, state = start()
+    pack = packing.pack(experience(), range(8))
+    others = [lambda p, b: apply(p, b), st.bind(tiny.llama())[0], model.bind(state.module)[0]]
+    for tried in (state, strategy.fork(state)):
+        for i, other in enumerate(others[:2]):
+            with pytest.raises(ValueError, match=f"^{re.escape(ANOTHER_APPLY[i])}$"):
+                st.grad(tried, other, loss_fn, [pack])
+    with pytest.raises(ValueError, match="^apply: expected the one that init gave"):
+        st.grad(state, others[2], loss_fn, [pack])
 
 
 def test_a_copy_that_cannot_learn_is_refused_and_a_fork_learns():
