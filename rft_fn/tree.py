@@ -13,7 +13,7 @@ import optree
 import torch
 from torch.utils import _pytree as torch_pytree
 
-__all__ = ["UseAfterDonate", "donate", "leaves", "map", "replace", "static", "struct"]
+__all__ = ["Named", "UseAfterDonate", "donate", "leaves", "map", "replace", "static", "struct"]
 
 _NAMESPACE = "rft_fn"
 _register_optree: Any = optree.register_pytree_node  # its types expect collections, which structs are not

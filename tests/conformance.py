@@ -570,8 +570,8 @@ def gathers_media(st):
 CASES = {
     f.__name__: f
     for f in (
-        grpo, untied, budgets, one_prompt, checkpointing, snapshot, whole_logits, lora, ppo, pairs, reference, average,
-        skipped,
+        grpo, untied, budgets, one_prompt, checkpointing, snapshot, whole_logits, lora, ppo, pairs, reference,
+        average, skipped,
         own, files, adapters, options, narrow, unfilled, trees, average_scores, images, deepstack, audio,
         rewards, rewards_of_images, rewards_of_sounds,
     )

@@ -7,7 +7,7 @@ from hypothesis import example, given
 
 from rft_fn import metric, packing, segment, testing, tree
 from rft_fn.packing import batches
-from rft_fn.packing.lending import lenders
+from rft_fn.packing.lending import lenders, reserve
 from rft_fn.packing.packs import alone, placeholder
 from rft_fn.types import Experience, Media
 
@@ -175,15 +175,20 @@ def test_packs_and_ranks_are_balanced_by_media_as_well_as_tokens():
         packing.shard(exp, 40, media_cost=-1)
 
 
-@given(experiences(), st.integers(16, 40))
+@given(experiences(), st.integers(16, 80), st.sampled_from([1, 2]))
 @example(
-    exp_of([9, 9, 9, 9, 11], [2, 2, 2, 2, 8], {4: 2}), 20
+    exp_of([9, 9, 9, 9, 11], [2, 2, 2, 2, 8], {4: 2}), 20, 1
 )  # two rows of text and what they borrow are 24
-def test_the_budget_has_room_for_what_is_borrowed(exp, budget):
-    largest = int((exp.length - 1).max())
-    borrowed = sum(len(b.tokens) for b in [packing.pack(exp, [])]) if exp.media is not None else 0
-    for b in packing.shard(exp, budget)[0]:
-        assert len(b.tokens) <= max(budget, largest + borrowed)
+@example(
+    exp_of([9] * 8 + [11, 3], [2] * 8 + [8, 2], {8: 2}), 46, 2
+)  # a borrowed row stands for both sides of a pair, so two pairs of text and what they borrow are 48
+def test_the_budget_has_room_for_what_is_borrowed(exp, budget, unit):
+    sizes = (exp.length - 1).view(-1, unit).sum(-1)
+    empty = packing.pack(exp, [], unit=unit)
+    borrowed = len(empty.tokens) if exp.media is not None else 0
+    assert reserve(exp, unit) in (0, borrowed)
+    for b in packing.shard(exp, budget, unit=unit)[0]:
+        assert len(b.tokens) <= max(budget, int(sizes.max()) + borrowed)
 
 
 def test_packs_of_media_that_are_elsewhere_cannot_be_made():

@@ -1,5 +1,9 @@
 """Optimizers against their definition in float64 numpy, and against torch's own."""
 
+import collections
+import re
+import types
+
 import numpy as np
 import pytest
 import ref
@@ -270,3 +274,47 @@ def test_a_partition_without_a_place_for_a_parameter_is_refused():
         optim.partition(lambda name, p: "y", x=optim.adamw(0.1)).init(params)
     with pytest.raises(ValueError, match="z: expected parameters with this label, got none"):
         optim.partition(lambda name, p: "x", x=optim.adamw(0.1), z=optim.adamw(0.1)).init(params)
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, types.MappingProxyType, tree.Named])
+def test_updates_may_be_any_mapping_of_the_names(kind):
+    """In any order: leaves of a dict have another order than those of a `Named`."""
+
+    def sgd(grads, state, params):
+        return kind({name: -0.1 * grads[name] for name in sorted(grads, reverse=True)}), state
+
+    plain = optim.Transform(lambda params: (), sgd, {"name": "sgd"})
+    params, grads = draw(0), [draw(1), draw(2)]
+    want = tree.map(lambda p, *g: p - 0.1 * sum(g), params, *grads)
+    average = tree.map(lambda p, a, b: p / 4 + (p - 0.1 * a) / 4 + (p - 0.1 * (a + b)) / 2, params, *grads)
+    half = optim.partition(lambda name, p: "one" if name == "w" else "other", one=plain, other=plain)
+    for tx in (plain, optim.chain(plain, optim.ema(0.5)), optim.master_weights(plain), half):
+        got, state = run(tx, params, grads)
+        assert list(got) == list(params)
+        close(got, want, 1e-6)
+        if tx.spec["name"] == "chain":
+            close(optim.ema_params(state), average, 1e-12)
+
+    # gradients too
+    mixed = kind({name: grads[0][name].clone() for name in sorted(SHAPES, reverse=True)})
+    tx = optim.adamw(1e-2, weight_decay=0.1)
+    updates, _ = tx.update(mixed, tx.init(params), params)
+    close(updates, tx.update(copy(grads[0]), tx.init(params), params)[0], 0)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"w": 0}, "updates: expected the names of the 3 parameters, got 1 without it: b"),
+        (
+            {"w": 0, "b": 0, "v": 0, "x": 0},
+            "updates: expected the names of the 3 parameters, got 4 with it: x",
+        ),
+        (None, "updates: expected a mapping of the parameters' names to tensors, got NoneType"),
+    ],
+)
+def test_updates_without_the_names_of_the_parameters_are_refused_in_one_line(found, message):
+    broken = optim.Transform(lambda params: (), lambda grads, state, params: (found, state), {})
+    for tx in (broken, optim.chain(broken, optim.ema(0.5)), optim.master_weights(broken)):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            run(tx, draw(0), [draw(1)])

@@ -342,7 +342,9 @@ def test_extra_of_a_rollout_is_checked_by_name():
             experience(rollout, adv=exp.adv, w=exp.w, extra={"top": bad})
     with pytest.raises(ValueError, match=r"words: expected \[B, S, K\] = \[2, 6, K\], got \[2, 6\]"):
         experience(rollout, adv=exp.adv, w=exp.w, words=exp.tokens)
-    message = r"^extra\['i'\]: expected a tensor \[B\], \[B, 1\] or \[B, S, ...\], got float; a constant belongs "
+    message = (
+        r"^extra\['i'\]: expected a tensor \[B\], \[B, 1\] or \[B, S, ...\], got float; a constant belongs "
+    )
     with pytest.raises(ValueError, match=message):
         experience(rollout, adv=exp.adv, w=exp.w, extra={"i": 0.3})
 
@@ -385,7 +387,7 @@ def test_what_an_experience_is_joined_of_is_data(name):
     _, made = of_two_rows(**{name: 2 * learned}, extra={"mine": 2 * learned})
     assert not any(x.requires_grad for x in tree.leaves(made))
     assert torch.equal(getattr(made, name)[exp.mask], torch.full((int(exp.mask.sum()),), 2.0))
-    with pytest.raises(ValueError, match="^adv: expected numbers, got nan at token"):
+    with pytest.raises(ValueError, match=r"^adv: expected numbers, got nan at token"):
         of_two_rows(adv=torch.tensor([1.0, torch.nan]))
 
 

@@ -1,6 +1,7 @@
 """A weight sync: the engine samples from the trained weights, and whatever got lost on the way is seen."""
 
 import copy
+import re
 
 import pytest
 import ranks
@@ -11,6 +12,7 @@ import rft_fn as rft
 from rft_fn import engine, optim, sync
 from rft_fn.run import options
 from rft_fn.sync.locate import uniform
+from rft_fn.sync.manifest import check_tensor, manifest_of
 from rft_fn.types.engine import Delivered
 
 
@@ -153,6 +155,24 @@ FAULTS = [
         "expected a parameter of the model",
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.T, torch.flatten, lambda x: x[None], lambda x: x.unflatten(-1, (2, -1))]
+)
+def test_the_manifest_compares_every_dimension(change):
+    """As many elements are not the same weight: one that is transposed is another."""
+    _, state = trained()
+    manifest = manifest_of(state)
+    for name, x in state.params.items():
+        check_tensor(manifest, name, x.detach())
+        other = change(x.detach())
+        if other.shape == x.shape:  # a vector, or a square
+            continue
+        want, got = re.escape(str(list(x.shape))), re.escape(str(list(other.shape)))
+        with pytest.raises(sync.ManifestError, match=f"^weights: {name}: expected {want}, got {got}$"):
+            check_tensor(manifest, name, other)
+    assert any(x.dim() == 2 and x.shape[0] != x.shape[1] for x in state.params.values())
 
 
 @pytest.mark.parametrize(("fault", "name", "message"), FAULTS)

@@ -1,6 +1,8 @@
 """Calls a LossFn as a train step does."""
 
+import re
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -27,29 +29,44 @@ REMEDY = {
 def evaluate(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict[str, Any]]:
     """Evaluate a LossFn on a pack: (loss [T], metrics).
 
-    The metrics are empty if it returns none. If it fails, the error gets a note for each field that it
-    reads and that is absent.
+    The metrics are empty if it returns none. ValueError if it fails over a field that is absent, with who
+    gives it, and for a result that is neither a tensor nor a pair of a tensor and metrics.
     """
     try:
         result = loss_fn(out, b)
-    except (TypeError, AttributeError, KeyError) as error:
-        _note_absent(error, out, b)
+    except (TypeError, AttributeError, KeyError, ValueError) as error:
+        absent = _absent(error, out, b)
+        if absent:
+            raise ValueError(absent) from error
         raise
-    if isinstance(result, tuple):
-        return result
-    return result, {}
+    if isinstance(result, Tensor):
+        return result, {}
+    pair = result if isinstance(result, tuple) else (result,)
+    if len(pair) != 2 or not isinstance(pair[0], Tensor) or not isinstance(pair[1], Mapping):
+        found = ", ".join("None" if x is None else type(x).__name__ for x in pair)
+        raise ValueError(
+            "loss: expected the function to return a tensor [T], or a tensor and a dict of metrics, got "
+            f"{found}"
+        )
+    return pair[0], dict(pair[1])
 
 
-def _note_absent(error: Exception, out: TokenOut, b: Packed) -> None:
-    """Add a note to the error for each absent field that the loss reads.
+def _absent(error: Exception, out: TokenOut, b: Packed) -> str:
+    """The absent fields that a loss failed over, empty for another cause.
 
     These are None, and their names occur in the code that was running.
     """
+    if isinstance(error, KeyError):
+        if not error.args or b.extra is None or error.args[0] in b.extra:
+            return ""
+        return f"Packed.extra: expected {error.args[0]!r} among {sorted(b.extra)}; {REMEDY['extra']}"
+    if not re.search(r"\bNoneType\b|got None", str(error)):
+        return ""
     frames = list(traceback.walk_tb(error.__traceback__))[1:]  # the first is `evaluate`
     names = {name for frame, _ in frames for name in frame.f_code.co_names}
+    lines = []
     for kind, record in (("TokenOut", out), ("Packed", b)):
         for name in sorted(names & REMEDY.keys() & vars(record).keys()):
             if getattr(record, name) is None:
-                error.add_note(f"{kind}.{name}: expected a value, got None; {REMEDY[name]}")
-    if isinstance(error, KeyError) and error.args and b.extra is not None and error.args[0] not in b.extra:
-        error.add_note(f"Packed.extra: expected {error.args[0]!r} among {sorted(b.extra)}; {REMEDY['extra']}")
+                lines.append(f"{kind}.{name}: expected a value, got None; {REMEDY[name]}")
+    return "; ".join(lines)

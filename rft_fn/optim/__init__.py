@@ -12,7 +12,7 @@ from rft_fn.optim.copies import EmaState, MasterState, ema, master_weights
 from rft_fn.optim.gradients import clip_by_global_norm, global_norm
 from rft_fn.optim.schedules import Schedule, constant, warmup_cosine, warmup_linear
 from rft_fn.optim.states import count, ema_params, parts
-from rft_fn.optim.updates import apply_updates
+from rft_fn.optim.updates import apply_updates, by_name
 from rft_fn.types import Transform
 
 __all__ = [

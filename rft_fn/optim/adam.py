@@ -8,6 +8,7 @@ from torch import Tensor
 from rft_fn import tree
 from rft_fn.optim.schedules import Schedule, constant
 from rft_fn.optim.shards import local_parts
+from rft_fn.optim.updates import by_name
 from rft_fn.types import Transform
 
 __all__ = ["AdamState", "Decays", "adamw"]
@@ -60,6 +61,7 @@ def adamw(
     def update(grads: Any, state: AdamState, params: Any) -> tuple[Any, AdamState]:
         rate = float(schedule(state.count))
         count = state.count + 1
+        grads = by_name(params, grads, "grads")
         updates = tree.map(torch.Tensor.detach, grads)  # a gradient by torch.func may still have a graph
         steps, m, v = local_parts(updates), local_parts(state.m), local_parts(state.v)
         if steps:

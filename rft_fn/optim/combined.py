@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from rft_fn import tree
+from rft_fn.optim.updates import by_name
 from rft_fn.types import Transform
 
 __all__ = ["PartitionState", "chain", "partition"]
@@ -20,7 +21,8 @@ def chain(*txs: Transform) -> Transform:
     def update(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple]:
         out = []
         for tx, s in zip(txs, state):
-            grads, s = tx.update(grads, s, params)
+            found, s = tx.update(grads, s, params)
+            grads = by_name(params, found, "updates")
             out.append(s)
         return grads, tuple(out)
 
@@ -70,7 +72,7 @@ def partition(label: Callable[[str, Tensor], str], **txs: Transform) -> Transfor
         for chosen, names in names_of(params).items():
             mine, own = select(grads, names), select(params, names)
             found, inner[chosen] = txs[chosen].update(mine, state.inner[chosen], own)
-            updates.update(found)
+            updates.update(by_name(own, found, "updates"))
         in_order = tree.Named((name, updates[name]) for name in params)
         return in_order, PartitionState(inner=inner)
 

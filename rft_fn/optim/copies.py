@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rft_fn import tree
 from rft_fn.optim.shards import local_parts
-from rft_fn.optim.updates import apply_updates
+from rft_fn.optim.updates import apply_updates, by_name
 from rft_fn.precision import widen
 from rft_fn.types import Transform
 
@@ -76,6 +76,7 @@ def master_weights(tx: Transform) -> Transform:
     @torch.no_grad()
     def update(grads: Any, state: MasterState, params: Any) -> tuple[Any, MasterState]:
         wide, inner = tx.update(tree.map(lambda g: g.float(), grads), state.inner, state.master)
+        wide = by_name(state.master, wide, "updates")
         apply_updates(state.master, wide)
 
         # the wide updates are used up, so their memory takes the differences to the narrow parameters

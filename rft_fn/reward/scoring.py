@@ -1,5 +1,6 @@
 """From a rollout to rewards [N, G]: decode, score, arrange by group."""
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -134,7 +135,30 @@ def _scored(
     given["truncated"] = batch.rollout.truncated[list(rows)].tolist()
     joint = joint or Joint(score, batch.rollout, prompts, batch.tokenizer)
     given["known"] = joint.of_rows(rows)
-    return score(asked, answered, columns, **taken(score, given)), texts
+    further = taken(score, given) if callable(score) else {}
+    scored = None
+    if _takes(score, asked, answered, columns, further):
+        scored = score(asked, answered, columns, **further)
+    if not isinstance(scored, Scored):
+        name = getattr(score, "__name__", type(score).__name__)
+        raise ValueError(
+            "score: expected a Score, such as reward.weighted(mine=(fn, 1.0)) makes of reward functions, got "
+            f"{name}, which is none by itself"
+        )
+    return scored, texts
+
+
+def _takes(score: Any, asked: Any, answered: Any, columns: Any, further: Mapping[str, Any]) -> bool:
+    """Whether a score can be called with these, as far as its signature is known."""
+    if not callable(score):
+        return False
+    try:
+        inspect.signature(score).bind(asked, answered, columns, **further)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without one
+        return True
+    return True
 
 
 def _further(score: Score, batch: _Batch, owners: Sequence[int]) -> dict[str, Any]:

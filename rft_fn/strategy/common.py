@@ -17,7 +17,7 @@ from rft_fn.strategy.malloc import keep_freed
 from rft_fn.strategy.placing import place, require_device, require_own_apply
 from rft_fn.strategy.scoring import require_same_sampling, scorer
 from rft_fn.strategy.session import Session
-from rft_fn.types import Apply, Experience, LossFn, Packed, Strategy, TrainState
+from rft_fn.types import Apply, Experience, LossFn, Packed, Strategy, TrainState, Transform
 from rft_fn.types.media import MEDIA_COST
 from rft_fn.types.strategy import (
     Bind,
@@ -193,7 +193,7 @@ def assemble(
 
     # whatever waits for other processes describes the loss of one
     return Strategy(
-        init=_watched(backend.init, session),
+        init=_watched(_init(backend), session),
         bind=_watched(backend.bind, session),
         shard=_watched(shard, session),
         score=_watched(scorer(shard, gather), session),
@@ -228,6 +228,21 @@ def _watched(f: Callable[P, T], session: Session) -> Callable[P, T]:
             return f(*args, **options)
 
     return watched
+
+
+def _init(backend: Backend) -> Init:
+    """The init of a backend, for optimizers of this library's kind."""
+
+    def init(module: nn.Module, tx: Transform, **options: Any) -> tuple[Apply, TrainState]:
+        if not all(hasattr(tx, field) for field in Transform._fields):
+            name = getattr(tx, "__name__", type(tx).__name__)
+            raise ValueError(
+                f"tx: expected a Transform, such as optim.adamw(1e-6), got {name}; one of your own is "
+                "Transform(init, update, spec)"
+            )
+        return backend.init(module, tx, **options)
+
+    return init
 
 
 def _train_step(backend: Backend, session: Session, *, keep: bool) -> tuple[Grad, Update]:

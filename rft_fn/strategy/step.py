@@ -199,6 +199,8 @@ def update(
     Gradients with a NaN or an inf change nothing but the counts, and are `grad/skipped`; config.max_skips of
     them in a row raise NonFinite. With adam_offload the optimizer state is in host memory and steps there.
     """
+    given, grads = grads, optim.by_name(state.params, grads, "grads")
+
     # the norm is of all ranks' gradients, so all take or skip the step alike
     with session.phase(f"update of step {state.step + 1}"):
         norm = optim.global_norm(grads)
@@ -221,12 +223,13 @@ def update(
             own = tree.map(lambda x: x.to("cpu"), own)
             params = tree.map(lambda x: x.to("cpu"), params)
         updates, opt = state.tx.update(own, state.opt, params)
+        updates = optim.by_name(params, updates, "updates")
         optim.apply_updates(state.params, tree.map(lambda u, p: u.to(p.device), updates, state.params))
 
     # the old containers are closed, so the new state needs others
     new = tree.replace(state, opt=opt, step=state.step + 1, skipped=skipped)
     new = tree.map(lambda x: x, new)
-    tree.donate(state, grads)
+    tree.donate(state, grads, given)
     return new, {"grad/norm": metric.sum(norm), "grad/skipped": metric.sum(torch.tensor(float(not finite)))}
 
 

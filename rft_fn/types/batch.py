@@ -167,8 +167,8 @@ def _require_numbers(name: str, x: Tensor | None, mask: Tensor) -> None:
     if bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"{name}: expected numbers, got {float(x[row, column])} at token {column} of row {row}, which the "
-            "policy sampled"
+            f"{name}: expected numbers, got {float(x[row, column])} at token {column} of row {row}, which "
+            "the policy sampled"
         )
 
 

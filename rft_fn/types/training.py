@@ -25,8 +25,8 @@ class TransformUpdate(Protocol):
     def __call__(self, grads: Any, state: Any, params: Any, /) -> tuple[Any, Any]:
         """(updates, state one step on).
 
-        The updates are to be added to `params`, by the same names. `grads` and `state` are donated: both
-        may be changed in place. `params` are only read.
+        The updates are to be added to `params`: a mapping of any type with the same names. `grads` and
+        `state` are donated: both may be changed in place. `params` are only read.
         """
         ...
 

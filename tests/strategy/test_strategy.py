@@ -9,7 +9,7 @@ import torch
 from test_fsdp2 import ANOTHER_APPLY
 
 import rft_fn as rft
-from rft_fn import model, optim, packing, strategy, tree, weight
+from rft_fn import model, optim, packing, strategy, tree, types, weight
 from rft_fn.strategy import StrategyConfig
 
 
@@ -140,8 +140,86 @@ def test_only_the_apply_of_its_own_init_is_taken():
         for i, other in enumerate(others[:2]):
             with pytest.raises(ValueError, match=f"^{re.escape(ANOTHER_APPLY[i])}$"):
                 st.grad(tried, other, loss_fn, [pack])
-    with pytest.raises(ValueError, match="^apply: expected the one that init gave"):
+    with pytest.raises(ValueError, match=r"^apply: expected the one that init gave"):
         st.grad(state, others[2], loss_fn, [pack])
+
+
+@pytest.mark.parametrize("tx", [torch.optim.AdamW, torch.optim.SGD(tiny.llama(1).parameters(), lr=1)])
+def test_an_optimizer_of_torch_is_refused_by_name(tx):
+    name = getattr(tx, "__name__", type(tx).__name__)
+    line = f"tx: expected a Transform, such as optim.adamw(1e-6), got {name}; one of your own is "
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}Transform"):
+        strategy.get_fake_strategy().init(tiny.llama(), tx)
+
+
+def test_gradients_and_updates_may_be_plain_dicts():
+    """They find their parameters by name, whatever their order."""
+
+    def sgd(grads, state, params):
+        return {name: -0.1 * grads[name] for name in sorted(grads, reverse=True)}, state
+
+    st, apply, state = start(rft.Transform(lambda params: (), sgd, {"name": "sgd"}))
+    before = tree.map(torch.clone, state.params)
+    grads, _ = st.grad(state, apply, loss_fn, [packing.pack(experience(), range(8))])
+    want = tree.map(lambda p, g: p - 0.1 * g, before, grads)
+    state, _ = st.update(state, {name: grads[name] for name in sorted(grads, reverse=True)})
+    assert all(torch.equal(p, want[name]) for name, p in state.params.items())
+
+
+class Seen:
+    """A transform that adds 100 x what it is given, and remembers its norm."""
+
+    def __init__(self):
+        self.norms = []
+        self.tx = rft.Transform(lambda params: (), self.update, {"name": "seen"})
+
+    def update(self, grads, state, params):
+        self.norms.append(float(optim.global_norm(grads)))
+        return tree.map(lambda g: 100 * g, grads), state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_norm", [0.0, 0.25, 1e9])
+def test_max_norm_limits_what_the_optimizer_is_given_and_not_what_it_makes_of_it(max_norm, dtype):
+    """With Adam, whose steps do not depend on the scale of gradients, the two are told apart by nothing."""
+    seen = Seen()
+    st = strategy.get_strategy(StrategyConfig(max_norm=max_norm))
+    _, state = st.init(tiny.llama(dtype=dtype), seen.tx)
+    before = tree.map(lambda p: p.float().clone(), state.params)
+    norm = float(optim.global_norm(state.params))
+    given = tree.map(lambda p: p.detach().float().clone(), state.params)
+    state, metrics = st.update(state, given)
+    want = min(norm, max_norm or norm)
+    assert norm > 0.25 and seen.norms == [pytest.approx(want, rel=1e-2)]
+    moved = tree.map(lambda p, x: p.float() - x, state.params, before)
+    assert float(optim.global_norm(moved)) == pytest.approx(100 * want, rel=1e-2)
+    assert rft.metric.results(metrics)["grad/norm"] == pytest.approx(norm, rel=1e-2)
+
+
+class Weight(torch.nn.Module):
+    """A model of one number: log-probs are w times the position."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones((), dtype=dtype))
+
+    def forward(self, b):
+        return types.TokenOut(logp=torch.where(b.mask, self.w * (1 + b.pos), 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 7, 700])
+def test_gradients_of_packs_add_up_whatever_their_number_and_type(dtype, count):
+    """In bfloat16 a sum of ones ends at 256; sums of float64 have all of its digits."""
+    st = strategy.get_fake_strategy()
+    apply, state = st.init(Weight(dtype), optim.adamw(1e-3))
+    b = packing.pack(tree.replace(experience(), w=experience().mask.to(dtype)), [0])
+    each, _ = st.grad(state, apply, lambda out, b: out.logp, [b])
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert each["w"].dtype == wide and float(each["w"]) != 0
+    total, _ = st.grad(state, apply, lambda out, b: out.logp, [b] * count)
+    assert total["w"].dtype == wide
+    assert float(total["w"]) == pytest.approx(count * float(each["w"]), rel=1e-15 if wide == dtype else 1e-6)
 
 
 def test_a_copy_that_cannot_learn_is_refused_and_a_fork_learns():
