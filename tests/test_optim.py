@@ -204,9 +204,26 @@ def test_schedules_against_the_definition(make, shape, warmup, more, floor):
         assert schedule(step) == pytest.approx(ref.warmup(step, 0.5, warmup, total, floor, shape), rel=1e-12)
 
 
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_schedules_from_zero_are_those_of_transformers(shape, warmup):
+    from transformers import get_scheduler
+
+    p = torch.nn.Parameter(torch.zeros(()))
+    theirs = get_scheduler(shape, torch.optim.SGD([p], lr=0.5), warmup, 12)
+    make = {"linear": optim.warmup_linear, "cosine": optim.warmup_cosine}[shape]
+    ours = make(0.5, warmup, 12, floor=0.0, from_zero=True)
+    for step in range(14):
+        assert ours(step) == pytest.approx(theirs.get_last_lr()[0] if step < 13 else 0.0, abs=1e-12)
+        theirs.optimizer.step()
+        theirs.step()
+
+
 def test_schedule_by_hand():
     lr = [optim.warmup_linear(1.0, 2, 6)(t) for t in range(8)]
     assert lr == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    lr = [optim.warmup_linear(1.0, 2, 6, from_zero=True)(t) for t in range(8)]
+    assert lr == [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     assert [optim.constant(0.1)(t) for t in (0, 10**6)] == [0.1, 0.1]
     assert optim.warmup_cosine(1.0, 0, 4)(100) == pytest.approx(0.1)
 

@@ -158,7 +158,13 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    "change", [lambda x: x.T, torch.flatten, lambda x: x[None], lambda x: x.unflatten(-1, (2, -1))]
+    "change",
+    [
+        lambda x: x.mT if x.dim() > 1 else x,
+        torch.flatten,
+        lambda x: x[None],
+        lambda x: x.unflatten(-1, (2, -1)),
+    ],
 )
 def test_the_manifest_compares_every_dimension(change):
     """As many elements are not the same weight: one that is transposed is another."""

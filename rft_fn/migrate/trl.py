@@ -116,7 +116,13 @@ ROWS: dict[str, Row] = {
     "sync_ref_model": nothing("the reference is the initial model; docs/examples/ema_teacher.py moves it"),
     "cast_lm_head_to_fp32": nothing("log-probs are always computed in float32"),
     # the sampler's log-probs
-    "vllm_importance_sampling_correction": choice(true="", false="--mismatch none"),
+    "vllm_importance_sampling_correction": Row(
+        "false: --mismatch none",
+        "theirs, by default, drops a response whose whole ratio is above 3 (sequence_mask): "
+        "rft_fn.weight.masked_is_seq(..., cap=3.0) in a copy of the script; ours corrects rollouts of older "
+        "weights alone, token by token",
+        {"false": "--mismatch none"},
+    ),
     "vllm_importance_sampling_mode": choice(
         "by token; the functions by sequence are in rft_fn.weight",
         token_truncate="--mismatch tis",

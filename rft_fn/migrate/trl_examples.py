@@ -22,7 +22,7 @@ SHARED: dict[str, Row] = {
     **COMMON,
     "num_train_epochs": same("--epochs"),
     "max_steps": same("--steps", "-1: --epochs"),
-    "warmup_steps": same("--warmup"),
+    "warmup_steps": same("--warmup", "ours begins at lr / warmup, theirs at 0"),
     "warmup_ratio": nothing("--warmup counts steps; a share of max_steps is translated"),
     "per_device_train_batch_size": Row("--batch {x}", "times gradient_accumulation_steps, of one process"),
     "gradient_accumulation_steps": nothing("a factor of --batch; --budget bounds what is computed at a time"),

@@ -17,9 +17,17 @@ from rft_fn.model.bounds import SequenceAxis, SequenceBounds
 from rft_fn.precision import widen
 from rft_fn.types import Packed
 
-__all__ = ["Balance", "Heard", "balance"]
+__all__ = ["Balance", "Heard", "balance", "without_groups"]
 
 MOST_ERROR = 0.02  # of weights that a way of scoring explains: twice the rounding of bfloat16
+
+
+def without_groups(module: nn.Module) -> None:
+    """Let experts in float64 compute one after the other: torch's product of groups has no such type."""
+    for part in module.modules():
+        grouped = getattr(getattr(part, "config", None), "_experts_implementation", None) == "grouped_mm"
+        if grouped and hasattr(part, "set_experts_implementation") and part.dtype == torch.float64:
+            part.set_experts_implementation("eager")
 
 
 class Heard(NamedTuple):

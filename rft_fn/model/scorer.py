@@ -133,6 +133,7 @@ def wrap_for_training(
     more than LoRA.
     """
     linear.set_fast(module, fast_linear)
+    router.without_groups(module)
     if not hasattr(module, "get_output_embeddings"):
         if aux:
             raise ValueError(f"aux: expected False for {type(module).__name__}, whose TokenOut is its own")

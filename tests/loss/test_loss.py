@@ -223,6 +223,19 @@ def test_gradients_under_vmap_equal_a_loop():
         torch.testing.assert_close(per_token, derivative(kl, logp.clone(), old))
 
 
+@pytest.mark.parametrize("estimator", [loss.kl_k2, loss.kl_k3])
+def test_an_estimate_of_the_kl_may_be_limited_as_in_other_systems(estimator):
+    """Clamped to 10, a token beyond has the value 10 and no gradient; the others keep theirs."""
+    ref_logp = torch.linspace(-30, 0, 31)
+    logp = torch.full_like(ref_logp, -15.0)
+    plain = estimator(logp, ref_logp)
+    slope = grad(lambda x: estimator(x, ref_logp).sum())(logp)
+    limited = grad(lambda x: estimator(x, ref_logp).clamp(-10, 10).sum())(logp)
+    beyond = plain > 10
+    assert 5 < int(beyond.sum()) < 26 and plain.isfinite().all() and (slope[beyond] != 0).all()
+    assert torch.equal(limited, torch.where(beyond, 0, slope))
+
+
 # ---------- a LossFn that reads what is not there
 
 ABSENT = [

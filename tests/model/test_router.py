@@ -12,6 +12,7 @@ from ranks import run
 from test_house import load_script as script
 from test_probe import quiet, rows
 from test_straight_line import logged, mixture
+import tiny
 from tiny import mixed
 
 import rft_fn as rft
@@ -104,6 +105,28 @@ def test_the_balance_is_that_of_each_row_alone(kind):
     got = packing.unpack([x.expert_share for x in outs], packs, like)
     torch.testing.assert_close(got.double(), share, rtol=0, atol=1e-6)
     assert aux[EXP.mask].unique().numel() > 1
+
+
+def test_experts_in_float64_are_those_of_float32():
+    """torch's product of groups, which transformers takes by default, knows no float64."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(**KINDS["Qwen3Moe"])
+    torch.manual_seed(0)
+    narrow = Qwen3MoeForCausalLM(config).eval()
+    wide = Qwen3MoeForCausalLM(copy.deepcopy(config)).eval().double()
+    wide.load_state_dict(narrow.state_dict())
+    assert narrow.config._experts_implementation == wide.config._experts_implementation == "grouped_mm"
+    st, found = get_fake_strategy(), []
+    for lm in (narrow, wide):
+        apply, params = quiet(st.bind, lm, aux=True)
+        found.append(st.score(apply, params, rows([(3, 5), (4, 2)]), 1000, fields=("aux",)))
+        eng = rft.engine.hf(lm, tiny.tokenizer())
+        found.append(eng.generate([[3, 4, 5]], [1], n=2, sampling=rft.Sampling(max_new=4)))
+    torch.testing.assert_close(found[2].logp, found[0].logp.double(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[2].aux, found[0].aux.double(), rtol=0, atol=1e-5)
+    assert torch.equal(found[1].tokens, found[3].tokens)
+    assert narrow.config._experts_implementation == "grouped_mm"
 
 
 def test_even_use_is_one_and_one_expert_for_all_is_e_over_k():

@@ -21,6 +21,7 @@ from rft_fn.engine.stop import Stop
 from rft_fn.model import quantize
 from rft_fn.model.linear import packed, set_fast
 from rft_fn.model.media import placeholder_ids
+from rft_fn.model.router import without_groups
 from rft_fn.rollout import take
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
@@ -70,6 +71,7 @@ def hf(
     """
     plain = _plain(lm)
     set_fast(plain, fast_linear)
+    without_groups(plain)
     engine = _InProcess(plain, tokenizer, batch=batch, can_sleep=sleep)
     return dead_after_failure(
         Engine(
