@@ -175,6 +175,19 @@ def test_a_probability_of_one_is_in_the_last_bin_and_what_is_masked_in_none():
         found.merge(metric.calibration(p, p, p > 0, bins=5))
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_score_that_is_no_number_is_a_number_of_no_metric_and_stops_nothing(bad):
+    """The gradient is not finite then, which is skipped and stops a run by its own limit."""
+    chosen, rejected = torch.tensor([bad, 1.0]), torch.tensor([0.5, bad])
+    real = torch.tensor([True, True])
+    found = metric.results(metric.preference("x", chosen, rejected, real))
+    assert np.isnan(found["x/ece"]) == np.isnan(bad)
+    listed = metric.results(metric.ranking("y", chosen, torch.tensor([0, 1]), torch.tensor([0, 0])))
+    assert np.isnan(listed["y/ece"]) == np.isnan(bad)
+    p = torch.tensor([bad, 0.25])
+    assert metric.calibration(p, torch.ones(2), real).count.sum() == 2
+
+
 sides = st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.booleans()), min_size=1, max_size=10)
 
 

@@ -44,7 +44,8 @@ def calibration(p: Tensor, label: Tensor, mask: Tensor, *, bins: int = 10) -> Ca
     m = mask.double().flatten()
     kept = torch.where(mask, p.detach(), 0).double().flatten()
     true = torch.where(mask, label.detach(), 0).double().flatten()
-    index = (kept * bins).long().clamp(max=bins - 1)
+    # a NaN is in no bin, so it is counted in the first: the error is NaN then, as any mean of it
+    index = (kept.nan_to_num(0).clamp(0, 1) * bins).long().clamp(max=bins - 1)
     zeros = m.new_zeros(bins)
     count, predicted, observed = (zeros.index_add(0, index, x) for x in (m, kept, true))
     return Calibration(count=count, predicted=predicted, observed=observed)

@@ -6,13 +6,13 @@ import math
 import numpy as np
 import pytest
 import ref
+import tiny
 import torch
 from families import DELTA, EXPERTS, USUAL
 from ranks import run
 from test_house import load_script as script
 from test_probe import quiet, rows
 from test_straight_line import logged, mixture
-import tiny
 from tiny import mixed
 
 import rft_fn as rft

@@ -234,6 +234,19 @@ def broken(st):
     return {n: x.clone() for n, x in st.export(state)}
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_strategy_that_never_had_a_model_is_closed(stage):
+    """In a process of its own, which no other engine of DeepSpeed has begun."""
+    assert ranks.run(1, "test_deepspeed:closed_unused", stage) == [False]
+
+
+def closed_unused(rank, stage):
+    st = get_strategy(StrategyConfig(zero_stage=stage))
+    st.close()
+    st.close()
+    return torch.distributed.is_initialized()
+
+
 def refused(st):
     """What an engine cannot take is said with its name."""
     (apply, state), (other, _) = start(st), start(st)

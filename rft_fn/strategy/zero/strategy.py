@@ -308,9 +308,10 @@ def deepspeed(config: StrategyConfig, session: Session) -> Strategy:
 
     def release() -> None:
         """DeepSpeed remembers the group, so it takes down one that ends with this strategy."""
-        if session.processes.began:
+        comm = engine.library().comm
+        if session.processes.began and comm.is_initialized():  # not before the first model
             dist.settle()
-            engine.library().comm.destroy_process_group()
+            comm.destroy_process_group()
 
     backend = Backend(
         init=partial(init, config, cut=cut, session=session),
