@@ -1,18 +1,156 @@
-"""How one kind of server is asked: the records, and the signatures of a dialect's functions."""
+"""How servers are asked: the client, the records, and the signatures of a dialect's functions."""
 
+import asyncio
+import json
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
-from rft_fn.engine.http import Fault, Refused
+from rft_fn.reward.remote import values
+from rft_fn.reward.remote.hosts import masked, token_in
 from rft_fn.types import Sampling
 
-__all__ = ["Ask", "Described", "Dialect", "Reply", "check_reply", "probe"]
+__all__ = [
+    "Ask", "Client", "Described", "Dialect", "Fault", "Refused", "Reply", "check_reply", "expected", "floats",
+    "integers", "limit", "probe",
+]  # fmt: skip
+
+KEY = "RFT_SERVER_KEY"  # the environment variable with the servers' API key, unless another one is named
+UNAUTHORIZED = 401
+REFUSED = range(400, 500)
+AGAIN = (408, 425, 429)  # statuses below 500 that a later request may not meet
+LEAST_BYTES = 1 << 20  # of the limit of an answer
+TOKEN_BYTES = 1 << 10  # that a token and what is said about it may have in an answer
+LINE = 400  # characters of an error
 
 PROMPT = (3, 4, 5)  # of a probe
 LENGTH = 16  # tokens of its answers
 HOT = 2.0  # the highest temperature that vLLM takes
 SEEDS = range(3, 9)  # of the first tokens that are compared
+
+
+class Fault(RuntimeError):
+    """A server that did not answer as it should. Another one may."""
+
+
+class Refused(RuntimeError):
+    """A request that a server refuses, as any other would."""
+
+
+@contextmanager
+def expected(what: str, answer: Any) -> Iterator[None]:
+    """Raise Fault for an answer that the block cannot read `what` from."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise Fault(f"expected {what}, got {str(answer)[:80]}") from error
+
+
+def integers(column: Any) -> list[int]:
+    """Return a list of token ids as it is. ValueError unless all are whole numbers: not 3.0, "3" or True."""
+    if not isinstance(column, list) or not all(type(x) is int for x in column):
+        raise ValueError("expected a list of whole numbers")
+    return column
+
+
+def floats(column: Any) -> list[float]:
+    """Return a list of log-probs. ValueError, or OverflowError, unless all are numbers."""
+    if not isinstance(column, list) or not all(type(x) in (int, float) for x in column):
+        raise ValueError("expected a list of numbers")
+    return [float(x) for x in column]
+
+
+def limit(name: str, value: Any) -> int | None:
+    """Return a number of tokens as a server says it, None for none. Fault for anything else."""
+    if value is not None and (type(value) is not int or value < 1):
+        raise Fault(f"{name}: expected a number of tokens above 0, got {value!r:.40}")
+    return value
+
+
+class Client:
+    """Sends requests to servers, with the key in an environment variable; any thread may call it."""
+
+    def __init__(self, key_env: str = KEY) -> None:
+        self.key_env = key_env
+        self.lock = threading.Lock()
+        self.tasks: set[asyncio.Task[Any]] = set()  # the requests under way
+        self.broken_off = False
+
+    @cached_property
+    def trusted(self) -> ssl.SSLContext:
+        """The certificates that are trusted: those of the system."""
+        return ssl.create_default_context()
+
+    def call(self, server: str, path: str, body: Any = None, *, seconds: float, tokens: int = 0) -> Any:
+        """Return the JSON answer to a POST of `body`, or to a GET without one; None for an empty answer.
+
+        Fault for a server that cannot be reached, breaks off, takes longer than `seconds` in all, fails
+        (status 5xx), leads elsewhere (3xx), answers with anything but JSON, or with more bytes than `tokens`
+        tokens can need. Refused for every other status, ValueError for a key that no header can hold.
+        """
+        key = token_in(self.key_env)
+        sent = None if body is None else json.dumps(body).encode()
+        most = LEAST_BYTES + TOKEN_BYTES * tokens
+        try:
+            answer = asyncio.run(self._exchange(server.rstrip("/") + path, sent, key, most, seconds))
+        except TimeoutError as error:
+            raise Fault(f"{path}: no answer within {seconds:g} s") from error
+        except asyncio.CancelledError as error:
+            raise Fault(f"{path}: broken off") from error
+        except (OSError, ValueError) as error:
+            raise Fault(f"{path}: {error}") from error
+
+        if not 200 <= answer.status < 300:
+            line = f"{path}: status {answer.status}: {answer.words}"
+            if answer.status not in REFUSED or answer.status in AGAIN:
+                raise Fault(line)
+            if answer.status == UNAUTHORIZED:
+                line += f"; its key belongs into the environment variable {self.key_env}"
+            raise Refused(line)
+        if not answer.data:
+            return None
+        try:
+            return values.load(answer.data)
+        except ValueError as error:
+            raise Fault(f"{path}: {error}") from error
+
+    async def _exchange(self, address: str, body: bytes | None, key: str, most: int, seconds: float) -> Any:
+        """The answer to a request. TimeoutError at the deadline, which is of all that is sent and read."""
+        from rft_fn.reward.remote import connection
+
+        task = asyncio.current_task()
+        assert task is not None
+        with self.lock:
+            if self.broken_off:
+                raise connection.Broken("broken off")
+            self.tasks.add(task)
+        try:
+            async with asyncio.timeout(seconds):
+                return await connection.once(address, body, key, most, self.trusted)
+        finally:
+            with self.lock:
+                self.tasks.discard(task)
+
+    def line(self, error: Exception | str) -> str:
+        """Return what went wrong in one line, without the key, which a server's words may hold."""
+        text = masked(str(error)[: 4 * LINE], token_in(self.key_env))
+        return " ".join(text.split())[:LINE]
+
+    def allow(self) -> None:
+        """Let requests be made again after `abort`."""
+        with self.lock:
+            self.broken_off = False
+
+    def abort(self) -> None:
+        """Break off the requests under way, and those that begin before `allow`: each raises a Fault."""
+        with self.lock:
+            self.broken_off = True
+            for task in self.tasks:  # their loops run, since each leaves the set before its loop ends
+                task.get_loop().call_soon_threadsafe(task.cancel)
 
 
 class Described(NamedTuple):
@@ -33,6 +171,11 @@ class Ask(NamedTuple):
     sampling: Sampling
     max_new: int
     ends: Sequence[int]  # tokens that end it, `sampling.stop` included
+
+    @property
+    def size(self) -> int:
+        """Tokens that an answer may be about."""
+        return len(self.prompt) + self.max_new
 
 
 class Reply(NamedTuple):
@@ -85,8 +228,9 @@ def check_reply(reply: Reply, ask: Ask, *, vocabulary: int, label: str) -> None:
             f"expected 1 to {ask.max_new} tokens with a log-prob each, got {len(reply.tokens)} and "
             f"{len(reply.logp)}"
         )
-    if not all(0 <= token < vocabulary for token in reply.tokens):
-        raise Fault(f"expected tokens below {vocabulary}, got {max(reply.tokens)}")
+    wrong = [token for token in reply.tokens if not 0 <= token < vocabulary]
+    if wrong:
+        raise Fault(f"expected tokens below {vocabulary}, got {wrong[0]!r:.40}")
     if not all(math.isfinite(x) and x <= 1e-3 for x in reply.logp):
         raise Fault(f"expected finite log-probs, none above 0, got {reply.logp[:4]}")
     if reply.label is not None and reply.label != label:
@@ -100,7 +244,12 @@ def probe(ask: Callable[[Ask], Reply], score: Callable[[Sequence[int]], list[flo
     """
 
     def sampled(seed: int, sampling: Sampling, ends: Sequence[int] = ()) -> Reply:
-        return ask(Ask(PROMPT, seed, sampling, LENGTH, ends))
+        reply = ask(Ask(PROMPT, seed, sampling, LENGTH, ends))
+        if not reply.tokens or len(reply.tokens) != len(reply.logp):
+            raise Fault(
+                f"expected tokens with a log-prob each, got {len(reply.tokens)} and {len(reply.logp)}"
+            )
+        return reply
 
     # so hot, two seeds never draw the same tokens
     hot = Sampling(temperature=HOT)

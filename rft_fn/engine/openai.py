@@ -16,8 +16,18 @@ from typing import Any
 from torch import nn
 
 from rft_fn.engine.config import EngineConfig
-from rft_fn.engine.dialect import Ask, Described, Reply
-from rft_fn.engine.http import Client, Fault, Refused, expected
+from rft_fn.engine.dialect import (
+    Ask,
+    Client,
+    Described,
+    Fault,
+    Refused,
+    Reply,
+    expected,
+    floats,
+    integers,
+    limit,
+)
 from rft_fn.engine.server_checks import check_servers
 from rft_fn.engine.servers import serve
 from rft_fn.types import Engine
@@ -63,7 +73,7 @@ class _VLLM:
         answer = self.get(server, "/v1/models")
         with expected("a list of models", answer):
             name = str(answer["data"][0]["id"])
-            window = answer["data"][0].get("max_model_len")
+            window = limit("max_model_len", answer["data"][0].get("max_model_len"))
 
         # what a server lacks it answers with 404
         route = GENERATE
@@ -78,9 +88,9 @@ class _VLLM:
         try:
             label = self.label(server)
             worker = self.worker(server, "rft_describe", [])[0]
-            supported.add("load")
-            if worker["sleep"]:
-                supported.add("sleep")
+            with expected("a worker that can load", worker):
+                sleeps = worker["sleep"] is True
+            supported |= {"load", "sleep"} if sleeps else {"load"}
         except (Fault, Refused):
             pass  # no development mode, or no extension: it samples and scores
         return Described(route, name, window, label, frozenset(supported))
@@ -101,42 +111,42 @@ class _VLLM:
             "model": known.model,
             "sampling_params": _fields(ask) | {"logprobs": 0, "detokenize": bool(_texts(ask))},
         }
-        answer = self.post(server, GENERATE, body)
+        answer = self.post(server, GENERATE, body, ask.size)
         with expected("choices with token_ids and logprobs", answer):
             (choice,) = answer["choices"]
             content = choice["logprobs"]["content"]
-            tokens = [int(x) for x in choice["token_ids"]]
+            tokens = integers(choice["token_ids"])
             if [x["token_id"] for x in content] != tokens:
                 raise ValueError("log-probs of other tokens")
             spans = choice.get("weight_versions")
             label = None
             if known.label and spans is not None:
                 label = ", ".join(str(x["version"]) for x in spans)
-            return Reply(tokens, [float(x["logprob"]) for x in content], label)
+            return Reply(tokens, floats([x["logprob"] for x in content]), label)
 
     def by_completions(self, server: str, known: Described, ask: Ask) -> Reply:
         """The OpenAI protocol, with vLLM's fields for token ids."""
         body = {"model": known.model, "prompt": list(ask.prompt), "logprobs": 0, "return_token_ids": True}
-        answer = self.post(server, COMPLETIONS, body | _fields(ask))
+        answer = self.post(server, COMPLETIONS, body | _fields(ask), ask.size)
         with expected("choices with token_ids and logprobs", answer):
             (choice,) = answer["choices"]
-            tokens = [int(x) for x in choice["token_ids"]]
-            return Reply(tokens, [float(x) for x in choice["logprobs"]["token_logprobs"]], None)
+            tokens = integers(choice["token_ids"])
+            return Reply(tokens, floats(choice["logprobs"]["token_logprobs"]), None)
 
     def score(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
         """The log-probs of a prompt, beside one new token."""
         if known.route == GENERATE:
             body = {"token_ids": tokens, "sampling_params": _plain(1) | {"prompt_logprobs": 0}}
-            answer = self.post(server, GENERATE, body | {"model": known.model})
+            answer = self.post(server, GENERATE, body | {"model": known.model}, len(tokens))
             found = answer
         else:
             body = {"prompt": tokens, "model": known.model, "prompt_logprobs": 0} | _plain(1)
-            answer = self.post(server, COMPLETIONS, body)
+            answer = self.post(server, COMPLETIONS, body, len(tokens))
             with expected("choices", answer):
                 found = answer["choices"][0]
         with expected("prompt_logprobs", answer):
             rows = found["prompt_logprobs"][1:]
-            return [float(row[str(token)]["logprob"]) for row, token in zip(rows, tokens[1:], strict=True)]
+            return floats([row[str(token)]["logprob"] for row, token in zip(rows, tokens[1:], strict=True)])
 
     def load(self, server: str, folder: str, label: str, names: int) -> None:
         """By the worker extension, in every worker; then the cache and the version."""
@@ -188,9 +198,9 @@ class _VLLM:
         if answer != {"is_sleeping": asleep}:
             raise Fault(f"expected is_sleeping {asleep}, got {answer}")
 
-    def post(self, server: str, path: str, body: Mapping[str, Any]) -> Any:
-        """The answer to a POST."""
-        return self.client.call(server, path, body, seconds=self.seconds)
+    def post(self, server: str, path: str, body: Mapping[str, Any], tokens: int = 0) -> Any:
+        """The answer to a POST, which is about so many tokens."""
+        return self.client.call(server, path, body, seconds=self.seconds, tokens=tokens)
 
 
 def _texts(ask: Ask) -> list[str]:

@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rft_fn.engine.http import Client, Fault, Refused
+from rft_fn.engine.dialect import Client, Fault, Refused
 
 __all__ = ["Pool", "ServersFailed"]
 
@@ -68,8 +68,9 @@ class Pool:
     def run(self, jobs: Sequence[Callable[[str], T]]) -> list[T]:
         """The result of each job, which gets the address of a server and may run on several of them.
 
-        A job that raises a Fault is tried again on another server, ATTEMPTS times in all. ServersFailed with
-        the reasons when that is not enough; other exceptions end all jobs at once.
+        A job that raises a Fault is tried again on another server, ATTEMPTS times in all, and once where it
+        raises Refused. ServersFailed with the reasons when that is not enough; other exceptions end all jobs
+        at once.
         """
         self._begin()
         threads = ThreadPoolExecutor(self.width * len(self.members), thread_name_prefix="servers")
@@ -140,6 +141,7 @@ class Pool:
     def _answer(self, job: Callable[[str], T]) -> T:
         """The result of one job."""
         last = ""
+        refused: set[str] = set()
         for attempt in range(ATTEMPTS):
             if attempt:
                 self._rest(attempt - 1)
@@ -147,7 +149,13 @@ class Pool:
             try:
                 return job(member.url)
             except Fault as error:
-                last = f"{member.url}: {error}"
+                last = f"{member.url}: {self.client.line(error)}"
+                self._failed(member, error)
+            except Refused as error:  # by this server alone, or by any: a second one tells
+                refused.add(member.url)
+                if len(refused) > 1 or not {*self.working()} - refused:
+                    raise
+                last = f"{member.url}: {self.client.line(error)}"
                 self._failed(member, error)
             finally:
                 with self.lock:
@@ -209,7 +217,7 @@ class Pool:
 
     def _failed(self, member: _Member, error: Exception) -> None:
         with self.lock:
-            member.why = str(error)
+            member.why = self.client.line(error)
             member.failures += 1
             member.retry_at = time.monotonic() + self._length(member.failures)
 

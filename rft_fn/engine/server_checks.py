@@ -2,15 +2,26 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
 
 from rft_fn.engine.config import EngineConfig
 from rft_fn.engine.dialect import Described
-from rft_fn.engine.http import check_url
 
-__all__ = ["COMPARED", "check_servers", "compare_servers", "refuse_media"]
+__all__ = ["COMPARED", "check_servers", "check_url", "compare_servers", "refuse_media"]
 
 COMPARED = range(3, 19)  # tokens whose log-probs servers of one model agree on
 DIFFERENT = 0.1  # nats per token: more than rounding makes of one model, also in 16 bits
+
+
+def check_url(server: str) -> None:
+    """ValueError unless `server` is an address of the form http://HOST:PORT."""
+    try:
+        where = urlsplit(server)
+        right = where.scheme in ("http", "https") and where.hostname and where.port != 0
+    except ValueError:  # a port that is no number
+        right = False
+    if not right:
+        raise ValueError(f"engine_servers: expected addresses like http://HOST:8000, got {server!r}")
 
 
 def check_servers(config: EngineConfig) -> None:

@@ -5,6 +5,7 @@ the sample's own key as its seed, so that the same tokens come from any server a
 answer; weights by way of a folder; and servers that failed taken back once they are well.
 """
 
+import math
 import tempfile
 import time
 import weakref
@@ -21,9 +22,18 @@ from rft_fn import dist
 from rft_fn.engine import prompt_media, requests, weight_folder
 from rft_fn.engine.arrival import Arrival
 from rft_fn.engine.config import EngineConfig
-from rft_fn.engine.dialect import Ask, Described, Dialect, Reply, check_reply, probe
+from rft_fn.engine.dialect import (
+    Ask,
+    Client,
+    Described,
+    Dialect,
+    Fault,
+    Refused,
+    Reply,
+    check_reply,
+    probe,
+)
 from rft_fn.engine.first_rank import on_first_rank
-from rft_fn.engine.http import Client, Fault, Refused
 from rft_fn.engine.lifetime import dead_after_failure
 from rft_fn.engine.pool import Pool
 from rft_fn.engine.requests import BadRequest, Response
@@ -93,7 +103,7 @@ class _Servers:
                 try:
                     return self.meet(server)
                 except Refused as error:
-                    refused[server] = f"{error}; start it with {self.dialect.hint}"
+                    refused[server] = f"{self.client.line(error)}; start it with {self.dialect.hint}"
                     return None
 
             found = self.pool.each(meet)
@@ -120,8 +130,7 @@ class _Servers:
     def meet(self, server: str) -> Described:
         """What a server is. Refused for one that ignores an option."""
         known = self.dialect.describe(server)
-        dialect = self.dialect
-        probe(partial(dialect.sample, server, known), partial(dialect.score, server, known))
+        probe(partial(self.dialect.sample, server, known), partial(self.scored, server, known))
         return known
 
     def compare(self, known: dict[str, Described]) -> None:
@@ -129,9 +138,14 @@ class _Servers:
         tokens = [i % self.model.vocabulary for i in COMPARED]
 
         def scored(server: str) -> list[float]:
-            return self.dialect.score(server, known[server], tokens)
+            return self.scored(server, known[server], tokens)
 
-        compare_servers(known, self.pool.each(scored, [*known]))
+        # by names of weights and models in which a server has not repeated the key that it was given
+        shown = {
+            server: x._replace(model=self.client.line(x.model), label=self.client.line(x.label))
+            for server, x in known.items()
+        }
+        compare_servers(shown, self.pool.each(scored, [*known]))
 
     def revive(self, server: str) -> None:
         """Make sure that a server answers, with the weights of this engine. Fault or Refused if not."""
@@ -218,10 +232,7 @@ class _Servers:
         self.wake()
 
         def one(tokens: list[int], server: str) -> list[float]:
-            logp = self.dialect.score(server, self.known[server], tokens)
-            if len(logp) != len(tokens) - 1:
-                raise Fault(f"expected {len(tokens) - 1} log-probs, got {len(logp)}")
-            return logp
+            return self.scored(server, self.known[server], tokens)
 
         rows = [row[:size].tolist() for row, size in zip(rollout.tokens, rollout.length.tolist())]
         found = self.pool.run([partial(one, row) for row in rows])
@@ -229,6 +240,15 @@ class _Servers:
         for b, row in enumerate(found):
             logp[b, 1 : len(row) + 1] = torch.tensor(row)
         return torch.where(rollout.mask, logp, 0)
+
+    def scored(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
+        """The log-probs of all tokens but the first. Fault for another number, and for none that they are."""
+        logp = self.dialect.score(server, known, tokens)
+        if len(logp) != len(tokens) - 1:
+            raise Fault(f"expected {len(tokens) - 1} log-probs, got {len(logp)}")
+        if not all(x <= 1e-3 and x > -math.inf for x in logp):
+            raise Fault(f"expected finite log-probs, none above 0, got {logp[:4]}")
+        return logp
 
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:
         """`Load`: the first rank writes a folder, and has every server read it. BadRequest if alone."""

@@ -14,8 +14,7 @@ from typing import Any
 from torch import nn
 
 from rft_fn.engine.config import EngineConfig
-from rft_fn.engine.dialect import Ask, Described, Reply
-from rft_fn.engine.http import Client, Fault, expected
+from rft_fn.engine.dialect import Ask, Client, Described, Fault, Reply, expected, floats, integers, limit
 from rft_fn.engine.requests import BadRequest
 from rft_fn.engine.server_checks import check_servers
 from rft_fn.engine.servers import serve
@@ -56,8 +55,9 @@ class _SGLang:
         options = self.client.call(server, "/server_info", seconds=quick)
         with expected("the model and the options of a server", [model, options]):
             window = options.get("max_context_length") or options.get("context_length")
+            window = limit("max_context_length", window)
             supported = {"load", "score"}
-            if options.get("enable_memory_saver"):
+            if options.get("enable_memory_saver") is True:
                 supported.add("sleep")
             name = str(model["served_model_name"])
             return Described("/generate", name, window, str(model["weight_version"]), frozenset(supported))
@@ -73,29 +73,30 @@ class _SGLang:
     def sample(self, server: str, known: Described, ask: Ask) -> Reply:
         """One sample; under a cut with the log-probs of the sampling mask."""
         cut = ask.sampling.truncates
-        answer = self.client.call(server, "/generate", request(ask), seconds=self.seconds)
+        answer = self.client.call(server, "/generate", request(ask), seconds=self.seconds, tokens=ask.size)
         with expected("output_ids and meta_info with log-probs", answer):
             about = answer["meta_info"]
             if about["finish_reason"]["type"] == "abort":
                 raise Fault(f"expected a sample, got one that was broken off: {about['finish_reason']}")
-            tokens = [int(x) for x in answer["output_ids"]]
+            tokens = integers(answer["output_ids"])
             entries = about["output_token_logprobs"]
             if [x[1] for x in entries] != tokens:
                 raise ValueError("log-probs of other tokens")
-            logp = [float(x[0]) for x in entries]
+            logp = floats([x[0] for x in entries])
             if cut:
-                logp = [float(x) for x in about["output_token_sampling_logprobs"]]
+                logp = floats(about["output_token_sampling_logprobs"])
             return Reply(tokens, logp, str(about["weight_version"]))
 
     def score(self, server: str, known: Described, tokens: Sequence[int]) -> list[float]:
         """The log-probs of a prompt, beside one new token."""
-        body = request(Ask(tokens, 0, Sampling(), 1, ()))
-        answer = self.client.call(server, "/generate", body | {"logprob_start_len": 0}, seconds=self.seconds)
+        ask = Ask(tokens, 0, Sampling(), 1, ())
+        body = request(ask) | {"logprob_start_len": 0}
+        answer = self.client.call(server, "/generate", body, seconds=self.seconds, tokens=ask.size)
         with expected("input_token_logprobs", answer):
             entries = answer["meta_info"]["input_token_logprobs"]
             if [x[1] for x in entries] != list(tokens):
                 raise ValueError("log-probs of other tokens")
-            return [float(x[0]) for x in entries[1:]]
+            return floats([x[0] for x in entries[1:]])
 
     def load(self, server: str, folder: str, label: str, names: int) -> None:
         """From disk, which empties the cache; the server counts no tensors, but says its version."""

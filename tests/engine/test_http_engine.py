@@ -356,7 +356,7 @@ def test_no_server_at_the_start(quick):
     server = fake()
     with serving(server):
         pass
-    with pytest.raises(pool.ServersFailed, match=f"^engine openai: {server.url}: /v1/models: Connection"):
+    with pytest.raises(pool.ServersFailed, match=f"^engine openai: {server.url}: /v1/models: ConnectError"):
         made("generate", server)
 
 

@@ -100,4 +100,4 @@ def test_an_address_of_nobody_ends_before_anything_is_trained(tmp_path):
     words = ["--engine-type", "openai", "--engine-servers", f"http://127.0.0.1:{port}"]
     process = start("grpo", *WORDS, "--out", tmp_path / "run", *words)
     _, err = process.communicate(timeout=120)
-    assert process.returncode and "Connection" in err and "Traceback" not in err
+    assert process.returncode and "ConnectError" in err and "Traceback" not in err

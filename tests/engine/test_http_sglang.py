@@ -15,8 +15,7 @@ import pytest
 from test_http import answering, raw
 
 from rft_fn.engine import sglang
-from rft_fn.engine.dialect import Ask, Described
-from rft_fn.engine.http import Client, Fault
+from rft_fn.engine.dialect import Ask, Client, Described, Fault
 from rft_fn.types import Sampling
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -146,7 +146,7 @@ def test_the_same_rewards_as_in_the_trainers_process():
 BAD = [
     ({"prompts": ["p"]}, 400, "completions: expected a list, got NoneType"),
     (b"<html>", 400, "expected JSON, got '<html>'"),
-    (b"[" * 100_000, 400, "brackets too deep"),
+    (b"[" * 100_000, 400, "brackets at most 100 deep"),
     (
         {"prompts": ["p"], "completions": ["a"]},
         400,

@@ -14,8 +14,9 @@ from test_scripts import rows, start
 
 import rft_fn as rft
 from rft_fn import engine, model, rng
-from rft_fn.engine import http, weight_folder
 from rft_fn.engine import openai as dialect
+from rft_fn.engine import weight_folder
+from rft_fn.engine.dialect import Client
 
 pytestmark = needs_vllm
 
@@ -110,7 +111,7 @@ def test_a_dropped_tensor_is_counted(eng, servers, tmp_path):
     """q of a fused qkv, and a norm: by the count of the server itself."""
     lm = model.load("tiny")
     eng.load(lm.named_parameters(), version=2)
-    client = http.Client()
+    client = Client()
     for dropped, module in (("layers.1.self_attn.q_proj", "qkv_proj"), ("layers.0.input_layernorm", "")):
         writer = weight_folder.Writer(tmp_path / "weights")
         for name, x in lm.named_parameters():
@@ -164,14 +165,14 @@ def test_one_of_two_is_killed_in_mid_run(servers, monkeypatch):
     bad, well = servers
     want = trained(made(well))
     eng = made(bad, well, batch=8)
-    call, asked = http.Client.call, itertools.count(1)
+    call, asked = Client.call, itertools.count(1)
 
     def counted(self, server, path, *args, **options):
         if server == bad.url and path == dialect.GENERATE and next(asked) == 50:
             threading.Thread(target=bad.kill).start()
         return call(self, server, path, *args, **options)
 
-    monkeypatch.setattr(http.Client, "call", counted)
+    monkeypatch.setattr(Client, "call", counted)
     got = trained(eng)
     assert bad.process.poll() is not None and eng.status()["alive"]
     for one, other in zip(got, want, strict=True):

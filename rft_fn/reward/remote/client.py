@@ -2,18 +2,19 @@
 
 import asyncio
 import email.utils
-import os
 import random
 import time
 from collections.abc import AsyncGenerator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rft_fn.reward.remote.hosts import Host, Hosts, pause
+from rft_fn.reward.remote.hosts import Host, Hosts, masked, pause, token_in
 from rft_fn.reward.remote.protocol import ReadAnswer
 
 if TYPE_CHECKING:
-    from httpx2 import AsyncClient, Headers
+    from httpx2 import AsyncClient
+
+    from rft_fn.reward.remote.connection import Answer
 
 __all__ = ["Client", "Limits", "Question"]
 
@@ -22,7 +23,6 @@ REDIRECTS = range(300, 400)
 UNAUTHORIZED = (401, 403)
 AGAIN = (408, 425, 429)  # below 500, statuses that a later request may not meet
 FAILED = 500
-_SHOWN = 300  # characters of a server's own words
 
 
 class Limits(NamedTuple):
@@ -126,35 +126,18 @@ class Client:
         """The answer of one server. Again where another attempt may mend it, else ValueError."""
         from rft_fn.reward.remote import connection
 
-        headers, token = self._authorization()
+        token = token_in(self.token_env)
         client = await self._connected()
-        sent = (host.address, question.body, headers, self.limits.max_bytes)
+        limit = self.limits.max_bytes
         try:
-            status, received, data = await connection.exchange(client, *sent)
+            answer = await connection.exchange(client, host.address, question.body, token, limit)
+            if answer.status == OK:
+                return self.read(answer.data, question.rows)
         except connection.Broken as error:
             raise Again(str(error)) from error
-        except ValueError as error:
-            raise ValueError(f"{host.shown}: {error}") from None
-
-        # a server's own words are one line, and never those that it was told
-        if status != OK:
-            text = " ".join(data.decode(errors="replace").split())[:_SHOWN]
-            if token:
-                text = text.replace(token, "***")
-            _refuse(host, status, received, text)
-        try:
-            return self.read(data, question.rows)
-        except ValueError as error:
-            raise ValueError(f"{host.shown}: {error}") from None
-
-    def _authorization(self) -> tuple[dict[str, str], str]:
-        """(the header with the token, the token). ValueError for one that no header can hold."""
-        token = os.environ.get(self.token_env, "").strip()
-        if not token:
-            return {}, ""
-        if not (token.isascii() and token.isprintable()):
-            raise ValueError(f"{self.token_env}: expected a token of printable ASCII characters")
-        return {"Authorization": f"Bearer {token}"}, token
+        except ValueError as error:  # which may quote the answer
+            raise ValueError(f"{host.shown}: {masked(str(error), token)}") from None
+        raise _refusal(host, answer)
 
     async def _connected(self) -> "AsyncClient":
         """The client of this event loop, with its connections."""
@@ -168,17 +151,18 @@ class Client:
         return self._client
 
 
-def _refuse(host: Host, status: int, headers: "Headers", text: str) -> None:
-    """Raise Again for a status that may pass, else ValueError."""
-    line = f"status {status}: {text}".rstrip(": ")
+def _refusal(host: Host, answer: "Answer") -> Exception:
+    """The error of a status: Again for one that may pass, else ValueError."""
+    status = answer.status
+    line = f"status {status}: {answer.words}".rstrip(": ")
     if status >= FAILED or status in AGAIN:
-        raise Again(line, retry_after(headers.get("Retry-After", "")))
+        return Again(line, retry_after(answer.headers.get("Retry-After", "")))
     line = f"{host.shown}: expected an answer, got {line}"
     if status in REDIRECTS:
         line += "; redirects are not followed: name the address that they lead to"
     if status in UNAUTHORIZED:
         line += "; its token belongs into the environment variable that token_env names"
-    raise ValueError(line)
+    return ValueError(line)
 
 
 def retry_after(text: str) -> float | None:
@@ -188,7 +172,7 @@ def retry_after(text: str) -> float | None:
         return float(text[:9])
     try:
         when = email.utils.parsedate_to_datetime(text)
-    except ValueError:
+    except (ValueError, OverflowError):  # no date, or one of a year that there is not
         return None
     if when.tzinfo is None:
         when = when.replace(tzinfo=UTC)

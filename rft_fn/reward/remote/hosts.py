@@ -1,16 +1,19 @@
-"""The servers of a reward: their addresses, which of them answer, and when to try the others again."""
+"""Servers: their addresses and keys, which of those of a reward answer, and when to try the others again."""
 
 import asyncio
+import json
+import os
 import re
 import sys
 import time
 from collections.abc import Sequence
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
-__all__ = ["FIRST", "MOST", "Host", "Hosts", "addresses", "pause"]
+__all__ = ["FIRST", "MOST", "Host", "Hosts", "addresses", "masked", "pause", "token_in"]
 
 FIRST = 0.5  # s: the longest wait after a first failure
 MOST = 30.0  # s: the longest of all
+_PART = 8  # characters of the beginning of a token that are not shown either
 
 _BETWEEN = re.compile(r",(?=https?://)")  # a query may have commas of its own
 
@@ -53,6 +56,25 @@ def _check(address: str) -> None:
 def shown(address: str) -> str:
     """An address as errors show it: without a query, which may hold a secret."""
     return address.split("?")[0].rpartition("@")[2]
+
+
+def token_in(variable: str) -> str:
+    """Return the token in an environment variable, "" for none. ValueError for one that no header holds."""
+    token = os.environ.get(variable, "").strip()
+    if not (token.isascii() and (token.isprintable() or not token)):
+        raise ValueError(f"{variable}: expected a token of printable ASCII characters")
+    return token
+
+
+def masked(text: str, token: str) -> str:
+    """Return a text with *** in place of the token, also as JSON or an address would hold it.
+
+    So is its beginning, where a text was cut in the middle of it.
+    """
+    for form in {token, json.dumps(token)[1:-1], quote(token, safe="")} - {""}:
+        for size in range(len(form), min(len(form), _PART) - 1, -1):
+            text = text.replace(form[:size], "***")
+    return text
 
 
 def pause(failures: int, draw: float) -> float:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from rft_fn import check
+
 __all__ = ["dump", "entries", "finite", "load", "media_in", "media_out", "plain"]
 
 _AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID, Path)
@@ -32,9 +34,7 @@ def load(data: bytes) -> Any:
     and brackets beyond its limits.
     """
     try:
-        return json.loads(data, parse_constant=_refuse)
-    except RecursionError:
-        raise ValueError("expected JSON, got brackets too deep to read") from None
+        return check.parse_json(data, decoder=_FINITE)
     except (json.JSONDecodeError, UnicodeDecodeError):
         began = " ".join(data[:_SHOWN].decode(errors="replace").split())
         raise ValueError(f"expected JSON, got {began!r}") from None
@@ -42,6 +42,9 @@ def load(data: bytes) -> Any:
 
 def _refuse(name: str) -> None:
     raise ValueError(f"expected finite numbers, got {name}")
+
+
+_FINITE = json.JSONDecoder(parse_constant=_refuse)
 
 
 def plain(value: Any) -> Any:
