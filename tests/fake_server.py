@@ -20,8 +20,11 @@ from rft_fn.types import Sampling
 
 __all__ = ["FAULTS", "FakeServer", "serving"]
 
-# in the middle of a rollout; "die" is a killed process, "stop" one that refuses from then on
+# in the middle of a rollout; "die" is a killed process, "stop" one that refuses from then on, "hostile" each
+# of the next in turn
 FAULTS = ("die", "stop", "hang", "trickle", "500", "garbage", "few", "many", "count", "empty", "nan", "other")
+FAULTS += ("hostile",)
+HOSTILE = (3.7, "3", True, 10**400, float("inf"), "brackets", "short", "endless", "elsewhere")
 
 # the logits after some tokens, by (weights, tokens): test after test asks for the same
 KNOWN = {}
@@ -43,6 +46,7 @@ class FakeServer:
         self.forgets = False  # says that it has loaded, and has not
         self.deterministic = True
         self.key = ""  # that requests have to have
+        self.refusal = '{"error": "Unauthorized"}'  # of those that have another
         for name, value in options.items():
             assert hasattr(self, name), name
             setattr(self, name, value)
@@ -131,6 +135,8 @@ class FakeServer:
     def strike(self):
         """The fault that this sample has."""
         self.samples += 1
+        if self.fault == "hostile" and self.samples > self.after:
+            return HOSTILE[(self.samples - self.after - 1) % len(HOSTILE)]
         if self.fault and self.samples > self.after:
             return self.fault
         return ""
@@ -278,6 +284,8 @@ def _wrong(fault, tokens, logp):
         return tokens, [float("nan"), *logp[1:]]
     if fault == "other":
         return [10**6, *tokens[1:]], logp
+    if fault == "3" or (fault and not isinstance(fault, str)):
+        return [fault, *tokens[1:]], logp
     if fault:
         raise _Struck(fault)
     return tokens, logp
@@ -309,7 +317,7 @@ class _Handler(BaseHTTPRequestHandler):
         fake = self.fake
         fake.calls.append((self.path, body))
         if fake.key and self.headers.get("Authorization") != f"Bearer {fake.key}":
-            return self.send(401, b'{"error": "Unauthorized"}')
+            return self.send(401, fake.refusal.encode())
         try:
             found = fake.vllm(self.path, body) or fake.sglang(self.path, body)
         except _Struck as struck:
@@ -326,8 +334,22 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send(500, b'{"error": {"message": "EngineCore encountered an issue"}}')
         if fault == "garbage":
             return self.send(200, b"<html>It works!</html>")
+        if fault == "brackets":
+            return self.send(200, b"[" * 100_000)
+        if fault == "elsewhere":
+            return self.send(307, b"")
+        if fault == "short":
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"{")
         if fault == "hang":
             fake.closing.wait(60)
+        elif fault == "endless":
+            self.send_response(200)
+            self.end_headers()
+            while not fake.closing.is_set():
+                self.wfile.write(b" " * (1 << 16))
         elif fault == "trickle":
             self.send_response(200)
             self.end_headers()

@@ -1,10 +1,12 @@
 """The client's deadlines and errors, and the pool's way with servers that fail."""
 
 import json
+import os
 import socket
 import threading
 import time
-from contextlib import contextmanager
+import zlib
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -140,6 +142,147 @@ def test_an_address_that_is_none(url):
         server_checks.check_url(url)
 
 
+# ---------------------------------------------------------------------------------- the key
+
+SECRET = "sk-4711/of-many-characters"
+
+
+@pytest.mark.parametrize("given", [f"{SECRET}\n", f" {SECRET}\r\n", f"\t{SECRET}"])
+def test_a_key_has_no_blanks_around_it(given, monkeypatch):
+    monkeypatch.setenv("MINE", given)
+    asked = []
+    with raw(answering(b"1", asked=asked)) as url:
+        assert Client("MINE").call(url, "/x", seconds=5) == 1
+    assert f"Authorization: Bearer {SECRET}" in asked[0][0].split("\r\n")
+
+
+@pytest.mark.parametrize("given", [f"{SECRET}\nX-Other: 1", f"{SECRET}\0", f"{SECRET}\u00fc", f"a\r{SECRET}"])
+def test_a_key_that_no_header_can_hold_is_refused_without_showing_it(given, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ | {"MINE": given})  # some can be in no process's own
+    asked = []
+    line = r"^MINE: expected a token of printable ASCII characters$"
+    with raw(answering(b"1", asked=asked)) as url, pytest.raises(ValueError, match=line):
+        Client("MINE").call(url, "/x", seconds=5)
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        (f"no such key: {SECRET}", "401 No"),
+        (f"{'x' * 285} {SECRET}", "401 No"),  # cut in the middle of it
+        (f"{' ' * 4080}{SECRET}", "401 No"),
+        (json.dumps({"key": SECRET}).replace("/", "%2F"), "403 No"),
+        (f"oh {SECRET}", "500 Oh"),
+        (f"oh {SECRET}", "302 Other"),
+        (f"<html> {SECRET}", "200 OK"),
+        (f"<html> {'x' * 40}{SECRET}", "200 OK"),
+        (json.dumps([SECRET]) + "]", "200 OK"),
+        ("", f"401 {SECRET}"),
+        ("", f"{SECRET}"),
+    ],
+)
+def test_a_server_that_repeats_the_key_is_quoted_without_it(text, status, monkeypatch):
+    monkeypatch.setenv("MINE", SECRET)
+    client = Client("MINE")
+    with raw(answering(text.encode(), status)) as url, pytest.raises((Fault, Refused)) as found:
+        client.call(url, "/x", {}, seconds=5)
+    line = client.line(found.value)
+    assert line.startswith("/x: ") and "\n" not in line and len(line) <= 400
+    assert SECRET[:8] not in line and SECRET[-8:] not in line
+
+
+# ---------------------------------------------------------------------------------- hostile servers
+
+
+def saying(*parts, pause=0.0):
+    """Reads a request, sends these bytes, the last of them again and again, until nobody reads them."""
+
+    def serve(connection):
+        connection.recv(65536)
+        end = time.monotonic() + 10
+        with connection, suppress(OSError):
+            for part in parts[:-1]:
+                connection.sendall(part)
+            while parts[-1] and time.monotonic() < end:
+                connection.sendall(parts[-1])
+                time.sleep(pause)
+
+    return serve
+
+
+def zipped(size, after=b""):
+    """The beginning of an answer of so many MB of zeros, zipped; then these bytes."""
+    zip_ = zlib.compressobj(wbits=31)
+    data = b"".join(zip_.compress(bytes(1 << 20)) for _ in range(size)) + zip_.flush()
+    head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n"
+    return saying(head + data, after)
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+LATE = "no answer within 0.7 s"
+LARGE = "expected an answer of at most 1048576 bytes, got"
+HOSTILE = {
+    "a head that drips": (saying(OK, b"X-A: b\r\n", pause=0.05), LATE),
+    "a line that drips": (saying(OK + b"X-A: ", b"b", pause=0.05), LATE),
+    "Continue, slowly": (saying(b"HTTP/1.1 100 Continue\r\n\r\n", pause=0.05), LATE),
+    "Continue, at full speed": (saying(b"HTTP/1.1 100 Continue\r\n\r\n" * 100), LATE),
+    "a head without end": (saying(OK, b"X-A: " + b"b" * 1000 + b"\r\n"), "RemoteProtocolError"),
+    "a line without end": (saying(OK + b"X-A: ", b"b" * 10_000), "RemoteProtocolError"),
+    "chunks without end": (saying(CHUNKED, b"10000\r\n" + bytes(1 << 16) + b"\r\n"), f"{LARGE} more"),
+    "a body without end": (saying(OK + b"\r\n", bytes(1 << 16)), f"{LARGE} more"),
+    "chunks that drip": (saying(CHUNKED, b"1\r\n1\r\n", pause=0.05), LATE),
+    "100 GB": (saying(OK + b"Content-Length: 100000000000\r\n\r\n", b""), f"{LARGE} one of 100000000000"),
+    "a short body": (saying(OK + b"Content-Length: 99\r\n\r\n[1]", b""), "RemoteProtocolError"),
+    "a chunk that breaks off": (saying(CHUNKED + b"99\r\n[1]", b""), "RemoteProtocolError"),
+    "a bomb": (zipped(100), f"{LARGE} more"),
+    "a zipped answer that goes on": (zipped(1, bytes(1 << 16)), f"{LARGE} more"),
+    "an error without end": (saying(b"HTTP/1.1 500 Oh\r\n\r\n", b"oh " * 1000), "status 500: oh oh"),
+    "no http": (saying(b"hello\r\n\r\n" * 9, b""), "RemoteProtocolError"),
+    "nothing": (saying(b"", b""), "RemoteProtocolError"),
+    "two lengths": (saying(OK + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n1", b""), "RemoteProtocol"),
+    "a length below 0": (saying(OK + b"Content-Length: -1\r\n\r\n1", b""), "RemoteProtocolError"),
+    "another protocol": (saying(b"HTTP/1.1 101 Go\r\nUpgrade: x\r\n\r\n", b""), "RemoteProtocolError"),
+    "elsewhere": (saying(b"HTTP/1.1 302 Go\r\nLocation: http://10.0.0.1/\r\n\r\n", b""), "status 302"),
+    "brackets": (answering(b"[" * 100_000), "brackets at most 100 deep"),
+    "closed brackets": (answering(b"[" * 900 + b"]" * 900), "brackets at most 100 deep"),
+    "infinity": (answering(b'{"a": [Infinity]}'), "expected finite numbers, got Infinity"),
+    "nan": (answering(b"NaN"), "expected finite numbers, got NaN"),
+    "digits": (answering(b"1" * 5000), "4300 digits"),
+    "not utf-8": (answering(b'"\xff\xfe"'), "expected JSON, got"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_server_is_a_fault_within_the_deadline(what, recwarn):
+    serve, line = HOSTILE[what]
+    client = Client()
+    client.trusted  # noqa: B018, which takes a while to read
+    with raw(serve) as url:
+        began = time.monotonic()
+        with pytest.raises(Fault, match=rf"^/x: .*{line}") as found:
+            client.call(url, "/x", {}, seconds=0.7)
+        assert time.monotonic() - began < 3
+    assert "\n" not in str(found.value) and len(str(found.value)) < 500 and not recwarn.list
+
+
+def test_the_limit_of_an_answer_grows_with_the_tokens_that_it_is_about():
+    text = json.dumps("x" * (1 << 21)).encode()
+    with raw(answering(text)) as url:
+        with pytest.raises(Fault, match=r"at most 1049600 bytes, got one of 2097154$"):
+            Client().call(url, "/x", {}, seconds=5, tokens=1)
+        assert len(Client().call(url, "/x", {}, seconds=5, tokens=1025)) == 1 << 21
+
+
+def test_cookies_and_times_of_no_calendar_are_no_news(recwarn):
+    year = b"9" * 23
+    head = b"Set-Cookie: a=b; expires=Wed, 21 Oct %s 07:28:00 GMT; Max-Age=%s\r\nRetry-After: %s\r\n"
+    with raw(saying(OK + head % (year, year, year) + b"Content-Length: 1\r\n\r\n1", b"")) as url:
+        assert Client().call(url, "/x", {}, seconds=5) == 1
+    assert not recwarn.list
+
+
 # ---------------------------------------------------------------------------------- the pool
 
 
@@ -247,6 +390,30 @@ def test_a_request_that_no_server_answers_is_given_up():
     ):
         pool_of("a", "b").run([run])
     assert len(attempts) == pool.ATTEMPTS
+
+
+def test_what_one_server_refuses_is_asked_of_one_other():
+    asked = []
+
+    def run(url):
+        asked.append(url)
+        if url in deaf:
+            raise Refused("status 404: no such path")
+        return url
+
+    deaf = {"a"}
+    servers = pool_of("a", "b", "c", width=1, revive=lambda url: (_ for _ in ()).throw(Fault("deaf")))
+    assert set(servers.run([run] * 12)) <= {"b", "c"} and servers.reasons() in (
+        "a: status 404: no such path",
+        "",
+    )
+    deaf |= {"b", "c"}
+    asked.clear()
+    with pytest.raises(Refused, match=r"^status 404"):
+        pool_of("a", "b", "c").run([run])
+    assert len(set(asked)) == len(asked) == 2
+    with pytest.raises(Refused, match=r"^status 404"):
+        pool_of("a").run([run])
 
 
 def test_pauses_double_have_jitter_and_an_end():

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from contextlib import suppress
 from functools import cache
 from types import SimpleNamespace
 
@@ -115,12 +116,16 @@ def test_the_window_is_the_smallest_of_the_servers():
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [("generate", fault) for fault in FAULTS]
-    + [(kind, fault) for kind in ("completions", "sglang") for fault in ("die", "few", "count", "empty")],
+    + [
+        (kind, fault)
+        for kind in ("completions", "sglang")
+        for fault in ("die", "few", "count", "empty", "hostile")
+    ],
 )
 def test_a_fault_in_mid_rollout_changes_no_token(kind, fault, quick):
     """One of two servers fails after some samples, for good."""
     with serving(fake(**KINDS[kind][1]), fake(**KINDS[kind][1])) as (well, bad):
-        eng = made(kind, well, bad, timeout=2.0)
+        eng = made(kind, well, bad, timeout=2.0 if fault in ("hang", "trickle") else 20.0)
         bad.after = bad.samples + 2
         bad.fault = fault
         got = eng.generate(PROMPTS, KEYS, n=6, sampling=SAMPLING)
@@ -174,6 +179,28 @@ def test_a_server_that_comes_back_empty_is_given_the_weights(kind, quick, monkey
         got = eng.generate(PROMPTS, KEYS, n=3, sampling=SAMPLING)
         same(got, expected(5, n=3))
         assert set(got.version.tolist()) == {4} and server.label.endswith(":4")
+
+
+def test_a_key_that_a_server_repeats_is_in_no_error(kind, monkeypatch, capfd):
+    """Neither where it is refused, nor in names and weights of servers that differ."""
+    monkeypatch.setenv("RFT_SERVER_KEY", "sk-4711-of-many-characters\n")
+    loud = fake(key="another", **KINDS[kind][1])
+    loud.refusal = '{"error": "no such key: sk-4711-of-many-characters"}'
+    with (
+        serving(loud),
+        pytest.raises(ValueError, match=rf"^engine_servers: {loud.url}: /.*: status 401: ") as e,
+    ):
+        made(kind, loud)
+    assert "4711" not in str(e.value) and "into the environment variable RFT_SERVER_KEY" in str(e.value)
+
+    well, other = (fake(seed, key="sk-4711-of-many-characters", **KINDS[kind][1]) for seed in (0, 5))
+    other.label = "of sk-4711-of-many-characters"
+    with serving(well, other):
+        if kind == "completions":  # which says no version of weights
+            other.routes = ()
+        with suppress(ValueError):
+            made(kind, well, other)
+    assert "4711" not in capfd.readouterr().err
 
 
 def test_ctrl_c_does_not_wait_for_a_server_that_hangs(monkeypatch):

@@ -1,6 +1,6 @@
 """What we ask SGLang's server, and what we read of its answers, against the package's own types.
 
-Nothing here ran on SGLang itself, which needs a GPU.
+Nothing here ran on SGLang itself, which needs a GPU. What hostile servers answer is at the end, vLLM's too.
 """
 
 import ast
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from test_http import answering, raw
 
-from rft_fn.engine import sglang
-from rft_fn.engine.dialect import Ask, Client, Described, Fault
+from rft_fn.engine import openai, sglang
+from rft_fn.engine.dialect import Ask, Client, Described, Fault, check_reply
 from rft_fn.types import Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,3 +161,102 @@ def test_requests_have_no_other_options_than_those_known(ask):
 def test_the_known_options_are_the_packages(types):
     assert set(types.SamplingParams.__struct_fields__) >= OPTIONS
     assert set(types.GenerateRequest.__struct_fields__) >= FIELDS
+
+
+# ---------------------------------------------------------------------------------- hostile servers
+
+VLLM = openai._VLLM(Client(), 5.0)
+GENERATE, COMPLETIONS = (KNOWN._replace(route=x, label="") for x in (openai.GENERATE, openai.COMPLETIONS))
+
+
+def plain_answer(tokens, logp):
+    """An answer of SGLang by hand."""
+    about = {"finish_reason": {"type": "length"}, "weight_version": "7"}
+    about["output_token_logprobs"] = [[p, t, None] for p, t in zip(logp, tokens, strict=True)]
+    return {"output_ids": tokens, "meta_info": about}
+
+
+def generated(tokens, logp):
+    """One of vLLM's better route."""
+    content = [{"token_id": t, "logprob": p} for t, p in zip(tokens, logp, strict=True)]
+    return {"choices": [{"token_ids": tokens, "logprobs": {"content": content}}]}
+
+
+def completed(tokens, logp):
+    """One of the OpenAI protocol."""
+    return {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logp}}]}
+
+
+FORMS = {
+    "sglang": (DIALECT, KNOWN, plain_answer),
+    "generate": (VLLM, GENERATE, generated),
+    "completions": (VLLM, COMPLETIONS, completed),
+}
+HUGE = 10**400
+TOKENS = [3.7, 3.0, "3", True, None, [3], {"3": 3}, HUGE, -1, 128]
+LOGP = ["-1", True, None, [-1.0], HUGE, -HUGE, 0.5]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_that_are_no_sample_are_faults(form):
+    dialect, known, make = FORMS[form]
+    right = make([8, 1], [-0.5, -1.5])
+    wrong = [make([8, x], [-0.5, -1.5]) for x in TOKENS] + [make([8, 1], [-0.5, x]) for x in LOGP]
+    wrong += [None, [], 3, "x", {}, {"choices": []}, {"choices": 3, "meta_info": [], "output_ids": "83"}]
+    wrong += [{"choices": [3]}, {"choices": [{"token_ids": "83"}]}, {"output_ids": [8, 1], "meta_info": 4}]
+
+    def asked(answer):
+        with raw(answering(json.dumps(answer).encode())) as url:
+            reply = dialect.sample(url, known, ASKS[0])
+        check_reply(reply, ASKS[0], vocabulary=128, label="7")
+        return reply
+
+    assert asked(right)[:2] == ([8, 1], [-0.5, -1.5])
+    for answer in wrong:
+        with pytest.raises(Fault) as found:
+            asked(answer)
+        assert len(str(found.value)) < 300, answer
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_that_are_none_are_faults(form):
+    dialect, known, _ = FORMS[form]
+
+    def scored(row, count=2):
+        rows = [[None, 3, None], *[[row, 4, None]] * (count - 1)]
+        found = {"prompt_logprobs": [None, *[{"4": {"logprob": row}}] * (count - 1)]}
+        answer = found | {"meta_info": {"input_token_logprobs": rows}, "choices": [found]}
+        with raw(answering(json.dumps(answer).encode())) as url:
+            return dialect.score(url, known, [3, 4])
+
+    assert scored(-2) == [-2.0]
+    for row in ["-2", True, None, [-2], HUGE]:
+        with pytest.raises(Fault, match=r"^expected (input_token|prompt)_logprobs, got"):
+            scored(row)
+    with pytest.raises(Fault, match=r"^expected (input_token|prompt)_logprobs, got"):
+        scored(-2, 3)
+
+
+@pytest.mark.parametrize("dialect", [DIALECT, VLLM], ids=["sglang", "vllm"])
+@pytest.mark.parametrize("window", ["128", 1.5, True, -4, [128]])
+def test_a_window_that_is_none_is_a_fault(dialect, window):
+    options = {"max_context_length": window, "weight_version": "7", "served_model_name": "tiny"}
+    models = {"data": [{"id": "tiny", "max_model_len": window}]}
+    with raw(answering(json.dumps(options | models).encode())) as url, pytest.raises(Fault, match=r"^max_"):
+        dialect.describe(url)
+
+
+@pytest.mark.parametrize("answer", [None, [], [3], {"results": [3]}, {"results": {"a": 1}}, {"data": 3}])
+def test_every_other_answer_of_nonsense_is_a_fault(answer):
+    """Whatever is asked; a server that cannot load samples and scores."""
+    with raw(answering(json.dumps(answer).encode())) as url:
+        for dialect in (DIALECT, VLLM):
+            for ask in (
+                lambda: dialect.describe(url),  # noqa: B023
+                lambda: dialect.load(url, "/folder", "run:3", 1),  # noqa: B023
+            ):
+                with pytest.raises(Fault, match="expected"):
+                    ask()
+        for call in (VLLM.sleep, VLLM.wake):
+            with pytest.raises(Fault, match="is_sleeping"):
+                call(url)
