@@ -5,14 +5,13 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import httpx2
 import judges
 import pytest
 import tiny
 import torch
-import uvicorn
 
 import rft_fn as rft
 from rft_fn.reward.convention import reads_state
@@ -32,7 +31,7 @@ class Served:
         self.sock = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
         made = app.application(list(parts), self.jobs, rules, self.metrics)
-        self.server = uvicorn.Server(uvicorn.Config(made, log_level="warning", lifespan="off"))
+        self.server = app.Server(made, rules)
         limits = {"rows": rows, "wait": wait, "timeout": 30.0, "observe": self.metrics.observe}
         self.work = lambda: work(self.jobs, self.score, alive=lambda: True, **limits)
 
@@ -211,6 +210,148 @@ def test_a_request_that_drips_is_cut():
         client.sendall(b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         client.settimeout(10)
         assert b"408" in client.recv(100)
+
+
+# ----------------------------------------------------------------------------- clients that hold connections
+
+
+def connected(served, data=b"", receive=None):
+    """A client that has sent this."""
+    client = socket.socket()
+    if receive is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
+    client.settimeout(10)
+    client.connect(served.sock.getsockname())
+    client.sendall(data)
+    return client
+
+
+def ended(client):
+    """Whether the server has closed the connection, all of what it sent being read."""
+    try:
+        while client.recv(1 << 16):
+            pass
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+HEAD = b"POST /score HTTP/1.1\r\nHost: x\r\n"
+ASKED = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+
+
+def test_idle_connections_make_room_for_others(monkeypatch, capfd):
+    """The one that has waited longest is closed, and none whose rewards are being computed."""
+    monkeypatch.setattr(app, "_most_connections", lambda: 6)
+    held = threading.Event()
+
+    def slow(completions):
+        held.wait(20)
+        return length(completions)
+
+    with serving(len=(slow, 1.0)) as served, ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        asked = pool.submit(served.ask, "abc")
+        while served.server.server_state.total_requests + len(served.server.server_state.tasks) < 1:
+            time.sleep(0.01)
+        begun = [b"P", b"", HEAD, HEAD + b"Content-Length: 100\r\n\r\n{", ASKED[:9]]
+        clients = [stack.enter_context(connected(served, begun[i % 5])) for i in range(40)]
+        for _ in range(5):
+            found = httpx2.get(f"{served.url}/health", trust_env=False, timeout=10)
+            assert found.json()["rewards"] == ["len"]
+        assert len(served.server.server_state.connections) <= 6
+        assert all(ended(client) for client in clients[:30])
+        held.set()
+        assert asked.result().json()["rewards"] == [3.0]
+    assert not capfd.readouterr().err
+
+
+def test_a_server_whose_connections_all_wait_for_rewards_refuses_one_more(monkeypatch):
+    monkeypatch.setattr(app, "_most_connections", lambda: 2)
+    held = threading.Event()
+
+    def slow(completions):
+        held.wait(20)
+        return length(completions)
+
+    body = json.dumps({"prompts": ["p"], "completions": ["abc"]}).encode()
+    whole = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with serving(len=(slow, 1.0), rows=1) as served, ExitStack() as stack:
+        clients = [stack.enter_context(connected(served, whole)) for _ in range(2)]
+        while served.jobs.rows() < 1:  # and one that is computed
+            time.sleep(0.01)
+        with connected(served, whole) as late:
+            assert late.recv(100).startswith(b"HTTP/1.1 503 ") and ended(late)
+        held.set()
+        for client in clients:
+            assert b"".join(iter(lambda: client.recv(1000), b"")).endswith(b'{"rewards":[3.0]}')  # noqa: B023
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"",
+        b"P",
+        HEAD,
+        ASKED + b"\r\n" + HEAD,  # after another request
+        ASKED + b"Content-Length: 99\r\n\r\n{",  # of which nobody reads the body
+        HEAD + b"Content-Encoding: gzip\r\nContent-Length: 99\r\n\r\n{",
+    ],
+)
+def test_a_request_that_does_not_arrive_is_cut_off_however_it_drips(begun):
+    with serving(len=(length, 1.0), arrival=0.6) as served, connected(served, begun) as client:
+        began = time.monotonic()
+        with suppress(OSError):
+            while time.monotonic() - began < 8:
+                client.sendall(b"x" if begun else b"")
+                time.sleep(0.1)
+                if not served.server.server_state.connections:
+                    break
+        assert 0.5 < time.monotonic() - began < 6
+        assert ended(client)
+        assert served.ask("abc").json()["rewards"] == [3.0]
+
+
+def test_an_answer_that_nobody_reads_is_cut_off_and_one_that_is_read_slowly_is_not():
+    with serving(len=(length, 1.0), arrival=0.6) as served:
+        asked = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+        with connected(served, receive=4096) as client:
+            client.settimeout(0.3)
+            began = time.monotonic()
+            with pytest.raises(ConnectionError):
+                while time.monotonic() - began < 15:
+                    with suppress(TimeoutError):
+                        client.sendall(asked * 50)
+            assert time.monotonic() - began < 15
+        body = json.dumps({"prompts": ["p"] * 1000, "completions": ["a"] * 1000}).encode()
+
+        def loud(completions, log_extra):
+            log_extra("why", ["x" * 4000] * len(completions))
+            return length(completions)
+
+    with serving(len=(loud, 1.0), arrival=0.6) as served:
+        whole = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        with connected(served, whole, receive=1 << 17) as client:
+            size, began = 0, time.monotonic()
+            while part := client.recv(1 << 17):
+                size += len(part)
+                time.sleep(0.05)
+        assert size > 4_000_000 and time.monotonic() - began > 1.2
+
+
+@pytest.mark.parametrize("host", [b"[", b"x:y:z", b"\xff", b"a" * 9000])
+def test_the_name_of_the_host_is_not_read(strict, host, capfd):
+    with connected(strict, b"POST /score HTTP/1.1\r\nHost: " + host + b"\r\n\r\n") as client:
+        assert client.recv(100).startswith(b"HTTP/1.1 401 ")
+    assert not capfd.readouterr().err
+
+
+def test_what_is_no_http_is_refused_without_a_word(strict, capfd):
+    for data in (b"\x16\x03\x01\x02", b"hello\r\n\r\n", HEAD + b"Content-Length: x\r\n\r\n", b"P" * 100_000):
+        with connected(strict, data + b"\r\n\r\n") as client:
+            assert b"400" in client.recv(100)
+    assert not capfd.readouterr().err
 
 
 def test_what_a_reward_raises_is_told_with_its_name_and_the_server_lives():

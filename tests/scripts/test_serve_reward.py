@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import forks
@@ -194,6 +194,10 @@ def slow(completions):
     time.sleep(0.4)
     return [float(len(c)) for c in completions]
 
+def loud(completions, log_extra):
+    log_extra("why", ["x" * 4000] * len(completions))
+    return [1.0] * len(completions)
+
 def hang(completions):
     if "hang" in completions:
         time.sleep(60)
@@ -235,6 +239,59 @@ def test_a_second_signal_ends_it_at_once(folder):
         process.send_signal(signal.SIGTERM)
         code, _, err = finished(process)
     assert code == 128 + signal.SIGTERM and "again to stop at once" in err
+
+
+def connected(url, data, receive=None):
+    """A client that has sent this, and reads nothing."""
+    client = socket.socket()
+    if receive is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
+    client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+    client.sendall(data)
+    return client
+
+
+HEAD = f"POST /score HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {SECRET}\r\n".encode()
+
+
+def test_a_signal_ends_it_whatever_its_clients_leave_half_done(folder):
+    """An answer of 8 MB that nobody reads, a body and a head that do not end."""
+    body = json.dumps({"prompts": ["p"] * 2000, "completions": ["a"] * 2000}).encode()
+    with serving("--reward", "slow.py:loud", cwd=folder) as (process, url), ExitStack() as stack:
+        for data in (
+            HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body,
+            HEAD + b"Content-Length: 100\r\n\r\n{",
+            HEAD,
+        ):
+            stack.enter_context(connected(url, data, receive=4096))
+        end = time.monotonic() + 60
+        while "rft_reward_completions_total 2000.0" not in httpx2.get(f"{url}/metrics", trust_env=False).text:
+            assert time.monotonic() < end
+        time.sleep(0.5)  # now the answer is written
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        code, out, err = finished(process)
+        assert time.monotonic() - began < 10
+    assert code == 0 and "Traceback" not in err and err.count("\n") == 1
+    left = "2 connections whose clients did not read or end a request"
+    assert out == f"{url}: stopped, everything answered, but {left}\n"
+
+
+def test_idle_connections_take_no_files_from_others(folder):
+    """More of them than the process may have files, each of which has sent a byte."""
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))\n"
+    (folder / "slow.py").write_text(limited + SLOW)
+    with serving("--reward", "slow.py:loud", cwd=folder) as (process, url), ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(connected(url, b"P"))
+        began = time.monotonic()
+        for _ in range(3):
+            assert post(url, "a").json()["rewards"] == [1.0]
+        assert time.monotonic() - began < 10
+        process.send_signal(signal.SIGTERM)
+        code, out, err = finished(process)
+    assert code == 0 and out == f"{url}: stopped, everything answered\n"
+    assert err.count("\n") == 1, err
 
 
 def test_a_reward_that_hangs_is_interrupted_and_the_server_lives(folder):

@@ -2,15 +2,22 @@
 
 import asyncio
 import hmac
+import os
+import socket
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import h11
+import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rft_fn.data.column_path import value_at
 from rft_fn.reward import Scored
@@ -18,9 +25,16 @@ from rft_fn.reward.remote import openrlhf, protocol
 from rft_fn.reward.remote.protocol import Batch
 from rft_fn.run.serving.jobs import Job, Jobs
 
-__all__ = ["Metrics", "Rules", "application"]
+__all__ = ["Metrics", "Rules", "Server", "application"]
 
 _ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+_KEPT = 75  # s that an unused connection is kept
+_WAITING = 2048  # connections that the system holds until they are taken
+_TAKEN = 8  # of them at once, so that those that are too many are closed before the next come
+_MOST = 4096  # connections
+_SPARE = 64  # files of the process that are left to rewards, and to connections that come and go
+_READ = 1 << 16  # bytes of an answer that a client takes at least while `Rules.seconds` pass
+_LEAVE = 5.0  # s that clients have at the end to send what they began, and to read their answers
 _LEFT = 499  # nobody is there to read this one
 
 
@@ -28,7 +42,7 @@ class Rules(NamedTuple):
     """The limits of a server, and its secret."""
 
     max_bytes: int  # of a request
-    seconds: float  # that a request may take to arrive
+    seconds: float  # that the head of a request may take to arrive, then its body; and a part of an answer
     token: str  # "" for none
     columns: tuple[str, ...]  # that the reward cannot do without
 
@@ -87,7 +101,7 @@ def application(names: Sequence[str], jobs: Jobs, rules: Rules, metrics: Metrics
             response = await _answered(request, read, write, jobs, rules)
             if response.status_code == 200:
                 metrics.seconds.observe(time.monotonic() - began)
-            metrics.requests.labels(request.url.path, response.status_code).inc()
+            metrics.requests.labels(request.scope["path"], response.status_code).inc()
             return response
 
         return endpoint
@@ -233,3 +247,140 @@ def _named(error: Exception) -> str:
     if notes:
         line += f" ({notes})"
     return line
+
+
+# ------------------------------------------------------------------------------------------ connections
+
+
+class Server(uvicorn.Server):
+    """A server of limited connections, which nobody can keep from ending."""
+
+    def __init__(self, made: Starlette, rules: Rules):
+        self.rules = rules
+        self.cut = 0  # connections whose clients neither sent nor read at the end
+        self._told = -rules.seconds  # when the last line about too many files was printed
+        connection: Any = partial(Connection, most=_most_connections())
+        super().__init__(
+            uvicorn.Config(
+                made,
+                http=connection,
+                ws="none",
+                lifespan="off",
+                log_level="error",  # anybody can send what is no HTTP
+                access_log=False,
+                server_header=False,
+                backlog=_TAKEN,
+                timeout_keep_alive=_KEPT,
+                timeout_graceful_shutdown=int(_LEAVE) + 2,
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        asyncio.get_running_loop().set_exception_handler(self._tell)
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(_WAITING)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close connections that take too long, once a second."""
+        if counter % 10 == 0:
+            now = time.monotonic()
+            for connection in self._connections():
+                connection.look(now, self.rules.seconds)
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End, once all clients have their answers or _LEAVE seconds are over."""
+        asyncio.get_running_loop().call_later(_LEAVE, self._cut)
+        await super().shutdown(sockets)
+
+    def _cut(self) -> None:
+        for connection in self._connections():
+            self.cut += 1
+            connection.drop()
+
+    def _connections(self) -> list["Connection"]:
+        return [x for x in self.server_state.connections if isinstance(x, Connection)]
+
+    def _tell(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Print a line now and then, in place of a traceback for each connection."""
+        now = time.monotonic()
+        if now - self._told >= self.rules.seconds:
+            self._told = now
+            line = f"warning: {context['message']}: {context.get('exception')}"
+            print(" ".join(line.split()), file=sys.stderr, flush=True)
+
+
+class Connection(H11Protocol):
+    """A connection; beyond `most` the one that has waited longest for a request is closed."""
+
+    def __init__(self, *args: Any, most: int, **given: Any):
+        super().__init__(*args, **given)
+        self.most = most
+        self.dropped = False
+        self.since = time.monotonic()  # of the last answer; before it, of the beginning
+        self.began: float | None = self.since  # of a request that has not arrived
+        self.unread: tuple[float, int] | None = None  # since when there are so many bytes, about
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection, or refuse it."""
+        super().connection_made(transport)
+        if len(self.connections) <= self.most:
+            return
+        others = [
+            x for x in self.connections if isinstance(x, Connection) and not x.dropped and x is not self
+        ]
+        others = [x for x in others if x.idle() or x.cycle.more_body]
+        if others:
+            min(others, key=lambda x: (not x.idle(), x.since)).drop()
+        else:
+            transport.write(b"HTTP/1.1 503 Full\r\nRetry-After: 1\r\nConnection: close\r\n\r\n")
+            transport.close()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        self.since = time.monotonic()
+        super().on_response_complete()
+
+    def idle(self) -> bool:
+        """Whether it waits for a request."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def look(self, now: float, seconds: float) -> None:
+        """Close it if a head takes longer to arrive, or its client reads less than _READ bytes meanwhile."""
+        unsent = self.transport.get_write_buffer_size()
+        if not unsent:
+            self.unread = None
+        elif self.unread is None or unsent <= self.unread[1] - _READ:
+            self.unread = (now, unsent)
+        arriving = self.cycle is None or self.conn.trailing_data[0] or self.conn.their_state is h11.SEND_BODY
+        if not (self.idle() and arriving):
+            self.began = None
+        elif self.began is None:
+            self.began = now
+        waits = [self.began, self.unread and self.unread[0]]
+        if any(start is not None and now - start > seconds for start in waits):
+            self.drop()
+
+    def shutdown(self) -> None:
+        """Close it after the answer that is under way."""
+        try:
+            super().shutdown()
+        except h11.LocalProtocolError:  # what has come is no HTTP
+            self.drop()
+
+    def drop(self) -> None:
+        """Close it at once."""
+        self.dropped = True
+        self.transport.abort()
+
+
+def _most_connections() -> int:
+    """The connections that the limit of open files allows."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return _MOST
+    return max(min(limit - len(os.listdir("/dev/fd")) - _SPARE, _MOST), _TAKEN)

@@ -19,7 +19,6 @@ from rft_fn.run.serving.scoring import Partial, work
 __all__ = ["serve"]
 
 _ARRIVAL = 30.0  # s that a request may take to arrive
-_KEPT = 75  # s that an unused connection is kept
 _AGAIN = 1.0  # s after which another signal stops at once
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -43,13 +42,11 @@ def serve(
     than `queue` waiting completions are refused with status 429 and a Retry-After. A request may have
     `max_bytes`, a call may take `timeout` s. The token in the environment variable `token_env`, if there is
     one, is asked of every request for rewards. A signal ends the process once all that was accepted is
-    answered, a second one at once.
+    answered, a second one at once; clients that do not read answers or end requests are cut off after 5 s.
 
     OSError for an address that cannot be had, ModuleNotFoundError without the packages of rft-fn[serve].
     """
     try:
-        import uvicorn
-
         from rft_fn.run.serving import app
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}: pip install 'rft-fn[serve]'", name=error.name) from error
@@ -66,9 +63,7 @@ def serve(
     metrics = app.Metrics(jobs)
     rules = app.Rules(max_bytes, _ARRIVAL, token, columns(score))
     made = app.application(list(score.components), jobs, rules, metrics)
-    how: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off"}
-    how |= {"timeout_keep_alive": _KEPT, "server_header": False}
-    server = uvicorn.Server(uvicorn.Config(made, **how))
+    server = app.Server(made, rules)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True, name="rft_fn server")
     with _stopping(jobs):
         thread.start()
@@ -83,7 +78,10 @@ def serve(
             partial.close()
     if not jobs.closed:
         raise OSError(f"{where}: the server has ended")
-    print(f"{where}: stopped, everything answered", flush=True)
+    end = "everything answered"
+    if server.cut:
+        end += f", but {server.cut} connections whose clients did not read or end a request"
+    print(f"{where}: stopped, {end}", flush=True)
 
 
 def _listen(host: str, port: int) -> socket.socket:
