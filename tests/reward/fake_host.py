@@ -9,7 +9,19 @@ import time
 import zlib
 from contextlib import contextmanager
 
-__all__ = ["drip", "endless", "forever", "head", "hosting", "rewards", "rst", "status", "text", "zipped"]
+__all__ = [
+    "drip",
+    "endless",
+    "forever",
+    "head",
+    "hosting",
+    "nothing",
+    "rewards",
+    "rst",
+    "status",
+    "text",
+    "zipped",
+]
 
 
 class Host:
@@ -139,6 +151,17 @@ def zipped(size, cut=None, coding="gzip"):
         data += zip_.compress(b" " * (1 << 20))
     data += zip_.compress(b'"}') + zip_.flush()
     return lambda connection, body, closing: _answer(connection, data[:cut], Content_Encoding=coding)
+
+
+def nothing(coding, data):
+    """A zipped beginning, and then these bytes without end: blocks of nothing, or after its end."""
+
+    def reply(connection, body, closing):
+        connection.sendall(f"HTTP/1.1 200 X\r\nContent-Encoding: {coding}\r\n\r\n".encode() + data[0])
+        while not closing.is_set():
+            connection.sendall(data[1] * 1000)
+
+    return reply
 
 
 @contextmanager

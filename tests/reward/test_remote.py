@@ -6,10 +6,24 @@ import random
 import socket
 import threading
 import time
+import zlib
 
 import pytest
 import torch
-from fake_host import drip, endless, forever, head, hosting, rewards, rst, status, text, within, zipped
+from fake_host import (
+    drip,
+    endless,
+    forever,
+    head,
+    hosting,
+    nothing,
+    rewards,
+    rst,
+    status,
+    text,
+    within,
+    zipped,
+)
 
 import rft_fn as rft
 from rft_fn.reward.remote import client, hosts
@@ -130,6 +144,13 @@ def test_a_zipped_answer_is_read_and_its_size_counts_unzipped():
 # ------------------------------------------------------------------------------- answers that are none
 
 
+_zip = zlib.compressobj(wbits=31)
+EMPTY = (
+    _zip.compress(b"{") + _zip.flush(zlib.Z_FULL_FLUSH),
+    b"\0\0\0\xff\xff" * 20,
+)  # stored blocks of 0 bytes
+ENDED = zlib.compress(b"{", wbits=31)
+
 BAD = {
     "too few": (text('{"rewards": [1, 2]}'), "rewards: expected 3 entries, one for each completion, got 2"),
     "too many": (text('{"rewards": [1, 2, 3, 4]}'), "rewards: expected 3 entries"),
@@ -151,6 +172,8 @@ BAD = {
     "10 GB": (head(10**10), "expected an answer of at most 16777216 bytes, got one of 10000000000"),
     "without end": (endless, "expected an answer of at most 16777216 bytes, got more"),
     "a bomb": (zipped(1 << 28), "expected an answer of at most 16777216 bytes, got more"),
+    "zipped blocks of nothing": (nothing("gzip", EMPTY), "at most 16777216 bytes, got more"),
+    "bytes after the zipped": (nothing("gzip", (ENDED, bytes(100))), "at most 16777216 bytes, got more"),
     "brotli": (text("x", Content_Encoding="br"), "plain or gzip, got 'br'"),
     "no gzip": (text("xxxx", Content_Encoding="gzip"), "expected a gzip answer, got"),
     "forbidden": (status(403, "go away"), "status 403: go away; its token belongs into"),
@@ -268,6 +291,42 @@ def test_retry_after_is_kept_and_uses_up_no_try():
     assert times[1] - times[0] >= 1.0 and len(host.seen) == 3
 
 
+YEAR = "9" * 23
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Wed, 21 Oct {YEAR} 07:28:00 GMT",
+        f"Wed, 21 Oct 2015 07:28:00 +{YEAR}",
+        f"Wed, {YEAR} Oct 2015 07:28:00 GMT",
+        "Wed, 21 Oct 10000 07:28:00 GMT",
+        "9" * 5000 + " Oct 2015",
+        "soon",
+        "-1",
+        "1e400",
+        "\u00b2",
+        "(" * 50_000,
+        "",
+    ],
+)
+def test_a_time_to_come_again_that_is_none_is_not_waited_for(text):
+    assert client.retry_after(text) is None
+
+
+def test_a_server_that_names_no_time_is_tried_again_as_any_other():
+    times = [f"Wed, 21 Oct {YEAR} 07:28:00 GMT", f"Wed, 21 Oct 2015 07:28:00 +{YEAR}"]
+    with hosting([*(status(503, Retry_After=x) for x in times), rewards()]) as [host], within(10):
+        assert score(host.url).total.tolist() == [1.0, 2.0, 3.0]
+    assert len(host.seen) == 3
+
+
+def test_far_times_are_bounded_by_the_deadline():
+    assert client.retry_after(YEAR) == 999_999_999
+    assert client.retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert 2e11 < client.retry_after("Fri, 31 Dec 9999 23:59:59 -2359") < 3e11
+
+
 def test_a_wait_beyond_the_deadline_ends_the_call_at_once():
     with hosting([status(429, "later", Retry_After=3600)]) as [host], within(4):
         kind, line = refused(host.url, deadline=100)
@@ -329,6 +388,26 @@ def test_the_token_is_sent_and_never_shown(monkeypatch):
         _, line = refused(host.url, token_env="MY_TOKEN")
     assert host.seen[0][1]["authorization"] == f"Bearer {TOKEN}"
     assert TOKEN not in line and "bad token ***" in line
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        status(403, "x" * 290 + TOKEN),  # cut in the middle of it
+        status(403, " " * 4090 + TOKEN),
+        status(500, TOKEN),
+        text(f"<html>{TOKEN}"),
+        text("x" * 50 + TOKEN),
+        text(f'{{"{TOKEN}": 1}}'),
+        text(f'{{"rewards": ["{TOKEN}"]}}'),
+        text("x", Content_Encoding=TOKEN),
+    ],
+)
+def test_a_server_that_repeats_the_token_is_quoted_without_it(reply, monkeypatch, capfd):
+    monkeypatch.setenv("RFT_REWARD_TOKEN", TOKEN)
+    with hosting([reply]) as [host]:
+        _, line = refused(host.url, completions=["a"], tries=2)
+    assert TOKEN[:8] not in line + capfd.readouterr().err and host.url in line
 
 
 def test_a_token_that_no_header_can_hold_is_refused_without_showing_it(monkeypatch):
