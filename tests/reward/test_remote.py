@@ -167,7 +167,7 @@ BAD = {
     "truth": (text('{"rewards": [1, true, 3]}'), "finite numbers or null, got True at 1"),
     "no list": (text('{"rewards": 3}'), "rewards: expected a list of 3 entries, got int"),
     "few parts": (text('{"rewards": [1, 2, 3], "parts": {"x": [1]}}'), "parts.x: expected 3 entries"),
-    "deep": (text("[" * 100_000), "brackets at most 100 deep"),
+    "deep": (text("[" * 100_000), "brackets nest deeper than 100"),
     "not utf-8": (head(2, b"\xff\xfe"), "expected JSON"),
     "10 GB": (head(10**10), "expected an answer of at most 16777216 bytes, got one of 10000000000"),
     "without end": (endless, "expected an answer of at most 16777216 bytes, got more"),

@@ -145,7 +145,7 @@ def test_the_same_rewards_as_in_the_trainers_process():
 BAD = [
     ({"prompts": ["p"]}, 400, "completions: expected a list, got NoneType"),
     (b"<html>", 400, "expected JSON, got '<html>'"),
-    (b"[" * 100_000, 400, "brackets at most 100 deep"),
+    (b"[" * 100_000, 400, "brackets nest deeper than 100"),
     (
         {"prompts": ["p"], "completions": ["a"]},
         400,

@@ -1,4 +1,4 @@
-"""The client for servers of rewards and of samples: one request, its key, and an answer of bounded size."""
+"""The client of servers of rewards and of samples: one request, and an answer of bounded size."""
 
 import ssl
 import zlib

@@ -1,4 +1,4 @@
-"""Servers: their addresses and keys, which of those of a reward answer, and when to try the others again."""
+"""Servers: their addresses and keys, which of them answer, and when to try the others again."""
 
 import asyncio
 import json
