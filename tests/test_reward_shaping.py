@@ -61,6 +61,23 @@ def test_equal_rewards_are_not_blown_up(values, centre):
         torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-9)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e6])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_the_unit_and_the_zero_of_rewards_do_not_count(offset, scale):
+    """Also where they vary by a millionth of their mean: only rewards that are equal are left alone."""
+    x = torch.tensor([1.0, 2.0, 4.0, 4.5])
+    want = (x - x.mean()) / x.std()
+    got, _ = rs.running_norm(scale * (x + offset), rs.moments(), eps=0.0)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    divided, _ = rs.running_norm(scale * (x + offset), rs.moments(), centre=False, eps=0.0)
+    torch.testing.assert_close(divided, (x + offset) / x.std(), rtol=1e-6, atol=1e-6)
+
+
+def test_eps_is_added_to_the_scale():
+    got, _ = rs.running_norm(torch.tensor([1.0, 3.0]), rs.moments(), eps=1.0)
+    torch.testing.assert_close(got, torch.tensor([-1.0, 1.0]) / (2**0.5 + 1))
+
+
 def test_the_type_of_the_rewards_is_kept():
     out, state = rs.running_norm(torch.tensor([1.0, 3.0], dtype=torch.float32), rs.moments())
     assert out.dtype == torch.float32 and state.mean.dtype == torch.float64

@@ -305,6 +305,69 @@ def test_a_response_that_the_policy_excludes_counts_nothing():
     assert (weight.off_policy_mask(w, old, logp, -w, mask, limit=1.0) == 0).all()
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_log_ratios_of_importance_count_up_to_20(sign):
+    """Of each token, or of the whole response, whose tokens add up without a bound of their own."""
+    w, mask, zero = torch.full((1, 2), 0.5), torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2)
+    for d, counted in ((9.0, 9), (19.0, 19), (21.0, 20), (90.0, 20)):
+        old = torch.tensor([[sign * d, 0.0]])
+        want = torch.tensor([[0.5 * math.exp(sign * counted), 0.5]])
+        uncapped = partial(weight.truncated_is, cap=1e30), partial(weight.icepop, low=0, high=1e30)
+        for f in (weight.importance, *uncapped):
+            torch.testing.assert_close(f(w, old, zero), want, rtol=1e-12, atol=0)
+        apart = torch.tensor([[sign * (d + 50.0), -sign * 50.0]])
+        torch.testing.assert_close(weight.importance_seq(w, apart, zero, mask), want[:, :1].expand(1, 2))
+
+
+def test_what_is_at_the_edge_of_a_band_is_inside():
+    """Bands are closed: a ratio of 1 passes a limit of 1, and a covariance of `low` or `high` may be drawn."""
+    w, logp, mask = torch.full((1, 3), 0.5), torch.full((1, 3), -0.3), torch.ones(1, 3, dtype=torch.bool)
+    assert torch.equal(weight.icepop(w, logp, logp, low=1.0, high=1.0), w)
+    assert torch.equal(weight.masked_is(w, logp, logp, cap=1.0), w)
+    assert torch.equal(weight.masked_is_seq(w, logp, logp, mask, cap=1.0), w)
+    cov = torch.tensor([[1.0, 5.0, 5.1]])
+    assert weight.clip_cov(w, cov, mask, 0, share=1.0, low=1.0, high=5.0).tolist() == [[0.0, 0.0, 0.5]]
+    at = torch.full((1, 3), -1.0)  # half a nat further from the sampler, a token
+    assert torch.equal(weight.off_policy_mask(w, at, at + 0.5, at, mask, limit=0.5), w)
+
+
+def test_a_response_that_is_not_bad_is_kept_however_far_the_policy_is():
+    w, mask = torch.full((3, 2), 0.5), torch.ones(3, 2, dtype=torch.bool)
+    adv = torch.tensor([[-1.0], [0.0], [1.0]])
+    got = weight.off_policy_mask(w, torch.full((3, 2), -9.0), torch.zeros(3, 2), adv, mask, limit=0.1)
+    assert got[:, 0].tolist() == [0.0, 0.5, 0.5]
+
+
+def test_clip_cov_rounds_its_share_up_once():
+    mask, cov = torch.ones(3, 5, dtype=torch.bool), torch.full((3, 5), 2.0)
+    assert (weight.clip_cov(mask.double(), cov, mask, 0, share=0.2) == 0).sum() == 3
+
+
+DEFAULTS = {
+    "truncated_is": {"cap": 2.0},
+    "masked_is": {"cap": 2.0},
+    "icepop": {"low": 0.5, "high": 5.0},
+    "truncated_is_seq": {"cap": 2.0},
+    "masked_is_seq": {"cap": 2.0},
+    "high_entropy": {"share": 0.2},
+    "clip_cov": {"share": 2e-4, "low": 1.0, "high": 5.0},
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_the_defaults_are_those_of_the_papers(name):
+    """On ratios on both sides of every limit; 20,000 tokens, of which Clip-Cov drops 4."""
+    w, mask = torch.ones(200, 100), torch.ones(200, 100, dtype=torch.bool)
+    x = torch.linspace(-4, 12, 200)[:, None].expand(200, 100) + torch.linspace(0, 1, 100)
+    zero = torch.zeros_like(x)
+    args = {"high_entropy": (w, x, mask), "clip_cov": (w, x, mask, 3)}.get(name, (w, x / 4, zero))
+    if name.endswith("_seq"):
+        args = (w, x / 400, zero, mask)
+    f = getattr(weight, name)
+    got = f(*args)
+    assert torch.equal(got, f(*args, **DEFAULTS[name])) and not torch.equal(got, w)
+
+
 W, MASK = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
 BAD = [
     (lambda: weight.truncated_is(W, W[:1], W), "old_logp: expected [...] = [2, 3], got [1, 3]"),
@@ -316,6 +379,9 @@ BAD = [
     ),
     (lambda: weight.high_entropy(W, W[:1], MASK), "entropy: expected [B, S] = [2, 3], got [1, 3]"),
     (lambda: weight.high_entropy(W, W, MASK, share=0.0), "share: expected 0 < share <= 1, got 0.0"),
+    (lambda: weight.high_entropy(W, W, MASK, share=1.5), "share: expected 0 < share <= 1, got 1.5"),
+    (lambda: weight.constant(MASK, 0), "length: expected > 0 tokens, got 0"),
+    (lambda: weight.constant(MASK, -1), "length: expected > 0 tokens, got -1"),
     (lambda: weight.covariance(W, W[:1], MASK), "adv: expected [B, S] = [2, 3], got [1, 3]"),
     (lambda: weight.clip_cov(W, W[:1], MASK, 0), "cov: expected [B, S] = [2, 3], got [1, 3]"),
     (lambda: weight.token_mean(MASK[0]), "mask: expected [B, S] = [B, S], got [3]"),

@@ -310,6 +310,123 @@ def test_certain_tokens_are_finite_under_dppo():
             assert x.isfinite().all() and torch.autograd.grad(x.sum(), logp)[0].isfinite().all()
 
 
+# ---------- bounds, edges and defaults
+
+
+def one_sequence(f, **options):
+    """A loss of sequences on tokens that make up one."""
+    return lambda p, o, a: f(p, o, a, p == p, torch.zeros(len(p), dtype=torch.long), 1, **options)
+
+
+WIDE = {"low": 1 - 1e-15, "high": 1e15}  # no clip within e^+-20
+BOUNDED = {  # what each loss is at a log-ratio d and an advantage of -1, where the loss of nothing stops it
+    "ratio": (lambda p, o, a: loss.ratio(p, o), math.exp),
+    "seq_ratio": (one_sequence(lambda p, o, a, *of: loss.seq_ratio(p, o, *of)), math.exp),
+    "ppo_clip": (loss.ppo_clip, lambda d: max(math.exp(d), 0.8)),
+    "gspo": (one_sequence(loss.gspo, **WIDE), math.exp),
+    "gspo_token": (one_sequence(loss.gspo_token, **WIDE), math.exp),
+    "gmpo": (one_sequence(loss.gmpo, low=1e9, high=1e9), math.exp),
+    "sapo": (loss.sapo, lambda d: 4 / 1.05 / (1 + math.exp(-1.05 * math.expm1(d)))),
+    "cpgd": (partial(loss.cpgd, drift=0.0, **WIDE), lambda d: d),
+    "the drift": (lambda p, o, a: loss.cpgd(p, o, 0 * a, drift=1.0), lambda d: math.expm1(d) - d),
+    "kl_cov": (lambda p, o, a: loss.kl_cov(p, o, a, a**2), lambda d: math.exp(d) + math.expm1(d) - d),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_log_ratios_count_up_to_20_and_no_further(name, sign):
+    """The bound is of each token, before any mean, and nothing is bent before it is reached."""
+    f, definition = BOUNDED[name]
+    for d, counted in ((5, 5), (19, 19), (20, 20), (21, 20), (60, 20)):
+        logp = torch.full((2,), -100.0)
+        got = f(logp, logp - sign * d, torch.full((2,), -1.0))
+        np.testing.assert_allclose(got, [definition(sign * counted)] * 2, rtol=1e-9, atol=1e-300)
+
+
+@pytest.mark.parametrize("name", ["seq_ratio", "gspo", "gspo_token", "gmpo"])
+def test_one_token_beyond_the_bound_counts_as_one_at_the_bound(name):
+    old = torch.tensor([-60.0, -7.0])
+    got = BOUNDED[name][0](torch.tensor([-10.0, -9.0]), old, torch.full((2,), -1.0))
+    np.testing.assert_allclose(got, [math.exp((20 - 2) / 2)] * 2, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["cispo", "dppo_tv", "dppo_kl"])
+def test_weights_without_a_cap_are_bounded_at_a_log_ratio_of_20(name):
+    f = (
+        partial(loss.cispo, high=1e300)
+        if name == "cispo"
+        else partial(getattr(loss, name), limit=1e9, cap=1e300)
+    )
+    for d, want in ((19.0, 19), (25.0, 20)):
+        logp = torch.tensor([-1.0]).requires_grad_()
+        (g,) = torch.autograd.grad(f(logp, torch.tensor([-1.0 - d]), torch.ones(1)).sum(), logp)
+        assert g.item() == pytest.approx(-math.exp(want))
+
+
+DEFAULTS = {
+    "ppo_clip": {"low": 0.2, "high": 0.2, "dual": None},
+    "gspo": {"low": 3e-4, "high": 4e-4},
+    "gspo_token": {"low": 3e-4, "high": 4e-4},
+    "gmpo": {"low": 0.4, "high": 0.4},
+    "cispo": {"low": 1.0, "high": 4.0},
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+    "cpgd": {"low": 0.2, "high": 0.2, "drift": 0.1, "cap": 4.0},
+    "dppo_tv": {"limit": 0.15, "cap": 20.0},
+    "dppo_kl": {"limit": 0.05, "cap": 20.0},
+    "kl_cov": {"coef": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_the_defaults_are_those_of_the_papers(name):
+    """On log-ratios and probabilities of all sizes, values and gradients."""
+    g = torch.Generator().manual_seed(0)
+    size = torch.logspace(-5, 0.7, 400)
+    old = -torch.logspace(-3, 1, 400)[torch.randperm(400, generator=g)] - size
+    logp, adv = old + size * torch.where(torch.arange(400) % 2 == 0, 1, -1), torch.randn(400, generator=g)
+    rest = (torch.ones(400),) if name == "kl_cov" else ()
+    if name in SEQUENCE:
+        rest = (torch.ones(400, dtype=torch.bool), torch.arange(400), 400)
+    f, w = getattr(loss, name), torch.linspace(1, 2, 400)
+    got = total_and_grad(f, logp, old, adv, *rest, w=w)
+    want = total_and_grad(partial(f, **DEFAULTS[name]), logp, old, adv, *rest, w=w)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def binary_kl(old, new):
+    """In nats, of the choice "this token or another", from the probabilities of another."""
+    return (1 - old) * (math.log1p(-old) - math.log1p(-new)) + old * math.log(old / new)
+
+
+@pytest.mark.parametrize(("old", "new"), [(1e-5, 1e-8), (1e-8, 1e-5), (1e-9, 0.3), (0.3, 1e-9), (1e-3, 2e-3)])
+def test_dppo_kl_knows_how_certain_a_certain_token_is(old, new):
+    """Up to a probability of 1 - 1e-10: with a limit just above the KL a token moves, just below it does not."""
+    kl = binary_kl(old, new)
+    adv = 1.0 if new < old else -1.0  # further out
+    logp = torch.tensor([math.log1p(-new)])
+    for limit, moves in ((kl * (1 + 1e-3), True), (kl * (1 - 1e-3), False)):
+        x = logp.clone().requires_grad_()
+        loss.dppo_kl(x, torch.tensor([math.log1p(-old)]), torch.tensor([adv]), limit=limit).sum().backward()
+        assert (x.grad.item() != 0) == moves
+
+
+def test_dppo_kl_takes_a_token_without_an_alternative_for_one_of_1_in_1e10():
+    kl = binary_kl(0.5, 1e-10)
+    for limit, moves in ((kl + 1e-6, True), (kl - 1e-6, False)):
+        assert (slope(partial(loss.dppo_kl, limit=limit), 2.0, 1.0) != 0) == moves
+
+
+def test_at_its_limit_a_token_still_moves_under_dppo():
+    """The limit is the largest distance that is allowed."""
+    logp, old = torch.tensor([-0.25]), torch.tensor([-1.0])
+    limit = float((logp.exp() - old.exp()).abs())
+    for at, moves in ((limit, True), (math.nextafter(limit, 0), False)):
+        x = logp.clone().requires_grad_()
+        loss.dppo_tv(x, old, torch.ones(1), limit=at).sum().backward()
+        assert (x.grad.item() != 0) == moves
+
+
 T = torch.zeros(3)
 M, Q = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.long)
 BAD = [

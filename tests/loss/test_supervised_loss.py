@@ -219,6 +219,35 @@ def test_words_that_either_excludes_leave_values_and_gradients_finite(f):
     assert g.isfinite().all() and (g[cut] == 0).all() and g[0, 3] > 1
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_estimators_of_the_kl_are_bounded_at_60_nats(sign):
+    """Up to there nothing is bent, so that a policy that has gone 59 nats away is still called back."""
+    for d, counted in ((19.0, 19), (59.0, 59), (61.0, 60), (200.0, 60)):
+        x = sign * counted
+        logp = torch.tensor([-200.0]).requires_grad_()
+        ref_logp = logp.detach() - sign * d
+        for f, want in ((loss.kl_k1, x), (loss.kl_k2, x**2 / 2), (loss.kl_k3, math.expm1(-x) + x)):
+            assert f(logp, ref_logp).item() == pytest.approx(want, rel=1e-12)
+        assert loss.kl(logp, ref_logp).item() == pytest.approx(math.expm1(-x) + x, rel=1e-12)
+        (g,) = torch.autograd.grad(loss.kl(logp, ref_logp).sum(), logp)
+        assert g.item() == pytest.approx(x if d < 60 else 0)
+
+
+def test_a_finite_gap_between_a_policy_and_its_teacher_has_no_bound():
+    """Only a word that the teacher excludes counts 60."""
+    logp, teacher = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.0, -100.0]])
+    assert loss.reverse_kl(logp, teacher).item() == pytest.approx(math.log(0.5) + 50)
+
+
+@pytest.mark.parametrize(("policy", "teacher", "rest"), [(0.5, 1.0, 1e-9), (1.0, 0.5, 0.5), (1.0, 1.0, 1e-9)])
+def test_all_other_words_have_a_mass_of_1e_9_at_least(policy, teacher, rest):
+    """Whether one of the two or both have nothing left for them."""
+    logp, teacher_logp = torch.tensor([[policy]]).log(), torch.tensor([[teacher]]).log()
+    left = max(1 - policy, 1e-9)
+    want = policy * math.log(policy / teacher) + left * math.log(left / rest)
+    assert loss.reverse_kl_top_k(logp, teacher_logp).item() == pytest.approx(want, rel=1e-9, abs=1e-12)
+
+
 # ---------- entropy, and data that is missing
 
 

@@ -73,6 +73,15 @@ def test_other_outputs_are_constants_and_a_loss_without_log_probs_has_none():
         assert rft.loss.token_gradient(lambda out, b: -out.logp, out, b).tolist() == [-2.0] * 3
 
 
+def test_it_leaves_the_output_as_it_was():
+    """A leaf without a gradient does not begin to ask for one, and to one that has one nothing is added."""
+    ones = torch.ones(3)
+    plain, leaf = TokenOut(logp=-ones), TokenOut(logp=(-ones).requires_grad_())
+    for out in (plain, leaf):
+        rft.loss.token_gradient(lambda out, b: -out.logp, out, packed(ones, ones, ones))
+    assert not plain.logp.requires_grad and leaf.logp.grad is None
+
+
 def test_tokens_without_advantage_or_weight_are_not_clipped():
     gradient = torch.tensor([0.0, 0.0, 0.0, 1.0])
     adv = torch.tensor([1.0, 0.0, 1.0, 1.0])
