@@ -320,7 +320,7 @@ def test_log_ratios_of_importance_count_up_to_20(sign):
 
 
 def test_what_is_at_the_edge_of_a_band_is_inside():
-    """Bands are closed: a ratio of 1 passes a limit of 1, and a covariance of `low` or `high` may be drawn."""
+    """Bands are closed: a ratio of 1 passes a limit of 1, a covariance of `low` or `high` may be drawn."""
     w, logp, mask = torch.full((1, 3), 0.5), torch.full((1, 3), -0.3), torch.ones(1, 3, dtype=torch.bool)
     assert torch.equal(weight.icepop(w, logp, logp, low=1.0, high=1.0), w)
     assert torch.equal(weight.masked_is(w, logp, logp, cap=1.0), w)

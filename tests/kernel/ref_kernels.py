@@ -24,7 +24,7 @@ def logit_rounding(h, w):
 
 
 def logp_rounding(h, w):
-    """The same for a log-probability: its logit, those in the lse on average, and the lse's sum of V terms."""
+    """The same for a log-probability: its logit, those in the lse, and the lse's sum of V terms."""
     return 2 * logit_rounding(h, w) + rounding(len(w), 1)
 
 

@@ -401,7 +401,7 @@ def binary_kl(old, new):
 
 @pytest.mark.parametrize(("old", "new"), [(1e-5, 1e-8), (1e-8, 1e-5), (1e-9, 0.3), (0.3, 1e-9), (1e-3, 2e-3)])
 def test_dppo_kl_knows_how_certain_a_certain_token_is(old, new):
-    """Up to a probability of 1 - 1e-10: with a limit just above the KL a token moves, just below it does not."""
+    """Up to p = 1 - 1e-10: with a limit just above the KL a token moves, with one just below it does not."""
     kl = binary_kl(old, new)
     adv = 1.0 if new < old else -1.0  # further out
     logp = torch.tensor([math.log1p(-new)])
