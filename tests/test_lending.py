@@ -191,6 +191,13 @@ def test_the_budget_has_room_for_what_is_borrowed(exp, budget, unit):
         assert len(b.tokens) <= max(budget, int(sizes.max()) + borrowed)
 
 
+def test_nothing_is_kept_free_where_every_unit_has_its_own_media():
+    """Then no pack has to borrow, and all of the budget is for rows."""
+    exp = exp_of([6] * 4, [2] * 4, {0: 1, 3: 1})
+    assert batches.cut(exp, 20, unit=2) == [[[0, 1, 2, 3]]]
+    assert len(batches.cut(exp, 20)[0]) == 2
+
+
 def test_packs_of_media_that_are_elsewhere_cannot_be_made():
     exp = exp_of([4, 6], [2, 2], {1: 2})
     far = tree.replace(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rft_fn import check, loss, packing, segment, testing, tree, weight
-from rft_fn.packing import parts
+from rft_fn.packing import parts, plan
 from rft_fn.types import Experience, Media, Rollout, experience
 
 FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
@@ -158,6 +158,68 @@ def test_best_fit_decreasing_by_hand():
     assert packing.assign([3, 5, 7], 10) == [[2, 0], [1]]
     assert packing.assign([4, 4, 6, 6], 10) == [[2, 0], [3, 1]]
     assert packing.assign([], 10) == []
+
+
+def test_a_pack_is_filled_up_to_each_of_its_limits():
+    """An item that fills the budget, or the rows, to the last is taken; of two packs the fuller one gets it."""
+    assert packing.assign([4, 6, 10, 0], 10) == [[2], [1, 0]]
+    assert packing.assign([6, 5, 4, 3], 10) == [[0, 2], [1, 3]]
+    assert packing.assign([1] * 7, 10, most=3) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert packing.assign([5, 4, 3, 2], 20, most=4, rows=[3, 1, 2, 2]) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "families", "options", "want"),
+    [
+        ([2, 3, 4, 5, 0, 6], [0, 1, 0, 1, 0, 0], {}, [[0, 2], [1, 3], [5]]),
+        ([4, 6, 1], [7, 7, 7], {}, [[0, 1], [2]]),  # exactly the budget, then a list of its own
+        ([11, 1], [0, 0], {}, [[0], [1]]),
+        ([1] * 5, [0] * 5, {"most": 2}, [[0, 1], [2, 3], [4]]),
+        ([1] * 3, [0] * 3, {"most": 3, "rows": [1, 2, 1]}, [[0, 1], [2]]),
+    ],
+)
+def test_lists_of_a_family_by_hand(sizes, families, options, want):
+    assert plan.bundle(sizes, families, 10, **options) == want
+
+
+@pytest.mark.parametrize(
+    ("sizes", "costs", "count", "options", "want"),
+    [
+        ([1] * 4, [4, 3, 2, 1], 2, {}, [[0, 3], [1, 2]]),  # the largest first, each to the cheapest
+        ([1, 9, 9], [9, 1, 1], 2, {}, [[0, 2], [1]]),  # the cheapest that has tokens left
+        ([5, 5], [1, 1], 1, {}, [[0, 1]]),
+        ([6, 5], [1, 1], 1, {}, None),
+        ([3, 0], [1, 0], 2, {}, [[0], []]),
+        ([1] * 4, [1] * 4, 2, {"most": 2}, [[0, 2], [1, 3]]),
+        ([1] * 5, [1] * 5, 2, {"most": 2}, None),
+        ([1] * 3, [3, 2, 1], 2, {"most": 2, "rows": [2, 1, 1]}, [[0], [1, 2]]),
+    ],
+)
+def test_packs_of_nearly_equal_cost_by_hand(sizes, costs, count, options, want):
+    assert plan.spread(sizes, costs, 10, count, **options) == want
+
+
+def test_dealing_to_ranks_by_hand():
+    """The largest first, to the rank that has the least work so far and still takes one."""
+    packs = [[0], [1], [2], [3, 4]]
+    assert plan.deal([5, 4, 3, 1, 1], packs, 2) == [[[0], [3, 4]], [[1], [2]]]
+    assert plan.deal([9, 2, 1, 1, 1], packs, 2) == [[[0], [2]], [[1], [3, 4]]]
+
+
+def test_waste_is_what_packs_do_not_hold():
+    assert packing.waste([5, 4, 3], [[0], [1, 2]], 10) == pytest.approx(1 - 12 / 20)
+    assert packing.waste([], [], 10) == 1
+
+
+def test_packs_are_balanced_by_what_is_left_to_compute_where_prompts_are_shared():
+    """Four rows of one prompt of 20 tokens are 20 to compute, as much as two rows of 10; not 80."""
+    shared = [(list(range(1, 21)), [50])] * 4
+    exp = packing.supervised([*shared, *[([20 + i] * 10, [50]) for i in range(4)]])
+    assert packing.cut(exp, 200, 2) == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
+    assert packing.cut(exp, 200, 2, share_prefixes=True) == [[[0, 1, 2, 3, 6]], [[4, 5, 7]]]
+    assert packing.cut(exp, 200, share_prefixes=True, alone=True) == packing.cut(exp, 200, alone=True)
+    # units of two rows, of which the first has the prompt
+    assert packing.cut(exp, 200, 2, unit=2, share_prefixes=True) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
 
 
 def gsm8k_like(seed, n=1024):
