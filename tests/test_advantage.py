@@ -312,6 +312,16 @@ def test_expected_gradients_by_enumeration(group, seed):
             check(f)
 
 
+def test_opo_weighs_by_every_length_there_is():
+    """Down to one token in the whole group, and to none: then there is no baseline."""
+    reward = torch.tensor([[1.0, 0.0, 0.5]])
+    for length, baseline in (([1, 0, 0], 1.0), ([0, 1, 1], 0.25), ([0, 0, 0], 0.0), ([3, 1, 0], 0.75)):
+        got = advantage.opo(reward, torch.tensor([length]))
+        torch.testing.assert_close(got, reward - baseline)
+        by = advantage.opo_by(reward[0], torch.zeros(3, dtype=torch.long), torch.tensor(length))
+        torch.testing.assert_close(by, got[0])
+
+
 def test_opo_keeps_the_factor_whatever_the_lengths():
     """A response with the share s of its group's tokens has s of its own reward in its baseline, and the mean
     of 1 - s over a group is (G - 1) / G."""

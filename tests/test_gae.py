@@ -55,7 +55,7 @@ def rows(draw, masked=True):
     of sequences (discount 0) inside it."""
     size = draw(st.integers(1, 12))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    discount = draw(st.sampled_from([0.9, 1.0])) * (rng.random(size) > 0.15)
+    discount = draw(st.sampled_from([0.02, 0.4, 0.9, 1.0])) * (rng.random(size) > 0.15)
     mask = rng.random(size) > draw(st.sampled_from([0.0, 0.4, 0.9])) if masked else np.ones(size, bool)
     reward, value = rng.normal(size=size), rng.normal(size=size)
     return reward, value, discount, mask, draw(st.sampled_from([0.0, 0.5, 0.95, 1.0])), rng.normal()
@@ -115,6 +115,14 @@ def test_deleting_tool_tokens_never_changes_gae(lambda_):
     for seed in range(5):
         gae = lambda *a, mask: advantage.gae(*a, lambda_, mask=mask)  # noqa: E731
         testing.check_deletion_invariance(gae, seed=seed)
+
+
+def test_lambda_is_095_by_default():
+    *args, mask = several()
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(advantage.gae(*args, mask=mask), advantage.gae(*args, 0.95, mask=mask))
+    )
 
 
 def test_gae_limits():

@@ -161,7 +161,7 @@ def test_best_fit_decreasing_by_hand():
 
 
 def test_a_pack_is_filled_up_to_each_of_its_limits():
-    """An item that fills the budget, or the rows, to the last is taken; of two packs the fuller one gets it."""
+    """What fills the budget or the rows to the last is taken; of two packs the fuller one gets it."""
     assert packing.assign([4, 6, 10, 0], 10) == [[2], [1, 0]]
     assert packing.assign([6, 5, 4, 3], 10) == [[0, 2], [1, 3]]
     assert packing.assign([1] * 7, 10, most=3) == [[0, 1, 2], [3, 4, 5], [6]]
