@@ -159,11 +159,11 @@ def seen_by(path: str, texts: dict[str, str]) -> list[str]:
     names = [x.name for x in tree.body if isinstance(x, (ast.FunctionDef, ast.ClassDef)) and x.name[0] != "_"]
     called = re.compile(rf"\b(?:{room}|{stem})\.(?:{'|'.join(names) or stem})\b|import .*\b{stem}\b")
     counts = {name: len(called.findall(text)) for name, text in texts.items()}
-    near = changed.tests_of(path, list(texts))
-    of_room = [t for t in texts if t.startswith((f"tests/{room}/", f"tests/test_{room}"))]
-    rest = [t for t in texts if counts[t]]
-    by_count = [*sorted(of_room, key=lambda t: -counts[t]), *sorted(rest, key=lambda t: -counts[t])]
-    return list(dict.fromkeys([*near, *by_count]))[:MOST]
+    near = set(changed.tests_of(path, list(texts)))
+    of_room = {t for t in texts if t.startswith((f"tests/{room}/", f"tests/test_{room}"))}
+    found = {t for t in texts if counts[t]} | near | of_room
+    order = {t: (stem in Path(t).stem, t in near or t in of_room, counts[t]) for t in found}
+    return sorted(found, key=lambda t: order[t], reverse=True)[:MOST]
 
 
 class Tree:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rft_fn import metric, packing, testing, tree
 from rft_fn.algorithm import TABLE
-from rft_fn.types import TokenOut
+from rft_fn.types import Rollout, TokenOut
 
 values = st.lists(st.tuples(st.floats(-1e3, 1e3), st.booleans()), min_size=0, max_size=12)
 
@@ -139,6 +139,72 @@ def test_the_gap_to_a_sampler_that_excludes_the_same_token_is_0():
     old = torch.where(torch.arange(len(b.adv)) == at, -torch.inf, b.old_logp)
     got = metric.results(metric.policy(TokenOut(logp=old), tree.replace(b, old_logp=old)))
     assert got == {"policy/logp_gap": 0.0, "policy/logp_gap_max": 0.0, "policy/kl_sampler": 0.0}
+
+
+# ---------- policies and rollouts, by hand
+
+
+def test_the_mismatch_of_two_log_probs_by_hand():
+    """Beyond 20 nats the KL grows no further, the gap does; what is masked does not count."""
+    logp = torch.tensor([-1.0, -2.0, -30.0, -1.0, 5.0], requires_grad=True)
+    sampler = torch.tensor([-1.5, -1.0, -1.0, -31.0, 0.0])
+    mask = torch.tensor([True, True, True, True, False])
+    found = metric.results(metric.mismatch(logp, sampler, mask))
+    gaps = [0.5, -1.0, -29.0, 30.0]
+    near = [0.5, -1.0, -20.0, 20.0]
+    assert found["policy/logp_gap"] == pytest.approx(sum(map(abs, gaps)) / 4)
+    assert found["policy/logp_gap_max"] == 30
+    want = sum(np.expm1(d) - d for d in near) / 4
+    assert found["policy/kl_sampler"] == pytest.approx(want, rel=1e-6)
+    small = metric.results(metric.mismatch(logp[:2], sampler[:2], mask[:2]))
+    want = sum(np.expm1(d) - d for d in near[:2]) / 2
+    assert small["policy/kl_sampler"] == pytest.approx(want, rel=1e-6)
+
+
+def test_the_metrics_of_a_policy_are_over_its_own_tokens():
+    b = packing.pack(testing.case(0).exp, range(8))
+    logp, x = b.old_logp + torch.linspace(0, 1, len(b.adv)), torch.linspace(1, 3, len(b.adv))
+    found = metric.results(metric.policy(TokenOut(logp=logp), b))
+    assert found == metric.results(metric.mismatch(logp, b.old_logp, b.mask))
+    found = metric.results(metric.policy(TokenOut(logp=logp, entropy=x), b))
+    assert found["policy/entropy"] == pytest.approx(float(x[b.mask].mean()), rel=1e-6)
+    found = metric.results(metric.router(TokenOut(logp=logp, aux=x, expert_share=2 * x), b))
+    assert found["router/aux"] == pytest.approx(float(x[b.mask].mean()), rel=1e-6)
+    assert found["router/max_share"] == pytest.approx(2 * float(x[b.mask].mean()), rel=1e-6)
+
+
+def test_the_diagnostics_of_a_rollout_by_hand():
+    """Rows of 3, 1, 2 and 0 sampled tokens; the second prompt's rewards are alike."""
+    mask = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 0], [0, 1, 1, 0], [0, 0, 0, 0]]).bool()
+    number = torch.zeros(4, dtype=torch.long)
+    rollout = Rollout(
+        tokens=mask.long(), mask=mask, logp=torch.where(mask, -0.5, 0), length=number + 4,
+        truncated=torch.tensor([True, False, False, False]), group=number, version=number,
+    )  # fmt: skip
+    assert metric.rollout(rollout, torch.tensor([[1.0, 3.0], [2.0, 2.0]])) == pytest.approx(
+        {
+            "reward/std": 0.5**0.5,
+            "reward/flat_groups": 0.5,
+            "rollout/length_mean": 1.5,
+            "rollout/length_max": 3,
+            "rollout/truncated": 0.25,
+            "rollout/empty": 0.5,
+            "rollout/sampler_logp": -0.5,
+        }
+    )
+    nothing = tree.replace(rollout, mask=mask & False, logp=torch.zeros(4, 4))
+    assert metric.rollout(nothing, torch.zeros(2, 2))["rollout/sampler_logp"] == 0
+
+
+def test_the_spread_over_a_mask_by_hand():
+    x, mask = torch.tensor([1.0, 3.0, 8.0, 99.0]), torch.tensor([True, True, True, False])
+    want = {"x/mean": 4.0, "x/std": (26 / 3) ** 0.5, "x/min": 1.0, "x/max": 8.0}
+    assert metric.spread("x", x, mask) == pytest.approx(want)
+    assert set(metric.spread("x", x, mask & False).values()) == {0.0}
+
+
+def test_an_average_is_over_the_rows_that_have_the_name():
+    assert metric.average([{"a": 1.0, "b": 2.0}, {"a": 4.0}]) == {"a": 2.5, "b": 2.0}
 
 
 # ---------- reward models
