@@ -225,6 +225,15 @@ def test_covariance_against_the_definition_and_its_mean_is_the_covariance(seed):
         assert got.sum() / mask.sum() == pytest.approx(np.cov(old[mask], adv[mask], ddof=0)[0, 1], abs=1e-12)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_covariance_of_the_fewest_tokens(tokens):
+    """One token is its own mean, and two are as far from theirs."""
+    mask = torch.arange(4)[None] < tokens
+    logp, adv = torch.tensor([[-1.0, -3.0, torch.nan, -9.0]]), torch.tensor([[2.0, 1.0, 5.0, torch.nan]])
+    want = [0.5, 0.5, 0.0, 0.0] if tokens == 2 else [0.0] * 4
+    assert weight.covariance(logp, adv, mask).tolist() == [want]
+
+
 @given(seed=seeds, share=st.floats(0.05, 0.5))
 def test_clip_cov_drops_that_many_of_the_tokens_in_its_band(seed, share):
     w, _, _, _, mask = rows(seed)

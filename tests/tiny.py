@@ -4,13 +4,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from ref import rounding
 from torch import Tensor, nn
 
 from rft_fn.model import tiny
 from rft_fn.packing import supervised
 from rft_fn.types import Experience
 
-__all__ = ["definition", "experience", "llama", "mixed", "tokenizer"]
+__all__ = ["definition", "experience", "llama", "logp_rounding", "mixed", "output_rounding", "tokenizer"]
 
 
 @cache
@@ -51,6 +52,26 @@ def definition(lm: nn.Module, exp: Experience) -> Tensor:
         z = lm(input_ids=exp.tokens[i : i + 1, :n], use_cache=False).logits[0].log_softmax(-1)
         out[i, 1:n] = z[:-1].gather(-1, exp.tokens[i, 1:n, None])[:, 0]
     return torch.where(exp.mask, out, 0)
+
+
+def output_rounding(lm: nn.Module, head: Tensor) -> float:
+    """How far two programs of a model in float32 may be apart in an output of `head` [V, D].
+
+    Whatever order each adds up in: every linear layer rounds its own sums, which are as large, beside its
+    output, as the head's of a hidden state that a norm has made D long. What two times as many layers add is
+    as their root.
+    """
+    layers = [
+        m for m in lm.modules() if hasattr(m, "weight") and m.weight is not None and m.weight.dim() == 2
+    ]
+    longest = max(m.weight.shape[1] for m in layers)
+    size = float(head.detach().double().norm(dim=1).max()) * head.shape[1] ** 0.5
+    return (2 * len(layers)) ** 0.5 * rounding(longest, size)
+
+
+def logp_rounding(lm: nn.Module, temperature: float = 1.0) -> float:
+    """The same for a log-prob: its logit, and those in the normaliser."""
+    return 2 * output_rounding(lm, lm.get_output_embeddings().weight) / temperature
 
 
 def mixed(x: Tensor) -> Tensor:

@@ -155,11 +155,12 @@ def test_samples_are_the_same_whenever_a_prompt_joins(kind, shares, monkeypatch)
     monkeypatch.setattr(Batch, "join", lambda own, new: joined.append(own.seen.shape) or join(own, new))
     want = sampled(lm, way._replace(joins=False, shares=False), 10)
     assert not joined
+    bound = tiny.logp_rounding(lm)
     for batch in (2, 3, 5):
         got = sampled(lm, way, batch)
         assert [x.tokens for x in got] == [x.tokens for x in want]
         for x, y in zip(got, want):
-            torch.testing.assert_close(torch.tensor(x.logp), torch.tensor(y.logp), rtol=0, atol=1e-5)
+            torch.testing.assert_close(torch.tensor(x.logp), torch.tensor(y.logp), rtol=0, atol=bound)
     assert len(joined) >= 4
     back = sampled(
         lm, way, 4, PROMPTS[::-1], KEYS[::-1], [x for i in range(8, -1, -2) for x in LIMITS[i : i + 2]]

@@ -1,21 +1,7 @@
 """The definition of what the kernels compute: values and gradients in float64 numpy, for tests only."""
 
-import math
-
 import numpy as np
-
-UNIT = 2.0**-24  # what one rounding to float32 changes at most, of a number in [1, 2)
-
-
-def rounding(terms, size):
-    """How far a sum in float32 may be from the exact one, in whatever order a library adds up its terms.
-
-    `size` is the sum of the absolute values, and no partial sum is larger. So each of the `terms` roundings
-    is at most UNIT * size, and independent ones add up as the root of their number does. Squared, one is on
-    average a third of its largest, and partial sums that grow evenly a third of the last one: twice the root
-    is six standard deviations. (Higham and Mary, SIAM J. Sci. Comput. 41, 2019.)
-    """
-    return 2 * math.sqrt(terms) * UNIT * float(size)
+from ref import rounding
 
 
 def logit_rounding(h, w):
