@@ -105,6 +105,16 @@ def tokenizer(template: str | None, *, end: str = "<eos>") -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=_core(), chat_template=template, **names)
 
 
+def ending() -> Any:
+    """A tokenizer without a chat template that puts <bos> before and <eos> behind every text."""
+    from tokenizers.processors import TemplateProcessing
+
+    tok = tokenizer(None)
+    ends = [(x, tok.convert_tokens_to_ids(x)) for x in ("<bos>", "<eos>")]
+    tok.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=ends)
+    return tok
+
+
 def shown(tok: Any, lesson: Any) -> str:
     """A lesson as text, «what is learned» in quotes."""
     parts = []

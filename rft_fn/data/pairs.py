@@ -21,7 +21,7 @@ from rft_fn.data.responses import labels_at, number, prompt_of_text, response_of
 from rft_fn.data.rows import Endless, Row, Table
 from rft_fn.data.spans import Lesson, shared_prefix
 from rft_fn.data.task_rows import task_rows
-from rft_fn.data.text_template import fill, is_empty
+from rft_fn.data.text_template import fill, is_empty, prompt_ids
 from rft_fn.data.unfit import TooLong, Unfit, check_window
 from rft_fn.data.wrong_answers import wrong_answer_of_kind
 
@@ -236,7 +236,7 @@ class PairRecipe:
         if self.template:
             ids, media = prompt_of_text(self.chat, prompt, row, place, self.system)
         else:
-            ids, media = list(tokenizer.encode(prompt)), None
+            ids, media = prompt_ids(tokenizer, prompt), None
         sides = [text_lesson(ids, text, tokenizer)._replace(media=media) for text in (chosen, rejected)]
         chosen_side, rejected_side = sides
         if self.unfinished and row.get(self.unfinished):

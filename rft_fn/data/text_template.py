@@ -13,7 +13,7 @@ from rft_fn.data.messages import advice, opened
 from rft_fn.data.rows import Row
 from rft_fn.data.unfit import Unfit
 
-__all__ = ["fill", "is_empty", "render"]
+__all__ = ["fill", "is_empty", "prompt_ids", "render"]
 
 _HINT = "name columns as {question}, and write {{ and }} for braces"
 
@@ -100,6 +100,18 @@ def render(
         text = question
         if system:
             text = f"{system}\n{question}"
-        return list(tokenizer.encode(text))
+        return prompt_ids(tokenizer, text)
     turns = opened([{"role": "user", "content": question}], system)
     return Chat(tokenizer, chat_template_kwargs or {}).ids(turns, ask=True)
+
+
+def prompt_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a prompt that no chat template renders, with the tokenizer's own beginning.
+
+    Some tokenizers put their end of sequence behind every text. It is left out, as nothing is to be said
+    after it.
+    """
+    ids = list(tokenizer.encode(text))
+    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    return ids

@@ -181,7 +181,8 @@ def situations(renderer: Renderer) -> dict[tuple[str, str], list[int]]:
     for card in CARDS:
         first = renderer.opening(as_messages(f"card:{card},your:"))
         second = renderer.opening(as_messages(f"card:{card},"))
-        passed = [*first, *renderer.tokenizer.encode("0"), renderer.tokenizer.eos_token_id]
+        said = renderer.tokenizer.encode("0", add_special_tokens=False)
+        passed = [*first, *said, renderer.tokenizer.eos_token_id]
         found[card, ""] = first
         found[card, "01"] = [*passed, *renderer.reply(passed, as_messages("bet,your:"))]
         found[card, "0"] = [*second, *renderer.reply(second, as_messages("pass,your:"))]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from rft_fn.data.chat import Chat
 from rft_fn.data.messages import Turn, opened
 from rft_fn.data.spans import special_tokens
+from rft_fn.data.text_template import prompt_ids
 
 __all__ = ["Renderer"]
 
@@ -27,7 +28,7 @@ class Renderer(NamedTuple):
         """
         turns = opened([dict(message) for message in messages], self.system)
         if not self.tokenizer.chat_template:
-            return self.tokenizer.encode("".join(turn["content"] for turn in turns))
+            return prompt_ids(self.tokenizer, "".join(turn["content"] for turn in turns))
         schemas = None
         if tools:
             schemas = [dict(tool) for tool in tools]

@@ -157,6 +157,19 @@ def test_templates_and_chat():
     assert chat.decode(data.render(chat, "1+1=")) == "1+1="
 
 
+def test_no_prompt_ends_with_the_end_that_a_tokenizer_adds():
+    """What begins a text stays; a text that is an end alone is not emptied."""
+    tok = chats.ending()
+    assert tok.decode(tok.encode("1+1=")) == "<bos>1+1=<eos>"
+    rows = [{"question": "1+1=", "prompt": "1+1=", "chosen": "2", "rejected": "3"}]
+    assert tok.decode(data.from_rows(rows, tok).prompt(0).ids) == "<bos>1+1="
+    assert tok.decode(data.render(tok, "1+1=", system="S")) == "<bos>S\n1+1="
+    for options in ({}, {"template": "", "chosen": "1+1= {chosen}", "rejected": "1+1= {rejected}"}):
+        pair = data.pairs_from_rows(rows, tok, **options).prompt(0)
+        assert chats.shown(tok, pair.chosen).replace(" ", "") == "<bos>1+1=«2<eos>»"
+    assert data.text_template.prompt_ids(chats.tokenizer(None), "<eos>") == [tok.eos_token_id]
+
+
 def test_long_prompts_of_a_file_are_left_out():
     rows = [*ROWS, {"question": "1" * 50, "answer": "1"}]
     with pytest.warns(

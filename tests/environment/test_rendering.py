@@ -4,6 +4,7 @@ import chats
 import pytest
 import tiny
 
+from rft_fn import environment
 from rft_fn.environment import Renderer
 
 TEMPLATES = ("CHATML", "LLAMA3", "QWEN3", "MARKED")
@@ -51,6 +52,17 @@ def test_a_response_that_the_template_would_change_does_not_matter():
     plain = renderer.reply([*tok.encode("x"), tok.eos_token_id], USER)
     for text in ("<think>\nhm\n</think>\n\nx ", "  x\n", "[f({})]"):
         assert renderer.reply([*tok.encode(text), tok.eos_token_id], USER) == plain
+
+
+def test_an_episode_has_no_end_that_the_tokenizer_adds():
+    """Neither behind its first messages nor inside what a teacher says."""
+    tok = chats.ending()
+    renderer = Renderer(tok)
+    assert tok.decode(renderer.opening(USER)) == "<bos>next?"
+    assert tok.decode(renderer.reply([5, tok.eos_token_id], USER)) == "next?"
+    for before, said in environment.lessons(environment.get_environment("calculator"), renderer, 0, 0):
+        assert tok.eos_token_id not in said[:-1] and tok.bos_token_id not in said
+        assert tok.decode(before).startswith("<bos>")
 
 
 def test_without_a_template_observations_are_bare_text():
