@@ -20,6 +20,11 @@ from rft_fn.data.spans import Lesson, cut, runs, shared_prefix, span, special_to
 __all__ = ["LOSS_ON", "Chat", "learned_turns"]
 
 LOSS_ON = ("all", "last")
+_MARK = "rftfnresponse"  # stands for a response while the chat template is asked what follows one
+_EXCHANGE: list[Turn] = [
+    {"role": "user", "content": "rftfnquestion"},
+    {"role": "assistant", "content": _MARK},
+]
 
 
 class Chat(NamedTuple):
@@ -115,6 +120,72 @@ class Chat(NamedTuple):
         if self.processing is not None and media_of_turns(talk.turns):
             return self._by_prefixes(talk, spoken)
         return self._by_marks(talk, spoken) or self._by_prefixes(talk, spoken)
+
+    def answered(
+        self, turns: Sequence[Turn], ids: Sequence[int], text: str, media: Mapping[str, Any] | None = None
+    ) -> Lesson:
+        """Return the lesson of a response of text to a prompt with these turns, ids and media.
+
+        A chat template makes the same ids of it as of a conversation. Where it would show the response behind
+        another prompt than the one that asks for it (some ask for a thought, and show none), the response
+        stays as it is: see `verbatim`.
+        """
+        if self.tokenizer.chat_template:
+            talk = Conversation([*turns, {"role": "assistant", "content": text}], len(turns), None)
+            try:
+                return self.lessons(talk, "last")[0]
+            except ValueError:
+                pass
+        return self.verbatim(ids, text, media)
+
+    def verbatim(
+        self,
+        ids: Sequence[int],
+        text: str,
+        media: Mapping[str, Any] | None = None,
+        *,
+        end: Sequence[int] | None = None,
+    ) -> Lesson:
+        """Return a prompt's ids, those of a response as it is and its end, of which the latter are learned.
+
+        The end is that of an assistant's turn, unless another one is given.
+        """
+        if end is None:
+            end = self.turn_end()
+        answer = [*self.tokenizer.encode(text, add_special_tokens=False), *end]
+        return Lesson([*ids, *answer], [False] * len(ids) + [True] * len(answer), media)
+
+    def turn_end(self) -> list[int]:
+        """Return the ids that the template writes behind an assistant's text, up to a special token.
+
+        The end of sequence where there is no such token, or no template.
+        """
+        usual = [self.tokenizer.eos_token_id]
+        if not self.tokenizer.chat_template:
+            return usual
+        try:
+            text = self.behind_response([], ask=False)
+        except ValueError:  # no template of a question and an answer
+            return usual
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        special = special_tokens(self.tokenizer)
+        for i, token in enumerate(ids):
+            if token in special:
+                return list(ids[: i + 1])
+        return usual
+
+    def behind_response(self, turns: Sequence[Turn], *, ask: bool) -> str:
+        """Return what the template writes behind a response that these turns follow.
+
+        ValueError for a template that fails, or that does not show the response once.
+        """
+        text = self._rendered([*_EXCHANGE, *turns], None, ask, tokenize=False)
+        count = text.count(_MARK)
+        if count != 1:
+            raise ValueError(
+                f"chat template: expected a response once in the conversation, got it {count} times"
+            )
+        return text.partition(_MARK)[2]
 
     def ids(self, turns: Sequence[Mapping[str, Any]], tools: Any = None, *, ask: bool) -> list[int]:
         """The ids of turns; with `ask` those of the assistant's header behind them.

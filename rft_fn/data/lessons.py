@@ -12,7 +12,7 @@ from rft_fn.data.prompts import Prompt
 from rft_fn.data.spans import Lesson
 from rft_fn.data.text_template import fill
 
-__all__ = ["lessons", "text_lesson"]
+__all__ = ["lessons"]
 
 
 def lessons(
@@ -27,23 +27,19 @@ def lessons(
     """The sequences of a prompt's row to learn from.
 
     The data set has to be loaded with the same options. Of text it is the prompt, then the filled-in
-    `response` and the end of sequence, which are learned. Of a conversation it is turns of the assistant: see
+    `response` and its end, which are learned: a chat template makes the same ids of it as of a conversation,
+    without one the end of sequence ends it. Of a conversation it is turns of the assistant: see
     `Chat.lessons`. Each has the media that stand before its end. ValueError for a row that cannot be used.
     """
     if prompt.learned:
         return list(prompt.learned)
+    chat = Chat(tokenizer, chat_template_kwargs or {})
     if prompt.messages is None:
         text = fill(response, prompt.columns, f"row {prompt.index + 1}")
-        return [text_lesson(prompt.ids, text, tokenizer)._replace(media=prompt.media)]
+        return [chat.verbatim(prompt.ids, text, prompt.media)]
 
     # the learned turns are those of the last column; the ones before it are context
     turns = [dict(turn) for turn in prompt.messages]
     last = turns_of(prompt.columns, messages[-1])
     talk = Conversation(turns, len(turns) - len(last), tools_of(prompt.columns))
-    return Chat(tokenizer, chat_template_kwargs or {}).lessons(talk, loss_on)
-
-
-def text_lesson(prompt: Sequence[int], response: str, tokenizer: Any) -> Lesson:
-    """A prompt with its response and the end of sequence, which are learned."""
-    answer = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
-    return Lesson([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
+    return chat.lessons(talk, loss_on)

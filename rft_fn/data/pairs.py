@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 from rft_fn.data import tasks
 from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import Dataset, make_dataset
-from rft_fn.data.lessons import text_lesson
 from rft_fn.data.media.medium import columns_of
 from rft_fn.data.messages import Turn, are_messages, opened, tools_of, turns_of
 from rft_fn.data.processing import Processing
@@ -232,13 +231,15 @@ class PairRecipe:
             raise TooLong(f"{size} characters")
 
         # the prompt of whole texts is no turn of a chat
-        tokenizer = self.chat.tokenizer
         if self.template:
-            ids, media = prompt_of_text(self.chat, prompt, row, place, self.system)
+            turns, ids, media = prompt_of_text(self.chat, prompt, row, place, self.system)
+            chosen_side = self.chat.answered(turns, ids, chosen, media)
+            rejected_side = self.chat.answered(turns, ids, rejected, media)
         else:
-            ids, media = prompt_ids(tokenizer, prompt), None
-        sides = [text_lesson(ids, text, tokenizer)._replace(media=media) for text in (chosen, rejected)]
-        chosen_side, rejected_side = sides
+            ids = prompt_ids(self.chat.tokenizer, prompt)
+            end = [self.chat.tokenizer.eos_token_id]
+            chosen_side = self.chat.verbatim(ids, chosen, end=end)
+            rejected_side = self.chat.verbatim(ids, rejected, end=end)
         if self.unfinished and row.get(self.unfinished):
             rejected_side = rejected_side._replace(ids=rejected_side.ids[:-1], mask=rejected_side.mask[:-1])
         return chosen_side, rejected_side

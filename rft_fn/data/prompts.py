@@ -37,7 +37,7 @@ class Prompt:
     media_names: tuple[str, ...] = ()  # of its media, in their order
     media_notes: tuple[str, ...] = ()  # which of them were shrunk or resampled
     sources: tuple[Medium, ...] = ()  # its media as the row has them
-    learned: tuple[Lesson, ...] = ()  # what `lessons` gives of a conversation with media
+    learned: tuple[Lesson, ...] = ()  # what `lessons` gives of it
 
 
 def from_rows(
@@ -189,24 +189,24 @@ class PromptRecipe:
             raise Unfit(place, "the prompt is empty")
         if len(text) > self.max_prompt * self.widest:
             raise TooLong(f"{len(text)} characters")
+        turns = opened(turns, self.system)
         if media_of_turns(turns):
             return self._with_media(turns, text, row, place, index)
         ids = render(self.chat.tokenizer, text, system=self.system, chat_template_kwargs=self.chat.kwargs)
         if len(ids) > self.max_prompt:
             raise TooLong(f"{len(ids)} tokens")
-        self._check_response(row, place, ids)
-        return Prompt(ids, text, row, index)
+        return Prompt(ids, text, row, index, learned=self._answered(turns, ids, None, row, place))
 
     def _with_media(self, turns: list[Turn], text: str, row: Row, place: str, index: int) -> Prompt:
         """The prompt of a question with media."""
         try:
-            made = self.chat.encoded(opened(turns, self.system), ask=True)
+            made = self.chat.encoded(turns, ask=True)
         except ValueError as error:
             raise Unfit(place, str(error)) from None
         if len(made.ids) > self.max_prompt:
             raise TooLong(f"{len(made.ids)} tokens, those of its media among them")
-        self._check_response(row, place, made.ids)
-        return Prompt(made.ids, text, row, index, None, **self._media(made, turns))
+        learned = self._answered(turns, made.ids, made.media, row, place)
+        return Prompt(made.ids, text, row, index, None, **self._media(made, turns), learned=learned)
 
     def _media(self, made: Encoded, turns: Sequence[Turn]) -> dict[str, Any]:
         """The fields of a prompt that are about its media."""
@@ -219,28 +219,39 @@ class PromptRecipe:
             "sources": tuple(sources),
         }
 
-    def _check_response(self, row: Row, place: str, ids: Sequence[int]) -> None:
-        """Raise Unfit for an empty response, and for more than max_tokens or the window in all.
+    def _answered(
+        self,
+        turns: list[Turn],
+        ids: Sequence[int],
+        media: Mapping[str, Tensor] | None,
+        row: Row,
+        place: str,
+    ) -> tuple[Lesson, ...]:
+        """Return the lesson of a prompt with its response, none where no response is asked for.
 
-        All are the prompt, the response and its end.
+        Unfit for an empty response, and for more than max_tokens or the window in all: the prompt, the
+        response and its end.
         """
+        learned: tuple[Lesson, ...] = ()
         count = len(ids)
         subject = "the prompt has"
         if self.response is not None:
-            count += self._response_tokens(self.response, row, place)
+            learned = (self.chat.answered(turns, ids, self._response(self.response, row, place), media),)
+            count = len(learned[0].ids)
             subject = "prompt and response have"
         if self.max_tokens is not None and count > self.max_tokens:
             raise Unfit(place, f"{subject} {count} tokens, above {self.max_tokens}")
         check_window(place, count, self.max_new, self.window)
+        return learned
 
-    def _response_tokens(self, template: str, row: Row, place: str) -> int:
-        """The tokens of the response and the one that ends it."""
+    def _response(self, template: str, row: Row, place: str) -> str:
+        """Return the text of the response. Unfit for an empty one, and one that could not fit."""
         answer = fill(template, row, place)
         if is_empty(answer):
             raise Unfit(place, "the response is empty")
         if self.max_tokens is not None and len(answer) > self.max_tokens * self.widest:
             raise Unfit(place, f"the response has {len(answer)} characters, above {self.max_tokens} tokens")
-        return len(self.chat.tokenizer.encode(answer, add_special_tokens=False)) + 1
+        return answer
 
     # -------------------------------------------------------------------------------------- rows of messages
 

@@ -7,8 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from rft_fn.data.chat import Chat
-from rft_fn.data.lessons import text_lesson
-from rft_fn.data.media.medium import columns_of
+from rft_fn.data.media.medium import media_of_turns
 from rft_fn.data.messages import Conversation, Turn, opened, tools_of
 from rft_fn.data.processing import Processing
 from rft_fn.data.rows import Row
@@ -60,8 +59,8 @@ class Reading:
             if is_empty(text):
                 raise Unfit(place, "a response is empty")
         self.check_size(prompt, texts)
-        ids, media = prompt_of_text(self.chat, prompt, row, place, self.system)
-        return [text_lesson(ids, text, self.chat.tokenizer)._replace(media=media) for text in texts]
+        turns, ids, media = prompt_of_text(self.chat, prompt, row, place, self.system)
+        return [self.chat.answered(turns, ids, text, media) for text in texts]
 
     def of_turns(
         self, row: Row, place: str, prompt: list[Turn], responses: Sequence[list[Turn]]
@@ -113,21 +112,25 @@ def reading(
 
 def prompt_of_text(
     chat: Chat, text: str, row: Row, place: str, system: str | None
-) -> tuple[list[int], Mapping[str, Any] | None]:
-    """(ids, tensors of its media or None) of a prompt of text, ready for the response.
+) -> tuple[list[Turn], list[int], Mapping[str, Any] | None]:
+    """Return (turns, ids, tensors of its media or None) of a prompt of text, ready for the response.
 
-    Unfit for an empty prompt without media, and for media that do not fit.
+    A model of text reads none of the row's media. Unfit for an empty prompt without media, and for media that
+    do not fit.
     """
-    if chat.processing is not None and columns_of(row):
-        try:
-            turns = chat.placed([{"role": "user", "content": text}], row, place)
-            made = chat.encoded(opened(turns, system), ask=True)
-        except ValueError as error:
-            raise Unfit(place, str(error)) from None
-        return made.ids, made.media
+    turns: list[Turn] = [{"role": "user", "content": text}]
+    try:
+        if chat.processing is not None:
+            turns = chat.placed(turns, row, place)
+        turns = opened(turns, system)
+        if media_of_turns(turns):
+            made = chat.encoded(turns, ask=True)
+            return turns, made.ids, made.media
+    except ValueError as error:
+        raise Unfit(place, str(error)) from None
     if is_empty(text):
         raise Unfit(place, "the prompt is empty")
-    return render(chat.tokenizer, text, system=system, chat_template_kwargs=chat.kwargs), None
+    return turns, render(chat.tokenizer, text, system=system, chat_template_kwargs=chat.kwargs), None
 
 
 def response_of_turns(

@@ -52,7 +52,7 @@ def steps_from_rows(
     The column `completions` holds the texts of the steps, `labels` a boolean or a number for each; with
     `shares` it has to be in [0, 1], and true is 1. The prompt is the text that `template` makes. Each step is
     encoded alone, with `separator` behind it (None is a new line), and ends at the last token of that; the
-    last step ends with the end of sequence in its place. The other options, and the errors, are those of
+    last step ends with the end of the turn in its place. The other options, and the errors, are those of
     `pairs_from_rows`, without `messages`.
     """
     if separator is None:
@@ -132,7 +132,7 @@ class StepsRecipe:
         texts, labels = self._cells(row, place)
         prompt = fill(self.reading.template, row, place)
         self.reading.check_size(prompt, ["".join(texts)])
-        ids, media = prompt_of_text(self.reading.chat, prompt, row, place, self.reading.system)
+        _, ids, media = prompt_of_text(self.reading.chat, prompt, row, place, self.reading.system)
         start = len(ids)
         ends = []
         for step in self._steps(texts, place):
@@ -156,10 +156,9 @@ class StepsRecipe:
         return texts, tuple(number(x, place, name, share=self.shares) for x in cells)
 
     def _steps(self, texts: Sequence[str], place: str) -> list[list[int]]:
-        """The ids of each step, with the separator or the end of sequence behind it."""
-        end = self.reading.chat.tokenizer.eos_token_id
+        """Return the ids of each step, with the separator or the end of the turn behind it."""
         steps = [self._encode(text + self.separator) for text in texts[:-1]]
-        steps.append([*self._encode(texts[-1]), end])
+        steps.append([*self._encode(texts[-1]), *self.reading.chat.turn_end()])
         for i, step in enumerate(steps, 1):
             if not step:
                 raise Unfit(place, f"step {i} has no tokens")

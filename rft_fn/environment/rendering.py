@@ -10,9 +10,6 @@ from rft_fn.data.text_template import prompt_ids
 
 __all__ = ["Renderer"]
 
-_MARK = "rftfnresponse"  # stands for a response while the chat template is asked what follows one
-_ASKED: Turn = {"role": "user", "content": "rftfnquestion"}
-
 
 class Renderer(NamedTuple):
     """A tokenizer, and how its chat template is used."""
@@ -46,9 +43,9 @@ class Renderer(NamedTuple):
         """
         if not self.tokenizer.chat_template:
             return self._encoded("".join(message["content"] for message in messages))
-        answer: Turn = {"role": "assistant", "content": _MARK}
-        ended = self._behind_mark([_ASKED, answer], ask=False)
-        text = self._behind_mark([_ASKED, answer, *messages], ask=True)
+        chat = Chat(self.tokenizer, self.chat_template_kwargs)
+        ended = chat.behind_response([], ask=False)
+        text = chat.behind_response([dict(message) for message in messages], ask=True)
         if not text.startswith(ended):
             raise ValueError(
                 f"chat template: expected what follows a response to begin with {ended!r:.40}, whatever is "
@@ -83,20 +80,3 @@ class Renderer(NamedTuple):
 
     def _encoded(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def _behind_mark(self, turns: Sequence[Turn], *, ask: bool) -> str:
-        """What the chat template writes behind the stand-in of a response."""
-        how: dict[str, Any] = {"add_generation_prompt": ask, "tokenize": False, **self.chat_template_kwargs}
-        try:
-            text = self.tokenizer.apply_chat_template([dict(turn) for turn in turns], **how)
-        except Exception as error:  # whatever a template raises
-            roles = ", ".join(turn["role"] for turn in turns)
-            raise ValueError(
-                f"chat template: expected it to render {roles}, got {type(error).__name__}: {error}"
-            ) from error
-        count = text.count(_MARK)
-        if count != 1:
-            raise ValueError(
-                f"chat template: expected a response once in the conversation, got it {count} times"
-            )
-        return text.partition(_MARK)[2]

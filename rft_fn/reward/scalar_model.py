@@ -46,8 +46,8 @@ class Reading:
 
     Where its tokenizer, `tokenizer`, makes the same ids of a text as that of the rollout, these are read as
     they are: the prompt as the policy saw it, then the sampled tokens. Otherwise the prompt is made anew by
-    this tokenizer's chat template, and the text of the response follows, with the end token unless the
-    response was truncated. Text in a response is never a special token.
+    this tokenizer's chat template, and the text of the response follows, with the end of a turn unless
+    the response was truncated. Text in a response is never a special token.
 
     With `separator`, for a process reward model, the response is always made anew: each of its steps is
     encoded alone, as `data.steps_from_rows` does it, and scored at its last token.
@@ -76,14 +76,15 @@ class Reading:
         """The ids of each row of a rollout.
 
         A placeholder of an image or a sound ends a response that samples it, but here it would ask for one
-        more: such a response has the end token in its place, as it has in training.
+        more: such a response has the end of a turn in its place, as it has in training.
         """
         special = {*self.tokenizer.all_special_ids}
+        end = self._end()
         rows = []
         for tokens, mask, n in zip(rollout.tokens, rollout.mask, rollout.length.tolist(), strict=True):
             ids = tokens[:n].tolist()
             if mask[n - 1] and ids[-1] in special:
-                ids[-1] = self.tokenizer.eos_token_id
+                ids[-1] = end[-1]
             rows.append(ids)
         return rows
 
@@ -117,8 +118,12 @@ class Reading:
         for part in steps_of(text, self.separator):
             steps.append(self.tokenizer.encode(part, add_special_tokens=False, split_special_tokens=True))
         if not truncated:
-            steps[-1] = [*steps[-1], self.tokenizer.eos_token_id]
+            steps[-1] = [*steps[-1], *self._end()]
         return [ids for ids in steps if ids]
+
+    def _end(self) -> list[int]:
+        """Return the ids that end a response in training."""
+        return Chat(self.tokenizer, self.chat_template_kwargs).turn_end()
 
     def _prompt(self, prompt: Prompt) -> tuple[list[int], Any]:
         """(ids, tensors of media or None) of a prompt that is to be answered."""

@@ -499,7 +499,7 @@ def test_lessons_of_text_and_of_messages():
     tokenizer = chats.tokenizer(chats.CHATML)
     text = data.from_rows(ROWS, tokenizer, response="{answer}").prompt(3)
     (lesson,) = data.lessons(text, tokenizer)
-    assert lesson.ids == [*text.ids, *tokenizer.encode("6"), tokenizer.eos_token_id]
+    assert lesson.ids == [*text.ids, *tokenizer.encode("6<|im_end|>")]
     assert lesson.mask == [False] * len(text.ids) + [True, True]
     row = asked("1+1", "2") | {
         "completion": [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}]

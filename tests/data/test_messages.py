@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from rft_fn import data
 from rft_fn.data import chat as chat_module
 from rft_fn.data.chat import Chat
+from rft_fn.data.lists import lists_from_rows
 from rft_fn.data.messages import conversation
+from rft_fn.data.points import points_from_rows
+from rft_fn.data.steps import steps_from_rows
 
 TEMPLATES = ("CHATML", "LLAMA3", "GEMMA2", "QWEN3", "MARKED", "BARE")
 
@@ -391,3 +394,56 @@ def test_one_question_in_many_forms_is_one_prompt_and_one_lesson(tmp_path):
     taught = [name for name, (_, learned) in found.items() if learned == [PLAIN + "«4<end>»"]]
     assert len(asked) == 7 and len(taught) == 5
     assert all(PLAIN in prompt for prompt, _ in found.values())
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("system", [None, "S"])
+def test_text_is_learned_with_the_ids_of_a_conversation(name, system):
+    """The same end of a turn, prompt and mask, of examples, pairs, lists and points alike."""
+    tok = chats.tokenizer(getattr(chats, name))
+    row = {"question": "2+2", "answer": " 4", "bad": "5", "messages": [user("2+2"), says(" 4")]}
+    row |= {"asked": [user("2+2")], "good": [says(" 4")], "wrong": [says("5")]}
+    row |= {"completions": [" 4", "5"], "answers": [[says(" 4")], [says("5")]], "scores": [1, 0], "score": 1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a template without a system prompt merges it
+
+        text = data.from_rows([row], tok, system=system, response="{answer}").prompt(0)
+        given = {"messages": ["messages"], "loss_on": "all"}
+        chat = data.from_rows([row], tok, system=system, **given).prompt(0)
+        (lesson,) = data.lessons(text, tok, response="{answer}")
+        assert [lesson] == data.lessons(chat, tok, **given) and text.ids == chat.ids
+
+        both = {"template": "{question}", "system": system}
+        pair = data.pairs_from_rows([row], tok, chosen="{answer}", rejected="{bad}", **both).prompt(0)
+        columns = {"messages": ["asked", "good", "wrong"], "system": system}
+        other = data.pairs_from_rows([row], tok, **columns).prompt(0)
+        assert (pair.chosen, pair.rejected) == (other.chosen, other.rejected) and pair.chosen == lesson
+
+        ranked = lists_from_rows([row], tok, **both).prompt(0)
+        columns = {"messages": ["asked", "answers"], "system": system}
+        other = lists_from_rows([row], tok, completions="answers", **columns).prompt(0)
+        assert ranked.responses == other.responses == (pair.chosen, pair.rejected)
+        point = points_from_rows([row], tok, completion="{answer}", **both).prompt(0)
+        assert point.response == lesson
+
+        steps = {**row, "completions": ["2", "4"], "labels": [1, 1]}
+        found = steps_from_rows([steps], tok, **both).prompt(0).response
+        size = len(Chat(tok, {}).turn_end())
+        assert found.ids[-size:] == lesson.ids[-size:]
+
+
+def test_a_response_that_a_template_would_not_show_stays_as_it_is():
+    """It asks for a thought, and shows none: the text begins with it, and has the end of a turn."""
+    tok = chats.tokenizer(chats.ASKED)
+    prompt = data.from_rows(
+        [{"question": "2+2", "answer": "hm</think>4"}], tok, response="{answer}", max_tokens=99
+    ).prompt(0)
+    (lesson,) = data.lessons(prompt, tok)
+    shown = "<|head|>user<|/head|>2+2<|eot|><|head|>assistant<|/head|><think>\n«hm</think>4<|eot|>»"
+    assert chats.shown(tok, lesson) == shown
+
+
+def test_where_a_template_ends_no_turn_the_end_of_sequence_does():
+    assert Chat(chats.tokenizer(chats.BARE), {}).turn_end() == [1]
+    assert Chat(chats.tokenizer("{{ raise_exception('no') }}"), {}).turn_end() == [1]
+    assert Chat(chats.tokenizer(None), {}).turn_end() == [1]

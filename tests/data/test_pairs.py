@@ -57,7 +57,7 @@ def test_a_prompt_of_text_is_a_turn_where_the_model_speaks_in_turns():
     given = (
         "<|im_start|>system\nSort.<|im_end|>\n<|im_start|>user\nsort:312=<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert both(pair, chat) == [(given, "123<eos>"), (given, "132<eos>")]
+    assert both(pair, chat) == [(given, "123<|im_end|>"), (given, "132<|im_end|>")]
     llama = chats.tokenizer(chats.LLAMA3)
     (pair,) = of([ROW], llama, chat_template_kwargs={"style": "dated"})
     assert "26 Jul" in both(pair, llama)[0][0]

@@ -71,6 +71,22 @@ def test_the_ids_of_the_rollout_are_read_where_the_tokenizer_makes_the_same():
     assert [row[-1] == end for row in rows] == [True, False, True, True]
 
 
+def test_a_sampled_response_ends_as_it_does_in_training():
+    """With the template's end of a turn, also where the policy sampled another end."""
+    tokenizer = chats.tokenizer(chats.CHATML)
+    said = [tokenizer.encode(f"4{end}") for end in ("<|im_end|>", "<eos>")]
+    taught = data.pairs_from_rows([{"prompt": "2+2", "chosen": "4", "rejected": "5"}], tokenizer).prompt(0)
+    prompt = data.from_rows([{"question": "2+2"}], tokenizer).prompt(0)
+    exp = packing.supervised([(prompt.ids, ids) for ids in said])
+    none = torch.zeros(2, dtype=torch.long)
+    rollout = Rollout(
+        tokens=exp.tokens, mask=exp.mask, logp=exp.old_logp, length=exp.length, group=none, version=none,
+        truncated=none.bool(),
+    )  # fmt: skip
+    rows = rows_of(reward.Reading(tokenizer).rows(rollout, [prompt], tokenizer))
+    assert rows == [taught.chosen.ids] * 2
+
+
 def test_another_tokenizer_reads_the_text_with_an_end_unless_it_was_truncated():
     tokenizer, other = tiny.tokenizer(), Other()
     other.asked.clear()
@@ -147,10 +163,11 @@ def test_steps_are_the_text_and_end_with_what_separates_them(text, separator):
         assert steps == (list(text) or [""])
 
 
+@pytest.mark.parametrize("end", ["<|im_end|>", "<eos>"])
 @pytest.mark.parametrize("separator", ["\n", ""])
-def test_steps_are_read_as_they_were_learned(separator):
+def test_steps_are_read_as_they_were_learned(separator, end):
     """The ids and the ends of the rows of training, whatever tokens the policy has sampled."""
-    tokenizer = chats.tokenizer(chats.CHATML, end="<|im_end|>")
+    tokenizer = chats.tokenizer(chats.CHATML, end=end)
     texts = [["one", "and two", "3"], ["4"]] if separator else [["a", "b", "c"], ["d"]]
     prompts = [data.Prompt([1], question, {}, i) for i, question in enumerate(("1+1?", "2?"))]
     columns = [
