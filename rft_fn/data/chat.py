@@ -16,6 +16,7 @@ from rft_fn.data.messages import Conversation, Turn, text_of
 from rft_fn.data.processing import Processing
 from rft_fn.data.rows import Row
 from rft_fn.data.spans import Lesson, cut, runs, shared_prefix, span, special_tokens
+from rft_fn.data.unfit import Unfit
 
 __all__ = ["LOSS_ON", "Chat", "learned_turns"]
 
@@ -64,6 +65,15 @@ class Chat(NamedTuple):
                     f"chat_template_kwargs: expected a name that the chat template reads "
                     f"({known or 'it reads none'}), got {name!r}"
                 )
+
+    def check_text(self, text: str, place: str) -> None:
+        """Raise Unfit for text of a row that has the place of a medium by itself."""
+        if self.processing is None:
+            return
+        try:
+            self.processing.check_places(text, ())
+        except ValueError as error:
+            raise Unfit(place, str(error)) from None
 
     def placed(self, turns: list[Turn], row: Row, place: str) -> list[Turn]:
         """Turns with the media of the row in their places; ValueError for media that do not fit."""
@@ -193,15 +203,21 @@ class Chat(NamedTuple):
         A system turn that the template refuses is put before the user's first text, with a warning.
         ValueError for a template that fails.
         """
-        if self.processing is None or not media_of_turns(turns):
-            return list(self._rendered(turns, tools, ask, return_dict=False))
-        return self.encoded(turns, tools, ask=ask).ids
+        if self.processing is not None and media_of_turns(turns):
+            return self.encoded(turns, tools, ask=ask).ids
+        self._check_places(turns, tools, ask)
+        return list(self._rendered(turns, tools, ask, return_dict=False))
 
     def encoded(self, turns: Sequence[Mapping[str, Any]], tools: Any = None, *, ask: bool) -> Encoded:
         """The ids of turns with media, and the processor's tensors; errors as `ids`."""
         assert self.processing is not None
         text = self._rendered(turns, tools, ask, tokenize=False)
         return self.processing.encode(text, media_of_turns(turns))
+
+    def _check_places(self, turns: Sequence[Mapping[str, Any]], tools: Any, ask: bool) -> None:
+        """Raise ValueError for turns without media whose text has the place of one."""
+        if self.processing is not None:
+            self.processing.check_places(self._rendered(turns, tools, ask, tokenize=False), ())
 
     def _rendered(self, turns: Any, tools: Any, ask: bool, **how: Any) -> Any:
         """The output of `apply_chat_template` with these options."""
@@ -245,6 +261,7 @@ class Chat(NamedTuple):
         template = self.tokenizer.get_chat_template(tools=talk.tools)
         if not self.tokenizer.is_fast or not MARK.search(template):
             return []
+        self._check_places(talk.turns, talk.tools, False)
         out = self._rendered(
             talk.turns, talk.tools, False, return_dict=True, return_assistant_tokens_mask=True
         )

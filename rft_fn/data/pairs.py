@@ -16,7 +16,7 @@ from rft_fn.data.dataset import Dataset, make_dataset
 from rft_fn.data.media.medium import columns_of
 from rft_fn.data.messages import Turn, are_messages, opened, tools_of, turns_of
 from rft_fn.data.processing import Processing
-from rft_fn.data.responses import labels_at, number, prompt_of_text, response_of_turns
+from rft_fn.data.responses import answer_of_text, labels_at, number, prompt_of_text, response_of_turns
 from rft_fn.data.rows import Endless, Row, Table
 from rft_fn.data.spans import Lesson, shared_prefix
 from rft_fn.data.task_rows import task_rows
@@ -232,10 +232,11 @@ class PairRecipe:
 
         # the prompt of whole texts is no turn of a chat
         if self.template:
-            turns, ids, media = prompt_of_text(self.chat, prompt, row, place, self.system)
-            chosen_side = self.chat.answered(turns, ids, chosen, media)
-            rejected_side = self.chat.answered(turns, ids, rejected, media)
+            turns, ids, made = prompt_of_text(self.chat, prompt, row, place, self.system)
+            chosen_side = answer_of_text(self.chat, turns, ids, chosen, made, place)
+            rejected_side = answer_of_text(self.chat, turns, ids, rejected, made, place)
         else:
+            self.chat.check_text(f"{prompt}{chosen}{rejected}", place)
             ids = prompt_ids(self.chat.tokenizer, prompt)
             end = [self.chat.tokenizer.eos_token_id]
             chosen_side = self.chat.verbatim(ids, chosen, end=end)

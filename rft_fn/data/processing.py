@@ -54,11 +54,19 @@ class Processing:
 
     def mark(self, kind: str) -> str:
         """The text that stands for one medium before its place is widened to its tokens."""
-        for name in (f"{_BEGIN[kind]}_token", f"{kind}_token"):
-            found = getattr(self.processor, name, None)
-            if isinstance(found, str):
-                return found
-        raise ValueError(f"the processor {type(self.processor).__name__} has no token for {kind}s")
+        found = self.marks(kind)
+        if not found:
+            raise ValueError(f"the processor {type(self.processor).__name__} has no token for {kind}s")
+        return found[0]
+
+    def marks(self, kind: str) -> list[str]:
+        """Return the texts that stand for media of a kind: the one that stands for a medium, then others.
+
+        The first is what templates write, before its place is widened to its tokens. None without any.
+        """
+        names = (f"{_BEGIN[kind]}_token", f"{kind}_token")
+        found = [getattr(self.processor, name, None) for name in names]
+        return list(dict.fromkeys(text for text in found if isinstance(text, str)))
 
     def rooted(self, medium: Medium) -> Medium:
         """A medium whose path begins where the limits say."""
@@ -81,7 +89,7 @@ class Processing:
         if known is not None:
             return known
 
-        self._check_places(text, media)
+        self.check_places(text, media)
         given: dict[str, list[Any]] = {}
         notes = []
         for medium, name, content in zip(media, names, found):
@@ -121,19 +129,24 @@ class Processing:
         if most is not None and count > most:
             raise ValueError(f"expected at most {most / self.rate:g} s, got {count / self.rate:.4g} s")
 
-    def _check_places(self, text: str, media: Sequence[Medium]) -> None:
-        """ValueError where the rendered text has another number of places than there are media.
+    def check_places(self, text: str, media: Sequence[Medium]) -> None:
+        """Raise ValueError where a rendered text has another number of places than there are media.
 
-        A chat template without media drops them, and text may hold the mark of a place by itself.
+        A chat template without media drops them, and text may hold the mark of a place by itself. It is asked
+        of every text that a model with a processor reads, also of one without media.
         """
         for kind in sorted(self.kinds):
             have = sum(medium.kind == kind for medium in media)
-            places = text.count(self.mark(kind))
-            if places != have:
-                raise ValueError(
-                    f"expected the chat template to render {have} places of {kind}s ({self.mark(kind)}), "
-                    f"got {places}"
-                )
+            if have:
+                self.mark(kind)  # a processor may have none
+            for mark, expected in zip(self.marks(kind), (have, 0)):
+                places = text.count(mark)
+                if places != expected:
+                    typed = "; no text may hold one by itself" if places > expected else ""
+                    raise ValueError(
+                        f"expected the chat template to render {expected} places of {kind}s ({mark}), got "
+                        f"{places}{typed}"
+                    )
 
     def _run(self, text: str, given: Mapping[str, list[Any]]) -> tuple[list[int], dict[str, torch.Tensor]]:
         """(ids, tensors) by the processor."""

@@ -14,11 +14,12 @@ from rft_fn.data.dataset import Dataset, make_dataset
 from rft_fn.data.media import media_of_turns
 from rft_fn.data.media.cache import Encoded
 from rft_fn.data.media.medium import Medium, shown_turns
-from rft_fn.data.messages import Conversation, Turn, conversation, opened, text_of
+from rft_fn.data.messages import Conversation, Turn, conversation, text_of
 from rft_fn.data.processing import Processing
+from rft_fn.data.responses import answer_of_text, prompt_of_text
 from rft_fn.data.rows import Endless, Row, Table
 from rft_fn.data.spans import Lesson
-from rft_fn.data.text_template import fill, is_empty, render
+from rft_fn.data.text_template import fill, is_empty
 from rft_fn.data.unfit import TooLong, Unfit, check_window
 
 __all__ = ["Prompt", "from_rows", "from_task"]
@@ -181,32 +182,21 @@ class PromptRecipe:
 
     def _of_text(self, row: Row, place: str, index: int) -> Prompt:
         text = fill(self.template, row, place)
-        try:
-            turns = self.chat.placed([{"role": "user", "content": text}], row, place)
-        except ValueError as error:
-            raise Unfit(place, str(error)) from None
-        if is_empty(text) and not media_of_turns(turns):
-            raise Unfit(place, "the prompt is empty")
         if len(text) > self.max_prompt * self.widest:
             raise TooLong(f"{len(text)} characters")
-        turns = opened(turns, self.system)
-        if media_of_turns(turns):
-            return self._with_media(turns, text, row, place, index)
-        ids = render(self.chat.tokenizer, text, system=self.system, chat_template_kwargs=self.chat.kwargs)
+        if self.chat.processing is None:
+            try:
+                self.chat.placed([{"role": "user", "content": text}], row, place)
+            except ValueError as error:  # media that a model of text would not be shown
+                raise Unfit(place, str(error)) from None
+        turns, ids, made = prompt_of_text(self.chat, text, row, place, self.system)
         if len(ids) > self.max_prompt:
-            raise TooLong(f"{len(ids)} tokens")
-        return Prompt(ids, text, row, index, learned=self._answered(turns, ids, None, row, place))
-
-    def _with_media(self, turns: list[Turn], text: str, row: Row, place: str, index: int) -> Prompt:
-        """The prompt of a question with media."""
-        try:
-            made = self.chat.encoded(turns, ask=True)
-        except ValueError as error:
-            raise Unfit(place, str(error)) from None
-        if len(made.ids) > self.max_prompt:
-            raise TooLong(f"{len(made.ids)} tokens, those of its media among them")
-        learned = self._answered(turns, made.ids, made.media, row, place)
-        return Prompt(made.ids, text, row, index, None, **self._media(made, turns), learned=learned)
+            of_media = ", those of its media among them" if made is not None else ""
+            raise TooLong(f"{len(ids)} tokens{of_media}")
+        learned = self._answered(turns, ids, made, row, place)
+        if made is None:
+            return Prompt(ids, text, row, index, learned=learned)
+        return Prompt(ids, text, row, index, **self._media(made, turns), learned=learned)
 
     def _media(self, made: Encoded, turns: Sequence[Turn]) -> dict[str, Any]:
         """The fields of a prompt that are about its media."""
@@ -223,7 +213,7 @@ class PromptRecipe:
         self,
         turns: list[Turn],
         ids: Sequence[int],
-        media: Mapping[str, Tensor] | None,
+        made: Encoded | None,
         row: Row,
         place: str,
     ) -> tuple[Lesson, ...]:
@@ -236,7 +226,8 @@ class PromptRecipe:
         count = len(ids)
         subject = "the prompt has"
         if self.response is not None:
-            learned = (self.chat.answered(turns, ids, self._response(self.response, row, place), media),)
+            text = self._response(self.response, row, place)
+            learned = (answer_of_text(self.chat, turns, ids, text, made, place),)
             count = len(learned[0].ids)
             subject = "prompt and response have"
         if self.max_tokens is not None and count > self.max_tokens:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from rft_fn.data.chat import Chat
+from rft_fn.data.media.cache import Encoded
 from rft_fn.data.media.medium import media_of_turns
 from rft_fn.data.messages import Conversation, Turn, opened, tools_of
 from rft_fn.data.processing import Processing
@@ -16,7 +17,8 @@ from rft_fn.data.text_template import fill, is_empty, render
 from rft_fn.data.unfit import TooLong, Unfit, check_window
 
 __all__ = [
-    "Reading", "cells_of", "labels_at", "number", "prompt_of_text", "reading", "response_of_turns",
+    "Reading", "answer_of_text", "cells_of", "labels_at", "number", "prompt_of_text", "reading",
+    "response_of_turns",
 ]  # fmt: skip
 
 
@@ -59,8 +61,8 @@ class Reading:
             if is_empty(text):
                 raise Unfit(place, "a response is empty")
         self.check_size(prompt, texts)
-        turns, ids, media = prompt_of_text(self.chat, prompt, row, place, self.system)
-        return [self.chat.answered(turns, ids, text, media) for text in texts]
+        turns, ids, made = prompt_of_text(self.chat, prompt, row, place, self.system)
+        return [answer_of_text(self.chat, turns, ids, text, made, place) for text in texts]
 
     def of_turns(
         self, row: Row, place: str, prompt: list[Turn], responses: Sequence[list[Turn]]
@@ -112,25 +114,40 @@ def reading(
 
 def prompt_of_text(
     chat: Chat, text: str, row: Row, place: str, system: str | None
-) -> tuple[list[Turn], list[int], Mapping[str, Any] | None]:
-    """Return (turns, ids, tensors of its media or None) of a prompt of text, ready for the response.
+) -> tuple[list[Turn], list[int], Encoded | None]:
+    """Return (turns, ids, what the processor made of its media or None) of a prompt of text.
 
-    A model of text reads none of the row's media. Unfit for an empty prompt without media, and for media that
-    do not fit.
+    It is ready for the response. A model of text reads none of the row's media. Unfit for an empty prompt
+    without media, for media that do not fit, and for a chat template that fails.
     """
     turns: list[Turn] = [{"role": "user", "content": text}]
     try:
         if chat.processing is not None:
             turns = chat.placed(turns, row, place)
+        if is_empty(text) and not media_of_turns(turns):
+            raise ValueError("the prompt is empty")
         turns = opened(turns, system)
         if media_of_turns(turns):
             made = chat.encoded(turns, ask=True)
-            return turns, made.ids, made.media
+            return turns, made.ids, made
+        ids = render(
+            chat.tokenizer,
+            text,
+            system=system,
+            chat_template_kwargs=chat.kwargs,
+            processing=chat.processing,
+        )
+        return turns, ids, None
     except ValueError as error:
         raise Unfit(place, str(error)) from None
-    if is_empty(text):
-        raise Unfit(place, "the prompt is empty")
-    return turns, render(chat.tokenizer, text, system=system, chat_template_kwargs=chat.kwargs), None
+
+
+def answer_of_text(
+    chat: Chat, turns: Sequence[Turn], ids: Sequence[int], text: str, made: Encoded | None, place: str
+) -> Lesson:
+    """Return the lesson of a response to a prompt of `prompt_of_text`. Unfit for the place of a medium."""
+    chat.check_text(text, place)
+    return chat.answered(turns, ids, text, made.media if made is not None else None)
 
 
 def response_of_turns(

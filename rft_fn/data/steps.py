@@ -132,12 +132,13 @@ class StepsRecipe:
         texts, labels = self._cells(row, place)
         prompt = fill(self.reading.template, row, place)
         self.reading.check_size(prompt, ["".join(texts)])
-        _, ids, media = prompt_of_text(self.reading.chat, prompt, row, place, self.reading.system)
+        _, ids, made = prompt_of_text(self.reading.chat, prompt, row, place, self.reading.system)
         start = len(ids)
         ends = []
         for step in self._steps(texts, place):
             ids = [*ids, *step]
             ends.append(len(ids) - 1)
+        media = made.media if made is not None else None
         lesson = Lesson(ids, span(len(ids), start, len(ids)), media)
         self.reading.check_fit(place, [lesson], "response")
         return Steps(lesson, tuple(ends), labels, row, index)
@@ -157,6 +158,7 @@ class StepsRecipe:
 
     def _steps(self, texts: Sequence[str], place: str) -> list[list[int]]:
         """Return the ids of each step, with the separator or the end of the turn behind it."""
+        self.reading.chat.check_text(self.separator.join(texts), place)
         steps = [self._encode(text + self.separator) for text in texts[:-1]]
         steps.append([*self._encode(texts[-1]), *self.reading.chat.turn_end()])
         for i, step in enumerate(steps, 1):

@@ -10,6 +10,7 @@ from typing import Any
 
 from rft_fn.data.chat import Chat
 from rft_fn.data.messages import advice, opened
+from rft_fn.data.processing import Processing
 from rft_fn.data.rows import Row
 from rft_fn.data.unfit import Unfit
 
@@ -89,20 +90,21 @@ def render(
     *,
     system: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    processing: Processing | None = None,
 ) -> list[int]:
     """The ids of a question as a chat's first turn, ready for the answer.
 
     They are made by the tokenizer's own template. The bare text where a tokenizer has no template. An empty
     `system` leaves out a default of the template's; one that the template refuses is put before the question.
-    ValueError for a template that fails.
+    ValueError for a template that fails, and with `processing` for text that has the place of a medium.
     """
-    if not tokenizer.chat_template:
-        text = question
-        if system:
-            text = f"{system}\n{question}"
-        return prompt_ids(tokenizer, text)
-    turns = opened([{"role": "user", "content": question}], system)
-    return Chat(tokenizer, chat_template_kwargs or {}).ids(turns, ask=True)
+    if tokenizer.chat_template:
+        turns = opened([{"role": "user", "content": question}], system)
+        return Chat(tokenizer, chat_template_kwargs or {}, processing).ids(turns, ask=True)
+    text = f"{system}\n{question}" if system else question
+    if processing is not None:
+        processing.check_places(text, ())
+    return prompt_ids(tokenizer, text)
 
 
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:

@@ -96,7 +96,8 @@ def lessons(env: Environment, renderer: Renderer, seed: int, index: int) -> list
             texts[seat] = [*texts[seat], *renderer.reply(texts[seat], unread[seat])]
             unread[seat] = []
         said = env.teacher(state, rng.fold_in(key, turn))
-        response = [*renderer.tokenizer.encode(said, add_special_tokens=False), renderer.tokenizer.eos_token_id]
+        ids = renderer.tokenizer.encode(said, add_special_tokens=False)
+        response = [*ids, renderer.tokenizer.eos_token_id]
         found.append((texts[seat], response))
         texts[seat] = [*texts[seat], *response]
         state, observed, _, done = _awaited(env.step(state, said))

@@ -298,6 +298,39 @@ def test_a_bad_row_is_one_line_with_its_file_and_line(number, tmp_path, sees, he
     assert message in text and "rows.jsonl, line 2: " in text and "\n" not in text
 
 
+PAD = "<|image_pad|>"
+TALK = [{"role": "user", "content": "a="}, {"role": "assistant", "content": "1"}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "options"),
+    [
+        (data.loading.PROMPTS, {"q": f"a={PAD}"}, {}),
+        (data.loading.PROMPTS, {"q": "a=", "a": f"1{PAD}"}, {"response": "{a}"}),
+        (data.loading.PROMPTS, {"m": [{"role": "user", "content": PAD}]}, {"messages": ["m"]}),
+        (
+            data.loading.PROMPTS,
+            {"m": [*TALK, TALK[0], {**TALK[1], "content": f"{PAD}2"}]},
+            {"messages": ["m"], "loss_on": "all"},
+        ),
+        (data.PAIRS, {"q": "a=", "chosen": PAD, "rejected": "2"}, {}),
+        (data.PAIRS, {"q": PAD, "chosen": "1", "rejected": "2"}, {}),
+        (data.PAIRS, {"chosen": f"a= {PAD}", "rejected": "a= 2"}, {"template": ""}),
+        (data.LISTS, {"q": "a=", "completions": ["1", PAD], "scores": [1, 0]}, {}),
+        (data.POINTS, {"q": "a=", "completion": PAD, "score": 1}, {}),
+        (data.STEPS, {"q": "a=", "completions": ["1", PAD], "labels": [1, 0]}, {"separator": ""}),
+    ],
+)
+def test_no_text_holds_the_place_of_an_image_by_itself(tmp_path, sees, kind, row, options):
+    """A row without images is asked as one with them: the model would look for an image that is not there."""
+    rows = [json.loads(json.dumps(row).replace(PAD, "3")), row]
+    with pytest.raises(ValueError) as error:
+        load(rows_file(tmp_path, *rows), sees, kind=kind, **options)
+    assert f"rows.jsonl, line 2: expected the chat template to render 0 places" in str(error.value)
+    assert "no text may hold one by itself" in str(error.value)
+    assert load(rows_file(tmp_path, rows[0]), sees, kind=kind, **options).size == 1
+
+
 def test_large_images_are_shrunk_and_long_prompts_left_out_each_with_a_warning(tmp_path, sees):
     picture(tmp_path, "big.png", size=(300, 300))
     file = rows_file(tmp_path, {"q": "a=", "image": "big.png"}, {"q": "b="})
