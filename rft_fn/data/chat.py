@@ -66,6 +66,15 @@ class Chat(NamedTuple):
                     f"({known or 'it reads none'}), got {name!r}"
                 )
 
+    def reads(self, messages: Sequence[str]) -> set[str]:
+        """Return the columns that conversations in these columns are made of; none: those beside a text."""
+        read = set(messages)
+        if messages:
+            read |= {"system", "tools"}
+        if self.processing is not None:
+            read |= {*self.processing.kinds, *(f"{kind}s" for kind in self.processing.kinds)}
+        return read
+
     def check_text(self, text: str, place: str) -> None:
         """Raise Unfit for text of a row that has the place of a medium by itself."""
         if self.processing is None:

@@ -6,11 +6,12 @@ An item is a `Prompt` or a `Pair`, made when it is asked for. A recipe refuses r
 import hashlib
 import warnings
 from array import array
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from rft_fn.data.making import outcomes
+from rft_fn.data.chat import Chat
+from rft_fn.data.making import Seen, made_of, outcomes
 from rft_fn.data.mixture import Mixture
 from rft_fn.data.rows import Endless, Row, Table, place_of, row_at
 from rft_fn.data.unfit import FirstFew, TooLong, Unfit, unfit_line
@@ -74,6 +75,16 @@ class Recipe(Protocol[ItemT_co]):
         """The value of that option [tokens]."""
         ...
 
+    @property
+    def chat(self) -> Chat:
+        """The tokenizer and what is beside it."""
+        ...
+
+    @property
+    def reads(self) -> Collection[str]:
+        """The columns that items are made of."""
+        ...
+
     def check(self) -> None:
         """ValueError for options that no row could be used with.
 
@@ -116,6 +127,7 @@ def make_dataset(
     unfit = FirstFew()
     changed = FirstFew()
     content = hashlib.blake2b(digest_size=16)
+    seen = Seen(recipe.chat.tokenizer)
     for i, found in enumerate(outcomes(rows, recipe, name, workers=workers)):
         if isinstance(found, Unfit):
             unfit.add((found.place, found.reason))
@@ -124,6 +136,7 @@ def make_dataset(
         else:
             content.update(f"{i} {found.text}".encode())
             kept.append(i)
+            seen.add(found, place_of(rows, i, name))
             for note in found.notes:
                 changed.add(f"{place_of(rows, i, name)}: {note}")
 
@@ -142,6 +155,7 @@ def make_dataset(
         )
     if changed.count:
         warnings.warn(f"data: {'; '.join(changed.shown)}{changed.more()}", stacklevel=3)
+    seen.warn()
     return Dataset(name, len(kept), lambda i: make(kept[i]), content.hexdigest())
 
 
@@ -160,5 +174,8 @@ def _endless(rows: Endless, recipe: Recipe[ItemT], name: str) -> Dataset[ItemT]:
                 f"{recipe.limit}: {place} has {long}, above {recipe.most} tokens; raise it"
             ) from None
 
-    make(0)  # wrong options are an error now, not when the first item is drawn
+    # wrong options are an error now, not when the first item is drawn
+    seen = Seen(recipe.chat.tokenizer)
+    seen.add(made_of(make(0), recipe), f"{rows.name}, {recipe.what} 0")
+    seen.warn()
     return Dataset(name, None, make)

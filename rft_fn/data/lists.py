@@ -6,9 +6,11 @@ A list is drawn like a prompt: `data.draw(data.load(..., kind=data.LISTS), n, st
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from rft_fn.data import tasks
+from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import Dataset, make_dataset
 from rft_fn.data.messages import turns_of
 from rft_fn.data.responses import Reading, cells_of, number, reading
@@ -107,6 +109,15 @@ class ListRecipe:
     @property
     def most(self) -> int:
         return self.reading.max_length
+
+    @property
+    def chat(self) -> Chat:
+        return self.reading.chat
+
+    @cached_property
+    def reads(self) -> set[str]:
+        """The columns that a list is made of."""
+        return {self.completions, self.ranks, self.scores} | self.reading.reads()
 
     def check(self) -> None:
         """ValueError for options that no row could be used with."""

@@ -1,7 +1,8 @@
 """Makes the items of rows, in worker processes if asked for, or finds the reason why there is none."""
 
 import multiprocessing
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -9,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from rft_fn.data.media.stored import digest
+from rft_fn.data.messages import unread
 from rft_fn.data.rows import Place, Row, Table, place_of, row_at
 from rft_fn.data.spans import Lesson
-from rft_fn.data.unfit import TooLong, Unfit
+from rft_fn.data.unfit import FirstFew, TooLong, Unfit
 
-__all__ = ["Made", "Outcome", "outcomes"]
+__all__ = ["Made", "Outcome", "Seen", "made_of", "outcomes"]
 
 _CHUNK = 8  # rows that a worker takes at a time
 
@@ -23,6 +25,9 @@ class Made(NamedTuple):
 
     text: str  # that has all of its content, for a digest
     notes: tuple[str, ...]  # how its media were changed
+    unread: Sequence[str] = ()  # columns of a known schema that are not read
+    tokens: int = 0
+    unknown: int = 0  # of them, those that stand for text that the tokenizer does not know
 
 
 Outcome = Made | Unfit | TooLong
@@ -44,9 +49,74 @@ def outcomes(rows: Table, recipe: Any, name: str, *, workers: int = 0) -> Iterat
 
 def _tried(recipe: Any, rows: Table, i: int, name: str) -> Outcome:
     try:
-        return _made(recipe.make(*row_at(rows, i, name), i))
+        return made_of(recipe.make(*row_at(rows, i, name), i), recipe)
     except (Unfit, TooLong) as error:
         return error
+
+
+def made_of(item: Any, recipe: Any) -> Made:
+    """Return what is kept of an item: its content for a digest, and what is said of it."""
+    unknown = _unknown_token(recipe.chat.tokenizer)
+    ids = list(_ids(item))
+    return _made(item)._replace(
+        unread=unread(item.columns, recipe.reads), tokens=len(ids), unknown=ids.count(unknown)
+    )
+
+
+def _unknown_token(tokenizer: Any) -> int | None:
+    """Return the token for unknown text; None without one, and where it has another meaning too."""
+    token = tokenizer.unk_token_id
+    if token in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
+        return None
+    return token
+
+
+def _ids(item: Any) -> Iterator[int]:
+    """The tokens of an item: those of its sequences to learn, of a prompt without any its own."""
+    values = [getattr(item, field.name) for field in fields(item)]
+    found = [x for x in values if isinstance(x, Lesson)]
+    for x in values:
+        if isinstance(x, tuple) and not isinstance(x, Lesson):
+            found += [y for y in x if isinstance(y, Lesson)]
+    for lesson in found:
+        yield from lesson.ids
+    if not found:
+        yield from item.ids
+
+
+class Seen:
+    """What is said once of all rows: columns that are not read, and the share of unknown text."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._unread: dict[str, FirstFew] = {}
+        self._tokens = 0
+        self._unknown = 0
+        self._first = ""
+
+    def add(self, made: Made, place: str) -> None:
+        for name in made.unread:
+            self._unread.setdefault(name, FirstFew()).add(place)
+        if made.unknown and not self._unknown:
+            self._first = place
+        self._tokens += made.tokens
+        self._unknown += made.unknown
+
+    def warn(self) -> None:
+        """Warn of columns that are not read, and of unknown text."""
+        for name, rows in self._unread.items():
+            warnings.warn(
+                f"data: column {name!r} of {rows.count} rows is not read, the first is {rows.shown[0]}; a "
+                "template may name it",
+                stacklevel=4,
+            )
+        if self._unknown:
+            warnings.warn(
+                f"data: {self._unknown / self._tokens:.2g} of the tokens ({self._unknown} of {self._tokens}) "
+                f"are {self._tokenizer.unk_token}, for text that the tokenizer does not know; the first row "
+                f"is {self._first}",
+                stacklevel=4,
+            )
 
 
 def _made(item: Any) -> Made:
@@ -105,6 +175,6 @@ def _in_worker(given: tuple[int, Row | Unfit, Place]) -> Outcome:
     if isinstance(row, Unfit):
         return row
     try:
-        return _made(_recipe.make(row, place, i))
+        return made_of(_recipe.make(row, place, i), _recipe)
     except (Unfit, TooLong) as error:
         return error

@@ -6,7 +6,7 @@ None. Content with images, audio or videos is a list of parts. A new schema is r
 roles are rows of `_ROLES`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rft_fn import check
@@ -14,11 +14,13 @@ from rft_fn.data.media.medium import KINDS, part_of
 from rft_fn.data.rows import Row
 
 __all__ = [
-    "Conversation", "Turn", "advice", "are_messages", "conversation", "opened", "text_of", "tools_of",
-    "turns_of",
+    "Conversation", "Turn", "advice", "are_messages", "conversation", "opened", "system_of", "text_of",
+    "tools_of", "turns_of", "unread",
 ]  # fmt: skip
 
 Turn = dict[str, Any]
+
+_SIZED = (str, list, tuple, Mapping)
 
 _ROLES = {
     "system": "system",
@@ -35,6 +37,9 @@ _ROLES = {
     "function_response": "tool",
     "ipython": "tool",
 }
+_BESIDE = ("system", "system_prompt", "tools", "functions", "chat_template_kwargs", "history")
+"""Columns of known schemas that stand beside a conversation or a question, and belong to what is asked."""
+
 _USUAL = ("prompt", "messages", "conversations", "completion")  # the order in which they are suggested
 
 
@@ -51,8 +56,9 @@ def conversation(
 ) -> Conversation:
     """The conversation of a row.
 
-    Its turns are the messages of `columns`, one column after the other; its tools are in the column `tools`.
-    `system` is the content of a system turn that is added where there is none.
+    Its turns are the messages of `columns`, one column after the other; its tools are in the column `tools`,
+    and its system turn may be in the column `system`. `system` is the content of a system turn that is added
+    where there is none.
 
     ValueError names the column and the turn, counted from 1, of anything that is no message: no role or an
     unknown one, no content in a turn that calls no tool, a part of the content that is not text. With `media`
@@ -63,7 +69,7 @@ def conversation(
     for name in columns:
         start = len(turns)
         turns += turns_of(row, name, media=media)
-    more = opened(turns, system)
+    more = opened(turns, system_of(row, turns, system))
     return Conversation(more, start + len(more) - len(turns), tools_of(row))
 
 
@@ -75,6 +81,37 @@ def opened(turns: list[Turn], system: str | None) -> list[Turn]:
     if system is None or turns[0]["role"] in ("system", "developer"):
         return turns
     return [{"role": "system", "content": system}, *turns]
+
+
+def system_of(row: Row, turns: Sequence[Turn], system: str | None) -> str | None:
+    """Return the system prompt of a row of messages: that of its column `system`, else `system`.
+
+    ValueError for a column that holds no text, and for turns with another system prompt.
+    """
+    cell = row.get("system")
+    if cell is None or cell == "" or are_messages(cell):  # messages are read where they are named
+        return system
+    if not isinstance(cell, str):
+        raise ValueError(f"column 'system': expected text, got {type(cell).__name__}")
+    if turns[0]["role"] in ("system", "developer") and text_of(turns[0]) != cell:
+        raise ValueError(
+            f"expected one system prompt, got {cell!r:.40} in column 'system' and {text_of(turns[0])!r:.40} "
+            "in turn 1; remove one of them"
+        )
+    return cell
+
+
+def unread(row: Row, read: Collection[str]) -> list[str]:
+    """Return the columns of a row that its schema means to be asked, and that are not among those `read`."""
+    known = [*_BESIDE, *KINDS, *(f"{kind}s" for kind in KINDS)]
+    if "instruction" in row:  # alpaca and dolly
+        known += ["input", "context"]
+    found = []
+    for name in known:
+        cell = _solid(row.get(name))
+        if name not in read and cell is not None and not (isinstance(cell, _SIZED) and not len(cell)):
+            found.append(name)
+    return found
 
 
 def turns_of(row: Row, name: str, *, media: bool = False) -> list[Turn]:

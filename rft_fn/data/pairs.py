@@ -14,13 +14,13 @@ from rft_fn.data import tasks
 from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import Dataset, make_dataset
 from rft_fn.data.media.medium import columns_of
-from rft_fn.data.messages import Turn, are_messages, opened, tools_of, turns_of
+from rft_fn.data.messages import Turn, are_messages, opened, system_of, tools_of, turns_of
 from rft_fn.data.processing import Processing
 from rft_fn.data.responses import answer_of_text, labels_at, number, prompt_of_text, response_of_turns
 from rft_fn.data.rows import Endless, Row, Table
 from rft_fn.data.spans import Lesson, shared_prefix
 from rft_fn.data.task_rows import task_rows
-from rft_fn.data.text_template import fill, is_empty, prompt_ids
+from rft_fn.data.text_template import columns_in, fill, is_empty, prompt_ids
 from rft_fn.data.unfit import TooLong, Unfit, check_window
 from rft_fn.data.wrong_answers import wrong_answer_of_kind
 
@@ -168,6 +168,14 @@ class PairRecipe:
         """
         return self.chat.longest_token()
 
+    @cached_property
+    def reads(self) -> set[str]:
+        """The columns that a pair is made of."""
+        read = {self.margin, self.unfinished, *self.preferences}
+        if self.messages:
+            return read | self.chat.reads(self.messages)
+        return read | self.chat.reads(()) | columns_in(self.template, self.chosen, self.rejected)
+
     def check(self) -> None:
         """ValueError for options that no row could be used with."""
         if self.messages and len(self.messages) not in (2, 3):
@@ -294,7 +302,7 @@ class PairRecipe:
         columns = [turns_of(row, name, media=True) for name in self.messages]
         if len(columns) == 3:
             prompt, chosen, rejected = columns
-            return opened(prompt, self.system), chosen, rejected
+            return opened(prompt, system_of(row, prompt, self.system)), chosen, rejected
 
         chosen, rejected = columns
         if chosen == rejected:
@@ -305,7 +313,8 @@ class PairRecipe:
                 f"columns {self.messages[0]!r} and {self.messages[1]!r} begin with different turns: expected "
                 "the prompt in both, or its column named before them"
             )
-        return opened(chosen[:same], self.system), chosen[same:], rejected[same:]
+        prompt = opened(chosen[:same], system_of(row, chosen, self.system))
+        return prompt, chosen[same:], rejected[same:]
 
 
 def _refuse_empty(place: str, texts: Mapping[str, str]) -> None:

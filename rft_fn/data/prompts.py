@@ -19,7 +19,7 @@ from rft_fn.data.processing import Processing
 from rft_fn.data.responses import answer_of_text, prompt_of_text
 from rft_fn.data.rows import Endless, Row, Table
 from rft_fn.data.spans import Lesson
-from rft_fn.data.text_template import fill, is_empty
+from rft_fn.data.text_template import columns_in, fill, is_empty
 from rft_fn.data.unfit import TooLong, Unfit, check_window
 
 __all__ = ["Prompt", "from_rows", "from_task"]
@@ -145,6 +145,14 @@ class PromptRecipe:
         A text above `widest` times a limit is not tokenised.
         """
         return self.chat.longest_token()
+
+    @cached_property
+    def reads(self) -> set[str]:
+        """The columns that a prompt is made of, and those that rewards read."""
+        read = {*self.columns, *self.values}
+        if self.messages:
+            return read | self.chat.reads(self.messages)
+        return read | self.chat.reads(()) | columns_in(self.template, self.response)
 
     def check(self) -> None:
         """ValueError for options that no row could be used with."""

@@ -9,11 +9,11 @@ from typing import Any
 from rft_fn.data.chat import Chat
 from rft_fn.data.media.cache import Encoded
 from rft_fn.data.media.medium import media_of_turns
-from rft_fn.data.messages import Conversation, Turn, opened, tools_of
+from rft_fn.data.messages import Conversation, Turn, opened, system_of, tools_of
 from rft_fn.data.processing import Processing
 from rft_fn.data.rows import Row
 from rft_fn.data.spans import Lesson
-from rft_fn.data.text_template import fill, is_empty, render
+from rft_fn.data.text_template import columns_in, fill, is_empty, render
 from rft_fn.data.unfit import TooLong, Unfit, check_window
 
 __all__ = [
@@ -45,6 +45,12 @@ class Reading:
         """
         return self.chat.longest_token()
 
+    def reads(self, *templates: str) -> set[str]:
+        """Return the columns that a prompt is made of, and those that more templates name."""
+        if self.messages:
+            return self.chat.reads(self.messages)
+        return self.chat.reads(()) | columns_in(self.template, *templates)
+
     def check(self, counts: Sequence[int], what: str) -> None:
         """ValueError for options that no row could be used with.
 
@@ -69,7 +75,8 @@ class Reading:
     ) -> list[Lesson]:
         """The turns of the prompt with those of each response behind them. Unfit for turns out of place."""
         try:
-            placed = self.chat.placed(opened(prompt, self.system), row, place)
+            opening = opened(prompt, system_of(row, prompt, self.system))
+            placed = self.chat.placed(opening, row, place)
             tools = tools_of(row)
             return [response_of_turns(self.chat, placed, turns, tools, "last", "the") for turns in responses]
         except ValueError as error:

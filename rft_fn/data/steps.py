@@ -6,9 +6,11 @@ They are drawn like prompts: `data.draw(data.load(..., kind=data.STEPS), n, step
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from rft_fn.data import tasks
+from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import Dataset, make_dataset
 from rft_fn.data.responses import Reading, cells_of, number, prompt_of_text, reading
 from rft_fn.data.rows import Endless, Row, Table
@@ -109,6 +111,15 @@ class StepsRecipe:
     @property
     def most(self) -> int:
         return self.reading.max_length
+
+    @property
+    def chat(self) -> Chat:
+        return self.reading.chat
+
+    @cached_property
+    def reads(self) -> set[str]:
+        """The columns that steps are made of."""
+        return {self.completions, self.labels} | self.reading.reads()
 
     def check(self) -> None:
         """ValueError for options that no row could be used with."""

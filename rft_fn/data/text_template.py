@@ -14,7 +14,7 @@ from rft_fn.data.processing import Processing
 from rft_fn.data.rows import Row
 from rft_fn.data.unfit import Unfit
 
-__all__ = ["fill", "is_empty", "prompt_ids", "render"]
+__all__ = ["columns_in", "fill", "is_empty", "prompt_ids", "render"]
 
 _HINT = "name columns as {question}, and write {{ and }} for braces"
 
@@ -82,6 +82,18 @@ def fill(template: str, row: Row, source: str) -> str:
         raise Unfit(source, reason) from None
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise Unfit(source, f"the template {template!r} cannot be filled: {error}; {_HINT}") from None
+
+
+def columns_in(*templates: str | None) -> set[str]:
+    """Return the columns that templates name. None of a broken one: filling it is an error."""
+    found = set()
+    for template in templates:
+        try:
+            names = [name for _, name, _, _ in string.Formatter().parse(template or "") if name]
+        except ValueError:
+            continue
+        found |= {re.split(r"[.\[]", name, maxsplit=1)[0] for name in names}
+    return found
 
 
 def render(

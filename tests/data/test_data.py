@@ -1,6 +1,7 @@
 """Prompts as a function of the step; templates; clear lines for what is wrong with them."""
 
 import json
+import warnings
 
 import chats
 import pytest
@@ -168,6 +169,34 @@ def test_no_prompt_ends_with_the_end_that_a_tokenizer_adds():
         pair = data.pairs_from_rows(rows, tok, **options).prompt(0)
         assert chats.shown(tok, pair.chosen).replace(" ", "") == "<bos>1+1=«2<eos>»"
     assert data.text_template.prompt_ids(chats.tokenizer(None), "<eos>") == [tok.eos_token_id]
+
+
+def test_the_share_of_unknown_text_is_announced_once():
+    """Of prompts, and of pairs with their responses; a task says so of its first prompt."""
+    tok = tiny.tokenizer()
+    rows = [{"question": "1+1="}, {"question": "So 1+1?"}, {"question": "Now?"}]
+    with pytest.warns(UserWarning) as caught:
+        data.from_rows(rows, tok, name="f")
+    found = [str(w.message) for w in caught]
+    ids = [i for row in rows for i in tok.encode(row["question"])]
+    unknown = ids.count(tok.unk_token_id)
+    assert unknown == 5 and len(ids) == 15
+    assert found == [
+        "data: 0.33 of the tokens (5 of 15) are <unk>, for text that the tokenizer does not know; the first "
+        "row is f, row 2"
+    ]
+    with pytest.warns(UserWarning, match=r"0.14 of the tokens \(1 of 7\)"):
+        data.pairs_from_rows([{"prompt": "1=", "chosen": "A", "rejected": "2"}], tok)
+    with pytest.warns(UserWarning, match="the first row is addition, prompt 0"):
+        data.from_task("addition", tok)
+
+    # where it has another meaning too, it says nothing
+    same = model.load_tokenizer("tiny")
+    same.unk_token = same.eos_token
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data.from_rows(rows[:1], tok)
+        data.from_rows([{"question": f"1{same.eos_token}1"}], same)
 
 
 def test_long_prompts_of_a_file_are_left_out():

@@ -99,6 +99,80 @@ def test_columns_follow_one_another_below_a_system_prompt():
     assert conversation(own, ["prompt"], "s") == (own["prompt"], 0, None)
 
 
+def test_a_column_holds_the_system_prompt_of_a_conversation():
+    """As ToolACE and LLaMA-Factory have it; it goes before the option, and may not contradict the turns."""
+    row = {"system": "call: add", "c": [user("2+3"), says("5")], "e": "", "good": [says("5")]}
+    row |= {"bad": [says("6")], "q": [user("2+3")], "answers": [[says("5")], [says("6")]], "scores": [1, 0]}
+    assert conversation(row, ["c"], "Be kind.").turns == [turn("system", "call: add"), *row["c"]]
+    assert conversation(row | {"system": " "}, ["c"]).turns[0] == turn("system", " ")
+    for none in ({"system": None}, {"system": ""}):
+        assert conversation(row | none, ["c"], "S").turns[0] == turn("system", "S")
+        assert conversation(row | none, ["c"]).turns == row["c"]
+    same = row | {"c": [turn("system", "call: add"), user("2")]}
+    assert conversation(same, ["c"]).turns == same["c"]
+    for bad, message in (({"system": 3}, "column 'system': expected text, got int"), (
+        {"c": [turn("system", "no"), user("2")]}, "got 'call: add' in column 'system' and 'no' in turn 1",
+    )):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            conversation(row | bad, ["c"])
+
+    # prompts and whatever is learned have it
+    tok = chats.tokenizer(chats.CHATML)
+    given = "<|im_start|>system\ncall: add<|im_end|>\n<|im_start|>user\n2+3<|im_end|>\n"
+    given += "<|im_start|>assistant\n"
+    prompt = data.from_rows([row], tok, messages=["c"], loss_on="all").prompt(0)
+    assert tok.decode(prompt.ids) == given
+    (lesson,) = data.lessons(prompt, tok, messages=["c"])
+    kept = given + "«5<|im_end|>»"
+    found = [
+        lesson,
+        data.pairs_from_rows([row], tok, messages=["q", "good", "bad"]).prompt(0).chosen,
+        data.pairs_from_rows([row | {"bad": [user("2+3"), says("6")]}], tok, messages=["c", "bad"])
+        .prompt(0)
+        .chosen,
+        lists_from_rows([row], tok, messages=["q", "answers"], completions="answers").prompt(0).responses[0],
+        points_from_rows([row | {"score": 1}], tok, messages=["c"]).prompt(0).response,
+    ]
+    assert [chats.shown(tok, x) for x in found] == [kept] * 5
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "columns"),
+    [
+        ({"system": "S"}, {}, ["system"]),
+        ({"system": "S"}, {"template": "{system} {question}"}, []),
+        ({"functions": [{"name": "f"}], "tools": "[]", "history": []}, {}, ["tools", "functions"]),
+        ({"history": [["a", "b"]], "system_prompt": "S"}, {}, ["history", "system_prompt"]),
+        ({"chat_template_kwargs": {"x": None}}, {}, []),
+        ({"instruction": "i", "input": "x", "context": ""}, {}, ["input"]),
+        ({"input": "x"}, {}, []),
+        ({"tools": [{"name": "f"}]}, {"columns": ["tools"]}, []),
+        ({"tools": [{"name": "f"}], "system": "S"}, {"messages": ["m"]}, []),
+        ({"functions": [{"name": "f"}]}, {"messages": ["m"]}, ["functions"]),
+    ],
+)
+def test_columns_of_a_known_schema_that_are_not_read_are_announced_once(row, options, columns):
+    rows = [{"question": "1", "m": [user("1")], **more} for more in (row, row)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data.from_rows(rows, chats.tokenizer(chats.CHATML), name="f", **options)
+    expected = [
+        f"data: column {name!r} of 2 rows is not read, the first is f, row 1; a template may name it"
+        for name in columns
+    ]
+    assert sorted(str(w.message) for w in caught) == sorted(expected)
+
+
+@pytest.mark.parametrize("kind", ["PAIRS", "LISTS", "POINTS", "STEPS"])
+def test_media_that_a_model_of_text_does_not_read_are_announced(kind):
+    """A reward model of text may judge the answers about images; that it does not see them is said."""
+    row = {"prompt": "a", "chosen": "1", "rejected": "2", "completions": ["1", "2"], "scores": [1, 0]}
+    row |= {"completion": "1", "score": 1, "labels": [1, 0], "image": "a.png"}
+    tok = chats.tokenizer(chats.CHATML)
+    with pytest.warns(UserWarning, match="column 'image' of 1 rows is not read, the first is rows, row 1"):
+        getattr(data, kind).from_rows([row], tok)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

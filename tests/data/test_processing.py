@@ -326,7 +326,7 @@ def test_no_text_holds_the_place_of_an_image_by_itself(tmp_path, sees, kind, row
     rows = [json.loads(json.dumps(row).replace(PAD, "3")), row]
     with pytest.raises(ValueError) as error:
         load(rows_file(tmp_path, *rows), sees, kind=kind, **options)
-    assert f"rows.jsonl, line 2: expected the chat template to render 0 places" in str(error.value)
+    assert "rows.jsonl, line 2: expected the chat template to render 0 places" in str(error.value)
     assert "no text may hold one by itself" in str(error.value)
     assert load(rows_file(tmp_path, rows[0]), sees, kind=kind, **options).size == 1
 
