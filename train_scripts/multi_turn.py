@@ -8,7 +8,7 @@ from the last checkpoint, to the bit.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -78,7 +78,8 @@ def load_prompts(cfg: Config, st: rft.Strategy, env: rft.environment.Environment
     how = {"template": cfg.template, "system": cfg.system, "max_prompt": cfg.max_prompt}
     how["chat_template_kwargs"] = rft.data.literals(cfg.chat_template_kwargs)
     seeds = [cfg.seed, rft.rng.fold_in(cfg.seed, "unseen")]
-    return tuple(rft.environment.prompts(env, tokenizer, seed=seed, **how) for seed in seeds)
+    found = [rft.environment.prompts(env, tokenizer, seed=seed, **how) for seed in seeds]
+    return tuple(replace(prompts, seed=cfg.seed) for prompts in found)  # drawn with the run's seed
 
 
 def advantages(cfg: Config, algo: rft.algorithm.Algorithm, played: rft.collect.Played) -> Tensor:

@@ -5,7 +5,7 @@ second optimizer. Run the same command again to resume from the last checkpoint,
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -130,7 +130,7 @@ def load_examples(cfg: Config, st: rft.Strategy, task: rft.run.Task) -> rft.data
         "response": cfg.ptx_response,
     }
     how |= {"max_prompt": cfg.max_prompt, "loss_on": "all", "window": rft.model.read_window(cfg.model)}
-    examples = rft.data.load(cfg.ptx_data, task.tokenizer, seed=cfg.seed + 2, **how)
+    examples = replace(rft.data.load(cfg.ptx_data, task.tokenizer, seed=cfg.seed + 2, **how), seed=cfg.seed)
     rft.strategy.check_data(st, examples)
     return examples
 

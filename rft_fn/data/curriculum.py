@@ -78,7 +78,8 @@ def draw(
         if not count[k]:
             continue
         start = int(state.drawn[k])
-        rows, _ = draw_part(part, count[k], step, rng.fold_in(seed, "source", k), start=start)
+        own = rng.fold_in(seed, "source", k) if part.size is not None else seed
+        rows, _ = draw_part(part, count[k], step, own, start=start)
         for nth, row in enumerate(rows, start):
             prompts.append(dataset.prompt(dataset.mixture.place(k, row.index)))
             keys.append(

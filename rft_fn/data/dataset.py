@@ -61,6 +61,7 @@ class Dataset(Generic[ItemT]):
     digest: str = ""  # of all rows of a file, and of the items made of them
     parts: tuple["Dataset[ItemT]", ...] = ()  # the sources of a mixture
     mixture: Mixture | None = None  # which of the parts each place is drawn from
+    seed: int = 0  # with which the rows of a generator are drawn from the first on
     note: str = ""  # which rows of its source these are, for the line that describes a run
 
 
@@ -178,4 +179,4 @@ def _endless(rows: Endless, recipe: Recipe[ItemT], name: str) -> Dataset[ItemT]:
     seen = Seen(recipe.chat.tokenizer)
     seen.add(made_of(make(0), recipe), f"{rows.name}, {recipe.what} 0")
     seen.warn()
-    return Dataset(name, None, make)
+    return Dataset(name, None, make, seed=rows.seed)

@@ -18,6 +18,7 @@ __all__ = ["draw", "take"]
 
 # The rows of a generator between one round of a step and the next, so that no row is drawn in two rounds.
 _ROUND = 1 << 40
+_STARTS = 1 << 39  # where the rows of a generator begin for one seed or another
 
 
 def draw(
@@ -27,10 +28,11 @@ def draw(
 
     It is a function of the arguments alone. It draws the places `start` to `start + n` of an endless sequence
     of prompts: the rows of a generator in order, or the data set over and over, each pass in an order drawn
-    from (seed, pass). `start` is step * n unless it is given. So with the same n at every step each pass
-    draws each row once, and a generator none twice. A caller whose n changes from step to step keeps the
-    number of prompts drawn before in its state, and gives that as `start`: otherwise rows repeat, and others
-    are skipped.
+    from (seed, pass). The rows of a generator begin with its first for the seed that it was loaded with, and
+    for any other seed at a row drawn from that, so that two seeds draw other rows. `start` is step * n unless
+    it is given. So with the same n at every step each pass draws each row once, and a generator none twice. A
+    caller whose n changes from step to step keeps the number of prompts drawn before in its state, and gives
+    that as `start`: otherwise rows repeat, and others are skipped.
 
     The key of a prompt is fold_in(seed, step, index): a prompt that comes again is sampled anew, in a later
     step or, where a pass ends within one, in the same. `round` > 0 gives more prompts for the same step, for
@@ -45,16 +47,17 @@ def draw(
     # the rows at these places; a later round has another order
     if start is None:
         start = step * n
+    order = seed
     if round:
-        seed = rng.fold_in(seed, "round", round)
-    index = _rows_at(dataset, range(start, start + n), seed, round)
+        order = rng.fold_in(seed, "round", round)
+    index = _rows_at(dataset, range(start, start + n), seed, order, round)
     prompts = [dataset.prompt(i) for i in index]
 
     # a row that comes twice in a step has another key the second time
     keys = []
     times = Counter()
     for i, p in zip(index, prompts):
-        key = rng.fold_in(seed, step, p.index)
+        key = rng.fold_in(order, step, p.index)
         if times[i]:
             key = rng.fold_in(key, "again", times[i])
         keys.append(key)
@@ -66,17 +69,29 @@ def take(dataset: Dataset[ItemT], n: int, seed: int) -> tuple[list[ItemT], list[
     """(the first n prompts in order, a key for each), for evaluation.
 
     All of a finite data set if it has fewer. Of a mixture the first of each part, by the shares until a part
-    has no more. ValueError unless n >= 1.
+    has no more. The first of a generator are those that `draw` begins with for that seed: other rows for
+    another seed than the one that it was loaded with. ValueError unless n >= 1.
     """
     _check_count(n)
     if dataset.mixture is not None:
-        index = dataset.mixture.first(n, [part.size for part in dataset.parts])
+        places = dataset.mixture.first(n, [part.size for part in dataset.parts])
+        index = []
+        for k, j in map(dataset.mixture.source, places):
+            index.append(dataset.mixture.place(k, j + first_row(dataset.parts[k], seed)))
     elif dataset.size is None:
-        index = range(n)
+        begin = first_row(dataset, seed)
+        index = range(begin, begin + n)
     else:
         index = range(min(n, dataset.size))
     keys = [rng.fold_in(seed, "take", i) for i in range(len(index))]
     return [dataset.prompt(i) for i in index], keys
+
+
+def first_row(dataset: Dataset, seed: int) -> int:
+    """Return the row that a generator begins with for a seed; 0 of other data sets."""
+    if dataset.size is not None or dataset.mixture is not None or seed == dataset.seed:
+        return 0
+    return rng.fold_in(seed, "rows") % _STARTS
 
 
 def _check_count(n: int) -> None:
@@ -84,12 +99,16 @@ def _check_count(n: int) -> None:
         raise ValueError(f"prompts: expected to take at least 1, got {n}")
 
 
-def _rows_at(dataset: Dataset, places: Sequence[int], seed: int, round: int) -> list[int]:
-    """The row at each of these places of the endless sequence."""
+def _rows_at(dataset: Dataset, places: Sequence[int], seed: int, order: int, round: int) -> list[int]:
+    """The row at each of these places of the endless sequence.
+
+    `seed` chooses the rows of a generator, `order` the order of others.
+    """
     if dataset.mixture is not None:
-        return _mixed_rows(dataset, dataset.mixture, places, seed, round)
+        return _mixed_rows(dataset, dataset.mixture, places, seed, order, round)
     if dataset.size is None:
-        return [place + round * _ROUND for place in places]
+        begin = first_row(dataset, seed) + round * _ROUND
+        return [begin + place for place in places]
 
     # each pass over the rows has its own order
     orders: dict[int, Tensor] = {}
@@ -97,20 +116,20 @@ def _rows_at(dataset: Dataset, places: Sequence[int], seed: int, round: int) -> 
     for place in places:
         epoch, at = divmod(place, dataset.size)
         if epoch not in orders:
-            orders[epoch] = _order(dataset.size, seed, epoch)
+            orders[epoch] = _order(dataset.size, order, epoch)
         rows.append(int(orders[epoch][at]))
     return rows
 
 
 def _mixed_rows(
-    dataset: Dataset, mixture: Mixture, places: Sequence[int], seed: int, round: int
+    dataset: Dataset, mixture: Mixture, places: Sequence[int], seed: int, order: int, round: int
 ) -> list[int]:
     """The rows at these places of a mixture, each part in its own order."""
     found = [mixture.source(place) for place in places]
     rows = []
     for k, part in enumerate(dataset.parts):
         mine = [j for source, j in found if source == k]
-        rows.append(iter(_rows_at(part, mine, rng.fold_in(seed, "source", k), round)))
+        rows.append(iter(_rows_at(part, mine, seed, rng.fold_in(order, "source", k), round)))
     return [mixture.place(k, next(rows[k])) for k, _ in found]
 
 

@@ -154,7 +154,7 @@ def load_for_training(
     others = _open(eval_data)
     unseen = []
     for x in others:
-        found = _whole(x, tokenizer, seed + 1, "test", kind, options)
+        found = replace(_whole(x, tokenizer, seed + 1, "test", kind, options), seed=seed)
         if x.identity("test") in taken:
             found = replace(found, note=f"{found.note}, which is trained on too")
         unseen.append(found)
@@ -194,7 +194,8 @@ def _divided(
     """(what is trained on, what is evaluated on) of one source."""
     if x.source.is_task:
         trained = _task(x.source, tokenizer, seed, kind, options)
-        return trained, _task(x.source, tokenizer, seed + 1, kind, options)
+        unseen = _task(x.source, tokenizer, seed + 1, kind, options)
+        return trained, replace(unseen, seed=seed)  # taken with the run's seed, from its first row on
 
     # the split that is meant for an evaluation, if there is one
     name = x.source.text

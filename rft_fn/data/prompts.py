@@ -110,7 +110,7 @@ def from_task(task: str, tokenizer: Any, *, level: int = 1, seed: int = 0, **opt
     or a prompt longer than `max_prompt` tokens.
     """
     generate = tasks.get_task(task).generate
-    rows = Endless(task, lambda index: generate(seed, index, level))
+    rows = Endless(task, lambda index: generate(seed, index, level), seed)
     return from_rows(rows, tokenizer, name=f"{task}:{level}", **options)
 
 

@@ -45,6 +45,7 @@ class Endless(NamedTuple):
 
     name: str  # of the source, in errors
     row: GetRow
+    seed: int = 0  # that they were made with
 
 
 class Place(str):

@@ -45,4 +45,4 @@ def task_rows(
         random_ = random.Random(rng.fold_in(seed, purpose, task, level, index))
         return {**made, "prompt": made["short"], **answer(found, made, random_, mixture)}
 
-    return Endless(task, row)
+    return Endless(task, row, seed)

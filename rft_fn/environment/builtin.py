@@ -68,7 +68,7 @@ def prompts(env: Environment, tokenizer: Any, *, seed: int = 0, **options: Any) 
     """
     if env.rows is None:
         raise ValueError(f"environment {env.name!r}: expected rows of its own, got none; give it data")
-    rows = Endless(env.name, partial(env.rows, seed))
+    rows = Endless(env.name, partial(env.rows, seed), seed)
     return from_rows(rows, tokenizer, name=env.name, **options)
 
 

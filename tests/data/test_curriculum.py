@@ -51,6 +51,18 @@ def played(dataset, steps, *, n=5, floor=0.02, window=8, seed=0, means=(0.9, 0.5
     return sources, drawn, state
 
 
+def test_a_level_of_a_task_is_drawn_by_the_seed():
+    """From its first row on for the seed that it was loaded with, and elsewhere for another one."""
+    levels = data.load(list(LEVELS[:2]), tiny.tokenizer(), seed=3, template="{short}")
+    state = curriculum.init(levels)
+    index = {}
+    for seed in (3, 4):
+        prompts, _, _ = curriculum.draw(state, levels, 6, 0, seed, floor=0.02)
+        index[seed] = [levels.mixture.source(p.index) for p in prompts]
+    assert index[3] == [(k, j) for k in (0, 1) for j in range(3)]
+    assert not set(index[3]) & set(index[4])
+
+
 one_prompt = st.tuples(st.integers(0, 2), st.lists(st.floats(-1, 2), min_size=3, max_size=3))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from fractions import Fraction
 
 import chats
 import pytest
@@ -48,8 +49,45 @@ def test_a_task_is_endless_and_never_repeats():
     assert [p.text for p in data.take(ds, 20, 0)[0]] != [p.text for p in data.take(other, 20, 0)[0]]
 
 
+def test_a_seed_of_its_own_draws_other_rows_of_a_task():
+    """From the first row on with the seed that it was loaded with, else from another row, in every round."""
+    drawn = {}
+    for seed in (0, 1, 2):
+        ds = data.from_task("addition", tiny.tokenizer(), template="{short}", seed=2)
+        for round in (0, 1):
+            prompts, _ = data.draw(ds, 9, 3, seed, round=round)
+            drawn[seed, round] = [p.index for p in prompts]
+        taken, _ = data.take(ds, 40, seed)
+        assert [p.index for p in taken[27:36]] == drawn[seed, 0]
+    assert drawn[2, 0] == list(range(27, 36))
+    rows = [i for index in drawn.values() for i in index]
+    assert len(set(rows)) == len(rows) == 54 and all(index == sorted(index) for index in drawn.values())
+
+    # the parts of a mixture alike
+    both = data.mix([rows_set(), ds], [Fraction(1), Fraction(3)])
+    for seed in (0, 1, 2):
+        found, _ = data.draw(both, 40, 0, seed)
+        mine = [p.index for p in found if p.columns["source"] != "rows"]
+        begin = drawn[seed, 0][0] - 27
+        assert mine == [both.mixture.place(1, begin + i) for i in range(30)]
+        taken, _ = data.take(both, 8, seed)
+        assert [p.index for p in taken if p.columns["source"] != "rows"] == mine[:6]
+        assert [p.columns["question"] for p in taken if p.columns["source"] == "rows"] == ["0+0=", "1+1="]
+
+
+@pytest.mark.parametrize("eval_data", [(), ("addition:2",)])
+def test_a_run_evaluates_on_the_first_rows_of_another_seed(eval_data):
+    trained, unseen = data.load_for_training(
+        "addition", tiny.tokenizer(), seed=5, template="{short}", eval_data=eval_data
+    )
+    other = data.load(eval_data or "addition", tiny.tokenizer(), seed=6, template="{short}")
+    shown = [p.text for p in data.take(unseen, 9, 5)[0]]
+    assert shown == [other.prompt(i).text for i in range(9)]
+    assert [p.index for p in data.draw(trained, 9, 0, 5)[0]] == list(range(9))
+
+
 def task_set():
-    return data.from_task("addition", tiny.tokenizer(), level=3, template="{short}")
+    return data.from_task("addition", tiny.tokenizer(), level=3, template="{short}", seed=3)
 
 
 @pytest.mark.parametrize("make", [rows_set, task_set])
