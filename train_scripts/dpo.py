@@ -135,7 +135,9 @@ def main(cfg: Config) -> None:
     processing = rft.run.load_processing(cfg, cfg.model)
     dataset, unseen = load_pairs(cfg, st, tokenizer, processing)
     cfg = rft.run.plan_steps(cfg, st, dataset, unseen, batch=cfg.batch, usual=100, what="pairs")
-    run = rft.run.open_folder(cfg, st, free=rft.run.free_options(cfg, "steps", "epochs"))
+    free = rft.run.free_options(cfg, "steps", "epochs")
+    used = {"data": dataset, "eval_data": unseen}
+    run = rft.run.open_folder(cfg, st, free=free, datasets=used, tokenizer=tokenizer)
 
     # ---- setup: the policy and its optimizer, the reference, and where the last checkpoint left them
     module = rft.run.load_policy(cfg, st)

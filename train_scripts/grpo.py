@@ -141,7 +141,9 @@ def main(cfg: Config) -> None:
     task = rft.run.load_task(cfg, st)
     cfg = rft.run.plan_rollouts(cfg, st, task, usual=140)
     rft.run.check_rewards(cfg, st, task)
-    run = rft.run.open_folder(cfg, st, free=rft.run.free_options(cfg, "steps", "data_epochs"))
+    free = rft.run.free_options(cfg, "steps", "data_epochs")
+    used = {"data": task.dataset, "eval_data": task.unseen}
+    run = rft.run.open_folder(cfg, st, free=free, datasets=used, tokenizer=task.tokenizer)
 
     # ---- setup: the policy, its optimizer, and the initial model where a KL asks for it
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)

@@ -117,7 +117,9 @@ def main(cfg: Config) -> None:
     tokenizer = rft.model.load_tokenizer(cfg.model)
     dataset, unseen = load_prompts(cfg, st, env, tokenizer)
     cfg = rft.run.plan_steps(cfg, st, dataset, unseen, batch=cfg.prompts, usual=100, passes="data_epochs")
-    run = rft.run.open_folder(cfg, st, free=rft.run.free_options(cfg, "steps", "data_epochs"))
+    free = rft.run.free_options(cfg, "steps", "data_epochs")
+    used = {"data": dataset, "eval_data": unseen}
+    run = rft.run.open_folder(cfg, st, free=free, datasets=used, tokenizer=tokenizer)
 
     # ---- setup: the policy, its optimizer, and the initial model where a KL asks for it
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)

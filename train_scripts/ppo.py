@@ -196,9 +196,12 @@ def main(cfg: Config) -> None:
     task = rft.run.load_task(cfg, st)
     cfg = rft.run.plan_rollouts(cfg, st, task, usual=60)
     rft.run.check_rewards(cfg, st, task)
+    used = {"data": task.dataset, "eval_data": task.unseen}
     if cfg.ptx:
         examples = load_examples(cfg, st, task)
-    run = rft.run.open_folder(cfg, st, free=rft.run.free_options(cfg, "steps", "data_epochs"))
+        used["ptx_data"] = examples
+    free = rft.run.free_options(cfg, "steps", "data_epochs")
+    run = rft.run.open_folder(cfg, st, free=free, datasets=used, tokenizer=task.tokenizer)
 
     # ---- setup: actor and critic with their optimizers, and the initial model where the KL asks for it
     sampling = rft.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, max_new=cfg.max_new)

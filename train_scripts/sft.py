@@ -75,7 +75,8 @@ def main(cfg: Config) -> None:
     rft.strategy.check_data(st, dataset)
     batch = cfg.strategy.train_batch_size or cfg.batch
     cfg = rft.run.plan_steps(cfg, st, dataset, batch=batch, usual=30)
-    run = rft.run.open_folder(cfg, st, free=rft.run.free_options(cfg, "steps", "epochs"))
+    free = rft.run.free_options(cfg, "steps", "epochs")
+    run = rft.run.open_folder(cfg, st, free=free, datasets={"data": dataset}, tokenizer=tokenizer)
 
     # ---- setup: the model and its optimizer, and where the last checkpoint left them
     module = rft.run.load_policy(cfg, st)

@@ -266,7 +266,9 @@ def main(cfg: Config) -> None:
     shares = cfg.loss == "bce"
     dataset, unseen = rft.run.load_labelled(cfg, st, tokenizer, processing, kind.items, shares=shares)
     cfg = rft.run.plan_steps(cfg, st, dataset, unseen, batch=cfg.batch, usual=300, what=cfg.kind)
-    run = rft.run.open_folder(cfg, st, free=rft.run.free_options(cfg, "steps", "epochs"))
+    free = rft.run.free_options(cfg, "steps", "epochs")
+    used = {"data": dataset, "eval_data": unseen}
+    run = rft.run.open_folder(cfg, st, free=free, datasets=used, tokenizer=tokenizer)
 
     # ---- setup: the model with its heads and its optimizer, and where the last checkpoint left them
     module = rft.run.load_reward_model(cfg, st)

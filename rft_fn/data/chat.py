@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from rft_fn.data.chat_template import MARK, reads
+from rft_fn.data.chat_template import MARK, dated, reads
 from rft_fn.data.media import media_of_turns, placed
 from rft_fn.data.media.cache import Encoded
 from rft_fn.data.media.places import for_template
@@ -231,6 +231,8 @@ class Chat(NamedTuple):
     def _rendered(self, turns: Any, tools: Any, ask: bool, **how: Any) -> Any:
         """The output of `apply_chat_template` with these options."""
         how = {"tools": tools, "add_generation_prompt": ask, **how, **self.kwargs}
+        if template := dated(self.tokenizer, tools):
+            how["chat_template"] = template
         apply = self.tokenizer.apply_chat_template
         if self.processing is not None:
             turns = [for_template(turn, self.tokenizer.chat_template) for turn in turns]

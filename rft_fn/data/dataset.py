@@ -6,8 +6,8 @@ An item is a `Prompt` or a `Pair`, made when it is asked for. A recipe refuses r
 import hashlib
 import warnings
 from array import array
-from collections.abc import Collection, Mapping
-from dataclasses import Field, dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import Field, dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from rft_fn.data.chat import Chat
@@ -63,6 +63,8 @@ class Dataset(Generic[ItemT]):
     mixture: Mixture | None = None  # which of the parts each place is drawn from
     seed: int = 0  # with which the rows of a generator are drawn from the first on
     note: str = ""  # which rows of its source these are, for the line that describes a run
+    marks: bytes = field(default=b"", repr=False)  # of each item of a file 4 bytes of its row, 4 of all of it
+    place: Callable[[int], str] | None = None  # where the row of an item of a file stands
 
 
 class Recipe(Protocol[ItemT_co]):
@@ -129,6 +131,7 @@ def make_dataset(
     changed = FirstFew()
     content = hashlib.blake2b(digest_size=16)
     seen = Seen(recipe.chat.tokenizer)
+    marks = bytearray()
     for i, found in enumerate(outcomes(rows, recipe, name, workers=workers)):
         if isinstance(found, Unfit):
             unfit.add((found.place, found.reason))
@@ -136,6 +139,8 @@ def make_dataset(
             long.add(f"{place_of(rows, i, name)} with {found}")
         else:
             content.update(f"{i} {found.text}".encode())
+            for text in (found.row, found.text):
+                marks += hashlib.blake2b(text.encode(), digest_size=4).digest()
             kept.append(i)
             seen.add(found, place_of(rows, i, name))
             for note in found.notes:
@@ -157,7 +162,14 @@ def make_dataset(
     if changed.count:
         warnings.warn(f"data: {'; '.join(changed.shown)}{changed.more()}", stacklevel=3)
     seen.warn()
-    return Dataset(name, len(kept), lambda i: make(kept[i]), content.hexdigest())
+    return Dataset(
+        name=name,
+        size=len(kept),
+        prompt=lambda i: make(kept[i]),
+        digest=content.hexdigest(),
+        marks=bytes(marks),
+        place=lambda i: place_of(rows, kept[i], name),
+    )
 
 
 def _endless(rows: Endless, recipe: Recipe[ItemT], name: str) -> Dataset[ItemT]:

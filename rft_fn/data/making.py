@@ -5,10 +5,12 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
+from datetime import date
 from typing import Any, NamedTuple
 
 import torch
 
+from rft_fn.data.chat_template import fix_day, fixed_day
 from rft_fn.data.media.stored import digest
 from rft_fn.data.messages import unread
 from rft_fn.data.rows import Place, Row, Table, place_of, row_at
@@ -24,6 +26,7 @@ class Made(NamedTuple):
     """An item that was made."""
 
     text: str  # that has all of its content, for a digest
+    row: str  # that has the content of its row
     notes: tuple[str, ...]  # how its media were changed
     unread: Sequence[str] = ()  # columns of a known schema that are not read
     tokens: int = 0
@@ -42,7 +45,8 @@ def outcomes(rows: Table, recipe: Any, name: str, *, workers: int = 0) -> Iterat
         for i in range(len(rows)):
             yield _tried(recipe, rows, i, name)
         return
-    how = {"initializer": _start, "initargs": (recipe,), "mp_context": multiprocessing.get_context("spawn")}
+    how = {"initializer": _start, "initargs": (recipe, fixed_day())}
+    how["mp_context"] = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, **how) as pool:
         yield from pool.map(_in_worker, _read(rows, name), chunksize=_CHUNK)
 
@@ -121,9 +125,11 @@ class Seen:
 
 def _made(item: Any) -> Made:
     values = tuple(getattr(item, field.name) for field in fields(item))
+    row: Any = item.columns
     if getattr(item, "media", None) is not None or _have_media(values):
         values = _plain(values)
-    return Made(repr(values), getattr(item, "media_notes", ()))
+        row = _plain(row)
+    return Made(repr(values), repr(row), getattr(item, "media_notes", ()))
 
 
 def _have_media(values: tuple[Any, ...]) -> bool:
@@ -154,10 +160,11 @@ def _plain(x: Any) -> Any:
 _recipe: Any = None  # of a worker
 
 
-def _start(recipe: Any) -> None:
-    """Keep the recipe in a worker, which computes on one thread."""
+def _start(recipe: Any, day: date | None) -> None:
+    """Keep the recipe and the day of the run in a worker, which computes on one thread."""
     global _recipe
     _recipe = recipe
+    fix_day(day)
     torch.set_num_threads(1)
 
 

@@ -1,34 +1,110 @@
-"""A claim to the folder of a run: it is writable, locked, and holds steps with the same options."""
+"""A claim to the folder of a run: it is writable, locked, and holds steps with the same options and data."""
 
+import hashlib
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from rft_fn.data import Dataset
+from rft_fn.data.chat_template import fixed_day
 from rft_fn.run import lock
-from rft_fn.run.files import append_row, differences, write_whole
-from rft_fn.run.resume import settings
+from rft_fn.run.files import append_row, differences, filled, write_whole
+from rft_fn.run.resume import FACTS, settings
 
-__all__ = ["Claim"]
+__all__ = ["Claim", "Inputs", "files_of"]
+
+_ROWS = "rows.bin"  # the marks of the data
+_SAMPLE = (
+    "Hello, World! 3.14 + 1,000 = x_1\n\n\tdef f(n):  # äöü 你好 🙂"  # tokenizers split it in their own ways
+)
+
+
+class Inputs(NamedTuple):
+    """What a run is made of beside its options."""
+
+    datasets: Mapping[str, Dataset]  # by the option that names them
+    files: Sequence[Path] = ()  # code of the user's: rewards, an environment
+    tokenizer: Any = None
+
+    def digests(self) -> dict[str, Any]:
+        """Return the digests of all of it, as config.json has them."""
+        found: dict[str, Any] = {}
+        for name, dataset in self.datasets.items():
+            parts = dataset.parts or (dataset,)
+            found[name] = [{"name": x.name, "rows": x.size, "digest": x.digest} for x in parts]
+        found["files"] = {str(path): _digest([path.read_bytes()]) for path in self.files}
+        if self.tokenizer is not None:
+            found["tokenizer"] = _tokenizer_digest(self.tokenizer)
+            found["chat_template"] = _digest([repr(self.tokenizer.chat_template).encode()])
+        return found
+
+    def marks(self) -> bytes:
+        """Return the marks of all rows, in the order of the digests."""
+        parts = [part for dataset in self.datasets.values() for part in dataset.parts or (dataset,)]
+        return b"".join(part.marks for part in parts)
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()
+
+
+def _tokenizer_digest(tokenizer: Any) -> str:
+    """Return a digest of the vocabulary, the special tokens, and how a text is split."""
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    special = sorted(map(str, tokenizer.all_special_tokens))
+    return _digest(repr(x).encode() for x in (vocabulary, special, tokenizer.encode(_SAMPLE)))
+
+
+def files_of(specs: Iterable[str]) -> list[Path]:
+    """Return the files of the specs that name a function of a file, as [LIBRARY:]FILE.py:NAME does."""
+    found = {}
+    for spec in specs:
+        source, colon, _ = re.sub(r"^\[[^\]]*\]", "", spec).partition(".py:")
+        path = Path(f"{source}.py")
+        if colon and not path.is_file():  # behind the name of a library
+            path = Path(f"{source.partition(':')[2]}.py")
+        if colon and path.is_file():
+            found[path] = None
+    return list(found)
 
 
 class Claim:
-    """The folder of a run, for a command with the options `config`.
+    """The folder of a run, for a command with the options `config` and the data of `inputs`.
 
-    It may differ in the options `free` from those of the steps that are in the folder.
+    The options may differ in the `free` ones from those of the steps that are in the folder. `defaults` are
+    the values of options that an older version did not have.
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any], free: Collection[str]):
+    def __init__(
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        free: Collection[str],
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        inputs: Inputs | None = None,
+    ):
         self.folder = folder
         self.config = config
         self.free = free
-        self.changed: dict[str, tuple[Any, Any]] = {}  # name -> (old, new) of options that are not free
+        self.defaults = defaults or {}
+        self.inputs = inputs
+        self.facts: dict[str, Any] = {}  # the date and the digests
+        self.changed: dict[str, tuple[Any, Any]] = {}  # name -> (old, new) of what is not free
 
     def take(self, *, override: bool) -> None:
         """Make the folder and lock it.
 
         ValueError for a folder that cannot be written, that another process is using, or that holds steps
-        with other options, unless `override`.
+        with other options or other data, unless `override`. Changed code, tokenizers and chat templates are
+        announced.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -46,13 +122,20 @@ class Claim:
             raise
 
     def _compare(self, override: bool) -> None:
-        """Refuse other options than those of the steps that are here; write them where there are none."""
+        """Refuse other options or data than those of the steps that are here, if there are any."""
+        if self.inputs is not None:
+            day = fixed_day()
+            self.facts = {"date": day and day.isoformat(), "digests": self.inputs.digests()}
         path = self.folder / "config.json"
         # a command that stopped at its preflight has claimed nothing: the mended one may be another
         if not (self.folder / "metrics.jsonl").exists() or not path.exists():
             self.write_config()
             return
-        changed = differences(settings(self.folder), self.config)
+        stored = settings(self.folder)
+        before = {name: stored.pop(name) for name in FACTS if name in stored}
+        if self.inputs is None:
+            self.facts = before
+        changed = differences(filled(stored, self.defaults), self.config)
         self.changed = {name: pair for name, pair in changed.items() if name not in self.free}
         if self.changed and not override:
             named = [f"{name} was {old!r} and is {new!r}" for name, (old, new) in self.changed.items()]
@@ -61,6 +144,59 @@ class Claim:
                 "give --override to continue it with these, --out another folder, or delete this one to "
                 "start again"
             )
+        self._compare_inputs(before.get("digests", {}), override)
+
+    def _compare_inputs(self, before: Mapping[str, Any], override: bool) -> None:
+        """Refuse other rows than those of the steps that are here, and announce what else is another."""
+        if self.inputs is None:
+            return
+        # what one of the two does not have was not stored yet, or is an option that has changed
+        found = differences(before, self.facts["digests"])
+        found = {name: pair for name, pair in found.items() if None not in pair}
+        self.changed |= {f"digests.{name}": pair for name, pair in found.items()}
+        for name in found:
+            if name not in self.inputs.datasets:
+                what = name.removeprefix("files.")
+                print(f"warning: {self.folder}: {what} is another than in the steps before", flush=True)
+
+        # another tokenizer or template makes other prompts of the same rows
+        read_alike = not found.keys() & {"tokenizer", "chat_template"}
+        if (line := self._first_difference(before, read_alike)) and not override:
+            raise ValueError(
+                f"run folder {self.folder} holds a run with other data: {line}; give --override to continue "
+                "it with these rows, --out another folder, or delete this one to start again"
+            )
+
+    def _first_difference(self, before: Mapping[str, Any], read_alike: bool) -> str:
+        """Return which row is another one, or how the number of rows differs; nothing where all are alike.
+
+        With `read_alike` what is made of a row has to be the same too, its media for example.
+        """
+        assert self.inputs is not None
+        path = self.folder / _ROWS
+        marks = path.read_bytes() if path.exists() else b""
+        end = 0  # of the marks of a part
+        for name, stored in before.items():
+            dataset = self.inputs.datasets.get(name)
+            if dataset is None:
+                continue
+            for was, part in zip(stored, dataset.parts or (dataset,)):
+                begin, end = end, end + 8 * (was["rows"] or 0)
+                if was["digest"] == part.digest:
+                    continue
+                if was["rows"] != part.size:
+                    return f"{name}: {part.name} had {was['rows']} rows and has {part.size}"
+                old = np.frombuffer(marks[begin:end], "<u4").reshape(-1, 2)
+                new = np.frombuffer(part.marks, "<u4").reshape(-1, 2)
+                if len(old) != len(new) or part.place is None:
+                    return f"{name}: the rows of {part.name} are others than they were"
+                other = old != new
+                if other[:, 0].any():
+                    return f"{name}: {part.place(int(other[:, 0].argmax()))} is another row than it was"
+                if read_alike and other[:, 1].any():
+                    place = part.place(int(other[:, 1].argmax()))
+                    return f"{name}: {place} is the row that it was, and what is made of it is another"
+        return ""
 
     def note_changes(self, step: int) -> None:
         """Write the options of this command, and before that, what changes with them after `step` steps."""
@@ -71,9 +207,14 @@ class Claim:
         self.write_config()
 
     def write_config(self) -> None:
-        """Write config.json, unless it has these options already."""
+        """Write config.json and the bytes of the rows, unless the folder has these already."""
+        path = self.folder / _ROWS
+        if self.inputs is not None:
+            marks = self.inputs.marks()
+            if marks and (not path.exists() or path.read_bytes() != marks):
+                write_whole(path, marks)
         path = self.folder / "config.json"
-        text = json.dumps(self.config, indent=1) + "\n"
+        text = json.dumps(self.config | self.facts, indent=1) + "\n"
         if not path.exists() or path.read_text() != text:
             write_whole(path, text)
 

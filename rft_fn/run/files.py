@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["append_row", "differences", "jsonable", "keep_until", "write_whole"]
+__all__ = [
+    "append_row", "defaults_of", "differences", "filled", "jsonable", "keep_until", "write_whole",
+]  # fmt: skip
 
 
 def jsonable(x: Any) -> Any:
@@ -19,12 +21,32 @@ def jsonable(x: Any) -> Any:
     return x
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file by one rename: its readers find the old text or the new one, also after a full disk."""
+def defaults_of(config: Any) -> dict[str, Any]:
+    """Return the defaults of a dataclass as JSON can hold them, without the fields that have none."""
+    found = {}
+    for f in dataclasses.fields(config):
+        if f.default is not dataclasses.MISSING:
+            found[f.name] = jsonable(f.default)
+        elif f.default_factory is not dataclasses.MISSING:
+            found[f.name] = jsonable(f.default_factory())
+    return found
+
+
+def filled(stored: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested config with the defaults of the options that it does not have."""
+    found = {**defaults, **stored}
+    for name, x in defaults.items():
+        if isinstance(x, Mapping) and isinstance(found[name], Mapping):
+            found[name] = filled(found[name], x)
+    return found
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file by one rename: its readers find the old content or the new one, also after a full disk."""
     tmp = path.with_name(f".{path.name}.tmp")
     try:
-        with tmp.open("w") as file:
-            file.write(text)
+        with tmp.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(tmp, path)

@@ -1,7 +1,9 @@
 """The folder of a run: what it writes, and what the same command finds there when it starts again.
 
-runs/NAME/config.json         the options, of the last start that changed some
-          overrides.jsonl     options that changed the mathematics in mid-run, with the step of the change
+runs/NAME/config.json         the options, of the last start that changed some; the date of the first start,
+                              and digests of the data, the code of rewards, and the tokenizer
+          rows.bin            8 bytes of each row of the data, which tell the row that has changed
+          overrides.jsonl     what changed the mathematics in mid-run, with the step of the change
           metrics.jsonl       a row per step, a function of the config alone: a resumed run's is equal
           timing.jsonl        seconds, in all and by phase, tokens/s and peak memory
           trajectories.jsonl  sampled responses with their rewards, to be read
@@ -21,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from rft_fn import check, dist
+from rft_fn.data.chat_template import fix_day
 from rft_fn.metric import Calibration
 from rft_fn.reward import Judged
 from rft_fn.run import plot, resume, signals, trajectories, warnings
 from rft_fn.run import trackers as trackers_lib
-from rft_fn.run.claim import Claim
-from rft_fn.run.files import append_row, jsonable
+from rft_fn.run.claim import Claim, Inputs
+from rft_fn.run.files import append_row, defaults_of, jsonable
 from rft_fn.run.pictures import Pictures
 from rft_fn.run.progress import Progress
 from rft_fn.run.timing import Timing
@@ -53,6 +56,7 @@ class Run:
         log_dir: str | Path = "",
         plot_every: int = 0,
         session: Session | None = None,
+        inputs: Inputs | None = None,
     ):
         """Make the folder and lock it, or continue the run in it.
 
@@ -61,6 +65,7 @@ class Run:
         Pictures and tensorboard files go to `log_dir`, or to the folder; a histogram of response lengths
         every `plot_every` steps (0: only at the end). `project` and `name` are what trackers show. Dumps of
         gradients that are not finite go to the folder too, with the `session` of the run's strategy.
+        `inputs` are the data, the code, and the tokenizer of the run.
 
         ValueError on every rank, before anything is computed, for a folder that cannot be written, that
         another process is using, or that holds another run, and for a tracker that is not installed.
@@ -75,9 +80,11 @@ class Run:
         self.config = jsonable(config)
 
         may_change = {"out", "override", *free}
+        defaults: dict[str, Any] = {}
         if dataclasses.is_dataclass(config):
             may_change |= check.free(type(config))
-        self._claim = Claim(self.folder, self.config, may_change)
+            defaults = defaults_of(config)
+        self._claim = Claim(self.folder, self.config, may_change, defaults=defaults, inputs=inputs)
         self._timing = Timing()
         self._progress = Progress(self.folder.name, total)
         self._pictures = Pictures(self.folder, Path(log_dir or folder), every=plot_every)
@@ -228,6 +235,7 @@ class Run:
     def finish(self) -> None:
         """Draw the pictures, show the curve in the terminal, name the files, and unlock the folder."""
         self._close()
+        fix_day(None)
         if not self.main:
             return
         self._pictures.draw()

@@ -1,12 +1,16 @@
 """An earlier run in a folder: its options, its model, and its rows up to a checkpoint."""
 
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from rft_fn.run.files import keep_until, write_whole
 
-__all__ = ["checkpoints", "cut_back", "last_model", "mark_saved", "settings"]
+__all__ = ["FACTS", "checkpoints", "cut_back", "first_day", "last_model", "mark_saved", "settings"]
+
+FACTS = ("date", "digests")
+"""What stands in config.json beside the options: the day of the first start, and what the run is made of."""
 
 _SAVED = ".saved"  # exists once a checkpoint has existed
 _ROWS = ("metrics.jsonl", "timing.jsonl", "trajectories.jsonl", "distributions.jsonl", "tokens.jsonl")
@@ -32,6 +36,13 @@ def settings(folder: str | Path) -> dict[str, Any]:
             f"run folder {folder}: config.json is damaged ({error}); delete that file to continue with the "
             "options of this command, or put back a copy"
         ) from error
+
+
+def first_day(folder: str | Path) -> date:
+    """Return the day on which the run in a folder began; today where it has no step yet, or noted no day."""
+    begun = all((Path(folder) / name).exists() for name in ("metrics.jsonl", "config.json"))
+    stored = settings(folder).get("date") if begun else None
+    return date.fromisoformat(stored) if stored else date.today()
 
 
 def last_model(name: str) -> str:

@@ -4,18 +4,20 @@ Plain functions, which a script calls in the order that it chooses. None of them
 loss or an advantage.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from rft_fn import data, engine, model, optim, packing, strategy
+from rft_fn import data, dist, engine, model, optim, packing, strategy
+from rft_fn.data.chat_template import fix_day
 from rft_fn.memory import Sampler
 from rft_fn.memory.example import largest
 from rft_fn.model.media import sees_or_hears
-from rft_fn.run import options
+from rft_fn.run import options, resume
+from rft_fn.run.claim import Inputs, files_of
 from rft_fn.run.cli import without
 from rft_fn.run.folder import Run
 from rft_fn.run.placing import placed
@@ -37,13 +39,17 @@ _LOOKED_AT = 16  # prompts, for the largest images and sounds
 def start(cfg: options.Run, *, unread: Iterable[str] = ()) -> Strategy:
     """Start the strategy of a run, on every process.
 
-    `unread` names the options of `cfg.strategy` that the script does not read. ValueError for one of them
-    that is given, and for options that the machine or the engine cannot honour.
+    Chat templates that ask for the date get that of the first start of the run in the folder. `unread` names
+    the options of `cfg.strategy` that the script does not read. ValueError for one of them that is given, and
+    for options that the machine or the engine cannot honour.
     """
     without(cfg.strategy, *unread)
     without(cfg.strategy, "max_norm", instead="use --max-norm")
     without(cfg.strategy, "seed", instead="use --seed")
     st = strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
+    with st.session.watch():
+        days = dist.all_gather_object(resume.first_day(cfg.out) if st.rank == 0 else None)
+    fix_day(days[0])
     engine.check_config(engine.config_of(cfg.strategy))
     return st
 
@@ -132,14 +138,24 @@ def free_options(cfg: options.Optimizer, *names: str) -> tuple[str, ...]:
     return ()
 
 
-def open_folder(cfg: options.Run, st: Strategy, *, free: Sequence[str] = ()) -> Run:
+def open_folder(
+    cfg: options.Run,
+    st: Strategy,
+    *,
+    free: Sequence[str] = (),
+    datasets: Mapping[str, data.Dataset] | None = None,
+    tokenizer: Any = None,
+) -> Run:
     """Open the folder of a run whose number of steps is decided.
 
     `free` are options that may differ from those of the steps that the folder holds, besides `check.Free`
-    ones. ValueError as `Run` raises it.
+    ones. The rows of `datasets`, by the options that name them, have to be those of these steps; changes of
+    the tokenizer, of its chat template and of the files of rewards are announced. ValueError as `Run` raises
+    it.
     """
     if cfg.steps is None:
         raise ValueError("steps: expected a number, got None; plan_steps decides it")
+    specs = [*getattr(cfg, "reward", ()), getattr(cfg, "environment", "")]
     return Run(
         cfg.out,
         cfg,
@@ -151,6 +167,7 @@ def open_folder(cfg: options.Run, st: Strategy, *, free: Sequence[str] = ()) -> 
         name=cfg.run_name,
         free=free,
         override=cfg.override,
+        inputs=Inputs(datasets or {}, files_of(specs), tokenizer),
         **st.config.pictures(),
     )
 

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from datetime import date, datetime
 
 import chats
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from rft_fn import data
 from rft_fn.data import chat as chat_module
+from rft_fn.data import chat_template
 from rft_fn.data.chat import Chat
 from rft_fn.data.lists import lists_from_rows
 from rft_fn.data.messages import conversation
@@ -521,3 +523,37 @@ def test_where_a_template_ends_no_turn_the_end_of_sequence_does():
     assert Chat(chats.tokenizer(chats.BARE), {}).turn_end() == [1]
     assert Chat(chats.tokenizer("{{ raise_exception('no') }}"), {}).turn_end() == [1]
     assert Chat(chats.tokenizer(None), {}).turn_end() == [1]
+
+
+# ---------- the date
+
+DATED = (
+    '  {%- if strftime_now is defined %}{% set day = strftime_now("%d %b %Y") %}{% endif -%}\n'
+    "{{ day }}{% macro at(code) %}{{ strftime_now(code) }}{% endmacro %} {{ at('%H:%M %-d%%') }}"
+    "{% for m in messages %}{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}{% endfor %}"
+)
+
+
+@pytest.fixture(name="day")
+def fixed_day():
+    """A day that chat templates take for today."""
+    chat_template.fix_day(date(2024, 7, 26))
+    yield
+    chat_template.fix_day(None)
+
+
+@pytest.mark.usefixtures("day")
+def test_a_template_takes_the_fixed_day_for_today():
+    chat = Chat(chats.tokenizer(DATED), {})
+    text = chat.tokenizer.decode(chat.ids([user("a")], ask=True))
+    assert text == f"26 Jul 2024 00:00 26% a{chat.tokenizer.eos_token}"
+    (lesson,) = chat.lessons(talk(user("q"), says("b")), "all")
+    assert chats.shown(chat.tokenizer, lesson).startswith("26 Jul 2024")
+
+    # every rendering goes the same way, whoever asks, and no template without a date is touched
+    assert chat.tokenizer.decode(data.render(chat.tokenizer, "a")) == text
+    plain = chats.tokenizer(chats.CHATML)
+    assert chat_template.dated(plain) is None
+    chat_template.fix_day(None)
+    today = datetime.now().strftime("%d %b %Y")
+    assert chat.tokenizer.decode(chat.ids([user("a")], ask=True)).startswith(today)

@@ -1,10 +1,13 @@
 """Observations as tokens, behind responses as they were sampled, by chat templates of many manners."""
 
+from datetime import date
+
 import chats
 import pytest
 import tiny
 
 from rft_fn import environment
+from rft_fn.data import chat_template
 from rft_fn.environment import Renderer
 
 TEMPLATES = ("CHATML", "LLAMA3", "QWEN3", "MARKED")
@@ -124,3 +127,14 @@ def test_a_response_is_read_without_the_token_that_ends_it():
     ids = tok.encode("<|head|>sure", add_special_tokens=False)
     assert Renderer(tok).said([*ids, tok.eos_token_id]) == "<|head|>sure"
     assert Renderer(tok).said([tok.eos_token_id]) == ""
+
+
+def test_what_follows_a_response_has_the_fixed_day_too():
+    tok = tokenizer("CHATML")
+    tok.chat_template = tok.chat_template.replace("m['role'] }}", "strftime_now('%Y ') + m['role'] }}")
+    chat_template.fix_day(date(2024, 7, 26))
+    try:
+        said = tok.decode(Renderer(tok).reply([tok.eos_token_id], USER))
+    finally:
+        chat_template.fix_day(None)
+    assert "<|im_start|>2024 user\nnext?" in said

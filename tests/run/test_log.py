@@ -1,22 +1,25 @@
 """The folder of a run: rows that can be cut back, refusals before anything is computed, pictures."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from datetime import date
 
 import numpy as np
 import pytest
 import torch
 from matplotlib import image
 
-from rft_fn import check, dist
+from rft_fn import check, data, dist, model
 from rft_fn import run as runs
+from rft_fn.data import chat_template
 from rft_fn.reward import Judged
-from rft_fn.run import plot, signals
+from rft_fn.run import claim, options, plot, resume, signals
 from rft_fn.strategy import StrategyConfig
 
 
@@ -176,6 +179,141 @@ def test_a_damaged_config_is_one_line_and_loses_nothing(tmp_path):
     (tmp_path / "r/config.json").unlink()
     runs.Run(tmp_path / "r", Nested(), total=4).resume(2)
     assert (tmp_path / "r/metrics.jsonl").read_bytes() == before
+
+
+def rows_file(path, texts):
+    path.write_text("".join(json.dumps({"question": text, "answer": "1"}) + "\n" for text in texts))
+    return str(path)
+
+
+def with_data(folder, sources, *, override=False, tokenizer=None, files=()):
+    """A run on the rows of some files, of which none is held out."""
+    tokenizer = tokenizer or model.load_tokenizer("tiny")
+    dataset = data.load(sources, tokenizer, template="{question}")
+    inputs = claim.Inputs({"data": dataset}, files, tokenizer)
+    return runs.Run(folder, Config(), total=4, override=override, inputs=inputs)
+
+
+def test_other_rows_in_the_same_file_are_refused_with_the_first_that_differs(tmp_path):
+    a = rows_file(tmp_path / "a.jsonl", ["3 1 2", "5 4", "9 8 7"])
+    b = rows_file(tmp_path / "b.jsonl", ["1 2", "2 1", "7 6"])
+    write(with_data(tmp_path / "r", [a, b]), [0])
+    with_data(tmp_path / "r", [a, b]).resume(1)
+
+    rows_file(tmp_path / "b.jsonl", ["1 2", "2 1", "7 5"])
+    line = rf"holds a run with other data: data: {b}, line 3 is another row than it was; give --override"
+    with pytest.raises(ValueError, match=line):
+        with_data(tmp_path / "r", [a, b])
+    rows_file(tmp_path / "b.jsonl", ["1 2", "2 1"])
+    with pytest.raises(ValueError, match=rf"data: {b} had 3 rows and has 2; give --override"):
+        with_data(tmp_path / "r", [a, b])
+
+    # what is continued with other rows is noted, and is then what the run has
+    with_data(tmp_path / "r", [a, b], override=True).resume(1)
+    (noted,) = map(json.loads, (tmp_path / "r/overrides.jsonl").read_text().splitlines())
+    assert (noted["step"], noted["name"]) == (1, "digests.data")
+    assert [part["rows"] for part in noted["old"]] == [3, 3]
+    assert [part["rows"] for part in noted["new"]] == [3, 2]
+    with_data(tmp_path / "r", [a, b]).resume(1)
+
+
+def test_another_tokenizer_template_or_reward_file_is_announced(tmp_path, capsys):
+    a = rows_file(tmp_path / "a.jsonl", ["3 1 2", "5 4"])
+    reward = tmp_path / "my_reward.py"
+    reward.write_text("def score(completions): return [1.0] * len(completions)")
+    files = claim.files_of(
+        [f"verl:{reward}:score=2", f"[kind=a]{reward}:other(scale=2)", "math", "task:tone"]
+    )
+    assert files == [reward]
+    write(with_data(tmp_path / "r", a, files=files), [0])
+    with_data(tmp_path / "r", a, files=files).resume(1)
+    assert "warning" not in capsys.readouterr().out
+
+    reward.write_text("def score(completions): return [2.0] * len(completions)")
+    tokenizer = model.load_tokenizer("tiny")
+    tokenizer.chat_template += " "
+    with_data(tmp_path / "r", a, tokenizer=tokenizer, files=files).resume(1)
+    said = re.findall(r"warning: .*/r: (\S+) is another than in the steps before", capsys.readouterr().out)
+    assert said == ["chat_template", str(reward)]
+    names = [json.loads(line)["name"] for line in (tmp_path / "r/overrides.jsonl").read_text().splitlines()]
+    assert names == ["digests.chat_template", "digests.data", f"digests.files.{reward}"]
+    with_data(tmp_path / "r", a, tokenizer=tokenizer, files=files).resume(1)
+    assert "warning" not in capsys.readouterr().out
+
+    # the data too, though it reads otherwise now
+    rows_file(tmp_path / "a.jsonl", ["3 1 2", "5 6"])
+    with pytest.raises(ValueError, match="line 2 is another row"):
+        with_data(tmp_path / "r", a, files=files)
+    assert "r: chat_template is another" in capsys.readouterr().out
+
+    rows_file(tmp_path / "a.jsonl", ["3 1 2", "5 4"])
+    tokenizer.add_tokens(["<new>"])
+    with_data(tmp_path / "r", a, tokenizer=tokenizer, files=files).resume(1)
+    assert "r: tokenizer is another" in capsys.readouterr().out
+
+
+def test_a_run_of_an_older_version_resumes_in_silence(tmp_path, capsys):
+    """Its config.json has no digests, and lacks an option that is new."""
+    a = rows_file(tmp_path / "a.jsonl", ["3 1 2", "5 4"])
+    write(with_data(tmp_path / "r", a), [0])
+    path = tmp_path / "r/config.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({name: stored[name] for name in ("lr", "steps")}))
+    (tmp_path / "r/rows.bin").unlink()
+    rows_file(tmp_path / "a.jsonl", ["3 1 2", "5 4 6"])
+    with_data(tmp_path / "r", a).resume(1)
+    assert "warning" not in capsys.readouterr().out
+    assert not (tmp_path / "r/overrides.jsonl").exists()
+    assert json.loads(path.read_text())["digests"]["data"][0]["rows"] == 2
+
+    # a new option that is not what it was without it changes the mathematics
+    path.write_text(json.dumps({name: stored[name] for name in ("lr", "steps")}))
+    with pytest.raises(ValueError, match=r"names was \['a'\] and is \['b'\]"):
+        runs.Run(tmp_path / "r", Config(names=("b",)), total=4)
+
+
+@dataclass(frozen=True)
+class Begun(options.Run):
+    data: tuple[str, ...] = ()
+    steps: int | None = 4
+
+
+def test_a_run_keeps_the_date_of_its_first_start(tmp_path, monkeypatch):
+    """The day is fixed before any row is read, and what was stored without one takes today."""
+
+    def days_later(days):
+        class Later(date):
+            @classmethod
+            def today(cls):
+                return cls(2026, 7, 30 + days)
+
+        monkeypatch.setattr(resume, "date", Later)
+
+    def begin(steps):
+        cfg = Begun(out=str(tmp_path / "r"))
+        st = runs.start(cfg)
+        run = runs.open_folder(cfg, st)
+        run.resume(steps)
+        write(run, range(steps, 4))
+        run.stop_at_day = chat_template.fixed_day()
+        run.finish()
+        assert chat_template.fixed_day() is None  # that is, until the end of the run
+        return run.stop_at_day.isoformat()
+
+    for days, day in ((0, "2026-07-30"), (1, "2026-07-30")):
+        days_later(days)
+        assert begin(days) == day
+        assert json.loads((tmp_path / "r/config.json").read_text())["date"] == day
+
+    # a run of an older version, and one that stopped before its first step
+    path = tmp_path / "r/config.json"
+    for change in (
+        lambda: path.write_text(json.dumps({**json.loads(path.read_text()), "date": None})),
+        lambda: (tmp_path / "r/metrics.jsonl").unlink(),
+    ):
+        change()
+        assert begin(0) == "2026-07-31"
+        assert json.loads(path.read_text())["date"] == "2026-07-31"
 
 
 HOLDER = """

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rft_fn.run.resume import settings
+from rft_fn.run.resume import FACTS, settings
 
 __all__ = ["Recorded", "config_differences", "flattened", "grouped", "read", "read_all", "rows_of"]
 
@@ -54,7 +54,7 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def read(folder: str | Path, name: str = "") -> Recorded:
     """The run in a folder. ValueError for a folder without a config or without a finished step."""
     folder = Path(folder)
-    config = flattened(settings(folder))
+    config = flattened({name: x for name, x in settings(folder).items() if name not in FACTS})
     metrics = rows_of(folder / "metrics.jsonl")
     if not metrics:
         raise ValueError(f"run: expected a run with at least one finished step, got {folder}")
