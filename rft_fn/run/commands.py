@@ -11,12 +11,16 @@ from typing import Any, Literal, NamedTuple
 
 import tyro
 
+from rft_fn import rng
 from rft_fn.run import completion, doctor, parsing, scripts, watch
 from rft_fn.run.cli import guard
 from rft_fn.run.page import write_page
 from rft_fn.run.page.fields import Name
+from rft_fn.run.page.recorded import read_all
 
 __all__ = ["COMMANDS", "Command", "Script", "main"]
+
+_LONGEST = 100  # characters of the name of a page
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Report:
     """Write one page about runs that needs no server: curves, time, options, and every token with colours."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]  # folders of runs; those that differ only in seed are a group
-    out: str = "report.html"  # the page
+    out: str = ""  # the page; if empty, report.html in the folder of the run, for several A_B.html here
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,18 @@ def report(options: Report) -> None:
     """Write the page and say where it is."""
     if not options.runs:
         raise ValueError("runs: expected the folder of at least one run, got none")
-    path = write_page(options.runs, options.out)
+    path = write_page(options.runs, options.out or _page_of(options.runs))
     print(f"report: {path}  ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+def _page_of(folders: Sequence[str]) -> Path:
+    """Return the path of a page that no other runs have."""
+    if len(folders) == 1:
+        return Path(folders[0]) / "report.html"
+    name = "_".join(run.name.replace("/", "-") for run in read_all(folders))
+    if len(name) > _LONGEST:
+        name = f"{name[:_LONGEST]}_{rng.fold_in(0, name):016x}"
+    return Path(f"{name}.html")
 
 
 def watch_run(options: Watch) -> None:

@@ -26,7 +26,7 @@ from rft_fn import check, dist
 from rft_fn.data.chat_template import fix_day
 from rft_fn.metric import Calibration
 from rft_fn.reward import Judged
-from rft_fn.run import plot, resume, signals, trajectories, warnings
+from rft_fn.run import lock, plot, resume, signals, trajectories, warnings
 from rft_fn.run import trackers as trackers_lib
 from rft_fn.run.claim import Claim, Inputs
 from rft_fn.run.files import append_row, defaults_of, jsonable
@@ -149,10 +149,11 @@ class Run:
         """Write one step's metrics to every place; `tokens` were processed since the last call.
 
         Non-finite values become null. The seconds of a phase after this call (a checkpoint's) are in the row
-        of the next step.
+        of the next step. ValueError where the folder was deleted during the run.
         """
         if not self.main:
             return
+        self._check_folder()
         resume.mark_saved(self.folder)
         timing = self._timing.row(tokens)
 
@@ -193,6 +194,8 @@ class Run:
         if split == "train":
             self._pictures.note_lengths(step, rollout.mask.sum(-1).tolist())
             self._pictures.note_samples(step, prompts, judged, count=count)
+            if step + 1 == self.total:  # before its checkpoint: a run that continues from there has none
+                self._pictures.draw_responses()
             spread = trajectories.distribution(step, rollout, judged)
             append_row(self.folder / "distributions.jsonl", spread)
         for row in trajectories.rows(step, prompts, judged, count=count, split=split):
@@ -234,6 +237,8 @@ class Run:
 
     def finish(self) -> None:
         """Draw the pictures, show the curve in the terminal, name the files, and unlock the folder."""
+        if self.main:
+            self._check_folder()
         self._close()
         fix_day(None)
         if not self.main:
@@ -246,6 +251,11 @@ class Run:
         rows = [name for name in ("metrics.jsonl", "trajectories.jsonl") if (self.folder / name).exists()]
         print(f"run: {self.folder}  ({', '.join(rows)})  {self._pictures.curve}")
         print(f"page of all of it: rft report {self.folder}", flush=True)
+
+    def _check_folder(self) -> None:
+        """ValueError for a folder that was deleted during the run, or all rows in it."""
+        path = self.folder / "metrics.jsonl"
+        lock.check(self.folder, whole=not self._reached or path.exists())
 
     def _close(self) -> None:
         self._progress.stop()

@@ -7,7 +7,7 @@ import socket
 import time
 from pathlib import Path
 
-__all__ = ["acquire", "held", "release"]
+__all__ = ["acquire", "check", "held", "release"]
 
 _held: dict[Path, int] = {}  # folder -> the open file that holds its lock; a process shares its own lock
 
@@ -39,6 +39,24 @@ def acquire(folder: Path) -> None:
     os.ftruncate(file, 0)
     os.write(file, json.dumps(about).encode())
     _held[folder] = file
+
+
+def check(folder: Path, *, whole: bool = True) -> None:
+    """Refuse to go on in a folder that was deleted or moved away under this process, or is not `whole`.
+
+    ValueError, also where there is another folder of that name by now.
+    """
+    file = _held.get(folder.resolve())
+    try:
+        there = os.stat(folder / ".lock")
+        same = file is None or os.path.samestat(os.fstat(file), there)
+    except OSError:
+        same = False
+    if not (same and whole):
+        raise ValueError(
+            f"run folder {folder}: it was deleted or moved away during the run, and its rows and checkpoints "
+            "with it; start the command again"
+        )
 
 
 def held(folder: Path) -> bool:

@@ -28,6 +28,7 @@ class Pictures:
         self._title = ""
         self._calibration: Calibration | None = None  # of held-out rows
         self._drawn = -math.inf  # when they were drawn [seconds]
+        self._done = False  # both pictures of responses have those of the last step
 
     @property
     def curve(self) -> Path:
@@ -37,6 +38,7 @@ class Pictures:
     def note_lengths(self, step: int, lengths: Sequence[int]) -> None:
         """Keep the lengths of a step's responses, and draw them where it is time for that."""
         self.lengths = list(lengths)
+        self._done = False
         if self.every and (step + 1) % self.every == 0:
             plot.length_histogram(self.lengths, self.folder / f"lengths_{step + 1:08d}.png")
 
@@ -64,16 +66,22 @@ class Pictures:
         samples.draw(self._shown, self.folder / "samples.png", title=self._title)
         self._drawn = time.monotonic()
 
-    def draw(self) -> None:
-        """Draw all of them."""
+    def draw_responses(self) -> None:
+        """Draw the responses of the last step, and their lengths."""
         if self._shown:
             self._draw_samples()
+        if self.lengths:
+            plot.length_histogram(self.lengths, self.folder / "lengths.png")
+        self._done = True
+
+    def draw(self) -> None:
+        """Draw all of them."""
+        if not self._done:
+            self.draw_responses()
         metrics = self.run / "metrics.jsonl"
         if metrics.exists():
             plot.curve(metrics, self.curve, title=self.run.name)
             plot.phases(self.run / "timing.jsonl", self.folder / "phases.png")
-        if self.lengths:
-            plot.length_histogram(self.lengths, self.folder / "lengths.png")
         if self._calibration is not None:
             found = self._calibration
             given = {"ece": float(found.value()), "title": self.run.name}

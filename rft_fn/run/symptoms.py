@@ -1,7 +1,7 @@
 """Symptoms of a run that does not learn: each is a stated rule over its metrics, with a remedy.
 
-Windows are of 20 steps. A rule whose metrics a run does not have, or that needs more steps than there are
-yet, finds nothing.
+Windows are of 20 steps, but a run that learns nothing at all is told after 3. A rule whose metrics a run does
+not have, or that needs more steps than there are yet, finds nothing.
 """
 
 import math
@@ -13,6 +13,7 @@ __all__ = ["RULES", "WINDOW", "Rule", "Symptom", "symptoms"]
 
 WINDOW = 20  # steps of a mean
 FEW = 5  # steps in a row that are no accident
+STILL = 3  # steps in a row without any gradient that are none
 SHARE = 0.9  # of groups or responses that counts as nearly all
 ENTROPY_FLOOR = 0.02  # nats per token
 CLIPPED = 0.5  # of the tokens
@@ -96,10 +97,21 @@ def _rises(before: float, after: float) -> bool:
 
 def _flat(rows: Sequence[Row]) -> str:
     share = _last(rows, "reward/flat_groups")
-    if not share >= SHARE:
-        return ""
     reward = _last(rows, "reward/mean")
-    return f"{share:.0%} of the groups have equal rewards (mean {reward:.3g}), so there is nothing to compare"
+    still = 0  # steps at the end that learned nothing
+    while still < len(rows) and _is_still(rows[-1 - still]):
+        still += 1
+    if share >= SHARE:
+        equal = f"{share:.0%} of the groups have equal rewards (mean {reward:.3g})"
+        return f"{equal}, so there is nothing to compare"
+    if still >= STILL:
+        return f"every group of the last {still} steps has equal rewards, and the gradient is 0"
+    return ""
+
+
+def _is_still(row: Row) -> bool:
+    """Whether every group of a step has equal rewards, and nothing else gave a gradient."""
+    return row.get("reward/flat_groups") == 1 and row.get("grad/norm") == 0
 
 
 def _truncated(rows: Sequence[Row]) -> str:
@@ -179,7 +191,8 @@ def _gradient(rows: Sequence[Row]) -> str:
 RULES = (
     Rule(
         "flat_groups",
-        f"at least {SHARE:.0%} of the groups have equal rewards, over {WINDOW} steps",
+        f"at least {SHARE:.0%} of the groups have equal rewards, over {WINDOW} steps, or all of them over "
+        f"{STILL} steps without any gradient",
         "take easier prompts (harder ones where all are solved), a larger --group or --rounds, or a reward "
         "with more than two values",
         _flat,

@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import types
 from dataclasses import dataclass, field
 from datetime import date
 
@@ -360,6 +362,28 @@ def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path):
         runs.Run(tmp_path / "file" / "r", Config(), total=4)
 
 
+@pytest.mark.parametrize("how", ["deleted", "moved", "emptied", "made again"])
+def test_a_folder_that_is_gone_in_mid_run_ends_the_run(how, tmp_path):
+    run = runs.Run(tmp_path / "r", Config(), total=4)
+    run.resume(0)
+    write(run, [0])
+    run.reach(1, None)
+    if how == "moved":
+        (tmp_path / "r").rename(tmp_path / "other")
+    elif how == "emptied":
+        for path in (tmp_path / "r").glob("*.json*"):
+            path.unlink()
+    else:
+        shutil.rmtree(tmp_path / "r")
+    if how == "made again":
+        runs.Run(tmp_path / "copy", Config(), total=4)
+        (tmp_path / "copy").rename(tmp_path / "r")
+    for act in (lambda: write(run, [1]), run.finish):
+        with pytest.raises(ValueError, match=r"run folder .*/r: it was deleted or moved away during the run"):
+            act()
+    assert not (tmp_path / "r/metrics.jsonl").exists()
+
+
 def test_other_ranks_write_nothing(tmp_path):
     run = runs.Run(tmp_path / "r", Config(), total=4, rank=1)
     run.resume(0)
@@ -427,6 +451,27 @@ def test_finish_draws_what_was_written(tmp_path, capsys):
         rows[cols > sorted(cols)[3 * len(cols) // 4]].mean(),
     )
     assert left > right  # the rewards went up, and so does the line
+
+
+def test_lengths_are_drawn_before_the_last_checkpoint(tmp_path, monkeypatch):
+    """A run that was killed after that has no step left, and so no lengths."""
+    drawn = []
+    monkeypatch.setattr(
+        plot, "length_histogram", lambda lengths, path: drawn.append((list(lengths), path.name))
+    )
+    run = runs.Run(tmp_path / "r", Config(), total=2)
+    run.resume(0)
+    for step in (0, 1):
+        write(run, [step])
+        mask = torch.arange(9) < torch.tensor([[3], [step + 1]])
+        judged = Judged(torch.tensor([[1.0, 0.0]]), {}, ["a", "b"])
+        run.trajectories(step, [], types.SimpleNamespace(mask=mask), judged)
+    assert drawn == [([3, 2], "lengths.png")]
+    run.finish()
+    again = runs.Run(tmp_path / "r", Config(), total=2)
+    again.resume(2)
+    again.finish()
+    assert len(drawn) == 1
 
 
 def test_the_panels_are_those_of_what_a_run_has(tmp_path):

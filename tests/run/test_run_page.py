@@ -405,3 +405,20 @@ def test_what_decides_the_speed_of_a_page_is_bounded(browser, page):
     assert (len(steps), steps[0], steps[-1]) == (1000, 0, 9999)
     assert browser.value("document.querySelectorAll('*').length") < 6_000
     assert page.stat().st_size < 2_500_000
+
+
+def test_no_page_is_written_over_that_of_other_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runs = [str(write_run(tmp_path / name)) for name in ("a", "b", "x/a")]
+    for args in ([runs[0]], [runs[1]], runs[:2], runs[1:], [runs[0], runs[2]]):
+        commands.main(["report", *args])
+    pages = re.findall(r"report: (\S+) ", capsys.readouterr().out)
+    x = tmp_path.name
+    assert pages == [
+        f"{runs[0]}/report.html",
+        f"{runs[1]}/report.html",
+        "a_b.html",
+        "b_a.html",
+        f"{x}-a_x-a.html",
+    ]
+    assert all((tmp_path / page).is_file() for page in pages)

@@ -142,6 +142,19 @@ def test_a_window_has_to_be_whole():
     assert names(history(20, **every)) == ["flat_groups", "entropy"]
 
 
+def test_a_run_that_learns_nothing_at_all_is_told_after_three_steps():
+    still = {"reward__flat_groups": late(1.0, 0.2, 2), "grad__norm": late(0.0, 0.7, 2)}
+    assert names(history(4, **still)) == []
+    (found,) = symptoms(history(5, **still))
+    assert found.name == "flat_groups"
+    assert found.sentence == "every group of the last 3 steps has equal rewards, and the gradient is 0"
+
+    # a KL to the initial model, or one group that differs, has a gradient
+    assert names(history(5, **(still | {"grad__norm": late(1e-6, 0.7, 2)}))) == []
+    assert names(history(5, **(still | {"reward__flat_groups": late(0.99, 0.2, 2)}))) == []
+    assert names(history(3, reward__flat_groups=late(1.0, 1.0), grad__norm=late(None, None))) == []
+
+
 def test_the_first_gradients_may_come_after_steps_with_a_frozen_policy():
     collapsing = lambda step: None if step < 7 else late(0.0009, 1.0)(step)  # noqa: E731
     assert names(history(60, grad__norm=collapsing)) == ["gradient"]
@@ -207,11 +220,11 @@ def test_a_script_whose_run_cannot_learn_says_why(tmp_path, capsys):
     with pytest.warns(UserWarning, match="reward 'same': it scores 0.5 for nothing"):
         grpo.main(grpo.Config(**cfg, out=str(tmp_path / "r")))
     said = re.findall(r"^warning: (\w+): ", capsys.readouterr().out, re.M)
-    assert said == ["learning_rate", "flat_groups", "truncated"]
+    assert said == ["flat_groups", "learning_rate", "truncated"]
     entries = found_symptoms(plot.read_metrics(tmp_path / "r" / "metrics.jsonl"))
     assert [(x["name"], x["first"], x["last"]) for x in entries] == [
+        ("flat_groups", 2, 19),
         ("learning_rate", 4, 6),
-        ("flat_groups", 19, 19),
         ("truncated", 19, 19),
     ]
 

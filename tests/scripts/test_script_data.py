@@ -178,3 +178,18 @@ def test_data_that_cannot_be_meant_is_one_line(name, options, message, here):
     with pytest.raises(ValueError, match=message) as error:
         run(name, **{"data": ("a.jsonl",), **options}, out="r")
     assert "\n" not in str(error.value) and not (here / "r").exists()
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo", "ppo"])
+def test_a_run_goes_on_with_its_own_rows(name, here):
+    options = {"data": ("a.jsonl",), "eval_data": ("b.jsonl",)} if name != "sft" else {"data": ("a.jsonl",)}
+    options |= {"lr_end": 1.0, "save_every": 1, "out": "r"}
+    run(name, **options, steps=1)
+    write(here / "a.jsonl", 8, start=11)
+    with pytest.raises(ValueError, match=r"other data: data: a.jsonl, line 1 is another row than it was"):
+        run(name, **options, steps=2)
+    assert len(run(name, **options, steps=2, override=True)) == 2
+    if name != "sft":
+        write(here / "b.jsonl", 7, start=50)
+        with pytest.raises(ValueError, match=r"other data: eval_data: b.jsonl had 6 rows and has 7"):
+            run(name, **options, steps=3)
