@@ -19,8 +19,8 @@ from urllib.parse import unquote
 T = TypeVar("T")
 
 __all__ = [
-    "AtLeast0", "Count", "Finite", "Free", "Positive", "PositiveShare", "Range", "Seed", "Several", "Share",
-    "Whole", "at_most_one",
+    "AtLeast0", "Count", "Filled", "Finite", "Free", "Positive", "PositiveShare", "Range", "Seed", "Several",
+    "Share", "Whole", "at_most_one",
 ]  # fmt: skip
 
 
@@ -218,6 +218,20 @@ def _check_depth(text: str, start: int, depth: int) -> None:
                 return
 
 
+# what a terminal obeys, or cannot show: controls but for tab and new line, directions of text, surrogates
+_UNSHOWN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: Any) -> str:
+    """Return a text with `\\x1b` and the like in place of what would steer the terminal it is printed on."""
+    return _UNSHOWN.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
+
+FILLED = "is not empty"  # marks the type of a text, as `Free` does that of an option
+
+
 @dataclass(frozen=True)
 class Range:
     """The limits of a number, to annotate its type.
@@ -252,6 +266,7 @@ class Range:
 
 FREE = "changes no result of a run"
 Free = Annotated[T, FREE]  # Free[Count]: a resumed run may have another value
+Filled = Annotated[str, FILLED]
 Finite = Annotated[float, Range()]
 Positive = Annotated[float, Range(0, open_low=True)]
 AtLeast0 = Annotated[float, Range(0)]
@@ -263,6 +278,8 @@ Count = Annotated[int, Range(1)]
 Several = Annotated[int, Range(2)]
 Whole = Annotated[int, Range(0)]
 Seed = Annotated[int, Range(-(2**63), 2**63 - 1)]  # the seeds of torch's generators
+
+_LARGEST = 3.4e38  # what float32 holds, in which models compute
 
 _KINDS: dict[Any, tuple[type, str]] = {
     bool: (bool, "True or False"),
@@ -305,7 +322,10 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _field(name: str, x: Any, hint: Any) -> None:
-    limits = [m for m in getattr(hint, "__metadata__", ()) if isinstance(m, Range)]
+    marks = getattr(hint, "__metadata__", ())
+    limits = [m for m in marks if isinstance(m, Range)]
+    if FILLED in marks and isinstance(x, str) and not x.strip():
+        raise ValueError(f"{name}: expected a text that is not empty, got {x!r}")
     if get_origin(hint) is Annotated:
         hint = hint.__origin__
     if dataclasses.is_dataclass(x):
@@ -329,6 +349,10 @@ def _plain(name: str, x: Any, hint: Any, limits: Sequence[Range]) -> None:
     right = isinstance(x, kind) and (hint is bool or not isinstance(x, bool))
     if not right or any(x not in limit for limit in limits):
         raise ValueError(f"{name}: expected {want}, got {x!r}")
+    if hint is int and not -(2**63) <= x < 2**63:
+        raise ValueError(f"{name}: expected an integer of at most 64 bits, got {x!r}")
+    if hint is float and _LARGEST < abs(x) < inf:
+        raise ValueError(f"{name}: expected a number in [-{_LARGEST}, {_LARGEST}], got {x!r}")
 
 
 def _union(name: str, x: Any, options: Sequence[Any]) -> None:

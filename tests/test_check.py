@@ -137,7 +137,7 @@ class Options:
     shape: Literal["line", "cosine"] = "line"
     names: tuple[str, ...] = ()
     k: tuple[check.Count, ...] = (1,)
-    out: check.Free[str] = "runs/x"
+    out: check.Free[check.Filled] = "runs/x"
     on: bool = False
     seed: check.Seed = 0  # an integer of any size is compared, also one beyond all floats
     part: Part = field(default_factory=Part)
@@ -166,6 +166,12 @@ class Options:
         ({"names": ("a", 1)}, "names[1]: expected a text, got 1"),
         ({"k": (1, 0)}, "k[1]: expected an integer in [1, inf), got 0"),
         ({"out": None}, "out: expected a text, got None"),
+        ({"out": ""}, "out: expected a text that is not empty, got ''"),
+        ({"out": " \t"}, r"out: expected a text that is not empty, got ' \t'"),
+        ({"steps": 10**20}, f"steps: expected an integer of at most 64 bits, got {10**20}"),
+        ({"lr": 1e308}, "lr: expected a number in [-3.4e+38, 3.4e+38], got 1e+308"),
+        ({"shift": -(10**39)}, f"shift: expected a number in [-3.4e+38, 3.4e+38], got {-(10**39)}"),
+        ({"k": (1, 2**63)}, f"k[1]: expected an integer of at most 64 bits, got {2**63}"),
         ({"on": "yes"}, "on: expected True or False, got 'yes'"),
         ({"part": Part(0)}, "part.size: expected an integer in [1, inf), got 0"),
         ({"seed": 10**400}, f"seed: expected an integer in [{-(2**63)}, {2**63 - 1}], got {10**400}"),
@@ -179,7 +185,7 @@ def test_an_option_outside_of_its_limits_is_named(options, message):
 
 def test_limits_hold_what_is_inside_and_free_options_are_known():
     Options(lr=1, end=1.0, decay=0.99, warmup=0, angle=1.0, high=None, shape="cosine", k=(1, 8))
-    Options(high=0.5, shift=-3.0, part=Part(7))
+    Options(high=0.5, shift=-3.0, part=Part(7), steps=2**63 - 1, out="a b")
     assert check.free(Options) == {"out", "part.size"}
 
 
@@ -234,3 +240,14 @@ def test_the_time_for_broken_json_grows_with_its_length(text):
     with pytest.raises(ValueError):
         check.parse_json(text)
     assert time.process_time() - start < 2  # an hour, were it the square
+
+
+def test_what_is_printed_steers_no_terminal():
+    """Colours, titles, links, a rewritten line, 8-bit controls, reversed text and lone surrogates."""
+    assert check.printable("a\x1b[2J\x1b]0;t\x07\rb\x9b1m\x7f") == r"a\x1b[2J\x1b]0;t\x07\rb\x9b1m\x7f"
+    assert check.printable("\u202eb\u2066\ud800") == r"\u202eb\u2066\ud800"
+    assert check.printable(ValueError("\0")) == r"\x00"
+    plain = "\ta\n\\x1b é 你好 🙂 עברית"
+    assert check.printable(plain) == plain
+    for code in [*range(32), *range(127, 160)]:
+        assert (check.printable(chr(code)) == chr(code)) == (chr(code) in "\t\n")

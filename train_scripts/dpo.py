@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Free, Positive, Range, Whole
+from rft_fn.check import AtLeast0, Count, Filled, Free, Positive, Range, Whole
 from rft_fn.run import options
 
 
@@ -47,7 +47,7 @@ class Config(
     nll: AtLeast0 = 0.0  # coefficient of the chosen side's negative log-prob, a mean over its tokens (RPO)
 
     # other defaults than those of the subjects
-    model: str = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name; the reference too
+    model: Filled = "tiny"  # tiny, tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name; the reference too
     budget: Free[Count] = 1024  # most tokens in a pack, which goes through the model at once; a pair must fit
     steps: Count | None = None  # updates; None is 100
     epochs: Positive | None = None  # passes over the pairs of data, in place of steps; not for tasks
@@ -55,7 +55,7 @@ class Config(
     lr: Positive = 3e-4  # learning rate
     warmup: Whole = 10  # steps of linear warm-up
     eval_every: Free[Count] = 20  # steps between evaluations
-    out: Free[str] = "runs/dpo"  # folder of the run; the model goes to its subfolder model
+    out: Free[Filled] = "runs/dpo"  # folder of the run; the model goes to its subfolder model
 
 
 def check(cfg: Config) -> None:

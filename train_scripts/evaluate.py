@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Finite, PositiveShare, Seed
+from rft_fn.check import AtLeast0, Count, Filled, Finite, PositiveShare, Seed
 from rft_fn.run import options
 from rft_fn.strategy import StrategyConfig
 
@@ -29,7 +29,7 @@ class Config(options.Sampling, options.Reward, options.Prompts, options.Model):
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
 
     # other defaults than those of the subjects
-    model: str = "tiny"  # as in grpo.py, or the folder of a run
+    model: Filled = "tiny"  # as in grpo.py, or the folder of a run
     reward: tuple[str, ...] = ()  # as in grpo.py; the first decides what is correct
     temperature: AtLeast0 = 0.0  # 0 is greedy
     top_p: PositiveShare = 1.0  # sample from the smallest set of tokens with this mass

@@ -13,7 +13,7 @@ from pathlib import Path
 import tyro
 
 import rft_fn as rft
-from rft_fn.check import Count
+from rft_fn.check import Count, Filled
 from rft_fn.run.options import Options
 
 
@@ -21,7 +21,7 @@ from rft_fn.run.options import Options
 class Config(Options):
     """The options of an export."""
 
-    run: tyro.conf.Positional[str]  # the folder of the run
+    run: tyro.conf.Positional[Filled]  # the folder of the run
     step: Count | None = None  # the checkpoint of this step; None is the newest
     best: bool = False  # the checkpoint with the highest reward
     ema: bool | None = None  # the moving average of the weights; None is what the run itself would save

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Free, Positive, Whole
+from rft_fn.check import AtLeast0, Count, Filled, Free, Positive, Whole
 from rft_fn.data import curriculum
 from rft_fn.run import options
 from rft_fn.strategy import StrategyConfig
@@ -41,7 +41,7 @@ class Config(
     # other defaults than those of the subjects
     steps: Count | None = None  # rollouts, each with epochs x minibatches updates; None is 140
     warmup: Whole = 15  # steps of linear warm-up
-    out: Free[str] = "runs/grpo"  # folder of the run; the model goes to its subfolder model
+    out: Free[Filled] = "runs/grpo"  # folder of the run; the model goes to its subfolder model
     strategy: StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Finite, Free, Positive, Share, Whole
+from rft_fn.check import AtLeast0, Count, Filled, Finite, Free, Positive, Share, Whole
 from rft_fn.run import options
 from rft_fn.strategy import StrategyConfig
 
@@ -67,7 +67,7 @@ class Config(
     warmup: Whole = 0  # updates of linear warm-up
     eval_every: Free[Count] = 20  # steps between evaluations
     save_every: Free[Count] = 20  # steps between checkpoints
-    out: Free[str] = "runs/ppo"  # folder of the run; the model goes to its subfolder model
+    out: Free[Filled] = "runs/ppo"  # folder of the run; the model goes to its subfolder model
     strategy: StrategyConfig = field(default_factory=partial(StrategyConfig, engine_batch=512))
 
 

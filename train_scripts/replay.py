@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import Count
+from rft_fn.check import Count, Filled
 from rft_fn.run.options import Options
 
 
@@ -22,7 +22,7 @@ from rft_fn.run.options import Options
 class Config(Options):
     """The options of a replay."""
 
-    fault: str  # the folder fault_STEP that the run left
+    fault: Filled  # the folder fault_STEP that the run left
     model: str = ""  # what the run started from; if empty, as in the run's config.json
     algorithm: str = ""  # the algorithm whose loss is computed; if empty, as in config.json
     critic: bool = False  # the weights are a critic's

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Range
+from rft_fn.check import AtLeast0, Count, Filled, Range
 from rft_fn.run import options
 from rft_fn.strategy import StrategyConfig
 
@@ -22,9 +22,9 @@ class Config(options.Reward):
     """The options of a server."""
 
     # where it listens, and to whom
-    host: str = "127.0.0.1"  # the address to listen at; 0.0.0.0 is every address of the machine
+    host: Filled = "127.0.0.1"  # the address to listen at; 0.0.0.0 is every address of the machine
     port: Annotated[int, Range(0, 65535)] = 8000  # 0 is any free one
-    token_env: str = "RFT_REWARD_TOKEN"  # the environment variable with the token that clients have to send
+    token_env: Filled = "RFT_REWARD_TOKEN"  # the environment variable with the token of clients
 
     # how much it takes
     rows: Count = 256  # most completions of a call that several requests share; 1 makes one call of each

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal
 
 import rft_fn as rft
-from rft_fn.check import Count, Free, Share, Whole
+from rft_fn.check import Count, Filled, Free, Share, Whole
 from rft_fn.run import options
 
 
@@ -39,7 +39,7 @@ class Config(
     lr_end: Share = 1.0  # final learning rate as a share of lr; 1 lets you add steps later
     warmup: Whole = 5  # steps of linear warm-up
     save_every: Free[Count] = 10  # steps between checkpoints
-    out: Free[str] = "runs/sft"  # folder of the run; the model goes to its subfolder model
+    out: Free[Filled] = "runs/sft"  # folder of the run; the model goes to its subfolder model
 
 
 def check(cfg: Config) -> None:

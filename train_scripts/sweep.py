@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 
 import rft_fn as rft
-from rft_fn.check import Count, Positive, Seed, Several, Whole
+from rft_fn.check import Count, Filled, Positive, Seed, Several, Whole
 from rft_fn.run.options import Options
 
 
@@ -25,7 +25,7 @@ from rft_fn.run.options import Options
 class Config(Options):
     """The options of a sweep."""
 
-    model: str = "tiny"  # tiny or tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
+    model: Filled = "tiny"  # tiny or tiny:TASK:LEVEL, smollm2-135m, a folder, or a hub name
     data: tuple[str, ...] = ("sort_digits:1",)  # tasks as TASK:LEVEL, files, folders, hub names; =SHARE
     template: str = "{short}"  # the question; {NAME} stands for a column of the row
     reward: tuple[str, ...] = ("task:sort_digits",)  # as in grpo.py
@@ -40,7 +40,7 @@ class Config(Options):
     at_once: Count = 21  # points whose gradients are held at a time; lower it for a large model
     max_new: Count = 6  # most tokens in a response
     seed: Seed = 0  # of samples and prompts
-    out: str = "runs/sweep"  # folder of the picture and the numbers
+    out: Filled = "runs/sweep"  # folder of the picture and the numbers
 
 
 def check(cfg: Config) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import rft_fn as rft
-from rft_fn.check import AtLeast0, Count, Decay, Free, Positive, Range, Whole
+from rft_fn.check import AtLeast0, Count, Decay, Filled, Free, Positive, Range, Whole
 from rft_fn.run import options
 
 
@@ -41,7 +41,7 @@ class Config(
     loss: Literal["mse", "bce"] = "bce"  # points, steps: of numbers, or of shares and booleans in [0, 1]
 
     # other defaults than those of the subjects
-    model: str = "tiny"  # tiny, tiny-vl ..., smollm2-135m, a folder, or a hub name, under the heads
+    model: Filled = "tiny"  # tiny, tiny-vl ..., smollm2-135m, a folder, or a hub name, under the heads
     budget: Free[Count] = 2048  # most tokens in a pack, which goes through the model at once; a unit must fit
     steps: Count | None = None  # updates; None is 300
     epochs: Positive | None = None  # passes over the rows of data, in place of steps; not for tasks
@@ -50,7 +50,7 @@ class Config(
     warmup: Whole = 30  # steps of linear warm-up
     beta2: Decay = 0.99  # decay of AdamW's second moment
     eval_every: Free[Count] = 50  # steps between evaluations
-    out: Free[str] = "runs/rm"  # folder of the run; the model goes to its subfolder model
+    out: Free[Filled] = "runs/rm"  # folder of the run; the model goes to its subfolder model
 
 
 # ------------------------------------------------------------------------------------ pairs

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rft_fn import dist
+from rft_fn import check, dist
 
 __all__ = ["FORMAT", "damaged", "delete", "latest", "number", "read_meta", "steps", "sum_of"]
 
@@ -99,7 +99,7 @@ def _scores(paths: list[Path], warned: set[Path]) -> tuple[list[tuple[float, Pat
             unknown.add(p)
             if p not in warned:
                 line = f"warning: {error}; it may be the best one, so it stays until then"
-                print(line, file=sys.stderr, flush=True)
+                print(check.printable(line), file=sys.stderr, flush=True)
             warned.add(p)
         else:
             if score is not None:

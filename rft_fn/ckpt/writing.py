@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rft_fn import dist
+from rft_fn import check, dist
 from rft_fn.ckpt import folder as folder_lib
 from rft_fn.ckpt import shards
 
@@ -203,7 +203,7 @@ class Writer:
 
         if write.error is not None or (write.rank == 0 and write.tmp.exists()):
             _, why = _failure(write.error) or (0, "not all ranks wrote their part")
-            print(f"error: checkpoint {write.path} was not saved: {why}", file=sys.stderr)
+            print(check.printable(f"error: checkpoint {write.path} was not saved: {why}"), file=sys.stderr)
             shutil.rmtree(write.tmp, ignore_errors=True)
         elif write.late is not None:
             print(f"error: older checkpoints could not be deleted: {write.late}", file=sys.stderr)

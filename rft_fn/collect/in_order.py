@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from rft_fn import rng
+from rft_fn.check import printable
 from rft_fn.engine import EngineDead
 from rft_fn.sync import CanaryError
 from rft_fn.types import Engine, Rollout, Sampling
@@ -222,7 +223,7 @@ class InOrder:
             raise error
         self.rebuilds -= 1
         line = f"warning: {error}; building it again ({self.rebuilds} left)"
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
         self.target.close()
         try:
             self.target = self.build()

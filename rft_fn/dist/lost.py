@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as torch_dist
 
+from rft_fn import check
 from rft_fn.dist.collectives import world
 
 __all__ = ["LOST", "LostProcess", "abort", "describe", "is_lost", "lost_line"]
@@ -52,6 +53,6 @@ def lost_line(error: BaseException) -> str:
 
 def abort(text: str) -> None:
     """Print the line and end this process at once: tidying up would wait for the others."""
-    print(f"error: {text}", file=sys.stderr, flush=True)
+    print(f"error: {check.printable(text)}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(LOST)

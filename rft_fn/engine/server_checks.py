@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
+from rft_fn import check
 from rft_fn.engine.config import EngineConfig
 from rft_fn.engine.dialect import Described
 
@@ -71,7 +72,7 @@ def compare_servers(known: Mapping[str, Described], logp: Mapping[str, Sequence[
                 f"warning: engine_servers: {first} has weights {one.label!r} and {server} {other.label!r}; "
                 f"log-probs differ by {gap:.3g} nats per token; they are compared again after the first load"
             )
-            print(line, file=sys.stderr, flush=True)
+            print(check.printable(line), file=sys.stderr, flush=True)
             continue
         if not gap <= DIFFERENT:
             raise ValueError(
@@ -80,4 +81,4 @@ def compare_servers(known: Mapping[str, Described], logp: Mapping[str, Sequence[
             )
         if (one.model, one.window) != (other.model, other.window):
             line = f"warning: engine_servers: {models}; their log-probs agree"
-            print(line, file=sys.stderr, flush=True)
+            print(check.printable(line), file=sys.stderr, flush=True)

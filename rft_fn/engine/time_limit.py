@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rft_fn.check import printable
+
 __all__ = ["time_limit"]
 
 OF_A_BATCH = "the limit for a batch, got none; make it faster, or raise the limit"
@@ -108,7 +110,7 @@ class _Clock:
         if self.can_interrupt and owner is not None:
             signal.pthread_kill(owner, SIGNAL)
         elif self.before_end is None:
-            print(f"warning: {self.line}", file=sys.stderr, flush=True)
+            print(f"warning: {printable(self.line)}", file=sys.stderr, flush=True)
             return
 
         # the last resort is the end of the process: the other ranks wait for this one
@@ -125,7 +127,8 @@ class _Clock:
                 saved = self.before_end()
             except BaseException:
                 traceback.print_exc()
-        print(f"error: {self.line} (it cannot be interrupted){saved}", file=sys.stderr, flush=True)
+        line = printable(f"error: {self.line} (it cannot be interrupted){saved}")
+        print(line, file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(FAILED)
 

@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from rft_fn import migrate
+from rft_fn.check import printable
 from rft_fn.migrate.row import Trainer
 
 
@@ -54,9 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
         config = migrate.read(args.file)
         found = migrate.translate(system, config.options, config.programs, args.trainer)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         return 2
-    print(show(found))
+    print(printable(show(found)))
     return 0
 
 

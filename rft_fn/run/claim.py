@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rft_fn.check import printable
 from rft_fn.data import Dataset
 from rft_fn.data.chat_template import fixed_day
 from rft_fn.run import lock
@@ -157,7 +158,8 @@ class Claim:
         for name in found:
             if name not in self.inputs.datasets:
                 what = name.removeprefix("files.")
-                print(f"warning: {self.folder}: {what} is another than in the steps before", flush=True)
+                line = f"warning: {self.folder}: {what} is another than in the steps before"
+                print(printable(line), flush=True)
 
         # another tokenizer or template makes other prompts of the same rows
         read_alike = not found.keys() & {"tokenizer", "chat_template"}

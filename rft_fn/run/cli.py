@@ -9,9 +9,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 from rft_fn import dist
+from rft_fn.check import printable
 from rft_fn.engine import EngineDead
 from rft_fn.run import parsing, signals
 
@@ -19,12 +21,12 @@ __all__ = ["cli", "error_line", "fail", "guard", "without"]
 
 
 def error_line(error: BaseException) -> str:
-    """The message of an error and its notes, in one line."""
+    """Return the message of an error and its notes, in one line that a terminal can print."""
     line = " ".join(str(error).split()) or type(error).__name__
     notes = [" ".join(note.split()) for note in getattr(error, "__notes__", ())]
     if notes:
         line += f" ({'; '.join(notes)})"
-    return line
+    return printable(line)
 
 
 def cli(main: Callable[[Any], None], config: type) -> None:
@@ -50,7 +52,7 @@ def _plain_warnings() -> Iterator[None]:
     ) -> str:
         if category is not UserWarning:  # those to programmers say where they come from
             return usual(message, category, filename, lineno, line)
-        return f"warning: {' '.join(str(message).split())}\n"
+        return f"warning: {printable(' '.join(str(message).split()))}\n"
 
     warnings.formatwarning = plain
     try:
@@ -96,12 +98,18 @@ def _explain(error: Exception) -> None:
     ends = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, EngineDead)
     mistake = isinstance(error, ends)
     if not lost and (not mistake or os.environ.get("RFT_FN_TRACEBACK")):
+        sys.excepthook = _print_traceback  # the error may quote a response
         raise error
     if mistake:
         fail(error)
     if os.environ.get("RFT_FN_TRACEBACK"):
         traceback.print_exception(error)
     dist.abort(dist.lost_line(error))
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error with its traceback, as Python does."""
+    print(printable("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def _stop(stop: signals.Stopped) -> None:

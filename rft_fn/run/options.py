@@ -16,7 +16,7 @@ behind it is its help. To change the default or the help of an inherited option,
 # subject of --help to the first, and ends with Data and Model.
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from rft_fn import check
 from rft_fn.check import (
@@ -24,9 +24,11 @@ from rft_fn.check import (
     AtLeast0,
     Count,
     Decay,
+    Filled,
     Free,
     Positive,
     PositiveShare,
+    Range,
     Seed,
     Share,
     Whole,
@@ -39,6 +41,9 @@ __all__ = [
     "Optimizer", "Options", "Policy", "Prompts", "Recorded", "Reinforcement", "Reward", "Rollouts", "Run",
     "Sampling", "ScoredRun", "Shaping", "Updates",
 ]  # fmt: skip
+
+
+Rank = Annotated[int, Range(0, 1 << 16)]  # no layer is as wide
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Options:
 class Model(Options):
     """Which model."""
 
-    model: str = "tiny"  # tiny, tiny-vl or tiny-audio (:TASK:LEVEL), smollm2-135m, a folder, or a hub name
+    model: Filled = "tiny"  # tiny, tiny-vl or tiny-audio (:TASK:LEVEL), smollm2-135m, a folder, or a hub name
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Prompts(Data):
 class Policy(Model):
     """The model that is trained: its adapters, its precision, and what it takes at a time."""
 
-    lora_rank: Whole = 0  # rank of the policy's low-rank adapters, its only trained weights; 0 trains all
+    lora_rank: Rank = 0  # rank of the policy's low-rank adapters, its only trained weights; 0 trains all
     lora_alpha: Positive = 64.0  # adapters are scaled by this / lora_rank
     lora_targets: str = "auto"  # layers with adapters: auto, towers, all-linear, or names with commas
     lora_merge: Free[bool] = True  # save the whole model, adapters merged; if not, the adapters alone
@@ -262,7 +267,7 @@ class Run(Length):
     """The folder of a run, its checkpoints and trackers, and where it computes."""
 
     seed: Seed = 0  # seed of everything random
-    out: Free[str] = "runs/run"  # folder of the run; the model goes to its subfolder model
+    out: Free[Filled] = "runs/run"  # folder of the run; the model goes to its subfolder model
     override: Free[bool] = False  # resume with changed options; overrides.jsonl in the folder lists them
     save_every: Free[Count] = 25  # steps between checkpoints
     keep: Free[Count] = 1  # how many of the newest checkpoints are kept

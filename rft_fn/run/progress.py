@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rft_fn.check import printable
+
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
@@ -47,6 +49,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Print a line, above the bar where there is one."""
+        line = printable(line)
         if self.bar is not None:
             self.bar.console.print(line, style="yellow", markup=False, highlight=False)
         else:

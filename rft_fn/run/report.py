@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rft_fn.check import printable
 from rft_fn.run.files import jsonable, write_whole
 
 __all__ = ["check_results", "table", "write_results"]
@@ -16,12 +17,12 @@ def table(values: Mapping[str, float], *, title: str, rank: int = 0) -> None:
     if rank:
         return
     width = max(map(len, values))
-    print(title)
+    print(printable(title))
     for name, value in values.items():
         text = str(value)
         if isinstance(value, float):
             text = f"{value:.4f}"
-        print(f"  {name:<{width}}  {text}")
+        print(printable(f"  {name:<{width}}  {text}"))
 
 
 def check_results(path: str | Path) -> None:
@@ -34,6 +35,11 @@ def check_results(path: str | Path) -> None:
         raise ValueError(
             f"out: expected a file such as {path.with_suffix('.json').name} for the numbers (responses go to "
             f"the .jsonl beside it), got {path}"
+        )
+    if path.with_suffix(".jsonl").exists() and not path.exists():
+        raise ValueError(
+            f"out: expected a name that no file beside it has, got {path}, where the responses would be "
+            f"written over {path.with_suffix('.jsonl').name}; choose another"
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ def settings(folder: str | Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError("expected an object")
         return found
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"run: expected the folder of a run, got {folder}: it has no config.json") from None
     except (OSError, ValueError) as error:
         raise ValueError(

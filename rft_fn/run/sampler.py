@@ -10,6 +10,7 @@ import torch
 
 from rft_fn import collect, optim, strategy
 from rft_fn import engine as engine_lib
+from rft_fn.check import printable
 from rft_fn.collect import ahead
 from rft_fn.run import options
 from rft_fn.run.engine import Push, checked, start_engine
@@ -54,4 +55,4 @@ def _check(
     alone = strategy.get_fake_strategy()._replace(export=export, config=st.config)
     state = TrainState(params={}, opt=None, step=weights.version, tx=optim.chain())
     line = checked(cfg, alone, task, state, engine, version=weights.version)
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rft_fn.check import printable
 from rft_fn.run import lock
 from rft_fn.run.page.fields import FIELDS, Name, full_scale, hue, level
 from rft_fn.run.page.recorded import Recorded, read
@@ -48,7 +49,7 @@ def frame(run: Recorded, color: Name = "push") -> Group:
     head = f"{run.name}  step {last}"
     if of:
         head += f" of {of}"
-    parts: list[Any] = [Text(head, style="bold")]
+    parts: list[Any] = [Text(printable(head), style="bold")]
     parts += [Text(x.line, style="yellow") for x in symptoms(run.metrics)]
 
     # a low terminal cuts off the end, where the metrics of least interest are
@@ -67,7 +68,9 @@ def _metrics(rows: Sequence[Mapping[str, Any]]) -> Table:
         y = [float(row[name]) for row in rows if row.get(name) is not None]
         if y:
             # as a text: brackets in a name are no markup
-            table.add_row(Text(name), f"{y[-1]:.4g}", sparkline(y), f"{min(y):.4g}", f"{max(y):.4g}")
+            table.add_row(
+                Text(printable(name)), f"{y[-1]:.4g}", sparkline(y), f"{min(y):.4g}", f"{max(y):.4g}"
+            )
     return table
 
 
@@ -84,7 +87,7 @@ def _phases(timing: Sequence[Mapping[str, Any]]) -> Table:
     means = [sum(bar[k] for bar in bars) / len(bars) for k in range(len(found["names"]))]
     most = max(*means, 1e-9)
     for name, seconds in zip(found["names"], means):
-        table.add_row(Text(name), f"{seconds:.3g}", "█" * round(_WIDTH * seconds / most))
+        table.add_row(Text(printable(name)), f"{seconds:.3g}", "█" * round(_WIDTH * seconds / most))
     return table
 
 
@@ -118,7 +121,7 @@ def _responses(rows: Sequence[Mapping[str, Any]], color: Name) -> Group:
     key = f"coloured by {color}, {field.label}: {field.meaning}"
     if not any(color in row for row in shown):
         key = f"{color}, {field.label}: not recorded in this run"
-    lines = [Text(head, style="bold"), Text(key, style="dim")]
+    lines = [Text(printable(head), style="bold"), Text(key, style="dim")]
     full = full_scale(shown, color)
     for row in shown[:_RESPONSES]:
         lines.append(_tokens(row, color, full))
@@ -130,7 +133,7 @@ def _responses(rows: Sequence[Mapping[str, Any]], color: Name) -> Group:
 def _tokens(row: Mapping[str, Any], color: Name, full: float) -> Text:
     text = Text()
     if "name" in row:
-        text.append(f"{row['name']:>8}  ")
+        text.append(printable(f"{row['name']:>8}  "))
     if "reward" in row:
         text.append(f"{row['reward']:8.3g}  ")
     values = row.get(color) or [None] * len(row["pieces"])
@@ -140,7 +143,7 @@ def _tokens(row: Mapping[str, Any], color: Name, full: float) -> Text:
             style = "dim italic"
         elif x is not None:
             style = _background(color, level(color, x), full)
-        text.append(piece.replace("\n", "↵"), style=style)
+        text.append(printable(piece.replace("\n", "↵")), style=style)
     return text
 
 
@@ -160,8 +163,8 @@ def _turns(conversation: Sequence[Mapping[str, Any]]) -> Text:
         said = turn.get("content")
         if not isinstance(said, str):
             said = json.dumps(said)
-        text.append(f"{turn.get('role', '')}: ", style="dim")
-        text.append(said.replace("\n", "↵") + "  ")
+        text.append(printable(f"{turn.get('role', '')}: "), style="dim")
+        text.append(printable(said.replace("\n", "↵")) + "  ")
     return text
 
 

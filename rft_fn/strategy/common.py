@@ -186,7 +186,7 @@ def assemble(
 
     def print_on_main(*args: Any, **options: Any) -> None:
         if rank == 0:
-            print(*args, **options)
+            print(*map(check.printable, args), **options)
 
     def close() -> None:
         session.close(backend.release)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 from dataclasses import dataclass, field
 from datetime import date
 
@@ -21,8 +22,8 @@ from rft_fn import check, data, dist, model
 from rft_fn import run as runs
 from rft_fn.data import chat_template
 from rft_fn.reward import Judged
-from rft_fn.run import claim, options, plot, resume, signals
-from rft_fn.strategy import StrategyConfig
+from rft_fn.run import claim, options, plot, progress, resume, signals
+from rft_fn.strategy import StrategyConfig, get_fake_strategy
 
 
 @dataclass(frozen=True)
@@ -613,14 +614,18 @@ def test_results(tmp_path, capsys):
 
 def test_the_place_of_results_is_checked_before_there_are_any(tmp_path):
     (tmp_path / "file").write_text("")
+    (tmp_path / "rows.jsonl").write_text("{}")  # the data, perhaps
     for path, message in (
         (tmp_path / "x.jsonl", r"out: expected a file such as x.json for the numbers .*x.jsonl"),
         (tmp_path, "out: expected a file"),
         (tmp_path / "file" / "x.json", "out: .*file cannot be made"),
+        (tmp_path / "rows", "out: .*rows, where the responses would be written over rows.jsonl; choose"),
     ):
         with pytest.raises(ValueError, match=message):
             runs.check_results(path)
     runs.check_results(tmp_path / "new" / "x.json")
+    (tmp_path / "rows.json").write_text("{}")  # earlier results
+    runs.check_results(tmp_path / "rows.json")
 
 
 def test_notes_of_an_error_are_in_its_line():
@@ -628,6 +633,40 @@ def test_notes_of_an_error_are_in_its_line():
     error.add_note("raised by the reward 'mine'")
     assert runs.error_line(error) == "invalid literal for int() (raised by the reward 'mine')"
     assert runs.error_line(ValueError()) == "ValueError"
+
+
+def test_a_foreign_text_in_an_error_or_a_warning_steers_no_terminal(capsys, monkeypatch):
+    """A server's answer, a model's response: in a warning, an error, a traceback, and all that is printed."""
+    foreign = "\x1b[2J\x1b]52;c;Zm9v\x07\r"
+    shown = r"\x1b[2J\x1b]52;c;Zm9v\x07"
+
+    def main(_):
+        line = warnings.formatwarning(
+            f"server: {foreign}", UserWarning, "x.py", 1
+        )  # as it is within a script
+        print(line, end="", file=sys.stderr)
+        raise OSError(f"server: {foreign}")
+
+    monkeypatch.setattr("sys.argv", ["x"])
+    with pytest.raises(SystemExit):
+        runs.cli(main, Config)
+    assert capsys.readouterr().err == f"warning: server: {shown}\nerror: server: {shown}\n"
+
+    def fails(_):
+        raise KeyError("more\x1b") from OSError(foreign)
+
+    monkeypatch.setattr("sys.excepthook", sys.excepthook)
+    with pytest.raises(KeyError) as found:
+        runs.guard(fails, None)
+    sys.excepthook(type(found.value), found.value, found.value.__traceback__)
+    trace = capsys.readouterr().err
+    assert trace.startswith("OSError: ") and shown in trace and not set("\x1b\x07\r") & set(trace)
+
+    get_fake_strategy().print(foreign, 1, end="!")
+    progress.Progress("r", 4).say(foreign)
+    runs.table({foreign: 1.0}, title=foreign)
+    text = capsys.readouterr().out
+    assert text.count(shown) == 4 and text.startswith(rf"{shown}\r 1!") and "\x1b" not in text
 
 
 def test_options_that_a_script_does_not_read_are_refused():

@@ -110,6 +110,20 @@ def test_symptoms_are_shown(tmp_path):
     assert "warning: learning_rate" in text and "reward/a[b]" in text
 
 
+def test_a_response_steers_no_terminal(tmp_path):
+    folder = write_run(tmp_path / "r\x1b[1m")
+    foreign = "\x1b]0;title\x07\x1b[2J\r"
+    talk = [{"role": foreign, "content": foreign}]
+    row = token_row(10, 0, 0, prompt=foreign, name=foreign, conversation=talk)
+    row["pieces"] = [foreign, *row["pieces"][1:]]
+    write_rows(folder / "tokens.jsonl", [row])
+    write_rows(folder / "metrics.jsonl", [{"step": 0, foreign: 1.0}])
+    write_rows(folder / "timing.jsonl", [{"step": 0, "seconds": 1.0, f"phase/{foreign}": 1.0}])
+    text = printed(read(folder), force_terminal=False)
+    assert text.count(r"\x1b]0;title\x07\x1b[2J\r") >= 6
+    assert not set("\x1b\x07\r") & set(text)
+
+
 def test_a_finished_run_is_shown_once(capsys):
     commands.main(["watch", str(TINY)])
     assert "step 140 of 140" in capsys.readouterr().out

@@ -523,6 +523,10 @@ TYPED = [
     (["--fsdp", "false"], "unrecognized options: false; --help lists the options"),
     (["--kll", "1"], "unrecognized options: --kll, 1; did you mean --kl?"),
     (["--zero-stage", "x"], "strategy.zero_stage: expected an integer, got 'x'"),
+    (["--lora-rank", str(10**20)], f"lora_rank: expected an integer in [0, 65536], got {10**20}"),
+    (["--group", str(10**20)], f"group: expected an integer of at most 64 bits, got {10**20}"),
+    (["--out", ""], "out: expected a text that is not empty, got ''"),
+    (["--model="], "model: expected a text that is not empty, got ''"),
     (["--seed", str(2**63)], f"seed: expected an integer in [{-(2**63)}, {2**63 - 1}], got {2**63}"),
 ]
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from urllib.parse import quote, urlsplit
 
+from rft_fn.check import printable
+
 __all__ = ["FIRST", "MOST", "Host", "Hosts", "addresses", "masked", "pause", "token_in"]
 
 FIRST = 0.5  # s: the longest wait after a first failure
@@ -110,7 +112,8 @@ class Host:
         if began < self.awake_at:
             return
         if not self.failures:
-            print(f"warning: {self.shown}: {problem}; trying again{limit}", file=sys.stderr, flush=True)
+            line = printable(f"warning: {self.shown}: {problem}; trying again{limit}")
+            print(line, file=sys.stderr, flush=True)
         self.failures += 1
         self.awake_at = now + seconds
 
