@@ -3,10 +3,14 @@
 Does a sequence of a pack depend on those before it? Does it matter whether tokens that begin alike are
 computed once? Are the logits head(hidden) and nothing more? `reader` asks when a model is bound, and decides
 by the answers how packs run and whether the head can be fused, so no list of families is kept.
+
+Layers may change behind some number of tokens (a window, a chunk, other rotary factors). A config names these
+numbers, and they are mostly larger than a question: `lowered` makes them small while one is asked.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn.model.media import placeholder_ids
-from rft_fn.model.parts import Parts
-from rft_fn.model.text import POSITIONS, run, text_inputs
+from rft_fn.model.parts import Parts, inside_adapters
+from rft_fn.model.text import POSITIONS, rope_kinds, run, text_inputs
 from rft_fn.types import Packed
 
 __all__ = [
-    "Found", "Question", "measure", "plain_head", "question", "rounding", "same_tensor", "same_value",
-    "usual_tokens",
+    "Found", "Question", "lowered", "measure", "plain_head", "question", "rounding", "same_tensor",
+    "same_value", "usual_tokens",
 ]  # fmt: skip
 
 # Sizes of the sequences of a question, in tokens: each of BEHIND stands right after one of FRONT.
 FRONT = (6, 5, 4)  # sequences whose tokens change
 BEHIND = (5, 4, 6)  # sequences whose hidden states must not
+NEAR = 5  # thresholds of length that some of them cross, and the first of BEHIND does not
+
+# what configs and layers call the number of tokens behind which they change
+_THRESHOLD = re.compile(
+    "window(_size|_len)?$|attention_chunk_size$|floor(_scale)?$|local_attention$|index_topk$"
+    "|index_block_size$|original_max_position_embeddings$"
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,7 @@ class Question:
     twins: Packed  # sequences that begin alike
     way: str
     blind: bool = False  # whether placeholders are among the tokens, without their media
+    near: bool = False  # whether the sequences lie on both sides of every threshold of length
 
 
 @dataclass(frozen=True)
@@ -80,11 +92,14 @@ def usual_tokens(config: Any) -> Tensor:
     return torch.tensor(usual or [0])
 
 
-def question(config: Any, device: torch.device, way: str, *, place: int | None = None) -> Question:
+def question(
+    config: Any, device: torch.device, way: str, *, place: int | None = None, near: bool = False
+) -> Question:
     """A question to a model with this config.
 
     The tokens are the same on every process. A placeholder `place` stands at both ends of each sequence: the
-    media are not there, but the model treats their places as it would (masks, types of tokens, axes).
+    media are not there, but the model treats their places as it would (masks, types of tokens, axes). With
+    `near` the thresholds of length that the config names are among the tokens.
     """
     usual = usual_tokens(config)
     generator = torch.Generator().manual_seed(0)
@@ -111,7 +126,38 @@ def question(config: Any, device: torch.device, way: str, *, place: int | None =
     prompt, *responses = torch.cat([*behind, *first]).split([9, 5, 7, 9])
     rows = [torch.cat([prompt, x]) for x in responses]
     twins = _pack(torch.cat(rows).to(device), [len(x) for x in rows])
-    return Question(packed(first), packed(second), alone, twins, way, place is not None)
+    return Question(packed(first), packed(second), alone, twins, way, place is not None, near)
+
+
+@contextmanager
+def lowered(lm: nn.Module, to: int = NEAR) -> Iterator[bool]:
+    """Have a model's thresholds of length at `to` tokens; gives whether it has some above that."""
+    config = inside_adapters(lm).config.get_text_config()
+    holders: dict[int, dict[str, Any]] = {}
+    for x in [config, *lm.modules()]:
+        holders[id(x)] = vars(x)
+        own = getattr(x, "config", None)
+        if own is not None and not isinstance(own, dict):
+            holders[id(own)] = vars(own)
+    for kind in rope_kinds(config):
+        holders[id(kind)] = kind
+    names = _THRESHOLD
+    if any("dynamic" in str(kind.get("rope_type")) for kind in rope_kinds(config)):
+        names = re.compile(f"{names.pattern}|max_position_embeddings$|max_seq_len(_cached)?$")
+
+    before = [
+        (held, name, value)
+        for held in holders.values()
+        for name, value in held.items()
+        if isinstance(value, int) and value > to and names.search(name)
+    ]
+    try:
+        for held, name, _ in before:
+            held[name] = to
+        yield bool(before)
+    finally:
+        for held, name, value in before:
+            held[name] = value
 
 
 def _pack(tokens: Tensor, sizes: list[int]) -> Packed:
@@ -143,7 +189,10 @@ def measure(root: nn.Module, parts: Parts, asked: Question, *, head: bool, share
     `root` holds the model. It is called inside the forward of `root`, where a sharded model has its weights.
     """
     # A sequence alone is what it should be; two packs differ only in the tokens of FRONT.
-    with _untouched(root):
+    with ExitStack() as stack:
+        stack.enter_context(_untouched(root))
+        if asked.near:
+            stack.enter_context(lowered(parts.decoder))
         plain = False
         if head and not asked.blind:
             inputs = text_inputs(parts.model, asked.alone)

@@ -17,7 +17,7 @@ from rft_fn.model.cut import cut_before
 from rft_fn.model.media import placeholders, sees_or_hears
 from rft_fn.model.parts import Parts, find, inside_adapters, text_config
 from rft_fn.model.probe import Found, Question
-from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS
+from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS, forget_lengths, rope_switch
 from rft_fn.types import Packed, TokenOut
 
 __all__ = ["Reader", "assume", "settle", "split_over"]
@@ -30,12 +30,18 @@ class Reader(nn.Module, ABC):
     depend on whole sequences. `way` is how a pack of several sequences runs, None until `settle` has asked. A
     model that mixes the sequences of a pack gets them one after the other where they belong together
     (`pack.unit`), for then every process has equally many; ValueError for any other pack of several.
+
+    Behind `switch` tokens some models have other rotary factors for the whole of a sequence (LongRoPE). A row
+    that was sampled (its `old_logp` is not 0) crossed that on the way: its tokens before the switch are scored
+    as they were drawn, by the factors of short sequences, and those behind it by the others. A row that was
+    not sampled is scored as transformers reads it, by the factors of its whole length.
     """
 
     parts: Parts
     way: str | None = None
     fused: bool = False  # whether the head runs without logits
     shared: bool = False  # whether tokens of a pack that begin alike are computed once
+    switch: int | None = None  # tokens behind which a sequence has other rotary factors
 
     @abstractmethod
     def read(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
@@ -57,7 +63,7 @@ class Reader(nn.Module, ABC):
         return self.finish(self._read_whole(pack), pack)
 
     def _read_whole(self, pack: Packed) -> TokenOut:
-        if self.way == ALONE and pack.num_seqs > 1:
+        if self.way == ALONE and (pack.num_seqs > 1 or self.switch is not None):
             return self._in_turn(pack)
         axis = self.parts.sequence
         if axis is None:
@@ -97,12 +103,26 @@ class Reader(nn.Module, ABC):
                 owner = pack.num_seqs - 1
             # an empty one at the end of the pack repeats its last token
             start = min(start, pack.tokens.shape[0] - 1)
-            outs.append(self.read(_alone(pack, owner, start, max(end, start + 1)), None))
+            outs.append(self._sequence(_alone(pack, owner, start, max(end, start + 1))))
 
         # The tokens that stood for empty sequences are no tokens of the pack.
         whole = tree.map(lambda *x: torch.cat(x), *outs)
         real = torch.repeat_interleave(size > 0, size.clamp(min=1)).to(pack.seq.device)
         return tree.map(lambda x: x[real], whole)
+
+    def _sequence(self, pack: Packed) -> TokenOut:
+        """The outputs of a pack of one sequence; what was sampled before the switch is read without the rest."""
+        if self.switch is None:
+            return self.read(pack, None)
+        early = 0
+        if len(pack.tokens) > self.switch and bool((pack.old_logp[: self.switch] != 0).any()):
+            early = self.switch
+        # also where nothing is early: so every process has equally many forwards
+        first = _alone(pack, 0, 0, max(early, 1))
+        if not early:
+            first = tree.replace(first, media=None)
+        outs = self.read(first, None), self.read(pack, None)
+        return tree.map(lambda a, b: torch.cat([a[:early], b[early:]]), *outs)
 
 
 def _together(pack: Packed) -> int:
@@ -168,12 +188,14 @@ def settle(
     """Ask the model of a `Reader` how it takes packs.
 
     The model must have its weights; a module that is no `Reader` is skipped. Takes five short forwards, three
-    more for a model that mixes sequences. `call` is the module as it is run (under ZeRO by its engine),
+    more for a model that mixes sequences, and for one whose layers change behind some length. `call` is the module as it is run (under ZeRO by its engine),
     `agree(x)` whether x is true on every process. ValueError for a model that mixes sequences and was to
     share its tokens with other processes.
     """
     if not isinstance(root, Reader):
         return
+    forget_lengths(root.parts.model)
+    root.switch = rope_switch(inside_adapters(root.parts.decoder).config)
     # Without weights there is nothing to ask.
     if any(p.is_meta for p in root.parameters()):
         assume(root)
@@ -207,6 +229,8 @@ def _way(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool]
     """
     config = inside_adapters(root.parts.decoder).config
     device = next(root.parameters()).device
+    with probe.lowered(root.parts.decoder) as far:
+        pass
     ways = [POSITIONS, BOUNDARIES]
     places = []
     if sees_or_hears(root.parts.decoder):
@@ -226,6 +250,10 @@ def _way(root: Reader, call: Callable[[Question], Found], agree: Callable[[bool]
         fits = agree(found.fits())
         for place in places:
             fits = fits and agree(call(probe.question(config, device, way, place=place)).fits())
+        if fits and far:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # they would tell of thresholds that are not the model's
+                fits = agree(call(probe.question(config, device, way, near=True)).fits())
         if fits:
             return way
     return ALONE

@@ -16,7 +16,9 @@ from rft_fn.model.parts import inside_adapters
 from rft_fn.model.prefixes import take_rows
 from rft_fn.types import Packed
 
-__all__ = ["ALONE", "BOUNDARIES", "POSITIONS", "run", "text_inputs"]
+__all__ = [
+    "ALONE", "BOUNDARIES", "POSITIONS", "forget_lengths", "rope_kinds", "rope_switch", "run", "text_inputs",
+]  # fmt: skip
 
 # The ways in which a model takes a pack of several sequences.
 POSITIONS = "positions"  # told apart by their positions, or by `SequenceBounds`
@@ -130,3 +132,42 @@ def run(
         raise ValueError(f"sp_size: expected 1 for {type(module).__name__}: {why}")
     attention.turn_off(module, "not all of its layers got the boundaries")
     return module(**text_inputs(module, pack, way=way, blind=blind))
+
+
+# ---------------------------------------------------------------- rotary factors that depend on the length
+
+
+def rope_kinds(config: Any) -> list[dict[str, Any]]:
+    """The rotary parameters of a text model's config; several where types of layers have their own."""
+    found = getattr(config.get_text_config(), "rope_parameters", None)
+    if not isinstance(found, dict):
+        return []
+    return [x for x in (found, *found.values()) if isinstance(x, dict) and "rope_type" in x]
+
+
+def rope_switch(config: Any) -> int | None:
+    """The number of tokens behind which a sequence has other rotary factors at all of its positions.
+
+    None for a model without such factors (LongRoPE has them).
+    """
+    kinds = [kind for kind in rope_kinds(config) if kind["rope_type"] == "longrope"]
+    return min((kind["original_max_position_embeddings"] for kind in kinds), default=None)
+
+
+def forget_lengths(lm: nn.Module) -> None:
+    """Have rotary factors that grow with the longest sequence so far depend on the call alone."""
+    for m in lm.modules():
+        kinds = getattr(m, "rope_type", None)
+        if hasattr(m, "original_max_seq_len") and "dynamic" in str(kinds):
+            if _forget not in m._forward_pre_hooks.values():
+                m.register_forward_pre_hook(_forget)
+
+
+def _forget(rotary: Any, _: Any) -> None:
+    """Restore the factors that a rotary layer began with."""
+    for name in [x for x in (*vars(rotary), *rotary._buffers) if x.endswith("original_inv_freq")]:
+        grown = name.replace("original_inv_freq", "inv_freq")
+        now = getattr(rotary, grown)
+        setattr(rotary, grown, getattr(rotary, name).to(now.device))
+    for name in [x for x in vars(rotary) if x.endswith("max_seq_len_cached")]:
+        setattr(rotary, name, rotary.original_max_seq_len)

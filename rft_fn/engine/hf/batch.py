@@ -32,6 +32,7 @@ class Batching(NamedTuple):
     room: bool = False  # whether plain keys and values are kept in buffers with room for more
     joins: bool = False  # whether all of the cache is (needs `room`), so that rows may join longer ones
     shares: bool = False  # whether the samples of a prompt read it in one place (needs `joins`)
+    switch: int | None = None  # tokens behind which all are read anew, by other rotary factors (not `padded`)
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Batch:
     ragged: bool = True  # whether some row has padding
     most: int = 64  # tokens that a row may still be given, for the room of buffers
     prompts: Prompts | None = None  # which the rows share: `seen` and the cache are of their own tokens then
+    every: Tensor | None = None  # [R, W] all tokens, where a switch is ahead
 
     def repeat(self, counts: Tensor) -> None:
         """Have `counts` [R] rows, side by side, in place of each; shares the prompts where the model can."""
@@ -78,6 +80,8 @@ class Batch:
     def _pick(self, index: Tensor) -> None:
         """Keep the rows `index` of all that has no columns."""
         self.tokens = self.tokens[index]
+        if self.every is not None:
+            self.every = self.every[index]
         self.before = self.before[index]
         self.beyond = self.beyond[:, index]
         self.shown = [self.shown[r] for r in index.tolist()]
@@ -111,9 +115,18 @@ class Batch:
     def append(self, lm: "PreTrainedModel", token: Tensor) -> None:
         """Read one more token [R] of each row."""
         new = token[:, None]
+        known = self.every
         if self.batching.rows is None:
-            new = torch.cat([self.tokens, new], -1)
+            known = self.tokens
+        if known is not None:
+            known = torch.cat([known, new], -1)
             self.shown = [own._replace(sampled=[*own.sampled, True]) for own in self.shown]
+        if self.batching.rows is None:
+            new = known
+        elif known is not None:
+            self.every = known
+            if known.shape[1] > self.batching.switch:  # keys in the cache have the factors of short sequences
+                new, self.cache, self.every = known, None, None
         self.tokens = new
         self.seen = torch.cat([self.seen, self.seen.new_ones(len(self.seen), 1)], -1)
         self.read(lm)
@@ -196,6 +209,8 @@ def start(
     )
     if batching.joins:
         batch.ragged = min(len(p) for p in prompts) < width
+    if batching.switch is not None and width <= batching.switch:
+        batch.every = tokens
     batch.read(lm)
     batch.repeat(torch.tensor(counts, device=lm.device))
     return batch

@@ -22,6 +22,7 @@ from rft_fn.model import quantize
 from rft_fn.model.linear import packed, set_fast
 from rft_fn.model.media import placeholder_ids
 from rft_fn.model.router import without_groups
+from rft_fn.model.text import forget_lengths, rope_switch
 from rft_fn.rollout import take
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
@@ -102,6 +103,7 @@ class _InProcess:
     """A transformers model that samples, and all that changes about it."""
 
     def __init__(self, lm: "PreTrainedModel", tokenizer: Any, *, batch: int, can_sleep: bool):
+        forget_lengths(lm)
         self.lm = lm
         self.tokenizer = tokenizer
         self.batch = batch
@@ -156,36 +158,49 @@ class _InProcess:
 
     @torch.no_grad()
     def score(self, rollout: Rollout, *, sampling: Sampling | None = None) -> Tensor:
-        """`Score`, by padded forwards: one of all rows, or of `batch` at a time where they have media."""
+        """`Score`, by padded forwards: one of all rows, or of `batch` at a time where they have media.
+
+        Tokens before a switch of rotary factors are scored as they were drawn, by those of short sequences.
+        """
         if not len(rollout.tokens):
             return torch.zeros(rollout.tokens.shape)
         self.wake()
         most = len(rollout.tokens)
         if rollout.media is not None:
             most = self.batch
+        if rope_switch(self.lm.config) is not None:
+            most = 1  # the longest row of a forward chooses the rotary factors of all
         every = torch.arange(len(rollout.tokens))
         found = [self._score(take(rollout, part), sampling or Sampling()) for part in every.split(most)]
         return torch.cat(found)
 
     def _score(self, rollout: Rollout, sampling: Sampling) -> Tensor:
-        """`score`, by one forward."""
+        """`score`, by one forward; by two of one row that has passed a switch of rotary factors."""
         # the last token of a row is not read, as in training: it may be a placeholder of media
-        device = self.lm.device
         read = (rollout.length - 1).clamp(min=1)
+        logits = self._logits(rollout, read)
+        switch = rope_switch(self.lm.config)
+        if switch is not None and logits.shape[1] > switch and rollout.mask[:, : switch + 1].any():
+            early = self._logits(rollout, read.clamp(max=switch))
+            logits = torch.cat([early, logits[:, switch:]], 1)
+
+        # a token outside of the cut keeps a finite log-prob; the first token of a row is scored by nothing
+        target = rollout.tokens[:, 1 : 1 + logits.shape[1]].to(logits.device)
+        z = logprob.process_logits(logits[:, : target.shape[1]], sampling, keep=target)
+        logp = logprob.log_probs_from_logits(z, target).cpu()
+        logp = F.pad(logp, (1, rollout.tokens.shape[1] - 1 - target.shape[1]))
+        return torch.where(rollout.mask, logp, 0)
+
+    def _logits(self, rollout: Rollout, read: Tensor) -> Tensor:
+        """Logits [B, W, V] behind the first `read` [B] tokens of each row, at most W."""
+        device = self.lm.device
         position = torch.arange(int(read.max()), device=device).expand(len(read), -1)
         tokens = rollout.tokens[:, : position.shape[1]].to(device)
         seen = position < read.to(device).unsqueeze(-1)
         tokens = torch.where(seen, tokens, self.tokenizer.pad_token_id)
         inputs: dict[str, Any] = {"position_ids": position}
         inputs |= media.inputs(self.lm, tokens, seen, prompt_media.of_rows(rollout, read))
-        out = self.lm(input_ids=tokens, attention_mask=seen.long(), use_cache=False, **inputs)
-
-        # a token outside of the cut keeps a finite log-prob; the first token of a row is scored by nothing
-        target = rollout.tokens[:, 1 : 1 + tokens.shape[1]].to(device)
-        z = logprob.process_logits(out.logits[:, : target.shape[1]], sampling, keep=target)
-        logp = logprob.log_probs_from_logits(z, target).cpu()
-        logp = F.pad(logp, (1, rollout.tokens.shape[1] - 1 - target.shape[1]))
-        return torch.where(rollout.mask, logp, 0)
+        return self.lm(input_ids=tokens, attention_mask=seen.long(), use_cache=False, **inputs).logits
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> Delivered:

@@ -1,7 +1,8 @@
 """Finds how rows may be batched such that each is the same as alone, by trying a few random tokens.
 
 The fastest correct batching is taken. Batching goes wrong where padding gets into a recurrent state, where a
-cache cannot be repeated for several samples of a prompt, and where the model does not return its cache.
+cache cannot be repeated for several samples of a prompt, where the model does not return its cache, and where
+layers change behind some number of tokens and count them over the batch.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from rft_fn.engine.hf.batch import Batching, start
 from rft_fn.engine.hf.prompts import can_share
 from rft_fn.engine.prompt_media import Shown
 from rft_fn.model.attention import warn_once
-from rft_fn.model.probe import rounding, usual_tokens
+from rft_fn.model.probe import lowered, rounding, usual_tokens
+from rft_fn.model.text import rope_switch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,6 +28,7 @@ __all__ = ["find_batching"]
 
 LENGTHS = (5, 5, 3, 1)  # of the prompts that are tried: two of one length, and one of a single token
 MORE = 8  # tokens that each is continued by
+NEAR = 4  # thresholds of length: below some of the prompts, and crossed by the others
 NO_CACHE = Batching(rows=None)
 
 
@@ -36,15 +39,28 @@ def find_batching(lm: "PreTrainedModel", pad: int) -> Batching:
     In this order: padded, rows of one length, one row at a time, and without a cache, which always is
     correct. Warns once where it is not the first of these.
 
+    Where a config names lengths behind which layers change, each is tried once more with these lowered, on
+    rows that lie on both sides of them.
+
     Each is tried with buffers before it is tried without: layers of a cache that hold nothing but keys and
     values of all tokens are put into them, windows and states are left as they are. Prompts may join only
     where the whole cache is in buffers, and samples share their prompt where attention can be ours.
     """
     rows = _prompts(lm)
     want = torch.stack([_alone(lm, x) for x in rows])
+    far = None
+    with lowered(lm, NEAR) as has_thresholds:
+        if has_thresholds:
+            far = torch.stack([_alone(lm, x) for x in rows])
     for batching, note in _attempt(_with_cache, lm, pad) or []:
         got = _attempt(_together, lm, batching, rows, pad)
-        if got is not None and _same(got, want, lm.dtype):
+        fits = got is not None and _same(got, want, lm.dtype)
+        if fits and far is not None:
+            with lowered(lm, NEAR):
+                switch = rope_switch(lm.config)
+                got = _attempt(_together, lm, batching._replace(switch=switch), rows, pad)
+            fits = got is not None and _same(got, far, lm.dtype)
+        if fits:
             if note:
                 warn_once(f"sampling: {type(lm).__name__} {note}")
             return batching
@@ -80,7 +96,10 @@ def _with_cache(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
 
 
 def _plain(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
-    """Each Batching that uses the model's cache, with the text of its warning; none without a cache."""
+    """Each Batching that uses the model's cache, with the text of its warning; none without a cache.
+
+    Where a model has other rotary factors behind some length, rows of one length reach it together.
+    """
 
     def cache_of(batching: Batching, prompts: list[list[int]]) -> Any:
         return start(lm, batching, prompts, [1] * len(prompts), pad).cache
@@ -90,12 +109,15 @@ def _plain(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
         return []
 
     # one row is always possible; several need to know where the rows are in the cache
-    single = Batching(rows={}, single=True), "gets one row at a time"
+    switch = rope_switch(lm.config)
+    single = Batching(rows={}, single=True, switch=switch), "gets one row at a time"
     long = _attempt(cache_of, Batching(rows={}), [[pad] * 4] * 2)
     if long is None:
         return [single]
     rows = caches.compare(short, long)
-    even = Batching(rows), "gets prompts of one length at a time"
+    even = Batching(rows, switch=switch), "gets prompts of one length at a time"
+    if switch is not None:
+        return [even, single]
     lasting = caches.constant(short, long, rows)
     padded = Batching(rows, padded=True, grows=len(lasting) < len(rows)), ""
 
@@ -117,14 +139,21 @@ def _prompts(lm: "PreTrainedModel") -> list[list[int]]:
     return [usual[at].tolist() for at in draw]
 
 
-def _alone(lm: "PreTrainedModel", row: list[int]) -> Tensor:
-    """[MORE + 1, V]: logits after a prompt and after each later token, read as the trainer does."""
+def _alone(lm: "PreTrainedModel", row: list[int], most: int = MORE + 1) -> Tensor:
+    """[MORE + 1, V]: logits after a prompt and after each later token, read as the trainer does.
+
+    Up to a switch of rotary factors they are those of the tokens up to there.
+    """
     ids = torch.tensor([row], device=lm.device)
     inputs: dict[str, Any] = {"position_ids": torch.arange(len(row), device=lm.device)[None]}
     shown = Shown(None, [t >= len(row) - MORE for t in range(len(row))])
     inputs |= media.inputs(lm, ids, torch.ones_like(ids, dtype=torch.bool), [shown])
     out = lm(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs)
-    return out.logits[0, -MORE - 1 :]
+    logits = out.logits[0]
+    switch = rope_switch(lm.config)
+    if switch is not None and len(row) > switch:
+        logits = torch.cat([_alone(lm, row[:switch], most=switch), logits[switch:]])
+    return logits[-most:]
 
 
 def _together(lm: "PreTrainedModel", batching: Batching, rows: list[list[int]], pad: int) -> Tensor:
