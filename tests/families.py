@@ -1,12 +1,12 @@
 """Small random models of the text families of transformers, by the name of their config class.
 
 `small("Llama")` is one; `FAMILIES` are the settings of each. Only what makes a model small is set, and what
-brings out all kinds of layers a family has.
+brings out all kinds of layers a family has. `far("Llama4Text")` is one whose layers change behind `AT` tokens.
 """
 
 import torch
 
-__all__ = ["FAMILIES", "SINGLE", "VOCAB", "config", "hearing", "seeing", "small"]
+__all__ = ["AT", "FAMILIES", "FAR", "SINGLE", "VOCAB", "config", "far", "hearing", "seeing", "small"]
 
 VOCAB = 60
 BASE = {
@@ -167,11 +167,72 @@ FAMILIES = {
 SINGLE = ("XGLM", "xLSTM")  # these know no float64
 
 
+# ---------- layers that change behind some number of tokens
+
+AT = 16
+WINDOW = {"sliding_window": AT}
+ASKED = WINDOW | {"use_sliding_window": True, "max_window_layers": 1}
+INDEXED = {"index_topk": AT, "index_n_heads": 32}  # many heads: of a few, scores of 0 tie
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": AT}
+LONG |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 4.0, 16.0, 64.0]}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+# By a family's name, and what it is set to where there is more than one thing.
+FAR = {
+    **dict.fromkeys(("Afmoe", "Cohere2", "Dots1", "Exaone4", "Gemma2", "Gemma3Text", "Gemma4Text"), WINDOW),
+    **dict.fromkeys(("GptOss", "GraniteSWA", "Ministral", "Mistral", "Mixtral", "Olmo3", "Phi3"), WINDOW),
+    **dict.fromkeys(("Phimoe", "Starcoder2", "VaultGemma"), WINDOW),
+    **dict.fromkeys(("Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3"), ASKED),
+    "Doge": {"keep_window_size": AT},
+    "GPTNeo": {"window_size": AT},
+    "RecurrentGemma": {"attention_window_size": AT},
+    "Llama4Text": {"attention_chunk_size": AT},
+    "Llama4Text floor_scale": {
+        "floor_scale": AT, "attn_scale": 2.0, "no_rope_layers": [1, 0], "attn_temperature_tuning": True
+    },
+    "Llama longrope": {"rope_parameters": LONG},
+    "Phi3 longrope": {"rope_parameters": LONG, "original_max_position_embeddings": AT},
+    "Phimoe longrope": {"rope_parameters": LONG | {"short_mscale": 1.0, "long_mscale": 1.3}},
+    "Llama dynamic": {"rope_parameters": DYNAMIC, "max_position_embeddings": AT},
+    # newer ones, which are built from usual names
+    **dict.fromkeys(("Cohere2Moe", "ExaoneMoe", "Flint", "GraniteMoeSWA", "Kolibri1", "Laguna"), WINDOW),
+    **dict.fromkeys(("DeepseekV4", "Dory", "Lfm3", "Mellum"), WINDOW),
+    **dict.fromkeys(("AXK2", "DeepseekV32", "GlmMoeDsa", "HYV4"), INDEXED),
+    "InklingText": {"sliding_window_size": AT},
+    "Ministral3": {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": AT,
+        "llama_4_scaling_beta": 0.5,
+    }},
+}  # fmt: skip
+USUAL_NAMES = NARROW | EXPERTS | GROUPED | LATENT | {
+    "dense_intermediate_size": 48, "d_rel": 8, "hc_mult": 2, "index_head_dim": 8, "max_window_layers": 1,
+    "num_layers": 2, "num_local_experts": 4, "num_shared_experts": 1, "o_groups": 2, "o_lora_rank": 8,
+    "swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "use_sliding_window": True,
+}  # fmt: skip
+
+
+def far(name, dtype=torch.float32):
+    """A small model of `FAR`."""
+    lm = small(name.split()[0], dtype, **FAR[name])
+    for parameter, x in lm.named_parameters():
+        # scores that choose tokens must not tie, as those of zeros or of large numbers do
+        if parameter.endswith(".A"):
+            x.data = torch.linspace(-1, 1, x.numel(), dtype=x.dtype)
+        if parameter.endswith("dt_proj.weight"):
+            x.data *= 0.1
+    return lm
+
+
 def config(kind, **changes):
     """The config of a small model of that family."""
     import transformers
 
-    return getattr(transformers, f"{kind}Config")(**FAMILIES[kind] | changes)
+    cls = getattr(transformers, f"{kind}Config")
+    known = FAMILIES.get(kind)
+    if known is None:
+        usual = cls()
+        known = {name: value for name, value in USUAL_NAMES.items() if hasattr(usual, name)}
+    return cls(**known | changes)
 
 
 def small(kind, dtype=torch.float64, std=0.3, **changes):

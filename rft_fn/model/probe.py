@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rft_fn.model.media import placeholder_ids
 from rft_fn.model.parts import Parts, inside_adapters
-from rft_fn.model.text import POSITIONS, rope_kinds, run, text_inputs
+from rft_fn.model.text import POSITIONS, rope_grows, rope_kinds, run, text_inputs
 from rft_fn.types import Packed
 
 __all__ = [
@@ -142,7 +142,7 @@ def lowered(lm: nn.Module, to: int = NEAR) -> Iterator[bool]:
     for kind in rope_kinds(config):
         holders[id(kind)] = kind
     names = _THRESHOLD
-    if any("dynamic" in str(kind.get("rope_type")) for kind in rope_kinds(config)):
+    if rope_grows(config):
         names = re.compile(f"{names.pattern}|max_position_embeddings$|max_seq_len(_cached)?$")
 
     before = [

@@ -17,7 +17,7 @@ from rft_fn.model.cut import cut_before
 from rft_fn.model.media import placeholders, sees_or_hears
 from rft_fn.model.parts import Parts, find, inside_adapters, text_config
 from rft_fn.model.probe import Found, Question
-from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS, forget_lengths, rope_switch
+from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS, forget_lengths, rope_grows, rope_switch
 from rft_fn.types import Packed, TokenOut
 
 __all__ = ["Reader", "assume", "settle", "split_over"]
@@ -34,7 +34,8 @@ class Reader(nn.Module, ABC):
     Behind `switch` tokens some models have other rotary factors for the whole of a sequence (LongRoPE). A row
     that was sampled (its `old_logp` is not 0) crossed that on the way: its tokens before the switch are scored
     as they were drawn, by the factors of short sequences, and those behind it by the others. A row that was
-    not sampled is scored as transformers reads it, by the factors of its whole length.
+    not sampled is scored as transformers reads it, by the factors of its whole length (so are all rows of a
+    model whose factors grow with the length, which no engine here samples so far).
     """
 
     parts: Parts
@@ -42,6 +43,7 @@ class Reader(nn.Module, ABC):
     fused: bool = False  # whether the head runs without logits
     shared: bool = False  # whether tokens of a pack that begin alike are computed once
     switch: int | None = None  # tokens behind which a sequence has other rotary factors
+    grows: bool = False  # whether the rotary factors of a long sequence depend on its very length
 
     @abstractmethod
     def read(self, pack: Packed, bounds: SequenceBounds | None) -> TokenOut:
@@ -63,7 +65,8 @@ class Reader(nn.Module, ABC):
         return self.finish(self._read_whole(pack), pack)
 
     def _read_whole(self, pack: Packed) -> TokenOut:
-        if self.way == ALONE and (pack.num_seqs > 1 or self.switch is not None):
+        by_length = self.grows or self.switch is not None
+        if self.way == ALONE and (pack.num_seqs > 1 or by_length):
             return self._in_turn(pack)
         axis = self.parts.sequence
         if axis is None:
@@ -112,17 +115,32 @@ class Reader(nn.Module, ABC):
 
     def _sequence(self, pack: Packed) -> TokenOut:
         """The outputs of a pack of one sequence; what was sampled before the switch is read without the rest."""
+        size = len(pack.tokens)
+        if self.grows:
+            return tree.map(lambda x: x[:size], self.read(_with_last(pack), None))
         if self.switch is None:
             return self.read(pack, None)
+        sampled = bool((pack.old_logp[: self.switch] != 0).any())
         early = 0
-        if len(pack.tokens) > self.switch and bool((pack.old_logp[: self.switch] != 0).any()):
+        if sampled and size > self.switch:
             early = self.switch
         # also where nothing is early: so every process has equally many forwards
         first = _alone(pack, 0, 0, max(early, 1))
         if not early:
             first = tree.replace(first, media=None)
+        if not sampled and size == self.switch:  # the last target is a token of the row too
+            pack = _with_last(pack)
         outs = self.read(first, None), self.read(pack, None)
-        return tree.map(lambda a, b: torch.cat([a[:early], b[early:]]), *outs)
+        return tree.map(lambda a, b: torch.cat([a[:early], b[early:size]]), *outs)
+
+
+def _with_last(pack: Packed) -> Packed:
+    """A pack of one sequence with its last target as one more token, which is masked."""
+    plain = tree.replace(pack, media=None)
+    longer: Packed = tree.map(lambda x: torch.cat([x, x.new_zeros(1, *x.shape[1:])]), plain)
+    tokens = torch.cat([pack.tokens, pack.target[-1:]])
+    pos = torch.cat([pack.pos, pack.pos[-1:] + 1])
+    return tree.replace(longer, tokens=tokens, pos=pos, media=pack.media)
 
 
 def _together(pack: Packed) -> int:
@@ -195,7 +213,9 @@ def settle(
     if not isinstance(root, Reader):
         return
     forget_lengths(root.parts.model)
-    root.switch = rope_switch(inside_adapters(root.parts.decoder).config)
+    config = inside_adapters(root.parts.decoder).config
+    root.switch = rope_switch(config)
+    root.grows = rope_grows(config)
     # Without weights there is nothing to ask.
     if any(p.is_meta for p in root.parameters()):
         assume(root)

@@ -17,7 +17,8 @@ from rft_fn.model.prefixes import take_rows
 from rft_fn.types import Packed
 
 __all__ = [
-    "ALONE", "BOUNDARIES", "POSITIONS", "forget_lengths", "rope_kinds", "rope_switch", "run", "text_inputs",
+    "ALONE", "BOUNDARIES", "POSITIONS", "forget_lengths", "rope_grows", "rope_kinds", "rope_switch", "run",
+    "text_inputs",
 ]  # fmt: skip
 
 # The ways in which a model takes a pack of several sequences.
@@ -152,6 +153,11 @@ def rope_switch(config: Any) -> int | None:
     """
     kinds = [kind for kind in rope_kinds(config) if kind["rope_type"] == "longrope"]
     return min((kind["original_max_position_embeddings"] for kind in kinds), default=None)
+
+
+def rope_grows(config: Any) -> bool:
+    """Whether rotary factors change with every token behind max_position_embeddings (dynamic NTK)."""
+    return any("dynamic" in str(kind["rope_type"]) for kind in rope_kinds(config))
 
 
 def forget_lengths(lm: nn.Module) -> None:

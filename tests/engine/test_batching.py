@@ -7,7 +7,8 @@ import warnings
 import pytest
 import tiny
 import torch
-from families import small
+import transformers
+from families import AT, FAR, far, small
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from rft_fn.engine.hf.batch import Batch, Batching, start
 from rft_fn.engine.hf.sampler import Sampler, filled
 from rft_fn.engine.stop import Stop
 from rft_fn.model import attention
+from rft_fn.strategy import get_fake_strategy
 
 join, append = Batch.join, Batch.append
 PADDED = (
@@ -289,3 +291,86 @@ def test_no_memory_is_no_answer(monkeypatch):
     monkeypatch.setattr(probe, "start", full)
     with pytest.raises(torch.OutOfMemoryError):
         probe.find_batching(lm, 0)
+
+
+# ---------- layers that change behind some number of tokens
+
+AROUND = [[3, 4, 5, 6, 7], [8, 9], list(range(10, 10 + AT - 1)), list(range(20, 20 + AT)), list(range(30, 51))]
+
+
+def drawn_from(lm, r):
+    """Log-probs [B, S] by transformers' forward of what stood before each token."""
+    out = torch.zeros(r.tokens.shape)
+    for i, n in enumerate(r.length.tolist()):
+        for t in r.mask[i].nonzero().flatten().tolist():
+            z = lm(input_ids=r.tokens[i : i + 1, :t], use_cache=False).logits[0, -1]
+            out[i, t] = z.log_softmax(-1)[r.tokens[i, t]]
+    return out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", sorted(FAR.keys() - {"Llama dynamic", "Doge"}))
+def test_rows_that_cross_a_threshold_are_sampled_as_they_are_scored(name):
+    """Prompts on both sides of it, in one batch: by the trainer, and by the engine's own score.
+
+    Doge chooses keys by scores that are equal for equal tokens, so that rows with repeats are not defined.
+    """
+    if not hasattr(transformers, f"{name.split()[0]}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    eng = engine.hf(far(name), tiny.tokenizer())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        r = eng.generate(AROUND, [1, 2, 3, 4, 5], n=2, sampling=rft.Sampling(max_new=13))
+        st = get_fake_strategy()
+        apply, params = st.bind(far(name))
+        trainer = st.score(apply, params, r, 100).logp
+    bound = FLOAT32.get(name, 1e-4)
+    torch.testing.assert_close(r.logp, trainer, rtol=0, atol=bound)
+    torch.testing.assert_close(r.logp, eng.score(r), rtol=0, atol=bound)
+    assert int(r.length.max()) > AT + 4 and r.logp.min() < -1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["Phi3 longrope", "Llama longrope", "Phimoe longrope"])
+def test_rotary_factors_switch_where_transformers_switches_them(name):
+    """Each token is drawn from transformers' forward of those before it; with a cache on both sides."""
+    eng = engine.hf(far(name), tiny.tokenizer())
+    sampling = rft.Sampling(max_new=13)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        r = eng.generate(AROUND, [1, 2, 3, 4, 5], n=2, sampling=sampling)
+    torch.testing.assert_close(r.logp, drawn_from(far(name), r), rtol=0, atol=1e-4)
+    way = batching_of(far(name))
+    assert (word(way), way.switch) == ("by length", AT)
+
+
+def test_greedy_tokens_across_the_switch_are_those_of_transformers():
+    """Its own `generate` drops the cache there too."""
+    lm = far("Phi3 longrope")
+    lm.generation_config.eos_token_id = None
+    eng = engine.hf(far("Phi3 longrope"), tiny.tokenizer())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        r = eng.generate(AROUND[:2], [1, 2], n=1, sampling=rft.Sampling(temperature=0, max_new=20))
+        for i, prompt in enumerate(AROUND[:2]):
+            want = lm.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20)
+            n = int(r.length[i])
+            assert r.tokens[i, :n].tolist() == want[0, :n].tolist()
+    assert int(r.length.max()) > AT + 4
+
+
+def test_a_row_that_is_continued_across_the_switch_is_the_whole_row():
+    """Its second piece begins with what the first one drew."""
+    eng = engine.hf(far("Phi3 longrope"), tiny.tokenizer())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        many = eng.generate([AROUND[0]] * 8, range(8), n=1, sampling=rft.Sampling(max_new=20))
+        key = int(many.length.argmax())
+        n = int(many.length[key])
+        assert n > 22
+        for k in (4, 11, 12, 15):  # before, at and behind the switch
+            begun = many.tokens[key, : 5 + k].tolist()
+            sampling = rft.Sampling(max_new=20)
+            rest = eng.generate([begun], [key], n=1, sampling=sampling, max_new=[20 - k], start=[k])
+            assert rest.tokens[0].tolist() == many.tokens[key, :n].tolist()
+            torch.testing.assert_close(rest.logp[0, 5 + k :], many.logp[key, 5 + k : n], rtol=0, atol=1e-4)

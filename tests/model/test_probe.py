@@ -10,7 +10,7 @@ import pytest
 import ranks
 import torch
 import transformers
-from families import SINGLE, VOCAB, config, small
+from families import AT, FAMILIES, FAR, SINGLE, VOCAB, config, far, small
 from packaging import version
 from tiny import definition, mixed
 from torch import nn
@@ -368,6 +368,112 @@ def test_weights_that_are_not_finite_are_not_taken_for_a_leak():
     root = wrap_for_training(lm)
     reader.settle(root)
     assert (root.way, root.fused) == (POSITIONS, True)
+
+
+# ---------- layers that change behind some number of tokens
+
+
+def whole(name, exp):
+    """Log-probs [B, S] of each row alone, by transformers' forward of its whole sequence in a fresh model."""
+    out = torch.zeros(exp.tokens.shape, dtype=torch.float64)
+    for i in range(len(exp.tokens)):
+        row = tree.map(lambda x, i=i: x[i : i + 1], exp)
+        out[i] = definition(far(name), row)[0]
+    return out
+
+
+def distinct(sizes):
+    """`rows`, without a token twice: where layers choose tokens by scores, equal ones would tie."""
+    g = torch.Generator().manual_seed(0)
+    drawn = [(torch.randperm(VOCAB - 3, generator=g) + 3).tolist() for _ in sizes]
+    return packing.supervised([(x[:a], x[a : a + b]) for x, (a, b) in zip(drawn, sizes)])
+
+
+LONG_ROWS = distinct([(2, 6), (3, 27), (1, AT - 1), (2, AT - 1), (1, 8), (3, 20)])
+
+
+def require(name):
+    if not hasattr(transformers, f"{name.split()[0]}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAR)
+def test_rows_on_both_sides_of_a_threshold_are_those_of_each_alone(name):
+    """Rows of 8 to 30 tokens, cut as a strategy cuts them: each token's log-prob is transformers' own."""
+    require(name)
+    st = get_fake_strategy()
+    apply, params = quiet(st.bind, far(name))
+    packs = st.shard(LONG_ROWS, 1000)
+    got = packing.unpack([apply(params, b).logp for b in packs], packs, LONG_ROWS.tokens)
+    torch.testing.assert_close(got.double(), whole(name, LONG_ROWS), rtol=0, atol=5e-5)
+
+
+def test_every_family_whose_config_names_a_threshold_is_tried():
+    """Numbers of tokens that are set in the config, or would be if it were asked for a window."""
+    named = ("window", "attention_chunk", "floor", "local_attention", "index_topk", "original_max_position")
+    not_tokens = ("pattern", "layers", "use_")
+    tried = {name.split()[0] for name in FAR}
+    for kind in FAMILIES:
+        found = [
+            name
+            for name, value in vars(config(kind)).items()
+            if any(word in name for word in named)
+            and not any(word in name for word in not_tokens)
+            and isinstance(value, int)
+        ]
+        assert not found or kind in tried, (kind, found)
+
+
+@pytest.mark.parametrize("name", ["Phi3 longrope", "Llama4Text floor_scale", "Llama dynamic"])
+def test_the_gradient_does_not_depend_on_how_rows_of_such_a_model_are_cut(name):
+    grads = []
+    for budget, alone in ((1000, False), (30, False), (1000, True)):
+        st = get_fake_strategy()
+        apply, params = quiet(st.bind, far(name, torch.float64))
+        packs = st.shard(LONG_ROWS, budget)
+        if alone:
+            packs = [packing.pack(LONG_ROWS, [i]) for i in range(len(LONG_ROWS.tokens))]
+        logp = packing.unpack([apply(params, b).logp for b in packs], packs, LONG_ROWS.tokens)
+        grads.append(torch.autograd.grad(mixed(logp), list(params.values()), allow_unused=True))
+    for a, b, c in zip(*grads):
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-5)
+
+
+def test_a_question_leaves_the_thresholds_as_they_were():
+    lm = far("Llama4Text floor_scale")
+    before = lm.config.to_dict()
+    quiet(reader.settle, wrap_for_training(lm))
+    assert lm.config.to_dict() == before
+    layers = [m for m in lm.modules() if hasattr(m, "floor_scale")]
+    assert [m.floor_scale for m in layers] == [AT, AT]
+    with probe.lowered(lm, 3):
+        assert (lm.config.floor_scale, layers[0].floor_scale) == (3, 3)
+    assert (lm.config.floor_scale, layers[0].floor_scale) == (AT, AT)
+
+
+@torch.no_grad()
+def test_a_row_that_was_sampled_is_scored_as_it_was_drawn():
+    """Behind a switch of rotary factors: each token by the factors of what stood before it."""
+    exp = tree.replace(LONG_ROWS, old_logp=torch.where(LONG_ROWS.mask, -1.0, 0.0))
+    lm = far("Phi3 longrope")
+    want = torch.zeros(exp.tokens.shape)
+    for i, n in enumerate(exp.length.tolist()):
+        for t in range(1, n):
+            z = lm(input_ids=exp.tokens[i : i + 1, :t], use_cache=False).logits[0, -1]
+            want[i, t] = z.log_softmax(-1)[exp.tokens[i, t]]
+    st = get_fake_strategy()
+    apply, params = quiet(st.bind, lm)
+    packs = st.shard(exp, 1000)
+    got = packing.unpack([apply(params, b).logp for b in packs], packs, exp.tokens)
+    torch.testing.assert_close(got, torch.where(exp.mask, want, 0), rtol=0, atol=5e-5)
+    text = whole("Phi3 longrope", exp)
+    crossed = exp.mask & (torch.arange(exp.tokens.shape[1]) <= AT) & (exp.length > AT + 1)[:, None]
+    assert (got - text)[crossed].abs().mean() > 0.01  # the two differ, before the switch alone
+    behind = exp.mask & (torch.arange(exp.tokens.shape[1]) > AT)
+    torch.testing.assert_close(got[behind].double(), text[behind], rtol=0, atol=5e-5)
 
 
 DROPOUT = {
