@@ -155,7 +155,7 @@ async def _within(tool: Callable[..., Any], arguments: Mapping[str, Any], second
         found = asyncio.wrap_future(_LOOP.start(_awaited(tool, arguments)))
         done, _ = await asyncio.wait([found], timeout=seconds)
         if found.cancelled():
-            raise RuntimeError("CancelledError")
+            raise RuntimeError("the tool was cancelled")
         if done:
             return found.result()
         found.cancel()

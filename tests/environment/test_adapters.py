@@ -64,6 +64,33 @@ def test_an_environment_of_gymnasium():
     assert Counter.made[0].seed == Counter.made[1].seed != Counter.made[2].seed
 
 
+class Moves:
+    """A space, as Gymnasium has it: two actions."""
+
+    def contains(self, x):
+        return x in (1, 2)
+
+    def __str__(self):
+        return "Moves(1,\n 2)"
+
+
+class Walk(Counter):
+    action_space = Moves()
+
+    def step(self, action):
+        self.at += {1: 1, 2: 2}[action]
+        return f"at:{self.at}=", 1.0, self.at >= 3, False, {}
+
+
+def test_an_action_outside_of_the_space_is_told_and_earns_what_the_caller_says():
+    env = adapters.gymnasium(Walk, action=int, invalid=-0.5)
+    played = play(env, [{"goal": "3"}], ["7", "1", "-1", "2"])
+    assert played.reward.tolist() == [[1.0]]  # twice -0.5, twice 1
+    said = [m["content"] for m in played.talks[0]]
+    assert said[2] == "invalid: expected one of Moves(1, 2), got 7" and said[4] == "at:1="
+    assert said[6] == "invalid: expected one of Moves(1, 2), got -1" and said[8] == "at:3="
+
+
 def test_a_state_of_gymnasium_is_stepped_once():
     env = adapters.gymnasium(Counter, action=int)
     state, _ = env.reset({"goal": "3"}, 1)
@@ -97,6 +124,12 @@ def test_an_environment_of_the_real_gymnasium():
 
     played = play(adapters.gymnasium(Real), [{}, {}], ["1"])
     assert played.reward.tolist() == [[1.0], [1.0]]
+
+    class Chosen(Real):
+        action_space = gymnasium.spaces.Discrete(3)
+
+    played = play(adapters.gymnasium(Chosen, action=int, invalid=-2.0), [{}], ["3", "2"])
+    assert played.reward.tolist() == [[-1.0]]
 
 
 # ---------- verifiers

@@ -345,7 +345,7 @@ def output(name, arguments=None, error="", timeout=0.2, max_output=100):
         ("leave", {}, "error: SystemExit: 3"),
         ("leave_later", {}, "error: SystemExit: 3"),
         ("leave_behind", {}, "error: "),
-        ("cancelled", {}, "error: CancelledError"),
+        ("cancelled", {}, "error: the tool was cancelled"),
         ("block", {}, "error: block took longer than 0.2 s"),
         ("spin_later", {}, "error: spin_later took longer than 0.2 s"),
         ("untold", {}, "error: Untold: Untold"),

@@ -554,6 +554,54 @@ def test_lightrft_returns_rewards_and_metrics():
         score(adapted, ["7"], columns={"label": ["rule"]})
 
 
+@pytest.mark.parametrize("fn", [reward_func, unusual])
+def test_the_reward_file_of_lightrft_sees_prompt_and_response(fn):
+    """One row too: with other arguments in these places it would earn something, and nobody would know."""
+    adapted = reward.adapters.lightrft(fn)
+    assert adapted.columns == ("label",)
+    for texts, values in ((["72"], [1.0]), (["72", "7"], [1.0, 0.0])):
+        count = len(texts)
+        found = score(
+            adapted, texts, ["6*12="] * count, {"label": ["72"] * count}, prompt_texts=["<u>6"] * count
+        )
+        assert found.total.tolist() == values
+    assert reward.adapters.lightrft(fn, "gold").columns == ("gold",)
+
+
+def test_the_reward_file_of_lightrft_for_images_sees_references():
+    def of_references(queries, prompts, references):
+        assert queries == ["p=7"] and prompts == ["p="] and references == ["7"]
+        return torch.tensor([1.0])
+
+    adapted = reward.adapters.lightrft(of_references)
+    assert adapted.columns == ("reference",)
+    assert score(adapted, ["7"], ["p="], {"reference": ["7"], "label": ["x"]}).total.tolist() == [1.0]
+
+
+def test_a_recipe_of_lightrft_with_fewer_arguments_is_called_by_name():
+    def some(queries, refs):
+        return [float(q == r) for q, r in zip(queries, refs)], {}
+
+    assert score(reward.adapters.lightrft(some), ["7"], ["p="], {"reference": ["7"]}).total.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("adapter", ["openrlhf", "lightrft"])
+def test_names_in_other_places_are_refused_and_not_filled_with_something_else(adapter):
+    def other(responses, queries, prompts):
+        return [1.0]
+
+    def longer(queries, prompts, labels, images):
+        return [1.0]
+
+    columns = {"label": ["7"], "reference": ["7"]}
+    for fn, names in ((other, "responses, queries, prompts"), (longer, "queries, prompts, labels, images")):
+        line = (
+            rf"expected a reward of \(queries, prompts, labels\), by these names .*, got one of \({names}\)"
+        )
+        with pytest.raises(ValueError, match=line):
+            score(reward.adapters.ADAPTERS[adapter](fn), ["7"], ["p="], columns)
+
+
 # -------------------------------------------------------------------------------------------------- verifiers
 
 

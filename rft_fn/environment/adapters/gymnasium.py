@@ -34,7 +34,8 @@ def gymnasium(
     """An environment of Gymnasium's API (0.26 or later), a new object of `make()` for each episode.
 
     `action` makes an action of a response, `observation` a text of what is observed. A response that `action`
-    refuses by ValueError is told to the policy, earns `invalid`, and moves nothing. The object is reset with
+    refuses by ValueError, and an action that is not in the object's `action_space`, is told to the policy,
+    earns `invalid`, and moves nothing. The object is reset with
     a seed made of the key, and with the row as its options; the row's own prompt is not read.
 
     Such an object changes in place: a state can be stepped once, and ValueError is raised for another time.
@@ -54,6 +55,12 @@ def gymnasium(
             chosen = action(response)
         except ValueError as error:
             return Stepped(state, f"invalid: {error}", invalid, False)
+        space = getattr(stage.env, "action_space", None)
+        if space is not None and not space.contains(chosen):
+            known = " ".join(str(space).split())
+            return Stepped(
+                state, f"invalid: expected one of {known:.200}, got {chosen!r:.80}", invalid, False
+            )
         found = stage.env.step(chosen)
         if not isinstance(found, tuple) or len(found) != 5:
             raise ValueError(

@@ -49,10 +49,19 @@ def read_columns(
 
 
 def call(fn: ForeignFn, given: Mapping[str, Any]) -> Any:
-    """Call a function by name, or in order where its names are others."""
+    """Call a function by name, or in order where its names are others.
+
+    ValueError where a name that it shares stands in another place, or where it needs more than there is.
+    """
     if set(required(fn)) <= given.keys():
         return fn(**taken(fn, given))
-    places = [p for p in parameters(fn) if p.kind is not p.KEYWORD_ONLY]
+    places = [p.name for p in parameters(fn) if p.kind is not p.KEYWORD_ONLY]
+    shared = [name == known or name not in given for name, known in zip(places, given)]
+    if not all(shared) or len(required(fn)) > len(given):
+        raise ValueError(
+            f"expected a reward of ({', '.join(given)}), by these names or in this order, got one of "
+            f"({', '.join(places)})"
+        )
     return fn(*list(given.values())[: len(places)])
 
 
