@@ -13,7 +13,7 @@ import torch
 from test_ckpt import full
 
 import rft_fn as rft
-from rft_fn import ckpt, dist, model, optim, tree
+from rft_fn import ckpt, data, dist, model, optim, packing, tree
 from rft_fn.strategy import StrategyConfig, get_strategy
 
 pytestmark = pytest.mark.slow
@@ -305,3 +305,57 @@ def test_kill_9_during_the_write_of_two(tmp_path):
     newest = ckpt.latest(folder)
     ckpt.rotate(folder, keep=1)
     assert list(folder.iterdir()) == [newest]
+
+
+ROWS = [{"prompt": f"{n}=", "completion": str(n)} for n in range(11)]
+
+
+def course(st, folder, name, *, first=0, last=7, save=None):
+    """[(rate, the rows of each minibatch)] of the steps first to last, two passes in two minibatches each.
+
+    The gradients of step 1 are NaN: their update is skipped, so the rate is that of one update fewer.
+    """
+    rates = []
+    schedule = optim.warmup_cosine(1e-2, 4, 2 * 2 * last)
+
+    def rate(step):
+        rates.append(schedule(step))
+        return rates[-1]
+
+    dataset = data.from_rows(ROWS, tiny.tokenizer(), template="{prompt}")
+    apply, state = st.init(tiny.llama(dtype=torch.float64), optim.adamw(rate))
+    if first:
+        state, _ = st.restore(Path(folder) / name, state)
+    out = []
+    for step in range(first, last):
+        if step == save:
+            st.save(Path(folder) / name, state)
+        prompts, _ = data.draw(dataset, 4, step, 3)  # 11 rows are read more than twice
+        exp = packing.supervised([(prompt.ids, [5, 6]) for prompt in prompts])
+        exp = tree.replace(exp, w=exp.mask.double() * (math.nan if step == 1 else 1.0))
+        for epoch in range(2):
+            for part in packing.minibatches(exp, 2, rft.rng.fold_in(3, "updates", step, epoch)):
+                grads, _ = st.grad(state, apply, loss_fn, st.shard(part, 40))
+                state, _ = st.update(state, grads)
+                out.append((rates[-1] if rates else None, part.tokens.tolist()))
+    return out, len(rates), optim.count(state.opt), state.step
+
+
+def courses(rank, folder):
+    st = get_strategy(StrategyConfig())
+    whole = course(st, folder, "two", save=4)
+    again = course(st, folder, "two", first=4)
+    return whole, again, course(st, folder, "one", first=4)
+
+
+def test_rates_and_rows_after_a_resume_are_those_of_a_run_that_went_on(tmp_path):
+    """On as many processes, on more and on fewer; an update that was skipped is no step of the schedule."""
+    st = get_strategy(StrategyConfig())
+    alone = course(st, tmp_path, "one", save=4)
+    out, asked, count, steps = alone
+    assert len({rate for rate, _ in out}) > 15 and (asked, count, steps) == (24, 24, 28)
+    assert len({str(rows) for _, rows in out}) > 20
+    for whole, again, more in ranks.run(2, "test_ckpt_ranks:courses", tmp_path):
+        assert whole == alone
+        for found in (again, more, course(st, tmp_path, "two", first=4)):
+            assert found == (out[16:], 12, 24, 28)
