@@ -16,7 +16,7 @@ from rft_fn.run import lock
 from rft_fn.run.files import append_row, differences, filled, write_whole
 from rft_fn.run.resume import FACTS, settings
 
-__all__ = ["Claim", "Inputs", "files_of"]
+__all__ = ["Claim", "Inputs", "files_of", "lock_folder"]
 
 _ROWS = "rows.bin"  # the marks of the data
 _SAMPLE = (
@@ -76,6 +76,19 @@ def files_of(specs: Iterable[str]) -> list[Path]:
     return list(found)
 
 
+def lock_folder(folder: Path) -> None:
+    """Make the folder of a run and lock it. ValueError where it cannot be written, or is another's."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / ".probe", "")
+        (folder / ".probe").unlink()
+    except OSError as error:
+        raise ValueError(
+            f"run folder {folder} cannot be written: {error.strerror}; choose another with --out"
+        ) from error
+    lock.acquire(folder)
+
+
 class Claim:
     """The folder of a run, for a command with the options `config` and the data of `inputs`.
 
@@ -107,15 +120,7 @@ class Claim:
         with other options or other data, unless `override`. Changed code, tokenizers and chat templates are
         announced.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / ".probe", "")
-            (self.folder / ".probe").unlink()
-        except OSError as error:
-            raise ValueError(
-                f"run folder {self.folder} cannot be written: {error.strerror}; choose another with --out"
-            ) from error
-        lock.acquire(self.folder)
+        lock_folder(self.folder)
         try:
             self._compare(override)
         except ValueError:

@@ -19,7 +19,9 @@ def acquire(folder: Path) -> None:
     """
     folder = folder.resolve()
     if folder in _held:
-        return
+        if _holds(folder):
+            return
+        release(folder)  # it was deleted, and made again
     file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,17 +48,21 @@ def check(folder: Path, *, whole: bool = True) -> None:
 
     ValueError, also where there is another folder of that name by now.
     """
-    file = _held.get(folder.resolve())
-    try:
-        there = os.stat(folder / ".lock")
-        same = file is None or os.path.samestat(os.fstat(file), there)
-    except OSError:
-        same = False
-    if not (same and whole):
+    if not (_holds(folder) and whole):
         raise ValueError(
             f"run folder {folder}: it was deleted or moved away during the run, and its rows and checkpoints "
             "with it; start the command again"
         )
+
+
+def _holds(folder: Path) -> bool:
+    """Whether the lock in a folder is the one that this process has taken, where it could take one."""
+    file = _held.get(folder.resolve())
+    try:
+        there = os.stat(folder / ".lock")
+        return file is None or os.path.samestat(os.fstat(file), there)
+    except OSError:
+        return False
 
 
 def held(folder: Path) -> bool:

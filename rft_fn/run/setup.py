@@ -6,7 +6,9 @@ loss or an advantage.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from rft_fn.memory import Sampler
 from rft_fn.memory.example import largest
 from rft_fn.model.media import sees_or_hears
 from rft_fn.run import options, resume
-from rft_fn.run.claim import Inputs, files_of
+from rft_fn.run.claim import Inputs, files_of, lock_folder
 from rft_fn.run.cli import without
 from rft_fn.run.folder import Run
 from rft_fn.run.placing import placed
@@ -47,11 +49,31 @@ def start(cfg: options.Run, *, unread: Iterable[str] = ()) -> Strategy:
     without(cfg.strategy, "max_norm", instead="use --max-norm")
     without(cfg.strategy, "seed", instead="use --seed")
     st = strategy.get_strategy(replace(cfg.strategy, seed=cfg.seed))
-    with st.session.watch():
-        days = dist.all_gather_object(resume.first_day(cfg.out) if st.rank == 0 else None)
-    fix_day(days[0])
+    fix_day(_first_day(cfg, st))
     engine.check_config(engine.config_of(cfg.strategy))
     return st
+
+
+def _first_day(cfg: options.Run, st: Strategy) -> date:
+    """Return the day on which the run in the folder began, the same on every rank.
+
+    A folder that is there is locked from here on: before the first slow import, and before data is read for
+    nothing.
+    """
+    day = None
+    line = ""
+    if st.rank == 0:
+        try:
+            if Path(cfg.out).is_dir():
+                lock_folder(Path(cfg.out))
+            day = resume.first_day(cfg.out)
+        except (ValueError, OSError) as error:
+            line = str(error)
+    with st.session.watch():
+        day, line = dist.all_gather_object((day, line))[0]
+    if day is None:
+        raise ValueError(line)
+    return day
 
 
 def load_processing(cfg: options.Data, name: str) -> data.Processing | None:

@@ -22,7 +22,7 @@ from rft_fn import check, data, dist, model
 from rft_fn import run as runs
 from rft_fn.data import chat_template
 from rft_fn.reward import Judged
-from rft_fn.run import claim, options, plot, progress, resume, signals
+from rft_fn.run import claim, lock, options, plot, progress, resume, signals
 from rft_fn.strategy import StrategyConfig, get_fake_strategy
 
 
@@ -339,12 +339,32 @@ def test_two_runs_in_one_folder(tmp_path):
             runs.Run(tmp_path / "r", {}, total=1)
         who = f"in use by process {first.pid} on {socket.gethostname()} since 20"
         assert who in str(error.value) and "\n" not in str(error.value)
+        with pytest.raises(ValueError, match=who):  # a script knows before it has read any data
+            runs.start(Begun(out=str(tmp_path / "r")))
     finally:
         first.kill()
         first.wait()
     runs.Run(tmp_path / "r", {}, total=1).finish()
     again = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
     assert again.stdout == b"held\n" and not again.returncode  # finish has unlocked it
+
+
+def test_a_folder_that_is_there_is_locked_at_the_start(tmp_path):
+    cfg = Begun(out=str(tmp_path / "r"))
+    runs.start(cfg)
+    assert not (tmp_path / "r").exists()  # a mistake in the data leaves nothing behind
+    (tmp_path / "r").mkdir()
+    runs.start(cfg)
+    assert lock.held(tmp_path / "r")
+
+    # one that was deleted and made again meanwhile is another
+    shutil.rmtree(tmp_path / "r")
+    run = runs.open_folder(cfg, get_fake_strategy())
+    assert lock.held(tmp_path / "r")
+    run.resume(0)
+    write(run, range(4))
+    run.finish()
+    assert not lock.held(tmp_path / "r")
 
 
 def test_a_run_without_a_step_has_claimed_nothing(tmp_path):
