@@ -118,8 +118,9 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or isinstance(child, (ast.Raise, ast.JoinedStr, ast.Import)):
                 continue
-            named = "__all__" in ast.unparse(child) or "TYPE_CHECKING" in ast.unparse(child)
-            if not (named and isinstance(node, ast.Module)):
+            text = ast.unparse(child)
+            alias = isinstance(child, ast.Assign) and isinstance(child.value, ast.BinOp) and "|" in text
+            if not (isinstance(node, ast.Module) and (alias or "__all__" in text or "TYPE_CHECKING" in text)):
                 yield from _nodes(child)
 
 
@@ -156,7 +157,11 @@ def seen_by(path: str, texts: dict[str, str]) -> list[str]:
     """The test files that could see a change: named after its file, of its room, then those that name it."""
     room, stem = Path(path).with_suffix("").parts[1], Path(path).stem
     tree = ast.parse((ROOT / path).read_text())
-    names = [x.name for x in tree.body if isinstance(x, (ast.FunctionDef, ast.ClassDef)) and x.name[0] != "_"]
+    names = [getattr(x, "name", "_") for x in tree.body]
+    names += [
+        t.id for x in tree.body if isinstance(x, ast.Assign) for t in x.targets if isinstance(t, ast.Name)
+    ]
+    names = [name for name in names if name[0] != "_"]
     called = re.compile(rf"\b(?:{room}|{stem})\.(?:{'|'.join(names) or stem})\b|import .*\b{stem}\b")
     counts = {name: len(called.findall(text)) for name, text in texts.items()}
     near = set(changed.tests_of(path, list(texts)))

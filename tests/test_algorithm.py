@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rft_fn import algorithm, loss, packing, testing, tree, weight
+from rft_fn.algorithm import stopped
+from rft_fn.algorithm.rows import Evaluated
 from rft_fn.types import Rollout, experience
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -203,6 +205,42 @@ def test_metrics_say_how_much_each_loss_stops(name):
     wide = {"low": 100.0, "high": 100.0} if name == "gmpo" else wide
     shares = [fn(out, b, **options)[1]["policy/clip_frac"].value().item() for options in (tight, wide)]
     assert shares[0] > 0.3 and shares[1] == 0
+
+
+def test_what_counts_as_stopped_by_hand():
+    """Only where the advantage pushes further out, but for CISPO; at a limit itself nothing is stopped."""
+    ratio = torch.tensor([0.5, 0.75, 0.79, 0.9, 1.0, 1.1, 1.21, 1.25, 1.5])
+    options = {"low": 0.25, "high": 0.25}
+    edge = {"low": -torch.tensor(0.75).log(), "high": torch.tensor(1.25).log()}
+    for fn, limits, up, down in (
+        (stopped.beyond_clip, options, [1.5], [0.5]),
+        (stopped.beyond_log_clip, edge, [1.5], [0.5]),
+        (stopped.beyond_log_clip, {"low": 0.25, "high": 0.2}, [1.25, 1.5], [0.5, 0.75]),
+        (stopped.beyond_a_fifth, {}, [1.21, 1.25, 1.5], [0.5, 0.75, 0.79]),
+        (stopped.outside_clip, options, [0.5, 1.5], [0.5, 1.5]),
+    ):
+        for adv, want in ((1.0, up), (-1.0, down), (0.0, up if fn is stopped.outside_clip else [])):
+            at = Evaluated(ratio, ratio, ratio.log(), torch.full((9,), adv), limits)
+            assert ratio[fn(at)].tolist() == want, (fn, adv)
+    zero, one = torch.zeros(4), torch.ones(4)
+    for field, want in (("loss", [False, True]), ("adv", [True, False]), ("logp", [True, False])):
+        given = {"loss": zero, "adv": one, "logp": -one} | {field: torch.tensor([1.0, 0.0, 1.0, 0.0])}
+        found = stopped.outside_trust_region(Evaluated(ratio=one, options={}, **given))
+        assert found.tolist() == want * 2, field
+
+
+@pytest.mark.parametrize("name", [n for n, r in algorithm.TABLE.items() if hasattr(r, "group")])
+def test_a_row_takes_groups_from_its_least_size_on(name):
+    """Two where responses of one prompt are compared, else one; that many give advantages that are finite."""
+    row = algorithm.TABLE[name]
+    centred = name not in ("remax", "reinforce", "reinforce_pp")
+    assert row.group == 1 + centred and row.greedy == (name == "remax")
+    assert algorithm.get_algorithm(name, group=row.group) is row
+    adv = batch(name, torch.rand(8 // row.group, row.group))[-1].adv
+    assert adv.isfinite().all() and adv.any()
+    if centred:
+        with pytest.raises(ValueError, match="group: expected >= 2 responses per prompt"):
+            algorithm.get_algorithm(name, group=1)
 
 
 def test_metrics_of_the_clipped_loss_by_hand():
