@@ -968,3 +968,20 @@ def test_sft_learns_a_conversation(chatty, tmp_path):
     sft.main(sft.Config(**options, **more, chat_template_kwargs=("enable_thinking=False",)))
     losses = [r["loss"] for r in rows(tmp_path / "run")]
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_run_of_version_0_1_0_resumes(tmp_path):
+    """Its folder as it was after two of four steps; the rows of the others are what that version wrote then."""
+    stored = ROOT / "tests" / "ckpt" / "data" / "run_0_1_0"
+    folder = tmp_path / "old4"
+    shutil.copytree(stored, folder)
+    (folder / "metrics.jsonl").write_text("".join((stored / "metrics.jsonl").read_text().splitlines(True)[:2]))
+    options = ["--steps", 4, "--prompts", 4, "--group", 4, "--lora-rank", 1, "--save-every", 2, "--warmup", 1]
+    options += ["--ema", 0.9, "--kl", 0.01, "--normalize-reward", "--tokens-every", 0, "--no-canary"]
+    run("grpo", *options, "--eval-every", 100, "--eval-prompts", 4, "--out", folder)
+    found, wanted = rows(folder), rows(stored)
+    assert [row["step"] for row in found] == [0, 1, 2, 3] and found[:2] == wanted[:2]
+    for new, old in zip(found[2:], wanted[2:], strict=True):
+        for name in ("lr", "reward/mean", "policy/kl_ref", "grad/norm"):
+            # its base was trained on another processor
+            assert new[name] == pytest.approx(old[name], rel=1e-2, abs=1e-6), name
