@@ -279,7 +279,9 @@ def main(cfg: Config) -> None:
                 logs.append(rft.metric.results(metrics))
             if len(logs) == 1:  # before the first update trainer and sampler have the same weights
                 gap = logs[0] | own.metrics
-                gap = rft.run.check_gap(cfg, extra, gap, rollout, sampling, apply, state.params, packs)
+                gap = rft.run.check_gap(
+                    cfg, extra, gap, rollout, sampling, apply, state.params, packs, engine=eng
+                )
             with run.phase("train"):
                 rate = schedule(rft.optim.count(state.opt))
                 state, metrics = st.update(state, grads)

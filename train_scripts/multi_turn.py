@@ -188,7 +188,7 @@ def main(cfg: Config) -> None:
             grads, metrics = st.grad(state, apply, loss_fn, packs)
             logs = rft.metric.results(metrics)
         gap = logs | own.metrics
-        gap = rft.run.check_gap(cfg, extra, gap, rollout, sampling, apply, state.params, packs)
+        gap = rft.run.check_gap(cfg, extra, gap, rollout, sampling, apply, state.params, packs, engine=eng)
         with run.phase("train"):
             rate = schedule(rft.optim.count(state.opt))
             state, metrics = st.update(state, grads)

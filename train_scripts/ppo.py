@@ -306,7 +306,9 @@ def main(cfg: Config) -> None:
                     logs[i] |= rft.metric.results(metrics)
             if i == 0:  # before the first update trainer and sampler have the same weights
                 gap = logs[0] | own.metrics
-                gap = rft.run.check_gap(cfg, extra, gap, rollout, sampling, apply, actor.params, packs)
+                gap = rft.run.check_gap(
+                    cfg, extra, gap, rollout, sampling, apply, actor.params, packs, engine=eng
+                )
             if learns:
                 with run.phase("train"):
                     rate = schedule(rft.optim.count(actor.opt))

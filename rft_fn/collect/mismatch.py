@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from rft_fn import check, metric, model, packing, tree, weight
+from rft_fn.model.probe import thresholds
 from rft_fn.model.scorer import Scorer
-from rft_fn.types import Apply, Packed, Rollout, Sampling
+from rft_fn.types import Apply, Engine, Packed, Rollout, Sampling
 
 __all__ = [
     "CORRECTIONS", "MISMATCH", "check_mismatch", "correction", "explain_mismatch", "gap_limit",
@@ -139,18 +141,24 @@ def explain_mismatch(
     *,
     again: Tensor | None = None,
     rescored: Callable[[Sampling], Tensor] | None = None,
+    alone: tuple[Tensor, Tensor] | None = None,
+    engine: Tensor | None = None,
+    thresholds: Mapping[str, int] | None = None,
     limit: float,
 ) -> str:
-    """One paragraph that names the cause of a mismatch above `limit` [nats per token].
+    """One paragraph that says where a mismatch above `limit` [nats per token] is, and names its cause.
 
-    It tests instead of guessing: dropout, temperature, top_p, positions, then template or weights. `trainer`
-    and `again` [B, S] are two scorings by the trainer, which differ only by dropout. `rescored` scores the
-    same tokens in the trainer under another Sampling: an option that only one side knows is found by leaving
-    it out.
+    It tests instead of guessing: dropout, temperature and top_p, packs, the engine, lengths, positions, then
+    template or weights. `trainer` and `again` [B, S] are two scorings by the trainer, which differ only by
+    dropout. `rescored` scores the same tokens in the trainer under another Sampling: an option that only one
+    side knows is found by leaving it out. `alone` is (the trainer's log-probs of some rows, each by itself;
+    the mask of those). `engine` is what the sampler's side says now, asked to score the same tokens.
+    `thresholds` are numbers of tokens behind which layers of the model change, by their names in its config.
     """
     mask = rollout.mask
     gap = logp_mismatch(trainer, rollout.logp, mask)
     head = f"policy/logp_gap is {gap:.3g} nats per token, above the limit of {limit:.3g}. "
+    head += _where(rollout, trainer, limit)
     if again is not None and logp_mismatch(trainer, again, mask) > limit / 10:
         return head + "Look at dropout: the trainer gives the same tokens different log-probs on every call."
 
@@ -161,18 +169,73 @@ def explain_mismatch(
     if option:
         return head + f"Look at {option}; pass one Sampling to both."
 
-    # wrong positions differ more and more along a response; wrong weights or templates everywhere
+    # each side once more, in another way
+    if alone is not None and logp_mismatch(alone[0], trainer, alone[1]) > limit:
+        apart = logp_mismatch(alone[0], trainer, alone[1])
+        return head + (
+            f"Look at packs: the trainer scores a row {apart:.3g} nats per token otherwise in a pack than "
+            f"alone, where it is {logp_mismatch(alone[0], rollout.logp, alone[1]):.3g} from the sampler."
+        )
+    if engine is not None and logp_mismatch(engine, trainer, mask) <= limit:
+        return head + (
+            "Look at the sampler: asked to score the same tokens now, it agrees with the trainer. Its cache, "
+            "its batches or weights that came while it sampled differ."
+        )
+
+    # wrong lengths and positions show in some tokens alone, wrong weights or templates in all
+    name = _threshold(rollout, trainer, limit, thresholds or {})
+    if name:
+        return head + (
+            f"Look at {name} of the model's config: the gap is in the rows of more tokens than that, and in "
+            "no other."
+        )
     growth = _growth(trainer - rollout.logp, mask)
     if math.isfinite(growth) and growth > 3:
         return (
             head + f"Look at positions: the gap is {growth:.0f} times larger late in a response than early."
         )
     version = sorted(set(rollout.version.tolist()))
+    if engine is not None and logp_mismatch(engine, rollout.logp, mask) <= limit:
+        head += "Asked to score them now, the sampler agrees with itself. "
+    elif engine is not None:
+        head += "Asked to score them now, the sampler agrees neither with the trainer nor with itself. "
     return head + (
         "Neither dropout, temperature nor top_p explains it. Look at the weights (the rollout is of version "
         f"{version}: were they loaded after the last update?), at the template (are these the tokens that "
         "the sampler was given?) and at positions."
     )
+
+
+def _where(rollout: Rollout, trainer: Tensor, limit: float) -> str:
+    """One sentence: by position, by row and by token id, where the mismatch is above the limit."""
+    gap = torch.where(rollout.mask, (trainer - rollout.logp).abs(), 0).double().nan_to_num(nan=math.inf)
+    above = gap > limit
+    if not above.any():
+        return ""
+    places = torch.arange(gap.shape[1], device=gap.device).expand_as(gap)
+    inside, found = places[rollout.mask], places[above]
+    row = int(gap.sum(-1).argmax())
+    ids, of = rollout.tokens[above].unique(return_inverse=True)
+    each = gap.new_zeros(len(ids)).index_add_(0, of, gap[above].clamp(max=1e6))
+    token = int(each.argmax())
+    return (
+        f"It is in {int(above.sum())} of {int(rollout.mask.sum())} tokens: at positions {int(found.min())} to "
+        f"{int(found.max())} (of {int(inside.min())} to {int(inside.max())}), in {int(above.any(-1).sum())} of "
+        f"{int(rollout.mask.any(-1).sum())} rows (most in row {row}), of {len(ids)} token ids (token id "
+        f"{int(ids[token])} has {100 * float(each[token] / each.sum()):.0f} % of it). "
+    )
+
+
+def _threshold(rollout: Rollout, trainer: Tensor, limit: float, thresholds: Mapping[str, int]) -> str:
+    """The threshold of length which parts the rows with a mismatch from those without; empty if none does."""
+    gap = (trainer - rollout.logp).abs().nan_to_num(nan=math.inf)
+    above = ((gap > limit) & rollout.mask).any(-1)
+    drawn = rollout.mask.any(-1)
+    for name, most in thresholds.items():
+        beyond = (rollout.length > most) & drawn
+        if above.equal(beyond) and not beyond.equal(drawn):
+            return f"{name} = {most}"
+    return ""
 
 
 def _one_sided_option(
@@ -215,16 +278,19 @@ def check_mismatch(
     apply: Apply,
     params: Any,
     packs: Sequence[Packed],
+    *,
+    engine: Engine | None = None,
 ) -> None:
     """ValueError with the explanation if `policy/logp_gap` of a step is above `limit` or NaN.
 
     `packs` are all packs of the rollout, or this rank's. The trainer scores them only in that case: twice,
-    and once for each option that could explain it.
+    once for each option that could explain it, and a row of each pack alone. An `engine` that can is asked to
+    score them too.
     """
     if values["policy/logp_gap"] <= limit:
         return
 
-    def scored() -> Tensor:
+    def scored(packs: Sequence[Packed] = packs) -> Tensor:
         return packing.unpack(model.score(apply, params, packs), packs, rollout.logp)
 
     def rescored(other: Sampling) -> Tensor:
@@ -232,13 +298,41 @@ def check_mismatch(
         with _under(scorer, other):
             return scored()
 
-    scores = [scored() for _ in range(2)]
-    mine = tree.replace(rollout, mask=packing.unpack([p.mask for p in packs], packs, rollout.mask))
-    how: dict[str, Any] = {"again": scores[1], "limit": limit}
+    trainer, again = scored(), scored()
+    mine = tree.replace(rollout, mask=_unpacked_mask(packs, rollout))
+    # the last row of each pack: as many forwards on every process
+    last = [packing.alone(p, max(packing.filled(p) - 1, 0)) for p in packs]
     scorer = _scorer(apply)
-    if scorer is not None:
-        how["rescored"] = rescored
-    raise ValueError(explain_mismatch(mine, scores[0], sampling, **how))
+    raise ValueError(
+        explain_mismatch(
+            mine,
+            trainer,
+            sampling,
+            again=again,
+            rescored=None if scorer is None else rescored,
+            alone=(scored(last), _unpacked_mask(last, rollout)),
+            engine=_scored_by(engine, rollout, sampling),
+            thresholds={} if scorer is None else thresholds(scorer.parts.model),
+            limit=limit,
+        )
+    )
+
+
+def _unpacked_mask(packs: Sequence[Packed], rollout: Rollout) -> Tensor:
+    """The tokens [B, S] in mask of some packs."""
+    return packing.unpack([p.mask for p in packs], packs, rollout.mask)
+
+
+def _scored_by(engine: Engine | None, rollout: Rollout, sampling: Sampling) -> Tensor | None:
+    """The engine's log-probs [B, S] of a rollout; None where it cannot tell."""
+    if engine is None or not sampling.temperature:
+        return None
+    try:
+        if "score" not in engine.status()["supported"]:
+            return None
+        return engine.score(rollout, sampling=sampling)
+    except (RuntimeError, ValueError, OSError):  # the mismatch is what has to be told
+        return None
 
 
 def _scorer(apply: Apply) -> Scorer | None:

@@ -24,7 +24,7 @@ from rft_fn.types import Packed
 
 __all__ = [
     "Found", "Question", "lowered", "measure", "plain_head", "question", "rounding", "same_tensor",
-    "same_value", "usual_tokens",
+    "same_value", "thresholds", "usual_tokens",
 ]  # fmt: skip
 
 # Sizes of the sequences of a question, in tokens: each of BEHIND stands right after one of FRONT.
@@ -129,28 +129,34 @@ def question(
     return Question(packed(first), packed(second), alone, twins, way, place is not None, near)
 
 
-@contextmanager
-def lowered(lm: nn.Module, to: int = NEAR) -> Iterator[bool]:
-    """Have a model's thresholds of length at `to` tokens; gives whether it has some above that."""
+def thresholds(lm: nn.Module) -> dict[str, int]:
+    """The numbers of tokens behind which layers of a model change, by their names in its config or layers."""
+    return {name: value for _, name, value in _thresholds(lm)}
+
+
+def _thresholds(lm: nn.Module) -> list[tuple[dict[str, Any], str, int]]:
+    """(what holds it, its name, its value) of each threshold of length."""
     config = inside_adapters(lm).config.get_text_config()
-    holders: dict[int, dict[str, Any]] = {}
-    for x in [config, *lm.modules()]:
-        holders[id(x)] = vars(x)
-        own = getattr(x, "config", None)
-        if own is not None and not isinstance(own, dict):
-            holders[id(own)] = vars(own)
-    for kind in rope_kinds(config):
-        holders[id(kind)] = kind
     names = _THRESHOLD
     if rope_grows(config):
-        names = re.compile(f"{names.pattern}|max_position_embeddings$|max_seq_len(_cached)?$")
-
-    before = [
+        names = re.compile(f"{names.pattern}|max_position_embeddings$|max_seq_len$")
+    holders: dict[int, dict[str, Any]] = {id(kind): kind for kind in rope_kinds(config)}
+    for x in [config, *lm.modules()]:
+        for held in (x, getattr(x, "config", None)):
+            if hasattr(held, "__dict__"):
+                holders[id(held)] = vars(held)
+    return [
         (held, name, value)
         for held in holders.values()
         for name, value in held.items()
-        if isinstance(value, int) and value > to and names.search(name)
+        if isinstance(value, int) and not isinstance(value, bool) and names.search(name)
     ]
+
+
+@contextmanager
+def lowered(lm: nn.Module, to: int = NEAR) -> Iterator[bool]:
+    """Have a model's thresholds of length at `to` tokens; gives whether some were above that."""
+    before = [found for found in _thresholds(lm) if found[2] > to]
     try:
         for held, name, _ in before:
             held[name] = to

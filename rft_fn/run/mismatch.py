@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rft_fn import collect
 from rft_fn.run import options
-from rft_fn.types import Apply, Packed, Rollout, Sampling, Strategy
+from rft_fn.types import Apply, Engine, Packed, Rollout, Sampling, Strategy
 
 __all__ = ["Corrected", "check_gap", "correct_mismatch", "correction_of"]
 
@@ -63,12 +63,14 @@ def check_gap(
     apply: Apply,
     params: Any,
     packs: Sequence[Packed],
+    *,
+    engine: Engine | None = None,
 ) -> dict[str, float]:
     """The numbers of `collect.MISMATCH` among `values`, within the limits of the options.
 
     The first gap of a run is its noise floor, which `extra["floor"]` keeps for later steps and for a resumed
     run. Stale rows differ by more than noise: where they are corrected or asked for they have no limit.
-    ValueError, with an explanation, for a gap above the limit.
+    ValueError, with an explanation, for a gap above the limit; an `engine` that is idle helps to find it.
     """
     found = {name: values[name] for name in collect.MISMATCH}
     expected = correction_of(cfg) != "none" or cfg.ahead > 0 or cfg.partial > 0
@@ -76,6 +78,7 @@ def check_gap(
         return found
     floor = extra.get("floor", 0.0)
     limit = collect.gap_limit(cfg.max_gap, cfg.gap_factor, floor)
-    collect.check_mismatch(found, limit, rollout, sampling, apply, params, packs)
+    idle = None if cfg.ahead else engine
+    collect.check_mismatch(found, limit, rollout, sampling, apply, params, packs, engine=idle)
     extra["floor"] = floor or collect.noise_floor(found["policy/logp_gap"], sampling)
     return found

@@ -7,6 +7,7 @@ import pytest
 import ref
 import tiny
 import torch
+from families import AT, far
 from hypothesis import given
 from hypothesis import strategies as st
 from test_house import load_script as script
@@ -203,7 +204,7 @@ def test_the_first_gap_of_a_run_limits_the_later_ones():
         packing.unpack(model.score(apply, params, packs_of(fresh)), packs_of(fresh), fresh.logp), fresh
     )
     assert extra["floor"] == 1e-6
-    with pytest.raises(ValueError, match=r"above the limit of 3e-05. .*Look at the weights"):
+    with pytest.raises(ValueError, match=r"above the limit of 3e-05. It is in .*Look at the weights"):
         check(cfg, extra, late)
     check(cfg, {}, late)  # a run that knows no floor yet
     check(options.Rollouts(gap_factor=1e4), extra, late)
@@ -277,3 +278,88 @@ def test_wrong_weights_are_told_from_options():
     apply, params = model.bind(tiny.llama(), sampling=sampling)
     with pytest.raises(ValueError, match=r"Look at the weights \(the rollout is of version \[4\]"):
         collect.check_mismatch({"policy/logp_gap": 1.0}, 0.01, r, sampling, apply, params, packs_of(r))
+
+
+def test_it_is_told_where_the_mismatch_is():
+    r, _ = random_rollout(0)
+    trainer = r.logp.clone()
+    row, place = (int(x) for x in r.mask.nonzero()[-1])
+    trainer[row, place] += 5.0
+    text = collect.explain_mismatch(r, trainer, rft.Sampling(), limit=0.01)
+    places = r.mask.nonzero()[:, 1]
+    token = int(r.tokens[row, place])
+    assert (
+        f"It is in 1 of {int(r.mask.sum())} tokens: at positions {place} to {place} (of {int(places.min())} to "
+        f"{int(places.max())}), in 1 of {int(r.mask.any(-1).sum())} rows (most in row {row}), of 1 token ids "
+        f"(token id {token} has 100 % of it)."
+    ) in text
+    broken = torch.where(r.tokens == token, torch.nan, r.logp)
+    count = int(((r.tokens == token) & r.mask).sum())
+    text = collect.explain_mismatch(r, broken, rft.Sampling(), limit=0.01)
+    assert f"It is in {count} of" in text and f"token id {token} has 100 %" in text
+
+
+def test_the_trainer_is_asked_for_rows_alone():
+    """A trainer that adds 1 nat where another row stands in front."""
+    r = rollout(rft.Sampling(max_new=5))
+    packs = packs_of(r)
+    assert min(p.num_seqs for p in packs) > 1
+
+    def apply(params, pack):
+        logp = r.logp[torch.tensor(pack.rows)[pack.seq], pack.pos + 1]
+        return rft.TokenOut(logp=logp + pack.mask * (pack.seq > 0))
+
+    with pytest.raises(
+        ValueError, match=r"Look at packs: .* 1 nats per token otherwise .* where it is 0 from"
+    ):
+        collect.check_mismatch({"policy/logp_gap": 1.0}, 0.01, r, rft.Sampling(), apply, {}, packs)
+
+
+def asked(score):
+    """An engine that only scores."""
+    eng = engine.hf(tiny.llama(), tiny.tokenizer())
+    return eng._replace(score=lambda rollout, *, sampling=None: score())
+
+
+def failing():
+    raise RuntimeError("no memory")
+
+
+def test_the_sampler_is_asked_to_score_what_it_drew():
+    sampling = rft.Sampling(max_new=5)
+    r = rollout(sampling)
+
+    def apply(params, pack):
+        return rft.TokenOut(logp=r.logp[torch.tensor(pack.rows)[pack.seq], pack.pos + 1] - 1.0 * pack.mask)
+
+    def explained(score):
+        with pytest.raises(ValueError, match="policy/logp_gap is 1 nats") as found:
+            collect.check_mismatch(
+                {"policy/logp_gap": 1.0}, 0.01, r, sampling, apply, {}, packs_of(r), engine=asked(score)
+            )
+        return str(found.value)
+
+    assert "Look at the sampler: asked to score the same tokens now, it agrees with" in explained(
+        lambda: r.logp - 1.0 * r.mask
+    )
+    assert "the sampler agrees with itself. Neither" in explained(lambda: r.logp)
+    assert "neither with the trainer nor with itself" in explained(lambda: r.logp + 1.0 * r.mask)
+    assert "Asked to score" not in explained(failing) and "Look at the weights" in explained(failing)
+
+
+def test_a_length_behind_which_the_model_changes_is_named():
+    """A trainer that has one kind of rotary factors for a row, where the sampler had two."""
+    sampling = rft.Sampling(max_new=AT)
+    r = engine.hf(far("Phi3 longrope"), tiny.tokenizer()).generate(
+        [[3, 4, 5], [6, 7, 8, 9, 10, 11]], [1, 2], n=4, sampling=sampling
+    )
+    assert int(r.length.min()) <= AT < int(r.length.max()) - 1
+    apply, params = model.bind(far("Phi3 longrope"), sampling=sampling)
+    exp = rft.experience(r, adv=torch.zeros(len(r.tokens)), w=weight.token_mean(r.mask))
+    packs = [packing.pack(exp, [i]) for i in range(len(r.tokens))]
+    scored = packing.unpack(model.score(apply, params, packs), packs, r.logp)
+    torch.testing.assert_close(scored, r.logp, rtol=0, atol=1e-4)
+    apply.root.switch = None
+    line = f"Look at original_max_position_embeddings = {AT} of the model's config: .* rows of more tokens"
+    with pytest.raises(ValueError, match=line):
+        collect.check_mismatch({"policy/logp_gap": 1.0}, 0.01, r, sampling, apply, params, packs)

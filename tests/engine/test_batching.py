@@ -295,7 +295,13 @@ def test_no_memory_is_no_answer(monkeypatch):
 
 # ---------- layers that change behind some number of tokens
 
-AROUND = [[3, 4, 5, 6, 7], [8, 9], list(range(10, 10 + AT - 1)), list(range(20, 20 + AT)), list(range(30, 51))]
+AROUND = [
+    [3, 4, 5, 6, 7],
+    [8, 9],
+    list(range(10, 10 + AT - 1)),
+    list(range(20, 20 + AT)),
+    list(range(30, 51)),
+]
 
 
 def drawn_from(lm, r):
