@@ -1,7 +1,7 @@
 """Small random models of the text families of transformers, by the name of their config class.
 
 `small("Llama")` is one; `FAMILIES` are the settings of each. Only what makes a model small is set, and what
-brings out all kinds of layers a family has. `far("Llama4Text")` is one whose layers change behind `AT` tokens.
+brings out all kinds of layers a family has. `far("Mistral")` is one whose layers change behind `AT` tokens.
 """
 
 import torch

@@ -212,17 +212,17 @@ def _where(rollout: Rollout, trainer: Tensor, limit: float) -> str:
     above = gap > limit
     if not above.any():
         return ""
-    places = torch.arange(gap.shape[1], device=gap.device).expand_as(gap)
-    inside, found = places[rollout.mask], places[above]
+    inside, found = rollout.mask.nonzero()[:, 1], above.nonzero()[:, 1]
+    rows, drawn = above.any(-1), rollout.mask.any(-1)
     row = int(gap.sum(-1).argmax())
     ids, of = rollout.tokens[above].unique(return_inverse=True)
     each = gap.new_zeros(len(ids)).index_add_(0, of, gap[above].clamp(max=1e6))
     token = int(each.argmax())
+    share = 100 * float(each[token] / each.sum())
     return (
-        f"It is in {int(above.sum())} of {int(rollout.mask.sum())} tokens: at positions {int(found.min())} to "
-        f"{int(found.max())} (of {int(inside.min())} to {int(inside.max())}), in {int(above.any(-1).sum())} of "
-        f"{int(rollout.mask.any(-1).sum())} rows (most in row {row}), of {len(ids)} token ids (token id "
-        f"{int(ids[token])} has {100 * float(each[token] / each.sum()):.0f} % of it). "
+        f"It is in {len(found)} of {len(inside)} tokens: at positions {int(found.min())} to "
+        f"{int(found.max())} (of {int(inside.min())} to {int(inside.max())}), in {int(rows.sum())} of {int(drawn.sum())} rows "
+        f"(most in row {row}), of {len(ids)} token ids ({share:.0f} % of it at token id {int(ids[token])}). "
     )
 
 

@@ -32,10 +32,10 @@ class Reader(nn.Module, ABC):
     (`pack.unit`), for then every process has equally many; ValueError for any other pack of several.
 
     Behind `switch` tokens some models have other rotary factors for the whole of a sequence (LongRoPE). A row
-    that was sampled (its `old_logp` is not 0) crossed that on the way: its tokens before the switch are scored
-    as they were drawn, by the factors of short sequences, and those behind it by the others. A row that was
-    not sampled is scored as transformers reads it, by the factors of its whole length (so are all rows of a
-    model whose factors grow with the length, which no engine here samples so far).
+    that was sampled (its `old_logp` is not 0) crossed that on the way: its tokens before the switch are
+    scored as they were drawn, by the factors of short sequences, and those behind it by the others. A row
+    that was not sampled is scored as transformers reads it, by the factors of its whole length. So are all
+    rows of a model whose factors grow with the length, which is sampled only up to where they do.
     """
 
     parts: Parts
@@ -114,7 +114,10 @@ class Reader(nn.Module, ABC):
         return tree.map(lambda x: x[real], whole)
 
     def _sequence(self, pack: Packed) -> TokenOut:
-        """The outputs of a pack of one sequence; what was sampled before the switch is read without the rest."""
+        """The outputs of a pack of one sequence.
+
+        What was sampled before the switch is read without what stands behind it.
+        """
         size = len(pack.tokens)
         if self.grows:
             return tree.map(lambda x: x[:size], self.read(_with_last(pack), None))
@@ -206,9 +209,9 @@ def settle(
     """Ask the model of a `Reader` how it takes packs.
 
     The model must have its weights; a module that is no `Reader` is skipped. Takes five short forwards, three
-    more for a model that mixes sequences, and for one whose layers change behind some length. `call` is the module as it is run (under ZeRO by its engine),
-    `agree(x)` whether x is true on every process. ValueError for a model that mixes sequences and was to
-    share its tokens with other processes.
+    more for a model that mixes sequences, and for one whose layers change behind some length. `call` is the
+    module as it is run (under ZeRO by its engine), `agree(x)` whether x is true on every process. ValueError
+    for a model that mixes sequences and was to share its tokens with other processes.
     """
     if not isinstance(root, Reader):
         return

@@ -163,10 +163,9 @@ def rope_grows(config: Any) -> bool:
 def forget_lengths(lm: nn.Module) -> None:
     """Have rotary factors that grow with the longest sequence so far depend on the call alone."""
     for m in lm.modules():
-        kinds = getattr(m, "rope_type", None)
-        if hasattr(m, "original_max_seq_len") and "dynamic" in str(kinds):
-            if _forget not in m._forward_pre_hooks.values():
-                m.register_forward_pre_hook(_forget)
+        grows = hasattr(m, "original_max_seq_len") and "dynamic" in str(getattr(m, "rope_type", None))
+        if grows and _forget not in m._forward_pre_hooks.values():
+            m.register_forward_pre_hook(_forget)
 
 
 def _forget(rotary: Any, _: Any) -> None:

@@ -288,15 +288,16 @@ def test_it_is_told_where_the_mismatch_is():
     text = collect.explain_mismatch(r, trainer, rft.Sampling(), limit=0.01)
     places = r.mask.nonzero()[:, 1]
     token = int(r.tokens[row, place])
-    assert (
-        f"It is in 1 of {int(r.mask.sum())} tokens: at positions {place} to {place} (of {int(places.min())} to "
-        f"{int(places.max())}), in 1 of {int(r.mask.any(-1).sum())} rows (most in row {row}), of 1 token ids "
-        f"(token id {token} has 100 % of it)."
-    ) in text
+    among = f"(of {int(places.min())} to {int(places.max())})"
+    assert f"It is in 1 of {len(places)} tokens: at positions {place} to {place} {among}" in text
+    assert f"in 1 of {int(r.mask.any(-1).sum())} rows (most in row {row})" in text
+    assert f"of 1 token ids (100 % of it at token id {token})" in text
+
+    # what is not a number is a mismatch too
     broken = torch.where(r.tokens == token, torch.nan, r.logp)
     count = int(((r.tokens == token) & r.mask).sum())
     text = collect.explain_mismatch(r, broken, rft.Sampling(), limit=0.01)
-    assert f"It is in {count} of" in text and f"token id {token} has 100 %" in text
+    assert f"It is in {count} of" in text and f"(100 % of it at token id {token})" in text
 
 
 def test_the_trainer_is_asked_for_rows_alone():

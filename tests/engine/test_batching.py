@@ -307,10 +307,9 @@ AROUND = [
 def drawn_from(lm, r):
     """Log-probs [B, S] by transformers' forward of what stood before each token."""
     out = torch.zeros(r.tokens.shape)
-    for i, n in enumerate(r.length.tolist()):
-        for t in r.mask[i].nonzero().flatten().tolist():
-            z = lm(input_ids=r.tokens[i : i + 1, :t], use_cache=False).logits[0, -1]
-            out[i, t] = z.log_softmax(-1)[r.tokens[i, t]]
+    for i, t in r.mask.nonzero().tolist():
+        z = lm(input_ids=r.tokens[i : i + 1, :t], use_cache=False).logits[0, -1]
+        out[i, t] = z.log_softmax(-1)[r.tokens[i, t]]
     return out
 
 

@@ -588,6 +588,13 @@ def uneven():
     return tree.replace(exp, length=length, adv=torch.where(exp.mask, exp.tokens % 5 - 2.0, 0))
 
 
+def crossing():
+    """Rows of which some were sampled, and some of each have more tokens than the switch."""
+    exp = distinct([(2, 6), (3, 27), (1, 8), (2, 20)])
+    sampled = torch.tensor([True, True, False, False])[:, None] & exp.mask
+    return tree.replace(exp, old_logp=sampled * -1.0, adv=torch.where(exp.mask, exp.tokens % 5 - 2.0, 0))
+
+
 SHARDED = {"fsdp2": {}, "zero1": {"zero_stage": 1}, "zero3": {"zero_stage": 3}}
 
 
@@ -598,6 +605,8 @@ def two_processes(rank, folder):
         st = get_strategy(StrategyConfig(**options))
         lm = model.load(folder, dtype=torch.float32, meta=True)
         out[name] = moved(st, lm, uneven(), unit=2)
+    st = get_strategy(StrategyConfig())
+    out["longrope"] = moved(st, far("Phi3 longrope"), crossing())
     try:
         st = get_strategy(StrategyConfig(sp_size=2))
         quiet(st.init, small("FalconH1", torch.float32), optim.adamw(1e-2))
@@ -624,6 +633,14 @@ def test_every_backend_trains_a_model_that_mixes_alike(mixer, name):
         for n, x in want.items():
             if isinstance(x, torch.Tensor):
                 torch.testing.assert_close(got[n], x, rtol=0, atol=2e-4, msg=lambda m, n=n: f"{n}: {m}")
+
+
+def test_processes_run_equally_many_forwards_where_some_rows_cross_a_switch(mixer):
+    want = moved(get_fake_strategy(), far("Phi3 longrope"), crossing())
+    for out in mixer[1]:
+        got = out["longrope"]
+        assert got["norm"] == pytest.approx(want["norm"], rel=1e-4)
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-4, abs=1e-6)
 
 
 def test_tokens_of_a_model_that_mixes_are_not_shared(mixer):
