@@ -221,8 +221,9 @@ def _where(rollout: Rollout, trainer: Tensor, limit: float) -> str:
     share = 100 * float(each[token] / each.sum())
     return (
         f"It is in {len(found)} of {len(inside)} tokens: at positions {int(found.min())} to "
-        f"{int(found.max())} (of {int(inside.min())} to {int(inside.max())}), in {int(rows.sum())} of {int(drawn.sum())} rows "
-        f"(most in row {row}), of {len(ids)} token ids ({share:.0f} % of it at token id {int(ids[token])}). "
+        f"{int(found.max())} (of {int(inside.min())} to {int(inside.max())}), in {int(rows.sum())} of "
+        f"{int(drawn.sum())} rows (most in row {row}), of {len(ids)} token ids ({share:.0f} % of it at token "
+        f"id {int(ids[token])}). "
     )
 
 

@@ -24,7 +24,18 @@ Packs and gradient are in float64 where a family computes in it, all else in flo
   reads all tokens again for each new one.
 
 A probe finds how a family is packed and sampled, when a model is bound or an engine first samples; the
-library keeps no list of families.
+library keeps no list of families. Layers may change behind some number of tokens that the config names: a
+window, a chunk, a step of temperature (Llama 4's `floor_scale`), other rotary factors. The probe asks once
+more with these numbers made small, so that a few tokens lie on both sides of them.
+
+LongRoPE (Phi-3, Phimoe) has other rotary factors for all of a sequence as soon as it has more than
+`original_max_position_embeddings` tokens. Such a model gets one sequence at a time, and samples prompts of
+one length at a time; at the switch the engine drops its cache and reads all tokens again, as transformers'
+`generate` does. The trainer scores a token that was sampled (its row has `old_logp`) as it was drawn: by the
+short factors up to the switch, by the long ones behind it, which is one more forward. A row that was not
+sampled is scored by one forward of the whole sequence, as transformers does. An engine of servers may decide
+otherwise: keep `--max-new` below the switch where the gap check stops the run. Factors that grow with the
+length (dynamic NTK) depend on the sequence alone, not on longer ones before it.
 """
 TITLES = {
     "packed": "packs", "cuts": "gradient", "sampler": "sampler", "lora": "LoRA", "fsdp2": "FSDP2",

@@ -115,21 +115,21 @@ class Batch:
     def append(self, lm: "PreTrainedModel", token: Tensor) -> None:
         """Read one more token [R] of each row."""
         new = token[:, None]
-        known = self.every
         if self.batching.rows is None:
-            known = self.tokens
-        if known is not None:
-            known = torch.cat([known, new], -1)
-            self.shown = [own._replace(sampled=[*own.sampled, True]) for own in self.shown]
-        if self.batching.rows is None:
-            new = known
-        elif known is not None:
-            self.every = known
-            if known.shape[1] > self.batching.switch:  # keys in the cache have the factors of short sequences
-                new, self.cache, self.every = known, None, None
+            new = self._with_all(self.tokens, new)
+        elif self.every is not None:
+            self.every = self._with_all(self.every, new)
+            if self.every.shape[1] > (self.batching.switch or 0):
+                # keys in the cache have the factors of short sequences
+                new, self.cache, self.every = self.every, None, None
         self.tokens = new
         self.seen = torch.cat([self.seen, self.seen.new_ones(len(self.seen), 1)], -1)
         self.read(lm)
+
+    def _with_all(self, known: Tensor, new: Tensor) -> Tensor:
+        """All tokens [R, W + 1], to be read once more."""
+        self.shown = [own._replace(sampled=[*own.sampled, True]) for own in self.shown]
+        return torch.cat([known, new], -1)
 
     def read(self, lm: "PreTrainedModel") -> None:
         """Run the model over the tokens: sets the logits, and the cache where it is used."""
