@@ -76,7 +76,7 @@ def _static(x: Any) -> dict[str, Any]:
 def _record(x: Any) -> dict[str, Any]:
     """A plain frozen dataclass, such as a Sampling: its class and its fields."""
     if not dataclasses.is_dataclass(x) or isinstance(x, type):
-        raise TypeError(f"static: expected plain data, got {type(x).__name__}")
+        return json.JSONEncoder().default(x)  # raises TypeError
     return {"kind": f"{type(x).__module__}:{type(x).__qualname__}", "fields": vars(x)}
 
 

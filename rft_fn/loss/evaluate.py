@@ -35,9 +35,7 @@ def evaluate(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict[st
     try:
         result = loss_fn(out, b)
     except (TypeError, AttributeError, KeyError, ValueError) as error:
-        absent = _absent(error, out, b)
-        if absent:
-            raise ValueError(absent) from error
+        _name_absent(error, out, b)
         raise
     if isinstance(result, Tensor):
         return result, {}
@@ -51,22 +49,20 @@ def evaluate(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict[st
     return pair[0], dict(pair[1])
 
 
-def _absent(error: Exception, out: TokenOut, b: Packed) -> str:
-    """The absent fields that a loss failed over, empty for another cause.
+def _name_absent(error: Exception, out: TokenOut, b: Packed) -> None:
+    """ValueError for an absent field that a loss failed over.
 
-    These are None, and their names occur in the code that was running.
+    It is None, and its name occurs in the code that was running.
     """
-    if isinstance(error, KeyError):
-        if not error.args or b.extra is None or error.args[0] in b.extra:
-            return ""
-        return f"Packed.extra: expected {error.args[0]!r} among {sorted(b.extra)}; {REMEDY['extra']}"
+    if isinstance(error, KeyError) and error.args and b.extra is not None and error.args[0] not in b.extra:
+        raise ValueError(
+            f"Packed.extra: expected {error.args[0]!r} among {sorted(b.extra)}; {REMEDY['extra']}"
+        ) from error
     if not re.search(r"\bNoneType\b|got None", str(error)):
-        return ""
+        return
     frames = list(traceback.walk_tb(error.__traceback__))[1:]  # the first is `evaluate`
     names = {name for frame, _ in frames for name in frame.f_code.co_names}
-    lines = []
     for kind, record in (("TokenOut", out), ("Packed", b)):
         for name in sorted(names & REMEDY.keys() & vars(record).keys()):
             if getattr(record, name) is None:
-                lines.append(f"{kind}.{name}: expected a value, got None; {REMEDY[name]}")
-    return "; ".join(lines)
+                raise ValueError(f"{kind}.{name}: expected a value, got None; {REMEDY[name]}") from error
