@@ -161,7 +161,8 @@ def _instance(saved: dict[str, Any], parts: list[Any], fields: dict[Any, Any]) -
     children, statics = tree.field_names(cls)
     static = {k: _frozen(v) for k, v in saved.get("static", {}).items()}
     # a field that a later version brought has its default
-    optional = {f.name for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
+    every = dataclasses.fields(cls)  # type: ignore[arg-type]
+    optional = {f.name for f in every if f.default is not dataclasses.MISSING}
     if set(children) != set(fields) or set(statics) - optional - set(static) or set(static) - set(statics):
         return fields
     return cls(**fields, **static)
@@ -182,7 +183,7 @@ def _frozen(x: Any) -> Any:
         return tuple(_frozen(part) for part in x)
     if isinstance(x, dict) and set(x) == {"kind", "fields"}:
         cls = _class_of(x["kind"])
-        if not dataclasses.is_dataclass(cls):
+        if not hasattr(cls, "__dataclass_fields__"):
             return None
-        return cls(**{name: _frozen(part) for name, part in x["fields"].items()})  # pyright: ignore
+        return cls(**{name: _frozen(part) for name, part in x["fields"].items()})
     return x

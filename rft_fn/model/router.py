@@ -24,6 +24,7 @@ MOST_ERROR = 0.02  # of weights that a way of scoring explains: twice the roundi
 
 def without_groups(module: nn.Module) -> None:
     """Let experts in float64 compute one after the other: torch's product of groups has no such type."""
+    part: Any
     for part in module.modules():
         grouped = getattr(getattr(part, "config", None), "_experts_implementation", None) == "grouped_mm"
         if grouped and hasattr(part, "set_experts_implementation") and part.dtype == torch.float64:
