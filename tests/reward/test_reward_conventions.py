@@ -1,6 +1,7 @@
 """Reward functions as users bring them: TRL's form and arguments, and other libraries' by their adapters."""
 
 import asyncio
+import re
 import threading
 import time
 import warnings
@@ -142,6 +143,29 @@ def test_the_state_has_the_names_of_transformers():
     theirs = transformers.TrainerState()
     for name in TrainerState.__dataclass_fields__:
         assert hasattr(theirs, name)
+
+
+def by_position(prompts, completions, answer):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("fn", "name"),
+    [
+        (lambda prompts, completions, **columns: [1.0] * len(completions), "<lambda>"),
+        (lambda completions, **columns: [1.0] * len(completions), "<lambda>"),
+        (lambda prompts, completions, completion_ids: [1.0] * len(completions), "<lambda>"),
+        (by_position, "by_position"),  # it can be called with three arguments, and returns a list
+        ([by_position], "list"),
+        ("math", "str"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_bare_reward_function_is_no_score(fn, name):
+    """As `GRPOTrainer(reward_funcs=fn)` takes it; one line says how it becomes one."""
+    line = "score: expected a Score, such as reward.weighted(mine=(fn, 1.0)) makes of reward functions, got "
+    with pytest.raises(ValueError, match=f"^{re.escape(line + name)}, which is none by itself$"):
+        reward.judge(fn, rollout(["a", "bcd"], 1), [data.Prompt([3], "p", {}, 0)], tiny.tokenizer())
 
 
 def test_a_score_of_ones_own_gets_what_it_names():
