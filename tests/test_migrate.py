@@ -350,6 +350,22 @@ def test_sizes_of_updates_are_in_responses():
     )
 
 
+def bomb(line):
+    """A text of 40 lines, each of which has the one before twice: 2^40 times the first."""
+    lines = [line.format(k, k - 1, k - 1).replace(": ", f": &a{k} ", 1) for k in range(1, 41)]
+    return "\n".join(["a0: &a0 {x: 1}", *lines])
+
+
+def test_aliases_of_yaml_are_read(tmp_path):
+    """As people write them: the defaults of a run, merged into its parts."""
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "base: &b {lr: 1, seed: 2}\nactor: {<<: *b, lr: 3}\ncritic: *b\n" + f"note: {'x' * 2 * 10**6}"
+    )
+    found = migrate.read(str(path)).options
+    assert [found[x] for x in ("actor.lr", "actor.seed", "critic.lr", "critic.seed")] == [3, 2, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -359,11 +375,21 @@ def test_sizes_of_updates_are_in_responses():
         ("a.yaml", "- 1", "a.yaml: expected a mapping of options, got list"),
         ("a.sh", "echo 'x", "a.sh: expected a shell script, which cannot be read"),
         ("a.sh", "echo hello", "a.sh: expected options, and there are none"),
+        ("a.yaml", bomb("a{}: {{x: *a{}, y: *a{}}}"), "cannot be read: its aliases stand for"),
+        ("a.yaml", bomb("a{}: [*a{}, *a{}]"), "cannot be read: its aliases stand for"),
+        ("a.yaml", bomb("a{}: {{<<: [*a{}, *a{}]}}"), "cannot be read: its aliases stand for"),
+        ("a.yaml", "a: &a {b: *a}", "cannot be read: an alias stands inside of what it names"),
+        ("a.yaml", "a: &a [*a]", "cannot be read: an alias stands inside of what it names"),
+        ("a.yaml", "[" * 5000, "a.yaml: expected yaml, which cannot be read"),
+        ("a.json", "[" * 100_000, "a.json: expected json, which cannot be read"),
+        ("a.yaml", "a: " + "9" * 5000, "a.yaml: expected yaml, which cannot be read"),
+        ("a.yaml", "a: !!python/name:os.system", "a.yaml: expected yaml, which cannot be read"),
+        ("a.yaml", "a: \udcff", "a.yaml: expected a text, which cannot be read"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(name, text, message, tmp_path, capsys):
     if text is not None:
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     assert main(["trl", str(tmp_path / name)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

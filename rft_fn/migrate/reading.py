@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 __all__ = ["Config", "read"]
 
 _MODULE = re.compile(r"(?:trl|verl|openrlhf|lightrft)(?:\.\w+)+")
+_MOST = 10**6  # characters that aliases of YAML may add to a text
 _ASSIGNED = re.compile(r"\+{0,2}([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
 
 
@@ -31,7 +32,10 @@ def read(path: str) -> Config:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"{path}: expected a file, and there is none")
-    text = file.read_text()
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: expected a text, which cannot be read: {error}") from None
     programs: list[str] = []
     if file.suffix in (".yaml", ".yml", ".json"):
         options = _flat(_parsed(file, text))
@@ -52,13 +56,44 @@ def _parsed(file: Path, text: str) -> Mapping[str, Any]:
         if file.suffix == ".json":
             found = json.loads(text)
         else:
-            found = yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+            found = _of_yaml(text)
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{file}: expected {file.suffix[1:]}, which cannot be read: {reason}") from None
     if not isinstance(found, Mapping):
         raise ValueError(f"{file}: expected a mapping of options, got {type(found).__name__}")
     return found
+
+
+def _of_yaml(text: str) -> Any:
+    """What a text of YAML says. ValueError where its aliases stand for far more than the text."""
+    import yaml
+
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        size = _written_out(node, {})
+        if size > len(text) + _MOST:
+            raise ValueError(f"its aliases stand for {size} characters, more than {_MOST}")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _written_out(node: Any, known: dict[int, int]) -> int:
+    """The characters of a node of YAML with its aliases written out. ValueError for one inside itself."""
+    if id(node) not in known:
+        known[id(node)] = -1  # until all that is in it was counted
+        inside = [x for pair in node.value for x in pair] if node.id == "mapping" else node.value
+        if node.id == "scalar":
+            known[id(node)] = len(inside) + 1
+        else:
+            known[id(node)] = 1 + sum(_written_out(x, known) for x in inside)
+    if known[id(node)] < 0:
+        raise ValueError("an alias stands inside of what it names")
+    return known[id(node)]
 
 
 def _flat(options: Mapping[str, Any], head: str = "") -> dict[str, Any]:

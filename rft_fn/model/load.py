@@ -13,9 +13,9 @@ from rft_fn.model.adapter_folder import CONFIG, read_adapter_config, with_adapte
 from rft_fn.model.builtin import resolve
 from rft_fn.model.freeze import freeze as frozen
 from rft_fn.model.lora import require_plain_adapters
-from rft_fn.model.materialize import on_meta, skeleton
+from rft_fn.model.materialize import on_meta
 from rft_fn.model.parts import find, path_of
-from rft_fn.model.pretrained import Kind, from_pretrained, kind_of, loaded
+from rft_fn.model.pretrained import Kind, from_pretrained, kind_of, loaded, skeleton
 
 __all__ = [
     "base_folder", "load", "load_tokenizer", "read_config", "read_window", "usual_device", "usual_dtype",

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from rft_fn.model.convert import converted
 from rft_fn.model.finite import is_finite
 from rft_fn.model.parts import path_of
-from rft_fn.model.pretrained import kind_of
+from rft_fn.model.pretrained import kind_of, require_held
 from rft_fn.model.sharded import local, put
 from rft_fn.model.stored import Stored, aliases, files, folder_of, slices, stored
 
-__all__ = ["keep_part", "materialize", "on_meta", "skeleton"]
+__all__ = ["keep_part", "materialize", "on_meta"]
 
 
 class _Weights(NamedTuple):
@@ -53,19 +53,12 @@ def on_meta(
 
     # The skeleton stays as transformers makes it; the module may be sharded or get adapters.
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **kwargs}
-    made = skeleton(kind.config, factory or kind.factory, **options)
+    made = require_held(str(folder), kind.config, factory or kind.factory, **options)
     _keep_wide(made, dtype)
     found = stored(made, paths)
     module = copy.deepcopy(made)
     module.rft_weights = _Weights(found, str(folder), device)
     return module
-
-
-def skeleton(config: Any, factory: Any, **options: Any) -> Any:
-    """The model that an auto class makes of a config, without memory."""
-    with torch.device("meta"):
-        made = factory.from_config(config, **options)
-    return made.to("meta")  # tensors that a family makes of random numbers have memory even there
 
 
 def _keep_wide(module: Any, dtype: torch.dtype) -> None:

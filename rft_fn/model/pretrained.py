@@ -1,6 +1,6 @@
 """transformers' from_pretrained with one-line errors and a check for whole weights."""
 
-import copy
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +12,18 @@ from rft_fn import modality
 from rft_fn.model.finite import require_finite
 from rft_fn.model.save import quiet
 
-__all__ = ["Kind", "from_pretrained", "incomplete", "kind_of", "loaded", "unreadable"]
+__all__ = [
+    "Kind",
+    "from_pretrained",
+    "incomplete",
+    "kind_of",
+    "loaded",
+    "require_held",
+    "skeleton",
+    "unreadable",
+]
+
+_SLACK = 2**24  # numbers that a config may ask for beyond those of its files
 
 
 class Kind(NamedTuple):
@@ -26,13 +37,42 @@ class Kind(NamedTuple):
 def kind_of(name: str, trust_remote_code: bool = False) -> Kind:
     """The kind of the language model of a folder or hub name."""
     import transformers
-    from transformers import AutoConfig
 
-    whole = from_pretrained(AutoConfig, name, trust_remote_code=trust_remote_code)
+    whole = _config(name, trust_remote_code)
     config = modality.thinker(whole)
     config.name_or_path = whole.name_or_path
     factory = getattr(transformers, modality.auto_class(config))
     return Kind(config, factory, config is not whole)
+
+
+def _config(name: str, trust_remote_code: bool) -> Any:
+    """The config of a folder or hub name. ValueError for what no model can be made of, or not of it alone."""
+    from transformers import AutoConfig
+
+    config = from_pretrained(AutoConfig, name, trust_remote_code=trust_remote_code)
+    names = config.architectures or []
+    if not isinstance(names, list) or not all(isinstance(x, str) for x in names):
+        raise ValueError(f"model: {name}: architectures: expected a list of names, got {names!r}")
+
+    # transformers would fetch the repository, and run what is in it
+    for code in _repositories(config):
+        raise ValueError(
+            f"model: {name}: expected a config.json without code of other repositories, got {code!r} as "
+            "_attn_implementation or _experts_implementation; remove it there"
+        )
+    return config
+
+
+def _repositories(config: Any) -> list[str]:
+    """The repositories that a config or one of its parts takes attention or experts from."""
+    found = []
+    for key in ("_attn_implementation", "_experts_implementation"):
+        name = getattr(config, key, None)
+        if isinstance(name, str) and "/" in name:
+            found.append(name)
+    for key in getattr(config, "sub_configs", {}):
+        found += _repositories(getattr(config, key, None))
+    return found
 
 
 def from_pretrained(factory: Any, name: str, *, what: str = "model", **kwargs: Any) -> Any:
@@ -50,14 +90,69 @@ def from_pretrained(factory: Any, name: str, *, what: str = "model", **kwargs: A
             return factory.from_pretrained(name, **kwargs)
     except SafetensorError as error:
         raise unreadable(Path(name), error) from error
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"model: {name} runs Python code from its folder; if you trust it, load it with "
                 "trust_remote_code=True"
             ) from error
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"{what}: could not load {name!r}: {lines[0]}") from error
+        raise ValueError(f"{what}: could not load {name!r}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, with the next one where it is only the head of it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if lines[0].endswith(":") and len(lines) > 1:
+        return f"{lines[0]} {lines[1].strip()}"
+    return lines[0]
+
+
+def skeleton(config: Any, factory: Any, **options: Any) -> Any:
+    """The model that an auto class makes of a config, without memory.
+
+    ValueError in one line for a config that no model can be made of.
+    """
+    try:
+        with torch.device("meta"):
+            made = factory.from_config(config, **options)
+    except Exception as error:
+        raise ValueError(
+            f"model: {config.name_or_path}: expected a config.json that a model can be made of, got "
+            f"{type(error).__name__}: {_reason(error)}"
+        ) from error
+    return made.to("meta")  # tensors that a family makes of random numbers have memory even there
+
+
+def require_held(name: str, config: Any, factory: Any, **options: Any) -> Any:
+    """The skeleton of a folder's model. ValueError for one that is far larger than the folder's files.
+
+    A number in config.json would take all memory before the tensors are found to be of another shape.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    sizes = []
+    for path in Path(name).glob("*.safetensors"):
+        try:
+            with safe_open(path, "pt") as file:
+                sizes += [math.prod(file.get_slice(key).get_shape()) for key in file.keys()]  # noqa: SIM118
+        except SafetensorError as error:
+            raise unreadable(Path(name), error) from error
+
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if sizes and isinstance(layers, int) and layers > len(sizes):
+        raise ValueError(
+            f"model: {name}: num_hidden_layers: expected no more than the {len(sizes)} tensors of its files, "
+            f"got {layers}"
+        )
+    made = skeleton(config, factory, **options)
+    wanted = sum(p.numel() for p in made.parameters())
+    packed = getattr(config, "quantization_config", None) is not None  # several in each number of the files
+    if sizes and not packed and wanted > 4 * sum(sizes) + _SLACK:
+        raise ValueError(
+            f"model: {name}: expected a config.json of about the {sum(sizes)} numbers in its files, got one "
+            f"of {wanted}"
+        )
+    return made
 
 
 def unreadable(folder: Path, error: Exception) -> ValueError:
@@ -82,6 +177,10 @@ def loaded(factory: Any, name: str, **kwargs: Any) -> nn.Module:
     explains them (a tied head, `_keys_to_ignore_*`), and for NaN or inf. Weights that the model's class does
     not train, such as sinusoids of positions, have no gradient.
     """
+    trust = kwargs.get("trust_remote_code", False)
+    config = kwargs.get("config") or _config(name, trust)
+    asked = {key: kwargs[key] for key in ("dtype", "attn_implementation") if key in kwargs}
+    made = require_held(name, config, factory, trust_remote_code=trust, **asked)
     module, info = from_pretrained(
         factory, name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
     )
@@ -89,17 +188,15 @@ def loaded(factory: Any, name: str, **kwargs: Any) -> nn.Module:
     incomplete(name, info["missing_keys"], info["unexpected_keys"], shapes)
     for key, p in module.named_parameters():
         require_finite(f"model: {name}", key, p)
-    _keep_frozen(module)
+    _keep_frozen(module, made)
     return module
 
 
-def _keep_frozen(module: Any) -> None:
-    """Freeze the parameters that the class of a model freezes when it is made.
+def _keep_frozen(module: nn.Module, made: nn.Module) -> None:
+    """Freeze the parameters of a module that are frozen in its skeleton, where its class froze them.
 
     from_pretrained replaces parameters, and forgets which of them were frozen.
     """
-    with torch.device("meta"):
-        made = type(module)(copy.deepcopy(module.config))
     fixed = {name for name, p in made.named_parameters() if not p.requires_grad}
     for name, p in module.named_parameters():
         if name in fixed:

@@ -83,6 +83,70 @@ def test_every_tensor_of_a_model_has_to_be_there(whole, tmp_path, tensors, confi
     assert "\n" not in str(error.value) and str(folder) in str(error.value)
 
 
+MADE = "expected a config.json that a model can be made of, got"
+
+
+@pytest.mark.parametrize("load", [model.load, model.load_critic, model.load_reward], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_attention_heads": 0}, "could not load .* modulo by zero"),
+        ({"num_key_value_heads": 0}, f"{MADE} ZeroDivisionError"),
+        ({"architectures": [5]}, r"architectures: expected a list of names, got \[5\]"),
+        ({"architectures": "Llama"}, "architectures: expected a list of names, got 'Llama'"),
+        ({"hidden_size": -4}, f"{MADE} RuntimeError: .*negative dimension -4"),
+        ({"hidden_size": "32"}, "could not load .*'hidden_size': .* expected int, got str"),
+        ({"vocab_size": 0}, f"{MADE} IndexError"),
+        ({"vocab_size": -1}, f"{MADE} RuntimeError: .*negative dimension -1"),
+        ({"vocab_size": 10**9}, r"of about the \d+ numbers in its files, got one of \d{11}"),
+        ({"vocab_size": 10**20}, f"{MADE} TypeError"),
+        ({"intermediate_size": 10**12}, r"of about the \d+ numbers in its files, got one of \d{15}"),
+        (
+            {"num_hidden_layers": 10**7},
+            r"num_hidden_layers: expected no more than the 21 tensors .* 10000000",
+        ),
+        ({"head_dim": 0}, f"{MADE} ZeroDivisionError"),
+        ({"head_dim": 7}, "could not load .* RoPE requires an even rotary dimension"),
+        ({"hidden_act": "nothing"}, f"{MADE} KeyError: 'nothing'"),
+        ({"pad_token_id": 10**6}, f"{MADE} AssertionError: Padding_idx"),
+        ({"layer_types": ["nothing"]}, "could not load .* `layer_types` entries must be in"),
+        ({"rope_parameters": {"rope_type": "nothing"}}, f"{MADE} KeyError: 'nothing'"),
+        ({"model_type": []}, "could not load .* unhashable"),
+    ],
+)
+def test_a_config_with_wrong_numbers_is_one_line(whole, tmp_path, config, message, load):
+    """And no memory is taken for a model of another size than that of the files."""
+    folder = copied(whole, tmp_path, config=config)
+    for meta in (False, True):
+        with pytest.raises(ValueError, match=f"^model: .*{message}") as error:
+            load(folder, meta=meta, **({"new": True} if load is model.load_reward else {}))
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"_attn_implementation": "kernels-community/flash-attn2"},
+        {"attn_implementation": "someone/attention:forward"},
+        {"_attn_implementation": {"": "paged|someone/attention@v1"}},
+        {"_experts_implementation": "someone/experts"},
+    ],
+)
+def test_code_of_a_repository_in_a_config_is_refused(whole, tmp_path, monkeypatch, config, meta):
+    """With the package `kernels` transformers would fetch the repository and run it, without being asked."""
+    from transformers.integrations import hub_kernels
+
+    asked = []
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda *args: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *args, **options: asked.append(args))
+    folder = copied(whole, tmp_path, config=config)
+    for load in (model.load, model.load_critic, model.read_window):
+        with pytest.raises(ValueError, match=r"config\.json without code of other repositories, got '.*/"):
+            load(folder, **({} if load is model.read_window else {"meta": meta}))
+    assert not asked
+
+
 @pytest.mark.parametrize("meta", [False, True])
 def test_a_tied_head_is_not_missing(tmp_path, meta):
     model.save(tmp_path / "m", tiny.llama(), tiny.tokenizer())
