@@ -58,6 +58,30 @@ def test_an_offset_of_all_rewards_changes_nothing(name, reward, offset):
 
 
 @each_group
+@given(reward=groups(), unit=st.sampled_from([2.0**-60, 2.0**-20, 2.0**-9, 2.0**9, 2.0**40]))
+def test_the_unit_of_rewards_is_that_of_advantages(name, reward, unit):
+    """However little rewards differ: a group is without variance where they are equal, and nowhere else.
+
+    Where a deviation divides, the unit is gone but for the part of eps in the divisor.
+    """
+    r = torch.from_numpy(reward)
+    if name in ("grpo", "cpgd"):
+        got = GROUP[name][0](unit * r, eps=unit * 1e-6)
+        torch.testing.assert_close(got, GROUP[name][0](r, eps=1e-6), rtol=1e-12, atol=0)
+        np.testing.assert_allclose(GROUP[name][0](unit * r), GROUP[name][1](unit * reward), rtol=1e-9)
+    else:
+        assert torch.equal(GROUP[name][0](unit * r), unit * GROUP[name][0](r))
+
+
+@each_group
+@pytest.mark.parametrize("gap", [1e-12, 1e-7, 1e-4])
+@pytest.mark.parametrize("level", [0.0, 1.0, -300.0])
+def test_a_small_difference_beside_a_large_mean_is_learned(name, level, gap):
+    adv = GROUP[name][0](torch.tensor([[level, level + gap, level]]))
+    assert adv[0, 1] > 0 > adv[0, 0] == adv[0, 2]
+
+
+@each_group
 @given(reward=groups(), seed=st.integers(0, 100))
 def test_groups_do_not_see_each_other(name, reward, seed):
     """A fault of other systems: a mean over the micro-batch in place of the prompt's own group."""

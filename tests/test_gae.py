@@ -23,7 +23,7 @@ def tensors(*arrays):
 # ---------- returns without values
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("gamma", [0.0, 1e-9, 0.3, 0.9, 1.0])
 @given(seed=st.integers(0, 2**32), share=st.sampled_from([0.0, 0.3, 0.9]))
 def test_reinforce_pp_against_the_definition(gamma, seed, share):
     rng = np.random.default_rng(seed)
@@ -55,7 +55,8 @@ def rows(draw, masked=True):
     of sequences (discount 0) inside it."""
     size = draw(st.integers(1, 12))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    discount = draw(st.sampled_from([0.02, 0.4, 0.9, 1.0])) * (rng.random(size) > 0.15)
+    gamma = draw(st.sampled_from([1.0, 0.9, 0.5, 0.1, 1e-9]))  # whatever it is, only 0 is an end
+    discount = gamma * (rng.random(size) > 0.15)
     mask = rng.random(size) > draw(st.sampled_from([0.0, 0.4, 0.9])) if masked else np.ones(size, bool)
     reward, value = rng.normal(size=size), rng.normal(size=size)
     return reward, value, discount, mask, draw(st.sampled_from([0.0, 0.5, 0.95, 1.0])), rng.normal()
@@ -123,6 +124,38 @@ def test_lambda_is_095_by_default():
         torch.equal(x, y)
         for x, y in zip(advantage.gae(*args, mask=mask), advantage.gae(*args, 0.95, mask=mask))
     )
+
+
+@pytest.mark.parametrize("gamma", [1e-300, 1e-6, 0.25, 0.5, 0.75, 1.0, 1.5])
+def test_a_discount_that_is_not_0_is_no_end(gamma):
+    """What comes behind a tool's tokens is worth gamma times itself to the token before, gamma 1 there."""
+    mask = torch.tensor([True, False, False, True])
+    reward, value, end = torch.zeros(4), torch.tensor([0.0, 7.0, 7.0, 3.0]), torch.tensor(11.0)
+    discount = torch.full((4,), gamma)
+    adv, _ = advantage.gae(reward, value, discount, 0.0, mask=mask, bootstrap=end)
+    torch.testing.assert_close(adv, torch.tensor([3 * gamma, 0, 0, 11 * gamma - 3]), rtol=1e-12, atol=0)
+    adv, ret = advantage.decoupled_gae(
+        reward + mask, value, discount, policy_lambda=1.0, mask=mask, bootstrap=end
+    )
+    last = 1 + 11 * gamma
+    want = torch.tensor([1 + gamma * last, 0, 0, last])
+    torch.testing.assert_close(ret, want, rtol=1e-12, atol=0)
+    torch.testing.assert_close(adv, want - torch.where(mask, value, 0), rtol=1e-12, atol=1e-12)
+
+
+@given(row=rows(), unit=st.sampled_from([2.0**-40, 2.0**-10, 2.0**10, 2.0**40]), shift=st.booleans())
+def test_the_unit_of_rewards_and_values_is_that_of_advantages(row, unit, shift):
+    """No bound, floor or tolerance stands in them: they are linear, to the bit for powers of two."""
+    reward, value, discount, mask, lambda_, end = row
+    reward, value, discount, mask, end = tensors(reward, value, discount, mask, end)
+
+    def found(scale):
+        args = (scale * reward, scale * value, discount)
+        pairs = advantage.decoupled_gae(*args, policy_lambda=lambda_, mask=mask, bootstrap=scale * end)
+        sums = advantage.reinforce_pp(args[0][None], mask[None], gamma=0.5)[0]
+        return torch.stack([*pairs, advantage.discounted_return(args[0], discount), sums])
+
+    assert torch.equal(found(-unit if shift else unit), found(1.0) * (-unit if shift else unit))
 
 
 def test_gae_limits():
@@ -282,6 +315,16 @@ def test_whiten_against_the_definition(seed, offset):
     np.testing.assert_allclose(
         got, ref.whiten(adv, mask), rtol=1e-7 if offset else 1e-10, atol=1e-7 if offset else 1e-10
     )
+
+
+@given(seed=st.integers(0, 2**32), unit=st.sampled_from([1e-6, 1e-3, 1.0, 1e3, 1e6]), offset=st.floats(-1, 1))
+def test_whiten_has_no_scale_but_eps(seed, unit, offset):
+    """Advantages of any spread have that of 1 afterwards, none is left as it is and none is bounded."""
+    rng = np.random.default_rng(seed)
+    adv = unit * (rng.standard_t(1.5, size=(3, 6)) + 1e3 * offset)
+    mask = rng.random((3, 6)) > 0.3
+    got = advantage.whiten(*tensors(adv, mask), eps=1e-20)
+    np.testing.assert_allclose(got, ref.whiten(adv, mask, eps=1e-20), rtol=1e-6, atol=1e-6)
 
 
 def test_whiten_ignores_and_zeroes_what_is_outside_the_mask():

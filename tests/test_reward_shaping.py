@@ -43,6 +43,40 @@ def test_the_last_rewards_are_normalised_by_all_moments_seen(reward, centre):
     np.testing.assert_allclose(got, [want], rtol=1e-10, atol=1e-10)
 
 
+@given(
+    reward=st.lists(st.integers(-5, 5), min_size=2, max_size=9), centre=st.booleans(),
+    unit=st.sampled_from([1e-6, 1e-3, 1.0, 1e3]), mean=st.sampled_from([0.0, 1.0, -1e3, 1e5]),
+)  # fmt: skip
+def test_rewards_of_any_spread_beside_any_mean_are_scaled(reward, centre, unit, mean):
+    """Only equal rewards are left as they are: a spread of 1e-11 of the mean is one."""
+    x = mean + unit * np.array(reward, np.float64)
+    got, _ = rs.running_norm(torch.from_numpy(x), rs.moments(), centre=centre)
+    scale = np.std(x, ddof=1) + 1e-8 if len(set(reward)) > 1 else 1.0
+    want = (x - centre * np.mean(x)) / scale
+    rounding = 1e-14 * abs(mean) / scale  # of the mean, as a part of the spread
+    np.testing.assert_allclose(got, want, rtol=1e-6 + 10 * rounding, atol=1e-9 + 10 * rounding)
+
+
+@given(
+    rows=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=9), limit=st.floats(1e-3, 1e6),
+)  # fmt: skip
+def test_clip_is_the_identity_inside_and_the_bound_outside(rows, limit):
+    got = rs.clip(torch.tensor(rows), limit).tolist()
+    assert got == [min(max(x, -limit), limit) for x in rows]
+
+
+@given(seed=st.integers(0, 2**32), nats=st.sampled_from([1e-6, 1.0, 50.0, 1e4]), coef=st.floats(-2, 5))
+def test_kl_in_reward_is_linear_in_coefficient_and_log_ratio(seed, nats, coef):
+    """No log ratio is bounded, however far the policy has gone."""
+    rng = np.random.default_rng(seed)
+    logp, ref_logp, mask = nats * rng.normal(size=(2, 3, 5)), np.zeros((3, 5)), rng.random((3, 5)) > 0.3
+    logp = logp[0]
+    reward = rng.normal(size=3)
+    got = rs.kl_in_reward(*(torch.from_numpy(x) for x in (reward, logp, ref_logp, mask)), coef=coef)
+    want = ref.kl_in_reward(reward, logp, ref_logp, mask, coef)
+    np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
+
+
 def test_the_state_is_an_argument_and_not_changed():
     start = rs.moments()
     rs.running_norm(torch.tensor([1.0, 2.0]), start)
@@ -188,6 +222,13 @@ def test_varied_against_the_definition(reward):
     assert got.tolist() == ref.varied(reward).tolist()
 
 
+@given(level=st.floats(-1e6, 1e6), exponent=st.integers(-30, 6))
+def test_rewards_vary_where_they_are_not_equal_however_little(level, exponent):
+    reward = torch.full((2, 5), level)
+    reward[0, 2] += 10.0**exponent
+    assert rs.varied(reward).tolist() == [bool(reward[0, 2] != level), False]
+
+
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6 + 0.1])
 def test_varied_is_where_advantages_are_not_zero(value):
     """The same question as `advantage.grpo` asks, so that no group is kept which then teaches nothing."""
@@ -298,8 +339,10 @@ def test_a_token_that_both_policies_exclude_costs_no_kl():
 # ---------- steps
 
 steps = st.lists(
-    st.lists(st.tuples(st.floats(-8, 8), st.booleans()), min_size=4, max_size=4), min_size=1, max_size=4
-)
+    st.lists(st.tuples(st.floats(-8, 8) | st.sampled_from([-300.0, -40.0, 40.0, 300.0]), st.booleans()),
+             min_size=4, max_size=4),
+    min_size=1, max_size=4,
+)  # fmt: skip
 
 
 @given(rows=steps)

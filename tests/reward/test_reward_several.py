@@ -411,6 +411,56 @@ def test_normalised_parts_are_weighted_as_the_definition_and_vetoes_stay(over):
     assert judged.reward[1, 0] == 0.5 * 3 - 1  # the reward that is logged stays as it is
 
 
+some_vetoes = st.lists(
+    st.builds(
+        reward.Veto,
+        part=st.sampled_from(["number", "length"]),
+        limit=st.sampled_from([0.5, 1.5, 3.0, 20.0, 100.0]),
+        total=st.floats(-9, 9).map(lambda x: round(x, 2)),
+    ),
+    max_size=4,
+)
+some_texts = st.lists(st.integers(0, 120).map(str), min_size=6, max_size=6)
+
+
+@given(texts=some_texts, vetoes=some_vetoes, over=st.sampled_from(["batch", "group"]))
+def test_the_first_veto_that_holds_decides_each_response(texts, vetoes, over):
+    """However many there are, of one part or several, and whether parts are normalised or not."""
+    prompts = PROMPTS[:3]
+    rollout = rollout_of(texts, [0, 0, 1, 1, 2, 2])
+    free = reward.weighted(number=(number, 0.5), length=(length, 2.0))
+    score = free.with_vetoes(*vetoes)
+    judged = reward.judge(score, rollout, prompts, tiny.tokenizer())
+    usual = reward.judge(free, rollout, prompts, tiny.tokenizer())
+    by_rule = {
+        "as they are": (judged.reward, usual.reward),
+        "normalised": (
+            reward.normalized(score, judged, prompts, over=over),
+            reward.normalized(free, usual, prompts, over=over),
+        ),
+    }
+    for found, without in by_rule.values():
+        want = without.clone().flatten()
+        for b in range(6):
+            parts = {"number": float(texts[b]), "length": float(len(texts[b]))}
+            held = [v.total for v in vetoes if parts[v.part] < v.limit]
+            if held:
+                want[b] = held[0]
+        assert torch.equal(found.flatten(), want)
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(-5, 5), min_size=3, max_size=3), min_size=1, max_size=4),
+    unit=st.sampled_from([2.0**-14, 2.0**-4, 2.0**10]), level=st.sampled_from([0.0, 1.0, -64.0]),
+    over=st.sampled_from(["batch", "group"]),
+)  # fmt: skip
+def test_standardized_has_no_scale_but_eps(rows, unit, level, over):
+    """A part that varies by 1e-4 beside a mean of 64 counts as much as any other."""
+    x = torch.tensor(rows).float()
+    got = standardized(level + unit * x, over=over, eps=unit * 1e-6)
+    torch.testing.assert_close(got, standardized(x, over=over, eps=1e-6), rtol=1e-5, atol=1e-6)
+
+
 def test_the_scale_of_a_part_does_not_matter_once_it_is_normalised():
     rollout = rollout_of(["1", "22", "3", "14"], [0, 0, 1, 1])
 
