@@ -66,6 +66,22 @@ def tensors(*arrays):
 
 
 @each
+@given(
+    rows=st.lists(st.lists(st.integers(-5, 5), min_size=3, max_size=3), min_size=1, max_size=4),
+    unit=st.sampled_from([2.0**-40, 2.0**-10, 1.0, 2.0**20]), level=st.sampled_from([0.0, 1.0, -300.0]),
+)  # fmt: skip
+def test_however_little_rewards_differ_they_have_the_advantages_of_their_namesake(name, rows, unit, level):
+    ours, namesake, _ = PAIRS[name]
+    r = level + unit * torch.tensor(rows).double()
+    length = torch.arange(1, r.numel() + 1).view(r.shape)
+    want = namesake(r, length)
+    got = ours(r.flatten(), torch.arange(len(r)).repeat_interleave(3), length.flatten())
+    torch.testing.assert_close(
+        got.view(r.shape), want, rtol=1e-6, atol=1e-12 * max(float(want.abs().max()), unit)
+    )
+
+
+@each
 @given(rows=ragged())
 def test_rows_have_the_advantages_of_their_group_alone(name, rows):
     """Also where a group has one row, and where there is none at all."""
