@@ -349,6 +349,33 @@ def test_a_bound_model_follows_the_same_advice():
     torch.testing.assert_close(got, penalty(logp, list(params.values())), rtol=1e-8, atol=1e-6)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor(0.7), torch.linspace(0.5, 2, 6).double()])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("biased", [False, True])
+def test_words_have_the_log_probs_of_the_whole_distribution(temperature, softcap, biased):
+    """Whatever bends the logits; 0 where there is no target. Value and gradients, of the bias too."""
+    g = torch.Generator().manual_seed(1)
+    h, w, bias = (torch.randn(*s, generator=g, dtype=torch.float64) for s in ((6, 4), (9, 4), (9,)))
+    y, words = torch.randint(0, 9, (6,), generator=g), torch.randint(0, 9, (6, 3), generator=g)
+    y[2] = -100
+    found = []
+    for whole in (False, True):
+        leaves = [x.clone().requires_grad_() for x in ((h, w, bias) if biased else (h, w))]
+        if whole:
+            z = leaves[0] @ leaves[1].T + (leaves[2] if biased else 0)
+            z = z if softcap is None else softcap * torch.tanh(z / softcap)
+            t = temperature[:, None] if torch.is_tensor(temperature) and temperature.dim() else temperature
+            got = (z / t).log_softmax(-1).gather(-1, words) * (y != -100)[:, None]
+        else:
+            how = {"temperature": temperature, "softcap": softcap, "bias": leaves[2] if biased else None}
+            out = linear_logprob(leaves[0], leaves[1], y, words=words, **how)
+            got = out.words_logp
+            assert out.entropy is None and (out.logp[2], got[2].any()) == (0, False)
+        up = torch.linspace(1, 2, 18).double().view(6, 3)
+        found.append((got.detach(), *torch.autograd.grad((up * got).sum(), leaves)))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-10)
+
+
 def test_words_of_a_masked_token_whose_hidden_state_is_nan_leave_gradients_alone():
     """A where on the result alone hides the NaN in the value and keeps 0 * NaN in the gradient."""
     g = torch.Generator().manual_seed(1)

@@ -218,8 +218,26 @@ def test_packs_are_balanced_by_what_is_left_to_compute_where_prompts_are_shared(
     assert packing.cut(exp, 200, 2) == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
     assert packing.cut(exp, 200, 2, share_prefixes=True) == [[[0, 1, 2, 3, 6]], [[4, 5, 7]]]
     assert packing.cut(exp, 200, share_prefixes=True, alone=True) == packing.cut(exp, 200, alone=True)
+    longer = [(list(range(1, 21)), [50] * 6)] * 4  # 20 + 4 times 5
+    exp_ = packing.supervised([*longer, *[([20 + i] * 10, [50]) for i in range(4)]])
+    assert packing.cut(exp_, 200, 2, share_prefixes=True) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
     # units of two rows, of which the first has the prompt
     assert packing.cut(exp, 200, 2, unit=2, share_prefixes=True) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+
+
+@pytest.mark.parametrize(("families", "size", "packs"), [(4, 6, 3), (5, 7, 5)])
+def test_prompts_share_a_pack_at_the_price_of_a_quarter_more_packs_at_most(families, size, packs):
+    """Families of 6 tokens would take 4 packs of 10 where 3 do, and are cut; those of 7 take 5 where 4 do."""
+    exp = packing.supervised([([f + 1], [50]) for f in range(families) for _ in range(size)])
+    plans = packing.cut(exp, 10, share_prefixes=True)[0]
+    assert len(plans) == packs
+    assert all(len({row // size for row in rows}) == 1 for rows in plans) == (packs == families)
+
+
+def test_without_a_budget_everything_is_one_pack_a_rank():
+    exp = lengths_only([5, 9, 2, 7])
+    assert packing.cut(exp, 0) == [[[0, 1, 2, 3]]]
+    assert [len(part) for part in packing.cut(exp, 0, 2)] == [1, 1]
 
 
 def gsm8k_like(seed, n=1024):
