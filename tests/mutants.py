@@ -51,6 +51,7 @@ PAIRS = [
     ("floor", "ceil"), ("sum", "mean"), ("zeros", "ones"), ("zeros_like", "ones_like"),
 ]  # fmt: skip
 SWAPPED = dict(PAIRS) | {b: a for a, b in PAIRS}
+SILENT = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import)  # what these compute nobody gets
 UNARY = {"abs", "detach", "exp", "log", "sqrt", "square", "float", "double", "clone"}
 
 
@@ -73,7 +74,7 @@ def _expressions(node: ast.AST, text) -> Iterator[tuple[ast.AST, str]]:
             word = " or " if isinstance(op, ast.And) else " and "
             yield node, f"({word.join(f'({text(v)})' for v in values)})"
             yield from ((node, f"({text(v)})") for v in values if len(values) == 2)
-        case ast.UnaryOp(operand=operand):
+        case ast.UnaryOp(operand=operand) if not isinstance(operand, ast.Constant):
             yield node, f"({text(operand)})"
         case ast.BinOp(left=left, op=op, right=right) if isinstance(op, DROPPED):
             if type(op) in OTHER:
@@ -116,7 +117,7 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
         if name in ("annotation", "returns", "decorator_list", "func" if isinstance(node, ast.Raise) else ""):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if not isinstance(child, ast.AST) or isinstance(child, (ast.Raise, ast.JoinedStr, ast.Import)):
+            if not isinstance(child, ast.AST) or isinstance(child, SILENT):
                 continue
             text = ast.unparse(child)
             alias = isinstance(child, ast.Assign) and isinstance(child.value, ast.BinOp) and "|" in text

@@ -59,6 +59,13 @@ def test_what_one_reads_of_pairs():
         metric.pairs("x", sides[0], sides[1], sides[2][:2], sides[3], real, beta=0.5)
 
 
+def test_equal_log_probs_and_equal_scores_rank_nothing():
+    one = torch.ones(1)
+    found = metric.results(metric.pairs("x", -one, -one, -3 * one, -2 * one, one > 0, beta=1.0))
+    assert found["x/ranking"] == 0 and found["x/accuracy"] == 1
+    assert metric.results(metric.preference("x", one, one, one > 0))["x/accuracy"] == 0
+
+
 def test_a_mean_over_packs_is_not_the_mean_of_their_means():
     a = metric.mean(torch.tensor([1.0]), torch.tensor([True]))
     b = metric.mean(torch.tensor([4.0, 4.0, 4.0, 9.0]), torch.tensor([True, True, True, False]))
@@ -192,6 +199,8 @@ def test_the_diagnostics_of_a_rollout_by_hand():
             "rollout/sampler_logp": -0.5,
         }
     )
+    whole = metric.rollout(rollout, torch.tensor([[1, 3], [2, 2]]))  # rewards may be whole numbers
+    assert whole["reward/std"] == pytest.approx(0.5**0.5, rel=1e-12)
     nothing = tree.replace(rollout, mask=mask & False, logp=torch.zeros(4, 4))
     assert metric.rollout(nothing, torch.zeros(2, 2))["rollout/sampler_logp"] == 0
 

@@ -564,6 +564,22 @@ def test_supervised_without_rows_says_so():
         packing.supervised([])
 
 
+def test_conversations_keep_their_media():
+    """Also where other rows have none, or do not say so."""
+    picture = {"x": torch.tensor([[1.0], [2.0]])}
+    rows = [
+        ([1, 2], [False, True], picture),
+        ([3, 4], [False, True], None),
+        ([5, 6, 7], [False, True, False]),
+    ]
+    exp = packing.conversations(rows)
+    assert exp.media.count("x").tolist() == [2, 0, 0] and exp.length.tolist() == [2, 2, 3]
+    assert torch.equal(exp.media.sequences()["x"], picture["x"])
+    assert exp.tokens[exp.mask].tolist() == [2, 4, 6] and exp.w[exp.mask].tolist() == pytest.approx(
+        [1 / 3] * 3
+    )
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -417,6 +417,16 @@ def test_dppo_kl_takes_a_token_without_an_alternative_for_one_of_1_in_1e10():
         assert (slope(partial(loss.dppo_kl, limit=limit), 2.0, 1.0) != 0) == moves
 
 
+@pytest.mark.parametrize(("name", "moves"), [("dppo_tv", False), ("dppo_kl", False), ("cispo", True)])
+def test_a_token_that_only_the_old_policy_excluded(name, moves):
+    """From impossible to p = 0.5 is beyond every trust region; the way back is open, and a weight has its cap."""
+    for adv, want in ((1.0, moves), (-1.0, True)):
+        logp = torch.tensor([math.log(0.5)]).requires_grad_()
+        value = getattr(loss, name)(logp, torch.tensor([-torch.inf]), torch.tensor([adv]))
+        (g,) = torch.autograd.grad(value.sum(), logp)
+        assert g.item() == pytest.approx(-adv * (5.0 if name == "cispo" else 20.0) * want)
+
+
 def test_at_its_limit_a_token_still_moves_under_dppo():
     """The limit is the largest distance that is allowed."""
     logp, old = torch.tensor([-0.25]), torch.tensor([-1.0])

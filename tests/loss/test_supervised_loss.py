@@ -32,6 +32,17 @@ def test_dpo_and_cdpo_against_the_definition(data, beta, e):
     agree(loss.dpo, ref.dpo, data, beta=beta, label_smoothing=e)
 
 
+def test_the_defaults_of_preferences_and_critics():
+    """beta = 0.1, hard labels, and a critic that is clipped at 0.2."""
+    x = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 10
+    assert torch.equal(loss.dpo(*x), loss.dpo(*x, beta=0.1, label_smoothing=0.0))
+    assert torch.equal(loss.ipo(*x), loss.ipo(*x, beta=0.1))
+    value = x[:3] / 10
+    assert torch.equal(loss.value_clip(*value), loss.value_clip(*value, clip=0.2))
+    assert torch.equal(loss.bradley_terry(*x[:2]), loss.bradley_terry(*x[:2], margin=0, label_smoothing=0))
+    assert torch.equal(loss.hps(*x[:2]), loss.hps(*x[:2], 1.0, scale=1.0))
+
+
 @given(data=table(sums, sums, sums, sums), beta=st.floats(0.01, 1))
 def test_ipo_against_the_definition(data, beta):
     agree(loss.ipo, ref.ipo, data, beta=beta)
