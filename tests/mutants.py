@@ -226,15 +226,16 @@ class Tree:
 
     def killer(self, mutant: Mutant, tests: list[str]) -> str:
         """The test that notices a mutant, or ''."""
-        tests = [t for t in tests if self.usable(t)]
         file = self.folder / mutant.path
         source = file.read_bytes()
-        file.write_bytes(applied(source, mutant))
-        try:
-            found = (self.run(t, int(10 + 3 * self.seconds[t]))[0] for t in tests)
-            return next((x for x in found if x), "")
-        finally:
-            file.write_bytes(source)
+        for test in tests:
+            if self.usable(test):
+                file.write_bytes(applied(source, mutant))
+                found, _ = self.run(test, int(10 + 3 * self.seconds[test]))
+                file.write_bytes(source)
+                if found:
+                    return found
+        return ""
 
 
 def main() -> None:

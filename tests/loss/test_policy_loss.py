@@ -419,7 +419,7 @@ def test_dppo_kl_takes_a_token_without_an_alternative_for_one_of_1_in_1e10():
 
 @pytest.mark.parametrize(("name", "moves"), [("dppo_tv", False), ("dppo_kl", False), ("cispo", True)])
 def test_a_token_that_only_the_old_policy_excluded(name, moves):
-    """From impossible to p = 0.5 is beyond every trust region; the way back is open, and a weight has its cap."""
+    """From impossible to p = 0.5 is beyond every trust region; back is open; a weight has its cap."""
     for adv, want in ((1.0, moves), (-1.0, True)):
         logp = torch.tensor([math.log(0.5)]).requires_grad_()
         value = getattr(loss, name)(logp, torch.tensor([-torch.inf]), torch.tensor([adv]))
