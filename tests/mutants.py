@@ -11,6 +11,7 @@ mutants of the same tree. A survivor is an equivalent change, or a property that
 import argparse
 import ast
 import contextlib
+import importlib
 import os
 import random
 import re
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import changed
+import pytest
 from conftest import LONGEST
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,10 +113,10 @@ def _expressions(node: ast.AST, text) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that compute: no annotations, no messages of errors, no texts, no lists of names."""
+    """The nodes that compute: no types, messages of errors, texts or lists of names."""
     yield node
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list", "func" if isinstance(node, ast.Raise) else ""):
+        if name in ("annotation", "returns", "decorator_list"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or isinstance(child, SILENT):
@@ -158,10 +160,8 @@ def seen_by(path: str, texts: dict[str, str]) -> list[str]:
     """The test files that could see a change: named after its file, of its room, then those that name it."""
     room, stem = Path(path).with_suffix("").parts[1], Path(path).stem
     tree = ast.parse((ROOT / path).read_text())
-    names = [getattr(x, "name", "_") for x in tree.body]
-    names += [
-        t.id for x in tree.body if isinstance(x, ast.Assign) for t in x.targets if isinstance(t, ast.Name)
-    ]
+    tables = [t for x in tree.body if isinstance(x, ast.Assign) for t in x.targets]
+    names = [getattr(x, "name", "_") for x in tree.body] + [getattr(t, "id", "_") for t in tables]
     names = [name for name in names if name[0] != "_"]
     called = re.compile(rf"\b(?:{room}|{stem})\.(?:{'|'.join(names) or stem})\b|import .*\b{stem}\b")
     counts = {name: len(called.findall(text)) for name, text in texts.items()}
@@ -185,9 +185,8 @@ class Tree:
                 shutil.copy(file, folder)
         paths = (folder, folder / "kernels")
         os.environ |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "CI": "1", "OMP_NUM_THREADS": "1"}
-        os.environ["PYTHONDONTWRITEBYTECODE"] = (
-            "1"  # a mutant may have the size and the second of the one before
-        )
+        # a mutant may have the size of the one before, and the second of its time
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
     def run(self, test: str, limit: int) -> tuple[str, float]:
         """(what failed first in a test file, or '', seconds of a core that it took, at most `limit`)."""
@@ -199,10 +198,8 @@ class Tree:
             resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
             out = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             os.dup2(out, 1), os.dup2(out, 2)
-            sys.dont_write_bytecode = True
             sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
-            import pytest
-
+            sys.dont_write_bytecode = True
             os._exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=no", test]))
         end, done = time.monotonic() + IDLE * limit, 0
         while not done and time.monotonic() < end:
@@ -239,22 +236,19 @@ class Tree:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Draw, apply, test and count."""
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
     parser.add_argument("--seed", type=int, required=True, help="draws the mutants")
     parser.add_argument("--count", type=int, default=100, help="how many are drawn")
-    parser.add_argument(
-        "--paths", nargs="+", default=[f"rft_fn/{x}" for x in PATHS], help="files and folders"
-    )
+    whole = [f"rft_fn/{name}" for name in PATHS]
+    parser.add_argument("--paths", nargs="+", default=whole, help="files and folders")
     parser.add_argument("--limit", type=int, default=20, help="seconds of a core that a test file may take")
     parser.add_argument("--list", action="store_true", help="only print the mutants and their test files")
     args = parser.parse_args()
-    files = [
-        p
-        for name in args.paths
-        for p in sorted((ROOT / name).rglob("*.py") if (ROOT / name).is_dir() else [ROOT / name])
-    ]
+    files = []
+    for path in (ROOT / name for name in args.paths):
+        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
     every = [m for file in files for m in mutants(str(file.relative_to(ROOT)))]
     drawn = random.Random(args.seed).sample(every, min(args.count, len(every)))
     tests = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").rglob("test_*.py"))]
@@ -263,8 +257,7 @@ def main() -> None:
     killed = 0
     with tempfile.TemporaryDirectory(prefix="mutants") as folder:
         tree = None if args.list else Tree(Path(folder), args.limit)
-        import torch, transformers, hypothesis  # noqa
-
+        importlib.import_module("transformers")  # once, for all the forks
         for number, m in enumerate(drawn, 1):
             shown = f"{m.path}:{m.line}  {' '.join(m.old.split())}  ->  {' '.join(m.new.split())}"
             if tree is None:
@@ -273,9 +266,8 @@ def main() -> None:
             by = tree.killer(m, seen_by(m.path, texts))
             killed += bool(by)
             print(f"{'killed' if by else 'SURVIVED'}  {shown}  {by}", flush=True)
-            print(f"    {killed} of {number}", flush=True) if number % 10 == 0 else None
-    if tree is not None:
-        print(f"{killed} of {len(drawn)} killed, of {len(every)} that seed {args.seed} drew from")
+            if number % 10 == 0 or number == len(drawn):
+                print(f"    {killed} of {number} killed, drawn by {args.seed} from {len(every)}", flush=True)
 
 
 if __name__ == "__main__":

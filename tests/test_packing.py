@@ -375,6 +375,12 @@ def test_a_placeholder_has_the_fields_of_its_pack_and_adds_nothing(unit):
     assert all((x == 0).all() for x in (got.adv, got.w, got.old_logp, got.extra["noise"]))
 
 
+def test_a_placeholder_of_a_pack_without_tokens_has_one():
+    b = packing.pack(small(), [0])
+    got = packing.placeholder(tree.map(lambda x: x[:0], b))
+    assert got.tokens.tolist() == [0] and got.mask.tolist() == [False] and got.w.tolist() == [0.0]
+
+
 def test_supervised_rows_are_masked_on_their_responses():
     exp = packing.supervised([([1, 2], [3, 4, 5]), ([6], [7])])
     b = packing.pack(exp, [0, 1])
