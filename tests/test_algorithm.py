@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rft_fn import algorithm, loss, packing, testing, tree, weight
 from rft_fn.algorithm import stopped
 from rft_fn.algorithm.rows import Evaluated
-from rft_fn.types import Rollout, experience
+from rft_fn.types import Rollout, TokenOut, experience
 
 pytestmark = pytest.mark.usefixtures("float64")
 each = pytest.mark.parametrize("name", algorithm.TABLE)
@@ -259,6 +259,20 @@ def test_metrics_of_the_clipped_loss_by_hand():
     for name, value in want.items():
         torch.testing.assert_close(found[name].value(), value)
     assert 0 < clipped.double().mean() < 1
+
+
+def test_metrics_of_the_clipped_critic_by_hand():
+    """The share of values that have moved by more than the clip, up or down; what is masked does not count."""
+    b = packing.pack(testing.case(0).exp, range(8))
+    old = torch.linspace(-9, 9, len(b.adv))
+    moved = torch.linspace(-1, 1, len(b.adv))
+    b = tree.replace(b, old_value=old, ret=old + 0.5)
+    row = algorithm.TABLE["ppo"]
+    x, found = row.value_loss(TokenOut(logp=b.old_logp, value=old + moved), b, clip=0.25)
+    torch.testing.assert_close(x, loss.value_clip(old + moved, old, old + 0.5, clip=0.25))
+    torch.testing.assert_close(found["value/loss"].value(), x[b.mask].mean())
+    share = ((moved < -0.25) | (moved > 0.25))[b.mask].double().mean()
+    assert found["value/clip_frac"].value() == share and 0.3 < share < 1
 
 
 @pytest.mark.parametrize(
