@@ -262,7 +262,7 @@ def test_metrics_of_the_clipped_loss_by_hand():
 
 
 def test_metrics_of_the_clipped_critic_by_hand():
-    """The share of values that have moved by more than the clip, up or down; what is masked does not count."""
+    """The share of values that moved by more than the clip, up or down; what is masked does not count."""
     b = packing.pack(testing.case(0).exp, range(8))
     old = torch.linspace(-9, 9, len(b.adv))
     moved = torch.linspace(-1, 1, len(b.adv))
