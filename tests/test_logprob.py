@@ -15,6 +15,7 @@ from rft_fn.logprob import (
     linear_logprob,
     log_probs_and_entropy,
     log_probs_from_logits,
+    log_ratio,
     process_logits,
 )
 from rft_fn.types import Sampling
@@ -73,6 +74,18 @@ def test_log_probs_survive_large_and_impossible_logits():
 def test_a_target_that_is_no_token_is_refused_by_torch(bad):
     with pytest.raises(RuntimeError, match=f"index {bad} is out of bounds"):
         log_probs_from_logits(torch.zeros(2, 3, 5), torch.tensor([[0, 1, 2], [4, bad, 0]]))
+
+
+def test_a_log_ratio_by_hand():
+    """0 without a gradient where both exclude the token; bounded where one does, or they are far apart."""
+    inf = torch.inf
+    logp = torch.tensor([-1.0, -inf, -inf, -2.0, -9.0, -1.0], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-1.5, -inf, -2.0, -inf, -1.0, -9.0], dtype=torch.float64)
+    assert log_ratio(logp, old).tolist() == [0.5, 0.0, -inf, inf, -8.0, 8.0]
+    got = log_ratio(logp, old, limit=3.0)
+    assert got.tolist() == [0.5, 0.0, -3.0, 3.0, -3.0, 3.0]
+    assert torch.autograd.grad(got.sum(), logp)[0].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert log_ratio(logp, old, limit=8.0)[4:].tolist() == [-8.0, 8.0]
 
 
 # ---------- one pass over given logits, differentiated like plain operations
