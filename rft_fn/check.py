@@ -1,4 +1,4 @@
-"""Checks at public boundaries: shapes of tensors, limits of options, addresses, and JSON that others wrote.
+"""Checks at public boundaries: shapes, limits of options, addresses, text, and JSON that others wrote.
 
 The values of tensors are never read, because that would stop a GPU. The limits of an option stand in its
 type, and `fields` checks a whole record of options against them.
@@ -8,7 +8,7 @@ import dataclasses
 import json
 import numbers
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -230,6 +230,43 @@ def printable(text: Any) -> str:
 
 
 FILLED = "is not empty"  # marks the type of a text, as `Free` does that of an option
+
+
+# ------------------------------------------------------------------------------------------------------- text
+
+# half of a surrogate pair: JSON may hold one alone, no file can be written with it
+_HALF = re.compile(r"[\ud800-\udfff]")
+
+
+def check_text(value: Any) -> None:
+    """Raise ValueError for text inside a value of JSON that is no Unicode: half of a surrogate pair."""
+    place = _half_in(value)
+    if place is not None:
+        at = f" at {place}" if place else ""
+        raise ValueError(f"expected Unicode text, got half of a surrogate pair{at}; write U+FFFD instead")
+
+
+def _half_in(value: Any) -> str | None:
+    """The place of the first text with half of a pair, as "['messages'][0]"; None for none."""
+    if isinstance(value, str):
+        return "" if not value.isascii() and _HALF.search(value) else None
+    inner: list[tuple[Any, Any]] = []
+    if isinstance(value, Mapping):
+        if any(_half_in(name) is not None for name in value):
+            return ""
+        inner = list(value.items())
+    elif isinstance(value, (list, tuple)):
+        inner = list(enumerate(value))
+    for name, x in inner:
+        place = _half_in(x)
+        if place is not None:
+            return f"[{name!r}]{place}"
+    return None
+
+
+def writable(text: str) -> str:
+    """Return a text with U+FFFD in place of each half of a surrogate pair, which nothing can write."""
+    return text if text.isascii() else _HALF.sub("\ufffd", text)
 
 
 @dataclass(frozen=True)

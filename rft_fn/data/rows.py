@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
+from rft_fn import check
 from rft_fn.data.unfit import Unfit
 
 __all__ = [
@@ -79,12 +80,20 @@ def place_of(rows: Table, i: int, name: str) -> Place:
 
 
 def row_at(rows: Table, i: int, name: str) -> tuple[dict[str, Any], Place]:
-    """(the columns of row i, its place). Unfit for a broken row, and for a value that Python cannot hold."""
+    """Return (the columns of row i, its place).
+
+    Unfit for a broken row, for a value that Python cannot hold, and for text that is no Unicode.
+    """
     place = place_of(rows, i, name)
     try:
-        return dict(rows[i]), place
+        row = dict(rows[i])
     except OverflowError as error:  # of a table: Arrow's dates and durations reach further
         raise Unfit(place, f"a date or duration is out of Python's range: {error}") from None
+    try:
+        check.check_text(row)
+    except ValueError as error:
+        raise Unfit(place, str(error)) from None
+    return row, place
 
 
 def _folder_of(name: str) -> Path | None:

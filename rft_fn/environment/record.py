@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from rft_fn.check import writable
 from rft_fn.data.messages import Turn
 
 __all__ = ["Environment", "Observation", "Reset", "Row", "Rows", "Step", "Stepped", "as_messages"]
@@ -107,18 +108,18 @@ class Environment(NamedTuple):
 
 
 def as_messages(observation: Observation) -> list[Turn]:
-    """The messages of an observation; a text is a user's.
+    """The messages of an observation; a text is a user's. Halves of surrogate pairs become U+FFFD.
 
     ValueError for anything that is neither text nor messages.
     """
     if observation is None or observation == "":
         return []
     if isinstance(observation, str):
-        return [{"role": "user", "content": observation}]
+        return [{"role": "user", "content": writable(observation)}]
     if not isinstance(observation, Sequence):
         raise ValueError(f"expected a text or messages to observe, got {observation!r:.80}")
     for message in observation:
         known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
         if not known or not isinstance(message.get("content"), str):
             raise ValueError(f"expected messages with role and content to observe, got {message!r:.80}")
-    return [dict(message) for message in observation]
+    return [{**message, "content": writable(message["content"])} for message in observation]

@@ -147,6 +147,35 @@ def test_all_broken_lines_are_counted_with_the_rows_that_lack_something(tmp_path
     assert f"{path}, line 7: column 'answer' is empty. 3 of 7 rows cannot be used" in text
 
 
+HALF = "\\ud83d"  # of a surrogate pair, as JSON may hold it alone
+
+
+@pytest.mark.parametrize(
+    ("row", "place"),
+    [
+        ('{"question": "hi ' + HALF + ' there"}', "['question']"),
+        ('{"question": "hi", "answer": "1 ' + HALF + '"}', "['answer']"),
+        ('{"question": "1", "m": [{"role": "user", "content": "x' + HALF + '"}]}', "['m'][0]['content']"),
+        ('{"question": "1", "' + HALF + '": 1}', ""),
+    ],
+)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_text_that_is_no_unicode_is_named_with_its_line(tmp_path, row, place, name):
+    """Half of a surrogate pair is in no vocabulary, and no file can be written with it."""
+    rows = ['{"question": "1\\ud83d\\ude00"}', row]
+    text = "\n".join(rows) if name == "rows.jsonl" else f"[{', '.join(rows)}]"
+    path = write(tmp_path / name, text)
+    at = {"rows.jsonl": "line 2", "rows.json": "row 2"}[name]
+    place = place and f" at {place}"
+    with pytest.raises(ValueError) as error:
+        data.load(path, tiny.tokenizer())
+    half = f"expected Unicode text, got half of a surrogate pair{place}; write U+FFFD instead"
+    assert str(error.value).startswith(f"data: {path}, {at}: {half}")
+    assert data.from_rows([json.loads(rows[0])], tiny.tokenizer()).size == 1
+    with pytest.raises(ValueError, match="mine, row 1: expected Unicode text"):
+        data.from_rows([json.loads(row)], tiny.tokenizer(), name="mine")
+
+
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
     """Rows are read when they are drawn: what stands there then must be what was looked at."""
     path = tmp_path / "a.jsonl"

@@ -9,6 +9,7 @@ import tiny
 from rft_fn import environment
 from rft_fn.data import chat_template
 from rft_fn.environment import Renderer
+from rft_fn.environment.record import as_messages
 
 TEMPLATES = ("CHATML", "LLAMA3", "QWEN3", "MARKED")
 USER = [{"role": "user", "content": "next?"}]
@@ -55,6 +56,14 @@ def test_a_response_that_the_template_would_change_does_not_matter():
     plain = renderer.reply([*tok.encode("x"), tok.eos_token_id], USER)
     for text in ("<think>\nhm\n</think>\n\nx ", "  x\n", "[f({})]"):
         assert renderer.reply([*tok.encode(text), tok.eos_token_id], USER) == plain
+
+
+def test_half_of_a_surrogate_pair_is_replaced_in_what_is_observed():
+    renderer = Renderer(chats.tokenizer(None))
+    for observed in ("a\ud83d", [{"role": "tool", "content": "a\ud83d", "name": "f"}]):
+        messages = as_messages(observed)
+        assert [m["content"] for m in messages] == ["a\ufffd"]
+        assert renderer.tokenizer.decode(renderer.reply([5], messages)) == "a\ufffd"
 
 
 def test_an_episode_has_no_end_that_the_tokenizer_adds():

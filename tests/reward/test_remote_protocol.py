@@ -199,6 +199,17 @@ def test_other_requests_are_refused_in_one_line(data):
     assert BAD[data] in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_half_of_a_surrogate_pair_is_replaced_where_it_is_written_and_refused_where_it_is_read():
+    written = protocol.request(Batch(["a \ud83d"], ["\udc00"], {"x": [{"\udc00": "\U0001f600"}]}, {}, None))
+    found = protocol.read_request(written)
+    assert found == Batch(["a \ufffd"], ["\ufffd"], {"x": [{"\ufffd": "\U0001f600"}]}, {}, None)
+    answered = Scored(torch.ones(1), {}, {}, {"why": ["\ud83d"]})
+    assert protocol.read_answer(protocol.answer(answered), 1)["extra_logs"]["why"] == ["\ufffd"]
+    for data in (rb'{"prompts": ["\ud83d"], "completions": ["a"]}', b'{"prompts": ["\xed\xa0\xbd"]}'):
+        with pytest.raises(ValueError, match=r"expected Unicode text, got half of a surrogate pair at .'pro"):
+            protocol.read_request(data)
+
+
 def test_the_columns_and_lists_of_a_request_may_be_missing():
     found = protocol.read_request(b'{"prompts": ["a"], "completions": ["b"], "unknown": 1}')
     assert found == Batch(["a"], ["b"], {}, {}, None)

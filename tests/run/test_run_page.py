@@ -191,6 +191,16 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path):
     assert found["data"]["runs"][0]["tokens"] == [0, 5, 10] and found["data"]["runs"][1]["tokens"] == []
 
 
+def test_half_of_a_surrogate_pair_in_a_run_is_replaced_on_its_page(tmp_path):
+    """JSON of a run may hold one, from a reward or a file of others; a page cannot."""
+    write_run(tmp_path / "run", steps=3)
+    rows = [{"step": 1, "prompt": "2+\ud83d=", "response": "\ud83d", "reward": 1.0}]
+    write_rows(tmp_path / "run" / "trajectories.jsonl", rows)
+    write_rows(tmp_path / "run" / "tokens.jsonl", [token_row(0, 0, 0, prompt="\ud83d")])
+    text = write_page([tmp_path / "run"], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "2+\ufffd=" in text
+
+
 def test_a_page_stays_below_its_size(tmp_path):
     folder = write_run(tmp_path / "r", steps=400)
     rows = [token_row(i, 0, 0, prompt="é" * 3000) for i in range(0, 400, 2)]

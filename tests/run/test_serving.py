@@ -172,6 +172,20 @@ def test_bad_requests_are_refused_in_one_line(strict, body, status, line):
     assert found.status_code == status and line in found.json()["error"] and "\n" not in found.json()["error"]
 
 
+def test_half_of_a_surrogate_pair_is_refused_and_never_sent():
+    """A request that holds one is bad, and an error that names one is an answer."""
+
+    def names(completions, **columns):
+        raise KeyError("\ud83d")
+
+    with serving(names=(names, 1.0)) as server:
+        bad = server.post(rb'{"prompts": ["p"], "completions": ["\ud83d"]}')
+        failed = server.ask("a")
+    assert bad.status_code == 400
+    assert "expected Unicode text, got half of a surrogate pair at ['completions'][0]" in bad.json()["error"]
+    assert failed.status_code == 422 and "KeyError" in failed.json()["error"]
+
+
 def test_a_body_without_a_length_is_cut_at_the_limit(strict):
     sent = []
 

@@ -23,21 +23,24 @@ _SHOWN = 60  # characters of what came instead of JSON
 
 
 def dump(x: Any) -> bytes:
-    """JSON of plain values."""
-    return json.dumps(x, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    """Return JSON of plain values, with U+FFFD in place of halves of surrogate pairs."""
+    text = json.dumps(x, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return check.writable(text).encode()
 
 
 def load(data: bytes) -> Any:
     """The value of JSON.
 
-    ValueError for anything else, for NaN and infinities, which Python's reader would take, and for numbers
-    and brackets beyond its limits.
+    ValueError for anything else, for NaN and infinities, which Python's reader would take, for numbers and
+    brackets beyond its limits, and for text that is no Unicode.
     """
     try:
-        return check.parse_json(data, decoder=_FINITE)
+        value = check.parse_json(data, decoder=_FINITE)
     except (json.JSONDecodeError, UnicodeDecodeError):
         began = " ".join(data[:_SHOWN].decode(errors="replace").split())
         raise ValueError(f"expected JSON, got {began!r}") from None
+    check.check_text(value)
+    return value
 
 
 def _refuse(name: str) -> None:

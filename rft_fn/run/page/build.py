@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rft_fn.check import writable
 from rft_fn.run.files import write_whole
 from rft_fn.run.page import recorded, series
 from rft_fn.run.page.fields import FIELDS
@@ -37,7 +38,7 @@ def write_page(folders: Sequence[str | Path], out: str | Path, *, most_bytes: in
     title = " · ".join(run.name for run in runs)
     text = (_HERE / "page.html").read_text()
     filled = {
-        "TITLE": html.escape(title),
+        "TITLE": html.escape(writable(title)),
         "STYLE": (_HERE / "page.css").read_text(),
         "BLOCKS": "\n".join(blocks),
         "SCRIPT": "\n".join((_HERE / name).read_text() for name in _SCRIPTS),
@@ -54,7 +55,7 @@ def write_page(folders: Sequence[str | Path], out: str | Path, *, most_bytes: in
 
 def _block(name: str, data: Any) -> str:
     """Data inside the page; nothing in it can end the element."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    text = writable(json.dumps(data, separators=(",", ":"), ensure_ascii=False)).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>'
 
 
@@ -121,7 +122,9 @@ def _fitting(rows: Sequence[Mapping[str, Any]], most_bytes: int) -> dict[int, li
     steps: dict[int, list[Mapping[str, Any]]] = {}
     for row in rows:
         steps.setdefault(row["step"], []).append(row)
-    sizes = {step: len(json.dumps(found, ensure_ascii=False).encode()) for step, found in steps.items()}
+    sizes = {}
+    for step, found in steps.items():
+        sizes[step] = len(writable(json.dumps(found, ensure_ascii=False)).encode())
 
     def too_large(count: int) -> bool:
         return sum(sizes[step] for step in _even(list(steps), count)) > most_bytes

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from rft_fn.check import writable
 from rft_fn.data.column_path import value_at
 from rft_fn.reward import Scored
 from rft_fn.reward.remote import openrlhf, protocol
@@ -135,7 +136,7 @@ async def _answered(request: Request, read: Read, write: Write, jobs: Jobs, rule
         scored = await _scored(request, read, jobs, rules)
         return Response(write(scored), media_type="application/json")
     except Problem as problem:
-        body = {"error": " ".join(str(problem).split())}
+        body = {"error": writable(" ".join(str(problem).split()))}
         return JSONResponse(body, problem.status, problem.headers)
     except ClientDisconnect:
         return Response(status_code=_LEFT)
