@@ -47,6 +47,7 @@ def outcomes(rows: Table, recipe: Any, name: str, *, workers: int = 0) -> Iterat
         return
     how = {"initializer": _start, "initargs": (recipe, fixed_day())}
     how["mp_context"] = multiprocessing.get_context("spawn")
+    workers = min(workers, -(-len(rows) // _CHUNK))  # more would have nothing to do
     with ProcessPoolExecutor(workers, **how) as pool:
         yield from pool.map(_in_worker, _read(rows, name), chunksize=_CHUNK)
 

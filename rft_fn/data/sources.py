@@ -51,11 +51,13 @@ class Source(NamedTuple):
 def parse(text: str) -> Source:
     """The source that a text names.
 
-    ValueError for a share that is not above 0.
+    ValueError for a share that is not above 0, and for a text without a name.
     """
     whole, share = _cut_share(text)
     name, split = _cut(whole, "@")
     name, part = _cut(name, ":")
+    if not name.strip():
+        raise ValueError(f"data: expected the name of a task, a file, a folder or a data set, got {text!r}")
     return Source(whole, name, part, split, share)
 
 

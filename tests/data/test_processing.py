@@ -374,6 +374,7 @@ def test_workers_make_the_same_prompts_and_leave_them_in_the_cache(tmp_path, see
     made = load(file, sees, limits=limits, workers=1)
     assert made.digest == load(file, sees).digest and made.size == 3
     assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 3
+    assert load(file, sees, limits=limits, workers=10**20).digest == made.digest
 
 
 def test_tables_of_datasets_hold_media_as_they_are_stored(tmp_path, sees):

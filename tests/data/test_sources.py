@@ -73,6 +73,12 @@ def test_a_share_is_above_0(share):
         data.load(["b.jsonl", f"a.jsonl={share}"], tiny.tokenizer())
 
 
+@pytest.mark.parametrize("text", ["", " ", ":1", "@train", "=0.5"])
+def test_a_text_names_something(text):
+    with pytest.raises(ValueError, match="data: expected the name of a task, a file, a folder or a data set"):
+        sources.parse(text)
+
+
 def test_a_task_is_a_task_and_a_folder_of_its_name_has_a_path(here):
     jsonl(here / "addition" / "train.jsonl")
     assert data.load("addition", tiny.tokenizer(), template="{short}").size is None
