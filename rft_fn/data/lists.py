@@ -6,7 +6,6 @@ A list is drawn like a prompt: `data.draw(data.load(..., kind=data.LISTS), n, st
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 from rft_fn.data import tasks
@@ -114,7 +113,7 @@ class ListRecipe:
     def chat(self) -> Chat:
         return self.reading.chat
 
-    @cached_property
+    @property
     def reads(self) -> set[str]:
         """The columns that a list is made of."""
         return {self.completions, self.ranks, self.scores} | self.reading.reads()

@@ -288,7 +288,7 @@ def decide_steps(
 
     `steps` if it is given; else as many as `epochs` passes over the rows take; else `usual`: ceil(epochs rows
     / batch); the rows of a mixture are those of all its parts together. `option` is the name of the epochs in
-    errors. ValueError for epochs of rows that never end.
+    errors. ValueError for epochs of rows that never end, and for more steps than 64 bits can count.
     """
     if epochs is None:
         if steps is None:
@@ -300,7 +300,12 @@ def decide_steps(
             f"{option}: expected rows that end, got {epochs} of {', '.join(endless)}, whose rows never do; "
             "give steps"
         )
-    return math.ceil(Fraction(str(epochs)) * dataset.size / batch)
+    count = math.ceil(Fraction(str(epochs)) * dataset.size / batch)
+    if count >= 2**63:
+        raise ValueError(
+            f"{option}: expected steps that 64 bits can count, got {epochs:g} passes over {dataset.size} rows"
+        )
+    return count
 
 
 def plan(

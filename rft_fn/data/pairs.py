@@ -168,7 +168,7 @@ class PairRecipe:
         """
         return self.chat.longest_token()
 
-    @cached_property
+    @property
     def reads(self) -> set[str]:
         """The columns that a pair is made of."""
         read = {self.margin, self.unfinished, *self.preferences}

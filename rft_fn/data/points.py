@@ -6,7 +6,6 @@ A point is drawn like a prompt: `data.draw(data.load(..., kind=data.POINTS), n, 
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 from rft_fn.data import tasks
@@ -104,7 +103,7 @@ class PointRecipe:
     def chat(self) -> Chat:
         return self.reading.chat
 
-    @cached_property
+    @property
     def reads(self) -> set[str]:
         """The columns that a point is made of."""
         return {*self.labels} | self.reading.reads(self.completion)

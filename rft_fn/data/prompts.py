@@ -146,7 +146,7 @@ class PromptRecipe:
         """
         return self.chat.longest_token()
 
-    @cached_property
+    @property
     def reads(self) -> set[str]:
         """The columns that a prompt is made of, and those that rewards read."""
         read = {*self.columns, *self.values}

@@ -6,7 +6,6 @@ They are drawn like prompts: `data.draw(data.load(..., kind=data.STEPS), n, step
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 from rft_fn.data import tasks
@@ -116,7 +115,7 @@ class StepsRecipe:
     def chat(self) -> Chat:
         return self.reading.chat
 
-    @cached_property
+    @property
     def reads(self) -> set[str]:
         """The columns that steps are made of."""
         return {self.completions, self.labels} | self.reading.reads()

@@ -177,6 +177,12 @@ def test_epochs_of_a_task_are_refused():
         data.decide_steps(ds, 4, steps=None, epochs=2.0, usual=9, option="data_epochs")
 
 
+def test_epochs_beyond_all_steps_are_refused():
+    line = r"^epochs: expected steps that 64 bits can count, got 1e\+308 passes over 3 rows$"
+    with pytest.raises(ValueError, match=line):
+        data.decide_steps(part(3, 0), 4, steps=None, epochs=1e308, usual=9)
+
+
 def test_the_plan_is_what_is_drawn():
     ds = mixed((6, 10), (7, 3))
     drawn = [p.columns["tag"] for step in range(9) for p in data.draw(ds, 5, step, 0)[0]]
