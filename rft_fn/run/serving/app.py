@@ -102,7 +102,7 @@ def application(names: Sequence[str], jobs: Jobs, rules: Rules, metrics: Metrics
             response = await _answered(request, read, write, jobs, rules)
             if response.status_code == 200:
                 metrics.seconds.observe(time.monotonic() - began)
-            metrics.requests.labels(request.scope["path"], response.status_code).inc()
+            metrics.requests.labels(request.url.path, response.status_code).inc()
             return response
 
         return endpoint
