@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from itertools import groupby
 from operator import itemgetter
@@ -23,9 +24,16 @@ REWARDED = ["--seed", "3"]  # somebody guesses right in the first step
 SMALL += ["--eval-prompts", "3", "--eval-every", "2", "--save-every", "2"]
 
 
-def run(out, *options, code=0, world=1):
-    """The script, to its end: what it wrote to stderr."""
+def run(out, *options, code=0, world=1, killed_after=None):
+    """The script, to its end, or killed behind the row of a step: what it wrote to stderr."""
     launch = [sys.executable]
+    if killed_after is not None:
+        launch += [
+            str(ROOT / "tests/scripts/interrupted.py"),
+            str(int(signal.SIGKILL)),
+            str(killed_after),
+            "0",
+        ]
     if world > 1:
         launch += ["-m", "torch.distributed.run", "--nproc-per-node", str(world)]
         launch += ["--master-port", str(ranks.free_port())]
@@ -75,6 +83,18 @@ def test_a_run_resumes_to_the_bit_and_shows_whole_conversations(tmp_path):
             assert "".join(piece for _, piece in part).removesuffix("<end>") == turn["content"]
     if headless.BROWSER:
         check_page(write_page([whole], tmp_path / "page.html"), recorded, tmp_path)
+
+
+def test_a_killed_run_ends_as_the_one_that_nobody_killed(tmp_path):
+    """Killed between checkpoints, by the signal that nothing can catch: its rows are the same to the byte."""
+    how = ["--steps", "4", *REWARDED]
+    run(tmp_path / "whole", *how)
+    run(tmp_path / "cut", *how, code=-signal.SIGKILL, killed_after=2)
+    run(tmp_path / "cut", *how)
+    assert any(row["reward/mean"] > 0 for row in rows(tmp_path / "whole"))
+    for name in ("metrics", "trajectories", "distributions", "tokens"):
+        whole, cut = ((tmp_path / x / f"{name}.jsonl").read_bytes() for x in ("whole", "cut"))
+        assert whole == cut, name
 
 
 def check_page(page, recorded, folder):
