@@ -19,7 +19,6 @@ _ASKED = "rftfnquestion"
 _NAME = "rftfnname"
 _KEYS = ("rftfnkeya", "rftfnkeyb")
 _VALUES = ("rftfnvaluea", "rftfnvalueb")
-_BETWEEN_OBJECTS = re.compile(r"[ \t\r\n,;]*")
 
 
 class Call(NamedTuple):
@@ -92,12 +91,13 @@ class _Objects(NamedTuple):
         at = 0
         while text.startswith("{", at) or not found:
             try:
-                value, end = check.json_at(text, at)
+                value, at = check.json_at(text, at)
             except ValueError as error:
                 found.append(Call("", {}, f"the call is no JSON object: {error}"))
                 break
             found.append(self._call(value))
-            at = _BETWEEN_OBJECTS.match(text, end).end()
+            while at < len(text) and text[at] in " \t\r\n,;":
+                at += 1
         return found
 
     def _call(self, value: Any) -> Call:

@@ -85,10 +85,10 @@ def _in_rgb(found: Any, format_: str | None) -> Any:
 
 
 def _of_wide(x: np.ndarray, mode: str, format_: str | None = None) -> np.ndarray:
-    """Numbers as bytes: floats in [0, 1] times 255, the upper 8 bits of integers, as Pillow has it for RGB.
+    """Numbers as bytes: floats in [0, 1] times 255, the upper 8 bits of integers.
 
-    `mode` names them in errors. PIL's mode I is grey of 16 bits in a PNG or PPM, else of as many as the
-    numbers need; below 256 they may be of 8 bits, too, and are refused.
+    Pillow itself reads RGB of 16 bits so. `mode` names them in errors. PIL's mode I is grey of 16 bits in a
+    PNG or PPM, else of as many as the numbers need; below 256 they may be of 8 bits, too, and are refused.
     """
     low, high = float(x.min()), float(x.max())
     if x.dtype.kind == "f":
