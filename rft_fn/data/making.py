@@ -64,7 +64,9 @@ def made_of(item: Any, recipe: Any) -> Made:
     unknown = _unknown_token(recipe.chat.tokenizer)
     ids = list(_ids(item))
     return _made(item)._replace(
-        unread=unread(item.columns, recipe.reads), tokens=len(ids), unknown=ids.count(unknown)
+        unread=unread(item.columns, recipe.reads),
+        tokens=len(ids),
+        unknown=sum(token == unknown for token in ids),
     )
 
 

@@ -971,11 +971,12 @@ def test_sft_learns_a_conversation(chatty, tmp_path):
 
 
 def test_a_run_of_version_0_1_0_resumes(tmp_path):
-    """Its folder as it was after two of four steps; the rows of the others are what that version wrote then."""
+    """Its folder after two of four steps; the other rows are what that version wrote then."""
     stored = ROOT / "tests" / "ckpt" / "data" / "run_0_1_0"
     folder = tmp_path / "old4"
     shutil.copytree(stored, folder)
-    (folder / "metrics.jsonl").write_text("".join((stored / "metrics.jsonl").read_text().splitlines(True)[:2]))
+    lines = (stored / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:2]))
     options = ["--steps", 4, "--prompts", 4, "--group", 4, "--lora-rank", 1, "--save-every", 2, "--warmup", 1]
     options += ["--ema", 0.9, "--kl", 0.01, "--normalize-reward", "--tokens-every", 0, "--no-canary"]
     run("grpo", *options, "--eval-every", 100, "--eval-prompts", 4, "--out", folder)
