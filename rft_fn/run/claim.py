@@ -1,4 +1,4 @@
-"""A claim to the folder of a run: it is writable, locked, and holds steps with the same options and data."""
+"""A claim to the folder of a run: writable, locked, with the same options and data."""
 
 import hashlib
 import json
