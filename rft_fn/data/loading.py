@@ -182,7 +182,7 @@ def _whole(
 def _task(source: Source, tokenizer: Any, seed: int, kind: Kind, options: Mapping[str, Any]) -> Dataset:
     """The data set of a built-in task, at the level in its text."""
     level = source.part or "1"
-    if not level.isdigit() or source.split is not None:
+    if not (level.isascii() and level.isdigit()) or source.split is not None:
         raise ValueError(f"data: expected {source.name}:LEVEL with a number, got {source.text!r}")
     found = kind.from_task(source.name, tokenizer, level=int(level), seed=seed, **options)
     return replace(found, note=f"{found.name} with seed {seed}")

@@ -8,6 +8,7 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
+from rft_fn import check
 from rft_fn.data.chat import Chat
 from rft_fn.data.messages import advice, opened
 from rft_fn.data.processing import Processing
@@ -69,7 +70,7 @@ def fill(template: str, row: Row, source: str) -> str:
     """
     filler = _Filler()
     try:
-        return filler.vformat(template, (), row)
+        text = filler.vformat(template, (), row)
     except Unfit as error:
         # the row alone does not tell whether the template or the option is wrong: advise on both
         reason = error.reason
@@ -82,6 +83,11 @@ def fill(template: str, row: Row, source: str) -> str:
         raise Unfit(source, reason) from None
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         raise Unfit(source, f"the template {template!r} cannot be filled: {error}; {_HINT}") from None
+    try:
+        check.check_text(text)  # of the template: rows are asked when they are read
+    except ValueError as error:
+        raise Unfit(source, str(error)) from None
+    return text
 
 
 def columns_in(*templates: str | None) -> set[str]:

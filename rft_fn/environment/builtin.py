@@ -42,9 +42,10 @@ def get_environment(spec: str) -> Environment:
         raise ValueError(
             f"environment: expected one of {', '.join(ENVIRONMENTS)}, or FILE.py:NAME, got {spec!r}"
         )
-    if not (name or "1").isdigit() or int(name or "1") < 1:
+    level = name or "1"
+    if not (level.isascii() and level.isdigit()) or int(level) < 1:
         raise ValueError(f"environment: expected a level above 0 behind the colon, got {spec!r}")
-    return ENVIRONMENTS[source](int(name or "1"))
+    return ENVIRONMENTS[source](int(level))
 
 
 def _of_file(spec: str, source: str, name: str) -> Environment:

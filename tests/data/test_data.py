@@ -255,6 +255,7 @@ def test_long_prompts_of_a_file_are_left_out():
         (lambda: rows_set(max_prompt=1), "every prompt of 'rows' is longer than 1 tokens"),
         (lambda: data.from_task("nope", tiny.tokenizer()), "addition, reverse"),
         (lambda: data.load("addition:x", tiny.tokenizer()), "expected addition:LEVEL with a number"),
+        (lambda: data.load("addition:\u00b2", tiny.tokenizer()), "expected addition:LEVEL with a number"),
         (lambda: data.from_task("addition", tiny.tokenizer(), level=0), "level"),
         (lambda: data.from_task("addition", tiny.tokenizer(), template="{q}"), "has no column 'q'"),
         (

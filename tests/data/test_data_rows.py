@@ -176,6 +176,13 @@ def test_text_that_is_no_unicode_is_named_with_its_line(tmp_path, row, place, na
         data.from_rows([json.loads(row)], tiny.tokenizer(), name="mine")
 
 
+@pytest.mark.parametrize("option", ["template", "response"])
+def test_an_option_that_is_no_unicode_is_one_line(option):
+    """A shell hands over bytes that are no UTF-8, and Python makes halves of surrogate pairs of them."""
+    with pytest.raises(ValueError, match="rows, row 1: expected Unicode text, got half of a surrogate pair"):
+        data.from_rows([{"question": "1"}], tiny.tokenizer(), **{option: "{question}\udcff"})
+
+
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):
     """Rows are read when they are drawn: what stands there then must be what was looked at."""
     path = tmp_path / "a.jsonl"
