@@ -270,7 +270,7 @@ def _announce_nameless(tokens: Tensor, tokenizer: Any) -> None:
     distribution like any other, for the sampler and in training, but no reward reads it.
     """
     behind = tokens[tokens >= len(tokenizer)]
-    nameless = [x for x in behind.unique().tolist() if tokenizer.convert_ids_to_tokens(x) is None]
+    nameless = [x for x in behind.unique().tolist() if not _has_text(tokenizer, x)]
     count = int(torch.isin(behind, torch.tensor(nameless, dtype=torch.long)).sum())
     if count:
         # a power of ten, so that a run says it once and again only where the share has changed
@@ -281,6 +281,14 @@ def _announce_nameless(tokens: Tensor, tokenizer: Any) -> None:
             "vocabulary to the tokenizer's (resize_token_embeddings), or fill it with tokens",
             stacklevel=3,
         )
+
+
+def _has_text(tokenizer: Any, token: int) -> bool:
+    """Whether a tokenizer knows an id; those of sentencepiece raise for others."""
+    try:
+        return tokenizer.convert_ids_to_tokens(token) is not None
+    except (IndexError, KeyError):
+        return False
 
 
 def _joined(lists: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:

@@ -67,10 +67,19 @@ def test_ids_that_the_tokenizer_knows_are_not_announced():
     """Also ids behind its length, where it has gaps."""
     tokenizer = copy.deepcopy(tiny.tokenizer())
     size = len(tokenizer)
-    tokenizer.convert_ids_to_tokens = lambda x: "far" if x == size + 1 else None
+
+    def text_of(token):
+        """As a tokenizer of sentencepiece, which raises for ids that it does not have."""
+        if token == size + 2:
+            raise IndexError("piece id is out of range.")
+        return {size + 1: "far"}.get(token)
+
+    tokenizer.convert_ids_to_tokens = text_of
     responses = [Response([3, size - 1, size + 1], [0.0] * 3, True)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assemble([[size + 9]], responses, pad=0, version=0, tokenizer=tokenizer)
     with pytest.warns(UserWarning, match="about 1e-01"):
         assemble([[3]], [Response([size] + [3] * 8, [0.0] * 9, True)], pad=0, version=0, tokenizer=tokenizer)
+    with pytest.warns(UserWarning, match=r"about 1e\+00"):
+        assemble([[3]], [Response([size, size + 2], [0.0] * 2, True)], pad=0, version=0, tokenizer=tokenizer)
