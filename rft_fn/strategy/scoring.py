@@ -58,8 +58,9 @@ def scorer(shard: Shard, gather: Gather) -> ScoreRows:
 def _all_rows(batch: Experience | Rollout) -> Experience:
     """The batch with a weight on every token in mask, so that no row is left out."""
     w = batch.mask.float()
-    if isinstance(batch, Rollout):
-        return experience(batch, adv=torch.zeros_like(w), w=w)
+    if isinstance(batch, Rollout):  # whose own log-probs may be NaN: they are what is looked into
+        zero = torch.zeros_like(w)
+        return experience(batch, adv=zero, w=w, old_logp=zero)
     return tree.replace(batch, w=w)
 
 

@@ -168,7 +168,8 @@ def test_states_in_an_extra_train_on(tmp_path):
     """A population beside the state: with a template its parameters can be trained."""
     st, apply, state = start()
     st.save(tmp_path / "step_1", state, {"others": [state]})
-    _, extra = st.restore(tmp_path / "step_1", start(1)[2], {"others": [start(2)[2]]})
+    _, apply, like = start(2)
+    _, extra = st.restore(tmp_path / "step_1", start(1)[2], {"others": [like]})
     other = extra["others"][0]
     assert isinstance(other, types.TrainState) and same(plain(other.params), plain(state.params))
     assert all(p.requires_grad for p in other.params.values())

@@ -42,6 +42,9 @@ def test_a_rollout_needs_no_advantages_to_be_scored():
     rollout = eng.generate([[3, 4, 5], [6]], [1, 2], n=2, sampling=rft.Sampling(max_new=5))
     out = st.score(apply, params, rollout, 100)
     torch.testing.assert_close(out.logp, rollout.logp, rtol=0, atol=1e-4)
+    # what the sampler said may be wrong: that is found out by scoring
+    broken = tree.replace(rollout, logp=rollout.logp * torch.nan)
+    assert torch.equal(st.score(apply, params, broken, 100).logp, out.logp)
 
 
 def test_a_model_that_scores_another_distribution_is_refused():
