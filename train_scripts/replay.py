@@ -4,7 +4,6 @@
 sampling and algorithm are those of the run (config.json beside it); the weights are those of that step.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ def settings(cfg: Config) -> dict[str, Any]:
     path = Path(cfg.fault).parent / "config.json"
     run = {}
     if path.is_file():
-        run = json.loads(path.read_text())
+        run = rft.run.settings(path.parent)
     model = cfg.model or run.get("model", "")
     if not model:
         raise ValueError(f"model: expected one, got none: there is no {path} that names it")
@@ -91,7 +90,9 @@ def load_module(cfg: Config, name: str, weights: Mapping[str, Tensor]) -> torch.
     module = load(name)
     own = dict(module.named_parameters())
     if odd := sorted(set(weights) - set(own)):
-        raise ValueError(f"fault: expected weights of {name}, got {odd[:3]}; is it a critic's (--critic)?")
+        raise ValueError(
+            f"fault: expected weights of {name}, got {odd[:3]}; is it a critic's (--critic), or a policy's?"
+        )
     for part, x in weights.items():
         own[part].data.copy_(x)
     return module
@@ -101,15 +102,19 @@ def main(cfg: Config) -> None:
     # the model as it was, with its loss
     pack, weights, about = rft.strategy.load_fault(cfg.fault)
     run = settings(cfg)
+    if cfg.critic:
+        loss_fn = rft.algorithm.get_actor_critic(run["algorithm"]).value_loss
+    elif run["algorithm"] in rft.algorithm.TABLE:
+        loss_fn = rft.algorithm.TABLE[run["algorithm"]].loss
+    else:
+        raise ValueError(
+            f"algorithm: expected one of {', '.join(rft.algorithm.TABLE)}, got {run['algorithm']!r}"
+        )
     tokenizer = rft.model.load_tokenizer(run["model"])
     sampling = rft.Sampling(temperature=run["temperature"], top_p=run["top_p"], max_new=run["max_new"])
     module = load_module(cfg, run["model"], weights)
     st = rft.strategy.get_fake_strategy()
     apply, state = st.init(module, rft.optim.adamw(0.0), sampling=sampling, entropy=True)
-    row = rft.algorithm.TABLE[run["algorithm"]]
-    loss_fn = row.loss
-    if cfg.critic:
-        loss_fn = row.value_loss
 
     # one forward and one backward, with an eye on each part
     bad = watched(module)

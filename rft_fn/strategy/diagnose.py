@@ -161,8 +161,9 @@ def _write(folder: Path, step: int, offender: tuple[int, Packed] | None, weights
 def load_fault(folder: str | Path) -> tuple[Packed, dict[str, Tensor], dict[str, Any]]:
     """(the sequence as a pack, the weights by name, what is known) of a folder fault_STEP.
 
-    ValueError for a folder without a sequence.
+    ValueError for a folder without a sequence, and for one whose files are damaged.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     folder = Path(folder)
@@ -170,15 +171,21 @@ def load_fault(folder: str | Path) -> tuple[Packed, dict[str, Tensor], dict[str,
         raise ValueError(f"fault: expected a folder fault_STEP with sequence.safetensors, got {folder}")
 
     # columns of the user's lie under extra/, and media under media/
-    flat: dict[str, Any] = load_file(folder / "sequence.safetensors")
+    try:
+        flat: dict[str, Any] = load_file(folder / "sequence.safetensors")
+        weights = load_file(folder / "weights.safetensors")
+        about = json.loads((folder / "fault.json").read_text())
+        if not {"step", "rank", "row"} <= set(about):
+            raise ValueError("fault.json has no step, rank or row")
+    except (SafetensorError, ValueError, TypeError) as error:
+        raise ValueError(f"fault: the files of {folder} are damaged: {error}") from None
     extra = _below("extra", flat)
     media = _below("media", flat)
     if media:
         flat["media"] = Media(tensors=_below("tensors", media), rows=_below("rows", media), **media)
-    about = json.loads((folder / "fault.json").read_text())
     unit = about.get("num_seqs", 1)  # 2 where a loss of pairs broke
     pack = Packed(**flat, extra=extra or None, num_seqs=unit, unit=unit, rows=())
-    return pack, load_file(folder / "weights.safetensors"), about
+    return pack, weights, about
 
 
 def _below(name: str, flat: dict[str, Any]) -> dict[str, Any]:

@@ -290,8 +290,23 @@ def test_replay_shows_what_is_not_finite(tmp_path, capsys):
     ):
         replay.main(replay.Config(fault=fault))
     with pytest.raises(ValueError, match=r"expected weights of .*, got .*is it a critic's"):
-        replay.main(replay.Config(fault=fault, model="tiny", critic=True))
+        replay.main(replay.Config(fault=fault, model="tiny", critic=True, algorithm="ppo"))
     with pytest.raises(
         ValueError, match=r"fault: expected a folder fault_STEP with sequence.safetensors, got"
     ):
         replay.main(replay.Config(fault=str(tmp_path), model="tiny"))
+    with pytest.raises(ValueError, match=r"^algorithm: expected one of grpo, .*, ppo, vapo, got 'no'$"):
+        replay.main(replay.Config(fault=fault, model="tiny", algorithm="no"))
+    with pytest.raises(ValueError, match=r"^algorithm: expected one of ppo, vapo, got 'grpo', which has no"):
+        replay.main(replay.Config(fault=fault, model="tiny", critic=True))
+    for name in ("weights.safetensors", "sequence.safetensors", "fault.json"):
+        file = tmp_path / "fault_00000005" / name
+        whole = file.read_bytes()
+        for cut in (whole[:20], b"{}"):
+            file.write_bytes(cut)
+            with pytest.raises(
+                ValueError, match=r"^fault: the files of .*fault_00000005 are damaged: "
+            ) as error:
+                replay.main(replay.Config(fault=fault, model="tiny"))
+            assert "\n" not in str(error.value)
+        file.write_bytes(whole)
