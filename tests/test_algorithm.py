@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rft_fn import algorithm, loss, packing, testing, tree, weight
-from rft_fn.algorithm import stopped
-from rft_fn.algorithm.rows import Evaluated
+from rft_fn import algorithm as stopped
+from rft_fn.algorithm import Evaluated
 from rft_fn.types import Rollout, TokenOut, experience
 
 pytestmark = pytest.mark.usefixtures("float64")

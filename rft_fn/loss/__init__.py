@@ -7,7 +7,7 @@ repeats its number on each token: under `weight.seq_mean` they add up to the mea
 coefficients may be tensors [], so that `torch.func.vmap` can sweep them.
 """
 
-from rft_fn.loss.gradient import token_gradient, without_gradient
+from rft_fn.loss.evaluate import token_gradient, without_gradient
 from rft_fn.loss.kl import entropy_bonus, kl, kl_k1, kl_k2, kl_k3, reverse_kl, reverse_kl_top_k
 from rft_fn.loss.policy import (
     cispo,

@@ -1,0 +1,439 @@
+"""Advantage estimators: rewards in, advantages out.
+
+None of them whitens, clips or reads a log-prob. Rewards [N, G] are those of G responses to each of N
+prompts; `grpo_by` and the other names in _by take rewards [B] and `Rollout.group` [B], for groups that differ
+in size. A group whose rewards are all equal has no preference to teach: its advantages are exactly 0,
+whatever the rounding of a mean.
+"""
+
+from collections.abc import Callable
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from rft_fn import check, segment
+from rft_fn.scan import linear_scan, step
+
+__all__ = [
+    "cpgd", "cpgd_by", "decoupled_gae", "discounted_return", "gae", "gdpo", "gdpo_by", "grpo", "grpo_by",
+    "length_adaptive_lambda", "opo", "opo_by", "pass_at_k", "pass_at_k_by", "reinforce_pp",
+    "reinforce_pp_baseline", "reinforce_pp_baseline_by", "remax", "remax_by", "rloo", "rloo_by", "whiten",
+]  # fmt: skip
+
+
+# ---------- advantages of responses from the rewards [N, G] of groups of equal size
+
+
+def _centre(reward: Tensor, share: Tensor | None = None) -> Tensor:
+    """Rewards [N, G] minus the mean of their group.
+
+    `share` [N, G] weights the mean, which is uniform without it. The result is exactly 0 in a group without
+    variance. ValueError for groups of one.
+    """
+    sizes = check.shapes(reward=(reward, "N G"))
+    if sizes["G"] < 2:
+        raise ValueError(
+            f"reward: expected [N, G] with G >= 2, got {list(reward.shape)}: a group of one has no baseline; "
+            "sample more per prompt (group >= 2) or use an advantage that is not normalised by group"
+        )
+    mean = reward.mean(-1, keepdim=True)
+    if share is not None:
+        mean = (share * reward).sum(-1, keepdim=True)
+    equal = reward.amax(-1, keepdim=True) == reward.amin(-1, keepdim=True)
+    return torch.where(equal, 0, reward - mean)
+
+
+def grpo(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
+    """GRPO's advantages [N, G], normalised per group.
+
+        (r - mean) / (std + eps)
+
+    std is the sample's, divided by G - 1. arXiv 2402.03300. `scale=False` leaves out the division: Dr. GRPO
+    (arXiv 2503.20783), without its bias towards easy and hard questions. ValueError for groups of one. Does
+    not whiten over the batch.
+    """
+    centred = _centre(reward)
+    if not scale:
+        return centred
+    return centred / (reward.std(-1, keepdim=True) + eps)
+
+
+def rloo(reward: Tensor) -> Tensor:
+    """Leave-one-out advantages, [N, G].
+
+        r - mean of the other G - 1 = (r - mean) G / (G - 1)
+
+    Unbiased, because the baseline of a sample does not depend on it. arXiv 2402.14740. ValueError for
+    groups of one.
+    """
+    group = reward.shape[-1]
+    return _centre(reward) * (group / max(group - 1, 1))
+
+
+def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
+    """ReMax's advantages, [N, G].
+
+    Subtracts the reward [N] of the prompt's greedy response. Unbiased, because the baseline does not depend
+    on the sample; also defined for G = 1. Not centred. arXiv 2310.10505.
+    """
+    check.shapes(reward=(reward, "N G"), greedy_reward=(greedy_reward, "N"))
+    return reward - greedy_reward.unsqueeze(-1)
+
+
+def opo(reward: Tensor, length: Tensor) -> Tensor:
+    """OPO's advantages, [N, G]: a length-weighted baseline.
+
+        r - sum(l r) / sum(l)    in each group, l [N, G] the tokens of a response
+
+    The baseline of least variance if the squared score of a response grows with its length. With equal
+    lengths it is `grpo(scale=False)`. Not divided by a deviation. arXiv 2505.23585. ValueError for groups
+    of one.
+    """
+    check.shapes(reward=(reward, "N G"), length=(length, "N G"))
+    share = length.to(reward.dtype) / length.sum(-1, keepdim=True).clamp(min=1)
+    return _centre(reward, share)
+
+
+def cpgd(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
+    """CPGD's advantages [N, G], which equal `grpo`'s.
+
+    CPGD (arXiv 2505.12504) differs in its loss, `loss.cpgd`.
+    """
+    return grpo(reward, scale=scale, eps=eps)
+
+
+def reinforce_pp_baseline(reward: Tensor) -> Tensor:
+    """Advantages of REINFORCE++ with baseline [N, G], which equal `grpo(scale=False)`'s.
+
+    The algorithm whitens them over the whole batch (arXiv 2501.03262). ValueError for groups of one.
+    """
+    return grpo(reward, scale=False)
+
+
+def gdpo(parts: Tensor, weights: Tensor) -> Tensor:
+    """GDPO's advantages for several rewards, [N, G].
+
+    Normalises each of the K rewards in `parts` [K, N, G] by `grpo`, and sums them by `weights` [K]. Rewards
+    of different spread then count by their weights alone. arXiv 2601.05242. The paper whitens the sum over
+    the batch; `whiten` does, this does not.
+    """
+    sizes = check.shapes(parts=(parts, "K N G"), weights=(weights, "K"))
+    each = grpo(rearrange(parts, "k n g -> (k n) g"))
+    each = rearrange(each, "(k n) g -> k n g", k=sizes["K"])
+    return (rearrange(weights, "k -> k 1 1") * each).sum(0)
+
+
+def pass_at_k(correct: Tensor, *, k: int) -> Tensor:
+    """Pass@k advantages [N, G] of responses, from correct [N, G] bool.
+
+    A subset of k responses has reward 1 if any of them is correct. The advantage is the mean reward of the
+    subsets with this response minus the mean over all, divided by the deviation over all. With m wrong
+    responses:
+
+        p = 1 - C(m, k) / C(G, k),    sigma = sqrt(p (1 - p))
+        correct: (1 - p) / sigma,    wrong: (1 - p - C(m - 1, k - 1) / C(G - 1, k - 1)) / sigma
+
+    It is 0 if all subsets are alike. k = 1 is `grpo` with the population's deviation. Computed in float64
+    from ratios, so large groups lose nothing. arXiv 2508.10751. ValueError unless 1 <= k <= G.
+    """
+    size = check.shapes(correct=(correct, "N G"))["G"]
+    if not 1 <= k <= size:
+        raise ValueError(f"k: expected between 1 and the {size} responses of each prompt, got {k}")
+    wrong = (~correct).double().sum(-1, keepdim=True)
+    return advantage_of_subsets(correct, wrong, wrong.new_tensor(size), k)
+
+
+def advantage_of_subsets(correct: Tensor, wrong: Tensor, size: Tensor, k: int) -> Tensor:
+    """`pass_at_k` from each response's group.
+
+    `wrong` and `size`, float64, count its wrong and its responses; they broadcast against correct [...].
+    """
+    i = torch.arange(1, k, device=correct.device)
+    # a group of fewer than k has a factor of 0, as all of its subsets are alike
+    ratios = (wrong.unsqueeze(-1) - i).clamp(min=0) / (size.unsqueeze(-1) - i).clamp(min=1)
+    with_wrong = ratios.prod(-1)  # C(m-1, k-1) / C(G-1, k-1)
+    none = with_wrong * wrong / size  # 1 - p
+    sigma = (none * (1 - none)).sqrt()
+    adv = torch.where(correct, none, -with_wrong * (1 - wrong / size)) / torch.where(sigma > 0, sigma, 1)
+    return adv.to(torch.get_default_dtype())
+
+
+# ---------- advantages of tokens, from rewards and values of tokens
+
+
+def reinforce_pp(token_reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """REINFORCE++'s advantages, discounted sums of rewards [B, S].
+
+        A[t] = r[t] + gamma A[t'],    t' the next token in mask
+
+    Tokens outside mask (tool output) get 0 and are skipped, as if they were not there. Does not whiten; the
+    algorithm whitens over the whole batch: `whiten(reinforce_pp(...), mask)`. arXiv 2501.03262.
+    """
+    check.shapes(token_reward=(token_reward, "B S"), mask=(mask, "B S"))
+    through = torch.where(mask, gamma, 1.0).to(token_reward.dtype)
+    total = linear_scan(through, torch.where(mask, token_reward, 0))
+    return torch.where(mask, total, 0)
+
+
+def discounted_return(reward: Tensor, discount: Tensor) -> Tensor:
+    """Discounted returns [..., S] from rewards and discounts [..., S].
+
+        R[t] = r[t] + discount[t] R[t+1]
+
+    A sequence ends where discount is 0.
+    """
+    check.shapes(reward=(reward, "... S"), discount=(discount, "... S"))
+    return linear_scan(discount, reward)
+
+
+def _shift(x: Tensor, last: Tensor) -> Tensor:
+    """x [..., S] shifted left, with `last` [..., 1] at the end."""
+    return torch.cat([x[..., 1:], last.to(x.dtype)], -1)
+
+
+def _through(discount: Tensor, mask: Tensor) -> Tensor:
+    """1 on tokens that only pass on later values, else 0.
+
+    Those are the tokens outside mask, unless a sequence ends there.
+    """
+    return (~mask & (discount != 0)).to(discount.dtype)
+
+
+def _errors(
+    reward: Tensor, value: Tensor, discount: Tensor, mask: Tensor | None, bootstrap: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(one-step errors, value) of GAE, 0 outside mask.
+
+    The errors are r + discount V' - V.
+    """
+    check.shapes(reward=(reward, "... S"), value=(value, "... S"), discount=(discount, "... S"))
+    check.shapes(reward=(reward, "... S"), mask=(mask, "... S"), bootstrap=(bootstrap, "..."))
+    end = torch.zeros_like(reward[..., :1])
+    if bootstrap is not None:
+        end = bootstrap.unsqueeze(-1)
+    if mask is None:
+        return step(reward, discount, _shift(value, end)) - value, value
+
+    # the next value in mask reaches back over the tokens outside
+    value = torch.where(mask, value, 0)
+    through = _through(discount, mask)
+    after = linear_scan(_shift(through, torch.zeros_like(end)), _shift(value, end))
+    return torch.where(mask, step(reward, discount, after) - value, 0), value
+
+
+def _traced(delta: Tensor, discount: Tensor, lambda_: float | Tensor, mask: Tensor | None) -> Tensor:
+    """adv[t] = delta[t] + discount[t] lambda adv[t'], 0 outside mask."""
+    if mask is None:
+        return linear_scan(discount * lambda_, delta)
+    carry = torch.where(mask, discount * lambda_, _through(discount, mask))
+    return torch.where(mask, linear_scan(carry, delta), 0)
+
+
+def gae(
+    reward: Tensor,
+    value: Tensor,
+    discount: Tensor,
+    lambda_: float | Tensor = 0.95,
+    *,
+    mask: Tensor | None = None,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation.
+
+    Returns (adv, ret), each [..., S].
+
+        delta[t] = r[t] + discount[t] V[t'] - V[t]
+        adv[t] = delta[t] + discount[t] lambda adv[t'],    ret = adv + V
+
+    t' is the next position in mask. Tokens outside mask (tool output, padding) are skipped as if they were
+    not there, not read as zeros; adv and ret are 0 on them. A sequence ends where discount is 0, in mask or
+    not, so rows may be padded and a flat stream may hold many sequences. `bootstrap` [...] is the value
+    after the last position, by default 0. lambda = 1 gives the discounted return minus V, lambda = 0 the
+    one-step error; it may be a tensor that broadcasts against [..., S], such as [B, 1]. Does not whiten or
+    stop gradients. arXiv 1506.02438.
+    """
+    delta, value = _errors(reward, value, discount, mask, bootstrap)
+    adv = _traced(delta, discount, lambda_, mask)
+    return adv, adv + value
+
+
+def decoupled_gae(
+    reward: Tensor,
+    value: Tensor,
+    discount: Tensor,
+    *,
+    policy_lambda: float | Tensor,
+    value_lambda: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GAE with separate lambdas for actor and critic.
+
+    Returns (adv, ret), each [..., S]. value_lambda = 1 gives the critic returns without bootstrapping, so
+    no bias grows with the length. Equal lambdas give `gae`. VC-PPO, arXiv 2503.01491; VAPO, arXiv
+    2504.05118.
+    """
+    delta, value = _errors(reward, value, discount, mask, bootstrap)
+    adv = _traced(delta, discount, policy_lambda, mask)
+    return adv, _traced(delta, discount, value_lambda, mask) + value
+
+
+def length_adaptive_lambda(length: Tensor, *, alpha: float = 0.05) -> Tensor:
+    """VAPO's lambda [...] for responses of `length` [...] tokens.
+
+        1 - 1 / (alpha length), at least 0
+
+    The longer a response, the further back its reward reaches. arXiv 2504.05118. ValueError unless alpha >
+    0.
+    """
+    if not alpha > 0:
+        raise ValueError(f"alpha: expected > 0, got {alpha}")
+    return 1 - (1 / (alpha * length)).clamp(max=1)
+
+
+def whiten(adv: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
+    """Advantages [...] whitened over mask, 0 outside.
+
+        (adv - mean) / sqrt(var + eps)
+
+    var is the sample's. No other function here calls this.
+    """
+    check.shapes(adv=(adv, "..."), mask=(mask, "..."))
+    count = mask.sum().to(adv.dtype)
+    mean = torch.where(mask, adv, 0).sum() / count.clamp(min=1)
+    centred = torch.where(mask, adv - mean, 0)
+    var = centred.square().sum() / (count - 1).clamp(min=1)
+    return centred * torch.rsqrt(var + eps)
+
+
+# ---------- advantages [B] of responses whose groups may differ in size
+
+
+Reduce = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+def _index(reward: Tensor, group: Tensor) -> Tensor:
+    """Groups [B] numbered from 0 without gaps. ValueError unless there is one for each row."""
+    check.shapes(reward=(reward, "B"), group=(group, "B"))
+    return torch.unique(group, return_inverse=True)[1]
+
+
+def _within(reduce: Reduce, x: Tensor, index: Tensor) -> Tensor:
+    """A reduction of x [B] over each group, on every row of the group [B]."""
+    everything = torch.ones_like(index, dtype=torch.bool)
+    return segment.spread(reduce(x, everything, index, len(index)), index)
+
+
+def _size(index: Tensor, like: Tensor) -> Tensor:
+    """The rows of each row's group [B], as floats of the type of `like`."""
+    return _within(segment.sum, torch.ones_like(like), index)
+
+
+def _centre_by_group(reward: Tensor, index: Tensor, share: Tensor | None = None) -> Tensor:
+    """Rewards [B] minus the mean of their group, exactly 0 in a group without variance.
+
+    `share` [B] weights the mean, which is uniform without it.
+    """
+    mean = _within(segment.mean, reward, index)
+    if share is not None:
+        mean = _within(segment.sum, share * reward, index)
+    equal = _within(segment.max, reward, index) == -_within(segment.max, -reward, index)
+    return torch.where(equal, 0, reward - mean)
+
+
+def grpo_by(reward: Tensor, group: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
+    """GRPO's advantages [B] of rewards [B], normalised per group of any size.
+
+        (r - mean) / (std + eps)
+
+    std is the sample's, divided by the rows of the group less one. `scale=False` leaves out the division: Dr.
+    GRPO. 0 for a row alone in its group. See `grpo`.
+    """
+    index = _index(reward, group)
+    centred = _centre_by_group(reward, index)
+    if not scale:
+        return centred
+    others = (_size(index, reward) - 1).clamp(min=1)
+    std = (_within(segment.sum, centred.square(), index) / others).sqrt()
+    return centred / (std + eps)
+
+
+def rloo_by(reward: Tensor, group: Tensor) -> Tensor:
+    """Leave-one-out advantages [B] of rewards [B] in groups of any size.
+
+        r - mean of the other rows of the group
+
+    0 for a row alone in its group. See `rloo`.
+    """
+    index = _index(reward, group)
+    size = _size(index, reward)
+    return _centre_by_group(reward, index) * (size / (size - 1).clamp(min=1))
+
+
+def remax_by(reward: Tensor, group: Tensor, greedy_reward: Tensor) -> Tensor:
+    """ReMax's advantages [B]: rewards [B] less those of their prompts' greedy responses.
+
+    `group` [B] are rows of `greedy_reward` [N] here, numbers of prompts. Defined for groups of one too. See
+    `remax`.
+    """
+    check.shapes(reward=(reward, "B"), group=(group, "B"), greedy_reward=(greedy_reward, "N"))
+    return reward - segment.spread(greedy_reward, group)
+
+
+def opo_by(reward: Tensor, group: Tensor, length: Tensor) -> Tensor:
+    """OPO's advantages [B], with a baseline weighted by length in groups of any size.
+
+        r - sum(l r) / sum(l)    in each group, l [B] the tokens of a response
+
+    0 for a row alone in its group. See `opo`.
+    """
+    index = _index(reward, group)
+    check.shapes(reward=(reward, "B"), length=(length, "B"))
+    tokens = length.to(reward.dtype)
+    share = tokens / _within(segment.sum, tokens, index).clamp(min=1)
+    return _centre_by_group(reward, index, share)
+
+
+def cpgd_by(reward: Tensor, group: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
+    """CPGD's advantages [B], which equal `grpo_by`'s. See `cpgd`."""
+    return grpo_by(reward, group, scale=scale, eps=eps)
+
+
+def reinforce_pp_baseline_by(reward: Tensor, group: Tensor) -> Tensor:
+    """Advantages [B] of REINFORCE++ with baseline, which equal `grpo_by(scale=False)`'s.
+
+    See `reinforce_pp_baseline`.
+    """
+    return grpo_by(reward, group, scale=False)
+
+
+def gdpo_by(parts: Tensor, group: Tensor, weights: Tensor) -> Tensor:
+    """GDPO's advantages [B] for several rewards in groups of any size.
+
+    Normalises each of the K rewards in `parts` [K, B] by `grpo_by`, and sums them by `weights` [K]. See
+    `gdpo`.
+    """
+    sizes = check.shapes(parts=(parts, "K B"), group=(group, "B"), weights=(weights, "K"))
+    index = torch.unique(group, return_inverse=True)[1]
+
+    # each reward has groups of its own
+    start = torch.arange(sizes["K"], device=index.device) * sizes["B"]
+    own = rearrange(start, "k -> k 1") + index
+    each = grpo_by(parts.flatten(), own.flatten()).view_as(parts)
+    return (rearrange(weights, "k -> k 1") * each).sum(0)
+
+
+def pass_at_k_by(correct: Tensor, group: Tensor, *, k: int) -> Tensor:
+    """Pass@k advantages [B] of responses in groups of any size, from correct [B] bool.
+
+    0 in a group of fewer than k responses, which has no subset of k. See `pass_at_k`. ValueError unless k >=
+    1.
+    """
+    if k < 1:
+        raise ValueError(f"k: expected at least 1, got {k}")
+    check.shapes(correct=(correct, "B"), group=(group, "B"))
+    index = torch.unique(group, return_inverse=True)[1]
+    wrong = (~correct).double()
+    size = _size(index, wrong)
+    return advantage_of_subsets(correct, _within(segment.sum, wrong, index), size, k)
