@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rft_fn import check, loss, packing, segment, testing, tree, weight
-from rft_fn.packing import parts, plan
+from rft_fn.packing import packs as parts
+from rft_fn.packing import plan
 from rft_fn.types import Experience, Media, Rollout, experience
 
 FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")

@@ -11,8 +11,8 @@ import torch
 import rft_fn as rft
 from rft_fn import engine, optim, sync
 from rft_fn.run import options
-from rft_fn.sync.locate import uniform
-from rft_fn.sync.manifest import check_tensor, manifest_of
+from rft_fn.sync.canary import uniform
+from rft_fn.sync.push import check_tensor, manifest_of
 from rft_fn.types.engine import Delivered
 
 

@@ -14,7 +14,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from rft_fn import tree
-from rft_fn.types import Media
+from rft_fn.types.media import Media
 
 __all__ = [
     "all_gather_object", "all_reduce", "barrier", "differences", "gather", "is_main", "rank", "started",

@@ -7,12 +7,26 @@ for backends that bring their optimizer along.
 """
 
 from rft_fn.optim.adam import AdamState, Decays, adamw
-from rft_fn.optim.combined import PartitionState, chain, partition
-from rft_fn.optim.copies import EmaState, MasterState, ema, master_weights
-from rft_fn.optim.gradients import clip_by_global_norm, global_norm
-from rft_fn.optim.schedules import Schedule, constant, warmup_cosine, warmup_linear
-from rft_fn.optim.states import count, ema_params, parts
-from rft_fn.optim.updates import apply_updates, by_name
+from rft_fn.optim.transforms import (
+    EmaState,
+    MasterState,
+    PartitionState,
+    Schedule,
+    apply_updates,
+    by_name,
+    chain,
+    clip_by_global_norm,
+    constant,
+    count,
+    ema,
+    ema_params,
+    global_norm,
+    master_weights,
+    partition,
+    parts,
+    warmup_cosine,
+    warmup_linear,
+)
 from rft_fn.types import Transform
 
 __all__ = [

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import tree
-from rft_fn.optim.schedules import Schedule, constant
-from rft_fn.optim.shards import local_parts
-from rft_fn.optim.updates import by_name
+from rft_fn.optim.transforms import Schedule, by_name, constant, local_parts
 from rft_fn.types import Transform
 
 __all__ = ["AdamState", "Decays", "adamw"]

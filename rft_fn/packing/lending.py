@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check
-from rft_fn.packing import units
+from rft_fn.packing import packs as units
 from rft_fn.types import Experience, Packed
 from rft_fn.types.media import Media
 

@@ -1,6 +1,7 @@
 """Packs: rows of a batch as one flat micro-batch."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -8,10 +9,176 @@ from einops import rearrange
 from torch import Tensor
 
 from rft_fn import check, segment, tree
-from rft_fn.packing import lending, parts, units
+from rft_fn.packing import lending
 from rft_fn.types import Experience, Packed
+from rft_fn.types.media import Media
 
-__all__ = ["alone", "fill", "pack", "pad", "placeholder", "real", "sides", "stack", "unpack"]
+__all__ = [
+    "alone", "among", "chosen", "fill", "filled", "join", "joined", "masked", "members_of", "own", "pack",
+    "pad", "placeholder", "real", "reset_position_ids", "sides", "singles", "smallest", "stack", "total",
+    "unit_of", "units", "unpack",
+]  # fmt: skip
+
+
+# ---------- units: sequences that belong together, such as both sides of a pair or all of a ranked list
+
+
+Unit = int | tuple[int, ...]  # of a pack
+
+
+def unit_of(b: Packed) -> Tensor:
+    """The unit of each sequence of a pack, [K] i64.
+
+    Scores of a listwise loss are compared within it: `loss.plackett_luce(score, rank, unit_of(b))`.
+    """
+    return _numbers(check.units(b.unit, b.num_seqs), b.seq.device)
+
+
+def _numbers(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """0 for each member of the first unit, 1 for each of the second, ..., i64."""
+    return torch.tensor([u for u, size in enumerate(sizes) for _ in range(size)], device=device).long()
+
+
+def total(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The sum of x [B] over the members of each unit, [U]."""
+    zeros = x.new_zeros(len(sizes))
+    return zeros.index_add(0, _numbers(sizes, x.device), x)
+
+
+def members_of(sizes: Sequence[int], which: Sequence[int]) -> list[int]:
+    """The members of some units, in that order."""
+    ends = list(accumulate(sizes))
+    return [i for u in which for i in range(ends[u] - sizes[u], ends[u])]
+
+
+def among(unit: int | Sequence[int], rows: Sequence[int]) -> Unit:
+    """The units of a pack of whole units of a batch, from those of the batch."""
+    if isinstance(unit, int):
+        return unit
+    starts = dict(zip(accumulate(unit, initial=0), unit))
+    return tuple(starts[row] for row in rows if row in starts)
+
+
+def chosen(unit: Unit, which: Sequence[int]) -> Unit:
+    """The units of a pack of only some of them."""
+    if isinstance(unit, int):
+        return unit
+    return tuple(unit[u] for u in which)
+
+
+def joined(unit: Unit, more: Unit) -> Unit:
+    """The units of a pack and of what it borrows."""
+    if isinstance(unit, int) or isinstance(more, int):
+        return unit
+    return unit + more
+
+
+def smallest(unit: int | Sequence[int]) -> int:
+    """The sequences of a unit that only fills up: as many as all have, or one where they differ."""
+    if isinstance(unit, int):
+        return unit
+    return 1
+
+
+def singles(unit: int | Sequence[int], count: int) -> Unit:
+    """The units of `count` sequences that only fill up."""
+    if isinstance(unit, int):
+        return unit
+    return (1,) * count
+
+
+def filled(b: Packed) -> int:
+    """The number of units with rows."""
+    return sum(end <= len(b.rows) for end in accumulate(check.units(b.unit, b.num_seqs)))
+
+
+# ---------- packs taken apart and put together
+
+
+def reset_position_ids(seq: Tensor) -> Tensor:
+    """Positions that restart at 0 with every sequence, [T] i64.
+
+    `seq` [T] has the sequence numbers, in contiguous runs. The function does not wait for a GPU.
+    """
+    check.shapes(seq=(seq, "T"))
+    index = torch.arange(seq.shape[0], device=seq.device)
+    if not seq.numel():
+        return index
+    return index - torch.where(_begins(seq), index, 0).cummax(0).values
+
+
+def _begins(seq: Tensor) -> Tensor:
+    """Whether each token is the first of its sequence, [T] bool."""
+    starts = torch.ones_like(seq, dtype=torch.bool)
+    starts[1:] = seq[1:] != seq[:-1]
+    return starts
+
+
+def masked(b: Packed) -> Packed:
+    """A pack with nothing to learn: the tokens that were read, in no row.
+
+    Tokens that were sampled are left out, which are text whatever their number says.
+    """
+    sampled = torch.cat([b.mask.new_zeros(1), b.mask[:-1]]) & (b.pos > 0)
+    part = tree.map(lambda x: x[~sampled], tree.replace(b, media=None))
+
+    nothing = tree.map(torch.zeros_like, part)
+    return tree.replace(
+        nothing,
+        tokens=part.tokens,
+        target=part.target,
+        pos=reset_position_ids(part.seq),
+        seq=part.seq,
+        media=b.media,
+        rows=(),
+        padding=0,
+    )
+
+
+def join(b: Packed, borrowed: Packed) -> Packed:
+    """A pack without padding, and behind it what it borrows."""
+    plain = tree.replace(borrowed, seq=borrowed.seq + b.num_seqs, media=None)
+
+    # static fields agree
+    like = tree.replace(plain, num_seqs=b.num_seqs, rows=b.rows, padding=b.padding, unit=b.unit)
+    return tree.replace(
+        tree.map(lambda x, y: torch.cat([x, y]), tree.replace(b, media=None), like),
+        media=Media.concat([b.media, borrowed.media], [b.num_seqs, borrowed.num_seqs]),
+        num_seqs=b.num_seqs + borrowed.num_seqs,
+        unit=joined(b.unit, borrowed.unit),
+    )
+
+
+def units(b: Packed, which: Sequence[int]) -> Packed:
+    """Some units of the sequences of a pack, in the order of the pack; without padding."""
+    which = sorted(which)
+    members = members_of(check.units(b.unit, b.num_seqs), which)
+
+    # a token at position 0 that does not begin its sequence is padding
+    number = torch.tensor(which, device=b.seq.device)
+    at = torch.isin(unit_of(b)[b.seq], number) & (_begins(b.seq) | (b.pos > 0))
+    part = tree.map(lambda x: x[at], tree.replace(b, media=None))
+    media = None
+    if b.media is not None:
+        media = b.media.take(members)
+    seq = torch.searchsorted(torch.tensor(members, device=b.seq.device), part.seq)
+    rows = tuple(b.rows[i] for i in members if i < len(b.rows))
+    unit = chosen(b.unit, which)
+    return tree.replace(part, seq=seq, media=media, num_seqs=len(members), rows=rows, unit=unit, padding=0)
+
+
+def own(b: Packed) -> Packed:
+    """A pack without what it borrowed and its padding; an empty one as it is."""
+    if not b.rows:
+        return b
+    part = units(b, range(filled(b)))
+    if not lending.counts(part.media):
+        part = tree.replace(part, media=None)
+    return part
+
+
+# ---------- packs: rows of a batch as one flat micro-batch
+
 
 _TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret", "words")
 
@@ -37,12 +204,12 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int | Sequence[int] = 1)
         rows = ()
 
     # a borrowed row stands for both sides of a pair
-    borrowed = [row for row in lending.lenders(exp, rows) for _ in range(units.smallest(unit))]
+    borrowed = [row for row in lending.lenders(exp, rows) for _ in range(smallest(unit))]
     if borrowed:
-        lent = parts.masked(_of_rows(exp, borrowed, units.singles(unit, len(borrowed))))
+        lent = masked(_of_rows(exp, borrowed, singles(unit, len(borrowed))))
         if empty:
             return lent
-        return parts.join(packed, lent)
+        return join(packed, lent)
     if empty:
         # any token of the batch is one that the model knows
         return placeholder(tree.replace(packed, tokens=exp.tokens.flatten()[:1]))
@@ -101,18 +268,18 @@ def placeholder(like: Packed) -> Packed:
     sequences that have some, of each kind, so that it runs the towers too. It runs forward and backward, and
     `unpack` puts it nowhere.
     """
-    unit = units.smallest(like.unit)
+    unit = smallest(like.unit)
     each = tree.replace(like, unit=unit)
     found = lending.with_media(each, [])
     if found:
-        lent = parts.masked(parts.units(each, found))
-        return tree.replace(lent, unit=units.singles(like.unit, lent.num_seqs))
+        lent = masked(units(each, found))
+        return tree.replace(lent, unit=singles(like.unit, lent.num_seqs))
     zeros = tree.map(lambda x: x.new_zeros(unit, *x.shape[1:]), tree.replace(like, media=None))
     tokens = zeros.tokens
     if like.tokens.numel():
         tokens = like.tokens[:1].repeat(unit)
     seq = torch.arange(unit, device=tokens.device)
-    kept = {"unit": units.singles(like.unit, unit), "num_seqs": unit, "rows": (), "padding": 0}
+    kept = {"unit": singles(like.unit, unit), "num_seqs": unit, "rows": (), "padding": 0}
     return tree.replace(zeros, tokens=tokens, seq=seq, media=None, **kept)
 
 
@@ -122,16 +289,16 @@ def fill(b: Packed, count: int) -> Packed:
     So packs of one list each are equally many forwards of a model that takes one sequence at a time.
     """
     while b.num_seqs < count:
-        b = parts.join(b, placeholder(b))
+        b = join(b, placeholder(b))
     return b
 
 
 def alone(b: Packed, unit: int) -> Packed:
     """One unit of the sequences of a pack as a pack, which borrows media from the others."""
-    part = parts.units(b, [unit])
+    part = units(b, [unit])
     found = lending.with_media(b, [unit])
     if found:
-        part = parts.join(part, parts.masked(parts.units(b, found)))
+        part = join(part, masked(units(b, found)))
     return part
 
 
@@ -195,7 +362,7 @@ def real(b: Packed) -> Tensor:
     """
     tokens = torch.zeros(b.num_seqs, dtype=torch.long, device=b.mask.device)
     tokens = tokens.index_add(0, b.seq, b.mask.long())
-    return units.total(tokens, check.units(b.unit, b.num_seqs)) > 0
+    return total(tokens, check.units(b.unit, b.num_seqs)) > 0
 
 
 def sides(x: Tensor, b: Packed) -> tuple[Tensor, Tensor]:

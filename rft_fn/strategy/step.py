@@ -11,7 +11,7 @@ from rft_fn import model as model_lib
 from rft_fn.loss.evaluate import evaluate
 from rft_fn.model import blocks
 from rft_fn.model.placing import Residence
-from rft_fn.optim.shards import local_parts
+from rft_fn.optim.transforms import local_parts
 from rft_fn.precision import wide
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite

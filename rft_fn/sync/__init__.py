@@ -9,7 +9,6 @@ arrive change nothing that a loss or a reward shows:
 """
 
 from rft_fn.sync.canary import CanaryError, Probe, canary, with_noise
-from rft_fn.sync.manifest import Expected, ManifestError, manifest_of
-from rft_fn.sync.push import Shipment, push
+from rft_fn.sync.push import Expected, ManifestError, Shipment, manifest_of, push
 
 __all__ = ["canary", "push"]

@@ -4,21 +4,203 @@ At the size of a real update a weight that stayed behind hides in rounding: a dr
 3e-7 at a relative update of 1e-4, and two copies of one model differ by as much. Noise of 5 % makes it 1e-3.
 """
 
+import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rft_fn import rng
-from rft_fn.sync.compare import Sides, agreed, unchanged
-from rft_fn.sync.locate import locate
-from rft_fn.types import Engine, Strategy, TrainState
+from rft_fn import model as model_lib
+from rft_fn import rng, strategy
+from rft_fn.sync.push import push
+from rft_fn.types import Engine, Rollout, Sampling, Strategy, TrainState
 
-__all__ = ["CanaryError", "Probe", "canary", "with_noise"]
+__all__ = [
+    "CanaryError", "Change", "Probe", "Sides", "agreed", "canary", "locate", "plain", "unchanged",
+    "uniform", "with_noise",
+]  # fmt: skip
+
+
+# ---------- the distance between an engine and its trainer under changed weights
+
+
+Change = Callable[[str, Tensor], Tensor]  # a weight and its name -> what is sent in its place
+
+
+def unchanged(name: str, x: Tensor) -> Tensor:
+    """The weight itself."""
+    return x
+
+
+def plain(model: str) -> nn.Module:
+    """The model of a name, with adapters merged."""
+    lm = model_lib.load(model, quantize="none")
+    merge = getattr(lm, "merge_and_unload", None)
+    if merge is not None:
+        lm = merge()
+    return lm
+
+
+def agreed(st: Strategy, x: float) -> float:
+    """The number of rank 0, on every rank."""
+    return float(st.gather(torch.tensor([x], dtype=torch.float64))[0])
+
+
+class _Changed(Iterator[tuple[str, Tensor]]):
+    """Weights on their way to an engine, changed; a plain model on the host gets them too."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]], change: Change, copy: nn.Module | None):
+        self.weights = iter(weights)
+        self.change = change
+        self.frozen: frozenset[str] = frozenset(getattr(weights, "frozen", ()))
+        self.names: list[str] = []
+        self.places: dict[str, Tensor] = {}
+        if copy is not None:
+            self.places = dict(copy.named_parameters(remove_duplicate=False))
+
+    @torch.no_grad()
+    def __next__(self) -> tuple[str, Tensor]:
+        name, x = next(self.weights)
+        self.names.append(name)
+        x = self.change(name, x)
+        place = self.places.get(name)
+        if place is not None and place.shape == x.shape:
+            place.copy_(x)
+        return name, x
+
+
+class Sides:
+    """An engine, and the trainer as a plain copy of the model named `model`, on the host of rank 0.
+
+    The copy takes each full tensor as it is sent, and scores by functional_call. This holds for every
+    strategy, also for FSDP2 and ZeRO, whose own modules take no other parameters.
+    """
+
+    def __init__(
+        self,
+        st: Strategy,
+        state: TrainState,
+        engine: Engine,
+        model: str,
+        prompts: Sequence[Any],
+        *,
+        version: int,
+        max_new: int,
+    ):
+        self.st = st
+        self.state = state
+        self.engine = engine
+        self.model = model
+        self.prompts = prompts
+        self.version = version
+        self.max_new = max_new
+        self.names: list[str] = []  # of the tensors that are sent, in order
+        self.copy: nn.Module | None = None
+        if st.rank == 0:
+            self.copy = plain(model)
+
+    def gap(self, change: Change) -> float:
+        """The mean |engine - trainer| of log-probs with changed weights.
+
+        It is over the engines of all ranks. The engine keeps these weights. All ranks call it.
+        """
+
+        def export(state: TrainState, /) -> Iterable[tuple[str, Tensor]]:
+            sent = _Changed(self.st.export(state), change, self.copy)
+            self.names = sent.names
+            return sent
+
+        push(self.st._replace(export=export), self.state, self.engine, version=self.version)
+        self.engine.wake()
+        sampling = Sampling(max_new=self.max_new)
+        keys = range(len(self.prompts))
+        rollout = self.engine.generate(self.prompts, keys, n=1, sampling=sampling)
+        every: Rollout = self.st.gather(rollout)
+        gap = 0.0
+        if self.copy is not None:
+            gap = _scored_gap(self.copy, every)
+        return agreed(self.st, gap)
+
+
+@torch.no_grad()
+def _scored_gap(copy: nn.Module, rollout: Rollout) -> float:
+    """The mean |sampler - model| of the log-probs of a rollout."""
+    alone = strategy.get_fake_strategy()
+    apply, params = alone.bind(copy)
+    found = alone.score(apply, params, rollout, 4096).logp
+    gap = (found - rollout.logp).abs() * rollout.mask
+    return float(gap.double().sum() / rollout.mask.sum())
+
+
+# ---------- the tensor that an engine does not have as it was sent
+
+
+def uniform(name: str, x: Tensor) -> Tensor:
+    """A weight that all tensors of one shape share.
+
+    It is ones for a vector, else signs times a power of two. Neither an exchange of two such tensors nor a
+    narrower type changes what a model computes.
+    """
+    if x.ndim < 2:
+        return torch.ones_like(x)
+    size = 2.0 ** -round(math.log2(max(x[0].numel(), 1)) / 2)
+    bits = torch.randint(2, x.shape, generator=rng.generator(rng.fold_in(0, str(list(x.shape)))))
+    return (size * (2 * bits - 1)).to(device=x.device, dtype=x.dtype)
+
+
+def locate(sides: Sides, wrong: Change, noise: Change, *, good: Callable[[float], bool]) -> str:
+    """The name of a tensor that does not arrive where it belongs.
+
+    "" where none is found. With the weights that `wrong` makes, engine and trainer differ; `good` says
+    whether a gap is none. With some other weights they agree: with the true ones or those of `noise` where a
+    tensor was taken in one load only, with the model's first ones where the engine still has one of these,
+    and with `uniform` ones where tensors changed places or were rounded. Of the weights between the two, the
+    first names from one and the rest from the other, some name is the first with which both sides differ:
+    log2(names) loads find it.
+
+    The engine is left with some of these weights. All ranks call it, and each loads the model once more.
+    """
+    first = dict(plain(sides.model).named_parameters(remove_duplicate=False))
+
+    def initial(name: str, x: Tensor) -> Tensor:
+        return first.get(name, x).detach().to(device=x.device, dtype=x.dtype)
+
+    for right in (unchanged, noise, initial, uniform):
+        if good(sides.gap(right)):
+            return _first_wrong(sides, right, wrong, good)
+    return ""
+
+
+def _first_wrong(sides: Sides, right: Change, wrong: Change, good: Callable[[float], bool]) -> str:
+    """The first name from `wrong` with which both sides differ.
+
+    All names after it are from `right`.
+    """
+    names = sides.names
+    fine = 0  # so many from `wrong` do no harm
+    bad = len(names)  # so many do
+    while bad - fine > 1:
+        middle = (fine + bad) // 2
+        chosen = frozenset(names[:middle])
+
+        def mixed(name: str, x: Tensor, chosen: frozenset[str] = chosen) -> Tensor:
+            if name in chosen:
+                return wrong(name, x)
+            return right(name, x)
+
+        if good(sides.gap(mixed)):
+            fine = middle
+        else:
+            bad = middle
+    return names[bad - 1]
+
+
+# ---------- the canary: weights with noise show whether an engine samples from all that it was sent
+
 
 NOISE = 0.05  # of the size of each tensor
 FACTOR = 30.0  # times the noise floor that the gap under noise may be

@@ -141,7 +141,7 @@ def whole(exp: Experience, unit: Unit = 1) -> list[Packed]:
 def rows_of(unit: Unit, count: int = ROWS) -> list[list[int]]:
     """The rows of each unit of `count` rows."""
     sizes = check.units(unit, count)
-    return [packing.members(sizes, [u]) for u in range(len(sizes))]
+    return [packing.members_of(sizes, [u]) for u in range(len(sizes))]
 
 
 def packed(exp: Experience, rows: Sequence[int], unit: Unit) -> Packed:

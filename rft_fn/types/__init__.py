@@ -5,12 +5,19 @@ a pack, V vocabulary, D width. `mask` is bool and never a weight; `w` is float a
 """
 
 from rft_fn.types.algorithm import AdvantageFn, CriticAdvantageFn, WeightFn
-from rft_fn.types.batch import Experience, Packed, Rollout, TokenOut, experience
+from rft_fn.types.batch import (
+    Experience,
+    Packed,
+    Rollout,
+    Sampling,
+    TokenOut,
+    TrainState,
+    Transform,
+    experience,
+)
 from rft_fn.types.engine import Engine
 from rft_fn.types.media import Media
-from rft_fn.types.sampling import Sampling
 from rft_fn.types.strategy import Apply, LossFn, Session, Strategy
-from rft_fn.types.training import TrainState, Transform
 
 __all__ = [
     "AdvantageFn", "Apply", "Engine", "Experience", "LossFn", "Media", "Packed", "Rollout", "Sampling",

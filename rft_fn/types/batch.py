@@ -1,13 +1,63 @@
 """The stages of a batch: sampled, scored, and packed into micro-batches."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
 import torch
 from torch import Tensor
 
 from rft_fn import check, tree
+from rft_fn.check import AtLeast0, Count, PositiveShare, Whole
 from rft_fn.types.media import Media
-from rft_fn.types.sampling import Sampling
 
-__all__ = ["Experience", "Packed", "Rollout", "TokenOut", "experience"]
+__all__ = [
+    "Experience", "Packed", "Rollout", "Sampling", "TokenOut", "TrainState", "Transform", "TransformInit",
+    "TransformUpdate", "experience",
+]  # fmt: skip
+
+
+# ---------- how tokens are drawn
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The distribution that tokens are drawn from.
+
+    Logits / temperature, then the top_k largest, then the smallest set with mass top_p, renormalised. The
+    engine and the trainer share one object, so that log-probs are of the distribution that was sampled
+    from.
+    """
+
+    temperature: AtLeast0 = 1.0  # 0 is greedy
+    top_p: PositiveShare = 1.0
+    top_k: Whole = 0  # 0 keeps all
+    max_new: Count = 256  # tokens
+    stop: tuple[int | str, ...] = ()  # token ids, or texts, that end a response; the engine adds the eos
+
+    def __post_init__(self) -> None:
+        check.fields(self)
+        if "" in self.stop:
+            raise ValueError(f"stop: expected token ids and texts that are not empty, got {self.stop}")
+
+    @property
+    def distribution(self) -> tuple[float, float, int]:
+        """(temperature, top_p, top_k) that log-probs are of; greedy tokens have those of temperature 1."""
+        return self.temperature or 1.0, self.top_p, self.top_k
+
+    @property
+    def described(self) -> str:
+        """The distribution, for an error."""
+        temperature, top_p, top_k = self.distribution
+        return f"temperature {temperature:g}, top_p {top_p:g}, top_k {top_k}"
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top_p or top_k leave out any token."""
+        return self.top_p < 1 or self.top_k > 0
+
+
+# ---------- the stages of a batch: sampled, scored, and packed into micro-batches
 
 
 @tree.struct
@@ -179,3 +229,53 @@ def _on_tokens(x: Tensor, size: int) -> Tensor:
     if x.dim() == 2 and x.shape[-1] == 1:
         x = x.expand(-1, size)
     return x
+
+
+# ---------- the state of training, and the gradient transformations that update it
+
+
+class TransformInit(Protocol):
+    """Makes the state of a transform."""
+
+    def __call__(self, params: Any, /) -> Any:
+        """The state before the first update.
+
+        It is a tree of tensors on the devices of `params`.
+        """
+        ...
+
+
+class TransformUpdate(Protocol):
+    """One step of a transform."""
+
+    def __call__(self, grads: Any, state: Any, params: Any, /) -> tuple[Any, Any]:
+        """(updates, state one step on).
+
+        The updates are to be added to `params`: a mapping of any type with the same names. `grads` and
+        `state` are donated: both may be changed in place. `params` are only read.
+        """
+        ...
+
+
+class Transform(NamedTuple):
+    """A gradient transformation as a value.
+
+    It is a pair of functions and a description, as in optax.
+    """
+
+    init: TransformInit
+    update: TransformUpdate
+    spec: Mapping[str, Any]  # plain data, for backends that bring their optimizer along
+
+
+@tree.struct
+class TrainState:
+    """Everything that an update needs and changes. Donated to `Strategy.update`."""
+
+    params: Any  # tree.Named of tensors
+    opt: Any  # what tx.init made of them
+    step: int  # updates done
+    skipped: int = 0  # latest updates in a row whose gradients were not finite
+    tx: Transform = tree.static()
+    module: Any = tree.static(default=None)  # the owner of the params: an export reads its frozen weights
+    residence: Any = tree.static(default=None)  # a model.placing.Residence; None: always on the device

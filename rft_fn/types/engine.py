@@ -6,8 +6,7 @@ from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
 import torch
 from torch import Tensor
 
-from rft_fn.types.batch import Rollout
-from rft_fn.types.sampling import Sampling
+from rft_fn.types.batch import Rollout, Sampling
 
 __all__ = ["Delivered", "Engine", "EngineStatus", "Generate", "Load", "Score"]
 

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn.types import hints
-from rft_fn.types.batch import Experience, Packed, Rollout, TokenOut
+from rft_fn.types.batch import Experience, Packed, Rollout, Sampling, TokenOut, TrainState, Transform
 from rft_fn.types.media import MEDIA_COST
-from rft_fn.types.sampling import Sampling
-from rft_fn.types.training import TrainState, Transform
 
 __all__ = ["Apply", "LossFn", "Session", "Strategy"]
 

@@ -1,0 +1,385 @@
+"""Transforms: schedules, clipping, chains, averages and master weights, and what they share."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rft_fn import tree
+from rft_fn.precision import widen
+from rft_fn.types import Transform
+
+__all__ = [
+    "EmaState", "MasterState", "PartitionState", "Schedule", "apply_updates", "by_name", "chain",
+    "clip_by_global_norm", "constant", "count", "ema", "ema_params", "global_norm", "local_parts",
+    "master_weights", "partition", "parts", "warmup_cosine", "warmup_linear",
+]  # fmt: skip
+
+
+# ---------- sharded tensors, as the memory that this process has of them
+
+
+def local_parts(tensors: Any) -> list[Tensor]:
+    """The leaves of a tree: plain tensors as they are, of sharded ones the shard of this process.
+
+    A shard shares the memory of its tensor, so what is done to it in place is done to the tensor. Operations
+    on single elements need no more, and a sharded tensor would work out anew, for every list of shapes, how
+    the result is sharded. For use without gradients.
+    """
+    return [_local_part(x) for x in tree.leaves(tensors)]
+
+
+def _local_part(x: Any) -> Tensor:
+    if hasattr(x, "to_local"):
+        return x.to_local()
+    return x.detach()
+
+
+# ---------- updates added to parameters
+
+
+def by_name(params: Any, found: Any, what: str) -> Any:
+    """Return `found`, a mapping of any type and order, as `params` is.
+
+    The leaves of two trees belong together by their order, and a dict has another than a `Named`. ValueError
+    unless it has the names of `params`; `what` names it. Parameters that are no mapping take it as it is.
+    """
+    if not isinstance(params, (tree.Named, dict)):
+        return found
+    if isinstance(found, tree.Named) and isinstance(params, tree.Named) and list(found) == list(params):
+        return found
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"{what}: expected a mapping of the parameters' names to tensors, got {type(found).__name__}"
+        )
+    if found.keys() != params.keys():
+        odd = sorted(found.keys() ^ params.keys())
+        where = "without it" if odd[0] in params else "with it"
+        raise ValueError(
+            f"{what}: expected the names of the {len(params)} parameters, got {len(found)} {where}: {odd[0]}"
+        )
+    kind = tree.Named if isinstance(params, tree.Named) else dict
+    return kind((name, found[name]) for name in params)
+
+
+@torch.no_grad()
+def apply_updates(params: Any, updates: Any) -> Any:
+    """Add updates to parameters in place, by their names, and return the parameters."""
+    updates = by_name(params, updates, "updates")
+    ps, us = local_parts(params), local_parts(updates)
+    if any(p.dtype != u.dtype for p, u in zip(ps, us)):
+        # added in the wider type and rounded once
+        for p, u in zip(ps, us):
+            p.copy_(p.to(u.dtype) + u)
+    elif ps:
+        torch._foreach_add_(ps, us)
+    return params
+
+
+# ---------- copies of the parameters that an optimizer state holds: averages, and float32 masters
+
+
+@tree.struct
+class EmaState:
+    """The exponential moving average of the parameters."""
+
+    average: Any  # like params
+
+
+@tree.struct
+class MasterState:
+    """Wide copies of parameters, and the wrapped state."""
+
+    master: Any  # float32 copies of the parameters
+    inner: Any  # the state of the wrapped transform
+
+
+def ema(decay: float) -> Transform:
+    """Keep an exponential moving average of the parameters.
+
+    It has to be the last transform in a chain, to see the final updates:
+
+        average = decay average + (1 - decay) (params + updates)
+
+    Updates pass through unchanged. The average is a leaf of the optimizer state, so it is saved, sharded
+    and resumed with it; `ema_params` finds it. ValueError unless 0 <= decay < 1.
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(f"decay: expected 0 <= decay < 1, got {decay}")
+
+    @torch.no_grad()
+    def update(updates: Any, state: EmaState, params: Any) -> tuple[Any, EmaState]:
+        # params + updates are the parameters after this update, added in two parts to need no copy
+        average = local_parts(state.average)
+        torch._foreach_mul_(average, decay)
+        torch._foreach_add_(average, local_parts(params), alpha=1 - decay)
+        torch._foreach_add_(average, local_parts(updates), alpha=1 - decay)
+        return updates, state
+
+    def start(p: Tensor) -> Tensor:
+        # float32 at least: in bf16 (1 - decay) of a parameter is below the spacing of numbers
+        return widen(p.detach().clone())
+
+    def init(params: Any) -> EmaState:
+        return EmaState(average=tree.map(start, params))
+
+    return Transform(init, update, {"name": "ema", "decay": decay})
+
+
+def master_weights(tx: Transform) -> Transform:
+    """Run a transform on float32 copies of parameters.
+
+    The parameters are bf16 or fp16, and the copies are kept in the optimizer state. The updates are the
+    difference between the rounded copy and the parameter, so steps that are too small for bf16 add up in
+    the copy instead of being lost.
+    """
+
+    def init(params: Any) -> MasterState:
+        master = tree.map(lambda p: p.detach().float().clone(), params)
+        return MasterState(master=master, inner=tx.init(master))
+
+    @torch.no_grad()
+    def update(grads: Any, state: MasterState, params: Any) -> tuple[Any, MasterState]:
+        wide, inner = tx.update(tree.map(lambda g: g.float(), grads), state.inner, state.master)
+        wide = by_name(state.master, wide, "updates")
+        apply_updates(state.master, wide)
+
+        # the wide updates are used up, so their memory takes the differences to the narrow parameters
+        narrow = tree.map(lambda u, m, p: u.copy_(m.to(p.dtype)).sub_(p), wide, state.master, params)
+        return narrow, tree.replace(state, inner=inner)
+
+    return Transform(init, update, {"name": "master_weights", "tx": tx.spec})
+
+
+# ---------- transforms made of others: one after the other, or each on parameters of its own
+
+
+def chain(*txs: Transform) -> Transform:
+    """Apply transforms one after the other.
+
+    The state is the tuple of their states.
+    """
+
+    def update(grads: Any, state: tuple, params: Any) -> tuple[Any, tuple]:
+        out = []
+        for tx, s in zip(txs, state):
+            found, s = tx.update(grads, s, params)
+            grads = by_name(params, found, "updates")
+            out.append(s)
+        return grads, tuple(out)
+
+    def init(params: Any) -> tuple:
+        return tuple(tx.init(params) for tx in txs)
+
+    return Transform(init, update, {"name": "chain", "txs": tuple(tx.spec for tx in txs)})
+
+
+@tree.struct
+class PartitionState:
+    """Of `partition`: the state of each transform, by its label."""
+
+    inner: dict[str, Any]
+
+
+def partition(label: Callable[[str, Tensor], str], **txs: Transform) -> Transform:
+    """Each parameter by one of several transforms: the one that `label(name, parameter)` names.
+
+    Parameters are a mapping of names, as everywhere here. A transform sees only its own: a clip inside of
+    one clips by the norm of those. ValueError at init for a label that is none of the transforms', and for a
+    transform that gets no parameter.
+    """
+
+    def names_of(params: Any) -> dict[str, list[str]]:
+        out: dict[str, list[str]] = {name: [] for name in txs}
+        for name, p in params.items():
+            chosen = label(name, p)
+            if chosen not in txs:
+                raise ValueError(f"label: expected one of {', '.join(txs)} for {name}, got {chosen!r}")
+            out[chosen].append(name)
+        return out
+
+    def select(named: Any, names: list[str]) -> tree.Named:
+        return tree.Named((name, named[name]) for name in names)
+
+    def init(params: Any) -> PartitionState:
+        inner = {}
+        for chosen, names in names_of(params).items():
+            if not names:
+                raise ValueError(f"{chosen}: expected parameters with this label, got none")
+            inner[chosen] = txs[chosen].init(select(params, names))
+        return PartitionState(inner=inner)
+
+    def update(grads: Any, state: PartitionState, params: Any) -> tuple[Any, PartitionState]:
+        updates, inner = tree.Named(), {}
+        for chosen, names in names_of(params).items():
+            mine, own = select(grads, names), select(params, names)
+            found, inner[chosen] = txs[chosen].update(mine, state.inner[chosen], own)
+            updates.update(by_name(own, found, "updates"))
+        in_order = tree.Named((name, updates[name]) for name in params)
+        return in_order, PartitionState(inner=inner)
+
+    return Transform(init, update, {"name": "partition", "txs": {name: tx.spec for name, tx in txs.items()}})
+
+
+# ---------- what stands inside an optimizer state, however its transforms are combined
+
+
+def parts(opt: Any) -> tuple:
+    """The states inside an optimizer state.
+
+    They are those of a chain, that below master weights, or none.
+    """
+    if isinstance(opt, tuple):
+        return opt
+    if isinstance(opt, PartitionState):
+        return tuple(opt.inner.values())
+    if isinstance(opt, MasterState):
+        return (opt.inner,)
+    return ()
+
+
+def _states(opt: Any) -> Iterator[Any]:
+    """An optimizer state and all states inside it, from the outermost."""
+    yield opt
+    for part in parts(opt):
+        yield from _states(part)
+
+
+def ema_params(opt: Any) -> Any:
+    """The average of `ema` in an optimizer state.
+
+    ValueError if there is none.
+    """
+    for state in _states(opt):
+        if isinstance(state, EmaState):
+            return state.average
+    raise ValueError("opt: expected a state with optim.ema in its chain, found none")
+
+
+def count(opt: Any) -> int:
+    """The updates that `adamw` has made, from an optimizer state.
+
+    Its next learning rate is schedule(count). Unlike `TrainState.step` it leaves out updates that were
+    skipped. ValueError if there is no adamw.
+    """
+    for state in _states(opt):
+        # tuples have a method of that name; the optimizer of a backend has the number
+        if hasattr(state, "count") and not isinstance(state, tuple):
+            return int(state.count)
+    raise ValueError("opt: expected a state with optim.adamw in its chain, found none")
+
+
+# ---------- gradients before an update: their norm, and a limit to it
+
+
+def global_norm(grads: Any) -> Tensor:
+    """The global norm [] of gradients.
+
+    This is the 2-norm of all of them together, 0 if there are none; a plain tensor, also for sharded
+    gradients.
+    """
+    leaves = tree.leaves(grads)
+    if not leaves:
+        return torch.zeros(())
+    by_groups: dict[tuple[Any, ...], list[Any]] = {}
+    for x in leaves:
+        by_groups.setdefault(_sharded_over(x), []).append(x)
+    norms = [_norm_of(some, groups) for groups, some in by_groups.items()]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _sharded_over(x: Any) -> tuple[Any, ...]:
+    """The process groups that have a tensor in shards; () for a plain one."""
+    if not hasattr(x, "device_mesh"):
+        return ()
+    return tuple(x.device_mesh.get_group(i) for i, place in enumerate(x.placements) if place.is_shard())
+
+
+def _norm_of(tensors: list[Any], groups: tuple[Any, ...]) -> Tensor:
+    """The 2-norm [] of tensors that the same groups share."""
+    norm = torch.linalg.vector_norm(torch.stack(list(torch._foreach_norm(local_parts(tensors)))))
+    for group in groups:
+        square = norm.square()
+        torch.distributed.all_reduce(square, group=group)
+        norm = square.sqrt()
+    return norm
+
+
+def clip_by_global_norm(max_norm: float) -> Transform:
+    """Clip gradients by their global norm.
+
+    Scales all of them by min(1, max_norm / norm). ValueError unless max_norm > 0.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm: expected > 0, got {max_norm}")
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        scale = (max_norm / global_norm(grads).clamp(min=1e-30)).clamp(max=1.0)
+        torch._foreach_mul_(local_parts(grads), scale)
+        return grads, state
+
+    return Transform(lambda params: (), update, {"name": "clip_by_global_norm", "max_norm": max_norm})
+
+
+# ---------- learning rates as functions of the step
+
+
+class Schedule(Protocol):
+    """A learning rate that depends on the step."""
+
+    def __call__(self, step: int, /) -> float:
+        """The learning rate after `step` updates."""
+        ...
+
+
+def constant(lr: float) -> Schedule:
+    """The same learning rate at every step."""
+
+    def schedule(step: int, /) -> float:
+        return lr
+
+    return schedule
+
+
+def warmup_linear(
+    lr: float, warmup: int, total: int, *, floor: float = 0.0, from_zero: bool = False
+) -> Schedule:
+    """A linear warmup followed by a linear decay.
+
+    From lr / warmup up to lr in `warmup` steps, then down to floor * lr at step `total`, where it stays. With
+    `from_zero` the warmup begins at 0 and reaches lr one step later, as that of transformers.
+    """
+
+    def decay(x: float) -> float:
+        return floor + (1 - floor) * (1 - x)
+
+    return _warmup(lr, warmup, total, decay, from_zero)
+
+
+def warmup_cosine(
+    lr: float, warmup: int, total: int, *, floor: float = 0.1, from_zero: bool = False
+) -> Schedule:
+    """A linear warmup followed by a cosine decay.
+
+    From lr / warmup up to lr in `warmup` steps, then by half a cosine down to floor * lr at step `total`,
+    where it stays; `from_zero` as in `warmup_linear`.
+    """
+
+    def decay(x: float) -> float:
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * x))
+
+    return _warmup(lr, warmup, total, decay, from_zero)
+
+
+def _warmup(lr: float, warmup: int, total: int, decay: Callable[[float], float], from_zero: bool) -> Schedule:
+    if not 0 <= warmup <= total:
+        raise ValueError(f"warmup: expected 0 <= warmup <= total = {total} steps, got {warmup}")
+
+    def schedule(step: int, /) -> float:
+        if step < warmup:
+            return lr * (step + (not from_zero)) / warmup
+        return lr * decay(min((step - warmup) / max(total - warmup, 1), 1.0))
+
+    return schedule
