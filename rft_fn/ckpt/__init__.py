@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from rft_fn import dist, tree
-from rft_fn.ckpt import shards
-from rft_fn.ckpt.folder import FORMAT, delete, latest, number, steps, sum_of
+from rft_fn.ckpt import writing
+from rft_fn.ckpt.folder import FORMAT, delete, latest, number, outline, steps, sum_of
 from rft_fn.ckpt.reading import States, each, planner, read, restore, weights
-from rft_fn.ckpt.skeleton import outline
 from rft_fn.ckpt.writing import Writer, Writing, agree, complete
 
 __all__ = ["latest", "restore", "save", "steps", "weights"]

@@ -1,18 +1,208 @@
 """The folder of a run's checkpoints: list them, name damage, decide which stay."""
 
+import dataclasses
 import hashlib
 import json
 import os
 import re
 import shutil
 import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rft_fn import check, dist
+from rft_fn import check, dist, tree
 
-__all__ = ["FORMAT", "damaged", "delete", "latest", "number", "read_meta", "steps", "sum_of"]
+__all__ = [
+    "FORMAT", "build", "damaged", "delete", "latest", "number", "outline", "read_meta", "steps", "sum_of",
+]  # fmt: skip
+
+
+# ---------- the structure of a tree as JSON, from which a checkpoint's extra is rebuilt without a template
+
+
+LEAF = "leaf"
+_LISTS = {"list": list, "tuple": tuple, "deque": deque}
+
+
+class _Node(NamedTuple):
+    """A container: its kind, the keys of its parts as they stand in paths, the parts."""
+
+    kind: str  # list, tuple, deque, dict, named, or the name of a class
+    keys: list[Any]
+    parts: list[Any]
+
+
+def _node(x: Any) -> _Node | None:
+    """A container's node; None for a leaf."""
+    if isinstance(x, tree.Named):
+        return _Node("named", list(x), list(x.values()))
+    if type(x) in (dict, OrderedDict, defaultdict):
+        return _Node("dict", list(x), list(x.values()))
+    if type(x) in _LISTS.values():
+        return _Node(type(x).__name__, list(range(len(x))), list(x))
+    name = f"{type(x).__module__}:{type(x).__qualname__}"
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return _Node(name, list(range(len(x))), list(x))
+    if hasattr(type(x), "__dataclass_fields__"):
+        children, _ = tree.field_names(type(x))
+        return _Node(name, list(children), [getattr(x, key) for key in children])
+    return None
+
+
+def outline(x: Any, path: str = "extra") -> Any:
+    """The containers of `x` with their keys, and a mark for each leaf.
+
+    ValueError for a key that is neither a string nor a number.
+    """
+    if x is None:
+        return None
+    node = _node(x)
+    if node is None:
+        return LEAF
+    for key in node.keys:
+        if not isinstance(key, str | int | float):
+            raise ValueError(f"{path}: expected keys that are strings or numbers, got {key!r}")
+    parts = [outline(part, f"{path}/{key}") for key, part in zip(node.keys, node.parts)]
+    out = {"kind": node.kind, "keys": node.keys, "parts": parts}
+    if static := _static(x):
+        out["static"] = static
+    return out
+
+
+def _static(x: Any) -> dict[str, Any]:
+    """The static fields of a container, as far as JSON can hold them."""
+    if isinstance(x, deque):
+        return {"maxlen": x.maxlen}
+    if not hasattr(type(x), "__dataclass_fields__"):
+        return {}
+    try:
+        found = {name: getattr(x, name) for name in tree.field_names(type(x))[1]}
+        return json.loads(json.dumps(found, default=_record))
+    except (TypeError, ValueError):
+        return {}
+
+
+def _record(x: Any) -> dict[str, Any]:
+    """A plain frozen dataclass, such as a Sampling: its class and its fields."""
+    if not dataclasses.is_dataclass(x) or isinstance(x, type):
+        return json.JSONEncoder().default(x)  # raises TypeError
+    return {"kind": f"{type(x).__module__}:{type(x).__qualname__}", "fields": vars(x)}
+
+
+def build(saved: Any, leaf: Callable[[str, Any], Any], like: Any = None, path: str = "extra") -> Any:
+    """The tree that was saved, each leaf as `leaf(path, that of like or None)`.
+
+    Lists, tuples and deques have the saved length. Where `like` has something, a struct or a dict has the
+    fields, the order and the types of `like`; where these are not the saved ones the part comes as it is in
+    `like`. Without `like` a struct is one of its class where that is defined by now, else a dict.
+    """
+    if saved is None:
+        return None
+    if saved == LEAF:
+        return leaf(path, like)
+    own = _node(like)
+    if like is not None and (own is None or (own.parts and _differs(own, saved))):
+        return like
+    parts = _likes(own, saved)
+    made = [build(s, leaf, p, f"{path}/{k}") for s, p, k in zip(saved["parts"], parts, saved["keys"])]
+    return _made(saved, made, like)
+
+
+def _differs(own: _Node, saved: dict[str, Any]) -> bool:
+    if own.kind in _LISTS or saved["kind"] in _LISTS:
+        return own.kind != saved["kind"]
+    if own.kind in ("dict", "named"):
+        return False  # part by part: one that is not in both is named as such
+    return set(own.keys) != set(saved["keys"])
+
+
+def _likes(own: _Node | None, saved: dict[str, Any]) -> list[Any]:
+    """The part of the template for each part that was saved.
+
+    Where a longer list was saved, the last part of the template stands for the rest.
+    """
+    if own is None or not own.parts:
+        return [None] * len(saved["parts"])
+    found = dict(zip(own.keys, own.parts))
+    rest = None
+    if own.kind in ("list", "deque"):
+        rest = own.parts[-1]
+    return [found.get(key, rest) for key in saved["keys"]]
+
+
+def _made(saved: dict[str, Any], parts: list[Any], like: Any) -> Any:
+    """A container of its parts."""
+    kind = saved["kind"]
+    fields = dict(zip(saved["keys"], parts))
+
+    # sequences are rebuilt as their own kind
+    if kind == "deque":
+        return deque(parts, **saved["static"])
+    if kind in _LISTS:
+        return _LISTS[kind](parts)
+
+    # a dict keeps the order of the template, which may have been saved without some parts
+    if isinstance(like, dict) and like:
+        ordered = {key: fields.get(key, part) for key, part in like.items()}
+        if isinstance(like, tree.Named):
+            return tree.Named(ordered)
+        return ordered
+    if kind == "named":
+        return tree.Named(fields)
+    if kind == "dict":
+        return fields
+
+    # structs and named tuples are those of the template, or of the class that was saved
+    if hasattr(type(like), "__dataclass_fields__"):
+        return tree.replace(like, **fields)
+    if hasattr(type(like), "_fields"):
+        return type(like)(*parts)
+    return _instance(saved, parts, fields)
+
+
+def _instance(saved: dict[str, Any], parts: list[Any], fields: dict[Any, Any]) -> Any:
+    """A struct or a named tuple of the class that was saved, where that is defined; else its fields."""
+    cls = _class_of(saved["kind"])
+    if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        return cls(*parts)
+    if not isinstance(cls, type) or not hasattr(cls, "__dataclass_fields__"):
+        return fields
+    children, statics = tree.field_names(cls)
+    static = {k: _frozen(v) for k, v in saved.get("static", {}).items()}
+    # a field that a later version brought has its default
+    every = dataclasses.fields(cls)  # type: ignore[arg-type]
+    optional = {f.name for f in every if f.default is not dataclasses.MISSING}
+    if set(children) != set(fields) or set(statics) - optional - set(static) or set(static) - set(statics):
+        return fields
+    return cls(**fields, **static)
+
+
+def _class_of(kind: str) -> Any:
+    """The class that was saved, None where it is not defined."""
+    module, _, name = kind.partition(":")
+    cls: Any = sys.modules.get(module)
+    for part in name.split("."):
+        cls = getattr(cls, part, None)
+    return cls
+
+
+def _frozen(x: Any) -> Any:
+    """Static fields are hashable: what JSON made a list was a tuple, and a record one of its class."""
+    if isinstance(x, list):
+        return tuple(_frozen(part) for part in x)
+    if isinstance(x, dict) and set(x) == {"kind", "fields"}:
+        cls = _class_of(x["kind"])
+        if not hasattr(cls, "__dataclass_fields__"):
+            return None
+        return cls(**{name: _frozen(part) for name, part in x["fields"].items()})
+    return x
+
+
+# ---------- the folder of a run's checkpoints: list them, name damage, decide which stay
+
 
 FORMAT = 2
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from rft_fn import dist
-from rft_fn.ckpt import shards
+from rft_fn.ckpt import writing
 
 __all__ = ["local", "mine", "read"]
 
@@ -116,9 +116,9 @@ def read(folder: Path, table: Table, like: Mapping[str, Tensor]) -> dict[str, Te
 
     # each piece is a box of a tensor in the file, and goes to a box of a part
     for rank, items in by_file.items():
-        with safe_open(folder / shards.file_name(rank), "pt") as f:
+        with safe_open(folder / writing.file_name(rank), "pt") as f:
             for item in items:
-                part = shards.read_part(f, item.storage_index.fqn, item.storage_offsets, item.lengths)
+                part = writing.read_part(f, item.storage_index.fqn, item.storage_offsets, item.lengths)
                 to = out[item.dest_index.fqn]
                 for dim, (start, n) in enumerate(zip(item.dest_offsets, item.lengths)):
                     to = to.narrow(dim, start, n)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import dist, tree
-from rft_fn.ckpt import shards, skeleton
+from rft_fn.ckpt import folder, writing
 from rft_fn.ckpt.folder import damaged, number, read_meta
 from rft_fn.ckpt.writing import agree
 from rft_fn.types import TrainState
@@ -55,7 +55,7 @@ def _check_files(path: Path, files: Sequence[tuple[str, str]]) -> None:
     """ValueError for a file that is not as it was written."""
     for file, digest in files:
         try:
-            if shards.digest(path / file) != digest:
+            if writing.digest(path / file) != digest:
                 raise ValueError(damaged(path, f"{file}: its digest does not match"))
         except OSError as error:
             raise ValueError(damaged(path, f"{file}: {error}")) from error
@@ -144,7 +144,7 @@ def _extra(path: Path, like: Any) -> Any:
         return empty(device=like.device, requires_grad=like.requires_grad)
 
     if "extra" in meta:
-        return skeleton.build(meta["extra"], leaf, like)
+        return folder.build(meta["extra"], leaf, like)
     if like is not None:  # a checkpoint that is older than its outline
         return like
     return _nested({n: leaf(n, None) for n in meta["names"] if n.startswith("extra/")}).get("extra")

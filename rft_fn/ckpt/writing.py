@@ -5,6 +5,7 @@ the process group, which training uses meanwhile. So all ranks must see one file
 """
 
 import atexit
+import hashlib
 import json
 import os
 import shutil
@@ -14,13 +15,95 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rft_fn import check, dist
 from rft_fn.ckpt import folder as folder_lib
-from rft_fn.ckpt import shards
 
-__all__ = ["Writer", "Writing", "agree", "complete"]
+__all__ = [
+    "Writer", "Writing", "agree", "complete", "digest", "file_name", "flush", "read_part", "write_shard",
+]  # fmt: skip
+
+
+# ---------- files of a checkpoint: tensors as safetensors, written and hashed in one pass
+
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def file_name(rank: int) -> str:
+    """The name of the file that the process `rank` writes."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def flush(path: Path) -> None:
+    """fsync a file or folder."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def digest(path: Path) -> str:
+    """BLAKE2b of a whole file, as 32 hexadecimal digits."""
+    found = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as f:
+        while block := f.read(1 << 24):
+            found.update(block)
+    return found.hexdigest()
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    entries = {}
+    at = 0
+    for name, x in tensors.items():
+        if x.dtype not in _NAMES:
+            known = ", ".join(str(t).removeprefix("torch.") for t in _NAMES)
+            raise ValueError(f"{name}: expected one of {known}, got {x.dtype}")
+        size = x.numel() * x.element_size()
+        entries[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write contiguous host tensors as one safetensors file, with fsync; returns its digest.
+
+    OSError when the disk is full; ValueError for a type that the format does not have.
+    """
+    # wide types first, so that every tensor is aligned in the file
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    found = hashlib.blake2b(digest_size=16)
+    with path.open("wb") as f:
+        head = _header(tensors)
+        found.update(head)
+        f.write(head)
+        for x in tensors.values():
+            data: Any = x.reshape(-1).view(torch.uint8).numpy()
+            found.update(data)
+            f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    return found.hexdigest()
+
+
+def read_part(file: Any, name: str, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    """The box [start, start + size) of a tensor of an open safetensors file."""
+    if not size:
+        return file.get_tensor(name)
+    return file.get_slice(name)[tuple(slice(a, a + n) for a, n in zip(start, size))]
+
+
+# ---------- write one checkpoint: a thread of each rank writes its file, that of rank 0 completes the folder
+
 
 _EXIT = 30.0  # s that a process which exits waits for the parts of others
 
@@ -58,14 +141,14 @@ class Writing(threading.Thread):
         self.tensors = {}
 
     def _write(self) -> None:
-        name = shards.file_name(self.rank)
-        digest = shards.write_shard(self.tmp / name, self.tensors)
+        name = file_name(self.rank)
+        digest = write_shard(self.tmp / name, self.tensors)
         mark = self.tmp / f"{name}.part"
         mark.write_text(digest)
         os.rename(mark, self._mark(self.rank))
 
     def _mark(self, rank: int) -> Path:
-        return self.tmp / f"{shards.file_name(rank)}.done"
+        return self.tmp / f"{file_name(rank)}.done"
 
     def _complete(self) -> bool:
         """Wait for the marks of all ranks; False when told that they will not come."""
@@ -80,7 +163,7 @@ class Writing(threading.Thread):
         meta = dict(self.meta)
         files = {}
         for r in range(self.world):
-            files[shards.file_name(r)] = self._mark(r).read_text()
+            files[file_name(r)] = self._mark(r).read_text()
             self._mark(r).unlink()
         meta["files"] = files
         meta["digest"] = folder_lib.sum_of(meta)
@@ -88,15 +171,15 @@ class Writing(threading.Thread):
         # everything is on the disk before the rename that makes it visible
         file = self.tmp / "meta.json"
         file.write_text(json.dumps(meta))
-        shards.flush(file)
-        shards.flush(self.tmp)
+        flush(file)
+        flush(self.tmp)
 
         # a kill between the two renames leaves the old one aside, and `latest` moves it back
         aside = self.path.with_name(f".{self.path.name}.old")
         if self.path.exists():
             os.rename(self.path, aside)
         os.rename(self.tmp, self.path)
-        shards.flush(self.path.parent)
+        flush(self.path.parent)
         shutil.rmtree(aside, ignore_errors=True)
 
     def _close(self) -> None:

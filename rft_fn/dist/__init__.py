@@ -5,6 +5,7 @@ from rft_fn.dist.collectives import (
     all_reduce,
     barrier,
     differences,
+    fetch_media,
     gather,
     is_main,
     rank,
@@ -12,10 +13,7 @@ from rft_fn.dist.collectives import (
     world,
 )
 from rft_fn.dist.group import settle
-from rft_fn.dist.heartbeat import Heartbeat
-from rft_fn.dist.lost import LOST, LostProcess, abort, is_lost, lost_line
-from rft_fn.dist.media import fetch_media
-from rft_fn.dist.processes import Processes, begin
+from rft_fn.dist.processes import LOST, Heartbeat, LostProcess, Processes, abort, begin, is_lost, lost_line
 
 __all__ = [
     "LOST",

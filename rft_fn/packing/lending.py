@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import check
-from rft_fn.packing import packs as units
+from rft_fn.packing.packs import smallest, total
 from rft_fn.types import Experience, Packed
 from rft_fn.types.media import Media
 
@@ -63,10 +63,10 @@ def _read(exp: Experience) -> Tensor:
 def reserve(exp: Experience, unit: int | Sequence[int]) -> int:
     """The tokens that a pack may have to borrow: 0 if every unit of rows has each kind of media."""
     sizes = check.units(unit, len(exp.tokens))
-    lacking = [c for c in counts(exp.media).values() if not bool(units.total(c, sizes).all())]
+    lacking = [c for c in counts(exp.media).values() if not bool(total(c, sizes).all())]
     if not lacking:
         return 0
-    return units.smallest(unit) * int(_read(exp)[lenders(exp, [])].sum())
+    return smallest(unit) * int(_read(exp)[lenders(exp, [])].sum())
 
 
 def owners(exp: Experience, packs: Sequence[Sequence[int]]) -> list[int]:
@@ -81,6 +81,6 @@ def owners(exp: Experience, packs: Sequence[Sequence[int]]) -> list[int]:
 def with_media(b: Packed, which: Sequence[int]) -> list[int]:
     """The units of a pack that `which` of them borrow: the smallest of each kind that they lack."""
     sizes = check.units(b.unit, b.num_seqs)
-    size = units.total(torch.bincount(b.seq, minlength=b.num_seqs), sizes)
-    count = {name: units.total(c, sizes) for name, c in counts(b.media).items()}
+    size = total(torch.bincount(b.seq, minlength=b.num_seqs), sizes)
+    count = {name: total(c, sizes) for name, c in counts(b.media).items()}
     return _cheapest(count, size, which)

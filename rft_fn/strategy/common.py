@@ -1,5 +1,7 @@
 """The parts that all strategies share: the cut of a batch, and the record around a backend."""
 
+import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
@@ -10,13 +12,11 @@ from torch import nn
 from rft_fn import check, ckpt, dist, memory, packing, tree
 from rft_fn.model import reader
 from rft_fn.model.lora import Export
+from rft_fn.model.placing import Residence, Where
 from rft_fn.model.text import ALONE
 from rft_fn.strategy import diagnose
 from rft_fn.strategy.config import StrategyConfig
-from rft_fn.strategy.malloc import keep_freed
-from rft_fn.strategy.placing import place, require_device, require_own_apply
-from rft_fn.strategy.scoring import require_same_sampling, scorer
-from rft_fn.strategy.session import Session
+from rft_fn.strategy.step import Session, require_same_sampling, scorer
 from rft_fn.types import Apply, Experience, LossFn, Packed, Strategy, TrainState, Transform
 from rft_fn.types.media import MEDIA_COST
 from rft_fn.types.strategy import (
@@ -31,7 +31,76 @@ from rft_fn.types.strategy import (
     Update,
 )
 
-__all__ = ["Backend", "Cut", "assemble", "everywhere"]
+__all__ = [
+    "Backend", "Cut", "assemble", "everywhere", "keep_freed", "place", "require_device",
+    "require_own_apply", "residence_of",
+]  # fmt: skip
+
+
+# ---------- the weights of models on the device in some phases of a run, on the host in others
+
+
+def residence_of(apply: Apply) -> Residence:
+    """Where the weights of a bound model are. ValueError for an apply that no strategy gave."""
+    found = getattr(apply, "residence", None)
+    if found is None:
+        raise ValueError(f"apply: expected one that st.init or st.bind gave, got {type(apply).__name__}")
+    return found
+
+
+def require_own_apply(state: TrainState, apply: Apply) -> None:
+    """ValueError for an apply that `init` did not give with this state, or with the state that it forks."""
+    residence = getattr(apply, "residence", None)
+    own = residence is not None and residence is state.residence
+    if state.residence is None:  # a fork, or a state of ZeRO, which knows its own
+        own = residence is not None and (state.module is None or residence.module is state.module)
+    if not own:
+        found = getattr(apply, "__name__", type(apply).__name__)
+        if residence is not None:
+            found = f"that of another {residence.name}"
+        raise ValueError(
+            f"apply: expected the one that init gave with this state, got {found}; a model that computes "
+            "something else is a module of its own: apply, state = st.init(module, tx)"
+        )
+
+
+def place(apply: Apply, where: Where, /) -> None:
+    """Move the weights of a bound model to the "device" or to the "host"; see `types.strategy.Place`."""
+    residence_of(apply).move(where)
+
+
+def require_device(state: TrainState) -> None:
+    """ValueError for a state whose weights are on the host."""
+    if state.residence is not None:
+        state.residence.require_device("state")
+
+
+# ---------- memory of the host that is freed and soon needed again
+
+
+# names and values of glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_NEVER = -1
+_LARGE = 1 << 30  # bytes from which on an allocation is the system's own, and goes back to it at once
+
+
+def keep_freed() -> bool:
+    """Have this process keep the memory that it frees, in blocks of up to 1 GiB.
+
+    Returns whether it does from then on: only with glibc. A gradient frees its activations, and the next pack
+    needs as much. By default glibc hands large blocks back to the system, which gives them out again page by
+    page, each filled with zeros. Again is no different.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, _LARGE) and mallopt(_TRIM_THRESHOLD, _NEVER))
+
+
+# ---------- the parts that all strategies share: the cut of a batch, and the record around a backend
+
 
 P = ParamSpec("P")
 T = TypeVar("T")

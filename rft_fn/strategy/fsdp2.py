@@ -25,9 +25,9 @@ from rft_fn.strategy import step
 from rft_fn.strategy.common import Backend, Cut, assemble, everywhere, nothing
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.local import layout as local_layout
-from rft_fn.strategy.mesh import shared_meshes
 from rft_fn.strategy.sequence import Sequence as SequenceAxis
-from rft_fn.strategy.session import Session
+from rft_fn.strategy.sequence import shared_meshes
+from rft_fn.strategy.step import Session
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
 __all__ = ["fsdp2", "groups", "layout"]

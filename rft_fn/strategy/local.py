@@ -13,10 +13,9 @@ from rft_fn.model import quantize
 from rft_fn.model.bind import applied
 from rft_fn.model.lora import Export
 from rft_fn.strategy import step
-from rft_fn.strategy.common import Backend, Cut, assemble, nothing
+from rft_fn.strategy.common import Backend, Cut, assemble, nothing, residence_of
 from rft_fn.strategy.config import StrategyConfig
-from rft_fn.strategy.placing import residence_of
-from rft_fn.strategy.session import Session
+from rft_fn.strategy.step import Session
 from rft_fn.types import Apply, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
 __all__ = ["fork", "layout", "local"]
@@ -83,7 +82,7 @@ def fork(state: TrainState) -> TrainState:
     Only for the local strategy, where apply is a function of the parameters it is given. ValueError for a
     state whose apply takes only its own module's, which FSDP2 and ZeRO lay out.
     """
-    from rft_fn.strategy.zero.state import ZeroState
+    from rft_fn.strategy.zero.engine import ZeroState
 
     sharded = any(hasattr(p, "device_mesh") for p in state.params.values())
     if sharded or (isinstance(state.opt, tuple) and any(isinstance(x, ZeroState) for x in state.opt)):

@@ -1,27 +1,151 @@
 """Gradients and updates for parameters that are tensors, plain ones or DTensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rft_fn import dist, metric, optim, tree
+from rft_fn import ckpt, dist, metric, optim, packing, tree
 from rft_fn import model as model_lib
 from rft_fn.loss.evaluate import evaluate
 from rft_fn.model import blocks
+from rft_fn.model.bind import read_field, require_fields, to_params_device
 from rft_fn.model.placing import Residence
+from rft_fn.model.scorer import Scorer
 from rft_fn.optim.transforms import local_parts
 from rft_fn.precision import wide
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite
-from rft_fn.strategy.session import Session
-from rft_fn.types import Apply, LossFn, Packed, Sampling, TokenOut, TrainState, Transform
+from rft_fn.types import (
+    Apply,
+    Experience,
+    LossFn,
+    Packed,
+    Rollout,
+    Sampling,
+    TokenOut,
+    TrainState,
+    Transform,
+    experience,
+)
+from rft_fn.types.strategy import Gather, ScoreRows, Shard
 
 __all__ = [
-    "cast", "compile_blocks", "finite", "grad", "loss_and_metrics", "masters", "merge_metrics", "move_opt",
-    "offload", "optimizer", "reload", "start", "update", "wrap_for_training",
+    "Session", "cast", "compile_blocks", "finite", "grad", "loss_and_metrics", "masters", "merge_metrics",
+    "move_opt", "offload", "optimizer", "reload", "require_same_sampling", "scorer", "start", "update",
+    "wrap_for_training",
 ]  # fmt: skip
+
+
+# ---------- the resources of a strategy, which it owns and closes
+
+
+class Session:
+    """The processes of a strategy, its checkpoint writer, and the folder for dumps of faults."""
+
+    def __init__(self, processes: dist.Processes | None = None):
+        self.processes = processes or dist.Processes()
+        self.writer = ckpt.Writer()
+        self.dump_dir = Path(".")
+
+    @property
+    def current_phase(self) -> str:
+        """The phase of this process: the innermost block, or the last one before the script's own code."""
+        return self.processes.current_phase
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Call what this process does inside the block `name`; LostProcess where it loses another."""
+        return self.processes.phase(name)
+
+    def watch(self) -> AbstractContextManager[None]:
+        """Raise LostProcess for an error in the block about a lost process."""
+        return self.processes.watch()
+
+    def set_dump_dir(self, folder: str | Path) -> None:
+        """Set the folder that dumps of gradients that are not finite go to."""
+        self.dump_dir = Path(folder)
+
+    def close(self, release: Callable[[], None] | None = None) -> None:
+        """Wait for the checkpoint writer, which may raise, then leave the processes. Twice is once.
+
+        `release` is called between the two: the writer needs the other processes.
+        """
+        try:
+            with self.watch():
+                self.writer.finish()
+        finally:
+            try:
+                if release is not None:
+                    release()
+            finally:
+                self.processes.close()
+
+
+# ---------- whole rows scored by a model: its outputs for every token of a batch, the same on every rank
+
+
+def require_same_sampling(apply: Apply, drawn: Sampling | None) -> None:
+    """ValueError for a language model that scores another distribution than a rollout was drawn from."""
+    residence = getattr(apply, "residence", None)
+    if drawn is None or residence is None:
+        return
+    for part in residence.root.modules():
+        if isinstance(part, Scorer) and part.sampling.distribution != drawn.distribution:
+            raise ValueError(
+                f"sampling: expected a model bound with that of the rollout, {drawn.described}, got "
+                f"{part.sampling.described}; give st.init and st.bind sampling=rollout.sampling, or "
+                "tree.replace(rollout, sampling=None) where that is meant"
+            )
+
+
+def scorer(shard: Shard, gather: Gather) -> ScoreRows:
+    """`Strategy.score` for a strategy that cuts batches by `shard` and puts them together by `gather`."""
+
+    @torch.no_grad()
+    def score(
+        apply: Apply,
+        params: Any,
+        batch: Experience | Rollout,
+        budget: int,
+        *,
+        fields: Sequence[str] = ("logp",),
+    ) -> TokenOut:
+        require_fields(fields)
+        require_same_sampling(apply, batch.sampling)
+
+        # every rank scores its own packs, and gets the rows of all
+        exp = _all_rows(batch)
+        packs = shard(exp, budget)
+        outs = [apply(params, pack) for pack in to_params_device(apply, params, packs)]
+        names = list(dict.fromkeys(["logp", *fields]))  # in the same order on every rank, as a set is not
+        rows = {name: _rows(name, outs, packs, exp, gather) for name in names}
+        return TokenOut(**rows)
+
+    return score
+
+
+def _all_rows(batch: Experience | Rollout) -> Experience:
+    """The batch with a weight on every token in mask, so that no row is left out."""
+    w = batch.mask.float()
+    if isinstance(batch, Rollout):  # whose own log-probs may be NaN: they are what is looked into
+        zero = torch.zeros_like(w)
+        return experience(batch, adv=zero, w=w, old_logp=zero)
+    return tree.replace(batch, w=w)
+
+
+def _rows(
+    name: str, outs: Sequence[TokenOut], packs: Sequence[Packed], exp: Experience, gather: Gather
+) -> Tensor:
+    """One field of the packs of all ranks as [B, S, ...], 0 outside mask."""
+    mine = [read_field(out, name).to(exp.tokens.device) for out in outs]
+    return gather(packing.unpack(mine, packs, exp.tokens)[None]).sum(0)
+
+
+# ---------- gradients and updates for parameters that are tensors, plain ones or DTensors
+
 
 NARROW = (torch.bfloat16, torch.float16)
 

@@ -8,7 +8,7 @@ import tiny
 import torch
 
 from rft_fn import ckpt, optim, reward_shaping, strategy, tree, types
-from rft_fn.ckpt import skeleton
+from rft_fn.ckpt import folder
 
 
 @tree.struct
@@ -79,10 +79,10 @@ def test_an_extra_comes_back_as_it_was(tmp_path, what):
 def test_a_field_that_a_later_version_brought_has_its_default():
     """A rollout that was saved before it said how it was drawn is one still."""
     rollout = tree.replace(EXTRAS["a rollout"], sampling=None)
-    saved = skeleton.outline(rollout)
+    saved = folder.outline(rollout)
     del saved["static"]
     leaves = {f"extra/{name}": x for name, x in tree.leaves_with_path(rollout)}
-    assert same(skeleton.build(saved, lambda path, like: leaves[path]), rollout)
+    assert same(folder.build(saved, lambda path, like: leaves[path]), rollout)
 
 
 def test_the_lengths_are_those_saved_and_the_fields_the_template_s(tmp_path):

@@ -12,7 +12,7 @@ import rft_fn as rft
 from rft_fn import engine, optim
 from rft_fn.model import placing
 from rft_fn.strategy import StrategyConfig
-from rft_fn.strategy.placing import residence_of
+from rft_fn.strategy.common import residence_of
 from rft_kernels import products
 
 pytestmark = pytest.mark.usefixtures("plain_runs")

@@ -13,7 +13,7 @@ import rft_fn as rft
 from rft_fn import dist, model, optim, strategy
 from rft_fn.model import apply_lora_configuration
 from rft_fn.strategy import StrategyConfig, get_strategy
-from rft_fn.strategy.placing import residence_of
+from rft_fn.strategy.common import residence_of
 
 SHARDED = {
     "fsdp2": {},

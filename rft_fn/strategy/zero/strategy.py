@@ -19,19 +19,49 @@ from rft_fn.model import probe
 from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.finite import require_finite
 from rft_fn.model.lora import Export
+from rft_fn.model.placing import Residence, Where
 from rft_fn.strategy import step
 from rft_fn.strategy.common import Backend, Cut, assemble, everywhere
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite
 from rft_fn.strategy.fsdp2 import groups
-from rft_fn.strategy.session import Session
+from rft_fn.strategy.step import Session
 from rft_fn.strategy.zero import engine, stages
-from rft_fn.strategy.zero import state as zero_state
 from rft_fn.strategy.zero.engine import Root, ZeroModel
-from rft_fn.strategy.zero.placing import ZeroResidence
 from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
 
-__all__ = ["deepspeed", "layout"]
+__all__ = ["ZeroResidence", "deepspeed", "layout"]
+
+
+# ---------- where the weights of a model under DeepSpeed are: its shards move with it
+
+
+class ZeroResidence(Residence):
+    """Where the weights of one model are, of which stage 3 has the shards beside the parameters."""
+
+    def __init__(self, root: nn.Module, module: nn.Module, *, trained: bool = False):
+        super().__init__(root, module)
+        self.trained = trained
+
+    def move(self, where: Where) -> None:
+        """`Residence.move`; ValueError for a model in training: its optimizer shares the weights."""
+        if self.trained:
+            raise ValueError(
+                f"apply: expected one of st.bind with zero_stage, got that of {self.name}, whose weights are "
+                "part of DeepSpeed's optimizer; FSDP2 moves models in training too"
+            )
+        super().move(where)
+
+    def apply(self, copy: Callable[[Tensor], Tensor]) -> None:
+        # a parameter of stage 3 is empty, but for small ones, which stay gathered
+        super().apply(copy)
+        for p in self.root.parameters():
+            shard: Any = getattr(p, "ds_tensor", None)
+            if shard is not None:
+                shard.data = copy(shard.data)
+
+
+# ---------- deepSpeed ZeRO 1, 2 and 3 as a `Strategy`
 
 
 @dataclass(frozen=True)
@@ -145,7 +175,7 @@ def init(
     _settle(cut, root, model.deepspeed_engine)
     residence = ZeroResidence(model.deepspeed_engine, module, trained=True)
     apply = ZeroApply(model.deepspeed_engine, model.params, session, residence, model)
-    return apply, zero_state.state_of(model, count=0, done=0, skipped=0)
+    return apply, engine.state_of(model, count=0, done=0, skipped=0)
 
 
 def grad(
@@ -156,7 +186,7 @@ def grad(
     The gradients stay in DeepSpeed, the metrics are the same everywhere. Every rank brings the same number of
     packs, at least one.
     """
-    model = zero_state.model_of(state)
+    model = engine.model_of(state)
     if not isinstance(apply, ZeroApply) or apply.model is not model:
         raise ValueError("apply: expected the one that init gave with this state, got another")
     if not packs:
@@ -191,7 +221,7 @@ def update(
     config.max_skips of them in a row NonFinite. ValueError for gradients that are not of the last
     `grad` of this model.
     """
-    model, count = zero_state.model_of(state), state.opt[0].count
+    model, count = engine.model_of(state), state.opt[0].count
     if grads.model is not model or grads.turn != model.turn:
         raise ValueError("grads: expected those of the last grad of this model: DeepSpeed holds no others")
     with session.phase(f"update of step {state.step + 1}"):
@@ -211,7 +241,7 @@ def update(
         )
 
     model.turn += 1  # the gradients are used up
-    new = zero_state.state_of(model, count=count, done=state.step + 1, skipped=skipped)
+    new = engine.state_of(model, count=count, done=state.step + 1, skipped=skipped)
     tree.donate(state, grads)
     numbers = {"grad/norm": norm, "grad/skipped": float(not finite)}
     return new, {name: metric.sum(torch.tensor(x)) for name, x in numbers.items()}
@@ -222,7 +252,7 @@ def export(state: TrainState, *, finite: bool = True, session: Session) -> Expor
 
     Adapters are merged. One at a time, on every rank: all of them have to iterate.
     """
-    model = zero_state.model_of(state)
+    model = engine.model_of(state)
 
     def full(p: Tensor) -> Tensor:
         with session.watch():
@@ -321,10 +351,10 @@ def deepspeed(config: StrategyConfig, session: Session) -> Strategy:
         export=partial(export, session=session),
         finite=_finite,
         save_pretrained=save_pretrained,
-        save=zero_state.save,
-        restore=zero_state.restore,
-        offload=partial(zero_state.moved, host=True),
-        reload=partial(zero_state.moved, host=False),
+        save=engine.save,
+        restore=engine.restore,
+        offload=partial(engine.moved, host=True),
+        reload=partial(engine.moved, host=False),
         release=release,
     )
     return assemble(backend, config, session, cut, rank=dist.rank(), world=dist.world(), gather=dist.gather)
