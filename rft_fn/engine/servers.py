@@ -30,14 +30,14 @@ from rft_fn.engine.dialect import (
     Fault,
     Refused,
     Reply,
+    ServedModel,
     check_reply,
     probe,
+    served_model,
 )
-from rft_fn.engine.first_rank import on_first_rank
-from rft_fn.engine.lifetime import dead_after_failure
+from rft_fn.engine.lifetime import dead_after_failure, on_first_rank
 from rft_fn.engine.pool import Pool
 from rft_fn.engine.requests import BadRequest, Response
-from rft_fn.engine.served import ServedModel, served_model
 from rft_fn.engine.server_checks import COMPARED, compare_servers
 from rft_fn.engine.stop import Stop
 from rft_fn.types import Engine, Rollout, Sampling

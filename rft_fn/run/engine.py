@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rft_fn import data, dist, sync
 from rft_fn import engine as engine_lib
-from rft_fn.engine import BadRequest, EngineDead, deadline
+from rft_fn.engine import BadRequest, EngineDead, time_limit
 from rft_fn.run.folder import Run
 from rft_fn.run.placing import with_weights
 from rft_fn.run.task import Task
@@ -216,7 +216,7 @@ def saved_if_lost(run: Run) -> Iterator[None]:
     An engine that hangs in native code ends the process; one process alone saves before that too.
     """
     try:
-        with deadline.saving(partial(_save_alone, run)):
+        with time_limit.saving(partial(_save_alone, run)):
             yield
     except EngineDead as error:
         raise EngineDead(f"{error}{_saved(run)}") from None

@@ -10,7 +10,7 @@ from torch import nn
 
 from rft_fn import data, engine, model, reward
 from rft_fn.data.steps import NEW_LINE
-from rft_fn.engine.deferred import deferred
+from rft_fn.engine.lifetime import deferred
 from rft_fn.memory import Sampler
 from rft_fn.reward.scalar_model import check_budget
 from rft_fn.reward.veto import read_veto

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rft_fn as rft
-from rft_fn.engine.deferred import deferred
+from rft_fn.engine.lifetime import deferred
 from rft_fn.types import Sampling
 
 

@@ -12,7 +12,8 @@ from test_house import load_script
 
 import rft_fn as rft
 from rft_fn import engine
-from rft_fn.engine import deadline, time_limit
+from rft_fn.engine import time_limit
+from rft_fn.engine import time_limit as deadline
 from rft_fn.engine.hf import sampler
 from rft_fn.engine.requests import BadRequest
 

@@ -8,7 +8,7 @@ from sees_and_hears import FAMILIES, IMAGE, SEE, SEEN
 from rft_fn.engine import requests
 from rft_fn.engine.prompt_media import Shown
 from rft_fn.engine.vllm import media
-from rft_fn.engine.vllm.package import part
+from rft_fn.engine.vllm.surroundings import part
 
 pytestmark = needs_vllm
 

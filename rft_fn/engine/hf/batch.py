@@ -10,22 +10,64 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rft_fn.engine.hf import cache as caches
-from rft_fn.engine.hf import media
+from rft_fn.engine.hf import kv
+from rft_fn.engine.hf import prompts as media
 from rft_fn.engine.hf.prompts import OPTION, Layer, Prompts
 from rft_fn.engine.hf.prompts import reading as prompts_read
 from rft_fn.engine.prompt_media import Shown, text
 
+__all__ = ["Batch", "Batching", "draw", "numbers_per_draw", "start"]
+
+
+# ---------- draws from a categorical distribution that hardly change when its probabilities hardly do
+
+
+def numbers_per_draw(vocab: int) -> int:
+    """The uniform numbers that one draw from `vocab` tokens takes: ceil(log2(vocab))."""
+    return (vocab - 1).bit_length()
+
+
+def draw(p: Tensor, u: Tensor) -> Tensor:
+    """p [B, V], u [B, D] -> token [B]: one of V tokens with the probabilities p / p.sum(-1).
+
+    u are uniform numbers in [0, 1), float64, of which the first `numbers_per_draw(V)` are read. A token of
+    probability 0 is never drawn. Sums are formed element by element, so that a row gives the same token in
+    any batch.
+    """
+    # the nodes of a level are those below it, folded in the middle: y[j] = x[j] + x[j + half]
+    levels = [p]
+    while levels[-1].shape[-1] > 1:
+        below = levels[-1]
+        half = (below.shape[-1] + 1) // 2
+        pairs = below.shape[-1] - half
+        above = below[:, :pairs] + below[:, half:]
+        if pairs < half:  # the node in the middle has none
+            above = torch.cat([above, below[:, pairs:half]], -1)
+        levels.append(above)
+
+    # from the root, which is one node, to a token
+    node = torch.zeros(len(p), 1, dtype=torch.long, device=p.device)
+    for depth, level in enumerate(reversed(levels[:-1])):
+        half = (level.shape[-1] + 1) // 2
+        other = node + half
+        exists = other < level.shape[-1]
+        first = level.gather(-1, node).double()
+        second = level.gather(-1, other.clamp(max=level.shape[-1] - 1)).double() * exists
+        node = torch.where(u[:, depth : depth + 1] * (first + second) < first, node, other)
+    return node.squeeze(-1)
+
+
+# ---------- rows of tokens that grow together, and a model's logits for the next token of each
+
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-__all__ = ["Batch", "Batching", "start"]
 
 
 class Batching(NamedTuple):
     """How the rows of a batch are given to a model."""
 
-    rows: caches.Rows | None  # the dimension of rows in its cache; None: no cache, all tokens are read again
+    rows: kv.Rows | None  # the dimension of rows in its cache; None: no cache, all tokens are read again
     padded: bool = False  # rows of different lengths together, padded on the left
     grows: bool = True  # whether the cache has a place for each token, padding too
     single: bool = False  # one row at a time
@@ -60,7 +102,7 @@ class Batch:
             if len(of) > len(counts):
                 self.take(of)
             return
-        layers = [Layer(*part.lift(len(of))) for part in caches.own(self.cache)]
+        layers = [Layer(*part.lift(len(of))) for part in kv.own(self.cache)]
         self.prompts = Prompts(layers, self.seen, of)
         self.before = self.seen.sum(-1)
         self._pick(of)
@@ -72,7 +114,7 @@ class Batch:
         self._pick(index)
         self.seen = self.seen[index]
         if self.batching.rows is not None:
-            self.cache = caches.select(self.cache, self.batching.rows, index)
+            self.cache = kv.select(self.cache, self.batching.rows, index)
         if self.prompts is not None:
             self.prompts.take(index)
         self._trim()
@@ -96,7 +138,7 @@ class Batch:
         self.beyond = torch.cat([self.beyond, other.beyond], 1)
         self.shown = [*self.shown, *other.shown]
         self.logits = torch.cat([self.logits, other.logits])
-        caches.join(self.cache, other.cache)
+        kv.join(self.cache, other.cache)
         if self.prompts is not None and other.prompts is not None:
             self.prompts.join(other.prompts)
         self._trim()
@@ -108,7 +150,7 @@ class Batch:
         empty = int(self.seen.any(0).int().argmax())
         if empty:
             self.seen = self.seen[:, empty:]
-            for part in caches.own(self.cache):
+            for part in kv.own(self.cache):
                 part.crop_left(empty)
         self.ragged = not bool(self.seen.all())
 
@@ -161,9 +203,9 @@ class Batch:
         self.logits = out.logits[:, -1]
         if self.batching.rows is not None:
             first = self.cache is None
-            self.name, self.cache = caches.found_in(out) or ("", None)
+            self.name, self.cache = kv.found_in(out) or ("", None)
             if first and self.batching.room:
-                from rft_fn.engine.hf.buffers import make_room  # with transformers
+                from rft_fn.engine.hf.kv import make_room  # with transformers
 
                 make_room(self.cache, self.most)
 

@@ -12,7 +12,7 @@ from rft_fn import model as model_lib
 from rft_fn.engine import prompt_media, requests
 from rft_fn.engine.arrival import Arrival, manifest
 from rft_fn.engine.config import EngineConfig
-from rft_fn.engine.hf import media
+from rft_fn.engine.hf import prompts as media
 from rft_fn.engine.hf.batch import Batching
 from rft_fn.engine.hf.probe import find_batching
 from rft_fn.engine.hf.sampler import Sampler

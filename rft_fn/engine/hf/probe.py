@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rft_fn.engine.hf import cache as caches
-from rft_fn.engine.hf import media
+from rft_fn.engine.hf import kv
+from rft_fn.engine.hf import prompts as media
 from rft_fn.engine.hf.batch import Batching, start
 from rft_fn.engine.hf.prompts import can_share
 from rft_fn.engine.prompt_media import Shown
@@ -84,8 +84,8 @@ def _with_cache(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
     roomy = _attempt(start, lm, Batching(rows={}, room=True), [[pad] * 3], [1], pad)
     found: list[tuple[Batching, str]] = []
     for batching, note in plain:
-        if roomy is not None and caches.own(roomy.cache):
-            if batching.padded and not caches.tensors(roomy.cache).keys() & (batching.rows or {}).keys():
+        if roomy is not None and kv.own(roomy.cache):
+            if batching.padded and not kv.tensors(roomy.cache).keys() & (batching.rows or {}).keys():
                 joining = batching._replace(room=True, joins=True)
                 if can_share(lm):
                     found.append((joining._replace(shares=True), note))
@@ -114,18 +114,18 @@ def _plain(lm: "PreTrainedModel", pad: int) -> list[tuple[Batching, str]]:
     long = _attempt(cache_of, Batching(rows={}), [[pad] * 4] * 2)
     if long is None:
         return [single]
-    rows = caches.compare(short, long)
+    rows = kv.compare(short, long)
     even = Batching(rows, switch=switch), "gets prompts of one length at a time"
     if switch is not None:
         return [even, single]
-    lasting = caches.constant(short, long, rows)
+    lasting = kv.constant(short, long, rows)
     padded = Batching(rows, padded=True, grows=len(lasting) < len(rows)), ""
 
     # Whatever padding adds to a state would pass for rounding in 16 bits: a row of nothing but padding has
     # to leave it at zero.
     if lasting:
         nothing = _attempt(cache_of, padded[0], [[], [pad] * 3])
-        found = caches.tensors(nothing)
+        found = kv.tensors(nothing)
         if nothing is None or any(found[path].select(rows[path], 0).any() for path in lasting):
             return [even, single]
     return [padded, even, single]

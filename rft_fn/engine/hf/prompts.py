@@ -8,16 +8,62 @@ and values of a row's own tokens are in the model's cache, as always.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from rft_fn import tree
+from rft_fn.engine.prompt_media import Shown, as_pack
 from rft_fn.model.attention import keeps_scores, unfit_model, use
+from rft_fn.model.media import media_inputs, placeholders
 from rft_fn.model.parts import text_config
 
-__all__ = ["OPTION", "Prompts", "can_share", "reading"]
+__all__ = ["OPTION", "Prompts", "beyond", "can_share", "inputs", "reading"]
+
+
+# ---------- the inputs of rows that see or hear: those of a pack of the same sequences, put into rows
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+_PER_TOKEN = ("position_ids", "mm_token_type_ids", "token_type_ids")
+
+
+def inputs(lm: "PreTrainedModel", tokens: Tensor, seen: Tensor, shown: Sequence[Shown]) -> dict[str, Any]:
+    """The keyword arguments by which a model takes the media of rows [R, W], padded on either side.
+
+    Positions [axes, R, W] are among them where they are not those of text. Empty for a text model.
+    """
+    if not placeholders(lm.config):
+        return {}
+    ids = [row[real].tolist() for row, real in zip(tokens, seen)]
+    pack = tree.map(lambda x: x.to(lm.device), as_pack(ids, shown))
+    given = media_inputs(lm, pack)
+    for name in _PER_TOKEN:
+        if name in given:
+            flat = given[name].squeeze(-2)  # [..., T] of [..., 1, T]
+            given[name] = flat.new_zeros(*flat.shape[:-1], *seen.shape)
+            given[name][..., seen] = flat
+    return given
+
+
+def beyond(position: Tensor, seen: Tensor) -> Tensor:
+    """[axes, R]: by how much the position of a new token is more than the number of tokens before it.
+
+    `position` [axes, R, W] has that of text first. On the others a token follows the largest one of its row.
+    """
+    after = position[1:].masked_fill(~seen, -1).amax((0, -1)) + 1
+    more = torch.zeros_like(position[..., 0])
+    more[1:] = after - seen.sum(-1)
+    return more
+
+
+# ---------- prompts that are held once, and attention that reads them once for all of their samples
+
 
 NAME = "rft_prompts"  # of the attention function, in transformers' table
 OPTION = "rft_prompts"  # by which a model hands prompts on to it

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import logprob, rng
-from rft_fn.engine.hf.batch import Batch, Batching, start
-from rft_fn.engine.hf.draw import draw, numbers_per_draw
+from rft_fn.engine.hf.batch import Batch, Batching, draw, numbers_per_draw, start
 from rft_fn.engine.prompt_media import Shown
 from rft_fn.engine.requests import Response, Row
 from rft_fn.engine.stop import Stop

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rft_fn.engine.prompt_media import Shown
 from rft_fn.engine.requests import BadRequest
-from rft_fn.engine.vllm.package import part
+from rft_fn.engine.vllm.surroundings import part
 from rft_fn.model.features import expected_counts
 from rft_fn.model.media import placeholders
 

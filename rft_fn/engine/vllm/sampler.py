@@ -10,8 +10,7 @@ import torch
 from rft_fn.engine.prompt_media import Shown
 from rft_fn.engine.requests import Response
 from rft_fn.engine.stop import Stop
-from rft_fn.engine.vllm.package import part
-from rft_fn.engine.vllm.surroundings import kept_random
+from rft_fn.engine.vllm.surroundings import kept_random, part
 from rft_fn.types import Sampling
 
 __all__ = ["Asked", "Sampler"]

@@ -11,14 +11,34 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
-from rft_fn.engine.vllm.package import part
+__all__ = ["keep_groups", "kept", "kept_random", "leave", "part"]
 
-__all__ = ["keep_groups", "kept", "kept_random", "leave"]
+
+# ---------- the package vllm, which is imported only where its engine is chosen
+
+
+def part(name: str = "") -> Any:
+    """A module of vLLM by its name within the package. ModuleNotFoundError without vLLM."""
+    full = f"vllm.{name}".rstrip(".")
+    try:
+        return import_module(full)
+    except ModuleNotFoundError as error:
+        if error.name != "vllm" and not (error.name or "").startswith("vllm."):
+            raise
+        raise ModuleNotFoundError(
+            f"engine vllm: expected the package vllm, got no module {error.name}; install it as "
+            "docs/engines.md says"
+        ) from None
+
+
+# ---------- the process around vLLM: what it changes there is put back
+
 
 # of vLLM, where the user has not set them: the engine in this process, quiet, and reporting to nobody
 OPTIONS = {
