@@ -274,9 +274,9 @@ def _announce_nameless(tokens: Tensor, tokenizer: Any) -> None:
     count = int(torch.isin(behind, torch.tensor(nameless, dtype=torch.long)).sum())
     if count:
         # a power of ten, so that a run says it once and again only where the share has changed
-        share = 10 ** round(math.log10(count / len(tokens)))
+        share = 100 * 10 ** round(math.log10(count / len(tokens)))
         warnings.warn(
-            f"engine: about {share:.0e} of the sampled tokens are ids that the tokenizer has no text for "
+            f"engine: about {share:g} % of the sampled tokens are ids that the tokenizer has no text for "
             f"(it has {len(tokenizer)}): they are trained on, and no reward reads them; cut the model's "
             "vocabulary to the tokenizer's (resize_token_embeddings), or fill it with tokens",
             stacklevel=3,

@@ -130,9 +130,10 @@ def scorer(shard: Shard, gather: Gather) -> ScoreRows:
 def _all_rows(batch: Experience | Rollout) -> Experience:
     """The batch with a weight on every token in mask, so that no row is left out."""
     w = batch.mask.float()
-    if isinstance(batch, Rollout):  # whose own log-probs may be NaN: they are what is looked into
-        zero = torch.zeros_like(w)
-        return experience(batch, adv=zero, w=w, old_logp=zero)
+    if isinstance(batch, Rollout):
+        # its own log-probs may be NaN, which is what is looked into: they only say what was sampled
+        old_logp = torch.nan_to_num(batch.logp, nan=-1.0)
+        return experience(batch, adv=torch.zeros_like(w), w=w, old_logp=old_logp)
     return tree.replace(batch, w=w)
 
 

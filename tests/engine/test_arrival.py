@@ -105,8 +105,8 @@ def test_weights_that_nothing_trains_need_not_arrive():
     class Short(Export):
         """An export that loses its last tensor."""
 
-        def own(self):
-            yield from list(super().own())[:-1]
+        def _copies(self):
+            yield from list(super()._copies())[:-1]
 
     with pytest.raises(ValueError, match="1 missing in all"):
         eng.load(Short(state.params, state.module, torch.Tensor.detach), version=2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 from rich.console import Console
-from test_run_page import COLORED, TINY, token_row, write_rows, write_run
+from test_run_page import COLORED, token_row, write_rows, write_run
 
 from rft_fn.run import commands, lock
 from rft_fn.run.page.fields import FIELDS, Name
@@ -124,9 +124,12 @@ def test_a_response_steers_no_terminal(tmp_path):
     assert not set("\x1b\x07\r") & set(text)
 
 
-def test_a_finished_run_is_shown_once(capsys):
-    commands.main(["watch", str(TINY)])
-    assert "step 140 of 140" in capsys.readouterr().out
+def test_a_finished_run_is_shown_once(tmp_path, capsys):
+    folder = write_run(tmp_path / "r")
+    steps = len((folder / "metrics.jsonl").read_text().splitlines())
+    (folder / "config.json").write_text(f'{{"steps": {steps}}}')
+    commands.main(["watch", str(folder)])
+    assert capsys.readouterr().out.count(f"step {steps} of {steps}") == 1
 
 
 def test_the_colour_is_an_option_of_the_command(tmp_path, capsys):
