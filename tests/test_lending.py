@@ -7,8 +7,8 @@ from hypothesis import example, given
 
 from rft_fn import metric, packing, segment, testing, tree
 from rft_fn.packing import plan
-from rft_fn.packing.lending import lenders, reserve
 from rft_fn.packing.packs import alone, placeholder
+from rft_fn.packing.units import lenders, reserve
 from rft_fn.types import Experience, Media
 
 NAMES = ("pixels", "sound")

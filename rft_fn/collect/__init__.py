@@ -1,11 +1,10 @@
 """How rollouts come about: sampled and judged by all ranks, and checked against the trainer."""
 
-from rft_fn.collect.ahead import Ahead, due, version_of
+from rft_fn.collect.ahead import Ahead, InOrder, Weights, due, version_of
 from rft_fn.collect.conversations import Played
 from rft_fn.collect.dynamic_sampling import VariedGroups, judged_groups, sample_varied_groups
-from rft_fn.collect.generate import gather_and_generate
-from rft_fn.collect.in_order import InOrder, Weights
-from rft_fn.collect.inference import (
+from rft_fn.collect.generate import (
+    gather_and_generate,
     inference_engine_status,
     setup_inference_engine,
     sleep_inference_engine,

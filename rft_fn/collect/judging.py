@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import dist
-from rft_fn.collect.part import part_of_rank
+from rft_fn.collect.generate import part_of_rank
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.reward import Judged, Score, Scored, TrainerState, check, concat, judge, judge_rows
 from rft_fn.reward.combine import joint_names

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rft_fn import tree
-from rft_fn.collect.media import has_media, with_media, without_media
+from rft_fn.collect.generate import has_media, with_media, without_media
 from rft_fn.rollout import Prefix, concat, extend, prefixes, take
 from rft_fn.strategy import get_fake_strategy
 from rft_fn.types import Rollout, Sampling, Strategy

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 from rft_fn import rng
 from rft_fn.collect.acting import Act, Acted, act_together, read_reset, read_step
 from rft_fn.collect.conversations import Conversation, Played, assembled
-from rft_fn.collect.generate import gather_and_generate
-from rft_fn.collect.media import has_media, with_media
-from rft_fn.collect.part import part_of_rank
+from rft_fn.collect.generate import gather_and_generate, has_media, part_of_rank, with_media
 from rft_fn.environment import Environment, Renderer
 from rft_fn.rollout import Prefix
 from rft_fn.types import Engine, Sampling, Strategy

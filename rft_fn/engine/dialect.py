@@ -18,7 +18,7 @@ from rft_fn.engine import requests
 from rft_fn.engine.arrival import Manifest, manifest
 from rft_fn.model import quantize
 from rft_fn.model.convert import converted
-from rft_fn.model.stored import Stored, slices
+from rft_fn.model.pretrained import Stored, slices
 from rft_fn.reward.remote import values
 from rft_fn.reward.remote.hosts import masked, token_in
 from rft_fn.types import Sampling

@@ -2,8 +2,7 @@
 
 from rft_fn.memory.engines import Sampler
 from rft_fn.memory.estimate import estimate
-from rft_fn.memory.example import Example, largest
-from rft_fn.memory.layout import Layout
+from rft_fn.memory.example import Example, Layout, largest
 from rft_fn.memory.phases import Estimate
 from rft_fn.memory.report import host_memory, report, table
 

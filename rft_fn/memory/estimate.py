@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from rft_fn import tree
 from rft_fn.memory import trace
 from rft_fn.memory.engines import Sampler, attempt, size_of, stays, weights_of
-from rft_fn.memory.example import Example
-from rft_fn.memory.layout import Layout
+from rft_fn.memory.example import Example, Layout
 from rft_fn.memory.phases import Asked, Estimate, Models
 from rft_fn.model import quantize
 from rft_fn.model.parts import find

@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from rft_fn import logprob, optim, tree
 from rft_fn import model as model_lib
-from rft_fn.memory import stand_in
-from rft_fn.memory.example import Example
-from rft_fn.memory.layout import Groups
+from rft_fn.memory import without_values
+from rft_fn.memory.example import Example, Groups
 from rft_fn.memory.without_values import Answers, Constants, Values
 from rft_fn.model import reader
 from rft_fn.model.parts import find
@@ -120,7 +119,7 @@ def _root(module: nn.Module, *, kind: str, tokens: int, fused: bool, chunk_size:
     options: dict[str, Any] = {"fused": fused, "chunk_size": chunk_size, "sampling": Sampling()}
     root = model_lib.wrap_for_training(module, entropy=True, **options)
 
-    stand_in.put_into(find(root).model, kind=kind)
+    without_values.put_into(find(root).model, kind=kind)
 
     # packs are taken as usual: without values nothing can be compared
     with Answers():

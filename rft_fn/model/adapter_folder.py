@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rft_fn.model.finite import require_finite
+from rft_fn.model.freeze import require_finite
 from rft_fn.model.lora import BELOW, require_plain_lora, wrapped
 
 __all__ = ["CONFIG", "read_adapter_config", "read_adapters", "with_adapter"]

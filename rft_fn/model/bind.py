@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from rft_fn import tree
 from rft_fn.loss.evaluate import REMEDY
-from rft_fn.model.dropout import checkpointed
+from rft_fn.model.freeze import checkpointed
 from rft_fn.model.materialize import materialize
 from rft_fn.model.placing import Residence
 from rft_fn.model.reader import settle

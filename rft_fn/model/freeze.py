@@ -1,14 +1,21 @@
 """Parts of a model that are not trained."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rft_fn.model.parts import find
+from rft_fn.model.quantize import whole
 
-__all__ = ["TOWERS", "freeze"]
+__all__ = ["TOWERS", "checkpointed", "disable_dropout", "freeze", "is_finite", "require_finite"]
+
+
+# ---------- parts of a model that are not trained
+
 
 TOWERS = "towers"
 
@@ -68,3 +75,79 @@ def _near(pattern: str, named: Mapping[str, Tensor]) -> list[str]:
         largest[".".join(path[:2])] = None
     words = [word for word in pattern.split(".") if not word.isdigit()]
     return get_close_matches("".join(words[-1:]), parts, n=4) or sorted(largest)[:6]
+
+
+# ---------- dropout off for good, also in layers that are checkpointed
+
+
+class _EvalCheckpoint:
+    """The checkpointing function of a layer that runs in evaluation mode.
+
+    transformers checkpoints a layer only in training mode, and many layers read their mode for dropout. So
+    the layer is in training mode when transformers looks, and not while it runs.
+    """
+
+    def __init__(self, layer: nn.Module, function: Callable[..., Any]):
+        self.layer = layer
+        self.function = function
+
+    def __call__(self, forward: Callable[..., Any], *args: Any) -> Any:
+        def in_eval(*inputs: Any) -> Any:
+            self.layer.training = False
+            try:
+                return forward(*inputs)
+            finally:
+                self.layer.training = True
+
+        return self.function(in_eval, *args)
+
+
+def checkpointed(module: nn.Module) -> list[Any]:
+    """The layers of transformers that are checkpointed.
+
+    ValueError for a model that checkpoints in another way.
+    """
+    on = []
+    for m in module.modules():
+        if getattr(m, "gradient_checkpointing", False) and hasattr(m, "_gradient_checkpointing_func"):
+            on.append(m)
+    if not on:
+        return []
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [m for m in on if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"gradient_checkpointing: expected layers of transformers' GradientCheckpointingLayer, "
+            f"{type(module).__name__} has none; load it without"
+        )
+    return layers
+
+
+def disable_dropout(module: nn.Module) -> None:
+    """Turn dropout off for good: a log-prob is a function of (params, pack).
+
+    Checkpointed layers stay checkpointed.
+    """
+    module.eval()
+    for layer in checkpointed(module):
+        layer.training = True
+        if not isinstance(layer._gradient_checkpointing_func, _EvalCheckpoint):
+            layer._gradient_checkpointing_func = _EvalCheckpoint(layer, layer._gradient_checkpointing_func)
+
+
+# ---------- the check of weights for NaN and inf, in one pass and without memory
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether a tensor has neither NaN nor inf."""
+    x = whole(x).detach()
+    if not x.is_floating_point() or x.is_meta or not x.numel():
+        return True
+    return bool(torch.isfinite(torch.stack(torch.aminmax(x))).all())  # NaN is in the minimum of what holds it
+
+
+def require_finite(what: str, name: str, x: Tensor) -> None:
+    """ValueError that names a tensor with NaN or inf."""
+    if not is_finite(x):
+        raise ValueError(f"{what}: {name}: expected finite numbers, got NaN or inf")

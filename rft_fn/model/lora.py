@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rft_fn import rng
-from rft_fn.model.finite import require_finite
+from rft_fn.model.freeze import require_finite
 from rft_fn.model.quantize import is_low, whole
 from rft_fn.model.targets import linear, not_taken_for_experts, target_paths, warn_of_left_out
 from rft_fn.optim.transforms import local_parts

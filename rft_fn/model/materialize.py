@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rft_fn.model.assign import local, put
 from rft_fn.model.convert import converted
-from rft_fn.model.finite import is_finite
+from rft_fn.model.freeze import is_finite
 from rft_fn.model.parts import path_of
-from rft_fn.model.pretrained import kind_of, require_held
-from rft_fn.model.sharded import local, put
-from rft_fn.model.stored import Stored, aliases, files, folder_of, slices, stored
+from rft_fn.model.pretrained import Stored, aliases, files, folder_of, kind_of, require_held, slices, stored
 
 __all__ = ["keep_part", "materialize", "on_meta"]
 

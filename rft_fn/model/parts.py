@@ -3,12 +3,65 @@
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from rft_fn.model.bounds import SequenceAxis
 from rft_fn.model.linear import is_plain
 
-__all__ = ["Parts", "find", "inside_adapters", "path_of", "text_config", "text_model"]
+__all__ = ["Parts", "cut_before", "find", "inside_adapters", "path_of", "text_config", "text_model"]
+
+
+# ---------- the inputs of a text model
+
+
+_LAST = ("attention_mask", "cache_position", "position_ids", "visual_pos_masks")  # [..., T]
+_FEATURES = "deepstack_visual_embeds"  # of each of some layers, [tokens in visual_pos_masks, D]
+
+
+def cut_before(text: nn.Module) -> None:
+    """Have a text model cut its inputs to this process's tokens, where its boundaries have a whole pack."""
+    text.register_forward_pre_hook(_cut, with_kwargs=True)
+
+
+def _cut(text: nn.Module, args: tuple, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """The arguments of one forward; ValueError for one of all tokens that is not known."""
+    bounds = inputs.get("rft_bounds")
+    if bounds is None or bounds.whole is None:
+        return None
+    size = bounds.whole.tokens.shape[0]
+    each = size // bounds.sequence.size
+    start = bounds.sequence.rank * each
+    kept = dict(inputs)
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            continue
+        if name == "inputs_embeds":
+            kept[name] = x[:, start : start + each]
+        elif name in _LAST and x.dim() < 4:
+            kept[name] = x[..., start : start + each]
+        elif size in x.shape:
+            _refuse(text, name)
+    if isinstance(inputs.get("attention_mask"), dict):
+        _refuse(text, "attention_mask")
+    if args:
+        _refuse(text, "positional arguments")
+
+    # features of visual tokens are told apart by their number alone
+    if inputs.get(_FEATURES) is not None:
+        visual = inputs["visual_pos_masks"]
+        first = int(visual[..., :start].sum())
+        last = int(visual[..., : start + each].sum())
+        kept[_FEATURES] = [x[first:last] for x in inputs[_FEATURES]]
+    return args, kept
+
+
+def _refuse(text: nn.Module, name: str) -> None:
+    model = type(text).__name__
+    raise ValueError(f"sp_size: expected 1 for {model} with media: it takes {name} of all tokens")
+
+
+# ---------- the parts of a model of transformers: decoder, text model, towers, head
+
 
 _TEXT = ("language_model", "text_model")
 _TOWERS = {

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from rft_fn.model.builtin import resolve
-from rft_fn.model.chunks import ChunkProcessor
 from rft_fn.model.load import base_folder
-from rft_fn.model.patches import MARK, PatchProcessor
+from rft_fn.model.patches import MARK, ChunkProcessor, PatchProcessor
 from rft_fn.model.pretrained import from_pretrained
 from rft_fn.model.save import quiet
 

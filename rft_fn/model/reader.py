@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from rft_fn import tree
 from rft_fn.model import attention, probe
 from rft_fn.model.bounds import SequenceAxis, SequenceBounds
-from rft_fn.model.cut import cut_before
 from rft_fn.model.media import placeholders, sees_or_hears
-from rft_fn.model.parts import Parts, find, inside_adapters, text_config
+from rft_fn.model.parts import Parts, cut_before, find, inside_adapters, text_config
 from rft_fn.model.probe import Found, Question
 from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS, forget_lengths, rope_grows, rope_switch
 from rft_fn.types import Packed, TokenOut

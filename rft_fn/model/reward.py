@@ -1,16 +1,10 @@
-"""Scalar reward models: a decoder with heads, each of which scores a sequence.
-
-rm = model.load_reward("tiny", new=True, heads=("helpful", "format"))
-apply, state = strategy.init(rm, tx)                               # bind takes it as it is
-rows = packing.scored(ids)                                         # with the last token as an input
-score = strategy.score(apply, state.params, rows, budget, fields=("score",)).score
-model.final_scores(score, rows.mask)                               # [B, 2]
-"""
+"""Reward models: a model of transformers with heads that score, and their calibration."""
 
 import json
+import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,12 +13,135 @@ from torch import Tensor, nn
 from rft_fn import check, scan, tree
 from rft_fn.model import classifier
 from rft_fn.model.bounds import SequenceBounds
-from rft_fn.model.calibration import Head
 from rft_fn.model.headed import Headed, below, zeros
 from rft_fn.model.lora import merged
 from rft_fn.types import Packed, TokenOut
 
-__all__ = ["POOLS", "RewardModel", "named_heads", "running_mean", "softmax_share"]
+__all__ = [
+    "POOLS", "Head", "RewardModel", "calibrated", "final_scores", "named_heads", "running_mean",
+    "softmax_share", "standardized", "tempered",
+]  # fmt: skip
+
+
+# ---------- the heads of a scalar reward model, and what makes their scores comparable
+
+
+@dataclass(frozen=True)
+class Head:
+    """One dimension that a reward model scores, and its calibration.
+
+    The calibrated score is (score - shift) / scale. ValueError for a scale that is not positive, and for
+    numbers that are not finite.
+    """
+
+    name: str
+    shift: float = 0.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("head: expected a name, got ''")
+        if not (math.isfinite(self.scale) and self.scale > 0):
+            raise ValueError(f"head: {self.name}: expected a positive scale, got {self.scale}")
+        if not math.isfinite(self.shift):
+            raise ValueError(f"head: {self.name}: expected a finite shift, got {self.shift}")
+
+
+def final_scores(score: Tensor, mask: Tensor) -> Tensor:
+    """The scores of whole rows: score [B, S, H] at the last token in mask [B, S] of each row -> [B, H].
+
+    `score` is `st.score(..., fields=("score",)).score` of the experience that `packing.scored` makes, `mask`
+    that experience's. ValueError for a row without a token in mask.
+    """
+    check.shapes(score=(score, "B S H"), mask=(mask, "B S"))
+    empty = (~mask.any(1)).nonzero()[:, 0].tolist()
+    if empty:
+        raise ValueError(f"mask: expected a token of each row, got none in rows {empty[:3]}")
+    last = mask.shape[1] - 1 - mask.flip(1).int().argmax(1)
+    return score[torch.arange(len(score), device=score.device), last]
+
+
+def calibrated(score: Tensor, heads: Sequence[Head]) -> Tensor:
+    """(score - shift) / scale of each head: [..., H] -> [..., H]."""
+    _check(score, heads)
+    shift = score.new_tensor([head.shift for head in heads])
+    scale = score.new_tensor([head.scale for head in heads])
+    return (score - shift) / scale
+
+
+def standardized(score: Tensor, heads: Sequence[Head]) -> tuple[Head, ...]:
+    """Heads whose calibrated scores of these held-out rows [N, H] have mean 0 and standard deviation 1.
+
+    ValueError for fewer than two rows, for a head that scores all alike, and for NaN or inf.
+    """
+    _check(score, heads)
+    _check_finite(score, heads)
+    if len(score) < 2:
+        raise ValueError(f"score: expected two rows or more to calibrate heads, got {len(score)}")
+    spread, mean = torch.std_mean(score.double(), 0)
+    found = []
+    for head, shift, scale in zip(heads, mean.tolist(), spread.tolist()):
+        if not scale > 0:
+            raise ValueError(f"score: {head.name}: expected scores that differ, got {shift} for all rows")
+        found.append(replace(head, shift=shift, scale=scale))
+    return tuple(found)
+
+
+def tempered(chosen: Tensor, rejected: Tensor, heads: Sequence[Head]) -> tuple[Head, ...]:
+    """Heads whose differences of calibrated scores are logits of a preference, by held-out pairs [N, H].
+
+    The scale of each head is the temperature T > 0 with the least cross-entropy of sigmoid((chosen -
+    rejected) / T) to the label (N + 1) / (N + 2), as in Platt (1999): with the label 1, pairs that are all in
+    order would have T = 0. The shift is the mean of both sides. ValueError for a head that orders the pairs
+    no better than chance, and for NaN or inf.
+    """
+    _check(chosen, heads)
+    check.shapes(chosen=(chosen, "N H"), rejected=(rejected, "N H"))
+    _check_finite(torch.cat([chosen, rejected]), heads)
+    shift = torch.cat([chosen, rejected]).double().mean(0).tolist()
+    found = []
+    for h, head in enumerate(heads):
+        scale = _temperature(head.name, (chosen[:, h] - rejected[:, h]).double())
+        found.append(replace(head, shift=shift[h], scale=scale))
+    return tuple(found)
+
+
+def _temperature(name: str, margin: Tensor) -> float:
+    """The temperature of margins [N]: a root of d/d(1/T) of the cross-entropy, which is convex in 1/T."""
+    label = (len(margin) + 1) / (len(margin) + 2)
+    size = margin.abs().mean()
+    if not margin.mean() * (label - 0.5) > 0:
+        raise ValueError(
+            f"score: {name}: expected pairs with a higher score for the chosen side on average, got a mean "
+            f"difference of {float(margin.mean()):.3g}"
+        )
+
+    # In units of the mean margin the root lies far inside of these limits.
+    low, high = -30.0, 30.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        slope = (margin * (torch.sigmoid(margin / size * math.exp(middle)) - label)).sum()
+        if slope < 0:
+            low = middle
+        else:
+            high = middle
+    return float(size) / math.exp(low)
+
+
+def _check(score: Tensor, heads: Sequence[Head]) -> None:
+    if score.shape[-1] != len(heads):
+        names = [head.name for head in heads]
+        raise ValueError(f"score: expected [..., {len(heads)}] for heads {names}, got {list(score.shape)}")
+
+
+def _check_finite(score: Tensor, heads: Sequence[Head]) -> None:
+    for head, column in zip(heads, score.T):
+        if not column.isfinite().all():
+            raise ValueError(f"score: {head.name}: expected finite scores, got NaN or inf")
+
+
+# ---------- scalar reward models: a decoder with heads, each of which scores a sequence
+
 
 POOLS = ("last", "mean", "attention")
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from rft_fn import modality
 from rft_fn.modality import ActorModality
 from rft_fn.model import quantize
+from rft_fn.model.assign import full
 from rft_fn.model.classifier import pad_alike
-from rft_fn.model.finite import require_finite
+from rft_fn.model.freeze import require_finite
 from rft_fn.model.lora import Export, merged
 from rft_fn.model.parts import inside_adapters
-from rft_fn.model.sharded import full
 
 __all__ = ["quiet", "save"]
 

@@ -8,7 +8,7 @@ from torch import nn
 from rft_fn import logprob, tree
 from rft_fn.model import attention, linear, router
 from rft_fn.model.bounds import SequenceBounds
-from rft_fn.model.dropout import disable_dropout
+from rft_fn.model.freeze import disable_dropout
 from rft_fn.model.lora import require_plain_adapters
 from rft_fn.model.parts import find
 from rft_fn.model.probe import Found, Question

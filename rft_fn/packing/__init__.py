@@ -6,13 +6,9 @@ and every auxiliary field moves with its target. Everything here is a pure funct
 every rank computes the same plan and takes its part of it.
 """
 
-from rft_fn.packing.lending import counts, owners
 from rft_fn.packing.packs import (
     alone,
-    among,
     fill,
-    filled,
-    members_of,
     own,
     pack,
     pad,
@@ -21,11 +17,11 @@ from rft_fn.packing.packs import (
     reset_position_ids,
     sides,
     stack,
-    unit_of,
     unpack,
 )
 from rft_fn.packing.plan import assign, cut, left_out, minibatch_units, minibatches, shard, take, waste
 from rft_fn.packing.rows import conversations, scored, supervised
+from rft_fn.packing.units import among, counts, filled, members_of, owners, unit_of
 
 __all__ = [
     "conversations", "minibatch_units", "minibatches", "pack", "real", "reset_position_ids", "scored",

@@ -1,7 +1,6 @@
 """Packs: rows of a batch as one flat micro-batch."""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -9,87 +8,26 @@ from einops import rearrange
 from torch import Tensor
 
 from rft_fn import check, segment, tree
-from rft_fn.packing import lending
+from rft_fn.packing.units import (
+    chosen,
+    counts,
+    filled,
+    joined,
+    lenders,
+    members_of,
+    singles,
+    smallest,
+    total,
+    unit_of,
+    with_media,
+)
 from rft_fn.types import Experience, Packed
 from rft_fn.types.media import Media
 
 __all__ = [
-    "alone", "among", "chosen", "fill", "filled", "join", "joined", "masked", "members_of", "own", "pack",
-    "pad", "placeholder", "real", "reset_position_ids", "sides", "singles", "smallest", "stack", "total",
-    "unit_of", "units", "unpack",
+    "alone", "fill", "join", "masked", "own", "pack", "pad", "placeholder", "real",
+    "reset_position_ids", "sides", "stack", "units", "unpack",
 ]  # fmt: skip
-
-
-# ---------- units: sequences that belong together, such as both sides of a pair or all of a ranked list
-
-
-Unit = int | tuple[int, ...]  # of a pack
-
-
-def unit_of(b: Packed) -> Tensor:
-    """The unit of each sequence of a pack, [K] i64.
-
-    Scores of a listwise loss are compared within it: `loss.plackett_luce(score, rank, unit_of(b))`.
-    """
-    return _numbers(check.units(b.unit, b.num_seqs), b.seq.device)
-
-
-def _numbers(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """0 for each member of the first unit, 1 for each of the second, ..., i64."""
-    return torch.tensor([u for u, size in enumerate(sizes) for _ in range(size)], device=device).long()
-
-
-def total(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The sum of x [B] over the members of each unit, [U]."""
-    zeros = x.new_zeros(len(sizes))
-    return zeros.index_add(0, _numbers(sizes, x.device), x)
-
-
-def members_of(sizes: Sequence[int], which: Sequence[int]) -> list[int]:
-    """The members of some units, in that order."""
-    ends = list(accumulate(sizes))
-    return [i for u in which for i in range(ends[u] - sizes[u], ends[u])]
-
-
-def among(unit: int | Sequence[int], rows: Sequence[int]) -> Unit:
-    """The units of a pack of whole units of a batch, from those of the batch."""
-    if isinstance(unit, int):
-        return unit
-    starts = dict(zip(accumulate(unit, initial=0), unit))
-    return tuple(starts[row] for row in rows if row in starts)
-
-
-def chosen(unit: Unit, which: Sequence[int]) -> Unit:
-    """The units of a pack of only some of them."""
-    if isinstance(unit, int):
-        return unit
-    return tuple(unit[u] for u in which)
-
-
-def joined(unit: Unit, more: Unit) -> Unit:
-    """The units of a pack and of what it borrows."""
-    if isinstance(unit, int) or isinstance(more, int):
-        return unit
-    return unit + more
-
-
-def smallest(unit: int | Sequence[int]) -> int:
-    """The sequences of a unit that only fills up: as many as all have, or one where they differ."""
-    if isinstance(unit, int):
-        return unit
-    return 1
-
-
-def singles(unit: int | Sequence[int], count: int) -> Unit:
-    """The units of `count` sequences that only fill up."""
-    if isinstance(unit, int):
-        return unit
-    return (1,) * count
-
-
-def filled(b: Packed) -> int:
-    """The number of units with rows."""
-    return sum(end <= len(b.rows) for end in accumulate(check.units(b.unit, b.num_seqs)))
 
 
 # ---------- packs taken apart and put together
@@ -172,7 +110,7 @@ def own(b: Packed) -> Packed:
     if not b.rows:
         return b
     part = units(b, range(filled(b)))
-    if not lending.counts(part.media):
+    if not counts(part.media):
         part = tree.replace(part, media=None)
     return part
 
@@ -204,7 +142,7 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int | Sequence[int] = 1)
         rows = ()
 
     # a borrowed row stands for both sides of a pair
-    borrowed = [row for row in lending.lenders(exp, rows) for _ in range(smallest(unit))]
+    borrowed = [row for row in lenders(exp, rows) for _ in range(smallest(unit))]
     if borrowed:
         lent = masked(_of_rows(exp, borrowed, singles(unit, len(borrowed))))
         if empty:
@@ -254,7 +192,7 @@ def _carried(exp: Experience, labels: Callable[[Tensor], Tensor], rows: Sequence
     found: dict[str, Any] = {name: labels(x) for name, x in fields.items() if x is not None}
     if exp.extra is not None:
         found["extra"] = {name: labels(x) for name, x in exp.extra.items()}
-    if exp.media is not None and lending.counts(exp.media):
+    if exp.media is not None and counts(exp.media):
         found["media"] = exp.media.take(rows)
         found["media"].require_held()
     return found
@@ -270,7 +208,7 @@ def placeholder(like: Packed) -> Packed:
     """
     unit = smallest(like.unit)
     each = tree.replace(like, unit=unit)
-    found = lending.with_media(each, [])
+    found = with_media(each, [])
     if found:
         lent = masked(units(each, found))
         return tree.replace(lent, unit=singles(like.unit, lent.num_seqs))
@@ -296,7 +234,7 @@ def fill(b: Packed, count: int) -> Packed:
 def alone(b: Packed, unit: int) -> Packed:
     """One unit of the sequences of a pack as a pack, which borrows media from the others."""
     part = units(b, [unit])
-    found = lending.with_media(b, [unit])
+    found = with_media(b, [unit])
     if found:
         part = join(part, masked(units(b, found)))
     return part

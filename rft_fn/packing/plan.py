@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rft_fn import check, rng, tree
-from rft_fn.packing import lending
-from rft_fn.packing.packs import among, members_of, pack, total
+from rft_fn.packing.packs import pack
+from rft_fn.packing.units import among, members_of, reserve, total
 from rft_fn.types import Experience, Packed, Rollout
 from rft_fn.types.media import MEDIA_COST
 
@@ -244,7 +244,7 @@ def cut(
         most = 1
 
     # a pack may have to borrow; only a unit that fills the budget alone leaves no room for that
-    room = min(budget, max(budget - lending.reserve(exp, unit), *sizes, 0))
+    room = min(budget, max(budget - reserve(exp, unit), *sizes, 0))
 
     packs = _packs(sizes, costs, counted, room, world, most)
     if share_prefixes and not alone:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from transformers.cache_utils import DynamicLayer
 
-from rft_fn.engine.hf import kv
-from rft_fn.engine.hf.kv import Buffers
+from rft_fn.engine.hf import buffers
+from rft_fn.engine.hf.buffers import Buffers
 
 HEADS, SIZE = 2, 3
 
@@ -39,7 +39,7 @@ step = st.one_of(
 def test_buffers_hold_what_tensors_put_together_anew_hold(rows, width, most, steps):
     """Tokens added, rows taken, joined and columns cropped in any order; zeros before shorter rows."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv, "_ROOM", 2)  # so that they grow, and not at each token
+        patch.setattr(buffers, "_ROOM", 2)  # so that they grow, and not at each token
         patch.setattr(
             torch.Tensor, "new_empty", lambda x, *shape: torch.full(shape, torch.nan, dtype=x.dtype)
         )
@@ -94,12 +94,12 @@ def test_a_full_buffer_grows_by_half():
 
 
 def test_only_keys_and_values_of_all_tokens_fit():
-    assert kv.fits(filled(1, 2))
-    assert not kv.fits(DynamicLayer())
+    assert buffers.fits(filled(1, 2))
+    assert not buffers.fits(DynamicLayer())
 
     class Windowed(DynamicLayer):
         """A layer that forgets."""
 
     other = Windowed()
     other.update(tokens(1, 2, 1), tokens(1, 2, 1))
-    assert not kv.fits(other)
+    assert not buffers.fits(other)

@@ -15,9 +15,9 @@ from transformers.cache_utils import DynamicLayer
 
 import rft_fn as rft
 from rft_fn import engine
-from rft_fn.engine.hf import kv, prompts
+from rft_fn.engine.hf import buffers, prompts
 from rft_fn.engine.hf.batch import start
-from rft_fn.engine.hf.kv import Buffers
+from rft_fn.engine.hf.buffers import Buffers
 from rft_fn.engine.hf.prompts import Layer, Prompts
 
 HEADS, GROUPED, SIZE = 2, 3, 4  # heads of keys, queries to each, numbers of a head
@@ -97,7 +97,7 @@ step = st.one_of(
 def test_rows_attend_to_all_of_their_tokens(seed, first, steps):
     """Prompts of many lengths and numbers of samples; rows that leave, repeat and move; prompts that join."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv, "_ROOM", 2)
+        patch.setattr(buffers, "_ROOM", 2)
         rows = Rows(seed, *zip(*first))
         rows.add()
         for kind, given_ in steps:

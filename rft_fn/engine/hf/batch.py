@@ -205,7 +205,7 @@ class Batch:
             first = self.cache is None
             self.name, self.cache = kv.found_in(out) or ("", None)
             if first and self.batching.room:
-                from rft_fn.engine.hf.kv import make_room  # with transformers
+                from rft_fn.engine.hf.buffers import make_room  # with transformers
 
                 make_room(self.cache, self.most)
 

@@ -1,27 +1,19 @@
-"""Keys and values of attention with room for more tokens and rows, so that a new token is one write.
+"""A model's cache of the tokens it has read: keys and values, convolutions, recurrent states.
 
-transformers' own layer copies all keys and values for each new token. This one holds them in tensors that are
-larger than what they hold: tokens are added behind the others, rows that ended are overwritten by the last
-ones, and rows that join are written beside the others. Until a buffer is full it stays where it is.
+Every family of transformers has its own containers for it, so none is named here. A cache is searched for
+tensors; comparing caches of one and of two rows shows which dimension of a tensor counts the rows of the
+batch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
 
-__all__ = [
-    "Buffers", "OwnRows", "Path", "Rows", "compare", "constant", "fits", "found_in", "join", "make_room",
-    "own", "select", "tensors",
-]  # fmt: skip
-
-
-# ---------- a model's cache of the tokens it has read: keys and values, convolutions, recurrent states
-
+__all__ = ["OwnRows", "Path", "Rows", "compare", "constant", "found_in", "join", "own", "select", "tensors"]
 
 Path = tuple[Any, ...]  # of attributes, keys and indices
 Rows = dict[Path, int]  # the dimension of each tensor that counts rows
@@ -167,141 +159,3 @@ def constant(short: Any, long: Any, rows: Rows) -> list[Path]:
         return [size for dim, size in enumerate(x.shape) if dim != rows[path]]
 
     return [path for path in rows if rest(path, before[path]) == rest(path, after[path])]
-
-
-# ---------- keys and values of attention with room for more tokens and rows, so that a new token is one write
-
-
-_ROOM = 64  # tokens that a new buffer has room for, at least, where so many may come
-
-
-def fits(layer: object) -> bool:
-    """Whether a layer holds nothing but keys and values [R, H, W, D] of every token."""
-    if type(layer) is not DynamicLayer or layer.keys is None or layer.values is None:
-        return False
-    return layer.keys.dim() == layer.values.dim() == 4 and layer.keys.shape[:3] == layer.values.shape[:3]
-
-
-def make_room(cache: Any, most: int) -> None:
-    """Put buffers in place of a cache's plain keys and values, for at most `most` more tokens of a row."""
-    layers = getattr(cache, "layers", None)
-    if isinstance(layers, list):
-        layers[:] = [Buffers(layer, most) if fits(layer) else layer for layer in layers]
-
-
-class Buffers(DynamicLayer, OwnRows):
-    """A layer of R rows of W tokens in buffers [R', H, W', D], between the columns `first` and `end`."""
-
-    def __init__(self, plain: DynamicLayer, most: int):
-        super().__init__()
-        self.most = most  # more tokens than this come to no row
-        assert plain.keys is not None and plain.values is not None
-        self.dtype, self.device = plain.keys.dtype, plain.keys.device
-        self.is_initialized = True
-
-        # the first new token, or the samples of each prompt, will need more room than any that is made here
-        self.buffers: list[Tensor] = [plain.keys, plain.values]
-        self.end = plain.keys.shape[-2]
-        self._show(len(plain.keys), 0)
-
-    def _hold(
-        self, held: Sequence[Tensor], rows: int, width: int, more: int = 0, index: Tensor | None = None
-    ) -> None:
-        """Take over keys and values into new buffers, with room for `rows` rows and `more` tokens.
-
-        With `index` the rows are those of these numbers.
-        """
-        room = max(min(max(_ROOM, width // 2), self.most), more)
-        count = len(held[0])
-        if index is not None:
-            count = len(index)
-        self.buffers = []
-        for x in held:
-            buffer = x.new_empty(rows, x.shape[1], width + room, x.shape[3])
-            place = buffer[:count, :, width - x.shape[2] : width]
-            if index is None:
-                place.copy_(x)
-            else:
-                _copy_rows(place, x, index)
-            self.buffers.append(buffer)
-        self.end = width
-        self._show(count, width - held[0].shape[2])
-
-    def _show(self, rows: int, first: int) -> None:
-        """Set the keys and values to the part of the buffers that is in use."""
-        self.first = first
-        self.keys, self.values = (buffer[:rows, :, first : self.end] for buffer in self.buffers)
-
-    def held(self) -> tuple[Tensor, Tensor]:
-        """The keys and values in use, as views."""
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """The keys and values with those of new tokens behind them."""
-        keys, values = self.held()
-        size = key_states.shape[-2]
-        if self.end + size > self.buffers[0].shape[-2]:
-            self._hold((keys, values), rows=len(keys), width=keys.shape[-2], more=size)
-        for buffer, new in zip(self.buffers, (key_states, value_states)):
-            buffer[: len(keys), :, self.end : self.end + size] = new
-        self.end += size
-        self._show(len(keys), self.first)
-        return self.held()
-
-    def take(self, index: Tensor, moved: Tensor) -> None:
-        """Keep the rows `index` [R']; `moved` are the places whose row comes from another place."""
-        keys, values = self.held()
-        most = len(self.buffers[0])
-        if len(index) > most or 2 * len(index) <= most:
-            self._hold((keys, values), rows=len(index), width=keys.shape[-2], index=index)
-            return
-        if len(moved):
-            for x, buffer in zip((keys, values), self.buffers):
-                buffer[moved, :, self.first : self.end] = x[index[moved]]
-        self._show(len(index), self.first)
-
-    def join(self, other: "Buffers") -> None:
-        """Add the rows of another layer, so that the last tokens of all are side by side."""
-        held, new = self.held(), other.held()
-        rows, width = len(held[0]), held[0].shape[-2]
-        total, widest = rows + len(new[0]), max(width, new[0].shape[-2])
-        if total > len(self.buffers[0]) or widest > self.end:
-            self._hold(held, rows=max(total, len(self.buffers[0])), width=widest)
-
-        # zeros before the shorter rows: attention multiplies what it does not see by 0, which keeps NaN
-        first = self.end - widest
-        for buffer, x in zip(self.buffers, new):
-            buffer[:rows, :, first : self.end - width] = 0
-            buffer[rows:total, :, first : self.end - x.shape[2]] = 0
-            buffer[rows:total, :, self.end - x.shape[2] : self.end] = x
-        self._show(total, first)
-
-    def lift(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of all rows; `rows` rows without any are left."""
-        lifted = self.held()
-        self.buffers = [x.new_empty(rows, x.shape[1], 0, x.shape[3]) for x in lifted]
-        self.end = 0
-        self._show(rows, 0)
-        return lifted
-
-    def crop_left(self, count: int) -> None:
-        """Forget the first `count` columns, which no row sees."""
-        self._show(len(self.held()[0]), self.first + count)
-
-
-def _copy_rows(place: Tensor, x: Tensor, index: Tensor) -> None:
-    """place[r] = x[index[r]] for every r.
-
-    Rows that repeat one after the other, as the samples of a prompt do, are one write.
-    """
-    row, count = torch.unique_consecutive(index, return_counts=True)
-    if len(row) == len(index):
-        place.copy_(x[index])
-        return
-    start = 0
-    for number, size in zip(row.tolist(), count.tolist()):
-        place[start : start + size] = x[number]
-        start += size

@@ -19,8 +19,8 @@ from rft_fn.engine.arrival import Arrival, Manifest, manifest
 from rft_fn.engine.dialect import stored_tensors
 from rft_fn.engine.vllm.surroundings import part
 from rft_fn.model.media import placeholder_ids
+from rft_fn.model.pretrained import folder_of
 from rft_fn.model.save import save
-from rft_fn.model.stored import folder_of
 
 __all__ = ["ModelFolder", "Short", "arriving", "replace"]
 
