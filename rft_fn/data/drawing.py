@@ -4,17 +4,26 @@ There is no loader, no cursor and no state to lose: `draw(dataset, n, step, seed
 and in every resumed run.
 """
 
+import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rft_fn import rng
+from rft_fn.data import tasks
 from rft_fn.data.dataset import Dataset, ItemT
 from rft_fn.data.mixture import Mixture
+from rft_fn.data.rows import Endless, Row
+from rft_fn.data.wrong_answers import mixture_of
 
-__all__ = ["draw", "take"]
+__all__ = ["Answer", "draw", "take", "task_rows"]
+
+
+# ---------- the prompts of a step, as a pure function of the step
+
 
 # The rows of a generator between one round of a step and the next, so that no row is drawn in two rounds.
 _ROUND = 1 << 40
@@ -135,3 +144,42 @@ def _mixed_rows(
 
 def _order(size: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(size, generator=rng.generator(rng.fold_in(seed, "order", epoch)))
+
+
+# ---------- rows of built-in tasks with responses to learn from, right ones and wrong ones
+
+
+class Answer(Protocol):
+    """Makes the responses to one problem."""
+
+    def __call__(
+        self,
+        task: tasks.Task,
+        row: tasks.TaskRow,
+        random_: random.Random,
+        mixture: Mapping[str, float] | None,
+        /,
+    ) -> Row:
+        """The columns of a row beside those of the task. `mixture` is that of `wrong_answer`."""
+        ...
+
+
+def task_rows(
+    task: str, answer: Answer, *, purpose: str, level: int, seed: int, negatives: Sequence[str]
+) -> Endless:
+    """The rows of a built-in task without end, with the terse question as `prompt` and those of `answer`.
+
+    All is drawn by (seed, purpose, task, level, index). `negatives` are the kinds of wrong answers, as
+    `mixture_of` reads them; none is the usual mixture. ValueError for a task or a kind that does not exist.
+    """
+    found = tasks.get_task(task)
+    mixture = None
+    if negatives:
+        mixture = mixture_of(negatives)
+
+    def row(index: int) -> Row:
+        made = found.generate(seed, index, level)
+        random_ = random.Random(rng.fold_in(seed, purpose, task, level, index))
+        return {**made, "prompt": made["short"], **answer(found, made, random_, mixture)}
+
+    return Endless(task, row, seed)

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 from rft_fn.data import tasks
 from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import Dataset, make_dataset
+from rft_fn.data.drawing import task_rows
 from rft_fn.data.messages import Turn, turns_of
 from rft_fn.data.responses import Reading, labels_at, reading
 from rft_fn.data.rows import Endless, Row, Table
 from rft_fn.data.spans import Lesson
-from rft_fn.data.task_rows import task_rows
 from rft_fn.data.text_template import fill
 from rft_fn.data.unfit import Unfit
 from rft_fn.data.wrong_answers import right_or_wrong

@@ -19,8 +19,8 @@ from rft_fn.engine.arrival import Manifest, manifest
 from rft_fn.model import quantize
 from rft_fn.model.convert import converted
 from rft_fn.model.pretrained import Stored, slices
-from rft_fn.reward.remote import values
-from rft_fn.reward.remote.hosts import masked, token_in
+from rft_fn.reward.remote import protocol
+from rft_fn.reward.remote.connection import masked, token_in
 from rft_fn.types import Sampling
 
 __all__ = [
@@ -127,7 +127,7 @@ class Client:
         if not answer.data:
             return None
         try:
-            return values.load(answer.data)
+            return protocol.load(answer.data)
         except ValueError as error:
             raise Fault(f"{path}: {error}") from error
 

@@ -11,7 +11,7 @@ from rft_fn.reward import importing, verifiable
 from rft_fn.reward.adapters import ADAPTERS
 from rft_fn.reward.combine import Weighted
 from rft_fn.reward.convention import GIVEN, JointReward, RewardFn, parameters, takes_all
-from rft_fn.reward.remote.hosts import shown
+from rft_fn.reward.remote.connection import shown
 from rft_fn.reward.remote.served import TOKEN_ENV, served_at
 from rft_fn.reward.row_weights import RowWeights, Weight
 from rft_fn.reward.spec import Names, Spec, arguments, distinct, split, split_rows, split_weight

@@ -20,7 +20,8 @@ from rft_fn import reward, rng
 from rft_fn.data.chat import Chat
 from rft_fn.data.media import Medium
 from rft_fn.engine.time_limit import time_limit
-from rft_fn.reward import forms, voting
+from rft_fn.reward import forms
+from rft_fn.reward import verdicts as voting
 from rft_fn.types import Sampling
 
 TOKENIZER = chats.tokenizer(chats.CHATML, end="<|im_end|>")

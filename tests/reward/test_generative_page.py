@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rft_fn import reward
-from rft_fn.reward import forms, voting
+from rft_fn.reward import forms, verdicts
 
 pytestmark = pytest.mark.docs
 
@@ -38,7 +38,7 @@ def test_the_tables_have_every_option_form_and_vote():
     lines = [line for line in TEXT.splitlines() if line.startswith("| `")]
     found = {name for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1])}
     assert named | set(forms.FORMS) <= found
-    for vote in voting.VOTES:
+    for vote in verdicts.VOTES:
         assert f"`{vote}`" in TEXT
 
 

@@ -26,7 +26,8 @@ from fake_host import (
 )
 
 import rft_fn as rft
-from rft_fn.reward.remote import client, hosts
+from rft_fn.reward.remote import client
+from rft_fn.reward.remote import connection as hosts
 
 TOKEN = "s3cret-t0ken"
 

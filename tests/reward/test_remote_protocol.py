@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import rft_fn as rft
 from rft_fn.reward import Scored
-from rft_fn.reward.remote import hosts, openrlhf, protocol, values
+from rft_fn.reward.remote import connection, openrlhf, protocol
+from rft_fn.reward.remote import protocol as values
 from rft_fn.reward.remote.protocol import Batch
 from rft_fn.reward.remote.served import cuts, joined
 
@@ -100,12 +101,12 @@ def test_answers_are_joined_and_what_a_part_lacks_is_null():
 @given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
 def test_waits_by_their_definition(failures, draw):
     longest = min(30.0, 0.5 * 2.0 ** min(failures - 1, 60))
-    assert longest / 2 <= hosts.pause(failures, draw) <= longest
-    assert hosts.pause(failures, draw) == pytest.approx(longest * (0.5 + draw / 2))
+    assert longest / 2 <= connection.pause(failures, draw) <= longest
+    assert connection.pause(failures, draw) == pytest.approx(longest * (0.5 + draw / 2))
 
 
 def test_failures_of_requests_that_were_under_way_together_count_once(capfd):
-    host = hosts.Host("http://a/score")
+    host = connection.Host("http://a/score")
     host.rest(0.0, 50.0, "gone")
     for _ in range(9):
         host.rest(host.awake_at - 60.0, 50.0, "gone too")

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rft_fn.reward.remote.hosts import Host, Hosts, masked, pause, token_in
+from rft_fn.reward.remote.connection import Host, Hosts, masked, pause, token_in
 from rft_fn.reward.remote.protocol import ReadAnswer
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import Tensor
 from rft_fn.data.column_path import column_at
 from rft_fn.reward.adapters.calling import whole_texts
 from rft_fn.reward.convention import text
-from rft_fn.reward.remote import values
+from rft_fn.reward.remote import protocol
 from rft_fn.reward.remote.protocol import Batch
 
 __all__ = ["answer", "read_answer", "read_request", "request"]
@@ -25,7 +25,7 @@ def request(batch: Batch, label: str = "label") -> bytes:
     asked = list(batch.given.get("prompt_texts") or [text(x) for x in batch.prompts])
     queries = whole_texts(batch.prompts, batch.completions, asked)
     labels = column_at(batch.columns, label, len(asked), default=None)
-    return values.dump({"query": queries, "prompts": asked, "labels": labels})
+    return protocol.dump({"query": queries, "prompts": asked, "labels": labels})
 
 
 def read_request(data: bytes) -> Batch:
@@ -33,7 +33,7 @@ def read_request(data: bytes) -> Batch:
 
     Without prompts the whole query is the completion, as in OpenRLHF's first versions.
     """
-    body = values.load(data)
+    body = protocol.load(data)
     if not isinstance(body, dict) or not isinstance(body.get("query"), list) or not body["query"]:
         raise ValueError("request: expected an object with 'query', a list of texts")
     count = len(body["query"])
@@ -41,21 +41,21 @@ def read_request(data: bytes) -> Batch:
     if asked is None:
         asked = [""] * count
     for name, column in (("query", body["query"]), ("prompts", asked)):
-        for i, x in enumerate(values.entries(name, column, count)):
+        for i, x in enumerate(protocol.entries(name, column, count)):
             if not isinstance(x, str):
                 raise ValueError(f"{name}: expected texts, got {x!r:.40} at {i}")
     columns = {}
     if body.get("labels") is not None:
-        columns["label"] = values.entries("labels", body["labels"], count)
+        columns["label"] = protocol.entries("labels", body["labels"], count)
     completions = [q.removeprefix(p) for q, p in zip(body["query"], asked, strict=True)]
     return Batch(asked, completions, columns)
 
 
 def answer(total: Tensor, logs: dict[str, Tensor]) -> bytes:
     """The body of an answer: rewards, the same as `scores`, and further numbers as `extra_logs`."""
-    rewards = values.plain(total.tolist())
-    extra = {name: values.plain(x.tolist()) for name, x in logs.items()}
-    return values.dump({"rewards": rewards, "scores": rewards, "extra_logs": extra})
+    rewards = protocol.plain(total.tolist())
+    extra = {name: protocol.plain(x.tolist()) for name, x in logs.items()}
+    return protocol.dump({"rewards": rewards, "scores": rewards, "extra_logs": extra})
 
 
 def read_answer(data: bytes, count: int) -> dict[str, Any]:
@@ -63,9 +63,9 @@ def read_answer(data: bytes, count: int) -> dict[str, Any]:
 
     `rewards` may be [B] or [B, 1]. ValueError for anything but finite numbers.
     """
-    body = values.load(data)
+    body = protocol.load(data)
     if not isinstance(body, dict) or "rewards" not in body:
-        raise ValueError(f"expected an object with 'rewards', got {values.dump(body)[:40].decode()!r}")
+        raise ValueError(f"expected an object with 'rewards', got {protocol.dump(body)[:40].decode()!r}")
     extra = body.get("extra_logs") or {}
     if not isinstance(extra, dict):
         raise ValueError(f"extra_logs: expected an object, got {type(extra).__name__}")
@@ -83,4 +83,4 @@ def _column(name: str, x: Any, count: int) -> list[float | None]:
     """[B] of [B] or [B, 1]."""
     if isinstance(x, list) and all(isinstance(row, list) and len(row) == 1 for row in x):
         x = [row[0] for row in x]
-    return values.finite(name, x, count)
+    return protocol.finite(name, x, count)

@@ -1,18 +1,196 @@
 """The requests and answers of this library's own form, as docs/remote_rewards.md shows them."""
 
+import base64
+import binascii
 import dataclasses
+import datetime
+import decimal
+import io
+import json
+import math
+import uuid
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
+from rft_fn import check
 from rft_fn.data.media import KINDS
 from rft_fn.reward.convention import GIVEN, Columns, Scored, TrainerState
-from rft_fn.reward.remote import values
 
 __all__ = [
-    "LISTS", "Batch", "ReadAnswer", "answer", "batch_of", "logs_of", "read_answer", "read_request", "request",
+    "LISTS", "Batch", "ReadAnswer", "answer", "batch_of", "dump", "entries", "finite", "load", "logs_of",
+    "media_in", "media_out", "plain", "read_answer", "read_request", "request",
 ]  # fmt: skip
+
+
+# ---------- values of rows as JSON, and the media beside them
+
+
+_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID, Path)
+_SHOWN = 60  # characters of what came instead of JSON
+
+
+def dump(x: Any) -> bytes:
+    """Return JSON of plain values, with U+FFFD in place of halves of surrogate pairs."""
+    text = json.dumps(x, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return check.writable(text).encode()
+
+
+def load(data: bytes) -> Any:
+    """The value of JSON.
+
+    ValueError for anything else, for NaN and infinities, which Python's reader would take, for numbers and
+    brackets beyond its limits, and for text that is no Unicode.
+    """
+    try:
+        value = check.parse_json(data, decoder=_FINITE)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        began = " ".join(data[:_SHOWN].decode(errors="replace").split())
+        raise ValueError(f"expected JSON, got {began!r}") from None
+    check.check_text(value)
+    return value
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"expected finite numbers, got {name}")
+
+
+_FINITE = json.JSONDecoder(parse_constant=_refuse)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it. TypeError for one of a type that it cannot.
+
+    Arrays become lists, bytes {"base64"}, images of PIL {"mime", "base64"}, dates and decimals text. JSON has
+    no numbers that are not finite: they become null.
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): plain(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(x) for x in value]
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {"base64": _encoded(bytes(value))}
+    if isinstance(value, _AS_TEXT):
+        return str(value)
+    if hasattr(value, "tolist"):  # arrays and tensors
+        return plain(value.tolist())
+    if hasattr(value, "convert") and hasattr(value, "save"):
+        return _of_image(value)
+    raise TypeError(f"expected a value that JSON can hold, got {type(value).__name__}")
+
+
+def _of_image(image: Any) -> dict[str, str]:
+    """An image of PIL, without loss."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return {"mime": "image/png", "base64": _encoded(file.getvalue())}
+
+
+def entries(name: str, values: Any, count: int) -> list[Any]:
+    """A list of `count` entries. ValueError for anything else."""
+    if not isinstance(values, list):
+        raise ValueError(f"{name}: expected a list of {count} entries, got {type(values).__name__}")
+    if len(values) != count:
+        raise ValueError(f"{name}: expected {count} entries, one for each completion, got {len(values)}")
+    return values
+
+
+def finite(name: str, values: Any, count: int) -> list[float | None]:
+    """A list of `count` numbers that are finite as float32, or None. ValueError for anything else."""
+    for i, x in enumerate(entries(name, values, count)):
+        if x is not None and not _is_number(x):
+            raise ValueError(f"{name}: expected finite numbers or null, got {x!r:.40} at {i}")
+    return values
+
+
+def _is_number(x: Any) -> bool:
+    """Whether x is a number that float32 can hold; True and False are none."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        return False
+    return abs(x) <= torch.finfo(torch.float32).max  # False for NaN
+
+
+# ------------------------------------------------------------------------------------------------ media
+
+
+def media_out(media: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[dict[str, str]], list[list[int]]]:
+    """(files, each medium once; the numbers of those of each completion, in order).
+
+    The completions of a prompt share its media, which are so sent once. `media` holds the records of each
+    completion, as `reward.media.records` makes them; a file is {"kind", "mime", "base64" or "url"}.
+    """
+    files: list[dict[str, str]] = []
+    known: dict[tuple[str, Any], int] = {}
+    of: list[list[int]] = []
+    for records in media:
+        places: list[int] = []
+        for record in records:
+            key = (record["kind"], record.get("url", record.get("bytes")))
+            if key not in known:
+                known[key] = len(files)
+                files.append(_file(record))
+            places.append(known[key])
+        of.append(places)
+    return files, of
+
+
+def _file(record: Mapping[str, Any]) -> dict[str, str]:
+    """A record as JSON can hold it."""
+    file = {name: record[name] for name in ("kind", "mime", "url") if name in record}
+    if "bytes" in record:
+        file["base64"] = _encoded(record["bytes"])
+    return file
+
+
+def media_in(files: Any, of: Any, count: int) -> list[list[dict[str, Any]]]:
+    """The records of each of `count` completions; see `media_out`.
+
+    ValueError for files that are none, and for numbers of others.
+    """
+    if not isinstance(files, list):
+        raise ValueError(f"files: expected a list, got {type(files).__name__}")
+    read = [_record(file, i) for i, file in enumerate(files)]
+    found: list[list[dict[str, Any]]] = []
+    for places in entries("media", of, count):
+        if not isinstance(places, list):
+            raise ValueError(f"media: expected a list of numbers for each completion, got {places!r:.40}")
+        for at in places:
+            if type(at) is not int or not 0 <= at < len(read):
+                raise ValueError(f"media: expected numbers of {len(read)} files, got {at!r:.40}")
+        found.append([read[at] for at in places])
+    return found
+
+
+def _record(file: Any, i: int) -> dict[str, Any]:
+    """The record of a file. ValueError for another thing."""
+    if not isinstance(file, dict) or not {"kind", "mime"} <= set(file) or not {"url", "base64"} & set(file):
+        raise ValueError(
+            f"files: expected objects with 'kind', 'mime' and 'base64' or 'url', got another at {i}"
+        )
+    record = {name: file[name] for name in ("kind", "mime", "url") if name in file}
+    if "base64" in file:
+        try:
+            record["bytes"] = base64.b64decode(file["base64"], validate=True)
+        except (binascii.Error, TypeError, ValueError):
+            raise ValueError(f"files: expected base64, got another text at {i}") from None
+    return record
+
+
+def _encoded(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+# ---------- the requests and answers of this library's own form, as docs/remote_rewards.md shows them
+
 
 L = TypeVar("L")
 
@@ -66,7 +244,7 @@ def batch_of(
         if name in left_out or (only is not None and name not in only):
             continue
         try:
-            columns[name] = [values.plain(x) for x in column]
+            columns[name] = [plain(x) for x in column]
         except TypeError as error:
             raise TypeError(
                 f"column {name!r}: {error}; name the columns to send: (columns=['answer'])"
@@ -78,25 +256,25 @@ def batch_of(
 def request(batch: Batch) -> bytes:
     """The body of a request."""
     body: dict[str, Any] = {
-        "prompts": [values.plain(x) for x in batch.prompts],
-        "completions": [values.plain(x) for x in batch.completions],
+        "prompts": [plain(x) for x in batch.prompts],
+        "completions": [plain(x) for x in batch.completions],
         "columns": batch.columns,
     }
     for name in LISTS:
         if name in batch.given:
-            body[name] = [values.plain(x) for x in batch.given[name]]
+            body[name] = [plain(x) for x in batch.given[name]]
     if any(batch.given.get("media") or ()):
-        body["files"], body["media"] = values.media_out(batch.given["media"])
+        body["files"], body["media"] = media_out(batch.given["media"])
     if batch.state is not None:
         state = dataclasses.asdict(batch.state)
         state.pop("log_history")  # grows with the run
         body["state"] = state
-    return values.dump(body)
+    return dump(body)
 
 
 def read_request(data: bytes) -> Batch:
     """The batch of a request. ValueError, in one line, for anything else."""
-    body = values.load(data)
+    body = load(data)
     if not isinstance(body, dict):
         raise ValueError(f"request: expected an object, got {type(body).__name__}")
     for name in ("prompts", "completions"):
@@ -106,7 +284,7 @@ def read_request(data: bytes) -> Batch:
     if not count:
         raise ValueError("completions: expected at least one, got none")
     for name in ("prompts", "completions"):
-        for i, x in enumerate(values.entries(name, body[name], count)):
+        for i, x in enumerate(entries(name, body[name], count)):
             _check_text(name, x, i)
 
     # every list has an entry for each completion
@@ -114,15 +292,15 @@ def read_request(data: bytes) -> Batch:
     if not isinstance(columns, dict):
         raise ValueError(f"columns: expected an object, got {type(columns).__name__}")
     for name, column in columns.items():
-        values.entries(f"columns.{name}", column, count)
+        entries(f"columns.{name}", column, count)
         if name in GIVEN:
             raise ValueError(f"columns.{name}: expected another name, the reward's own argument has this one")
     given: dict[str, Any] = {}
     for name in LISTS:
         if body.get(name) is not None:
-            given[name] = values.entries(name, body[name], count)
+            given[name] = entries(name, body[name], count)
     if body.get("media") is not None:
-        given["media"] = values.media_in(body.get("files"), body["media"], count)
+        given["media"] = media_in(body.get("files"), body["media"], count)
     return Batch(body["prompts"], body["completions"], columns, given, _state(body.get("state")))
 
 
@@ -158,8 +336,8 @@ def answer(scored: Scored) -> bytes:
     if scored.metrics:
         body["metrics"] = {name: numbers_of(x) for name, x in logs_of(scored, scored.metrics).items()}
     if scored.extra:
-        body["extra"] = {name: values.plain(x) for name, x in logs_of(scored, scored.extra).items()}
-    return values.dump(body)
+        body["extra"] = {name: plain(x) for name, x in logs_of(scored, scored.extra).items()}
+    return dump(body)
 
 
 def logs_of(scored: Scored, logs: Mapping[str, L]) -> dict[str, L]:
@@ -175,22 +353,22 @@ def logs_of(scored: Scored, logs: Mapping[str, L]) -> dict[str, L]:
 
 def numbers_of(x: Tensor) -> list[float | None]:
     """Numbers as JSON holds them: None for NaN."""
-    return values.plain(x.tolist())
+    return plain(x.tolist())
 
 
 def read_answer(data: bytes, count: int) -> dict[str, Any]:
     """The rewards, parts, metrics and texts of an answer; see `ReadAnswer`."""
-    body = values.load(data)
+    body = load(data)
     if not isinstance(body, dict) or "rewards" not in body:
-        raise ValueError(f"expected an object with 'rewards', got {values.dump(body)[:40].decode()!r}")
+        raise ValueError(f"expected an object with 'rewards', got {dump(body)[:40].decode()!r}")
     logs: dict[str, list[Any]] = {}
     for kind in ("parts", "metrics", "extra"):
         lists = body.get(kind) or {}
         if not isinstance(lists, dict):
             raise ValueError(f"{kind}: expected an object of lists, got {type(lists).__name__}")
         for name, column in lists.items():
-            check = values.finite
+            check = finite
             if kind == "extra":
-                check = values.entries
+                check = entries
             logs[name] = check(f"{kind}.{name}", column, count)
-    return {"rewards": values.finite("rewards", body["rewards"], count), "extra_logs": logs}
+    return {"rewards": finite("rewards", body["rewards"], count), "extra_logs": logs}

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from rft_fn.reward.convention import RewardFn
 from rft_fn.reward.remote import openrlhf, protocol
 from rft_fn.reward.remote.client import Client, Limits, Question
-from rft_fn.reward.remote.hosts import addresses
+from rft_fn.reward.remote.connection import addresses
 from rft_fn.reward.remote.protocol import ReadAnswer, batch_of
 
 __all__ = ["TOKEN_ENV", "cuts", "served_at"]
