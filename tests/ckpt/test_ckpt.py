@@ -206,7 +206,7 @@ def full(*_, **__):
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch, at):
     st, _, state = start()
     st.save(tmp_path / "step_1", state)
-    monkeypatch.setattr(ckpt.shards, at, full)
+    monkeypatch.setattr(ckpt.writing, at, full)
     with pytest.raises(OSError, match=r"No space left on device: checkpoint .*step_2 was not saved") as error:
         st.save(tmp_path / "step_2", state)
     assert error.value.errno == 28
@@ -215,8 +215,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch, at):
 
 def slowly(monkeypatch):
     """Files are written only when the event that comes back is set."""
-    write, go = ckpt.shards.write_shard, threading.Event()
-    monkeypatch.setattr(ckpt.shards, "write_shard", lambda *args: (go.wait(30), write(*args))[1])
+    write, go = ckpt.writing.write_shard, threading.Event()
+    monkeypatch.setattr(ckpt.writing, "write_shard", lambda *args: (go.wait(30), write(*args))[1])
     return go
 
 
@@ -255,7 +255,7 @@ def test_a_rotation_without_the_writer_leaves_what_is_being_written(tmp_path, mo
 
 def test_a_write_that_fails_later_is_raised_by_close(tmp_path, monkeypatch):
     st, _, state = start()
-    monkeypatch.setattr(ckpt.shards, "write_shard", full)
+    monkeypatch.setattr(ckpt.writing, "write_shard", full)
     st.save(tmp_path / "step_1", state, wait=False)
     with pytest.raises(OSError, match="step_1 was not saved"):
         st.close()
@@ -265,7 +265,7 @@ def test_a_write_that_fails_later_is_raised_by_close(tmp_path, monkeypatch):
 
 def test_a_write_that_fails_later_is_raised_by_the_next_call(tmp_path, monkeypatch):
     st, _, state = start()
-    monkeypatch.setattr(ckpt.shards, "write_shard", full)
+    monkeypatch.setattr(ckpt.writing, "write_shard", full)
     st.save(tmp_path / "step_1", state, wait=False)
     with pytest.raises(OSError, match="step_1 was not saved"):
         st.save(tmp_path / "step_2", state, wait=False)
@@ -282,7 +282,7 @@ def test_a_write_that_fails_later_is_raised_by_the_next_step(tmp_path, monkeypat
     assert st.session.writer.pending is not None
     go.set()
     st.session.writer.finish()
-    monkeypatch.setattr(ckpt.shards, "write_shard", full)
+    monkeypatch.setattr(ckpt.writing, "write_shard", full)
     st.save(tmp_path / "step_2", state, wait=False)
     st.session.writer.pending.written.wait()
     with pytest.raises(OSError, match="step_2 was not saved"):
@@ -295,13 +295,13 @@ def test_exit_waits_for_the_write(tmp_path):
     code = """
     import sys, time, torch
     from rft_fn import ckpt
-    write = ckpt.shards.write_shard
+    write = ckpt.writing.write_shard
     def slow(*args):
         time.sleep(0.5)
         if sys.argv[2] == "full":
             raise OSError(28, "No space left on device")
         return write(*args)
-    ckpt.shards.write_shard = slow
+    ckpt.writing.write_shard = slow
     ckpt.write(sys.argv[1] + "/step_1", {"x": torch.arange(4)}, writer=ckpt.Writer())
     """
     for kind, names in {"whole": ["step_1"], "full": []}.items():

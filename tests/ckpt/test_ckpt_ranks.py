@@ -186,9 +186,9 @@ def faults(rank, folder):
     left = lambda: sorted(p.name for p in folder.iterdir())  # noqa: E731
     st.save(folder / "step_00000001", state)
     for name, at, who in (("part", "write_shard", 1), ("commit", "flush", 0)):
-        kept = getattr(ckpt.shards, at)
+        kept = getattr(ckpt.writing, at)
         if rank == who:
-            setattr(ckpt.shards, at, full)
+            setattr(ckpt.writing, at, full)
         out[f"full {name}"] = message(st.save, folder / "step_00000002", state)
         st.save(folder / "step_00000002", state, wait=False)
         out[f"full {name} later"] = message(st.session.writer.finish)
@@ -199,7 +199,7 @@ def faults(rank, folder):
         dist.barrier()
         out[f"full {name} polled"] = message(st.session.writer.poll)
         out[f"full {name} once"] = message(st.session.writer.poll)
-        setattr(ckpt.shards, at, kept)
+        setattr(ckpt.writing, at, kept)
         dist.barrier()
         out[f"full {name} left"] = left()
     bad = tree.map(lambda p: p.detach().clone(), state.params)

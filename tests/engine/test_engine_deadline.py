@@ -13,7 +13,6 @@ from test_house import load_script
 import rft_fn as rft
 from rft_fn import engine
 from rft_fn.engine import time_limit
-from rft_fn.engine import time_limit as deadline
 from rft_fn.engine.hf import sampler
 from rft_fn.engine.requests import BadRequest
 
@@ -63,11 +62,11 @@ def test_loads_and_scores_have_the_limit_too():
         time.sleep(600)
 
     record = engine.hf(tiny.llama(), tiny.tokenizer())
-    eng = deadline.limited(record, 0.5)
+    eng = time_limit.limited(record, 0.5)
     with pytest.raises(TimeoutError, match=r"^engine hf, load: expected"):
         eng.load(slow(), version=1)
     assert not eng.status()["alive"]
-    stuck = deadline.limited(record._replace(score=lambda *_, **__: time.sleep(600)), 0.2)
+    stuck = time_limit.limited(record._replace(score=lambda *_, **__: time.sleep(600)), 0.2)
     with pytest.raises(TimeoutError, match=r"^engine hf, score: expected a result within 0.2 s"):
         stuck.score(None)
 
@@ -79,7 +78,7 @@ def test_on_several_processes_a_load_has_no_limit_but_theirs():
         time.sleep(0.4)
         yield from tiny.llama().named_parameters()
 
-    eng = deadline.limited(engine.hf(tiny.llama(), tiny.tokenizer()), 0.2, several=True)
+    eng = time_limit.limited(engine.hf(tiny.llama(), tiny.tokenizer()), 0.2, several=True)
     assert eng.load(late(), version=1).version == 1
 
 
@@ -115,7 +114,7 @@ def alone(code, *args):
 
 HANGS = """
 import sys, faulty, test_engine_deadline, threading
-from rft_fn.engine import deadline, time_limit
+from rft_fn.engine import time_limit
 
 time_limit.GRACE = 0.3
 
@@ -123,10 +122,10 @@ def stuck(*args, **how):
     faulty.hang(keeps_the_lock=sys.argv[1] == "lock")
 
 def call():
-    with deadline.saving(lambda: "; all is saved"):
+    with time_limit.saving(lambda: "; all is saved"):
         eng.generate([[3]], [1], sampling=test_engine_deadline.SAMPLING)
 
-eng = deadline.limited(test_engine_deadline.made()._replace(generate=stuck), 1.0)
+eng = time_limit.limited(test_engine_deadline.made()._replace(generate=stuck), 1.0)
 if sys.argv[1] == "thread":
     thread = threading.Thread(target=call)
     thread.start()
@@ -153,11 +152,11 @@ RUN = """
 import sys, faulty
 from test_house import load_script
 import rft_fn as rft
-from rft_fn.engine import deadline, time_limit
+from rft_fn.engine import time_limit
 from rft_fn.engine.hf import sampler
 
 time_limit.GRACE = 0.3
-limit, responses, calls = deadline.time_limit, sampler.Sampler.responses, []
+limit, responses, calls = time_limit.time_limit, sampler.Sampler.responses, []
 
 def short(seconds, name, **how):
     # for the call that hangs alone, so that a slow machine does not end another one
@@ -165,7 +164,7 @@ def short(seconds, name, **how):
         seconds = 1.0
     return limit(seconds, name, **how)
 
-deadline.time_limit = short
+time_limit.time_limit = short
 
 def stuck(self, *args):
     calls.append(0)

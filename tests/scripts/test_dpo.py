@@ -78,7 +78,7 @@ def test_the_policy_is_the_reference_before_the_first_update(tmp_path, options):
 def held_out(tokenizer, count):
     """The pairs of an evaluation, as rows 2i and 2i + 1."""
     found = rft.data.load("sort_digits:1", tokenizer, kind=rft.data.PAIRS, seed=1)
-    pairs, _ = rft.data.take(found, count, 0)
+    pairs, _ = rft.data.take(found, count, found.seed)
     return packing.conversations([side for p in pairs for side in (p.chosen, p.rejected)])
 
 
