@@ -94,7 +94,7 @@ def test_greedy_answers_ends_and_log_probs_are_those_of_hf(vllm, hf, stop):
 def test_a_sampled_response_ends_where_its_text_is_complete(vllm):
     text = tokenizer()
     sampling = rft.Sampling(max_new=30, stop=("4", "12"))
-    rollout = vllm.generate(prompts_of(8), range(8), n=8, sampling=sampling)
+    rollout = vllm.generate(prompts_of(8), range(8), n=16, sampling=sampling)
     responses = rft.reward.responses(rollout, text)
     ended = [r for r, cut in zip(responses, rollout.truncated.tolist()) if not cut]
     by_text = [r for r in ended if r.endswith(("4", "12"))]
