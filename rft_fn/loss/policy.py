@@ -224,7 +224,8 @@ def cpgd(
     """
     check.shapes(logp=(logp, "..."), old_logp=(old_logp, "..."), adv=(adv, "..."))
     d = log_ratio(logp, old_logp, limit=MAX_LOG_RATIO)
-    clipped = torch.minimum(d * adv, d.clamp(math.log(1 - low), math.log(1 + high)) * adv)
+    least = math.log(1 - low) if low < 1 else -math.inf
+    clipped = torch.minimum(d * adv, d.clamp(least, math.log(1 + high)) * adv)
     return drift * _drift(logp, old_logp, cap) - clipped
 
 

@@ -455,3 +455,10 @@ def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError) as error:
         call()
     assert str(error.value) == message
+
+
+def test_a_lower_limit_of_one_is_none_for_cpgd():
+    """The ratio cannot fall below 0: a loss of any smaller one is not clipped."""
+    logp, old_logp = torch.tensor([-9.0, -1.0]), torch.zeros(2)
+    found = loss.cpgd(logp, old_logp, torch.ones(2), low=1.0, drift=0.0)
+    torch.testing.assert_close(found, -(logp - old_logp))
