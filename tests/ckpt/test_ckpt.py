@@ -291,6 +291,7 @@ def test_a_write_that_fails_later_is_raised_by_the_next_step(tmp_path, monkeypat
     assert [p.name for p in tmp_path.iterdir()] == ["step_1"]
 
 
+@pytest.mark.slow
 def test_exit_waits_for_the_write(tmp_path):
     code = """
     import sys, time, torch
@@ -374,6 +375,7 @@ WRITER = """
 """
 
 
+@pytest.mark.slow
 def test_kill_9_during_writes_loses_nothing_that_was_saved(tmp_path):
     """A process that does nothing but save is killed at three moments; what it leaves is always whole."""
     here, env = str(Path(tiny.__file__).parent), environment()

@@ -366,6 +366,7 @@ def test_a_task_that_is_seen_is_refused_by_a_text_model():
         data.load("count_squares", model.load_tokenizer("tiny"), template="{short}")
 
 
+@pytest.mark.slow
 def test_workers_make_the_same_prompts_and_leave_them_in_the_cache(tmp_path, sees):
     picture(tmp_path, "a.png")
     rows = [{"q": f"{i}=", "image": "a.png"} for i in range(3)]

@@ -33,6 +33,7 @@ def run_cases(*, interpret):
     assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the cases run on CUDA instead")
 def test_the_cases_in_the_interpreter():

@@ -86,6 +86,7 @@ def on_ranks(rank):
     return {kind: grpo(kind) for kind in ("fsdp2", "zero2", "zero3")}
 
 
+@pytest.mark.slow
 def test_two_processes_train_adapters_as_one_does():
     """FSDP2 and ZeRO: the gap, the samples, and the merged weights are those of one process."""
     alone, both = grpo("local"), run(2, "test_lora:on_ranks")

@@ -285,6 +285,7 @@ def page(tmp_path_factory):
     return write_page(runs, folder / "page.html")
 
 
+@pytest.mark.slow
 def test_a_browser_shows_curves_with_bands_and_numbers(browser, page):
     assert page.stat().st_size < 10_000_000
     browser.open(page)
@@ -328,6 +329,7 @@ def choose(browser, label, option):
     assert browser.value(f"(() => {{ {find} {change} }})()") >= 0
 
 
+@pytest.mark.slow
 def test_a_browser_shows_each_token_with_its_numbers(browser, page):
     browser.open(page)
     assert browser.value("document.querySelectorAll('#responses .card').length") == 3
@@ -373,6 +375,7 @@ def test_a_browser_shows_each_token_with_its_numbers(browser, page):
     assert not browser.errors
 
 
+@pytest.mark.slow
 def test_a_browser_shows_the_rest(browser, page):
     browser.open(page)
     symptoms = browser.value("[...document.querySelectorAll('#symptoms .symptom')].map((x) => x.textContent)")
@@ -398,6 +401,7 @@ def test_a_browser_shows_the_rest(browser, page):
     assert not browser.errors
 
 
+@pytest.mark.slow
 def test_what_decides_the_speed_of_a_page_is_bounded(browser, page):
     """Runs of 10,000 steps: the points of each chart, the elements of each and of the page, and its bytes."""
     browser.open(page)
