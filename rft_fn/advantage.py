@@ -372,7 +372,7 @@ def rloo_by(reward: Tensor, group: Tensor) -> Tensor:
 
 
 def remax_by(reward: Tensor, group: Tensor, greedy_reward: Tensor) -> Tensor:
-    """ReMax's advantages [B]: rewards [B] less those of their prompts' greedy responses.
+    """Return ReMax's advantages [B]: rewards [B] minus the reward of each prompt's greedy response.
 
     `group` [B] are rows of `greedy_reward` [N] here, numbers of prompts. Defined for groups of one too. See
     `remax`.

@@ -82,7 +82,7 @@ def _rows(adv: Tensor, rollout: Rollout) -> Tensor:
 
 
 def per_group(estimator: Callable[[Tensor], Tensor]) -> AdvantageFn:
-    """Adapt an estimator of rewards [N, G] alone."""
+    """Adapt an estimator that reads only rewards [N, G]."""
 
     def advantage_fn(reward: Tensor, rollout: Rollout, /) -> Tensor:
         return _rows(estimator(reward), rollout)
@@ -294,7 +294,7 @@ def beyond_clip(at: Evaluated, /) -> Tensor:
 
 
 def beyond_log_clip(at: Evaluated, /) -> Tensor:
-    """Ratios whose logarithm would leave [-low, high]."""
+    """Return where the log-ratio leaves [-low, high]."""
     return _leaves(at.ratio.log(), at.adv, -at.options["low"], at.options["high"])
 
 
