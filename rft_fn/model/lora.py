@@ -274,6 +274,8 @@ class Export(Iterator[tuple[str, Tensor]]):
     def copied(self, p: Tensor) -> Tensor:
         """A parameter put together, in memory that is not its own: an update is in place."""
         x = self.full(p)
+        if is_low(p):  # its numbers were unpacked
+            return x
         (mine,) = local_parts([p])
         if x.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr():
             return x.clone()
