@@ -39,8 +39,8 @@ def listed(path):
 
 
 def room_file(room):
-    folder = PACKAGE / room
-    return folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    package = PACKAGE / room / "__init__.py"
+    return package if package.exists() else (PACKAGE / room).with_suffix(".py")
 
 
 def rooms():
