@@ -4,15 +4,18 @@ import dataclasses
 import inspect
 import math
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from test_house import load_script
 
-from rft_fn import check
+from rft_fn import check, reward
 from rft_fn.check import Count, Free, Positive
+from rft_fn.engine.vllm.surroundings import part
 from rft_fn.run import files, options, parsing
+from rft_fn.run.cli import guard
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parents[2] / "train_scripts").glob("*.py"))
 CONFIGS = {name: load_script(name).Config for name in SCRIPTS}
@@ -119,3 +122,12 @@ def test_help_has_a_line_for_every_option(name, capsys, monkeypatch):
     assert places == sorted(places)
     if "data" in own:
         assert own[:2] == ["model", "data"]
+
+
+@pytest.mark.parametrize(("package", "act"), [("math_verify", reward.math), ("vllm", part)])
+def test_a_missing_package_ends_a_script_with_one_line(package, act, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as end:
+        guard(lambda _: act(), None)
+    printed = capsys.readouterr().err
+    assert end.value.code == 2 and "install" in printed and len(printed.splitlines()) == 1
