@@ -28,11 +28,13 @@ class EventLoop:
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Begin to run the coroutine; the result is that of the future."""
-        if self._thread is None or not self._thread.is_alive():  # a task that exits ends its thread
+        found = self._thread.submit(coroutine) if self._thread is not None else None
+        if found is None:  # a task that exits ends its thread
             self._thread = _Thread()
             self._thread.start()
             weakref.finalize(self, self._thread.end)
-        return asyncio.run_coroutine_threadsafe(coroutine, self._thread.loop)
+            found = asyncio.run_coroutine_threadsafe(coroutine, self._thread.loop)
+        return found
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The result of the coroutine.
@@ -94,12 +96,26 @@ class _Thread(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="rft_fn event loop", daemon=True)
         self.loop = asyncio.new_event_loop()
+        self._taking = True  # what comes later would wait for ever in a loop that has stopped
+        self._lock = threading.Lock()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T] | None:
+        """Begin to run the coroutine; None where the loop has stopped."""
+        with self._lock:
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop) if self._taking else None
+
+    def _until_stopped(self) -> None:
+        try:
+            with suppress(SystemExit):  # of a task, which ends what runs beside it and not the process
+                self.loop.run_forever()
+        finally:
+            with self._lock:
+                self._taking = False
 
     def run(self) -> None:
         asyncio.set_event_loop(self.loop)
         try:
-            with suppress(SystemExit):  # of a task, which ends what runs beside it and not the process
-                self.loop.run_forever()
+            self._until_stopped()
             self.loop.run_until_complete(asyncio.sleep(0))  # one that never ran could not end what it awaits
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:

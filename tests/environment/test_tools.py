@@ -15,6 +15,7 @@ from hypothesis import strategies as hs
 from rft_fn.environment import Call, Environment, Stepped, call_parser, tagged_calls, tool_schema, with_tools
 from rft_fn.environment.calculator import calculate
 from rft_fn.environment.tools import run_tool
+from rft_fn.reward.event_loop import EventLoop
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=50)
 
@@ -363,6 +364,24 @@ def test_whatever_a_tool_does_is_text_for_the_model(name, arguments, text):
     assert output(name, arguments).startswith(text)
     assert time.monotonic() - begin < 5
     assert output("later", {"x": 2}, timeout=5) == "2"  # and the next one is none the worse
+
+
+def test_a_call_while_a_loop_ends_runs_in_the_next_one():
+    """A loop that a task has stopped takes time to close; what comes then must not wait in it."""
+    loop, closing = EventLoop(), threading.Event()
+    loop.run(later(1))
+    close = loop._thread.loop.close
+
+    def close_slowly():
+        closing.set()
+        time.sleep(0.5)
+        close()
+
+    loop._thread.loop.close = close_slowly
+    loop.start(leave_behind())
+    assert closing.wait(5)
+    assert loop.start(later(2)).result(5) == "2"
+    loop.close()
 
 
 def test_a_broken_call_is_told_and_not_made():
