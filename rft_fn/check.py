@@ -218,6 +218,8 @@ def _check_depth(text: str, start: int, depth: int) -> None:
                 return
 
 
+# ------------------------------------------------------------------------------------------------------- text
+
 # what a terminal obeys, or cannot show: controls but for tab and new line, directions of text, surrogates
 _UNSHOWN = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -228,11 +230,6 @@ def printable(text: Any) -> str:
     """Return a text with `\\x1b` and the like in place of what would steer the terminal it is printed on."""
     return _UNSHOWN.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
-
-FILLED = "is not empty"  # marks the type of a text, as `Free` does that of an option
-
-
-# ------------------------------------------------------------------------------------------------------- text
 
 # half of a surrogate pair: JSON may hold one alone, no file can be written with it
 _HALF = re.compile(r"[\ud800-\udfff]")
@@ -303,6 +300,7 @@ class Range:
 
 FREE = "changes no result of a run"
 Free = Annotated[T, FREE]  # Free[Count]: a resumed run may have another value
+FILLED = "is not empty"  # marks the type of a text, as `Free` does that of an option
 Filled = Annotated[str, FILLED]
 Finite = Annotated[float, Range()]
 Positive = Annotated[float, Range(0, open_low=True)]

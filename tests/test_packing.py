@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rft_fn import check, loss, packing, segment, testing, tree, weight
-from rft_fn.packing import packs as parts
 from rft_fn.packing import plan
 from rft_fn.types import Experience, Media, Rollout, experience
 
@@ -723,7 +722,7 @@ def test_lists_stay_whole_and_in_order_with_or_without_media(case, budget, world
         assert all(group == rows[inside[group[0]]] for group in groups)
         assert packing.real(b).tolist() == [True] * len(groups) + [False] * (len(sizes) - len(groups))
         assert not b.mask[b.seq >= len(b.rows)].any() and (b.media is not None) == (exp.media is not None)
-        own = parts.own(b)
+        own = packing.own(b)
         assert own.rows == b.rows and (not b.rows or own.unit == b.unit[: len(groups)])
         seen += [inside[group[0]] for group in groups]
     assert sorted([*seen, *left]) == list(range(len(unit)))
@@ -771,7 +770,7 @@ def test_filling_up_a_pack_of_one_list():
     assert empty.unit == (1,) * 5 and empty.rows == () and not empty.mask.any()
     media = Media.of_prompts([{"x": torch.full((1, 2), float(i))} for i in range(8)])
     seen = packing.fill(packing.pack(tree.replace(exp, media=media), [2, 3], unit=[2]), 4)
-    assert seen.media.count("x").tolist() == [1] * 4 and parts.own(seen).unit == (2,)
+    assert seen.media.count("x").tolist() == [1] * 4 and packing.own(seen).unit == (2,)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def explain_mismatch(
     again: Tensor | None = None,
     rescored: Callable[[Sampling], Tensor] | None = None,
     alone: tuple[Tensor, Tensor] | None = None,
-    engine: Tensor | None = None,
+    engine_logp: Tensor | None = None,
     thresholds: Mapping[str, int] | None = None,
     limit: float,
 ) -> str:
@@ -152,7 +152,7 @@ def explain_mismatch(
     template or weights. `trainer` and `again` [B, S] are two scorings by the trainer, which differ only by
     dropout. `rescored` scores the same tokens in the trainer under another Sampling: an option that only one
     side knows is found by leaving it out. `alone` is (the trainer's log-probs of some rows, each by itself;
-    the mask of those). `engine` is what the sampler's side says now, asked to score the same tokens.
+    the mask of those). `engine_logp` is what the engine says of them now.
     `thresholds` are numbers of tokens behind which layers of the model change, by their names in its config.
     """
     mask = rollout.mask
@@ -176,7 +176,7 @@ def explain_mismatch(
             f"Look at packs: the trainer scores a row {apart:.3g} nats per token otherwise in a pack than "
             f"alone, where it is {logp_mismatch(alone[0], rollout.logp, alone[1]):.3g} from the sampler."
         )
-    if engine is not None and logp_mismatch(engine, trainer, mask) <= limit:
+    if engine_logp is not None and logp_mismatch(engine_logp, trainer, mask) <= limit:
         return head + (
             "Look at the sampler: asked to score the same tokens now, it agrees with the trainer. Its cache, "
             "its batches or weights that came while it sampled differ."
@@ -195,9 +195,9 @@ def explain_mismatch(
             head + f"Look at positions: the gap is {growth:.0f} times larger late in a response than early."
         )
     version = sorted(set(rollout.version.tolist()))
-    if engine is not None and logp_mismatch(engine, rollout.logp, mask) <= limit:
+    if engine_logp is not None and logp_mismatch(engine_logp, rollout.logp, mask) <= limit:
         head += "Asked to score them now, the sampler agrees with itself. "
-    elif engine is not None:
+    elif engine_logp is not None:
         head += "Asked to score them now, the sampler agrees neither with the trainer nor with itself. "
     return head + (
         "Neither dropout, temperature nor top_p explains it. Look at the weights (the rollout is of version "
@@ -312,7 +312,7 @@ def check_mismatch(
             again=again,
             rescored=None if scorer is None else rescored,
             alone=(scored(last), _unpacked_mask(last, rollout)),
-            engine=_scored_by(engine, rollout, sampling),
+            engine_logp=_scored_by(engine, rollout, sampling),
             thresholds={} if scorer is None else thresholds(scorer.parts.model),
             limit=limit,
         )

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 import rft_fn as rft
 from rft_fn.reward import Scored
 from rft_fn.reward.remote import connection, openrlhf, protocol
-from rft_fn.reward.remote import protocol as values
-from rft_fn.reward.remote.protocol import Batch
+from rft_fn.reward.remote.protocol import Batch, load, plain
 from rft_fn.reward.remote.served import cuts, joined
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -124,7 +123,7 @@ def test_values_of_rows():
         "date": datetime.date(2026, 1, 2), "price": decimal.Decimal("1.10"), "inf": math.inf,
         3: (1, None, True),
     }  # fmt: skip
-    assert values.plain(made) == {
+    assert plain(made) == {
         "array": [0, 1, 2], "tensor": [1.0, 1.0], "scalar": 0.5, "bytes": {"base64": "YWI="},
         "date": "2026-01-02", "price": "1.10", "inf": None, "3": [1, None, True],
     }  # fmt: skip
@@ -137,7 +136,7 @@ def test_an_image_in_a_column_is_sent_whole():
     from PIL import Image
 
     image = Image.new("RGB", (3, 2), (1, 2, 3))
-    found = values.plain(image)
+    found = plain(image)
     back = Image.open(io.BytesIO(base64.b64decode(found["base64"])))
     assert found["mime"] == "image/png" and back.tobytes() == image.tobytes()
 
@@ -148,7 +147,7 @@ def test_every_medium_is_sent_and_each_once():
     far = {"kind": "audio", "mime": "audio/wav", "url": "https://host/a.wav"}
     media = [[one, two], [one, two], [], [far, one]]
     data = protocol.request(Batch(["p"] * 4, ["c"] * 4, {"n": [1] * 4}, {"media": media}))
-    assert len(values.load(data)["files"]) == 3
+    assert len(load(data)["files"]) == 3
     assert protocol.read_request(data).given["media"] == media
 
 
@@ -222,7 +221,7 @@ def test_the_columns_and_lists_of_a_request_may_be_missing():
 def test_openrlhfs_request_is_read_as_it_was_written():
     batch = Batch(["p", "q"], ["a", "b"], {"label": ["1", {"x": 2}]}, {})
     assert openrlhf.read_request(openrlhf.request(batch)) == batch
-    assert values.load(openrlhf.request(batch, "gold"))["labels"] == [None, None]
+    assert load(openrlhf.request(batch, "gold"))["labels"] == [None, None]
 
 
 def test_openrlhfs_older_request_has_queries_alone():
