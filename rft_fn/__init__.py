@@ -42,4 +42,6 @@ for _room in _rooms:
 # a name that only another system has is answered with ours
 if not TYPE_CHECKING:
     for _room in [modules[__name__], *_rooms]:
+        if _room is run:
+            continue
         _room.__getattr__ = types.hints.answers(_room)

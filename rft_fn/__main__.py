@@ -1,6 +1,6 @@
 """`python -m rft_fn`: the commands of `rft`."""
 
-from rft_fn.run.commands import main
+from rft_fn.tools.commands import main
 
 if __name__ == "__main__":
     main()

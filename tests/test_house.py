@@ -20,7 +20,7 @@ LAYERS = {
     1: "segment scan advantage weight loss reward_shaping logprob metric rollout packing optim algorithm "
     "testing",
     2: "model modality reward data environment hub",
-    3: "dist ckpt memory strategy engine sync collect run migrate",
+    3: "dist ckpt memory strategy engine sync collect run migrate tools",
 }
 LAYER = {name: level for level, names in LAYERS.items() for name in names.split()}
 ABOVE = [ROOT / "rft_fn" / name for name in ("__init__.py", "__main__.py")]  # all rooms
@@ -32,7 +32,7 @@ def module_of(path):
 
 
 # each room may use those before it
-FLOOR_3 = ["dist", "ckpt", "memory", "strategy", "engine", "sync", "collect", "run", "migrate"]
+FLOOR_3 = ["dist", "ckpt", "memory", "strategy", "engine", "sync", "collect", "run", "migrate", "tools"]
 PACKAGES = {"rft_fn": ROOT / "rft_fn", "rft_kernels": ROOT / "kernels" / "rft_kernels"}
 
 

@@ -21,7 +21,8 @@ from test_public import named_in
 import rft_fn as rft
 from rft_fn.migrate import __main__ as migrate
 from rft_fn.model import builtin
-from rft_fn.run import commands, parsing
+from rft_fn.run import parsing
+from rft_fn.tools import commands
 
 pytestmark = pytest.mark.docs
 

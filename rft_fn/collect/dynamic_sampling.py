@@ -8,7 +8,8 @@ from einops import rearrange, repeat
 
 from rft_fn import reward_shaping, tree
 from rft_fn import rollout as rollouts
-from rft_fn.reward import Judged, concat, select
+from rft_fn.reward import Judged, select
+from rft_fn.reward import concat as concat_judged
 from rft_fn.types import Rollout
 
 __all__ = ["Collect", "Draw", "VariedGroups", "judged_groups", "sample_varied_groups"]
@@ -97,7 +98,7 @@ def sample_varied_groups(collect: Collect, draw: Draw, n: int, *, rounds: int = 
 def _concat(parts: Sequence[_Batch]) -> _Batch:
     """The groups of all parts in order, padded to the longest and numbered on."""
     rollout = rollouts.concat([p.rollout for p in parts], prompts=[len(p.prompts) for p in parts])
-    judged = concat([p.judged for p in parts])
+    judged = concat_judged([p.judged for p in parts])
     return _Batch([x for p in parts for x in p.prompts], rollout, judged)
 
 

@@ -26,7 +26,7 @@ from rft_fn.types.engine import EngineStatus
 
 __all__ = ["Answer", "Place", "main"]
 
-_LOOK = 0.5  # s between two looks at whether the parent is alive
+_PARENT_LOOK = 0.5  # s between two looks at whether the parent is alive
 
 
 class Answer(NamedTuple):
@@ -71,7 +71,7 @@ class _Shared(Iterator[tuple[str, Tensor]]):
 def _leave_with(parent: int) -> None:
     """End this process, and all that it started, when its parent has gone."""
     while os.getppid() == parent:
-        time.sleep(_LOOK)
+        time.sleep(_PARENT_LOOK)
     os.killpg(0, signal.SIGKILL)
 
 

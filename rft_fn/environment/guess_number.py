@@ -42,10 +42,10 @@ def guess_number(level: int = 1) -> Environment:
     def teacher(state: _State, key: int) -> str:
         return str(rng.fold_in(key, "guess") % size)
 
-    return Environment(f"guess_number:{level}", reset, _step, rows=rows, teacher=teacher)
+    return Environment(f"guess_number:{level}", reset, _answer_guess, rows=rows, teacher=teacher)
 
 
-def _step(state: _State, response: str) -> Stepped:
+def _answer_guess(state: _State, response: str) -> Stepped:
     """Compare a guess with the number."""
     state = state._replace(tries=state.tries - 1)
     text = response.strip()

@@ -1,5 +1,7 @@
 """The surroundings of a training loop: options, setup, the run folder, trackers, signals, errors."""
 
+from typing import Any
+
 from rft_fn.run import options
 from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.engine import saved_if_lost, start_engine
@@ -19,7 +21,6 @@ from rft_fn.run.reward_model import (
 from rft_fn.run.rewards import judges_here, load_rewards, reward_modules
 from rft_fn.run.sampler import start_sampler
 from rft_fn.run.saving import checkpoint, final_weights, restore_latest
-from rft_fn.run.serving import serve
 from rft_fn.run.setup import (
     data_options,
     free_options,
@@ -110,3 +111,12 @@ __all__ = [
     "without",
     "write_results",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Serving is a tool, and has its name here too."""
+    if name == "serve":
+        from rft_fn.tools.serving import serve
+
+        return serve
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

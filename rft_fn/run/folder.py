@@ -26,11 +26,10 @@ from rft_fn import check, dist
 from rft_fn.data.chat_template import fix_day
 from rft_fn.metric import Calibration
 from rft_fn.reward import Judged
-from rft_fn.run import lock, plot, resume, signals, trajectories, warnings
+from rft_fn.run import lock, resume, signals, trajectories, warnings
 from rft_fn.run import trackers as trackers_lib
 from rft_fn.run.claim import Claim, Inputs
 from rft_fn.run.files import append_row, defaults_of, jsonable
-from rft_fn.run.pictures import Pictures
 from rft_fn.run.progress import Progress
 from rft_fn.run.timing import Timing
 from rft_fn.types import Rollout, Session
@@ -85,6 +84,8 @@ class Run:
             may_change |= check.free(type(config))
             defaults = defaults_of(config)
         self._claim = Claim(self.folder, self.config, may_change, defaults=defaults, inputs=inputs)
+        from rft_fn.tools.pictures import Pictures
+
         self._timing = Timing()
         self._progress = Progress(self.folder.name, total)
         self._pictures = Pictures(self.folder, Path(log_dir or folder), every=plot_every)
@@ -121,6 +122,8 @@ class Run:
         """
 
         def continue_from() -> None:
+            from rft_fn.tools import plot
+
             resume.cut_back(self.folder, step)
             self._claim.note_changes(step)
             if step:
@@ -243,6 +246,8 @@ class Run:
         fix_day(None)
         if not self.main:
             return
+        from rft_fn.tools import plot
+
         self._pictures.draw()
         if len(self._rewards) > 1:
             last = self._rewards[-10:]

@@ -21,7 +21,7 @@ __all__ = [
 
 _LOOKED_AT = 16  # prompts, for whether the data has media
 
-R = TypeVar("R", bound=options.Reinforcement)
+OptionsT = TypeVar("OptionsT", bound=options.Reinforcement)
 
 
 class Task(NamedTuple):
@@ -72,7 +72,7 @@ def check_engine_media(st: Strategy, model_name: str, dataset: data.Dataset) -> 
         engine_lib.check_media(engine_lib.config_of(st.config), model_name)
 
 
-def plan_rollouts(cfg: R, st: Strategy, task: Task, *, usual: int) -> R:
+def plan_rollouts(cfg: OptionsT, st: Strategy, task: Task, *, usual: int) -> OptionsT:
     """Decide the number of steps, each of which draws `prompts` prompts; see `plan_steps`."""
     given: dict[str, Any] = {"batch": cfg.prompts, "usual": usual, "passes": "data_epochs"}
     return plan_steps(cfg, st, task.dataset, task.unseen, **given)

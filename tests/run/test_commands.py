@@ -11,7 +11,7 @@ import forks
 import pytest
 from ranks import free_port
 
-from rft_fn.run import commands, scripts
+from rft_fn.tools import commands, scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY_RUN = ["--steps", "2", "--prompts", "4", "--group", "4", "--eval-prompts", "4", "--warmup", "1"]
@@ -159,7 +159,7 @@ def test_two_processes_run_a_script_as_one_does(start, in_place, tmp_path):
     """Both ways that the help of `rft run` names; `rft` is here what pip makes of the entry point."""
     tool = tmp_path / "bin" / "rft"
     tool.parent.mkdir()
-    tool.write_text(f"#!{sys.executable}\nfrom rft_fn.run.commands import main\nmain()\n")
+    tool.write_text(f"#!{sys.executable}\nfrom rft_fn.tools.commands import main\nmain()\n")
     tool.chmod(0o755)
     path = os.pathsep.join([str(tool.parent), os.environ["PATH"]])
     assert all(part in commands.Run.__doc__ for part in (" -m rft_fn run grpo", "--no-python rft run grpo"))

@@ -5,7 +5,8 @@ import subprocess
 
 import pytest
 
-from rft_fn.run import commands, completion, parsing, scripts
+from rft_fn.run import parsing
+from rft_fn.tools import commands, scripts
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,7 @@ complete -p rft
 @pytest.fixture(scope="module")
 def printed():
     words = commands.words()
-    return {shell: completion.text(shell, words) for shell in completion.SHELLS}
+    return {shell: scripts.completion(shell, words) for shell in scripts.SHELLS}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_commands_and_scripts_are_offered(offers):
     )
     assert every == set(commands.COMMANDS) and report == {"report"}
     assert run == new == where == names and g == {"grpo"}
-    assert shells == set(completion.SHELLS)
+    assert shells == set(scripts.SHELLS)
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in scripts.folder().glob("*.py")))

@@ -22,8 +22,9 @@ from rft_fn import check, data, dist, model
 from rft_fn import run as runs
 from rft_fn.data import chat_template
 from rft_fn.reward import Judged
-from rft_fn.run import claim, lock, options, plot, progress, resume, signals
+from rft_fn.run import claim, lock, options, progress, resume, signals
 from rft_fn.strategy import StrategyConfig, get_fake_strategy
+from rft_fn.tools import plot
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from rft_fn.data.media.medium import Medium
-from rft_fn.run import commands
 from rft_fn.run.media import data_uri
-from rft_fn.run.page import recorded, series, write_page
-from rft_fn.run.page.fields import FIELDS
 from rft_fn.run.warnings import Warnings
-from rft_fn.run.watch import HUES
+from rft_fn.tools import commands
+from rft_fn.tools.page import build, recorded, write_page
+from rft_fn.tools.page.recorded import FIELDS
+from rft_fn.tools.watch import HUES
 
 ROOT = Path(__file__).resolve().parents[2]
 NONE = "rgba(0, 0, 0, 0)"  # a browser's word for no colour
@@ -96,7 +96,7 @@ def blocks(page):
 
 @given(some.lists(some.integers(-50, 50), min_size=1, max_size=300), some.integers(2, 40))
 def test_thinning_keeps_the_extremes_the_order_and_the_limit(y, most):
-    kept = series.thinned(y, most)
+    kept = build.thinned(y, most)
     assert len(kept) <= max(most, 1) and kept == sorted(set(kept))
     assert min(y[i] for i in kept) == min(y) and max(y[i] for i in kept) == max(y)
     if len(y) <= most:
@@ -105,47 +105,47 @@ def test_thinning_keeps_the_extremes_the_order_and_the_limit(y, most):
 
 def test_a_spike_of_one_step_among_ten_thousand_is_on_the_curve():
     rows = [{"step": i, "x": float(i == 7777)} for i in range(10_000)]
-    found = series.curve([rows], "x")
-    assert len(found["x"]) <= series.MOST and found["y"][found["x"].index(7777)] == 1.0
+    found = build.curve([rows], "x")
+    assert len(found["x"]) <= build.MOST and found["y"][found["x"].index(7777)] == 1.0
 
 
 def test_seeds_are_a_mean_and_a_band_at_each_step():
     runs = [[{"step": i, "x": float(i * k)} for i in range(k)] for k in (1, 2, 3)]
-    found = series.curve(runs, "x")
+    found = build.curve(runs, "x")
     assert found == {"x": [0, 1, 2], "y": [0, 2.5, 6], "lo": [0, 2, 6], "hi": [0, 3, 6]}
-    assert "lo" not in series.curve(runs[:1], "x") and series.curve(runs, "y") is None
+    assert "lo" not in build.curve(runs[:1], "x") and build.curve(runs, "y") is None
 
 
 def test_the_band_of_a_thinned_curve_holds_every_value():
     runs = [[{"step": i, "x": (i * 37 % 101) * k} for i in range(10_000)] for k in (-1, 2)]
-    found = series.curve(runs, "x")
+    found = build.curve(runs, "x")
     assert min(found["lo"]) == -100 and max(found["hi"]) == 200
 
 
 def test_phases_are_means_of_bars_with_the_rest():
     rows = [{"step": i, "seconds": 3.0, "phase/a": float(i % 2), "phase/b": 1.0} for i in range(120)]
-    found = series.phases(rows)
+    found = build.phases(rows)
     assert found["names"] == ["a", "b", "other"] and found["size"] == 2 and len(found["x"]) == 60
     assert found["seconds"][0] == [0.5, 1.0, 1.5]
 
 
 def test_fans_keep_the_extremes_of_what_they_join():
     rows = [{"step": i, "length": [-float(i), 1.0, float(i)]} for i in range(600)]
-    found = series.fan(rows, "length")
+    found = build.fan(rows, "length")
     assert found["x"][:2] == [0, 2] and found["q"][0][1] == -3 and found["q"][2][1] == 3
-    assert series.fan(rows, "reward") is None
+    assert build.fan(rows, "reward") is None
 
 
 def test_symptoms_of_a_run_are_those_that_it_noted():
     """A stretch of 17 steps in 10,000 is found, with its first and its last step."""
     rows = noted([{"step": i, "lr": float(not 5003 <= i < 5020)} for i in range(10_000)])
-    (found,) = series.found_symptoms(rows)
+    (found,) = build.found_symptoms(rows)
     assert (found["name"], found["first"], found["last"]) == ("learning_rate", 5007, 5019)
     assert found["sentence"] == "the learning rate of the last 5 steps is 0" and "--lr" in found["remedy"]
 
 
 def test_a_symptom_of_an_older_rule_is_said_by_its_condition():
-    (found,) = series.found_symptoms([{"step": 3, "warning/truncated": 1.0, "warning/gone": 1.0}])
+    (found,) = build.found_symptoms([{"step": 3, "warning/truncated": 1.0, "warning/gone": 1.0}])
     assert (found["first"], found["last"]) == (3, 3) and "are truncated, over 20" in found["sentence"]
 
 
@@ -247,12 +247,12 @@ def test_the_command_writes_the_page_and_the_usage_names_all(tmp_path, capsys):
     commands.main([])
     out = capsys.readouterr().out
     assert all(f"  {name}" in out for name in commands.COMMANDS)
-    assert 'rft = "rft_fn.run.commands:main"' in (ROOT / "pyproject.toml").read_text()
+    assert 'rft = "rft_fn.tools.commands:main"' in (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_the_scripts_of_the_page_are_whole():
-    for path in sorted((ROOT / "rft_fn" / "run" / "page").glob("*.js")):
+    for path in sorted((ROOT / "rft_fn" / "tools" / "page").glob("*.js")):
         subprocess.run(["node", "--check", str(path)], check=True, capture_output=True)
 
 
@@ -414,7 +414,7 @@ def test_what_decides_the_speed_of_a_page_is_bounded(browser, page):
         " ...[...chart.querySelectorAll('path')].map((p) => p.getAttribute('d').split(/[ML]/).length - 1)])"
     )
     elements, points = zip(*((n, sum(paths)) for n, *paths in charts))
-    assert len(charts) == 13 and max(elements) < 250 and max(points) < 3.1 * series.MOST
+    assert len(charts) == 13 and max(elements) < 250 and max(points) < 3.1 * build.MOST
     steps = blocks(page)["data"]["runs"][0]["samples"]
     assert (len(steps), steps[0], steps[-1]) == (1000, 0, 9999)
     assert browser.value("document.querySelectorAll('*').length") < 6_000

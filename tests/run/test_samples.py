@@ -10,9 +10,9 @@ from rft_fn.data.media import Medium
 from rft_fn.data.prompts import Prompt
 from rft_fn.data.tasks import TASKS
 from rft_fn.reward import Judged
-from rft_fn.run import samples, trajectories
-from rft_fn.run.pictures import Pictures
-from rft_fn.run.samples import spectrogram
+from rft_fn.run import trajectories
+from rft_fn.tools import pictures as samples
+from rft_fn.tools.pictures import Pictures, spectrogram
 
 
 def prompts():

@@ -11,10 +11,10 @@ from test_run_page import blocks
 
 from bench import record
 from rft_fn import run as runs
-from rft_fn.run import plot
-from rft_fn.run.page import write_page
-from rft_fn.run.page.series import found_symptoms
 from rft_fn.run.symptoms import RULES, symptoms
+from rft_fn.tools import plot
+from rft_fn.tools.page import write_page
+from rft_fn.tools.page.build import found_symptoms
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {

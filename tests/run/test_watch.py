@@ -11,10 +11,10 @@ from hypothesis import strategies as some
 from rich.console import Console
 from test_run_page import COLORED, token_row, write_rows, write_run
 
-from rft_fn.run import commands, lock
-from rft_fn.run.page.fields import FIELDS, Name
-from rft_fn.run.page.recorded import read
-from rft_fn.run.watch import HUES, follow, frame, sparkline
+from rft_fn.run import lock
+from rft_fn.tools import commands
+from rft_fn.tools.page.recorded import FIELDS, Name, read
+from rft_fn.tools.watch import HUES, follow, frame, sparkline
 
 
 def printed(run, color="push", **how):

@@ -174,8 +174,10 @@ OPTIONS = {
 
 
 def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path, monkeypatch):
-    monkeypatch.setattr("rft_fn.run.plot.curve", lambda *_, **__: None)  # most of the time of so short a run
-    monkeypatch.setattr("rft_fn.run.plot.phases", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "rft_fn.tools.plot.curve", lambda *_, **__: None
+    )  # most of the time of so short a run
+    monkeypatch.setattr("rft_fn.tools.plot.phases", lambda *_, **__: None)
     found = {}
     for name, change in {"none": {}, "again": {}, **OPTIONS}.items():
         train(tmp_path / name, **{"steps": 2, "eval_every": 9, **change})

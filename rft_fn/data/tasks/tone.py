@@ -80,18 +80,18 @@ def _wav(random_: random.Random, samples: np.ndarray, name: str) -> str:
     return f"data:audio/wav;name={name};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _chance(level: int) -> float:
+def _tone_chance(level: int) -> float:
     """1 / 6 by a guess of the pitch; 1 / (level + 3) of the number of beeps."""
     if level == 1:
         return 1 / _PITCHES
     return 1 / (level + 3)
 
 
-def _guess(random_: random.Random, row: TaskRow) -> str:
+def _tone_guess(random_: random.Random, row: TaskRow) -> str:
     level = int(row["level"])
     if level == 1:
         return str(random_.randint(1, _PITCHES))
     return str(random_.randint(0, level + 2))
 
 
-TONE = Task("tone", _tone, exact, _chance, _guess)
+TONE = Task("tone", _tone, exact, _tone_chance, _tone_guess)

@@ -4,6 +4,6 @@
 `scoring` computes their rewards in the main thread, where models and time limits are at home.
 """
 
-from rft_fn.run.serving.serve import serve
+from rft_fn.tools.serving.serve import serve
 
 __all__ = ["serve"]

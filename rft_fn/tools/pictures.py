@@ -1,6 +1,8 @@
-"""A picture of responses to prompts with media: image or spectrogram, question, response and reward."""
+"""The pictures of a run: drawn at its end, and histograms of response lengths on the way."""
 
+import math
 import textwrap
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,8 +13,15 @@ from rft_fn.data.media.images import image, video
 from rft_fn.data.media.medium import Medium
 from rft_fn.data.media.sounds import sound
 from rft_fn.data.media.stored import read
+from rft_fn.metric import Calibration, reliability
+from rft_fn.reward import Judged
+from rft_fn.tools import plot
 
-__all__ = ["Sample", "draw", "spectrogram"]
+__all__ = ["Pictures", "Sample", "draw", "spectrogram"]
+
+
+# ---------- a picture of responses to prompts with media
+
 
 _RATE = 16_000  # Hz, of the spectrograms
 _WINDOW = 400  # samples of a frame
@@ -35,7 +44,7 @@ class Sample(NamedTuple):
 
 def draw(samples: Sequence[Sample], out: str | Path, *, title: str = "") -> Path:
     """Draw samples as the rows of a PNG, the media on the left and the texts beside them."""
-    from rft_fn.run.plot import figure, save
+    from rft_fn.tools.plot import figure, save
 
     # as wide as the longest line of text asks for
     columns = min(max(len(sample.media) for sample in samples), _MOST)
@@ -105,3 +114,82 @@ def spectrogram(samples: np.ndarray) -> np.ndarray:
     frames = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::_HOP]
     found = np.abs(np.fft.rfft(frames * np.hanning(_WINDOW), axis=1)).T
     return 20 * np.log10(np.maximum(found, 1e-3))
+
+
+# ---------- the pictures of a run: drawn at its end, and histograms of response lengths on the way
+
+
+_SECONDS = 20  # between two pictures of samples, of which each takes a good part of one
+
+
+class Pictures:
+    """The pictures of the run in `run`, drawn into `folder`."""
+
+    def __init__(self, run: Path, folder: Path, *, every: int):
+        """`every` is the number of steps between two histograms of lengths; 0: only at the end."""
+        self.run = run
+        self.folder = folder
+        self.every = every
+        self.lengths: list[int] = []  # [tokens] of the responses of the last step
+        self._shown: list[Sample] = []  # responses to prompts with media, of the last step
+        self._title = ""
+        self._calibration: Calibration | None = None  # of held-out rows
+        self._drawn = -math.inf  # when they were drawn [seconds]
+        self._done = False  # both pictures of responses have those of the last step
+
+    @property
+    def curve(self) -> Path:
+        """The picture of all curves."""
+        return self.folder / "curve.png"
+
+    def note_lengths(self, step: int, lengths: Sequence[int]) -> None:
+        """Keep the lengths of a step's responses, and draw them where it is time for that."""
+        self.lengths = list(lengths)
+        self._done = False
+        if self.every and (step + 1) % self.every == 0:
+            plot.length_histogram(self.lengths, self.folder / f"lengths_{step + 1:08d}.png")
+
+    def note_samples(self, step: int, prompts: Sequence[Any], judged: Judged, *, count: int) -> None:
+        """Keep the first responses to the first prompts with media, and draw them every 20 seconds."""
+        group = judged.reward.shape[1]
+        found = []
+        for i, prompt in enumerate(prompts[:count]):
+            if getattr(prompt, "sources", ()):
+                answer = str(prompt.columns.get("answer", ""))
+                texts = prompt.text, judged.texts[i * group], float(judged.reward[i, 0]), answer
+                found.append(Sample(prompt.sources, prompt.media_names, *texts))
+        if not found:
+            return
+        self._shown = found
+        self._title = f"{self.run.name}, step {step + 1}"
+        if time.monotonic() - self._drawn > _SECONDS:
+            self._draw_samples()
+
+    def note_reliability(self, found: Calibration) -> None:
+        """Keep how often predictions on held-out rows come true."""
+        self._calibration = found
+
+    def _draw_samples(self) -> None:
+        draw(self._shown, self.folder / "samples.png", title=self._title)
+        self._drawn = time.monotonic()
+
+    def draw_responses(self) -> None:
+        """Draw the responses of the last step, and their lengths."""
+        if self._shown:
+            self._draw_samples()
+        if self.lengths:
+            plot.length_histogram(self.lengths, self.folder / "lengths.png")
+        self._done = True
+
+    def draw(self) -> None:
+        """Draw all of them."""
+        if not self._done:
+            self.draw_responses()
+        metrics = self.run / "metrics.jsonl"
+        if metrics.exists():
+            plot.curve(metrics, self.curve, title=self.run.name)
+            plot.phases(self.run / "timing.jsonl", self.folder / "phases.png")
+        if self._calibration is not None:
+            found = self._calibration
+            given = {"ece": float(found.value()), "title": self.run.name}
+            plot.reliability(reliability(found), self.folder / "reliability.png", **given)

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "curve", "figure", "length_histogram", "phases", "read_metrics", "reliability", "save", "terminal_curve",
+    "curve", "figure", "length_histogram", "phases", "read_metrics", "reliability", "save",
+    "terminal_curve",
 ]  # fmt: skip
+
 
 _PANELS = (
     ("reward", ("reward/mean",)),

@@ -1,5 +1,5 @@
 """A run as one page of HTML that needs no server and no network."""
 
-from rft_fn.run.page.build import write_page
+from rft_fn.tools.page.build import write_page
 
 __all__ = ["write_page"]

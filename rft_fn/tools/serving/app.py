@@ -24,9 +24,10 @@ from rft_fn.data.column_path import value_at
 from rft_fn.reward import Scored
 from rft_fn.reward.remote import openrlhf, protocol
 from rft_fn.reward.remote.protocol import Batch
-from rft_fn.run.serving.jobs import Job, Jobs
+from rft_fn.tools.serving.scoring import Job, Jobs
 
 __all__ = ["Metrics", "Rules", "Server", "application"]
+
 
 _ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 _KEPT = 75  # s that an unused connection is kept

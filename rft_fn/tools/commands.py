@@ -12,13 +12,14 @@ from typing import Any, Literal, NamedTuple
 import tyro
 
 from rft_fn import rng
-from rft_fn.run import completion, doctor, parsing, scripts, watch
+from rft_fn.run import parsing
 from rft_fn.run.cli import guard
-from rft_fn.run.page import write_page
-from rft_fn.run.page.fields import Name
-from rft_fn.run.page.recorded import read_all
+from rft_fn.tools import doctor, scripts, watch
+from rft_fn.tools.page import write_page
+from rft_fn.tools.page.recorded import Name, read_all
 
 __all__ = ["COMMANDS", "Command", "Script", "main"]
+
 
 _LONGEST = 100  # characters of the name of a page
 
@@ -105,7 +106,7 @@ class Command(NamedTuple):
 
 
 def new(options: New) -> None:
-    """Copy the script and say how to run it, or list the scripts."""
+    """Copy the script and say how to run it, or list the completion."""
     if not options.script:
         print(_script_list())
         return
@@ -157,18 +158,18 @@ def examine(options: Doctor) -> None:
 
 def complete(options: Completion) -> None:
     """Print the completion."""
-    print(completion.text(options.shell, words()))
+    print(scripts.completion(options.shell, words()))
 
 
-def words() -> completion.Words:
+def words() -> scripts.Words:
     """All that may follow `rft`: commands, and the names of scripts where a command takes one."""
     configs = {name: scripts.config(path) for name, path in scripts.named().items()}
-    words: dict[str, completion.Options | dict[str, completion.Options]] = {}
+    words: dict[str, scripts.Options | dict[str, scripts.Options]] = {}
     for name, command in COMMANDS.items():
         words[name] = command.options or configs[name]
     names = dict.fromkeys(configs, Nothing)
     words |= {"new": names, "run": configs, "where": names}
-    words["completion"] = dict.fromkeys(completion.SHELLS, Nothing)
+    words["completion"] = dict.fromkeys(scripts.SHELLS, Nothing)
     return words
 
 

@@ -13,10 +13,10 @@ from typing import Any
 from rft_fn.reward import columns
 from rft_fn.reward.combine import Weighted
 from rft_fn.reward.convention import reads_state
-from rft_fn.run.serving.jobs import Jobs
-from rft_fn.run.serving.scoring import Partial, work
+from rft_fn.tools.serving.scoring import Jobs, Partial, work
 
 __all__ = ["serve"]
+
 
 _ARRIVAL = 30.0  # s that a request may take to arrive
 _AGAIN = 1.0  # s after which another signal stops at once
@@ -47,7 +47,7 @@ def serve(
     OSError for an address that cannot be had, ModuleNotFoundError without the packages of rft-fn[serve].
     """
     try:
-        from rft_fn.run.serving import app
+        from rft_fn.tools.serving import app
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}: pip install 'rft-fn[serve]'", name=error.name) from error
 

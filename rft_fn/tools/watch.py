@@ -14,13 +14,13 @@ from rich.text import Text
 
 from rft_fn.check import printable
 from rft_fn.run import lock
-from rft_fn.run.page.fields import FIELDS, Name, full_scale, hue, level
-from rft_fn.run.page.recorded import Recorded, read
-from rft_fn.run.page.series import metric_names, phases
 from rft_fn.run.symptoms import symptoms
 from rft_fn.run.trajectories import QUANTILES
+from rft_fn.tools.page.build import metric_names, phases
+from rft_fn.tools.page.recorded import FIELDS, Name, Recorded, full_scale, hue, level, read
 
 __all__ = ["HUES", "follow", "frame", "sparkline"]
+
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40  # characters of a sparkline or a bar
