@@ -3,14 +3,18 @@
 from typing import Any
 
 from rft_fn.run import options
-from rft_fn.run.cli import cli, error_line, guard, without
-from rft_fn.run.engine import saved_if_lost, start_engine
-from rft_fn.run.folder import Run
-from rft_fn.run.mismatch import check_gap, correct_mismatch, correction_of
-from rft_fn.run.placing import placed, to_device, to_host
-from rft_fn.run.progress import track
-from rft_fn.run.report import check_results, table, write_results
-from rft_fn.run.resume import last_model, settings
+from rft_fn.run.cli import Stopped, cli, error_line, guard, without
+from rft_fn.run.engine import (
+    check_gap,
+    correct_mismatch,
+    correction_of,
+    saved_if_lost,
+    start_engine,
+    start_sampler,
+)
+from rft_fn.run.files import last_model, settings
+from rft_fn.run.folder import Run, checkpoint, final_weights, restore_latest
+from rft_fn.run.report import check_results, response_row, table, track, write_results
 from rft_fn.run.reward_model import (
     as_one_pack,
     calibrate,
@@ -18,9 +22,6 @@ from rft_fn.run.reward_model import (
     load_labelled,
     load_reward_model,
 )
-from rft_fn.run.rewards import judges_here, load_rewards, reward_modules
-from rft_fn.run.sampler import start_sampler
-from rft_fn.run.saving import checkpoint, final_weights, restore_latest
 from rft_fn.run.setup import (
     data_options,
     free_options,
@@ -31,27 +32,31 @@ from rft_fn.run.setup import (
     load_processing,
     open_folder,
     optimizer,
+    placed,
     plan_steps,
     print_preflight,
     start,
+    to_device,
+    to_host,
     updates_per_pass,
     with_processor,
 )
-from rft_fn.run.signals import Stopped
 from rft_fn.run.task import (
     Task,
     check_engine_media,
     check_rewards,
     evaluate,
     judge,
+    judges_here,
+    load_rewards,
     load_task,
     normalized_reward,
     plan_rollouts,
+    reward_modules,
     rewards_of,
     shaped_reward,
 )
 from rft_fn.run.tokens import TokenLog
-from rft_fn.run.trajectories import response_row
 
 __all__ = [
     "Run",

@@ -4,24 +4,39 @@ Keys name what is drawn, so a rollout that a new engine repeats has the same tok
 nothing had happened.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rft_fn import data, dist, sync
+from rft_fn import collect, data, dist, optim, strategy, sync
 from rft_fn import engine as engine_lib
+from rft_fn.check import printable
+from rft_fn.collect import ahead
 from rft_fn.engine import BadRequest, EngineDead, time_limit
+from rft_fn.run import options
 from rft_fn.run.folder import Run
-from rft_fn.run.placing import with_weights
+from rft_fn.run.setup import with_weights
 from rft_fn.run.task import Task
-from rft_fn.types import Engine, Rollout, Sampling, Strategy, TrainState
+from rft_fn.types import Apply, Engine, Packed, Rollout, Sampling, Strategy, TrainState
 from rft_fn.types.engine import Delivered, EngineStatus
 
-__all__ = ["Push", "checked", "saved_if_lost", "start_engine"]
+__all__ = [
+    "Corrected", "Push", "check_gap", "checked", "correct_mismatch", "correction_of", "saved_if_lost",
+    "start_engine", "start_sampler",
+]  # fmt: skip
+
+
+# ---------- the engine of a run: checked by a canary when it is built, and built again when it dies
+
+
+# ---------- the engine of a run: checked by a canary when it is built, and built again when it dies
+
 
 CANARY_PROMPTS = 4
 
@@ -232,3 +247,119 @@ def _save_alone(run: Run) -> str:
     if dist.world() > 1:
         return "; the same command continues from the last checkpoint"
     return _saved(run)
+
+
+# ---------- what samples the rollouts of a run: its engine, called when a step needs it or ahead of that
+
+
+def start_sampler(
+    cfg: options.Reinforcement, st: Strategy, task: Task, saved: Sequence[dict[str, Any]] = ()
+) -> tuple[collect.Ahead, Push]:
+    """(what samples the rollouts, the function that sends it weights): `start_engine`, with `ahead`.
+
+    `saved` are the rollouts that a checkpoint has kept. With `ahead` the engine has a process of its own,
+    this process keeps the threads that it leaves, and its thread builds it again where it dies: each rank
+    alone, with the weights that it had, which the trainer no longer has. With `canary` it has to pass that
+    again.
+    """
+    if not cfg.ahead:
+        inner, push = start_engine(cfg, st, task)
+        return collect.Ahead(inner, st, saved=saved), push
+    config, threads = ahead.apart(engine_lib.config_of(st.config), torch.get_num_threads())
+    torch.set_num_threads(threads)
+    build = partial(engine_lib.get_engine, config, cfg.model, task.tokenizer)
+    check = None
+    if cfg.canary:
+        check = partial(_check, cfg, st, task)
+    calls = collect.InOrder(build, rebuilds=cfg.rebuilds, check=check)
+    inner, push = start_engine(replace(cfg, rebuilds=0), st, task, build=calls.engine)
+    return collect.Ahead(inner, st, calls=calls, saved=saved), push
+
+
+def _check(
+    cfg: options.Reinforcement, st: Strategy, task: Task, engine: Engine, weights: collect.Weights
+) -> None:
+    """The canary of this rank's engine alone; a copy of the trained weights stands for the trainer."""
+
+    def export(state: TrainState, /) -> collect.Weights:
+        return weights
+
+    alone = strategy.get_fake_strategy()._replace(export=export, config=st.config)
+    state = TrainState(params={}, opt=None, step=weights.version, tx=optim.chain())
+    line = checked(cfg, alone, task, state, engine, version=weights.version)
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+# ---------- the mismatch of trainer and sampler within a run: corrected by an option, and limited
+
+
+class Corrected(NamedTuple):
+    """A rollout as the trainer sees it."""
+
+    old_logp: Tensor  # [B, S] of the policy that the update starts from
+    extra: dict[str, Tensor]  # "correction" [B, S], the factor of each weight; empty without a correction
+    metrics: dict[str, float]
+
+
+def correction_of(cfg: options.Rollouts) -> str:
+    """The correction that the option `mismatch` names, by default tis where rollouts are stale, else none."""
+    if cfg.mismatch is not None:
+        return cfg.mismatch
+    if cfg.ahead or cfg.partial:
+        return "tis"
+    return "none"
+
+
+def correct_mismatch(
+    cfg: options.Rollouts,
+    st: Strategy,
+    apply: Apply,
+    params: Any,
+    rollout: Rollout,
+    *,
+    budget: int,
+    version: int,
+) -> Corrected:
+    """`old_logp` and the correction of each token's weight by the option `mismatch`.
+
+    Without one, old_logp is the sampler's. With one the trainer scores the rollout, so that the loss has its
+    ratio to the trainer's own policy, and the weights hold the ratio of that one to the sampler's. `version`
+    is of the trainer's weights.
+    """
+    metrics = collect.staleness(rollout, version)
+    if correction_of(cfg) == "none":
+        return Corrected(rollout.logp, {}, metrics)
+    old_logp = st.score(apply, params, rollout, budget).logp
+    factor, cut = collect.correction(correction_of(cfg), old_logp, rollout, cap=cfg.cap)
+    metrics |= collect.mismatch_metrics(old_logp, rollout) | cut
+    return Corrected(old_logp, {"correction": factor}, metrics)
+
+
+def check_gap(
+    cfg: options.Rollouts,
+    extra: dict[str, Any],
+    values: Mapping[str, float],
+    rollout: Rollout,
+    sampling: Sampling,
+    apply: Apply,
+    params: Any,
+    packs: Sequence[Packed],
+    *,
+    engine: Engine | None = None,
+) -> dict[str, float]:
+    """The numbers of `collect.MISMATCH` among `values`, within the limits of the options.
+
+    The first gap of a run is its noise floor, which `extra["floor"]` keeps for later steps and for a resumed
+    run. Stale rows differ by more than noise: where they are corrected or asked for they have no limit.
+    ValueError, with an explanation, for a gap above the limit; an `engine` that is idle helps to find it.
+    """
+    found = {name: values[name] for name in collect.MISMATCH}
+    expected = correction_of(cfg) != "none" or cfg.ahead > 0 or cfg.partial > 0
+    if expected and values["rollout/staleness_max"] > 0:
+        return found
+    floor = extra.get("floor", 0.0)
+    limit = collect.gap_limit(cfg.max_gap, cfg.gap_factor, floor)
+    idle = None if cfg.ahead else engine
+    collect.check_mismatch(found, limit, rollout, sampling, apply, params, packs, engine=idle)
+    extra["floor"] = floor or collect.noise_floor(found["policy/logp_gap"], sampling)
+    return found

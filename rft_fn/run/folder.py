@@ -17,24 +17,27 @@ runs/NAME/config.json         the options, of the last start that changed some; 
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from rft_fn import check, dist
+from torch import Tensor
+
+from rft_fn import check, ckpt, dist, optim
 from rft_fn.data.chat_template import fix_day
 from rft_fn.metric import Calibration
 from rft_fn.reward import Judged
-from rft_fn.run import lock, resume, signals, trajectories, warnings
-from rft_fn.run import trackers as trackers_lib
+from rft_fn.run import claim, cli, files, options, report, symptoms
 from rft_fn.run.claim import Claim, Inputs
 from rft_fn.run.files import append_row, defaults_of, jsonable
-from rft_fn.run.progress import Progress
-from rft_fn.run.timing import Timing
-from rft_fn.types import Rollout, Session
+from rft_fn.run.report import Progress, Timing
+from rft_fn.types import Rollout, Session, Strategy, TrainState
 
-__all__ = ["Run"]
+__all__ = ["Run", "checkpoint", "final_weights", "restore_latest"]
+
+
+# ---------- the folder of a run
 
 
 class Run:
@@ -89,11 +92,11 @@ class Run:
         self._timing = Timing()
         self._progress = Progress(self.folder.name, total)
         self._pictures = Pictures(self.folder, Path(log_dir or folder), every=plot_every)
-        self._trackers: list[trackers_lib.Track] = []
+        self._trackers: list[report.Track] = []
         self._reached = 0  # whole steps
         self._save: Callable[[], None] | None = None  # what saves them, where they are not saved
         self._rewards: list[float] = []  # of all steps, for the curve at the end
-        self._warnings = warnings.Warnings()
+        self._warnings = symptoms.Warnings()
 
         # ranks with other options would compute other things, or wait for each other for ever
         with self._watch():
@@ -102,18 +105,18 @@ class Run:
             raise ValueError(f"ranks: expected the same config on all: {lines[0]}")
 
         def begin() -> None:
-            trackers_lib.check(trackers)
+            report.check(trackers)
             self._claim.take(override=override)
             place = self._pictures.folder
             place.mkdir(parents=True, exist_ok=True)
-            self._trackers = trackers_lib.start(trackers, self.folder, place, self.config, project, name)
+            self._trackers = report.start(trackers, self.folder, place, self.config, project, name)
 
         self._on_rank_0(begin)
 
     @property
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
-        return resume.checkpoints(self.folder)
+        return files.checkpoints(self.folder)
 
     def resume(self, step: int) -> None:
         """Cut the files back to the checkpoint that the run continues from: `step` steps are done.
@@ -124,7 +127,7 @@ class Run:
         def continue_from() -> None:
             from rft_fn.tools import plot
 
-            resume.cut_back(self.folder, step)
+            files.cut_back(self.folder, step)
             self._claim.note_changes(step)
             if step:
                 print(f"{self.folder}: continuing after step {step}", flush=True)
@@ -132,11 +135,11 @@ class Run:
             if path.exists():
                 rows = plot.read_metrics(path)
                 self._rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-                self._warnings = warnings.Warnings(rows)
+                self._warnings = symptoms.Warnings(rows)
 
         self._on_rank_0(continue_from)
         self._reached = step
-        signals.enter_steps()
+        cli.enter_steps()
         self._timing = Timing()
         self._progress.begin(step)
 
@@ -157,7 +160,7 @@ class Run:
         if not self.main:
             return
         self._check_folder()
-        resume.mark_saved(self.folder)
+        files.mark_saved(self.folder)
         timing = self._timing.row(tokens)
 
         # JSON has no NaN
@@ -199,9 +202,9 @@ class Run:
             self._pictures.note_samples(step, prompts, judged, count=count)
             if step + 1 == self.total:  # before its checkpoint: a run that continues from there has none
                 self._pictures.draw_responses()
-            spread = trajectories.distribution(step, rollout, judged)
+            spread = report.distribution(step, rollout, judged)
             append_row(self.folder / "distributions.jsonl", spread)
-        for row in trajectories.rows(step, prompts, judged, count=count, split=split):
+        for row in report.rows(step, prompts, judged, count=count, split=split):
             append_row(self.folder / "trajectories.jsonl", row)
 
     def tokens(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -230,13 +233,13 @@ class Run:
     def stopping(self) -> bool:
         """Whether a signal asked any process to stop: the same on every rank, which all ask once a step."""
         with self._watch():
-            return bool(signals.stopping())
+            return bool(cli.stopping())
 
     def stop(self, step: int) -> None:
         """End the process after its last checkpoint, of `step` steps: raises `Stopped`."""
         self._close()
         where = f" after step {step}; the same command continues from there"
-        raise signals.Stopped(signals.asked(), where)
+        raise cli.Stopped(cli.asked(), where)
 
     def finish(self) -> None:
         """Draw the pictures, show the curve in the terminal, name the files, and unlock the folder."""
@@ -260,12 +263,12 @@ class Run:
     def _check_folder(self) -> None:
         """ValueError for a folder that was deleted during the run, or all rows in it."""
         path = self.folder / "metrics.jsonl"
-        lock.check(self.folder, whole=not self._reached or path.exists())
+        claim.check(self.folder, whole=not self._reached or path.exists())
 
     def _close(self) -> None:
         self._progress.stop()
         if self.main:
-            resume.mark_saved(self.folder)
+            files.mark_saved(self.folder)
             self._claim.release()
 
     def _on_rank_0(self, act: Callable[[], None]) -> None:
@@ -284,3 +287,64 @@ class Run:
             raise error
         if line is not None and not self.main:
             raise ValueError(line)
+
+
+# ---------- checkpoints of a run: restore the newest, save when it is time, and the weights at the end
+
+
+def restore_latest(st: Strategy, run: Run, state: Any, extra: Any = None) -> tuple[Any, Any]:
+    """(state, extra) of the run's newest checkpoint; the given ones where it has none.
+
+    `state` is donated.
+    """
+    saved = ckpt.latest(run.checkpoints)
+    if saved is None:
+        return state, extra
+    return st.restore(saved, state, extra)
+
+
+def final_weights(cfg: options.Updates, st: Strategy, state: TrainState) -> Iterable[tuple[str, Tensor]]:
+    """Full tensors by name: the weights to save at the end, with `ema` their average."""
+    if cfg.ema:
+        return optim.ema_params(state.opt).items()
+    return st.export(state)
+
+
+def checkpoint(
+    cfg: options.Run,
+    st: Strategy,
+    run: Run,
+    step: int,
+    state: Any,
+    extra: Any = None,
+    *,
+    score: float | None = None,
+    best: int = 0,
+    before: Callable[[], None] | None = None,
+) -> None:
+    """Save the state after `step` steps when it is time, and stop if a signal asked for that.
+
+    It is time every `save_every` steps, at the end of the run, and before the process stops, which raises
+    `Stopped`. Only the newest `keep` checkpoints stay, and the `best` ones by `score`. `before` is called
+    before a checkpoint is written, to put into `extra` what only a checkpoint needs. All ranks call it.
+    """
+
+    def save(*, wait: bool = True) -> None:
+        with run.phase("save"):
+            if before is not None:
+                before()
+            path = run.checkpoints / f"step_{step:08d}"
+            st.save(path, state, extra, score=score, wait=wait)
+            limit = cfg.max_bytes or None
+            st.rotate(run.checkpoints, keep=cfg.keep, best=best, max_bytes=limit)
+
+    # a run that ends waits for its last files; in between they are written while training continues
+    done = step == run.total
+    stop = run.stopping()
+    run.reach(step, save)
+    if done or stop or step % cfg.save_every == 0:
+        save(wait=done or stop)
+        run.reach(step, None)
+
+    if stop and not done:
+        run.stop(step)

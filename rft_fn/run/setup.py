@@ -4,7 +4,8 @@ Plain functions, which a script calls in the order that it chooses. None of them
 loss or an advantage.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -13,23 +14,87 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from rft_fn import data, dist, engine, model, optim, packing, strategy
+from rft_fn import data, dist, engine, model, optim, packing, strategy, tree
 from rft_fn.data.chat_template import fix_day
 from rft_fn.memory import Sampler
 from rft_fn.memory.example import largest
 from rft_fn.model.media import sees_or_hears
-from rft_fn.run import options, resume
+from rft_fn.run import files, options
 from rft_fn.run.claim import Inputs, files_of, lock_folder
 from rft_fn.run.cli import without
 from rft_fn.run.folder import Run
-from rft_fn.run.placing import placed
-from rft_fn.types import Apply, Packed, Sampling, Strategy, Transform
+from rft_fn.types import Apply, Packed, Sampling, Strategy, TrainState, Transform
 
 __all__ = [
     "data_options", "free_options", "gather_rows", "initial_scorer", "load_data", "load_policy",
-    "load_processing", "open_folder", "optimizer", "plan_steps", "print_preflight", "start",
-    "updates_per_pass", "with_processor",
+    "load_processing", "open_folder", "optimizer", "placed", "plan_steps", "print_preflight", "start",
+    "to_device", "to_host", "updates_per_pass", "with_processor", "with_weights",
 ]  # fmt: skip
+
+
+# ---------- models that are on the device only in the phases that use them, with offload_models
+
+
+@contextmanager
+def placed(st: Strategy, *applies: Apply) -> Iterator[None]:
+    """Have models that are not trained on the device inside the block, and on the host outside of it.
+
+    Without offload_models they stay where they are.
+    """
+    if not st.config.offload_models:
+        yield
+        return
+    try:
+        for apply in applies:
+            st.place(apply, "device")
+        yield
+    finally:
+        for apply in applies:
+            st.place(apply, "host")
+
+
+def to_host(st: Strategy, apply: Apply, state: TrainState) -> TrainState:
+    """The state with the weights and the optimizer of its model on the host. Donates `state`.
+
+    Until `to_device` it is neither used nor updated; the `Push` of a run exports it all the same. Without
+    offload_models it is returned as it is.
+    """
+    if not st.config.offload_models:
+        return state
+    st.place(apply, "host")
+    return st.offload(state)
+
+
+def to_device(st: Strategy, apply: Apply, state: TrainState) -> TrainState:
+    """The state with the weights and the optimizer of its model where they work.
+
+    With adam_offload or fsdp_cpu_offload the optimizer works on the host. `state` is not donated: until the
+    next update it can still be saved.
+    """
+    if not st.config.offload_models:
+        return state
+    st.place(apply, "device")
+    if st.config.adam_offload or st.config.fsdp_cpu_offload:
+        return state
+    return st.reload(tree.map(lambda x: x, state))
+
+
+@contextmanager
+def with_weights(state: TrainState) -> Iterator[None]:
+    """Have the weights of a state on the device inside the block, and afterwards where they were before."""
+    residence = state.residence
+    if residence is None or not residence.on_host:
+        yield
+        return
+    residence.move("device")
+    try:
+        yield
+    finally:
+        residence.move("host")
+
+
+# ---------- the opening of a training script
+
 
 L = TypeVar("L", bound=options.Length)
 _LOOKED_AT = 16  # prompts, for the largest images and sounds
@@ -66,7 +131,7 @@ def _first_day(cfg: options.Run, st: Strategy) -> date:
         try:
             if Path(cfg.out).is_dir():
                 lock_folder(Path(cfg.out))
-            day = resume.first_day(cfg.out)
+            day = files.first_day(cfg.out)
         except (ValueError, OSError) as error:
             line = str(error)
     with st.session.watch():

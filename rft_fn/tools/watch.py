@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rft_fn.check import printable
-from rft_fn.run import lock
+from rft_fn.run import claim
+from rft_fn.run.report import QUANTILES
 from rft_fn.run.symptoms import symptoms
-from rft_fn.run.trajectories import QUANTILES
 from rft_fn.tools.page.build import metric_names, phases
 from rft_fn.tools.page.recorded import FIELDS, Name, Recorded, full_scale, hue, level, read
 
@@ -178,13 +178,13 @@ def follow(folder: str | Path, *, every: float = 2.0, once: bool = False, color:
         raise ValueError(f"every: expected above 0, got {every}")
     folder = Path(folder)
     console = Console()
-    if once or not lock.held(folder):
+    if once or not claim.held(folder):
         console.print(frame(read(folder), color))
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         going = True
         while going:
-            going = lock.held(folder)  # asked first, so that the last frame has the last rows
+            going = claim.held(folder)  # asked first, so that the last frame has the last rows
             if (folder / "metrics.jsonl").exists() or not going:
                 live.update(frame(read(folder), color), refresh=True)
             if going:

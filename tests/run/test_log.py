@@ -22,7 +22,9 @@ from rft_fn import check, data, dist, model
 from rft_fn import run as runs
 from rft_fn.data import chat_template
 from rft_fn.reward import Judged
-from rft_fn.run import claim, lock, options, progress, resume, signals
+from rft_fn.run import claim, cli, options, report
+from rft_fn.run import claim as lock
+from rft_fn.run import files as resume
 from rft_fn.strategy import StrategyConfig, get_fake_strategy
 from rft_fn.tools import plot
 
@@ -684,7 +686,7 @@ def test_a_foreign_text_in_an_error_or_a_warning_steers_no_terminal(capsys, monk
     assert trace.startswith("OSError: ") and shown in trace and not set("\x1b\x07\r") & set(trace)
 
     get_fake_strategy().print(foreign, 1, end="!")
-    progress.Progress("r", 4).say(foreign)
+    report.Progress("r", 4).say(foreign)
     runs.table({foreign: 1.0}, title=foreign)
     text = capsys.readouterr().out
     assert text.count(shown) == 4 and text.startswith(rf"{shown}\r 1!") and "\x1b" not in text
@@ -797,15 +799,15 @@ def test_a_signal_while_the_ranks_ask_each_other_is_not_lost(monkeypatch):
     """It is answered by the next call, with which all ranks stop."""
 
     def interrupted(x):
-        signals._state["asked"] = signal.SIGTERM  # as the handler does
+        cli._state["asked"] = signal.SIGTERM  # as the handler does
         return [x, 0]
 
-    with signals.listen():
+    with cli.listen():
         with monkeypatch.context() as patch:
             patch.setattr(dist, "all_gather_object", interrupted)
-            assert signals.stopping() == 0
-        assert signals.stopping() == signals.asked() == signal.SIGTERM
-    assert signals.asked() == 0
+            assert cli.stopping() == 0
+        assert cli.stopping() == cli.asked() == signal.SIGTERM
+    assert cli.asked() == 0
 
 
 def test_a_second_signal_stops_at_once():

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from rft_fn.data.media.medium import Medium
-from rft_fn.run.media import data_uri
-from rft_fn.run.warnings import Warnings
+from rft_fn.run.symptoms import Warnings
+from rft_fn.run.tokens import data_uri
 from rft_fn.tools import commands
 from rft_fn.tools.page import build, recorded, write_page
 from rft_fn.tools.page.recorded import FIELDS

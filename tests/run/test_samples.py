@@ -10,7 +10,7 @@ from rft_fn.data.media import Medium
 from rft_fn.data.prompts import Prompt
 from rft_fn.data.tasks import TASKS
 from rft_fn.reward import Judged
-from rft_fn.run import trajectories
+from rft_fn.run import report
 from rft_fn.tools import pictures as samples
 from rft_fn.tools.pictures import Pictures, spectrogram
 
@@ -38,7 +38,7 @@ def judged():
 
 
 def test_rows_of_trajectories_name_the_media_of_their_prompts():
-    rows = trajectories.rows(0, prompts(), judged(), count=5, split="train")
+    rows = report.rows(0, prompts(), judged(), count=5, split="train")
     assert rows[1]["media"] == ["count_squares-0", "count_squares-1"] and "media" not in rows[4]
     assert [row["response"] for row in rows] == ["2", "1", "3", "4", "5"]
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as some
 
 import rft_fn as rft
 from rft_fn.packing import supervised
-from rft_fn.run.pieces import pieces
-from rft_fn.run.tokens import SAMPLES, TokenLog, effects
+from rft_fn.run.tokens import SAMPLES, TokenLog, effects, pieces
 
 
 class Bytes:

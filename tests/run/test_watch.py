@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 from rich.console import Console
 from test_run_page import COLORED, token_row, write_rows, write_run
 
-from rft_fn.run import lock
+from rft_fn.run import claim
 from rft_fn.tools import commands
 from rft_fn.tools.page.recorded import FIELDS, Name, read
 from rft_fn.tools.watch import HUES, follow, frame, sparkline
@@ -143,7 +143,7 @@ def test_the_colour_is_an_option_of_the_command(tmp_path, capsys):
 
 def test_watching_ends_with_the_run(tmp_path, capsys):
     folder = write_run(tmp_path / "r", steps=3)
-    lock.acquire(folder)
+    claim.acquire(folder)
     try:
         watching = threading.Thread(target=follow, args=[folder], kwargs={"every": 0.05})
         watching.start()
@@ -152,18 +152,18 @@ def test_watching_ends_with_the_run(tmp_path, capsys):
         later = write_run(tmp_path / "later", steps=9)
         shutil.copy(later / "metrics.jsonl", folder / "metrics.jsonl")
     finally:
-        lock.release(folder)
+        claim.release(folder)
     watching.join(20)
     assert not watching.is_alive()
     assert "step 9" in capsys.readouterr().out
 
 
 def test_a_lock_is_seen_and_not_taken(tmp_path):
-    assert not lock.held(tmp_path)
-    lock.acquire(tmp_path)
-    assert lock.held(tmp_path) and lock.held(tmp_path)
-    lock.release(tmp_path)
-    assert not lock.held(tmp_path)
+    assert not claim.held(tmp_path)
+    claim.acquire(tmp_path)
+    assert claim.held(tmp_path) and claim.held(tmp_path)
+    claim.release(tmp_path)
+    assert not claim.held(tmp_path)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

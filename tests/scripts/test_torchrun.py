@@ -191,11 +191,11 @@ def test_a_signal_to_torchrun_stops_all_ranks_after_one_step(tmp_path):
 
 
 def test_a_folder_in_use_is_one_line_on_every_rank(tmp_path):
-    from rft_fn.run import lock
+    from rft_fn.run import claim
 
     folder = tmp_path / "run"
     folder.mkdir()
-    lock.acquire(folder)
+    claim.acquire(folder)
     try:
         done = forks.run(
             command(2, "--out", folder),
@@ -205,7 +205,7 @@ def test_a_folder_in_use_is_one_line_on_every_rank(tmp_path):
             timeout=600,
         )
     finally:
-        lock.release(folder)
+        claim.release(folder)
     lines = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert done.returncode != 0 and f"in use by process {os.getpid()} on " in lines[0]
     assert all(line.partition(": ")[2] == lines[0].partition(": ")[2] for line in lines)

@@ -11,8 +11,7 @@ from typing import Any
 
 from rft_fn.check import writable
 from rft_fn.run.files import write_whole
-from rft_fn.run.symptoms import RULES
-from rft_fn.run.warnings import WARNING
+from rft_fn.run.symptoms import RULES, WARNING
 from rft_fn.tools.page import recorded
 from rft_fn.tools.page.recorded import FIELDS, Recorded
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from rft_fn.run.resume import FACTS, settings
+from rft_fn.run.files import FACTS, settings
 
 __all__ = [
     "FIELDS", "Field", "Name", "Recorded", "config_differences", "flattened", "full_scale", "grouped",
