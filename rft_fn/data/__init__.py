@@ -10,8 +10,7 @@ from rft_fn.data.chat import LOSS_ON
 from rft_fn.data.chat_template import literals
 from rft_fn.data.dataset import Dataset
 from rft_fn.data.drawing import draw, take
-from rft_fn.data.lessons import lessons
-from rft_fn.data.lists import Ranked
+from rft_fn.data.lists import Point, Ranked
 from rft_fn.data.loading import (
     LISTS,
     PAIRS,
@@ -27,9 +26,8 @@ from rft_fn.data.loading import (
 )
 from rft_fn.data.messages import Conversation
 from rft_fn.data.pairs import Pair, pairs_from_rows, pairs_from_task
-from rft_fn.data.points import Point
 from rft_fn.data.processing import MediaLimits, Processing
-from rft_fn.data.prompts import Prompt, from_rows, from_task
+from rft_fn.data.prompts import Prompt, from_rows, from_task, lessons
 from rft_fn.data.sources import read_rows
 from rft_fn.data.steps import Steps
 from rft_fn.data.tasks import TASKS, Task, get_task

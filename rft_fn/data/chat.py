@@ -9,14 +9,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from rft_fn.data.chat_template import MARK, dated, reads
+from rft_fn.data.masks import Lesson, Unfit, cut, runs, shared_prefix, span, special_tokens
 from rft_fn.data.media import media_of_turns, placed
-from rft_fn.data.media.cache import Encoded
-from rft_fn.data.media.places import for_template
+from rft_fn.data.media.medium import for_template
+from rft_fn.data.media.stored import Encoded
 from rft_fn.data.messages import Conversation, Turn, text_of
 from rft_fn.data.processing import Processing
 from rft_fn.data.rows import Row
-from rft_fn.data.spans import Lesson, cut, runs, shared_prefix, span, special_tokens
-from rft_fn.data.unfit import Unfit
 
 __all__ = ["LOSS_ON", "Chat", "learned_turns"]
 

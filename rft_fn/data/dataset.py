@@ -4,19 +4,122 @@ An item is a `Prompt` or a `Pair`, made when it is asked for. A recipe refuses r
 """
 
 import hashlib
+import math
 import warnings
 from array import array
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, dataclass, field
+from fractions import Fraction
+from functools import cache
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from rft_fn.data.chat import Chat
 from rft_fn.data.making import Seen, made_of, outcomes
-from rft_fn.data.mixture import Mixture
+from rft_fn.data.masks import FirstFew, TooLong, Unfit, unfit_line
 from rft_fn.data.rows import Endless, Row, Table, place_of, row_at
-from rft_fn.data.unfit import FirstFew, TooLong, Unfit, unfit_line
 
-__all__ = ["Dataset", "Item", "ItemT", "Make", "Recipe", "make_dataset"]
+__all__ = ["Dataset", "Item", "ItemT", "Make", "Mixture", "Recipe", "make_dataset"]
+
+
+# ---------- the order in which several sources are drawn from, by their shares
+
+
+_LONGEST = 100_000  # places, at most, after which the order repeats
+
+
+class Mixture:
+    """The order of places of sources with these shares.
+
+    Shares are relative: 7 and 3 are 0.7 and 0.3. ValueError for shares that are not above 0, and whose order
+    would not repeat within 100,000 places.
+    """
+
+    def __init__(self, shares: Sequence[Fraction]):
+        if any(share <= 0 for share in shares):
+            raise ValueError(f"shares: expected each above 0, got {', '.join(map(str, shares))}")
+
+        # the smallest whole numbers of the same proportions
+        denominator = math.lcm(*(share.denominator for share in shares))
+        whole = [int(share * denominator) for share in shares]
+        self.weights = tuple(w // math.gcd(*whole) for w in whole)
+        if sum(self.weights) > _LONGEST:
+            raise ValueError(
+                f"shares: expected the proportions of whole numbers that add up to at most {_LONGEST}, got "
+                f"{':'.join(map(str, self.weights))}; round them"
+            )
+
+        self._period = sum(self.weights)
+        self._order, self._before, self._places = _pattern(self.weights)
+
+    def source(self, place: int) -> tuple[int, int]:
+        """(k, j): a place holds row j drawn from source k, from 0."""
+        turn, at = divmod(place, self._period)
+        k = self._order[at]
+        return k, turn * self.weights[k] + self._before[at]
+
+    def place(self, k: int, j: int) -> int:
+        """The place of row j drawn from source k: the inverse of `source`."""
+        turn, at = divmod(j, self.weights[k])
+        return turn * self._period + self._places[k][at]
+
+    def counts(self, n: int) -> list[int]:
+        """How many of the first n places each source has."""
+        turns, rest = divmod(n, self._period)
+        last = self._order[:rest]
+        return [turns * w + last.count(k) for k, w in enumerate(self.weights)]
+
+    def first(self, n: int, sizes: Sequence[int | None]) -> list[int]:
+        """The first n places of rows that exist.
+
+        Source k has sizes[k] rows; None is without end.
+        """
+        # no more places than there are rows in all
+        count = n
+        if None not in sizes:
+            count = min(n, sum(size or 0 for size in sizes))
+
+        found: list[int] = []
+        place = 0
+        while len(found) < count:
+            k, j = self.source(place)
+            size = sizes[k]
+            if size is None or j < size:
+                found.append(place)
+            place += 1
+        return found
+
+
+@cache
+def _pattern(weights: tuple[int, ...]) -> tuple[array, array, tuple[array, ...]]:
+    """(source of each place, its earlier places in the period, places of each source).
+
+    Row j of a source with share w belongs into the places floor(j / w) to ceil((j + 1) / w) - 1. Of the rows
+    whose first place has come, the one with the earliest last place is next: that meets every last place, so
+    the count of any source in the first n places is between n w - 1 and n w + 1, both excluded (Baruah et
+    al., Proportionate progress, 1996, with one resource).
+    """
+    period = sum(weights)
+    drawn = [0] * len(weights)
+    order = array("q")
+    before = array("q")
+    places = tuple(array("q") for _ in weights)
+    for at in range(period):
+        # the sources whose next row may stand here
+        ready = []
+        for k, w in enumerate(weights):
+            if drawn[k] < w and drawn[k] * period // w <= at:
+                ready.append(k)
+
+        # of them the one whose row has to stand here soonest: its last place, rounded up
+        k = min(ready, key=lambda k: -(-(drawn[k] + 1) * period // weights[k]))
+        order.append(k)
+        before.append(drawn[k])
+        places[k].append(at)
+        drawn[k] += 1
+    return order, before, places
+
+
+# ---------- data sets: items that a recipe makes of rows
 
 
 class Item(Protocol):

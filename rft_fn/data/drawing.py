@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rft_fn import rng
 from rft_fn.data import tasks
-from rft_fn.data.dataset import Dataset, ItemT
-from rft_fn.data.mixture import Mixture
+from rft_fn.data.dataset import Dataset, ItemT, Mixture
 from rft_fn.data.rows import Endless, Row
 from rft_fn.data.wrong_answers import mixture_of
 

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 from rft_fn import rng
 from rft_fn.data import sources
-from rft_fn.data.dataset import Dataset, ItemT
-from rft_fn.data.lists import lists_from_rows, lists_from_task
-from rft_fn.data.mixture import Mixture
+from rft_fn.data.dataset import Dataset, ItemT, Mixture
+from rft_fn.data.lists import lists_from_rows, lists_from_task, points_from_rows, points_from_task
 from rft_fn.data.pairs import pairs_from_rows, pairs_from_task
-from rft_fn.data.points import points_from_rows, points_from_task
 from rft_fn.data.prompts import from_rows, from_task
 from rft_fn.data.rows import Part, Table
 from rft_fn.data.sources import Source, Tables

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from rft_fn.data.chat_template import fix_day, fixed_day
+from rft_fn.data.masks import FirstFew, Lesson, TooLong, Unfit
 from rft_fn.data.media.stored import digest
 from rft_fn.data.messages import unread
 from rft_fn.data.rows import Place, Row, Table, place_of, row_at
-from rft_fn.data.spans import Lesson
-from rft_fn.data.unfit import FirstFew, TooLong, Unfit
 
 __all__ = ["Made", "Outcome", "Seen", "made_of", "outcomes"]
 

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rft_fn.data.media import Cache, Medium
-from rft_fn.data.media.cache import Encoded
-from rft_fn.data.media.images import image, video
-from rft_fn.data.media.sounds import sound
-from rft_fn.data.media.stored import Content, digest, name_of, read
+from rft_fn.data.media.decode import image, sound, video
+from rft_fn.data.media.stored import Content, Encoded, digest, name_of, read
 
 __all__ = ["MediaLimits", "Processing"]
 

@@ -9,20 +9,21 @@ from torch import Tensor
 
 from rft_fn.data import tasks
 from rft_fn.data.chat import LOSS_ON, Chat, learned_turns
-from rft_fn.data.column_path import value_at
 from rft_fn.data.dataset import Dataset, make_dataset
+from rft_fn.data.masks import Lesson, TooLong, Unfit, check_window
 from rft_fn.data.media import media_of_turns
-from rft_fn.data.media.cache import Encoded
 from rft_fn.data.media.medium import Medium, shown_turns
-from rft_fn.data.messages import Conversation, Turn, conversation, text_of
+from rft_fn.data.media.stored import Encoded
+from rft_fn.data.messages import Conversation, Turn, conversation, text_of, tools_of, turns_of
 from rft_fn.data.processing import Processing
 from rft_fn.data.responses import answer_of_text, prompt_of_text
-from rft_fn.data.rows import Endless, Row, Table
-from rft_fn.data.spans import Lesson
+from rft_fn.data.rows import Endless, Row, Table, value_at
 from rft_fn.data.text_template import columns_in, fill, is_empty
-from rft_fn.data.unfit import TooLong, Unfit, check_window
 
-__all__ = ["Prompt", "from_rows", "from_task"]
+__all__ = ["Prompt", "from_rows", "from_task", "lessons"]
+
+
+# ---------- prompts made of rows of text or of conversations
 
 
 @dataclass(frozen=True)
@@ -310,3 +311,36 @@ class PromptRecipe:
                 raise ValueError(f"the conversation has {len(lesson.ids)} tokens, above {self.max_tokens}")
         first = found[0]
         return first.ids[: first.mask.index(True)], found
+
+
+# ---------- the sequences of a row to learn from
+
+
+def lessons(
+    prompt: Prompt,
+    tokenizer: Any,
+    *,
+    response: str = "{answer}",
+    messages: Sequence[str] = (),
+    loss_on: str = "all",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[Lesson]:
+    """The sequences of a prompt's row to learn from.
+
+    The data set has to be loaded with the same options. Of text it is the prompt, then the filled-in
+    `response` and its end, which are learned: a chat template makes the same ids of it as of a conversation,
+    without one the end of sequence ends it. Of a conversation it is turns of the assistant: see
+    `Chat.lessons`. Each has the media that stand before its end. ValueError for a row that cannot be used.
+    """
+    if prompt.learned:
+        return list(prompt.learned)
+    chat = Chat(tokenizer, chat_template_kwargs or {})
+    if prompt.messages is None:
+        text = fill(response, prompt.columns, f"row {prompt.index + 1}")
+        return [chat.verbatim(prompt.ids, text, prompt.media)]
+
+    # the learned turns are those of the last column; the ones before it are context
+    turns = [dict(turn) for turn in prompt.messages]
+    last = turns_of(prompt.columns, messages[-1])
+    talk = Conversation(turns, len(turns) - len(last), tools_of(prompt.columns))
+    return chat.lessons(talk, loss_on)

@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from rft_fn import check
-from rft_fn.data.unfit import Unfit
+from rft_fn.data.masks import Unfit
 
 __all__ = [
-    "Endless", "Joined", "Listed", "Part", "Place", "Records", "Row", "Rows", "Table", "decode", "place_of",
-    "row_at",
+    "Endless", "Joined", "Listed", "Part", "Place", "Records", "Row", "Rows", "Table", "column_at",
+    "decode", "place_of", "row_at", "value_at",
 ]  # fmt: skip
+
+
+# ---------- rows that know their places, for errors
+
 
 Row = Mapping[str, Any]
 """One row of a data set: column -> value."""
@@ -235,3 +239,43 @@ def decode(text: bytes, start: int, place: str) -> str:
             f"byte {start + error.start} of the file, 0x{text[error.start]:02x}, is not UTF-8; convert it: "
             f"iconv -f latin1 -t utf-8 {file} > NEW",
         ) from None
+
+
+# ---------- values at a path into a row, such as "reward_model.ground_truth"
+
+
+_RAISE = object()
+
+
+def value_at(row: Mapping[str, Any], path: str, default: Any = _RAISE) -> Any:
+    """The value of a row at a path such as "reward_model.ground_truth".
+
+    A column whose own name has dots wins. Where there is nothing at the path: the default, or KeyError
+    without one.
+    """
+    if path in row:
+        return row[path]
+
+    # the longest column name that the path begins with, then the rest of the path inside its value
+    for cut in range(len(path) - 1, 0, -1):
+        if path[cut] != ".":
+            continue
+        inner = row.get(path[:cut])
+        if isinstance(inner, Mapping):
+            return value_at(inner, path[cut + 1 :], default)
+
+    if default is _RAISE:
+        raise KeyError(path)
+    return default
+
+
+def column_at(
+    columns: Mapping[str, Sequence[Any]], path: str, count: int, default: Any = _RAISE
+) -> list[Any]:
+    """`value_at` for each of `count` rows that are given as columns."""
+    heads = [name for name in columns if path == name or path.startswith(f"{name}.")]
+    found = []
+    for i in range(count):
+        row = {name: columns[name][i] for name in heads}
+        found.append(value_at(row, path, default))
+    return found

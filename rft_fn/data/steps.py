@@ -12,11 +12,10 @@ from rft_fn.data import tasks
 from rft_fn.data.chat import Chat
 from rft_fn.data.dataset import Dataset, make_dataset
 from rft_fn.data.drawing import task_rows
+from rft_fn.data.masks import Lesson, Unfit, span
 from rft_fn.data.responses import Reading, cells_of, number, prompt_of_text, reading
 from rft_fn.data.rows import Endless, Row, Table
-from rft_fn.data.spans import Lesson, span
 from rft_fn.data.text_template import fill, is_empty
-from rft_fn.data.unfit import Unfit
 from rft_fn.data.wrong_answers import right_or_wrong
 
 __all__ = ["NEW_LINE", "Steps", "steps_from_rows", "steps_from_task"]

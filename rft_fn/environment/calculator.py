@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from rft_fn.data.tasks.task import row_random
+from rft_fn.data.tasks.text import row_random
 from rft_fn.environment.record import Environment, Row, Stepped
 from rft_fn.environment.tool_calls import Call
 from rft_fn.environment.tools import Tooled, with_tools

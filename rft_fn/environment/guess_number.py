@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from rft_fn import rng
-from rft_fn.data.tasks.task import row_random
+from rft_fn.data.tasks.text import row_random
 from rft_fn.environment.record import Environment, Row, Stepped
 
 __all__ = ["guess_number"]

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rft_fn.data.chat import Chat
+from rft_fn.data.masks import special_tokens
 from rft_fn.data.messages import Turn, opened
-from rft_fn.data.spans import special_tokens
 from rft_fn.data.text_template import prompt_ids
 
 __all__ = ["Renderer"]

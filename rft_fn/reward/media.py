@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rft_fn.data.media import Medium, stored
-from rft_fn.data.media.images import image
+from rft_fn.data.media.decode import image
 from rft_fn.data.media.medium import label
 
 __all__ = ["records"]

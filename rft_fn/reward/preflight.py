@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from rft_fn import packing, rng
-from rft_fn.data.column_path import value_at
+from rft_fn.data.rows import value_at
 from rft_fn.reward.adapters import Adapter, messages, texts
 from rft_fn.reward.combine import Known, Weighted, columns
 from rft_fn.reward.convention import Columns, RewardFn, Score, Scored, as_messages

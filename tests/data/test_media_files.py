@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rft_fn.data.media import Cache, Medium, media_of_turns, placed
-from rft_fn.data.media.cache import Encoded
-from rft_fn.data.media.images import image, video
+from rft_fn.data.media.decode import image, resample, sound, video
 from rft_fn.data.media.medium import columns_of, part_of
-from rft_fn.data.media.sounds import resample, sound
-from rft_fn.data.media.stored import digest, name_of, read
+from rft_fn.data.media.stored import Encoded, digest, name_of, read
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=12)
 
@@ -110,7 +108,7 @@ def test_audio_of_an_odd_rate_takes_no_more_memory_than_a_few_times_its_own():
     code = """
 import resource
 import numpy as np
-from rft_fn.data.media.sounds import sound
+from rft_fn.data.media.decode import sound
 sound((np.zeros(8), 44_101), rate=16000)
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + (400 << 20),) * 2)

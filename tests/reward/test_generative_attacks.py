@@ -9,7 +9,7 @@ import judges
 import pytest
 
 from rft_fn import reward
-from rft_fn.data.spans import special_tokens
+from rft_fn.data.masks import special_tokens
 from rft_fn.reward import asking, forms
 from rft_fn.reward.verdicts import behind_thoughts
 

@@ -14,7 +14,7 @@ import tiny
 import torch
 
 from rft_fn import data, reward
-from rft_fn.data.column_path import column_at, value_at
+from rft_fn.data.rows import column_at, value_at
 from rft_fn.data.tasks import TASKS
 from rft_fn.reward.convention import TrainerState, as_messages
 from rft_fn.types import Rollout

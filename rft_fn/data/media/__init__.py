@@ -4,8 +4,7 @@
 `stored` reads their bytes, `images` and `sounds` decode them, `cache` keeps what a processor made of them.
 """
 
-from rft_fn.data.media.cache import Cache
-from rft_fn.data.media.medium import KINDS, Medium, media_of_turns
-from rft_fn.data.media.places import placed
+from rft_fn.data.media.medium import KINDS, Medium, media_of_turns, placed
+from rft_fn.data.media.stored import Cache
 
 __all__ = ["KINDS", "Cache", "Medium", "media_of_turns", "placed"]

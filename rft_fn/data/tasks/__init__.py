@@ -13,13 +13,17 @@ Verifiers are strict on content and ignore the whitespace around an answer. They
 never the prompt and never a whole response: `rft_fn.reward.task` cuts the answer out first.
 """
 
-from rft_fn.data.tasks.addition import ADDITION
-from rft_fn.data.tasks.alignment import REVERSE, SORT_DIGITS
-from rft_fn.data.tasks.count_squares import COUNT_SQUARES
-from rft_fn.data.tasks.countdown import COUNTDOWN
-from rft_fn.data.tasks.letter_count import LETTER_COUNT
-from rft_fn.data.tasks.task import ALPHABET, Task, TaskRow
-from rft_fn.data.tasks.tone import TONE
+from rft_fn.data.tasks.media import COUNT_SQUARES, TONE
+from rft_fn.data.tasks.text import (
+    ADDITION,
+    ALPHABET,
+    COUNTDOWN,
+    LETTER_COUNT,
+    REVERSE,
+    SORT_DIGITS,
+    Task,
+    TaskRow,
+)
 
 __all__ = ["ALPHABET", "TASKS", "Task", "TaskRow", "get_task"]
 

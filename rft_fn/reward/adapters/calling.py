@@ -6,7 +6,7 @@ Columns have the library's names, and texts its form.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from rft_fn.data.column_path import column_at
+from rft_fn.data.rows import column_at
 from rft_fn.reward.convention import Columns, column_names, parameters, required, taken, text
 
 __all__ = ["ForeignFn", "call", "like", "missing", "read_columns", "required_columns", "whole_texts"]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rft_fn.data.column_path import column_at
+from rft_fn.data.rows import column_at
 from rft_fn.reward.adapters.calling import ForeignFn, call, missing, whole_texts
 from rft_fn.reward.convention import RewardFn, parameters, reads, text
 

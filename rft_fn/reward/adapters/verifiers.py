@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from rft_fn.data.column_path import column_at
+from rft_fn.data.rows import column_at
 from rft_fn.reward.adapters.calling import ForeignFn
 from rft_fn.reward.convention import (
     GIVEN,

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
-from rft_fn.data.column_path import column_at
+from rft_fn.data.rows import column_at
 from rft_fn.reward.adapters.calling import ForeignFn, read_columns, required_columns, whole_texts
 from rft_fn.reward.convention import RewardFn, parameters, reads, taken, takes_all, text
 

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rft_fn.check import writable
-from rft_fn.data.column_path import value_at
+from rft_fn.data.rows import value_at
 from rft_fn.reward import Scored
 from rft_fn.reward.remote import openrlhf, protocol
 from rft_fn.reward.remote.protocol import Batch

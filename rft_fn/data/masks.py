@@ -1,8 +1,71 @@
-"""Rows that cannot be used: errors for them, and one line about all."""
+"""Which tokens of a sequence are learned: lessons, and spans of their masks."""
 
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, NamedTuple
 
-__all__ = ["FirstFew", "TooLong", "Unfit", "check_window", "unfit_line"]
+from torch import Tensor
+
+__all__ = [
+    "FirstFew", "Lesson", "TooLong", "Unfit", "check_window", "cut", "runs", "shared_prefix", "span",
+    "special_tokens", "unfit_line",
+]  # fmt: skip
+
+
+# ---------- which tokens of a sequence are learned: lessons, and spans of their masks
+
+
+class Lesson(NamedTuple):
+    """One sequence to learn from."""
+
+    ids: list[int]
+    mask: list[bool]  # [ids] True for the tokens that are learned
+    media: Mapping[str, Tensor] | None = None  # the processor's tensors
+
+
+def shared_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The number of elements that two sequences begin with in common."""
+    same = 0
+    for x, y in zip(a, b):
+        if x != y:
+            break
+        same += 1
+    return same
+
+
+@lru_cache(8)
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """The special tokens, those that were added later among them."""
+    added = tokenizer.added_tokens_decoder
+    return frozenset(tokenizer.all_special_ids) | {i for i, token in added.items() if token.special}
+
+
+def runs(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """[start, end) of each run of ones."""
+    at = 0
+    for one, group in groupby(mask):
+        size = len(list(group))
+        if one:
+            yield at, at + size
+        at += size
+
+
+def span(size: int, start: int, end: int) -> list[bool]:
+    """[size] True in [start, end)."""
+    return [start <= i < end for i in range(size)]
+
+
+def cut(ids: Sequence[int], mask: Sequence[bool]) -> Lesson:
+    """A lesson without the tokens behind the last learned one."""
+    size = len(mask)
+    while not mask[size - 1]:
+        size -= 1
+    return Lesson(list(ids[:size]), list(mask[:size]))
+
+
+# ---------- rows that cannot be used: errors for them, and one line about all
+
 
 _SHOWN = 3  # rows that an error or a warning names
 
