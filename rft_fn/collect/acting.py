@@ -12,7 +12,7 @@ from rft_fn.check import error_text
 from rft_fn.data.messages import Turn
 from rft_fn.engine.time_limit import time_limit
 from rft_fn.environment import Environment, as_messages
-from rft_fn.reward.event_loop import EventLoop
+from rft_fn.reward.calling import EventLoop
 from rft_fn.types import Strategy
 
 __all__ = ["Act", "Acted", "act_together", "read_reset", "read_step"]

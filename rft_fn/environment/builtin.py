@@ -15,8 +15,8 @@ from rft_fn.environment.guess_number import guess_number
 from rft_fn.environment.kuhn_poker import kuhn_poker
 from rft_fn.environment.record import Environment, as_messages
 from rft_fn.environment.rendering import Renderer
-from rft_fn.reward import importing
-from rft_fn.reward.event_loop import EventLoop
+from rft_fn.reward import convention
+from rft_fn.reward.calling import EventLoop
 
 __all__ = ["ENVIRONMENTS", "get_environment", "lessons", "prompts"]
 
@@ -50,7 +50,7 @@ def get_environment(spec: str) -> Environment:
 
 def _of_file(spec: str, source: str, name: str) -> Environment:
     """The environment that a file defines."""
-    found = getattr(importing.find(source, spec, kind="environment"), name or "environment", None)
+    found = getattr(convention.find(source, spec, kind="environment"), name or "environment", None)
     if inspect.isfunction(found):
         found = found()
     if not isinstance(found, Environment):

@@ -14,7 +14,7 @@ from rft_fn.check import error_text, parse_json
 from rft_fn.data.messages import Turn
 from rft_fn.environment.record import Environment, Row, Stepped
 from rft_fn.environment.tool_calls import Call, ParseCalls, tagged_calls
-from rft_fn.reward.event_loop import EventLoop
+from rft_fn.reward.calling import EventLoop
 
 __all__ = ["Tooled", "run_tool", "tool_schema", "with_tools"]
 

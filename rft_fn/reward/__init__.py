@@ -10,7 +10,6 @@ libraries, `combine` their weighted sum and `scoring` the way from a rollout to 
 prompt, and is then a constant.
 """
 
-from rft_fn.reward.by_column import by_column
 from rft_fn.reward.combine import Weighted, columns, label_values, weighted
 from rft_fn.reward.convention import (
     JointReward,
@@ -23,12 +22,11 @@ from rft_fn.reward.convention import (
     trainer_state,
 )
 from rft_fn.reward.generative_model import generative, generative_by_name
-from rft_fn.reward.loading import load, parse
-from rft_fn.reward.normalize import normalized
+from rft_fn.reward.loading import by_column, load, parse
 from rft_fn.reward.preflight import check
 from rft_fn.reward.remote import served_at
 from rft_fn.reward.scalar_model import Reading, ScalarReward, scalar
-from rft_fn.reward.scoring import Judged, concat, judge, judge_rows, means, responses, select
+from rft_fn.reward.scoring import Judged, concat, judge, judge_rows, means, normalized, responses, select
 from rft_fn.reward.verifiable import (
     boxed_format,
     exact,
@@ -41,7 +39,7 @@ from rft_fn.reward.verifiable import (
     tag_format,
     task,
 )
-from rft_fn.reward.veto import Veto
+from rft_fn.reward.weights import Veto
 
 __all__ = [
     "Judged", "Reading", "RewardFn", "Veto", "boxed_format", "by_column", "check", "columns", "concat",

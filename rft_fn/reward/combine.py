@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rft_fn.data.prompts import Prompt
 from rft_fn.metric import OF_REWARD
 from rft_fn.reward import results
-from rft_fn.reward.calling import Call, Caller, Log
+from rft_fn.reward.calling import Call, Caller, Log, noted
 from rft_fn.reward.convention import (
     GIVEN,
     Columns,
@@ -23,10 +24,15 @@ from rft_fn.reward.convention import (
     is_joint,
 )
 from rft_fn.reward.results import Result
-from rft_fn.reward.row_weights import RowWeights, Weight, check_weight, weights_of
-from rft_fn.reward.veto import Veto, vetoed
+from rft_fn.reward.weights import RowWeights, Veto, Weight, check_weight, vetoed, weights_of
+from rft_fn.rollout import take
+from rft_fn.types import Rollout
 
-__all__ = ["Known", "Weighted", "columns", "joint_names", "label_values", "weighted"]
+__all__ = ["Joint", "Known", "Weighted", "columns", "joint_names", "label_values", "weighted"]
+
+
+# ---------- several rewards as one weighted sum; every value is checked
+
 
 Known = Callable[[], Mapping[str, Tensor]]
 """The values [B] of the joint rewards of a score by name; called once, after the async ones have begun."""
@@ -286,3 +292,83 @@ def _readable(x: Any) -> Any:
     if x is None or isinstance(x, (str, int, float)):
         return x
     return str(x)
+
+
+# ---------- the values of joint rewards, which all ranks compute together, once for a rollout
+
+
+class Joint:
+    """The values [B] of the joint rewards of a score for a rollout, which are computed once."""
+
+    def __init__(self, score: Score, rollout: Rollout, prompts: Sequence[Prompt], tokenizer: Any):
+        self._score = score
+        self._batch = (rollout, prompts, tokenizer)
+        self._found: dict[str, Tensor] | None = None
+        self._parts: dict[tuple[int, ...], Rollout] = {}
+        self.begun = False  # it may have failed
+
+    def values(self) -> dict[str, Tensor]:
+        """The values by name. ValueError for a reward that gives another number of them."""
+        if self._found is None:
+            self.begun = True
+            self._found = {name: self._one(name) for name in joint_names(self._score)}
+        return self._found
+
+    def prepare(self) -> None:
+        """Do what each rank does by itself, so that its errors are shared before the ranks meet."""
+        for name in joint_names(self._score):
+            prepare = getattr(self._fn(name), "prepare", None)
+            rows = self._rows(name)
+            if prepare is not None and rows:
+                self._named(name, prepare, rows)
+
+    def _one(self, name: str) -> Tensor:
+        """The values [B] of one reward, which is asked for the rows that it applies to."""
+        values = torch.full((len(self._batch[0].group),), math.nan)
+        rows = self._rows(name)
+        if not rows:
+            return values
+        found = self._named(name, self._fn(name), rows)
+        if not isinstance(found, Tensor) or found.shape != (len(rows),):
+            got = list(getattr(found, "shape", ())) or type(found).__name__
+            raise ValueError(f"reward {name!r}: expected [B] = [{len(rows)}], got {got}")
+        return values.index_copy(0, torch.tensor(rows), found.detach().cpu().float())
+
+    def _fn(self, name: str) -> Any:
+        score: Any = self._score
+        return score.components[name][0]
+
+    def _rows(self, name: str) -> tuple[int, ...]:
+        """The rows that a reward applies to."""
+        score: Any = self._score
+        weight = score.components[name][1]
+        prompts = self._batch[1]
+        owners = self._batch[0].group.tolist()
+        column = getattr(weight, "column", "")
+        asked = {column: [prompts[i].columns.get(column) for i in owners]}
+        applies = ~weights_of(name, weight, asked, len(owners)).isnan()
+        return tuple(applies.nonzero().flatten().tolist())
+
+    def _named(self, name: str, call: Any, rows: tuple[int, ...]) -> Any:
+        """What a reward makes of those rows; its errors name it."""
+        score: Any = self._score
+        score.running = name
+        _, prompts, tokenizer = self._batch
+        with noted(name):
+            return call(self._part(rows), prompts, tokenizer)
+
+    def _part(self, rows: tuple[int, ...]) -> Rollout:
+        """Those rows of the rollout: the same object for all rewards of the same rows."""
+        if len(rows) == len(self._batch[0].group):
+            return self._batch[0]
+        if rows not in self._parts:
+            self._parts[rows] = take(self._batch[0], list(rows))
+        return self._parts[rows]
+
+    def of_rows(self, rows: Sequence[int]) -> Known:
+        """The values for those rows of the rollout, once they are asked for."""
+
+        def known() -> dict[str, Tensor]:
+            return {name: x[list(rows)] for name, x in self.values().items()}
+
+        return known

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange
@@ -13,12 +13,20 @@ from torch import Tensor
 
 from rft_fn import rng
 from rft_fn.data.prompts import Prompt
+from rft_fn.reward.combine import Joint, Weighted
 from rft_fn.reward.convention import Score, Scored, TrainerState, as_messages, asks_for, taken
-from rft_fn.reward.joint import Joint
 from rft_fn.reward.media import records
+from rft_fn.reward.weights import vetoed, weights_of
 from rft_fn.types import Rollout
 
-__all__ = ["Judged", "concat", "judge", "judge_rows", "means", "responses", "select"]
+__all__ = [
+    "Judged", "concat", "judge", "judge_rows", "means", "normalized", "responses", "select",
+    "standardized",
+]  # fmt: skip
+
+
+# ---------- from a rollout to rewards [N, G]: decode, score, arrange by group
+
 
 _REMEDY = "judge each rollout with its own prompts, before its rows are joined to others or moved"
 
@@ -359,3 +367,46 @@ def _means(values: Mapping[str, Tensor], prefix: str) -> dict[str, float]:
         if not x.isnan().all():
             found[f"{prefix}/{name}"] = x.double().nanmean().item()
     return found
+
+
+# ---------- parts of a reward on one scale, before they are weighted
+
+
+Over = Literal["batch", "group"]
+
+
+def normalized(
+    score: Weighted, judged: Judged, prompts: Sequence[Any], *, over: Over = "group", eps: float = 1e-6
+) -> Tensor:
+    """The rewards [N, G] with each part normalised before it is weighted.
+
+    reward = sum of weight * standardized(part), over the parts that apply to a row. So a part that varies
+    little counts as much as one that varies a lot. `over` is "group", the responses to one prompt (GDPO, Liu
+    et al., 2026, 2601.05242, before its second normalisation), or "batch", all responses. Vetoes look at the
+    parts as they are, and set the reward as it is. `judged` is what `score` gave for the `prompts`. For
+    running moments see `reward_shaping.running_norm`, whose state is explicit.
+    """
+    n, g = judged.reward.shape
+    total = torch.zeros_like(judged.reward)
+    names = dict.fromkeys(name for p in prompts for name in p.columns)
+    columns = {name: [p.columns.get(name) for p in prompts] for name in names}
+    for name, (_, weight) in score.components.items():
+        scaled = standardized(judged.parts[name], over=over, eps=eps)
+        total = total + (weights_of(name, weight, columns, n)[:, None] * scaled).nan_to_num()
+    return vetoed(total, judged.parts, score.vetoes)[0].view(n, g)
+
+
+def standardized(x: Tensor, *, over: Over, eps: float = 1e-6) -> Tensor:
+    """(x - mean) / (sample std + eps) of x [N, G], of each row or of all; NaN stays, and counts nowhere.
+
+    A row, or a batch, with fewer than two numbers becomes 0 where it has one.
+    """
+    shape = x.shape
+    if over == "batch":
+        x = x.reshape(1, -1)
+    there = ~x.isnan()
+    count = there.sum(1, keepdim=True)
+    wide = x.double()
+    centred = wide - wide.nansum(1, keepdim=True) / count
+    variance = centred.square().nansum(1, keepdim=True) / (count - 1).clamp(min=1)
+    return (centred / (variance.sqrt() + eps)).float().reshape(shape)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from judges import ATTACKS
 
-from rft_fn.reward import forms, quoting, verdicts
+from rft_fn.reward import forms, verdicts
+from rft_fn.reward import forms as quoting
 from rft_fn.reward.verdicts import Choice, JsonNumber, TaggedNumber, TerseNumber
 
 PARSERS = [TaggedNumber(), TaggedNumber(1, 5), JsonNumber(), JsonNumber(-1, 1, "reward"), TerseNumber(0, 4)]

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import rft_fn as rft
 from rft_fn.reward import Scored
 from rft_fn.reward.remote import connection, openrlhf, protocol
+from rft_fn.reward.remote.client import cuts, joined
 from rft_fn.reward.remote.protocol import Batch, load, plain
-from rft_fn.reward.remote.served import cuts, joined
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 texts = st.text(max_size=8)

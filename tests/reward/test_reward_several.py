@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from rft_fn import collect, data, reward
 from rft_fn.reward import adapters
-from rft_fn.reward.normalize import standardized
-from rft_fn.reward.row_weights import RowWeights
-from rft_fn.reward.veto import read_veto, vetoed
+from rft_fn.reward.scoring import standardized
+from rft_fn.reward.weights import RowWeights, read_veto, vetoed
 from rft_fn.strategy import get_fake_strategy
 from rft_fn.types import Rollout
 

@@ -7,11 +7,8 @@ in its attribute `columns` the columns that the rows must have. A new library is
 
 from typing import Any, Protocol
 
-from rft_fn.reward.adapters.forms import messages, texts
-from rft_fn.reward.adapters.lightrft import lightrft
-from rft_fn.reward.adapters.openrlhf import openrlhf
+from rft_fn.reward.adapters.foreign import lightrft, messages, openrlhf, texts, tinyzero, verl
 from rft_fn.reward.adapters.verifiers import verifiers
-from rft_fn.reward.adapters.verl import tinyzero, verl
 from rft_fn.reward.convention import RewardFn
 
 __all__ = [

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from rft_fn.data.rows import column_at
-from rft_fn.reward.adapters.calling import ForeignFn
+from rft_fn.reward.adapters.foreign import ForeignFn
 from rft_fn.reward.convention import (
     GIVEN,
     Columns,

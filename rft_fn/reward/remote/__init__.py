@@ -4,6 +4,6 @@
 docs/remote_rewards.md shows, `client` asks, `hosts` knows which servers answer, `connection` has the bytes.
 """
 
-from rft_fn.reward.remote.served import served_at
+from rft_fn.reward.remote.client import served_at
 
 __all__ = ["served_at"]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rft_fn.data.rows import column_at
-from rft_fn.reward.adapters.calling import whole_texts
+from rft_fn.reward.adapters.foreign import whole_texts
 from rft_fn.reward.convention import text
 from rft_fn.reward.remote import protocol
 from rft_fn.reward.remote.protocol import Batch

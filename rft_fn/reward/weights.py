@@ -1,7 +1,8 @@
 """Weights of rewards that depend on a column of the data: a recipe for each kind of row."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,10 @@ from torch import Tensor
 
 from rft_fn.reward.convention import Columns
 
-__all__ = ["RowWeights", "Weight", "check_weight", "weights_of"]
+__all__ = ["RowWeights", "Veto", "Weight", "check_weight", "read_veto", "vetoed", "weights_of"]
+
+
+# ---------- weights of rewards that depend on a column of the data: a recipe for each kind of row
 
 
 @dataclass(frozen=True)
@@ -61,3 +65,53 @@ def check_weight(name: str, weight: object) -> None:
             raise ValueError(f"reward {name!r}: expected a finite weight, got {x!r}")
     if not numbers:
         raise ValueError(f"reward {name!r}: expected a weight for one value of a column at least, got none")
+
+
+# ---------- vetoes: a part below a limit decides the whole reward
+
+
+@dataclass(frozen=True)
+class Veto:
+    """Where `part` is below `limit`, the reward is `total`, whatever the other parts say.
+
+    A part that does not apply to a row has no veto there. ValueError for numbers that are not finite.
+    """
+
+    part: str
+    limit: float
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, x in {"limit": self.limit, "total": self.total}.items():
+            if not math.isfinite(x):
+                raise ValueError(f"veto of {self.part!r}: {name}: expected a finite number, got {x}")
+
+
+def read_veto(text: str) -> Veto:
+    """The veto of a text PART<LIMIT or PART<LIMIT=TOTAL. ValueError for any other."""
+    found = re.fullmatch(r"(?P<part>.+)<(?P<limit>[^<=]+)(?:=(?P<total>[^<=]+))?", text)
+    wrong = ValueError(f"veto {text!r}: expected PART<LIMIT=TOTAL with finite numbers")
+    if found is None:
+        raise wrong
+    try:
+        return Veto(found["part"], float(found["limit"]), float(found["total"] or 0))
+    except ValueError:
+        raise wrong from None
+
+
+def vetoed(
+    total: Tensor, parts: Mapping[str, Tensor], vetoes: Sequence[Veto]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(the total after the vetoes, for each part with one: 1 where it has decided, else 0).
+
+    total[b] = veto.total of the first veto whose part is below its limit at b. `parts` and `total` have one
+    shape, and parts are the values before weights.
+    """
+    free = torch.ones_like(total, dtype=torch.bool)
+    by: dict[str, Tensor] = {}
+    for veto in vetoes:
+        hit = free & (parts[veto.part] < veto.limit)  # False for NaN
+        total = torch.where(hit, veto.total, total)
+        free = free & ~hit
+        by[veto.part] = by.get(veto.part, torch.zeros_like(total)) + hit
+    return total, by

@@ -1,0 +1,327 @@
+"""The arguments of functions of other libraries.
+
+Columns have the library's names, and texts its form.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from rft_fn.data.rows import column_at
+from rft_fn.reward.convention import (
+    Columns,
+    Messages,
+    RewardFn,
+    as_messages,
+    column_names,
+    columns_of,
+    parameters,
+    reads,
+    required,
+    taken,
+    takes_all,
+    text,
+)
+
+__all__ = [
+    "ForeignFn", "call", "lightrft", "like", "messages", "missing", "openrlhf", "read_columns",
+    "required_columns", "texts", "tinyzero", "verl", "whole_texts",
+]  # fmt: skip
+
+
+# ---------- the arguments of functions of other libraries
+
+
+Wrapper = TypeVar("Wrapper", bound=Callable[..., Any])
+
+
+class ForeignFn(Protocol):
+    """A reward function in the convention of another library."""
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        """A result of that convention, for one completion or for all."""
+        ...
+
+
+def required_columns(fn: ForeignFn, paths: Mapping[str, str]) -> tuple[str, ...]:
+    """The columns behind the parameters that a function cannot do without.
+
+    `paths` is parameter -> column.
+    """
+    return tuple(paths[name] for name in required(fn) if name in paths)
+
+
+def read_columns(
+    fn: ForeignFn, paths: Mapping[str, str], columns: Columns, count: int
+) -> dict[str, list[Any]]:
+    """The arguments of a function that are columns, `count` values each.
+
+    `paths` is parameter -> column. A column that is missing is None where the function has a default for it,
+    else ValueError.
+    """
+    needed = required_columns(fn, paths)
+    found: dict[str, list[Any]] = {}
+    for name, path in paths.items():
+        found[name] = column_at(columns, path, count, default=None)
+        if path in needed and None in found[name]:
+            raise ValueError(missing(path, name, columns))
+    return found
+
+
+def call(fn: ForeignFn, given: Mapping[str, Any]) -> Any:
+    """Call a function by name, or in order where its names are others.
+
+    ValueError where a name that it shares stands in another place, or where it needs more than there is.
+    """
+    if set(required(fn)) <= given.keys():
+        return fn(**taken(fn, given))
+    places = [p.name for p in parameters(fn) if p.kind is not p.KEYWORD_ONLY]
+    shared = [name == known or name not in given for name, known in zip(places, given)]
+    if not all(shared) or len(required(fn)) > len(given):
+        raise ValueError(
+            f"expected a reward of ({', '.join(given)}), by these names or in this order, got one of "
+            f"({', '.join(places)})"
+        )
+    return fn(*list(given.values())[: len(places)])
+
+
+_KEPT = ("close", "deadline")
+
+
+def like(fn: object) -> Callable[[Wrapper], Wrapper]:
+    """Give a wrapper of `fn` what others ask of a reward beside its numbers, as a decorator."""
+
+    def keep(wrapper: Wrapper) -> Wrapper:
+        wrapper.__dict__.update({name: getattr(fn, name) for name in _KEPT if hasattr(fn, name)})
+        return wrapper
+
+    return keep
+
+
+def missing(path: str, name: str, columns: Columns) -> str:
+    """The error for a column that a function cannot do without."""
+    return (
+        f"column {path!r}, the reward's {name}: not in every row of the dataset; "
+        f"its columns are: {column_names(columns)}"
+    )
+
+
+def whole_texts(prompts: Sequence[Any], completions: Sequence[Any], prompt_texts: Any) -> list[str]:
+    """Prompt and response as one text each.
+
+    The prompt as the model read it where `prompt_texts` is known.
+    """
+    asked = prompt_texts or [text(x) for x in prompts]
+    return [p + text(c) for p, c in zip(asked, completions, strict=True)]
+
+
+# ---------- adapters to the form of the texts
+
+
+def messages(fn: RewardFn) -> RewardFn:
+    """`fn`, given prompts and completions as lists of messages, whatever the data has."""
+    return _formed(fn, as_messages)
+
+
+def texts(fn: RewardFn) -> RewardFn:
+    """`fn`, given prompts and completions as texts, whatever the data has."""
+    return _formed(fn, _as_text)
+
+
+class _Form(Protocol):
+    """Gives a prompt or a completion one form."""
+
+    def __call__(self, x: str | Messages, role: str, /) -> Any:
+        """`x`, of either form, in the one form; `role` is who speaks it."""
+        ...
+
+
+def _as_text(x: str | Messages, role: str) -> str:
+    return text(x)
+
+
+def _formed(fn: RewardFn, form: _Form) -> RewardFn:
+    @reads(*columns_of(fn))
+    @like(fn)
+    def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **given: Any) -> Any:
+        given["prompts"] = [form(x, "user") for x in prompts]
+        given["completions"] = [form(x, "assistant") for x in completions]
+        return fn(**taken(fn, given))
+
+    return reward
+
+
+# ---------- reward functions of OpenRLHF, from its files for `--remote_rm_url`
+
+
+def openrlhf(fn: ForeignFn, answer: str = "label") -> RewardFn:
+    """OpenRLHF's `reward_func(queries, prompts, labels)`, of its file for `--remote_rm_url` (0.8).
+
+    `queries` are prompt and response, with the special tokens of the chat template where the tokenizer is
+    known; `labels` is the column `answer`, OpenRLHF's `--label_key`. Returns rewards, or a dict with
+    "rewards", "scores" and "extra_logs".
+    """
+    # before 0.5.8 the function was (queries, prompts), and the data needed no labels
+    needed = (answer,)
+    if len(parameters(fn)) < 3:
+        needed = ()
+
+    @reads(*needed)
+    def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Any:
+        asked = columns.get("prompt_texts") or [text(x) for x in prompts]
+        queries = whole_texts(prompts, completions, asked)
+        labels = column_at(columns, answer, len(completions), default=None)
+        if needed and None in labels:
+            raise ValueError(missing(answer, "labels", columns))
+        return call(fn, {"queries": queries, "prompts": asked, "labels": labels})
+
+    return reward
+
+
+# ---------- reward functions of LightRFT
+
+
+_REFERENCE = "reference"
+_OF_RECIPES = {"model_reward_list", "labels", "queries", "refs", "label_map"}
+
+
+def lightrft(fn: ForeignFn, answer: str = _REFERENCE) -> RewardFn:
+    """LightRFT's `reward_fn(model_reward_list, labels, queries, refs, label_map)` or `reward_func` (0.1).
+
+    `labels` is the column "label", which names the recipe of a row; `refs` is the column `answer`,
+    LightRFT's `--reference_key`. There are no reward models: `label_map` is empty, `model_reward_list` one
+    score of 0 per row, as without any these functions make their tensors on "cuda". `queries` are the
+    responses alone: with the prompt in front, as LightRFT has them, a format that the prompt describes is met
+    by every response. Returns rewards and a dict of metrics.
+
+    `reward_func(queries, prompts, labels)`, of its file for `--remote_rm_url`, is called as OpenRLHF's: its
+    `labels` are the column "label" unless `answer` names another; `references` in their place are `answer`.
+    """
+    if _is_reward_func(fn):
+        of_references = [p.name for p in parameters(fn)][2:3] in (["references"], ["refs"])
+        return openrlhf(fn, answer if of_references or answer != _REFERENCE else "label")
+    paths = {"labels": "label", "refs": answer}
+
+    @reads(*required_columns(fn, paths))
+    def reward(*, completions: Sequence[Any], **columns: Any) -> Any:
+        found = read_columns(fn, paths, columns, len(completions))
+        given = {
+            "model_reward_list": [torch.zeros(len(completions))],
+            "labels": found["labels"],
+            "queries": [text(x) for x in completions],
+            "refs": found["refs"],
+            "label_map": {},
+        }
+        return call(fn, given)
+
+    return reward
+
+
+def _is_reward_func(fn: ForeignFn) -> bool:
+    """Whether a function is of (queries, prompts, labels), told by its names, else by their number."""
+    names = {p.name for p in parameters(fn)}
+    return "prompts" in names or (len(names) <= 3 and not names <= _OF_RECIPES)
+
+
+# ---------- `compute_score` functions of verl and of TinyZero
+
+
+_TRUTH = "reward_model.ground_truth"
+
+
+def verl(fn: ForeignFn, answer: str = _TRUTH) -> RewardFn:
+    """verl's compute_score, called once per row.
+
+    That is `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, called as the naive
+    reward manager of verl 0.7 does: `data_source` and `extra_info` are columns of these names, `ground_truth`
+    is `answer`; an `extra_info` that is missing is {}. One that takes `solution_strs` is called once per
+    batch, with plural names, as the batch reward manager does. One that names neither, as some of verl's own,
+    gets the response as its first argument. Async functions run together. Of a dict its "score" is read, of a
+    tuple the first entry.
+    """
+    return _compute_score(fn, answer, _responses)
+
+
+def tinyzero(fn: ForeignFn, answer: str = _TRUTH) -> RewardFn:
+    """TinyZero's `compute_score(solution_str, ground_truth)`: an early verl's, given the whole sequence.
+
+    `solution_str` is prompt and response, with the special tokens of the chat template: these functions read
+    the text behind "Assistant:" or "<|im_start|>assistant", and give 0 where there is no such mark.
+    """
+    return _compute_score(fn, answer, whole_texts)
+
+
+class _Solutions(Protocol):
+    """Makes the texts to score."""
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], prompt_texts: Any, /) -> list[str]:
+        """One text per completion."""
+        ...
+
+
+def _responses(prompts: Sequence[Any], completions: Sequence[Any], prompt_texts: Any) -> list[str]:
+    return [text(x) for x in completions]
+
+
+def _compute_score(fn: ForeignFn, answer: str, solutions: _Solutions) -> RewardFn:
+    """The reward function of a compute_score that reads `solutions`."""
+    # the batched form has plural names
+    response = _name_of_response(fn)
+    batched = response == "solution_strs"
+    end = ""
+    if batched:
+        end = "s"
+    paths = {f"data_source{end}": "data_source", f"ground_truth{end}": answer}
+    extra = f"extra_info{end}"
+
+    @reads(*required_columns(fn, {**paths, extra: "extra_info"}))
+    def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> Any:
+        count = len(completions)
+        given = read_columns(fn, paths, columns, count)
+        infos = column_at(columns, "extra_info", count, default=None)
+        given[extra] = [info or {} for info in infos]
+        given[response] = solutions(prompts, completions, columns.get("prompt_texts"))
+        if batched:
+            return fn(**taken(fn, given))
+
+        # one call per row, those of an async function together
+        results = []
+        for i in range(count):
+            row = {name: values[i] for name, values in given.items()}
+            results.append(fn(**taken(fn, row)))
+        if any(inspect.isawaitable(x) for x in results):
+            return _gather(results)
+        return [_score(x) for x in results]
+
+    return reward
+
+
+def _name_of_response(fn: ForeignFn) -> str:
+    """The parameter of a compute_score that takes the response.
+
+    It is the first one if it has none of verl's names.
+    """
+    names = [p.name for p in parameters(fn)]
+    for usual in ("solution_strs", "solution_str"):
+        if usual in names:
+            return usual
+    if takes_all(fn) or not names:
+        return "solution_str"
+    return names[0]
+
+
+async def _gather(results: Sequence[Awaitable[Any]]) -> list[Any]:
+    return [_score(x) for x in await asyncio.gather(*results)]
+
+
+def _score(result: Any) -> Any:
+    """The first entry of a tuple (score, ...), else the result.
+
+    verl itself reads results so.
+    """
+    if isinstance(result, tuple) and result:
+        return result[0]
+    return result
