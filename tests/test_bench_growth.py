@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rft_fn.model.prefixes import find_prefixes
+from rft_fn.model.bounds import find_prefixes
 from rft_fn.strategy import get_strategy
 
 pytestmark = pytest.mark.slow

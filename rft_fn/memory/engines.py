@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rft_fn.model import quantize
-from rft_fn.model.linear import is_plain
+from rft_fn.model.quantize import is_plain
 
 __all__ = ["Sampler", "attempt", "size_of", "stays", "weights_of"]
 

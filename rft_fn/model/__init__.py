@@ -5,23 +5,28 @@
 in it.
 """
 
-from rft_fn.model.actors import ActorAL, ActorLanguage, ActorOmni, ActorVL
-from rft_fn.model.assign import assign
-from rft_fn.model.bind import bind, score
+from rft_fn.model.bind import Scorer, bind, score, wrap_for_training
 from rft_fn.model.builtin import cache_dir, resolve
 from rft_fn.model.freeze import freeze
 from rft_fn.model.headed import Critic, explained_variance, load_critic, save_critic, values
-from rft_fn.model.load import load, load_tokenizer, read_window
+from rft_fn.model.load import (
+    ActorAL,
+    ActorLanguage,
+    ActorOmni,
+    ActorVL,
+    load,
+    load_processor,
+    load_tokenizer,
+    read_window,
+)
 from rft_fn.model.lora import apply_lora_configuration, without_adapters
 from rft_fn.model.materialize import materialize
 from rft_fn.model.parts import text_model
-from rft_fn.model.processor import load_processor
 from rft_fn.model.quantize import check as check_quantize
 from rft_fn.model.reader import split_over
 from rft_fn.model.reward import Head, RewardModel, calibrated, final_scores, standardized, tempered
 from rft_fn.model.reward_folder import load_reward, save_reward
-from rft_fn.model.save import save
-from rft_fn.model.scorer import Scorer, wrap_for_training
+from rft_fn.model.save import assign, save
 
 __all__ = [
     "ActorAL", "ActorLanguage", "ActorOmni", "ActorVL", "Critic", "Head", "RewardModel",

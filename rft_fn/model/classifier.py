@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rft_fn.model.linear import is_plain
 from rft_fn.model.parts import text_config
+from rft_fn.model.quantize import is_plain
 
 __all__ = [
     "HEADS", "SUFFIX", "class_name", "head_of", "labels", "like", "pad_alike", "usual_labels",

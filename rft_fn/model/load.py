@@ -1,5 +1,6 @@
 """Models and tokenizers loaded by name."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rft_fn import modality
+from rft_fn.modality import ActorModality
 from rft_fn.model import classifier
 from rft_fn.model import quantize as low
 from rft_fn.model.adapter_folder import CONFIG, read_adapter_config, with_adapter
@@ -14,12 +17,19 @@ from rft_fn.model.builtin import resolve
 from rft_fn.model.freeze import freeze as frozen
 from rft_fn.model.lora import require_plain_adapters
 from rft_fn.model.materialize import on_meta
-from rft_fn.model.parts import find, path_of
+from rft_fn.model.parts import find, inside_adapters, path_of
+from rft_fn.model.patches import MARK, ChunkProcessor, PatchProcessor
 from rft_fn.model.pretrained import Kind, from_pretrained, kind_of, loaded, skeleton
+from rft_fn.model.save import quiet
 
 __all__ = [
-    "base_folder", "load", "load_tokenizer", "read_config", "read_window", "usual_device", "usual_dtype",
+    "ActorAL", "ActorLanguage", "ActorOmni", "ActorVL", "base_folder", "load", "load_processor",
+    "load_tokenizer", "read_config", "read_window", "usual_device", "usual_dtype",
 ]  # fmt: skip
+
+
+# ---------- models and tokenizers loaded by name
+
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 
@@ -242,3 +252,149 @@ def _check_template(folder: str, tokenizer: Any) -> None:
         ) from error
     except Exception:  # a template may refuse these messages; the data will show whether it takes a user's
         return
+
+
+# ---------- actors by what they read: text, and images, audio or both
+
+
+Actor = tuple[nn.Module, ActorModality]
+
+_NAMES = {
+    ActorModality.LANGUAGE_ONLY: "ActorLanguage",
+    ActorModality.VISION_LANGUAGE: "ActorVL",
+    ActorModality.AUDIO_LANGUAGE: "ActorAL",
+    ActorModality.OMNI: "ActorOmni",
+}
+
+
+def ActorLanguage(path_or_module: str | Path | nn.Module, **options: Any) -> Actor:
+    """(module, modality) of a model that reads text.
+
+    `options` are those of `load`. ValueError for a model that sees or hears.
+    """
+    return _actor(path_or_module, ActorModality.LANGUAGE_ONLY, options)
+
+
+def ActorVL(path_or_module: str | Path | nn.Module, **options: Any) -> Actor:
+    """(module, modality) of a model that reads text, images and videos.
+
+    `options` are those of `load`. ValueError for a model that does not see, and for one that hears too.
+    """
+    return _actor(path_or_module, ActorModality.VISION_LANGUAGE, options)
+
+
+def ActorAL(path_or_module: str | Path | nn.Module, **options: Any) -> Actor:
+    """(module, modality) of a model that reads text and audio.
+
+    `options` are those of `load`. ValueError for a model that does not hear, and for one that sees too.
+    """
+    return _actor(path_or_module, ActorModality.AUDIO_LANGUAGE, options)
+
+
+def ActorOmni(path_or_module: str | Path | nn.Module, **options: Any) -> Actor:
+    """(module, modality) of a model that reads text, images, videos and audio.
+
+    `options` are those of `load`. ValueError for a model that does not both see and hear.
+    """
+    return _actor(path_or_module, ActorModality.OMNI, options)
+
+
+def _actor(source: str | Path | nn.Module, expected: ActorModality, options: dict[str, Any]) -> Actor:
+    # The config is read first: a model of another kind is not loaded.
+    if isinstance(source, nn.Module):
+        config: Any = getattr(inside_adapters(source), "config", None)
+        name = type(source).__name__
+    else:
+        config = read_config(source, trust_remote_code=options.get("trust_remote_code", False))
+        name = str(source)
+    found = ActorModality.LANGUAGE_ONLY
+    if config is not None:
+        found = modality.of_config(config)
+    if found is not expected:
+        raise ValueError(
+            f"model: expected {expected.value} for {_NAMES[expected]}, got {name}, which is {found.value}; "
+            f"{_NAMES[found]} takes it"
+        )
+    return load(source, **options), found
+
+
+# ---------- the processors of models that see or hear
+
+
+_TOWERS = ("vision_config", "audio_config", "thinker_config")
+
+
+def load_processor(name: str | Path) -> Any:
+    """The processor of a model that sees or hears; None for one of text alone.
+
+    Names are those that `load` takes. Models of Qwen's VL families have one without torchvision, and without
+    video files; SmolVLM has one of images alone without torchvision and num2words. ValueError where the model
+    has towers and its folder no processor that can be loaded.
+    """
+    from transformers import AutoProcessor
+
+    folder = base_folder(resolve(str(name)))
+    if Path(folder, MARK).is_file():
+        return PatchProcessor.from_pretrained(folder)
+    config = _config(folder)
+    towers = [tower for tower in _TOWERS if tower in config]
+    if not towers:
+        return None
+    try:
+        with quiet():
+            found = AutoProcessor.from_pretrained(folder)
+    except Exception as error:  # a missing package, a missing file, or a broken one
+        found = None
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        why = lines[0]
+    else:
+        why = f"AutoProcessor gives {type(found).__name__} alone"
+    if type(found).__name__ == "VoxtralProcessor":
+        return ChunkProcessor(found)
+    if hasattr(found, "image_processor") or hasattr(found, "feature_extractor"):
+        return found
+    without_torchvision = _WITHOUT_TORCHVISION.get(config.get("model_type", ""))
+    if without_torchvision is not None and _has_images(folder):
+        return without_torchvision(folder)
+    raise ValueError(
+        f"model: {folder} has {', '.join(towers)}, but no processor for what it sees or hears: {why}; "
+        "its preprocessor_config.json may be missing, or pip install torchvision helps"
+    )
+
+
+def _config(folder: str) -> dict[str, Any]:
+    """The config of a model as it is stored; {} where there is none."""
+    from transformers.utils import cached_file
+
+    found = cached_file(folder, "config.json", _raise_exceptions_for_missing_entries=False)
+    if found is None:
+        return {}
+    try:
+        return json.loads(Path(found).read_text())
+    except ValueError as error:
+        raise ValueError(f"model: {found}: expected JSON, got {error}") from error
+
+
+def _has_images(folder: str) -> bool:
+    """Whether a folder tells how its images are processed."""
+    return any(Path(folder, name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
+
+
+def _smolvlm(folder: str) -> Any:
+    """SmolVLM's processor of images alone: they stand in the text as those of Idefics3 do."""
+    from transformers import AutoTokenizer, Idefics3Processor
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    tokenizer = from_pretrained(AutoTokenizer, folder, what="tokenizer")
+    images = SmolVLMImageProcessorPil.from_pretrained(folder)
+    how = {}
+    about = Path(folder, "processor_config.json")
+    if about.is_file() and "image_seq_len" in (found := json.loads(about.read_text())):
+        how["image_seq_len"] = found["image_seq_len"]
+    return Idefics3Processor(images, tokenizer, chat_template=tokenizer.chat_template, **how)
+
+
+_WITHOUT_TORCHVISION = {"smolvlm": _smolvlm} | dict.fromkeys(
+    ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), PatchProcessor.from_pretrained
+)
+"""model_type -> what makes a processor of a folder where the one of transformers needs torchvision."""

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rft_fn.model.features import expected_counts
-from rft_fn.model.parts import find, inside_adapters
+from rft_fn.model.parts import expected_counts, find, inside_adapters
 from rft_fn.types import Packed
 
 __all__ = [

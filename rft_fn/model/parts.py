@@ -1,14 +1,23 @@
 """The parts of a model of transformers: decoder, text model, towers, head."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rft_fn.model.bounds import SequenceAxis
-from rft_fn.model.linear import is_plain
+from rft_fn.model.quantize import is_plain
 
-__all__ = ["Parts", "cut_before", "find", "inside_adapters", "path_of", "text_config", "text_model"]
+__all__ = [
+    "Parts", "cut_before", "expected_counts", "find", "inside_adapters", "path_of", "text_config",
+    "text_model",
+]  # fmt: skip
+
+
+# ---------- the parts of a model of transformers: decoder, text model, towers, head
 
 
 # ---------- the inputs of a text model
@@ -177,3 +186,81 @@ def _towers(model: Any, decoder: Any, text: Any) -> tuple[nn.Module, ...]:
         found += [m for name, m in parent.named_children() if name != step]
         parent = parent.get_submodule(step)
     return tuple(m for m in found if any(True for _ in m.parameters()))
+
+
+# ---------- the number of features that a model makes of each row of media
+
+
+_GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
+_MASKS = ("feature_attention_mask", "input_features_mask")
+
+
+def expected_counts(
+    model: Any,
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    counts: Mapping[str, Sequence[int]],
+    found: Sequence[int],
+) -> tuple[list[int], list[int]]:
+    """(features of each sequence, media of each) of "image", "video" or "audio".
+
+    `tensors` have the rows of all sequences, `counts` their numbers of each sequence, `found` the numbers of
+    placeholders. Sizes are read where the model has a rule for them. Where nothing else comes with them, rows
+    of one tensor have equally many features: as many as most sequences have placeholders for a row. Of other
+    rows only it is known that there are some; the model itself compares the sums of a pack.
+    """
+    names = [name for name, rows in counts.items() if kind_of(name) == kind and any(rows)]
+    if not names:
+        return [0] * len(found), [0] * len(found)
+    # Of an image there may be many patches, but one size.
+    media = [min(rows) for rows in zip(*(counts[name] for name in names))]
+    sizes = _by_size(model, kind, tensors)
+    if sizes is not None:
+        name, each = sizes
+        return [int(x.sum()) for x in each.split(list(counts[name]))], media
+
+    # A tensor beside may make some rows smaller; the mask of pixels does not.
+    beside = [name for name in names if name != "pixel_attention_mask"]
+    ratios = Counter(got / n for got, n in zip(found, media) if got and n)
+    if len(beside) > 1 or not ratios:
+        wanted = [max(got, 1) for got in found]
+        return [want * bool(n) for want, n in zip(wanted, media)], media
+    most = max(ratios.values())
+    usual = min(ratio for ratio, times in ratios.items() if times == most)
+    return [max(round(usual), 1) * n for n in media], media
+
+
+def kind_of(name: str) -> str:
+    """ "image", "video" or "audio", by the processor's name of a tensor."""
+    if "video" in name or "second" in name:
+        return "video"
+    if name.startswith(("audio", "feature", "input")):
+        return "audio"
+    return "image"
+
+
+def _by_size(model: Any, kind: str, tensors: Mapping[str, Tensor]) -> tuple[str, Tensor] | None:
+    """(the name of the rows, the features [rows] of each), None where the model has no rule for them."""
+    grid = _GRIDS.get(kind, "")
+    merged = _merged(getattr(model.config, "vision_config", None))
+    if grid in tensors and merged:
+        return grid, tensors[grid].cpu().prod(-1) // merged
+    if kind != "audio":
+        return None
+    for name in _MASKS:
+        for tower in find(model).towers:
+            rule = getattr(tower, "_get_feat_extract_output_lengths", None)
+            if name in tensors and rule is not None:
+                lengths = rule(tensors[name].cpu().sum(-1))
+                if isinstance(lengths, tuple):  # of what goes into the last layer, and of what leaves it
+                    lengths = lengths[-1]
+                return name, torch.as_tensor(lengths)
+    return None
+
+
+def _merged(config: Any) -> int | None:
+    """The number of patches in a feature of a tower."""
+    side = getattr(config, "spatial_merge_size", None)
+    if side:
+        return side**2
+    return None

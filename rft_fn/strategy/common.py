@@ -12,7 +12,7 @@ from torch import nn
 from rft_fn import check, ckpt, dist, memory, packing, tree
 from rft_fn.model import reader
 from rft_fn.model.lora import Export
-from rft_fn.model.placing import Residence, Where
+from rft_fn.model.materialize import Residence, Where
 from rft_fn.model.text import ALONE
 from rft_fn.strategy import diagnose
 from rft_fn.strategy.config import StrategyConfig

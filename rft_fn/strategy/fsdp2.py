@@ -20,7 +20,7 @@ from rft_fn.model import quantize
 from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.blocks import blocks
 from rft_fn.model.lora import Export
-from rft_fn.model.placing import Residence
+from rft_fn.model.materialize import Residence
 from rft_fn.strategy import step
 from rft_fn.strategy.common import Backend, Cut, assemble, everywhere, nothing
 from rft_fn.strategy.config import StrategyConfig

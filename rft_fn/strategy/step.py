@@ -12,9 +12,8 @@ from rft_fn import ckpt, dist, metric, optim, packing, tree
 from rft_fn import model as model_lib
 from rft_fn.loss.evaluate import evaluate
 from rft_fn.model import blocks
-from rft_fn.model.bind import read_field, require_fields, to_params_device
-from rft_fn.model.placing import Residence
-from rft_fn.model.scorer import Scorer
+from rft_fn.model.bind import Scorer, read_field, require_fields, to_params_device
+from rft_fn.model.materialize import Residence
 from rft_fn.optim.transforms import local_parts
 from rft_fn.precision import wide
 from rft_fn.strategy.config import StrategyConfig

@@ -26,7 +26,7 @@ from rft_fn.engine import prompt_media, requests
 from rft_fn.engine.hf.probe import find_batching
 from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.stop import Stop
-from rft_fn.model.linear import packed, set_fast
+from rft_fn.model.quantize import packed, set_fast
 from rft_fn.strategy.common import keep_freed
 from rft_fn.types import Sampling
 

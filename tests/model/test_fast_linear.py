@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, vmap
 
 import rft_fn as rft
 from rft_fn import engine, model, packing
-from rft_fn.model.linear import FastLinear, is_plain, packed, set_fast
+from rft_fn.model.quantize import FastLinear, is_plain, packed, set_fast
 from rft_fn.strategy import StrategyConfig, get_strategy
 from rft_kernels import products
 

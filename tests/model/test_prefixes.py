@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 from rft_fn import loss, model, optim, packing, tree
 from rft_fn.model import attention
 from rft_fn.model.attention import SequenceBounds, interface, kernels
-from rft_fn.model.prefixes import find_prefixes, take_rows
+from rft_fn.model.bounds import find_prefixes, take_rows
 from rft_fn.packing import supervised
 from rft_fn.strategy import StrategyConfig, get_strategy
 

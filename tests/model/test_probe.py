@@ -18,7 +18,7 @@ from torch import nn
 import rft_fn as rft
 from rft_fn import model, optim, packing, tree
 from rft_fn.model import probe, reader
-from rft_fn.model.scorer import wrap_for_training
+from rft_fn.model.bind import wrap_for_training
 from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 

@@ -19,8 +19,8 @@ from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.lifetime import dead_after_failure
 from rft_fn.engine.stop import Stop
 from rft_fn.model import quantize
-from rft_fn.model.linear import packed, set_fast
 from rft_fn.model.media import placeholder_ids
+from rft_fn.model.quantize import packed, set_fast
 from rft_fn.model.router import without_groups
 from rft_fn.model.text import forget_lengths, rope_switch
 from rft_fn.rollout import take

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from rft_fn.engine.prompt_media import Shown
 from rft_fn.engine.requests import BadRequest
 from rft_fn.engine.vllm.surroundings import part
-from rft_fn.model.features import expected_counts
 from rft_fn.model.media import placeholders
+from rft_fn.model.parts import expected_counts
 
 __all__ = ["Fields", "check_family", "fields_of", "request"]
 

@@ -10,9 +10,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from rft_fn.model.attention.kernels import packed, warn_once
-from rft_fn.model.bounds import SequenceBounds
+from rft_fn.model.bounds import SequenceBounds, find_prefixes
 from rft_fn.model.parts import inside_adapters, text_config
-from rft_fn.model.prefixes import find_prefixes
 from rft_fn.types import Packed
 
 __all__ = [

@@ -12,8 +12,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from rft_fn.model.bounds import SequenceBounds
-from rft_fn.model.prefixes import take_rows
+from rft_fn.model.bounds import SequenceBounds, take_rows
 
 __all__ = ["Device", "by_sequence", "by_tail", "by_varlen", "choose", "packed", "warn_once"]
 

@@ -19,7 +19,7 @@ from rft_fn.model import probe
 from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.freeze import require_finite
 from rft_fn.model.lora import Export
-from rft_fn.model.placing import Residence, Where
+from rft_fn.model.materialize import Residence, Where
 from rft_fn.strategy import step
 from rft_fn.strategy.common import Backend, Cut, assemble, everywhere
 from rft_fn.strategy.config import StrategyConfig
