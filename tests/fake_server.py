@@ -14,8 +14,7 @@ import torch
 
 from rft_fn.engine import weight_folder
 from rft_fn.engine.hf.sampler import draw_token, uniform_numbers
-from rft_fn.engine.requests import Row
-from rft_fn.engine.stop import Stop
+from rft_fn.engine.requests import Row, Stop
 from rft_fn.types import Sampling
 
 __all__ = ["FAULTS", "FakeServer", "serving"]

@@ -15,14 +15,13 @@ from torch import nn
 from rft_fn import check, dist
 from rft_fn import model as model_lib
 from rft_fn.engine import openai, sglang, vllm
-from rft_fn.engine.config import EngineConfig, config_of
 from rft_fn.engine.hf import build as build_hf
 from rft_fn.engine.hf import check_config as check_hf
 from rft_fn.engine.hf import hf
-from rft_fn.engine.lifetime import EngineDead, dead_after_failure
+from rft_fn.engine.lifetime import EngineConfig, EngineDead, config_of, dead_after_failure
+from rft_fn.engine.pool import refuse_media
 from rft_fn.engine.process import own_process
 from rft_fn.engine.requests import BadRequest
-from rft_fn.engine.server_checks import refuse_media
 from rft_fn.engine.time_limit import limited
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Engine

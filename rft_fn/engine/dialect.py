@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rft_fn import model as model_lib
 from rft_fn.engine import requests
-from rft_fn.engine.arrival import Manifest, manifest
+from rft_fn.engine.weight_folder import Manifest, manifest
 from rft_fn.model import quantize
 from rft_fn.model.convert import converted
 from rft_fn.model.pretrained import Stored, slices

@@ -2,16 +2,22 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
 from torch import Tensor
 
-from rft_fn import dist, tree
+from rft_fn import check, dist, tree
+from rft_fn.check import Count, Range, Share, Whole
 from rft_fn.engine.requests import BadRequest, given
+from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
 
-__all__ = ["EngineDead", "dead_after_failure", "deferred", "on_first_rank"]
+__all__ = ["EngineConfig", "EngineDead", "config_of", "dead_after_failure", "deferred", "on_first_rank"]
+
+
+# ---------- the life of an engine: one that has failed, or was closed, stays so until another is built
 
 
 # ---------- an engine that is built when it is first used, after the options of a run are checked
@@ -194,3 +200,66 @@ def on_first_rank(f: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return result
+
+
+# ---------- the options of an engine
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The engine that samples. ValueError for values out of range."""
+
+    type: str = StrategyConfig.engine_type
+    """hf: transformers in this process; vllm: vLLM in it; openai: servers of vLLM; sglang: those of SGLang"""
+    batch: Count = StrategyConfig.engine_batch
+    """sequences sampled at a time"""
+    tp_size: Count = StrategyConfig.engine_tp_size
+    """processes that share one engine"""
+    mem_util: Share = StrategyConfig.engine_mem_util
+    """share of the device's memory that the engine may take; 0: as much as it needs"""
+    sleep: bool = StrategyConfig.enable_engine_sleep
+    """the engine leaves the device while the trainer works"""
+    process: bool = StrategyConfig.engine_process
+    """the engine has a process of its own"""
+    fast_linear: bool = StrategyConfig.fast_linear
+    """large linear layers by oneDNN, on a CPU where that is faster; hf's alone"""
+    threads: Whole = StrategyConfig.engine_threads
+    """threads of an engine in a process of its own; 0: as many as this process has"""
+    servers: tuple[str, ...] = StrategyConfig.engine_servers
+    """addresses of the servers, http://HOST:PORT each"""
+    key_env: str = "RFT_SERVER_KEY"
+    """the environment variable with the servers' API key, if they ask for one"""
+    timeout: Annotated[float, Range(1)] = StrategyConfig.engine_timeout
+    """seconds that one call of the engine may take, or one request to a server"""
+    weights: str = StrategyConfig.engine_weights
+    """the folder that servers read weights from; if empty, a temporary one of this machine"""
+    max_model_len: Whole = StrategyConfig.engine_max_model_len
+    """most tokens of a prompt and its response; 0: the model's window"""
+    block_size: Whole = StrategyConfig.engine_block_size
+    """tokens of a block of the engine's cache; 0: the engine's choice"""
+    dtype: str = StrategyConfig.engine_dtype
+    """type of the engine's weights; auto: float32 on a CPU, bfloat16 on a GPU"""
+    alone: bool = False
+    """a process asks its servers without the others; their weights stay as they are, and they stay awake"""
+
+    __post_init__ = check.fields
+
+
+def config_of(config: StrategyConfig) -> EngineConfig:
+    """The engine's part of a run's options."""
+    return EngineConfig(
+        type=config.engine_type,
+        batch=config.engine_batch,
+        tp_size=config.engine_tp_size,
+        mem_util=config.engine_mem_util,
+        sleep=config.enable_engine_sleep,
+        process=config.engine_process,
+        fast_linear=config.fast_linear,
+        threads=config.engine_threads,
+        servers=tuple(config.engine_servers),
+        weights=config.engine_weights,
+        max_model_len=config.engine_max_model_len,
+        block_size=config.engine_block_size,
+        dtype=config.engine_dtype,
+        timeout=config.engine_timeout,
+    )

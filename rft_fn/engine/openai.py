@@ -3,7 +3,7 @@
 Start each of them with
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --enable-scale-out \\
-        --worker-extension-cls rft_fn.engine.worker.WeightsFromFolder
+        --worker-extension-cls rft_fn.engine.weight_folder.WeightsFromFolder
 
 where this package is installed and the folder of weights can be read. Without `--enable-scale-out` it is
 asked by `/v1/completions`, whose answers do not tell the version of the weights. Without the other two
@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import nn
 
-from rft_fn.engine.config import EngineConfig
 from rft_fn.engine.dialect import (
     Ask,
     Client,
@@ -28,7 +27,8 @@ from rft_fn.engine.dialect import (
     integers,
     limit,
 )
-from rft_fn.engine.server_checks import check_servers
+from rft_fn.engine.lifetime import EngineConfig
+from rft_fn.engine.pool import check_servers
 from rft_fn.engine.servers import serve
 from rft_fn.types import Engine
 
@@ -56,7 +56,7 @@ class _VLLM:
     name = "openai"
     hint = (
         "VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, --enable-scale-out and "
-        "--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder"
+        "--worker-extension-cls rft_fn.engine.weight_folder.WeightsFromFolder"
     )
 
     def __init__(self, client: Client, seconds: float):

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from rft_fn import dist
 from rft_fn.engine import prompt_media, requests, weight_folder
-from rft_fn.engine.arrival import Arrival
-from rft_fn.engine.config import EngineConfig
 from rft_fn.engine.dialect import (
     Ask,
     Client,
@@ -35,11 +33,10 @@ from rft_fn.engine.dialect import (
     probe,
     served_model,
 )
-from rft_fn.engine.lifetime import dead_after_failure, on_first_rank
-from rft_fn.engine.pool import Pool
-from rft_fn.engine.requests import BadRequest, Response
-from rft_fn.engine.server_checks import COMPARED, compare_servers
-from rft_fn.engine.stop import Stop
+from rft_fn.engine.lifetime import EngineConfig, dead_after_failure, on_first_rank
+from rft_fn.engine.pool import COMPARED, Pool, compare_servers
+from rft_fn.engine.requests import BadRequest, Response, Stop
+from rft_fn.engine.weight_folder import Arrival
 from rft_fn.types import Engine, Rollout, Sampling
 from rft_fn.types.engine import Delivered, EngineStatus
 

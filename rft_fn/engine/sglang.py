@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from rft_fn.engine.config import EngineConfig
 from rft_fn.engine.dialect import Ask, Client, Described, Fault, Reply, expected, floats, integers, limit
+from rft_fn.engine.lifetime import EngineConfig
+from rft_fn.engine.pool import check_servers
 from rft_fn.engine.requests import BadRequest
-from rft_fn.engine.server_checks import check_servers
 from rft_fn.engine.servers import serve
 from rft_fn.types import Engine, Sampling
 

@@ -6,14 +6,25 @@ Servers' engines write one for each load.
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["TIED", "Writer", "read", "remove", "remove_all", "tied"]
+from rft_fn.types.engine import Delivered
+
+__all__ = [
+    "TIED", "Arrival", "Manifest", "WeightsFromFolder", "Writer", "manifest", "read", "remove",
+    "remove_all", "tied",
+]  # fmt: skip
+
+
+# ---------- weights in a folder of safetensors
+
 
 INDEX = "model.safetensors.index.json"  # {"weight_map": {name: file}}, as transformers writes it
 TIED = "rft_tied.json"  # {a tied name: the name that its tensor was sent by}
@@ -150,3 +161,126 @@ def remove_all(folders: Iterable[Path]) -> None:
     """Delete folders, those that are there."""
     for folder in folders:
         remove(folder)
+
+
+# ---------- the part of a vLLM server that takes weights from a folder
+
+
+class WeightsFromFolder:
+    """Methods that vLLM adds to its worker, to be called by `/collective_rpc`."""
+
+    # names start with rft_, because they stand among those of the worker
+    rft_usual: frozenset[str] | None = None  # modules that stay short in a whole load
+
+    def rft_describe(self: Any) -> dict[str, Any]:
+        """The device, and whether memory can be given back."""
+        config = self.vllm_config
+        device = str(config.device_config.device_type)
+        return {"device": device, "sleep": bool(config.model_config.enable_sleep_mode) and device != "cpu"}
+
+    def rft_load(self: Any, folder: str) -> dict[str, Any]:
+        """Load the tensors of a folder, and count what arrives in each module.
+
+        Returns the names taken, and the modules that got fewer elements than in the first load (padding,
+        rotary tables and scales always do): `{"names": n, "short": ["layers.0.qkv_proj 512/768"]}`, or
+        `{"error": text}`. An exception would leave the server with half of its weights and no reply.
+        """
+        try:
+            names, short = self.rft_count(folder)
+        except Exception as error:
+            return {"error": " ".join(f"{type(error).__name__}: {error}".split())}
+
+        # the first load is complete: the trainer has checked its names against the model's
+        if self.rft_usual is None:
+            self.rft_usual = frozenset(short)
+        return {"names": names, "short": [short[name] for name in short.keys() - self.rft_usual]}
+
+    def rft_count(self: Any, folder: str) -> tuple[int, dict[str, str]]:
+        """(tensors, {module: elements loaded / all} of each that is short) of a load."""
+        from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
+        from vllm.model_executor.model_loader.reload import layerwise  # pyright: ignore[reportMissingImports]
+
+        names = 0
+
+        def counted() -> Any:
+            nonlocal names
+            for name, x in read(folder):
+                names += 1
+                yield name, x
+
+        runner = self.model_runner
+        model = runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            layerwise.initialize_layerwise_reload(model)
+            model.load_weights(counted())
+            short = {}
+            for name, module in model.named_modules():
+                info = layerwise.get_layerwise_info(module)
+                if info.can_load() and info.load_numel < info.load_numel_total:
+                    short[name] = f"{name} {info.load_numel}/{info.load_numel_total}"
+            layerwise.finalize_layerwise_reload(model, runner.model_config)
+        runner.reset_encoder_cache()
+        runner.reset_mm_cache()
+        return names, short
+
+
+# ---------- arriving weights, checked against those that an engine's model has: shared by all engines
+
+
+class Manifest(NamedTuple):
+    """The weights of a model: which may arrive, and which have to."""
+
+    shape: dict[str, torch.Size]  # by name, with every name of a tied weight, and the buffers
+    required: dict[str, frozenset[str]]  # each parameter, with all names that it is known by
+
+
+def manifest(module: nn.Module) -> Manifest:
+    """The Manifest of a module. Its parameters have to arrive, by any name of a tied one; buffers may."""
+    names: dict[int, list[str]] = {}
+    shape = {name: x.shape for name, x in module.named_buffers()}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+        shape[name] = p.shape
+    return Manifest(shape, {tied[0]: frozenset(tied) for tied in names.values()})
+
+
+class Arrival:
+    """Counts the tensors of one load, and refuses unknown, misshapen and missing ones."""
+
+    def __init__(self, expected: Manifest, weights: Iterable[tuple[str, Tensor]]):
+        """`weights.frozen`, where there is such an attribute, names weights that need not arrive."""
+        self.expected = expected
+        self.frozen: frozenset[str] = frozenset(getattr(weights, "frozen", ()))
+        self.names: set[str] = set()
+        self.bytes = 0
+        self.began = time.perf_counter()
+
+    def take(self, name: str, x: Tensor) -> None:
+        """Count one tensor. ValueError for a name or shape that the model lacks, or a repeated name."""
+        if name in self.names:
+            raise ValueError(f"weights: {name}: expected each name once, got it twice")
+        want = self.expected.shape.get(name)
+        if want is None:
+            raise ValueError(f"weights: {name}: expected a parameter of the model, got {list(x.shape)}")
+        if want != x.shape:
+            raise ValueError(f"weights: {name}: expected {list(want)}, got {list(x.shape)}")
+        self.names.add(name)
+        self.bytes += x.numel() * x.element_size()
+
+    def unsent(self) -> set[str]:
+        """The weights that did not arrive because they never change, each by one of its names."""
+        known = self.expected.required.items()
+        return {name for name, tied in known if tied & self.frozen and not tied & self.names}
+
+    def finish(self, version: int) -> Delivered:
+        """The record of the load. ValueError for a weight that has not arrived and is not frozen."""
+        present = self.names | self.frozen
+        missing = [name for name, tied in self.expected.required.items() if not tied & present]
+        if missing:
+            count = len(self.expected.required)
+            raise ValueError(
+                f"weights: {missing[0]}: expected it among the {count} weights of the engine's model, got "
+                f"{len(self.names)} without it ({len(missing)} missing in all); load a whole model, or an "
+                "export that has not been read yet"
+            )
+        return Delivered(len(self.names), self.bytes, time.perf_counter() - self.began, version)

@@ -148,7 +148,7 @@ def measure_sync(trainer, engines, folder, times):
 
 def measure_guards(trainer, engines, folder, rollout, sampling, times):
     """Seconds of each guard."""
-    from rft_fn.engine import arrival
+    from rft_fn.engine import weight_folder
     from rft_fn.engine.vllm import reload
 
     st, state = trainer.st, trainer.state
@@ -161,7 +161,7 @@ def measure_guards(trainer, engines, folder, rollout, sampling, times):
         short[0] += seconds
         return value
 
-    expected = arrival.manifest(model.load(folder))
+    expected = weight_folder.manifest(model.load(folder))
     reload._short = counted
     list(st.export(state))
     for i in range(times):
@@ -171,7 +171,7 @@ def measure_guards(trainer, engines, folder, rollout, sampling, times):
         found["manifest"].append(checked - bare)
         short[0] = 0.0
         trainer.push(engines["vLLM in process"], 200 + i)
-        seconds, _ = timed(lambda: list(reload.arriving(arrival.Arrival(expected, pairs), pairs, ())))  # noqa: B023
+        seconds, _ = timed(lambda: list(reload.arriving(weight_folder.Arrival(expected, pairs), pairs, ())))  # noqa: B023
         found["arrival"].append(seconds + short[0])
 
     # the probe of a step compares log-probs that the update computes anyway; a correction scores them anew

@@ -25,7 +25,7 @@ from rft_fn import model as models
 from rft_fn.engine import prompt_media, requests
 from rft_fn.engine.hf.probe import find_batching
 from rft_fn.engine.hf.sampler import Sampler
-from rft_fn.engine.stop import Stop
+from rft_fn.engine.requests import Stop
 from rft_fn.model.quantize import packed, set_fast
 from rft_fn.strategy.common import keep_freed
 from rft_fn.types import Sampling

@@ -8,7 +8,7 @@ import torch
 
 import rft_fn as rft
 from rft_fn import engine, model, optim
-from rft_fn.engine.arrival import manifest
+from rft_fn.engine.weight_folder import manifest
 from rft_fn.model.lora import Export
 
 PROMPTS, KEYS = [[3, 4, 5], [6, 7]], [1, 2]

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 import rft_fn as rft
 from rft_fn import engine, model, packing, rng, weight
 from rft_fn.engine import prompt_media, requests
-from rft_fn.engine.hf import kv, probe
+from rft_fn.engine.hf import probe
+from rft_fn.engine.hf import prompts as kv
 from rft_fn.engine.hf.batch import Batch, Batching, start
 from rft_fn.engine.hf.sampler import Sampler, filled
-from rft_fn.engine.stop import Stop
+from rft_fn.engine.requests import Stop
 from rft_fn.model import attention
 from rft_fn.strategy import get_fake_strategy
 

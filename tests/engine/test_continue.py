@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import rft_fn as rft
 from rft_fn import data, engine, rng
 from rft_fn.engine import requests
-from rft_fn.engine.stop import Stop
+from rft_fn.engine.requests import Stop
 from rft_fn.model.tiny import new_tokenizer
 from rft_fn.rollout import concat, extend, prefixes, take
 

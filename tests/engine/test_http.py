@@ -10,7 +10,8 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from rft_fn.engine import pool, server_checks
+from rft_fn.engine import pool
+from rft_fn.engine import pool as server_checks
 from rft_fn.engine.dialect import Client, Fault, Refused
 
 

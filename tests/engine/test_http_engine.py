@@ -15,7 +15,7 @@ from fake_server import FAULTS, FakeServer, serving
 import rft_fn as rft
 from rft_fn import engine, rng, tree
 from rft_fn.engine import pool
-from rft_fn.engine.stop import Stop
+from rft_fn.engine.requests import Stop
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from rft_fn.engine.hf.batch import Batching
 from rft_fn.engine.hf.probe import find_batching
 from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.prompt_media import Sent
-from rft_fn.engine.stop import Stop
+from rft_fn.engine.requests import Stop
 from rft_fn.model.media import placeholder_ids
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,8 @@ import rft_fn as rft
 from rft_fn import engine
 from rft_fn.engine import prompt_media, requests
 from rft_fn.engine.prompt_media import Sent
-from rft_fn.engine.stop import Stop
-from rft_fn.engine.vllm import media
+from rft_fn.engine.requests import Stop
+from rft_fn.engine.vllm import sampler as media
 from rft_fn.engine.vllm.sampler import Asked, Sampler
 from rft_fn.model.tiny import new_tokenizer
 

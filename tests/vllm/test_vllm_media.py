@@ -7,7 +7,7 @@ from sees_and_hears import FAMILIES, IMAGE, SEE, SEEN
 
 from rft_fn.engine import requests
 from rft_fn.engine.prompt_media import Shown
-from rft_fn.engine.vllm import media
+from rft_fn.engine.vllm import sampler
 from rft_fn.engine.vllm.surroundings import part
 
 pytestmark = needs_vllm
@@ -31,7 +31,7 @@ def prompt(kinds, seed=0):
 
 def request(kinds, seed=0, **changes):
     lm, ids, shown = prompt(kinds, seed)
-    return media.request(lm, fields, ids, shown._replace(**changes), torch.float32), ids, shown
+    return sampler.request(lm, fields, ids, shown._replace(**changes), torch.float32), ids, shown
 
 
 def test_a_family_without_a_place_for_our_names_is_refused():
@@ -39,9 +39,9 @@ def test_a_family_without_a_place_for_our_names_is_refused():
     with pytest.raises(
         ValueError, match=r"got Qwen2AudioFor.* no mapper for names of transformers 5; sample with"
     ):
-        media.check_family(FAMILIES["Qwen2Audio"].build(torch.float32))
+        sampler.check_family(FAMILIES["Qwen2Audio"].build(torch.float32))
     with pytest.raises(ValueError, match="got Linear, which it does not have"):
-        media.check_family(torch.nn.Linear(1, 1))
+        sampler.check_family(torch.nn.Linear(1, 1))
 
 
 def test_a_family_whose_module_wants_a_missing_package_is_refused(monkeypatch):
@@ -55,7 +55,7 @@ def test_a_family_whose_module_wants_a_missing_package_is_refused(monkeypatch):
     with pytest.raises(
         ValueError, match=r"got Qwen2VLFor.* imported: No module named 'torchvision'; sample with"
     ):
-        media.check_family(FAMILIES["Qwen2VL"].build(torch.float32))
+        sampler.check_family(FAMILIES["Qwen2VL"].build(torch.float32))
 
 
 def test_tokens_alone_stay_tokens():
@@ -87,7 +87,7 @@ def test_what_stands_between_the_places_of_an_item_is_no_place():
     grid = torch.tensor([[1, 4, 4], [1, 2, 2]])
     tensors = {"image_grid_thw": grid, "pixel_values": torch.zeros(20, 96)}
     ids = [5, SEE, IMAGE, IMAGE, SEEN, IMAGE, IMAGE, IMAGE, 7]
-    found = media.request(lm, fields, ids, Shown(tensors, [False] * 9), torch.float32)
+    found = sampler.request(lm, fields, ids, Shown(tensors, [False] * 9), torch.float32)
     first, second = found["mm_placeholders"]["image"]
     assert (first.offset, first.length, first.is_embed.tolist()) == (2, 5, [True, True, False, True, True])
     assert (second.offset, second.length, second.is_embed) == (7, 1, None)
@@ -96,7 +96,7 @@ def test_what_stands_between_the_places_of_an_item_is_no_place():
 def test_a_token_that_was_sampled_is_no_place():
     lm, ids, shown = prompt(["image"])
     longer = Shown(shown.tensors, [*shown.sampled, True])
-    found = media.request(lm, fields, [*ids, IMAGE], longer, torch.float32)
+    found = sampler.request(lm, fields, [*ids, IMAGE], longer, torch.float32)
     (place,) = found["mm_placeholders"]["image"]
     assert place.offset + place.length <= len(ids)
 
@@ -108,13 +108,13 @@ def test_hashes_tell_media_apart():
     lm, ids, shown = prompt(["image"], seed=1)
     other = {name: x.clone() for name, x in shown.tensors.items()}
     other["pixel_values"][0, 0] += 1e-3
-    changed = media.request(lm, fields, ids, shown._replace(tensors=other), torch.float32)
+    changed = sampler.request(lm, fields, ids, shown._replace(tensors=other), torch.float32)
     assert changed["mm_hashes"]["image"] != hashes[0]
 
 
 def test_floats_arrive_in_the_type_of_the_weights():
     lm, ids, shown = prompt(["image"])
-    found = media.request(lm, fields, ids, shown, torch.bfloat16)
+    found = sampler.request(lm, fields, ids, shown, torch.bfloat16)
     data = found["mm_kwargs"]["image"][0].get_data()
     assert data["pixel_values"].dtype == torch.bfloat16 and data["image_grid_thw"].dtype == torch.int64
 
@@ -123,10 +123,12 @@ def test_tensors_that_vllm_would_lose_are_refused():
     lm, ids, shown = prompt(["image"])
     extra = shown._replace(tensors={**shown.tensors, "pixel_attention_mask": torch.ones(1, 2)})
     with pytest.raises(requests.BadRequest, match=r"takes .*got pixel_attention_mask; sample with the hf"):
-        media.request(lm, fields, ids, extra, torch.float32)
+        sampler.request(lm, fields, ids, extra, torch.float32)
 
 
 def test_counts_that_differ_are_refused():
     lm, ids, shown = prompt(["image"])
     with pytest.raises(requests.BadRequest, match="image placeholders for 1 items"):
-        media.request(lm, fields, [*ids, IMAGE], Shown(shown.tensors, [*shown.sampled, False]), torch.float32)
+        sampler.request(
+            lm, fields, [*ids, IMAGE], Shown(shown.tensors, [*shown.sampled, False]), torch.float32
+        )

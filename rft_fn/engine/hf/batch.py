@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rft_fn.engine.hf import kv
+from rft_fn.engine.hf import prompts as kv
 from rft_fn.engine.hf import prompts as media
 from rft_fn.engine.hf.prompts import OPTION, Layer, Prompts
 from rft_fn.engine.hf.prompts import reading as prompts_read

@@ -10,14 +10,13 @@ from torch.nn import functional as F
 from rft_fn import logprob
 from rft_fn import model as model_lib
 from rft_fn.engine import prompt_media, requests
-from rft_fn.engine.arrival import Arrival, manifest
-from rft_fn.engine.config import EngineConfig
 from rft_fn.engine.hf import prompts as media
 from rft_fn.engine.hf.batch import Batching
 from rft_fn.engine.hf.probe import find_batching
 from rft_fn.engine.hf.sampler import Sampler
-from rft_fn.engine.lifetime import dead_after_failure
-from rft_fn.engine.stop import Stop
+from rft_fn.engine.lifetime import EngineConfig, dead_after_failure
+from rft_fn.engine.requests import Stop
+from rft_fn.engine.weight_folder import Arrival, manifest
 from rft_fn.model import quantize
 from rft_fn.model.media import placeholder_ids
 from rft_fn.model.quantize import packed, set_fast

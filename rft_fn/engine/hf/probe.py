@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rft_fn.engine.hf import kv
+from rft_fn.engine.hf import prompts as kv
 from rft_fn.engine.hf import prompts as media
 from rft_fn.engine.hf.batch import Batching, start
 from rft_fn.engine.hf.prompts import can_share

@@ -18,8 +18,7 @@ from torch import Tensor
 from rft_fn import logprob, rng
 from rft_fn.engine.hf.batch import Batch, Batching, draw, numbers_per_draw, start
 from rft_fn.engine.prompt_media import Shown
-from rft_fn.engine.requests import Response, Row
-from rft_fn.engine.stop import Stop
+from rft_fn.engine.requests import Response, Row, Stop
 from rft_fn.model.media import placeholders
 from rft_fn.types import Sampling
 

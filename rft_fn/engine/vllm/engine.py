@@ -10,15 +10,13 @@ from torch import Tensor, nn
 
 from rft_fn import dist, memory
 from rft_fn.engine import prompt_media, requests
-from rft_fn.engine.arrival import Arrival
-from rft_fn.engine.config import EngineConfig
-from rft_fn.engine.lifetime import dead_after_failure
-from rft_fn.engine.requests import BadRequest
-from rft_fn.engine.stop import Stop
-from rft_fn.engine.vllm import media, reload, surroundings
+from rft_fn.engine.lifetime import EngineConfig, dead_after_failure
+from rft_fn.engine.requests import BadRequest, Stop
+from rft_fn.engine.vllm import reload, sampler, surroundings
 from rft_fn.engine.vllm.reload import ModelFolder
 from rft_fn.engine.vllm.sampler import Asked, Sampler
 from rft_fn.engine.vllm.surroundings import part
+from rft_fn.engine.weight_folder import Arrival
 from rft_fn.model.builtin import resolve
 from rft_fn.model.load import base_folder, load, usual_device
 from rft_fn.types import Engine, Rollout, Sampling
@@ -112,7 +110,7 @@ def check_media(config: EngineConfig, model: str) -> None:
         return
     with surroundings.kept(engine=False):
         part()
-        media.check_family(load(base_folder(resolve(model)), meta=True))
+        sampler.check_family(load(base_folder(resolve(model)), meta=True))
 
 
 def build(config: EngineConfig, model: str | nn.Module, tokenizer: Any) -> Engine:
@@ -158,15 +156,15 @@ class InProcess:
             self.window = self.folder.window(config.max_model_len)
             try:
                 if self.folder.places:
-                    media.check_family(self.folder.skeleton)
+                    sampler.check_family(self.folder.skeleton)
                 self.llm = vllm.LLM(**self._options())
             except BaseException:
                 self.folder.close()
                 raise
         self.group = Group(config.tp_size)
-        self.fields: media.Fields | None = None
+        self.fields: sampler.Fields | None = None
         if self.folder.places:
-            self.fields = media.fields_of(self.llm.llm_engine.vllm_config.model_config)
+            self.fields = sampler.fields_of(self.llm.llm_engine.vllm_config.model_config)
         self.sampler = Sampler(self.llm.llm_engine, self.device, config.timeout, self._request)
 
     def _request(self, row: Asked) -> dict[str, Any]:
@@ -174,7 +172,7 @@ class InProcess:
         if self.fields is None:
             return {"prompt_token_ids": row.prompt}
         dtype = getattr(torch, _dtype(self.config.dtype, self.device))
-        return media.request(self.folder.skeleton, self.fields, row.prompt, row.shown, dtype)
+        return sampler.request(self.folder.skeleton, self.fields, row.prompt, row.shown, dtype)
 
     def _options(self) -> dict[str, Any]:
         """The arguments of vLLM's constructor."""
