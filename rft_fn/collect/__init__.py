@@ -1,8 +1,7 @@
 """How rollouts come about: sampled and judged by all ranks, and checked against the trainer."""
 
 from rft_fn.collect.ahead import Ahead, InOrder, Weights, due, version_of
-from rft_fn.collect.conversations import Played
-from rft_fn.collect.dynamic_sampling import VariedGroups, judged_groups, sample_varied_groups
+from rft_fn.collect.episodes import Played
 from rft_fn.collect.generate import (
     gather_and_generate,
     inference_engine_status,
@@ -24,7 +23,7 @@ from rft_fn.collect.mismatch import (
     noise_floor,
     staleness,
 )
-from rft_fn.collect.partial import Waiting, sample_partial
+from rft_fn.collect.partial import VariedGroups, Waiting, judged_groups, sample_partial, sample_varied_groups
 from rft_fn.collect.turns import play
 
 __all__ = [

@@ -10,8 +10,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from rft_fn import rng
-from rft_fn.collect.acting import Act, Acted, act_together, read_reset, read_step
-from rft_fn.collect.conversations import Conversation, Played, assembled
+from rft_fn.collect.episodes import (
+    Act,
+    Acted,
+    Conversation,
+    Played,
+    act_together,
+    assembled,
+    read_reset,
+    read_step,
+)
 from rft_fn.collect.generate import gather_and_generate, has_media, part_of_rank, with_media
 from rft_fn.environment import Environment, Renderer
 from rft_fn.rollout import Prefix

@@ -5,12 +5,17 @@ policy's turns. A new built-in environment is a file here and an entry of `ENVIR
 """
 
 from rft_fn.environment import adapters
-from rft_fn.environment.builtin import ENVIRONMENTS, get_environment, lessons, prompts
-from rft_fn.environment.calculator import calculate, calculator
-from rft_fn.environment.guess_number import guess_number
+from rft_fn.environment.builtin import (
+    ENVIRONMENTS,
+    calculate,
+    calculator,
+    get_environment,
+    guess_number,
+    lessons,
+    prompts,
+)
 from rft_fn.environment.kuhn_poker import kuhn_poker
-from rft_fn.environment.record import Environment, Observation, Row, Stepped, as_messages
-from rft_fn.environment.rendering import Renderer
+from rft_fn.environment.record import Environment, Observation, Renderer, Row, Stepped, as_messages
 from rft_fn.environment.tool_calls import Call, call_parser, tagged_calls
 from rft_fn.environment.tools import tool_schema, with_tools
 

@@ -1,24 +1,179 @@
 """The built-in environments by name, and their prompts and lessons."""
 
+import ast
 import inspect
-from collections.abc import Callable
+import operator
+import re
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rft_fn import rng
 from rft_fn.data.dataset import Dataset
 from rft_fn.data.messages import Turn
 from rft_fn.data.prompts import Prompt, from_rows
 from rft_fn.data.rows import Endless
-from rft_fn.environment.calculator import calculator
-from rft_fn.environment.guess_number import guess_number
+from rft_fn.data.tasks.text import row_random
 from rft_fn.environment.kuhn_poker import kuhn_poker
-from rft_fn.environment.record import Environment, as_messages
-from rft_fn.environment.rendering import Renderer
+from rft_fn.environment.record import Environment, Renderer, Row, Stepped, as_messages
+from rft_fn.environment.tool_calls import Call
+from rft_fn.environment.tools import Tooled, with_tools
 from rft_fn.reward import convention
 from rft_fn.reward.calling import EventLoop
 
-__all__ = ["ENVIRONMENTS", "get_environment", "lessons", "prompts"]
+__all__ = ["ENVIRONMENTS", "calculate", "calculator", "get_environment", "guess_number", "lessons", "prompts"]
+
+
+# ---------- arithmetic with a calculator: a tool that the policy calls before it answers
+
+
+_OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_MOST = 200  # characters of an expression: its numbers stay small
+_CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "'
+_END = '"}}</tool_call>'
+
+
+def calculate(expression: str) -> str:
+    """Compute an expression of numbers, + - * / and parentheses."""
+    if len(expression) > _MOST:
+        raise ValueError(f"expected at most {_MOST} characters, got {len(expression)}")
+    try:
+        body = ast.parse(expression.strip(), mode="eval").body
+        value = _value(body)
+    except (SyntaxError, RecursionError, MemoryError):  # the last two for deep nesting
+        raise ValueError(f"expected an expression, got {expression!r}") from None
+    if value.denominator == 1:
+        return str(value.numerator)
+    return f"{float(value):.6g}"
+
+
+def _value(node: ast.expr) -> Fraction:
+    """The exact value of an expression."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _value(node.operand)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError("expected numbers, + - * / and parentheses")
+
+
+def calculator(level: int = 1) -> Environment:
+    """Two numbers of `level` digits to be added, subtracted or multiplied, and a calculator.
+
+    The first call earns 0.3 if it holds the right expression, the answer that ends the episode 0.7 if it is
+    right and a call came before it. Nothing is paid for parts: half an expression would be learned for them.
+    """
+
+    def rows(seed: int, index: int) -> dict[str, str]:
+        random = row_random("calculator", seed, index, level)
+        a, b = (random.randrange(10 ** (level - 1), 10**level) for _ in range(2))
+        expression = f"{a}{random.choice('+-*')}{b}"
+        return {
+            "question": f"What is {expression}? Use the calculator, then answer with the number alone.",
+            "short": f"{expression}=",
+            "expression": expression,
+            "answer": calculate(expression),
+            "level": str(level),
+        }
+
+    def reset(row: Row, key: int) -> tuple[Row, None]:
+        return row, None
+
+    plain = Environment(f"calculator:{level}", reset, _step, rows=rows)
+    tooled = with_tools(plain, [calculate], reward=_call_reward)
+
+    async def step(state: Tooled, response: str) -> Stepped:
+        stepped = await tooled.step(state, response)
+        if stepped.done and not state.outputs:
+            return stepped._replace(reward=0.0)
+        return stepped
+
+    return tooled._replace(step=step, teacher=_teacher, tokens=(_CALL, _END), warm_up=35)
+
+
+def _step(row: Row, response: str) -> Stepped:
+    """Score the answer."""
+    return Stepped(row, "", 0.7 * (response.strip() == row["answer"]), True)
+
+
+def _call_reward(state: Tooled, calls: Sequence[Call]) -> float:
+    """Score the first call."""
+    if state.outputs:
+        return 0.0
+    expression = calls[0].arguments.get("expression", "")
+    return 0.3 * (expression == state.inner["expression"])
+
+
+def _teacher(state: Tooled, key: int) -> str:
+    """Call the calculator, then answer with its output."""
+    if state.outputs:
+        return state.outputs[-1]
+    return f"{_CALL}{state.inner['expression']}{_END}"
+
+
+# ---------- guess a number
+
+
+class _State(NamedTuple):
+    """A number in [0, size), and the tries that are left."""
+
+    number: int
+    size: int
+    tries: int
+
+
+def guess_number(level: int = 1) -> Environment:
+    """A number below 10**level, in as many tries as halving needs: 4 at level 1, 7 at level 2.
+
+    The reward is 1 on the turn that hits the number, else 0. A player who halves what is left always wins;
+    one who draws different numbers at random wins with probability tries / 10**level. Anything but one number
+    is a lost try.
+    """
+    size = 10**level
+
+    def rows(seed: int, index: int) -> dict[str, str]:
+        number = row_random("guess_number", seed, index, level).randrange(size)
+        return {
+            "question": f"Guess a number from 0 to {size - 1}. Answer with the number alone.",
+            "short": f"guess:{size - 1}=",
+            "answer": str(number),
+            "level": str(level),
+        }
+
+    def reset(row: Row, key: int) -> tuple[_State, None]:
+        return _State(int(row["answer"]), size, size.bit_length()), None
+
+    def teacher(state: _State, key: int) -> str:
+        return str(rng.fold_in(key, "guess") % size)
+
+    return Environment(f"guess_number:{level}", reset, _answer_guess, rows=rows, teacher=teacher)
+
+
+def _answer_guess(state: _State, response: str) -> Stepped:
+    """Compare a guess with the number."""
+    state = state._replace(tries=state.tries - 1)
+    text = response.strip()
+    said = "invalid"
+    if re.fullmatch(r"\d{1,9}", text):
+        guess = int(text)
+        if guess == state.number:
+            return Stepped(state, "right", 1.0, True)
+        said = "lower"
+        if guess < state.number:
+            said = "higher"
+    return Stepped(state, f"{said}=", 0.0, state.tries == 0)
+
+
+# ---------- the built-in environments by name, and their prompts and lessons
+
 
 ENVIRONMENTS: dict[str, Callable[[int], Environment]] = {
     "guess_number": guess_number,

@@ -10,8 +10,7 @@ from itertools import permutations, product
 from typing import NamedTuple, Protocol
 
 from rft_fn import rng
-from rft_fn.environment.record import Environment, Row, Stepped, as_messages
-from rft_fn.environment.rendering import Renderer
+from rft_fn.environment.record import Environment, Renderer, Row, Stepped, as_messages
 
 __all__ = [
     "Hand", "Strategy", "best_payoff", "expected_payoff", "exploitability", "hands", "kuhn_poker", "nash",

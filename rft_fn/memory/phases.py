@@ -1,9 +1,26 @@
 """The record of an estimate, and the phases of a step with the models that each has on the device."""
 
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["PHASES", "Asked", "Estimate", "Models", "Phase"]
+import torch
+from torch import Tensor, nn
+
+from rft_fn import dist
+from rft_fn.types import Transform
+
+__all__ = [
+    "PHASES", "Asked", "Estimate", "Example", "Groups", "Layout", "Models", "Phase", "WrapOptimizer",
+    "host_memory", "largest", "report", "table",
+]  # fmt: skip
+
+
+# ---------- the record of an estimate
+
 
 # the models that a phase uses; with placement no others are on the device
 PHASES: dict[str, tuple[str, ...]] = {
@@ -171,3 +188,228 @@ class Estimate:
         if self.awake:
             there |= {"engine", "judges"}
         return [kind for kind in Models._fields if kind in there]
+
+
+# ---------- memory for people: the table of an estimate, and the usage of a process
+
+
+_NOTES = {
+    "parameters": "",
+    "gradients": "",
+    "optimizer": "",
+    "activations": "of a pack, when the forward is done",
+    "head": "beside them, while the log-probs are computed",
+    "backward": "beside both, at its peak",
+    "gathered": "whole blocks, and buffers of their gradients",
+    "update": "instead of the four above, while the optimizer steps",
+    "media": "images and sounds",
+    "rewards": "weights of reward models",
+    "judges": "engines of judges",
+}
+_VERBS = {
+    "generate": "sampling",
+    "judge": "judging",
+    "score": "scoring",
+    "train": "training",
+    "update": "updating",
+    "sync": "weight sync",
+}
+
+
+def _size(n: float) -> str:
+    if n >= 2**30:
+        return f"{n / 2**30:.2f} GiB"
+    return f"{n / 2**20:.1f} MiB"
+
+
+def table(x: Estimate, *, available: int, host: int, remedy: str) -> str:
+    """An estimate as a table, a line for each part, and whether it fits.
+
+    `available` and `host` are the memory of the device and of the host [bytes]. `remedy` is printed where the
+    device has too little.
+    """
+    notes = dict(_NOTES)
+    notes["engine"] = "while it samples, asleep in host memory"
+    if x.awake:
+        notes["engine"] = "all the time"
+    notes["host"] = f"of {_size(host)} of host memory"
+
+    lines = []
+    for name, note in notes.items():
+        if getattr(x, name):
+            lines.append(f"  {name:<12}{_size(getattr(x, name)):>11}  {note}")
+    if x.placed:
+        lines += [_line(phase) for phase in x.phases]
+    lines += [f"  not known, and not counted: {line}" for line in x.unknown]
+
+    # the last line compares the largest phase with what there is
+    phase = _VERBS[x.largest.name]
+    if x.host > host:
+        verdict = "does not fit the host"
+    elif x.total > available:
+        verdict = f"does not fit: {remedy}"
+    else:
+        verdict = "fits"
+    lines.append(f"  {'peak':<12}{_size(x.total):>11}  in {phase}, of {_size(available)}: {verdict}")
+    return "\n".join(lines)
+
+
+def _line(phase: Phase) -> str:
+    """The peak of a phase, and the models that are on the device in it."""
+    models = ", ".join(phase.models) or "no model"
+    return f"  {'in ' + phase.name:<12}{_size(phase.total):>11}  {models} ({_size(phase.held)})"
+
+
+def host_memory() -> int:
+    """Host memory per process of this machine [bytes]."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _on_gpu() -> dict[str, int]:
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "peak": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+    }
+
+
+def _on_host() -> dict[str, int]:
+    import resource
+
+    resident = 0
+    statm = Path("/proc/self/statm")
+    if statm.exists():  # on Linux
+        resident = int(statm.read_text().split()[1]) * resource.getpagesize()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform != "darwin":  # where it is in KiB
+        peak *= 1024
+    return {"resident": resident, "peak": max(peak, resident)}  # the kernel counts its peak in batches
+
+
+def report(prefix: str = "") -> dict[str, int]:
+    """Memory that this process holds, by name [bytes]; rank 0 prints it.
+
+    "allocated", "peak" and "reserved" of the GPU, or "resident" and "peak" of the process without one. The
+    line that is printed has the largest over the ranks.
+    """
+    found = _on_gpu() if torch.cuda.is_available() else _on_host()
+    most = dist.all_reduce(found, "max")
+    if dist.is_main():
+        text = ", ".join(f"{name} {n / 2**30:.2f} GiB" for name, n in most.items())
+        if prefix:
+            text = f"{prefix}: {text}"
+        print(text, flush=True)
+    return found
+
+
+# ---------- a prompt with media, by which the memory of images, sounds and videos is estimated
+
+
+# ---------- the record in which each backend describes how it lays out a model
+
+
+class WrapOptimizer(Protocol):
+    """Wraps an optimizer as a backend runs it."""
+
+    def __call__(self, tx: Transform, params: Mapping[str, Tensor], /) -> Transform:
+        """The transform that updates `params`: `tx`, with clipping or float32 masters around it."""
+        ...
+
+
+class Groups(Protocol):
+    """Groups the parameters of a module by when they are used."""
+
+    def __call__(self, root: nn.Module, /) -> Sequence[Sequence[nn.Parameter]]:
+        """Parameters that are gathered and reduced together.
+
+        The last group is the root's: it stays gathered from its forward to the end of the backward.
+        """
+        ...
+
+
+def _unchanged(tx: Transform, params: Mapping[str, Tensor]) -> Transform:
+    return tx
+
+
+def _same(dtype: torch.dtype) -> torch.dtype:
+    return dtype
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a backend lays out a model: shards, types, temporary copies, offloading.
+
+    `Layout()` is one process that keeps and computes everything in the module's own types.
+    """
+
+    # the number of processes that each of these is sharded over
+    parameters: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+    sequence: int = 1  # the tokens of a pack
+
+    # types of floating-point parameters; None: as the module has them
+    kept: torch.dtype | None = None  # while they are trained
+    frozen: torch.dtype | None = None  # while they are not
+    stepped: torch.dtype | None = None  # in the optimizer
+    computed: torch.dtype | None = None  # in forward and backward
+
+    # the optimizer
+    wrap_optimizer: WrapOptimizer = _unchanged
+    flat_copy: bool = False  # it holds a copy of the parameters that it steps
+    sum_dtype: Callable[[torch.dtype], torch.dtype] = _same  # of gradients, by the parameter's
+
+    # copies for the time of a forward and backward
+    cast_copy: bool = False  # all parameters in the computed type
+    groups: Groups | None = None  # gradients are reduced group by group; None: they stay whole
+    gathered: bool = False  # parameters are gathered group by group
+
+    # "parameters", "gradients", "optimizer", "update": what lives in host memory
+    on_host: frozenset[str] = frozenset()
+    copied_for_update: bool = False  # parameters and gradients go to the host, and updates come back
+
+
+# ---------- a prompt with media, by which the memory of images, sounds and videos is estimated
+
+
+class Example(NamedTuple):
+    """The tokens of a prompt, placeholders included, and its media by the processor's names."""
+
+    ids: Sequence[int]
+    media: Mapping[str, Tensor]
+    prompts: int = 0  # such prompts in a step, whose media one process holds
+
+    @property
+    def nbytes(self) -> int:
+        """The media of one prompt [bytes]."""
+        return sum(x.numel() * x.element_size() for x in self.media.values())
+
+    def copies(self, tokens: int) -> int:
+        """How many of it fill a pack of `tokens`: one at least."""
+        return max(tokens // len(self.ids), 1)
+
+    def repeated(self, n: int) -> tuple[list[int], dict[str, Tensor]]:
+        """(tokens, media) of n of it, one after the other; numbers that are no whole ones have no values."""
+        media = {}
+        for name, x in self.media.items():
+            if x.is_floating_point():
+                x = torch.empty_like(x, device="meta")
+            media[name] = torch.cat([x] * n)
+        return list(self.ids) * n, media
+
+
+def largest(prompts: Iterable[Any], count: int = 0) -> Example | None:
+    """The prompt with the most media, None where none has any. `count` prompts are in a step.
+
+    Prompts are records with `ids` and `media`, as `data.take` gives them.
+    """
+    found: Example | None = None
+    for prompt in prompts:
+        media = getattr(prompt, "media", None)
+        if not media:
+            continue
+        example = Example(prompt.ids, media, count)
+        if found is None or example.nbytes > found.nbytes:
+            found = example
+    return found

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from rft_fn import logprob, optim, tree
 from rft_fn import model as model_lib
 from rft_fn.memory import without_values
-from rft_fn.memory.example import Example, Groups
+from rft_fn.memory.phases import Example, Groups
 from rft_fn.memory.without_values import Answers, Constants, Values
 from rft_fn.model import reader
 from rft_fn.model.parts import find

@@ -11,8 +11,7 @@ from torch import nn
 
 from rft_fn import memory
 from rft_fn.memory import Estimate, Example, Layout
-from rft_fn.memory.engines import Sampler
-from rft_fn.memory.estimate import Model
+from rft_fn.memory.estimate import Model, Sampler
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.types import Strategy
 

@@ -15,7 +15,7 @@ function leaves rounding errors and nothing else.
 
 from collections.abc import Callable
 
-from rft_fn.testing.cases import VOCAB, ExtraFn, Unit, case, log_probs
+from rft_fn.testing.cases import VOCAB, ExtraFn, Unit, case, log_probs, total_and_grad
 from rft_fn.testing.estimator import (
     check_deletion_invariance,
     check_estimator_gradient,
@@ -30,7 +30,6 @@ from rft_fn.testing.invariance import (
     check_permutation_invariance,
 )
 from rft_fn.testing.policy import check_finite, check_on_policy_identity
-from rft_fn.testing.run import total_and_grad
 from rft_fn.types import LossFn, WeightFn
 from rft_fn.weight import token_mean
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rft_fn.reward_shaping import last_token
-from rft_fn.testing.cases import LENGTH, ROWS, normal, ragged, uniform
-from rft_fn.testing.run import gap
+from rft_fn.testing.cases import LENGTH, ROWS, gap, normal, ragged, uniform
 
 __all__ = [
     "check_deletion_invariance", "check_estimator_gradient", "check_group_estimator", "check_kl_gradient",

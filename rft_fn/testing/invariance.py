@@ -15,15 +15,17 @@ from rft_fn.testing.cases import (
     Case,
     ExtraFn,
     Unit,
+    assert_same,
     by_unit,
     case,
     packed,
     reweigh,
     rows_of,
+    run,
+    token_losses,
     uniform,
     whole,
 )
-from rft_fn.testing.run import assert_same, run, token_losses
 from rft_fn.types import Experience, LossFn, Packed, WeightFn
 from rft_fn.weight import token_mean
 

@@ -13,16 +13,19 @@ from rft_fn.testing.cases import (
     ROWS,
     Case,
     ExtraFn,
+    Run,
     Unit,
     case,
+    flat,
+    gap,
     log_probs,
     normal,
     packed,
     reweigh,
     rows_of,
+    run,
     whole,
 )
-from rft_fn.testing.run import Run, flat, gap, run
 from rft_fn.types import Apply, Experience, LossFn, Packed, TokenOut, WeightFn
 from rft_fn.weight import token_mean
 

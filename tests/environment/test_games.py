@@ -16,8 +16,7 @@ from spoken import Spoken
 import rft_fn as rft
 from rft_fn import collect, data, rng
 from rft_fn.environment import ENVIRONMENTS, Renderer, get_environment, lessons, prompts
-from rft_fn.environment.calculator import calculate, calculator
-from rft_fn.environment.guess_number import guess_number
+from rft_fn.environment.builtin import calculate, calculator, guess_number
 from rft_fn.environment.kuhn_poker import (
     best_payoff,
     expected_payoff,
