@@ -32,6 +32,10 @@ def module_of(path):
 
 
 # each room may use those before it
+LAZY = {  # may import tools in a function: the end of a run for its pictures, and a name that moved
+    "rft_fn/run/__init__.py",
+    "rft_fn/run/folder.py",
+}
 FLOOR_3 = ["dist", "ckpt", "memory", "strategy", "engine", "sync", "collect", "run", "migrate", "tools"]
 PACKAGES = {"rft_fn": ROOT / "rft_fn", "rft_kernels": ROOT / "kernels" / "rft_kernels"}
 
@@ -69,6 +73,8 @@ def test_no_arrow_points_up():
                 offenders.append(f"{where}:{line} imports {name} from the package root, not from its module")
             elif LAYER[name] > LAYER[room]:
                 offenders.append(f"{where}:{line} (L{LAYER[room]}) imports {name} (L{LAYER[name]})")
+            elif name == "tools" and str(where) in LAZY:
+                pass
             elif LAYER[name] == LAYER[room] == 3 and FLOOR_3.index(name) > FLOOR_3.index(room):
                 offenders.append(f"{where}:{line} ({room}) imports {name}, to its right")
     assert not offenders, "\n".join(offenders)

@@ -3,7 +3,7 @@
 Start each of them with
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --enable-scale-out \\
-        --worker-extension-cls rft_fn.engine.weight_folder.WeightsFromFolder
+        --worker-extension-cls rft_fn.engine.worker.WeightsFromFolder
 
 where this package is installed and the folder of weights can be read. Without `--enable-scale-out` it is
 asked by `/v1/completions`, whose answers do not tell the version of the weights. Without the other two
@@ -56,7 +56,7 @@ class _VLLM:
     name = "openai"
     hint = (
         "VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, --enable-scale-out and "
-        "--worker-extension-cls rft_fn.engine.weight_folder.WeightsFromFolder"
+        "--worker-extension-cls rft_fn.engine.worker.WeightsFromFolder"
     )
 
     def __init__(self, client: Client, seconds: float):

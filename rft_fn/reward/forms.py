@@ -190,7 +190,7 @@ class Form:
     def pieces(self) -> list[Piece]:
         """The template, cut at its places."""
         found = []
-        for text, name, spec, conversion in string.Formatter().parse(self.template):
+        for literal, name, spec, conversion in string.Formatter().parse(self.template):
             place = ""
             if name is not None:
                 place = "{" + name
@@ -199,7 +199,7 @@ class Form:
                 if spec:
                     place += f":{spec}"
                 place += "}"
-            found.append(Piece(text, place, name or ""))
+            found.append(Piece(literal, place, name or ""))
         return found
 
     @property

@@ -105,7 +105,7 @@ ROOT = {
     "agg_loss": "rft_fn.weight.token_mean and its neighbours: averages are weights of tokens",
     "apply_lora_configuration": "rft_fn.model.apply_lora_configuration",
     "compute_approx_kl": "rft_fn.loss.kl_k1, rft_fn.loss.kl_k2 and rft_fn.loss.kl_k3",
-    "compute_score": "a function fn(completions, **columns); rft_fn.reward.loading routes rows to several",
+    "compute_score": "a function fn(completions, **columns); rft_fn.reward.by_column routes rows to several",
     "core_algos": "rft_fn.advantage and rft_fn.loss; rft_fn.algorithm.TABLE has rows by name",
     "DataProto": "rft_fn.Rollout and rft_fn.Experience have named fields",
     "DeepspeedStrategy": "rft_fn.strategy.get_strategy of a StrategyConfig with zero_stage",

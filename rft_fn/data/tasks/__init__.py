@@ -13,8 +13,8 @@ Verifiers are strict on content and ignore the whitespace around an answer. They
 never the prompt and never a whole response: `rft_fn.reward.task` cuts the answer out first.
 """
 
-from rft_fn.data.tasks.media import COUNT_SQUARES, TONE
-from rft_fn.data.tasks.text import (
+from rft_fn.data.tasks.media_tasks import COUNT_SQUARES, TONE
+from rft_fn.data.tasks.task import (
     ADDITION,
     ALPHABET,
     COUNTDOWN,

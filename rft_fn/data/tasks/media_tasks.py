@@ -8,7 +8,7 @@ import wave
 
 import numpy as np
 
-from rft_fn.data.tasks.text import Task, TaskRow, exact, row_random
+from rft_fn.data.tasks.task import Task, TaskRow, exact, row_random
 
 __all__ = ["COUNT_SQUARES", "TONE"]
 
