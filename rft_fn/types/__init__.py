@@ -15,11 +15,11 @@ from rft_fn.types.batch import (
     Transform,
     experience,
 )
-from rft_fn.types.engine import Engine
+from rft_fn.types.engine import Engine, record
 from rft_fn.types.media import Media
 from rft_fn.types.strategy import Apply, LossFn, Session, Strategy
 
 __all__ = [
     "AdvantageFn", "Apply", "Engine", "Experience", "LossFn", "Media", "Packed", "Rollout", "Sampling",
-    "Strategy", "TokenOut", "TrainState", "Transform", "WeightFn",
+    "Strategy", "TokenOut", "TrainState", "Transform", "WeightFn", "record",
 ]  # fmt: skip

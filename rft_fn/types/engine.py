@@ -1,14 +1,16 @@
 """The engine, which samples from the policy: the record, and the signatures of its functions."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
 from rft_fn.types.batch import Rollout, Sampling
 
-__all__ = ["Delivered", "Engine", "EngineStatus", "Generate", "Load", "Score"]
+__all__ = ["Delivered", "Engine", "EngineStatus", "Generate", "Load", "Score", "record"]
+
+T = TypeVar("T")
 
 
 class Delivered(NamedTuple):
@@ -134,3 +136,12 @@ class Engine(NamedTuple):
     wake: Move
     status: Status
     close: Close = _nothing_to_close
+
+
+def record(kind: Callable[..., T], source: object) -> T:
+    """Fill a NamedTuple with the attributes of an object that have its fields' names.
+
+    A field that the object lacks has its default; TypeError names one that has none.
+    """
+    fields: Any = kind
+    return kind(**{name: getattr(source, name) for name in fields._fields if hasattr(source, name)})

@@ -1,5 +1,7 @@
 """An engine that failed or was closed stays so; a refused request leaves it alive."""
 
+from types import SimpleNamespace
+
 import pytest
 import tiny
 import torch
@@ -115,3 +117,26 @@ def test_scores_are_of_the_plain_softmax_unless_asked_otherwise():
 def test_only_models_of_transformers_are_taken():
     with pytest.raises(ValueError, match="model: expected one of transformers, got Linear"):
         made(torch.nn.Linear(2, 2))
+
+
+class Sampler:
+    generate = score = load = sleep = wake = status = staticmethod(lambda: "sampled")
+    weights = "no field of an engine"
+
+
+def test_a_record_is_filled_with_the_attributes_that_have_its_fields_names():
+    sampler = Sampler()
+    sampler.close = close = object()
+    engine = rft.types.record(rft.Engine, sampler)
+    assert type(engine) is rft.Engine
+    assert engine.generate() == "sampled"
+    assert engine.close is close
+
+
+def test_a_field_that_an_object_lacks_has_its_default():
+    assert rft.types.record(rft.Engine, Sampler()).close() is None
+
+
+def test_a_record_names_a_field_that_is_missing_and_has_no_default():
+    with pytest.raises(TypeError, match="'score', 'load'"):
+        rft.types.record(rft.Engine, SimpleNamespace(generate=print))
