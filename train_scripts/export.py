@@ -68,9 +68,7 @@ def weights_of(cfg: Config, options: dict, path: Path) -> dict:
         raise ValueError(f"critic: expected off, got on: {cfg.run} has no critic")
     if cfg.ema and (cfg.critic or not options.get("ema")):
         raise ValueError(f"ema: expected off, got on: {cfg.run} has no average of these weights")
-    name = None  # of the state, where the checkpoint holds several
-    if two:
-        name = "actor"
+    name = "actor" if two else None  # of the state, where the checkpoint holds several
     if cfg.critic:
         name = "critic"
     try:
@@ -98,9 +96,7 @@ def main(cfg: Config) -> None:
     path = chosen(cfg)
 
     # what is there already stays as it is
-    name = "model"
-    if cfg.critic:
-        name = "critic"
+    name = "critic" if cfg.critic else "model"
     out = Path(cfg.out or Path(cfg.run) / name)
     if out.exists() and not cfg.out:
         out = out.with_name(f"{name}_{path.name.removeprefix('step_')}")
@@ -113,9 +109,7 @@ def main(cfg: Config) -> None:
     module = module_of(cfg, options)
     if not cfg.merge and not hasattr(module, "peft_config"):
         raise ValueError(f"merge: expected on, got off: the {name} of {cfg.run} has no adapters")
-    tokenizer = None
-    if not cfg.critic:
-        tokenizer = rft.model.load_tokenizer(options["model"])
+    tokenizer = None if cfg.critic else rft.model.load_tokenizer(options["model"])
     rft.model.save(out, module, tokenizer, weights.items(), merge=cfg.merge)
     print(f"{path} as {out}")
 

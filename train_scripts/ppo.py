@@ -91,9 +91,7 @@ def check(cfg: Config) -> None:
             raise ValueError(f"{other}: expected one, as {name} is {getattr(cfg, name)}, got none")
 
     # each algorithm has one of the two ways to choose lambda
-    foreign = "gae_alpha"
-    if cfg.algorithm == "vapo":
-        foreign = "gae_lambda"
+    foreign = "gae_lambda" if cfg.algorithm == "vapo" else "gae_alpha"
     if getattr(cfg, foreign) is not None:
         raise ValueError(f"{foreign}: expected None for {cfg.algorithm}, got {getattr(cfg, foreign)}")
 

@@ -31,9 +31,7 @@ class Config(Options):
 def settings(cfg: Config) -> dict[str, Any]:
     """The options of the run, with those of the command line in their place."""
     path = Path(cfg.fault).parent / "config.json"
-    run = {}
-    if path.is_file():
-        run = rft.run.settings(path.parent)
+    run = rft.run.settings(path.parent) if path.is_file() else {}
     model = cfg.model or run.get("model", "")
     if not model:
         raise ValueError(f"model: expected one, got none: there is no {path} that names it")
@@ -84,9 +82,7 @@ def describe(name: str, bad: Mapping[str, int]) -> None:
 
 def load_module(cfg: Config, name: str, weights: Mapping[str, Tensor]) -> torch.nn.Module:
     """The model of the run with the weights of the fault."""
-    load = rft.model.load
-    if cfg.critic:
-        load = rft.model.load_critic
+    load = rft.model.load_critic if cfg.critic else rft.model.load
     module = load(name)
     own = dict(module.named_parameters())
     if odd := sorted(set(weights) - set(own)):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rft_fn.run import options
-from rft_fn.run.cli import Stopped, cli, error_line, guard, without
+from rft_fn.run.cli import cli, error_line, guard, without
 from rft_fn.run.engine import (
     check_gap,
     correct_mismatch,
@@ -41,6 +41,7 @@ from rft_fn.run.setup import (
     updates_per_pass,
     with_processor,
 )
+from rft_fn.run.signals import Stopped
 from rft_fn.run.task import (
     Task,
     check_engine_media,
@@ -101,7 +102,7 @@ __all__ = [
     "reward_modules",
     "rewards_of",
     "saved_if_lost",
-    "serve",
+    "serve",  # pyright: ignore[reportUnsupportedDunderAll]
     "settings",
     "shaped_reward",
     "start",

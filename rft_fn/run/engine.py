@@ -268,9 +268,7 @@ def start_sampler(
     config, threads = ahead.apart(engine_lib.config_of(st.config), torch.get_num_threads())
     torch.set_num_threads(threads)
     build = partial(engine_lib.get_engine, config, cfg.model, task.tokenizer)
-    check = None
-    if cfg.canary:
-        check = partial(_check, cfg, st, task)
+    check = partial(_check, cfg, st, task) if cfg.canary else None
     calls = collect.InOrder(build, rebuilds=cfg.rebuilds, check=check)
     inner, push = start_engine(replace(cfg, rebuilds=0), st, task, build=calls.engine)
     return collect.Ahead(inner, st, calls=calls, saved=saved), push

@@ -28,7 +28,7 @@ from rft_fn import check, ckpt, dist, optim
 from rft_fn.data.chat_template import fix_day
 from rft_fn.metric import Calibration
 from rft_fn.reward import Judged
-from rft_fn.run import claim, cli, files, options, report, symptoms
+from rft_fn.run import claim, files, options, report, signals, symptoms
 from rft_fn.run.claim import Claim, Inputs
 from rft_fn.run.files import append_row, defaults_of, jsonable
 from rft_fn.run.report import Progress, Timing
@@ -139,7 +139,7 @@ class Run:
 
         self._on_rank_0(continue_from)
         self._reached = step
-        cli.enter_steps()
+        signals.enter_steps()
         self._timing = Timing()
         self._progress.begin(step)
 
@@ -233,13 +233,13 @@ class Run:
     def stopping(self) -> bool:
         """Whether a signal asked any process to stop: the same on every rank, which all ask once a step."""
         with self._watch():
-            return bool(cli.stopping())
+            return bool(signals.stopping())
 
     def stop(self, step: int) -> None:
         """End the process after its last checkpoint, of `step` steps: raises `Stopped`."""
         self._close()
         where = f" after step {step}; the same command continues from there"
-        raise cli.Stopped(cli.asked(), where)
+        raise signals.Stopped(signals.asked(), where)
 
     def finish(self) -> None:
         """Draw the pictures, show the curve in the terminal, name the files, and unlock the folder."""

@@ -36,9 +36,7 @@ def table(values: Mapping[str, float], *, title: str, rank: int = 0) -> None:
     width = max(map(len, values))
     print(printable(title))
     for name, value in values.items():
-        text = str(value)
-        if isinstance(value, float):
-            text = f"{value:.4f}"
+        text = f"{value:.4f}" if isinstance(value, float) else str(value)
         print(printable(f"  {name:<{width}}  {text}"))
 
 
@@ -100,9 +98,7 @@ class Progress:
 
     def show(self, step: int, metrics: Mapping[str, float], tokens_per_s: float) -> None:
         """Show that step number `step` is done, with its reward or else its loss."""
-        name = "loss"
-        if "reward/mean" in metrics:
-            name = "reward"
+        name = "reward" if "reward/mean" in metrics else "loss"
         value = metrics.get("reward/mean", metrics.get("loss", math.nan))
         text = f"{name} {value:.3f}  {tokens_per_s:,.0f} tok/s"
 
@@ -202,9 +198,7 @@ def _peak_gib() -> float:
     import resource
 
     # macOS counts bytes, Linux KiB
-    unit = 20
-    if sys.platform == "darwin":
-        unit = 30
+    unit = 30 if sys.platform == "darwin" else 20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**unit
 
 

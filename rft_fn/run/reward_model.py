@@ -83,22 +83,33 @@ def load_labelled(
         "points": {"labels": cfg.heads or ("score",), "shares": shares},
         "steps": {"shares": shares},
     }
-    how = {name: getattr(cfg, name) for name in _READ[cfg.kind]} | columns[cfg.kind]
-    how |= {"max_length": cfg.max_length, "max_tokens": cfg.budget}
-    if cfg.kind == "pairs":
-        how["max_tokens"] = cfg.budget - 2  # the last token of each side is an input too
-    how["window"] = model.read_window(cfg.model)
-    from_task = partial(items.from_task, negatives=cfg.negatives)
-    return load_data(cfg, st, tokenizer, processing, kind=items._replace(from_task=from_task), **how)
+    read = {name: getattr(cfg, name) for name in _READ[cfg.kind]}
+    return load_data(
+        cfg,
+        st,
+        tokenizer,
+        processing,
+        kind=items._replace(from_task=partial(items.from_task, negatives=cfg.negatives)),
+        max_length=cfg.max_length,
+        max_tokens=cfg.budget - 2 if cfg.kind == "pairs" else cfg.budget,  # a pair has two last tokens
+        window=model.read_window(cfg.model),
+        **(read | columns[cfg.kind]),
+    )
 
 
 def load_reward_model(cfg: options.Heads, st: Strategy) -> model.RewardModel:
     """The model to train with its heads: new ones, or its own. ValueError for other heads than asked for."""
-    how: dict[str, Any] = {"heads": cfg.heads, "pool": cfg.pool}
     if cfg.lora_rank:
-        return model.load_reward(load_policy(cfg, st), new=True, **how)
-    how |= {"meta": st.world > 1, "gradient_checkpointing": cfg.gradient_checkpointing}
-    module = model.load_reward(cfg.model, new=not cfg.keep_heads, freeze=cfg.freeze, **how)
+        return model.load_reward(load_policy(cfg, st), new=True, heads=cfg.heads, pool=cfg.pool)
+    module = model.load_reward(
+        cfg.model,
+        new=not cfg.keep_heads,
+        heads=cfg.heads,
+        pool=cfg.pool,
+        freeze=cfg.freeze,
+        meta=st.world > 1,
+        gradient_checkpointing=cfg.gradient_checkpointing,
+    )
     if len(module.heads) != len(cfg.heads or ("score",)):
         names = " ".join(head.name for head in module.heads)
         raise ValueError(f"heads: expected those of {cfg.model}, --heads {names}, got none")

@@ -149,8 +149,12 @@ def load_processing(cfg: options.Data, name: str) -> data.Processing | None:
     cache = cfg.media_cache
     if cfg.media_workers and not cache:  # where the workers leave what they made
         cache = str(model.cache_dir() / "media")
-    limits = {"max_pixels": cfg.max_pixels, "folder": cfg.media_folder, "urls": cfg.media_urls}
-    return data.Processing(processor, data.MediaLimits(cache=cache, **limits))
+    return data.Processing(
+        processor,
+        data.MediaLimits(
+            cache=cache, max_pixels=cfg.max_pixels, folder=cfg.media_folder, urls=cfg.media_urls
+        ),
+    )
 
 
 def with_processor(tokenizer: Any, processing: data.Processing | None) -> Any:
@@ -183,9 +187,14 @@ def load_data(
 
     `more` are further arguments of `data.load`. ValueError for rows that cannot be used.
     """
-    held_out = {"eval_data": cfg.eval_data, "eval_share": cfg.eval_share}
-    given = data_options(cfg, processing) | held_out | more
-    dataset, unseen = data.load_for_training(cfg.data, tokenizer, seed=st.config.seed, **given)
+    dataset, unseen = data.load_for_training(
+        cfg.data,
+        tokenizer,
+        seed=st.config.seed,
+        eval_data=cfg.eval_data,
+        eval_share=cfg.eval_share,
+        **(data_options(cfg, processing) | more),
+    )
     strategy.check_data(st, dataset, unseen)
     return dataset, unseen
 
@@ -206,8 +215,9 @@ def plan_steps(
     Returns the config with that number. Each step draws `batch` rows; `passes` is the name of the option for
     passes over the data. Prints in one line how much of the data is drawn, with `what` a row makes.
     """
-    given = {"steps": cfg.steps, "epochs": getattr(cfg, passes), "option": passes}
-    steps = data.decide_steps(dataset, batch, usual=usual, **given)
+    steps = data.decide_steps(
+        dataset, batch, usual=usual, steps=cfg.steps, epochs=getattr(cfg, passes), option=passes
+    )
     st.print(data.plan(dataset, steps, batch, unseen, what=what))
     return replace(cfg, steps=steps)
 
@@ -287,12 +297,8 @@ def optimizer(
     the optimizer also keeps an average of the weights.
     """
     # from lr / warmup up to lr, then down to lr_end * lr at the last update
-    decay = optim.warmup_linear
-    if cfg.schedule == "cosine":
-        decay = optim.warmup_cosine
-    floor = cfg.lr_end
-    if cfg.schedule == "constant":
-        floor = 1.0
+    decay = optim.warmup_cosine if cfg.schedule == "cosine" else optim.warmup_linear
+    floor = 1.0 if cfg.schedule == "constant" else cfg.lr_end
     schedule = decay(lr, warmup, max(updates, warmup), floor=floor)
 
     adamw = optim.adamw(schedule, b1=cfg.beta1, b2=cfg.beta2, weight_decay=cfg.weight_decay)
@@ -327,9 +333,18 @@ def print_preflight(
     example = None
     if dataset is not None and sees_or_hears(models[0][0]) and st.rank == 0:
         example = largest(data.take(dataset, _LOOKED_AT, seed=0)[0], -(-prompts // st.world))
-    how: dict[str, Any] = {"engine": engine, "length": length, "example": example}
-    how |= {"rewards": rewards, "judges": judges}
-    st.print(strategy.preflight(st, *held, budget=cfg.budget, **how))
+    st.print(
+        strategy.preflight(
+            st,
+            *held,
+            budget=cfg.budget,
+            engine=engine,
+            length=length,
+            example=example,
+            rewards=rewards,
+            judges=judges,
+        )
+    )
 
 
 def initial_scorer(

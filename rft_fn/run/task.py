@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from rft_fn import collect, data, engine, model, reward, reward_shaping
-from rft_fn import engine as engine_lib
 from rft_fn.data.steps import NEW_LINE
 from rft_fn.engine import EngineDead
 from rft_fn.engine.lifetime import deferred
@@ -32,8 +31,7 @@ __all__ = [
 # ---------- the rewards of a command line: functions, models, judges and servers
 
 
-R = TypeVar("R", bound=Any)
-
+RewardT = TypeVar("RewardT", bound=Any)
 _BUDGET = 4096  # tokens that go through a reward model at once, where no option says
 
 
@@ -138,8 +136,9 @@ class _Sources:
         if not config.servers:  # judges on servers are asked at the same time, each by requests of its own
             judge_engine = self.engines.setdefault((folder, config), judge_engine)
         processing = load_processing(self.cfg, folder)
-        how: dict[str, Any] = {"processing": processing, "served": bool(config.servers)}
-        made = reward.generative_by_name(judge_engine, tokenizer, **how, **options)
+        made = reward.generative_by_name(
+            judge_engine, tokenizer, processing=processing, served=bool(config.servers), **options
+        )
         if not config.servers:
             packs = config.fast_linear and config.type == "hf"
             sampler = Sampler(config.batch, config.max_model_len, config.sleep, packs)
@@ -147,7 +146,7 @@ class _Sources:
         return _called(name, made)
 
 
-def _called(name: str, made: R) -> R:
+def _called(name: str, made: RewardT) -> RewardT:
     """A reward by the name that it was given, if any."""
     if name:
         made.__name__ = name
@@ -185,8 +184,9 @@ class _Scalar:
         how = steps, separator
         if how not in self.made:
             reading = replace(self.reading, separator=separator)
-            options: dict[str, Any] = {"head": names[0], "reading": reading, "steps": steps}
-            self.made[how] = reward.scalar(self.score, self.heads, **options)
+            self.made[how] = reward.scalar(
+                self.score, self.heads, head=names[0], reading=reading, steps=steps
+            )
         made = self.made[how].head(name or names[0])
         made.module = self.module
         return made
@@ -274,10 +274,17 @@ def load_task(cfg: options.Reinforcement, st: Strategy) -> Task:
     tokenizer = model.load_tokenizer(cfg.model)
     processing = load_processing(cfg, cfg.model)
     score = load_rewards(rewards_of(cfg, cfg.data), cfg, st)
-    needed = {"columns": reward.columns(score), "values": reward.label_values(score)}
-    needed |= {"max_prompt": cfg.max_prompt}
-    needed |= {"window": model.read_window(cfg.model), "max_new": cfg.max_new}
-    dataset, unseen = load_data(cfg, st, tokenizer, processing, **needed)
+    dataset, unseen = load_data(
+        cfg,
+        st,
+        tokenizer,
+        processing,
+        columns=reward.columns(score),
+        values=reward.label_values(score),
+        max_prompt=cfg.max_prompt,
+        window=model.read_window(cfg.model),
+        max_new=cfg.max_new,
+    )
     if processing is not None:
         check_engine_media(st, cfg.model, dataset)
     return Task(tokenizer, dataset, unseen, score, processing)
@@ -288,13 +295,14 @@ def check_engine_media(st: Strategy, model_name: str, dataset: data.Dataset) -> 
     prompts: list[Any]
     prompts, _ = data.take(dataset, _LOOKED_AT, st.config.seed)
     if any(prompt.media_names for prompt in prompts):
-        engine_lib.check_media(engine_lib.config_of(st.config), model_name)
+        engine.check_media(engine.config_of(st.config), model_name)
 
 
 def plan_rollouts(cfg: OptionsT, st: Strategy, task: Task, *, usual: int) -> OptionsT:
     """Decide the number of steps, each of which draws `prompts` prompts; see `plan_steps`."""
-    given: dict[str, Any] = {"batch": cfg.prompts, "usual": usual, "passes": "data_epochs"}
-    return plan_steps(cfg, st, task.dataset, task.unseen, **given)
+    return plan_steps(
+        cfg, st, task.dataset, task.unseen, batch=cfg.prompts, usual=usual, passes="data_epochs"
+    )
 
 
 def check_rewards(cfg: options.Reward, st: Strategy, task: Task) -> None:
@@ -318,8 +326,16 @@ def judge(
     A reward function is told that `step` of the config's steps are done.
     """
     now = reward.trainer_state(step, cfg.steps or 0, prompts=cfg.prompts, size=task.dataset.size)
-    how = {"timeout": cfg.reward_timeout, "state": now, "seed": st.config.seed}
-    return collect.gather_and_judge(st, task.score, rollout, prompts, task.tokenizer, **how)
+    return collect.gather_and_judge(
+        st,
+        task.score,
+        rollout,
+        prompts,
+        task.tokenizer,
+        timeout=cfg.reward_timeout,
+        state=now,
+        seed=st.config.seed,
+    )
 
 
 def normalized_reward(
@@ -337,8 +353,7 @@ def shaped_reward(cfg: options.Reinforcement, reward: Tensor, rollout: Rollout) 
         reward = reward_shaping.clip(reward, cfg.reward_clip)
     if cfg.overlong:
         length = rollout.mask.sum(-1).view_as(reward)
-        limits = {"max_new": cfg.max_new, "buffer": cfg.overlong}
-        reward = reward + reward_shaping.overlong_penalty(length, **limits)
+        reward = reward + reward_shaping.overlong_penalty(length, max_new=cfg.max_new, buffer=cfg.overlong)
     return reward
 
 

@@ -205,14 +205,11 @@ class TokenLog:
         samples = min(self.group, SAMPLES)
         return torch.tensor([g * self.group + s for g in range(groups) for s in range(samples)])
 
-    def _score(self, params: Any, batch: Rollout | Experience, *, entropy: bool = True) -> TokenOut:
-        rows = self._rows(batch)
-        how: dict[str, Any] = {"budget": self.budget, "fields": ["logp"]}
-        if not isinstance(batch, Rollout):
-            return self.st.score(self.apply, params, packing.take(batch, rows), **how)
-        if entropy:
-            how["fields"].append("entropy")
-        return self.st.score(self.apply, params, packing.take(batch, rows), **how)
+    def _score(self, params: Any, batch: Any, *, entropy: bool = True) -> TokenOut:
+        """Score the recorded rows of a rollout or an experience."""
+        few = packing.take(batch, self._rows(batch))
+        fields = ["logp", "entropy"] if entropy and isinstance(batch, Rollout) else ["logp"]
+        return self.st.score(self.apply, params, few, budget=self.budget, fields=fields)
 
     def _fields(self, few: Experience, first: TokenOut, last: TokenOut) -> dict[str, Tensor]:
         """Numbers of each token, [B, S] by name."""

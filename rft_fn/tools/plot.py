@@ -107,15 +107,19 @@ def _space(fig: Any, rows: int, columns: int) -> None:
     across, down = left + right, 0.8  # between two panels
     panel_width = (wide - columns * across) / columns
     panel_height = (high - top - bottom - (rows - 1) * down) / rows
-    sides = {"left": left / wide, "right": 1 - right / wide, "top": 1 - top / high, "bottom": bottom / high}
-    fig.subplots_adjust(**sides, wspace=across / panel_width, hspace=down / panel_height)
+    fig.subplots_adjust(
+        left=left / wide,
+        right=1 - right / wide,
+        top=1 - top / high,
+        bottom=bottom / high,
+        wspace=across / panel_width,
+        hspace=down / panel_height,
+    )
 
 
 def _panels(rows: Sequence[Mapping[str, float]]) -> list[tuple[str, list[str]]]:
     """(title, names of curves) of the panels that a run has values for; the loss if it has no reward."""
-    wanted = _PANELS
-    if not any("reward/mean" in row for row in rows):
-        wanted = (_LOSS, *_PANELS)
+    wanted = _PANELS if any("reward/mean" in row for row in rows) else (_LOSS, *_PANELS)
     wanted = (*wanted[:2], *_parts(rows), *wanted[2:])
     found = [(title, [key for key in keys if _series(rows, key)[0]]) for title, keys in wanted]
     return [(title, keys) for title, keys in found if keys]
@@ -141,9 +145,7 @@ def _panel(ax: Any, rows: Sequence[Mapping[str, float]], title: str, keys: Seque
         if key == "reward/mean" and len(y) > _SHORT:
             ax.plot(x, y, color=_GREY, lw=0.8, alpha=0.7)
             y = _running_mean(y, max(len(y) // 25, 2))
-        marker = None
-        if len(x) < _SHORT:
-            marker = "o"
+        marker = "o" if len(x) < _SHORT else None
         ax.plot(x, y, color=color, lw=1.6, marker=marker, ms=3, label=_label(key))
 
     if len(keys) > 1:
@@ -259,8 +261,9 @@ def phases(timing: str | Path, out: str | Path, *, bars: int = 60) -> Path | Non
 
     # the legend lists the phases as they are stacked, from the top
     handles, labels = ax.get_legend_handles_labels()
-    beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
-    ax.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, **beside)
+    ax.legend(
+        handles[::-1], labels[::-1], frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5)
+    )
     ax.spines[["top", "right"]].set_visible(False)
     return save(fig, out)
 

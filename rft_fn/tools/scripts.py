@@ -64,9 +64,7 @@ def find(name: str) -> Path:
     if name in scripts:
         return scripts[name]
     near = difflib.get_close_matches(name, scripts, n=1)
-    like = ""
-    if near:
-        like = f"; did you mean {near[0]}?"
+    like = f"; did you mean {near[0]}?" if near else ""
     raise ValueError(f"script: expected one of {', '.join(scripts)}, or a .py file, got {name!r}{like}")
 
 
@@ -104,9 +102,7 @@ def _library(name: str) -> str:
     """The place of an installed module of this name, which no script lies beside; empty without one."""
     if name in sys.builtin_module_names or name in sys.stdlib_module_names:
         return f"Python's own {name}"
-    found = None
-    if name.isidentifier():
-        found = importlib.util.find_spec(name)
+    found = importlib.util.find_spec(name) if name.isidentifier() else None
     if found is None or found.origin is None or Path(found.origin).parent == Path.cwd():
         return ""
     return found.origin

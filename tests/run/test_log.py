@@ -22,7 +22,7 @@ from rft_fn import check, data, dist, model
 from rft_fn import run as runs
 from rft_fn.data import chat_template
 from rft_fn.reward import Judged
-from rft_fn.run import claim, cli, options, report
+from rft_fn.run import claim, options, report, signals
 from rft_fn.run import claim as lock
 from rft_fn.run import files as resume
 from rft_fn.strategy import StrategyConfig, get_fake_strategy
@@ -799,15 +799,15 @@ def test_a_signal_while_the_ranks_ask_each_other_is_not_lost(monkeypatch):
     """It is answered by the next call, with which all ranks stop."""
 
     def interrupted(x):
-        cli._state["asked"] = signal.SIGTERM  # as the handler does
+        signals._state["asked"] = signal.SIGTERM  # as the handler does
         return [x, 0]
 
-    with cli.listen():
+    with signals.listen():
         with monkeypatch.context() as patch:
             patch.setattr(dist, "all_gather_object", interrupted)
-            assert cli.stopping() == 0
-        assert cli.stopping() == cli.asked() == signal.SIGTERM
-    assert cli.asked() == 0
+            assert signals.stopping() == 0
+        assert signals.stopping() == signals.asked() == signal.SIGTERM
+    assert signals.asked() == 0
 
 
 def test_a_second_signal_stops_at_once():

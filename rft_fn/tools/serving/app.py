@@ -53,15 +53,16 @@ class Metrics:
     """The numbers that /metrics has."""
 
     def __init__(self, jobs: Jobs):
-        self.registry = CollectorRegistry()
-        made: dict[str, Any] = {"registry": self.registry}
-        self.requests = Counter("rft_reward_requests", "Requests", ["path", "status"], **made)
-        self.rows = Counter("rft_reward_completions", "Completions that were scored", **made)
-        self.seconds = Histogram("rft_reward_request_seconds", "Time of a request that was scored", **made)
-        self.calls = Histogram(
-            "rft_reward_call_completions", "Completions of a call of the reward", buckets=_ROWS, **made
+        self.registry = own = CollectorRegistry()
+        self.requests = Counter("rft_reward_requests", "Requests", ["path", "status"], registry=own)
+        self.rows = Counter("rft_reward_completions", "Completions that were scored", registry=own)
+        self.seconds = Histogram(
+            "rft_reward_request_seconds", "Time of a request that was scored", registry=own
         )
-        Gauge("rft_reward_waiting", "Completions that wait", **made).set_function(jobs.rows)
+        self.calls = Histogram(
+            "rft_reward_call_completions", "Completions of a call of the reward", buckets=_ROWS, registry=own
+        )
+        Gauge("rft_reward_waiting", "Completions that wait", registry=own).set_function(jobs.rows)
 
     def observe(self, rows: int) -> None:
         """Count a call of the reward."""
@@ -189,9 +190,7 @@ async def _body(request: Request, rules: Rules) -> bytes:
         raise Problem(415, "expected a body that is not zipped")
     declared = request.headers.get("Content-Length", "")
     parts: list[bytes] = []
-    size = 0
-    if declared.isdigit():
-        size = int(declared)
+    size = int(declared) if declared.isdigit() else 0
     if size <= rules.max_bytes:
         size = 0
         async for part in request.stream():

@@ -47,9 +47,7 @@ class Job:
         Those of different steps of runs have the same key unless `by_state`.
         """
         forms = isinstance(self.batch.prompts[0], str), isinstance(self.batch.completions[0], str)
-        state = None
-        if by_state:
-            state = self.batch.state
+        state = self.batch.state if by_state else None
         return forms, frozenset(self.batch.columns), frozenset(self.batch.given), state
 
 

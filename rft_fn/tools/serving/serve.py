@@ -68,10 +68,17 @@ def serve(
     with _stopping(jobs):
         thread.start()
         print(f"serving {', '.join(score.components)} at {where}/score", flush=True)
-        limits: dict[str, Any] = {"rows": rows, "wait": wait, "timeout": timeout}
         partial = Partial(score.components, specs=score.specs, vetoes=score.vetoes)
         try:
-            work(jobs, partial, alive=thread.is_alive, observe=metrics.observe, **limits)
+            work(
+                jobs,
+                partial,
+                alive=thread.is_alive,
+                observe=metrics.observe,
+                rows=rows,
+                wait=wait,
+                timeout=timeout,
+            )
         finally:
             server.should_exit = True
             thread.join()
@@ -86,9 +93,7 @@ def serve(
 
 def _listen(host: str, port: int) -> socket.socket:
     """A socket that listens. OSError, with the address, where it cannot."""
-    family = socket.AF_INET
-    if ":" in host:
-        family = socket.AF_INET6
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # with the protocol named, asyncio sends small answers at once; without it each waits 40 ms
     found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
