@@ -17,7 +17,7 @@ from rft_fn.check import printable
 from rft_fn.engine import EngineDead
 from rft_fn.run import parsing, signals
 
-__all__ = ["cli", "error_line", "fail", "guard", "without"]
+__all__ = ["cli", "error_line", "explain", "fail", "guard", "without"]
 
 
 def error_line(error: BaseException) -> str:
@@ -89,11 +89,11 @@ def guard(main: Callable[[Any], Any], config: Any) -> Any:
             signals.check_early()
         except signals.Stopped as stop:
             _stop(stop)
-        _explain(error)
+        explain(error)
 
 
-def _explain(error: Exception) -> None:
-    """End with one line for a mistake of the user's and for lost processes; anything else is raised again."""
+def explain(error: Exception) -> None:
+    """End the process with one line for a user's mistake or lost processes; raise anything else again."""
     lost = isinstance(error, dist.LostProcess) or dist.is_lost(error)
     ends = (ValueError, OSError, ModuleNotFoundError, FloatingPointError, EngineDead)
     mistake = isinstance(error, ends)

@@ -1,4 +1,7 @@
-"""The command `rft`: scripts, and what can be done with runs. A new command is a row of `COMMANDS`."""
+"""The command `rft`: scripts, and what can be done with runs. A new command is a row of `COMMANDS`.
+
+Help, version and the paths of scripts are printed without torch: what loads it is imported when used.
+"""
 
 import difflib
 import sys
@@ -11,11 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 import tyro
 
-from rft_fn import rng
+import rft_fn
 from rft_fn.run import parsing
-from rft_fn.run.cli import guard
-from rft_fn.tools import doctor, scripts, watch
-from rft_fn.tools.page import write_page
+from rft_fn.tools import scripts
 from rft_fn.tools.page.recorded import Name, read_all
 
 __all__ = ["COMMANDS", "Command", "Script", "main"]
@@ -121,6 +122,8 @@ def where(options: Where) -> None:
 
 def report(options: Report) -> None:
     """Write the page and say where it is."""
+    from rft_fn.tools.page.build import write_page
+
     if not options.runs:
         raise ValueError("runs: expected the folder of at least one run, got none")
     path = write_page(options.runs, options.out or _page_of(options.runs))
@@ -129,6 +132,8 @@ def report(options: Report) -> None:
 
 def _page_of(folders: Sequence[str]) -> Path:
     """Return the path of a page that no other runs have."""
+    from rft_fn import rng
+
     if len(folders) == 1:
         return Path(folders[0]) / "report.html"
     name = "_".join(run.name.replace("/", "-") for run in read_all(folders))
@@ -139,6 +144,8 @@ def _page_of(folders: Sequence[str]) -> Path:
 
 def watch_run(options: Watch) -> None:
     """Show the run until it ends, or until Ctrl-C."""
+    from rft_fn.tools import watch
+
     try:
         watch.follow(options.run, every=options.every, once=options.once, color=options.color)
     except KeyboardInterrupt:
@@ -147,6 +154,8 @@ def watch_run(options: Watch) -> None:
 
 def examine(options: Doctor) -> None:
     """Show what the doctor finds; exit with 1 if a required part is wrong."""
+    from rft_fn.tools import doctor
+
     found = doctor.examine(imports=options.imports)
     if options.json:
         print(doctor.as_json(found))
@@ -217,7 +226,16 @@ def main(args: Sequence[str] | None = None) -> None:
     if not args or args[0] in ("-h", "--help"):
         print(_usage())
         return
-    script = guard(_start, args)
+    if args[0] == "--version":
+        print(rft_fn.__version__)
+        return
+    try:
+        script = _start(args)
+    except Exception as error:
+        from rft_fn.run.cli import explain
+
+        explain(error)
+        raise
     if script is not None:
         scripts.execute(script.path, script.arguments)
 

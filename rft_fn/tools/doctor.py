@@ -403,14 +403,8 @@ def as_json(found: dict[str, list[Fact]]) -> str:
     """The facts for a bug report: sections, and in each the facts with value, state and remedy by name."""
     sections = {}
     for section, facts in found.items():
-        sections[section] = {fact.name: _without_name(fact) for fact in facts}
+        sections[section] = {f.name: {"value": f.value, "state": f.state, "remedy": f.remedy} for f in facts}
     return json.dumps(sections, indent=1)
-
-
-def _without_name(fact: Fact) -> dict[str, str]:
-    found = fact._asdict()
-    del found["name"]
-    return found
 
 
 def show(found: dict[str, list[Fact]], console: Console | None = None) -> None:

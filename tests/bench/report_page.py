@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "run")]
 
 import headless  # noqa: E402
 
-from rft_fn.tools.page import write_page  # noqa: E402
+from rft_fn.tools.page.build import write_page  # noqa: E402
 
 # the time until the first charts of the redrawn curves are there, and a frame is painted
 REDRAW = """new Promise((done) => {

@@ -16,7 +16,8 @@ from rft_fn.data.media.medium import Medium
 from rft_fn.run.symptoms import Warnings
 from rft_fn.run.tokens import data_uri
 from rft_fn.tools import commands
-from rft_fn.tools.page import build, recorded, write_page
+from rft_fn.tools.page import build, recorded
+from rft_fn.tools.page.build import write_page
 from rft_fn.tools.page.recorded import FIELDS
 from rft_fn.tools.watch import HUES
 

@@ -13,8 +13,7 @@ from bench import record
 from rft_fn import run as runs
 from rft_fn.run.symptoms import RULES, symptoms
 from rft_fn.tools import plot
-from rft_fn.tools.page import write_page
-from rft_fn.tools.page.build import found_symptoms
+from rft_fn.tools.page.build import found_symptoms, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {

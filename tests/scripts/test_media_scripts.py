@@ -6,7 +6,7 @@ import headless
 import pytest
 from test_house import load_script as script
 
-from rft_fn.tools.page import write_page
+from rft_fn.tools.page.build import write_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 

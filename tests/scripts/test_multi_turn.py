@@ -14,7 +14,7 @@ import pytest
 import ranks
 from test_symptoms import check_written
 
-from rft_fn.tools.page import write_page
+from rft_fn.tools.page.build import write_page
 
 pytestmark = pytest.mark.slow
 

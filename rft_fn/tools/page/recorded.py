@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from rft_fn.run.files import FACTS, settings
-
 __all__ = [
     "FIELDS", "Field", "Name", "Recorded", "config_differences", "flattened", "full_scale", "grouped",
     "hue", "level", "read", "read_all", "rows_of",
@@ -61,6 +59,8 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def read(folder: str | Path, name: str = "") -> Recorded:
     """The run in a folder. ValueError for a folder without a config or without a finished step."""
+    from rft_fn.run.files import FACTS, settings  # loads torch, which the command's help does without
+
     folder = Path(folder)
     config = flattened({name: x for name, x in settings(folder).items() if name not in FACTS})
     metrics = rows_of(folder / "metrics.jsonl")
