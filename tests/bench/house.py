@@ -1,0 +1,211 @@
+"""Prints the measures of the house: files and lines, what one opens to read a function, imports, and tics.
+
+python tests/bench/house.py [ROOT]     another checkout, to compare with
+python tests/bench/house.py --cases    also collects the tests, which takes a minute
+"""
+
+import argparse
+import ast
+import io
+import re
+import statistics
+import subprocess
+import sys
+import time
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+UNCOUNTED = {"check", "tree", "types", "rng", "precision"}  # floors that a reader knows after one file
+TICS = [
+    "alone",
+    "those of",
+    "whose",
+    "behind",
+    "beside",
+    "of which",
+    "as it is",
+    "of its own",
+    "has to",
+    "found",
+]
+READ = {  # what a reader wants to understand: (where it begins now, and where it began before)
+    "ppo_clip": ("loss.policy:ppo_clip",),
+    "gae": ("advantage:gae", "advantage.tokens:gae"),
+    "pack": ("packing.packs:pack",),
+    "a row, dapo": ("algorithm:dapo", "algorithm:TABLE", "algorithm.table:TABLE"),
+    "Strategy.grad of FSDP2": (
+        "strategy.fsdp2:FSDP2.grad",
+        "strategy.fsdp2:_FSDP2.grad",
+        "strategy.fsdp2:grad",
+    ),
+    "the sampler's step": ("engine.hf.sampler:Sampler._step",),
+    "push to vLLM": ("engine.vllm.engine:InProcess.load",),
+    "a judge": ("reward.judge:generative", "reward.generative_model:generative"),
+    "restore": ("ckpt.reading:restore", "ckpt:restore"),
+    "options": ("run.parsing:parse", "parsing:parse"),
+}
+
+
+class House:
+    """The modules of a checkout, with their trees."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.files: dict[str, Path] = {}
+        for path in sorted((root / "rft_fn").rglob("*.py")):
+            name = ".".join(path.relative_to(root / "rft_fn").with_suffix("").parts)
+            self.files[name.removesuffix(".__init__").removesuffix("__init__")] = path
+
+    @cache  # noqa: B019
+    def tree(self, module: str) -> ast.Module:
+        """Parse a module."""
+        return ast.parse(self.files[module].read_text())
+
+    @cache  # noqa: B019
+    def names(self, module: str) -> dict[str, tuple[str, str]]:
+        """Return {name of a module: (module, name) that it stands for}, "" for a whole module."""
+        found: dict[str, tuple[str, str]] = {}
+        for node in ast.walk(self.tree(module)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rft_fn":
+                base = node.module.removeprefix("rft_fn").lstrip(".")
+                for a in node.names:
+                    whole = f"{base}.{a.name}".lstrip(".")
+                    found[a.asname or a.name] = (whole, "") if whole in self.files else (base, a.name)
+        for node in self.tree(module).body:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = [t.id for t in targets if isinstance(t, ast.Name)]
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names = [node.name]
+            found |= {name: (module, name) for name in names}
+        return found
+
+    def resolve(self, module: str, name: str) -> tuple[str, str] | None:
+        """Return where a name is defined, through re-exports."""
+        for _ in range(6):
+            at = self.names(module).get(name)
+            if at is None or at == (module, name):
+                return at
+            if not at[1]:
+                return at
+            module, name = at
+        return None
+
+    def definition(self, module: str, name: str) -> ast.AST | None:
+        """Return the statement that defines `name` or `Class.method`."""
+        first, _, method = name.partition(".")
+        for node in self.tree(module).body:
+            if getattr(node, "name", None) == first:
+                if method:
+                    return next((n for n in node.body if getattr(n, "name", None) == method), None)
+                return node
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            if any(isinstance(t, ast.Name) and t.id == first for t in targets):
+                return node
+        return None
+
+    def used(self, module: str, name: str) -> Iterator[tuple[str, str]]:
+        """Yield the definitions of this package that the body of `name` names; a class's are its methods'."""
+        node = self.definition(module, name)
+        owner = name.partition(".")[0]
+        for x in ast.walk(node) if node is not None else ():
+            at = None
+            if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name):
+                if x.value.id in ("self", "cls") and self.definition(module, f"{owner}.{x.attr}") is not None:
+                    at = module, f"{owner}.{x.attr}"
+                else:
+                    base = self.resolve(module, x.value.id)
+                    at = self.resolve(base[0], x.attr) if base is not None and not base[1] else None
+            elif isinstance(x, ast.Name):
+                at = self.resolve(module, x.id)
+            if at is not None and at[1] and at[0].split(".")[0] not in UNCOUNTED:
+                yield at
+
+    def opened(self, module: str, name: str, depth: int) -> set[str]:
+        """Return the modules that one opens to read `name` and what it calls, `depth` calls down."""
+        seen, level = {(module, name)}, {(module, name)}
+        for _ in range(depth):
+            level = {at for here in level for at in self.used(*here)} - seen
+            seen |= level
+        return {module for module, _ in seen}
+
+
+def code_lines(text: str) -> int:
+    """Return the number of lines that hold a token and are no docstring or comment."""
+    lines: set[int] = set()
+    quiet = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (*quiet, tokenize.ENDMARKER):
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        text_first = isinstance(body, list) and body and isinstance(body[0], ast.Expr)
+        if text_first and isinstance(getattr(body[0].value, "value", None), str):
+            lines -= set(range(body[0].lineno, body[0].end_lineno + 1))
+    return len(lines)
+
+
+def seconds(root: Path, code: str) -> float:
+    """Return the least wall time [s] of three processes that run `code`."""
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def main() -> None:
+    """Print every measure of a checkout."""
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("root", nargs="?", default=Path(__file__).resolve().parents[2], type=Path)
+    options.add_argument("--cases", action="store_true", help="collect the tests too")
+    given = options.parse_args()
+    house = House(given.root)
+
+    texts = [path.read_text() for path in house.files.values()]
+    sizes = [text.count("\n") for text in texts]
+    small = sum(size < 80 for size in sizes)
+    print(
+        f"files of rft_fn / median lines / under 80    {len(sizes)} / {statistics.median(sizes):g} / {small}"
+    )
+    print(f"lines of rft_fn (code)                       {sum(sizes)} ({sum(map(code_lines, texts))})")
+    tests = [p for p in (given.root / "tests").rglob("*.py") if "bench" not in p.parts]
+    print(f"lines of tests without tests/bench           {sum(p.read_text().count(chr(10)) for p in tests)}")
+    if given.cases:
+        collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", ""]
+        printed = subprocess.run(collect, cwd=given.root, capture_output=True, text=True).stdout
+        print(f"cases of tests                               {sum('::' in x for x in printed.splitlines())}")
+
+    print("\nfiles that the names in a body lead to, one call down and two")
+    for title, places in READ.items():
+        for place in places:
+            module, _, name = place.partition(":")
+            if module in house.files and house.definition(module, name) is not None:
+                counts = [len(house.opened(module, name, depth)) for depth in (1, 2)]
+                print(f"  {title:<24} {counts[0]:>3} {counts[1]:>3}   {place}")
+                break
+        else:
+            print(f"  {title:<24} not found")
+
+    print("\nseconds, the least of three")
+    bare = seconds(given.root, "import torch")
+    rooms = "import torch, rft_fn; [getattr(rft_fn, name) for name in rft_fn.__all__]"
+    print(
+        f"  import torch {bare:.2f}; every room of rft_fn beyond it {seconds(given.root, rooms) - bare:.2f}"
+    )
+    for words in (["--help"], ["--version"], ["where", "grpo"]):
+        code = (
+            f"import runpy, sys; sys.argv = ['rft', *{words}]; runpy.run_module('rft_fn', None, '__main__')"
+        )
+        print(f"  rft {' '.join(words):<11} {seconds(given.root, code):.2f}")
+
+    scripts = [p.read_text() for p in (given.root / "train_scripts").glob("*.py")]
+    whole = "\n".join(texts + scripts)
+    counts = ", ".join(f"{tic} {len(re.findall(rf'{chr(92)}b{tic}{chr(92)}b', whole))}" for tic in TICS)
+    print(f"\ntics in rft_fn and train_scripts: {counts}")
+
+
+if __name__ == "__main__":
+    main()
