@@ -51,7 +51,6 @@ LONGEST = (
     "model/test_media",
     "tests/test_gpu_step",
     "kernel/test_kernel_bench",
-    "tests/test_bench_step",
     "model/test_lora",
     "tests/test_pages",
     "run/test_kept_engine",

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from rft_fn.model import blocks
 
@@ -57,55 +56,3 @@ def test_every_part_runs_and_is_written(step, tmp_path, capsys):
     rules = json.loads((tmp_path / "auto.json").read_text())["engine"]["dry"]["rules"]
     assert rules == parts["auto"][0]["rules"]
     assert {row["operation"] for row in parts["head"][0]["rows"]} >= {"forward", "forward+backward"}
-
-
-def test_a_case_that_fails_is_a_row_and_the_next_one_runs(step, tmp_path, monkeypatch):
-    def fails():
-        raise RuntimeError("no such kernel\nand much more")
-
-    def full():
-        raise torch.cuda.OutOfMemoryError("full")
-
-    def cases():
-        yield {"case": 1}, fails
-        yield {"case": 2}, full
-        yield {"case": 3}, lambda: {"value": 4.0}
-
-    monkeypatch.setattr(step, "parts_of", lambda setting, out, names: {"some": cases, "others": cases})
-    args = ["--dry", "--out", str(tmp_path)]
-    rows = step.main(step.arguments([*args, "--only", "some"]))["parts"]
-    assert list(rows) == ["some"]
-    errors = [row.get("error") for row in rows["some"]]
-    assert errors == ["RuntimeError: no such kernel", "does not fit into the memory of the device", None]
-    late = step.main(step.arguments([*args, "--seconds", "0"]))["parts"]
-    assert [row["left_out"] for part in late.values() for row in part] == ["0.0 seconds are over"] * 6
-
-
-def test_the_work_of_a_pack_is_that_of_its_products(step):
-    """Every product of a forward, counted by torch where attention is written out: a third of the total."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    model = step.model
-    setting = step.setting_of(step.arguments(["--dry"]))
-    lm = model.module_of(setting, model.TINY)
-    b = model.pack_of(setting, model.TINY["vocab_size"])
-    sizes = torch.bincount(b.seq).tolist()
-    assert sum(sizes) == setting.tokens == len(b.tokens)
-    lm.set_attn_implementation("eager")
-    counted = 0.0
-    for size in sizes:
-        with FlopCounterMode(display=False) as counter:
-            lm.model(input_ids=torch.zeros(1, size, dtype=torch.long))
-        counted += counter.get_total_flops()
-
-    # Eager attention has whole squares of scores, of which causality needs half.
-    config = lm.config
-    squares = config.num_hidden_layers * config.hidden_size * sum(n * n for n in sizes)
-    head = 2 * config.hidden_size * config.vocab_size * int(b.mask.sum())
-    assert model.flops(lm, b) == pytest.approx(3 * (counted - 2 * squares + head))
-
-
-def test_without_a_gpu_it_is_refused_in_one_line(step, monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="expected a CUDA device, got none; --dry runs on a CPU"):
-        step.main(step.arguments(["--out", str(tmp_path)]))

@@ -1,6 +1,8 @@
 """docs/results: tables are what their scripts make of the files, and intervals are their definition."""
 
 import importlib.util
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,65 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "results"
 
 
-def curriculum():
-    path = FOLDER / "curriculum" / "table.py"
-    spec = importlib.util.spec_from_file_location("curriculum_table", path)
+BENCH = ROOT / "tests" / "bench"
+
+
+def module(path):
+    """A script as a module, which finds what lies beside it."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(path.parent), *sys.path])
+        spec.loader.exec_module(module)
     return module
+
+
+def curriculum():
+    return module(FOLDER / "curriculum" / "table.py")
+
+
+def between(script):
+    """What a page has between two marks of a script."""
+    return script.PAGE.read_text().partition(script.BEGIN)[2].partition(script.END)[0].strip()
+
+
+def test_the_tables_of_benches_are_what_their_scripts_make_of_the_files():
+    engines, play = module(BENCH / "engines_table.py"), module(BENCH / "self_play.py")
+    assert between(engines) == engines.tables(json.loads((FOLDER / "engines.json").read_text()))
+    assert between(play) == play.table(json.loads((FOLDER / "kuhn_poker.json").read_text()))
+    performance = (ROOT / "docs" / "performance.md").read_text()
+    gradients, step = module(BENCH / "gradients.py"), module(BENCH / "step" / "report.py")
+    assert gradients.table(json.loads(gradients.RESULTS.read_text())["turns"]) in performance
+    made = step.text(json.loads((FOLDER / "step" / "step.json").read_text()))
+    assert f"<!-- step:begin -->\n\n{made}\n\n<!-- step:end -->" in performance
+
+
+def test_the_tables_of_growth_are_what_its_script_makes_of_the_file():
+    show, comm = module(BENCH / "growth" / "show.py"), module(BENCH / "growth" / "comm.py")
+    found = json.loads((FOLDER / "growth" / "growth.json").read_text())
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    for mark, made in show.tables(found).items():
+        assert f"<!-- {mark}:begin -->\n\n{made}\n\n<!-- {mark}:end -->" in page, mark
+    net = comm.Network(**found["comm"]["found"]["assumed"])
+    assert found["comm"]["found"]["tables"]["as assumed"] == comm.table(net)
+
+
+def test_the_bytes_that_were_counted_are_what_the_model_of_growth_assumes():
+    """Blocks are gathered twice a pack and the rest once, gradients scattered once, HSDP sums its half."""
+    found = json.loads((FOLDER / "growth" / "growth.json").read_text())
+    counted = found["comm"]["found"]["counted"]
+    for name, x in counted.items():
+        packs = x["packs"] * x["sp"]
+        weights = 4 * (2 * x["parameters"] - x["embedding"] - 128)  # and the last norm
+        between = 0
+        if x["sp"] > 1:
+            between = (4 + 56) * x["tokens"]  # log-probs, and the packs themselves, pickled
+            a_layer = (8 + 4 + 4 + 8) * 16 * 4 * x["tokens"] / x["sp"]  # queries, keys, values and results
+            assert x["all-to-all"][1] / packs == 2 * 4 * a_layer  # forward and backward
+        assert x["all-gather"][1] / packs == pytest.approx(weights + between, rel=0.001), name
+        assert x["reduce-scatter"][1] / packs == pytest.approx(4 * x["parameters"], rel=0.001), name
+    x = counted["HSDP"]
+    assert x["all-reduce"][1] / x["packs"] == pytest.approx(4 * x["parameters"] / 2, rel=0.001)
 
 
 @pytest.mark.parametrize(("right", "count"), [(0, 256), (1, 200), (128, 256), (200, 200), (3, 7)])

@@ -1,23 +1,18 @@
-"""The benches that need a GPU, with a clock that is told its answers: their conclusions and files."""
+"""What kernels/bench/tune.py measures, by a clock that is told its answers, is what `engine="auto"` reads."""
 
 import json
-import os
 import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
 
-import forks
 import pytest
-import torch
 
 from rft_kernels import engines
 
 pytestmark = pytest.mark.slow
 
 BENCH = Path(__file__).resolve().parents[2] / "kernels" / "bench"
-PATHS = os.pathsep.join([str(BENCH.parent.parent), str(BENCH.parent)])
-ENV = os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -82,87 +77,3 @@ def test_what_tune_writes_is_what_auto_reads(bench, monkeypatch, tmp_path):
     assert after["default"] == before["default"]
     source = after["sm_90"]["source"]
     assert source["device"] == "none" and source["seconds"]["128"] == {"streamed": 32.0, "reference": 128.0}
-
-
-def test_without_a_gpu_tune_is_refused_in_one_line(bench, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["tune.py"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match=r"^tune.py: expected a CUDA device, got none$"):
-        bench.tune.main()
-
-
-def test_the_rows_of_a_gpu(bench, monkeypatch):
-    """Three products of 1 s, then 2 s for everything else; one variant has no room."""
-    clock = bench.gpu.Clock(*told(*[1.0] * 3, *[2.0] * 7))
-    import cases
-
-    def full(*args):
-        raise torch.cuda.OutOfMemoryError("full")
-
-    monkeypatch.setattr(cases, "naive_entropy", full)
-    shape = bench.gpu.Shape(6, 8, 300)
-    found = bench.gpu.measure(
-        shape, clock, rounds=1, device="cpu", engines={"streamed": "streamed"}, only=["naive", "streamed"]
-    )
-    assert (found["T"], found["D"], found["V"]) == shape
-    assert found["gemm_tflops"] == dict.fromkeys(("logits", "dh", "dw"), 2 * 6 * 8 * 300 / 1e12)
-    rows = {(r["operation"], r["variant"]): r for r in found["rows"]}
-    assert len(rows) == 8
-    limits = {"forward": 0.5, "forward+backward": 2.0, "frozen head, f+b": 1.0}
-    for operation, limit in limits.items():
-        row = rows[operation, "streamed"]
-        assert (row["seconds"], row["over_naive"], row["of_gemm_limit"]) == (2.0, 1.0, limit)
-    assert rows["forward+backward", "naive"]["of_gemm_limit"] == 1.5  # three products, none of them twice
-    lost = rows["forward, entropy", "naive"]
-    assert [lost[k] for k in ("seconds", "over_naive", "of_gemm_limit", "peak_mb")] == [None] * 4
-    assert rows["forward, entropy", "streamed"]["over_naive"] is None
-    text = cases.table(found["rows"])
-    assert len(text.splitlines()) == 9 and " -" in text
-
-
-def test_a_result_is_named_after_its_device(bench):
-    assert bench.gpu.file_name("NVIDIA H200") == "nvidia_h200.json"
-    assert bench.gpu.file_name("AMD Instinct MI300X (OAM)") == "amd_instinct_mi300x_oam.json"
-
-
-def test_the_table_of_errors_holds_the_bars():
-    """|error| of float32 and bfloat16: log p 1e-5, entropy 2e-4, gradients 1e-5 and 4e-3."""
-    command = [
-        sys.executable,
-        str(BENCH / "errors.py"),
-        "-T",
-        "32",
-        "-D",
-        "64",
-        "-V",
-        "500",
-        "--device",
-        "cpu",
-    ]
-    out = forks.run(command, check=True, capture_output=True, text=True, env=ENV).stdout
-    head, *lines = out.splitlines()
-    assert head.split()[:2] == ["inputs", "std"] and len(lines) in (6, 12)
-    for line in lines:
-        logp, entropy, _, dh, dw = (float(x) for x in line.split()[-5:])
-        assert 0 < logp <= 1e-5 and 0 < entropy <= 2e-4, line
-        assert 0 < max(dh, dw) <= (1e-5 if line.startswith("float32") else 4e-3), line
-
-
-def test_a_variant_that_is_not_there_is_said_before_anything_is_measured():
-    command = [sys.executable, str(BENCH / "linear_logprob.py"), "--cpu", "--only", "ours", "theirs"]
-    done = forks.run(command, capture_output=True, text=True, env=ENV)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "--only: expected some of" in done.stderr and done.stderr.rstrip().endswith("got theirs")
-
-
-def test_a_gradient_with_the_head_fused_and_not_has_one_loss():
-    root = BENCH.parent.parent
-    options = ["--rows", "4", "--length", "8", "--budget", "32", "--rounds", "1"]
-    command = [sys.executable, str(root / "tests" / "bench" / "head.py"), *options]
-    env = ENV | forks.CHILDREN
-    out = forks.run(command, check=True, capture_output=True, text=True, env=env).stdout
-    rows = [line.split() for line in out.splitlines() if line.startswith(("logits", "fused  "))]
-    assert [row[0] for row in rows] == ["logits", "fused"]
-    for row in rows:
-        assert float(row[2]) > 0 and float(row[3]) == pytest.approx(float(rows[0][3]), abs=1e-6)
-        assert float(row[4]) == pytest.approx(float(rows[0][4]), abs=1e-5)
