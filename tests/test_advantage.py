@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import ref
 import torch
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ GROUP = {
     "reinforce_pp_baseline": (advantage.reinforce_pp_baseline, ref.reinforce_pp_baseline),
     "opo": (lambda r: advantage.opo(r, torch.ones_like(r)), lambda r: ref.opo(r, np.ones_like(r))),
 }
-each_group = pytest.mark.parametrize("name", GROUP)
+each_group = each("name", GROUP)
 
 
 @st.composite
@@ -74,8 +75,8 @@ def test_the_unit_of_rewards_is_that_of_advantages(name, reward, unit):
 
 
 @each_group
-@pytest.mark.parametrize("gap", [1e-12, 1e-7, 1e-4])
-@pytest.mark.parametrize("level", [0.0, 1.0, -300.0])
+@each("gap", [1e-12, 1e-7, 1e-4])
+@each("level", [0.0, 1.0, -300.0])
 def test_a_small_difference_beside_a_large_mean_is_learned(name, level, gap):
     adv = GROUP[name][0](torch.tensor([[level, level + gap, level]]))
     assert adv[0, 1] > 0 > adv[0, 0] == adv[0, 2]
@@ -102,8 +103,8 @@ def test_alternating_rewards_teach_something(name):
 
 
 @each_group
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3, -0.7, 1e6 + 0.1, 1e-30])
+@each("dtype", [torch.float32, torch.float64])
+@each("value", [0.0, 1.0, 0.1, 1 / 3, -0.7, 1e6 + 0.1, 1e-30])
 def test_a_group_without_variance_gives_exactly_zero(name, value, dtype):
     """Constants like 0.1 have a mean that rounds: (r - mean) / (std + 1e-6) is then
     not 0 but noise over noise."""
@@ -246,8 +247,8 @@ def exact_pass_at_k(size, right, k):
     return [math.copysign(1, x) * math.sqrt(x * x / (none - none**2)) for x in (none, none - without)]
 
 
-@pytest.mark.parametrize("right", [1, 2, 511, 1000, 1016])
-@pytest.mark.parametrize("k", [1, 2, 8])
+@each("right", [1, 2, 511, 1000, 1016])
+@each("k", [1, 2, 8])
 def test_pass_at_k_of_large_groups_is_that_of_fractions(k, right):
     correct = torch.arange(1024).expand(2, -1) < right
     want = torch.tensor(exact_pass_at_k(1024, right, k))
@@ -358,7 +359,7 @@ R, FLAT, ROW = torch.zeros(2, 4), torch.zeros(2), torch.zeros(2, 5)
 MASK = torch.ones(2, 5, dtype=torch.bool)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: advantage.grpo(FLAT), r"^reward: expected \[N, G\]"),

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from rft_fn.algorithm import Evaluated
 from rft_fn.types import Rollout, TokenOut, experience
 
 pytestmark = pytest.mark.usefixtures("float64")
-each = pytest.mark.parametrize("name", algorithm.TABLE)
+each_name = each("name", algorithm.TABLE)
 seeds = st.integers(0, 2**32)
 
 
@@ -45,7 +46,7 @@ def batch(name, reward, seed=0):
     return row, c.apply, c.params, experience(rollout, w=row.weight(rollout.mask), **fields)
 
 
-@each
+@each_name
 @settings(max_examples=5)
 @given(seed=seeds)
 def test_no_cut_of_the_batch_changes_the_gradient_and_no_extreme_breaks_it(name, seed):
@@ -53,7 +54,7 @@ def test_no_cut_of_the_batch_changes_the_gradient_and_no_extreme_breaks_it(name,
     testing.check_all(row.loss, weight=row.weight, seed=seed)
 
 
-@each
+@each_name
 @settings(max_examples=5)
 @given(seed=seeds)
 def test_on_policy_every_row_is_the_policy_gradient(name, seed):
@@ -61,7 +62,7 @@ def test_on_policy_every_row_is_the_policy_gradient(name, seed):
     testing.check_on_policy_identity(row.loss, weight=row.weight, seed=seed, per_sequence=True)
 
 
-@each
+@each_name
 @settings(max_examples=5)
 @given(seed=seeds, budget=st.integers(12, 60), world=st.integers(1, 4))
 def test_from_rewards_to_gradient_at_any_world_size(name, seed, budget, world):
@@ -74,7 +75,7 @@ def test_from_rewards_to_gradient_at_any_world_size(name, seed, budget, world):
     assert want[1]["bigram"].abs().max() > 1e-6 or name.startswith("gspo")  # 3e-4 can stop every sequence
 
 
-@each
+@each_name
 def test_rewards_one_and_zero_in_turn_teach_something(name):
     """A fault of other systems: an estimator whose advantages are 0 for every reward,
     and a run that never learns."""
@@ -87,7 +88,7 @@ GROUPS = [n for n, row in algorithm.TABLE.items() if getattr(row, "group", 1) > 
 
 
 # CPGD's drift pulls back to the old policy without an advantage too; whitening takes the batch's mean off
-@pytest.mark.parametrize("name", [n for n in GROUPS if n not in ("cpgd", "reinforce_pp_baseline")])
+@each("name", [n for n in GROUPS if n not in ("cpgd", "reinforce_pp_baseline")])
 def test_groups_without_variance_give_no_gradient_and_do_not_disturb_the_others(name):
     """A fault of other systems: only groups that are all 0 or all 1 are noticed; 0.1
     for everyone goes through as noise."""
@@ -229,7 +230,7 @@ def test_what_counts_as_stopped_by_hand():
         assert found.tolist() == want * 2, field
 
 
-@pytest.mark.parametrize("name", [n for n, r in algorithm.TABLE.items() if hasattr(r, "group")])
+@each("name", [n for n, r in algorithm.TABLE.items() if hasattr(r, "group")])
 def test_a_row_takes_groups_from_its_least_size_on(name):
     """Two where responses of one prompt are compared, else one; that many give advantages that are finite."""
     row = algorithm.TABLE[name]
@@ -275,9 +276,7 @@ def test_metrics_of_the_clipped_critic_by_hand():
     assert found["value/clip_frac"].value() == share and 0.3 < share < 1
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, row in algorithm.TABLE.items() if isinstance(row, algorithm.Algorithm)]
-)
+@each("name", [n for n, row in algorithm.TABLE.items() if isinstance(row, algorithm.Algorithm)])
 def test_a_group_size_that_does_not_divide_the_rows_is_named(name):
     c, row = testing.case(0), algorithm.TABLE[name]
     zero = torch.zeros(8, dtype=torch.long)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import ref
 import torch
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ PAIRS = {
         lambda r, n: ref.pass_at_k(r > 0, 2),
     ),
 }
-each = pytest.mark.parametrize("name", PAIRS)
+each_name = each("name", PAIRS)
 REWARDS = st.sampled_from([0.0, 0.1, 1.0]) | st.floats(-10, 10).map(lambda x: round(x, 3))
 
 
@@ -65,7 +66,7 @@ def tensors(*arrays):
     return [torch.from_numpy(np.asarray(a)) for a in arrays]
 
 
-@each
+@each_name
 @given(
     rows=st.lists(st.lists(st.integers(-5, 5), min_size=3, max_size=3), min_size=1, max_size=4),
     unit=st.sampled_from([2.0**-40, 2.0**-10, 1.0, 2.0**20]), level=st.sampled_from([0.0, 1.0, -300.0]),
@@ -81,7 +82,7 @@ def test_however_little_rewards_differ_they_have_the_advantages_of_their_namesak
     )
 
 
-@each
+@each_name
 @given(rows=ragged())
 def test_rows_have_the_advantages_of_their_group_alone(name, rows):
     """Also where a group has one row, and where there is none at all."""
@@ -92,7 +93,7 @@ def test_rows_have_the_advantages_of_their_group_alone(name, rows):
     np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
 
 
-@each
+@each_name
 @given(
     size=st.tuples(st.integers(1, 4), st.integers(2, 6)), seed=st.integers(0, 2**32), shuffled=st.booleans()
 )
@@ -109,9 +110,9 @@ def test_equal_groups_are_rows_of_a_matrix(name, size, seed, shuffled):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@each
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6 + 0.1, -0.7])
+@each_name
+@each("dtype", [torch.float32, torch.float64])
+@each("value", [0.1, 1 / 3, 1e6 + 0.1, -0.7])
 def test_a_group_without_variance_gets_exactly_zero(name, value, dtype):
     sizes = torch.tensor([1, 2, 3, 7, 64])
     group = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
@@ -169,7 +170,7 @@ def test_float32_rewards_have_float32_advantages():
 R, G = torch.zeros(3), torch.zeros(3, dtype=torch.long)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: advantage.grpo_by(torch.zeros(3, 2), G), r"^reward: expected \[B\] .*got \[3, 2\]"),

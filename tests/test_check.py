@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import pytest
 import torch
+from cases import each
 
 from rft_fn import advantage, algorithm, check, loss, metric, optim, packing, reward_shaping, segment, weight
 from rft_fn.logprob import log_probs_from_logits
@@ -21,7 +22,7 @@ def shapes(**args):
     return lambda: check.shapes(**args)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (shapes(old_logp=(Z(7), "T"), adv=(Z(6), "T")), "adv: expected [T] = [7], got [6]"),
@@ -59,7 +60,7 @@ ROLLOUT = Rollout(
 )
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: segment.sum(Z(3), B(3), Z(4).long(), 1), "seq: expected [T] = [3], got [4]"),
@@ -145,7 +146,7 @@ class Options:
     __post_init__ = check.fields
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "message"),
     [
         ({"lr": nan}, "lr: expected a number in (0, inf), got nan"),
@@ -207,9 +208,9 @@ def test_json_is_read_as_python_reads_it_up_to_the_limit_of_depth():
         assert check.parse_json('{"a": "ä"}'.encode(encoding)) == {"a": "ä"}
 
 
-@pytest.mark.parametrize("levels", [101, 1_200, 100_000])
-@pytest.mark.parametrize("opening", ["[", '{"a":', '["\\"]",{"a":'])
-@pytest.mark.parametrize("around", [0, 700])
+@each("levels", [101, 1_200, 100_000])
+@each("opening", ["[", '{"a":', '["\\"]",{"a":'])
+@each("around", [0, 700])
 def test_brackets_beyond_the_limit_are_an_error_wherever_the_caller_stands(levels, opening, around):
     def call():
         with pytest.raises(ValueError, match="brackets nest deeper than 100"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import each
 
 pytestmark = [pytest.mark.docs, pytest.mark.usefixtures("plain_runs")]
 
@@ -46,7 +47,7 @@ def ran(name, folder, *, steps=2, seeds=1):
     return json.loads((folder / "out" / f"{name}.json").read_text()), out.getvalue()
 
 
-@pytest.mark.parametrize("name", claims.EXPERIMENTS)
+@each("name", claims.EXPERIMENTS)
 def test_an_experiment_runs_to_its_end(name, folder):
     found, printed = ran(name, folder)
     e = claims.EXPERIMENTS[name]
@@ -98,7 +99,7 @@ def test_levels_of_a_rounded_matrix():
     assert found["b"] is x[0] or torch.equal(found["b"], x[0])
 
 
-@pytest.mark.parametrize("name", PAGES)
+@each("name", PAGES)
 def test_a_page_has_the_numbers_of_its_json(name):
     found = json.loads((FOLDER / f"{name}.json").read_text())
     page = (FOLDER / f"{name}.md").read_text()

@@ -5,6 +5,7 @@ import pytest
 import ref
 import tiny
 import torch
+from cases import each
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -362,9 +363,9 @@ def test_a_bound_model_follows_the_same_advice():
     torch.testing.assert_close(got, penalty(logp, list(params.values())), rtol=1e-8, atol=1e-6)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.tensor(0.7), torch.linspace(0.5, 2, 6).double()])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("biased", [False, True])
+@each("temperature", [1.0, 0.7, torch.tensor(0.7), torch.linspace(0.5, 2, 6).double()])
+@each("softcap", [None, 2.0])
+@each("biased", [False, True])
 def test_words_have_the_log_probs_of_the_whole_distribution(temperature, softcap, biased):
     """Whatever bends the logits; 0 where there is no target. Value and gradients, of the bias too."""
     g = torch.Generator().manual_seed(1)

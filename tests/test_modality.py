@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from cases import each
 from sees_and_hears import FAMILIES as SmallFamilies
 from test_probe import quiet
 
@@ -65,7 +66,7 @@ def config_of(kind):
     return quiet(CONFIG_MAPPING[kind])
 
 
-@pytest.mark.parametrize(("kind", "expected"), KINDS, ids=lambda x: str(getattr(x, "value", x)))
+@each(("kind", "expected"), KINDS, ids=lambda x: str(getattr(x, "value", x)))
 def test_the_modality_of_a_config_is_what_its_model_takes(kind, expected):
     """All arguments of the model's own forward are known: media of the modality, or no media."""
     config = config_of(kind)

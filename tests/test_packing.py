@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import ref_rewards
 import torch
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -182,7 +183,7 @@ def test_lists_of_a_family_by_hand(sizes, families, options, want):
     assert plan.bundle(sizes, families, 10, **options) == want
 
 
-@pytest.mark.parametrize(
+@each(
     ("sizes", "costs", "count", "options", "want"),
     [
         ([1] * 4, [4, 3, 2, 1], 2, {}, [[0, 3], [1, 2]]),  # the largest first, each to the cheapest
@@ -267,8 +268,8 @@ def test_shard_gives_every_rank_as_many_packs_and_about_as_many_tokens(world):
     assert sorted(i for rank in shards for b in rank for i in b.rows) == list(range(len(sizes)))
 
 
-@pytest.mark.parametrize("lengths", [[6] * 8, [101, 2, 2, 2, 2, 2], [90, 80, 3, 3, 3, 3, 3]])
-@pytest.mark.parametrize("budget", [0, 200, 110])
+@each("lengths", [[6] * 8, [101, 2, 2, 2, 2, 2], [90, 80, 3, 3, 3, 3, 3]])
+@each("budget", [0, 200, 110])
 def test_at_most_so_many_rows_in_a_pack_whatever_the_budget(lengths, budget):
     """Also where rows are spread by their sizes: one long row, and all short ones beside each other."""
     exp = lengths_only(lengths)
@@ -773,7 +774,7 @@ def test_filling_up_a_pack_of_one_list():
     assert seen.media.count("x").tolist() == [1] * 4 and packing.own(seen).unit == (2,)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda exp: packing.shard(exp, 99, unit=[3, 4]), "unit: expected units of 8 rows together, got 7"),

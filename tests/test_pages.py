@@ -15,6 +15,7 @@ import forks
 import page_setups
 import pages
 import pytest
+from cases import each
 from test_house import load_script
 from test_public import named_in
 
@@ -43,7 +44,7 @@ LINES = [(page, words) for page, text in TEXTS.items() for words in pages.comman
 SCRIPT = re.compile(r"(?:.*/)?train_scripts/(\w+)\.py")
 
 
-@pytest.mark.parametrize("page", RUN)
+@each("page", RUN)
 def test_the_code_of_a_page_runs(page, tmp_path):
     code = page_setups.whole(page, [b.text for b in CODE[page] if not b.reason])
     env = forks.early(os.environ) | {"PYTHONPATH": ":".join(filter(None, sys.path))}
@@ -84,7 +85,7 @@ def test_every_setup_is_for_a_page_and_its_block():
         assert number < len(CODE[page]), (page, number)
 
 
-@pytest.mark.parametrize("page", sorted({page for page, _ in LINES}))
+@each("page", sorted({page for page, _ in LINES}))
 def test_every_command_line_is_understood(page):
     """Options by the scripts' own parsers, targets by the Makefile, files and modules by being there."""
     for there, words in LINES:
@@ -157,7 +158,7 @@ def check_run(script="", *args):
         parsed(name, args)
 
 
-@pytest.mark.parametrize(
+@each(
     "line",
     [
         "make no-such-target",

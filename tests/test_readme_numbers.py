@@ -6,6 +6,7 @@ import sys
 
 import conformance
 import pytest
+from cases import each
 from test_readme import BLOCKS, README, ROOT
 
 import rft_fn as rft
@@ -88,7 +89,7 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("said", SAID)
+@each("said", SAID)
 def test_a_number_is_that_of_its_file(said):
     """As far as the README writes it out."""
     form = re.escape(said).replace(r"\#", NUMBER)

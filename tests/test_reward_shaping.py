@@ -8,6 +8,7 @@ import pytest
 import ref
 import ref_rewards
 import torch
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,8 +84,8 @@ def test_the_state_is_an_argument_and_not_changed():
     assert [float(v) for v in tree.leaves(start)] == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("values", [[0.1] * 7, [1 / 3] * 3, [-2.7e5] * 11, [5.0]])
-@pytest.mark.parametrize("centre", [True, False])
+@each("values", [[0.1] * 7, [1 / 3] * 3, [-2.7e5] * 11, [5.0]])
+@each("centre", [True, False])
 def test_equal_rewards_are_not_blown_up(values, centre):
     """A fault of other systems: division by the std of constants: inf after one reward,
     rounding noise over 1e-8 after many."""
@@ -95,8 +96,8 @@ def test_equal_rewards_are_not_blown_up(values, centre):
         torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-9)
 
 
-@pytest.mark.parametrize("offset", [0.0, 1e3, 1e6])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@each("offset", [0.0, 1e3, 1e6])
+@each("scale", [1e-3, 1.0, 1e3])
 def test_the_unit_and_the_zero_of_rewards_do_not_count(offset, scale):
     """Also where they vary by a millionth of their mean: only rewards that are equal are left alone."""
     x = torch.tensor([1.0, 2.0, 4.0, 4.5])
@@ -259,8 +260,8 @@ def steer(response, *, coef, steps=400, count=256.0, horizon=10_000.0, target=0.
     return found
 
 
-@pytest.mark.parametrize("start", [0.002, 0.1, 3.0])
-@pytest.mark.parametrize(
+@each("start", [0.002, 0.1, 3.0])
+@each(
     "response",
     [lambda c: 0.012 / c, lambda c: 0.3 / (1 + 20 * c), lambda c: 0.02 + 0.4 * math.exp(-10 * c)],
     ids=["inverse", "saturating", "floor"],
@@ -291,7 +292,7 @@ def test_a_fixed_coefficient_stays():
 R = torch.zeros(2, 4)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: rs.clip(R, 0.0), "^limit: expected > 0, got 0.0"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -387,7 +388,7 @@ def test_concat_commutes_with_packs_and_what_is_learned_from_them(one, other, me
 R = build([([1, 2, 3], 1, 0, 0), ([4, 5], 1, 1, 0)])
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: take(R, [0, 2]), r"index: expected rows in \[0, 2\), got 2"),

@@ -7,6 +7,7 @@ import zlib
 import pytest
 import ref_rows
 import torch
+from cases import each
 
 from rft_fn import algorithm, loss, packing
 from rft_fn.types import Rollout, TokenOut, experience
@@ -16,8 +17,8 @@ N, G, S, V = 4, 4, 44, 5  # responses of up to 40 tokens: under 20 VAPO's lambda
 B = N * G
 SILENT, EMPTY = 2, 13  # rows without a token in mask: all of it a tool's, and a response of no tokens
 SCALES = (0.05, 0.3, 1.5)
-each = pytest.mark.parametrize("name", algorithm.TABLE)
-at_each_scale = pytest.mark.parametrize("scale", SCALES)
+each_name = each("name", algorithm.TABLE)
+at_each_scale = each("scale", SCALES)
 
 
 def drawn(seed, name):
@@ -150,13 +151,13 @@ def test_the_table_and_the_definitions_have_the_same_rows():
     assert set(ref_rows.LOSS) == set(algorithm.TABLE)
 
 
-@each
+@each_name
 @at_each_scale
 def test_the_gradient_of_the_logits_is_the_papers(name, scale):
     compare(name, *data(scale))
 
 
-@pytest.mark.parametrize("name", ["ppo", "vapo"])
+@each("name", ["ppo", "vapo"])
 @at_each_scale
 def test_the_critics_gradient_is_the_papers(name, scale):
     x, logits, value = data(scale)
@@ -242,7 +243,7 @@ OPTIONS = {
 ROW = {name: name for name in OPTIONS} | {"ppo_clip": "grpo"}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@each("name", OPTIONS)
 def test_the_loss_of_a_row_has_all_options_of_the_loss_with_its_defaults(name):
     """Scripts look up by the signature which limits an algorithm has."""
 
@@ -261,7 +262,7 @@ def test_an_option_that_a_loss_does_not_have_is_named():
         algorithm.TABLE["grpo"].loss(table_policy(logits, value)(b), b, hgih=0.3)
 
 
-@pytest.mark.parametrize("name, option", [(name, option) for name in OPTIONS for option in OPTIONS[name]])
+@each("name, option", [(name, option) for name in OPTIONS for option in OPTIONS[name]])
 def test_an_option_of_a_row_reaches_its_loss(name, option):
     """`partial(TABLE["cpgd"].loss, drift=0.5)` has that drift, not the default, in value or in gradient."""
     x, logits, value = data(1.5)

@@ -7,6 +7,7 @@ import pytest
 import ranks
 import tiny
 import torch
+from cases import each
 
 import rft_fn as rft
 from rft_fn import engine, optim, sync
@@ -181,7 +182,7 @@ def test_the_manifest_compares_every_dimension(change):
     assert any(x.dim() == 2 and x.shape[0] != x.shape[1] for x in state.params.values())
 
 
-@pytest.mark.parametrize(("fault", "name", "message"), FAULTS)
+@each(("fault", "name", "message"), FAULTS)
 def test_the_manifest_names_what_is_wrong_with_a_tensor(fault, name, message):
     """And nothing is ever sampled from an engine that got some of the weights."""
     st, state, eng = started()

@@ -6,6 +6,7 @@ import pickle
 import optree
 import pytest
 import torch
+from cases import each
 from torch.utils import _pytree as torch_pytree
 
 from rft_fn import tree
@@ -129,7 +130,7 @@ def test_no_walk_gets_past_donation(read):
         read(x)
 
 
-@pytest.mark.parametrize(
+@each(
     "read",
     [
         lambda n: n["a"],

@@ -9,6 +9,7 @@ import pytest
 import ref
 import ref_rewards
 import torch
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,13 +22,13 @@ WEIGHTS = {
     "seq_sum": (weight.seq_sum, ref.seq_sum),
     "constant": (partial(weight.constant, length=7), partial(ref.constant, length=7)),
 }
-each = pytest.mark.parametrize("name", WEIGHTS)
+each_name = each("name", WEIGHTS)
 masks = (
     st.integers(0, 2**32).map(lambda s: np.random.default_rng(s)).map(lambda g: g.random((5, 6)) < g.random())
 )
 
 
-@each
+@each_name
 @given(mask=masks)
 def test_against_the_definition(name, mask):
     ours, definition = WEIGHTS[name]
@@ -71,7 +72,7 @@ def test_means_over_units_of_any_sizes(name, mask, data):
         torch.testing.assert_close(pairs, weight.pair_mean(torch.from_numpy(mask)), rtol=0, atol=0)
 
 
-@each
+@each_name
 @given(mask=masks)
 def test_masked_rows_and_padding_change_nothing(name, mask):
     """B counts the rows that have a token in mask: what a filter has masked
@@ -85,7 +86,7 @@ def test_masked_rows_and_padding_change_nothing(name, mask):
     assert (out == 0).all()
 
 
-@each
+@each_name
 def test_a_batch_without_a_token_gives_zeros_and_not_nan(name):
     """A fault of other systems: a masked mean of nothing is 0 / 0, and one such
     row makes the whole step NaN."""
@@ -397,7 +398,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), BAD)
+@each(("call", "message"), BAD)
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError) as error:
         call()

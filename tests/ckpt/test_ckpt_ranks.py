@@ -10,6 +10,7 @@ import pytest
 import ranks
 import tiny
 import torch
+from cases import each
 from test_ckpt import full
 
 import rft_fn as rft
@@ -124,8 +125,8 @@ def same(a, b):
     )
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@each("case", CASES)
+@each("world", [1, 2, 4])
 def test_the_same_number_goes_on_to_the_bit(trips, world, case):
     found = trips[world, case]
     straight, again = found["straight"], found[world]
@@ -135,8 +136,8 @@ def test_the_same_number_goes_on_to_the_bit(trips, world, case):
     assert torch.equal(again["extra"]["moments"]["mean"], EXTRA["moments"]["mean"])
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("source", "world"), [(1, 4), (1, 2), (4, 2), (4, 1), (2, 1)])
+@each("case", CASES)
+@each(("source", "world"), [(1, 4), (1, 2), (4, 2), (4, 1), (2, 1)])
 def test_another_number_goes_on(trips, source, world, case):
     """The state is restored to the bit; what differs is the order in which gradients are added."""
     straight, found = trips[source, case]["straight"], trips[world, case][source]
@@ -149,8 +150,8 @@ def test_another_number_goes_on(trips, source, world, case):
             torch.testing.assert_close(found["end"][name], x, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world", [2, 4])
+@each("case", CASES)
+@each("world", [2, 4])
 def test_every_part_is_written_once_and_by_all(trips, world, case):
     meta = json.loads((trips["folder"] / case / f"w{world}" / "meta.json").read_text())
     written = dict.fromkeys(range(world), 0)
@@ -257,7 +258,7 @@ WANT = {
 }
 
 
-@pytest.mark.parametrize("what", WANT)
+@each("what", WANT)
 def test_an_error_on_one_rank_is_raised_on_all(trips, what):
     one, other = (f[what] for f in trips["faults"])
     assert one == other and one.startswith(WANT[what]), one

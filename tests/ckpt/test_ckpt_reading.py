@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import tiny
 import torch
+from cases import each
 
 from rft_fn import ckpt, optim, reward_shaping, strategy, tree, types
 from rft_fn.ckpt import folder
@@ -67,7 +68,7 @@ EXTRAS = {
 }
 
 
-@pytest.mark.parametrize("what", EXTRAS)
+@each("what", EXTRAS)
 def test_an_extra_comes_back_as_it_was(tmp_path, what):
     st, _, state = start()
     st.save(tmp_path / "step_1", state, EXTRAS[what])

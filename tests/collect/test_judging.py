@@ -14,6 +14,7 @@ import pytest
 import ranks
 import tiny
 import torch
+from cases import each
 
 import rft_fn as rft
 from rft_fn import collect, data, dist, reward
@@ -416,7 +417,7 @@ def test_a_limit_is_above_zero(timeout):
 ROWS = [g for g in range(5) for _ in range(G)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("group", "prompts", "message"),
     [
         ([0, 0, 0, 0, 1, 1, 2, 2], 4, "as many rows of each of 4 groups, got 4 of group 0 and 2 of group 1"),

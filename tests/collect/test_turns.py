@@ -7,6 +7,7 @@ import pytest
 import ranks
 import tiny
 import torch
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as hs
 from spoken import END, Spoken, words
@@ -290,7 +291,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("env, line", BAD, ids=range(len(BAD)))
+@each("env, line", BAD, ids=range(len(BAD)))
 def test_a_bad_environment_is_named_with_its_row_and_turn(env, line):
     closed = []
     with pytest.raises(ValueError) as found:

@@ -8,6 +8,7 @@ import chats
 import pytest
 import tiny
 import torch
+from cases import each
 
 from rft_fn import data, model, rng
 
@@ -245,7 +246,7 @@ def test_long_prompts_of_a_file_are_left_out():
         assert data.from_rows(rows, tiny.tokenizer(), max_prompt=10).size == 10
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: data.load("no.jsonl", tiny.tokenizer()), "could not read 'no.jsonl': no such file"),
@@ -276,7 +277,7 @@ def test_bad_input(call, message):
         call()
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "row", "message"),
     [
         ("{a}", {"a": None}, "^data: f, line 3: column 'a' is empty$"),
@@ -354,7 +355,7 @@ def test_a_chat_template_that_fails_is_a_line():
 GOOD = {"question": "1+1=", "answer": "2", "tests": ["a"]}
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "options", "message"),
     [
         ({"question": None}, {}, "column 'question' is empty"),

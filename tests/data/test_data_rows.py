@@ -7,6 +7,7 @@ import time
 import pyarrow.parquet
 import pytest
 import tiny
+from cases import each
 
 from rft_fn import data
 
@@ -77,7 +78,7 @@ def test_places_are_lines_as_an_editor_counts_them(tmp_path, name, text, lines):
     assert [rows.place(i) for i in range(len(rows))] == [f"{tmp_path / name}, line {n}" for n in lines]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "text", "message"),
     [
         (
@@ -150,7 +151,7 @@ def test_all_broken_lines_are_counted_with_the_rows_that_lack_something(tmp_path
 HALF = "\\ud83d"  # of a surrogate pair, as JSON may hold it alone
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "place"),
     [
         ('{"question": "hi ' + HALF + ' there"}', "['question']"),
@@ -159,7 +160,7 @@ HALF = "\\ud83d"  # of a surrogate pair, as JSON may hold it alone
         ('{"question": "1", "' + HALF + '": 1}', ""),
     ],
 )
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+@each("name", ["rows.jsonl", "rows.json"])
 def test_text_that_is_no_unicode_is_named_with_its_line(tmp_path, row, place, name):
     """Half of a surrogate pair is in no vocabulary, and no file can be written with it."""
     rows = ['{"question": "1\\ud83d\\ude00"}', row]

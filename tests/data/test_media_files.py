@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import ref
 import torch
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -72,8 +73,8 @@ def test_a_medium_has_the_name_of_its_file_or_else_of_its_content():
     assert one != other and one == f"image-{digest(png())[:12]}"
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
-@pytest.mark.parametrize("channels", [1, 2])
+@each("width", [1, 2, 3, 4])
+@each("channels", [1, 2])
 def test_wav_files_of_every_width_hold_the_samples_that_were_written(width, channels):
     """Within one step of the width; channels are averaged."""
     samples = np.random.default_rng(0).uniform(-0.9, 0.9, (50, channels))
@@ -140,7 +141,7 @@ def saved(picture, kind, **options):
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
+@each(
     "content",
     [
         Image.fromarray(GREY.astype(np.uint16)),
@@ -244,7 +245,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("source", "message"), BROKEN)
+@each(("source", "message"), BROKEN)
 def test_an_image_that_cannot_be_read_says_why(source, message, tmp_path):
     with pytest.raises(ValueError) as error:
         image(read(Medium("image", source, tmp_path)))
@@ -290,7 +291,7 @@ SILENT = [
 ]
 
 
-@pytest.mark.parametrize(("content", "message"), SILENT)
+@each(("content", "message"), SILENT)
 def test_audio_that_cannot_be_read_says_why(content, message):
     with pytest.raises(ValueError) as error:
         sound(content, rate=16000)

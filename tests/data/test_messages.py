@@ -7,6 +7,7 @@ from datetime import date, datetime
 import chats
 import pytest
 import schemas
+from cases import each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -54,7 +55,7 @@ CALL = {"name": "add", "arguments": {"a": 1}}
 CALLED = {"type": "function", "function": CALL}
 
 
-@pytest.mark.parametrize(
+@each(
     ("cell", "turns"),
     [
         ([user("a"), says("b")], [user("a"), says("b")]),
@@ -137,7 +138,7 @@ def test_a_column_holds_the_system_prompt_of_a_conversation():
     assert [chats.shown(tok, x) for x in found] == [kept] * 5
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "options", "columns"),
     [
         ({"system": "S"}, {}, ["system"]),
@@ -174,7 +175,7 @@ def test_media_that_a_model_of_text_does_not_read_are_announced(kind):
         getattr(data, kind).from_rows([row], tok)
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "message"),
     [
         ({"q": "a"}, "^the row has no column 'm'; it has 'q'$"),
@@ -227,7 +228,7 @@ def spelled(text):
     return text
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "turns", "kwargs", "text"),
     [
         ("CHATML", FEW[3:], {}, "[S]Be kind.[E]\n[U]2+2[E]\n[A]"),
@@ -268,7 +269,7 @@ def test_a_system_prompt_that_a_template_refuses_is_put_before_the_first_questio
         assert data.render(chat.tokenizer, "a", system="S") == chat.prompt(talk(user("S\n\na")))
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "turns", "message"),
     [
         ("GEMMA2", [user("a"), user("b")], "chat template: .* render user, user, got .*: turns alternate"),
@@ -471,8 +472,8 @@ def test_one_question_in_many_forms_is_one_prompt_and_one_lesson(tmp_path):
     assert all(PLAIN in prompt for prompt, _ in found.values())
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("system", [None, "S"])
+@each("name", TEMPLATES)
+@each("system", [None, "S"])
 def test_text_is_learned_with_the_ids_of_a_conversation(name, system):
     """The same end of a turn, prompt and mask, of examples, pairs, lists and points alike."""
     tok = chats.tokenizer(getattr(chats, name))

@@ -7,6 +7,7 @@ import chats
 import datasets
 import pytest
 import tiny
+from cases import each
 
 from rft_fn import data
 from rft_fn.data import wrong_answers
@@ -155,8 +156,8 @@ def saved(form, folder, rows):
     return f"{folder}:main"
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet", "hub"])
-@pytest.mark.parametrize("kind", [*OF_FILES, *(f"{kind} in turns" for kind in MESSAGES)])
+@each("form", ["jsonl", "parquet", "hub"])
+@each("kind", [*OF_FILES, *(f"{kind} in turns" for kind in MESSAGES)])
 def test_the_rows_of_every_file_make_the_items_of_rows(kind, form, tmp_path):
     """Also where some rows lack a column, which a table fills with nothing."""
     kind, *turns = kind.split(maxsplit=1)
@@ -212,7 +213,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "change", "options", "message"), BAD)
+@each(("kind", "change", "options", "message"), BAD)
 def test_a_row_that_cannot_be_used_is_named_and_counted(kind, change, options, message):
     with pytest.raises(ValueError, match=rf"^data: rows, row 1: .*{message}.*1 of 1 rows cannot be used"):
         of(kind, [{**MAKE[kind][1], **change}], **options)

@@ -13,6 +13,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -28,16 +29,16 @@ def rows(name, level, count=200, seed=7):
     return [TASKS[name].generate(seed, index, level) for index in range(count)]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", NAMES)
+@each("level", LEVELS)
+@each("name", NAMES)
 def test_verifier_accepts_the_answer_of_every_row_with_any_whitespace_around_it(name, level):
     for row in rows(name, level):
         assert TASKS[name].verify(row["answer"], row) == 1.0
         assert TASKS[name].verify(f"\n  {row['answer']}\t", row) == 1.0
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", NAMES)
+@each("level", LEVELS)
+@each("name", NAMES)
 def test_verifier_rejects_what_is_not_the_answer(name, level):
     for row in rows(name, level):
         answer = row["answer"]
@@ -99,8 +100,8 @@ def test_the_rows_of_a_seed_never_change():
 GOLDEN = ["2+3=", "reverse:wyh=", "sort:744=", "count:k,kifykk=", "make:2,15,1,13=", "red=", "pitch="]
 
 
-@pytest.mark.parametrize("level", (1, 2, 3))
-@pytest.mark.parametrize("name", NAMES)
+@each("level", (1, 2, 3))
+@each("name", NAMES)
 def test_chance_is_what_the_guesser_scores(name, level):
     task, draw, count = TASKS[name], random.Random(level), 2000
     problems = [task.generate(11, index, level) for index in range(count)]
@@ -179,7 +180,7 @@ def test_letter_count_has_no_answer_that_is_better_than_chance():
 REVERSE = {"question": "", "short": "reverse:abcd=", "answer": "dcba", "level": "2"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "score"),
     [
         ("dcba", 1.0),
@@ -206,7 +207,7 @@ def test_partial_credit_never_reaches_the_exact_score(text):
 COUNTDOWN = {"numbers": "2,3,8,8", "target": "24", "level": "2"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "score"),
     [
         ("(8-2)*(8/2)", 0.0),  # a number twice, another not at all

@@ -10,6 +10,7 @@ import pytest
 import ref
 import tiny
 import torch
+from cases import each
 from families import small
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -289,7 +290,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changed", "message"), REFUSED)
+@each(("changed", "message"), REFUSED)
 def test_a_bad_request_names_what_is_wrong_and_loses_nothing(llama, changed, message):
     """The same line from the engine and from `gather_and_generate`."""
     asked = {"prompts": [[3], [4, 5]], "keys": [1, 2], "n": 2, "sampling": rft.Sampling(max_new=10)} | changed

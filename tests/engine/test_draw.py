@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import ref
 import torch
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,8 +51,8 @@ def test_draws_have_the_distribution():
     assert chi2 < 10 + 5 * 20**0.5
 
 
-@pytest.mark.parametrize("u", [0.0, 1 - 2**-53])
-@pytest.mark.parametrize("only", range(7))
+@each("u", [0.0, 1 - 2**-53])
+@each("only", range(7))
 def test_a_token_of_probability_0_is_never_drawn(only, u):
     p = torch.zeros(1, 7)
     p[0, only] = 1e-30

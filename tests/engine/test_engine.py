@@ -5,6 +5,7 @@ import math
 import pytest
 import tiny
 import torch
+from cases import each
 
 import rft_fn as rft
 from rft_fn import collect, engine, model, packing, rng, tree, weight
@@ -205,7 +206,7 @@ def test_gather_and_generate_shares_out_prompts():
     assert sampled == [responses(whole, i, 2) for i in range(4)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from cases import each
 from fake_server import FAULTS, FakeServer, serving
 
 import rft_fn as rft
@@ -457,8 +458,8 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_asked(options, l
         engine.check_config(engine.EngineConfig(**options))
 
 
-@pytest.mark.parametrize("kind", ["openai", "sglang", "hf", "vllm"])
-@pytest.mark.parametrize("server", ["http://me:S1@h:1", "http://S1@h:1", "http://h:1/?api_key=S1"])
+@each("kind", ["openai", "sglang", "hf", "vllm"])
+@each("server", ["http://me:S1@h:1", "http://S1@h:1", "http://h:1/?api_key=S1"])
 def test_an_address_has_no_secret_which_a_run_would_write_down(kind, server):
     """Of engines that have no servers too: the options are written all the same."""
     config = engine.EngineConfig(type=kind, servers=("http://h:2", server), key_env="MINE")

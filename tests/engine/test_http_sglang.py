@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import each
 from test_http import answering, raw
 
 from rft_fn.engine import openai, sglang
@@ -237,8 +238,8 @@ def test_scores_that_are_none_are_faults(form):
         scored(-2, 3)
 
 
-@pytest.mark.parametrize("dialect", [DIALECT, VLLM], ids=["sglang", "vllm"])
-@pytest.mark.parametrize("window", ["128", 1.5, True, -4, [128]])
+@each("dialect", [DIALECT, VLLM], ids=["sglang", "vllm"])
+@each("window", ["128", 1.5, True, -4, [128]])
 def test_a_window_that_is_none_is_a_fault(dialect, window):
     options = {"max_context_length": window, "weight_version": "7", "served_model_name": "tiny"}
     models = {"data": [{"id": "tiny", "max_model_len": window}]}

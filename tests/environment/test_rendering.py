@@ -5,6 +5,7 @@ from datetime import date
 import chats
 import pytest
 import tiny
+from cases import each
 
 from rft_fn import environment
 from rft_fn.data import chat_template
@@ -19,8 +20,8 @@ def tokenizer(name, end="<|im_end|>"):
     return chats.tokenizer(getattr(chats, name), end=end)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("role", ["user", "tool"])
+@each("name", TEMPLATES)
+@each("role", ["user", "tool"])
 def test_a_reply_is_what_the_template_writes_behind_the_response(name, role):
     """Prompt, response and reply together are the whole conversation as the template renders it."""
     end = "<|eot|>" if name == "LLAMA3" else "<|im_end|>"

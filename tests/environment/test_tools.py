@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import chats
 import pytest
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as hs
 
@@ -160,8 +161,8 @@ def test_a_broken_call_is_an_error_for_the_model(text, line):
 NESTED = {"of lists": "[" * 1_200 + "]" * 1_200, "of objects": '{"a":' * 1_200 + "1" + "}" * 1_200}
 
 
-@pytest.mark.parametrize("kind", NESTED)
-@pytest.mark.parametrize("form", [*FORMS, "bare"])
+@each("kind", NESTED)
+@each("form", [*FORMS, "bare"])
 def test_brackets_without_end_are_an_error_for_the_model(form, kind):
     parse = _parser(FORMS.get(form, BARE_JSON))
     plain = f'<tool_call>[TOOLS] [{{"name": "f", "arguments": {NESTED[kind]}, "parameters": {NESTED[kind]}}}]'
@@ -326,7 +327,7 @@ def output(name, arguments=None, error="", timeout=0.2, max_output=100):
     return asyncio.run(run_tool(TOOLS, call, timeout=timeout, max_output=max_output))
 
 
-@pytest.mark.parametrize(
+@each(
     "name, arguments, text",
     [
         ("search", {"query": "a", "top": 5}, "a/5/web/None"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import each
 
 from rft_kernels import engines, linear_logprob, logits_logprob
 
@@ -32,8 +33,8 @@ def run(f):
     return out.detach(), torch.autograd.grad(out[ROWS].square().sum(), leaves, allow_unused=True)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@each("dynamic", [False, True])
+@each("call", CALLS.values(), ids=CALLS)
 def test_one_graph_with_the_values_of_eager_mode(call, dynamic):
     torch._dynamo.reset()
     got = run(torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager"))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import each
 
 from rft_kernels import engines, linear_logprob, logits_logprob
 
@@ -120,7 +121,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("args", "options", "message"), BAD, ids=[m for _, _, m in BAD])
+@each(("args", "options", "message"), BAD, ids=[m for _, _, m in BAD])
 def test_bad_logits(args, options, message):
     with pytest.raises(ValueError) as error:
         logits_logprob(*args, **options)

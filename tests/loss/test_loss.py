@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import ref
 import torch
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import agree, table
@@ -42,8 +43,8 @@ POLICY = ("ppo_clip", "clip_higher", "dual_clip", "reinforce")
 seeds = st.integers(0, 2**32)
 
 
-@pytest.mark.parametrize("w", WEIGHTS)
-@pytest.mark.parametrize("name", LOSSES)
+@each("w", WEIGHTS)
+@each("name", LOSSES)
 @settings(max_examples=4)
 @given(seed=seeds)
 def test_no_cut_of_the_batch_changes_the_gradient(name, w, seed):
@@ -52,7 +53,7 @@ def test_no_cut_of_the_batch_changes_the_gradient(name, w, seed):
     testing.check_partition_invariance(LOSSES[name], weight=WEIGHTS[w], seed=seed, rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@each("name", LOSSES)
 @settings(max_examples=3)
 @given(seed=seeds, w=st.sampled_from(sorted(WEIGHTS)))
 def test_padding_packing_and_order_change_nothing_and_extremes_are_finite(name, seed, w):
@@ -181,9 +182,9 @@ def test_a_kl_loss_in_a_pack_has_a_gradient():
         assert g["bigram"].abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("gap", [30.0, 50.0, -50.0, 1e4, -1e4])
-@pytest.mark.parametrize("name", ["ppo_clip", "reinforce", "kl_k1", "kl_k2", "kl_k3", "kl"])
+@each("dtype", [torch.float32, torch.float64])
+@each("gap", [30.0, 50.0, -50.0, 1e4, -1e4])
+@each("name", ["ppo_clip", "reinforce", "kl_k1", "kl_k2", "kl_k3", "kl"])
 def test_values_and_gradients_are_finite_at_any_log_ratio(name, gap, dtype):
     """A fault of other systems: exp of an unbounded log-ratio: 1e13 at a gap of 30, inf in float32 at 89."""
     logp = torch.full((2,), min(gap, 0.0), dtype=dtype).requires_grad_()
@@ -250,7 +251,7 @@ ABSENT = [
 ]
 
 
-@pytest.mark.parametrize(("f", "line"), ABSENT)
+@each(("f", "line"), ABSENT)
 def test_a_loss_that_reads_an_absent_field_is_told_where_it_comes_from(f, line):
     """One line, whoever noticed that it is absent: torch, Python, or a loss of this library."""
     b = tree.replace(packing.pack(testing.case(0).exp, [3]), ref_logp=None)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import ref
 import torch
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import agree, table
@@ -32,17 +33,17 @@ LOSSES = {name: of_sequence(f) for name, f in SEQUENCE.items()} | {n: of_token(f
 LOSSES["wide_gspo"] = of_sequence(loss.gspo, low=0.2, high=0.3)
 LOSSES["kl_cov"] = lambda o, b: loss.kl_cov(o.logp, b.old_logp, b.adv, (b.ret > 0).double())
 WEIGHTS = {"token_mean": weight.token_mean, "seq_mean": weight.seq_mean, "seq_sum": weight.seq_sum}
-each = pytest.mark.parametrize("name", LOSSES)
+each_name = each("name", LOSSES)
 
 
-@each
+@each_name
 @settings(max_examples=6)
 @given(seed=seeds, w=st.sampled_from(sorted(WEIGHTS)))
 def test_no_cut_padding_order_or_extreme_breaks_it(name, seed, w):
     testing.check_all(LOSSES[name], weight=WEIGHTS[w], seed=seed)
 
 
-@each
+@each_name
 @settings(max_examples=5)
 @given(seed=seeds, w=st.sampled_from(sorted(WEIGHTS)))
 def test_on_policy_the_gradient_is_that_of_reinforce(name, seed, w):
@@ -204,7 +205,7 @@ def slope(f, rho, adv, old=0.5):
     return torch.autograd.grad(out.sum(), logp)[0].item()
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "options", "rho", "adv", "want"),
     [
         ("cispo", {"high": 0.5}, 1.9, 1.0, -1.5),  # the weight is cut, the token still learns
@@ -255,9 +256,9 @@ def test_sapo_is_softer_on_both_sides_and_harder_on_negative_advantages():
     assert abs(slope(loss.sapo, 2.0, -1.0)) < abs(slope(loss.sapo, 2.0, 1.0))
 
 
-@pytest.mark.parametrize("name", [*TOKEN, "kl_cov"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("gap", [50.0, -50.0, 1e4, -1e4])
+@each("name", [*TOKEN, "kl_cov"])
+@each("dtype", [torch.float32, torch.float64])
+@each("gap", [50.0, -50.0, 1e4, -1e4])
 def test_extreme_log_ratios_are_finite_in_value_and_gradient(name, gap, dtype):
     logp = torch.full((2,), min(gap, 0.0), dtype=dtype).requires_grad_()
     old, adv = torch.full((2,), -max(gap, 0.0), dtype=dtype), torch.tensor([1.0, -1.0], dtype=dtype)
@@ -278,8 +279,8 @@ IMPOSSIBLE = LOSSES | {
 }
 
 
-@pytest.mark.parametrize("name", IMPOSSIBLE)
-@pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
+@each("name", IMPOSSIBLE)
+@each("sign", [1.0, -1.0, 0.0])
 def test_a_token_that_both_policies_exclude_has_ratio_1_and_no_gradient(name, sign):
     """-inf - -inf is NaN; to its neighbours such a token is one whose log-prob did not change."""
     b = packing.pack(testing.case(0).exp, [3, 4])
@@ -333,8 +334,8 @@ BOUNDED = {  # what each loss is at a log-ratio d and an advantage of -1, where 
 }
 
 
-@pytest.mark.parametrize("name", BOUNDED)
-@pytest.mark.parametrize("sign", [1, -1])
+@each("name", BOUNDED)
+@each("sign", [1, -1])
 def test_log_ratios_count_up_to_20_and_no_further(name, sign):
     """The bound is of each token, before any mean, and nothing is bent before it is reached."""
     f, definition = BOUNDED[name]
@@ -378,7 +379,7 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
+@each("name", DEFAULTS)
 def test_the_defaults_are_those_of_the_papers(name):
     """On log-ratios and probabilities of all sizes, values and gradients."""
     g = torch.Generator().manual_seed(0)

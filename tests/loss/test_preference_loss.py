@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import ref_rewards as ref
 import torch
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import agree, table
@@ -229,7 +230,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "message"), BAD)
+@each(("call", "message"), BAD)
 def test_bad_scores_are_named(call, message):
     with pytest.raises(ValueError) as error:
         call()

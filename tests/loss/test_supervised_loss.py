@@ -8,6 +8,7 @@ import pytest
 import ref
 import tiny
 import torch
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import agree, table
@@ -293,7 +294,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), BAD)
+@each(("call", "message"), BAD)
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError) as error:
         call()

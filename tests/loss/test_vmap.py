@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from cases import each
 from torch.func import grad, vjp, vmap
 
 from rft_fn import advantage, loss, model, packing, scan, testing, tree, weight
@@ -59,7 +60,7 @@ SWEEPS = {
 }
 
 
-@pytest.mark.parametrize("name", SWEEPS)
+@each("name", SWEEPS)
 def test_every_loss_can_be_swept(name):
     logp, b = buffer(1)
     points = torch.tensor([0.05, 0.2, 0.6])
@@ -70,7 +71,7 @@ def test_every_loss_can_be_swept(name):
     assert not torch.equal(got[0], got[2]) or name in ("dppo_tv", "dppo_kl")
 
 
-@pytest.mark.parametrize(
+@each(
     "estimator",
     [
         advantage.grpo,

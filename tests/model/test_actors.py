@@ -6,6 +6,7 @@ import json
 import pytest
 import tiny
 import torch
+from cases import each
 from safetensors.torch import save_file
 from sees_and_hears import FAMILIES, batch
 from test_probe import quiet
@@ -53,7 +54,7 @@ def scores(lm, **how):
 # -------------------------------------------------------------------------------------------------- loaded
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_a_config_with_towers_gives_the_whole_model(folders, kind):
     """Every parameter and buffer is that of the module which was saved, with memory first or without."""
     want = FAMILIES[kind].build(torch.float32)
@@ -117,7 +118,7 @@ def test_of_a_model_that_speaks_it_is_the_part_that_writes(tmp_path, meta):
 # ---------------------------------------------------------------------------------------- actors by name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_actors_are_a_module_and_its_modality(folders, kind):
     expected = ActorModality(MODALITY.get(kind, "vision_language"))
     made = {
@@ -230,7 +231,7 @@ def adapted(lm):
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_adapters_are_in_the_text_model_unless_a_tower_is_asked_for(folders, kind):
     lm = model.load(folders / kind, meta=True)
     towers = [model.parts.path_of(t, lm) for t in model.parts.find(lm).towers]

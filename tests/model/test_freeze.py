@@ -4,6 +4,7 @@ import pytest
 import ranks
 import tiny
 import torch
+from cases import each
 from sees_and_hears import FAMILIES
 from test_actors import TEXT, loss_fn, rollout, rows, scores, trained
 from test_probe import quiet
@@ -36,7 +37,7 @@ def closed(name):
 # ------------------------------------------------------------------------------------------------ patterns
 
 
-@pytest.mark.parametrize(
+@each(
     ("patterns", "held"),
     [
         (["visual"], lambda n: ".visual." in n),
@@ -48,7 +49,7 @@ def closed(name):
         (["towers"], lambda n: ".visual." in n),
     ],
 )
-@pytest.mark.parametrize("meta", [False, True])
+@each("meta", [False, True])
 def test_a_pattern_is_a_part_of_a_path(folder, patterns, held, meta):
     lm = model.load(folder, freeze=patterns, meta=meta)
     names = {name for name, _ in lm.named_parameters()}
@@ -244,7 +245,7 @@ def test_a_run_freezes_what_its_option_names(folder):
         options.Policy(lora_rank=4, freeze=("visual",))
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@each("kind", FAMILIES)
 def test_weights_that_the_class_keeps_fixed_are_fixed_either_way(tmp_path, kind):
     """The same names are trained with memory first or without; sinusoids of positions are none of them."""
     made = FAMILIES[kind].build(torch.float32)

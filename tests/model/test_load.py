@@ -10,6 +10,7 @@ import time
 import pytest
 import tiny
 import torch
+from cases import each
 from ranks import free_port, run
 from safetensors.torch import load_file, save_file
 
@@ -58,8 +59,8 @@ def infinite(held):
     held["lm_head.weight"][0, 0] = float("-inf")
 
 
-@pytest.mark.parametrize("meta", [False, True])
-@pytest.mark.parametrize(
+@each("meta", [False, True])
+@each(
     ("tensors", "config", "message"),
     [
         (drop, {}, r"missing: model\.layers\.1\.mlp\.up_proj\.weight"),
@@ -86,8 +87,8 @@ def test_every_tensor_of_a_model_has_to_be_there(whole, tmp_path, tensors, confi
 MADE = "expected a config.json that a model can be made of, got"
 
 
-@pytest.mark.parametrize("load", [model.load, model.load_critic, model.load_reward], ids=lambda f: f.__name__)
-@pytest.mark.parametrize(
+@each("load", [model.load, model.load_critic, model.load_reward], ids=lambda f: f.__name__)
+@each(
     ("config", "message"),
     [
         ({"num_attention_heads": 0}, "could not load .* modulo by zero"),

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import tiny
 import torch
+from cases import each
 from families import seeing
 from ranks import run
 from torch import nn
@@ -159,7 +160,7 @@ def test_auto_leaves_a_real_vision_tower_alone():
     assert len(names) == 7 and all("language_model" in n for n in names)
 
 
-@pytest.mark.parametrize(
+@each(
     ("targets", "exclude", "count", "within"),
     [
         ("q_proj", (), 2, "language_model"),
@@ -384,7 +385,7 @@ def edited(saved, tmp_path, **changes):
     return folder
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "message"),
     [
         ({"use_dora": True}, "expected plain LoRA adapters, got use_dora"),

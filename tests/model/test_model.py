@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from cases import each
 from torch import nn
 
 import rft_fn as rft
@@ -168,7 +169,7 @@ def test_lora_trains_adapters_only_and_starts_as_the_base():
     assert any(n.endswith("lora_A.default.weight") and "down_proj" in n for n in params)
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "message"),
     [
         (lambda: model.load("./nowhere"), "model: expected a folder, a hub name .* got './nowhere'"),

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import pytest
 import tiny
 import torch
+from cases import each
 from sees_and_hears import FAMILIES, batch
 from test_probe import quiet
 
@@ -121,8 +122,8 @@ def test_a_folder_that_was_saved_in_low_precision(folder, tmp_path, kind):
     assert gap < 1e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
+@each("kind", KINDS)
+@each(
     ("options", "message"),
     [
         ({}, "expected adapters on a quantised model.*lora_rank"),

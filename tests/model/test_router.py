@@ -8,6 +8,7 @@ import pytest
 import ref
 import tiny
 import torch
+from cases import each
 from families import DELTA, EXPERTS, USUAL
 from ranks import run
 from test_house import load_script as script
@@ -90,7 +91,7 @@ def defined(kind, lm):
     return [torch.where(EXP.mask, torch.from_numpy(x), 0) for x in out]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_the_balance_is_that_of_each_row_alone(kind):
     """In packs, or one sequence after the other where a model mixes them."""
     lm, st = small(kind), get_fake_strategy()

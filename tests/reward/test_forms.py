@@ -4,6 +4,7 @@ import html
 import json
 
 import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 from judges import ATTACKS
@@ -37,8 +38,8 @@ any_text = st.text(max_size=60) | st.lists(
 ).map("".join)
 
 
-@pytest.mark.parametrize("parse", [*PARSERS, Choice()], ids=repr)
-@pytest.mark.parametrize("share", [0, 0.25, 0.5, 0.75, 1])
+@each("parse", [*PARSERS, Choice()], ids=repr)
+@each("share", [0, 0.25, 0.5, 0.75, 1])
 def test_a_parser_reads_what_it_writes(parse, share):
     if isinstance(parse, Choice):
         share = round(share * 2) / 2
@@ -68,7 +69,7 @@ NUMBERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "x"), NUMBERS.items())
+@each(("text", "x"), NUMBERS.items())
 def test_numbers_are_decimals_in_ascii(text, x):
     assert verdicts.number(text) == x
 
@@ -118,7 +119,7 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize(("parse", "said", "share"), SAID, ids=[f"{p!r} {s:.30}" for p, s, _ in SAID])
+@each(("parse", "said", "share"), SAID, ids=[f"{p!r} {s:.30}" for p, s, _ in SAID])
 def test_verdicts(parse, said, share):
     assert parse(said) == (share if share is None else pytest.approx(share))
 

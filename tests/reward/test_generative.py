@@ -11,6 +11,7 @@ import judges
 import numpy as np
 import pytest
 import torch
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -392,7 +393,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), BAD)
+@each(("options", "message"), BAD)
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         judge(length_of, **options)

@@ -7,6 +7,7 @@ import re
 import chats
 import judges
 import pytest
+from cases import each
 
 from rft_fn import reward
 from rft_fn.data.masks import special_tokens
@@ -18,7 +19,7 @@ FORMS = {name: forms.named(name) for name in forms.FORMS}
 HARMLESS = "345"
 OWN = {"score": 0.3, "json": 0.3, "pair": 0.0, "terse": 0.0}  # what the judge itself thinks of all responses
 
-by_form = pytest.mark.parametrize("name", FORMS)
+by_form = each("name", FORMS)
 
 
 def shown(tokenizer, form, response):
@@ -28,7 +29,7 @@ def shown(tokenizer, form, response):
 
 
 @by_form
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=list(TEMPLATES))
+@each("template", TEMPLATES.values(), ids=list(TEMPLATES))
 def test_no_response_adds_a_special_token_or_a_delimiter(template, name):
     tokenizer, form = chats.tokenizer(template, end="<|im_end|>"), FORMS[name]
     special = special_tokens(tokenizer)

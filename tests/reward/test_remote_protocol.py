@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -192,7 +193,7 @@ ONE = '{"prompts": ["a"], "completions": ["a"], '
 BAD = WHOLE | {ONE + x + "}": line for x, line in FURTHER.items()}
 
 
-@pytest.mark.parametrize("data", BAD)
+@each("data", BAD)
 def test_other_requests_are_refused_in_one_line(data):
     with pytest.raises(ValueError) as caught:
         protocol.read_request(data.encode())

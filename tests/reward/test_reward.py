@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ def one(fn, completion, **columns):
 # ------------------------------------------------------------------------------------------------- extractors
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "content"),
     [
         (r"so \boxed{72}.", "72"),
@@ -75,7 +76,7 @@ def test_extractors_take_linear_time(text):
     assert time.perf_counter() - start < 2
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "number"),
     [
         ("The answer is 72.", "72"),
@@ -140,7 +141,7 @@ def test_extract_tag(text, content):
 # ---------------------------------------------------------------------------------------------------- answers
 
 
-@pytest.mark.parametrize(
+@each(
     ("completion", "reference", "score"),
     [
         ("It is 72.", "48 + 24 = <<48+24=72>>72\n#### 72", 1.0),
@@ -188,7 +189,7 @@ MATHS = [
 ]
 
 
-@pytest.mark.parametrize(("completion", "reference", "score"), MATHS)
+@each(("completion", "reference", "score"), MATHS)
 def test_math(completion, reference, score):
     assert one(reward.math(), completion, answer=reference) == score
 
@@ -259,7 +260,7 @@ def test_no_reward_reads_the_prompt(name):
     assert 0.0 in next(iter(seen)) and 1.0 in next(iter(seen)), "a constant reward carries no signal"
 
 
-@pytest.mark.parametrize(
+@each(
     ("completion", "score"),
     [
         (" <think>a</think>  <answer>b</answer>\n", 1.0),
@@ -327,7 +328,7 @@ ADVICE = (
 )
 
 
-@pytest.mark.parametrize(
+@each(
     ("fn", "message"),
     [
         (constant(1, 2, 3), "reward 'format': expected 4 values, got 3"),

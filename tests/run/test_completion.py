@@ -4,6 +4,7 @@ import shutil
 import subprocess
 
 import pytest
+from cases import each
 
 from rft_fn.run import parsing
 from rft_fn.tools import commands, scripts
@@ -64,7 +65,7 @@ def test_commands_and_scripts_are_offered(offers):
     assert shells == set(scripts.SHELLS)
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in scripts.folder().glob("*.py")))
+@each("name", sorted(p.stem for p in scripts.folder().glob("*.py")))
 def test_every_option_of_a_script_is_offered(name, offers):
     """Also those of its parts, by both of their names, and beside others that stand there."""
     config = scripts.config(scripts.find(name))

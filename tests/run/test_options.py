@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from cases import each
 from test_house import load_script
 
 from rft_fn import check, reward
@@ -64,7 +65,7 @@ def numbers(config):
             yield f.name
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@each("name", SCRIPTS)
 def test_no_script_takes_a_number_that_is_none(name):
     """NaN and inf are outside of every limit, and the error names the option."""
     required = {f.name: "x" for f in dataclasses.fields(CONFIGS[name]) if is_required(f)}
@@ -93,7 +94,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("given", "line"), BAD)
+@each(("given", "line"), BAD)
 def test_limits_are_those_of_the_subject(given, line):
     """In Python and on the command line alike."""
     with pytest.raises(ValueError) as error:

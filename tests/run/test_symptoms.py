@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from cases import each
 from test_house import load_script
 from test_run_page import blocks
 
@@ -128,7 +129,7 @@ def check_written(rows):
         assert all(here) or name == "eval/mean", (name, here)
 
 
-@pytest.mark.parametrize("name", [rule.name for rule in RULES])
+@each("name", [rule.name for rule in RULES])
 def test_each_rule_is_provoked_alone_and_not_just_below_its_limit(name):
     found, short = CASES[name]
     assert names(found) == [name]
@@ -177,7 +178,7 @@ def test_recorded_runs_that_learned_have_no_symptom_at_any_step(name):
     assert all(names(rows[:n]) == [] for n in range(1, len(rows) + 1))
 
 
-@pytest.mark.parametrize("name", [rule.name for rule in RULES])
+@each("name", [rule.name for rule in RULES])
 def test_a_run_shows_each_symptom_once_notes_it_in_every_row_and_reports_it(name, tmp_path, capsys):
     """The terminal, metrics.jsonl and the page, against the rules themselves at every step."""
     found = CASES[name][0] + history(25)

@@ -6,6 +6,7 @@ import threading
 from typing import get_args
 
 import pytest
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as some
 from rich.console import Console
@@ -41,7 +42,7 @@ def test_a_frame_has_metrics_phases_and_tokens(tmp_path):
     assert "0.1 " in text and "▁▂▃▄▅▅▆▇██" not in text
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@each("name", FIELDS)
 def test_tokens_are_coloured_by_any_of_their_numbers_as_on_the_page(name, tmp_path):
     run = read(write_run(tmp_path / "r"))
     text = printed(run, name, force_terminal=True, color_system="truecolor")

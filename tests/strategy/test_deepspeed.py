@@ -10,6 +10,7 @@ import pytest
 import ranks
 import tiny
 import torch
+from cases import each
 from torch import nn
 
 import rft_fn as rft
@@ -355,8 +356,8 @@ CASES = [(1, n) for n in ("grpo", "files", "resumed", "handed_over", "broken")]
 CASES += [(2, n) for n in (*SHARED, *OWN)]
 
 
-@pytest.mark.parametrize("stage", (1, 2, 3))
-@pytest.mark.parametrize("world, name", CASES)
+@each("stage", (1, 2, 3))
+@each("world, name", CASES)
 def test_same_as_one_process(world, name, stage):
     want = {} if name in ONLY_ZERO else expected(name)
     assert "error" not in want, want["error"]

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import tiny
 import torch
+from cases import each
 
 import rft_fn as rft
 from rft_fn import memory, optim
@@ -50,7 +51,7 @@ MOSTLY_ACTIVATIONS = memory.Estimate(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each(
     "changes, options, checkpointed, change",
     [
         ({}, {}, False, "set gradient_checkpointing"),
@@ -87,7 +88,7 @@ def test_nothing_to_estimate(models, budget):
 NARROW, WIDE = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize(
+@each(
     "options, world, sizes, types",
     [
         ({}, 1, (1, 1, 1, 1), (None, None, None, None)),

@@ -6,6 +6,7 @@ import re
 import pytest
 import tiny
 import torch
+from cases import each
 from test_fsdp2 import ANOTHER_APPLY
 
 import rft_fn as rft
@@ -207,8 +208,8 @@ class Weight(torch.nn.Module):
         return types.TokenOut(logp=torch.where(b.mask, self.w * (1 + b.pos), 0))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("count", [1, 7, 700])
+@each("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@each("count", [1, 7, 700])
 def test_gradients_of_packs_add_up_whatever_their_number_and_type(dtype, count):
     """In bfloat16 a sum of ones ends at 256; sums of float64 have all of its digits."""
     st = strategy.get_fake_strategy()
@@ -328,7 +329,7 @@ def test_command_lines_parse_as_they_stand(line, backend, values):
     assert StrategyConfig.from_args(defaults) == StrategyConfig()
 
 
-@pytest.mark.parametrize(
+@each(
     "name, value, want",
     [
         ("bf16", "yes", "True or False"),
@@ -360,7 +361,7 @@ def test_values_that_fit_are_taken():
         assert tyro.cli(StrategyConfig, args=line.split()).use_mp_opt is want
 
 
-@pytest.mark.parametrize(
+@each(
     "options, message",
     [
         ({"zero_stage": 4}, "zero_stage: expected an integer in [0, 3], got 4"),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import ref
 import torch
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,14 +79,14 @@ def test_the_ratio_of_the_whole_sequence_is_unbiased(f, seed, size, gap):
     testing.check_importance_bias(f, length=size[0], vocab=size[1], seed=seed, gap=gap, atol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("f", [weight.importance_seq, three_lines])
+@each("seed", range(5))
+@each("f", [weight.importance_seq, three_lines])
 def test_and_to_rounding_in_the_default_case(f, seed):
     testing.check_importance_bias(f, seed=seed)
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("name", BIASED)
+@each("seed", range(5))
+@each("name", BIASED)
 def test_every_other_correction_is_biased_and_is_told_by_how_much(name, seed):
     b = testing.importance_bias(BIASED[name], seed=seed)
     words = rf"over all 27 sequences of 3 the expected gradient has a bias of {b.bias:.2g} of its norm "
@@ -107,7 +108,7 @@ def test_but_not_without_a_ratio(name):
         testing.check_importance_bias(BIASED[name], length=1, vocab=5)
 
 
-@pytest.mark.parametrize("name", BIASED)
+@each("name", BIASED)
 def test_on_policy_no_correction_corrects_anything(name):
     b = testing.importance_bias(BIASED[name], gap=0.0)
     np.testing.assert_allclose(b, (0.0, 1.0, 1.0, 1.0), atol=1e-12)
@@ -132,8 +133,8 @@ def policy(logits, vocab, length):
     return dict(zip(prefixes, map(ref.softmax, logits.numpy()), strict=True))
 
 
-@pytest.mark.parametrize(("length", "vocab"), [(1, 3), (2, 3), (3, 2), (3, 3)])
-@pytest.mark.parametrize("name", ["nothing", "token", "prefix", "truncated_seq"])
+@each(("length", "vocab"), [(1, 3), (2, 3), (3, 2), (3, 3)])
+@each("name", ["nothing", "token", "prefix", "truncated_seq"])
 def test_against_the_definition(name, length, vocab):
     """By loops over sequences, tokens and prefixes; the gradient of E[R] from the values of actions."""
     count, gap = (vocab**length - 1) // (vocab - 1), 0.8
@@ -201,7 +202,7 @@ def test_sizes_that_make_no_sense_are_refused(size, message):
         testing.importance_bias(nothing, **size)
 
 
-@pytest.mark.parametrize(
+@each(
     "name",
     [
         "none",
