@@ -158,11 +158,8 @@ def _ovis2() -> torch.nn.Module:
     import transformers
 
     vision = VISION | {
-        "patch_size": 4,
-        "vocab_size": 24,
-        "num_visual_indicator_tokens": 5,
-        "hidden_stride": 2,
-    }
+        "patch_size": 4, "vocab_size": 24, "num_visual_indicator_tokens": 5, "hidden_stride": 2,
+    }  # fmt: skip
     config = transformers.Ovis2Config(
         text_config=TEXT | {"model_type": "qwen2"}, vision_config=vision, image_token_id=IMAGE,
         visual_indicator_token_ids=[57, 58, 59, 60, 61], vocab_size=64, hidden_size=32,

@@ -25,18 +25,9 @@ from rft_fn.strategy import get_fake_strategy
 
 join, append = Batch.join, Batch.append
 PADDED = (
-    "Llama",
-    "Gemma2",
-    "GptOss",
-    "Bloom",
-    "Qwen3Next",
-    "Mamba",
-    "Mamba2",
-    "FalconH1",
-    "Lfm2",
-    "MiniMax",
+    "Llama", "Gemma2", "GptOss", "Bloom", "Qwen3Next", "Mamba", "Mamba2", "FalconH1", "Lfm2", "MiniMax",
     "Zamba",
-)
+)  # fmt: skip
 ROWS = {"xLSTM": "by length", "Rwkv": "by row", "RecurrentGemma": "no cache"}
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16], [17], [18, 19]]
 KEYS = [rng.fold_in(0, i) for i in range(len(PROMPTS))]
@@ -139,14 +130,10 @@ def sampled(lm, batching, batch, prompts=PROMPTS, keys=KEYS, limits=LIMITS):
 @pytest.mark.parametrize(
     ("kind", "shares"),
     [
-        ("Llama", True),
-        ("Llama", False),
-        ("Bloom", False),
-        ("GPT2", True),
-        ("GPT2", False),
+        ("Llama", True), ("Llama", False), ("Bloom", False), ("GPT2", True), ("GPT2", False),
         ("DeepseekV3", False),
     ],
-)
+)  # fmt: skip
 def test_samples_are_the_same_whenever_a_prompt_joins(kind, shares, monkeypatch):
     """Beside shorter rows and longer ones, as soon as there is room, and in any order; with and without
     prompts that are held once, of whose rows a cache has only their own tokens."""

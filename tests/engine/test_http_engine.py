@@ -73,15 +73,10 @@ def quick(monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"temperature": 0.7},
-        {"temperature": 0.0},
-        {"top_p": 0.8},
-        {"top_k": 5, "temperature": 1.6},
-        {"stop": (20, 21, 22, 23)},
-        {"stop": ("1", "3=", 30)},
+        {}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 5, "temperature": 1.6},
+        {"stop": (20, 21, 22, 23)}, {"stop": ("1", "3=", 30)},
     ],
-)
+)  # fmt: skip
 def test_rollouts_are_those_of_the_hf_engine(kind, options):
     sampling = rft.Sampling(max_new=9, **options)
     with serving(fake(**KINDS[kind][1]), fake(**KINDS[kind][1])) as fakes:

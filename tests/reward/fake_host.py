@@ -10,18 +10,8 @@ import zlib
 from contextlib import contextmanager
 
 __all__ = [
-    "drip",
-    "endless",
-    "forever",
-    "head",
-    "hosting",
-    "nothing",
-    "rewards",
-    "rst",
-    "status",
-    "text",
-    "zipped",
-]
+    "drip", "endless", "forever", "head", "hosting", "nothing", "rewards", "rst", "status", "text", "zipped",
+]  # fmt: skip
 
 
 class Host:

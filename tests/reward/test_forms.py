@@ -127,13 +127,10 @@ def test_verdicts(parse, said, share):
 @pytest.mark.parametrize(
     ("said", "answer"),
     [
-        ("a", "a"),
-        ("<think>x</think>a", "a"),
-        ("x</think>a", "a"),
-        ("<think>x", None),
+        ("a", "a"), ("<think>x</think>a", "a"), ("x</think>a", "a"), ("<think>x", None),
         ("</think><think>", None),
     ],
-)
+)  # fmt: skip
 def test_thoughts_have_no_verdict(said, answer):
     assert verdicts.behind_thoughts(said) == answer
 

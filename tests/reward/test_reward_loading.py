@@ -209,11 +209,8 @@ def test_two_rewards_of_one_name_are_told_apart(tmp_path, mine):
         f"{mine}:get_cosine(4)",
     ]
     names = [
-        "mine:length",
-        "mine:length:2",
-        "mine:get_cosine:cosine_scaled",
-        "mine:get_cosine:cosine_scaled:2",
-    ]
+        "mine:length", "mine:length:2", "mine:get_cosine:cosine_scaled", "mine:get_cosine:cosine_scaled:2",
+    ]  # fmt: skip
     found = reward.parse([f"{spec}={i}" for i, spec in enumerate(same)])
     assert list(found.components) == names and list(found.specs.values()) == same
     assert found(["p"], ["ab"], {}).total.tolist() == [0 * 2 + 1 * 2 + 2 * 1.0 + 3 * 0.5]

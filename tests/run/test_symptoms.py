@@ -18,16 +18,9 @@ from rft_fn.tools.page.build import found_symptoms, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {
-    "reward/flat_groups": 0.2,
-    "rollout/truncated": 0.1,
-    "policy/entropy": 0.6,
-    "policy/clip_frac": 0.05,
-    "policy/logp_gap": 1e-6,
-    "rollout/length_mean": 100.0,
-    "reward/mean": 0.5,
-    "lr": 1e-3,
-    "grad/norm": 0.7,
-}
+    "reward/flat_groups": 0.2, "rollout/truncated": 0.1, "policy/entropy": 0.6, "policy/clip_frac": 0.05,
+    "policy/logp_gap": 1e-6, "rollout/length_mean": 100.0, "reward/mean": 0.5, "lr": 1e-3, "grad/norm": 0.7,
+}  # fmt: skip
 
 
 def history(steps, **changes):

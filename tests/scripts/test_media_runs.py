@@ -20,14 +20,8 @@ CASES = [("tiny-vl", "count_squares"), ("tiny-audio", "tone")]
 IDS = ["vl", "audio"]
 TOWERS = {"tiny-vl": "visual", "tiny-audio": "audio_tower"}
 GRPO = {
-    "steps": 2,
-    "prompts": 4,
-    "group": 4,
-    "eval_prompts": 4,
-    "eval_every": 2,
-    "save_every": 2,
-    "warmup": 0,
-}
+    "steps": 2, "prompts": 4, "group": 4, "eval_prompts": 4, "eval_every": 2, "save_every": 2, "warmup": 0,
+}  # fmt: skip
 
 
 def run(name, folder, **options):

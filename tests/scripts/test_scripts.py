@@ -31,19 +31,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
-    "--prompts",
-    "4",
-    "--group",
-    "4",
-    "--steps",
-    "8",
-    "--save-every",
-    "2",
-    "--eval-every",
-    "4",
-    "--eval-prompts",
-    "8",
-]
+    "--prompts", "4", "--group", "4", "--steps", "8", "--save-every", "2", "--eval-every", "4",
+    "--eval-prompts", "8",
+]  # fmt: skip
 
 
 def start(script, *args, interrupted=(), whole=False, **options):
@@ -254,14 +244,8 @@ def test_low_rank_adapters_learn_and_are_exported_both_ways(tmp_path):
     """Only adapters are in the checkpoint; merged they are the model that the run leaves."""
     grpo, folder = script("grpo"), tmp_path / "r"
     options = {
-        "prompts": 8,
-        "group": 8,
-        "steps": 6,
-        "eval_prompts": 4,
-        "lora_rank": 4,
-        "kl": 0.01,
-        "lr": 5e-3,
-    }
+        "prompts": 8, "group": 8, "steps": 6, "eval_prompts": 4, "lora_rank": 4, "kl": 0.01, "lr": 5e-3,
+    }  # fmt: skip
     grpo.main(grpo.Config(**options, warmup=0, out=str(folder)))
     found = rows(folder)
     assert all(r["policy/logp_gap"] < 1e-4 and r["grad/norm"] > 0 for r in found)
@@ -338,14 +322,9 @@ OPTIONS = {
 def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path):
     grpo, found = script("grpo"), {}
     small = {
-        "prompts": 4,
-        "group": 4,
-        "eval_prompts": 4,
-        "steps": 1,
-        "warmup": 0,
-        "lr": 2e-3,
+        "prompts": 4, "group": 4, "eval_prompts": 4, "steps": 1, "warmup": 0, "lr": 2e-3,
         "algorithm": "dr_grpo",
-    }
+    }  # fmt: skip
     for name, change in {"none": {}, "again": {}, **OPTIONS}.items():
         grpo.main(grpo.Config(**{**small, **change}, out=str(tmp_path / name)))
         found[name] = (tmp_path / name / "model/model.safetensors").read_bytes()

@@ -292,19 +292,9 @@ def refused(st):
 OWN = {
     f.__name__: f
     for f in (
-        sums,
-        broken_off,
-        unused,
-        constant,
-        resumed,
-        handed_over,
-        adapters,
-        narrow,
-        placed,
-        broken,
-        refused,
+        sums, broken_off, unused, constant, resumed, handed_over, adapters, narrow, placed, broken, refused,
     )
-}
+}  # fmt: skip
 ONLY_ZERO = {"narrow", "refused"}  # these have nothing to be compared with
 SHARED = [c for c in conformance.CASES if c not in OWN]  # `narrow`: gradients cannot be looked at
 # ppo: the critic's first gradients are rounding, which Adam makes steps of

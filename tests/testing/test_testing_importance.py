@@ -205,16 +205,10 @@ def test_sizes_that_make_no_sense_are_refused(size, message):
 @each(
     "name",
     [
-        "none",
-        "importance",
-        "truncated_is",
-        "masked_is",
-        "icepop",
-        "importance_seq",
-        "truncated_is_seq",
+        "none", "importance", "truncated_is", "masked_is", "icepop", "importance_seq", "truncated_is_seq",
         "masked_is_seq",
     ],
-)
+)  # fmt: skip
 def test_the_table_of_the_docs_is_current(name):
     """docs/algorithms.md: | `name` | bias | cosine | norm | variance |, to two decimals."""
     fn = getattr(weight, name, None)
