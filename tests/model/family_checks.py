@@ -20,8 +20,6 @@ from rft_fn import engine, metric, model, optim, packing, rng, tree, weight
 from rft_fn.engine.hf.probe import find_batching
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
-__all__ = ["BACKENDS", "BOUNDS", "CHECKS", "COLUMNS", "Measured", "on_two", "two", "write"]
-
 
 class Measured(NamedTuple):
     """One cell of the table."""
@@ -53,8 +51,16 @@ def double(kind):
     return torch.float32 if kind in SINGLE else torch.float64
 
 
-def _largest(got, want):
+def largest(got, want):
+    """The largest difference of two tensors."""
     return float((got - want).detach().abs().max())
+
+
+def scored(st, apply, params, exp, budget=1000, unit=1):
+    """Log-probs [B, S] by the packs that a strategy cuts, and a note where it cuts off each row."""
+    packs = st.shard(exp, budget, unit=unit)
+    note = "alone" if len(packs) == len(exp.length) else ""
+    return packing.unpack([apply(params, b).logp for b in packs], packs, exp.tokens), note
 
 
 # ------------------------------------------------------------------------------------------ one process
@@ -63,16 +69,9 @@ def _largest(got, want):
 def packed(kind):
     """Log-probs of one pack, or of what a strategy cuts, against each row alone; a critic's values too."""
     lm = small(kind, double(kind))
-    plain = copy.deepcopy(lm)
-    st = get_fake_strategy()
-    apply, params = st.bind(lm)
-    packs = st.shard(EXP, 1000)
-    got = packing.unpack([apply(params, b).logp for b in packs], packs, EXP.tokens)
-    worst = _largest(got, definition(plain, EXP))
-    note = ""
-    if len(packs) > 1:
-        note = "alone"
-    return Measured(max(worst, _values(kind, plain)), note)
+    plain, st = copy.deepcopy(lm), get_fake_strategy()
+    got, note = scored(st, *st.bind(lm), EXP)
+    return Measured(max(largest(got, definition(plain, EXP)), _values(kind, plain)), note)
 
 
 def _values(kind, plain):
@@ -88,35 +87,33 @@ def _values(kind, plain):
     apply, params = st.bind(critic)
     packs = st.shard(EXP, 1000)
     got = packing.unpack([apply(params, b).value for b in packs], packs, EXP.tokens)
-    return _largest(got, torch.where(EXP.mask, want, 0))
+    return largest(got, torch.where(EXP.mask, want, 0))
 
 
 def cuts(kind):
     """The gradient of one pack, of several, and of pairs, against each row alone: |g - g'| / |g'|."""
     lm = small(kind, double(kind))
-    plain = copy.deepcopy(lm)
-    st = get_fake_strategy()
+    return cut_gradients(lm, EXP, definition, [(1000, 1), (12, 1), (1000, 2)])
+
+
+def cut_gradients(lm, exp, plainly, ways):
+    """The gradient by each (budget, unit) against that of `plainly(plain model, exp)`."""
+    plain, st = copy.deepcopy(lm), get_fake_strategy()
     apply, params = st.bind(lm)
     own = dict(plain.named_parameters())
-    want = _gradient(definition(plain, EXP), [own[name] for name in params])
-    worst = 0.0
-    for budget, unit in ((1000, 1), (12, 1), (1000, 2)):
-        packs = st.shard(EXP, budget, unit=unit)
-        got = packing.unpack([apply(params, b).logp for b in packs], packs, EXP.tokens)
-        found = _gradient(got, list(params.values()))
-        worst = max(worst, float((found - want).norm() / want.norm()))
-    return Measured(worst)
+    want = _gradient(plainly(plain, exp), exp, [own[name] for name in params])
+    found = (_gradient(scored(st, apply, params, exp, *way)[0], exp, list(params.values())) for way in ways)
+    return Measured(max(float((x - want).norm() / want.norm()) for x in found))
 
 
-def _gradient(logp, weights):
+def _gradient(logp, exp, weights):
     """The gradient of the sum of log-probs times advantages, as one vector."""
-    grads = torch.autograd.grad((logp * EXP.adv).sum(), weights, allow_unused=True)
+    grads = torch.autograd.grad((logp * exp.adv).sum(), weights, allow_unused=True)
     parts = [torch.zeros_like(w) if g is None else g for g, w in zip(grads, weights)]
     return torch.cat([x.flatten() for x in parts])
 
 
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16], [17], [18, 19]]
-KEYS = [rng.fold_in(0, i) for i in range(len(PROMPTS))]
 
 
 def sampler(kind):
@@ -124,23 +121,28 @@ def sampler(kind):
 
     Greedy samples of a batch have to be those of each prompt alone.
     """
-    sampling = rft.Sampling(temperature=0.9, max_new=8)
     lm = small(kind, torch.float32)
-    eng = engine.hf(copy.deepcopy(lm), tiny.tokenizer())
-    r = eng.generate(PROMPTS, KEYS, n=3, sampling=sampling)
-    exp = rft.experience(r, adv=torch.zeros(len(r.tokens)), w=weight.token_mean(r.mask))
-    st = get_fake_strategy()
-    apply, params = st.bind(copy.deepcopy(lm), sampling=sampling)
-    packs = st.shard(exp, 64)
-    trainer = packing.unpack(model.score(apply, params, packs), packs, exp.w)
-    worst = max(_largest(r.logp, trainer), _largest(r.logp, eng.score(r, sampling=sampling)))
+    eng, worst = sampled(lm, PROMPTS, 64)
     _check_greedy(eng)
     return Measured(worst, _way(find_batching(lm, 0)))
 
 
+def sampled(lm, prompts, budget):
+    """An engine, and the largest difference of its samples' log-probs, the trainer's, and its own scores."""
+    sampling = rft.Sampling(temperature=0.9, max_new=8)
+    keys = [rng.fold_in(0, i) for i in range(len(prompts))]
+    eng, st = engine.hf(copy.deepcopy(lm), tiny.tokenizer()), get_fake_strategy()
+    r = eng.generate(prompts, keys, n=3, sampling=sampling)
+    exp = rft.experience(r, adv=torch.zeros(len(r.tokens)), w=weight.token_mean(r.mask))
+    apply, params = st.bind(copy.deepcopy(lm), sampling=sampling)
+    packs = st.shard(exp, budget)
+    trainer = packing.unpack(model.score(apply, params, packs), packs, exp.w)
+    return eng, max(largest(r.logp, trainer), largest(r.logp, eng.score(r, sampling=sampling)))
+
+
 def _check_greedy(eng):
     greedy = rft.Sampling(temperature=0, max_new=6)
-    together = eng.generate(PROMPTS, KEYS, n=1, sampling=greedy)
+    together = eng.generate(PROMPTS, list(range(len(PROMPTS))), n=1, sampling=greedy)
     for i, prompt in enumerate(PROMPTS):
         alone = eng.generate([prompt], [0], n=1, sampling=greedy)
         got = together.tokens[i, : together.length[i]].tolist()
@@ -159,21 +161,24 @@ def _way(way):
 
 def lora(kind):
     """Adapters in every linear layer against what they are merged into; all of them get a gradient."""
-    lm = model.apply_lora_configuration(small(kind, torch.float32), 4, 8.0)
+    return adapted(small(kind, torch.float32), EXP, definition)
+
+
+def adapted(lm, exp, plainly):
+    """Log-probs with adapters, against `plainly(merged model, exp)`."""
+    lm = model.apply_lora_configuration(lm, 4, 8.0)
     for name, p in lm.named_parameters():
         if "lora_B" in name:
             torch.manual_seed(len(name))
             nn.init.normal_(p, std=0.1)
-    st = get_fake_strategy()
-    merged = copy.deepcopy(lm).merge_and_unload()
+    merged, st = copy.deepcopy(lm).merge_and_unload().eval(), get_fake_strategy()
     apply, params = st.bind(lm)
-    packs = st.shard(EXP, 1000)
-    got = packing.unpack([apply(params, b).logp for b in packs], packs, EXP.tokens)
-    grads = torch.autograd.grad((got * EXP.adv).sum(), list(params.values()), allow_unused=True)
+    got, _ = scored(st, apply, params, exp)
+    grads = torch.autograd.grad((got * exp.adv).sum(), list(params.values()), allow_unused=True)
     without = [n for n, g in zip(params, grads) if g is None or not g.any()]
     if without:
         raise AssertionError(f"{len(without)} of {len(params)} adapters without a gradient: {without[0]}")
-    return Measured(_largest(got, definition(merged, EXP)), f"{len(params) // 2} layers")
+    return Measured(largest(got, plainly(merged, exp)), f"{len(params) // 2} layers")
 
 
 def reload(kind):
@@ -185,8 +190,8 @@ def reload(kind):
     names = {name: p for name, p in again.named_parameters()}
     for name, p in lm.named_parameters():
         if not torch.equal(p, names[name]):
-            raise AssertionError(f"{name} differs by {_largest(p, names[name]):.1e}")
-    return Measured(_largest(definition(lm, EXP), definition(again, EXP)))
+            raise AssertionError(f"{name} differs by {largest(p, names[name]):.1e}")
+    return Measured(largest(definition(lm, EXP), definition(again, EXP)))
 
 
 # ------------------------------------------------------------------------------------------ two processes
@@ -207,11 +212,11 @@ def loss_fn(out, b):
     return -out.logp * b.adv
 
 
-def moved(st, lm):
+def moved(st, lm, exp=UNEVEN, budget=24):
     """The loss, and how far each weight moves in one step that is as long as the gradient."""
     apply, state = st.init(lm, optim.adamw(1e6, b1=0.0, b2=0.0, eps=1e6))
     before = {name: x.clone() for name, x in st.export(state)}
-    packs = st.shard(UNEVEN, 24)
+    packs = st.shard(exp, budget)
     grads, metrics = st.grad(state, apply, loss_fn, packs)
     state, _ = st.update(state, grads)
     step = {name: x - before[name] for name, x in st.export(state)}
@@ -233,7 +238,7 @@ def furthest(got, want):
     """The largest difference of the loss, and of a movement relative to the largest movement."""
     worst = abs(got.pop("loss") - want.pop("loss"))
     scale = max(float(x.abs().max()) for x in want.values())
-    return max(worst, *(_largest(got.get(name, torch.zeros_like(x)), x) / scale for name, x in want.items()))
+    return max(worst, *(largest(got.get(name, torch.zeros_like(x)), x) / scale for name, x in want.items()))
 
 
 def from_folder(folder, **options):

@@ -1,18 +1,15 @@
 """The most used families, in every column of docs/models.md; `families_table` measures the rest."""
 
 import json
-import os
 import re
-import time
 import warnings
 
-import families_page
 import families_table
 import family_checks
 import pytest
 import ranks
 from families import FAMILIES
-from family_checks import BACKENDS, BOUNDS, CHECKS, COLUMNS, Measured
+from family_checks import BACKENDS, BOUNDS, CHECKS, COLUMNS
 
 pytestmark = pytest.mark.slow
 
@@ -85,52 +82,3 @@ def test_the_page_is_made_of_the_results():
         assert {column: cells[column]["ok"] for column in COLUMNS} == {
             column: (kind, column) not in NOT for column in COLUMNS
         }
-
-
-def test_cells_of_a_page():
-    """A number, one that is too large, a reason, and nothing."""
-    day = {"date": "2026-01-02", "seconds": 1.0}
-    cells = {
-        "packed": day | {"ok": True, "value": 1.7e-15, "note": "alone"},
-        "cuts": day | {"ok": False, "value": 0.3, "note": ""},
-        "lora": day | {"ok": False, "note": "it | has\nnone"},
-        "reload": day | {"ok": True, "value": 0.0, "note": ""},
-    }
-    where = {"cpu": "one", "cores": 2, "torch": "2.13"}
-    page = families_page.page({"about": where, "families": {"Two": {}, "one": cells}})
-    assert "| one | 2e-15 alone | **3e-1** |  | no (1) |  |  |  | 0 |\n| Two |" in page
-    assert "1. it / has none" in page
-    assert "2026-01-02 on 2 cores of one; torch 2.13" in page
-
-
-def sleeps(kind):
-    time.sleep(60)
-
-
-def dies(kind):
-    os._exit(3)
-
-
-def test_a_cell_that_hangs_or_dies_is_ended(monkeypatch):
-    """Each cell is a separate process, so the others continue."""
-    checks = {
-        "packed": sleeps,
-        "cuts": dies,
-        "sampler": lambda kind: Measured(1.0),
-        "lora": lambda kind: 1 / 0,
-    }
-    monkeypatch.setattr(family_checks, "CHECKS", checks)
-    found = {}
-    began = time.monotonic()
-    cells = [("Llama", column) for column in checks]
-    keep = lambda _, column, entry: found.update({column: entry})  # noqa: E731
-    families_table.run(family_checks, cells, 4, 2.0, keep)
-    assert time.monotonic() - began < 30
-    assert not any(entry["ok"] for entry in found.values())
-    notes = {column: entry["note"] for column, entry in found.items()}
-    assert notes == {
-        "packed": "not done in 2 s",
-        "cuts": "a process ended with 3",
-        "sampler": "",
-        "lora": "ZeroDivisionError: division by zero",
-    }
