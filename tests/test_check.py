@@ -75,15 +75,11 @@ ROLLOUT = Rollout(
         (lambda: loss.value_clip(Z(3), Z(2), Z(3)), "old_value: expected [...] = [3], got [2]"),
         (lambda: loss.kl(Z(3), Z(2, 3)), "ref_logp: expected [...] = [3], got [2, 3]"),
         (lambda: log_probs_from_logits(Z(3, 9), Z(4).long()), "logits: expected [...] = [4], got [3]"),
-        (
-            lambda: reward_shaping.kl_in_reward(Z(3), Z(2, 5), Z(2, 5), B(2, 5), coef=0.1),
-            "logp: expected [B, S] = [3, S], got [2, 5]",
-        ),
+        (lambda: reward_shaping.kl_in_reward(Z(3), Z(2, 5), Z(2, 5), B(2, 5), coef=0.1),
+         "logp: expected [B, S] = [3, S], got [2, 5]"),
         (lambda: reward_shaping.clip(Z(3), 0.0), "limit: expected > 0, got 0.0"),
-        (
-            lambda: reward_shaping.overlong_penalty(Z(1), max_new=4, buffer=5),
-            "buffer: expected 0 < buffer <=",
-        ),
+        (lambda: reward_shaping.overlong_penalty(Z(1), max_new=4, buffer=5),
+         "buffer: expected 0 < buffer <="),
         (lambda: optim.clip_by_global_norm(0.0), "max_norm: expected > 0, got 0.0"),
         (lambda: optim.ema(1.0), "decay: expected 0 <= decay < 1, got 1.0"),
         (lambda: optim.warmup_linear(1.0, 5, 4), "warmup: expected 0 <= warmup <= total = 4 steps, got 5"),
@@ -93,21 +89,17 @@ ROLLOUT = Rollout(
         (lambda: algorithm.get_algorithm("grpoo"), "algorithm: expected one of grpo, "),
         (lambda: experience(ROLLOUT, adv=Z(3, 1), w=Z(2, 5)), "adv: expected [B, S] = [2, 5], got [3, 5]"),
         (lambda: experience(ROLLOUT, adv=Z(2, 4), w=Z(2, 5)), "adv: expected [B, S] = [2, 5], got [2, 4]"),
-        (
-            lambda: experience(ROLLOUT, adv=Z(2), w=Z(2, 5), ret=Z(2)),
-            "ret: expected [B, S] = [2, 5], got [2]",
-        ),
+        (lambda: experience(ROLLOUT, adv=Z(2), w=Z(2, 5), ret=Z(2)),
+         "ret: expected [B, S] = [2, 5], got [2]"),
         (lambda: Sampling(temperature=-1.0), "temperature: expected a number in [0, inf), got -1.0"),
         (lambda: Sampling(temperature=float("nan")), "temperature: expected a number in [0, inf), got nan"),
         (lambda: Sampling(top_p=0.0), "top_p: expected a number in (0, 1], got 0.0"),
         (lambda: Sampling(top_k=-1), "top_k: expected an integer in [0, inf), got -1"),
         (lambda: Sampling(max_new=0), "max_new: expected an integer in [1, inf), got 0"),
-        (
-            lambda: metric.merge({"a": metric.sum(Z(1))}, {"a": metric.max(Z(1), B(1))}),
-            "metric 'a': expected Sum, got Max",
-        ),
+        (lambda: metric.merge({"a": metric.sum(Z(1))}, {"a": metric.max(Z(1), B(1))}),
+         "metric 'a': expected Sum, got Max"),
     ],
-)
+)  # fmt: skip
 def test_public_functions_name_the_field_what_they_expected_and_what_they_got(call, message):
     with pytest.raises(ValueError) as error:
         call()

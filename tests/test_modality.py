@@ -164,17 +164,13 @@ def test_a_pack_brings_only_what_its_model_reads(kind, names, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: get_supported_parameters("smell"),
-            "modality: expected one of language_only, .* got 'smell'",
-        ),
-        (
-            lambda: check_parameters("language_only", ["pixel_values"]),
-            r"for language_only, got \['pixel_values'\]",
-        ),
+        (lambda: get_supported_parameters("smell"),
+         "modality: expected one of language_only, .* got 'smell'"),
+        (lambda: check_parameters("language_only", ["pixel_values"]),
+         r"for language_only, got \['pixel_values'\]"),
         (lambda: check_parameters("vision_language", ["pixel_values", "pixels"]), r"got \['pixels'\]"),
     ],
-)
+)  # fmt: skip
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()

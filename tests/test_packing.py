@@ -778,30 +778,20 @@ def test_filling_up_a_pack_of_one_list():
     ("call", "message"),
     [
         (lambda exp: packing.shard(exp, 99, unit=[3, 4]), "unit: expected units of 8 rows together, got 7"),
-        (
-            lambda exp: packing.left_out(exp, unit=[8, 0]),
-            "unit: expected at least 1 row in each of 2 units, got 0",
-        ),
-        (
-            lambda exp: packing.pack(exp, [1, 2], unit=[3]),
-            "unit: expected units of 2 rows of the pack together, got 3",
-        ),
-        (
-            lambda exp: packing.shard(exp, 99, unit=[3, 5], most=4),
-            "most: expected >= 5 rows per pack, a unit's, got 4",
-        ),
+        (lambda exp: packing.left_out(exp, unit=[8, 0]),
+         "unit: expected at least 1 row in each of 2 units, got 0"),
+        (lambda exp: packing.pack(exp, [1, 2], unit=[3]),
+         "unit: expected units of 2 rows of the pack together, got 3"),
+        (lambda exp: packing.shard(exp, 99, unit=[3, 5], most=4),
+         "most: expected >= 5 rows per pack, a unit's, got 4"),
         (lambda exp: packing.shard(exp, 20, unit=[3, 5]), "budget: expected at least"),
-        (
-            lambda exp: packing.minibatches(exp, 3, 0, unit=[3, 5]),
-            "n: expected between 1 and the number of units 2, got 3",
-        ),
-        (
-            lambda exp: packing.minibatch_units([3, 5], 0, 0),
-            "n: expected between 1 and the number of units 2, got 0",
-        ),
+        (lambda exp: packing.minibatches(exp, 3, 0, unit=[3, 5]),
+         "n: expected between 1 and the number of units 2, got 3"),
+        (lambda exp: packing.minibatch_units([3, 5], 0, 0),
+         "n: expected between 1 and the number of units 2, got 0"),
         (lambda exp: weight.unit_mean(exp.mask, [3]), "unit: expected units of 8 rows together, got 3"),
     ],
-)
+)  # fmt: skip
 def test_units_that_do_not_make_up_the_rows_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call(testing.case(0).exp)

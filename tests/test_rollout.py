@@ -401,16 +401,12 @@ R = build([([1, 2, 3], 1, 0, 0), ([4, 5], 1, 1, 0)])
         (lambda: prefixes(R, [1, 3]), r"at\[1\]: expected 1 to 2, the length of the row, got 3"),
         (lambda: prefixes(R, [0, 1]), r"at\[0\]: expected 1 to 3"),
         (lambda: split(R, [1]), "by: expected 2 labels, one for each row, got 1"),
-        (
-            lambda: extend(R, build([([1, 2, 3, 9], 1, 2, 0)])),
-            r"after.group\[0\]: expected a row .* below 2, got 2",
-        ),
-        (
-            lambda: extend(R, build([([1, 9, 3, 9], 1, 0, 0)])),
-            "after: expected row 0 to begin with the first 3 tokens of row 0 of before, got other tokens",
-        ),
+        (lambda: extend(R, build([([1, 2, 3, 9], 1, 2, 0)])),
+         r"after.group\[0\]: expected a row .* below 2, got 2"),
+        (lambda: extend(R, build([([1, 9, 3, 9], 1, 0, 0)])),
+         "after: expected row 0 to begin with the first 3 tokens of row 0 of before, got other tokens"),
     ],
-)
+)  # fmt: skip
 def test_bad_calls_name_what_is_wrong(call, message):
     with pytest.raises((ValueError, IndexError), match=message):
         call()

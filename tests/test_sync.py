@@ -55,17 +55,13 @@ class Taking:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda d: d._replace(tensors=d.tensors - 1),
-            r"sync: expected the engine to take \d+ tensors .* got \d+",
-        ),
-        (
-            lambda d: d._replace(bytes=d.bytes // 2),
-            r"sync: expected the engine to take \d+ tensors .* got \d+",
-        ),
+        (lambda d: d._replace(tensors=d.tensors - 1),
+         r"sync: expected the engine to take \d+ tensors .* got \d+"),
+        (lambda d: d._replace(bytes=d.bytes // 2),
+         r"sync: expected the engine to take \d+ tensors .* got \d+"),
         (lambda d: d._replace(version=2), "sync: expected the engine to be at version 3, got 2"),
     ],
-)
+)  # fmt: skip
 def test_an_engine_that_took_less_than_was_sent_is_refused(change, message):
     st, state = trained()
     with pytest.raises(ValueError, match=message):

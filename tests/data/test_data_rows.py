@@ -81,31 +81,19 @@ def test_places_are_lines_as_an_editor_counts_them(tmp_path, name, text, lines):
 @each(
     ("name", "text", "message"),
     [
-        (
-            "a.jsonl",
-            '{"question": "1"}\n\n{"question": 1\n',
-            "line 3: .* broken JSON: Expecting ',' .* column 15",
-        ),
+        ("a.jsonl", '{"question": "1"}\n\n{"question": 1\n',
+         "line 3: .* broken JSON: Expecting ',' .* column 15"),
         ("a.jsonl", '{"question": "1"}\n[1]\n', "line 2: expected an object of columns, got list"),
-        (
-            "a.jsonl",
-            "[" * 100_000,
-            "line 1: expected an object in one line, got broken JSON: brackets nest deep",
-        ),
+        ("a.jsonl", "[" * 100_000,
+         "line 1: expected an object in one line, got broken JSON: brackets nest deep"),
         ("a.json", "[" * 1_200 + "]" * 1_200, r"could not read .*a.json': brackets nest deeper than 100"),
-        (
-            "a.json",
-            '"x"',
-            r"could not read .*a.json': expected a list of rows, or an object with one, got str",
-        ),
+        ("a.json", '"x"',
+         r"could not read .*a.json': expected a list of rows, or an object with one, got str"),
         ("a.json", '[{"question": "1"}, 2]', "row 2: expected an object of columns, got int"),
         ("a.json", '[{"question": "1"},\n x]', r"could not read .*a.json': Expecting value: line 2 column 2"),
         ("a.csv", "question,answer\n1,2\n1,2,3\n", "line 3: expected 2 cells as the first line has, got 3"),
-        (
-            "a.csv",
-            'question,answer\n1,2\n\n"1,2\n3,4\n',
-            "line 4: expected comma-separated values, got unexpec",
-        ),
+        ("a.csv", 'question,answer\n1,2\n\n"1,2\n3,4\n',
+         "line 4: expected comma-separated values, got unexpec"),
         ("a.csv", "question,question\n1,2\n", "line 1: expected distinct column names"),
         ("a.csv", "question,answer\n", "expected at least one row, got none in"),
         ("a.csv", "\n\n", "expected at least one row, got none in"),
@@ -113,7 +101,7 @@ def test_places_are_lines_as_an_editor_counts_them(tmp_path, name, text, lines):
         ("a.csv", "answer\n1\n", "line 2: the row has no column 'question'; it has 'answer'"),
         ("a.csv", "answer,question\n1,2\n\n3\n", "line 4: the row has no column 'question'; it has 'answer'"),
     ],
-)
+)  # fmt: skip
 def test_broken_files_are_named_with_the_line(tmp_path, name, text, message):
     with pytest.raises(ValueError, match=message) as error:
         data.load(write(tmp_path / name, text), tiny.tokenizer())

@@ -225,24 +225,18 @@ BROKEN = [
     ({"base64": 5}, "expected base64, got int"),
     ("a\0.png", r"expected a path, got 'a\x00.png'"),
     (b"BLP2" + bytes(200), "expected an image, got 204 bytes that begin with b'BLP2"),
-    (
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
-        "no AVIF, BMP, GIF, JPEG, JPEG2000, PNG, PPM, TIFF",
-    ),
+    (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+     "no AVIF, BMP, GIF, JPEG, JPEG2000, PNG, PPM, TIFF"),
     (Image.new("LAB", (2, 1)), "mode LAB, of which no colours are known; save it as RGB"),
-    (
-        Image.fromarray(np.array([[0, 255]], np.int32)),
-        "a known white, got mode I in [0, 255]; save it as uint8",
-    ),
-    (
-        Image.fromarray(np.array([[0, -5]], np.int32)),
-        "a known white, got mode I in [-5, 0]; save it as uint8",
-    ),
+    (Image.fromarray(np.array([[0, 255]], np.int32)),
+     "a known white, got mode I in [0, 255]; save it as uint8"),
+    (Image.fromarray(np.array([[0, -5]], np.int32)),
+     "a known white, got mode I in [-5, 0]; save it as uint8"),
     (Image.fromarray(np.array([[0, 255]], np.float32)), "in [0, 1], got floats in [0, 255]"),
     (np.array([[0, 255]]), "a known white, got mode int64 in [0, 255]; save it as uint8"),
     (np.array([["a"]]), "expected an image of numbers, got an array of <U1"),
     ([[10**400]], "expected an array of numbers, got a list of other things"),
-]
+]  # fmt: skip
 
 
 @each(("source", "message"), BROKEN)

@@ -61,10 +61,8 @@ CALLED = {"type": "function", "function": CALL}
         ([user("a"), says("b")], [user("a"), says("b")]),
         (json.dumps([user("a")]), [user("a")]),
         ([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], [user("a"), says("b")]),
-        (
-            [{"from": "system", "value": "s"}, {"from": "observation", "value": "3"}],
-            [turn("system", "s"), turn("tool", "3")],
-        ),
+        ([{"from": "system", "value": "s"}, {"from": "observation", "value": "3"}],
+         [turn("system", "s"), turn("tool", "3")]),
         ([{"from": "function_call", "value": json.dumps(CALL)}], [says("", tool_calls=[CALLED])]),
         ([turn("user", ["a", {"type": "text", "text": "b", "image": None}])], [user("ab")]),
         ([turn("assistant", None, tool_calls=[CALLED])], [says("", tool_calls=[CALLED])]),
@@ -82,13 +80,11 @@ CALLED = {"type": "function", "function": CALL}
                 )
             ],
         ),
-        (
-            [says("", tool_calls=[{"function": {"name": "add", "arguments": {"a": 1, "b": None}}}])],
-            [says("", tool_calls=[CALLED])],
-        ),
+        ([says("", tool_calls=[{"function": {"name": "add", "arguments": {"a": 1, "b": None}}}])],
+         [says("", tool_calls=[CALLED])]),
         ([turn("tool", "3", tool_call_id="x")], [turn("tool", "3", tool_call_id="x")]),
     ],
-)
+)  # fmt: skip
 def test_messages_of_every_form_become_turns(cell, turns):
     assert conversation({"m": cell}, ["m"]).turns == turns
 

@@ -110,13 +110,9 @@ SHARES = {**STEPS, "labels": [1.0, 0.25]}  # a column of a table has one type
 OF_FILES = {
     "list": (data.LISTS, [LIST | {"scores": None}, SCORED], {}),
     "point": (data.POINTS, [POINT, {**POINT, "prompt": "sort:21="}], {"labels": ("format", "score")}),
-    "steps": (
-        data.STEPS,
-        [SHARES, {**SHARES, "completions": ["7"], "labels": [0.0]}],
-        {"separator": ","},
-    ),
+    "steps": (data.STEPS, [SHARES, {**SHARES, "completions": ["7"], "labels": [0.0]}], {"separator": ","}),
     "pair": (data.PAIRS, [{**PAIR, "margin": 0.5}, {**PAIR, "rejected": "1"}], {"margin": "margin"}),
-}
+}  # fmt: skip
 MESSAGES = {
     "list": (LIST, ("prompt", "completions")),
     "point": (POINT, ("prompt", "completion")),

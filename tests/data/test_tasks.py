@@ -269,19 +269,14 @@ def test_verifiers_score_any_text_within_bounds_and_raise_nothing(text, name):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: get_task("chess"),
-            "task: expected one of addition, reverse, sort_digits, letter_count, countdown, count_squares, "
-            "tone, got 'chess'",
-        ),
+        (lambda: get_task("chess"),
+         "task: expected one of addition, reverse, sort_digits, letter_count, countdown, count_squares, "
+         "tone, got 'chess'"),
         (lambda: TASKS["addition"].generate(0, 0, 0), "level: expected an integer in [1, 1000], got 0"),
-        (
-            lambda: TASKS["addition"].generate(0, 0, 1001),
-            "level: expected an integer in [1, 1000], got 1001",
-        ),
+        (lambda: TASKS["addition"].generate(0, 0, 1001), "level: expected an integer in [1, 1000], got 1001"),
         (lambda: TASKS["countdown"].generate(0, 0, -1), "level: expected an integer in [1, 1000], got -1"),
     ],
-)
+)  # fmt: skip
 def test_bad_input(call, message):
     with pytest.raises(ValueError) as error:
         call()

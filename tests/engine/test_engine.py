@@ -209,34 +209,22 @@ def test_gather_and_generate_shares_out_prompts():
 @each(
     ("call", "message"),
     [
-        (
-            lambda: rollout(rft.Sampling(), keys=KEYS[:2]),
-            "prompts: expected a key for each and n >= 1, got 4 prompts, 2 keys, n = 3",
-        ),
+        (lambda: rollout(rft.Sampling(), keys=KEYS[:2]),
+         "prompts: expected a key for each and n >= 1, got 4 prompts, 2 keys, n = 3"),
         (lambda: rollout(rft.Sampling(), prompts=[[]], keys=[1]), "got none in prompt 0"),
-        (
-            lambda: rollout(rft.Sampling(max_new=125)),
-            "window of 128 tokens, got 5 \\+ 125 in prompt 0; lower max_new",
-        ),
-        (
-            lambda: engine.get_engine(engine.EngineConfig(type="x"), "tiny"),
-            "engine type: expected hf, .*got 'x'",
-        ),
-        (
-            lambda: engine.get_engine(engine.EngineConfig(batch=0), "tiny"),
-            "batch: expected an integer in .1, inf",
-        ),
-        (
-            lambda: engine.get_engine(engine.EngineConfig(tp_size=4, mem_util=0.9), "tiny"),
-            "engine_tp_size, engine_mem_util: expected 1 and 0 for hf.*got 4 and 0.9",
-        ),
+        (lambda: rollout(rft.Sampling(max_new=125)),
+         "window of 128 tokens, got 5 \\+ 125 in prompt 0; lower max_new"),
+        (lambda: engine.get_engine(engine.EngineConfig(type="x"), "tiny"),
+         "engine type: expected hf, .*got 'x'"),
+        (lambda: engine.get_engine(engine.EngineConfig(batch=0), "tiny"),
+         "batch: expected an integer in .1, inf"),
+        (lambda: engine.get_engine(engine.EngineConfig(tp_size=4, mem_util=0.9), "tiny"),
+         "engine_tp_size, engine_mem_util: expected 1 and 0 for hf.*got 4 and 0.9"),
         (lambda: engine.get_engine(None, tiny.llama()), "tokenizer: expected one, got None"),
-        (
-            lambda: engine.hf(tiny.llama(), tiny.tokenizer()).load([("nope", torch.zeros(1))], version=1),
-            "weights: nope: expected a parameter of the model",
-        ),
+        (lambda: engine.hf(tiny.llama(), tiny.tokenizer()).load([("nope", torch.zeros(1))], version=1),
+         "weights: nope: expected a parameter of the model"),
     ],
-)
+)  # fmt: skip
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()

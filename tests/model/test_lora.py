@@ -186,19 +186,15 @@ def test_targets(targets, exclude, count, within):
     ("call", "message"),
     [
         (lambda m: model.apply_lora_configuration(m, 1, 1, target_modules="nope"), r"got \['nope'\]"),
-        (
-            lambda m: model.apply_lora_configuration(m, 1, 1, target_modules=[]),
-            "expected auto, all-linear, towers or",
-        ),
+        (lambda m: model.apply_lora_configuration(m, 1, 1, target_modules=[]),
+         "expected auto, all-linear, towers or"),
         (lambda m: model.apply_lora_configuration(m, 1, 1, exclude=["nope"]), r"exclude: .* got \['nope'\]"),
         (lambda m: model.apply_lora_configuration(m, 1, 1, exclude=["layers"]), "got none of 14"),
-        (
-            lambda m: model.apply_lora_configuration(m, 1, float("nan")),
-            "alpha: expected a number > 0, got nan",
-        ),
+        (lambda m: model.apply_lora_configuration(m, 1, float("nan")),
+         "alpha: expected a number > 0, got nan"),
         (lambda m: model.without_adapters(m, model.bind(m)[0]), "module: expected one with adapters"),
     ],
-)
+)  # fmt: skip
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call(tiny.llama())

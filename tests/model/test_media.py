@@ -276,16 +276,10 @@ def sampled(token):
 @pytest.mark.parametrize(
     "name, change, message",
     [
-        (
-            "Qwen2VL",
-            without,
-            "sequence 0 of the pack: expected 0 image placeholders (token 50) for its 0 images",
-        ),
-        (
-            "Llava",
-            without,
-            "sequence 0 of the pack: expected 0 image placeholders (token 50) for its 0 images",
-        ),
+        ("Qwen2VL", without,
+         "sequence 0 of the pack: expected 0 image placeholders (token 50) for its 0 images"),
+        ("Llava", without,
+         "sequence 0 of the pack: expected 0 image placeholders (token 50) for its 0 images"),
         ("Qwen2Audio", without, "sequence 0 of the pack: expected 0 audio placeholders (token 52)"),
         ("Qwen2VL", one_of_two, "for its 1 images"),
         ("Llava", one_of_two, "expected 4 image placeholders (token 50) for its 1 images, got 8"),
@@ -297,7 +291,7 @@ def sampled(token):
         ("Qwen2VL", sampled(IMAGE), "for its 0 images, got 1, 1 of them sampled"),
         ("Qwen2Audio", sampled(AUDIO), "for its 0 audios, got 1, 1 of them sampled"),
     ],
-)
+)  # fmt: skip
 def test_placeholders_that_are_not_those_of_the_media(name, change, message):
     assert message in spoilt(name, change)
 

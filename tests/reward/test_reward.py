@@ -342,18 +342,13 @@ ADVICE = (
         (lambda **_: None, "reward 'format': expected a list of 4 numbers, got NoneType"),
         (lambda **_: 1.0, "reward 'format': expected a list of 4 numbers, got float"),
         (lambda **_: torch.tensor(1.0), "reward 'format': expected a list of 4 numbers, got Tensor"),
-        (
-            lambda completions, solution: [0.0] * 4,
-            "reward 'format': column 'solution' is not in the dataset; its columns are: answer, id",
-        ),
+        (lambda completions, solution: [0.0] * 4,
+         "reward 'format': column 'solution' is not in the dataset; its columns are: answer, id"),
         (reward.exact("solution"), "column 'solution': not in the dataset; its columns are: answer, id"),
         (reward.exact("id"), "column 'id': value 2 is None; drop that row from the dataset"),
-        (
-            reward.numeric(),
-            "column 'answer': no number in the reference 'four'; use exact() or math()",
-        ),
+        (reward.numeric(), "column 'answer': no number in the reference 'four'; use exact() or math()"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_reward_is_an_error_that_says_what_to_do(fn, message):
     columns = {"answer": ["1", "2", "3", "four"], "id": [1, 2, None, 4]}
     score = reward.weighted(good=(constant(0, 0, 0, 0), 1.0), format=(fn, 0.1))
@@ -506,25 +501,16 @@ def test_check_shows_a_reward_the_question_as_the_prompt_and_every_column():
 @pytest.mark.parametrize(
     ("fn", "rows", "message"),
     [
-        (
-            reward.exact("solution"),
-            ROWS,
-            "column 'solution': not in the dataset; its columns are: question, short, answer, level",
-        ),
+        (reward.exact("solution"), ROWS,
+         "column 'solution': not in the dataset; its columns are: question, short, answer, level"),
         (lambda completions, **_: [len(c) / len(c) for c in completions], ROWS, "division by zero"),
-        (
-            lambda completions, **_: [1.0 if c else "0" for c in completions],
-            ROWS,
-            f"reward 'r': value 0 is '0', {ADVICE}",
-        ),
+        (lambda completions, **_: [1.0 if c else "0" for c in completions], ROWS,
+         f"reward 'r': value 0 is '0', {ADVICE}"),
         (reward.exact(), [], "rows: expected at least one row of the dataset, got none"),
-        (
-            reward.exact(),
-            [ROWS[0], {"question": "?"}],
-            "column 'answer': not in the dataset; its columns are: question",
-        ),
+        (reward.exact(), [ROWS[0], {"question": "?"}],
+         "column 'answer': not in the dataset; its columns are: question"),
     ],
-)
+)  # fmt: skip
 def test_check_raises_before_training_does(fn, rows, message):
     with pytest.raises((ValueError, ZeroDivisionError)) as error:
         reward.check(reward.weighted(r=(fn, 1.0)), rows)
@@ -584,18 +570,14 @@ KNOWN = (
         ("nope", f"reward 'nope': {KNOWN}"),
         ("{dir}/mine.py", f"reward '{{dir}}/mine.py': {KNOWN}"),
         ("{dir}/no.py:f", "reward '{dir}/no.py:f': no such file: {dir}/no.py"),
-        (
-            "{dir}/mine.py:width",
-            "reward '{dir}/mine.py:width': no 'width' in the file; its functions: dataclass, length",
-        ),
+        ("{dir}/mine.py:width",
+         "reward '{dir}/mine.py:width': no 'width' in the file; its functions: dataclass, length"),
         ("{dir}/mine.py:SCALE", "reward '{dir}/mine.py:SCALE': 'SCALE' is int, not a function"),
-        (
-            "task:chess",
-            "task: expected one of addition, reverse, sort_digits, letter_count, countdown, count_squares, "
-            "tone, got 'chess'",
-        ),
+        ("task:chess",
+         "task: expected one of addition, reverse, sort_digits, letter_count, countdown, count_squares, "
+         "tone, got 'chess'"),
     ],
-)
+)  # fmt: skip
 def test_load_says_what_is_wrong(tmp_path, spec, message):
     (tmp_path / "mine.py").write_text(FILE)
     with pytest.raises(ValueError) as error:

@@ -146,18 +146,12 @@ BAD = [
     ({"prompts": ["p"]}, 400, "completions: expected a list, got NoneType"),
     (b"<html>", 400, "expected JSON, got '<html>'"),
     (b"[" * 100_000, 400, "brackets nest deeper than 100"),
-    (
-        {"prompts": ["p"], "completions": ["a"]},
-        400,
-        "the reward reads 'answer', which is not among those sent: none",
-    ),
-    (
-        {"prompts": ["p"], "completions": ["a"], "columns": {"answer": [None]}},
-        400,
-        "the reward reads 'answer'",
-    ),
+    ({"prompts": ["p"], "completions": ["a"]}, 400,
+     "the reward reads 'answer', which is not among those sent: none"),
+    ({"prompts": ["p"], "completions": ["a"], "columns": {"answer": [None]}}, 400,
+     "the reward reads 'answer'"),
     ({"prompts": ["p"], "completions": ["x" * (1 << 20)]}, 413, "expected at most 1048576 bytes"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

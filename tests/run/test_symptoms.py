@@ -53,43 +53,21 @@ def rising(step):
 
 # name: (a history that shows it, the same short of the limit)
 CASES = {
-    "flat_groups": (
-        history(60, reward__flat_groups=late(0.9, 0.2)),
-        history(60, reward__flat_groups=late(0.89, 0.2)),
-    ),
-    "truncated": (
-        history(60, rollout__truncated=late(0.9, 0.1)),
-        history(60, rollout__truncated=late(0.89, 0.1)),
-    ),
-    "entropy": (
-        history(60, policy__entropy=late(0.019, 0.6)),
-        history(60, policy__entropy=late(0.021, 0.6)),
-    ),
-    "clipped": (
-        history(60, policy__clip_frac=late(0.51, 0.1)),
-        history(60, policy__clip_frac=late(0.5, 0.1)),
-    ),
-    "mismatch": (
-        history(60, policy__logp_gap=late(0.0051, 5e-4)),
-        history(60, policy__logp_gap=late(0.0049, 5e-4)),
-    ),
-    "length": (
-        history(60, rollout__length_mean=late(151, 100)),
-        history(60, rollout__length_mean=late(151, 100), reward__mean=late(0.52, 0.5)),
-    ),
-    "overfitted": (
-        history(60, eval__mean=falling, reward__mean=rising),
-        history(60, eval__mean=falling),
-    ),
-    "learning_rate": (
-        history(60, lr=late(0.0, 1e-3, since=55)),
-        history(60, lr=late(0.0, 1e-3, since=56)),
-    ),
-    "gradient": (
-        history(60, grad__norm=late(6.9e-4, 0.7)),
-        history(60, grad__norm=late(7.1e-4, 0.7)),
-    ),
-}
+    "flat_groups": (history(60, reward__flat_groups=late(0.9, 0.2)),
+        history(60, reward__flat_groups=late(0.89, 0.2))),
+    "truncated": (history(60, rollout__truncated=late(0.9, 0.1)),
+        history(60, rollout__truncated=late(0.89, 0.1))),
+    "entropy": (history(60, policy__entropy=late(0.019, 0.6)), history(60, policy__entropy=late(0.021, 0.6))),
+    "clipped": (history(60, policy__clip_frac=late(0.51, 0.1)),
+        history(60, policy__clip_frac=late(0.5, 0.1))),
+    "mismatch": (history(60, policy__logp_gap=late(0.0051, 5e-4)),
+        history(60, policy__logp_gap=late(0.0049, 5e-4))),
+    "length": (history(60, rollout__length_mean=late(151, 100)),
+        history(60, rollout__length_mean=late(151, 100), reward__mean=late(0.52, 0.5))),
+    "overfitted": (history(60, eval__mean=falling, reward__mean=rising), history(60, eval__mean=falling)),
+    "learning_rate": (history(60, lr=late(0.0, 1e-3, since=55)), history(60, lr=late(0.0, 1e-3, since=56))),
+    "gradient": (history(60, grad__norm=late(6.9e-4, 0.7)), history(60, grad__norm=late(7.1e-4, 0.7))),
+}  # fmt: skip
 SAME = """
 def same(completions, **columns):
     return [0.5] * len(completions)

@@ -353,48 +353,31 @@ def bad_reward(folder, body):
 
 
 BAD = {
-    "an unknown flag": (
-        lambda t: ["--learning-speed", "1"],
-        "error: unrecognized options: --learning-speed, 1; --help lists the options",
-    ),
-    "a flag of another library": (
-        lambda t: ["--num-generations", "4"],
-        "error: --num-generations of TRL is --group here; --help lists the options",
-    ),
+    "an unknown flag": (lambda t: ["--learning-speed", "1"],
+        "error: unrecognized options: --learning-speed, 1; --help lists the options"),
+    "a flag of another library": (lambda t: ["--num-generations", "4"],
+        "error: --num-generations of TRL is --group here; --help lists the options"),
     "a missing column": (lambda t: ["--template", "{query}"], "has no column 'query'"),
-    "a prompt longer than the window": (
-        lambda t: ["--max-new", "200"],
-        "the model's window of 128; lower max_new",
-    ),
+    "a prompt longer than the window": (lambda t: ["--max-new", "200"],
+        "the model's window of 128; lower max_new"),
     "a group of one": (lambda t: ["--group", "1"], "group: expected >= 2 responses per prompt for grpo"),
     "too few rewards": (lambda t: bad_reward(t, "[0.0]"), "expected 2 values, got 1"),
-    "a reward that is NaN": (
-        lambda t: bad_reward(t, "[float('nan')] * len(completions)"),
-        "not a finite number",
-    ),
-    "a bound of no rounds": (
-        lambda t: ["--rounds", "0"],
-        "rounds: expected an integer in [1, inf), got 0",
-    ),
-    "an overlong buffer beyond max_new": (
-        lambda t: ["--overlong", "9"],
-        "overlong: expected at most max_new = 6, got 9",
-    ),
-    "remax on normalised rewards": (
-        lambda t: ["--algorithm", "remax", "--normalize-reward"],
-        "normalize_reward: expected off with remax",
-    ),
-    "remax on normalised parts": (
-        lambda t: ["--algorithm", "remax", "--reward-norm", "group"],
-        "reward_norm: expected none with remax",
-    ),
+    "a reward that is NaN": (lambda t: bad_reward(t, "[float('nan')] * len(completions)"),
+        "not a finite number"),
+    "a bound of no rounds": (lambda t: ["--rounds", "0"], "rounds: expected an integer in [1, inf), got 0"),
+    "an overlong buffer beyond max_new": (lambda t: ["--overlong", "9"],
+        "overlong: expected at most max_new = 6, got 9"),
+    "remax on normalised rewards": (lambda t: ["--algorithm", "remax", "--normalize-reward"],
+        "normalize_reward: expected off with remax"),
+    "remax on normalised parts": (lambda t: ["--algorithm", "remax", "--reward-norm", "group"],
+        "reward_norm: expected none with remax"),
     "an unknown algorithm": (lambda t: ["--algorithm", "ppo2"], "algorithm: expected one of grpo"),
     "no such data": (lambda t: ["--data", "nowhere.jsonl"], "could not read 'nowhere.jsonl': no such file"),
     "no such model": (lambda t: ["--model", "./nowhere"], "expected a folder, a hub name"),
     "no such reward": (lambda t: ["--reward", "best"], "reward 'best': expected one of math"),
     "greedy sampling": (lambda t: ["--temperature", "0"], "temperature: expected > 0"),
     "a budget too small": (lambda t: ["--budget", "5"], "budget: expected at least"),
-}
+}  # fmt: skip
 
 
 LIMITS = [
@@ -788,75 +771,37 @@ def test_prompts_of_messages_go_through_the_chat_template(name, chatty, tmp_path
 
 
 CHAT_MISTAKES = {
-    "nothing said": (
-        "grpo",
-        "prompts.jsonl",
-        [],
+    "nothing said": ("grpo", "prompts.jsonl", [],
         "the row has no column 'short'; it has 'prompt', 'answer', 'id'; 'prompt' holds messages: --messages "
-        "prompt, without --template",
-    ),
-    "a template that prints a list": (
-        "sft",
-        "talks.jsonl",
-        ["--template", "{messages}"],
+        "prompt, without --template"),
+    "a template that prints a list": ("sft", "talks.jsonl", ["--template", "{messages}"],
         "column 'messages' holds a list, which no template prints; 'messages' holds messages: --messages "
-        "messages, without --template",
-    ),
+        "messages, without --template"),
     "both": (
         "grpo",
         "prompts.jsonl",
         ["--messages", "prompt", "--template", "{answer}"],
         "template: expected '{short}', as this script does not read it, got '{answer}'; --messages takes its",
     ),
-    "a response too": (
-        "sft",
-        "talks.jsonl",
-        ["--messages", "messages", "--response", "{gold}"],
-        "response: expected '{answer}', as this script does not read it, got '{gold}'; --messages takes its",
-    ),
+    "a response too": ("sft", "talks.jsonl", ["--messages", "messages", "--response", "{gold}"],
+        "response: expected '{answer}', as this script does not read it, got '{gold}'; --messages takes its"),
     "which turns of a text": ("sft", "talks.jsonl", ["--loss-on", "last"], "loss_on: expected 'all', as "),
-    "both in ppo": (
-        "ppo",
-        "prompts.jsonl",
-        ["--messages", "prompt", "--template", "{a}"],
-        "template: expected '{short}'",
-    ),
-    "both in examples": (
-        "ppo",
-        "prompts.jsonl",
-        ["--ptx-messages", "messages", "--ptx-response", "{a}"],
-        "ptx_response: expected '{answer}'",
-    ),
-    "both in evaluate": (
-        "evaluate",
-        "prompts.jsonl",
-        ["--messages", "prompt", "--template", "{a}"],
-        "template: expected '{short}'",
-    ),
-    "a keyword that is not read": (
-        "evaluate",
-        "prompts.jsonl",
+    "both in ppo": ("ppo", "prompts.jsonl", ["--messages", "prompt", "--template", "{a}"],
+        "template: expected '{short}'"),
+    "both in examples": ("ppo", "prompts.jsonl", ["--ptx-messages", "messages", "--ptx-response", "{a}"],
+        "ptx_response: expected '{answer}'"),
+    "both in evaluate": ("evaluate", "prompts.jsonl", ["--messages", "prompt", "--template", "{a}"],
+        "template: expected '{short}'"),
+    "a keyword that is not read": ("evaluate", "prompts.jsonl",
         ["--messages", "prompt", "--chat-template-kwargs", "thinking=False"],
-        "expected a name that the chat template reads (enable_thinking), got 'thinking'",
-    ),
-    "a keyword that is no literal": (
-        "sft",
-        "talks.jsonl",
+        "expected a name that the chat template reads (enable_thinking), got 'thinking'"),
+    "a keyword that is no literal": ("sft", "talks.jsonl",
         ["--messages", "messages", "--chat-template-kwargs", "enable_thinking=off"],
-        "chat_template_kwargs: expected NAME=LITERAL as enable_thinking=False",
-    ),
-    "an answer at the end": (
-        "grpo",
-        "talks.jsonl",
-        ["--messages", "messages"],
-        "turn 2: expected the last turn of a prompt from user or tool, got assistant; and 2 more. 5 of 5",
-    ),
-    "nothing to learn": (
-        "sft",
-        "prompts.jsonl",
-        ["--messages", "prompt"],
-        "lines 1, 2, 3: expected a turn of the assistant to learn, got none; and 3 more",
-    ),
+        "chat_template_kwargs: expected NAME=LITERAL as enable_thinking=False"),
+    "an answer at the end": ("grpo", "talks.jsonl", ["--messages", "messages"],
+        "turn 2: expected the last turn of a prompt from user or tool, got assistant; and 2 more. 5 of 5"),
+    "nothing to learn": ("sft", "prompts.jsonl", ["--messages", "prompt"],
+        "lines 1, 2, 3: expected a turn of the assistant to learn, got none; and 3 more"),
 }  # fmt: skip
 
 

@@ -179,23 +179,15 @@ def test_group_estimators_pass(f, seed):
 @each(
     ("f", "message"),
     [
-        (
-            textbook_grpo,
-            r"^3 equal rewards of 0.1 in torch.float64: expected advantages of exactly 0, got \[-1",
-        ),
+        (textbook_grpo,
+         r"^3 equal rewards of 0.1 in torch.float64: expected advantages of exactly 0, got \[-1"),
         (textbook_without_eps, r"^2 equal rewards of 0 in .*float64: .* exactly 0, got \[nan, nan\]"),
-        (
-            std_of_the_batch,
-            r"^group \d alone instead of among 6 groups: with rewards \[.*\] the advantages ch",
-        ),
-        (
-            mean_of_the_batch,
-            r"^group 0 alone instead of among 6 groups: .* changed by [\d.]+, from \[.*to \[",
-        ),
-        (
-            relative_to_the_mean,
-            r"^\+10 on all rewards of group 0: with rewards \[.*\] the advantages changed",
-        ),
+        (std_of_the_batch,
+         r"^group \d alone instead of among 6 groups: with rewards \[.*\] the advantages ch"),
+        (mean_of_the_batch,
+         r"^group 0 alone instead of among 6 groups: .* changed by [\d.]+, from \[.*to \["),
+        (relative_to_the_mean,
+         r"^\+10 on all rewards of group 0: with rewards \[.*\] the advantages changed"),
         (raw, r"^\+10 on all rewards of group 0: .* changed by 10, from \["),
         (passed, r"^\+10 on all rewards of group \d: .* to \[0, 0\]"),
         (first_is_the_baseline, r"^responses of group 0 in the order \[1, 0\]: with rewards"),
@@ -208,7 +200,7 @@ def test_group_estimators_pass(f, seed):
         (lambda r: r.mean(-1), r"one advantage per reward, \[N, G\] = \[6, 2\], got \[6\]"),
         (lambda r: r.mean(-1, keepdim=True), r"\[N, G\] = \[6, 2\], got \[6, 1\]"),
     ],
-)
+)  # fmt: skip
 def test_group_estimators_fail_and_say_why(f, message):
     with pytest.raises(AssertionError, match=message):
         testing.check_group_estimator(f)

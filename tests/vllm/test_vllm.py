@@ -167,21 +167,15 @@ def test_no_prompts_give_a_rollout_without_rows(vllm):
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
-        (
-            [[3, 4], [5] * 119],
-            {},
-            r"prompt \+ max_new <= the model's window of 128 tokens, got 119 \+ 10 in prompt 1",
-        ),
+        ([[3, 4], [5] * 119], {},
+         r"prompt \+ max_new <= the model's window of 128 tokens, got 119 \+ 10 in prompt 1"),
         ([[3], []], {}, "expected at least one token, got none in prompt 1"),
         ([[3], [99]], {}, "expected tokens below 48, got 99 in prompt 1"),
-        (
-            [[3], [4]],
-            {"sampling": rft.Sampling(temperature=3.0, max_new=4)},
-            "temperature: expected at most 2.0 for vllm, got 3.0",
-        ),
+        ([[3], [4]], {"sampling": rft.Sampling(temperature=3.0, max_new=4)},
+         "temperature: expected at most 2.0 for vllm, got 3.0"),
         ([[3], [4]], {"start": [0, 2]}, r"start\[1\]: expected 0 for vllm"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_request_is_named_and_the_engine_lives(vllm, prompts, options, message):
     with pytest.raises(engine.BadRequest, match=message):
         vllm.generate(prompts, [0, 1], **{"sampling": SAMPLED} | options)
