@@ -4,6 +4,7 @@ import itertools
 from functools import partial
 
 import pytest
+import tiny
 import torch
 from cases import each
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from rft_fn import algorithm, loss, packing, testing, tree, weight
 from rft_fn import algorithm as stopped
 from rft_fn.algorithm import Evaluated
-from rft_fn.types import Rollout, TokenOut, experience
+from rft_fn.types import TokenOut, experience
 
 pytestmark = pytest.mark.usefixtures("float64")
 each_name = each("name", algorithm.TABLE)
@@ -32,16 +33,7 @@ def advantages(row, c, rollout, reward):
 def batch(name, reward, seed=0):
     """(row, apply, params, Experience) of a rollout with those rewards [N, G], N G = 8."""
     row, c = algorithm.TABLE[name], testing.case(seed)
-    false = torch.zeros(8, dtype=torch.bool)
-    rollout = Rollout(
-        tokens=c.exp.tokens,
-        mask=c.exp.mask,
-        logp=c.exp.old_logp,
-        length=c.exp.length,
-        truncated=false,
-        group=torch.arange(8) // reward.shape[1],
-        version=torch.zeros(8, dtype=torch.long),
-    )
+    rollout = tiny.rollout(c.exp, torch.arange(8) // reward.shape[1])
     fields = advantages(row, c, rollout, reward)
     return row, c.apply, c.params, experience(rollout, w=row.weight(rollout.mask), **fields)
 
@@ -270,13 +262,8 @@ def test_metrics_of_the_clipped_critic_by_hand():
 @each("name", [n for n, row in algorithm.TABLE.items() if isinstance(row, algorithm.Algorithm)])
 def test_a_group_size_that_does_not_divide_the_rows_is_named(name):
     c, row = testing.case(0), algorithm.TABLE[name]
-    zero = torch.zeros(8, dtype=torch.long)
-    rollout = Rollout(
-        tokens=c.exp.tokens, mask=c.exp.mask, logp=c.exp.old_logp, length=c.exp.length,
-        truncated=zero.bool(), group=zero, version=zero,
-    )  # fmt: skip
     more = {"greedy_reward": torch.zeros(2)} if row.greedy else {}
     message = "reward: expected [N, G] with N G = 8 rows of the rollout, got [2, 3]"
     with pytest.raises(ValueError) as error:
-        row.advantage(torch.rand(2, 3), rollout, **more)
+        row.advantage(torch.rand(2, 3), tiny.rollout(c.exp), **more)
     assert str(error.value) == message

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import ref_rewards
+import tiny
 import torch
 from cases import each
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from rft_fn import check, loss, packing, segment, testing, tree, weight
 from rft_fn.packing import plan
-from rft_fn.types import Experience, Media, Rollout, experience
+from rft_fn.types import Experience, Media, experience
 
 FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret")
 seeds = st.integers(0, 2**32)
@@ -412,16 +413,7 @@ def test_extra_moves_with_its_tokens_whatever_its_width():
 
 def test_extra_of_a_rollout_is_checked_by_name():
     exp = small()
-    zero, false = torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.bool)
-    rollout = Rollout(
-        tokens=exp.tokens,
-        mask=exp.mask,
-        logp=exp.w,
-        length=exp.length,
-        truncated=false,
-        group=zero,
-        version=zero,
-    )
+    rollout = tiny.rollout(exp)
     kept = experience(rollout, adv=exp.adv, w=exp.w, extra={"top": torch.zeros(2, 6, 3)})
     assert kept.extra["top"].shape == (2, 6, 3)
     for bad in (torch.zeros(2, 5), torch.zeros(3), torch.zeros(2, 1, 3)):
@@ -442,12 +434,7 @@ DATA = ("adv", "w", "old_logp", "ref_logp", "old_value", "ret")
 def of_two_rows(**data):
     """An experience of the batch `small`, with other data."""
     exp = small()
-    zero, false = torch.zeros(2, dtype=torch.long), torch.zeros(2, dtype=torch.bool)
-    rollout = Rollout(
-        tokens=exp.tokens, mask=exp.mask, logp=exp.w, length=exp.length, truncated=false, group=zero,
-        version=zero,
-    )  # fmt: skip
-    return exp, experience(rollout, **{"adv": exp.adv, "w": exp.w} | data)
+    return exp, experience(tiny.rollout(exp), **{"adv": exp.adv, "w": exp.w} | data)
 
 
 @pytest.mark.parametrize("name", DATA)
@@ -482,8 +469,7 @@ def test_what_an_experience_is_joined_of_is_data(name):
 def test_a_number_per_response_is_on_each_of_its_tokens_and_words_move_with_them(seed):
     exp = testing.case(seed).exp
     rows = len(exp.length)
-    same = dict.fromkeys(("truncated", "group", "version"), torch.zeros(rows))
-    rollout = Rollout(tokens=exp.tokens, mask=exp.mask, logp=exp.w, length=exp.length, **same)
+    rollout = tiny.rollout(exp)
     x = torch.arange(1.0, rows + 1)
     words = exp.tokens[..., None] + torch.tensor([0, 1, 100])
     made = experience(rollout, adv=x, w=exp.w, words=words, extra={"flat": x, "column": x[:, None] + 1})
@@ -550,16 +536,8 @@ def test_rows_of_a_rollout_are_taken_as_those_of_an_experience():
     exp = testing.case(0).exp
     media = Media.of_prompts([{"x": torch.tensor([[float(i)]])} for i in range(8)])
     number = torch.arange(8)
-    rollout = Rollout(
-        tokens=exp.tokens,
-        mask=exp.mask,
-        logp=exp.old_logp,
-        length=exp.length,
-        truncated=number > 3,
-        group=number // 2,
-        version=number,
-        media=media,
-    )
+    rollout = tiny.rollout(exp, number // 2, number > 3, media=media)
+    rollout = tree.replace(rollout, version=number)
     got = packing.take(rollout, torch.tensor([5, 1]))
     assert got.version.tolist() == [5, 1] and got.group.tolist() == [2, 0]
     assert torch.equal(got.tokens, exp.tokens[[5, 1]]) and torch.equal(got.logp, exp.old_logp[[5, 1]])

@@ -1,5 +1,6 @@
 """Small real models and data for tests: made on the spot, no network."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -9,9 +10,12 @@ from torch import Tensor, nn
 
 from rft_fn.model import tiny
 from rft_fn.packing import supervised
-from rft_fn.types import Experience
+from rft_fn.types import Experience, Rollout
 
-__all__ = ["definition", "experience", "llama", "logp_rounding", "mixed", "output_rounding", "tokenizer"]
+__all__ = [
+    "definition", "experience", "llama", "logp_rounding", "mixed", "output_rounding", "rollout", "said",
+    "tokenizer",
+]  # fmt: skip
 
 
 @cache
@@ -43,6 +47,21 @@ def experience(seed: int = 0, rows: int = 6, longest: int = 12) -> Any:
     draw = lambda n: torch.randint(3, len(tokenizer()), (n,), generator=g).tolist()  # noqa: E731
     size = lambda: int(torch.randint(1, longest, (1,), generator=g))  # noqa: E731
     return supervised([(draw(size()), draw(size())) for _ in range(rows)])
+
+
+def rollout(exp: Experience, group: Any = None, truncated: Any = None, **more: Any) -> Rollout:
+    """The rollout of an Experience's rows; all of group 0 where no other is given."""
+    zero = torch.zeros(len(exp.tokens), dtype=torch.long)
+    return Rollout(
+        tokens=exp.tokens, mask=exp.mask, logp=exp.old_logp, length=exp.length,
+        truncated=zero.bool() if truncated is None else torch.as_tensor(truncated),
+        group=zero if group is None else torch.as_tensor(group), version=zero, **more,
+    )  # fmt: skip
+
+
+def said(texts: Sequence[str], group: Any, truncated: Any = None) -> Rollout:
+    """A rollout of one row for each text: two tokens of prompt, then its characters."""
+    return rollout(supervised([([0, 0], tokenizer().encode(text)) for text in texts]), group, truncated)
 
 
 def definition(lm: nn.Module, exp: Experience) -> Tensor:

@@ -1,4 +1,4 @@
-"""Judges over two ranks: the numbers of one process, one question a response, and one error for all."""
+"""Judges over two ranks: pairs within groups, and judges on servers. For the rest see test_joint_judging."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ import torch
 from fake_server import FakeServer, serving
 from test_judging import PROMPTS, G, rollout_of
 
-from rft_fn import collect, dist, model, reward
+from rft_fn import collect, model, reward
 from rft_fn.reward import forms
 from rft_fn.run import load_rewards, options
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
@@ -21,11 +21,6 @@ pytestmark = pytest.mark.slow
 TWINS = [dataclasses.replace(p, text=f"{i % 3}=") for i, p in enumerate(PROMPTS)]  # 0 and 3, 1 and 4 alike
 TOKENIZER = chats.tokenizer(chats.CHATML, end="<|im_end|>")
 HOW = "form='terse',temperature=1.0,max_new=10,patience=99"
-
-
-def by_key(question, key, j):
-    """A verdict that any other key, question or sample would change."""
-    return f"<score>{(key + 7 * len(question) + j) % 11}</score>"
 
 
 def longer(question, key, j):
@@ -42,72 +37,27 @@ def strategy_of(world):
     return get_fake_strategy()
 
 
-def judged_by(st, fn, prompts=PROMPTS):
-    score = reward.weighted(judge=(fn, 1.0))
-    state = reward.trainer_state(3, 9)
-    how = {"timeout": 60.0, "state": state, "seed": 5}
-    return collect.gather_and_judge(st, score, rollout_of(), prompts, tiny.tokenizer(), **how)._asdict()
-
-
-def every_case(rank, world=1):
-    st = strategy_of(world)
-    asked = []
-    engine = judges.engine(by_key, TOKENIZER, asked=asked)
-    alone = reward.generative(engine, TOKENIZER, form=forms.rating(reasoning=False), votes=3)
-    out = {"alone": judged_by(st, alone), "asked": [TOKENIZER.decode(p.ids) for p, _ in asked]}
+def judged_in_pairs(rank, world=1):
+    """Verdicts on pairs within groups, where two prompts of different ranks have one text."""
     pairs = reward.generative(judges.engine(longer, TOKENIZER), TOKENIZER, form=forms.pair(reasoning=False))
-    out["pairs"] = judged_by(st, pairs, TWINS)
-
-    def lost(*args, **how):
-        if dist.rank() == world - 1:
-            raise ConnectionError("the judge is lost")
-        return engine.generate(*args, **how)
-
-    try:
-        judged_by(st, reward.generative(engine._replace(generate=lost), TOKENIZER))
-    except Exception as error:
-        out["lost"] = type(error).__name__, str(error)
-    return out
+    how = {"timeout": 60.0, "state": reward.trainer_state(3, 9), "seed": 5}
+    score = reward.weighted(judge=(pairs, 1.0))
+    return collect.gather_and_judge(
+        strategy_of(world), score, rollout_of(), TWINS, tiny.tokenizer(), **how
+    )._asdict()
 
 
-@pytest.fixture(scope="module")
-def both():
-    return ranks.run(2, "test_judges_on_ranks:every_case", 2)
-
-
-@pytest.fixture(scope="module")
-def one():
-    return every_case(0)
-
-
-@pytest.mark.parametrize("kind", ["alone", "pairs"])
-def test_two_ranks_have_the_numbers_of_one(both, one, kind):
-    """Also of pairs within groups, where two prompts of different ranks have one text."""
-    for found in both:
-        assert torch.equal(found[kind]["reward"], one[kind]["reward"])
-        assert found[kind]["extra"] == one[kind]["extra"]
-    assert len(one[kind]["reward"].unique()) > 2
-
-
-def test_each_response_is_asked_about_once(both, one):
-    asked = [question for found in both for question in found["asked"]]
-    assert asked == one["asked"] and len(asked) == len(PROMPTS) * G
-    assert all(found["asked"] for found in both)
-
-
-def test_pairs_are_within_a_group_and_not_within_a_text(one):
+def test_pairs_are_within_a_group_and_not_within_a_text_on_any_rank():
     """[N, G]: each is what the group gets alone."""
+    one = judged_in_pairs(0)
+    for found in ranks.run(2, "test_judges_on_ranks:judged_in_pairs", 2):
+        assert torch.equal(found["reward"], one["reward"]) and found["extra"] == one["extra"]
+    assert len(one["reward"].unique()) > 2
     form = forms.pair(reasoning=False)
-    for i, got in enumerate(one["pairs"]["reward"]):
+    for i, got in enumerate(one["reward"]):
         fn = reward.generative(judges.engine(longer, TOKENIZER), TOKENIZER, form=form)
-        texts = one["pairs"]["texts"][i * G : (i + 1) * G]
+        texts = one["texts"][i * G : (i + 1) * G]
         assert fn([TWINS[i].text] * G, texts) == pytest.approx(got.tolist())
-
-
-def test_what_a_judge_raises_on_one_rank_is_raised_on_all(both, one):
-    assert one["lost"] == ("ConnectionError", "the judge is lost") == both[1]["lost"]
-    name, line = both[0]["lost"]
-    assert name == "ValueError" and line == "rank 1: reward 'judge': ConnectionError: the judge is lost"
 
 
 # ---------------------------------------- folders and servers

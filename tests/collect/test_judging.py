@@ -20,7 +20,6 @@ import rft_fn as rft
 from rft_fn import collect, data, dist, reward
 from rft_fn.engine import time_limit
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
-from rft_fn.types import Rollout
 
 G = 3
 TEXTS = [f"{n}{n * n}" for n in range(5 * G)]
@@ -28,18 +27,7 @@ PROMPTS = [data.Prompt([3, 4], f"{i}=", {"answer": str(i), "row": i}, i) for i i
 
 
 def rollout_of(texts=TEXTS, group=None):
-    """One row for each text: two tokens of prompt, then its characters."""
-    ids = [tiny.tokenizer().encode(t) for t in texts]
-    tokens = torch.zeros(len(ids), 2 + max(map(len, ids)), dtype=torch.long)
-    mask = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, x in enumerate(ids):
-        tokens[row, 2 : 2 + len(x)] = torch.tensor(x)
-        mask[row, 2 : 2 + len(x)] = True
-    group = torch.arange(len(ids)) // G if group is None else torch.tensor(group)
-    return Rollout(
-        tokens=tokens, mask=mask, logp=torch.zeros(tokens.shape), length=2 + mask.sum(-1),
-        truncated=torch.zeros(len(ids), dtype=torch.bool), group=group, version=torch.zeros_like(group),
-    )  # fmt: skip
+    return tiny.said(texts, torch.arange(len(texts)) // G if group is None else group)
 
 
 def digits(completions, row):

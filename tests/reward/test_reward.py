@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from cases import each
 from hypothesis import given, settings
@@ -15,7 +16,6 @@ from hypothesis import strategies as st
 
 from rft_fn import metric, reward
 from rft_fn.data.tasks import TASKS
-from rft_fn.types import Rollout
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=100)
 
@@ -397,15 +397,7 @@ def test_every_exception_out_of_a_reward_has_the_note(fn, kind, message):
 
 def test_no_part_has_the_name_of_a_metric_of_the_whole_reward(tmp_path):
     """The names that are refused are all that a step logs as reward/NAME beside its parts."""
-    same = {"tokens": torch.zeros(4, 2, dtype=torch.long), "logp": torch.zeros(4, 2)}
-    rollout = Rollout(
-        **same,
-        mask=torch.ones(4, 2, dtype=torch.bool),
-        length=torch.full((4,), 2),
-        truncated=torch.zeros(4, dtype=torch.bool),
-        group=torch.tensor([0, 0, 1, 1]),
-        version=torch.zeros(4, dtype=torch.long),
-    )
+    rollout = tiny.said(["1"] * 4, [0, 0, 1, 1])
     part = reward.Judged(torch.ones(2, 2), {}, [""] * 4)
     logged = metric.rollout(rollout, part.reward) | reward.means(part, "reward")
     own = {name.removeprefix("reward/") for name in logged if name.startswith("reward/")}

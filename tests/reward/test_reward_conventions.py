@@ -17,7 +17,6 @@ from rft_fn import data, reward
 from rft_fn.data.rows import column_at, value_at
 from rft_fn.data.tasks import TASKS
 from rft_fn.reward.convention import TrainerState, as_messages
-from rft_fn.types import Rollout
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6 * 12?"}]
 SAID = ["72", "so 72", ""]
@@ -35,17 +34,7 @@ def score(fn, completions=SAID, prompts=None, columns=None, **given):
 
 def rollout(texts, groups):
     """Two tokens of prompt, then the characters of each text."""
-    ids = [tiny.tokenizer().encode(t) for t in texts]
-    tokens = torch.zeros(len(ids), 2 + max(map(len, ids)), dtype=torch.long)
-    mask = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, x in enumerate(ids):
-        tokens[row, 2 : 2 + len(x)] = torch.tensor(x)
-        mask[row, 2 : 2 + len(x)] = True
-    group = torch.arange(len(ids)) // (len(ids) // groups)
-    return Rollout(
-        tokens=tokens, mask=mask, logp=torch.zeros(tokens.shape), length=2 + mask.sum(-1),
-        truncated=torch.zeros(len(ids), dtype=torch.bool), group=group, version=torch.zeros_like(group),
-    )  # fmt: skip
+    return tiny.said(texts, torch.arange(len(texts)) // (len(texts) // groups))
 
 
 # ------------------------------------------------------------------------------------------ messages and text

@@ -17,23 +17,12 @@ from rft_fn.reward import adapters
 from rft_fn.reward.scoring import standardized
 from rft_fn.reward.weights import RowWeights, read_veto, vetoed
 from rft_fn.strategy import get_fake_strategy
-from rft_fn.types import Rollout
 
 PROMPTS = [data.Prompt([3, 4], f"{i}=", {"label": "ab"[i % 2], "row": i}, i) for i in range(4)]
 
 
 def rollout_of(texts, group):
-    ids = [tiny.tokenizer().encode(t) for t in texts]
-    tokens = torch.zeros(len(ids), 2 + max(map(len, ids)), dtype=torch.long)
-    mask = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, x in enumerate(ids):
-        tokens[row, 2 : 2 + len(x)] = torch.tensor(x)
-        mask[row, 2 : 2 + len(x)] = True
-    group = torch.tensor(group)
-    return Rollout(
-        tokens=tokens, mask=mask, logp=torch.zeros(tokens.shape), length=2 + mask.sum(-1),
-        truncated=torch.arange(len(ids)) % 3 == 0, group=group, version=torch.zeros_like(group),
-    )  # fmt: skip
+    return tiny.said(texts, group, torch.arange(len(texts)) % 3 == 0)
 
 
 def length(completions):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fake_host import hosting, rewards
 from test_serving import serving
+from tiny import rollout as rollout_of
 
 import rft_fn as rft
 from rft_fn import collect, data, model, packing, reward, tree
@@ -16,7 +17,7 @@ from rft_fn.reward import forms
 from rft_fn.reward.remote import protocol
 from rft_fn.run import load_rewards, options
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
-from rft_fn.types import Media, Rollout, Sampling
+from rft_fn.types import Media, Sampling
 
 G = 3  # responses to each prompt
 N = 5  # prompts
@@ -56,12 +57,8 @@ def answered(prompts, tokenizer):
         texts = [right, {"1": "2", "2": "1"}[right], "3"]
         rows += [(p.ids, [*tokenizer.encode(x, add_special_tokens=False), 1]) for x in texts]
     exp = packing.supervised(rows)
-    none = torch.zeros(len(rows), dtype=torch.long)
-    return Rollout(
-        tokens=exp.tokens, mask=exp.mask, logp=exp.old_logp, length=exp.length, version=none,
-        truncated=none.bool(), group=torch.arange(len(rows)) // G,
-        media=Media.of_prompts([p.media for p in prompts], G),
-    )  # fmt: skip
+    media = Media.of_prompts([p.media for p in prompts], G)
+    return rollout_of(exp, torch.arange(len(rows)) // G, media=media)
 
 
 def sizes(completions, media):

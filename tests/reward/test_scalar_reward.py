@@ -16,7 +16,7 @@ from rft_fn import data, engine, model, packing, reward
 from rft_fn.reward.scalar_model import reads_alike, steps_of
 from rft_fn.run import judges_here, load_rewards, options, reward_modules
 from rft_fn.strategy import get_strategy
-from rft_fn.types import Rollout, TokenOut
+from rft_fn.types import TokenOut
 
 PROMPTS = [data.Prompt([3, 4], "12", {"answer": "12"}, 0), data.Prompt([5], "3", {"answer": "3"}, 1)]
 
@@ -33,11 +33,7 @@ def rollout_of(tokenizer, said, truncated):
         end = [] if cut else [tokenizer.eos_token_id]
         rows.append((PROMPTS[i // 2].ids, tokenizer.encode(text, add_special_tokens=False) + end))
     exp = packing.supervised(rows)
-    zero = torch.zeros(len(rows), dtype=torch.long)
-    return Rollout(
-        tokens=exp.tokens, mask=exp.mask, logp=exp.old_logp, length=exp.length, version=zero,
-        truncated=torch.tensor(truncated), group=torch.arange(len(rows)) // 2,
-    )  # fmt: skip
+    return tiny.rollout(exp, torch.arange(len(rows)) // 2, truncated)
 
 
 def rows_of(exp):
@@ -78,12 +74,7 @@ def test_a_sampled_response_ends_as_it_does_in_training():
     taught = data.pairs_from_rows([{"prompt": "2+2", "chosen": "4", "rejected": "5"}], tokenizer).prompt(0)
     prompt = data.from_rows([{"question": "2+2"}], tokenizer).prompt(0)
     exp = packing.supervised([(prompt.ids, ids) for ids in said])
-    none = torch.zeros(2, dtype=torch.long)
-    rollout = Rollout(
-        tokens=exp.tokens, mask=exp.mask, logp=exp.old_logp, length=exp.length, group=none, version=none,
-        truncated=none.bool(),
-    )  # fmt: skip
-    rows = rows_of(reward.Reading(tokenizer).rows(rollout, [prompt], tokenizer))
+    rows = rows_of(reward.Reading(tokenizer).rows(tiny.rollout(exp), [prompt], tokenizer))
     assert rows == [taught.chosen.ids] * 2
 
 
@@ -179,10 +170,7 @@ def test_steps_are_read_as_they_were_learned(separator, end):
 
     said = [[*tokenizer.encode(separator.join(parts)), tokenizer.eos_token_id] for parts in texts]
     exp = packing.supervised([(p.ids, ids) for p, ids in zip(prompts, said, strict=True)])
-    rollout = Rollout(
-        tokens=exp.tokens, mask=exp.mask, logp=exp.old_logp, length=exp.length, group=torch.arange(2),
-        version=torch.zeros(2, dtype=torch.long), truncated=torch.zeros(2, dtype=torch.bool),
-    )  # fmt: skip
+    rollout = tiny.rollout(exp, [0, 1])
     rows = reward.Reading(tokenizer, separator=separator).rows(rollout, prompts, tokenizer)
     assert rows_of(rows) == [item.response.ids for item in items]
     ends = [(row.nonzero()[:, 0] - 1).tolist() for row in rows.mask]
