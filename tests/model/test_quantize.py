@@ -122,7 +122,7 @@ def test_a_folder_that_was_saved_in_low_precision(folder, tmp_path, kind):
     assert gap < 1e-4
 
 
-@each("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @each(
     ("options", "message"),
     [

@@ -62,6 +62,35 @@ def test_dpo_learns_which_answer_an_image_or_a_sound_has(model, task, tmp_path):
     assert rft.model.load_processor(tmp_path / "dpo" / "model") is not None
 
 
+# ------------------------------------------------------------------------------------------------ ppo.py
+
+
+@pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
+def test_ppo_has_a_critic_that_sees_or_hears(model, task, tmp_path):
+    """The critic's tower learns as well; its value of a prompt depends on what it sees."""
+    how = {"steps": 3, "prompts": 8, "group": 2, "minibatches": 1, "eval_prompts": 4, "eval_every": 2}
+    how |= {"seed": 1}  # with a reward that is not 0, where the critic's head begins, before the last step
+    found = run("ppo", tmp_path / "ppo", model=model, data=(task,), **how, save_critic=True)
+    assert len(found) == 3 and all(row["policy/logp_gap"] < 1e-5 for row in found)
+    critic = rft.model.load_critic(tmp_path / "ppo" / "critic")
+    after = tower(model, trained(critic))
+    before = tower(model, weights(model))
+    assert before and after.keys() == before.keys()
+    assert not any(torch.equal(after[name], before[name]) for name in before)
+
+    # two prompts of other media have other values of their first token
+    seeing = rft.data.Processing(rft.model.load_processor(model))
+    dataset = rft.data.load(task, rft.model.load_tokenizer(model), template="{short}", processing=seeing)
+    prompts, _ = rft.data.take(dataset, 8, seed=0)
+    same = [p for p in prompts if p.ids == prompts[0].ids][:2]
+    exp = rft.packing.supervised([(p.ids, [5, 1]) for p in same])
+    exp = rft.tree.replace(exp, media=rft.types.Media.of_prompts([p.media for p in same]))
+    st = rft.strategy.get_fake_strategy()
+    apply, params = st.bind(critic)
+    value = st.score(apply, params, exp, 512, fields=("value",)).value
+    assert len(same) == 2 and value[0][exp.mask[0]][0] != value[1][exp.mask[1]][0]
+
+
 # ----------------------------------------------------------------------------------------------- grpo.py
 
 
