@@ -133,9 +133,6 @@ def tensors(*arrays):
     return [torch.from_numpy(np.asarray(a)) for a in arrays]
 
 
-# ---------- other baselines: greedy answers, lengths
-
-
 @given(reward=groups(), seed=st.integers(0, 2**32))
 def test_remax_and_opo_against_their_definitions(reward, seed):
     rng = np.random.default_rng(seed)
@@ -185,9 +182,6 @@ def test_remax_of_single_samples_and_of_a_tie():
     assert advantage.remax(r, torch.tensor([0.0, 1.0, 0.3])).tolist() == [[1.0], [-1.0], [0.0]]
 
 
-# ---------- several rewards
-
-
 @given(parts=st.integers(1, 4), seed=st.integers(0, 2**32))
 def test_gdpo_against_the_definition(parts, seed):
     rng = np.random.default_rng(seed)
@@ -211,9 +205,6 @@ def test_gdpo_hears_the_small_reward_beside_the_large_one():
     assert adv[0] > adv[1] + 1 and adv[1] == pytest.approx(adv[2].item(), abs=1e-3)
     flat = advantage.gdpo(torch.stack([parts[0], torch.full((1, 4), 0.1)]), torch.ones(2))
     torch.testing.assert_close(flat, advantage.grpo(parts[0]))  # a part without variance teaches nothing
-
-
-# ---------- pass@k
 
 
 @given(row=st.lists(st.booleans(), min_size=1, max_size=8), k=st.integers(1, 8))
@@ -281,9 +272,6 @@ def test_pass_at_k_in_float32_is_exact_to_float32(right):
     torch.testing.assert_close(adv.double(), torch.tensor(exact_pass_at_k(1024, right, 4)), rtol=1e-6, atol=0)
 
 
-# ---------- properties of all of them
-
-
 def by_length(reward):
     """OPO with lengths 1, 2, 3, ...: data of a response that does not move with it."""
     return advantage.opo(reward, torch.arange(1, reward.shape[1] + 1).expand_as(reward))
@@ -336,8 +324,6 @@ def test_opo_keeps_the_factor_whatever_the_lengths():
     of 1 - s over a group is (G - 1) / G."""
     testing.check_estimator_gradient(by_length, factor=2 / 3)
 
-
-# ---------- bad input
 
 R, FLAT, ROW = torch.zeros(2, 4), torch.zeros(2), torch.zeros(2, 5)
 MASK = torch.ones(2, 5, dtype=torch.bool)

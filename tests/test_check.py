@@ -182,9 +182,6 @@ def test_limits_hold_what_is_inside_and_free_options_are_known():
     assert check.free(Options) == {"out", "part.size"}
 
 
-# ---------------------------------------------------------------------------------------- json of others
-
-
 def nested(levels, inner="1"):
     return "[" * levels + inner + "]" * levels
 

@@ -20,9 +20,6 @@ def tensors(*arrays):
     return [torch.from_numpy(np.asarray(a)) for a in arrays]
 
 
-# ---------- returns without values
-
-
 @pytest.mark.parametrize("gamma", [0.0, 1e-9, 0.3, 0.9, 1.0])
 @given(seed=st.integers(0, 2**32), share=st.sampled_from([0.0, 0.3, 0.9]))
 def test_reinforce_pp_against_the_definition(gamma, seed, share):
@@ -44,9 +41,6 @@ def test_reinforce_pp_passes_over_tool_tokens():
     for seed in range(5):
         f = lambda reward, value, discount, *, mask: advantage.reinforce_pp(reward, mask, gamma=0.9)  # noqa: E731
         testing.check_deletion_invariance(f, seed=seed)
-
-
-# ---------- returns and GAE
 
 
 @st.composite
@@ -229,9 +223,6 @@ def test_a_sequence_of_a_flat_stream_does_not_see_a_broken_neighbour(bad, masked
     torch.testing.assert_close(advantage.discounted_return(inf, discount)[:5], want, rtol=1e-12, atol=1e-12)
 
 
-# ---------- a lambda for each
-
-
 @given(parts=st.lists(rows(), min_size=1, max_size=3), seed=st.integers(0, 2**32))
 def test_decoupled_gae_against_the_double_sums(parts, seed):
     rng, size = np.random.default_rng(seed), min(len(p[0]) for p in parts)
@@ -302,9 +293,6 @@ def test_length_adaptive_lambda_by_hand():
     """The weights of GAE, lambda^t, sum to 1 / (1 - lambda) = alpha times the length."""
     got = advantage.length_adaptive_lambda(torch.tensor([[0], [10], [20], [40], [400]]))
     torch.testing.assert_close(got, torch.tensor([[0.0], [0.0], [0.0], [0.5], [0.95]]))
-
-
-# ---------- whitening
 
 
 @given(seed=st.integers(0, 2**32), offset=st.sampled_from([0.0, 1e6, -1e6]))

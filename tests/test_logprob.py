@@ -89,9 +89,6 @@ def test_a_log_ratio_by_hand():
     assert log_ratio(logp, old, limit=8.0)[4:].tolist() == [-8.0, 8.0]
 
 
-# ---------- one pass over given logits, differentiated like plain operations
-
-
 def plain(z, y, temperature=1.0):
     logp = (z / temperature).log_softmax(-1)
     return logp.gather(-1, y.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
@@ -189,9 +186,6 @@ def test_the_logits_are_never_copied_and_the_gradient_is_the_only_thing_of_their
     assert seen.bytes == z.nbytes > 4 << 20 and dz.dtype == dtype
 
 
-# ---------- what is sampled from
-
-
 @given(
     seed=seeds,
     temperature=st.sampled_from([0.5, 1.0, 1.7]),
@@ -280,9 +274,6 @@ def test_the_cut_carries_no_gradient_and_leaves_none_outside():
     (g,) = torch.autograd.grad(logp.sum(), z)
     p = torch.tensor([2.0, 1.0]).softmax(-1)
     torch.testing.assert_close(g, torch.tensor([[1 - p[0], -p[1], 0.0, 0.0]]))
-
-
-# ---------- straight from hidden states
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

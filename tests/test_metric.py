@@ -148,9 +148,6 @@ def test_the_gap_to_a_sampler_that_excludes_the_same_token_is_0():
     assert got == {"policy/logp_gap": 0.0, "policy/logp_gap_max": 0.0, "policy/kl_sampler": 0.0}
 
 
-# ---------- policies and rollouts, by hand
-
-
 def test_the_mismatch_of_two_log_probs_by_hand():
     """Beyond 20 nats the KL grows no further, the gap does; what is masked does not count."""
     logp = torch.tensor([-1.0, -2.0, -30.0, -1.0, 5.0], requires_grad=True)
@@ -215,8 +212,6 @@ def test_the_spread_over_a_mask_by_hand():
 def test_an_average_is_over_the_rows_that_have_the_name():
     assert metric.average([{"a": 1.0, "b": 2.0}, {"a": 4.0}]) == {"a": 2.5, "b": 2.0}
 
-
-# ---------- reward models
 
 chances = st.lists(st.tuples(st.floats(0, 1), st.booleans(), st.booleans()), min_size=0, max_size=15)
 

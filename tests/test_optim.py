@@ -106,9 +106,6 @@ def test_the_updates_of_adamw_lie_where_the_gradients_did():
     assert {n: u.data_ptr() for n, u in updates.items()} == places
 
 
-# ---------- clipping
-
-
 @given(seed=st.integers(0, 2**20), max_norm=st.sampled_from([1e-3, 1.0, 1e3]))
 def test_clip_against_the_definition(seed, max_norm):
     grads = draw(seed)
@@ -138,9 +135,6 @@ def test_no_gradient_is_not_divided_by_its_norm():
     got, _ = optim.clip_by_global_norm(1.0).update(copy(none), (), none)
     close(got, none, 0)
     assert optim.global_norm(tree.Named()) == 0
-
-
-# ---------- chains, averages, schedules
 
 
 def test_a_chain_applies_its_transforms_in_order():
@@ -226,9 +220,6 @@ def test_schedule_by_hand():
     assert lr == [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     assert [optim.constant(0.1)(t) for t in (0, 10**6)] == [0.1, 0.1]
     assert optim.warmup_cosine(1.0, 0, 4)(100) == pytest.approx(0.1)
-
-
-# ---------- low precision
 
 
 def test_master_weights_add_up_steps_that_bf16_would_lose():

@@ -160,9 +160,6 @@ def test_clip():
     assert rs.clip(torch.tensor([-3.0, 0.5, 3.0]), 1.0).tolist() == [-1.0, 0.5, 1.0]
 
 
-# ---------- lengths and gates
-
-
 @st.composite
 def lengths(draw):
     """(length, correct), [N, G]."""
@@ -237,9 +234,6 @@ def test_varied_is_where_advantages_are_not_zero(value):
     reward[1, 3] += 0.5
     assert rs.varied(reward).tolist() == [False, True, False]
     assert (advantage.grpo(reward) != 0).any(-1).tolist() == [False, True, False]
-
-
-# ---------- the KL controller
 
 
 @given(
@@ -330,8 +324,6 @@ def test_a_token_that_both_policies_exclude_costs_no_kl():
     got = rs.kl_in_reward(torch.tensor([2.0]), logp, logp, mask, coef=0.1)
     assert got.tolist() == [[0.0, 2.0]]
 
-
-# ---------- steps
 
 steps = st.lists(
     st.lists(st.tuples(st.floats(-8, 8) | st.sampled_from([-300.0, -40.0, 40.0, 300.0]), st.booleans()),

@@ -196,9 +196,6 @@ def test_an_environments_tokens_are_no_samples(found):
     assert torch.equal(second.logp[second.mask] != 0, torch.ones(int(second.mask.sum()), dtype=torch.bool))
 
 
-# ---------- laws: rows that are chosen or put together are judged, compared and learned from as before
-
-
 class Numbers:
     """A tokenizer that writes ids as they are."""
 

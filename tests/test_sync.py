@@ -84,9 +84,6 @@ def test_what_is_frozen_is_known_to_the_engine():
     assert sync.push(st, state, eng, version=1).tensors == len(state.params) < len(list(lm.parameters()))
 
 
-# ---------- guards, at updates as small as real ones
-
-
 def started(relative=1e-4):
     """(strategy, the state of an engine's model after an update of this relative size, that engine)."""
     lm = tiny.llama()
@@ -247,9 +244,6 @@ def test_an_iterator_that_dies_leaves_a_dead_engine():
         sync.push(faulty(st, dies), state, eng, version=1)
     with pytest.raises(engine.EngineDead, match="failed in load"):
         eng.generate([[3, 4]], [7], sampling=rft.Sampling(max_new=2))
-
-
-# ---------- the canary
 
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
@@ -417,9 +411,6 @@ def test_noise_is_5_percent_of_a_tensor_and_a_tensor_of_zeros_gets_some():
     assert sync.with_noise("a", torch.zeros(1000), 1).std() == pytest.approx(0.05, rel=0.1)
 
 
-# ---------- what an engine may ask for
-
-
 def test_the_engine_of_this_process_gets_its_own_type():
     st, state = trained()
     narrow = engine.hf(tiny.llama(dtype=torch.bfloat16), tiny.tokenizer())
@@ -448,6 +439,3 @@ def test_an_engine_gets_its_type_and_all_names_of_a_tied_weight():
     assert set(seen) == {*state.params, "lm_head.weight"}
     assert all(x.dtype == torch.bfloat16 for x in seen.values())
     assert delivered.bytes == 2 * sum(x.numel() for x in seen.values())
-
-
-# ---------- several processes

@@ -110,8 +110,6 @@ def test_the_batch_is_divided_by_also_with_a_fixed_length():
     assert weight.constant(four, 5).sum() == weight.constant(one, 5).sum()
 
 
-# ---------- importance weights
-
 pairs = st.lists(
     st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.floats(-6, 0), st.floats(-6, 0)), min_size=1, max_size=8
 ).map(lambda rows: np.array(rows).T)
@@ -143,9 +141,6 @@ def test_without_a_cap_the_correction_is_unbiased_and_with_one_it_is_not():
     torch.testing.assert_close((weight.truncated_is(p, old, sampler, cap=1e9) * f).sum(), want)
     torch.testing.assert_close((weight.truncated_is(p, old, sampler, cap=2.0) * f).sum(), want - 0.2 * 1.5)
     torch.testing.assert_close((weight.masked_is(p, old, sampler, cap=2.0) * f).sum(), want - 0.7)
-
-
-# ---------- corrections: from weights to weights
 
 
 def rows(seed, b=5, s=6):

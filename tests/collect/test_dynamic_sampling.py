@@ -87,9 +87,6 @@ def same(a, b):
     assert a[3:] == b[3:]
 
 
-# ---------- which groups
-
-
 def test_it_stops_as_soon_as_enough_groups_vary():
     source = Source([[SPREAD, FLAT, FLAT], [FLAT, SPREAD, SPREAD], [SPREAD] * 3])
     found = fill(source, 3, 3)
@@ -168,9 +165,6 @@ def test_bad_input(n, rounds, message):
         fill(Source([[SPREAD, FLAT], [FLAT, FLAT]]), n, rounds)
 
 
-# ---------- media
-
-
 def images(found):
     """[(how many, of whom)] of each row."""
     media = found.rollout.media
@@ -210,9 +204,6 @@ def test_a_round_without_media_does_not_shift_those_of_the_others(media):
 
 def test_no_media_stay_none():
     assert fill(Source([[FLAT, SPREAD], [SPREAD, FLAT]]), 2, 2).rollout.media is None
-
-
-# ---------- with a model
 
 
 def digit_first(*, completions):

@@ -60,9 +60,6 @@ def test_pairs_are_within_a_group_and_not_within_a_text_on_any_rank():
         assert fn([TWINS[i].text] * G, texts) == pytest.approx(got.tolist())
 
 
-# ---------------------------------------- folders and servers
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return judges.coin(tmp_path_factory.mktemp("judge") / "coin")

@@ -257,9 +257,6 @@ def test_a_part_is_those_rows_of_the_whole():
     same(part, (whole.reward[1:3], {"mine": whole.parts["mine"][1:3]}, TEXTS[G : 3 * G]))
 
 
-# ---------- the limit
-
-
 def hangs(completions):
     time.sleep(60)
     return [0.0 for _ in completions]
@@ -399,8 +396,6 @@ def test_a_limit_is_above_zero(timeout):
     with pytest.raises(ValueError, match=r"^timeout: expected > 0 seconds, got"):
         judged_by(get_fake_strategy(), digits, timeout=timeout)
 
-
-# ---------- what is refused
 
 ROWS = [g for g in range(5) for _ in range(G)]
 

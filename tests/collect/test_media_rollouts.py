@@ -64,9 +64,6 @@ def same_media(got, want):
         assert torch.equal(got.sequences()[name], x)
 
 
-# ---------------------------------------------------------------------------------- another process
-
-
 def test_media_are_sent_once():
     """Rows of one prompt share them; a view brings nothing else along; media that nobody reads stay here."""
     prompt = prompts_of(1)[0]
@@ -79,9 +76,6 @@ def test_media_are_sent_once():
     sent = pickle.loads(pickle.dumps(prompt_media.to_send(rows)))
     assert torch.equal(sent[7].media["pixel_values"], large[:16]) and sent[7].ids == rows[7].ids
     assert prompt_media.to_send([SimpleNamespace(ids=[1, 2], media=None), [3]]) == [[1, 2], [3]]
-
-
-# ---------------------------------------------------------------------------------- ahead and partial
 
 
 def test_a_checkpoint_of_rollouts_ahead_brings_their_media_back(eng):
@@ -123,9 +117,6 @@ def test_partial_rollouts_keep_their_media(eng):
             same(own, eng.generate([prompt], [key], n=2, sampling=SAMPLING))
             grown += int(own.mask.sum(-1).max()) > 2
     assert grown >= 2
-
-
-# ---------------------------------------------------------------------------------- conversations
 
 
 def talk(env, prompts, eng, **limits):
@@ -175,9 +166,6 @@ def test_an_environment_that_writes_the_prompt_anew_refuses_media(eng):
     env = Environment("telling", lambda row, key: (0, "5="), echo)
     with pytest.raises(ValueError, match="environment 'telling': row 0: expected a prompt without media"):
         talk(env, prompts_of(1), eng)
-
-
-# ---------------------------------------------------------------------------------- ranks
 
 
 def everything(st):

@@ -49,9 +49,6 @@ def random_rollout(seed, spread=1.0):
     return r, trainer
 
 
-# ---------- how far they disagree
-
-
 @given(seed=st.integers(0, 10**6), spread=st.floats(0, 5))
 def test_the_mismatch_is_its_definition(seed, spread):
     r, trainer = random_rollout(seed, spread)
@@ -78,9 +75,6 @@ def test_staleness_counts_versions():
     r, _ = random_rollout(0)
     assert r.version.tolist() == [0, 1, 2, 0, 1, 2]
     assert collect.staleness(r, 5) == {"rollout/staleness": 4.0, "rollout/staleness_max": 5.0}
-
-
-# ---------- weights against it
 
 
 @given(seed=st.integers(0, 10**6), cap=st.floats(1.01, 5))
@@ -170,9 +164,6 @@ def test_each_correction_trains_otherwise_on_stale_samples(monkeypatch, tmp_path
     assert len(set(losses.values())) == len(losses), losses
 
 
-# ---------- how far they may disagree
-
-
 def test_the_limit_is_a_multiple_of_the_noise_floor():
     assert collect.gap_limit(0.01, 30.0, 0.0) == 0.01
     assert collect.gap_limit(0.01, 30.0, 1e-5) == pytest.approx(3e-4)
@@ -218,9 +209,6 @@ def test_the_first_gap_of_a_run_limits_the_later_ones():
         check(corrected, extra, late)
     with pytest.raises(ValueError, match="above the limit"):
         check(cfg, extra, late, staleness=1.0)
-
-
-# ---------- what explains it
 
 
 CUT = {"temperature": 0.6, "top_p": 0.7}

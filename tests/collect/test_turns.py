@@ -178,9 +178,6 @@ def test_the_rewards_of_turns_are_what_the_advantages_take():
     torch.testing.assert_close(adv[0][mask[0]], later[mask[0]])
 
 
-# ---------- several seats
-
-
 def two_seats(row, key):
     return 0, ["one:", None]
 
@@ -211,9 +208,6 @@ def test_two_seats_have_tokens_and_rewards_of_their_own():
     assert on_tokens[0] == 4.0 and on_tokens[2] == -6.0
 
 
-# ---------- processes
-
-
 def on_ranks(rank):
     st = get_strategy(StrategyConfig())
     played, _ = play(rows([3, 1, 5]), [1, 2, 3], st=st)
@@ -234,9 +228,6 @@ def test_two_processes_give_the_numbers_of_one():
             assert torch.equal(one[name], two[name]), name
         assert one["talks"] == two["talks"]
         assert "environment 'chain': row 2, sample 0, turn 1: ZeroDivisionError" in two["error"]
-
-
-# ---------- environments that do wrong
 
 
 def chained(**changes):
@@ -349,9 +340,6 @@ def test_steps_that_can_be_awaited_run_at_the_same_time():
 def test_prompts_without_keys_are_refused(prompts, keys, n):
     with pytest.raises(ValueError, match="prompts: expected one or more, a key for each, n >= 1"):
         play(prompts, keys, n=n)
-
-
-# ---------- with a model
 
 
 def test_the_trainer_scores_conversations_as_they_were_sampled():

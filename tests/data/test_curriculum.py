@@ -163,9 +163,6 @@ def test_errors_name_what_is_wrong():
         curriculum.observe(state, dataset, prompts, torch.ones(2, 2), window=4)
 
 
-# ------------------------------------------------------------------------------------------ runs of grpo.py
-
-
 def run(out, **options):
     """The metrics of a short run of grpo.py in this process."""
     cfg = grpo.Config(**(SMALL | {"data": LEVELS, "curriculum": 8, "out": str(out)} | options))

@@ -44,9 +44,6 @@ def wav(samples, *, rate=16000, width=2, channels=1):
     return file.getvalue()
 
 
-# ---------------------------------------------------------------------------------------------- reading
-
-
 def test_every_form_of_a_source_gives_the_same_image(tmp_path):
     """Paths, bytes, datasets' objects, data URIs, images of PIL and arrays."""
     content = png()
@@ -292,8 +289,6 @@ def test_audio_that_cannot_be_read_says_why(content, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-# ---------------------------------------------------------------------------------------------- placing
-
 ALL = ("image", "video", "audio")
 
 
@@ -389,9 +384,6 @@ def test_media_that_do_not_fit_are_refused(row, kinds, message):
 )
 def test_the_forms_of_parts(part, want):
     assert part_of(part) == want
-
-
-# --------------------------------------------------------------------------------------------- keeping
 
 
 def test_the_cache_keeps_the_last_in_memory_and_all_in_its_folder(tmp_path):

@@ -32,9 +32,6 @@ def both(pair, tokenizer):
     return out
 
 
-# ---------- text
-
-
 def test_a_row_of_text_by_hand():
     """The prompt twice, each response ended by the end of sequence, and only the responses learned."""
     (pair,) = of([ROW])
@@ -86,9 +83,6 @@ def test_whole_texts_are_taken_as_they_are():
     assert both(pair, chat) == [("Human: hi AI:", " hello<eos>"), ("Human: hi AI:", " no<eos>")]
 
 
-# ---------- messages
-
-
 def turn(role, content):
     return {"role": role, "content": content}
 
@@ -136,9 +130,6 @@ def test_a_response_of_several_turns_is_learned_without_the_user():
     (pair,) = of([{**EXPLICIT, "chosen": more}], chat, messages=("prompt", "chosen", "rejected"))
     learned = [t for t, m in zip(pair.chosen.ids, pair.chosen.mask) if m]
     assert chat.decode(learned) == "3<|im_end|>yes<|im_end|>"
-
-
-# ---------- what is wrong with a row
 
 
 THREE = {"messages": ("prompt", "chosen", "rejected")}
@@ -224,9 +215,6 @@ def test_a_template_that_renders_a_response_in_pieces_is_refused():
     row = {**EXPLICIT, "chosen": more}
     with pytest.raises(ValueError, match=r"row 1: the chosen response: expected one sequence, .* got 2"):
         of([row], chats.tokenizer(chats.QWEN3), **THREE)
-
-
-# ---------- the built-in tasks
 
 
 @each("name", tasks.TASKS)

@@ -36,9 +36,6 @@ def turn(role, content):
     return {"role": role, "content": content}
 
 
-# ---------- by hand
-
-
 def test_a_list_by_hand():
     """Every response with the prompt and the end of sequence; the lowest rank is the best, ties are equal."""
     (found,) = of("list", [LIST])
@@ -102,8 +99,6 @@ def test_conversations_are_what_text_is():
     one = of("point", [{"messages": [*ASKED, *said[1]], "score": 0.5}], chat, messages=("messages",))
     assert one[0].response == two[0].response == of_turns.responses[1]
 
-
-# ---------- files
 
 SCORED = {"prompt": "a=", "completions": ["1", "2"], "scores": [0.5, 1.5]}
 SHARES = {**STEPS, "labels": [1.0, 0.25]}  # a column of a table has one type
@@ -175,8 +170,6 @@ def test_the_rows_of_every_file_make_the_items_of_rows(kind, form, tmp_path):
     assert columns[0] == columns[1]
 
 
-# ---------- what is wrong with a row
-
 BAD = [
     ("list", {"completions": ["1"], "ranks": [1]}, {}, "expected two responses or more with a rank for each"),
     ("list", {"ranks": [1, 2]}, {}, "got 3 responses and 2 ranks"),
@@ -237,9 +230,6 @@ def test_items_that_are_too_long_are_left_out_with_their_count():
 def test_options_that_no_row_could_be_used_with(kind, options, message):
     with pytest.raises(ValueError, match=message):
         of(kind, [MAKE[kind][1]], **options)
-
-
-# ---------- the built-in tasks
 
 
 def test_lists_points_and_steps_of_a_task():

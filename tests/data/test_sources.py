@@ -37,9 +37,6 @@ def asked(rows):
     return [row["question"] for row in rows]
 
 
-# ------------------------------------------------------------------------------------------- what a text says
-
-
 @pytest.mark.parametrize(
     ("text", "name", "part", "split", "share"),
     [
@@ -83,9 +80,6 @@ def test_a_task_is_a_task_and_a_folder_of_its_name_has_a_path(here):
     jsonl(here / "addition" / "train.jsonl")
     assert data.load("addition", tiny.tokenizer(), template="{short}").size is None
     assert data.load("./addition", tiny.tokenizer()).size == 20
-
-
-# ------------------------------------------------------------------------------------------------------ files
 
 
 def test_files_of_a_pattern_in_order(here):
@@ -178,9 +172,6 @@ def test_lists_of_a_json_object_that_cannot_be_meant(here, whole, name, message)
     (here / "a.json").write_text(json.dumps(whole))
     with pytest.raises(ValueError, match=message):
         data.read_rows(name)
-
-
-# ---------------------------------------------------------------------------------------------------- folders
 
 
 README = """---
@@ -303,9 +294,6 @@ def test_an_evaluation_alone_wants_a_test_split(here):
     assert data.load("saved@train", tiny.tokenizer(), split="test").size == 20
 
 
-# ---------------------------------------------------------------------------------------------- held-out rows
-
-
 def make(here, kind):
     if kind == "file":
         jsonl(here / "rows.jsonl")
@@ -399,9 +387,6 @@ def test_a_source_that_lacks_a_column_is_named(here):
         data.load(["a.jsonl", "b.jsonl"], tiny.tokenizer(), columns=["answer"])
     both = data.load(["a.jsonl", "b.jsonl"], tiny.tokenizer())  # columns may differ where nothing reads them
     assert {"day", "note"} <= {name for p in data.take(both, 4, 0)[0] for name in p.columns}
-
-
-# ------------------------------------------------------------------------------------------ what is not there
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,6 @@ def test_a_conversation_with_audio_counts_its_tokens(tmp_path, hears):  # noqa: 
         media.load(file, hears, **how, window=20)
 
 
-# ---------- the window of a model, and the scripts that read it
-
-
 def test_the_window_is_that_of_the_text_model(tmp_path):
     assert [model.read_window(name) for name in ("tiny", "tiny-vl", "tiny-audio")] == [128, 256, 256]
     (tmp_path / "empty").mkdir()

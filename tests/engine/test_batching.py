@@ -281,8 +281,6 @@ def test_no_memory_is_no_answer(monkeypatch):
         probe.find_batching(lm, 0)
 
 
-# ---------- layers that change behind some number of tokens
-
 AROUND = [
     [3, 4, 5, 6, 7],
     [8, 9],

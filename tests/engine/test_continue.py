@@ -170,9 +170,6 @@ def test_a_row_ends_at_its_own_limit(llama):
     assert short.truncated.any()
 
 
-# ------------------------------------------------------------------------------------------------ stop texts
-
-
 def test_a_stop_text_may_begin_before_the_cut(llama):
     """It ends the response at the token that completes it, as it does in the uncut one."""
     tokenizer, free = tiny.tokenizer(), llama.generate(PROMPTS, KEYS, n=4, sampling=rft.Sampling(max_new=12))
@@ -219,9 +216,6 @@ def test_a_text_that_stands_before_a_response_does_not_end_it(before, kept):
     assert not stop.ends([*kept, 4])
     assert stop.ends([*stop.unfinished([*before, 0, 1]), 2])
     assert Stop(Letters(), frozenset(), (5,)).unfinished(before) == []
-
-
-# ---------------------------------------------------------------------------------------------- what is asked
 
 
 def plain(rollout):

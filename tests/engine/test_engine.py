@@ -237,9 +237,6 @@ def test_ragged_prompts_are_what_the_model_reads():
     assert torch.equal(tree.map(lambda x: x, r).logp, r.logp)
 
 
-# ------------------------------------------------------------------------------------------------ stop texts
-
-
 def ended_by(tokenizer, tokens, texts):
     """The definition: the shortest response whose whole decoded text contains one of the texts."""
     for size in range(1, len(tokens) + 1):

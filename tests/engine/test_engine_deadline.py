@@ -102,9 +102,6 @@ def test_a_run_whose_engine_hangs_in_python_has_the_same_rows(hanging, tmp_path)
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "hung" / file).read_bytes()
 
 
-# ---------- in native code, in a process that it ends
-
-
 def alone(code, *args):
     """Run the code in another process, which can import what these tests can."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

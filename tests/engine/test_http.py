@@ -143,8 +143,6 @@ def test_an_address_that_is_none(url):
         server_checks.check_url(url)
 
 
-# ---------------------------------------------------------------------------------- the key
-
 SECRET = "sk-4711/of-many-characters"
 
 
@@ -191,9 +189,6 @@ def test_a_server_that_repeats_the_key_is_quoted_without_it(text, status, monkey
     line = client.line(found.value)
     assert line.startswith("/x: ") and "\n" not in line and len(line) <= 400
     assert SECRET[:8] not in line and SECRET[-8:] not in line
-
-
-# ---------------------------------------------------------------------------------- hostile servers
 
 
 def saying(*parts, pause=0.0):
@@ -282,9 +277,6 @@ def test_cookies_and_times_of_no_calendar_are_no_news(recwarn):
     with raw(saying(OK + head % (year, year, year) + b"Content-Length: 1\r\n\r\n1", b"")) as url:
         assert Client().call(url, "/x", {}, seconds=5) == 1
     assert not recwarn.list
-
-
-# ---------------------------------------------------------------------------------- the pool
 
 
 def pool_of(*names, revive=lambda url: None, width=2, pause=0.001):

@@ -164,8 +164,6 @@ def test_the_known_options_are_the_packages(types):
     assert set(types.GenerateRequest.__struct_fields__) >= FIELDS
 
 
-# ---------------------------------------------------------------------------------- hostile servers
-
 VLLM = openai._VLLM(Client(), 5.0)
 GENERATE, COMPLETIONS = (KNOWN._replace(route=x, label="") for x in (openai.GENERATE, openai.COMPLETIONS))
 

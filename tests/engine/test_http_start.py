@@ -21,9 +21,6 @@ def fake(seed=0, cls=FakeServer, **options):
     return cls(tiny.llama(seed), tiny.tokenizer(), **options)
 
 
-# ---------- one model
-
-
 def test_servers_of_two_models_are_refused_in_a_line():
     with serving(*(fakes := [fake(), fake(), fake(seed=5)])):
         with pytest.raises(ValueError, match=rf"^engine_servers: expected .* got {fakes[2].url}") as e:
@@ -75,9 +72,6 @@ def test_servers_with_weights_of_other_runs_are_compared_after_the_first_load():
             ValueError, match=rf"^engine_servers: expected .* got {other.url}, whose log-probs"
         ):
             eng.load(tiny.llama(3).named_parameters(), version=1)
-
-
-# ---------- weights that are not sent
 
 
 class Layered(FakeServer):

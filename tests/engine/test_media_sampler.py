@@ -162,9 +162,6 @@ def test_a_sampled_placeholder_ends_a_response(family, lm, whole):
     assert (eng.score(rollout) - rollout.logp).abs().max() < tiny.logp_rounding(likely)
 
 
-# ---------------------------------------------------------------------------------- what is refused
-
-
 def test_media_that_do_not_fit_their_prompt_are_refused(family, whole):
     """By the prompt's number, before anything ran; the engine lives on."""
     eng, prompts, rollout = whole

@@ -30,9 +30,6 @@ def play(env, rows, texts, n=1, max_turns=5):
     )  # fmt: skip
 
 
-# ---------- Gymnasium
-
-
 class Counter:
     """Counts up to the row's number: Gymnasium's API, by hand."""
 
@@ -130,9 +127,6 @@ def test_an_environment_of_the_real_gymnasium():
 
     played = play(adapters.gymnasium(Chosen, action=int, invalid=-2.0), [{}], ["3", "2"])
     assert played.reward.tolist() == [[-1.0]]
-
-
-# ---------- verifiers
 
 
 class Rubric:

@@ -46,9 +46,6 @@ def awaited(result):
     return result
 
 
-# ---------- guess_number
-
-
 @pytest.mark.parametrize("level", [1, 2])
 def test_halving_what_is_left_always_finds_the_number(level):
     env = guess_number(level)
@@ -86,9 +83,6 @@ def test_what_is_no_number_is_a_lost_try(text):
     after = env.step(state, text)
     assert after.observation == "invalid=" and after.state.tries == state.tries - 1 == 3 and not after.done
     assert env.step(state, " 5\n").reward == 1.0
-
-
-# ---------- calculator
 
 
 @given(hs.recursive(
@@ -164,9 +158,6 @@ def test_the_rewards_of_the_calculator():
     wrong = stepped(env, state, call % "37+46")
     assert wrong.reward == 0.0 and wrong.observation[0]["content"] == "83"
     assert stepped(env, state, "1702")[2:] == (0.0, True)  # computed by nobody knows whom
-
-
-# ---------- Kuhn poker
 
 
 def tree_value(env, strategies, *, deal_keys):
@@ -317,9 +308,6 @@ def test_a_policy_plays_both_seats_with_the_payoff_of_its_strategy():
     assert set(won.abs().unique().tolist()) <= {1.0, 2.0}
     # 1.3 chips of deviation, and hands of one deal together
     assert float(won[:, 0].mean()) == pytest.approx(-1 / 18, abs=0.15)
-
-
-# ---------- all of them
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)

@@ -71,8 +71,6 @@ def test_a_hint_that_json_cannot_say_is_refused():
         tool_schema(tool)
 
 
-# ---------- finding calls
-
 PIECES = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}{% for c in m.tool_calls or [] %}
 <tool_call>
@@ -207,9 +205,6 @@ def _parser(form):
     if form not in _PARSERS:
         _PARSERS[form] = call_parser(chats.tokenizer(form))
     return _PARSERS[form]
-
-
-# ---------- running tools
 
 
 def hang() -> str:
@@ -410,9 +405,6 @@ def _spins(thread):
             return True
         frame = frame.f_back
     return False
-
-
-# ---------- in an environment
 
 
 def asks(row, key):

@@ -70,8 +70,6 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name, seed, w):
     testing.check_on_policy_identity(LOSSES[name], weight=WEIGHTS[w], seed=seed)
 
 
-# ---------- definitions
-
 logps = st.floats(-8, 0)
 numbers = st.floats(-5, 5)
 
@@ -100,9 +98,6 @@ def test_nll_against_the_definition(data):
 @given(data=table(numbers, numbers, numbers), clip=st.floats(0.01, 2))
 def test_value_clip_against_the_definition(data, clip):
     agree(loss.value_clip, ref.value_clip, data, clip=clip)
-
-
-# ---------- gradients
 
 
 def derivative(f, x, *rest):
@@ -196,9 +191,6 @@ def test_values_and_gradients_are_finite_at_any_log_ratio(name, gap, dtype):
     assert value.isfinite().all() and g.isfinite().all()
 
 
-# ---------- vmap
-
-
 @pytest.mark.parametrize("estimator", [loss.kl_k2, loss.kl_k3])
 def test_an_estimate_of_the_kl_may_be_limited_as_in_other_systems(estimator):
     """Clamped to 10, a token beyond has the value 10 and no gradient; the others keep theirs."""
@@ -211,8 +203,6 @@ def test_an_estimate_of_the_kl_may_be_limited_as_in_other_systems(estimator):
     assert 5 < int(beyond.sum()) < 26 and plain.isfinite().all() and (slope[beyond] != 0).all()
     assert torch.equal(limited, torch.where(beyond, 0, slope))
 
-
-# ---------- a LossFn that reads what is not there
 
 ABSENT = [
     (lambda o, b: -0.1 * o.entropy, r"TokenOut.entropy: .* got None; bind .* entropy=True"),

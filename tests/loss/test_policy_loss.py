@@ -45,8 +45,6 @@ def test_gspo_token_keeps_it_too_and_gspo_spreads_advantages_over_the_sequence()
         testing.check_on_policy_identity(LOSSES["gspo"])
 
 
-# ---------- definitions
-
 logps = st.floats(-8, -0.01)
 numbers = st.floats(-5, 5)
 lows, highs = st.floats(0.01, 0.9), st.floats(0.01, 2)
@@ -90,9 +88,6 @@ def test_sequence_losses_against_the_definition(name, seed, low, high):
     args = (x.numpy() for x in (logp, b.old_logp, b.adv, b.mask, b.seq))
     want = ref.per_sequence(definition, *args, b.num_seqs)
     np.testing.assert_allclose(got * b.mask, want, rtol=1e-10, atol=1e-10)
-
-
-# ---------- limits in which one becomes another
 
 
 def batch(seed, spread=0.3):
@@ -177,9 +172,6 @@ def test_the_drift_has_the_value_and_gradient_of_the_kl_from_the_old_policy():
     )
     held = loss.kl_cov(logp, old, torch.zeros(5), torch.ones(5))
     torch.testing.assert_close((old.exp() * held).sum(), want)
-
-
-# ---------- where the gradient stops
 
 
 def slope(f, rho, adv, old=0.5):
@@ -292,9 +284,6 @@ def test_certain_tokens_are_finite_under_dppo():
         for f in (loss.dppo_kl, loss.dppo_tv):
             x = f(logp, old, torch.tensor([1.0, -1.0]))
             assert x.isfinite().all() and torch.autograd.grad(x.sum(), logp)[0].isfinite().all()
-
-
-# ---------- bounds, edges and defaults
 
 
 def one_sequence(f, **options):

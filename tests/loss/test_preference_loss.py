@@ -35,9 +35,6 @@ def ranked(draw, most=4, ties=False):
     return torch.tensor(score), torch.tensor(rank), torch.tensor(unit)
 
 
-# ---------- pairs
-
-
 @given(data=table(scores, scores, st.floats(-3, 3)), e=st.floats(0, 0.49))
 def test_bradley_terry_with_margin_and_smoothing_is_the_definition(data, e):
     chosen, rejected, margin = data
@@ -137,9 +134,6 @@ def test_no_loss_of_scores_overflows(gap):
         assert x.isfinite().all() and g.isfinite().all()
 
 
-# ---------- lists
-
-
 @given(data=ranked())
 def test_plackett_luce_is_its_definition(data):
     want = ref.plackett_luce(*(x.numpy() for x in data))
@@ -190,9 +184,6 @@ def test_all_tied_pulls_all_scores_together():
     assert (3 * score.detach().softmax(-1) - 1 - g).abs().max() < 1e-12
 
 
-# ---------- points and steps
-
-
 @given(data=table(scores, shares))
 def test_cross_entropy_of_scores_is_its_definition(data):
     agree(loss.score_bce, ref.score_bce, data)
@@ -235,9 +226,6 @@ def test_bad_scores_are_named(call, message):
     with pytest.raises(ValueError) as error:
         call()
     assert str(error.value) == message
-
-
-# ---------- in packs
 
 
 def of_pairs(out, b):

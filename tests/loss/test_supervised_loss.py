@@ -20,9 +20,6 @@ seeds = st.integers(0, 2**32)
 sums = st.floats(-30, 0)
 
 
-# ---------- preferences
-
-
 @given(data=table(sums, sums), margin=st.floats(-2, 2))
 def test_bradley_terry_against_the_definition(data, margin):
     agree(loss.bradley_terry, ref.bradley_terry, data, margin=margin)
@@ -162,9 +159,6 @@ def test_minibatches_keep_pairs_together():
         packing.minibatches(exp, 5, 1, unit=2)
 
 
-# ---------- distillation
-
-
 def two(seed, vocab=6, rows=3):
     g = torch.Generator().manual_seed(seed)
     return (torch.randn(rows, vocab, generator=g).log_softmax(-1) for _ in range(2))
@@ -260,9 +254,6 @@ def test_all_other_words_have_a_mass_of_1e_9_at_least(policy, teacher, rest):
     assert loss.reverse_kl_top_k(logp, teacher_logp).item() == pytest.approx(want, rel=1e-9, abs=1e-12)
 
 
-# ---------- entropy, and data that is missing
-
-
 def test_the_entropy_bonus_raises_the_entropy():
     c = testing.case(0)
     f = lambda o, b: loss.entropy_bonus(o.entropy)  # noqa: E731
@@ -300,9 +291,6 @@ def test_bad_input_is_named(call, message):
         call()
     assert "\n" not in str(error.value)
     assert str(error.value).startswith(message.split(" [... V]")[0])
-
-
-# ---------- conversations
 
 
 def test_a_conversation_with_two_turns_has_the_gradient_of_the_definition():

@@ -158,9 +158,6 @@ def test_the_largest_prompt_is_the_example():
     assert found.ids == [1] and found.nbytes == 32 * 4 * 4 and found.prompts == 7
 
 
-# ------------------------------------------------------------------------------- tensors that keep values
-
-
 def test_whole_numbers_keep_their_values_on_the_meta_device():
     values = Values()
     sizes = values.on_meta(torch.tensor([[1, 4, 6], [1, 2, 2]]))

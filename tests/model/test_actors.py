@@ -51,9 +51,6 @@ def scores(lm, **how):
     return packing.unpack(model.score(apply, params, packs), packs, exp.tokens)
 
 
-# -------------------------------------------------------------------------------------------------- loaded
-
-
 @each("kind", KINDS)
 def test_a_config_with_towers_gives_the_whole_model(folders, kind):
     """Every parameter and buffer is that of the module which was saved, with memory first or without."""
@@ -115,9 +112,6 @@ def test_of_a_model_that_speaks_it_is_the_part_that_writes(tmp_path, meta):
     assert all(torch.equal(model.materialize(again).state_dict()[n], x) for n, x in lm.state_dict().items())
 
 
-# ---------------------------------------------------------------------------------------- actors by name
-
-
 @each("kind", KINDS)
 def test_actors_are_a_module_and_its_modality(folders, kind):
     expected = ActorModality(MODALITY.get(kind, "vision_language"))
@@ -166,9 +160,6 @@ def test_adapters_have_the_modality_of_their_base(folders, tmp_path):
         model.ActorAL(module)
 
 
-# ------------------------------------------------------------------------------------------- checkpointing
-
-
 @pytest.mark.parametrize("kind", SMALL)
 def test_checkpointed_towers_have_no_dropout(folders, kind):
     """Media through the whole model: two forwards are one, and so is the gradient without checkpoints.
@@ -205,9 +196,6 @@ def test_checkpointed_towers_have_no_dropout(folders, kind):
         assert grads.keys() == found[0][1].keys() and any("tower" in n or "visual" in n for n in grads)
         for name, x in grads.items():
             torch.testing.assert_close(x, found[0][1][name], rtol=1e-4, atol=1e-6)
-
-
-# ---------------------------------------------------------------------------------------------- adapters
 
 
 def loss_fn(out, b):
@@ -278,9 +266,6 @@ def test_adapters_are_saved_merged_and_exported(folders, tmp_path, kind, targets
         torch.testing.assert_close(x, plain[name], rtol=0, atol=1e-6)
 
 
-# -------------------------------------------------------------------------------------------- in an engine
-
-
 @pytest.mark.parametrize("how", ["whole", "frozen", "adapters"])
 @pytest.mark.parametrize("kind", SMALL)
 def test_after_an_update_the_engine_scores_as_the_trainer(folders, kind, how):
@@ -310,8 +295,6 @@ def rollout(lm):
         truncated=torch.zeros(count, dtype=torch.bool), group=torch.arange(count), version=torch.zeros(count),
     )  # fmt: skip
 
-
-# -------------------------------------------------------------------------------------- its processor's files
 
 PROCESSOR = {"preprocessor_config.json": {"patch_size": 4}, "processor_config.json": {"a": 1}}
 

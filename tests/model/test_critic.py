@@ -186,9 +186,6 @@ def test_a_saved_critic_with_adapters_is_a_plain_one(tmp_path):
     torch.testing.assert_close(values_of(again, exp), want, rtol=0, atol=1e-5 * float(want.abs().max()))
 
 
-# --------------------------------------------------------------------------------------- without memory
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """The same decoder as a language model, as adapters of that, and as a critic that was saved."""

@@ -34,9 +34,6 @@ def closed(name):
     return ".visual." in name or ".up_proj." in name
 
 
-# ------------------------------------------------------------------------------------------------ patterns
-
-
 @each(
     ("patterns", "held"),
     [
@@ -96,9 +93,6 @@ def test_a_text_model_has_no_towers():
     with pytest.raises(ValueError, match="sees or hears for 'towers', got LlamaForCausalLM"):
         freeze(tiny.llama(), ["towers"])
     assert not frozen(freeze(tiny.llama(), []))
-
-
-# ---------------------------------------------------------------------------------------------- one process
 
 
 def test_what_is_frozen_is_not_trained_and_is_saved(folder, tmp_path):
@@ -171,8 +165,6 @@ def test_the_forecast_counts_frozen_weights_without_gradients_and_moments(folder
     assert y.optimizer == pytest.approx(2 * trained_bytes, rel=0.01)
 
 
-# -------------------------------------------------------------------------------------------- two processes
-
 BACKENDS = {"fsdp2": {}, "zero1": {"zero_stage": 1}, "zero2": {"zero_stage": 2}, "zero3": {"zero_stage": 3}}
 
 
@@ -229,9 +221,6 @@ def test_a_critic_freezes_parts_of_its_decoder(folder, tmp_path):
         assert frozen(again) == {n for n, _ in again.named_parameters() if ".visual." in n}
     with pytest.raises(ValueError, match="got 'lm_head'; it has"):
         quiet(model.load_critic, folder, freeze=["lm_head"])
-
-
-# -------------------------------------------------------------------------------------------- in a script
 
 
 def test_a_run_freezes_what_its_option_names(folder):

@@ -225,9 +225,6 @@ def test_code_of_a_folder_runs_only_if_asked_by_name(whole, tmp_path):
     assert (tmp_path / "ran").exists()
 
 
-# ---------------------------------------------------------------------------------------- where it is kept
-
-
 @pytest.mark.parametrize("kind", ["file", "below a file", "read-only"])
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, kind):
     (tmp_path / "file").write_text("")
@@ -327,9 +324,6 @@ def test_whoever_saves_a_module_of_its_own_writes_it(tmp_path):
         assert sum(p.numel() for p in model.load(tmp_path / str(rank)).parameters()) > 0
 
 
-# ------------------------------------------------------------------------------------------------- assigned
-
-
 def test_assign_puts_weights_in_place():
     """From another model's params, a dict and an export; the model then computes with them."""
     lm, other, pack = tiny.llama(0), tiny.llama(1), packing.pack(tiny.experience(), range(6))
@@ -395,9 +389,6 @@ def test_assign_puts_whole_tensors_into_shards(kind):
         want = model.score(*model.bind(tiny.llama(seed)), packs)[0]
         for r in results:
             torch.testing.assert_close(r[seed], want, rtol=0, atol=1e-5)
-
-
-# --------------------------------------------------------------------------------------------------- frozen
 
 
 def test_packs_go_to_the_device_of_a_frozen_model():

@@ -129,9 +129,6 @@ def test_without_memory_first_a_model_is_what_transformers_loads(folders, tmp_pa
     assert names_in(tmp_path) == names_in(folders / kind)
 
 
-# --------------------------------------------------------------------------------------- two processes
-
-
 def loss_fn(out, b):
     return -out.logp * b.adv
 
@@ -192,9 +189,6 @@ def test_what_two_processes_save_is_what_they_loaded(folders, two, kind, backend
     assert got.keys() == want.keys() and all(torch.equal(got[name], x) for name, x in want.items())
 
 
-# ---------------------------------------------------------------------------------------- host memory
-
-
 def resident(field):
     with open("/proc/self/status") as f:
         return next(int(line.split()[1]) * 1024 for line in f if line.startswith(field))
@@ -233,9 +227,6 @@ def test_a_process_holds_its_shards_and_one_group(tmp_path):
     for shards, most in ranks.run(2, "test_materialize:peak", str(tmp_path)):
         assert shards < 0.51 * total and 4 * largest < total - shards
         assert most < shards + 4 * largest, (shards, most, largest)
-
-
-# ----------------------------------------------------------------------------------------- what is wrong
 
 
 def changed(source, folder, change, config=None):

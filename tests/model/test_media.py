@@ -149,8 +149,6 @@ def test_padding_and_an_empty_pack_change_nothing(family):
         assert not apply(params, packing.placeholder(pack)).logp.any()
 
 
-# ------------------------------------------------------------------------------------------ silent faults
-
 AXES = ["Qwen2VL", "Qwen2.5VL", "Qwen3VL", "Qwen2.5Omni"]
 
 
@@ -230,9 +228,6 @@ def test_a_model_with_states_takes_rows_with_and_without_media():
     got = packing.unpack([apply(params, b).logp for b in packs], packs, exp.tokens)
     for row, x in enumerate(want):
         assert (got[row, 1 : exp.length[row]] - x[:, 0]).abs().max() <= CLOSE
-
-
-# -------------------------------------------------------------------------------------------- what differs
 
 
 def spoilt(name, change):

@@ -58,9 +58,6 @@ def computed(monkeypatch):
     return seen
 
 
-# ---------- which tokens
-
-
 def arrays(rows, padding=0):
     tokens = torch.tensor([x for row in rows for x in row] + [rows[-1][0]] * padding)
     pos = torch.cat([torch.arange(len(row)) for row in rows] + [torch.zeros(padding, dtype=torch.long)])
@@ -89,9 +86,6 @@ def test_padding_behind_a_sequence_is_no_continuation_of_it():
     found = find_prefixes(tokens, pos, sizes)
     assert found is not None and found.of.tolist()[:2] == found.of.tolist()[4:6]
     assert found.kept.tolist()[-2:] == [6, 7]
-
-
-# ---------- attention
 
 
 @given(rows=sequences, padding=some.integers(0, 2), sinks=some.booleans(), seed=some.integers(0, 99))
@@ -129,9 +123,6 @@ def test_a_kernel_of_whole_sequences_gets_them(monkeypatch):
     got = attention.packed(q, q, q, shared)
     monkeypatch.setattr(kernels, "choose", lambda *args: ("sequence", None))
     torch.testing.assert_close(got, attention.packed(q, q, q, shared))
-
-
-# ---------- the same numbers
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen3", "Mixtral", "DeepseekV3", "GPTNeoX"])
@@ -211,9 +202,6 @@ def test_it_works_under_checkpointing_and_transforms_of_functions():
         torch.testing.assert_close(a, b)
 
 
-# ---------- models that need all tokens
-
-
 @pytest.mark.parametrize(
     "kind, changes",
     [
@@ -274,9 +262,6 @@ def test_windows_are_known_by_the_config():
     assert not attention.needs_all_tokens(families.small("Qwen2"))
     assert attention.needs_all_tokens(families.small("Mistral", sliding_window=8))
     assert attention.needs_all_tokens(families.small("Olmo3"))
-
-
-# ---------- packs
 
 
 def rows_of(packs):

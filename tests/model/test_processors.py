@@ -66,9 +66,6 @@ def scores(folder, prompts, media):
     return apply(params, rft.packing.pack(exp, range(len(prompts)))).logp
 
 
-# ------------------------------------------------------------------------------------------------- SmolVLM
-
-
 def smolvlm(folder, *, split=False):
     """A folder as the hub has them: the processor's config, and no packages for videos."""
     from transformers import Idefics3Processor
@@ -110,9 +107,6 @@ def test_smolvlm_is_read_without_torchvision_and_num2words(tmp_path, split):
     model.save(tmp_path / "saved", model.load(tmp_path / "model"), processor)
     again, _ = rows(model.load_processor(tmp_path / "saved"), row, {"q": "c="})
     assert again.ids == two.ids and torch.equal(again.media["pixel_values"], two.media["pixel_values"])
-
-
-# ------------------------------------------------------------------------------------------------- Voxtral
 
 
 def voxtral(folder):
@@ -160,9 +154,6 @@ def test_voxtral_hears_audio_longer_than_a_chunk(tmp_path, seconds, chunks):
     model.save(tmp_path / "saved", model.load(tmp_path / "model"), processor)
     again, _ = rows(model.load_processor(tmp_path / "saved"), row, {"q": "c="})
     assert again.ids == both.ids
-
-
-# ------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(

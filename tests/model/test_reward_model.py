@@ -43,9 +43,6 @@ def scores_of(rm, exp, budget=1000):
     return st.score(apply, params, exp, budget, fields=("score",)).score
 
 
-# -------------------------------------------------------------------------------------------- pooling
-
-
 @given(
     sizes=some.lists(some.integers(1, 9), min_size=1, max_size=5),
     spread=some.sampled_from([0.0, 1.0, 30.0, 2000.0]),
@@ -148,9 +145,6 @@ def test_a_model_that_mixes_sequences_gets_one_at_a_time(pool):
     torch.testing.assert_close(rm(unit).score, alone[: len(unit.mask)], rtol=0, atol=1e-12)
 
 
-# ------------------------------------------------------------------------------------------- training
-
-
 def bradley_terry(out, b):
     chosen, rejected = packing.sides(out.score[:, 0], b)
     return torch.nn.functional.softplus(rejected - chosen)[b.seq // 2]
@@ -229,9 +223,6 @@ def test_parameters_of_others_go_in_too():
     both = torch.func.vmap(lambda x: apply(tree.Named({**params, "score.weight": x}), pack).score)(heads)
     torch.testing.assert_close(both[1], 2 * both[0])
     torch.testing.assert_close(both[0], apply(params, pack).score)
-
-
-# ------------------------------------------------------------------------------------------- bad input
 
 
 def test_bad_input():

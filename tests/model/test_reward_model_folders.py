@@ -256,9 +256,6 @@ def test_a_saved_model_with_adapters_is_a_plain_one(pool, tmp_path):
     assert (pool == "last") == (tmp_path / "rm/model.safetensors").read_bytes().__contains__(b"score.weight")
 
 
-# --------------------------------------------------------------------------------------- without memory
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
@@ -300,9 +297,6 @@ def test_two_processes_read_and_write_their_parts(folders):
     for kind in ("fsdp2", "zero3"):
         again = model.load_reward(f"{folders / 'attention'}-{kind}")
         torch.testing.assert_close(ours(again), want, rtol=0, atol=1e-5 * float(want.abs().max()))
-
-
-# ------------------------------------------------------------------------------------------- bad input
 
 
 def test_folders_that_do_not_fit(folders, tmp_path):

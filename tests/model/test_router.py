@@ -269,6 +269,3 @@ def test_the_coefficient_is_on_top_of_what_pairs_cost(tmp_path):
     module.main(module.Config(**options, out=str(tmp_path / "run")))
     row = logged(tmp_path / "run")[0]
     assert row["loss"] - math.log(2) == pytest.approx(0.5 * row["router/aux"], rel=0.1)
-
-
-# ---------------------------------------------------------------------------------- several processes

@@ -135,9 +135,6 @@ def test_thoughts_have_no_verdict(said, answer):
     assert verdicts.behind_thoughts(said) == answer
 
 
-# ---------------------------------------- quotes
-
-
 @given(st.text() | st.sampled_from(list(ATTACKS.values())))
 def test_quotes_keep_the_text_and_hold_no_delimiter(text):
     assert (
@@ -148,9 +145,6 @@ def test_quotes_keep_the_text_and_hold_no_delimiter(text):
     assert json.loads(quoting.as_json(text)) == text
     assert "<" not in quoting.as_json(text) and '"' not in quoting.as_json(text)[1:-1].replace('\\"', "")
     assert ":" not in quoting.flat(text) and len(quoting.flat(text)) == len(text)
-
-
-# ---------------------------------------- forms
 
 
 def test_the_usual_forms_show_what_is_judged_and_what_is_asked():

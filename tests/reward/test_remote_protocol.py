@@ -115,9 +115,6 @@ def test_failures_of_requests_that_were_under_way_together_count_once(capfd):
     assert host.failures == 2 and capfd.readouterr().err.count("trying again") == 1
 
 
-# ------------------------------------------------------------------------------------------ values and media
-
-
 def test_values_of_rows():
     made = {
         "array": np.arange(3), "tensor": torch.ones(2), "scalar": np.float64(0.5), "bytes": b"ab",
@@ -214,9 +211,6 @@ def test_half_of_a_surrogate_pair_is_replaced_where_it_is_written_and_refused_wh
 def test_the_columns_and_lists_of_a_request_may_be_missing():
     found = protocol.read_request(b'{"prompts": ["a"], "completions": ["b"], "unknown": 1}')
     assert found == Batch(["a"], ["b"], {}, {}, None)
-
-
-# --------------------------------------------------------------------------------------------------- OpenRLHF
 
 
 def test_openrlhfs_request_is_read_as_it_was_written():

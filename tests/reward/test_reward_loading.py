@@ -79,9 +79,6 @@ def run(spec, texts=("ab",), **columns):
     return list(found.parts), found.total.tolist()
 
 
-# ------------------------------------------------------------------------------------------- calls and names
-
-
 @pytest.mark.parametrize(
     ("spec", "name", "value"),
     [
@@ -278,9 +275,6 @@ def test_a_path_may_have_parentheses(tmp_path):
     (folder / "mine.py").write_text(FILE)
     assert run(f"{folder}/mine.py:length") == (["length"], [2.0])
     assert run(f"{folder}/mine.py:get_cosine(4)=3") == (["cosine_scaled"], [1.5])
-
-
-# ------------------------------------------------------------------------------------- files and packages
 
 
 def package(root, name, word):

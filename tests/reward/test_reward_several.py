@@ -47,9 +47,6 @@ def joint(values, name="joint"):
     return fn
 
 
-# ------------------------------------------------------------------------------------- weights by a column
-
-
 def test_each_label_has_its_rewards_and_weights_and_a_shared_one_is_called_once():
     seen = []
 
@@ -164,9 +161,6 @@ def test_specs_for_some_rows_that_cannot_be(specs, line):
         reward.parse(specs)
 
 
-# ------------------------------------------------------------------------------------------ joint rewards
-
-
 def test_joint_rewards_are_asked_once_for_their_rows_and_weighted_with_the_others():
     model = joint({"1": 0.5, "2": 2.0, "3": math.nan})
     rollout = rollout_of(["1", "2", "3", "1", "2", "2", "3", "1"], [0, 0, 1, 1, 2, 2, 3, 3])
@@ -208,9 +202,6 @@ def test_an_infinite_score_of_a_model_is_refused():
     score = reward.weighted(model=(joint({"1": math.inf}), 1.0))
     with pytest.raises(ValueError, match="reward 'model': value 0 is inf, not a finite number"):
         reward.judge(score, rollout_of(["1"], [0]), PROMPTS[:1], tiny.tokenizer())
-
-
-# ------------------------------------------------------------------------------------------ what is given
 
 
 def test_rewards_may_ask_for_prompt_ids_truncation_keys_and_media():
@@ -258,9 +249,6 @@ def test_files_are_not_read_for_rewards_that_do_not_name_media():
     missing = data.Prompt([3], "p", {}, 0, sources=(data.media.Medium("image", "/nowhere/at/all.png"),))
     reward.judge(reward.weighted(it=(all_of_it, 1.0)), rollout_of(["1"], [0]), [missing], tiny.tokenizer())
     assert "media" not in seen and {"prompt_ids", "truncated", "keys"} <= set(seen)
-
-
-# --------------------------------------------------------------------------------------- at the same time
 
 
 def test_a_slow_remote_overlaps_joint_and_plain_rewards_whatever_their_order():
@@ -327,9 +315,6 @@ def test_closing_a_score_closes_its_parts():
     assert closed == ["held"]
 
 
-# --------------------------------------------------------------------------------------------------- vetoes
-
-
 def test_a_part_below_its_limit_makes_the_reward_a_constant():
     score = reward.weighted(number=(number, 1.0), length=(length, 0.1))
     score = score.with_vetoes(reward.Veto("number", 5.0, -1.0), reward.Veto("length", 2.0, -2.0))
@@ -364,9 +349,6 @@ def test_vetoes_that_are_none(text):
 def test_a_veto_of_an_unknown_part_is_an_error():
     with pytest.raises(ValueError, match="veto: expected one of number, got 'numbre'"):
         reward.weighted(number=(number, 1.0)).with_vetoes(reward.Veto("numbre", 1.0))
-
-
-# ----------------------------------------------------------------------------------------- normalised parts
 
 
 @given(

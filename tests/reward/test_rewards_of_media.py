@@ -101,9 +101,6 @@ def alone():
     return on_ranks(0)
 
 
-# ------------------------------------------------------------------------------------------ a scalar model
-
-
 def test_a_model_that_sees_gives_each_row_the_score_of_that_row_alone(alone):
     it = Alone(get_fake_strategy())
     want = []
@@ -144,9 +141,6 @@ def test_the_check_before_a_run_shows_the_media(alone):
     assert (alone["checked"]["sizes"] > 0).all()
 
 
-# ------------------------------------------------------------------------------------------ a server
-
-
 def test_a_server_gets_both_images_of_each_prompt_each_once():
     processing = seeing()
     prompts = asked(processing)
@@ -182,6 +176,3 @@ def test_a_model_and_a_judge_that_see_say_the_same_behind_a_server(alone, tmp_pa
     local = alone["parts"]["model"] + 2 * want.parts["judge"]
     torch.testing.assert_close(got.reward, local, atol=1e-5, rtol=0)
     assert got.extra["r/judge/said"] == want.extra["judge/said"] and len(set(want.extra["judge/said"])) > 9
-
-
-# ------------------------------------------------------------------------------------------ a judge

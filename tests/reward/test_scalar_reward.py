@@ -138,9 +138,6 @@ def test_a_head_that_is_not_there_and_one_that_is_not_chosen_are_errors():
             reward.scalar(None, heads, reading=reward.Reading(tiny.tokenizer()), head=head)
 
 
-# ---------------------------------------------------------------------------------------------------- steps
-
-
 @given(text=st.text("ab\n ", max_size=12), separator=st.sampled_from(["\n", "\n\n", "ab", "", None]))
 def test_steps_are_the_text_and_end_with_what_separates_them(text, separator):
     steps = steps_of(text, separator)
@@ -209,9 +206,6 @@ def test_the_reward_of_steps_is_its_definition(steps):
         own = (raw[:, : rows.tokens.shape[1], h] - shift[h]) / scale[h]
         want = getattr(ref_rewards, f"steps_{steps}")(own.tolist(), rows.mask.tolist())
         np.testing.assert_allclose(found[h], want, rtol=1e-6)
-
-
-# -------------------------------------------------------------------------------------- on the command line
 
 
 @pytest.fixture(scope="module")

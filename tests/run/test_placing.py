@@ -95,9 +95,6 @@ def test_a_block_has_its_models_and_leaves_none(host):
     assert all(torch.equal(x, back.params[n]) for n, x in away.params.items())  # not donated
 
 
-# ---------------------------------------- reward models and judges
-
-
 def saved_reward_model(folder, seed=0):
     model = rft.model.load_reward("tiny", new=True)
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(seed))

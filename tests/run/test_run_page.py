@@ -92,9 +92,6 @@ def blocks(page):
     return {name: json.loads(text) for name, text in found}
 
 
-# ---------- what is computed
-
-
 @given(some.lists(some.integers(-50, 50), min_size=1, max_size=300), some.integers(2, 40))
 def test_thinning_keeps_the_extremes_the_order_and_the_limit(y, most):
     kept = build.thinned(y, most)
@@ -150,9 +147,6 @@ def test_a_symptom_of_an_older_rule_is_said_by_its_condition():
     assert (found["first"], found["last"]) == (3, 3) and "are truncated, over 20" in found["sentence"]
 
 
-# ---------- runs and groups
-
-
 def test_runs_that_differ_only_in_seed_are_a_group(tmp_path):
     folders = [write_run(tmp_path / f"s{k}", seed=k) for k in range(2)]
     folders.append(write_run(tmp_path / "other", lr=2e-3))
@@ -174,9 +168,6 @@ def test_a_run_that_is_being_written_is_read_to_its_last_whole_row(tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')
     assert len(recorded.read(folder).metrics) == 3
-
-
-# ---------- the page
 
 
 def test_the_page_is_one_file_that_asks_for_nothing(tmp_path):
@@ -255,9 +246,6 @@ def test_the_command_writes_the_page_and_the_usage_names_all(tmp_path, capsys):
 def test_the_scripts_of_the_page_are_whole():
     for path in sorted((ROOT / "rft_fn" / "tools" / "page").glob("*.js")):
         subprocess.run(["node", "--check", str(path)], check=True, capture_output=True)
-
-
-# ---------- in a browser
 
 
 @pytest.fixture(scope="module")

@@ -46,9 +46,6 @@ def tower(model, found):
     return {name.split(part)[1]: x for name, x in found.items() if part in name}
 
 
-# ------------------------------------------------------------------------------------------------ dpo.py
-
-
 @pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
 def test_dpo_learns_which_answer_an_image_or_a_sound_has(model, task, tmp_path):
     how = {"steps": 8, "batch": 16, "eval_pairs": 32, "eval_every": 8, "warmup": 0, "lr": 3e-4}
@@ -60,9 +57,6 @@ def test_dpo_learns_which_answer_an_image_or_a_sound_has(model, task, tmp_path):
 
     # the processor is saved, so that the model can be asked
     assert rft.model.load_processor(tmp_path / "dpo" / "model") is not None
-
-
-# ------------------------------------------------------------------------------------------------ ppo.py
 
 
 @pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
@@ -89,9 +83,6 @@ def test_ppo_has_a_critic_that_sees_or_hears(model, task, tmp_path):
     apply, params = st.bind(critic)
     value = st.score(apply, params, exp, 512, fields=("value",)).value
     assert len(same) == 2 and value[0][exp.mask[0]][0] != value[1][exp.mask[1]][0]
-
-
-# ----------------------------------------------------------------------------------------------- grpo.py
 
 
 @pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
@@ -132,9 +123,6 @@ def test_a_prompt_that_leaves_no_room_for_its_response_stops_before_a_model_is_l
         ValueError, match=r"2\d \+ 240 tokens with max_new, .*above the model's window of 256"
     ):
         grpo.main(grpo.Config(data=("count_squares",), max_new=240, template="1234{short}", **cfg))
-
-
-# --------------------------------------------------------------------------------------------- replay.py
 
 
 @pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)

@@ -41,9 +41,6 @@ def data_file(folder, name, lines):
     return (str(path),)
 
 
-# ---------- it learns
-
-
 @pytest.mark.usefixtures("whole_run")
 def test_it_learns_from_the_built_in_pairs(tmp_path):
     """Unseen pairs are ordered; the saved model has the accuracy that was logged, and a calibration."""
@@ -126,8 +123,6 @@ def test_it_learns_from_lists_points_and_steps(tmp_path, kind, options):
     (head,) = rft.model.load_reward(str(tmp_path / "r/model")).heads
     assert head.scale != 1
 
-
-# ---------- the losses are their definitions
 
 PAIRS = [
     {"prompt": "sort:312=", "chosen": "123", "rejected": "312", "margin": 0.5, "a": 1, "b": -1},
@@ -271,9 +266,6 @@ def test_the_loss_of_steps_is_its_definition(tmp_path, one_head, score_of):
     assert row["steps/correct"] == pytest.approx(np.mean(correct))
 
 
-# ---------- one run, however it is cut
-
-
 def check_same(whole, parts):
     """Two runs are equal to the bit."""
     assert rows(parts) == rows(whole)
@@ -371,9 +363,6 @@ def test_two_processes_log_what_one_logs(two, alone, kind):
 
 def test_two_processes_in_two_parts_are_in_one(two):
     check_same(two / "points", two / "points in parts")
-
-
-# ---------- options
 
 
 def test_heads_have_the_names_of_their_columns_and_are_kept(tmp_path):

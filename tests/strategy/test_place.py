@@ -148,9 +148,6 @@ def test_a_move_that_fails_is_completed_by_the_next():
     assert torch.equal(st.score(apply, params, tiny.experience(), 100).logp, before)
 
 
-# ---------- over two processes
-
-
 def loss_fn(out, b):
     return rft.loss.nll(out.logp)
 

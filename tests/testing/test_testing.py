@@ -267,9 +267,6 @@ def test_a_tolerance_is_a_tolerance():
             check(first_row_counts_double, rtol=1e-3)
 
 
-# ---------- data of a loss's own
-
-
 def largest(x, mask):
     """A tenth of the tokens: those with the largest x."""
     return {"chosen": weight.top_share(x, mask, share=0.1)}
@@ -351,9 +348,6 @@ def test_data_of_another_shape_is_refused(check):
     message = r"extra\['row'\]: expected \[B, S, ...\] = \[8, 12, ...\], got \[8\]"
     with pytest.raises(ValueError, match=message):
         check(good, extra=lambda exp: {"row": exp.length})
-
-
-# ---------- the case itself
 
 
 def test_total_and_grad_by_hand():

@@ -9,8 +9,6 @@ from cases import each
 from rft_fn import advantage, loss, testing
 from rft_fn.testing.cases import normal
 
-# ---------- KL gradients
-
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("f", [loss.kl_k2, loss.kl])
@@ -33,9 +31,6 @@ def test_kl_gradient_passes(f, seed):
 def test_kl_gradient_fails_and_says_how(f, message):
     with pytest.raises(AssertionError, match=message):
         testing.check_kl_gradient(f)
-
-
-# ---------- deletion
 
 
 def return_to_go(reward, value, discount, *, mask):
@@ -93,9 +88,6 @@ def test_deletion_to_a_tolerance():
     testing.check_deletion_invariance(by_length, atol=1e-4)
     with pytest.raises(AssertionError, match=r"adv of row \d changed by \de-0\d|changed by \d\.\de-0\d"):
         testing.check_deletion_invariance(by_length)
-
-
-# ---------- groups
 
 
 def centred(reward):
@@ -224,9 +216,6 @@ def test_the_options_of_the_group_check():
     testing.check_group_estimator(noisy, rtol=1e-4)
     with pytest.raises(AssertionError, match=r"^[+-]\d+ on all rewards of group \d: .* changed by \d.*e-0"):
         testing.check_group_estimator(noisy)
-
-
-# ---------- their gradients
 
 
 @each(("group", "vocab"), [(2, 2), (2, 3), (3, 3), (4, 2)])

@@ -57,9 +57,6 @@ def hf():
     return engine.get_engine(engine.EngineConfig(), NAME, tokenizer())
 
 
-# ---- the process around it
-
-
 def test_building_leaves_the_process_as_it_was(made):
     _, before, after = made
     assert before == after
@@ -74,9 +71,6 @@ def test_sampling_loading_and_scoring_leave_the_process_as_it_was(vllm):
     vllm.load(trained(1e-2).named_parameters(), version=1)
     vllm.score(rollout)
     assert surroundings() == before
-
-
-# ---- the same answers as the engine of transformers, and the trainer's log-probs
 
 
 @pytest.mark.parametrize("stop", [(), ("1",), ("12", "3"), (5, "7")])
@@ -121,9 +115,6 @@ def test_score_is_of_the_models_softmax_whatever_was_sampled(vllm, hf):
     with pytest.raises(engine.BadRequest, match="sampling: expected None for vllm"):
         vllm.score(rollout, sampling=SAMPLED)
     assert vllm.status()["alive"]
-
-
-# ---- keys, rows and prompts
 
 
 def test_a_key_names_its_sample_in_any_company(vllm):
@@ -189,9 +180,6 @@ def test_it_says_what_it_is(vllm):
     assert status["engine"] == "vllm" and status["supported"] == {"load", "score"}
 
 
-# ---- new weights
-
-
 def test_an_update_of_the_embedding_alone_arrives_in_the_tied_head(vllm):
     lm = trained(0.3, only="embed_tokens")
     sent = dict(lm.named_parameters())
@@ -221,9 +209,6 @@ def test_a_push_from_a_strategy_arrives(vllm):
     delivered = rft.sync.push(st, state, vllm, version=3)
     assert delivered.version == 3
     assert gap(trained(0.1), vllm.generate(prompts_of(4), range(4), n=4, sampling=SAMPLED), SAMPLED) < 1e-5
-
-
-# ---- options
 
 
 @pytest.mark.parametrize(
