@@ -158,25 +158,22 @@ def check_run(script="", *args):
         parsed(name, args)
 
 
-@each(
-    "line",
-    [
-        "make no-such-target",
-        "rft wibble",
-        "python train_scripts/grpo.py --no-such-option 1",
-        "python train_scripts/grpo.py --steps many",
-        "python tests/bench/nothing.py",
-        "python -m rft_fn.nothing",
-        "python -m rft_fn.migrate nothing config.yaml",
-        "python -m rft_fn run grpo --no-such-option 1",
-        "torchrun --nproc-per-node 2 -m rft_fn run grpo --no-such-option 1",
-        "torchrun --nproc-per-node 2 --no-python rft run grpo --no-such-option 1",
-        "rft run my_grpo.py --no-such-option 1",
-        "rft run gpro --steps 3",
-        "rft export runs/grpo --no-such-option 1",
-        "rft evaluate --count many",
-    ],
-)
+@each("line", [
+    "make no-such-target",
+    "rft wibble",
+    "python train_scripts/grpo.py --no-such-option 1",
+    "python train_scripts/grpo.py --steps many",
+    "python tests/bench/nothing.py",
+    "python -m rft_fn.nothing",
+    "python -m rft_fn.migrate nothing config.yaml",
+    "python -m rft_fn run grpo --no-such-option 1",
+    "torchrun --nproc-per-node 2 -m rft_fn run grpo --no-such-option 1",
+    "torchrun --nproc-per-node 2 --no-python rft run grpo --no-such-option 1",
+    "rft run my_grpo.py --no-such-option 1",
+    "rft run gpro --steps 3",
+    "rft export runs/grpo --no-such-option 1",
+    "rft evaluate --count many",
+])  # fmt: skip
 def test_a_command_line_that_would_not_start_is_found(line):
     for text in (f"```\n{line}\n```\n", f"So:\n\n    {line}\n", f"See `{line}`.\n"):
         (words,) = pages.commands(text)

@@ -102,18 +102,15 @@ def test_a_grid_of_steps_prompts_and_samples_has_no_collision():
     assert len(keys) == 8000 and all(0 <= k < 2**63 for k in keys)
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((1.0,), r"expected int or str, got float \(1.0\)"),
-        ((0, 0.5), r"expected int or str, got float \(0.5\)"),
-        ((0, True), r"expected int or str, got bool \(True\)"),
-        ((0, None), r"got NoneType"),
-        ((0, (1, 2)), r"got tuple"),
-        ((0, np.int64(3)), r"got int64"),
-        ((0, torch.tensor(3)), r"got Tensor"),
-    ],
-)
+@pytest.mark.parametrize(("args", "message"), [
+    ((1.0,), r"expected int or str, got float \(1.0\)"),
+    ((0, 0.5), r"expected int or str, got float \(0.5\)"),
+    ((0, True), r"expected int or str, got bool \(True\)"),
+    ((0, None), r"got NoneType"),
+    ((0, (1, 2)), r"got tuple"),
+    ((0, np.int64(3)), r"got int64"),
+    ((0, torch.tensor(3)), r"got Tensor"),
+])  # fmt: skip
 def test_only_int_and_str_make_a_key(args, message):
     with pytest.raises(TypeError, match=message):
         rng.fold_in(*args)

@@ -51,16 +51,13 @@ class Taking:
         return self.change(Delivered(len(found), size, 0.1, version))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda d: d._replace(tensors=d.tensors - 1),
-         r"sync: expected the engine to take \d+ tensors .* got \d+"),
-        (lambda d: d._replace(bytes=d.bytes // 2),
-         r"sync: expected the engine to take \d+ tensors .* got \d+"),
-        (lambda d: d._replace(version=2), "sync: expected the engine to be at version 3, got 2"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda d: d._replace(tensors=d.tensors - 1),
+     r"sync: expected the engine to take \d+ tensors .* got \d+"),
+    (lambda d: d._replace(bytes=d.bytes // 2),
+     r"sync: expected the engine to take \d+ tensors .* got \d+"),
+    (lambda d: d._replace(version=2), "sync: expected the engine to be at version 3, got 2"),
+])  # fmt: skip
 def test_an_engine_that_took_less_than_was_sent_is_refused(change, message):
     st, state = trained()
     with pytest.raises(ValueError, match=message):
@@ -150,15 +147,12 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x.mT if x.dim() > 1 else x,
-        torch.flatten,
-        lambda x: x[None],
-        lambda x: x.unflatten(-1, (2, -1)),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda x: x.mT if x.dim() > 1 else x,
+    torch.flatten,
+    lambda x: x[None],
+    lambda x: x.unflatten(-1, (2, -1)),
+])  # fmt: skip
 def test_the_manifest_compares_every_dimension(change):
     """As many elements are not the same weight: one that is transposed is another."""
     _, state = trained()

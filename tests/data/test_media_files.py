@@ -138,25 +138,21 @@ def saved(picture, kind, **options):
     return file.getvalue()
 
 
-@each(
-    "content",
-    [
-        Image.fromarray(GREY.astype(np.uint16)),
-        Image.fromarray(GREY.astype(np.int32)),
-        Image.fromarray((GREY * 2**15).astype(np.int32)),
-        Image.fromarray((GREY / 65535).astype(np.float32)),
-        GREY.astype(np.uint16),
-        GREY.astype(np.uint32) * 65537,
-        GREY / 65535,
-        *(
-            saved(Image.fromarray(GREY.astype(np.uint16)), kind)
-            for kind in ("PNG", "TIFF", "PPM", "JPEG2000")
-        ),
-        saved(Image.fromarray((GREY * 2**15).astype(np.int32)), "TIFF"),
-        saved(Image.fromarray((GREY / 65535).astype(np.float32)), "TIFF"),
-    ],
-    ids=lambda x: f"{type(x).__name__} {getattr(x, 'mode', getattr(x, 'dtype', ''))}",
-)
+@each("content", [
+    Image.fromarray(GREY.astype(np.uint16)),
+    Image.fromarray(GREY.astype(np.int32)),
+    Image.fromarray((GREY * 2**15).astype(np.int32)),
+    Image.fromarray((GREY / 65535).astype(np.float32)),
+    GREY.astype(np.uint16),
+    GREY.astype(np.uint32) * 65537,
+    GREY / 65535,
+    *(
+        saved(Image.fromarray(GREY.astype(np.uint16)), kind)
+        for kind in ("PNG", "TIFF", "PPM", "JPEG2000")
+    ),
+    saved(Image.fromarray((GREY * 2**15).astype(np.int32)), "TIFF"),
+    saved(Image.fromarray((GREY / 65535).astype(np.float32)), "TIFF"),
+], ids=lambda x: f"{type(x).__name__} {getattr(x, 'mode', getattr(x, 'dtype', ''))}")  # fmt: skip
 def test_grey_of_more_than_8_bits_is_scaled_by_its_mode(content):
     found = np.asarray(image(content)[0]).astype(int)
     assert np.abs(found - np.array([0, 3, 128, 255])[None, :, None]).max() <= 1
@@ -353,35 +349,29 @@ def test_as_many_media_as_marks_fill_them_in_order_and_others_are_refused(words,
             placed(user("".join(words)), row | {f"{kind}s": [*row[f"{kind}s"], "more"]}, ALL, None)
 
 
-@pytest.mark.parametrize(
-    ("row", "kinds", "message"),
-    [
-        ({"image": "a"}, (), "the row has images, and the model reads text alone"),
-        ({"audio": "a"}, ("image",), "the row has audios, and the model reads text and images alone"),
-        ({"images": ["a", "b"], "q": "<image>"}, ALL, "expected as many places as images, got 1 and 2"),
-        ({"q": "<image><image>"}, ALL, "expected as many places as images, got 2 and 0"),
-    ],
-)
+@pytest.mark.parametrize(("row", "kinds", "message"), [
+    ({"image": "a"}, (), "the row has images, and the model reads text alone"),
+    ({"audio": "a"}, ("image",), "the row has audios, and the model reads text and images alone"),
+    ({"images": ["a", "b"], "q": "<image>"}, ALL, "expected as many places as images, got 1 and 2"),
+    ({"q": "<image><image>"}, ALL, "expected as many places as images, got 2 and 0"),
+])  # fmt: skip
 def test_media_that_do_not_fit_are_refused(row, kinds, message):
     with pytest.raises(ValueError, match=message):
         placed(user(row.get("q", "q")), row, kinds, None)
 
 
-@pytest.mark.parametrize(
-    ("part", "want"),
-    [
-        ({"type": "image"}, {"type": "image"}),
-        ({"type": "image", "image": "a", "text": None}, {"type": "image", "image": "a"}),
-        ({"type": "image", "url": "a"}, {"type": "image", "image": "a"}),
-        ({"type": "image_url", "image_url": {"url": "a"}}, {"type": "image", "image": {"url": "a"}}),
-        (
-            {"type": "input_audio", "input_audio": {"data": "a", "format": "wav"}},
-            {"type": "audio", "audio": {"data": "a", "format": "wav"}},
-        ),
-        ({"image": "a"}, {"type": "image", "image": "a"}),
-        ({"type": "text", "text": "a"}, None),
-    ],
-)
+@pytest.mark.parametrize(("part", "want"), [
+    ({"type": "image"}, {"type": "image"}),
+    ({"type": "image", "image": "a", "text": None}, {"type": "image", "image": "a"}),
+    ({"type": "image", "url": "a"}, {"type": "image", "image": "a"}),
+    ({"type": "image_url", "image_url": {"url": "a"}}, {"type": "image", "image": {"url": "a"}}),
+    (
+        {"type": "input_audio", "input_audio": {"data": "a", "format": "wav"}},
+        {"type": "audio", "audio": {"data": "a", "format": "wav"}},
+    ),
+    ({"image": "a"}, {"type": "image", "image": "a"}),
+    ({"type": "text", "text": "a"}, None),
+])  # fmt: skip
 def test_the_forms_of_parts(part, want):
     assert part_of(part) == want
 

@@ -192,14 +192,11 @@ def test_pairs_that_are_too_long_are_left_out_with_their_count():
         of([ROW], max_length=5)
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "options", "message"),
-    [
-        (chats.CHATML, {"messages": ("prompt",)}, "messages: expected the columns of prompt, chosen"),
-        (None, THREE, "messages: expected a tokenizer with a chat template, got one without"),
-        (chats.CHATML, {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs: expected a name that"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("tokenizer", "options", "message"), [
+    (chats.CHATML, {"messages": ("prompt",)}, "messages: expected the columns of prompt, chosen"),
+    (None, THREE, "messages: expected a tokenizer with a chat template, got one without"),
+    (chats.CHATML, {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs: expected a name that"),
+])  # fmt: skip
 def test_options_that_no_row_could_be_used_with(tokenizer, options, message):
     for make in (
         lambda t: data.pairs_from_rows([EXPLICIT], t, **options),
@@ -257,16 +254,13 @@ def test_pairs_are_drawn_as_prompts_are():
     assert [p.index for p in data.draw(task, 3, 2, 0)[0]] == [6, 7, 8]
 
 
-@pytest.mark.parametrize(
-    ("source", "options", "message"),
-    [
-        ("reverse:x", {}, "data: expected reverse:LEVEL with a number, got 'reverse:x'"),
-        ("reverse:1", {"max_length": 3}, "max_length: reverse, pair 0 has 16 tokens, above 3 tokens"),
-        ("reverse:1", {"max_tokens": 9}, "reverse, pair 0: the pair has "),
-        ("reverse:1", {"chosen": "{gold}"}, "reverse, pair 0: the row has no column 'gold'"),
-        ("nowhere.jsonl", {}, "could not read 'nowhere.jsonl': no such file"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("source", "options", "message"), [
+    ("reverse:x", {}, "data: expected reverse:LEVEL with a number, got 'reverse:x'"),
+    ("reverse:1", {"max_length": 3}, "max_length: reverse, pair 0 has 16 tokens, above 3 tokens"),
+    ("reverse:1", {"max_tokens": 9}, "reverse, pair 0: the pair has "),
+    ("reverse:1", {"chosen": "{gold}"}, "reverse, pair 0: the row has no column 'gold'"),
+    ("nowhere.jsonl", {}, "could not read 'nowhere.jsonl': no such file"),
+])  # fmt: skip
 def test_a_source_that_cannot_be_drawn_from(source, options, message):
     with pytest.raises(ValueError, match=message):
         data.load(source, tiny.tokenizer(), kind=data.PAIRS, **options)

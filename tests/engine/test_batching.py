@@ -127,13 +127,10 @@ def sampled(lm, batching, batch, prompts=PROMPTS, keys=KEYS, limits=LIMITS):
         )
 
 
-@pytest.mark.parametrize(
-    ("kind", "shares"),
-    [
-        ("Llama", True), ("Llama", False), ("Bloom", False), ("GPT2", True), ("GPT2", False),
-        ("DeepseekV3", False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "shares"), [
+    ("Llama", True), ("Llama", False), ("Bloom", False), ("GPT2", True), ("GPT2", False),
+    ("DeepseekV3", False),
+])  # fmt: skip
 def test_samples_are_the_same_whenever_a_prompt_joins(kind, shares, monkeypatch):
     """Beside shorter rows and longer ones, as soon as there is room, and in any order; with and without
     prompts that are held once, of whose rows a cache has only their own tokens."""
@@ -238,14 +235,11 @@ def test_states_of_other_tensors_are_refused():
         kv.compare([torch.zeros(1)], [torch.zeros(2), torch.zeros(2)])
 
 
-@pytest.mark.parametrize(
-    ("kind", "what"),
-    [
-        ("xLSTM", "xLSTMForCausalLM gets prompts of one length at a time"),
-        ("Rwkv", "RwkvForCausalLM gets one row at a time"),
-        ("RecurrentGemma", "RecurrentGemmaForCausalLM reads all tokens anew for each new one"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "what"), [
+    ("xLSTM", "xLSTMForCausalLM gets prompts of one length at a time"),
+    ("Rwkv", "RwkvForCausalLM gets one row at a time"),
+    ("RecurrentGemma", "RecurrentGemmaForCausalLM reads all tokens anew for each new one"),
+])  # fmt: skip
 def test_a_slower_way_is_said_once(kind, what):
     lm = small(kind, torch.float32)
     with pytest.warns(UserWarning, match=f"sampling: {what}"):

@@ -79,53 +79,44 @@ def run(spec, texts=("ab",), **columns):
     return list(found.parts), found.total.tolist()
 
 
-@pytest.mark.parametrize(
-    ("spec", "name", "value"),
-    [
-        ("{}:length", "length", 2.0),
-        ("{}:get_cosine(max_len=4)", "cosine_scaled", 0.5),
-        ("{}:get_cosine(4, low=-1.5)=2", "cosine_scaled", -2.0),
-        ("{}:get_cosine()", "cosine_scaled", 0.2),
-        ("{}:get_ngram(size=3, penalty=-1)", "get_ngram", -3.0),  # a lambda has no name of its own
-        ("{}:Scaled()", "Scaled", 4.0),
-        ("{}:scaled=0.5", "scaled", 3.0),
-        ("messages:{}:length", "length", 1.0),
-        ("text:{}:length", "length", 2.0),
-        ("text:{}:get_cosine(4)", "cosine_scaled", 0.5),
-    ],
-)
+@pytest.mark.parametrize(("spec", "name", "value"), [
+    ("{}:length", "length", 2.0),
+    ("{}:get_cosine(max_len=4)", "cosine_scaled", 0.5),
+    ("{}:get_cosine(4, low=-1.5)=2", "cosine_scaled", -2.0),
+    ("{}:get_cosine()", "cosine_scaled", 0.2),
+    ("{}:get_ngram(size=3, penalty=-1)", "get_ngram", -3.0),  # a lambda has no name of its own
+    ("{}:Scaled()", "Scaled", 4.0),
+    ("{}:scaled=0.5", "scaled", 3.0),
+    ("messages:{}:length", "length", 1.0),
+    ("text:{}:length", "length", 2.0),
+    ("text:{}:get_cosine(4)", "cosine_scaled", 0.5),
+])  # fmt: skip
 def test_a_reward_is_named_by_its_function(mine, spec, name, value):
     assert run(spec.format(mine)) == ([name], [pytest.approx(value)])
 
 
-@pytest.mark.parametrize(
-    ("spec", "name", "value"),
-    [
-        ("numeric(boxed=True)", "numeric", 0.0),
-        ("numeric('gold')", "numeric", 1.0),
-        ("numeric:gold(boxed=False)", "numeric", 1.0),
-        ("tags('think', 'answer')", "tags", 0.0),
-        ("messages:exact:gold", "exact", 1.0),
-    ],
-)
+@pytest.mark.parametrize(("spec", "name", "value"), [
+    ("numeric(boxed=True)", "numeric", 0.0),
+    ("numeric('gold')", "numeric", 1.0),
+    ("numeric:gold(boxed=False)", "numeric", 1.0),
+    ("tags('think', 'answer')", "tags", 0.0),
+    ("messages:exact:gold", "exact", 1.0),
+])  # fmt: skip
 def test_named_rewards_take_arguments_too(spec, name, value):
     assert run(spec, ["7"], gold=["7"], answer=["7"]) == ([name], [value])
 
 
-@pytest.mark.parametrize(
-    ("spec", "name", "columns", "values"),
-    [
-        ("verl:{}:compute_score", "compute_score", ("data_source", "reward_model.ground_truth"), [1.0, 0.0]),
-        ("verl:{}:compute_score:gold", "compute_score", ("data_source", "gold"), [1.0, 0.0]),
-        ("verl:{}:compute_score(bonus=0.5)=2", "compute_score", ("data_source", "reward_model.ground_truth"),
-         [3.0, 1.0]),
-        ("openrlhf:{}:reward_func:gold", "reward_func", ("gold",), [1.0, 0.0]),
-        ("lightrft:{}:reward_fn:gold", "reward_fn", ("label", "gold"), [1.0, 1.0]),
-        ("verifiers:{}:rubric:gold", "rubric", ("gold",), [0.5, 0.0]),
-        ("verifiers:{}:exact_answer:gold", "exact_answer", ("gold",), [1.0, 0.0]),
-        ("verifiers:{}:load_environment(weight=3)", "load_environment", ("answer",), [3.0, 0.0]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("spec", "name", "columns", "values"), [
+    ("verl:{}:compute_score", "compute_score", ("data_source", "reward_model.ground_truth"), [1.0, 0.0]),
+    ("verl:{}:compute_score:gold", "compute_score", ("data_source", "gold"), [1.0, 0.0]),
+    ("verl:{}:compute_score(bonus=0.5)=2", "compute_score", ("data_source", "reward_model.ground_truth"),
+     [3.0, 1.0]),
+    ("openrlhf:{}:reward_func:gold", "reward_func", ("gold",), [1.0, 0.0]),
+    ("lightrft:{}:reward_fn:gold", "reward_fn", ("label", "gold"), [1.0, 1.0]),
+    ("verifiers:{}:rubric:gold", "rubric", ("gold",), [0.5, 0.0]),
+    ("verifiers:{}:exact_answer:gold", "exact_answer", ("gold",), [1.0, 0.0]),
+    ("verifiers:{}:load_environment(weight=3)", "load_environment", ("answer",), [3.0, 0.0]),
+])  # fmt: skip
 def test_adapters_by_name(mine, spec, name, columns, values):
     found = reward.parse([spec.format(mine)])
     assert reward.columns(found) == columns and list(found.components) == [name]
@@ -213,33 +204,30 @@ def test_two_rewards_of_one_name_are_told_apart(tmp_path, mine):
     assert found(["p"], ["ab"], {}).total.tolist() == [0 * 2 + 1 * 2 + 2 * 1.0 + 3 * 0.5]
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("{}:get_cosine(max_len=open('x'))", "expected arguments that are literals, such as 0.5, 'text', "
-         "[1, 2] or True, got (max_len=open('x'))"),
-        ("{}:get_cosine(**x)", "expected arguments that are literals"),
-        ("{}:get_cosine(size=1)", "get_cosine() got an unexpected keyword argument 'size'"),
-        ("{}:get_cosine(1)(2)", "expected NAME(arguments), got parentheses that are no call"),
-        ("{}:makes_nothing(3)", "expected a call that makes a reward function, got int"),
-        ("{}:get_ngram", "expected a function of completions, got one of (size, penalty); if it makes reward "
-         "functions, call it: {}:get_ngram(size=..., penalty=...)"),
-        ("{}:get_cosine", "expected a function of completions, got one of (max_len, low); if it makes reward "
-         "functions, call it: {}:get_cosine(max_len=..., low=...)"),
-        ("{}:Scaled", "'Scaled' is a class; call it: {}:Scaled()"),
-        ("{}:compute_score", "it takes solution_str, as functions for verl do; write verl:{}:compute_score"),
-        ("{}:reward_func", "it takes queries, as functions for openrlhf do; write openrlhf:{}:reward_func"),
-        ("{}:reward_fn", "it takes model_reward_list, as functions for lightrft do; write lightrft:"),
-        ("{}:exact_answer", "it takes completion, as functions for verifiers do; write verifiers:"),
-        ("{}:rubric", "'rubric' is Rubric, not a function"),
-        ("{}:length:gold", "expected no column, the function names those that it reads, got 'gold'"),
-        ("verl:{}:compute_score(1)", "expected NAME=VALUE, as in verl's reward_kwargs, got 1 alone"),
-        ("format:gold", "format reads no column"),
-        ("no_such_package.mod:fn", "no module 'no_such_package' is installed or lies in "),
-        ("json.no_such:fn", "no module 'json.no_such' is installed or lies in "),
-        ("verl:math.py", "expected one of math, numeric"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("spec", "message"), [
+    ("{}:get_cosine(max_len=open('x'))", "expected arguments that are literals, such as 0.5, 'text', "
+     "[1, 2] or True, got (max_len=open('x'))"),
+    ("{}:get_cosine(**x)", "expected arguments that are literals"),
+    ("{}:get_cosine(size=1)", "get_cosine() got an unexpected keyword argument 'size'"),
+    ("{}:get_cosine(1)(2)", "expected NAME(arguments), got parentheses that are no call"),
+    ("{}:makes_nothing(3)", "expected a call that makes a reward function, got int"),
+    ("{}:get_ngram", "expected a function of completions, got one of (size, penalty); if it makes reward "
+     "functions, call it: {}:get_ngram(size=..., penalty=...)"),
+    ("{}:get_cosine", "expected a function of completions, got one of (max_len, low); if it makes reward "
+     "functions, call it: {}:get_cosine(max_len=..., low=...)"),
+    ("{}:Scaled", "'Scaled' is a class; call it: {}:Scaled()"),
+    ("{}:compute_score", "it takes solution_str, as functions for verl do; write verl:{}:compute_score"),
+    ("{}:reward_func", "it takes queries, as functions for openrlhf do; write openrlhf:{}:reward_func"),
+    ("{}:reward_fn", "it takes model_reward_list, as functions for lightrft do; write lightrft:"),
+    ("{}:exact_answer", "it takes completion, as functions for verifiers do; write verifiers:"),
+    ("{}:rubric", "'rubric' is Rubric, not a function"),
+    ("{}:length:gold", "expected no column, the function names those that it reads, got 'gold'"),
+    ("verl:{}:compute_score(1)", "expected NAME=VALUE, as in verl's reward_kwargs, got 1 alone"),
+    ("format:gold", "format reads no column"),
+    ("no_such_package.mod:fn", "no module 'no_such_package' is installed or lies in "),
+    ("json.no_such:fn", "no module 'json.no_such' is installed or lies in "),
+    ("verl:math.py", "expected one of math, numeric"),
+])  # fmt: skip
 def test_what_cannot_be_a_reward_is_said(mine, spec, message):
     spec = spec.format(mine)
     with pytest.raises(ValueError) as error:

@@ -738,18 +738,15 @@ class Parts:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
 
 
-@pytest.mark.parametrize(
-    ("args", "want"),
-    [
-        ("--fused_linear_logprob --chunk_size 4096", {"fused_linear_logprob": True, "chunk_size": 4096}),
-        ("--no-fused-linear-logprob --sp-size=2", {"fused_linear_logprob": False, "sp_size": 2}),
-        ("--no_fused_linear_logprob --fsdp", {"fused_linear_logprob": False, "fsdp": True}),
-        ("--strategy.zero-stage 3 --zero_stage 2", {"zero_stage": 2}),
-        ("--disable_engine_sleep", {"enable_engine_sleep": False}),
-        ("--seed 5", {"seed": 0}),  # the script's own
-        ("--strategy.seed 5", {"seed": 5}),
-    ],
-)
+@pytest.mark.parametrize(("args", "want"), [
+    ("--fused_linear_logprob --chunk_size 4096", {"fused_linear_logprob": True, "chunk_size": 4096}),
+    ("--no-fused-linear-logprob --sp-size=2", {"fused_linear_logprob": False, "sp_size": 2}),
+    ("--no_fused_linear_logprob --fsdp", {"fused_linear_logprob": False, "fsdp": True}),
+    ("--strategy.zero-stage 3 --zero_stage 2", {"zero_stage": 2}),
+    ("--disable_engine_sleep", {"enable_engine_sleep": False}),
+    ("--seed 5", {"seed": 0}),  # the script's own
+    ("--strategy.seed 5", {"seed": 5}),
+])  # fmt: skip
 def test_options_of_a_part_need_not_name_it(monkeypatch, args, want):
     monkeypatch.setattr("sys.argv", ["x", *args.split()])
     seen = []

@@ -483,15 +483,12 @@ def test_bad_input_is_one_line(case, tmp_path):
     assert err.startswith("error: ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"points": 1}, "points: expected an integer in [2, inf), got 1"),
-        ({"group": 1}, "group: expected an integer in [2, inf), got 1"),
-        ({"low": 0.0}, "low: expected a number in (0, inf), got 0.0"),
-        ({"low": 2.0}, "low, high: expected 0 < low < high, got 2.0 and 1.0"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"points": 1}, "points: expected an integer in [2, inf), got 1"),
+    ({"group": 1}, "group: expected an integer in [2, inf), got 1"),
+    ({"low": 0.0}, "low: expected a number in (0, inf), got 0.0"),
+    ({"low": 2.0}, "low, high: expected 0 < low < high, got 2.0 and 1.0"),
+])  # fmt: skip
 def test_a_sweep_of_nothing_is_named(change, message, tmp_path):
     sweep = script("sweep")
     with pytest.raises(ValueError) as error:

@@ -273,16 +273,12 @@ def check_same(whole, parts):
         assert (whole / "model" / name).read_bytes() == (parts / "model" / name).read_bytes(), name
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"kind": "lists", "pool": "attention"},
-        {"kind": "points", "loss": "mse"},
-        {"kind": "steps", "pool": "mean", "lora_rank": 2},
-    ],
-    ids=["pairs", "lists", "points", "steps"],
-)
+@pytest.mark.parametrize("options", [
+    {},
+    {"kind": "lists", "pool": "attention"},
+    {"kind": "points", "loss": "mse"},
+    {"kind": "steps", "pool": "mean", "lora_rank": 2},
+], ids=["pairs", "lists", "points", "steps"])  # fmt: skip
 def test_a_run_in_two_parts_is_a_run_in_one(tmp_path, options):
     """Metrics, evaluations, weights and calibration, to the bit."""
     options = {**options, "lr_end": 1.0}

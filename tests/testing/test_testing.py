@@ -238,19 +238,16 @@ def mask_forgotten(mask):
     return torch.ones(mask.shape) / mask.sum().clamp(min=1)
 
 
-@pytest.mark.parametrize(
-    ("check", "w", "message"),
-    [
-        (PADDING, by_padded_size, r"1 more columns of padding: the total loss .* became"),
-        (PERMUTATION, by_row_number, r"rows in the order"),
-        (
-            PARTITION,
-            nan_without_tokens,
-            r"weight: expected \[B, S\] = \[8, 12\] and 0 outside mask, got tensor.*nan",
-        ),
-        (PARTITION, mask_forgotten, r"weight: expected \[B, S\] = \[8, 12\] and 0 outside mask"),
-    ],
-)
+@pytest.mark.parametrize(("check", "w", "message"), [
+    (PADDING, by_padded_size, r"1 more columns of padding: the total loss .* became"),
+    (PERMUTATION, by_row_number, r"rows in the order"),
+    (
+        PARTITION,
+        nan_without_tokens,
+        r"weight: expected \[B, S\] = \[8, 12\] and 0 outside mask, got tensor.*nan",
+    ),
+    (PARTITION, mask_forgotten, r"weight: expected \[B, S\] = \[8, 12\] and 0 outside mask"),
+])  # fmt: skip
 def test_the_checks_fail_for_wrong_weights(check, w, message):
     with pytest.raises(AssertionError, match=message):
         check(good, weight=w)
@@ -304,14 +301,11 @@ def counted(out, b):
     return out.logp / (1 + b.extra["chosen"].sum())
 
 
-@pytest.mark.parametrize(
-    ("f", "message"),
-    [
-        (noisy, r"1 more columns of padding: .* became nan"),
-        (counted, r"1 more columns of padding: the total loss .* became -?\d"),
-        (no_old_policy, r"1 more columns of padding: .* became nan"),
-    ],
-)
+@pytest.mark.parametrize(("f", "message"), [
+    (noisy, r"1 more columns of padding: .* became nan"),
+    (counted, r"1 more columns of padding: the total loss .* became -?\d"),
+    (no_old_policy, r"1 more columns of padding: .* became nan"),
+])  # fmt: skip
 def test_data_that_is_not_0_outside_the_mask_is_found(f, message, monkeypatch):
     """A `pack` that shifts and forgets the mask: in the data of a loss, true or false or a number, and in
     the fields that all have."""
