@@ -159,10 +159,7 @@ R, G = torch.zeros(3), torch.zeros(3, dtype=torch.long)
     (lambda: advantage.remax_by(R, G[:1], torch.ones(1)), r"^group: expected \[B\] = \[3\], got \[1\]"),
     (lambda: advantage.remax_by(R, G, torch.ones(1, 1)), r"^greedy_reward: expected \[N\]"),
     (lambda: advantage.gdpo_by(R, G, torch.ones(1)), r"^parts: expected \[K, B\]"),
-    (
-        lambda: advantage.gdpo_by(R[None], G, torch.ones(2)),
-        r"^weights: expected \[K\] = \[1\], got \[2\]",
-    ),
+    (lambda: advantage.gdpo_by(R[None], G, torch.ones(2)), r"^weights: expected \[K\] = \[1\], got \[2\]"),
     (lambda: advantage.pass_at_k_by(R > 0, G, k=0), r"^k: expected at least 1, got 0"),
 ])  # fmt: skip
 def test_bad_input(call, message):

@@ -28,10 +28,7 @@ def shapes(**args):
     (shapes(r=(Z(2, 3), "N G"), x=(Z(3, 2), "N G")), "x: expected [N, G] = [2, 3], got [3, 2]"),
     (shapes(x=(Z(2, 3), "N N")), "x: expected [N, N] = [N, N], got [2, 3]"),
     (shapes(x=(Z(2, 4), "N 3")), "x: expected [N, 3] = [N, 3], got [2, 4]"),
-    (
-        shapes(a=(Z(2, 3, 5), "... S"), b=(Z(4, 5), "... S")),
-        "b: expected [..., S] = [2, 3, 5], got [4, 5]",
-    ),
+    (shapes(a=(Z(2, 3, 5), "... S"), b=(Z(4, 5), "... S")), "b: expected [..., S] = [2, 3, 5], got [4, 5]"),
     (shapes(a=(Z(5), "... S"), b=(Z(4), "... S")), "b: expected [..., S] = [5], got [4]"),
     (shapes(a=(Z(()), "... S")), "a: expected [..., S] = [..., S], got []"),
 ])  # fmt: skip

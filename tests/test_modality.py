@@ -43,14 +43,12 @@ TEXT = {
     "output_attentions", "output_hidden_states",
 }  # fmt: skip
 FAMILIES = {  # by the types of their configs
-    ActorModality.VISION_LANGUAGE: (
-        "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "idefics2", "idefics3", "llava",
-        "llava_next", "llava_next_video", "llava_onevision", "internvl", "gemma3", "mistral3", "paligemma",
-        "aya_vision", "glm4v", "mllama", "llama4", "lfm2_vl", "cohere2_vision", "aria", "kimi_k25",
-    ),
-    ActorModality.AUDIO_LANGUAGE: (
-        "qwen2_audio", "voxtral", "granite_speech", "qwen3_asr", "audioflamingo3", "musicflamingo",
-    ),
+    ActorModality.VISION_LANGUAGE: ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+        "idefics2", "idefics3", "llava", "llava_next", "llava_next_video", "llava_onevision", "internvl",
+        "gemma3", "mistral3", "paligemma", "aya_vision", "glm4v", "mllama", "llama4", "lfm2_vl",
+        "cohere2_vision", "aria", "kimi_k25"),
+    ActorModality.AUDIO_LANGUAGE: ("qwen2_audio", "voxtral", "granite_speech", "qwen3_asr", "audioflamingo3",
+        "musicflamingo"),
     ActorModality.OMNI: ("qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "gemma3n"),
     ActorModality.LANGUAGE_ONLY: ("llama", "qwen2", "gemma3_text", "llama4_text"),
 }  # fmt: skip

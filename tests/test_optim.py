@@ -312,10 +312,7 @@ def test_updates_may_be_any_mapping_of_the_names(kind):
 
 @pytest.mark.parametrize(("found", "message"), [
     ({"w": 0}, "updates: expected the names of the 3 parameters, got 1 without it: b"),
-    (
-        {"w": 0, "b": 0, "v": 0, "x": 0},
-        "updates: expected the names of the 3 parameters, got 4 with it: x",
-    ),
+    ({"w": 0, "b": 0, "v": 0, "x": 0}, "updates: expected the names of the 3 parameters, got 4 with it: x"),
     (None, "updates: expected a mapping of the parameters' names to tensors, got NoneType"),
 ])  # fmt: skip
 def test_updates_without_the_names_of_the_parameters_are_refused_in_one_line(found, message):

@@ -139,12 +139,9 @@ FAULTS = [
     (lambda pairs: [*pairs, pairs[2]], "", "expected each name once, got it twice"),
     (changed(NORM, with_nan), NORM, "expected finite numbers, got NaN or inf"),
     (changed(Q, lambda x: x[:-1]), Q, r"expected \[32, 32\], got \[31, 32\]"),
-    (
-        lambda pairs: [*pairs, ("model.extra", pairs[0][1])],
-        "model.extra",
-        "expected a parameter of the model",
-    ),
-]
+    (lambda pairs: [*pairs, ("model.extra", pairs[0][1])], "model.extra",
+     "expected a parameter of the model"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", [

@@ -257,10 +257,7 @@ def test_long_prompts_of_a_file_are_left_out():
     (lambda: data.load("addition:\u00b2", tiny.tokenizer()), "expected addition:LEVEL with a number"),
     (lambda: data.from_task("addition", tiny.tokenizer(), level=0), "level"),
     (lambda: data.from_task("addition", tiny.tokenizer(), template="{q}"), "has no column 'q'"),
-    (
-        lambda: data.from_task("addition", tiny.tokenizer(), max_prompt=2),
-        "max_prompt: addition, prompt 0",
-    ),
+    (lambda: data.from_task("addition", tiny.tokenizer(), max_prompt=2), "max_prompt: addition, prompt 0"),
     (lambda: data.from_task("addition", tiny.tokenizer(), columns=["tests"]), "has no column 'tests'"),
     (lambda: data.from_task("addition", tiny.tokenizer(), response="{gold}"), "has no column 'gold'"),
     (lambda: data.take(rows_set(), 0, 0), r"prompts: expected to take at least 1, got 0"),

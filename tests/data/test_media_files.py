@@ -365,10 +365,8 @@ def test_media_that_do_not_fit_are_refused(row, kinds, message):
     ({"type": "image", "image": "a", "text": None}, {"type": "image", "image": "a"}),
     ({"type": "image", "url": "a"}, {"type": "image", "image": "a"}),
     ({"type": "image_url", "image_url": {"url": "a"}}, {"type": "image", "image": {"url": "a"}}),
-    (
-        {"type": "input_audio", "input_audio": {"data": "a", "format": "wav"}},
-        {"type": "audio", "audio": {"data": "a", "format": "wav"}},
-    ),
+    ({"type": "input_audio", "input_audio": {"data": "a", "format": "wav"}},
+     {"type": "audio", "audio": {"data": "a", "format": "wav"}}),
     ({"image": "a"}, {"type": "image", "image": "a"}),
     ({"type": "text", "text": "a"}, None),
 ])  # fmt: skip

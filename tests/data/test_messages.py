@@ -374,12 +374,9 @@ def test_an_answer_that_melts_into_its_header_is_cut_where_the_prompt_ends(name)
     ("CHATML", [user("a"), says(" ")], "^turn 2: the response is empty$"),
     ("CHATML", [says("a"), user("b"), says("c")], "^turn 1: the assistant speaks first"),
     ("MARKED", [says("a"), user("b"), says("c")], "^turn 1: the assistant speaks first"),
-    (
-        "ASKED",
-        [user("a"), says("<think>\nx</think>b")],
-        r"^turn 2: the prompt that asks for it continues with '<think>\\n', but the chat template "
-        r"renders it with 'b<\|eot\|>'",
-    ),
+    ("ASKED", [user("a"), says("<think>\nx</think>b")],
+     r"^turn 2: the prompt that asks for it continues with '<think>\\n', but the chat template "
+     r"renders it with 'b<\|eot\|>'"),
     ("GEMMA2", [user("a"), says("b"), says("c")], "chat template: .* turns alternate"),
     ("GEMMA2", [user("a"), says("", tool_calls=[CALLED])], "turn 2 has tool_calls"),
 ])  # fmt: skip

@@ -307,11 +307,8 @@ TALK = [{"role": "user", "content": "a="}, {"role": "assistant", "content": "1"}
     (data.loading.PROMPTS, {"q": f"a={PAD}"}, {}),
     (data.loading.PROMPTS, {"q": "a=", "a": f"1{PAD}"}, {"response": "{a}"}),
     (data.loading.PROMPTS, {"m": [{"role": "user", "content": PAD}]}, {"messages": ["m"]}),
-    (
-        data.loading.PROMPTS,
-        {"m": [*TALK, TALK[0], {**TALK[1], "content": f"{PAD}2"}]},
-        {"messages": ["m"], "loss_on": "all"},
-    ),
+    (data.loading.PROMPTS, {"m": [*TALK, TALK[0], {**TALK[1], "content": f"{PAD}2"}]},
+     {"messages": ["m"], "loss_on": "all"}),
     (data.PAIRS, {"q": "a=", "chosen": PAD, "rejected": "2"}, {}),
     (data.PAIRS, {"q": PAD, "chosen": "1", "rejected": "2"}, {}),
     (data.PAIRS, {"chosen": f"a= {PAD}", "rejected": "a= 2"}, {"template": ""}),

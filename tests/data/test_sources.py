@@ -246,11 +246,7 @@ def saved(here, **splits):
 @pytest.mark.parametrize(("splits", "text", "want"), [
     ({"train": 12, "test": 8}, "saved", (12, 8, "split test of saved")),
     ({"train": 12, "validation": 8}, "saved", (12, 8, "split validation of saved")),
-    (
-        {"train": 12, "validation": 4, "test": 4},
-        "saved@validation",
-        (4, 4, "split test of saved@validation"),
-    ),
+    ({"train": 12, "validation": 4, "test": 4}, "saved@validation", (4, 4, "split test of saved@validation")),
 ])  # fmt: skip
 def test_a_split_to_evaluate_on(here, splits, text, want):
     starts = [sum(list(splits.values())[:i]) for i in range(len(splits))]

@@ -400,10 +400,7 @@ def test_a_server_that_does_not_sleep_is_found_out():
     ({"type": "sglang", "servers": ("a:1",)}, "^engine_servers: expected addresses like .*got 'a:1'"),
     ({"type": "openai", "servers": ("http://a:1",) * 2}, "^engine_servers: expected each address once"),
     ({"type": "openai", "servers": ("http://a:1",), "tp_size": 2}, "^engine_tp_size, engine_mem_util"),
-    (
-        {"type": "hf", "servers": ("http://a:1",)},
-        "^engine_servers: expected none for hf, got http://a:1;",
-    ),
+    ({"type": "hf", "servers": ("http://a:1",)}, "^engine_servers: expected none for hf, got http://a:1;"),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused_before_anything_is_asked(options, line):
     with pytest.raises(ValueError, match=line):

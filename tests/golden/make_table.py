@@ -64,11 +64,9 @@ RECORDED = """\
 
 
 TENSORS = [
-    "logp, old_logp, adv, mask, seq, num_seqs",
-    "logp, near_logp, adv, mask, seq, num_seqs",
-    "logp, old_logp, adv",
-    "chosen, rejected, ref_chosen, ref_rejected",
-]
+    "logp, old_logp, adv, mask, seq, num_seqs", "logp, near_logp, adv, mask, seq, num_seqs",
+    "logp, old_logp, adv", "chosen, rejected, ref_chosen, ref_rejected",
+]  # fmt: skip
 
 
 def code(source: str) -> str:

@@ -132,10 +132,8 @@ def test_a_text_actor(folders):
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (
-        lambda root: model.ActorVL(root / "text"),
-        "vision_language for ActorVL, got .*text, which is language_only; ActorLanguage takes it",
-    ),
+    (lambda root: model.ActorVL(root / "text"),
+     "vision_language for ActorVL, got .*text, which is language_only; ActorLanguage takes it"),
     (lambda root: model.ActorAL(root / "Qwen2VL"), "which is vision_language; ActorVL takes it"),
     (lambda root: model.ActorVL(root / "Qwen2Audio"), "which is audio_language; ActorAL takes it"),
     (lambda root: model.ActorOmni(root / "Qwen2Audio"), "expected omni for ActorOmni"),

@@ -63,10 +63,7 @@ def test_a_tied_tensor_is_frozen_by_either_name():
 
 
 @pytest.mark.parametrize(("patterns", "message"), [
-    (
-        ["visal"],
-        r"freeze: expected parts of Qwen2VLForConditionalGeneration, got 'visal'; it has visual$",
-    ),
+    (["visal"], r"freeze: expected parts of Qwen2VLForConditionalGeneration, got 'visal'; it has visual$"),
     (["visual", "audio_tower"], "got 'audio_tower'; it has lm_head, model.language_model, model.visual$"),
     (["vis"], "got 'vis'; it has"),
     (["layer.0"], r"got 'layer.0'; it has layers$"),

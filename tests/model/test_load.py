@@ -97,10 +97,7 @@ MADE = "expected a config.json that a model can be made of, got"
     ({"vocab_size": 10**9}, r"of about the \d+ numbers in its files, got one of \d{11}"),
     ({"vocab_size": 10**20}, f"{MADE} TypeError"),
     ({"intermediate_size": 10**12}, r"of about the \d+ numbers in its files, got one of \d{15}"),
-    (
-        {"num_hidden_layers": 10**7},
-        r"num_hidden_layers: expected no more than the 21 tensors .* 10000000",
-    ),
+    ({"num_hidden_layers": 10**7}, r"num_hidden_layers: expected no more than the 21 tensors .* 10000000"),
     ({"head_dim": 0}, f"{MADE} ZeroDivisionError"),
     ({"head_dim": 7}, "could not load .* RoPE requires an even rotary dimension"),
     ({"hidden_act": "nothing"}, f"{MADE} KeyError: 'nothing'"),

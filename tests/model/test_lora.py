@@ -380,10 +380,8 @@ def edited(saved, tmp_path, **changes):
     ({"target_modules": 5}, "expected adapters that peft can make, got"),
     ({"target_modules": ["nowhere"]}, "expected adapters that peft can make, got .*nowhere"),
     ({"base_model_name_or_path": 5}, "expected base_model_name_or_path, got none"),
-    (
-        {"base_model_name_or_path": "of/hub", "revision": "v2"},
-        "expected a base model without a revision, got of/hub of revision v2",
-    ),
+    ({"base_model_name_or_path": "of/hub", "revision": "v2"},
+     "expected a base model without a revision, got of/hub of revision v2"),
     ({"r": 2}, "missing, unexpected or of another shape are 28"),
     ({"target_modules": ["q_proj"]}, "missing, unexpected or of another shape are 24"),
     ({"base_model_name_or_path": "/nowhere"}, "its base model /nowhere is not there"),

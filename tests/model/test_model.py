@@ -151,10 +151,7 @@ def test_lora_trains_adapters_only_and_starts_as_the_base():
     (lambda: model.bind(tiny.llama(), sampling=rft.Sampling(temperature=0)), "temperature: expected > 0"),
     (lambda: model.apply_lora_configuration(tiny.llama(), 0, 1), "rank: expected >= 1, got 0"),
     (lambda: model.apply_lora_configuration(tiny.llama(), 1, 1, 0.1), "dropout: expected 0, got 0.1"),
-    (
-        lambda: model.apply_lora_configuration(tiny.llama(), 1, 1, target_modules=["nope"]),
-        "got \\['nope'\\]",
-    ),
+    (lambda: model.apply_lora_configuration(tiny.llama(), 1, 1, target_modules=["nope"]), "got \\['nope'\\]"),
     (lambda: rft.Sampling(top_p=0), r"top_p: expected a number in \(0, 1\], got 0"),
     (lambda: rft.Sampling(temperature=-1), r"temperature: expected a number in \[0, inf\), got -1"),
     (lambda: rft.Sampling(max_new=0), r"max_new: expected an integer in \[1, inf\), got 0"),

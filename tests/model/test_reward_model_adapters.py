@@ -99,10 +99,7 @@ def test_new_heads_on_their_adapters(base, tmp_path):
 @pytest.mark.parametrize("change, said", [
     ({"base_model_name_or_path": "/nowhere"}, r"its base model /nowhere is not there"),
     ({"base_model_name_or_path": None}, r"expected base_model_name_or_path, got none"),
-    (
-        {"task_type": "CAUSAL_LM"},
-        r"with heads, got one without \(adapters with task_type CAUSAL_LM, not SEQ",
-    ),
+    ({"task_type": "CAUSAL_LM"}, r"with heads, got one without \(adapters with task_type CAUSAL_LM, not SEQ"),
     ({"use_dora": True}, r"expected plain LoRA adapters, got use_dora"),
 ])  # fmt: skip
 def test_a_config_that_does_not_fit(change, said, base, tmp_path):

@@ -188,10 +188,8 @@ def test_a_template_has_one_response_or_a_pair(template):
     (lambda: forms.named("score", low=5, high=5), "low < high, got 5, 5"),
     (lambda: forms.named("score", high=float("nan")), "expected finite numbers"),
     (lambda: forms.rating(reference="key").question({"prompt": "", "response": ""}), "no column 'key'"),
-    (
-        lambda: forms.rating(reference="k").question({"prompt": "", "response": "", "k": None}),
-        "column 'k' is empty",
-    ),
+    (lambda: forms.rating(reference="k").question({"prompt": "", "response": "", "k": None}),
+     "column 'k' is empty"),
 ])  # fmt: skip
 def test_bad_forms_are_refused(make, message):
     with pytest.raises(ValueError, match=message):

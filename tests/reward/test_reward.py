@@ -358,12 +358,9 @@ def raises_late(completions):
     (raises(Quit("gone")), Quit, "gone"),
     (raises(TimeoutError("no answer")), TimeoutError, "no answer"),
     (raises_late, TypeError, "unsupported operand"),
-    (
-        lambda completions: sys.exit(3),
-        ValueError,
-        "reward 'mine': expected a list of numbers, got sys.exit(3); raise an error to stop the run, "
-        "return 0.0 for a completion that cannot be scored",
-    ),
+    (lambda completions: sys.exit(3), ValueError,
+     "reward 'mine': expected a list of numbers, got sys.exit(3); raise an error to stop the run, "
+     "return 0.0 for a completion that cannot be scored"),
 ])  # fmt: skip
 def test_every_exception_out_of_a_reward_has_the_note(fn, kind, message):
     with pytest.raises(kind) as error:
@@ -397,11 +394,9 @@ def test_ctrl_c_in_a_reward_is_not_the_rewards():
     ({"a": (len, "1")}, "reward 'a': expected a finite weight, got '1'"),
     ({"a": ("math", 1.0)}, "reward 'a': expected (reward function, weight), got ('math', 1.0)"),
     ({"a": 3}, "reward 'a': expected (reward function, weight), got 3"),
-    (
-        {"std": (len, 1.0)},
-        "reward 'std': expected another name than mean, std, flat_groups, which metrics of the whole "
-        "reward have, got 'std'",
-    ),
+    ({"std": (len, 1.0)},
+     "reward 'std': expected another name than mean, std, flat_groups, which metrics of the whole "
+     "reward have, got 'std'"),
 ])  # fmt: skip
 def test_bad_components(components, message):
     with pytest.raises(ValueError) as error:
@@ -412,10 +407,8 @@ def test_bad_components(components, message):
 @pytest.mark.parametrize(("batch", "message"), [
     ((["p"], ["a", "b"], {}), "prompts: expected 2 values, one per completion, got 1"),
     ((["p"], ["a"], {"answer": []}), "column 'answer': expected 1 values, one per completion, got 0"),
-    (
-        (["p"], ["a"], {"prompts": ["p"]}),
-        "column 'prompts': the reward's own argument has this name; rename the column",
-    ),
+    ((["p"], ["a"], {"prompts": ["p"]}),
+     "column 'prompts': the reward's own argument has this name; rename the column"),
 ])  # fmt: skip
 def test_bad_batches(batch, message):
     with pytest.raises(ValueError) as error:

@@ -394,12 +394,8 @@ def test_pairs_about_images_of_a_file(tmp_path, form):
         lines.append(row)
     (file,) = data_file(tmp_path, "pairs", lines)
     options = {
-        "model": "tiny-vl",
-        "data": (file, "count_squares:1=2"),
-        "eval_share": 0.5,
-        "steps": 2,
-        "batch": 6,
-    }
+        "model": "tiny-vl", "data": (file, "count_squares:1=2"), "eval_share": 0.5, "steps": 2, "batch": 6,
+    }  # fmt: skip
     if form == "conversations":
         options |= {"data": (file,), "messages": ("prompt", "chosen", "rejected")}
     found = train(tmp_path / "r", **options)

@@ -241,11 +241,8 @@ def mask_forgotten(mask):
 @pytest.mark.parametrize(("check", "w", "message"), [
     (PADDING, by_padded_size, r"1 more columns of padding: the total loss .* became"),
     (PERMUTATION, by_row_number, r"rows in the order"),
-    (
-        PARTITION,
-        nan_without_tokens,
-        r"weight: expected \[B, S\] = \[8, 12\] and 0 outside mask, got tensor.*nan",
-    ),
+    (PARTITION, nan_without_tokens,
+     r"weight: expected \[B, S\] = \[8, 12\] and 0 outside mask, got tensor.*nan"),
     (PARTITION, mask_forgotten, r"weight: expected \[B, S\] = \[8, 12\] and 0 outside mask"),
 ])  # fmt: skip
 def test_the_checks_fail_for_wrong_weights(check, w, message):

@@ -59,17 +59,10 @@ def three_lines(w, old_logp, logp, mask):
 
 
 BIASED = {
-    "nothing": nothing,
-    "token": token,
-    "truncated": truncated,
-    "masked": masked,
-    "icepop": icepop,
-    "mean_ratio": mean_ratio,
-    "upside_down": upside_down,
-    "prefix": prefix,
-    "truncated_seq": weight.truncated_is_seq,
-    "masked_seq": weight.masked_is_seq,
-}
+    "nothing": nothing, "token": token, "truncated": truncated, "masked": masked, "icepop": icepop,
+    "mean_ratio": mean_ratio, "upside_down": upside_down, "prefix": prefix,
+    "truncated_seq": weight.truncated_is_seq, "masked_seq": weight.masked_is_seq,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("f", [weight.importance_seq, three_lines])
@@ -175,10 +168,7 @@ def self_normalised(w, old_logp, logp, mask):
 
 
 @pytest.mark.parametrize(("f", "message"), [
-    (
-        self_normalised,
-        r"correct: with every other sequence left out the weights of the others changed by",
-    ),
+    (self_normalised, r"correct: with every other sequence left out the weights of the others changed by"),
     (lambda w, *_: w[:, 0], r"correct: expected w \[B, S\] = \[27, 3\], got \[27\]"),
     (lambda w, *_: w * torch.nan, r"a bias of nan of its norm"),
 ])  # fmt: skip
