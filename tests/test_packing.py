@@ -547,10 +547,8 @@ def test_conversations_keep_their_media():
     """Also where other rows have none, or do not say so."""
     picture = {"x": torch.tensor([[1.0], [2.0]])}
     rows = [
-        ([1, 2], [False, True], picture),
-        ([3, 4], [False, True], None),
-        ([5, 6, 7], [False, True, False]),
-    ]
+        ([1, 2], [False, True], picture), ([3, 4], [False, True], None), ([5, 6, 7], [False, True, False]),
+    ]  # fmt: skip
     exp = packing.conversations(rows)
     assert exp.media.count("x").tolist() == [2, 0, 0] and exp.length.tolist() == [2, 2, 3]
     assert torch.equal(exp.media.sequences()["x"], picture["x"])

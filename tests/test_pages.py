@@ -158,41 +158,11 @@ def check_run(script="", *args):
         parsed(name, args)
 
 
-@each("line", [
-    "make no-such-target",
-    "rft wibble",
-    "python train_scripts/grpo.py --no-such-option 1",
-    "python train_scripts/grpo.py --steps many",
-    "python tests/bench/nothing.py",
-    "python -m rft_fn.nothing",
-    "python -m rft_fn.migrate nothing config.yaml",
-    "python -m rft_fn run grpo --no-such-option 1",
-    "torchrun --nproc-per-node 2 -m rft_fn run grpo --no-such-option 1",
-    "torchrun --nproc-per-node 2 --no-python rft run grpo --no-such-option 1",
-    "rft run my_grpo.py --no-such-option 1",
-    "rft run gpro --steps 3",
-    "rft export runs/grpo --no-such-option 1",
-    "rft evaluate --count many",
-])  # fmt: skip
-def test_a_command_line_that_would_not_start_is_found(line):
-    for text in (f"```\n{line}\n```\n", f"So:\n\n    {line}\n", f"See `{line}`.\n"):
-        (words,) = pages.commands(text)
-        with pytest.raises((AssertionError, ValueError, SystemExit, FileNotFoundError)):
-            check(words)
-
-
 def test_a_line_that_is_refused_on_purpose_is_marked():
     text = "So:\n\n<!-- refused: why -->\n\n    rft wibble\n\nThus:\n\n    rft doctor\n"
     assert list(pages.commands(text)) == [["rft", "doctor"]]
     marked = sum(text.count("<!-- refused: ") for text in TEXTS.values())
     assert marked == 1  # an option of another library, in docs/sources.md
-
-
-def test_lines_and_arrays_are_joined():
-    text = "```bash\nX=(--steps 3\n  --group 4)\ntorchrun --nproc-per-node 2 train_scripts/grpo.py \\\n"
-    text += '  "${X[@]}" --ahead 1  # why\n```\nsee `make\ntrain`.\n'
-    found = list(pages.commands(text))
-    assert found[0][-6:] == ["--steps", "3", "--group", "4", "--ahead", "1"] and found[1] == ["make", "train"]
 
 
 def test_pages_have_code_and_commands():

@@ -306,10 +306,8 @@ def shapes(turns):
 
 def test_columns_hold_one_or_several_also_as_json_text():
     assert columns_of({"image": "a", "audios": ["b", "c"], "video": ["d"], "text": "e"}) == {
-        "image": ["a"],
-        "video": [["d"]],
-        "audio": ["b", "c"],
-    }
+        "image": ["a"], "video": [["d"]], "audio": ["b", "c"],
+    }  # fmt: skip
     assert columns_of({"images": json.dumps(["a", "b"])}) == {"image": ["a", "b"]}
     assert columns_of({"image": None, "images": [], "audio": "", "videos": {"bytes": None}}) == {}
     with pytest.raises(ValueError, match="one of the columns 'image' and 'images', got both"):

@@ -11,10 +11,8 @@ from pathlib import Path
 
 VERSION = "0.5.23"
 FILES = (
-    "sglang/api/v1/api_types.py",
-    "sglang/srt/managers/io_struct.py",
-    "sglang/srt/entrypoints/http_server.py",
-)
+    "sglang/api/v1/api_types.py", "sglang/srt/managers/io_struct.py", "sglang/srt/entrypoints/http_server.py",
+)  # fmt: skip
 
 
 def pip(*words):

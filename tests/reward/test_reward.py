@@ -426,12 +426,8 @@ def test_check_scores_nothing_garbage_and_the_reference():
         reward.weighted(a=(reward.numeric(boxed=True), 0.9), f=(reward.boxed_format(), 0.1)), ROWS
     )
     assert {name: s.total.tolist() for name, s in scored.items()} == {
-        "empty": [0.0] * 4,
-        "garbage": [0.0] * 4,
-        "answer": [0.0] * 4,
-        "boxed": [1.0] * 4,
-        "tags": [0.0] * 4,
-    }
+        "empty": [0.0] * 4, "garbage": [0.0] * 4, "answer": [0.0] * 4, "boxed": [1.0] * 4, "tags": [0.0] * 4,
+    }  # fmt: skip
 
 
 def test_check_shows_a_reward_the_question_as_the_prompt_and_every_column():
@@ -541,10 +537,8 @@ def test_parse_reads_weights_from_the_command_line():
     score = reward.parse(["boxed", "format=0.1", "task:addition=-2"])
     total, parts, *_ = score(["p"] * 2, [r"\boxed{72}", r"\boxed{7}"], {"answer": ["72", "72"]})
     assert {name: part.tolist() for name, part in parts.items()} == {
-        "boxed": [1.0, 0.0],
-        "format": [1.0, 1.0],
-        "task:addition": [1.0, 0.0],
-    }
+        "boxed": [1.0, 0.0], "format": [1.0, 1.0], "task:addition": [1.0, 0.0],
+    }  # fmt: skip
     torch.testing.assert_close(total, torch.tensor([-0.9, 0.1]))
     with pytest.raises(ValueError, match="expected NAME=WEIGHT with a number, got 'lots'"):
         reward.parse(["format=lots"])

@@ -627,10 +627,8 @@ def test_results(tmp_path, capsys):
         tmp_path / "a" / "r.json", {"config": Config(), "result": {"x": 1.0}}, [{"response": "r"}]
     )
     assert json.loads((tmp_path / "a" / "r.json").read_text())["config"] == {
-        "lr": 0.1,
-        "steps": 4,
-        "names": ["a"],
-    }
+        "lr": 0.1, "steps": 4, "names": ["a"],
+    }  # fmt: skip
     assert json.loads((tmp_path / "a" / "r.jsonl").read_text()) == {"response": "r"}
     assert list(runs.track([1, 2], "x")) == [1, 2]
 

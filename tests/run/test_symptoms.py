@@ -194,10 +194,8 @@ def test_a_script_whose_run_cannot_learn_says_why(tmp_path, capsys):
     assert said == ["flat_groups", "learning_rate", "truncated"]
     entries = found_symptoms(plot.read_metrics(tmp_path / "r" / "metrics.jsonl"))
     assert [(x["name"], x["first"], x["last"]) for x in entries] == [
-        ("flat_groups", 2, 19),
-        ("learning_rate", 4, 6),
-        ("truncated", 19, 19),
-    ]
+        ("flat_groups", 2, 19), ("learning_rate", 4, 6), ("truncated", 19, 19),
+    ]  # fmt: skip
 
 
 def test_every_rule_is_in_the_documentation():
