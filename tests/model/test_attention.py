@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import definition, mixed
@@ -187,9 +188,9 @@ def flash_with_lse(
     return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale), None
 
 
-@pytest.mark.parametrize("f", [torch_now, torch_before_groups, torch_before_scale, flash, flash_with_lse])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("scale", [None, 0.3])
+@each("f", [torch_now, torch_before_groups, torch_before_scale, flash, flash_with_lse])
+@each("kv_heads", [1, 2, 4])
+@each("scale", [None, 0.3])
 def test_every_kernel_is_called_as_its_version_wants_it(f, kv_heads, scale):
     sizes = [3, 1, 5, 2]
     q, k, v = qkv(sizes, kv_heads=kv_heads)
@@ -351,10 +352,15 @@ def test_packed_is_each_row_alone_and_padded(lengths, tail):
         agree(small("Llama"), rows(lengths), 1e-12, tail)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral", "Gemma", "Qwen3", "Phi3", "SmolLM3", "Olmo2"])
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-@pytest.mark.parametrize("lengths", [[5, 1, 9, 3, 12], [4, 7, 4, 4, 7, 1, 1, 4]])
-def test_architectures(kind, dtype, atol, lengths):
+KINDS = ["Llama", "Qwen2", "Mistral", "Gemma", "Qwen3", "Phi3", "SmolLM3", "Olmo2"]
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("number", range(len(KINDS)), ids=KINDS)
+def test_architectures(number, wide):
+    """Lengths that are called one by one, and lengths that come in groups: each with either type."""
+    kind, dtype, atol = KINDS[number], *((torch.float64, 1e-12) if wide else (torch.float32, 1e-6))
+    lengths = [[5, 1, 9, 3, 12], [4, 7, 4, 4, 7, 1, 1, 4]][(number + wide) % 2]
     changes = {"head_dim": 8} if kind in ("Gemma", "Qwen3") else {}
     changes |= {"sliding_window": None} if kind in ("Mistral", "Phi3") else {}
     if dtype == torch.float32:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from cases import each
 from corpus import make_table
 from corpus.cases import CASES
 from corpus.harness import LATE, judged, parsed, part_of, sampled, tokenizer
@@ -32,7 +33,7 @@ def case_of(function):
     return next(case for case in CASES if case.spec.endswith(f":{function}"))
 
 
-@pytest.mark.parametrize("case", ABLE, ids=named)
+@each("case", ABLE, ids=named)
 def test_a_public_function_runs_unchanged(case):
     """Each response of each row is worth what the definition says, under the name that the logs have."""
     found = judged(case)
@@ -42,7 +43,7 @@ def test_a_public_function_runs_unchanged(case):
     assert {f"{case.name}/{name}" for name in case.metrics} <= found.metrics.keys()
 
 
-@pytest.mark.parametrize("case", ABLE, ids=named)
+@each("case", ABLE, ids=named)
 def test_a_right_answer_is_worth_more(case):
     right, wrong, unreadable = part_of(case, judged(case))[0][:3]
     assert right > wrong and right >= unreadable

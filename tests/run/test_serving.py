@@ -212,14 +212,6 @@ def test_other_paths_methods_and_zipped_bodies(strict):
     assert strict.post(b"x", headers=good | {"Content-Encoding": "gzip"}).status_code == 415
 
 
-def test_a_request_that_drips_is_cut():
-    with serving(len=(length, 1.0), arrival=0.3) as served, socket.socket() as client:
-        client.connect(served.sock.getsockname())
-        client.sendall(b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        client.settimeout(10)
-        assert b"408" in client.recv(100)
-
-
 # ----------------------------------------------------------------------------- clients that hold connections
 
 
