@@ -45,13 +45,29 @@ ADDRESSES = "RFT_FN_TEST_FORKS"  # of the servers, for the workers of torchrun
 TORCHRUN = ["-m", "torch.distributed.run"]
 # None of these starts a thread at its import.
 LIBRARIES = (
-    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.run",
-    "transformers.models.auto.modeling_auto", "transformers.models.auto.processing_auto",
-    "transformers.models.auto.tokenization_auto", "transformers.models.llama.modeling_llama",
-    "transformers.generation.utils", "transformers.integrations.accelerate", "peft",
-    "tyro._backends._tyro_backend", "typeguard", "rich.progress", "safetensors.torch", "matplotlib.pyplot",
-    "plotext", "hypothesis", "pytest", "rft_fn", "rft_fn.strategy.fsdp2", "rft_kernels",
-)  # fmt: skip
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.run",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.processing_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.generation.utils",
+    "transformers.integrations.accelerate",
+    "peft",
+    "tyro._backends._tyro_backend",
+    "typeguard",
+    "rich.progress",
+    "safetensors.torch",
+    "matplotlib.pyplot",
+    "plotext",
+    "hypothesis",
+    "pytest",
+    "rft_fn",
+    "rft_fn.strategy.fsdp2",
+    "rft_kernels",
+)
 # transformers imports the first to save a model, wherever it is installed; an engine of ZeRO imports the
 # second at its start, and with it torch's inductor
 OPTIONAL = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")

@@ -329,32 +329,43 @@ R, FLAT, ROW = torch.zeros(2, 4), torch.zeros(2), torch.zeros(2, 5)
 MASK = torch.ones(2, 5, dtype=torch.bool)
 
 
-@each(("call", "message"), [
-    (lambda: advantage.grpo(FLAT), r"^reward: expected \[N, G\]"),
-    (lambda: advantage.remax(FLAT, FLAT), r"^reward: expected \[N, G\] .*got \[2\]"),
-    (lambda: advantage.remax(R, torch.zeros(3)), r"^greedy_reward: expected \[N\] = \[2\], got \[3\]"),
-    (lambda: advantage.remax(R, torch.zeros(2, 1)),
-     r"^greedy_reward: expected \[N\] = \[2\], got \[2, 1\]"),
-    (lambda: advantage.opo(R, torch.ones(2, 3)), r"^length: expected \[N, G\] = \[2, 4\], got \[2, 3\]"),
-    (lambda: advantage.opo(R, torch.ones(8)), r"^length: expected \[N, G\] = \[2, 4\], got \[8\]"),
-    (lambda: advantage.opo(R[:, :1], R[:, :1]), r"^reward: .* G >= 2, got \[2, 1\]: a group of one"),
-    (lambda: advantage.reinforce_pp(ROW, MASK[:, :4]),
-     r"^mask: expected \[B, S\] = \[2, 5\], got \[2, 4\]"),
-    (lambda: advantage.reinforce_pp(FLAT, MASK), r"^token_reward: expected \[B, S\]"),
-    (lambda: advantage.gdpo(R, FLAT), r"^parts: expected \[K, N, G\] .*got \[2, 4\]"),
-    (lambda: advantage.gdpo(R[None], FLAT), r"^weights: expected \[K\] = \[1\], got \[2\]"),
-    (lambda: advantage.gdpo(R[None, :, :1], FLAT[:1]), r"^reward: .*: a group of one has no baseline"),
-    (lambda: advantage.pass_at_k(R > 0, k=0), r"^k: expected between 1 and the 4 responses .*got 0"),
-    (lambda: advantage.pass_at_k(R > 0, k=5), r"^k: expected between 1 and the 4 responses .*got 5"),
-    (lambda: advantage.pass_at_k(FLAT > 0, k=1), r"^correct: expected \[N, G\]"),
-    (lambda: advantage.length_adaptive_lambda(FLAT, alpha=0.0), r"^alpha: expected > 0, got 0.0"),
-    (lambda: advantage.length_adaptive_lambda(FLAT, alpha=math.nan), r"^alpha: expected > 0, got nan"),
-    (lambda: advantage.gae(ROW, ROW[:1], ROW), r"^value: expected \[..., S\] = \[2, 5\], got \[1, 5\]"),
-    (lambda: advantage.decoupled_gae(ROW, ROW, ROW, policy_lambda=1.0, mask=MASK[:, 1:]),
-     r"^mask: expected \[..., S\] = \[2, 5\], got \[2, 4\]"),
-    (lambda: advantage.decoupled_gae(ROW, ROW, ROW, policy_lambda=1.0, bootstrap=torch.zeros(3)),
-     r"^bootstrap: expected \[...\] = \[2\], got \[3\]"),
-])  # fmt: skip
+@each(
+    ("call", "message"),
+    [
+        (lambda: advantage.grpo(FLAT), r"^reward: expected \[N, G\]"),
+        (lambda: advantage.remax(FLAT, FLAT), r"^reward: expected \[N, G\] .*got \[2\]"),
+        (lambda: advantage.remax(R, torch.zeros(3)), r"^greedy_reward: expected \[N\] = \[2\], got \[3\]"),
+        (
+            lambda: advantage.remax(R, torch.zeros(2, 1)),
+            r"^greedy_reward: expected \[N\] = \[2\], got \[2, 1\]",
+        ),
+        (lambda: advantage.opo(R, torch.ones(2, 3)), r"^length: expected \[N, G\] = \[2, 4\], got \[2, 3\]"),
+        (lambda: advantage.opo(R, torch.ones(8)), r"^length: expected \[N, G\] = \[2, 4\], got \[8\]"),
+        (lambda: advantage.opo(R[:, :1], R[:, :1]), r"^reward: .* G >= 2, got \[2, 1\]: a group of one"),
+        (
+            lambda: advantage.reinforce_pp(ROW, MASK[:, :4]),
+            r"^mask: expected \[B, S\] = \[2, 5\], got \[2, 4\]",
+        ),
+        (lambda: advantage.reinforce_pp(FLAT, MASK), r"^token_reward: expected \[B, S\]"),
+        (lambda: advantage.gdpo(R, FLAT), r"^parts: expected \[K, N, G\] .*got \[2, 4\]"),
+        (lambda: advantage.gdpo(R[None], FLAT), r"^weights: expected \[K\] = \[1\], got \[2\]"),
+        (lambda: advantage.gdpo(R[None, :, :1], FLAT[:1]), r"^reward: .*: a group of one has no baseline"),
+        (lambda: advantage.pass_at_k(R > 0, k=0), r"^k: expected between 1 and the 4 responses .*got 0"),
+        (lambda: advantage.pass_at_k(R > 0, k=5), r"^k: expected between 1 and the 4 responses .*got 5"),
+        (lambda: advantage.pass_at_k(FLAT > 0, k=1), r"^correct: expected \[N, G\]"),
+        (lambda: advantage.length_adaptive_lambda(FLAT, alpha=0.0), r"^alpha: expected > 0, got 0.0"),
+        (lambda: advantage.length_adaptive_lambda(FLAT, alpha=math.nan), r"^alpha: expected > 0, got nan"),
+        (lambda: advantage.gae(ROW, ROW[:1], ROW), r"^value: expected \[..., S\] = \[2, 5\], got \[1, 5\]"),
+        (
+            lambda: advantage.decoupled_gae(ROW, ROW, ROW, policy_lambda=1.0, mask=MASK[:, 1:]),
+            r"^mask: expected \[..., S\] = \[2, 5\], got \[2, 4\]",
+        ),
+        (
+            lambda: advantage.decoupled_gae(ROW, ROW, ROW, policy_lambda=1.0, bootstrap=torch.zeros(3)),
+            r"^bootstrap: expected \[...\] = \[2\], got \[3\]",
+        ),
+    ],
+)
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -17,20 +17,38 @@ unscaled = partial(ref.grpo, scale=False)
 
 # (ours by group, ours of [N, G], the definition of one group): all of (reward, length)
 PAIRS = {
-    "grpo": (lambda r, g, n: advantage.grpo_by(r, g), lambda r, n: advantage.grpo(r),
-        lambda r, n: ref.grpo(r)),
-    "dr_grpo": (lambda r, g, n: advantage.grpo_by(r, g, scale=False),
-        lambda r, n: advantage.grpo(r, scale=False), lambda r, n: unscaled(r)),
-    "rloo": (lambda r, g, n: advantage.rloo_by(r, g), lambda r, n: advantage.rloo(r),
-        lambda r, n: ref.rloo(r)),
+    "grpo": (
+        lambda r, g, n: advantage.grpo_by(r, g),
+        lambda r, n: advantage.grpo(r),
+        lambda r, n: ref.grpo(r),
+    ),
+    "dr_grpo": (
+        lambda r, g, n: advantage.grpo_by(r, g, scale=False),
+        lambda r, n: advantage.grpo(r, scale=False),
+        lambda r, n: unscaled(r),
+    ),
+    "rloo": (
+        lambda r, g, n: advantage.rloo_by(r, g),
+        lambda r, n: advantage.rloo(r),
+        lambda r, n: ref.rloo(r),
+    ),
     "opo": (lambda r, g, n: advantage.opo_by(r, g, n), advantage.opo, ref.opo),
-    "cpgd": (lambda r, g, n: advantage.cpgd_by(r, g, eps=0.1), lambda r, n: advantage.cpgd(r, eps=0.1),
-        lambda r, n: ref.cpgd_advantage(r, eps=0.1)),
-    "reinforce_pp_baseline": (lambda r, g, n: advantage.reinforce_pp_baseline_by(r, g),
-        lambda r, n: advantage.reinforce_pp_baseline(r), lambda r, n: ref.reinforce_pp_baseline(r)),
-    "pass_at_2": (lambda r, g, n: advantage.pass_at_k_by(r > 0, g, k=2),
-        lambda r, n: advantage.pass_at_k(r > 0, k=2), lambda r, n: ref.pass_at_k(r > 0, 2)),
-}  # fmt: skip
+    "cpgd": (
+        lambda r, g, n: advantage.cpgd_by(r, g, eps=0.1),
+        lambda r, n: advantage.cpgd(r, eps=0.1),
+        lambda r, n: ref.cpgd_advantage(r, eps=0.1),
+    ),
+    "reinforce_pp_baseline": (
+        lambda r, g, n: advantage.reinforce_pp_baseline_by(r, g),
+        lambda r, n: advantage.reinforce_pp_baseline(r),
+        lambda r, n: ref.reinforce_pp_baseline(r),
+    ),
+    "pass_at_2": (
+        lambda r, g, n: advantage.pass_at_k_by(r > 0, g, k=2),
+        lambda r, n: advantage.pass_at_k(r > 0, k=2),
+        lambda r, n: ref.pass_at_k(r > 0, 2),
+    ),
+}
 each_name = each("name", PAIRS)
 REWARDS = st.sampled_from([0.0, 0.1, 1.0]) | st.floats(-10, 10).map(lambda x: round(x, 3))
 
@@ -152,16 +170,22 @@ def test_float32_rewards_have_float32_advantages():
 R, G = torch.zeros(3), torch.zeros(3, dtype=torch.long)
 
 
-@each(("call", "message"), [
-    (lambda: advantage.grpo_by(torch.zeros(3, 2), G), r"^reward: expected \[B\] .*got \[3, 2\]"),
-    (lambda: advantage.rloo_by(R, G[:2]), r"^group: expected \[B\] = \[3\], got \[2\]"),
-    (lambda: advantage.opo_by(R, G, torch.ones(2)), r"^length: expected \[B\] = \[3\], got \[2\]"),
-    (lambda: advantage.remax_by(R, G[:1], torch.ones(1)), r"^group: expected \[B\] = \[3\], got \[1\]"),
-    (lambda: advantage.remax_by(R, G, torch.ones(1, 1)), r"^greedy_reward: expected \[N\]"),
-    (lambda: advantage.gdpo_by(R, G, torch.ones(1)), r"^parts: expected \[K, B\]"),
-    (lambda: advantage.gdpo_by(R[None], G, torch.ones(2)), r"^weights: expected \[K\] = \[1\], got \[2\]"),
-    (lambda: advantage.pass_at_k_by(R > 0, G, k=0), r"^k: expected at least 1, got 0"),
-])  # fmt: skip
+@each(
+    ("call", "message"),
+    [
+        (lambda: advantage.grpo_by(torch.zeros(3, 2), G), r"^reward: expected \[B\] .*got \[3, 2\]"),
+        (lambda: advantage.rloo_by(R, G[:2]), r"^group: expected \[B\] = \[3\], got \[2\]"),
+        (lambda: advantage.opo_by(R, G, torch.ones(2)), r"^length: expected \[B\] = \[3\], got \[2\]"),
+        (lambda: advantage.remax_by(R, G[:1], torch.ones(1)), r"^group: expected \[B\] = \[3\], got \[1\]"),
+        (lambda: advantage.remax_by(R, G, torch.ones(1, 1)), r"^greedy_reward: expected \[N\]"),
+        (lambda: advantage.gdpo_by(R, G, torch.ones(1)), r"^parts: expected \[K, B\]"),
+        (
+            lambda: advantage.gdpo_by(R[None], G, torch.ones(2)),
+            r"^weights: expected \[K\] = \[1\], got \[2\]",
+        ),
+        (lambda: advantage.pass_at_k_by(R > 0, G, k=0), r"^k: expected at least 1, got 0"),
+    ],
+)
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()

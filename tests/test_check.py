@@ -22,16 +22,22 @@ def shapes(**args):
     return lambda: check.shapes(**args)
 
 
-@each(("call", "message"), [
-    (shapes(old_logp=(Z(7), "T"), adv=(Z(6), "T")), "adv: expected [T] = [7], got [6]"),
-    (shapes(reward=(Z(4), "N G")), "reward: expected [N, G] = [N, G], got [4]"),
-    (shapes(r=(Z(2, 3), "N G"), x=(Z(3, 2), "N G")), "x: expected [N, G] = [2, 3], got [3, 2]"),
-    (shapes(x=(Z(2, 3), "N N")), "x: expected [N, N] = [N, N], got [2, 3]"),
-    (shapes(x=(Z(2, 4), "N 3")), "x: expected [N, 3] = [N, 3], got [2, 4]"),
-    (shapes(a=(Z(2, 3, 5), "... S"), b=(Z(4, 5), "... S")), "b: expected [..., S] = [2, 3, 5], got [4, 5]"),
-    (shapes(a=(Z(5), "... S"), b=(Z(4), "... S")), "b: expected [..., S] = [5], got [4]"),
-    (shapes(a=(Z(()), "... S")), "a: expected [..., S] = [..., S], got []"),
-])  # fmt: skip
+@each(
+    ("call", "message"),
+    [
+        (shapes(old_logp=(Z(7), "T"), adv=(Z(6), "T")), "adv: expected [T] = [7], got [6]"),
+        (shapes(reward=(Z(4), "N G")), "reward: expected [N, G] = [N, G], got [4]"),
+        (shapes(r=(Z(2, 3), "N G"), x=(Z(3, 2), "N G")), "x: expected [N, G] = [2, 3], got [3, 2]"),
+        (shapes(x=(Z(2, 3), "N N")), "x: expected [N, N] = [N, N], got [2, 3]"),
+        (shapes(x=(Z(2, 4), "N 3")), "x: expected [N, 3] = [N, 3], got [2, 4]"),
+        (
+            shapes(a=(Z(2, 3, 5), "... S"), b=(Z(4, 5), "... S")),
+            "b: expected [..., S] = [2, 3, 5], got [4, 5]",
+        ),
+        (shapes(a=(Z(5), "... S"), b=(Z(4), "... S")), "b: expected [..., S] = [5], got [4]"),
+        (shapes(a=(Z(()), "... S")), "a: expected [..., S] = [..., S], got []"),
+    ],
+)
 def test_message(call, message):
     with pytest.raises(ValueError) as error:
         call()
@@ -54,43 +60,54 @@ ROLLOUT = Rollout(
 )
 
 
-@each(("call", "message"), [
-    (lambda: segment.sum(Z(3), B(3), Z(4).long(), 1), "seq: expected [T] = [3], got [4]"),
-    (lambda: segment.max(Z(3), B(2), Z(3).long(), 1), "mask: expected [T] = [3], got [2]"),
-    (lambda: advantage.grpo(Z(4)), "reward: expected [N, G] = [N, G], got [4]"),
-    (lambda: advantage.gae(Z(2, 3), Z(2, 4), Z(2, 3)), "value: expected [..., S] = [2, 3], got [2, 4]"),
-    (lambda: advantage.whiten(Z(3), B(4)), "mask: expected [...] = [3], got [4]"),
-    (lambda: weight.token_mean(B(3)), "mask: expected [B, S] = [B, S], got [3]"),
-    (lambda: weight.truncated_is(Z(2), Z(3), Z(2)), "old_logp: expected [...] = [2], got [3]"),
-    (lambda: weight.constant(B(1, 2), 0), "length: expected > 0 tokens, got 0"),
-    (lambda: loss.ppo_clip(Z(3), Z(3), Z(1)), "adv: expected [...] = [3], got [1]"),
-    (lambda: loss.value_clip(Z(3), Z(2), Z(3)), "old_value: expected [...] = [3], got [2]"),
-    (lambda: loss.kl(Z(3), Z(2, 3)), "ref_logp: expected [...] = [3], got [2, 3]"),
-    (lambda: log_probs_from_logits(Z(3, 9), Z(4).long()), "logits: expected [...] = [4], got [3]"),
-    (lambda: reward_shaping.kl_in_reward(Z(3), Z(2, 5), Z(2, 5), B(2, 5), coef=0.1),
-     "logp: expected [B, S] = [3, S], got [2, 5]"),
-    (lambda: reward_shaping.clip(Z(3), 0.0), "limit: expected > 0, got 0.0"),
-    (lambda: reward_shaping.overlong_penalty(Z(1), max_new=4, buffer=5),
-     "buffer: expected 0 < buffer <="),
-    (lambda: optim.clip_by_global_norm(0.0), "max_norm: expected > 0, got 0.0"),
-    (lambda: optim.ema(1.0), "decay: expected 0 <= decay < 1, got 1.0"),
-    (lambda: optim.warmup_linear(1.0, 5, 4), "warmup: expected 0 <= warmup <= total = 4 steps, got 5"),
-    (lambda: optim.ema_params(()), "opt: expected a state with optim.ema in its chain, found none"),
-    (lambda: packing.assign([3, 9], 8), "budget: expected at least 9 tokens, the size of row 1, got 8"),
-    (lambda: packing.unpack([Z(1)], [], Z(1, 2)), "x: expected 0 tensors, one for each pack, got 1"),
-    (lambda: algorithm.get_algorithm("grpoo"), "algorithm: expected one of grpo, "),
-    (lambda: experience(ROLLOUT, adv=Z(3, 1), w=Z(2, 5)), "adv: expected [B, S] = [2, 5], got [3, 5]"),
-    (lambda: experience(ROLLOUT, adv=Z(2, 4), w=Z(2, 5)), "adv: expected [B, S] = [2, 5], got [2, 4]"),
-    (lambda: experience(ROLLOUT, adv=Z(2), w=Z(2, 5), ret=Z(2)),
-     "ret: expected [B, S] = [2, 5], got [2]"),
-    (lambda: Sampling(temperature=-1.0), "temperature: expected a number in [0, inf), got -1.0"),
-    (lambda: Sampling(temperature=float("nan")), "temperature: expected a number in [0, inf), got nan"),
-    (lambda: Sampling(top_p=0.0), "top_p: expected a number in (0, 1], got 0.0"),
-    (lambda: Sampling(top_k=-1), "top_k: expected an integer in [0, inf), got -1"),
-    (lambda: Sampling(max_new=0), "max_new: expected an integer in [1, inf), got 0"),
-    (lambda: metric.merge({"a": metric.sum(Z(1))}, {"a": metric.max(Z(1), B(1))}),
-     "metric 'a': expected Sum, got Max"),
-])  # fmt: skip
+@each(
+    ("call", "message"),
+    [
+        (lambda: segment.sum(Z(3), B(3), Z(4).long(), 1), "seq: expected [T] = [3], got [4]"),
+        (lambda: segment.max(Z(3), B(2), Z(3).long(), 1), "mask: expected [T] = [3], got [2]"),
+        (lambda: advantage.grpo(Z(4)), "reward: expected [N, G] = [N, G], got [4]"),
+        (lambda: advantage.gae(Z(2, 3), Z(2, 4), Z(2, 3)), "value: expected [..., S] = [2, 3], got [2, 4]"),
+        (lambda: advantage.whiten(Z(3), B(4)), "mask: expected [...] = [3], got [4]"),
+        (lambda: weight.token_mean(B(3)), "mask: expected [B, S] = [B, S], got [3]"),
+        (lambda: weight.truncated_is(Z(2), Z(3), Z(2)), "old_logp: expected [...] = [2], got [3]"),
+        (lambda: weight.constant(B(1, 2), 0), "length: expected > 0 tokens, got 0"),
+        (lambda: loss.ppo_clip(Z(3), Z(3), Z(1)), "adv: expected [...] = [3], got [1]"),
+        (lambda: loss.value_clip(Z(3), Z(2), Z(3)), "old_value: expected [...] = [3], got [2]"),
+        (lambda: loss.kl(Z(3), Z(2, 3)), "ref_logp: expected [...] = [3], got [2, 3]"),
+        (lambda: log_probs_from_logits(Z(3, 9), Z(4).long()), "logits: expected [...] = [4], got [3]"),
+        (
+            lambda: reward_shaping.kl_in_reward(Z(3), Z(2, 5), Z(2, 5), B(2, 5), coef=0.1),
+            "logp: expected [B, S] = [3, S], got [2, 5]",
+        ),
+        (lambda: reward_shaping.clip(Z(3), 0.0), "limit: expected > 0, got 0.0"),
+        (
+            lambda: reward_shaping.overlong_penalty(Z(1), max_new=4, buffer=5),
+            "buffer: expected 0 < buffer <=",
+        ),
+        (lambda: optim.clip_by_global_norm(0.0), "max_norm: expected > 0, got 0.0"),
+        (lambda: optim.ema(1.0), "decay: expected 0 <= decay < 1, got 1.0"),
+        (lambda: optim.warmup_linear(1.0, 5, 4), "warmup: expected 0 <= warmup <= total = 4 steps, got 5"),
+        (lambda: optim.ema_params(()), "opt: expected a state with optim.ema in its chain, found none"),
+        (lambda: packing.assign([3, 9], 8), "budget: expected at least 9 tokens, the size of row 1, got 8"),
+        (lambda: packing.unpack([Z(1)], [], Z(1, 2)), "x: expected 0 tensors, one for each pack, got 1"),
+        (lambda: algorithm.get_algorithm("grpoo"), "algorithm: expected one of grpo, "),
+        (lambda: experience(ROLLOUT, adv=Z(3, 1), w=Z(2, 5)), "adv: expected [B, S] = [2, 5], got [3, 5]"),
+        (lambda: experience(ROLLOUT, adv=Z(2, 4), w=Z(2, 5)), "adv: expected [B, S] = [2, 5], got [2, 4]"),
+        (
+            lambda: experience(ROLLOUT, adv=Z(2), w=Z(2, 5), ret=Z(2)),
+            "ret: expected [B, S] = [2, 5], got [2]",
+        ),
+        (lambda: Sampling(temperature=-1.0), "temperature: expected a number in [0, inf), got -1.0"),
+        (lambda: Sampling(temperature=float("nan")), "temperature: expected a number in [0, inf), got nan"),
+        (lambda: Sampling(top_p=0.0), "top_p: expected a number in (0, 1], got 0.0"),
+        (lambda: Sampling(top_k=-1), "top_k: expected an integer in [0, inf), got -1"),
+        (lambda: Sampling(max_new=0), "max_new: expected an integer in [1, inf), got 0"),
+        (
+            lambda: metric.merge({"a": metric.sum(Z(1))}, {"a": metric.max(Z(1), B(1))}),
+            "metric 'a': expected Sum, got Max",
+        ),
+    ],
+)
 def test_public_functions_name_the_field_what_they_expected_and_what_they_got(call, message):
     with pytest.raises(ValueError) as error:
         call()
@@ -129,35 +146,38 @@ class Options:
     __post_init__ = check.fields
 
 
-@each(("options", "message"), [
-    ({"lr": nan}, "lr: expected a number in (0, inf), got nan"),
-    ({"lr": inf}, "lr: expected a number in (0, inf), got inf"),
-    ({"lr": 0.0}, "lr: expected a number in (0, inf), got 0.0"),
-    ({"lr": "1"}, "lr: expected a number in (0, inf), got '1'"),
-    ({"end": 1.1}, "end: expected a number in [0, 1], got 1.1"),
-    ({"decay": 1.0}, "decay: expected a number in [0, 1), got 1.0"),
-    ({"steps": 0}, "steps: expected an integer in [1, inf), got 0"),
-    ({"steps": 2.0}, "steps: expected an integer in [1, inf), got 2.0"),
-    ({"steps": True}, "steps: expected an integer in [1, inf), got True"),
-    ({"warmup": -1}, "warmup: expected an integer in [0, inf), got -1"),
-    ({"shift": -inf}, "shift: expected a number in (-inf, inf), got -inf"),
-    ({"angle": -1.0}, "angle: expected a number in (-1, 1], got -1.0"),
-    ({"high": 0.0}, "high: expected a number in (0, inf), or None, got 0.0"),
-    ({"shape": "curve"}, "shape: expected one of line, cosine, got 'curve'"),
-    ({"names": "abc"}, "names: expected a tuple, got 'abc'"),
-    ({"names": ("a", 1)}, "names[1]: expected a text, got 1"),
-    ({"k": (1, 0)}, "k[1]: expected an integer in [1, inf), got 0"),
-    ({"out": None}, "out: expected a text, got None"),
-    ({"out": ""}, "out: expected a text that is not empty, got ''"),
-    ({"out": " \t"}, r"out: expected a text that is not empty, got ' \t'"),
-    ({"steps": 10**20}, f"steps: expected an integer of at most 64 bits, got {10**20}"),
-    ({"lr": 1e308}, "lr: expected a number in [-3.4e+38, 3.4e+38], got 1e+308"),
-    ({"shift": -(10**39)}, f"shift: expected a number in [-3.4e+38, 3.4e+38], got {-(10**39)}"),
-    ({"k": (1, 2**63)}, f"k[1]: expected an integer of at most 64 bits, got {2**63}"),
-    ({"on": "yes"}, "on: expected True or False, got 'yes'"),
-    ({"part": Part(0)}, "part.size: expected an integer in [1, inf), got 0"),
-    ({"seed": 10**400}, f"seed: expected an integer in [{-(2**63)}, {2**63 - 1}], got {10**400}"),
-])  # fmt: skip
+@each(
+    ("options", "message"),
+    [
+        ({"lr": nan}, "lr: expected a number in (0, inf), got nan"),
+        ({"lr": inf}, "lr: expected a number in (0, inf), got inf"),
+        ({"lr": 0.0}, "lr: expected a number in (0, inf), got 0.0"),
+        ({"lr": "1"}, "lr: expected a number in (0, inf), got '1'"),
+        ({"end": 1.1}, "end: expected a number in [0, 1], got 1.1"),
+        ({"decay": 1.0}, "decay: expected a number in [0, 1), got 1.0"),
+        ({"steps": 0}, "steps: expected an integer in [1, inf), got 0"),
+        ({"steps": 2.0}, "steps: expected an integer in [1, inf), got 2.0"),
+        ({"steps": True}, "steps: expected an integer in [1, inf), got True"),
+        ({"warmup": -1}, "warmup: expected an integer in [0, inf), got -1"),
+        ({"shift": -inf}, "shift: expected a number in (-inf, inf), got -inf"),
+        ({"angle": -1.0}, "angle: expected a number in (-1, 1], got -1.0"),
+        ({"high": 0.0}, "high: expected a number in (0, inf), or None, got 0.0"),
+        ({"shape": "curve"}, "shape: expected one of line, cosine, got 'curve'"),
+        ({"names": "abc"}, "names: expected a tuple, got 'abc'"),
+        ({"names": ("a", 1)}, "names[1]: expected a text, got 1"),
+        ({"k": (1, 0)}, "k[1]: expected an integer in [1, inf), got 0"),
+        ({"out": None}, "out: expected a text, got None"),
+        ({"out": ""}, "out: expected a text that is not empty, got ''"),
+        ({"out": " \t"}, r"out: expected a text that is not empty, got ' \t'"),
+        ({"steps": 10**20}, f"steps: expected an integer of at most 64 bits, got {10**20}"),
+        ({"lr": 1e308}, "lr: expected a number in [-3.4e+38, 3.4e+38], got 1e+308"),
+        ({"shift": -(10**39)}, f"shift: expected a number in [-3.4e+38, 3.4e+38], got {-(10**39)}"),
+        ({"k": (1, 2**63)}, f"k[1]: expected an integer of at most 64 bits, got {2**63}"),
+        ({"on": "yes"}, "on: expected True or False, got 'yes'"),
+        ({"part": Part(0)}, "part.size: expected an integer in [1, inf), got 0"),
+        ({"seed": 10**400}, f"seed: expected an integer in [{-(2**63)}, {2**63 - 1}], got {10**400}"),
+    ],
+)
 def test_an_option_outside_of_its_limits_is_named(options, message):
     with pytest.raises(ValueError) as error:
         Options(**options)

@@ -131,13 +131,18 @@ ROLLOUT = Rollout(
 )
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: Media.of_prompts([None], n=0), "n: expected >= 1 sequences per prompt, got 0"),
-    (lambda: Media.of_prompts([{"x": torch.ones(1)}, {"x": torch.ones(1, 1)}]),
-     r"media: expected one number of dims of x, got \[1, 2\]"),
-    (lambda: Media.concat([ROLLOUT.media], [2]), "counts: expected 3, the sequences of the media, got 2"),
-    (lambda: experience(ROLLOUT, adv=torch.zeros(2), w=torch.zeros(2, 3)), "media.of: expected"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Media.of_prompts([None], n=0), "n: expected >= 1 sequences per prompt, got 0"),
+        (
+            lambda: Media.of_prompts([{"x": torch.ones(1)}, {"x": torch.ones(1, 1)}]),
+            r"media: expected one number of dims of x, got \[1, 2\]",
+        ),
+        (lambda: Media.concat([ROLLOUT.media], [2]), "counts: expected 3, the sequences of the media, got 2"),
+        (lambda: experience(ROLLOUT, adv=torch.zeros(2), w=torch.zeros(2, 3)), "media.of: expected"),
+    ],
+)
 def test_bad_calls_name_what_is_wrong(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -142,8 +142,13 @@ def test_the_row_with_the_fewest_read_tokens_is_lent_without_what_was_sampled():
     b = packing.pack(exp, [0])
     assert b.tokens.tolist() == [1, 2, 3, 17, 18, 19] and b.pos.tolist() == [0, 1, 2, 0, 1, 2]
     assert b.seq.tolist() == [0, 0, 0, 1, 1, 1] and b.mask.tolist() == [
-        False, True, True, False, False, False,
-    ]  # fmt: skip
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert b.rows == (0,) and b.num_seqs == 2 and b.padding == 0 and b.media.of.tolist() == [-1, 0]
     assert not b.w[3:].any() and b.media.count("pixels").tolist() == [0, 4]
 

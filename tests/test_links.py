@@ -26,12 +26,15 @@ def test_every_link_and_anchor_leads_to_one_place():
     assert not offenders, offenders
 
 
-@pytest.mark.parametrize(("heading", "want"), [
-    ("A loss", "a-loss"),
-    ("Pairs, and what they cost", "pairs-and-what-they-cost"),
-    ("`rft.loss` and [its page](x.md)", "rftloss-and-its-page"),
-    ("k_1 - k_2", "k_1---k_2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("heading", "want"),
+    [
+        ("A loss", "a-loss"),
+        ("Pairs, and what they cost", "pairs-and-what-they-cost"),
+        ("`rft.loss` and [its page](x.md)", "rftloss-and-its-page"),
+        ("k_1 - k_2", "k_1---k_2"),
+    ],
+)
 def test_the_rule_of_anchors(heading, want):
     assert pages.slug(heading) == want
 

@@ -92,15 +92,18 @@ def test_16_bits_without_masters_are_refused_in_one_line():
     assert isinstance(state.opt, optim.AdamState)
 
 
-@pytest.mark.parametrize("options, dtype, kept, wide", [
-    ({}, torch.float32, torch.float32, False),
-    ({}, torch.bfloat16, torch.bfloat16, True),
-    ({}, torch.float16, torch.float16, True),
-    ({"bf16": True}, torch.bfloat16, torch.float32, False),
-    ({"bf16": True, "use_mp_opt": False}, torch.bfloat16, torch.float32, False),
-    ({"use_mp_opt": True}, torch.float32, torch.bfloat16, True),
-    ({"use_mp_opt": False}, torch.float32, torch.float32, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, dtype, kept, wide",
+    [
+        ({}, torch.float32, torch.float32, False),
+        ({}, torch.bfloat16, torch.bfloat16, True),
+        ({}, torch.float16, torch.float16, True),
+        ({"bf16": True}, torch.bfloat16, torch.float32, False),
+        ({"bf16": True, "use_mp_opt": False}, torch.bfloat16, torch.float32, False),
+        ({"use_mp_opt": True}, torch.float32, torch.bfloat16, True),
+        ({"use_mp_opt": False}, torch.float32, torch.float32, False),
+    ],
+)
 def test_what_is_kept(options, dtype, kept, wide):
     """(the type of the parameters, whether there are masters) by the option and the type that was loaded."""
     _, state = get_strategy(StrategyConfig(**options)).init(tiny.llama(dtype=dtype), optim.adamw(1e-3))

@@ -44,11 +44,15 @@ def test_what_one_reads_of_pairs():
     found = metric.results(metric.pairs("eval", *sides, real, beta=0.5))
     assert found == pytest.approx(
         {
-            "eval/reward_chosen": (1.0 - 0.5) / 2, "eval/reward_rejected": (0.0 - 0.5) / 2,
-            "eval/margin": 0.5, "eval/accuracy": 0.5, "eval/ranking": 0.5, "eval/logp_chosen": -3.5,
+            "eval/reward_chosen": (1.0 - 0.5) / 2,
+            "eval/reward_rejected": (0.0 - 0.5) / 2,
+            "eval/margin": 0.5,
+            "eval/accuracy": 0.5,
+            "eval/ranking": 0.5,
+            "eval/logp_chosen": -3.5,
             "eval/logp_rejected": -3.5,
         }
-    )  # fmt: skip
+    )
     same = metric.results(metric.pairs("x", *sides[:2], *sides[:2], real, beta=0.5))
     assert same["x/margin"] == same["x/accuracy"] == 0 and same["x/ranking"] == 0.5
     with pytest.raises(ValueError, match=r"ref_chosen: expected \[P\] = \[3\], got \[2\]"):
@@ -183,11 +187,15 @@ def test_the_diagnostics_of_a_rollout_by_hand():
     )  # fmt: skip
     assert metric.rollout(rollout, torch.tensor([[1.0, 3.0], [2.0, 2.0]])) == pytest.approx(
         {
-            "reward/std": 0.5**0.5, "reward/flat_groups": 0.5, "rollout/length_mean": 1.5,
-            "rollout/length_max": 3, "rollout/truncated": 0.25, "rollout/empty": 0.5,
+            "reward/std": 0.5**0.5,
+            "reward/flat_groups": 0.5,
+            "rollout/length_mean": 1.5,
+            "rollout/length_max": 3,
+            "rollout/truncated": 0.25,
+            "rollout/empty": 0.5,
             "rollout/sampler_logp": -0.5,
         }
-    )  # fmt: skip
+    )
     whole = metric.rollout(rollout, torch.tensor([[1, 3], [2, 2]]))  # rewards may be whole numbers
     assert whole["reward/std"] == pytest.approx(0.5**0.5, rel=1e-12)
     nothing = tree.replace(rollout, mask=mask & False, logp=torch.zeros(4, 4))

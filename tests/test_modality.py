@@ -138,11 +138,14 @@ def test_a_config_from_a_folder_with_code_tells_by_its_towers():
     assert of_config(Own(audio_config={}, vision_config={})) is ActorModality.OMNI
 
 
-@pytest.mark.parametrize(("kind", "names", "message"), [
-    (None, ["pixel_values"], r"media: expected none for language_only, got \['pixel_values'\]"),
-    ("Qwen2Audio", ["pixel_values"], r"some of \['audio_.* for audio_language, got \['pixel_values'\]"),
-    ("Qwen2VL", ["pixel_values", "input_features"], r"for vision_language, got \['input_features'\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "names", "message"),
+    [
+        (None, ["pixel_values"], r"media: expected none for language_only, got \['pixel_values'\]"),
+        ("Qwen2Audio", ["pixel_values"], r"some of \['audio_.* for audio_language, got \['pixel_values'\]"),
+        ("Qwen2VL", ["pixel_values", "input_features"], r"for vision_language, got \['input_features'\]"),
+    ],
+)
 def test_a_pack_brings_only_what_its_model_reads(kind, names, message):
     """The boundary where packs meet a model: nothing is dropped in silence."""
     lm = tiny.llama()
@@ -156,13 +159,20 @@ def test_a_pack_brings_only_what_its_model_reads(kind, names, message):
         apply(params, rft.packing.pack(exp, [0]))
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: get_supported_parameters("smell"),
-     "modality: expected one of language_only, .* got 'smell'"),
-    (lambda: check_parameters("language_only", ["pixel_values"]),
-     r"for language_only, got \['pixel_values'\]"),
-    (lambda: check_parameters("vision_language", ["pixel_values", "pixels"]), r"got \['pixels'\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: get_supported_parameters("smell"),
+            "modality: expected one of language_only, .* got 'smell'",
+        ),
+        (
+            lambda: check_parameters("language_only", ["pixel_values"]),
+            r"for language_only, got \['pixel_values'\]",
+        ),
+        (lambda: check_parameters("vision_language", ["pixel_values", "pixels"]), r"got \['pixels'\]"),
+    ],
+)
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()

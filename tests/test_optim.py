@@ -310,11 +310,17 @@ def test_updates_may_be_any_mapping_of_the_names(kind):
     close(updates, tx.update(copy(grads[0]), tx.init(params), params)[0], 0)
 
 
-@pytest.mark.parametrize(("found", "message"), [
-    ({"w": 0}, "updates: expected the names of the 3 parameters, got 1 without it: b"),
-    ({"w": 0, "b": 0, "v": 0, "x": 0}, "updates: expected the names of the 3 parameters, got 4 with it: x"),
-    (None, "updates: expected a mapping of the parameters' names to tensors, got NoneType"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"w": 0}, "updates: expected the names of the 3 parameters, got 1 without it: b"),
+        (
+            {"w": 0, "b": 0, "v": 0, "x": 0},
+            "updates: expected the names of the 3 parameters, got 4 with it: x",
+        ),
+        (None, "updates: expected a mapping of the parameters' names to tensors, got NoneType"),
+    ],
+)
 def test_updates_without_the_names_of_the_parameters_are_refused_in_one_line(found, message):
     broken = optim.Transform(lambda params: (), lambda grads, state, params: (found, state), {})
     for tx in (broken, optim.chain(broken, optim.ema(0.5)), optim.master_weights(broken)):

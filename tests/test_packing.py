@@ -170,27 +170,33 @@ def test_a_pack_is_filled_up_to_each_of_its_limits():
     assert packing.assign([5, 4, 3, 2], 20, most=4, rows=[3, 1, 2, 2]) == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize(("sizes", "families", "options", "want"), [
-    ([2, 3, 4, 5, 0, 6], [0, 1, 0, 1, 0, 0], {}, [[0, 2], [1, 3], [5]]),
-    ([4, 6, 1], [7, 7, 7], {}, [[0, 1], [2]]),  # exactly the budget, then a list of its own
-    ([11, 1], [0, 0], {}, [[0], [1]]),
-    ([1] * 5, [0] * 5, {"most": 2}, [[0, 1], [2, 3], [4]]),
-    ([1] * 3, [0] * 3, {"most": 3, "rows": [1, 2, 1]}, [[0, 1], [2]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "families", "options", "want"),
+    [
+        ([2, 3, 4, 5, 0, 6], [0, 1, 0, 1, 0, 0], {}, [[0, 2], [1, 3], [5]]),
+        ([4, 6, 1], [7, 7, 7], {}, [[0, 1], [2]]),  # exactly the budget, then a list of its own
+        ([11, 1], [0, 0], {}, [[0], [1]]),
+        ([1] * 5, [0] * 5, {"most": 2}, [[0, 1], [2, 3], [4]]),
+        ([1] * 3, [0] * 3, {"most": 3, "rows": [1, 2, 1]}, [[0, 1], [2]]),
+    ],
+)
 def test_lists_of_a_family_by_hand(sizes, families, options, want):
     assert plan.bundle(sizes, families, 10, **options) == want
 
 
-@each(("sizes", "costs", "count", "options", "want"), [
-    ([1] * 4, [4, 3, 2, 1], 2, {}, [[0, 3], [1, 2]]),  # the largest first, each to the cheapest
-    ([1, 9, 9], [9, 1, 1], 2, {}, [[0, 2], [1]]),  # the cheapest that has tokens left
-    ([5, 5], [1, 1], 1, {}, [[0, 1]]),
-    ([6, 5], [1, 1], 1, {}, None),
-    ([3, 0], [1, 0], 2, {}, [[0], []]),
-    ([1] * 4, [1] * 4, 2, {"most": 2}, [[0, 2], [1, 3]]),
-    ([1] * 5, [1] * 5, 2, {"most": 2}, None),
-    ([1] * 3, [3, 2, 1], 2, {"most": 2, "rows": [2, 1, 1]}, [[0], [1, 2]]),
-])  # fmt: skip
+@each(
+    ("sizes", "costs", "count", "options", "want"),
+    [
+        ([1] * 4, [4, 3, 2, 1], 2, {}, [[0, 3], [1, 2]]),  # the largest first, each to the cheapest
+        ([1, 9, 9], [9, 1, 1], 2, {}, [[0, 2], [1]]),  # the cheapest that has tokens left
+        ([5, 5], [1, 1], 1, {}, [[0, 1]]),
+        ([6, 5], [1, 1], 1, {}, None),
+        ([3, 0], [1, 0], 2, {}, [[0], []]),
+        ([1] * 4, [1] * 4, 2, {"most": 2}, [[0, 2], [1, 3]]),
+        ([1] * 5, [1] * 5, 2, {"most": 2}, None),
+        ([1] * 3, [3, 2, 1], 2, {"most": 2, "rows": [2, 1, 1]}, [[0], [1, 2]]),
+    ],
+)
 def test_packs_of_nearly_equal_cost_by_hand(sizes, costs, count, options, want):
     assert plan.spread(sizes, costs, 10, count, **options) == want
 
@@ -547,8 +553,10 @@ def test_conversations_keep_their_media():
     """Also where other rows have none, or do not say so."""
     picture = {"x": torch.tensor([[1.0], [2.0]])}
     rows = [
-        ([1, 2], [False, True], picture), ([3, 4], [False, True], None), ([5, 6, 7], [False, True, False]),
-    ]  # fmt: skip
+        ([1, 2], [False, True], picture),
+        ([3, 4], [False, True], None),
+        ([5, 6, 7], [False, True, False]),
+    ]
     exp = packing.conversations(rows)
     assert exp.media.count("x").tolist() == [2, 0, 0] and exp.length.tolist() == [2, 2, 3]
     assert torch.equal(exp.media.sequences()["x"], picture["x"])
@@ -557,11 +565,14 @@ def test_conversations_keep_their_media():
     )
 
 
-@pytest.mark.parametrize(("rows", "message"), [
-    ([], r"expected at least one \(ids, mask\), got none"),
-    ([([1, 2], [False, True]), ([1], [])], "expected a mask of 1 in row 1, as its ids, got 0"),
-    ([([1, 2], [True, True])], "expected a token before the first one in mask in row 0, got none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"expected at least one \(ids, mask\), got none"),
+        ([([1, 2], [False, True]), ([1], [])], "expected a mask of 1 in row 1, as its ids, got 0"),
+        ([([1, 2], [True, True])], "expected a token before the first one in mask in row 0, got none"),
+    ],
+)
 def test_conversations_that_cannot_be_learned(rows, message):
     with pytest.raises(ValueError, match=message):
         packing.conversations(rows)
@@ -612,15 +623,18 @@ def test_scored_rows_keep_their_media_and_may_be_tensors():
     assert exp.tokens[:, :2].tolist() == [[5, 6], [7, 7], [8, 9]]
 
 
-@pytest.mark.parametrize(("rows", "ends", "message"), [
-    ([], None, "rows: expected at least one row of ids, got none"),
-    ([[1], []], None, "rows: expected at least one token in row 1, got none"),
-    ([([], None)], None, "rows: expected at least one token in row 0, got none"),
-    ([[1]], [[0], [0]], "ends: expected those of 1 rows, got 2"),
-    ([[1, 2], [3, 4]], [[1], [2]], r"ends: expected rising positions from 0 to 1 in row 1, got \[2\]"),
-    ([[1, 2]], [[-1]], r"ends: expected rising positions from 0 to 1 in row 0, got \[-1\]"),
-    ([[1, 2]], [[1, 1]], r"ends: expected rising positions from 0 to 1 in row 0, got \[1, 1\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "ends", "message"),
+    [
+        ([], None, "rows: expected at least one row of ids, got none"),
+        ([[1], []], None, "rows: expected at least one token in row 1, got none"),
+        ([([], None)], None, "rows: expected at least one token in row 0, got none"),
+        ([[1]], [[0], [0]], "ends: expected those of 1 rows, got 2"),
+        ([[1, 2], [3, 4]], [[1], [2]], r"ends: expected rising positions from 0 to 1 in row 1, got \[2\]"),
+        ([[1, 2]], [[-1]], r"ends: expected rising positions from 0 to 1 in row 0, got \[-1\]"),
+        ([[1, 2]], [[1, 1]], r"ends: expected rising positions from 0 to 1 in row 0, got \[1, 1\]"),
+    ],
+)
 def test_rows_that_cannot_be_scored(rows, ends, message):
     with pytest.raises(ValueError, match=message):
         packing.scored(rows, ends=ends)
@@ -738,21 +752,34 @@ def test_filling_up_a_pack_of_one_list():
     assert seen.media.count("x").tolist() == [1] * 4 and packing.own(seen).unit == (2,)
 
 
-@each(("call", "message"), [
-    (lambda exp: packing.shard(exp, 99, unit=[3, 4]), "unit: expected units of 8 rows together, got 7"),
-    (lambda exp: packing.left_out(exp, unit=[8, 0]),
-     "unit: expected at least 1 row in each of 2 units, got 0"),
-    (lambda exp: packing.pack(exp, [1, 2], unit=[3]),
-     "unit: expected units of 2 rows of the pack together, got 3"),
-    (lambda exp: packing.shard(exp, 99, unit=[3, 5], most=4),
-     "most: expected >= 5 rows per pack, a unit's, got 4"),
-    (lambda exp: packing.shard(exp, 20, unit=[3, 5]), "budget: expected at least"),
-    (lambda exp: packing.minibatches(exp, 3, 0, unit=[3, 5]),
-     "n: expected between 1 and the number of units 2, got 3"),
-    (lambda exp: packing.minibatch_units([3, 5], 0, 0),
-     "n: expected between 1 and the number of units 2, got 0"),
-    (lambda exp: weight.unit_mean(exp.mask, [3]), "unit: expected units of 8 rows together, got 3"),
-])  # fmt: skip
+@each(
+    ("call", "message"),
+    [
+        (lambda exp: packing.shard(exp, 99, unit=[3, 4]), "unit: expected units of 8 rows together, got 7"),
+        (
+            lambda exp: packing.left_out(exp, unit=[8, 0]),
+            "unit: expected at least 1 row in each of 2 units, got 0",
+        ),
+        (
+            lambda exp: packing.pack(exp, [1, 2], unit=[3]),
+            "unit: expected units of 2 rows of the pack together, got 3",
+        ),
+        (
+            lambda exp: packing.shard(exp, 99, unit=[3, 5], most=4),
+            "most: expected >= 5 rows per pack, a unit's, got 4",
+        ),
+        (lambda exp: packing.shard(exp, 20, unit=[3, 5]), "budget: expected at least"),
+        (
+            lambda exp: packing.minibatches(exp, 3, 0, unit=[3, 5]),
+            "n: expected between 1 and the number of units 2, got 3",
+        ),
+        (
+            lambda exp: packing.minibatch_units([3, 5], 0, 0),
+            "n: expected between 1 and the number of units 2, got 0",
+        ),
+        (lambda exp: weight.unit_mean(exp.mask, [3]), "unit: expected units of 8 rows together, got 3"),
+    ],
+)
 def test_units_that_do_not_make_up_the_rows_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call(testing.case(0).exp)

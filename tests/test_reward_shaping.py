@@ -286,23 +286,32 @@ def test_a_fixed_coefficient_stays():
 R = torch.zeros(2, 4)
 
 
-@each(("call", "message"), [
-    (lambda: rs.clip(R, 0.0), "^limit: expected > 0, got 0.0"),
-    (lambda: rs.overlong_penalty(R, max_new=10, buffer=0),
-     "^buffer: expected 0 < buffer <= max_new = 10"),
-    (lambda: rs.overlong_penalty(R, max_new=10, buffer=11), "^buffer: .* tokens, got 11"),
-    (lambda: rs.length_penalty(R[0], R[0] > 0), r"^length: expected \[N, G\] .*got \[4\]"),
-    (lambda: rs.length_penalty(R, R[:, 1:] > 0), r"^correct: expected \[N, G\] = \[2, 4\], got \[2, 3\]"),
-    (lambda: rs.gated(R, R[:1] > 0), r"^gate: expected \[...\] = \[2, 4\], got \[1, 4\]"),
-    (lambda: rs.varied(R.flatten()), r"^reward: expected \[N, G\] .*got \[8\]"),
-    (lambda: rs.adaptive_kl(1.0, 0.1, target=0.0, horizon=1, count=1), "^target: expected > 0, got 0.0"),
-    (lambda: rs.adaptive_kl(1.0, 0.1, target=math.nan, horizon=1, count=1),
-     "^target: expected > 0, got nan"),
-    (lambda: rs.adaptive_kl(1.0, 0.1, target=1, horizon=-2, count=1), "^horizon: expected > 0, got -2"),
-    (lambda: rs.kl_in_reward(R, R, R, R > 0, coef=0.1), r"^reward: expected \[B\]"),
-    (lambda: rs.kl_in_reward(R[:, 0], R, R, R[:, 1:] > 0, coef=0.1),
-     r"^mask: expected \[B, S\] = \[2, 4\]"),
-])  # fmt: skip
+@each(
+    ("call", "message"),
+    [
+        (lambda: rs.clip(R, 0.0), "^limit: expected > 0, got 0.0"),
+        (
+            lambda: rs.overlong_penalty(R, max_new=10, buffer=0),
+            "^buffer: expected 0 < buffer <= max_new = 10",
+        ),
+        (lambda: rs.overlong_penalty(R, max_new=10, buffer=11), "^buffer: .* tokens, got 11"),
+        (lambda: rs.length_penalty(R[0], R[0] > 0), r"^length: expected \[N, G\] .*got \[4\]"),
+        (lambda: rs.length_penalty(R, R[:, 1:] > 0), r"^correct: expected \[N, G\] = \[2, 4\], got \[2, 3\]"),
+        (lambda: rs.gated(R, R[:1] > 0), r"^gate: expected \[...\] = \[2, 4\], got \[1, 4\]"),
+        (lambda: rs.varied(R.flatten()), r"^reward: expected \[N, G\] .*got \[8\]"),
+        (lambda: rs.adaptive_kl(1.0, 0.1, target=0.0, horizon=1, count=1), "^target: expected > 0, got 0.0"),
+        (
+            lambda: rs.adaptive_kl(1.0, 0.1, target=math.nan, horizon=1, count=1),
+            "^target: expected > 0, got nan",
+        ),
+        (lambda: rs.adaptive_kl(1.0, 0.1, target=1, horizon=-2, count=1), "^horizon: expected > 0, got -2"),
+        (lambda: rs.kl_in_reward(R, R, R, R > 0, coef=0.1), r"^reward: expected \[B\]"),
+        (
+            lambda: rs.kl_in_reward(R[:, 0], R, R, R[:, 1:] > 0, coef=0.1),
+            r"^mask: expected \[B, S\] = \[2, 4\]",
+        ),
+    ],
+)
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()

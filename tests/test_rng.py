@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 from rft_fn import rng
 
 GOLDEN = {
-    (0,): 103087486657883080, (0, 0): 4766868883739913927, (0, 1): 1391334979991025808,
-    (1, 0): 7672229562863121592, (7, "prompt", 3): 3871647523338932261,
-    (7, "prompt", "3"): 4347696317533458500, (-1, 2**70): 282818960785068457,
-}  # fmt: skip
+    (0,): 103087486657883080,
+    (0, 0): 4766868883739913927,
+    (0, 1): 1391334979991025808,
+    (1, 0): 7672229562863121592,
+    (7, "prompt", 3): 3871647523338932261,
+    (7, "prompt", "3"): 4347696317533458500,
+    (-1, 2**70): 282818960785068457,
+}
 
 
 @pytest.mark.parametrize("data", GOLDEN)
@@ -98,15 +102,18 @@ def test_a_grid_of_steps_prompts_and_samples_has_no_collision():
     assert len(keys) == 8000 and all(0 <= k < 2**63 for k in keys)
 
 
-@pytest.mark.parametrize(("args", "message"), [
-    ((1.0,), r"expected int or str, got float \(1.0\)"),
-    ((0, 0.5), r"expected int or str, got float \(0.5\)"),
-    ((0, True), r"expected int or str, got bool \(True\)"),
-    ((0, None), r"got NoneType"),
-    ((0, (1, 2)), r"got tuple"),
-    ((0, np.int64(3)), r"got int64"),
-    ((0, torch.tensor(3)), r"got Tensor"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((1.0,), r"expected int or str, got float \(1.0\)"),
+        ((0, 0.5), r"expected int or str, got float \(0.5\)"),
+        ((0, True), r"expected int or str, got bool \(True\)"),
+        ((0, None), r"got NoneType"),
+        ((0, (1, 2)), r"got tuple"),
+        ((0, np.int64(3)), r"got int64"),
+        ((0, torch.tensor(3)), r"got Tensor"),
+    ],
+)
 def test_only_int_and_str_make_a_key(args, message):
     with pytest.raises(TypeError, match=message):
         rng.fold_in(*args)

@@ -358,22 +358,29 @@ def test_concat_commutes_with_packs_and_what_is_learned_from_them(one, other, me
 R = build([([1, 2, 3], 1, 0, 0), ([4, 5], 1, 1, 0)])
 
 
-@each(("call", "message"), [
-    (lambda: take(R, [0, 2]), r"index: expected rows in \[0, 2\), got 2"),
-    (lambda: take(R, [-1]), "got -1"),
-    (lambda: take(R, torch.tensor([True])), "index: expected"),
-    (lambda: concat([]), "parts: expected one rollout or more, got none"),
-    (lambda: concat([R, R], prompts=[2]), "prompts: expected 2 counts, one for each part, got 1"),
-    (lambda: concat([R, R], prompts=[2, 1]), r"prompts\[1\]: expected at least 2, .* got 1"),
-    (lambda: prefixes(R, [1]), "at: expected 2 numbers, one for each row, got 1"),
-    (lambda: prefixes(R, [1, 3]), r"at\[1\]: expected 1 to 2, the length of the row, got 3"),
-    (lambda: prefixes(R, [0, 1]), r"at\[0\]: expected 1 to 3"),
-    (lambda: split(R, [1]), "by: expected 2 labels, one for each row, got 1"),
-    (lambda: extend(R, build([([1, 2, 3, 9], 1, 2, 0)])),
-     r"after.group\[0\]: expected a row .* below 2, got 2"),
-    (lambda: extend(R, build([([1, 9, 3, 9], 1, 0, 0)])),
-     "after: expected row 0 to begin with the first 3 tokens of row 0 of before, got other tokens"),
-])  # fmt: skip
+@each(
+    ("call", "message"),
+    [
+        (lambda: take(R, [0, 2]), r"index: expected rows in \[0, 2\), got 2"),
+        (lambda: take(R, [-1]), "got -1"),
+        (lambda: take(R, torch.tensor([True])), "index: expected"),
+        (lambda: concat([]), "parts: expected one rollout or more, got none"),
+        (lambda: concat([R, R], prompts=[2]), "prompts: expected 2 counts, one for each part, got 1"),
+        (lambda: concat([R, R], prompts=[2, 1]), r"prompts\[1\]: expected at least 2, .* got 1"),
+        (lambda: prefixes(R, [1]), "at: expected 2 numbers, one for each row, got 1"),
+        (lambda: prefixes(R, [1, 3]), r"at\[1\]: expected 1 to 2, the length of the row, got 3"),
+        (lambda: prefixes(R, [0, 1]), r"at\[0\]: expected 1 to 3"),
+        (lambda: split(R, [1]), "by: expected 2 labels, one for each row, got 1"),
+        (
+            lambda: extend(R, build([([1, 2, 3, 9], 1, 2, 0)])),
+            r"after.group\[0\]: expected a row .* below 2, got 2",
+        ),
+        (
+            lambda: extend(R, build([([1, 9, 3, 9], 1, 0, 0)])),
+            "after: expected row 0 to begin with the first 3 tokens of row 0 of before, got other tokens",
+        ),
+    ],
+)
 def test_bad_calls_name_what_is_wrong(call, message):
     with pytest.raises((ValueError, IndexError), match=message):
         call()

@@ -51,13 +51,20 @@ class Taking:
         return self.change(Delivered(len(found), size, 0.1, version))
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda d: d._replace(tensors=d.tensors - 1),
-     r"sync: expected the engine to take \d+ tensors .* got \d+"),
-    (lambda d: d._replace(bytes=d.bytes // 2),
-     r"sync: expected the engine to take \d+ tensors .* got \d+"),
-    (lambda d: d._replace(version=2), "sync: expected the engine to be at version 3, got 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda d: d._replace(tensors=d.tensors - 1),
+            r"sync: expected the engine to take \d+ tensors .* got \d+",
+        ),
+        (
+            lambda d: d._replace(bytes=d.bytes // 2),
+            r"sync: expected the engine to take \d+ tensors .* got \d+",
+        ),
+        (lambda d: d._replace(version=2), "sync: expected the engine to be at version 3, got 2"),
+    ],
+)
 def test_an_engine_that_took_less_than_was_sent_is_refused(change, message):
     st, state = trained()
     with pytest.raises(ValueError, match=message):
@@ -139,17 +146,23 @@ FAULTS = [
     (lambda pairs: [*pairs, pairs[2]], "", "expected each name once, got it twice"),
     (changed(NORM, with_nan), NORM, "expected finite numbers, got NaN or inf"),
     (changed(Q, lambda x: x[:-1]), Q, r"expected \[32, 32\], got \[31, 32\]"),
-    (lambda pairs: [*pairs, ("model.extra", pairs[0][1])], "model.extra",
-     "expected a parameter of the model"),
-]  # fmt: skip
+    (
+        lambda pairs: [*pairs, ("model.extra", pairs[0][1])],
+        "model.extra",
+        "expected a parameter of the model",
+    ),
+]
 
 
-@pytest.mark.parametrize("change", [
-    lambda x: x.mT if x.dim() > 1 else x,
-    torch.flatten,
-    lambda x: x[None],
-    lambda x: x.unflatten(-1, (2, -1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.mT if x.dim() > 1 else x,
+        torch.flatten,
+        lambda x: x[None],
+        lambda x: x.unflatten(-1, (2, -1)),
+    ],
+)
 def test_the_manifest_compares_every_dimension(change):
     """As many elements are not the same weight: one that is transposed is another."""
     _, state = trained()

@@ -80,13 +80,16 @@ def test_structs_pickle():
     assert again.inner.x.tolist() == [1.0, 2.0] and again.tag == "t"
 
 
-@pytest.mark.parametrize(("act", "error", "message"), [
-    (lambda x: tree.replace(x, tagg="b"), TypeError, "tagg"),
-    (lambda x: Outer(inner=x.inner), TypeError, "named"),
-    (lambda x: Outer(x.inner, x.named), TypeError, "positional"),
-    (lambda x: x.tagg, AttributeError, "Outer has no field 'tagg'"),
-    (lambda x: setattr(x, "tag", "b"), dataclasses.FrozenInstanceError, "tag"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (lambda x: tree.replace(x, tagg="b"), TypeError, "tagg"),
+        (lambda x: Outer(inner=x.inner), TypeError, "named"),
+        (lambda x: Outer(x.inner, x.named), TypeError, "positional"),
+        (lambda x: x.tagg, AttributeError, "Outer has no field 'tagg'"),
+        (lambda x: setattr(x, "tag", "b"), dataclasses.FrozenInstanceError, "tag"),
+    ],
+)
 def test_typos_and_writes_are_errors(act, error, message):
     with pytest.raises(error, match=message):
         act(outer())
@@ -108,15 +111,18 @@ def test_a_donated_struct_names_itself_and_the_field():
     assert kept.tolist() == [1.0, 2.0]  # the tensor itself lives on in whoever holds it
 
 
-@pytest.mark.parametrize("read", [
-    tree.leaves,
-    torch_pytree.tree_leaves,
-    lambda x: list(tree.leaves_with_path(x)),
-    lambda x: tree.map(lambda leaf: leaf, x),
-    lambda x: optree.tree_leaves(x, namespace="rft_fn"),
-    repr,
-    lambda x: tree.replace(x, tag="b"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "read",
+    [
+        tree.leaves,
+        torch_pytree.tree_leaves,
+        lambda x: list(tree.leaves_with_path(x)),
+        lambda x: tree.map(lambda leaf: leaf, x),
+        lambda x: optree.tree_leaves(x, namespace="rft_fn"),
+        repr,
+        lambda x: tree.replace(x, tag="b"),
+    ],
+)
 def test_no_walk_gets_past_donation(read):
     x = outer()
     tree.donate(x)
@@ -124,21 +130,24 @@ def test_no_walk_gets_past_donation(read):
         read(x)
 
 
-@each("read", [
-    lambda n: n["a"],
-    list,
-    len,
-    lambda n: "a" in n,
-    lambda n: n.items(),
-    lambda n: n.values(),
-    lambda n: n.keys(),
-    lambda n: n.get("a"),
-    lambda n: dict(n),
-    lambda n: {**n},
-    tree.leaves,
-    torch_pytree.tree_leaves,
-    lambda n: tree.map(lambda x: x, {"params": n}),
-])  # fmt: skip
+@each(
+    "read",
+    [
+        lambda n: n["a"],
+        list,
+        len,
+        lambda n: "a" in n,
+        lambda n: n.items(),
+        lambda n: n.values(),
+        lambda n: n.keys(),
+        lambda n: n.get("a"),
+        lambda n: dict(n),
+        lambda n: {**n},
+        tree.leaves,
+        torch_pytree.tree_leaves,
+        lambda n: tree.map(lambda x: x, {"params": n}),
+    ],
+)
 def test_donated_names_cannot_be_read_in_any_way(read):
     named = tree.Named(a=torch.ones(1))
     tree.donate([{"inside": named}])

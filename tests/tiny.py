@@ -13,9 +13,16 @@ from rft_fn.packing import supervised
 from rft_fn.types import Experience, Rollout
 
 __all__ = [
-    "definition", "experience", "llama", "logp_rounding", "mixed", "output_rounding", "rollout", "said",
+    "definition",
+    "experience",
+    "llama",
+    "logp_rounding",
+    "mixed",
+    "output_rounding",
+    "rollout",
+    "said",
     "tokenizer",
-]  # fmt: skip
+]
 
 
 @cache
@@ -53,10 +60,15 @@ def rollout(exp: Experience, group: Any = None, truncated: Any = None, **more: A
     """The rollout of an Experience's rows; all of group 0 where no other is given."""
     zero = torch.zeros(len(exp.tokens), dtype=torch.long)
     return Rollout(
-        tokens=exp.tokens, mask=exp.mask, logp=exp.old_logp, length=exp.length,
+        tokens=exp.tokens,
+        mask=exp.mask,
+        logp=exp.old_logp,
+        length=exp.length,
         truncated=zero.bool() if truncated is None else torch.as_tensor(truncated),
-        group=zero if group is None else torch.as_tensor(group), version=zero, **more,
-    )  # fmt: skip
+        group=zero if group is None else torch.as_tensor(group),
+        version=zero,
+        **more,
+    )
 
 
 def said(texts: Sequence[str], group: Any, truncated: Any = None) -> Rollout:

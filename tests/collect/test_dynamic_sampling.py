@@ -152,11 +152,14 @@ def test_it_is_a_function_of_its_draws():
     same(fill(Source(rewards), 3, 3), fill(Source(rewards), 3, 3))
 
 
-@pytest.mark.parametrize(("n", "rounds", "message"), [
-    (2, 0, "^rounds: expected >= 1, got 0"),
-    (2, -1, "^rounds: expected >= 1, got -1"),
-    (5, 2, "^draw: expected 5 prompts or more in 2 rounds, got 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("n", "rounds", "message"),
+    [
+        (2, 0, "^rounds: expected >= 1, got 0"),
+        (2, -1, "^rounds: expected >= 1, got -1"),
+        (5, 2, "^draw: expected 5 prompts or more in 2 rounds, got 4"),
+    ],
+)
 def test_bad_input(n, rounds, message):
     with pytest.raises(ValueError, match=message):
         fill(Source([[SPREAD, FLAT], [FLAT, FLAT]]), n, rounds)
@@ -175,10 +178,13 @@ def owned(name):
     return count, [number(name)] if count else []
 
 
-@pytest.mark.parametrize(("rewards", "want"), [
-    ([[FLAT, SPREAD], [SPREAD, FLAT]], ["0.1", "1.0"]),
-    ([[FLAT, FLAT], [SPREAD, FLAT]], ["1.0", "0.0"]),  # an earlier group fills up after a later one
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rewards", "want"),
+    [
+        ([[FLAT, SPREAD], [SPREAD, FLAT]], ["0.1", "1.0"]),
+        ([[FLAT, FLAT], [SPREAD, FLAT]], ["1.0", "0.0"]),  # an earlier group fills up after a later one
+    ],
+)
 def test_media_go_with_their_rows(rewards, want):
     source = Source(rewards, media=(0, 1))
     found = fill(source, 2, 2)

@@ -400,16 +400,19 @@ def test_a_limit_is_above_zero(timeout):
 ROWS = [g for g in range(5) for _ in range(G)]
 
 
-@each(("group", "prompts", "message"), [
-    ([0, 0, 0, 0, 1, 1, 2, 2], 4, "as many rows of each of 4 groups, got 4 of group 0 and 2 of group 1"),
-    ([0, 0, 0, 0], 2, "as many rows of each of 2 groups, got 4 of group 0 and 0 of group 1"),
-    ([0, 0, 1], 2, "as many rows of each of 2 groups, got 2 of group 0 and 1 of group 1"),
-    ([1, 0, 2, 1, 0, 2], 3, "the rows of group 0 together, 2 of them, got group 1 in row 0"),
-    ([1, 1, 0, 0], 2, "the rows of group 0 together, 2 of them, got group 1 in row 0"),
-    ([0, 0, 1, 1, 0, 0, 1, 1], 2, "the rows of group 0 together, 4 of them, got group 1 in row 2"),
-    ([0, 0, 1, 1, 2, 2], 2, "0 to 1 for 2 prompts, got 2 in row 4"),
-    ([0, 0, -1, -1], 2, "0 to 1 for 2 prompts, got -1 in row 2"),
-])  # fmt: skip
+@each(
+    ("group", "prompts", "message"),
+    [
+        ([0, 0, 0, 0, 1, 1, 2, 2], 4, "as many rows of each of 4 groups, got 4 of group 0 and 2 of group 1"),
+        ([0, 0, 0, 0], 2, "as many rows of each of 2 groups, got 4 of group 0 and 0 of group 1"),
+        ([0, 0, 1], 2, "as many rows of each of 2 groups, got 2 of group 0 and 1 of group 1"),
+        ([1, 0, 2, 1, 0, 2], 3, "the rows of group 0 together, 2 of them, got group 1 in row 0"),
+        ([1, 1, 0, 0], 2, "the rows of group 0 together, 2 of them, got group 1 in row 0"),
+        ([0, 0, 1, 1, 0, 0, 1, 1], 2, "the rows of group 0 together, 4 of them, got group 1 in row 2"),
+        ([0, 0, 1, 1, 2, 2], 2, "0 to 1 for 2 prompts, got 2 in row 4"),
+        ([0, 0, -1, -1], 2, "0 to 1 for 2 prompts, got -1 in row 2"),
+    ],
+)
 def test_a_rollout_whose_rows_are_not_the_prompts_in_order_is_refused(group, prompts, message):
     score = reward.weighted(mine=(digits, 1.0))
     rollout = rollout_of(TEXTS[: len(group)], group)

@@ -214,13 +214,16 @@ def test_the_first_gap_of_a_run_limits_the_later_ones():
 CUT = {"temperature": 0.6, "top_p": 0.7}
 
 
-@pytest.mark.parametrize(("sampler", "trainer", "told", "line"), [
-    ({"temperature": 0.6}, {}, {"temperature": 0.6}, "temperature: the trainer scores without it"),
-    ({}, {"temperature": 0.6}, {"temperature": 0.6}, "temperature: the engine samples without it"),
-    (CUT, {"temperature": 0.6}, CUT, "top_p / top_k: the trainer scores without it"),
-    ({"temperature": 0.6}, CUT, CUT, "top_p / top_k: the engine samples without it"),
-    (CUT, {}, CUT, "temperature and top_p / top_k: the trainer scores without it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sampler", "trainer", "told", "line"),
+    [
+        ({"temperature": 0.6}, {}, {"temperature": 0.6}, "temperature: the trainer scores without it"),
+        ({}, {"temperature": 0.6}, {"temperature": 0.6}, "temperature: the engine samples without it"),
+        (CUT, {"temperature": 0.6}, CUT, "top_p / top_k: the trainer scores without it"),
+        ({"temperature": 0.6}, CUT, CUT, "top_p / top_k: the engine samples without it"),
+        (CUT, {}, CUT, "temperature and top_p / top_k: the trainer scores without it"),
+    ],
+)
 def test_an_option_that_one_side_does_not_know_is_named(sampler, trainer, told, line):
     """The trainer scores the same tokens without it; an engine is asked for nothing."""
     r = rollout(rft.Sampling(max_new=9, **sampler))

@@ -236,11 +236,14 @@ def test_one_source_is_a_run_without_a_curriculum(tmp_path, capsys):
     assert one == plain
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"ahead": 1}, "curriculum: expected it without ahead and partial.* got ahead 1, partial 0"),
-    ({"partial": 3}, "curriculum: expected it without ahead and partial.* got ahead 0, partial 3"),
-    ({"curriculum_floor": 0.5}, r"curriculum_floor: expected at most 0\.25.* got 0\.5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ahead": 1}, "curriculum: expected it without ahead and partial.* got ahead 1, partial 0"),
+        ({"partial": 3}, "curriculum: expected it without ahead and partial.* got ahead 0, partial 3"),
+        ({"curriculum_floor": 0.5}, r"curriculum_floor: expected at most 0\.25.* got 0\.5"),
+    ],
+)
 def test_options_that_do_not_go_together_are_refused_at_once(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "r", **options)

@@ -246,58 +246,91 @@ def test_long_prompts_of_a_file_are_left_out():
         assert data.from_rows(rows, tiny.tokenizer(), max_prompt=10).size == 10
 
 
-@each(("call", "message"), [
-    (lambda: data.load("no.jsonl", tiny.tokenizer()), "could not read 'no.jsonl': no such file"),
-    (lambda: data.from_rows([], tiny.tokenizer()), "expected at least one row, got none"),
-    (lambda: rows_set(template="{nope}"), "has no column 'nope'; it has 'question', 'answer'"),
-    (lambda: rows_set(template="{question} \\boxed{}"), "write {{ and }} for braces"),
-    (lambda: rows_set(max_prompt=1), "every prompt of 'rows' is longer than 1 tokens"),
-    (lambda: data.from_task("nope", tiny.tokenizer()), "addition, reverse"),
-    (lambda: data.load("addition:x", tiny.tokenizer()), "expected addition:LEVEL with a number"),
-    (lambda: data.load("addition:\u00b2", tiny.tokenizer()), "expected addition:LEVEL with a number"),
-    (lambda: data.from_task("addition", tiny.tokenizer(), level=0), "level"),
-    (lambda: data.from_task("addition", tiny.tokenizer(), template="{q}"), "has no column 'q'"),
-    (lambda: data.from_task("addition", tiny.tokenizer(), max_prompt=2), "max_prompt: addition, prompt 0"),
-    (lambda: data.from_task("addition", tiny.tokenizer(), columns=["tests"]), "has no column 'tests'"),
-    (lambda: data.from_task("addition", tiny.tokenizer(), response="{gold}"), "has no column 'gold'"),
-    (lambda: data.take(rows_set(), 0, 0), r"prompts: expected to take at least 1, got 0"),
-    (lambda: data.take(task_set(), -1, 0), r"prompts: expected to take at least 1, got -1"),
-    (lambda: data.draw(rows_set(), 0, 0, 0), r"prompts: expected to take at least 1, got 0"),
-    (lambda: data.draw(rows_set(), 2, -1, 0), "step: expected >= 0, got -1"),
-    (lambda: data.draw(rows_set(), 2, 0, 0, start=-2), "start: expected >= 0, got -2"),
-])  # fmt: skip
+@each(
+    ("call", "message"),
+    [
+        (lambda: data.load("no.jsonl", tiny.tokenizer()), "could not read 'no.jsonl': no such file"),
+        (lambda: data.from_rows([], tiny.tokenizer()), "expected at least one row, got none"),
+        (lambda: rows_set(template="{nope}"), "has no column 'nope'; it has 'question', 'answer'"),
+        (lambda: rows_set(template="{question} \\boxed{}"), "write {{ and }} for braces"),
+        (lambda: rows_set(max_prompt=1), "every prompt of 'rows' is longer than 1 tokens"),
+        (lambda: data.from_task("nope", tiny.tokenizer()), "addition, reverse"),
+        (lambda: data.load("addition:x", tiny.tokenizer()), "expected addition:LEVEL with a number"),
+        (lambda: data.load("addition:\u00b2", tiny.tokenizer()), "expected addition:LEVEL with a number"),
+        (lambda: data.from_task("addition", tiny.tokenizer(), level=0), "level"),
+        (lambda: data.from_task("addition", tiny.tokenizer(), template="{q}"), "has no column 'q'"),
+        (
+            lambda: data.from_task("addition", tiny.tokenizer(), max_prompt=2),
+            "max_prompt: addition, prompt 0",
+        ),
+        (lambda: data.from_task("addition", tiny.tokenizer(), columns=["tests"]), "has no column 'tests'"),
+        (lambda: data.from_task("addition", tiny.tokenizer(), response="{gold}"), "has no column 'gold'"),
+        (lambda: data.take(rows_set(), 0, 0), r"prompts: expected to take at least 1, got 0"),
+        (lambda: data.take(task_set(), -1, 0), r"prompts: expected to take at least 1, got -1"),
+        (lambda: data.draw(rows_set(), 0, 0, 0), r"prompts: expected to take at least 1, got 0"),
+        (lambda: data.draw(rows_set(), 2, -1, 0), "step: expected >= 0, got -1"),
+        (lambda: data.draw(rows_set(), 2, 0, 0, start=-2), "start: expected >= 0, got -2"),
+    ],
+)
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-@each(("template", "row", "message"), [
-    ("{a}", {"a": None}, "^data: f, line 3: column 'a' is empty$"),
-    ("{a}", {"a": float("nan")}, "^data: f, line 3: column 'a' is empty$"),
-    ("{a[x]}", {"a": {"x": None}}, r"^data: f, line 3: column 'a\[x\]' is empty$"),
-    ("{b}", {"a": 1},
-     r"^data: f, line 3: the row has no column 'b'; it has 'a' \(template '{b}': name col"),
-    ("{}", {"a": 1}, "has no column '0'"),
-    ("{a", {"a": 1},
-     "the template '{a' cannot be filled: expected '}' before end of string; name columns"),
-    ("{a} }", {"a": 1}, "cannot be filled: Single '}' encountered in format string; name columns"),
-    ("{a:d}", {"a": "x"}, "cannot be filled: Unknown format code 'd'"),
-    ("{a[x]}", {"a": "y"}, "cannot be filled: string indices must be integers"),
-    ("{a.x}", {"a": "y"}, "cannot be filled: 'str' object has no attribute 'x'"),
-    ("{a}", {"a": [1, 2]},
-     "^data: f, line 3: column 'a' holds a list, which no template prints: name an entry of it, or "
-     "write {a!s} to have it as Python writes it$"),
-    ("{a[x]}", {"a": {"x": {"y": 1}}},
-     r"column 'a\[x\]' holds an object, which no template prints: name"),
-    ("{a}", {"a": [{"role": "user", "content": "b"}]},
-     "column 'a' holds a list, which no template prints; 'a' holds messages: --messages a, without"),
-    ("{short}", {"id": 1, "prompt": [{"role": "user", "content": "b"}]},
-     "the row has no column 'short'; it has 'id', 'prompt'; 'prompt' holds messages: --messages pro"),
-    ("{short}", {"completion": '[{"role": "user"}]', "prompt": [{"role": "user"}]},
-     "--messages prompt completion to learn the second, --messages prompt to answer the first$"),
-    ("{short}", {"chosen": [{"role": "a"}], "conversations": [{"from": "human"}]},
-     "; 'conversations' holds messages: --messages conversations, without --template$"),
-])  # fmt: skip
+@each(
+    ("template", "row", "message"),
+    [
+        ("{a}", {"a": None}, "^data: f, line 3: column 'a' is empty$"),
+        ("{a}", {"a": float("nan")}, "^data: f, line 3: column 'a' is empty$"),
+        ("{a[x]}", {"a": {"x": None}}, r"^data: f, line 3: column 'a\[x\]' is empty$"),
+        (
+            "{b}",
+            {"a": 1},
+            r"^data: f, line 3: the row has no column 'b'; it has 'a' \(template '{b}': name col",
+        ),
+        ("{}", {"a": 1}, "has no column '0'"),
+        (
+            "{a",
+            {"a": 1},
+            "the template '{a' cannot be filled: expected '}' before end of string; name columns",
+        ),
+        ("{a} }", {"a": 1}, "cannot be filled: Single '}' encountered in format string; name columns"),
+        ("{a:d}", {"a": "x"}, "cannot be filled: Unknown format code 'd'"),
+        ("{a[x]}", {"a": "y"}, "cannot be filled: string indices must be integers"),
+        ("{a.x}", {"a": "y"}, "cannot be filled: 'str' object has no attribute 'x'"),
+        (
+            "{a}",
+            {"a": [1, 2]},
+            "^data: f, line 3: column 'a' holds a list, which no template prints: name an entry of it, or "
+            "write {a!s} to have it as Python writes it$",
+        ),
+        (
+            "{a[x]}",
+            {"a": {"x": {"y": 1}}},
+            r"column 'a\[x\]' holds an object, which no template prints: name",
+        ),
+        (
+            "{a}",
+            {"a": [{"role": "user", "content": "b"}]},
+            "column 'a' holds a list, which no template prints; 'a' holds messages: --messages a, without",
+        ),
+        (
+            "{short}",
+            {"id": 1, "prompt": [{"role": "user", "content": "b"}]},
+            "the row has no column 'short'; it has 'id', 'prompt'; 'prompt' holds messages: --messages pro",
+        ),
+        (
+            "{short}",
+            {"completion": '[{"role": "user"}]', "prompt": [{"role": "user"}]},
+            "--messages prompt completion to learn the second, --messages prompt to answer the first$",
+        ),
+        (
+            "{short}",
+            {"chosen": [{"role": "a"}], "conversations": [{"from": "human"}]},
+            "; 'conversations' holds messages: --messages conversations, without --template$",
+        ),
+    ],
+)
 def test_a_template_is_filled_or_refused(template, row, message):
     with pytest.raises(ValueError, match=message):
         data.fill(template, row, "f, line 3")
@@ -322,20 +355,29 @@ def test_a_chat_template_that_fails_is_a_line():
 GOOD = {"question": "1+1=", "answer": "2", "tests": ["a"]}
 
 
-@each(("change", "options", "message"), [
-    ({"question": None}, {}, "column 'question' is empty"),
-    ({"question": " "}, {}, "the prompt is empty"),
-    ({"answer": None}, {"columns": ["answer"]}, "column 'answer' is empty"),
-    ({"answer": " \n"}, {"columns": ["tests", "answer"]}, "column 'answer' is empty"),
-    ({"tests": float("nan")}, {"columns": ["tests"]}, "column 'tests' is empty"),
-    ({"answer": None}, {"response": "{answer}"}, "column 'answer' is empty"),
-    ({"answer": ""}, {"response": "{answer}"}, "the response is empty"),
-    ({"answer": "2345678"}, {"response": "{answer}", "max_tokens": 11},
-     "prompt and response have 12 token"),
-    ({"question": "1+1+1+1+1+1="}, {"max_tokens": 11}, "the prompt has 12 tokens, above 11"),
-    ({"answer": "2" * 300}, {"response": "{answer}", "max_tokens": 11},
-     "the response has 300 characters"),
-])  # fmt: skip
+@each(
+    ("change", "options", "message"),
+    [
+        ({"question": None}, {}, "column 'question' is empty"),
+        ({"question": " "}, {}, "the prompt is empty"),
+        ({"answer": None}, {"columns": ["answer"]}, "column 'answer' is empty"),
+        ({"answer": " \n"}, {"columns": ["tests", "answer"]}, "column 'answer' is empty"),
+        ({"tests": float("nan")}, {"columns": ["tests"]}, "column 'tests' is empty"),
+        ({"answer": None}, {"response": "{answer}"}, "column 'answer' is empty"),
+        ({"answer": ""}, {"response": "{answer}"}, "the response is empty"),
+        (
+            {"answer": "2345678"},
+            {"response": "{answer}", "max_tokens": 11},
+            "prompt and response have 12 token",
+        ),
+        ({"question": "1+1+1+1+1+1="}, {"max_tokens": 11}, "the prompt has 12 tokens, above 11"),
+        (
+            {"answer": "2" * 300},
+            {"response": "{answer}", "max_tokens": 11},
+            "the response has 300 characters",
+        ),
+    ],
+)
 def test_a_row_that_cannot_be_used_is_found_before_training(change, options, message):
     rows = [GOOD, GOOD, GOOD | change]
     line = f"^data: rows, row 3: {message}.*. 1 of 3 rows cannot be used: mend or remove them$"
@@ -501,15 +543,22 @@ def test_the_digest_is_of_messages_too():
     assert thinks[0] != thinks[1]
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"chat": None}, "^messages: expected a tokenizer with a chat template, got one without"),
-    ({"loss_on": "first"}, "^loss_on: expected one of all, last, or None, got 'first'"),
-    ({"messages": ["chat"]},
-     "the row has no column 'chat'; .*; 'prompt' holds messages: --messages prompt"),
-    ({"loss_on": "all"}, "rows, row 1: expected a turn of the assistant to learn, got none"),
-    ({"chat_template_kwargs": {"think": 1}},
-     "^chat_template_kwargs: expected a name that the chat templ"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chat": None}, "^messages: expected a tokenizer with a chat template, got one without"),
+        ({"loss_on": "first"}, "^loss_on: expected one of all, last, or None, got 'first'"),
+        (
+            {"messages": ["chat"]},
+            "the row has no column 'chat'; .*; 'prompt' holds messages: --messages prompt",
+        ),
+        ({"loss_on": "all"}, "rows, row 1: expected a turn of the assistant to learn, got none"),
+        (
+            {"chat_template_kwargs": {"think": 1}},
+            "^chat_template_kwargs: expected a name that the chat templ",
+        ),
+    ],
+)
 def test_bad_options_of_messages(options, message):
     with pytest.raises(ValueError, match=message):
         chat_set([asked("1+1")], **options)

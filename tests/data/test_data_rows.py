@@ -64,50 +64,71 @@ def test_long_and_many_lined_cells_of_csv(tmp_path):
     assert rows[-1] == {"q": " 1 ", "n": "5"} and csv.field_size_limit() == 131072
 
 
-@pytest.mark.parametrize(("name", "text", "lines"), [
-    ("a.jsonl", '\n{"q": "1"}\n\n  \n{"q": "2"}\n{"q": "3"}', [2, 5, 6]),
-    ("a.jsonl", '{"q": "1"}\r\n\r\n{"q": "2"}\r\n', [1, 3]),
-    ("a.csv", 'q,a\n1,2\n\n"1\n1",2\n\n\n3,4\n', [2, 4, 8]),
-    ("a.csv", "\n\nq,a\n1,2\n", [4]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "text", "lines"),
+    [
+        ("a.jsonl", '\n{"q": "1"}\n\n  \n{"q": "2"}\n{"q": "3"}', [2, 5, 6]),
+        ("a.jsonl", '{"q": "1"}\r\n\r\n{"q": "2"}\r\n', [1, 3]),
+        ("a.csv", 'q,a\n1,2\n\n"1\n1",2\n\n\n3,4\n', [2, 4, 8]),
+        ("a.csv", "\n\nq,a\n1,2\n", [4]),
+    ],
+)
 def test_places_are_lines_as_an_editor_counts_them(tmp_path, name, text, lines):
     rows = data.read_rows(write(tmp_path / name, text))
     assert [rows.place(i) for i in range(len(rows))] == [f"{tmp_path / name}, line {n}" for n in lines]
 
 
-@each(("name", "text", "message"), [
-    ("a.jsonl", '{"question": "1"}\n\n{"question": 1\n',
-     "line 3: .* broken JSON: Expecting ',' .* column 15"),
-    ("a.jsonl", '{"question": "1"}\n[1]\n', "line 2: expected an object of columns, got list"),
-    ("a.jsonl", "[" * 100_000,
-     "line 1: expected an object in one line, got broken JSON: brackets nest deep"),
-    ("a.json", "[" * 1_200 + "]" * 1_200, r"could not read .*a.json': brackets nest deeper than 100"),
-    ("a.json", '"x"',
-     r"could not read .*a.json': expected a list of rows, or an object with one, got str"),
-    ("a.json", '[{"question": "1"}, 2]', "row 2: expected an object of columns, got int"),
-    ("a.json", '[{"question": "1"},\n x]', r"could not read .*a.json': Expecting value: line 2 column 2"),
-    ("a.csv", "question,answer\n1,2\n1,2,3\n", "line 3: expected 2 cells as the first line has, got 3"),
-    ("a.csv", 'question,answer\n1,2\n\n"1,2\n3,4\n',
-     "line 4: expected comma-separated values, got unexpec"),
-    ("a.csv", "question,question\n1,2\n", "line 1: expected distinct column names"),
-    ("a.csv", "question,answer\n", "expected at least one row, got none in"),
-    ("a.csv", "\n\n", "expected at least one row, got none in"),
-    ("a.jsonl", "\n\n", "expected at least one row, got none in"),
-    ("a.csv", "answer\n1\n", "line 2: the row has no column 'question'; it has 'answer'"),
-    ("a.csv", "answer,question\n1,2\n\n3\n", "line 4: the row has no column 'question'; it has 'answer'"),
-])  # fmt: skip
+@each(
+    ("name", "text", "message"),
+    [
+        (
+            "a.jsonl",
+            '{"question": "1"}\n\n{"question": 1\n',
+            "line 3: .* broken JSON: Expecting ',' .* column 15",
+        ),
+        ("a.jsonl", '{"question": "1"}\n[1]\n', "line 2: expected an object of columns, got list"),
+        (
+            "a.jsonl",
+            "[" * 100_000,
+            "line 1: expected an object in one line, got broken JSON: brackets nest deep",
+        ),
+        ("a.json", "[" * 1_200 + "]" * 1_200, r"could not read .*a.json': brackets nest deeper than 100"),
+        (
+            "a.json",
+            '"x"',
+            r"could not read .*a.json': expected a list of rows, or an object with one, got str",
+        ),
+        ("a.json", '[{"question": "1"}, 2]', "row 2: expected an object of columns, got int"),
+        ("a.json", '[{"question": "1"},\n x]', r"could not read .*a.json': Expecting value: line 2 column 2"),
+        ("a.csv", "question,answer\n1,2\n1,2,3\n", "line 3: expected 2 cells as the first line has, got 3"),
+        (
+            "a.csv",
+            'question,answer\n1,2\n\n"1,2\n3,4\n',
+            "line 4: expected comma-separated values, got unexpec",
+        ),
+        ("a.csv", "question,question\n1,2\n", "line 1: expected distinct column names"),
+        ("a.csv", "question,answer\n", "expected at least one row, got none in"),
+        ("a.csv", "\n\n", "expected at least one row, got none in"),
+        ("a.jsonl", "\n\n", "expected at least one row, got none in"),
+        ("a.csv", "answer\n1\n", "line 2: the row has no column 'question'; it has 'answer'"),
+        ("a.csv", "answer,question\n1,2\n\n3\n", "line 4: the row has no column 'question'; it has 'answer'"),
+    ],
+)
 def test_broken_files_are_named_with_the_line(tmp_path, name, text, message):
     with pytest.raises(ValueError, match=message) as error:
         data.load(write(tmp_path / name, text), tiny.tokenizer())
     assert str(tmp_path / name) in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "text", "line"), [
-    ("a.jsonl", '{"question": "1"}\n{"question": "caf\xe9"}\n', 2),
-    ("a.csv", "question,answer\n1,2\n1,caf\xe9\n", 3),
-    ("a.csv", "question,caf\xe9\n1,2\n1,2\n", 1),
-    ("a.json", '[{"question": "caf\xe9"}]', 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("a.jsonl", '{"question": "1"}\n{"question": "caf\xe9"}\n', 2),
+        ("a.csv", "question,answer\n1,2\n1,caf\xe9\n", 3),
+        ("a.csv", "question,caf\xe9\n1,2\n1,2\n", 1),
+        ("a.json", '[{"question": "caf\xe9"}]', 1),
+    ],
+)
 def test_a_file_that_is_not_utf8_is_named_with_the_byte(tmp_path, name, text, line):
     path = tmp_path / name
     message = f"{path}, line {line}: byte {text.index(chr(0xE9))} of the file, 0xe9, is not UTF-8; convert it"
@@ -130,12 +151,15 @@ def test_all_broken_lines_are_counted_with_the_rows_that_lack_something(tmp_path
 HALF = "\\ud83d"  # of a surrogate pair, as JSON may hold it alone
 
 
-@each(("row", "place"), [
-    ('{"question": "hi ' + HALF + ' there"}', "['question']"),
-    ('{"question": "hi", "answer": "1 ' + HALF + '"}', "['answer']"),
-    ('{"question": "1", "m": [{"role": "user", "content": "x' + HALF + '"}]}', "['m'][0]['content']"),
-    ('{"question": "1", "' + HALF + '": 1}', ""),
-])  # fmt: skip
+@each(
+    ("row", "place"),
+    [
+        ('{"question": "hi ' + HALF + ' there"}', "['question']"),
+        ('{"question": "hi", "answer": "1 ' + HALF + '"}', "['answer']"),
+        ('{"question": "1", "m": [{"role": "user", "content": "x' + HALF + '"}]}', "['m'][0]['content']"),
+        ('{"question": "1", "' + HALF + '": 1}', ""),
+    ],
+)
 @each("name", ["rows.jsonl", "rows.json"])
 def test_text_that_is_no_unicode_is_named_with_its_line(tmp_path, row, place, name):
     """Half of a surrogate pair is in no vocabulary, and no file can be written with it."""

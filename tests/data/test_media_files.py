@@ -138,21 +138,25 @@ def saved(picture, kind, **options):
     return file.getvalue()
 
 
-@each("content", [
-    Image.fromarray(GREY.astype(np.uint16)),
-    Image.fromarray(GREY.astype(np.int32)),
-    Image.fromarray((GREY * 2**15).astype(np.int32)),
-    Image.fromarray((GREY / 65535).astype(np.float32)),
-    GREY.astype(np.uint16),
-    GREY.astype(np.uint32) * 65537,
-    GREY / 65535,
-    *(
-        saved(Image.fromarray(GREY.astype(np.uint16)), kind)
-        for kind in ("PNG", "TIFF", "PPM", "JPEG2000")
-    ),
-    saved(Image.fromarray((GREY * 2**15).astype(np.int32)), "TIFF"),
-    saved(Image.fromarray((GREY / 65535).astype(np.float32)), "TIFF"),
-], ids=lambda x: f"{type(x).__name__} {getattr(x, 'mode', getattr(x, 'dtype', ''))}")  # fmt: skip
+@each(
+    "content",
+    [
+        Image.fromarray(GREY.astype(np.uint16)),
+        Image.fromarray(GREY.astype(np.int32)),
+        Image.fromarray((GREY * 2**15).astype(np.int32)),
+        Image.fromarray((GREY / 65535).astype(np.float32)),
+        GREY.astype(np.uint16),
+        GREY.astype(np.uint32) * 65537,
+        GREY / 65535,
+        *(
+            saved(Image.fromarray(GREY.astype(np.uint16)), kind)
+            for kind in ("PNG", "TIFF", "PPM", "JPEG2000")
+        ),
+        saved(Image.fromarray((GREY * 2**15).astype(np.int32)), "TIFF"),
+        saved(Image.fromarray((GREY / 65535).astype(np.float32)), "TIFF"),
+    ],
+    ids=lambda x: f"{type(x).__name__} {getattr(x, 'mode', getattr(x, 'dtype', ''))}",
+)
 def test_grey_of_more_than_8_bits_is_scaled_by_its_mode(content):
     found = np.asarray(image(content)[0]).astype(int)
     assert np.abs(found - np.array([0, 3, 128, 255])[None, :, None]).max() <= 1
@@ -218,18 +222,24 @@ BROKEN = [
     ({"base64": 5}, "expected base64, got int"),
     ("a\0.png", r"expected a path, got 'a\x00.png'"),
     (b"BLP2" + bytes(200), "expected an image, got 204 bytes that begin with b'BLP2"),
-    (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
-     "no AVIF, BMP, GIF, JPEG, JPEG2000, PNG, PPM, TIFF"),
+    (
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        "no AVIF, BMP, GIF, JPEG, JPEG2000, PNG, PPM, TIFF",
+    ),
     (Image.new("LAB", (2, 1)), "mode LAB, of which no colours are known; save it as RGB"),
-    (Image.fromarray(np.array([[0, 255]], np.int32)),
-     "a known white, got mode I in [0, 255]; save it as uint8"),
-    (Image.fromarray(np.array([[0, -5]], np.int32)),
-     "a known white, got mode I in [-5, 0]; save it as uint8"),
+    (
+        Image.fromarray(np.array([[0, 255]], np.int32)),
+        "a known white, got mode I in [0, 255]; save it as uint8",
+    ),
+    (
+        Image.fromarray(np.array([[0, -5]], np.int32)),
+        "a known white, got mode I in [-5, 0]; save it as uint8",
+    ),
     (Image.fromarray(np.array([[0, 255]], np.float32)), "in [0, 1], got floats in [0, 255]"),
     (np.array([[0, 255]]), "a known white, got mode int64 in [0, 255]; save it as uint8"),
     (np.array([["a"]]), "expected an image of numbers, got an array of <U1"),
     ([[10**400]], "expected an array of numbers, got a list of other things"),
-]  # fmt: skip
+]
 
 
 @each(("source", "message"), BROKEN)
@@ -306,8 +316,10 @@ def shapes(turns):
 
 def test_columns_hold_one_or_several_also_as_json_text():
     assert columns_of({"image": "a", "audios": ["b", "c"], "video": ["d"], "text": "e"}) == {
-        "image": ["a"], "video": [["d"]], "audio": ["b", "c"],
-    }  # fmt: skip
+        "image": ["a"],
+        "video": [["d"]],
+        "audio": ["b", "c"],
+    }
     assert columns_of({"images": json.dumps(["a", "b"])}) == {"image": ["a", "b"]}
     assert columns_of({"image": None, "images": [], "audio": "", "videos": {"bytes": None}}) == {}
     with pytest.raises(ValueError, match="one of the columns 'image' and 'images', got both"):
@@ -347,27 +359,35 @@ def test_as_many_media_as_marks_fill_them_in_order_and_others_are_refused(words,
             placed(user("".join(words)), row | {f"{kind}s": [*row[f"{kind}s"], "more"]}, ALL, None)
 
 
-@pytest.mark.parametrize(("row", "kinds", "message"), [
-    ({"image": "a"}, (), "the row has images, and the model reads text alone"),
-    ({"audio": "a"}, ("image",), "the row has audios, and the model reads text and images alone"),
-    ({"images": ["a", "b"], "q": "<image>"}, ALL, "expected as many places as images, got 1 and 2"),
-    ({"q": "<image><image>"}, ALL, "expected as many places as images, got 2 and 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "kinds", "message"),
+    [
+        ({"image": "a"}, (), "the row has images, and the model reads text alone"),
+        ({"audio": "a"}, ("image",), "the row has audios, and the model reads text and images alone"),
+        ({"images": ["a", "b"], "q": "<image>"}, ALL, "expected as many places as images, got 1 and 2"),
+        ({"q": "<image><image>"}, ALL, "expected as many places as images, got 2 and 0"),
+    ],
+)
 def test_media_that_do_not_fit_are_refused(row, kinds, message):
     with pytest.raises(ValueError, match=message):
         placed(user(row.get("q", "q")), row, kinds, None)
 
 
-@pytest.mark.parametrize(("part", "want"), [
-    ({"type": "image"}, {"type": "image"}),
-    ({"type": "image", "image": "a", "text": None}, {"type": "image", "image": "a"}),
-    ({"type": "image", "url": "a"}, {"type": "image", "image": "a"}),
-    ({"type": "image_url", "image_url": {"url": "a"}}, {"type": "image", "image": {"url": "a"}}),
-    ({"type": "input_audio", "input_audio": {"data": "a", "format": "wav"}},
-     {"type": "audio", "audio": {"data": "a", "format": "wav"}}),
-    ({"image": "a"}, {"type": "image", "image": "a"}),
-    ({"type": "text", "text": "a"}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "want"),
+    [
+        ({"type": "image"}, {"type": "image"}),
+        ({"type": "image", "image": "a", "text": None}, {"type": "image", "image": "a"}),
+        ({"type": "image", "url": "a"}, {"type": "image", "image": "a"}),
+        ({"type": "image_url", "image_url": {"url": "a"}}, {"type": "image", "image": {"url": "a"}}),
+        (
+            {"type": "input_audio", "input_audio": {"data": "a", "format": "wav"}},
+            {"type": "audio", "audio": {"data": "a", "format": "wav"}},
+        ),
+        ({"image": "a"}, {"type": "image", "image": "a"}),
+        ({"type": "text", "text": "a"}, None),
+    ],
+)
 def test_the_forms_of_parts(part, want):
     assert part_of(part) == want
 

@@ -55,33 +55,40 @@ CALL = {"name": "add", "arguments": {"a": 1}}
 CALLED = {"type": "function", "function": CALL}
 
 
-@each(("cell", "turns"), [
-    ([user("a"), says("b")], [user("a"), says("b")]),
-    (json.dumps([user("a")]), [user("a")]),
-    ([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], [user("a"), says("b")]),
-    ([{"from": "system", "value": "s"}, {"from": "observation", "value": "3"}],
-     [turn("system", "s"), turn("tool", "3")]),
-    ([{"from": "function_call", "value": json.dumps(CALL)}], [says("", tool_calls=[CALLED])]),
-    ([turn("user", ["a", {"type": "text", "text": "b", "image": None}])], [user("ab")]),
-    ([turn("assistant", None, tool_calls=[CALLED])], [says("", tool_calls=[CALLED])]),
-    ([says("b", tool_calls=None, name=None)], [says("b")]),
-    ([says("b", tool_calls=[])], [says("b")]),
-    ([says("b", tool_calls=json.dumps([CALL]))], [says("b", tool_calls=[CALLED])]),
-    (
-        [says("", tool_calls=[{"id": "1", "function": {"name": "add", "arguments": '{"a": null}'}}])],
-        [
-            says(
-                "",
-                tool_calls=[
-                    {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": None}}}
-                ],
-            )
-        ],
-    ),
-    ([says("", tool_calls=[{"function": {"name": "add", "arguments": {"a": 1, "b": None}}}])],
-     [says("", tool_calls=[CALLED])]),
-    ([turn("tool", "3", tool_call_id="x")], [turn("tool", "3", tool_call_id="x")]),
-])  # fmt: skip
+@each(
+    ("cell", "turns"),
+    [
+        ([user("a"), says("b")], [user("a"), says("b")]),
+        (json.dumps([user("a")]), [user("a")]),
+        ([{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], [user("a"), says("b")]),
+        (
+            [{"from": "system", "value": "s"}, {"from": "observation", "value": "3"}],
+            [turn("system", "s"), turn("tool", "3")],
+        ),
+        ([{"from": "function_call", "value": json.dumps(CALL)}], [says("", tool_calls=[CALLED])]),
+        ([turn("user", ["a", {"type": "text", "text": "b", "image": None}])], [user("ab")]),
+        ([turn("assistant", None, tool_calls=[CALLED])], [says("", tool_calls=[CALLED])]),
+        ([says("b", tool_calls=None, name=None)], [says("b")]),
+        ([says("b", tool_calls=[])], [says("b")]),
+        ([says("b", tool_calls=json.dumps([CALL]))], [says("b", tool_calls=[CALLED])]),
+        (
+            [says("", tool_calls=[{"id": "1", "function": {"name": "add", "arguments": '{"a": null}'}}])],
+            [
+                says(
+                    "",
+                    tool_calls=[
+                        {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": None}}}
+                    ],
+                )
+            ],
+        ),
+        (
+            [says("", tool_calls=[{"function": {"name": "add", "arguments": {"a": 1, "b": None}}}])],
+            [says("", tool_calls=[CALLED])],
+        ),
+        ([turn("tool", "3", tool_call_id="x")], [turn("tool", "3", tool_call_id="x")]),
+    ],
+)
 def test_messages_of_every_form_become_turns(cell, turns):
     assert conversation({"m": cell}, ["m"]).turns == turns
 
@@ -131,18 +138,21 @@ def test_a_column_holds_the_system_prompt_of_a_conversation():
     assert [chats.shown(tok, x) for x in found] == [kept] * 5
 
 
-@each(("row", "options", "columns"), [
-    ({"system": "S"}, {}, ["system"]),
-    ({"system": "S"}, {"template": "{system} {question}"}, []),
-    ({"functions": [{"name": "f"}], "tools": "[]", "history": []}, {}, ["tools", "functions"]),
-    ({"history": [["a", "b"]], "system_prompt": "S"}, {}, ["history", "system_prompt"]),
-    ({"chat_template_kwargs": {"x": None}}, {}, []),
-    ({"instruction": "i", "input": "x", "context": ""}, {}, ["input"]),
-    ({"input": "x"}, {}, []),
-    ({"tools": [{"name": "f"}]}, {"columns": ["tools"]}, []),
-    ({"tools": [{"name": "f"}], "system": "S"}, {"messages": ["m"]}, []),
-    ({"functions": [{"name": "f"}]}, {"messages": ["m"]}, ["functions"]),
-])  # fmt: skip
+@each(
+    ("row", "options", "columns"),
+    [
+        ({"system": "S"}, {}, ["system"]),
+        ({"system": "S"}, {"template": "{system} {question}"}, []),
+        ({"functions": [{"name": "f"}], "tools": "[]", "history": []}, {}, ["tools", "functions"]),
+        ({"history": [["a", "b"]], "system_prompt": "S"}, {}, ["history", "system_prompt"]),
+        ({"chat_template_kwargs": {"x": None}}, {}, []),
+        ({"instruction": "i", "input": "x", "context": ""}, {}, ["input"]),
+        ({"input": "x"}, {}, []),
+        ({"tools": [{"name": "f"}]}, {"columns": ["tools"]}, []),
+        ({"tools": [{"name": "f"}], "system": "S"}, {"messages": ["m"]}, []),
+        ({"functions": [{"name": "f"}]}, {"messages": ["m"]}, ["functions"]),
+    ],
+)
 def test_columns_of_a_known_schema_that_are_not_read_are_announced_once(row, options, columns):
     rows = [{"question": "1", "m": [user("1")], **more} for more in (row, row)]
     with warnings.catch_warnings(record=True) as caught:
@@ -165,27 +175,30 @@ def test_media_that_a_model_of_text_does_not_read_are_announced(kind):
         getattr(data, kind).from_rows([row], tok)
 
 
-@each(("row", "message"), [
-    ({"q": "a"}, "^the row has no column 'm'; it has 'q'$"),
-    ({"q": [user("a")]}, "no column 'm'; it has 'q'; 'q' holds messages: --messages q, without --temp"),
-    ({"m": "text"}, "^column 'm': expected a list of messages, got str; text is for --template '{m}'"),
-    ({"m": None}, "column 'm': expected a list of messages, got NoneType"),
-    ({"m": []}, "^column 'm' has no messages$"),
-    ({"m": ["a"]}, "^column 'm', turn 1: expected a message with role and content, got str$"),
-    ({"m": [user("a"), {"content": "b"}]}, "^column 'm', turn 2: expected a role, got a message with 'c"),
-    ({"m": [turn("boss", "a")]}, "turn 1: role: expected one of system, .*, got 'boss'$"),
-    ({"m": [turn("user", None)]}, "turn 1: user: expected content, got none"),
-    ({"m": [says(None, tool_calls=[])]}, "turn 1: assistant: expected content"),
-    ({"m": [turn("user", 5)]}, "turn 1: content: expected text, or a list of parts of text, got int"),
-    ({"m": [turn("user", [{"type": "image"}])]}, "content: expected parts of text, got one of type 'im"),
-    ({"m": [turn("user", [3])]}, "content: expected parts of text, got one of type 'int'"),
-    ({"m": [says("", tool_calls="add")]}, "turn 1: tool_calls: expected calls with name .*, got 'add'"),
-    ({"m": [says("", tool_calls=[{"arguments": {}}])]}, "tool_calls: expected a call with a name, got"),
-    ({"m": [says("", tool_calls=["add"])]}, "tool_calls: expected a call with name and .*, got 'add'"),
-    ({"m": [{"from": "function_call", "value": "add(1)"}]}, "turn 1: tool_calls: .*, got 'add\\(1\\)'"),
-    ({"m": [user("a")], "tools": "f"}, "^column 'tools': expected a list of JSON schemas, got 'f'"),
-    ({"m": [user("a")], "tools": [3]}, "^column 'tools', tool 1: expected a JSON schema, got 3"),
-])  # fmt: skip
+@each(
+    ("row", "message"),
+    [
+        ({"q": "a"}, "^the row has no column 'm'; it has 'q'$"),
+        ({"q": [user("a")]}, "no column 'm'; it has 'q'; 'q' holds messages: --messages q, without --temp"),
+        ({"m": "text"}, "^column 'm': expected a list of messages, got str; text is for --template '{m}'"),
+        ({"m": None}, "column 'm': expected a list of messages, got NoneType"),
+        ({"m": []}, "^column 'm' has no messages$"),
+        ({"m": ["a"]}, "^column 'm', turn 1: expected a message with role and content, got str$"),
+        ({"m": [user("a"), {"content": "b"}]}, "^column 'm', turn 2: expected a role, got a message with 'c"),
+        ({"m": [turn("boss", "a")]}, "turn 1: role: expected one of system, .*, got 'boss'$"),
+        ({"m": [turn("user", None)]}, "turn 1: user: expected content, got none"),
+        ({"m": [says(None, tool_calls=[])]}, "turn 1: assistant: expected content"),
+        ({"m": [turn("user", 5)]}, "turn 1: content: expected text, or a list of parts of text, got int"),
+        ({"m": [turn("user", [{"type": "image"}])]}, "content: expected parts of text, got one of type 'im"),
+        ({"m": [turn("user", [3])]}, "content: expected parts of text, got one of type 'int'"),
+        ({"m": [says("", tool_calls="add")]}, "turn 1: tool_calls: expected calls with name .*, got 'add'"),
+        ({"m": [says("", tool_calls=[{"arguments": {}}])]}, "tool_calls: expected a call with a name, got"),
+        ({"m": [says("", tool_calls=["add"])]}, "tool_calls: expected a call with name and .*, got 'add'"),
+        ({"m": [{"from": "function_call", "value": "add(1)"}]}, "turn 1: tool_calls: .*, got 'add\\(1\\)'"),
+        ({"m": [user("a")], "tools": "f"}, "^column 'tools': expected a list of JSON schemas, got 'f'"),
+        ({"m": [user("a")], "tools": [3]}, "^column 'tools', tool 1: expected a JSON schema, got 3"),
+    ],
+)
 def test_what_is_no_message_is_named(row, message):
     with pytest.raises(ValueError, match=message):
         conversation(row, ["m"])
@@ -215,16 +228,19 @@ def spelled(text):
     return text
 
 
-@each(("name", "turns", "kwargs", "text"), [
-    ("CHATML", FEW[3:], {}, "[S]Be kind.[E]\n[U]2+2[E]\n[A]"),
-    ("CHATML", FEW[:2], {}, "[S]S[E]\n[U]1+1[E]\n[A]"),
-    ("CHATML", [turn("system", ""), user("a")], {}, "[S][E]\n[U]a[E]\n[A]"),
-    ("LLAMA3", FEW[1:], {}, "<bos>[user]1+1[0][assistant]2[0][user]2+2[0][assistant]"),
-    ("LLAMA3", FEW[3:], {"style": "dated"}, "<bos>[user]26 Jul\n2+2[0][assistant]"),
-    ("GEMMA2", FEW[3:], {}, "<bos><turn>user\n2+2</turn>\n<turn>model\n"),
-    ("QWEN3", FEW[3:], {}, "[U]2+2[E]\n[A]"),
-    ("QWEN3", FEW[3:], {"enable_thinking": False}, "[U]2+2[E]\n[A]<think>\n\n</think>\n\n"),
-])  # fmt: skip
+@each(
+    ("name", "turns", "kwargs", "text"),
+    [
+        ("CHATML", FEW[3:], {}, "[S]Be kind.[E]\n[U]2+2[E]\n[A]"),
+        ("CHATML", FEW[:2], {}, "[S]S[E]\n[U]1+1[E]\n[A]"),
+        ("CHATML", [turn("system", ""), user("a")], {}, "[S][E]\n[U]a[E]\n[A]"),
+        ("LLAMA3", FEW[1:], {}, "<bos>[user]1+1[0][assistant]2[0][user]2+2[0][assistant]"),
+        ("LLAMA3", FEW[3:], {"style": "dated"}, "<bos>[user]26 Jul\n2+2[0][assistant]"),
+        ("GEMMA2", FEW[3:], {}, "<bos><turn>user\n2+2</turn>\n<turn>model\n"),
+        ("QWEN3", FEW[3:], {}, "[U]2+2[E]\n[A]"),
+        ("QWEN3", FEW[3:], {"enable_thinking": False}, "[U]2+2[E]\n[A]<think>\n\n</think>\n\n"),
+    ],
+)
 def test_a_prompt_is_what_the_template_makes_of_it(name, turns, kwargs, text):
     chat = chat_of(name, **kwargs)
     chat.check()
@@ -283,14 +299,17 @@ def test_literals():
             data.literals([pair])
 
 
-@pytest.mark.parametrize(("template", "kwargs", "message"), [
-    (chats.LLAMA3, {"enable_thinking": False}, r"reads \(style\), got 'enable_thinking'"),
-    (chats.QWEN3, {"thinking": False}, r"reads \(enable_thinking\), got 'thinking'"),
-    (chats.GEMMA2, {"enable_thinking": False}, r"reads \(it reads none\), got"),
-    (chats.MARKED, {"messages": []}, "got 'messages'"),
-    (chats.LLAMA3, {"bos_token": "x"}, "got 'bos_token'"),
-    (None, {"a": 1}, "expected none, as the tokenizer has no chat template, got a"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "kwargs", "message"),
+    [
+        (chats.LLAMA3, {"enable_thinking": False}, r"reads \(style\), got 'enable_thinking'"),
+        (chats.QWEN3, {"thinking": False}, r"reads \(enable_thinking\), got 'thinking'"),
+        (chats.GEMMA2, {"enable_thinking": False}, r"reads \(it reads none\), got"),
+        (chats.MARKED, {"messages": []}, "got 'messages'"),
+        (chats.LLAMA3, {"bos_token": "x"}, "got 'bos_token'"),
+        (None, {"a": 1}, "expected none, as the tokenizer has no chat template, got a"),
+    ],
+)
 def test_a_keyword_that_a_template_does_not_read_is_refused(template, kwargs, message):
     with pytest.raises(ValueError, match=f"^chat_template_kwargs: .*{message}"):
         data.from_rows([{"q": "a"}], chats.tokenizer(template), template="{q}", chat_template_kwargs=kwargs)
@@ -306,13 +325,16 @@ def test_a_keyword_reaches_text_too():
 # ---------- what is learned
 
 
-@pytest.mark.parametrize(("name", "loss_on", "want"), [
-    ("CHATML", "all", "[S]Be kind.[E]\n[U]a[E]\n[A]«b[E]»\n[U]c[E]\n[A]«d[E]»"),
-    ("CHATML", "last", "[S]Be kind.[E]\n[U]a[E]\n[A]b[E]\n[U]c[E]\n[A]«d[E]»"),
-    ("MARKED", "all", "[U]a[E]\n[A]«b[E]»\n[U]c[E]\n[A]«d[E]»"),
-    ("MARKED", "last", "[U]a[E]\n[A]b[E]\n[U]c[E]\n[A]«d[E]»"),
-    ("LLAMA3", "all", "<bos>[user]a[0][assistant]«b[0]»[user]c[0][assistant]«d[0]»"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "loss_on", "want"),
+    [
+        ("CHATML", "all", "[S]Be kind.[E]\n[U]a[E]\n[A]«b[E]»\n[U]c[E]\n[A]«d[E]»"),
+        ("CHATML", "last", "[S]Be kind.[E]\n[U]a[E]\n[A]b[E]\n[U]c[E]\n[A]«d[E]»"),
+        ("MARKED", "all", "[U]a[E]\n[A]«b[E]»\n[U]c[E]\n[A]«d[E]»"),
+        ("MARKED", "last", "[U]a[E]\n[A]b[E]\n[U]c[E]\n[A]«d[E]»"),
+        ("LLAMA3", "all", "<bos>[user]a[0][assistant]«b[0]»[user]c[0][assistant]«d[0]»"),
+    ],
+)
 def test_turns_are_learned_with_their_ends(name, loss_on, want):
     turns = [user("a"), says("b"), user("c"), says("d")]
     assert learned(name, *turns, loss_on=loss_on) == [spelled(want)]
@@ -369,17 +391,23 @@ def test_an_answer_that_melts_into_its_header_is_cut_where_the_prompt_ends(name)
     assert lesson.ids != chat.ids([user("a"), says("\nb")], ask=False)[: len(lesson.ids)]
 
 
-@pytest.mark.parametrize(("name", "turns", "message"), [
-    ("CHATML", [user("a")], "^expected a turn of the assistant to learn, got none$"),
-    ("CHATML", [user("a"), says(" ")], "^turn 2: the response is empty$"),
-    ("CHATML", [says("a"), user("b"), says("c")], "^turn 1: the assistant speaks first"),
-    ("MARKED", [says("a"), user("b"), says("c")], "^turn 1: the assistant speaks first"),
-    ("ASKED", [user("a"), says("<think>\nx</think>b")],
-     r"^turn 2: the prompt that asks for it continues with '<think>\\n', but the chat template "
-     r"renders it with 'b<\|eot\|>'"),
-    ("GEMMA2", [user("a"), says("b"), says("c")], "chat template: .* turns alternate"),
-    ("GEMMA2", [user("a"), says("", tool_calls=[CALLED])], "turn 2 has tool_calls"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "turns", "message"),
+    [
+        ("CHATML", [user("a")], "^expected a turn of the assistant to learn, got none$"),
+        ("CHATML", [user("a"), says(" ")], "^turn 2: the response is empty$"),
+        ("CHATML", [says("a"), user("b"), says("c")], "^turn 1: the assistant speaks first"),
+        ("MARKED", [says("a"), user("b"), says("c")], "^turn 1: the assistant speaks first"),
+        (
+            "ASKED",
+            [user("a"), says("<think>\nx</think>b")],
+            r"^turn 2: the prompt that asks for it continues with '<think>\\n', but the chat template "
+            r"renders it with 'b<\|eot\|>'",
+        ),
+        ("GEMMA2", [user("a"), says("b"), says("c")], "chat template: .* turns alternate"),
+        ("GEMMA2", [user("a"), says("", tool_calls=[CALLED])], "turn 2 has tool_calls"),
+    ],
+)
 def test_what_cannot_be_learned_is_refused(name, turns, message):
     with pytest.raises(ValueError, match=message):
         chat_of(name).lessons(talk(*turns), "all")

@@ -63,10 +63,13 @@ def test_shares_are_relative_and_exact():
     assert at(a, range(10)) == [0, 0, 1, 0, 0, 1, 0, 0, 0, 1]
 
 
-@pytest.mark.parametrize(("weights", "message"), [
-    (["0", "1"], "shares: expected each above 0, got 0, 1"),
-    (["0.3333333", "1"], r"add up to at most 100000, got 3333333:10000000; round them"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (["0", "1"], "shares: expected each above 0, got 0, 1"),
+        (["0.3333333", "1"], r"add up to at most 100000, got 3333333:10000000; round them"),
+    ],
+)
 def test_shares_that_cannot_be_kept_are_refused(weights, message):
     with pytest.raises(ValueError, match=message):
         Mixture([Fraction(w) for w in weights])

@@ -303,19 +303,25 @@ PAD = "<|image_pad|>"
 TALK = [{"role": "user", "content": "a="}, {"role": "assistant", "content": "1"}]
 
 
-@each(("kind", "row", "options"), [
-    (data.loading.PROMPTS, {"q": f"a={PAD}"}, {}),
-    (data.loading.PROMPTS, {"q": "a=", "a": f"1{PAD}"}, {"response": "{a}"}),
-    (data.loading.PROMPTS, {"m": [{"role": "user", "content": PAD}]}, {"messages": ["m"]}),
-    (data.loading.PROMPTS, {"m": [*TALK, TALK[0], {**TALK[1], "content": f"{PAD}2"}]},
-     {"messages": ["m"], "loss_on": "all"}),
-    (data.PAIRS, {"q": "a=", "chosen": PAD, "rejected": "2"}, {}),
-    (data.PAIRS, {"q": PAD, "chosen": "1", "rejected": "2"}, {}),
-    (data.PAIRS, {"chosen": f"a= {PAD}", "rejected": "a= 2"}, {"template": ""}),
-    (data.LISTS, {"q": "a=", "completions": ["1", PAD], "scores": [1, 0]}, {}),
-    (data.POINTS, {"q": "a=", "completion": PAD, "score": 1}, {}),
-    (data.STEPS, {"q": "a=", "completions": ["1", PAD], "labels": [1, 0]}, {"separator": ""}),
-])  # fmt: skip
+@each(
+    ("kind", "row", "options"),
+    [
+        (data.loading.PROMPTS, {"q": f"a={PAD}"}, {}),
+        (data.loading.PROMPTS, {"q": "a=", "a": f"1{PAD}"}, {"response": "{a}"}),
+        (data.loading.PROMPTS, {"m": [{"role": "user", "content": PAD}]}, {"messages": ["m"]}),
+        (
+            data.loading.PROMPTS,
+            {"m": [*TALK, TALK[0], {**TALK[1], "content": f"{PAD}2"}]},
+            {"messages": ["m"], "loss_on": "all"},
+        ),
+        (data.PAIRS, {"q": "a=", "chosen": PAD, "rejected": "2"}, {}),
+        (data.PAIRS, {"q": PAD, "chosen": "1", "rejected": "2"}, {}),
+        (data.PAIRS, {"chosen": f"a= {PAD}", "rejected": "a= 2"}, {"template": ""}),
+        (data.LISTS, {"q": "a=", "completions": ["1", PAD], "scores": [1, 0]}, {}),
+        (data.POINTS, {"q": "a=", "completion": PAD, "score": 1}, {}),
+        (data.STEPS, {"q": "a=", "completions": ["1", PAD], "labels": [1, 0]}, {"separator": ""}),
+    ],
+)
 def test_no_text_holds_the_place_of_an_image_by_itself(tmp_path, sees, kind, row, options):
     """A row without images is asked as one with them: the model would look for an image that is not there."""
     rows = [json.loads(json.dumps(row).replace(PAD, "3")), row]

@@ -107,7 +107,7 @@ OF_FILES = {
     "point": (data.POINTS, [POINT, {**POINT, "prompt": "sort:21="}], {"labels": ("format", "score")}),
     "steps": (data.STEPS, [SHARES, {**SHARES, "completions": ["7"], "labels": [0.0]}], {"separator": ","}),
     "pair": (data.PAIRS, [{**PAIR, "margin": 0.5}, {**PAIR, "rejected": "1"}], {"margin": "margin"}),
-}  # fmt: skip
+}
 MESSAGES = {
     "list": (LIST, ("prompt", "completions")),
     "point": (POINT, ("prompt", "completion")),
@@ -217,13 +217,16 @@ def test_items_that_are_too_long_are_left_out_with_their_count():
             assert [x.index for x in of(kind, [row, {**row, **change}, row], max_length=13)] == [0, 2]
 
 
-@pytest.mark.parametrize(("kind", "options", "message"), [
-    ("list", {"messages": ("prompt",)}, "messages: expected the columns of the prompt and of the compl"),
-    ("point", {"messages": ("a", "b", "c")}, "messages: expected the columns of prompt and completion"),
-    ("point", {"labels": ()}, "labels: expected at least one column, got none"),
-    ("steps", {"messages": ("prompt",)}, "messages: expected none for steps, .*got prompt"),
-    ("steps", {"separator": "\n"}, r"separator: expected text that the tokenizer knows, got '\\n'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("list", {"messages": ("prompt",)}, "messages: expected the columns of the prompt and of the compl"),
+        ("point", {"messages": ("a", "b", "c")}, "messages: expected the columns of prompt and completion"),
+        ("point", {"labels": ()}, "labels: expected at least one column, got none"),
+        ("steps", {"messages": ("prompt",)}, "messages: expected none for steps, .*got prompt"),
+        ("steps", {"separator": "\n"}, r"separator: expected text that the tokenizer knows, got '\\n'"),
+    ],
+)
 def test_options_that_no_row_could_be_used_with(kind, options, message):
     with pytest.raises(ValueError, match=message):
         of(kind, [MAKE[kind][1]], **options)
@@ -283,15 +286,18 @@ def test_a_response_that_was_cut_off_has_no_end():
     assert ends == [not found.prompt(i).columns["unfinished"] for i in range(60)] and 15 < sum(ends) < 45
 
 
-@pytest.mark.parametrize(("texts", "message"), [
-    (["gess"], "negatives: expected names of guess, mistake, ordered, length, noise, cut, got 'gess'"),
-    (["guess", "guess=2"], "negatives: expected each name once, got 'guess' twice"),
-    (["guess=0"], "negatives: expected a share above 0, as guess=0.5, got 'guess=0'"),
-    (["guess="], "negatives: expected a share above 0"),
-    (["guess=x"], "negatives: expected a share above 0"),
-    (["guess=nan"], "negatives: expected a share above 0"),
-    ([], "negatives: expected at least one of guess"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["gess"], "negatives: expected names of guess, mistake, ordered, length, noise, cut, got 'gess'"),
+        (["guess", "guess=2"], "negatives: expected each name once, got 'guess' twice"),
+        (["guess=0"], "negatives: expected a share above 0, as guess=0.5, got 'guess=0'"),
+        (["guess="], "negatives: expected a share above 0"),
+        (["guess=x"], "negatives: expected a share above 0"),
+        (["guess=nan"], "negatives: expected a share above 0"),
+        ([], "negatives: expected at least one of guess"),
+    ],
+)
 def test_a_mixture_of_wrong_answers_that_is_none(texts, message):
     with pytest.raises(ValueError, match=message):
         wrong_answers.mixture_of(texts)

@@ -37,21 +37,24 @@ def asked(rows):
     return [row["question"] for row in rows]
 
 
-@pytest.mark.parametrize(("text", "name", "part", "split", "share"), [
-    ("addition", "addition", None, None, "1"),
-    ("addition:2", "addition", "2", None, "1"),
-    ("addition:2=0.25", "addition", "2", None, "1/4"),
-    ("openai/gsm8k:main", "openai/gsm8k", "main", None, "1"),
-    ("gsm8k:main@train=3", "gsm8k", "main", "train", "3"),
-    ("a/b@train_sft", "a/b", None, "train_sft", "1"),
-    ("data/*.jsonl=1/3", "data/*.jsonl", None, None, "1/3"),
-    ("a.json:rows", "a.json", "rows", None, "1"),
-    ("a=b.jsonl", "a=b.jsonl", None, None, "1"),
-    ("http://x/y", "http://x/y", None, None, "1"),
-    ("here=2", "here=2", None, None, "1"),  # a file of that whole name
-    ("odd:x@y", "odd:x@y", None, None, "1"),
-    ("odd:x@y=2", "odd:x@y", None, None, "2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "name", "part", "split", "share"),
+    [
+        ("addition", "addition", None, None, "1"),
+        ("addition:2", "addition", "2", None, "1"),
+        ("addition:2=0.25", "addition", "2", None, "1/4"),
+        ("openai/gsm8k:main", "openai/gsm8k", "main", None, "1"),
+        ("gsm8k:main@train=3", "gsm8k", "main", "train", "3"),
+        ("a/b@train_sft", "a/b", None, "train_sft", "1"),
+        ("data/*.jsonl=1/3", "data/*.jsonl", None, None, "1/3"),
+        ("a.json:rows", "a.json", "rows", None, "1"),
+        ("a=b.jsonl", "a=b.jsonl", None, None, "1"),
+        ("http://x/y", "http://x/y", None, None, "1"),
+        ("here=2", "here=2", None, None, "1"),  # a file of that whole name
+        ("odd:x@y", "odd:x@y", None, None, "1"),
+        ("odd:x@y=2", "odd:x@y", None, None, "2"),
+    ],
+)
 def test_a_text_is_name_part_split_and_share(text, name, part, split, share, here):
     for file in ("here=2", "odd:x@y"):
         (here / file).touch()
@@ -156,12 +159,15 @@ def test_a_json_object_that_wraps_its_rows(here, whole, name, place, indent):
     assert rows.place(len(rows) - 1) == place and rows[0]["question"] == "0+0="
 
 
-@pytest.mark.parametrize(("whole", "name", "message"), [
-    ({"a": ROWS, "b": ROWS}, "a.json", "expected one list of rows, got a, b; name one, as a.json:a"),
-    ({"a": ROWS, "b": 3}, "a.json:b", "expected a list 'b', got an object with 'a', 'b'"),
-    ({"a": [*ROWS, 7]}, "a.json:a", r"data: a.json, a, row 21: expected an object of columns, got int"),
-    (ROWS, "a.json:a", "expected an object with a list 'a', got a list; leave out :a"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("whole", "name", "message"),
+    [
+        ({"a": ROWS, "b": ROWS}, "a.json", "expected one list of rows, got a, b; name one, as a.json:a"),
+        ({"a": ROWS, "b": 3}, "a.json:b", "expected a list 'b', got an object with 'a', 'b'"),
+        ({"a": [*ROWS, 7]}, "a.json:a", r"data: a.json, a, row 21: expected an object of columns, got int"),
+        (ROWS, "a.json:a", "expected an object with a list 'a', got a list; leave out :a"),
+    ],
+)
 def test_lists_of_a_json_object_that_cannot_be_meant(here, whole, name, message):
     (here / "a.json").write_text(json.dumps(whole))
     with pytest.raises(ValueError, match=message):
@@ -243,11 +249,18 @@ def saved(here, **splits):
     datasets.DatasetDict(tables).save_to_disk(here / "saved")
 
 
-@pytest.mark.parametrize(("splits", "text", "want"), [
-    ({"train": 12, "test": 8}, "saved", (12, 8, "split test of saved")),
-    ({"train": 12, "validation": 8}, "saved", (12, 8, "split validation of saved")),
-    ({"train": 12, "validation": 4, "test": 4}, "saved@validation", (4, 4, "split test of saved@validation")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("splits", "text", "want"),
+    [
+        ({"train": 12, "test": 8}, "saved", (12, 8, "split test of saved")),
+        ({"train": 12, "validation": 8}, "saved", (12, 8, "split validation of saved")),
+        (
+            {"train": 12, "validation": 4, "test": 4},
+            "saved@validation",
+            (4, 4, "split test of saved@validation"),
+        ),
+    ],
+)
 def test_a_split_to_evaluate_on(here, splits, text, want):
     starts = [sum(list(splits.values())[:i]) for i in range(len(splits))]
     saved(here, **{name: ROWS[i : i + n] for i, (name, n) in zip(starts, splits.items())})
@@ -260,10 +273,13 @@ def texts(dataset):
     return {dataset.prompt(i).text for i in range(dataset.size)}
 
 
-@pytest.mark.parametrize(("splits", "text", "message"), [
-    (["a", "b"], "saved", "data: saved: expected a split train, got a, b; name one, as saved@a"),
-    (["train"], "saved@x", "data: saved@x: expected one of its splits, got x; it has train"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("splits", "text", "message"),
+    [
+        (["a", "b"], "saved", "data: saved: expected a split train, got a, b; name one, as saved@a"),
+        (["train"], "saved@x", "data: saved@x: expected one of its splits, got x; it has train"),
+    ],
+)
 def test_splits_that_cannot_be_meant(here, splits, text, message):
     saved(here, **dict.fromkeys(splits, ROWS))
     with pytest.raises(ValueError, match=message):
@@ -373,15 +389,18 @@ def test_a_source_that_lacks_a_column_is_named(here):
     assert {"day", "note"} <= {name for p in data.take(both, 4, 0)[0] for name in p.columns}
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("train.json", "'train.json': no such file; did you mean train.jsonl?"),
-    ("dota/train.jsonl", "'dota/train.jsonl': no such file; did you mean data?"),
-    ("./trian.jsonl", "'./trian.jsonl': no such file; did you mean train.jsonl?"),
-    ("a/b/c", "'a/b/c': no such file"),
-    ("mydta", "cannot be reached: .*; did you mean mydata?"),
-    ("adition", "cannot be reached: .*; did you mean addition?"),
-    ("gsm9k", "'gsm9k': it is neither a file nor in the hub's cache, and http://127.0.0.1:9 cannot be"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("train.json", "'train.json': no such file; did you mean train.jsonl?"),
+        ("dota/train.jsonl", "'dota/train.jsonl': no such file; did you mean data?"),
+        ("./trian.jsonl", "'./trian.jsonl': no such file; did you mean train.jsonl?"),
+        ("a/b/c", "'a/b/c': no such file"),
+        ("mydta", "cannot be reached: .*; did you mean mydata?"),
+        ("adition", "cannot be reached: .*; did you mean addition?"),
+        ("gsm9k", "'gsm9k': it is neither a file nor in the hub's cache, and http://127.0.0.1:9 cannot be"),
+    ],
+)
 def test_what_is_like_a_missing_name_is_said(here, name, message):
     for file in ("train.jsonl", "data/x.jsonl", "mydata/train.jsonl"):
         jsonl(here / file)

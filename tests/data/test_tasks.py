@@ -180,16 +180,19 @@ def test_letter_count_has_no_answer_that_is_better_than_chance():
 REVERSE = {"question": "", "short": "reverse:abcd=", "answer": "dcba", "level": "2"}
 
 
-@each(("text", "score"), [
-    ("dcba", 1.0),
-    ("dcbx", 0.375),
-    ("abcd", 0.0),
-    ("dc", 0.25),
-    ("dcbaa", 0.4),  # padding costs: 4 of 5
-    ("dcba" * 10, 0.05),
-    ("xdcba", 0.0),  # shifted by one
-    ("", 0.0),
-])  # fmt: skip
+@each(
+    ("text", "score"),
+    [
+        ("dcba", 1.0),
+        ("dcbx", 0.375),
+        ("abcd", 0.0),
+        ("dc", 0.25),
+        ("dcbaa", 0.4),  # padding costs: 4 of 5
+        ("dcba" * 10, 0.05),
+        ("xdcba", 0.0),  # shifted by one
+        ("", 0.0),
+    ],
+)
 def test_partial_credit_is_half_the_share_of_right_positions(text, score):
     assert TASKS["reverse"].verify(text, REVERSE) == pytest.approx(score)
 
@@ -204,34 +207,37 @@ def test_partial_credit_never_reaches_the_exact_score(text):
 COUNTDOWN = {"numbers": "2,3,8,8", "target": "24", "level": "2"}
 
 
-@each(("text", "score"), [
-    ("(8-2)*(8/2)", 0.0),  # a number twice, another not at all
-    ("8/(3-8/2)", 0.1),  # legal, and -8
-    ("8*3*(8-2)/6", 0.0),
-    ("8 * 3 * 2 - 8 * 3", 0.0),
-    ("(8+8)*3/2", 1.0),
-    (" ( 8 + 8 ) * 3 / 2\n", 1.0),
-    ("8/2*3+8", 0.1),  # legal, and 20
-    ("8/(2+3-8)+8", 0.0),
-    ("3/(8-8)+2", 0.0),  # divides by zero
-    ("(8+8)*3/2 = 24", 0.0),
-    ("-8-8+3*2", 0.0),  # a sign is no operation on two numbers
-    ("8**2+3+8", 0.0),
-    ("8//3+2+8", 0.0),
-    ("(8+8)*3.0/2", 0.0),
-    ("(8+8)*03/2", 0.0),
-    ("8(8+3)2", 0.0),
-    ("24", 0.0),
-    ("", 0.0),
-    ("8+", 0.0),
-    ("__import__('os').getcwd()", 0.0),
-    ("(8+8)*3/2#", 0.0),
-    ("８+8*3/2", 0.0),  # a full-width digit
-    ("(" * 200 + "8" + ")" * 200, 0.0),
-    ("1" + "+1" * 5000, 0.0),
-    ("9" * 6000, 0.0),
-    ("\0", 0.0),
-])  # fmt: skip
+@each(
+    ("text", "score"),
+    [
+        ("(8-2)*(8/2)", 0.0),  # a number twice, another not at all
+        ("8/(3-8/2)", 0.1),  # legal, and -8
+        ("8*3*(8-2)/6", 0.0),
+        ("8 * 3 * 2 - 8 * 3", 0.0),
+        ("(8+8)*3/2", 1.0),
+        (" ( 8 + 8 ) * 3 / 2\n", 1.0),
+        ("8/2*3+8", 0.1),  # legal, and 20
+        ("8/(2+3-8)+8", 0.0),
+        ("3/(8-8)+2", 0.0),  # divides by zero
+        ("(8+8)*3/2 = 24", 0.0),
+        ("-8-8+3*2", 0.0),  # a sign is no operation on two numbers
+        ("8**2+3+8", 0.0),
+        ("8//3+2+8", 0.0),
+        ("(8+8)*3.0/2", 0.0),
+        ("(8+8)*03/2", 0.0),
+        ("8(8+3)2", 0.0),
+        ("24", 0.0),
+        ("", 0.0),
+        ("8+", 0.0),
+        ("__import__('os').getcwd()", 0.0),
+        ("(8+8)*3/2#", 0.0),
+        ("８+8*3/2", 0.0),  # a full-width digit
+        ("(" * 200 + "8" + ")" * 200, 0.0),
+        ("1" + "+1" * 5000, 0.0),
+        ("9" * 6000, 0.0),
+        ("\0", 0.0),
+    ],
+)
 def test_countdown_parses_safely_and_wants_each_number_once(text, score):
     assert TASKS["countdown"].verify(text, COUNTDOWN) == score
 
@@ -260,14 +266,19 @@ def test_verifiers_score_any_text_within_bounds_and_raise_nothing(text, name):
     assert 0.0 <= TASKS[name].verify(text, TASKS[name].generate(0, 1, 2)) <= 1.0
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: get_task("chess"),
-     "task: expected one of addition, reverse, sort_digits, letter_count, countdown, count_squares, "
-     "tone, got 'chess'"),
-    (lambda: TASKS["addition"].generate(0, 0, 0), "level: expected an integer in [1, 1000], got 0"),
-    (lambda: TASKS["addition"].generate(0, 0, 1001), "level: expected an integer in [1, 1000], got 1001"),
-    (lambda: TASKS["countdown"].generate(0, 0, -1), "level: expected an integer in [1, 1000], got -1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: get_task("chess"),
+            "task: expected one of addition, reverse, sort_digits, letter_count, countdown, count_squares, "
+            "tone, got 'chess'",
+        ),
+        (lambda: TASKS["addition"].generate(0, 0, 0), "level: expected an integer in [1, 1000], got 0"),
+        (lambda: TASKS["addition"].generate(0, 0, 1001), "level: expected an integer in [1, 1000], got 1001"),
+        (lambda: TASKS["countdown"].generate(0, 0, -1), "level: expected an integer in [1, 1000], got -1"),
+    ],
+)
 def test_bad_input(call, message):
     with pytest.raises(ValueError) as error:
         call()

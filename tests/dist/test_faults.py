@@ -68,17 +68,20 @@ def test_a_lost_process_is_named_and_nobody_hangs(tmp_path, how, timeout):
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 
 
-@pytest.mark.parametrize("lost, error", [
-    (True, RuntimeError(f"{GLOO}pair.cc:547] Connection closed by peer [127.0.0.1]:36712")),
-    (True, RuntimeError(f"{GLOO}unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation")),
-    (True, torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0")),
-    (True, torch.distributed.DistNetworkError("failed to recv, got 0 bytes")),
-    (True, torch.distributed.DistStoreError("wait timeout after 300000ms")),
-    (False, RuntimeError("judge server: connection timed out")),
-    (False, RuntimeError("socket: broken pipe of the gloo judge")),
-    (False, TimeoutError("timed out")),
-    (False, ConnectionError("Connection closed by peer")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "lost, error",
+    [
+        (True, RuntimeError(f"{GLOO}pair.cc:547] Connection closed by peer [127.0.0.1]:36712")),
+        (True, RuntimeError(f"{GLOO}unbound_buffer.cc:81] Timed out waiting 8000ms for recv operation")),
+        (True, torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0")),
+        (True, torch.distributed.DistNetworkError("failed to recv, got 0 bytes")),
+        (True, torch.distributed.DistStoreError("wait timeout after 300000ms")),
+        (False, RuntimeError("judge server: connection timed out")),
+        (False, RuntimeError("socket: broken pipe of the gloo judge")),
+        (False, TimeoutError("timed out")),
+        (False, ConnectionError("Connection closed by peer")),
+    ],
+)
 def test_a_time_limit_of_the_user_s_is_no_lost_process(monkeypatch, lost, error):
     monkeypatch.setattr(dist.processes, "world", lambda: 2)
     assert dist.is_lost(error) == lost

@@ -11,8 +11,10 @@ from pathlib import Path
 
 VERSION = "0.5.23"
 FILES = (
-    "sglang/api/v1/api_types.py", "sglang/srt/managers/io_struct.py", "sglang/srt/entrypoints/http_server.py",
-)  # fmt: skip
+    "sglang/api/v1/api_types.py",
+    "sglang/srt/managers/io_struct.py",
+    "sglang/srt/entrypoints/http_server.py",
+)
 
 
 def pip(*words):

@@ -25,9 +25,18 @@ from rft_fn.strategy import get_fake_strategy
 
 join, append = Batch.join, Batch.append
 PADDED = (
-    "Llama", "Gemma2", "GptOss", "Bloom", "Qwen3Next", "Mamba", "Mamba2", "FalconH1", "Lfm2", "MiniMax",
+    "Llama",
+    "Gemma2",
+    "GptOss",
+    "Bloom",
+    "Qwen3Next",
+    "Mamba",
+    "Mamba2",
+    "FalconH1",
+    "Lfm2",
+    "MiniMax",
     "Zamba",
-)  # fmt: skip
+)
 ROWS = {"xLSTM": "by length", "Rwkv": "by row", "RecurrentGemma": "no cache"}
 PROMPTS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15, 16], [17], [18, 19]]
 KEYS = [rng.fold_in(0, i) for i in range(len(PROMPTS))]
@@ -127,10 +136,17 @@ def sampled(lm, batching, batch, prompts=PROMPTS, keys=KEYS, limits=LIMITS):
         )
 
 
-@pytest.mark.parametrize(("kind", "shares"), [
-    ("Llama", True), ("Llama", False), ("Bloom", False), ("GPT2", True), ("GPT2", False),
-    ("DeepseekV3", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "shares"),
+    [
+        ("Llama", True),
+        ("Llama", False),
+        ("Bloom", False),
+        ("GPT2", True),
+        ("GPT2", False),
+        ("DeepseekV3", False),
+    ],
+)
 def test_samples_are_the_same_whenever_a_prompt_joins(kind, shares, monkeypatch):
     """Beside shorter rows and longer ones, as soon as there is room, and in any order; with and without
     prompts that are held once, of whose rows a cache has only their own tokens."""
@@ -235,11 +251,14 @@ def test_states_of_other_tensors_are_refused():
         kv.compare([torch.zeros(1)], [torch.zeros(2), torch.zeros(2)])
 
 
-@pytest.mark.parametrize(("kind", "what"), [
-    ("xLSTM", "xLSTMForCausalLM gets prompts of one length at a time"),
-    ("Rwkv", "RwkvForCausalLM gets one row at a time"),
-    ("RecurrentGemma", "RecurrentGemmaForCausalLM reads all tokens anew for each new one"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("xLSTM", "xLSTMForCausalLM gets prompts of one length at a time"),
+        ("Rwkv", "RwkvForCausalLM gets one row at a time"),
+        ("RecurrentGemma", "RecurrentGemmaForCausalLM reads all tokens anew for each new one"),
+    ],
+)
 def test_a_slower_way_is_said_once(kind, what):
     lm = small(kind, torch.float32)
     with pytest.warns(UserWarning, match=f"sampling: {what}"):

@@ -200,13 +200,16 @@ class Letters:
         return "".join("abcdefgh"[t] for t in tokens)
 
 
-@pytest.mark.parametrize(("before", "kept"), [
-    ([0, 2, 0], [0, 2, 0]),  # "aca" has none of the texts
-    ([0, 1, 2, 3, 0], [1, 2, 3, 0]),  # "abc" does not end a response twice
-    ([0, 1, 2, 0, 1, 2], [1, 2]),
-    ([3, 3, 0, 1], [3, 0, 1]),
-    ([], []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("before", "kept"),
+    [
+        ([0, 2, 0], [0, 2, 0]),  # "aca" has none of the texts
+        ([0, 1, 2, 3, 0], [1, 2, 3, 0]),  # "abc" does not end a response twice
+        ([0, 1, 2, 0, 1, 2], [1, 2]),
+        ([3, 3, 0, 1], [3, 0, 1]),
+        ([], []),
+    ],
+)
 def test_a_text_that_stands_before_a_response_does_not_end_it(before, kept):
     stop = Stop(Letters(), frozenset(), ("abc", "dd"))
     assert stop.unfinished(before) == kept

@@ -189,22 +189,37 @@ def test_load_gives_weights_and_version():
     assert (trainer_logp(after, sampling) - after.logp).abs().max() > 0.1  # stale weights are seen
 
 
-@each(("call", "message"), [
-    (lambda: rollout(rft.Sampling(), keys=KEYS[:2]),
-     "prompts: expected a key for each and n >= 1, got 4 prompts, 2 keys, n = 3"),
-    (lambda: rollout(rft.Sampling(), prompts=[[]], keys=[1]), "got none in prompt 0"),
-    (lambda: rollout(rft.Sampling(max_new=125)),
-     "window of 128 tokens, got 5 \\+ 125 in prompt 0; lower max_new"),
-    (lambda: engine.get_engine(engine.EngineConfig(type="x"), "tiny"),
-     "engine type: expected hf, .*got 'x'"),
-    (lambda: engine.get_engine(engine.EngineConfig(batch=0), "tiny"),
-     "batch: expected an integer in .1, inf"),
-    (lambda: engine.get_engine(engine.EngineConfig(tp_size=4, mem_util=0.9), "tiny"),
-     "engine_tp_size, engine_mem_util: expected 1 and 0 for hf.*got 4 and 0.9"),
-    (lambda: engine.get_engine(None, tiny.llama()), "tokenizer: expected one, got None"),
-    (lambda: engine.hf(tiny.llama(), tiny.tokenizer()).load([("nope", torch.zeros(1))], version=1),
-     "weights: nope: expected a parameter of the model"),
-])  # fmt: skip
+@each(
+    ("call", "message"),
+    [
+        (
+            lambda: rollout(rft.Sampling(), keys=KEYS[:2]),
+            "prompts: expected a key for each and n >= 1, got 4 prompts, 2 keys, n = 3",
+        ),
+        (lambda: rollout(rft.Sampling(), prompts=[[]], keys=[1]), "got none in prompt 0"),
+        (
+            lambda: rollout(rft.Sampling(max_new=125)),
+            "window of 128 tokens, got 5 \\+ 125 in prompt 0; lower max_new",
+        ),
+        (
+            lambda: engine.get_engine(engine.EngineConfig(type="x"), "tiny"),
+            "engine type: expected hf, .*got 'x'",
+        ),
+        (
+            lambda: engine.get_engine(engine.EngineConfig(batch=0), "tiny"),
+            "batch: expected an integer in .1, inf",
+        ),
+        (
+            lambda: engine.get_engine(engine.EngineConfig(tp_size=4, mem_util=0.9), "tiny"),
+            "engine_tp_size, engine_mem_util: expected 1 and 0 for hf.*got 4 and 0.9",
+        ),
+        (lambda: engine.get_engine(None, tiny.llama()), "tokenizer: expected one, got None"),
+        (
+            lambda: engine.hf(tiny.llama(), tiny.tokenizer()).load([("nope", torch.zeros(1))], version=1),
+            "weights: nope: expected a parameter of the model",
+        ),
+    ],
+)
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
@@ -294,15 +309,18 @@ def test_text_among_ids_is_one_line():
         rollout(rft.Sampling(max_new=4), prompts=[[3, 4], ["12", "3"]], keys=range(2))
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"type": "nothing"}, "engine type: expected hf, .*got 'nothing'"),
-    ({"tp_size": 2}, "engine_tp_size, engine_mem_util: expected 1 and 0 for hf"),
-    ({"max_model_len": 64}, "engine_max_model_len: expected 0 for hf, got 64"),
-    ({"block_size": 32}, "engine_block_size: expected 0 for hf, got 32"),
-    ({"dtype": "bfloat16"}, "engine_dtype: expected 'auto' for hf, got 'bfloat16'"),
-    ({"type": "vllm", "tp_size": 2}, "engine_tp_size: expected a divisor of the 1 processes .*, got 2"),
-    ({"type": "vllm", "dtype": "int8"}, "engine_dtype: expected one of auto, float32, .*, got 'int8'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"type": "nothing"}, "engine type: expected hf, .*got 'nothing'"),
+        ({"tp_size": 2}, "engine_tp_size, engine_mem_util: expected 1 and 0 for hf"),
+        ({"max_model_len": 64}, "engine_max_model_len: expected 0 for hf, got 64"),
+        ({"block_size": 32}, "engine_block_size: expected 0 for hf, got 32"),
+        ({"dtype": "bfloat16"}, "engine_dtype: expected 'auto' for hf, got 'bfloat16'"),
+        ({"type": "vllm", "tp_size": 2}, "engine_tp_size: expected a divisor of the 1 processes .*, got 2"),
+        ({"type": "vllm", "dtype": "int8"}, "engine_dtype: expected one of auto, float32, .*, got 'int8'"),
+    ],
+)
 def test_a_mistake_in_the_engines_config_comes_before_any_model(options, message):
     config = engine.EngineConfig(**options)
     with pytest.raises(ValueError, match=message):

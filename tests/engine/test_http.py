@@ -71,13 +71,16 @@ def test_a_call_is_a_post_of_json_with_the_key(monkeypatch):
     assert asked[1][0].startswith("GET /y HTTP/1.1")
 
 
-@pytest.mark.parametrize(("text", "status", "kind", "line"), [
-    (b"<html>", "200 OK", Fault, r"^/x: expected JSON, got '<html>'$"),
-    (b"out\nof memory", "500 Oh", Fault, r"^/x: status 500: out of memory$"),
-    (b"busy", "429 Busy", Fault, r"^/x: status 429: busy$"),
-    (b'{"detail": "no"}', "404 No", Refused, r'^/x: status 404: {"detail": "no"}$'),
-    (b"too long", "400 No", Refused, r"^/x: status 400: too long$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "status", "kind", "line"),
+    [
+        (b"<html>", "200 OK", Fault, r"^/x: expected JSON, got '<html>'$"),
+        (b"out\nof memory", "500 Oh", Fault, r"^/x: status 500: out of memory$"),
+        (b"busy", "429 Busy", Fault, r"^/x: status 429: busy$"),
+        (b'{"detail": "no"}', "404 No", Refused, r'^/x: status 404: {"detail": "no"}$'),
+        (b"too long", "400 No", Refused, r"^/x: status 400: too long$"),
+    ],
+)
 def test_what_is_no_answer_is_said_in_one_line(text, status, kind, line):
     with raw(answering(text, status)) as url, pytest.raises(kind, match=line):
         Client().call(url, "/x", {}, seconds=5)
@@ -162,19 +165,22 @@ def test_a_key_that_no_header_can_hold_is_refused_without_showing_it(given, monk
     assert not asked
 
 
-@pytest.mark.parametrize(("text", "status"), [
-    (f"no such key: {SECRET}", "401 No"),
-    (f"{'x' * 285} {SECRET}", "401 No"),  # cut in the middle of it
-    (f"{' ' * 4080}{SECRET}", "401 No"),
-    (json.dumps({"key": SECRET}).replace("/", "%2F"), "403 No"),
-    (f"oh {SECRET}", "500 Oh"),
-    (f"oh {SECRET}", "302 Other"),
-    (f"<html> {SECRET}", "200 OK"),
-    (f"<html> {'x' * 40}{SECRET}", "200 OK"),
-    (json.dumps([SECRET]) + "]", "200 OK"),
-    ("", f"401 {SECRET}"),
-    ("", f"{SECRET}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        (f"no such key: {SECRET}", "401 No"),
+        (f"{'x' * 285} {SECRET}", "401 No"),  # cut in the middle of it
+        (f"{' ' * 4080}{SECRET}", "401 No"),
+        (json.dumps({"key": SECRET}).replace("/", "%2F"), "403 No"),
+        (f"oh {SECRET}", "500 Oh"),
+        (f"oh {SECRET}", "302 Other"),
+        (f"<html> {SECRET}", "200 OK"),
+        (f"<html> {'x' * 40}{SECRET}", "200 OK"),
+        (json.dumps([SECRET]) + "]", "200 OK"),
+        ("", f"401 {SECRET}"),
+        ("", f"{SECRET}"),
+    ],
+)
 def test_a_server_that_repeats_the_key_is_quoted_without_it(text, status, monkeypatch):
     monkeypatch.setenv("MINE", SECRET)
     client = Client("MINE")

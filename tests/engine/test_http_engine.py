@@ -69,10 +69,18 @@ def quick(monkeypatch):
     monkeypatch.setattr(pool.Pool.__init__, "__kwdefaults__", {"pause": 0.02})
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 5, "temperature": 1.6},
-    {"stop": (20, 21, 22, 23)}, {"stop": ("1", "3=", 30)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 0.0},
+        {"top_p": 0.8},
+        {"top_k": 5, "temperature": 1.6},
+        {"stop": (20, 21, 22, 23)},
+        {"stop": ("1", "3=", 30)},
+    ],
+)
 def test_rollouts_are_those_of_the_hf_engine(kind, options):
     sampling = rft.Sampling(max_new=9, **options)
     with serving(fake(**KINDS[kind][1]), fake(**KINDS[kind][1])) as fakes:
@@ -229,13 +237,16 @@ def test_a_load_that_is_refused_leaves_nothing_behind(tmp_path):
         assert not any(path == "/collective_rpc" and "rft_load" in str(body) for path, body in fakes[0].calls)
 
 
-@pytest.mark.parametrize(("problem", "line"), [
-    ({"error": "KeyError: 'x'"}, "weights: KeyError: 'x'"),
-    ({"names": 20, "short": []}, "weights: expected 21 tensors, got 20"),
-    ({"names": 21, "short": ["qkv_proj 8/12"]}, "weights: expected whole tensors, got qkv_proj 8/12"),
-    ({"names": None}, "expected"),
-    ("nonsense", "expected the count of tensors, got nonsense"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("problem", "line"),
+    [
+        ({"error": "KeyError: 'x'"}, "weights: KeyError: 'x'"),
+        ({"names": 20, "short": []}, "weights: expected 21 tensors, got 20"),
+        ({"names": 21, "short": ["qkv_proj 8/12"]}, "weights: expected whole tensors, got qkv_proj 8/12"),
+        ({"names": None}, "expected"),
+        ("nonsense", "expected the count of tensors, got nonsense"),
+    ],
+)
 def test_a_server_that_did_not_take_all_is_not_used(problem, line, quick, tmp_path):
     """By the other it is known what the rollout has to be; alone it ends the run."""
     with serving(fake(), fake()) as (well, bad):
@@ -307,16 +318,19 @@ def test_scores_are_of_the_plain_softmax_alone(kind):
 # --------------------------------------------------------------------------- what a server is
 
 
-@pytest.mark.parametrize(("ignored", "line"), [
-    ("seed", "seed: expected the same tokens twice"),
-    ("processed", "log-probs: expected those of the distribution"),
-    ("temperature", "log-probs: expected two that differ by"),
-    ("top_k", "top_k 1: expected the same token of every seed"),
-    ("top_p", "top_p 1e-6: expected the same token of every seed"),
-    ("stop", "stop tokens: expected"),
-    ("return_token_ids", "expected choices with token_ids"),
-    ("mask", "expected output_ids and meta_info"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ignored", "line"),
+    [
+        ("seed", "seed: expected the same tokens twice"),
+        ("processed", "log-probs: expected those of the distribution"),
+        ("temperature", "log-probs: expected two that differ by"),
+        ("top_k", "top_k 1: expected the same token of every seed"),
+        ("top_p", "top_p 1e-6: expected the same token of every seed"),
+        ("stop", "stop tokens: expected"),
+        ("return_token_ids", "expected choices with token_ids"),
+        ("mask", "expected output_ids and meta_info"),
+    ],
+)
 def test_an_option_that_is_ignored_is_found_at_the_start(kind, ignored, line):
     if (ignored == "return_token_ids") != (kind == "completions") and ignored == "return_token_ids":
         pytest.skip("of /v1/completions alone")
@@ -395,13 +409,19 @@ def test_a_server_that_does_not_sleep_is_found_out():
             eng.sleep()
 
 
-@pytest.mark.parametrize(("options", "line"), [
-    ({"type": "openai"}, r"^engine_servers: expected at least one address .* for openai, got none$"),
-    ({"type": "sglang", "servers": ("a:1",)}, "^engine_servers: expected addresses like .*got 'a:1'"),
-    ({"type": "openai", "servers": ("http://a:1",) * 2}, "^engine_servers: expected each address once"),
-    ({"type": "openai", "servers": ("http://a:1",), "tp_size": 2}, "^engine_tp_size, engine_mem_util"),
-    ({"type": "hf", "servers": ("http://a:1",)}, "^engine_servers: expected none for hf, got http://a:1;"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"type": "openai"}, r"^engine_servers: expected at least one address .* for openai, got none$"),
+        ({"type": "sglang", "servers": ("a:1",)}, "^engine_servers: expected addresses like .*got 'a:1'"),
+        ({"type": "openai", "servers": ("http://a:1",) * 2}, "^engine_servers: expected each address once"),
+        ({"type": "openai", "servers": ("http://a:1",), "tp_size": 2}, "^engine_tp_size, engine_mem_util"),
+        (
+            {"type": "hf", "servers": ("http://a:1",)},
+            "^engine_servers: expected none for hf, got http://a:1;",
+        ),
+    ],
+)
 def test_options_that_do_not_fit_are_refused_before_anything_is_asked(options, line):
     with pytest.raises(ValueError, match=line):
         engine.check_config(engine.EngineConfig(**options))

@@ -8,8 +8,11 @@ from rft_fn import data, engine, model, packing, weight
 
 pytestmark = [pytest.mark.slow, pytest.mark.smollm2]
 QUESTIONS = [
-    "What is 2 + 2?", "What is the capital of France?", "Name a colour.", "Say yes or no: is water wet?",
-]  # fmt: skip
+    "What is 2 + 2?",
+    "What is the capital of France?",
+    "Name a colour.",
+    "Say yes or no: is water wet?",
+]
 
 
 @pytest.fixture(scope="module")

@@ -325,12 +325,15 @@ def test_a_lesson_is_an_episode_as_play_would_sample_it(name):
     assert all(said[-1] == tok.eos_token_id for _, said in found)
 
 
-@pytest.mark.parametrize("spec, line", [
-    ("chess", "environment: expected one of guess_number, calculator, kuhn_poker, or FILE.py:NAME"),
-    ("guess_number:0", "expected a level above 0"),
-    ("guess_number:x", "expected a level above 0"),
-    ("no_such_file.py:make", "environment 'no_such_file.py:make': no such file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spec, line",
+    [
+        ("chess", "environment: expected one of guess_number, calculator, kuhn_poker, or FILE.py:NAME"),
+        ("guess_number:0", "expected a level above 0"),
+        ("guess_number:x", "expected a level above 0"),
+        ("no_such_file.py:make", "environment 'no_such_file.py:make': no such file"),
+    ],
+)
 def test_an_environment_that_does_not_exist_is_named(spec, line):
     with pytest.raises(ValueError, match="environment") as found:
         get_environment(spec)

@@ -100,14 +100,23 @@ LOOKS_BACK = "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% else %
 TWICE = "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"
 
 
-@pytest.mark.parametrize("template, role, line", [
-    (chats.GEMMA2, "tool",
-     "expected it to render user, assistant, tool, got TemplateError: turns alternate"),
-    (FORGETFUL, "tool", "it leaves out a message of role 'tool' behind a response"),
-    (LOOKS_BACK, "user",
-     "expected what follows a response to begin with '!', whatever is said next, got ';"),
-    (TWICE, "user", "expected a response once in the conversation, got it 2 times"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "template, role, line",
+    [
+        (
+            chats.GEMMA2,
+            "tool",
+            "expected it to render user, assistant, tool, got TemplateError: turns alternate",
+        ),
+        (FORGETFUL, "tool", "it leaves out a message of role 'tool' behind a response"),
+        (
+            LOOKS_BACK,
+            "user",
+            "expected what follows a response to begin with '!', whatever is said next, got ';",
+        ),
+        (TWICE, "user", "expected a response once in the conversation, got it 2 times"),
+    ],
+)
 def test_a_template_that_cannot_continue_a_conversation_is_refused(template, role, line):
     renderer = Renderer(chats.tokenizer(template))
     with pytest.raises(ValueError, match="chat template: ") as found:

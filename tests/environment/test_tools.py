@@ -51,10 +51,13 @@ def test_the_schema_of_a_tool_is_its_signature():
     }
 
 
-@pytest.mark.parametrize("tool, line", [
-    (lambda x: x, "expected a type hint for 'x'"),
-    (eval("lambda *args: 0"), "expected a type hint for 'args', and no"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tool, line",
+    [
+        (lambda x: x, "expected a type hint for 'x'"),
+        (eval("lambda *args: 0"), "expected a type hint for 'args', and no"),
+    ],
+)
 def test_a_tool_without_type_hints_is_refused(tool, line):
     with pytest.raises(ValueError, match=line):
         tool_schema(tool)
@@ -138,13 +141,16 @@ def test_without_calls_in_the_template_they_are_json_in_tags(template):
     assert parse('<tool_call>{"name": "a", "arguments": "{\\"x\\": 2}"}</tool_call>') == [Call("a", {"x": 2})]
 
 
-@pytest.mark.parametrize("text, line", [
-    ("<tool_call>{not json</tool_call>", "the call is no JSON object"),
-    ("<tool_call>", "the call is no JSON object"),
-    ('<tool_call>{"nom": "x"}</tool_call>', "expected an object with 'name' and 'arguments'"),
-    ("<tool_call>{}</tool_call>", "expected an object with 'name' and 'arguments'"),
-    ('<tool_call>{"name": "x", "arguments": [1]}</tool_call>', "the arguments are no JSON object"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("<tool_call>{not json</tool_call>", "the call is no JSON object"),
+        ("<tool_call>", "the call is no JSON object"),
+        ('<tool_call>{"nom": "x"}</tool_call>', "expected an object with 'name' and 'arguments'"),
+        ("<tool_call>{}</tool_call>", "expected an object with 'name' and 'arguments'"),
+        ('<tool_call>{"name": "x", "arguments": [1]}</tool_call>', "the arguments are no JSON object"),
+    ],
+)
 def test_a_broken_call_is_an_error_for_the_model(text, line):
     (call,) = tagged_calls(text)
     assert line in call.error
@@ -316,36 +322,39 @@ def output(name, arguments=None, error="", timeout=0.2, max_output=100):
     return asyncio.run(run_tool(TOOLS, call, timeout=timeout, max_output=max_output))
 
 
-@each("name, arguments, text", [
-    ("search", {"query": "a", "top": 5}, "a/5/web/None"),
-    ("search", {"query": "a", "top": "5", "tags": '["x"]'}, "a/5/web/['x']"),
-    ("later", {"x": 2}, "2"),
-    ("table", {}, '{"a": [1, 2.5, null], "é": true}'),
-    ("search", {"quer": "a"}, "error: expected the arguments query, top, kind, tags, got quer"),
-    ("search", {}, "error: expected the arguments query, top, kind, tags, got none"),
-    ("search", {"query": 3}, "error: query: expected string, got 3"),
-    ("search", {"query": "a", "top": "many"}, "error: top: expected integer, got 'many'"),
-    ("search", {"query": "a", "top": True}, "error: top: expected integer, got True"),
-    ("search", {"query": "a", "tags": "[" * 9999}, "error: tags: expected array, got '[[["),
-    ("calculate", {"expression": "(" * 199 + "1"}, "error: ValueError: expected an expression, got '((("),
-    ("calculate", {"expression": "-" * 199 + "1"}, "-1"),
-    ("search", {"query": "a", "kind": "old"}, "error: kind: expected one of ['web', 'news'], got 'old'"),
-    ("nothing", {}, "error: no tool 'nothing'; there are search, hang"),
-    ("leave", {}, "error: SystemExit: 3"),
-    ("leave_later", {}, "error: SystemExit: 3"),
-    ("leave_behind", {}, "error: "),
-    ("cancelled", {}, "error: the tool was cancelled"),
-    ("block", {}, "error: block took longer than 0.2 s"),
-    ("spin_later", {}, "error: spin_later took longer than 0.2 s"),
-    ("untold", {}, "error: Untold: Untold"),
-    ("untold_later", {}, "error: Untold"),
-    ("shapeless", {}, "error: SystemExit: 5"),
-    ("hang", {}, "error: hang took longer than 0.2 s"),
-    ("spin", {}, "error: spin took longer than 0.2 s"),
-    ("hang_later", {}, "error: hang_later took longer than 0.2 s"),
-    ("calculate", {"expression": "1/0"}, "error: ZeroDivisionError: "),
-    ("long", {}, "x" * 100 + "... (4900 more characters)"),
-])  # fmt: skip
+@each(
+    "name, arguments, text",
+    [
+        ("search", {"query": "a", "top": 5}, "a/5/web/None"),
+        ("search", {"query": "a", "top": "5", "tags": '["x"]'}, "a/5/web/['x']"),
+        ("later", {"x": 2}, "2"),
+        ("table", {}, '{"a": [1, 2.5, null], "é": true}'),
+        ("search", {"quer": "a"}, "error: expected the arguments query, top, kind, tags, got quer"),
+        ("search", {}, "error: expected the arguments query, top, kind, tags, got none"),
+        ("search", {"query": 3}, "error: query: expected string, got 3"),
+        ("search", {"query": "a", "top": "many"}, "error: top: expected integer, got 'many'"),
+        ("search", {"query": "a", "top": True}, "error: top: expected integer, got True"),
+        ("search", {"query": "a", "tags": "[" * 9999}, "error: tags: expected array, got '[[["),
+        ("calculate", {"expression": "(" * 199 + "1"}, "error: ValueError: expected an expression, got '((("),
+        ("calculate", {"expression": "-" * 199 + "1"}, "-1"),
+        ("search", {"query": "a", "kind": "old"}, "error: kind: expected one of ['web', 'news'], got 'old'"),
+        ("nothing", {}, "error: no tool 'nothing'; there are search, hang"),
+        ("leave", {}, "error: SystemExit: 3"),
+        ("leave_later", {}, "error: SystemExit: 3"),
+        ("leave_behind", {}, "error: "),
+        ("cancelled", {}, "error: the tool was cancelled"),
+        ("block", {}, "error: block took longer than 0.2 s"),
+        ("spin_later", {}, "error: spin_later took longer than 0.2 s"),
+        ("untold", {}, "error: Untold: Untold"),
+        ("untold_later", {}, "error: Untold"),
+        ("shapeless", {}, "error: SystemExit: 5"),
+        ("hang", {}, "error: hang took longer than 0.2 s"),
+        ("spin", {}, "error: spin took longer than 0.2 s"),
+        ("hang_later", {}, "error: hang_later took longer than 0.2 s"),
+        ("calculate", {"expression": "1/0"}, "error: ZeroDivisionError: "),
+        ("long", {}, "x" * 100 + "... (4900 more characters)"),
+    ],
+)
 def test_whatever_a_tool_does_is_text_for_the_model(name, arguments, text):
     begin = time.monotonic()
     assert output(name, arguments).startswith(text)

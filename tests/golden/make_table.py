@@ -64,9 +64,11 @@ RECORDED = """\
 
 
 TENSORS = [
-    "logp, old_logp, adv, mask, seq, num_seqs", "logp, near_logp, adv, mask, seq, num_seqs",
-    "logp, old_logp, adv", "chosen, rejected, ref_chosen, ref_rejected",
-]  # fmt: skip
+    "logp, old_logp, adv, mask, seq, num_seqs",
+    "logp, near_logp, adv, mask, seq, num_seqs",
+    "logp, old_logp, adv",
+    "chosen, rejected, ref_chosen, ref_rejected",
+]
 
 
 def code(source: str) -> str:

@@ -27,9 +27,12 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TYPES = {"x_ptr": "x", "bias_ptr": "b", "y_ptr": "l", "kept_ptr": "b", "dx_ptr": "b"}  # other pointers: "f"
 ALIGNED = (tile_kernels.forward_kernel, tile_kernels.backward_kernel)  # `triton._fits`
 ABSENT = {
-    "BIAS": "bias_ptr", "SOFTCAP": "outer_ptr", "ENTROPY": "g_entropy_ptr", "KEEP": "kept_ptr",
+    "BIAS": "bias_ptr",
+    "SOFTCAP": "outer_ptr",
+    "ENTROPY": "g_entropy_ptr",
+    "KEEP": "kept_ptr",
     "SCALED": "grad_scale_ptr",
-}  # fmt: skip
+}
 
 
 def compiled(kernel, types, constants, *, aligned, **options):

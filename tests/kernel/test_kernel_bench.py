@@ -27,13 +27,18 @@ def bench(monkeypatch):
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize(("found", "want"), [
-    ({64: {"gemm": 1, "triton": 2}}, [[None, "gemm"]]),
-    ({64: {"gemm": 2, "triton": 1}, 256: {"gemm": 1, "triton": 2}}, [[160, "triton"], [None, "gemm"]]),
-    ({256: {"gemm": 1, "triton": 2}, 64: {"gemm": 2, "triton": 1}}, [[160, "triton"], [None, "gemm"]]),
-    ({d: {"gemm": g, "triton": 2} for d, g in ((1, 3), (3, 3), (5, 1), (9, 1), (21, 3))},
-     [[4, "triton"], [15, "gemm"], [None, "triton"]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "want"),
+    [
+        ({64: {"gemm": 1, "triton": 2}}, [[None, "gemm"]]),
+        ({64: {"gemm": 2, "triton": 1}, 256: {"gemm": 1, "triton": 2}}, [[160, "triton"], [None, "gemm"]]),
+        ({256: {"gemm": 1, "triton": 2}, 64: {"gemm": 2, "triton": 1}}, [[160, "triton"], [None, "gemm"]]),
+        (
+            {d: {"gemm": g, "triton": 2} for d, g in ((1, 3), (3, 3), (5, 1), (9, 1), (21, 3))},
+            [[4, "triton"], [15, "gemm"], [None, "triton"]],
+        ),
+    ],
+)
 def test_the_rules_name_the_fastest_at_every_measured_width(bench, found, want):
     got = bench.tune.rules(found)
     assert got == want

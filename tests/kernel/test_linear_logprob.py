@@ -681,12 +681,15 @@ BAD = [
     ((H, W, Y), {"temperature": torch.ones(4)}, "temperature: expected a number, [] or [T] = [5], got [4]"),
     ((H, W, Y), {"temperature": 0}, "temperature: expected a number > 0, got 0"),
     ((H, W, Y), {"temperature": float("nan")}, "temperature: expected a number > 0, got nan"),
-    ((H, W, Y), {"temperature": torch.ones(5, requires_grad=True)},
-     "temperature: expected no gradient (engine='reference' has one), got requires_grad=True"),
+    (
+        (H, W, Y),
+        {"temperature": torch.ones(5, requires_grad=True)},
+        "temperature: expected no gradient (engine='reference' has one), got requires_grad=True",
+    ),
     ((H, W, Y), {"softcap": 0.0}, "softcap: expected None or a number > 0, got 0.0"),
     ((H, W, Y), {"workspace_mb": -1}, "workspace_mb: expected None or a number > 0, got -1"),
     ((H, W, Y), {"engine": "cuda"}, "engine: expected 'auto' or 'streamed' or 'reference', got 'cuda'"),
-]  # fmt: skip
+]
 
 
 @each(("args", "options", "message"), BAD, ids=[m for _, _, m in BAD])

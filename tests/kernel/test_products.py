@@ -88,16 +88,19 @@ def test_a_factor_that_is_read_by_columns_is_torchs_on_a_zen4(onednn, monkeypatc
     torch.testing.assert_close(products.add_mm(total, by_columns, b), product)
 
 
-@pytest.mark.parametrize(("maker", "capability", "mkl", "onednn", "half", "packs"), [
-    ("AuthenticAMD", "AVX512", True, True, True, (1 << 16, 1)),
-    ("GenuineIntel", "AVX512", True, True, False, (math.inf, 1)),
-    ("AuthenticAMD", "AVX2", True, True, False, (1 << 19, 2)),
-    ("GenuineIntel", "AVX2", True, True, False, (math.inf, 1)),
-    ("AuthenticAMD", "DEFAULT", True, True, False, (math.inf, 1)),
-    ("AuthenticAMD", "AVX512", False, True, False, (math.inf, 1)),
-    ("AuthenticAMD", "AVX512", True, False, False, (math.inf, 1)),
-    (None, "AVX512", True, True, False, (math.inf, 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("maker", "capability", "mkl", "onednn", "half", "packs"),
+    [
+        ("AuthenticAMD", "AVX512", True, True, True, (1 << 16, 1)),
+        ("GenuineIntel", "AVX512", True, True, False, (math.inf, 1)),
+        ("AuthenticAMD", "AVX2", True, True, False, (1 << 19, 2)),
+        ("GenuineIntel", "AVX2", True, True, False, (math.inf, 1)),
+        ("AuthenticAMD", "DEFAULT", True, True, False, (math.inf, 1)),
+        ("AuthenticAMD", "AVX512", False, True, False, (math.inf, 1)),
+        ("AuthenticAMD", "AVX512", True, False, False, (math.inf, 1)),
+        (None, "AVX512", True, True, False, (math.inf, 1)),
+    ],
+)
 def test_where_mkl_leaves_half_of_the_vector_alone_and_where_packs_win(
     monkeypatch, maker, capability, mkl, onednn, half, packs
 ):

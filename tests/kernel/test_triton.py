@@ -95,18 +95,30 @@ def test_the_table_of_auto():
 BAD = [
     ((torch.zeros(5), torch.zeros(5).long()), {}, "z: expected [T, V] with V > 0, got [5]"),
     ((torch.zeros(5, 0), torch.zeros(5).long()), {}, "z: expected [T, V] with V > 0, got [5, 0]"),
-    ((torch.zeros(5, 2).long(), torch.zeros(5).long()), {},
-     "z: expected a floating-point tensor, got torch.int64"),
+    (
+        (torch.zeros(5, 2).long(), torch.zeros(5).long()),
+        {},
+        "z: expected a floating-point tensor, got torch.int64",
+    ),
     ((torch.zeros(5, 2), torch.zeros(4).long()), {}, "y: expected [T] = [5], got [4]"),
     ((torch.zeros(5, 2), torch.zeros(5)), {}, "y: expected an integer tensor, got torch.float32"),
     ((torch.zeros(5, 2), torch.zeros(5).long().to("meta")), {}, "y: expected a tensor on cpu, got meta"),
-    ((torch.zeros(5, 2), torch.zeros(5).long()), {"engine": "cuda"},
-     "engine: expected 'auto' or 'streamed', got 'cuda'"),
-    ((torch.zeros(5, 2), torch.zeros(5).long()), {"temperature": torch.ones(5, requires_grad=True)},
-     "temperature: expected no gradient, got requires_grad=True"),
-    ((torch.zeros(5, 2), torch.zeros(5).long()), {"temperature": -1.0},
-     "temperature: expected a number > 0, got -1.0"),
-]  # fmt: skip
+    (
+        (torch.zeros(5, 2), torch.zeros(5).long()),
+        {"engine": "cuda"},
+        "engine: expected 'auto' or 'streamed', got 'cuda'",
+    ),
+    (
+        (torch.zeros(5, 2), torch.zeros(5).long()),
+        {"temperature": torch.ones(5, requires_grad=True)},
+        "temperature: expected no gradient, got requires_grad=True",
+    ),
+    (
+        (torch.zeros(5, 2), torch.zeros(5).long()),
+        {"temperature": -1.0},
+        "temperature: expected a number > 0, got -1.0",
+    ),
+]
 
 
 @each(("args", "options", "message"), BAD, ids=[m for _, _, m in BAD])

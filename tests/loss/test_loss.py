@@ -112,15 +112,18 @@ def test_ppo_clip_at_ratio_one_has_the_gradient_minus_adv(data, dual):
     torch.testing.assert_close(got, -adv, rtol=1e-12, atol=1e-300)
 
 
-@pytest.mark.parametrize(("rho", "adv", "want"), [
-    (1.19, 2.0, -2 * 1.19),  # inside: -A rho
-    (1.21, 2.0, 0.0),  # A > 0 beyond 1 + high: nothing more to gain
-    (1.21, -2.0, 2 * 1.21),  # A < 0 there: pushed back
-    (0.79, -2.0, 0.0),
-    (0.79, 2.0, -2 * 0.79),
-    (3.1, -2.0, 0.0),  # the dual clip at 3
-    (2.9, -2.0, 2 * 2.9),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rho", "adv", "want"),
+    [
+        (1.19, 2.0, -2 * 1.19),  # inside: -A rho
+        (1.21, 2.0, 0.0),  # A > 0 beyond 1 + high: nothing more to gain
+        (1.21, -2.0, 2 * 1.21),  # A < 0 there: pushed back
+        (0.79, -2.0, 0.0),
+        (0.79, 2.0, -2 * 0.79),
+        (3.1, -2.0, 0.0),  # the dual clip at 3
+        (2.9, -2.0, 2 * 2.9),
+    ],
+)
 def test_where_ppo_clip_stops_the_gradient(rho, adv, want):
     f = partial(loss.ppo_clip, dual=3.0)
     got = derivative(f, torch.tensor([math.log(rho)]), torch.zeros(1), torch.tensor([adv]))
@@ -245,13 +248,16 @@ def test_an_error_of_another_cause_stays_as_it_is():
         evaluate(bare, out, b)
 
 
-@pytest.mark.parametrize(("f", "got"), [
-    (lambda o, b: None, "None"),
-    (lambda o, b: (None, {}), "None, dict"),
-    (lambda o, b: 1.0, "float"),
-    (lambda o, b: (o.logp, None), "Tensor, None"),
-    (lambda o, b: (o.logp, {}, 3), "Tensor, dict, int"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("f", "got"),
+    [
+        (lambda o, b: None, "None"),
+        (lambda o, b: (None, {}), "None, dict"),
+        (lambda o, b: 1.0, "float"),
+        (lambda o, b: (o.logp, None), "Tensor, None"),
+        (lambda o, b: (o.logp, {}, 3), "Tensor, dict, int"),
+    ],
+)
 def test_a_loss_that_returns_something_else_is_told_what_to_return(f, got):
     b = packing.pack(testing.case(0).exp, [3])
     line = "loss: expected the function to return a tensor [T], or a tensor and a dict of metrics, got "

@@ -180,22 +180,25 @@ def slope(f, rho, adv, old=0.5):
     return torch.autograd.grad(out.sum(), logp)[0].item()
 
 
-@each(("name", "options", "rho", "adv", "want"), [
-    ("cispo", {"high": 0.5}, 1.9, 1.0, -1.5),  # the weight is cut, the token still learns
-    ("cispo", {"low": 0.2}, 0.5, 1.0, -0.8),
-    ("cispo", {}, 0.1, 1.0, -0.1),  # no lower limit by default
-    ("sapo", {"tau_pos": 1.0}, 1.0, 1.0, -1.0),
-    ("cpgd", {"drift": 0.0}, 1.3, 1.0, 0.0),  # clipped: beyond log 1.2
-    ("cpgd", {"drift": 0.0}, 1.3, -1.0, 1.0),  # the way back is open, and no ratio multiplies it
-    ("cpgd", {"drift": 0.1}, 1.3, 1.0, 0.03),  # what is left is the drift: 0.1 (rho - 1)
-    ("cpgd", {"drift": 0.1, "cap": 0.2}, 1.3, 1.0, 0.02),
-    ("dppo_tv", {"limit": 0.2}, 1.3, 1.0, -1.3),  # 0.65 - 0.5 is within
-    ("dppo_tv", {"limit": 0.1}, 1.3, 1.0, 0.0),
-    ("dppo_tv", {"limit": 0.1}, 1.3, -1.0, 1.3),  # back towards the old policy
-    ("dppo_tv", {"limit": 0.1}, 0.7, -1.0, 0.0),
-    ("dppo_kl", {"limit": 0.05}, 1.3, 1.0, -1.3),  # KL 0.0475
-    ("dppo_kl", {"limit": 0.04}, 1.3, 1.0, 0.0),
-])  # fmt: skip
+@each(
+    ("name", "options", "rho", "adv", "want"),
+    [
+        ("cispo", {"high": 0.5}, 1.9, 1.0, -1.5),  # the weight is cut, the token still learns
+        ("cispo", {"low": 0.2}, 0.5, 1.0, -0.8),
+        ("cispo", {}, 0.1, 1.0, -0.1),  # no lower limit by default
+        ("sapo", {"tau_pos": 1.0}, 1.0, 1.0, -1.0),
+        ("cpgd", {"drift": 0.0}, 1.3, 1.0, 0.0),  # clipped: beyond log 1.2
+        ("cpgd", {"drift": 0.0}, 1.3, -1.0, 1.0),  # the way back is open, and no ratio multiplies it
+        ("cpgd", {"drift": 0.1}, 1.3, 1.0, 0.03),  # what is left is the drift: 0.1 (rho - 1)
+        ("cpgd", {"drift": 0.1, "cap": 0.2}, 1.3, 1.0, 0.02),
+        ("dppo_tv", {"limit": 0.2}, 1.3, 1.0, -1.3),  # 0.65 - 0.5 is within
+        ("dppo_tv", {"limit": 0.1}, 1.3, 1.0, 0.0),
+        ("dppo_tv", {"limit": 0.1}, 1.3, -1.0, 1.3),  # back towards the old policy
+        ("dppo_tv", {"limit": 0.1}, 0.7, -1.0, 0.0),
+        ("dppo_kl", {"limit": 0.05}, 1.3, 1.0, -1.3),  # KL 0.0475
+        ("dppo_kl", {"limit": 0.04}, 1.3, 1.0, 0.0),
+    ],
+)
 def test_the_gradient_by_hand(name, options, rho, adv, want):
     assert slope(partial(getattr(loss, name), **options), rho, adv) == pytest.approx(want, abs=1e-12)
 

@@ -71,22 +71,25 @@ def test_every_loss_can_be_swept(name):
     assert not torch.equal(got[0], got[2]) or name in ("dppo_tv", "dppo_kl")
 
 
-@each("estimator", [
-    advantage.grpo,
-    advantage.rloo,
-    advantage.cpgd,
-    advantage.reinforce_pp_baseline,
-    lambda r: advantage.opo(r, torch.ones_like(r)),
-    lambda r: advantage.remax(r, r[:, 0]),
-    lambda r: advantage.gdpo(torch.stack([r, r**2]), torch.tensor([1.0, 0.5])),
-    lambda r: advantage.pass_at_k(r > 0, k=2),
-    lambda r: advantage.whiten(r, r < 1),
-    lambda r: advantage.gae(r, r**2, torch.full_like(r, 0.9), 0.9, mask=r < 1)[0],
-    lambda r: scan.linear_scan(r, r + 1),
-    lambda r: weight.high_entropy(r, r**2, r < 1, share=0.3),
-    lambda r: weight.truncated_is(r, r, 2 * r),
-    lambda r: weight.masked_is_seq(r, r, 2 * r, r < 1),
-])  # fmt: skip
+@each(
+    "estimator",
+    [
+        advantage.grpo,
+        advantage.rloo,
+        advantage.cpgd,
+        advantage.reinforce_pp_baseline,
+        lambda r: advantage.opo(r, torch.ones_like(r)),
+        lambda r: advantage.remax(r, r[:, 0]),
+        lambda r: advantage.gdpo(torch.stack([r, r**2]), torch.tensor([1.0, 0.5])),
+        lambda r: advantage.pass_at_k(r > 0, k=2),
+        lambda r: advantage.whiten(r, r < 1),
+        lambda r: advantage.gae(r, r**2, torch.full_like(r, 0.9), 0.9, mask=r < 1)[0],
+        lambda r: scan.linear_scan(r, r + 1),
+        lambda r: weight.high_entropy(r, r**2, r < 1, share=0.3),
+        lambda r: weight.truncated_is(r, r, 2 * r),
+        lambda r: weight.masked_is_seq(r, r, 2 * r, r < 1),
+    ],
+)
 def test_estimators_and_weights_under_vmap_are_what_a_loop_gets(estimator):
     batch = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(vmap(estimator)(batch), torch.stack([estimator(r) for r in batch]))

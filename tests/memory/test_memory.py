@@ -114,14 +114,18 @@ def exact(guess, held):
 
 
 @pytest.mark.parametrize("name", ["default", "llama", "qwen2", "lora"])
-@pytest.mark.parametrize("options, how", [
-    ({}, {}),
-    ({"fused_linear_logprob": False}, {}),
-    ({}, {"checkpointing": True}),
-    ({"bf16": True}, {}),
-    ({"use_mp_opt": True}, {"checkpointing": True}),
-    ({}, {"dtype": torch.bfloat16}),  # masters that nobody asked for
-], ids=lambda x: "-".join(x))  # fmt: skip
+@pytest.mark.parametrize(
+    "options, how",
+    [
+        ({}, {}),
+        ({"fused_linear_logprob": False}, {}),
+        ({}, {"checkpointing": True}),
+        ({"bf16": True}, {}),
+        ({"use_mp_opt": True}, {"checkpointing": True}),
+        ({}, {"dtype": torch.bfloat16}),  # masters that nobody asked for
+    ],
+    ids=lambda x: "-".join(x),
+)
 def test_one_process(name, options, how):
     guess, held = step_of(name, options, 512, **how)
     exact(guess, held)

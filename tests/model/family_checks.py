@@ -30,9 +30,15 @@ class Measured(NamedTuple):
 
 # The largest number that is rounding. Float64 but where a family computes in float32 inside.
 BOUNDS = {
-    "packed": 1e-5, "cuts": 1e-5, "sampler": 1e-4, "lora": 1e-4, "fsdp2": 1e-3, "zero3": 1e-3,
-    "sequence": 1e-3, "reload": 1e-5,
-}  # fmt: skip
+    "packed": 1e-5,
+    "cuts": 1e-5,
+    "sampler": 1e-4,
+    "lora": 1e-4,
+    "fsdp2": 1e-3,
+    "zero3": 1e-3,
+    "sequence": 1e-3,
+    "reload": 1e-5,
+}
 
 
 def rows(sizes, seed=0):

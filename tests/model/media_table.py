@@ -19,9 +19,13 @@ from families_table import ROOT, Table
 PAGE = ROOT / "docs" / "multimodal.md"
 MARK = "<!-- below: tests/model/media_table.py -->"
 TITLES = {
-    "packed": "packs", "cuts": "gradient", "sampler": "engine", "fsdp2": "FSDP2", "sequence": "sp",
+    "packed": "packs",
+    "cuts": "gradient",
+    "sampler": "engine",
+    "fsdp2": "FSDP2",
+    "sequence": "sp",
     "lora": "LoRA",
-}  # fmt: skip
+}
 
 
 def page(results):

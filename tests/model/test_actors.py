@@ -131,16 +131,21 @@ def test_a_text_actor(folders):
     assert found is ActorModality.LANGUAGE_ONLY and type(module).__name__ == "LlamaForCausalLM"
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda root: model.ActorVL(root / "text"),
-     "vision_language for ActorVL, got .*text, which is language_only; ActorLanguage takes it"),
-    (lambda root: model.ActorAL(root / "Qwen2VL"), "which is vision_language; ActorVL takes it"),
-    (lambda root: model.ActorVL(root / "Qwen2Audio"), "which is audio_language; ActorAL takes it"),
-    (lambda root: model.ActorOmni(root / "Qwen2Audio"), "expected omni for ActorOmni"),
-    (lambda root: model.ActorLanguage(root / "Qwen2VL"), "expected language_only for ActorLanguage"),
-    (lambda root: model.ActorVL(tiny.llama()), "got LlamaForCausalLM, which is language_only"),
-    (lambda root: model.ActorVL(torch.nn.Linear(2, 2)), "got Linear, which is language_only"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda root: model.ActorVL(root / "text"),
+            "vision_language for ActorVL, got .*text, which is language_only; ActorLanguage takes it",
+        ),
+        (lambda root: model.ActorAL(root / "Qwen2VL"), "which is vision_language; ActorVL takes it"),
+        (lambda root: model.ActorVL(root / "Qwen2Audio"), "which is audio_language; ActorAL takes it"),
+        (lambda root: model.ActorOmni(root / "Qwen2Audio"), "expected omni for ActorOmni"),
+        (lambda root: model.ActorLanguage(root / "Qwen2VL"), "expected language_only for ActorLanguage"),
+        (lambda root: model.ActorVL(tiny.llama()), "got LlamaForCausalLM, which is language_only"),
+        (lambda root: model.ActorVL(torch.nn.Linear(2, 2)), "got Linear, which is language_only"),
+    ],
+)
 def test_an_actor_of_another_kind_is_not_loaded(folders, call, message):
     with pytest.raises(ValueError, match=message):
         call(folders)

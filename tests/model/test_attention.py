@@ -211,22 +211,25 @@ def test_the_installed_torch_has_the_keywords_that_are_looked_for():
 ALL = frozenset({"varlen", "flash2", "flash3"})
 
 
-@pytest.mark.parametrize(("device", "dtype", "head", "kernel", "why"), [
-    (Device("cpu"), torch.float32, 64, "sequence", None),
-    (Device("cpu", installed=ALL), torch.bfloat16, 64, "sequence", None),
-    (Device("cuda", (9, 0), ALL), torch.bfloat16, 128, "flash3", None),
-    (Device("cuda", (8, 0), ALL), torch.float16, 128, "varlen", None),
-    (Device("cuda", (10, 0), ALL), torch.bfloat16, 64, "varlen", None),
-    (Device("cuda", (9, 0), frozenset({"varlen"})), torch.bfloat16, 256, "varlen", None),
-    (Device("cuda", (8, 9), frozenset({"flash2"})), torch.bfloat16, 64, "flash2", None),
-    (Device("cuda", (8, 0), frozenset({"flash3"})), torch.bfloat16, 64, "sequence", "neither"),
-    (Device("cuda", (9, 0)), torch.bfloat16, 64, "sequence", "neither"),
-    (Device("cuda", (9, 0), ALL), torch.float32, 64, "sequence", "this is torch.float32"),
-    (Device("cuda", (7, 5), ALL), torch.float16, 64, "sequence", "CUDA 8.0, this is cuda \\(7, 5\\)"),
-    (Device("cuda", (9, 0), ALL), torch.bfloat16, 264, "sequence", "these are of 264"),
-    (Device("cuda", (9, 0), ALL), torch.bfloat16, 90, "sequence", "these are of 90"),
-    (Device("mps"), torch.float16, 64, "sequence", "this is mps"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "dtype", "head", "kernel", "why"),
+    [
+        (Device("cpu"), torch.float32, 64, "sequence", None),
+        (Device("cpu", installed=ALL), torch.bfloat16, 64, "sequence", None),
+        (Device("cuda", (9, 0), ALL), torch.bfloat16, 128, "flash3", None),
+        (Device("cuda", (8, 0), ALL), torch.float16, 128, "varlen", None),
+        (Device("cuda", (10, 0), ALL), torch.bfloat16, 64, "varlen", None),
+        (Device("cuda", (9, 0), frozenset({"varlen"})), torch.bfloat16, 256, "varlen", None),
+        (Device("cuda", (8, 9), frozenset({"flash2"})), torch.bfloat16, 64, "flash2", None),
+        (Device("cuda", (8, 0), frozenset({"flash3"})), torch.bfloat16, 64, "sequence", "neither"),
+        (Device("cuda", (9, 0)), torch.bfloat16, 64, "sequence", "neither"),
+        (Device("cuda", (9, 0), ALL), torch.float32, 64, "sequence", "this is torch.float32"),
+        (Device("cuda", (7, 5), ALL), torch.float16, 64, "sequence", "CUDA 8.0, this is cuda \\(7, 5\\)"),
+        (Device("cuda", (9, 0), ALL), torch.bfloat16, 264, "sequence", "these are of 264"),
+        (Device("cuda", (9, 0), ALL), torch.bfloat16, 90, "sequence", "these are of 90"),
+        (Device("mps"), torch.float16, 64, "sequence", "this is mps"),
+    ],
+)
 def test_choose(device, dtype, head, kernel, why):
     got, reason = attention.choose(device, dtype, head)
     assert got == kernel
@@ -401,10 +404,13 @@ def test_no_mask_is_made():
     assert seen == [None, None]
 
 
-@pytest.mark.parametrize(("kind", "changes"), [
-    ("Mistral", {"sliding_window": 3}),
-    ("Qwen2", {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Mistral", {"sliding_window": 3}),
+        ("Qwen2", {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1}),
+    ],
+)
 def test_windows_fall_back_with_a_message_and_are_right(kind, changes):
     lm, exp = small(kind, **changes), rows([9, 5, 1, 12])
     with pytest.warns(UserWarning, match=f"{kind}Attention: it asks for its own mask \\(sliding_window 3"):
@@ -449,14 +455,17 @@ def test_a_model_that_does_not_promise_to_hand_them_on_is_left_alone(monkeypatch
         agree(lm, rows([4, 5, 2]), 1e-12)
 
 
-@pytest.mark.parametrize(("options", "attribute", "why"), [
-    ({"dropout": 0.1}, {}, "dropout 0.1"),
-    ({"is_causal": False}, {}, "not causal"),
-    ({}, {"is_causal": False}, "not causal"),
-    ({"output_attentions": True}, {}, "output_attentions"),
-    ({"position_bias": torch.zeros(1, 4, 6, 6).double()}, {}, "position_bias"),
-    ({"s_aux": torch.zeros(4)}, {}, "s_aux"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "attribute", "why"),
+    [
+        ({"dropout": 0.1}, {}, "dropout 0.1"),
+        ({"is_causal": False}, {}, "not causal"),
+        ({}, {"is_causal": False}, "not causal"),
+        ({"output_attentions": True}, {}, "output_attentions"),
+        ({"position_bias": torch.zeros(1, 4, 6, 6).double()}, {}, "position_bias"),
+        ({"s_aux": torch.zeros(4)}, {}, "s_aux"),
+    ],
+)
 def test_what_a_layer_asks_for_beyond_is_named(options, attribute, why):
     layer = nn.Module()
     layer.is_causal, layer.num_key_value_groups = True, 2

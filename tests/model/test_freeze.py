@@ -34,15 +34,18 @@ def closed(name):
     return ".visual." in name or ".up_proj." in name
 
 
-@each(("patterns", "held"), [
-    (["visual"], lambda n: ".visual." in n),
-    (["model.visual.blocks"], lambda n: ".visual.blocks." in n),
-    (["blocks.1"], lambda n: ".visual.blocks.1." in n),
-    (["layers.*.self_attn"], lambda n: ".layers." in n and ".self_attn." in n),
-    (["visual.*.weight"], lambda n: ".visual." in n and n.endswith(".weight")),
-    (["lm_head", "*norm*"], lambda n: "lm_head" in n or "norm" in n),
-    (["towers"], lambda n: ".visual." in n),
-])  # fmt: skip
+@each(
+    ("patterns", "held"),
+    [
+        (["visual"], lambda n: ".visual." in n),
+        (["model.visual.blocks"], lambda n: ".visual.blocks." in n),
+        (["blocks.1"], lambda n: ".visual.blocks.1." in n),
+        (["layers.*.self_attn"], lambda n: ".layers." in n and ".self_attn." in n),
+        (["visual.*.weight"], lambda n: ".visual." in n and n.endswith(".weight")),
+        (["lm_head", "*norm*"], lambda n: "lm_head" in n or "norm" in n),
+        (["towers"], lambda n: ".visual." in n),
+    ],
+)
 @each("meta", [False, True])
 def test_a_pattern_is_a_part_of_a_path(folder, patterns, held, meta):
     lm = model.load(folder, freeze=patterns, meta=meta)
@@ -62,15 +65,21 @@ def test_a_tied_tensor_is_frozen_by_either_name():
         assert frozen(lm) == {"lm_head.weight", "model.embed_tokens.weight"}
 
 
-@pytest.mark.parametrize(("patterns", "message"), [
-    (["visal"], r"freeze: expected parts of Qwen2VLForConditionalGeneration, got 'visal'; it has visual$"),
-    (["visual", "audio_tower"], "got 'audio_tower'; it has lm_head, model.language_model, model.visual$"),
-    (["vis"], "got 'vis'; it has"),
-    (["layer.0"], r"got 'layer.0'; it has layers$"),
-    ([""], "got ''; it has lm_head"),
-    (["*"], r"freeze: expected weights that are left to train, got \['\*'\]: all of them"),
-    (["towers", "language_model", "lm_head"], "expected weights that are left to train"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (
+            ["visal"],
+            r"freeze: expected parts of Qwen2VLForConditionalGeneration, got 'visal'; it has visual$",
+        ),
+        (["visual", "audio_tower"], "got 'audio_tower'; it has lm_head, model.language_model, model.visual$"),
+        (["vis"], "got 'vis'; it has"),
+        (["layer.0"], r"got 'layer.0'; it has layers$"),
+        ([""], "got ''; it has lm_head"),
+        (["*"], r"freeze: expected weights that are left to train, got \['\*'\]: all of them"),
+        (["towers", "language_model", "lm_head"], "expected weights that are left to train"),
+    ],
+)
 def test_a_pattern_has_to_match_and_to_leave_something(folder, patterns, message):
     with pytest.raises(ValueError, match=message):
         model.load(folder, freeze=patterns)

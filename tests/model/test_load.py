@@ -60,16 +60,19 @@ def infinite(held):
 
 
 @each("meta", [False, True])
-@each(("tensors", "config", "message"), [
-    (drop, {}, r"missing: model\.layers\.1\.mlp\.up_proj\.weight"),
-    (add, {}, r"unexpected: model\.layers\.7\.mlp\.up_proj\.weight"),
-    (narrow, {}, r"config\.json's: model\.norm\.weight \[8\] instead of \[32\]"),
-    (None, {"vocab_size": 50}, r"embed_tokens\.weight \[48, 32\] instead of \[50, 32\]"),
-    (None, {"num_hidden_layers": 3}, r"missing: model\.layers\.2\..* and 5 more"),
-    (None, {"tie_word_embeddings": True}, None),
-    (poison, {}, r"model\.layers\.1\.mlp\.up_proj\.weight: expected finite numbers, got NaN or inf"),
-    (infinite, {}, r"lm_head\.weight: expected finite numbers"),
-])  # fmt: skip
+@each(
+    ("tensors", "config", "message"),
+    [
+        (drop, {}, r"missing: model\.layers\.1\.mlp\.up_proj\.weight"),
+        (add, {}, r"unexpected: model\.layers\.7\.mlp\.up_proj\.weight"),
+        (narrow, {}, r"config\.json's: model\.norm\.weight \[8\] instead of \[32\]"),
+        (None, {"vocab_size": 50}, r"embed_tokens\.weight \[48, 32\] instead of \[50, 32\]"),
+        (None, {"num_hidden_layers": 3}, r"missing: model\.layers\.2\..* and 5 more"),
+        (None, {"tie_word_embeddings": True}, None),
+        (poison, {}, r"model\.layers\.1\.mlp\.up_proj\.weight: expected finite numbers, got NaN or inf"),
+        (infinite, {}, r"lm_head\.weight: expected finite numbers"),
+    ],
+)
 def test_every_tensor_of_a_model_has_to_be_there(whole, tmp_path, tensors, config, message, meta):
     """With and without memory first. A head that the config ties may be there or not."""
     folder = copied(whole, tmp_path, tensors, config)
@@ -85,27 +88,33 @@ MADE = "expected a config.json that a model can be made of, got"
 
 
 @each("load", [model.load, model.load_critic, model.load_reward], ids=lambda f: f.__name__)
-@each(("config", "message"), [
-    ({"num_attention_heads": 0}, "could not load .* modulo by zero"),
-    ({"num_key_value_heads": 0}, f"{MADE} ZeroDivisionError"),
-    ({"architectures": [5]}, r"architectures: expected a list of names, got \[5\]"),
-    ({"architectures": "Llama"}, "architectures: expected a list of names, got 'Llama'"),
-    ({"hidden_size": -4}, f"{MADE} RuntimeError: .*negative dimension -4"),
-    ({"hidden_size": "32"}, "could not load .*'hidden_size': .* expected int, got str"),
-    ({"vocab_size": 0}, f"{MADE} IndexError"),
-    ({"vocab_size": -1}, f"{MADE} RuntimeError: .*negative dimension -1"),
-    ({"vocab_size": 10**9}, r"of about the \d+ numbers in its files, got one of \d{11}"),
-    ({"vocab_size": 10**20}, f"{MADE} TypeError"),
-    ({"intermediate_size": 10**12}, r"of about the \d+ numbers in its files, got one of \d{15}"),
-    ({"num_hidden_layers": 10**7}, r"num_hidden_layers: expected no more than the 21 tensors .* 10000000"),
-    ({"head_dim": 0}, f"{MADE} ZeroDivisionError"),
-    ({"head_dim": 7}, "could not load .* RoPE requires an even rotary dimension"),
-    ({"hidden_act": "nothing"}, f"{MADE} KeyError: 'nothing'"),
-    ({"pad_token_id": 10**6}, f"{MADE} AssertionError: Padding_idx"),
-    ({"layer_types": ["nothing"]}, "could not load .* `layer_types` entries must be in"),
-    ({"rope_parameters": {"rope_type": "nothing"}}, f"{MADE} KeyError: 'nothing'"),
-    ({"model_type": []}, "could not load .* unhashable"),
-])  # fmt: skip
+@each(
+    ("config", "message"),
+    [
+        ({"num_attention_heads": 0}, "could not load .* modulo by zero"),
+        ({"num_key_value_heads": 0}, f"{MADE} ZeroDivisionError"),
+        ({"architectures": [5]}, r"architectures: expected a list of names, got \[5\]"),
+        ({"architectures": "Llama"}, "architectures: expected a list of names, got 'Llama'"),
+        ({"hidden_size": -4}, f"{MADE} RuntimeError: .*negative dimension -4"),
+        ({"hidden_size": "32"}, "could not load .*'hidden_size': .* expected int, got str"),
+        ({"vocab_size": 0}, f"{MADE} IndexError"),
+        ({"vocab_size": -1}, f"{MADE} RuntimeError: .*negative dimension -1"),
+        ({"vocab_size": 10**9}, r"of about the \d+ numbers in its files, got one of \d{11}"),
+        ({"vocab_size": 10**20}, f"{MADE} TypeError"),
+        ({"intermediate_size": 10**12}, r"of about the \d+ numbers in its files, got one of \d{15}"),
+        (
+            {"num_hidden_layers": 10**7},
+            r"num_hidden_layers: expected no more than the 21 tensors .* 10000000",
+        ),
+        ({"head_dim": 0}, f"{MADE} ZeroDivisionError"),
+        ({"head_dim": 7}, "could not load .* RoPE requires an even rotary dimension"),
+        ({"hidden_act": "nothing"}, f"{MADE} KeyError: 'nothing'"),
+        ({"pad_token_id": 10**6}, f"{MADE} AssertionError: Padding_idx"),
+        ({"layer_types": ["nothing"]}, "could not load .* `layer_types` entries must be in"),
+        ({"rope_parameters": {"rope_type": "nothing"}}, f"{MADE} KeyError: 'nothing'"),
+        ({"model_type": []}, "could not load .* unhashable"),
+    ],
+)
 def test_a_config_with_wrong_numbers_is_one_line(whole, tmp_path, config, message, load):
     """And no memory is taken for a model of another size than that of the files."""
     folder = copied(whole, tmp_path, config=config)
@@ -116,12 +125,15 @@ def test_a_config_with_wrong_numbers_is_one_line(whole, tmp_path, config, messag
 
 
 @pytest.mark.parametrize("meta", [False, True])
-@pytest.mark.parametrize("config", [
-    {"_attn_implementation": "kernels-community/flash-attn2"},
-    {"attn_implementation": "someone/attention:forward"},
-    {"_attn_implementation": {"": "paged|someone/attention@v1"}},
-    {"_experts_implementation": "someone/experts"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"_attn_implementation": "kernels-community/flash-attn2"},
+        {"attn_implementation": "someone/attention:forward"},
+        {"_attn_implementation": {"": "paged|someone/attention@v1"}},
+        {"_experts_implementation": "someone/experts"},
+    ],
+)
 def test_code_of_a_repository_in_a_config_is_refused(whole, tmp_path, monkeypatch, config, meta):
     """With the package `kernels` transformers would fetch the repository and run it, without being asked."""
     from transformers.integrations import hub_kernels
@@ -328,11 +340,14 @@ def test_assign_puts_weights_in_place():
     assert not torch.equal(want["model.norm.weight"], one["model.norm.weight"])
 
 
-@pytest.mark.parametrize(("source", "message"), [
-    ({"nope": torch.zeros(1)}, "source: expected names among .*, got nope"),
-    ({"model.norm.weight": torch.zeros(3)}, r"model\.norm\.weight: expected \[32\], got \[3\]"),
-    ({}, "source: expected a tensor or more, got none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"nope": torch.zeros(1)}, "source: expected names among .*, got nope"),
+        ({"model.norm.weight": torch.zeros(3)}, r"model\.norm\.weight: expected \[32\], got \[3\]"),
+        ({}, "source: expected a tensor or more, got none"),
+    ],
+)
 def test_assign_checks_names_and_shapes(source, message):
     _, params = model.bind(tiny.llama())
     before = params["model.embed_tokens.weight"].detach().clone()

@@ -142,35 +142,45 @@ def test_auto_leaves_a_real_vision_tower_alone():
     assert len(names) == 7 and all("language_model" in n for n in names)
 
 
-@each(("targets", "exclude", "count", "within"), [
-    ("q_proj", (), 2, "language_model"),
-    ("q_proj,v_proj", (), 4, "language_model"),
-    (["layers.1.mlp"], (), 3, "layers.1.mlp"),
-    (["visual.qkv"], (), 1, "visual"),
-    ("auto", ["layers.1", "down_proj"], 6, "layers.0"),
-    ("all-linear", ["other"], 16, ""),
-    ("towers", ["other"], 2, "visual"),
-    ("layers.*.q_proj", (), 2, "self_attn.q_proj"),
-    ("visual.*", (), 2, "visual"),
-    ("auto,towers", ["other"], 16, ""),
-    ("v_proj, visual.qkv", (), 3, "v"),
-])  # fmt: skip
+@each(
+    ("targets", "exclude", "count", "within"),
+    [
+        ("q_proj", (), 2, "language_model"),
+        ("q_proj,v_proj", (), 4, "language_model"),
+        (["layers.1.mlp"], (), 3, "layers.1.mlp"),
+        (["visual.qkv"], (), 1, "visual"),
+        ("auto", ["layers.1", "down_proj"], 6, "layers.0"),
+        ("all-linear", ["other"], 16, ""),
+        ("towers", ["other"], 2, "visual"),
+        ("layers.*.q_proj", (), 2, "self_attn.q_proj"),
+        ("visual.*", (), 2, "visual"),
+        ("auto,towers", ["other"], 16, ""),
+        ("v_proj, visual.qkv", (), 3, "v"),
+    ],
+)
 def test_targets(targets, exclude, count, within):
     names = adapted(model.apply_lora_configuration(Seeing(), 2, 4, target_modules=targets, exclude=exclude))
     assert len(names) == count and all(within in n for n in names)
     assert "lm_head" not in names
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda m: model.apply_lora_configuration(m, 1, 1, target_modules="nope"), r"got \['nope'\]"),
-    (lambda m: model.apply_lora_configuration(m, 1, 1, target_modules=[]),
-     "expected auto, all-linear, towers or"),
-    (lambda m: model.apply_lora_configuration(m, 1, 1, exclude=["nope"]), r"exclude: .* got \['nope'\]"),
-    (lambda m: model.apply_lora_configuration(m, 1, 1, exclude=["layers"]), "got none of 14"),
-    (lambda m: model.apply_lora_configuration(m, 1, float("nan")),
-     "alpha: expected a number > 0, got nan"),
-    (lambda m: model.without_adapters(m, model.bind(m)[0]), "module: expected one with adapters"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: model.apply_lora_configuration(m, 1, 1, target_modules="nope"), r"got \['nope'\]"),
+        (
+            lambda m: model.apply_lora_configuration(m, 1, 1, target_modules=[]),
+            "expected auto, all-linear, towers or",
+        ),
+        (lambda m: model.apply_lora_configuration(m, 1, 1, exclude=["nope"]), r"exclude: .* got \['nope'\]"),
+        (lambda m: model.apply_lora_configuration(m, 1, 1, exclude=["layers"]), "got none of 14"),
+        (
+            lambda m: model.apply_lora_configuration(m, 1, float("nan")),
+            "alpha: expected a number > 0, got nan",
+        ),
+        (lambda m: model.without_adapters(m, model.bind(m)[0]), "module: expected one with adapters"),
+    ],
+)
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call(tiny.llama())
@@ -357,36 +367,41 @@ def edited(saved, tmp_path, **changes):
     return folder
 
 
-@each(("changes", "message"), [
-    ({"use_dora": True}, "expected plain LoRA adapters, got use_dora"),
-    ({"modules_to_save": ["lm_head"]}, "got modules_to_save"),
-    ({"bias": "all"}, "got bias; merge them first"),
-    ({"alora_invocation_tokens": [8, 9]}, "expected plain LoRA adapters, got alora_invocation_tokens"),
-    ({"kasa_config": {"beta": 1e-4}}, "got kasa_config"),
-    ({"velora_config": {}, "monteclora_config": {"x": 1}}, "got monteclora_config; merge"),
-    ({"arrow_config": {}, "use_qalora": True}, "got use_qalora; merge"),
-    ({"use_bdlora": {"nblocks": 2}}, "got use_bdlora"),
-    ({"layer_replication": [[0, 1], [0, 2]]}, "got layer_replication"),
-    ({"ensure_weight_tying": True, "megatron_config": {"a": 1}}, "ensure_weight_tying, megatron_config"),
-    ({"of_next_year": {"more": 1}}, "got of_next_year"),
-    ({"init_lora_weights": "pissa"}, "got init_lora_weights 'pissa'"),
-    ({"peft_type": "IA3"}, "got peft_type IA3"),
-    ({"peft_type": None}, "got peft_type None"),
-    ({"r": "8"}, "adapter_config.json: expected adapters that peft can make, got"),
-    ({"r": -1}, "expected adapters that peft can make, got .*-1"),
-    ({"lora_alpha": "8"}, "expected adapters that peft can make, got unsupported operand"),
-    ({"lora_alpha": float("nan")}, "expected adapters that peft can make, got alpha: .*, got nan"),
-    ({"rank_pattern": {"q_proj": 0}}, "expected adapters that peft can make, got .* 0"),
-    ({"target_modules": 5}, "expected adapters that peft can make, got"),
-    ({"target_modules": ["nowhere"]}, "expected adapters that peft can make, got .*nowhere"),
-    ({"base_model_name_or_path": 5}, "expected base_model_name_or_path, got none"),
-    ({"base_model_name_or_path": "of/hub", "revision": "v2"},
-     "expected a base model without a revision, got of/hub of revision v2"),
-    ({"r": 2}, "missing, unexpected or of another shape are 28"),
-    ({"target_modules": ["q_proj"]}, "missing, unexpected or of another shape are 24"),
-    ({"base_model_name_or_path": "/nowhere"}, "its base model /nowhere is not there"),
-    ({"base_model_name_or_path": None}, "expected base_model_name_or_path, got none"),
-])  # fmt: skip
+@each(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "expected plain LoRA adapters, got use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "got modules_to_save"),
+        ({"bias": "all"}, "got bias; merge them first"),
+        ({"alora_invocation_tokens": [8, 9]}, "expected plain LoRA adapters, got alora_invocation_tokens"),
+        ({"kasa_config": {"beta": 1e-4}}, "got kasa_config"),
+        ({"velora_config": {}, "monteclora_config": {"x": 1}}, "got monteclora_config; merge"),
+        ({"arrow_config": {}, "use_qalora": True}, "got use_qalora; merge"),
+        ({"use_bdlora": {"nblocks": 2}}, "got use_bdlora"),
+        ({"layer_replication": [[0, 1], [0, 2]]}, "got layer_replication"),
+        ({"ensure_weight_tying": True, "megatron_config": {"a": 1}}, "ensure_weight_tying, megatron_config"),
+        ({"of_next_year": {"more": 1}}, "got of_next_year"),
+        ({"init_lora_weights": "pissa"}, "got init_lora_weights 'pissa'"),
+        ({"peft_type": "IA3"}, "got peft_type IA3"),
+        ({"peft_type": None}, "got peft_type None"),
+        ({"r": "8"}, "adapter_config.json: expected adapters that peft can make, got"),
+        ({"r": -1}, "expected adapters that peft can make, got .*-1"),
+        ({"lora_alpha": "8"}, "expected adapters that peft can make, got unsupported operand"),
+        ({"lora_alpha": float("nan")}, "expected adapters that peft can make, got alpha: .*, got nan"),
+        ({"rank_pattern": {"q_proj": 0}}, "expected adapters that peft can make, got .* 0"),
+        ({"target_modules": 5}, "expected adapters that peft can make, got"),
+        ({"target_modules": ["nowhere"]}, "expected adapters that peft can make, got .*nowhere"),
+        ({"base_model_name_or_path": 5}, "expected base_model_name_or_path, got none"),
+        (
+            {"base_model_name_or_path": "of/hub", "revision": "v2"},
+            "expected a base model without a revision, got of/hub of revision v2",
+        ),
+        ({"r": 2}, "missing, unexpected or of another shape are 28"),
+        ({"target_modules": ["q_proj"]}, "missing, unexpected or of another shape are 24"),
+        ({"base_model_name_or_path": "/nowhere"}, "its base model /nowhere is not there"),
+        ({"base_model_name_or_path": None}, "expected base_model_name_or_path, got none"),
+    ],
+)
 def test_an_adapter_that_does_not_fit_is_refused(saved, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message) as error:
         model.load(edited(saved, tmp_path, **changes))

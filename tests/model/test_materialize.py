@@ -253,16 +253,25 @@ def without(*ends):
 EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
 
 
-@pytest.mark.parametrize(("kind", "change", "message"), [
-    ("Gemma4Text", without("0.layer_scalar"), r"missing: model\.layers\.0\.layer_scalar; if"),
-    ("DeepseekV3", without("correction_bias"), r"missing: model\.layers\.1\.mlp\.gate\.e_score_corr"),
-    ("Qwen3Moe", without(".0.up_proj.weight", ".0.gate_proj.weight"),
-     r"gate_up_proj \[11, 32, 32\] instead"),
-    ("Qwen3Moe", without(EXPERT), r"layers\.0\.mlp\.experts\.gate_up_proj can be made of, got 23 like "),
-    ("Qwen3Moe", lambda held: held.update({EXPERT.replace(".0.", ".9."): held[EXPERT] + 1}),
-     "unexpected: "),
-    ("GPTNeoX", without("embed_out.weight"), r"missing: lm_head\.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("Gemma4Text", without("0.layer_scalar"), r"missing: model\.layers\.0\.layer_scalar; if"),
+        ("DeepseekV3", without("correction_bias"), r"missing: model\.layers\.1\.mlp\.gate\.e_score_corr"),
+        (
+            "Qwen3Moe",
+            without(".0.up_proj.weight", ".0.gate_proj.weight"),
+            r"gate_up_proj \[11, 32, 32\] instead",
+        ),
+        ("Qwen3Moe", without(EXPERT), r"layers\.0\.mlp\.experts\.gate_up_proj can be made of, got 23 like "),
+        (
+            "Qwen3Moe",
+            lambda held: held.update({EXPERT.replace(".0.", ".9."): held[EXPERT] + 1}),
+            "unexpected: ",
+        ),
+        ("GPTNeoX", without("embed_out.weight"), r"missing: lm_head\.weight"),
+    ],
+)
 def test_tensors_that_a_model_cannot_be_made_of(folders, tmp_path, kind, change, message):
     with pytest.raises(ValueError, match=message) as error:
         model.load(changed(folders / kind, tmp_path / "m", change), meta=True)

@@ -268,22 +268,31 @@ def sampled(token):
     return change
 
 
-@pytest.mark.parametrize("name, change, message", [
-    ("Qwen2VL", without,
-     "sequence 0 of the pack: expected 0 image placeholders (token 50) for its 0 images"),
-    ("Llava", without,
-     "sequence 0 of the pack: expected 0 image placeholders (token 50) for its 0 images"),
-    ("Qwen2Audio", without, "sequence 0 of the pack: expected 0 audio placeholders (token 52)"),
-    ("Qwen2VL", one_of_two, "for its 1 images"),
-    ("Llava", one_of_two, "expected 4 image placeholders (token 50) for its 1 images, got 8"),
-    ("Qwen2Audio", one_of_two, "for its 1 audios"),
-    ("Voxtral", of_another, "sequence 1 of the pack"),
-    ("LlavaNext", of_another, "sequence 1 of the pack: expected 1 image placeholders"),
-    ("Mistral3", of_another, "sequence 1 of the pack: expected"),
-    ("SmolVLM", of_another, "sequence 1 of the pack: expected"),
-    ("Qwen2VL", sampled(IMAGE), "for its 0 images, got 1, 1 of them sampled"),
-    ("Qwen2Audio", sampled(AUDIO), "for its 0 audios, got 1, 1 of them sampled"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        (
+            "Qwen2VL",
+            without,
+            "sequence 0 of the pack: expected 0 image placeholders (token 50) for its 0 images",
+        ),
+        (
+            "Llava",
+            without,
+            "sequence 0 of the pack: expected 0 image placeholders (token 50) for its 0 images",
+        ),
+        ("Qwen2Audio", without, "sequence 0 of the pack: expected 0 audio placeholders (token 52)"),
+        ("Qwen2VL", one_of_two, "for its 1 images"),
+        ("Llava", one_of_two, "expected 4 image placeholders (token 50) for its 1 images, got 8"),
+        ("Qwen2Audio", one_of_two, "for its 1 audios"),
+        ("Voxtral", of_another, "sequence 1 of the pack"),
+        ("LlavaNext", of_another, "sequence 1 of the pack: expected 1 image placeholders"),
+        ("Mistral3", of_another, "sequence 1 of the pack: expected"),
+        ("SmolVLM", of_another, "sequence 1 of the pack: expected"),
+        ("Qwen2VL", sampled(IMAGE), "for its 0 images, got 1, 1 of them sampled"),
+        ("Qwen2Audio", sampled(AUDIO), "for its 0 audios, got 1, 1 of them sampled"),
+    ],
+)
 def test_placeholders_that_are_not_those_of_the_media(name, change, message):
     assert message in spoilt(name, change)
 

@@ -144,18 +144,24 @@ def test_lora_trains_adapters_only_and_starts_as_the_base():
     assert any(n.endswith("lora_A.default.weight") and "down_proj" in n for n in params)
 
 
-@each(("call", "message"), [
-    (lambda: model.load("./nowhere"), "model: expected a folder, a hub name .* got './nowhere'"),
-    (lambda: model.load("tiny:nothing:1"), "nothing"),
-    (lambda: model.load("tiny:addition:x"), "expected tiny, tiny:TASK or tiny:TASK:LEVEL"),
-    (lambda: model.bind(tiny.llama(), sampling=rft.Sampling(temperature=0)), "temperature: expected > 0"),
-    (lambda: model.apply_lora_configuration(tiny.llama(), 0, 1), "rank: expected >= 1, got 0"),
-    (lambda: model.apply_lora_configuration(tiny.llama(), 1, 1, 0.1), "dropout: expected 0, got 0.1"),
-    (lambda: model.apply_lora_configuration(tiny.llama(), 1, 1, target_modules=["nope"]), "got \\['nope'\\]"),
-    (lambda: rft.Sampling(top_p=0), r"top_p: expected a number in \(0, 1\], got 0"),
-    (lambda: rft.Sampling(temperature=-1), r"temperature: expected a number in \[0, inf\), got -1"),
-    (lambda: rft.Sampling(max_new=0), r"max_new: expected an integer in \[1, inf\), got 0"),
-])  # fmt: skip
+@each(
+    ("call", "message"),
+    [
+        (lambda: model.load("./nowhere"), "model: expected a folder, a hub name .* got './nowhere'"),
+        (lambda: model.load("tiny:nothing:1"), "nothing"),
+        (lambda: model.load("tiny:addition:x"), "expected tiny, tiny:TASK or tiny:TASK:LEVEL"),
+        (lambda: model.bind(tiny.llama(), sampling=rft.Sampling(temperature=0)), "temperature: expected > 0"),
+        (lambda: model.apply_lora_configuration(tiny.llama(), 0, 1), "rank: expected >= 1, got 0"),
+        (lambda: model.apply_lora_configuration(tiny.llama(), 1, 1, 0.1), "dropout: expected 0, got 0.1"),
+        (
+            lambda: model.apply_lora_configuration(tiny.llama(), 1, 1, target_modules=["nope"]),
+            "got \\['nope'\\]",
+        ),
+        (lambda: rft.Sampling(top_p=0), r"top_p: expected a number in \(0, 1\], got 0"),
+        (lambda: rft.Sampling(temperature=-1), r"temperature: expected a number in \[0, inf\), got -1"),
+        (lambda: rft.Sampling(max_new=0), r"max_new: expected an integer in \[1, inf\), got 0"),
+    ],
+)
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()

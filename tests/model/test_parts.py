@@ -120,13 +120,20 @@ def test_the_sequence_axis_is_a_part():
     torch.testing.assert_close(root(pack).logp, want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: nn.Linear(2, 2), "sp_size: expected 1 for Linear: it is no language model of transformers"),
-    (lambda: model.wrap_for_training(small("Lfm2", torch.float32)),
-     r"sp_size: expected 1 for Lfm2ForCausalLM: it has layers of \['conv'\]"),
-    (lambda: model.load_critic(small("Bloom", torch.float32)),
-     "sp_size: expected 1 for BloomModel: it does not hand keyword arguments to its attention"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Linear(2, 2), "sp_size: expected 1 for Linear: it is no language model of transformers"),
+        (
+            lambda: model.wrap_for_training(small("Lfm2", torch.float32)),
+            r"sp_size: expected 1 for Lfm2ForCausalLM: it has layers of \['conv'\]",
+        ),
+        (
+            lambda: model.load_critic(small("Bloom", torch.float32)),
+            "sp_size: expected 1 for BloomModel: it does not hand keyword arguments to its attention",
+        ),
+    ],
+)
 def test_models_that_cannot_share_the_tokens_of_a_pack(make, message):
     with pytest.raises(ValueError, match=message):
         model.split_over(make(), Axis())

@@ -202,14 +202,17 @@ def test_it_works_under_checkpointing_and_transforms_of_functions():
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("kind, changes", [
-    ("Mistral", {"sliding_window": 8}),  # a window without a list of layers, or with one
-    ("Gemma3Text", {}),
-    ("Mamba", {}),  # mixes the sequences of a pack
-    ("Bloom", {}),  # its positions are a mask
-    ("Gemma2", {"layer_types": ["full_attention"] * 2}),  # caps its scores
-    ("Granite", {}),  # scales its logits, which are computed whole
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("Mistral", {"sliding_window": 8}),  # a window without a list of layers, or with one
+        ("Gemma3Text", {}),
+        ("Mamba", {}),  # mixes the sequences of a pack
+        ("Bloom", {}),  # its positions are a mask
+        ("Gemma2", {"layer_types": ["full_attention"] * 2}),  # caps its scores
+        ("Granite", {}),  # scales its logits, which are computed whole
+    ],
+)
 def test_models_that_need_all_tokens_get_them(kind, changes):
     """Masks of transformers depend on the places of tokens in a pack."""
     lm = families.small(kind, **changes)

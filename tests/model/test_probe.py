@@ -24,13 +24,35 @@ from rft_fn.model.text import ALONE, BOUNDARIES, POSITIONS
 from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
 PACK = (
-    "Llama", "Qwen2", "Gemma2", "Gemma3Text", "GPT2", "OPT", "Granite", "Cohere", "Mixtral", "GptOss",
-    "GraniteSWA", "Llama4Text",
-)  # fmt: skip
+    "Llama",
+    "Qwen2",
+    "Gemma2",
+    "Gemma3Text",
+    "GPT2",
+    "OPT",
+    "Granite",
+    "Cohere",
+    "Mixtral",
+    "GptOss",
+    "GraniteSWA",
+    "Llama4Text",
+)
 MIX = (
-    "Qwen3Next", "Qwen3_5Text", "Mamba", "Mamba2", "FalconH1", "Rwkv", "Lfm2", "Bamba", "NemotronH",
-    "RecurrentGemma", "Bloom", "Mpt", "Falcon", "xLSTM",
-)  # fmt: skip
+    "Qwen3Next",
+    "Qwen3_5Text",
+    "Mamba",
+    "Mamba2",
+    "FalconH1",
+    "Rwkv",
+    "Lfm2",
+    "Bamba",
+    "NemotronH",
+    "RecurrentGemma",
+    "Bloom",
+    "Mpt",
+    "Falcon",
+    "xLSTM",
+)
 if version.parse(transformers.__version__) >= version.parse("5.24"):
     MIX = tuple(kind for kind in MIX if kind != "Falcon")  # its attention keeps to the positions
     PACK = (*PACK, "Falcon")

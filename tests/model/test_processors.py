@@ -156,11 +156,14 @@ def test_voxtral_hears_audio_longer_than_a_chunk(tmp_path, seconds, chunks):
     assert again.ids == both.ids
 
 
-@pytest.mark.parametrize(("error", "why"), [
-    (ImportError("it requires the Torchvision library\nbut it was not found\n"), "it requires the Torch"),
-    (OSError("no file named preprocessor_config.json"), "no file named preprocessor_config.json"),
-    (ValueError(""), "ValueError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ImportError("it requires the Torchvision library\nbut it was not found\n"), "it requires the Torch"),
+        (OSError("no file named preprocessor_config.json"), "no file named preprocessor_config.json"),
+        (ValueError(""), "ValueError"),
+    ],
+)
 def test_a_processor_that_cannot_be_made_is_one_line_with_a_remedy(tmp_path, monkeypatch, error, why):
     """Of a family that has no processor here without torchvision."""
     import transformers

@@ -123,13 +123,16 @@ def test_a_folder_that_was_saved_in_low_precision(folder, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@each(("options", "message"), [
-    ({}, "expected adapters on a quantised model.*lora_rank"),
-    ({"bf16": True}, "full precision with bf16 and use_mp_opt"),
-    ({"use_mp_opt": True}, "full precision with bf16 and use_mp_opt"),
-    ({"fsdp": True}, "full precision with FSDP2"),
-    ({"zero_stage": 1}, "full precision with DeepSpeed ZeRO"),
-])  # fmt: skip
+@each(
+    ("options", "message"),
+    [
+        ({}, "expected adapters on a quantised model.*lora_rank"),
+        ({"bf16": True}, "full precision with bf16 and use_mp_opt"),
+        ({"use_mp_opt": True}, "full precision with bf16 and use_mp_opt"),
+        ({"fsdp": True}, "full precision with FSDP2"),
+        ({"zero_stage": 1}, "full precision with DeepSpeed ZeRO"),
+    ],
+)
 def test_what_cannot_hold_it_says_so(folder, kind, options, message):
     import torch.distributed as dist
 

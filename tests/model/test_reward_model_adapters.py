@@ -96,12 +96,18 @@ def test_new_heads_on_their_adapters(base, tmp_path):
     assert any("lora_" in name for name, _ in rm.named_parameters())
 
 
-@pytest.mark.parametrize("change, said", [
-    ({"base_model_name_or_path": "/nowhere"}, r"its base model /nowhere is not there"),
-    ({"base_model_name_or_path": None}, r"expected base_model_name_or_path, got none"),
-    ({"task_type": "CAUSAL_LM"}, r"with heads, got one without \(adapters with task_type CAUSAL_LM, not SEQ"),
-    ({"use_dora": True}, r"expected plain LoRA adapters, got use_dora"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"base_model_name_or_path": "/nowhere"}, r"its base model /nowhere is not there"),
+        ({"base_model_name_or_path": None}, r"expected base_model_name_or_path, got none"),
+        (
+            {"task_type": "CAUSAL_LM"},
+            r"with heads, got one without \(adapters with task_type CAUSAL_LM, not SEQ",
+        ),
+        ({"use_dora": True}, r"expected plain LoRA adapters, got use_dora"),
+    ],
+)
 def test_a_config_that_does_not_fit(change, said, base, tmp_path):
     folder = adapters(tmp_path / "adapters", base)
     config = json.loads((folder / "adapter_config.json").read_text())

@@ -325,15 +325,18 @@ def test_models_whose_head_is_another():
         model.load_reward(BertForSequenceClassification(BertConfig(vocab_size=9, **sizes)))
 
 
-@pytest.mark.parametrize("text, said", [
-    ("{", "expected heads and their pool"),
-    ('{"heads": []}', "expected heads and their pool"),
-    ('{"pool": "last", "heads": [{"name": "a", "scale": 0}]}', "a: expected a positive scale, got 0"),
-    ('{"pool": "last", "heads": [{"name": "a", "scale": NaN}]}', "a: expected a positive scale, got nan"),
-    ('{"pool": "last", "heads": [{"name": "a", "colour": 1}]}', "colour"),
-    ('{"pool": "last", "heads": [{"name": "a"}]}', r"reward_heads.json: expected 2 heads, got \['a'\]"),
-    ('{"pool": "mode", "heads": [{"name": "a"}, {"name": "b"}]}', "pool: expected one of last"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("{", "expected heads and their pool"),
+        ('{"heads": []}', "expected heads and their pool"),
+        ('{"pool": "last", "heads": [{"name": "a", "scale": 0}]}', "a: expected a positive scale, got 0"),
+        ('{"pool": "last", "heads": [{"name": "a", "scale": NaN}]}', "a: expected a positive scale, got nan"),
+        ('{"pool": "last", "heads": [{"name": "a", "colour": 1}]}', "colour"),
+        ('{"pool": "last", "heads": [{"name": "a"}]}', r"reward_heads.json: expected 2 heads, got \['a'\]"),
+        ('{"pool": "mode", "heads": [{"name": "a"}, {"name": "b"}]}', "pool: expected one of last"),
+    ],
+)
 def test_a_description_that_does_not_fit(text, said, tmp_path):
     folder = saved(tmp_path / "rm", trained_like("last"))
     (folder / "reward_heads.json").write_text(text)

@@ -10,8 +10,18 @@ import zlib
 from contextlib import contextmanager
 
 __all__ = [
-    "drip", "endless", "forever", "head", "hosting", "nothing", "rewards", "rst", "status", "text", "zipped",
-]  # fmt: skip
+    "drip",
+    "endless",
+    "forever",
+    "head",
+    "hosting",
+    "nothing",
+    "rewards",
+    "rst",
+    "status",
+    "text",
+    "zipped",
+]
 
 
 class Host:

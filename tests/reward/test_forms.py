@@ -124,10 +124,16 @@ def test_verdicts(parse, said, share):
     assert parse(said) == (share if share is None else pytest.approx(share))
 
 
-@pytest.mark.parametrize(("said", "answer"), [
-    ("a", "a"), ("<think>x</think>a", "a"), ("x</think>a", "a"), ("<think>x", None),
-    ("</think><think>", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ("a", "a"),
+        ("<think>x</think>a", "a"),
+        ("x</think>a", "a"),
+        ("<think>x", None),
+        ("</think><think>", None),
+    ],
+)
 def test_thoughts_have_no_verdict(said, answer):
     assert verdicts.behind_thoughts(said) == answer
 
@@ -182,15 +188,20 @@ def test_a_template_has_one_response_or_a_pair(template):
         forms.Form(template, TaggedNumber())
 
 
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda: forms.named("stars"), "form: expected one of score, json, pair, terse, got 'stars'"),
-    (lambda: forms.named("terse", reasoning=True), r"form 'terse': .*reasoning"),
-    (lambda: forms.named("score", low=5, high=5), "low < high, got 5, 5"),
-    (lambda: forms.named("score", high=float("nan")), "expected finite numbers"),
-    (lambda: forms.rating(reference="key").question({"prompt": "", "response": ""}), "no column 'key'"),
-    (lambda: forms.rating(reference="k").question({"prompt": "", "response": "", "k": None}),
-     "column 'k' is empty"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: forms.named("stars"), "form: expected one of score, json, pair, terse, got 'stars'"),
+        (lambda: forms.named("terse", reasoning=True), r"form 'terse': .*reasoning"),
+        (lambda: forms.named("score", low=5, high=5), "low < high, got 5, 5"),
+        (lambda: forms.named("score", high=float("nan")), "expected finite numbers"),
+        (lambda: forms.rating(reference="key").question({"prompt": "", "response": ""}), "no column 'key'"),
+        (
+            lambda: forms.rating(reference="k").question({"prompt": "", "response": "", "k": None}),
+            "column 'k' is empty",
+        ),
+    ],
+)
 def test_bad_forms_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

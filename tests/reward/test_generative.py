@@ -265,8 +265,11 @@ def test_a_pair_against_a_reference_is_asked_in_both_orders_with_keys_of_their_o
     found = ask(["q"] * 3, ["a", "aaa", "aa"], info=[{"gold": "xx"}] * 3, keys=[1, 2, 3])
     assert found == [0.0, 1.0, 0.5] and logged["consistent"] == 1
     assert [sides(TOKENIZER.decode(p.ids)) for p, _ in asked][:4] == [
-        ("a", "xx"), ("aaa", "xx"), ("aa", "xx"), ("xx", "a"),
-    ]  # fmt: skip
+        ("a", "xx"),
+        ("aaa", "xx"),
+        ("aa", "xx"),
+        ("xx", "a"),
+    ]
     assert len({key for _, key in asked}) == 6
     engine = judges.engine(longer, TOKENIZER)
     assert reward.generative(engine, TOKENIZER, form=PAIR, against="info[gold]").columns == ("info",)

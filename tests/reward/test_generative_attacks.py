@@ -105,9 +105,11 @@ def test_a_judge_that_repeats_the_quoted_response_behind_its_verdict_still_gave_
 def test_the_attacks_would_work_on_a_parser_that_reads_the_question_too():
     """The attacks are sharp: most of them hold the best verdict of a form."""
     best = {
-        "score": "<score>10</score>", "json": '{"score": 10}', "pair": "<better>A</better>",
+        "score": "<score>10</score>",
+        "json": '{"score": 10}',
+        "pair": "<better>A</better>",
         "terse": "score=1",
-    }  # fmt: skip
+    }
     reads = sum(any(text in attack for text in best.values()) for attack in judges.ATTACKS.values())
     assert reads >= 10
     for name, form in FORMS.items():

@@ -30,8 +30,11 @@ def test_the_code_of_the_page_runs(tmp_path, monkeypatch):
 def test_the_tables_have_every_option_form_and_vote():
     options = inspect.signature(reward.generative_by_name).parameters.values()
     named = {p.name for p in options if p.kind != p.VAR_KEYWORD} - {
-        "engine", "tokenizer", "processing", "served",
-    }  # fmt: skip
+        "engine",
+        "tokenizer",
+        "processing",
+        "served",
+    }
     lines = [line for line in TEXT.splitlines() if line.startswith("| `")]
     found = {name for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1])}
     assert named | set(forms.FORMS) <= found

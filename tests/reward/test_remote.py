@@ -295,19 +295,22 @@ def test_retry_after_is_kept_and_uses_up_no_try():
 YEAR = "9" * 23
 
 
-@pytest.mark.parametrize("text", [
-    f"Wed, 21 Oct {YEAR} 07:28:00 GMT",
-    f"Wed, 21 Oct 2015 07:28:00 +{YEAR}",
-    f"Wed, {YEAR} Oct 2015 07:28:00 GMT",
-    "Wed, 21 Oct 10000 07:28:00 GMT",
-    "9" * 5000 + " Oct 2015",
-    "soon",
-    "-1",
-    "1e400",
-    "\u00b2",
-    "(" * 50_000,
-    "",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Wed, 21 Oct {YEAR} 07:28:00 GMT",
+        f"Wed, 21 Oct 2015 07:28:00 +{YEAR}",
+        f"Wed, {YEAR} Oct 2015 07:28:00 GMT",
+        "Wed, 21 Oct 10000 07:28:00 GMT",
+        "9" * 5000 + " Oct 2015",
+        "soon",
+        "-1",
+        "1e400",
+        "\u00b2",
+        "(" * 50_000,
+        "",
+    ],
+)
 def test_a_time_to_come_again_that_is_none_is_not_waited_for(text):
     assert client.retry_after(text) is None
 
@@ -388,16 +391,19 @@ def test_the_token_is_sent_and_never_shown(monkeypatch):
     assert TOKEN not in line and "bad token ***" in line
 
 
-@pytest.mark.parametrize("reply", [
-    status(403, "x" * 290 + TOKEN),  # cut in the middle of it
-    status(403, " " * 4090 + TOKEN),
-    status(500, TOKEN),
-    text(f"<html>{TOKEN}"),
-    text("x" * 50 + TOKEN),
-    text(f'{{"{TOKEN}": 1}}'),
-    text(f'{{"rewards": ["{TOKEN}"]}}'),
-    text("x", Content_Encoding=TOKEN),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "reply",
+    [
+        status(403, "x" * 290 + TOKEN),  # cut in the middle of it
+        status(403, " " * 4090 + TOKEN),
+        status(500, TOKEN),
+        text(f"<html>{TOKEN}"),
+        text("x" * 50 + TOKEN),
+        text(f'{{"{TOKEN}": 1}}'),
+        text(f'{{"rewards": ["{TOKEN}"]}}'),
+        text("x", Content_Encoding=TOKEN),
+    ],
+)
 def test_a_server_that_repeats_the_token_is_quoted_without_it(reply, monkeypatch, capfd):
     monkeypatch.setenv("RFT_REWARD_TOKEN", TOKEN)
     with hosting([reply]) as [host]:
@@ -412,15 +418,18 @@ def test_a_token_that_no_header_can_hold_is_refused_without_showing_it(monkeypat
     assert line == "RFT_REWARD_TOKEN: expected a token of printable ASCII characters" and host.seen == []
 
 
-@pytest.mark.parametrize(("where", "line"), [
-    ("https://me:hunter2@host/score", "without a name and a password, got one at host"),
-    ("ftp://host/score", "expected addresses like https://HOST:PORT/score, got 'ftp://host/score'"),
-    ("http://host:99999/score", "expected addresses like"),
-    ("http://:80/score", "expected addresses like"),
-    ("http://a/x,http://a/x", "expected each address once"),
-    ("http://a/x#y", "expected addresses like"),
-    ([], "expected at least one address"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "line"),
+    [
+        ("https://me:hunter2@host/score", "without a name and a password, got one at host"),
+        ("ftp://host/score", "expected addresses like https://HOST:PORT/score, got 'ftp://host/score'"),
+        ("http://host:99999/score", "expected addresses like"),
+        ("http://:80/score", "expected addresses like"),
+        ("http://a/x,http://a/x", "expected each address once"),
+        ("http://a/x#y", "expected addresses like"),
+        ([], "expected at least one address"),
+    ],
+)
 def test_addresses(where, line):
     with pytest.raises(ValueError, match="hosts: ") as caught:
         rft.reward.served_at(where)
@@ -433,14 +442,17 @@ def test_a_query_is_sent_and_not_shown():
     assert host.seen[0][0] == f"/score?key={TOKEN}" and TOKEN not in line
 
 
-@pytest.mark.parametrize(("how", "line"), [
-    ({"deadline": 0}, "deadline: expected a number above 0, got 0"),
-    ({"deadline": float("inf")}, "deadline: expected a number above 0, got inf"),
-    ({"tries": 1.5}, "tries: expected a whole number, got 1.5"),
-    ({"batch": True}, "batch: expected a number above 0, got True"),
-    ({"form": "soap"}, "form: expected 'rft' or 'openrlhf', got 'soap'"),
-    ({"label": "x"}, "label: expected it with form='openrlhf' alone, got it with form='rft'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ({"deadline": 0}, "deadline: expected a number above 0, got 0"),
+        ({"deadline": float("inf")}, "deadline: expected a number above 0, got inf"),
+        ({"tries": 1.5}, "tries: expected a whole number, got 1.5"),
+        ({"batch": True}, "batch: expected a number above 0, got True"),
+        ({"form": "soap"}, "form: expected 'rft' or 'openrlhf', got 'soap'"),
+        ({"label": "x"}, "label: expected it with form='openrlhf' alone, got it with form='rft'"),
+    ],
+)
 def test_limits(how, line):
     with pytest.raises(ValueError) as caught:
         rft.reward.served_at("http://a/score", **how)
@@ -468,14 +480,17 @@ def test_a_deadline_beyond_the_time_of_rewards_is_refused_before_anything_is_ask
         assert host.seen and made.components["far"][1] == 0.5
 
 
-@pytest.mark.parametrize(("spec", "name", "weight"), [
-    ("http://a:8000/score", "a:8000", 1.0),
-    ("https://a/score=0.7", "a", 0.7),
-    ("https://a/score,https://b/score?x=1,2=0.5", "a", 0.5),
-    ("https://a/score(tries=2)=0.25", "a", 0.25),
-    ("https://a/score(name='helpful', deadline=9)", "helpful", 1.0),
-    ("http://a/get_reward(form='openrlhf', label='gold')=2", "a", 2.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "name", "weight"),
+    [
+        ("http://a:8000/score", "a:8000", 1.0),
+        ("https://a/score=0.7", "a", 0.7),
+        ("https://a/score,https://b/score?x=1,2=0.5", "a", 0.5),
+        ("https://a/score(tries=2)=0.25", "a", 0.25),
+        ("https://a/score(name='helpful', deadline=9)", "helpful", 1.0),
+        ("http://a/get_reward(form='openrlhf', label='gold')=2", "a", 2.0),
+    ],
+)
 def test_addresses_on_the_command_line(spec, name, weight):
     made = rft.reward.parse([spec])
     assert [(n, w) for n, (_, w) in made.components.items()] == [(name, weight)]

@@ -229,13 +229,16 @@ def test_openrlhfs_answer_is_read_as_it_was_written():
     assert found == {"rewards": [0.5, -1.25], "extra_logs": {"scores": [0.5, -1.25], "len": [3.0, None]}}
 
 
-@pytest.mark.parametrize(("data", "line"), [
-    (b'{"rewards": [1]}', "rewards: expected 2 entries"),
-    (b'{"scores": [1, 2]}', "expected an object with 'rewards'"),
-    (b'{"rewards": [[1], [2, 3]]}', "rewards: expected finite numbers or null, got [1] at 0"),
-    (b'{"rewards": [1, 2], "extra_logs": {"x": [1]}}', "extra_logs.x: expected 2 entries"),
-    (b'{"rewards": [1, 2], "extra_logs": 3}', "extra_logs: expected an object"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (b'{"rewards": [1]}', "rewards: expected 2 entries"),
+        (b'{"scores": [1, 2]}', "expected an object with 'rewards'"),
+        (b'{"rewards": [[1], [2, 3]]}', "rewards: expected finite numbers or null, got [1] at 0"),
+        (b'{"rewards": [1, 2], "extra_logs": {"x": [1]}}', "extra_logs.x: expected 2 entries"),
+        (b'{"rewards": [1, 2], "extra_logs": 3}', "extra_logs: expected an object"),
+    ],
+)
 def test_other_answers_of_openrlhfs_form_are_refused(data, line):
     with pytest.raises(ValueError) as caught:
         openrlhf.read_answer(data, 2)

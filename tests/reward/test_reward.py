@@ -30,22 +30,25 @@ def one(fn, completion, **columns):
 # ------------------------------------------------------------------------------------------------- extractors
 
 
-@each(("text", "content"), [
-    (r"so \boxed{72}.", "72"),
-    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-    (r"\boxed{1} no, \boxed{2}", "2"),
-    (r"\boxed{1} and \boxed{2", "1"),  # the second was cut off
-    (r"\boxed{{3}", None),
-    (r"\boxed{\boxed{3}}", "3"),
-    (r"\boxed {4}", "4"),
-    (r"\boxed{}", ""),
-    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-    (r"\boxed{a\}b}", r"a\}b"),
-    (r"} } { \boxed{5}", "5"),
-    ("\\boxed{a\nb}", "a\nb"),
-    ("boxed{1}", None),
-    ("", None),
-])  # fmt: skip
+@each(
+    ("text", "content"),
+    [
+        (r"so \boxed{72}.", "72"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{1} no, \boxed{2}", "2"),
+        (r"\boxed{1} and \boxed{2", "1"),  # the second was cut off
+        (r"\boxed{{3}", None),
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"\boxed {4}", "4"),
+        (r"\boxed{}", ""),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{a\}b}", r"a\}b"),
+        (r"} } { \boxed{5}", "5"),
+        ("\\boxed{a\nb}", "a\nb"),
+        ("boxed{1}", None),
+        ("", None),
+    ],
+)
 def test_extract_boxed(text, content):
     assert reward.extract_boxed(text) == content
 
@@ -73,34 +76,37 @@ def test_extractors_take_linear_time(text):
     assert time.perf_counter() - start < 2
 
 
-@each(("text", "number"), [
-    ("The answer is 72.", "72"),
-    ("#### 72", "72"),
-    ("#### 1,234", "1234"),
-    ("1{,}234", "1234"),
-    ("it is -3.5", "-3.5"),
-    ("it is \N{MINUS SIGN}3.5", "-3.5"),
-    ("$72", "72"),
-    (r"\$72.50 in all.", "72.50"),
-    ("-$72", "-72"),
-    ("1/2", "1/2"),
-    ("-1/2.", "-1/2"),
-    (r"\frac{1}{2}", "1/2"),
-    (r"-\dfrac{3}{4}", "-3/4"),
-    ("8-5", "5"),  # a subtraction, not a sign
-    ("x=-5", "-5"),
-    ("(3)-5", "5"),
-    ("12,34", "34"),
-    ("1,2,3", "3"),
-    ("1,234,567.89", "1234567.89"),
-    ("1e5", "1e5"),
-    ("0.", "0"),
-    (".5", ".5"),
-    ("72 km/h", "72"),
-    ("**72**", "72"),
-    ("seventy-two", None),
-    ("", None),
-])  # fmt: skip
+@each(
+    ("text", "number"),
+    [
+        ("The answer is 72.", "72"),
+        ("#### 72", "72"),
+        ("#### 1,234", "1234"),
+        ("1{,}234", "1234"),
+        ("it is -3.5", "-3.5"),
+        ("it is \N{MINUS SIGN}3.5", "-3.5"),
+        ("$72", "72"),
+        (r"\$72.50 in all.", "72.50"),
+        ("-$72", "-72"),
+        ("1/2", "1/2"),
+        ("-1/2.", "-1/2"),
+        (r"\frac{1}{2}", "1/2"),
+        (r"-\dfrac{3}{4}", "-3/4"),
+        ("8-5", "5"),  # a subtraction, not a sign
+        ("x=-5", "-5"),
+        ("(3)-5", "5"),
+        ("12,34", "34"),
+        ("1,2,3", "3"),
+        ("1,234,567.89", "1234567.89"),
+        ("1e5", "1e5"),
+        ("0.", "0"),
+        (".5", ".5"),
+        ("72 km/h", "72"),
+        ("**72**", "72"),
+        ("seventy-two", None),
+        ("", None),
+    ],
+)
 def test_extract_number(text, number):
     assert reward.extract_number(text) == number
 
@@ -117,14 +123,17 @@ def test_extract_number_reads_back_any_integer_in_any_notation(before, value, no
     assert one(reward.numeric(), text, answer=f"#### {value + 1}") == 0.0
 
 
-@pytest.mark.parametrize(("text", "content"), [
-    ("<answer> 5 </answer>", "5"),
-    ("<answer>1</answer><answer>2</answer>", "2"),
-    ("<answer>a <answer>b</answer>", "b"),
-    ("<answer>1</answer> <answer>2", "1"),
-    ("</answer><answer>", None),
-    ("5", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<answer> 5 </answer>", "5"),
+        ("<answer>1</answer><answer>2</answer>", "2"),
+        ("<answer>a <answer>b</answer>", "b"),
+        ("<answer>1</answer> <answer>2", "1"),
+        ("</answer><answer>", None),
+        ("5", None),
+    ],
+)
 def test_extract_tag(text, content):
     assert reward.extract_tag(text, "answer") == content
 
@@ -132,19 +141,22 @@ def test_extract_tag(text, content):
 # ---------------------------------------------------------------------------------------------------- answers
 
 
-@each(("completion", "reference", "score"), [
-    ("It is 72.", "48 + 24 = <<48+24=72>>72\n#### 72", 1.0),
-    ("It is 72.0 dollars", "#### 72", 1.0),
-    ("0.50", "1/2", 1.0),
-    ("1,000", "#### 1000", 1.0),
-    ("72, or rather 73", "#### 72", 0.0),
-    ("It is -72", "#### 72", 0.0),
-    ("", "#### 72", 0.0),
-    ("72/0", "#### 72", 0.0),
-    ("1e999999999", "#### 72", 0.0),
-    ("9" * 10_000, "#### 72", 0.0),
-    ("0.1" + "0" * 20 + "1", "0.1", 0.0),  # equal as floats
-])  # fmt: skip
+@each(
+    ("completion", "reference", "score"),
+    [
+        ("It is 72.", "48 + 24 = <<48+24=72>>72\n#### 72", 1.0),
+        ("It is 72.0 dollars", "#### 72", 1.0),
+        ("0.50", "1/2", 1.0),
+        ("1,000", "#### 1000", 1.0),
+        ("72, or rather 73", "#### 72", 0.0),
+        ("It is -72", "#### 72", 0.0),
+        ("", "#### 72", 0.0),
+        ("72/0", "#### 72", 0.0),
+        ("1e999999999", "#### 72", 0.0),
+        ("9" * 10_000, "#### 72", 0.0),
+        ("0.1" + "0" * 20 + "1", "0.1", 0.0),  # equal as floats
+    ],
+)
 def test_numeric(completion, reference, score):
     assert one(reward.numeric(), completion, answer=reference) == score
     assert one(reward.numeric(boxed=True), rf"7 \boxed{{{completion}}} 9", answer=reference) == score
@@ -248,17 +260,20 @@ def test_no_reward_reads_the_prompt(name):
     assert 0.0 in next(iter(seen)) and 1.0 in next(iter(seen)), "a constant reward carries no signal"
 
 
-@each(("completion", "score"), [
-    (" <think>a</think>  <answer>b</answer>\n", 1.0),
-    ("<think>a < b</think><answer>b</answer>", 1.0),
-    ("<think>a</think> so <answer>b</answer>", 0.0),
-    ("<think>a</think><answer>b</answer> bye", 0.0),
-    ("<think> </think><answer>b</answer>", 0.0),
-    ("<think>a</think><think>a</think><answer>b</answer>", 0.0),
-    ("<think>a<answer>c</answer></think><answer>b</answer>", 0.0),
-    ("<answer>b</answer><think>a</think>", 0.0),
-    ("<think>" * 5000, 0.0),
-])  # fmt: skip
+@each(
+    ("completion", "score"),
+    [
+        (" <think>a</think>  <answer>b</answer>\n", 1.0),
+        ("<think>a < b</think><answer>b</answer>", 1.0),
+        ("<think>a</think> so <answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer> bye", 0.0),
+        ("<think> </think><answer>b</answer>", 0.0),
+        ("<think>a</think><think>a</think><answer>b</answer>", 0.0),
+        ("<think>a<answer>c</answer></think><answer>b</answer>", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>" * 5000, 0.0),
+    ],
+)
 def test_tag_format(completion, score):
     assert one(reward.tag_format(), completion) == score
 
@@ -283,13 +298,16 @@ def test_weighted_adds_its_parts_and_keeps_them():
     torch.testing.assert_close(total, torch.tensor([0.9, 1.0, 0.1]))
 
 
-@pytest.mark.parametrize("values", [
-    [1, 0],
-    (True, False),
-    np.array([1.0, 0.0], dtype=np.float32),
-    torch.tensor([1.0, 0.0]),
-    [torch.tensor(1.0), 0],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1, 0],
+        (True, False),
+        np.array([1.0, 0.0], dtype=np.float32),
+        torch.tensor([1.0, 0.0]),
+        [torch.tensor(1.0), 0],
+    ],
+)
 def test_values_may_be_any_kind_of_real_number(values):
     score = reward.weighted(a=(lambda **_: values, -2.0))
     assert score(["", ""], ["", ""], {}).total.tolist() == [-2.0, 0.0]
@@ -310,24 +328,29 @@ ADVICE = (
 )
 
 
-@each(("fn", "message"), [
-    (constant(1, 2, 3), "reward 'format': expected 4 values, got 3"),
-    (constant(1, 2, 3, 4, 5), "reward 'format': expected 4 values, got 5"),
-    (constant(1, 2, float("nan"), 4), f"reward 'format': value 2 is nan, {ADVICE}"),
-    (constant(float("inf"), 2, 3, 4), f"reward 'format': value 0 is inf, {ADVICE}"),
-    (constant(1, 2, 3, 1e300), f"reward 'format': value 3 is 1e+300, {ADVICE}"),
-    (constant(1, "0.5", 3, 4), f"reward 'format': value 1 is '0.5', {ADVICE}"),
-    (constant(1, 2j, 3, 4), f"reward 'format': value 1 is 2j, {ADVICE}"),
-    (constant(1, [1], 3, 4), f"reward 'format': value 1 is [1], {ADVICE}"),
-    (lambda **_: None, "reward 'format': expected a list of 4 numbers, got NoneType"),
-    (lambda **_: 1.0, "reward 'format': expected a list of 4 numbers, got float"),
-    (lambda **_: torch.tensor(1.0), "reward 'format': expected a list of 4 numbers, got Tensor"),
-    (lambda completions, solution: [0.0] * 4,
-     "reward 'format': column 'solution' is not in the dataset; its columns are: answer, id"),
-    (reward.exact("solution"), "column 'solution': not in the dataset; its columns are: answer, id"),
-    (reward.exact("id"), "column 'id': value 2 is None; drop that row from the dataset"),
-    (reward.numeric(), "column 'answer': no number in the reference 'four'; use exact() or math()"),
-])  # fmt: skip
+@each(
+    ("fn", "message"),
+    [
+        (constant(1, 2, 3), "reward 'format': expected 4 values, got 3"),
+        (constant(1, 2, 3, 4, 5), "reward 'format': expected 4 values, got 5"),
+        (constant(1, 2, float("nan"), 4), f"reward 'format': value 2 is nan, {ADVICE}"),
+        (constant(float("inf"), 2, 3, 4), f"reward 'format': value 0 is inf, {ADVICE}"),
+        (constant(1, 2, 3, 1e300), f"reward 'format': value 3 is 1e+300, {ADVICE}"),
+        (constant(1, "0.5", 3, 4), f"reward 'format': value 1 is '0.5', {ADVICE}"),
+        (constant(1, 2j, 3, 4), f"reward 'format': value 1 is 2j, {ADVICE}"),
+        (constant(1, [1], 3, 4), f"reward 'format': value 1 is [1], {ADVICE}"),
+        (lambda **_: None, "reward 'format': expected a list of 4 numbers, got NoneType"),
+        (lambda **_: 1.0, "reward 'format': expected a list of 4 numbers, got float"),
+        (lambda **_: torch.tensor(1.0), "reward 'format': expected a list of 4 numbers, got Tensor"),
+        (
+            lambda completions, solution: [0.0] * 4,
+            "reward 'format': column 'solution' is not in the dataset; its columns are: answer, id",
+        ),
+        (reward.exact("solution"), "column 'solution': not in the dataset; its columns are: answer, id"),
+        (reward.exact("id"), "column 'id': value 2 is None; drop that row from the dataset"),
+        (reward.numeric(), "column 'answer': no number in the reference 'four'; use exact() or math()"),
+    ],
+)
 def test_a_bad_reward_is_an_error_that_says_what_to_do(fn, message):
     columns = {"answer": ["1", "2", "3", "four"], "id": [1, 2, None, 4]}
     score = reward.weighted(good=(constant(0, 0, 0, 0), 1.0), format=(fn, 0.1))
@@ -353,15 +376,21 @@ def raises_late(completions):
     raise TypeError("unsupported operand")
 
 
-@pytest.mark.parametrize(("fn", "kind", "message"), [
-    (lambda completions: [int("x")], ValueError, "invalid literal for int() with base 10: 'x'"),
-    (raises(Quit("gone")), Quit, "gone"),
-    (raises(TimeoutError("no answer")), TimeoutError, "no answer"),
-    (raises_late, TypeError, "unsupported operand"),
-    (lambda completions: sys.exit(3), ValueError,
-     "reward 'mine': expected a list of numbers, got sys.exit(3); raise an error to stop the run, "
-     "return 0.0 for a completion that cannot be scored"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fn", "kind", "message"),
+    [
+        (lambda completions: [int("x")], ValueError, "invalid literal for int() with base 10: 'x'"),
+        (raises(Quit("gone")), Quit, "gone"),
+        (raises(TimeoutError("no answer")), TimeoutError, "no answer"),
+        (raises_late, TypeError, "unsupported operand"),
+        (
+            lambda completions: sys.exit(3),
+            ValueError,
+            "reward 'mine': expected a list of numbers, got sys.exit(3); raise an error to stop the run, "
+            "return 0.0 for a completion that cannot be scored",
+        ),
+    ],
+)
 def test_every_exception_out_of_a_reward_has_the_note(fn, kind, message):
     with pytest.raises(kind) as error:
         reward.weighted(mine=(fn, 1.0))(["", ""], ["", ""], {})
@@ -388,28 +417,38 @@ def test_ctrl_c_in_a_reward_is_not_the_rewards():
     assert not hasattr(error.value, "__notes__")
 
 
-@pytest.mark.parametrize(("components", "message"), [
-    ({}, "weighted: expected at least one component, as name=(reward function, weight)"),
-    ({"a": (len, float("nan"))}, "reward 'a': expected a finite weight, got nan"),
-    ({"a": (len, "1")}, "reward 'a': expected a finite weight, got '1'"),
-    ({"a": ("math", 1.0)}, "reward 'a': expected (reward function, weight), got ('math', 1.0)"),
-    ({"a": 3}, "reward 'a': expected (reward function, weight), got 3"),
-    ({"std": (len, 1.0)},
-     "reward 'std': expected another name than mean, std, flat_groups, which metrics of the whole "
-     "reward have, got 'std'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("components", "message"),
+    [
+        ({}, "weighted: expected at least one component, as name=(reward function, weight)"),
+        ({"a": (len, float("nan"))}, "reward 'a': expected a finite weight, got nan"),
+        ({"a": (len, "1")}, "reward 'a': expected a finite weight, got '1'"),
+        ({"a": ("math", 1.0)}, "reward 'a': expected (reward function, weight), got ('math', 1.0)"),
+        ({"a": 3}, "reward 'a': expected (reward function, weight), got 3"),
+        (
+            {"std": (len, 1.0)},
+            "reward 'std': expected another name than mean, std, flat_groups, which metrics of the whole "
+            "reward have, got 'std'",
+        ),
+    ],
+)
 def test_bad_components(components, message):
     with pytest.raises(ValueError) as error:
         reward.weighted(**components)
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize(("batch", "message"), [
-    ((["p"], ["a", "b"], {}), "prompts: expected 2 values, one per completion, got 1"),
-    ((["p"], ["a"], {"answer": []}), "column 'answer': expected 1 values, one per completion, got 0"),
-    ((["p"], ["a"], {"prompts": ["p"]}),
-     "column 'prompts': the reward's own argument has this name; rename the column"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ((["p"], ["a", "b"], {}), "prompts: expected 2 values, one per completion, got 1"),
+        ((["p"], ["a"], {"answer": []}), "column 'answer': expected 1 values, one per completion, got 0"),
+        (
+            (["p"], ["a"], {"prompts": ["p"]}),
+            "column 'prompts': the reward's own argument has this name; rename the column",
+        ),
+    ],
+)
 def test_bad_batches(batch, message):
     with pytest.raises(ValueError) as error:
         reward.weighted(a=(reward.boxed_format(), 1.0))(*batch)
@@ -426,8 +465,12 @@ def test_check_scores_nothing_garbage_and_the_reference():
         reward.weighted(a=(reward.numeric(boxed=True), 0.9), f=(reward.boxed_format(), 0.1)), ROWS
     )
     assert {name: s.total.tolist() for name, s in scored.items()} == {
-        "empty": [0.0] * 4, "garbage": [0.0] * 4, "answer": [0.0] * 4, "boxed": [1.0] * 4, "tags": [0.0] * 4,
-    }  # fmt: skip
+        "empty": [0.0] * 4,
+        "garbage": [0.0] * 4,
+        "answer": [0.0] * 4,
+        "boxed": [1.0] * 4,
+        "tags": [0.0] * 4,
+    }
 
 
 def test_check_shows_a_reward_the_question_as_the_prompt_and_every_column():
@@ -442,16 +485,28 @@ def test_check_shows_a_reward_the_question_as_the_prompt_and_every_column():
     assert seen[0] == ([r["question"] for r in ROWS], {k: [r[k] for r in ROWS] for k in ROWS[0]})
 
 
-@pytest.mark.parametrize(("fn", "rows", "message"), [
-    (reward.exact("solution"), ROWS,
-     "column 'solution': not in the dataset; its columns are: question, short, answer, level"),
-    (lambda completions, **_: [len(c) / len(c) for c in completions], ROWS, "division by zero"),
-    (lambda completions, **_: [1.0 if c else "0" for c in completions], ROWS,
-     f"reward 'r': value 0 is '0', {ADVICE}"),
-    (reward.exact(), [], "rows: expected at least one row of the dataset, got none"),
-    (reward.exact(), [ROWS[0], {"question": "?"}],
-     "column 'answer': not in the dataset; its columns are: question"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fn", "rows", "message"),
+    [
+        (
+            reward.exact("solution"),
+            ROWS,
+            "column 'solution': not in the dataset; its columns are: question, short, answer, level",
+        ),
+        (lambda completions, **_: [len(c) / len(c) for c in completions], ROWS, "division by zero"),
+        (
+            lambda completions, **_: [1.0 if c else "0" for c in completions],
+            ROWS,
+            f"reward 'r': value 0 is '0', {ADVICE}",
+        ),
+        (reward.exact(), [], "rows: expected at least one row of the dataset, got none"),
+        (
+            reward.exact(),
+            [ROWS[0], {"question": "?"}],
+            "column 'answer': not in the dataset; its columns are: question",
+        ),
+    ],
+)
 def test_check_raises_before_training_does(fn, rows, message):
     with pytest.raises((ValueError, ZeroDivisionError)) as error:
         reward.check(reward.weighted(r=(fn, 1.0)), rows)
@@ -478,14 +533,17 @@ def length(completions, **columns):
 """
 
 
-@pytest.mark.parametrize(("spec", "completion", "score"), [
-    ("math", r"\boxed{\frac{144}{2}}", 1.0),
-    ("numeric", "72.0", 1.0),
-    ("exact", "72.0", 0.0),
-    ("format", r"\boxed{x}", 1.0),
-    ("tags", r"\boxed{72}", 0.0),
-    ("task:addition", r"\boxed{72}", 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "completion", "score"),
+    [
+        ("math", r"\boxed{\frac{144}{2}}", 1.0),
+        ("numeric", "72.0", 1.0),
+        ("exact", "72.0", 0.0),
+        ("format", r"\boxed{x}", 1.0),
+        ("tags", r"\boxed{72}", 0.0),
+        ("task:addition", r"\boxed{72}", 1.0),
+    ],
+)
 def test_load_knows_names(spec, completion, score):
     assert one(reward.load(spec), completion, answer="72") == score
 
@@ -496,17 +554,24 @@ KNOWN = (
 )
 
 
-@pytest.mark.parametrize(("spec", "message"), [
-    ("nope", f"reward 'nope': {KNOWN}"),
-    ("{dir}/mine.py", f"reward '{{dir}}/mine.py': {KNOWN}"),
-    ("{dir}/no.py:f", "reward '{dir}/no.py:f': no such file: {dir}/no.py"),
-    ("{dir}/mine.py:width",
-     "reward '{dir}/mine.py:width': no 'width' in the file; its functions: dataclass, length"),
-    ("{dir}/mine.py:SCALE", "reward '{dir}/mine.py:SCALE': 'SCALE' is int, not a function"),
-    ("task:chess",
-     "task: expected one of addition, reverse, sort_digits, letter_count, countdown, count_squares, "
-     "tone, got 'chess'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nope", f"reward 'nope': {KNOWN}"),
+        ("{dir}/mine.py", f"reward '{{dir}}/mine.py': {KNOWN}"),
+        ("{dir}/no.py:f", "reward '{dir}/no.py:f': no such file: {dir}/no.py"),
+        (
+            "{dir}/mine.py:width",
+            "reward '{dir}/mine.py:width': no 'width' in the file; its functions: dataclass, length",
+        ),
+        ("{dir}/mine.py:SCALE", "reward '{dir}/mine.py:SCALE': 'SCALE' is int, not a function"),
+        (
+            "task:chess",
+            "task: expected one of addition, reverse, sort_digits, letter_count, countdown, count_squares, "
+            "tone, got 'chess'",
+        ),
+    ],
+)
 def test_load_says_what_is_wrong(tmp_path, spec, message):
     (tmp_path / "mine.py").write_text(FILE)
     with pytest.raises(ValueError) as error:
@@ -537,8 +602,10 @@ def test_parse_reads_weights_from_the_command_line():
     score = reward.parse(["boxed", "format=0.1", "task:addition=-2"])
     total, parts, *_ = score(["p"] * 2, [r"\boxed{72}", r"\boxed{7}"], {"answer": ["72", "72"]})
     assert {name: part.tolist() for name, part in parts.items()} == {
-        "boxed": [1.0, 0.0], "format": [1.0, 1.0], "task:addition": [1.0, 0.0],
-    }  # fmt: skip
+        "boxed": [1.0, 0.0],
+        "format": [1.0, 1.0],
+        "task:addition": [1.0, 0.0],
+    }
     torch.testing.assert_close(total, torch.tensor([-0.9, 0.1]))
     with pytest.raises(ValueError, match="expected NAME=WEIGHT with a number, got 'lots'"):
         reward.parse(["format=lots"])
@@ -575,15 +642,18 @@ def needs_two(prompts, completions, tests, language, verbose=False, **columns):
     return [0.0 for _ in completions]
 
 
-@pytest.mark.parametrize(("components", "names"), [
-    ({"a": (reward.exact(), 1.0)}, ("answer",)),
-    ({"a": (reward.numeric("gold"), 1.0), "b": (reward.exact(), 1.0)}, ("gold", "answer")),
-    ({"a": (reward.task("countdown"), 1.0)}, ("answer", "numbers", "target")),
-    ({"a": (reward.boxed_format(), 1.0), "b": (reward.tag_format(), 1.0)}, ()),
-    ({"a": (needs_two, 1.0)}, ("tests", "language")),
-    ({"a": (partial(needs_two, language="C"), 1.0), "b": (reward.exact("tests"), 1.0)}, ("tests",)),
-    ({"a": (constant(1.0), 1.0)}, ()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("components", "names"),
+    [
+        ({"a": (reward.exact(), 1.0)}, ("answer",)),
+        ({"a": (reward.numeric("gold"), 1.0), "b": (reward.exact(), 1.0)}, ("gold", "answer")),
+        ({"a": (reward.task("countdown"), 1.0)}, ("answer", "numbers", "target")),
+        ({"a": (reward.boxed_format(), 1.0), "b": (reward.tag_format(), 1.0)}, ()),
+        ({"a": (needs_two, 1.0)}, ("tests", "language")),
+        ({"a": (partial(needs_two, language="C"), 1.0), "b": (reward.exact("tests"), 1.0)}, ("tests",)),
+        ({"a": (constant(1.0), 1.0)}, ()),
+    ],
+)
 def test_the_columns_that_a_score_reads(components, names):
     assert reward.columns(reward.weighted(**components)) == names
 
@@ -592,11 +662,14 @@ def test_a_score_of_ones_own_reads_no_columns():
     assert reward.columns(lambda prompts, completions, columns: None) == ()
 
 
-@pytest.mark.parametrize(("body", "kind", "message"), [
-    ("def score(:", ValueError, r"^reward '.*mine.py:score': .*mine.py, line 1: invalid syntax$"),
-    ("raise SystemExit(3)", ValueError, r"expected a file that defines functions, got sys.exit\(3\)$"),
-    ("import no_such_module", ModuleNotFoundError, "No module named 'no_such_module'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "kind", "message"),
+    [
+        ("def score(:", ValueError, r"^reward '.*mine.py:score': .*mine.py, line 1: invalid syntax$"),
+        ("raise SystemExit(3)", ValueError, r"expected a file that defines functions, got sys.exit\(3\)$"),
+        ("import no_such_module", ModuleNotFoundError, "No module named 'no_such_module'"),
+    ],
+)
 def test_a_file_that_does_not_run_is_named(body, kind, message, tmp_path):
     (tmp_path / "mine.py").write_text(body + "\n")
     spec = f"{tmp_path}/mine.py:score"

@@ -72,14 +72,17 @@ def test_an_adapter_says_the_form():
     assert seen["completions"] == ["0", "1", "2", "3"]
 
 
-@pytest.mark.parametrize(("completion", "want"), [
-    ("72", "72"),
-    (said("72"), "72"),
-    ([*said("call"), {"role": "tool", "content": "3"}, *said("72")], "call\n3\n72"),
-    ([{"role": "assistant", "content": None, "tool_calls": []}], ""),
-    ([{"role": "assistant", "content": [{"type": "text", "text": "7"}, {"type": "image"}]}], "7"),
-    ([], ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("completion", "want"),
+    [
+        ("72", "72"),
+        (said("72"), "72"),
+        ([*said("call"), {"role": "tool", "content": "3"}, *said("72")], "call\n3\n72"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], ""),
+        ([{"role": "assistant", "content": [{"type": "text", "text": "7"}, {"type": "image"}]}], "7"),
+        ([], ""),
+    ],
+)
 def test_the_text_of_a_completion(completion, want):
     assert reward.text(completion) == want
 
@@ -135,15 +138,18 @@ def by_position(prompts, completions, answer):
     return [1.0] * len(completions)
 
 
-@pytest.mark.parametrize(("fn", "name"), [
-    (lambda prompts, completions, **columns: [1.0] * len(completions), "<lambda>"),
-    (lambda completions, **columns: [1.0] * len(completions), "<lambda>"),
-    (lambda prompts, completions, completion_ids: [1.0] * len(completions), "<lambda>"),
-    (by_position, "by_position"),  # it can be called with three arguments, and returns a list
-    ([by_position], "list"),
-    ("math", "str"),
-    (None, "NoneType"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fn", "name"),
+    [
+        (lambda prompts, completions, **columns: [1.0] * len(completions), "<lambda>"),
+        (lambda completions, **columns: [1.0] * len(completions), "<lambda>"),
+        (lambda prompts, completions, completion_ids: [1.0] * len(completions), "<lambda>"),
+        (by_position, "by_position"),  # it can be called with three arguments, and returns a list
+        ([by_position], "list"),
+        ("math", "str"),
+        (None, "NoneType"),
+    ],
+)
 def test_a_bare_reward_function_is_no_score(fn, name):
     """As `GRPOTrainer(reward_funcs=fn)` takes it; one line says how it becomes one."""
     line = "score: expected a Score, such as reward.weighted(mine=(fn, 1.0)) makes of reward functions, got "
@@ -250,15 +256,18 @@ def test_rows_may_be_dicts_with_a_score():
     assert reward.means(judged, "reward")["reward/it/acc"] == 0.5
 
 
-@pytest.mark.parametrize("result", [
-    {
-        "rewards": torch.tensor([[1.0], [2.0]]),
-        "scores": torch.tensor([0.1, 0.2]),
-        "extra_logs": {"m": [3, 4], "n": 5},
-    },
-    {"reward": [1.0, 2.0], "scores": [0.1, 0.2], "m": torch.tensor([3, 4]), "n": torch.tensor(5.0)},
-    (torch.tensor([1.0, 2.0]), {"scores": np.array([0.1, 0.2]), "m": torch.tensor([3.0, 4.0]), "n": 5}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "result",
+    [
+        {
+            "rewards": torch.tensor([[1.0], [2.0]]),
+            "scores": torch.tensor([0.1, 0.2]),
+            "extra_logs": {"m": [3, 4], "n": 5},
+        },
+        {"reward": [1.0, 2.0], "scores": [0.1, 0.2], "m": torch.tensor([3, 4]), "n": torch.tensor(5.0)},
+        (torch.tensor([1.0, 2.0]), {"scores": np.array([0.1, 0.2]), "m": torch.tensor([3.0, 4.0]), "n": 5}),
+    ],
+)
 def test_a_dict_may_answer_for_the_batch(result):
     found = score(lambda completions: result, ["a", "b"])
     assert found.total.tolist() == [1.0, 2.0]
@@ -274,14 +283,17 @@ def test_tensors_of_one_column_are_values(values):
     assert score(lambda completions: values, ["a", "b"]).total.tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(("result", "message"), [
-    ([{"acc": 1.0}, 0.0], "reward 'it': value 0: expected a dict with 'score', got one with 'acc'"),
-    ({"acc": [1.0, 0.0]}, "reward 'it': expected a dict with 'rewards', got one with 'acc'"),
-    ({"rewards": [1.0]}, "reward 'it': expected 2 values, got 1"),
-    ([{"score": "high"}, 0.0], "reward 'it': value 0 is 'high', not a finite number; return a float for"),
-    (torch.ones(2, 3), "reward 'it': value 0 is [1.0, 1.0, 1.0], not a finite number"),
-    (len, "reward 'it': expected a list of 2 numbers, got the function 'len'; if 'it' makes reward"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ([{"acc": 1.0}, 0.0], "reward 'it': value 0: expected a dict with 'score', got one with 'acc'"),
+        ({"acc": [1.0, 0.0]}, "reward 'it': expected a dict with 'rewards', got one with 'acc'"),
+        ({"rewards": [1.0]}, "reward 'it': expected 2 values, got 1"),
+        ([{"score": "high"}, 0.0], "reward 'it': value 0 is 'high', not a finite number; return a float for"),
+        (torch.ones(2, 3), "reward 'it': value 0 is [1.0, 1.0, 1.0], not a finite number"),
+        (len, "reward 'it': expected a list of 2 numbers, got the function 'len'; if 'it' makes reward"),
+    ],
+)
 def test_what_is_no_result_is_said(result, message):
     with pytest.raises(ValueError) as error:
         score(lambda completions: result, ["a", "b"])
@@ -396,13 +408,16 @@ ROW = {
 }
 
 
-@pytest.mark.parametrize(("path", "value"), [
-    ("answer", "1"),
-    ("extra_info.deep.er", 3),
-    ("extra_info.answer", "4"),
-    ("a.b.c", 5),
-    ("extra_info", ROW["extra_info"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("answer", "1"),
+        ("extra_info.deep.er", 3),
+        ("extra_info.answer", "4"),
+        ("a.b.c", 5),
+        ("extra_info", ROW["extra_info"]),
+    ],
+)
 def test_the_value_at_a_path(path, value):
     assert value_at(ROW, path) == value
     assert column_at({name: [x, x] for name, x in ROW.items()}, path, 2) == [value, value]
@@ -698,10 +713,13 @@ def test_the_preflight_follows_the_data():
     assert reward.check(reward.weighted(fn=(reads_messages, 1.0)), prompts)["answer"].total.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(("fn", "rows", "own", "other", "form"), [
-    (reads_messages, ROWS, "texts", "lists of messages", "messages"),
-    (reads_text, SPOKEN, "lists of messages", "texts", "text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fn", "rows", "own", "other", "form"),
+    [
+        (reads_messages, ROWS, "texts", "lists of messages", "messages"),
+        (reads_text, SPOKEN, "lists of messages", "texts", "text"),
+    ],
+)
 def test_a_reward_that_reads_the_other_form_is_an_error_that_says_so(fn, rows, own, other, form):
     with pytest.raises(ValueError) as error:
         reward.check(reward.weighted(mine=(fn, 1.0)), rows)

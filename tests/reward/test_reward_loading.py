@@ -79,29 +79,35 @@ def run(spec, texts=("ab",), **columns):
     return list(found.parts), found.total.tolist()
 
 
-@pytest.mark.parametrize(("spec", "name", "value"), [
-    ("{}:length", "length", 2.0),
-    ("{}:get_cosine(max_len=4)", "cosine_scaled", 0.5),
-    ("{}:get_cosine(4, low=-1.5)=2", "cosine_scaled", -2.0),
-    ("{}:get_cosine()", "cosine_scaled", 0.2),
-    ("{}:get_ngram(size=3, penalty=-1)", "get_ngram", -3.0),  # a lambda has no name of its own
-    ("{}:Scaled()", "Scaled", 4.0),
-    ("{}:scaled=0.5", "scaled", 3.0),
-    ("messages:{}:length", "length", 1.0),
-    ("text:{}:length", "length", 2.0),
-    ("text:{}:get_cosine(4)", "cosine_scaled", 0.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "name", "value"),
+    [
+        ("{}:length", "length", 2.0),
+        ("{}:get_cosine(max_len=4)", "cosine_scaled", 0.5),
+        ("{}:get_cosine(4, low=-1.5)=2", "cosine_scaled", -2.0),
+        ("{}:get_cosine()", "cosine_scaled", 0.2),
+        ("{}:get_ngram(size=3, penalty=-1)", "get_ngram", -3.0),  # a lambda has no name of its own
+        ("{}:Scaled()", "Scaled", 4.0),
+        ("{}:scaled=0.5", "scaled", 3.0),
+        ("messages:{}:length", "length", 1.0),
+        ("text:{}:length", "length", 2.0),
+        ("text:{}:get_cosine(4)", "cosine_scaled", 0.5),
+    ],
+)
 def test_a_reward_is_named_by_its_function(mine, spec, name, value):
     assert run(spec.format(mine)) == ([name], [pytest.approx(value)])
 
 
-@pytest.mark.parametrize(("spec", "name", "value"), [
-    ("numeric(boxed=True)", "numeric", 0.0),
-    ("numeric('gold')", "numeric", 1.0),
-    ("numeric:gold(boxed=False)", "numeric", 1.0),
-    ("tags('think', 'answer')", "tags", 0.0),
-    ("messages:exact:gold", "exact", 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spec", "name", "value"),
+    [
+        ("numeric(boxed=True)", "numeric", 0.0),
+        ("numeric('gold')", "numeric", 1.0),
+        ("numeric:gold(boxed=False)", "numeric", 1.0),
+        ("tags('think', 'answer')", "tags", 0.0),
+        ("messages:exact:gold", "exact", 1.0),
+    ],
+)
 def test_named_rewards_take_arguments_too(spec, name, value):
     assert run(spec, ["7"], gold=["7"], answer=["7"]) == ([name], [value])
 
@@ -197,8 +203,11 @@ def test_two_rewards_of_one_name_are_told_apart(tmp_path, mine):
         f"{mine}:get_cosine(4)",
     ]
     names = [
-        "mine:length", "mine:length:2", "mine:get_cosine:cosine_scaled", "mine:get_cosine:cosine_scaled:2",
-    ]  # fmt: skip
+        "mine:length",
+        "mine:length:2",
+        "mine:get_cosine:cosine_scaled",
+        "mine:get_cosine:cosine_scaled:2",
+    ]
     found = reward.parse([f"{spec}={i}" for i, spec in enumerate(same)])
     assert list(found.components) == names and list(found.specs.values()) == same
     assert found(["p"], ["ab"], {}).total.tolist() == [0 * 2 + 1 * 2 + 2 * 1.0 + 3 * 0.5]

@@ -147,12 +147,15 @@ def test_a_row_without_a_recipe_and_recipes_that_cannot_be_are_errors():
         )
 
 
-@pytest.mark.parametrize(("specs", "line"), [
-    (["[k=a]exact", "exact"], "expected it once, got it twice"),
-    (["[k=a]exact", "[k=a]exact=2"], "expected one weight where k is 'a', got two"),
-    (["[k=a]exact", "[j=a]exact"], "expected one column for its weights, got 'k' and 'j'"),
-    (["[k]exact"], r"expected \[COLUMN=VALUE\]NAME"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("specs", "line"),
+    [
+        (["[k=a]exact", "exact"], "expected it once, got it twice"),
+        (["[k=a]exact", "[k=a]exact=2"], "expected one weight where k is 'a', got two"),
+        (["[k=a]exact", "[j=a]exact"], "expected one column for its weights, got 'k' and 'j'"),
+        (["[k]exact"], r"expected \[COLUMN=VALUE\]NAME"),
+    ],
+)
 def test_specs_for_some_rows_that_cannot_be(specs, line):
     with pytest.raises(ValueError, match=line):
         reward.parse(specs)

@@ -13,8 +13,14 @@ from rft_fn.run.task import Task
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
 SMALL = {
-    "prompts": 4, "group": 4, "steps": 4, "save_every": 2, "eval_every": 3, "eval_prompts": 4, "warmup": 1,
-}  # fmt: skip
+    "prompts": 4,
+    "group": 4,
+    "steps": 4,
+    "save_every": 2,
+    "eval_every": 3,
+    "eval_prompts": 4,
+    "warmup": 1,
+}
 
 
 class Fails(Exception):

@@ -627,8 +627,10 @@ def test_results(tmp_path, capsys):
         tmp_path / "a" / "r.json", {"config": Config(), "result": {"x": 1.0}}, [{"response": "r"}]
     )
     assert json.loads((tmp_path / "a" / "r.json").read_text())["config"] == {
-        "lr": 0.1, "steps": 4, "names": ["a"],
-    }  # fmt: skip
+        "lr": 0.1,
+        "steps": 4,
+        "names": ["a"],
+    }
     assert json.loads((tmp_path / "a" / "r.jsonl").read_text()) == {"response": "r"}
     assert list(runs.track([1, 2], "x")) == [1, 2]
 
@@ -736,15 +738,18 @@ class Parts:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
 
 
-@pytest.mark.parametrize(("args", "want"), [
-    ("--fused_linear_logprob --chunk_size 4096", {"fused_linear_logprob": True, "chunk_size": 4096}),
-    ("--no-fused-linear-logprob --sp-size=2", {"fused_linear_logprob": False, "sp_size": 2}),
-    ("--no_fused_linear_logprob --fsdp", {"fused_linear_logprob": False, "fsdp": True}),
-    ("--strategy.zero-stage 3 --zero_stage 2", {"zero_stage": 2}),
-    ("--disable_engine_sleep", {"enable_engine_sleep": False}),
-    ("--seed 5", {"seed": 0}),  # the script's own
-    ("--strategy.seed 5", {"seed": 5}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "want"),
+    [
+        ("--fused_linear_logprob --chunk_size 4096", {"fused_linear_logprob": True, "chunk_size": 4096}),
+        ("--no-fused-linear-logprob --sp-size=2", {"fused_linear_logprob": False, "sp_size": 2}),
+        ("--no_fused_linear_logprob --fsdp", {"fused_linear_logprob": False, "fsdp": True}),
+        ("--strategy.zero-stage 3 --zero_stage 2", {"zero_stage": 2}),
+        ("--disable_engine_sleep", {"enable_engine_sleep": False}),
+        ("--seed 5", {"seed": 0}),  # the script's own
+        ("--strategy.seed 5", {"seed": 5}),
+    ],
+)
 def test_options_of_a_part_need_not_name_it(monkeypatch, args, want):
     monkeypatch.setattr("sys.argv", ["x", *args.split()])
     seen = []

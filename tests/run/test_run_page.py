@@ -42,12 +42,17 @@ def token_row(step, group, sample, **more):
 
 # (colour, share of its full strength) of both sampled tokens of a `token_row` with sample 1, by the number
 COLORED = {
-    "push": [("bad", 0.5), ("bad", 1)], "adv": [("bad", 1), ("bad", 1)], "ratio": [("good", 1), ("bad", 1)],
-    "clipped": [("", 0), ("bad", 1)], "entropy": [("much", 1), ("much", 1 / 7)],
-    "mismatch": [("", 0), ("good", 1)], "w": [("much", 0.5), ("much", 1)],
-    "change": [("good", 1), ("bad", 0.5)], "logp": [("much", 1), ("much", 0.25)],
+    "push": [("bad", 0.5), ("bad", 1)],
+    "adv": [("bad", 1), ("bad", 1)],
+    "ratio": [("good", 1), ("bad", 1)],
+    "clipped": [("", 0), ("bad", 1)],
+    "entropy": [("much", 1), ("much", 1 / 7)],
+    "mismatch": [("", 0), ("good", 1)],
+    "w": [("much", 0.5), ("much", 1)],
+    "change": [("good", 1), ("bad", 0.5)],
+    "logp": [("much", 1), ("much", 0.25)],
     "ref_gap": [("bad", 1), ("good", 1 / 3)],
-}  # fmt: skip
+}
 
 
 def noted(rows):

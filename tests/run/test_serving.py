@@ -146,12 +146,18 @@ BAD = [
     ({"prompts": ["p"]}, 400, "completions: expected a list, got NoneType"),
     (b"<html>", 400, "expected JSON, got '<html>'"),
     (b"[" * 100_000, 400, "brackets nest deeper than 100"),
-    ({"prompts": ["p"], "completions": ["a"]}, 400,
-     "the reward reads 'answer', which is not among those sent: none"),
-    ({"prompts": ["p"], "completions": ["a"], "columns": {"answer": [None]}}, 400,
-     "the reward reads 'answer'"),
+    (
+        {"prompts": ["p"], "completions": ["a"]},
+        400,
+        "the reward reads 'answer', which is not among those sent: none",
+    ),
+    (
+        {"prompts": ["p"], "completions": ["a"], "columns": {"answer": [None]}},
+        400,
+        "the reward reads 'answer'",
+    ),
     ({"prompts": ["p"], "completions": ["x" * (1 << 20)]}, 413, "expected at most 1048576 bytes"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -288,14 +294,17 @@ def test_a_server_whose_connections_all_wait_for_rewards_refuses_one_more(monkey
             assert b"".join(iter(lambda: client.recv(1000), b"")).endswith(b'{"rewards":[3.0]}')  # noqa: B023
 
 
-@pytest.mark.parametrize("begun", [
-    b"",
-    b"P",
-    HEAD,
-    ASKED + b"\r\n" + HEAD,  # after another request
-    ASKED + b"Content-Length: 99\r\n\r\n{",  # of which nobody reads the body
-    HEAD + b"Content-Encoding: gzip\r\nContent-Length: 99\r\n\r\n{",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"",
+        b"P",
+        HEAD,
+        ASKED + b"\r\n" + HEAD,  # after another request
+        ASKED + b"Content-Length: 99\r\n\r\n{",  # of which nobody reads the body
+        HEAD + b"Content-Encoding: gzip\r\nContent-Length: 99\r\n\r\n{",
+    ],
+)
 def test_a_request_that_does_not_arrive_is_cut_off_however_it_drips(begun):
     with serving(len=(length, 1.0), arrival=0.6) as served, connected(served, begun) as client:
         began = time.monotonic()

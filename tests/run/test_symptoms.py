@@ -18,9 +18,16 @@ from rft_fn.tools.page.build import found_symptoms, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTHY = {
-    "reward/flat_groups": 0.2, "rollout/truncated": 0.1, "policy/entropy": 0.6, "policy/clip_frac": 0.05,
-    "policy/logp_gap": 1e-6, "rollout/length_mean": 100.0, "reward/mean": 0.5, "lr": 1e-3, "grad/norm": 0.7,
-}  # fmt: skip
+    "reward/flat_groups": 0.2,
+    "rollout/truncated": 0.1,
+    "policy/entropy": 0.6,
+    "policy/clip_frac": 0.05,
+    "policy/logp_gap": 1e-6,
+    "rollout/length_mean": 100.0,
+    "reward/mean": 0.5,
+    "lr": 1e-3,
+    "grad/norm": 0.7,
+}
 
 
 def history(steps, **changes):
@@ -53,21 +60,31 @@ def rising(step):
 
 # name: (a history that shows it, the same short of the limit)
 CASES = {
-    "flat_groups": (history(60, reward__flat_groups=late(0.9, 0.2)),
-        history(60, reward__flat_groups=late(0.89, 0.2))),
-    "truncated": (history(60, rollout__truncated=late(0.9, 0.1)),
-        history(60, rollout__truncated=late(0.89, 0.1))),
+    "flat_groups": (
+        history(60, reward__flat_groups=late(0.9, 0.2)),
+        history(60, reward__flat_groups=late(0.89, 0.2)),
+    ),
+    "truncated": (
+        history(60, rollout__truncated=late(0.9, 0.1)),
+        history(60, rollout__truncated=late(0.89, 0.1)),
+    ),
     "entropy": (history(60, policy__entropy=late(0.019, 0.6)), history(60, policy__entropy=late(0.021, 0.6))),
-    "clipped": (history(60, policy__clip_frac=late(0.51, 0.1)),
-        history(60, policy__clip_frac=late(0.5, 0.1))),
-    "mismatch": (history(60, policy__logp_gap=late(0.0051, 5e-4)),
-        history(60, policy__logp_gap=late(0.0049, 5e-4))),
-    "length": (history(60, rollout__length_mean=late(151, 100)),
-        history(60, rollout__length_mean=late(151, 100), reward__mean=late(0.52, 0.5))),
+    "clipped": (
+        history(60, policy__clip_frac=late(0.51, 0.1)),
+        history(60, policy__clip_frac=late(0.5, 0.1)),
+    ),
+    "mismatch": (
+        history(60, policy__logp_gap=late(0.0051, 5e-4)),
+        history(60, policy__logp_gap=late(0.0049, 5e-4)),
+    ),
+    "length": (
+        history(60, rollout__length_mean=late(151, 100)),
+        history(60, rollout__length_mean=late(151, 100), reward__mean=late(0.52, 0.5)),
+    ),
     "overfitted": (history(60, eval__mean=falling, reward__mean=rising), history(60, eval__mean=falling)),
     "learning_rate": (history(60, lr=late(0.0, 1e-3, since=55)), history(60, lr=late(0.0, 1e-3, since=56))),
     "gradient": (history(60, grad__norm=late(6.9e-4, 0.7)), history(60, grad__norm=late(7.1e-4, 0.7))),
-}  # fmt: skip
+}
 SAME = """
 def same(completions, **columns):
     return [0.5] * len(completions)
@@ -194,8 +211,10 @@ def test_a_script_whose_run_cannot_learn_says_why(tmp_path, capsys):
     assert said == ["flat_groups", "learning_rate", "truncated"]
     entries = found_symptoms(plot.read_metrics(tmp_path / "r" / "metrics.jsonl"))
     assert [(x["name"], x["first"], x["last"]) for x in entries] == [
-        ("flat_groups", 2, 19), ("learning_rate", 4, 6), ("truncated", 19, 19),
-    ]  # fmt: skip
+        ("flat_groups", 2, 19),
+        ("learning_rate", 4, 6),
+        ("truncated", 19, 19),
+    ]
 
 
 def test_every_rule_is_in_the_documentation():

@@ -15,8 +15,14 @@ CASES = [("tiny-vl", "count_squares"), ("tiny-audio", "tone")]
 IDS = ["vl", "audio"]
 TOWERS = {"tiny-vl": "visual", "tiny-audio": "audio_tower"}
 GRPO = {
-    "steps": 2, "prompts": 4, "group": 4, "eval_prompts": 4, "eval_every": 2, "save_every": 2, "warmup": 0,
-}  # fmt: skip
+    "steps": 2,
+    "prompts": 4,
+    "group": 4,
+    "eval_prompts": 4,
+    "eval_every": 2,
+    "save_every": 2,
+    "warmup": 0,
+}
 
 
 def run(name, folder, **options):

@@ -114,13 +114,16 @@ def check_page(page, recorded, folder):
         assert not browser.errors
 
 
-@pytest.mark.parametrize("options, line", [
-    (["--environment", "chess"], "environment: expected one of guess_number"),
-    (["--gamma", "0.9"], "gamma: expected 1 without --credit turn"),
-    (["--algorithm", "remax"], "algorithm: expected one without a greedy baseline"),
-    (["--eval-share", "0.5"], "eval_share: expected 0.1"),
-    (["--steps", "2", "--data-epochs", "1"], "steps, data_epochs: expected one of them"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        (["--environment", "chess"], "environment: expected one of guess_number"),
+        (["--gamma", "0.9"], "gamma: expected 1 without --credit turn"),
+        (["--algorithm", "remax"], "algorithm: expected one without a greedy baseline"),
+        (["--eval-share", "0.5"], "eval_share: expected 0.1"),
+        (["--steps", "2", "--data-epochs", "1"], "steps, data_epochs: expected one of them"),
+    ],
+)
 def test_a_mistake_is_one_line_before_anything_is_made(tmp_path, options, line):
     error = run(tmp_path / "r", *options, code=2)
     assert line in error and not (tmp_path / "r").exists() and "Traceback" not in error

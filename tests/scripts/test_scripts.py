@@ -31,9 +31,19 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = [
-    "--prompts", "4", "--group", "4", "--steps", "8", "--save-every", "2", "--eval-every", "4",
-    "--eval-prompts", "8",
-]  # fmt: skip
+    "--prompts",
+    "4",
+    "--group",
+    "4",
+    "--steps",
+    "8",
+    "--save-every",
+    "2",
+    "--eval-every",
+    "4",
+    "--eval-prompts",
+    "8",
+]
 
 
 def start(script, *args, interrupted=(), whole=False, **options):
@@ -244,8 +254,14 @@ def test_low_rank_adapters_learn_and_are_exported_both_ways(tmp_path):
     """Only adapters are in the checkpoint; merged they are the model that the run leaves."""
     grpo, folder = script("grpo"), tmp_path / "r"
     options = {
-        "prompts": 8, "group": 8, "steps": 6, "eval_prompts": 4, "lora_rank": 4, "kl": 0.01, "lr": 5e-3,
-    }  # fmt: skip
+        "prompts": 8,
+        "group": 8,
+        "steps": 6,
+        "eval_prompts": 4,
+        "lora_rank": 4,
+        "kl": 0.01,
+        "lr": 5e-3,
+    }
     grpo.main(grpo.Config(**options, warmup=0, out=str(folder)))
     found = rows(folder)
     assert all(r["policy/logp_gap"] < 1e-4 and r["grad/norm"] > 0 for r in found)
@@ -353,31 +369,45 @@ def bad_reward(folder, body):
 
 
 BAD = {
-    "an unknown flag": (lambda t: ["--learning-speed", "1"],
-        "error: unrecognized options: --learning-speed, 1; --help lists the options"),
-    "a flag of another library": (lambda t: ["--num-generations", "4"],
-        "error: --num-generations of TRL is --group here; --help lists the options"),
+    "an unknown flag": (
+        lambda t: ["--learning-speed", "1"],
+        "error: unrecognized options: --learning-speed, 1; --help lists the options",
+    ),
+    "a flag of another library": (
+        lambda t: ["--num-generations", "4"],
+        "error: --num-generations of TRL is --group here; --help lists the options",
+    ),
     "a missing column": (lambda t: ["--template", "{query}"], "has no column 'query'"),
-    "a prompt longer than the window": (lambda t: ["--max-new", "200"],
-        "the model's window of 128; lower max_new"),
+    "a prompt longer than the window": (
+        lambda t: ["--max-new", "200"],
+        "the model's window of 128; lower max_new",
+    ),
     "a group of one": (lambda t: ["--group", "1"], "group: expected >= 2 responses per prompt for grpo"),
     "too few rewards": (lambda t: bad_reward(t, "[0.0]"), "expected 2 values, got 1"),
-    "a reward that is NaN": (lambda t: bad_reward(t, "[float('nan')] * len(completions)"),
-        "not a finite number"),
+    "a reward that is NaN": (
+        lambda t: bad_reward(t, "[float('nan')] * len(completions)"),
+        "not a finite number",
+    ),
     "a bound of no rounds": (lambda t: ["--rounds", "0"], "rounds: expected an integer in [1, inf), got 0"),
-    "an overlong buffer beyond max_new": (lambda t: ["--overlong", "9"],
-        "overlong: expected at most max_new = 6, got 9"),
-    "remax on normalised rewards": (lambda t: ["--algorithm", "remax", "--normalize-reward"],
-        "normalize_reward: expected off with remax"),
-    "remax on normalised parts": (lambda t: ["--algorithm", "remax", "--reward-norm", "group"],
-        "reward_norm: expected none with remax"),
+    "an overlong buffer beyond max_new": (
+        lambda t: ["--overlong", "9"],
+        "overlong: expected at most max_new = 6, got 9",
+    ),
+    "remax on normalised rewards": (
+        lambda t: ["--algorithm", "remax", "--normalize-reward"],
+        "normalize_reward: expected off with remax",
+    ),
+    "remax on normalised parts": (
+        lambda t: ["--algorithm", "remax", "--reward-norm", "group"],
+        "reward_norm: expected none with remax",
+    ),
     "an unknown algorithm": (lambda t: ["--algorithm", "ppo2"], "algorithm: expected one of grpo"),
     "no such data": (lambda t: ["--data", "nowhere.jsonl"], "could not read 'nowhere.jsonl': no such file"),
     "no such model": (lambda t: ["--model", "./nowhere"], "expected a folder, a hub name"),
     "no such reward": (lambda t: ["--reward", "best"], "reward 'best': expected one of math"),
     "greedy sampling": (lambda t: ["--temperature", "0"], "temperature: expected > 0"),
     "a budget too small": (lambda t: ["--budget", "5"], "budget: expected at least"),
-}  # fmt: skip
+}
 
 
 LIMITS = [
@@ -483,12 +513,15 @@ def test_bad_input_is_one_line(case, tmp_path):
     assert err.startswith("error: ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"points": 1}, "points: expected an integer in [2, inf), got 1"),
-    ({"group": 1}, "group: expected an integer in [2, inf), got 1"),
-    ({"low": 0.0}, "low: expected a number in (0, inf), got 0.0"),
-    ({"low": 2.0}, "low, high: expected 0 < low < high, got 2.0 and 1.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"points": 1}, "points: expected an integer in [2, inf), got 1"),
+        ({"group": 1}, "group: expected an integer in [2, inf), got 1"),
+        ({"low": 0.0}, "low: expected a number in (0, inf), got 0.0"),
+        ({"low": 2.0}, "low, high: expected 0 < low < high, got 2.0 and 1.0"),
+    ],
+)
 def test_a_sweep_of_nothing_is_named(change, message, tmp_path):
     sweep = script("sweep")
     with pytest.raises(ValueError) as error:

@@ -302,15 +302,18 @@ def test_a_reward_that_hangs_is_interrupted_and_the_server_lives(folder):
         assert post(url, "a").json()["rewards"] == [-5.0]
 
 
-@pytest.mark.parametrize(("args", "line"), [
-    ([], "error: reward: expected at least one to serve, got none"),
-    (["--reward", "nothing"], "error: reward 'nothing': expected one of"),
-    (["--reward", "math", "--port", "99999"], "port: expected"),
-    (["--reward", "math", "--rows", "0"], "rows: expected"),
-    (["--reward", "math", "--engine-batch", "3"], "strategy.engine_batch: expected 64, as this script"),
-    (["--reward", "judge:tiny", "--engine-process"], "strategy.engine_process: expected False, as this"),
-    (["--reward", "math", "--fsdp"], "strategy.fsdp: expected False, as this script does not read it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ([], "error: reward: expected at least one to serve, got none"),
+        (["--reward", "nothing"], "error: reward 'nothing': expected one of"),
+        (["--reward", "math", "--port", "99999"], "port: expected"),
+        (["--reward", "math", "--rows", "0"], "rows: expected"),
+        (["--reward", "math", "--engine-batch", "3"], "strategy.engine_batch: expected 64, as this script"),
+        (["--reward", "judge:tiny", "--engine-process"], "strategy.engine_process: expected False, as this"),
+        (["--reward", "math", "--fsdp"], "strategy.fsdp: expected False, as this script does not read it"),
+    ],
+)
 def test_bad_options_are_one_line(args, line):
     code, _, err = finished(start("serve_reward", *args))
     assert code == 2 and line in err and err.count("\n") == 1

@@ -273,12 +273,16 @@ def check_same(whole, parts):
         assert (whole / "model" / name).read_bytes() == (parts / "model" / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("options", [
-    {},
-    {"kind": "lists", "pool": "attention"},
-    {"kind": "points", "loss": "mse"},
-    {"kind": "steps", "pool": "mean", "lora_rank": 2},
-], ids=["pairs", "lists", "points", "steps"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kind": "lists", "pool": "attention"},
+        {"kind": "points", "loss": "mse"},
+        {"kind": "steps", "pool": "mean", "lora_rank": 2},
+    ],
+    ids=["pairs", "lists", "points", "steps"],
+)
 def test_a_run_in_two_parts_is_a_run_in_one(tmp_path, options):
     """Metrics, evaluations, weights and calibration, to the bit."""
     options = {**options, "lr_end": 1.0}
@@ -394,8 +398,12 @@ def test_pairs_about_images_of_a_file(tmp_path, form):
         lines.append(row)
     (file,) = data_file(tmp_path, "pairs", lines)
     options = {
-        "model": "tiny-vl", "data": (file, "count_squares:1=2"), "eval_share": 0.5, "steps": 2, "batch": 6,
-    }  # fmt: skip
+        "model": "tiny-vl",
+        "data": (file, "count_squares:1=2"),
+        "eval_share": 0.5,
+        "steps": 2,
+        "batch": 6,
+    }
     if form == "conversations":
         options |= {"data": (file,), "messages": ("prompt", "chosen", "rejected")}
     found = train(tmp_path / "r", **options)

@@ -276,9 +276,18 @@ def refused(st):
 OWN = {
     f.__name__: f
     for f in (
-        sums, broken_off, unused, constant, resumed, handed_over, narrow, placed, broken, refused,
+        sums,
+        broken_off,
+        unused,
+        constant,
+        resumed,
+        handed_over,
+        narrow,
+        placed,
+        broken,
+        refused,
     )
-}  # fmt: skip
+}
 ONLY_ZERO = {"narrow", "refused"}  # these have nothing to be compared with
 SHARED = [c for c in conformance.CASES if c not in OWN]  # `narrow`: gradients cannot be looked at
 # ppo: the critic's first gradients are rounding, which Adam makes steps of
@@ -345,11 +354,14 @@ def test_same_as_one_process(world, name, stage):
             assert apart <= CUTS.get(name, 1e-5) * size + 1e-12, f"{n}: {float(apart / size)}"
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"sp_size": 2}, "sp_size: expected 1 with zero_stage, got 2; FSDP2 has it"),
-    ({"shard_size": 2}, "shard_size: expected 0 with zero_stage, got 2"),
-    ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload: expected False with zero_stage, got True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"sp_size": 2}, "sp_size: expected 1 with zero_stage, got 2; FSDP2 has it"),
+        ({"shard_size": 2}, "shard_size: expected 0 with zero_stage, got 2"),
+        ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload: expected False with zero_stage, got True"),
+    ],
+)
 def test_options_that_it_does_not_have_are_named(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         get_strategy(StrategyConfig(zero_stage=2, **options))

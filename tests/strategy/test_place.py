@@ -16,9 +16,13 @@ from rft_fn.strategy import StrategyConfig, get_strategy
 from rft_fn.strategy.common import residence_of
 
 SHARDED = {
-    "fsdp2": {}, "sequence": {"sp_size": 2}, "hsdp": {"shard_size": 1}, "narrow": {"bf16": True},
-    "zero1": {"zero_stage": 1}, "zero3": {"zero_stage": 3},
-}  # fmt: skip
+    "fsdp2": {},
+    "sequence": {"sp_size": 2},
+    "hsdp": {"shard_size": 1},
+    "narrow": {"bf16": True},
+    "zero1": {"zero_stage": 1},
+    "zero3": {"zero_stage": 3},
+}
 
 
 class WithBuffer(nn.Module):

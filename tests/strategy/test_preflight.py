@@ -51,18 +51,21 @@ MOSTLY_ACTIVATIONS = memory.Estimate(
 )  # fmt: skip
 
 
-@each("changes, options, checkpointed, change", [
-    ({}, {}, False, "set gradient_checkpointing"),
-    ({}, {}, True, "lower budget, or raise sp_size"),
-    ({"awake": True}, {"enable_engine_sleep": False}, False, "set enable_engine_sleep"),
-    ({"engine": 500}, {}, False, "lower engine_batch"),
-    ({"head": 95}, {"fused_linear_logprob": False}, False, "set fused_linear_logprob"),
-    ({"head": 95}, {}, False, "lower chunk_size"),
-    ({"optimizer": 400}, {}, False, "take more processes, or set adam_offload"),
-    ({"optimizer": 400}, {"shard_size": 2}, False, "raise shard_size, or set it to 0"),
-    ({"optimizer": 400}, {"zero_stage": 2}, False, "set zero_stage 3"),
-    ({"parameters": 400}, {"adam_offload": True}, False, "take more processes, or set fsdp_cpu_offload"),
-])  # fmt: skip
+@each(
+    "changes, options, checkpointed, change",
+    [
+        ({}, {}, False, "set gradient_checkpointing"),
+        ({}, {}, True, "lower budget, or raise sp_size"),
+        ({"awake": True}, {"enable_engine_sleep": False}, False, "set enable_engine_sleep"),
+        ({"engine": 500}, {}, False, "lower engine_batch"),
+        ({"head": 95}, {"fused_linear_logprob": False}, False, "set fused_linear_logprob"),
+        ({"head": 95}, {}, False, "lower chunk_size"),
+        ({"optimizer": 400}, {}, False, "take more processes, or set adam_offload"),
+        ({"optimizer": 400}, {"shard_size": 2}, False, "raise shard_size, or set it to 0"),
+        ({"optimizer": 400}, {"zero_stage": 2}, False, "set zero_stage 3"),
+        ({"parameters": 400}, {"adam_offload": True}, False, "take more processes, or set fsdp_cpu_offload"),
+    ],
+)
 def test_what_to_change_first(changes, options, checkpointed, change):
     x = dataclasses.replace(MOSTLY_ACTIVATIONS, **changes)
     assert remedy(StrategyConfig(**options), x, world=8, checkpointed=checkpointed) == change
@@ -85,16 +88,19 @@ def test_nothing_to_estimate(models, budget):
 NARROW, WIDE = torch.bfloat16, torch.float32
 
 
-@each("options, world, sizes, types", [
-    ({}, 1, (1, 1, 1, 1), (None, None, None, None)),
-    ({"bf16": True}, 1, (1, 1, 1, 1), (WIDE, NARROW, WIDE, NARROW)),
-    ({"use_mp_opt": True}, 1, (1, 1, 1, 1), (NARROW, NARROW, NARROW, NARROW)),
-    ({}, 8, (8, 8, 8, 1), (None, None, None, None)),
-    ({"shard_size": 4, "sp_size": 2, "bf16": True}, 8, (4, 4, 4, 2), (WIDE, WIDE, WIDE, NARROW)),
-    ({"zero_stage": 1}, 8, (1, 1, 8, 1), (None, None, WIDE, None)),
-    ({"zero_stage": 2, "bf16": True}, 8, (1, 8, 8, 1), (NARROW, NARROW, WIDE, NARROW)),
-    ({"zero_stage": 3, "use_mp_opt": True}, 8, (8, 8, 8, 1), (NARROW, NARROW, WIDE, NARROW)),
-])  # fmt: skip
+@each(
+    "options, world, sizes, types",
+    [
+        ({}, 1, (1, 1, 1, 1), (None, None, None, None)),
+        ({"bf16": True}, 1, (1, 1, 1, 1), (WIDE, NARROW, WIDE, NARROW)),
+        ({"use_mp_opt": True}, 1, (1, 1, 1, 1), (NARROW, NARROW, NARROW, NARROW)),
+        ({}, 8, (8, 8, 8, 1), (None, None, None, None)),
+        ({"shard_size": 4, "sp_size": 2, "bf16": True}, 8, (4, 4, 4, 2), (WIDE, WIDE, WIDE, NARROW)),
+        ({"zero_stage": 1}, 8, (1, 1, 8, 1), (None, None, WIDE, None)),
+        ({"zero_stage": 2, "bf16": True}, 8, (1, 8, 8, 1), (NARROW, NARROW, WIDE, NARROW)),
+        ({"zero_stage": 3, "use_mp_opt": True}, 8, (8, 8, 8, 1), (NARROW, NARROW, WIDE, NARROW)),
+    ],
+)
 def test_each_backend_has_its_layout(options, world, sizes, types):
     x = layout(StrategyConfig(**options), world)
     assert (x.parameters, x.gradients, x.optimizer, x.sequence) == sizes
@@ -103,12 +109,15 @@ def test_each_backend_has_its_layout(options, world, sizes, types):
     assert x.flat_copy == (x.stepped is WIDE and "zero_stage" in options)
 
 
-@pytest.mark.parametrize("options, host, copied", [
-    ({}, set(), False),
-    ({"adam_offload": True}, {"optimizer", "update"}, True),
-    ({"zero_stage": 2, "adam_offload": True}, {"optimizer", "update"}, False),
-    ({"fsdp": True, "fsdp_cpu_offload": True}, {"parameters", "gradients", "optimizer", "update"}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, host, copied",
+    [
+        ({}, set(), False),
+        ({"adam_offload": True}, {"optimizer", "update"}, True),
+        ({"zero_stage": 2, "adam_offload": True}, {"optimizer", "update"}, False),
+        ({"fsdp": True, "fsdp_cpu_offload": True}, {"parameters", "gradients", "optimizer", "update"}, False),
+    ],
+)
 def test_each_backend_has_its_part_on_the_host(options, host, copied):
     """DeepSpeed copies its own parts; the other backends take gradients and parameters to the host."""
     x = layout(StrategyConfig(**options), 2)

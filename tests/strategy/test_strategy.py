@@ -310,13 +310,16 @@ VISION_LANGUAGE = """--fsdp --engine_tp_size 4 --packing_samples --enable_engine
     --plot_every 20"""
 
 
-@pytest.mark.parametrize("line, backend, values", [
-    (HIGH_THROUGHPUT, "deepspeed", {"zero_stage": 2, "engine_tp_size": 4, "train_batch_size": 128}),
-    (MEMORY_EFFICIENT, "fsdp2", {"fsdp_cpu_offload": True, "use_mp_opt": True, "engine_mem_util": 0.85}),
-    (VISION_LANGUAGE, "fsdp2", {"packing_samples": True, "plot_every": 20}),
-    ("", "local", {}),
-    ("--disable_engine_sleep --no-packing_samples", "local", {"enable_engine_sleep": False}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, backend, values",
+    [
+        (HIGH_THROUGHPUT, "deepspeed", {"zero_stage": 2, "engine_tp_size": 4, "train_batch_size": 128}),
+        (MEMORY_EFFICIENT, "fsdp2", {"fsdp_cpu_offload": True, "use_mp_opt": True, "engine_mem_util": 0.85}),
+        (VISION_LANGUAGE, "fsdp2", {"packing_samples": True, "plot_every": 20}),
+        ("", "local", {}),
+        ("--disable_engine_sleep --no-packing_samples", "local", {"enable_engine_sleep": False}),
+    ],
+)
 def test_command_lines_parse_as_they_stand(line, backend, values):
     args = strategy.add_arguments(argparse.ArgumentParser()).parse_args(line.split())
     config = StrategyConfig.from_args(args)
@@ -326,18 +329,21 @@ def test_command_lines_parse_as_they_stand(line, backend, values):
     assert StrategyConfig.from_args(defaults) == StrategyConfig()
 
 
-@each("name, value, want", [
-    ("bf16", "yes", "True or False"),
-    ("fsdp", "false", "True or False"),
-    ("fsdp", 1, "True or False"),
-    ("zero_stage", "2", "an integer"),
-    ("zero_stage", True, "an integer"),
-    ("sp_size", 2.0, "an integer"),
-    ("max_norm", "1.0", "a number"),
-    ("timeout", True, "a number"),
-    ("engine_type", None, "a text"),
-    ("use_mp_opt", "auto", "True or False, or None"),
-])  # fmt: skip
+@each(
+    "name, value, want",
+    [
+        ("bf16", "yes", "True or False"),
+        ("fsdp", "false", "True or False"),
+        ("fsdp", 1, "True or False"),
+        ("zero_stage", "2", "an integer"),
+        ("zero_stage", True, "an integer"),
+        ("sp_size", 2.0, "an integer"),
+        ("max_norm", "1.0", "a number"),
+        ("timeout", True, "a number"),
+        ("engine_type", None, "a text"),
+        ("use_mp_opt", "auto", "True or False, or None"),
+    ],
+)
 def test_a_value_of_another_type_is_refused(name, value, want):
     with pytest.raises(ValueError, match=f"^{name}: expected {want}.*, got {re.escape(repr(value))}$"):
         StrategyConfig.from_args({name: value})
@@ -355,20 +361,23 @@ def test_values_that_fit_are_taken():
         assert tyro.cli(StrategyConfig, args=line.split()).use_mp_opt is want
 
 
-@each("options, message", [
-    ({"zero_stage": 4}, "zero_stage: expected an integer in [0, 3], got 4"),
-    ({"sp_size": 0}, "sp_size: expected an integer in [1, inf), got 0"),
-    ({"max_norm": -1.0}, "max_norm: expected a number in [0, inf), got -1.0"),
-    ({"engine_mem_util": 1.5}, "engine_mem_util: expected a number in [0, 1], got 1.5"),
-    ({"timeout": float("nan")}, "timeout: expected a number in [1, inf), got nan"),
-    ({"max_norm": float("nan")}, "max_norm: expected a number in [0, inf), got nan"),
-    ({"bf16": "yes"}, "bf16: expected True or False, got 'yes'"),
-    ({"fsdp": True, "zero_stage": 2}, "fsdp, zero_stage: expected one of them"),
-    ({"bf16": True, "use_mp_opt": True}, "bf16, use_mp_opt: expected one of them"),
-    ({"sp_size": 2}, "sp_size: expected 1 on one process, got 2"),
-    ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload: expected False on one process, got True"),
-    ({"shard_size": 2}, "shard_size: expected 0 on one process, got 2"),
-])  # fmt: skip
+@each(
+    "options, message",
+    [
+        ({"zero_stage": 4}, "zero_stage: expected an integer in [0, 3], got 4"),
+        ({"sp_size": 0}, "sp_size: expected an integer in [1, inf), got 0"),
+        ({"max_norm": -1.0}, "max_norm: expected a number in [0, inf), got -1.0"),
+        ({"engine_mem_util": 1.5}, "engine_mem_util: expected a number in [0, 1], got 1.5"),
+        ({"timeout": float("nan")}, "timeout: expected a number in [1, inf), got nan"),
+        ({"max_norm": float("nan")}, "max_norm: expected a number in [0, inf), got nan"),
+        ({"bf16": "yes"}, "bf16: expected True or False, got 'yes'"),
+        ({"fsdp": True, "zero_stage": 2}, "fsdp, zero_stage: expected one of them"),
+        ({"bf16": True, "use_mp_opt": True}, "bf16, use_mp_opt: expected one of them"),
+        ({"sp_size": 2}, "sp_size: expected 1 on one process, got 2"),
+        ({"fsdp_cpu_offload": True}, "fsdp_cpu_offload: expected False on one process, got True"),
+        ({"shard_size": 2}, "shard_size: expected 0 on one process, got 2"),
+    ],
+)
 def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         strategy.get_strategy(StrategyConfig(**options))

@@ -145,13 +145,22 @@ def test_check_all_passes_for_a_right_loss_and_weight(w):
 
 
 BUGS = [
-    (PARTITION, scalar_mean,
-     r"loss: expected one number per token, \[T\] = \[\d+\], got \[\]; averages belong in w"),
-    (PARTITION, mean_over_the_pack,
-     r"one row per micro-batch instead of one pack: the total loss .* became .*bigram by"),
+    (
+        PARTITION,
+        scalar_mean,
+        r"loss: expected one number per token, \[T\] = \[\d+\], got \[\]; averages belong in w",
+    ),
+    (
+        PARTITION,
+        mean_over_the_pack,
+        r"one row per micro-batch instead of one pack: the total loss .* became .*bigram by",
+    ),
     (PARTITION, own_normaliser, r"one row per micro-batch instead of one pack: .*gradient of bigram by \d"),
-    (PARTITION, own_sequence_normaliser,
-     r"one row per micro-batch instead of one pack: .*gradient of \w+ by 7, "),
+    (
+        PARTITION,
+        own_sequence_normaliser,
+        r"one row per micro-batch instead of one pack: .*gradient of \w+ by 7, ",
+    ),
     (PARTITION, shifted, r"instead of one pack: .*\(allowed 1e-12\)"),
     (PARTITION, whitened, r"instead of one pack: .*gradient of bigram by"),
     (PARTITION, average_of_averages_as_metric, r"relative change of metric ratio by [\d.]+ \(allowed"),
@@ -159,34 +168,52 @@ BUGS = [
     (PARTITION, nan_in_the_gradient_only, r"relative change of gradient of bigram by nan"),
     (PADDING, mean_over_the_pack, r"1 masked tokens after a pack: the total loss .* became"),
     (PADDING, mean_of_all_positions, r"1 masked tokens after a pack: .*gradient of bigram by"),
-    (PACKING, mean_over_the_pack,
-     r"all rows in one pack instead of each row alone: the loss of row \d, token \d+ changed"),
+    (
+        PACKING,
+        mean_over_the_pack,
+        r"all rows in one pack instead of each row alone: the loss of row \d, token \d+ changed",
+    ),
     (PACKING, shifted, r"the loss of row \d, token \d+ changed by [\d.e+]+ from .*; a neighbour leaks in"),
     (PACKING, whitened, r"a neighbour leaks in"),
     (PACKING, absolute_position, r"a neighbour leaks in"),
     (PERMUTATION, absolute_position, r"rows in the order \[[\d, ]+\]: the total loss .* became"),
     (PERMUTATION, first_row_counts_double, r"rows in the order \[[\d, ]+\]"),
-    (ON_POLICY, no_old_policy,
-     r"not that of -adv \* logp: off by at most [\d.]+ \(cosine 0\.\d+, norm ratio"),
+    (
+        ON_POLICY,
+        no_old_policy,
+        r"not that of -adv \* logp: off by at most [\d.]+ \(cosine 0\.\d+, norm ratio",
+    ),
     (ON_POLICY, wrong_sign, r"cosine -1\.0000, norm ratio 1\.0000"),
     (ON_POLICY, own_sequence_normaliser, r"cosine 1\.0000, norm ratio 0\.1250"),
     (FINITE, divides_outside_the_mask, r"log-ratio \+0 in torch.float64: the total is nan"),
-    (FINITE, nan_in_the_gradient_only,
-     r"log-ratio \+0 .*: \d+ of 49 entries of the gradient of bigram are not finite"),
+    (
+        FINITE,
+        nan_in_the_gradient_only,
+        r"log-ratio \+0 .*: \d+ of 49 entries of the gradient of bigram are not finite",
+    ),
     (FINITE, unbounded_ratio, r"log-ratio \+50 in torch.float32: the total is inf"),
     (FINITE, no_gradient, r"loss: it has no gradient; is it detached"),
-    (PACKING, suffix_ratio,
-     r"the loss of row \d, token \d+ changed by [\d.e+]+ from .*; a neighbour leaks in"),
+    (
+        PACKING,
+        suffix_ratio,
+        r"the loss of row \d, token \d+ changed by [\d.e+]+ from .*; a neighbour leaks in",
+    ),
     (PARTITION, suffix_ratio, r"one row per micro-batch instead of one pack: .*gradient of bigram by"),
-    (FINITE, focused,
-     r"^log-ratio \+50 of one token per row in torch.float32: the total is nan; 49 of 49 entries"),
+    (
+        FINITE,
+        focused,
+        r"^log-ratio \+50 of one token per row in torch.float32: the total is nan; 49 of 49 entries",
+    ),
     (ON_POLICY, mask_forgotten_in_a_mean, r"not that of -adv \* logp: off by at most [\d.]+ \(cosine"),
     (ON_POLICY, entropy_bonus_inside, r"not that of -adv \* logp: off by at most 0\.000\d+ \(cosine"),
-    (FINITE, focused_on_what_was_lost,
-     r"^log-ratio -50 of one token per row in torch.float32: the total is nan"),
+    (
+        FINITE,
+        focused_on_what_was_lost,
+        r"^log-ratio -50 of one token per row in torch.float32: the total is nan",
+    ),
     (FINITE, per_row, r"^an empty pack: the total is nan"),
     (FINITE, focused_without_mask, r"^log-ratio -50 in torch.float32: the total is nan"),
-]  # fmt: skip
+]
 
 
 @each(("check", "bug", "message"), BUGS, ids=lambda x: getattr(x, "__name__", ""))
@@ -238,13 +265,19 @@ def mask_forgotten(mask):
     return torch.ones(mask.shape) / mask.sum().clamp(min=1)
 
 
-@pytest.mark.parametrize(("check", "w", "message"), [
-    (PADDING, by_padded_size, r"1 more columns of padding: the total loss .* became"),
-    (PERMUTATION, by_row_number, r"rows in the order"),
-    (PARTITION, nan_without_tokens,
-     r"weight: expected \[B, S\] = \[8, 12\] and 0 outside mask, got tensor.*nan"),
-    (PARTITION, mask_forgotten, r"weight: expected \[B, S\] = \[8, 12\] and 0 outside mask"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("check", "w", "message"),
+    [
+        (PADDING, by_padded_size, r"1 more columns of padding: the total loss .* became"),
+        (PERMUTATION, by_row_number, r"rows in the order"),
+        (
+            PARTITION,
+            nan_without_tokens,
+            r"weight: expected \[B, S\] = \[8, 12\] and 0 outside mask, got tensor.*nan",
+        ),
+        (PARTITION, mask_forgotten, r"weight: expected \[B, S\] = \[8, 12\] and 0 outside mask"),
+    ],
+)
 def test_the_checks_fail_for_wrong_weights(check, w, message):
     with pytest.raises(AssertionError, match=message):
         check(good, weight=w)
@@ -298,11 +331,14 @@ def counted(out, b):
     return out.logp / (1 + b.extra["chosen"].sum())
 
 
-@pytest.mark.parametrize(("f", "message"), [
-    (noisy, r"1 more columns of padding: .* became nan"),
-    (counted, r"1 more columns of padding: the total loss .* became -?\d"),
-    (no_old_policy, r"1 more columns of padding: .* became nan"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (noisy, r"1 more columns of padding: .* became nan"),
+        (counted, r"1 more columns of padding: the total loss .* became -?\d"),
+        (no_old_policy, r"1 more columns of padding: .* became nan"),
+    ],
+)
 def test_data_that_is_not_0_outside_the_mask_is_found(f, message, monkeypatch):
     """A `pack` that shifts and forgets the mask: in the data of a loss, true or false or a number, and in
     the fields that all have."""

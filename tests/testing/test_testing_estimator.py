@@ -16,13 +16,18 @@ def test_kl_gradient_passes(f, seed):
     testing.check_kl_gradient(f, seed=seed)
 
 
-@pytest.mark.parametrize(("f", "message"), [
-    (loss.kl_k1,
-     r"not that of KL\(pi, ref\): off by at most 0\.\d+ \(cosine -?0\.0000, norm ratio 0\.0000\)"),
-    (loss.kl_k3, r"off by at most [\d.]+ \(cosine 0\.\d+, norm ratio"),
-    (lambda logp, ref_logp: loss.kl_k2(logp, ref_logp) / 2, r"cosine 1\.0000, norm ratio 0\.5000"),
-    (lambda logp, ref_logp: -loss.kl_k2(logp, ref_logp), r"cosine -1\.0000"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (
+            loss.kl_k1,
+            r"not that of KL\(pi, ref\): off by at most 0\.\d+ \(cosine -?0\.0000, norm ratio 0\.0000\)",
+        ),
+        (loss.kl_k3, r"off by at most [\d.]+ \(cosine 0\.\d+, norm ratio"),
+        (lambda logp, ref_logp: loss.kl_k2(logp, ref_logp) / 2, r"cosine 1\.0000, norm ratio 0\.5000"),
+        (lambda logp, ref_logp: -loss.kl_k2(logp, ref_logp), r"cosine -1\.0000"),
+    ],
+)
 def test_kl_gradient_fails_and_says_how(f, message):
     with pytest.raises(AssertionError, match=message):
         testing.check_kl_gradient(f)
@@ -61,12 +66,15 @@ def test_deletion_invariance_passes(f, seed):
     testing.check_deletion_invariance(f, seed=seed)
 
 
-@pytest.mark.parametrize(("f", "message"), [
-    (zeroed, r"adv of row \d changed by [\d.]+ when its \d+ masked tokens were deleted: \["),
-    (not_cleared, r"adv of row 0: expected 0 outside mask, got \[1\.0"),
-    (no_bootstrap_over_the_hole, r"adv of row \d changed by"),
-    (return_over_holes, r"adv of row \d changed by [\d.]+ when its \d+ masked tokens were deleted"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (zeroed, r"adv of row \d changed by [\d.]+ when its \d+ masked tokens were deleted: \["),
+        (not_cleared, r"adv of row 0: expected 0 outside mask, got \[1\.0"),
+        (no_bootstrap_over_the_hole, r"adv of row \d changed by"),
+        (return_over_holes, r"adv of row \d changed by [\d.]+ when its \d+ masked tokens were deleted"),
+    ],
+)
 def test_deletion_invariance_fails_and_says_where(f, message):
     with pytest.raises(AssertionError, match=message):
         testing.check_deletion_invariance(f)
@@ -160,28 +168,39 @@ def test_group_estimators_pass(f, seed):
     testing.check_group_estimator(f, seed=seed)
 
 
-@each(("f", "message"), [
-    (textbook_grpo,
-     r"^3 equal rewards of 0.1 in torch.float64: expected advantages of exactly 0, got \[-1"),
-    (textbook_without_eps, r"^2 equal rewards of 0 in .*float64: .* exactly 0, got \[nan, nan\]"),
-    (std_of_the_batch,
-     r"^group \d alone instead of among 6 groups: with rewards \[.*\] the advantages ch"),
-    (mean_of_the_batch,
-     r"^group 0 alone instead of among 6 groups: .* changed by [\d.]+, from \[.*to \["),
-    (relative_to_the_mean,
-     r"^\+10 on all rewards of group 0: with rewards \[.*\] the advantages changed"),
-    (raw, r"^\+10 on all rewards of group 0: .* changed by 10, from \["),
-    (passed, r"^\+10 on all rewards of group \d: .* to \[0, 0\]"),
-    (first_is_the_baseline, r"^responses of group 0 in the order \[1, 0\]: with rewards"),
-    (last_is_the_baseline, r"^responses of group 0 in the order \[1, 0\]: with rewards"),
-    (neighbour_is_the_baseline, r"^responses of group 0 in the order \[1, 0, 2\]: with rewards"),
-    (nearly_equal, r"^\d equal rewards of -?[\d.]+ in torch.float32: expected advantages of exactly 0"),
-    (floored, r"^-3 on all rewards of group \d: with rewards"),
-    (sorted_away, r"^responses of group \d in the order \[1, 0\]: .* the advantages changed by"),
-    (ranks, r"^2 equal rewards of 0 in torch.float64: .* got \[-0.5, 0.5\]"),
-    (lambda r: r.mean(-1), r"one advantage per reward, \[N, G\] = \[6, 2\], got \[6\]"),
-    (lambda r: r.mean(-1, keepdim=True), r"\[N, G\] = \[6, 2\], got \[6, 1\]"),
-])  # fmt: skip
+@each(
+    ("f", "message"),
+    [
+        (
+            textbook_grpo,
+            r"^3 equal rewards of 0.1 in torch.float64: expected advantages of exactly 0, got \[-1",
+        ),
+        (textbook_without_eps, r"^2 equal rewards of 0 in .*float64: .* exactly 0, got \[nan, nan\]"),
+        (
+            std_of_the_batch,
+            r"^group \d alone instead of among 6 groups: with rewards \[.*\] the advantages ch",
+        ),
+        (
+            mean_of_the_batch,
+            r"^group 0 alone instead of among 6 groups: .* changed by [\d.]+, from \[.*to \[",
+        ),
+        (
+            relative_to_the_mean,
+            r"^\+10 on all rewards of group 0: with rewards \[.*\] the advantages changed",
+        ),
+        (raw, r"^\+10 on all rewards of group 0: .* changed by 10, from \["),
+        (passed, r"^\+10 on all rewards of group \d: .* to \[0, 0\]"),
+        (first_is_the_baseline, r"^responses of group 0 in the order \[1, 0\]: with rewards"),
+        (last_is_the_baseline, r"^responses of group 0 in the order \[1, 0\]: with rewards"),
+        (neighbour_is_the_baseline, r"^responses of group 0 in the order \[1, 0, 2\]: with rewards"),
+        (nearly_equal, r"^\d equal rewards of -?[\d.]+ in torch.float32: expected advantages of exactly 0"),
+        (floored, r"^-3 on all rewards of group \d: with rewards"),
+        (sorted_away, r"^responses of group \d in the order \[1, 0\]: .* the advantages changed by"),
+        (ranks, r"^2 equal rewards of 0 in torch.float64: .* got \[-0.5, 0.5\]"),
+        (lambda r: r.mean(-1), r"one advantage per reward, \[N, G\] = \[6, 2\], got \[6\]"),
+        (lambda r: r.mean(-1, keepdim=True), r"\[N, G\] = \[6, 2\], got \[6, 1\]"),
+    ],
+)
 def test_group_estimators_fail_and_say_why(f, message):
     with pytest.raises(AssertionError, match=message):
         testing.check_group_estimator(f)
@@ -221,16 +240,22 @@ def best_only(reward):
     return torch.where(reward == reward.amax(-1, keepdim=True), dr_grpo(reward), 0)
 
 
-@each(("f", "message"), [
-    (dr_grpo, r"over all 27 groups of 3 is not 1 times that of E\[R\]: .*cosine 1.0000, norm ratio 0.6667"),
-    (advantage.grpo, r"off by at most 0.\d+ \(cosine 0\.[89]\d+, norm ratio 0\.\d+\)"),
-    (std_of_the_batch, r"cosine 0\.[89]\d+, norm ratio"),
-    (best_only, r"cosine 0\.\d+, norm ratio"),
-    (lambda r: -advantage.rloo(r), r"cosine -1.0000, norm ratio 1.0000"),
-    (lambda r: advantage.rloo(r).clamp(min=0), r"cosine 0\.\d+, norm ratio 0\."),
-    (torch.zeros_like, r"cosine 0.0000, norm ratio 0.0000"),
-    (lambda r: r.mean(-1), r"one advantage per reward, \[N, G\] = \[1, 3\], got \[1\]"),
-])  # fmt: skip
+@each(
+    ("f", "message"),
+    [
+        (
+            dr_grpo,
+            r"over all 27 groups of 3 is not 1 times that of E\[R\]: .*cosine 1.0000, norm ratio 0.6667",
+        ),
+        (advantage.grpo, r"off by at most 0.\d+ \(cosine 0\.[89]\d+, norm ratio 0\.\d+\)"),
+        (std_of_the_batch, r"cosine 0\.[89]\d+, norm ratio"),
+        (best_only, r"cosine 0\.\d+, norm ratio"),
+        (lambda r: -advantage.rloo(r), r"cosine -1.0000, norm ratio 1.0000"),
+        (lambda r: advantage.rloo(r).clamp(min=0), r"cosine 0\.\d+, norm ratio 0\."),
+        (torch.zeros_like, r"cosine 0.0000, norm ratio 0.0000"),
+        (lambda r: r.mean(-1), r"one advantage per reward, \[N, G\] = \[1, 3\], got \[1\]"),
+    ],
+)
 def test_biased_estimators_are_found(f, message):
     with pytest.raises(AssertionError, match=message):
         testing.check_estimator_gradient(f)

@@ -59,10 +59,17 @@ def three_lines(w, old_logp, logp, mask):
 
 
 BIASED = {
-    "nothing": nothing, "token": token, "truncated": truncated, "masked": masked, "icepop": icepop,
-    "mean_ratio": mean_ratio, "upside_down": upside_down, "prefix": prefix,
-    "truncated_seq": weight.truncated_is_seq, "masked_seq": weight.masked_is_seq,
-}  # fmt: skip
+    "nothing": nothing,
+    "token": token,
+    "truncated": truncated,
+    "masked": masked,
+    "icepop": icepop,
+    "mean_ratio": mean_ratio,
+    "upside_down": upside_down,
+    "prefix": prefix,
+    "truncated_seq": weight.truncated_is_seq,
+    "masked_seq": weight.masked_is_seq,
+}
 
 
 @pytest.mark.parametrize("f", [weight.importance_seq, three_lines])
@@ -167,29 +174,47 @@ def self_normalised(w, old_logp, logp, mask):
     return w * rho / rho.mean()
 
 
-@pytest.mark.parametrize(("f", "message"), [
-    (self_normalised, r"correct: with every other sequence left out the weights of the others changed by"),
-    (lambda w, *_: w[:, 0], r"correct: expected w \[B, S\] = \[27, 3\], got \[27\]"),
-    (lambda w, *_: w * torch.nan, r"a bias of nan of its norm"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (
+            self_normalised,
+            r"correct: with every other sequence left out the weights of the others changed by",
+        ),
+        (lambda w, *_: w[:, 0], r"correct: expected w \[B, S\] = \[27, 3\], got \[27\]"),
+        (lambda w, *_: w * torch.nan, r"a bias of nan of its norm"),
+    ],
+)
 def test_what_has_no_bias_to_speak_of_is_refused(f, message):
     with pytest.raises(AssertionError, match=message):
         testing.check_importance_bias(f)
 
 
-@pytest.mark.parametrize(("size", "message"), [
-    ({"length": 0}, r"length, vocab: expected >= 1 and >= 2, got 0 and 3"),
-    ({"vocab": 1}, r"length, vocab: expected >= 1 and >= 2, got 3 and 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ({"length": 0}, r"length, vocab: expected >= 1 and >= 2, got 0 and 3"),
+        ({"vocab": 1}, r"length, vocab: expected >= 1 and >= 2, got 3 and 1"),
+    ],
+)
 def test_sizes_that_make_no_sense_are_refused(size, message):
     with pytest.raises(ValueError, match=message):
         testing.importance_bias(nothing, **size)
 
 
-@each("name", [
-    "none", "importance", "truncated_is", "masked_is", "icepop", "importance_seq", "truncated_is_seq",
-    "masked_is_seq",
-])  # fmt: skip
+@each(
+    "name",
+    [
+        "none",
+        "importance",
+        "truncated_is",
+        "masked_is",
+        "icepop",
+        "importance_seq",
+        "truncated_is_seq",
+        "masked_is_seq",
+    ],
+)
 def test_the_table_of_the_docs_is_current(name):
     """docs/algorithms.md: | `name` | bias | cosine | norm | variance |, to two decimals."""
     fn = getattr(weight, name, None)

@@ -155,15 +155,24 @@ def test_no_prompts_give_a_rollout_without_rows(vllm):
     assert vllm.generate([], [], n=2, sampling=SAMPLED).tokens.shape == (0, 0)
 
 
-@pytest.mark.parametrize(("prompts", "options", "message"), [
-    ([[3, 4], [5] * 119], {},
-     r"prompt \+ max_new <= the model's window of 128 tokens, got 119 \+ 10 in prompt 1"),
-    ([[3], []], {}, "expected at least one token, got none in prompt 1"),
-    ([[3], [99]], {}, "expected tokens below 48, got 99 in prompt 1"),
-    ([[3], [4]], {"sampling": rft.Sampling(temperature=3.0, max_new=4)},
-     "temperature: expected at most 2.0 for vllm, got 3.0"),
-    ([[3], [4]], {"start": [0, 2]}, r"start\[1\]: expected 0 for vllm"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        (
+            [[3, 4], [5] * 119],
+            {},
+            r"prompt \+ max_new <= the model's window of 128 tokens, got 119 \+ 10 in prompt 1",
+        ),
+        ([[3], []], {}, "expected at least one token, got none in prompt 1"),
+        ([[3], [99]], {}, "expected tokens below 48, got 99 in prompt 1"),
+        (
+            [[3], [4]],
+            {"sampling": rft.Sampling(temperature=3.0, max_new=4)},
+            "temperature: expected at most 2.0 for vllm, got 3.0",
+        ),
+        ([[3], [4]], {"start": [0, 2]}, r"start\[1\]: expected 0 for vllm"),
+    ],
+)
 def test_a_bad_request_is_named_and_the_engine_lives(vllm, prompts, options, message):
     with pytest.raises(engine.BadRequest, match=message):
         vllm.generate(prompts, [0, 1], **{"sampling": SAMPLED} | options)
@@ -208,10 +217,13 @@ def test_a_push_from_a_strategy_arrives(vllm):
     assert gap(trained(0.1), vllm.generate(prompts_of(4), range(4), n=4, sampling=SAMPLED), SAMPLED) < 1e-5
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"tp_size": 2}, "engine_tp_size: expected a divisor of the 1 processes of this run, got 2"),
-    ({"dtype": "int8"}, "engine_dtype: expected one of auto, float32, bfloat16, float16, got 'int8'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp_size": 2}, "engine_tp_size: expected a divisor of the 1 processes of this run, got 2"),
+        ({"dtype": "int8"}, "engine_dtype: expected one of auto, float32, bfloat16, float16, got 'int8'"),
+    ],
+)
 def test_a_mistake_in_the_config_comes_before_any_model(options, message):
     with pytest.raises(ValueError, match=message):
         engine.get_engine(engine.EngineConfig(type="vllm", **options), "./nowhere")

@@ -55,13 +55,16 @@ def spoiled(x):
 FAULTS = {
     "a norm is dropped": (without(NORM), ValueError, NORM),
     "q of a fused qkv is dropped": (without(Q), ValueError, Q),
-    "a wrong shape": (changed(Q, lambda x: x[:-1]), ValueError,
-        rf"{Q}: expected \[128, 128\], got \[127, 128\]"),
+    "a wrong shape": (
+        changed(Q, lambda x: x[:-1]),
+        ValueError,
+        rf"{Q}: expected \[128, 128\], got \[127, 128\]",
+    ),
     "sent twice": (twice, ValueError, f"{NORM}: expected it once"),
     "NaN": (changed(NORM, spoiled), ValueError, f"{NORM}: expected finite numbers"),
     "an unknown name": (stray, ValueError, "model.extra: expected a parameter of the model"),
     "a source that dies half way": (dies, Broken, "the link is down"),
-}  # fmt: skip
+}
 
 
 def require_sound(eng, lm, version):
