@@ -1,17 +1,13 @@
-"""Python processes that have torch and transformers from the start: forks of a server that imported them.
+"""Python processes that have torch and transformers from the start: forks of multiprocessing's fork server.
 
     forks.Popen([sys.executable, "script.py", ...], env=..., stdout=...)       as subprocess.Popen
     forks.run([sys.executable, "-m", "module", ...], capture_output=True)      as subprocess.run
 
-A fork is a process as any other: arguments, environment, folder and streams of its own, files that it is
-passed, exit codes, signals, a parent that may be gone. One difference: once all exit handlers have run, it is
-gone. Python would first free torch object by object, which takes over a second; with WHOLE in its environment
-a fork does that too.
-
-Two servers with other seeds of hash() take turns, so processes that have to agree see sets in other orders.
-The workers of torchrun are forks too, and with CHILDREN in its environment the Python processes that a fork
-starts, engines among them; those that a test's own process starts are with the fixture `forked_children`. A
-command of another program, or one with an environment that a library reads at its import, starts as ever.
+Importing them takes 5 seconds, and the slow tests start a thousand processes. A fork has arguments,
+environment, folder, streams, exit code and signals like any other process. One difference: once all exit
+handlers have run, it is gone, and Python does not first free torch object by object. The Python processes
+that a fork starts are forks too: workers of torchrun, engines. A command of another program, or one with an
+environment that a library reads at its import, starts as ever.
 """
 
 import atexit
@@ -20,30 +16,29 @@ import faulthandler
 import fcntl
 import gc
 import importlib
-import importlib.util
 import inspect
 import itertools
+import multiprocessing
+import operator
 import os
-import pickle
-import random
 import runpy
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import types
 from functools import cache
+from multiprocessing import forkserver, reduction, resource_tracker
 from pathlib import Path
+from unittest import mock
 
 import plain_runs
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 ROOT = Path(__file__).resolve().parents[1]
 PATH = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])  # PYTHONPATH of a process that may be a fork
-ADDRESSES = "RFT_FN_TEST_FORKS"  # of the servers, for the workers of torchrun
-TORCHRUN = ["-m", "torch.distributed.run"]
-# None of these starts a thread at its import.
+# What a server imports; none starts a thread then.
 LIBRARIES = (
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -74,41 +69,16 @@ OPTIONAL = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 # read when Python or a library starts; everything else of an environment is a fork's own
 EARLY = ("PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_", "CUDA_", "TRITON_", "HF_", "TRANSFORMERS_")
 LATE = ("PYTHONPATH", "PYTHONFAULTHANDLER", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-WHOLE = {"RFT_FN_TEST_WHOLE_EXIT": "1"}  # for tests of what happens while an interpreter ends
-PIDS = "RFT_FN_TEST_PIDS"  # a folder where the ranks of torchrun write their ids: forks are nobody's children
-CHILDREN = {"RFT_FN_TEST_FORK_CHILDREN": "1"}  # for scripts that start themselves again
 PLAIN = {"RFT_FN_TEST_PLAIN": "1"}  # for scripts whose pictures, forecasts and canaries no test looks at
+# the environment of a server that starts
+SERVER = {"RFT_FN_TEST_SERVER": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{PATH}:{ROOT / 'tests'}"}
+TURNS = itertools.count()
+ADDRESSES = []  # of the servers, in a fork
 
 
 def early(env):
-    """The variables that are read too early for a fork to have its own."""
+    """Return the variables that are read too early for a fork to have its own."""
     return {name: x for name, x in env.items() if name.startswith(EARLY) and name not in LATE}
-
-
-# ---------- the side of the tests
-
-
-@cache
-def servers():
-    """The addresses of two servers, which end with this process."""
-    if ADDRESSES in os.environ:
-        return os.environ[ADDRESSES].split(",")
-    started = []
-    for _ in range(2):
-        address = f"rft-fn-{os.getpid()}-{random.SystemRandom().randrange(2**32)}"
-        env = os.environ | {"PYTHONPATH": PATH}
-        env |= {"PYTHONHASHSEED": str(random.SystemRandom().randrange(1, 2**32)), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, address]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        started.append((address, subprocess.Popen(command, env=env, **pipes)))
-    for _, process in started:
-        assert process.stdout.readline() == b"ready\n"
-        atexit.register(process.wait)
-        atexit.register(process.stdin.close)
-    return [address for address, _ in started]
-
-
-TURNS = itertools.count()
 
 
 def can_fork(argv, env, given):
@@ -117,65 +87,90 @@ def can_fork(argv, env, given):
     plain = plain and (not argv[1].startswith("-") or argv[1] in ("-c", "-m", "-u"))
     own = given["preexec_fn"] is None and not given["shell"] and given["process_group"] in (-1, 0)
     mine = early(os.environ | {"OMP_NUM_THREADS": "1"})
-    paths = env.get("PYTHONPATH", "").split(os.pathsep)
-    return plain and own and early(env) == mine and str(ROOT) in paths
+    return plain and own and early(env) == mine and str(ROOT) in env.get("PYTHONPATH", "").split(os.pathsep)
+
+
+@cache
+def servers(*addresses):
+    """Start two fork servers, in which sets have other orders, or connect to those at the addresses."""
+    found = [forkserver.ForkServer(), forkserver.ForkServer()]
+    for server, address in zip(found, addresses):
+        server._forkserver_address = address
+        server._forkserver_alive_fd = forkserver._forkserver._forkserver_alive_fd
+        server.ensure_running = resource_tracker.ensure_running
+    if not addresses:
+        with mock.patch.dict(os.environ, SERVER):
+            for server in found:
+                server.set_forkserver_preload(["forks"])
+                server.ensure_running()
+    return found
+
+
+class File:
+    """A file descriptor that is sent with a process; there it is a number."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __reduce__(self):
+        return operator.methodcaller("detach"), (reduction.DupFd(self.number),)
 
 
 class Popen(subprocess.Popen):
-    """subprocess.Popen, by a fork of a server where that is the same."""
+    """subprocess.Popen, by a fork where that is the same."""
 
-    connection = None
+    process = None
 
     def _execute_child(self, *args):
-        names = list(inspect.signature(super()._execute_child).parameters)
-        given = dict(zip(names, args))
+        given = dict(zip(inspect.signature(super()._execute_child).parameters, args))
         argv = [os.fspath(x) for x in given["args"]]
         env = dict(os.environ if given["env"] is None else given["env"])
         if not can_fork(argv, env, given):
             return super()._execute_child(*args)
-        self.ask(argv, env, given)
-        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(given[name] for name in ends))
-
-    def ask(self, argv, env, given):
-        """Have a server fork, and learn the process's id."""
-        addresses = servers()
-        if argv[1:3] == TORCHRUN or CHILDREN.items() <= env.items():
-            env[ADDRESSES] = ",".join(addresses)
-        request = {"argv": argv[1:], "env": env, "cwd": given["cwd"] or os.getcwd()}
-        request |= {"session": given["start_new_session"], "group": given["process_group"] == 0}
-        request |= {"parent": os.getpid(), "passed": list(given["pass_fds"])}
-        memory = os.memfd_create("request")
-        os.write(memory, pickle.dumps(request))
         streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
-        streams = [own if own != -1 else number for number, own in enumerate(streams)]
-        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.connection.connect(f"\0{addresses[next(TURNS) % 2]}")
-        socket.send_fds(self.connection, [b"?"], [memory, *streams, *given["pass_fds"]])
-        os.close(memory)
-        self.pid, self._child_created = int(self.connection.recv(16)), True
+        streams = [number if own == -1 else own for number, own in enumerate(streams)]
+        two = servers(*ADDRESSES)
+        context = multiprocessing.get_context("forkserver")
+        self.process = context.Process(
+            target=begin,
+            args=(argv[1:], env, given["cwd"] or os.getcwd()),
+            kwargs={
+                "files": [File(number) for number in (*streams, *given["pass_fds"])],
+                "numbers": [0, 1, 2, *given["pass_fds"]],
+                "session": given["start_new_session"],
+                "group": given["process_group"] == 0,
+                "parent": os.getpid(),
+                "addresses": [server._forkserver_address for server in two],
+            },
+        )
+        # multiprocessing would import a script once more in its forks, and wait for them at its end
+        main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+        forkserver.connect_to_new_process = two[next(TURNS) % 2].connect_to_new_process
+        try:
+            self.process.start()
+        finally:
+            sys.modules["__main__"] = main
+        multiprocessing.process._children.discard(self.process)
+        self.pid, self._child_created = self.process.pid, True
+        self._close_pipe_fds(
+            *(given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
+        )
 
-    def ended(self, seconds):
-        return bool(select.select([self.connection], [], [], seconds)[0])
-
-    def status(self):
-        said = self.connection.recv(16)
-        self.connection.close()
-        return int(said or signal.SIGKILL)
-
-    def _internal_poll(self, *args, **kwargs):
-        if self.connection is None:
-            return super()._internal_poll(*args, **kwargs)
-        if self.returncode is None and self.ended(0):
-            self.returncode = os.waitstatus_to_exitcode(self.status())
+    def _internal_poll(self, *args, **options):
+        if self.process is None:
+            return super()._internal_poll(*args, **options)
+        if self.returncode is None and self._waitpid_lock.acquire(False):
+            try:
+                self.returncode = self.process._popen.poll()
+            finally:
+                self._waitpid_lock.release()
         return self.returncode
 
     def _try_wait(self, flags):
-        if self.connection is None:
+        if self.process is None:
             return super()._try_wait(flags)
-        if flags & os.WNOHANG and not self.ended(0):
-            return 0, 0
-        return self.pid, self.status()
+        code = self.process._popen.poll(flags)
+        return (0, 0) if code is None else (self.pid, code << 8 if code >= 0 else -code)
 
 
 def run(command, *, capture_output=False, timeout=None, check=False, **options):
@@ -194,112 +189,93 @@ def run(command, *, capture_output=False, timeout=None, check=False, **options):
     return done
 
 
-# ---------- the server's side
+# ---------- in a server and in its forks
 
 
-def serve(address):
-    """Fork for every connection; in a fork, what it has to run. Ends with the process that holds stdin."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(f"\0{address}")
-    listener.listen(64)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    gc.freeze()  # a fork copies the memory that it writes to, and a collection writes to all
+def preload():
+    """Import what forks need; no collection of garbage writes to it, for a fork copies what is written to."""
+    gc.disable()  # imports leave no garbage, and looking for it takes a quarter of their time
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    for library in OPTIONAL:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(library)
+    # loading a model needs this table, whose first use compiles a thousand regular expressions
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+    gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # nanobind reports what is not collected at the end
-    os.write(1, b"ready\n")
-    running = {}  # what becomes readable when a fork ends -> its id, and who asked for it
-    while True:
-        ready, _, _ = select.select([listener, 0, *running], [], [])
-        for ended in running.keys() & ready:
-            tell(*running.pop(ended))
-            os.close(ended)
-        if 0 in ready:
-            return None
-        if listener not in ready:
-            continue
-        connection, _ = listener.accept()
-        _, fds, _, _ = socket.recv_fds(connection, 1, 16)
-        pid = os.fork()
-        if pid == 0:
-            close(listener, *running, *(asked for _, asked in running.values()))
-            return begin(connection, *fds)
-        running[os.pidfd_open(pid)] = pid, connection
-        close(*fds)
 
 
-def close(*files):
-    """Close sockets and file descriptors."""
-    for file in files:
-        os.close(file if isinstance(file, int) else file.detach())
-
-
-def tell(pid, connection):
-    """Send the status of a fork that has ended to the process that asked for it, if that is still there."""
-    status = os.waitpid(pid, 0)[1]
-    with contextlib.suppress(OSError):
-        connection.send(str(status).encode())
-    connection.close()
-
-
-def begin(connection, memory, *files):
-    """Become the process of a request: everything that a new interpreter would have of its own."""
-    request = pickle.loads(os.pread(memory, os.fstat(memory).st_size, 0))
-    os.close(memory)
-    if request["session"]:
+def begin(argv, env, folder, *, files, numbers, session, group, parent, addresses):
+    """Become the process of a command, run it, and end as an interpreter would, but for its last step."""
+    if session:
         os.setsid()
-    if request["group"]:
+    if group:
         os.setpgid(0, 0)
-    connection.send(str(os.getpid()).encode())
-    connection.close()
-    take([0, 1, 2, *request["passed"]], files)
-    os.getppid = parent(request["parent"])
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(request["cwd"])
+    ADDRESSES.extend(addresses)
+    take(files, numbers)
+    alive = os.pidfd_open(parent)
+    os.getppid = lambda: 1 if select.select([alive], [], [], 0)[0] else parent  # the system's is the server
+    os.chdir(folder)
     os.environ.clear()
-    os.environ.update(request["env"])
-    if PIDS in os.environ and "RANK" in os.environ:
-        Path(os.environ[PIDS], os.environ["RANK"]).write_text(str(os.getpid()))
+    os.environ.update(env)
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     sys.modules["numpy"].random.seed()
-    return request["argv"]
+    subprocess_handler.Popen = subprocess.Popen = Popen
+    if PLAIN.items() <= os.environ.items():
+        plain_runs.leave_out()
+    code = 0
+    try:
+        become(argv)
+    except SystemExit as error:
+        code = error.code
+        if not (code is None or isinstance(code, int)):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:
+        code = code or 120  # Python's, for output that could not be written
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(int(code or 0) & 0xFF)
 
 
-def parent(pid):
-    """A getppid that gives the process which asked for this fork, and 1 once that has ended.
-
-    The system's gives the server.
-    """
-    alive = os.pidfd_open(pid)
-    return lambda: 1 if select.select([alive], [], [], 0)[0] else pid
-
-
-def take(numbers, files):
-    """Move received files to the given numbers."""
-    above = max(numbers) + 1  # so that no file lies where another one goes
-    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, above) for fd in files]
+def take(files, numbers):
+    """Move received files to the given numbers, and files of multiprocessing out of their way."""
+    above = max(numbers) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in files]
+    for owner, name in (
+        (forkserver._forkserver, "_forkserver_alive_fd"),
+        (resource_tracker._resource_tracker, "_fd"),
+    ):
+        setattr(owner, name, fcntl.fcntl(getattr(owner, name), fcntl.F_DUPFD_CLOEXEC, above))
     for fd in files:
         os.close(fd)
     for number, fd in zip(numbers, moved, strict=True):
         os.dup2(fd, number)
         os.close(fd)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
 
 
 def become(argv):
     """Run a script, a module or code as the main program."""
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:3] = ["", *dict.fromkeys(filter(None, paths))]  # for this file's folder and two of the server
+    paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    installed = [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    sys.path[:] = ["", *dict.fromkeys([*paths, *installed])]
     sys.orig_argv[1:] = argv
     if argv[0] == "-u":
         sys.stdout.reconfigure(write_through=True)
         argv = argv[1:]
-    if argv[:2] == TORCHRUN:
-        handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-        importlib.import_module(handler).Popen = Popen
-    if CHILDREN.items() <= os.environ.items():
-        subprocess.Popen = Popen
-    if PLAIN.items() <= os.environ.items():
-        plain_runs.leave_out()
     if argv[0] == "-m":
         sys.argv[:] = argv[1:]
         sys.path[0] = os.getcwd()
@@ -317,50 +293,5 @@ def become(argv):
     exec(code, vars(main))
 
 
-def end(argv):
-    """Run it, and end this process as an interpreter would, but for its last step."""
-    code = 0
-    try:
-        become(argv)
-    except SystemExit as error:
-        code = error.code
-        if not (code is None or isinstance(code, int)):
-            print(code, file=sys.stderr)
-            code = 1
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = 1
-        if isinstance(error, KeyboardInterrupt):
-            code = -signal.SIGINT
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError:
-        code = code or 120  # Python's, for output that could not be written
-    if code == -signal.SIGINT:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit(int(code or 0) & 0xFF)
-
-
-if __name__ == "__main__":
-    answers = os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no answer
-    gc.disable()  # imports leave no garbage, and looking for it takes a quarter of their time
-    for library in LIBRARIES:
-        importlib.import_module(library)
-    for library in OPTIONAL:
-        with contextlib.suppress(ModuleNotFoundError):
-            importlib.import_module(library)
-    # loading a model needs this table, whose first use compiles a thousand regular expressions
-    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
-    sys.stdout.flush()
-    os.dup2(answers, 1)
-    os.close(answers)
-    asked = serve(sys.argv[1])
-    if asked and WHOLE.items() <= os.environ.items():
-        become(asked)
-    elif asked:
-        end(asked)
+if SERVER.items() <= os.environ.items():
+    preload()

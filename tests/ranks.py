@@ -33,7 +33,7 @@ def free_port():
             return port
 
 
-def start(world, target, *args, folder, env=None):
+def start(world, target, *args, folder, popen=forks.Popen):
     torch.save(args, Path(folder) / "args.pt")
     path = os.pathsep.join([str(TESTS.parent), str(TESTS.parent / "kernels"), *FOLDERS])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
@@ -41,10 +41,10 @@ def start(world, target, *args, folder, env=None):
     shared |= {"PYTHONFAULTHANDLER": "1"}  # a process that dies of a signal says where
     processes = []
     for rank in range(world):
-        env_ = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | (env or {})
+        env_ = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         log = open(Path(folder) / f"log{rank}", "w")  # noqa: SIM115
         command = [sys.executable, __file__, target, str(folder)]
-        processes.append(forks.Popen(command, env=env_, stdout=log, stderr=subprocess.STDOUT))
+        processes.append(popen(command, env=env_, stdout=log, stderr=subprocess.STDOUT))
     return processes
 
 
@@ -59,9 +59,9 @@ def wait(processes, timeout):
     return [p.wait() for p in processes]
 
 
-def run(world, target, *args, timeout=800, env=None):
+def run(world, target, *args, timeout=800, popen=forks.Popen):
     with tempfile.TemporaryDirectory() as folder:
-        codes = wait(start(world, target, *args, folder=folder, env=env), timeout)
+        codes = wait(start(world, target, *args, folder=folder, popen=popen), timeout)
         if any(codes):
             logs = [
                 f"--- rank {r}: {c}\n{(Path(folder) / f'log{r}').read_text()[-9000:]}"

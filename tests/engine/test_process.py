@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import faulty
-import forks
 import pytest
 import tiny
 import torch
@@ -248,9 +247,9 @@ def test_no_process_is_left_however_the_script_ends(how):
     """It ends by itself, with an error in mid-rollout, by kill -9 and by Ctrl-C."""
     mode = "wait" if how in ("kill", "interrupt") else how
     paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests" / "engine")]
-    script = forks.Popen(
+    script = subprocess.Popen(
         [sys.executable, str(ROOT / "tests" / "engine" / "process_parent.py"), mode],
-        env=os.environ | forks.WHOLE | {"PYTHONPATH": os.pathsep.join(paths)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

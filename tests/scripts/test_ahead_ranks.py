@@ -22,7 +22,7 @@ def run(world, folder, *args, script="grpo", interrupted=(), code=0):
     """A run of a script; `interrupted` is (signal, after step, seconds) of its first rank's row."""
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     env |= {"PYTHONPATH": forks.PATH, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    env |= forks.CHILDREN | forks.PLAIN
+    env |= forks.PLAIN
     command = [sys.executable]
     if world > 1:
         command += ["-m", "torch.distributed.run", "--nproc-per-node", str(world)]

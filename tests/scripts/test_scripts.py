@@ -49,7 +49,7 @@ SMALL = [
 def start(script, *args, interrupted=(), whole=False, **options):
     """The process of a script; `interrupted` is (signal, step, seconds), see interrupted.py. Only a whole run
     draws curves, forecasts its memory and has a canary."""
-    env = os.environ | forks.CHILDREN | {"OMP_NUM_THREADS": "1", "PYTHONPATH": forks.PATH}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": forks.PATH}
     if not whole:
         env |= forks.PLAIN
     command = [sys.executable, str(ROOT / "train_scripts" / f"{script}.py"), *map(str, args)]

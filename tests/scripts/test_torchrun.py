@@ -82,15 +82,24 @@ def test_two_processes_log_what_one_logs(tmp_path, alone, options):
         assert a["grad/norm"] == pytest.approx(b["grad/norm"], rel=1e-4)
 
 
+EVEN = """
+import os, pathlib
+
+pathlib.Path(__file__).with_name(os.environ["RANK"]).write_text(str(os.getpid()))
+
+def even(completions, **columns):
+    return [float(sum(c in "02468" for c in text)) for text in completions]
+"""
+
+
 def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path):
     """Rank 1 is killed in the middle; the restarted run ends with the metrics and weights of a whole one."""
-    args = ("--steps", 14, "--save-every", 3)
+    (tmp_path / "even.py").write_text(EVEN)
+    args = ("--steps", 14, "--save-every", 3, "--reward", f"{tmp_path}/even.py:even")
     run(2, *args, "--out", tmp_path / "whole")
-    pids = tmp_path / "pids"
-    pids.mkdir()
     process = forks.Popen(
         command(2, *args, "--out", tmp_path / "run", restarts=1),
-        env=environment() | {forks.PIDS: str(pids)},
+        env=environment(),
         stdout=(tmp_path / "log").open("w"),
         stderr=subprocess.STDOUT,
     )
@@ -99,7 +108,7 @@ def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path):
         while not (tmp_path / "run/metrics.jsonl").exists() or len(rows(tmp_path / "run")) < 5:
             assert time.monotonic() < end and process.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.05)
-        os.kill(int((pids / "1").read_text()), signal.SIGKILL)
+        os.kill(int((tmp_path / "1").read_text()), signal.SIGKILL)
         assert process.wait(timeout=600) == 0, (tmp_path / "log").read_text()
     finally:
         process.kill()
@@ -224,5 +233,5 @@ def slow_gloo(rank):
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the system about threads by /proc")
 @pytest.mark.parametrize("again", range(2))
 def test_an_exit_right_after_a_collective_waits_for_the_threads_of_gloo(again):
-    for count, said in ranks.run(3, "test_torchrun:slow_gloo", env=forks.WHOLE):
+    for count, said in ranks.run(3, "test_torchrun:slow_gloo", popen=subprocess.Popen):
         assert count > 0 and said == [0, 1, 2]
