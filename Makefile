@@ -85,9 +85,9 @@ lint: $(VENV)/test-installed
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-# Seconds, while one works: lint, types, and the tests of the files that differ from a commit (BASE=main).
+# Seconds, while one works: lint, types, the rules of the house, and the test files that differ from a commit (BASE=main).
 check: lint
-	$(BIN)/python tests/changed.py --base $(or $(BASE),HEAD)
+	$(PYTEST) -q tests/test_house.py $$(git diff --name-only --diff-filter=d $(or $(BASE),HEAD) -- 'tests/*test_*.py')
 
 # Three tiers by marker: what has none is fast. Style and types are one process beside the first tests. Tests write
 # bytecode, also where a machine forbids it: their processes import the same files.
@@ -152,12 +152,11 @@ $(VLLM_VENV)/installed: pyproject.toml
 	  pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
-# No test of it may take longer than ten minutes, nor all together longer than VLLM_SECONDS; then every process that they
-# have left is ended.
+# No test of it may take longer than ten minutes, nor all together longer than VLLM_SECONDS.
 VLLM_SECONDS ?= 1500
 
 test-vllm: $(VLLM_VENV)/installed
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python tests/deadline.py $(VLLM_SECONDS) \
+	OMP_NUM_THREADS=1 timeout --kill-after 10 $(VLLM_SECONDS) \
 	  $(VLLM_VENV)/bin/python -m pytest -n 1 --timeout 600 tests/vllm $(PYTEST_ARGS)
 
 # docs/models.md: what every text family of transformers gives, 8 measurements each. Only what is not measured yet;

@@ -17,56 +17,6 @@ from hypothesis import settings
 settings.register_profile("rft", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("rft")
 
-# The files that take longest, in this order: begun last, one of them would be waited for alone.
-LONGEST = (
-    "strategy/test_conformance",
-    "scripts/test_scripts",
-    "strategy/test_deepspeed",
-    "kernel/test_sm90",
-    "memory/test_memory",
-    "scripts/test_torchrun",
-    "tests/test_site",
-    "scripts/test_train_rm",
-    "scripts/test_ppo",
-    "ckpt/test_ckpt_ranks",
-    "engine/test_http_engine",
-    "engine/test_parity",
-    "run/test_installed",
-    "scripts/test_media_scripts",
-    "scripts/test_media_runs",
-    "scripts/test_dpo",
-    "model/test_blocks",
-    "kernel/test_triton",
-    "memory/test_memory_media",
-    "model/test_materialize",
-    "scripts/test_serve_reward",
-    "scripts/test_straight_line",
-    "scripts/test_scripts_ahead",
-    "scripts/test_ahead_ranks",
-    "model/test_families",
-    "engine/test_process",
-    "kernel/test_vocab_parallel",
-    "tests/test_examples",
-    "engine/test_media_sampler",
-    "model/test_media",
-    "tests/test_gpu_step",
-    "kernel/test_kernel_bench",
-    "model/test_lora",
-    "tests/test_pages",
-    "run/test_kept_engine",
-    "tests/test_house",
-    "run/test_placing",
-    "run/test_commands",
-    "scripts/test_multi_turn",
-)
-
-
-def pytest_collection_modifyitems(items):
-    """The longest files first, every other where it is."""
-    order = {name: number for number, name in enumerate(LONGEST)}
-    named = lambda item: "/".join(item.path.with_suffix("").parts[-2:])  # noqa: E731
-    items.sort(key=lambda item: order.get(named(item), len(order)))
-
 
 def pytest_collection_finish():
     """No search for garbage goes through what is there before the first test: libraries, and all tests."""

@@ -25,9 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import changed
 import pytest
-from conftest import LONGEST
 
 ROOT = Path(__file__).resolve().parent.parent
 PATHS = [
@@ -165,7 +163,7 @@ def seen_by(path: str, texts: dict[str, str]) -> list[str]:
     names = [name for name in names if name[0] != "_"]
     called = re.compile(rf"\b(?:{room}|{stem})\.(?:{'|'.join(names) or stem})\b|import .*\b{stem}\b")
     counts = {name: len(called.findall(text)) for name, text in texts.items()}
-    near = set(changed.tests_of(path, list(texts)))
+    near = {t for t in texts if stem in Path(t).stem}
     of_room = {t for t in texts if t.startswith((f"tests/{room}/", f"tests/test_{room}"))}
     found = {t for t in texts if counts[t]} | near | of_room
     order = {t: (stem in Path(t).stem, t in near or t in of_room, counts[t]) for t in found}
@@ -252,8 +250,8 @@ def main() -> None:
     every = [m for file in files for m in mutants(str(file.relative_to(ROOT)))]
     drawn = random.Random(args.seed).sample(every, min(args.count, len(every)))
     tests = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").rglob("test_*.py"))]
-    late = tuple(f"tests/{name.removeprefix('tests/')}.py" for name in LONGEST)
-    texts = {t: (ROOT / t).read_text() for t in tests if t not in late and not t.startswith(SLOW)}
+    texts = {t: (ROOT / t).read_text() for t in tests if not t.startswith(SLOW)}
+    texts = {t: text for t, text in texts.items() if "pytestmark = pytest.mark.slow" not in text}
     killed = 0
     with tempfile.TemporaryDirectory(prefix="mutants") as folder:
         tree = None if args.list else Tree(Path(folder), args.limit)
