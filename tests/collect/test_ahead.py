@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -169,7 +170,7 @@ def test_sampling_and_learning_overlap():
     samples.close()
 
 
-@pytest.mark.parametrize("dies", [{1}, {2, 3}, {4}, {6, 7, 8}, {1, 5, 9}])
+@each("dies", [{1}, {2, 3}, {4}, {6, 7, 8}, {1, 5, 9}])
 def test_an_engine_that_dies_is_built_again_with_the_weights_it_had(dies, capsys):
     """In a rollout, in a load, and again while it is brought back: the rollouts are the same."""
     calls = []
@@ -195,7 +196,7 @@ def checking(loads):
     return check
 
 
-@pytest.mark.parametrize("dies", [{1}, {2, 3}, {4}, {6, 7, 8}, {3, 5, 9}])
+@each("dies", [{1}, {2, 3}, {4}, {6, 7, 8}, {3, 5, 9}])
 def test_an_engine_that_was_built_again_is_checked_before_its_rollouts_are_used(dies):
     """And it goes on with the weights that it should have, also where it dies within the check."""
     loads, calls = [], []

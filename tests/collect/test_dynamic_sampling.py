@@ -3,6 +3,7 @@
 import pytest
 import tiny
 import torch
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -152,7 +153,7 @@ def test_it_is_a_function_of_its_draws():
     same(fill(Source(rewards), 3, 3), fill(Source(rewards), 3, 3))
 
 
-@pytest.mark.parametrize(
+@each(
     ("n", "rounds", "message"),
     [
         (2, 0, "^rounds: expected >= 1, got 0"),

@@ -9,6 +9,7 @@ import pytest
 import ranks
 import tiny
 import torch
+from cases import each
 from test_judging import PROMPTS, rollout_of
 
 from rft_fn import collect, dist, model, reward
@@ -200,7 +201,7 @@ def test_a_head_is_asked_for_the_rows_of_its_label_alone(alone):
     assert alone["again"].equal(alone["judged"]["reward"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_what_one_rank_raises_reaches_all(both, name):
     own = "KeyError", f"'{name} is lost'"
     if name == "remote":

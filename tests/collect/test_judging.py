@@ -296,7 +296,7 @@ def hangs_and_catches_all(completions):
         return [0.0 for _ in completions]
 
 
-@pytest.mark.parametrize(
+@each(
     "fn", [hangs, hangs_on_a_lock, hangs_on_a_server, hangs_async, hangs_and_catches, hangs_and_catches_all]
 )
 def test_a_reward_that_hangs_is_interrupted_and_named(fn):
@@ -391,7 +391,7 @@ def test_outside_of_the_main_thread_the_line_is_a_warning(capsys):
     assert "warning: reward 'mine': expected a result within 0.1 s" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+@each("timeout", [0, -1.0, float("nan")])
 def test_a_limit_is_above_zero(timeout):
     with pytest.raises(ValueError, match=r"^timeout: expected > 0 seconds, got"):
         judged_by(get_fake_strategy(), digits, timeout=timeout)

@@ -7,6 +7,7 @@ import pytest
 import ref
 import tiny
 import torch
+from cases import each
 from families import AT, far
 from hypothesis import given
 from hypothesis import strategies as st
@@ -214,7 +215,7 @@ def test_the_first_gap_of_a_run_limits_the_later_ones():
 CUT = {"temperature": 0.6, "top_p": 0.7}
 
 
-@pytest.mark.parametrize(
+@each(
     ("sampler", "trainer", "told", "line"),
     [
         ({"temperature": 0.6}, {}, {"temperature": 0.6}, "temperature: the trainer scores without it"),

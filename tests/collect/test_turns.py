@@ -336,7 +336,7 @@ def test_steps_that_can_be_awaited_run_at_the_same_time():
     assert torch.equal(played.rollout.tokens, plain.rollout.tokens)
 
 
-@pytest.mark.parametrize("prompts, keys, n", [([], [], 1), (rows([1]), [1, 2], 1), (rows([1]), [1], 0)])
+@each("prompts, keys, n", [([], [], 1), (rows([1]), [1, 2], 1), (rows([1]), [1], 0)])
 def test_prompts_without_keys_are_refused(prompts, keys, n):
     with pytest.raises(ValueError, match="prompts: expected one or more, a key for each, n >= 1"):
         play(prompts, keys, n=n)

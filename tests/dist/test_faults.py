@@ -12,6 +12,7 @@ import pytest
 import ranks
 import tiny
 import torch
+from cases import each
 
 import rft_fn as rft
 from rft_fn import dist, packing, tree
@@ -68,7 +69,7 @@ def test_a_lost_process_is_named_and_nobody_hangs(tmp_path, how, timeout):
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
 
 
-@pytest.mark.parametrize(
+@each(
     "lost, error",
     [
         (True, RuntimeError(f"{GLOO}pair.cc:547] Connection closed by peer [127.0.0.1]:36712")),

@@ -102,7 +102,7 @@ def test_a_sample_cut_anywhere_and_continued_equals_the_uncut_one(llama, found):
     same(in_pieces(llama, prompts, keys, n, sampling, piece)[0], whole)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_the_law_holds_however_rows_are_batched(kind):
     """Also where the model's cache allows no padding, several rows, or no cache at all."""
     with warnings.catch_warnings():
@@ -200,7 +200,7 @@ class Letters:
         return "".join("abcdefgh"[t] for t in tokens)
 
 
-@pytest.mark.parametrize(
+@each(
     ("before", "kept"),
     [
         ([0, 2, 0], [0, 2, 0]),  # "aca" has none of the texts

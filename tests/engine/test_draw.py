@@ -1,7 +1,6 @@
 """Draws from a tree of sums: the definition, the distribution, and what rounding does to them."""
 
 import numpy as np
-import pytest
 import ref
 import torch
 from cases import each
@@ -31,7 +30,7 @@ def test_a_draw_is_its_definition(vocab, seed):
     assert draw(p, u).tolist() == want
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 3, 7, 64, 129])
+@each("vocab", [1, 2, 3, 7, 64, 129])
 def test_the_chances_of_the_choices_multiply_to_the_probability(vocab):
     p = np.random.default_rng(vocab).random(vocab)
     found = {}

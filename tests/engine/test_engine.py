@@ -27,7 +27,7 @@ def trainer_logp(r, sampling, lm=None):
     return packing.unpack(model.score(apply, params, packs), packs, exp.w)
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [{}, {"temperature": 0.7}, {"temperature": 1.6}, {"top_p": 0.8}, {"top_k": 5, "temperature": 0.9}],
 )
@@ -68,8 +68,8 @@ def test_ids_without_text_are_announced():
     assert (r.tokens >= len(tiny.tokenizer())).any()
 
 
-@pytest.mark.parametrize("cut", [{}, {"top_k": 2}, {"top_p": 0.7}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each("cut", [{}, {"top_k": 2}, {"top_p": 0.7}])
+@each("dtype", [torch.float32, torch.float64])
 def test_a_greedy_token_has_the_log_prob_of_temperature_one(cut, dtype):
     """The likeliest token of the cut distribution, with its own probability there, which is not 1."""
     r = rollout(rft.Sampling(max_new=9, temperature=0, **cut), n=1, lm=tiny.llama(dtype=dtype))
@@ -257,7 +257,7 @@ def ended_by(tokenizer, tokens, texts):
     return None
 
 
-@pytest.mark.parametrize("texts", [("1",), ("12", "+"), ("2", "no such text")])
+@each("texts", [("1",), ("12", "+"), ("2", "no such text")])
 def test_a_text_ends_a_response_at_the_token_that_completes_it(texts):
     """The tokens up to that one are those of a response that is not stopped; all of them are trained."""
     tokenizer, ids = tiny.tokenizer(), frozenset([tiny.tokenizer().eos_token_id])
@@ -293,9 +293,7 @@ def test_a_text_is_found_across_tokens_without_text_of_their_own():
     assert not stop.ends([1, 3, 2] + [0] * 30)
 
 
-@pytest.mark.parametrize(
-    ("stop", "ok"), [((), True), ((5, "\n"), True), (("",), False), ("text", False), ((1.5,), False)]
-)
+@each(("stop", "ok"), [((), True), ((5, "\n"), True), (("",), False), ("text", False), ((1.5,), False)])
 def test_stop_is_ids_and_texts(stop, ok):
     if ok:
         assert rft.Sampling(stop=stop).stop == stop
@@ -309,7 +307,7 @@ def test_text_among_ids_is_one_line():
         rollout(rft.Sampling(max_new=4), prompts=[[3, 4], ["12", "3"]], keys=range(2))
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "message"),
     [
         ({"type": "nothing"}, "engine type: expected hf, .*got 'nothing'"),

@@ -9,6 +9,7 @@ import zlib
 from contextlib import contextmanager, suppress
 
 import pytest
+from cases import each
 
 from rft_fn.engine import pool
 from rft_fn.engine import pool as server_checks
@@ -71,7 +72,7 @@ def test_a_call_is_a_post_of_json_with_the_key(monkeypatch):
     assert asked[1][0].startswith("GET /y HTTP/1.1")
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "status", "kind", "line"),
     [
         (b"<html>", "200 OK", Fault, r"^/x: expected JSON, got '<html>'$"),
@@ -135,9 +136,7 @@ def test_requests_under_way_can_be_broken_off():
         assert client.call(url, "/x", seconds=5) == 1
 
 
-@pytest.mark.parametrize(
-    "url", ["localhost:8000", "ftp://a:1", "http://", "http://a:b", "http://a:0", "http:/a:8000"]
-)
+@each("url", ["localhost:8000", "ftp://a:1", "http://", "http://a:b", "http://a:0", "http:/a:8000"])
 def test_an_address_that_is_none(url):
     with pytest.raises(ValueError, match=f"^engine_servers: expected addresses like .*got {url!r}$"):
         server_checks.check_url(url)
@@ -146,7 +145,7 @@ def test_an_address_that_is_none(url):
 SECRET = "sk-4711/of-many-characters"
 
 
-@pytest.mark.parametrize("given", [f"{SECRET}\n", f" {SECRET}\r\n", f"\t{SECRET}"])
+@each("given", [f"{SECRET}\n", f" {SECRET}\r\n", f"\t{SECRET}"])
 def test_a_key_has_no_blanks_around_it(given, monkeypatch):
     monkeypatch.setenv("MINE", given)
     asked = []
@@ -155,7 +154,7 @@ def test_a_key_has_no_blanks_around_it(given, monkeypatch):
     assert f"Authorization: Bearer {SECRET}" in asked[0][0].split("\r\n")
 
 
-@pytest.mark.parametrize("given", [f"{SECRET}\nX-Other: 1", f"{SECRET}\0", f"{SECRET}\u00fc", f"a\r{SECRET}"])
+@each("given", [f"{SECRET}\nX-Other: 1", f"{SECRET}\0", f"{SECRET}\u00fc", f"a\r{SECRET}"])
 def test_a_key_that_no_header_can_hold_is_refused_without_showing_it(given, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ | {"MINE": given})  # some can be in no process's own
     asked = []
@@ -165,7 +164,7 @@ def test_a_key_that_no_header_can_hold_is_refused_without_showing_it(given, monk
     assert not asked
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "status"),
     [
         (f"no such key: {SECRET}", "401 No"),
@@ -250,7 +249,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", HOSTILE)
+@each("what", HOSTILE)
 def test_a_hostile_server_is_a_fault_within_the_deadline(what, recwarn):
     serve, line = HOSTILE[what]
     client = Client()

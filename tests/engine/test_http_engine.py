@@ -69,7 +69,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(pool.Pool.__init__, "__kwdefaults__", {"pause": 0.02})
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [
         {},
@@ -113,7 +113,7 @@ def test_the_window_is_the_smallest_of_the_servers():
         made("generate", *fakes).generate([[3] * 8], [1], sampling=SAMPLING)
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "fault"),
     [("generate", fault) for fault in FAULTS]
     + [
@@ -151,7 +151,7 @@ def test_weights_of_another_version_are_not_sampled_from(quick):
         assert other.samples > before
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@each("fault", FAULTS)
 def test_when_every_server_fails_the_engine_says_so_in_a_line_and_is_dead(fault, quick):
     with serving(fake(), fake()) as fakes:
         eng = made("generate", *fakes, timeout=1.0)
@@ -237,7 +237,7 @@ def test_a_load_that_is_refused_leaves_nothing_behind(tmp_path):
         assert not any(path == "/collective_rpc" and "rft_load" in str(body) for path, body in fakes[0].calls)
 
 
-@pytest.mark.parametrize(
+@each(
     ("problem", "line"),
     [
         ({"error": "KeyError: 'x'"}, "weights: KeyError: 'x'"),
@@ -318,28 +318,27 @@ def test_scores_are_of_the_plain_softmax_alone(kind):
 # --------------------------------------------------------------------------- what a server is
 
 
-@pytest.mark.parametrize(
-    ("ignored", "line"),
-    [
-        ("seed", "seed: expected the same tokens twice"),
-        ("processed", "log-probs: expected those of the distribution"),
-        ("temperature", "log-probs: expected two that differ by"),
-        ("top_k", "top_k 1: expected the same token of every seed"),
-        ("top_p", "top_p 1e-6: expected the same token of every seed"),
-        ("stop", "stop tokens: expected"),
-        ("return_token_ids", "expected choices with token_ids"),
-        ("mask", "expected output_ids and meta_info"),
-    ],
-)
-def test_an_option_that_is_ignored_is_found_at_the_start(kind, ignored, line):
-    if (ignored == "return_token_ids") != (kind == "completions") and ignored == "return_token_ids":
-        pytest.skip("of /v1/completions alone")
-    if (ignored == "mask") != (kind == "sglang") and ignored == "mask":
-        pytest.skip("of SGLang alone")
-    if kind == "sglang" and ignored == "processed":
-        pytest.skip("its log-probs are always those before a cut; the mask is tried")
+IGNORED = {
+    "seed": "seed: expected the same tokens twice",
+    "processed": "log-probs: expected those of the distribution",
+    "temperature": "log-probs: expected two that differ by",
+    "top_k": "top_k 1: expected the same token of every seed",
+    "top_p": "top_p 1e-6: expected the same token of every seed",
+    "stop": "stop tokens: expected",
+    "return_token_ids": "expected choices with token_ids",
+    "mask": "expected output_ids and meta_info",
+}
+
+
+@each("ignored", IGNORED)
+def test_an_option_that_is_ignored_is_found_at_the_start(kind, ignored):
+    """Ids are an option of /v1/completions; of SGLang the mask is tried, as its log-probs know no cut."""
+    if {"return_token_ids": "completions", "mask": "sglang"}.get(ignored, kind) != kind:
+        return
+    if (kind, ignored) == ("sglang", "processed"):
+        return
     with serving(fake(ignores=(ignored,), **KINDS[kind][1])) as fakes:
-        with pytest.raises((ValueError, pool.ServersFailed), match=line) as found:
+        with pytest.raises((ValueError, pool.ServersFailed), match=IGNORED[ignored]) as found:
             made(kind, *fakes)
         assert fakes[0].url in str(found.value)
 
@@ -409,7 +408,7 @@ def test_a_server_that_does_not_sleep_is_found_out():
             eng.sleep()
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "line"),
     [
         ({"type": "openai"}, r"^engine_servers: expected at least one address .* for openai, got none$"),

@@ -45,7 +45,7 @@ def types():
     sys.path.remove(str(FOLDER))
 
 
-@pytest.mark.parametrize("ask", ASKS)
+@each("ask", ASKS)
 def test_requests_pass_the_servers_own_gate(types, ask):
     body = json.loads(json.dumps(sglang.request(ask)))
     assert body.keys() <= set(types.GenerateRequest.__struct_fields__)  # others are skipped in silence
@@ -153,7 +153,7 @@ OPTIONS = set(NAMES.split())
 FIELDS = {"input_ids", "sampling_params", "return_logprob", "logprob_start_len", "return_sampling_mask"}
 
 
-@pytest.mark.parametrize("ask", ASKS)
+@each("ask", ASKS)
 def test_requests_have_no_other_options_than_those_known(ask):
     body = sglang.request(ask)
     assert body.keys() <= FIELDS and body["sampling_params"].keys() <= OPTIONS
@@ -196,7 +196,7 @@ TOKENS = [3.7, 3.0, "3", True, None, [3], {"3": 3}, HUGE, -1, 128]
 LOGP = ["-1", True, None, [-1.0], HUGE, -HUGE, 0.5]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each("form", FORMS)
 def test_answers_that_are_no_sample_are_faults(form):
     dialect, known, make = FORMS[form]
     right = make([8, 1], [-0.5, -1.5])
@@ -217,7 +217,7 @@ def test_answers_that_are_no_sample_are_faults(form):
         assert len(str(found.value)) < 300, answer
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each("form", FORMS)
 def test_scores_that_are_none_are_faults(form):
     dialect, known, _ = FORMS[form]
 
@@ -245,7 +245,7 @@ def test_a_window_that_is_none_is_a_fault(dialect, window):
         dialect.describe(url)
 
 
-@pytest.mark.parametrize("answer", [None, [], [3], {"results": [3]}, {"results": {"a": 1}}, {"data": 3}])
+@each("answer", [None, [], [3], {"results": [3]}, {"results": {"a": 1}}, {"data": 3}])
 def test_every_other_answer_of_nonsense_is_a_fault(answer):
     """Whatever is asked; a server that cannot load samples and scores."""
     with raw(answering(json.dumps(answer).encode())) as url:

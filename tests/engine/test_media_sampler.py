@@ -1,10 +1,12 @@
 """Sampling by models that see and hear: the trainer's log-probs, in any company, whole or in pieces."""
 
 import copy
+from functools import cache
 
 import pytest
 import tiny
 import torch
+from cases import each
 from sees_and_hears import FAMILIES
 
 import rft_fn as rft
@@ -43,35 +45,28 @@ def trained(lm, rollout, sampling=SAMPLING):
     return packing.unpack(model.score(apply, params, packs), packs, exp.w)
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
-def family(request):
-    return FAMILIES[request.param]
-
-
-@pytest.fixture(scope="module")
-def lm(family):
-    return family.build(torch.float32)
-
-
-@pytest.fixture(scope="module")
-def whole(family, lm):
-    """(engine, prompts, their rollout)."""
+@cache
+def sampled(name):
+    """(model, engine, prompts, their rollout) of a family."""
+    lm = FAMILIES[name].build(torch.float32)
     eng = engine.hf(copy.deepcopy(lm), tiny.tokenizer(), batch=4)
-    prompts = prompts_of(family)
-    return eng, prompts, eng.generate(prompts, KEYS, n=3, sampling=SAMPLING)
+    prompts = prompts_of(FAMILIES[name])
+    return lm, eng, prompts, eng.generate(prompts, KEYS, n=3, sampling=SAMPLING)
 
 
-def test_log_probs_are_the_trainers(lm, whole):
+@each("name", FAMILIES)
+def test_log_probs_are_the_trainers(name):
     """Left padding, media in some rows, n samples of one prefill; by the trainer's packs and by `score`."""
-    eng, _, rollout = whole
+    lm, eng, _, rollout = sampled(name)
     assert (trained(lm, rollout) - rollout.logp).abs().max() < tiny.logp_rounding(lm)
     assert (eng.score(rollout) - rollout.logp).abs().max() < tiny.logp_rounding(lm)
     assert rollout.logp[rollout.mask].min() < -0.1  # there is something to agree about
 
 
-def test_in_float64(family):
-    lm = family.build(torch.float64)
-    prompts = prompts_of(family)
+@each("name", FAMILIES)
+def test_in_float64(name):
+    lm = FAMILIES[name].build(torch.float64)
+    prompts = prompts_of(FAMILIES[name])
     ids = requests.token_ids(prompts)
     shown = prompt_media.shown(prompts, ids)
     batching = find_batching(lm, 0)
@@ -87,9 +82,10 @@ def test_in_float64(family):
     assert (want[rollout.mask] - got).abs().max() < 1e-10
 
 
-def test_samples_belong_to_their_keys(family, whole):
+@each("name", FAMILIES)
+def test_samples_belong_to_their_keys(name):
     """Alone and with another batch size, the same tokens; and all samples read one copy of the media."""
-    eng, prompts, rollout = whole
+    _, eng, prompts, rollout = sampled(name)
     for i, prompt in enumerate(prompts):
         alone = eng.generate([prompt], KEYS[i : i + 1], n=3, sampling=SAMPLING)
         for j in range(3):
@@ -101,9 +97,10 @@ def test_samples_belong_to_their_keys(family, whole):
         assert int(rollout.media.count(name)[6]) == len(x)
 
 
-def test_pieces_are_the_whole(lm, whole):
+@each("name", FAMILIES)
+def test_pieces_are_the_whole(name):
     """Cut after two tokens and continued: with the prompt's media, and as a prefix of the rollout."""
-    eng, prompts, rollout = whole
+    lm, eng, prompts, rollout = sampled(name)
     bound = tiny.logp_rounding(lm)
     begun = eng.generate(prompts, KEYS, n=3, sampling=SAMPLING, max_new=[2] * 15)
     rows = begun.truncated.nonzero().flatten().tolist()
@@ -120,9 +117,10 @@ def test_pieces_are_the_whole(lm, whole):
         assert longer.media.of.tolist() == short.media.of.tolist()
 
 
-def test_every_way_to_batch_is_right(lm, whole):
+@each("name", FAMILIES)
+def test_every_way_to_batch_is_right(name):
     """Whatever the probe may choose: rows of one length, one row, and no cache at all."""
-    _, prompts, rollout = whole
+    lm, _, prompts, rollout = sampled(name)
     bound = tiny.logp_rounding(lm)
     ids = requests.token_ids(prompts)
     shown = prompt_media.shown(prompts, ids)
@@ -139,9 +137,10 @@ def test_every_way_to_batch_is_right(lm, whole):
             torch.testing.assert_close(torch.tensor(response.logp), want, rtol=0, atol=bound)
 
 
-def test_a_sampled_placeholder_ends_a_response(family, lm, whole):
+@each("name", FAMILIES)
+def test_a_sampled_placeholder_ends_a_response(name):
     """It is the row's last token, and the trainer's log-probs are exact for it too."""
-    _, prompts, _ = whole
+    lm, _, prompts, _ = sampled(name)
     places = placeholder_ids(lm.config)
     assert places
     likely = copy.deepcopy(lm)
@@ -162,11 +161,15 @@ def test_a_sampled_placeholder_ends_a_response(family, lm, whole):
     assert (eng.score(rollout) - rollout.logp).abs().max() < tiny.logp_rounding(likely)
 
 
-def test_media_that_do_not_fit_their_prompt_are_refused(family, whole):
+# ---------------------------------------------------------------------------------- what is refused
+
+
+@each("name", FAMILIES)
+def test_media_that_do_not_fit_their_prompt_are_refused(name):
     """By the prompt's number, before anything ran; the engine lives on."""
-    eng, prompts, rollout = whole
+    lm, eng, prompts, rollout = sampled(name)
     tensors, ids = prompts[0].media, prompts[0].ids
-    place = next(x for x in ids if x in placeholder_ids(eng_config(family)))
+    place = next(x for x in ids if x in placeholder_ids(lm.config))
     bad = {
         "prompts: expected text alone without media": ids,
         "prompts: expected placeholders for its media": Sent([2, 3, 4], tensors, None),
@@ -183,10 +186,6 @@ def test_media_that_do_not_fit_their_prompt_are_refused(family, whole):
         eng.generate([long], KEYS[:1], sampling=SAMPLING)
     again = eng.generate(prompts, KEYS, n=3, sampling=SAMPLING)
     assert torch.equal(again.tokens, rollout.tokens)
-
-
-def eng_config(family):
-    return family.make().config
 
 
 def test_a_text_model_takes_no_media():

@@ -12,6 +12,7 @@ import faulty
 import pytest
 import tiny
 import torch
+from cases import each
 
 import rft_fn as rft
 from rft_fn import engine
@@ -140,7 +141,7 @@ ENDS = [
 IDS = ["hangs", "hangs_in_c", "hangs_with_the_lock", "unsendable", "raises", "exits"]
 
 
-@pytest.mark.parametrize(("deed", "error", "line"), ENDS, ids=IDS)
+@each(("deed", "error", "line"), ENDS, ids=IDS)
 def test_a_failure_ends_it_in_one_line(deed, error, line):
     eng = made()
     inner = process_of(eng)
@@ -242,7 +243,7 @@ def test_close_does_not_wait_for_a_call():
     assert time.monotonic() - began < 5 and gone(pid) and "was closed" in errors[0]
 
 
-@pytest.mark.parametrize("how", ["close", "exception", "kill", "interrupt"])
+@each("how", ["close", "exception", "kill", "interrupt"])
 def test_no_process_is_left_however_the_script_ends(how):
     """It ends by itself, with an error in mid-rollout, by kill -9 and by Ctrl-C."""
     mode = "wait" if how in ("kill", "interrupt") else how

@@ -7,6 +7,7 @@ import pytest
 import ref
 import tiny
 import torch
+from cases import each
 from families import small
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -156,13 +157,13 @@ def test_one_sample_shares_with_nobody(monkeypatch):
     assert read
 
 
-@pytest.mark.parametrize("kind", ["Bloom", "Gemma2", "GptOss"])
+@each("kind", ["Bloom", "Gemma2", "GptOss"])
 def test_who_asks_attention_for_more_does_not_share(kind):
     """Biases by position, a cap, sinks: none of them is in attention to a prompt."""
     assert not batching_of(small(kind, torch.float32)).shares
 
 
-@pytest.mark.parametrize("name", ["sliding_window", "softcap", "s_aux", "position_bias", "dropout"])
+@each("name", ["sliding_window", "softcap", "s_aux", "position_bias", "dropout"])
 def test_a_feature_is_refused_by_its_name(name):
     rows = Rows(0, [2], [1])
     new = torch.zeros(1, HEADS, 1, SIZE, dtype=torch.float64)

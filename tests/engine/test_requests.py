@@ -6,6 +6,7 @@ import warnings
 import pytest
 import tiny
 import torch
+from cases import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,7 +54,7 @@ def test_a_log_prob_too_few_is_not_given_to_the_next_row():
         assemble([[1], [2]], responses, pad=PAD, version=0)
 
 
-@pytest.mark.parametrize("count, share", [(1, "1 %"), (2, "1 %"), (10, "10 %"), (60, "100 %")])
+@each("count, share", [(1, "1 %"), (2, "1 %"), (10, "10 %"), (60, "100 %")])
 def test_the_share_of_sampled_ids_without_text_is_said(count, share):
     """Ids of prompts do not count, nor does the last one that the tokenizer knows."""
     size = len(tiny.tokenizer())

@@ -9,6 +9,7 @@ from fractions import Fraction
 import pytest
 import tiny
 import torch
+from cases import each
 from hypothesis import given, settings
 from hypothesis import strategies as hs
 from spoken import Spoken
@@ -76,7 +77,7 @@ def test_guessing_different_numbers_blindly_wins_as_often_as_stated():
     assert wins / (10 * math.perm(10, 4)) == pytest.approx(4 / 10)
 
 
-@pytest.mark.parametrize("text", ["", "x", "5 6", "-5", "5.", "9" * 5000])
+@each("text", ["", "x", "5 6", "-5", "5.", "9" * 5000])
 def test_what_is_no_number_is_a_lost_try(text):
     env = guess_number(1)
     state, _ = env.reset({"answer": "5"}, 0)
@@ -131,10 +132,13 @@ def _tokens(expression):
     return re.findall(r"\d+|[-+*/()]", expression)
 
 
-@pytest.mark.parametrize("expression, line", [
-    ("__import__('os')", "expected numbers"), ("2**9**9", "expected num"), ("a+1", "expected num"),
-    ("1+", "expected an expression"), ("9" * 300, "expected at most 200"), ("1<2", "expected num"),
-])  # fmt: skip
+@each(
+    "expression, line",
+    [
+        ("__import__('os')", "expected numbers"), ("2**9**9", "expected num"), ("a+1", "expected num"),
+        ("1+", "expected an expression"), ("9" * 300, "expected at most 200"), ("1<2", "expected num"),
+    ],
+)  # fmt: skip
 def test_the_calculator_computes_nothing_else(expression, line):
     with pytest.raises(ValueError, match=line):
         calculate(expression)
@@ -307,7 +311,10 @@ def test_a_policy_plays_both_seats_with_the_payoff_of_its_strategy():
     assert float(won[:, 0].mean()) == pytest.approx(-1 / 18, abs=0.15)
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
+# ---------- all of them
+
+
+@each("name", ENVIRONMENTS)
 def test_a_lesson_is_an_episode_as_play_would_sample_it(name):
     """The turns of a lesson, put together, are a conversation of `play` whose engine says the same."""
     env = get_environment(name)
@@ -325,7 +332,7 @@ def test_a_lesson_is_an_episode_as_play_would_sample_it(name):
     assert all(said[-1] == tok.eos_token_id for _, said in found)
 
 
-@pytest.mark.parametrize(
+@each(
     "spec, line",
     [
         ("chess", "environment: expected one of guess_number, calculator, kuhn_poker, or FILE.py:NAME"),

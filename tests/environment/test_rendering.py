@@ -100,7 +100,7 @@ LOOKS_BACK = "{% for m in messages %}{{ m.content }}{% if loop.last %}!{% else %
 TWICE = "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}"
 
 
-@pytest.mark.parametrize(
+@each(
     "template, role, line",
     [
         (

@@ -110,7 +110,7 @@ def rendered(tok, calls):
     return tok.apply_chat_template(talk, tokenize=False)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@each("form", FORMS)
 @given(
     hs.lists(
         hs.tuples(
@@ -133,7 +133,7 @@ def test_a_template_whose_calls_are_bare_objects():
     assert parse("the object {} is empty") == []
 
 
-@pytest.mark.parametrize("template", [None, chats.BARE, chats.MARKED, chats.GEMMA2])
+@each("template", [None, chats.BARE, chats.MARKED, chats.GEMMA2])
 def test_without_calls_in_the_template_they_are_json_in_tags(template):
     parse = call_parser(chats.tokenizer(template))
     text = 'so <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -141,7 +141,7 @@ def test_without_calls_in_the_template_they_are_json_in_tags(template):
     assert parse('<tool_call>{"name": "a", "arguments": "{\\"x\\": 2}"}</tool_call>') == [Call("a", {"x": 2})]
 
 
-@pytest.mark.parametrize(
+@each(
     "text, line",
     [
         ("<tool_call>{not json</tool_call>", "the call is no JSON object"),

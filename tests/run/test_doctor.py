@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import each
 from huggingface_hub import constants
 from rich.console import Console
 
@@ -55,7 +56,7 @@ def test_its_extras_are_those_of_the_project():
     assert ours == extras.keys() - {"all", "bench", "docs", "test"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "want"),
     [("2.13.0+cpu", (2, 13, 0)), ("5.17.0.dev0", (5, 17, 0)), ("3.12rc1", (3, 12)), ("", ())],
 )

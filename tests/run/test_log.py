@@ -16,6 +16,7 @@ from datetime import date
 import numpy as np
 import pytest
 import torch
+from cases import each
 from matplotlib import image
 
 from rft_fn import check, data, dist, model
@@ -386,7 +387,7 @@ def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path):
         runs.Run(tmp_path / "file" / "r", Config(), total=4)
 
 
-@pytest.mark.parametrize("how", ["deleted", "moved", "emptied", "made again"])
+@each("how", ["deleted", "moved", "emptied", "made again"])
 def test_a_folder_that_is_gone_in_mid_run_ends_the_run(how, tmp_path):
     run = runs.Run(tmp_path / "r", Config(), total=4)
     run.resume(0)
@@ -738,7 +739,7 @@ class Parts:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
 
 
-@pytest.mark.parametrize(
+@each(
     ("args", "want"),
     [
         ("--fused_linear_logprob --chunk_size 4096", {"fused_linear_logprob": True, "chunk_size": 4096}),

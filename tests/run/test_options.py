@@ -111,7 +111,7 @@ def comment(config, name):
     raise AssertionError(f"{name} has no help")
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@each("name", SCRIPTS)
 def test_help_has_a_line_for_every_option(name, capsys, monkeypatch):
     """Inherited ones too; the model and the data come first, where a script has them."""
     monkeypatch.setenv("COLUMNS", "120")

@@ -11,6 +11,7 @@ import chats
 import forks
 import pytest
 import torch
+from cases import each
 from mistakes import check_one_line
 from ranks import free_port
 from test_house import load_script
@@ -66,7 +67,7 @@ INT8 = pytest.param(
 )
 
 
-@pytest.mark.parametrize("options", [{}, {"lora_rank": 4}, {"gradient_checkpointing": True}, INT8])
+@each("options", [{}, {"lora_rank": 4}, {"gradient_checkpointing": True}, INT8])
 def test_the_policy_is_the_reference_before_the_first_update(tmp_path, options):
     first = train(tmp_path / "r", **options)[0]
     for name in ("margin", "accuracy", "reward_chosen", "reward_rejected"):
@@ -205,6 +206,6 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("args", "message"), REFUSED)
+@each(("args", "message"), REFUSED)
 def test_a_mistake_is_one_line_before_a_model_is_loaded(args, message, tmp_path, monkeypatch, capsys):
     check_one_line(dpo, args, message, tmp_path / "r", monkeypatch, capsys)

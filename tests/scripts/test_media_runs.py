@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from cases import each
 from test_house import load_script as script
 
 import rft_fn as rft
@@ -100,8 +101,8 @@ def test_a_frozen_tower_stays_to_the_bit_and_all_others_move(model, task, tmp_pa
     assert frozen and stayed == frozen
 
 
-@pytest.mark.parametrize("engine", ["openai", "sglang"])
-@pytest.mark.parametrize("name", ["grpo", "evaluate", "multi_turn"])
+@each("engine", ["openai", "sglang"])
+@each("name", ["grpo", "evaluate", "multi_turn"])
 def test_servers_that_take_tokens_alone_are_refused_before_anything_is_loaded(
     name, engine, tmp_path, monkeypatch
 ):

@@ -12,6 +12,7 @@ import forks
 import headless
 import pytest
 import ranks
+from cases import each
 from test_symptoms import check_written
 
 from rft_fn.tools.page.build import write_page
@@ -114,7 +115,22 @@ def check_page(page, recorded, folder):
         assert not browser.errors
 
 
-@pytest.mark.parametrize(
+def test_two_processes_play_and_learn_as_one(tmp_path):
+    """The environments of three prompts are shared out unevenly, and nothing changes but rounding."""
+    run(tmp_path / "one", "--steps", "3", *REWARDED)
+    run(tmp_path / "two", "--steps", "3", *REWARDED, world=2)
+    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
+    assert len(one) == len(two) == 3 and any(row["reward/mean"] > 0 for row in one)
+    for a, b in zip(one, two):
+        for name in ("reward/mean", "reward/turns", "rollout/length_mean"):
+            assert a[name] == b[name], name
+        assert a["grad/norm"] == pytest.approx(b["grad/norm"], rel=1e-4)
+    for name in ("response", "conversation", "reward"):
+        said = [[row[name] for row in rows(tmp_path / x, "trajectories.jsonl")] for x in ("one", "two")]
+        assert said[0] == said[1]
+
+
+@each(
     "options, line",
     [
         (["--environment", "chess"], "environment: expected one of guess_number"),

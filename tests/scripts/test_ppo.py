@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import each
 from safetensors.torch import load_file
 from test_scripts import rows, run, start
 from test_symptoms import check_written
@@ -177,7 +178,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@each("case", BAD)
 def test_bad_input_is_one_line(case, tmp_path):
     options, message = BAD[case]
     with pytest.raises(ValueError) as error:

@@ -4,6 +4,7 @@ import json
 from functools import partial
 
 import pytest
+from cases import each
 from test_house import load_script
 
 import rft_fn as rft
@@ -141,7 +142,7 @@ def test_a_run_of_several_sources_resumes_to_the_bit(monkeypatch):
     assert again == straight and len({row["reward/mean"] for row in again}) > 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "options", "message"),
     [
         ("sft", {"steps": 3, "epochs": 2.0}, "^steps, epochs: expected one of them, got 3 and 2.0$"),
@@ -180,7 +181,7 @@ def test_data_that_cannot_be_meant_is_one_line(name, options, message, here):
     assert "\n" not in str(error.value) and not (here / "r").exists()
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo", "ppo"])
+@each("name", ["sft", "grpo", "ppo"])
 def test_a_run_goes_on_with_its_own_rows(name, here):
     options = {"data": ("a.jsonl",), "eval_data": ("b.jsonl",)} if name != "sft" else {"data": ("a.jsonl",)}
     options |= {"lr_end": 1.0, "save_every": 1, "out": "r"}

@@ -19,6 +19,7 @@ import chats
 import forks
 import pytest
 import torch
+from cases import each
 from safetensors.torch import load_file
 from test_house import load_script as script
 from test_symptoms import check_written
@@ -279,7 +280,7 @@ def test_low_rank_adapters_learn_and_are_exported_both_ways(tmp_path):
 FREE = [name for name, row in algorithm.TABLE.items() if isinstance(row, algorithm.Algorithm)]
 
 
-@pytest.mark.parametrize("name", FREE)
+@each("name", FREE)
 def test_every_row_without_a_critic_runs_and_moves_the_model(name, tmp_path):
     grpo = script("grpo")
     options = {"prompts": 4, "group": 4, "steps": 2, "eval_prompts": 4, "algorithm": name}
@@ -426,7 +427,7 @@ LIMITS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "option", "value"), LIMITS)
+@each(("name", "option", "value"), LIMITS)
 def test_a_senseless_setting_is_one_line(name, option, value, tmp_path, monkeypatch, capsys):
     """NaN is outside of all limits, and no model is built to find that out."""
     module = script(name)
@@ -458,8 +459,8 @@ TYPED = [
 ]
 
 
-@pytest.mark.parametrize(("args", "line"), TYPED)
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@each(("args", "line"), TYPED)
+@each("encoding", ["utf-8", "ascii"])
 def test_what_is_typed_wrong_is_one_line(args, line, encoding, monkeypatch):
     """Whatever the terminal can show, and however narrow it is."""
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding))
@@ -492,7 +493,7 @@ UNREAD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "args", "option", "remedy"), UNREAD)
+@each(("name", "args", "option", "remedy"), UNREAD)
 def test_an_option_that_a_script_does_not_read_is_refused(name, args, option, remedy, tmp_path, monkeypatch):
     module = script(name)
     monkeypatch.chdir(tmp_path)
@@ -504,7 +505,7 @@ def test_an_option_that_a_script_does_not_read_is_refused(name, args, option, re
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("case", BAD)
+@each("case", BAD)
 def test_bad_input_is_one_line(case, tmp_path):
     args, message = BAD[case]
     err = run("grpo", *args(tmp_path), "--out", tmp_path / "r", code=2)
@@ -513,7 +514,7 @@ def test_bad_input_is_one_line(case, tmp_path):
     assert err.startswith("error: ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "message"),
     [
         ({"points": 1}, "points: expected an integer in [2, inf), got 1"),
@@ -578,7 +579,7 @@ async def short_reward(completion_ids, trainer_state, prompts, **kwargs):
 """
 
 
-@pytest.mark.parametrize("script", ["grpo", "ppo", "evaluate"])
+@each("script", ["grpo", "ppo", "evaluate"])
 def test_a_reward_file_written_for_trl_runs_unchanged(script, tmp_path):
     """Messages, a factory, async, None, dicts, the state of the run and its metrics."""
     path, out = tmp_path / "brought.py", tmp_path / "r"
@@ -835,7 +836,7 @@ CHAT_MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CHAT_MISTAKES)
+@each("case", CHAT_MISTAKES)
 def test_mistakes_with_messages_are_one_line_before_a_model_is_loaded(case, chatty, tmp_path, monkeypatch):
     name, file, more, message = CHAT_MISTAKES[case]
     monkeypatch.setattr(rft.model, "load", None)

@@ -16,6 +16,7 @@ import httpx2
 import judges
 import pytest
 import torch
+from cases import each
 from transformers import AutoModelForSequenceClassification
 
 from rft_fn.model import load_reward, load_tokenizer, save_reward
@@ -302,7 +303,7 @@ def test_a_reward_that_hangs_is_interrupted_and_the_server_lives(folder):
         assert post(url, "a").json()["rewards"] == [-5.0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("args", "line"),
     [
         ([], "error: reward: expected at least one to serve, got none"),

@@ -231,7 +231,6 @@ def slow_gloo(rank):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the system about threads by /proc")
-@pytest.mark.parametrize("again", range(2))
-def test_an_exit_right_after_a_collective_waits_for_the_threads_of_gloo(again):
+def test_an_exit_right_after_a_collective_waits_for_the_threads_of_gloo():
     for count, said in ranks.run(3, "test_torchrun:slow_gloo", popen=subprocess.Popen):
         assert count > 0 and said == [0, 1, 2]

@@ -11,6 +11,7 @@ import plain_runs
 import pytest
 import ranks
 import torch
+from cases import each
 from mistakes import check_one_line
 from PIL import Image
 from ranks import free_port
@@ -273,7 +274,7 @@ def check_same(whole, parts):
         assert (whole / "model" / name).read_bytes() == (parts / "model" / name).read_bytes(), name
 
 
-@pytest.mark.parametrize(
+@each(
     "options",
     [
         {},
@@ -355,7 +356,7 @@ def check_close(one, both):
     assert heads[0].scale == pytest.approx(heads[1].scale, rel=1e-2) != 1
 
 
-@pytest.mark.parametrize("kind", TWO)
+@each("kind", TWO)
 def test_two_processes_log_what_one_logs(two, alone, kind):
     """ZeRO that shards the optimizer or all, ranks that share a pack, and replicas."""
     check_close(alone(kind), two / kind)
@@ -444,7 +445,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("args", "message"), REFUSED)
+@each(("args", "message"), REFUSED)
 def test_a_mistake_is_one_line_before_a_model_is_loaded(args, message, tmp_path, monkeypatch, capsys):
     check_one_line(train_rm, args, message, tmp_path / "r", monkeypatch, capsys)
 
