@@ -1,8 +1,10 @@
-"""16-bit weights train: float32 masters unasked, and none that lose their updates."""
+"""16-bit weights train: float32 masters unasked, on every backend, and none that lose their updates."""
 
+import importlib.util
 import tempfile
 
 import pytest
+import ranks
 import tiny
 import torch
 
@@ -13,6 +15,10 @@ from rft_fn.strategy import StrategyConfig, get_strategy
 pytestmark = pytest.mark.slow
 
 STEPS, LR = 20, 1e-6
+BACKENDS = {"fsdp2": {"fsdp": True}}
+if importlib.util.find_spec("deepspeed"):
+    small = {"deepspeed": {"zero_optimization": {"stage3_param_persistence_threshold": 0}}}
+    BACKENDS |= {f"zero {stage}": {"zero_stage": stage, "extra": small} for stage in (1, 2, 3)}
 
 
 def rounded():
@@ -43,6 +49,16 @@ def masters(folder, **options):
     return {n: x - before[n] for n, x in kept.items()}, types
 
 
+def on_ranks(rank, folder):
+    return {name: masters(f"{folder}/{name}", **options) for name, options in BACKENDS.items()}
+
+
+@pytest.fixture(scope="module")
+def two():
+    with tempfile.TemporaryDirectory() as folder:
+        return ranks.run(2, "test_masters:on_ranks", folder)[0]
+
+
 @pytest.fixture(scope="module")
 def exact():
     """By how much float32 weights move, computed with in float32 and in bfloat16."""
@@ -58,9 +74,10 @@ def flat(named):
     return torch.cat([named[n].flatten() for n in sorted(named)])
 
 
-def test_masters_move_as_float32_weights_do(exact, tmp_path):
-    """Where the arithmetic of the forward is the same; several processes: `narrow` of conformance.py."""
-    moved, types = masters(tmp_path)
+@pytest.mark.parametrize("backend", ["local", *BACKENDS])
+def test_masters_move_as_float32_weights_do(backend, exact, request, tmp_path):
+    """To the rounding of sums over ranks, where the arithmetic of the forward is the same."""
+    moved, types = masters(tmp_path) if backend == "local" else request.getfixturevalue("two")[backend]
     got, (full, same) = flat(moved), exact
     assert types == {torch.bfloat16}
     assert float(full.abs().max()) > STEPS * LR / 2

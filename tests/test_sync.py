@@ -4,6 +4,7 @@ import copy
 import re
 
 import pytest
+import ranks
 import tiny
 import torch
 from cases import each
@@ -443,3 +444,52 @@ def test_an_engine_gets_its_type_and_all_names_of_a_tied_weight():
     assert set(seen) == {*state.params, "lm_head.weight"}
     assert all(x.dtype == torch.bfloat16 for x in seen.values())
     assert delivered.bytes == 2 * sum(x.numel() for x in seen.values())
+
+
+# ---------- several processes
+
+
+def on_two_ranks(rank, _):
+    """Under FSDP2: a canary that passes, one that a bad engine fails, and an engine that breaks off."""
+    st = rft.strategy.get_strategy(rft.strategy.StrategyConfig(fsdp=True))
+    _, state = st.init(rft.model.load("tiny"), optim.adamw(0.1))
+    eng = engine.get_engine(None, "tiny")
+    passed = sync.canary(st, state, eng, "tiny", PROMPTS, version=1)
+    told = [max(passed.noisy, passed.floor), passed.key]
+
+    # one weight of one rank's engine stays behind
+    engine_of_rank = eng
+    if rank == 1:
+        engine_of_rank = Forgetful(eng, kept_back("model.layers.1.input_layernorm.weight", eng))
+    try:
+        sync.canary(st, state, engine_of_rank, "tiny", PROMPTS, version=2)
+    except sync.CanaryError as error:
+        told.append(str(error))
+
+    # one rank's engine fails in mid-load: the other rank's gets all of its weights
+    class Breaks(Forgetful):
+        def load(self, weights, *, version):
+            next(weights)
+            raise ConnectionError("gone")
+
+    try:
+        taken = sync.push(st, state, Breaks(eng, None) if rank == 1 else eng, version=3)
+        told.append(taken.version)
+    except ConnectionError as error:
+        told.append(str(error))
+    st.close()
+    return told
+
+
+def kept_back(name, eng):
+    """The tensor that the engine was built with, in place of the one that is sent."""
+    old = dict(rft.model.load("tiny").named_parameters())[name].detach().clone()
+    return changed(name, lambda x: old)
+
+
+def test_the_guards_hold_under_fsdp2():
+    first, second = ranks.run(2, "test_sync:on_two_ranks", None)
+    for told in (first, second):
+        assert told[0] < 1e-5 and told[1] == first[1]
+        assert told[2].startswith("canary: model.layers.1.input_layernorm.weight: expected the engine to")
+    assert first[3] == 3 and second[3] == "gone"

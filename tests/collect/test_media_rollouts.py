@@ -13,7 +13,7 @@ from sees_and_hears import FAMILIES
 import rft_fn as rft
 from rft_fn import collect, engine, rng
 from rft_fn.collect.ahead import name_of
-from rft_fn.engine import prompt_media
+from rft_fn.engine import EngineConfig, prompt_media
 from rft_fn.environment import Environment, Renderer, Stepped
 from rft_fn.model.media import placeholder_ids
 from rft_fn.rollout import prefixes, take
@@ -62,6 +62,28 @@ def same_media(got, want):
     assert got.tensors.keys() == want.tensors.keys()
     for name, x in want.sequences().items():
         assert torch.equal(got.sequences()[name], x)
+
+
+# ---------------------------------------------------------------------------------- another process
+
+
+def test_an_engine_in_its_own_process_samples_the_same(eng):
+    """Media get there, and the rollout's are those of this process: none come back."""
+    own = engine.get_engine(EngineConfig(process=True, batch=8), lm(), TOK)
+    try:
+        prompts, keys = draw(0)
+        want = eng.generate(prompts, keys, n=2, sampling=SAMPLING)
+        got = own.generate(prompts, keys, n=2, sampling=SAMPLING)
+        same(got, want)
+        assert (own.score(got) - want.logp).abs().max() < 3e-6
+        cut = take(got, [0, 4])
+        longer = own.generate(prefixes(cut, cut.mask.int().argmax(-1)), [1, 2], sampling=SAMPLING)
+        assert longer.media.of.tolist() == [0, 1]
+        with pytest.raises(engine.BadRequest, match="in prompt 1"):
+            own.generate([prompts[1], prompts[0].ids], keys[:2], sampling=SAMPLING)
+        same(own.generate(prompts, keys, n=2, sampling=SAMPLING), want)
+    finally:
+        own.close()
 
 
 def test_media_are_sent_once():

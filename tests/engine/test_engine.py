@@ -189,6 +189,23 @@ def test_load_gives_weights_and_version():
     assert (trainer_logp(after, sampling) - after.logp).abs().max() > 0.1  # stale weights are seen
 
 
+def test_gather_and_generate_shares_out_prompts():
+    """Each of two ranks samples its half; put together they are what one process samples."""
+    eng, st, sampling = (
+        engine.hf(tiny.llama(), tiny.tokenizer()),
+        rft.strategy.get_fake_strategy(),
+        rft.Sampling(max_new=5),
+    )
+    whole = collect.gather_and_generate(eng, st, PROMPTS, KEYS, n=2, sampling=sampling)
+    parts = [
+        collect.gather_and_generate(eng, st._replace(rank=r, world=2), PROMPTS, KEYS, n=2, sampling=sampling)
+        for r in (0, 1)
+    ]
+    assert torch.cat([p.group for p in parts]).tolist() == whole.group.tolist()
+    sampled = [responses(p, i, 2) for p in parts for i in range(2)]
+    assert sampled == [responses(whole, i, 2) for i in range(4)]
+
+
 @each(
     ("call", "message"),
     [

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import ref_kernels as ref
 import torch
-from cases import each
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,17 +17,14 @@ from rft_kernels import check_labels, linear_logprob, products
 TINY = 0.002  # MB of workspace: tiles of 64 columns even for the smallest problem
 
 
-@pytest.fixture(params=["torch.mm", "oneDNN"])
+@pytest.fixture(autouse=True, params=["torch.mm", "oneDNN"])
 def library(request, monkeypatch):
-    """Either of the libraries that make products of float32 on a CPU, whatever the processor is."""
+    """Every test by both libraries that make products of float32 on a CPU, whatever the processor is."""
     if request.param == "oneDNN" and not torch.backends.mkldnn.is_available():
         pytest.skip("this torch was built without oneDNN")
     monkeypatch.setattr(products, "mkl_is_half", lambda: request.param == "oneDNN")
     monkeypatch.setattr(products, "is_zen4", lambda: False)
     monkeypatch.setattr(products, "_LARGE", 1)
-
-
-by_both = pytest.mark.usefixtures("library")
 
 
 def problem(T, D, V, *, dtype=torch.float32, seed=0, sharpness=1.0):
@@ -93,13 +89,12 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("workspace_mb", [0.02, 16])
-@each("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_values_and_gradients_float64(shape, workspace_mb):
     h, w, y, g = problem(*shape, dtype=torch.float64)
     assert_close(run(h, w, y, g, workspace_mb=workspace_mb), definition(h, w, y, g), 1e-12)
 
 
-@by_both
 @pytest.mark.parametrize("engine", ["streamed", "reference"])
 @settings(deadline=None, max_examples=40)
 @given(
@@ -122,7 +117,6 @@ def test_definition(engine, T, D, V, seed, sharpness, temperature, with_bias, so
     assert_close(got, definition(h, w, y, g, **options), 1e-10, least=CAP if softcap else TINIEST)
 
 
-@by_both
 @settings(deadline=None, max_examples=20)
 @given(
     seed=st.integers(0, 9999),
@@ -149,7 +143,6 @@ def errors(got, want):
     return float(np.abs(got[0].double().numpy() - want[0]).max()), *wrong
 
 
-@by_both
 @pytest.mark.parametrize("sharpness", [1.0, 4.0])
 @pytest.mark.parametrize("seed", range(3))
 def test_float32_at_the_width_of_a_model(seed, sharpness):
@@ -182,7 +175,6 @@ def test_the_bound_of_float32_is_below_what_is_wrong(wrong, sharpness):
     assert max(found) > 2 * ref.logp_rounding(h, w)
 
 
-@by_both
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sharpness", [0.5, 4.0, 30.0])
 def test_narrow_types_are_only_rounded_at_the_ends(dtype, sharpness):
@@ -199,7 +191,6 @@ def test_narrow_types_are_only_rounded_at_the_ends(dtype, sharpness):
     assert (rows <= 1e-2 * np.linalg.norm(want[3], axis=1)).all()
 
 
-@by_both
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_nearly_certain_policy_in_bfloat16(frozen):
     """With 1 - p formed from a rounded p, the gradient of such a row has no correct digit."""
@@ -214,7 +205,6 @@ def test_a_nearly_certain_policy_in_bfloat16(frozen):
     assert (error <= 1e-2 * np.linalg.norm(want[3], axis=1))[certain].all()
 
 
-@by_both
 def test_mixed_types_and_label_types():
     h, w, y, g = problem(9, 8, 70)
     h = h.bfloat16()
@@ -223,7 +213,6 @@ def test_mixed_types_and_label_types():
     assert (got[3].dtype, got[4].dtype) == (torch.bfloat16, torch.float32)
 
 
-@by_both
 def test_tokens_in_several_blocks(monkeypatch):
     """More tokens than the rows of a tile: dw is summed over the blocks, in float32 for narrow weights."""
     monkeypatch.setattr("rft_kernels.streamed._CPU_ROWS", 16)
@@ -235,7 +224,6 @@ def test_tokens_in_several_blocks(monkeypatch):
 
 
 # --------------------------------------------------------------------------------------- difficult numbers
-@by_both
 @pytest.mark.parametrize("offset", [-200.0, 200.0, -5000.0])
 def test_a_common_offset_of_the_logits(offset):
     """Kernels that start their maximum at 0, or pad the vocabulary with logits of 0, lose these."""
@@ -248,7 +236,6 @@ def test_a_common_offset_of_the_logits(offset):
         assert np.linalg.norm(x.numpy() - r) <= abs(offset) * 1e-5 * np.linalg.norm(r)
 
 
-@by_both
 def test_a_nearly_certain_policy_keeps_its_relative_accuracy():
     """1 - p = 1e-8 is 0 in float32, so neither logp nor its gradient may be formed from p."""
     h, _, y, _ = problem(5, 20, 20)
@@ -262,7 +249,6 @@ def test_a_nearly_certain_policy_keeps_its_relative_accuracy():
         np.testing.assert_allclose(dh, want[3], rtol=1e-5)
 
 
-@by_both
 @pytest.mark.parametrize("temperature", [1e-2, 10.0])
 def test_extreme_temperatures(temperature):
     h, w, y, g = problem(9, 8, 200)
@@ -332,7 +318,6 @@ def test_a_label_out_of_range_is_nan_in_its_row_alone(engine, label):
     check_labels(y, 70, ignore_index=label)
 
 
-@by_both
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_bad_row_does_not_reach_the_others(bad):
     h, w, y, _ = problem(6, 8, 70)
@@ -353,7 +338,6 @@ def test_an_infinite_logit_of_the_target_is_not_certainty():
     assert linear_logprob(h, w, y).logp.isnan().tolist() == [False] * 3 + [True] + [False] * 2
 
 
-@by_both
 @pytest.mark.parametrize("frozen", [False, True])
 def test_rows_without_an_upstream_gradient_are_dropped(frozen):
     """They contribute exactly 0, also if they are NaN; the rest is what it is without them."""
@@ -366,7 +350,6 @@ def test_rows_without_an_upstream_gradient_are_dropped(frozen):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@by_both
 def test_an_upstream_gradient_of_zero_costs_no_matrix_product():
     h, w, y, _ = problem(9, 8, 70)
     leaves = h.requires_grad_(), w.requires_grad_()
@@ -377,7 +360,6 @@ def test_an_upstream_gradient_of_zero_costs_no_matrix_product():
     assert all(rows == 0 for rows in seen.product_rows)
 
 
-@by_both
 def test_a_row_does_not_depend_on_the_others():
     h, w, y, _ = problem(40, 16, 300)
     want = linear_logprob(h, w, y, entropy=True, workspace_mb=TINY)
@@ -390,7 +372,6 @@ def test_a_row_does_not_depend_on_the_others():
 
 
 # --------------------------------------------------------------------------------------- the same each time
-@by_both
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"temperature": torch.linspace(0.5, 2, 65)}])
 def test_reruns_are_equal_to_the_bit_and_slices_do_not_matter(options):
     h, w, y, g = problem(65, 32, 900)
@@ -407,7 +388,6 @@ def misaligned(x):
     return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
 
 
-@by_both
 def test_non_contiguous_and_sliced_inputs():
     h, w, y, g = problem(12, 8, 150)
     want = run(h, w, y, g, workspace_mb=TINY)
@@ -442,7 +422,6 @@ class Recorder(TorchDispatchMode):
         return out
 
 
-@by_both
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("options", [{}, {"entropy": True}, {"softcap": 3.0, "entropy": True}])
 def test_the_logits_never_exist(frozen, options):
@@ -465,7 +444,6 @@ def saved(h, w, y, **options):
     return sizes
 
 
-@by_both
 def test_what_is_saved():
     h, w, y, _ = problem(33, 8, 700)
     h.requires_grad_()
@@ -526,7 +504,6 @@ def test_gradient_through_one_output(output, frozen):
         torch.testing.assert_close(x, r, rtol=1e-11, atol=1e-11)
 
 
-@by_both
 def test_a_frozen_head_needs_two_products_and_a_trained_one_four():
     h, w, y, g = problem(9, 8, 60)  # one tile
 
@@ -540,7 +517,6 @@ def test_a_frozen_head_needs_two_products_and_a_trained_one_four():
     assert (products(False), products(True, lse=True)) == (4, 3)
 
 
-@by_both
 @pytest.mark.parametrize("frozen", [False, True])
 def test_retain_graph_twice_is_equal(frozen):
     h, w, y, g = problem(9, 8, 150)
@@ -621,7 +597,6 @@ def test_hessian_through_the_reference():
     assert (torch.linalg.eigvalsh(hessian) < 1e-9).all()  # a log-probability is concave in the logits
 
 
-@by_both
 @pytest.mark.parametrize("engine", ["streamed", "reference"])
 def test_autocast_changes_nothing(engine):
     h, w, y, g = problem(9, 64, 150)
@@ -692,7 +667,7 @@ BAD = [
 ]
 
 
-@each(("args", "options", "message"), BAD, ids=[m for _, _, m in BAD])
+@pytest.mark.parametrize(("args", "options", "message"), BAD, ids=[m for _, _, m in BAD])
 def test_bad_inputs(args, options, message):
     with pytest.raises(ValueError) as error:
         linear_logprob(*args, **options)

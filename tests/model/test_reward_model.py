@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import ref
+import sees_and_hears
 import tiny
 import torch
 from families import small
@@ -143,6 +144,35 @@ def test_a_model_that_mixes_sequences_gets_one_at_a_time(pool):
     torch.testing.assert_close(whole[exp.mask], alone[pack.mask].detach(), rtol=0, atol=1e-12)
     unit = packing.pack(exp, range(2), unit=2)
     torch.testing.assert_close(rm(unit).score, alone[: len(unit.mask)], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("kind", ["Qwen2VL", "Qwen2Audio"])
+def test_models_that_see_or_hear_are_backbones_too(kind, pool):
+    """The scores of a pack of rows with and without media are those of each row by transformers alone."""
+    family = sees_and_hears.FAMILIES[kind]
+    lm = family.build()
+    exp = sees_and_hears.batch(family, [family.kinds[:1], [], family.kinds[:1] * 2], seed=3)
+    rm = reward_of(copy.deepcopy(lm), pool=pool)
+    apply, params = model.bind(rm)
+    pack = packing.pack(exp, range(3))
+    got = apply(params, pack).score
+
+    hidden, query = [], None
+    decoder = model.reader.find(lm).decoder
+    decoder.register_forward_hook(lambda _, __, out: hidden.append(out.last_hidden_state[0, :-1].double()))
+    for row in range(3):
+        sees_and_hears.alone(family, lm, exp, row)
+    flat = torch.cat(hidden).detach()
+    if rm.query is not None:
+        query = flat @ rm.query.weight[0].detach().double()
+    want = ref.pooled(flat @ rm.score.weight.T.detach().double(), pack.seq, pool, query)
+    want = want * pack.mask[:, None].numpy()
+    np.testing.assert_allclose(got.detach(), want, rtol=0, atol=1e-10)
+    assert want.std() > 0.3
+
+
+# ------------------------------------------------------------------------------------------- training
 
 
 def bradley_terry(out, b):

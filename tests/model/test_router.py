@@ -10,6 +10,7 @@ import tiny
 import torch
 from cases import each
 from families import DELTA, EXPERTS, USUAL
+from ranks import run
 from test_house import load_script as script
 from test_probe import quiet, rows
 from test_straight_line import logged, mixture
@@ -18,7 +19,7 @@ from tiny import mixed
 import rft_fn as rft
 from rft_fn import metric, model, optim, packing
 from rft_fn.model import router
-from rft_fn.strategy import get_fake_strategy
+from rft_fn.strategy import StrategyConfig, get_fake_strategy, get_strategy
 
 DEEPSEEK = USUAL | {
     "n_routed_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
@@ -262,6 +263,22 @@ def test_what_has_no_balance_is_refused_by_name(make, message):
         quiet(model.bind, make(), aux=True)
 
 
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_the_coefficient_changes_what_a_script_learns(name, tmp_path):
+    """What is added to the policy's loss is the coefficient times the mean balance, a weight a token."""
+    module, folder = script(name), mixture(tmp_path / "base")
+    options = {"model": folder, "steps": 1, "prompts": 2, "group": 2, "eval_prompts": 1, "minibatches": 1}
+    added = {}
+    for coef in (0.0, 0.5):
+        cfg = module.Config(**options, router_aux=coef, out=str(tmp_path / f"run{coef}"))
+        module.main(cfg)
+        row = logged(tmp_path / f"run{coef}")[0]
+        added[coef] = row["loss"] - row["policy/loss"]
+        assert ("router/aux" in row) == ("router/max_share" in row) == (coef > 0)
+    assert abs(added[0.0]) < 1e-6
+    assert added[0.5] == pytest.approx(0.5 * row["router/aux"], rel=0.1)
+
+
 def test_the_coefficient_is_on_top_of_what_pairs_cost(tmp_path):
     """The loss of a pair is log 2 before the first update, whatever the model."""
     module, folder = script("dpo"), mixture(tmp_path / "base")
@@ -269,3 +286,44 @@ def test_the_coefficient_is_on_top_of_what_pairs_cost(tmp_path):
     module.main(module.Config(**options, out=str(tmp_path / "run")))
     row = logged(tmp_path / "run")[0]
     assert row["loss"] - math.log(2) == pytest.approx(0.5 * row["router/aux"], rel=0.1)
+
+
+# ---------------------------------------------------------------------------------- several processes
+
+WAYS = {
+    "fsdp2": StrategyConfig(fsdp=True),
+    "checkpointed": StrategyConfig(fsdp=True),
+    "sequence": StrategyConfig(sp_size=2),
+    "zero3": StrategyConfig(zero_stage=3),
+}
+
+
+def on_ranks(rank):
+    """The balance and weights after a step of plain gradient descent, by each backend."""
+    out = {}
+    for name, config in WAYS.items():
+        st = get_strategy(config)
+        lm = model.load(small("Qwen3Moe"), gradient_checkpointing=name == "checkpointed")
+        out[name] = step_of(st, lm)
+    return out
+
+
+def step_of(st, lm):
+    apply, state = quiet(st.init, lm, optim.adamw(1e-2, eps=1.0), aux=True)
+    grads, values = st.grad(state, apply, loss_fn, st.shard(EXP, 12))
+    state, more = st.update(state, grads)
+    weights = {name: x.clone() for name, x in st.export(state)}
+    return weights, metric.results(values | more)
+
+
+def test_two_processes_are_as_one():
+    want, wanted = step_of(get_fake_strategy(), small("Qwen3Moe"))
+    for rank in run(2, "test_router:on_ranks", env={"DS_ACCELERATOR": "cpu"}):
+        for name, (weights, values) in rank.items():
+            for metric_name in ("router/aux", "router/max_share", "loss", "grad/norm"):
+                assert values[metric_name] == pytest.approx(wanted[metric_name], rel=1e-5), (
+                    name,
+                    metric_name,
+                )
+            for n, x in want.items():
+                assert float((weights[n] - x).abs().max()) < 2e-6, (name, n)

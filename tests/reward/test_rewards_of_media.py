@@ -176,3 +176,45 @@ def test_a_model_and_a_judge_that_see_say_the_same_behind_a_server(alone, tmp_pa
     local = alone["parts"]["model"] + 2 * want.parts["judge"]
     torch.testing.assert_close(got.reward, local, atol=1e-5, rtol=0)
     assert got.extra["r/judge/said"] == want.extra["judge/said"] and len(set(want.extra["judge/said"])) > 9
+
+
+# ------------------------------------------------------------------------------------------ a judge
+
+
+def test_a_judge_in_an_engine_of_transformers_sees_both_images():
+    """Its log-probs are those of the model for the question with the images of the prompt, in their order."""
+    processing = seeing()
+    tokenizer = processing.tokenizer
+    lm = untrained(tokenizer)
+    st = get_fake_strategy()
+    sampling = Sampling(temperature=1.0, max_new=4)
+    apply, params = st.bind(lm, sampling=sampling)
+    engine = rft.engine.get_engine(None, untrained(tokenizer), tokenizer)
+    kept = []
+
+    def generate(*given, **more):
+        kept.append(engine.generate(*given, **more))
+        return kept[-1]
+
+    how = {"form": forms.terse(), "sampling": sampling, "processing": processing, "unparsable": -1.0}
+    fn = reward.generative(engine._replace(generate=generate), tokenizer, **how)
+    prompts = asked(processing)
+    rollout = answered(prompts, tokenizer)
+    score = reward.weighted(judge=(fn, 1.0))
+    with pytest.warns(UserWarning, match="expected answers with a verdict"):
+        judged = collect.gather_and_judge(st, score, rollout, prompts, tokenizer)
+    assert judged.metrics["judge/too_long"].sum() == 0 and len(judged.extra["judge/said"]) == G * N
+
+    said = kept[0]
+    want = torch.cat([p.media["pixel_values"] for p in prompts for _ in range(G)])
+    assert said.media.count("image_grid_thw").tolist() == [2] * G * N
+    torch.testing.assert_close(said.media.sequences()["pixel_values"], want)
+
+    # with the media of other prompts it would have said something else
+    none = torch.zeros(said.tokens.shape)
+    exp = rft.experience(said, adv=none, w=none)
+    logp = st.score(apply, params, exp, 1024).logp
+    torch.testing.assert_close(logp[said.mask], said.logp[said.mask], atol=1e-4, rtol=0)
+    swapped = Media.of_prompts([p.media for p in reversed(prompts)], G)
+    other = st.score(apply, params, tree.replace(exp, media=swapped), 1024).logp
+    assert (other - logp)[said.mask].abs().max() > 1e-2

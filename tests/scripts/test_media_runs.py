@@ -1,14 +1,18 @@
 """Each script with a model that sees or hears: what it learns from, freezes, refuses and finds at fault."""
 
 import json
+import os
+import sys
 
+import forks
 import pytest
 import torch
-from cases import each
+from ranks import free_port
 from test_house import load_script as script
+from test_scripts import ROOT
 
 import rft_fn as rft
-from rft_fn.strategy import StrategyConfig
+from rft_fn.strategy import StrategyConfig, get_fake_strategy
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_runs")]
 
@@ -66,6 +70,9 @@ def test_dpo_learns_which_answer_an_image_or_a_sound_has(model, task, tmp_path):
     assert rft.model.load_processor(tmp_path / "dpo" / "model") is not None
 
 
+# ------------------------------------------------------------------------------------------------ ppo.py
+
+
 @pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
 def test_ppo_has_a_critic_that_sees_or_hears(model, task, tmp_path):
     """The critic's tower learns as well; its value of a prompt depends on what it sees."""
@@ -80,16 +87,22 @@ def test_ppo_has_a_critic_that_sees_or_hears(model, task, tmp_path):
     assert not any(torch.equal(after[name], before[name]) for name in before)
 
     # two prompts of other media have other values of their first token
-    seeing = rft.data.Processing(rft.model.load_processor(model))
-    dataset = rft.data.load(task, rft.model.load_tokenizer(model), template="{short}", processing=seeing)
+    dataset = rft.data.load(task, rft.model.load_tokenizer(model), template="{short}", processing=of(model))
     prompts, _ = rft.data.take(dataset, 8, seed=0)
     same = [p for p in prompts if p.ids == prompts[0].ids][:2]
     exp = rft.packing.supervised([(p.ids, [5, 1]) for p in same])
     exp = rft.tree.replace(exp, media=rft.types.Media.of_prompts([p.media for p in same]))
-    st = rft.strategy.get_fake_strategy()
+    st = get_fake_strategy()
     apply, params = st.bind(critic)
     value = st.score(apply, params, exp, 512, fields=("value",)).value
     assert len(same) == 2 and value[0][exp.mask[0]][0] != value[1][exp.mask[1]][0]
+
+
+def of(model):
+    return rft.data.Processing(rft.model.load_processor(model))
+
+
+# ----------------------------------------------------------------------------------------------- grpo.py
 
 
 @pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
@@ -130,6 +143,36 @@ def test_a_prompt_that_leaves_no_room_for_its_response_stops_before_a_model_is_l
         ValueError, match=r"2\d \+ 240 tokens with max_new, .*above the model's window of 256"
     ):
         grpo.main(grpo.Config(data=("count_squares",), max_new=240, template="1234{short}", **cfg))
+
+
+# ------------------------------------------------------------------------------------------------ sft.py
+
+
+@pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
+def test_two_processes_of_fsdp2_learn_what_one_does(model, task, tmp_path):
+    """The same losses, and weights that moved alike."""
+    flags = ["--model", model, "--data", task, "--steps", 2, "--batch", 8, "--warmup", 0, "--lr-end", 1]
+    sft = [str(ROOT / "train_scripts" / "sft.py"), *map(str, flags)]
+    port = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    several = ["torch.distributed.run", "--nproc-per-node", "2", *port]
+    runs = {"one": [], "two": ["-m", *several]}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    for name, before in runs.items():
+        more = ["--out", str(tmp_path / name)]
+        if before:
+            more.append("--fsdp")
+        done = forks.run([sys.executable, *before, *sft, *more], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = (rows(tmp_path / name / "metrics.jsonl") for name in runs)
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-5)
+    start, a, b = (weights(name) for name in (model, *(tmp_path / run / "model" for run in runs)))
+    assert a.keys() == b.keys()
+    for name, x in a.items():
+        moved = (x - start[name]).norm()
+        assert moved > 0 and (b[name] - x).norm() < 1e-2 * moved, name
+
+
+# --------------------------------------------------------------------------------------------- replay.py
 
 
 @pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)

@@ -377,6 +377,32 @@ def test_data_of_another_shape_is_refused(check):
         check(good, extra=lambda exp: {"row": exp.length})
 
 
+# ---------- the case itself
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_case_holds_what_breaks_losses(seed):
+    """A check is as good as its data: holes, masked rows, empty responses, every field
+    set, and all of it float64."""
+    c = testing.case(seed)
+    exp, tokens = c.exp, c.exp.mask.sum(-1)
+    assert tokens[0] == 0 and exp.length[0] > 2  # a masked row
+    assert tokens[1] == 0 and tokens[2] == 1 and (tokens[3:] > 0).all()
+    last = torch.where(exp.mask, torch.arange(12), -1).max(-1).values
+    first = torch.where(exp.mask, torch.arange(12), 99).min(-1).values
+    assert ((last - first + 1 > tokens) & (tokens > 0)).any()  # a hole
+    assert len(set(exp.length.tolist())) > 3
+    for x in tree.leaves(exp) + tree.leaves(c.params):
+        assert x.dtype in (torch.float64, torch.int64, torch.bool)
+    for x in [getattr(exp, n) for n in ("old_logp", "ref_logp", "adv", "old_value", "ret", "w")] + [
+        exp.extra["noise"]
+    ]:
+        assert (x[~exp.mask] == 0).all() and (x[exp.mask] != 0).all()
+    again = testing.case(seed)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(c.exp), tree.leaves(again.exp)))
+    assert not torch.equal(testing.case(seed + 1).exp.adv, exp.adv)
+
+
 def test_total_and_grad_by_hand():
     """(w loss).sum() over packs, and its gradient by finite differences."""
     c = testing.case(0)
