@@ -94,6 +94,15 @@ def test_groups_do_not_see_each_other(name, reward, seed):
 
 
 @each_group
+def test_alternating_rewards_teach_something(name):
+    """A fault of other systems: an estimator that normalises over single values, and is zero
+    for rewards 1, 0, 1, 0."""
+    adv = GROUP[name][0](torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]))
+    assert (adv[0, [0, 2]] > 0.4).all() and (adv[0, [1, 3]] < -0.4).all()
+    assert adv[1, 3] > adv[0, 0] > 0  # the rarer success weighs more: each group has its baseline
+
+
+@each_group
 @each("dtype", [torch.float32, torch.float64])
 @each("value", [0.0, 1.0, 0.1, 1 / 3, -0.7, 1e6 + 0.1, 1e-30])
 def test_a_group_without_variance_gives_exactly_zero(name, value, dtype):
@@ -180,6 +189,16 @@ def test_opo_of_responses_without_tokens_is_not_nan():
 def test_remax_of_single_samples_and_of_a_tie():
     r = torch.tensor([[1.0], [0.0], [0.3]])
     assert advantage.remax(r, torch.tensor([0.0, 1.0, 0.3])).tolist() == [[1.0], [-1.0], [0.0]]
+
+
+def test_the_advantages_of_cpgd_are_not_all_zero():
+    """A fault of other systems: the baseline of a reward is that reward, and a run learns nothing."""
+    for scale in (True, False):
+        adv = advantage.cpgd(torch.tensor([[1.0, 0.0, 0.0, 0.5], [0.2, 0.2, 0.2, 0.2]]), scale=scale)
+        assert (adv[0].abs() > 0.1).all() and adv[0, 0] > 0 > adv[0, 1] and (adv[1] == 0).all()
+
+
+# ---------- several rewards
 
 
 @given(parts=st.integers(1, 4), seed=st.integers(0, 2**32))

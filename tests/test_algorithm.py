@@ -67,6 +67,15 @@ def test_from_rewards_to_gradient_at_any_world_size(name, seed, budget, world):
     assert want[1]["bigram"].abs().max() > 1e-6 or name.startswith("gspo")  # 3e-4 can stop every sequence
 
 
+@each_name
+def test_rewards_one_and_zero_in_turn_teach_something(name):
+    """A fault of other systems: an estimator whose advantages are 0 for every reward,
+    and a run that never learns."""
+    row, apply, params, exp = batch(name, torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]))
+    _, g = testing.total_and_grad(row.loss, apply, params, [packing.pack(exp, range(8))])
+    assert g["bigram"].abs().max() > 1e-6
+
+
 GROUPS = [n for n, row in algorithm.TABLE.items() if getattr(row, "group", 1) > 1]
 
 

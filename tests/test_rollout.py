@@ -196,6 +196,36 @@ def test_an_environments_tokens_are_no_samples(found):
     assert torch.equal(second.logp[second.mask] != 0, torch.ones(int(second.mask.sum()), dtype=torch.bool))
 
 
+@given(rows(shortest=2), st.data())
+def test_take_commutes_with_packs(found, data):
+    """Rows of a rollout that become a pack are the rows of the rollout's experience."""
+    r = build(found, media=True)
+    index = data.draw(st.lists(st.integers(0, len(found) - 1), min_size=1, max_size=4))
+
+    def learned(rollout):
+        return experience(rollout, adv=rollout.tokens[:, :1].float(), w=rollout.mask.float())
+
+    mine = packing.pack(learned(take(r, index)), range(len(index)))
+    whole = packing.pack(learned(r), index)  # which may have borrowed another row
+    same(tree.replace(packing.own(mine), rows=()), tree.replace(packing.own(whole), rows=()))
+
+
+@given(st.lists(rows(shortest=2), min_size=2, max_size=2))
+def test_concat_commutes_with_packs(parts):
+    a, b = (build(found) for found in parts)
+
+    def learned(rollout):
+        return experience(rollout, adv=rollout.tokens[:, :1].float(), w=rollout.mask.float())
+
+    whole = packing.pack(learned(concat([a, b])), range(len(a.tokens) + len(b.tokens)))
+    halves = [packing.pack(learned(x), range(len(x.tokens))) for x in (a, b)]
+    for name in ("tokens", "target", "pos", "mask", "adv", "w", "old_logp"):
+        assert torch.equal(getattr(whole, name), torch.cat([getattr(h, name) for h in halves])), name
+
+
+# ---------- laws: rows that are chosen or put together are judged, compared and learned from as before
+
+
 class Numbers:
     """A tokenizer that writes ids as they are."""
 

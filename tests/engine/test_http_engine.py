@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from contextlib import suppress
 from functools import cache
 from types import SimpleNamespace
 
@@ -179,6 +180,28 @@ def test_a_server_that_comes_back_empty_is_given_the_weights(kind, quick, monkey
         got = eng.generate(PROMPTS, KEYS, n=3, sampling=SAMPLING)
         same(got, expected(5, n=3))
         assert set(got.version.tolist()) == {4} and server.label.endswith(":4")
+
+
+def test_a_key_that_a_server_repeats_is_in_no_error(kind, monkeypatch, capfd):
+    """Neither where it is refused, nor in names and weights of servers that differ."""
+    monkeypatch.setenv("RFT_SERVER_KEY", "sk-4711-of-many-characters\n")
+    loud = fake(key="another", **KINDS[kind][1])
+    loud.refusal = '{"error": "no such key: sk-4711-of-many-characters"}'
+    with (
+        serving(loud),
+        pytest.raises(ValueError, match=rf"^engine_servers: {loud.url}: /.*: status 401: ") as e,
+    ):
+        made(kind, loud)
+    assert "4711" not in str(e.value) and "into the environment variable RFT_SERVER_KEY" in str(e.value)
+
+    well, other = (fake(seed, key="sk-4711-of-many-characters", **KINDS[kind][1]) for seed in (0, 5))
+    other.label = "of sk-4711-of-many-characters"
+    with serving(well, other):
+        if kind == "completions":  # which says no version of weights
+            other.routes = ()
+        with suppress(ValueError):
+            made(kind, well, other)
+    assert "4711" not in capfd.readouterr().err
 
 
 def test_ctrl_c_does_not_wait_for_a_server_that_hangs(monkeypatch):
@@ -374,6 +397,14 @@ def test_a_server_without_the_development_mode_only_samples(quick):
             eng.load(tiny.llama(5).named_parameters(), version=1)
 
 
+def test_the_key_is_sent(monkeypatch):
+    with serving(fake(key="secret")) as fakes:
+        with pytest.raises(ValueError, match=r"status 401: .*variable RFT_SERVER_KEY"):
+            made("generate", *fakes)
+        monkeypatch.setenv("RFT_SERVER_KEY", "secret")
+        made("generate", *fakes).generate(PROMPTS, KEYS, sampling=SAMPLING)
+
+
 def test_other_servers_may_have_a_key_of_their_own(monkeypatch):
     monkeypatch.setenv("RFT_SERVER_KEY", "of the policy's servers")
     with serving(fake(key="secret")) as fakes:
@@ -485,3 +516,12 @@ def test_media_are_refused_before_anything_is_asked(quick):
             eng.generate(PROMPTS, KEYS, n=2, sampling=SAMPLING),
             expected(n=2),
         )
+
+
+def test_servers_announce_ids_without_text(kind):
+    wide = tiny.llama(vocab_size=2 * len(tiny.tokenizer()))
+    with serving(FakeServer(wide, tiny.tokenizer(), **KINDS[kind][1])) as fakes:
+        config = engine.EngineConfig(type=KINDS[kind][0], servers=tuple(f.url for f in fakes))
+        eng = engine.get_engine(config, wide, tiny.tokenizer())
+        with pytest.warns(UserWarning, match="engine: about .* are ids that the tokenizer has no text for"):
+            eng.generate(PROMPTS, KEYS, n=3, sampling=SAMPLING)

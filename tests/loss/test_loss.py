@@ -32,7 +32,6 @@ LOSSES = {
     "kl_k3": lambda o, b: loss.kl_k3(o.logp, b.ref_logp),
     "kl": lambda o, b: loss.kl(o.logp, b.ref_logp),
     "entropy_bonus": lambda o, b: loss.reinforce(o.logp, b.adv) - 0.01 * o.entropy,
-    "kl_cov": lambda o, b: loss.kl_cov(o.logp, b.old_logp, b.adv, (b.ret > 0).double()),
 }
 WEIGHTS = {
     "token_mean": weight.token_mean,

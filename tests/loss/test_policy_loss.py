@@ -8,11 +8,11 @@ import pytest
 import ref
 import torch
 from cases import each
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import agree, table
 
-from rft_fn import loss, packing, testing, tree
+from rft_fn import loss, packing, testing, tree, weight
 from rft_fn.types import TokenOut
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -30,10 +30,27 @@ def of_token(fn, **options):
 SEQUENCE = {name: getattr(loss, name) for name in ("gspo", "gspo_token", "gmpo")}
 TOKEN = {name: getattr(loss, name) for name in ("cispo", "sapo", "cpgd", "dppo_tv", "dppo_kl")}
 LOSSES = {name: of_sequence(f) for name, f in SEQUENCE.items()} | {n: of_token(f) for n, f in TOKEN.items()}
+LOSSES["wide_gspo"] = of_sequence(loss.gspo, low=0.2, high=0.3)
 LOSSES["kl_cov"] = lambda o, b: loss.kl_cov(o.logp, b.old_logp, b.adv, (b.ret > 0).double())
+WEIGHTS = {"token_mean": weight.token_mean, "seq_mean": weight.seq_mean, "seq_sum": weight.seq_sum}
+each_name = each("name", LOSSES)
 
 
-@pytest.mark.parametrize("name", [n for n in LOSSES if n not in ("gspo", "gspo_token", "gmpo")])
+@each_name
+@settings(max_examples=6)
+@given(seed=seeds, w=st.sampled_from(sorted(WEIGHTS)))
+def test_no_cut_padding_order_or_extreme_breaks_it(name, seed, w):
+    testing.check_all(LOSSES[name], weight=WEIGHTS[w], seed=seed)
+
+
+@each_name
+@settings(max_examples=5)
+@given(seed=seeds, w=st.sampled_from(sorted(WEIGHTS)))
+def test_on_policy_the_gradient_is_that_of_reinforce(name, seed, w):
+    testing.check_on_policy_identity(LOSSES[name], weight=WEIGHTS[w], seed=seed, per_sequence=True)
+
+
+@pytest.mark.parametrize("name", [n for n in LOSSES if n not in ("gspo", "gspo_token", "wide_gspo", "gmpo")])
 def test_token_losses_keep_the_identity_with_an_advantage_for_each_token(name):
     testing.check_on_policy_identity(LOSSES[name])
 

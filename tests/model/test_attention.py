@@ -17,7 +17,7 @@ from torch import nn
 
 import rft_fn as rft
 from rft_fn import model, packing, tree
-from rft_fn.model import attention
+from rft_fn.model import attention, reader
 from rft_fn.model.attention import Device, SequenceBounds, kernels
 from rft_fn.model.attention.interface import SDPA, sdpa_attention
 
@@ -484,6 +484,15 @@ def test_what_a_layer_asks_for_beyond_is_named(options, attribute, why):
     torch.testing.assert_close(got, torch.cat(alone, 1), rtol=0, atol=1e-12)
 
 
+def test_func_grad_is_backward():
+    apply, params = model.bind(small("Llama"))
+    exp = rows([4, 7, 4, 4, 7, 1])
+    functional = torch.func.grad(lambda p: mixed(packed_logp(apply, p, exp)))(params)
+    plain = torch.autograd.grad(mixed(packed_logp(apply, params, exp)), list(params.values()))
+    for g, w in zip(functional.values(), plain):
+        torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12)
+
+
 def test_parameters_can_be_mapped_over():
     """An ensemble over one pack, as for sweeps of models."""
     apply, params = model.bind(small("Llama"))
@@ -493,6 +502,19 @@ def test_parameters_can_be_mapped_over():
     for i, factor in enumerate((1, 1.1)):
         want = apply(tree.map(lambda p: factor * p.detach(), params), pack).logp  # noqa: B023
         torch.testing.assert_close(got[i], want, rtol=0, atol=1e-12)
+
+
+def test_checkpointing_gives_the_same_gradients():
+    """Its second forward takes place in the backward, with the same boundaries."""
+    exp, grads = rows([4, 7, 4, 4, 7, 1]), []
+    for checkpointed in (False, True):
+        lm = model.load(small("Llama"), dtype=torch.float64, gradient_checkpointing=checkpointed)
+        seen = seen_masks(lm)
+        apply, params = model.bind(lm)
+        seen.clear()
+        grads.append(torch.autograd.grad(mixed(packed_logp(apply, params, exp)), list(params.values())))
+        assert seen == [None] * (4 if checkpointed else 2)
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
 def test_adapters():
@@ -520,6 +542,31 @@ def test_whole_logits_take_the_same_attention():
     one = [packing.pack(exp, [i]) for i in range(3)]
     want = packing.unpack([apply(params, b).logp for b in one], one, exp.tokens)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_the_critic_too():
+    lm, exp = small("Llama"), rows([4, 7, 4, 4, 7, 1])
+    seen = seen_masks(lm)
+    critic = model.Critic(lm)
+    nn.init.normal_(critic.head.weight)
+    reader.settle(critic)
+    seen.clear()
+    whole = critic(packing.pack(exp, range(6))).value
+    assert seen == [None, None]
+    alone = torch.cat([critic(packing.pack(exp, [i])).value for i in range(6)])
+    torch.testing.assert_close(whole, alone, rtol=0, atol=1e-12)
+    assert whole.unique().numel() > 6
+
+
+def test_a_token_of_one_row_changes_no_bit_of_another():
+    apply, params = model.bind(small("Llama", torch.float32))
+    exp = rows([4, 7, 4, 4, 7, 1])
+    tokens = exp.tokens.clone()
+    tokens[2] = (tokens[2] + 5) % 50 + 3
+    before = packed_logp(apply, params, exp)
+    after = packed_logp(apply, params, tree.replace(exp, tokens=tokens))
+    same = (before == after).all(-1)
+    assert same.tolist() == [True, True, False, True, True, True]
 
 
 @pytest.mark.parametrize("changes", [{}, {"sliding_window": 3}])

@@ -3,11 +3,13 @@
 import copy
 
 import pytest
+import ranks
 import tiny
 import torch
 
 import rft_fn as rft
 from rft_fn import model, packing, tree
+from rft_fn.strategy import StrategyConfig, get_strategy
 
 
 def critic_of(lm, seed=0):
@@ -219,6 +221,26 @@ def test_a_critic_without_memory_gets_its_weights_when_it_is_bound(folders, kind
     assert [n for n, p in late.named_parameters() if p.requires_grad] == [
         n for n, p in plain.named_parameters() if p.requires_grad
     ]
+
+
+def sharded(rank, name):
+    """The same on two processes: each reads its own part of the files."""
+    found = {}
+    for kind, options in {"fsdp2": {}, "zero2": {"zero_stage": 2}, "zero3": {"zero_stage": 3}}.items():
+        st = get_strategy(StrategyConfig(**options))
+        adamw = rft.optim.adamw(1e-3)
+        apply, state = st.init(loaded(name, meta=True), adamw)
+        packs = st.shard(tiny.experience(), 1000)
+        mine = packing.unpack(model.values(apply, state.params, packs), packs, tiny.experience().tokens)
+        found[kind] = st.gather(mine[None]).sum(0)
+    return found
+
+
+def test_two_processes_read_their_parts_of_a_critic(folders):
+    want = values_of(loaded(folders["whole"], meta=False), tiny.experience())
+    for found in ranks.run(2, "test_critic:sharded", folders["whole"]):
+        for got in found.values():
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
 
 
 def test_files_beside_the_models_own_are_not_read(folders, tmp_path):

@@ -10,7 +10,7 @@ import ranks
 import tiny
 import torch
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import functional_call, grad, vmap
 
 import rft_fn as rft
 from rft_fn import engine, model, packing
@@ -125,6 +125,17 @@ def test_vmap_of_gradients_agrees_with_each_alone(seen):
         torch.testing.assert_close(each, grad(one)(weight), rtol=1e-4, atol=1e-4)
 
 
+def test_checkpointing_changes_no_bit(seen):
+    want, _ = gradients(tiny.llama())
+    plain = len(seen)
+    lm = tiny.llama()
+    lm.gradient_checkpointing_enable()
+    lm.train()
+    got, _ = gradients(lm)
+    assert len(seen) - plain > plain
+    assert all(torch.equal(got[n], want[n]) for n in want)
+
+
 @pytest.mark.parametrize("first", ["adapters", "binding"])
 def test_adapters_train_and_merge_as_over_torchs_layers(first, seen):
     def adapted():
@@ -177,6 +188,17 @@ def test_layers_of_other_kinds_are_left_alone():
     before = [type(m) for m in odd]
     set_fast(odd, True)
     assert [type(m) for m in odd] == before
+
+
+def test_given_parameters_are_those_that_are_read(seen):
+    lm = tiny.llama()
+    set_fast(lm, True)
+    other = {n: p.detach() * 1.5 for n, p in lm.named_parameters()}
+    ids = torch.arange(3, 12)[None]
+    got = functional_call(lm, other, (ids,)).logits
+    plain = tiny.llama()
+    assert seen
+    torch.testing.assert_close(got, functional_call(plain, other, (ids,)).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_trainer_and_engine_agree_as_over_torchs_layers(seen):

@@ -10,6 +10,7 @@ import tiny
 import torch
 from cases import each
 from families import seeing
+from ranks import run
 from torch import nn
 
 import rft_fn as rft
@@ -79,6 +80,23 @@ def check(result):
 
 def test_grpo_with_adapters_is_sampled_from_what_it_trains():
     check(grpo("local"))
+
+
+def on_ranks(rank):
+    model.load("tiny")
+    return {kind: grpo(kind) for kind in ("fsdp2", "zero2", "zero3")}
+
+
+@pytest.mark.slow
+def test_two_processes_train_adapters_as_one_does():
+    """FSDP2 and ZeRO: the gap, the samples, and the merged weights are those of one process."""
+    alone, both = grpo("local"), run(2, "test_lora:on_ranks")
+    for kind in ("fsdp2", "zero2", "zero3"):
+        for result in (both[0][kind], both[1][kind]):
+            check(result)
+            assert result[2] == alone[2]
+            for name, x in result[1].items():
+                assert x == pytest.approx(alone[1][name], rel=1e-2)
 
 
 # ------------------------------------------------------------------------------------------ which layers
@@ -458,12 +476,59 @@ LEFT_OUT = {
     "Qwen3Moe": r"routed experts \(down_proj, gate_up_proj: 4 tensors, \d+% of all weights\)",
     "FalconH1": r"no adapters on out_proj \(2 layers\), whose weights FalconH1ForCausalLM reads",
 }
+ROWS = [(2, 5), (3, 7), (1, 4), (2, 2)]
 
 
 def family(kind):
     from families import small
 
     return small(kind, torch.float32)
+
+
+def adapters_learn(st, kind):
+    """(log-probs of the adapted model, of the plain one with merged weights, change of the weights)."""
+    from test_probe import quiet, rows
+
+    exp = rows(ROWS)
+    module = quiet(model.apply_lora_configuration, family(kind), 4, 8.0)
+    apply, state = quiet(st.init, module, rft.optim.adamw(1e-2))
+    for _ in range(2):
+        packs = st.shard(exp, 1000)
+        grads, _ = st.grad(state, apply, lambda out, b: rft.loss.nll(out.logp), packs)
+        state, _ = st.update(state, grads)
+    sent = dict(st.export(state))
+    packs = st.shard(exp, 1000)
+    mine = packing.unpack(model.score(apply, state.params, packs), packs, exp.old_logp)
+    mine = st.gather(mine[None]).sum(0)
+    plain = family(kind)
+    before = dict(plain.named_parameters())
+    moved = {name: float((x - before[name].detach()).abs().max()) for name, x in sent.items()}
+    model.assign(before, sent)
+    alone = rft.strategy.get_fake_strategy()
+    bound = quiet(alone.bind, plain)
+    packs = alone.shard(exp, 1000)
+    theirs = packing.unpack(model.score(*bound, packs), packs, exp.old_logp)
+    return mine, theirs, moved
+
+
+def families_on_ranks(rank):
+    st = rft.strategy.get_strategy(config("fsdp2"))
+    return {kind: adapters_learn(st, kind) for kind in LEFT_OUT}
+
+
+def equal_and_moved(found):
+    for kind, (mine, theirs, moved) in found.items():
+        assert float((mine - theirs).abs().max()) < 2e-4, kind
+        assert min(moved.values()) > 1e-4, (kind, moved)  # also those of the first layer
+
+
+def test_adapters_of_other_families_learn_and_merge():
+    equal_and_moved({kind: adapters_learn(rft.strategy.get_fake_strategy(), kind) for kind in LEFT_OUT})
+
+
+def test_adapters_of_other_families_learn_and_merge_on_two_processes():
+    for found in run(2, "test_lora:families_on_ranks"):
+        equal_and_moved(found)
 
 
 @pytest.mark.parametrize("kind", LEFT_OUT)

@@ -37,6 +37,18 @@ def test_packed_scores_are_the_padded_models(budget, temperature):
     torch.testing.assert_close(scored, padded_logp(lm, exp, temperature), rtol=0, atol=1e-12)
 
 
+def test_a_sequence_does_not_see_its_neighbours():
+    lm, exp = tiny.llama(), tiny.experience()
+    apply, params = model.bind(lm)
+    before = apply(params, packing.pack(exp, range(6)))
+    other = exp.tokens.clone()
+    other[2] = (other[2] + 5) % 30 + 3
+    after = apply(params, packing.pack(tree.replace(exp, tokens=other), range(6)))
+    own = packing.pack(exp, range(6)).seq == 2
+    assert (before.logp - after.logp)[~own].abs().max() < 1e-6
+    assert (before.logp - after.logp)[own].abs().max() > 1e-2
+
+
 def test_apply_is_a_function_of_params():
     lm, pack = tiny.llama(0), packing.pack(tiny.experience(), range(6))
     apply, params = model.bind(lm)
@@ -99,6 +111,19 @@ def test_gemma_with_capped_logits_scores_as_itself():
     packs = [packing.pack(exp, [i]) for i in range(6)]
     scored = packing.unpack(model.score(apply, params, packs), packs, exp.tokens)
     torch.testing.assert_close(scored, padded_logp(lm, exp), rtol=0, atol=1e-6)  # its rotary table is float32
+
+
+def test_dropout_is_off_and_checkpointing_changes_nothing():
+    lm = tiny.llama(dtype=torch.float64, attention_dropout=0.5)
+    pack = packing.pack(tiny.experience(), range(6))
+    apply, params = model.bind(lm.train())
+    assert torch.equal(apply(params, pack).logp, apply(params, pack).logp)
+    plain = torch.autograd.grad(apply(params, pack).logp.sum(), list(params.values()))
+    lm = model.load(lm, gradient_checkpointing=True)
+    apply, params = model.bind(lm)
+    again = torch.autograd.grad(apply(params, pack).logp.sum(), list(params.values()))
+    for a, b in zip(plain, again):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 def test_checkpointing_saves_activations_and_refuses_other_params():

@@ -230,6 +230,16 @@ def test_words_and_entropies_come_one_after_the_other_too():
         torch.testing.assert_close(getattr(whole, name), want, rtol=0, atol=1e-12)
 
 
+def test_values_of_a_critic_that_mixes():
+    critic = model.load_critic(small("Mamba"))
+    nn.init.normal_(critic.head.weight)
+    apply, params = model.bind(critic)
+    got = apply(params, packing.pack(EXP, range(4), unit=4)).value
+    want = torch.cat([apply(params, packing.pack(EXP, [i])).value for i in range(4)])
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    assert got.unique().numel() > 4
+
+
 def test_boundaries_of_states_are_used_where_they_work(monkeypatch):
     """As on a GPU, where kernels read them; the ones that stand in for kernels on a CPU do not."""
     import transformers.models.qwen3_next.modeling_qwen3_next as module
@@ -519,6 +529,26 @@ def test_a_checkpointed_copy_is_silent_by_itself():
     apply, params = model.bind(twin)
     b = packing.pack(EXP, [0])
     assert torch.equal(apply(params, b).logp, apply(params, b).logp)
+
+
+def test_no_dropout_in_an_audio_tower_that_is_checkpointed():
+    from transformers import Qwen2AudioEncoder, Qwen2AudioEncoderConfig
+
+    from rft_fn.model.freeze import disable_dropout
+
+    config = Qwen2AudioEncoderConfig(
+        d_model=32, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=48, num_mel_bins=8,
+        max_source_positions=16, dropout=0.1, attention_dropout=0.1, activation_dropout=0.1,
+        encoder_layerdrop=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    tower = Qwen2AudioEncoder(config).train()
+    tower.gradient_checkpointing_enable({"use_reentrant": False})
+    disable_dropout(tower)
+    x = torch.randn(1, 8, 32)
+    first, second = (tower(x).last_hidden_state for _ in range(2))
+    assert torch.equal(first, second)
+    first.sum().backward()
 
 
 def test_checkpointing_of_another_kind_is_refused():

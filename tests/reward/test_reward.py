@@ -359,6 +359,13 @@ def test_a_bad_reward_is_an_error_that_says_what_to_do(fn, message):
     assert str(error.value) == message
 
 
+def test_what_a_reward_raises_names_the_reward():
+    score = reward.weighted(mine=(lambda **_: {}["key"], 1.0))
+    with pytest.raises(KeyError) as error:
+        score([""], [""], {})
+    assert error.value.__notes__ == ["raised by the reward 'mine'"]
+
+
 class Quit(BaseException):
     """No Exception, as asyncio.CancelledError is none."""
 
@@ -531,6 +538,12 @@ class Config:
 def length(completions, **columns):
     return [float(len(c)) * Config().scale for c in completions]
 """
+
+
+def test_load_runs_a_users_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    assert reward.load(f"{path}:length")(completions=["ab"]) == [6.0]
 
 
 @pytest.mark.parametrize(

@@ -550,6 +550,23 @@ def test_openrlhf_of_two_arguments_needs_no_label():
     assert seen == [(["<u>p=7"], ["<u>p="])]
 
 
+def reward_fn(model_reward_list, labels, queries, refs, label_map):
+    assert [x.tolist() for x in model_reward_list] == [[0.0] * len(labels)] and label_map == {}
+    right = torch.tensor([float(label == "rule" and q == r) for label, q, r in zip(labels, queries, refs)])
+    return 0.9 * right, {"accuracy_reward": right}
+
+
+def test_lightrft_returns_rewards_and_metrics():
+    adapted = reward.adapters.lightrft(reward_fn)
+    assert adapted.columns == ("label", "reference")
+    columns = {"label": ["rule", "rule", "other"], "reference": ["72"] * 3}
+    found = score(adapted, ["72", "7", "72"], columns=columns)
+    assert found.total.tolist() == pytest.approx([0.9, 0.0, 0.0])
+    assert found.metrics["it/accuracy_reward"].tolist() == [1.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match=r"^column 'reference', the reward's refs: not in every row"):
+        score(adapted, ["7"], columns={"label": ["rule"]})
+
+
 @pytest.mark.parametrize("fn", [reward_func, unusual])
 def test_the_reward_file_of_lightrft_sees_prompt_and_response(fn):
     """One row too: with other arguments in these places it would earn something, and nobody would know."""

@@ -5,6 +5,7 @@ import json
 from functools import partial
 
 import pytest
+import ranks
 import torch
 from fake_host import hosting, rewards
 from test_serving import serving
@@ -131,6 +132,15 @@ def test_a_response_that_ends_in_a_placeholder_ends_as_others_do(alone):
     tokens = it.rollout.tokens.scatter(1, ends[:, None], place)
     judged = reward.judge(it.score, tree.replace(it.rollout, tokens=tokens), it.prompts, it.tokenizer)
     torch.testing.assert_close(judged.parts["model"], alone["parts"]["model"])
+
+
+def test_two_ranks_have_the_rewards_of_one_process(alone):
+    both = ranks.run(2, "test_rewards_of_media:on_ranks", 2)
+    for name in ("model", "sizes"):
+        torch.testing.assert_close(both[0]["parts"][name], alone["parts"][name], atol=1e-5, rtol=0)
+        assert both[0]["parts"][name].equal(both[1]["parts"][name])
+        torch.testing.assert_close(both[1]["checked"][name], alone["checked"][name], atol=1e-5, rtol=0)
+    assert both[0]["reward"].equal(both[1]["reward"])
 
 
 def test_the_check_before_a_run_shows_the_media(alone):

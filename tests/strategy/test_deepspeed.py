@@ -155,6 +155,22 @@ def handed_over(st):
     return {n: x.clone() for n, x in then.export(state)}
 
 
+def adapters(st):
+    """Adapters on a frozen model, saved by peft and loaded again."""
+    from peft import PeftModel
+
+    torch.manual_seed(3)
+    lm = model.apply_lora_configuration(tiny.llama(), rank=2, alpha=4)
+    _, state, apply = conformance.train(st, lm, dtype=F32)
+    folder = conformance.shared_folder(st)
+    st.save_pretrained(folder, lm, tiny.tokenizer(), st.export(state))
+    packs = st.shard(conformance.experience(0, dtype=F32), 40)
+    mine = model.score(apply, state.params, packs)
+    theirs = model.score(*model.bind(PeftModel.from_pretrained(tiny.llama(), folder)), packs)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(mine, theirs))
+    return {n: x.clone() for n, x in st.export(state)}
+
+
 def narrow(st):
     """bfloat16: gradients near those of float32, steps that bfloat16 cannot make, and a checkpoint that goes
     on to the bit."""
@@ -276,16 +292,7 @@ def refused(st):
 OWN = {
     f.__name__: f
     for f in (
-        sums,
-        broken_off,
-        unused,
-        constant,
-        resumed,
-        handed_over,
-        narrow,
-        placed,
-        broken,
-        refused,
+        sums, broken_off, unused, constant, resumed, handed_over, adapters, narrow, placed, broken, refused,
     )
 }
 ONLY_ZERO = {"narrow", "refused"}  # these have nothing to be compared with
