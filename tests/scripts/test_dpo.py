@@ -156,6 +156,37 @@ def test_two_processes_log_what_one_logs(tmp_path, alone, kind):
         assert a == pytest.approx(b, rel=2e-4, abs=2e-5)
 
 
+OPTIONS = {
+    "beta": {"beta": 0.5},
+    "cdpo": {"loss": "cdpo", "label_smoothing": 0.1},
+    "smoother": {"loss": "cdpo", "label_smoothing": 0.3},
+    "ipo": {"loss": "ipo"},
+    "nll": {"nll": 1.0},
+    "chosen": {"chosen": "{chosen}+"},
+    "rejected": {"rejected": "{rejected}+"},
+    "template": {"template": "{prompt}("},
+    "seed": {"seed": 1},
+    "batch": {"batch": 4},
+    "lr_end": {"lr_end": 0.5},
+    "constant": {"schedule": "constant"},
+    "lora_rank": {"lora_rank": 2},
+    "lora_targets": {"lora_rank": 2, "lora_targets": "q_proj"},
+}
+
+
+def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "rft_fn.tools.plot.curve", lambda *_, **__: None
+    )  # most of the time of so short a run
+    monkeypatch.setattr("rft_fn.tools.plot.phases", lambda *_, **__: None)
+    found = {}
+    for name, change in {"none": {}, "again": {}, **OPTIONS}.items():
+        train(tmp_path / name, **{"steps": 2, "eval_every": 9, **change})
+        found[name] = weights(tmp_path / name)
+    assert found["none"] == found.pop("again")
+    assert len(set(found.values())) == len(found)
+
+
 def test_what_changes_no_result_changes_none(tmp_path):
     """Packs of one pair, and of all; how often one looks."""
     whole = train(tmp_path / "a", budget=4096)

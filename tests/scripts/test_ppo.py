@@ -134,6 +134,117 @@ def test_a_critic_learns_is_saved_and_taken_up_again(tmp_path):
     assert again[0]["value/explained_variance"] > 0.25
 
 
+OPTIONS = {
+    "gamma": {"gamma": 0.5},
+    "gae_lambda": {"gae_lambda": 0.5},
+    "whiten": {"whiten": False},
+    "clip_low": {"clip_low": 0.9},
+    "clip_high": {"clip_high": 9.0},
+    "dual": {"dual": 1.0001},
+    "value_clip": {"value_clip": 0.001},
+    "critic_lr": {"critic_lr": 1e-2},
+    "max_norm": {"max_norm": 0.01},
+    "warmup": {"warmup": 3},
+    "lr_end": {"lr_end": 0.1},
+    "entropy": {"entropy": 0.1},
+    "overlong": {"overlong": 4},
+    "normalize_reward": {"normalize_reward": True, "whiten": False},
+    "epochs": {"epochs": 3},
+    "minibatches": {"minibatches": 4},
+    "ema": {"ema": 0.5},
+    "algorithm": {"algorithm": "vapo"},
+    "gae_alpha": {"algorithm": "vapo", "gae_alpha": 1.0},
+    "positive_nll": {"positive_nll": 0.1, "positive_at": 0.1},
+    "positive_at": {"positive_nll": 0.1, "positive_at": -1.0},
+    "ptx": {"ptx": 0.1, "ptx_data": "sort_digits:1"},
+    "ptx_batch": {"ptx": 0.1, "ptx_data": "sort_digits:1", "ptx_batch": 2},
+    "ptx_response": {"ptx": 0.1, "ptx_data": "sort_digits:1", "ptx_response": "{answer}{answer}"},
+}
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    """The weights of actor and critic after a step under each option, of updates large enough for clips: at
+    seed 1 tokens go beyond either of them."""
+    folder, out = tmp_path_factory.mktemp("options"), {}
+    for name, options in {"none": {}, "the same again": {}, **OPTIONS}.items():
+        small(folder / name, **{"lr": 5e-3, "epochs": 2, "steps": 1, "seed": 1, **options})
+        out[name] = load_file(folder / name / "checkpoints" / "step_00000001" / "rank_00000.safetensors")
+        out[name] = {k: x for k, x in out[name].items() if "/params/" in k or "average" in k}
+    return out
+
+
+def test_every_option_changes_the_weights_in_its_own_way(changed):
+    assert same(changed["none"], changed.pop("the same again"))
+    names = list(changed)
+    for i, a in enumerate(names):
+        for b in names[:i]:
+            assert not same(changed[a], changed[b]), f"{a} is as {b}"
+
+
+def test_examples_and_entropy_and_good_responses_are_learned(tmp_path):
+    options = {"steps": 6, "lr": 2e-3, "prompts": 8, "seed": 2}
+    data = {"ptx_data": "sort_digits:1", "ptx_batch": 32}
+    nll = {
+        c: [r["ptx/nll"] for r in small(tmp_path / f"p{c}", ptx=c, **data, **options)] for c in (1e-9, 1.0)
+    }
+    assert nll[1.0][0] < nll[1e-9][0] + 0.05 and nll[1.0][-1] < nll[1e-9][-1] - 0.3
+    entropy = [small(tmp_path / f"e{c}", entropy=c, **options)[-1]["policy/entropy"] for c in (0.0, 0.3)]
+    assert entropy[1] > entropy[0] + 0.2
+
+
+def test_the_coefficient_of_kl_follows_the_kl(tmp_path):
+    """Above the target it grows, below it shrinks, and the reward's penalty holds the policy back."""
+    options = {"steps": 6, "lr": 3e-3, "prompts": 8, "kl": 0.05, "kl_horizon": 100.0}
+    coef = {
+        t: [r["kl/coef"] for r in small(tmp_path / f"t{t}", kl_target=t, **options)] for t in (1e-4, 10.0)
+    }
+    assert coef[1e-4][-1] > 0.05 > coef[10.0][-1]
+    options["kl_horizon"] = 1e4
+    kl = [small(tmp_path / f"k{c}", **{**options, "kl": c})[-1]["kl/ref"] for c in (1e-6, 8.0)]
+    assert kl[1] < kl[0] / 2
+
+
+def test_weights_of_a_minibatch(tmp_path):
+    """Each minibatch has a separate mean, and so have the tokens of its good responses."""
+    g = torch.Generator().manual_seed(0)
+    mask = torch.rand(6, 5, generator=g) < 0.7
+    logp = -torch.rand(6, 5, generator=g) * mask
+    good = torch.tensor([1.0, 0, 0, 1, 1, 0])[:, None] * mask
+    zero = torch.zeros(6, 5)
+    exp = rft.Experience(
+        tokens=torch.arange(30).view(6, 5), mask=mask, length=torch.full((6,), 5), old_logp=logp, adv=zero,
+        w=zero, extra={"positive": good},
+    )  # fmt: skip
+    cfg = script().Config(minibatches=2, epochs=2, positive_nll=0.3)
+    row = rft.algorithm.get_actor_critic("ppo")
+    parts = list(script().minibatches(cfg, row, exp, 7))
+    assert len(parts) == 4
+    for x in parts:
+        assert x.w.sum() == pytest.approx(1) and ((x.w > 0) == x.mask).all()
+        tokens = torch.isin(exp.tokens, x.tokens) & (good > 0)
+        want = 0.3 * (-logp[tokens]).mean() if tokens.any() else 0
+        assert (x.w * x.extra["positive"] * -x.old_logp).sum() == pytest.approx(float(want))
+    orders = [tuple(x.tokens[:, 0].tolist()) for x in parts]
+    assert sorted(orders[0] + orders[1]) == sorted(orders[2] + orders[3]) and orders[:2] != orders[2:]
+    again = script().minibatches(cfg, row, exp, 7)
+    assert [tuple(x.tokens[:, 0].tolist()) for x in again] == orders
+
+
+def test_examples_are_a_function_of_the_update():
+    tokenizer = rft.model.load_tokenizer("tiny")
+    cfg = script().Config(ptx=0.5, ptx_data="sort_digits:1", ptx_batch=3)
+    data = rft.data.load(cfg.ptx_data, tokenizer, template="{short}")
+    batches = [script().supervised(cfg, data, tokenizer, u) for u in (0, 1, 0)]
+    assert torch.equal(batches[0].tokens, batches[2].tokens)
+    assert not torch.equal(batches[0].tokens, batches[1].tokens)
+    row = data.prompt(4)  # the second example of update 1
+    ids = batches[1].tokens[1, : batches[1].length[1]].tolist()
+    assert ids == [*row.ids, *tokenizer.encode(row.columns["answer"]), tokenizer.eos_token_id]
+    assert batches[0].w.sum() == pytest.approx(0.5)
+    assert torch.equal(batches[0].extra["ptx"] > 0, batches[0].mask)
+
+
 def test_ppo_learns(tmp_path):
     """A fourth of the default run: the sampled reward doubles, and more."""
     metrics = small(tmp_path / "r", prompts=256, group=1, minibatches=4, steps=14, seed=1)

@@ -298,6 +298,60 @@ def test_a_row_with_a_critic_is_sent_to_its_script(tmp_path):
     )
 
 
+def test_dynamic_sampling_and_the_overlong_penalty_do_something(tmp_path):
+    grpo = script("grpo")
+    options = {"prompts": 4, "group": 2, "steps": 2, "eval_prompts": 4, "seed": 2}
+    changes = {"plain": {}, "rounds": {"rounds": 6}, "again": {"rounds": 6}, "overlong": {"overlong": 6}}
+    for name, change in changes.items():
+        grpo.main(grpo.Config(**options, **change, out=str(tmp_path / name)))
+    found = {name: rows(tmp_path / name) for name in changes}
+    assert found["plain"][0]["reward/flat_groups"] > 0 and found["plain"][0]["sampling/rounds"] == 1
+    assert found["rounds"][0]["reward/flat_groups"] == 0 and found["rounds"][0]["sampling/rounds"] > 1
+    assert found["rounds"] == found["again"]  # what is drawn again is a function of the step too
+    assert (
+        found["overlong"][0]["reward/mean"] == found["plain"][0]["reward/mean"]
+    )  # the reward that is reported
+    assert found["overlong"][0]["loss"] != found["plain"][0]["loss"]
+
+
+OPTIONS = {
+    "epochs": {"epochs": 2},
+    "minibatches": {"minibatches": 3},
+    "clip_low": {"epochs": 2, "clip_low": 0.9},
+    "clip_high": {"epochs": 2, "clip_high": 9.0},
+    "dual": {"epochs": 3, "dual": 1.0001},
+    "kl": {"epochs": 2, "kl": 0.5},
+    "kl_in_reward": {"epochs": 2, "kl_in_reward": 0.5, "steps": 2},
+    "steps": {"epochs": 2, "steps": 2},
+    "reward_clip": {"reward_clip": 0.1},
+    "linear": {"epochs": 3},
+    "cosine": {"epochs": 3, "schedule": "cosine"},
+    "constant": {"epochs": 3, "schedule": "constant"},
+    "beta1": {"epochs": 2, "beta1": 0.5},
+    "beta2": {"epochs": 2, "beta2": 0.5},
+    "weight_decay": {"weight_decay": 10.0},
+    "lora_rank": {"lora_rank": 2},
+    "lora_alpha": {"lora_rank": 2, "lora_alpha": 8.0},
+    "lora_targets": {"lora_rank": 2, "lora_targets": "q_proj"},
+}
+
+
+def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path):
+    grpo, found = script("grpo"), {}
+    small = {
+        "prompts": 4, "group": 4, "eval_prompts": 4, "steps": 1, "warmup": 0, "lr": 2e-3,
+        "algorithm": "dr_grpo",
+    }  # fmt: skip
+    for name, change in {"none": {}, "again": {}, **OPTIONS}.items():
+        grpo.main(grpo.Config(**{**small, **change}, out=str(tmp_path / name)))
+        found[name] = (tmp_path / name / "model/model.safetensors").read_bytes()
+    assert found["none"] == found.pop("again")
+    twins = [(a, b) for a in found for b in found if a < b and found[a] == found[b]]
+    assert not twins
+    with pytest.raises(ValueError, match=r"^clip_low: expected None, rloo has no such limit, got 0.1"):
+        grpo.main(grpo.Config(**{**small, "algorithm": "rloo"}, clip_low=0.1, out=str(tmp_path / "x")))
+
+
 def test_what_a_step_logs(straight):
     """Learning rate, spread of advantages, the policy's part of the loss, seconds of each phase."""
     last = rows(straight)[-1]
@@ -312,6 +366,17 @@ def test_what_a_step_logs(straight):
         assert sum(x for name, x in row.items() if name.startswith("phase/")) <= row["seconds"] * 1.001
     assert [i for i, row in enumerate(timing) if "phase/save" in row] == [2, 4, 6]
     assert (straight / "phases.png").stat().st_size > 5_000
+
+
+def test_updates_of_a_rollout_by_train_batch_size(tmp_path):
+    """16 samples in updates of 6: three a rollout, of which only the first is on-policy."""
+    run("grpo", *SMALL, "--steps", 2, "--lr", 0.03, "--strategy.train-batch-size", 6, "--out", tmp_path / "r")
+    meta = json.loads((tmp_path / "r/checkpoints/step_00000002/meta.json").read_text())
+    assert meta["plain"]["state/step"] == 6 and meta["plain"]["extra/step"] == 2
+    run("grpo", *SMALL, "--steps", 2, "--lr", 0.03, "--out", tmp_path / "one")
+    several, one = rows(tmp_path / "r"), rows(tmp_path / "one")
+    assert max(r["policy/clip_frac"] for r in several) > 0 == max(r["policy/clip_frac"] for r in one)
+    assert len(several) == 2 and several[0]["reward/mean"] == one[0]["reward/mean"]
 
 
 def test_a_sweep_is_what_single_runs_of_the_loss_give(tmp_path):

@@ -20,6 +20,8 @@ from cases import each
 from transformers import AutoModelForSequenceClassification
 
 from rft_fn.model import load_reward, load_tokenizer, save_reward
+from rft_fn.run import load_rewards, options
+from rft_fn.strategy import get_strategy
 
 pytestmark = pytest.mark.slow
 
@@ -318,6 +320,22 @@ def test_a_reward_that_hangs_is_interrupted_and_the_server_lives(folder):
 def test_bad_options_are_one_line(args, line):
     code, _, err = finished(start("serve_reward", *args))
     assert code == 2 and line in err and err.count("\n") == 1
+
+
+def test_a_judge_that_is_served_says_what_it_says_in_the_run(tmp_path):
+    """Its draws are by the keys in the request; the options of engines are read for it."""
+    folder = judges.coin(tmp_path / "coin")
+    spec = f"judge:{folder}(form='terse',temperature=1.0,max_new=10,patience=99)"
+    prompts, completions = ["1=", "1=", "2=", "2="] * 3, ["1", "2", "3", "4"] * 3
+    given = {"keys": list(range(12)), "groups": [0, 0, 1, 1] * 3}
+    score = load_rewards([spec], options.Data(), get_strategy())
+    want = score(prompts, completions, {}, **given).total.tolist()
+    assert set(want) == {0.0, 1.0}
+    with serving("--reward", spec, "--engine-batch", "3") as (_, url):
+        body = json.dumps({"prompts": prompts, "completions": completions} | given).encode()
+        how = {"headers": HEADERS, "trust_env": False, "timeout": 60}
+        found = httpx2.post(f"{url}/score", content=body, **how).json()
+    assert found["rewards"] == want and len(found["extra"]["said"]) == 12
 
 
 def test_a_port_that_is_taken_is_one_line():

@@ -82,14 +82,38 @@ def test_two_processes_log_what_one_logs(tmp_path, alone, options):
         assert a["grad/norm"] == pytest.approx(b["grad/norm"], rel=1e-4)
 
 
-EVEN = """
-import os, pathlib
+@pytest.fixture
+def chat_data(tmp_path):
+    """Rows as TRL has them: a conversation as prompt, and a column that the reward reads."""
+    path = tmp_path / "train.jsonl"
+    system = {"role": "system", "content": "Sort the digits."}
+    digits = [f"{n * 7919 % 1000:03d}" for n in range(64)]
+    talks = [[system, {"role": "user", "content": f"sort:{d}="}] for d in digits]
+    lines = [{"prompt": t, "solution": "".join(sorted(d))} for t, d in zip(talks, digits)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
 
-pathlib.Path(__file__).with_name(os.environ["RANK"]).write_text(str(os.getpid()))
 
-def even(completions, **columns):
-    return [float(sum(c in "02468" for c in text)) for text in completions]
-"""
+def test_a_reward_file_and_chat_data_of_trl_as_they_are(tmp_path, chat_data):
+    """Through grpo.py, untouched, on one process and on two: the rewards are those of the definition."""
+    file = ROOT / "tests" / "reward" / "corpus" / "rewards" / "trl" / "custom.py"
+    rewards = [f"{file}:sorted_digits_reward", f"{file}:token_length_reward=0.125"]
+    args = ["--data", chat_data, "--messages", "prompt", "--reward", *rewards, "--steps", 3]
+    for world in (1, 2):
+        run(world, *args, "--out", tmp_path / str(world))
+    one, two = rows(tmp_path / "1"), rows(tmp_path / "2")
+    names = ("reward/mean", "reward/sorted_digits_reward", "reward/token_length_reward")
+    for name in names:
+        assert [r[name] for r in one] == [r[name] for r in two] and one[0][name] > 0, name
+    for a, b in zip(one, two):
+        assert a["grad/norm"] > 0 and a["grad/norm"] == pytest.approx(b["grad/norm"], rel=1e-4)
+
+    for line in (tmp_path / "2" / "trajectories.jsonl").read_text().splitlines():
+        told = json.loads(line)
+        solution = "".join(sorted(told["prompt"][5:-1]))
+        right = sum(a == b for a, b in zip(told["response"], solution)) / 3
+        assert told["sorted_digits_reward"] == pytest.approx(right)
+        assert told["reward"] == pytest.approx(right + 0.125 * told["token_length_reward"])
 
 
 def test_torchrun_goes_on_by_itself_after_a_kill(tmp_path):

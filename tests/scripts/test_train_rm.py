@@ -4,8 +4,10 @@ import itertools
 import json
 import math
 import os
+import sys
 from functools import cache
 
+import forks
 import numpy as np
 import plain_runs
 import pytest
@@ -16,7 +18,7 @@ from mistakes import check_one_line
 from PIL import Image
 from ranks import free_port
 from test_house import load_script
-from test_scripts import rows
+from test_scripts import ROOT, rows
 
 import rft_fn as rft
 
@@ -366,6 +368,69 @@ def test_two_processes_in_two_parts_are_in_one(two):
     check_same(two / "points", two / "points in parts")
 
 
+def test_torchrun_logs_what_one_process_logs(tmp_path, alone):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
+    flags = [x for name, value in SMALL.items() for x in (f"--{name}", value)]
+    flags += ["--budget", 60, "--lr-end", 1, "--centering", 0.01, "--out", tmp_path / "run"]
+    script = [ROOT / "train_scripts" / "train_rm.py", *flags]
+    command = [*torchrun, "--master-port", free_port(), *script]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    env |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = forks.run([str(x) for x in command], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_close(alone("pairs"), tmp_path / "run")
+
+
+# ---------- options
+
+
+OPTIONS = {
+    "pool": {"pool": "mean"},
+    "attention": {"pool": "attention"},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "centering": {"centering": 0.5},
+    "negatives": {"negatives": ("noise",)},
+    "shares": {"negatives": ("guess=3", "mistake")},
+    "chosen": {"chosen": "{chosen}+"},
+    "template": {"template": "{prompt}("},
+    "seed": {"seed": 1},
+    "batch": {"batch": 4},
+    "lora_rank": {"lora_rank": 2},
+    "freeze": {"freeze": ("layers.0",)},
+    "lists": {"kind": "lists"},
+    "points": {"kind": "points"},
+    "mse": {"kind": "points", "loss": "mse"},
+    "steps": {"kind": "steps"},
+    "separator": {"kind": "steps", "separator": ","},
+    "mse of steps": {"kind": "steps", "loss": "mse"},
+}
+
+
+def test_every_option_of_learning_changes_the_weights_in_its_own_way(tmp_path):
+    found = {}
+    for name, change in {"none": {}, "again": {}, **OPTIONS}.items():
+        train(tmp_path / name, **{"steps": 2, "eval_every": 9, **change})
+        path = tmp_path / name / "model"
+        heads = path / "reward_head.safetensors"
+        found[name] = weights(tmp_path / name) + (heads.read_bytes() if heads.exists() else b"")
+    assert found["none"] == found.pop("again")
+    assert len(set(found.values())) == len(found)
+
+
+def test_margins_of_the_data_are_read(tmp_path):
+    """A column of them changes what is learned, unless another column is named."""
+    plain = [{k: v for k, v in pair.items() if k in ("prompt", "chosen", "rejected")} for pair in PAIRS]
+    lines = {"with": [{**x, "margin": 2} for x in plain], "without": plain}
+    options = {"steps": 2, "batch": 3, "eval_share": 0.0}
+    found = []
+    for name, column in (("with", "margin"), ("without", "margin"), ("with", "other")):
+        files = data_file(tmp_path, name, lines[name])
+        train(tmp_path / f"{name} {column}", data=files, margin=column, **options)
+        found.append(weights(tmp_path / f"{name} {column}"))
+    assert found[0] != found[1] == found[2]
+
+
 def test_heads_have_the_names_of_their_columns_and_are_kept(tmp_path):
     """Two heads of one model; a second run goes on with them, or begins with new ones."""
     files = data_file(tmp_path, "points", POINTS * 4)
@@ -379,6 +444,15 @@ def test_heads_have_the_names_of_their_columns_and_are_kept(tmp_path):
     assert new[0]["eval/loss"] == pytest.approx(math.log(2), rel=1e-6)
     with pytest.raises(ValueError, match=r"heads: expected .*, --heads format score, got none"):
         train(tmp_path / "d", model=str(tmp_path / "a/model"), keep_heads=True, kind="pairs")
+
+
+def test_images_are_read_and_the_model_is_saved(tmp_path):
+    """The right count against a wrong one, of a model that sees."""
+    options = {"model": "tiny-vl", "data": ("count_squares:1",), "steps": 3, "batch": 4, "eval_items": 4}
+    found = train(tmp_path / "r", **options)
+    assert found[-1]["loss"] != found[0]["loss"] and found[-1]["grad/norm"] > 0
+    module = rft.model.load_reward(str(tmp_path / "r/model"))
+    assert module.heads[0].name == "score"
 
 
 def said(text):
