@@ -7,6 +7,7 @@ import sys
 import forks
 import pytest
 import torch
+from cases import each
 from ranks import free_port
 from test_house import load_script as script
 from test_scripts import ROOT
@@ -70,9 +71,6 @@ def test_dpo_learns_which_answer_an_image_or_a_sound_has(model, task, tmp_path):
     assert rft.model.load_processor(tmp_path / "dpo" / "model") is not None
 
 
-# ------------------------------------------------------------------------------------------------ ppo.py
-
-
 @pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
 def test_ppo_has_a_critic_that_sees_or_hears(model, task, tmp_path):
     """The critic's tower learns as well; its value of a prompt depends on what it sees."""
@@ -100,9 +98,6 @@ def test_ppo_has_a_critic_that_sees_or_hears(model, task, tmp_path):
 
 def of(model):
     return rft.data.Processing(rft.model.load_processor(model))
-
-
-# ----------------------------------------------------------------------------------------------- grpo.py
 
 
 @pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
@@ -145,9 +140,6 @@ def test_a_prompt_that_leaves_no_room_for_its_response_stops_before_a_model_is_l
         grpo.main(grpo.Config(data=("count_squares",), max_new=240, template="1234{short}", **cfg))
 
 
-# ------------------------------------------------------------------------------------------------ sft.py
-
-
 @pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)
 def test_two_processes_of_fsdp2_learn_what_one_does(model, task, tmp_path):
     """The same losses, and weights that moved alike."""
@@ -170,9 +162,6 @@ def test_two_processes_of_fsdp2_learn_what_one_does(model, task, tmp_path):
     for name, x in a.items():
         moved = (x - start[name]).norm()
         assert moved > 0 and (b[name] - x).norm() < 1e-2 * moved, name
-
-
-# --------------------------------------------------------------------------------------------- replay.py
 
 
 @pytest.mark.parametrize(("model", "task"), CASES, ids=IDS)

@@ -130,7 +130,7 @@ def test_two_processes_play_and_learn_as_one(tmp_path):
         assert said[0] == said[1]
 
 
-@pytest.mark.parametrize(
+@each(
     "options, line",
     [
         (["--environment", "chess"], "environment: expected one of guess_number"),

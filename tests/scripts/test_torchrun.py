@@ -82,6 +82,16 @@ def test_two_processes_log_what_one_logs(tmp_path, alone, options):
         assert a["grad/norm"] == pytest.approx(b["grad/norm"], rel=1e-4)
 
 
+EVEN = """
+import os, pathlib
+
+pathlib.Path(__file__).with_name(os.environ["RANK"]).write_text(str(os.getpid()))
+
+def even(completions, **columns):
+    return [float(sum(c in "02468" for c in text)) for text in completions]
+"""
+
+
 @pytest.fixture
 def chat_data(tmp_path):
     """Rows as TRL has them: a conversation as prompt, and a column that the reward reads."""

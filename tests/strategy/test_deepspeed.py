@@ -292,7 +292,17 @@ def refused(st):
 OWN = {
     f.__name__: f
     for f in (
-        sums, broken_off, unused, constant, resumed, handed_over, adapters, narrow, placed, broken, refused,
+        sums,
+        broken_off,
+        unused,
+        constant,
+        resumed,
+        handed_over,
+        adapters,
+        narrow,
+        placed,
+        broken,
+        refused,
     )
 }
 ONLY_ZERO = {"narrow", "refused"}  # these have nothing to be compared with
