@@ -9,10 +9,9 @@ from rft_fn.data import Dataset
 from rft_fn.memory import Estimate
 from rft_fn.model.blocks import require_compiler
 from rft_fn.model.load import usual_device
-from rft_fn.strategy.config import StrategyConfig, add_arguments
+from rft_fn.strategy.config import StrategyConfig, add_arguments, estimate, preflight
 from rft_fn.strategy.diagnose import NonFinite, load_fault
 from rft_fn.strategy.local import fork, local
-from rft_fn.strategy.preflight import estimate, preflight
 from rft_fn.strategy.step import Session
 from rft_fn.types import Strategy
 

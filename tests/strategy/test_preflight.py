@@ -11,7 +11,7 @@ import rft_fn as rft
 from rft_fn import memory, optim
 from rft_fn.model import tiny as embedded
 from rft_fn.strategy import StrategyConfig, estimate
-from rft_fn.strategy.preflight import layout, remedy
+from rft_fn.strategy.config import layout, remedy
 
 
 def of(**options):
