@@ -219,7 +219,7 @@ def test_packs_are_balanced_by_what_is_left_to_compute_where_prompts_are_shared(
     exp = packing.supervised([*shared, *[([20 + i] * 10, [50]) for i in range(4)]])
     assert packing.cut(exp, 200, 2) == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
     assert packing.cut(exp, 200, 2, share_prefixes=True) == [[[0, 1, 2, 3, 6]], [[4, 5, 7]]]
-    assert packing.cut(exp, 200, share_prefixes=True, alone=True) == packing.cut(exp, 200, alone=True)
+    assert packing.cut(exp, 200, share_prefixes=True, one_unit=True) == packing.cut(exp, 200, one_unit=True)
     longer = [(list(range(1, 21)), [50] * 6)] * 4  # 20 + 4 times 5
     exp_ = packing.supervised([*longer, *[([20 + i] * 10, [50]) for i in range(4)]])
     assert packing.cut(exp_, 200, 2, share_prefixes=True) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
@@ -713,7 +713,7 @@ def test_a_pack_has_at_most_so_many_rows_or_one_list(case, most):
     for world in (1, 3):
         plans = packing.cut(exp, 0, world, unit=unit, most=most)
         assert max(len(rows) for part in plans for rows in part) <= most
-        one = packing.cut(exp, 0, world, unit=unit, alone=True)
+        one = packing.cut(exp, 0, world, unit=unit, one_unit=True)
         assert all(len(packing.among(unit, rows)) <= 1 for part in one for rows in part)
         both = [sorted(r for part in plan for rows in part for r in rows) for plan in (plans, one)]
         assert both[0] == both[1]

@@ -218,14 +218,14 @@ def cut(
     *,
     unit: int | Sequence[int] = 1,
     most: int = 0,
-    alone: bool = False,
+    one_unit: bool = False,
     media_cost: float = MEDIA_COST,
     share_prefixes: bool = False,
 ) -> list[list[list[int]]]:
     """The rows of each pack of each rank, as `shard` packs them.
 
-    A function of numbers alone, the same on every rank: rows of media need not be held. With `alone` each
-    pack has one unit, whatever `most`.
+    A function of numbers alone, the same on every rank: rows of media need not be held. With `one_unit`
+    each pack has one unit, whatever `most`.
     """
     rows = check.units(unit, len(exp.tokens))
     largest = max(rows, default=1)
@@ -239,7 +239,7 @@ def cut(
 
     # a pack of one unit is a pack of one row, where each unit counts as a row
     counted = rows
-    if alone:
+    if one_unit:
         counted = [1] * len(rows)
         most = 1
 
@@ -247,7 +247,7 @@ def cut(
     room = min(budget, max(budget - reserve(exp, unit), *sizes, 0))
 
     packs = _packs(sizes, costs, counted, room, world, most)
-    if share_prefixes and not alone:
+    if share_prefixes and not one_unit:
         families, saved = _families(exp, sizes, rows)
         lists = bundle(sizes, families, room, most=most, rows=counted)
         cheaper = list(costs)

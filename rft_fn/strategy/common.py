@@ -1,39 +1,41 @@
-"""The parts that all strategies share: the cut of a batch, and the record around a backend."""
+"""What all strategies do alike: cut a batch into packs, and run a backend's part of each function."""
 
-import ctypes
-import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rft_fn import check, ckpt, dist, memory, packing, tree
+from rft_fn import model as model_lib
 from rft_fn.model import reader
+from rft_fn.model.bind import read_field, require_fields, to_params_device
 from rft_fn.model.lora import Export
 from rft_fn.model.materialize import Residence, Where
+from rft_fn.model.scorer import Scorer
 from rft_fn.model.text import ALONE
-from rft_fn.strategy import diagnose
+from rft_fn.strategy import diagnose, step
 from rft_fn.strategy.config import StrategyConfig
-from rft_fn.strategy.step import Session, require_same_sampling, scorer
-from rft_fn.types import Apply, Experience, LossFn, Packed, Strategy, TrainState, Transform
-from rft_fn.types.media import MEDIA_COST
-from rft_fn.types.strategy import (
-    Bind,
-    ExportWeights,
-    Gather,
-    Grad,
-    Init,
-    MoveState,
-    Restore,
-    SavePretrained,
-    Update,
+from rft_fn.strategy.step import Session, disable_malloc_trim
+from rft_fn.types import (
+    Apply,
+    Experience,
+    LossFn,
+    Packed,
+    Rollout,
+    Sampling,
+    TokenOut,
+    TrainState,
+    Transform,
+    experience,
 )
+from rft_fn.types.media import MEDIA_COST
 
 __all__ = [
-    "Backend", "Cut", "assemble", "everywhere", "keep_freed", "place", "require_device",
-    "require_own_apply", "residence_of",
+    "Backend", "Packer", "all_true", "require_own_apply", "residence_of", "watched",
 ]  # fmt: skip
 
 
@@ -41,89 +43,55 @@ __all__ = [
 
 
 def residence_of(apply: Apply) -> Residence:
-    """Where the weights of a bound model are. ValueError for an apply that no strategy gave."""
-    found = getattr(apply, "residence", None)
-    if found is None:
+    """Return the place of a bound model's weights; ValueError for an apply that no strategy gave."""
+    residence = getattr(apply, "residence", None)
+    if residence is None:
         raise ValueError(f"apply: expected one that st.init or st.bind gave, got {type(apply).__name__}")
-    return found
+    return residence
 
 
 def require_own_apply(state: TrainState, apply: Apply) -> None:
-    """ValueError for an apply that `init` did not give with this state, or with the state that it forks."""
+    """Raise ValueError for an apply that `init` did not give with this state or the one it forks."""
     residence = getattr(apply, "residence", None)
     own = residence is not None and residence is state.residence
     if state.residence is None:  # a fork, or a state of ZeRO, which knows its own
         own = residence is not None and (state.module is None or residence.module is state.module)
     if not own:
-        found = getattr(apply, "__name__", type(apply).__name__)
+        got = getattr(apply, "__name__", type(apply).__name__)
         if residence is not None:
-            found = f"that of another {residence.name}"
+            got = f"that of another {residence.name}"
         raise ValueError(
-            f"apply: expected the one that init gave with this state, got {found}; a model that computes "
+            f"apply: expected the one that init gave with this state, got {got}; a model that computes "
             "something else is a module of its own: apply, state = st.init(module, tx)"
         )
 
 
-def place(apply: Apply, where: Where, /) -> None:
-    """Move the weights of a bound model to the "device" or to the "host"; see `types.strategy.Place`."""
-    residence_of(apply).move(where)
-
-
-def require_device(state: TrainState) -> None:
-    """ValueError for a state whose weights are on the host."""
+def _require_device(state: TrainState) -> None:
+    """Raise ValueError for a state with weights on the host."""
     if state.residence is not None:
         state.residence.require_device("state")
 
 
-# ---------- memory of the host that is freed and soon needed again
+# ---------- the cut of a batch into packs
 
 
-# names and values of glibc's malloc.h
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_NEVER = -1
-_LARGE = 1 << 30  # bytes from which on an allocation is the system's own, and goes back to it at once
+class Packer:
+    """Cuts batches into packs, as the models of a strategy allow.
 
-
-def keep_freed() -> bool:
-    """Have this process keep the memory that it frees, in blocks of up to 1 GiB.
-
-    Returns whether it does from then on: only with glibc. A gradient frees its activations, and the next pack
-    needs as much. By default glibc hands large blocks back to the system, which gives them out again page by
-    page, each filled with zeros. Again is no different.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGE) and mallopt(_TRIM_THRESHOLD, _NEVER))
-
-
-# ---------- the parts that all strategies share: the cut of a batch, and the record around a backend
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class Cut:
-    """How a strategy cuts batches into packs.
-
-    A pack has one sequence (one unit) once a model of the strategy mixes those of a pack, and the rows of a
-    prompt together once one computes tokens that begin alike once; each model is tested for that when it is
-    bound.
+    Each model is tested when it is bound. After one that mixes the sequences of a pack, a pack has one
+    sequence (one unit); after one that computes common beginnings once, the rows of a prompt stay together.
     """
 
     def __init__(self, config: StrategyConfig, agree: Callable[[bool], bool] = bool):
         self.config = config
-        self.agree = agree
-        self.alone = False
+        self.agree = agree  # whether x is true on every process
+        self.one_unit = False
         self.shared = False
 
     def settle(self, root: nn.Module, call: Callable[..., Any] | None = None) -> None:
-        """`reader.settle`, by all processes alike; `call` is the module as it is run."""
+        """Test a model by `reader.settle`, on all processes alike; `call` is the module as it is run."""
         reader.settle(root, call=call, agree=self.agree)
-        self.alone |= getattr(root, "way", None) == ALONE
+        self.one_unit |= getattr(root, "way", None) == ALONE
         self.shared |= getattr(root, "shared", False)
 
     def rows(
@@ -135,31 +103,36 @@ class Cut:
         unit: int | Sequence[int] = 1,
         media_cost: float = MEDIA_COST,
     ) -> list[list[list[int]]]:
-        """`packing.cut` with the options of the config: the rows of each pack of each rank.
+        """Return the rows of each pack of each rank: `packing.cut` with the options of the config.
 
         Packs have at most `budget` tokens and micro_train_batch_size sequences; without packing_samples
         exactly so many (the last one fewer), whatever their tokens.
         """
+        packing_samples = self.config.packing_samples
         most = self.config.micro_train_batch_size
-        if not self.config.packing_samples:
-            budget = 0
+        if not packing_samples:
             most = max([most, *check.units(unit, len(exp.tokens))])
-        if self.alone:
-            most = 0
-        options = {"unit": unit, "most": most, "alone": self.alone, "media_cost": media_cost}
-        options["share_prefixes"] = self.shared and self.config.packing_samples
-        return packing.cut(exp, budget, world, **options)
+        return packing.cut(
+            exp,
+            budget if packing_samples else 0,
+            world,
+            unit=unit,
+            most=0 if self.one_unit else most,
+            one_unit=self.one_unit,
+            media_cost=media_cost,
+            share_prefixes=self.shared and packing_samples,
+        )
 
     def sequences(
         self, exp: Experience, plans: Sequence[Sequence[Sequence[int]]], unit: int | Sequence[int]
     ) -> int:
-        """The sequences that every pack of some plans must have; 0 if they may differ.
+        """Return the number of sequences that every pack must have; 0 if packs may differ.
 
-        They must not where lists of different lengths meet a model that takes one sequence at a time: each
-        is a forward then, and processes that share a model run equally many. ValueError for media in only
-        some rows: towers would run more often on one process than on another.
+        Packs must not differ where lists of different lengths meet a model that takes one sequence at a
+        time: each sequence is a forward, and processes that share a model run equally many. ValueError for
+        media in only some rows: towers would run more often on one process than on another.
         """
-        if not self.alone or isinstance(unit, int):
+        if not self.one_unit or isinstance(unit, int):
             return 0
         for name, count in packing.counts(exp.media).items():
             if not bool(count.all()):
@@ -171,230 +144,292 @@ class Cut:
         return max(len(rows) for part in plans for rows in part)
 
 
-def everywhere(x: bool) -> bool:
-    """Whether x is true on every process."""
+# ---------- whole rows, scored by a model
+
+
+def require_same_sampling(apply: Apply, drawn: Sampling | None) -> None:
+    """Raise ValueError for a model that scores another distribution than a rollout was drawn from."""
+    residence = getattr(apply, "residence", None)
+    if drawn is None or residence is None:
+        return
+    for part in residence.root.modules():
+        if isinstance(part, Scorer) and part.sampling.distribution != drawn.distribution:
+            raise ValueError(
+                f"sampling: expected a model bound with that of the rollout, {drawn.described}, got "
+                f"{part.sampling.described}; give st.init and st.bind sampling=rollout.sampling, or "
+                "tree.replace(rollout, sampling=None) where that is meant"
+            )
+
+
+def _all_rows(batch: Experience | Rollout) -> Experience:
+    """Return the batch with a weight on every token in mask, so that no row is left out."""
+    w = batch.mask.float()
+    if isinstance(batch, Rollout):
+        # its own log-probs may be NaN, which is what is looked into: they only say what was sampled
+        old_logp = torch.nan_to_num(batch.logp, nan=-1.0)
+        return experience(batch, adv=torch.zeros_like(w), w=w, old_logp=old_logp)
+    return tree.replace(batch, w=w)
+
+
+# ---------- a strategy: what all of them do alike, around what differs
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def watched(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Describe lost processes in the errors of a method, which may wait for them."""
+
+    def call(self: Any, *args: P.args, **options: P.kwargs) -> T:
+        with self.session.watch():
+            return method(self, *args, **options)
+
+    return call
+
+
+def all_true(x: bool) -> bool:
+    """Return whether x is true on every process."""
     return all(dist.all_gather_object(x))
 
 
-class SaveState(Protocol):
-    """Writes a checkpoint, as `ckpt.save` does."""
+class Backend(ABC):
+    """The functions of a strategy, of which `types.record(Strategy, backend)` makes the record.
 
-    def __call__(
-        self,
-        path: str | Path,
-        state: ckpt.States,
-        extra: Any = None,
-        *,
-        score: float | None = None,
-        writer: ckpt.Writer | None = None,
-    ) -> Path:
-        """Write the states; with a `writer` in the background."""
-        ...
+    A subclass lays out modules (`bind`) and puts a parameter together (`_whole`). What begins with an
+    underscore is the backend's part of the function of that name; by default it is that of plain tensors.
+    """
 
+    def __init__(self, config: StrategyConfig, session: Session, *, rank: int = 0, world: int = 1):
+        cuda = torch.cuda.is_available()
+        self.config = config
+        self.session = session
+        self.rank = rank
+        self.world = world
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.packer = Packer(config)
 
-class ExportState(Protocol):
-    """Puts trained weights together."""
+    # ----- models
 
-    def __call__(self, state: TrainState, *, finite: bool = True) -> Export:
-        """Full tensors by name; with `finite`, ValueError for one with NaN or inf."""
-        ...
+    @abstractmethod
+    def bind(self, module: nn.Module, **options: Any) -> tuple[Apply, tree.Named]:
+        """Lay out a module that only scores: (apply, params); see `types.strategy.Bind`."""
 
-
-class Backend(NamedTuple):
-    """The functions in which strategies differ."""
-
-    init: Init
-    bind: Bind
-    grad: Grad
-    update: Update
-    export: ExportState
-    finite: Callable[[Any], bool]  # whether all gradients are, the same on every rank
-    save_pretrained: SavePretrained
-    save: SaveState
-    restore: Restore
-    offload: MoveState
-    reload: MoveState
-    release: Callable[[], None]  # gives back what the backend itself holds, when the strategy is closed
-
-
-def assemble(
-    backend: Backend,
-    config: StrategyConfig,
-    session: Session,
-    cut: Cut,
-    *,
-    rank: int,
-    world: int,
-    gather: Gather,
-) -> Strategy:
-    """The strategy of a backend, whose functions run inside the phases of the session."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-
-    # functions with phases of their parts, then the small ones that no backend changes
-    grad, update = _train_step(backend, session, keep=config.keep_memory and device.type == "cpu")
-    save, restore, rotate = _checkpoints(backend, session)
-
-    def shard(
-        exp: Experience,
-        budget: int,
-        *,
-        unit: int | Sequence[int] = 1,
-        media_cost: float = MEDIA_COST,
-    ) -> list[Packed]:
-        plans = cut.rows(exp, budget, world=world, unit=unit, media_cost=media_cost)
-        least = cut.sequences(exp, plans, unit)
-
-        # the plan is of numbers, which every rank has; of media it has those that its own packs read
-        packs = plans[rank]
-        media = dist.fetch_media(exp.media, packing.owners(exp, packs))
-        exp = tree.replace(exp, media=media)
-        made = [packing.pack(exp, rows, unit=packing.among(unit, rows)) for rows in packs]
-        return [packing.fill(b, least) for b in made]
-
-    def print_on_main(*args: Any, **options: Any) -> None:
-        if rank == 0:
-            print(*map(check.printable, args), **options)
-
-    def close() -> None:
-        session.close(backend.release)
-
-    # whatever waits for other processes describes the loss of one
-    return Strategy(
-        init=_watched(_init(backend), session),
-        bind=_watched(backend.bind, session),
-        shard=_watched(shard, session),
-        score=_watched(scorer(shard, gather), session),
-        gather=_watched(gather, session),
-        all_reduce=_watched(dist.all_reduce, session),
-        grad=grad,
-        update=update,
-        export=_export(backend),
-        save_pretrained=_watched(backend.save_pretrained, session),
-        save=save,
-        restore=restore,
-        rotate=rotate,
-        offload=backend.offload,
-        reload=backend.reload,
-        place=_watched(place, session),
-        print=print_on_main,
-        report_memory=_watched(memory.report, session),
-        close=close,
-        session=session,
-        rank=rank,
-        world=world,
-        device=device,
-        config=config,
-    )
-
-
-def _watched(f: Callable[P, T], session: Session) -> Callable[P, T]:
-    """`f`, with the errors of lost processes described."""
-
-    def watched(*args: P.args, **options: P.kwargs) -> T:
-        with session.watch():
-            return f(*args, **options)
-
-    return watched
-
-
-def _init(backend: Backend) -> Init:
-    """The init of a backend, for optimizers of this library's kind."""
-
-    def init(module: nn.Module, tx: Transform, **options: Any) -> tuple[Apply, TrainState]:
+    @watched
+    def init(self, module: nn.Module, tx: Transform, **options: Any) -> tuple[Apply, TrainState]:
+        """Lay out a module that is trained: (apply, state); ValueError unless `tx` is a Transform."""
         if not all(hasattr(tx, field) for field in Transform._fields):
             name = getattr(tx, "__name__", type(tx).__name__)
             raise ValueError(
                 f"tx: expected a Transform, such as optim.adamw(1e-6), got {name}; one of your own is "
                 "Transform(init, update, spec)"
             )
-        return backend.init(module, tx, **options)
+        return self._init(module, tx, **options)
 
-    return init
+    def _init(self, module: nn.Module, tx: Transform, **options: Any) -> tuple[Apply, TrainState]:
+        apply, params = self.bind(module, **options)
+        return apply, step.start(params, tx, self.config, module, residence_of(apply))
 
+    @watched
+    def place(self, apply: Apply, where: Where, /) -> None:
+        """Move the weights of a bound model to the "device" or to the "host"."""
+        residence_of(apply).move(where)
 
-def _train_step(backend: Backend, session: Session, *, keep: bool) -> tuple[Grad, Update]:
-    """(grad, update) of a backend; gradients that are not finite are diagnosed when they stop the run.
+    # ----- batches
 
-    With `keep` the process keeps the memory that it frees, from the first gradient on.
-    """
+    @watched
+    def gather(self, x: Any, /) -> Any:
+        """Join the trees of all ranks."""
+        return dist.gather(x)
+
+    @watched
+    def all_reduce(self, x: Any, op: str = "mean") -> Any:
+        """Reduce numbers over all ranks."""
+        return dist.all_reduce(x, op)
+
+    @watched
+    def shard(
+        self,
+        exp: Experience,
+        budget: int,
+        *,
+        unit: int | Sequence[int] = 1,
+        media_cost: float = MEDIA_COST,
+    ) -> list[Packed]:
+        """Cut a batch into packs, and return those of this rank."""
+        plans = self.packer.rows(exp, budget, world=self.world, unit=unit, media_cost=media_cost)
+        least = self.packer.sequences(exp, plans, unit)
+
+        # the plan is of numbers, which every rank has; of media it has those that its own packs read
+        plan = plans[self.rank]
+        exp = tree.replace(exp, media=dist.fetch_media(exp.media, packing.owners(exp, plan)))
+        packs = [packing.pack(exp, rows, unit=packing.among(unit, rows)) for rows in plan]
+        return [packing.fill(b, least) for b in packs]
+
+    @torch.no_grad()
+    @watched
+    def score(
+        self,
+        apply: Apply,
+        params: Any,
+        batch: Experience | Rollout,
+        budget: int,
+        *,
+        fields: Sequence[str] = ("logp",),
+    ) -> TokenOut:
+        """Score whole rows: every rank its own packs, and every rank gets all rows."""
+        require_fields(fields)
+        require_same_sampling(apply, batch.sampling)
+        exp = _all_rows(batch)
+        packs = self.shard(exp, budget)
+        outs = [apply(params, pack) for pack in to_params_device(apply, params, packs)]
+
+        def rows(name: str) -> Tensor:
+            """Return one field of the packs of all ranks as [B, S, ...], 0 outside mask."""
+            mine = [read_field(out, name).to(exp.tokens.device) for out in outs]
+            return self.gather(packing.unpack(mine, packs, exp.tokens)[None]).sum(0)
+
+        # in the same order on every rank, as a set is not
+        return TokenOut(**{name: rows(name) for name in dict.fromkeys(["logp", *fields])})
+
+    # ----- gradients and updates
 
     def grad(
-        state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed], /
+        self, state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed], /
     ) -> tuple[Any, dict[str, Any]]:
-        with session.watch():
-            session.writer.poll()  # a checkpoint that could not be written is news now, not at the next one
+        """Compute gradients, after checks of what they are of; they know what they were computed from."""
+        with self.session.watch():
+            self.session.writer.poll()  # a checkpoint that could not be written is news now, not at the next
         # not before: what the loading of models frees would fall into pieces, and be held for nothing
-        if keep:
-            keep_freed()
+        if self.config.keep_memory and self.device.type == "cpu":
+            disable_malloc_trim()
         require_own_apply(state, apply)
         for pack in packs:
             require_same_sampling(apply, pack.sampling)
-        grads, metrics = backend.grad(state, apply, loss_fn, packs)
+        grads, metrics = self._grad(state, apply, loss_fn, packs)
         return diagnose.with_source(grads, diagnose.Source(apply, loss_fn, packs)), metrics
 
-    # the backend's own gradients are tried again, in parts, when an update raises
-    def update(state: TrainState, grads: Any, /) -> tuple[TrainState, dict[str, Any]]:
-        require_device(state)
+    def _grad(
+        self, state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]
+    ) -> tuple[Any, dict[str, Any]]:
+        return step.grad(state, apply, loss_fn, packs, session=self.session)
+
+    def update(self, state: TrainState, grads: Any, /) -> tuple[TrainState, dict[str, Any]]:
+        """Take a step; gradients that are not finite are diagnosed when they stop the run."""
+        _require_device(state)
         source = getattr(grads, "source", None)
         try:
-            return backend.update(state, grads)
+            return self._update(state, grads)
         except diagnose.NonFinite as error:
             if source is None:  # gradients that a script made itself
                 raise
-            with session.phase(f"diagnosis of step {state.step + 1}"):
-                found = _diagnosed(backend, session, state, source)
-            raise diagnose.NonFinite(f"{error}; {found}") from None
+            with self.session.phase(f"diagnosis of step {state.step + 1}"):
+                line = self._diagnose(state, source)
+            raise diagnose.NonFinite(f"{error}; {line}") from None
 
-    return grad, update
+    def _update(self, state: TrainState, grads: Any) -> tuple[TrainState, dict[str, Any]]:
+        return step.update(state, grads, config=self.config, session=self.session)
 
+    def _finite(self, grads: Any) -> bool:
+        """Return whether all gradients are finite, the same on every rank."""
+        return step.finite(grads)
 
-def _export(backend: Backend) -> ExportWeights:
-    """The export of a backend, for weights on the device."""
+    def _diagnose(self, state: TrainState, source: diagnose.Source) -> str:
+        """Dump the first sequence without finite gradients, and return a line about it."""
 
-    def export(state: TrainState, /) -> Export:
-        require_device(state)
-        return backend.export(state)
+        def broken(packs: Sequence[Packed]) -> bool:
+            grads, _ = self._grad(state, source.apply, source.loss_fn, packs)
+            return not self._finite(grads)
 
-    return export
+        # weights that are not finite are dumped too
+        weights = {n: x.detach().cpu().clone() for n, x in self._export(state, finite=False)}
+        return diagnose.dump(self.session.dump_dir, state.step + 1, broken, source.packs, weights)
 
+    def offload(self, state: TrainState, /) -> TrainState:
+        """Move the optimizer to the host. Donates `state`."""
+        return step.move_opt(state, "cpu")
 
-def _diagnosed(backend: Backend, session: Session, state: TrainState, source: diagnose.Source) -> str:
-    """Dump the first sequence without finite gradients, and say where it is."""
+    def reload(self, state: TrainState, /) -> TrainState:
+        """Move the optimizer to the device of this process. Donates `state`."""
+        return step.move_opt(state, self.device)
 
-    def broken(packs: Sequence[Packed]) -> bool:
-        grads, _ = backend.grad(state, source.apply, source.loss_fn, packs)
-        return not backend.finite(grads)
+    # ----- weights and checkpoints
 
-    # weights that are not finite are dumped as they are
-    weights = {n: x.detach().cpu().clone() for n, x in backend.export(state, finite=False)}
-    return diagnose.dump(session.dump_dir, state.step + 1, broken, source.packs, weights)
+    @abstractmethod
+    def _whole(self, state: TrainState, p: Tensor) -> Tensor:
+        """Return a trained parameter as a full tensor; all ranks call it."""
 
+    def _export(self, state: TrainState, *, finite: bool = True) -> Export:
+        """Return the trained weights; with `finite`, ValueError for one with NaN or inf."""
+        return Export(state.params, state.module, partial(self._whole, state), finite=finite)
 
-def _checkpoints(backend: Backend, session: Session) -> tuple[Any, Any, Any]:
-    """(save, restore, rotate), which share the session's writer."""
+    def export(self, state: TrainState, /) -> Export:
+        """Return the trained weights by the plain model's names, adapters merged."""
+        _require_device(state)
+        return self._export(state)
+
+    @watched
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        module: Any,
+        tokenizer: Any = None,
+        weights: Any = (),
+        *,
+        merge: bool = False,
+    ) -> Path:
+        """Write a model as a folder."""
+        return model_lib.save(folder, module, tokenizer, weights, merge=merge, write=self.rank == 0)
 
     def save(
-        path: str | Path, state: Any, extra: Any = None, *, score: float | None = None, wait: bool = True
+        self,
+        path: str | Path,
+        state: Any,
+        extra: Any = None,
+        *,
+        score: float | None = None,
+        wait: bool = True,
     ) -> Path:
-        with session.phase("checkpoint"):
-            if not wait:
-                return backend.save(path, state, extra, score=score, writer=session.writer)
-            session.writer.finish()  # of a save before this one, which may have failed
-            return backend.save(path, state, extra, score=score)
+        """Write a checkpoint; without `wait` while training continues."""
+        with self.session.phase("checkpoint"):
+            writer = None if wait else self.session.writer
+            if wait:
+                self.session.writer.finish()  # of a save before this one, which may have failed
+            return self._save(path, state, extra, score=score, writer=writer)
+
+    _save = staticmethod(ckpt.save)
 
     # these two read and delete folders, so they need not wait for a write under way
-    def restore(path: str | Path, like: Any, extra: Any = None) -> tuple[Any, Any]:
-        with session.phase("restore"):
-            return backend.restore(path, like, extra)
+    def restore(self, path: str | Path, like: Any, extra: Any = None) -> tuple[Any, Any]:
+        """Read a checkpoint: (state, extra). Donates `like`."""
+        with self.session.phase("restore"):
+            return self._restore(path, like, extra)
 
-    def rotate(folder: str | Path, *, keep: int, best: int = 0, max_bytes: int | None = None) -> list[Path]:
-        with session.watch():
-            return ckpt.rotate(folder, keep=keep, best=best, max_bytes=max_bytes, writer=session.writer)
+    _restore = staticmethod(ckpt.restore)
 
-    return save, restore, rotate
+    @watched
+    def rotate(
+        self, folder: str | Path, *, keep: int, best: int = 0, max_bytes: int | None = None
+    ) -> list[Path]:
+        """Delete old checkpoints, and return them."""
+        writer = self.session.writer
+        return ckpt.rotate(folder, keep=keep, best=best, max_bytes=max_bytes, writer=writer)
 
+    # ----- the process
 
-def nothing() -> None:
-    """The release of a backend that holds nothing."""
+    def print(self, *args: Any, **options: Any) -> None:
+        """Print on rank 0."""
+        if self.rank == 0:
+            print(*map(check.printable, args), **options)
+
+    @watched
+    def report_memory(self, prefix: str = "") -> dict[str, int]:
+        """Measure the memory of this process."""
+        return memory.report(prefix)
+
+    def close(self) -> None:
+        """Wait for the checkpoint writer, and leave the processes."""
+        self.session.close(self._release)
+
+    def _release(self) -> None:  # noqa: B027 - not abstract: most backends hold nothing
+        """Give back what the backend itself holds."""

@@ -7,7 +7,6 @@ functions on the same names. Gradients are summed over ranks, never averaged: th
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import gcd
 from typing import Any
 
@@ -18,19 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from rft_fn import ckpt, dist, memory, metric, packing, tree
+from rft_fn import dist, memory, metric, packing, tree
 from rft_fn import model as model_lib
 from rft_fn.model import attention, quantize
 from rft_fn.model.bind import own_parameters, require_own
 from rft_fn.model.blocks import blocks
-from rft_fn.model.lora import Export
 from rft_fn.model.materialize import Residence
 from rft_fn.strategy import step
-from rft_fn.strategy.common import Backend, Cut, assemble, everywhere, nothing
+from rft_fn.strategy.common import Backend, Packer, all_true, watched
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.local import layout as local_layout
 from rft_fn.strategy.step import Session
-from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
+from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, record
 
 __all__ = ["SequenceAxis", "fsdp2", "groups", "layout", "meshes", "shared_meshes"]
 
@@ -299,74 +297,64 @@ class FSDPApply:
             return out[self.sequence.rank]
 
 
-def bind(
-    config: StrategyConfig,
-    module: nn.Module,
-    *,
-    cut: Cut,
-    session: Session,
-    sampling: Sampling | None = None,
-    entropy: bool = False,
-    aux: bool = False,
-    shard_size: int | None = None,
-) -> tuple[FSDPApply, tree.Named]:
-    """(apply, params) of a module, which is sharded in place."""
-    quantize.require_whole(module, "FSDP2")
-    mesh, sequence = shared_meshes(config, shard_size)
-    module = step.cast(module, config)
-    root = step.wrap_for_training(config, module, sampling=sampling, entropy=entropy, aux=aux)
-    if sequence is not None:
-        model_lib.split_over(root, sequence)
-    shard_module(root, mesh, config)
-    model_lib.materialize(module)
+class FSDP2Backend(Backend):
+    """The strategy of FSDP2, with sequence parallelism where the config has it."""
 
-    # a forward of the probe may have ended inside of any part, and left it gathered
-    cut.settle(root)
-    _reshard(*root.modules())
-    step.compile_blocks(config, root)
-    own = own_parameters(module)
-    apply = FSDPApply(root, own, sequence, session, Residence(root, module))
-    return apply, tree.map(lambda p: p, own)
+    def __init__(self, config: StrategyConfig, session: Session):
+        shared_meshes(config)  # sizes that do not fit raise here, not when the first model is laid out
+        super().__init__(config, session, rank=dist.rank(), world=dist.world())
+        self.packer = Packer(config, all_true)
 
+    @watched
+    def bind(
+        self,
+        module: nn.Module,
+        *,
+        sampling: Sampling | None = None,
+        entropy: bool = False,
+        aux: bool = False,
+        shard_size: int | None = None,
+    ) -> tuple[FSDPApply, tree.Named]:
+        """Return (apply, params) of a module, which is sharded in place."""
+        config = self.config
+        quantize.require_whole(module, "FSDP2")
+        mesh, sequence = shared_meshes(config, shard_size)
+        module = step.cast(module, config)
+        root = step.wrap_for_training(config, module, sampling=sampling, entropy=entropy, aux=aux)
+        if sequence is not None:
+            model_lib.split_over(root, sequence)
+        shard_module(root, mesh, config)
+        model_lib.materialize(module)
 
-def init(
-    config: StrategyConfig, module: nn.Module, tx: Transform, **options: Any
-) -> tuple[Apply, TrainState]:
-    """(apply, state) of a module that is trained with `tx`."""
-    apply, params = bind(config, module, **options)
-    return apply, step.start(params, tx, config, module, apply.residence)
+        # a forward of the probe may have ended inside of any part, and left it gathered
+        self.packer.settle(root)
+        _reshard(*root.modules())
+        step.compile_blocks(config, root)
+        own = own_parameters(module)
+        apply = FSDPApply(root, own, sequence, self.session, Residence(root, module))
+        return apply, tree.map(lambda p: p, own)
 
+    def _grad(
+        self, state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]
+    ) -> tuple[tree.Named, dict[str, metric.Metric]]:
+        """Compute `step.grad` over the packs of all ranks: summed gradients, sharded, and all metrics."""
+        if not isinstance(apply, FSDPApply):
+            raise ValueError("apply: expected one that this strategy's init gave, got another")
+        sequence = apply.sequence
+        if sequence is not None:
+            with self.session.watch():
+                packs = sequence.exchange(packs)
+        grads, mine = step.grad(state, apply.together, loss_fn, packs, session=self.session)
+        if sequence is not None and sequence.rank > 0:
+            mine = {}  # the others on the axis had the same packs
+        return grads, step.merge_metrics(mine, state.step, self.session)
 
-def grad(
-    state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed], *, session: Session
-) -> tuple[tree.Named, dict[str, metric.Metric]]:
-    """`step.grad` over the packs of all ranks: summed gradients, sharded; metrics, the same everywhere."""
-    if not isinstance(apply, FSDPApply):
-        raise ValueError("apply: expected one that this strategy's init gave, got another")
-    sequence = apply.sequence
-    if sequence is not None:
-        with session.watch():
-            packs = sequence.exchange(packs)
-    grads, mine = step.grad(state, apply.together, loss_fn, packs, session=session)
-    if sequence is not None and sequence.rank > 0:
-        mine = {}  # the others on the axis had the same packs
-    return grads, step.merge_metrics(mine, state.step, session)
-
-
-def export(state: TrainState, *, finite: bool = True, session: Session) -> Export:
-    """The trained weights for an engine: full tensors by the plain model's names, adapters merged.
-
-    One at a time, on every rank: all of them have to iterate.
-    """
-
-    def full(p: Tensor) -> Tensor:
+    def _whole(self, state: TrainState, p: Tensor) -> Tensor:
         p = p.detach()
         if not isinstance(p, DTensor):
             return p
-        with session.watch():
+        with self.session.watch():
             return p.full_tensor()
-
-    return Export(state.params, state.module, full, finite=finite)
 
 
 def groups(root: nn.Module) -> list[list[nn.Parameter]]:
@@ -403,22 +391,5 @@ def layout(config: StrategyConfig, world: int) -> memory.Layout:
 
 
 def fsdp2(config: StrategyConfig, session: Session) -> Strategy:
-    """The Strategy of FSDP2 over the processes of a session, with sequence parallelism where asked."""
-    # sizes that do not fit raise here, not when the first model is laid out
-    shared_meshes(config)
-    cut = Cut(config, everywhere)
-    backend = Backend(
-        init=partial(init, config, cut=cut, session=session),
-        bind=partial(bind, config, cut=cut, session=session),
-        grad=partial(grad, session=session),
-        update=partial(step.update, config=config, session=session),
-        export=partial(export, session=session),
-        finite=step.finite,
-        save_pretrained=partial(model_lib.save, write=dist.is_main()),
-        save=ckpt.save,
-        restore=ckpt.restore,
-        offload=step.offload,
-        reload=step.reload,
-        release=nothing,
-    )
-    return assemble(backend, config, session, cut, rank=dist.rank(), world=dist.world(), gather=dist.gather)
+    """Return the Strategy of FSDP2 over the processes of a session."""
+    return record(Strategy, FSDP2Backend(config, session))

@@ -1,5 +1,7 @@
 """Gradients and updates for parameters that are tensors, plain ones or DTensors."""
 
+import ctypes
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -8,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rft_fn import ckpt, dist, metric, optim, packing, tree
+from rft_fn import ckpt, dist, metric, optim, tree
 from rft_fn import model as model_lib
 from rft_fn.loss.evaluate import evaluate
 from rft_fn.model import blocks
-from rft_fn.model.bind import Scorer, read_field, require_fields, to_params_device
 from rft_fn.model.materialize import Residence
 from rft_fn.optim.transforms import local_parts
 from rft_fn.precision import wide
@@ -20,22 +21,17 @@ from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite
 from rft_fn.types import (
     Apply,
-    Experience,
     LossFn,
     Packed,
-    Rollout,
     Sampling,
     TokenOut,
     TrainState,
     Transform,
-    experience,
 )
-from rft_fn.types.strategy import Gather, ScoreRows, Shard
 
 __all__ = [
-    "Session", "cast", "compile_blocks", "finite", "grad", "loss_and_metrics", "masters", "merge_metrics",
-    "move_opt", "offload", "optimizer", "reload", "require_same_sampling", "scorer", "start", "update",
-    "wrap_for_training",
+    "Session", "cast", "compile_blocks", "disable_malloc_trim", "finite", "grad", "loss_and_metrics",
+    "masters", "merge_metrics", "move_opt", "optimizer", "start", "update", "wrap_for_training",
 ]  # fmt: skip
 
 
@@ -52,7 +48,7 @@ class Session:
 
     @property
     def current_phase(self) -> str:
-        """The phase of this process: the innermost block, or the last one before the script's own code."""
+        """Return the phase of this process: the innermost block, or the last one before script code."""
         return self.processes.current_phase
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -83,65 +79,26 @@ class Session:
                 self.processes.close()
 
 
-# ---------- whole rows scored by a model: its outputs for every token of a batch, the same on every rank
+# ---------- memory of the host that is freed and soon needed again
 
 
-def require_same_sampling(apply: Apply, drawn: Sampling | None) -> None:
-    """ValueError for a language model that scores another distribution than a rollout was drawn from."""
-    residence = getattr(apply, "residence", None)
-    if drawn is None or residence is None:
-        return
-    for part in residence.root.modules():
-        if isinstance(part, Scorer) and part.sampling.distribution != drawn.distribution:
-            raise ValueError(
-                f"sampling: expected a model bound with that of the rollout, {drawn.described}, got "
-                f"{part.sampling.described}; give st.init and st.bind sampling=rollout.sampling, or "
-                "tree.replace(rollout, sampling=None) where that is meant"
-            )
+# names and values of glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_NEVER = -1
+_LARGE = 1 << 30  # bytes from which on an allocation is the system's own, and goes back to it at once
 
 
-def scorer(shard: Shard, gather: Gather) -> ScoreRows:
-    """`Strategy.score` for a strategy that cuts batches by `shard` and puts them together by `gather`."""
+def disable_malloc_trim() -> bool:
+    """Have this process keep the memory that it frees, in blocks of up to 1 GiB.
 
-    @torch.no_grad()
-    def score(
-        apply: Apply,
-        params: Any,
-        batch: Experience | Rollout,
-        budget: int,
-        *,
-        fields: Sequence[str] = ("logp",),
-    ) -> TokenOut:
-        require_fields(fields)
-        require_same_sampling(apply, batch.sampling)
-
-        # every rank scores its own packs, and gets the rows of all
-        exp = _all_rows(batch)
-        packs = shard(exp, budget)
-        outs = [apply(params, pack) for pack in to_params_device(apply, params, packs)]
-        names = list(dict.fromkeys(["logp", *fields]))  # in the same order on every rank, as a set is not
-        rows = {name: _rows(name, outs, packs, exp, gather) for name in names}
-        return TokenOut(**rows)
-
-    return score
-
-
-def _all_rows(batch: Experience | Rollout) -> Experience:
-    """The batch with a weight on every token in mask, so that no row is left out."""
-    w = batch.mask.float()
-    if isinstance(batch, Rollout):
-        # its own log-probs may be NaN, which is what is looked into: they only say what was sampled
-        old_logp = torch.nan_to_num(batch.logp, nan=-1.0)
-        return experience(batch, adv=torch.zeros_like(w), w=w, old_logp=old_logp)
-    return tree.replace(batch, w=w)
-
-
-def _rows(
-    name: str, outs: Sequence[TokenOut], packs: Sequence[Packed], exp: Experience, gather: Gather
-) -> Tensor:
-    """One field of the packs of all ranks as [B, S, ...], 0 outside mask."""
-    mine = [read_field(out, name).to(exp.tokens.device) for out in outs]
-    return gather(packing.unpack(mine, packs, exp.tokens)[None]).sum(0)
+    Returns True where that works: with glibc. A gradient frees its activations, and the next pack needs as
+    much. By default glibc hands large blocks back to the system, which gives them out again page by page,
+    each filled with zeros.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    if mallopt is None:
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, _LARGE) and mallopt(_TRIM_THRESHOLD, _NEVER))
 
 
 # ---------- gradients and updates for parameters that are tensors, plain ones or DTensors
@@ -151,7 +108,10 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def loss_and_metrics(loss_fn: LossFn, out: TokenOut, pack: Packed) -> tuple[Tensor, dict]:
-    """(the pack's part of the total loss [], metrics); ValueError unless the loss is one number per token."""
+    """Return (the pack's part of the total loss [], metrics).
+
+    ValueError unless the loss is one number per token.
+    """
     per_token, metrics = evaluate(loss_fn, out, pack)
     if per_token.shape != pack.w.shape:
         raise ValueError(
@@ -163,11 +123,9 @@ def loss_and_metrics(loss_fn: LossFn, out: TokenOut, pack: Packed) -> tuple[Tens
 
 
 def masters(config: StrategyConfig, params: Mapping[str, Tensor]) -> bool:
-    """Whether the optimizer keeps float32 masters of the parameters that it trains.
+    """Return whether the optimizer keeps float32 masters of the parameters.
 
-    It does with use_mp_opt, and by default for parameters in 16 bits.
-
-    ValueError for 16 bits without masters: a learning rate of 1e-6 moves no bfloat16 weight above 5e-4.
+    It does with use_mp_opt, and by default for parameters in 16 bits. ValueError for 16 bits without masters: a learning rate of 1e-6 moves no bfloat16 weight above 5e-4.
     """
     narrow = [name for name, p in params.items() if p.dtype in NARROW]
     if narrow and config.use_mp_opt is False and not config.bf16:
@@ -180,7 +138,7 @@ def masters(config: StrategyConfig, params: Mapping[str, Tensor]) -> bool:
 
 
 def optimizer(tx: Transform, config: StrategyConfig, params: Mapping[str, Tensor]) -> Transform:
-    """`tx` wrapped as the config requests: clipped before, float32 masters of 16-bit `params` under it."""
+    """Wrap `tx` as the config requests: clip before it, and step float32 masters of 16-bit `params`."""
     if config.max_norm:
         tx = optim.chain(optim.clip_by_global_norm(config.max_norm), tx)
     if masters(config, params):
@@ -189,7 +147,7 @@ def optimizer(tx: Transform, config: StrategyConfig, params: Mapping[str, Tensor
 
 
 def cast(module: nn.Module, config: StrategyConfig) -> nn.Module:
-    """The module in bfloat16 with use_mp_opt, in float32 with bf16, else unchanged."""
+    """Cast a module: to bfloat16 with use_mp_opt, to float32 with bf16, else not."""
     if config.use_mp_opt:
         return module.to(torch.bfloat16)
     if config.bf16:
@@ -205,7 +163,7 @@ def wrap_for_training(
     entropy: bool = False,
     aux: bool = False,
 ) -> nn.Module:
-    """`model.wrap_for_training` with the options of the config."""
+    """Call `model.wrap_for_training` with the options of the config."""
     return model_lib.wrap_for_training(
         module,
         sampling=sampling,
@@ -221,7 +179,7 @@ def wrap_for_training(
 def compile_blocks(config: StrategyConfig, root: nn.Module) -> None:
     """Compile the decoder blocks of a bound module, if the config requests it.
 
-    After `reader.settle`, so that its short questions are not compiled.
+    To be called after `reader.settle`, so that its short forwards are not compiled.
     """
     if config.compile_blocks:
         blocks.compile_blocks(root)
@@ -230,19 +188,17 @@ def compile_blocks(config: StrategyConfig, root: nn.Module) -> None:
 def start(
     params: tree.Named, tx: Transform, config: StrategyConfig, module: nn.Module, residence: Residence
 ) -> TrainState:
-    """The state of the parameters of a module before the first update; ValueError without any."""
+    """Return the state before the first update; ValueError for a module without trainable parameters."""
     if not params:
         raise ValueError("module: expected trainable parameters, got none with requires_grad")
     tx = optimizer(tx, config, params)
     opt = tx.init(params)
     state = TrainState(params=params, opt=opt, step=0, tx=tx, module=module, residence=residence)
-    if config.adam_offload:
-        return move_opt(state, "cpu")
-    return state
+    return move_opt(state, "cpu") if config.adam_offload else state
 
 
 def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Sums of 16-bit gradients are kept in float32: in bfloat16 they stop growing after 256 terms."""
+    """Add gradients; sums of 16-bit ones are in float32: in bfloat16 they stop growing after 256 terms."""
     if part is None:
         return total
     part = part.to(wide(part.dtype))
@@ -255,7 +211,7 @@ def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 def grad(
     state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed], *, session: Session
 ) -> tuple[tree.Named, dict[str, metric.Metric]]:
-    """(gradients by name of the sum over packs of (w loss).sum(), merged metrics).
+    """Return (gradients by name of the sum over packs of (w loss).sum(), merged metrics).
 
     The only place that calls backward. A loss that does not depend on a parameter has a gradient of 0.
     ValueError for a parameter that no backward can reach, a copy of one: its gradient would be 0 whatever the
@@ -286,14 +242,12 @@ def grad(
     grads = tree.Named()
     for name, p in state.params.items():
         total = sums[name]
-        if total is None:
-            total = torch.zeros_like(p, dtype=wide(p.dtype))
-        grads[name] = total.detach()
+        grads[name] = torch.zeros_like(p, dtype=wide(p.dtype)) if total is None else total.detach()
     return grads, metrics
 
 
 def merge_metrics(mine: Mapping[str, metric.Metric], step: int, session: Session) -> dict[str, metric.Metric]:
-    """The metrics of all ranks merged, the same everywhere."""
+    """Merge the metrics of all ranks, on every rank."""
     with session.phase(f"metrics of step {step + 1}"):
         parts = dist.all_gather_object(tree.map(lambda x: x.cpu(), mine))
     metrics: dict[str, metric.Metric] = {}
@@ -305,9 +259,9 @@ def merge_metrics(mine: Mapping[str, metric.Metric], step: int, session: Session
 def _check_trains(params: Mapping[str, Tensor]) -> None:
     for name, p in params.items():
         if not p.requires_grad or not p.is_leaf:
-            remedy = "strategy.fork(state) makes a copy that trains"
-            if hasattr(p, "device_mesh"):  # there is no fork of a sharded module's state
-                remedy = "st.init a second module and model.assign(its.params, st.export(state))"
+            sharded = hasattr(p, "device_mesh")  # there is no fork of a sharded module's state
+            second = "st.init a second module and model.assign(its.params, st.export(state))"
+            remedy = second if sharded else "strategy.fork(state) makes a copy that trains"
             raise ValueError(
                 f"params: expected {name} to be a parameter that requires a gradient, got a copy or a frozen "
                 f"one, which never learns; {remedy}"
@@ -318,7 +272,7 @@ def _check_trains(params: Mapping[str, Tensor]) -> None:
 def update(
     state: TrainState, grads: tree.Named, *, config: StrategyConfig, session: Session
 ) -> tuple[TrainState, dict[str, metric.Metric]]:
-    """(the state one step on, metrics). Donates both: the step is in place, reading them again raises.
+    """Take a step in place: (the state one step on, metrics). Donates both arguments.
 
     Gradients with a NaN or an inf change nothing but the counts, and are `grad/skipped`; config.max_skips of
     them in a row raise NonFinite. With adam_offload the optimizer state is in host memory and steps there.
@@ -329,9 +283,7 @@ def update(
     with session.phase(f"update of step {state.step + 1}"):
         norm = optim.global_norm(grads)
     finite = bool(torch.isfinite(norm))
-    skipped = state.skipped + 1
-    if finite:
-        skipped = 0
+    skipped = 0 if finite else state.skipped + 1
     if skipped >= config.max_skips:
         raise NonFinite(
             f"gradients: expected finite ones, got a norm of {float(norm)} in {skipped} updates in a row "
@@ -358,31 +310,16 @@ def update(
 
 
 def finite(grads: tree.Named) -> bool:
-    """Whether every gradient is finite."""
+    """Return whether every gradient is finite."""
     return bool(torch.isfinite(optim.global_norm(grads)))
 
 
 def move_opt(state: TrainState, device: str | torch.device) -> TrainState:
-    """The state with its optimizer's tensors on a device. Donates `state`."""
+    """Move the optimizer's tensors to a device. Donates `state`."""
 
     def move(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return x.to(device)
+        return x.to(device) if isinstance(x, Tensor) else x
 
     new = tree.map(lambda x: x, tree.replace(state, opt=tree.map(move, state.opt)))
     tree.donate(state)
     return new
-
-
-def offload(state: TrainState, /) -> TrainState:
-    """The state with its optimizer on the host. Donates `state`."""
-    return move_opt(state, "cpu")
-
-
-def reload(state: TrainState, /) -> TrainState:
-    """The state with its optimizer on the device of this process. Donates `state`."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    return move_opt(state, device)

@@ -27,7 +27,7 @@ from rft_fn.engine.hf.probe import find_batching
 from rft_fn.engine.hf.sampler import Sampler
 from rft_fn.engine.requests import Stop
 from rft_fn.model.quantize import packed, set_fast
-from rft_fn.strategy.common import keep_freed
+from rft_fn.strategy.step import disable_malloc_trim
 from rft_fn.types import Sampling
 
 SAMPLES = 8  # of each prompt
@@ -134,7 +134,7 @@ def main():
     given = options()
     torch.set_num_threads(given.threads)
     clock = time.perf_counter if given.wall else time.process_time
-    keep_freed()  # as from the first gradient of a training run on
+    disable_malloc_trim()  # as from the first gradient of a training run on
     lm = (models.load(given.model) if given.model else shaped(given.layers, given.vocab)).eval()
     set_fast(lm, True)
 

@@ -125,21 +125,21 @@ def test_media_in_some_rows_of_lists_are_refused_where_each_sequence_is_a_forwar
     """Towers would run more often on one process than on another."""
     some = [{"pixels": torch.zeros(1, 2)}] * 5 + [None] + [{"pixels": torch.zeros(1, 2)}] * 4
     exp = tree.replace(batch(), media=Media.of_prompts(some))
-    cut = common.Cut(StrategyConfig())
-    plans = cut.rows(exp, 1000, unit=LISTS)
-    assert cut.sequences(exp, plans, LISTS) == 0
-    cut.alone = True
-    plans = cut.rows(exp, 1000, unit=LISTS)
+    packer = common.Packer(StrategyConfig())
+    plans = packer.rows(exp, 1000, unit=LISTS)
+    assert packer.sequences(exp, plans, LISTS) == 0
+    packer.one_unit = True
+    plans = packer.rows(exp, 1000, unit=LISTS)
     with pytest.raises(
         ValueError, match=r"media: expected pixels in every row or in none, .* got none in row 5"
     ):
-        cut.sequences(exp, plans, LISTS)
-    assert cut.sequences(tree.replace(exp, media=None), plans, LISTS) == 4
-    assert cut.sequences(exp, cut.rows(exp, 1000, unit=2), 2) == 0
+        packer.sequences(exp, plans, LISTS)
+    assert packer.sequences(tree.replace(exp, media=None), plans, LISTS) == 4
+    assert packer.sequences(exp, packer.rows(exp, 1000, unit=2), 2) == 0
 
 
 def test_a_pack_holds_at_most_a_micro_batch_or_a_list():
     exp = batch()
-    cut = common.Cut(StrategyConfig(packing_samples=False, micro_train_batch_size=2))
-    plans = cut.rows(exp, 1, unit=LISTS)
+    packer = common.Packer(StrategyConfig(packing_samples=False, micro_train_batch_size=2))
+    plans = packer.rows(exp, 1, unit=LISTS)
     assert max(len(rows) for part in plans for rows in part) == 4

@@ -12,7 +12,7 @@ from test_probe import rows
 
 import rft_fn as rft
 from rft_fn.strategy import StrategyConfig, common, get_strategy
-from rft_fn.strategy.common import keep_freed
+from rft_fn.strategy.step import disable_malloc_trim
 
 GLIBC = sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
 
@@ -45,16 +45,16 @@ def test_what_was_freed_is_used_again():
 def test_elsewhere_nothing_is_promised(monkeypatch):
     """Another system, or a library of C that has no such call."""
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    assert not keep_freed()
+    assert not disable_malloc_trim()
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(ctypes, "CDLL", None)
-    assert not keep_freed()
+    assert not disable_malloc_trim()
 
 
 def test_memory_beside_a_gpu_is_left_alone(monkeypatch):
     """The tensors of a step are not in it."""
     asked = []
-    monkeypatch.setattr(common, "keep_freed", lambda: asked.append(True))
+    monkeypatch.setattr(common, "disable_malloc_trim", lambda: asked.append(True))
     strategy = get_strategy()
     apply, state = strategy.init(small("Llama"), rft.optim.adamw(0.1))
     packs = strategy.shard(rows([(2, 3)]), 100)

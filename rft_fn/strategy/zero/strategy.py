@@ -6,7 +6,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,16 @@ from rft_fn.model.freeze import require_finite
 from rft_fn.model.lora import Export
 from rft_fn.model.materialize import Residence, Where
 from rft_fn.strategy import step
-from rft_fn.strategy.common import Backend, Cut, assemble, everywhere
+from rft_fn.strategy.common import Backend, Packer, all_true, watched
 from rft_fn.strategy.config import StrategyConfig
 from rft_fn.strategy.diagnose import NonFinite
 from rft_fn.strategy.fsdp2 import groups
 from rft_fn.strategy.step import Session
 from rft_fn.strategy.zero import engine, stages
 from rft_fn.strategy.zero.engine import Root, ZeroModel
-from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform
+from rft_fn.types import Apply, LossFn, Packed, Sampling, Strategy, TokenOut, TrainState, Transform, record
 
-__all__ = ["ZeroResidence", "deepspeed", "layout"]
+__all__ = ["ZeroBackend", "ZeroResidence", "deepspeed", "layout"]
 
 
 # ---------- where the weights of a model under DeepSpeed are: its shards move with it
@@ -114,203 +113,189 @@ def _size(shard_size: int | None, *sizes: int) -> int:
     return size
 
 
-def bind(
-    config: StrategyConfig,
-    module: nn.Module,
-    *,
-    cut: Cut,
-    session: Session,
-    sampling: Sampling | None = None,
-    entropy: bool = False,
-    aux: bool = False,
-    shard_size: int | None = None,
-) -> tuple[Apply, tree.Named]:
-    """(apply, params) of a module that only scores.
+class ZeroBackend(Backend):
+    """The strategy of DeepSpeed ZeRO over the processes of a session, or over one."""
 
-    Stage 3 shards its parameters, unless shard_size is 1; stages 1 and 2 have nothing to shard.
-    """
-    size = _size(shard_size, 1)
-    root = engine.wrap_for_training(config, module, sampling, entropy, aux)
-    run: nn.Module = root
-    if config.zero_stage == 3 and size == dist.world():
-        run = engine.initialize(config, root)
-        engine.gather_with_root(root, module)
-    elif config.bf16:
-        for p in module.parameters():
-            p.data = p.data.bfloat16()
-    _settle(cut, root, run)
-    params = own_parameters(module)
-    residence = ZeroResidence(run, module)
-    return ZeroApply(run, params, session, residence), tree.map(lambda p: p, params)
+    def __init__(self, config: StrategyConfig, session: Session):
+        super().__init__(config, session, rank=dist.rank(), world=dist.world())
+        self.packer = Packer(config, all_true)
 
+    @watched
+    def bind(
+        self,
+        module: nn.Module,
+        *,
+        sampling: Sampling | None = None,
+        entropy: bool = False,
+        aux: bool = False,
+        shard_size: int | None = None,
+    ) -> tuple[Apply, tree.Named]:
+        """Return (apply, params) of a module that only scores.
 
-def _settle(cut: Cut, root: Root, run: Callable[[Any], dict[str, Tensor]]) -> None:
-    """Find out how a model takes packs, by the forward that packs go through."""
+        Stage 3 shards its parameters, unless shard_size is 1; stages 1 and 2 have nothing to shard.
+        """
+        config = self.config
+        size = _size(shard_size, 1)
+        root = engine.wrap_for_training(config, module, sampling, entropy, aux)
+        run: nn.Module = root
+        if config.zero_stage == 3 and size == dist.world():
+            run = engine.initialize(config, root)
+            engine.gather_with_root(root, module)
+        elif config.bf16:
+            for p in module.parameters():
+                p.data = p.data.bfloat16()
+        self._settle(root, run)
+        params = own_parameters(module)
+        residence = ZeroResidence(run, module)
+        return ZeroApply(run, params, self.session, residence), tree.map(lambda p: p, params)
 
-    def call(question: probe.Question) -> probe.Found:
-        return probe.Found(**run(question))
+    def _settle(self, root: Root, run: Callable[[Any], dict[str, Tensor]]) -> None:
+        """Find out how a model takes packs, by the forward that packs go through."""
+        self.packer.settle(root.inner, lambda question: probe.Found(**run(question)))
 
-    cut.settle(root.inner, call)
+    def _init(
+        self,
+        module: nn.Module,
+        tx: Transform,
+        *,
+        sampling: Sampling | None = None,
+        entropy: bool = False,
+        aux: bool = False,
+        shard_size: int | None = None,
+    ) -> tuple[Apply, TrainState]:
+        """Return (apply, state); ValueError for a `tx` that DeepSpeed's optimizer cannot be."""
+        _size(shard_size)
+        root = engine.wrap_for_training(self.config, module, sampling, entropy, aux)
+        model = ZeroModel(self.config, module, root, tx)
+        self._settle(root, model.deepspeed_engine)
+        residence = ZeroResidence(model.deepspeed_engine, module, trained=True)
+        apply = ZeroApply(model.deepspeed_engine, model.params, self.session, residence, model)
+        return apply, engine.state_of(model, count=0, done=0, skipped=0)
 
+    def _grad(
+        self, state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed]
+    ) -> tuple[ZeroGrads, dict[str, metric.Metric]]:
+        """Compute (gradients, metrics) of (w * loss).sum() over the packs of all ranks.
 
-def init(
-    config: StrategyConfig,
-    module: nn.Module,
-    tx: Transform,
-    *,
-    cut: Cut,
-    session: Session,
-    sampling: Sampling | None = None,
-    entropy: bool = False,
-    aux: bool = False,
-    shard_size: int | None = None,
-) -> tuple[Apply, TrainState]:
-    """(apply, state) of a module that is trained with `tx`.
+        The gradients stay in DeepSpeed. Every rank brings the same number of packs, at least one.
+        """
+        model = engine.model_of(state)
+        if not isinstance(apply, ZeroApply) or apply.model is not model:
+            raise ValueError("apply: expected the one that init gave with this state, got another")
+        if not packs:
+            raise ValueError("packs: expected one or more, got none")
+        device = next(iter(state.params.values())).device
 
-    ValueError for a `tx` that DeepSpeed's optimizer cannot be.
-    """
-    _size(shard_size)
-    root = engine.wrap_for_training(config, module, sampling, entropy, aux)
-    model = ZeroModel(config, module, root, tx)
-    _settle(cut, root, model.deepspeed_engine)
-    residence = ZeroResidence(model.deepspeed_engine, module, trained=True)
-    apply = ZeroApply(model.deepspeed_engine, model.params, session, residence, model)
-    return apply, engine.state_of(model, count=0, done=0, skipped=0)
+        # DeepSpeed adds a pack's gradients to those that are there: of earlier packs, and of an earlier batch
+        model.clear()
+        mine: dict[str, metric.Metric] = {}
+        for i, pack in enumerate(packs):
+            pack = tree.map(lambda x: x.to(device), pack)
+            with self.session.phase(f"forward of step {state.step + 1}"):
+                out = apply(state.params, pack)
+                total, more = step.loss_and_metrics(loss_fn, out, pack)
+            with self.session.phase(f"backward of step {state.step + 1}"):
+                if not total.requires_grad:  # DeepSpeed counts on a backward of every pack
+                    total = total + sum(0 * x.sum() for x in tree.leaves(out) if x.requires_grad)
+                model.backward(total, last=i + 1 == len(packs))
+            mine = metric.merge(mine, more)
 
+        metrics = step.merge_metrics(mine, state.step, self.session)
+        return ZeroGrads(turn=model.turn, model=model), metrics
 
-def grad(
-    state: TrainState, apply: Apply, loss_fn: LossFn, packs: Sequence[Packed], *, session: Session
-) -> tuple[ZeroGrads, dict[str, metric.Metric]]:
-    """(gradients, metrics) of (w * loss).sum() over the packs of all ranks.
+    def _update(self, state: TrainState, grads: ZeroGrads) -> tuple[TrainState, dict[str, metric.Metric]]:
+        """Take DeepSpeed's step in place: (the state one step on, metrics). Donates both.
 
-    The gradients stay in DeepSpeed, the metrics are the same everywhere. Every rank brings the same number of
-    packs, at least one.
-    """
-    model = engine.model_of(state)
-    if not isinstance(apply, ZeroApply) or apply.model is not model:
-        raise ValueError("apply: expected the one that init gave with this state, got another")
-    if not packs:
-        raise ValueError("packs: expected one or more, got none")
-    device = next(iter(state.params.values())).device
+        ValueError for gradients that are not of the last `grad` of this model; the rest as `step.update`.
+        """
+        model, count = engine.model_of(state), state.opt[0].count
+        if grads.model is not model or grads.turn != model.turn:
+            raise ValueError(
+                "grads: expected those of the last grad of this model: DeepSpeed holds no others"
+            )
+        with self.session.phase(f"update of step {state.step + 1}"):
+            norm = model.step(count)
 
-    # DeepSpeed adds a pack's gradients to those that are there: of earlier packs, and of an earlier batch
-    model.clear()
-    mine: dict[str, metric.Metric] = {}
-    for i, pack in enumerate(packs):
-        pack = tree.map(lambda x: x.to(device), pack)
-        with session.phase(f"forward of step {state.step + 1}"):
-            out = apply(state.params, pack)
-            total, more = step.loss_and_metrics(loss_fn, out, pack)
-        with session.phase(f"backward of step {state.step + 1}"):
-            if not total.requires_grad:  # DeepSpeed counts on a backward of every pack
-                total = total + sum(0 * x.sum() for x in tree.leaves(out) if x.requires_grad)
-            last = i + 1 == len(packs)
-            model.backward(total, last=last)
-        mine = metric.merge(mine, more)
+        # a step that changed nothing counts as one that was skipped
+        finite = norm < float("inf")
+        skipped = 0 if finite else state.skipped + 1
+        if skipped >= self.config.max_skips:
+            raise NonFinite(
+                f"gradients: expected finite ones, got NaN or inf in {skipped} updates in a row "
+                f"(step {state.step + 1})"
+            )
 
-    metrics = step.merge_metrics(mine, state.step, session)
-    return ZeroGrads(turn=model.turn, model=model), metrics
+        model.turn += 1  # the gradients are used up
+        new = engine.state_of(model, count=count + finite, done=state.step + 1, skipped=skipped)
+        tree.donate(state, grads)
+        numbers = {"grad/norm": norm, "grad/skipped": float(not finite)}
+        return new, {name: metric.sum(torch.tensor(x)) for name, x in numbers.items()}
 
+    def _finite(self, grads: ZeroGrads) -> bool:
+        return grads.model.finite()
 
-def update(
-    state: TrainState, grads: ZeroGrads, *, config: StrategyConfig, session: Session
-) -> tuple[TrainState, dict[str, metric.Metric]]:
-    """(the state one step on, metrics). Donates both: the step is in place.
-
-    Gradients with a NaN or an inf change nothing but the counts, and are `grad/skipped`; after
-    config.max_skips of them in a row NonFinite. ValueError for gradients that are not of the last
-    `grad` of this model.
-    """
-    model, count = engine.model_of(state), state.opt[0].count
-    if grads.model is not model or grads.turn != model.turn:
-        raise ValueError("grads: expected those of the last grad of this model: DeepSpeed holds no others")
-    with session.phase(f"update of step {state.step + 1}"):
-        norm = model.step(count)
-
-    # a step that changed nothing counts as one that was skipped
-    finite = norm < float("inf")
-    if finite:
-        count += 1
-        skipped = 0
-    else:
-        skipped = state.skipped + 1
-    if skipped >= config.max_skips:
-        raise NonFinite(
-            f"gradients: expected finite ones, got NaN or inf in {skipped} updates in a row "
-            f"(step {state.step + 1})"
-        )
-
-    model.turn += 1  # the gradients are used up
-    new = engine.state_of(model, count=count, done=state.step + 1, skipped=skipped)
-    tree.donate(state, grads)
-    numbers = {"grad/norm": norm, "grad/skipped": float(not finite)}
-    return new, {name: metric.sum(torch.tensor(x)) for name, x in numbers.items()}
-
-
-def export(state: TrainState, *, finite: bool = True, session: Session) -> Export:
-    """The trained weights for an engine: full tensors by the plain model's names.
-
-    Adapters are merged. One at a time, on every rank: all of them have to iterate.
-    """
-    model = engine.model_of(state)
-
-    def full(p: Tensor) -> Tensor:
-        with session.watch():
+    def _whole(self, state: TrainState, p: Tensor) -> Tensor:
+        model = engine.model_of(state)
+        with self.session.watch():
             wide = model.weight(p)
-        if model.config.use_mp_opt:
-            return wide.to(torch.bfloat16)
-        return wide
+        return wide.to(torch.bfloat16) if model.config.use_mp_opt else wide
 
-    return Export(state.params, state.module, full, finite=finite)
+    @watched
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        module: Any,
+        tokenizer: Any = None,
+        weights: Any = (),
+        *,
+        merge: bool = False,
+    ) -> Path:
+        """Write a model as a folder: all ranks put it together, the first one writes."""
+        full: dict[str, Tensor] = {}
 
+        def keep(name: str, x: Tensor) -> None:
+            require_finite(f"model: {folder} is not written", name, x)  # on all ranks, so that none waits
+            if dist.is_main():
+                full[name] = x.detach().cpu()
 
-def save_pretrained(
-    folder: str | Path, module: Any, tokenizer: Any = None, weights: Any = (), *, merge: bool = False
-) -> Path:
-    """`model.save`: put together by all ranks, written by the first."""
-    full: dict[str, Tensor] = {}
+        # trained weights first, then those that stage 3 sharded though they are frozen
+        trained = set()
+        for name, x in weights.own() if isinstance(weights, Export) else weights:
+            keep(name, x)
+            trained.add(name)
+        for name, p in module.named_parameters():
+            if name not in trained:
+                keep(name, stages.gathered(p))
 
-    def keep(name: str, x: Tensor) -> None:
-        require_finite(f"model: {folder} is not written", name, x)  # on all ranks, so that none waits
         if dist.is_main():
-            full[name] = x.detach().cpu()
+            model_lib.save(folder, module, tokenizer, full.items(), merge=merge)
+        dist.barrier()
+        return Path(folder)
 
-    # trained weights first, then those that stage 3 sharded though they are frozen
-    if isinstance(weights, Export):
-        weights = weights.own()
-    trained = set()
-    for name, x in weights:
-        keep(name, x)
-        trained.add(name)
-    for name, p in module.named_parameters():
-        if name not in trained:
-            keep(name, stages.gathered(p))
+    _save = staticmethod(engine.save)
+    _restore = staticmethod(engine.restore)
 
-    if dist.is_main():
-        model_lib.save(folder, module, tokenizer, full.items(), merge=merge)
-    dist.barrier()
-    return Path(folder)
+    def offload(self, state: TrainState, /) -> TrainState:
+        """Move the moments to the host. Donates `state`."""
+        return engine.moved(state, host=True)
+
+    def reload(self, state: TrainState, /) -> TrainState:
+        """Move the moments to the device. Donates `state`."""
+        return engine.moved(state, host=False)
+
+    def _release(self) -> None:
+        """Take down the group in DeepSpeed, which remembers it, if it ends with this strategy."""
+        comm = engine.library().comm
+        if self.session.processes.began and comm.is_initialized():  # not before the first model
+            dist.settle()
+            comm.destroy_process_group()
 
 
 def layout(config: StrategyConfig, world: int) -> memory.Layout:
-    """The memory layout over `world` processes: each stage shards one state more."""
-    parameters = gradients = 1
-    if config.zero_stage >= 2:
-        gradients = world
-    if config.zero_stage == 3:
-        parameters = world
-
-    narrow = None
-    if config.bf16 or config.use_mp_opt:
-        narrow = torch.bfloat16
-    on_host = frozenset()
-    if config.adam_offload:
-        on_host = frozenset({"optimizer", "update"})
-
-    # modules are gathered and reduced as they are used, in about FSDP2's groups
-    reduced = None
-    if gradients > 1:
-        reduced = groups
+    """Return the memory layout over `world` processes: each stage shards one state more."""
+    parameters = world if config.zero_stage == 3 else 1
+    gradients = world if config.zero_stage >= 2 else 1
+    narrow = torch.bfloat16 if config.bf16 or config.use_mp_opt else None
     return memory.Layout(
         parameters=parameters,
         gradients=gradients,
@@ -321,40 +306,12 @@ def layout(config: StrategyConfig, world: int) -> memory.Layout:
         computed=narrow,
         flat_copy=True,
         sum_dtype=precision.wide,
-        groups=reduced,
+        groups=groups if gradients > 1 else None,  # gathered and reduced about as by FSDP2
         gathered=parameters > 1,
-        on_host=on_host,
+        on_host=frozenset({"optimizer", "update"} if config.adam_offload else ()),
     )
-
-
-def _finite(grads: ZeroGrads) -> bool:
-    """Whether all gradients are finite, the same on every rank."""
-    return grads.model.finite()
 
 
 def deepspeed(config: StrategyConfig, session: Session) -> Strategy:
-    """The Strategy of DeepSpeed ZeRO over the processes of a session, or over one."""
-    cut = Cut(config, everywhere)
-
-    def release() -> None:
-        """DeepSpeed remembers the group, so it takes down one that ends with this strategy."""
-        comm = engine.library().comm
-        if session.processes.began and comm.is_initialized():  # not before the first model
-            dist.settle()
-            comm.destroy_process_group()
-
-    backend = Backend(
-        init=partial(init, config, cut=cut, session=session),
-        bind=partial(bind, config, cut=cut, session=session),
-        grad=partial(grad, session=session),
-        update=partial(update, config=config, session=session),
-        export=partial(export, session=session),
-        finite=_finite,
-        save_pretrained=save_pretrained,
-        save=engine.save,
-        restore=engine.restore,
-        offload=partial(engine.moved, host=True),
-        reload=partial(engine.moved, host=False),
-        release=release,
-    )
-    return assemble(backend, config, session, cut, rank=dist.rank(), world=dist.world(), gather=dist.gather)
+    """Return the Strategy of DeepSpeed ZeRO over the processes of a session, or over one."""
+    return record(Strategy, ZeroBackend(config, session))
