@@ -212,7 +212,15 @@ class Backend(ABC):
     # ----- models
 
     @abstractmethod
-    def bind(self, module: nn.Module, **options: Any) -> tuple[Apply, tree.Named]:
+    def bind(
+        self,
+        module: nn.Module,
+        *,
+        sampling: Sampling | None = None,
+        entropy: bool = False,
+        aux: bool = False,
+        shard_size: int | None = None,
+    ) -> tuple[Apply, tree.Named]:
         """Lay out a module that only scores: (apply, params); see `types.strategy.Bind`."""
 
     @watched

@@ -125,7 +125,8 @@ def loss_and_metrics(loss_fn: LossFn, out: TokenOut, pack: Packed) -> tuple[Tens
 def masters(config: StrategyConfig, params: Mapping[str, Tensor]) -> bool:
     """Return whether the optimizer keeps float32 masters of the parameters.
 
-    It does with use_mp_opt, and by default for parameters in 16 bits. ValueError for 16 bits without masters: a learning rate of 1e-6 moves no bfloat16 weight above 5e-4.
+    It does with use_mp_opt, and by default for parameters in 16 bits. ValueError for 16 bits without
+    masters: a learning rate of 1e-6 moves no bfloat16 weight above 5e-4.
     """
     narrow = [name for name, p in params.items() if p.dtype in NARROW]
     if narrow and config.use_mp_opt is False and not config.bf16:

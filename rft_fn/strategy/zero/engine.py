@@ -1,4 +1,4 @@
-"""One model in a DeepSpeed engine: made, stepped, moved, read and written."""
+"""One model in a DeepSpeed engine: its steps, moves and checkpoints."""
 
 import logging
 import math
@@ -27,11 +27,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- one model in a DeepSpeed engine: made, stepped, moved, read and written
-
-
 def library() -> Any:
-    """The module deepspeed, silent but for errors. ValueError where it is not installed."""
+    """Return the module deepspeed, silent but for errors. ValueError where it is not installed."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read at its import
     if "RANK" not in os.environ:
@@ -70,7 +67,7 @@ def wrap_for_training(
     entropy: bool = False,
     aux: bool = False,
 ) -> Root:
-    """The module that a pack goes into: pack -> the fields of a TokenOut.
+    """Wrap a module for training: pack -> the fields of a TokenOut.
 
     ValueError for float64 and float16, which DeepSpeed rounds.
     """
@@ -80,23 +77,30 @@ def wrap_for_training(
         if any(p.dtype == dtype for p in module.parameters()):
             got = str(dtype).removeprefix("torch.")
             raise ValueError(f"zero_stage: expected a module in float32 or bfloat16, got one in {got}")
-    how: dict[str, Any] = {"fused": config.fused_linear_logprob, "chunk_size": config.chunk_size}
-    how["share_prefixes"] = config.share_prefixes
-    how["fast_linear"] = False  # stage 3 has a linear function instead of torch's, which frees weights
-    return Root(model_lib.wrap_for_training(module, sampling=sampling, entropy=entropy, aux=aux, **how))
+    return Root(
+        model_lib.wrap_for_training(
+            module,
+            sampling=sampling,
+            entropy=entropy,
+            aux=aux,
+            fused=config.fused_linear_logprob,
+            chunk_size=config.chunk_size,
+            fast_linear=False,  # stage 3 has a linear function instead of torch's, which frees weights
+            share_prefixes=config.share_prefixes,
+        )
+    )
 
 
 def initialize(config: StrategyConfig, root: Root, clip: float = 0.0, **optimizer: Any) -> Any:
-    """DeepSpeed's engine of a root; without an `optimizer` it only scores."""
-    how: dict[str, Any] = {"config": options(config, root, clip), "dist_init_required": False}
-    return library().initialize(model=root, **how, **optimizer)[0]
+    """Make DeepSpeed's engine of a root; without an `optimizer` it only scores."""
+    how = options(config, root, clip)
+    return library().initialize(model=root, config=how, dist_init_required=False, **optimizer)[0]
 
 
 def gather_with_root(root: Root, module: nn.Module) -> None:
-    """Have stage 3 gather some weights with the root.
+    """Have stage 3 gather the weights that are read outside of their own module's forward.
 
-    These are read outside their own module's forward: a Scorer's fused head, and the parameters of a custom
-    module itself.
+    They are a Scorer's fused head, and the parameters of a custom module itself.
     """
     outside = list(root.inner.parameters(recurse=False))
     if getattr(root.inner, "fused", False):
@@ -136,13 +140,9 @@ class ZeroModel:
         self.tx = step.optimizer(tx, config, self.params)
 
         # DeepSpeed has the masters; clipping and AdamW are lowered to it
-        clip = optim.chain()
-        if config.max_norm:
-            clip = optim.clip_by_global_norm(config.max_norm)
+        clip = optim.clip_by_global_norm(config.max_norm) if config.max_norm else optim.chain()
         self.lowered = lower(optim.chain(clip, tx).spec)
-        self.moments = ["m", "v"]
-        if self.lowered.decay is not None:
-            self.moments.append("average")
+        self.moments = ["m", "v"] if self.lowered.decay is None else ["m", "v", "average"]
 
         optimizer = self.lowered.optimizer(self.params)
         self.deepspeed_engine = initialize(self.config, root, self.lowered.clip, optimizer=optimizer)
@@ -158,7 +158,7 @@ class ZeroModel:
             yield flat, self.adamw.state[flat]
 
     def _begin_moments(self) -> None:
-        """Moments of 0, which torch makes in the first step only, and the average."""
+        """Make moments of 0, which torch makes in the first step only, and the average."""
         for flat, state in self._states():
             state[MOMENTS["m"]] = torch.zeros_like(flat)
             state[MOMENTS["v"]] = torch.zeros_like(flat)
@@ -173,7 +173,7 @@ class ZeroModel:
         self.stage.clear()
 
     def finite(self) -> bool:
-        """Whether the gradients have neither NaN nor inf on any rank."""
+        """Return whether the gradients have neither NaN nor inf on any rank."""
         return all(dist.all_gather_object(self.stage.finite()))
 
     def backward(self, total: Tensor, *, last: bool) -> None:
@@ -185,9 +185,9 @@ class ZeroModel:
         self.deepspeed_engine.backward(total * dist.world())  # it averages over ranks
 
     def step(self, count: int) -> float:
-        """Step with the gradients that are there; returns their norm.
+        """Step with the gradients, after `count` steps, and return their norm.
 
-        `count` steps were made before. Nothing has changed where the norm is not finite.
+        Nothing changes where the norm is not finite.
         """
         if not self.finite():  # whether DeepSpeed looks itself depends on its version and the stage
             self.clear()
@@ -200,7 +200,7 @@ class ZeroModel:
         return float(self.deepspeed_engine.get_global_grad_norm())
 
     def place(self, *, host: bool) -> None:
-        """Move the moments to the host, or beside the float32 weights.
+        """Move the moments to the host, or to the device of the float32 weights.
 
         DeepSpeed's own offload_states is for its own Adam at stage 3, and forgets these links at 1 and 2.
         """
@@ -211,20 +211,17 @@ class ZeroModel:
         self.stage.link_moments()
 
     def average(self) -> Average:
-        """The average of the weights, for optim.ema."""
+        """Return the average of the weights, for optim.ema."""
         out = Average(self.params)
         out.model = self
         return out
 
     def weight(self, p: Tensor) -> Tensor:
-        """A whole parameter, in float32 where it is stepped so. All ranks must call it."""
+        """Return a whole parameter, in float32 where it is stepped so. All ranks call it."""
         return self.stage.weight(p)
 
     def moment(self, p: Tensor, name: str) -> Tensor:
-        """A whole moment of a parameter in float32. All ranks must call it.
-
-        `name` is "m", "v" or "average".
-        """
+        """Return a whole moment ("m", "v" or "average") in float32. All ranks call it."""
         return self.stage.moment(p, MOMENTS[name])
 
     @torch.no_grad()
@@ -239,7 +236,7 @@ class ZeroModel:
             self.stage.set_moment(p, MOMENTS[name], x.to(device=p.device, dtype=torch.float32))
 
     def set_count(self, count: int) -> None:
-        """Set the number of steps that the moments are of."""
+        """Set the number of steps in the moments."""
         for _, state in self._states():
             state["step"].fill_(count)
 
@@ -256,10 +253,7 @@ class ZeroState:
 
 
 def state_of(model: ZeroModel, *, count: int, done: int, skipped: int) -> TrainState:
-    """The state after `done` updates.
-
-    `count` of them were steps, and the last `skipped` were not.
-    """
+    """Return the state after `done` updates: `count` were steps, and the last `skipped` were not."""
     params = tree.map(lambda p: p, model.params)
     opt: tuple = (ZeroState(count=count, model=model),)
     if model.lowered.decay is not None:
@@ -268,7 +262,7 @@ def state_of(model: ZeroModel, *, count: int, done: int, skipped: int) -> TrainS
 
 
 def model_of(state: TrainState) -> ZeroModel:
-    """The model that a state is of."""
+    """Return the model of a state."""
     return state.opt[0].model
 
 
@@ -280,7 +274,7 @@ def _hosts() -> Any:
 
 
 def _spread(x: Tensor) -> Tensor:
-    """This rank's rows of a whole tensor, on the host."""
+    """Return this rank's rows of a whole tensor, on the host."""
     x = x.detach().cpu()
     if dist.world() == 1:
         return x
@@ -293,7 +287,7 @@ def _spread(x: Tensor) -> Tensor:
 
 
 def _opt(spec: Mapping[str, Any], count: int, held: Mapping[str, tree.Named]) -> Any:
-    """The optimizer state of the transform with this `spec`, from tensors by kind."""
+    """Build the optimizer state of the transform with this `spec`, from tensors by kind."""
     name = spec["name"]
     if name == "chain":
         return tuple(_opt(inner, count, held) for inner in spec["txs"])
@@ -306,23 +300,17 @@ def _opt(spec: Mapping[str, Any], count: int, held: Mapping[str, tree.Named]) ->
     return ()
 
 
-def _found(opt: Any, kind: type) -> Any:
-    """The part of an optimizer state that is of this kind, or None."""
+def _part(opt: Any, kind: type) -> Any:
+    """Return the part of an optimizer state of this kind, or None."""
     if isinstance(opt, kind):
         return opt
-    for part in optim.parts(opt):
-        found = _found(part, kind)
-        if found is not None:
-            return found
-    return None
+    parts = (_part(part, kind) for part in optim.parts(opt))
+    return next((part for part in parts if part is not None), None)
 
 
 @torch.no_grad()
 def _tensors(state: TrainState, *, values: bool) -> TrainState:
-    """The state as one of tensors, each rank with its rows of them.
-
-    Without `values` only their shapes and types are those of the state.
-    """
+    """Return the state as tensors, each rank with its rows; without `values` only of their shapes."""
     model = model_of(state)
 
     def every(get: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> tree.Named:
@@ -347,7 +335,7 @@ def _tensors(state: TrainState, *, values: bool) -> TrainState:
 
 
 def _each(state: ckpt.States, f: Callable[..., Any], *more: Any) -> Any:
-    """`f` of a state, or of each in a dict or list."""
+    """Apply `f` to a state, or to each in a dict or list."""
     if isinstance(state, TrainState):
         return f(state, *more)
     if isinstance(state, Mapping):
@@ -363,56 +351,49 @@ def save(
     score: float | None = None,
     writer: ckpt.Writer | None = None,
 ) -> Path:
-    """`ckpt.save` of the weights and moments that DeepSpeed holds, by all ranks.
-
-    Every strategy can resume from the folder.
-    """
+    """Save the weights and moments that DeepSpeed holds; every strategy can resume from the folder."""
     return ckpt.save(path, _each(state, partial(_tensors, values=True)), extra, score=score, writer=writer)
 
 
 def _whole(x: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
-    if isinstance(x, DTensor):
-        return x.full_tensor()
-    return x
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 @torch.no_grad()
-def _adopt(like: TrainState, found: TrainState) -> TrainState:
-    """`found` in the model of `like`, which is donated."""
+def _adopt(like: TrainState, saved: TrainState) -> TrainState:
+    """Put a state that was saved into the model of `like`, which is donated."""
     model = model_of(like)
-    adam = _found(found.opt, optim.AdamState)
+    adam = _part(saved.opt, optim.AdamState)
     held = {"m": adam.m, "v": adam.v}
-    ema = _found(found.opt, optim.EmaState)
+    ema = _part(saved.opt, optim.EmaState)
     if ema is not None:
         held["average"] = ema.average
 
     # masters, where there are any, are the weights without rounding
-    weights = found.params
-    wide = _found(found.opt, optim.MasterState)
-    if wide is not None:
-        weights = wide.master
+    masters = _part(saved.opt, optim.MasterState)
+    weights = saved.params if masters is None else masters.master
 
     for name, p in model.params.items():
         model.assign(p, _whole(weights[name]), {kind: _whole(x[name]) for kind, x in held.items()})
     model.set_count(adam.count)
     model.turn += 1  # gradients that were there are of other weights
     tree.donate(like)
-    return state_of(model, count=adam.count, done=found.step, skipped=found.skipped)
+    return state_of(model, count=adam.count, done=saved.step, skipped=saved.skipped)
 
 
 def restore(path: str | Path, like: ckpt.States, extra: Any = None) -> tuple[Any, Any]:
-    """`ckpt.restore` into the models of `like`, which is donated.
+    """Restore the models of `like`: one state, a dict or a list. Donates `like`.
 
-    `like` is one state, or a dict or a list of them. Nothing has been changed if it raises.
+    Nothing has changed if it raises.
     """
-    found, extra = ckpt.restore(path, _each(like, partial(_tensors, values=False)), extra)
-    return _each(like, _adopt, found), extra
+    saved, extra = ckpt.restore(path, _each(like, partial(_tensors, values=False)), extra)
+    return _each(like, _adopt, saved), extra
 
 
 def moved(state: TrainState, *, host: bool) -> TrainState:
-    """The state with its moments on the host, or back. Donates `state`."""
+    """Move the moments to the host, or back. Donates `state`."""
     held = state.opt[0]
     held.model.place(host=host)
     new = state_of(held.model, count=held.count, done=state.step, skipped=state.skipped)

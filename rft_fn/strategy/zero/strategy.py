@@ -154,18 +154,11 @@ class ZeroBackend(Backend):
         self.packer.settle(root.inner, lambda question: probe.Found(**run(question)))
 
     def _init(
-        self,
-        module: nn.Module,
-        tx: Transform,
-        *,
-        sampling: Sampling | None = None,
-        entropy: bool = False,
-        aux: bool = False,
-        shard_size: int | None = None,
+        self, module: nn.Module, tx: Transform, *, shard_size: int | None = None, **options: Any
     ) -> tuple[Apply, TrainState]:
         """Return (apply, state); ValueError for a `tx` that DeepSpeed's optimizer cannot be."""
         _size(shard_size)
-        root = engine.wrap_for_training(self.config, module, sampling, entropy, aux)
+        root = engine.wrap_for_training(self.config, module, **options)
         model = ZeroModel(self.config, module, root, tx)
         self._settle(root, model.deepspeed_engine)
         residence = ZeroResidence(model.deepspeed_engine, module, trained=True)
