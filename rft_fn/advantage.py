@@ -1,9 +1,9 @@
 """Advantage estimators: rewards in, advantages out.
 
-None of them whitens, clips or reads a log-prob. Rewards [N, G] are those of G responses to each of N
-prompts; `grpo_by` and the other names in _by take rewards [B] and `Rollout.group` [B], for groups that differ
-in size. A group whose rewards are all equal has no preference to teach: its advantages are exactly 0,
-whatever the rounding of a mean.
+None of them whitens, clips or reads a log-prob. Rewards are [N, G], for G responses to each of N prompts;
+`grpo_by` and the other names in _by take rewards [B] and `Rollout.group` [B], for groups that differ in
+size. A group of equal rewards has no preference to teach: its advantages are exactly 0, whatever the
+rounding of a mean.
 """
 
 from collections.abc import Callable
@@ -26,10 +26,9 @@ __all__ = [
 
 
 def _centre(reward: Tensor, share: Tensor | None = None) -> Tensor:
-    """Rewards [N, G] minus the mean of their group.
+    """Subtract the mean of each group from rewards [N, G]; exactly 0 in a group without variance.
 
-    `share` [N, G] weights the mean, which is uniform without it. The result is exactly 0 in a group without
-    variance. ValueError for groups of one.
+    `share` [N, G] weights the mean, which is uniform without it. ValueError for groups of one.
     """
     sizes = check.shapes(reward=(reward, "N G"))
     if sizes["G"] < 2:
@@ -37,15 +36,14 @@ def _centre(reward: Tensor, share: Tensor | None = None) -> Tensor:
             f"reward: expected [N, G] with G >= 2, got {list(reward.shape)}: a group of one has no baseline; "
             "sample more per prompt (group >= 2) or use an advantage that is not normalised by group"
         )
-    mean = reward.mean(-1, keepdim=True)
-    if share is not None:
-        mean = (share * reward).sum(-1, keepdim=True)
+    uniform = share is None
+    mean = reward.mean(-1, keepdim=True) if uniform else (share * reward).sum(-1, keepdim=True)
     equal = reward.amax(-1, keepdim=True) == reward.amin(-1, keepdim=True)
     return torch.where(equal, 0, reward - mean)
 
 
 def grpo(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
-    """GRPO's advantages [N, G], normalised per group.
+    """Return GRPO's advantages [N, G], normalised per group.
 
         (r - mean) / (std + eps)
 
@@ -54,13 +52,11 @@ def grpo(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
     not whiten over the batch.
     """
     centred = _centre(reward)
-    if not scale:
-        return centred
-    return centred / (reward.std(-1, keepdim=True) + eps)
+    return centred / (reward.std(-1, keepdim=True) + eps) if scale else centred
 
 
 def rloo(reward: Tensor) -> Tensor:
-    """Leave-one-out advantages, [N, G].
+    """Return leave-one-out advantages, [N, G].
 
         r - mean of the other G - 1 = (r - mean) G / (G - 1)
 
@@ -72,9 +68,9 @@ def rloo(reward: Tensor) -> Tensor:
 
 
 def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
-    """ReMax's advantages, [N, G].
+    """Return ReMax's advantages, [N, G]: rewards minus the reward [N] of the prompt's greedy response.
 
-    Subtracts the reward [N] of the prompt's greedy response. Unbiased, because the baseline does not depend
+    Unbiased, because the baseline does not depend
     on the sample; also defined for G = 1. Not centred. arXiv 2310.10505.
     """
     check.shapes(reward=(reward, "N G"), greedy_reward=(greedy_reward, "N"))
@@ -82,7 +78,7 @@ def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
 
 
 def opo(reward: Tensor, length: Tensor) -> Tensor:
-    """OPO's advantages, [N, G]: a length-weighted baseline.
+    """Return OPO's advantages, [N, G], with a length-weighted baseline.
 
         r - sum(l r) / sum(l)    in each group, l [N, G] the tokens of a response
 
@@ -96,7 +92,7 @@ def opo(reward: Tensor, length: Tensor) -> Tensor:
 
 
 def cpgd(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
-    """CPGD's advantages [N, G], which equal `grpo`'s.
+    """Return CPGD's advantages [N, G], which equal `grpo`'s.
 
     CPGD (arXiv 2505.12504) differs in its loss, `loss.cpgd`.
     """
@@ -104,7 +100,7 @@ def cpgd(reward: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
 
 
 def reinforce_pp_baseline(reward: Tensor) -> Tensor:
-    """Advantages of REINFORCE++ with baseline [N, G], which equal `grpo(scale=False)`'s.
+    """Return the advantages [N, G] of REINFORCE++ with baseline, which equal `grpo(scale=False)`'s.
 
     The algorithm whitens them over the whole batch (arXiv 2501.03262). ValueError for groups of one.
     """
@@ -112,10 +108,10 @@ def reinforce_pp_baseline(reward: Tensor) -> Tensor:
 
 
 def gdpo(parts: Tensor, weights: Tensor) -> Tensor:
-    """GDPO's advantages for several rewards, [N, G].
+    """Return GDPO's advantages for several rewards, [N, G].
 
     Normalises each of the K rewards in `parts` [K, N, G] by `grpo`, and sums them by `weights` [K]. Rewards
-    of different spread then count by their weights alone. arXiv 2601.05242. The paper whitens the sum over
+    of different spread then count only by their weights. arXiv 2601.05242. The paper whitens the sum over
     the batch; `whiten` does, this does not.
     """
     sizes = check.shapes(parts=(parts, "K N G"), weights=(weights, "K"))
@@ -125,7 +121,7 @@ def gdpo(parts: Tensor, weights: Tensor) -> Tensor:
 
 
 def pass_at_k(correct: Tensor, *, k: int) -> Tensor:
-    """Pass@k advantages [N, G] of responses, from correct [N, G] bool.
+    """Return pass@k advantages [N, G] of responses, from correct [N, G] bool.
 
     A subset of k responses has reward 1 if any of them is correct. The advantage is the mean reward of the
     subsets with this response minus the mean over all, divided by the deviation over all. With m wrong
@@ -145,9 +141,9 @@ def pass_at_k(correct: Tensor, *, k: int) -> Tensor:
 
 
 def advantage_of_subsets(correct: Tensor, wrong: Tensor, size: Tensor, k: int) -> Tensor:
-    """`pass_at_k` from each response's group.
+    """Return `pass_at_k` of correct [...], from the number of wrong and of all responses of each group.
 
-    `wrong` and `size`, float64, count its wrong and its responses; they broadcast against correct [...].
+    `wrong` and `size` are float64 and broadcast against correct.
     """
     i = torch.arange(1, k, device=correct.device)
     # a group of fewer than k has a factor of 0, as all of its subsets are alike
@@ -163,7 +159,7 @@ def advantage_of_subsets(correct: Tensor, wrong: Tensor, size: Tensor, k: int) -
 
 
 def reinforce_pp(token_reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """REINFORCE++'s advantages, discounted sums of rewards [B, S].
+    """Return REINFORCE++'s advantages, discounted sums of rewards [B, S].
 
         A[t] = r[t] + gamma A[t'],    t' the next token in mask
 
@@ -177,7 +173,7 @@ def reinforce_pp(token_reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> T
 
 
 def discounted_return(reward: Tensor, discount: Tensor) -> Tensor:
-    """Discounted returns [..., S] from rewards and discounts [..., S].
+    """Return discounted returns [..., S] of rewards and discounts [..., S].
 
         R[t] = r[t] + discount[t] R[t+1]
 
@@ -185,49 +181,6 @@ def discounted_return(reward: Tensor, discount: Tensor) -> Tensor:
     """
     check.shapes(reward=(reward, "... S"), discount=(discount, "... S"))
     return linear_scan(discount, reward)
-
-
-def _shift(x: Tensor, last: Tensor) -> Tensor:
-    """x [..., S] shifted left, with `last` [..., 1] at the end."""
-    return torch.cat([x[..., 1:], last.to(x.dtype)], -1)
-
-
-def _through(discount: Tensor, mask: Tensor) -> Tensor:
-    """1 on tokens that only pass on later values, else 0.
-
-    Those are the tokens outside mask, unless a sequence ends there.
-    """
-    return (~mask & (discount != 0)).to(discount.dtype)
-
-
-def _errors(
-    reward: Tensor, value: Tensor, discount: Tensor, mask: Tensor | None, bootstrap: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(one-step errors, value) of GAE, 0 outside mask.
-
-    The errors are r + discount V' - V.
-    """
-    check.shapes(reward=(reward, "... S"), value=(value, "... S"), discount=(discount, "... S"))
-    check.shapes(reward=(reward, "... S"), mask=(mask, "... S"), bootstrap=(bootstrap, "..."))
-    end = torch.zeros_like(reward[..., :1])
-    if bootstrap is not None:
-        end = bootstrap.unsqueeze(-1)
-    if mask is None:
-        return step(reward, discount, _shift(value, end)) - value, value
-
-    # the next value in mask reaches back over the tokens outside
-    value = torch.where(mask, value, 0)
-    through = _through(discount, mask)
-    after = linear_scan(_shift(through, torch.zeros_like(end)), _shift(value, end))
-    return torch.where(mask, step(reward, discount, after) - value, 0), value
-
-
-def _traced(delta: Tensor, discount: Tensor, lambda_: float | Tensor, mask: Tensor | None) -> Tensor:
-    """adv[t] = delta[t] + discount[t] lambda adv[t'], 0 outside mask."""
-    if mask is None:
-        return linear_scan(discount * lambda_, delta)
-    carry = torch.where(mask, discount * lambda_, _through(discount, mask))
-    return torch.where(mask, linear_scan(carry, delta), 0)
 
 
 def gae(
@@ -239,9 +192,7 @@ def gae(
     mask: Tensor | None = None,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation.
-
-    Returns (adv, ret), each [..., S].
+    """Return generalised advantage estimates and returns (adv, ret), each [..., S].
 
         delta[t] = r[t] + discount[t] V[t'] - V[t]
         adv[t] = delta[t] + discount[t] lambda adv[t'],    ret = adv + V
@@ -253,8 +204,20 @@ def gae(
     one-step error; it may be a tensor that broadcasts against [..., S], such as [B, 1]. Does not whiten or
     stop gradients. arXiv 1506.02438.
     """
-    delta, value = _errors(reward, value, discount, mask, bootstrap)
-    adv = _traced(delta, discount, lambda_, mask)
+    check.shapes(reward=(reward, "... S"), value=(value, "... S"), discount=(discount, "... S"))
+    check.shapes(reward=(reward, "... S"), mask=(mask, "... S"), bootstrap=(bootstrap, "..."))
+    mask = torch.ones_like(reward, dtype=torch.bool) if mask is None else mask
+    value = torch.where(mask, value, 0)
+
+    # 1 on tokens outside mask, over which later values and advantages pass unless a sequence ends there
+    skip = (~mask & (discount != 0)).to(discount.dtype)
+    last = torch.zeros_like(value[..., :1]) if bootstrap is None else bootstrap.unsqueeze(-1).to(value.dtype)
+    skip_next = torch.cat([skip[..., 1:], torch.zeros_like(skip[..., :1])], -1)
+    next_value = linear_scan(skip_next, torch.cat([value[..., 1:], last], -1))
+
+    delta = torch.where(mask, step(reward, discount, next_value) - value, 0)
+    adv = linear_scan(torch.where(mask, discount * lambda_, skip), delta)
+    adv = torch.where(mask, adv, 0)
     return adv, adv + value
 
 
@@ -268,19 +231,18 @@ def decoupled_gae(
     mask: Tensor | None = None,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """GAE with separate lambdas for actor and critic.
+    """Return (adv, ret), each [..., S]: `gae` with separate lambdas for actor and critic.
 
-    Returns (adv, ret), each [..., S]. value_lambda = 1 gives the critic returns without bootstrapping, so
-    no bias grows with the length. Equal lambdas give `gae`. VC-PPO, arXiv 2503.01491; VAPO, arXiv
-    2504.05118.
+    value_lambda = 1 gives the critic returns without bootstrapping, so no bias grows with the length. Equal
+    lambdas give `gae`. VC-PPO, arXiv 2503.01491; VAPO, arXiv 2504.05118.
     """
-    delta, value = _errors(reward, value, discount, mask, bootstrap)
-    adv = _traced(delta, discount, policy_lambda, mask)
-    return adv, _traced(delta, discount, value_lambda, mask) + value
+    adv, _ = gae(reward, value, discount, policy_lambda, mask=mask, bootstrap=bootstrap)
+    _, ret = gae(reward, value, discount, value_lambda, mask=mask, bootstrap=bootstrap)
+    return adv, ret
 
 
 def length_adaptive_lambda(length: Tensor, *, alpha: float = 0.05) -> Tensor:
-    """VAPO's lambda [...] for responses of `length` [...] tokens.
+    """Return VAPO's lambda [...] for responses of `length` [...] tokens.
 
         1 - 1 / (alpha length), at least 0
 
@@ -293,7 +255,7 @@ def length_adaptive_lambda(length: Tensor, *, alpha: float = 0.05) -> Tensor:
 
 
 def whiten(adv: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Advantages [...] whitened over mask, 0 outside.
+    """Whiten advantages [...] over mask; 0 outside.
 
         (adv - mean) / sqrt(var + eps)
 
@@ -310,45 +272,41 @@ def whiten(adv: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 # ---------- advantages [B] of responses whose groups may differ in size
 
 
-Reduce = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+Reduce = Callable[[Tensor, Tensor, Tensor, int], Tensor]  # as `segment.sum`
 
 
 def _index(reward: Tensor, group: Tensor) -> Tensor:
-    """Groups [B] numbered from 0 without gaps. ValueError unless there is one for each row."""
+    """Number the groups [B] from 0 without gaps. ValueError unless there is one for each row."""
     check.shapes(reward=(reward, "B"), group=(group, "B"))
     return torch.unique(group, return_inverse=True)[1]
 
 
 def _within(reduce: Reduce, x: Tensor, index: Tensor) -> Tensor:
-    """A reduction of x [B] over each group, on every row of the group [B]."""
-    everything = torch.ones_like(index, dtype=torch.bool)
-    return segment.spread(reduce(x, everything, index, len(index)), index)
+    """Reduce x [B] over each group, and return the result on every row of the group [B]."""
+    every_row = torch.ones_like(index, dtype=torch.bool)
+    return segment.spread(reduce(x, every_row, index, len(index)), index)
 
 
 def _size(index: Tensor, like: Tensor) -> Tensor:
-    """The rows of each row's group [B], as floats of the type of `like`."""
+    """Count the rows of each row's group [B], as floats of the type of `like`."""
     return _within(segment.sum, torch.ones_like(like), index)
 
 
 def _centre_by_group(reward: Tensor, index: Tensor, share: Tensor | None = None) -> Tensor:
-    """Rewards [B] minus the mean of their group, exactly 0 in a group without variance.
-
-    `share` [B] weights the mean, which is uniform without it.
-    """
-    mean = _within(segment.mean, reward, index)
-    if share is not None:
-        mean = _within(segment.sum, share * reward, index)
+    """Subtract the mean of each group from rewards [B], as `_centre` does."""
+    uniform = share is None
+    mean = _within(segment.mean, reward, index) if uniform else _within(segment.sum, share * reward, index)
     equal = _within(segment.max, reward, index) == -_within(segment.max, -reward, index)
     return torch.where(equal, 0, reward - mean)
 
 
 def grpo_by(reward: Tensor, group: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
-    """GRPO's advantages [B] of rewards [B], normalised per group of any size.
+    """Return GRPO's advantages [B] of rewards [B], normalised per group of any size.
 
         (r - mean) / (std + eps)
 
     std is the sample's, divided by the rows of the group less one. `scale=False` leaves out the division: Dr.
-    GRPO. 0 for a row alone in its group. See `grpo`.
+    GRPO. 0 for the only row of a group. See `grpo`.
     """
     index = _index(reward, group)
     centred = _centre_by_group(reward, index)
@@ -360,11 +318,11 @@ def grpo_by(reward: Tensor, group: Tensor, *, scale: bool = True, eps: float = 1
 
 
 def rloo_by(reward: Tensor, group: Tensor) -> Tensor:
-    """Leave-one-out advantages [B] of rewards [B] in groups of any size.
+    """Return leave-one-out advantages [B] of rewards [B] in groups of any size.
 
         r - mean of the other rows of the group
 
-    0 for a row alone in its group. See `rloo`.
+    0 for the only row of a group. See `rloo`.
     """
     index = _index(reward, group)
     size = _size(index, reward)
@@ -382,11 +340,11 @@ def remax_by(reward: Tensor, group: Tensor, greedy_reward: Tensor) -> Tensor:
 
 
 def opo_by(reward: Tensor, group: Tensor, length: Tensor) -> Tensor:
-    """OPO's advantages [B], with a baseline weighted by length in groups of any size.
+    """Return OPO's advantages [B], with a baseline weighted by length in groups of any size.
 
         r - sum(l r) / sum(l)    in each group, l [B] the tokens of a response
 
-    0 for a row alone in its group. See `opo`.
+    0 for the only row of a group. See `opo`.
     """
     index = _index(reward, group)
     check.shapes(reward=(reward, "B"), length=(length, "B"))
@@ -396,12 +354,12 @@ def opo_by(reward: Tensor, group: Tensor, length: Tensor) -> Tensor:
 
 
 def cpgd_by(reward: Tensor, group: Tensor, *, scale: bool = True, eps: float = 1e-6) -> Tensor:
-    """CPGD's advantages [B], which equal `grpo_by`'s. See `cpgd`."""
+    """Return CPGD's advantages [B], which equal `grpo_by`'s. See `cpgd`."""
     return grpo_by(reward, group, scale=scale, eps=eps)
 
 
 def reinforce_pp_baseline_by(reward: Tensor, group: Tensor) -> Tensor:
-    """Advantages [B] of REINFORCE++ with baseline, which equal `grpo_by(scale=False)`'s.
+    """Return the advantages [B] of REINFORCE++ with baseline, which equal `grpo_by(scale=False)`'s.
 
     See `reinforce_pp_baseline`.
     """
@@ -409,7 +367,7 @@ def reinforce_pp_baseline_by(reward: Tensor, group: Tensor) -> Tensor:
 
 
 def gdpo_by(parts: Tensor, group: Tensor, weights: Tensor) -> Tensor:
-    """GDPO's advantages [B] for several rewards in groups of any size.
+    """Return GDPO's advantages [B] for several rewards in groups of any size.
 
     Normalises each of the K rewards in `parts` [K, B] by `grpo_by`, and sums them by `weights` [K]. See
     `gdpo`.
@@ -417,7 +375,7 @@ def gdpo_by(parts: Tensor, group: Tensor, weights: Tensor) -> Tensor:
     sizes = check.shapes(parts=(parts, "K B"), group=(group, "B"), weights=(weights, "K"))
     index = torch.unique(group, return_inverse=True)[1]
 
-    # each reward has groups of its own
+    # each reward has its own groups
     start = torch.arange(sizes["K"], device=index.device) * sizes["B"]
     own = rearrange(start, "k -> k 1") + index
     each = grpo_by(parts.flatten(), own.flatten()).view_as(parts)
@@ -425,7 +383,7 @@ def gdpo_by(parts: Tensor, group: Tensor, weights: Tensor) -> Tensor:
 
 
 def pass_at_k_by(correct: Tensor, group: Tensor, *, k: int) -> Tensor:
-    """Pass@k advantages [B] of responses in groups of any size, from correct [B] bool.
+    """Return pass@k advantages [B] of responses in groups of any size, from correct [B] bool.
 
     0 in a group of fewer than k responses, which has no subset of k. See `pass_at_k`. ValueError unless k >=
     1.
