@@ -13,7 +13,7 @@ changes.
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from einops import rearrange
@@ -69,10 +69,7 @@ def with_options_of(
 
 
 def _rows(adv: Tensor, rollout: Rollout) -> Tensor:
-    """One number per row, [N, G] -> [B, 1].
-
-    ValueError unless N G is the number of rows of the rollout.
-    """
+    """Reshape one number per row, [N, G] -> [B, 1]. ValueError unless N G are the rows of the rollout."""
     rows = len(rollout.mask)
     if adv.dim() != 2 or adv.numel() != rows:
         raise ValueError(
@@ -91,17 +88,17 @@ def per_group(estimator: Callable[[Tensor], Tensor]) -> AdvantageFn:
 
 
 def raw(reward: Tensor, rollout: Rollout, /) -> Tensor:
-    """The rewards themselves, [B, 1]."""
+    """Return the rewards themselves, [B, 1]."""
     return _rows(reward, rollout).clone()
 
 
 def remax(reward: Tensor, rollout: Rollout, /, *, greedy_reward: Tensor) -> Tensor:
-    """`advantage.remax` of each row, [B, 1]."""
+    """Return `advantage.remax` of each row, [B, 1]."""
     return _rows(advantage.remax(reward, greedy_reward), rollout)
 
 
 def opo(reward: Tensor, rollout: Rollout, /) -> Tensor:
-    """`advantage.opo` of each row, [B, 1], by the tokens that were sampled."""
+    """Return `advantage.opo` of each row, [B, 1], by the tokens that were sampled."""
     _rows(reward, rollout)  # an error about the rewards comes before one about their lengths
     length = rearrange(rollout.mask.sum(-1), "(n g) -> n g", n=len(reward))
     return _rows(advantage.opo(reward, length.to(reward.dtype)), rollout)
@@ -109,23 +106,20 @@ def opo(reward: Tensor, rollout: Rollout, /) -> Tensor:
 
 @with_options_of(advantage.reinforce_pp)
 def reinforce_pp(reward: Tensor, rollout: Rollout, /, **options: Any) -> Tensor:
-    """Whitened returns of the rewards on last tokens."""
+    """Return whitened returns [B, S] of rewards on last tokens."""
     token_reward = on_last_token(_rows(reward, rollout)[:, 0], rollout.mask)
     returns = advantage.reinforce_pp(token_reward, rollout.mask, **options)
     return advantage.whiten(returns, rollout.mask)
 
 
 def reinforce_pp_baseline(reward: Tensor, rollout: Rollout, /) -> Tensor:
-    """Rewards less their group's mean, whitened over the tokens of the batch, [B, S]."""
+    """Return rewards less their group's mean, whitened over the tokens of the batch, [B, S]."""
     centred = _rows(advantage.reinforce_pp_baseline(reward), rollout)
     return advantage.whiten(centred * rollout.mask, rollout.mask)
 
 
 def _discount(token_reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Discounts [B, S] of responses.
-
-    It is gamma on every token but the last one in mask of its row, where the sequence ends with 0.
-    """
+    """Return discounts [B, S]: 0 on the last token in mask of each row, gamma on all others."""
     return torch.where(last_token(mask), 0.0, gamma).to(token_reward.dtype)
 
 
@@ -133,7 +127,7 @@ def _discount(token_reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
 def ppo(
     token_reward: Tensor, value: Tensor, mask: Tensor, /, *, gamma: float = 1.0, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """GAE with one lambda for actor and critic: (adv, ret), [B, S]."""
+    """Return GAE with one lambda for actor and critic: (adv, ret), [B, S]."""
     discount = _discount(token_reward, mask, gamma)
     return advantage.gae(token_reward, value, discount, mask=mask, **options)
 
@@ -142,7 +136,7 @@ def ppo(
 def vapo(
     token_reward: Tensor, value: Tensor, mask: Tensor, /, *, gamma: float = 1.0, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """GAE with a lambda by length for the actor and 1 for the critic: (adv, ret), [B, S]."""
+    """Return GAE with a lambda by length for the actor, 1 for the critic: (adv, ret), [B, S]."""
     length = mask.sum(-1, keepdim=True)
     policy_lambda = advantage.length_adaptive_lambda(length, **options)
     discount = _discount(token_reward, mask, gamma)
@@ -173,25 +167,12 @@ class ActorCritic(NamedTuple):
     paper: str  # arXiv id
 
 
-class LossWithMetrics(Protocol):
-    """A `LossFn` with metrics and options.
-
-    The options are those of the loss that it adapts.
-    """
-
-    def __call__(self, out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
-        """(loss [T], metrics).
-
-        TypeError for an option that the loss does not have.
-        """
-        ...
+# a `LossFn` with metrics: (out, b, **options of the loss that it adapts) -> (loss [T], metrics)
+LossWithMetrics = Callable[..., tuple[Tensor, dict[str, Metric]]]
 
 
 class Evaluated(NamedTuple):
-    """A loss on a pack, and its inputs.
-
-    Nothing carries a gradient.
-    """
+    """A loss on a pack, and its inputs, without gradient."""
 
     loss: Tensor  # [T]
     ratio: Tensor  # [T], the probability ratio that the loss limits
@@ -200,29 +181,24 @@ class Evaluated(NamedTuple):
     options: Mapping[str, Any]  # all options of the loss
 
 
-class Stopped(Protocol):
-    """Tells which tokens a loss keeps from learning more."""
-
-    def __call__(self, at: Evaluated, /) -> Tensor:
-        """[T] bool, True on the tokens that are stopped."""
-        ...
+Stopped = Callable[[Evaluated], Tensor]  # [T] bool, the tokens that a loss keeps from learning more
 
 
 # ---------- functions of `rft_fn.loss` as losses with metrics
 
 
 def token_ratio(out: TokenOut, b: Packed) -> Tensor:
-    """The probability ratio of each token [T], without gradient."""
+    """Return the probability ratio of each token [T], without gradient."""
     return loss.ratio(out.logp.detach(), b.old_logp)
 
 
 def _sequence_ratio(out: TokenOut, b: Packed) -> Tensor:
-    """The geometric mean of a sequence's ratios, on each of its tokens [T]."""
+    """Return the geometric mean of a sequence's ratios, on each of its tokens [T]."""
     return loss.seq_ratio(out.logp.detach(), b.old_logp, b.mask, b.seq, b.num_seqs)
 
 
 def _metrics(at: Evaluated, b: Packed, stopped: Stopped) -> dict[str, Metric]:
-    """Stopped share, KL to the old policy, largest ratio."""
+    """Return the stopped share, the KL to the old policy and the largest ratio."""
     return {
         "policy/clip_frac": metric.mean(stopped(at).double(), b.mask),
         "policy/kl_old": metric.mean(loss.kl_k3(b.old_logp, at.logp), b.mask),
@@ -267,13 +243,13 @@ def per_sequence(
 
 
 def reinforce(out: TokenOut, b: Packed, /) -> tuple[Tensor, dict[str, Metric]]:
-    """REINFORCE's loss, which has no ratio."""
+    """Return REINFORCE's loss, which has no ratio."""
     return loss.reinforce(out.logp, b.adv), {}
 
 
 @with_options_of(loss.value_clip)
 def value_clip(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dict[str, Metric]]:
-    """PPO's critic loss, with the clipped share."""
+    """Return PPO's critic loss, with the clipped share."""
     value, old_value, ret = check.given(value=out.value, old_value=b.old_value, ret=b.ret)
     x = loss.value_clip(value, old_value, ret, **options)
     moved = (value.detach() - old_value).abs() > options["clip"]
@@ -284,41 +260,32 @@ def value_clip(out: TokenOut, b: Packed, /, **options: Any) -> tuple[Tensor, dic
 
 
 def _leaves(x: Tensor, adv: Tensor, low: Any, high: Any) -> Tensor:
-    """Where the advantage pushes x out of [low, high]."""
+    """Mark where the advantage pushes x out of [low, high]."""
     return ((x > high) & (adv > 0)) | ((x < low) & (adv < 0))
 
 
 def beyond_clip(at: Evaluated, /) -> Tensor:
-    """Ratios that would leave [1 - low, 1 + high]."""
+    """Mark ratios that would leave [1 - low, 1 + high]."""
     return _leaves(at.ratio, at.adv, 1 - at.options["low"], 1 + at.options["high"])
 
 
 def beyond_log_clip(at: Evaluated, /) -> Tensor:
-    """Return where the log-ratio leaves [-low, high]."""
+    """Mark log-ratios that would leave [-low, high]."""
     return _leaves(at.ratio.log(), at.adv, -at.options["low"], at.options["high"])
 
 
 def outside_clip(at: Evaluated, /) -> Tensor:
-    """Ratios outside [1 - low, 1 + high].
-
-    CISPO limits them but keeps their gradient.
-    """
+    """Mark ratios outside [1 - low, 1 + high], which CISPO limits without losing their gradient."""
     return (at.ratio > 1 + at.options["high"]) | (at.ratio < 1 - at.options["low"])
 
 
-def beyond_a_fifth(at: Evaluated, /) -> Tensor:
-    """Ratios that would leave [0.8, 1.2].
-
-    SAPO's soft gate stops no token altogether.
-    """
+def outside_default_clip(at: Evaluated, /) -> Tensor:
+    """Mark ratios that would leave [0.8, 1.2]; SAPO's soft gate stops no token altogether."""
     return _leaves(at.ratio, at.adv, 0.8, 1.2)
 
 
 def outside_trust_region(at: Evaluated, /) -> Tensor:
-    """Tokens that DPPO's trust region stops.
-
-    Their loss is 0, although neither advantage nor log-prob is.
-    """
+    """Mark tokens that DPPO's trust region stops: loss 0 where neither advantage nor log-prob is."""
     return (at.loss == 0) & (at.adv != 0) & (at.logp != 0)
 
 
@@ -337,7 +304,7 @@ _gspo = per_sequence(loss.gspo, beyond_clip)
 _gspo_token = per_sequence(loss.gspo_token, beyond_clip)
 _gmpo = per_sequence(loss.gmpo, beyond_log_clip, ratio=token_ratio)
 _cispo = per_token(loss.cispo, outside_clip)
-_sapo = per_token(loss.sapo, beyond_a_fifth)
+_sapo = per_token(loss.sapo, outside_default_clip)
 _cpgd_loss = per_token(loss.cpgd, beyond_clip)
 _dppo_tv = per_token(loss.dppo_tv, outside_trust_region)
 _dppo_kl = per_token(loss.dppo_kl, outside_trust_region)
@@ -370,10 +337,7 @@ Row = TypeVar("Row", Algorithm, ActorCritic)
 
 
 def _row(name: str, kind: type[Row], elsewhere: str) -> Row:
-    """The row of a name and a kind.
-
-    ValueError that lists the names of that kind, and `elsewhere`.
-    """
+    """Return the row of a name and a kind; ValueError that lists the names, and `elsewhere`."""
     row = TABLE.get(name)
     if isinstance(row, kind):
         return row
@@ -385,7 +349,7 @@ def _row(name: str, kind: type[Row], elsewhere: str) -> Row:
 
 
 def get_algorithm(name: str, *, group: int | None = None) -> Algorithm:
-    """The row of that name, without a critic.
+    """Return the row of a name, without a critic.
 
     ValueError that lists the names there are, or if `group` responses per prompt are too few for it.
     """
@@ -400,8 +364,5 @@ def get_algorithm(name: str, *, group: int | None = None) -> Algorithm:
 
 
 def get_actor_critic(name: str) -> ActorCritic:
-    """The row of that name, with a critic.
-
-    ValueError that lists the names there are.
-    """
+    """Return the row of a name, with a critic; ValueError that lists the names there are."""
     return _row(name, ActorCritic, ", which has no critic: see train_scripts/grpo.py")

@@ -209,7 +209,7 @@ def test_what_counts_as_stopped_by_hand():
         (stopped.beyond_clip, options, [1.5], [0.5]),
         (stopped.beyond_log_clip, edge, [1.5], [0.5]),
         (stopped.beyond_log_clip, {"low": 0.25, "high": 0.2}, [1.25, 1.5], [0.5, 0.75]),
-        (stopped.beyond_a_fifth, {}, [1.21, 1.25, 1.5], [0.5, 0.75, 0.79]),
+        (stopped.outside_default_clip, {}, [1.21, 1.25, 1.5], [0.5, 0.75, 0.79]),
         (stopped.outside_clip, options, [0.5, 1.5], [0.5, 1.5]),
     ):
         for adv, want in ((1.0, up), (-1.0, down), (0.0, up if fn is stopped.outside_clip else [])):
