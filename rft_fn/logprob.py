@@ -1,7 +1,6 @@
 """Log-probs of the targets, from logits or straight from hidden states."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ _FIRST = 64  # ranks that are looked at before more, for top_p
 
 
 def log_ratio(logp: Tensor, old_logp: Tensor, *, limit: float = math.inf) -> Tensor:
-    """[*] nats: log(pi / pi_old) = logp - old_logp, clamped to +-limit.
+    """Return log(pi / pi_old) = logp - old_logp, [*] nats, clamped to +-limit.
 
     A token that both exclude (-inf, e.g. by top_k) has a ratio of 1: 0 here, without a gradient.
     """
@@ -27,19 +26,20 @@ def log_ratio(logp: Tensor, old_logp: Tensor, *, limit: float = math.inf) -> Ten
 
 
 def log_probs_from_logits(logits: Tensor, target: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
-    """[..., V], [...] -> [...] nats: log softmax(logits / temperature)[target], in float32 at least.
+    """Return log softmax(logits / temperature)[target], [..., V], [...] -> [...] nats.
 
-    One pass over the logits: no copy is made or kept, and the backward makes one more pass. A tensor as
-    temperature may have any shape that `logits / temperature` takes. ValueError when the shapes disagree. A
-    target outside [0, V) is torch's RuntimeError on a CPU, and an assertion on a GPU.
+    In float32 at least. One pass over the logits: no copy is made or kept, and the backward makes one more
+    pass. A tensor as temperature may have any shape that `logits / temperature` takes. ValueError when
+    the shapes disagree. A target outside [0, V) is torch's RuntimeError on a CPU, and an assertion on a
+    GPU.
     """
     return _from_logits(logits, target, temperature, entropy=False)[0]
 
 
 def entropy_from_logits(logits: Tensor, *, temperature: float | Tensor = 1.0) -> Tensor:
-    """[..., V] -> [...] nats: the entropy of softmax(logits / temperature), in float32 at least.
+    """Return the entropy of softmax(logits / temperature), [..., V] -> [...] nats.
 
-    Logits of -inf add 0.
+    In float32 at least. Logits of -inf add 0.
     """
     target = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
     return _from_logits(logits, target, temperature, entropy=True)[1]
@@ -48,14 +48,14 @@ def entropy_from_logits(logits: Tensor, *, temperature: float | Tensor = 1.0) ->
 def log_probs_and_entropy(
     logits: Tensor, target: Tensor, *, temperature: float | Tensor = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """[..., V], [...] -> [...] and [...] nats: both, in one pass over the logits."""
+    """Return both of the above in one pass, [..., V], [...] -> [...] and [...] nats."""
     return _from_logits(logits, target, temperature, entropy=True)
 
 
 def _from_logits(
     logits: Tensor, target: Tensor, temperature: float | Tensor, *, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """(logp, entropy), in one fused pass over the rows.
+    """Return (logp, entropy), in one fused pass over the rows.
 
     The entropy is logp again where it was not asked for.
     """
@@ -72,13 +72,11 @@ def _from_logits(
     rows = logits.reshape(-1, logits.shape[-1])
     labels = target.reshape(-1)
     logp, ent = logits_logprob(rows, labels, temperature=temperature, ignore_index=-1, entropy=entropy)
-    if ent is None:
-        ent = logp
-    return logp.view(target.shape), ent.view(target.shape)
+    return logp.view(target.shape), (logp if ent is None else ent).view(target.shape)
 
 
 def process_logits(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = None) -> Tensor:
-    """[..., V] -> [..., V]: logits / temperature, -inf where top_k or top_p exclude a token.
+    """Return logits / temperature, -inf where top_k or top_p exclude a token, [..., V] -> [..., V].
 
     Only the top_k largest stay, and of them the smallest set with a mass of top_p. This is the one definition
     of the distribution that is sampled from, for the engine and for the trainer. `keep` [...] is a token that
@@ -98,7 +96,7 @@ def process_logits(logits: Tensor, sampling: Sampling, *, keep: Tensor | None = 
 
 
 def _excluded(z: Tensor, sampling: Sampling) -> Tensor:
-    """[R, V] bool: what top_k and top_p exclude, by rank, and among equals by place in the vocabulary."""
+    """Return what top_k and top_p exclude, [R, V] bool; equal logits go by place in the vocabulary."""
     can_branch = _can_branch(z)
     most = min(sampling.top_k or z.shape[-1], z.shape[-1])
     if sampling.top_p == 1:
@@ -121,7 +119,7 @@ def _excluded(z: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _growing_nucleus(z: Tensor, norm: Tensor, top_p: float, size: int) -> tuple[Tensor, Tensor]:
-    """`_nucleus` of logits z [R, V]: of the first `size` ranks, and of more in the rows that need them."""
+    """Return `_nucleus` of the first `size` ranks of z [R, V], and of more in rows that need them."""
     size = min(size, z.shape[-1])
     least, count = _nucleus(z.topk(size).values, norm, top_p)
     wider = count == size
@@ -131,14 +129,17 @@ def _growing_nucleus(z: Tensor, norm: Tensor, top_p: float, size: int) -> tuple[
 
 
 def _nucleus(ranked: Tensor, norm: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """[R] the last logit that stays and [R] how many do, of ranked logits [R, K] with normaliser [R, 1]."""
+    """Return ([R] the last logit that stays, [R] how many do).
+
+    Of ranked logits [R, K] with normaliser [R, 1].
+    """
     p = (ranked - norm).exp()
     count = (p.cumsum(-1) - p < top_p).sum(-1).clamp(min=1)  # the token that crosses top_p is kept
     return ranked.gather(-1, count.unsqueeze(-1) - 1).squeeze(-1), count
 
 
 def _can_branch(z: Tensor) -> bool:
-    """Whether values of z can be read, which they cannot under vmap and on the meta device."""
+    """Return whether values of z can be read, which they cannot under vmap and on the meta device."""
     try:
         return bool(z[:0].sum() == 0)
     except RuntimeError:
@@ -146,10 +147,10 @@ def _can_branch(z: Tensor) -> bool:
 
 
 def default_workspace_mb(device_type: str) -> float:
-    """The logits that `linear_logprob` holds at a time by default [MiB], on "cpu" or "cuda"."""
-    from rft_kernels import default_workspace_mb as found
+    """Return the MiB of logits that `linear_logprob` holds at a time by default, on "cpu" or "cuda"."""
+    from rft_kernels import default_workspace_mb as of_device
 
-    return found(device_type)
+    return of_device(device_type)
 
 
 def linear_logprob(
@@ -165,7 +166,7 @@ def linear_logprob(
     workspace_mb: float | None = None,
     engine: str = "auto",
 ) -> TokenOut:
-    """[T, D], [V, D], [T] -> TokenOut of log softmax(hidden weight^T / temperature)[target].
+    """Return log softmax(hidden weight^T / temperature)[target], [T, D], [V, D], [T] -> TokenOut.
 
     Never holds logits [T, V]. Targets of -100 give 0 and no gradient, even where hidden is NaN. `words`
     [T, K] asks for the log-probs of K more words of each token, as `words_logp` [T, K] (0 with target -100):
@@ -176,13 +177,22 @@ def linear_logprob(
     """
     from rft_kernels import linear_logprob as fused
 
-    options: dict[str, Any] = {"temperature": temperature, "bias": bias, "softcap": softcap}
-    options |= {"workspace_mb": workspace_mb, "engine": engine}
-    logp, ent, lse = fused(hidden, weight, target, entropy=entropy, lse=words is not None, **options)
+    logp, ent, lse = fused(
+        hidden,
+        weight,
+        target,
+        temperature=temperature,
+        bias=bias,
+        softcap=softcap,
+        entropy=entropy,
+        lse=words is not None,
+        workspace_mb=workspace_mb,
+        engine=engine,
+    )
     if words is None or lse is None:
         return TokenOut(logp=logp, entropy=ent)
 
-    # The logits of the words; a where on the result alone would leave 0 * NaN in the gradient of the weight.
+    # The logits of the words; a where only on the result would leave 0 * NaN in the gradient of the weight.
     check.shapes(target=(target, "T"), words=(words, "T K"))
     live = (target != -100).unsqueeze(-1)
     hidden = torch.where(live, hidden, 0)
@@ -195,5 +205,5 @@ def linear_logprob(
     # The softmax of all words is in lse.
     if isinstance(temperature, Tensor) and temperature.dim():
         temperature = temperature.unsqueeze(-1)  # one per token
-    found = z / temperature - lse.unsqueeze(-1)
-    return TokenOut(logp=logp, entropy=ent, words_logp=torch.where(live, found, 0))
+    words_logp = torch.where(live, z / temperature - lse.unsqueeze(-1), 0)
+    return TokenOut(logp=logp, entropy=ent, words_logp=words_logp)

@@ -12,7 +12,7 @@ __all__ = ["linear_scan"]
 
 
 def step(b: Tensor, a: Tensor, y: Tensor) -> Tensor:
-    """One step of a recurrence, b + a y [...].
+    """Take one step of a recurrence, b + a y [...].
 
     The result is exactly b where a is 0, even if y is inf or NaN there.
     """
@@ -20,7 +20,7 @@ def step(b: Tensor, a: Tensor, y: Tensor) -> Tensor:
 
 
 def _reached(y: Tensor, ends: Tensor) -> Tensor:
-    """y with finite values where `ends`.
+    """Return y with finite values where `ends`.
 
     0 * inf would be NaN. Finite values stay, so that the derivative with respect to the factor 0 is right.
     """
@@ -53,10 +53,7 @@ def _scan(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Scan(torch.autograd.Function):
-    """`_backward` with a gradient that is a recurrence too.
-
-    This makes 0 * inf 0 in the gradient as well.
-    """
+    """`_backward` with a gradient that is a recurrence too, so that 0 * inf is 0 in the gradient as well."""
 
     generate_vmap_rule = True
 

@@ -37,10 +37,7 @@ _MOST = 1e6  # nats, beyond every log-ratio of tokens that both policies can dra
 
 
 def _counts(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(mask as float, tokens per row, rows with a token).
-
-    They are [B, S], [B, 1] >= 1 and [] >= 1.
-    """
+    """Return (mask as float [B, S], tokens per row [B, 1] >= 1, rows with a token [] >= 1)."""
     check.shapes(mask=(mask, "B S"))
     m = mask.to(torch.get_default_dtype())
     tokens = m.sum(-1, keepdim=True)
@@ -48,7 +45,7 @@ def _counts(mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def token_mean(mask: Tensor) -> Tensor:
-    """Mean over the tokens of the batch.
+    """Return the weights of a mean over the tokens of the batch.
 
     The weight is 1 / tokens, so every token counts the same. DAPO, arXiv 2503.14476.
     """
@@ -57,7 +54,7 @@ def token_mean(mask: Tensor) -> Tensor:
 
 
 def seq_mean(mask: Tensor) -> Tensor:
-    """Mean over sequences of the mean over tokens.
+    """Return the weights of a mean over sequences of the mean over tokens.
 
     The weight is 1 / (B tokens of the row). GRPO, arXiv 2402.03300.
     """
@@ -66,7 +63,7 @@ def seq_mean(mask: Tensor) -> Tensor:
 
 
 def seq_sum(mask: Tensor) -> Tensor:
-    """Mean over sequences of the sum over tokens.
+    """Return the weights of a mean over sequences of the sum over tokens.
 
     The weight is 1 / B, as in the policy gradient theorem.
     """
@@ -75,10 +72,10 @@ def seq_sum(mask: Tensor) -> Tensor:
 
 
 def pair_mean(mask: Tensor) -> Tensor:
-    """Mean over pairs of a loss per pair.
+    """Return the weights of a mean over pairs of a loss per pair.
 
-    The loss stands on each token of its pair, so the weight is 1 / (pairs tokens of the pair). Rows 2i and
-    2i + 1 are a pair. One without a token in mask does not count. ValueError for an odd B.
+    The loss is on each token of its pair, so the weight is 1 / (pairs tokens of the pair). Rows 2i and 2i + 1
+    are a pair. One without a token in mask does not count. ValueError for an odd B.
     """
     if len(mask) % 2:
         raise ValueError(f"mask: expected an even number of rows, two per pair, got {len(mask)}")
@@ -86,7 +83,7 @@ def pair_mean(mask: Tensor) -> Tensor:
 
 
 def unit_mean(mask: Tensor, unit: int | Sequence[int]) -> Tensor:
-    """Mean over units of the mean over the tokens of each.
+    """Return the weights of a mean over units of the mean over the tokens of each.
 
     A unit is `unit` rows that follow each other; its rows may also be given for each unit, such as ranked
     lists of any length. The weight is 1 / (units tokens of the unit). One without a token in mask does not
@@ -97,17 +94,17 @@ def unit_mean(mask: Tensor, unit: int | Sequence[int]) -> Tensor:
 
 
 def unit_sum(mask: Tensor, unit: int | Sequence[int]) -> Tensor:
-    """Mean over units of the sum over the tokens of each.
+    """Return the weights of a mean over units of the sum over the tokens of each.
 
-    The weight is 1 / units: that of losses whose terms add up over a list (`loss.plackett_luce`). Units are
-    those of `unit_mean`.
+    The weight is 1 / units: for losses with terms that add up over a list (`loss.plackett_luce`). Units are
+    as in `unit_mean`.
     """
     m, _, units = _of_units(mask, unit)
     return m / units
 
 
 def _of_units(mask: Tensor, unit: int | Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """(mask as float [B, S], tokens of each row's unit [B, 1], units with a token [] >= 1)."""
+    """Return (mask as float [B, S], tokens of each row's unit [B, 1], units with a token [] >= 1)."""
     m, _, _ = _counts(mask)
     sizes = torch.tensor(check.units(unit, len(mask)), dtype=torch.long, device=mask.device)
     of = torch.repeat_interleave(torch.arange(len(sizes), device=mask.device), sizes)
@@ -116,7 +113,7 @@ def _of_units(mask: Tensor, unit: int | Sequence[int]) -> tuple[Tensor, Tensor, 
 
 
 def constant(mask: Tensor, length: int) -> Tensor:
-    """Sum over tokens divided by a constant.
+    """Return the weights of a sum over tokens divided by a constant.
 
     The weight is 1 / (B length). With a fixed `length`, such as the longest response, there is no bias by
     length. Dr. GRPO, arXiv 2503.20783. ValueError unless length > 0.
@@ -128,16 +125,13 @@ def constant(mask: Tensor, length: int) -> Tensor:
 
 
 def _token_ratio(w: Tensor, old_logp: Tensor, logp: Tensor) -> Tensor:
-    """Probability ratio of each token [...].
-
-    This is pi_old / pi_sampler, or 1 where w is 0.
-    """
+    """Return the ratio pi_old / pi_sampler of each token [...], or 1 where w is 0."""
     check.shapes(w=(w, "..."), old_logp=(old_logp, "..."), logp=(logp, "..."))
     return torch.where(w != 0, ratio(old_logp, logp), 1)
 
 
 def _seq_log_ratio(old_logp: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
-    """Log-ratio of whole responses, [B, 1] nats.
+    """Return the log-ratio of whole responses, [B, 1] nats.
 
     This is the sum of log(pi_old / pi_sampler) over mask.
     """
@@ -148,13 +142,13 @@ def _seq_log_ratio(old_logp: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
 
 
 def _seq_ratio(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
-    """Probability ratio of whole responses, [B, 1]."""
+    """Return the probability ratio of whole responses, [B, 1]."""
     check.shapes(w=(w, "B S"), mask=(mask, "B S"))
     return _seq_log_ratio(old_logp, logp, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def importance(w: Tensor, old_logp: Tensor, logp: Tensor) -> Tensor:
-    """Importance sampling per token, [...].
+    """Weigh by importance sampling per token, [...].
 
     Multiplies w by pi_old / pi_sampler. With `old_logp` of the proximal policy, scored by the trainer, and
     `loss.ppo_clip` around it, this is decoupled PPO: stale samples, clipped about a fresh policy. arXiv
@@ -164,7 +158,7 @@ def importance(w: Tensor, old_logp: Tensor, logp: Tensor) -> Tensor:
 
 
 def truncated_is(w: Tensor, old_logp: Tensor, logp: Tensor, *, cap: float = 2.0) -> Tensor:
-    """Truncated importance sampling (TIS) per token, [...].
+    """Weigh by truncated importance sampling (TIS) per token, [...].
 
     Multiplies w by min(pi_old / pi_sampler, cap), which corrects the mismatch of trainer and engine.
     """
@@ -172,7 +166,7 @@ def truncated_is(w: Tensor, old_logp: Tensor, logp: Tensor, *, cap: float = 2.0)
 
 
 def masked_is(w: Tensor, old_logp: Tensor, logp: Tensor, *, cap: float = 2.0) -> Tensor:
-    """Masked importance sampling per token, [...].
+    """Weigh by masked importance sampling per token, [...].
 
     Multiplies w by pi_old / pi_sampler, and drops tokens whose ratio exceeds the cap.
     """
@@ -180,7 +174,7 @@ def masked_is(w: Tensor, old_logp: Tensor, logp: Tensor, *, cap: float = 2.0) ->
 
 
 def icepop(w: Tensor, old_logp: Tensor, logp: Tensor, *, low: float = 0.5, high: float = 5.0) -> Tensor:
-    """IcePop's band of ratios per token, [...].
+    """Weigh by IcePop's band of ratios per token, [...].
 
     Multiplies w by pi_old / pi_sampler, and drops tokens whose ratio is not in [low, high]. arXiv
     2510.18855.
@@ -190,7 +184,7 @@ def icepop(w: Tensor, old_logp: Tensor, logp: Tensor, *, low: float = 0.5, high:
 
 
 def importance_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor) -> Tensor:
-    """Importance sampling per response, [B, S].
+    """Weigh by importance sampling per response, [B, S].
 
     Multiplies w by the product of the ratios of a response. This is the only correction here without bias;
     its variance grows with the length.
@@ -199,7 +193,7 @@ def importance_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor) -> T
 
 
 def truncated_is_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, *, cap: float = 2.0) -> Tensor:
-    """Truncated importance sampling per response, [B, S].
+    """Weigh by truncated importance sampling per response, [B, S].
 
     Multiplies w by min(ratio of the response, cap).
     """
@@ -207,7 +201,7 @@ def truncated_is_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, *,
 
 
 def masked_is_seq(w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, *, cap: float = 2.0) -> Tensor:
-    """Masked importance sampling per response, [B, S].
+    """Weigh by masked importance sampling per response, [B, S].
 
     Multiplies w by the ratio of the response, and drops responses whose ratio exceeds the cap.
     """
@@ -231,7 +225,7 @@ def off_policy_mask(
 
 
 def top_share(x: Tensor, mask: Tensor, *, share: float) -> Tensor:
-    """The tokens with the largest x, [B, S] bool.
+    """Mark the tokens with the largest x, [B, S] bool.
 
     Chooses ceil(share tokens) tokens in mask, over the whole batch. Ties go to the first. ValueError unless
     0 < share <= 1.
@@ -256,7 +250,7 @@ def high_entropy(w: Tensor, entropy: Tensor, mask: Tensor, *, share: float = 0.2
 
 
 def covariance(logp: Tensor, adv: Tensor, mask: Tensor) -> Tensor:
-    """Each token's covariance of log-prob and advantage, [B, S].
+    """Return each token's covariance of log-prob and advantage, [B, S].
 
         (logp - mean)(adv - mean), means over mask; 0 outside
 
@@ -281,7 +275,7 @@ def clip_cov(
     low: float = 1.0,
     high: float = 5.0,
 ) -> Tensor:
-    """Clip-Cov's random drop of tokens, [B, S].
+    """Drop random tokens by Clip-Cov, [B, S].
 
     `key` draws ceil(share tokens) tokens to drop from those with `cov` in [low, high], or all of these if
     they are fewer. `covariance` gives cov. arXiv 2505.22617.

@@ -1,4 +1,4 @@
-"""Calls of losses: of any return type and with any record, and their derivative by token."""
+"""Calls of losses of any return type and with any record, and their gradient by token."""
 
 import re
 import traceback
@@ -12,9 +12,6 @@ from rft_fn import tree
 from rft_fn.types import LossFn, Packed, TokenOut
 
 __all__ = ["REMEDY", "evaluate", "token_gradient", "without_gradient"]
-
-
-# ---------- calls a LossFn as a train step does
 
 
 _GIVEN = ("ref_logp", "old_value", "ret", "words", "extra")
@@ -47,16 +44,16 @@ def evaluate(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict[st
         return result, {}
     pair = result if isinstance(result, tuple) else (result,)
     if len(pair) != 2 or not isinstance(pair[0], Tensor) or not isinstance(pair[1], Mapping):
-        found = ", ".join("None" if x is None else type(x).__name__ for x in pair)
+        got = ", ".join("None" if x is None else type(x).__name__ for x in pair)
         raise ValueError(
             "loss: expected the function to return a tensor [T], or a tensor and a dict of metrics, got "
-            f"{found}"
+            f"{got}"
         )
     return pair[0], dict(pair[1])
 
 
 def _name_absent(error: Exception, out: TokenOut, b: Packed) -> None:
-    """ValueError for an absent field that a loss failed over.
+    """Raise ValueError for an absent field that a loss failed over.
 
     It is None, and its name occurs in the code that was running.
     """
@@ -74,11 +71,11 @@ def _name_absent(error: Exception, out: TokenOut, b: Packed) -> None:
                 raise ValueError(f"{kind}.{name}: expected a value, got None; {REMEDY[name]}") from error
 
 
-# ---------- what a loss does to each token: its gradient with respect to log-probs, for any LossFn
+# ---------- the gradient of a loss with respect to log-probs
 
 
 def token_gradient(loss_fn: LossFn, out: TokenOut, b: Packed) -> Tensor:
-    """The gradient of a pack's loss with respect to the log-prob of each token, [T].
+    """Return the gradient of a pack's loss with respect to the log-prob of each token, [T].
 
         g_t = d sum_u w_u loss_u / d logp_t
 
@@ -92,12 +89,12 @@ def token_gradient(loss_fn: LossFn, out: TokenOut, b: Packed) -> Tensor:
         total = (b.w * loss).sum()
         if not total.requires_grad:
             return torch.zeros_like(out.logp)
-        (found,) = torch.autograd.grad(total, logp, materialize_grads=True)
-    return found
+        (gradient,) = torch.autograd.grad(total, logp, materialize_grads=True)
+    return gradient
 
 
 def without_gradient(gradient: Tensor, adv: Tensor, w: Tensor) -> Tensor:
-    """Whether a loss leaves a token alone although it has an advantage and a weight, [*] bool.
+    """Return whether a token has no gradient despite an advantage and a weight, [*] bool.
 
     For clipped losses these are the tokens that are clipped.
     """

@@ -1,7 +1,7 @@
 """KL divergences and entropy.
 
-The estimator with the right value need not have the right gradient; `rft_fn.testing.check_kl_gradient`
-tests the gradient.
+The estimator with the right value need not have the right gradient; `rft_fn.testing.check_kl_gradient` tests
+the gradient.
 """
 
 import torch
@@ -16,7 +16,7 @@ _MAX_LOG_RATIO = 60.0  # e^60 = 1.1e26 is finite in float32
 
 
 def kl_k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """The k1 estimator of KL(pi, ref), [*] nats.
+    """Return the k1 estimator of KL(pi, ref), [*] nats.
 
     This is log(pi / ref), which is unbiased. As a loss its expected gradient is zero: use it in the reward
     or for logging. The log-ratio is bounded to +-60.
@@ -27,7 +27,7 @@ def kl_k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def kl_k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """The k2 estimator of KL(pi, ref), [*] nats.
+    """Return the k2 estimator of KL(pi, ref), [*] nats.
 
     This is log(pi / ref)^2 / 2. It is biased in value, but on samples of pi its expected gradient is that
     of KL(pi, ref).
@@ -36,7 +36,7 @@ def kl_k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """The k3 estimator of KL(pi, ref), [*] nats.
+    """Return the k3 estimator of KL(pi, ref), [*] nats.
 
     This is ref / pi - 1 + log(pi / ref) >= 0, unbiased with low variance (Schulman 2020). Its expected
     gradient is that of the forward KL(ref, pi): use `kl` as a loss for KL(pi, ref).
@@ -46,7 +46,7 @@ def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """KL(pi, ref) as a loss term, [*] nats.
+    """Return KL(pi, ref) as a loss term, [*] nats.
 
     It has the value of k3 and the gradient of k2. On samples of pi both are right in expectation. With a
     teacher's log-probs as ref_logp it is on-policy distillation from samples.
@@ -56,7 +56,7 @@ def kl(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def reverse_kl(logp: Tensor, teacher_logp: Tensor) -> Tensor:
-    """Exact KL(pi, teacher) of distributions, [..., V] -> [...] nats.
+    """Return the exact KL(pi, teacher) of distributions, [..., V] -> [...] nats.
 
         sum of pi (log pi - log teacher)
 
@@ -68,16 +68,13 @@ def reverse_kl(logp: Tensor, teacher_logp: Tensor) -> Tensor:
 
 
 def _terms(logp: Tensor, teacher_logp: Tensor) -> Tensor:
-    """pi log(pi / teacher) of each word.
-
-    It is 0 if pi excludes the word, and 60 pi if only the teacher does.
-    """
+    """Return pi log(pi / teacher) of each word: 0 if pi excludes it, 60 pi if only the teacher does."""
     gap = log_ratio(logp, teacher_logp)
     return logp.exp() * gap.nan_to_num(torch.nan, _MAX_LOG_RATIO, 0.0)
 
 
 def reverse_kl_top_k(logp: Tensor, teacher_logp: Tensor) -> Tensor:
-    """KL over K words, a lower bound, [..., K] -> [...].
+    """Return the KL over K words, a lower bound, [..., K] -> [...].
 
     All other words count as one. Lumping words together only lowers a KL, so the bound grows with K and is
     exact if the rest has no mass. The caller chooses the K words (for example the policy's likeliest), the
@@ -89,12 +86,12 @@ def reverse_kl_top_k(logp: Tensor, teacher_logp: Tensor) -> Tensor:
 
 
 def _rest(logp: Tensor) -> Tensor:
-    """The mass of all other words, [..., K] -> [...]."""
+    """Return the mass of all other words, [..., K] -> [...]."""
     return (1 - logp.exp().sum(-1)).clamp(min=1e-9)
 
 
 def entropy_bonus(entropy: Tensor) -> Tensor:
-    """The negative entropy -H, [*] nats.
+    """Return the negative entropy -H, [*] nats.
 
     Add it with a small coefficient: `loss + 0.01 * entropy_bonus(out.entropy)`.
     """

@@ -28,7 +28,7 @@ def _between(x: Tensor, low: Scalar, high: Scalar) -> Tensor:
 
 
 def _possible(logp: Tensor, old_logp: Tensor) -> Tensor:
-    """logp, but 0 where both policies exclude the token.
+    """Return logp, but 0 where both policies exclude the token.
 
     There it has no gradient either: 0 * -inf would be NaN.
     """
@@ -36,12 +36,12 @@ def _possible(logp: Tensor, old_logp: Tensor) -> Tensor:
 
 
 def ratio(logp: Tensor, old_logp: Tensor) -> Tensor:
-    """The probability ratio pi / pi_old of each token, [*]."""
+    """Return the probability ratio pi / pi_old of each token, [*]."""
     return log_ratio(logp, old_logp, limit=MAX_LOG_RATIO).exp()
 
 
 def seq_ratio(logp: Tensor, old_logp: Tensor, mask: Tensor, seq: Tensor, num_seqs: int) -> Tensor:
-    """The geometric mean ratio of each token's sequence, [T].
+    """Return the geometric mean ratio of each token's sequence, [T].
 
     (pi(y) / pi_old(y))^(1 / |y|)
     """
@@ -63,7 +63,7 @@ def ppo_clip(
     high: Scalar = 0.2,
     dual: float | None = None,
 ) -> Tensor:
-    """PPO's clipped surrogate loss, [*].
+    """Return PPO's clipped surrogate loss, [*].
 
         -min(rho A, clip(rho, 1 - low, 1 + high) A)
 
@@ -81,7 +81,7 @@ def ppo_clip(
 
 
 def reinforce(logp: Tensor, adv: Tensor) -> Tensor:
-    """The REINFORCE loss -A logp, [*].
+    """Return the REINFORCE loss -A logp, [*].
 
     This is the score function estimator, valid only on-policy. Williams 1992.
     """
@@ -100,7 +100,7 @@ def gspo(
     low: Scalar = 3e-4,
     high: Scalar = 4e-4,
 ) -> Tensor:
-    """GSPO's loss [T], which clips whole sequences.
+    """Return GSPO's loss [T], which clips whole sequences.
 
         -min(s A, clip(s, 1 - low, 1 + high) A),    s = seq_ratio
 
@@ -122,7 +122,7 @@ def gspo_token(
     low: Scalar = 3e-4,
     high: Scalar = 4e-4,
 ) -> Tensor:
-    """GSPO's loss with advantages per token, [T].
+    """Return GSPO's loss with advantages per token, [T].
 
         s[t] = sg(s) pi[t] / sg(pi[t]),    s = seq_ratio
 
@@ -145,7 +145,7 @@ def gmpo(
     low: Scalar = 0.4,
     high: Scalar = 0.4,
 ) -> Tensor:
-    """GMPO's loss [T]: the geometric mean of clipped ratios.
+    """Return GMPO's loss [T], with the geometric mean of clipped ratios.
 
         -A exp(mean over the sequence of d)
         d = min(log rho, high) where A > 0, else max(log rho, -low)    [nats]
@@ -160,7 +160,7 @@ def gmpo(
 
 
 def cispo(logp: Tensor, old_logp: Tensor, adv: Tensor, *, low: Scalar = 1.0, high: Scalar = 4.0) -> Tensor:
-    """CISPO's loss with clipped weights, [*].
+    """Return CISPO's loss with clipped weights, [*].
 
     A token whose weight is clipped keeps its gradient:
 
@@ -177,7 +177,7 @@ def cispo(logp: Tensor, old_logp: Tensor, adv: Tensor, *, low: Scalar = 1.0, hig
 def sapo(
     logp: Tensor, old_logp: Tensor, adv: Tensor, *, tau_pos: Scalar = 1.0, tau_neg: Scalar = 1.05
 ) -> Tensor:
-    """SAPO's loss with a soft gate, [*].
+    """Return SAPO's loss with a soft gate, [*].
 
         -f(rho) A,    f(rho) = 4 / tau sigmoid(tau (rho - 1))
 
@@ -194,7 +194,7 @@ def sapo(
 
 
 def _drift(logp: Tensor, old_logp: Tensor, cap: float = math.inf) -> Tensor:
-    """KL(pi_old, pi) from samples of pi_old, [*].
+    """Return KL(pi_old, pi) from samples of pi_old, [*].
 
     This is rho - 1 - log rho, which is unbiased. Its gradient (rho - 1) grad logp is unbiased too; the
     factor rho - 1 is bounded by `cap`.
@@ -214,7 +214,7 @@ def cpgd(
     drift: Scalar = 0.1,
     cap: float = 4.0,
 ) -> Tensor:
-    """CPGD's clipped policy gradient with a drift, [*].
+    """Return CPGD's clipped policy gradient with a drift, [*].
 
         -min(d A, clip(d, log(1 - low), log(1 + high)) A) + drift KL(pi_old, pi),    d = log rho
 
@@ -230,7 +230,7 @@ def cpgd(
 
 
 def _trusted(logp: Tensor, old_logp: Tensor, adv: Tensor, outside: Tensor, cap: float) -> Tensor:
-    """DPPO's loss, given which tokens are outside.
+    """Return DPPO's loss, given which tokens are outside of the trust region.
 
     This is -sg(min(rho, cap)) A logp, but 0 on tokens that are outside and would move further out.
     """
@@ -242,7 +242,7 @@ def _trusted(logp: Tensor, old_logp: Tensor, adv: Tensor, outside: Tensor, cap: 
 def dppo_tv(
     logp: Tensor, old_logp: Tensor, adv: Tensor, *, limit: Scalar = 0.15, cap: float = 20.0
 ) -> Tensor:
-    """DPPO's loss with a total variation trust region, [*].
+    """Return DPPO's loss with a total variation trust region, [*].
 
         -sg(min(rho, cap)) A logp if |pi - pi_old| <= limit or the step leads back, else 0
 
@@ -255,14 +255,14 @@ def dppo_tv(
 
 
 def _log1mexp(logp: Tensor) -> Tensor:
-    """log(1 - p), for p up to 1 - 1e-10."""
+    """Return log(1 - p), for p up to 1 - 1e-10."""
     return (-torch.expm1(logp)).clamp(min=1e-10).log()
 
 
 def dppo_kl(
     logp: Tensor, old_logp: Tensor, adv: Tensor, *, limit: Scalar = 0.05, cap: float = 20.0
 ) -> Tensor:
-    """DPPO's loss with a KL trust region, [*].
+    """Return DPPO's loss with a KL trust region, [*].
 
     As `dppo_tv`, with the KL of the choice "this token or another" [nats] in place of the total variation:
 
@@ -279,7 +279,7 @@ def dppo_kl(
 
 
 def kl_cov(logp: Tensor, old_logp: Tensor, adv: Tensor, chosen: Tensor, *, coef: Scalar = 1.0) -> Tensor:
-    """The KL-Cov loss, [*].
+    """Return the KL-Cov loss, [*].
 
     A KL penalty holds back the tokens in `chosen`:
 

@@ -18,7 +18,7 @@ Scalar = float | Tensor
 
 
 def smoothed(h: Tensor, label_smoothing: float) -> Tensor:
-    """-(1 - e) log sigmoid(h) - e log sigmoid(-h), [*]; ValueError unless 0 <= e < 0.5."""
+    """Return -(1 - e) log sigmoid(h) - e log sigmoid(-h), [*]; ValueError unless 0 <= e < 0.5."""
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing: expected 0 <= label_smoothing < 0.5, got {label_smoothing}")
     return -(1 - label_smoothing) * F.logsigmoid(h) - label_smoothing * F.logsigmoid(-h)
@@ -27,7 +27,7 @@ def smoothed(h: Tensor, label_smoothing: float) -> Tensor:
 def bradley_terry(
     chosen: Tensor, rejected: Tensor, *, margin: Scalar = 0.0, label_smoothing: float = 0.0
 ) -> Tensor:
-    """The Bradley-Terry loss of reward models, [N].
+    """Return the Bradley-Terry loss of reward models, [N].
 
         -(1 - e) log sigmoid(h) - e log sigmoid(-h)
         h = chosen - rejected - margin,    e = label_smoothing
@@ -44,7 +44,7 @@ def bradley_terry(
 
 
 def centering(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """The square of a pair's sum of scores, [N].
+    """Return the square of a pair's sum of scores, [N].
 
         (chosen + rejected)^2
 
@@ -56,7 +56,7 @@ def centering(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def hps(first: Tensor, second: Tensor, preference: Scalar = 1.0, *, scale: Scalar = 1.0) -> Tensor:
-    """The loss of human preference scores, with soft labels, [N] nats.
+    """Return the loss of human preference scores, with soft labels, [N] nats.
 
         KL(y, p) = y log(y / p) + (1 - y) log((1 - y) / (1 - p))
         p = softmax(scale * [first, second])[0]
@@ -75,7 +75,7 @@ def hps(first: Tensor, second: Tensor, preference: Scalar = 1.0, *, scale: Scala
 
 
 def log_exp(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """The log-exp loss of pairs, [N].
+    """Return the log-exp loss of pairs, [N].
 
         log(1 + exp(rejected - chosen))
 
@@ -88,7 +88,7 @@ def log_exp(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def plackett_luce(score: Tensor, rank: Tensor, unit: Tensor) -> Tensor:
-    """The listwise Plackett-Luce loss of ranked lists of any length, [N].
+    """Return the listwise Plackett-Luce loss of ranked lists of any length, [N].
 
         x_i = log(sum of exp(score_j) over the j of i's list with rank_j >= rank_i) - score_i
 
@@ -105,7 +105,7 @@ def plackett_luce(score: Tensor, rank: Tensor, unit: Tensor) -> Tensor:
 
 
 def score_mse(score: Tensor, label: Tensor) -> Tensor:
-    """The squared error of scores, [*].
+    """Return the squared error of scores, [*].
 
         (score - label)^2
 
@@ -116,7 +116,7 @@ def score_mse(score: Tensor, label: Tensor) -> Tensor:
 
 
 def score_bce(score: Tensor, label: Tensor) -> Tensor:
-    """The binary cross-entropy of scores, which are logits, [*] nats.
+    """Return the binary cross-entropy of scores, which are logits, [*] nats.
 
         -y log sigmoid(score) - (1 - y) log sigmoid(-score)
 

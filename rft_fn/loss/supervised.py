@@ -12,7 +12,7 @@ Scalar = float | Tensor
 
 
 def nll(logp: Tensor) -> Tensor:
-    """The negative log-likelihood, [*] nats.
+    """Return the negative log-likelihood, [*] nats.
 
     This is -logp, the loss of supervised fine-tuning.
     """
@@ -20,7 +20,7 @@ def nll(logp: Tensor) -> Tensor:
 
 
 def value_clip(value: Tensor, old_value: Tensor, ret: Tensor, *, clip: Scalar = 0.2) -> Tensor:
-    """PPO's clipped critic loss, [*].
+    """Return PPO's clipped critic loss, [*].
 
         max((V - R)^2, (V_c - R)^2) / 2,    V_c = V_old + clip(V - V_old, +-clip)
 
@@ -33,7 +33,7 @@ def value_clip(value: Tensor, old_value: Tensor, ret: Tensor, *, clip: Scalar = 
 
 
 def _preference(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:
-    """log(pi / ref)(chosen) - log(pi / ref)(rejected), [N]."""
+    """Return log(pi / ref)(chosen) - log(pi / ref)(rejected), [N]."""
     check.given(ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     check.shapes(chosen=(chosen, "N"), rejected=(rejected, "N"))
     check.shapes(chosen=(chosen, "N"), ref_chosen=(ref_chosen, "N"), ref_rejected=(ref_rejected, "N"))
@@ -49,7 +49,7 @@ def dpo(
     beta: Scalar = 0.1,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The DPO loss of preference pairs, [N].
+    """Return the DPO loss of preference pairs, [N].
 
         -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
         h = log(pi / ref)(chosen) - log(pi / ref)(rejected),    e = label_smoothing
@@ -65,7 +65,7 @@ def dpo(
 def ipo(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: Scalar = 0.1
 ) -> Tensor:
-    """The IPO loss of preference pairs, [N].
+    """Return the IPO loss of preference pairs, [N].
 
     h has a margin to reach, not one to stretch:
 

@@ -50,16 +50,20 @@ def check_all(
     unit: Unit = 1,
     on_policy: bool = False,
 ) -> None:
-    """Run all checks of a loss.
+    """Run all checks of a loss: partition, padding, packing, permutation and finite values.
 
-    They are those of partition, padding, packing, permutation and finite values; `on_policy` adds the
-    identity of policy losses. `weight(mask [B, S]) -> w [B, S]` is the normaliser that the loss is used
-    with. `extra(exp) -> {name: [B, S, ...]}` makes the data that it reads from `b.extra` (see `case`).
-    `unit` consecutive rows belong together: 2 for losses of pairs, whose rows 2i and 2i + 1 are sequences
-    2i and 2i + 1 of a pack; of listwise losses it is the number of rows of each list, such as (3, 1, 2, 2).
+    `on_policy` adds the identity of policy losses. `weight(mask [B, S]) -> w [B, S]` is the normaliser that
+    the loss is used with. `extra(exp) -> {name: [B, S, ...]}` makes the data that it reads from `b.extra`
+    (see `case`). `unit` consecutive rows belong together: 2 for losses of pairs, where rows 2i and 2i + 1
+    are sequences 2i and 2i + 1 of a pack; of listwise losses it is the number of rows of each list, such as (3, 1, 2, 2).
     """
-    checks: list[Callable[..., None]] = [check_partition_invariance, check_padding_invariance]
-    checks += [check_packing_invariance, check_permutation_invariance, check_finite]
+    checks: list[Callable[..., None]] = [
+        check_partition_invariance,
+        check_padding_invariance,
+        check_packing_invariance,
+        check_permutation_invariance,
+        check_finite,
+    ]
     for check in checks:
         check(loss_fn, weight=weight, extra=extra, seed=seed, unit=unit)
     if on_policy:

@@ -1,11 +1,8 @@
-"""A tabular model and a ragged batch.
-
-Losses are checked on them in float64. The batch can be cut in several ways.
-"""
+"""The batch that losses are checked on: a tabular model and ragged rows in float64, and its cuts."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +19,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- a tabular model and a ragged batch
+# ---------- the batch that losses are checked on: a tabular model and ragged rows in float64, and its cuts
 
 
 Unit = int | Sequence[int]  # rows that belong together, of every unit or of each
+ExtraFn = Callable[[Experience], dict[str, Tensor]]  # name -> data [B, S, ...] of a batch for a custom loss
 
 VOCAB = 7
 ROWS = 8
@@ -33,19 +31,8 @@ LENGTH = 12
 FIELDS = ("old_logp", "ref_logp", "adv", "old_value", "ret")
 
 
-class ExtraFn(Protocol):
-    """Makes the extra data of a custom loss."""
-
-    def __call__(self, exp: Experience, /) -> dict[str, Tensor]:
-        """Name -> data [B, S, ...] for the batch."""
-        ...
-
-
 class Case(NamedTuple):
-    """A model and a batch for it, in float64.
-
-    It serves as `total_and_grad(loss_fn, c.apply, c.params, packs)`.
-    """
+    """A model and a batch for it, in float64: `total_and_grad(loss_fn, c.apply, c.params, packs)`."""
 
     apply: Apply
     params: tree.Named
@@ -53,17 +40,17 @@ class Case(NamedTuple):
 
 
 def normal(seed: int, name: str, *shape: int) -> Tensor:
-    """Normal numbers in float64, other ones for every `name`."""
+    """Draw normal numbers in float64, other ones for every `name`."""
     return torch.randn(shape, generator=rng.generator(rng.fold_in(seed, name)), dtype=torch.float64)
 
 
 def uniform(seed: int, name: str, low: int, high: int, *shape: int) -> Tensor:
-    """Integers in [low, high), i64."""
+    """Draw integers in [low, high), i64."""
     return torch.randint(low, high, shape, generator=rng.generator(rng.fold_in(seed, name)))
 
 
 def tabular(seed: int = 0) -> tuple[Apply, tree.Named]:
-    """A tabular model (apply, params).
+    """Return the (apply, params) of a tabular model.
 
     It is the smallest that notices a wrong token, target or position:
 
@@ -85,11 +72,11 @@ def _apply(params: Any, b: Packed) -> TokenOut:
 
 
 def ragged(seed: int) -> tuple[Tensor, Tensor]:
-    """(mask, length) of ragged rows, [B, S] and [B].
+    """Return (mask [B, S], length [B]) of ragged rows.
 
-    They have tool turns and other edge cases. Row 0 has no token in mask, the response of row 1 is empty,
-    that of row 2 has one token. The other rows end with a token in mask, and row 3 also starts with one, to
-    catch a loss that reads over the boundary before it.
+    The rows have tool turns and other edge cases. Row 0 has no
+    token in mask, the response of row 1 is empty, that of row 2 has one token. The other rows end with a
+    token in mask, and row 3 also starts with one, to catch a loss that reads over the boundary before it.
     """
     prompt = uniform(seed, "prompt", 1, 4, ROWS)
     prompt[3] = 1
@@ -106,7 +93,7 @@ def ragged(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def case(seed: int = 0, *, weight: WeightFn = token_mean, extra: ExtraFn | None = None) -> Case:
-    """A random ragged batch [8, 12] for the tabular model.
+    """Return a random ragged batch [8, 12] for the tabular model.
 
     It has tool turns, rows without a token in mask, and every optional field; old and reference log-probs
     lie within about 1 nat of the model's. `extra(exp) -> {name: [B, S, ...]}` makes data for a loss from
@@ -121,43 +108,37 @@ def case(seed: int = 0, *, weight: WeightFn = token_mean, extra: ExtraFn | None 
 
     # far from the model's log-probs every ratio would be clipped
     logp = log_probs(apply, params, exp)
-    near = {name: logp + 0.4 * fields[name] for name in ("old_logp", "ref_logp")}
-    exp = tree.replace(exp, **near)
+    exp = tree.replace(
+        exp, old_logp=logp + 0.4 * fields["old_logp"], ref_logp=logp + 0.4 * fields["ref_logp"]
+    )
 
-    data = {"noise": normal(seed, "noise", ROWS, LENGTH, 2) * mask.unsqueeze(-1)}
-    if extra is not None:
-        data = _checked(extra, exp)
+    noise = normal(seed, "noise", ROWS, LENGTH, 2) * mask.unsqueeze(-1)
+    data = {"noise": noise} if extra is None else extra(exp)
+    for name, x in data.items():
+        if x.shape[:2] != mask.shape:
+            want = f"[B, S, ...] = [{ROWS}, {LENGTH}, ...]"
+            raise ValueError(f"extra[{name!r}]: expected {want}, got {list(x.shape)}")
     return Case(apply, params, tree.replace(exp, extra=data))
 
 
-def _checked(extra: ExtraFn, exp: Experience) -> dict[str, Tensor]:
-    """The extra data of a batch. ValueError for a wrong shape."""
-    found = extra(exp)
-    for name, x in found.items():
-        if x.shape[:2] != exp.mask.shape:
-            want = f"[B, S, ...] = [{ROWS}, {LENGTH}, ...]"
-            raise ValueError(f"extra[{name!r}]: expected {want}, got {list(x.shape)}")
-    return found
-
-
 def whole(exp: Experience, unit: Unit = 1) -> list[Packed]:
-    """All rows in one pack."""
+    """Pack all rows together."""
     return [packing.pack(exp, range(exp.tokens.shape[0]), unit=unit)]
 
 
 def rows_of(unit: Unit, count: int = ROWS) -> list[list[int]]:
-    """The rows of each unit of `count` rows."""
+    """Return the rows of each unit of `count` rows."""
     sizes = check.units(unit, count)
     return [packing.members_of(sizes, [u]) for u in range(len(sizes))]
 
 
 def packed(exp: Experience, rows: Sequence[int], unit: Unit) -> Packed:
-    """Whole units of a batch in one pack."""
+    """Pack whole units of a batch together."""
     return packing.pack(exp, rows, unit=packing.among(unit, rows))
 
 
 def by_unit(exp: Experience, unit: Unit = 1) -> list[Packed]:
-    """One pack per unit of rows."""
+    """Pack each unit of rows by itself."""
     return [packed(exp, rows, unit) for rows in rows_of(unit, exp.tokens.shape[0])]
 
 
@@ -183,7 +164,7 @@ def log_probs(apply: Apply, params: Any, exp: Experience) -> Tensor:
     return packing.unpack([apply(params, p).logp for p in packs], packs, exp.tokens)
 
 
-# ---------- runs of a loss, and their comparison
+# ---------- runs of a loss as in a train step, and their comparison
 
 
 class Run(NamedTuple):
@@ -196,25 +177,18 @@ class Run(NamedTuple):
 
 
 def token_losses(loss_fn: LossFn, out: TokenOut, b: Packed) -> tuple[Tensor, dict]:
-    """(loss [T], metrics) of a pack.
-
-    AssertionError unless the loss is one number per token.
-    """
+    """Return (loss [T], metrics) of a pack; AssertionError unless it is one number per token."""
     x, metrics = evaluate(loss_fn, out, b)
     if x.shape != b.target.shape:
-        want = list(b.target.shape)
-        got = list(x.shape)
         raise AssertionError(
-            f"loss: expected one number per token, [T] = {want}, got {got}; averages belong in w"
+            f"loss: expected one number per token, [T] = {list(b.target.shape)}, got {list(x.shape)}; "
+            "averages belong in w"
         )
     return x, metrics
 
 
 def run(loss_fn: LossFn, apply: Apply, params: Any, packs: Sequence[Packed]) -> Run:
-    """Total, gradient and metrics over packs.
-
-    The total is that of (w loss).sum().
-    """
+    """Return the total of (w loss).sum() over packs, its gradient and the metrics."""
     leaf = tree.map(lambda p: p.detach().clone().requires_grad_(), params)
     terms = []
     metrics = {}
@@ -232,32 +206,28 @@ def run(loss_fn: LossFn, apply: Apply, params: Any, packs: Sequence[Packed]) -> 
 
 
 def total_and_grad(loss_fn: LossFn, apply: Apply, params: Any, packs: Sequence[Packed]) -> tuple[Tensor, Any]:
-    """(total [], gradient like params) over packs.
+    """Return (total [], gradient like params) of (w loss).sum() over packs, as in a train step.
 
-    The total is that of (w loss).sum(), as in a train step. AssertionError if the loss is not one number
-    per token, or has no gradient.
+    AssertionError if the loss is not one number per token, or has no gradient.
     """
-    found = run(loss_fn, apply, params, packs)
-    return found.total, found.grads
+    result = run(loss_fn, apply, params, packs)
+    return result.total, result.grads
 
 
 def flat(grads: Any) -> Tensor:
-    """All gradients as one vector."""
+    """Join all gradients to one vector."""
     return torch.cat([x.flatten() for x in tree.leaves(grads)])
 
 
 def gap(got: Tensor, want: Tensor) -> str:
-    """The error of a gradient [P] in words.
-
-    It tells of size and direction.
-    """
+    """Describe the error of a gradient [P] in size and direction."""
     cosine = torch.nn.functional.cosine_similarity(got, want, dim=0)
     norm = got.norm() / want.norm().clamp(min=1e-300)
     return f"off by at most {(got - want).abs().max():.2g} (cosine {cosine:.4f}, norm ratio {norm:.4f})"
 
 
 def _errors(want: Run, got: Run) -> dict[str, float]:
-    """Name -> relative error.
+    """Return name -> relative error.
 
     The scales are the sum of |w loss|, the largest gradient, and max(1, |metric|).
     """
@@ -268,18 +238,13 @@ def _errors(want: Run, got: Run) -> dict[str, float]:
     for name in want.metrics.keys() | got.metrics.keys():
         x = want.metrics.get(name, math.nan)
         y = got.metrics.get(name, math.nan)
-        error = 0.0
-        if x != y:  # the difference of two infinities is NaN
-            error = abs(x - y) / max(1.0, abs(x))
-        errors[f"metric {name}"] = error
+        # the difference of two infinities is NaN
+        errors[f"metric {name}"] = abs(x - y) / max(1.0, abs(x)) if x != y else 0.0
     return errors
 
 
 def assert_same(varied: str, want: Run, got: Run, rtol: float) -> None:
-    """Assert that two runs are equal, to `rtol`.
-
-    The message names what was `varied`, and all that changed.
-    """
+    """Assert that two runs are equal, to `rtol`; the message names what was `varied` and changed."""
     bad = {name: e for name, e in _errors(want, got).items() if not e <= rtol}  # NaN is bad too
     if bad:
         totals = f"the total loss {want.total:.6g} became {got.total:.6g}"

@@ -1,10 +1,6 @@
-"""Checks of estimators.
+"""Checks of estimators, by enumeration of a tiny vocabulary or by changes that must not matter."""
 
-They use enumeration of a tiny vocabulary, or changes that must not matter.
-"""
-
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,38 +13,17 @@ __all__ = [
 ]  # fmt: skip
 
 
-class Estimator(Protocol):
-    """Estimates advantages from rewards alone."""
-
-    def __call__(self, reward: Tensor, /) -> Tensor:
-        """Advantages [N, G] from rewards [N, G]."""
-        ...
-
-
-class Divergence(Protocol):
-    """Estimates a KL divergence per token."""
-
-    def __call__(self, logp: Tensor, ref_logp: Tensor, /) -> Tensor:
-        """Estimates from log-probs of policy and reference, all [*]."""
-        ...
-
-
-class TimeEstimator(Protocol):
-    """Estimates advantages, and perhaps returns, over time."""
-
-    def __call__(
-        self, reward: Tensor, value: Tensor, discount: Tensor, /, *, mask: Tensor
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """adv, or (adv, ret), all [B, S]."""
-        ...
+Estimator = Callable[[Tensor], Tensor]  # rewards [N, G] -> advantages [N, G]
+Divergence = Callable[[Tensor, Tensor], Tensor]  # log-probs of policy and reference [*] -> KL [*]
+# (reward, value, discount, *, mask) -> adv or (adv, ret), all [B, S]
+TimeEstimator = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
 def check_kl_gradient(kl_fn: Divergence, *, vocab: int = 5, seed: int = 0, atol: float = 1e-12) -> None:
-    """Check that a KL estimator has the expected gradient.
+    """Check that the expected gradient of a KL estimator is that of KL(pi, ref).
 
-    It should be that of KL(pi, ref). This is E_pi[grad kl_fn(logp, ref_logp)], by enumeration of a small
-    vocabulary: the effect of `kl_fn` as a loss term on samples of the policy. k1 gives 0, k3 the gradient
-    of KL(ref, pi).
+    The gradient is E_pi[grad kl_fn(logp, ref_logp)], by enumeration of a small vocabulary: the effect of
+    `kl_fn` as a loss term on samples of the policy. k1 gives 0, k3 the gradient of KL(ref, pi).
     """
     z = normal(seed, "policy", vocab).requires_grad_()
     logp = z.log_softmax(-1)
@@ -89,14 +64,12 @@ def check_deletion_invariance(gae_fn: TimeEstimator, *, seed: int = 0, atol: flo
     discount = torch.where(last_token(mask), 0.0, 0.9).double()
 
     def estimate(reward: Tensor, value: Tensor, discount: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-        found = gae_fn(reward, value, discount, mask=mask)
-        if isinstance(found, Tensor):
-            return (found,)
-        return found
+        result = gae_fn(reward, value, discount, mask=mask)
+        return (result,) if isinstance(result, Tensor) else result
 
     results = estimate(reward, value, discount, mask)
     for row, m in enumerate(mask):
-        # the row alone, as if its tokens outside mask had never been there
+        # only this row, as if its tokens outside mask had never been there
         short = estimate(*(x[row, m][None] for x in (reward, value, discount, mask)))
         for name, whole, part in zip(("adv", "ret"), results, short):
             _assert_deleted(name, row, whole[row], m, part[0], atol)
@@ -108,17 +81,15 @@ def check_deletion_invariance(gae_fn: TimeEstimator, *, seed: int = 0, atol: flo
 def _advantages(estimator: Estimator, reward: Tensor) -> Tensor:
     adv = estimator(reward)
     if adv.shape != reward.shape:
-        want = list(reward.shape)
-        got = list(adv.shape)
-        raise AssertionError(f"estimator: expected one advantage per reward, [N, G] = {want}, got {got}")
+        raise AssertionError(
+            f"estimator: expected one advantage per reward, [N, G] = {list(reward.shape)}, got "
+            f"{list(adv.shape)}"
+        )
     return adv
 
 
 def _rewards(seed: int, group: int) -> Tensor:
-    """Rewards [6, G] of binary and continuous groups.
-
-    Three groups have normal numbers, three have 0 and 1 with both in each.
-    """
+    """Draw rewards [6, G]: three groups of normal numbers, three of 0 and 1 with both in each."""
     binary = uniform(seed, f"binary rewards {group}", 0, 2, 3, group).double()
     binary[:, 0] = 1
     binary[:, -1] = 0
@@ -126,10 +97,7 @@ def _rewards(seed: int, group: int) -> Tensor:
 
 
 def _orders(group: int) -> list[Tensor]:
-    """Permutations that generate all others.
-
-    They exchange the first two, and shift all by one.
-    """
+    """Return permutations that generate all others: the first two exchanged, and all shifted by one."""
     order = torch.arange(group)
     return [torch.cat([order[:2].flip(0), order[2:]]), order.roll(1)]
 
@@ -149,10 +117,7 @@ def _assert_rows(varied: Sequence[str], reward: Tensor, want: Tensor, got: Tenso
 
 
 def _assert_flat(estimator: Estimator, group: int) -> None:
-    """Check that equal rewards give exactly 0.
-
-    Among them is 0.1, as the mean of three of it is not 0.1.
-    """
+    """Check that equal rewards give exactly 0; one is 0.1, as the mean of three of it is not 0.1."""
     for dtype in (torch.float64, torch.float32):
         for value in (0.0, 1.0, 0.1, 1 / 3, -2.3):
             adv = _advantages(estimator, torch.full((2, group), value, dtype=dtype))
@@ -216,14 +181,13 @@ def check_estimator_gradient(
     seed: int = 0,
     atol: float = 1e-12,
 ) -> None:
-    """Check the expected policy gradient of an estimator.
+    """Check that the expected policy gradient of an estimator is `factor` times that of E[R].
 
-    It should be `factor` times the gradient of E[R]. `estimator(reward [1, G]) -> A [1, G]` gives E[mean
-    over a group of A grad log pi], by enumeration of the vocab^G groups of one-token responses to each of
-    `prompts` prompts, which differ in policy and rewards. A baseline that includes the sample's reward
-    shrinks the gradient: the mean of the group (Dr. GRPO) by the factor (G - 1) / G, and a division by the
-    group's deviation bends it. The message has the cosine, and the norm relative to that of the gradient
-    times `factor`.
+    `estimator(reward [1, G]) -> A [1, G]` gives E[mean over a group of A grad log pi], by enumeration of the
+    vocab^G groups of one-token responses to each of `prompts` prompts, which differ in policy and
+    rewards. A baseline that includes the sample's reward shrinks the gradient: the mean of the group (Dr.
+    GRPO) by the factor (G - 1) / G, and a division by the group's deviation bends it. The message has the
+    cosine, and the norm relative to that of the gradient times `factor`.
     """
     place = vocab ** torch.arange(group)
     action = torch.arange(vocab**group)[:, None] // place % vocab  # [vocab^G, G]
@@ -241,10 +205,8 @@ def check_estimator_gradient(
         want += torch.autograd.grad((logp.exp() * reward).sum() * factor, z, retain_graph=True)
         got += torch.autograd.grad(surrogate.sum(), z)
 
-    found = torch.cat(got)
-    right = torch.cat(want)
-    if not (found - right).abs().max() <= atol:
+    if not (torch.cat(got) - torch.cat(want)).abs().max() <= atol:
         raise AssertionError(
             f"the expected gradient over all {vocab**group} groups of {group} is not {factor:g} times that "
-            f"of E[R]: {gap(found, right)}"
+            f"of E[R]: {gap(torch.cat(got), torch.cat(want))}"
         )

@@ -1,9 +1,7 @@
-"""The exact bias of importance corrections.
+"""The exact bias of importance corrections, by enumeration of all sequences of a tiny vocabulary."""
 
-All sequences of a tiny vocabulary are the batch.
-"""
-
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,15 +11,8 @@ from rft_fn.testing.cases import normal
 __all__ = ["ImportanceBias", "check_importance_bias", "importance_bias"]
 
 
-class Correction(Protocol):
-    """Corrects token weights for samples of another policy."""
-
-    def __call__(self, w: Tensor, old_logp: Tensor, logp: Tensor, mask: Tensor, /) -> Tensor:
-        """New weights [B, S].
-
-        `old_logp` is the trainer's and `logp` the sampler's; all are [B, S].
-        """
-        ...
+# (w, the trainer's log-probs, the sampler's, mask) -> new w, all [B, S]
+Correction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class ImportanceBias(NamedTuple):
@@ -34,10 +25,7 @@ class ImportanceBias(NamedTuple):
 
 
 class _World(NamedTuple):
-    """All sequences x [B, S], under two policies.
-
-    Each sequence has a reward.
-    """
+    """All sequences x [B, S], under two policies, each with a reward."""
 
     theta: Tensor  # [prefixes, V] the trainer's logits after each prefix
     old_logp: Tensor  # [B, S] log p(x_t | x_<t), differentiable in theta
@@ -70,7 +58,7 @@ def _world(length: int, vocab: int, seed: int, gap: float) -> _World:
 
 
 def _corrected(correct: Correction, world: _World) -> Tensor:
-    """The corrected weights [B, S] of w = 1.
+    """Return the corrected weights [B, S] of w = 1.
 
     AssertionError if they depend on which rows share the batch, because this one is an enumeration and no
     sample of q.
@@ -94,7 +82,7 @@ def _corrected(correct: Correction, world: _World) -> Tensor:
 
 
 def _estimate(world: _World, chance: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean [P], variance []) of one sample's gradient estimate.
+    """Return (mean [P], variance []) of one sample's gradient estimate.
 
     The variance is the trace of the covariance. The estimate is sum_t w_t R grad log p(x_t | x_<t), for x
     drawn with probability `chance` [B].
@@ -110,11 +98,11 @@ def _estimate(world: _World, chance: Tensor, w: Tensor) -> tuple[Tensor, Tensor]
 def importance_bias(
     correct: Correction, *, length: int = 3, vocab: int = 3, seed: int = 0, gap: float = 1.0
 ) -> ImportanceBias:
-    """The exact bias and variance of a correction.
+    """Compute the exact bias and variance of a correction for samples of another policy.
 
-    The samples are of another policy. A sampler q and a trainer p, tabular and autoregressive, are
-    enumerated over all vocab^length sequences, with a random reward R for each. The gradient is that of
-    E_p[R] in the logits of p; the estimate of one x ~ q is
+    A sampler q and a trainer p, tabular and autoregressive, are enumerated over all vocab^length sequences,
+    with a random reward R for each. The gradient is that of E_p[R] in the logits of p; the estimate of
+    one x ~ q is
 
         sum_t w_t R(x) grad log p(x_t | x_<t),    w = correct(w=1, old_logp=log p, logp=log q, mask)
 
@@ -150,13 +138,13 @@ def check_importance_bias(
     gap: float = 1.0,
     atol: float = 1e-12,
 ) -> None:
-    """Check that a correction is unbiased, to `atol`.
+    """Check that a correction keeps the expected policy gradient, to `atol`.
 
-    It should leave the expected policy gradient as it is. The `importance_bias` of `correct(w, old_logp,
-    logp, mask) -> w` must be at most `atol`; a larger one accepts a bias. The ratio of the whole sequence
-    passes. The ratio of each token alone fails unless length = 1: it leaves out the prefix that q chose and
-    the rest that the reward depends on. Truncating or masking a ratio fails if a ratio exceeds the limit:
-    with `gap` = 1 those of sequences of 3 span about 0.3 to 48.
+    The `importance_bias` of `correct(w, old_logp, logp, mask) -> w` must be at most `atol`; a larger one
+    accepts a bias. The ratio of the whole sequence passes. The ratio of single tokens fails unless length
+    = 1: it leaves out the prefix that q chose and the rest that the reward depends on. Truncating or
+    masking a ratio fails if a ratio exceeds the limit: with `gap` = 1 those of sequences of 3 span about
+    0.3 to 48.
     """
     b = importance_bias(correct, length=length, vocab=vocab, seed=seed, gap=gap)
     if not b.bias <= atol:

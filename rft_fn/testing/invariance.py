@@ -1,6 +1,6 @@
 """Checks of invariance to cutting, padding, packing and order."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -35,35 +35,34 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _order(seed: int, unit: Unit, *name: str | int) -> list[list[int]]:
-    """Rows of each unit, in random order.
+def _assert_all_same(
+    loss_fn: LossFn, c: Case, unit: Unit, cuts: Mapping[str, Sequence[Packed]], rtol: float
+) -> None:
+    """Assert that the results are the same for every cut as for one pack; `cuts` has what was varied."""
+    want = run(loss_fn, c.apply, c.params, whole(c.exp, unit))
+    for varied, packs in cuts.items():
+        assert_same(varied, want, run(loss_fn, c.apply, c.params, packs), rtol)
 
-    The order of the units is drawn by `name`.
-    """
+
+def _order(seed: int, unit: Unit, *name: str | int) -> list[list[int]]:
+    """Return the rows of each unit, in a random order of units that `name` draws."""
     rows = rows_of(unit)
     order = torch.randperm(len(rows), generator=rng.generator(rng.fold_in(seed, *name)))
     return [rows[u] for u in order.tolist()]
 
 
 def _minibatches(exp: Experience, n: int, seed: int, unit: Unit) -> list[Packed]:
-    """One pack of each of n minibatches."""
+    """Pack each of n minibatches."""
     key = rng.fold_in(seed, n)
     small = packing.minibatches(exp, n, key, unit=unit)
-    units = [unit] * n
-    if not isinstance(unit, int):
-        units = packing.minibatch_units(unit, n, key)
+    units = [unit] * n if isinstance(unit, int) else packing.minibatch_units(unit, n, key)
     return [p for part, own in zip(small, units) for p in whole(part, own)]
 
 
 def _cuts(exp: Experience, seed: int, unit: Unit) -> dict[str, list[Packed]]:
-    """Name -> packs of the same rows, cut differently.
-
-    There is one entry for every way in which a run may cut them.
-    """
+    """Cut the rows in every way in which a run may cut them: what changed -> packs."""
     largest = max(map(len, rows_of(unit)))
-    one = "one row"
-    if largest > 1:
-        one = f"one unit of {unit} rows"
+    one = f"one unit of {unit} rows" if largest > 1 else "one row"
     cuts = {f"{one} per micro-batch": by_unit(exp, unit)}
 
     # by micro-batches and minibatches
@@ -90,32 +89,20 @@ def check_partition_invariance(
     unit: Unit = 1,
     rtol: float = 1e-12,
 ) -> None:
-    """Check that no cut of the batch changes the results.
-
-    The cuts are into micro-batches, packs, ranks and minibatches.
-    """
-    apply, params, exp = case(seed, weight=weight, extra=extra)
-    want = run(loss_fn, apply, params, whole(exp, unit))
-    for name, packs in _cuts(exp, seed, unit).items():
-        assert_same(f"{name} instead of one pack", want, run(loss_fn, apply, params, packs), rtol)
+    """Check that no cut into micro-batches, packs, ranks or minibatches changes the results."""
+    c = case(seed, weight=weight, extra=extra)
+    cuts = {f"{name} instead of one pack": packs for name, packs in _cuts(c.exp, seed, unit).items()}
+    _assert_all_same(loss_fn, c, unit, cuts, rtol)
 
 
 def _spoil(x: Tensor, mask: Tensor) -> Tensor:
-    """x [B, S, ...] with NaN outside mask.
-
-    Types without NaN get 1 there.
-    """
+    """Put NaN outside mask into x [B, S, ...]; types without NaN get 1 there."""
     outside = ~mask.view(*mask.shape, *[1] * (x.dim() - 2))
-    if x.is_floating_point():
-        return x.masked_fill(outside, torch.nan)
-    return x.masked_fill(outside, 1)
+    return x.masked_fill(outside, torch.nan if x.is_floating_point() else 1)
 
 
 def _widen(exp: Experience, columns: int, weight: WeightFn, seed: int) -> Experience:
-    """Add garbage to a batch.
-
-    It gets more columns, random tokens in the padding, and NaN in every field outside mask.
-    """
+    """Add garbage: more columns, random tokens in the padding, NaN in every field outside mask."""
 
     def wide(x: Tensor) -> Tensor:
         return torch.cat([x, x.new_zeros(ROWS, columns, *x.shape[2:])], 1)
@@ -130,10 +117,7 @@ def _widen(exp: Experience, columns: int, weight: WeightFn, seed: int) -> Experi
 
 
 def _tail(b: Packed, count: int) -> Packed:
-    """Add a unit of masked sequences to a pack.
-
-    Packs of a fixed size have one.
-    """
+    """Add a unit of masked sequences to a pack; packs of a fixed size have one."""
     longer = tree.map(lambda x: torch.cat([x, x.new_zeros(count, *x.shape[1:])]), b)
     seq = torch.cat([b.seq, torch.full((count,), b.num_seqs)])
     pos = packing.reset_position_ids(seq)
@@ -151,23 +135,18 @@ def check_padding_invariance(
     unit: Unit = 1,
     rtol: float = 1e-12,
 ) -> None:
-    """Check that padding changes nothing.
-
-    Nor do NaN in every field outside mask, and masked tokens at the end of packs.
-    """
-    apply, params, exp = case(seed, weight=weight, extra=extra)
-    packs = whole(exp, unit)
-    want = run(loss_fn, apply, params, packs)
+    """Check that padding changes nothing, nor NaN outside mask, nor masked tokens after packs."""
+    c = case(seed, weight=weight, extra=extra)
+    cuts = {}
     for count in (1, LENGTH - 1):
-        padded = whole(_widen(exp, count, weight, seed), unit)
-        assert_same(f"{count} more columns of padding", want, run(loss_fn, apply, params, padded), rtol)
-        tail = [_tail(p, count) for p in packs]
-        assert_same(f"{count} masked tokens after a pack", want, run(loss_fn, apply, params, tail), rtol)
+        cuts[f"{count} more columns of padding"] = whole(_widen(c.exp, count, weight, seed), unit)
+        cuts[f"{count} masked tokens after a pack"] = [_tail(p, count) for p in whole(c.exp, unit)]
+    _assert_all_same(loss_fn, c, unit, cuts, rtol)
 
 
 @torch.no_grad()
 def _table(loss_fn: LossFn, c: Case, packs: Sequence[Packed]) -> Tensor:
-    """The loss of each token in mask, [B, S]."""
+    """Return the loss of each token in mask, [B, S]."""
     x = [torch.where(p.mask, token_losses(loss_fn, c.apply(c.params, p), p)[0], 0) for p in packs]
     return packing.unpack(x, packs, c.exp.tokens)
 
@@ -181,28 +160,27 @@ def check_packing_invariance(
     unit: Unit = 1,
     rtol: float = 1e-12,
 ) -> None:
-    """Check that sequences of a pack do not interact.
-
-    The loss of a token must not depend on the other sequences of its pack.
-    """
+    """Check that the loss of a token does not depend on the other sequences of its pack."""
     c = case(seed, weight=weight, extra=extra)
-    alone = _table(loss_fn, c, by_unit(c.exp, unit))
+    single = _table(loss_fn, c, by_unit(c.exp, unit))
     units = rows_of(unit)
     backwards = list(chain(*reversed(units)))
     largest = max(map(len, units))
-    ways = {"all rows in one pack": whole(c.exp, unit)}
-    ways["all rows backwards in one pack"] = [packed(c.exp, backwards, unit)]
+    cuts = {
+        "all rows in one pack": whole(c.exp, unit),
+        "all rows backwards in one pack": [packed(c.exp, backwards, unit)],
+    }
     for n in (largest * LENGTH, 3 * largest * LENGTH):
-        ways[f"packs of {n} tokens"] = packing.shard(c.exp, n, unit=unit)[0]
+        cuts[f"packs of {n} tokens"] = packing.shard(c.exp, n, unit=unit)[0]
 
     # per token, so that the message names the row that sees its neighbour
-    for name, packs in ways.items():
-        error = (_table(loss_fn, c, packs) - alone).abs()
+    for name, packs in cuts.items():
+        error = (_table(loss_fn, c, packs) - single).abs()
         row, at = divmod(int(error.nan_to_num(nan=torch.inf).argmax()), LENGTH)
-        if not error[row, at] <= rtol * max(1.0, float(alone.abs().max())):
+        if not error[row, at] <= rtol * max(1.0, float(single.abs().max())):
             raise AssertionError(
                 f"{name} instead of each row alone: the loss of row {row}, token {at} changed by "
-                f"{error[row, at]:.2g} from {alone[row, at]:.6g}; a neighbour leaks in"
+                f"{error[row, at]:.2g} from {single[row, at]:.6g}; a neighbour leaks in"
             )
 
 
@@ -215,16 +193,13 @@ def check_permutation_invariance(
     unit: Unit = 1,
     rtol: float = 1e-12,
 ) -> None:
-    """Check that the order of rows changes nothing.
-
-    The total and the gradient stay the same.
-    """
-    apply, params, exp = case(seed, weight=weight, extra=extra)
-    want = run(loss_fn, apply, params, whole(exp, unit))
+    """Check that the order of rows changes neither the total nor the gradient."""
+    c = case(seed, weight=weight, extra=extra)
+    cuts = {}
     for n in range(3):
         order = list(chain(*_order(seed, unit, "rows", n)))
-        moved = packing.take(exp, torch.tensor(order))
-        if isinstance(unit, int):  # the weight of units of different sizes is known for their order alone
+        moved = packing.take(c.exp, torch.tensor(order))
+        if isinstance(unit, int):  # the weight of units of different sizes is known only in their order
             moved = reweigh(moved, moved.mask, weight)
-        got = run(loss_fn, apply, params, whole(moved, packing.among(unit, order)))
-        assert_same(f"rows in the order {order}", want, got, rtol)
+        cuts[f"rows in the order {order}"] = whole(moved, packing.among(unit, order))
+    _assert_all_same(loss_fn, c, unit, cuts, rtol)

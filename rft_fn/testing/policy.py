@@ -1,7 +1,4 @@
-"""Checks of policy losses.
-
-They are of the gradient on-policy, and of finite values at any log-ratio.
-"""
+"""Checks of policy losses: the gradient on-policy, and finite values at any log-ratio."""
 
 from typing import Any
 
@@ -41,15 +38,13 @@ def check_on_policy_identity(
     per_sequence: bool = False,
     rtol: float = 1e-12,
 ) -> None:
-    """Check the gradient of a policy loss on-policy.
+    """Check that the gradient of a policy loss at logp == old_logp is that of -adv logp.
 
-    At logp == old_logp it is that of -adv logp. The loss must have no KL or entropy term. `per_sequence`
-    gives all tokens of a row one advantage, for losses with one ratio per sequence (GSPO).
+    The loss must have no KL or entropy term. `per_sequence` gives all tokens of a row one advantage, for
+    losses with one ratio per sequence (GSPO).
     """
     apply, params, exp = case(seed, weight=weight, extra=extra)
-    adv = exp.adv
-    if per_sequence:
-        adv = normal(seed, "adv of the row", ROWS, 1) * exp.mask
+    adv = normal(seed, "adv of the row", ROWS, 1) * exp.mask if per_sequence else exp.adv
     packs = whole(tree.replace(exp, adv=adv, old_logp=log_probs(apply, params, exp)))
     got = flat(run(loss_fn, apply, params, packs).grads)
     want = flat(run(lambda out, b: -b.adv * out.logp, apply, params, packs).grads)
@@ -67,10 +62,9 @@ def _as_type(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _apart(c: Case, logp: Tensor, shift: Tensor) -> tuple[Apply, Experience]:
-    """Shift log-ratios to old and reference policy.
+    """Shift the log-ratios to old and reference policy to `shift` [B, S] nats.
 
-    They become `shift` [B, S] nats. The smaller probability shrinks, so that none exceeds 1. `logp` [B, S]
-    has the model's log-probs.
+    The smaller probability shrinks, so that none exceeds 1. `logp` [B, S] has the model's log-probs.
     """
     far = logp - shift.clamp(min=0)
     lower = shift.clamp(max=0)
@@ -84,21 +78,18 @@ def _apart(c: Case, logp: Tensor, shift: Tensor) -> tuple[Apply, Experience]:
 
 
 def _shifts(mask: Tensor) -> dict[str, Tensor]:
-    """Name -> log-ratios [B, S] in nats.
-
-    They are of all tokens, or of the one in the middle of each row.
-    """
+    """Return name -> log-ratios [B, S] in nats, of all tokens or of the middle one of each row."""
     count = mask.cumsum(-1)
     middle = mask & (count == (count[:, -1:] + 1) // 2)
-    found = {f"log-ratio {s:+g}": s * mask.double() for s in (0.0, 50.0, -50.0)}
-    return found | {f"log-ratio {s:+g} of one token per row": s * middle.double() for s in (50.0, -50.0)}
+    of_all = {f"log-ratio {s:+g}": s * mask.double() for s in (0.0, 50.0, -50.0)}
+    return of_all | {f"log-ratio {s:+g} of one token per row": s * middle.double() for s in (50.0, -50.0)}
 
 
-def _assert_finite(varied: str, found: Run) -> None:
+def _assert_finite(varied: str, got: Run) -> None:
     bad = []
-    if not found.total.isfinite():
-        bad.append(f"the total is {found.total:g}")
-    for path, g in tree.leaves_with_path(found.grads):
+    if not got.total.isfinite():
+        bad.append(f"the total is {got.total:g}")
+    for path, g in tree.leaves_with_path(got.grads):
         if count := int((~g.isfinite()).sum()):
             bad.append(f"{count} of {g.numel()} entries of the gradient of {path} are not finite")
     if bad:
@@ -106,12 +97,14 @@ def _assert_finite(varied: str, found: Run) -> None:
 
 
 def _masked(exp: Experience, weight: WeightFn, unit: Unit) -> dict[str, list[Packed]]:
-    """Name -> packs without a token in mask."""
+    """Return name -> packs without a token in mask."""
     nothing = reweigh(exp, torch.zeros_like(exp.mask), weight)
     first = rows_of(unit)[:2]
-    rows = [packed(nothing, [row for rows in first for row in rows], unit)]
-    packs = {"masked rows": rows, "a batch of masked rows": whole(nothing, unit)}
-    return packs | {"an empty pack": [packed(exp, [], unit)]}
+    return {
+        "masked rows": [packed(nothing, [row for rows in first for row in rows], unit)],
+        "a batch of masked rows": whole(nothing, unit),
+        "an empty pack": [packed(exp, [], unit)],
+    }
 
 
 def check_finite(
@@ -122,7 +115,7 @@ def check_finite(
     seed: int = 0,
     unit: Unit = 1,
 ) -> None:
-    """Check that value and gradient are always finite.
+    """Check that value and gradient are finite at any log-ratio.
 
     They are evaluated in float64 and float32, at log-ratios of 0 and +-50, of all tokens and of one token
     among others at 0. Masked rows and empty packs give exactly 0.
@@ -132,11 +125,11 @@ def check_finite(
     for name, shift in _shifts(c.exp.mask).items():
         apply, exp = _apart(c, logp, shift)
         for dtype in (torch.float64, torch.float32):
-            found = run(loss_fn, apply, _as_type(c.params, dtype), whole(_as_type(exp, dtype), unit))
-            _assert_finite(f"{name} in {dtype}", found)
+            got = run(loss_fn, apply, _as_type(c.params, dtype), whole(_as_type(exp, dtype), unit))
+            _assert_finite(f"{name} in {dtype}", got)
     for name, packs in _masked(c.exp, weight, unit).items():
-        found = run(loss_fn, c.apply, c.params, packs)
-        _assert_finite(name, found)
-        top = flat(found.grads).abs().max()
-        if found.total != 0 or top != 0:
-            raise AssertionError(f"{name}: expected loss and gradient 0, got {found.total:.2g} and {top:.2g}")
+        got = run(loss_fn, c.apply, c.params, packs)
+        _assert_finite(name, got)
+        top = flat(got.grads).abs().max()
+        if got.total != 0 or top != 0:
+            raise AssertionError(f"{name}: expected loss and gradient 0, got {got.total:.2g} and {top:.2g}")
