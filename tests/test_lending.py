@@ -7,8 +7,8 @@ from hypothesis import example, given
 
 from rft_fn import metric, packing, segment, testing, tree
 from rft_fn.packing import plan
-from rft_fn.packing.packs import alone, placeholder
-from rft_fn.packing.units import lenders, reserve
+from rft_fn.packing.packs import placeholder, single_unit
+from rft_fn.packing.units import rows_to_borrow, tokens_to_borrow
 from rft_fn.types import Experience, Media
 
 NAMES = ("pixels", "sound")
@@ -109,9 +109,9 @@ def test_a_pack_of_one_unit_and_one_of_none_run_the_same_towers(exp, unit, data)
     _, ran = towers(start(), b)
     total = [torch.zeros_like(p) for p in start().values()]
     for k in range(len(rows) // unit):
-        part = alone(b, k)
+        part = single_unit(b, k)
         assert towers(start(), part)[1] == ran and part.rows == tuple(rows[k * unit : (k + 1) * unit])
-        assert packing.own(part).rows == part.rows and packing.own(part).num_seqs == unit
+        assert packing.drop_borrowed(part).rows == part.rows and packing.drop_borrowed(part).num_seqs == unit
         total = [a + g for a, g in zip(total, learned(exp, [part])[0])]
     for mine, other in zip(total, learned(exp, [b])[0]):
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
@@ -138,7 +138,11 @@ def exp_of(lengths, prompt, media, budget_rows=None):
 def test_the_row_with_the_fewest_read_tokens_is_lent_without_what_was_sampled():
     """Row 2 is longer than row 1, but of its tokens fewer were read."""
     exp = exp_of([4, 6, 8], [2, 5, 3], {1: 1, 2: 4})
-    assert lenders(exp, [0]) == [2] and lenders(exp, [0, 1]) == [] and lenders(exp, []) == [2]
+    assert (
+        rows_to_borrow(exp, [0]) == [2]
+        and rows_to_borrow(exp, [0, 1]) == []
+        and rows_to_borrow(exp, []) == [2]
+    )
     b = packing.pack(exp, [0])
     assert b.tokens.tolist() == [1, 2, 3, 17, 18, 19] and b.pos.tolist() == [0, 1, 2, 0, 1, 2]
     assert b.seq.tolist() == [0, 0, 0, 1, 1, 1] and b.mask.tolist() == [
@@ -186,7 +190,7 @@ def test_the_budget_has_room_for_what_is_borrowed(exp, budget, unit):
     sizes = (exp.length - 1).view(-1, unit).sum(-1)
     empty = packing.pack(exp, [], unit=unit)
     borrowed = len(empty.tokens) if exp.media is not None else 0
-    assert reserve(exp, unit) in (0, borrowed)
+    assert tokens_to_borrow(exp, unit) in (0, borrowed)
     for b in packing.shard(exp, budget, unit=unit)[0]:
         assert len(b.tokens) <= max(budget, int(sizes.max()) + borrowed)
 

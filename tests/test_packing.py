@@ -701,7 +701,7 @@ def test_lists_stay_whole_and_in_order_with_or_without_media(case, budget, world
         assert all(group == rows[inside[group[0]]] for group in groups)
         assert packing.real(b).tolist() == [True] * len(groups) + [False] * (len(sizes) - len(groups))
         assert not b.mask[b.seq >= len(b.rows)].any() and (b.media is not None) == (exp.media is not None)
-        own = packing.own(b)
+        own = packing.drop_borrowed(b)
         assert own.rows == b.rows and (not b.rows or own.unit == b.unit[: len(groups)])
         seen += [inside[group[0]] for group in groups]
     assert sorted([*seen, *left]) == list(range(len(unit)))
@@ -714,7 +714,7 @@ def test_a_pack_has_at_most_so_many_rows_or_one_list(case, most):
         plans = packing.cut(exp, 0, world, unit=unit, most=most)
         assert max(len(rows) for part in plans for rows in part) <= most
         one = packing.cut(exp, 0, world, unit=unit, one_unit=True)
-        assert all(len(packing.among(unit, rows)) <= 1 for part in one for rows in part)
+        assert all(len(packing.units_of(unit, rows)) <= 1 for part in one for rows in part)
         both = [sorted(r for part in plan for rows in part for r in rows) for plan in (plans, one)]
         assert both[0] == both[1]
 
@@ -749,7 +749,7 @@ def test_filling_up_a_pack_of_one_list():
     assert empty.unit == (1,) * 5 and empty.rows == () and not empty.mask.any()
     media = Media.of_prompts([{"x": torch.full((1, 2), float(i))} for i in range(8)])
     seen = packing.fill(packing.pack(tree.replace(exp, media=media), [2, 3], unit=[2]), 4)
-    assert seen.media.count("x").tolist() == [1] * 4 and packing.own(seen).unit == (2,)
+    assert seen.media.count("x").tolist() == [1] * 4 and packing.drop_borrowed(seen).unit == (2,)
 
 
 @each(

@@ -302,7 +302,7 @@ def check_mismatch(
     trainer, again = scored(), scored()
     mine = tree.replace(rollout, mask=_unpacked_mask(packs, rollout))
     # the last row of each pack: as many forwards on every process
-    last = [packing.alone(p, max(packing.filled(p) - 1, 0)) for p in packs]
+    last = [packing.single_unit(p, max(packing.count_filled(p) - 1, 0)) for p in packs]
     scorer = _scorer(apply)
     raise ValueError(
         explain_mismatch(

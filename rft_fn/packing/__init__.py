@@ -7,21 +7,21 @@ every rank computes the same plan and takes its part of it.
 """
 
 from rft_fn.packing.packs import (
-    alone,
+    drop_borrowed,
     fill,
-    own,
     pack,
     pad,
     placeholder,
     real,
     reset_position_ids,
     sides,
+    single_unit,
     stack,
     unpack,
 )
 from rft_fn.packing.plan import assign, cut, left_out, minibatch_units, minibatches, shard, take, waste
 from rft_fn.packing.rows import conversations, scored, supervised
-from rft_fn.packing.units import among, counts, filled, members_of, owners, unit_of
+from rft_fn.packing.units import count_filled, counts, members_of, owners, unit_of, units_of
 
 __all__ = [
     "conversations", "minibatch_units", "minibatches", "pack", "real", "reset_position_ids", "scored",

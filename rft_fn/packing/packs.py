@@ -9,24 +9,22 @@ from torch import Tensor
 
 from rft_fn import check, segment, tree
 from rft_fn.packing.units import (
-    chosen,
+    count_filled,
     counts,
-    filled,
-    joined,
-    lenders,
     members_of,
-    singles,
-    smallest,
+    placeholder_size,
+    placeholder_units,
+    rows_to_borrow,
     total,
     unit_of,
-    with_media,
+    units_to_borrow,
 )
 from rft_fn.types import Experience, Packed
 from rft_fn.types.media import Media
 
 __all__ = [
-    "alone", "fill", "join", "masked", "own", "pack", "pad", "placeholder", "real",
-    "reset_position_ids", "sides", "stack", "units", "unpack",
+    "drop_borrowed", "fill", "join", "masked", "pack", "pad", "placeholder", "real", "reset_position_ids",
+    "select_units", "sides", "single_unit", "stack", "unpack",
 ]  # fmt: skip
 
 
@@ -34,7 +32,7 @@ __all__ = [
 
 
 def reset_position_ids(seq: Tensor) -> Tensor:
-    """Positions that restart at 0 with every sequence, [T] i64.
+    """Return positions that restart at 0 with every sequence, [T] i64.
 
     `seq` [T] has the sequence numbers, in contiguous runs. The function does not wait for a GPU.
     """
@@ -46,16 +44,16 @@ def reset_position_ids(seq: Tensor) -> Tensor:
 
 
 def _begins(seq: Tensor) -> Tensor:
-    """Whether each token is the first of its sequence, [T] bool."""
+    """Return whether each token is the first of its sequence, [T] bool."""
     starts = torch.ones_like(seq, dtype=torch.bool)
     starts[1:] = seq[1:] != seq[:-1]
     return starts
 
 
 def masked(b: Packed) -> Packed:
-    """A pack with nothing to learn: the tokens that were read, in no row.
+    """Return a pack with nothing to learn: the tokens that were read, in no row.
 
-    Tokens that were sampled are left out, which are text whatever their number says.
+    Tokens that were sampled are left out; they are text whatever their number says.
     """
     sampled = torch.cat([b.mask.new_zeros(1), b.mask[:-1]]) & (b.pos > 0)
     part = tree.map(lambda x: x[~sampled], tree.replace(b, media=None))
@@ -74,7 +72,7 @@ def masked(b: Packed) -> Packed:
 
 
 def join(b: Packed, borrowed: Packed) -> Packed:
-    """A pack without padding, and behind it what it borrows."""
+    """Join a pack without padding with what it borrows, which comes last."""
     plain = tree.replace(borrowed, seq=borrowed.seq + b.num_seqs, media=None)
 
     # static fields agree
@@ -83,12 +81,12 @@ def join(b: Packed, borrowed: Packed) -> Packed:
         tree.map(lambda x, y: torch.cat([x, y]), tree.replace(b, media=None), like),
         media=Media.concat([b.media, borrowed.media], [b.num_seqs, borrowed.num_seqs]),
         num_seqs=b.num_seqs + borrowed.num_seqs,
-        unit=joined(b.unit, borrowed.unit),
+        unit=b.unit if isinstance(b.unit, int) or isinstance(borrowed.unit, int) else b.unit + borrowed.unit,
     )
 
 
-def units(b: Packed, which: Sequence[int]) -> Packed:
-    """Some units of the sequences of a pack, in the order of the pack; without padding."""
+def select_units(b: Packed, which: Sequence[int]) -> Packed:
+    """Return some units of the sequences of a pack, in the order of the pack; without padding."""
     which = sorted(which)
     members = members_of(check.units(b.unit, b.num_seqs), which)
 
@@ -96,23 +94,19 @@ def units(b: Packed, which: Sequence[int]) -> Packed:
     number = torch.tensor(which, device=b.seq.device)
     at = torch.isin(unit_of(b)[b.seq], number) & (_begins(b.seq) | (b.pos > 0))
     part = tree.map(lambda x: x[at], tree.replace(b, media=None))
-    media = None
-    if b.media is not None:
-        media = b.media.take(members)
+    media = None if b.media is None else b.media.take(members)
     seq = torch.searchsorted(torch.tensor(members, device=b.seq.device), part.seq)
     rows = tuple(b.rows[i] for i in members if i < len(b.rows))
-    unit = chosen(b.unit, which)
+    unit = b.unit if isinstance(b.unit, int) else tuple(b.unit[u] for u in which)
     return tree.replace(part, seq=seq, media=media, num_seqs=len(members), rows=rows, unit=unit, padding=0)
 
 
-def own(b: Packed) -> Packed:
-    """A pack without what it borrowed and its padding; an empty one as it is."""
+def drop_borrowed(b: Packed) -> Packed:
+    """Return a pack without what it borrowed and its padding; an empty one unchanged."""
     if not b.rows:
         return b
-    part = units(b, range(filled(b)))
-    if not counts(part.media):
-        part = tree.replace(part, media=None)
-    return part
+    part = select_units(b, range(count_filled(b)))
+    return part if counts(part.media) else tree.replace(part, media=None)
 
 
 # ---------- packs: rows of a batch as one flat micro-batch
@@ -124,9 +118,9 @@ _TOKEN_FIELDS = ("old_logp", "adv", "w", "ref_logp", "old_value", "ret", "words"
 def pack(exp: Experience, rows: Sequence[int], *, unit: int | Sequence[int] = 1) -> Packed:
     """Pack rows of a batch into one micro-batch.
 
-    Their tokens stand one after the other. Every auxiliary field is 0 outside mask. `unit` consecutive rows
-    belong together: 2 for losses of pairs; for ranked lists of any length it is the number of rows of each.
-    With no rows, or no tokens: a `placeholder`, so that all ranks run equally many packs.
+    The rows' tokens follow each other. Every auxiliary field is 0 outside mask. `unit` consecutive rows
+    belong together: 2 for losses of pairs; for ranked lists of any length it is the number of rows of
+    each. With no rows, or no tokens: a `placeholder`, so that all ranks run equally many packs.
 
     Where the batch has media of a kind that none of the rows has, the pack borrows the row with the fewest
     tokens that has some. Its tokens stand at the end, mask False and w 0, and it is not in `rows`. So the
@@ -142,12 +136,10 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int | Sequence[int] = 1)
         rows = ()
 
     # a borrowed row stands for both sides of a pair
-    borrowed = [row for row in lenders(exp, rows) for _ in range(smallest(unit))]
+    borrowed = [row for row in rows_to_borrow(exp, rows) for _ in range(placeholder_size(unit))]
     if borrowed:
-        lent = masked(_of_rows(exp, borrowed, singles(unit, len(borrowed))))
-        if empty:
-            return lent
-        return join(packed, lent)
+        lent = masked(_of_rows(exp, borrowed, placeholder_units(unit, len(borrowed))))
+        return lent if empty else join(packed, lent)
     if empty:
         # any token of the batch is one that the model knows
         return placeholder(tree.replace(packed, tokens=exp.tokens.flatten()[:1]))
@@ -155,7 +147,7 @@ def pack(exp: Experience, rows: Sequence[int], *, unit: int | Sequence[int] = 1)
 
 
 def _of_rows(exp: Experience, rows: Sequence[int], unit: int | tuple[int, ...]) -> Packed:
-    """The tokens of some rows, one after the other."""
+    """Pack the tokens of some rows, one after the other."""
     device = exp.tokens.device
 
     # the row and position of each input; its target is one position later
@@ -187,42 +179,47 @@ def _of_rows(exp: Experience, rows: Sequence[int], unit: int | tuple[int, ...]) 
 
 
 def _carried(exp: Experience, labels: Callable[[Tensor], Tensor], rows: Sequence[int]) -> dict[str, Any]:
-    """Auxiliary fields of a batch, moved by `labels`, and media of `rows`."""
+    """Move the auxiliary fields of a batch by `labels`, and take the media of `rows`."""
     fields = {name: getattr(exp, name) for name in _TOKEN_FIELDS}
-    found: dict[str, Any] = {name: labels(x) for name, x in fields.items() if x is not None}
+    moved: dict[str, Any] = {name: labels(x) for name, x in fields.items() if x is not None}
     if exp.extra is not None:
-        found["extra"] = {name: labels(x) for name, x in exp.extra.items()}
+        moved["extra"] = {name: labels(x) for name, x in exp.extra.items()}
     if exp.media is not None and counts(exp.media):
-        found["media"] = exp.media.take(rows)
-        found["media"].require_held()
-    return found
+        moved["media"] = exp.media.take(rows)
+        moved["media"].require_held()
+    return moved
 
 
 def placeholder(like: Packed) -> Packed:
-    """A masked pack that adds nothing.
+    """Return a masked pack that adds nothing.
 
     It has the fields of `like`, with one unit of sequences of one masked token each (the first of `like`,
     if any); where units differ in size, of one sequence. Of a pack with media it has the smallest units of
     sequences that have some, of each kind, so that it runs the towers too. It runs forward and backward, and
     `unpack` puts it nowhere.
     """
-    unit = smallest(like.unit)
-    each = tree.replace(like, unit=unit)
-    found = with_media(each, [])
-    if found:
-        lent = masked(units(each, found))
-        return tree.replace(lent, unit=singles(like.unit, lent.num_seqs))
+    unit = placeholder_size(like.unit)
+    even = tree.replace(like, unit=unit)
+    lenders = units_to_borrow(even, [])
+    if lenders:
+        lent = masked(select_units(even, lenders))
+        return tree.replace(lent, unit=placeholder_units(like.unit, lent.num_seqs))
     zeros = tree.map(lambda x: x.new_zeros(unit, *x.shape[1:]), tree.replace(like, media=None))
-    tokens = zeros.tokens
-    if like.tokens.numel():
-        tokens = like.tokens[:1].repeat(unit)
-    seq = torch.arange(unit, device=tokens.device)
-    kept = {"unit": singles(like.unit, unit), "num_seqs": unit, "rows": (), "padding": 0}
-    return tree.replace(zeros, tokens=tokens, seq=seq, media=None, **kept)
+    tokens = like.tokens[:1].repeat(unit) if like.tokens.numel() else zeros.tokens
+    return tree.replace(
+        zeros,
+        tokens=tokens,
+        seq=torch.arange(unit, device=tokens.device),
+        media=None,
+        num_seqs=unit,
+        rows=(),
+        unit=placeholder_units(like.unit, unit),
+        padding=0,
+    )
 
 
 def fill(b: Packed, count: int) -> Packed:
-    """A pack of units of different sizes with placeholders behind it, up to `count` sequences.
+    """Add placeholders to a pack of units of different sizes, up to `count` sequences.
 
     So packs of one list each are equally many forwards of a model that takes one sequence at a time.
     """
@@ -231,20 +228,18 @@ def fill(b: Packed, count: int) -> Packed:
     return b
 
 
-def alone(b: Packed, unit: int) -> Packed:
-    """One unit of the sequences of a pack as a pack, which borrows media from the others."""
-    part = units(b, [unit])
-    found = with_media(b, [unit])
-    if found:
-        part = join(part, masked(units(b, found)))
-    return part
+def single_unit(b: Packed, unit: int) -> Packed:
+    """Return one unit of a pack as a pack, which borrows media from the others."""
+    part = select_units(b, [unit])
+    lenders = units_to_borrow(b, [unit])
+    return join(part, masked(select_units(b, lenders))) if lenders else part
 
 
 def pad(b: Packed, size: int) -> Packed:
     """Pad a pack with masked tokens to `size` tokens.
 
-    They stand at position 0 after the last sequence; in a causal model nothing before them changes.
-    ValueError if the pack is larger.
+    They are at position 0 after the last sequence; in a causal model nothing before them changes. ValueError
+    if the pack is larger.
     """
     more = size - b.tokens.shape[0]
     if more < 0:
@@ -255,7 +250,7 @@ def pad(b: Packed, size: int) -> Packed:
 
 
 def stack(exp: Experience) -> Packed:
-    """Pack each row alone, and stack the packs.
+    """Pack each row by itself, and stack the packs.
 
     They are padded to one size, so that every field is [B, T], for `torch.func.vmap` over samples.
     ValueError with media, whose rows have no common size.
@@ -271,20 +266,18 @@ def stack(exp: Experience) -> Packed:
 def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor:
     """Put values of packs back on their tokens, [B, S, ...].
 
-    Values [T, ...] of each pack are label-aligned; the first two dimensions are those of `like`. The result
-    has the type of x, and is 0 on tokens of which no pack has a value.
+    Values [T, ...] of each pack are label-aligned; the first two dimensions of the result are as in `like`.
+    It has the type of x, and is 0 on tokens for which no pack has a value.
     """
     if len(x) != len(packs):
         raise ValueError(f"x: expected {len(packs)} tensors, one for each pack, got {len(x)}")
-    first = torch.zeros(0)
-    if x:
-        first = x[0]
+    first = x[0] if x else torch.zeros(0)
     out = torch.zeros(*like.shape, *first.shape[1:], dtype=first.dtype, device=like.device)
     for values, p in zip(x, packs):
         number = values[(..., *[0] * (values.dim() - 1))]  # of each token, whatever else there is of it
         check.shapes(x=(number, "T"), target=(p.target, "T"))
         if p.rows:
-            # padding and what is borrowed stand behind the rows
+            # padding and what is borrowed come after the rows
             size = int((p.seq[: p.target.shape[0] - p.padding] < len(p.rows)).sum())
             values, seq, pos = (x[:size].to(like.device) for x in (values, p.seq, p.pos))
             out[torch.tensor(p.rows, device=like.device)[seq], pos + 1] = values
@@ -292,7 +285,7 @@ def unpack(x: Sequence[Tensor], packs: Sequence[Packed], like: Tensor) -> Tensor
 
 
 def real(b: Packed) -> Tensor:
-    """Whether each unit of sequences has targets, [U] bool.
+    """Return whether each unit of sequences has targets, [U] bool.
 
     A target is a token in mask. The other units teach nothing: placeholders, and units that `shard` would
     have left out. A metric of pairs (unit 2) counts only the real ones: `metric.mean(chosen > rejected,
@@ -304,7 +297,7 @@ def real(b: Packed) -> Tensor:
 
 
 def sides(x: Tensor, b: Packed) -> tuple[Tensor, Tensor]:
-    """Sums over both rows of each pair, ([P], [P]).
+    """Sum over both rows of each pair, ([P], [P]).
 
     x [T] is summed over the tokens in mask. Sums of log-probs are the arguments of losses of pairs. A
     placeholder has sums of 0. ValueError for a pack that was not cut with unit=2.

@@ -1,19 +1,16 @@
-"""Plans of packs, from sizes in tokens and costs alone.
-
-A plan tells which items share a pack, and which rank gets it.
-"""
+"""Plans of packs, from sizes in tokens and costs: which items share a pack, and which rank gets it."""
 
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from rft_fn import check, rng, tree
 from rft_fn.packing.packs import pack
-from rft_fn.packing.units import among, members_of, reserve, total
+from rft_fn.packing.units import members_of, tokens_to_borrow, total, units_of
 from rft_fn.types import Experience, Packed, Rollout
 from rft_fn.types.media import MEDIA_COST
 
@@ -23,13 +20,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---------- plans of packs, from sizes in tokens and costs alone
+# ---------- plans of packs
 
 
 def _largest_first(sizes: Sequence[int]) -> list[int]:
-    """Indices of items, from the largest to the smallest.
+    """Return the indices of items from the largest to the smallest, without items of size 0.
 
-    Those of size 0 are left out; ties go by index.
+    Ties go by index.
     """
     return sorted((i for i, n in enumerate(sizes) if n), key=lambda i: (-sizes[i], i))
 
@@ -82,7 +79,7 @@ def bundle(
     """Put items of one family together, in lists that each fit a pack.
 
     `families` has a number for each item. A list has at most `budget` tokens and `most` rows (see `assign`);
-    an item that is larger has a list of its own. Items of size 0 are in no list.
+    an item that is larger has its own list. Items of size 0 are in no list.
     """
     rows = rows or [1] * len(sizes)
     lists: list[list[int]] = []
@@ -152,7 +149,7 @@ def deal(costs: Sequence[int], packs: Sequence[list[int]], world: int) -> list[l
 
 
 def waste(sizes: Sequence[int], packs: Sequence[Sequence[int]], budget: int) -> float:
-    """The share of the packs that holds no token."""
+    """Return the share of the packs that holds no token."""
     used = sum(sizes[i] for p in packs for i in p)
     return 1 - used / max(budget * len(packs), 1)
 
@@ -166,7 +163,7 @@ Batch = TypeVar("Batch", Experience, Rollout)
 
 
 def take(exp: Batch, index: Tensor) -> Batch:
-    """The rows `index` [n] of an experience or a rollout."""
+    """Take the rows `index` [n] of an experience or a rollout."""
     rows = tree.map(lambda x: x[index], tree.replace(exp, media=None))
     if exp.media is None:
         return rows
@@ -174,7 +171,7 @@ def take(exp: Batch, index: Tensor) -> Batch:
 
 
 def _learns(exp: Experience, rows: Sequence[int]) -> Tensor:
-    """Whether each unit has targets, [U] bool, from the number of rows of each.
+    """Return whether each unit has targets, [U] bool, from the number of rows of each.
 
     A target is a token in mask with one before it.
     """
@@ -182,7 +179,7 @@ def _learns(exp: Experience, rows: Sequence[int]) -> Tensor:
 
 
 def left_out(exp: Experience, *, unit: int | Sequence[int] = 1) -> list[int]:
-    """The units of rows that `shard` leaves out.
+    """Return the units of rows that `shard` leaves out.
 
     None of their tokens is in mask. Their numbers serve to count them in a metric, or to find out what is
     wrong with them. ValueError for units that do not make up the rows.
@@ -192,16 +189,13 @@ def left_out(exp: Experience, *, unit: int | Sequence[int] = 1) -> list[int]:
 
 
 def _sizes(exp: Experience, rows: Sequence[int]) -> list[int]:
-    """Inputs of each unit of rows.
-
-    A unit without a token in mask counts 0.
-    """
+    """Return the inputs of each unit of rows; 0 for a unit without a token in mask."""
     inputs = total((exp.length - 1).clamp(min=0), rows)
     return torch.where(_learns(exp, rows), inputs, 0).tolist()
 
 
 def _costs(exp: Experience, sizes: Sequence[int], rows: Sequence[int], media_cost: float) -> list[int]:
-    """The work of each unit of rows, in that of a token: its tokens, and its numbers of media."""
+    """Return the work of each unit of rows, in that of a token: its tokens, and its numbers of media."""
     numbers = torch.zeros(len(sizes), dtype=torch.float64)
     if exp.media is not None:
         for name, x in exp.media.tensors.items():
@@ -222,10 +216,10 @@ def cut(
     media_cost: float = MEDIA_COST,
     share_prefixes: bool = False,
 ) -> list[list[list[int]]]:
-    """The rows of each pack of each rank, as `shard` packs them.
+    """Return the rows of each pack of each rank, as `shard` packs them.
 
-    A function of numbers alone, the same on every rank: rows of media need not be held. With `one_unit`
-    each pack has one unit, whatever `most`.
+    A function of numbers only, the same on every rank: rows of media need not be held. With `one_unit` each
+    pack has one unit, whatever `most`.
     """
     rows = check.units(unit, len(exp.tokens))
     largest = max(rows, default=1)
@@ -238,13 +232,11 @@ def cut(
     budget = budget or sum(sizes)
 
     # a pack of one unit is a pack of one row, where each unit counts as a row
-    counted = rows
-    if one_unit:
-        counted = [1] * len(rows)
-        most = 1
+    counted = [1] * len(rows) if one_unit else rows
+    most = 1 if one_unit else most
 
-    # a pack may have to borrow; only a unit that fills the budget alone leaves no room for that
-    room = min(budget, max(budget - reserve(exp, unit), *sizes, 0))
+    # a pack may have to borrow; only a unit that fills the budget leaves no room for that
+    room = min(budget, max(budget - tokens_to_borrow(exp, unit), *sizes, 0))
 
     packs = _packs(sizes, costs, counted, room, world, most)
     if share_prefixes and not one_unit:
@@ -256,9 +248,9 @@ def cut(
 
         # a list is packed as one item
         totals = [[sum(x[i] for i in items) for items in lists] for x in (sizes, cheaper, counted)]
-        found = _packs(totals[0], totals[1], totals[2], room, world, most)
-        if len(found) <= MORE * len(packs):
-            packs = [[i for k in pack for i in lists[k]] for pack in found]
+        together = _packs(totals[0], totals[1], totals[2], room, world, most)
+        if len(together) <= MORE * len(packs):
+            packs = [[i for k in pack for i in lists[k]] for pack in together]
             costs = cheaper
 
     # a unit stays whole, and its rows in order
@@ -268,7 +260,7 @@ def cut(
 def _packs(
     sizes: Sequence[int], costs: Sequence[int], rows: Sequence[int], room: int, world: int, most: int
 ) -> list[list[int]]:
-    """Items in as few packs as best fit needs, rounded up to a multiple of `world`."""
+    """Put items into as few packs as best fit needs, rounded up to a multiple of `world`."""
     # best fit tells how many packs are needed; equal packs run faster than a few full ones and a small one
     packs = assign(sizes, room, most=most, rows=rows)
     count = max(math.ceil(len(packs) / world), 1) * world
@@ -277,9 +269,10 @@ def _packs(
 
 
 def _families(exp: Experience, sizes: Sequence[int], rows: Sequence[int]) -> tuple[list[int], list[int]]:
-    """(family, tokens saved) of each unit: its prompt, up to the first token that its first row sampled.
+    """Return (family, tokens saved) of each unit.
 
-    Beside another unit of its family a unit has that many tokens fewer to compute.
+    A family is a prompt, up to the first token that its first row sampled. In a pack with another unit of its
+    family a unit has that many tokens fewer to compute.
     """
     starts = [0, *itertools.accumulate(rows)][: len(rows)]
     first = torch.tensor(starts, dtype=torch.long, device=exp.tokens.device)
@@ -316,13 +309,20 @@ def shard(
     ranks are then balanced by these.
 
     With media, packs and ranks are balanced by tokens + media_cost * numbers of media. The default, 1e-4, is
-    the work of an encoder of a tenth of the text model: Qwen2-VL's 0.675 B parameters beside 7.6 B make 0.09
+    the work of an encoder of a tenth of the text model: Qwen2-VL's 0.675 B parameters to 7.6 B make 0.09
     tokens of a patch of 1,176 numbers. The budget stays in tokens; it has room for a row that a pack without
-    media borrows (see `pack`), except beside a row (or unit) that is nearly as large as the budget.
+    media borrows (see `pack`), except with a row (or unit) that is nearly as large as the budget.
     """
-    options: dict[str, Any] = {"most": most, "media_cost": media_cost, "share_prefixes": share_prefixes}
-    plans = cut(exp, budget, world, unit=unit, **options)
-    return [[pack(exp, rows, unit=among(unit, rows)) for rows in part] for part in plans]
+    plans = cut(
+        exp,
+        budget,
+        world,
+        unit=unit,
+        most=most,
+        media_cost=media_cost,
+        share_prefixes=share_prefixes,
+    )
+    return [[pack(exp, rows, unit=units_of(unit, rows)) for rows in part] for part in plans]
 
 
 def minibatches(exp: Experience, n: int, key: int, *, unit: int | Sequence[int] = 1) -> list[Experience]:
@@ -344,18 +344,15 @@ def minibatches(exp: Experience, n: int, key: int, *, unit: int | Sequence[int] 
 
 
 def minibatch_units(unit: Sequence[int], n: int, key: int) -> list[list[int]]:
-    """The sizes of the units of each of `minibatches(exp, n, key, unit=unit)`."""
+    """Return the sizes of the units in each of `minibatches(exp, n, key, unit=unit)`."""
     return [[unit[u] for u in part] for part in _shuffled(unit, len(unit), n, key)]
 
 
 def _shuffled(unit: int | Sequence[int], count: int, n: int, key: int) -> list[list[int]]:
-    """The numbers of the units of each of n minibatches, in random order; one has all in order."""
+    """Return the numbers of the units in each of n minibatches, in random order; one has all in order."""
     if not 1 <= n <= count:
-        of = "units"
-        if isinstance(unit, int):
-            of = f"units of {unit} rows"
-        if unit == 1:
-            of = "rows"
+        of = f"units of {unit} rows" if isinstance(unit, int) else "units"
+        of = "rows" if unit == 1 else of
         raise ValueError(f"n: expected between 1 and the number of {of} {count}, got {n}")
     if n == 1:
         return [list(range(count))]

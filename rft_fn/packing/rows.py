@@ -1,4 +1,4 @@
-"""Batches of rows of ids: what is learned or scored in each."""
+"""Batches of rows of ids: what is learned or scored in each row."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ Part = Mapping[str, Tensor] | None  # the media of a row
 
 
 def supervised(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Experience:
-    """A supervised batch of prompts and responses.
+    """Make a supervised batch of prompts and responses.
 
     Each row is (prompt ids, response ids). The responses are in mask and w is the mean over their tokens;
     old_logp and adv are 0. ValueError without rows.
@@ -27,7 +27,7 @@ def supervised(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Experienc
 
 
 def conversations(rows: Sequence[Sequence[Any]]) -> Experience:
-    """A supervised batch of tokens and masks.
+    """Make a supervised batch of tokens and masks.
 
     Each row is (ids, mask), or (ids, mask, media) with the tensors of its media or None. Any tokens may be in
     mask, such as all turns of one speaker. w is the mean over the tokens in the masks. ValueError without
@@ -51,14 +51,15 @@ def conversations(rows: Sequence[Sequence[Any]]) -> Experience:
 
 
 def scored(rows: Sequence[Any], *, ends: Sequence[Sequence[int]] | None = None) -> Experience:
-    """A batch of texts for reward models, which score each whole text or each of its steps.
+    """Make a batch of texts for reward models, which score whole texts or their steps.
 
     Each row is ids, or (ids, media) with the tensors of its media or None. A pack has no input for the last
-    token of a row, which nothing follows: so the last token is appended once more, as a target that nobody
-    learns. `mask` is True on the token after each one that is scored: the appended one, or with `ends` the
-    one after the end of each step. `ends` has for each row the positions of the last tokens of its steps,
-    in rising order. So a pack has mask[t] where the score of the sequence up to input t is asked for. A model
-    takes targets in mask for text: no placeholder of an image or a sound may follow the end of a step.
+    token of a row, which nothing follows: so the last token is appended once more, as a target that
+    nobody learns. `mask` is True on the token after each one that is scored: the appended one, or with
+    `ends` the one after the end of each step. `ends` has for each row the positions of the last tokens of
+    its steps, in rising order. So a pack has mask[t] where the score of the sequence up to input t is
+    asked for. A model takes targets in mask for text: no placeholder of an image or a sound may follow
+    the end of a step.
 
     w is 1 / rows on every token in mask: the sum over the scores of a row, the mean over rows. Without ends
     a row can have none, and is left out of packs. ValueError without rows, for a row without a token, and
@@ -76,15 +77,14 @@ def scored(rows: Sequence[Any], *, ends: Sequence[Sequence[int]] | None = None) 
 
     # the score after position e is asked for where the target is e + 1
     masks = []
-    for size, at in zip(sizes, ends):
-        after = set(at)
-        masks.append([s - 1 in after for s in range(size + 1)])
+    for size, at in zip(sizes, map(set, ends)):
+        masks.append([s - 1 in at for s in range(size + 1)])
     exp = _batch([[*ids, ids[-1]] for ids, _ in parts], masks, [media for _, media in parts])
     return tree.replace(exp, w=weight.seq_sum(exp.mask))
 
 
 def _ids_and_media(row: Any) -> tuple[Sequence[int], Part]:
-    """The ids of a row, and its media; numbers alone are ids."""
+    """Return the ids of a row, and its media; plain numbers are ids."""
     ids, media = row, None
     if len(row) and torch.as_tensor(row[0]).dim():
         ids, media = row
@@ -92,7 +92,7 @@ def _ids_and_media(row: Any) -> tuple[Sequence[int], Part]:
 
 
 def _check_ends(ends: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
-    """ValueError for ends of steps that are no rising positions of each row."""
+    """Raise ValueError for ends of steps that are no rising positions of each row."""
     if len(ends) != len(sizes):
         raise ValueError(f"ends: expected those of {len(sizes)} rows, got {len(ends)}")
     for i, (at, size) in enumerate(zip(ends, sizes)):
@@ -106,7 +106,7 @@ def _check_ends(ends: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
 def _batch(
     ids: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], media: Sequence[Part]
 ) -> Experience:
-    """Rows of ids with their masks and media, right-padded as an engine's rollouts are; w is 0."""
+    """Right-pad rows of ids with their masks and media, as an engine's rollouts are; w is 0."""
     length = torch.tensor([len(row) for row in ids])
     tokens = torch.zeros(len(ids), int(length.max()), dtype=torch.long)
     mask = torch.zeros_like(tokens, dtype=torch.bool)

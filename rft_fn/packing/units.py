@@ -16,8 +16,8 @@ from rft_fn.types import Experience, Packed
 from rft_fn.types.media import Media
 
 __all__ = [
-    "among", "chosen", "counts", "filled", "joined", "lenders", "members_of", "owners", "reserve",
-    "singles", "smallest", "total", "unit_of", "with_media",
+    "count_filled", "counts", "members_of", "owners", "placeholder_size", "placeholder_units",
+    "rows_to_borrow", "tokens_to_borrow", "total", "unit_of", "units_of", "units_to_borrow",
 ]  # fmt: skip
 
 
@@ -28,7 +28,7 @@ Unit = int | tuple[int, ...]  # of a pack
 
 
 def unit_of(b: Packed) -> Tensor:
-    """The unit of each sequence of a pack, [K] i64.
+    """Return the unit of each sequence of a pack, [K] i64.
 
     Scores of a listwise loss are compared within it: `loss.plackett_luce(score, rank, unit_of(b))`.
     """
@@ -36,60 +36,42 @@ def unit_of(b: Packed) -> Tensor:
 
 
 def _numbers(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """0 for each member of the first unit, 1 for each of the second, ..., i64."""
+    """Return 0 for each member of the first unit, 1 for each of the second, ..., i64."""
     return torch.tensor([u for u, size in enumerate(sizes) for _ in range(size)], device=device).long()
 
 
 def total(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The sum of x [B] over the members of each unit, [U]."""
+    """Sum x [B] over the members of each unit, [U]."""
     zeros = x.new_zeros(len(sizes))
     return zeros.index_add(0, _numbers(sizes, x.device), x)
 
 
 def members_of(sizes: Sequence[int], which: Sequence[int]) -> list[int]:
-    """The members of some units, in that order."""
+    """Return the members of some units, in that order."""
     ends = list(accumulate(sizes))
     return [i for u in which for i in range(ends[u] - sizes[u], ends[u])]
 
 
-def among(unit: int | Sequence[int], rows: Sequence[int]) -> Unit:
-    """The units of a pack of whole units of a batch, from those of the batch."""
+def units_of(unit: int | Sequence[int], rows: Sequence[int]) -> Unit:
+    """Return the units of a pack of `rows`, whole units of a batch, from the units of the batch."""
     if isinstance(unit, int):
         return unit
     starts = dict(zip(accumulate(unit, initial=0), unit))
     return tuple(starts[row] for row in rows if row in starts)
 
 
-def chosen(unit: Unit, which: Sequence[int]) -> Unit:
-    """The units of a pack of only some of them."""
-    if isinstance(unit, int):
-        return unit
-    return tuple(unit[u] for u in which)
+def placeholder_size(unit: int | Sequence[int]) -> int:
+    """Return the sequences of a placeholder unit: as many as all have, or one where they differ."""
+    return unit if isinstance(unit, int) else 1
 
 
-def joined(unit: Unit, more: Unit) -> Unit:
-    """The units of a pack and of what it borrows."""
-    if isinstance(unit, int) or isinstance(more, int):
-        return unit
-    return unit + more
+def placeholder_units(unit: int | Sequence[int], count: int) -> Unit:
+    """Return the units of `count` placeholder sequences."""
+    return unit if isinstance(unit, int) else (1,) * count
 
 
-def smallest(unit: int | Sequence[int]) -> int:
-    """The sequences of a unit that only fills up: as many as all have, or one where they differ."""
-    if isinstance(unit, int):
-        return unit
-    return 1
-
-
-def singles(unit: int | Sequence[int], count: int) -> Unit:
-    """The units of `count` sequences that only fill up."""
-    if isinstance(unit, int):
-        return unit
-    return (1,) * count
-
-
-def filled(b: Packed) -> int:
-    """The number of units with rows."""
+def count_filled(b: Packed) -> int:
+    """Count the units with rows."""
     return sum(end <= len(b.rows) for end in accumulate(check.units(b.unit, b.num_seqs)))
 
 
@@ -97,15 +79,15 @@ def filled(b: Packed) -> int:
 
 
 def counts(media: Media | None) -> dict[str, Tensor]:
-    """name -> [B] i64: the rows of media of each sequence, for the names of which there are any."""
+    """Return name -> [B] i64, the rows of media of each sequence, of the names that have any."""
     if media is None:
         return {}
-    found = {name: media.count(name) for name in media.tensors}
-    return {name: count for name, count in found.items() if bool(count.any())}
+    named = {name: media.count(name) for name in media.tensors}
+    return {name: count for name, count in named.items() if bool(count.any())}
 
 
 def _cheapest(count: Mapping[str, Tensor], size: Tensor, have: Sequence[int]) -> list[int]:
-    """Items to add to `have`, so that there are rows of every name.
+    """Choose items to add to `have`, so that there are rows of every name.
 
     For each name that is missing the item of the smallest `size` above 0; ties go by index.
     """
@@ -119,11 +101,11 @@ def _cheapest(count: Mapping[str, Tensor], size: Tensor, have: Sequence[int]) ->
     return chosen
 
 
-def lenders(exp: Experience, rows: Sequence[int]) -> list[int]:
-    """The rows that a pack of `rows` borrows.
+def rows_to_borrow(exp: Experience, rows: Sequence[int]) -> list[int]:
+    """Return the rows that a pack of `rows` borrows.
 
     For each kind of media that the batch has and the pack lacks, the row that has it and the fewest tokens
-    that were read, not sampled. A function of numbers alone: media need not be held.
+    that were read, not sampled. A function of numbers only: media need not be held.
     """
     count = counts(exp.media)
     if all(bool(owned[list(rows)].any()) for owned in count.values()):
@@ -132,32 +114,32 @@ def lenders(exp: Experience, rows: Sequence[int]) -> list[int]:
 
 
 def _read(exp: Experience) -> Tensor:
-    """The inputs of each row that were not sampled, [B] i64."""
+    """Count the inputs of each row that were not sampled, [B] i64."""
     inputs = (exp.length - 1).clamp(min=0)
     position = torch.arange(exp.mask.shape[1], device=exp.mask.device)
     return inputs - (exp.mask & (position < inputs[:, None])).sum(-1)
 
 
-def reserve(exp: Experience, unit: int | Sequence[int]) -> int:
-    """The tokens that a pack may have to borrow: 0 if every unit of rows has each kind of media."""
+def tokens_to_borrow(exp: Experience, unit: int | Sequence[int]) -> int:
+    """Return the most tokens that a pack may borrow: 0 if every unit has all kinds of media."""
     sizes = check.units(unit, len(exp.tokens))
     lacking = [c for c in counts(exp.media).values() if not bool(total(c, sizes).all())]
     if not lacking:
         return 0
-    return smallest(unit) * int(_read(exp)[lenders(exp, [])].sum())
+    return placeholder_size(unit) * int(_read(exp)[rows_to_borrow(exp, [])].sum())
 
 
 def owners(exp: Experience, packs: Sequence[Sequence[int]]) -> list[int]:
-    """The owners of media that packs of these rows read, also those that they borrow."""
+    """Return the owners of media that packs of these rows read, also of what they borrow."""
     if exp.media is None:
         return []
-    rows = [row for pack in packs for row in [*pack, *lenders(exp, pack)]]
+    rows = [row for pack in packs for row in [*pack, *rows_to_borrow(exp, pack)]]
     of = exp.media.of[rows]
     return of[of >= 0].unique().tolist()
 
 
-def with_media(b: Packed, which: Sequence[int]) -> list[int]:
-    """The units of a pack that `which` of them borrow: the smallest of each kind that they lack."""
+def units_to_borrow(b: Packed, which: Sequence[int]) -> list[int]:
+    """Return the smallest units of a pack that supply each kind of media that `which` lack."""
     sizes = check.units(b.unit, b.num_seqs)
     size = total(torch.bincount(b.seq, minlength=b.num_seqs), sizes)
     count = {name: total(c, sizes) for name, c in counts(b.media).items()}

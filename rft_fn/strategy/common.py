@@ -271,7 +271,7 @@ class Backend(ABC):
         # the plan is of numbers, which every rank has; of media it has those that its own packs read
         plan = plans[self.rank]
         exp = tree.replace(exp, media=dist.fetch_media(exp.media, packing.owners(exp, plan)))
-        packs = [packing.pack(exp, rows, unit=packing.among(unit, rows)) for rows in plan]
+        packs = [packing.pack(exp, rows, unit=packing.units_of(unit, rows)) for rows in plan]
         return [packing.fill(b, least) for b in packs]
 
     @torch.no_grad()

@@ -39,8 +39,8 @@ def _units(packs: Sequence[Packed]) -> list[Packed]:
     """The packs cut into their units: one sequence each, or the sequences that belong together."""
     out: list[Packed] = []
     for b in packs:
-        count = packing.filled(b)
-        out += [packing.alone(b, i) for i in range(count)]
+        count = packing.count_filled(b)
+        out += [packing.single_unit(b, i) for i in range(count)]
         if not count:
             out.append(b)
     return out
@@ -150,7 +150,7 @@ def _write(folder: Path, step: int, offender: tuple[int, Packed] | None, weights
     about: dict[str, Any] = {"step": step, "rank": None, "row": None}
     if offender is not None:
         rank, pack = offender
-        pack = packing.own(pack)  # the towers need not run where one process looks at it
+        pack = packing.drop_borrowed(pack)  # the towers need not run where one process looks at it
         about |= {"rank": rank, "row": next(iter(pack.rows), None), "num_seqs": pack.num_seqs}
         named = {n: x.contiguous() for n, x in tree.leaves_with_path(pack)}
         save_file(named, folder / "sequence.safetensors")

@@ -55,7 +55,8 @@ def check_all(
     `on_policy` adds the identity of policy losses. `weight(mask [B, S]) -> w [B, S]` is the normaliser that
     the loss is used with. `extra(exp) -> {name: [B, S, ...]}` makes the data that it reads from `b.extra`
     (see `case`). `unit` consecutive rows belong together: 2 for losses of pairs, where rows 2i and 2i + 1
-    are sequences 2i and 2i + 1 of a pack; of listwise losses it is the number of rows of each list, such as (3, 1, 2, 2).
+    are sequences 2i and 2i + 1 of a pack; of listwise losses it is the number of rows of each list, such
+    as (3, 1, 2, 2).
     """
     checks: list[Callable[..., None]] = [
         check_partition_invariance,

@@ -134,7 +134,7 @@ def rows_of(unit: Unit, count: int = ROWS) -> list[list[int]]:
 
 def packed(exp: Experience, rows: Sequence[int], unit: Unit) -> Packed:
     """Pack whole units of a batch together."""
-    return packing.pack(exp, rows, unit=packing.among(unit, rows))
+    return packing.pack(exp, rows, unit=packing.units_of(unit, rows))
 
 
 def by_unit(exp: Experience, unit: Unit = 1) -> list[Packed]:

@@ -201,5 +201,5 @@ def check_permutation_invariance(
         moved = packing.take(c.exp, torch.tensor(order))
         if isinstance(unit, int):  # the weight of units of different sizes is known only in their order
             moved = reweigh(moved, moved.mask, weight)
-        cuts[f"rows in the order {order}"] = whole(moved, packing.among(unit, order))
+        cuts[f"rows in the order {order}"] = whole(moved, packing.units_of(unit, order))
     _assert_all_same(loss_fn, c, unit, cuts, rtol)

@@ -45,7 +45,7 @@ def test_a_row_is_found_and_kept_with_its_own_media(tmp_path, world, bad):
         messages = ranks.run(world, "test_media_faults:fault", str(tmp_path), bad)
     assert all("the first sequence with such a gradient is in" in x for x in messages)
     pack, _, about = load_fault(tmp_path / "fault_00000001")
-    want = packing.own(packing.pack(batch(bad), [bad]))
+    want = packing.drop_borrowed(packing.pack(batch(bad), [bad]))
     assert about["row"] == bad and torch.equal(pack.tokens, want.tokens) and pack.num_seqs == 1
     assert (pack.media is None) == (not ROWS[bad])
     if pack.media is not None:
